@@ -1,0 +1,40 @@
+"""Pruning and sparse training for any optax optimizer."""
+
+from sparsity import (
+    algorithms,
+    base_updater,
+    masks,
+    selection,
+    sparsity_distributions,
+    sparsity_schedules,
+    sparsity_types,
+)
+from sparsity.algorithms import (
+    SET,
+    GlobalMagnitudePruning,
+    GlobalSaliencyPruning,
+    MagnitudePruning,
+    RandomPruning,
+    RigL,
+    SaliencyPruning,
+    StaticRandomSparse,
+    SteMagnitudePruning,
+    SteRandomPruning,
+)
+from sparsity.api import (
+    ALGORITHM_REGISTRY,
+    all_algorithm_names,
+    create_updater_from_config,
+    register_algorithm,
+)
+from sparsity.base_updater import BaseUpdater, NoPruning
+from sparsity.sparse_state import SparseState, get_sparse_state, set_sparse_state
+from sparsity.sparsity_schedules import (
+    NoUpdateSchedule,
+    OneShotSchedule,
+    PeriodicSchedule,
+    PolynomialSchedule,
+)
+from sparsity.sparsity_types import Block, Channel, NByM, SparsityType, Unstructured
+
+__version__ = "0.1.0"

@@ -1,0 +1,110 @@
+"""Pruners: training starts dense and becomes sparse; each says what a weight is worth."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from sparsity import selection, trees
+from sparsity.base_updater import BaseUpdater
+from sparsity.sparse_state import SparseState
+
+
+@dataclasses.dataclass
+class MagnitudePruning(BaseUpdater):
+    """Keeps the weights of the largest magnitude.
+
+    Source: Zhu & Gupta 2017, "To prune, or not to prune", with a `PolynomialSchedule`.
+    """
+
+    def calculate_scores(
+        self,
+        params: chex.ArrayTree,
+        sparse_state: SparseState | None = None,
+        grads: chex.ArrayTree | None = None,
+    ) -> chex.ArrayTree:
+        del sparse_state, grads
+        return jax.tree.map(jnp.abs, params)
+
+
+@dataclasses.dataclass
+class SaliencyPruning(BaseUpdater):
+    """Keeps the weights whose removal changes the loss most, to first order: |weight * gradient|.
+
+    Source: Molchanov et al. 2016, "Pruning Convolutional Neural Networks for Resource Efficient
+    Inference", equation 6.
+    """
+
+    def calculate_scores(
+        self,
+        params: chex.ArrayTree,
+        sparse_state: SparseState | None = None,
+        grads: chex.ArrayTree | None = None,
+    ) -> chex.ArrayTree:
+        del sparse_state
+        if grads is None:
+            raise ValueError(
+                f"{type(self).__name__} scores weights by their gradients, got grads = None."
+            )
+
+        def score(path: trees.KeyPath, param: Any, grad: Any) -> Any:
+            if not trees.is_prunable(param):
+                return param
+            if grad is None:
+                raise ValueError(f"grads has no leaf for {trees.path_string(path)!r}.")
+            return jnp.abs(param * grad)
+
+        return trees.map_matched(score, params, grads)
+
+
+@dataclasses.dataclass
+class RandomPruning(BaseUpdater):
+    """Keeps random weights; a pruned weight stays pruned while the sparsity grows."""
+
+    def calculate_scores(
+        self,
+        params: chex.ArrayTree,
+        sparse_state: SparseState | None = None,
+        grads: chex.ArrayTree | None = None,
+    ) -> chex.ArrayTree:
+        del sparse_state, grads
+        return generate_random_scores(params, self.rng_seed)
+
+
+def generate_random_scores(
+    params: chex.ArrayTree, rng_seed: int | jax.Array, step: chex.Numeric = 0
+) -> chex.ArrayTree:
+    """Returns uint32 scores: a hash of seed, step, path and index, without communication.
+
+    Args:
+      params: tree of arrays; only paths and shapes matter.
+      rng_seed: an int or a jax random key, old or new style, traced or not.
+      step: int scalar; another step gives independent scores.
+
+    Returns:
+      A tree like `params` of uint32 arrays; they do not depend on how the arrays are sharded.
+
+    Example:
+      >>> generate_random_scores({"w": jnp.zeros((2, 3))}, 8)["w"].shape
+      (2, 3)
+    """
+    words = _seed_words(rng_seed)
+
+    def draw(path: trees.KeyPath, param: Any) -> jax.Array:
+        leaf = zlib.crc32(trees.path_string(path).encode())
+        return selection.hash_scores(jnp.shape(param), *words, step, leaf)
+
+    return trees.map_matched(draw, params)
+
+
+def _seed_words(rng_seed: int | jax.Array) -> tuple[chex.Numeric, ...]:
+    if isinstance(rng_seed, int):
+        return rng_seed & 0xFFFFFFFF, (rng_seed >> 32) & 0xFFFFFFFF
+    if jnp.issubdtype(rng_seed.dtype, jax.dtypes.prng_key):
+        rng_seed = jax.random.key_data(rng_seed)
+    return tuple(jnp.ravel(rng_seed).astype(jnp.uint32))

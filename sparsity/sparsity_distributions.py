@@ -1,0 +1,209 @@
+"""How sparse each parameter becomes: functions from a parameter tree to a tree of sparsities.
+
+A distribution is any function of the parameters (arrays, or anything with `shape`, `ndim` and
+`dtype`) that returns a tree of sparsities in [0, 1] with `None` for the leaves that stay dense.
+`functools.partial(uniform, sparsity=0.8)` is the usual one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import chex
+import jax
+
+from sparsity import trees
+
+FilterFn = Callable[[tuple[str, ...], chex.Array], bool]
+Overrides = Mapping[str | tuple[str, ...] | re.Pattern[str], float | None]
+BatchAxes = int | Callable[[tuple[str, ...], chex.Array], int]
+
+
+def uniform(
+    params: chex.ArrayTree,
+    sparsity: float | None = None,
+    filter_fn: FilterFn | None = None,
+    custom_sparsity_map: Overrides | None = None,
+    batch_axes: BatchAxes = 0,
+) -> chex.ArrayTree:
+    """Gives every selected parameter the same sparsity.
+
+    Args:
+      params: a parameter tree, or a single array.
+      sparsity: fraction of the weights to remove, in [0, 1]; `None` keeps all of them dense.
+      filter_fn: `filter_fn(path, param) -> bool` selects parameters; `path` is a tuple of strings.
+        By default those with more than one axis beyond `batch_axes`. Leaves that are not floating
+        or complex are never selected.
+      custom_sparsity_map: sparsities (or `None`) for single parameters, selected by the filter or
+        not. A key is a path as a tuple, the path joined by '/', a regular expression that matches
+        the whole joined path, or a compiled pattern, which is searched in it.
+      batch_axes: number of leading axes that index separate matrices (scanned layers, experts), or
+        a function of (path, param).
+
+    Returns:
+      A tree like `params` of floats, `None` where a parameter stays dense.
+
+    Raises:
+      ValueError: a sparsity lies outside [0, 1], or an override matches no parameter.
+
+    Example:
+      >>> import numpy as np
+      >>> params = {"kernel": np.ones((4, 8)), "bias": np.ones(8)}
+      >>> uniform(params, 0.5)
+      {'bias': None, 'kernel': 0.5}
+    """
+    selected, custom = _select(params, sparsity, filter_fn, custom_sparsity_map, batch_axes)
+    sparsities = dict.fromkeys(selected, sparsity) | custom
+    return trees.map_matched(lambda path, _: sparsities.get(path), params)
+
+
+def erk(
+    params: chex.ArrayTree,
+    sparsity: float | None = None,
+    filter_fn: FilterFn | None = None,
+    custom_sparsity_map: Overrides | None = None,
+    erk_power_scale: float = 1.0,
+    batch_axes: BatchAxes = 0,
+) -> chex.ArrayTree:
+    """Gives small layers more density than large ones: the Erdos-Renyi-Kernel distribution.
+
+    The density of a parameter of shape `s` is `eps * (sum(s) / prod(s)) ** erk_power_scale`, with
+    one `eps` for all, such that as many weights are kept as `uniform` would keep. Parameters whose
+    density would exceed 1 are dense, and the others share what remains. Parameters with an override
+    take no part in this.
+
+    Args:
+      params: a parameter tree, or a single array.
+      sparsity: fraction of all selected weights to remove, in [0, 1]; `None` keeps them dense.
+      filter_fn: as in `uniform`.
+      custom_sparsity_map: as in `uniform`.
+      erk_power_scale: below 1 the distribution is closer to the uniform one; 0 is uniform.
+      batch_axes: as in `uniform`; a stack of layers counts by the shape of one of them.
+
+    Returns:
+      A tree like `params` of floats, `None` where a parameter stays dense.
+
+    Raises:
+      ValueError: as in `uniform`.
+
+    Source: Evci et al. 2020, "Rigging the Lottery", section 3.
+
+    Example:
+      >>> import numpy as np
+      >>> erk({"a": np.ones((10, 10)), "b": np.ones((50, 50))}, 0.5)
+      {'a': 0.0, 'b': 0.52}
+    """
+    selected, sparsities = _select(params, sparsity, filter_fn, custom_sparsity_map, batch_axes)
+    if sparsity is not None:
+        sizes = {path: param.size for path, (param, _) in selected.items()}
+        raw = {
+            path: (sum(shape) / math.prod(shape)) ** erk_power_scale
+            for path, (param, axes) in selected.items()
+            if math.prod(shape := param.shape[axes:])
+        }
+        densities = _scale_to_total(raw, sizes, (1.0 - sparsity) * sum(sizes.values()))
+        sparsities |= {path: 1.0 - densities.get(path, 1.0) for path in selected}
+    return trees.map_matched(lambda path, _: sparsities.get(path), params)
+
+
+def check_sparsity(value: Any, name: str) -> None:
+    """Raises a ValueError that names the value unless it lies in [0, 1]; tracers pass."""
+    if isinstance(value, jax.core.Tracer):
+        return
+    if not 0.0 <= float(value) <= 1.0:
+        raise ValueError(
+            f"Sparsity is the fraction of weights removed and must be in [0, 1], got {name} = "
+            f"{value}."
+        )
+
+
+def _scale_to_total(
+    raw: dict[trees.KeyPath, float], sizes: dict[trees.KeyPath, int], budget: float
+) -> dict[trees.KeyPath, float]:
+    """Densities `min(1, eps * raw)` that keep `budget` weights in total."""
+    densities: dict[trees.KeyPath, float] = {}
+    open_paths = sorted(raw, key=lambda path: raw[path])
+    weighted = math.fsum(raw[path] * sizes[path] for path in open_paths)
+    while open_paths:
+        eps = budget / weighted
+        densest = open_paths[-1]
+        if eps * raw[densest] <= 1.0:
+            break
+        densities[open_paths.pop()] = 1.0
+        budget -= sizes[densest]
+        weighted = math.fsum(raw[path] * sizes[path] for path in open_paths)
+    return densities | {path: eps * raw[path] for path in open_paths}
+
+
+def _select(
+    params: chex.ArrayTree,
+    sparsity: float | None,
+    filter_fn: FilterFn | None,
+    custom_sparsity_map: Overrides | None,
+    batch_axes: BatchAxes,
+) -> tuple[dict[trees.KeyPath, tuple[Any, int]], dict[trees.KeyPath, float | None]]:
+    """Returns the filtered parameters with their batch axes, and the overrides, both by path."""
+    if sparsity is not None:
+        check_sparsity(sparsity, "sparsity")
+    overrides = custom_sparsity_map or {}
+    prunable = {
+        path: leaf for path, leaf in trees.leaves_by_path(params).items() if trees.is_prunable(leaf)
+    }
+    selected: dict[trees.KeyPath, tuple[Any, int]] = {}
+    custom: dict[trees.KeyPath, float | None] = {}
+    used = set()
+    for path, param in prunable.items():
+        name = trees.path_names(path)
+        keys = [key for key in overrides if _matches(key, name)]
+        used.update(keys)
+        if keys:
+            exact = next((key for key in keys if key in (name, "/".join(name))), keys[0])
+            custom[path] = value = overrides[exact]
+            if value is not None:
+                check_sparsity(value, f"custom_sparsity_map[{exact!r}]")
+            continue
+        axes = slice_axes(batch_axes, name, param)
+        if filter_fn(name, param) if filter_fn else param.ndim - axes > 1:
+            selected[path] = (param, axes)
+    names = [trees.path_string(path) for path in prunable]
+    for key in overrides:
+        if names and key not in used:
+            raise ValueError(
+                f"custom_sparsity_map[{key!r}] matches no parameter. {_nearest(key, names)}"
+            )
+    if filter_fn and names and sparsity and not selected and not custom:
+        raise ValueError(
+            f"filter_fn selects no parameter, so sparsity = {sparsity} has nothing to remove. It is "
+            f"called as filter_fn(path, param), path being a tuple of strings; there are {names}."
+        )
+    return selected, custom
+
+
+def slice_axes(batch_axes: BatchAxes, name: tuple[str, ...], param: chex.Array) -> int:
+    """How many leading axes of a parameter index separate matrices."""
+    axes = batch_axes(name, param) if callable(batch_axes) else batch_axes
+    if axes < 0 or (callable(batch_axes) and axes > param.ndim):
+        raise ValueError(
+            f"batch_axes must lie between 0 and the number of axes, got {axes} for "
+            f"{'/'.join(name)!r} of shape {param.shape}."
+        )
+    return min(axes, param.ndim)  # one number for all: a bias has fewer axes
+
+
+def _matches(key: str | tuple[str, ...] | re.Pattern[str], name: tuple[str, ...]) -> bool:
+    joined = "/".join(name)
+    if isinstance(key, tuple):
+        return tuple(str(part) for part in key) == name
+    if isinstance(key, re.Pattern):
+        return key.search(joined) is not None
+    return key == joined or re.fullmatch(key, joined) is not None
+
+
+def _nearest(key: Any, names: list[str]) -> str:
+    text = "/".join(map(str, key)) if isinstance(key, tuple) else str(getattr(key, "pattern", key))
+    near = difflib.get_close_matches(text, names, n=1, cutoff=0.0)[0]
+    return f"The nearest is {near!r}; the parameters are {names}."

@@ -1,0 +1,145 @@
+"""At which steps masks change, and how sparse they are then.
+
+A schedule is any object with `is_mask_update_iter(step)` and
+`get_sparsity_at_step(target_sparsities, step)`. Steps count calls of the optimizer's `update`,
+from 0; both methods take Python ints as well as traced int32 scalars.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from sparsity.sparsity_types import check_int
+
+
+@dataclasses.dataclass(frozen=True)
+class NoUpdateSchedule:
+    """Masks stay as they were initialized."""
+
+    def get_sparsity_at_step(
+        self, target_sparsities: chex.ArrayTree, step: chex.Numeric
+    ) -> chex.ArrayTree:
+        """Returns the sparsities that masks made at `step` shall have.
+
+        Args:
+          target_sparsities: tree of sparsities in [0, 1]; `None` marks dense leaves.
+          step: int scalar.
+
+        Returns:
+          A tree of the same structure.
+        """
+        del step
+        return target_sparsities
+
+    def is_mask_update_iter(self, step: chex.Numeric | None) -> chex.Numeric:
+        """Returns whether masks are updated at `step`: a bool, or a traced bool scalar."""
+        del step
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class OneShotSchedule(NoUpdateSchedule):
+    """Masks are updated once, at `target_step`."""
+
+    target_step: int
+
+    def __post_init__(self) -> None:
+        check_int("target_step", self.target_step, 0)
+
+    def is_mask_update_iter(self, step: chex.Numeric | None) -> chex.Numeric:
+        return False if step is None else step == self.target_step
+
+
+@dataclasses.dataclass(frozen=True)
+class PeriodicSchedule(NoUpdateSchedule):
+    """Masks are updated at the start step, every `update_freq` steps after it, and at the end step.
+
+    Attributes:
+      update_freq: steps from one update to the next, at least 1.
+      update_start_step: first step with an update.
+      update_end_step: last step with an update, also when `update_freq` does not divide the range;
+        `None` goes on for ever.
+
+    Example:
+      >>> schedule = PeriodicSchedule(update_freq=4, update_start_step=2, update_end_step=9)
+      >>> [step for step in range(20) if schedule.is_mask_update_iter(step)]
+      [2, 6, 9]
+    """
+
+    update_freq: int
+    update_start_step: int = 0
+    update_end_step: int | None = None
+
+    def __post_init__(self) -> None:
+        check_int("update_freq", self.update_freq, 1)
+        check_int("update_start_step", self.update_start_step, 0)
+        if self.update_end_step is not None:
+            check_int("update_end_step", self.update_end_step, 0)
+            if self.update_end_step < self.update_start_step:
+                raise ValueError(
+                    "update_end_step must not come before update_start_step, got update_end_step = "
+                    f"{self.update_end_step}, update_start_step = {self.update_start_step}."
+                )
+
+    def is_mask_update_iter(self, step: chex.Numeric | None) -> chex.Numeric:
+        if step is None:
+            return False
+        on_beat = (step - self.update_start_step) % self.update_freq == 0
+        if self.update_end_step is None:
+            return on_beat & (step >= self.update_start_step)
+        within = (step >= self.update_start_step) & (step <= self.update_end_step)
+        return within & (on_beat | (step == self.update_end_step))
+
+
+@dataclasses.dataclass(frozen=True)
+class PolynomialSchedule(PeriodicSchedule):
+    """Raises the sparsity from `initial_sparsity` to the target along a polynomial.
+
+    With `progress` going from 0 at the start step to 1 at the end step,
+
+      sparsity = target + (initial_sparsity - target) * (1 - progress) ** power
+
+    Attributes:
+      update_end_step: the step that reaches the target exactly; required here.
+      power: exponent; 3 in the source, 1 gives a linear ramp.
+      initial_sparsity: sparsity at the start step; a leaf whose target is lower starts at its
+        target.
+
+    Source: Zhu & Gupta 2017, "To prune, or not to prune", equation 1.
+
+    Example:
+      >>> schedule = PolynomialSchedule(10, update_start_step=0, update_end_step=100)
+      >>> [round(float(schedule.get_sparsity_at_step(0.8, step)), 3) for step in (0, 50, 100)]
+      [0.0, 0.7, 0.8]
+    """
+
+    power: float = 3
+    initial_sparsity: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.update_end_step is None:
+            raise ValueError("PolynomialSchedule needs an update_end_step, got None.")
+        if not self.power > 0:
+            raise ValueError(f"power must be positive, got power = {self.power}.")
+        if not 0 <= self.initial_sparsity <= 1:
+            raise ValueError(f"initial_sparsity must be in [0, 1], got {self.initial_sparsity}.")
+
+    def get_sparsity_at_step(
+        self, target_sparsities: chex.ArrayTree, step: chex.Numeric
+    ) -> chex.ArrayTree:
+        assert self.update_end_step is not None
+        length = self.update_end_step - self.update_start_step
+        elapsed = jnp.clip(jnp.asarray(step) - self.update_start_step, 0, length)
+        progress = elapsed.astype(jnp.float32) / length if length else 1.0
+        remaining = (1.0 - progress) ** self.power
+
+        def ramp(target: chex.Numeric) -> jax.Array:
+            target = jnp.asarray(target, jnp.float32)
+            return target + (jnp.minimum(self.initial_sparsity, target) - target) * remaining
+
+        return jax.tree.map(ramp, target_sparsities)

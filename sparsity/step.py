@@ -1,0 +1,174 @@
+"""The mechanics of one step that algorithms need not know.
+
+Calling hooks by what they name, skipping the inner optimizer's update, and updates that land on
+exact zeros.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend.core import Literal
+
+from sparsity import masks as masks_lib
+from sparsity import trees
+from sparsity.sparse_state import SparseState, pack_masks, unpack_masks
+
+
+def call_hook(hook: Callable[..., Any], *args: Any, extra: dict[str, Any], **kwargs: Any) -> Any:
+    """Calls a hook with those of the `extra` arguments that its signature names (or takes all)."""
+    parameters = inspect.signature(hook).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named = {key: value for key, value in extra.items() if takes_all or key in parameters}
+    return hook(*args, **kwargs, **named)
+
+
+def land_on_zeros(
+    steps: chex.ArrayTree, params: chex.ArrayTree, masks: chex.ArrayTree
+) -> chex.ArrayTree:
+    """Updates that `optax.apply_updates` takes to exactly 0.0 where weights are pruned.
+
+    Args:
+      steps: tree of updates.
+      params: tree of parameters.
+      masks: tree of masks, packed or not.
+
+    Returns:
+      The tree of updates, masked leaves in the dtype that updates and parameters promote to: a
+      bfloat16 `-p` would miss a float32 `p`.
+    """
+
+    def land(_: trees.KeyPath, step: Any, param: Any, mask: Any) -> Any:
+        if mask is None:
+            return step
+        dtype = jnp.promote_types(step.dtype, param.dtype)
+        kept = masks_lib.unpack(mask, param.shape) > 0
+        return jnp.where(kept, step.astype(dtype), -param.astype(dtype))
+
+    return trees.map_matched(land, steps, params, masks, role="updates")
+
+
+def restart_regrown(
+    old: SparseState, new: SparseState, fresh: Any
+) -> tuple[SparseState, chex.ArrayTree]:
+    """Gives weights that are new in the mask the state of a fresh optimizer.
+
+    Args:
+      old: the state before the mask update, masks not packed.
+      new: the state after it.
+      fresh: what the inner optimizer's `init` returns.
+
+    Returns:
+      The new state with packed masks, and the packed mask of the weights that have grown.
+    """
+    grown = trees.map_matched(
+        lambda _, mask, before: mask & (1 - before), new.masks, old.masks, role="new masks"
+    )
+    # All that follows reads the packed mask, and formally the new masks do, too: so the compiler
+    # sees that the old masks are read no more and writes the new ones in their place. Otherwise
+    # every step copies them.
+    grown = pack_masks(grown, new.masks)
+    packed = pack_masks(new.masks, new.masks)
+    return new._replace(
+        masks=trees.map_matched(lambda _, bits, more: bits | more, packed, grown),
+        inner_state=trees.replace_where(new.inner_state, fresh, unpack_masks(grown, new.masks)),
+    ), grown
+
+
+def start_from_zero(
+    steps: chex.ArrayTree, params: chex.ArrayTree, grown: chex.ArrayTree
+) -> chex.ArrayTree:
+    """Updates that take no account of the parameters' present value where weights have grown."""
+
+    def restart(_: trees.KeyPath, step: Any, param: Any, bits: Any) -> Any:
+        if bits is None:
+            return step
+        return jnp.where(masks_lib.unpack(bits, param.shape) > 0, step - param, step)
+
+    return trees.map_matched(restart, steps, params, grown, role="updates")
+
+
+def update_unless(
+    skip: bool | jax.Array,
+    update: Callable[..., tuple[chex.ArrayTree, Any]],
+    updates: chex.ArrayTree,
+    state: Any,
+    params: chex.ArrayTree,
+) -> tuple[chex.ArrayTree, Any]:
+    """Returns `update(updates, state, params)`, but zero updates and `state` where `skip` holds.
+
+    Selecting between the old and the new state after the update would be slow: the old moments are
+    read once for the new moments and once more for the update, so that XLA cannot write the new
+    ones in place and copies them first (1.3x the time of a whole step of a small network on a CPU).
+    So the update is traced, and each new state leaf is replaced by the selection where it is
+    defined; what is computed from it later reads the selected one. No copies, and the same values
+    in steps that are not skipped.
+
+    Args:
+      skip: bool, or a traced bool scalar.
+      update: the `update` function of an optax transformation.
+      updates: tree of gradients.
+      state: its state; the new one has the same structure.
+      params: tree of parameters.
+    """
+    if skip is True:
+        return jax.tree.map(jnp.zeros_like, updates), state
+    if skip is False:
+        return update(updates, state, params)
+    closed, out_shape = jax.make_jaxpr(update, return_shape=True)(updates, state, params)
+    jaxpr = closed.jaxpr
+    old_leaves = jax.tree.leaves(state)
+    state_vars = jaxpr.outvars[len(jaxpr.outvars) - len(old_leaves) :]
+    pending = {
+        var: old
+        for var, old in zip(state_vars, old_leaves, strict=True)
+        if not isinstance(var, Literal)
+    }
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    values.update(zip(jaxpr.invars, jax.tree.leaves((updates, state, params)), strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        bound = equation.primitive.get_bind_params(equation.params)
+        functions, static = bound if isinstance(bound, tuple) else ((), bound)
+        with equation.ctx.manager:
+            outs = equation.primitive.bind(*functions, *map(read, equation.invars), **static)
+        outs = outs if equation.primitive.multiple_results else [outs]
+        for var, value in zip(equation.outvars, outs, strict=True):
+            old = pending.pop(var, None)
+            values[var] = value if old is None else jnp.where(skip, old, value)
+    # What is left is no result of an equation, but a constant or an input.
+    for var, old in pending.items():
+        values[var] = jnp.where(skip, old, values[var])
+    outs = [
+        jnp.where(skip, old, read(var)) if isinstance(var, Literal) else read(var)
+        for var, old in zip(state_vars, old_leaves, strict=True)
+    ]
+    steps = [read(var) for var in jaxpr.outvars[: len(jaxpr.outvars) - len(old_leaves)]]
+    steps = [jnp.where(skip, jnp.zeros_like(step), step) for step in steps]
+    return jax.tree.unflatten(jax.tree.structure(out_shape), steps + outs)
+
+
+def check_resettable(params: chex.ArrayTree, inner_state: Any) -> None:
+    """Refuses inner optimizers whose state hides which entry belongs to which parameter."""
+    sizes = [leaf.size for leaf in trees.leaves_by_path(params).values()]
+    flat = [leaf for leaf in jax.tree.leaves(inner_state) if jnp.shape(leaf) == (sum(sizes),)]
+    hidden = None
+    if trees.find_nodes(inner_state, optax.LookaheadState):
+        hidden = "lookahead"
+    elif len(sizes) > 1 and any(trees.is_prunable(leaf) for leaf in flat):
+        hidden = "flatten"
+    if hidden:
+        raise ValueError(
+            f"An updater that regrows weights cannot wrap optax.{hidden}: its state hides which "
+            f"entry belongs to which parameter. Put optax.{hidden} around the wrapped optimizer "
+            "instead."
+        )

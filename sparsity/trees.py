@@ -1,0 +1,154 @@
+"""Trees by path: naming leaves, meeting two trees leaf by leaf, finding a node in a nested state.
+
+Parameters may be any pytree, and a mask tree, a gradient tree or an optimizer state need not have
+the same treedef as the parameters: a subtree may be `None` or `optax.MaskedNode`, and flax's nnx
+wraps leaves in variables at `init` but not at `update`. So leaves meet by *path*: a tuple of
+`jax.tree_util` key entries (compared as entries, so that the key `'mu'` of a dictionary is not the
+field `.mu` of Adam's state), without the trailing `.value` of an nnx variable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, KeyEntry, SequenceKey
+
+KeyPath = tuple[KeyEntry, ...]
+
+_VALUE = GetAttrKey("value")
+
+
+def leaves_by_path(tree: chex.ArrayTree) -> dict[KeyPath, Any]:
+    """Returns `{path: leaf}` in tree order; `None` and other empty nodes have no leaf.
+
+    Example:
+      >>> [path_string(path) for path in leaves_by_path({"a": [1.0, None], "b": 2.0})]
+      ['a/0', 'b']
+    """
+    return {_strip(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def path_names(path: KeyPath) -> tuple[str, ...]:
+    """The path as users see it: one string for each key, index or attribute; `()` at the root."""
+    return tuple(_entry_name(entry) for entry in _strip(path))
+
+
+def path_string(path: KeyPath) -> str:
+    """The path joined by '/', as it is written in messages and tables; 'params' at the root."""
+    return "/".join(path_names(path)) or "params"
+
+
+def map_with_names(fn: Callable[..., Any], tree: chex.ArrayTree) -> chex.ArrayTree:
+    """Maps `fn(path_names, leaf)` over the leaves of `tree`."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: fn(path_names(path), leaf), tree)
+
+
+def map_matched(
+    fn: Callable[..., Any], tree: chex.ArrayTree, *others: chex.ArrayTree, role: str = "params"
+) -> chex.ArrayTree:
+    """Maps `fn(path, leaf, *other_leaves)` over `tree`; leaves of `others` are found by path.
+
+    Args:
+      fn: its first argument is the path, its last ones are the leaves of `others` at the same path,
+        or `None` where such a tree has none.
+      tree: gives the structure of the result.
+      *others: trees whose leaves all occur in `tree`, in whatever containers.
+      role: what `tree` is, for the message.
+
+    Raises:
+      ValueError: a tree of `others` has leaves at paths where `tree` has none; the paths are named.
+    """
+    lookups = [leaves_by_path(other) for other in others]
+    if any(lookups):
+        known = leaves_by_path(tree)
+        for lookup in lookups:
+            missing = [path_string(path) for path in lookup if path not in known]
+            if missing:
+                raise ValueError(
+                    f"The {role} have no leaf at {_listed(missing)}, which the masks (or scores or "
+                    f"sparsities) that go with them have. The {role} have: "
+                    f"{_listed([path_string(path) for path in known])}. Pass the tree that the "
+                    "optimizer state was made for."
+                )
+
+    def visit(path: KeyPath, leaf: Any) -> Any:
+        key = _strip(path)
+        return fn(key, leaf, *(lookup.get(key) for lookup in lookups))
+
+    return jax.tree_util.tree_map_with_path(visit, tree)
+
+
+def is_prunable(leaf: Any) -> bool:
+    """Whether a leaf can have a mask: a floating-point or complex array."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def find_nodes(tree: Any, kind: Any) -> list[tuple[KeyPath, Any]]:
+    """All nodes of the NamedTuple `kind` in a pytree with their paths, nested ones included."""
+    found: list[tuple[KeyPath, Any]] = []
+    for path, node in jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda node: isinstance(node, kind)
+    ):
+        if isinstance(node, kind):
+            found.append((path, node))
+            for field, child in zip(node._fields, node, strict=True):
+                found += [
+                    ((*path, GetAttrKey(field), *below), inside)
+                    for below, inside in find_nodes(child, kind)
+                ]
+    return found
+
+
+def replace_where(
+    state: chex.ArrayTree, fresh: chex.ArrayTree, chosen: chex.ArrayTree
+) -> chex.ArrayTree:
+    """Takes entries of `fresh` into an optimizer state where the parameters' `chosen` is true.
+
+    A state leaf belongs to a parameter when its path ends in the parameter's path (the longest
+    such), its shape is the parameter's and its dtype is floating or complex. Other leaves stay:
+    counts, factored second moments (adafactor, sm3), histories (lbfgs).
+
+    Args:
+      state: an optimizer state.
+      fresh: a state of the same structure, as `init` returns it.
+      chosen: bool arrays by parameter path; `None` keeps all state of that parameter.
+    """
+    by_path = leaves_by_path(chosen)
+
+    def visit(path: KeyPath, old: Any, new: Any) -> Any:
+        where = _owner(_strip(path), by_path)
+        if where is None or jnp.shape(old) != jnp.shape(where) or not is_prunable(old):
+            return old
+        return jnp.where(where, new, old)
+
+    return jax.tree_util.tree_map_with_path(visit, state, fresh)
+
+
+def _owner(path: KeyPath, by_path: dict[KeyPath, Any]) -> Any:
+    suffixes = (path[start:] for start in range(len(path) + 1))
+    return next((by_path[suffix] for suffix in suffixes if suffix in by_path), None)
+
+
+def _strip(path: KeyPath) -> KeyPath:
+    return path[:-1] if path and path[-1] == _VALUE else path
+
+
+def _entry_name(entry: KeyEntry) -> str:
+    match entry:
+        case DictKey() | FlattenedIndexKey():
+            return str(entry.key)
+        case GetAttrKey():
+            return entry.name
+        case SequenceKey():
+            return str(entry.idx)
+    return str(entry)
+
+
+def _listed(names: list[str], most: int = 8) -> str:
+    shown = ", ".join(repr(name) for name in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
