@@ -8,6 +8,7 @@ from sparsity import (
     sparsity_distributions,
     sparsity_schedules,
     sparsity_types,
+    summary,
 )
 from sparsity.algorithms import (
     SET,
@@ -36,5 +37,12 @@ from sparsity.sparsity_schedules import (
     PolynomialSchedule,
 )
 from sparsity.sparsity_types import Block, Channel, NByM, SparsityType, Unstructured
+from sparsity.summary import (
+    layer_summary,
+    plot_sparsity,
+    sparsity_table,
+    summarize_intersection,
+    summarize_sparsity,
+)
 
 __version__ = "0.1.0"

@@ -178,7 +178,7 @@ class BaseUpdater:
                 return None
             name = trees.path_string(path)
             sparsity_distributions.check_sparsity(sparsity, f"the sparsity of {name!r}")
-            kind, batch_axes = self._type_of(path, score)
+            kind, batch_axes = self.type_of(path, score)
             return masks_lib.create_mask(
                 score,
                 sparsity,
@@ -393,7 +393,7 @@ class BaseUpdater:
                 return None
             name = trees.path_string(path)
             sparsity_distributions.check_sparsity(target, f"the sparsity of {name!r}")
-            kind, _ = self._type_of(path, param)
+            kind, _ = self.type_of(path, param)
             if isinstance(kind, NByM) and not isinstance(target, jax.core.Tracer):
                 final = 1.0 - kind.n / kind.m
                 if target > 0 and not np.isclose(float(target), final, atol=1e-6):
@@ -405,7 +405,7 @@ class BaseUpdater:
 
         return trees.map_matched(check, params, distribution_fn(params))
 
-    def _type_of(self, path: trees.KeyPath, param: Any) -> tuple[SparsityType, int]:
+    def type_of(self, path: trees.KeyPath, param: Any) -> tuple[SparsityType, int]:
         """Sparsity type and batch axes of a parameter, checked against its shape."""
         names = trees.path_names(path)
         batch_axes = sparsity_distributions.slice_axes(self.batch_axes, names, param)

@@ -177,8 +177,8 @@ def _select(
             )
     if filter_fn and names and sparsity and not selected and not custom:
         raise ValueError(
-            f"filter_fn selects no parameter, so sparsity = {sparsity} has nothing to remove. It is "
-            f"called as filter_fn(path, param), path being a tuple of strings; there are {names}."
+            f"filter_fn selects no parameter, so sparsity = {sparsity} has nothing to remove. It is"
+            f" called as filter_fn(path, param), path a tuple of strings; there are {names}."
         )
     return selected, custom
 

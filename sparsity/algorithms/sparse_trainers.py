@@ -104,7 +104,7 @@ class DropAndGrow(SparseTraining):
         def move(path: trees.KeyPath, drop: Any, grow: Any, mask: Any) -> Any:
             if mask is None:
                 return None
-            kind, batch_axes = self._type_of(path, mask)
+            kind, batch_axes = self.type_of(path, mask)
             return masks_lib.drop_and_grow(mask, drop, grow, fraction, kind, batch_axes=batch_axes)
 
         masks = trees.map_matched(

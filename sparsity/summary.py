@@ -1,0 +1,222 @@
+"""What a sparse network looks like: sparsity by layer, overlap of masks, a table and a plot."""
+
+from __future__ import annotations
+
+import importlib
+import io
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsity import trees
+from sparsity.base_updater import BaseUpdater
+from sparsity.sparse_state import SparseState, get_sparse_state
+
+
+def summarize_sparsity(
+    param_tree: chex.ArrayTree, only_total_sparsity: bool = False
+) -> dict[str, Any]:
+    """Returns the fraction of zeros of every leaf and of the whole tree.
+
+    Args:
+      param_tree: tree of parameters or masks.
+      only_total_sparsity: leave out the entries of the single leaves.
+
+    Returns:
+      A dictionary with `_total_sparsity`, `_nparams` and `_nparams_nnz` (non-zeros), which are
+      exact for trees of any size, and a sparsity for each path, joined by '/'; `None` for a leaf
+      that is `None`. Inside `jit` the values are float32 arrays.
+
+    Example:
+      >>> summarize_sparsity({"a": jnp.array([1.0, 0.0]), "b": jnp.zeros(2)})["_total_sparsity"]
+      0.75
+    """
+    leaves = _with_none(param_tree)
+    sizes = {name: jnp.size(leaf) for name, leaf in leaves.items() if leaf is not None}
+    nonzeros = _fetch(
+        {name: jnp.count_nonzero(leaf) for name, leaf in leaves.items() if leaf is not None}
+    )
+    size, nonzero = sum(sizes.values()), _total(nonzeros)
+    summary = {} if only_total_sparsity else dict.fromkeys(leaves)
+    if not only_total_sparsity:
+        summary |= {name: (sizes[name] - nonzeros[name]) / max(sizes[name], 1) for name in sizes}
+    summary["_total_sparsity"] = (size - nonzero) / max(size, 1)
+    summary["_nparams"] = size
+    summary["_nparams_nnz"] = nonzero
+    return summary
+
+
+def summarize_intersection(
+    mask_tree1: chex.ArrayTree, mask_tree2: chex.ArrayTree, only_total_intersection: bool = False
+) -> dict[str, Any]:
+    """Returns which fraction of the ones of the first masks are ones of the second, too.
+
+    Args:
+      mask_tree1: tree of masks.
+      mask_tree2: tree of masks with the same paths.
+      only_total_intersection: leave out the entries of the single leaves.
+
+    Returns:
+      A dictionary with `_total_intersection`, exact for trees of any size, and a fraction for each
+      path, joined by '/'; `None` for a leaf that is `None`. Inside `jit` the values are float32
+      arrays.
+
+    Raises:
+      ValueError: the trees have different paths or shapes; they are named.
+
+    Example:
+      >>> summarize_intersection({"a": jnp.array([1, 1])}, {"a": jnp.array([0, 1])})
+      {'a': 0.5, '_total_intersection': 0.5}
+    """
+    leaves1, leaves2 = _with_none(mask_tree1), _with_none(mask_tree2)
+    if differing := [n for n in leaves1 | leaves2 if _shape(leaves1, n) != _shape(leaves2, n)]:
+        raise ValueError(
+            "mask_tree1 and mask_tree2 must have the same paths and shapes; they differ at "
+            + ", ".join(f"{n} ({_shape(leaves1, n)}, {_shape(leaves2, n)})" for n in differing)
+        )
+    pairs = {name: (m, leaves2[name]) for name, m in leaves1.items() if m is not None}
+    ones = _fetch({name: jnp.count_nonzero(a) for name, (a, _) in pairs.items()})
+    both = _fetch({name: jnp.count_nonzero((a != 0) & (b != 0)) for name, (a, b) in pairs.items()})
+    summary = {} if only_total_intersection else dict.fromkeys(leaves1)
+    if not only_total_intersection:
+        summary |= {name: both[name] / _at_least_one(ones[name]) for name in pairs}
+    summary["_total_intersection"] = _total(both) / _at_least_one(_total(ones))
+    return summary
+
+
+def sparsity_table(params: chex.ArrayTree, opt_state: Any, updater: BaseUpdater) -> str:
+    """Returns a table of all leaves: path, shape, type, target, achieved sparsity, mask bytes.
+
+    Its last row sums up the leaves that have a target.
+
+    Args:
+      params: tree of parameters, as they are used (masked ones for straight-through methods).
+      opt_state: optimizer state with one SparseState.
+      updater: the updater that wrapped the optimizer.
+
+    Returns:
+      Text of several lines.
+    """
+    table = _module("rich.table").Table("path", "shape", "type", box=_module("rich.box").SIMPLE)
+    for column in ("target", "achieved", "mask bytes"):
+        table.add_column(column, justify="right")
+    rows = layer_summary(params, opt_state, updater)
+    for row in rows:
+        shape = "x".join(map(str, row["shape"])) or "scalar"
+        numbers = ("dense", "") if row["target"] is None else (row["target"], row["achieved"])
+        shown = [f"{n:.4f}" if isinstance(n, float) else n for n in numbers]
+        table.add_row(row["path"], shape, row["type"], *shown, f"{row['mask_bytes']:,}")
+    sparse = {row["path"] for row in rows if row["target"] is not None}
+    leaves = {name: leaf for name, leaf in _with_none(params).items() if name in sparse}
+    total = summarize_sparsity(leaves, only_total_sparsity=True)
+    table.add_section()
+    table.add_row(
+        "sparse layers",
+        f"{total['_nparams']:,}",
+        *("", "", f"{total['_total_sparsity']:.4f}"),
+        f"{sum(row['mask_bytes'] for row in rows):,}",
+    )
+    console = _module("rich.console").Console(file=io.StringIO(), width=200, color_system=None)
+    console.print(table)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().strip("\n").splitlines())
+
+
+def layer_summary(
+    params: chex.ArrayTree, opt_state: Any, updater: BaseUpdater
+) -> list[dict[str, Any]]:
+    """Returns what `sparsity_table` shows: a dictionary for each leaf, in tree order.
+
+    Its keys are `path`, `shape`, `type` ('' for a dense leaf), `target` (`None` for a dense leaf),
+    `achieved` (fraction of zeros) and `mask_bytes`.
+    """
+    state: SparseState = get_sparse_state(opt_state)
+    targets = trees.leaves_by_path(state.target_sparsities)
+    masks = trees.leaves_by_path(state.masks)
+    achieved = summarize_sparsity(params)
+    rows = []
+    for path, leaf in trees.leaves_by_path(params).items():
+        target, mask = targets.get(path), masks.get(path)
+        kind = "" if target is None else repr(updater.type_of(path, leaf)[0])
+        rows.append(
+            {
+                "path": trees.path_string(path),
+                "shape": jnp.shape(leaf),
+                "type": kind.removesuffix("()"),
+                "target": None if target is None else float(target),
+                "achieved": achieved[trees.path_string(path)],
+                "mask_bytes": 0 if mask is None else mask.nbytes,
+            }
+        )
+    return rows
+
+
+def plot_sparsity(
+    params: chex.ArrayTree, opt_state: Any, updater: BaseUpdater, ax: Any = None
+) -> Any:
+    """Draws target and achieved sparsity of every leaf that can be sparse.
+
+    Args:
+      params: tree of parameters, as in `sparsity_table`.
+      opt_state: optimizer state with one SparseState.
+      updater: the updater that wrapped the optimizer.
+      ax: matplotlib axes to draw on; new ones by default.
+
+    Returns:
+      The matplotlib axes.
+    """
+    layers = layer_summary(params, opt_state, updater)
+    rows = [row for row in layers if row["target"] is not None or len(row["shape"]) > 1]
+    if ax is None:
+        height = 1.2 + 0.32 * max(len(rows), 1)
+        ax = _module("matplotlib.pyplot").subplots(figsize=(7, height), layout="constrained")[1]
+    position = np.arange(len(rows))
+    ax.barh(position, [row["achieved"] for row in rows], color="#0072B2", label="achieved")
+    goals = [(i, row["target"]) for i, row in enumerate(rows) if row["target"] is not None]
+    if goals:
+        ax.plot(*zip(*((t, i) for i, t in goals), strict=True), "|", color="#D55E00", ms=14, mew=3)
+        ax.plot([], [], "|", color="#D55E00", ms=10, mew=3, label="target")
+    for i, row in enumerate(rows):
+        ax.annotate(f"{row['achieved']:.1%}", (1.01, i), va="center", annotation_clip=False)
+    ax.set_yticks(position, [row["path"] for row in rows])
+    ax.invert_yaxis()
+    ax.set_xlim(0, 1)
+    ax.set_xlabel("sparsity (fraction of zeros)")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+    return ax
+
+
+def _with_none(tree: chex.ArrayTree) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: leaf is None)
+    return {trees.path_string(path): leaf for path, leaf in leaves}
+
+
+def _shape(leaves: dict[str, Any], name: str) -> Any:
+    return jnp.shape(leaves[name]) if leaves.get(name) is not None else None
+
+
+def _fetch(counts: dict[str, jax.Array]) -> dict[str, Any]:
+    """Counts as Python ints, which do not overflow; float32 while tracing."""
+    if any(isinstance(count, jax.core.Tracer) for count in counts.values()):
+        return {name: count.astype(jnp.float32) for name, count in counts.items()}
+    return {name: int(count) for name, count in jax.device_get(counts).items()}
+
+
+def _total(counts: dict[str, Any]) -> Any:
+    return sum(counts.values())
+
+
+def _at_least_one(count: Any) -> Any:
+    return jnp.maximum(count, 1) if isinstance(count, jax.Array) else max(count, 1)
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"This needs {name.partition('.')[0]}: pip install 'sparsity[summary]'"
+        ) from error
