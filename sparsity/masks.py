@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, PartitionSpec, auto_axes
 
 from sparsity import selection
 from sparsity.sparsity_types import Block, Channel, NByM, SparsityType, Unstructured
@@ -48,20 +50,24 @@ def create_mask(
     Returns:
       uint8 mask of the shape of `scores`.
     """
-    if isinstance(sparsity_type, NByM):
-        n = _kept_of_group(sparsity_type, sparsity, sparsity if target is None else target)
-        axis = _axis(sparsity_type.axis, batch_axes)
-        return selection.nm_mask(scores, n, sparsity_type.m, axis=axis)
-    units = _pool(scores, sparsity_type, batch_axes)
-    if topk_fn is None:
-        kept = selection.num_kept(math.prod(units.shape[batch_axes:]), sparsity)
-        mask = selection.topk_mask(units, kept, batch_axes=batch_axes)
-    else:
-        select = topk_fn
-        for _ in range(batch_axes):
-            select = jax.vmap(select, in_axes=(0, None))
-        mask = jnp.asarray(select(units, sparsity)).astype(jnp.uint8)
-    return _expand(mask, sparsity_type, scores.shape, batch_axes)
+
+    def create(scores: jax.Array, sparsity: chex.Numeric, target: chex.Numeric) -> jax.Array:
+        if isinstance(sparsity_type, NByM):
+            n = _kept_of_group(sparsity_type, sparsity, target)
+            axis = _axis(sparsity_type.axis, batch_axes)
+            return selection.nm_mask(scores, n, sparsity_type.m, axis=axis)
+        units = _pool(scores, sparsity_type, batch_axes)
+        if topk_fn is None:
+            kept = selection.num_kept(math.prod(units.shape[batch_axes:]), sparsity)
+            mask = selection.topk_mask(units, kept, batch_axes=batch_axes)
+        else:
+            select = topk_fn
+            for _ in range(batch_axes):
+                select = jax.vmap(select, in_axes=(0, None))
+            mask = jnp.asarray(select(units, sparsity)).astype(jnp.uint8)
+        return _expand(mask, sparsity_type, scores.shape, batch_axes)
+
+    return shard_like(scores, create, scores, sparsity, sparsity if target is None else target)
 
 
 def drop_and_grow(
@@ -91,20 +97,23 @@ def drop_and_grow(
     Returns:
       uint8 mask of the same shape.
     """
-    if isinstance(sparsity_type, NByM):
-        kept = _keep_active(mask, drop_scores, drop_fraction, batch_axes)
-        axis = _axis(sparsity_type.axis, batch_axes)
-        return selection.nm_mask(
-            grow_scores, sparsity_type.n, sparsity_type.m, axis=axis, keep=kept
-        )
-    # A unit is all ones or all zeros.
-    active = (_pool(mask, sparsity_type, batch_axes) > 0).astype(jnp.uint8)
-    drop = _pool(drop_scores, sparsity_type, batch_axes)
-    grow = _pool(grow_scores, sparsity_type, batch_axes)
-    kept = _keep_active(active, drop, drop_fraction, batch_axes)
-    lost = _count(active, batch_axes) - _count(kept, batch_axes)
-    grown = selection.topk_mask(grow, lost, where=1 - kept, batch_axes=batch_axes)
-    return _expand(kept | grown, sparsity_type, mask.shape, batch_axes)
+
+    def move(
+        mask: jax.Array, drop: jax.Array, grow: jax.Array, fraction: chex.Numeric
+    ) -> jax.Array:
+        if isinstance(sparsity_type, NByM):
+            kept = _keep_active(mask, drop, fraction, batch_axes)
+            axis = _axis(sparsity_type.axis, batch_axes)
+            return selection.nm_mask(grow, sparsity_type.n, sparsity_type.m, axis=axis, keep=kept)
+        # A unit is all ones or all zeros.
+        active = (_pool(mask, sparsity_type, batch_axes) > 0).astype(jnp.uint8)
+        drop, grow = (_pool(scores, sparsity_type, batch_axes) for scores in (drop, grow))
+        kept = _keep_active(active, drop, fraction, batch_axes)
+        lost = _count(active, batch_axes) - _count(kept, batch_axes)
+        grown = selection.topk_mask(grow, lost, where=1 - kept, batch_axes=batch_axes)
+        return _expand(kept | grown, sparsity_type, mask.shape, batch_axes)
+
+    return shard_like(mask, move, mask, drop_scores, grow_scores, drop_fraction)
 
 
 def check_type(
@@ -143,29 +152,72 @@ _REMEDY = (
 )
 
 
-def pack(mask: chex.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Packs a mask of `shape` to bits: uint8[*shape[:-1], ceil(shape[-1] / 8)]; packed ones pass.
+def pack(mask: chex.Array, like: chex.Array) -> jax.Array:
+    """Packs a mask to bits: uint8[*shape[:-1], ceil(shape[-1] / 8)]; packed ones pass.
+
+    Args:
+      mask: a mask of the shape of `like`, or a packed one.
+      like: the parameter; the leading axes of the packed mask are sharded as its are, the last one
+        if its bytes divide.
 
     Example:
-      >>> pack(jnp.array([[1, 0, 0, 0, 0, 0, 0, 0, 1]], jnp.uint8), (1, 9))
+      >>> pack(jnp.array([[1, 0, 0, 0, 0, 0, 0, 0, 1]], jnp.uint8), jnp.zeros((1, 9)))
       Array([[128, 128]], dtype=uint8)
     """
+    shape = jnp.shape(like)
     if mask.shape != shape or (shape and shape[-1] == 0):
         return mask
-    return jnp.packbits(mask.astype(bool).reshape(shape or (1,)), axis=-1)
+
+    def to_bits(mask: jax.Array) -> jax.Array:
+        return jnp.packbits(mask.astype(bool).reshape(shape or (1,)), axis=-1)
+
+    return shard_like(like, to_bits, mask, shape=packed_shape(shape))
 
 
-def unpack(mask: chex.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns the uint8 mask of `shape` that `pack` packed; unpacked masks pass."""
-    if mask.shape == shape:
-        # A row of one weight is one byte, packed or not.
-        return (mask != 0).astype(jnp.uint8) if shape and shape[-1] == 1 else mask
-    return jnp.unpackbits(mask, axis=-1, count=(shape or (1,))[-1]).reshape(shape)
+def unpack(mask: chex.Array, like: chex.Array) -> jax.Array:
+    """Returns the mask in the shape and sharding of the parameter `like`; unpacked masks pass."""
+    shape = jnp.shape(like)
+
+    def to_bytes(mask: jax.Array) -> jax.Array:
+        if mask.shape == shape:
+            # A row of one weight is one byte, packed or not.
+            return (mask != 0).astype(jnp.uint8) if shape and shape[-1] == 1 else mask
+        return jnp.unpackbits(mask, axis=-1, count=(shape or (1,))[-1]).reshape(shape)
+
+    return shard_like(like, to_bytes, mask)
 
 
 def packed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the packed mask of a tensor of `shape`."""
     return (*shape[:-1], -(-shape[-1] // 8)) if shape else (1,)
+
+
+def shard_like(
+    like: chex.Array,
+    fn: Callable[..., jax.Array],
+    *args: Any,
+    shape: tuple[int, ...] | None = None,
+) -> jax.Array:
+    """Calls `fn(*args)`; on a mesh with Explicit axes its result is sharded as `like`.
+
+    Explicit axes put the sharding into an array's type, so that each reshape and each new array
+    would have to name one; inside `fn` they are Auto axes, where XLA chooses.
+
+    Args:
+      like: array whose sharding the result shall have.
+      fn: function of arrays.
+      *args: arrays and scalars; `fn` closes over none.
+      shape: shape of the result, if it is not that of `like`; axes of the mesh that do not divide
+        it are left out.
+    """
+    sharding = jax.typeof(like).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return fn(*args)
+    if shape is not None:
+        pairs = zip(shape, sharding.spec or (None,) * len(shape), strict=True)
+        fits = [axes if size % _devices(sharding.mesh, axes) == 0 else None for size, axes in pairs]
+        sharding = sharding.update(spec=PartitionSpec(*fits))
+    return auto_axes(fn, out_sharding=sharding)(*args)
 
 
 def apply_mask(param: chex.Array, mask: chex.Array | None) -> chex.Array:
@@ -177,8 +229,7 @@ def apply_mask(param: chex.Array, mask: chex.Array | None) -> chex.Array:
     """
     if mask is None:
         return param
-    kept = unpack(mask, param.shape).astype(bool)
-    return jnp.where(kept, param, jnp.zeros((), param.dtype))
+    return jnp.where(unpack(mask, param) > 0, param, jnp.zeros((), param.dtype))
 
 
 @jax.custom_jvp
@@ -205,12 +256,44 @@ def _count(mask: chex.Array, batch_axes: int) -> jax.Array:
 
 def _kept_of_group(kind: NByM, sparsity: chex.Numeric, target: chex.Numeric) -> int | jax.Array:
     """max(n, ceil(m * (1 - sparsity / target * (1 - n / m)))), exactly n at the target."""
-    if sparsity is target:
-        return jnp.where(jnp.asarray(sparsity) > 0, kind.n, kind.m)
     sparsity, target = jnp.float32(sparsity), jnp.float32(target)
     reached = jnp.where(target > 0, sparsity / jnp.where(target > 0, target, 1), 0)
     removed = jnp.floor(reached * (kind.m - kind.n)).astype(jnp.int32)
     return jnp.maximum(kind.n, kind.m - removed)
+
+
+def ordered_sum(x: chex.Array, axis: tuple[int, ...]) -> jax.Array:
+    """Sums floats with the same bits in any order, so that sharding cannot change a mask.
+
+    Args:
+      x: array of float32 or float64.
+      axis: axes to reduce.
+
+    Returns:
+      The sums, to within 2**-32 (2**-60) of the largest magnitude in `x` for every summand.
+    """
+    size = math.prod(x.shape[i] for i in axis)
+    bits = 30 - max(size - 1, 1).bit_length()  # of each summand's digits, whose sum fits an int32
+    finite = jnp.isfinite(x)
+    rest = jnp.where(finite, x, 0)
+    exponent = jnp.frexp(jnp.max(jnp.abs(rest), initial=0))[1]
+    rest = jnp.ldexp(rest, -exponent)
+    total = jnp.zeros((), x.dtype)
+    for digit in range(1, -(-(60 if x.dtype == jnp.float64 else 32) // bits) + 1):
+        rest = rest * 2.0**bits
+        whole = jnp.trunc(rest)
+        rest = rest - whole
+        count = jnp.sum(whole.astype(jnp.int32), axis=axis).astype(x.dtype)
+        total = total + jnp.ldexp(count, exponent - digit * bits)
+    plus, minus = (jnp.any(x == limit, axis=axis) for limit in (jnp.inf, -jnp.inf))
+    unknown = jnp.any(jnp.isnan(x), axis=axis) | (plus & minus)
+    limit = jnp.where(unknown, jnp.nan, jnp.where(plus, jnp.inf, -jnp.inf))
+    return jnp.where(unknown | plus | minus, limit, total).astype(x.dtype)
+
+
+def _devices(mesh: Any, axes: str | tuple[str, ...] | None) -> int:
+    names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
+    return math.prod(mesh.shape[name] for name in names)
 
 
 def _axis(axis: int, batch_axes: int) -> int:
@@ -228,11 +311,11 @@ def _pool(scores: chex.Array, sparsity_type: SparsityType, batch_axes: int) -> c
     if isinstance(sparsity_type, Channel):
         axis = _axis(sparsity_type.axis, batch_axes) % scores.ndim
         others = tuple(i for i in range(batch_axes, scores.ndim) if i != axis)
-        return jnp.sum(scores, axis=others)
+        return ordered_sum(scores, others)
     block, grid, sizes = _block_grid(sparsity_type, scores.shape, batch_axes)
     if not sparsity_type.use_avg_pooling:
         return _reduce_blocks(scores, block, grid, sizes, jnp.max, -jnp.inf)
-    total = _reduce_blocks(scores, block, grid, sizes, jnp.sum, 0.0)
+    total = _reduce_blocks(scores, block, grid, sizes, ordered_sum, 0.0)
     entries = [
         np.minimum(step, size - step * np.arange(count))
         for step, size, count in zip(block, sizes, grid[-2:], strict=True)
@@ -267,7 +350,7 @@ def _reduce_blocks(
         widths = [(0, 0)] * len(lead) + [(0, spare[0]), (0, spare[1])]
         scores = jnp.pad(scores, widths, constant_values=fill)
     split = scores.reshape(*lead, rows, block[0], columns, block[1])
-    return reduce(split, axis=(-3, -1))
+    return reduce(split, (-3, -1))
 
 
 def _expand(

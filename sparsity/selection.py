@@ -29,7 +29,9 @@ Masks = Callable[[jax.Array], Sequence[jax.Array]]  # scores -> boolean masks of
 
 _ROWS = 32  # rows of a flat reduction, for threads to share
 _MERGE_BELOW = 65_536  # smaller neighbouring leaves are counted as one when flat
-_SPREAD = np.float32(1 / 12)  # of guessed pivots at first, in brackets; wider, and eighths are better
+_SPREAD = np.float32(
+    1 / 12
+)  # of guessed pivots at first, in brackets; wider, and eighths are better
 
 
 def topk_mask(
@@ -63,7 +65,9 @@ def topk_mask(
     scores = _readable(scores)
     shape = scores.shape
     if not 0 <= batch_axes <= scores.ndim:
-        raise ValueError(f"batch_axes must be in [0, {scores.ndim}], got batch_axes = {batch_axes}.")
+        raise ValueError(
+            f"batch_axes must be in [0, {scores.ndim}], got batch_axes = {batch_axes}."
+        )
     if where is not None and jnp.shape(where) != shape:
         raise ValueError(f"where must have shape {shape}, got where.shape = {jnp.shape(where)}.")
     words = _k_words(k, math.prod(shape[batch_axes:]))
@@ -239,11 +243,11 @@ def _readable(scores: chex.Array) -> jax.Array:
     return scores
 
 
-def _split(k: int) -> Words:
+def _split(k: int) -> tuple[Any, Any]:
     return np.uint32(k >> 32), np.uint32(k & _U32)
 
 
-def _k_words(k: Any, n: int) -> Words:
+def _k_words(k: Any, n: int) -> tuple[Any, Any]:
     """k, checked if concrete, else clamped from below (selection clamps it from above)."""
     if isinstance(k, tuple):
         if not any(_is_traced(word) for word in k):
@@ -275,9 +279,7 @@ def _total(counts: jax.Array) -> Words:
 def _totals_before(counts: jax.Array) -> Words:
     """Exact sums of the counts (int32[leaves]) before each."""
     counts = counts.astype(jnp.uint32)
-    return _carry(
-        *(jnp.cumsum(x, dtype=jnp.uint32) - x for x in (counts & 0xFFFF, counts >> 16))
-    )
+    return _carry(*(jnp.cumsum(x, dtype=jnp.uint32) - x for x in (counts & 0xFFFF, counts >> 16)))
 
 
 def _minus(a: Words, b: Words) -> Words:
@@ -416,25 +418,23 @@ def _sums(masks: Sequence[jax.Array], axes: Sequence[int]) -> list[jax.Array]:
     return lax.reduce(
         [mask.astype(jnp.int32) for mask in masks],
         [np.int32(0)] * len(masks),
-        lambda a, b: [x + y for x, y in zip(a, b)],
+        lambda a, b: [x + y for x, y in zip(a, b, strict=True)],
         tuple(axes),
     )
 
 
-def _count(leaf: _Leaf, masks: Masks) -> jax.Array:
-    """int32[number of masks]: how many eligible entries are in each of masks(scores)."""
+def _count(leaf: _Leaf, masks: Masks) -> list[jax.Array]:
+    """int32 scalars: how many eligible entries are in each of masks(scores)."""
     if not _use_flat(leaf.scores):
-        return jnp.stack(_sums(leaf.masks(masks), range(leaf.scores.ndim)))
+        return _sums(leaf.masks(masks), range(leaf.scores.ndim))
     leaf = leaf.map(lambda x: x.reshape(-1))
     size = leaf.scores.size
     whole = size // _ROWS * _ROWS if size >= 2**16 else 0
-    total = []
-    if whole:
-        body = leaf.map(lambda x: x[:whole].reshape(_ROWS, -1))
-        total.append(jnp.stack(_sums(_sums(body.masks(masks), [1]), [0])))
-    if whole < size:
-        total.append(jnp.stack(_sums(leaf.map(lambda x: x[whole:]).masks(masks), [0])))
-    return functools.reduce(jnp.add, total)
+    rest = _sums(leaf.map(lambda x: x[whole:]).masks(masks), [0])
+    if not whole:
+        return rest
+    body = leaf.map(lambda x: x[:whole].reshape(_ROWS, -1))
+    return [x + y for x, y in zip(rest, _sums(_sums(body.masks(masks), [1]), [0]), strict=True)]
 
 
 # ------------------------------------------------------------------ the search
@@ -474,7 +474,7 @@ def _guessed_pivots(b: _Bracket, k: Words, is_float: bool) -> jax.Array:
     centre = (_to_float(_minus(at_least, k)) + 0.5) / inside
     noise = jnp.sqrt(jnp.maximum(centre * (1 - centre), 0.25 / inside) / inside)
     spread = jnp.maximum(noise, b.spread)
-    teeth = np.float32([-5, -1, 0, 1, 5])
+    teeth = np.array([-5, -1, 0, 1, 5], np.float32)
     places = jnp.clip(centre + spread * teeth, 0, 1).astype(real)
     width = _width(b.low, b.high)
     bits = width.dtype.itemsize * 8
@@ -510,9 +510,7 @@ def _narrow(b: _Bracket, pivots: jax.Array, counts: jax.Array, k: Words) -> _Bra
     high = jnp.where(hit, low, high)
 
     def counts_at(chosen: jax.Array, otherwise: jax.Array) -> jax.Array:
-        return jnp.where(
-            jnp.any(chosen), jnp.max(jnp.where(chosen, counts, 0), axis=1), otherwise
-        )
+        return jnp.where(jnp.any(chosen), jnp.max(jnp.where(chosen, counts, 0), axis=1), otherwise)
 
     missed = _width(low, high) > _width(b.low, b.high) >> 3
     return _Bracket(
@@ -545,13 +543,17 @@ def _search(
     """
 
     def narrow(b: _Bracket, pivots: jax.Array) -> _Bracket:
-        pivots = jnp.clip(pivots, b.low, jnp.maximum(b.low, b.high - 1))
+        last = jnp.where(b.low < b.high, b.high - 1, b.high)  # the lowest key has none below
+        pivots = jnp.clip(pivots, b.low, last)
         return _narrow(b, pivots, count(pivots), k)
 
     if _loops_wait_on_host():
-        for _ in range(-(-bits // 4)):
-            b = narrow(b, _even_pivots(b, 4))
-        return b
+        one_leaf = b.at_least.size == 1
+
+        def step(_: jax.Array, b: _Bracket) -> _Bracket:
+            return narrow(b, _even_pivots(b, 4))
+
+        return lax.fori_loop(0, -(-bits // 4), step, b, unroll=one_leaf)
 
     def body(state: tuple[_Bracket, jax.Array]) -> tuple[_Bracket, jax.Array]:
         b = narrow(*state)
@@ -562,21 +564,27 @@ def _search(
     return lax.while_loop(lambda state: state[0].low < state[0].high, body, (b, first))[0]
 
 
+def _every(stride: int, x: jax.Array) -> jax.Array:
+    return x.reshape(-1)[::stride]
+
+
 def _sampled_pivots(leaves: Sequence[_Leaf], k: Words) -> jax.Array:
     """Seven pivots from the order statistics of every so many-th key."""
     n = sum(leaf.scores.size for leaf in leaves)
-    wanted = min(max(n >> 8, 256), 4096 if n < 2**22 else 16384)
+    wanted = min(max(n >> 8, 256), 4096)
     parts = []
     for leaf in leaves:
         stride = min(n // wanted | 1, leaf.scores.size)  # odd: not in step with rows
-        part = leaf.map(lambda x, stride=stride: x.reshape(-1)[::stride])
+        part = leaf.map(functools.partial(_every, stride))
         keys = _keys(part.scores)
         lowest = jnp.array(_order(part.scores.dtype).low, keys.dtype)
         parts.append(keys if part.where is None else jnp.where(part.where != 0, keys, lowest))
     keys = jnp.sort(jnp.concatenate(parts))
     density = jnp.minimum(_to_float(k) / n, 1)
     noise = jnp.sqrt(keys.size * density * (1 - density)) + 0.5
-    ranks = keys.size * (1 - density) + noise * np.float32([-3, -0.9, -0.3, 0, 0.3, 0.9, 3])
+    ranks = keys.size * (1 - density) + noise * np.array(
+        [-3, -0.9, -0.3, 0, 0.3, 0.9, 3], np.float32
+    )
     pivots = keys[jnp.clip(ranks, 0, keys.size - 1).astype(jnp.int32)]
     return pivots - np.array([0, 0, 0, 1, 0, 0, 0], keys.dtype)  # ties lie between two pivots
 
@@ -609,33 +617,50 @@ def _cut_by_rows(leaf: _Leaf, key: jax.Array, need: jax.Array) -> jax.Array:
 
 
 def _cut_by_search(
-    leaf: _Leaf, key: jax.Array, ties: jax.Array, need: jax.Array
+    leaves: Sequence[_Leaf], key: jax.Array, ties: jax.Array, own: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Flat index after the need-th of more ties, and passes: the search, over reversed indices."""
-    shape, last = leaf.scores.shape, leaf.scores.size - 1
+    """Flat index after the last kept tie of the one leaf that keeps some but not all, and passes.
+
+    That is the search, over indices counted from the end, for the own-th of the leaf's ties.
+    """
+    partial = (own > 0) & (own < ties)
+    sizes = [leaf.scores.size for leaf in leaves]
+    need, ties, last = (
+        jnp.sum(jnp.where(partial, x, 0), dtype=jnp.int32)
+        for x in (own, ties, np.array(sizes, np.int32) - 1)
+    )
+
+    def count_in(leaf: _Leaf, pivots: jax.Array) -> list[jax.Array]:
+        shape = leaf.scores.shape
+        strides = [jnp.int32(math.prod(shape[axis + 1 :])) for axis in range(len(shape))]
+        leaf, pivots, strides = lax.optimization_barrier((leaf, pivots, strides))
+
+        def early(x: jax.Array) -> list[jax.Array]:
+            keys, index = _keys(x), _flat_index(shape, strides)
+            return [(keys == key.astype(keys.dtype)) & (index < last - p) for p in pivots]
+
+        return _sums(leaf.masks(early), range(len(shape)))
+
+    counters = [functools.partial(count_in, leaf) for leaf in leaves]
+
+    def count(pivots: jax.Array) -> jax.Array:
+        if all(_use_flat(leaf.scores) for leaf in leaves) and not _loops_wait_on_host():
+            return jnp.stack(lax.switch(jnp.argmax(partial), counters, pivots))[None]
+        counts = jnp.stack([x for f in counters for x in f(pivots)]).reshape(len(leaves), -1)
+        return jnp.sum(jnp.where(partial[:, None], counts, 0), 0, dtype=jnp.int32)[None]
+
     zero = need & 0
     b = _Bracket(
         low=zero,
-        high=jnp.where((need > 0) & (need < ties), last, zero),
+        high=last,
         at_least=ties[None],
         above=zero[None],
         spread=zero + _SPREAD / 16,
         misses=zero,
         passes=zero,
     )
-
-    def count(pivots: jax.Array) -> jax.Array:
-        strides = [jnp.int32(math.prod(shape[axis + 1 :])) for axis in range(len(shape))]
-        held, pivots, strides = lax.optimization_barrier((leaf, pivots, strides))
-
-        def early(x: jax.Array) -> list[jax.Array]:
-            keys, index = _keys(x), _flat_index(shape, strides)
-            return [(keys == key.astype(keys.dtype)) & (index < last - p) for p in pivots]
-
-        return jnp.stack(_sums(held.masks(early), range(len(shape))))[None]
-
+    bits = (max(sizes) - 1).bit_length()
     words = (zero.astype(jnp.uint32), need.astype(jnp.uint32))
-    bits = last.bit_length()
     b = _search(count, words, b, bits=bits, max_misses=1 if bits <= 30 else 0)
     return last - b.high + (b.above[0] < need).astype(jnp.int32), b.passes
 
@@ -683,7 +708,8 @@ def _select(leaves: Sequence[_Leaf], k: Words) -> tuple[list[jax.Array], _Info]:
             keys = _keys(x)
             return [keys > p.astype(keys.dtype) for p in pivots]
 
-        return jnp.stack([_count(leaf, above) for leaf in held])
+        counts = [x for leaf in held for x in _count(leaf, above)]
+        return jnp.stack(counts).reshape(len(leaves), -1)
 
     b = _search(
         count,
@@ -697,34 +723,35 @@ def _select(leaves: Sequence[_Leaf], k: Words) -> tuple[list[jax.Array], _Info]:
     ties = b.at_least - b.above
     before, need = _totals_before(ties), _minus(k, _total(b.above))
     left = _choose(_at_least(need, before), _minus(need, before), (need[0] & 0, need[1] & 0))
-    own = jnp.where(left[0] > 0, ties, jnp.minimum(left[1], ties.astype(jnp.uint32)).astype(jnp.int32))
+    own = jnp.where(
+        left[0] > 0, ties, jnp.minimum(left[1], ties.astype(jnp.uint32)).astype(jnp.int32)
+    )
 
-    passes = b.passes
+    partial = (own > 0) & (own < ties)  # of one leaf at most
+
+    def cut() -> tuple[jax.Array, jax.Array]:
+        if flat and len(leaves) == 1:
+            return _cut_by_rows(leaves[0], b.high, own[0]), zero + 1
+        return _cut_by_search(leaves, b.high, ties, own)
+
+    if flat and not _loops_wait_on_host():
+        found, more = lax.cond(jnp.any(partial), cut, lambda: (zero, zero))
+    else:  # no cond, which when batched wants its operands sharded alike
+        found, more = cut()
+    sizes = np.array([leaf.scores.size for leaf in leaves], np.int32)
+    ends = jnp.where(partial, found, jnp.where(own > 0, sizes, 0))
+
     masks = []
     for i, leaf in enumerate(leaves):
 
-        def cut(leaf: _Leaf = leaf, i: int = i) -> tuple[jax.Array, jax.Array]:
-            return _cut_by_rows(leaf, b.high, own[i]), zero + 1
-
-        partial = (own[i] > 0) & (own[i] < ties[i])
-        end = jnp.where(own[i] > 0, jnp.int32(leaf.scores.size), 0)
-        if not flat:  # no cond: a batched one needs its operands sharded alike
-            found, more = _cut_by_search(leaf, b.high, ties[i], own[i])
-        elif _loops_wait_on_host():
-            found, more = cut()
-        else:
-            found, more = lax.cond(partial, cut, lambda: (zero, zero))
-        end = jnp.where(partial, found, end)
-        passes += jnp.where(partial, more, 0)
-
-        def best(x: jax.Array, end: jax.Array = end) -> list[jax.Array]:
+        def best(x: jax.Array, end: jax.Array = ends[i]) -> list[jax.Array]:
             keys = _keys(x)
             key = b.high.astype(keys.dtype)
             return [(keys > key) | ((keys == key) & (_flat_index(keys.shape) < end))]
 
         whole = leaf.map(lambda x: x.reshape(-1)) if flat else leaf
         masks.append(whole.masks(best)[0].astype(jnp.uint8).reshape(leaf.scores.shape))
-    return masks, _Info(b.high, passes)
+    return masks, _Info(b.high, b.passes + jnp.where(jnp.any(partial), more, 0))
 
 
 def _everything(x: jax.Array) -> list[jax.Array]:
@@ -761,9 +788,9 @@ def _global_topk_masks(leaves: Sequence[jax.Array], k: Words) -> list[jax.Array]
             groups.append([x])
     merged = [g[0] if len(g) == 1 else jnp.concatenate([x.reshape(-1) for x in g]) for g in groups]
     masks = []
-    for group, mask in zip(groups, _select([_Leaf(x) for x in merged], k)[0]):
+    for group, mask in zip(groups, _select([_Leaf(x) for x in merged], k)[0], strict=True):
         parts = jnp.split(mask.reshape(-1), np.cumsum([x.size for x in group])[:-1])
-        masks += [part.reshape(x.shape) for x, part in zip(group, parts)]
+        masks += [part.reshape(x.shape) for x, part in zip(group, parts, strict=True)]
     return masks
 
 

@@ -82,16 +82,16 @@ def apply_masks(tree: chex.ArrayTree, masks: chex.ArrayTree, role: str) -> chex.
 
 def pack_masks(masks: chex.ArrayTree, params: chex.ArrayTree) -> chex.ArrayTree:
     """Packs the masks of `params` to bits; those that are packed already stay as they are."""
-    return _with_shapes(masks_lib.pack, masks, params)
+    return _with_params(masks_lib.pack, masks, params)
 
 
 def unpack_masks(masks: chex.ArrayTree, params: chex.ArrayTree) -> chex.ArrayTree:
     """Undoes `pack_masks`."""
-    return _with_shapes(masks_lib.unpack, masks, params)
+    return _with_params(masks_lib.unpack, masks, params)
 
 
-def _with_shapes(
+def _with_params(
     fn: Callable[..., jax.Array], masks: chex.ArrayTree, params: chex.ArrayTree
 ) -> chex.ArrayTree:
-    shapes = {path: jnp.shape(leaf) for path, leaf in trees.leaves_by_path(params).items()}
-    return trees.map_matched(lambda path, mask: fn(mask, shapes[path]), masks)
+    likes = trees.leaves_by_path(params)
+    return trees.map_matched(lambda path, mask: fn(mask, likes[path]), masks)

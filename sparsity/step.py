@@ -48,7 +48,7 @@ def land_on_zeros(
         if mask is None:
             return step
         dtype = jnp.promote_types(step.dtype, param.dtype)
-        kept = masks_lib.unpack(mask, param.shape) > 0
+        kept = masks_lib.unpack(mask, param) > 0
         return jnp.where(kept, step.astype(dtype), -param.astype(dtype))
 
     return trees.map_matched(land, steps, params, masks, role="updates")
@@ -89,7 +89,7 @@ def start_from_zero(
     def restart(_: trees.KeyPath, step: Any, param: Any, bits: Any) -> Any:
         if bits is None:
             return step
-        return jnp.where(masks_lib.unpack(bits, param.shape) > 0, step - param, step)
+        return jnp.where(masks_lib.unpack(bits, param) > 0, step - param, step)
 
     return trees.map_matched(restart, steps, params, grown, role="updates")
 

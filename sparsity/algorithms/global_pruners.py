@@ -11,6 +11,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from sparsity import masks as masks_lib
 from sparsity import selection, sparsity_distributions, trees
 from sparsity.algorithms.pruners import MagnitudePruning, SaliencyPruning
 from sparsity.base_updater import BaseUpdater
@@ -65,7 +66,7 @@ class GlobalPruning(BaseUpdater):
         if jax.tree_util.all_leaves([target_sparsity]):
             target_sparsity = self._distribute(target_sparsity)(scores)
         sparsities = trees.leaves_by_path(target_sparsity)
-        with_own = {key: None for key in self.custom_sparsity_map or {}}
+        with_own = dict.fromkeys(self.custom_sparsity_map or {})
         ranked = sparsity_distributions.uniform(
             scores, 1.0, self.filter_fn, with_own, self.batch_axes
         )
@@ -114,6 +115,6 @@ class GlobalSaliencyPruning(GlobalPruning, SaliencyPruning):
 
 
 def _normalize(score: chex.Array) -> jax.Array:
-    wide = score.astype(jnp.promote_types(score.dtype, jnp.float32))
-    norm = jnp.linalg.norm(wide.ravel())
+    wide = score.astype(jnp.float64 if score.dtype == jnp.float64 else jnp.float32)
+    norm = jnp.sqrt(masks_lib.ordered_sum(wide * wide, tuple(range(wide.ndim))))
     return wide / jnp.where(norm > 0, norm, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from typing import Any
 
@@ -10,6 +11,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from sparsity import masks as masks_lib
 from sparsity import selection, trees
 from sparsity.base_updater import BaseUpdater
 from sparsity.sparse_state import SparseState
@@ -97,7 +99,8 @@ def generate_random_scores(
 
     def draw(path: trees.KeyPath, param: Any) -> jax.Array:
         leaf = zlib.crc32(trees.path_string(path).encode())
-        return selection.hash_scores(jnp.shape(param), *words, step, leaf)
+        draw_shape = functools.partial(selection.hash_scores, jnp.shape(param))
+        return masks_lib.shard_like(param, draw_shape, *words, step, leaf)
 
     return trees.map_matched(draw, params)
 
