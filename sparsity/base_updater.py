@@ -1,14 +1,13 @@
-"""The base of all algorithms: the one place that knows a training step.
+"""The base of all algorithms: options, hooks and entry points.
 
 `BaseUpdater.wrap_optax` turns any optax transformation into one that keeps masks in its state. An
-algorithm overrides a hook (usually `calculate_scores`); schedules, packing of masks, sparse
-updates, the state of regrown weights and the inner optimizer are taken care of here.
+algorithm overrides a hook, usually `calculate_scores`; `step.py` calls the hooks and takes care of
+packing, sparse updates, the state of regrown weights and the inner optimizer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -20,24 +19,10 @@ import numpy as np
 import optax
 
 from sparsity import masks as masks_lib
-from sparsity import sparsity_distributions, trees
-from sparsity.sparse_state import (
-    SparseState,
-    apply_masks,
-    get_sparse_state,
-    pack_masks,
-    unpack_masks,
-)
+from sparsity import sparsity_distributions, step, trees
+from sparsity.sparse_state import SparseState, apply_masks, fit_masks, get_sparse_state
 from sparsity.sparsity_schedules import NoUpdateSchedule
 from sparsity.sparsity_types import NByM, SparsityType, Unstructured
-from sparsity.step import (
-    call_hook,
-    check_resettable,
-    land_on_zeros,
-    restart_regrown,
-    start_from_zero,
-    update_unless,
-)
 
 _log = logging.getLogger(__name__)
 
@@ -209,11 +194,11 @@ class BaseUpdater:
         sparsities = self.scheduler.get_sparsity_at_step(
             sparse_state.target_sparsities, sparse_state.count
         )
-        scores = call_hook(
+        scores = step.call_hook(
             self.calculate_scores, params, sparse_state=sparse_state, grads=grads, extra=extra_args
         )
         targets = {"target_sparsities": sparse_state.target_sparsities}
-        masks = call_hook(self.create_masks, scores, sparsities, extra=targets)
+        masks = step.call_hook(self.create_masks, scores, sparsities, extra=targets)
         return sparse_state._replace(masks=masks)
 
     def apply_masks(
@@ -269,7 +254,7 @@ class BaseUpdater:
         scores = self.calculate_scores(params, grads=grads)
         masks = self.create_masks(scores, targets)
         pruned = self.apply_masks(params, masks)
-        return pruned, pack_masks(masks, params) if self.use_packed_masks else masks
+        return pruned, fit_masks(masks, params, self.use_packed_masks)
 
     def init_state(self, params: chex.ArrayTree) -> SparseState:
         """Returns the state that a wrapped optimizer starts with, without the inner state.
@@ -282,7 +267,7 @@ class BaseUpdater:
             targets = jax.tree.map(lambda target: jnp.array(target, jnp.float32), targets)
         masks = self.get_initial_masks(params, targets)
         return SparseState(
-            masks=pack_masks(masks, params) if self.use_packed_masks else masks,
+            masks=fit_masks(masks, params, self.use_packed_masks),
             target_sparsities=targets,
             count=jnp.zeros([], jnp.int32),
         )
@@ -299,74 +284,9 @@ class BaseUpdater:
           A transformation whose `update` needs `params` and passes extra arguments on to `inner`
           and to the hooks that name them.
         """
-        inner = optax.with_extra_args_support(inner)
-
-        def init_fn(params: chex.ArrayTree) -> SparseState:
-            state = self.init_state(params)._replace(inner_state=inner.init(params))
-            if self.regrows:
-                check_resettable(params, state.inner_state)
-            return state
-
-        def update_fn(
-            updates: chex.ArrayTree,
-            state: SparseState,
-            params: chex.ArrayTree | None = None,
-            **extra_args: Any,
-        ) -> tuple[chex.ArrayTree, SparseState]:
-            if params is None:
-                raise ValueError(optax.NO_PARAMS_MSG)
-            is_update = self.scheduler.is_mask_update_iter(state.count)
-
-            def refresh(state: SparseState) -> tuple[SparseState, chex.ArrayTree]:
-                return self._refresh(inner.init, state, params, updates, extra_args)
-
-            def go_on(state: SparseState) -> tuple[SparseState, chex.ArrayTree]:
-                grown = pack_masks(state.masks, params) if self.regrows else None
-                return state, jax.tree.map(jnp.zeros_like, grown)
-
-            if isinstance(is_update, jax.core.Tracer):
-                new_state, grown = jax.lax.cond(is_update, refresh, go_on, state)
-            else:
-                is_update = bool(is_update)
-                new_state, grown = refresh(state) if is_update else (state, None)
-            grads = updates
-            if self.is_sparse_gradients:
-                grads = apply_masks(updates, new_state.masks, "gradients")
-            steps, inner_state = update_unless(
-                is_update if self.skip_gradients else False,
-                functools.partial(inner.update, **extra_args),
-                grads,
-                new_state.inner_state,
-                params,
-            )
-            steps = start_from_zero(steps, params, grown)
-            if self._lands_on_zeros():
-                steps = land_on_zeros(steps, params, new_state.masks)
-            count = optax.safe_increment(state.count)
-            return steps, new_state._replace(inner_state=inner_state, count=count)
-
-        return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-    # The parts of a step.
-
-    def _refresh(
-        self,
-        init_inner: Callable[[chex.ArrayTree], Any],
-        state: SparseState,
-        params: chex.ArrayTree,
-        grads: chex.ArrayTree,
-        extra_args: dict[str, Any],
-    ) -> tuple[SparseState, chex.ArrayTree]:
-        """A mask update: the new state, and where weights have grown (packed; see `regrows`)."""
-        if self._keeps_zeros():
-            params = apply_masks(params, state.masks, "params")
-        old = state._replace(masks=unpack_masks(state.masks, params))
-        new = call_hook(self.update_state, old, params, grads, extra=extra_args)
-        grown = None
-        if self.regrows:
-            new, grown = restart_regrown(old, new, init_inner(params))
-        fit = pack_masks if self.use_packed_masks else unpack_masks
-        return new._replace(masks=fit(new.masks, params)), grown
+        return step.wrap(
+            self, inner, keeps_zeros=self._keeps_zeros(), lands_on_zeros=self._lands_on_zeros()
+        )
 
     def _overrides_nothing(self) -> bool:
         return all(

@@ -180,8 +180,9 @@ def unpack(mask: chex.Array, like: chex.Array) -> jax.Array:
 
     def to_bytes(mask: jax.Array) -> jax.Array:
         if mask.shape == shape:
-            # A row of one weight is one byte, packed or not.
-            return (mask != 0).astype(jnp.uint8) if shape and shape[-1] == 1 else mask
+            # A row of one weight is one byte, packed or not; hooks may return bool masks.
+            is_clear = mask.dtype == jnp.uint8 and shape[-1:] != (1,)
+            return mask if is_clear else (mask != 0).astype(jnp.uint8)
         return jnp.unpackbits(mask, axis=-1, count=(shape or (1,))[-1]).reshape(shape)
 
     return shard_like(like, to_bytes, mask)

@@ -67,17 +67,29 @@ def apply_masks(tree: chex.ArrayTree, masks: chex.ArrayTree, role: str) -> chex.
     Raises:
       ValueError: a mask has no leaf in `tree` (which plays the `role`), or one of another shape.
     """
+    check_masks(tree, masks, role)
+    return trees.map_matched(
+        lambda _, leaf, mask: masks_lib.apply_mask(leaf, mask), tree, masks, role=role
+    )
 
-    def apply(path: trees.KeyPath, leaf: Any, mask: Any) -> Any:
+
+def check_masks(tree: chex.ArrayTree, masks: chex.ArrayTree, role: str) -> None:
+    """Raises as `apply_masks` does when masks and tree do not fit."""
+
+    def check(path: trees.KeyPath, leaf: Any, mask: Any) -> None:
         shape = jnp.shape(leaf)
         if mask is not None and mask.shape not in (shape, masks_lib.packed_shape(shape)):
             raise ValueError(
                 f"The mask of {trees.path_string(path)!r} has shape {mask.shape}, but its leaf in "
                 f"the {role} has shape {shape}."
             )
-        return masks_lib.apply_mask(leaf, mask)
 
-    return trees.map_matched(apply, tree, masks, role=role)
+    trees.map_matched(check, tree, masks, role=role)
+
+
+def fit_masks(masks: chex.ArrayTree, params: chex.ArrayTree, packed: bool) -> chex.ArrayTree:
+    """Packs or unpacks masks, whatever they are now."""
+    return pack_masks(masks, params) if packed else unpack_masks(masks, params)
 
 
 def pack_masks(masks: chex.ArrayTree, params: chex.ArrayTree) -> chex.ArrayTree:

@@ -1,11 +1,13 @@
-"""The mechanics of one step that algorithms need not know.
+"""One training step: the flow of a wrapped optimizer's `update`.
 
-Calling hooks by what they name, skipping the inner optimizer's update, and updates that land on
-exact zeros.
+Masks are refreshed in the steps that the scheduler chooses, gradients are masked, the inner
+optimizer runs, and its updates are made to land on exact zeros. What is known while tracing leaves
+no trace in the compiled program, and nothing here copies an array in steps without a refresh.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +20,83 @@ from jax.extend.core import Literal
 
 from sparsity import masks as masks_lib
 from sparsity import trees
-from sparsity.sparse_state import SparseState, pack_masks, unpack_masks
+from sparsity.sparse_state import (
+    SparseState,
+    apply_masks,
+    check_masks,
+    fit_masks,
+    pack_masks,
+    unpack_masks,
+)
+
+
+def wrap(
+    updater: Any, inner: optax.GradientTransformation, *, keeps_zeros: bool, lands_on_zeros: bool
+) -> optax.GradientTransformationExtraArgs:
+    """Returns `inner` with the masks of `updater` in its state.
+
+    Args:
+      updater: a BaseUpdater.
+      inner: any optax transformation.
+      keeps_zeros: whether pruned weights are zero between steps; hooks see parameters like that.
+      lands_on_zeros: whether the updates themselves see to it.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init_fn(params: chex.ArrayTree) -> SparseState:
+        state = updater.init_state(params)._replace(inner_state=inner.init(params))
+        if updater.regrows:
+            check_resettable(params, state.inner_state)
+        return state
+
+    def update_fn(
+        updates: chex.ArrayTree,
+        state: SparseState,
+        params: chex.ArrayTree | None = None,
+        **extra_args: Any,
+    ) -> tuple[chex.ArrayTree, SparseState]:
+        if params is None:
+            raise ValueError(optax.NO_PARAMS_MSG)
+        check_masks(params, state.masks, "params")
+        check_masks(updates, state.masks, "gradients")
+        is_update = updater.scheduler.is_mask_update_iter(state.count)
+
+        def refresh(state: SparseState) -> tuple[SparseState, chex.ArrayTree]:
+            seen = apply_masks(params, state.masks, "params") if keeps_zeros else params
+            old = state._replace(masks=unpack_masks(state.masks, params))
+            new = call_hook(updater.update_state, old, seen, updates, extra=extra_args)
+            grown = None
+            if updater.regrows:
+                new, grown = restart_regrown(old, new, inner.init(seen))
+            masks = fit_masks(new.masks, params, updater.use_packed_masks)
+            return new._replace(masks=masks), grown
+
+        def go_on(state: SparseState) -> tuple[SparseState, chex.ArrayTree]:
+            grown = pack_masks(state.masks, params) if updater.regrows else None
+            return state, jax.tree.map(jnp.zeros_like, grown)
+
+        if isinstance(is_update, jax.core.Tracer):
+            new_state, grown = jax.lax.cond(is_update, refresh, go_on, state)
+        else:
+            is_update = bool(is_update)
+            new_state, grown = refresh(state) if is_update else (state, None)
+        if updater.is_sparse_gradients:
+            updates = apply_masks(updates, new_state.masks, "gradients")
+        steps, inner_state = update_unless(
+            is_update if updater.skip_gradients else False,
+            functools.partial(inner.update, **extra_args),
+            updates,
+            new_state.inner_state,
+            params,
+        )
+        if keeps_zeros:
+            steps = start_from_zero(steps, params, grown)
+        if lands_on_zeros:
+            steps = land_on_zeros(steps, params, new_state.masks)
+        count = optax.safe_increment(state.count)
+        return steps, new_state._replace(inner_state=inner_state, count=count)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def call_hook(hook: Callable[..., Any], *args: Any, extra: dict[str, Any], **kwargs: Any) -> Any:
