@@ -797,8 +797,7 @@ def _global_topk_masks(leaves: Sequence[jax.Array], k: Words) -> list[jax.Array]
 
 
 # ------------------------------------------------------------------ N:M
-@functools.partial(jax.jit, static_argnums=(1, 3, 4))  # a known n is three times faster
-def _nm_mask(
+def _grouped_mask(
     scores: jax.Array, n: chex.Numeric, keep: jax.Array | None, m: int, axis: int
 ) -> jax.Array:
     shape = scores.shape
@@ -822,7 +821,8 @@ def _nm_mask(
     return mask if explicit.mesh.empty else jax.sharding.reshard(mask, explicit)
 
 
-_nm_mask_of_traced_n = jax.jit(_nm_mask.__wrapped__, static_argnums=(3, 4))
+_nm_mask = jax.jit(_grouped_mask, static_argnums=(1, 3, 4))  # a known n is three times faster
+_nm_mask_of_traced_n = jax.jit(_grouped_mask, static_argnums=(3, 4))
 
 
 def _with_whole_groups(x: jax.Array, m: int, axis: int) -> jax.Array:

@@ -1,0 +1,200 @@
+"""Time of a mask selection beside sorting, lax.top_k, bisection and numpy.partition.
+
+    python -m benchmarks.selection [--quick] [--gpu] [--write]
+
+All methods run interleaved in one process. A time is a median, in units of jnp.sum of the same
+array. --write replaces the section of this benchmark in benchmarks/RESULTS.md.
+"""
+
+import argparse
+import datetime
+import functools
+import os
+import pathlib
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsity import selection
+
+SIZES = [100_000, 1_000_000, 10_000_000, 30_000_000]
+SLOW = ("argsort", "lax.top_k")  # left out above 1e7, run less often
+RESULTS = pathlib.Path(__file__).with_name("RESULTS.md")
+HEADING = "## Selection"
+Row = list[str]
+
+
+def data(n: int) -> Iterator[tuple[str, jax.Array]]:
+    """Score arrays of n entries, by name."""
+    normal = jnp.abs(jax.random.normal(jax.random.key(0), (n,)))
+    yield "abs(normal)", normal
+    yield "80 % zeros", jnp.where(jax.random.uniform(jax.random.key(1), (n,)) < 0.8, 0, normal)
+    yield "heavy ties", jnp.round(normal * 2) / 2
+    yield "bfloat16", normal.astype(jnp.bfloat16)
+
+
+@jax.jit
+def argsort_mask(x: jax.Array, k: jax.Array) -> jax.Array:
+    order = jnp.argsort(-x)
+    kept = (jnp.arange(x.size) < k).astype(jnp.uint8)
+    return jnp.zeros(x.shape, jnp.uint8).at[order].set(kept)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def top_k_mask(x: jax.Array, k: int) -> jax.Array:
+    return jnp.zeros(x.shape, jnp.uint8).at[lax.top_k(x, k)[1]].set(1)
+
+
+@jax.jit
+def bisection_mask(x: jax.Array, k: jax.Array) -> jax.Array:
+    """32 halvings of the key space; ties are all kept."""
+    keys = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+
+    def halve(i: jax.Array, t: jax.Array) -> jax.Array:
+        higher = t | (jnp.int32(1) << (30 - i))
+        return jnp.where(jnp.sum(keys >= higher, dtype=jnp.int32) >= k, higher, t)
+
+    return (keys >= lax.fori_loop(0, 31, halve, jnp.int32(0))).astype(jnp.uint8)
+
+
+def medians(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median seconds of each, run in turn; a slow one runs three times."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        jax.block_until_ready(function())
+    for i in range(rounds):
+        for name, function in functions.items():
+            if i < 3 or not name.startswith(SLOW):
+                if not name.startswith(SLOW):
+                    jax.block_until_ready(function())  # wakes threads and caches after a rival
+                start = time.perf_counter()
+                jax.block_until_ready(function())
+                times[name].append(time.perf_counter() - start)
+    return {name: float(np.median(seconds)) for name, seconds in times.items()}
+
+
+def selection_row(name: str, x: jax.Array, rounds: int, rivals: bool) -> Row:
+    n, k = x.size, x.size // 5
+    words = (np.uint32(0), np.uint32(k))
+    start = time.process_time()
+    compiled = selection._topk_mask.lower(x, words, None, 0).compile()
+    compile_seconds = time.process_time() - start
+    total, host = jax.jit(jnp.sum), np.asarray(x)
+    functions: dict[str, Callable[[], Any]] = {
+        "sum": lambda: total(x),
+        "mask": lambda: selection.topk_mask(x, k),
+    }
+    if rivals:
+        functions["bisection"] = lambda: bisection_mask(x, k)
+        if host.dtype == np.float32:
+            functions["numpy.partition"] = lambda: np.partition(host, n - k)
+        if n <= 10_000_000:
+            functions["argsort"] = lambda: argsort_mask(x, k)
+            functions["lax.top_k"] = lambda: top_k_mask(x, k)
+    seconds = medians(functions, rounds)
+    relative = [
+        f"{seconds[m] / seconds['sum']:.1f}" if m in seconds else "-"
+        for m in ("mask", "bisection", "numpy.partition", "lax.top_k", "argsort")
+    ]
+    bytes_each = compiled.memory_analysis().temp_size_in_bytes / n
+    return [
+        f"{n:.0e}", name, f"{seconds['sum'] * 1e3:.2f}", *relative,
+        f"{bytes_each:.4f}", f"{compile_seconds:.1f}",
+    ]  # fmt: skip
+
+
+def double_argsort_mask(x: jax.Array, n: int, m: int) -> jax.Array:
+    order = jnp.argsort(-x.reshape(-1, m), axis=1)
+    return (jnp.argsort(order, axis=1) < n).astype(jnp.uint8).reshape(x.shape)
+
+
+def group_rows(side: int, rounds: int) -> list[Row]:
+    """N:M masks of (side, side) against ranks by double argsort; hashed scores."""
+    x = jax.random.normal(jax.random.key(0), (side, side))
+    total = jax.jit(jnp.sum)
+    rows = []
+    for n, m in ((2, 4), (4, 8)):
+        sort = jax.jit(functools.partial(double_argsort_mask, n=n, m=m))
+        t = medians(
+            {
+                "sum": lambda: total(x),
+                "mask": lambda n=n, m=m: selection.nm_mask(x, n, m),
+                "argsort": lambda sort=sort: sort(x),
+            },
+            rounds,
+        )
+        rows.append([f"{n}:{m} of ({side}, {side})", f"{t['mask'] / t['sum']:.1f}",
+                     f"{t['argsort'] / t['mask']:.0f}"])  # fmt: skip
+    draw = jax.jit(lambda step: selection.hash_scores((side, side), 0, step))
+    t = medians(
+        {
+            "sum": lambda: total(x),
+            "mask": lambda: draw(jnp.uint32(1)),
+            "select": lambda: selection.topk_mask(x, x.size // 5),
+        },
+        rounds,
+    )
+    rows.append([f"hash_scores of ({side}, {side})", f"{t['mask'] / t['sum']:.1f}",
+                 f"{t['select'] / t['mask']:.1f} (selection / hash)"])  # fmt: skip
+    return rows
+
+
+def table(head: Row, rows: list[Row]) -> str:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [head, ["-" * w for w in widths], *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    )
+
+
+def machine() -> str:
+    device = jax.devices()[0]
+    kind = device.device_kind if device.platform != "cpu" else platform.machine()
+    return f"{os.cpu_count()} CPU cores, {device.platform} ({kind}), jax {jax.__version__}"
+
+
+def write(report: str) -> None:
+    """Replaces this benchmark's section of the results, or adds it."""
+    old = RESULTS.read_text() if RESULTS.exists() else "# Results\n"
+    others = re.sub(rf"(?ms)^{HEADING}$.*?(?=^## |\Z)", "", old)
+    RESULTS.write_text(others.rstrip() + "\n\n" + report + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
+    parser.add_argument("--gpu", action="store_true", help="1e8 and 1e9 on a GPU, no rivals")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/RESULTS.md")
+    args = parser.parse_args()
+    if args.gpu and jax.default_backend() == "cpu":
+        parser.error("--gpu needs a GPU, and jax sees none.")
+    sizes = SIZES[:2] if args.quick else [10**8, 10**9] if args.gpu else SIZES
+    rounds = 7 if args.quick else 15
+    head = ["n", "scores", "sum, ms", "topk_mask", "bisection", "numpy.partition", "lax.top_k",
+            "argsort", "temp bytes each", "compile, CPU s"]  # fmt: skip
+    rows = [selection_row(*d, rounds, not args.gpu) for n in sizes for d in data(n)]
+    groups = group_rows(1024 if args.quick else 4096, rounds)
+    report = "\n".join(
+        [
+            HEADING,
+            f"\n{datetime.date.today()}, {machine()}. Keep 20 %; times in units of `jnp.sum`.\n",
+            table(head, rows),
+            "",
+            table(["masks", "x jnp.sum", "x faster than double argsort"], groups),
+        ]
+    )
+    print(report)
+    if args.write:
+        write(report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+#!/usr/bin/env bash
+# Makes the environment, checks everything, or trains; see `bash run.sh help`.
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
+venv=$root/.venv
+stamp=$venv/.installed # written when an installation is complete; says what was installed
+
+usage() {
+  cat <<'EOF'
+bash run.sh                  make the environment, lint, check types, run every test
+bash run.sh train [flags]    make the environment, train on real digits, dense and sparse
+bash run.sh train --help     list the flags of training
+bash run.sh help             this text
+
+The environment is the folder .venv beside this script; delete it to start afresh.
+PYTHON=/path/to/python bash run.sh chooses the Python (3.11 or newer) that it is made with.
+EOF
+}
+
+fail() {
+  printf 'run.sh: %s\n' "$*" >&2
+  exit 1
+}
+
+works() {
+  "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
+find_python() {
+  local candidate candidates=(python3 python3.13 python3.12 python3.11)
+  [[ -z ${PYTHON-} ]] || candidates=("$PYTHON")
+  for candidate in "${candidates[@]}"; do
+    if works "$candidate"; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  fail "no Python 3.11 or newer with the modules venv and ensurepip (on Debian and Ubuntu: the" \
+    "package python3-venv) among: ${candidates[*]}. Install one, or name it:" \
+    "PYTHON=/path/to/python bash run.sh"
+}
+
+# Whether the environment was completed here, by the Python that is asked for.
+is_usable() {
+  local version='import sys; print(sys.base_prefix, sys.version)'
+  [[ -f $stamp && $(head -n 1 "$stamp") == "$root" ]] && works "$venv/bin/python" || return 1
+  [[ -z ${PYTHON-} || $("$PYTHON" -c "$version") == "$("$venv/bin/python" -c "$version")" ]]
+}
+
+set_up() {
+  local python wanted
+  wanted=$(cat "$root/setup.py" "$root/pyproject.toml" | cksum)
+  if ! is_usable; then
+    python=$(find_python)
+    echo "Making $venv with $("$python" --version)" >&2
+    rm -rf -- "$venv"
+    "$python" -m venv "$venv"
+  elif [[ $(tail -n 1 "$stamp") == "$wanted" ]]; then
+    return
+  fi
+  rm -f -- "$stamp"
+  echo "Installing the packages that setup.py names (minutes the first time)" >&2
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$root[dev]"
+  printf '%s\n%s\n' "$root" "$wanted" >"$stamp.new"
+  mv -- "$stamp.new" "$stamp"
+}
+
+check() {
+  cd -- "$root"
+  echo "== ruff"
+  "$venv/bin/ruff" check .
+  "$venv/bin/ruff" format --check .
+  echo "== mypy"
+  "$venv/bin/mypy"
+  echo "== pytest"
+  "$venv/bin/python" -m pytest -n 2
+}
+
+case ${1-check} in
+  check)
+    [[ $# -le 1 ]] || fail "check takes no arguments; see 'bash run.sh help'."
+    set_up
+    check
+    ;;
+  train)
+    shift
+    set_up
+    PYTHONPATH=$root exec "$venv/bin/python" -P -m examples.mnist.train "$@"
+    ;;
+  help | -h | --help) usage ;;
+  *) fail "there is no command '$1'; see 'bash run.sh help'." ;;
+esac

@@ -1,0 +1,297 @@
+"""Every registered algorithm through every transform, dtype, option and type that it supports.
+
+All cases train the same small network and check the same invariants, see `_check`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsity
+
+_STEPS = 5  # masks are updated at steps 1, 3 and, as the last, 4
+_SPARSITY = 0.75
+_KEPT = {"hidden": 32, "out": 16}  # of 8 x 16 and 16 x 4, for every type below
+_NAMES = sparsity.all_algorithm_names()
+_DENSE_WEIGHTS = ("no_prune", "magnitude_ste", "random_ste")
+_GLOBAL = ("global_magnitude", "global_saliency")
+_TYPES = {
+    "nm": sparsity.NByM(1, 4),
+    "block": sparsity.Block((2, 2)),
+    "channel": sparsity.Channel(-1),
+}
+
+
+def _make(name, **options):
+    config = {
+        "algorithm": name,
+        "sparsity": _SPARSITY,
+        "update_freq": 2,
+        "update_start_step": 1,
+        "update_end_step": _STEPS - 1,
+    }
+    return sparsity.create_updater_from_config(config | options)
+
+
+def _params(seed=0, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / 4, dtype)  # noqa: E731
+    return {
+        "hidden": {"kernel": draw(8, 16), "bias": draw(16)},
+        "out": {"kernel": draw(16, 4), "bias": draw(4)},
+    }
+
+
+def _batches(dtype=jnp.float32):
+    rng = np.random.default_rng(1)
+    return (
+        jnp.asarray(rng.normal(size=(_STEPS, 6, 8)), dtype),
+        jnp.asarray(rng.normal(size=(_STEPS, 6, 4)), dtype),
+    )
+
+
+def _optimizer(updater):
+    # With a smaller eps regrown weights would all move equally far, and tie in the next update.
+    return updater.wrap_optax(optax.adam(0.05, eps=0.05))
+
+
+def _step_fn(updater, grad_dtype=None):
+    tx = _optimizer(updater)
+
+    def step(params, state, x, y):
+        def loss(params):
+            params = updater.pre_forward_update(params, state)
+            hidden = jnp.tanh(x @ params["hidden"]["kernel"] + params["hidden"]["bias"])
+            return jnp.mean((hidden @ params["out"]["kernel"] + params["out"]["bias"] - y) ** 2)
+
+        grads = jax.grad(loss)(params)
+        if grad_dtype is not None:
+            grads = jax.tree.map(lambda grad: grad.astype(grad_dtype), grads)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def _train(updater, params, *, grad_dtype=None, transform=jax.jit):
+    """Trains step by step; returns what it came to, and the state at the start."""
+    state = start = _optimizer(updater).init(params)
+    if transform is _donated:
+        start = jax.tree.map(jnp.copy, start)
+    step = transform(_step_fn(updater, grad_dtype))
+    for x, y in zip(*_batches(params["out"]["bias"].dtype), strict=True):
+        params, state = step(params, state, x, y)
+    if transform is not _eager:
+        assert step._cache_size() == 1  # one compilation
+    return params, state, start
+
+
+def _eager(step):
+    return step
+
+
+def _donated(step):
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+@functools.cache
+def _reference(name):
+    return _train(_make(name), _params())
+
+
+def _masks(updater, params, state):
+    """Masks of the kernels, unpacked, and of what the model sees where weights stay dense."""
+    if isinstance(updater, sparsity.NoPruning):
+        return {layer: np.ones(params[layer]["kernel"].shape) for layer in _KEPT}
+    if not jax.tree.leaves(state.masks):
+        seen = updater.pre_forward_update(params, state)
+        return {layer: np.asarray(seen[layer]["kernel"] != 0) for layer in _KEPT}
+    masks = {layer: np.asarray(state.masks[layer]["kernel"]) for layer in _KEPT}
+    if updater.use_packed_masks:
+        shapes = {layer: params[layer]["kernel"].shape for layer in _KEPT}
+        for layer, shape in shapes.items():
+            assert masks[layer].shape == (shape[0], -(-shape[1] // 8))
+            masks[layer] = np.unpackbits(masks[layer], axis=-1, count=shape[1])
+    return masks
+
+
+def _check(name, updater, params, state, start, dtype=jnp.float32):
+    """The invariants of every run."""
+    assert jax.tree.structure(state) == jax.tree.structure(start)
+    for (path, leaf), first in zip(
+        jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(start), strict=True
+    ):
+        assert (leaf.shape, leaf.dtype) == (first.shape, first.dtype), path
+    assert int(state.count) == _STEPS
+    for leaf in jax.tree.leaves(params):
+        assert leaf.dtype == dtype
+        assert np.all(np.isfinite(leaf.astype(jnp.float32)))
+    masks = _masks(updater, params, state)
+    kept = {layer: int(mask.sum()) for layer, mask in masks.items()}
+    if name == "no_prune":
+        assert kept == {"hidden": 128, "out": 64}
+    elif name in _GLOBAL:
+        assert sum(kept.values()) == sum(_KEPT.values())
+    else:
+        assert kept == _KEPT
+    if name not in _DENSE_WEIGHTS:
+        for layer, mask in masks.items():
+            kernel = np.asarray(params[layer]["kernel"])
+            bits = kernel.view(f"uint{8 * kernel.itemsize}")
+            assert not np.any(bits[mask == 0])  # +0.0
+            np.testing.assert_array_equal(
+                updater.post_gradient_update(params, state)[layer]["kernel"], kernel
+            )
+    if name != "no_prune":
+        for layer in _KEPT:
+            assert np.all(np.asarray(params[layer]["bias"]) != 0)
+        if state.masks["hidden"]["kernel"] is not None:
+            assert state.masks["hidden"]["bias"] is None
+            assert state.masks["hidden"]["kernel"].dtype == jnp.uint8
+
+
+def _assert_same(found, expected, exact):
+    for (path, want), got in zip(
+        jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(found), strict=True
+    ):
+        if exact or not jnp.issubdtype(want.dtype, jnp.inexact):
+            np.testing.assert_array_equal(got, want, err_msg=jax.tree_util.keystr(path))
+        else:
+            np.testing.assert_allclose(
+                got, want, rtol=1e-4, atol=1e-5, err_msg=jax.tree_util.keystr(path)
+            )
+
+
+def _run_jit(name):
+    _check(name, _make(name), *_reference(name))
+
+
+def _run_eager(name):
+    updater = _make(name)
+    found = _train(updater, _params(), transform=_eager)
+    _check(name, updater, *found)
+    _assert_same(found, _reference(name), exact=False)
+
+
+def _run_donated(name):
+    updater = _make(name)
+    found = _train(updater, _params(), transform=_donated)
+    _check(name, updater, *found)
+    _assert_same(found, _reference(name), exact=False)
+
+
+def _train_by_scan(updater, params):
+    step = _step_fn(updater)
+    state = _optimizer(updater).init(params)
+    (params, last), _ = jax.lax.scan(
+        lambda carry, batch: (step(*carry, *batch), None), (params, state), _batches()
+    )
+    return params, last, state
+
+
+def _run_scan(name):
+    updater = _make(name)
+    found = jax.jit(functools.partial(_train_by_scan, updater))(_params())
+    _check(name, updater, *found)
+    _assert_same(found, _reference(name), exact=False)
+
+
+def _run_vmap(name):
+    """The whole training function, over three seeds of parameters and masks."""
+
+    def train(key, params):
+        return _train_by_scan(_make(name, rng_seed=key), params)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    starts = [_params(seed) for seed in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *starts)
+    found = jax.jit(jax.vmap(train))(keys, stacked)
+    masks = []
+    for index in range(3):
+        # Without an algorithm's options a key is no option: no_prune draws nothing.
+        updater = _make(name, rng_seed=keys[index])
+        params, state, start = jax.tree.map(lambda leaf, i=index: leaf[i], found)
+        _check(name, updater, params, state, start)
+        masks.append(_masks(updater, params, state)["hidden"].astype(np.uint8).tobytes())
+    assert len(set(masks)) == (1 if name == "no_prune" else 3)
+
+
+def _run_packed(name):
+    updater = _make(name, use_packed_masks=True)
+    params, state, start = _train(updater, _params())
+    _check(name, updater, params, state, start)
+    plain, plain_state, _ = _reference(name)
+    _assert_same(params, plain, exact=True)
+    _assert_same(state.inner_state, plain_state.inner_state, exact=True)
+    if jax.tree.leaves(plain_state.masks):
+        for layer, mask in _masks(updater, params, state).items():
+            np.testing.assert_array_equal(mask, plain_state.masks[layer]["kernel"])
+
+
+def _run_bf16(name):
+    updater = _make(name)
+    found = _train(updater, _params(dtype=jnp.bfloat16))
+    _check(name, updater, *found, dtype=jnp.bfloat16)
+
+
+def _run_mixed_precision(name):
+    updater = _make(name)
+    found = _train(updater, _params(), grad_dtype=jnp.bfloat16)
+    _check(name, updater, *found)
+
+
+def _run_option(name, **options):
+    updater = _make(name, **options)
+    _check(name, updater, *_train(updater, _params()))
+
+
+_CASES = {
+    "jit": _run_jit,
+    "eager": _run_eager,
+    "donated": _run_donated,
+    "scan": _run_scan,
+    "vmap": _run_vmap,
+    "packed": _run_packed,
+    "bf16": _run_bf16,
+    "mixed precision": _run_mixed_precision,
+    "dense gradients, not skipped": functools.partial(
+        _run_option, is_sparse_gradients=False, skip_gradients=False
+    ),
+    "sparse gradients, skipped": functools.partial(
+        _run_option, is_sparse_gradients=True, skip_gradients=True
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _CASES)
+@pytest.mark.parametrize("name", _NAMES)
+def test_algorithm(name, case):
+    _CASES[case](name)
+
+
+@pytest.mark.parametrize("kind", _TYPES)
+@pytest.mark.parametrize("name", [name for name in _NAMES if name not in ("no_prune", *_GLOBAL)])
+def test_type(name, kind):
+    updater = _make(name, sparsity_type=_TYPES[kind])
+    params, state, start = _train(updater, _params())
+    _check(name, updater, params, state, start)
+    for mask in _masks(updater, params, state).values():
+        if kind == "nm":
+            units = mask.reshape(-1, 4).sum(axis=1)
+            assert np.all(units == 1)
+        elif kind == "block":
+            blocks = mask.reshape(mask.shape[0] // 2, 2, -1, 2).sum(axis=(1, 3))
+            assert set(blocks.ravel().tolist()) == {0, 4}
+        else:
+            assert set(mask.sum(axis=0).tolist()) == {0, mask.shape[0]}
+
+
+@pytest.mark.parametrize("kind", _TYPES)
+@pytest.mark.parametrize("name", _GLOBAL)
+def test_global_algorithms_say_that_they_rank_single_weights(name, kind):
+    with pytest.raises(ValueError, match=r"needs sparsity_type = Unstructured\(\)"):
+        _make(name, sparsity_type=_TYPES[kind])

@@ -1,0 +1,169 @@
+"""Selection of sharded scores on eight virtual devices, in processes of their own."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+PREAMBLE = """
+import math, os, re
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from sparsity import selection
+
+KIND = AxisType.{kind}
+MESH = jax.make_mesh((2, 4), ("a", "b"), axis_types=(KIND, KIND))
+RNG = np.random.default_rng(0)
+
+def put(x, *spec):
+    return jax.device_put(x, NamedSharding(MESH, P(*spec)))
+
+def scores(*shape):
+    return np.round(RNG.normal(size=shape), 1).astype(np.float32)
+
+def same(sharded, single, like):
+    np.testing.assert_array_equal(sharded, single)
+    assert sharded.sharding.is_equivalent_to(like.sharding, like.ndim), (sharded, like)
+
+def traffic(compiled):
+    "Bytes that the collectives of a compiled program produce on a device, each counted once."
+    total = 0
+    for line in compiled.as_text().splitlines():
+        kind = r"all-gather|all-reduce|all-to-all|collective-|reduce-scatter|ragged-all"
+        found = re.search(r"= (.*?) (?:%s)[\\w-]*\\(" % kind, line)
+        arrays = found[1] if found else ""
+        for bits, shape in re.findall(r"[a-z]+(\\d*)\\w*\\[([\\d,]*)\\]", arrays):
+            size = math.prod(int(d) for d in shape.split(",") if d)
+            total += size * max(1, int(bits or 8) // 8)
+    return total
+"""
+
+
+def run(kind, body):
+    program = PREAMBLE.replace("{kind}", kind) + textwrap.dedent(body)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=55, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_masks_equal_those_of_one_device_and_keep_the_sharding(kind):
+    run(
+        kind,
+        """
+        x, where = scores(16, 64), RNG.integers(0, 2, (16, 64)).astype(np.uint8)
+        mask, some = selection.topk_mask(x, 300), selection.topk_mask(x, 300, where=where)
+        random = selection.topk_mask(selection.hash_scores(x.shape, 1, 2), 300, where=where)
+        for spec in (("a", "b"), (("a", "b"), None)):
+            sharded, eligible = put(x, *spec), put(where, *spec)
+            with jax.set_mesh(MESH):
+                same(selection.topk_mask(sharded, 300), mask, sharded)
+                same(selection.topk_mask(sharded, 300, where=eligible), some, sharded)
+        drawn = jax.jit(lambda w: selection.topk_mask(
+            selection.hash_scores(x.shape, 1, 2), 300, where=w))
+        np.testing.assert_array_equal(drawn(eligible), random)
+        sharded = put(x, None, ("a", "b"))
+        same(selection.topk_mask(sharded, 300), mask, sharded)  # no mesh in the context
+        """,
+    )
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_slices_are_selected_where_they_are(kind):
+    run(
+        kind,
+        """
+        x, where = scores(8, 16, 16), RNG.integers(0, 2, (8, 16, 16)).astype(np.uint8)
+        mask = selection.topk_mask(x, 77, batch_axes=1)
+        some = selection.topk_mask(x, np.arange(8), where=where, batch_axes=1)
+        with jax.set_mesh(MESH):
+            for spec in (("a", "b"), (None, "a", "b")):
+                sharded = put(x, *spec)
+                same(selection.topk_mask(sharded, 77, batch_axes=1), mask, sharded)
+                mapped = jax.jit(jax.vmap(lambda x: selection.topk_mask(x, 77)))
+                same(mapped(sharded), mask, sharded)
+            eligible = put(where, "a", "b")
+            found = selection.topk_mask(x, np.arange(8), where=eligible, batch_axes=1)
+            np.testing.assert_array_equal(found, some)
+        """,
+    )
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_trees_and_groups_are_selected_where_they_are(kind):
+    run(
+        kind,
+        """
+        tree = {"a": scores(16, 64), "b": scores(8, 4, 16), "c": scores(32)}
+        specs = {"a": P("a", "b"), "b": P(None, "b"), "c": P(("a", "b"))}
+        sharded = {name: put(x, *specs[name]) for name, x in tree.items()}
+        masks = selection.global_topk_mask(tree, 900)
+        with jax.set_mesh(MESH):
+            found = selection.global_topk_mask(sharded, 900)
+        for name, mask in found.items():
+            same(mask, masks[name], sharded[name])
+        for axis in (0, 1):
+            groups = selection.nm_mask(tree["a"], 2, 4, axis=axis)
+            for spec in (("a", "b"), (("a", "b"), None)):  # the latter splits groups of axis 0
+                x = put(tree["a"], *spec)
+                mask = selection.nm_mask(x, 2, 4, axis=axis)
+                np.testing.assert_array_equal(mask, groups)
+                if KIND == AxisType.Explicit or spec == ("a", "b"):
+                    same(mask, groups, x)
+        """,
+    )
+
+
+def test_shards_are_selected_from_within_shard_map():
+    run(
+        "Auto",
+        """
+        x = scores(16, 64)
+        local = jax.shard_map(
+            lambda x: selection.topk_mask(x, 10), mesh=MESH, in_specs=P("a", "b"),
+            out_specs=P("a", "b"))
+        mask = np.asarray(local(x))
+        for i in range(0, 16, 8):
+            for j in range(0, 64, 16):
+                block = np.s_[i : i + 8, j : j + 16]
+                np.testing.assert_array_equal(mask[block], selection.topk_mask(x[block], 10))
+        """,
+    )
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_only_counts_leave_a_device(kind):
+    run(
+        kind,
+        """
+        for spec in (("a", "b"), (("a", "b"), None), (None, ("a", "b"))):
+            x = jax.ShapeDtypeStruct(
+                (4096, 4096), jnp.float32, sharding=NamedSharding(MESH, P(*spec)))
+            with jax.set_mesh(MESH):
+                compiled = selection._topk_mask.lower(
+                    x, (jnp.uint32(0), jnp.uint32(3_000_000)), None, 0).compile()
+            assert 0 < traffic(compiled) * 24 <= 128 * 1024  # in loops: at most 24 times
+            assert compiled.memory_analysis().temp_size_in_bytes <= 128 * 1024
+            assert compiled.output_shardings.is_equivalent_to(x.sharding, 2)
+        groups = jax.jit(lambda x: selection.nm_mask(x, 2, 4)).lower(x).compile()
+        assert traffic(groups) == 0
+        """,
+    )
+
+
+def test_hash_scores_shard_without_communication():
+    run(
+        "Auto",
+        """
+        sharding = NamedSharding(MESH, P("a", "b"))
+        draw = jax.jit(
+            lambda step: selection.hash_scores((512, 512), 1, step), out_shardings=sharding)
+        compiled = draw.lower(jnp.uint32(3)).compile()
+        assert traffic(compiled) == 0
+        np.testing.assert_array_equal(
+            draw(jnp.uint32(3)), selection.hash_scores((512, 512), 1, 3))
+        """,
+    )

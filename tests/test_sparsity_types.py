@@ -1,0 +1,121 @@
+"""Types are values: checked when they are made, compared by content, read from strings."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from sparsity.sparsity_types import Block, Channel, NByM, Unstructured, parse_sparsity_type
+
+NAN = float("nan")
+ALL = [Unstructured(), NByM(2, 4), Block((4, 4)), Channel(-1)]
+
+
+@pytest.mark.parametrize("kind", ALL, ids=repr)
+def test_types_are_frozen_hashable_values(kind):
+    twin = dataclasses.replace(kind)
+    assert twin == kind
+    assert hash(twin) == hash(kind)
+    for field in dataclasses.fields(kind):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(kind, field.name, 1)
+
+
+def test_defaults_are_the_last_axis_and_average_pooling():
+    assert NByM(2, 4).axis == -1
+    assert Channel().axis == -1
+    assert Block((2, 3)).use_avg_pooling is True
+
+
+def test_a_block_shape_given_as_a_list_compares_like_a_tuple():
+    assert Block([2, 3]) == Block((2, 3))
+    assert hash(Block([2, 3])) == hash(Block((2, 3)))
+
+
+@pytest.mark.parametrize(("n", "m"), [(0, 1), (0, 4), (4, 4), (1, 1), (np.int64(2), np.int32(4))])
+def test_n_may_be_anything_from_none_to_all_of_m(n, m):
+    kind = NByM(n, m)
+    assert (kind.n, kind.m) == (n, m)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: NByM(4, 2), r"n = 4, m = 2.*NByM\(2, 4\)"),
+        (lambda: NByM(-1, 4), "NByM.n must be at least 0, got NByM.n = -1"),
+        (lambda: NByM(0, 0), "NByM.m must be at least 1, got NByM.m = 0"),
+        (lambda: NByM(2, -4), "NByM.m must be at least 1, got NByM.m = -4"),
+        (lambda: NByM(2.0, 4), "NByM.n must be an integer, got NByM.n = 2.0"),
+        (lambda: NByM(2, 4.0), "NByM.m must be an integer, got NByM.m = 4.0"),
+        (lambda: NByM(True, 4), "NByM.n must be an integer, got NByM.n = True"),
+        (lambda: NByM(NAN, 4), "NByM.n must be an integer, got NByM.n = nan"),
+        (lambda: NByM(2, 4, axis=None), "NByM.axis must be an integer, got NByM.axis = None"),
+        (lambda: NByM(2, 4, axis=1.0), "NByM.axis must be an integer, got NByM.axis = 1.0"),
+        (lambda: Block((0, 4)), "block_shape must be at least 1, got Block.block_shape = 0"),
+        (lambda: Block((4, -1)), "block_shape must be at least 1, got Block.block_shape = -1"),
+        (lambda: Block((4, 1.5)), "block_shape must be an integer, got Block.block_shape = 1.5"),
+        (lambda: Block((4, True)), "block_shape must be an integer, got Block.block_shape = True"),
+        (lambda: Block((4,)), r"block_shape must be \(rows, columns\), got block_shape = \(4,\)"),
+        (lambda: Block((1, 2, 3)), r"block_shape must be \(rows, columns\).*\(1, 2, 3\)"),
+        (lambda: Block(4), "block_shape.*4"),
+        (lambda: Channel(None), "Channel.axis must be an integer, got Channel.axis = None"),
+        (lambda: Channel(0.5), "Channel.axis must be an integer, got Channel.axis = 0.5"),
+        (lambda: Channel(True), "Channel.axis must be an integer, got Channel.axis = True"),
+    ],
+)
+def test_a_bad_value_is_named_when_the_type_is_made(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("unstructured", Unstructured()),
+        ("nm_2,4", NByM(2, 4)),
+        ("nm_1,16", NByM(1, 16)),
+        ("nm_2,4,-2", NByM(2, 4, axis=-2)),
+        ("nm_2,4,0", NByM(2, 4, axis=0)),
+        ("nm_2, 4, -2", NByM(2, 4, axis=-2)),
+        ("2:4", NByM(2, 4)),
+        (" 2 : 4 ", NByM(2, 4)),
+        ("10:16", NByM(10, 16)),
+        ("block_4,4", Block((4, 4))),
+        ("block_1,32", Block((1, 32))),
+        (" block_4,8 ", Block((4, 8))),
+        ("channel_0", Channel(0)),
+        ("channel_-1", Channel(-1)),
+    ],
+)
+def test_configuration_strings_are_read(text, kind):
+    assert parse_sparsity_type(text) == kind
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "nm", "nm_", "nm_2", "nm_2,4,", "nm_2,4,1,1", "nm_2.0,4", "nm_a,b", "2:4:8", "2:", "-2:4"]
+    + ["block_4", "block_4,4,4", "block_4x4", "blok_4,4", "channel", "channel_", "channel_x"]
+    + ["channel_0,1", "unstructured_3", "structured", "None"],
+)
+def test_an_unknown_string_is_shown_beside_what_is_known(text):
+    with pytest.raises(ValueError, match="Sparsity type") as error:
+        parse_sparsity_type(text)
+    assert repr(text) in str(error.value)
+    for known in ("unstructured", "nm_2,4", "nm_2,4,-2", "2:4", "block_4,4", "channel_-1"):
+        assert known in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nm_4,2", "n = 4, m = 2"),
+        ("4:2", "n = 4, m = 2"),
+        ("nm_2,0", "NByM.m"),
+        ("0:0", "NByM.m"),
+        ("nm_-2,4", "NByM.n"),
+        ("block_0,4", "block_shape"),
+    ],
+)
+def test_numbers_in_a_string_are_checked_like_others(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_sparsity_type(text)
