@@ -61,7 +61,7 @@ set_up() {
   fi
   rm -f -- "$stamp"
   echo "Installing the packages that setup.py names (minutes the first time)" >&2
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$root[dev]"
+  "$venv/bin/python" -m pip install -qq --disable-pip-version-check --editable "$root[dev]"
   printf '%s\n%s\n' "$root" "$wanted" >"$stamp.new"
   mv -- "$stamp.new" "$stamp"
 }

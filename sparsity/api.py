@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import optax
@@ -13,7 +14,9 @@ import optax
 from sparsity import algorithms, sparsity_distributions
 from sparsity.base_updater import BaseUpdater, NoPruning
 from sparsity.sparsity_schedules import NoUpdateSchedule, OneShotSchedule, PolynomialSchedule
-from sparsity.sparsity_types import parse_sparsity_type
+from sparsity.sparsity_types import check_fraction, check_int, parse_sparsity_type
+
+_log = logging.getLogger(__name__)
 
 ALGORITHM_REGISTRY: dict[str, type[BaseUpdater]] = {
     "no_prune": NoPruning,
@@ -68,7 +71,7 @@ def create_updater_from_config(config: Any) -> BaseUpdater:
 
         - `algorithm`: one of `all_algorithm_names()`.
         - `sparsity`: fraction of the weights to remove, in [0, 1].
-        - `dist_type`: 'uniform' (default) or 'erk'.
+        - `dist_type`: 'uniform' (default) or 'erk'; global pruners have no use for it.
         - `update_freq`, `update_start_step`, `update_end_step`: without a start, masks are never
           updated (`NoUpdateSchedule`); with start and end equal, once (`OneShotSchedule`); else by
           a `PolynomialSchedule`.
@@ -87,7 +90,7 @@ def create_updater_from_config(config: Any) -> BaseUpdater:
     """
     options = {key: value for key, value in _as_dict(config).items() if value is not None}
     name = options.pop("algorithm", None)
-    if name not in ALGORITHM_REGISTRY:
+    if not isinstance(name, str) or name not in ALGORITHM_REGISTRY:
         raise ValueError(
             f"algorithm: {name!r} is not known. {_known(name, all_algorithm_names())} "
             "sparsity.all_algorithm_names() lists them, sparsity.register_algorithm() adds one."
@@ -102,38 +105,44 @@ def create_updater_from_config(config: Any) -> BaseUpdater:
             raise ValueError(
                 f"{key!r} is no key of a configuration for {name!r}. {_known(key, sorted(known))}"
             )
-    dist_type = options.pop("dist_type", "uniform")
-    if dist_type not in _DISTRIBUTIONS:
+    dist_type = options.pop("dist_type", None)
+    if dist_type not in (None, *_DISTRIBUTIONS):
         raise ValueError(
-            f"dist_type: {dist_type!r} is not known. {_known(dist_type, tuple(_DISTRIBUTIONS))}"
+            f"dist_type: {dist_type!r} is not known. {_known(dist_type, _DISTRIBUTIONS)}"
         )
-    if name == "no_prune":
-        return NoPruning()
-    if options.get("sparsity") is not None:
-        sparsity_distributions.check_sparsity(options["sparsity"], "sparsity")
+    if "sparsity" in options:
+        check_fraction("sparsity", options["sparsity"])
     if isinstance(options.get("sparsity_type"), str):
         options["sparsity_type"] = parse_sparsity_type(options["sparsity_type"])
     schedule = {key: options.pop(key) for key in _SCHEDULE_KEYS if key in options}
+    if schedule and "scheduler" in options:
+        raise ValueError(f"{sorted(schedule)} cannot be given beside scheduler.")
+    options.setdefault("scheduler", _scheduler(**schedule))
+    if "drop_fraction" in options and "drop_fraction_fn" in options:
+        raise ValueError("drop_fraction cannot be given beside drop_fraction_fn.")
     if drops and "drop_fraction_fn" not in options:
         options["drop_fraction_fn"] = _drop_fraction_fn(
             options.pop("drop_fraction", 0.3), schedule.get("update_end_step")
         )
-    distribution = {
-        key: options.pop(key) for key in _DISTRIBUTION_KEYS if key in options.keys() - fields
-    }
-    if "sparsity_distribution_fn" not in options and "sparsity" not in fields:
-        if "sparsity" not in distribution:
-            raise ValueError(f"sparsity is missing in the configuration of {name!r}.")
-        options["sparsity_distribution_fn"] = functools.partial(
-            _DISTRIBUTIONS[dist_type],
-            batch_axes=options.get("batch_axes", 0),
-            **distribution,
-        )
-    elif distribution:
-        raise ValueError(f"{sorted(distribution)} cannot be given beside sparsity_distribution_fn.")
-    if schedule and "scheduler" in options:
-        raise ValueError(f"{sorted(schedule)} cannot be given beside scheduler.")
-    options.setdefault("scheduler", _scheduler(**schedule))
+    distribution = {key: options.pop(key) for key in _DISTRIBUTION_KEYS if key in options}
+    if algorithm is NoPruning:
+        return algorithm(**options)
+    if "sparsity_distribution_fn" in options:
+        if distribution or dist_type:
+            given = sorted([*distribution, *(["dist_type"] if dist_type else [])])
+            raise ValueError(f"{given} cannot be given beside sparsity_distribution_fn.")
+        return algorithm(**options)
+    if "sparsity" not in distribution:
+        raise ValueError(f"sparsity is missing in the configuration of {name!r}.")
+    if "sparsity" in fields:
+        if dist_type == "erk":
+            _log.warning("%s ranks all leaves together and has no use for dist_type 'erk'.", name)
+        return algorithm(**options, **distribution)
+    options["sparsity_distribution_fn"] = functools.partial(
+        _DISTRIBUTIONS[dist_type or "uniform"],
+        batch_axes=options.get("batch_axes", 0),
+        **distribution,
+    )
     return algorithm(**options)
 
 
@@ -151,6 +160,8 @@ def _scheduler(
     update_start_step: int | None = None,
     update_end_step: int | None = None,
 ) -> NoUpdateSchedule:
+    if update_freq is not None:
+        check_int("update_freq", update_freq, 1)
     if update_start_step is None:
         return NoUpdateSchedule()
     if update_end_step is None:
@@ -165,13 +176,13 @@ def _scheduler(
 
 
 def _drop_fraction_fn(fraction: float, end_step: int | None) -> optax.Schedule:
-    if not 0.0 <= fraction <= 1.0:
-        raise ValueError(f"drop_fraction must be in [0, 1], got drop_fraction = {fraction}.")
+    check_fraction("drop_fraction", fraction)
     if not end_step:
         return optax.constant_schedule(fraction)
     return optax.cosine_decay_schedule(fraction, end_step)
 
 
-def _known(name: Any, known: tuple[str, ...] | list[str]) -> str:
+def _known(name: Any, known: Iterable[str]) -> str:
+    known = list(known)
     near = difflib.get_close_matches(str(name), known, n=1)
     return (f"Did you mean {near[0]!r}? " if near else "") + f"Known: {', '.join(known)}."

@@ -22,7 +22,7 @@ from sparsity import masks as masks_lib
 from sparsity import sparsity_distributions, step, trees
 from sparsity.sparse_state import SparseState, apply_masks, fit_masks, get_sparse_state
 from sparsity.sparsity_schedules import NoUpdateSchedule
-from sparsity.sparsity_types import NByM, SparsityType, Unstructured
+from sparsity.sparsity_types import NByM, SparsityType, Unstructured, check_fraction
 
 _log = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class BaseUpdater:
             if sparsity is None:
                 return None
             name = trees.path_string(path)
-            sparsity_distributions.check_sparsity(sparsity, f"the sparsity of {name!r}")
+            check_fraction(f"the sparsity of {name!r}", sparsity)
             kind, batch_axes = self.type_of(path, score)
             return masks_lib.create_mask(
                 score,
@@ -312,7 +312,7 @@ class BaseUpdater:
             if target is None or not trees.is_prunable(param):
                 return None
             name = trees.path_string(path)
-            sparsity_distributions.check_sparsity(target, f"the sparsity of {name!r}")
+            check_fraction(f"the sparsity of {name!r}", target)
             kind, _ = self.type_of(path, param)
             if isinstance(kind, NByM) and not isinstance(target, jax.core.Tracer):
                 final = 1.0 - kind.n / kind.m

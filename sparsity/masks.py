@@ -18,7 +18,14 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec, auto_axes
 
 from sparsity import selection
-from sparsity.sparsity_types import Block, Channel, NByM, SparsityType, Unstructured
+from sparsity.sparsity_types import (
+    Block,
+    Channel,
+    NByM,
+    SparsityType,
+    Unstructured,
+    check_fraction,
+)
 
 TopkFn = Callable[[chex.Array, chex.Numeric], chex.Array]
 
@@ -50,6 +57,7 @@ def create_mask(
     Returns:
       uint8 mask of the shape of `scores`.
     """
+    check_fraction("sparsity", sparsity)
 
     def create(scores: jax.Array, sparsity: chex.Numeric, target: chex.Numeric) -> jax.Array:
         if isinstance(sparsity_type, NByM):
@@ -97,6 +105,7 @@ def drop_and_grow(
     Returns:
       uint8 mask of the same shape.
     """
+    check_fraction("drop_fraction", drop_fraction)
 
     def move(
         mask: jax.Array, drop: jax.Array, grow: jax.Array, fraction: chex.Numeric
@@ -104,7 +113,9 @@ def drop_and_grow(
         if isinstance(sparsity_type, NByM):
             kept = _keep_active(mask, drop, fraction, batch_axes)
             axis = _axis(sparsity_type.axis, batch_axes)
-            return selection.nm_mask(grow, sparsity_type.n, sparsity_type.m, axis=axis, keep=kept)
+            grown = selection.nm_mask(grow, sparsity_type.n, sparsity_type.m, axis=axis, keep=kept)
+            # A leaf with target 0 is dense and has no groups.
+            return jnp.where(jnp.all(mask > 0), mask, grown)
         # A unit is all ones or all zeros.
         active = (_pool(mask, sparsity_type, batch_axes) > 0).astype(jnp.uint8)
         drop, grow = (_pool(scores, sparsity_type, batch_axes) for scores in (drop, grow))
@@ -128,7 +139,9 @@ def check_type(
     )
     if isinstance(sparsity_type, Block):
         if ndim < 1:
-            raise ValueError(f"{sparsity_type} needs at least one axis; {of_what} has none.")
+            raise ValueError(
+                f"{sparsity_type} needs at least one axis; {of_what} has none. {_REMEDY}"
+            )
         return
     if not isinstance(sparsity_type, NByM | Channel):
         raise ValueError(
@@ -271,15 +284,16 @@ def ordered_sum(x: chex.Array, axis: tuple[int, ...]) -> jax.Array:
       axis: axes to reduce.
 
     Returns:
-      The sums, to within 2**-32 (2**-60) of the largest magnitude in `x` for every summand.
+      The sums; each summand counts to within 2**-32 (2**-60) of the largest one of its sum.
     """
     size = math.prod(x.shape[i] for i in axis)
     bits = 30 - max(size - 1, 1).bit_length()  # of each summand's digits, whose sum fits an int32
     finite = jnp.isfinite(x)
     rest = jnp.where(finite, x, 0)
-    exponent = jnp.frexp(jnp.max(jnp.abs(rest), initial=0))[1]
+    exponent = jnp.frexp(jnp.max(jnp.abs(rest), axis=axis, keepdims=True, initial=0))[1]
     rest = jnp.ldexp(rest, -exponent)
-    total = jnp.zeros((), x.dtype)
+    exponent = jnp.squeeze(exponent, axis)
+    total = jnp.zeros_like(exponent, x.dtype)
     for digit in range(1, -(-(60 if x.dtype == jnp.float64 else 32) // bits) + 1):
         rest = rest * 2.0**bits
         whole = jnp.trunc(rest)

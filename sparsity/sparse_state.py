@@ -105,5 +105,6 @@ def unpack_masks(masks: chex.ArrayTree, params: chex.ArrayTree) -> chex.ArrayTre
 def _with_params(
     fn: Callable[..., jax.Array], masks: chex.ArrayTree, params: chex.ArrayTree
 ) -> chex.ArrayTree:
+    check_masks(params, masks, "params")
     likes = trees.leaves_by_path(params)
     return trees.map_matched(lambda path, mask: fn(mask, likes[path]), masks)

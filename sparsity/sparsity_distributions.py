@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
-import jax
 
 from sparsity import trees
+from sparsity.sparsity_types import check_fraction
 
 FilterFn = Callable[[tuple[str, ...], chex.Array], bool]
 Overrides = Mapping[str | tuple[str, ...] | re.Pattern[str], float | None]
@@ -103,22 +103,11 @@ def erk(
         raw = {
             path: (sum(shape) / math.prod(shape)) ** erk_power_scale
             for path, (param, axes) in selected.items()
-            if math.prod(shape := param.shape[axes:])
+            if math.prod(shape := param.shape[axes:] or (1,)) and param.size
         }
         densities = _scale_to_total(raw, sizes, (1.0 - sparsity) * sum(sizes.values()))
         sparsities |= {path: 1.0 - densities.get(path, 1.0) for path in selected}
     return trees.map_matched(lambda path, _: sparsities.get(path), params)
-
-
-def check_sparsity(value: Any, name: str) -> None:
-    """Raises a ValueError that names the value unless it lies in [0, 1]; tracers pass."""
-    if isinstance(value, jax.core.Tracer):
-        return
-    if not 0.0 <= float(value) <= 1.0:
-        raise ValueError(
-            f"Sparsity is the fraction of weights removed and must be in [0, 1], got {name} = "
-            f"{value}."
-        )
 
 
 def _scale_to_total(
@@ -131,7 +120,7 @@ def _scale_to_total(
     while open_paths:
         eps = budget / weighted
         densest = open_paths[-1]
-        if eps * raw[densest] <= 1.0:
+        if eps * raw[densest] < 1.0 - 1e-12:  # dense up to rounding is dense
             break
         densities[open_paths.pop()] = 1.0
         budget -= sizes[densest]
@@ -148,37 +137,34 @@ def _select(
 ) -> tuple[dict[trees.KeyPath, tuple[Any, int]], dict[trees.KeyPath, float | None]]:
     """Returns the filtered parameters with their batch axes, and the overrides, both by path."""
     if sparsity is not None:
-        check_sparsity(sparsity, "sparsity")
+        check_fraction("sparsity", sparsity)
     overrides = custom_sparsity_map or {}
     prunable = {
         path: leaf for path, leaf in trees.leaves_by_path(params).items() if trees.is_prunable(leaf)
     }
     selected: dict[trees.KeyPath, tuple[Any, int]] = {}
     custom: dict[trees.KeyPath, float | None] = {}
-    used = set()
+    for key in sorted(overrides, key=_is_pattern(prunable)):  # exact paths come first and win
+        matching = [path for path in prunable if _matches(key, path)]
+        if prunable and not matching:
+            raise ValueError(
+                f"custom_sparsity_map[{key!r}] matches no parameter. {_nearest(key, prunable)}"
+            )
+        if overrides[key] is not None:
+            check_fraction(f"custom_sparsity_map[{key!r}]", overrides[key])
+        custom = dict.fromkeys(matching, overrides[key]) | custom
     for path, param in prunable.items():
         name = trees.path_names(path)
-        keys = [key for key in overrides if _matches(key, name)]
-        used.update(keys)
-        if keys:
-            exact = next((key for key in keys if key in (name, "/".join(name))), keys[0])
-            custom[path] = value = overrides[exact]
-            if value is not None:
-                check_sparsity(value, f"custom_sparsity_map[{exact!r}]")
-            continue
         axes = slice_axes(batch_axes, name, param)
+        if path in custom:
+            continue
         if filter_fn(name, param) if filter_fn else param.ndim - axes > 1:
             selected[path] = (param, axes)
-    names = [trees.path_string(path) for path in prunable]
-    for key in overrides:
-        if names and key not in used:
-            raise ValueError(
-                f"custom_sparsity_map[{key!r}] matches no parameter. {_nearest(key, names)}"
-            )
-    if filter_fn and names and sparsity and not selected and not custom:
+    if filter_fn and prunable and sparsity and not selected and not custom:
         raise ValueError(
             f"filter_fn selects no parameter, so sparsity = {sparsity} has nothing to remove. It is"
-            f" called as filter_fn(path, param), path a tuple of strings; there are {names}."
+            " called as filter_fn(path, param), path a tuple of strings; there are "
+            f"{[trees.path_string(path) for path in prunable]}."
         )
     return selected, custom
 
@@ -194,16 +180,33 @@ def slice_axes(batch_axes: BatchAxes, name: tuple[str, ...], param: chex.Array) 
     return min(axes, param.ndim)  # one number for all: a bias has fewer axes
 
 
-def _matches(key: str | tuple[str, ...] | re.Pattern[str], name: tuple[str, ...]) -> bool:
-    joined = "/".join(name)
+def _key_names(key: Any) -> str:
+    """The key of an override as a joined path or a pattern's text."""
     if isinstance(key, tuple):
-        return tuple(str(part) for part in key) == name
+        return "/".join(map(str, key)) or "params"
+    return str(getattr(key, "pattern", key))
+
+
+def _is_pattern(prunable: dict[trees.KeyPath, Any]) -> Callable[[Any], bool]:
+    names = {trees.path_string(path) for path in prunable}
+    return lambda key: isinstance(key, re.Pattern) or _key_names(key) not in names
+
+
+def _matches(key: str | tuple[str, ...] | re.Pattern[str], path: trees.KeyPath) -> bool:
+    name = trees.path_string(path)
     if isinstance(key, re.Pattern):
-        return key.search(joined) is not None
-    return key == joined or re.fullmatch(key, joined) is not None
+        return key.search(name) is not None
+    return _key_names(key) == name or (isinstance(key, str) and _fullmatch(key, name))
 
 
-def _nearest(key: Any, names: list[str]) -> str:
-    text = "/".join(map(str, key)) if isinstance(key, tuple) else str(getattr(key, "pattern", key))
-    near = difflib.get_close_matches(text, names, n=1, cutoff=0.0)[0]
+def _fullmatch(key: str, name: str) -> bool:
+    try:
+        return re.fullmatch(key, name) is not None
+    except re.error:  # a path that is no pattern, or a slip: then it matches nothing
+        return False
+
+
+def _nearest(key: Any, prunable: dict[trees.KeyPath, Any]) -> str:
+    names = [trees.path_string(path) for path in prunable]
+    near = difflib.get_close_matches(_key_names(key), names, n=1, cutoff=0.0)[0]
     return f"The nearest is {near!r}; the parameters are {names}."

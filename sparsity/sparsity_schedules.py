@@ -133,10 +133,13 @@ class PolynomialSchedule(PeriodicSchedule):
         self, target_sparsities: chex.ArrayTree, step: chex.Numeric
     ) -> chex.ArrayTree:
         assert self.update_end_step is not None
-        length = self.update_end_step - self.update_start_step
-        elapsed = jnp.clip(jnp.asarray(step) - self.update_start_step, 0, length)
-        progress = elapsed.astype(jnp.float32) / length if length else 1.0
-        remaining = (1.0 - progress) ** self.power
+        step = jnp.asarray(step)
+        length = max(self.update_end_step - self.update_start_step, 1)
+        left = jnp.clip(self.update_end_step - step, 0, length)
+        # Compiled, `left / length` may miss 1 by a bit; both ends have to be exact.
+        remaining = (left.astype(jnp.float32) / length) ** self.power
+        remaining = jnp.where(step <= self.update_start_step, 1.0, remaining)
+        remaining = jnp.where(step >= self.update_end_step, 0.0, remaining)
 
         def ramp(target: chex.Numeric) -> jax.Array:
             target = jnp.asarray(target, jnp.float32)

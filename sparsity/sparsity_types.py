@@ -9,6 +9,11 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +68,12 @@ class Block:
     use_avg_pooling: bool = True
 
     def __post_init__(self) -> None:
-        shape = tuple(self.block_shape)
-        if len(shape) != 2:
+        shape = self.block_shape
+        if not isinstance(shape, tuple | list) or len(shape) != 2:
             raise ValueError(f"block_shape must be (rows, columns), got block_shape = {shape}.")
         for size in shape:
             check_int("Block.block_shape", size, 1)
-        object.__setattr__(self, "block_shape", shape)
+        object.__setattr__(self, "block_shape", tuple(shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +91,8 @@ class Channel:
 
 
 SparsityType = Unstructured | NByM | Block | Channel
+
+NbyM = NByM  # as jaxpruner's documentation spells it
 
 
 def parse_sparsity_type(text: str) -> SparsityType:
@@ -132,3 +139,12 @@ def check_int(name: str, value: object, least: int | None = None) -> None:
         raise ValueError(f"{name} must be an integer, got {name} = {value!r}.")
     if least is not None and value < least:
         raise ValueError(f"{name} must be at least {least}, got {name} = {value}.")
+
+
+def check_fraction(name: str, value: Any) -> None:
+    """Raises a ValueError that names the argument unless it is a number in [0, 1]; tracers pass."""
+    if isinstance(value, jax.core.Tracer):
+        return
+    number = np.ndim(value) == 0 and jnp.issubdtype(np.asarray(value).dtype, jnp.number)
+    if not number or not 0.0 <= float(value) <= 1.0:
+        raise ValueError(f"{name} must be in [0, 1], got {name} = {value!r}.")

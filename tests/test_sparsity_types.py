@@ -91,12 +91,17 @@ def test_configuration_strings_are_read(text, kind):
     assert parse_sparsity_type(text) == kind
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "nm", "nm_", "nm_2", "nm_2,4,", "nm_2,4,1,1", "nm_2.0,4", "nm_a,b", "2:4:8", "2:", "-2:4"]
-    + ["block_4", "block_4,4,4", "block_4x4", "blok_4,4", "channel", "channel_", "channel_x"]
-    + ["channel_0,1", "unstructured_3", "structured", "None"],
-)
+# fmt: off
+UNKNOWN = [
+    "", "None", "structured", "unstructured_3",
+    "nm", "nm_", "nm_2", "nm_2,4,", "nm_2,4,1,1", "nm_2.0,4", "nm_a,b", "2:4:8", "2:", "-2:4",
+    "block_4", "block_4,4,4", "block_4x4", "blok_4,4",
+    "channel", "channel_", "channel_x", "channel_0,1",
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("text", UNKNOWN)
 def test_an_unknown_string_is_shown_beside_what_is_known(text):
     with pytest.raises(ValueError, match="Sparsity type") as error:
         parse_sparsity_type(text)

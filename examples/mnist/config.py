@@ -19,7 +19,10 @@ OPTIONS = {
     "learning_rate": (2e-3, "Adam's; falls to zero along a cosine"),
     "timed_steps": (100, "steps of each network that are timed after training"),
     "sparsity.algorithm": ("magnitude", ", ".join(sparsity.all_algorithm_names())),
-    "sparsity.sparsity": (0.9, "fraction of the weights to remove, in [0, 1]"),
+    "sparsity.sparsity": (
+        float,
+        "fraction of the weights to remove, in [0, 1]; by default 0.9, or what an N:M type removes",
+    ),
     "sparsity.dist_type": ("uniform", "sparsity of the layers: uniform or erk"),
     "sparsity.sparsity_type": (
         "unstructured",
@@ -64,7 +67,7 @@ def from_command_line() -> ConfigDict:
         if option and option[1] not in OPTIONS:
             near = difflib.get_close_matches(option[1] or "", OPTIONS, n=1)
             hint = f"Did you mean --config.{near[0]}? " if near else ""
-            raise ValueError(f"There is no option {option[0]}. {hint}Known: {', '.join(OPTIONS)}.")
+            raise ValueError(f"There is no option {option[0]}. {hint}--help lists all options.")
     values = flags.FlagValues()
     config = config_flags.DEFINE_config_dict("config", get_config(), flag_values=values)
     rest = values(sys.argv)[1:]

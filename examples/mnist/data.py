@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ class Digits(NamedTuple):
     labels: np.ndarray
 
 
+@functools.cache
 def load_digits() -> tuple[Digits, Digits]:
     """Returns 4,000 digits to train with and 1,000 to test with, the same number of each kind."""
     pixels, labels = mnist_data()

@@ -14,6 +14,7 @@ from examples.mnist import config as config_lib
 from examples.mnist.data import Digits, batches, load_digits
 from examples.mnist.network import Network, make_network
 from examples.mnist.report import print_report
+from sparsity import sparsity_types
 
 
 class Experiment(NamedTuple):
@@ -58,7 +59,10 @@ def make_updater(config: ConfigDict, num_steps: int) -> sparsity.BaseUpdater:
             f"update_end_step must come before the end of training after {num_steps} steps, got "
             f"{options['update_end_step']}."
         )
-    if options["sparsity_type"] != "unstructured":
+    kind = sparsity_types.parse_sparsity_type(options["sparsity_type"])
+    if options["sparsity"] is None:
+        options["sparsity"] = 1 - kind.n / kind.m if isinstance(kind, sparsity.NByM) else 0.9
+    if kind != sparsity.Unstructured():  # the first and the last layer stay dense
         options["filter_fn"] = lambda path, param: path[0] in ("conv2", "hidden") and param.ndim > 1
     return sparsity.create_updater_from_config(options)
 

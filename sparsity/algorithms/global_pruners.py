@@ -15,7 +15,7 @@ from sparsity import masks as masks_lib
 from sparsity import selection, sparsity_distributions, trees
 from sparsity.algorithms.pruners import MagnitudePruning, SaliencyPruning
 from sparsity.base_updater import BaseUpdater
-from sparsity.sparsity_types import Unstructured
+from sparsity.sparsity_types import Unstructured, check_fraction
 
 
 @dataclasses.dataclass
@@ -37,7 +37,7 @@ class GlobalPruning(BaseUpdater):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sparsity_distributions.check_sparsity(self.sparsity, "sparsity")
+        check_fraction("sparsity", self.sparsity)
         if self.sparsity_distribution_fn is not sparsity_distributions.uniform:
             raise ValueError(
                 f"{type(self).__name__} ranks all leaves together and takes no "

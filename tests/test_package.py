@@ -1,0 +1,235 @@
+"""The package as a whole: what importing it costs, its layout, its documentation."""
+
+import ast
+import importlib
+import inspect
+import json
+import os
+import pathlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import sparsity
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "sparsity"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+SUBMODULES = pkgutil.walk_packages(sparsity.__path__, prefix="sparsity.")
+MODULES = ["sparsity", *sorted(info.name for info in SUBMODULES)]
+
+# Run in a process of its own; prints one line of JSON for the last line to be read.
+REPORT = """
+import json, sys
+from jax._src import xla_bridge
+started = xla_bridge.backends_are_initialized()
+print(json.dumps({"started": started, "modules": sorted(sys.modules)}))
+"""
+
+CONSTRUCT = """
+import functools
+import optax
+import sparsity
+from sparsity import sparsity_distributions, sparsity_types
+
+for name in sparsity.all_algorithm_names():
+    config = {"algorithm": name, "sparsity": 0.5, "update_freq": 10, "update_start_step": 0,
+              "update_end_step": 100}
+    updater = sparsity.create_updater_from_config(config)
+    updater.wrap_optax(optax.adam(0.1))
+for kind in ("nm_2,4", "block_4,4", "channel_-1"):
+    sparsity.MagnitudePruning(sparsity_type=sparsity_types.parse_sparsity_type(kind))
+sparsity.RigL(
+    sparsity_distribution_fn=functools.partial(sparsity_distributions.erk, sparsity=0.5),
+    scheduler=sparsity.PeriodicSchedule(10, 0, 100),
+)
+sparsity.OneShotSchedule(3)
+"""
+
+
+def run(code):
+    """Runs code in a fresh process; returns what it printed before the report, and the report."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code + REPORT],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    *printed, report = done.stdout.splitlines()
+    return printed, done.stderr, json.loads(report)
+
+
+@pytest.fixture(scope="module")
+def imported():
+    return run("import sparsity")
+
+
+def test_importing_prints_nothing(imported):
+    printed, errors, _ = imported
+    assert printed == []
+    assert errors == ""
+
+
+@pytest.fixture(scope="module")
+def allowed():
+    return run("import jax, optax, chex, numpy")[2]["modules"]
+
+
+# fmt: off
+HEAVY = [
+    "flax", "haiku", "equinox", "orbax", "ml_collections", "matplotlib", "rich", "tqdm",
+    "mlxtend", "sklearn", "pandas", "tensorflow", "torch",
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("heavy", HEAVY)
+def test_importing_loads_nothing_heavy(imported, allowed, heavy):
+    if heavy in allowed:
+        pytest.skip(f"jax, optax or chex import {heavy} themselves")
+    assert heavy not in imported[2]["modules"]
+
+
+def test_importing_loads_no_package_that_jax_optax_and_chex_do_not(imported, allowed):
+    tops = {name.partition(".")[0] for name in imported[2]["modules"]}
+    new = tops - {name.partition(".")[0] for name in allowed} - set(sys.stdlib_module_names)
+    assert {name for name in new if not name.startswith("_")} == {"sparsity"}
+
+
+def test_importing_starts_no_backend(imported):
+    assert imported[2]["started"] is False
+
+
+def test_making_updaters_and_wrapping_optimizers_starts_no_backend():
+    printed, errors, report = run(CONSTRUCT)
+    assert (printed, errors) == ([], "")
+    assert report["started"] is False
+
+
+# Layout.
+
+
+def test_the_algorithms_are_linked_at_the_top():
+    link = ROOT / "algorithms"
+    assert link.is_symlink()
+    assert os.readlink(link) == os.path.join("sparsity", "algorithms")
+    assert (link / "pruners.py").is_file()
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (PACKAGE / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_module_is_longer_than_400_lines(path):
+    if path.name == "selection.py":
+        pytest.skip("one algorithm in one file")
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+
+
+# The order in which modules may import one another; a module uses only those above it.
+ORDER = [
+    "selection",
+    "sparsity_types",
+    "masks",
+    "trees",
+    "sparse_state",
+    "sparsity_distributions",
+    "sparsity_schedules",
+    "step",
+    "base_updater",
+    "algorithms",
+    "activations",
+    "epoch_strategy",
+    "summary",
+    "api",
+]
+
+
+def imports_of(path):
+    """Top names of the modules of the package that a source file imports anywhere."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module == "sparsity":
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sparsity."):
+            yield node.module.split(".")[1]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_modules_import_only_from_those_above_them(path):
+    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if own == "__init__":
+        return
+    below = [name for name in imports_of(path) if ORDER.index(name) > ORDER.index(own)]
+    assert below == []
+
+
+# Public names and their documentation.
+
+
+def public_members(module):
+    for name, member in vars(module).items():
+        own = getattr(member, "__module__", None) == module.__name__
+        if own and not name.startswith("_") and (inspect.isclass(member) or callable(member)):
+            yield name, member
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_class_and_function_has_a_docstring(name):
+    module = importlib.import_module(name)
+    assert module.__doc__
+    for member_name, member in public_members(module):
+        docstring = member.__doc__ or ""
+        # Dataclasses and named tuples write a signature where there is no docstring.
+        assert docstring, f"{name}.{member_name}"
+        assert not docstring.startswith(f"{member_name}("), f"{name}.{member_name}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_public_method_has_a_docstring_of_its_own_or_inherited(name):
+    for member_name, member in public_members(importlib.import_module(name)):
+        if not inspect.isclass(member):
+            continue
+        for method_name, method in inspect.getmembers(member, inspect.isfunction):
+            is_field = method_name in getattr(member, "__dataclass_fields__", ())
+            if not method_name.startswith("_") and not is_field:
+                assert inspect.getdoc(method), f"{name}.{member_name}.{method_name}"
+
+
+# fmt: off
+PUBLIC = [
+    "BaseUpdater", "NoPruning", "SparseState",
+    "MagnitudePruning", "RandomPruning", "SaliencyPruning",
+    "SteMagnitudePruning", "SteRandomPruning",
+    "GlobalMagnitudePruning", "GlobalSaliencyPruning",
+    "StaticRandomSparse", "SET", "RigL",
+    "NoUpdateSchedule", "OneShotSchedule", "PeriodicSchedule", "PolynomialSchedule",
+    "Unstructured", "NByM", "Block", "Channel",
+    "create_updater_from_config", "register_algorithm", "all_algorithm_names",
+    "summarize_sparsity", "summarize_intersection", "plot_sparsity",
+    "algorithms", "sparsity_distributions", "sparsity_schedules", "sparsity_types",
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_documented_names_are_public(name):
+    assert hasattr(sparsity, name)
+
+
+def test_the_random_scores_are_where_documents_say():
+    assert callable(sparsity.algorithms.pruners.generate_random_scores)
+
+
+def test_public_names_at_the_top_are_modules_or_documented():
+    for name, member in vars(sparsity).items():
+        if not name.startswith("_") and callable(member):
+            assert member.__doc__, name
+
+
+def test_the_version_is_the_one_of_the_metadata():
+    assert f'version="{sparsity.__version__}"' in (ROOT / "setup.py").read_text(encoding="utf-8")

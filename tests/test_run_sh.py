@@ -1,0 +1,165 @@
+"""run.sh: its commands and how it makes, keeps and rebuilds the environment.
+
+A copy of the script runs in an empty folder with stand-ins for Python that only write down what
+they are asked to do, so that nothing is downloaded.
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Answers `-c` (version checks) like a good Python; `-m venv FOLDER` makes a folder with a copy of
+# itself; everything is noted in $LOG. A file `$LOG.fail` makes pip fail.
+FAKE_PYTHON = """#!/usr/bin/env bash
+echo "$*" >>"$LOG"
+case "$1 ${2-}" in
+  "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  "-m pip") [[ ! -e $LOG.fail ]] || { echo "pip: no network" >&2; exit 1; } ;;
+  "--version ") echo "Python 3.99" ;;
+esac
+"""
+
+
+class Checkout:
+    def __init__(self, folder):
+        self.root = folder / "a check out"
+        self.root.mkdir()
+        for name in ("run.sh", "setup.py", "pyproject.toml"):
+            shutil.copy(ROOT / name, self.root)
+        self.log = folder / "log"
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        self.add_python("python3", FAKE_PYTHON)
+
+    def add_python(self, name, text):
+        path = self.bin / name
+        path.write_text(text)
+        path.chmod(0o755)
+        return path
+
+    def run(self, *arguments, **environment):
+        """Runs run.sh from another folder; returns the result and what Python was asked to do."""
+        self.log.write_text("")
+        env = {"PATH": f"{self.bin}:/usr/bin:/bin", "LOG": str(self.log)} | environment
+        result = subprocess.run(
+            ["bash", str(self.root / "run.sh"), *arguments],
+            cwd="/",
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        return result, [line for line in self.log.read_text().splitlines() if line[:2] == "-m"]
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return Checkout(tmp_path)
+
+
+def is_made(calls):
+    return any(call.startswith("-m venv") for call in calls)
+
+
+def is_installed(calls):
+    return any(call.startswith("-m pip install") for call in calls)
+
+
+def test_help_lists_the_commands(checkout):
+    result, calls = checkout.run("help")
+    assert result.returncode == 0
+    assert "bash run.sh train [flags]" in result.stdout
+    assert calls == []
+
+
+def test_an_unknown_command_is_one_line_and_a_failure(checkout):
+    result, calls = checkout.run("trian")
+    assert result.returncode == 1
+    assert result.stderr == "run.sh: there is no command 'trian'; see 'bash run.sh help'.\n"
+    assert calls == []
+
+
+def test_the_second_call_installs_nothing(checkout):
+    result, calls = checkout.run("train")
+    assert result.returncode == 0, result.stderr
+    assert is_made(calls)
+    assert is_installed(calls)
+    result, calls = checkout.run("train")
+    assert result.returncode == 0
+    assert result.stderr == ""
+    assert not is_made(calls)
+    assert not is_installed(calls)
+
+
+def test_an_interrupted_installation_is_rebuilt(checkout):
+    fail = Path(f"{checkout.log}.fail")
+    fail.touch()
+    result, _ = checkout.run("train")
+    assert result.returncode == 1
+    assert "pip: no network" in result.stderr
+    fail.unlink()
+    left_over = checkout.root / ".venv" / "left over"
+    left_over.touch()
+    result, calls = checkout.run("train")
+    assert result.returncode == 0
+    assert is_made(calls)
+    assert not left_over.exists()
+
+
+def test_a_changed_setup_is_installed_into_the_same_environment(checkout):
+    checkout.run("train")
+    with (checkout.root / "setup.py").open("a") as setup:
+        setup.write("# changed\n")
+    _, calls = checkout.run("train")
+    assert not is_made(calls)
+    assert is_installed(calls)
+
+
+def test_an_environment_that_was_moved_is_rebuilt(checkout):
+    checkout.run("train")
+    checkout.root = checkout.root.rename(checkout.root.with_name("moved"))
+    _, calls = checkout.run("train")
+    assert is_made(calls)
+
+
+def test_flags_reach_the_trainer(checkout):
+    checkout.run("train")
+    checkout.run("train", "--config.sparsity.sparsity_type=nm_2,4", "two words")
+    last = checkout.log.read_text().splitlines()[-1]
+    assert last == ("-P -m examples.mnist.train --config.sparsity.sparsity_type=nm_2,4 two words")
+
+
+def test_an_old_python_is_passed_over(checkout):
+    checkout.add_python("python3", "#!/usr/bin/env bash\nexit 1\n")
+    checkout.add_python("python3.12", FAKE_PYTHON)
+    result, calls = checkout.run("train")
+    assert result.returncode == 0
+    assert is_made(calls)
+
+
+def test_python_names_the_interpreter(checkout):
+    checkout.add_python("python3", "#!/usr/bin/env bash\nexit 1\n")
+    chosen = checkout.add_python("my python", FAKE_PYTHON)
+    result, calls = checkout.run("train", PYTHON=str(chosen))
+    assert result.returncode == 0, result.stderr
+    assert is_made(calls)
+
+
+def test_without_a_python_the_message_says_what_is_needed(checkout):
+    missing = checkout.root / "missing"
+    result, _ = checkout.run("train", PYTHON=str(missing))
+    assert result.returncode == 1
+    assert "no Python 3.11 or newer" in result.stderr
+    assert str(missing) in result.stderr
+    assert not (checkout.root / ".venv").exists()
+
+
+def test_the_scripts_are_valid_bash():
+    for script in ("run.sh", ".ci/run"):
+        subprocess.run(["bash", "-n", str(ROOT / script)], check=True, timeout=30)
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)

@@ -1,0 +1,170 @@
+"""The state in nested optimizer states, and trees of masks applied and packed by path."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx, serialization
+
+from sparsity.sparse_state import (
+    SparseState,
+    apply_masks,
+    get_sparse_state,
+    pack_masks,
+    set_sparse_state,
+    unpack_masks,
+)
+
+PARAMS = {"dense": {"kernel": jnp.full((2, 9), 3.0), "bias": jnp.ones(9)}, "head": [jnp.ones(3)]}
+KERNEL_MASK = jnp.array([[1, 0, 0, 0, 0, 0, 0, 0, 1], [0, 1, 0, 0, 0, 0, 0, 0, 0]], jnp.uint8)
+MASKS = {"dense": {"kernel": KERNEL_MASK, "bias": None}, "head": [jnp.array([0, 1, 1], jnp.uint8)]}
+STATE = SparseState(masks=MASKS, inner_state=(jnp.ones(2),), count=jnp.int32(5))
+
+
+# The state itself.
+
+
+def test_all_fields_default_to_none():
+    assert SparseState() == (None, None, None, None)
+    assert SparseState._fields == ("masks", "inner_state", "target_sparsities", "count")
+
+
+def test_the_state_is_a_tree_of_arrays_that_goes_through_transforms():
+    doubled = jax.jit(lambda state: jax.tree.map(lambda x: x + x, state))(STATE)
+    assert isinstance(doubled, SparseState)
+    assert jax.tree.structure(doubled) == jax.tree.structure(STATE)
+    assert int(doubled.count) == 10
+
+
+def test_the_state_survives_serialization_by_name():
+    plain = serialization.to_state_dict(STATE)
+    assert set(plain) == set(SparseState._fields)
+    restored = serialization.from_state_dict(jax.tree.map(jnp.zeros_like, STATE), plain)
+    assert isinstance(restored, SparseState)
+    jax.tree.map(np.testing.assert_array_equal, restored, STATE)
+
+
+class TrainState(NamedTuple):
+    step: int
+    opt_state: object
+
+
+NESTED = {
+    "the state": lambda state: state,
+    "a chain": lambda state: (optax.EmptyState(), state, optax.EmptyState()),
+    "chains": lambda state: ((optax.EmptyState(), (state,)), optax.EmptyState()),
+    "a NamedTuple": lambda state: TrainState(3, state),
+    "a dictionary": lambda state: {"opt": state, "ema": jnp.ones(2)},
+    "MultiSteps": lambda state: optax.MultiStepsState(0, 0, state, None, ()),
+    "masked": lambda state: optax.MaskedState(state),
+    "inject_hyperparams": lambda state: optax.InjectStatefulHyperparamsState(0, {}, {}, state),
+    "multi_transform": lambda state: optax.PartitionState(
+        {"a": optax.MaskedState(optax.EmptyState()), "b": optax.MaskedState(state)}
+    ),
+}
+nestings = pytest.mark.parametrize("nest", NESTED.values(), ids=list(NESTED))
+
+
+@nestings
+def test_the_state_is_found_however_nested(nest):
+    assert get_sparse_state(nest(STATE)) is STATE
+
+
+@nestings
+def test_only_the_state_is_replaced(nest):
+    fresh = SparseState(masks=None, count=jnp.int32(9))
+    replaced = set_sparse_state(nest(STATE), fresh)
+    assert get_sparse_state(replaced) is fresh
+    assert jax.tree.structure(replaced) == jax.tree.structure(nest(fresh))
+    assert type(replaced) is type(nest(fresh))
+
+
+@pytest.mark.parametrize("opt_state", [None, (), optax.EmptyState(), {"a": jnp.ones(2)}, PARAMS])
+@pytest.mark.parametrize("access", [get_sparse_state, lambda s: set_sparse_state(s, STATE)])
+def test_a_state_without_masks_is_an_error_with_the_remedy(opt_state, access):
+    with pytest.raises(ValueError, match=r"holds none.*wrap_optax"):
+        access(opt_state)
+
+
+@pytest.mark.parametrize("access", [get_sparse_state, lambda s: set_sparse_state(s, STATE)])
+def test_several_states_are_an_error_with_their_places(access):
+    with pytest.raises(ValueError, match="holds 2") as error:
+        access({"generator": (STATE,), "critic": STATE})
+    assert "['generator'][0]" in str(error.value)
+    assert "['critic']" in str(error.value)
+
+
+def test_an_optimizer_that_is_wrapped_twice_is_an_error():
+    with pytest.raises(ValueError, match=r"holds 2, at 'the root', '.inner_state\[0\]'"):
+        get_sparse_state(SparseState(inner_state=(STATE,)))
+
+
+# Trees of masks.
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_masks_are_applied_by_path(packed):
+    masks = pack_masks(MASKS, PARAMS) if packed else MASKS
+    masked = apply_masks(PARAMS, masks, "params")
+    assert jax.tree.structure(masked) == jax.tree.structure(PARAMS)
+    np.testing.assert_array_equal(masked["dense"]["kernel"], 3.0 * KERNEL_MASK)
+    np.testing.assert_array_equal(masked["head"][0], [0, 1, 1])
+    assert masked["dense"]["bias"] is PARAMS["dense"]["bias"]
+
+
+@pytest.mark.parametrize("masks", [None, {}, {"dense": None}, {"dense": optax.MaskedNode()}])
+def test_leaves_without_masks_are_returned_as_they_are(masks):
+    masked = apply_masks(PARAMS, masks, "params")
+    assert all(a is b for a, b in zip(*map(jax.tree.leaves, (masked, PARAMS)), strict=True))
+
+
+def test_masks_of_nnx_variables_meet_bare_gradients():
+    masks = nnx.State({"w": nnx.Param(jnp.array([0, 1], jnp.uint8)), "b": nnx.Param(None)})
+    masked = apply_masks({"w": jnp.array([5.0, 6.0]), "b": jnp.ones(2)}, masks, "gradients")
+    np.testing.assert_array_equal(masked["w"], [0, 6])
+    np.testing.assert_array_equal(masked["b"], [1, 1])
+
+
+def test_a_mask_without_its_leaf_is_an_error_with_path_and_role():
+    with pytest.raises(ValueError, match="The gradients have no leaf at 'dense/kernel'"):
+        apply_masks({"head": PARAMS["head"]}, MASKS, "gradients")
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (9, 2), (2, 10), (2,), ()])
+def test_a_mask_of_another_shape_is_an_error_with_both_shapes(shape):
+    params = {"dense": {"kernel": jnp.zeros(shape)}}
+    masks = {"dense": {"kernel": jnp.ones((2, 9), jnp.uint8)}}
+    with pytest.raises(ValueError, match="'dense/kernel'") as error:
+        apply_masks(params, masks, "params")
+    assert str(shape) in str(error.value)
+    assert "(2, 9)" in str(error.value)
+
+
+def test_packing_keeps_the_tree_and_its_dense_leaves():
+    packed = pack_masks(MASKS, PARAMS)
+    assert jax.tree.structure(packed) == jax.tree.structure(MASKS)
+    np.testing.assert_array_equal(packed["dense"]["kernel"], [[0b10000000, 0b10000000], [64, 0]])
+    np.testing.assert_array_equal(packed["head"][0], [0b01100000])
+    assert packed["dense"]["bias"] is None
+
+
+def test_unpacking_undoes_packing_and_both_may_be_done_twice():
+    packed = pack_masks(pack_masks(MASKS, PARAMS), PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, packed, pack_masks(MASKS, PARAMS))
+    restored = unpack_masks(unpack_masks(packed, PARAMS), PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, restored, MASKS)
+
+
+@pytest.mark.parametrize("fit", [pack_masks, unpack_masks])
+def test_no_masks_need_no_packing(fit):
+    assert fit(None, PARAMS) is None
+    assert fit({"dense": None}, PARAMS) == {"dense": None}
+
+
+@pytest.mark.parametrize("fit", [pack_masks, unpack_masks])
+def test_masks_that_no_parameter_has_are_an_error_with_their_path(fit):
+    with pytest.raises(ValueError, match="dense/kernel"):
+        fit(MASKS, {"head": PARAMS["head"]})
