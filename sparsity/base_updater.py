@@ -22,7 +22,7 @@ from sparsity import masks as masks_lib
 from sparsity import sparsity_distributions, step, trees
 from sparsity.sparse_state import SparseState, apply_masks, fit_masks, get_sparse_state
 from sparsity.sparsity_schedules import NoUpdateSchedule
-from sparsity.sparsity_types import NByM, SparsityType, Unstructured, check_fraction
+from sparsity.sparsity_types import NByM, SparsityType, Unstructured, check_fraction, check_int
 
 _log = logging.getLogger(__name__)
 
@@ -100,6 +100,8 @@ class BaseUpdater:
         for name in ("sparsity_distribution_fn", "topk_fn"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise ValueError(f"{name} must be a function or None, got {getattr(self, name)!r}.")
+        if not isinstance(self.rng_seed, jax.Array | np.ndarray):
+            check_int("rng_seed", self.rng_seed)
         if not callable(self.batch_axes) and self.batch_axes < 0:
             raise ValueError(f"batch_axes must not be negative, got {self.batch_axes}.")
 

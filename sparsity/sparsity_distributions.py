@@ -152,7 +152,8 @@ def _select(
             )
         if overrides[key] is not None:
             check_fraction(f"custom_sparsity_map[{key!r}]", overrides[key])
-        custom = dict.fromkeys(matching, overrides[key]) | custom
+        for path in matching:
+            custom.setdefault(path, overrides[key])
     for path, param in prunable.items():
         name = trees.path_names(path)
         axes = slice_axes(batch_axes, name, param)

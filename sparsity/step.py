@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.extend.core import Literal
+from optax._src.base import NO_PARAMS_MSG
 
 from sparsity import masks as masks_lib
 from sparsity import trees
@@ -56,7 +57,7 @@ def wrap(
         **extra_args: Any,
     ) -> tuple[chex.ArrayTree, SparseState]:
         if params is None:
-            raise ValueError(optax.NO_PARAMS_MSG)
+            raise ValueError(NO_PARAMS_MSG)
         check_masks(params, state.masks, "params")
         check_masks(updates, state.masks, "gradients")
         is_update = updater.scheduler.is_mask_update_iter(state.count)
@@ -82,12 +83,13 @@ def wrap(
             new_state, grown = refresh(state) if is_update else (state, None)
         if updater.is_sparse_gradients:
             updates = apply_masks(updates, new_state.masks, "gradients")
+        start = without_grown(params, grown) if keeps_zeros else params
         steps, inner_state = update_unless(
             is_update if updater.skip_gradients else False,
             functools.partial(inner.update, **extra_args),
             updates,
             new_state.inner_state,
-            params,
+            start,
         )
         if keeps_zeros:
             steps = start_from_zero(steps, params, grown)
@@ -102,9 +104,10 @@ def wrap(
 def call_hook(hook: Callable[..., Any], *args: Any, extra: dict[str, Any], **kwargs: Any) -> Any:
     """Calls a hook with those of the `extra` arguments that its signature names (or takes all)."""
     parameters = inspect.signature(hook).parameters
+    taken = {*list(parameters)[: len(args)], *kwargs}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    named = {key: value for key, value in extra.items() if takes_all or key in parameters}
-    return hook(*args, **kwargs, **named)
+    wanted = extra.keys() if takes_all else extra.keys() & parameters.keys()
+    return hook(*args, **kwargs, **{key: extra[key] for key in wanted - taken})
 
 
 def land_on_zeros(
@@ -159,10 +162,23 @@ def restart_regrown(
     ), grown
 
 
+def without_grown(params: chex.ArrayTree, grown: chex.ArrayTree) -> chex.ArrayTree:
+    """Parameters with zeros where weights have grown: what the inner optimizer shall see."""
+
+    def zero(_: trees.KeyPath, param: Any, bits: Any) -> Any:
+        return (
+            param
+            if bits is None
+            else masks_lib.apply_mask(param, 1 - masks_lib.unpack(bits, param))
+        )
+
+    return trees.map_matched(zero, params, grown)
+
+
 def start_from_zero(
     steps: chex.ArrayTree, params: chex.ArrayTree, grown: chex.ArrayTree
 ) -> chex.ArrayTree:
-    """Updates that take no account of the parameters' present value where weights have grown."""
+    """Updates that take weights which have grown from zero, whatever they hold now."""
 
     def restart(_: trees.KeyPath, step: Any, param: Any, bits: Any) -> Any:
         if bits is None:
@@ -203,10 +219,12 @@ def update_unless(
     jaxpr = closed.jaxpr
     old_leaves = jax.tree.leaves(state)
     state_vars = jaxpr.outvars[len(jaxpr.outvars) - len(old_leaves) :]
-    pending = {
+    # A leaf that shares its variable, or is an input or a constant, is selected in the end.
+    inputs = {*jaxpr.invars, *jaxpr.constvars}
+    early = {
         var: old
         for var, old in zip(state_vars, old_leaves, strict=True)
-        if not isinstance(var, Literal)
+        if not isinstance(var, Literal) and var not in inputs and state_vars.count(var) == 1
     }
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(jaxpr.invars, jax.tree.leaves((updates, state, params)), strict=True))
@@ -221,13 +239,10 @@ def update_unless(
             outs = equation.primitive.bind(*functions, *map(read, equation.invars), **static)
         outs = outs if equation.primitive.multiple_results else [outs]
         for var, value in zip(equation.outvars, outs, strict=True):
-            old = pending.pop(var, None)
+            old = early.get(var)
             values[var] = value if old is None else jnp.where(skip, old, value)
-    # What is left is no result of an equation, but a constant or an input.
-    for var, old in pending.items():
-        values[var] = jnp.where(skip, old, values[var])
     outs = [
-        jnp.where(skip, old, read(var)) if isinstance(var, Literal) else read(var)
+        read(var) if var in early else jnp.where(skip, old, read(var))
         for var, old in zip(state_vars, old_leaves, strict=True)
     ]
     steps = [read(var) for var in jaxpr.outvars[: len(jaxpr.outvars) - len(old_leaves)]]

@@ -118,7 +118,8 @@ def replace_where(
       fresh: a state of the same structure, as `init` returns it.
       chosen: bool arrays by parameter path; `None` keeps all state of that parameter.
     """
-    by_path = leaves_by_path(chosen)
+    none_too = jax.tree_util.tree_leaves_with_path(chosen, is_leaf=lambda leaf: leaf is None)
+    by_path = {_strip(path): leaf for path, leaf in none_too}  # a dense leaf owns its state, too
 
     def visit(path: KeyPath, old: Any, new: Any) -> Any:
         where = _owner(_strip(path), by_path)

@@ -10,6 +10,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparsity import masks as masks_lib
 from sparsity import selection, trees
@@ -106,8 +107,10 @@ def generate_random_scores(
 
 
 def _seed_words(rng_seed: int | jax.Array) -> tuple[chex.Numeric, ...]:
-    if isinstance(rng_seed, int):
-        return rng_seed & 0xFFFFFFFF, (rng_seed >> 32) & 0xFFFFFFFF
-    if jnp.issubdtype(rng_seed.dtype, jax.dtypes.prng_key):
-        rng_seed = jax.random.key_data(rng_seed)
-    return tuple(jnp.ravel(rng_seed).astype(jnp.uint32))
+    if isinstance(rng_seed, jax.Array | np.ndarray):
+        if jnp.issubdtype(rng_seed.dtype, jax.dtypes.prng_key):
+            rng_seed = jax.random.key_data(rng_seed)
+        words = tuple(jnp.ravel(rng_seed).astype(jnp.uint32))
+        return words if rng_seed.ndim else (*words, 0)  # a scalar is a number, not a key
+    seed = int(rng_seed)
+    return seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF

@@ -1,0 +1,138 @@
+"""Exact integers below 2**64 without 64-bit types, and how many weights a sparsity keeps.
+
+An integer is two uint32 words, (high, low): jax holds no wider ones unless x64 is enabled, and a
+tree may have more than 2**32 weights. The functions work elementwise and trust that results are
+in range, that uint32 wraps around, and that no count is negative.
+"""
+
+from fractions import Fraction
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+Words = tuple[jax.Array, jax.Array]  # uint32 (high, low): an integer below 2**64
+
+
+def num_kept(n: chex.Numeric, sparsity: chex.Numeric) -> int | jax.Array | Words:
+    """k = max(1, round_half_even(n * (1 - float32(sparsity)))), exact; 0 for n = 0.
+
+    >>> num_kept(5, 0.5), num_kept(7, 0.5), num_kept(10, 1.0)
+    (2, 4, 1)
+
+    Args:
+        n: How many weights there are: an int up to 2**40, or integers below 2**31 in an array.
+        sparsity: Fraction to remove, in [0, 1]. Traced: clamped, and NaN removes nothing.
+
+    Returns:
+        An int if both arguments are concrete scalars, else int32 of the shape to which they
+        broadcast; for an n of 2**31 and more two words of uint32.
+
+    Raises:
+        ValueError: If a concrete sparsity is outside [0, 1], or a concrete n outside its range.
+    """
+    one_n = not is_traced(n) and np.ndim(n) == 0
+    if not is_traced(n):
+        most = 2**40 if one_n else 2**31 - 1
+        if np.any(np.asarray(n) < 0) or np.any(np.asarray(n) > most):
+            raise ValueError(f"n must be in [0, {most}], got n = {n}.")
+    if not is_traced(sparsity):
+        fraction = np.asarray(sparsity).astype(np.float32)
+        if not np.all((fraction >= 0) & (fraction <= 1)):
+            raise ValueError(f"sparsity must be in [0, 1], got sparsity = {sparsity}.")
+        if one_n and fraction.ndim == 0:
+            return min(int(n), max(1, round(int(n) * (1 - Fraction(float(fraction))))))
+    if one_n and int(n) >= 2**31:
+        return _num_kept(split(int(n)), sparsity)
+    low = jnp.asarray(n).astype(jnp.uint32)
+    return _num_kept((low & 0, low), sparsity)[1].astype(jnp.int32)
+
+
+@jax.jit
+def _num_kept(n: Words, sparsity: chex.Numeric) -> Words:
+    sparsity = jnp.asarray(sparsity, jnp.float32)
+    sparsity = jnp.where(sparsity > 0, jnp.minimum(sparsity, 1), 0)
+    bits = lax.bitcast_convert_type(sparsity, jnp.uint32)
+    # sparsity = mantissa / 2**exponent; from 2**65 on nothing is removed, as at zero.
+    mantissa = (bits & 0x7FFFFF) | 0x800000
+    shift = jnp.minimum(149 - (bits >> 23), 64)
+    removed = _product(n, mantissa)
+    doubled = _shift_right(removed, shift)
+    # Some bit below the half is set just if one less has the same quotient.
+    rest = equal(_shift_right(minus(removed, (n[0] & 0, n[1] & 0 | 1)), shift), doubled)
+    kept = minus(n, (doubled[0] >> 1, (doubled[1] >> 1) | (doubled[0] << 31)))
+    down = ((doubled[1] & 1) == 1) & (rest | ((kept[1] & 1) == 1))
+    kept = minus(kept, (n[0] & 0, down.astype(jnp.uint32)))
+    one = (n[0] & 0, jnp.minimum(n[0] | n[1], 1))
+    return choose(at_least(kept, one), kept, one)
+
+
+def is_traced(x: Any) -> bool:
+    """Whether the value of x is not known yet."""
+    return isinstance(x, jax.core.Tracer)
+
+
+def split(k: int) -> tuple[Any, Any]:
+    """The words of a Python integer."""
+    return np.uint32(k >> 32), np.uint32(k & 0xFFFFFFFF)
+
+
+def total(counts: jax.Array) -> Words:
+    """Sum of fewer than 2**16 counts (int32) along the first axis."""
+    counts = counts.astype(jnp.uint32)
+    return _carry(*(jnp.sum(x, 0, dtype=jnp.uint32) for x in (counts & 0xFFFF, counts >> 16)))
+
+
+def totals_before(counts: jax.Array) -> Words:
+    """Sums of the counts (int32[leaves]) before each."""
+    counts = counts.astype(jnp.uint32)
+    return _carry(*(jnp.cumsum(x, dtype=jnp.uint32) - x for x in (counts & 0xFFFF, counts >> 16)))
+
+
+def minus(a: Words, b: Words) -> Words:
+    """a - b."""
+    return a[0] - b[0] - (a[1] < b[1]).astype(jnp.uint32), a[1] - b[1]
+
+
+def at_least(a: Words, b: Words) -> jax.Array:
+    """a >= b."""
+    return (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] >= b[1]))
+
+
+def equal(a: Words, b: Words) -> jax.Array:
+    """a == b."""
+    return (a[0] == b[0]) & (a[1] == b[1])
+
+
+def choose(condition: jax.Array, a: Words, b: Words) -> Words:
+    """a where the condition holds, else b."""
+    return jnp.where(condition, a[0], b[0]), jnp.where(condition, a[1], b[1])
+
+
+def to_float(a: Words) -> jax.Array:
+    """Nearly a, in float32."""
+    return a[0].astype(jnp.float32) * jnp.float32(2.0**32) + a[1].astype(jnp.float32)
+
+
+def _carry(low: jax.Array, high: jax.Array) -> Words:
+    """high * 2**16 + low."""
+    return (high + (low >> 16)) >> 16, (high << 16) + low
+
+
+def _product(a: Words, b: jax.Array) -> Words:
+    """a * b, by halves of 16 bits."""
+    x, y, u, v = a[1] & 0xFFFF, a[1] >> 16, b & 0xFFFF, b >> 16
+    middle = y * u + (x * u >> 16)
+    other = x * v + (middle & 0xFFFF)
+    return a[0] * b + y * v + (middle >> 16) + (other >> 16), a[1] * b
+
+
+def _shift_right(a: Words, by: jax.Array) -> Words:
+    """a // 2**by for by in [1, 64]."""
+    small, large = jnp.clip(by, 1, 31), jnp.clip(by, 32, 63) - 32
+    near = (a[0] >> small, (a[1] >> small) | (a[0] << (32 - small)))
+    far = (a[0] & 0, jnp.where(by > 63, 0, a[0] >> large))
+    return choose(by < 32, near, far)

@@ -1,0 +1,192 @@
+"""Masks of the k best entries of one or more leaves: the k-th key, then ties, then comparisons.
+
+A mask keeps exactly k entries. `key_search` finds the k-th key of all leaves together. Of the keys
+equal to it, those of the lowest flat index are kept, across leaves in their order, so that at most
+one leaf keeps some and not all of its ties; a second search finds the index where it stops.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsity import exact_counts, key_search
+from sparsity.exact_counts import Words
+from sparsity.key_search import Bracket, Leaf
+
+
+class Info(NamedTuple):
+    """What a selection found and took."""
+
+    key: jax.Array  # the k-th key, or one with exactly k keys above it
+    passes: jax.Array  # int32: passes over the data, those for ties included
+
+
+def select(leaves: Sequence[Leaf], k: Words) -> tuple[list[jax.Array], Info]:
+    """Masks (uint8) of the k best eligible entries of all leaves, or of all if there are fewer.
+
+    Args:
+        leaves: One or more leaves that are not empty, of one dtype, fewer than 2**31 entries each.
+        k: How many to keep of all leaves together; clamped from above.
+
+    Returns:
+        A mask of each leaf's shape and sharding, and what the search found.
+    """
+    flat = all(key_search.use_flat(leaf.scores) for leaf in leaves)
+    # A zero that is batched, sharded and varying as all of the data are, as loops want it.
+    zero = k[1].astype(jnp.int32) & 0
+    for x in jax.tree.leaves(list(leaves)):
+        zero += jnp.sum(key_search.to_keys(x) & 0, dtype=jnp.int32)
+    eligible = jnp.stack([zero + key_search.count_eligible(leaf) for leaf in leaves])
+    n = exact_counts.total(eligible)
+    k = exact_counts.choose(exact_counts.at_least(k, n), n, k)
+    b = _kth_key(leaves, k, eligible, flat)
+
+    ties = b.at_least - b.above
+    own = _own_ties(ties, exact_counts.minus(k, exact_counts.total(b.above)))
+    partial = (own > 0) & (own < ties)  # of one leaf at most
+
+    def cut() -> tuple[jax.Array, jax.Array]:
+        if flat and len(leaves) == 1:
+            return _cut_by_rows(leaves[0], b.high, own[0]), zero + 1
+        return _cut_by_search(leaves, b.high, ties, own)
+
+    if flat and not key_search.loops_wait_on_host():
+        found, passes = lax.cond(jnp.any(partial), cut, lambda: (zero, zero))
+    else:  # no cond, which when batched wants its operands sharded alike
+        found, passes = cut()
+    sizes = np.array([leaf.scores.size for leaf in leaves], np.int32)
+    ends = jnp.where(partial, found, jnp.where(own > 0, sizes, 0))
+    masks = [_best(leaf, b.high, end, flat) for leaf, end in zip(leaves, ends, strict=True)]
+    return masks, Info(b.high, b.passes + jnp.where(jnp.any(partial), passes, 0))
+
+
+def _kth_key(leaves: Sequence[Leaf], k: Words, eligible: jax.Array, flat: bool) -> Bracket:
+    """The k-th key of all leaves, at most the number of eligible ones; its counts."""
+    dtype = leaves[0].scores.dtype
+    _, lowest, top = key_search.key_range(dtype)
+    zero = (eligible[0] & 0).astype(np.int64 if dtype.itemsize == 8 else np.int32)
+    low, high = zero + lowest, zero + top
+    nothing = (k[0] | k[1]) == 0
+    everything = exact_counts.equal(k, exact_counts.total(eligible)) & ~nothing
+    b = Bracket.of(
+        jnp.where(nothing, high, low), jnp.where(everything, low, high), eligible, sampled=flat
+    )
+    return key_search.search(
+        functools.partial(key_search.count_above, leaves),
+        k,
+        b,
+        bits=(top - lowest).bit_length(),
+        max_misses=8 if flat else 2,
+        first=key_search.sampled_pivots(leaves, k).astype(low.dtype) if flat else None,
+        is_float=jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 4,
+    )
+
+
+def _best(leaf: Leaf, key: jax.Array, end: jax.Array, flat: bool) -> jax.Array:
+    """Mask of keys above the key, and of those equal to it whose flat index is below the end."""
+
+    def best(x: jax.Array) -> list[jax.Array]:
+        keys = key_search.to_keys(x)
+        wanted = key.astype(keys.dtype)
+        return [(keys > wanted) | ((keys == wanted) & (flat_index(x.shape) < end))]
+
+    whole = leaf.map(lambda x: x.reshape(-1)) if flat else leaf
+    return whole.masks(best)[0].astype(jnp.uint8).reshape(leaf.scores.shape)
+
+
+# ------------------------------------------------------------------ ties
+def _own_ties(ties: jax.Array, need: Words) -> jax.Array:
+    """How many of its ties each leaf keeps, need of them in all, in the order of leaves."""
+    before = exact_counts.totals_before(ties)
+    left = exact_counts.minus(need, before)
+    some = exact_counts.at_least(need, before)
+    fit = jnp.minimum(left[1], ties.astype(jnp.uint32)).astype(jnp.int32)
+    return jnp.where(some, jnp.where(left[0] > 0, ties, fit), 0)
+
+
+def _cut_by_rows(leaf: Leaf, key: jax.Array, need: jax.Array) -> jax.Array:
+    """Flat index after the need-th tie: one pass counts them by row, then one row is read."""
+    leaf = leaf.map(lambda x: x.reshape(-1))
+    size = leaf.scores.size
+    rows = 1 << (size.bit_length() - 1) // 2
+    width = size // rows  # at least the number of rows, so that the rest is shorter than a row
+
+    def ties(x: jax.Array) -> list[jax.Array]:
+        keys = key_search.to_keys(x)
+        return [keys == key.astype(keys.dtype), keys > key.astype(keys.dtype)]
+
+    def place(counts: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
+        ends = before + jnp.cumsum(counts)
+        passed = ends < need
+        return jnp.sum(passed, dtype=jnp.int32), jnp.max(jnp.where(passed, ends, before))
+
+    body = leaf.map(lambda x: x[: rows * width].reshape(rows, width))
+    # The barrier keeps the second operand, and with it the fused loop.
+    in_rows, _ = lax.optimization_barrier(tuple(key_search.sums(body.masks(ties), [1])))
+    row, before = place(in_rows, need & 0)
+    start = jnp.minimum(row * width, size - width)
+    line = leaf.map(lambda x: lax.dynamic_slice(x, (start,), (width,)))
+    fresh = start + lax.iota(jnp.int32, width) >= row * width
+    return start + place((line.masks(ties)[0] & fresh).astype(jnp.int32), before)[0] + 1
+
+
+def _cut_by_search(
+    leaves: Sequence[Leaf], key: jax.Array, ties: jax.Array, own: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Flat index after the last kept tie of the one leaf that keeps some but not all, and passes.
+
+    That is the search, over indices counted from the end, for the own-th of the leaf's ties.
+    """
+    partial = (own > 0) & (own < ties)
+    sizes = [leaf.scores.size for leaf in leaves]
+    need, ties, last = (
+        jnp.sum(jnp.where(partial, x, 0), dtype=jnp.int32)
+        for x in (own, ties, np.array(sizes, np.int32) - 1)
+    )
+
+    def count_in(leaf: Leaf, pivots: jax.Array) -> list[jax.Array]:
+        shape = leaf.scores.shape
+        strides = [jnp.int32(math.prod(shape[axis + 1 :])) for axis in range(len(shape))]
+        leaf, pivots, strides = lax.optimization_barrier((leaf, pivots, strides))
+
+        def early(x: jax.Array) -> list[jax.Array]:
+            keys, index = key_search.to_keys(x), flat_index(shape, strides)
+            return [(keys == key.astype(keys.dtype)) & (index < last - p) for p in pivots]
+
+        return key_search.sums(leaf.masks(early), range(len(shape)))
+
+    counters = [functools.partial(count_in, leaf) for leaf in leaves]
+
+    def count(pivots: jax.Array) -> jax.Array:
+        if (
+            all(key_search.use_flat(x.scores) for x in leaves)
+            and not key_search.loops_wait_on_host()
+        ):
+            return jnp.stack(lax.switch(jnp.argmax(partial), counters, pivots))[None]
+        counts = jnp.stack([x for f in counters for x in f(pivots)]).reshape(len(leaves), -1)
+        return jnp.sum(jnp.where(partial[:, None], counts, 0), 0, dtype=jnp.int32)[None]
+
+    bits = (max(sizes) - 1).bit_length()
+    b = key_search.search(
+        count,
+        ((need & 0).astype(jnp.uint32), need.astype(jnp.uint32)),
+        Bracket.of(need & 0, last, ties[None]),
+        bits=bits,
+        max_misses=1 if bits <= 30 else 0,
+    )
+    return last - b.high + (b.above[0] < need).astype(jnp.int32), b.passes
+
+
+def flat_index(shape: tuple[int, ...], strides: Sequence[int | jax.Array] = ()) -> jax.Array:
+    """int32 flat index of each entry of an array of that shape."""
+    strides = strides or [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    index = jnp.zeros(shape, jnp.int32)
+    for axis, stride in enumerate(strides):
+        index += lax.broadcasted_iota(jnp.int32, shape, axis) * stride
+    return index
