@@ -45,7 +45,7 @@ find_python() {
 is_usable() {
   local version='import sys; print(sys.base_prefix, sys.version)'
   [[ -f $stamp && $(head -n 1 "$stamp") == "$root" ]] && works "$venv/bin/python" || return 1
-  [[ -z ${PYTHON-} || $("$PYTHON" -c "$version") == "$("$venv/bin/python" -c "$version")" ]]
+  [[ -z ${PYTHON-} || $("$PYTHON" -c "$version" 2>/dev/null) == "$("$venv/bin/python" -c "$version")" ]]
 }
 
 set_up() {

@@ -123,7 +123,8 @@ def compile_step(
 
     state = params, tx.init(params)
     compiled = step.lower(state, batch).compile()
-    return state, compiled, compiled.memory_analysis().temp_size_in_bytes
+    memory = compiled.memory_analysis()
+    return state, compiled, memory.temp_size_in_bytes if memory else 0
 
 
 def timed(

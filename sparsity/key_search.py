@@ -120,11 +120,13 @@ def _count(leaf: Leaf, masks: Masks) -> list[jax.Array]:
     leaf = leaf.map(lambda x: x.reshape(-1))
     size = leaf.scores.size
     whole = size // _ROWS * _ROWS if size >= 2**16 else 0
-    rest = sums(leaf.map(lambda x: x[whole:]).masks(masks), [0])
-    if not whole:
-        return rest
-    body = leaf.map(lambda x: x[:whole].reshape(_ROWS, -1))
-    return [x + y for x, y in zip(rest, sums(sums(body.masks(masks), [1]), [0]), strict=True)]
+    parts = []
+    if whole:
+        body = leaf.map(lambda x: x[:whole].reshape(_ROWS, -1))
+        parts.append(sums(sums(body.masks(masks), [1]), [0]))
+    if whole < size:
+        parts.append(sums(leaf.map(lambda x: x[whole:]).masks(masks), [0]))
+    return [sum(counts) for counts in zip(*parts, strict=True)]
 
 
 def count_eligible(leaf: Leaf) -> jax.Array | int:

@@ -7,7 +7,7 @@ one leaf keeps some and not all of its ties; a second search finds the index whe
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -51,10 +51,12 @@ def select(leaves: Sequence[Leaf], k: Words) -> tuple[list[jax.Array], Info]:
     own = _own_ties(ties, exact_counts.minus(k, exact_counts.total(b.above)))
     partial = (own > 0) & (own < ties)  # of one leaf at most
 
+    need = _at(partial, own)
+
     def cut() -> tuple[jax.Array, jax.Array]:
-        if flat and len(leaves) == 1:
-            return _cut_by_rows(leaves[0], b.high, own[0]), zero + 1
-        return _cut_by_search(leaves, b.high, ties, own)
+        if flat:
+            return _cut_by_rows(leaves, jnp.argmax(partial), b.high, need), zero + 1
+        return _cut_by_search(leaves, b.high, partial, ties, need)
 
     if flat and not key_search.loops_wait_on_host():
         found, passes = lax.cond(jnp.any(partial), cut, lambda: (zero, zero))
@@ -110,45 +112,54 @@ def _own_ties(ties: jax.Array, need: Words) -> jax.Array:
     return jnp.where(some, jnp.where(left[0] > 0, ties, fit), 0)
 
 
-def _cut_by_rows(leaf: Leaf, key: jax.Array, need: jax.Array) -> jax.Array:
-    """Flat index after the need-th tie: one pass counts them by row, then one row is read."""
-    leaf = leaf.map(lambda x: x.reshape(-1))
-    size = leaf.scores.size
-    rows = 1 << (size.bit_length() - 1) // 2
-    width = size // rows  # at least the number of rows, so that the rest is shorter than a row
+def _cut_by_rows(
+    leaves: Sequence[Leaf], which: jax.Array, key: jax.Array, need: jax.Array
+) -> jax.Array:
+    """Flat index after the need-th tie of a leaf: one pass counts them by row, one row is read."""
+    leaves = [leaf.map(lambda x: x.reshape(-1)) for leaf in leaves]
+    sizes = [leaf.scores.size for leaf in leaves]
+    rows = [1 << (size.bit_length() - 1) // 2 for size in sizes]
+    # At least the number of rows, so that the rest is shorter than a row.
+    widths = [size // r for size, r in zip(sizes, rows, strict=True)]
 
     def ties(x: jax.Array) -> list[jax.Array]:
         keys = key_search.to_keys(x)
         return [keys == key.astype(keys.dtype), keys > key.astype(keys.dtype)]
+
+    def in_rows(i: int) -> jax.Array:
+        body = leaves[i].map(lambda x: x[: rows[i] * widths[i]].reshape(rows[i], widths[i]))
+        # The barrier keeps the second operand, and with it the fused loop.
+        counts, _ = lax.optimization_barrier(tuple(key_search.sums(body.masks(ties), [1])))
+        return jnp.pad(counts, (0, max(rows) - rows[i]))
+
+    def in_row(i: int, start: jax.Array) -> jax.Array:
+        line = leaves[i].map(lambda x: lax.dynamic_slice(x, (start,), (widths[i],)))
+        return jnp.pad(line.masks(ties)[0].astype(jnp.int32), (0, max(widths) - widths[i]))
 
     def place(counts: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
         ends = before + jnp.cumsum(counts)
         passed = ends < need
         return jnp.sum(passed, dtype=jnp.int32), jnp.max(jnp.where(passed, ends, before))
 
-    body = leaf.map(lambda x: x[: rows * width].reshape(rows, width))
-    # The barrier keeps the second operand, and with it the fused loop.
-    in_rows, _ = lax.optimization_barrier(tuple(key_search.sums(body.masks(ties), [1])))
-    row, before = place(in_rows, need & 0)
-    start = jnp.minimum(row * width, size - width)
-    line = leaf.map(lambda x: lax.dynamic_slice(x, (start,), (width,)))
-    fresh = start + lax.iota(jnp.int32, width) >= row * width
-    return start + place((line.masks(ties)[0] & fresh).astype(jnp.int32), before)[0] + 1
+    def chosen(f: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
+        return lax.switch(which, [functools.partial(f, i) for i in range(len(leaves))], *args)
+
+    size, width = (jnp.array(x, jnp.int32)[which] for x in (sizes, widths))
+    row, before = place(chosen(in_rows), need & 0)
+    start = jnp.minimum(row * width, size - width)  # of the rest, where the row is the last
+    fresh = start + lax.iota(jnp.int32, max(widths)) >= row * width
+    return start + place(jnp.where(fresh, chosen(in_row, start), 0), before)[0] + 1
 
 
 def _cut_by_search(
-    leaves: Sequence[Leaf], key: jax.Array, ties: jax.Array, own: jax.Array
+    leaves: Sequence[Leaf], key: jax.Array, partial: jax.Array, ties: jax.Array, need: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Flat index after the last kept tie of the one leaf that keeps some but not all, and passes.
+    """Flat index after the need-th tie of the leaf that is partial, and passes.
 
-    That is the search, over indices counted from the end, for the own-th of the leaf's ties.
+    That is the search for it over indices counted from the end.
     """
-    partial = (own > 0) & (own < ties)
-    sizes = [leaf.scores.size for leaf in leaves]
-    need, ties, last = (
-        jnp.sum(jnp.where(partial, x, 0), dtype=jnp.int32)
-        for x in (own, ties, np.array(sizes, np.int32) - 1)
-    )
+    sizes = np.array([leaf.scores.size for leaf in leaves], np.int32)
+    last = _at(partial, sizes - 1)
 
     def count_in(leaf: Leaf, pivots: jax.Array) -> list[jax.Array]:
         shape = leaf.scores.shape
@@ -161,26 +172,24 @@ def _cut_by_search(
 
         return key_search.sums(leaf.masks(early), range(len(shape)))
 
-    counters = [functools.partial(count_in, leaf) for leaf in leaves]
-
     def count(pivots: jax.Array) -> jax.Array:
-        if (
-            all(key_search.use_flat(x.scores) for x in leaves)
-            and not key_search.loops_wait_on_host()
-        ):
-            return jnp.stack(lax.switch(jnp.argmax(partial), counters, pivots))[None]
-        counts = jnp.stack([x for f in counters for x in f(pivots)]).reshape(len(leaves), -1)
-        return jnp.sum(jnp.where(partial[:, None], counts, 0), 0, dtype=jnp.int32)[None]
+        counts = [x for leaf in leaves for x in count_in(leaf, pivots)]
+        return _at(partial[:, None], jnp.stack(counts).reshape(len(leaves), -1))[None]
 
-    bits = (max(sizes) - 1).bit_length()
+    bits = int(sizes.max() - 1).bit_length()
     b = key_search.search(
         count,
         ((need & 0).astype(jnp.uint32), need.astype(jnp.uint32)),
-        Bracket.of(need & 0, last, ties[None]),
+        Bracket.of(need & 0, last, _at(partial, ties)[None]),
         bits=bits,
         max_misses=1 if bits <= 30 else 0,
     )
     return last - b.high + (b.above[0] < need).astype(jnp.int32), b.passes
+
+
+def _at(partial: jax.Array, x: jax.Array | np.ndarray) -> jax.Array:
+    """The x of the partial leaf; 0 without one."""
+    return jnp.sum(jnp.where(partial, x, 0), axis=0, dtype=jnp.int32)
 
 
 def flat_index(shape: tuple[int, ...], strides: Sequence[int | jax.Array] = ()) -> jax.Array:

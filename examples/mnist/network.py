@@ -61,7 +61,7 @@ def make_network(
     schedule = optax.cosine_decay_schedule(config.learning_rate, num_steps)
     tx = updater.wrap_optax(optax.adam(schedule))  # sparsity: wrap the optimizer
 
-    def logits(params: Any, opt_state: Any, images: jax.Array) -> jax.Array:
+    def logits(params: Any, opt_state: Any, images: Any) -> Any:
         # sparsity: straight-through methods mask the weights here, others return them as they are.
         params = updater.pre_forward_update(params, opt_state)
         return model.apply({"params": params}, images)
