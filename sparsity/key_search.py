@@ -26,9 +26,9 @@ from sparsity.exact_counts import Words
 
 Masks = Callable[[jax.Array], Sequence[jax.Array]]  # scores -> boolean masks of their shape
 
-_ROWS = 32  # rows of a flat reduction, for threads to share
-# Of guessed pivots, in brackets. At first without a sample; wider, and eighths are better.
-_SPREAD = np.float32(1 / 12)
+_ROWS = 32  # of a flat reduction, for threads to share
+_SHARED = 65_536  # entries from which on threads share a reduction
+_SPREAD = np.float32(1 / 12)  # of guessed pivots, in brackets; if wider, eighths are better
 
 
 def use_flat(x: jax.Array) -> bool:
@@ -88,14 +88,14 @@ def to_keys(scores: jax.Array) -> jax.Array:
 
 # ------------------------------------------------------------------ counting
 class Leaf(NamedTuple):
-    """Scores, and which of them are eligible: those where `where` is not zero."""
+    """Scores, and which of them may be kept."""
 
     scores: jax.Array
-    where: jax.Array | None = None
+    where: jax.Array | None = None  # not zero: eligible; None: all are
 
-    def masks(self, masks: Masks) -> list[jax.Array]:
-        """The masks of the scores, eligible entries only."""
-        found = masks(self.scores)
+    def masks(self, of: Masks) -> list[jax.Array]:
+        """The masks `of` the scores, eligible entries only."""
+        found = of(self.scores)
         return [m if self.where is None else m & (self.where != 0) for m in found]
 
     def map(self, f: Callable[[jax.Array], jax.Array]) -> "Leaf":
@@ -119,14 +119,15 @@ def _count(leaf: Leaf, masks: Masks) -> list[jax.Array]:
         return sums(leaf.masks(masks), range(leaf.scores.ndim))
     leaf = leaf.map(lambda x: x.reshape(-1))
     size = leaf.scores.size
-    whole = size // _ROWS * _ROWS if size >= 2**16 else 0
-    parts = []
-    if whole:
-        body = leaf.map(lambda x: x[:whole].reshape(_ROWS, -1))
-        parts.append(sums(sums(body.masks(masks), [1]), [0]))
-    if whole < size:
-        parts.append(sums(leaf.map(lambda x: x[whole:]).masks(masks), [0]))
-    return [sum(counts) for counts in zip(*parts, strict=True)]
+    if size < _SHARED:
+        return sums(leaf.masks(masks), [0])
+    whole = size // _ROWS * _ROWS
+    body = leaf.map(lambda x: x[:whole].reshape(_ROWS, -1))
+    counts = sums(sums(body.masks(masks), [1]), [0])
+    if whole == size:
+        return counts
+    rest = sums(leaf.map(lambda x: x[whole:]).masks(masks), [0])
+    return [x + y for x, y in zip(counts, rest, strict=True)]
 
 
 def count_eligible(leaf: Leaf) -> jax.Array | int:
@@ -138,11 +139,12 @@ def count_eligible(leaf: Leaf) -> jax.Array | int:
 
 def count_above(leaves: Sequence[Leaf], pivots: jax.Array) -> jax.Array:
     """int32[leaves, pivots]: how many eligible keys lie above each pivot, in one pass."""
-    held, pivots = lax.optimization_barrier((list(leaves), pivots))
+    pivots = pivots.astype(key_range(leaves[0].scores.dtype).dtype)
+    held, pivots = lax.optimization_barrier((list(leaves), list(pivots)))
 
     def above(x: jax.Array) -> list[jax.Array]:
         keys = to_keys(x)
-        return [keys > p.astype(keys.dtype) for p in pivots]
+        return [keys > p for p in pivots]
 
     counts = [x for leaf in held for x in _count(leaf, above)]
     return jnp.stack(counts).reshape(len(leaves), -1)
@@ -165,11 +167,11 @@ class Bracket(NamedTuple):
 
     @classmethod
     def of(
-        cls, low: jax.Array, high: jax.Array, at_least: jax.Array, *, sampled: bool = True
+        cls, low: jax.Array, high: jax.Array, at_least: jax.Array, *, sharp: bool = True
     ) -> "Bracket":
-        """A bracket before the first pass, above which there is nothing."""
+        """A bracket before the first pass, with nothing above it; sharp if guesses are good."""
         zero = at_least[0] & 0
-        spread = zero + (_SPREAD / 16 if sampled else _SPREAD)
+        spread = zero + (_SPREAD / 16 if sharp else _SPREAD)
         return cls(low, high, at_least, at_least & 0, spread, misses=zero, passes=zero)
 
 
@@ -231,7 +233,7 @@ def sampled_pivots(leaves: Sequence[Leaf], k: Words) -> jax.Array:
         lowest = jnp.array(key_range(part.scores.dtype).low, keys.dtype)
         parts.append(keys if part.where is None else jnp.where(part.where != 0, keys, lowest))
     keys = jnp.sort(jnp.concatenate(parts))
-    density = jnp.minimum(exact_counts.to_float(k) / n, 1)
+    density = jnp.minimum(exact_counts.to_float(k) / np.float32(n), 1)
     noise = jnp.sqrt(keys.size * density * (1 - density)) + 0.5
     teeth = np.array([-3, -0.9, -0.3, 0, 0.3, 0.9, 3], np.float32)
     ranks = keys.size * (1 - density) + noise * teeth

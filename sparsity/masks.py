@@ -265,7 +265,17 @@ def _keep_active(
 
 
 def _count(mask: chex.Array, batch_axes: int) -> jax.Array:
-    return jnp.sum(mask, axis=tuple(range(batch_axes, mask.ndim)), dtype=jnp.int32)
+    """Number of ones of each slice, int32[*batch]."""
+    # With a second operand the sum is one fused loop; alone it stores an int32 for every weight.
+    ones, _ = jax.lax.optimization_barrier(
+        jax.lax.reduce(
+            [mask.astype(jnp.int32), 1 - mask.astype(jnp.int32)],
+            [np.int32(0)] * 2,
+            lambda a, b: [a[0] + b[0], a[1] + b[1]],
+            tuple(range(batch_axes, mask.ndim)),
+        )
+    )
+    return ones
 
 
 def _kept_of_group(kind: NByM, sparsity: chex.Numeric, target: chex.Numeric) -> int | jax.Array:

@@ -24,6 +24,7 @@ from sparsity.key_search import Leaf
 __all__ = ["global_topk_mask", "hash_scores", "nm_mask", "num_kept", "topk_mask"]
 
 _MERGE_BELOW = 65_536  # smaller neighbouring leaves are counted as one when flat
+_GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio
 
 
 def topk_mask(
@@ -173,9 +174,6 @@ def hash_scores(shape: Sequence[int], *words: chex.Numeric) -> jax.Array:
         state = _mix(state ^ word.astype(jnp.uint32)) + jnp.uint32(_GOLDEN)
     index = threshold.flat_index(tuple(shape)).astype(jnp.uint32)
     return _mix(_mix(index ^ state) + _mix(~state))
-
-
-_GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio
 
 
 def _mix(x: jax.Array) -> jax.Array:

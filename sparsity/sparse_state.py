@@ -37,7 +37,7 @@ def get_sparse_state(opt_state: Any) -> SparseState:
       ValueError: there is none, or more than one; their paths are named.
 
     Example:
-      >>> opt_state = (optax.EmptyState(), SparseState(masks=None, count=3))
+      >>> opt_state = ("of clipping", SparseState(masks=None, count=3))
       >>> get_sparse_state(opt_state).count
       3
     """

@@ -2,7 +2,8 @@
 
 A mask keeps exactly k entries. `key_search` finds the k-th key of all leaves together. Of the keys
 equal to it, those of the lowest flat index are kept, across leaves in their order, so that at most
-one leaf keeps some and not all of its ties; a second search finds the index where it stops.
+one leaf is partial: it keeps some and not all of its ties. A second search finds where it stops: by
+rows if the leaf may be reshaped ("flat"), which is a single pass, else by the flat index.
 """
 
 import functools
@@ -38,10 +39,11 @@ def select(leaves: Sequence[Leaf], k: Words) -> tuple[list[jax.Array], Info]:
         A mask of each leaf's shape and sharding, and what the search found.
     """
     flat = all(key_search.use_flat(leaf.scores) for leaf in leaves)
-    # A zero that is batched, sharded and varying as all of the data are, as loops want it.
+    # A zero that is sharded and varying as all of the data are, as loops want it.
     zero = k[1].astype(jnp.int32) & 0
     for x in jax.tree.leaves(list(leaves)):
-        zero += jnp.sum(key_search.to_keys(x) & 0, dtype=jnp.int32)
+        if not jax.typeof(x).sharding.mesh.empty:
+            zero += jnp.sum(key_search.to_keys(x) & 0, dtype=jnp.int32)
     eligible = jnp.stack([zero + key_search.count_eligible(leaf) for leaf in leaves])
     n = exact_counts.total(eligible)
     k = exact_counts.choose(exact_counts.at_least(k, n), n, k)
@@ -50,12 +52,11 @@ def select(leaves: Sequence[Leaf], k: Words) -> tuple[list[jax.Array], Info]:
     ties = b.at_least - b.above
     own = _own_ties(ties, exact_counts.minus(k, exact_counts.total(b.above)))
     partial = (own > 0) & (own < ties)  # of one leaf at most
-
     need = _at(partial, own)
 
     def cut() -> tuple[jax.Array, jax.Array]:
         if flat:
-            return _cut_by_rows(leaves, jnp.argmax(partial), b.high, need), zero + 1
+            return _cut_by_rows(leaves, b.high, partial, need), zero + 1
         return _cut_by_search(leaves, b.high, partial, ties, need)
 
     if flat and not key_search.loops_wait_on_host():
@@ -77,7 +78,7 @@ def _kth_key(leaves: Sequence[Leaf], k: Words, eligible: jax.Array, flat: bool) 
     nothing = (k[0] | k[1]) == 0
     everything = exact_counts.equal(k, exact_counts.total(eligible)) & ~nothing
     b = Bracket.of(
-        jnp.where(nothing, high, low), jnp.where(everything, low, high), eligible, sampled=flat
+        jnp.where(nothing, high, low), jnp.where(everything, low, high), eligible, sharp=flat
     )
     return key_search.search(
         functools.partial(key_search.count_above, leaves),
@@ -113,14 +114,17 @@ def _own_ties(ties: jax.Array, need: Words) -> jax.Array:
 
 
 def _cut_by_rows(
-    leaves: Sequence[Leaf], which: jax.Array, key: jax.Array, need: jax.Array
+    leaves: Sequence[Leaf], key: jax.Array, partial: jax.Array, need: jax.Array
 ) -> jax.Array:
-    """Flat index after the need-th tie of a leaf: one pass counts them by row, one row is read."""
+    """Flat index after the need-th tie of the partial leaf.
+
+    One pass counts ties by row, then one row is read.
+    """
     leaves = [leaf.map(lambda x: x.reshape(-1)) for leaf in leaves]
     sizes = [leaf.scores.size for leaf in leaves]
     rows = [1 << (size.bit_length() - 1) // 2 for size in sizes]
-    # At least the number of rows, so that the rest is shorter than a row.
     widths = [size // r for size, r in zip(sizes, rows, strict=True)]
+    # A width is at least the number of rows, so that what they leave is shorter than a row.
 
     def ties(x: jax.Array) -> list[jax.Array]:
         keys = key_search.to_keys(x)
@@ -141,22 +145,26 @@ def _cut_by_rows(
         passed = ends < need
         return jnp.sum(passed, dtype=jnp.int32), jnp.max(jnp.where(passed, ends, before))
 
-    def chosen(f: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
-        return lax.switch(which, [functools.partial(f, i) for i in range(len(leaves))], *args)
+    def of_partial(f: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
+        branches = [functools.partial(f, i) for i in range(len(leaves))]
+        if key_search.loops_wait_on_host():  # and so do branches
+            return jnp.stack([branch(*args) for branch in branches])[jnp.argmax(partial)]
+        return lax.switch(jnp.argmax(partial), branches, *args)
 
-    size, width = (jnp.array(x, jnp.int32)[which] for x in (sizes, widths))
-    row, before = place(chosen(in_rows), need & 0)
-    start = jnp.minimum(row * width, size - width)  # of the rest, where the row is the last
-    fresh = start + lax.iota(jnp.int32, max(widths)) >= row * width
-    return start + place(jnp.where(fresh, chosen(in_row, start), 0), before)[0] + 1
+    size, height, width = (_at(partial, np.array(x, np.int32)) for x in (sizes, rows, widths))
+    row, before = place(of_partial(in_rows), need & 0)
+    passed = jnp.minimum(row, height) * width  # there may be padded rows
+    start = jnp.minimum(passed, size - width)  # the row after the last one ends with the leaf
+    fresh = start + lax.iota(jnp.int32, max(widths)) >= passed
+    return start + place(jnp.where(fresh, of_partial(in_row, start), 0), before)[0] + 1
 
 
 def _cut_by_search(
     leaves: Sequence[Leaf], key: jax.Array, partial: jax.Array, ties: jax.Array, need: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Flat index after the need-th tie of the leaf that is partial, and passes.
+    """Flat index after the need-th tie of the partial leaf, and passes.
 
-    That is the search for it over indices counted from the end.
+    That is the search for it, over indices counted from the end.
     """
     sizes = np.array([leaf.scores.size for leaf in leaves], np.int32)
     last = _at(partial, sizes - 1)

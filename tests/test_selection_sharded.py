@@ -1,15 +1,19 @@
 """Selection of sharded scores on eight virtual devices, in processes of their own."""
 
+import os
+import pathlib
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
+TESTS = pathlib.Path(__file__).resolve().parent
 PREAMBLE = """
 import math, os, re
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import jax, jax.numpy as jnp, numpy as np
+from selection_oracle import best
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from sparsity import selection
 
@@ -23,8 +27,8 @@ def put(x, *spec):
 def scores(*shape):
     return np.round(RNG.normal(size=shape), 1).astype(np.float32)
 
-def same(sharded, single, like):
-    np.testing.assert_array_equal(sharded, single)
+def same(sharded, expected, like):
+    np.testing.assert_array_equal(sharded, expected)
     assert sharded.sharding.is_equivalent_to(like.sharding, like.ndim), (sharded, like)
 
 def traffic(compiled):
@@ -44,7 +48,12 @@ def traffic(compiled):
 def run(kind, body):
     program = PREAMBLE.replace("{kind}", kind) + textwrap.dedent(body)
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=55, check=False
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
     )
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -55,15 +64,15 @@ def test_masks_equal_those_of_one_device_and_keep_the_sharding(kind):
         kind,
         """
         x, where = scores(16, 64), RNG.integers(0, 2, (16, 64)).astype(np.uint8)
-        mask, some = selection.topk_mask(x, 300), selection.topk_mask(x, 300, where=where)
-        random = selection.topk_mask(selection.hash_scores(x.shape, 1, 2), 300, where=where)
-        for spec in (("a", "b"), (("a", "b"), None)):
-            sharded, eligible = put(x, *spec), put(where, *spec)
-            with jax.set_mesh(MESH):
-                same(selection.topk_mask(sharded, 300), mask, sharded)
-                same(selection.topk_mask(sharded, 300, where=eligible), some, sharded)
+        mask, some = best(x, 300), best(x, 300, where)
+        with jax.set_mesh(MESH):
+            sharded = put(x, "a", "b")
+            same(selection.topk_mask(sharded, 300), mask, sharded)
+            sharded, eligible = put(x, ("a", "b"), None), put(where, ("a", "b"), None)
+            same(selection.topk_mask(sharded, 300, where=eligible), some, sharded)
         drawn = jax.jit(lambda w: selection.topk_mask(
             selection.hash_scores(x.shape, 1, 2), 300, where=w))
+        random = best(selection.hash_scores(x.shape, 1, 2), 300, where)
         np.testing.assert_array_equal(drawn(eligible), random)
         sharded = put(x, None, ("a", "b"))
         same(selection.topk_mask(sharded, 300), mask, sharded)  # no mesh in the context
@@ -77,17 +86,17 @@ def test_slices_are_selected_where_they_are(kind):
         kind,
         """
         x, where = scores(8, 16, 16), RNG.integers(0, 2, (8, 16, 16)).astype(np.uint8)
-        mask = selection.topk_mask(x, 77, batch_axes=1)
-        some = selection.topk_mask(x, np.arange(8), where=where, batch_axes=1)
+        mask = np.stack([best(y, 77) for y in x])
+        some = np.stack([best(y, k, w) for k, (y, w) in enumerate(zip(x, where))])
         with jax.set_mesh(MESH):
-            for spec in (("a", "b"), (None, "a", "b")):
-                sharded = put(x, *spec)
-                same(selection.topk_mask(sharded, 77, batch_axes=1), mask, sharded)
-                mapped = jax.jit(jax.vmap(lambda x: selection.topk_mask(x, 77)))
-                same(mapped(sharded), mask, sharded)
+            sharded = put(x, "a", "b")
+            same(selection.topk_mask(sharded, 77, batch_axes=1), mask, sharded)
             eligible = put(where, "a", "b")
             found = selection.topk_mask(x, np.arange(8), where=eligible, batch_axes=1)
             np.testing.assert_array_equal(found, some)
+            sharded = put(x, None, "a", "b")
+            mapped = jax.jit(jax.vmap(lambda x: selection.topk_mask(x, 77)))
+            same(mapped(sharded), mask, sharded)
         """,
     )
 
@@ -100,11 +109,12 @@ def test_trees_and_groups_are_selected_where_they_are(kind):
         tree = {"a": scores(16, 64), "b": scores(8, 4, 16), "c": scores(32)}
         specs = {"a": P("a", "b"), "b": P(None, "b"), "c": P(("a", "b"))}
         sharded = {name: put(x, *specs[name]) for name, x in tree.items()}
-        masks = selection.global_topk_mask(tree, 900)
+        masks = best(np.concatenate([x.ravel() for x in tree.values()]), 900)
         with jax.set_mesh(MESH):
             found = selection.global_topk_mask(sharded, 900)
         for name, mask in found.items():
-            same(mask, masks[name], sharded[name])
+            expected, masks = np.split(masks, [mask.size])
+            same(mask, expected.reshape(mask.shape), sharded[name])
         for axis in (0, 1):
             groups = selection.nm_mask(tree["a"], 2, 4, axis=axis)
             for spec in (("a", "b"), (("a", "b"), None)):  # the latter splits groups of axis 0
@@ -125,11 +135,18 @@ def test_shards_are_selected_from_within_shard_map():
         local = jax.shard_map(
             lambda x: selection.topk_mask(x, 10), mesh=MESH, in_specs=P("a", "b"),
             out_specs=P("a", "b"))
-        mask = np.asarray(local(x))
+        trees = jax.shard_map(
+            lambda *tree: selection.global_topk_mask(tree, 10), mesh=MESH, in_specs=P("a", "b"),
+            out_specs=P("a", "b"))
+        mask, (first, second) = np.asarray(local(x)), trees(x[:8], x[8:])
         for i in range(0, 16, 8):
             for j in range(0, 64, 16):
                 block = np.s_[i : i + 8, j : j + 16]
-                np.testing.assert_array_equal(mask[block], selection.topk_mask(x[block], 10))
+                np.testing.assert_array_equal(mask[block], best(x[block], 10))
+                block = np.s_[i // 2 : i // 2 + 4, j : j + 16]
+                expected = best(np.concatenate([x[:8][block], x[8:][block]]), 10)
+                found = np.concatenate([first[block], second[block]])
+                np.testing.assert_array_equal(found, expected)
         """,
     )
 
