@@ -24,8 +24,6 @@ from jax import lax
 from sparsity import exact_counts
 from sparsity.exact_counts import Words
 
-Masks = Callable[[jax.Array], Sequence[jax.Array]]  # scores -> boolean masks of their shape
-
 _ROWS = 32  # of a flat reduction, for threads to share
 _SHARED = 65_536  # entries from which on threads share a reduction
 _SPREAD = np.float32(1 / 12)  # of guessed pivots, in brackets; if wider, eighths are better
@@ -93,10 +91,17 @@ class Leaf(NamedTuple):
     scores: jax.Array
     where: jax.Array | None = None  # not zero: eligible; None: all are
 
-    def masks(self, of: Masks) -> list[jax.Array]:
-        """The masks `of` the scores, eligible entries only."""
-        found = of(self.scores)
-        return [m if self.where is None else m & (self.where != 0) for m in found]
+    def keys(self) -> jax.Array:
+        """Keys of the scores; the lowest one where an entry is not eligible."""
+        keys = to_keys(self.scores)
+        if self.where is None:
+            return keys
+        lowest = jnp.array(key_range(self.scores.dtype).low, keys.dtype)
+        return jnp.where(self.where != 0, keys, lowest)
+
+    def only(self, mask: jax.Array) -> jax.Array:
+        """The mask without entries that are not eligible."""
+        return mask if self.where is None else mask & (self.where != 0)
 
     def map(self, f: Callable[[jax.Array], jax.Array]) -> "Leaf":
         """The leaf of which f was applied to both arrays."""
@@ -113,20 +118,20 @@ def sums(masks: Sequence[jax.Array], axes: Sequence[int]) -> list[jax.Array]:
     )
 
 
-def _count(leaf: Leaf, masks: Masks) -> list[jax.Array]:
-    """int32 scalars: how many eligible entries are in each of masks(scores)."""
+def _count(leaf: Leaf, masks: Callable[[Leaf], Sequence[jax.Array]]) -> list[jax.Array]:
+    """int32 scalars: how many entries are in each of masks(leaf)."""
     if not use_flat(leaf.scores):
-        return sums(leaf.masks(masks), range(leaf.scores.ndim))
+        return sums(masks(leaf), range(leaf.scores.ndim))
     leaf = leaf.map(lambda x: x.reshape(-1))
     size = leaf.scores.size
     if size < _SHARED:
-        return sums(leaf.masks(masks), [0])
+        return sums(masks(leaf), [0])
     whole = size // _ROWS * _ROWS
     body = leaf.map(lambda x: x[:whole].reshape(_ROWS, -1))
-    counts = sums(sums(body.masks(masks), [1]), [0])
+    counts = sums(sums(masks(body), [1]), [0])
     if whole == size:
         return counts
-    rest = sums(leaf.map(lambda x: x[whole:]).masks(masks), [0])
+    rest = sums(masks(leaf.map(lambda x: x[whole:])), [0])
     return [x + y for x, y in zip(counts, rest, strict=True)]
 
 
@@ -134,7 +139,8 @@ def count_eligible(leaf: Leaf) -> jax.Array | int:
     """How many entries of the leaf are eligible."""
     if leaf.where is None:
         return leaf.scores.size
-    return _count(leaf, lambda x: [jnp.ones(x.shape, bool)] * 2)[0]
+    counts = _count(Leaf(leaf.where), lambda x: [x.scores != 0, x.scores == 0])
+    return lax.optimization_barrier(counts)[0]
 
 
 def count_above(leaves: Sequence[Leaf], pivots: jax.Array) -> jax.Array:
@@ -142,8 +148,8 @@ def count_above(leaves: Sequence[Leaf], pivots: jax.Array) -> jax.Array:
     pivots = pivots.astype(key_range(leaves[0].scores.dtype).dtype)
     held, pivots = lax.optimization_barrier((list(leaves), list(pivots)))
 
-    def above(x: jax.Array) -> list[jax.Array]:
-        keys = to_keys(x)
+    def above(leaf: Leaf) -> list[jax.Array]:
+        keys = leaf.keys()
         return [keys > p for p in pivots]
 
     counts = [x for leaf in held for x in _count(leaf, above)]
@@ -228,10 +234,7 @@ def sampled_pivots(leaves: Sequence[Leaf], k: Words) -> jax.Array:
     parts = []
     for leaf in leaves:
         stride = min(n // wanted | 1, leaf.scores.size)  # odd: not in step with rows
-        part = leaf.map(functools.partial(_every, stride))
-        keys = to_keys(part.scores)
-        lowest = jnp.array(key_range(part.scores.dtype).low, keys.dtype)
-        parts.append(keys if part.where is None else jnp.where(part.where != 0, keys, lowest))
+        parts.append(leaf.map(functools.partial(_every, stride)).keys())
     keys = jnp.sort(jnp.concatenate(parts))
     density = jnp.minimum(exact_counts.to_float(k) / np.float32(n), 1)
     noise = jnp.sqrt(keys.size * density * (1 - density)) + 0.5

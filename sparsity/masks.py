@@ -111,16 +111,14 @@ def drop_and_grow(
         mask: jax.Array, drop: jax.Array, grow: jax.Array, fraction: chex.Numeric
     ) -> jax.Array:
         if isinstance(sparsity_type, NByM):
-            kept = _keep_active(mask, drop, fraction, batch_axes)
+            kept, _ = _keep_active(mask, drop, fraction, batch_axes)
             axis = _axis(sparsity_type.axis, batch_axes)
             grown = selection.nm_mask(grow, sparsity_type.n, sparsity_type.m, axis=axis, keep=kept)
             # A leaf with target 0 is dense and has no groups.
             return jnp.where(jnp.all(mask > 0), mask, grown)
         # A unit is all ones or all zeros.
-        active = (_pool(mask, sparsity_type, batch_axes) > 0).astype(jnp.uint8)
-        drop, grow = (_pool(scores, sparsity_type, batch_axes) for scores in (drop, grow))
-        kept = _keep_active(active, drop, fraction, batch_axes)
-        lost = _count(active, batch_axes) - _count(kept, batch_axes)
+        active, drop, grow = (_pool(x, sparsity_type, batch_axes) for x in (mask, drop, grow))
+        kept, lost = _keep_active(active, drop, fraction, batch_axes)
         grown = selection.topk_mask(grow, lost, where=1 - kept, batch_axes=batch_axes)
         return _expand(kept | grown, sparsity_type, mask.shape, batch_axes)
 
@@ -259,20 +257,22 @@ def _straight_through_jvp(primals, tangents):  # type: ignore[no-untyped-def]
 
 def _keep_active(
     active: chex.Array, scores: chex.Array, drop_fraction: chex.Numeric, batch_axes: int
-) -> jax.Array:
-    kept = selection.num_kept(_count(active, batch_axes), drop_fraction)
-    return selection.topk_mask(scores, kept, where=active, batch_axes=batch_axes)
+) -> tuple[jax.Array, jax.Array]:
+    """Mask of those that stay active, and how many of each slice do not."""
+    n = _count(active, batch_axes)
+    k = jnp.asarray(selection.num_kept(n, drop_fraction))
+    return selection.topk_mask(scores, k, where=active, batch_axes=batch_axes), n - k
 
 
-def _count(mask: chex.Array, batch_axes: int) -> jax.Array:
-    """Number of ones of each slice, int32[*batch]."""
+def _count(active: chex.Array, batch_axes: int) -> jax.Array:
+    """How many of each slice are not zero, int32[*batch]."""
     # With a second operand the sum is one fused loop; alone it stores an int32 for every weight.
     ones, _ = jax.lax.optimization_barrier(
         jax.lax.reduce(
-            [mask.astype(jnp.int32), 1 - mask.astype(jnp.int32)],
+            [(active > 0).astype(jnp.int32), (active <= 0).astype(jnp.int32)],
             [np.int32(0)] * 2,
             lambda a, b: [a[0] + b[0], a[1] + b[1]],
-            tuple(range(batch_axes, mask.ndim)),
+            tuple(range(batch_axes, active.ndim)),
         )
     )
     return ones

@@ -94,13 +94,11 @@ def _kth_key(leaves: Sequence[Leaf], k: Words, eligible: jax.Array, flat: bool) 
 def _best(leaf: Leaf, key: jax.Array, end: jax.Array, flat: bool) -> jax.Array:
     """Mask of keys above the key, and of those equal to it whose flat index is below the end."""
 
-    def best(x: jax.Array) -> list[jax.Array]:
-        keys = key_search.to_keys(x)
-        wanted = key.astype(keys.dtype)
-        return [(keys > wanted) | ((keys == wanted) & (flat_index(x.shape) < end))]
-
     whole = leaf.map(lambda x: x.reshape(-1)) if flat else leaf
-    return whole.masks(best)[0].astype(jnp.uint8).reshape(leaf.scores.shape)
+    keys = whole.keys()
+    wanted = key.astype(keys.dtype)
+    best = (keys > wanted) | ((keys == wanted) & (flat_index(keys.shape) < end))
+    return whole.only(best).astype(jnp.uint8).reshape(leaf.scores.shape)
 
 
 # ------------------------------------------------------------------ ties
@@ -126,19 +124,19 @@ def _cut_by_rows(
     widths = [size // r for size, r in zip(sizes, rows, strict=True)]
     # A width is at least the number of rows, so that what they leave is shorter than a row.
 
-    def ties(x: jax.Array) -> list[jax.Array]:
-        keys = key_search.to_keys(x)
-        return [keys == key.astype(keys.dtype), keys > key.astype(keys.dtype)]
+    def ties(leaf: Leaf) -> list[jax.Array]:
+        keys = leaf.keys()
+        return [leaf.only(keys == key.astype(keys.dtype)), keys > key.astype(keys.dtype)]
 
     def in_rows(i: int) -> jax.Array:
         body = leaves[i].map(lambda x: x[: rows[i] * widths[i]].reshape(rows[i], widths[i]))
         # The barrier keeps the second operand, and with it the fused loop.
-        counts, _ = lax.optimization_barrier(tuple(key_search.sums(body.masks(ties), [1])))
+        counts, _ = lax.optimization_barrier(tuple(key_search.sums(ties(body), [1])))
         return jnp.pad(counts, (0, max(rows) - rows[i]))
 
     def in_row(i: int, start: jax.Array) -> jax.Array:
         line = leaves[i].map(lambda x: lax.dynamic_slice(x, (start,), (widths[i],)))
-        return jnp.pad(line.masks(ties)[0].astype(jnp.int32), (0, max(widths) - widths[i]))
+        return jnp.pad(ties(line)[0].astype(jnp.int32), (0, max(widths) - widths[i]))
 
     def place(counts: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
         ends = before + jnp.cumsum(counts)
@@ -174,11 +172,9 @@ def _cut_by_search(
         strides = [jnp.int32(math.prod(shape[axis + 1 :])) for axis in range(len(shape))]
         leaf, pivots, strides = lax.optimization_barrier((leaf, pivots, strides))
 
-        def early(x: jax.Array) -> list[jax.Array]:
-            keys, index = key_search.to_keys(x), flat_index(shape, strides)
-            return [(keys == key.astype(keys.dtype)) & (index < last - p) for p in pivots]
-
-        return key_search.sums(leaf.masks(early), range(len(shape)))
+        keys, index = leaf.keys(), flat_index(shape, strides)
+        ties = leaf.only(keys == key.astype(keys.dtype))
+        return key_search.sums([ties & (index < last - p) for p in pivots], range(len(shape)))
 
     def count(pivots: jax.Array) -> jax.Array:
         counts = [x for leaf in leaves for x in count_in(leaf, pivots)]
