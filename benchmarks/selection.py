@@ -7,12 +7,7 @@ array. --write replaces the section of this benchmark in benchmarks/RESULTS.md.
 """
 
 import argparse
-import datetime
 import functools
-import os
-import pathlib
-import platform
-import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,12 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from benchmarks import results
 from sparsity import selection
 
 SIZES = [100_000, 1_000_000, 10_000_000, 30_000_000]
 SLOW = ("argsort", "lax.top_k")  # left out above 1e7, run less often
-RESULTS = pathlib.Path(__file__).with_name("RESULTS.md")
 HEADING = "## Selection"
 Row = list[str]
 
@@ -110,6 +106,48 @@ def selection_row(name: str, x: jax.Array, rounds: int, rivals: bool) -> Row:
     ]  # fmt: skip
 
 
+def gpt_shapes(layers: int) -> list[tuple[int, ...]]:
+    """Shapes of the parameters of a small GPT: 148 leaves, 10.7M weights for 12 layers."""
+    block = [(256,)] * 5 + [(896,)] + [(256, 256)] * 4 + [(256, 896), (896, 256)]
+    return [*block * layers, (256,), (256,), (512, 256), (8192, 256)]
+
+
+def path_rows(layers: int, rounds: int) -> list[Row]:
+    """A tree with one threshold, and the natural shape, against the same scores as a vector."""
+    keys = iter(jax.random.split(jax.random.key(2), 14 * layers + 4))
+    tree = [jnp.abs(jax.random.normal(next(keys), shape)) for shape in gpt_shapes(layers)]
+    vector = jnp.concatenate([x.reshape(-1) for x in tree])
+    matrix = vector[: vector.size // 4096 * 4096].reshape(-1, 4096)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+    on_mesh = jax.device_put(matrix, NamedSharding(mesh, PartitionSpec("data")))
+    k = vector.size // 5
+    words = (np.uint32(0), np.uint32(k))
+    total = jax.jit(jnp.sum)
+    rows = []
+    for name, scores, lower, select in (
+        ("vector", vector, selection._topk_mask, selection.topk_mask),
+        (f"tree of {len(tree)}", tree, selection._global_topk_masks, selection.global_topk_mask),
+        ("natural shape", on_mesh, selection._topk_mask, selection.topk_mask),
+    ):
+        extra = (None, 0) if lower is selection._topk_mask else ()
+        start = time.process_time()
+        compiled = lower.lower(scores, words, *extra).compile()
+        compile_seconds = time.process_time() - start
+        t = medians(
+            {
+                "sum": lambda: total(vector),
+                "vector": lambda: selection.topk_mask(vector, k),
+                "mask": lambda scores=scores, select=select: select(scores, k),
+            },
+            rounds,
+        )
+        temporaries = compiled.memory_analysis().temp_size_in_bytes / vector.size
+        rows.append([f"{name}, {vector.size / 1e6:.1f}M", f"{t['mask'] / t['sum']:.1f}",
+                     f"{t['mask'] / t['vector']:.2f}", f"{temporaries:.4f}",
+                     f"{compile_seconds:.1f}"])  # fmt: skip
+    return rows
+
+
 def double_argsort_mask(x: jax.Array, n: int, m: int) -> jax.Array:
     order = jnp.argsort(-x.reshape(-1, m), axis=1)
     return (jnp.argsort(order, axis=1) < n).astype(jnp.uint8).reshape(x.shape)
@@ -146,28 +184,6 @@ def group_rows(side: int, rounds: int) -> list[Row]:
     return rows
 
 
-def table(head: Row, rows: list[Row]) -> str:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [head, ["-" * w for w in widths], *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |"
-        for line in lines
-    )
-
-
-def machine() -> str:
-    device = jax.devices()[0]
-    kind = device.device_kind if device.platform != "cpu" else platform.machine()
-    return f"{os.cpu_count()} CPU cores, {device.platform} ({kind}), jax {jax.__version__}"
-
-
-def write(report: str) -> None:
-    """Replaces this benchmark's section of the results, or adds it."""
-    old = RESULTS.read_text() if RESULTS.exists() else "# Results\n"
-    others = re.sub(rf"(?ms)^{HEADING}$.*?(?=^## |\Z)", "", old)
-    RESULTS.write_text(others.rstrip() + "\n\n" + report + "\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
@@ -182,18 +198,23 @@ def main() -> None:
             "argsort", "temp bytes each", "compile, CPU s"]  # fmt: skip
     rows = [selection_row(*d, rounds, not args.gpu) for n in sizes for d in data(n)]
     groups = group_rows(1024 if args.quick else 4096, rounds)
+    paths = path_rows(1 if args.quick else 12, rounds)
     report = "\n".join(
         [
             HEADING,
-            f"\n{datetime.date.today()}, {machine()}. Keep 20 %; times in units of `jnp.sum`.\n",
-            table(head, rows),
+            f"\n{results.measured_on()} Keep 20 %; times in units of `jnp.sum`.\n",
+            results.table(head, rows),
             "",
-            table(["masks", "x jnp.sum", "x faster than double argsort"], groups),
+            results.table(
+                ["scores", "x jnp.sum", "x the vector", "temp bytes each", "compile, CPU s"], paths
+            ),
+            "",
+            results.table(["masks", "x jnp.sum", "x faster than double argsort"], groups),
         ]
     )
     print(report)
     if args.write:
-        write(report)
+        results.write_section(report)
 
 
 if __name__ == "__main__":

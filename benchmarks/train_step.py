@@ -12,18 +12,13 @@ at another count.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import itertools
-import os
-import platform
-import re
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,8 +26,8 @@ import jax.numpy as jnp
 import optax
 
 import sparsity
+from benchmarks import results
 
-RESULTS = Path(__file__).with_name("RESULTS.md")
 HEADING = "## Training step"
 UPDATE_FREQ = 1000
 
@@ -59,7 +54,7 @@ def main() -> None:
     text = report(sizes, rows, measure_import(3 if options.quick else 9))
     print(f"\n{text}")
     if options.write:
-        write_section(text)
+        results.write_section(text)
 
 
 def make_updater(name: str, skip_gradients: bool) -> sparsity.BaseUpdater:
@@ -150,32 +145,22 @@ def measure_import(repeats: int) -> tuple[float, float]:
 
 def report(sizes: tuple[int, ...], rows: list[list[str]], imports: tuple[float, float]) -> str:
     """Returns the section of RESULTS.md."""
-    heads = ["algorithm", "skip_gradients", "ordinary step", "update step", "dense step, ms"]
-    heads += ["temporaries, MiB", "dense, MiB"]
-    lines = [f"| {' | '.join(row)} |" for row in [heads, ["---"] * 2 + ["---:"] * 5, *rows]]
-    device = jax.devices()[0]
+    head = ["algorithm", "skip_gradients", "ordinary step", "update step", "dense step, ms"]
+    head += ["temporaries, MiB", "dense, MiB"]
     return "\n".join(
         [
             HEADING,
             "",
-            f"{datetime.date.today()}, {os.cpu_count()} cores, {platform.machine()}, "
-            f"{device.device_kind}, jax {jax.__version__}. An MLP {'-'.join(map(str, sizes))} "
-            "at 90 %, batch 64, Adam, donated. Ordinary and update steps: medians of the ratio "
-            "to a dense step that is measured in turn.",
+            f"{results.measured_on()} An MLP {'-'.join(map(str, sizes))} at 90 %, batch 64, Adam, "
+            "donated. Ordinary and update steps: medians of the ratio to a dense step that is "
+            "measured in turn.",
             "",
-            *lines,
+            results.table(head, rows),
             "",
             f"`import sparsity` takes {imports[1]:.3f} s after jax, optax and chex, which take "
             f"{imports[0]:.2f} s.",
         ]
     )
-
-
-def write_section(text: str) -> None:
-    """Replaces this benchmark's section of the results, or adds it."""
-    old = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else "# Results\n"
-    others = re.sub(rf"(?ms)^{HEADING}$.*?(?=^## |\Z)", "", old)
-    RESULTS.write_text(f"{others.rstrip()}\n\n{text}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
