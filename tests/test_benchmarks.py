@@ -1,0 +1,48 @@
+"""The benchmarks run, and their report keeps the sections of the others."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import results, selection, train_step
+
+
+def test_a_section_is_replaced_and_the_others_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "RESULTS.md")
+    for text in ("## One\n\nold", "## Two\n\nkept\n\n### Part\n\nof it", "## One\n\nnew"):
+        results.write_section(text)
+    expected = "# Results\n\n## Two\n\nkept\n\n### Part\n\nof it\n\n## One\n\nnew\n"
+    assert results.RESULTS.read_text(encoding="utf-8") == expected
+
+
+def test_a_table_has_a_row_a_line_and_numbers_to_the_right():
+    assert results.table(["name", "x"], [["a", "1.25"], ["long one", "2"]]).splitlines() == [
+        "| name     |    x |",
+        "| -------- | ---: |",
+        "| a        | 1.25 |",
+        "| long one |    2 |",
+    ]
+
+
+def test_rivals_of_the_selection_keep_the_same_entries():
+    x = jnp.abs(jax.random.normal(jax.random.key(0), (1000,)))
+    masks = [
+        selection.argsort_mask(x, 200),
+        selection.top_k_mask(x, 200),
+        selection.bisection_mask(x, 200),
+        selection.selection.topk_mask(x, 200),
+    ]
+    assert all((mask == masks[0]).all() and mask.sum() == 200 for mask in masks)
+
+
+def test_selection_is_measured_beside_its_rivals():
+    x = jnp.abs(jax.random.normal(jax.random.key(0), (1000,)))
+    row = selection.selection_row("normal", x, rounds=2, rivals=True)
+    assert row[:2] == ["1e+03", "normal"]
+    assert all(float(cell) >= 0 for cell in row[2:])
+
+
+@pytest.mark.parametrize("name", ["magnitude", "rigl"])
+def test_steps_are_measured_beside_dense_ones(name):
+    row = train_step.measure(train_step.make_updater(name, True), (8, 16, 8), 3, 2)
+    assert all(float(cell) >= 0 for cell in row)
