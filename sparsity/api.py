@@ -76,9 +76,10 @@ def create_updater_from_config(config: Any) -> BaseUpdater:
           updated (`NoUpdateSchedule`); with start and end equal, once (`OneShotSchedule`); else by
           a `PolynomialSchedule`.
         - `sparsity_type`: a type, or 'nm_2,4', 'nm_2,4,-2', '2:4', 'block_4,4', 'channel_-1'.
-        - `filter_fn`, `custom_sparsity_map`: as in `sparsity_distributions.uniform`.
+        - `filter_fn`, `custom_sparsity_map`: as in `sparsity_distributions.uniform`. A ConfigDict
+          takes regular expressions with dots as keys only with `allow_dotted_keys=True`.
         - `drop_fraction`: for SET and RigL, 0.3 by default; follows a cosine from there to zero at
-          `update_end_step`, and is constant without one.
+          `update_end_step`, and is constant without one. Others have no use for it.
         - any other field of the algorithm's class. A key whose value is `None` counts as missing.
 
     Raises:
@@ -99,7 +100,7 @@ def create_updater_from_config(config: Any) -> BaseUpdater:
     fields = {field.name for field in dataclasses.fields(algorithm)}
     drops = "drop_fraction_fn" in fields
     known = fields | {"dist_type", *_SCHEDULE_KEYS, *_DISTRIBUTION_KEYS}
-    known |= {"drop_fraction"} if drops else set()
+    known |= {"drop_fraction"}
     for key in options:
         if key not in known:
             raise ValueError(
@@ -120,9 +121,14 @@ def create_updater_from_config(config: Any) -> BaseUpdater:
     options.setdefault("scheduler", _scheduler(**schedule))
     if "drop_fraction" in options and "drop_fraction_fn" in options:
         raise ValueError("drop_fraction cannot be given beside drop_fraction_fn.")
+    fraction = options.pop("drop_fraction", 0.3)
+    check_fraction("drop_fraction", fraction)
     if drops and "drop_fraction_fn" not in options:
-        options["drop_fraction_fn"] = _drop_fraction_fn(
-            options.pop("drop_fraction", 0.3), schedule.get("update_end_step")
+        end_step = schedule.get("update_end_step")
+        options["drop_fraction_fn"] = (
+            optax.cosine_decay_schedule(fraction, end_step)
+            if end_step
+            else optax.constant_schedule(fraction)
         )
     distribution = {key: options.pop(key) for key in _DISTRIBUTION_KEYS if key in options}
     if algorithm is NoPruning:
@@ -175,14 +181,7 @@ def _scheduler(
     return PolynomialSchedule(update_freq, update_start_step, update_end_step)
 
 
-def _drop_fraction_fn(fraction: float, end_step: int | None) -> optax.Schedule:
-    check_fraction("drop_fraction", fraction)
-    if not end_step:
-        return optax.constant_schedule(fraction)
-    return optax.cosine_decay_schedule(fraction, end_step)
-
-
 def _known(name: Any, known: Iterable[str]) -> str:
     known = list(known)
-    near = difflib.get_close_matches(str(name), known, n=1)
+    near = difflib.get_close_matches(str(name).lower(), known, n=1)
     return (f"Did you mean {near[0]!r}? " if near else "") + f"Known: {', '.join(known)}."

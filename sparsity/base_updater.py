@@ -22,7 +22,14 @@ from sparsity import masks as masks_lib
 from sparsity import sparsity_distributions, step, trees
 from sparsity.sparse_state import SparseState, apply_masks, fit_masks, get_sparse_state
 from sparsity.sparsity_schedules import NoUpdateSchedule
-from sparsity.sparsity_types import NByM, SparsityType, Unstructured, check_fraction, check_int
+from sparsity.sparsity_types import (
+    NByM,
+    SparsityType,
+    Unstructured,
+    check_bool,
+    check_fraction,
+    check_int,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -87,10 +94,11 @@ class BaseUpdater:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        if not (callable(self.sparsity_type) or isinstance(self.sparsity_type, SparsityType)):
+        kind = self.sparsity_type
+        if not (isinstance(kind, SparsityType) or (callable(kind) and not isinstance(kind, type))):
             raise ValueError(
                 "sparsity_type must be Unstructured(), NByM(n, m), Block(shape), Channel(axis) or "
-                f"a function of (path, param), got sparsity_type = {self.sparsity_type!r}."
+                f"a function of (path, param), got sparsity_type = {kind!r}."
             )
         for name in ("is_mask_update_iter", "get_sparsity_at_step"):
             if not callable(getattr(self.scheduler, name, None)):
@@ -102,8 +110,12 @@ class BaseUpdater:
                 raise ValueError(f"{name} must be a function or None, got {getattr(self, name)!r}.")
         if not isinstance(self.rng_seed, jax.Array | np.ndarray):
             check_int("rng_seed", self.rng_seed)
-        if not callable(self.batch_axes) and self.batch_axes < 0:
-            raise ValueError(f"batch_axes must not be negative, got {self.batch_axes}.")
+        for name in ("skip_gradients", "is_sparse_gradients", "use_packed_masks"):
+            check_bool(name, getattr(self, name))
+        if self.is_sparse_updates is not None:
+            check_bool("is_sparse_updates", self.is_sparse_updates)
+        if not callable(self.batch_axes):
+            check_int("batch_axes", self.batch_axes, 0)
 
     # Hooks that algorithms override. Masks are never packed here.
 
@@ -325,7 +337,12 @@ class BaseUpdater:
                     )
             return target
 
-        return trees.map_matched(check, params, distribution_fn(params))
+        return trees.map_matched(
+            check,
+            params,
+            distribution_fn(params),
+            others_role="sparsities that sparsity_distribution_fn returns",
+        )
 
     def type_of(self, path: trees.KeyPath, param: Any) -> tuple[SparsityType, int]:
         """Sparsity type and batch axes of a parameter, checked against its shape."""

@@ -1,10 +1,11 @@
-"""Exact integers below 2**64 without 64-bit types, and how many weights a sparsity keeps.
+"""Exact integers below 2**64 without 64-bit types, how many weights a sparsity keeps, exact sums.
 
 An integer is two uint32 words, (high, low): jax holds no wider ones unless x64 is enabled, and a
 tree may have more than 2**32 weights. The functions work elementwise and trust that results are
 in range, that uint32 wraps around, and that no count is negative.
 """
 
+import math
 from fractions import Fraction
 from typing import Any
 
@@ -68,6 +69,36 @@ def _num_kept(n: Words, sparsity: chex.Numeric) -> Words:
     kept = minus(kept, (n[0] & 0, down.astype(jnp.uint32)))
     one = (n[0] & 0, jnp.minimum(n[0] | n[1], 1))
     return choose(at_least(kept, one), kept, one)
+
+
+def ordered_sum(x: chex.Array, axis: tuple[int, ...]) -> jax.Array:
+    """Sums floats with the same bits in any order, so that sharding cannot change a mask.
+
+    Args:
+      x: array of float32 or float64.
+      axis: axes to reduce.
+
+    Returns:
+      The sums; each summand counts to within 2**-32 (2**-60) of the largest one of its sum.
+    """
+    size = math.prod(x.shape[i] for i in axis)
+    bits = 30 - max(size - 1, 1).bit_length()  # of each summand's digits, whose sum fits an int32
+    finite = jnp.isfinite(x)
+    rest = jnp.where(finite, x, 0)
+    exponent = jnp.frexp(jnp.max(jnp.abs(rest), axis=axis, keepdims=True, initial=0))[1]
+    rest = jnp.ldexp(rest, -exponent)
+    exponent = jnp.squeeze(exponent, axis)
+    total = jnp.zeros_like(exponent, x.dtype)
+    for digit in range(1, -(-(60 if x.dtype == jnp.float64 else 32) // bits) + 1):
+        rest = rest * 2.0**bits
+        whole = jnp.trunc(rest)
+        rest = rest - whole
+        count = jnp.sum(whole.astype(jnp.int32), axis=axis).astype(x.dtype)
+        total = total + jnp.ldexp(count, exponent - digit * bits)
+    plus, minus = (jnp.any(x == limit, axis=axis) for limit in (jnp.inf, -jnp.inf))
+    unknown = jnp.any(jnp.isnan(x), axis=axis) | (plus & minus)
+    limit = jnp.where(unknown, jnp.nan, jnp.where(plus, jnp.inf, -jnp.inf))
+    return jnp.where(unknown | plus | minus, limit, total).astype(x.dtype)
 
 
 def is_traced(x: Any) -> bool:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec, auto_axes
 
-from sparsity import selection
+from sparsity import exact_counts, selection
 from sparsity.sparsity_types import (
     Block,
     Channel,
@@ -87,7 +87,7 @@ def drop_and_grow(
     *,
     batch_axes: int = 0,
 ) -> jax.Array:
-    """Replaces a fraction of the active weights; the number of non-zeros does not change.
+    """Replaces a fraction of the active entries (blocks, channels); their number does not change.
 
     Of the n active entries (blocks, channels) of every slice the
     `max(1, round_half_even(n * (1 - drop_fraction)))` with the highest drop scores are kept, and as
@@ -167,7 +167,7 @@ def pack(mask: chex.Array, like: chex.Array) -> jax.Array:
     """Packs a mask to bits: uint8[*shape[:-1], ceil(shape[-1] / 8)]; packed ones pass.
 
     Args:
-      mask: a mask of the shape of `like`, or a packed one.
+      mask: a mask of the shape of `like`, or a packed one, also by `jnp.packbits(mask)`.
       like: the parameter; the leading axes of the packed mask are sharded as its are, the last one
         if its bytes divide.
 
@@ -176,8 +176,11 @@ def pack(mask: chex.Array, like: chex.Array) -> jax.Array:
       Array([[128, 128]], dtype=uint8)
     """
     shape = jnp.shape(like)
-    if mask.shape != shape or (shape and shape[-1] == 0):
+    if 0 in shape:
+        return jnp.zeros(packed_shape(shape), jnp.uint8)
+    if mask.shape != shape and mask.shape == packed_shape(shape):
         return mask
+    mask = unpack(mask, like)
 
     def to_bits(mask: jax.Array) -> jax.Array:
         return jnp.packbits(mask.astype(bool).reshape(shape or (1,)), axis=-1)
@@ -186,15 +189,19 @@ def pack(mask: chex.Array, like: chex.Array) -> jax.Array:
 
 
 def unpack(mask: chex.Array, like: chex.Array) -> jax.Array:
-    """Returns the mask in the shape and sharding of the parameter `like`; unpacked masks pass."""
+    """Returns a mask, packed or not, as uint8 in the shape and sharding of the parameter `like`."""
     shape = jnp.shape(like)
+    if 0 in shape:
+        return jnp.zeros(shape, jnp.uint8)
 
     def to_bytes(mask: jax.Array) -> jax.Array:
         if mask.shape == shape:
             # A row of one weight is one byte, packed or not; hooks may return bool masks.
             is_clear = mask.dtype == jnp.uint8 and shape[-1:] != (1,)
             return mask if is_clear else (mask != 0).astype(jnp.uint8)
-        return jnp.unpackbits(mask, axis=-1, count=(shape or (1,))[-1]).reshape(shape)
+        if mask.shape == packed_shape(shape):
+            return jnp.unpackbits(mask, axis=-1, count=(shape or (1,))[-1]).reshape(shape)
+        return jnp.unpackbits(mask, count=math.prod(shape)).reshape(shape)
 
     return shard_like(like, to_bytes, mask)
 
@@ -202,6 +209,11 @@ def unpack(mask: chex.Array, like: chex.Array) -> jax.Array:
 def packed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the packed mask of a tensor of `shape`."""
     return (*shape[:-1], -(-shape[-1] // 8)) if shape else (1,)
+
+
+def mask_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Shapes that a mask of a tensor of `shape` may have: plain, packed, packed as one row."""
+    return [shape, packed_shape(shape), (-(-math.prod(shape) // 8),)]
 
 
 def shard_like(
@@ -286,36 +298,6 @@ def _kept_of_group(kind: NByM, sparsity: chex.Numeric, target: chex.Numeric) -> 
     return jnp.maximum(kind.n, kind.m - removed)
 
 
-def ordered_sum(x: chex.Array, axis: tuple[int, ...]) -> jax.Array:
-    """Sums floats with the same bits in any order, so that sharding cannot change a mask.
-
-    Args:
-      x: array of float32 or float64.
-      axis: axes to reduce.
-
-    Returns:
-      The sums; each summand counts to within 2**-32 (2**-60) of the largest one of its sum.
-    """
-    size = math.prod(x.shape[i] for i in axis)
-    bits = 30 - max(size - 1, 1).bit_length()  # of each summand's digits, whose sum fits an int32
-    finite = jnp.isfinite(x)
-    rest = jnp.where(finite, x, 0)
-    exponent = jnp.frexp(jnp.max(jnp.abs(rest), axis=axis, keepdims=True, initial=0))[1]
-    rest = jnp.ldexp(rest, -exponent)
-    exponent = jnp.squeeze(exponent, axis)
-    total = jnp.zeros_like(exponent, x.dtype)
-    for digit in range(1, -(-(60 if x.dtype == jnp.float64 else 32) // bits) + 1):
-        rest = rest * 2.0**bits
-        whole = jnp.trunc(rest)
-        rest = rest - whole
-        count = jnp.sum(whole.astype(jnp.int32), axis=axis).astype(x.dtype)
-        total = total + jnp.ldexp(count, exponent - digit * bits)
-    plus, minus = (jnp.any(x == limit, axis=axis) for limit in (jnp.inf, -jnp.inf))
-    unknown = jnp.any(jnp.isnan(x), axis=axis) | (plus & minus)
-    limit = jnp.where(unknown, jnp.nan, jnp.where(plus, jnp.inf, -jnp.inf))
-    return jnp.where(unknown | plus | minus, limit, total).astype(x.dtype)
-
-
 def _devices(mesh: Any, axes: str | tuple[str, ...] | None) -> int:
     names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
     return math.prod(mesh.shape[name] for name in names)
@@ -336,11 +318,11 @@ def _pool(scores: chex.Array, sparsity_type: SparsityType, batch_axes: int) -> c
     if isinstance(sparsity_type, Channel):
         axis = _axis(sparsity_type.axis, batch_axes) % scores.ndim
         others = tuple(i for i in range(batch_axes, scores.ndim) if i != axis)
-        return ordered_sum(scores, others)
+        return exact_counts.ordered_sum(scores, others)
     block, grid, sizes = _block_grid(sparsity_type, scores.shape, batch_axes)
     if not sparsity_type.use_avg_pooling:
         return _reduce_blocks(scores, block, grid, sizes, jnp.max, -jnp.inf)
-    total = _reduce_blocks(scores, block, grid, sizes, ordered_sum, 0.0)
+    total = _reduce_blocks(scores, block, grid, sizes, exact_counts.ordered_sum, 0.0)
     entries = [
         np.minimum(step, size - step * np.arange(count))
         for step, size, count in zip(block, sizes, grid[-2:], strict=True)

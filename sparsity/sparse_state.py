@@ -78,10 +78,11 @@ def check_masks(tree: chex.ArrayTree, masks: chex.ArrayTree, role: str) -> None:
 
     def check(path: trees.KeyPath, leaf: Any, mask: Any) -> None:
         shape = jnp.shape(leaf)
-        if mask is not None and mask.shape not in (shape, masks_lib.packed_shape(shape)):
+        if mask is not None and mask.shape not in masks_lib.mask_shapes(shape):
             raise ValueError(
                 f"The mask of {trees.path_string(path)!r} has shape {mask.shape}, but its leaf in "
-                f"the {role} has shape {shape}."
+                f"the {role} has shape {shape}. Masks belong to the model that the optimizer's "
+                "`init` saw."
             )
 
     trees.map_matched(check, tree, masks, role=role)

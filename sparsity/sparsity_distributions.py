@@ -16,7 +16,7 @@ from typing import Any
 import chex
 
 from sparsity import trees
-from sparsity.sparsity_types import check_fraction
+from sparsity.sparsity_types import check_fraction, check_number
 
 FilterFn = Callable[[tuple[str, ...], chex.Array], bool]
 Overrides = Mapping[str | tuple[str, ...] | re.Pattern[str], float | None]
@@ -88,7 +88,7 @@ def erk(
       A tree like `params` of floats, `None` where a parameter stays dense.
 
     Raises:
-      ValueError: as in `uniform`.
+      ValueError: as in `uniform`, or `erk_power_scale` is not a finite number >= 0.
 
     Source: Evci et al. 2020, "Rigging the Lottery", section 3.
 
@@ -97,6 +97,7 @@ def erk(
       >>> erk({"a": np.ones((10, 10)), "b": np.ones((50, 50))}, 0.5)
       {'a': 0.0, 'b': 0.52}
     """
+    check_number("erk_power_scale", erk_power_scale, 0)
     selected, sparsities = _select(params, sparsity, filter_fn, custom_sparsity_map, batch_axes)
     if sparsity is not None:
         sizes = {path: param.size for path, (param, _) in selected.items()}
@@ -138,7 +139,11 @@ def _select(
     """Returns the filtered parameters with their batch axes, and the overrides, both by path."""
     if sparsity is not None:
         check_fraction("sparsity", sparsity)
-    overrides = custom_sparsity_map or {}
+    if filter_fn is not None and not callable(filter_fn):
+        raise ValueError(f"filter_fn must be a function of (path, param), got {filter_fn!r}.")
+    overrides = {} if custom_sparsity_map is None else custom_sparsity_map
+    if not isinstance(overrides, Mapping):
+        raise ValueError(f"custom_sparsity_map must be a dict {{path: sparsity}}, got {overrides}.")
     prunable = {
         path: leaf for path, leaf in trees.leaves_by_path(params).items() if trees.is_prunable(leaf)
     }

@@ -13,7 +13,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from sparsity.sparsity_types import check_int
+from sparsity.sparsity_types import check_fraction, check_int, check_number
+
+_LAST_STEP = 2**31 - 1  # the count of steps is an int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,7 @@ class OneShotSchedule(NoUpdateSchedule):
     target_step: int
 
     def __post_init__(self) -> None:
-        check_int("target_step", self.target_step, 0)
+        check_int("target_step", self.target_step, 0, _LAST_STEP)
 
     def is_mask_update_iter(self, step: chex.Numeric | None) -> chex.Numeric:
         return False if step is None else step == self.target_step
@@ -75,10 +77,10 @@ class PeriodicSchedule(NoUpdateSchedule):
     update_end_step: int | None = None
 
     def __post_init__(self) -> None:
-        check_int("update_freq", self.update_freq, 1)
-        check_int("update_start_step", self.update_start_step, 0)
+        check_int("update_freq", self.update_freq, 1, _LAST_STEP)
+        check_int("update_start_step", self.update_start_step, 0, _LAST_STEP)
         if self.update_end_step is not None:
-            check_int("update_end_step", self.update_end_step, 0)
+            check_int("update_end_step", self.update_end_step, 0, _LAST_STEP)
             if self.update_end_step < self.update_start_step:
                 raise ValueError(
                     "update_end_step must not come before update_start_step, got update_end_step = "
@@ -124,10 +126,10 @@ class PolynomialSchedule(PeriodicSchedule):
         super().__post_init__()
         if self.update_end_step is None:
             raise ValueError("PolynomialSchedule needs an update_end_step, got None.")
-        if not self.power > 0:
+        check_number("power", self.power)
+        if self.power <= 0:
             raise ValueError(f"power must be positive, got power = {self.power}.")
-        if not 0 <= self.initial_sparsity <= 1:
-            raise ValueError(f"initial_sparsity must be in [0, 1], got {self.initial_sparsity}.")
+        check_fraction("initial_sparsity", self.initial_sparsity)
 
     def get_sparsity_at_step(
         self, target_sparsities: chex.ArrayTree, step: chex.Numeric

@@ -7,6 +7,7 @@ Values are frozen and checked when they are made. Axes count within a slice: for
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 import re
 from typing import Any
@@ -73,6 +74,7 @@ class Block:
             raise ValueError(f"block_shape must be (rows, columns), got block_shape = {shape}.")
         for size in shape:
             check_int("Block.block_shape", size, 1)
+        check_bool("Block.use_avg_pooling", self.use_avg_pooling)
         object.__setattr__(self, "block_shape", tuple(shape))
 
 
@@ -133,12 +135,28 @@ def parse_sparsity_type(text: str) -> SparsityType:
 _NUMBERS = r"\s*-?\d+\s*(,\s*-?\d+\s*)*"
 
 
-def check_int(name: str, value: object, least: int | None = None) -> None:
-    """Raises a ValueError that names the argument unless `value` is an integer >= `least`."""
+def check_int(name: str, value: Any, least: int | None = None, most: int | None = None) -> None:
+    """Raises a ValueError that names the argument unless it is an integer in [least, most]."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise ValueError(f"{name} must be an integer, got {name} = {value!r}.")
+    value = int(value)
     if least is not None and value < least:
         raise ValueError(f"{name} must be at least {least}, got {name} = {value}.")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}, got {name} = {value}.")
+
+
+def check_number(name: str, value: Any, least: float = -math.inf) -> None:
+    """Raises a ValueError that names the argument unless it is a finite number >= `least`."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < least:
+        raise ValueError(f"{name} must be a finite number >= {least}, got {name} = {value!r}.")
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Raises a ValueError that names the argument unless it is True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} must be True or False, got {name} = {value!r}.")
 
 
 def check_fraction(name: str, value: Any) -> None:
@@ -147,4 +165,4 @@ def check_fraction(name: str, value: Any) -> None:
         return
     number = np.ndim(value) == 0 and jnp.issubdtype(np.asarray(value).dtype, jnp.number)
     if not number or not 0.0 <= float(value) <= 1.0:
-        raise ValueError(f"{name} must be in [0, 1], got {name} = {value!r}.")
+        raise ValueError(f"{name} must be in [0, 1] (0.8 means 80 %), got {name} = {value!r}.")

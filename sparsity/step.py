@@ -45,7 +45,9 @@ def wrap(
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: chex.ArrayTree) -> SparseState:
-        state = updater.init_state(params)._replace(inner_state=inner.init(params))
+        state = updater.init_state(params)
+        masks = fit_masks(state.masks, params, updater.use_packed_masks)
+        state = state._replace(masks=masks, inner_state=inner.init(params))
         if updater.regrows:
             check_resettable(params, state.inner_state)
         return state
@@ -66,6 +68,8 @@ def wrap(
             seen = apply_masks(params, state.masks, "params") if keeps_zeros else params
             old = state._replace(masks=unpack_masks(state.masks, params))
             new = call_hook(updater.update_state, old, seen, updates, extra=extra_args)
+            check_same_leaves(new.masks, old.masks)
+            new = new._replace(masks=unpack_masks(new.masks, params))
             grown = None
             if updater.regrows:
                 new, grown = restart_regrown(old, new, inner.init(seen))
@@ -108,6 +112,16 @@ def call_hook(hook: Callable[..., Any], *args: Any, extra: dict[str, Any], **kwa
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     wanted = extra.keys() if takes_all else extra.keys() & parameters.keys()
     return hook(*args, **kwargs, **{key: extra[key] for key in wanted - taken})
+
+
+def check_same_leaves(masks: chex.ArrayTree, old: chex.ArrayTree) -> None:
+    """Raises a ValueError that names the leaves which got a mask, or lost it, by an update."""
+    new_paths, old_paths = (trees.leaves_by_path(tree).keys() for tree in (masks, old))
+    if differing := [trees.path_string(path) for path in new_paths ^ old_paths]:
+        raise ValueError(
+            f"A mask update must return masks for the leaves that had one before; {differing} "
+            "differ. Return None where target_sparsities has None, and an array elsewhere."
+        )
 
 
 def land_on_zeros(

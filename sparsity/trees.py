@@ -48,7 +48,11 @@ def map_with_names(fn: Callable[..., Any], tree: chex.ArrayTree) -> chex.ArrayTr
 
 
 def map_matched(
-    fn: Callable[..., Any], tree: chex.ArrayTree, *others: chex.ArrayTree, role: str = "params"
+    fn: Callable[..., Any],
+    tree: chex.ArrayTree,
+    *others: chex.ArrayTree,
+    role: str = "params",
+    others_role: str = "masks (or scores or sparsities) that go with them",
 ) -> chex.ArrayTree:
     """Maps `fn(path, leaf, *other_leaves)` over `tree`; leaves of `others` are found by path.
 
@@ -58,6 +62,7 @@ def map_matched(
       tree: gives the structure of the result.
       *others: trees whose leaves all occur in `tree`, in whatever containers.
       role: what `tree` is, for the message.
+      others_role: what `others` are.
 
     Raises:
       ValueError: a tree of `others` has leaves at paths where `tree` has none; the paths are named.
@@ -69,10 +74,9 @@ def map_matched(
             missing = [path_string(path) for path in lookup if path not in known]
             if missing:
                 raise ValueError(
-                    f"The {role} have no leaf at {_listed(missing)}, which the masks (or scores or "
-                    f"sparsities) that go with them have. The {role} have: "
-                    f"{_listed([path_string(path) for path in known])}. Pass the tree that the "
-                    "optimizer state was made for."
+                    f"The {role} have no leaf at {_listed(missing)}, which the {others_role} have. "
+                    f"The {role} have: {_listed([path_string(path) for path in known])}. Both "
+                    "must be made for the same model."
                 )
 
     def visit(path: KeyPath, leaf: Any) -> Any:
@@ -152,4 +156,4 @@ def _entry_name(entry: KeyEntry) -> str:
 
 def _listed(names: list[str], most: int = 8) -> str:
     shown = ", ".join(repr(name) for name in names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+    return (shown or "nothing") + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -297,9 +297,12 @@ def test_an_unknown_key_is_an_error_with_the_nearest_and_all_keys(name, key, nea
         assert known in str(error.value)
 
 
-def test_a_key_of_another_algorithm_is_unknown():
-    with pytest.raises(ValueError, match="'drop_fraction' is no key"):
-        create(config(drop_fraction=0.3))
+def test_a_field_of_another_algorithm_is_unknown_but_the_documented_keys_suit_all():
+    with pytest.raises(ValueError, match="'drop_fraction_fn' is no key"):
+        create(config(drop_fraction_fn=lambda step: 0.3))
+    assert type(create(config(drop_fraction=0.3))) is sparsity.MagnitudePruning
+    with pytest.raises(ValueError, match="drop_fraction must be in"):
+        create(config(drop_fraction=1.3))
 
 
 @pytest.mark.parametrize("dist_type", ["erdos", "ERK", 3, ["erk"]])

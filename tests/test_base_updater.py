@@ -1138,7 +1138,11 @@ def test_an_updater_without_a_distribution_prunes_nothing():
         ({"scheduler": None}, "scheduler must have a method"),
         ({"sparsity_distribution_fn": 0.5}, "sparsity_distribution_fn must be a function"),
         ({"topk_fn": 3}, "topk_fn must be a function"),
-        ({"batch_axes": -1}, "batch_axes must not be negative, got -1"),
+        ({"batch_axes": -1}, "batch_axes must be at least 0, got batch_axes = -1"),
+        ({"batch_axes": 1.5}, "batch_axes must be an integer, got batch_axes = 1.5"),
+        ({"sparsity_type": sparsity.Block}, "sparsity_type must be .*Block"),
+        ({"use_packed_masks": "yes"}, "use_packed_masks must be True or False.*'yes'"),
+        ({"is_sparse_updates": 1}, "is_sparse_updates must be True or False.*1"),
     ],
 )
 def test_a_bad_field_is_a_value_error_when_the_updater_is_made(options, message):

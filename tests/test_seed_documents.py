@@ -153,16 +153,22 @@ def test_the_static_mask_of_the_deep_dive_refuses_instant_sparsify():
         StaticRandomSparse(sparsity_distribution_fn=_half).instant_sparsify(_params())
 
 
-def test_an_updater_that_overrides_every_hook_as_shown_trains():
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_an_updater_that_overrides_every_hook_as_shown_trains(packed):
     pruner = EveryHook(
-        sparsity_distribution_fn=_half, scheduler=jaxpruner.OneShotSchedule(target_step=0)
+        sparsity_distribution_fn=_half,
+        scheduler=jaxpruner.OneShotSchedule(target_step=0),
+        use_packed_masks=packed,
     )
     tx = pruner.wrap_optax(optax.sgd(0.5))
-    params = _params()
+    params = _params() | {"wide": jnp.arange(-5.0, 25.0).reshape(3, 10)}
     state = tx.init(params)
     updates, state = jax.jit(tx.update)(_gradients(params), state, params)
     params = pruner.post_gradient_update(optax.apply_updates(params, updates), state)
     np.testing.assert_array_equal(params["kernel"], [[0.0, -3.0, 2.25, 0.0]])
+    flat = np.arange(-5.0, 25.0) * 0.75
+    np.testing.assert_array_equal(np.ravel(params["wide"]), np.where(flat > 9 * 0.75, flat, 0))
+    assert state.masks["wide"].shape == ((3, 2) if packed else (3, 10))
     assert int(state.count) == 1
 
 

@@ -518,3 +518,16 @@ def test_erk_gives_resnet50_its_published_sizes(sparsity, megabytes):
         bits += 32 * math.floor((1 - sparsities[name]) * size)
         bits += size if sparsities[name] > 0 else 0
     assert f"{bits / 8 / 1e6:.3f}" == megabytes
+
+
+@pytest.mark.parametrize("power", [math.nan, math.inf, -1.0, "a"])
+def test_a_power_scale_that_is_no_finite_number_is_an_error(power):
+    with pytest.raises(ValueError, match="erk_power_scale must be a finite number"):
+        erk({"w": np.ones((4, 4))}, 0.5, erk_power_scale=power)
+
+
+def test_a_filter_or_overrides_of_another_kind_are_errors():
+    with pytest.raises(ValueError, match=r"filter_fn must be a function.*'kernel'"):
+        uniform({"w": np.ones((4, 4))}, 0.5, filter_fn="kernel")
+    with pytest.raises(ValueError, match=r"custom_sparsity_map must be a dict.*0\.5"):
+        uniform({"w": np.ones((4, 4))}, 0.5, custom_sparsity_map=0.5)

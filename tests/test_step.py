@@ -474,3 +474,67 @@ def test_a_training_step_makes_no_nan_on_the_way():
             params, state = jax.jit(step)(params, state, jnp.ones((4, _SHAPE[0])))
             assert int(state.masks["w"].sum()) == math.prod(_SHAPE) // 2
             assert not np.any(np.asarray(params["w"])[np.asarray(state.masks["w"]) == 0])
+
+
+@pytest.mark.parametrize("name", sparsity.all_algorithm_names())
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_arrays_without_entries_train_like_others(name, packed):
+    config = {"algorithm": name, "sparsity": 0.5, "use_packed_masks": packed}
+    updater = sparsity.create_updater_from_config(
+        config | {"scheduler": sparsity.PeriodicSchedule(1)}
+    )
+    shapes = [(0, 4), (4, 0), (2, 0, 3), (4, 4)]
+    params = {str(shape): jnp.arange(1.0, 1 + math.prod(shape)).reshape(shape) for shape in shapes}
+    tx = updater.wrap_optax(optax.adam(0.1))
+    state = tx.init(params)
+    updates, state = jax.jit(tx.update)(params, state, params)
+    params = optax.apply_updates(params, updates)
+    assert {name: str(leaf.shape) for name, leaf in params.items()} == {s: s for s in params}
+    if name not in ("no_prune", "magnitude_ste", "random_ste"):
+        assert jnp.count_nonzero(state.masks["(4, 4)"]) > 0
+
+
+@pytest.mark.parametrize("dtype", [bool, jnp.int32, jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("regrows", [False, True])
+def test_masks_from_a_hook_may_have_any_dtype(dtype, regrows):
+    class Positive(sparsity.BaseUpdater):
+        def calculate_scores(self, params, sparse_state=None, grads=None):
+            return params
+
+        def create_masks(self, scores, sparsities):
+            return jax.tree.map(lambda score: (score > 0).astype(dtype), scores)
+
+    Positive.regrows = regrows
+    updater = Positive(
+        sparsity_distribution_fn=functools.partial(
+            sparsity.sparsity_distributions.uniform, sparsity=0.5
+        ),
+        scheduler=sparsity.OneShotSchedule(0),
+    )
+    tx = updater.wrap_optax(optax.adam(0.1))
+    params = {"w": jnp.array([[1.0, -1.0, 2.0]])}
+    _, state = jax.jit(tx.update)(params, tx.init(params), params)
+    assert state.masks["w"].dtype == jnp.uint8
+    np.testing.assert_array_equal(state.masks["w"], [[1, 0, 1]])
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_a_hook_that_masks_a_dense_leaf_is_told_which_one(jit):
+    class Positive(sparsity.BaseUpdater):
+        def calculate_scores(self, params, sparse_state=None, grads=None):
+            return params
+
+        def create_masks(self, scores, sparsities):
+            return jax.tree.map(lambda score: score > 0, scores)
+
+    updater = Positive(
+        sparsity_distribution_fn=functools.partial(
+            sparsity.sparsity_distributions.uniform, sparsity=0.5
+        ),
+        scheduler=sparsity.OneShotSchedule(0),
+    )
+    tx = updater.wrap_optax(optax.sgd(0.1))
+    params = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r"\['b'\].*target_sparsities"):
+        (jax.jit(tx.update) if jit else tx.update)(params, state, params)

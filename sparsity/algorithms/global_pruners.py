@@ -11,8 +11,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from sparsity import masks as masks_lib
-from sparsity import selection, sparsity_distributions, trees
+from sparsity import exact_counts, selection, sparsity_distributions, trees
 from sparsity.algorithms.pruners import MagnitudePruning, SaliencyPruning
 from sparsity.base_updater import BaseUpdater
 from sparsity.sparsity_types import Unstructured, check_fraction
@@ -116,5 +115,5 @@ class GlobalSaliencyPruning(GlobalPruning, SaliencyPruning):
 
 def _normalize(score: chex.Array) -> jax.Array:
     wide = score.astype(jnp.float64 if score.dtype == jnp.float64 else jnp.float32)
-    norm = jnp.sqrt(masks_lib.ordered_sum(wide * wide, tuple(range(wide.ndim))))
+    norm = jnp.sqrt(exact_counts.ordered_sum(wide * wide, tuple(range(wide.ndim))))
     return wide / jnp.where(norm > 0, norm, 1)

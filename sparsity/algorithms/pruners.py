@@ -52,7 +52,8 @@ class SaliencyPruning(BaseUpdater):
         del sparse_state
         if grads is None:
             raise ValueError(
-                f"{type(self).__name__} scores weights by their gradients, got grads = None."
+                f"{type(self).__name__} scores weights by their gradients, got grads = None. Pass "
+                "them: instant_sparsify(params, grads)."
             )
 
         def score(path: trees.KeyPath, param: Any, grad: Any) -> Any:

@@ -21,6 +21,7 @@ from sparsity import trees
 from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.base_updater import BaseUpdater
 from sparsity.sparse_state import SparseState
+from sparsity.sparsity_types import check_fraction
 
 
 @dataclasses.dataclass
@@ -57,8 +58,8 @@ class StaticRandomSparse(SparseTraining):
 class DropAndGrow(SparseTraining):
     """Moves the mask: drops active weights of the lowest magnitude and grows as many others.
 
-    The number of non-zeros of every leaf never changes. Regrown weights start at zero with a fresh
-    optimizer state.
+    The number of active entries (blocks, channels) of every leaf never changes. Regrown weights
+    start at zero with a fresh optimizer state.
 
     Attributes:
       drop_fraction_fn: from the step to the fraction of active weights to replace, in [0, 1].
@@ -82,13 +83,19 @@ class DropAndGrow(SparseTraining):
         """Returns scores by which weights that were not kept grow."""
         raise NotImplementedError(f"{type(self).__name__} must override get_grow_scores.")
 
-    def init_state(self, params: chex.ArrayTree) -> SparseState:
-        with jax.ensure_compile_time_eval():
-            fraction = self.drop_fraction_fn(0)
-        if not isinstance(fraction, jax.core.Tracer) and not 0.0 <= float(fraction) <= 1.0:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not callable(self.drop_fraction_fn):
             raise ValueError(
-                f"drop_fraction_fn must return fractions in [0, 1], got {fraction} at step 0."
+                "drop_fraction_fn must be a function of the step, for example "
+                f"optax.constant_schedule(0.3), got drop_fraction_fn = {self.drop_fraction_fn!r}."
             )
+
+    def init_state(self, params: chex.ArrayTree) -> SparseState:
+        ends = (getattr(self.scheduler, f"update_{end}_step", 0) or 0 for end in ("start", "end"))
+        for at in {0, *ends}:
+            with jax.ensure_compile_time_eval():
+                check_fraction(f"drop_fraction_fn({at})", self.drop_fraction_fn(at))
         return super().init_state(params)
 
     def update_state(
@@ -138,5 +145,5 @@ class RigL(DropAndGrow):
     ) -> chex.ArrayTree:
         del sparse_state, params
         if grads is None:
-            raise ValueError("RigL grows weights by their gradients, got grads = None.")
+            raise ValueError("RigL grows weights by their gradients, got grads = None: pass them.")
         return jax.tree.map(jnp.abs, grads)

@@ -229,8 +229,24 @@ def test_a_drop_fraction_outside_its_range_is_an_error_at_init(cls, fraction):
         updater.wrap_optax(optax.sgd(0.1)).init,
         jax.jit(updater.wrap_optax(optax.sgd(0.1)).init),
     ):
-        with pytest.raises(ValueError, match=r"drop_fraction_fn.*\[0, 1\].*step 0"):
+        with pytest.raises(ValueError, match=r"drop_fraction_fn\(0\) must be in \[0, 1\]"):
             init({"w": jnp.ones((4, 4))})
+
+
+def test_a_drop_fraction_is_checked_at_the_ends_of_the_schedule_too():
+    updater = sparsity.RigL(
+        sparsity_distribution_fn=_uniform(0.5),
+        scheduler=sparsity.PeriodicSchedule(10, update_end_step=30),
+        drop_fraction_fn=lambda step: 0.1 * step,
+    )
+    with pytest.raises(ValueError, match=r"drop_fraction_fn\(30\) must be in \[0, 1\].*3\.0"):
+        updater.init_state({"w": jnp.ones((4, 4))})
+
+
+@pytest.mark.parametrize("cls", [sparsity.SET, sparsity.RigL])
+def test_a_drop_fraction_that_is_no_function_is_an_error_when_the_updater_is_made(cls):
+    with pytest.raises(ValueError, match=r"drop_fraction_fn must be a function.*got.*0\.3"):
+        cls(drop_fraction_fn=0.3)
 
 
 @pytest.mark.parametrize("name", ["static_sparse", "set", "rigl"])
