@@ -136,6 +136,7 @@ ORDER = [
     "threshold",
     "selection",
     "sparsity_types",
+    "sharding",
     "masks",
     "trees",
     "sparse_state",
