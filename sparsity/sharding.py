@@ -13,29 +13,29 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
 
 
 def shard_like(
-    like: chex.Array,
-    fn: Callable[..., jax.Array],
+    like: chex.ArrayTree,
+    fn: Callable[..., Any],
     *args: Any,
     shape: tuple[int, ...] | None = None,
-) -> jax.Array:
+) -> Any:
     """Calls `fn(*args)`; on a mesh with Explicit axes its result is sharded as `like`.
 
     Explicit axes put the sharding into an array's type, so that each reshape and each new array
     would have to name one; inside `fn` they are Auto axes, where XLA chooses.
 
     Args:
-      like: array whose sharding the result shall have.
+      like: array whose sharding the result shall have, or a tree of arrays for a tree of results.
       fn: function of arrays.
       *args: arrays and scalars; `fn` closes over none.
       shape: shape of the result, if it is not that of `like`; axes of the mesh that do not divide
         it are left out.
     """
-    sharding = jax.typeof(like).sharding
-    if AxisType.Explicit not in sharding.mesh.axis_types:
+    shardings = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, like)
+    if all(AxisType.Explicit not in own.mesh.axis_types for own in jax.tree.leaves(shardings)):
         return fn(*args)
     if shape is not None:
-        sharding = fit(sharding, shape)
-    return auto_axes(fn, out_sharding=sharding)(*args)
+        shardings = fit(shardings, shape)
+    return auto_axes(fn, out_sharding=shardings)(*args)
 
 
 def place_like(like: chex.Array, mask: jax.Array) -> jax.Array:
