@@ -74,20 +74,17 @@ with ocp.CheckpointManager(f"{folder}/run") as manager:
 """
 
 
-def _start(folder, *how):
+def _start(folder, how):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])
-    logs = [open(folder / f"{'-'.join(how)}{process}.log", "w") for process in (0, 1)]  # noqa: SIM115
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(process), port, str(folder), *how],
-            env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-            stdout=log,
-            stderr=log,
-        )
-        for process, log in enumerate(logs)
-    ]
+    processes = []
+    for process in (0, 1):
+        with open(folder / f"{how}{process}.log", "w", encoding="utf-8") as log:
+            command = [sys.executable, "-c", PROGRAM, str(process), port, str(folder), how]
+            env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+            processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+    return processes
 
 
 def test_a_run_that_lost_a_process_ends_with_the_weights_of_an_unbroken_one(tmp_path):
