@@ -2,6 +2,7 @@
 
 import pytest
 
+import sparsity
 from tests.test_selection_sharded import run
 
 _SETUP = """
@@ -41,17 +42,22 @@ def run_on_mesh(kind, body):
     run(kind, _SETUP + body)
 
 
+_NAMES = sparsity.all_algorithm_names()
+
+
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_every_algorithm_gives_bit_equal_masks_on_every_mesh(kind):
+@pytest.mark.parametrize("names", [_NAMES[start::3] for start in range(3)], ids=" ".join)
+def test_every_algorithm_gives_bit_equal_masks_on_every_mesh(kind, names):
     run_on_mesh(
         kind,
+        f"NAMES = {names}"
         """
-for name in sparsity.all_algorithm_names():
+for name in NAMES:
     # One layer is enough where each is ranked by itself.
     alone = {} if name.startswith("global") else {"custom_sparsity_map": {"out/kernel": None}}
     updater = make(name, **alone)
     masks = {}
-    layouts = SPECS if name == "rigl" else ("both",)
+    layouts = ("both", "tensor parallel") if name == "rigl" else ("both",)
     for layout in (None, *layouts):
         here = (lambda x: x) if layout is None else functools.partial(place, layout=layout)
         with on(layout):

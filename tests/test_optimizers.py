@@ -187,7 +187,7 @@ def _check_regrowing(name, algorithm, inner):
             floats = jnp.issubdtype(jnp.result_type(was), jnp.inexact)
             if of_kernel and floats and jnp.shape(was) == _SHAPE:
                 was, owned = np.where(grown, init, was), True
-            elif floats and (of_kernel or jnp.ndim(was) and DictKey("bias") not in path):
+            elif floats and (of_kernel or (jnp.ndim(was) and DictKey("bias") not in path)):
                 stays.add([entry.name for entry in path if isinstance(entry, GetAttrKey)][-1])
             np.testing.assert_array_equal(now, was, err_msg=jax.tree_util.keystr(path))
     assert regrown

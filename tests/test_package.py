@@ -212,6 +212,7 @@ PUBLIC = [
     "NoUpdateSchedule", "OneShotSchedule", "PeriodicSchedule", "PolynomialSchedule",
     "Unstructured", "NByM", "Block", "Channel",
     "create_updater_from_config", "register_algorithm", "all_algorithm_names",
+    "get_sparse_state", "set_sparse_state", "sharding_like",
     "summarize_sparsity", "summarize_intersection", "plot_sparsity",
     "algorithms", "sparsity_distributions", "sparsity_schedules", "sparsity_types",
 ]
