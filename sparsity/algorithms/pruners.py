@@ -14,7 +14,7 @@ import numpy as np
 
 from sparsity import selection, trees
 from sparsity.base_updater import BaseUpdater
-from sparsity.sharding import shard_like
+from sparsity.sharding import place_like, shard_like
 from sparsity.sparse_state import SparseState
 
 
@@ -101,7 +101,9 @@ def generate_random_scores(
     def draw(path: trees.KeyPath, param: Any) -> jax.Array:
         leaf = np.uint32(zlib.crc32(trees.path_string(path).encode()))
         draw_shape = functools.partial(selection.hash_scores, jnp.shape(param))
-        return shard_like(param, draw_shape, *words, step, leaf)
+        scores = shard_like(param, draw_shape, *words, step, leaf)
+        # Inside jit XLA places them where they are used.
+        return scores if isinstance(scores, jax.core.Tracer) else place_like(param, scores)
 
     return trees.map_matched(draw, params)
 
