@@ -29,7 +29,12 @@ from sparsity.api import (
     register_algorithm,
 )
 from sparsity.base_updater import BaseUpdater, NoPruning
-from sparsity.sparse_state import SparseState, get_sparse_state, set_sparse_state
+from sparsity.sparse_state import (
+    SparseState,
+    get_sparse_state,
+    set_sparse_state,
+    sharding_like,
+)
 from sparsity.sparsity_schedules import (
     NoUpdateSchedule,
     OneShotSchedule,

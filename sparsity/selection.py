@@ -268,12 +268,14 @@ def _grouped_mask(
     own, other = pairs(key_search.to_keys(scores))
     # Compared iotas vectorise, where a constant table would be read entry by entry.
     row, column = (lax.broadcasted_iota(jnp.int32, (m, m), d) for d in (0, 1))
-    earlier = (column < row).reshape(m, m, *[1] * (len(shape) - axis - 1))
+    earlier = (column < row).reshape(*[1] * (axis + 1), m, m, *[1] * (len(shape) - axis - 1))
     beaten = (other > own) | ((other == own) & earlier)
     if keep is not None:
         own_kept, other_kept = pairs(keep != 0)
         beaten = (other_kept & ~own_kept) | ((other_kept == own_kept) & beaten)
     rank = jnp.sum(beaten, axis=axis + 2, dtype=jnp.int8 if m < 128 else jnp.int32)
+    if exact_counts.is_traced(n):
+        n = jnp.clip(n, 0, m).astype(rank.dtype)
     mask = (rank < n).reshape(shape).astype(jnp.uint8)
     explicit = jax.typeof(scores).sharding
     return mask if explicit.mesh.empty else jax.sharding.reshard(mask, explicit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 from typing import Any
@@ -22,7 +23,7 @@ def summarize_sparsity(
     """Returns the fraction of zeros of every leaf and of the whole tree.
 
     Args:
-      param_tree: tree of parameters or masks.
+      param_tree: tree of parameters or masks, or an optimizer state whose masks are meant.
       only_total_sparsity: leave out the entries of the single leaves.
 
     Returns:
@@ -30,11 +31,14 @@ def summarize_sparsity(
       exact for trees of any size, and a sparsity for each path, joined by '/'; `None` for a leaf
       that is `None`. Inside `jit` the values are float32 arrays.
 
+    Raises:
+      ValueError: an optimizer state holds more than one SparseState, or its masks are packed.
+
     Example:
       >>> summarize_sparsity({"a": jnp.array([1.0, 0.0]), "b": jnp.zeros(2)})["_total_sparsity"]
       0.75
     """
-    leaves = _with_none(param_tree)
+    leaves = _with_none(_masks_of(param_tree, packed=False))
     sizes = {name: jnp.size(leaf) for name, leaf in leaves.items() if leaf is not None}
     nonzeros = _fetch(
         {name: jnp.count_nonzero(leaf) for name, leaf in leaves.items() if leaf is not None}
@@ -55,8 +59,9 @@ def summarize_intersection(
     """Returns which fraction of the ones of the first masks are ones of the second, too.
 
     Args:
-      mask_tree1: tree of masks.
-      mask_tree2: tree of masks with the same paths.
+      mask_tree1: tree of masks, or an optimizer state that holds them; packed masks are counted by
+        their bits.
+      mask_tree2: as `mask_tree1`, with the same paths.
       only_total_intersection: leave out the entries of the single leaves.
 
     Returns:
@@ -65,21 +70,22 @@ def summarize_intersection(
       arrays.
 
     Raises:
-      ValueError: the trees have different paths or shapes; they are named.
+      ValueError: the trees have different paths or shapes; they are named. Or an optimizer state
+        holds more than one SparseState.
 
     Example:
       >>> summarize_intersection({"a": jnp.array([1, 1])}, {"a": jnp.array([0, 1])})
       {'a': 0.5, '_total_intersection': 0.5}
     """
-    leaves1, leaves2 = _with_none(mask_tree1), _with_none(mask_tree2)
+    leaves1, leaves2 = (_with_none(_masks_of(tree)) for tree in (mask_tree1, mask_tree2))
     if differing := [n for n in leaves1 | leaves2 if _shape(leaves1, n) != _shape(leaves2, n)]:
         raise ValueError(
             "mask_tree1 and mask_tree2 must have the same paths and shapes; they differ at "
             + ", ".join(f"{n} ({_shape(leaves1, n)}, {_shape(leaves2, n)})" for n in differing)
         )
     pairs = {name: (m, leaves2[name]) for name, m in leaves1.items() if m is not None}
-    ones = _fetch({name: jnp.count_nonzero(a) for name, (a, _) in pairs.items()})
-    both = _fetch({name: jnp.count_nonzero((a != 0) & (b != 0)) for name, (a, b) in pairs.items()})
+    ones = _fetch({name: _count_ones(a) for name, (a, _) in pairs.items()})
+    both = _fetch({name: _count_ones(a, b) for name, (a, b) in pairs.items()})
     summary = {} if only_total_intersection else dict.fromkeys(leaves1)
     if not only_total_intersection:
         summary |= {name: both[name] / _at_least_one(ones[name]) for name in pairs}
@@ -187,6 +193,29 @@ def plot_sparsity(
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
     return ax
+
+
+def _masks_of(tree: Any, packed: bool = True) -> chex.ArrayTree:
+    """The masks of an optimizer state; other trees as they are."""
+    if not trees.find_nodes(tree, SparseState):
+        return tree
+    masks = get_sparse_state(tree).masks
+    for path, mask in {} if packed else trees.leaves_by_path(masks).items():
+        if not isinstance(mask, jax.core.Tracer) and jnp.max(mask, initial=0) > 1:
+            raise ValueError(
+                f"The mask of {trees.path_string(path)!r} is packed to bits, so that its number of "
+                "entries is not known. Summarize the parameters, or "
+                "sparsity.sparse_state.unpack_masks(masks, params)."
+            )
+    return masks
+
+
+def _count_ones(*masks: chex.Array) -> jax.Array:
+    """Number of entries that are not zero in all masks; of bits where masks are uint8."""
+    if all(mask.dtype == jnp.uint8 for mask in masks):
+        bits = functools.reduce(jnp.bitwise_and, masks)
+        return jnp.sum(jax.lax.population_count(bits), dtype=jnp.int32)
+    return jnp.count_nonzero(functools.reduce(jnp.logical_and, [mask != 0 for mask in masks]))
 
 
 def _with_none(tree: chex.ArrayTree) -> dict[str, Any]:

@@ -108,35 +108,57 @@ def find_nodes(tree: Any, kind: Any) -> list[tuple[KeyPath, Any]]:
     return found
 
 
+def map_owned(
+    fn: Callable[..., Any], params: chex.ArrayTree, state: chex.ArrayTree, *others: chex.ArrayTree
+) -> chex.ArrayTree:
+    """Maps `fn(owner, leaf, *other_leaves)` over an optimizer state.
+
+    The owner of a state leaf is the leaf of `params` whose path its own path ends in (the longest
+    such), or `None`. It may have another shape: factored second moments (adafactor) and histories
+    (lbfgs) have owners, too.
+
+    Args:
+      fn: a function of leaves.
+      params: tree with the parameters' paths.
+      state: an optimizer state.
+      *others: trees of its structure.
+
+    Example:
+      >>> map_owned(lambda owner, leaf: owner, {"w": 1.0}, [{"count": 0, "mu": {"w": 2.0}}])
+      [{'count': None, 'mu': {'w': 1.0}}]
+    """
+    none_too = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: leaf is None)
+    by_path = {_strip(path): leaf for path, leaf in none_too}  # a dense leaf owns its state, too
+
+    def owner(path: KeyPath) -> Any:
+        suffixes = (path[start:] for start in range(len(path) + 1))
+        return next((by_path[suffix] for suffix in suffixes if suffix in by_path), None)
+
+    return jax.tree_util.tree_map_with_path(
+        lambda path, *leaves: fn(owner(_strip(path)), *leaves), state, *others
+    )
+
+
 def replace_where(
     state: chex.ArrayTree, fresh: chex.ArrayTree, chosen: chex.ArrayTree
 ) -> chex.ArrayTree:
     """Takes entries of `fresh` into an optimizer state where the parameters' `chosen` is true.
 
-    A state leaf belongs to a parameter when its path ends in the parameter's path (the longest
-    such), its shape is the parameter's and its dtype is floating or complex. Other leaves stay:
-    counts, factored second moments (adafactor, sm3), histories (lbfgs).
+    Leaves without an owner (see `map_owned`) or of another shape, and those that are neither
+    floating nor complex, stay.
 
     Args:
       state: an optimizer state.
       fresh: a state of the same structure, as `init` returns it.
       chosen: bool arrays by parameter path; `None` keeps all state of that parameter.
     """
-    none_too = jax.tree_util.tree_leaves_with_path(chosen, is_leaf=lambda leaf: leaf is None)
-    by_path = {_strip(path): leaf for path, leaf in none_too}  # a dense leaf owns its state, too
 
-    def visit(path: KeyPath, old: Any, new: Any) -> Any:
-        where = _owner(_strip(path), by_path)
+    def replace(where: Any, old: Any, new: Any) -> Any:
         if where is None or jnp.shape(old) != jnp.shape(where) or not is_prunable(old):
             return old
         return jnp.where(where, new, old)
 
-    return jax.tree_util.tree_map_with_path(visit, state, fresh)
-
-
-def _owner(path: KeyPath, by_path: dict[KeyPath, Any]) -> Any:
-    suffixes = (path[start:] for start in range(len(path) + 1))
-    return next((by_path[suffix] for suffix in suffixes if suffix in by_path), None)
+    return map_owned(replace, chosen, state, fresh)
 
 
 def _strip(path: KeyPath) -> KeyPath:

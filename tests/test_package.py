@@ -136,6 +136,7 @@ ORDER = [
     "threshold",
     "selection",
     "sparsity_types",
+    "sharding",
     "masks",
     "trees",
     "sparse_state",
@@ -211,6 +212,7 @@ PUBLIC = [
     "NoUpdateSchedule", "OneShotSchedule", "PeriodicSchedule", "PolynomialSchedule",
     "Unstructured", "NByM", "Block", "Channel",
     "create_updater_from_config", "register_algorithm", "all_algorithm_names",
+    "get_sparse_state", "set_sparse_state", "sharding_like",
     "summarize_sparsity", "summarize_intersection", "plot_sparsity",
     "algorithms", "sparsity_distributions", "sparsity_schedules", "sparsity_types",
 ]
