@@ -39,14 +39,11 @@ def summarize_sparsity(
       0.75
     """
     leaves = _with_none(_masks_of(param_tree, packed=False))
-    sizes = {name: jnp.size(leaf) for name, leaf in leaves.items() if leaf is not None}
-    nonzeros = _fetch(
-        {name: jnp.count_nonzero(leaf) for name, leaf in leaves.items() if leaf is not None}
-    )
+    sizes = {path: jnp.size(leaf) for path, leaf in leaves.items() if leaf is not None}
+    nonzeros = _fetch({path: jnp.count_nonzero(leaves[path]) for path in sizes})
     size, nonzero = sum(sizes.values()), _total(nonzeros)
-    summary = {} if only_total_sparsity else dict.fromkeys(leaves)
-    if not only_total_sparsity:
-        summary |= {name: (sizes[name] - nonzeros[name]) / max(sizes[name], 1) for name in sizes}
+    single = {path: (sizes[path] - nonzeros[path]) / max(sizes[path], 1) for path in sizes}
+    summary = {} if only_total_sparsity else _named(dict.fromkeys(leaves) | single)
     summary["_total_sparsity"] = (size - nonzero) / max(size, 1)
     summary["_nparams"] = size
     summary["_nparams_nnz"] = nonzero
@@ -78,17 +75,17 @@ def summarize_intersection(
       {'a': 0.5, '_total_intersection': 0.5}
     """
     leaves1, leaves2 = (_with_none(_masks_of(tree)) for tree in (mask_tree1, mask_tree2))
-    if differing := [n for n in leaves1 | leaves2 if _shape(leaves1, n) != _shape(leaves2, n)]:
+    shapes = {p: (_shape(leaves1.get(p)), _shape(leaves2.get(p))) for p in leaves1 | leaves2}
+    if differing := {path: pair for path, pair in shapes.items() if pair[0] != pair[1]}:
         raise ValueError(
             "mask_tree1 and mask_tree2 must have the same paths and shapes; they differ at "
-            + ", ".join(f"{n} ({_shape(leaves1, n)}, {_shape(leaves2, n)})" for n in differing)
+            + ", ".join(f"{name} ({a}, {b})" for name, (a, b) in _named(differing).items())
         )
-    pairs = {name: (m, leaves2[name]) for name, m in leaves1.items() if m is not None}
-    ones = _fetch({name: _count_ones(a) for name, (a, _) in pairs.items()})
-    both = _fetch({name: _count_ones(a, b) for name, (a, b) in pairs.items()})
-    summary = {} if only_total_intersection else dict.fromkeys(leaves1)
-    if not only_total_intersection:
-        summary |= {name: both[name] / _at_least_one(ones[name]) for name in pairs}
+    pairs = {path: (m, leaves2[path]) for path, m in leaves1.items() if m is not None}
+    ones = _fetch({path: _count_ones(a) for path, (a, _) in pairs.items()})
+    both = _fetch({path: _count_ones(a, b) for path, (a, b) in pairs.items()})
+    single = {path: both[path] / _at_least_one(ones[path]) for path in pairs}
+    summary = {} if only_total_intersection else _named(dict.fromkeys(leaves1) | single)
     summary["_total_intersection"] = _total(both) / _at_least_one(_total(ones))
     return summary
 
@@ -115,9 +112,9 @@ def sparsity_table(params: chex.ArrayTree, opt_state: Any, updater: BaseUpdater)
         numbers = ("dense", "") if row["target"] is None else (row["target"], row["achieved"])
         shown = [f"{n:.4f}" if isinstance(n, float) else n for n in numbers]
         table.add_row(row["path"], shape, row["type"], *shown, f"{row['mask_bytes']:,}")
-    sparse = {row["path"] for row in rows if row["target"] is not None}
-    leaves = {name: leaf for name, leaf in _with_none(params).items() if name in sparse}
-    total = summarize_sparsity(leaves, only_total_sparsity=True)
+    leaves = zip(trees.leaves_by_path(params).values(), rows, strict=True)
+    sparse = [leaf for leaf, row in leaves if row["target"] is not None]
+    total = summarize_sparsity(sparse, only_total_sparsity=True)
     table.add_section()
     table.add_row(
         "sparse layers",
@@ -218,23 +215,27 @@ def _count_ones(*masks: chex.Array) -> jax.Array:
     return jnp.count_nonzero(functools.reduce(jnp.logical_and, [mask != 0 for mask in masks]))
 
 
-def _with_none(tree: chex.ArrayTree) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: leaf is None)
-    return {trees.path_string(path): leaf for path, leaf in leaves}
+def _with_none(tree: chex.ArrayTree) -> dict[trees.KeyPath, Any]:
+    return dict(jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: leaf is None))
 
 
-def _shape(leaves: dict[str, Any], name: str) -> Any:
-    return jnp.shape(leaves[name]) if leaves.get(name) is not None else None
+def _named(by_path: dict[trees.KeyPath, Any]) -> dict[str, Any]:
+    return {trees.path_string(path): value for path, value in by_path.items()}
 
 
-def _fetch(counts: dict[str, jax.Array]) -> dict[str, Any]:
+def _shape(leaf: Any) -> Any:
+    return None if leaf is None else jnp.shape(leaf)
+
+
+def _fetch(counts: dict[trees.KeyPath, jax.Array]) -> dict[trees.KeyPath, Any]:
     """Counts as Python ints, which do not overflow; float32 while tracing."""
     if any(isinstance(count, jax.core.Tracer) for count in counts.values()):
-        return {name: count.astype(jnp.float32) for name, count in counts.items()}
-    return {name: int(count) for name, count in jax.device_get(counts).items()}
+        return {path: count.astype(jnp.float32) for path, count in counts.items()}
+    counts = dict(zip(counts, jax.device_get(list(counts.values())), strict=True))
+    return {path: int(count) for path, count in counts.items()}
 
 
-def _total(counts: dict[str, Any]) -> Any:
+def _total(counts: dict[trees.KeyPath, Any]) -> Any:
     return sum(counts.values())
 
 
