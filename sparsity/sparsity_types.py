@@ -95,6 +95,30 @@ SparsityType = Unstructured | NByM | Block | Channel
 NbyM = NByM  # as jaxpruner's documentation spells it
 
 
+def parse_nm(pattern: Any, axis: int = -1) -> NByM:
+    """Reads a pattern that keeps at least one entry of a group.
+
+    Args:
+      pattern: (n, m), 'n:m', or an `NByM`, which has an axis of its own.
+      axis: the axis of the first two.
+
+    Raises:
+      ValueError: the pattern is none of these, or n is not in [1, m].
+
+    Example:
+      >>> parse_nm("1:4")
+      NByM(n=1, m=4, axis=-1)
+    """
+    if isinstance(pattern, str) and (colon := re.fullmatch(_COLON, pattern)):
+        pattern = int(colon[1]), int(colon[2])
+    if isinstance(pattern, tuple | list) and len(pattern) == 2:
+        pattern = NByM(*pattern, axis)
+    if not isinstance(pattern, NByM):
+        raise ValueError(f"A pattern is (n, m), 'n:m' or NByM(n, m, axis), got {pattern!r}.")
+    check_int("n", pattern.n, 1)
+    return pattern
+
+
 def parse_sparsity_type(text: str) -> SparsityType:
     """Reads a type from a configuration string.
 
@@ -109,7 +133,7 @@ def parse_sparsity_type(text: str) -> SparsityType:
       NByM(n=2, m=4, axis=-2)
     """
     kind, _, rest = text.strip().partition("_")
-    colon = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text)
+    colon = re.fullmatch(_COLON, text)
     if colon:
         kind, rest = "nm", f"{colon[1]},{colon[2]}"
     numbers = [int(part) for part in rest.split(",")] if re.fullmatch(_NUMBERS, rest) else []
@@ -130,6 +154,7 @@ def parse_sparsity_type(text: str) -> SparsityType:
     )
 
 
+_COLON = r"\s*(\d+)\s*:\s*(\d+)\s*"
 _NUMBERS = r"\s*-?\d+\s*(,\s*-?\d+\s*)*"
 
 
@@ -148,3 +173,14 @@ def check_fraction(name: str, value: Any) -> None:
     number = np.ndim(value) == 0 and jnp.issubdtype(np.asarray(value).dtype, jnp.number)
     if not number or not 0.0 <= float(value) <= 1.0:
         raise ValueError(f"{name} must be in [0, 1], got {name} = {value!r}.")
+
+
+def check_density(name: str, value: Any) -> None:
+    """Raises a ValueError that names the argument unless it is a number in (0, 1]; tracers pass."""
+    if isinstance(value, jax.core.Tracer):
+        return
+    number = np.ndim(value) == 0 and jnp.issubdtype(np.asarray(value).dtype, jnp.number)
+    if not number or not 0.0 < float(value) <= 1.0:
+        raise ValueError(
+            f"{name} is the fraction to keep and must be in (0, 1], got {name} = {value!r}."
+        )
