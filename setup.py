@@ -7,7 +7,8 @@ from setuptools import find_packages, setup
 EXTRAS = {
     "config": ["absl-py>=2.1", "ml_collections>=1.0"],
     "summary": ["matplotlib>=3.8", "rich>=13"],
-    "examples": ["flax>=0.12", "mlxtend>=0.23", "scikit-learn>=1.4", "tqdm>=4.66"],
+    "flax": ["flax>=0.12"],
+    "examples": ["mlxtend>=0.23", "scikit-learn>=1.4", "tqdm>=4.66"],
     "test": [
         "dm-haiku>=0.0.16",
         "equinox>=0.13",
@@ -20,7 +21,7 @@ EXTRAS = {
         "ruff>=0.9",
     ],
 }
-EXTRAS["examples"] += EXTRAS["config"] + EXTRAS["summary"]
+EXTRAS["examples"] += EXTRAS["config"] + EXTRAS["summary"] + EXTRAS["flax"]
 EXTRAS["dev"] = EXTRAS["examples"] + EXTRAS["test"]
 
 setup(

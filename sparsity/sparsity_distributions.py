@@ -144,20 +144,19 @@ def _select(
     custom: dict[trees.KeyPath, float | None] = {}
     names = {path: trees.path_string(path) for path in prunable}
     for key, value in overrides.items():
-        if prunable and not any(trees.matches(key, name) for name in names.values()):
+        if prunable and not any(trees.matches(key, text) for text in names.values()):
             raise ValueError(
                 f"custom_sparsity_map[{key!r}] matches no parameter. "
                 f"{trees.nearest(key, names.values(), 'parameters')}"
             )
         if value is not None:
             check_fraction(f"custom_sparsity_map[{key!r}]", value)
-    for path, name in names.items():
-        if (key := trees.best_key(overrides, name)) is not None:
-            custom[path] = overrides[key]
     for path, param in prunable.items():
         name = trees.path_names(path)
         axes = slice_axes(batch_axes, name, param)
-        if path in custom:
+        own = trees.best_key(overrides, names[path])
+        if own is not None:
+            custom[path] = overrides[own]
             continue
         if filter_fn(name, param) if filter_fn else param.ndim - axes > 1:
             selected[path] = (param, axes)

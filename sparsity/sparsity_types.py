@@ -95,10 +95,11 @@ SparsityType = Unstructured | NByM | Block | Channel
 NbyM = NByM  # as jaxpruner's documentation spells it
 
 
-def parse_nm(pattern: Any, axis: int = -1) -> NByM:
+def parse_nm(name: str, pattern: Any, axis: int = -1) -> NByM:
     """Reads a pattern that keeps at least one entry of a group.
 
     Args:
+      name: what the pattern is called in messages.
       pattern: (n, m), 'n:m', or an `NByM`, which has an axis of its own.
       axis: the axis of the first two.
 
@@ -106,17 +107,22 @@ def parse_nm(pattern: Any, axis: int = -1) -> NByM:
       ValueError: the pattern is none of these, or n is not in [1, m].
 
     Example:
-      >>> parse_nm("1:4")
+      >>> parse_nm("pattern", "1:4")
       NByM(n=1, m=4, axis=-1)
     """
-    if isinstance(pattern, str) and (colon := re.fullmatch(_COLON, pattern)):
-        pattern = int(colon[1]), int(colon[2])
-    if isinstance(pattern, tuple | list) and len(pattern) == 2:
-        pattern = NByM(*pattern, axis)
-    if not isinstance(pattern, NByM):
-        raise ValueError(f"A pattern is (n, m), 'n:m' or NByM(n, m, axis), got {pattern!r}.")
-    check_int("n", pattern.n, 1)
-    return pattern
+    given = pattern
+    if isinstance(given, str) and (colon := re.fullmatch(_COLON, given)):
+        given = int(colon[1]), int(colon[2])
+    try:
+        if isinstance(given, tuple | list):
+            n, m = given
+            given = NByM(n, m, axis)
+        if not isinstance(given, NByM):
+            raise ValueError("A pattern is (n, m), 'n:m' or NByM(n, m, axis).")
+        check_int("n", given.n, 1)
+    except ValueError as error:
+        raise ValueError(f"{name} = {pattern!r} is no pattern. {error}") from None
+    return given
 
 
 def parse_sparsity_type(text: str) -> SparsityType:

@@ -119,7 +119,9 @@ def nearest(key: Any, names: Iterable[str], role: str) -> str:
     """
     names = list(names)
     near = difflib.get_close_matches(_text(key), names, n=1, cutoff=0.0)
-    return f"The nearest is {near[0]!r}; the {role} are {names}." if near else f"There are no {role}."
+    return (
+        f"The nearest is {near[0]!r}; the {role} are {names}." if near else f"There are no {role}."
+    )
 
 
 def _text(key: Any) -> str:

@@ -145,6 +145,7 @@ ORDER = [
     "base_updater",
     "algorithms",
     "activations",
+    "strategies",
     "epoch_strategy",
     "summary",
     "api",
