@@ -36,8 +36,8 @@ def prune_act_unstruct(
 ) -> jax.Array:
     """Keeps the entries of the largest magnitude, with their sign; all others become 0.0.
 
-    Of n entries exactly `max(1, round_half_even(n * density))` are kept; ties go to the lowest
-    index.
+    Of n entries exactly `max(1, round_half_even(n * density))` are kept, where `1 - density` is a
+    float32 as all sparsities are; ties go to the lowest index.
 
     Args:
       x: [*batch, ...] array of any floating or complex dtype.

@@ -213,6 +213,8 @@ PUBLIC = [
     "Unstructured", "NByM", "Block", "Channel",
     "create_updater_from_config", "register_algorithm", "all_algorithm_names",
     "summarize_sparsity", "summarize_intersection", "plot_sparsity",
+    "pruning", "pruning_apply", "EpochStrategy",
+    "prune_act_unstruct", "prune_act_struct", "sparsify_linen", "sparsify_nnx",
     "algorithms", "sparsity_distributions", "sparsity_schedules", "sparsity_types",
 ]
 # fmt: on
