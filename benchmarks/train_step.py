@@ -171,10 +171,10 @@ def report(sizes: tuple[int, ...], rows: list[list[str]], imports: tuple[float, 
     )
 
 
-def write_section(text: str) -> None:
-    """Replaces this benchmark's section of the results, or adds it."""
+def write_section(text: str, heading: str = HEADING) -> None:
+    """Replaces a benchmark's section of the results, or adds it."""
     old = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else "# Results\n"
-    others = re.sub(rf"(?ms)^{HEADING}$.*?(?=^## |\Z)", "", old)
+    others = re.sub(rf"(?ms)^{heading}$.*?(?=^## |\Z)", "", old)
     RESULTS.write_text(f"{others.rstrip()}\n\n{text}\n", encoding="utf-8")
 
 
