@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -42,14 +43,14 @@ class Checkpoints:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
-            self._lock = (run_dir / "lock").open("w")
+            self._lock = os.open(run_dir / "lock", os.O_WRONLY | os.O_CREAT)
         except OSError as error:
-            raise ValueError(
-                f"--run_dir: {run_dir} cannot be written: {error.strerror}."
-            ) from error
+            reason = error.strerror
+            raise ValueError(f"--run_dir: {run_dir} cannot be written: {reason}.") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            os.close(self._lock)
             raise ValueError(f"--run_dir: another run is writing to {run_dir}.") from error
         if restart:
             shutil.rmtree(folder)
@@ -101,8 +102,9 @@ class Checkpoints:
         return None
 
     def close(self) -> None:
-        """Waits until all is written."""
+        """Waits until all is written, and unlocks the folder."""
         self._manager.close()
+        os.close(self._lock)
 
     def _read(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         items = {"state": ocp.args.StandardRestore(), "meta": ocp.args.JsonRestore()}

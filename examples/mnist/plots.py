@@ -13,6 +13,7 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
@@ -20,19 +21,15 @@ import sparsity
 from examples.mnist import moves
 from examples.mnist.network import Network, TrainState
 
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"]
-DARK_COLOURS = ["#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442"]
 
-
-def style(background: str, text: str, faint: str, colours: list[str]) -> dict[str, Any]:
-    """Returns matplotlib's settings for a background."""
-    names = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
+def style(background: str, faint: str, grey: str, text: str, **settings: Any) -> dict[str, Any]:
+    """Returns matplotlib's settings for a background; `faint` marks pruned weights."""
+    texts = ("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor")
     return {
-        **dict.fromkeys(names, text),
+        **dict.fromkeys(texts, text),
         **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), background),
-        "axes.edgecolor": faint,
+        **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), grey),
         "axes.grid": True,
-        "axes.prop_cycle": mpl.cycler(color=colours),
         "axes.spines.right": False,
         "axes.spines.top": False,
         "axes.titlelocation": "left",
@@ -40,16 +37,29 @@ def style(background: str, text: str, faint: str, colours: list[str]) -> dict[st
         "figure.constrained_layout.use": True,
         "font.size": 11,
         "grid.alpha": 0.35,
-        "grid.color": faint,
         "legend.frameon": False,
         "lines.linewidth": 2,
+        "patch.edgecolor": faint,
         "savefig.dpi": 130,
+        **settings,
     }
 
 
 STYLES = {
-    "light": style("#FFFFFF", "#1F2328", "#8C959F", COLOURS),
-    "dark": style("#0D1117", "#E6EDF3", "#6E7681", DARK_COLOURS),
+    "light": style(
+        *("#FFFFFF", "#E4E8EC", "#8C959F", "#1F2328"),
+        **{
+            "axes.prop_cycle": mpl.cycler(color=["#0072B2", "#D55E00", "#009E73", "#CC79A7"]),
+            "image.cmap": "PuOr",  # zero is light, large weights are dark
+        },
+    ),
+    "dark": style(
+        *("#0D1117", "#262C36", "#6E7681", "#E6EDF3"),
+        **{
+            "axes.prop_cycle": mpl.cycler(color=["#56B4E9", "#E69F00", "#009E73", "#CC79A7"]),
+            "image.cmap": "managua_r",  # zero is dark, large weights are light
+        },
+    ),
 }
 
 
@@ -62,16 +72,15 @@ def draw_all(
     """Writes all pictures to `folder`, as NAME_light.png and NAME_dark.png; returns their paths."""
     names = {role: network.name for role, network in networks.items()}
     draw: dict[str, Callable[[], Figure]] = {
-        "accuracy": lambda: draw_accuracy(history["evaluations"], names),
+        "accuracy": lambda: draw_accuracy(history, names),
         "layers": lambda: draw_layers(networks["sparse"], trained["sparse"]),
         "first_layer": lambda: draw_first_layer(networks, trained),
-        "moves": lambda: draw_moves(history["mask_updates"], names["sparse"]),
     }
+    if history["mask_updates"]:
+        draw["moves"] = lambda: draw_moves(history["mask_updates"], names["sparse"])
     paths = []
     for theme, settings in STYLES.items():
         for name, make in draw.items():
-            if name == "moves" and not history["mask_updates"]:
-                continue
             with mpl.rc_context(settings):
                 figure = make()
                 paths.append(folder / f"{name}_{theme}.png")
@@ -80,25 +89,31 @@ def draw_all(
     return paths
 
 
-def draw_accuracy(evaluations: list[dict[str, Any]], names: dict[str, str]) -> Figure:
+def draw_accuracy(history: dict[str, list[Any]], names: dict[str, str]) -> Figure:
     """Test accuracy and sparsity over the steps."""
-    figure, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(8, 5.4), height_ratios=(3, 2))
-    steps = [row["step"] for row in evaluations]
+    figure, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(8, 5.2), height_ratios=(3, 2))
+    rows = history["evaluations"]
+    steps = [row["step"] for row in rows]
     for role, line in zip(names, ("--", "-"), strict=True):
-        accuracy = [row[role]["accuracy"] for row in evaluations]
-        zeros = [row[role]["sparsity"] for row in evaluations]
-        top.plot(steps, accuracy, line, label=f"{names[role]}: {accuracy[-1]:.1%} in the end")
-        bottom.plot(steps, zeros, line, label=f"{names[role]}: {zeros[-1]:.1%} zeros in the end")
-    late = [row[role]["accuracy"] for row in evaluations[len(steps) // 10 :] for role in names]
-    spread = max(late) - min(late) + 0.005
-    top.set_ylim(min(late) - 0.1 * spread, max(late) + 0.15 * spread)
+        accuracy = [row[role]["accuracy"] for row in rows]
+        zeros = [row[role]["sparsity"] for row in rows]
+        top.plot(steps, accuracy, line, label=f"{names[role]}, {accuracy[-1]:.1%} in the end")
+        bottom.plot(steps, zeros, line, label=f"{names[role]}, {zeros[-1]:.1%} in the end")
+    late = [row[role]["accuracy"] for row in rows[len(rows) // 10 :] for role in names]
+    spread = max(max(late) - min(late), 0.02)
+    top.set_ylim(max(late) - 1.1 * spread, max(late) + 0.1 * spread)
     top.set_title("Accuracy on images that were not trained with")
     bottom.set_title("Sparsity: share of the weights that are zero")
     bottom.set_ylim(-0.04, 1.04)
     bottom.set_xlabel("training step")
+    updates = [row["step"] for row in history["mask_updates"]]
     for ax in (top, bottom):
-        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        ax.legend(loc="best")
+        if updates:
+            span = {"color": mpl.rcParams["patch.edgecolor"], "alpha": 0.5, "zorder": 0}
+            label = "masks change" if ax is top else None
+            ax.axvspan(updates[0], updates[-1], label=label, **span)
+        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=1 if ax is top else 0))
+        ax.legend(loc="lower right" if ax is top else "center right")
     return figure
 
 
@@ -118,20 +133,20 @@ def draw_first_layer(networks: dict[str, Network], trained: dict[str, TrainState
     mask = moves.active_masks(networks["sparse"], trained["sparse"])["conv1"]["kernel"]
     mask = np.ones(kernels["sparse"].shape) if mask is None else np.asarray(mask)
     limit = max(np.abs(kernel).max() for kernel in kernels.values())
-    colours = {"cmap": "PuOr", "vmin": -limit, "vmax": limit}
-    figure, axes = plt.subplots(1, 3, figsize=(10, 4.9))
-    tiles = [kernels["dense"], np.where(mask, kernels["sparse"], np.nan), mask]
-    titles = [
-        "dense weights",
-        f"{networks['sparse'].name}: weights",
-        f"mask: {mask.mean():.0%} kept",
-    ]
-    for ax, tile, title in zip(axes, tiles, titles, strict=True):
-        image = ax.imshow(tile_filters(tile), **(colours if tile is not mask else {"cmap": "gray"}))
+    faint, text = mpl.rcParams["patch.edgecolor"], mpl.rcParams["text.color"]
+    figure, axes = plt.subplots(1, 3, figsize=(11, 2.9))
+    name = networks["sparse"].name
+    titles = ["dense: weights", f"{name}: weights", f"{name}: mask, {mask.mean():.0%} kept"]
+    tiles = [kernels["dense"], np.where(mask, kernels["sparse"], np.nan), np.where(mask, 1, np.nan)]
+    for ax, title, tile in zip(axes, titles, tiles, strict=True):
+        ax.imshow(tile_filters(np.zeros_like(tile)), cmap=ListedColormap([faint]))
+        colours = {"cmap": ListedColormap([text])} if ax is axes[2] else {}
+        image = ax.imshow(tile_filters(tile), vmin=-limit, vmax=limit, **colours)
         ax.set_title(title)
         ax.set_axis_off()
         if ax is axes[1]:
-            figure.colorbar(image, ax=axes[:2], location="bottom", shrink=0.4, aspect=40)
+            bar = figure.colorbar(image, ax=axes, location="bottom", shrink=0.3, aspect=40)
+            bar.outline.set_visible(False)
     return figure
 
 
@@ -140,13 +155,13 @@ def draw_moves(updates: list[dict[str, Any]], name: str) -> Figure:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2))
     steps = [row["step"] for row in updates]
     layers = [layer for layer in updates[0]["churn"] if layer != "total"]
-    for layer in layers:
-        (line,) = left.plot(steps, [row["churn"][layer] for row in updates], label=layer)
-        right.plot(steps, [row["active"][layer] for row in updates], color=line.get_color())
-        ever = [row["ever_active"][layer] for row in updates]
-        right.plot(steps, ever, ":", color=line.get_color())
-    left.set_title(f"{name}: active weights that an update dropped")
-    right.set_title("Active weights (lines), ever active (dots)")
+    for i, layer in enumerate(layers):
+        line = {"color": f"C{i}", "lw": 1.5 + 1.2 * (len(layers) - 1 - i)}  # all stay visible
+        left.plot(steps, [row["churn"][layer] for row in updates], label=layer, **line)
+        right.plot(steps, [row["active"][layer] for row in updates], **line)
+        right.plot(steps, [row["ever_active"][layer] for row in updates], f"C{i}:")
+    left.set_title(f"{name}: weights in use that an update dropped")
+    right.set_title("Weights in use (lines), used at any time (dots)")
     for ax in (left, right):
         ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         ax.set_ylim(0)
@@ -155,7 +170,7 @@ def draw_moves(updates: list[dict[str, Any]], name: str) -> Figure:
     return figure
 
 
-def tile_filters(kernel: np.ndarray, columns: int = 4) -> np.ndarray:
+def tile_filters(kernel: np.ndarray, columns: int = 8) -> np.ndarray:
     """Lays the filters [H, W, 1, N] out in rows of `columns`, with gaps of NaN between them."""
     filters = np.pad(
         kernel[:, :, 0].transpose(2, 0, 1).astype(float),

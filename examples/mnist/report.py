@@ -46,7 +46,7 @@ def print_report(
     masks = [sparsity.get_sparse_state(state.opt_state).masks for state in trained.values()]
     accuracies = [network.accuracy(trained[role], test) for role, network in networks.items()]
     batch = data.batch(train, batch_size, seed=0, step=0)
-    seconds = time_steps(networks, trained, batch, repeats=50)
+    seconds = time_steps(networks, trained, batch, repeats=30)
 
     table = Table("", *(network.name for network in networks.values()))
     for column in table.columns[1:]:

@@ -196,8 +196,12 @@ def prepare(options: config_lib.Options) -> Run:
     identity = {"data_dir": data_dir, "config": options.config.to_dict()}
     identity = json.loads(json.dumps(identity, default=repr))
     checkpoints = Checkpoints(options.run_dir, identity, options.restart)
-    if found := checkpoints.restore(begin.state):
-        begin = found
+    try:
+        begin = checkpoints.restore(begin.state) or begin
+    except ValueError:
+        checkpoints.close()
+        raise
+    if begin.step:
         print(f"Going on after step {begin.step} in {options.run_dir}", file=sys.stderr)
     board = None
     if options.tensorboard:
