@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import gc
 import hashlib
 import json
+import logging
 import os
 import shutil
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,42 +82,50 @@ class Checkpoints:
         """
         damaged = []
         for step in sorted(self._manager.all_steps(), reverse=True):
-            try:
-                leaves, meta = self._read(step)
-            except Exception as error:  # the kind depends on which file is damaged, and how
-                damaged.append(step)
-                reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-                print(f"The checkpoint of step {step} is damaged ({reason}).", file=sys.stderr)
-                continue
-            self._check_config(meta["config"])
-            for bad in damaged:
-                print(f"Going on from the one of step {step}.", file=sys.stderr)
-                self._manager.delete(bad)
-            names = _by_name(state)
-            if {n: a.shape for n, a in leaves.items()} != {n: a.shape for n, a in names.items()}:
+            found = self._read(step)
+            if isinstance(found, tuple):
+                break
+            damaged.append(step)
+            print(f"The checkpoint of step {step} is damaged ({found}).", file=sys.stderr)
+        else:
+            if damaged:
                 raise ValueError(
-                    f"The run in {self._run_dir} is one of another model; --restart starts afresh."
+                    f"All checkpoints in {self._run_dir} are damaged; --restart starts afresh."
                 )
-            state = jax.tree.unflatten(jax.tree.structure(state), [leaves[name] for name in names])
-            return Checkpoint(step, state, meta["history"])
-        if damaged:
+            return None
+        leaves, meta = found
+        self._check_config(meta["config"])
+        names = _by_name(state)
+        if {n: a.shape for n, a in leaves.items()} != {n: a.shape for n, a in names.items()}:
             raise ValueError(
-                f"All checkpoints in {self._run_dir} are damaged; --restart starts afresh."
+                f"The run in {self._run_dir} is one of another model; --restart starts afresh."
             )
-        return None
+        for bad in damaged:
+            print(f"Going on from the one of step {step}.", file=sys.stderr)
+            self._manager.delete(bad)
+        state = jax.tree.unflatten(jax.tree.structure(state), [leaves[name] for name in names])
+        return Checkpoint(step, state, meta["history"])
 
     def close(self) -> None:
         """Waits until all is written, and unlocks the folder."""
         self._manager.close()
         os.close(self._lock)
 
-    def _read(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    def _read(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, Any]] | str:
+        """Returns arrays and meta data, or why they cannot be read."""
         items = {"state": ocp.args.StandardRestore(), "meta": ocp.args.JsonRestore()}
-        found = self._manager.restore(step, args=ocp.args.Composite(**items))
-        leaves, meta = found["state"], found["meta"]
-        if meta.pop("digest") != _digest(leaves, meta):
-            raise ValueError("its contents are not those that were written")
-        return leaves, meta
+        with _quiet():
+            try:
+                found = self._manager.restore(step, args=ocp.args.Composite(**items))
+                leaves, meta = found["state"], found["meta"]
+                if meta.pop("digest") == _digest(leaves, meta):
+                    return leaves, meta
+                return "its contents are not those that were written"
+            except Exception as error:  # the kind depends on which file is damaged, and how
+                reason = f"{type(error).__name__}: {error}".splitlines()[0][:80]
+            time.sleep(0.2)  # until other reads, in threads, have failed, too
+            gc.collect()
+        return reason
 
     def _check_config(self, old: dict[str, Any]) -> None:
         before, now = _flat(old), _flat(self._config)
@@ -123,6 +136,18 @@ class Checkpoints:
                 f"The run in {self._run_dir} has another configuration: {changes}. Take another "
                 "--run_dir, or start afresh with --restart."
             )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hides what is logged, and what threads report, when many reads fail at once."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        sys.unraisablehook = hook
 
 
 def _by_name(tree: Any) -> dict[str, Any]:
