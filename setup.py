@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 EXTRAS = {
     "config": ["absl-py>=2.1", "ml_collections>=1.0"],
-    "summary": ["matplotlib>=3.8", "rich>=13"],
+    "summary": ["matplotlib>=3.10", "rich>=13"],
     "flax": ["flax>=0.12"],
     "examples": ["mlxtend>=0.23", "scikit-learn>=1.4", "tqdm>=4.66"],
     "test": [

@@ -48,6 +48,7 @@ from sparsity.sparsity_schedules import (
 )
 from sparsity.sparsity_types import Block, Channel, NByM, SparsityType, Unstructured
 from sparsity.summary import (
+    active_masks,
     layer_summary,
     plot_sparsity,
     sparsity_table,
