@@ -14,6 +14,7 @@ from ml_collections import ConfigDict, config_dict, config_flags
 import sparsity
 
 ROOT = Path(__file__).resolve().parents[2]
+ALGORITHMS = (*sparsity.all_algorithm_names(), "epoch_strategy")
 
 # name: (default, or the type of an option that is not set by default; meaning)
 CONFIG = {
@@ -25,7 +26,15 @@ CONFIG = {
         int,
         "steps from one evaluation and checkpoint to the next; default: an epoch",
     ),
-    "sparsity.algorithm": ("magnitude", ", ".join(sparsity.all_algorithm_names())),
+    "activations": (
+        tuple,
+        "((LAYER, density or (n, m)), ...): sparse outputs of these layers of the sparse network",
+    ),
+    "sparsity.algorithm": ("magnitude", ", ".join(ALGORITHMS)),
+    "sparsity.strategy": (
+        tuple,
+        "for epoch_strategy: ((epoch, method, density or (n, m) or {layer: ...}), ...)",
+    ),
     "sparsity.sparsity": (
         float,
         "fraction of the weights to remove, in [0, 1]; by default 0.9, or what an N:M type removes",
@@ -131,10 +140,12 @@ def check(config: ConfigDict) -> None:
     if config.seed < 0:
         raise ValueError(f"--config.seed must not be negative, got {config.seed}.")
     algorithm = config.sparsity.algorithm
-    if algorithm not in (known := sparsity.all_algorithm_names()):
-        near = difflib.get_close_matches(str(algorithm), known, n=1)
+    if algorithm not in ALGORITHMS:
+        near = difflib.get_close_matches(str(algorithm), ALGORITHMS, n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"There is no algorithm {algorithm!r}. {hint}Known: {', '.join(known)}.")
+        raise ValueError(
+            f"There is no algorithm {algorithm!r}. {hint}Known: {', '.join(ALGORITHMS)}."
+        )
 
 
 def help_text() -> str:

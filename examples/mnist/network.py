@@ -62,10 +62,15 @@ class Network(NamedTuple):
 
 
 def make_network(
-    name: str, updater: sparsity.BaseUpdater, config: ConfigDict, num_steps: int
+    name: str,
+    updater: sparsity.BaseUpdater,
+    config: ConfigDict,
+    num_steps: int,
+    sparse_layers: sparsity.activations.Layers,
 ) -> Network:
     """Returns a network whose initial weights depend on the seed only."""
     model = CNN()
+    apply = sparsity.sparsify_linen(model.apply, sparse_layers)  # sparsity: of activations
     schedule = optax.cosine_decay_schedule(config.learning_rate, num_steps)
     tx = updater.wrap_optax(optax.adam(schedule))  # sparsity: wrap the optimizer
 
@@ -80,7 +85,7 @@ def make_network(
     def train_step(state: TrainState, batch: Digits) -> tuple[TrainState, jax.Array]:
         def loss_fn(params: Any) -> jax.Array:
             params = used_params(TrainState(params, state.opt_state))
-            outputs = model.apply({"params": params}, batch.images)
+            outputs = apply({"params": params}, batch.images)
             return optax.softmax_cross_entropy_with_integer_labels(outputs, batch.labels).mean()
 
         loss, grads = jax.value_and_grad(loss_fn)(state.params)
@@ -90,7 +95,7 @@ def make_network(
         return TrainState(params, opt_state), loss
 
     def num_correct(params: Any, digits: Digits) -> jax.Array:
-        outputs = model.apply({"params": params}, digits.images)
+        outputs = apply({"params": params}, digits.images)
         return (outputs.argmax(-1) == digits.labels).sum()
 
     return Network(

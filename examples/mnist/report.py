@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,4 +62,19 @@ def print_report(
     table.add_row("time of a step", *(f"{1000 * time:.1f} ms" for time in seconds.values()))
     table.add_row("against dense", *(f"{t / seconds['dense']:.2f}x" for t in seconds.values()))
     print(sparsity.sparsity_table(params["sparse"], *sparse))
+    Console().print(table)
+
+
+def print_prunings(updater: sparsity.EpochStrategy, evaluations: list[dict[str, Any]]) -> None:
+    """Prints the test accuracy before and after each pruning, and before the next one."""
+    table = Table("pruning after epoch", "before", "right after", "recovered", "dense by then")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    starts = [epoch * updater.steps_per_epoch for epoch in sorted(updater.strategy)]
+    for start, end in zip(starts, [*starts[1:], evaluations[-1]["step"]], strict=True):
+        before = [row for row in evaluations if row["step"] <= start][-1:]
+        after = [row for row in evaluations if start < row["step"] <= end]
+        rows = [row["sparse"] for row in (*before, after[0], after[-1])] + [after[-1]["dense"]]
+        epoch, *shown = start // updater.steps_per_epoch, *(f"{r['accuracy']:.1%}" for r in rows)
+        table.add_row(str(epoch), *shown)
     Console().print(table)

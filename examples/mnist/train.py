@@ -62,8 +62,9 @@ def make_experiment(config: ConfigDict, data_dir: str | None = None) -> Experime
     num_steps = config.epochs * epoch
     updaters = {"dense": sparsity.NoPruning(), "sparse": make_updater(config, num_steps)}
     names = {"dense": "dense", "sparse": config.sparsity.algorithm}
+    sparse_layers = {"dense": {}, "sparse": dict(config.activations or ())}
     networks = {
-        role: make_network(names[role], updater, config, num_steps)
+        role: make_network(names[role], updater, config, num_steps, sparse_layers[role])
         for role, updater in updaters.items()
     }
     return Experiment(networks, train, test, config, num_steps, config.eval_every or epoch)
@@ -72,6 +73,15 @@ def make_experiment(config: ConfigDict, data_dir: str | None = None) -> Experime
 def make_updater(config: ConfigDict, num_steps: int) -> sparsity.BaseUpdater:
     """Returns the algorithm that the configuration names."""
     options = config.sparsity.to_dict()
+    strategy = options.pop("strategy")
+    if options["algorithm"] == "epoch_strategy":
+        entries = {
+            epoch: {"method": method, "prune_rate_pattern": pattern}
+            for epoch, method, pattern in strategy or ()
+        }
+        return sparsity.EpochStrategy(
+            entries, num_steps // config.epochs, use_packed_masks=options["use_packed_masks"]
+        )
     if options["update_start_step"] is None:
         options["update_start_step"] = num_steps // 5
     if options["update_end_step"] is None:
@@ -127,6 +137,8 @@ def fit(
             losses[role].append(loss)
         bar.update()
         is_evaluated = (step + 1) % experiment.eval_every == 0 or step + 1 == num_steps
+        if isinstance(sparse.updater, sparsity.EpochStrategy):  # right after each pruning, too
+            is_evaluated |= sparse.updater.scheduler.is_mask_update_iter(step)
         # Masks that are made anew in every step are looked at when the network is evaluated.
         if sparse.updater.scheduler.is_mask_update_iter(step) if stores_masks else is_evaluated:
             moved, row = moves.look(moved, sparse, trained["sparse"])
@@ -218,6 +230,8 @@ def finish(experiment: Experiment, end: Checkpoint, folder: Path) -> None:
     networks, trained = experiment.networks, end.state.trained
     batch_size = experiment.config.batch_size
     report.print_report(networks, trained, experiment.train, experiment.test, batch_size)
+    if isinstance(networks["sparse"].updater, sparsity.EpochStrategy):
+        report.print_prunings(networks["sparse"].updater, end.history["evaluations"])
     (folder / "history.json").write_text(json.dumps(end.history, indent=1), encoding="utf-8")
     pictures = plots.draw_all(networks, trained, end.history, folder)
     print(f"{folder} holds {len(pictures)} pictures, history.json and the last checkpoints")
