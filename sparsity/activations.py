@@ -184,9 +184,9 @@ def sparsify_nnx(
 ) -> Any:
     """Returns a copy of a flax nnx model with sparse outputs of chosen layers.
 
-    The copy has the same parameters at the same paths; the model itself is not changed. A chosen
-    layer becomes an instance of a subclass of its class. `nnx.capture(copy, nnx.Intermediate)`
-    returns how sparse each output was.
+    The copy has the same parameters at the same paths; the model itself is not changed. As nnx has
+    no interceptors, a chosen layer of the copy is an instance of a subclass whose call intercepts
+    that of its class. `nnx.capture(copy, nnx.Intermediate)` returns how sparse each output was.
 
     Args:
       model: an `nnx.Module`.

@@ -10,13 +10,16 @@ import textwrap
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
+from hypothesis import strategies as st
 from selection_oracle import best
 from test_activations import kept_count, n_of_m, normal
 
@@ -185,6 +188,19 @@ def test_every_method_keeps_what_it_says(method, pattern, oracle):
     assert_masks(updater.instant_sparsify(params)[1], oracle(params))
 
 
+@hypothesis.given(
+    st.floats(0.001, 1.0),
+    st.sampled_from(["unstr_global", "unstr_unified_local"]),
+    st.integers(0, 99),
+)
+@hypothesis.settings(max_examples=30, deadline=None)
+def test_any_density_is_kept_exactly(density, method, seed):
+    params = parameters(seed)
+    oracle = ranked if method == "unstr_global" else local
+    masks = pruning(params, 1, None, strategy(1, method, density))[1]
+    assert_masks(masks, oracle(params, density))
+
+
 @pytest.mark.parametrize("key", ["Dense_0-kernel", "Dense_0/kernel", ("Dense_0", "kernel")])
 def test_layers_are_named_in_three_ways(key):
     params = parameters()
@@ -281,6 +297,14 @@ def test_any_object_with_params_is_a_state_and_stays_as_it_was(make):
     expected = pruning_apply(params, mask_key)[0]
     jax.tree.map(np.testing.assert_array_equal, pruned.params, expected)
     assert sum(int((w == 0).sum()) for w in kernels(expected).values()) > 0
+
+
+def test_the_parameters_of_an_nnx_model_are_pruned_in_their_containers():
+    params = nnx.state(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nnx.Param)
+    mask_key = pruning(params, 1, None, strategy(1, "str_local", {"kernel": (1, 4)}))[1]
+    pruned = pruning_apply(params, mask_key)[0]
+    assert jax.tree.structure(pruned) == jax.tree.structure(params)
+    np.testing.assert_array_equal(pruned["kernel"][...], n_of_m(np.asarray(params["kernel"]), 1, 4))
 
 
 def test_without_masks_nothing_is_pruned():
