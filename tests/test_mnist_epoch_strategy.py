@@ -63,3 +63,20 @@ def test_accuracy_is_printed_before_and_after_each_pruning_and_after_the_recover
         expected = [found[step]["sparse"]["accuracy"] for step in steps]
         expected.append(found[steps[-1]]["dense"]["accuracy"])
         assert shown[epoch] == [f"{accuracy:.1%}" for accuracy in expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("activations", (("conv3", 0.9),), "nearest is 'conv"),
+        ("sparsity.strategy", (), r"strategy must be \(\(epoch, method"),
+        ("sparsity.strategy", ((1, "str_global"),), r"strategy must be \(\(epoch, method"),
+        ("sparsity.strategy", ((30, "str_global", (2, 4)),), "between 0 and 30"),
+        ("sparsity.strategy", ((3, "str_globl", (2, 4)),), "nearest is 'str_global'"),
+    ],
+)
+def test_bad_options_are_errors_before_training(name, value, message):
+    config = epoch_strategy.get_config()
+    config.update_from_flattened_dict({name: value})
+    with pytest.raises(ValueError, match=message):
+        train.make_experiment(config)

@@ -98,6 +98,8 @@ def make_network(
         outputs = apply({"params": params}, digits.images)
         return (outputs.argmax(-1) == digits.labels).sum()
 
+    images = jax.ShapeDtypeStruct((1, 28, 28, 1), jnp.uint8)
+    jax.eval_shape(lambda x: apply({"params": init().params}, x), images)  # checks names of layers
     return Network(
         name,
         updater,

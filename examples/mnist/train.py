@@ -75,13 +75,7 @@ def make_updater(config: ConfigDict, num_steps: int) -> sparsity.BaseUpdater:
     options = config.sparsity.to_dict()
     strategy = options.pop("strategy")
     if options["algorithm"] == "epoch_strategy":
-        entries = {
-            epoch: {"method": method, "prune_rate_pattern": pattern}
-            for epoch, method, pattern in strategy or ()
-        }
-        return sparsity.EpochStrategy(
-            entries, num_steps // config.epochs, use_packed_masks=options["use_packed_masks"]
-        )
+        return make_epoch_strategy(config, strategy or (), num_steps // config.epochs)
     if options["update_start_step"] is None:
         options["update_start_step"] = num_steps // 5
     if options["update_end_step"] is None:
@@ -97,6 +91,25 @@ def make_updater(config: ConfigDict, num_steps: int) -> sparsity.BaseUpdater:
     if kind != sparsity.Unstructured():  # the first and the last layer stay dense
         options["filter_fn"] = lambda path, param: path[0] in ("conv2", "hidden") and param.ndim > 1
     return sparsity.create_updater_from_config(options)
+
+
+def make_epoch_strategy(
+    config: ConfigDict, strategy: tuple[Any, ...], steps_per_epoch: int
+) -> sparsity.EpochStrategy:
+    """Returns the updater that follows the strategy of the configuration."""
+    epochs = [entry[0] for entry in strategy if len(entry) == 3]
+    if (
+        not epochs
+        or len(epochs) < len(strategy)
+        or not 0 < min(epochs) <= max(epochs) < config.epochs
+    ):
+        raise ValueError(
+            "--config.sparsity.strategy must be ((epoch, method, density or pattern), ...) with "
+            f"epochs between 0 and {config.epochs}, got {strategy!r}."
+        )
+    entries = {e: {"method": method, "prune_rate_pattern": p} for e, method, p in strategy}
+    packed = config.sparsity.use_packed_masks
+    return sparsity.EpochStrategy(entries, steps_per_epoch, use_packed_masks=packed)
 
 
 def start(experiment: Experiment) -> Checkpoint:
