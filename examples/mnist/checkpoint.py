@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
 import gc
 import hashlib
@@ -64,9 +65,9 @@ class Checkpoints:
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Writes a checkpoint in the background; a kill leaves it whole or not there at all."""
-        # Copies, since the next training step takes over the memory of the state.
+        # Copies, since training goes on with the memory of the state and with the history.
         leaves = {name: np.array(leaf) for name, leaf in _by_name(checkpoint.state).items()}
-        meta = {"config": self._config, "history": checkpoint.history}
+        meta = copy.deepcopy({"config": self._config, "history": checkpoint.history})
         meta["digest"] = _digest(leaves, meta)
         items = {"state": ocp.args.StandardSave(leaves), "meta": ocp.args.JsonSave(meta)}
         self._manager.save(checkpoint.step, args=ocp.args.Composite(**items))

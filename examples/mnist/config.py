@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -93,7 +94,7 @@ def get_config() -> ConfigDict:
         *section, key = name.split(".")
         value = config_dict.placeholder(default) if isinstance(default, type) else default
         (config[section[0]] if section else config)[key] = value
-    return config
+    return config.lock()
 
 
 def from_command_line() -> Options:
@@ -107,10 +108,13 @@ def from_command_line() -> Options:
         print(help_text())
         sys.exit()
     values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", __file__, flag_values=values)
     for name, (define, default, meaning) in FLAGS.items():
         define(name, default, meaning, flag_values=values)
     try:
+        if any(re.match("--?config(=|$)", argument) for argument in sys.argv[1:]):
+            config_flags.DEFINE_config_file("config", flag_values=values)
+        else:
+            config_flags.DEFINE_config_dict("config", get_config(), flag_values=values)
         rest = values(sys.argv)[1:]
         config = values["config"].value
     except flags.UnrecognizedFlagError as error:
@@ -121,6 +125,9 @@ def from_command_line() -> Options:
         raise ValueError(message) from error
     except flags.Error:
         raise
+    except AttributeError as error:
+        message = f"There is no such option in --config: {error}. --help lists all options."
+        raise ValueError(message) from error
     except Exception as error:  # a configuration file is a program, which can raise anything
         raise ValueError(f"--config: {error}") from error
     if rest:

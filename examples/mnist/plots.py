@@ -109,7 +109,7 @@ def draw_accuracy(history: dict[str, list[Any]], names: dict[str, str]) -> Figur
     updates = [row["step"] for row in history["mask_updates"]]
     for ax in (top, bottom):
         if updates:
-            span = {"color": mpl.rcParams["patch.edgecolor"], "alpha": 0.5, "zorder": 0}
+            span = {"color": mpl.rcParams["patch.edgecolor"], "zorder": 0}
             label = "masks change" if ax is top else None
             ax.axvspan(updates[0], updates[-1], label=label, **span)
         ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=1 if ax is top else 0))

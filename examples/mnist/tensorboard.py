@@ -38,13 +38,13 @@ class Board:
                 self._writer.add_scalar(f"{name}/{role}", values[name], row["step"])
             if role == "sparse":
                 for layer, value in values["layers"].items():
-                    self._writer.add_scalar(f"sparsity by layer/{layer}", value, row["step"])
+                    self._writer.add_scalar(f"sparsity_by_layer/{layer}", value, row["step"])
             leaves = jax.tree.leaves_with_path(network.used_params(trained[role]))
             for path, leaf in leaves:
                 name = jax.tree_util.keystr(path, simple=True, separator="/")
                 weights = np.asarray(leaf)[np.asarray(leaf) != 0]
                 if weights.size:
-                    self._writer.add_histogram(f"{role} non-zeros/{name}", weights, row["step"])
+                    self._writer.add_histogram(f"{role}_nonzeros/{name}", weights, row["step"])
         self._writer.flush()
 
     def write_mask_update(self, row: dict[str, Any], moves: Moves) -> None:

@@ -138,9 +138,8 @@ def fit(
     history = {kind: list(rows) for kind, rows in begin.history.items()}
     losses: dict[str, list[jax.Array]] = {role: [] for role in networks}
     sparse = networks["sparse"]
-    stores_masks = bool(
-        jax.tree.leaves(sparsity.get_sparse_state(trained["sparse"].opt_state).masks)
-    )
+    stored = sparsity.get_sparse_state(trained["sparse"].opt_state).masks
+    stores_masks, has_masks = bool(jax.tree.leaves(stored)), bool(jax.tree.leaves(moved))
     interval = 0.2 if sys.stderr.isatty() else 5  # seconds between two updates of the bar
     bar = tqdm(total=num_steps, initial=begin.step, unit="step", mininterval=interval)
     for step in range(begin.step, num_steps):
@@ -153,7 +152,8 @@ def fit(
         if isinstance(sparse.updater, sparsity.EpochStrategy):  # right after each pruning, too
             is_evaluated |= sparse.updater.scheduler.is_mask_update_iter(step)
         # Masks that are made anew in every step are looked at when the network is evaluated.
-        if sparse.updater.scheduler.is_mask_update_iter(step) if stores_masks else is_evaluated:
+        is_update = sparse.updater.scheduler.is_mask_update_iter(step)
+        if has_masks and (is_update if stores_masks else is_evaluated):
             moved, row = moves.look(moved, sparse, trained["sparse"])
             history["mask_updates"].append({"step": step + 1} | row)
             if board:
