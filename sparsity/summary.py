@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsity import masks as masks_lib
 from sparsity import trees
 from sparsity.base_updater import BaseUpdater
 from sparsity.sparse_state import SparseState, get_sparse_state
@@ -88,6 +89,34 @@ def summarize_intersection(
     summary = {} if only_total_intersection else _named(dict.fromkeys(leaves1) | single)
     summary["_total_intersection"] = _total(both) / _at_least_one(_total(ones))
     return summary
+
+
+def active_masks(params: chex.ArrayTree, opt_state: Any) -> chex.ArrayTree:
+    """Returns which weights are in use, however an algorithm keeps its masks.
+
+    Two of them, before and after some steps, show with `summarize_intersection` how masks moved.
+
+    Args:
+      params: tree of parameters, as they are used (masked ones for straight-through methods).
+      opt_state: optimizer state with one SparseState.
+
+    Returns:
+      Tree like `params`: uint8, never packed, 1 = in use; `None` for a dense leaf. Where no mask is
+      stored, weights in use are those that are not zero.
+
+    Example:
+      >>> state = SparseState(target_sparsities={"a": jnp.float32(0.5)})
+      >>> active_masks({"a": jnp.array([3.0, 0.0]), "b": jnp.ones(2)}, state)
+      {'a': Array([1, 0], dtype=uint8), 'b': None}
+    """
+    state = get_sparse_state(opt_state)
+
+    def active(_: trees.KeyPath, param: Any, target: Any, mask: Any) -> Any:
+        if mask is not None:
+            return masks_lib.unpack(mask, param)
+        return None if target is None else (param != 0).astype(jnp.uint8)
+
+    return trees.map_matched(active, params, state.target_sparsities, state.masks)
 
 
 def sparsity_table(params: chex.ArrayTree, opt_state: Any, updater: BaseUpdater) -> str:

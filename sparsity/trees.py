@@ -9,7 +9,9 @@ field `.mu` of Adam's state), without the trailing `.value` of an nnx variable.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import chex
@@ -18,6 +20,7 @@ import jax.numpy as jnp
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, KeyEntry, SequenceKey
 
 KeyPath = tuple[KeyEntry, ...]
+Key = str | tuple[str, ...] | re.Pattern[str]  # how users name a leaf; see `matches`
 
 _VALUE = GetAttrKey("value")
 
@@ -84,6 +87,59 @@ def map_matched(
         return fn(key, leaf, *(lookup.get(key) for lookup in lookups))
 
     return jax.tree_util.tree_map_with_path(visit, tree)
+
+
+def best_key(keys: Iterable[Key], name: str) -> Key | None:
+    """Returns the key that names `name`: one that equals it, else the first that matches it.
+
+    Example:
+      >>> best_key(["conv.*", "conv1/kernel"], "conv1/kernel")
+      'conv1/kernel'
+    """
+    matching = [key for key in keys if matches(key, name)]
+    exact = (key for key in matching if not isinstance(key, re.Pattern) and _text(key) == name)
+    return next(exact, matching[0] if matching else None)
+
+
+def matches(key: Key, name: str) -> bool:
+    """Whether a key names a path that is joined by '/'.
+
+    Args:
+      key: a path as a tuple, the path joined by '/', a regular expression that matches the whole
+        joined path, or a compiled pattern, which is searched in it.
+      name: the joined path.
+    """
+    if isinstance(key, re.Pattern):
+        return key.search(name) is not None
+    return _text(key) == name or (isinstance(key, str) and _fullmatch(key, name))
+
+
+def nearest(key: Any, names: Iterable[str], role: str) -> str:
+    """Returns the end of a message on a key that names nothing: the nearest name, and all names.
+
+    Example:
+      >>> nearest("dens", ["conv", "dense"], "layers")
+      "The nearest is 'dense'; the layers are ['conv', 'dense']."
+    """
+    names = list(names)
+    near = difflib.get_close_matches(_text(key), names, n=1, cutoff=0.0)
+    return (
+        f"The nearest is {near[0]!r}; the {role} are {names}." if near else f"There are no {role}."
+    )
+
+
+def _text(key: Any) -> str:
+    """The key as a joined path or a pattern's text."""
+    if isinstance(key, tuple):
+        return "/".join(map(str, key)) or "params"
+    return str(getattr(key, "pattern", key))
+
+
+def _fullmatch(key: str, name: str) -> bool:
+    try:
+        return re.fullmatch(key, name) is not None
+    except re.error:  # a path that is no pattern, or a slip: then it matches nothing
+        return False
 
 
 def is_prunable(leaf: Any) -> bool:
