@@ -52,16 +52,6 @@ def start(run_dir: Path) -> subprocess.Popen:
     )
 
 
-def complete(run_dir: Path) -> float:
-    """Runs the trainer to its end; returns the seconds it took."""
-    begin = time.monotonic()
-    process = start(run_dir)
-    errors = process.communicate()[1]
-    if process.returncode:
-        raise RuntimeError(f"training failed:\n{errors}")
-    return time.monotonic() - begin
-
-
 def kill(run_dir: Path, is_time: Callable[[], bool]) -> bool:
     """Starts the trainer and kills it when it is time; returns whether it was running then."""
     process = start(run_dir)
@@ -113,25 +103,24 @@ def main(kills: int = 10, seed: int | None = None) -> None:
     seed = random.SystemRandom().randrange(10**6) if seed is None else seed
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
-        unbroken, runs = Path(folder, "unbroken"), [Path(folder, "0")]
-        complete(unbroken)  # compiles
-        seconds = complete(Path(folder, "again"))
-        assert not differences(run_here(Path(folder, "again")), run_here(unbroken)), (
-            "runs differ by nature"
-        )
-        print(f"seed {seed}; a run of {seconds:.1f} s ends at step {last_step(unbroken)}")
-        done = 0
-        while done < kills:
+        expected = run_here(Path(folder, "unbroken"))
+        runs, number = [Path(folder, "0")], 0
+        begin = time.monotonic()
+        assert kill(runs[0], lambda: last_step(runs[0]) == expected.step)
+        seconds = time.monotonic() - begin
+        print(f"seed {seed}; a run of {seconds:.1f} s to step {expected.step}, then killed")
+        while number < kills:
+            if last_step(runs[-1]) == expected.step:
+                runs.append(Path(folder, str(len(runs))))  # it has come to its end: kill a new one
             moment, begin = rng.uniform(0, seconds), time.monotonic()
             if kill(runs[-1], lambda end=begin + moment: time.monotonic() > end):
-                done += 1
+                number += 1
                 writes = "".join(f", writing {name}" for name in unfinished_writes(runs[-1]))
-                print(f"kill {done}: after {moment:5.2f} s, at step {last_step(runs[-1])}{writes}")
-            else:
-                runs.append(Path(folder, str(len(runs))))  # it had ended; kill a new one
+                print(
+                    f"kill {number}: after {moment:5.2f} s, at step {last_step(runs[-1])}{writes}"
+                )
         for run in runs:
-            complete(run)
-            if wrong := differences(run_here(run), run_here(unbroken)):
+            if wrong := differences(run_here(run), expected):
                 sys.exit(f"run {run.name} differs in {', '.join(wrong)}")
     print(f"{kills} kills in {len(runs)} runs: all ended with the bits of the unbroken one")
 

@@ -61,6 +61,18 @@ def test_idx_files_are_read_plain_and_compressed(folder):
         ("t10k-labels", idx(np.arange(12)), r"t10k-labels.*0\.\.9, got 11"),
         ("t10k-images", struct.pack(">4I", 0x803, *[2**32 - 1] * 3), "needs 79228162"),
     ],
+    ids=[
+        "truncated",
+        "too long",
+        "header truncated",
+        "empty",
+        "text",
+        "labels",
+        "of another size",
+        "fewer",
+        "label 11",
+        "enormous",
+    ],
 )
 def test_a_damaged_or_foreign_file_is_named(folder, name, content, message):
     replace(folder, name, content)
@@ -76,7 +88,11 @@ def test_a_data_set_without_images_is_an_error(folder):
         data.load(str(folder))
 
 
-@pytest.mark.parametrize("content", [gzip.compress(bytes(100))[:-9], b"no gzip", b""])
+@pytest.mark.parametrize(
+    "content",
+    [gzip.compress(bytes(100))[:-9], b"no gzip", b""],
+    ids=["truncated", "of another kind", "empty"],
+)
 def test_a_damaged_gzip_file_is_named(tmp_path, content):
     path = tmp_path / "train-images-idx3-ubyte.gz"
     path.write_bytes(content)
