@@ -134,7 +134,7 @@ def draw_first_layer(networks: dict[str, Network], trained: dict[str, TrainState
     mask = np.ones(kernels["sparse"].shape) if mask is None else np.asarray(mask)
     limit = max(np.abs(kernel).max() for kernel in kernels.values())
     faint, text = mpl.rcParams["patch.edgecolor"], mpl.rcParams["text.color"]
-    figure, axes = plt.subplots(1, 3, figsize=(11, 2.9))
+    figure, axes = plt.subplots(1, 3, figsize=(11, 2.5))
     name = networks["sparse"].name
     titles = ["dense: weights", f"{name}: weights", f"{name}: mask, {mask.mean():.0%} kept"]
     tiles = [kernels["dense"], np.where(mask, kernels["sparse"], np.nan), np.where(mask, 1, np.nan)]
