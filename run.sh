@@ -75,11 +75,10 @@ set_up() {
 
 # Runs the example $1 in an environment of its own, with the other arguments.
 run_example() {
-  local name=${1-} names
-  if [[ $name == */* || ! -f $root/examples/$name/requirements.txt ]]; then
-    names=$(cd -- "$root/examples" && printf '%s ' */requirements.txt)
-    fail "there is no example '$name'. The examples are: ${names//\/requirements.txt/}"
-  fi
+  local name=${1-} names=("$root"/examples/*/requirements.txt)
+  names=("${names[@]%/requirements.txt}")
+  [[ $name != */* && -f $root/examples/$name/requirements.txt ]] ||
+    fail "there is no example '$name'. The examples are: ${names[*]##*/}"
   set_up "$root/examples/$name"
   exec "$venv/bin/python" "$root/examples/$name/train.py" "${@:2}"
 }

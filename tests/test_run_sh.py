@@ -186,9 +186,9 @@ def test_changed_requirements_are_installed_for_their_example_only(checkout):
 def test_without_the_name_of_an_example_the_names_are_listed(checkout, arguments):
     result, calls = checkout.run("example", *arguments)
     assert result.returncode == 1
-    (line,) = result.stderr.splitlines()
-    assert line.startswith(f"run.sh: there is no example '{''.join(arguments)}'")
-    assert line.rstrip().endswith("The examples are: first second")
+    assert result.stderr == (
+        f"run.sh: there is no example '{''.join(arguments)}'. The examples are: first second\n"
+    )
     assert calls == []
 
 

@@ -29,7 +29,7 @@ def load_clients() -> tuple[fedjax.InMemoryFederatedData, fedjax.ClientDataset]:
     """Returns 4,000 digits of MNIST in the hands of 50 clients, and 1,000 to test with.
 
     The split is not iid: each kind of digit is spread by proportions of its own, drawn from
-    Dirichlet(0.3), so that most clients see two or three kinds.
+    Dirichlet(0.3), so that three kinds are four fifths of what the typical client holds.
     """
     pixels, labels = mnist_data()
     pixels, labels = (pixels / 255).astype(np.float32), labels.astype(np.int32)
