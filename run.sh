@@ -3,17 +3,17 @@
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
-venv=$root/.venv
-stamp=$venv/.installed # written when an installation is complete; says what was installed
 
 usage() {
   cat <<'EOF'
 bash run.sh                  make the environment, lint, check types, run every test
 bash run.sh train [flags]    make the environment, train on real digits, dense and sparse
 bash run.sh train --help     list the flags of training
+bash run.sh example NAME     make the example's own environment, run it; without NAME, list the names
 bash run.sh help             this text
 
-The environment is the folder .venv beside this script; delete it to start afresh.
+The environment is the folder .venv beside this script, that of an example lies in examples/NAME;
+delete it to start afresh.
 PYTHON=/path/to/python bash run.sh chooses the Python (3.11 or newer) that it is made with.
 EOF
 }
@@ -48,9 +48,16 @@ is_usable() {
   [[ -z ${PYTHON-} || $("$PYTHON" -c "$version" 2>/dev/null) == "$("$venv/bin/python" -c "$version")" ]]
 }
 
+# Makes the environment of the project, or that of the example in the folder $1.
 set_up() {
-  local python wanted
-  wanted=$(cat "$root/setup.py" "$root/pyproject.toml" | cksum)
+  local python wanted packages=(--editable "$root[dev]") files=("$root/setup.py" "$root/pyproject.toml")
+  if [[ $# -gt 0 ]]; then
+    packages=(--requirement "$1/requirements.txt" --editable "$root")
+    files+=("$1/requirements.txt")
+  fi
+  venv=${1-$root}/.venv
+  stamp=$venv/.installed # written when an installation is complete; says what was installed
+  wanted=$(cat "${files[@]}" | cksum)
   if ! is_usable; then
     python=$(find_python)
     echo "Making $venv with $("$python" --version)" >&2
@@ -60,10 +67,20 @@ set_up() {
     return
   fi
   rm -f -- "$stamp"
-  echo "Installing the packages that setup.py names (minutes the first time)" >&2
-  "$venv/bin/python" -m pip install -qq --disable-pip-version-check --editable "$root[dev]"
+  echo "Installing packages (minutes the first time)" >&2
+  "$venv/bin/python" -m pip install -qq --disable-pip-version-check "${packages[@]}"
   printf '%s\n%s\n' "$root" "$wanted" >"$stamp.new"
   mv -- "$stamp.new" "$stamp"
+}
+
+# Runs the example $1 in an environment of its own, with the other arguments.
+run_example() {
+  local name=${1-} names=("$root"/examples/*/requirements.txt)
+  names=("${names[@]%/requirements.txt}")
+  [[ $name != */* && -f $root/examples/$name/requirements.txt ]] ||
+    fail "there is no example '$name'. The examples are: ${names[*]##*/}"
+  set_up "$root/examples/$name"
+  exec "$venv/bin/python" "$root/examples/$name/train.py" "${@:2}"
 }
 
 check() {
@@ -87,6 +104,10 @@ case ${1-check} in
     shift
     set_up
     PYTHONPATH=$root exec "$venv/bin/python" -P -m examples.mnist.train "$@"
+    ;;
+  example)
+    shift
+    run_example "$@"
     ;;
   help | -h | --help) usage ;;
   *) fail "there is no command '$1'; see 'bash run.sh help'." ;;

@@ -31,10 +31,16 @@ class Checkout:
         self.root.mkdir()
         for name in ("run.sh", "setup.py", "pyproject.toml"):
             shutil.copy(ROOT / name, self.root)
+        for name in ("first", "second"):
+            self.requirements(name).parent.mkdir(parents=True)
+            self.requirements(name).write_text("a-trainer==1.0\n")
         self.log = folder / "log"
         self.bin = folder / "bin"
         self.bin.mkdir()
         self.add_python("python3", FAKE_PYTHON)
+
+    def requirements(self, example):
+        return self.root / "examples" / example / "requirements.txt"
 
     def add_python(self, name, text):
         path = self.bin / name
@@ -74,6 +80,7 @@ def test_help_lists_the_commands(checkout):
     result, calls = checkout.run("help")
     assert result.returncode == 0
     assert "bash run.sh train [flags]" in result.stdout
+    assert "bash run.sh example NAME" in result.stdout
     assert calls == []
 
 
@@ -132,6 +139,57 @@ def test_flags_reach_the_trainer(checkout):
     checkout.run("train", "--config.sparsity.sparsity_type=nm_2,4", "two words")
     last = checkout.log.read_text().splitlines()[-1]
     assert last == ("-P -m examples.mnist.train --config.sparsity.sparsity_type=nm_2,4 two words")
+
+
+def test_an_example_runs_in_an_environment_of_its_own(checkout):
+    result, calls = checkout.run("example", "first", "--steps=3", "two words")
+    assert result.returncode == 0, result.stderr
+    folder = checkout.root / "examples" / "first"
+    assert f"-m venv {folder}/.venv" in calls
+    assert f"--requirement {folder}/requirements.txt --editable {checkout.root}" in calls[-1]
+    assert not (checkout.root / ".venv").exists()
+    last = checkout.log.read_text().splitlines()[-1]
+    assert last == f"{folder}/train.py --steps=3 two words"
+
+
+def test_the_second_call_of_an_example_installs_nothing(checkout):
+    checkout.run("example", "first")
+    result, calls = checkout.run("example", "first")
+    assert result.returncode == 0
+    assert result.stderr == ""
+    assert not is_made(calls)
+    assert not is_installed(calls)
+
+
+def test_an_interrupted_installation_of_an_example_is_rebuilt(checkout):
+    fail = Path(f"{checkout.log}.fail")
+    fail.touch()
+    result, _ = checkout.run("example", "first")
+    assert result.returncode == 1
+    assert "pip: no network" in result.stderr
+    fail.unlink()
+    _, calls = checkout.run("example", "first")
+    assert is_made(calls)
+    assert is_installed(calls)
+
+
+def test_changed_requirements_are_installed_for_their_example_only(checkout):
+    for command in (["example", "first"], ["example", "second"], ["train"]):
+        checkout.run(*command)
+    checkout.requirements("first").write_text("a-trainer==1.1\n")
+    assert is_installed(checkout.run("example", "first")[1])
+    assert not is_installed(checkout.run("example", "second")[1])
+    assert not is_installed(checkout.run("train")[1])
+
+
+@pytest.mark.parametrize("arguments", [[], ["third"], ["first second"], ["../examples/first"]])
+def test_without_the_name_of_an_example_the_names_are_listed(checkout, arguments):
+    result, calls = checkout.run("example", *arguments)
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"run.sh: there is no example '{''.join(arguments)}'. The examples are: first second\n"
+    )
+    assert calls == []
 
 
 def test_an_old_python_is_passed_over(checkout):

@@ -1,0 +1,151 @@
+"""Trains a small Llama with tunix: dense, 2:4 sparse, and sparse from the first step with RigL."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import pydoc_data.topics
+import sys
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from tunix.models.llama3 import model as llama
+from tunix.sft import peft_trainer
+
+import sparsity
+from sparsity import sparsity_distributions
+
+LENGTH, BATCH, ACCUMULATED = 64, 16, 2  # characters a line, lines a batch, batches a step
+HIGHEST_LOSS = 2.1  # nats a character, which every model has to undercut; chance is 4.85
+
+
+def load_text() -> tuple[np.ndarray, np.ndarray]:
+    """Returns the help texts of Python as ASCII codes: to train with, and to test with."""
+    text = "".join(pydoc_data.topics.topics.values()).encode("ascii", "replace")
+    codes = np.frombuffer(text, np.uint8).astype(np.int32)
+    return codes[:-20_000], codes[-20_000:]
+
+
+def batches(codes: np.ndarray, count: int, seed: int) -> Iterator[peft_trainer.TrainingInput]:
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        starts = rng.integers(0, len(codes) - LENGTH, (BATCH, 1))
+        lines = codes[starts + np.arange(LENGTH)]
+        yield peft_trainer.TrainingInput(input_tokens=lines, input_mask=np.ones_like(lines, bool))
+
+
+def model_input(batch: peft_trainer.TrainingInput) -> dict[str, jax.Array]:
+    """Adds what the model wants beside the tokens: positions, and who may see whom."""
+    causal = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+    return {
+        "input_tokens": batch.input_tokens,
+        "input_mask": batch.input_mask,
+        "positions": jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH)),
+        "attention_mask": jnp.broadcast_to(causal, (BATCH, LENGTH, LENGTH)),
+    }
+
+
+def make_model() -> llama.Llama3:
+    sizes = {"num_layers": 2, "vocab_size": 128, "embed_dim": 128, "hidden_dim": 256}
+    heads = {"num_heads": 4, "head_dim": 32, "num_kv_heads": 2}
+    config = llama.ModelConfig(**sizes, **heads, rope_theta=10_000, norm_eps=1e-5)
+    rngs, draw = nnx.Rngs(0), nnx.initializers.lecun_normal()
+    model = llama.Llama3(config, rngs=rngs)
+    # tunix expects weights from a checkpoint and makes these zeros, of which nothing can be learnt.
+    for layer in model.layers:
+        for linear in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
+            linear.kernel[...] = draw(rngs.params(), linear.kernel.shape)
+    return model
+
+
+def in_layers(path: tuple[str, ...], param: jax.Array) -> bool:
+    """Chooses what is sparse: all matrices but the embedding and the output."""
+    return path[0] == "layers" and param.ndim > 1
+
+
+def two_of_four(path: tuple[str, ...], param: jax.Array) -> sparsity.NByM:
+    """2:4 along the axis that a product sums over.
+
+    It is the last but one, except for queries, keys and values, which are [in, head, out].
+    """
+    return sparsity.NByM(2, 4, axis=-3 if path[-2] in ("q_proj", "k_proj", "v_proj") else -2)
+
+
+def make_pruners(steps: int) -> dict[str, sparsity.BaseUpdater]:
+    uniform = functools.partial(sparsity_distributions.uniform, filter_fn=in_layers)
+    start, end = steps // 10, steps * 2 // 3
+    return {
+        "dense": sparsity.NoPruning(),
+        "2:4": sparsity.MagnitudePruning(
+            sparsity_type=two_of_four,
+            sparsity_distribution_fn=functools.partial(uniform, sparsity=0.5),
+            scheduler=sparsity.PolynomialSchedule(10, start, end),
+        ),
+        "RigL": sparsity.RigL(
+            sparsity_distribution_fn=functools.partial(uniform, sparsity=0.8),
+            scheduler=sparsity.PeriodicSchedule(10, start, end),
+            drop_fraction_fn=optax.cosine_decay_schedule(0.3, end),
+        ),
+    }
+
+
+def train(pruner: sparsity.BaseUpdater, name: str, steps: int) -> peft_trainer.PeftTrainer:
+    tx = optax.adamw(optax.cosine_decay_schedule(2e-3, steps))
+    tx = pruner.wrap_optax(tx)
+    config = peft_trainer.TrainingConfig(
+        eval_every_n_steps=steps,
+        max_steps=steps,
+        # Masks count and change with the steps of the optimizer, not with the batches.
+        gradient_accumulation_steps=ACCUMULATED,
+        pbar_description=name,
+    )
+    trainer = peft_trainer.PeftTrainer(make_model(), tx, config)
+    trainer.with_gen_model_input_fn(model_input)
+    trainer.train(batches(load_text()[0], steps * ACCUMULATED, seed=1))
+    return trainer
+
+
+def test_loss(trainer: peft_trainer.PeftTrainer) -> float:
+    """Returns the loss on text that was not trained with, in nats a character."""
+    loss_fn = nnx.jit(lambda model, batch: trainer.loss_fn(model, **model_input(batch)))
+    test = batches(load_text()[1], 20, seed=2)
+    return float(np.mean([loss_fn(trainer.model, batch) for batch in test]))
+
+
+def check(trainer: peft_trainer.PeftTrainer, pruner: sparsity.BaseUpdater) -> str:
+    """Returns what was reached; ends the program if it is not what it should be."""
+    weights, opt_state = nnx.state(trainer.model, nnx.Param), trainer.optimizer.opt_state
+    for layer in sparsity.layer_summary(weights, opt_state, pruner):
+        if layer["target"] is not None:
+            wrong = abs(layer["achieved"] - layer["target"]) * math.prod(layer["shape"])
+            if wrong > 0.51:  # a mask keeps a whole number of weights; float32 rounds the target
+                sys.exit(f"error: {layer['path']} has {wrong:.0f} wrong zeros")
+    if pruner.sparsity_type is two_of_four:
+        for path, weight in nnx.to_flat_state(weights["layers"]):
+            if weight.ndim > 1:
+                groups = np.moveaxis(weight[...], two_of_four(path, weight).axis, -1)
+                if np.count_nonzero(groups.reshape(-1, 4), axis=1).max() > 2:
+                    sys.exit(f"error: {path} is not 2:4")
+    loss = test_loss(trainer)
+    if not loss < HIGHEST_LOSS:
+        sys.exit(f"error: the loss is {loss:.3f}, it should be below {HIGHEST_LOSS}")
+    masks = sparsity.summarize_sparsity(sparsity.get_sparse_state(opt_state).masks)
+    return f"loss {loss:.3f}, sparsity of the layers {masks['_total_sparsity']:.2%}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=200, help="steps of the optimizer")
+    steps = parser.parse_args().steps
+    pruners = make_pruners(steps)
+    results = {name: check(train(pruners[name], name, steps), pruners[name]) for name in pruners}
+    print(*(f"{name:5}  {result}" for name, result in results.items()), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
