@@ -6,21 +6,23 @@ from setuptools import find_packages, setup
 
 EXTRAS = {
     "config": ["absl-py>=2.1", "ml_collections>=1.0"],
-    "summary": ["matplotlib>=3.8", "rich>=13"],
-    "examples": ["flax>=0.12", "mlxtend>=0.23", "scikit-learn>=1.4", "tqdm>=4.66"],
+    "tensorboard": ["tensorboardX>=2.6"],
+    "summary": ["matplotlib>=3.10", "rich>=13"],
+    "flax": ["flax>=0.12"],
+    "examples": ["mlxtend>=0.23", "orbax-checkpoint>=0.11", "tqdm>=4.66"],
     "test": [
         "dm-haiku>=0.0.16",
         "equinox>=0.13",
         "hypothesis>=6.100",
         "mypy>=1.15",
-        "orbax-checkpoint>=0.11",
         "pytest>=8",
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",
         "ruff>=0.9",
     ],
 }
-EXTRAS["examples"] += EXTRAS["config"] + EXTRAS["summary"]
+EXTRAS["examples"] += EXTRAS["config"] + EXTRAS["flax"] + EXTRAS["summary"]
+EXTRAS["examples"] += EXTRAS["tensorboard"]
 EXTRAS["dev"] = EXTRAS["examples"] + EXTRAS["test"]
 
 setup(

@@ -1,14 +1,23 @@
 """Pruning and sparse training for any optax optimizer."""
 
 from sparsity import (
+    activations,
     algorithms,
     base_updater,
+    epoch_strategy,
     masks,
     selection,
     sparsity_distributions,
     sparsity_schedules,
     sparsity_types,
     summary,
+)
+from sparsity.activations import (
+    prune_act_struct,
+    prune_act_unstruct,
+    pruning_act_struct,
+    sparsify_linen,
+    sparsify_nnx,
 )
 from sparsity.algorithms import (
     SET,
@@ -29,7 +38,13 @@ from sparsity.api import (
     register_algorithm,
 )
 from sparsity.base_updater import BaseUpdater, NoPruning
-from sparsity.sparse_state import SparseState, get_sparse_state, set_sparse_state
+from sparsity.epoch_strategy import EpochStrategy, pruning, pruning_apply
+from sparsity.sparse_state import (
+    SparseState,
+    get_sparse_state,
+    set_sparse_state,
+    sharding_like,
+)
 from sparsity.sparsity_schedules import (
     NoUpdateSchedule,
     OneShotSchedule,
@@ -38,6 +53,7 @@ from sparsity.sparsity_schedules import (
 )
 from sparsity.sparsity_types import Block, Channel, NByM, SparsityType, Unstructured
 from sparsity.summary import (
+    active_masks,
     layer_summary,
     plot_sparsity,
     sparsity_table,

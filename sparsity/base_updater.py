@@ -20,7 +20,13 @@ import optax
 
 from sparsity import masks as masks_lib
 from sparsity import sparsity_distributions, step, trees
-from sparsity.sparse_state import SparseState, apply_masks, fit_masks, get_sparse_state
+from sparsity.sparse_state import (
+    SparseState,
+    apply_masks,
+    fit_masks,
+    get_sparse_state,
+    place_masks,
+)
 from sparsity.sparsity_schedules import NoUpdateSchedule
 from sparsity.sparsity_types import (
     NByM,
@@ -279,9 +285,9 @@ class BaseUpdater:
         targets = self._target_sparsities(params)
         if targets is not None:
             targets = jax.tree.map(lambda target: jnp.array(target, jnp.float32), targets)
-        masks = self.get_initial_masks(params, targets)
+        masks = fit_masks(self.get_initial_masks(params, targets), params, self.use_packed_masks)
         return SparseState(
-            masks=fit_masks(masks, params, self.use_packed_masks),
+            masks=place_masks(masks, params),
             target_sparsities=targets,
             count=jnp.zeros([], jnp.int32),
         )

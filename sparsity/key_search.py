@@ -177,7 +177,7 @@ class Bracket(NamedTuple):
     ) -> "Bracket":
         """A bracket before the first pass, with nothing above it; sharp if guesses are good."""
         zero = at_least[0] & 0
-        spread = zero + (_SPREAD / 16 if sharp else _SPREAD)
+        spread = zero.astype(np.float32) + (_SPREAD / 16 if sharp else _SPREAD)
         return cls(low, high, at_least, at_least & 0, spread, misses=zero, passes=zero)
 
 

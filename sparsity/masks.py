@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec, auto_axes
 
 from sparsity import exact_counts, selection
+from sparsity.sharding import shard_like
 from sparsity.sparsity_types import (
     Block,
     Channel,
@@ -216,34 +215,6 @@ def mask_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [shape, packed_shape(shape), (-(-math.prod(shape) // 8),)]
 
 
-def shard_like(
-    like: chex.Array,
-    fn: Callable[..., jax.Array],
-    *args: Any,
-    shape: tuple[int, ...] | None = None,
-) -> jax.Array:
-    """Calls `fn(*args)`; on a mesh with Explicit axes its result is sharded as `like`.
-
-    Explicit axes put the sharding into an array's type, so that each reshape and each new array
-    would have to name one; inside `fn` they are Auto axes, where XLA chooses.
-
-    Args:
-      like: array whose sharding the result shall have.
-      fn: function of arrays.
-      *args: arrays and scalars; `fn` closes over none.
-      shape: shape of the result, if it is not that of `like`; axes of the mesh that do not divide
-        it are left out.
-    """
-    sharding = jax.typeof(like).sharding
-    if AxisType.Explicit not in sharding.mesh.axis_types:
-        return fn(*args)
-    if shape is not None:
-        pairs = zip(shape, sharding.spec or (None,) * len(shape), strict=True)
-        fits = [axes if size % _devices(sharding.mesh, axes) == 0 else None for size, axes in pairs]
-        sharding = sharding.update(spec=PartitionSpec(*fits))
-    return auto_axes(fn, out_sharding=sharding)(*args)
-
-
 def apply_mask(param: chex.Array, mask: chex.Array | None) -> chex.Array:
     """Selects: kept entries as they are, all others exactly 0.0, were they NaN, inf or -0.0.
 
@@ -298,11 +269,6 @@ def _kept_of_group(kind: NByM, sparsity: chex.Numeric, target: chex.Numeric) -> 
     return jnp.maximum(kind.n, kind.m - removed)
 
 
-def _devices(mesh: Any, axes: str | tuple[str, ...] | None) -> int:
-    names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
-    return math.prod(mesh.shape[name] for name in names)
-
-
 def _axis(axis: int, batch_axes: int) -> int:
     return axis if axis < 0 else axis + batch_axes
 
@@ -327,7 +293,7 @@ def _pool(scores: chex.Array, sparsity_type: SparsityType, batch_axes: int) -> c
         np.minimum(step, size - step * np.arange(count))
         for step, size, count in zip(block, sizes, grid[-2:], strict=True)
     ]
-    return total / jnp.asarray(np.outer(*entries), total.dtype)
+    return total / jnp.broadcast_to(jnp.asarray(np.outer(*entries), total.dtype), total.shape)
 
 
 def _block_grid(

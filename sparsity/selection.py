@@ -117,6 +117,8 @@ def nm_mask(
 ) -> jax.Array:
     """Mask of the n highest of every m consecutive scores along an axis.
 
+    If m does not divide the axis, its last group is shorter and keeps n as well, or all it has.
+
     >>> nm_mask(jnp.array([4, 3, 2, 1, 0, 7, 0, 0]), 2, 4)
     Array([1, 1, 0, 0, 1, 1, 0, 0], dtype=uint8)
 
@@ -132,17 +134,14 @@ def nm_mask(
         uint8 mask of the scores' shape and sharding, 1 = keep.
 
     Raises:
-        ValueError: If m does not divide the axis, if n or axis are out of range, if shapes differ,
-            or if scores are complex.
+        ValueError: If n, m or axis are out of range, if shapes differ, or if scores are complex.
     """
     scores = _readable(scores)
     if not -scores.ndim <= axis < scores.ndim:
         raise ValueError(f"axis must name one of {scores.ndim} axes, got axis = {axis}.")
     axis %= scores.ndim
-    if m < 1 or scores.shape[axis] % m:
-        raise ValueError(
-            f"m must divide the size of axis {axis}, got m = {m} for shape {scores.shape}."
-        )
+    if m < 1:
+        raise ValueError(f"m must be at least 1, got m = {m}.")
     if not exact_counts.is_traced(n) and not 0 <= int(n) <= m:
         raise ValueError(f"n must be in [0, {m}], got n = {n}.")
     if keep is not None and jnp.shape(keep) != scores.shape:
@@ -259,22 +258,28 @@ def _grouped_mask(
     scores: jax.Array, n: chex.Numeric, keep: jax.Array | None, m: int, axis: int
 ) -> jax.Array:
     shape = scores.shape
-    groups = (*shape[:axis], shape[axis] // m, m, *shape[axis + 1 :])
+    count = -(-shape[axis] // m)
+    groups = (*shape[:axis], count, m, *shape[axis + 1 :])
 
-    def pairs(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x = _with_whole_groups(x, m, axis).reshape(groups)
+    def pairs(x: jax.Array, fill: int) -> tuple[jax.Array, jax.Array]:
+        x = _with_whole_groups(x, m, axis)
+        missing = [(0, 0)] * axis + [(0, count * m - shape[axis])] + [(0, 0)] * (x.ndim - axis - 1)
+        x = jnp.pad(x, missing, constant_values=fill).reshape(groups)
         return jnp.expand_dims(x, axis + 2), jnp.expand_dims(x, axis + 1)
 
-    own, other = pairs(key_search.to_keys(scores))
+    own, other = pairs(key_search.to_keys(scores), key_search.key_range(scores.dtype).low)
     # Compared iotas vectorise, where a constant table would be read entry by entry.
     row, column = (lax.broadcasted_iota(jnp.int32, (m, m), d) for d in (0, 1))
-    earlier = (column < row).reshape(m, m, *[1] * (len(shape) - axis - 1))
+    earlier = (column < row).reshape(*[1] * (axis + 1), m, m, *[1] * (len(shape) - axis - 1))
     beaten = (other > own) | ((other == own) & earlier)
     if keep is not None:
-        own_kept, other_kept = pairs(keep != 0)
+        own_kept, other_kept = pairs(keep != 0, False)
         beaten = (other_kept & ~own_kept) | ((other_kept == own_kept) & beaten)
     rank = jnp.sum(beaten, axis=axis + 2, dtype=jnp.int8 if m < 128 else jnp.int32)
-    mask = (rank < n).reshape(shape).astype(jnp.uint8)
+    if exact_counts.is_traced(n):
+        n = jnp.clip(n, 0, m).astype(rank.dtype)
+    mask = (rank < n).reshape(*shape[:axis], count * m, *shape[axis + 1 :]).astype(jnp.uint8)
+    mask = lax.slice_in_dim(mask, 0, shape[axis], axis=axis)
     explicit = jax.typeof(scores).sharding
     return mask if explicit.mesh.empty else jax.sharding.reshard(mask, explicit)
 
@@ -288,7 +293,7 @@ def _with_whole_groups(x: jax.Array, m: int, axis: int) -> jax.Array:
     mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
     names = spec[axis] if axis < len(spec) else None
     shards = math.prod(mesh.shape[name] for name in np.atleast_1d(names or ()))
-    if x.shape[axis] // m % shards == 0:
+    if shards == 1 or x.shape[axis] % (m * shards) == 0:
         return x
     whole = jax.sharding.PartitionSpec(*spec[:axis], None, *spec[axis + 1 :])
     return jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, whole))

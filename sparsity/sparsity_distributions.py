@@ -7,9 +7,7 @@ A distribution is any function of the parameters (arrays, or anything with `shap
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +17,7 @@ from sparsity import trees
 from sparsity.sparsity_types import check_fraction, check_number
 
 FilterFn = Callable[[tuple[str, ...], chex.Array], bool]
-Overrides = Mapping[str | tuple[str, ...] | re.Pattern[str], float | None]
+Overrides = Mapping[trees.Key, float | None]
 BatchAxes = int | Callable[[tuple[str, ...], chex.Array], int]
 
 
@@ -149,20 +147,21 @@ def _select(
     }
     selected: dict[trees.KeyPath, tuple[Any, int]] = {}
     custom: dict[trees.KeyPath, float | None] = {}
-    for key in sorted(overrides, key=_is_pattern(prunable)):  # exact paths come first and win
-        matching = [path for path in prunable if _matches(key, path)]
-        if prunable and not matching:
+    names = {path: trees.path_string(path) for path in prunable}
+    for key, value in overrides.items():
+        if prunable and not any(trees.matches(key, text) for text in names.values()):
             raise ValueError(
-                f"custom_sparsity_map[{key!r}] matches no parameter. {_nearest(key, prunable)}"
+                f"custom_sparsity_map[{key!r}] matches no parameter. "
+                f"{trees.nearest(key, names.values(), 'parameters')}"
             )
-        if overrides[key] is not None:
-            check_fraction(f"custom_sparsity_map[{key!r}]", overrides[key])
-        for path in matching:
-            custom.setdefault(path, overrides[key])
+        if value is not None:
+            check_fraction(f"custom_sparsity_map[{key!r}]", value)
     for path, param in prunable.items():
         name = trees.path_names(path)
         axes = slice_axes(batch_axes, name, param)
-        if path in custom:
+        own = trees.best_key(overrides, names[path])
+        if own is not None:
+            custom[path] = overrides[own]
             continue
         if filter_fn(name, param) if filter_fn else param.ndim - axes > 1:
             selected[path] = (param, axes)
@@ -184,35 +183,3 @@ def slice_axes(batch_axes: BatchAxes, name: tuple[str, ...], param: chex.Array) 
             f"{'/'.join(name)!r} of shape {param.shape}."
         )
     return min(axes, param.ndim)  # one number for all: a bias has fewer axes
-
-
-def _key_names(key: Any) -> str:
-    """The key of an override as a joined path or a pattern's text."""
-    if isinstance(key, tuple):
-        return "/".join(map(str, key)) or "params"
-    return str(getattr(key, "pattern", key))
-
-
-def _is_pattern(prunable: dict[trees.KeyPath, Any]) -> Callable[[Any], bool]:
-    names = {trees.path_string(path) for path in prunable}
-    return lambda key: isinstance(key, re.Pattern) or _key_names(key) not in names
-
-
-def _matches(key: str | tuple[str, ...] | re.Pattern[str], path: trees.KeyPath) -> bool:
-    name = trees.path_string(path)
-    if isinstance(key, re.Pattern):
-        return key.search(name) is not None
-    return _key_names(key) == name or (isinstance(key, str) and _fullmatch(key, name))
-
-
-def _fullmatch(key: str, name: str) -> bool:
-    try:
-        return re.fullmatch(key, name) is not None
-    except re.error:  # a path that is no pattern, or a slip: then it matches nothing
-        return False
-
-
-def _nearest(key: Any, prunable: dict[trees.KeyPath, Any]) -> str:
-    names = [trees.path_string(path) for path in prunable]
-    near = difflib.get_close_matches(_key_names(key), names, n=1, cutoff=0.0)[0]
-    return f"The nearest is {near!r}; the parameters are {names}."

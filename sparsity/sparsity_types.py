@@ -97,6 +97,36 @@ SparsityType = Unstructured | NByM | Block | Channel
 NbyM = NByM  # as jaxpruner's documentation spells it
 
 
+def parse_nm(name: str, pattern: Any, axis: int = -1) -> NByM:
+    """Reads a pattern that keeps at least one entry of a group.
+
+    Args:
+      name: what the pattern is called in messages.
+      pattern: (n, m), 'n:m', or an `NByM`, which has an axis of its own.
+      axis: the axis of the first two.
+
+    Raises:
+      ValueError: the pattern is none of these, or n is not in [1, m].
+
+    Example:
+      >>> parse_nm("pattern", "1:4")
+      NByM(n=1, m=4, axis=-1)
+    """
+    given = pattern
+    if isinstance(given, str) and (colon := re.fullmatch(_COLON, given)):
+        given = int(colon[1]), int(colon[2])
+    try:
+        if isinstance(given, tuple | list):
+            n, m = given
+            given = NByM(n, m, axis)
+        if not isinstance(given, NByM):
+            raise ValueError("A pattern is (n, m), 'n:m' or NByM(n, m, axis).")
+        check_int("n", given.n, 1)
+    except ValueError as error:
+        raise ValueError(f"{name} = {pattern!r} is no pattern. {error}") from None
+    return given
+
+
 def parse_sparsity_type(text: str) -> SparsityType:
     """Reads a type from a configuration string.
 
@@ -111,7 +141,7 @@ def parse_sparsity_type(text: str) -> SparsityType:
       NByM(n=2, m=4, axis=-2)
     """
     kind, _, rest = text.strip().partition("_")
-    colon = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text)
+    colon = re.fullmatch(_COLON, text)
     if colon:
         kind, rest = "nm", f"{colon[1]},{colon[2]}"
     numbers = [int(part) for part in rest.split(",")] if re.fullmatch(_NUMBERS, rest) else []
@@ -132,6 +162,7 @@ def parse_sparsity_type(text: str) -> SparsityType:
     )
 
 
+_COLON = r"\s*(\d+)\s*:\s*(\d+)\s*"
 _NUMBERS = r"\s*-?\d+\s*(,\s*-?\d+\s*)*"
 
 
@@ -166,3 +197,14 @@ def check_fraction(name: str, value: Any) -> None:
     number = np.ndim(value) == 0 and jnp.issubdtype(np.asarray(value).dtype, jnp.number)
     if not number or not 0.0 <= float(value) <= 1.0:
         raise ValueError(f"{name} must be in [0, 1] (0.8 means 80 %), got {name} = {value!r}.")
+
+
+def check_density(name: str, value: Any) -> None:
+    """Raises a ValueError that names the argument unless it is a number in (0, 1]; tracers pass."""
+    if isinstance(value, jax.core.Tracer):
+        return
+    number = np.ndim(value) == 0 and jnp.issubdtype(np.asarray(value).dtype, jnp.number)
+    if not number or not 0.0 < float(value) <= 1.0:
+        raise ValueError(
+            f"{name} is the fraction to keep and must be in (0, 1], got {name} = {value!r}."
+        )

@@ -60,7 +60,7 @@ def wrap(
     ) -> tuple[chex.ArrayTree, SparseState]:
         if params is None:
             raise ValueError(NO_PARAMS_MSG)
-        check_masks(params, state.masks, "params")
+        check_masks(params, state.masks, "params", updater.use_packed_masks)
         check_masks(updates, state.masks, "gradients")
         is_update = updater.scheduler.is_mask_update_iter(state.count)
 

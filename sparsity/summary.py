@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsity import masks as masks_lib
 from sparsity import trees
 from sparsity.base_updater import BaseUpdater
 from sparsity.sparse_state import SparseState, get_sparse_state
@@ -22,7 +24,7 @@ def summarize_sparsity(
     """Returns the fraction of zeros of every leaf and of the whole tree.
 
     Args:
-      param_tree: tree of parameters or masks.
+      param_tree: tree of parameters or masks, or an optimizer state whose masks are meant.
       only_total_sparsity: leave out the entries of the single leaves.
 
     Returns:
@@ -30,19 +32,19 @@ def summarize_sparsity(
       exact for trees of any size, and a sparsity for each path, joined by '/'; `None` for a leaf
       that is `None`. Inside `jit` the values are float32 arrays.
 
+    Raises:
+      ValueError: an optimizer state holds more than one SparseState, or its masks are packed.
+
     Example:
       >>> summarize_sparsity({"a": jnp.array([1.0, 0.0]), "b": jnp.zeros(2)})["_total_sparsity"]
       0.75
     """
-    leaves = _with_none(param_tree)
-    sizes = {name: jnp.size(leaf) for name, leaf in leaves.items() if leaf is not None}
-    nonzeros = _fetch(
-        {name: jnp.count_nonzero(leaf) for name, leaf in leaves.items() if leaf is not None}
-    )
+    leaves = _with_none(_masks_of(param_tree, packed=False))
+    sizes = {path: jnp.size(leaf) for path, leaf in leaves.items() if leaf is not None}
+    nonzeros = _fetch({path: jnp.count_nonzero(leaves[path]) for path in sizes})
     size, nonzero = sum(sizes.values()), _total(nonzeros)
-    summary = {} if only_total_sparsity else dict.fromkeys(leaves)
-    if not only_total_sparsity:
-        summary |= {name: (sizes[name] - nonzeros[name]) / max(sizes[name], 1) for name in sizes}
+    single = {path: (sizes[path] - nonzeros[path]) / max(sizes[path], 1) for path in sizes}
+    summary = {} if only_total_sparsity else _named(dict.fromkeys(leaves) | single)
     summary["_total_sparsity"] = (size - nonzero) / max(size, 1)
     summary["_nparams"] = size
     summary["_nparams_nnz"] = nonzero
@@ -55,8 +57,9 @@ def summarize_intersection(
     """Returns which fraction of the ones of the first masks are ones of the second, too.
 
     Args:
-      mask_tree1: tree of masks.
-      mask_tree2: tree of masks with the same paths.
+      mask_tree1: tree of masks, or an optimizer state that holds them; packed masks are counted by
+        their bits.
+      mask_tree2: as `mask_tree1`, with the same paths.
       only_total_intersection: leave out the entries of the single leaves.
 
     Returns:
@@ -65,26 +68,55 @@ def summarize_intersection(
       arrays.
 
     Raises:
-      ValueError: the trees have different paths or shapes; they are named.
+      ValueError: the trees have different paths or shapes; they are named. Or an optimizer state
+        holds more than one SparseState.
 
     Example:
       >>> summarize_intersection({"a": jnp.array([1, 1])}, {"a": jnp.array([0, 1])})
       {'a': 0.5, '_total_intersection': 0.5}
     """
-    leaves1, leaves2 = _with_none(mask_tree1), _with_none(mask_tree2)
-    if differing := [n for n in leaves1 | leaves2 if _shape(leaves1, n) != _shape(leaves2, n)]:
+    leaves1, leaves2 = (_with_none(_masks_of(tree)) for tree in (mask_tree1, mask_tree2))
+    shapes = {p: (_shape(leaves1.get(p)), _shape(leaves2.get(p))) for p in leaves1 | leaves2}
+    if differing := {path: pair for path, pair in shapes.items() if pair[0] != pair[1]}:
         raise ValueError(
             "mask_tree1 and mask_tree2 must have the same paths and shapes; they differ at "
-            + ", ".join(f"{n} ({_shape(leaves1, n)}, {_shape(leaves2, n)})" for n in differing)
+            + ", ".join(f"{name} ({a}, {b})" for name, (a, b) in _named(differing).items())
         )
-    pairs = {name: (m, leaves2[name]) for name, m in leaves1.items() if m is not None}
-    ones = _fetch({name: jnp.count_nonzero(a) for name, (a, _) in pairs.items()})
-    both = _fetch({name: jnp.count_nonzero((a != 0) & (b != 0)) for name, (a, b) in pairs.items()})
-    summary = {} if only_total_intersection else dict.fromkeys(leaves1)
-    if not only_total_intersection:
-        summary |= {name: both[name] / _at_least_one(ones[name]) for name in pairs}
+    pairs = {path: (m, leaves2[path]) for path, m in leaves1.items() if m is not None}
+    ones = _fetch({path: _count_ones(a) for path, (a, _) in pairs.items()})
+    both = _fetch({path: _count_ones(a, b) for path, (a, b) in pairs.items()})
+    single = {path: both[path] / _at_least_one(ones[path]) for path in pairs}
+    summary = {} if only_total_intersection else _named(dict.fromkeys(leaves1) | single)
     summary["_total_intersection"] = _total(both) / _at_least_one(_total(ones))
     return summary
+
+
+def active_masks(params: chex.ArrayTree, opt_state: Any) -> chex.ArrayTree:
+    """Returns which weights are in use, however an algorithm keeps its masks.
+
+    Two of them, before and after some steps, show with `summarize_intersection` how masks moved.
+
+    Args:
+      params: tree of parameters, as they are used (masked ones for straight-through methods).
+      opt_state: optimizer state with one SparseState.
+
+    Returns:
+      Tree like `params`: uint8, never packed, 1 = in use; `None` for a dense leaf. Where no mask is
+      stored, weights in use are those that are not zero.
+
+    Example:
+      >>> state = SparseState(target_sparsities={"a": jnp.float32(0.5)})
+      >>> active_masks({"a": jnp.array([3.0, 0.0]), "b": jnp.ones(2)}, state)
+      {'a': Array([1, 0], dtype=uint8), 'b': None}
+    """
+    state = get_sparse_state(opt_state)
+
+    def active(_: trees.KeyPath, param: Any, target: Any, mask: Any) -> Any:
+        if mask is not None:
+            return masks_lib.unpack(mask, param)
+        return None if target is None else (param != 0).astype(jnp.uint8)
+
+    return trees.map_matched(active, params, state.target_sparsities, state.masks)
 
 
 def sparsity_table(params: chex.ArrayTree, opt_state: Any, updater: BaseUpdater) -> str:
@@ -109,9 +141,9 @@ def sparsity_table(params: chex.ArrayTree, opt_state: Any, updater: BaseUpdater)
         numbers = ("dense", "") if row["target"] is None else (row["target"], row["achieved"])
         shown = [f"{n:.4f}" if isinstance(n, float) else n for n in numbers]
         table.add_row(row["path"], shape, row["type"], *shown, f"{row['mask_bytes']:,}")
-    sparse = {row["path"] for row in rows if row["target"] is not None}
-    leaves = {name: leaf for name, leaf in _with_none(params).items() if name in sparse}
-    total = summarize_sparsity(leaves, only_total_sparsity=True)
+    leaves = zip(trees.leaves_by_path(params).values(), rows, strict=True)
+    sparse = [leaf for leaf, row in leaves if row["target"] is not None]
+    total = summarize_sparsity(sparse, only_total_sparsity=True)
     table.add_section()
     table.add_row(
         "sparse layers",
@@ -189,23 +221,50 @@ def plot_sparsity(
     return ax
 
 
-def _with_none(tree: chex.ArrayTree) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: leaf is None)
-    return {trees.path_string(path): leaf for path, leaf in leaves}
+def _masks_of(tree: Any, packed: bool = True) -> chex.ArrayTree:
+    """The masks of an optimizer state; other trees as they are."""
+    if not trees.find_nodes(tree, SparseState):
+        return tree
+    masks = get_sparse_state(tree).masks
+    for path, mask in {} if packed else trees.leaves_by_path(masks).items():
+        if not isinstance(mask, jax.core.Tracer) and jnp.max(mask, initial=0) > 1:
+            raise ValueError(
+                f"The mask of {trees.path_string(path)!r} is packed to bits, so that its number of "
+                "entries is not known. Summarize the parameters, or "
+                "sparsity.sparse_state.unpack_masks(masks, params)."
+            )
+    return masks
 
 
-def _shape(leaves: dict[str, Any], name: str) -> Any:
-    return jnp.shape(leaves[name]) if leaves.get(name) is not None else None
+def _count_ones(*masks: chex.Array) -> jax.Array:
+    """Number of entries that are not zero in all masks; of bits where masks are uint8."""
+    if all(mask.dtype == jnp.uint8 for mask in masks):
+        bits = functools.reduce(jnp.bitwise_and, masks)
+        return jnp.sum(jax.lax.population_count(bits), dtype=jnp.int32)
+    return jnp.count_nonzero(functools.reduce(jnp.logical_and, [mask != 0 for mask in masks]))
 
 
-def _fetch(counts: dict[str, jax.Array]) -> dict[str, Any]:
+def _with_none(tree: chex.ArrayTree) -> dict[trees.KeyPath, Any]:
+    return dict(jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: leaf is None))
+
+
+def _named(by_path: dict[trees.KeyPath, Any]) -> dict[str, Any]:
+    return {trees.path_string(path): value for path, value in by_path.items()}
+
+
+def _shape(leaf: Any) -> Any:
+    return None if leaf is None else jnp.shape(leaf)
+
+
+def _fetch(counts: dict[trees.KeyPath, jax.Array]) -> dict[trees.KeyPath, Any]:
     """Counts as Python ints, which do not overflow; float32 while tracing."""
     if any(isinstance(count, jax.core.Tracer) for count in counts.values()):
-        return {name: count.astype(jnp.float32) for name, count in counts.items()}
-    return {name: int(count) for name, count in jax.device_get(counts).items()}
+        return {path: count.astype(jnp.float32) for path, count in counts.items()}
+    counts = dict(zip(counts, jax.device_get(list(counts.values())), strict=True))
+    return {path: int(count) for path, count in counts.items()}
 
 
-def _total(counts: dict[str, Any]) -> Any:
+def _total(counts: dict[trees.KeyPath, Any]) -> Any:
     return sum(counts.values())
 
 

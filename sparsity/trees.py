@@ -9,7 +9,9 @@ field `.mu` of Adam's state), without the trailing `.value` of an nnx variable.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import chex
@@ -18,6 +20,7 @@ import jax.numpy as jnp
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, KeyEntry, SequenceKey
 
 KeyPath = tuple[KeyEntry, ...]
+Key = str | tuple[str, ...] | re.Pattern[str]  # how users name a leaf; see `matches`
 
 _VALUE = GetAttrKey("value")
 
@@ -86,6 +89,59 @@ def map_matched(
     return jax.tree_util.tree_map_with_path(visit, tree)
 
 
+def best_key(keys: Iterable[Key], name: str) -> Key | None:
+    """Returns the key that names `name`: one that equals it, else the first that matches it.
+
+    Example:
+      >>> best_key(["conv.*", "conv1/kernel"], "conv1/kernel")
+      'conv1/kernel'
+    """
+    matching = [key for key in keys if matches(key, name)]
+    exact = (key for key in matching if not isinstance(key, re.Pattern) and _text(key) == name)
+    return next(exact, matching[0] if matching else None)
+
+
+def matches(key: Key, name: str) -> bool:
+    """Whether a key names a path that is joined by '/'.
+
+    Args:
+      key: a path as a tuple, the path joined by '/', a regular expression that matches the whole
+        joined path, or a compiled pattern, which is searched in it.
+      name: the joined path.
+    """
+    if isinstance(key, re.Pattern):
+        return key.search(name) is not None
+    return _text(key) == name or (isinstance(key, str) and _fullmatch(key, name))
+
+
+def nearest(key: Any, names: Iterable[str], role: str) -> str:
+    """Returns the end of a message on a key that names nothing: the nearest name, and all names.
+
+    Example:
+      >>> nearest("dens", ["conv", "dense"], "layers")
+      "The nearest is 'dense'; the layers are ['conv', 'dense']."
+    """
+    names = list(names)
+    near = difflib.get_close_matches(_text(key), names, n=1, cutoff=0.0)
+    return (
+        f"The nearest is {near[0]!r}; the {role} are {names}." if near else f"There are no {role}."
+    )
+
+
+def _text(key: Any) -> str:
+    """The key as a joined path or a pattern's text."""
+    if isinstance(key, tuple):
+        return "/".join(map(str, key)) or "params"
+    return str(getattr(key, "pattern", key))
+
+
+def _fullmatch(key: str, name: str) -> bool:
+    try:
+        return re.fullmatch(key, name) is not None
+    except re.error:  # a path that is no pattern, or a slip: then it matches nothing
+        return False
+
+
 def is_prunable(leaf: Any) -> bool:
     """Whether a leaf can have a mask: a floating-point or complex array."""
     dtype = getattr(leaf, "dtype", None)
@@ -108,35 +164,57 @@ def find_nodes(tree: Any, kind: Any) -> list[tuple[KeyPath, Any]]:
     return found
 
 
+def map_owned(
+    fn: Callable[..., Any], params: chex.ArrayTree, state: chex.ArrayTree, *others: chex.ArrayTree
+) -> chex.ArrayTree:
+    """Maps `fn(owner, leaf, *other_leaves)` over an optimizer state.
+
+    The owner of a state leaf is the leaf of `params` whose path its own path ends in (the longest
+    such), or `None`. It may have another shape: factored second moments (adafactor) and histories
+    (lbfgs) have owners, too.
+
+    Args:
+      fn: a function of leaves.
+      params: tree with the parameters' paths.
+      state: an optimizer state.
+      *others: trees of its structure.
+
+    Example:
+      >>> map_owned(lambda owner, leaf: owner, {"w": 1.0}, [{"count": 0, "mu": {"w": 2.0}}])
+      [{'count': None, 'mu': {'w': 1.0}}]
+    """
+    none_too = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: leaf is None)
+    by_path = {_strip(path): leaf for path, leaf in none_too}  # a dense leaf owns its state, too
+
+    def owner(path: KeyPath) -> Any:
+        suffixes = (path[start:] for start in range(len(path) + 1))
+        return next((by_path[suffix] for suffix in suffixes if suffix in by_path), None)
+
+    return jax.tree_util.tree_map_with_path(
+        lambda path, *leaves: fn(owner(_strip(path)), *leaves), state, *others
+    )
+
+
 def replace_where(
     state: chex.ArrayTree, fresh: chex.ArrayTree, chosen: chex.ArrayTree
 ) -> chex.ArrayTree:
     """Takes entries of `fresh` into an optimizer state where the parameters' `chosen` is true.
 
-    A state leaf belongs to a parameter when its path ends in the parameter's path (the longest
-    such), its shape is the parameter's and its dtype is floating or complex. Other leaves stay:
-    counts, factored second moments (adafactor, sm3), histories (lbfgs).
+    Leaves without an owner (see `map_owned`) or of another shape, and those that are neither
+    floating nor complex, stay.
 
     Args:
       state: an optimizer state.
       fresh: a state of the same structure, as `init` returns it.
       chosen: bool arrays by parameter path; `None` keeps all state of that parameter.
     """
-    none_too = jax.tree_util.tree_leaves_with_path(chosen, is_leaf=lambda leaf: leaf is None)
-    by_path = {_strip(path): leaf for path, leaf in none_too}  # a dense leaf owns its state, too
 
-    def visit(path: KeyPath, old: Any, new: Any) -> Any:
-        where = _owner(_strip(path), by_path)
+    def replace(where: Any, old: Any, new: Any) -> Any:
         if where is None or jnp.shape(old) != jnp.shape(where) or not is_prunable(old):
             return old
         return jnp.where(where, new, old)
 
-    return jax.tree_util.tree_map_with_path(visit, state, fresh)
-
-
-def _owner(path: KeyPath, by_path: dict[KeyPath, Any]) -> Any:
-    suffixes = (path[start:] for start in range(len(path) + 1))
-    return next((by_path[suffix] for suffix in suffixes if suffix in by_path), None)
+    return map_owned(replace, chosen, state, fresh)
 
 
 def _strip(path: KeyPath) -> KeyPath:

@@ -136,6 +136,7 @@ ORDER = [
     "threshold",
     "selection",
     "sparsity_types",
+    "sharding",
     "masks",
     "trees",
     "sparse_state",
@@ -145,6 +146,7 @@ ORDER = [
     "base_updater",
     "algorithms",
     "activations",
+    "strategies",
     "epoch_strategy",
     "summary",
     "api",
@@ -211,7 +213,10 @@ PUBLIC = [
     "NoUpdateSchedule", "OneShotSchedule", "PeriodicSchedule", "PolynomialSchedule",
     "Unstructured", "NByM", "Block", "Channel",
     "create_updater_from_config", "register_algorithm", "all_algorithm_names",
+    "get_sparse_state", "set_sparse_state", "sharding_like",
     "summarize_sparsity", "summarize_intersection", "plot_sparsity",
+    "pruning", "pruning_apply", "EpochStrategy",
+    "prune_act_unstruct", "prune_act_struct", "sparsify_linen", "sparsify_nnx",
     "algorithms", "sparsity_distributions", "sparsity_schedules", "sparsity_types",
 ]
 # fmt: on

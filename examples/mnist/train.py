@@ -1,55 +1,81 @@
-"""Trains a small network on real handwritten digits, dense and sparse, and compares the two."""
+"""Trains a small network on real images, dense and sparse side by side, and compares the two.
+
+A run that was stopped goes on from its last checkpoint and ends with the same bits as one that was
+not: all that a step depends on is in the checkpoint or follows from the configuration.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import sys
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from absl import flags
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
 import sparsity
 from examples.mnist import config as config_lib
-from examples.mnist.data import Digits, batches, load_digits
-from examples.mnist.network import Network, make_network
-from examples.mnist.report import print_report
+from examples.mnist import data, moves
+from examples.mnist.checkpoint import Checkpoint, Checkpoints
+from examples.mnist.network import Network, TrainState, make_network
 from sparsity import sparsity_types
 
 
 class Experiment(NamedTuple):
-    """Two networks with the same initial weights, and what they learn from."""
+    """Networks with the same initial weights, by role ('dense', 'sparse'), and what they learn."""
 
-    dense: Network
-    sparse: Network
-    train: Digits
-    test: Digits
+    networks: dict[str, Network]
+    train: data.Digits
+    test: data.Digits
     config: ConfigDict
+    num_steps: int
+    eval_every: int
 
 
-def make_experiment(config: ConfigDict) -> Experiment:
+class RunState(NamedTuple):
+    """All arrays that change in a run."""
+
+    trained: dict[str, TrainState]
+    moves: moves.Moves  # of the sparse network's masks
+
+
+def make_experiment(config: ConfigDict, data_dir: str | None = None) -> Experiment:
     """Returns all that is needed to train.
 
     Raises:
-      ValueError: a value of the configuration makes no sense or does not fit the network.
+      ValueError: a value of the configuration makes no sense or does not fit the network, or the
+        data cannot be read.
     """
     config_lib.check(config)
-    train, test = load_digits()
-    num_steps = config.epochs * (len(train.labels) // config.batch_size)
-    if not num_steps:
+    train, test = data.load(data_dir)
+    epoch = len(train.labels) // config.batch_size
+    if not epoch:
         raise ValueError(
             f"--config.batch_size must be at most {len(train.labels)}, the number of images to "
             f"train with, got {config.batch_size}."
         )
-    name = config.sparsity.algorithm
-    sparse = make_network(name, make_updater(config, num_steps), config, num_steps)
-    dense = make_network("dense", sparsity.NoPruning(), config, num_steps)
-    return Experiment(dense, sparse, train, test, config)
+    num_steps = config.epochs * epoch
+    updaters = {"dense": sparsity.NoPruning(), "sparse": make_updater(config, num_steps)}
+    names = {"dense": "dense", "sparse": config.sparsity.algorithm}
+    sparse_layers = {"dense": {}, "sparse": dict(config.activations or ())}
+    networks = {
+        role: make_network(names[role], updater, config, num_steps, sparse_layers[role])
+        for role, updater in updaters.items()
+    }
+    return Experiment(networks, train, test, config, num_steps, config.eval_every or epoch)
 
 
 def make_updater(config: ConfigDict, num_steps: int) -> sparsity.BaseUpdater:
     """Returns the algorithm that the configuration names."""
     options = config.sparsity.to_dict()
+    strategy = options.pop("strategy")
+    if options["algorithm"] == "epoch_strategy":
+        return make_epoch_strategy(config, strategy or (), num_steps // config.epochs)
     if options["update_start_step"] is None:
         options["update_start_step"] = num_steps // 5
     if options["update_end_step"] is None:
@@ -67,46 +93,183 @@ def make_updater(config: ConfigDict, num_steps: int) -> sparsity.BaseUpdater:
     return sparsity.create_updater_from_config(options)
 
 
-def fit(network: Network, experiment: Experiment) -> Network:
-    """Returns the network after training."""
-    train, test, config = experiment.train, experiment.test, experiment.config
-    num_steps = config.epochs * (len(train.labels) // config.batch_size)
+def make_epoch_strategy(
+    config: ConfigDict, strategy: tuple[Any, ...], steps_per_epoch: int
+) -> sparsity.EpochStrategy:
+    """Returns the updater that follows the strategy of the configuration."""
+    epochs = [entry[0] for entry in strategy if len(entry) == 3]
+    if (
+        not epochs
+        or len(epochs) < len(strategy)
+        or not 0 < min(epochs) <= max(epochs) < config.epochs
+    ):
+        raise ValueError(
+            "--config.sparsity.strategy must be ((epoch, method, density or pattern), ...) with "
+            f"epochs between 0 and {config.epochs}, got {strategy!r}."
+        )
+    entries = {e: {"method": method, "prune_rate_pattern": p} for e, method, p in strategy}
+    packed = config.sparsity.use_packed_masks
+    return sparsity.EpochStrategy(entries, steps_per_epoch, use_packed_masks=packed)
+
+
+def start(experiment: Experiment) -> Checkpoint:
+    """Returns where a run begins."""
+    trained = {role: network.init() for role, network in experiment.networks.items()}
+    state = RunState(trained, moves.start(experiment.networks["sparse"], trained["sparse"]))
+    return Checkpoint(0, state, {"evaluations": [], "mask_updates": []})
+
+
+def fit(
+    experiment: Experiment,
+    begin: Checkpoint,
+    checkpoints: Checkpoints | None = None,
+    board: Any = None,
+) -> Checkpoint:
+    """Trains all networks on the same images, from `begin` to the end.
+
+    Args:
+      experiment: the networks and their data.
+      begin: where to go on.
+      checkpoints: where to save, if at all.
+      board: a `tensorboard.Board`, if events are wanted.
+    """
+    networks, config, num_steps = experiment.networks, experiment.config, experiment.num_steps
+    trained, moved = dict(begin.state.trained), begin.state.moves
+    history = {kind: list(rows) for kind, rows in begin.history.items()}
+    losses: dict[str, list[jax.Array]] = {role: [] for role in networks}
+    sparse = networks["sparse"]
+    stored = sparsity.get_sparse_state(trained["sparse"].opt_state).masks
+    stores_masks, has_masks = bool(jax.tree.leaves(stored)), bool(jax.tree.leaves(moved))
     interval = 0.2 if sys.stderr.isatty() else 5  # seconds between two updates of the bar
-    with tqdm(total=num_steps, desc=network.name, unit="step", mininterval=interval) as bar:
-        for epoch in range(config.epochs):
-            for batch in batches(train, config.batch_size, config.seed, epoch):
-                state, loss = network.train_step(network.state, batch)
-                network = network._replace(state=state)
-                bar.update()
-            zeros = sparsity.summarize_sparsity(network.used_params(), only_total_sparsity=True)
-            bar.set_postfix(
-                loss=f"{loss:.4f}",
-                accuracy=f"{network.accuracy(network.state, test):.1%}",
-                sparsity=f"{zeros['_total_sparsity']:.1%}",
-                refresh=False,
-            )
-    return network
+    bar = tqdm(total=num_steps, initial=begin.step, unit="step", mininterval=interval)
+    for step in range(begin.step, num_steps):
+        batch = data.batch(experiment.train, config.batch_size, config.seed, step)
+        for role, network in networks.items():
+            trained[role], loss = network.train_step(trained[role], batch)
+            losses[role].append(loss)
+        bar.update()
+        is_evaluated = (step + 1) % experiment.eval_every == 0 or step + 1 == num_steps
+        if isinstance(sparse.updater, sparsity.EpochStrategy):  # right after each pruning, too
+            is_evaluated |= sparse.updater.scheduler.is_mask_update_iter(step)
+        # Masks that are made anew in every step are looked at when the network is evaluated.
+        is_update = sparse.updater.scheduler.is_mask_update_iter(step)
+        if has_masks and (is_update if stores_masks else is_evaluated):
+            moved, row = moves.look(moved, sparse, trained["sparse"])
+            history["mask_updates"].append({"step": step + 1} | row)
+            if board:
+                board.write_mask_update(history["mask_updates"][-1], moved)
+        if is_evaluated:
+            row = {"step": step + 1} | evaluate(networks, trained, losses, experiment.test)
+            history["evaluations"].append(row)
+            losses = {role: [] for role in networks}
+            if board:
+                board.write_evaluation(row, networks, trained)
+            if checkpoints:
+                checkpoints.save(Checkpoint(step + 1, RunState(trained, moved), history))
+            show(bar, row)
+    bar.close()
+    return Checkpoint(num_steps, RunState(trained, moved), history)
 
 
-def run(experiment: Experiment) -> tuple[Network, Network]:
-    """Trains both networks, prints the report and returns them, dense and sparse."""
-    dense = fit(experiment.dense, experiment)
-    sparse = fit(experiment.sparse, experiment)
-    config = experiment.config
-    print_report(
-        *(dense, sparse, experiment.train, experiment.test),
-        timed_steps=config.timed_steps,
-        batch_size=config.batch_size,
+def evaluate(
+    networks: dict[str, Network],
+    trained: dict[str, TrainState],
+    losses: dict[str, list[jax.Array]],
+    test: data.Digits,
+) -> dict[str, Any]:
+    """Returns, for each network, mean loss of the last steps, accuracy and sparsity."""
+    rows = {}
+    for role, network in networks.items():
+        summary = sparsity.summarize_sparsity(network.used_params(trained[role]))
+        rows[role] = {
+            "loss": float(jnp.stack(losses[role]).mean()),
+            "accuracy": network.accuracy(trained[role], test),
+            "sparsity": summary["_total_sparsity"],
+            "layers": {name: value for name, value in summary.items() if name[0] != "_"},
+        }
+    return rows
+
+
+def show(bar: tqdm, row: dict[str, Any]) -> None:
+    """Puts an evaluation behind the progress bar."""
+    dense, sparse = row["dense"], row["sparse"]
+    bar.set_postfix_str(
+        f"loss {sparse['loss']:.4f} (dense {dense['loss']:.4f}), "
+        f"accuracy {sparse['accuracy']:.1%} ({dense['accuracy']:.1%}), "
+        f"sparsity {sparse['sparsity']:.1%}",
+        refresh=False,
     )
-    return dense, sparse
+
+
+class Run(NamedTuple):
+    """A run that is ready to begin or to go on."""
+
+    experiment: Experiment
+    begin: Checkpoint
+    checkpoints: Checkpoints
+    board: Any
+
+
+def prepare(options: config_lib.Options) -> Run:
+    """Returns the run that the options ask for; raises a ValueError for whatever is wrong.
+
+    The old run in the folder is not touched before all else is known to be right.
+    """
+    experiment = make_experiment(options.config, options.data_dir)
+    begin = start(experiment)
+    data_dir = options.data_dir and str(Path(options.data_dir).resolve())
+    identity = {"data_dir": data_dir, "config": options.config.to_dict()}
+    identity = json.loads(json.dumps(identity, default=repr))
+    checkpoints = Checkpoints(options.run_dir, identity, options.restart)
+    try:
+        begin = checkpoints.restore(begin.state) or begin
+    except ValueError:
+        checkpoints.close()
+        raise
+    if begin.step:
+        print(f"Going on after step {begin.step} in {options.run_dir}", file=sys.stderr)
+    board = None
+    if options.tensorboard:
+        from examples.mnist.tensorboard import Board
+
+        board = Board(options.run_dir / "tensorboard", begin.step)
+    return Run(experiment, begin, checkpoints, board)
+
+
+def finish(experiment: Experiment, end: Checkpoint, folder: Path) -> None:
+    """Prints the results and draws them."""
+    from examples.mnist import plots, report  # matplotlib takes a while to load
+
+    networks, trained = experiment.networks, end.state.trained
+    batch_size = experiment.config.batch_size
+    report.print_report(networks, trained, experiment.train, experiment.test, batch_size)
+    if isinstance(networks["sparse"].updater, sparsity.EpochStrategy):
+        report.print_prunings(networks["sparse"].updater, end.history["evaluations"])
+    (folder / "history.json").write_text(json.dumps(end.history, indent=1), encoding="utf-8")
+    pictures = plots.draw_all(networks, trained, end.history, folder)
+    print(f"{folder} holds {len(pictures)} pictures, history.json and the last checkpoints")
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs beside the project, unless the environment names another place."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(config_lib.ROOT / ".cache" / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def main() -> None:
+    use_compilation_cache()
     try:
-        experiment = make_experiment(config_lib.from_command_line())
-    except (ValueError, flags.Error) as error:
-        sys.exit(f"error: {error}")
-    run(experiment)
+        options = config_lib.from_command_line()
+        run = prepare(options)
+    except (ValueError, ImportError, OSError, flags.Error) as error:
+        sys.exit("error: " + " ".join(str(error).split()))
+    try:
+        end = fit(*run)
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same command goes on from the last checkpoint")
+    run.checkpoints.close()
+    finish(run.experiment, end, options.run_dir)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from sparsity import exact_counts, selection, sparsity_distributions, trees
 from sparsity.algorithms.pruners import MagnitudePruning, SaliencyPruning
 from sparsity.base_updater import BaseUpdater
+from sparsity.sharding import shard_like
 from sparsity.sparsity_types import Unstructured, check_fraction
 
 
@@ -87,8 +88,12 @@ class GlobalPruning(BaseUpdater):
         if self.use_normalization:
             scores = [_normalize(score) for score in scores]
         dtype = functools.reduce(jnp.promote_types, [score.dtype for score in scores])
-        kept = selection.num_kept(sum(score.size for score in scores), sparsities[0])
-        return selection.global_topk_mask([score.astype(dtype) for score in scores], kept)
+        size = sum(score.size for score in scores)
+
+        def rank(scores: list[jax.Array], sparsity: chex.Numeric) -> list[jax.Array]:
+            return selection.global_topk_mask(scores, selection.num_kept(size, sparsity))
+
+        return shard_like(scores, rank, [score.astype(dtype) for score in scores], sparsities[0])
 
     def get_distribution_fn(self) -> Callable[[chex.ArrayTree], chex.ArrayTree]:
         return self._distribute(self.sparsity)

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity import masks as masks_lib
 from sparsity import selection, trees
 from sparsity.base_updater import BaseUpdater
+from sparsity.sharding import place_like, shard_like
 from sparsity.sparse_state import SparseState
 
 
@@ -100,9 +100,11 @@ def generate_random_scores(
     words = _seed_words(rng_seed)
 
     def draw(path: trees.KeyPath, param: Any) -> jax.Array:
-        leaf = zlib.crc32(trees.path_string(path).encode())
+        leaf = np.uint32(zlib.crc32(trees.path_string(path).encode()))
         draw_shape = functools.partial(selection.hash_scores, jnp.shape(param))
-        return masks_lib.shard_like(param, draw_shape, *words, step, leaf)
+        scores = shard_like(param, draw_shape, *words, step, leaf)
+        # Inside jit XLA places them where they are used.
+        return scores if isinstance(scores, jax.core.Tracer) else place_like(param, scores)
 
     return trees.map_matched(draw, params)
 
@@ -114,4 +116,4 @@ def _seed_words(rng_seed: int | jax.Array) -> tuple[chex.Numeric, ...]:
         words = tuple(jnp.ravel(rng_seed).astype(jnp.uint32))
         return words if rng_seed.ndim else (*words, 0)  # a scalar is a number, not a key
     seed = int(rng_seed)
-    return seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    return np.uint32(seed & 0xFFFFFFFF), np.uint32((seed >> 32) & 0xFFFFFFFF)

@@ -106,7 +106,8 @@ class DropAndGrow(SparseTraining):
         **extra_args: Any,
     ) -> SparseState:
         del extra_args
-        fraction = self.drop_fraction_fn(sparse_state.count)
+        with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix integers and floats
+            fraction = self.drop_fraction_fn(sparse_state.count)
 
         def move(path: trees.KeyPath, drop: Any, grow: Any, mask: Any) -> Any:
             if mask is None:

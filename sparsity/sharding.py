@@ -1,0 +1,73 @@
+"""One array sharded as another, on meshes of Auto and of Explicit axes, inside jit and outside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
+
+
+def shard_like(
+    like: chex.ArrayTree,
+    fn: Callable[..., Any],
+    *args: Any,
+    shape: tuple[int, ...] | None = None,
+) -> Any:
+    """Calls `fn(*args)`; on a mesh with Explicit axes its result is sharded as `like`.
+
+    Explicit axes put the sharding into an array's type, so that each reshape and each new array
+    would have to name one; inside `fn` they are Auto axes, where XLA chooses.
+
+    Args:
+      like: array whose sharding the result shall have, or a tree of arrays for a tree of results.
+      fn: function of arrays.
+      *args: arrays and scalars; `fn` closes over none.
+      shape: shape of the result, if it is not that of `like`; axes of the mesh that do not divide
+        it are left out.
+    """
+    shardings = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, like)
+    if all(AxisType.Explicit not in own.mesh.axis_types for own in jax.tree.leaves(shardings)):
+        return fn(*args)
+    if shape is not None:
+        shardings = fit(shardings, shape)
+    return auto_axes(fn, out_sharding=shardings)(*args)
+
+
+def place_like(like: chex.Array, mask: jax.Array) -> jax.Array:
+    """Returns the mask, packed or not, sharded as `like`, on which its values need not depend."""
+    if not isinstance(mask, jax.core.Tracer):
+        sharding = getattr(like, "sharding", None)
+        known = isinstance(sharding, NamedSharding)
+        return jax.device_put(mask, fit(sharding, mask.shape)) if known else mask
+    if AxisType.Explicit in jax.typeof(mask).sharding.mesh.axis_types:
+        return mask
+    if mask.shape != like.shape:
+        rows, count = like.reshape(like.shape or (1,)), mask.shape[-1]
+        # A compiler's cut of the entries is one of the bytes only where it surely divides them.
+        divides = rows.shape[-1] == 8 * count and count % jax.device_count() == 0
+        ends = rows.reshape(*mask.shape, 8)[..., 0] if divides else rows[..., :1]
+        like = jnp.broadcast_to(ends, mask.shape)
+    # XLA shards the operands of a selection alike, and does not know that one is never chosen.
+    never = jax.lax.optimization_barrier(jnp.zeros((), bool))
+    return jnp.where(never, (like != 0).astype(mask.dtype), mask)
+
+
+def fit(sharding: Any, shape: tuple[int, ...]) -> Any:
+    """Returns the sharding without the axes of the mesh that do not divide `shape`."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    fits = [
+        axes if size % _devices(sharding.mesh, axes) == 0 else None
+        for size, axes in zip(shape, sharding.spec, strict=False)  # a spec may be short
+    ]
+    return sharding.update(spec=PartitionSpec(*fits))
+
+
+def _devices(mesh: Any, axes: str | tuple[str, ...] | None) -> int:
+    names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
+    return math.prod(mesh.shape[name] for name in names)

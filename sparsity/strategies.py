@@ -1,0 +1,186 @@
+"""Strategies: dictionaries that say at which epoch which layers are pruned, and how far.
+
+    {10: {"method": "str_unified_local", "prune_rate_pattern": (2, 4)},
+     20: {"method": "unstr_local", "prune_rate_pattern": {"Dense_0-kernel": 0.1}}}
+
+A method is `unstr` or `str`, then
+
+- `global`: the layers share the density; each finds its own.
+- `unified_local`: every layer has the same density or pattern.
+- `local`: layers are named, each with its own; others stay as they are. A dictionary under
+  `unified_local` means the same.
+
+A density in (0, 1] is the fraction to keep (`unstr`). A pattern is (n, m), 'n:m' or `NByM(n, m,
+axis)` (`str`) and keeps n of every m consecutive weights along an axis, by default the last; a
+shorter last group keeps n as well, or all it has. As it fixes the density of each group, `global`
+and `unified_local` are the same for patterns.
+
+Where no layers are named, those with more than one axis are pruned (kernels). A layer is named by
+its path, joined by '-' or '/' or as a tuple; the name of a module stands for all its parameters
+that have no name of their own.
+
+Source: Kao 2022, "JAX-Pruning", whose README describes these strategies; no code is taken from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import chex
+
+from sparsity import trees
+from sparsity.sparsity_distributions import BatchAxes, slice_axes
+from sparsity.sparsity_types import (
+    NByM,
+    SparsityType,
+    Unstructured,
+    check_density,
+    check_int,
+    parse_nm,
+)
+
+Strategy = Mapping[int, Mapping[str, Any]]
+
+METHODS = tuple(
+    f"{kind}_{scope}" for kind in ("unstr", "str") for scope in ("global", "unified_local", "local")
+)
+
+
+class Rule(NamedTuple):
+    """What becomes of a layer."""
+
+    kind: SparsityType
+    sparsity: float
+
+
+class Entry(NamedTuple):
+    """An entry of a strategy: a rule for all layers or, by the keys that name them, for some."""
+
+    epoch: int
+    is_global: bool
+    rules: Rule | dict[str | tuple[str, ...], Rule]
+
+    def rule_of(self, names: tuple[str, ...], param: Any, batch_axes: int) -> Rule | None:
+        """The rule of a parameter, `None` if it stays as it is."""
+        if not trees.is_prunable(param):
+            return None
+        if isinstance(self.rules, Rule):
+            return self.rules if param.ndim - batch_axes > 1 else None
+        prefixes = (names[:end] for end in range(len(names), 0, -1))
+        forms = (form for prefix in prefixes for form in _forms(prefix))
+        return next((self.rules[form] for form in forms if form in self.rules), None)
+
+    def check_names(self, params: chex.ArrayTree) -> None:
+        """Raises a ValueError if a key does not name exactly one layer that no other key names."""
+        if isinstance(self.rules, Rule):
+            return
+        leaves = trees.leaves_by_path(params)
+        paths = [trees.path_names(path) for path in leaves if trees.is_prunable(leaves[path])]
+        prefixes = dict.fromkeys(p[:end] for p in paths for end in range(1, len(p) + 1))
+        owners: dict[tuple[str, ...], Any] = {}
+        for key in self.rules:
+            named = [prefix for prefix in prefixes if key in _forms(prefix)]
+            where = f"{key!r} in the strategy of epoch {self.epoch}"
+            if not named:
+                known = ["/".join(path) for path in paths]
+                if isinstance(key, str) and "/" not in key:
+                    known = ["-".join(path) for path in paths]
+                raise ValueError(f"{where} names no layer. {trees.nearest(key, known, 'layers')}")
+            if len(named) > 1:
+                raise ValueError(f"{where} may mean any of {named}. Give the tuple of names.")
+            if named[0] in owners:
+                raise ValueError(f"{where} names the same layer as {owners[named[0]]!r}.")
+            owners[named[0]] = key
+
+
+class Stage(NamedTuple):
+    """What happens to given parameters at an epoch; by path, as all that is of one layer."""
+
+    is_global: bool
+    kinds: dict[trees.KeyPath, SparsityType]
+    sparsities: dict[trees.KeyPath, float]
+
+
+def _forms(names: tuple[str, ...]) -> tuple[Any, ...]:
+    """The keys that name a layer."""
+    return names, "/".join(names), "-".join(names)
+
+
+def parse(strategy: Any) -> dict[int, Entry]:
+    """The entries of a strategy by epoch, in order; checked as far as they go without layers."""
+    if not isinstance(strategy, Mapping):
+        raise ValueError(
+            "A strategy is a dictionary {epoch: {'method': ..., 'prune_rate_pattern': ...}}, got "
+            f"{strategy!r}."
+        )
+    for epoch in strategy:
+        check_int("an epoch of a strategy", epoch, 0)
+    return {int(epoch): _entry(int(epoch), strategy[epoch]) for epoch in sorted(strategy)}
+
+
+def _entry(epoch: int, entry: Any) -> Entry:
+    where = f"in the strategy of epoch {epoch}"
+    if not isinstance(entry, Mapping) or {*entry} != {"method", "prune_rate_pattern"}:
+        raise ValueError(
+            "An entry has the keys 'method' and 'prune_rate_pattern' and no others; got "
+            f"{entry!r} {where}."
+        )
+    method, pattern = entry["method"], entry["prune_rate_pattern"]
+    if method not in METHODS:
+        raise ValueError(
+            f"method = {method!r} {where} is not known. {trees.nearest(method, METHODS, 'methods')}"
+        )
+    kind, _, scope = method.partition("_")
+
+    def rule(name: str, value: Any) -> Rule:
+        name = f"{name} ({method!r} {where})"
+        if kind == "unstr":
+            check_density(name, value)
+            return Rule(Unstructured(), 1.0 - float(value))
+        nm = parse_nm(name, value)
+        return Rule(nm, 1.0 - nm.n / nm.m)
+
+    if not isinstance(pattern, Mapping):
+        if scope == "local":
+            raise ValueError(
+                f"'{kind}_local' {where} needs a dictionary {{layer: value}}, got {pattern!r}. Use "
+                f"'{kind}_unified_local' for all layers."
+            )
+        is_ranked = (kind, scope) == ("unstr", "global")
+        return Entry(epoch, is_ranked, rule("prune_rate_pattern", pattern))
+    if scope == "global":
+        raise ValueError(
+            f"'{kind}_global' {where} needs one value for all layers, got {pattern!r}. Use "
+            f"'{kind}_local' for a value for each."
+        )
+    rules = {}
+    for key, value in pattern.items():
+        if not isinstance(key, str | tuple):
+            raise ValueError(f"A layer is named by a string or a tuple, got {key!r} {where}.")
+        name = tuple(map(str, key)) if isinstance(key, tuple) else key
+        rules[name] = rule(f"prune_rate_pattern[{key!r}]", value)
+    return Entry(epoch, False, rules)
+
+
+def read(strategy: Any, params: chex.ArrayTree, batch_axes: BatchAxes = 0) -> dict[int, Stage]:
+    """What a strategy does to the parameters, by epoch; all of it is checked."""
+    stages = {}
+    for epoch, entry in parse(strategy).items():
+        entry.check_names(params)
+        stages[epoch] = stage = Stage(entry.is_global, {}, {})
+        for path, param in trees.leaves_by_path(params).items():
+            names = trees.path_names(path)
+            axes = slice_axes(batch_axes, names, param) if trees.is_prunable(param) else 0
+            if rule := entry.rule_of(names, param, axes):
+                kind = rule.kind
+                if (
+                    isinstance(kind, NByM)
+                    and not axes - param.ndim <= kind.axis < param.ndim - axes
+                ):
+                    raise ValueError(
+                        f"{kind} in the strategy of epoch {epoch}: {trees.path_string(path)!r} of "
+                        f"shape {param.shape} has no axis {kind.axis}."
+                    )
+                stage.kinds[path], stage.sparsities[path] = rule
+    return stages

@@ -1,0 +1,129 @@
+"""Kills a training run again and again, and compares how it ends with a run that was not killed.
+
+    python tests/kill_resume.py [NUMBER OF KILLS] [SEED]
+
+Each kill is a SIGKILL at a random moment: while the program starts, trains or writes a checkpoint
+(the run writes one every few steps). Weights, masks, optimizer states and the history of the
+metrics must have the same bits in the end.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # for `python tests/kill_resume.py`
+
+from examples.mnist import config as config_lib  # noqa: E402
+from examples.mnist import train  # noqa: E402
+
+OPTIONS = {
+    "epochs": 1,
+    "batch_size": 100,
+    "eval_every": 4,
+    "sparsity.algorithm": "rigl",
+    "sparsity.update_freq": 3,
+    "sparsity.use_packed_masks": True,
+}
+
+
+def start(run_dir: Path) -> subprocess.Popen:
+    """Starts the trainer in a process group of its own."""
+    flags = [f"--config.{name}={value}" for name, value in OPTIONS.items()]
+    return subprocess.Popen(
+        [sys.executable, "-m", "examples.mnist.train", f"--run_dir={run_dir}", *flags],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def kill(run_dir: Path, is_time: Callable[[], bool]) -> bool:
+    """Starts the trainer and kills it when it is time; returns whether it was running then."""
+    process = start(run_dir)
+    while not is_time():
+        if process.poll() is not None:
+            if process.returncode:
+                raise RuntimeError(f"training failed:\n{process.stderr.read()}")
+            return False
+        time.sleep(0.001)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    return True
+
+
+def unfinished_writes(run_dir: Path) -> list[str]:
+    """Names of checkpoints that are being written."""
+    return [path.name for path in run_dir.glob("checkpoints/*tmp*")]
+
+
+def last_step(run_dir: Path) -> int:
+    """Step of the newest checkpoint, 0 without one."""
+    steps = [int(path.name) for path in run_dir.glob("checkpoints/*") if path.name.isdecimal()]
+    return max(steps, default=0)
+
+
+def run_here(run_dir: Path) -> train.Checkpoint:
+    """Goes on to the end of a run in this process; returns how it has ended."""
+    config = config_lib.get_config()
+    with config.unlocked():
+        config.update_from_flattened_dict(OPTIONS)
+    run = train.prepare(config_lib.Options(config, None, run_dir, False, False))
+    end = train.fit(*run)
+    run.checkpoints.close()
+    return end
+
+
+def differences(one: train.Checkpoint, other: train.Checkpoint) -> list[str]:
+    """Returns the names of all that has not the same bits."""
+    names = [] if one.history == other.history else ["history"]
+    leaves = jax.tree.leaves_with_path(other.state)
+    for leaf, (path, expected) in zip(jax.tree.leaves(one.state), leaves, strict=True):
+        a, b = np.asarray(leaf), np.asarray(expected)
+        if a.dtype != b.dtype or a.tobytes() != b.tobytes():
+            names.append(jax.tree_util.keystr(path))
+    return names
+
+
+def main(kills: int = 10, seed: int | None = None) -> None:
+    seed = random.SystemRandom().randrange(10**6) if seed is None else seed
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        expected = run_here(Path(folder, "unbroken"))
+        runs, number = [Path(folder, "0")], 0
+        begin = time.monotonic()
+        assert kill(runs[0], lambda: last_step(runs[0]) == expected.step)
+        seconds = time.monotonic() - begin
+        print(f"seed {seed}; a run of {seconds:.1f} s to step {expected.step}, then killed")
+        while number < kills:
+            if last_step(runs[-1]) == expected.step:
+                runs.append(Path(folder, str(len(runs))))  # it has come to its end: kill a new one
+            moment, begin = rng.uniform(0, seconds), time.monotonic()
+            if kill(runs[-1], lambda end=begin + moment: time.monotonic() > end):
+                number += 1
+                writes = "".join(f", writing {name}" for name in unfinished_writes(runs[-1]))
+                print(
+                    f"kill {number}: after {moment:5.2f} s, at step {last_step(runs[-1])}{writes}"
+                )
+        for run in runs:
+            if wrong := differences(run_here(run), expected):
+                sys.exit(f"run {run.name} differs in {', '.join(wrong)}")
+    print(f"{kills} kills in {len(runs)} runs: all ended with the bits of the unbroken one")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

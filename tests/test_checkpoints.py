@@ -1,0 +1,154 @@
+"""Runs that are saved, restored and go on: bit for bit, packed or not, on this mesh or another."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import serialization
+
+import sparsity
+from tests.test_selection_sharded import run
+
+_STEPS = 4  # masks are updated at steps 1 and 3; the run is saved after step 1
+
+
+def _make(name, packed=False):
+    config = {"algorithm": name, "sparsity": 0.5, "update_freq": 2, "use_packed_masks": packed}
+    schedule = {"update_start_step": 1, "update_end_step": _STEPS - 1}
+    return sparsity.create_updater_from_config(config | schedule)
+
+
+def _params(rows=4):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    return {"layer": {"kernel": draw(rows, 12), "bias": draw(12)}}
+
+
+def _train(updater, params, state, steps):
+    tx = updater.wrap_optax(optax.adam(0.1))
+    for index in steps:
+        rng = np.random.default_rng(index)
+        seen = updater.pre_forward_update(params, state)
+        grads = jax.tree.map(lambda w, rng=rng: w - np.float32(rng.normal(size=w.shape)), seen)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def _init(updater, params):
+    return updater.wrap_optax(optax.adam(0.1)).init(params)
+
+
+def _by_orbax(saved, fresh, folder):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "run", saved)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "run", jax.eval_shape(lambda: fresh))
+
+
+def _by_manager(saved, fresh, folder):
+    with ocp.CheckpointManager(folder / "runs") as manager:
+        manager.save(2, args=ocp.args.StandardSave(saved))
+        manager.wait_until_finished()
+        target = ocp.args.StandardRestore(jax.eval_shape(lambda: fresh))
+        return manager.restore(manager.latest_step(), args=target)
+
+
+def _by_flax(saved, fresh, folder):
+    (folder / "run").write_bytes(serialization.to_bytes(saved))
+    return serialization.from_bytes(fresh, (folder / "run").read_bytes())
+
+
+_WAYS = {"orbax": _by_orbax, "CheckpointManager": _by_manager, "flax": _by_flax}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["bytes", "bits"])
+@pytest.mark.parametrize("name", sparsity.all_algorithm_names())
+def test_a_restored_run_goes_on_bit_for_bit(name, packed, tmp_path):
+    updater = _make(name, packed)
+    saved = _train(updater, _params(), _init(updater, _params()), range(2))
+    unbroken = _train(updater, *saved, range(2, _STEPS))
+    for way, restore in _WAYS.items():
+        (tmp_path / way).mkdir()
+        fresh = jax.tree.map(jnp.zeros_like, (_params(), _init(updater, _params())))
+        restored = restore(saved, fresh, tmp_path / way)
+        assert jax.tree.structure(restored) == jax.tree.structure(saved)
+        assert isinstance(restored[1], sparsity.SparseState)
+        found = _train(updater, *jax.tree.map(jnp.asarray, restored), range(2, _STEPS))
+        jax.tree.map(np.testing.assert_array_equal, found, unbroken)
+
+
+def test_a_state_of_another_packing_is_an_error_with_the_remedy():
+    for saved, used in ((False, True), (True, False)):
+        state = _init(_make("rigl", saved), _params())
+        with pytest.raises(ValueError, match=f"'layer/kernel'.*use_packed_masks={used}") as error:
+            _train(_make("rigl", used), _params(), state, [0])
+        assert f"sparse_state.{'pack' if used else 'unpack'}_masks" in str(error.value)
+
+
+def test_a_state_of_another_model_is_an_error_that_says_what_differs():
+    state = _init(_make("rigl"), _params(rows=6))
+    with pytest.raises(ValueError, match=r"'layer/kernel'.*\(6, 12\).*\(4, 12\)"):
+        _train(_make("rigl"), _params(), state, [0])
+    with pytest.raises(ValueError, match=r"'layer/kernel'.*'other/kernel'"):
+        _train(_make("rigl"), {"other": _params()["layer"]}, state, [0])
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_run_goes_on_on_another_mesh_and_on_one_device(kind):
+    run(
+        kind,
+        """
+import tempfile, optax, orbax.checkpoint as ocp, sparsity
+
+SMALL = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(4, 1), ("a", "b"),
+                          axis_types=(KIND, KIND))
+params = {"kernel": jnp.asarray(scores(16, 64)), "bias": jnp.asarray(scores(64))}
+specs = {"kernel": P("a", "b"), "bias": P("b")}
+folder = tempfile.mkdtemp()
+
+def place(mesh):
+    if mesh is None:
+        return jax.device_put(params, jax.devices()[0])
+    return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, specs)
+
+updater = sparsity.create_updater_from_config(
+    {"algorithm": "rigl", "sparsity": 0.75, "update_freq": 1, "update_start_step": 0,
+     "update_end_step": 1, "use_packed_masks": True})
+tx = updater.wrap_optax(optax.sgd(0.5, momentum=0.5))
+
+@jax.jit
+def step(params, state):
+    updates, state = tx.update(jax.tree.map(lambda w: w * 0.5, params), state, params)
+    return optax.apply_updates(params, updates), state
+
+def start(mesh):
+    params = place(mesh)
+    shardings = sparsity.sharding_like(params, jax.eval_shape(tx.init, params))
+    return params, jax.jit(tx.init, out_shardings=shardings)(params)
+
+def restored(mesh):
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), start(mesh))
+    with ocp.StandardCheckpointer() as checkpointer:
+        params, state = checkpointer.restore(f"{folder}/run", like)
+    bits = state.masks["kernel"]
+    assert mesh is None or bits.sharding.is_equivalent_to(NamedSharding(mesh, P("a", "b")), 2)
+    return params, state
+
+with jax.set_mesh(MESH):
+    saved = step(*start(MESH))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(f"{folder}/run", saved)
+    unbroken = jax.tree.map(np.asarray, step(*saved))
+    found = [step(*restored(MESH))]
+with jax.set_mesh(SMALL):
+    found.append(step(*restored(SMALL)))
+found.append(step(*restored(None)))
+assert int(unbroken[1].count) == 2
+for run in found:
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, run), unbroken)
+""",
+    )

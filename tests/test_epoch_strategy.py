@@ -1,0 +1,661 @@
+"""Epoch strategies: the README's, by independent oracles; within a train step as from outside."""
+
+import dataclasses
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from hypothesis import strategies as st
+from selection_oracle import best
+from test_activations import kept_count, n_of_m, normal
+
+import sparsity
+from sparsity import EpochStrategy, epoch_strategy, pruning, pruning_apply
+
+TESTS = pathlib.Path(__file__).resolve().parent
+
+
+def parameters(seed=0):
+    """Parameters like those of the README's CNN, smaller; the last layer does not divide by 4."""
+    shapes = {"Conv_0": (3, 3, 1, 8), "Conv_1": (3, 3, 8, 12), "Dense_0": (24, 16)}
+    shapes["Dense_1"] = (16, 10)
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    return {n: {"kernel": draw(*s), "bias": draw(s[-1])} for n, s in shapes.items()}
+
+
+def strategy(epoch, method, pattern):
+    return {epoch: {"method": method, "prune_rate_pattern": pattern}}
+
+
+def kernels(tree):
+    return {name: layer["kernel"] for name, layer in tree.items()}
+
+
+def assert_masks(masks, expected):
+    """Kernels have the expected masks; all else is dense."""
+    for name, layer in masks.items():
+        assert layer["bias"] is None
+        if expected.get(name) is None:
+            assert layer["kernel"] is None
+        else:
+            assert layer["kernel"].dtype == jnp.uint8
+            np.testing.assert_array_equal(layer["kernel"], expected[name], err_msg=name)
+
+
+def local(params, density):
+    return {n: best(np.abs(w), kept_count(w.size, density)) for n, w in kernels(params).items()}
+
+
+def ranked(params, density):
+    flat = np.concatenate([np.abs(w).ravel() for w in kernels(params).values()])
+    mask = best(flat, kept_count(flat.size, density))
+    ends = np.cumsum([w.size for w in kernels(params).values()])[:-1]
+    parts = zip(kernels(params).items(), np.split(mask, ends), strict=True)
+    return {name: part.reshape(w.shape) for (name, w), part in parts}
+
+
+def grouped(params, n, m, axis=-1):
+    return {name: n_of_m(w, n, m, axis) != 0 for name, w in kernels(params).items()}
+
+
+# The strategies of the README, as typed.
+
+
+def test_example_1_keeps_90_percent_of_the_whole_model():
+    pruning_strategy = {1: {"method": "unstr_global", "prune_rate_pattern": 0.9}}
+    params = parameters()
+    mask_updated, mask_key = pruning(params, 1, mask_key=None, prune_strategy=pruning_strategy)
+    assert mask_updated is True
+    assert_masks(mask_key, ranked(params, 0.9))
+    total = sum(w.size for w in kernels(params).values())
+    assert sum(int(m.sum()) for m in kernels(mask_key).values()) == round(0.9 * total)
+
+
+def test_example_2_keeps_2_of_every_4_in_every_layer():
+    pruning_strategy = {10: {"method": "str_unified_local", "prune_rate_pattern": (2, 4)}}
+    params = parameters()
+    mask_updated, mask_key = pruning(params, 10, mask_key=None, prune_strategy=pruning_strategy)
+    assert mask_updated is True
+    assert_masks(mask_key, grouped(params, 2, 4))
+    by_group = np.asarray(mask_key["Dense_0"]["kernel"]).reshape(-1, 4).sum(axis=1)
+    assert (by_group == 2).all()
+    assert np.asarray(mask_key["Dense_1"]["kernel"]).sum(axis=1).tolist() == [6] * 16  # 4 + 4 + 2
+
+
+def test_example_3_keeps_2_of_4_and_later_1_of_4():
+    pruning_strategy = {
+        10: {"method": "str_unified_local", "prune_rate_pattern": (2, 4)},
+        20: {"method": "str_unified_local", "prune_rate_pattern": (1, 4)},
+    }
+    params, mask_key, updated = parameters(), None, []
+    first, second = grouped(params, 2, 4), grouped(params, 1, 4)
+    for epoch in range(1, 25):
+        params, mask_key = pruning_apply(params, mask_key)
+        mask_updated, mask_key = pruning(
+            params, epoch, mask_key=mask_key, prune_strategy=pruning_strategy
+        )
+        if mask_updated:
+            updated.append(epoch)
+            params, mask_key = pruning_apply(params, mask_key)
+        if epoch < 10:
+            assert mask_key is None
+        else:
+            assert_masks(mask_key, first if epoch < 20 else second)
+    assert updated == [10, 20]
+    for name, w in kernels(params).items():
+        np.testing.assert_array_equal(w, np.where(second[name], kernels(parameters())[name], 0))
+
+
+def test_example_4_keeps_a_density_in_each_layer_that_is_named():
+    pruning_strategy = {
+        10: {
+            "method": "unstr_unified_local",
+            "prune_rate_pattern": {
+                "Dense_0-kernel": 0.9,
+                "Dense_1-kernel": 0.8,
+            },
+        }
+    }
+    params = parameters()
+    mask_updated, mask_key = pruning(params, 10, mask_key=None, prune_strategy=pruning_strategy)
+    assert mask_updated is True
+    expected = {"Dense_0": local(params, 0.9)["Dense_0"], "Dense_1": local(params, 0.8)["Dense_1"]}
+    assert_masks(mask_key, expected)
+    assert int(mask_key["Dense_0"]["kernel"].sum()) == round(0.9 * 384)
+    assert int(mask_key["Dense_1"]["kernel"].sum()) == 128
+
+
+def test_the_gradual_schedule_of_the_readme_is_nested_and_reaches_each_density():
+    schedule = {}
+    for i in range(1, 10):
+        schedule |= strategy(10 * i, "unstr_unified_local", 1 - i / 10)
+    params, mask_key = parameters(), None
+    for i in range(1, 10):
+        before, (_, mask_key) = mask_key, pruning(params, 10 * i, mask_key, schedule)
+        assert_masks(mask_key, local(params, 1 - i / 10))
+        for name, mask in kernels(mask_key).items():
+            assert before is None or (np.asarray(mask) <= np.asarray(before[name]["kernel"])).all()
+
+
+# Methods, patterns and names.
+
+
+@pytest.mark.parametrize(
+    ("method", "pattern", "oracle"),
+    [
+        ("unstr_global", 0.3, lambda p: ranked(p, 0.3)),
+        ("unstr_global", 1, lambda p: ranked(p, 1)),
+        ("unstr_unified_local", 0.3, lambda p: local(p, 0.3)),
+        ("unstr_local", {"Conv_1-kernel": 0.3}, lambda p: {"Conv_1": local(p, 0.3)["Conv_1"]}),
+        ("str_global", (1, 4), lambda p: grouped(p, 1, 4)),
+        ("str_unified_local", "3:4", lambda p: grouped(p, 3, 4)),
+        ("str_unified_local", [4, 4], lambda p: grouped(p, 4, 4)),
+        ("str_unified_local", sparsity.NByM(2, 4, axis=-2), lambda p: grouped(p, 2, 4, -2)),
+        (
+            "str_local",
+            {"Dense_0-kernel": "2:8"},
+            lambda p: {"Dense_0": grouped(p, 2, 8)["Dense_0"]},
+        ),
+        (
+            "str_unified_local",
+            {"Dense_0-kernel": (1, 4), "Dense_1-kernel": sparsity.NByM(2, 4, 0)},
+            lambda p: {
+                "Dense_0": grouped(p, 1, 4)["Dense_0"],
+                "Dense_1": grouped(p, 2, 4, 0)["Dense_1"],
+            },
+        ),
+    ],
+)
+def test_every_method_keeps_what_it_says(method, pattern, oracle):
+    params = parameters()
+    assert_masks(pruning(params, 3, None, strategy(3, method, pattern))[1], oracle(params))
+    updater = EpochStrategy(strategy(3, method, pattern), 5)
+    assert_masks(updater.instant_sparsify(params)[1], oracle(params))
+
+
+@hypothesis.given(
+    st.floats(0.001, 1.0),
+    st.sampled_from(["unstr_global", "unstr_unified_local"]),
+    st.integers(0, 99),
+)
+@hypothesis.settings(max_examples=30, deadline=None)
+def test_any_density_is_kept_exactly(density, method, seed):
+    params = parameters(seed)
+    oracle = ranked if method == "unstr_global" else local
+    masks = pruning(params, 1, None, strategy(1, method, density))[1]
+    assert_masks(masks, oracle(params, density))
+
+
+@pytest.mark.parametrize("key", ["Dense_0-kernel", "Dense_0/kernel", ("Dense_0", "kernel")])
+def test_layers_are_named_in_three_ways(key):
+    params = parameters()
+    masks = pruning(params, 1, None, strategy(1, "unstr_local", {key: 0.5}))[1]
+    assert_masks(masks, {"Dense_0": local(params, 0.5)["Dense_0"]})
+
+
+def test_names_may_contain_what_joins_them():
+    params = {"Dense-0": {"kernel": normal(4, 4)}, "a": [{"b-c": normal(4, 4)}]}
+    for keys in (("Dense-0-kernel", "a-0-b-c"), ("Dense-0/kernel", ("a", 0, "b-c"))):
+        rules = dict.fromkeys(keys, 0.5)
+        masks = pruning(params, 1, None, strategy(1, "unstr_local", rules))[1]
+        assert [int(m.sum()) for m in jax.tree.leaves(masks)] == [8, 8]
+
+
+def test_the_name_of_a_module_stands_for_all_that_has_no_name_of_its_own():
+    params = parameters()
+    rules = {"Dense_0": 0.25, "Dense_1": 0.25, "Dense_1-kernel": 0.5}
+    masks = pruning(params, 1, None, strategy(1, "unstr_local", rules))[1]
+    assert int(masks["Dense_0"]["kernel"].sum()) == 96
+    assert int(masks["Dense_0"]["bias"].sum()) == 4
+    assert int(masks["Dense_1"]["kernel"].sum()) == 80
+    assert int(masks["Dense_1"]["bias"].sum()) == 2
+    assert masks["Conv_0"] == {"kernel": None, "bias": None}
+
+
+def test_layers_that_an_epoch_does_not_name_keep_their_masks():
+    params = parameters()
+    schedule = strategy(1, "unstr_local", {"Dense_0": 0.5})
+    schedule |= strategy(2, "unstr_global", 0.3) | strategy(3, "str_local", {"Conv_1": (1, 4)})
+    masks = [None]
+    for epoch in (1, 2, 3):
+        masks.append(pruning(params, epoch, masks[-1], schedule)[1])
+    bias = [tree["Dense_0"]["bias"] for tree in masks[1:]]
+    assert all(np.array_equal(mask, bias[0]) for mask in bias)
+    for name in ("Conv_0", "Dense_0", "Dense_1"):
+        np.testing.assert_array_equal(masks[3][name]["kernel"], masks[2][name]["kernel"])
+
+
+def test_pruned_weights_stay_pruned_even_if_training_moved_them():
+    params = {"kernel": jnp.array([[4.0, -3.0, 2.0, 1.0]])}
+    schedule = strategy(1, "unstr_global", 0.5) | strategy(2, "unstr_global", 0.25)
+    mask_key = pruning(params, 1, None, schedule)[1]
+    moved = {"kernel": jnp.array([[0.5, -3.0, 90.0, -80.0]])}
+    assert pruning(moved, 2, mask_key, schedule)[1]["kernel"].tolist() == [[0, 1, 0, 0]]
+
+
+def test_a_later_epoch_may_keep_more_and_weights_come_back_at_zero():
+    params = {"kernel": jnp.array([[4.0, -3.0, 2.0, 1.0]])}
+    schedule = strategy(1, "unstr_global", 0.25) | strategy(2, "unstr_global", 0.5)
+    pruned, mask_key = pruning_apply(params, pruning(params, 1, None, schedule)[1])
+    mask_key = pruning(params, 2, mask_key, schedule)[1]
+    assert int(mask_key["kernel"].sum()) == 2
+    assert pruning_apply(pruned, mask_key)[0]["kernel"].tolist() == [[4.0, 0.0, 0.0, 0.0]]
+
+
+# States and masks.
+
+
+class Named(NamedTuple):
+    params: Any
+    step: int = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    params: Any
+    step: int = 7
+
+
+class Plain:
+    def __init__(self, params):
+        self.params, self.step = params, 7
+
+
+def train_state(params):
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    return state.replace(step=7)
+
+
+@pytest.mark.parametrize("make", [train_state, Named, Data, Plain])
+def test_any_object_with_params_is_a_state_and_stays_as_it_was(make):
+    params = jax.tree.map(jnp.asarray, parameters())
+    state = make(params)
+    _, mask_key = pruning(state, 1, None, strategy(1, "unstr_unified_local", 0.5))
+    assert_masks(mask_key, local(parameters(), 0.5))
+    pruned, same = pruning_apply(state, mask_key)
+    assert same is mask_key
+    assert type(pruned) is type(state)
+    assert pruned is not state
+    assert pruned.step == 7
+    assert state.params is params
+    jax.tree.map(np.testing.assert_array_equal, params, parameters())
+    expected = pruning_apply(params, mask_key)[0]
+    jax.tree.map(np.testing.assert_array_equal, pruned.params, expected)
+    assert sum(int((w == 0).sum()) for w in kernels(expected).values()) > 0
+
+
+def test_the_parameters_of_an_nnx_model_are_pruned_in_their_containers():
+    params = nnx.state(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nnx.Param)
+    mask_key = pruning(params, 1, None, strategy(1, "str_local", {"kernel": (1, 4)}))[1]
+    pruned = pruning_apply(params, mask_key)[0]
+    assert jax.tree.structure(pruned) == jax.tree.structure(params)
+    np.testing.assert_array_equal(pruned["kernel"][...], n_of_m(np.asarray(params["kernel"]), 1, 4))
+
+
+def test_without_masks_nothing_is_pruned():
+    params = parameters()
+    pruned, mask_key = pruning_apply(params, None)
+    assert mask_key is None
+    jax.tree.map(np.testing.assert_array_equal, pruned, params)
+    assert pruning(params, 2, None, strategy(1, "unstr_global", 0.5)) == (False, None)
+    assert pruning(params, 2, None, {}) == (False, None)
+
+
+def test_masks_go_through_jit():
+    params = parameters()
+    make = jax.jit(lambda p: pruning(p, 1, None, strategy(1, "unstr_global", 0.5))[1])
+    assert_masks(make(params), ranked(params, 0.5))
+    pruned = jax.jit(lambda p, m: pruning_apply(p, m)[0])(params, make(params))
+    jax.tree.map(np.testing.assert_array_equal, pruned, pruning_apply(params, make(params))[0])
+
+
+def test_masks_go_through_a_checkpoint(tmp_path):
+    params = parameters()
+    mask_key = pruning(params, 1, None, strategy(1, "unstr_global", 0.5))[1]
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "masks", mask_key)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "masks", mask_key)
+    assert_masks(restored, ranked(params, 0.5))
+
+
+def test_packed_masks_hold_as_well():
+    params = jax.tree.map(jnp.asarray, parameters())
+    schedule = strategy(1, "unstr_local", {"Dense_0-kernel": 0.5})
+    schedule |= strategy(2, "unstr_local", {"Dense_0-kernel": 0.25})
+    packed = EpochStrategy({1: schedule[1]}, 1, use_packed_masks=True).instant_sparsify(params)[1]
+    assert packed["Dense_0"]["kernel"].shape == (24, 2)
+    mask_key = pruning(params, 2, packed, schedule)[1]
+    assert_masks(mask_key, {"Dense_0": local(parameters(), 0.25)["Dense_0"]})
+
+
+def test_summaries_read_the_masks():
+    params = parameters()
+    mask_key = pruning(params, 1, None, strategy(1, "unstr_local", {"Dense_1-kernel": 0.75}))[1]
+    assert sparsity.summarize_sparsity(mask_key)["Dense_1/kernel"] == 0.25
+
+
+# Within the train step.
+
+MIXED = (
+    strategy(1, "unstr_global", 0.8)
+    | strategy(2, "str_unified_local", (2, 4))
+    | strategy(3, "unstr_local", {"Dense_0-kernel": 0.3, "Conv_1": 0.4})
+    | strategy(4, "unstr_local", {"Dense_0-kernel": 0.1, "Conv_1": 0.2})
+    | strategy(5, "str_local", {"Dense_1-kernel": "1:4", "Conv_0-kernel": sparsity.NByM(1, 3, 0)})
+    | strategy(7, "unstr_global", 0.5)
+)
+STEPS_PER_EPOCH = 3
+SGD = optax.sgd(0.5, momentum=0.5)  # powers of two: the same bits, however it is compiled
+
+
+def gradients(params, seed):
+    return jax.tree.map(
+        lambda w, g: (0.1 * w + 0.3 * g).astype(w.dtype), params, parameters(seed + 1)
+    )
+
+
+def trained_by_functions(params, tx, epochs):
+    """Masks and parameters after each step of a loop that calls the two functions."""
+    opt_state, mask_key, steps = tx.init(params), None, []
+    for count in range(epochs * STEPS_PER_EPOCH):
+        grads = gradients(params, count)
+        if count % STEPS_PER_EPOCH == 0:
+            _, mask_key = pruning(params, count // STEPS_PER_EPOCH, mask_key, MIXED)
+            params, mask_key = pruning_apply(params, mask_key)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params, mask_key = pruning_apply(optax.apply_updates(params, updates), mask_key)
+        steps.append((params, mask_key))
+    return steps
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_updater_gives_the_masks_and_weights_that_the_functions_give(dtype):
+    params = jax.tree.map(lambda w: jnp.asarray(w, dtype), parameters())
+    expected = trained_by_functions(params, SGD, 8)
+    updater = EpochStrategy(MIXED, STEPS_PER_EPOCH)
+    tx = updater.wrap_optax(SGD)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, opt_state, grads):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    opt_state = tx.init(params)
+    names = jax.tree.structure(opt_state.masks)
+    for count, (known, mask_key) in enumerate(expected):
+        params, opt_state = step(params, opt_state, gradients(params, count))
+        assert jax.tree.structure(opt_state.masks) == names
+        jax.tree.map(np.testing.assert_array_equal, params, known)
+        for layer, masks in opt_state.masks.items():
+            for leaf, mask in masks.items():
+                held = None if mask_key is None else mask_key[layer][leaf]
+                if mask is None:
+                    assert held is None
+                else:
+                    np.testing.assert_array_equal(
+                        mask, np.ones_like(mask) if held is None else held
+                    )
+    assert step._cache_size() == 1
+
+
+def test_the_updater_works_in_a_scan_with_packed_masks():
+    params = jax.tree.map(jnp.asarray, parameters())
+    grads = jax.tree.map(lambda *g: jnp.stack(g), *(parameters(seed) for seed in range(6)))
+    runs = []
+    for packed in (False, True):
+        updater = EpochStrategy(MIXED, 2, use_packed_masks=packed)
+        tx = updater.wrap_optax(optax.sgd(0.1))
+
+        def step(carry, grads, tx=tx):
+            updates, opt_state = tx.update(grads, carry[1], carry[0])
+            return (optax.apply_updates(carry[0], updates), opt_state), None
+
+        run = jax.jit(lambda params, tx=tx, step=step: jax.lax.scan(
+            step, (params, tx.init(params)), grads)[0])  # fmt: skip
+        runs.append(run(params))
+    jax.tree.map(np.testing.assert_array_equal, runs[0][0], runs[1][0])
+    assert runs[1][1].masks["Dense_0"]["kernel"].shape == (24, 2)
+    zeros = {name: int((w == 0).sum()) for name, w in kernels(runs[0][0]).items()}
+    assert zeros["Dense_0"] == 192  # (2, 4) at step 4
+
+
+def test_epochs_that_differ_in_density_only_compile_one_selection():
+    params = {"kernel": jnp.ones((8, 8))}
+
+    def size(count):
+        schedule = {}
+        for i in range(count):
+            schedule |= strategy(i, "unstr_unified_local", 0.9 - 0.1 * i)
+        tx = EpochStrategy(schedule, 10).wrap_optax(optax.sgd(0.1))
+        return len(jax.jit(tx.update).lower(params, tx.init(params), params).as_text())
+
+    assert size(8) < 1.2 * size(1)
+
+
+def test_batch_axes_give_every_slice_its_own_mask():
+    params = {"stack": jnp.asarray(normal(3, 4, 8) * np.array([[[100.0]], [[1]], [[1]]])),
+              "biases": jnp.ones((3, 8))}  # fmt: skip
+    updater = EpochStrategy(strategy(1, "unstr_unified_local", 0.25), 1, batch_axes=1)
+    masks = updater.instant_sparsify(params)[1]
+    assert masks["biases"] is None
+    assert masks["stack"].sum(axis=(1, 2)).tolist() == [8, 8, 8]
+    updater = EpochStrategy(strategy(1, "str_local", {"stack": sparsity.NByM(1, 4, 0)}), 1,
+                            batch_axes=1)  # fmt: skip
+    mask = updater.instant_sparsify(params)[1]["stack"]
+    assert (np.asarray(mask).sum(axis=1) == 1).all()
+
+
+def test_tables_show_the_last_type_and_target_of_each_layer():
+    params = jax.tree.map(jnp.asarray, parameters())
+    updater = EpochStrategy(MIXED | strategy(8, "str_local", {"Dense_1-kernel": (2, 4)}), 1)
+    rows = sparsity.layer_summary(params, updater.init_state(params), updater)
+    found = {row["path"]: (row["type"], row["target"]) for row in rows}
+    assert found["Dense_1/kernel"] == ("NByM(n=2, m=4, axis=-1)", 0.5)
+    assert found["Conv_0/kernel"] == ("Unstructured", 0.5)
+    assert found["Conv_1/bias"] == ("Unstructured", pytest.approx(0.8))
+    assert found["Dense_0/bias"] == ("", None)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_on_eight_devices_masks_are_those_of_one_and_sharded_as_the_weights(kind):
+    program = f"""
+        import os
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+        import jax, jax.numpy as jnp, numpy as np, optax
+        from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+        from test_epoch_strategy import assert_masks, grouped, parameters, ranked, strategy
+        from sparsity import EpochStrategy, pruning
+
+        kind = AxisType.{kind}
+        mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind))
+        params = {{name: parameters()[name] for name in ("Dense_0", "Dense_1")}}
+        put = lambda w: jax.device_put(
+            w, NamedSharding(mesh, P(*[None] * (w.ndim - 2), *["a", "b"][-min(w.ndim, 2):])
+                             if w.ndim > 1 and w.shape[-2] % 4 == 0 else P()))
+        sharded = jax.tree.map(put, params)
+        schedule = strategy(0, "unstr_global", 0.5) | strategy(1, "str_unified_local", (1, 4))
+        with jax.set_mesh(mesh):
+            masks = jax.jit(lambda p: pruning(p, 0, None, schedule)[1])(sharded)
+            assert_masks(masks, ranked(params, 0.5))
+            tx = EpochStrategy(schedule, 1).wrap_optax(optax.sgd(0.0))
+            step = jax.jit(tx.update)
+            state = tx.init(sharded)
+            for expected in (ranked(params, 0.5), grouped(params, 1, 4)):
+                state = state._replace(masks=jax.tree.map(jnp.ones_like, state.masks))
+                _, state = step(sharded, state, sharded)
+                assert_masks(state.masks, expected)
+                mask, weights = state.masks["Dense_0"]["kernel"], sharded["Dense_0"]["kernel"]
+                assert mask.sharding.is_equivalent_to(weights.sharding, 2), mask.sharding
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=58,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+# Bad input.
+
+
+@pytest.fixture(params=["function", "updater"])
+def attempt(request, monkeypatch):
+    """Calls either form of the library; fails if a mask is made."""
+
+    def refuse(*args, **kwargs):
+        pytest.fail("A mask was made before the strategy was checked.")
+
+    monkeypatch.setattr(epoch_strategy.masks_lib, "create_mask", refuse)
+    monkeypatch.setattr(epoch_strategy.GlobalMagnitudePruning, "create_masks", refuse)
+    if request.param == "function":
+        return lambda schedule: pruning(parameters(), 1, None, schedule)
+    return lambda schedule: EpochStrategy(schedule, 10).init_state(parameters())
+
+
+GOOD = strategy(1, "unstr_global", 0.5)  # a fault at another epoch is found all the same
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (None, "A strategy is a dictionary"),
+        ([(1, 0.5)], "A strategy is a dictionary"),
+        (GOOD | strategy(2, "unstr_global", 0), r"prune_rate_pattern .*epoch 2.* in \(0, 1\]"),
+        (GOOD | strategy(2, "unstr_global", 1.5), r"in \(0, 1\], got .*1\.5"),
+        (GOOD | strategy(2, "unstr_local", {"Dense_0": 0.0}), r"\['Dense_0'\].*in \(0, 1\]"),
+        (GOOD | strategy(2, "str_global", (5, 4)), "epoch 2.*is no pattern.*Did you mean"),
+        (GOOD | strategy(2, "str_global", (0, 4)), "n must be at least 1"),
+        (GOOD | strategy(2, "str_global", "2 of 4"), "is no pattern"),
+        (GOOD | strategy(2, "unstr_globl", 0.5), "nearest is 'unstr_global'.*'str_local'"),
+        (GOOD | strategy(2, None, 0.5), "method = None .* is not known"),
+        (GOOD | strategy("2", "unstr_global", 0.5), "an epoch of a strategy must be an integer"),
+        (GOOD | strategy(2.0, "unstr_global", 0.5), "an epoch of a strategy must be an integer"),
+        (GOOD | strategy(-1, "unstr_global", 0.5), "must be at least 0"),
+        (GOOD | strategy(2, "unstr_global", (2, 4)), r"in \(0, 1\], got .*\(2, 4\)"),
+        (GOOD | strategy(2, "str_unified_local", 0.5), "is no pattern"),
+        (GOOD | strategy(2, "unstr_local", 0.5), "needs a dictionary.*'unstr_unified_local'"),
+        (GOOD | strategy(2, "str_global", {"Dense_0": (2, 4)}), "needs one value.*'str_local'"),
+        (GOOD | {2: {"method": "unstr_global"}}, "'method' and 'prune_rate_pattern'"),
+        (GOOD | {2: 0.5}, "'method' and 'prune_rate_pattern'"),
+        (
+            GOOD | strategy(2, "unstr_local", {"Dense_9-kernel": 0.5}),
+            "epoch 2 names no layer. The nearest is 'Dense_1-kernel'.*'Conv_0-bias'",
+        ),
+        (
+            GOOD | strategy(2, "unstr_local", {"Dense_0/kernal": 0.5}),
+            "names no layer. The nearest is 'Dense_0/kernel'",
+        ),
+        (
+            GOOD | strategy(2, "unstr_local", {"Dense_0-bias": 0.5, "Dense_0/bias": 0.4}),
+            "'Dense_0/bias' .*names the same layer as 'Dense_0-bias'",
+        ),
+        (GOOD | strategy(2, "unstr_local", {3: 0.5}), "named by a string or a tuple, got 3"),
+        (
+            GOOD | strategy(2, "str_local", {"Dense_0": sparsity.NByM(2, 4, -2)}),
+            r"'Dense_0/bias' of shape \(16,\) has no axis -2",
+        ),
+    ],
+)
+def test_faults_of_a_strategy_are_errors_before_any_mask_is_made(attempt, schedule, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        attempt(schedule)
+
+
+def test_a_name_with_two_meanings_is_an_error_that_a_tuple_resolves():
+    params = {"a-b": {"c": normal(4, 4)}, "a": {"b": {"c": normal(4, 4)}}}
+    with pytest.raises(ValueError, match=r"'a-b-c'.* may mean any of .*Give the tuple"):
+        pruning(params, 1, None, strategy(1, "unstr_local", {"a-b-c": 0.5}))
+    masks = pruning(params, 1, None, strategy(1, "unstr_local", {("a", "b", "c"): 0.5}))[1]
+    assert masks["a-b"]["c"] is None
+    assert int(masks["a"]["b"]["c"].sum()) == 8
+
+
+@pytest.mark.parametrize("epoch", [1.0, "1", None, True])
+def test_an_epoch_that_is_no_integer_is_an_error(epoch):
+    with pytest.raises(ValueError, match="epoch must be an integer"):
+        pruning(parameters(), epoch, None, GOOD)
+
+
+def test_epochs_may_be_integers_of_numpy_and_jax():
+    for epoch in (np.int64(1), jnp.int32(1)):
+        assert pruning(parameters(), epoch, None, GOOD)[0]
+    assert pruning(parameters(), 1, None, strategy(np.int32(1), "unstr_global", 0.5))[0]
+
+
+def test_options_that_the_strategy_decides_and_bad_lengths_of_epochs_are_errors():
+    for name in ("scheduler", "sparsity_type", "sparsity_distribution_fn", "topk_fn"):
+        with pytest.raises(ValueError, match=f"EpochStrategy takes no .*{name}"):
+            EpochStrategy(GOOD, 1, **{name: None})
+    for steps in (0, 1.5, None):
+        with pytest.raises(ValueError, match="steps_per_epoch"):
+            EpochStrategy(GOOD, steps)
+    with pytest.raises(ValueError, match=r"below 2\*\*31"):
+        EpochStrategy(GOOD, 2**31)
+
+
+# A model.
+
+
+class CNN(nn.Module):
+    """The README's model, with the sparse activations it shows."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Conv(features=8, kernel_size=(3, 3))(x))
+        x = sparsity.prune_act_unstruct(x, 0.9)
+        x = nn.avg_pool(x, window_shape=(2, 2), strides=(2, 2))
+        x = nn.relu(nn.Conv(features=8, kernel_size=(3, 3))(x))
+        x = sparsity.prune_act_struct(x, (2, 4))
+        x = x.reshape((x.shape[0], -1))
+        x = nn.relu(nn.Dense(features=16)(x))
+        return nn.Dense(features=10)(x)
+
+
+def test_the_training_loop_of_the_readme_prunes_a_flax_model_that_goes_on_learning():
+    images, labels = normal(64, 8, 8, 1), np.arange(64) % 10
+    model, mask_key, losses = CNN(), None, {}
+    params = model.init(jax.random.key(0), images)["params"]
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(0.01))
+    pruning_strategy = strategy(10, "str_unified_local", (2, 4))
+    pruning_strategy |= strategy(20, "str_unified_local", (1, 4))
+
+    @jax.jit
+    def train_epoch(state):
+        def loss_fn(params):
+            logits = state.apply_fn({"params": params}, images)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    for epoch in range(1, 60):
+        state, losses[epoch] = train_epoch(state)
+        state, mask_key = pruning_apply(state, mask_key)
+        mask_updated, mask_key = pruning(
+            state, epoch, mask_key=mask_key, prune_strategy=pruning_strategy
+        )
+        if mask_updated:
+            state, mask_key = pruning_apply(state, mask_key)
+    for w in kernels(state.params).values():
+        groups = np.split(np.asarray(w), range(4, w.shape[-1], 4), axis=-1)
+        assert max((group != 0).sum(axis=-1).max() for group in groups) == 1
+    assert losses[59] < losses[22]

@@ -1,0 +1,324 @@
+"""Every public transformation of the installed optax inside the wrapper, and around it.
+
+They are found by listing optax and optax.contrib, so that a new release is covered: a name that
+`_build` cannot build fails with that name. docs/optimizers.md shows the verdicts; it is written by
+`python -m tests.test_optimizers > docs/optimizers.md`.
+"""
+
+import functools
+import inspect
+import itertools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.tree_util import DictKey, GetAttrKey
+
+import sparsity
+from sparsity import sparsity_distributions
+
+PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "optimizers.md"
+_SHAPE = (6, 10)
+_KEPT = 18  # of 60 at a sparsity of 0.7
+_STEPS = 4  # masks are updated at steps 1 and 3
+_SCHEDULE = sparsity.PeriodicSchedule(2, 1, _STEPS)
+_KERNEL = {"kernel": True, "bias": False}
+_LABELS = {"kernel": "a", "bias": "b"}
+_MUON = {"kernel": optax.contrib.MuonDimensionNumbers(), "bias": optax.MaskedNode()}
+_ADAM = functools.partial(optax.adam, 0.1)
+
+# What a transformation needs beside a learning rate; others need nothing or that alone.
+_ARGUMENTS = {
+    "MultiSteps": lambda make: make(_ADAM(), 2).gradient_transformation(),
+    "adaptive_grad_clip": lambda make: make(0.1),
+    "add_noise": lambda make: make(0.01, 0.5, key=0),
+    "apply_if_finite": lambda make: make(_ADAM(), 3),
+    "chain": lambda make: make(optax.clip(1.0), _ADAM()),
+    "clip": lambda make: make(0.5),
+    "clip_by_block_rms": lambda make: make(0.5),
+    "clip_by_global_norm": lambda make: make(0.5),
+    "conditionally_mask": lambda make: make(_ADAM(), lambda step: step < 3),
+    "conditionally_transform": lambda make: make(_ADAM(), lambda step: step < 3),
+    "differentially_private_aggregate": lambda make: make(1.0, 0.1, key=0),
+    "dpsgd": lambda make: make(0.1, 1.0, 0.1, 0),
+    "ema": lambda make: make(0.9),
+    "flatten": lambda make: make(_ADAM()),
+    "freeze": lambda make: make({"kernel": False, "bias": True}),
+    "inject_hyperparams": lambda make: make(optax.adam)(0.1),
+    "inject_stateful_hyperparams": lambda make: make(optax.adam)(0.1),
+    "lbfgs": lambda make: make(linesearch=optax.scale_by_zoom_linesearch(3)),
+    "lookahead": lambda make: make(_ADAM(), 2, 0.5),
+    "masked": lambda make: make(_ADAM(), _KERNEL),
+    "measure_with_ema": lambda make: make(optax.global_norm, 0.9),
+    "mechanize": lambda make: make(_ADAM()),
+    "monitor": lambda make: make({"norm": optax.measure_with_ema(optax.global_norm, 0.9)}),
+    "multi_transform": lambda make: make({"a": _ADAM(), "b": optax.sgd(0.1)}, _LABELS),
+    "named_chain": lambda make: make(("clip", optax.clip(1.0)), ("adam", _ADAM())),
+    "partition": lambda make: make({"a": _ADAM(), "b": optax.sgd(0.1)}, _LABELS),
+    "sam": lambda make: make(optax.sgd(0.1), optax.sgd(0.05)),
+    "scale": lambda make: make(0.1),
+    "scale_by_backtracking_linesearch": lambda make: make(3),
+    "scale_by_learning_rate": lambda make: make(0.1),
+    "scale_by_muon": lambda make: optax.masked(make(weight_dimension_numbers=_MUON), _KERNEL),
+    "scale_by_schedule": lambda make: make(optax.linear_schedule(0.1, 0.0, 5)),
+    "scale_by_zoom_linesearch": lambda make: make(3),
+    "schedule_free": lambda make: make(_ADAM(), 0.1),
+    "selective_transform": lambda make: make(_ADAM(), freeze_mask={"kernel": False, "bias": True}),
+    "snapshot": lambda make: make("norm", optax.global_norm),
+    "split_real_and_imaginary": lambda make: make(_ADAM()),
+    "stateless": lambda make: make(lambda updates, params: jax.tree.map(jnp.negative, updates)),
+    "stateless_with_tree_map": lambda make: make(lambda update, param: -0.1 * update),
+    "trace": lambda make: make(0.9),
+    "with_extra_args_support": lambda make: make(_ADAM()),
+}
+_FULL = "regrown weights start afresh"
+_WITHOUT = "no state of single weights"
+_REFUSED = "refused by updaters that regrow: put it around the wrapper"
+_MEASURES = "returns measurements, no updates: put it into `monitor`"
+_MONITORS = "its state changes its structure in the first step: put it around the wrapper"
+_BEFORE = "takes a gradient for each example: put it before the wrapper"
+
+
+def _build(name):
+    make = _PUBLIC[name]
+    if name in _ARGUMENTS:
+        return _ARGUMENTS[name](make)
+    parameters = inspect.signature(make).parameters.values()
+    needed = {p.name for p in parameters if p.default is p.empty and p.kind not in (2, 4)}
+    return make(**dict.fromkeys(needed & {"learning_rate"}, 0.1))
+
+
+def _returns_transformation(name, make):
+    if inspect.isclass(make):
+        return hasattr(make, "gradient_transformation")
+    if name.startswith("_") or not inspect.isfunction(make):
+        return False
+    annotation = inspect.signature(make).return_annotation
+    if annotation is not inspect.Signature.empty:
+        return "GradientTransformation" in str(annotation)
+    try:  # some have no annotation
+        return name in _ARGUMENTS or isinstance(make(), optax.GradientTransformation)
+    except TypeError:
+        return False
+
+
+_PUBLIC = {
+    name: make
+    for module in (optax, optax.contrib)
+    for name, make in sorted(vars(module).items())
+    if _returns_transformation(name, make)
+}
+
+
+def _params(seed=0):
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    return {"kernel": draw(*_SHAPE), "bias": draw(_SHAPE[1])}
+
+
+def _updater(algorithm, **options):
+    return algorithm(
+        sparsity_distribution_fn=functools.partial(sparsity_distributions.uniform, sparsity=0.7),
+        scheduler=_SCHEDULE,
+        **options,
+    )
+
+
+def _extra(name, index, params):
+    """Gradients, and all that a transformation of optax may ask for beside them."""
+    grads = _params(100 + index)  # of a linear loss: weights grow whatever the others came to
+    loss = lambda params, obj_fn=None: optax.tree.vdot(grads, params)  # noqa: E731
+    extra = {"value": loss(params), "grad": grads, "value_fn": loss, "obj_fn": loss}
+    return grads, {} if name == "sam" else extra
+
+
+def _train(name, tx):
+    """Trains step by step; yields (params, state) before and after each step."""
+    params = _params()
+    state = tx.init(params)
+    for index in range(_STEPS):
+        grads, extra = _extra(name, index, params)
+        updates, after = tx.update(grads, state, params, **extra)
+        moved = optax.apply_updates(params, updates)
+        yield index, (params, state), (moved, after)
+        params, state = moved, after
+
+
+def _assert_sparse(params, masks, kept=_KEPT):
+    kernel, mask = np.asarray(params["kernel"]), np.asarray(masks["kernel"])
+    assert mask.sum() == kept
+    assert np.all(np.isfinite(kernel))
+    assert not np.any(kernel.view(np.uint32)[mask == 0])  # +0.0
+
+
+def _assert_stable(before, after):
+    assert jax.tree.structure(before) == jax.tree.structure(after)
+    for old, new in zip(*map(jax.tree.leaves, (before, after)), strict=True):
+        assert (jnp.shape(old), jnp.result_type(old)) == (jnp.shape(new), jnp.result_type(new))
+
+
+def _check_regrowing(name, algorithm, inner):
+    """The invariants of SET and RigL; returns the names of the state that stays."""
+    # Dense gradients, so that pruned weights have a state that is not fresh.
+    tx = _updater(algorithm, is_sparse_gradients=False).wrap_optax(inner)
+    regrown, stays, owned = 0, set(), False
+    for index, (params, before), (moved, after) in _train(name, tx):
+        _assert_sparse(moved, after.masks)
+        _assert_stable(before, after)
+        if not _SCHEDULE.is_mask_update_iter(index):
+            np.testing.assert_array_equal(after.masks["kernel"], before.masks["kernel"])
+            continue
+        old, new = np.asarray(before.masks["kernel"]), np.asarray(after.masks["kernel"])
+        grown = (new == 1) & (old == 0)
+        regrown += grown.sum()
+        assert not np.any(np.asarray(moved["kernel"])[grown])
+        fresh = inner.init(params)
+        for (path, was), now, init in zip(
+            jax.tree_util.tree_leaves_with_path(before.inner_state),
+            *map(jax.tree.leaves, (after.inner_state, fresh)),
+            strict=True,
+        ):
+            if jnp.issubdtype(was.dtype, jax.dtypes.prng_key):
+                was, now = jax.random.key_data(was), jax.random.key_data(now)
+            of_kernel = DictKey("kernel") in path
+            floats = jnp.issubdtype(jnp.result_type(was), jnp.inexact)
+            if of_kernel and floats and jnp.shape(was) == _SHAPE:
+                was, owned = np.where(grown, init, was), True
+            elif floats and (of_kernel or (jnp.ndim(was) and DictKey("bias") not in path)):
+                stays.add([entry.name for entry in path if isinstance(entry, GetAttrKey)][-1])
+            np.testing.assert_array_equal(now, was, err_msg=jax.tree_util.keystr(path))
+    assert regrown
+    return stays, owned
+
+
+def _verdict(name):
+    inner = _build(name)
+    if name == "measure_with_ema":
+        with pytest.raises(ValueError, match="The updates have no leaf at 'bias', 'kernel'"):
+            next(_train(name, _updater(sparsity.RigL).wrap_optax(inner)))
+        return _MEASURES
+    if name == "monitor":
+        before = inner.init(_params())
+        assert jax.tree.structure(inner.update(_params(), before)[1]) != jax.tree.structure(before)
+        return _MONITORS
+    if name in ("differentially_private_aggregate", "dpsgd"):
+        tx = _updater(sparsity.RigL).wrap_optax(inner)
+        with pytest.raises(ValueError, match=r"'kernel' has shape"):
+            tx.update(jax.tree.map(lambda p: p[None], _params()), tx.init(_params()), _params())
+        return _BEFORE
+    if name in ("flatten", "lookahead"):
+        params = _params() if name == "flatten" else optax.LookaheadParams.init_synced(_params())
+        for algorithm in (sparsity.RigL, sparsity.SET):
+            with pytest.raises(ValueError, match=f"optax.{name}"):
+                _updater(algorithm).wrap_optax(inner).init(params)
+        return _REFUSED
+    stays, owned = _check_regrowing(name, sparsity.RigL, inner)
+    assert _check_regrowing(name, sparsity.SET, inner) == (stays, owned)
+    tx = _updater(sparsity.MagnitudePruning).wrap_optax(inner)
+    for index, (_, before), (moved, after) in itertools.islice(_train(name, tx), 2):
+        _assert_sparse(moved, after.masks, _KEPT if index else 60)
+        _assert_stable(before, after)
+    return ", ".join(
+        ([_FULL] if owned else [] if stays else [_WITHOUT])
+        + ([f"{', '.join(sorted(stays))} stay as they are"] if stays else [])
+    )
+
+
+def _rows():
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("| `"):
+            name, verdict = (cell.strip() for cell in line.strip("|").split("|"))
+            yield name.strip("`"), verdict
+
+
+# Some of them are deprecated, or warn of their own defaults.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", _PUBLIC)
+def test_inside_the_wrapper(name):
+    verdict = _verdict(name)
+    assert dict(_rows()).get(name, verdict) == verdict
+
+
+def _page():
+    rows = "\n".join(f"| `{name}` | {_verdict(name)} |" for name in sorted(_PUBLIC))
+    return _TEXT.format(version=optax.__version__, count=len(_PUBLIC), rows=rows)
+
+
+_TEXT = """# Optimizers
+
+All {count} public transformations of optax {version} and of its `contrib`, found by listing them.
+Inside `wrap_optax`, under RigL, SET and magnitude pruning, each keeps exactly the target number of
+weights, puts every pruned weight at exactly 0.0 (weight decay included), and keeps the structure,
+shapes and dtypes of its state. Around the wrapper, `chain`, `named_chain`, `masked`, `partition`,
+`multi_transform`, `freeze`, `MultiSteps`, `inject_hyperparams` and `apply_if_finite` do the same.
+
+A weight that RigL or SET regrow starts at zero, with the state that `init` would give it. State
+that has not the parameter's shape cannot be divided by weights (factored moments, histories, one
+number for a tensor): it stays as it is, and is named below.
+
+| transformation | what becomes of its state when weights regrow |
+| --- | --- |
+{rows}
+
+Written by `python -m tests.test_optimizers > docs/optimizers.md`; the tests compare it.
+"""
+
+
+def _around(wrapped):
+    """Combinators around the wrapped transformation `wrapped(rate)`."""
+    tx, adam = wrapped(0.1), _ADAM()
+    labels = {"kernel": "a", "bias": "b"}
+    return {
+        "chain": optax.chain(optax.clip(1.0), tx),
+        "named_chain": optax.named_chain(("clip", optax.clip(1.0)), ("sparse", tx)),
+        "masked": optax.masked(tx, _KERNEL),
+        "partition": optax.partition({"a": tx, "b": adam}, labels),
+        "multi_transform": optax.multi_transform({"a": tx, "b": adam}, labels),
+        "freeze": optax.chain(tx, optax.freeze({"kernel": False, "bias": True})),
+        "MultiSteps": optax.MultiSteps(tx, 1).gradient_transformation(),
+        "inject_hyperparams": optax.inject_hyperparams(wrapped)(0.1),
+        "apply_if_finite": optax.apply_if_finite(tx, 3),
+    }
+
+
+@pytest.mark.parametrize("around", _around(lambda rate: optax.identity()))
+@pytest.mark.parametrize("algorithm", [sparsity.RigL, sparsity.SET, sparsity.MagnitudePruning])
+def test_around_the_wrapper(algorithm, around):
+    updater = _updater(algorithm)
+    tx = _around(lambda rate: updater.wrap_optax(optax.adamw(rate, weight_decay=0.1)))[around]
+    regrows = algorithm is not sparsity.MagnitudePruning
+
+    def train(params):
+        def body(carry, grads):
+            params, state = carry
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+            return (params, state), (params, sparsity.get_sparse_state(state).masks)
+
+        return jax.lax.scan(body, (params, tx.init(params)), grads)
+
+    grads = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(_params, range(100, 104)))
+    (params, state), seen = jax.jit(train)(_params())
+    for index in range(_STEPS):
+        moved, masks = jax.tree.map(lambda leaf, i=index: leaf[i], seen)
+        _assert_sparse(moved, masks, _KEPT if index or regrows else 60)
+    first, last = seen[1]["kernel"][0], seen[1]["kernel"][-1]
+    assert np.any((last == 1) & (first == 0)) == regrows
+    assert updater.pre_forward_update(params, state) is params
+    jax.tree.map(np.testing.assert_array_equal, updater.post_gradient_update(params, state), params)
+    assert sparsity.summarize_sparsity(state)["kernel"] == 0.7
+    assert sparsity.summarize_intersection(state, state)["_total_intersection"] == 1.0
+    assert "0.7000" in sparsity.sparsity_table(params, state, updater)
+
+
+def test_the_page_lists_the_installed_optax():
+    if f"of optax {optax.__version__} " not in PAGE.read_text(encoding="utf-8"):
+        pytest.skip("docs/optimizers.md shows another release of optax")
+    assert sorted(_PUBLIC) == [name for name, _ in _rows()]
+
+
+if __name__ == "__main__":
+    print(_page(), end="")
