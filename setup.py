@@ -10,6 +10,7 @@ EXTRAS = {
     "summary": ["matplotlib>=3.10", "rich>=13"],
     "flax": ["flax>=0.12"],
     "examples": ["mlxtend>=0.23", "orbax-checkpoint>=0.11", "tqdm>=4.66"],
+    "baselines": ["gymnax>=1.0", "mnist1d>=0.0.2", "six>=1.16"],  # gymnax needs six
     "test": [
         "dm-haiku>=0.0.16",
         "equinox>=0.13",
@@ -23,7 +24,8 @@ EXTRAS = {
 }
 EXTRAS["examples"] += EXTRAS["config"] + EXTRAS["flax"] + EXTRAS["summary"]
 EXTRAS["examples"] += EXTRAS["tensorboard"]
-EXTRAS["dev"] = EXTRAS["examples"] + EXTRAS["test"]
+EXTRAS["baselines"] += EXTRAS["examples"]
+EXTRAS["dev"] = EXTRAS["baselines"] + EXTRAS["test"]
 
 setup(
     name="sparsity",

@@ -1,0 +1,185 @@
+"""Writes what the stored results say: RESULTS.md and a plot for each task."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+import sparsity
+from baselines import run, training
+
+# ResNet-50 on ImageNet at 80 %, JaxPruner (Lee et al. 2023): from the best to the worst.
+PAPER = (
+    *("magnitude", "global_magnitude", "saliency", "rigl", "set"),
+    *("magnitude_ste", "static_sparse", "random"),
+)
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666", "#882255")
+MARKERS = "osD^vP*X<>"
+
+
+def write(tasks: Sequence[training.Task]) -> None:
+    """Renews RESULTS.md and the plots from what is stored; a task without results is left out."""
+    found = [(task, results) for task in tasks if (results := run.load(task))]
+    for task, results in found:
+        draw(task, results).savefig(run.FOLDER / f"{task.name}.png", dpi=150)
+    text = "\n\n".join([introduction(), *(section(*pair) for pair in found), order(found)])
+    (run.FOLDER / "RESULTS.md").write_text(text + "\n", encoding="utf-8")
+
+
+def introduction() -> str:
+    start, end = training.RAMP
+    return f"""# Baselines
+
+`bash run.sh baselines` made this table: {datetime.date.today()}, {os.cpu_count()} CPU cores
+({platform.machine()}), jax {jax.__version__}. Mean and standard deviation over seeds; every seed
+has its own initial weights, data order and random masks, and all seeds of a row are trained side
+by side in one program, whose seconds, compilation included, are in the last column.
+
+Layers share the sparsity by ERK, global pruners by their threshold. Pruners follow a cubic ramp
+from {start:.0%} to {end:.0%} of the steps with {training.MASK_UPDATES} mask updates. SET and RigL
+move their masks {training.MASK_UPDATES} times until {end:.0%} of the steps, at first
+{training.DROP_FRACTION:.0%} of the active weights, along a cosine to none; static masks stay.
+Straight-through methods are sparse from the first step. Nothing was tuned for one algorithm."""
+
+
+def section(task: training.Task, results: dict[run.Job, run.Result]) -> str:
+    """Heading, settings, table and plot of a task."""
+    settings = ", ".join(f"{key} {value:g}" for key, value in task.settings.items())
+    head = ["algorithm", *(f"{target:.0%}" for target in task.sparsities), "seconds"]
+    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
+    for name in sparsity.all_algorithm_names():
+        runs = [results.get((name, 0.0 if name == "no_prune" else t)) for t in task.sparsities]
+        if any(runs):
+            seconds = [f"{row['seconds']:.0f}" for row in runs if row]
+            rows.append(
+                [f"`{name}`", *(cell(row) for row in runs), " / ".join(dict.fromkeys(seconds))]
+            )
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    better = "higher" if task.higher_is_better else "lower"
+    return (
+        f"## {task.title}\n\n{task.metric[0].upper()}{task.metric[1:]}; {better} is better. "
+        f"{task.seeds} seeds; {settings}.\n\n{table}\n\n![{task.title}]({task.name}.png)"
+    )
+
+
+def cell(row: run.Result | None) -> str:
+    return f"{mean(row):.2f} ± {np.std(row['metric'], ddof=1):.2f}" if row else ""
+
+
+def mean(row: run.Result) -> float:
+    return float(np.mean(row["metric"]))
+
+
+def ranking(task: training.Task, results: dict[run.Job, run.Result], target: float) -> list[str]:
+    """Algorithms at a sparsity, from the best to the worst."""
+    names = [name for name, at in results if at == target and name != "no_prune"]
+    sign = -1 if task.higher_is_better else 1
+    return sorted(names, key=lambda name: sign * mean(results[name, target]))
+
+
+def order(found: Sequence[tuple[training.Task, dict[run.Job, run.Result]]]) -> str:
+    """How the order of the algorithms compares with that of the paper."""
+    lines = [
+        "## Order",
+        "",
+        f"In the paper, ResNet-50 at 80 %: {' > '.join(PAPER)}. A pair agrees if both order it "
+        "alike; it disagrees if the means differ by more than the larger of the two deviations, "
+        "and is undecided otherwise.",
+        "",
+        "| task | from the best to the worst | pairs that agree | undecided | disagree |",
+        "| --- | --- | ---: | ---: | --- |",
+    ]
+    for task, results in found:
+        for target in task.sparsities:
+            ranked = ranking(task, results, target)
+            agree, undecided, against = compare(task, results, target)
+            lines.append(
+                f"| {task.name} {target:.0%} | {', '.join(ranked)} | {agree} | {undecided} | "
+                f"{', '.join(f'{b} > {a}' for a, b in against) or 'none'} |"
+            )
+    return "\n".join(lines)
+
+
+def compare(
+    task: training.Task, results: dict[run.Job, run.Result], target: float
+) -> tuple[int, int, list[tuple[str, str]]]:
+    """Pairs of the paper's order: how many agree, are undecided, and those that disagree."""
+    agree, undecided, against = 0, 0, []
+    sign = 1 if task.higher_is_better else -1
+    for better, worse in itertools.combinations(PAPER, 2):
+        rows = [results.get((name, target)) for name in (better, worse)]
+        if not all(rows):
+            continue
+        lead = sign * (mean(rows[0]) - mean(rows[1]))
+        noise = max(np.std(row["metric"], ddof=1) for row in rows)
+        if abs(lead) <= noise:
+            undecided += 1
+        elif lead > 0:
+            agree += 1
+        else:
+            against.append((better, worse))
+    return agree, undecided, against
+
+
+def draw(task: training.Task, results: dict[run.Job, run.Result]) -> Figure:
+    """Metric against sparsity, or against the algorithm if there is one sparsity only."""
+    with matplotlib.rc_context(
+        {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+    ):
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        ax = figure.subplots()
+        (draw_lines if len(task.sparsities) > 1 else draw_points)(ax, task, results)
+        ax.set_title(f"{task.title}: mean and deviation of {task.seeds} seeds")
+        if dense := results.get(("no_prune", 0.0)):
+            line = ax.axhline if len(task.sparsities) > 1 else ax.axvline
+            line(mean(dense), color="black", linestyle=":", label="dense")
+        ax.grid(alpha=0.25)
+        if len(task.sparsities) > 1:
+            ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+        else:
+            ax.legend(loc="best", frameon=False)
+    return figure
+
+
+def draw_lines(ax: Any, task: training.Task, results: dict[run.Job, run.Result]) -> None:
+    names = ranking(task, results, task.sparsities[-1])
+    for i, name in enumerate(names):
+        targets = [target for target in task.sparsities if (name, target) in results]
+        rows = [results[name, target] for target in targets]
+        # Equal steps of the logarithm of what is kept; shifted, so that bars do not cover another.
+        x = [-np.log(1 - target) + 0.012 * (i - len(names) / 2) for target in targets]
+        ax.errorbar(
+            x,
+            [mean(row) for row in rows],
+            [np.std(row["metric"], ddof=1) for row in rows],
+            color=COLOURS[i % len(COLOURS)],
+            marker=MARKERS[i % len(MARKERS)],
+            label=name,
+            capsize=2,
+        )
+    ticks = [-np.log(1 - target) for target in task.sparsities]
+    ax.set_xticks(ticks, [f"{target:.0%}" for target in task.sparsities])
+    ax.set_xlabel("sparsity")
+    ax.set_ylabel(task.metric)
+
+
+def draw_points(ax: Any, task: training.Task, results: dict[run.Job, run.Result]) -> None:
+    (target,) = task.sparsities
+    names = ranking(task, results, target)
+    for i, name in enumerate(names):
+        values = results[name, target]["metric"]
+        ax.plot(values, [i] * len(values), "o", color=COLOURS[0], alpha=0.35, ms=4)
+        deviation = np.std(values, ddof=1)
+        ax.errorbar(np.mean(values), i, xerr=deviation, fmt="D", color=COLOURS[1], capsize=3)
+    ax.set_yticks(range(len(names)), names)
+    ax.invert_yaxis()
+    ax.set_xlabel(f"{task.metric} at {target:.0%} sparsity")

@@ -1,0 +1,160 @@
+"""What all tasks share: updaters from one recipe, a compiled run over several seeds, a loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+import sparsity
+
+SPARSE_TRAINERS = ("static_sparse", "set", "rigl")
+GLOBAL = ("global_magnitude", "global_saliency")
+RAMP = (0.2, 0.75)  # of the steps: where pruners begin to prune, and where all masks are final
+MASK_UPDATES = 50  # of pruners along the ramp, of sparse trainers until its end
+DROP_FRACTION = 0.3  # at the start, along a cosine to zero
+
+Metrics = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Something to train on.
+
+    Attributes:
+      name: of its files.
+      title: in one line.
+      metric: what is measured, with its unit.
+      higher_is_better: whether more of it is better.
+      sparsities: those to measure.
+      seeds: how many runs side by side.
+      settings: all numbers that decide the result; a result belongs to its settings.
+      train: from a random key and an updater to the metric of the trained network and its sparsity.
+    """
+
+    name: str
+    title: str
+    metric: str
+    higher_is_better: bool
+    sparsities: tuple[float, ...]
+    seeds: int
+    settings: dict[str, Any]
+    train: Callable[[jax.Array, sparsity.BaseUpdater], Metrics]
+
+
+def make_updater(
+    algorithm: str, target: float, steps: int, key: int | jax.Array
+) -> sparsity.BaseUpdater:
+    """Returns an updater by the recipe of all tasks.
+
+    Layers get their sparsities from ERK, but for global pruning, which shares them out itself.
+    Pruners follow a cubic ramp; sparse trainers move their masks, static ones stay, and
+    straight-through methods are sparse from the first step.
+
+    Args:
+      algorithm: its name in the registry.
+      target: fraction of the weights to remove.
+      steps: updates of the optimizer in a run.
+      key: random key, may be traced.
+    """
+    config: dict[str, Any] = {"algorithm": algorithm, "rng_seed": key}
+    if algorithm == "no_prune":
+        return sparsity.create_updater_from_config(config)
+    start, end = (int(steps * share) for share in RAMP)
+    config["sparsity"] = target
+    if algorithm not in GLOBAL:
+        config["dist_type"] = "erk"
+    if algorithm in SPARSE_TRAINERS:
+        config["scheduler"] = sparsity.PeriodicSchedule(max(1, end // MASK_UPDATES), 0, end)
+    elif not algorithm.endswith("_ste"):
+        ramp = sparsity.PolynomialSchedule(max(1, (end - start) // MASK_UPDATES), start, end)
+        config["scheduler"] = ramp
+    if algorithm in ("set", "rigl"):
+        config["drop_fraction_fn"] = optax.cosine_decay_schedule(DROP_FRACTION, end)
+    return sparsity.create_updater_from_config(config)
+
+
+def run_seeds(task: Task, algorithm: str, target: float) -> dict[str, list[float]]:
+    """Trains all seeds of a task in one compiled program; returns the metrics of each.
+
+    Every seed has its own data order, initial weights and random masks: the updater is made inside
+    the batched function, with a traced key. Steps are counted alike in all of them, so that a mask
+    update stays a conditional and costs nothing in other steps.
+    """
+
+    @jax.jit
+    @jax.vmap
+    def train(seed: jax.Array) -> Metrics:
+        key, mask_key = jax.random.split(jax.random.key(seed))
+        return task.train(key, make_updater(algorithm, target, task.settings["steps"], mask_key))
+
+    return {name: x.tolist() for name, x in train(jnp.arange(task.seeds)).items()}
+
+
+def fit(
+    key: jax.Array,
+    updater: sparsity.BaseUpdater,
+    params: chex.ArrayTree,
+    optimizer: optax.GradientTransformation,
+    loss_fn: Callable[[chex.ArrayTree, jax.Array], jax.Array],
+    steps: int,
+) -> chex.ArrayTree:
+    """Trains for `steps` steps.
+
+    Args:
+      key: random key.
+      updater: wraps the optimizer.
+      params: initial parameters.
+      optimizer: any optax transformation.
+      loss_fn: from parameters and a random key, which draws the batch, to the loss.
+      steps: updates of the optimizer.
+
+    Returns:
+      The parameters as the model uses them: those of a sparse network.
+    """
+    tx = updater.wrap_optax(optimizer)
+
+    def step(carry: Any, key: jax.Array) -> tuple[Any, None]:
+        params, state = carry
+        grads = jax.grad(lambda p: loss_fn(updater.pre_forward_update(p, state), key))(params)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        return (updater.post_gradient_update(params, state), state), None
+
+    (params, state), _ = jax.lax.scan(step, (params, tx.init(params)), jax.random.split(key, steps))
+    return updater.pre_forward_update(params, state)
+
+
+def sparsity_of(params: chex.ArrayTree) -> jax.Array:
+    """Fraction of zeros among the weights that can be pruned: those of matrices and kernels."""
+    kernels = [leaf for leaf in jax.tree.leaves(params) if leaf.ndim > 1]
+    return sum(jnp.sum(leaf == 0) for leaf in kernels) / sum(leaf.size for leaf in kernels)
+
+
+def warmup_cosine(peak: float, steps: int) -> optax.Schedule:
+    """Learning rate: up to `peak` in the first 5 % of the steps, then a cosine down to zero."""
+    return optax.warmup_cosine_decay_schedule(0.0, peak, steps // 20, steps)
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Mean over all leading axes, in nats."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def dense(key: jax.Array, *shape: int, gain: float = 2.0) -> chex.ArrayTree:
+    """A kernel of that shape, the last axis its outputs, and a bias."""
+    fan_in = 1
+    for size in shape[:-1]:
+        fan_in *= size
+    kernel = jax.random.normal(key, shape) * (gain / fan_in) ** 0.5
+    return {"kernel": kernel, "bias": jnp.zeros(shape[-1])}
+
+
+def apply_dense(layer: chex.ArrayTree, x: jax.Array) -> jax.Array:
+    """x @ kernel + bias."""
+    return x @ layer["kernel"] + layer["bias"]

@@ -1,0 +1,150 @@
+"""Baselines: seeds side by side in one program, results that belong to their settings, a report."""
+
+import dataclasses
+import importlib
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsity
+from baselines import report, run, training
+
+
+def train(key, updater):
+    """A regression whose masks are its metrics."""
+    x = jax.random.normal(jax.random.key(0), (32, 16))
+
+    def loss_fn(params, key):
+        return jnp.mean((x @ params["kernel"] - x[:, :4] + jax.random.normal(key)) ** 2)
+
+    params = {"kernel": jax.random.normal(key, (16, 4))}
+    params = training.fit(key, updater, params, optax.adam(0.01), loss_fn, 20)
+    return {
+        "metric": params["kernel"].sum(),
+        "sparsity": training.sparsity_of(params),
+        "mask": (params["kernel"] != 0).astype(jnp.int32),
+    }
+
+
+TASK = training.Task("toy", "Toy", "loss", False, (0.5, 0.75), 3, {"steps": 20}, train)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of results, with the source files that the fingerprint reads."""
+    monkeypatch.setattr(run, "FOLDER", tmp_path)
+    monkeypatch.setattr(run, "RESULTS", tmp_path / "results")
+    for name in ("training.py", "toy.py"):
+        (tmp_path / name).write_text(name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("algorithm", ["random", "static_sparse", "set", "rigl", "random_ste"])
+def test_seeds_have_their_own_masks_of_the_same_sparsity(algorithm):
+    metrics = training.run_seeds(TASK, algorithm, 0.75)
+    assert metrics["sparsity"] == [0.75] * 3
+    masks = [np.array(mask) for mask in metrics["mask"]]
+    assert not any((masks[i] == masks[j]).all() for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+@pytest.mark.parametrize("algorithm", ["magnitude", "rigl"])
+def test_a_mask_update_of_seeds_side_by_side_stays_a_conditional(algorithm):
+    def of_seed(seed):
+        key = jax.random.key(seed)
+        return train(key, training.make_updater(algorithm, 0.75, 20, key))["metric"]
+
+    text = str(jax.make_jaxpr(jax.vmap(of_seed))(jnp.arange(3)))
+    assert "cond[" in text
+    assert "branches" in text
+
+
+@pytest.mark.parametrize("name", run.TASKS)
+def test_every_task_trains(name, monkeypatch):
+    module = importlib.import_module(f"baselines.{name}")
+    if name == "cartpole_ppo":
+        monkeypatch.setattr(module, "ROUNDS", 2)
+    monkeypatch.setattr(module, "STEPS", 8)
+    task = dataclasses.replace(module.TASK, seeds=2, settings={"steps": 8})
+    metrics = training.run_seeds(task, "static_sparse", 0.8)
+    np.testing.assert_allclose(metrics["sparsity"], 0.8, atol=1e-3)
+    assert np.isfinite(metrics["metric"]).all()
+    assert metrics["metric"][0] != metrics["metric"][1]
+
+
+def test_a_run_goes_on_where_it_was_stopped(folder, monkeypatch):
+    trained = []
+
+    def run_seeds(task, algorithm, target):
+        if len(trained) == 3:
+            raise KeyboardInterrupt
+        trained.append((algorithm, target))
+        return {"metric": [1.0, 2.0], "sparsity": [target] * 2}
+
+    monkeypatch.setattr(training, "run_seeds", run_seeds)
+    algorithms = ("no_prune", "set", "rigl")
+    with pytest.raises(KeyboardInterrupt):
+        run.train_all([TASK], algorithms)
+    assert trained == [("no_prune", 0.0), ("set", 0.5), ("set", 0.75)]
+    trained.clear()
+    run.train_all([TASK], algorithms)
+    assert trained == [("rigl", 0.5), ("rigl", 0.75)]
+    assert list(run.load(TASK)) == [
+        ("no_prune", 0.0), ("rigl", 0.5), ("set", 0.5), ("rigl", 0.75), ("set", 0.75),
+    ]  # fmt: skip
+
+
+def test_results_of_other_settings_or_other_code_do_not_count(folder):
+    row = {"metric": [1.0, 2.0], "sparsity": [0.5, 0.5], "seconds": 1.0}
+    run.save(TASK, {("set", 0.5): row})
+    assert run.load(TASK) == {("set", 0.5): row}
+    assert run.load(dataclasses.replace(TASK, settings={"steps": 21})) == {}
+    assert run.load(dataclasses.replace(TASK, seeds=4)) == {}
+    (folder / "toy.py").write_text("other")
+    assert run.load(TASK) == {}
+
+
+def test_a_stored_result_is_whole_json(folder):
+    run.save(TASK, {("set", 0.5): {"metric": [1.0], "sparsity": [0.5], "seconds": 1.0}})
+    stored = json.loads((folder / "results" / "toy.json").read_text())
+    assert stored["settings"] == TASK.settings
+    assert [path.name for path in (folder / "results").iterdir()] == ["toy.json"]
+
+
+def test_pairs_are_decided_only_beyond_the_deviation():
+    def runs(**means):
+        return {(name, 0.5): {"metric": [m - 1, m + 1]} for name, m in means.items()}
+
+    results = runs(magnitude=10.0, rigl=20.0, set=20.5)  # of a loss: lower is better
+    assert report.compare(TASK, results, 0.5) == (2, 1, [])
+    assert report.ranking(TASK, results, 0.5) == ["magnitude", "rigl", "set"]
+    higher = dataclasses.replace(TASK, higher_is_better=True)
+    assert report.compare(higher, results, 0.5) == (
+        0, 1, [("magnitude", "rigl"), ("magnitude", "set")],
+    )  # fmt: skip
+
+
+def test_the_report_holds_a_table_and_a_plot_for_each_task_that_was_trained(folder):
+    for task in (TASK, dataclasses.replace(TASK, name="other", sparsities=(0.5,))):
+        (folder / f"{task.name}.py").write_text("")
+        jobs = run.jobs_of(task, sparsity.all_algorithm_names())
+        row = {"metric": [1.0, 2.0], "sparsity": [0.5, 0.5], "seconds": 3.0}
+        run.save(task, dict.fromkeys(jobs, row))
+        assert run.load(task)
+    empty = dataclasses.replace(TASK, name="training")
+    report.write([TASK, empty, dataclasses.replace(TASK, name="other", sparsities=(0.5,))])
+    text = (folder / "RESULTS.md").read_text()
+    assert "| `rigl` | 1.50 ± 0.71 | 1.50 ± 0.71 | 3 |" in text
+    assert "| algorithm | 50% | 75% | seconds |" in text
+    assert {path.name for path in folder.glob("*.png")} == {"toy.png", "other.png"}
+
+
+def test_a_missing_package_is_one_line_with_the_command_to_install_it(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "gymnax", None)
+    monkeypatch.setattr("sys.argv", ["run", "--tasks", "cartpole_ppo", "--algorithms", "no_prune"])
+    monkeypatch.setattr(run, "load", lambda task: {})
+    with pytest.raises(SystemExit, match=r"gymnax is missing: pip install 'sparsity\[baselines\]'"):
+        run.main()
