@@ -10,6 +10,7 @@ bash run.sh                  make the environment, lint, check types, run every 
 bash run.sh train [flags]    make the environment, train on real digits, dense and sparse
 bash run.sh train --help     list the flags of training
 bash run.sh example NAME     make the example's own environment, run it; without NAME, list the names
+bash run.sh baselines        make the environment, measure every algorithm; --help lists the flags
 bash run.sh help             this text
 
 The environment is the folder .venv beside this script, that of an example lies in examples/NAME;
@@ -104,6 +105,11 @@ case ${1-check} in
     shift
     set_up
     PYTHONPATH=$root exec "$venv/bin/python" -P -m examples.mnist.train "$@"
+    ;;
+  baselines)
+    shift
+    set_up
+    PYTHONPATH=$root exec "$venv/bin/python" -P -m baselines.run "$@"
     ;;
   example)
     shift
