@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
+import jax
 
 from sparsity import trees
 from sparsity.sparsity_types import check_fraction, check_number
@@ -96,6 +97,8 @@ def erk(
       {'a': 0.0, 'b': 0.52}
     """
     check_number("erk_power_scale", erk_power_scale, 0)
+    if isinstance(sparsity, jax.core.Tracer):
+        raise ValueError("erk decides which layers stay dense: sparsity must not be traced.")
     selected, sparsities = _select(params, sparsity, filter_fn, custom_sparsity_map, batch_axes)
     if sparsity is not None:
         sizes = {path: param.size for path, (param, _) in selected.items()}
@@ -165,7 +168,8 @@ def _select(
             continue
         if filter_fn(name, param) if filter_fn else param.ndim - axes > 1:
             selected[path] = (param, axes)
-    if filter_fn and prunable and sparsity and not selected and not custom:
+    removes = sparsity is not None and (isinstance(sparsity, jax.core.Tracer) or sparsity > 0)
+    if filter_fn and prunable and removes and not selected and not custom:
         raise ValueError(
             f"filter_fn selects no parameter, so sparsity = {sparsity} has nothing to remove. It is"
             " called as filter_fn(path, param), path a tuple of strings; there are "

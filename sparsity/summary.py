@@ -151,7 +151,9 @@ def sparsity_table(params: chex.ArrayTree, opt_state: Any, updater: BaseUpdater)
         *("", "", f"{total['_total_sparsity']:.4f}"),
         f"{sum(row['mask_bytes'] for row in rows):,}",
     )
-    console = _module("rich.console").Console(file=io.StringIO(), width=200, color_system=None)
+    console = _module("rich.console").Console(
+        file=io.StringIO(), width=200, color_system=None, force_jupyter=False
+    )
     console.print(table)
     return "\n".join(line.rstrip() for line in console.file.getvalue().strip("\n").splitlines())
 

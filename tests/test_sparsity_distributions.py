@@ -531,3 +531,14 @@ def test_a_filter_or_overrides_of_another_kind_are_errors():
         uniform({"w": np.ones((4, 4))}, 0.5, filter_fn="kernel")
     with pytest.raises(ValueError, match=r"custom_sparsity_map must be a dict.*0\.5"):
         uniform({"w": np.ones((4, 4))}, 0.5, custom_sparsity_map=0.5)
+
+
+def test_a_traced_sparsity_passes_through_uniform_and_is_refused_by_erk():
+    params = {"w": np.ones((4, 4)), "b": np.ones(4)}
+
+    def select(path, param):
+        return path == ("w",)
+
+    assert jax.jit(lambda s: uniform(params, s, filter_fn=select)["w"])(0.25) == 0.25
+    with pytest.raises(ValueError, match="sparsity must not be traced"):
+        jax.jit(lambda s: erk(params, s)["w"])(0.25)

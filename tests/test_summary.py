@@ -122,6 +122,12 @@ def test_layers_are_listed_with_type_target_and_what_was_achieved(trained):
     assert rows[1]["mask_bytes"] == 32
 
 
+def test_the_table_is_text_in_a_notebook_too(trained, monkeypatch):
+    table = sparsity.sparsity_table(*trained)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert sparsity.sparsity_table(*trained) == table
+
+
 def test_the_table_has_a_line_a_leaf_and_a_sum_of_sparse_ones(trained):
     lines = sparsity.sparsity_table(*trained).splitlines()
     cells = [line.split() for line in lines if line.strip()]
