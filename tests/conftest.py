@@ -1,4 +1,9 @@
-"""Fixtures that several test modules share."""
+"""Settings of all tests, and fixtures that several test modules share."""
+
+import os
+
+# Most of the time of the tests is LLVM's; the optimized HLO does not depend on this.
+os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
 
 import pytest
 

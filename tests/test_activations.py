@@ -184,7 +184,7 @@ def test_the_density_may_be_traced():
 def test_on_eight_devices_values_and_gradients_are_those_of_one(kind):
     program = f"""
         import os
-        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+        os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
         import jax, jax.numpy as jnp, numpy as np
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
         from test_activations import largest, n_of_m, normal

@@ -476,7 +476,7 @@ def test_tables_show_the_last_type_and_target_of_each_layer():
 def test_on_eight_devices_masks_are_those_of_one_and_sharded_as_the_weights(kind):
     program = f"""
         import os
-        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+        os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
         import jax, jax.numpy as jnp, numpy as np, optax
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
         from test_epoch_strategy import assert_masks, grouped, parameters, ranked, strategy

@@ -71,7 +71,7 @@ def test_the_command_trains_both_networks_and_prints_a_table(first_run):
     for expected in ("test accuracy", "against dense", "454,688", "90.0%", "hidden/kernel"):
         assert expected in first_run.stdout
     assert "20/20" in first_run.stderr
-    for expected in ("loss", "accuracy", "sparsity 90.0%", "step/s"):
+    for expected in ("loss", "accuracy", "sparsity 90.0%", "step"):
         assert expected in first_run.stderr.splitlines()[-1]
 
 

@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Arguments: process, port, folder, whether to start from the checkpoint.
 PROGRAM = """
 import os, signal, sys
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
 process, port, folder, again = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] == "again"
 import jax
 jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -11,7 +11,7 @@ import pytest
 TESTS = pathlib.Path(__file__).resolve().parent
 PREAMBLE = """
 import math, os, re
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
 import jax, jax.numpy as jnp, numpy as np
 from selection_oracle import best
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P

@@ -75,8 +75,9 @@ def make_network(
     tx = updater.wrap_optax(optax.adam(schedule))  # sparsity: wrap the optimizer
 
     def init() -> TrainState:
-        params = model.init(jax.random.key(config.seed), jnp.zeros((1, 28, 28, 1)))["params"]
-        return TrainState(params, tx.init(params))
+        # Compiled by itself, this gives all networks the same bits.
+        variables = jax.jit(model.init)(jax.random.key(config.seed), jnp.zeros((1, 28, 28, 1)))
+        return TrainState(variables["params"], jax.jit(tx.init)(variables["params"]))
 
     def used_params(state: TrainState) -> Any:
         # sparsity: straight-through methods mask the weights here, others return them as they are.
@@ -103,7 +104,7 @@ def make_network(
     return Network(
         name,
         updater,
-        init=jax.jit(init),
+        init=init,
         train_step=jax.jit(train_step, donate_argnums=0),
         used_params=jax.jit(used_params),
         num_correct=jax.jit(num_correct),
