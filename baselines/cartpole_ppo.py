@@ -17,7 +17,7 @@ from baselines import training
 
 ENVS, HORIZON, ROUNDS, EPOCHS, MINIBATCHES = 8, 64, 200, 4, 4
 STEPS = ROUNDS * EPOCHS * MINIBATCHES  # updates of the optimizer
-LEARNING_RATE, DISCOUNT, TRACE, CLIP, ENTROPY, WIDTH = 1e-3, 0.99, 0.95, 0.2, 0.01, 64
+LEARNING_RATE, DISCOUNT, TRACE, CLIP, ENTROPY, WIDTH = 1e-3, 0.99, 0.95, 0.2, 0.01, 32
 TEST_ENVS, TEST_STEPS = 32, 500
 
 
@@ -145,7 +145,7 @@ TASK = training.Task(
     metric="return of an episode, at most 500",
     higher_is_better=True,
     sparsities=(0.8,),
-    seeds=5,
+    seeds=10,
     settings={
         "environments": ENVS,
         "horizon": HORIZON,

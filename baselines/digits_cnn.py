@@ -8,12 +8,11 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import sparsity
 from baselines import training
 
-BATCH, STEPS, LEARNING_RATE = 100, 1200, 2e-3
+SETTINGS = {"batch": 100, "steps": 1200, "adamw": 5e-3, "weight_decay": 0.3}
 
 
 @functools.cache
@@ -60,18 +59,9 @@ def model(params: chex.ArrayTree, x: jax.Array) -> jax.Array:
 
 
 def train(key: jax.Array, updater: sparsity.BaseUpdater) -> training.Metrics:
-    images, labels, test_images, test_labels = map(jnp.asarray, data())
-    init_key, key = jax.random.split(key)
-
-    def loss_fn(params: chex.ArrayTree, key: jax.Array) -> jax.Array:
-        chosen = jax.random.randint(key, (BATCH,), 0, len(images))
-        return training.cross_entropy(model(params, images[chosen]), labels[chosen])
-
-    rate = training.warmup_cosine(LEARNING_RATE, STEPS)
-    optimizer = optax.adamw(rate, weight_decay=1e-4)
-    params = training.fit(key, updater, init(init_key), optimizer, loss_fn, STEPS)
-    right = model(params, test_images).argmax(-1) == test_labels
-    return {"metric": 100 * right.mean(), "sparsity": training.sparsity_of(params)}
+    return training.fit_classifier(
+        key, updater, data=data(), init=init, model=model, settings=SETTINGS
+    )
 
 
 TASK = training.Task(
@@ -81,6 +71,6 @@ TASK = training.Task(
     higher_is_better=True,
     sparsities=(0.8, 0.9, 0.95, 0.98),
     seeds=3,
-    settings={"batch": BATCH, "steps": STEPS, "adamw": LEARNING_RATE, "weight_decay": 1e-4},
+    settings=SETTINGS,
     train=train,
 )

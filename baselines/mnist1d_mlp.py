@@ -6,14 +6,20 @@ import functools
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
 import sparsity
 from baselines import training
 
-BATCH, STEPS, LEARNING_RATE, WIDTH, BLOCKS = 100, 6000, 2e-3, 256, 3
+WIDTH, BLOCKS = 128, 3
+SETTINGS = {
+    "batch": 100,
+    "steps": 4000,
+    "adamw": 1e-2,
+    "weight_decay": 0.3,
+    "width": WIDTH,
+    "blocks": BLOCKS,
+}
 
 
 @functools.cache
@@ -57,18 +63,9 @@ def model(params: chex.ArrayTree, x: jax.Array) -> jax.Array:
 
 
 def train(key: jax.Array, updater: sparsity.BaseUpdater) -> training.Metrics:
-    x, labels, test_x, test_labels = map(jnp.asarray, data())
-    init_key, key = jax.random.split(key)
-
-    def loss_fn(params: chex.ArrayTree, key: jax.Array) -> jax.Array:
-        chosen = jax.random.randint(key, (BATCH,), 0, len(x))
-        return training.cross_entropy(model(params, x[chosen]), labels[chosen])
-
-    rate = training.warmup_cosine(LEARNING_RATE, STEPS)
-    optimizer = optax.adamw(rate, weight_decay=1e-2)
-    params = training.fit(key, updater, init(init_key), optimizer, loss_fn, STEPS)
-    right = model(params, test_x).argmax(-1) == test_labels
-    return {"metric": 100 * right.mean(), "sparsity": training.sparsity_of(params)}
+    return training.fit_classifier(
+        key, updater, data=data(), init=init, model=model, settings=SETTINGS
+    )
 
 
 TASK = training.Task(
@@ -78,13 +75,6 @@ TASK = training.Task(
     higher_is_better=True,
     sparsities=(0.9,),
     seeds=5,
-    settings={
-        "batch": BATCH,
-        "steps": STEPS,
-        "adamw": LEARNING_RATE,
-        "weight_decay": 1e-2,
-        "width": WIDTH,
-        "blocks": BLOCKS,
-    },
+    settings=SETTINGS,
     train=train,
 )

@@ -9,6 +9,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import sparsity
@@ -128,6 +129,40 @@ def fit(
 
     (params, state), _ = jax.lax.scan(step, (params, tx.init(params)), jax.random.split(key, steps))
     return updater.pre_forward_update(params, state)
+
+
+def fit_classifier(
+    key: jax.Array,
+    updater: sparsity.BaseUpdater,
+    *,
+    data: tuple[np.ndarray, ...],
+    init: Callable[[jax.Array], chex.ArrayTree],
+    model: Callable[[chex.ArrayTree, jax.Array], jax.Array],
+    settings: dict[str, Any],
+) -> Metrics:
+    """Trains a classifier by AdamW on random batches; returns its test accuracy in percent.
+
+    Args:
+      key: random key.
+      updater: wraps the optimizer.
+      data: (train inputs, train labels, test inputs, test labels).
+      init: from a random key to parameters.
+      model: from parameters and inputs to logits [batch, classes].
+      settings: of the task; its `batch`, `steps`, `adamw` (peak learning rate) and `weight_decay`.
+    """
+    x, labels, test_x, test_labels = map(jnp.asarray, data)
+    steps = settings["steps"]
+    init_key, key = jax.random.split(key)
+
+    def loss_fn(params: chex.ArrayTree, key: jax.Array) -> jax.Array:
+        chosen = jax.random.randint(key, (settings["batch"],), 0, len(x))
+        return cross_entropy(model(params, x[chosen]), labels[chosen])
+
+    rate = warmup_cosine(settings["adamw"], steps)
+    optimizer = optax.adamw(rate, weight_decay=settings["weight_decay"])
+    params = fit(key, updater, init(init_key), optimizer, loss_fn, steps)
+    right = model(params, test_x).argmax(-1) == test_labels
+    return {"metric": 100 * right.mean(), "sparsity": sparsity_of(params)}
 
 
 def sparsity_of(params: chex.ArrayTree) -> jax.Array:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from sparsity import masks as masks_lib
 from sparsity import selection, trees
+from sparsity.sharding import shard_like
 from sparsity.sparsity_types import NByM, Unstructured, check_density, parse_nm
 
 Pattern = float | str | tuple[int, int] | NByM
@@ -99,7 +100,7 @@ def prune_act_struct(
 
     def create(scores: jax.Array) -> jax.Array:
         select = functools.partial(selection.nm_mask, n=kind.n, m=kind.m, axis=kind.axis)
-        return masks_lib.shard_like(scores, select, scores)
+        return shard_like(scores, select, scores)
 
     return _keep(x, create, straight_through)
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity import exact_counts, selection
+from sparsity import exact_counts, key_search, selection
 from sparsity.sharding import shard_like
 from sparsity.sparsity_types import (
     Block,
@@ -249,16 +249,9 @@ def _keep_active(
 
 def _count(active: chex.Array, batch_axes: int) -> jax.Array:
     """How many of each slice are not zero, int32[*batch]."""
-    # With a second operand the sum is one fused loop; alone it stores an int32 for every weight.
-    ones, _ = jax.lax.optimization_barrier(
-        jax.lax.reduce(
-            [(active > 0).astype(jnp.int32), (active <= 0).astype(jnp.int32)],
-            [np.int32(0)] * 2,
-            lambda a, b: [a[0] + b[0], a[1] + b[1]],
-            tuple(range(batch_axes, active.ndim)),
-        )
-    )
-    return ones
+    axes = range(batch_axes, active.ndim)
+    # The barrier keeps the second operand, and with it the fused loop.
+    return jax.lax.optimization_barrier(key_search.sums([active > 0, active <= 0], axes))[0]
 
 
 def _kept_of_group(kind: NByM, sparsity: chex.Numeric, target: chex.Numeric) -> int | jax.Array:

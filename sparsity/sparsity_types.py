@@ -192,19 +192,19 @@ def check_bool(name: str, value: Any) -> None:
 
 def check_fraction(name: str, value: Any) -> None:
     """Raises a ValueError that names the argument unless it is a number in [0, 1]; tracers pass."""
-    if isinstance(value, jax.core.Tracer):
-        return
-    number = np.ndim(value) == 0 and jnp.issubdtype(np.asarray(value).dtype, jnp.number)
-    if not number or not 0.0 <= float(value) <= 1.0:
+    if not isinstance(value, jax.core.Tracer) and not (
+        _is_number(value) and 0 <= float(value) <= 1
+    ):
         raise ValueError(f"{name} must be in [0, 1] (0.8 means 80 %), got {name} = {value!r}.")
 
 
 def check_density(name: str, value: Any) -> None:
     """Raises a ValueError that names the argument unless it is a number in (0, 1]; tracers pass."""
-    if isinstance(value, jax.core.Tracer):
-        return
-    number = np.ndim(value) == 0 and jnp.issubdtype(np.asarray(value).dtype, jnp.number)
-    if not number or not 0.0 < float(value) <= 1.0:
+    if not isinstance(value, jax.core.Tracer) and not (_is_number(value) and 0 < float(value) <= 1):
         raise ValueError(
             f"{name} is the fraction to keep and must be in (0, 1], got {name} = {value!r}."
         )
+
+
+def _is_number(value: Any) -> bool:
+    return np.ndim(value) == 0 and bool(jnp.issubdtype(np.asarray(value).dtype, jnp.number))

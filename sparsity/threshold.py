@@ -93,7 +93,6 @@ def _kth_key(leaves: Sequence[Leaf], k: Words, eligible: jax.Array, flat: bool) 
 
 def _best(leaf: Leaf, key: jax.Array, end: jax.Array, flat: bool) -> jax.Array:
     """Mask of keys above the key, and of those equal to it whose flat index is below the end."""
-
     whole = leaf.map(lambda x: x.reshape(-1)) if flat else leaf
     keys = whole.keys()
     wanted = key.astype(keys.dtype)

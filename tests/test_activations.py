@@ -1,11 +1,8 @@
 """Sparse activations: what is kept, what the gradient is, and layers of models not edited."""
 
-import os
 import pathlib
 import re
-import subprocess
 import sys
-import textwrap
 from fractions import Fraction
 
 import flax.linen as nn
@@ -14,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eight_devices import run_program
 from flax import nnx
 from hypothesis import strategies as st
 from selection_oracle import best
@@ -183,8 +181,6 @@ def test_the_density_may_be_traced():
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_on_eight_devices_values_and_gradients_are_those_of_one(kind):
     program = f"""
-        import os
-        os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
         import jax, jax.numpy as jnp, numpy as np
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
         from test_activations import largest, n_of_m, normal
@@ -213,15 +209,7 @@ def test_on_eight_devices_values_and_gradients_are_those_of_one(kind):
                     assert out.sharding.is_equivalent_to(put(x).sharding, 3), out.sharding
                 np.testing.assert_array_equal(grad, 2 * expected)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_program(program)
 
 
 # Bad input.

@@ -67,7 +67,10 @@ def test_every_task_trains(name, monkeypatch):
     module = importlib.import_module(f"baselines.{name}")
     if name == "cartpole_ppo":
         monkeypatch.setattr(module, "ROUNDS", 2)
-    monkeypatch.setattr(module, "STEPS", 8)
+    if hasattr(module, "SETTINGS"):
+        monkeypatch.setitem(module.SETTINGS, "steps", 8)
+    else:
+        monkeypatch.setattr(module, "STEPS", 8)
     task = dataclasses.replace(module.TASK, seeds=2, settings={"steps": 8})
     metrics = training.run_seeds(task, "static_sparse", 0.8)
     np.testing.assert_allclose(metrics["sparsity"], 0.8, atol=1e-3)

@@ -6,10 +6,10 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from eight_devices import run
 from flax import serialization
 
 import sparsity
-from tests.test_selection_sharded import run
 
 _STEPS = 4  # masks are updated at steps 1 and 3; the run is saved after step 1
 

@@ -2,11 +2,7 @@
 
 import dataclasses
 import functools
-import os
 import pathlib
-import subprocess
-import sys
-import textwrap
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -17,6 +13,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from eight_devices import run_program
 from flax import nnx
 from flax.training.train_state import TrainState
 from hypothesis import strategies as st
@@ -475,8 +472,6 @@ def test_tables_show_the_last_type_and_target_of_each_layer():
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_on_eight_devices_masks_are_those_of_one_and_sharded_as_the_weights(kind):
     program = f"""
-        import os
-        os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
         import jax, jax.numpy as jnp, numpy as np, optax
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
         from test_epoch_strategy import assert_masks, grouped, parameters, ranked, strategy
@@ -503,15 +498,7 @@ def test_on_eight_devices_masks_are_those_of_one_and_sharded_as_the_weights(kind
                 mask, weights = state.masks["Dense_0"]["kernel"], sharded["Dense_0"]["kernel"]
                 assert mask.sharding.is_equivalent_to(weights.sharding, 2), mask.sharding
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=58,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_program(program)
 
 
 # Bad input.

@@ -1,11 +1,8 @@
 """Target sparsities by parameter; ERK is checked against another way to solve for its scale."""
 
-import dataclasses
 import math
 import re
-from typing import NamedTuple
 
-import equinox as eqx
 import flax
 import hypothesis
 import hypothesis.strategies as st
@@ -14,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from containers import Layer, Module, Pair
 from flax import nnx
 
 from sparsity.sparsity_distributions import erk, uniform
@@ -39,23 +37,6 @@ def erk_densities(slice_shapes, sizes, sparsity, power):
 
 
 # Any container of parameters.
-
-
-class Pair(NamedTuple):
-    kernel: object
-    bias: object
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Layer:
-    kernel: object
-    bias: object
-
-
-class Module(eqx.Module):
-    kernel: object
-    bias: object
 
 
 CONTAINERS = {

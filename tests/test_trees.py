@@ -1,37 +1,19 @@
 """Leaves meet by path in whatever containers; optimizer state belongs to parameters by path."""
 
 import collections
-import dataclasses
 from typing import NamedTuple
 
-import equinox as eqx
 import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from containers import Layer, Module, Pair
 from flax import nnx
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from sparsity import trees
-
-
-class Pair(NamedTuple):
-    kernel: object
-    bias: object
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Layer:
-    kernel: object
-    bias: object
-
-
-class Module(eqx.Module):
-    kernel: object
-    bias: object
 
 
 @jax.tree_util.register_pytree_node_class
