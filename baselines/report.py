@@ -25,14 +25,17 @@ PAPER = (
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666", "#882255")
 MARKERS = "osD^vP*X<>"
 
+Results = dict[run.Job, run.Result]
+Found = tuple[training.Task, Results]
+
 
 def write(tasks: Sequence[training.Task]) -> None:
     """Renews RESULTS.md and the plots from what is stored; a task without results is left out."""
     found = [(task, results) for task in tasks if (results := run.load(task))]
     for task, results in found:
         draw(task, results).savefig(run.FOLDER / f"{task.name}.png", dpi=150)
-    text = "\n\n".join([introduction(), *(section(*pair) for pair in found), order(found)])
-    (run.FOLDER / "RESULTS.md").write_text(text + "\n", encoding="utf-8")
+    parts = [introduction(), summary(found), *(section(*pair) for pair in found), order(found)]
+    (run.FOLDER / "RESULTS.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
 def introduction() -> str:
@@ -42,33 +45,57 @@ def introduction() -> str:
 `bash run.sh baselines` made this table: {datetime.date.today()}, {os.cpu_count()} CPU cores
 ({platform.machine()}), jax {jax.__version__}. Mean and standard deviation over seeds; every seed
 has its own initial weights, data order and random masks, and all seeds of a row are trained side
-by side in one program, whose seconds, compilation included, are in the last column.
+by side in one program, whose seconds, compilation included, are in the last column. The machine did
+other work, too: seconds say how long to wait, not which algorithm is faster.
 
 Layers share the sparsity by ERK, global pruners by their threshold. Pruners follow a cubic ramp
 from {start:.0%} to {end:.0%} of the steps with {training.MASK_UPDATES} mask updates. SET and RigL
 move their masks {training.MASK_UPDATES} times until {end:.0%} of the steps, at first
 {training.DROP_FRACTION:.0%} of the active weights, along a cosine to none; static masks stay.
-Straight-through methods are sparse from the first step. Nothing was tuned for one algorithm."""
+Straight-through methods are sparse from the first step. Nothing is tuned for one algorithm:
+learning rate and weight decay of the two classifiers are those, of three to five tried, with the
+best dense network."""
 
 
-def section(task: training.Task, results: dict[run.Job, run.Result]) -> str:
+def summary(found: Sequence[Found]) -> str:
+    """One table of all tasks."""
+    heads = [f"{task.name} {target:.0%}" for task, _ in found for target in task.sparsities]
+    rows = [
+        [f"`{name}`", *map(cell, runs_of(name, found))] for name in sparsity.all_algorithm_names()
+    ]
+    return table(["algorithm", *heads], rows)
+
+
+def section(task: training.Task, results: Results) -> str:
     """Heading, settings, table and plot of a task."""
     settings = ", ".join(f"{key} {value:g}" for key, value in task.settings.items())
-    head = ["algorithm", *(f"{target:.0%}" for target in task.sparsities), "seconds"]
-    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
+    rows = []
     for name in sparsity.all_algorithm_names():
-        runs = [results.get((name, 0.0 if name == "no_prune" else t)) for t in task.sparsities]
+        runs = runs_of(name, [(task, results)])
         if any(runs):
-            seconds = [f"{row['seconds']:.0f}" for row in runs if row]
-            rows.append(
-                [f"`{name}`", *(cell(row) for row in runs), " / ".join(dict.fromkeys(seconds))]
-            )
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+            seconds = dict.fromkeys(f"{row['seconds']:.0f}" for row in runs if row)
+            rows.append([f"`{name}`", *map(cell, runs), " / ".join(seconds)])
+    heads = ["algorithm", *(f"{target:.0%}" for target in task.sparsities), "seconds"]
     better = "higher" if task.higher_is_better else "lower"
     return (
         f"## {task.title}\n\n{task.metric[0].upper()}{task.metric[1:]}; {better} is better. "
-        f"{task.seeds} seeds; {settings}.\n\n{table}\n\n![{task.title}]({task.name}.png)"
+        f"{task.seeds} seeds; {settings}.\n\n{table(heads, rows)}\n\n"
+        f"![{task.title}]({task.name}.png)"
     )
+
+
+def runs_of(name: str, found: Sequence[Found]) -> list[run.Result | None]:
+    """Results of an algorithm, by task and sparsity; those of the dense network for each."""
+    return [
+        results.get((name, 0.0 if name == "no_prune" else target))
+        for task, results in found
+        for target in task.sparsities
+    ]
+
+
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def cell(row: run.Result | None) -> str:
@@ -79,14 +106,14 @@ def mean(row: run.Result) -> float:
     return float(np.mean(row["metric"]))
 
 
-def ranking(task: training.Task, results: dict[run.Job, run.Result], target: float) -> list[str]:
+def ranking(task: training.Task, results: Results, target: float) -> list[str]:
     """Algorithms at a sparsity, from the best to the worst."""
     names = [name for name, at in results if at == target and name != "no_prune"]
     sign = -1 if task.higher_is_better else 1
     return sorted(names, key=lambda name: sign * mean(results[name, target]))
 
 
-def order(found: Sequence[tuple[training.Task, dict[run.Job, run.Result]]]) -> str:
+def order(found: Sequence[Found]) -> str:
     """How the order of the algorithms compares with that of the paper."""
     lines = [
         "## Order",
@@ -110,7 +137,7 @@ def order(found: Sequence[tuple[training.Task, dict[run.Job, run.Result]]]) -> s
 
 
 def compare(
-    task: training.Task, results: dict[run.Job, run.Result], target: float
+    task: training.Task, results: Results, target: float
 ) -> tuple[int, int, list[tuple[str, str]]]:
     """Pairs of the paper's order: how many agree, are undecided, and those that disagree."""
     agree, undecided, against = 0, 0, []
@@ -130,7 +157,7 @@ def compare(
     return agree, undecided, against
 
 
-def draw(task: training.Task, results: dict[run.Job, run.Result]) -> Figure:
+def draw(task: training.Task, results: Results) -> Figure:
     """Metric against sparsity, or against the algorithm if there is one sparsity only."""
     with matplotlib.rc_context(
         {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
@@ -150,7 +177,7 @@ def draw(task: training.Task, results: dict[run.Job, run.Result]) -> Figure:
     return figure
 
 
-def draw_lines(ax: Any, task: training.Task, results: dict[run.Job, run.Result]) -> None:
+def draw_lines(ax: Any, task: training.Task, results: Results) -> None:
     names = ranking(task, results, task.sparsities[-1])
     for i, name in enumerate(names):
         targets = [target for target in task.sparsities if (name, target) in results]
@@ -172,7 +199,7 @@ def draw_lines(ax: Any, task: training.Task, results: dict[run.Job, run.Result])
     ax.set_ylabel(task.metric)
 
 
-def draw_points(ax: Any, task: training.Task, results: dict[run.Job, run.Result]) -> None:
+def draw_points(ax: Any, task: training.Task, results: Results) -> None:
     (target,) = task.sparsities
     names = ranking(task, results, target)
     for i, name in enumerate(names):
