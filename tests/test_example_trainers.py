@@ -20,7 +20,9 @@ def test_every_trainer_has_its_example():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_package_is_pinned(name):
-    lines = [line for line in read(name, "requirements.txt").splitlines() if line[0] != "#"]
+    lines = [
+        line for line in read(name, "requirements.txt").splitlines() if line and line[0] != "#"
+    ]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
     packages = [line.partition("==")[0].lower().replace("_", "-") for line in lines]
     assert len(set(packages)) == len(packages)

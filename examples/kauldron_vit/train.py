@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def check_resume(make: Callable[[], kd.train.Trainer], steps: int, expected: Any) -> None:
-    """Stops half way up the ramp, goes on from the checkpoint, and compares with `expected`."""
+    """Stops on the way up the ramp, goes on from the checkpoint, and compares with `expected`."""
     make().replace(stop_after_steps=steps * 3 // 5).train()
     trainer = make()
     print(f"going on from the checkpoint of step {trainer.checkpointer.latest_step}")

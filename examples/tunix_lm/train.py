@@ -100,7 +100,7 @@ def train(pruner: sparsity.BaseUpdater, name: str, steps: int) -> peft_trainer.P
     config = peft_trainer.TrainingConfig(
         eval_every_n_steps=steps,
         max_steps=steps,
-        # Masks count and change with the steps of the optimizer, not with the batches.
+        # Masks count and change with the steps of the optimizer, not the batches; `check` looks.
         gradient_accumulation_steps=ACCUMULATED,
         pbar_description=name,
     )
@@ -117,7 +117,7 @@ def test_loss(trainer: peft_trainer.PeftTrainer) -> float:
     return float(np.mean([loss_fn(trainer.model, batch) for batch in test]))
 
 
-def check(trainer: peft_trainer.PeftTrainer, pruner: sparsity.BaseUpdater) -> str:
+def check(trainer: peft_trainer.PeftTrainer, pruner: sparsity.BaseUpdater, steps: int) -> str:
     """Returns what was reached; ends the program if it is not what it should be."""
     weights, opt_state = nnx.state(trainer.model, nnx.Param), trainer.optimizer.opt_state
     for layer in sparsity.layer_summary(weights, opt_state, pruner):
@@ -131,11 +131,14 @@ def check(trainer: peft_trainer.PeftTrainer, pruner: sparsity.BaseUpdater) -> st
                 groups = np.moveaxis(weight[...], two_of_four(path, weight).axis, -1)
                 if np.count_nonzero(groups.reshape(-1, 4), axis=1).max() > 2:
                     sys.exit(f"error: {path} is not 2:4")
+    state = sparsity.get_sparse_state(opt_state)
+    if state.count != steps:
+        sys.exit(f"error: masks counted {state.count} steps of {steps}")
     loss = test_loss(trainer)
     if not loss < HIGHEST_LOSS:
         sys.exit(f"error: the loss is {loss:.3f}, it should be below {HIGHEST_LOSS}")
-    masks = sparsity.summarize_sparsity(sparsity.get_sparse_state(opt_state).masks)
-    return f"loss {loss:.3f}, sparsity of the layers {masks['_total_sparsity']:.2%}"
+    total = sparsity.summarize_sparsity(state.masks)["_total_sparsity"]
+    return f"loss {loss:.3f}, sparsity of the layers {total:.2%}"
 
 
 def main() -> None:
@@ -143,7 +146,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="steps of the optimizer")
     steps = parser.parse_args().steps
     pruners = make_pruners(steps)
-    results = {name: check(train(pruners[name], name, steps), pruners[name]) for name in pruners}
+    results = {
+        name: check(train(pruner, name, steps), pruner, steps) for name, pruner in pruners.items()
+    }
     print(*(f"{name:5}  {result}" for name, result in results.items()), sep="\n")
 
 
