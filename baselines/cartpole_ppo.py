@@ -17,21 +17,22 @@ from baselines import training
 
 ENVS, HORIZON, ROUNDS, EPOCHS, MINIBATCHES = 8, 64, 200, 4, 4
 STEPS = ROUNDS * EPOCHS * MINIBATCHES  # updates of the optimizer
-LEARNING_RATE, DISCOUNT, TRACE, CLIP, ENTROPY, WIDTH = 1e-3, 0.99, 0.95, 0.2, 0.01, 32
+LEARNING_RATE, DISCOUNT, TRACE, CLIP, ENTROPY = 1e-3, 0.99, 0.95, 0.2, 0.01
+MAX_NORM, WIDTH = 0.5, 32
 TEST_ENVS, TEST_STEPS = 32, 500
 
 
 def init(key: jax.Array) -> chex.ArrayTree:
     keys = iter(jax.random.split(key, 6))
 
-    def network(outputs: int, gain: float) -> chex.ArrayTree:
+    def layers(outputs: int, gain: float) -> chex.ArrayTree:
         return [
             training.dense(next(keys), 4, WIDTH),
             training.dense(next(keys), WIDTH, WIDTH),
             training.dense(next(keys), WIDTH, outputs, gain=gain),
         ]
 
-    return {"policy": network(2, 1e-4), "value": network(1, 1.0)}
+    return {"policy": layers(2, 1e-4), "value": layers(1, 1.0)}
 
 
 def network(layers: chex.ArrayTree, x: jax.Array) -> jax.Array:
@@ -76,7 +77,8 @@ def train(key: jax.Array, updater: sparsity.BaseUpdater) -> training.Metrics:
     reset = jax.vmap(env.reset, in_axes=(0, None))
     env_step = jax.vmap(env.step, in_axes=(0, 0, 0, None))
     optimizer = optax.chain(
-        optax.clip_by_global_norm(0.5), optax.adam(optax.linear_schedule(LEARNING_RATE, 0, STEPS))
+        optax.clip_by_global_norm(MAX_NORM),
+        optax.adam(optax.linear_schedule(LEARNING_RATE, 0, STEPS)),
     )
     tx = updater.wrap_optax(optimizer)
 
@@ -124,14 +126,14 @@ def train(key: jax.Array, updater: sparsity.BaseUpdater) -> training.Metrics:
         (params, opt_state), _ = jax.lax.scan(update, (params, opt_state), minibatches)
         return (params, opt_state, observation, env_state), None
 
-    init_key, reset_key, key, test_key = jax.random.split(key, 4)
+    init_key, reset_key, key, test_reset_key, test_key = jax.random.split(key, 5)
     params = init(init_key)
     start = reset(jax.random.split(reset_key, ENVS), env_params)
     carry = (params, tx.init(params), *start)
     (params, opt_state, *_), _ = jax.lax.scan(round_of, carry, jax.random.split(key, ROUNDS))
 
     used = updater.pre_forward_update(params, opt_state)
-    start = reset(jax.random.split(test_key, TEST_ENVS), env_params)
+    start = reset(jax.random.split(test_reset_key, TEST_ENVS), env_params)
     test_keys = jax.random.split(test_key, TEST_STEPS)
     _, rows = jax.lax.scan(lambda now, key: act(used, *now, key), start, test_keys)
     first = jnp.cumsum(rows["done"], 0) - rows["done"] == 0  # the first episode of each
@@ -154,7 +156,13 @@ TASK = training.Task(
         "minibatches": MINIBATCHES,
         "steps": STEPS,
         "adam": LEARNING_RATE,
+        "max_norm": MAX_NORM,
+        "discount": DISCOUNT,
+        "trace": TRACE,
+        "clip": CLIP,
+        "entropy": ENTROPY,
         "width": WIDTH,
+        "test_environments": TEST_ENVS,
     },
     train=train,
 )

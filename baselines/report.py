@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
-import os
-import platform
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
@@ -24,6 +21,12 @@ PAPER = (
 )
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666", "#882255")
 MARKERS = "osD^vP*X<>"
+LABELS = {
+    "adam": "peak learning rate of Adam",
+    "adamw": "peak learning rate of AdamW",
+    "max_norm": "gradients clipped to a norm of",
+    "trace": "trace of advantages",
+}
 
 Results = dict[run.Job, run.Result]
 Found = tuple[training.Task, Results]
@@ -32,29 +35,35 @@ Found = tuple[training.Task, Results]
 def write(tasks: Sequence[training.Task]) -> None:
     """Renews RESULTS.md and the plots from what is stored; a task without results is left out."""
     found = [(task, results) for task in tasks if (results := run.load(task))]
+    if not found:
+        sys.exit("No result of the present settings is stored.")
     for task, results in found:
         draw(task, results).savefig(run.FOLDER / f"{task.name}.png", dpi=150)
-    parts = [introduction(), summary(found), *(section(*pair) for pair in found), order(found)]
-    (run.FOLDER / "RESULTS.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    parts = [introduction(found), summary(found), *(section(*pair) for pair in found), order(found)]
+    path = run.FOLDER / "RESULTS.md"
+    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    print(f"{len(found)} of {len(tasks)} tasks: {path}")
 
 
-def introduction() -> str:
+def introduction(found: Sequence[Found]) -> str:
     start, end = training.RAMP
+    rows = [row for _, results in found for row in results.values()]
+    made = (
+        ", ".join(sorted({row[key] for row in rows})) for key in ("date", "machine", "versions")
+    )
     return f"""# Baselines
 
-`bash run.sh baselines` made this table: {datetime.date.today()}, {os.cpu_count()} CPU cores
-({platform.machine()}), jax {jax.__version__}. Mean and standard deviation over seeds; every seed
-has its own initial weights, data order and random masks, and all seeds of a row are trained side
-by side in one program, whose seconds, compilation included, are in the last column. The machine did
-other work, too: seconds say how long to wait, not which algorithm is faster.
+`bash run.sh baselines` made this table: {"; ".join(made)}. Mean and standard deviation over seeds;
+every seed has its own initial weights, data order and random masks, and all seeds of a row are
+trained side by side in one program. Seconds are those of a row, with its compilation and whatever
+else the machine did: they say how long to wait, not which algorithm is faster.
 
-Layers share the sparsity by ERK, global pruners by their threshold. Pruners follow a cubic ramp
-from {start:.0%} to {end:.0%} of the steps with {training.MASK_UPDATES} mask updates. SET and RigL
-move their masks {training.MASK_UPDATES} times until {end:.0%} of the steps, at first
-{training.DROP_FRACTION:.0%} of the active weights, along a cosine to none; static masks stay.
-Straight-through methods are sparse from the first step. Nothing is tuned for one algorithm:
-learning rate and weight decay of the two classifiers are those, of three to five tried, with the
-best dense network."""
+All algorithms of a task have the same settings. Layers share the sparsity by ERK, global pruners by
+their threshold. Pruners follow a cubic ramp from {start:.0%} to {end:.0%} of the steps with about
+{training.MASK_UPDATES} mask updates. SET and RigL move their masks about {training.MASK_UPDATES}
+times until {end:.0%} of the steps, at first {training.DROP_FRACTION:.0%} of the active weights,
+along a cosine to none; static masks stay. Straight-through methods are sparse from the first
+step."""
 
 
 def summary(found: Sequence[Found]) -> str:
@@ -68,7 +77,10 @@ def summary(found: Sequence[Found]) -> str:
 
 def section(task: training.Task, results: Results) -> str:
     """Heading, settings, table and plot of a task."""
-    settings = ", ".join(f"{key} {value:g}" for key, value in task.settings.items())
+    settings = ", ".join(
+        f"{LABELS.get(key, key.replace('_', ' '))} {x:g}" for key, x in task.settings.items()
+    )
+    missed = max(abs(x - target) for (_, target), row in results.items() for x in row["sparsity"])
     rows = []
     for name in sparsity.all_algorithm_names():
         runs = runs_of(name, [(task, results)])
@@ -79,7 +91,8 @@ def section(task: training.Task, results: Results) -> str:
     better = "higher" if task.higher_is_better else "lower"
     return (
         f"## {task.title}\n\n{task.metric[0].upper()}{task.metric[1:]}; {better} is better. "
-        f"{task.seeds} seeds; {settings}.\n\n{table(heads, rows)}\n\n"
+        f"{task.seeds} seeds; {settings}. Achieved sparsities are within {100 * missed:.2g} points "
+        f"of what is named.\n\n{table(heads, rows)}\n\n"
         f"![{task.title}]({task.name}.png)"
     )
 
@@ -118,9 +131,9 @@ def order(found: Sequence[Found]) -> str:
     lines = [
         "## Order",
         "",
-        f"In the paper, ResNet-50 at 80 %: {' > '.join(PAPER)}. A pair agrees if both order it "
-        "alike; it disagrees if the means differ by more than the larger of the two deviations, "
-        "and is undecided otherwise.",
+        f"In the paper, ResNet-50 at 80 %: {' > '.join(PAPER)}. A pair of algorithms is undecided "
+        "if their means differ by no more than the larger of the two deviations; otherwise it "
+        "agrees with that order or not.",
         "",
         "| task | from the best to the worst | pairs that agree | undecided | disagree |",
         "| --- | --- | ---: | ---: | --- |",
@@ -172,7 +185,7 @@ def draw(task: training.Task, results: Results) -> Figure:
         ax.grid(alpha=0.25)
         if len(task.sparsities) > 1:
             ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-        else:
+        elif dense:
             ax.legend(loc="best", frameon=False)
     return figure
 

@@ -3,27 +3,32 @@
     bash run.sh baselines [--tasks NAME ...] [--algorithms NAME ...] [--report]
 
 A result is stored as soon as it is there, with the settings that it was made by. The same command
-goes on where it was stopped, and makes anew what other settings have made.
+goes on where it was stopped, and makes anew what other settings or another code of the task made.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import hashlib
 import importlib
 import json
 import os
+import platform
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
 import sparsity
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 TASKS = ("mnist1d_mlp", "cartpole_ppo", "digits_cnn", "topics_transformer")
+EXTRAS = ("gymnax", "matplotlib", "mlxtend", "mnist1d", "tqdm")
 
 Result = dict[str, Any]
 Job = tuple[str, float]  # algorithm, sparsity
@@ -36,15 +41,18 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", choices=known, default=known, metavar="NAME")
     parser.add_argument("--report", action="store_true", help="write the report, train nothing")
     options = parser.parse_args()
-    try:
-        tasks = [importlib.import_module(f"baselines.{name}").TASK for name in options.tasks]
-        if not options.report:
-            train_all(tasks, options.algorithms)
-        from baselines import report
+    for name in EXTRAS:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            sys.exit(f"{error.name} is missing: pip install 'sparsity[baselines]'")
+    from baselines import report
 
-        report.write([importlib.import_module(f"baselines.{name}").TASK for name in TASKS])
-    except ImportError as error:
-        sys.exit(f"{error.name} is missing: pip install 'sparsity[baselines]'")
+    tasks = {name: importlib.import_module(f"baselines.{name}").TASK for name in TASKS}
+    try:
+        if not options.report:
+            train_all([tasks[name] for name in options.tasks], options.algorithms)
+        report.write(list(tasks.values()))
     except KeyboardInterrupt:
         sys.exit("\nStopped; the same command goes on from here.")
 
@@ -55,21 +63,27 @@ def train_all(tasks: list[Any], algorithms: tuple[str, ...]) -> None:
 
     from baselines import training
 
-    stored = {task.name: load(task) for task in tasks}
-    jobs = [
-        (task, job)
-        for task in tasks
-        for job in jobs_of(task, algorithms)
-        if job not in stored[task.name]
-    ]
+    marks = {task.name: fingerprint(task) for task in tasks}
+    jobs = []
+    for task in tasks:
+        stored = load(task)
+        if not stored and path_of(task).exists():
+            print(f"{path_of(task)} was made by other settings or code: it is made anew.")
+        jobs += [(task, job) for job in jobs_of(task, algorithms) if job not in stored]
     bar = tqdm.tqdm(jobs, unit="run", disable=not jobs)
     for task, (algorithm, target) in bar:
         bar.set_description(f"{task.name} {algorithm} {target:g}")
         start = time.perf_counter()
         metrics = training.run_seeds(task, algorithm, target)
-        seconds = time.perf_counter() - start
-        stored[task.name][algorithm, target] = metrics | {"seconds": seconds}
-        save(task, stored[task.name])
+        made = {
+            "seconds": round(time.perf_counter() - start, 1),
+            "date": str(datetime.date.today()),
+            "machine": f"{os.cpu_count()} CPU cores ({platform.machine()})",
+            "versions": f"jax {jax.__version__}, Python {platform.python_version()}",
+        }
+        if fingerprint(task) != marks[task.name]:
+            sys.exit(f"\nThe code of {task.name} has changed: start again to train with it.")
+        save(task, load(task) | {(algorithm, target): metrics | made})
 
 
 def jobs_of(task: Any, algorithms: tuple[str, ...]) -> Iterator[Job]:
@@ -80,7 +94,7 @@ def jobs_of(task: Any, algorithms: tuple[str, ...]) -> Iterator[Job]:
 
 
 def fingerprint(task: Any) -> str:
-    """Differs whenever a result may: by the settings and by the code that trains."""
+    """Of the settings and of the code that trains."""
     digest = hashlib.sha256(json.dumps([task.settings, task.seeds]).encode())
     for name in ("training.py", f"{task.name}.py"):
         digest.update((FOLDER / name).read_bytes())
@@ -89,10 +103,9 @@ def fingerprint(task: Any) -> str:
 
 def load(task: Any) -> dict[Job, Result]:
     """Results that the present settings have made."""
-    path = RESULTS / f"{task.name}.json"
-    if not path.exists():
+    if not path_of(task).exists():
         return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = json.loads(path_of(task).read_text(encoding="utf-8"))
     if found["fingerprint"] != fingerprint(task):
         return {}
     return {(row.pop("algorithm"), row.pop("target")): row for row in found["runs"]}
@@ -106,9 +119,13 @@ def save(task: Any, results: dict[Job, Result]) -> None:
     )
     head = f'"fingerprint": "{fingerprint(task)}",\n"settings": {json.dumps(task.settings)}'
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{task.name}.json"
-    path.with_suffix(".new").write_text(f'{{{head},\n"runs": [\n{lines}\n]}}\n', encoding="utf-8")
-    os.replace(path.with_suffix(".new"), path)
+    new = path_of(task).with_suffix(".new")
+    new.write_text(f'{{{head},\n"runs": [\n{lines}\n]}}\n', encoding="utf-8")
+    os.replace(new, path_of(task))
+
+
+def path_of(task: Any) -> Path:
+    return RESULTS / f"{task.name}.json"
 
 
 if __name__ == "__main__":

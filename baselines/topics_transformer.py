@@ -14,6 +14,7 @@ import sparsity
 from baselines import training
 
 BATCH, LENGTH, STEPS, LEARNING_RATE = 16, 64, 1500, 3e-3
+WEIGHT_DECAY, MAX_NORM = 1e-2, 1.0
 WIDTH, HEADS, LAYERS = 64, 4, 2
 TEST_BATCH = 256
 
@@ -81,7 +82,9 @@ def train(key: jax.Array, updater: sparsity.BaseUpdater) -> training.Metrics:
         return loss_at(params, text, jax.random.randint(key, (BATCH,), 0, len(text) - LENGTH))
 
     rate = training.warmup_cosine(LEARNING_RATE, STEPS)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=1e-2))
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(MAX_NORM), optax.adamw(rate, weight_decay=WEIGHT_DECAY)
+    )
     params = training.fit(key, updater, init(init_key), optimizer, loss_fn, STEPS)
     starts = jnp.linspace(0, len(test_text) - LENGTH - 1, TEST_BATCH).astype(jnp.int32)
     bits = loss_at(params, test_text, starts) / jnp.log(2.0)
@@ -100,10 +103,12 @@ TASK = training.Task(
         "length": LENGTH,
         "steps": STEPS,
         "adamw": LEARNING_RATE,
-        "weight_decay": 1e-2,
+        "weight_decay": WEIGHT_DECAY,
+        "max_norm": MAX_NORM,
         "width": WIDTH,
         "heads": HEADS,
         "layers": LAYERS,
+        "test_batch": TEST_BATCH,
     },
     train=train,
 )
