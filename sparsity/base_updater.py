@@ -123,7 +123,7 @@ class BaseUpdater:
         if not callable(self.batch_axes):
             check_int("batch_axes", self.batch_axes, 0)
 
-    # Hooks that algorithms override. Masks are never packed here.
+    # Hooks that algorithms override. Those that `update` calls never see packed masks.
 
     def calculate_scores(
         self,

@@ -53,7 +53,8 @@ def test_the_notebooks_are_those_that_the_readme_names():
         "quick_start",
         "scaling",
     ]
-    assert "colabs/" in (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(f"`{path.stem}`" in readme for path in PATHS)
 
 
 @pytest.mark.timeout(240)
