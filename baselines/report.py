@@ -19,7 +19,10 @@ PAPER = (
     *("magnitude", "global_magnitude", "saliency", "rigl", "set"),
     *("magnitude_ste", "static_sparse", "random"),
 )
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666", "#882255")
+COLOURS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
+    *("#56B4E9", "#666666", "#882255", "#332288", "#999933"),
+)
 MARKERS = "osD^vP*X<>"
 LABELS = {
     "adam": "peak learning rate of Adam",
@@ -53,10 +56,11 @@ def introduction(found: Sequence[Found]) -> str:
     )
     return f"""# Baselines
 
-`bash run.sh baselines` made this table: {"; ".join(made)}. Mean and standard deviation over seeds;
-every seed has its own initial weights, data order and random masks, and all seeds of a row are
-trained side by side in one program. Seconds are those of a row, with its compilation and whatever
-else the machine did: they say how long to wait, not which algorithm is faster.
+`bash run.sh baselines` made these results: {"; ".join(made)}.
+Mean and standard deviation over seeds; every seed has its own initial weights, data order and
+random masks, and all seeds of a row are trained side by side in one program. Seconds are those of
+a row, with its compilation and whatever else the machine did: they say how long to wait, not which
+algorithm is faster.
 
 All algorithms of a task have the same settings. Layers share the sparsity by ERK, global pruners by
 their threshold. Pruners follow a cubic ramp from {start:.0%} to {end:.0%} of the steps with about
@@ -85,8 +89,8 @@ def section(task: training.Task, results: Results) -> str:
     for name in sparsity.all_algorithm_names():
         runs = runs_of(name, [(task, results)])
         if any(runs):
-            seconds = dict.fromkeys(f"{row['seconds']:.0f}" for row in runs if row)
-            rows.append([f"`{name}`", *map(cell, runs), " / ".join(seconds)])
+            seconds = {id(row): f"{row['seconds']:.0f}" for row in runs if row}  # dense: one run
+            rows.append([f"`{name}`", *map(cell, runs), " / ".join(seconds.values())])
     heads = ["algorithm", *(f"{target:.0%}" for target in task.sparsities), "seconds"]
     better = "higher" if task.higher_is_better else "lower"
     return (
@@ -112,7 +116,11 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
 
 
 def cell(row: run.Result | None) -> str:
-    return f"{mean(row):.2f} ± {np.std(row['metric'], ddof=1):.2f}" if row else ""
+    """Mean and deviation; the mean with four digits."""
+    if not row:
+        return ""
+    decimals = 4 - len(f"{mean(row):.0f}")
+    return f"{mean(row):.{decimals}f} ± {np.std(row['metric'], ddof=1):.{decimals}f}"
 
 
 def mean(row: run.Result) -> float:
@@ -208,6 +216,10 @@ def draw_lines(ax: Any, task: training.Task, results: Results) -> None:
         )
     ticks = [-np.log(1 - target) for target in task.sparsities]
     ax.set_xticks(ticks, [f"{target:.0%}" for target in task.sparsities])
+    # What is far worse than most leaves the plot, so that the others can be told apart.
+    means = [mean(row) for row in results.values()]
+    worst = np.percentile(means, 4 if task.higher_is_better else 96)
+    ax.set_ylim(**{"bottom" if task.higher_is_better else "top": worst})
     ax.set_xlabel("sparsity")
     ax.set_ylabel(task.metric)
 

@@ -3,6 +3,8 @@
 import dataclasses
 import importlib
 import json
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,14 @@ def train(key, updater):
     }
 
 
+ROW = {
+    "metric": [1.0, 2.0],
+    "sparsity": [0.5, 0.5],
+    "seconds": 3.0,
+    "date": "2026-01-02",
+    "machine": "a machine",
+    "versions": "jax 1",
+}
 TASK = training.Task("toy", "Toy", "loss", False, (0.5, 0.75), 3, {"steps": 20}, train)
 
 
@@ -101,17 +111,40 @@ def test_a_run_goes_on_where_it_was_stopped(folder, monkeypatch):
 
 
 def test_results_of_other_settings_or_other_code_do_not_count(folder):
-    row = {"metric": [1.0, 2.0], "sparsity": [0.5, 0.5], "seconds": 1.0}
-    run.save(TASK, {("set", 0.5): row})
-    assert run.load(TASK) == {("set", 0.5): row}
+    run.save(TASK, {("set", 0.5): ROW})
+    assert run.load(TASK) == {("set", 0.5): ROW}
     assert run.load(dataclasses.replace(TASK, settings={"steps": 21})) == {}
     assert run.load(dataclasses.replace(TASK, seeds=4)) == {}
     (folder / "toy.py").write_text("other")
     assert run.load(TASK) == {}
 
 
+def test_a_result_of_code_that_changed_while_it_ran_is_not_stored(folder, monkeypatch):
+    def run_seeds(task, algorithm, target):
+        (folder / "toy.py").write_text("other")
+        return {"metric": [1.0, 2.0], "sparsity": [target] * 2}
+
+    monkeypatch.setattr(training, "run_seeds", run_seeds)
+    with pytest.raises(SystemExit, match="The code of toy has changed"):
+        run.train_all([TASK], ("set",))
+    assert not run.path_of(TASK).exists()
+
+
+def test_two_commands_at_once_keep_the_results_of_both(folder, monkeypatch, capsys):
+    def run_seeds(task, algorithm, target):
+        run.save(task, run.load(task) | {("rigl", target): ROW})  # the other command
+        return {"metric": [1.0, 2.0], "sparsity": [target] * 2}
+
+    monkeypatch.setattr(training, "run_seeds", run_seeds)
+    run.train_all([TASK], ("set",))
+    assert {name for name, _ in run.load(TASK)} == {"set", "rigl"}
+    assert capsys.readouterr().out == ""
+    run.train_all([dataclasses.replace(TASK, seeds=4)], ("set",))
+    assert "toy.json was made by other settings or code" in capsys.readouterr().out
+
+
 def test_a_stored_result_is_whole_json(folder):
-    run.save(TASK, {("set", 0.5): {"metric": [1.0], "sparsity": [0.5], "seconds": 1.0}})
+    run.save(TASK, {("set", 0.5): ROW})
     stored = json.loads((folder / "results" / "toy.json").read_text())
     assert stored["settings"] == TASK.settings
     assert [path.name for path in (folder / "results").iterdir()] == ["toy.json"]
@@ -134,19 +167,32 @@ def test_the_report_holds_a_table_and_a_plot_for_each_task_that_was_trained(fold
     for task in (TASK, dataclasses.replace(TASK, name="other", sparsities=(0.5,))):
         (folder / f"{task.name}.py").write_text("")
         jobs = run.jobs_of(task, sparsity.all_algorithm_names())
-        row = {"metric": [1.0, 2.0], "sparsity": [0.5, 0.5], "seconds": 3.0}
-        run.save(task, dict.fromkeys(jobs, row))
+        run.save(task, dict.fromkeys(jobs, ROW))
         assert run.load(task)
     empty = dataclasses.replace(TASK, name="training")
     report.write([TASK, empty, dataclasses.replace(TASK, name="other", sparsities=(0.5,))])
     text = (folder / "RESULTS.md").read_text()
-    assert "| `rigl` | 1.50 ± 0.71 | 1.50 ± 0.71 | 3 |" in text
+    assert "| `rigl` | 1.500 ± 0.707 | 1.500 ± 0.707 | 3 / 3 |" in text
     assert "| algorithm | 50% | 75% | seconds |" in text
+    assert "2026-01-02; a machine; jax 1." in text
     assert {path.name for path in folder.glob("*.png")} == {"toy.png", "other.png"}
+    with pytest.raises(SystemExit, match="No result"):
+        report.write([empty])
+
+
+def test_the_readme_shows_the_stored_results():
+    tasks = [importlib.import_module(f"baselines.{name}").TASK for name in run.TASKS]
+    found = [(task, run.load(task)) for task in tasks]
+    for task, results in found:
+        assert set(results) == set(run.jobs_of(task, sparsity.all_algorithm_names()))
+    table = report.summary(found)
+    root = Path(__file__).parents[1]
+    assert table in (root / "README.md").read_text(encoding="utf-8")
+    assert table in (root / "baselines/RESULTS.md").read_text(encoding="utf-8")
 
 
 def test_a_missing_package_is_one_line_with_the_command_to_install_it(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "gymnax", None)
+    monkeypatch.setitem(sys.modules, "gymnax", None)
     monkeypatch.setattr("sys.argv", ["run", "--tasks", "cartpole_ppo", "--algorithms", "no_prune"])
     monkeypatch.setattr(run, "load", lambda task: {})
     with pytest.raises(SystemExit, match=r"gymnax is missing: pip install 'sparsity\[baselines\]'"):
