@@ -120,11 +120,15 @@ def cell(row: run.Result | None) -> str:
     if not row:
         return ""
     decimals = 4 - len(f"{mean(row):.0f}")
-    return f"{mean(row):.{decimals}f} ± {np.std(row['metric'], ddof=1):.{decimals}f}"
+    return f"{mean(row):.{decimals}f} ± {deviation(row):.{decimals}f}"
 
 
 def mean(row: run.Result) -> float:
     return float(np.mean(row["metric"]))
+
+
+def deviation(row: run.Result) -> float:
+    return float(np.std(row["metric"], ddof=1))
 
 
 def ranking(task: training.Task, results: Results, target: float) -> list[str]:
@@ -168,8 +172,7 @@ def compare(
         if not all(rows):
             continue
         lead = sign * (mean(rows[0]) - mean(rows[1]))
-        noise = max(np.std(row["metric"], ddof=1) for row in rows)
-        if abs(lead) <= noise:
+        if abs(lead) <= max(map(deviation, rows)):
             undecided += 1
         elif lead > 0:
             agree += 1
@@ -185,13 +188,14 @@ def draw(task: training.Task, results: Results) -> Figure:
     ):
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         ax = figure.subplots()
-        (draw_lines if len(task.sparsities) > 1 else draw_points)(ax, task, results)
+        several = len(task.sparsities) > 1
+        (draw_lines if several else draw_points)(ax, task, results)
         ax.set_title(f"{task.title}: mean and deviation of {task.seeds} seeds")
         if dense := results.get(("no_prune", 0.0)):
-            line = ax.axhline if len(task.sparsities) > 1 else ax.axvline
+            line = ax.axhline if several else ax.axvline
             line(mean(dense), color="black", linestyle=":", label="dense")
         ax.grid(alpha=0.25)
-        if len(task.sparsities) > 1:
+        if several:
             ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
         elif dense:
             ax.legend(loc="best", frameon=False)
@@ -207,8 +211,8 @@ def draw_lines(ax: Any, task: training.Task, results: Results) -> None:
         x = [-np.log(1 - target) + 0.012 * (i - len(names) / 2) for target in targets]
         ax.errorbar(
             x,
-            [mean(row) for row in rows],
-            [np.std(row["metric"], ddof=1) for row in rows],
+            [*map(mean, rows)],
+            [*map(deviation, rows)],
             color=COLOURS[i % len(COLOURS)],
             marker=MARKERS[i % len(MARKERS)],
             label=name,
@@ -217,8 +221,7 @@ def draw_lines(ax: Any, task: training.Task, results: Results) -> None:
     ticks = [-np.log(1 - target) for target in task.sparsities]
     ax.set_xticks(ticks, [f"{target:.0%}" for target in task.sparsities])
     # What is far worse than most leaves the plot, so that the others can be told apart.
-    means = [mean(row) for row in results.values()]
-    worst = np.percentile(means, 4 if task.higher_is_better else 96)
+    worst = np.percentile([*map(mean, results.values())], 4 if task.higher_is_better else 96)
     ax.set_ylim(**{"bottom" if task.higher_is_better else "top": worst})
     ax.set_xlabel("sparsity")
     ax.set_ylabel(task.metric)
@@ -228,10 +231,9 @@ def draw_points(ax: Any, task: training.Task, results: Results) -> None:
     (target,) = task.sparsities
     names = ranking(task, results, target)
     for i, name in enumerate(names):
-        values = results[name, target]["metric"]
-        ax.plot(values, [i] * len(values), "o", color=COLOURS[0], alpha=0.35, ms=4)
-        deviation = np.std(values, ddof=1)
-        ax.errorbar(np.mean(values), i, xerr=deviation, fmt="D", color=COLOURS[1], capsize=3)
+        row = results[name, target]
+        ax.plot(row["metric"], [i] * len(row["metric"]), "o", color=COLOURS[0], alpha=0.35, ms=4)
+        ax.errorbar(mean(row), i, xerr=deviation(row), fmt="D", color=COLOURS[1], capsize=3)
     ax.set_yticks(range(len(names)), names)
     ax.invert_yaxis()
     ax.set_xlabel(f"{task.metric} at {target:.0%} sparsity")

@@ -24,6 +24,8 @@ from typing import Any
 import jax
 
 import sparsity
+from baselines import training
+from baselines.training import Task
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
@@ -57,11 +59,9 @@ def main() -> None:
         sys.exit("\nStopped; the same command goes on from here.")
 
 
-def train_all(tasks: list[Any], algorithms: tuple[str, ...]) -> None:
+def train_all(tasks: list[Task], algorithms: tuple[str, ...]) -> None:
     """Trains what is not stored yet, with a progress bar."""
     import tqdm
-
-    from baselines import training
 
     marks = {task.name: fingerprint(task) for task in tasks}
     jobs = []
@@ -86,14 +86,14 @@ def train_all(tasks: list[Any], algorithms: tuple[str, ...]) -> None:
         save(task, load(task) | {(algorithm, target): metrics | made})
 
 
-def jobs_of(task: Any, algorithms: tuple[str, ...]) -> Iterator[Job]:
+def jobs_of(task: Task, algorithms: tuple[str, ...]) -> Iterator[Job]:
     """Algorithms and sparsities to train a task with; the dense network once."""
     for algorithm in algorithms:
         for target in (0.0,) if algorithm == "no_prune" else task.sparsities:
             yield algorithm, target
 
 
-def fingerprint(task: Any) -> str:
+def fingerprint(task: Task) -> str:
     """Of the settings and of the code that trains."""
     digest = hashlib.sha256(json.dumps([task.settings, task.seeds]).encode())
     for name in ("training.py", f"{task.name}.py"):
@@ -101,7 +101,7 @@ def fingerprint(task: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def load(task: Any) -> dict[Job, Result]:
+def load(task: Task) -> dict[Job, Result]:
     """Results that the present settings have made."""
     if not path_of(task).exists():
         return {}
@@ -111,7 +111,7 @@ def load(task: Any) -> dict[Job, Result]:
     return {(row.pop("algorithm"), row.pop("target")): row for row in found["runs"]}
 
 
-def save(task: Any, results: dict[Job, Result]) -> None:
+def save(task: Task, results: dict[Job, Result]) -> None:
     """Stores all results of a task, so that a kill leaves the old file or the new one."""
     runs = [{"algorithm": name, "target": target} | row for (name, target), row in results.items()]
     lines = ",\n".join(
@@ -124,7 +124,7 @@ def save(task: Any, results: dict[Job, Result]) -> None:
     os.replace(new, path_of(task))
 
 
-def path_of(task: Any) -> Path:
+def path_of(task: Task) -> Path:
     return RESULTS / f"{task.name}.json"
 
 

@@ -62,7 +62,6 @@ def test_the_notebooks_are_those_that_the_readme_names():
 def test_a_notebook_runs_and_shows_what_is_stored(path):
     stored, fresh = read(path), read(path)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # compiles faster
     client = NotebookClient(
         fresh, coalesce_streams=True, resources={"metadata": {"path": str(path.parent)}}
     )

@@ -91,30 +91,40 @@ def test_an_unknown_command_is_one_line_and_a_failure(checkout):
     assert calls == []
 
 
-def test_the_second_call_installs_nothing(checkout):
-    result, calls = checkout.run("train")
+# Arguments, and the folder of the environment that they need.
+COMMANDS = pytest.mark.parametrize(
+    ("command", "folder"), [(["train"], "."), (["example", "first"], "examples/first")]
+)
+
+
+@COMMANDS
+def test_the_second_call_installs_nothing(checkout, command, folder):
+    result, calls = checkout.run(*command)
     assert result.returncode == 0, result.stderr
     assert is_made(calls)
     assert is_installed(calls)
-    result, calls = checkout.run("train")
+    assert (checkout.root / folder / ".venv").is_dir()
+    result, calls = checkout.run(*command)
     assert result.returncode == 0
     assert result.stderr == ""
     assert not is_made(calls)
     assert not is_installed(calls)
 
 
-def test_an_interrupted_installation_is_rebuilt(checkout):
+@COMMANDS
+def test_an_interrupted_installation_is_rebuilt(checkout, command, folder):
     fail = Path(f"{checkout.log}.fail")
     fail.touch()
-    result, _ = checkout.run("train")
+    result, _ = checkout.run(*command)
     assert result.returncode == 1
     assert "pip: no network" in result.stderr
     fail.unlink()
-    left_over = checkout.root / ".venv" / "left over"
+    left_over = checkout.root / folder / ".venv" / "left over"
     left_over.touch()
-    result, calls = checkout.run("train")
+    result, calls = checkout.run(*command)
     assert result.returncode == 0
     assert is_made(calls)
+    assert is_installed(calls)
     assert not left_over.exists()
 
 
@@ -150,27 +160,6 @@ def test_an_example_runs_in_an_environment_of_its_own(checkout):
     assert not (checkout.root / ".venv").exists()
     last = checkout.log.read_text().splitlines()[-1]
     assert last == f"{folder}/train.py --steps=3 two words"
-
-
-def test_the_second_call_of_an_example_installs_nothing(checkout):
-    checkout.run("example", "first")
-    result, calls = checkout.run("example", "first")
-    assert result.returncode == 0
-    assert result.stderr == ""
-    assert not is_made(calls)
-    assert not is_installed(calls)
-
-
-def test_an_interrupted_installation_of_an_example_is_rebuilt(checkout):
-    fail = Path(f"{checkout.log}.fail")
-    fail.touch()
-    result, _ = checkout.run("example", "first")
-    assert result.returncode == 1
-    assert "pip: no network" in result.stderr
-    fail.unlink()
-    _, calls = checkout.run("example", "first")
-    assert is_made(calls)
-    assert is_installed(calls)
 
 
 def test_changed_requirements_are_installed_for_their_example_only(checkout):
