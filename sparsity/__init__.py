@@ -4,13 +4,11 @@ from sparsity import (
     activations,
     algorithms,
     base_updater,
-    epoch_strategy,
     masks,
     selection,
     sparsity_distributions,
     sparsity_schedules,
     sparsity_types,
-    summary,
 )
 from sparsity.activations import (
     prune_act_struct,
@@ -38,12 +36,14 @@ from sparsity.api import (
     register_algorithm,
 )
 from sparsity.base_updater import BaseUpdater, NoPruning
-from sparsity.epoch_strategy import EpochStrategy, pruning, pruning_apply
-from sparsity.sparse_state import (
-    SparseState,
-    get_sparse_state,
-    set_sparse_state,
-    sharding_like,
+from sparsity.epochs import EpochStrategy, pruning, pruning_apply
+from sparsity.reports import (
+    active_masks,
+    layer_summary,
+    plot_sparsity,
+    sparsity_table,
+    summarize_intersection,
+    summarize_sparsity,
 )
 from sparsity.sparsity_schedules import (
     NoUpdateSchedule,
@@ -52,13 +52,11 @@ from sparsity.sparsity_schedules import (
     PolynomialSchedule,
 )
 from sparsity.sparsity_types import Block, Channel, NByM, SparsityType, Unstructured
-from sparsity.summary import (
-    active_masks,
-    layer_summary,
-    plot_sparsity,
-    sparsity_table,
-    summarize_intersection,
-    summarize_sparsity,
+from sparsity.training.state import (
+    SparseState,
+    get_sparse_state,
+    set_sparse_state,
+    sharding_like,
 )
 
 __version__ = "0.1.0"

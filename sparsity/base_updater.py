@@ -19,14 +19,8 @@ import numpy as np
 import optax
 
 from sparsity import masks as masks_lib
-from sparsity import sparsity_distributions, step, trees
-from sparsity.sparse_state import (
-    SparseState,
-    apply_masks,
-    fit_masks,
-    get_sparse_state,
-    place_masks,
-)
+from sparsity import sparsity_distributions
+from sparsity.core import trees
 from sparsity.sparsity_schedules import NoUpdateSchedule
 from sparsity.sparsity_types import (
     NByM,
@@ -35,6 +29,14 @@ from sparsity.sparsity_types import (
     check_bool,
     check_fraction,
     check_int,
+)
+from sparsity.training import step
+from sparsity.training.state import (
+    SparseState,
+    apply_masks,
+    fit_masks,
+    get_sparse_state,
+    place_masks,
 )
 
 _log = logging.getLogger(__name__)

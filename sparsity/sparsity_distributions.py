@@ -14,7 +14,7 @@ from typing import Any
 import chex
 import jax
 
-from sparsity import trees
+from sparsity.core import trees
 from sparsity.sparsity_types import check_fraction, check_number
 
 FilterFn = Callable[[tuple[str, ...], chex.Array], bool]

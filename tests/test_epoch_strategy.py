@@ -21,7 +21,8 @@ from selection_oracle import best
 from test_activations import kept_count, n_of_m, normal
 
 import sparsity
-from sparsity import EpochStrategy, epoch_strategy, pruning, pruning_apply
+from sparsity import EpochStrategy, pruning, pruning_apply
+from sparsity.epochs import updater as epoch_strategy
 
 TESTS = pathlib.Path(__file__).resolve().parent
 

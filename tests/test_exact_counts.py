@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsity import exact_counts
-from sparsity.exact_counts import num_kept
+from sparsity.core import exact as exact_counts
+from sparsity.core.exact import num_kept
 
 NUM_KEPT = jax.jit(num_kept)
 OF_KNOWN_N = jax.jit(num_kept, static_argnums=0)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from selection_oracle import any_bits, ranks
 
-from sparsity import exact_counts, key_search
+from sparsity.core import exact as exact_counts
+from sparsity.selection import key_search
 
 FLOATS = [
     "float32",

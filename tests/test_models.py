@@ -16,7 +16,8 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import sparsity
-from sparsity import sparsity_distributions, trees
+from sparsity import sparsity_distributions
+from sparsity.core import trees
 
 _EPOCHS, _BATCH, _RATE = 10, 128, 0.01
 _SPARSITY = 0.8

@@ -9,7 +9,8 @@ import optax
 import pytest
 from flax import nnx, serialization
 
-from sparsity.sparse_state import (
+from sparsity.reports.summary import summarize_intersection, summarize_sparsity
+from sparsity.training.state import (
     SparseState,
     apply_masks,
     get_sparse_state,
@@ -18,7 +19,6 @@ from sparsity.sparse_state import (
     sharding_like,
     unpack_masks,
 )
-from sparsity.summary import summarize_intersection, summarize_sparsity
 
 PARAMS = {"dense": {"kernel": jnp.full((2, 9), 3.0), "bias": jnp.ones(9)}, "head": [jnp.ones(3)]}
 KERNEL_MASK = jnp.array([[1, 0, 0, 0, 0, 0, 0, 0, 1], [0, 1, 0, 0, 0, 0, 0, 0, 0]], jnp.uint8)

@@ -11,7 +11,8 @@ import pytest
 from flax import nnx
 
 import sparsity
-from sparsity import sparsity_distributions, trees
+from sparsity import sparsity_distributions
+from sparsity.core import trees
 
 _DEPTH, _WIDTH, _EXPERTS = 3, 8, 2
 

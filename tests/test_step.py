@@ -12,8 +12,8 @@ import optax
 import pytest
 
 import sparsity
-from sparsity import step as step_lib
-from sparsity.sparse_state import SparseState
+from sparsity.training import step as step_lib
+from sparsity.training.state import SparseState
 
 
 def _half(params):

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import sparsity
-from sparsity import summary
+from sparsity.reports import summary
 
 matplotlib.use("Agg")
 

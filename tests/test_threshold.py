@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from selection_oracle import best_first
 
-from sparsity import exact_counts, key_search, threshold
+from sparsity.core import exact as exact_counts
+from sparsity.selection import key_search, threshold
 
 PATHS = pytest.mark.parametrize("flat", [True, False], ids=["flat", "natural"])
 LOOPS = pytest.mark.parametrize("fixed", [False, True], ids=["looking", "fixed"])

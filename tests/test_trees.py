@@ -13,7 +13,7 @@ from containers import Layer, Module, Pair
 from flax import nnx
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
-from sparsity import trees
+from sparsity.core import trees
 
 
 @jax.tree_util.register_pytree_node_class

@@ -11,10 +11,12 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from sparsity import exact_counts, selection, sparsity_distributions, trees
+from sparsity import selection, sparsity_distributions
 from sparsity.algorithms.pruners import MagnitudePruning, SaliencyPruning
 from sparsity.base_updater import BaseUpdater
-from sparsity.sharding import shard_like
+from sparsity.core import exact as exact_counts
+from sparsity.core import trees
+from sparsity.core.sharding import shard_like
 from sparsity.sparsity_types import Unstructured, check_fraction
 
 

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity import selection, trees
+from sparsity import selection
 from sparsity.base_updater import BaseUpdater
-from sparsity.sharding import place_like, shard_like
-from sparsity.sparse_state import SparseState
+from sparsity.core import trees
+from sparsity.core.sharding import place_like, shard_like
+from sparsity.training.state import SparseState
 
 
 @dataclasses.dataclass

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import optax
 
 from sparsity import masks as masks_lib
-from sparsity import trees
 from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.base_updater import BaseUpdater
-from sparsity.sparse_state import SparseState
+from sparsity.core import trees
 from sparsity.sparsity_types import check_fraction
+from sparsity.training.state import SparseState
 
 
 @dataclasses.dataclass

@@ -14,10 +14,10 @@ import chex
 import jax
 
 from sparsity import masks as masks_lib
-from sparsity import trees
 from sparsity.algorithms.pruners import MagnitudePruning, RandomPruning, generate_random_scores
 from sparsity.base_updater import BaseUpdater
-from sparsity.sparse_state import SparseState, get_sparse_state
+from sparsity.core import trees
+from sparsity.training.state import SparseState, get_sparse_state
 
 
 @dataclasses.dataclass

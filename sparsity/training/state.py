@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from sparsity import masks as masks_lib
-from sparsity import sharding, trees
+from sparsity.core import sharding, trees
 
 
 class SparseState(NamedTuple):

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import chex
 
-from sparsity import trees
+from sparsity.core import trees
 from sparsity.sparsity_distributions import BatchAxes, slice_axes
 from sparsity.sparsity_types import (
     NByM,

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity import exact_counts
-from sparsity.exact_counts import Words
+from sparsity.core import exact as exact_counts
+from sparsity.core.exact import Words
 
 _ROWS = 32  # of a flat reduction, for threads to share
 _SHARED = 65_536  # entries from which on threads share a reduction

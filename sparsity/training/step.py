@@ -20,8 +20,8 @@ from jax.extend.core import Literal
 from optax._src.base import NO_PARAMS_MSG
 
 from sparsity import masks as masks_lib
-from sparsity import trees
-from sparsity.sparse_state import (
+from sparsity.core import trees
+from sparsity.training.state import (
     SparseState,
     apply_masks,
     check_masks,

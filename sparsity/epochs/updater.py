@@ -19,12 +19,14 @@ import jax
 import jax.numpy as jnp
 
 from sparsity import masks as masks_lib
-from sparsity import step, strategies, trees
 from sparsity.algorithms import GlobalMagnitudePruning, MagnitudePruning
-from sparsity.sparse_state import SparseState, apply_masks, fit_masks
+from sparsity.core import trees
+from sparsity.epochs import strategies
 from sparsity.sparsity_distributions import BatchAxes, slice_axes
 from sparsity.sparsity_schedules import NoUpdateSchedule
 from sparsity.sparsity_types import SparsityType, Unstructured, check_int
+from sparsity.training import step
+from sparsity.training.state import SparseState, apply_masks, fit_masks
 
 
 def pruning(

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity import masks as masks_lib
-from sparsity import trees
 from sparsity.base_updater import BaseUpdater
-from sparsity.sparse_state import SparseState, get_sparse_state
+from sparsity.core import trees
+from sparsity.training.state import SparseState, get_sparse_state
 
 
 def summarize_sparsity(

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity import exact_counts, key_search, threshold
-from sparsity.exact_counts import Words, num_kept
-from sparsity.key_search import Leaf
+from sparsity.core import exact as exact_counts
+from sparsity.core.exact import Words, num_kept
+from sparsity.selection import key_search, threshold
+from sparsity.selection.key_search import Leaf
 
 __all__ = ["global_topk_mask", "hash_scores", "nm_mask", "num_kept", "topk_mask"]
 

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from sparsity import masks as masks_lib
-from sparsity import selection, trees
-from sparsity.sharding import shard_like
+from sparsity import selection
+from sparsity.core import trees
+from sparsity.core.sharding import shard_like
 from sparsity.sparsity_types import NByM, Unstructured, check_density, parse_nm
 
 Pattern = float | str | tuple[int, int] | NByM

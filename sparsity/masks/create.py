@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity import exact_counts, key_search, selection
-from sparsity.sharding import shard_like
-from sparsity.sparsity_types import (
+from sparsity import selection
+from sparsity.core import exact as exact_counts
+from sparsity.core.sharding import shard_like
+from sparsity.patterns.types import (
     Block,
     Channel,
     NByM,
@@ -25,6 +26,7 @@ from sparsity.sparsity_types import (
     Unstructured,
     check_fraction,
 )
+from sparsity.selection import key_search
 
 TopkFn = Callable[[chex.Array, chex.Numeric], chex.Array]
 

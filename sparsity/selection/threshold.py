@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity import exact_counts, key_search
-from sparsity.exact_counts import Words
-from sparsity.key_search import Bracket, Leaf
+from sparsity.core import exact as exact_counts
+from sparsity.core.exact import Words
+from sparsity.selection import key_search
+from sparsity.selection.key_search import Bracket, Leaf
 
 
 class Info(NamedTuple):

@@ -1,0 +1,1 @@
+"""Arrays and trees; knows nothing of sparsity."""

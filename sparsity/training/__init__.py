@@ -1,0 +1,1 @@
+"""One training step of a wrapped optimizer, and its state."""
