@@ -9,6 +9,7 @@ import pathlib
 import pkgutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -230,5 +231,10 @@ def test_public_names_at_the_top_are_modules_or_documented():
             assert member.__doc__, name
 
 
-def test_the_version_is_the_one_of_the_metadata():
-    assert f'version="{sparsity.__version__}"' in (ROOT / "setup.py").read_text(encoding="utf-8")
+def test_the_version_is_said_once_as_a_literal_that_the_metadata_reads():
+    metadata = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "version" not in metadata["project"]
+    assert metadata["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "sparsity.__version__"}
+    source = (PACKAGE / "__init__.py").read_text(encoding="utf-8")
+    assert f'\n__version__ = "{sparsity.__version__}"\n' in source
+    assert "version" not in (ROOT / "setup.py").read_text(encoding="utf-8")
