@@ -47,7 +47,7 @@ def main() -> None:
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
-            sys.exit(f"{error.name} is missing: pip install 'sparsity[baselines]'")
+            sys.exit(f"{error.name} is missing: pip install 'jax-sparsity[baselines]'")
     from baselines import report
 
     tasks = {name: importlib.import_module(f"baselines.{name}").TASK for name in TASKS}

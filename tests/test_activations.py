@@ -385,7 +385,7 @@ def test_bad_densities_and_patterns_of_layers_are_errors_at_once(sparsify):
 @pytest.mark.parametrize("name", ["linen", "nnx"])
 def test_without_flax_the_error_names_the_extra(name, monkeypatch):
     monkeypatch.setitem(sys.modules, f"flax.{name}", None)
-    with pytest.raises(ImportError, match=r"pip install 'sparsity\[flax\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'jax-sparsity\[flax\]'"):
         getattr(sparsity, f"sparsify_{name}")(None, {})
 
 

@@ -195,5 +195,7 @@ def test_a_missing_package_is_one_line_with_the_command_to_install_it(monkeypatc
     monkeypatch.setitem(sys.modules, "gymnax", None)
     monkeypatch.setattr("sys.argv", ["run", "--tasks", "cartpole_ppo", "--algorithms", "no_prune"])
     monkeypatch.setattr(run, "load", lambda task: {})
-    with pytest.raises(SystemExit, match=r"gymnax is missing: pip install 'sparsity\[baselines\]'"):
+    with pytest.raises(
+        SystemExit, match=r"gymnax is missing: pip install 'jax-sparsity\[baselines\]'"
+    ):
         run.main()

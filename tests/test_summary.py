@@ -150,7 +150,7 @@ def test_the_plot_shows_what_was_achieved_and_the_target(trained):
 
 def test_a_missing_package_is_an_error_that_names_the_extra(trained, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "rich.table", None)
-    with pytest.raises(ImportError, match=r"pip install 'sparsity\[summary\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'jax-sparsity\[summary\]'"):
         sparsity.sparsity_table(*trained)
 
 

@@ -14,7 +14,7 @@ from examples.mnist.network import Network, TrainState
 try:
     from tensorboardX import SummaryWriter
 except ImportError as error:
-    raise ImportError("--tensorboard needs: pip install 'sparsity[tensorboard]'") from error
+    raise ImportError("--tensorboard needs: pip install 'jax-sparsity[tensorboard]'") from error
 
 
 class Board:

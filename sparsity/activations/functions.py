@@ -8,7 +8,6 @@ layer reports the sparsity of its output as the intermediate `activation_sparsit
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 
 from sparsity import masks as masks_lib
 from sparsity import selection
-from sparsity.core import trees
+from sparsity.core import extras, trees
 from sparsity.core.sharding import shard_like
 from sparsity.sparsity_types import NByM, Unstructured, check_density, parse_nm
 
@@ -154,7 +153,7 @@ def sparsify_linen(
       >>> state["intermediates"]["layers_0"]["activation_sparsity"]
       (Array(0.75, dtype=float32),)
     """
-    linen = _flax("flax.linen")
+    linen = extras.load("flax.linen", "flax")
     rules = _rules(layers, batch_axes, straight_through)
 
     @functools.wraps(apply)
@@ -209,7 +208,7 @@ def sparsify_nnx(
       >>> int((sparse(jnp.ones((1, 4))) != 0).sum()) <= 4
       True
     """
-    nnx = _flax("flax.nnx")
+    nnx = extras.load("flax.nnx", "flax")
     rules = _rules(layers, batch_axes, straight_through)
     copy = nnx.merge(*nnx.split(model))
     modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(copy) if path}
@@ -266,10 +265,3 @@ def _prune_output(rule: Rule, out: Any, name: str) -> tuple[jax.Array, jax.Array
         )
     out = rule(out)
     return out, jnp.mean(out == 0, dtype=jnp.float32)
-
-
-def _flax(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError("This needs flax: pip install 'sparsity[flax]'") from error

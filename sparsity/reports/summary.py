@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import io
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from sparsity import masks as masks_lib
 from sparsity.base_updater import BaseUpdater
-from sparsity.core import trees
+from sparsity.core import extras, trees
 from sparsity.training.state import SparseState, get_sparse_state
 
 
@@ -132,7 +131,9 @@ def sparsity_table(params: chex.ArrayTree, opt_state: Any, updater: BaseUpdater)
     Returns:
       Text of several lines.
     """
-    table = _module("rich.table").Table("path", "shape", "type", box=_module("rich.box").SIMPLE)
+    table = extras.load("rich.table", "summary").Table(
+        "path", "shape", "type", box=extras.load("rich.box", "summary").SIMPLE
+    )
     for column in ("target", "achieved", "mask bytes"):
         table.add_column(column, justify="right")
     rows = layer_summary(params, opt_state, updater)
@@ -151,7 +152,7 @@ def sparsity_table(params: chex.ArrayTree, opt_state: Any, updater: BaseUpdater)
         *("", "", f"{total['_total_sparsity']:.4f}"),
         f"{sum(row['mask_bytes'] for row in rows):,}",
     )
-    console = _module("rich.console").Console(
+    console = extras.load("rich.console", "summary").Console(
         file=io.StringIO(), width=200, color_system=None, force_jupyter=False
     )
     console.print(table)
@@ -205,7 +206,9 @@ def plot_sparsity(
     rows = [row for row in layers if row["target"] is not None or len(row["shape"]) > 1]
     if ax is None:
         height = 1.2 + 0.32 * max(len(rows), 1)
-        ax = _module("matplotlib.pyplot").subplots(figsize=(7, height), layout="constrained")[1]
+        ax = extras.load("matplotlib.pyplot", "summary").subplots(
+            figsize=(7, height), layout="constrained"
+        )[1]
     position = np.arange(len(rows))
     ax.barh(position, [row["achieved"] for row in rows], color="#0072B2", label="achieved")
     goals = [(i, row["target"]) for i, row in enumerate(rows) if row["target"] is not None]
@@ -272,12 +275,3 @@ def _total(counts: dict[trees.KeyPath, Any]) -> Any:
 
 def _at_least_one(count: Any) -> Any:
     return jnp.maximum(count, 1) if isinstance(count, jax.Array) else max(count, 1)
-
-
-def _module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            f"This needs {name.partition('.')[0]}: pip install 'sparsity[summary]'"
-        ) from error

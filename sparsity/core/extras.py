@@ -1,0 +1,38 @@
+"""Packages that only some functions need, imported when they do."""
+
+from __future__ import annotations
+
+import importlib
+import types
+
+
+def load(module: str, extra: str) -> types.ModuleType:
+    """Imports a module of a package that an extra of this one installs.
+
+    Args:
+      module: name of the module, with dots.
+      extra: name of the extra that installs its package.
+
+    Returns:
+      The module.
+
+    Raises:
+      ImportError: the module is not there; the message says how to install it. An error within a
+        package that is there, such as another module that it lacks, stays what it is.
+
+    Example:
+      >>> load("json.decoder", "config").__name__
+      'json.decoder'
+      >>> load("no_package.of_this.name", "config")
+      Traceback (most recent call last):
+      ImportError: This needs no_package: pip install 'jax-sparsity[config]'
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        # The name is that of the module or of a package around it, unless their code imports more.
+        if not error.name or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        package = module.partition(".")[0]
+        message = f"This needs {package}: pip install 'jax-sparsity[{extra}]'"
+        raise ImportError(message, name=error.name) from error
