@@ -79,6 +79,7 @@ def is_installed(calls):
 def test_help_lists_the_commands(checkout):
     result, calls = checkout.run("help")
     assert result.returncode == 0
+    assert "bash run.sh quick" in result.stdout
     assert "bash run.sh train [flags]" in result.stdout
     assert "bash run.sh example NAME" in result.stdout
     assert calls == []
@@ -91,9 +92,40 @@ def test_an_unknown_command_is_one_line_and_a_failure(checkout):
     assert calls == []
 
 
+CHECKS = ["-m ruff check .", "-m ruff format --check .", "-m mypy"]
+
+
+@pytest.mark.parametrize(
+    ("command", "tests"),
+    [([], "-m pytest -n 2"), (["quick"], "-m pytest -n 2 -m not slow")],
+    ids=["all", "quick"],
+)
+def test_the_checks_run_one_after_the_other(checkout, command, tests):
+    result, calls = checkout.run(*command)
+    assert result.returncode == 0, result.stderr
+    assert calls[-4:] == [*CHECKS, tests]
+    assert result.stdout.split() == ["==", "ruff", "==", "mypy", "==", "pytest"]
+
+
+@pytest.mark.parametrize("tool", ["ruff", "mypy", "pytest"])
+def test_a_check_that_fails_ends_quick_with_a_failure(checkout, tool):
+    checkout.add_python("python3", FAKE_PYTHON + f'[[ "$2" != {tool} ]]\n')
+    result, calls = checkout.run("quick")
+    assert result.returncode == 1
+    assert calls[-1].startswith(f"-m {tool}")
+
+
+def test_quick_takes_no_arguments(checkout):
+    result, calls = checkout.run("quick", "tests")
+    assert result.returncode == 1
+    assert result.stderr == "run.sh: quick takes no arguments; see 'bash run.sh help'.\n"
+    assert calls == []
+
+
 # Arguments, and the folder of the environment that they need.
 COMMANDS = pytest.mark.parametrize(
-    ("command", "folder"), [(["train"], "."), (["example", "first"], "examples/first")]
+    ("command", "folder"),
+    [(["quick"], "."), (["train"], "."), (["example", "first"], "examples/first")],
 )
 
 
