@@ -1,0 +1,145 @@
+"""Programs of users, as a type checker sees them that knows the package as an installed one.
+
+The checker is basedpyright in its mode `standard`, which is that of pyright; it brings all that it
+needs, so that nothing is downloaded.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+SETTINGS = {"typeCheckingMode": "standard", "pythonVersion": "3.11"}
+
+USER = '''
+"""An algorithm of one's own, and what a training loop does with it."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import sparsity
+from sparsity import sparsity_distributions
+
+
+@dataclasses.dataclass
+class Signed(sparsity.BaseUpdater):
+    slope: float = 0.5
+
+    def calculate_scores(
+        self, params: Any, sparse_state: sparsity.SparseState | None = None, grads: Any = None
+    ) -> Any:
+        return jax.tree.map(lambda w: jnp.where(w > 0, w, -self.slope * w), params)
+
+
+params = {"kernel": jnp.linspace(-1.0, 1.0, 32).reshape(8, 4), "bias": jnp.zeros(4)}
+half = functools.partial(sparsity_distributions.uniform, sparsity=0.5)
+pruner = Signed(
+    scheduler=sparsity.OneShotSchedule(0),
+    sparsity_distribution_fn=half,
+    sparsity_type=sparsity.NByM(2, 4),
+    slope=0.1,
+)
+slope: float = pruner.slope
+tx = pruner.wrap_optax(optax.chain(optax.clip(1.0), optax.adam(1e-3)))
+opt_state = tx.init(params)
+
+
+def loss(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(x @ params["kernel"] + params["bias"])
+
+
+@jax.jit
+def train_step(
+    params: optax.Params, opt_state: optax.OptState, x: jax.Array
+) -> tuple[optax.Params, optax.OptState]:
+    grads = jax.grad(loss)(pruner.pre_forward_update(params, opt_state), x)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+    return pruner.post_gradient_update(params, opt_state), opt_state
+
+
+trained, opt_state = train_step(params, opt_state, jnp.ones((2, 8)))
+state = sparsity.get_sparse_state(opt_state)
+count: int = int(state.count)
+text: str = sparsity.sparsity_table(trained, opt_state, pruner)
+total: float = sparsity.summarize_sparsity(trained)["_total_sparsity"]
+
+config = {"algorithm": "rigl", "sparsity": 0.9, "dist_type": "erk", "filter_fn": None}
+updater: sparsity.BaseUpdater = sparsity.create_updater_from_config(config)
+optimizer: optax.GradientTransformation = updater.wrap_optax(optax.sgd(0.1))
+pruned, masks = pruner.instant_sparsify(params)
+kernel: jax.Array = pruned["kernel"]
+rigl = sparsity.RigL(drop_fraction_fn=optax.cosine_decay_schedule(0.3, 100))
+fraction = rigl.drop_fraction_fn(3)
+'''
+PROGRAMS = {f"block{i}": block for i, block in enumerate(BLOCKS)} | {"user": USER}
+
+# Mistakes of users, each on the last line, and the rules of the checker that they break.
+MISTAKES = {
+    "no_such_name": ("sparsity.MagnitudePrunning()", "reportAttributeAccessIssue"),
+    "no_such_option": ("sparsity.MagnitudePruning(sparsity=0.5)", "reportCallIssue"),
+    "a_wrong_option": ("sparsity.MagnitudePruning(skip_gradients='no')", "reportArgumentType"),
+    "no_config": ("sparsity.create_updater_from_config()", "reportCallIssue"),
+    "no_optimizer": ("sparsity.NoPruning().wrap_optax(0.1)", "reportArgumentType"),
+}
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory):
+    """(line, rule, message) of all errors of each program, by its name."""
+    installed, folder = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("programs")
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "sparsity", installed / "sparsity", ignore=ignored)
+    (folder / "pyrightconfig.json").write_text(json.dumps(SETTINGS))
+    mistakes = {name: f"import sparsity\n{line}\n" for name, (line, _) in MISTAKES.items()}
+    for name, program in (PROGRAMS | mistakes).items():
+        (folder / f"{name}.py").write_text(program, encoding="utf-8")
+    checker = [sys.executable, "-m", "basedpyright"]
+    done = subprocess.run(
+        [*checker, "--project", folder, "--pythonpath", sys.executable, "--outputjson"],
+        env=os.environ | {"PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout, done.stderr
+    found = {name: [] for name in PROGRAMS | mistakes}
+    for error in json.loads(done.stdout)["generalDiagnostics"]:
+        if error["severity"] == "error":
+            line = error["range"]["start"]["line"] + 1
+            found[Path(error["file"]).stem].append((line, error.get("rule"), error["message"]))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_that_runs_has_no_type_errors(errors, name):
+    assert not errors[name], "\n".join(
+        f"{name}.py:{line}: {message} [{rule}]" for line, rule, message in errors[name]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rule"), [(name, rule) for name, (_, rule) in MISTAKES.items()])
+def test_a_mistake_is_a_type_error(errors, name, rule):
+    assert [(line, found) for line, found, _ in errors[name]] == [(2, rule)]
+
+
+@pytest.mark.slow
+def test_the_program_of_a_user_runs():
+    names = {"__name__": "user"}
+    exec(compile(USER, "user.py", "exec"), names)
+    assert names["total"] == 16 / 36
