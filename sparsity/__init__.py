@@ -10,10 +10,11 @@ from sparsity import (
     sparsity_schedules,
     sparsity_types,
 )
+from sparsity import predecessors as mask_calculator
+from sparsity import predecessors as utils
 from sparsity.activations import (
     prune_act_struct,
     prune_act_unstruct,
-    pruning_act_struct,
     sparsify_linen,
     sparsify_nnx,
 )
@@ -34,10 +35,16 @@ from sparsity.api import (
     all_algorithm_names,
     create_updater_from_config,
     register_algorithm,
+    register_distribution,
+    register_schedule,
+    register_scope,
 )
 from sparsity.base_updater import BaseUpdater, NoPruning
 from sparsity.epochs import EpochStrategy, pruning, pruning_apply
+from sparsity.masks import Global, Layerwise, Scope, pack_masks, unpack_masks
+from sparsity.predecessors import apply_mask, pruning_act_struct, pruning_act_unstruct
 from sparsity.reports import (
+    LayerSummary,
     active_masks,
     layer_summary,
     plot_sparsity,
@@ -45,11 +52,13 @@ from sparsity.reports import (
     summarize_intersection,
     summarize_sparsity,
 )
+from sparsity.sparsity_distributions import ERK, Distribution, Uniform
 from sparsity.sparsity_schedules import (
     NoUpdateSchedule,
     OneShotSchedule,
     PeriodicSchedule,
     PolynomialSchedule,
+    Schedule,
 )
 from sparsity.sparsity_types import Block, Channel, NByM, SparsityType, Unstructured
 from sparsity.training.state import (
@@ -60,3 +69,75 @@ from sparsity.training.state import (
 )
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "ALGORITHM_REGISTRY",
+    "ERK",
+    "SET",
+    "BaseUpdater",
+    "Block",
+    "Channel",
+    "Distribution",
+    "EpochStrategy",
+    "Global",
+    "GlobalMagnitudePruning",
+    "GlobalSaliencyPruning",
+    "LayerSummary",
+    "Layerwise",
+    "MagnitudePruning",
+    "NByM",
+    "NoPruning",
+    "NoUpdateSchedule",
+    "OneShotSchedule",
+    "PeriodicSchedule",
+    "PolynomialSchedule",
+    "RandomPruning",
+    "RigL",
+    "SaliencyPruning",
+    "Schedule",
+    "Scope",
+    "SparseState",
+    "SparsityType",
+    "StaticRandomSparse",
+    "SteMagnitudePruning",
+    "SteRandomPruning",
+    "Uniform",
+    "Unstructured",
+    "__version__",
+    "activations",
+    "active_masks",
+    "algorithms",
+    "all_algorithm_names",
+    "apply_mask",
+    "base_updater",
+    "create_updater_from_config",
+    "get_sparse_state",
+    "layer_summary",
+    "mask_calculator",
+    "masks",
+    "pack_masks",
+    "plot_sparsity",
+    "prune_act_struct",
+    "prune_act_unstruct",
+    "pruning",
+    "pruning_act_struct",
+    "pruning_act_unstruct",
+    "pruning_apply",
+    "register_algorithm",
+    "register_distribution",
+    "register_schedule",
+    "register_scope",
+    "selection",
+    "set_sparse_state",
+    "sharding_like",
+    "sparsify_linen",
+    "sparsify_nnx",
+    "sparsity_distributions",
+    "sparsity_schedules",
+    "sparsity_table",
+    "sparsity_types",
+    "summarize_intersection",
+    "summarize_sparsity",
+    "unpack_masks",
+    "utils",
+]

@@ -1,43 +1,25 @@
-"""The registry of algorithms, and updaters from configurations."""
+"""Updaters from configurations, and what can be registered for them by name."""
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
-import optax
-
-from sparsity import algorithms, sparsity_distributions
-from sparsity.base_updater import BaseUpdater, NoPruning
-from sparsity.sparsity_schedules import NoUpdateSchedule, OneShotSchedule, PolynomialSchedule
-from sparsity.sparsity_types import check_fraction, check_int, parse_sparsity_type
+from sparsity.base_updater import ALGORITHM_REGISTRY, BaseUpdater, NoPruning
+from sparsity.core.names import known
+from sparsity.masks import SCOPES, Scope
+from sparsity.patterns import parse_sparsity_type
+from sparsity.sparsity_distributions import DISTRIBUTIONS, Distribution
+from sparsity.sparsity_schedules import SCHEDULES, Schedule
 
 _log = logging.getLogger(__name__)
 
-ALGORITHM_REGISTRY: dict[str, type[BaseUpdater]] = {
-    "no_prune": NoPruning,
-    "magnitude": algorithms.MagnitudePruning,
-    "random": algorithms.RandomPruning,
-    "saliency": algorithms.SaliencyPruning,
-    "magnitude_ste": algorithms.SteMagnitudePruning,
-    "random_ste": algorithms.SteRandomPruning,
-    "global_magnitude": algorithms.GlobalMagnitudePruning,
-    "global_saliency": algorithms.GlobalSaliencyPruning,
-    "static_sparse": algorithms.StaticRandomSparse,
-    "set": algorithms.SET,
-    "rigl": algorithms.RigL,
-}
 
-_DISTRIBUTIONS: dict[str, Callable[..., Any]] = {
-    "uniform": sparsity_distributions.uniform,
-    "erk": sparsity_distributions.erk,
-}
-_SCHEDULE_KEYS = ("update_freq", "update_start_step", "update_end_step")
-_DISTRIBUTION_KEYS = ("sparsity", "filter_fn", "custom_sparsity_map")
+class Config(Protocol):
+    """A dict, an `ml_collections.ConfigDict` or a `FrozenConfigDict`."""
+
+    def items(self) -> Iterable[tuple[str, Any]]: ...
 
 
 def all_algorithm_names() -> tuple[str, ...]:
@@ -58,12 +40,34 @@ def register_algorithm(name: str, algorithm: type[BaseUpdater]) -> None:
     """
     if not (isinstance(algorithm, type) and issubclass(algorithm, BaseUpdater)):
         raise ValueError(f"algorithm must be a subclass of BaseUpdater, got {algorithm!r}.")
-    if ALGORITHM_REGISTRY.get(name, algorithm) is not algorithm:
-        raise ValueError(f"The name {name!r} is taken by {ALGORITHM_REGISTRY[name].__name__}.")
-    ALGORITHM_REGISTRY[name] = algorithm
+    ALGORITHM_REGISTRY.add(name, algorithm)
 
 
-def create_updater_from_config(config: Any) -> BaseUpdater:
+def register_distribution(name: str, distribution: type[Distribution]) -> None:
+    """Makes a class of distributions known as a `dist_type`.
+
+    Args:
+      name: of the configuration's `dist_type`.
+      distribution: a class, whose instances are distributions; its attribute `config_keys` maps the
+        keys of a configuration that it takes to arguments of the class.
+
+    Raises:
+      ValueError: the name is taken by another class.
+    """
+    DISTRIBUTIONS.add(name, distribution)
+
+
+def register_schedule(name: str, schedule: type[Schedule]) -> None:
+    """Makes a class of schedules known as a `schedule_type`; as `register_distribution`."""
+    SCHEDULES.add(name, schedule)
+
+
+def register_scope(name: str, scope: type[Scope]) -> None:
+    """Makes a class of scopes known by name; its dataclass fields are keys of a configuration."""
+    SCOPES.add(name, scope)
+
+
+def create_updater_from_config(config: Config) -> BaseUpdater:
     """Makes an updater from a configuration, which is not changed.
 
     Args:
@@ -71,13 +75,16 @@ def create_updater_from_config(config: Any) -> BaseUpdater:
 
         - `algorithm`: one of `all_algorithm_names()`.
         - `sparsity`: fraction of the weights to remove, in [0, 1].
-        - `dist_type`: 'uniform' (default) or 'erk'; global pruners have no use for it.
+        - `dist_type`: 'uniform' (default) or 'erk', with `filter_fn`, `custom_sparsity_map` and,
+          for 'erk', `erk_power_scale`; global pruners have no use for it. A ConfigDict takes
+          regular expressions with dots as keys only with `allow_dotted_keys=True`.
         - `update_freq`, `update_start_step`, `update_end_step`: without a start, masks are never
           updated (`NoUpdateSchedule`); with start and end equal, once (`OneShotSchedule`); else by
-          a `PolynomialSchedule`.
+          a `PolynomialSchedule`, with `power` and `initial_sparsity`. `schedule_type` chooses
+          another: 'none', 'one_shot', 'periodic', 'polynomial'.
         - `sparsity_type`: a type, or 'nm_2,4', 'nm_2,4,-2', '2:4', 'block_4,4', 'channel_-1'.
-        - `filter_fn`, `custom_sparsity_map`: as in `sparsity_distributions.uniform`. A ConfigDict
-          takes regular expressions with dots as keys only with `allow_dotted_keys=True`.
+        - `scope`: a scope, 'layerwise' or 'global', with `use_normalization` and
+          `normalization_eps`.
         - `drop_fraction`: for SET and RigL, 0.3 by default; follows a cosine from there to zero at
           `update_end_step`, and is constant without one. Others have no use for it.
         - any other field of the algorithm's class. A key whose value is `None` counts as missing.
@@ -93,95 +100,150 @@ def create_updater_from_config(config: Any) -> BaseUpdater:
     name = options.pop("algorithm", None)
     if not isinstance(name, str) or name not in ALGORITHM_REGISTRY:
         raise ValueError(
-            f"algorithm: {name!r} is not known. {_known(name, all_algorithm_names())} "
+            f"algorithm: {name!r} is not known. {known(name, ALGORITHM_REGISTRY)} "
             "sparsity.all_algorithm_names() lists them, sparsity.register_algorithm() adds one."
         )
     algorithm = ALGORITHM_REGISTRY[name]
-    fields = {field.name for field in dataclasses.fields(algorithm)}
-    drops = "drop_fraction_fn" in fields
-    known = fields | {"dist_type", *_SCHEDULE_KEYS, *_DISTRIBUTION_KEYS}
-    known |= {"drop_fraction"}
-    for key in options:
-        if key not in known:
-            raise ValueError(
-                f"{key!r} is no key of a configuration for {name!r}. {_known(key, sorted(known))}"
-            )
-    dist_type = options.pop("dist_type", None)
-    if dist_type not in (None, *_DISTRIBUTIONS):
-        raise ValueError(
-            f"dist_type: {dist_type!r} is not known. {_known(dist_type, _DISTRIBUTIONS)}"
-        )
-    if "sparsity" in options:
-        check_fraction("sparsity", options["sparsity"])
+    fields = _fields_of(algorithm)
+    _check_keys(name, fields, options)
     if isinstance(options.get("sparsity_type"), str):
         options["sparsity_type"] = parse_sparsity_type(options["sparsity_type"])
-    schedule = {key: options.pop(key) for key in _SCHEDULE_KEYS if key in options}
-    if schedule and "scheduler" in options:
-        raise ValueError(f"{sorted(schedule)} cannot be given beside scheduler.")
-    options.setdefault("scheduler", _scheduler(**schedule))
-    if "drop_fraction" in options and "drop_fraction_fn" in options:
-        raise ValueError("drop_fraction cannot be given beside drop_fraction_fn.")
-    fraction = options.pop("drop_fraction", 0.3)
-    check_fraction("drop_fraction", fraction)
-    if drops and "drop_fraction_fn" not in options:
-        end_step = schedule.get("update_end_step")
-        options["drop_fraction_fn"] = (
-            optax.cosine_decay_schedule(fraction, end_step)
-            if end_step
-            else optax.constant_schedule(fraction)
-        )
-    distribution = {key: options.pop(key) for key in _DISTRIBUTION_KEYS if key in options}
+    options["scheduler"] = _take_scheduler(options)
+    if scope := _take_scope(options, fields):
+        options["scope"] = scope
+    distribution = _take_distribution(name, algorithm, options, fields)
+    if distribution is not None:
+        options["sparsity_distribution_fn"] = distribution
+    for key in _keys_of_all_algorithms() - fields - {*algorithm.config_keys}:
+        options.pop(key, None)
+    return algorithm(**algorithm.read_config(options))
+
+
+def _check_keys(name: str, fields: set[str], options: Mapping[str, Any]) -> None:
+    allowed = fields | {"dist_type", "schedule_type", "scope"} | _keys_of_all_algorithms()
+    for registry in (DISTRIBUTIONS, SCHEDULES):
+        for known_class in registry.values():
+            allowed |= {*getattr(known_class, "config_keys", {})}
+    for scope in SCOPES.values():
+        allowed |= _fields_of(scope)
+    for key in options:
+        if key not in allowed:
+            raise ValueError(
+                f"{key!r} is no key of a configuration for {name!r}. {known(key, sorted(allowed))}"
+            )
+
+
+def _take_scheduler(options: dict[str, Any]) -> Schedule:
+    """Takes the keys of schedules out of the options and makes the schedule that they ask for."""
+    given = _take_keys(options, SCHEDULES.values())
+    kind = options.pop("schedule_type", None)
+    if "scheduler" in options:
+        if given or kind:
+            raise ValueError(
+                f"{sorted([*given, *(['schedule_type'] if kind else [])])} cannot be given beside "
+                "scheduler."
+            )
+        return options.pop("scheduler")
+    start, end = given.get("update_start_step"), given.get("update_end_step")
+    if kind is None:
+        if start is None and end is not None:
+            raise ValueError(
+                f"update_start_step is missing beside update_end_step = {end}: without a start, "
+                "masks are never updated."
+            )
+        if start is not None and end is None:
+            raise ValueError(f"update_end_step is missing beside update_start_step = {start}.")
+        if start is None or start == end:
+            kind = "none" if start is None else "one_shot"
+            for unused in ("update_freq", "update_start_step"):
+                given.pop(unused, None)
+        else:
+            kind = "polynomial"
+            if "update_freq" not in given:
+                raise ValueError(
+                    "update_freq is missing beside update_start_step and update_end_step."
+                )
+    return _make(SCHEDULES.find(kind), given, f"schedule_type {kind!r}")
+
+
+def _take_scope(options: dict[str, Any], fields: set[str]) -> Scope | None:
+    """Takes the keys of scopes out of the options; `None` leaves the scope to the class."""
+    scope = options.pop("scope", None)
+    own = {key for kind in SCOPES.values() for key in _fields_of(kind)} - fields
+    given = {key: options.pop(key) for key in own & options.keys()}
+    if scope is None or not isinstance(scope, str):
+        if given:
+            raise ValueError(f"{sorted(given)} needs scope = 'global' beside it.")
+        return scope
+    if "scope" not in fields:
+        raise ValueError(f"scope = {scope!r} cannot be given: the algorithm has its own.")
+    kind = SCOPES.find(scope)
+    if strange := sorted(given.keys() - _fields_of(kind)):
+        raise ValueError(f"{strange} is no key of scope {scope!r}.")
+    return kind(**given)
+
+
+def _take_distribution(
+    name: str, algorithm: type[BaseUpdater], options: dict[str, Any], fields: set[str]
+) -> Distribution | None:
+    """Takes the keys of distributions out of the options; `None` leaves it to the class."""
+    kind = options.pop("dist_type", None)
+    if kind is not None:
+        DISTRIBUTIONS.find(kind)
+    keys = {key for own in DISTRIBUTIONS.values() for key in getattr(own, "config_keys", {})}
+    given = {key: options.pop(key) for key in (keys - fields) & options.keys()}
     if algorithm is NoPruning:
-        return algorithm(**options)
-    if "sparsity_distribution_fn" in options:
-        if distribution or dist_type:
-            given = sorted([*distribution, *(["dist_type"] if dist_type else [])])
-            raise ValueError(f"{given} cannot be given beside sparsity_distribution_fn.")
-        return algorithm(**options)
-    if "sparsity" not in distribution:
+        return None
+    if "sparsity" in fields:
+        if kind not in (None, "uniform"):
+            _log.warning("%s ranks all leaves together and has no use for %r.", name, kind)
+        missing = "sparsity" not in options
+    elif "sparsity_distribution_fn" in options:
+        if given or kind:
+            raise ValueError(
+                f"{sorted([*given, *(['dist_type'] if kind else [])])} cannot be given beside "
+                "sparsity_distribution_fn."
+            )
+        return None
+    else:
+        missing = "sparsity" not in given
+    if missing:
         raise ValueError(f"sparsity is missing in the configuration of {name!r}.")
     if "sparsity" in fields:
-        if dist_type == "erk":
-            _log.warning("%s ranks all leaves together and has no use for dist_type 'erk'.", name)
-        return algorithm(**options, **distribution)
-    options["sparsity_distribution_fn"] = functools.partial(
-        _DISTRIBUTIONS[dist_type or "uniform"],
-        batch_axes=options.get("batch_axes", 0),
-        **distribution,
-    )
-    return algorithm(**options)
+        return None
+    return _make(DISTRIBUTIONS.find(kind or "uniform"), given, f"dist_type {kind or 'uniform'!r}")
 
 
-def _as_dict(config: Any) -> dict[str, Any]:
+def _make(kind: Any, given: Mapping[str, Any], what: str) -> Any:
+    """An instance of a class from the keys that it takes."""
+    taken: Mapping[str, str] = getattr(kind, "config_keys", {})
+    if strange := sorted(given.keys() - taken.keys()):
+        raise ValueError(f"{strange} is no key of {what}. {known(strange[0], taken)}")
+    try:
+        return kind(**{taken[key]: value for key, value in given.items()})
+    except TypeError as error:
+        raise ValueError(f"{what} cannot be made of {dict(given)}: {error}") from None
+
+
+def _take_keys(options: dict[str, Any], kinds: Iterable[Any]) -> dict[str, Any]:
+    keys = {key for kind in kinds for key in getattr(kind, "config_keys", {})}
+    return {key: options.pop(key) for key in keys & options.keys()}
+
+
+def _keys_of_all_algorithms() -> set[str]:
+    return {key for algorithm in ALGORITHM_REGISTRY.values() for key in algorithm.config_keys}
+
+
+def _fields_of(kind: Any) -> set[str]:
+    """Names of the arguments of a dataclass."""
+    fields = getattr(kind, "__dataclass_fields__", {})
+    return {name for name, field in fields.items() if field.init}
+
+
+def _as_dict(config: Config) -> dict[str, Any]:
     if not isinstance(config, Mapping) and not hasattr(config, "items"):
         raise ValueError(f"config must be a ConfigDict or a dict, got {config!r}.")
     return {
         key: dict(value.items()) if hasattr(value, "items") else value
         for key, value in config.items()
     }
-
-
-def _scheduler(
-    update_freq: int | None = None,
-    update_start_step: int | None = None,
-    update_end_step: int | None = None,
-) -> NoUpdateSchedule:
-    if update_freq is not None:
-        check_int("update_freq", update_freq, 1)
-    if update_start_step is None:
-        return NoUpdateSchedule()
-    if update_end_step is None:
-        raise ValueError(
-            f"update_end_step is missing beside update_start_step = {update_start_step}."
-        )
-    if update_start_step == update_end_step:
-        return OneShotSchedule(update_end_step)
-    if update_freq is None:
-        raise ValueError("update_freq is missing beside update_start_step and update_end_step.")
-    return PolynomialSchedule(update_freq, update_start_step, update_end_step)
-
-
-def _known(name: Any, known: Iterable[str]) -> str:
-    known = list(known)
-    near = difflib.get_close_matches(str(name).lower(), known, n=1)
-    return (f"Did you mean {near[0]!r}? " if near else "") + f"Known: {', '.join(known)}."

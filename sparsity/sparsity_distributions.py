@@ -1,53 +1,229 @@
-"""How sparse each parameter becomes: functions from a parameter tree to a tree of sparsities.
+"""How sparse each parameter becomes: from a parameter tree to a tree of sparsities.
 
 A distribution is any function of the parameters (arrays, or anything with `shape`, `ndim` and
 `dtype`) that returns a tree of sparsities in [0, 1] with `None` for the leaves that stay dense.
-`functools.partial(uniform, sparsity=0.8)` is the usual one.
+`Uniform(0.8)` and `ERK(0.8)` are such functions as frozen objects; `uniform` and `erk` are plain
+functions, for `functools.partial(uniform, sparsity=0.8)`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
+import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import chex
-import jax
 
-from sparsity.core import trees
-from sparsity.sparsity_types import check_fraction, check_number
+from sparsity.core import names, trees
+from sparsity.core.checks import check_fraction, check_number, is_traced
+from sparsity.core.names import Registry
+from sparsity.masks import BatchAxes, Overrides, Sites, leading_axes
+
+_log = logging.getLogger(__name__)
 
 FilterFn = Callable[[tuple[str, ...], chex.Array], bool]
-Overrides = Mapping[trees.Key, float | None]
-BatchAxes = int | Callable[[tuple[str, ...], chex.Array], int]
 
 
-def uniform(
-    params: chex.ArrayTree,
-    sparsity: float | None = None,
-    filter_fn: FilterFn | None = None,
-    custom_sparsity_map: Overrides | None = None,
-    batch_axes: BatchAxes = 0,
-) -> chex.ArrayTree:
+class Distribution(Protocol):
+    """What `sparsity_distribution_fn` must offer.
+
+    A distribution that names a parameter `batch_axes` is given the updater's, so that it need not
+    be said twice. One whose attribute `custom_sparsity_map` names leaves sets these apart: a global
+    scope does not rank them with the others.
+    """
+
+    def __call__(self, params: chex.ArrayTree, /) -> chex.ArrayTree:
+        """Returns a tree of sparsities in [0, 1], `None` for leaves that stay dense."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Uniform:
     """Gives every selected parameter the same sparsity.
 
-    Args:
-      params: a parameter tree, or a single array.
+    Attributes:
       sparsity: fraction of the weights to remove, in [0, 1]; `None` keeps all of them dense.
       filter_fn: `filter_fn(path, param) -> bool` selects parameters; `path` is a tuple of strings.
-        By default those with more than one axis beyond `batch_axes`. Leaves that are not floating
+        By default those with more than one axis beyond the batch axes. Leaves that are not floating
         or complex are never selected.
       custom_sparsity_map: sparsities (or `None`) for single parameters, selected by the filter or
         not. A key is a path as a tuple, the path joined by '/', a regular expression that matches
         the whole joined path, or a compiled pattern, which is searched in it.
       batch_axes: number of leading axes that index separate matrices (scanned layers, experts), or
-        a function of (path, param).
+        a function of (path, param); `None` means those of the updater, and 0 without one.
+
+    Example:
+      >>> import numpy as np
+      >>> params = {"kernel": np.ones((4, 8)), "bias": np.ones(8)}
+      >>> Uniform(0.5)(params)
+      {'bias': None, 'kernel': 0.5}
+    """
+
+    sparsity: chex.Numeric | None = None
+    filter_fn: FilterFn | None = None
+    custom_sparsity_map: Overrides | None = None
+    batch_axes: BatchAxes | None = None
+
+    # The keys of a configuration that it takes, and the fields that they set.
+    config_keys: ClassVar[Mapping[str, str]] = {
+        "sparsity": "sparsity",
+        "filter_fn": "filter_fn",
+        "custom_sparsity_map": "custom_sparsity_map",
+    }
+
+    def __post_init__(self) -> None:
+        if self.sparsity is not None:
+            check_fraction("sparsity", self.sparsity)
+        if self.filter_fn is not None and not callable(self.filter_fn):
+            raise ValueError(
+                f"filter_fn must be a function of (path, param), got {self.filter_fn!r}."
+            )
+        overrides = {} if self.custom_sparsity_map is None else self.custom_sparsity_map
+        if not isinstance(overrides, Mapping):
+            raise ValueError(
+                f"custom_sparsity_map must be a dict {{path: sparsity}}, got {overrides!r}."
+            )
+        for key, value in overrides.items():
+            if value is not None:
+                check_fraction(f"custom_sparsity_map[{key!r}]", value)
+
+    def __call__(self, params: chex.ArrayTree, batch_axes: BatchAxes = 0) -> chex.ArrayTree:
+        """Returns a tree like `params` of sparsities, `None` where a parameter stays dense.
+
+        Args:
+          params: a parameter tree, or a single array.
+          batch_axes: those of the updater; the field of that name comes first.
+
+        Raises:
+          ValueError: an override matches no parameter, or nothing is selected for a sparsity.
+        """
+        selected, custom = self._select(params, batch_axes)
+        sparsities = self._share(selected) | custom
+        return trees.map_matched(lambda path, _: sparsities.get(path), params)
+
+    def _share(self, selected: dict[trees.KeyPath, tuple[Any, int]]) -> dict[trees.KeyPath, Any]:
+        """Sparsities of the selected parameters, which come with their batch axes."""
+        return dict.fromkeys(selected, self.sparsity)
+
+    def _select(
+        self, params: chex.ArrayTree, batch_axes: BatchAxes
+    ) -> tuple[dict[trees.KeyPath, tuple[Any, int]], dict[trees.KeyPath, float | None]]:
+        """The filtered parameters with their batch axes, and the overrides, both by path."""
+        batch_axes = batch_axes if self.batch_axes is None else self.batch_axes
+        overrides = self.custom_sparsity_map or {}
+        prunable = {
+            path: leaf
+            for path, leaf in trees.leaves_by_path(params).items()
+            if trees.is_prunable(leaf)
+        }
+        known = {path: trees.path_string(path) for path in prunable}
+        for key in overrides:
+            if prunable and not any(names.matches(key, name) for name in known.values()):
+                raise ValueError(
+                    f"custom_sparsity_map[{key!r}] matches no parameter. "
+                    f"{names.nearest(key, known.values(), 'parameters')}"
+                )
+        selected: dict[trees.KeyPath, tuple[Any, int]] = {}
+        custom: dict[trees.KeyPath, float | None] = {}
+        for path, param in prunable.items():
+            own = names.best_key(overrides, known[path])
+            if own is not None:
+                custom[path] = overrides[own]
+                continue
+            name = trees.path_names(path)
+            axes = leading_axes(batch_axes, name, param)
+            if self.filter_fn(name, param) if self.filter_fn else param.ndim - axes > 1:
+                selected[path] = (param, axes)
+        removes = self.sparsity is not None and (is_traced(self.sparsity) or self.sparsity > 0)
+        if prunable and removes and not selected and not custom:
+            raise ValueError(self._nothing_selected(list(known.values())))
+        return selected, custom
+
+    def _nothing_selected(self, known: list[str]) -> str:
+        by_whom = (
+            "filter_fn selects no parameter"
+            if self.filter_fn
+            else "No parameter has more than one axis beyond its batch axes"
+        )
+        return (
+            f"{by_whom}, so sparsity = {self.sparsity} has nothing to remove. The parameters are "
+            f"{trees.listed(known)}. Select some with filter_fn(path, param), path a tuple of "
+            "strings, or name them in custom_sparsity_map; a wrapper that flattens parameters "
+            "belongs inside wrap_optax."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ERK(Uniform):
+    """Gives small layers more density than large ones: the Erdos-Renyi-Kernel distribution.
+
+    The density of a parameter of shape `s` is `eps * (sum(s) / prod(s)) ** power_scale`, with one
+    `eps` for all, such that as many weights are kept as `Uniform` would keep. Parameters whose
+    density would exceed 1 are dense, and the others share what remains. Parameters with an override
+    take no part in this. A stack of layers counts by the shape of one of them.
+
+    Attributes:
+      power_scale: below 1 the distribution is closer to the uniform one; 0 is uniform.
+
+    Source: Evci et al. 2020, "Rigging the Lottery", section 3.
+
+    Example:
+      >>> import numpy as np
+      >>> ERK(0.5, power_scale=1.0)({"a": np.ones((10, 10)), "b": np.ones((50, 50))})
+      {'a': 0.0, 'b': 0.52}
+    """
+
+    power_scale: float = 1.0
+
+    config_keys: ClassVar[Mapping[str, str]] = {
+        **Uniform.config_keys,
+        "erk_power_scale": "power_scale",
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("erk_power_scale", self.power_scale, 0)
+        if is_traced(self.sparsity):
+            raise ValueError("erk decides which layers stay dense: sparsity must not be traced.")
+
+    def _share(self, selected: dict[trees.KeyPath, tuple[Any, int]]) -> dict[trees.KeyPath, Any]:
+        if self.sparsity is None:
+            return {}
+        sizes = {path: param.size for path, (param, _) in selected.items()}
+        raw = {
+            path: (sum(shape) / math.prod(shape)) ** self.power_scale
+            for path, (param, axes) in selected.items()
+            if math.prod(shape := param.shape[axes:] or (1,)) and param.size
+        }
+        densities = _scale_to_total(raw, sizes, (1.0 - self.sparsity) * sum(sizes.values()))
+        return {path: 1.0 - densities.get(path, 1.0) for path in selected}
+
+
+def uniform(
+    params: chex.ArrayTree,
+    sparsity: chex.Numeric | None = None,
+    filter_fn: FilterFn | None = None,
+    custom_sparsity_map: Overrides | None = None,
+    batch_axes: BatchAxes | None = None,
+) -> chex.ArrayTree:
+    """Gives every selected parameter the same sparsity: `Uniform` as a function.
+
+    Args:
+      params: a parameter tree, or a single array.
+      sparsity: fraction of the weights to remove, in [0, 1]; `None` keeps all of them dense.
+      filter_fn: as in `Uniform`.
+      custom_sparsity_map: as in `Uniform`.
+      batch_axes: as in `Uniform`.
 
     Returns:
       A tree like `params` of floats, `None` where a parameter stays dense.
 
     Raises:
-      ValueError: a sparsity lies outside [0, 1], or an override matches no parameter.
+      ValueError: a sparsity lies outside [0, 1], an override matches no parameter, or nothing is
+        selected.
 
     Example:
       >>> import numpy as np
@@ -55,33 +231,26 @@ def uniform(
       >>> uniform(params, 0.5)
       {'bias': None, 'kernel': 0.5}
     """
-    selected, custom = _select(params, sparsity, filter_fn, custom_sparsity_map, batch_axes)
-    sparsities = dict.fromkeys(selected, sparsity) | custom
-    return trees.map_matched(lambda path, _: sparsities.get(path), params)
+    return Uniform(sparsity, filter_fn, custom_sparsity_map, batch_axes)(params)
 
 
 def erk(
     params: chex.ArrayTree,
-    sparsity: float | None = None,
+    sparsity: chex.Numeric | None = None,
     filter_fn: FilterFn | None = None,
     custom_sparsity_map: Overrides | None = None,
     erk_power_scale: float = 1.0,
-    batch_axes: BatchAxes = 0,
+    batch_axes: BatchAxes | None = None,
 ) -> chex.ArrayTree:
-    """Gives small layers more density than large ones: the Erdos-Renyi-Kernel distribution.
-
-    The density of a parameter of shape `s` is `eps * (sum(s) / prod(s)) ** erk_power_scale`, with
-    one `eps` for all, such that as many weights are kept as `uniform` would keep. Parameters whose
-    density would exceed 1 are dense, and the others share what remains. Parameters with an override
-    take no part in this.
+    """Gives small layers more density than large ones: `ERK` as a function.
 
     Args:
       params: a parameter tree, or a single array.
       sparsity: fraction of all selected weights to remove, in [0, 1]; `None` keeps them dense.
-      filter_fn: as in `uniform`.
-      custom_sparsity_map: as in `uniform`.
+      filter_fn: as in `Uniform`.
+      custom_sparsity_map: as in `Uniform`.
       erk_power_scale: below 1 the distribution is closer to the uniform one; 0 is uniform.
-      batch_axes: as in `uniform`; a stack of layers counts by the shape of one of them.
+      batch_axes: as in `Uniform`.
 
     Returns:
       A tree like `params` of floats, `None` where a parameter stays dense.
@@ -89,27 +258,78 @@ def erk(
     Raises:
       ValueError: as in `uniform`, or `erk_power_scale` is not a finite number >= 0.
 
-    Source: Evci et al. 2020, "Rigging the Lottery", section 3.
-
     Example:
       >>> import numpy as np
       >>> erk({"a": np.ones((10, 10)), "b": np.ones((50, 50))}, 0.5)
       {'a': 0.0, 'b': 0.52}
     """
-    check_number("erk_power_scale", erk_power_scale, 0)
-    if isinstance(sparsity, jax.core.Tracer):
-        raise ValueError("erk decides which layers stay dense: sparsity must not be traced.")
-    selected, sparsities = _select(params, sparsity, filter_fn, custom_sparsity_map, batch_axes)
-    if sparsity is not None:
-        sizes = {path: param.size for path, (param, _) in selected.items()}
-        raw = {
-            path: (sum(shape) / math.prod(shape)) ** erk_power_scale
-            for path, (param, axes) in selected.items()
-            if math.prod(shape := param.shape[axes:] or (1,)) and param.size
-        }
-        densities = _scale_to_total(raw, sizes, (1.0 - sparsity) * sum(sizes.values()))
-        sparsities |= {path: 1.0 - densities.get(path, 1.0) for path in selected}
-    return trees.map_matched(lambda path, _: sparsities.get(path), params)
+    made = ERK(sparsity, filter_fn, custom_sparsity_map, batch_axes, power_scale=erk_power_scale)
+    return made(params)
+
+
+DISTRIBUTIONS: Registry[Callable[..., Distribution]] = Registry(
+    "dist_type", {"uniform": Uniform, "erk": ERK}
+)
+
+
+def target_sparsities(
+    distribution_fn: Distribution | None,
+    params: chex.ArrayTree,
+    table: Sites,
+    batch_axes: BatchAxes = 0,
+) -> chex.ArrayTree:
+    """Sparsities of a distribution, checked; `None` for leaves that cannot be pruned.
+
+    A target that the pattern of its leaf cannot reach is logged.
+
+    Raises:
+      ValueError: a sparsity lies outside [0, 1] or a pattern does not fit; the leaf is named.
+    """
+    if distribution_fn is None:
+        return None
+
+    def check(path: trees.KeyPath, param: Any, target: Any) -> Any:
+        if target is None or not trees.is_prunable(param):
+            return None
+        name = trees.path_string(path)
+        check_fraction(f"the sparsity of {name!r}", target)
+        pattern = table[path].pattern
+        final = None if is_traced(target) else pattern.final_sparsity(float(target))
+        if final is not None and not math.isclose(float(target), final, abs_tol=1e-6):
+            message = "%s ends at sparsity %g, not at the target %g of %r."
+            _log.warning(message, pattern, final, float(target), name)
+        return target
+
+    return trees.map_matched(
+        check,
+        params,
+        distribute(distribution_fn, params, batch_axes),
+        others_role="sparsities that sparsity_distribution_fn returns",
+    )
+
+
+def distribute(
+    distribution_fn: Distribution, params: chex.ArrayTree, batch_axes: BatchAxes
+) -> chex.ArrayTree:
+    """Calls a distribution; one that has no batch axes of its own is given the updater's."""
+    given = distribution_fn.keywords if isinstance(distribution_fn, functools.partial) else {}
+    if "batch_axes" in given or not _names_batch_axes(distribution_fn):
+        return distribution_fn(params)
+    return distribution_fn(params, batch_axes=batch_axes)  # type: ignore[call-arg]
+
+
+def overrides_of(distribution_fn: Distribution | None) -> Overrides | None:
+    """The overrides of a distribution, of a `functools.partial` too."""
+    if isinstance(distribution_fn, functools.partial):
+        return distribution_fn.keywords.get("custom_sparsity_map")
+    return getattr(distribution_fn, "custom_sparsity_map", None)
+
+
+def _names_batch_axes(function: Callable[..., Any]) -> bool:
+    try:
+        return "batch_axes" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin
+        return False
 
 
 def _scale_to_total(
@@ -128,62 +348,3 @@ def _scale_to_total(
         budget -= sizes[densest]
         weighted = math.fsum(raw[path] * sizes[path] for path in open_paths)
     return densities | {path: eps * raw[path] for path in open_paths}
-
-
-def _select(
-    params: chex.ArrayTree,
-    sparsity: float | None,
-    filter_fn: FilterFn | None,
-    custom_sparsity_map: Overrides | None,
-    batch_axes: BatchAxes,
-) -> tuple[dict[trees.KeyPath, tuple[Any, int]], dict[trees.KeyPath, float | None]]:
-    """Returns the filtered parameters with their batch axes, and the overrides, both by path."""
-    if sparsity is not None:
-        check_fraction("sparsity", sparsity)
-    if filter_fn is not None and not callable(filter_fn):
-        raise ValueError(f"filter_fn must be a function of (path, param), got {filter_fn!r}.")
-    overrides = {} if custom_sparsity_map is None else custom_sparsity_map
-    if not isinstance(overrides, Mapping):
-        raise ValueError(f"custom_sparsity_map must be a dict {{path: sparsity}}, got {overrides}.")
-    prunable = {
-        path: leaf for path, leaf in trees.leaves_by_path(params).items() if trees.is_prunable(leaf)
-    }
-    selected: dict[trees.KeyPath, tuple[Any, int]] = {}
-    custom: dict[trees.KeyPath, float | None] = {}
-    names = {path: trees.path_string(path) for path in prunable}
-    for key, value in overrides.items():
-        if prunable and not any(trees.matches(key, text) for text in names.values()):
-            raise ValueError(
-                f"custom_sparsity_map[{key!r}] matches no parameter. "
-                f"{trees.nearest(key, names.values(), 'parameters')}"
-            )
-        if value is not None:
-            check_fraction(f"custom_sparsity_map[{key!r}]", value)
-    for path, param in prunable.items():
-        name = trees.path_names(path)
-        axes = slice_axes(batch_axes, name, param)
-        own = trees.best_key(overrides, names[path])
-        if own is not None:
-            custom[path] = overrides[own]
-            continue
-        if filter_fn(name, param) if filter_fn else param.ndim - axes > 1:
-            selected[path] = (param, axes)
-    removes = sparsity is not None and (isinstance(sparsity, jax.core.Tracer) or sparsity > 0)
-    if filter_fn and prunable and removes and not selected and not custom:
-        raise ValueError(
-            f"filter_fn selects no parameter, so sparsity = {sparsity} has nothing to remove. It is"
-            " called as filter_fn(path, param), path a tuple of strings; there are "
-            f"{[trees.path_string(path) for path in prunable]}."
-        )
-    return selected, custom
-
-
-def slice_axes(batch_axes: BatchAxes, name: tuple[str, ...], param: chex.Array) -> int:
-    """How many leading axes of a parameter index separate matrices."""
-    axes = batch_axes(name, param) if callable(batch_axes) else batch_axes
-    if axes < 0 or (callable(batch_axes) and axes > param.ndim):
-        raise ValueError(
-            f"batch_axes must lie between 0 and the number of axes, got {axes} for "
-            f"{'/'.join(name)!r} of shape {param.shape}."
-        )
-    return min(axes, param.ndim)  # one number for all: a bias has fewer axes

@@ -1,26 +1,43 @@
 """At which steps masks change, and how sparse they are then.
 
-A schedule is any object with `is_mask_update_iter(step)` and
-`get_sparsity_at_step(target_sparsities, step)`. Steps count calls of the optimizer's `update`,
-from 0; both methods take Python ints as well as traced int32 scalars.
+A schedule is any object with the two methods of `Schedule`. Steps count calls of the optimizer's
+`update`, from 0; all methods take Python ints as well as traced int32 scalars.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar, Protocol
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from sparsity.sparsity_types import check_fraction, check_int, check_number
+from sparsity.core.checks import check_fraction, check_int, check_number
+from sparsity.core.names import Registry
 
 _LAST_STEP = 2**31 - 1  # the count of steps is an int32
+
+
+class Schedule(Protocol):
+    """What `scheduler` must offer; those of this module also say their `update_range`."""
+
+    def get_sparsity_at_step(
+        self, target_sparsities: chex.ArrayTree, step: chex.Numeric
+    ) -> chex.ArrayTree:
+        """Returns the tree of sparsities that masks made at `step` shall have."""
+
+    def is_mask_update_iter(self, step: chex.Numeric | None) -> chex.Numeric:
+        """Returns whether masks are updated at `step`: a bool, or a traced bool scalar."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NoUpdateSchedule:
     """Masks stay as they were initialized."""
+
+    # The keys of a configuration that it takes, and the fields that they set.
+    config_keys: ClassVar[Mapping[str, str]] = {}
 
     def get_sparsity_at_step(
         self, target_sparsities: chex.ArrayTree, step: chex.Numeric
@@ -42,6 +59,10 @@ class NoUpdateSchedule:
         del step
         return False
 
+    def update_range(self) -> tuple[int, int | None] | None:
+        """Returns the first and the last step with an update: `None` for never, or for no end."""
+        return None
+
 
 @dataclasses.dataclass(frozen=True)
 class OneShotSchedule(NoUpdateSchedule):
@@ -49,11 +70,16 @@ class OneShotSchedule(NoUpdateSchedule):
 
     target_step: int
 
+    config_keys: ClassVar[Mapping[str, str]] = {"update_end_step": "target_step"}
+
     def __post_init__(self) -> None:
         check_int("target_step", self.target_step, 0, _LAST_STEP)
 
     def is_mask_update_iter(self, step: chex.Numeric | None) -> chex.Numeric:
         return False if step is None else step == self.target_step
+
+    def update_range(self) -> tuple[int, int | None] | None:
+        return self.target_step, self.target_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +102,12 @@ class PeriodicSchedule(NoUpdateSchedule):
     update_start_step: int = 0
     update_end_step: int | None = None
 
+    config_keys: ClassVar[Mapping[str, str]] = {
+        "update_freq": "update_freq",
+        "update_start_step": "update_start_step",
+        "update_end_step": "update_end_step",
+    }
+
     def __post_init__(self) -> None:
         check_int("update_freq", self.update_freq, 1, _LAST_STEP)
         check_int("update_start_step", self.update_start_step, 0, _LAST_STEP)
@@ -95,6 +127,9 @@ class PeriodicSchedule(NoUpdateSchedule):
             return on_beat & (step >= self.update_start_step)
         within = (step >= self.update_start_step) & (step <= self.update_end_step)
         return within & (on_beat | (step == self.update_end_step))
+
+    def update_range(self) -> tuple[int, int | None] | None:
+        return self.update_start_step, self.update_end_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +157,12 @@ class PolynomialSchedule(PeriodicSchedule):
     power: float = 3
     initial_sparsity: float = 0.0
 
+    config_keys: ClassVar[Mapping[str, str]] = {
+        **PeriodicSchedule.config_keys,
+        "power": "power",
+        "initial_sparsity": "initial_sparsity",
+    }
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.update_end_step is None:
@@ -148,3 +189,20 @@ class PolynomialSchedule(PeriodicSchedule):
             return target + (jnp.minimum(self.initial_sparsity, target) - target) * remaining
 
         return jax.tree.map(ramp, target_sparsities)
+
+
+SCHEDULES: Registry[type[Schedule]] = Registry(
+    "schedule_type",
+    {
+        "none": NoUpdateSchedule,
+        "one_shot": OneShotSchedule,
+        "periodic": PeriodicSchedule,
+        "polynomial": PolynomialSchedule,
+    },
+)
+
+
+def update_range(schedule: Schedule) -> tuple[int, int | None] | None:
+    """The first and the last step with an update; (0, None) where a schedule does not say."""
+    own = getattr(schedule, "update_range", None)
+    return own() if own else (0, None)

@@ -1,20 +1,16 @@
-"""Which entries of a tensor are kept or removed together: the types by the names of documents."""
+"""Which entries of a tensor are kept or removed together; `sparsity.patterns` says how."""
 
-from sparsity.patterns.types import (
+from sparsity.patterns import (
     Block,
     Channel,
     NByM,
-    NbyM,
     SparsityType,
     Unstructured,
-    check_bool,
-    check_density,
-    check_fraction,
-    check_int,
-    check_number,
     parse_nm,
     parse_sparsity_type,
 )
+
+NbyM = NByM  # as one of jaxpruner's documents spells it
 
 __all__ = [
     "Block",
@@ -23,11 +19,6 @@ __all__ = [
     "NbyM",
     "SparsityType",
     "Unstructured",
-    "check_bool",
-    "check_density",
-    "check_fraction",
-    "check_int",
-    "check_number",
     "parse_nm",
     "parse_sparsity_type",
 ]

@@ -1,17 +1,11 @@
-"""Sparse activations: keep the largest magnitudes of a tensor inside a model."""
+"""Sparse activations: keep the largest magnitudes of a tensor inside a model.
 
-from sparsity.activations.functions import (
-    prune_act_struct,
-    prune_act_unstruct,
-    pruning_act_struct,
-    sparsify_linen,
-    sparsify_nnx,
-)
+`prune_act_unstruct` and `prune_act_struct` are functions of one array. `sparsify_linen` and
+`sparsify_nnx` apply them to the outputs of chosen layers of a flax model that is not edited; each
+layer reports the sparsity of its output as the intermediate `activation_sparsity`.
+"""
 
-__all__ = [
-    "prune_act_struct",
-    "prune_act_unstruct",
-    "pruning_act_struct",
-    "sparsify_linen",
-    "sparsify_nnx",
-]
+from sparsity.activations.functions import prune_act_struct, prune_act_unstruct
+from sparsity.activations.layers import sparsify_linen, sparsify_nnx
+
+__all__ = ["prune_act_struct", "prune_act_unstruct", "sparsify_linen", "sparsify_nnx"]

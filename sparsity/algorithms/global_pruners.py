@@ -1,55 +1,63 @@
-"""Global pruners: all layers share one threshold, so that each finds its own sparsity."""
+"""Global pruners: all layers share one threshold, so that each finds its own sparsity.
+
+They are magnitude and saliency pruning with `scope=Global()` and fields of their own for what a
+distribution says elsewhere, as in jaxpruner.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any
+from typing import ClassVar
 
 import chex
 import jax
-import jax.numpy as jnp
 
-from sparsity import selection, sparsity_distributions
 from sparsity.algorithms.pruners import MagnitudePruning, SaliencyPruning
 from sparsity.base_updater import BaseUpdater
-from sparsity.core import exact as exact_counts
-from sparsity.core import trees
-from sparsity.core.sharding import shard_like
-from sparsity.sparsity_types import Unstructured, check_fraction
+from sparsity.masks import Global, Layerwise, Overrides, Scope
+from sparsity.sparsity_distributions import (
+    Distribution,
+    FilterFn,
+    Uniform,
+    distribute,
+    uniform,
+)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class GlobalPruning(BaseUpdater):
     """Ranks the scores of all selected leaves together; exactly the target is kept in total.
 
     Attributes:
       sparsity: fraction of the weights of all selected leaves to remove, in [0, 1].
-      filter_fn: selects leaves, as in `sparsity_distributions.uniform`.
+      filter_fn: selects leaves, as in `sparsity_distributions.Uniform`.
       custom_sparsity_map: leaves that have a sparsity of their own and are not ranked with the
-        others, as in `sparsity_distributions.uniform`.
-      use_normalization: divide the scores of each leaf by their L2 norm before ranking.
+        others, as in `sparsity_distributions.Uniform`.
+      use_normalization: as in `Global`.
+      normalization_eps: as in `Global`.
     """
 
     sparsity: float = 0.0
-    filter_fn: sparsity_distributions.FilterFn | None = None
-    custom_sparsity_map: sparsity_distributions.Overrides | None = None
-    use_normalization: bool = False
+    filter_fn: FilterFn | None = None
+    custom_sparsity_map: Overrides | None = None
+    use_normalization: bool = True
+    normalization_eps: float = 1e-8
+    scope: Scope = dataclasses.field(default=Layerwise(), init=False)
+
+    has_own_distribution: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        self.scope = Global(self.use_normalization, self.normalization_eps)
         super().__post_init__()
-        check_fraction("sparsity", self.sparsity)
-        if self.sparsity_distribution_fn is not sparsity_distributions.uniform:
+        if self.sparsity_distribution_fn is not uniform:
             raise ValueError(
                 f"{type(self).__name__} ranks all leaves together and takes no "
                 "sparsity_distribution_fn. Give it sparsity, filter_fn and custom_sparsity_map."
             )
-        if not isinstance(self.sparsity_type, Unstructured) or self.topk_fn is not None:
-            raise ValueError(
-                f"{type(self).__name__} needs sparsity_type = Unstructured() and topk_fn = None, "
-                f"got {self.sparsity_type!r} and {self.topk_fn!r}."
-            )
+        self.get_distribution_fn()  # which checks these
+
+    def get_distribution_fn(self) -> Distribution | None:
+        return Uniform(self.sparsity, self.filter_fn, self.custom_sparsity_map)
 
     def create_masks(
         self,
@@ -61,66 +69,20 @@ class GlobalPruning(BaseUpdater):
 
         Args:
           scores: tree of scores.
-          target_sparsity: tree of sparsities, the same for all leaves that are ranked together, or
-            one scalar for these.
+          target_sparsity: tree of sparsities, or one scalar for all leaves that are selected.
           target_sparsities: not used.
         """
         if jax.tree_util.all_leaves([target_sparsity]):
-            target_sparsity = self._distribute(target_sparsity)(scores)
-        sparsities = trees.leaves_by_path(target_sparsity)
-        with_own = dict.fromkeys(self.custom_sparsity_map or {})
-        ranked = sparsity_distributions.uniform(
-            scores, 1.0, self.filter_fn, with_own, self.batch_axes
-        )
-        ranked = [path for path in trees.leaves_by_path(ranked) if path in sparsities]
-        by_path = trees.leaves_by_path(scores)
-        kept = self._rank([by_path[path] for path in ranked], [sparsities[path] for path in ranked])
-        together = dict(zip(ranked, kept, strict=True))
-        alone = trees.map_matched(
-            lambda path, _, sparsity: None if path in together else sparsity,
-            scores,
-            target_sparsity,
-        )
-        alone = super().create_masks(scores, alone, target_sparsities)
-        return trees.map_matched(lambda path, _, mask: together.get(path, mask), scores, alone)
-
-    def _rank(self, scores: list[Any], sparsities: list[Any]) -> list[jax.Array]:
-        if not scores:
-            return []
-        if self.use_normalization:
-            scores = [_normalize(score) for score in scores]
-        dtype = functools.reduce(jnp.promote_types, [score.dtype for score in scores])
-        size = sum(score.size for score in scores)
-
-        def rank(scores: list[jax.Array], sparsity: chex.Numeric) -> list[jax.Array]:
-            return selection.global_topk_mask(scores, selection.num_kept(size, sparsity))
-
-        return shard_like(scores, rank, [score.astype(dtype) for score in scores], sparsities[0])
-
-    def get_distribution_fn(self) -> Callable[[chex.ArrayTree], chex.ArrayTree]:
-        return self._distribute(self.sparsity)
-
-    def _distribute(self, sparsity: chex.Numeric) -> Callable[[chex.ArrayTree], chex.ArrayTree]:
-        return functools.partial(
-            sparsity_distributions.uniform,
-            sparsity=sparsity,
-            filter_fn=self.filter_fn,
-            custom_sparsity_map=self.custom_sparsity_map,
-            batch_axes=self.batch_axes,
-        )
+            share = Uniform(target_sparsity, self.filter_fn, self.custom_sparsity_map)
+            target_sparsity = distribute(share, scores, self.batch_axes)
+        return super().create_masks(scores, target_sparsity, target_sparsities)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class GlobalMagnitudePruning(GlobalPruning, MagnitudePruning):
     """Keeps the weights of the largest magnitude in the whole network."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class GlobalSaliencyPruning(GlobalPruning, SaliencyPruning):
     """Keeps the weights of the largest |weight * gradient| in the whole network."""
-
-
-def _normalize(score: chex.Array) -> jax.Array:
-    wide = score.astype(jnp.float64 if score.dtype == jnp.float64 else jnp.float32)
-    norm = jnp.sqrt(exact_counts.ordered_sum(wide * wide, tuple(range(wide.ndim))))
-    return wide / jnp.where(norm > 0, norm, 1)

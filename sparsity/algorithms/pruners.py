@@ -15,11 +15,12 @@ import numpy as np
 from sparsity import selection
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import trees
+from sparsity.core.checks import is_traced
 from sparsity.core.sharding import place_like, shard_like
 from sparsity.training.state import SparseState
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class MagnitudePruning(BaseUpdater):
     """Keeps the weights of the largest magnitude.
 
@@ -32,11 +33,10 @@ class MagnitudePruning(BaseUpdater):
         sparse_state: SparseState | None = None,
         grads: chex.ArrayTree | None = None,
     ) -> chex.ArrayTree:
-        del sparse_state, grads
         return jax.tree.map(jnp.abs, params)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class SaliencyPruning(BaseUpdater):
     """Keeps the weights whose removal changes the loss most, to first order: |weight * gradient|.
 
@@ -50,7 +50,6 @@ class SaliencyPruning(BaseUpdater):
         sparse_state: SparseState | None = None,
         grads: chex.ArrayTree | None = None,
     ) -> chex.ArrayTree:
-        del sparse_state
         if grads is None:
             raise ValueError(
                 f"{type(self).__name__} scores weights by their gradients, got grads = None. Pass "
@@ -58,8 +57,6 @@ class SaliencyPruning(BaseUpdater):
             )
 
         def score(path: trees.KeyPath, param: Any, grad: Any) -> Any:
-            if not trees.is_prunable(param):
-                return param
             if grad is None:
                 raise ValueError(f"grads has no leaf for {trees.path_string(path)!r}.")
             return jnp.abs(param * grad)
@@ -67,7 +64,7 @@ class SaliencyPruning(BaseUpdater):
         return trees.map_matched(score, params, grads)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class RandomPruning(BaseUpdater):
     """Keeps random weights; a pruned weight stays pruned while the sparsity grows."""
 
@@ -77,7 +74,6 @@ class RandomPruning(BaseUpdater):
         sparse_state: SparseState | None = None,
         grads: chex.ArrayTree | None = None,
     ) -> chex.ArrayTree:
-        del sparse_state, grads
         return generate_random_scores(params, self.rng_seed)
 
 
@@ -105,7 +101,7 @@ def generate_random_scores(
         draw_shape = functools.partial(selection.hash_scores, jnp.shape(param))
         scores = shard_like(param, draw_shape, *words, step, leaf)
         # Inside jit XLA places them where they are used.
-        return scores if isinstance(scores, jax.core.Tracer) else place_like(param, scores)
+        return scores if is_traced(scores) else place_like(param, scores)
 
     return trees.map_matched(draw, params)
 

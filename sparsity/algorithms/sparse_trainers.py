@@ -8,7 +8,7 @@ Making All Tickets Winners", algorithm 1.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import chex
@@ -16,15 +16,55 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sparsity import masks as masks_lib
 from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.base_updater import BaseUpdater
-from sparsity.core import trees
-from sparsity.sparsity_types import check_fraction
+from sparsity.core.checks import check_fraction, check_int
+from sparsity.masks import move_masks
+from sparsity.sparsity_schedules import update_range
+from sparsity.training.hooks import call_hook
 from sparsity.training.state import SparseState
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
+class ConstantFraction:
+    """The same fraction at every step.
+
+    Attributes:
+      fraction: in [0, 1].
+    """
+
+    fraction: float
+
+    def __post_init__(self) -> None:
+        check_fraction("drop_fraction", self.fraction)
+
+    def __call__(self, step: chex.Numeric) -> chex.Numeric:
+        """Returns the fraction at a step."""
+        return self.fraction
+
+
+@dataclasses.dataclass(frozen=True)
+class CosineFraction:
+    """A fraction that falls along a cosine to zero.
+
+    Attributes:
+      fraction: at step 0, in [0, 1].
+      steps: where it reaches zero.
+    """
+
+    fraction: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        check_fraction("drop_fraction", self.fraction)
+        check_int("steps", self.steps, 1)
+
+    def __call__(self, step: chex.Numeric) -> chex.Numeric:
+        """Returns the fraction at a step."""
+        return optax.cosine_decay_schedule(self.fraction, self.steps)(step)
+
+
+@dataclasses.dataclass(kw_only=True)
 class SparseTraining(BaseUpdater):
     """Starts from random masks and keeps gradients of pruned weights out of the optimizer."""
 
@@ -37,7 +77,10 @@ class SparseTraining(BaseUpdater):
         return self.create_masks(scores, target_sparsities)
 
     def instant_sparsify(
-        self, params: chex.ArrayTree, grads: chex.ArrayTree | None = None
+        self,
+        params: chex.ArrayTree,
+        grads: chex.ArrayTree | None = None,
+        **extra_args: Any,
     ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
         raise RuntimeError(
             f"{type(self).__name__} trains sparse from the start and has no instant_sparsify; wrap "
@@ -45,43 +88,36 @@ class SparseTraining(BaseUpdater):
         )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class StaticRandomSparse(SparseTraining):
-    """Trains within one random mask."""
+    """Trains within one mask: a random one, or that of `wrap_optax(tx, masks=masks)`."""
 
-    def update_state(self, sparse_state, params, grads):  # type: ignore[no-untyped-def]
-        del params, grads
+    def update_state(
+        self,
+        sparse_state: SparseState,
+        params: chex.ArrayTree,
+        grads: chex.ArrayTree,
+        **extra_args: Any,
+    ) -> SparseState:
         return sparse_state
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class DropAndGrow(SparseTraining):
     """Moves the mask: drops active weights of the lowest magnitude and grows as many others.
 
-    The number of active entries (blocks, channels) of every leaf never changes. Regrown weights
-    start at zero with a fresh optimizer state.
+    The number of active entries (blocks, channels) of every leaf never changes; with a global scope
+    that of all leaves. Regrown weights start at zero with a fresh optimizer state.
 
     Attributes:
       drop_fraction_fn: from the step to the fraction of active weights to replace, in [0, 1].
     """
 
     skip_gradients: bool = True
-    drop_fraction_fn: Callable[[chex.Numeric], chex.Numeric] = optax.constant_schedule(0.3)
+    drop_fraction_fn: Callable[[chex.Numeric], chex.Numeric] = ConstantFraction(0.3)
 
     regrows: ClassVar[bool] = True
-
-    def get_drop_scores(
-        self, sparse_state: SparseState, params: chex.ArrayTree, grads: chex.ArrayTree
-    ) -> chex.ArrayTree:
-        """Returns scores by which active weights are kept."""
-        del sparse_state, grads
-        return jax.tree.map(jnp.abs, params)
-
-    def get_grow_scores(
-        self, sparse_state: SparseState, params: chex.ArrayTree, grads: chex.ArrayTree
-    ) -> chex.ArrayTree:
-        """Returns scores by which weights that were not kept grow."""
-        raise NotImplementedError(f"{type(self).__name__} must override get_grow_scores.")
+    config_keys: ClassVar[tuple[str, ...]] = ("drop_fraction",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,11 +127,23 @@ class DropAndGrow(SparseTraining):
                 f"optax.constant_schedule(0.3), got drop_fraction_fn = {self.drop_fraction_fn!r}."
             )
 
+    def get_drop_scores(
+        self, sparse_state: SparseState, params: chex.ArrayTree, grads: chex.ArrayTree
+    ) -> chex.ArrayTree:
+        """Returns scores by which active weights are kept."""
+        return jax.tree.map(jnp.abs, params)
+
+    def get_grow_scores(
+        self, sparse_state: SparseState, params: chex.ArrayTree, grads: chex.ArrayTree
+    ) -> chex.ArrayTree:
+        """Returns scores by which weights that were not kept grow."""
+        raise NotImplementedError(f"{type(self).__name__} must override get_grow_scores.")
+
     def init_state(self, params: chex.ArrayTree) -> SparseState:
-        ends = (getattr(self.scheduler, f"update_{end}_step", 0) or 0 for end in ("start", "end"))
-        for at in {0, *ends}:
+        start, end = update_range(self.scheduler) or (0, None)
+        for step in {0, start, start if end is None else end}:
             with jax.ensure_compile_time_eval():
-                check_fraction(f"drop_fraction_fn({at})", self.drop_fraction_fn(at))
+                check_fraction(f"drop_fraction_fn({step})", self.drop_fraction_fn(step))
         return super().init_state(params)
 
     def update_state(
@@ -105,46 +153,50 @@ class DropAndGrow(SparseTraining):
         grads: chex.ArrayTree,
         **extra_args: Any,
     ) -> SparseState:
-        del extra_args
         with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix integers and floats
             fraction = self.drop_fraction_fn(sparse_state.count)
-
-        def move(path: trees.KeyPath, drop: Any, grow: Any, mask: Any) -> Any:
-            if mask is None:
-                return None
-            kind, batch_axes = self.type_of(path, mask)
-            return masks_lib.drop_and_grow(mask, drop, grow, fraction, kind, batch_axes=batch_axes)
-
-        masks = trees.map_matched(
-            move,
-            self.get_drop_scores(sparse_state, params, grads),
-            self.get_grow_scores(sparse_state, params, grads),
+        state = (sparse_state, params, grads)
+        masks = move_masks(
+            self.scope,
+            self.sites_of(params),
             sparse_state.masks,
-            role="drop scores",
+            call_hook(self.get_drop_scores, *state, extra=extra_args),
+            call_hook(self.get_grow_scores, *state, extra=extra_args),
+            fraction,
         )
         return sparse_state._replace(masks=masks)
 
+    @classmethod
+    def read_config(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Turns `drop_fraction` into a function that falls along a cosine until the end step."""
+        fields = dict(options)
+        if "drop_fraction" in fields and "drop_fraction_fn" in fields:
+            raise ValueError("drop_fraction cannot be given beside drop_fraction_fn.")
+        fraction = fields.pop("drop_fraction", 0.3)
+        check_fraction("drop_fraction", fraction)
+        _, end = update_range(fields["scheduler"]) or (0, None)
+        falling = CosineFraction(fraction, end) if end else ConstantFraction(fraction)
+        return {"drop_fraction_fn": falling} | fields
 
-@dataclasses.dataclass
+
+@dataclasses.dataclass(kw_only=True)
 class SET(DropAndGrow):
     """Grows random weights."""
 
     def get_grow_scores(
         self, sparse_state: SparseState, params: chex.ArrayTree, grads: chex.ArrayTree
     ) -> chex.ArrayTree:
-        del grads
         # Step 0 of the random stream drew the initial masks.
         return generate_random_scores(params, self.rng_seed, sparse_state.count + 1)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class RigL(DropAndGrow):
     """Grows the weights with the largest gradient."""
 
     def get_grow_scores(
         self, sparse_state: SparseState, params: chex.ArrayTree, grads: chex.ArrayTree
     ) -> chex.ArrayTree:
-        del sparse_state, params
         if grads is None:
             raise ValueError("RigL grows weights by their gradients, got grads = None: pass them.")
         return jax.tree.map(jnp.abs, grads)

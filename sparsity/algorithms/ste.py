@@ -8,39 +8,63 @@ Sparse Neural Networks From Scratch".
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import chex
 import jax
+import jax.numpy as jnp
+import optax
 
-from sparsity import masks as masks_lib
 from sparsity.algorithms.pruners import MagnitudePruning, RandomPruning, generate_random_scores
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import trees
+from sparsity.masks import apply_mask_straight_through, check_masks, in_use, unpack_masks
+from sparsity.sparsity_schedules import update_range
 from sparsity.training.state import SparseState, get_sparse_state
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class StraightThrough(BaseUpdater):
     """Masks the weights in `pre_forward_update`, which the training loop calls before the model.
 
+    The forward pass is dense before the first step in which the scheduler updates masks; without a
+    schedule it is sparse from step 0 on.
+
     Attributes:
       store_masks: keep the masks in the state and refresh them at the scheduler's steps, instead of
-        making fresh ones at every forward pass; other steps then only apply them.
+        making fresh ones at every forward pass; other steps then only apply them. As masks are
+        refreshed after the forward pass of a step, the next one is the first to be sparse.
     """
 
     store_masks: bool = False
 
-    def pre_forward_update(self, params: chex.ArrayTree, opt_state: Any) -> chex.ArrayTree:
+    keeps_dense_weights: ClassVar[bool] = True
+
+    def pre_forward_update(
+        self, params: chex.ArrayTree, opt_state: optax.OptState
+    ) -> chex.ArrayTree:
         """Returns masked parameters, with an identity gradient, inside or outside of `jax.grad`."""
         state = get_sparse_state(opt_state)
         masks = state.masks
-        if not self.store_masks:
-            fixed = jax.lax.stop_gradient(params)
-            masks = super().update_state(state, fixed, None).masks
-        return trees.map_matched(
-            lambda _, param, mask: masks_lib.apply_mask_straight_through(param, mask), params, masks
-        )
+        if self.store_masks:
+            check_masks(params, masks, packed=self.use_packed_masks)
+            if self.use_packed_masks:
+                masks = unpack_masks(masks, params)
+        else:
+            seen = jax.lax.stop_gradient(trees.prunable(params))
+            with in_use(self, self.sites(params)):
+                masks = super().update_state(state, seen, None).masks
+            masks = jax.tree.map(lambda mask: self._in_force(mask, state.count), masks)
+
+        def apply(_: trees.KeyPath, param: Any, mask: Any) -> Any:
+            return param if mask is None else apply_mask_straight_through(param, mask)
+
+        return trees.map_matched(apply, params, masks)
+
+    def _in_force(self, mask: jax.Array, step: chex.Numeric) -> jax.Array:
+        """The mask from the first update on, ones before."""
+        start, _ = update_range(self.scheduler) or (0, None)
+        return jnp.where(step < start, jnp.ones_like(mask), mask) if start else mask
 
     def get_initial_masks(
         self, params: chex.ArrayTree, target_sparsities: chex.ArrayTree
@@ -60,18 +84,19 @@ class StraightThrough(BaseUpdater):
             return super().update_state(sparse_state, params, grads, **extra_args)
         return sparse_state
 
-    def post_gradient_update(self, params: chex.ArrayTree, sparse_state: Any) -> chex.ArrayTree:
+    def post_gradient_update(
+        self, params: chex.ArrayTree, sparse_state: optax.OptState
+    ) -> chex.ArrayTree:
         """Returns `params`: the weights stay dense."""
-        del sparse_state
         return params
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class SteMagnitudePruning(StraightThrough, MagnitudePruning):
     """Uses the weights of the largest magnitude in the forward pass and trains all of them."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class SteRandomPruning(StraightThrough, RandomPruning):
     """Uses other random weights in every forward pass and trains all of them."""
 
@@ -81,6 +106,5 @@ class SteRandomPruning(StraightThrough, RandomPruning):
         sparse_state: SparseState | None = None,
         grads: chex.ArrayTree | None = None,
     ) -> chex.ArrayTree:
-        del grads
         step = 0 if sparse_state is None else sparse_state.count
         return generate_random_scores(params, self.rng_seed, step)

@@ -71,6 +71,11 @@ def _num_kept(n: Words, sparsity: chex.Numeric) -> Words:
     return choose(at_least(kept, one), kept, one)
 
 
+def num_kept_of_words(n: Words, sparsity: chex.Numeric) -> Words:
+    """`num_kept` of a traced number that may be 2**31 and more."""
+    return _num_kept(n, sparsity)
+
+
 def ordered_sum(x: chex.Array, axis: tuple[int, ...]) -> jax.Array:
     """Sums floats with the same bits in any order, so that sharding cannot change a mask.
 
@@ -95,15 +100,24 @@ def ordered_sum(x: chex.Array, axis: tuple[int, ...]) -> jax.Array:
         rest = rest - whole
         count = jnp.sum(whole.astype(jnp.int32), axis=axis).astype(x.dtype)
         total = total + jnp.ldexp(count, exponent - digit * bits)
-    plus, minus = (jnp.any(x == limit, axis=axis) for limit in (jnp.inf, -jnp.inf))
-    unknown = jnp.any(jnp.isnan(x), axis=axis) | (plus & minus)
-    limit = jnp.where(unknown, jnp.nan, jnp.where(plus, jnp.inf, -jnp.inf))
-    return jnp.where(unknown | plus | minus, limit, total).astype(x.dtype)
+    # Exactly 0 unless something is not finite; then infinite or NaN, in whatever order.
+    rest = jnp.sum(jnp.where(finite, 0, x), axis=axis)
+    return jnp.where(rest == 0, total, rest).astype(x.dtype)
 
 
 def is_traced(x: Any) -> bool:
     """Whether the value of x is not known yet."""
     return isinstance(x, jax.core.Tracer)
+
+
+def as_words(k: int | jax.Array | Words) -> Words:
+    """What `num_kept` returns, as words."""
+    if isinstance(k, tuple):
+        return k
+    if not is_traced(k) and isinstance(k, int):
+        return tuple(jnp.asarray(word) for word in split(k))
+    low = jnp.asarray(k).astype(jnp.uint32)
+    return low & 0, low
 
 
 def split(k: int) -> tuple[Any, Any]:

@@ -4,25 +4,22 @@ Parameters may be any pytree, and a mask tree, a gradient tree or an optimizer s
 the same treedef as the parameters: a subtree may be `None` or `optax.MaskedNode`, and flax's nnx
 wraps leaves in variables at `init` but not at `update`. So leaves meet by *path*: a tuple of
 `jax.tree_util` key entries (compared as entries, so that the key `'mu'` of a dictionary is not the
-field `.mu` of Adam's state), without the trailing `.value` of an nnx variable.
+field `.mu` of Adam's state), without the entry by which an nnx variable holds its value.
 """
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
+import optax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, KeyEntry, SequenceKey
 
 KeyPath = tuple[KeyEntry, ...]
-Key = str | tuple[str, ...] | re.Pattern[str]  # how users name a leaf; see `matches`
-
-_VALUE = GetAttrKey("value")
 
 
 def leaves_by_path(tree: chex.ArrayTree) -> dict[KeyPath, Any]:
@@ -32,22 +29,22 @@ def leaves_by_path(tree: chex.ArrayTree) -> dict[KeyPath, Any]:
       >>> [path_string(path) for path in leaves_by_path({"a": [1.0, None], "b": 2.0})]
       ['a/0', 'b']
     """
-    return {_strip(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return dict(_flatten(tree)[0])
+
+
+def covered_paths(tree: chex.ArrayTree) -> set[KeyPath]:
+    """Paths of leaves, and of what stands for all that could be below: `None`, `MaskedNode`."""
+    return {path for path, _ in _flatten(tree, is_leaf=_is_placeholder)[0]}
 
 
 def path_names(path: KeyPath) -> tuple[str, ...]:
     """The path as users see it: one string for each key, index or attribute; `()` at the root."""
-    return tuple(_entry_name(entry) for entry in _strip(path))
+    return tuple(_entry_name(entry) for entry in path)
 
 
 def path_string(path: KeyPath) -> str:
     """The path joined by '/', as it is written in messages and tables; 'params' at the root."""
     return "/".join(path_names(path)) or "params"
-
-
-def map_with_names(fn: Callable[..., Any], tree: chex.ArrayTree) -> chex.ArrayTree:
-    """Maps `fn(path_names, leaf)` over the leaves of `tree`."""
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: fn(path_names(path), leaf), tree)
 
 
 def map_matched(
@@ -70,82 +67,45 @@ def map_matched(
     Raises:
       ValueError: a tree of `others` has leaves at paths where `tree` has none; the paths are named.
     """
+    pairs, treedef = _flatten(tree)
+    known = dict(pairs)
     lookups = [leaves_by_path(other) for other in others]
-    if any(lookups):
-        known = leaves_by_path(tree)
-        for lookup in lookups:
-            missing = [path_string(path) for path in lookup if path not in known]
-            if missing:
-                raise ValueError(
-                    f"The {role} have no leaf at {_listed(missing)}, which the {others_role} have. "
-                    f"The {role} have: {_listed([path_string(path) for path in known])}. Both "
-                    "must be made for the same model."
-                )
-
-    def visit(path: KeyPath, leaf: Any) -> Any:
-        key = _strip(path)
-        return fn(key, leaf, *(lookup.get(key) for lookup in lookups))
-
-    return jax.tree_util.tree_map_with_path(visit, tree)
-
-
-def best_key(keys: Iterable[Key], name: str) -> Key | None:
-    """Returns the key that names `name`: one that equals it, else the first that matches it.
-
-    Example:
-      >>> best_key(["conv.*", "conv1/kernel"], "conv1/kernel")
-      'conv1/kernel'
-    """
-    matching = [key for key in keys if matches(key, name)]
-    exact = (key for key in matching if not isinstance(key, re.Pattern) and _text(key) == name)
-    return next(exact, matching[0] if matching else None)
-
-
-def matches(key: Key, name: str) -> bool:
-    """Whether a key names a path that is joined by '/'.
-
-    Args:
-      key: a path as a tuple, the path joined by '/', a regular expression that matches the whole
-        joined path, or a compiled pattern, which is searched in it.
-      name: the joined path.
-    """
-    if isinstance(key, re.Pattern):
-        return key.search(name) is not None
-    return _text(key) == name or (isinstance(key, str) and _fullmatch(key, name))
-
-
-def nearest(key: Any, names: Iterable[str], role: str) -> str:
-    """Returns the end of a message on a key that names nothing: the nearest name, and all names.
-
-    Example:
-      >>> nearest("dens", ["conv", "dense"], "layers")
-      "The nearest is 'dense'; the layers are ['conv', 'dense']."
-    """
-    names = list(names)
-    near = difflib.get_close_matches(_text(key), names, n=1, cutoff=0.0)
-    return (
-        f"The nearest is {near[0]!r}; the {role} are {names}." if near else f"There are no {role}."
+    for lookup in lookups:
+        missing = [path_string(path) for path in lookup if path not in known]
+        if missing:
+            raise ValueError(
+                f"The {role} have no leaf at {listed(missing)}, which the {others_role} have. "
+                f"The {role} have: {listed([path_string(path) for path in known])}. Both "
+                "must be made for the same model."
+            )
+    return jax.tree.unflatten(
+        treedef, [fn(path, leaf, *(lookup.get(path) for lookup in lookups)) for path, leaf in pairs]
     )
 
 
-def _text(key: Any) -> str:
-    """The key as a joined path or a pattern's text."""
-    if isinstance(key, tuple):
-        return "/".join(map(str, key)) or "params"
-    return str(getattr(key, "pattern", key))
-
-
-def _fullmatch(key: str, name: str) -> bool:
-    try:
-        return re.fullmatch(key, name) is not None
-    except re.error:  # a path that is no pattern, or a slip: then it matches nothing
-        return False
-
-
-def is_prunable(leaf: Any) -> bool:
+def is_prunable(leaf: object) -> bool:
     """Whether a leaf can have a mask: a floating-point or complex array."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def prunable(tree: chex.ArrayTree, like: chex.ArrayTree | None = None) -> chex.ArrayTree:
+    """Returns the tree with `None` for leaves that can never have a mask.
+
+    Random keys, integers and functions cannot; hooks that map over all leaves never meet them.
+
+    Args:
+      tree: any tree.
+      like: tree whose leaves decide, with the same paths; `tree` itself by default.
+    """
+    if like is None:
+        if all(map(is_prunable, jax.tree.leaves(tree))):
+            return tree
+        return jax.tree.map(lambda leaf: leaf if is_prunable(leaf) else None, tree)
+    odd = {path for path, leaf in leaves_by_path(like).items() if not is_prunable(leaf)}
+    if not odd:
+        return tree
+    return map_matched(lambda path, leaf: None if path in odd else leaf, tree)
 
 
 def find_nodes(tree: Any, kind: Any) -> list[tuple[KeyPath, Any]]:
@@ -164,61 +124,46 @@ def find_nodes(tree: Any, kind: Any) -> list[tuple[KeyPath, Any]]:
     return found
 
 
-def map_owned(
-    fn: Callable[..., Any], params: chex.ArrayTree, state: chex.ArrayTree, *others: chex.ArrayTree
-) -> chex.ArrayTree:
-    """Maps `fn(owner, leaf, *other_leaves)` over an optimizer state.
-
-    The owner of a state leaf is the leaf of `params` whose path its own path ends in (the longest
-    such), or `None`. It may have another shape: factored second moments (adafactor) and histories
-    (lbfgs) have owners, too.
-
-    Args:
-      fn: a function of leaves.
-      params: tree with the parameters' paths.
-      state: an optimizer state.
-      *others: trees of its structure.
-
-    Example:
-      >>> map_owned(lambda owner, leaf: owner, {"w": 1.0}, [{"count": 0, "mu": {"w": 2.0}}])
-      [{'count': None, 'mu': {'w': 1.0}}]
-    """
-    none_too = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: leaf is None)
-    by_path = {_strip(path): leaf for path, leaf in none_too}  # a dense leaf owns its state, too
-
-    def owner(path: KeyPath) -> Any:
-        suffixes = (path[start:] for start in range(len(path) + 1))
-        return next((by_path[suffix] for suffix in suffixes if suffix in by_path), None)
-
-    return jax.tree_util.tree_map_with_path(
-        lambda path, *leaves: fn(owner(_strip(path)), *leaves), state, *others
-    )
+def children(node: Any) -> list[tuple[KeyPath, Any]]:
+    """The nodes one level below, with the paths to them; those of a variable are its value's."""
+    below = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda child: child is not node)
+    return [((), child) if _is_variable(node) else (path, child) for path, child in below if path]
 
 
-def replace_where(
-    state: chex.ArrayTree, fresh: chex.ArrayTree, chosen: chex.ArrayTree
-) -> chex.ArrayTree:
-    """Takes entries of `fresh` into an optimizer state where the parameters' `chosen` is true.
-
-    Leaves without an owner (see `map_owned`) or of another shape, and those that are neither
-    floating nor complex, stay.
-
-    Args:
-      state: an optimizer state.
-      fresh: a state of the same structure, as `init` returns it.
-      chosen: bool arrays by parameter path; `None` keeps all state of that parameter.
-    """
-
-    def replace(where: Any, old: Any, new: Any) -> Any:
-        if where is None or jnp.shape(old) != jnp.shape(where) or not is_prunable(old):
-            return old
-        return jnp.where(where, new, old)
-
-    return map_owned(replace, chosen, state, fresh)
+def listed(names: list[str], most: int = 8) -> str:
+    """Names for a message, the first few of many."""
+    shown = ", ".join(repr(name) for name in names[:most])
+    return (shown or "nothing") + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _strip(path: KeyPath) -> KeyPath:
-    return path[:-1] if path and path[-1] == _VALUE else path
+def _flatten(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[tuple[KeyPath, Any]], Any]:
+    """Paths with leaves, and the treedef; variables are not in the paths."""
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    if _variable_class() is None:
+        return pairs, treedef
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable)
+    variables = {path for path, node in nodes if _is_variable(node)}
+
+    def without(path: KeyPath) -> KeyPath:
+        return tuple(entry for at, entry in enumerate(path) if path[:at] not in variables)
+
+    return [(without(path) if variables else path, leaf) for path, leaf in pairs], treedef
+
+
+def _variable_class() -> Any:
+    """The class of nnx's variables, `None` where nobody has imported nnx."""
+    return getattr(sys.modules.get("flax.nnx"), "Variable", None)
+
+
+def _is_variable(node: Any) -> bool:
+    kind = _variable_class()
+    return kind is not None and isinstance(node, kind)
+
+
+def _is_placeholder(node: Any) -> bool:
+    return node is None or isinstance(node, optax.MaskedNode)
 
 
 def _entry_name(entry: KeyEntry) -> str:
@@ -230,8 +175,3 @@ def _entry_name(entry: KeyEntry) -> str:
         case SequenceKey():
             return str(entry.idx)
     return str(entry)
-
-
-def _listed(names: list[str], most: int = 8) -> str:
-    shown = ", ".join(repr(name) for name in names[:most])
-    return (shown or "nothing") + (f" and {len(names) - most} more" if len(names) > most else "")

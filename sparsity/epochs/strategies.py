@@ -29,16 +29,11 @@ from typing import Any, NamedTuple
 
 import chex
 
+from sparsity.core import names as names_lib
 from sparsity.core import trees
-from sparsity.sparsity_distributions import BatchAxes, slice_axes
-from sparsity.sparsity_types import (
-    NByM,
-    SparsityType,
-    Unstructured,
-    check_density,
-    check_int,
-    parse_nm,
-)
+from sparsity.core.checks import check_density, check_int
+from sparsity.masks import BatchAxes, Site, leading_axes
+from sparsity.patterns import NByM, SparsityType, Unstructured, parse_nm
 
 Strategy = Mapping[int, Mapping[str, Any]]
 
@@ -86,7 +81,9 @@ class Entry(NamedTuple):
                 known = ["/".join(path) for path in paths]
                 if isinstance(key, str) and "/" not in key:
                     known = ["-".join(path) for path in paths]
-                raise ValueError(f"{where} names no layer. {trees.nearest(key, known, 'layers')}")
+                raise ValueError(
+                    f"{where} names no layer. {names_lib.nearest(key, known, 'layers')}"
+                )
             if len(named) > 1:
                 raise ValueError(f"{where} may mean any of {named}. Give the tuple of names.")
             if named[0] in owners:
@@ -95,11 +92,11 @@ class Entry(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """What happens to given parameters at an epoch; by path, as all that is of one layer."""
+    """What happens to given parameters at an epoch: the sites of the layers, their sparsities."""
 
     is_global: bool
-    kinds: dict[trees.KeyPath, SparsityType]
-    sparsities: dict[trees.KeyPath, float]
+    sites: dict[trees.KeyPath, Site]
+    sparsities: dict[trees.KeyPath, Any]
 
 
 def _forms(names: tuple[str, ...]) -> tuple[Any, ...]:
@@ -129,7 +126,8 @@ def _entry(epoch: int, entry: Any) -> Entry:
     method, pattern = entry["method"], entry["prune_rate_pattern"]
     if method not in METHODS:
         raise ValueError(
-            f"method = {method!r} {where} is not known. {trees.nearest(method, METHODS, 'methods')}"
+            f"method = {method!r} {where} is not known. "
+            f"{names_lib.nearest(method, METHODS, 'methods')}"
         )
     kind, _, scope = method.partition("_")
 
@@ -164,23 +162,27 @@ def _entry(epoch: int, entry: Any) -> Entry:
 
 
 def read(strategy: Any, params: chex.ArrayTree, batch_axes: BatchAxes = 0) -> dict[int, Stage]:
-    """What a strategy does to the parameters, by epoch; all of it is checked."""
+    """What a strategy, or what `parse` made of it, does to the parameters; all of it is checked."""
+    is_parsed = isinstance(strategy, dict) and all(isinstance(e, Entry) for e in strategy.values())
+    entries: dict[int, Entry] = strategy if is_parsed else parse(strategy)
     stages = {}
-    for epoch, entry in parse(strategy).items():
+    for epoch, entry in entries.items():
         entry.check_names(params)
         stages[epoch] = stage = Stage(entry.is_global, {}, {})
         for path, param in trees.leaves_by_path(params).items():
+            if not trees.is_prunable(param):
+                continue
             names = trees.path_names(path)
-            axes = slice_axes(batch_axes, names, param) if trees.is_prunable(param) else 0
+            axes = leading_axes(batch_axes, names, param)
             if rule := entry.rule_of(names, param, axes):
-                kind = rule.kind
-                if (
-                    isinstance(kind, NByM)
-                    and not axes - param.ndim <= kind.axis < param.ndim - axes
+                if isinstance(rule.kind, NByM) and not (
+                    axes - param.ndim <= rule.kind.axis < param.ndim - axes
                 ):
                     raise ValueError(
-                        f"{kind} in the strategy of epoch {epoch}: {trees.path_string(path)!r} of "
-                        f"shape {param.shape} has no axis {kind.axis}."
+                        f"{rule.kind} in the strategy of epoch {epoch}: "
+                        f"{trees.path_string(path)!r} of shape {param.shape} has no axis "
+                        f"{rule.kind.axis}."
                     )
-                stage.kinds[path], stage.sparsities[path] = rule
+                stage.sites[path] = Site(path, rule.kind, axes)
+                stage.sparsities[path] = rule.sparsity
     return stages

@@ -11,22 +11,35 @@ import copy
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from sparsity import masks as masks_lib
-from sparsity.algorithms import GlobalMagnitudePruning, MagnitudePruning
+from sparsity.algorithms import MagnitudePruning
 from sparsity.core import trees
+from sparsity.core.checks import check_int
 from sparsity.epochs import strategies
-from sparsity.sparsity_distributions import BatchAxes, slice_axes
-from sparsity.sparsity_schedules import NoUpdateSchedule
-from sparsity.sparsity_types import SparsityType, Unstructured, check_int
-from sparsity.training import step
-from sparsity.training.state import SparseState, apply_masks, fit_masks
+from sparsity.masks import (
+    Global,
+    Layerwise,
+    Sites,
+    TopkFn,
+    apply_masks,
+    create_masks,
+    leading_axes,
+    pack_masks,
+    read_masks,
+)
+from sparsity.patterns import SparsityType, Unstructured
+from sparsity.sparsity_distributions import Distribution
+from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
+from sparsity.training.hooks import call_hook
+from sparsity.training.state import SparseState
+
+# jax_pruning ranks weights as they are, whatever the scale of their layer.
+_GLOBAL = Global(use_normalization=False)
 
 
 def pruning(
@@ -62,8 +75,9 @@ def pruning(
         raise ValueError(f"epoch must be an integer, got epoch = {epoch!r}.")
     if operator.index(epoch) not in stages:
         return False, mask_key
-    scores = jax.tree.map(jnp.abs, apply_masks(params, mask_key, "params"))
-    return True, _masks(*stages[operator.index(epoch)], scores, mask_key)
+    seen = apply_masks(params, _read(mask_key, params))
+    scores = jax.tree.map(jnp.abs, trees.prunable(seen))
+    return True, _masks(stages[operator.index(epoch)], scores, mask_key)
 
 
 def pruning_apply(state: Any, mask_key: chex.ArrayTree) -> tuple[Any, chex.ArrayTree]:
@@ -83,7 +97,8 @@ def pruning_apply(state: Any, mask_key: chex.ArrayTree) -> tuple[Any, chex.Array
       >>> pruning_apply(jnp.array([3.0, 4.0]), jnp.array([0, 1], jnp.uint8))[0]
       Array([0., 4.], dtype=float32)
     """
-    params = apply_masks(getattr(state, "params", state), mask_key, "params")
+    params = getattr(state, "params", state)
+    params = apply_masks(params, _read(mask_key, params))
     if not hasattr(state, "params"):
         return params, mask_key
     for name in ("replace", "_replace"):  # TrainState, NamedTuple
@@ -96,22 +111,20 @@ def pruning_apply(state: Any, mask_key: chex.ArrayTree) -> tuple[Any, chex.Array
     return state, mask_key
 
 
-@dataclasses.dataclass(init=False)
+@dataclasses.dataclass(kw_only=True)
 class EpochStrategy(MagnitudePruning):
     """Follows a strategy within the train step: the masks live in the optimizer state.
 
     After `epoch * steps_per_epoch` updates the masks become those that `pruning` returns for the
     parameters of that time; they are applied in that very update. All layers that the strategy
     names, at whatever epoch, have a mask from the start. Targets and types that summaries show are
-    the last ones of each layer.
+    the last ones of each layer. Scheduler, sparsity type, distribution and scope are what the
+    strategy says, and are no arguments. With `batch_axes` each slice has its own mask, and the
+    layers are those with more than one axis beyond these.
 
     Attributes:
       strategy: `{epoch: {"method": ..., "prune_rate_pattern": ...}}`; see `strategies`.
       steps_per_epoch: updates of the optimizer in an epoch.
-
-    Other keyword arguments are those of `BaseUpdater`, without what the strategy says itself:
-    scheduler, sparsity type and distribution, and `topk_fn`. With `batch_axes` each slice has its
-    own mask, and the layers are those with more than one axis beyond these.
 
     Example:
       >>> strategy = {1: {"method": "unstr_global", "prune_rate_pattern": 0.9}}
@@ -120,30 +133,48 @@ class EpochStrategy(MagnitudePruning):
       [100]
     """
 
-    strategy: strategies.Strategy = dataclasses.field(kw_only=True)
-    steps_per_epoch: int = dataclasses.field(kw_only=True)
+    strategy: strategies.Strategy = dataclasses.field(kw_only=False)
+    steps_per_epoch: int = dataclasses.field(kw_only=False)
+    scheduler: Schedule = dataclasses.field(default=NoUpdateSchedule(), init=False)
+    sparsity_type: SparsityType = dataclasses.field(default=Unstructured(), init=False)
+    sparsity_distribution_fn: Distribution | None = dataclasses.field(default=None, init=False)
+    scope: Layerwise = dataclasses.field(default=Layerwise(), init=False)
+    topk_fn: TopkFn | None = dataclasses.field(default=None, init=False)
 
-    def __init__(self, strategy: strategies.Strategy, steps_per_epoch: int, **options: Any) -> None:
-        self.strategy, self.steps_per_epoch = strategy, steps_per_epoch
-        check_int("steps_per_epoch", steps_per_epoch, 1)
-        steps = tuple(epoch * steps_per_epoch for epoch in strategies.parse(strategy))
+    def __post_init__(self) -> None:
+        check_int("steps_per_epoch", self.steps_per_epoch, 1)
+        self._entries = strategies.parse(self.strategy)
+        steps = tuple(epoch * self.steps_per_epoch for epoch in self._entries)
         if any(at >= 2**31 for at in steps):
             raise ValueError(f"Steps are counted below 2**31, got epochs at steps {steps}.")
-        own = {"scheduler", "sparsity_type", "sparsity_distribution_fn", "topk_fn"} & {*options}
-        if own:
-            raise ValueError(f"EpochStrategy takes no {sorted(own)}: the strategy says it.")
-        super().__init__(scheduler=_AtSteps(steps), **options)
+        if any(entry.is_global for entry in self._entries.values()):
+            _GLOBAL.check(Unstructured(), self.batch_axes, None)
+        self.scheduler = AtSteps(steps)
+        super().__post_init__()
 
-    def get_distribution_fn(self) -> Callable[[chex.ArrayTree], chex.ArrayTree]:
+    def get_distribution_fn(self) -> Distribution | None:
         """Returns the function from params to the last sparsity of every layer."""
 
-        def distribute(params: chex.ArrayTree) -> chex.ArrayTree:
-            last: dict[trees.KeyPath, float] = {}
-            for stage in strategies.read(self.strategy, params, self.batch_axes).values():
-                last |= stage.sparsities
-            return trees.map_matched(lambda path, _: last.get(path), params)
+        def last(params: chex.ArrayTree) -> chex.ArrayTree:
+            sparsities: dict[trees.KeyPath, float] = {}
+            for stage in self._stages(params):
+                sparsities |= stage.sparsities
+            return trees.map_matched(lambda path, _: sparsities.get(path), params)
 
-        return distribute
+        return last
+
+    def sites(self, params: chex.ArrayTree) -> Sites:
+        """Returns the table of the layers, with the last type of each."""
+
+        def last(path: tuple[str, ...], param: Any) -> SparsityType:
+            axes = leading_axes(self.batch_axes, path, param)
+            for entry in reversed(self._entries.values()):
+                if rule := entry.rule_of(path, param, axes):
+                    return rule.kind
+            return Unstructured()
+
+        # `strategies` has checked the axes; a shorter last group is fine there.
+        return Sites(params, last, self.batch_axes, checked=False)
 
     def update_state(
         self,
@@ -152,21 +183,21 @@ class EpochStrategy(MagnitudePruning):
         grads: chex.ArrayTree,
         **extra_args: Any,
     ) -> SparseState:
-        scores = step.call_hook(
+        scores = call_hook(
             self.calculate_scores, params, sparse_state=sparse_state, grads=grads, extra=extra_args
         )
-        stages = list(strategies.read(self.strategy, params, self.batch_axes).values())
-        paths = list(dict.fromkeys(path for stage in stages for path in stage.kinds))
+        stages = self._stages(params)
+        paths = list(dict.fromkeys(path for stage in stages for path in stage.sites))
         table = [[stage.sparsities.get(path, 0.0) for path in paths] for stage in stages]
         # Epochs that differ in their sparsities only are one branch, compiled once.
-        keys = [(stage.is_global, tuple(stage.kinds.items())) for stage in stages]
+        keys = [(stage.is_global, tuple(stage.sites.items())) for stage in stages]
         branches = list(dict.fromkeys(keys))
 
         def create(key: Any, sparsities: jax.Array) -> chex.ArrayTree:
-            is_global, kinds = key
+            is_global, sites = key
             known = dict(zip(paths, sparsities, strict=True))
             return _masks(
-                is_global, dict(kinds), known, scores, sparse_state.masks, self.batch_axes
+                strategies.Stage(is_global, dict(sites), known), scores, sparse_state.masks
             )
 
         now = jnp.searchsorted(jnp.array(self.scheduler.steps), sparse_state.count)
@@ -178,27 +209,31 @@ class EpochStrategy(MagnitudePruning):
         return sparse_state._replace(masks=masks)
 
     def instant_sparsify(
-        self, params: chex.ArrayTree, grads: chex.ArrayTree | None = None
+        self,
+        params: chex.ArrayTree,
+        grads: chex.ArrayTree | None = None,
+        **extra_args: Any,
     ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
         """Prunes as all epochs do, one after the other."""
         masks = None
-        for stage in strategies.read(self.strategy, params, self.batch_axes).values():
-            scores = self.calculate_scores(self.apply_masks(params, masks), grads=grads)
-            masks = _masks(*stage, scores, masks, self.batch_axes)
-        return self.apply_masks(params, masks), fit_masks(masks, params, self.use_packed_masks)
+        for stage in self._stages(params):
+            seen = trees.prunable(apply_masks(params, masks))
+            scores = call_hook(self.calculate_scores, seen, grads=grads, extra=extra_args)
+            masks = _masks(stage, scores, masks)
+        pruned = apply_masks(params, masks)
+        return pruned, pack_masks(masks, params) if self.use_packed_masks else masks
 
-    def type_of(self, path: trees.KeyPath, param: Any) -> tuple[SparsityType, int]:
-        names = trees.path_names(path)
-        batch_axes = slice_axes(self.batch_axes, names, param)
-        for entry in reversed(strategies.parse(self.strategy).values()):
-            if rule := entry.rule_of(names, param, batch_axes):
-                return rule.kind, batch_axes
-        return Unstructured(), batch_axes
+    def _stages(self, params: chex.ArrayTree) -> list[strategies.Stage]:
+        return list(strategies.read(self._entries, params, self.batch_axes).values())
 
 
 @dataclasses.dataclass(frozen=True)
-class _AtSteps(NoUpdateSchedule):
-    """Masks are updated at each of the steps."""
+class AtSteps(NoUpdateSchedule):
+    """Masks are updated at each of the steps.
+
+    Attributes:
+      steps: in order.
+    """
 
     steps: tuple[int, ...]
 
@@ -207,28 +242,23 @@ class _AtSteps(NoUpdateSchedule):
             return False
         return functools.reduce(operator.or_, (step == at for at in self.steps), False)
 
+    def update_range(self) -> tuple[int, int | None] | None:
+        return (self.steps[0], self.steps[-1]) if self.steps else None
+
 
 def _masks(
-    is_global: bool,
-    kinds: dict[trees.KeyPath, SparsityType],
-    sparsities: Mapping[trees.KeyPath, chex.Numeric],
-    scores: chex.ArrayTree,
-    masks: chex.ArrayTree,
-    batch_axes: BatchAxes = 0,
+    stage: strategies.Stage, scores: chex.ArrayTree, masks: chex.ArrayTree
 ) -> chex.ArrayTree:
-    """The masks that hold after a stage: new ones of the layers that have a kind."""
-
-    def create(path: trees.KeyPath, score: Any, mask: Any) -> Any:
-        if path not in kinds:
-            return mask
-        axes = slice_axes(batch_axes, trees.path_names(path), score)
-        return masks_lib.create_mask(score, sparsities[path], kinds[path], batch_axes=axes)
-
-    if not is_global:
-        return trees.map_matched(create, scores, masks)
-    ranked = {path: sparsities[path] for path in kinds}
-    ranked = trees.map_matched(lambda path, _: ranked.get(path), scores)
-    new = GlobalMagnitudePruning(batch_axes=batch_axes).create_masks(scores, ranked)
+    """The masks that hold after a stage: new ones of the layers that it names."""
+    named = trees.map_matched(
+        lambda path, _: stage.sparsities[path] if path in stage.sites else None, scores
+    )
+    scope = _GLOBAL if stage.is_global else Layerwise()
+    new = create_masks(scope, stage.sites, scores, named)
     return trees.map_matched(
         lambda _, score, mask, old: old if mask is None else mask, scores, new, masks
     )
+
+
+def _read(masks: chex.ArrayTree, params: chex.ArrayTree) -> chex.ArrayTree:
+    return read_masks(masks, params, packed=False, role="masks of mask_key")

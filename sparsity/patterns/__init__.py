@@ -1,1 +1,16 @@
-"""What is kept or removed together."""
+"""What is kept or removed together: each pattern checks, pools, expands and selects for itself."""
+
+from sparsity.patterns.base import SparsityType, Unstructured
+from sparsity.patterns.blocks import Block, Channel
+from sparsity.patterns.nm import NByM, parse_nm
+from sparsity.patterns.parse import parse_sparsity_type
+
+__all__ = [
+    "Block",
+    "Channel",
+    "NByM",
+    "SparsityType",
+    "Unstructured",
+    "parse_nm",
+    "parse_sparsity_type",
+]

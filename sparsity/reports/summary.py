@@ -1,20 +1,18 @@
-"""What a sparse network looks like: sparsity by layer, overlap of masks, a table and a plot."""
+"""Sparsity of trees and overlap of masks, as numbers."""
 
 from __future__ import annotations
 
 import functools
-import io
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from sparsity import masks as masks_lib
-from sparsity.base_updater import BaseUpdater
-from sparsity.core import extras, trees
-from sparsity.training.state import SparseState, get_sparse_state
+from sparsity.core import trees
+from sparsity.core.checks import is_traced
+from sparsity.masks import unpack
+from sparsity.training.state import SparseState, get_sparse_state, is_packed
 
 
 def summarize_sparsity(
@@ -39,6 +37,7 @@ def summarize_sparsity(
       0.75
     """
     leaves = _with_none(_masks_of(param_tree, packed=False))
+    leaves = {path: leaf for path, leaf in leaves.items() if leaf is None or _is_array(leaf)}
     sizes = {path: jnp.size(leaf) for path, leaf in leaves.items() if leaf is not None}
     nonzeros = _fetch({path: jnp.count_nonzero(leaves[path]) for path in sizes})
     size, nonzero = sum(sizes.values()), _total(nonzeros)
@@ -112,133 +111,33 @@ def active_masks(params: chex.ArrayTree, opt_state: Any) -> chex.ArrayTree:
 
     def active(_: trees.KeyPath, param: Any, target: Any, mask: Any) -> Any:
         if mask is not None:
-            return masks_lib.unpack(mask, param)
+            return unpack(mask, param) if is_packed(state) else mask
         return None if target is None else (param != 0).astype(jnp.uint8)
 
     return trees.map_matched(active, params, state.target_sparsities, state.masks)
-
-
-def sparsity_table(params: chex.ArrayTree, opt_state: Any, updater: BaseUpdater) -> str:
-    """Returns a table of all leaves: path, shape, type, target, achieved sparsity, mask bytes.
-
-    Its last row sums up the leaves that have a target.
-
-    Args:
-      params: tree of parameters, as they are used (masked ones for straight-through methods).
-      opt_state: optimizer state with one SparseState.
-      updater: the updater that wrapped the optimizer.
-
-    Returns:
-      Text of several lines.
-    """
-    table = extras.load("rich.table", "summary").Table(
-        "path", "shape", "type", box=extras.load("rich.box", "summary").SIMPLE
-    )
-    for column in ("target", "achieved", "mask bytes"):
-        table.add_column(column, justify="right")
-    rows = layer_summary(params, opt_state, updater)
-    for row in rows:
-        shape = "x".join(map(str, row["shape"])) or "scalar"
-        numbers = ("dense", "") if row["target"] is None else (row["target"], row["achieved"])
-        shown = [f"{n:.4f}" if isinstance(n, float) else n for n in numbers]
-        table.add_row(row["path"], shape, row["type"], *shown, f"{row['mask_bytes']:,}")
-    leaves = zip(trees.leaves_by_path(params).values(), rows, strict=True)
-    sparse = [leaf for leaf, row in leaves if row["target"] is not None]
-    total = summarize_sparsity(sparse, only_total_sparsity=True)
-    table.add_section()
-    table.add_row(
-        "sparse layers",
-        f"{total['_nparams']:,}",
-        *("", "", f"{total['_total_sparsity']:.4f}"),
-        f"{sum(row['mask_bytes'] for row in rows):,}",
-    )
-    console = extras.load("rich.console", "summary").Console(
-        file=io.StringIO(), width=200, color_system=None, force_jupyter=False
-    )
-    console.print(table)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().strip("\n").splitlines())
-
-
-def layer_summary(
-    params: chex.ArrayTree, opt_state: Any, updater: BaseUpdater
-) -> list[dict[str, Any]]:
-    """Returns what `sparsity_table` shows: a dictionary for each leaf, in tree order.
-
-    Its keys are `path`, `shape`, `type` ('' for a dense leaf), `target` (`None` for a dense leaf),
-    `achieved` (fraction of zeros) and `mask_bytes`.
-    """
-    state: SparseState = get_sparse_state(opt_state)
-    targets = trees.leaves_by_path(state.target_sparsities)
-    masks = trees.leaves_by_path(state.masks)
-    achieved = summarize_sparsity(params)
-    rows = []
-    for path, leaf in trees.leaves_by_path(params).items():
-        target, mask = targets.get(path), masks.get(path)
-        kind = "" if target is None else repr(updater.type_of(path, leaf)[0])
-        rows.append(
-            {
-                "path": trees.path_string(path),
-                "shape": jnp.shape(leaf),
-                "type": kind.removesuffix("()"),
-                "target": None if target is None else float(target),
-                "achieved": achieved[trees.path_string(path)],
-                "mask_bytes": 0 if mask is None else mask.nbytes,
-            }
-        )
-    return rows
-
-
-def plot_sparsity(
-    params: chex.ArrayTree, opt_state: Any, updater: BaseUpdater, ax: Any = None
-) -> Any:
-    """Draws target and achieved sparsity of every leaf that can be sparse.
-
-    Args:
-      params: tree of parameters, as in `sparsity_table`.
-      opt_state: optimizer state with one SparseState.
-      updater: the updater that wrapped the optimizer.
-      ax: matplotlib axes to draw on; new ones by default.
-
-    Returns:
-      The matplotlib axes.
-    """
-    layers = layer_summary(params, opt_state, updater)
-    rows = [row for row in layers if row["target"] is not None or len(row["shape"]) > 1]
-    if ax is None:
-        height = 1.2 + 0.32 * max(len(rows), 1)
-        ax = extras.load("matplotlib.pyplot", "summary").subplots(
-            figsize=(7, height), layout="constrained"
-        )[1]
-    position = np.arange(len(rows))
-    ax.barh(position, [row["achieved"] for row in rows], color="#0072B2", label="achieved")
-    goals = [(i, row["target"]) for i, row in enumerate(rows) if row["target"] is not None]
-    if goals:
-        ax.plot(*zip(*((t, i) for i, t in goals), strict=True), "|", color="#D55E00", ms=14, mew=3)
-        ax.plot([], [], "|", color="#D55E00", ms=10, mew=3, label="target")
-    for i, row in enumerate(rows):
-        ax.annotate(f"{row['achieved']:.1%}", (1.01, i), va="center", annotation_clip=False)
-    ax.set_yticks(position, [row["path"] for row in rows])
-    ax.invert_yaxis()
-    ax.set_xlim(0, 1)
-    ax.set_xlabel("sparsity (fraction of zeros)")
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
-    return ax
 
 
 def _masks_of(tree: Any, packed: bool = True) -> chex.ArrayTree:
     """The masks of an optimizer state; other trees as they are."""
     if not trees.find_nodes(tree, SparseState):
         return tree
-    masks = get_sparse_state(tree).masks
-    for path, mask in {} if packed else trees.leaves_by_path(masks).items():
-        if not isinstance(mask, jax.core.Tracer) and jnp.max(mask, initial=0) > 1:
-            raise ValueError(
-                f"The mask of {trees.path_string(path)!r} is packed to bits, so that its number of "
-                "entries is not known. Summarize the parameters, or "
-                "sparsity.sparse_state.unpack_masks(masks, params)."
-            )
-    return masks
+    state = get_sparse_state(tree)
+    if is_packed(state) and not packed:
+        paths = [trees.path_string(path) for path in trees.leaves_by_path(state.masks)]
+        raise ValueError(
+            f"The masks of {trees.listed(paths)} are packed to bits, so that their number of "
+            "entries is not known. Summarize the parameters, or "
+            "sparsity.unpack_masks(masks, params)."
+        )
+    return state.masks
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether a leaf has entries to count: no random key, no function."""
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None:
+        return isinstance(leaf, bool | int | float | complex)
+    return not jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
 def _count_ones(*masks: chex.Array) -> jax.Array:
@@ -263,7 +162,7 @@ def _shape(leaf: Any) -> Any:
 
 def _fetch(counts: dict[trees.KeyPath, jax.Array]) -> dict[trees.KeyPath, Any]:
     """Counts as Python ints, which do not overflow; float32 while tracing."""
-    if any(isinstance(count, jax.core.Tracer) for count in counts.values()):
+    if any(is_traced(count) for count in counts.values()):
         return {path: count.astype(jnp.float32) for path, count in counts.items()}
     counts = dict(zip(counts, jax.device_get(list(counts.values())), strict=True))
     return {path: int(count) for path, count in counts.items()}

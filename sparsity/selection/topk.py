@@ -74,7 +74,9 @@ def topk_mask(
     return _topk_mask(scores, words, where, batch_axes)
 
 
-def global_topk_mask(tree: chex.ArrayTree, k: chex.Numeric | Words) -> chex.ArrayTree:
+def global_topk_mask(
+    tree: chex.ArrayTree, k: chex.Numeric | Words, *, where: chex.ArrayTree = None
+) -> chex.ArrayTree:
     """Masks of the k highest scores of all leaves together: one threshold, nothing concatenated.
 
     >>> global_topk_mask({"a": jnp.array([5, 1]), "b": jnp.array([[5, 5]])}, 2)
@@ -85,6 +87,8 @@ def global_topk_mask(tree: chex.ArrayTree, k: chex.Numeric | Words) -> chex.Arra
             may be larger. None stands for no leaf.
         k: How many to keep, in [0, total size]: an integer, or two uint32 words (high, low) as
             `num_kept` returns them. A traced k is clamped.
+        where: Optional tree of masks like `tree`. Only entries that are not zero there may be
+            kept; if there are fewer than k, all of them are.
 
     Returns:
         Tree of uint8 masks, 1 = keep, each of its leaf's shape and sharding.
@@ -100,11 +104,13 @@ def global_topk_mask(tree: chex.ArrayTree, k: chex.Numeric | Words) -> chex.Arra
             f"Cannot rank scores of dtypes {', '.join(dtypes)} together. Cast the leaves to one."
         )
     words = _k_words(k, sum(x.size for x in leaves))
-    masks = [jnp.zeros(x.shape, jnp.uint8) for x in leaves if not x.size]
-    if any(x.size for x in leaves):
-        filled = iter(_global_topk_masks([x for x in leaves if x.size], words))
-        empty = iter(masks)
-        masks = [next(filled) if x.size else next(empty) for x in leaves]
+    allowed = [None] * len(leaves) if where is None else treedef.flatten_up_to(where)
+    filled = [i for i, x in enumerate(leaves) if x.size]
+    masks = [jnp.zeros(x.shape, jnp.uint8) for x in leaves]
+    if filled:
+        found = _global_topk_masks([Leaf(leaves[i], allowed[i]) for i in filled], words)
+        for i, mask in zip(filled, found, strict=True):
+            masks[i] = mask
     return jax.tree.unflatten(treedef, masks)
 
 
@@ -237,21 +243,31 @@ def _topk_mask(scores: jax.Array, k: Words, where: jax.Array | None, batch_axes:
 
 
 @jax.jit
-def _global_topk_masks(leaves: Sequence[jax.Array], k: Words) -> list[jax.Array]:
-    if not all(key_search.use_flat(x) for x in leaves):
-        return threshold.select([Leaf(x) for x in leaves], k)[0]
-    groups: list[list[jax.Array]] = []
-    for x in leaves:
-        if groups and max(x.size, *(y.size for y in groups[-1])) < _MERGE_BELOW:
-            groups[-1].append(x)
+def _global_topk_masks(leaves: Sequence[Leaf], k: Words) -> list[jax.Array]:
+    if not all(key_search.use_flat(leaf.scores) for leaf in leaves):
+        return threshold.select(leaves, k)[0]
+    groups: list[list[Leaf]] = []
+    for leaf in leaves:
+        sizes = [x.scores.size for x in (leaf, *groups[-1])] if groups else []
+        if groups and max(sizes) < _MERGE_BELOW:
+            groups[-1].append(leaf)
         else:
-            groups.append([x])
-    merged = [g[0] if len(g) == 1 else jnp.concatenate([x.reshape(-1) for x in g]) for g in groups]
+            groups.append([leaf])
     masks = []
-    for group, mask in zip(groups, threshold.select([Leaf(x) for x in merged], k)[0], strict=True):
-        parts = jnp.split(mask.reshape(-1), np.cumsum([x.size for x in group])[:-1])
-        masks += [part.reshape(x.shape) for x, part in zip(group, parts, strict=True)]
+    for group, mask in zip(groups, threshold.select([*map(_merged, groups)], k)[0], strict=True):
+        ends = np.cumsum([leaf.scores.size for leaf in group])[:-1]
+        parts = jnp.split(mask.reshape(-1), ends)
+        masks += [part.reshape(x.scores.shape) for x, part in zip(group, parts, strict=True)]
     return masks
+
+
+def _merged(group: Sequence[Leaf]) -> Leaf:
+    """Small leaves as one."""
+    if len(group) == 1:
+        return group[0]
+    flat = [leaf.map(lambda x: x.reshape(-1)) for leaf in group]
+    where = None if flat[0].where is None else jnp.concatenate([leaf.where for leaf in flat])
+    return Leaf(jnp.concatenate([leaf.scores for leaf in flat]), where)
 
 
 # ------------------------------------------------------------------ N:M

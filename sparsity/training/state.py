@@ -1,37 +1,57 @@
-"""The state of a wrapped optimizer: finding it in a nested state, its masks, its sharding."""
+"""The state of a wrapped optimizer: finding it in a nested state, and its sharding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from sparsity import masks as masks_lib
-from sparsity.core import sharding, trees
+from sparsity.core import owners, sharding, trees
+from sparsity.masks import packed_shape
 
 
 class SparseState(NamedTuple):
     """State of a wrapped optimizer.
 
     Attributes:
-      masks: tree like the params; uint8 masks (1 = keep), `None` for dense leaves. With
-        `use_packed_masks` they are packed along the last axis.
+      masks: tree like the params; uint8 masks (1 = keep), `None` for dense leaves.
       inner_state: state of the inner optimizer.
       target_sparsities: tree like the params of float32 scalars, `None` for dense leaves.
       count: int32 scalar, number of updates so far.
+      algorithm_state: tree of arrays that the algorithm remembers; `None` for most.
     """
 
     masks: chex.ArrayTree = None
-    inner_state: Any = None
+    inner_state: chex.ArrayTree = None
     target_sparsities: chex.ArrayTree = None
-    count: Any = None
+    count: chex.ArrayTree = None
+    algorithm_state: chex.ArrayTree = None
 
 
-def get_sparse_state(opt_state: Any) -> SparseState:
+class PackedSparseState(SparseState):
+    """A SparseState with packed masks: `use_packed_masks` makes it, so that readers know."""
+
+    __slots__ = ()
+
+
+PackedSparseState.__name__ = SparseState.__name__  # by which optax.tree.get finds it
+
+
+def make_state(packed: bool, state: SparseState) -> SparseState:
+    """Returns the state in the class that says how its masks are stored."""
+    return (PackedSparseState if packed else SparseState)(*state)
+
+
+def is_packed(state: SparseState) -> bool:
+    """Whether the masks of a state are packed."""
+    return isinstance(state, PackedSparseState)
+
+
+def get_sparse_state(opt_state: optax.OptState) -> SparseState:
     """Returns the only `SparseState` in an optimizer state, however nested.
 
     Raises:
@@ -49,12 +69,12 @@ def get_sparse_state(opt_state: Any) -> SparseState:
     raise ValueError(
         "Exactly one SparseState is needed, but the optimizer state holds "
         + (f"{len(found)}, at {places}" if found else "none")
-        + ". Pass the state of an optimizer that was wrapped once with wrap_optax, or that part of "
-        "it which is meant."
+        + ". Pass the state of an optimizer that was wrapped once with wrap_optax, or the part of "
+        "it that you mean."
     )
 
 
-def set_sparse_state(opt_state: Any, sparse_state: SparseState) -> Any:
+def set_sparse_state(opt_state: optax.OptState, sparse_state: SparseState) -> optax.OptState:
     """Returns `opt_state` with its only `SparseState` replaced; raises as `get_sparse_state`."""
     get_sparse_state(opt_state)
     is_state = lambda node: isinstance(node, SparseState)  # noqa: E731
@@ -62,81 +82,7 @@ def set_sparse_state(opt_state: Any, sparse_state: SparseState) -> Any:
     return jax.tree.map(replace, opt_state, is_leaf=is_state)
 
 
-def apply_masks(tree: chex.ArrayTree, masks: chex.ArrayTree, role: str) -> chex.ArrayTree:
-    """Applies masks, packed or not, by path; leaves without a mask are returned as they are.
-
-    Raises:
-      ValueError: a mask has no leaf in `tree` (which plays the `role`), or one of another shape.
-    """
-    check_masks(tree, masks, role)
-    return trees.map_matched(
-        lambda _, leaf, mask: masks_lib.apply_mask(leaf, mask), tree, masks, role=role
-    )
-
-
-def check_masks(
-    tree: chex.ArrayTree, masks: chex.ArrayTree, role: str, packed: bool | None = None
-) -> None:
-    """Raises as `apply_masks` does when masks and tree do not fit.
-
-    Args:
-      tree: parameters or gradients.
-      masks: tree of masks.
-      role: what `tree` is, for the message.
-      packed: whether the masks shall be packed; `None` takes both.
-    """
-
-    def check(path: trees.KeyPath, leaf: Any, mask: Any) -> None:
-        if mask is None:
-            return
-        shape = jnp.shape(leaf)
-        if mask.shape not in masks_lib.mask_shapes(shape):
-            raise ValueError(
-                f"The mask of {trees.path_string(path)!r} has shape {mask.shape}, but its leaf in "
-                f"the {role} has shape {shape}. Masks belong to the model that the optimizer's "
-                "`init` saw."
-            )
-        wanted = masks_lib.packed_shape(shape) if packed else shape
-        if packed is not None and mask.shape != wanted:
-            raise ValueError(
-                f"The mask of {trees.path_string(path)!r} has shape {mask.shape}, but with "
-                f"use_packed_masks={packed} it needs {wanted}. Restore a state with the "
-                "setting that it was saved with, or convert its masks with "
-                f"sparsity.sparse_state.{'pack' if packed else 'unpack'}_masks(masks, params)."
-            )
-
-    trees.map_matched(check, tree, masks, role=role)
-
-
-def fit_masks(masks: chex.ArrayTree, params: chex.ArrayTree, packed: bool) -> chex.ArrayTree:
-    """Packs or unpacks masks, whatever they are now."""
-    return pack_masks(masks, params) if packed else unpack_masks(masks, params)
-
-
-def place_masks(masks: chex.ArrayTree, params: chex.ArrayTree) -> chex.ArrayTree:
-    """Gives fresh masks, packed or not, the sharding of their parameters."""
-    return _with_params(lambda mask, like: sharding.place_like(like, mask), masks, params)
-
-
-def pack_masks(masks: chex.ArrayTree, params: chex.ArrayTree) -> chex.ArrayTree:
-    """Packs the masks of `params` to bits; those that are packed already stay as they are."""
-    return _with_params(masks_lib.pack, masks, params)
-
-
-def unpack_masks(masks: chex.ArrayTree, params: chex.ArrayTree) -> chex.ArrayTree:
-    """Undoes `pack_masks`."""
-    return _with_params(masks_lib.unpack, masks, params)
-
-
-def _with_params(
-    fn: Callable[..., jax.Array], masks: chex.ArrayTree, params: chex.ArrayTree
-) -> chex.ArrayTree:
-    check_masks(params, masks, "params")
-    likes = trees.leaves_by_path(params)
-    return trees.map_matched(lambda path, mask: fn(mask, likes[path]), masks)
-
-
-def sharding_like(params: chex.ArrayTree, opt_state: Any) -> Any:
+def sharding_like(params: chex.ArrayTree, opt_state: optax.OptState) -> optax.OptState:
     """Returns the shardings of an optimizer state: each leaf has that of its parameter.
 
     For `out_shardings` of a jitted `init`, which otherwise leaves moments and counts where the
@@ -179,8 +125,8 @@ def sharding_like(params: chex.ArrayTree, opt_state: Any) -> Any:
 
     def sharding_of(param: Any, leaf: Any) -> Sharding:
         shape = jnp.shape(leaf)
-        if param is None or shape not in (param.shape, masks_lib.packed_shape(param.shape)):
+        if param is None or shape not in (param.shape, packed_shape(param.shape)):
             return elsewhere
         return sharding.fit(param.sharding, shape)
 
-    return trees.map_owned(sharding_of, params, opt_state)
+    return owners.map_owned(sharding_of, params, opt_state)

@@ -1,56 +1,86 @@
 """One training step: the flow of a wrapped optimizer's `update`.
 
-Masks are refreshed in the steps that the scheduler chooses, gradients are masked, the inner
-optimizer runs, and its updates are made to land on exact zeros. What is known while tracing leaves
-no trace in the compiled program, and nothing here copies an array in steps without a refresh.
+An algorithm that remembers accumulates; masks are refreshed in the steps that the scheduler
+chooses; gradients are modified and masked; the inner optimizer runs, and its updates are made to
+land on exact zeros. What is known while tracing leaves no trace in the compiled program, and
+nothing here copies an array in steps without a refresh. Masks are packed and unpacked here only:
+hooks see plain ones.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.extend.core import Literal
-from optax._src.base import NO_PARAMS_MSG
 
-from sparsity import masks as masks_lib
-from sparsity.core import trees
-from sparsity.training.state import (
-    SparseState,
+from sparsity.core import jaxprs, trees
+from sparsity.core.checks import is_traced
+from sparsity.masks import (
     apply_masks,
     check_masks,
-    fit_masks,
+    in_use,
     pack_masks,
+    place_masks,
+    read_masks,
     unpack_masks,
 )
+from sparsity.sparsity_schedules import update_range
+from sparsity.training.hooks import Updater, call_hook, is_overridden
+from sparsity.training.regrow import (
+    check_resettable,
+    restart_regrown,
+    start_from_zero,
+    without_grown,
+)
+from sparsity.training.state import SparseState, is_packed, make_state
 
 
 def wrap(
-    updater: Any, inner: optax.GradientTransformation, *, keeps_zeros: bool, lands_on_zeros: bool
+    updater: Updater, inner: optax.GradientTransformation, masks: chex.ArrayTree = None
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `inner` with the masks of `updater` in its state.
 
     Args:
-      updater: a BaseUpdater.
+      updater: says which masks there are, and when they change.
       inner: any optax transformation.
-      keeps_zeros: whether pruned weights are zero between steps; hooks see parameters like that.
-      lands_on_zeros: whether the updates themselves see to it.
+      masks: masks to start from; `None` leaves them to the updater.
     """
     inner = optax.with_extra_args_support(inner)
+    packed = updater.use_packed_masks
+    # Whether updates put pruned weights at zero, and whether these are zero between steps.
+    lands_on_zeros = updater.is_sparse_updates
+    if lands_on_zeros is None:
+        lands_on_zeros = not updater.keeps_dense_weights
+    keeps_zeros = lands_on_zeros or not updater.keeps_dense_weights
 
     def init_fn(params: chex.ArrayTree) -> SparseState:
-        state = updater.init_state(params)
-        masks = fit_masks(state.masks, params, updater.use_packed_masks)
-        state = state._replace(masks=masks, inner_state=inner.init(params))
+        if _is_placeholder(params):
+            # Masks and targets are no parameters for optax.tree.map_params: each is one leaf.
+            own = updater.init_algorithm_state(params, params)
+            count = jnp.zeros([], jnp.int32)
+            return make_state(packed, SparseState(0, inner.init(params), 0, count, own))
+        with in_use(updater, updater.sites(params)):
+            state = updater.init_state(params)
+        first = read_masks(state.masks, params, packed, "initial masks")
+        if masks is not None:
+            first, targets = _given_masks(masks, state.target_sparsities, params, packed)
+            state = state._replace(target_sparsities=targets)
+        warn_of_idle(updater, state.target_sparsities, first)
+        state = state._replace(
+            masks=place_masks(pack_masks(first, params) if packed else first, params),
+            inner_state=inner.init(params),
+            algorithm_state=updater.init_algorithm_state(trees.prunable(params), first),
+        )
         if updater.regrows:
             check_resettable(params, state.inner_state)
-        return state
+        return make_state(packed, state)
 
     def update_fn(
         updates: chex.ArrayTree,
@@ -58,70 +88,162 @@ def wrap(
         params: chex.ArrayTree | None = None,
         **extra_args: Any,
     ) -> tuple[chex.ArrayTree, SparseState]:
-        if params is None:
-            raise ValueError(NO_PARAMS_MSG)
-        check_masks(params, state.masks, "params", updater.use_packed_masks)
-        check_masks(updates, state.masks, "gradients")
-        is_update = updater.scheduler.is_mask_update_iter(state.count)
+        if params is None:  # optax says what is missing, in its own words
+            optax.add_decayed_weights(0.0).update(updates, optax.EmptyState(), None)
+        state = make_state(packed, state)
+        check_masks(params, state.masks, packed=packed)
+        check_gradients(updates, params, state.masks)
+        grads = trees.prunable(updates, params)
+        table = updater.sites(params)
+
+        def plain(state: SparseState) -> SparseState:
+            """The state as hooks see it."""
+            if not is_packed(state):
+                return state
+            return make_state(False, state._replace(masks=unpack_masks(state.masks, params)))
+
+        def stored(state: SparseState) -> SparseState:
+            masks = pack_masks(state.masks, params) if packed else state.masks
+            return make_state(packed, state._replace(masks=masks))
+
+        def masked(masks: chex.ArrayTree) -> chex.ArrayTree:
+            return apply_masks(params, masks) if keeps_zeros else params
+
+        def call(hook: Callable[..., Any], *args: Any) -> Any:
+            with in_use(updater, table):
+                return call_hook(hook, *args, extra=extra_args)
 
         def refresh(state: SparseState) -> tuple[SparseState, chex.ArrayTree]:
-            seen = apply_masks(params, state.masks, "params") if keeps_zeros else params
-            old = state._replace(masks=unpack_masks(state.masks, params))
-            new = call_hook(updater.update_state, old, seen, updates, extra=extra_args)
-            check_same_leaves(new.masks, old.masks)
-            new = new._replace(masks=unpack_masks(new.masks, params))
-            grown = None
-            if updater.regrows:
-                new, grown = restart_regrown(old, new, inner.init(seen))
-            masks = fit_masks(new.masks, params, updater.use_packed_masks)
-            return new._replace(masks=masks), grown
+            old = plain(state)
+            seen = masked(old.masks)
+            new = call(updater.update_state, old, trees.prunable(seen), grads)
+            new = new._replace(masks=take_masks(new.masks, old.masks, params, packed))
+            if not updater.regrows:
+                return stored(new), None
+            new, grown = restart_regrown(old, new, params, inner.init(seen))
+            return make_state(True, new) if packed else plain(make_state(True, new)), grown
 
         def go_on(state: SparseState) -> tuple[SparseState, chex.ArrayTree]:
-            grown = pack_masks(state.masks, params) if updater.regrows else None
+            grown = pack_masks(plain(state).masks, params) if updater.regrows else None
             return state, jax.tree.map(jnp.zeros_like, grown)
 
-        if isinstance(is_update, jax.core.Tracer):
-            new_state, grown = jax.lax.cond(is_update, refresh, go_on, state)
+        if is_overridden(updater.accumulate):
+            old = plain(state)
+            new = call(updater.accumulate, old, trees.prunable(masked(old.masks)), grads)
+            state = state._replace(algorithm_state=new.algorithm_state)
+        is_update = updater.scheduler.is_mask_update_iter(state.count)
+        if is_traced(is_update):
+            state, grown = jax.lax.cond(is_update, refresh, go_on, state)
         else:
             is_update = bool(is_update)
-            new_state, grown = refresh(state) if is_update else (state, None)
+            state, grown = refresh(state) if is_update else (state, None)
+        now = plain(state)
+        if is_overridden(updater.modify_gradients):
+            seen = trees.prunable(masked(now.masks))
+            modified = call(updater.modify_gradients, grads, seen, now)
+            updates = trees.map_matched(
+                lambda _, given, own: given if own is None else own, updates, modified
+            )
         if updater.is_sparse_gradients:
-            updates = apply_masks(updates, new_state.masks, "gradients")
-        start = without_grown(params, grown) if keeps_zeros else params
+            updates = apply_masks(updates, now.masks, role="gradients")
         steps, inner_state = update_unless(
             is_update if updater.skip_gradients else False,
             functools.partial(inner.update, **extra_args),
             updates,
-            new_state.inner_state,
-            start,
+            state.inner_state,
+            without_grown(params, grown) if keeps_zeros else params,
         )
         if keeps_zeros:
             steps = start_from_zero(steps, params, grown)
         if lands_on_zeros:
-            steps = land_on_zeros(steps, params, new_state.masks)
+            steps = land_on_zeros(steps, params, now.masks)
         count = optax.safe_increment(state.count)
-        return steps, new_state._replace(inner_state=inner_state, count=count)
+        return steps, state._replace(inner_state=inner_state, count=count)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def call_hook(hook: Callable[..., Any], *args: Any, extra: dict[str, Any], **kwargs: Any) -> Any:
-    """Calls a hook with those of the `extra` arguments that its signature names (or takes all)."""
-    parameters = inspect.signature(hook).parameters
-    taken = {*list(parameters)[: len(args)], *kwargs}
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    wanted = extra.keys() if takes_all else extra.keys() & parameters.keys()
-    return hook(*args, **kwargs, **{key: extra[key] for key in wanted - taken})
+def wrap_dense(
+    updater: Updater, inner: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """Returns `inner` with a SparseState that has no masks; `params` may be left out."""
+    inner = optax.with_extra_args_support(inner)
+
+    def init_fn(params: chex.ArrayTree) -> SparseState:
+        return updater.init_state(params)._replace(inner_state=inner.init(params))
+
+    def update_fn(
+        updates: chex.ArrayTree,
+        state: SparseState,
+        params: chex.ArrayTree | None = None,
+        **extra_args: Any,
+    ) -> tuple[chex.ArrayTree, SparseState]:
+        steps, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+        count = optax.safe_increment(state.count)
+        return steps, state._replace(inner_state=inner_state, count=count)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def check_same_leaves(masks: chex.ArrayTree, old: chex.ArrayTree) -> None:
-    """Raises a ValueError that names the leaves which got a mask, or lost it, by an update."""
+def check_gradients(updates: chex.ArrayTree, params: chex.ArrayTree, masks: chex.ArrayTree) -> None:
+    """Raises a ValueError that names a masked parameter whose gradient is missing or odd."""
+    likes = trees.leaves_by_path(params)
+
+    def check(path: trees.KeyPath, grad: Any, mask: Any) -> None:
+        if mask is not None and jnp.shape(grad) != likes[path].shape:
+            raise ValueError(
+                f"The gradient of {trees.path_string(path)!r} has shape {jnp.shape(grad)}, but its "
+                f"parameter has shape {likes[path].shape}."
+            )
+
+    trees.map_matched(check, updates, masks, role="gradients")
+
+
+def take_masks(
+    masks: chex.ArrayTree, old: chex.ArrayTree, params: chex.ArrayTree, packed: bool
+) -> chex.ArrayTree:
+    """The masks of a hook in the containers of the old ones.
+
+    Raises:
+      ValueError: a leaf got a mask, or lost it, by the update; it is named.
+    """
+    masks = read_masks(masks, params, packed, "new masks")
     new_paths, old_paths = (trees.leaves_by_path(tree).keys() for tree in (masks, old))
     if differing := [trees.path_string(path) for path in new_paths ^ old_paths]:
         raise ValueError(
             f"A mask update must return masks for the leaves that had one before; {differing} "
             "differ. Return None where target_sparsities has None, and an array elsewhere."
         )
+    return trees.map_matched(lambda _, before, mask: mask, old, masks)
+
+
+def warn_of_idle(
+    updater: Updater, targets: chex.ArrayTree, masks: chex.ArrayTree, stacklevel: int = 3
+) -> None:
+    """Warns of masks that would stay all ones, and of weights that no step would train."""
+    steps = update_range(updater.scheduler)
+    wanted = [target for target in jax.tree.leaves(targets) if is_traced(target) or target > 0]
+    leaves = jax.tree.leaves(masks)
+    if steps is None and wanted and leaves and all(map(_is_all_ones, leaves)):
+        warnings.warn(
+            f"{type(updater).__name__} has target sparsities, but all masks are ones and "
+            f"scheduler = {updater.scheduler!r} never updates them: training stays dense. Set a "
+            "scheduler, for example PolynomialSchedule(update_freq=100, update_start_step=1_000, "
+            "update_end_step=10_000) (update_freq, update_start_step and update_end_step in a "
+            "configuration), or start from masks with wrap_optax(tx, masks=masks).",
+            stacklevel=stacklevel,
+        )
+    if updater.skip_gradients and steps is not None:
+        start, end = steps
+        both = all(bool(updater.scheduler.is_mask_update_iter(step)) for step in (start, start + 1))
+        if both and (end is None or end > start + 1):
+            warnings.warn(
+                f"{type(updater).__name__} skips the gradients of steps that update masks, and "
+                f"scheduler = {updater.scheduler!r} updates them in every step from {start} "
+                f"{'on' if end is None else f'to {end}'}: no weight is trained then. Set a larger "
+                "update_freq, or skip_gradients=False.",
+                stacklevel=stacklevel,
+            )
 
 
 def land_on_zeros(
@@ -132,7 +254,7 @@ def land_on_zeros(
     Args:
       steps: tree of updates.
       params: tree of parameters.
-      masks: tree of masks, packed or not.
+      masks: tree of masks, not packed.
 
     Returns:
       The tree of updates, masked leaves in the dtype that updates and parameters promote to: a
@@ -143,80 +265,27 @@ def land_on_zeros(
         if mask is None:
             return step
         dtype = jnp.promote_types(step.dtype, param.dtype)
-        kept = masks_lib.unpack(mask, param) > 0
-        return jnp.where(kept, step.astype(dtype), -param.astype(dtype))
+        return jnp.where(mask > 0, step.astype(dtype), -param.astype(dtype))
 
     return trees.map_matched(land, steps, params, masks, role="updates")
 
 
-def restart_regrown(
-    old: SparseState, new: SparseState, fresh: Any
-) -> tuple[SparseState, chex.ArrayTree]:
-    """Gives weights that are new in the mask the state of a fresh optimizer.
-
-    Args:
-      old: the state before the mask update, masks not packed.
-      new: the state after it.
-      fresh: what the inner optimizer's `init` returns.
-
-    Returns:
-      The new state with packed masks, and the packed mask of the weights that have grown.
-    """
-    grown = trees.map_matched(
-        lambda _, mask, before: mask & (1 - before), new.masks, old.masks, role="new masks"
-    )
-    # All that follows reads the packed mask, and formally the new masks do, too: so the compiler
-    # sees that the old masks are read no more and writes the new ones in their place. Otherwise
-    # every step copies them.
-    grown = pack_masks(grown, new.masks)
-    packed = pack_masks(new.masks, new.masks)
-    return new._replace(
-        masks=trees.map_matched(lambda _, bits, more: bits | more, packed, grown),
-        inner_state=trees.replace_where(new.inner_state, fresh, unpack_masks(grown, new.masks)),
-    ), grown
-
-
-def without_grown(params: chex.ArrayTree, grown: chex.ArrayTree) -> chex.ArrayTree:
-    """Parameters with zeros where weights have grown: what the inner optimizer shall see."""
-
-    def zero(_: trees.KeyPath, param: Any, bits: Any) -> Any:
-        return (
-            param
-            if bits is None
-            else masks_lib.apply_mask(param, 1 - masks_lib.unpack(bits, param))
-        )
-
-    return trees.map_matched(zero, params, grown)
-
-
-def start_from_zero(
-    steps: chex.ArrayTree, params: chex.ArrayTree, grown: chex.ArrayTree
-) -> chex.ArrayTree:
-    """Updates that take weights which have grown from zero, whatever they hold now."""
-
-    def restart(_: trees.KeyPath, step: Any, param: Any, bits: Any) -> Any:
-        if bits is None:
-            return step
-        return jnp.where(masks_lib.unpack(bits, param) > 0, step - param, step)
-
-    return trees.map_matched(restart, steps, params, grown, role="updates")
-
-
 def update_unless(
     skip: bool | jax.Array,
-    update: Callable[..., tuple[chex.ArrayTree, Any]],
+    update: Callable[..., tuple[chex.ArrayTree, optax.OptState]],
     updates: chex.ArrayTree,
-    state: Any,
+    state: optax.OptState,
     params: chex.ArrayTree,
-) -> tuple[chex.ArrayTree, Any]:
+) -> tuple[chex.ArrayTree, optax.OptState]:
     """Returns `update(updates, state, params)`, but zero updates and `state` where `skip` holds.
 
     Selecting between the old and the new state after the update would be slow: the old moments are
     read once for the new moments and once more for the update, so that XLA cannot write the new
     ones in place and copies them first (1.3x the time of a whole step of a small network on a CPU).
-    So the update is traced, and each new state leaf is replaced by the selection where it is
-    defined; what is computed from it later reads the selected one. No copies, and the same values
-    in steps that are not skipped.
+    So the update is traced, and each new moment is replaced by the selection where it is defined;
+    what is computed from it later reads the selected one. No copies, and the same values in steps
+    that are not skipped. Scalars are selected in the end: an old count of 0 would divide by zero
+    on the way, and although no value would show it, gradients would.
 
     Args:
       skip: bool, or a traced bool scalar.
@@ -229,53 +298,55 @@ def update_unless(
         return jax.tree.map(jnp.zeros_like, updates), state
     if skip is False:
         return update(updates, state, params)
-    closed, out_shape = jax.make_jaxpr(update, return_shape=True)(updates, state, params)
-    jaxpr = closed.jaxpr
+    program, out_shape = jax.make_jaxpr(update, return_shape=True)(updates, state, params)
     old_leaves = jax.tree.leaves(state)
-    state_vars = jaxpr.outvars[len(jaxpr.outvars) - len(old_leaves) :]
+    outs = program.jaxpr.outvars
+    state_vars = outs[len(outs) - len(old_leaves) :]
     # A leaf that shares its variable, or is an input or a constant, is selected in the end.
-    inputs = {*jaxpr.invars, *jaxpr.constvars}
+    inputs = {*program.jaxpr.invars, *program.jaxpr.constvars}
     early = {
         var: old
         for var, old in zip(state_vars, old_leaves, strict=True)
-        if not isinstance(var, Literal) and var not in inputs and state_vars.count(var) == 1
+        if jnp.ndim(old)
+        and not isinstance(var, jaxprs.Literal)
+        and var not in inputs
+        and state_vars.count(var) == 1
     }
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    values.update(zip(jaxpr.invars, jax.tree.leaves((updates, state, params)), strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
+    def define(var: jaxprs.Var, value: jax.Array) -> jax.Array:
+        return jnp.where(skip, early[var], value) if var in early else value
 
-    for equation in jaxpr.eqns:
-        bound = equation.primitive.get_bind_params(equation.params)
-        functions, static = bound if isinstance(bound, tuple) else ((), bound)
-        with equation.ctx.manager:
-            outs = equation.primitive.bind(*functions, *map(read, equation.invars), **static)
-        outs = outs if equation.primitive.multiple_results else [outs]
-        for var, value in zip(equation.outvars, outs, strict=True):
-            old = early.get(var)
-            values[var] = value if old is None else jnp.where(skip, old, value)
-    outs = [
-        read(var) if var in early else jnp.where(skip, old, read(var))
-        for var, old in zip(state_vars, old_leaves, strict=True)
-    ]
-    steps = [read(var) for var in jaxpr.outvars[: len(jaxpr.outvars) - len(old_leaves)]]
+    values = jaxprs.evaluate(program, jax.tree.leaves((updates, state, params)), define)
+    steps, new_leaves = values[: -len(old_leaves) or None], values[len(outs) - len(old_leaves) :]
     steps = [jnp.where(skip, jnp.zeros_like(step), step) for step in steps]
-    return jax.tree.unflatten(jax.tree.structure(out_shape), steps + outs)
+    new_leaves = [
+        new if not isinstance(var, jaxprs.Literal) and var in early else jnp.where(skip, old, new)
+        for var, old, new in zip(state_vars, old_leaves, new_leaves, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(out_shape), steps + new_leaves)
 
 
-def check_resettable(params: chex.ArrayTree, inner_state: Any) -> None:
-    """Refuses inner optimizers whose state hides which entry belongs to which parameter."""
-    sizes = [leaf.size for leaf in trees.leaves_by_path(params).values()]
-    flat = [leaf for leaf in jax.tree.leaves(inner_state) if jnp.shape(leaf) == (sum(sizes),)]
-    hidden = None
-    if trees.find_nodes(inner_state, optax.LookaheadState):
-        hidden = "lookahead"
-    elif len(sizes) > 1 and any(trees.is_prunable(leaf) for leaf in flat):
-        hidden = "flatten"
-    if hidden:
-        raise ValueError(
-            f"An updater that regrows weights cannot wrap optax.{hidden}: its state hides which "
-            f"entry belongs to which parameter. Put optax.{hidden} around the wrapped optimizer "
-            "instead."
-        )
+def _given_masks(
+    masks: chex.ArrayTree, targets: chex.ArrayTree, params: chex.ArrayTree, packed: bool
+) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    """The masks that a user starts from, and a target for each leaf that has one."""
+    first = read_masks(masks, params, packed, "masks of wrap_optax")
+
+    def target_of(_: trees.KeyPath, param: Any, mask: Any, target: Any) -> Any:
+        if mask is None or target is not None:
+            return None if mask is None else target
+        return 1 - jnp.mean(mask, dtype=jnp.float32)
+
+    first = trees.map_matched(lambda _, param, mask: mask, params, first)
+    return first, trees.map_matched(target_of, params, first, targets)
+
+
+def _is_placeholder(params: chex.ArrayTree) -> bool:
+    """Whether `init` is called by optax.tree.map_params, with a node that has no leaf."""
+    kind = type(params)
+    return kind.__module__.startswith("optax.") and kind.__name__ == "_ParamsPlaceholder"
+
+
+def _is_all_ones(mask: jax.Array) -> bool:
+    # A traced mask is taken for what most algorithms start with only if it is a constant.
+    return not is_traced(mask) and bool(np.all(np.asarray(mask)))

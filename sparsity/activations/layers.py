@@ -1,0 +1,182 @@
+"""Sparse activations of chosen layers of a flax model that is not edited."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from sparsity.activations.functions import prune_act_struct, prune_act_unstruct
+from sparsity.core import extras, names, trees
+from sparsity.core.checks import check_density
+from sparsity.patterns import NByM, parse_nm
+
+Pattern = float | str | tuple[int, int] | NByM
+Layers = Mapping[names.Key, Pattern]
+Rule = Callable[[chex.Array], jax.Array]
+Apply = TypeVar("Apply", bound=Callable[..., Any])
+Module = TypeVar("Module")
+
+_REPORT = "activation_sparsity"
+
+
+def sparsify_linen(
+    apply: Apply,
+    layers: Layers,
+    *,
+    batch_axes: int = 0,
+    straight_through: bool = False,
+) -> Apply:
+    """Returns the `apply` of a flax linen model with sparse outputs of chosen layers.
+
+    A method interceptor sees to it while the model runs; the model is not edited. Apply it with
+    `mutable=["intermediates"]` to read how sparse each output was.
+
+    Args:
+      apply: `model.apply` (or `model.init`), not jitted, as a compiled function calls no layers.
+      layers: a density in (0, 1] or a pattern (n, m) for each layer. Layers are named by their
+        path, joined by '/' or as a tuple, by a regular expression that matches all of it, or by a
+        compiled pattern, which is searched in it. The first key that matches a layer counts; a full
+        path comes before all patterns.
+      batch_axes: as in `prune_act_unstruct`.
+      straight_through: as in `prune_act_unstruct`.
+
+    Returns:
+      A function with the arguments and results of `apply`. It raises a ValueError if a key names
+      none of the layers that ran, or if a layer does not return one array.
+
+    Raises:
+      ValueError: a density or a pattern is out of range.
+
+    Example:
+      >>> import flax.linen as nn
+      >>> model = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)])
+      >>> apply = sparsify_linen(model.apply, {"layers_0": 0.25})
+      >>> variables = model.init(jax.random.key(0), jnp.ones((1, 4)))
+      >>> _, state = apply(variables, jnp.ones((1, 4)), mutable=["intermediates"])
+      >>> state["intermediates"]["layers_0"]["activation_sparsity"]
+      (Array(0.75, dtype=float32),)
+    """
+    linen = extras.load("flax.linen", "flax")
+    if hasattr(getattr(apply, "func", apply), "lower"):
+        raise ValueError(
+            "apply is compiled by jax.jit: its layers run once, while it is traced, and the sparse "
+            "program would stay in its cache. Pass model.apply itself, and jit the result."
+        )
+    rules = _rules(layers, batch_axes, straight_through)
+
+    @functools.wraps(apply)
+    def sparse_apply(*args: Any, **kwargs: Any) -> Any:
+        seen: dict[str, None] = {}  # the names of all layers that run, in order
+
+        def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            out = call(*args, **kwargs)
+            name = "/".join(context.module.path)
+            if context.method_name != "__call__" or not name:
+                return out
+            seen[name] = None
+            if (key := names.best_key(rules, name)) is None:
+                return out
+            out, sparsity = _prune_output(rules[key], out, name)
+            context.module.sow("intermediates", _REPORT, sparsity)
+            return out
+
+        with linen.intercept_methods(intercept):
+            result = apply(*args, **kwargs)
+        _check_keys(rules, seen)
+        return result
+
+    return sparse_apply
+
+
+def sparsify_nnx(
+    model: Module, layers: Layers, *, batch_axes: int = 0, straight_through: bool = False
+) -> Module:
+    """Returns a copy of a flax nnx model with sparse outputs of chosen layers.
+
+    The copy has the same parameters at the same paths; the model itself is not changed. As nnx has
+    no interceptors, a chosen layer of the copy is an instance of a subclass whose call intercepts
+    that of its class. `nnx.capture(copy, nnx.Intermediate)` returns how sparse each output was.
+
+    Args:
+      model: an `nnx.Module`.
+      layers: as in `sparsify_linen`.
+      batch_axes: as in `prune_act_unstruct`.
+      straight_through: as in `prune_act_unstruct`.
+
+    Returns:
+      An `nnx.Module` of the class of `model`.
+
+    Raises:
+      ValueError: a density or a pattern is out of range, or a key names no layer.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = nnx.Sequential(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.relu)
+      >>> sparse = sparsify_nnx(model, {"layers/0": (2, 4)})
+      >>> int((sparse(jnp.ones((1, 4))) != 0).sum()) <= 4
+      True
+    """
+    nnx = extras.load("flax.nnx", "flax")
+    rules = _rules(layers, batch_axes, straight_through)
+    copy = nnx.merge(*nnx.split(model))
+    modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(copy) if path}
+    _check_keys(rules, modules)
+
+    def sparse_class(base: Any, rule: Rule, name: str) -> Any:
+        class Sparse(base):
+            def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+                out, sparsity = _prune_output(rule, super().__call__(*args, **kwargs), name)
+                if hasattr(self, "__captures__"):  # nnx.capture runs the model
+                    self.sow(nnx.Intermediate, _REPORT, sparsity)
+                return out
+
+        return Sparse
+
+    for name, module in modules.items():
+        if (key := names.best_key(rules, name)) is not None:
+            module.__class__ = sparse_class(type(module), rules[key], name)
+    return copy
+
+
+def _rules(layers: Layers, batch_axes: int, straight_through: bool) -> dict[names.Key, Rule]:
+    """What to do with the output of a layer, by the key that names it."""
+
+    def rule(key: names.Key, pattern: Pattern) -> Rule:
+        if isinstance(pattern, str | tuple | list | NByM):
+            kind = parse_nm(f"layers[{key!r}]", pattern)
+            return functools.partial(
+                prune_act_struct, pattern=kind, straight_through=straight_through
+            )
+        check_density(f"layers[{key!r}]", pattern)
+        return functools.partial(
+            prune_act_unstruct,
+            density=pattern,
+            batch_axes=batch_axes,
+            straight_through=straight_through,
+        )
+
+    return {key: rule(key, pattern) for key, pattern in layers.items()}
+
+
+def _check_keys(keys: Iterable[names.Key], layers: Iterable[str]) -> None:
+    for key in keys:
+        if not any(names.matches(key, name) for name in layers):
+            raise ValueError(
+                f"layers[{key!r}] matches none. {names.nearest(key, layers, 'layers')}"
+            )
+
+
+def _prune_output(rule: Rule, out: Any, name: str) -> tuple[jax.Array, jax.Array]:
+    """The output of a layer, pruned, and its fraction of zeros."""
+    if not trees.is_prunable(out):
+        raise ValueError(
+            f"Layer {name!r} returns {type(out).__name__}, but a layer with sparse activations "
+            "must return one array of floating or complex numbers."
+        )
+    out = rule(out)
+    return out, jnp.mean(out == 0, dtype=jnp.float32)

@@ -1,0 +1,103 @@
+"""Names that users write: keys for leaves of a tree, and registries of things known by name."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+Key = str | tuple[str, ...] | re.Pattern[str]  # how users name a leaf; see `matches`
+
+
+def best_key(keys: Iterable[Key], name: str) -> Key | None:
+    """Returns the key that names `name`: one that equals it, else the first that matches it.
+
+    Example:
+      >>> best_key(["conv.*", "conv1/kernel"], "conv1/kernel")
+      'conv1/kernel'
+    """
+    matching = [key for key in keys if matches(key, name)]
+    exact = (key for key in matching if not isinstance(key, re.Pattern) and _text(key) == name)
+    return next(exact, matching[0] if matching else None)
+
+
+def matches(key: Key, name: str) -> bool:
+    """Whether a key names a path that is joined by '/'.
+
+    Args:
+      key: a path as a tuple, the path joined by '/', a regular expression that matches the whole
+        joined path, or a compiled pattern, which is searched in it.
+      name: the joined path.
+    """
+    if isinstance(key, re.Pattern):
+        return key.search(name) is not None
+    return _text(key) == name or (isinstance(key, str) and _fullmatch(key, name))
+
+
+def nearest(key: object, names: Iterable[str], role: str) -> str:
+    """Returns the end of a message on a key that names nothing: the nearest name, and all names.
+
+    Example:
+      >>> nearest("dens", ["conv", "dense"], "layers")
+      "The nearest is 'dense'; the layers are ['conv', 'dense']."
+    """
+    names = list(names)
+    near = difflib.get_close_matches(_text(key), names, n=1, cutoff=0.0)
+    return (
+        f"The nearest is {near[0]!r}; the {role} are {names}." if near else f"There are no {role}."
+    )
+
+
+def known(name: object, names: Iterable[str]) -> str:
+    """Returns the end of a message on an unknown name: one that was perhaps meant, and all.
+
+    Example:
+      >>> known("ridgl", ["magnitude", "rigl"])
+      "Did you mean 'rigl'? Known: magnitude, rigl."
+    """
+    names = list(names)
+    near = difflib.get_close_matches(str(name).lower(), names, n=1)
+    return (f"Did you mean {near[0]!r}? " if near else "") + f"Known: {', '.join(names)}."
+
+
+class Registry(dict[str, T]):
+    """Things by name, in the order in which they were registered.
+
+    Example:
+      >>> shapes = Registry("shape", {"circle": 1})
+      >>> shapes.find("circel")
+      Traceback (most recent call last):
+      ValueError: shape: 'circel' is not known. Did you mean 'circle'? Known: circle.
+    """
+
+    def __init__(self, role: str, entries: dict[str, T] | None = None) -> None:
+        super().__init__(entries or {})
+        self.role = role
+
+    def find(self, name: object) -> T:
+        """Returns what has that name; a ValueError lists the known names and the nearest."""
+        if not isinstance(name, str) or name not in self:
+            raise ValueError(f"{self.role}: {name!r} is not known. {known(name, self)}")
+        return self[name]
+
+    def add(self, name: str, entry: T) -> None:
+        """Registers `entry`; a ValueError says that another thing has the name."""
+        if name in self and self[name] is not entry:
+            raise ValueError(f"The name {name!r} is taken by {self[name]!r}.")
+        self[name] = entry
+
+
+def _text(key: object) -> str:
+    """The key as a joined path or a pattern's text."""
+    if isinstance(key, tuple):
+        return "/".join(map(str, key)) or "params"
+    return str(getattr(key, "pattern", key))
+
+
+def _fullmatch(key: str, name: str) -> bool:
+    try:
+        return re.fullmatch(key, name) is not None
+    except re.error:  # a path that is no pattern, or a slip: then it matches nothing
+        return False

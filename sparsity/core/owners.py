@@ -1,0 +1,99 @@
+"""Which leaves of an optimizer's state belong to which parameter.
+
+An optimizer keeps trees that look like the parameters (moments, averages) inside containers of its
+own. They are found from the top: the first node on the way down whose leaves lie just where the
+parameters' do. So a parameter called `mu`, or a tuple of moments, cannot be mistaken for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from sparsity.core import trees
+from sparsity.core.trees import KeyPath
+
+
+def map_owned(
+    fn: Callable[..., Any], params: chex.ArrayTree, state: chex.ArrayTree, *others: chex.ArrayTree
+) -> chex.ArrayTree:
+    """Maps `fn(owner, leaf, *other_leaves)` over an optimizer state.
+
+    The owner of a state leaf is the leaf of `params` at the same place of a subtree that looks like
+    `params`, or `None`. It may have another shape: factored second moments (adafactor) and
+    histories (lbfgs) have owners, too.
+
+    Args:
+      fn: a function of leaves.
+      params: tree with the parameters' paths; its leaves may be `None`.
+      state: an optimizer state.
+      *others: trees of its structure.
+
+    Example:
+      >>> map_owned(lambda owner, leaf: owner, {"w": 1.0}, [{"count": 0, "mu": {"w": 2.0}}])
+      [{'count': None, 'mu': {'w': 1.0}}]
+    """
+    none_too = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: leaf is None)
+    by_path = trees.leaves_by_path(params)
+    owners = [
+        None if at is None else by_path.get(at)
+        for at in _places(state, trees.covered_paths(params) or {path for path, _ in none_too})
+    ]
+    leaves, treedef = jax.tree.flatten(state)
+    rest = [treedef.flatten_up_to(other) for other in others]
+    return treedef.unflatten(map(fn, owners, leaves, *rest))
+
+
+def replace_where(
+    state: chex.ArrayTree, fresh: chex.ArrayTree, chosen: chex.ArrayTree
+) -> chex.ArrayTree:
+    """Takes entries of `fresh` into an optimizer state where the parameters' `chosen` is true.
+
+    Leaves without an owner (see `map_owned`) or of another shape, and those that are neither
+    floating nor complex, stay.
+
+    Args:
+      state: an optimizer state.
+      fresh: a state of the same structure, as `init` returns it.
+      chosen: tree like the parameters of bool arrays; `None` keeps all state of that parameter.
+    """
+
+    def replace(where: Any, old: Any, new: Any) -> Any:
+        if where is None or jnp.shape(old) != jnp.shape(where) or not trees.is_prunable(old):
+            return old
+        return jnp.where(where, new, old)
+
+    return map_owned(replace, chosen, state, fresh)
+
+
+def _places(node: Any, paths: set[KeyPath]) -> list[KeyPath | None]:
+    """For each leaf of a state its path within a subtree like the parameters, or `None`."""
+    own = trees.leaves_by_path(node)
+    if own and _looks_like(node, paths):
+        return list(own)
+    below = trees.children(node)
+    if not below:
+        return [None] * len(own)
+    return [place for _, child in below for place in _places(child, paths)]
+
+
+def _looks_like(node: Any, paths: set[KeyPath]) -> bool:
+    """Whether the leaves and placeholders of a node lie just where those of the parameters do."""
+    covered = trees.covered_paths(node)
+
+    def within(path: KeyPath, others: set[KeyPath]) -> bool:
+        return any(path[:end] in others for end in range(len(path), -1, -1))
+
+    # A placeholder may stand for a whole subtree of the parameters, and the other way round.
+    return (
+        all(within(path, covered) for path in paths)
+        and all(
+            within(path, paths) or any(other[: len(path)] == path for other in paths)
+            for path in covered
+        )
+        and all(path in paths for path in trees.leaves_by_path(node))
+    )

@@ -1,0 +1,215 @@
+"""Masks as they are stored, read and applied.
+
+A mask is a uint8 array of its parameter's shape, 1 where the weight is kept. A packed mask holds
+one bit a weight: `packbits` along the last axis, each row padded to whole bytes, so that leading
+axes and their sharding stay as they are. Whether masks are packed is known wherever they are read
+(`use_packed_masks`, or the class of the state that holds them); no shape or value is asked.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from sparsity.core import sharding, trees
+
+
+def packed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the packed mask of a tensor of `shape`."""
+    return (*shape[:-1], -(-shape[-1] // 8)) if shape else (1,)
+
+
+def pack(mask: chex.Array, like: chex.Array) -> jax.Array:
+    """Packs a mask to bits: uint8[*shape[:-1], ceil(shape[-1] / 8)].
+
+    Args:
+      mask: a mask of the shape of `like`.
+      like: the parameter; the leading axes of the packed mask are sharded as its are, the last one
+        if its bytes divide.
+
+    Example:
+      >>> pack(jnp.array([[1, 0, 0, 0, 0, 0, 0, 0, 1]], jnp.uint8), jnp.zeros((1, 9)))
+      Array([[128, 128]], dtype=uint8)
+    """
+    shape = jnp.shape(like)
+    if 0 in shape:
+        return jnp.zeros(packed_shape(shape), jnp.uint8)
+
+    def to_bits(mask: jax.Array) -> jax.Array:
+        return jnp.packbits(mask.astype(bool).reshape(shape or (1,)), axis=-1)
+
+    return sharding.shard_like(like, to_bits, mask, shape=packed_shape(shape))
+
+
+def unpack(bits: chex.Array, like: chex.Array) -> jax.Array:
+    """Undoes `pack`: uint8 in the shape and sharding of the parameter `like`."""
+    shape = jnp.shape(like)
+    if 0 in shape:
+        return jnp.zeros(shape, jnp.uint8)
+
+    def to_bytes(bits: jax.Array) -> jax.Array:
+        return jnp.unpackbits(bits, axis=-1, count=(shape or (1,))[-1]).reshape(shape)
+
+    return sharding.shard_like(like, to_bytes, bits)
+
+
+def pack_masks(masks: chex.ArrayTree, params: chex.ArrayTree) -> chex.ArrayTree:
+    """Packs the masks of `params` to bits; raises as `check_masks`."""
+    check_masks(params, masks, packed=False)
+    likes = trees.leaves_by_path(params)
+    return trees.map_matched(lambda path, mask: pack(mask, likes[path]), masks)
+
+
+def unpack_masks(masks: chex.ArrayTree, params: chex.ArrayTree) -> chex.ArrayTree:
+    """Undoes `pack_masks`; raises as `check_masks`."""
+    check_masks(params, masks, packed=True)
+    likes = trees.leaves_by_path(params)
+    return trees.map_matched(lambda path, bits: unpack(bits, likes[path]), masks)
+
+
+def place_masks(masks: chex.ArrayTree, params: chex.ArrayTree) -> chex.ArrayTree:
+    """Gives fresh masks, packed or not, the sharding of their parameters."""
+    likes = trees.leaves_by_path(params)
+    return trees.map_matched(lambda path, mask: sharding.place_like(likes[path], mask), masks)
+
+
+def read_masks(
+    masks: chex.ArrayTree, params: chex.ArrayTree, packed: bool, role: str = "masks"
+) -> chex.ArrayTree:
+    """Masks that a hook or a user hands in, as uint8 masks of zeros and ones.
+
+    Args:
+      masks: tree of masks of any real dtype; what is not zero is kept.
+      params: tree of parameters.
+      packed: whether they may be packed: by `pack_masks`, or each as one row of bits, as
+        `jax.tree.map(jnp.packbits, masks)` does.
+      role: what they are, for the message.
+
+    Raises:
+      ValueError: a mask has no parameter or does not fit it, or a parameter has neither a mask nor
+        `None`; its path is named.
+    """
+    check_leaves(params, masks, role)
+    likes = trees.leaves_by_path(params)
+
+    def read(path: trees.KeyPath, mask: Any) -> jax.Array:
+        shape = jnp.shape(likes[path])
+        if jnp.shape(mask) == shape:
+            # A row of one weight is one byte, packed or not.
+            return (jnp.asarray(mask) != 0).astype(jnp.uint8)
+        if packed and mask.shape == packed_shape(shape):
+            return unpack(mask, likes[path])
+        if packed and mask.shape == (-(-math.prod(shape) // 8),):
+            flat = lambda bits: jnp.unpackbits(bits, count=math.prod(shape)).reshape(shape)  # noqa: E731
+            return sharding.shard_like(likes[path], flat, mask)
+        raise ValueError(
+            f"The mask of {trees.path_string(path)!r} among the {role} has shape "
+            f"{jnp.shape(mask)}, but its parameter has shape {shape}"
+            + (f", and its packed mask {packed_shape(shape)}." if packed else ".")
+        )
+
+    return trees.map_matched(read, masks)
+
+
+def check_leaves(params: chex.ArrayTree, masks: chex.ArrayTree, role: str = "masks") -> None:
+    """Raises a ValueError that names a mask without a parameter, or a parameter without a mask."""
+    known = trees.leaves_by_path(params)
+    if strange := [trees.path_string(path) for path in trees.leaves_by_path(masks).keys() - known]:
+        raise ValueError(
+            f"The params have no leaf at {trees.listed(strange)}, which the {role} have. The "
+            f"params have: {trees.listed([trees.path_string(path) for path in known])}. Both must "
+            "be made for the same model."
+        )
+    covered = trees.covered_paths(masks)
+    lacking = [
+        trees.path_string(path)
+        for path, leaf in known.items()
+        if trees.is_prunable(leaf)
+        and not any(path[:end] in covered for end in range(len(path), -1, -1))
+    ]
+    if lacking:
+        raise ValueError(
+            f"The {role} have nothing for {trees.listed(lacking)}. Give an array for a parameter "
+            "that has a mask and None for one that stays dense."
+        )
+
+
+def check_masks(
+    tree: chex.ArrayTree, masks: chex.ArrayTree, *, packed: bool, role: str = "params"
+) -> None:
+    """Raises a ValueError that names a leaf whose mask does not fit it.
+
+    Args:
+      tree: parameters, or gradients of them.
+      masks: tree of masks.
+      packed: whether they are packed.
+      role: what `tree` is, for the message; each parameter needs a mask or `None`.
+    """
+    if role == "params":
+        check_leaves(tree, masks)
+
+    def check(path: trees.KeyPath, leaf: Any, mask: Any) -> None:
+        if mask is None:
+            return
+        shape, name = jnp.shape(leaf), trees.path_string(path)
+        wanted, other = shape, packed_shape(shape)
+        if packed:
+            wanted, other = other, wanted
+        if jnp.shape(mask) == wanted:
+            return
+        if jnp.shape(mask) == other:
+            raise ValueError(
+                f"The mask of {name!r} has shape {mask.shape}, but with use_packed_masks={packed} "
+                f"it needs {wanted}. Restore a state with the setting that it was saved with, or "
+                f"convert its masks with sparsity.{'pack' if packed else 'unpack'}_masks(masks, "
+                "params)."
+            )
+        raise ValueError(
+            f"The mask of {name!r} has shape {jnp.shape(mask)}, but its leaf in the {role} has "
+            f"shape {shape}. Masks belong to the model that the optimizer's `init` saw."
+        )
+
+    trees.map_matched(check, tree, masks, role=role)
+
+
+def apply_masks(
+    tree: chex.ArrayTree, masks: chex.ArrayTree, *, packed: bool = False, role: str = "params"
+) -> chex.ArrayTree:
+    """Applies masks by path; leaves without a mask are returned as they are.
+
+    Raises:
+      ValueError: a mask does not fit its leaf in `tree` (which plays the `role`).
+    """
+    check_masks(tree, masks, packed=packed, role=role)
+
+    def apply(_: trees.KeyPath, leaf: Any, mask: Any) -> Any:
+        return apply_mask(leaf, unpack(mask, leaf) if packed and mask is not None else mask)
+
+    return trees.map_matched(apply, tree, masks, role=role)
+
+
+def apply_mask(param: chex.Array, mask: chex.Array | None) -> chex.Array:
+    """Selects: kept entries as they are, all others exactly 0.0, were they NaN, inf or -0.0.
+
+    Args:
+      param: array of any shape and dtype.
+      mask: array of the same shape, or `None` for a dense parameter.
+    """
+    if mask is None:
+        return param
+    return jnp.where(mask > 0, param, jnp.zeros((), param.dtype))
+
+
+@jax.custom_jvp
+def apply_mask_straight_through(param: chex.Array, mask: chex.Array | None) -> chex.Array:
+    """`apply_mask` whose gradient with respect to `param` is the identity."""
+    return apply_mask(param, mask)
+
+
+@apply_mask_straight_through.defjvp
+def _straight_through_jvp(primals: Any, tangents: Any) -> Any:
+    return apply_mask_straight_through(*primals), tangents[0]

@@ -1,0 +1,175 @@
+"""Sites: the prunable leaves of a tree, each with its pattern and its batch axes.
+
+A site is resolved once, from the parameter: functions that a user gives as `sparsity_type` or
+`batch_axes` are called here and nowhere else. Scores, masks and gradients meet it by path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from sparsity.core import names, trees
+
+Path = tuple[str, ...]
+TopkFn = Callable[[jax.Array, chex.Numeric], chex.Array]
+BatchAxes = int | Callable[[Path, Any], int]
+Overrides = Mapping[names.Key, float | None]
+
+
+@runtime_checkable
+class Pattern(Protocol):
+    """What `sparsity_type` must offer; `sparsity.SparsityType` is a base with most of it.
+
+    Attributes:
+      is_elementwise: whether every entry is a unit of its own.
+    """
+
+    @property
+    def is_elementwise(self) -> bool: ...
+
+    def check(self, shape: tuple[int, ...], batch_axes: int, name: str) -> None:
+        """Raises a ValueError that names the parameter if the pattern does not fit its shape."""
+
+    def select(
+        self,
+        scores: jax.Array,
+        sparsity: chex.Numeric,
+        *,
+        target: chex.Numeric | None = None,
+        batch_axes: int = 0,
+        topk_fn: TopkFn | None = None,
+    ) -> jax.Array:
+        """Returns the uint8 mask that keeps the highest scores."""
+
+    def move(
+        self,
+        mask: jax.Array,
+        drop_scores: jax.Array,
+        grow_scores: jax.Array,
+        drop_fraction: chex.Numeric,
+        *,
+        batch_axes: int = 0,
+    ) -> jax.Array:
+        """Returns the mask with a fraction of its active entries replaced."""
+
+    def final_sparsity(self, target: float) -> float:
+        """Returns the sparsity that a mask has at the end of a ramp to `target`."""
+
+
+class Site(NamedTuple):
+    """One prunable leaf.
+
+    Attributes:
+      path: its key path.
+      pattern: what is kept or removed together.
+      batch_axes: how many leading axes index separate matrices.
+      has_own_sparsity: whether an override names it, so that it competes with no other leaf.
+    """
+
+    path: trees.KeyPath
+    pattern: Pattern
+    batch_axes: int
+    has_own_sparsity: bool = False
+
+    @property
+    def name(self) -> str:
+        return trees.path_string(self.path)
+
+
+class Sites(Mapping[trees.KeyPath, Site]):
+    """The table of a tree; a site is resolved when it is first asked for: dense leaves never are.
+
+    Args:
+      params: tree of parameters.
+      pattern: a pattern, or a function of (path, param) that returns one.
+      batch_axes: number of leading axes that index separate matrices, or a function.
+      overrides: keys of the leaves that have a sparsity of their own.
+      checked: raise a ValueError for a leaf that its pattern does not fit.
+    """
+
+    def __init__(
+        self,
+        params: chex.ArrayTree,
+        pattern: Pattern | Callable[[Path, Any], Pattern],
+        batch_axes: BatchAxes = 0,
+        overrides: Overrides | None = None,
+        checked: bool = True,
+    ) -> None:
+        leaves = trees.leaves_by_path(params)
+        self._params = {path: leaf for path, leaf in leaves.items() if trees.is_prunable(leaf)}
+        self._pattern, self._batch_axes = pattern, batch_axes
+        self._overrides, self._checked = overrides or {}, checked
+        self._sites: dict[trees.KeyPath, Site] = {}
+
+    def __iter__(self) -> Iterator[trees.KeyPath]:
+        return iter(self._params)
+
+    def __len__(self) -> int:
+        return len(self._params)
+
+    def __getitem__(self, path: trees.KeyPath) -> Site:
+        if path not in self._sites:
+            param, name = self._params[path], trees.path_string(path)
+            axes = leading_axes(self._batch_axes, trees.path_names(path), param)
+            pattern = self._pattern
+            if not isinstance(pattern, Pattern):
+                pattern = pattern(trees.path_names(path), param)
+            if not is_pattern(pattern):
+                raise ValueError(
+                    "sparsity_type must be Unstructured, NByM, Block, Channel or another "
+                    f"SparsityType, got {pattern!r} for parameter {name!r} of shape {param.shape}."
+                )
+            if self._checked:
+                pattern.check(param.shape, axes, name)
+            own = names.best_key(self._overrides, name) is not None
+            self._sites[path] = Site(path, pattern, axes, own)
+        return self._sites[path]
+
+    def covers(self, tree: chex.ArrayTree) -> bool:
+        """Whether scores or masks are those of the table's parameters, by paths and shapes."""
+        return all(
+            path in self._params and jnp.shape(leaf) == self._params[path].shape
+            for path, leaf in trees.leaves_by_path(tree).items()
+        )
+
+
+def is_pattern(value: object) -> bool:
+    """Whether a value can be a `sparsity_type`: an instance, not the class itself."""
+    return isinstance(value, Pattern) and not isinstance(value, type)
+
+
+def leading_axes(batch_axes: BatchAxes, path: Path, param: Any) -> int:
+    """How many leading axes of a parameter index separate matrices."""
+    axes = batch_axes(path, param) if callable(batch_axes) else batch_axes
+    if axes < 0 or (callable(batch_axes) and axes > param.ndim):
+        raise ValueError(
+            f"batch_axes must lie between 0 and the number of axes, got {axes} for "
+            f"{'/'.join(path)!r} of shape {param.shape}."
+        )
+    return min(axes, param.ndim)  # one number for all: a bias has fewer axes
+
+
+# The tables of the updaters whose hooks run: scores do not say what their parameters are.
+_IN_USE: contextvars.ContextVar[Mapping[int, Sites]] = contextvars.ContextVar("sites")
+
+
+@contextlib.contextmanager
+def in_use(owner: object, table: Sites) -> Iterator[None]:
+    """Lets hooks of `owner` that get no parameters find the table that was resolved from them."""
+    token = _IN_USE.set({**_IN_USE.get({}), id(owner): table})
+    try:
+        yield
+    finally:
+        _IN_USE.reset(token)
+
+
+def table_in_use(owner: object) -> Sites | None:
+    """The table whose hooks run now."""
+    return _IN_USE.get({}).get(id(owner))

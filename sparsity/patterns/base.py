@@ -1,0 +1,184 @@
+"""The base of sparsity types: what is kept or removed together is pooled, selected and expanded.
+
+A type is a frozen value, checked when it is made. Axes count within a slice: for stacked weights
+(`batch_axes`) axis 0 is the first one after the leading axes. A type of your own is one class: say
+how the scores of its units come from the entries', and how a mask of units covers the entries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import ClassVar
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from sparsity import selection
+from sparsity.core import sharding
+from sparsity.selection.key_search import sums
+
+REMEDY = (
+    "Give another axis, make sparsity_type a function of (path, param), or keep this parameter "
+    "dense with filter_fn or custom_sparsity_map={path: None}."
+)
+
+
+class SparsityType:
+    """What is kept or removed together; by default every entry on its own.
+
+    A subclass with units of several entries overrides `pool` and `expand`, and `check` if it does
+    not fit every shape. All pruners and sparse trainers take it then. `select` and `move` work on
+    units; a type with another idea of them, as N:M, overrides these.
+
+    Example:
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Rows(SparsityType):
+      ...     def pool(self, scores, batch_axes=0):
+      ...         return jnp.max(scores, axis=-1)
+      ...
+      ...     def expand(self, units, shape, batch_axes=0):
+      ...         return jnp.broadcast_to(units[..., None], shape)
+      >>> Rows().select(jnp.array([[1.0, 2.0], [4.0, 0.0]]), 0.5)
+      Array([[0, 0],
+             [1, 1]], dtype=uint8)
+    """
+
+    # Whether every entry is a unit of its own, so that it can compete with those of other leaves.
+    is_elementwise: ClassVar[bool] = False
+
+    def check(self, shape: tuple[int, ...], batch_axes: int = 0, name: str = "params") -> None:
+        """Raises a ValueError that names the parameter if the type does not fit its shape.
+
+        Args:
+          shape: that of the parameter, its batch axes included.
+          batch_axes: number of leading axes that index separate slices.
+          name: the parameter's path, joined by '/'.
+        """
+        del shape, batch_axes, name
+
+    def pool(self, scores: jax.Array, batch_axes: int = 0) -> jax.Array:
+        """Returns the scores of the units, [*batch, ...units], from those of the entries."""
+        del batch_axes
+        return scores
+
+    def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
+        """Returns the mask of the entries, of that shape, from the mask of the units."""
+        del shape, batch_axes
+        return units
+
+    def final_sparsity(self, target: float) -> float:
+        """Returns the sparsity that a mask has at the end of a ramp to `target`."""
+        return target
+
+    def select(
+        self,
+        scores: chex.Array,
+        sparsity: chex.Numeric,
+        *,
+        target: chex.Numeric | None = None,
+        batch_axes: int = 0,
+        topk_fn: Callable[[jax.Array, chex.Numeric], chex.Array] | None = None,
+    ) -> jax.Array:
+        """Returns the mask of the highest scores: exactly `num_kept(units, sparsity)` of a slice.
+
+        Args:
+          scores: [*batch, ...] array of any real dtype.
+          sparsity: scalar in [0, 1], Python or traced.
+          target: where a ramp ends, for types whose density is fixed.
+          batch_axes: number of leading axes that index separate slices.
+          topk_fn: `topk_fn(scores, sparsity) -> mask` replaces the selection; it gets the units of
+            one slice.
+
+        Returns:
+          uint8 mask of the shape of `scores`.
+        """
+        del target
+
+        def create(scores: jax.Array, sparsity: chex.Numeric) -> jax.Array:
+            units = self.pool(scores, batch_axes)
+            if topk_fn is None:
+                kept = selection.num_kept(math.prod(units.shape[batch_axes:]), sparsity)
+                mask = selection.topk_mask(units, kept, batch_axes=batch_axes)
+            else:
+                choose = topk_fn
+                for _ in range(batch_axes):
+                    choose = jax.vmap(choose, in_axes=(0, None))
+                mask = jnp.asarray(choose(units, sparsity)).astype(jnp.uint8)
+            return self.expand(mask, scores.shape, batch_axes)
+
+        return sharding.shard_like(scores, create, scores, sparsity)
+
+    def move(
+        self,
+        mask: chex.Array,
+        drop_scores: chex.Array,
+        grow_scores: chex.Array,
+        drop_fraction: chex.Numeric,
+        *,
+        batch_axes: int = 0,
+    ) -> jax.Array:
+        """Returns the mask with a fraction of its active units replaced by as many others.
+
+        Args:
+          mask: [*batch, ...] uint8 array, the present mask.
+          drop_scores: same shape; the units with the lowest are dropped.
+          grow_scores: same shape; of all units that were not kept, those with the highest grow.
+          drop_fraction: scalar in [0, 1].
+          batch_axes: number of leading axes that index separate slices.
+
+        Returns:
+          uint8 mask of the same shape.
+        """
+
+        def move(
+            mask: jax.Array, drop: jax.Array, grow: jax.Array, fraction: chex.Numeric
+        ) -> jax.Array:
+            # A unit is all ones or all zeros.
+            active, drop, grow = (self.pool(x, batch_axes) for x in (mask, drop, grow))
+            kept, lost = keep_active(active, drop, fraction, batch_axes)
+            grown = selection.topk_mask(grow, lost, where=1 - kept, batch_axes=batch_axes)
+            return self.expand(kept | grown, mask.shape, batch_axes)
+
+        return sharding.shard_like(mask, move, mask, drop_scores, grow_scores, drop_fraction)
+
+
+def keep_active(
+    active: chex.Array, scores: chex.Array, drop_fraction: chex.Numeric, batch_axes: int
+) -> tuple[jax.Array, jax.Array]:
+    """Mask of the units that stay active, and how many of each slice do not."""
+    n = _count(active, batch_axes)
+    k = jnp.asarray(selection.num_kept(n, drop_fraction))
+    return selection.topk_mask(scores, k, where=active, batch_axes=batch_axes), n - k
+
+
+def _count(active: chex.Array, batch_axes: int) -> jax.Array:
+    """How many of each slice are not zero, int32[*batch]."""
+    axes = range(batch_axes, active.ndim)
+    # The barrier keeps the second operand, and with it the fused loop.
+    return jax.lax.optimization_barrier(sums([active > 0, active <= 0], axes))[0]
+
+
+def pooled_dtype(scores: chex.Array) -> jnp.dtype:
+    """float64 where the scores are, else float32: sums of float16 overflow."""
+    return jnp.dtype(jnp.float64 if scores.dtype == jnp.float64 else jnp.float32)
+
+
+def absolute_axis(axis: int, batch_axes: int, ndim: int) -> int:
+    """The axis of a whole tensor, from 0, by its axis within a slice."""
+    return (axis if axis < 0 else axis + batch_axes) % ndim
+
+
+def of_what(shape: tuple[int, ...], batch_axes: int, name: str) -> str:
+    """A parameter, for messages."""
+    batch = f" (of which {batch_axes} leading are batch axes)" if batch_axes else ""
+    return f"parameter {name!r} of shape {shape}{batch}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Unstructured(SparsityType):
+    """Every entry on its own."""
+
+    is_elementwise: ClassVar[bool] = True

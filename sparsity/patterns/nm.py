@@ -1,0 +1,161 @@
+"""N:M: n of every m consecutive entries along an axis."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from sparsity import selection
+from sparsity.core import sharding
+from sparsity.core.checks import check_int
+from sparsity.patterns.base import REMEDY, SparsityType, absolute_axis, keep_active, of_what
+
+COLON = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*")
+
+
+@dataclasses.dataclass(frozen=True)
+class NByM(SparsityType):
+    """At most `n` non-zeros among every `m` consecutive entries along an axis; density n / m.
+
+    Attributes:
+      n: entries kept in each group, in [0, m].
+      m: size of a group; must divide the axis.
+      axis: the axis along which groups lie. Hardware wants the contraction axis, which is -2 for
+        flax kernels of shape [in, out].
+
+    Source: Mishra et al. 2021, "Accelerating Sparse Deep Neural Networks".
+
+    Example:
+      >>> NByM(2, 4)
+      NByM(n=2, m=4, axis=-1)
+    """
+
+    n: int
+    m: int
+    axis: int = -1
+
+    def __post_init__(self) -> None:
+        check_int("NByM.n", self.n, 0)
+        check_int("NByM.m", self.m, 1)
+        check_int("NByM.axis", self.axis)
+        if self.n > self.m:
+            raise ValueError(
+                f"NByM keeps n of every m entries, so n must be at most m; got n = {self.n}, "
+                f"m = {self.m}. Did you mean NByM({self.m}, {self.n})?"
+            )
+
+    def check(self, shape: tuple[int, ...], batch_axes: int = 0, name: str = "params") -> None:
+        check_axis(self, self.axis, shape, batch_axes, name)
+        size = shape[absolute_axis(self.axis, batch_axes, len(shape))]
+        if size % self.m:
+            raise ValueError(
+                f"{self}: axis {self.axis} of {of_what(shape, batch_axes, name)} has {size} "
+                f"entries, which m = {self.m} does not divide. {REMEDY}"
+            )
+
+    def final_sparsity(self, target: float) -> float:
+        """Returns 1 - n / m for every target above 0."""
+        return 1.0 - self.n / self.m if target > 0 else 0.0
+
+    def select(
+        self,
+        scores: chex.Array,
+        sparsity: chex.Numeric,
+        *,
+        target: chex.Numeric | None = None,
+        batch_axes: int = 0,
+        topk_fn: Callable[[jax.Array, chex.Numeric], chex.Array] | None = None,
+    ) -> jax.Array:
+        """Returns the mask of the n highest of each group; more of them before the target.
+
+        Args:
+          scores: [*batch, ...] array of any real dtype.
+          sparsity: scalar in [0, 1], Python or traced.
+          target: the sparsity at which n of m are reached: a lower `sparsity` keeps more of each
+            group, in proportion. `None` means `sparsity` itself.
+          batch_axes: number of leading axes that index separate slices.
+          topk_fn: not used; groups are ranked one by one.
+        """
+        del topk_fn
+
+        def create(scores: jax.Array, sparsity: chex.Numeric, target: chex.Numeric) -> jax.Array:
+            axis = absolute_axis(self.axis, batch_axes, scores.ndim)
+            return selection.nm_mask(scores, self._kept(sparsity, target), self.m, axis=axis)
+
+        return sharding.shard_like(
+            scores, create, scores, sparsity, sparsity if target is None else target
+        )
+
+    def move(
+        self,
+        mask: chex.Array,
+        drop_scores: chex.Array,
+        grow_scores: chex.Array,
+        drop_fraction: chex.Numeric,
+        *,
+        batch_axes: int = 0,
+    ) -> jax.Array:
+        """Returns the mask in which each group has regrown as many entries as it lost."""
+
+        def move(
+            mask: jax.Array, drop: jax.Array, grow: jax.Array, fraction: chex.Numeric
+        ) -> jax.Array:
+            kept, _ = keep_active(mask, drop, fraction, batch_axes)
+            axis = absolute_axis(self.axis, batch_axes, mask.ndim)
+            grown = selection.nm_mask(grow, self.n, self.m, axis=axis, keep=kept)
+            # A leaf with target 0 is dense and has no groups.
+            return jnp.where(jnp.all(mask > 0), mask, grown)
+
+        return sharding.shard_like(mask, move, mask, drop_scores, grow_scores, drop_fraction)
+
+    def _kept(self, sparsity: chex.Numeric, target: chex.Numeric) -> jax.Array:
+        """max(n, ceil(m * (1 - sparsity / target * (1 - n / m)))), exactly n at the target."""
+        sparsity, target = jnp.float32(sparsity), jnp.float32(target)
+        reached = jnp.where(target > 0, sparsity / jnp.where(target > 0, target, 1), 0)
+        removed = jnp.floor(reached * (self.m - self.n)).astype(jnp.int32)
+        return jnp.maximum(self.n, self.m - removed)
+
+
+def check_axis(
+    kind: SparsityType, axis: int, shape: tuple[int, ...], batch_axes: int, name: str
+) -> None:
+    """Raises a ValueError that names the parameter if a slice of it has no such axis."""
+    ndim = len(shape) - batch_axes
+    if not -ndim <= axis < ndim:
+        what = of_what(shape, batch_axes, name)
+        raise ValueError(f"{kind}: {what} has no axis {axis}. {REMEDY}")
+
+
+def parse_nm(name: str, pattern: object, axis: int = -1) -> NByM:
+    """Reads a pattern that keeps at least one entry of a group.
+
+    Args:
+      name: what the pattern is called in messages.
+      pattern: (n, m), 'n:m', or an `NByM`, which has an axis of its own.
+      axis: the axis of the first two.
+
+    Raises:
+      ValueError: the pattern is none of these, or n is not in [1, m].
+
+    Example:
+      >>> parse_nm("pattern", "1:4")
+      NByM(n=1, m=4, axis=-1)
+    """
+    given = pattern
+    if isinstance(given, str) and (colon := COLON.fullmatch(given)):
+        given = int(colon[1]), int(colon[2])
+    try:
+        if isinstance(given, tuple | list):
+            n, m = given
+            given = NByM(n, m, axis)
+        if not isinstance(given, NByM):
+            raise ValueError("A pattern is (n, m), 'n:m' or NByM(n, m, axis).")
+        check_int("n", given.n, 1)
+    except ValueError as error:
+        raise ValueError(f"{name} = {pattern!r} is no pattern. {error}") from None
+    return given

@@ -1,0 +1,146 @@
+"""The layers of a sparse network: as a list, a table and a plot."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, NamedTuple
+
+import chex
+import numpy as np
+import optax
+
+from sparsity.core import extras, trees
+from sparsity.reports.summary import summarize_sparsity
+from sparsity.training.hooks import Updater
+from sparsity.training.state import get_sparse_state
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+class LayerSummary(NamedTuple):
+    """What `sparsity_table` shows of a leaf.
+
+    Attributes:
+      path: joined by '/'.
+      shape: of the parameter.
+      type: its sparsity type, '' for a dense leaf.
+      target: sparsity that is aimed at, `None` for a dense leaf.
+      achieved: fraction of zeros.
+      mask_bytes: bytes that its mask takes.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    type: str
+    target: float | None
+    achieved: float
+    mask_bytes: int
+
+
+def sparsity_table(params: chex.ArrayTree, opt_state: optax.OptState, updater: Updater) -> str:
+    """Returns a table of all leaves: path, shape, type, target, achieved sparsity, mask bytes.
+
+    Its last row sums up the leaves that have a target.
+
+    Args:
+      params: tree of parameters, as they are used (masked ones for straight-through methods).
+      opt_state: optimizer state with one SparseState.
+      updater: the updater that wrapped the optimizer.
+
+    Returns:
+      Text of several lines.
+    """
+    table = extras.load("rich.table", "summary").Table(
+        "path", "shape", "type", box=extras.load("rich.box", "summary").SIMPLE
+    )
+    for column in ("target", "achieved", "mask bytes"):
+        table.add_column(column, justify="right")
+    rows = layer_summary(params, opt_state, updater)
+    for row in rows:
+        shape = "x".join(map(str, row.shape)) or "scalar"
+        numbers = ("dense", "") if row.target is None else (row.target, row.achieved)
+        shown = [f"{n:.4f}" if isinstance(n, float) else n for n in numbers]
+        table.add_row(row.path, shape, row.type, *shown, f"{row.mask_bytes:,}")
+    names = {row.path for row in rows if row.target is not None}
+    leaves = trees.leaves_by_path(params).items()
+    sparse = [leaf for path, leaf in leaves if trees.path_string(path) in names]
+    total = summarize_sparsity(sparse, only_total_sparsity=True)
+    table.add_section()
+    table.add_row(
+        "sparse layers",
+        f"{total['_nparams']:,}",
+        *("", "", f"{total['_total_sparsity']:.4f}"),
+        f"{sum(row.mask_bytes for row in rows):,}",
+    )
+    console = extras.load("rich.console", "summary").Console(
+        file=io.StringIO(), width=200, color_system=None, force_jupyter=False
+    )
+    console.print(table)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().strip("\n").splitlines())
+
+
+def layer_summary(
+    params: chex.ArrayTree, opt_state: optax.OptState, updater: Updater
+) -> list[LayerSummary]:
+    """Returns what `sparsity_table` shows: a `LayerSummary` for each array, in tree order."""
+    state = get_sparse_state(opt_state)
+    targets = trees.leaves_by_path(state.target_sparsities)
+    masks = trees.leaves_by_path(state.masks)
+    achieved = summarize_sparsity(params)
+    sites = updater.sites(params)
+    rows = []
+    for path, leaf in trees.leaves_by_path(params).items():
+        name = trees.path_string(path)
+        if not hasattr(leaf, "shape") or name not in achieved:
+            continue
+        target, mask = targets.get(path), masks.get(path)
+        rows.append(
+            LayerSummary(
+                path=name,
+                shape=leaf.shape,
+                type="" if target is None else repr(sites[path].pattern).removesuffix("()"),
+                target=None if target is None else float(target),
+                achieved=achieved[name],
+                mask_bytes=0 if mask is None else mask.nbytes,
+            )
+        )
+    return rows
+
+
+def plot_sparsity(
+    params: chex.ArrayTree, opt_state: optax.OptState, updater: Updater, ax: Axes | None = None
+) -> Axes:
+    """Draws target and achieved sparsity of every leaf that can be sparse.
+
+    Args:
+      params: tree of parameters, as in `sparsity_table`.
+      opt_state: optimizer state with one SparseState.
+      updater: the updater that wrapped the optimizer.
+      ax: matplotlib axes to draw on; new ones by default.
+
+    Returns:
+      The matplotlib axes.
+    """
+    layers = layer_summary(params, opt_state, updater)
+    rows = [row for row in layers if row.target is not None or len(row.shape) > 1]
+    if ax is None:
+        height = 1.2 + 0.32 * max(len(rows), 1)
+        ax = extras.load("matplotlib.pyplot", "summary").subplots(
+            figsize=(7, height), layout="constrained"
+        )[1]
+    position = np.arange(len(rows))
+    ax.barh(position, [row.achieved for row in rows], color="#0072B2", label="achieved")
+    goals = [(i, row.target) for i, row in enumerate(rows) if row.target is not None]
+    if goals:
+        ax.plot(*zip(*((t, i) for i, t in goals), strict=True), "|", color="#D55E00", ms=14, mew=3)
+        ax.plot([], [], "|", color="#D55E00", ms=10, mew=3, label="target")
+    for i, row in enumerate(rows):
+        ax.annotate(f"{row.achieved:.1%}", (1.01, i), va="center", annotation_clip=False)
+    ax.set_yticks(position, [row.path for row in rows])
+    ax.invert_yaxis()
+    ax.set_xlim(0, 1)
+    ax.set_xlabel("sparsity (fraction of zeros)")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+    return ax

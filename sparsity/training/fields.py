@@ -1,0 +1,93 @@
+"""The fields of an updater: their names, their values, and when they are equal."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsity.core.checks import check_bool, check_int, is_traced
+from sparsity.core.names import known
+from sparsity.masks import SCOPES, is_pattern
+from sparsity.training.hooks import Updater
+
+RENAMED = {"is_packed": "use_packed_masks"}  # as a document of jaxpruner calls it
+
+
+def check_names(cls: Any, names: Iterable[str]) -> None:
+    """Raises a TypeError for a name that is no field of the class; it names the nearest."""
+    if not dataclasses.is_dataclass(cls) or cls.__init__ is not vars(cls).get("__init__"):
+        return  # a class with an __init__ of its own
+    fields = [field.name for field in dataclasses.fields(cls) if field.init]
+    for name in names:
+        if name in RENAMED:
+            raise TypeError(
+                f"{cls.__name__} has no argument {name}; masks are packed to bits with "
+                f"{RENAMED[name]}=True."
+            )
+        if name not in fields:
+            raise TypeError(f"{cls.__name__} has no argument {name!r}. {known(name, fields)}")
+
+
+def check_fields(updater: Updater) -> None:
+    """Raises a ValueError that names the field and its value."""
+    kind = updater.sparsity_type
+    if not is_pattern(kind) and (not callable(kind) or isinstance(kind, type)):
+        raise ValueError(
+            "sparsity_type must be Unstructured(), NByM(n, m), Block(shape), Channel(axis) or "
+            f"a function of (path, param), got sparsity_type = {kind!r}."
+        )
+    for name in ("is_mask_update_iter", "get_sparsity_at_step"):
+        if not callable(getattr(updater.scheduler, name, None)):
+            raise ValueError(
+                f"scheduler must have a method {name}, got scheduler = {updater.scheduler!r}."
+            )
+    for name in ("sparsity_distribution_fn", "topk_fn"):
+        value = getattr(updater, name)
+        if value is not None and not callable(value):
+            raise ValueError(f"{name} must be a function or None, got {value!r}.")
+    if not isinstance(updater.rng_seed, jax.Array | np.ndarray):
+        check_int("rng_seed", updater.rng_seed)
+    for name in ("skip_gradients", "is_sparse_gradients", "use_packed_masks"):
+        check_bool(name, getattr(updater, name))
+    if updater.is_sparse_updates is not None:
+        check_bool("is_sparse_updates", updater.is_sparse_updates)
+    if not callable(updater.batch_axes):
+        check_int("batch_axes", updater.batch_axes, 0)
+    scope = updater.scope
+    for name in ("check", "select", "move"):
+        if isinstance(scope, type) or not callable(getattr(scope, name, None)):
+            raise ValueError(
+                f"scope must be an object with a method {name}, for example "
+                f"{', '.join(f'{known.__name__}()' for known in SCOPES.values())}; got scope = "
+                f"{scope!r}."
+            )
+    scope.check(kind, updater.batch_axes, updater.topk_fn)
+
+
+def have_equal_fields(one: Any, other: Any) -> bool:
+    """Whether two updaters of a class have equal fields; traced seeds are equal to themselves."""
+    return all(
+        _equal(getattr(one, field.name), getattr(other, field.name))
+        for field in dataclasses.fields(one)
+    )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, functools.partial) and isinstance(other, functools.partial):
+        parts = [(part.func, part.args, part.keywords) for part in (one, other)]
+        return bool(parts[0] == parts[1])
+    if isinstance(one, jax.Array | np.ndarray) and isinstance(other, jax.Array | np.ndarray):
+        if is_traced(one) or is_traced(other) or one.dtype != other.dtype:
+            return False
+        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            one, other = jax.random.key_data(one), jax.random.key_data(other)
+        return np.array_equal(one, other)
+    return bool(one == other)

@@ -1,0 +1,69 @@
+"""What a step asks of an updater, and how its hooks are called."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol
+
+import chex
+
+from sparsity.masks import Sites
+from sparsity.sparsity_schedules import Schedule
+from sparsity.training.state import SparseState
+
+
+class Updater(Protocol):
+    """The fields and hooks of a `BaseUpdater` that a training step uses."""
+
+    keeps_dense_weights: ClassVar[bool]
+    regrows: ClassVar[bool]
+    scheduler: Schedule
+    skip_gradients: bool
+    is_sparse_gradients: bool
+    use_packed_masks: bool
+    is_sparse_updates: bool | None
+
+    def sites(self, params: chex.ArrayTree) -> Sites: ...
+
+    def init_state(self, params: chex.ArrayTree) -> SparseState: ...
+
+    def init_algorithm_state(
+        self, params: chex.ArrayTree, masks: chex.ArrayTree
+    ) -> chex.ArrayTree: ...
+
+    def accumulate(
+        self, sparse_state: SparseState, params: chex.ArrayTree, grads: chex.ArrayTree
+    ) -> SparseState: ...
+
+    def update_state(
+        self,
+        sparse_state: SparseState,
+        params: chex.ArrayTree,
+        grads: chex.ArrayTree,
+        **extra_args: Any,
+    ) -> SparseState: ...
+
+    def modify_gradients(
+        self, grads: chex.ArrayTree, params: chex.ArrayTree, sparse_state: SparseState
+    ) -> chex.ArrayTree: ...
+
+
+def call_hook(hook: Callable[..., Any], *args: Any, extra: Mapping[str, Any], **kwargs: Any) -> Any:
+    """Calls a hook with those of the `extra` arguments that its signature names (or takes all)."""
+    parameters = inspect.signature(hook).parameters
+    taken = {*list(parameters)[: len(args)], *kwargs}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    wanted = extra.keys() if takes_all else extra.keys() & parameters.keys()
+    return hook(*args, **kwargs, **{key: extra[key] for key in wanted - taken})
+
+
+def default_hook(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a method of the base class as one that does nothing, and costs nothing therefore."""
+    method.is_default_hook = True  # type: ignore[attr-defined]
+    return method
+
+
+def is_overridden(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is another than the one that does nothing."""
+    return not getattr(hook, "is_default_hook", False)

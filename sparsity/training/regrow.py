@@ -1,0 +1,96 @@
+"""Weights that come back into a mask start at zero, with the state of a fresh optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from sparsity.core import owners, trees
+from sparsity.masks import apply_mask, pack_masks, unpack, unpack_masks
+from sparsity.training.state import SparseState
+
+
+def restart_regrown(
+    old: SparseState, new: SparseState, params: chex.ArrayTree, fresh: chex.ArrayTree
+) -> tuple[SparseState, chex.ArrayTree]:
+    """Gives weights that are new in the mask the state of a fresh optimizer.
+
+    Args:
+      old: the state before the mask update.
+      new: the state after it.
+      params: tree of parameters.
+      fresh: what the inner optimizer's `init` returns.
+
+    Returns:
+      The new state, its masks packed, and the packed mask of the weights that have grown.
+    """
+    grown = trees.map_matched(
+        lambda _, mask, before: mask & (1 - before), new.masks, old.masks, role="new masks"
+    )
+    grown = pack_masks(grown, params)
+    masks = read_after(pack_masks(new.masks, params), grown)
+    chosen = trees.map_matched(lambda _, param, mask: mask, params, unpack_masks(grown, params))
+    inner_state = owners.replace_where(new.inner_state, fresh, chosen)
+    return new._replace(masks=masks, inner_state=inner_state), grown
+
+
+def read_after(masks: chex.ArrayTree, grown: chex.ArrayTree) -> chex.ArrayTree:
+    """Returns packed masks that formally depend on those of the weights that have grown.
+
+    All that follows reads the packed mask of what has grown, and so do the new masks now: thus the
+    compiler sees that the old masks are read no more, and writes the new ones in their place.
+    Without it every step copies them; tests look for the copies in the compiled program.
+    """
+    return trees.map_matched(lambda _, bits, more: bits | more, masks, grown)
+
+
+def without_grown(params: chex.ArrayTree, grown: chex.ArrayTree) -> chex.ArrayTree:
+    """Parameters with zeros where weights have grown: what the inner optimizer sees."""
+
+    def zero(_: trees.KeyPath, param: Any, bits: Any) -> Any:
+        return param if bits is None else apply_mask(param, 1 - unpack(bits, param))
+
+    return trees.map_matched(zero, params, grown)
+
+
+def start_from_zero(
+    steps: chex.ArrayTree, params: chex.ArrayTree, grown: chex.ArrayTree
+) -> chex.ArrayTree:
+    """Updates that take weights which have grown from zero, whatever they hold now."""
+
+    def restart(_: trees.KeyPath, step: Any, param: Any, bits: Any) -> Any:
+        if bits is None:
+            return step
+        return jnp.where(unpack(bits, param) > 0, step - param, step)
+
+    return trees.map_matched(restart, steps, params, grown, role="updates")
+
+
+def check_resettable(params: chex.ArrayTree, inner_state: optax.OptState) -> None:
+    """Refuses inner optimizers whose state hides which entry belongs to which parameter."""
+    arrays = {path: leaf for path, leaf in trees.leaves_by_path(params).items() if _is_array(leaf)}
+    size = sum(leaf.size for leaf in arrays.values())
+    owned = owners.map_owned(lambda owner, _: owner is not None, arrays and params, inner_state)
+    leaves = zip(jax.tree.leaves(owned), jax.tree.leaves(inner_state), strict=True)
+    hidden = None
+    if trees.find_nodes(inner_state, optax.LookaheadState):
+        hidden = "lookahead"
+    elif len(arrays) > 1 and any(
+        not is_owned and jnp.shape(leaf) == (size,) and trees.is_prunable(leaf)
+        for is_owned, leaf in leaves
+    ):
+        hidden = "flatten"
+    if hidden:
+        raise ValueError(
+            f"An updater that regrows weights cannot wrap optax.{hidden}: its state hides which "
+            "entry belongs to which parameter, and regrown weights need a fresh state. Leave "
+            f"optax.{hidden} out."
+        )
+
+
+def _is_array(leaf: object) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "size")
