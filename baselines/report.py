@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import sparsity
-from baselines import run, training
+from baselines import store, training
 
 # ResNet-50 on ImageNet at 80 %, JaxPruner (Lee et al. 2023): from the best to the worst.
 PAPER = (
@@ -31,19 +31,19 @@ LABELS = {
     "trace": "trace of advantages",
 }
 
-Results = dict[run.Job, run.Result]
+Results = dict[store.Job, store.Result]
 Found = tuple[training.Task, Results]
 
 
 def write(tasks: Sequence[training.Task]) -> None:
     """Renews RESULTS.md and the plots from what is stored; a task without results is left out."""
-    found = [(task, results) for task in tasks if (results := run.load(task))]
+    found = [(task, results) for task in tasks if (results := store.load(task))]
     if not found:
         sys.exit("No result of the present settings is stored.")
     for task, results in found:
-        draw(task, results).savefig(run.FOLDER / f"{task.name}.png", dpi=150)
+        draw(task, results).savefig(store.FOLDER / f"{task.name}.png", dpi=150)
     parts = [introduction(found), summary(found), *(section(*pair) for pair in found), order(found)]
-    path = run.FOLDER / "RESULTS.md"
+    path = store.FOLDER / "RESULTS.md"
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     print(f"{len(found)} of {len(tasks)} tasks: {path}")
 
@@ -101,7 +101,7 @@ def section(task: training.Task, results: Results) -> str:
     )
 
 
-def runs_of(name: str, found: Sequence[Found]) -> list[run.Result | None]:
+def runs_of(name: str, found: Sequence[Found]) -> list[store.Result | None]:
     """Results of an algorithm, by task and sparsity; those of the dense network for each."""
     return [
         results.get((name, 0.0 if name == "no_prune" else target))
@@ -115,7 +115,7 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def cell(row: run.Result | None) -> str:
+def cell(row: store.Result | None) -> str:
     """Mean and deviation; the mean with four digits."""
     if not row:
         return ""
@@ -123,11 +123,11 @@ def cell(row: run.Result | None) -> str:
     return f"{mean(row):.{decimals}f} ± {deviation(row):.{decimals}f}"
 
 
-def mean(row: run.Result) -> float:
+def mean(row: store.Result) -> float:
     return float(np.mean(row["metric"]))
 
 
-def deviation(row: run.Result) -> float:
+def deviation(row: store.Result) -> float:
     return float(np.std(row["metric"], ddof=1))
 
 

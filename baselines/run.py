@@ -10,30 +10,22 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import hashlib
 import importlib
-import json
 import os
 import platform
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import jax
 
 import sparsity
-from baselines import training
+from baselines import store, training
+from baselines.store import Job
 from baselines.training import Task
 
-FOLDER = Path(__file__).parent
-RESULTS = FOLDER / "results"
 TASKS = ("mnist1d_mlp", "cartpole_ppo", "digits_cnn", "topics_transformer")
 EXTRAS = ("gymnax", "matplotlib", "mlxtend", "mnist1d", "tqdm")
-
-Result = dict[str, Any]
-Job = tuple[str, float]  # algorithm, sparsity
 
 
 def main() -> None:
@@ -63,12 +55,12 @@ def train_all(tasks: list[Task], algorithms: tuple[str, ...]) -> None:
     """Trains what is not stored yet, with a progress bar."""
     import tqdm
 
-    marks = {task.name: fingerprint(task) for task in tasks}
+    marks = {task.name: store.fingerprint(task) for task in tasks}
     jobs = []
     for task in tasks:
-        stored = load(task)
-        if not stored and path_of(task).exists():
-            print(f"{path_of(task)} was made by other settings or code: it is made anew.")
+        stored = store.load(task)
+        if not stored and store.path_of(task).exists():
+            print(f"{store.path_of(task)} was made by other settings or code: it is made anew.")
         jobs += [(task, job) for job in jobs_of(task, algorithms) if job not in stored]
     bar = tqdm.tqdm(jobs, unit="run", disable=not jobs)
     for task, (algorithm, target) in bar:
@@ -81,9 +73,9 @@ def train_all(tasks: list[Task], algorithms: tuple[str, ...]) -> None:
             "machine": f"{os.cpu_count()} CPU cores ({platform.machine()})",
             "versions": f"jax {jax.__version__}, Python {platform.python_version()}",
         }
-        if fingerprint(task) != marks[task.name]:
+        if store.fingerprint(task) != marks[task.name]:
             sys.exit(f"\nThe code of {task.name} has changed: start again to train with it.")
-        save(task, load(task) | {(algorithm, target): metrics | made})
+        store.save(task, store.load(task) | {(algorithm, target): metrics | made})
 
 
 def jobs_of(task: Task, algorithms: tuple[str, ...]) -> Iterator[Job]:
@@ -91,41 +83,6 @@ def jobs_of(task: Task, algorithms: tuple[str, ...]) -> Iterator[Job]:
     for algorithm in algorithms:
         for target in (0.0,) if algorithm == "no_prune" else task.sparsities:
             yield algorithm, target
-
-
-def fingerprint(task: Task) -> str:
-    """Of the settings and of the code that trains."""
-    digest = hashlib.sha256(json.dumps([task.settings, task.seeds]).encode())
-    for name in ("training.py", f"{task.name}.py"):
-        digest.update((FOLDER / name).read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def load(task: Task) -> dict[Job, Result]:
-    """Results that the present settings have made."""
-    if not path_of(task).exists():
-        return {}
-    found = json.loads(path_of(task).read_text(encoding="utf-8"))
-    if found["fingerprint"] != fingerprint(task):
-        return {}
-    return {(row.pop("algorithm"), row.pop("target")): row for row in found["runs"]}
-
-
-def save(task: Task, results: dict[Job, Result]) -> None:
-    """Stores all results of a task, so that a kill leaves the old file or the new one."""
-    runs = [{"algorithm": name, "target": target} | row for (name, target), row in results.items()]
-    lines = ",\n".join(
-        map(json.dumps, sorted(runs, key=lambda row: (row["target"], row["algorithm"])))
-    )
-    head = f'"fingerprint": "{fingerprint(task)}",\n"settings": {json.dumps(task.settings)}'
-    RESULTS.mkdir(exist_ok=True)
-    new = path_of(task).with_suffix(".new")
-    new.write_text(f'{{{head},\n"runs": [\n{lines}\n]}}\n', encoding="utf-8")
-    os.replace(new, path_of(task))
-
-
-def path_of(task: Task) -> Path:
-    return RESULTS / f"{task.name}.json"
 
 
 if __name__ == "__main__":
