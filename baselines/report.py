@@ -11,7 +11,6 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-import sparsity
 from baselines import store, training
 
 # ResNet-50 on ImageNet at 80 %, JaxPruner (Lee et al. 2023): from the best to the worst.
@@ -22,8 +21,9 @@ PAPER = (
 COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
     *("#56B4E9", "#666666", "#882255", "#332288", "#999933"),
+    *("#44AA99", "#661100"),
 )
-MARKERS = "osD^vP*X<>"
+MARKERS = "osD^vP*X<>hp"
 LABELS = {
     "adam": "peak learning rate of Adam",
     "adamw": "peak learning rate of AdamW",
@@ -63,7 +63,8 @@ a row, with its compilation and whatever else the machine did: they say how long
 algorithm is faster.
 
 All algorithms of a task have the same settings. Layers share the sparsity by ERK, global pruners by
-their threshold. Pruners follow a cubic ramp from {start:.0%} to {end:.0%} of the steps with about
+their threshold: of scores divided by the norm of their leaf, or as they are in the rows named
+`(raw)`. Pruners follow a cubic ramp from {start:.0%} to {end:.0%} of the steps with about
 {training.MASK_UPDATES} mask updates. SET and RigL move their masks about {training.MASK_UPDATES}
 times until {end:.0%} of the steps, at first {training.DROP_FRACTION:.0%} of the active weights,
 along a cosine to none; static masks stay. Straight-through methods are sparse from the first
@@ -74,7 +75,9 @@ def summary(found: Sequence[Found]) -> str:
     """One table of all tasks."""
     heads = [f"{task.name} {target:.0%}" for task, _ in found for target in task.sparsities]
     rows = [
-        [f"`{name}`", *map(cell, runs_of(name, found))] for name in sparsity.all_algorithm_names()
+        [f"`{name}`", *map(cell, runs)]
+        for name in store.row_names()
+        if any(runs := runs_of(name, found))
     ]
     return table(["algorithm", *heads], rows)
 
@@ -86,7 +89,7 @@ def section(task: training.Task, results: Results) -> str:
     )
     missed = max(abs(x - target) for (_, target), row in results.items() for x in row["sparsity"])
     rows = []
-    for name in sparsity.all_algorithm_names():
+    for name in store.row_names():
         runs = runs_of(name, [(task, results)])
         if any(runs):
             seconds = {id(row): f"{row['seconds']:.0f}" for row in runs if row}  # dense: one run
@@ -102,7 +105,7 @@ def section(task: training.Task, results: Results) -> str:
 
 
 def runs_of(name: str, found: Sequence[Found]) -> list[store.Result | None]:
-    """Results of an algorithm, by task and sparsity; those of the dense network for each."""
+    """Results of a row, by task and sparsity; those of the dense network for each."""
     return [
         results.get((name, 0.0 if name == "no_prune" else target))
         for task, results in found

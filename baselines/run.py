@@ -19,7 +19,6 @@ from collections.abc import Iterator
 
 import jax
 
-import sparsity
 from baselines import store, training
 from baselines.store import Job
 from baselines.training import Task
@@ -30,7 +29,7 @@ EXTRAS = ("gymnax", "matplotlib", "mlxtend", "mnist1d", "tqdm")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    known = sparsity.all_algorithm_names()
+    known = store.row_names()
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS, metavar="NAME")
     parser.add_argument("--algorithms", nargs="+", choices=known, default=known, metavar="NAME")
     parser.add_argument("--report", action="store_true", help="write the report, train nothing")
@@ -51,7 +50,7 @@ def main() -> None:
         sys.exit("\nStopped; the same command goes on from here.")
 
 
-def train_all(tasks: list[Task], algorithms: tuple[str, ...]) -> None:
+def train_all(tasks: list[Task], names: tuple[str, ...]) -> None:
     """Trains what is not stored yet, with a progress bar."""
     import tqdm
 
@@ -61,12 +60,13 @@ def train_all(tasks: list[Task], algorithms: tuple[str, ...]) -> None:
         stored = store.load(task)
         if not stored and store.path_of(task).exists():
             print(f"{store.path_of(task)} was made by other settings or code: it is made anew.")
-        jobs += [(task, job) for job in jobs_of(task, algorithms) if job not in stored]
+        jobs += [(task, job) for job in jobs_of(task, names) if job not in stored]
     bar = tqdm.tqdm(jobs, unit="run", disable=not jobs)
-    for task, (algorithm, target) in bar:
-        bar.set_description(f"{task.name} {algorithm} {target:g}")
+    for task, (name, target) in bar:
+        bar.set_description(f"{task.name} {name} {target:g}")
+        algorithm, options = store.recipe(name)
         start = time.perf_counter()
-        metrics = training.run_seeds(task, algorithm, target)
+        metrics = training.run_seeds(task, algorithm, target, **options)
         made = {
             "seconds": round(time.perf_counter() - start, 1),
             "date": str(datetime.date.today()),
@@ -75,14 +75,14 @@ def train_all(tasks: list[Task], algorithms: tuple[str, ...]) -> None:
         }
         if store.fingerprint(task) != marks[task.name]:
             sys.exit(f"\nThe code of {task.name} has changed: start again to train with it.")
-        store.save(task, store.load(task) | {(algorithm, target): metrics | made})
+        store.save(task, store.load(task) | {(name, target): metrics | made})
 
 
-def jobs_of(task: Task, algorithms: tuple[str, ...]) -> Iterator[Job]:
-    """Algorithms and sparsities to train a task with; the dense network once."""
-    for algorithm in algorithms:
-        for target in (0.0,) if algorithm == "no_prune" else task.sparsities:
-            yield algorithm, target
+def jobs_of(task: Task, names: tuple[str, ...]) -> Iterator[Job]:
+    """Rows and sparsities to train a task with; the dense network once."""
+    for name in names:
+        for target in (0.0,) if name == "no_prune" else task.sparsities:
+            yield name, target
 
 
 if __name__ == "__main__":

@@ -8,13 +8,36 @@ import os
 from pathlib import Path
 from typing import Any
 
+import sparsity
 from baselines.training import Task
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 
 Result = dict[str, Any]
-Job = tuple[str, float]  # algorithm, sparsity
+Job = tuple[str, float]  # name of a row, sparsity
+Recipe = tuple[str, dict[str, Any]]  # algorithm, options
+
+# Rows beside those of the algorithms with their defaults.
+VARIANTS: dict[str, Recipe] = {
+    "global_magnitude (raw)": ("global_magnitude", {"use_normalization": False}),
+    "global_saliency (raw)": ("global_saliency", {"use_normalization": False}),
+}
+
+
+def row_names() -> tuple[str, ...]:
+    """Every algorithm, each followed by its variants."""
+    return tuple(
+        name
+        for algorithm in sparsity.all_algorithm_names()
+        for name in (algorithm, *VARIANTS)
+        if recipe(name)[0] == algorithm
+    )
+
+
+def recipe(name: str) -> Recipe:
+    """What a row is trained by."""
+    return VARIANTS.get(name, (name, {}))
 
 
 def fingerprint(task: Task) -> str:
@@ -26,21 +49,29 @@ def fingerprint(task: Task) -> str:
 
 
 def load(task: Task) -> dict[Job, Result]:
-    """Results that the present settings have made."""
+    """Results that the present settings and recipes have made."""
     if not path_of(task).exists():
         return {}
     found = json.loads(path_of(task).read_text(encoding="utf-8"))
     if found["fingerprint"] != fingerprint(task):
         return {}
-    return {(row.pop("algorithm"), row.pop("target")): row for row in found["runs"]}
+    names = {json.dumps(recipe(name)): name for name in row_names()}
+    results = {}
+    for row in found["runs"]:
+        made_by = json.dumps([row.pop("algorithm"), row.pop("options", {})])
+        if made_by in names:
+            results[names[made_by], row.pop("target")] = row
+    return results
 
 
 def save(task: Task, results: dict[Job, Result]) -> None:
     """Stores all results of a task, so that a kill leaves the old file or the new one."""
-    runs = [{"algorithm": name, "target": target} | row for (name, target), row in results.items()]
-    lines = ",\n".join(
-        map(json.dumps, sorted(runs, key=lambda row: (row["target"], row["algorithm"])))
-    )
+    runs = []
+    for name, target in sorted(results, key=lambda job: job[::-1]):
+        algorithm, options = recipe(name)
+        made_by = {"algorithm": algorithm} | ({"options": options} if options else {})
+        runs.append(json.dumps(made_by | {"target": target} | results[name, target]))
+    lines = ",\n".join(runs)
     head = f'"fingerprint": "{fingerprint(task)}",\n"settings": {json.dumps(task.settings)}'
     RESULTS.mkdir(exist_ok=True)
     new = path_of(task).with_suffix(".new")
