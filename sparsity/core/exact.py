@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsity.core.checks import is_traced
+
 Words = tuple[jax.Array, jax.Array]  # uint32 (high, low): an integer below 2**64
 
 
@@ -99,11 +101,6 @@ def ordered_sum(x: chex.Array, axis: tuple[int, ...]) -> jax.Array:
     unknown = jnp.any(jnp.isnan(x), axis=axis) | (plus & minus)
     limit = jnp.where(unknown, jnp.nan, jnp.where(plus, jnp.inf, -jnp.inf))
     return jnp.where(unknown | plus | minus, limit, total).astype(x.dtype)
-
-
-def is_traced(x: Any) -> bool:
-    """Whether the value of x is not known yet."""
-    return isinstance(x, jax.core.Tracer)
 
 
 def split(k: int) -> tuple[Any, Any]:

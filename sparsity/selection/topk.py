@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.core import exact as exact_counts
+from sparsity.core.checks import is_traced
 from sparsity.core.exact import Words, num_kept
 from sparsity.selection import key_search, threshold
 from sparsity.selection.key_search import Leaf
@@ -143,11 +144,11 @@ def nm_mask(
     axis %= scores.ndim
     if m < 1:
         raise ValueError(f"m must be at least 1, got m = {m}.")
-    if not exact_counts.is_traced(n) and not 0 <= int(n) <= m:
+    if not is_traced(n) and not 0 <= int(n) <= m:
         raise ValueError(f"n must be in [0, {m}], got n = {n}.")
     if keep is not None and jnp.shape(keep) != scores.shape:
         raise ValueError(f"keep must have shape {scores.shape}, got {jnp.shape(keep)}.")
-    if exact_counts.is_traced(n):
+    if is_traced(n):
         return _nm_mask_of_traced_n(scores, n, keep, m, axis)
     return _nm_mask(scores, int(n), keep, m, axis)
 
@@ -201,10 +202,10 @@ def _readable(scores: chex.Array) -> jax.Array:
 def _k_words(k: Any, n: int) -> tuple[Any, Any]:
     """k, checked if concrete, else clamped from below (selection clamps it from above)."""
     if isinstance(k, tuple):
-        if not any(exact_counts.is_traced(word) for word in k):
+        if not any(is_traced(word) for word in k):
             return _k_words((int(k[0]) << 32) + int(k[1]), n)
         return k[0].astype(jnp.uint32), k[1].astype(jnp.uint32)
-    if not exact_counts.is_traced(k):
+    if not is_traced(k):
         k = np.asarray(k)
         if np.any(k < 0) or np.any(k > n):
             raise ValueError(f"k must be in [0, {n}], got k = {k}.")
@@ -277,7 +278,7 @@ def _grouped_mask(
         own_kept, other_kept = pairs(keep != 0, False)
         beaten = (other_kept & ~own_kept) | ((other_kept == own_kept) & beaten)
     rank = jnp.sum(beaten, axis=axis + 2, dtype=jnp.int8 if m < 128 else jnp.int32)
-    if exact_counts.is_traced(n):
+    if is_traced(n):
         n = jnp.clip(n, 0, m).astype(rank.dtype)
     mask = (rank < n).reshape(*shape[:axis], count * m, *shape[axis + 1 :]).astype(jnp.uint8)
     mask = lax.slice_in_dim(mask, 0, shape[axis], axis=axis)
