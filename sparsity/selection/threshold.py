@@ -18,6 +18,7 @@ from jax import lax
 
 from sparsity.core import exact as exact_counts
 from sparsity.core.exact import Words
+from sparsity.core.hashing import flat_index
 from sparsity.selection import key_search
 from sparsity.selection.key_search import Bracket, Leaf
 
@@ -194,12 +195,3 @@ def _cut_by_search(
 def _at(partial: jax.Array, x: jax.Array | np.ndarray) -> jax.Array:
     """The x of the partial leaf; 0 without one."""
     return jnp.sum(jnp.where(partial, x, 0), axis=0, dtype=jnp.int32)
-
-
-def flat_index(shape: tuple[int, ...], strides: Sequence[int | jax.Array] = ()) -> jax.Array:
-    """int32 flat index of each entry of an array of that shape."""
-    strides = strides or [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    index = jnp.zeros(shape, jnp.int32)
-    for axis, stride in enumerate(strides):
-        index += lax.broadcasted_iota(jnp.int32, shape, axis) * stride
-    return index

@@ -23,10 +23,9 @@ from sparsity.core.exact import Words, num_kept
 from sparsity.selection import key_search, threshold
 from sparsity.selection.key_search import Leaf
 
-__all__ = ["global_topk_mask", "hash_scores", "nm_mask", "num_kept", "topk_mask"]
+__all__ = ["global_topk_mask", "nm_mask", "num_kept", "topk_mask"]
 
 _MERGE_BELOW = 65_536  # smaller neighbouring leaves are counted as one when flat
-_GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio
 
 
 def topk_mask(
@@ -151,37 +150,6 @@ def nm_mask(
     if is_traced(n):
         return _nm_mask_of_traced_n(scores, n, keep, m, axis)
     return _nm_mask(scores, int(n), keep, m, axis)
-
-
-def hash_scores(shape: Sequence[int], *words: chex.Numeric) -> jax.Array:
-    """Pseudo-random uint32 scores: a hash of the words and of each entry's flat index.
-
-    The same words give the same scores, whatever the sharding.
-
-    >>> bool((hash_scores((4,), 0, 1) == hash_scores((4,), 0, 1)).all())
-    True
-
-    Args:
-        shape: Shape of the scores, fewer than 2**31 entries.
-        *words: Integers (of which 32 bits count) or integer scalars, traced or not: a seed, a
-            step, the number of a leaf.
-
-    Returns:
-        uint32 scores of that shape.
-    """
-    state = jnp.uint32(_GOLDEN)
-    for word in words:
-        word = jnp.uint32(word & 0xFFFFFFFF) if isinstance(word, int) else jnp.asarray(word)
-        state = _mix(state ^ word.astype(jnp.uint32)) + jnp.uint32(_GOLDEN)
-    index = threshold.flat_index(tuple(shape)).astype(jnp.uint32)
-    return _mix(_mix(index ^ state) + _mix(~state))
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    """Bijection of uint32 whose every output bit depends on every input bit (murmur3's fmix32)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
 
 
 # ------------------------------------------------------------------ arguments
