@@ -26,7 +26,7 @@ from sparsity.patterns.types import (
     Unstructured,
     check_fraction,
 )
-from sparsity.selection import key_search
+from sparsity.selection.counting import sums
 
 TopkFn = Callable[[chex.Array, chex.Numeric], chex.Array]
 
@@ -253,7 +253,7 @@ def _count(active: chex.Array, batch_axes: int) -> jax.Array:
     """How many of each slice are not zero, int32[*batch]."""
     axes = range(batch_axes, active.ndim)
     # The barrier keeps the second operand, and with it the fused loop.
-    return jax.lax.optimization_barrier(key_search.sums([active > 0, active <= 0], axes))[0]
+    return jax.lax.optimization_barrier(sums([active > 0, active <= 0], axes))[0]
 
 
 def _kept_of_group(kind: NByM, sparsity: chex.Numeric, target: chex.Numeric) -> int | jax.Array:

@@ -1,15 +1,8 @@
 """Search for the k-th highest of integer keys by counting: no sorting, nothing stored.
 
-Scores are read through signed integers of the same order: NaN ranks below every number, -0.0 equals
-0.0, and subnormals keep their order. A search narrows a bracket of keys around the k-th one: a pass
-over the data counts how many keys lie above each of a few pivots. Only its counts leave a device,
-so that sharded scores stay where they are.
-
-The speed on XLA:CPU rests on four facts. A reduction of two or more operands compiles to one fused
-loop, where a single integer sum stores an intermediate as large as the data. A reduction to rows
-uses every thread, one to a scalar does not. Strict comparisons of integers vectorise best. Pivots
-and data meet in a barrier within the loop, or the keys are hoisted out of it and stored. On a GPU
-a loop that looks at its data waits on the host, so that the number of passes is fixed there.
+A search narrows a bracket of keys around the k-th one: a pass over the data counts how many keys
+lie above each of a few pivots. On a GPU a loop that looks at its data waits on the host, so that
+the number of passes is fixed there.
 """
 
 import functools
@@ -23,137 +16,15 @@ from jax import lax
 
 from sparsity.core import exact as exact_counts
 from sparsity.core.exact import Words
+from sparsity.selection.counting import Leaf
+from sparsity.selection.keys import to_keys
 
-_ROWS = 32  # of a flat reduction, for threads to share
-_SHARED = 65_536  # entries from which on threads share a reduction
 _SPREAD = np.float32(1 / 12)  # of guessed pivots, in brackets; if wider, eighths are better
-
-
-def use_flat(x: jax.Array) -> bool:
-    """Whether x may be reshaped freely: all of it lies on one device, as far as its type tells."""
-    mesh = jax.typeof(x).sharding.mesh
-    return mesh.are_all_axes_manual if not mesh.empty else jax.device_count() == 1
 
 
 def loops_wait_on_host() -> bool:
     """Whether a loop that looks at its data makes the device wait on the host."""
     return jax.default_backend() not in ("cpu", "tpu")
-
-
-# ------------------------------------------------------------------ keys
-class KeyRange(NamedTuple):
-    """Keys of a dtype: their dtype, the lowest (which is that of NaN, if there is one), the top."""
-
-    dtype: np.dtype
-    low: int
-    top: int
-
-
-@functools.lru_cache
-def key_range(dtype: np.dtype) -> KeyRange:
-    """The range of the integer keys that order a dtype."""
-    if dtype == jnp.bool_:
-        return KeyRange(np.dtype(np.int8), 0, 1)
-    floating = jnp.issubdtype(dtype, jnp.floating)
-    bits = jnp.finfo(dtype).bits if floating else max(8, jnp.iinfo(dtype).bits)
-    key = np.dtype(f"int{bits}")
-    if not floating:
-        return KeyRange(key, int(np.iinfo(key).min), int(np.iinfo(key).max))
-    top = np.full(1, np.inf).astype(dtype)
-    if not np.isinf(top.astype(np.float32))[0]:  # a format without inf
-        top = np.full(1, jnp.finfo(dtype).max, dtype)
-    return KeyRange(key, int(np.iinfo(key).min), int(top.view(key)[0]))
-
-
-def to_keys(scores: jax.Array) -> jax.Array:
-    """Signed integers in the order of the scores, as wide as these."""
-    dtype = scores.dtype
-    key, low, top = key_range(dtype)
-    if jnp.issubdtype(dtype, jnp.unsignedinteger):
-        unsigned = np.dtype(f"uint{key.itemsize * 8}")
-        return lax.bitcast_convert_type(scores.astype(unsigned) ^ jnp.array(-low, unsigned), key)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return scores.astype(key)
-    raw = lax.bitcast_convert_type(scores, key)
-    magnitude = raw & jnp.array(-low - 1, key)
-    signed = jnp.where(raw < 0, -magnitude, magnitude)
-    if int(np.full(1, -0.0).astype(dtype).view(key)[0]) == low:
-        nan = magnitude > jnp.array(top, key)
-    else:  # a format without -0, whose bits mean NaN
-        nan = raw == jnp.array(low, key)
-    return jnp.where(nan, jnp.array(low, key), signed)
-
-
-# ------------------------------------------------------------------ counting
-class Leaf(NamedTuple):
-    """Scores, and which of them may be kept."""
-
-    scores: jax.Array
-    where: jax.Array | None = None  # not zero: eligible; None: all are
-
-    def keys(self) -> jax.Array:
-        """Keys of the scores; the lowest one where an entry is not eligible."""
-        keys = to_keys(self.scores)
-        if self.where is None:
-            return keys
-        lowest = jnp.array(key_range(self.scores.dtype).low, keys.dtype)
-        return jnp.where(self.where != 0, keys, lowest)
-
-    def only(self, mask: jax.Array) -> jax.Array:
-        """The mask without entries that are not eligible."""
-        return mask if self.where is None else mask & (self.where != 0)
-
-    def map(self, f: Callable[[jax.Array], jax.Array]) -> "Leaf":
-        """The leaf of which f was applied to both arrays."""
-        return Leaf(f(self.scores), None if self.where is None else f(self.where))
-
-
-def sums(masks: Sequence[jax.Array], axes: Sequence[int]) -> list[jax.Array]:
-    """int32 sums of two or more masks, or of partial sums, in one fused loop."""
-    return lax.reduce(
-        [mask.astype(jnp.int32) for mask in masks],
-        [np.int32(0)] * len(masks),
-        lambda a, b: [x + y for x, y in zip(a, b, strict=True)],
-        tuple(axes),
-    )
-
-
-def _count(leaf: Leaf, masks: Callable[[Leaf], Sequence[jax.Array]]) -> list[jax.Array]:
-    """int32 scalars: how many entries are in each of masks(leaf)."""
-    if not use_flat(leaf.scores):
-        return sums(masks(leaf), range(leaf.scores.ndim))
-    leaf = leaf.map(lambda x: x.reshape(-1))
-    size = leaf.scores.size
-    if size < _SHARED:
-        return sums(masks(leaf), [0])
-    whole = size // _ROWS * _ROWS
-    body = leaf.map(lambda x: x[:whole].reshape(_ROWS, -1))
-    counts = sums(sums(masks(body), [1]), [0])
-    if whole == size:
-        return counts
-    rest = sums(masks(leaf.map(lambda x: x[whole:])), [0])
-    return [x + y for x, y in zip(counts, rest, strict=True)]
-
-
-def count_eligible(leaf: Leaf) -> jax.Array | int:
-    """How many entries of the leaf are eligible."""
-    if leaf.where is None:
-        return leaf.scores.size
-    counts = _count(Leaf(leaf.where), lambda x: [x.scores != 0, x.scores == 0])
-    return lax.optimization_barrier(counts)[0]
-
-
-def count_above(leaves: Sequence[Leaf], pivots: jax.Array) -> jax.Array:
-    """int32[leaves, pivots]: how many eligible keys lie above each pivot, in one pass."""
-    pivots = pivots.astype(key_range(leaves[0].scores.dtype).dtype)
-    held, pivots = lax.optimization_barrier((list(leaves), list(pivots)))
-
-    def above(leaf: Leaf) -> list[jax.Array]:
-        keys = leaf.keys()
-        return [keys > p for p in pivots]
-
-    counts = [x for leaf in held for x in _count(leaf, above)]
-    return jnp.stack(counts).reshape(len(leaves), -1)
 
 
 # ------------------------------------------------------------------ pivots

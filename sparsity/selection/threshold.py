@@ -19,8 +19,10 @@ from jax import lax
 from sparsity.core import exact as exact_counts
 from sparsity.core.exact import Words
 from sparsity.core.hashing import flat_index
-from sparsity.selection import key_search
-from sparsity.selection.key_search import Bracket, Leaf
+from sparsity.selection import counting, key_search
+from sparsity.selection.counting import Leaf
+from sparsity.selection.key_search import Bracket
+from sparsity.selection.keys import key_range, to_keys
 
 
 class Info(NamedTuple):
@@ -40,13 +42,13 @@ def select(leaves: Sequence[Leaf], k: Words) -> tuple[list[jax.Array], Info]:
     Returns:
         A mask of each leaf's shape and sharding, and what the search found.
     """
-    flat = all(key_search.use_flat(leaf.scores) for leaf in leaves)
+    flat = all(counting.use_flat(leaf.scores) for leaf in leaves)
     # A zero that is sharded and varying as all of the data are, as loops want it.
     zero = k[1].astype(jnp.int32) & 0
     for x in jax.tree.leaves(list(leaves)):
         if not jax.typeof(x).sharding.mesh.empty:
-            zero += jnp.sum(key_search.to_keys(x) & 0, dtype=jnp.int32)
-    eligible = jnp.stack([zero + key_search.count_eligible(leaf) for leaf in leaves])
+            zero += jnp.sum(to_keys(x) & 0, dtype=jnp.int32)
+    eligible = jnp.stack([zero + counting.count_eligible(leaf) for leaf in leaves])
     n = exact_counts.total(eligible)
     k = exact_counts.choose(exact_counts.at_least(k, n), n, k)
     b = _kth_key(leaves, k, eligible, flat)
@@ -74,7 +76,7 @@ def select(leaves: Sequence[Leaf], k: Words) -> tuple[list[jax.Array], Info]:
 def _kth_key(leaves: Sequence[Leaf], k: Words, eligible: jax.Array, flat: bool) -> Bracket:
     """The k-th key of all leaves, at most the number of eligible ones; its counts."""
     dtype = leaves[0].scores.dtype
-    _, lowest, top = key_search.key_range(dtype)
+    _, lowest, top = key_range(dtype)
     zero = (eligible[0] & 0).astype(np.int64 if dtype.itemsize == 8 else np.int32)
     low, high = zero + lowest, zero + top
     nothing = (k[0] | k[1]) == 0
@@ -83,7 +85,7 @@ def _kth_key(leaves: Sequence[Leaf], k: Words, eligible: jax.Array, flat: bool) 
         jnp.where(nothing, high, low), jnp.where(everything, low, high), eligible, sharp=flat
     )
     return key_search.search(
-        functools.partial(key_search.count_above, leaves),
+        functools.partial(counting.count_above, leaves),
         k,
         b,
         bits=(top - lowest).bit_length(),
@@ -132,7 +134,7 @@ def _cut_by_rows(
     def in_rows(i: int) -> jax.Array:
         body = leaves[i].map(lambda x: x[: rows[i] * widths[i]].reshape(rows[i], widths[i]))
         # The barrier keeps the second operand, and with it the fused loop.
-        counts, _ = lax.optimization_barrier(tuple(key_search.sums(ties(body), [1])))
+        counts, _ = lax.optimization_barrier(tuple(counting.sums(ties(body), [1])))
         return jnp.pad(counts, (0, max(rows) - rows[i]))
 
     def in_row(i: int, start: jax.Array) -> jax.Array:
@@ -175,7 +177,7 @@ def _cut_by_search(
 
         keys, index = leaf.keys(), flat_index(shape, strides)
         ties = leaf.only(keys == key.astype(keys.dtype))
-        return key_search.sums([ties & (index < last - p) for p in pivots], range(len(shape)))
+        return counting.sums([ties & (index < last - p) for p in pivots], range(len(shape)))
 
     def count(pivots: jax.Array) -> jax.Array:
         counts = [x for leaf in leaves for x in count_in(leaf, pivots)]

@@ -20,8 +20,9 @@ from jax import lax
 from sparsity.core import exact as exact_counts
 from sparsity.core.checks import is_traced
 from sparsity.core.exact import Words, num_kept
-from sparsity.selection import key_search, threshold
-from sparsity.selection.key_search import Leaf
+from sparsity.selection import counting, threshold
+from sparsity.selection.counting import Leaf
+from sparsity.selection.keys import key_range, to_keys
 
 __all__ = ["global_topk_mask", "nm_mask", "num_kept", "topk_mask"]
 
@@ -192,13 +193,11 @@ def _topk_mask(scores: jax.Array, k: Words, where: jax.Array | None, batch_axes:
 
     if batch_axes:
         # Explicit axes want all that is mapped over sharded alike: zeros carry the sharding over.
-        keys = key_search.to_keys(scores)
-        if where is not None and not key_search.use_flat(scores):
+        keys = to_keys(scores)
+        if where is not None and not counting.use_flat(scores):
             where = (where != 0) | (keys != keys)
             scores = keys | (where.astype(keys.dtype) & 0)
-        zeros = jnp.sum(
-            key_search.to_keys(scores) & 0, range(batch_axes, scores.ndim), dtype=jnp.uint32
-        )
+        zeros = jnp.sum(to_keys(scores) & 0, range(batch_axes, scores.ndim), dtype=jnp.uint32)
         k = (k[0] + zeros, k[1] + zeros)
     for _ in range(batch_axes):
         select = jax.vmap(select)
@@ -207,7 +206,7 @@ def _topk_mask(scores: jax.Array, k: Words, where: jax.Array | None, batch_axes:
 
 @jax.jit
 def _global_topk_masks(leaves: Sequence[jax.Array], k: Words) -> list[jax.Array]:
-    if not all(key_search.use_flat(x) for x in leaves):
+    if not all(counting.use_flat(x) for x in leaves):
         return threshold.select([Leaf(x) for x in leaves], k)[0]
     groups: list[list[jax.Array]] = []
     for x in leaves:
@@ -237,7 +236,7 @@ def _grouped_mask(
         x = jnp.pad(x, missing, constant_values=fill).reshape(groups)
         return jnp.expand_dims(x, axis + 2), jnp.expand_dims(x, axis + 1)
 
-    own, other = pairs(key_search.to_keys(scores), key_search.key_range(scores.dtype).low)
+    own, other = pairs(to_keys(scores), key_range(scores.dtype).low)
     # Compared iotas vectorise, where a constant table would be read entry by entry.
     row, column = (lax.broadcasted_iota(jnp.int32, (m, m), d) for d in (0, 1))
     earlier = (column < row).reshape(*[1] * (axis + 1), m, m, *[1] * (len(shape) - axis - 1))
