@@ -6,10 +6,25 @@ NaN ranks below every number, -0.0 equals 0.0, and subnormals keep their order.
 import functools
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+
+def readable(scores: chex.Array) -> jax.Array:
+    scores = jnp.asarray(scores)
+    if jnp.issubdtype(scores.dtype, jnp.complexfloating):
+        raise ValueError(
+            f"Cannot rank {scores.dtype} scores. This is because complex numbers have no order; "
+            "pass magnitudes (jnp.abs) instead."
+        )
+    if scores.size >= 2**31:
+        raise ValueError(f"An array may hold fewer than 2**31 scores, got shape {scores.shape}.")
+    if scores.dtype in (jnp.float4_e2m1fn, jnp.float8_e8m0fnu):  # not a byte; no sign bit
+        return scores.astype(jnp.float32)
+    return scores
 
 
 class KeyRange(NamedTuple):
