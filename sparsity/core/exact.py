@@ -51,7 +51,7 @@ def num_kept(n: chex.Numeric, sparsity: chex.Numeric) -> int | jax.Array | Words
     if one_n and int(n) >= 2**31:
         return _num_kept(split(int(n)), sparsity)
     low = jnp.asarray(n).astype(jnp.uint32)
-    return _num_kept((low & 0, low), sparsity)[1].astype(jnp.int32)
+    return _num_kept((zero_like(low), low), sparsity)[1].astype(jnp.int32)
 
 
 @jax.jit
@@ -65,11 +65,12 @@ def _num_kept(n: Words, sparsity: chex.Numeric) -> Words:
     removed = _product(n, mantissa)
     doubled = _shift_right(removed, shift)
     # Some bit below the half is set just if one less has the same quotient.
-    rest = equal(_shift_right(minus(removed, (n[0] & 0, n[1] & 0 | 1)), shift), doubled)
+    bit = zero_like(n[0]), zero_like(n[1]) | 1
+    rest = equal(_shift_right(minus(removed, bit), shift), doubled)
     kept = minus(n, (doubled[0] >> 1, (doubled[1] >> 1) | (doubled[0] << 31)))
     down = ((doubled[1] & 1) == 1) & (rest | ((kept[1] & 1) == 1))
-    kept = minus(kept, (n[0] & 0, down.astype(jnp.uint32)))
-    one = (n[0] & 0, jnp.minimum(n[0] | n[1], 1))
+    kept = minus(kept, (zero_like(n[0]), down.astype(jnp.uint32)))
+    one = (zero_like(n[0]), jnp.minimum(n[0] | n[1], 1))
     return choose(at_least(kept, one), kept, one)
 
 
@@ -101,6 +102,15 @@ def ordered_sum(x: chex.Array, axis: tuple[int, ...]) -> jax.Array:
     unknown = jnp.any(jnp.isnan(x), axis=axis) | (plus & minus)
     limit = jnp.where(unknown, jnp.nan, jnp.where(plus, jnp.inf, -jnp.inf))
     return jnp.where(unknown | plus | minus, limit, total).astype(x.dtype)
+
+
+def zero_like(x: chex.Numeric) -> Any:
+    """Zeros of the shape and dtype of integers x, sharded and mapped as x is.
+
+    So the state of a loop or a branch can start from them: `jnp.zeros_like` would not know an axis
+    that `vmap` maps over, nor its sharding.
+    """
+    return x & 0
 
 
 def split(k: int) -> tuple[Any, Any]:
@@ -162,5 +172,5 @@ def _shift_right(a: Words, by: jax.Array) -> Words:
     """a // 2**by for by in [1, 64]."""
     small, large = jnp.clip(by, 1, 31), jnp.clip(by, 32, 63) - 32
     near = (a[0] >> small, (a[1] >> small) | (a[0] << (32 - small)))
-    far = (a[0] & 0, jnp.where(by > 63, 0, a[0] >> large))
+    far = (zero_like(a[0]), jnp.where(by > 63, 0, a[0] >> large))
     return choose(by < 32, near, far)

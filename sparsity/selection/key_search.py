@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.core import exact as exact_counts
-from sparsity.core.exact import Words
+from sparsity.core.exact import Words, zero_like
 from sparsity.selection.counting import Leaf
 from sparsity.selection.keys import to_keys
 
@@ -47,9 +47,9 @@ class Bracket(NamedTuple):
         cls, low: jax.Array, high: jax.Array, at_least: jax.Array, *, sharp: bool = True
     ) -> "Bracket":
         """A bracket before the first pass, with nothing above it; sharp if guesses are good."""
-        zero = at_least[0] & 0
+        zero = zero_like(at_least[0])
         spread = zero.astype(np.float32) + (_SPREAD / 16 if sharp else _SPREAD)
-        return cls(low, high, at_least, at_least & 0, spread, misses=zero, passes=zero)
+        return cls(low, high, at_least, zero_like(at_least), spread, misses=zero, passes=zero)
 
 
 def _width(low: jax.Array, high: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.core import exact as exact_counts
-from sparsity.core.exact import Words
+from sparsity.core.exact import Words, zero_like
 from sparsity.core.hashing import flat_index
 from sparsity.selection import counting, key_search
 from sparsity.selection.counting import Leaf
@@ -44,10 +44,10 @@ def select(leaves: Sequence[Leaf], k: Words) -> tuple[list[jax.Array], Info]:
     """
     flat = all(counting.use_flat(leaf.scores) for leaf in leaves)
     # A zero that is sharded and varying as all of the data are, as loops want it.
-    zero = k[1].astype(jnp.int32) & 0
+    zero = zero_like(k[1].astype(jnp.int32))
     for x in jax.tree.leaves(list(leaves)):
         if not jax.typeof(x).sharding.mesh.empty:
-            zero += jnp.sum(to_keys(x) & 0, dtype=jnp.int32)
+            zero += jnp.sum(zero_like(to_keys(x)), dtype=jnp.int32)
     eligible = jnp.stack([zero + counting.count_eligible(leaf) for leaf in leaves])
     n = exact_counts.total(eligible)
     k = exact_counts.choose(exact_counts.at_least(k, n), n, k)
@@ -77,7 +77,7 @@ def _kth_key(leaves: Sequence[Leaf], k: Words, eligible: jax.Array, flat: bool) 
     """The k-th key of all leaves, at most the number of eligible ones; its counts."""
     dtype = leaves[0].scores.dtype
     _, lowest, top = key_range(dtype)
-    zero = (eligible[0] & 0).astype(np.int64 if dtype.itemsize == 8 else np.int32)
+    zero = zero_like(eligible[0]).astype(np.int64 if dtype.itemsize == 8 else np.int32)
     low, high = zero + lowest, zero + top
     nothing = (k[0] | k[1]) == 0
     everything = exact_counts.equal(k, exact_counts.total(eligible)) & ~nothing
@@ -153,7 +153,7 @@ def _cut_by_rows(
         return lax.switch(jnp.argmax(partial), branches, *args)
 
     size, height, width = (_at(partial, np.array(x, np.int32)) for x in (sizes, rows, widths))
-    row, before = place(of_partial(in_rows), need & 0)
+    row, before = place(of_partial(in_rows), zero_like(need))
     passed = jnp.minimum(row, height) * width  # there may be padded rows
     start = jnp.minimum(passed, size - width)  # the row after the last one ends with the leaf
     fresh = start + lax.iota(jnp.int32, max(widths)) >= passed
@@ -186,8 +186,8 @@ def _cut_by_search(
     bits = int(sizes.max() - 1).bit_length()
     b = key_search.search(
         count,
-        ((need & 0).astype(jnp.uint32), need.astype(jnp.uint32)),
-        Bracket.of(need & 0, last, _at(partial, ties)[None]),
+        (zero_like(need).astype(jnp.uint32), need.astype(jnp.uint32)),
+        Bracket.of(zero_like(need), last, _at(partial, ties)[None]),
         bits=bits,
         max_misses=1 if bits <= 30 else 0,
     )

@@ -18,12 +18,10 @@ import numpy as np
 
 from sparsity.core import exact as exact_counts
 from sparsity.core.checks import is_traced
-from sparsity.core.exact import Words, num_kept
+from sparsity.core.exact import Words, zero_like
 from sparsity.selection import counting, threshold
 from sparsity.selection.counting import Leaf
 from sparsity.selection.keys import readable, to_keys
-
-__all__ = ["global_topk_mask", "num_kept", "topk_mask"]
 
 _MERGE_BELOW = 65_536  # smaller neighbouring leaves are counted as one when flat
 
@@ -123,7 +121,7 @@ def _k_words(k: Any, n: int) -> tuple[Any, Any]:
             return exact_counts.split(int(k))
         return np.zeros(k.shape, np.uint32), k.astype(np.uint32)
     k = jnp.maximum(k, 0).astype(jnp.uint32)
-    return k & 0, k
+    return zero_like(k), k
 
 
 # ------------------------------------------------------------------ the k best
@@ -137,8 +135,10 @@ def _topk_mask(scores: jax.Array, k: Words, where: jax.Array | None, batch_axes:
         keys = to_keys(scores)
         if where is not None and not counting.use_flat(scores):
             where = (where != 0) | (keys != keys)
-            scores = keys | (where.astype(keys.dtype) & 0)
-        zeros = jnp.sum(to_keys(scores) & 0, range(batch_axes, scores.ndim), dtype=jnp.uint32)
+            scores = keys | zero_like(where.astype(keys.dtype))
+        zeros = jnp.sum(
+            zero_like(to_keys(scores)), range(batch_axes, scores.ndim), dtype=jnp.uint32
+        )
         k = (k[0] + zeros, k[1] + zeros)
     for _ in range(batch_axes):
         select = jax.vmap(select)
