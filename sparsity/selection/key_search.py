@@ -19,7 +19,24 @@ from sparsity.core.exact import Words, zero_like
 from sparsity.selection.counting import Leaf
 from sparsity.selection.keys import to_keys
 
+_EIGHTHS = 3  # log2 of parts, between seven pivots
+_SIXTEENTHS = 4  # the same where the number of passes is fixed: fewer of them, of more comparisons
+
 _SPREAD = np.float32(1 / 12)  # of guessed pivots, in brackets; if wider, eighths are better
+_SHARPER = 16  # divides the spread after a hit: a guess in a smaller bracket is a better one
+# In spreads around a guess: the near ones leave little if it is good, the far ones if it is not.
+_GUESS_TEETH = np.array([-5, -1, 0, 1, 5], np.float32)
+_MIN_VARIANCE = 0.25  # of a count: half a key, squared; that of a binomial vanishes at the ends
+_END_SHIFT = 8  # log2 of the share of a bracket that outer pivots cut off either end after a miss
+_BELOW_ONE = 1 - 2.0**-20  # keeps a width that was rounded to a float below the next power of two
+
+_SAMPLE_SHIFT = 8  # every 256th key is sampled, so that sorting costs less than a pass,
+_SAMPLE_SIZES = (256, 4096)  # but at least and at most so many
+# In deviations of a sampled rank: the k-th key is seldom outside of three.
+_SAMPLE_TEETH = np.array([-3, -0.9, -0.3, 0, 0.3, 0.9, 3], np.float32)
+_MIN_NOISE = 0.5  # ranks, as these are rounded
+# The middle pivot lies one lower, so that the ties of its key are between two pivots.
+_LOWERED = np.array([0, 0, 0, 1, 0, 0, 0])
 
 
 def loops_wait_on_host() -> bool:
@@ -48,7 +65,7 @@ class Bracket(NamedTuple):
     ) -> "Bracket":
         """A bracket before the first pass, with nothing above it; sharp if guesses are good."""
         zero = zero_like(at_least[0])
-        spread = zero.astype(np.float32) + (_SPREAD / 16 if sharp else _SPREAD)
+        spread = zero.astype(np.float32) + (_SPREAD / _SHARPER if sharp else _SPREAD)
         return cls(low, high, at_least, zero_like(at_least), spread, misses=zero, passes=zero)
 
 
@@ -71,16 +88,15 @@ def guessed_pivots(b: Bracket, k: Words, is_float: bool) -> jax.Array:
     at_least = exact_counts.total(b.at_least)
     inside = exact_counts.to_float(exact_counts.minus(at_least, exact_counts.total(b.above)))
     centre = (exact_counts.to_float(exact_counts.minus(at_least, k)) + 0.5) / inside
-    noise = jnp.sqrt(jnp.maximum(centre * (1 - centre), 0.25 / inside) / inside)
+    noise = jnp.sqrt(jnp.maximum(centre * (1 - centre), _MIN_VARIANCE / inside) / inside)
     spread = jnp.maximum(noise, b.spread)
-    teeth = np.array([-5, -1, 0, 1, 5], np.float32)
-    places = jnp.clip(centre + spread * teeth, 0, 1).astype(real)
+    places = jnp.clip(centre + spread * _GUESS_TEETH, 0, 1).astype(real)
     width = _width(b.low, b.high)
     bits = width.dtype.itemsize * 8
-    span = jnp.minimum(width.astype(real), real.type(2.0**bits * (1 - 2.0**-20)))
+    span = jnp.minimum(width.astype(real), real.type(2.0**bits * _BELOW_ONE))
     offsets = (places * span).astype(width.dtype)
     # After a miss the k-th key may well be close to an end, beyond a gap.
-    ends = jnp.stack([width >> 8, *offsets[1:4], width - (width >> 8)])
+    ends = jnp.stack([width >> _END_SHIFT, *offsets[1:-1], width - (width >> _END_SHIFT)])
     offsets = jnp.where(b.misses % 2 == 1, ends, offsets)
     pivots = b.low + lax.bitcast_convert_type(offsets, b.low.dtype)
     if is_float:  # first linear in the value, after a miss in the key: about its logarithm
@@ -95,24 +111,24 @@ def guessed_pivots(b: Bracket, k: Words, is_float: bool) -> jax.Array:
     tail = (width.dtype.type(1) << (bits - 1 - lax.clz(differing))) - 1
     roundest = b.high & ~lax.bitcast_convert_type(tail, b.high.dtype)
     pivots = jnp.concatenate([pivots, jnp.stack([roundest - 1, roundest])])
-    return jnp.where(spread > _SPREAD, even_pivots(b, 3), pivots)
+    return jnp.where(spread > _SPREAD, even_pivots(b, _EIGHTHS), pivots)
 
 
 def sampled_pivots(leaves: Sequence[Leaf], k: Words) -> jax.Array:
     """Seven pivots from the order statistics of every so many-th key."""
     n = sum(leaf.scores.size for leaf in leaves)
-    wanted = min(max(n >> 8, 256), 4096)
+    least, most = _SAMPLE_SIZES
+    wanted = min(max(n >> _SAMPLE_SHIFT, least), most)
     parts = []
     for leaf in leaves:
         stride = min(n // wanted | 1, leaf.scores.size)  # odd: not in step with rows
         parts.append(leaf.map(functools.partial(_every, stride)).keys())
     keys = jnp.sort(jnp.concatenate(parts))
     density = jnp.minimum(exact_counts.to_float(k) / np.float32(n), 1)
-    noise = jnp.sqrt(keys.size * density * (1 - density)) + 0.5
-    teeth = np.array([-3, -0.9, -0.3, 0, 0.3, 0.9, 3], np.float32)
-    ranks = keys.size * (1 - density) + noise * teeth
+    noise = jnp.sqrt(keys.size * density * (1 - density)) + _MIN_NOISE
+    ranks = keys.size * (1 - density) + noise * _SAMPLE_TEETH
     pivots = keys[jnp.clip(ranks, 0, keys.size - 1).astype(jnp.int32)]
-    return pivots - np.array([0, 0, 0, 1, 0, 0, 0], keys.dtype)  # ties lie between two pivots
+    return pivots - _LOWERED.astype(keys.dtype)
 
 
 def _every(stride: int, x: jax.Array) -> jax.Array:
@@ -157,8 +173,8 @@ def search(
     if loops_wait_on_host():
         return lax.fori_loop(
             0,
-            -(-bits // 4),
-            lambda _, b: step(b, even_pivots(b, 4)),
+            -(-bits // _SIXTEENTHS),
+            lambda _, b: step(b, even_pivots(b, _SIXTEENTHS)),
             b,
             unroll=b.at_least.size == 1,
         )
@@ -166,9 +182,9 @@ def search(
     def body(state: tuple[Bracket, jax.Array]) -> tuple[Bracket, jax.Array]:
         b = step(*state)
         guesses = guessed_pivots(b, k, is_float)
-        return b, jnp.where(b.misses < max_misses, guesses, even_pivots(b, 3))
+        return b, jnp.where(b.misses < max_misses, guesses, even_pivots(b, _EIGHTHS))
 
-    first = even_pivots(b, 3) if first is None else first
+    first = even_pivots(b, _EIGHTHS) if first is None else first
     return lax.while_loop(lambda state: state[0].low < state[0].high, body, (b, first))[0]
 
 
@@ -185,13 +201,13 @@ def narrow(b: Bracket, pivots: jax.Array, counts: jax.Array, k: Words) -> Bracke
     def counts_at(chosen: jax.Array, otherwise: jax.Array) -> jax.Array:
         return jnp.where(jnp.any(chosen), jnp.max(jnp.where(chosen, counts, 0), axis=1), otherwise)
 
-    missed = _width(low, high) > _width(b.low, b.high) >> 3
+    missed = _width(low, high) > _width(b.low, b.high) >> _EIGHTHS
     return Bracket(
         low=low,
         high=high,
         at_least=counts_at(enough & (pivots + 1 == low), b.at_least),
         above=counts_at((exact | ~enough) & (pivots == high), b.above),
-        spread=jnp.where(missed, _SPREAD, b.spread / 16),
+        spread=jnp.where(missed, _SPREAD, b.spread / _SHARPER),
         misses=b.misses + missed.astype(jnp.int32),
         passes=b.passes + 1,
     )
