@@ -69,8 +69,13 @@ class Bracket(NamedTuple):
         return cls(low, high, at_least, zero_like(at_least), spread, misses=zero, passes=zero)
 
 
+def _bits(x: jax.Array) -> jax.Array:
+    """Integers read as unsigned ones."""
+    return lax.bitcast_convert_type(x, np.dtype(f"uint{x.dtype.itemsize * 8}"))
+
+
 def _width(low: jax.Array, high: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(high - low, np.dtype(f"uint{low.dtype.itemsize * 8}"))
+    return _bits(high - low)
 
 
 def even_pivots(b: Bracket, log2_parts: int) -> jax.Array:
@@ -100,18 +105,28 @@ def guessed_pivots(b: Bracket, k: Words, is_float: bool) -> jax.Array:
     offsets = jnp.where(b.misses % 2 == 1, ends, offsets)
     pivots = b.low + lax.bitcast_convert_type(offsets, b.low.dtype)
     if is_float:  # first linear in the value, after a miss in the key: about its logarithm
-        ends = jnp.stack([b.low, b.high])
-        sign = jnp.array(np.iinfo(ends.dtype).min, ends.dtype)
-        ends = lax.bitcast_convert_type(jnp.where(ends < 0, sign - ends, ends), real)
+        ends = _floats(jnp.stack([b.low, b.high]))
         by_value = jnp.all(jnp.isfinite(ends)) & (b.misses % 2 == 0)
-        values = ends[0] + places * (ends[1] - ends[0])
-        pivots = jnp.where(by_value, to_keys(values), pivots)
+        pivots = jnp.where(by_value, to_keys(ends[0] + places * (ends[1] - ends[0])), pivots)
     # Scores on a grid end in zero bits: the key with most of them may hold many ties.
-    differing = lax.bitcast_convert_type(b.high ^ (b.low - 1), width.dtype)
-    tail = (width.dtype.type(1) << (bits - 1 - lax.clz(differing))) - 1
-    roundest = b.high & ~lax.bitcast_convert_type(tail, b.high.dtype)
+    roundest = _roundest(b.low, b.high)
     pivots = jnp.concatenate([pivots, jnp.stack([roundest - 1, roundest])])
     return jnp.where(spread > _SPREAD, even_pivots(b, _EIGHTHS), pivots)
+
+
+def _floats(keys: jax.Array) -> jax.Array:
+    """The floats of which these are the keys."""
+    sign = jnp.array(np.iinfo(keys.dtype).min, keys.dtype)
+    raw = jnp.where(keys < 0, sign - keys, keys)
+    return lax.bitcast_convert_type(raw, np.dtype(f"float{keys.dtype.itemsize * 8}"))
+
+
+def _roundest(low: jax.Array, high: jax.Array) -> jax.Array:
+    """The key from low to high that ends in most zero bits."""
+    differing = _bits(high ^ (low - 1))
+    first = differing.dtype.itemsize * 8 - 1 - lax.clz(differing)
+    tail = (differing.dtype.type(1) << first) - 1
+    return high & ~lax.bitcast_convert_type(tail, high.dtype)
 
 
 def sampled_pivots(leaves: Sequence[Leaf], k: Words) -> jax.Array:
