@@ -11,8 +11,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-import sparsity
-from baselines import run, training
+from baselines import store, training
 
 # ResNet-50 on ImageNet at 80 %, JaxPruner (Lee et al. 2023): from the best to the worst.
 PAPER = (
@@ -22,8 +21,9 @@ PAPER = (
 COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
     *("#56B4E9", "#666666", "#882255", "#332288", "#999933"),
+    *("#44AA99", "#661100"),
 )
-MARKERS = "osD^vP*X<>"
+MARKERS = "osD^vP*X<>hp"
 LABELS = {
     "adam": "peak learning rate of Adam",
     "adamw": "peak learning rate of AdamW",
@@ -31,19 +31,19 @@ LABELS = {
     "trace": "trace of advantages",
 }
 
-Results = dict[run.Job, run.Result]
+Results = dict[store.Job, store.Result]
 Found = tuple[training.Task, Results]
 
 
 def write(tasks: Sequence[training.Task]) -> None:
     """Renews RESULTS.md and the plots from what is stored; a task without results is left out."""
-    found = [(task, results) for task in tasks if (results := run.load(task))]
+    found = [(task, results) for task in tasks if (results := store.load(task))]
     if not found:
         sys.exit("No result of the present settings is stored.")
     for task, results in found:
-        draw(task, results).savefig(run.FOLDER / f"{task.name}.png", dpi=150)
+        draw(task, results).savefig(store.FOLDER / f"{task.name}.png", dpi=150)
     parts = [introduction(found), summary(found), *(section(*pair) for pair in found), order(found)]
-    path = run.FOLDER / "RESULTS.md"
+    path = store.FOLDER / "RESULTS.md"
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     print(f"{len(found)} of {len(tasks)} tasks: {path}")
 
@@ -63,7 +63,8 @@ a row, with its compilation and whatever else the machine did: they say how long
 algorithm is faster.
 
 All algorithms of a task have the same settings. Layers share the sparsity by ERK, global pruners by
-their threshold. Pruners follow a cubic ramp from {start:.0%} to {end:.0%} of the steps with about
+their threshold: of scores divided by the norm of their leaf, or as they are in the rows named
+`(raw)`. Pruners follow a cubic ramp from {start:.0%} to {end:.0%} of the steps with about
 {training.MASK_UPDATES} mask updates. SET and RigL move their masks about {training.MASK_UPDATES}
 times until {end:.0%} of the steps, at first {training.DROP_FRACTION:.0%} of the active weights,
 along a cosine to none; static masks stay. Straight-through methods are sparse from the first
@@ -74,7 +75,9 @@ def summary(found: Sequence[Found]) -> str:
     """One table of all tasks."""
     heads = [f"{task.name} {target:.0%}" for task, _ in found for target in task.sparsities]
     rows = [
-        [f"`{name}`", *map(cell, runs_of(name, found))] for name in sparsity.all_algorithm_names()
+        [f"`{name}`", *map(cell, runs)]
+        for name in store.row_names()
+        if any(runs := runs_of(name, found))
     ]
     return table(["algorithm", *heads], rows)
 
@@ -86,7 +89,7 @@ def section(task: training.Task, results: Results) -> str:
     )
     missed = max(abs(x - target) for (_, target), row in results.items() for x in row["sparsity"])
     rows = []
-    for name in sparsity.all_algorithm_names():
+    for name in store.row_names():
         runs = runs_of(name, [(task, results)])
         if any(runs):
             seconds = {id(row): f"{row['seconds']:.0f}" for row in runs if row}  # dense: one run
@@ -101,8 +104,8 @@ def section(task: training.Task, results: Results) -> str:
     )
 
 
-def runs_of(name: str, found: Sequence[Found]) -> list[run.Result | None]:
-    """Results of an algorithm, by task and sparsity; those of the dense network for each."""
+def runs_of(name: str, found: Sequence[Found]) -> list[store.Result | None]:
+    """Results of a row, by task and sparsity; those of the dense network for each."""
     return [
         results.get((name, 0.0 if name == "no_prune" else target))
         for task, results in found
@@ -115,7 +118,7 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def cell(row: run.Result | None) -> str:
+def cell(row: store.Result | None) -> str:
     """Mean and deviation; the mean with four digits."""
     if not row:
         return ""
@@ -123,11 +126,11 @@ def cell(row: run.Result | None) -> str:
     return f"{mean(row):.{decimals}f} ± {deviation(row):.{decimals}f}"
 
 
-def mean(row: run.Result) -> float:
+def mean(row: store.Result) -> float:
     return float(np.mean(row["metric"]))
 
 
-def deviation(row: run.Result) -> float:
+def deviation(row: store.Result) -> float:
     return float(np.std(row["metric"], ddof=1))
 
 

@@ -49,7 +49,7 @@ class Task:
 
 
 def make_updater(
-    algorithm: str, target: float, steps: int, key: int | jax.Array
+    algorithm: str, target: float, steps: int, key: int | jax.Array, **options: Any
 ) -> sparsity.BaseUpdater:
     """Returns an updater by the recipe of all tasks.
 
@@ -62,8 +62,9 @@ def make_updater(
       target: fraction of the weights to remove.
       steps: updates of the optimizer in a run.
       key: random key, may be traced.
+      **options: fields of the updater beside those of the recipe.
     """
-    config: dict[str, Any] = {"algorithm": algorithm, "rng_seed": key}
+    config: dict[str, Any] = {"algorithm": algorithm, "rng_seed": key, **options}
     if algorithm == "no_prune":
         return sparsity.create_updater_from_config(config)
     start, end = (int(steps * share) for share in RAMP)
@@ -80,19 +81,26 @@ def make_updater(
     return sparsity.create_updater_from_config(config)
 
 
-def run_seeds(task: Task, algorithm: str, target: float) -> dict[str, list[float]]:
+def run_seeds(task: Task, algorithm: str, target: float, **options: Any) -> dict[str, list[float]]:
     """Trains all seeds of a task in one compiled program; returns the metrics of each.
 
     Every seed has its own data order, initial weights and random masks: the updater is made inside
     the batched function, with a traced key. Steps are counted alike in all of them, so that a mask
     update stays a conditional and costs nothing in other steps.
+
+    Args:
+      task: what to train on.
+      algorithm: its name in the registry.
+      target: fraction of the weights to remove.
+      **options: as in `make_updater`.
     """
 
     @jax.jit
     @jax.vmap
     def train(seed: jax.Array) -> Metrics:
         key, mask_key = jax.random.split(jax.random.key(seed))
-        return task.train(key, make_updater(algorithm, target, task.settings["steps"], mask_key))
+        updater = make_updater(algorithm, target, task.settings["steps"], mask_key, **options)
+        return task.train(key, updater)
 
     return {name: x.tolist() for name, x in train(jnp.arange(task.seeds)).items()}
 

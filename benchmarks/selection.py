@@ -80,7 +80,7 @@ def selection_row(name: str, x: jax.Array, rounds: int, rivals: bool) -> Row:
     n, k = x.size, x.size // 5
     words = (np.uint32(0), np.uint32(k))
     start = time.process_time()
-    compiled = selection._topk_mask.lower(x, words, None, 0).compile()
+    compiled = selection.topk._topk_mask.lower(x, words, None, 0).compile()
     compile_seconds = time.process_time() - start
     total, host = jax.jit(jnp.sum), np.asarray(x)
     functions: dict[str, Callable[[], Any]] = {
@@ -125,11 +125,16 @@ def path_rows(layers: int, rounds: int) -> list[Row]:
     total = jax.jit(jnp.sum)
     rows = []
     for name, scores, lower, select in (
-        ("vector", vector, selection._topk_mask, selection.topk_mask),
-        (f"tree of {len(tree)}", tree, selection._global_topk_masks, selection.global_topk_mask),
-        ("natural shape", on_mesh, selection._topk_mask, selection.topk_mask),
+        ("vector", vector, selection.topk._topk_mask, selection.topk_mask),
+        (
+            f"tree of {len(tree)}",
+            tree,
+            selection.topk._global_topk_masks,
+            selection.global_topk_mask,
+        ),
+        ("natural shape", on_mesh, selection.topk._topk_mask, selection.topk_mask),
     ):
-        extra = (None, 0) if lower is selection._topk_mask else ()
+        extra = (None, 0) if lower is selection.topk._topk_mask else ()
         start = time.process_time()
         compiled = lower.lower(scores, words, *extra).compile()
         compile_seconds = time.process_time() - start

@@ -12,8 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-import sparsity
-from baselines import report, run, training
+from baselines import report, run, store, training
 
 
 def train(key, updater):
@@ -46,8 +45,8 @@ TASK = training.Task("toy", "Toy", "loss", False, (0.5, 0.75), 3, {"steps": 20},
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder of results, with the source files that the fingerprint reads."""
-    monkeypatch.setattr(run, "FOLDER", tmp_path)
-    monkeypatch.setattr(run, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(store, "FOLDER", tmp_path)
+    monkeypatch.setattr(store, "RESULTS", tmp_path / "results")
     for name in ("training.py", "toy.py"):
         (tmp_path / name).write_text(name)
     return tmp_path
@@ -105,18 +104,45 @@ def test_a_run_goes_on_where_it_was_stopped(folder, monkeypatch):
     trained.clear()
     run.train_all([TASK], algorithms)
     assert trained == [("rigl", 0.5), ("rigl", 0.75)]
-    assert list(run.load(TASK)) == [
+    assert list(store.load(TASK)) == [
         ("no_prune", 0.0), ("rigl", 0.5), ("set", 0.5), ("rigl", 0.75), ("set", 0.75),
     ]  # fmt: skip
 
 
+def test_a_variant_is_trained_with_its_options_and_stored_with_them(folder, monkeypatch):
+    trained = []
+
+    def run_seeds(task, algorithm, target, **options):
+        trained.append((algorithm, options))
+        return {"metric": [1.0, 2.0], "sparsity": [target] * 2}
+
+    monkeypatch.setattr(training, "run_seeds", run_seeds)
+    task = dataclasses.replace(TASK, sparsities=(0.5,))
+    names = ("global_saliency", "global_saliency (raw)")
+    run.train_all([task], names)
+    raw = {"use_normalization": False}
+    assert trained == [("global_saliency", {}), ("global_saliency", raw)]
+    assert list(store.load(task)) == [(name, 0.5) for name in names]
+    monkeypatch.setitem(store.VARIANTS, names[1], ("global_saliency", {"use_normalization": None}))
+    assert list(store.load(task)) == [(names[0], 0.5)]
+
+
+def test_variants_come_after_their_algorithm_and_have_its_recipe():
+    names = store.row_names()
+    for name, (algorithm, options) in store.VARIANTS.items():
+        assert names.index(name) > names.index(algorithm)
+        updater = training.make_updater(algorithm, 0.75, 20, 0, **options)
+        plain = training.make_updater(algorithm, 0.75, 20, 0)
+        assert updater == dataclasses.replace(plain, **options)
+
+
 def test_results_of_other_settings_or_other_code_do_not_count(folder):
-    run.save(TASK, {("set", 0.5): ROW})
-    assert run.load(TASK) == {("set", 0.5): ROW}
-    assert run.load(dataclasses.replace(TASK, settings={"steps": 21})) == {}
-    assert run.load(dataclasses.replace(TASK, seeds=4)) == {}
+    store.save(TASK, {("set", 0.5): ROW})
+    assert store.load(TASK) == {("set", 0.5): ROW}
+    assert store.load(dataclasses.replace(TASK, settings={"steps": 21})) == {}
+    assert store.load(dataclasses.replace(TASK, seeds=4)) == {}
     (folder / "toy.py").write_text("other")
-    assert run.load(TASK) == {}
+    assert store.load(TASK) == {}
 
 
 def test_a_result_of_code_that_changed_while_it_ran_is_not_stored(folder, monkeypatch):
@@ -127,24 +153,24 @@ def test_a_result_of_code_that_changed_while_it_ran_is_not_stored(folder, monkey
     monkeypatch.setattr(training, "run_seeds", run_seeds)
     with pytest.raises(SystemExit, match="The code of toy has changed"):
         run.train_all([TASK], ("set",))
-    assert not run.path_of(TASK).exists()
+    assert not store.path_of(TASK).exists()
 
 
 def test_two_commands_at_once_keep_the_results_of_both(folder, monkeypatch, capsys):
     def run_seeds(task, algorithm, target):
-        run.save(task, run.load(task) | {("rigl", target): ROW})  # the other command
+        store.save(task, store.load(task) | {("rigl", target): ROW})  # the other command
         return {"metric": [1.0, 2.0], "sparsity": [target] * 2}
 
     monkeypatch.setattr(training, "run_seeds", run_seeds)
     run.train_all([TASK], ("set",))
-    assert {name for name, _ in run.load(TASK)} == {"set", "rigl"}
+    assert {name for name, _ in store.load(TASK)} == {"set", "rigl"}
     assert capsys.readouterr().out == ""
     run.train_all([dataclasses.replace(TASK, seeds=4)], ("set",))
     assert "toy.json was made by other settings or code" in capsys.readouterr().out
 
 
 def test_a_stored_result_is_whole_json(folder):
-    run.save(TASK, {("set", 0.5): ROW})
+    store.save(TASK, {("set", 0.5): ROW})
     stored = json.loads((folder / "results" / "toy.json").read_text())
     assert stored["settings"] == TASK.settings
     assert [path.name for path in (folder / "results").iterdir()] == ["toy.json"]
@@ -166,9 +192,9 @@ def test_pairs_are_decided_only_beyond_the_deviation():
 def test_the_report_holds_a_table_and_a_plot_for_each_task_that_was_trained(folder):
     for task in (TASK, dataclasses.replace(TASK, name="other", sparsities=(0.5,))):
         (folder / f"{task.name}.py").write_text("")
-        jobs = run.jobs_of(task, sparsity.all_algorithm_names())
-        run.save(task, dict.fromkeys(jobs, ROW))
-        assert run.load(task)
+        jobs = run.jobs_of(task, store.row_names())
+        store.save(task, dict.fromkeys(jobs, ROW))
+        assert store.load(task)
     empty = dataclasses.replace(TASK, name="training")
     report.write([TASK, empty, dataclasses.replace(TASK, name="other", sparsities=(0.5,))])
     text = (folder / "RESULTS.md").read_text()
@@ -182,9 +208,11 @@ def test_the_report_holds_a_table_and_a_plot_for_each_task_that_was_trained(fold
 
 def test_the_readme_shows_the_stored_results():
     tasks = [importlib.import_module(f"baselines.{name}").TASK for name in run.TASKS]
-    found = [(task, run.load(task)) for task in tasks]
+    found = [(task, store.load(task)) for task in tasks]
     for task, results in found:
-        assert set(results) == set(run.jobs_of(task, sparsity.all_algorithm_names()))
+        jobs = set(run.jobs_of(task, store.row_names()))
+        assert set(results) <= jobs
+        assert {name for name, _ in jobs - set(results)} <= set(training.GLOBAL)  # not run yet
     table = report.summary(found)
     root = Path(__file__).parents[1]
     assert table in (root / "README.md").read_text(encoding="utf-8")
@@ -194,7 +222,7 @@ def test_the_readme_shows_the_stored_results():
 def test_a_missing_package_is_one_line_with_the_command_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnax", None)
     monkeypatch.setattr("sys.argv", ["run", "--tasks", "cartpole_ppo", "--algorithms", "no_prune"])
-    monkeypatch.setattr(run, "load", lambda task: {})
+    monkeypatch.setattr(store, "load", lambda task: {})
     with pytest.raises(
         SystemExit, match=r"gymnax is missing: pip install 'jax-sparsity\[baselines\]'"
     ):

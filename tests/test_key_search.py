@@ -10,7 +10,8 @@ import pytest
 from selection_oracle import any_bits, ranks
 
 from sparsity.core import exact as exact_counts
-from sparsity.selection import key_search
+from sparsity.selection import counting, key_search
+from sparsity.selection.keys import key_range, to_keys
 
 FLOATS = [
     "float32",
@@ -33,8 +34,8 @@ WIDE = ["float64", "int64", "uint64"]
 def test_keys_are_in_the_order_of_scores_of_every_dtype(dtype):
     with jax.enable_x64(dtype in WIDE):
         scores = any_bits(dtype, 3000)
-        keys = np.asarray(key_search.to_keys(jnp.asarray(scores)))
-        key, low, top = key_search.key_range(np.dtype(scores.dtype))
+        keys = np.asarray(to_keys(jnp.asarray(scores)))
+        key, low, top = key_range(np.dtype(scores.dtype))
     rank = ranks(scores)
     order = np.argsort(rank, kind="stable")
     np.testing.assert_array_equal(np.argsort(keys, kind="stable"), order)
@@ -50,31 +51,31 @@ def test_keys_are_in_the_order_of_scores_of_every_dtype(dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_the_range_of_keys_is_from_nan_to_the_highest_score(dtype):
     dtype = jnp.dtype(dtype)
-    low, top = key_search.key_range(dtype)[1:]
+    low, top = key_range(dtype)[1:]
     highest = np.full(1, np.inf).astype(dtype)
     if not np.isinf(highest.astype(np.float32)):
         highest = np.full(1, jnp.finfo(dtype).max, dtype)
     scores = np.concatenate([np.full(1, np.nan).astype(dtype), -highest, highest])
-    keys = np.asarray(key_search.to_keys(jnp.asarray(scores))).tolist()
+    keys = np.asarray(to_keys(jnp.asarray(scores))).tolist()
     assert keys[0] == low < keys[1] < keys[2] == top
 
 
 # ------------------------------------------------------------------ counting
 @pytest.mark.parametrize("flat", [True, False], ids=["flat", "natural"])
 def test_counts_are_of_eligible_keys_strictly_above(monkeypatch, flat):
-    monkeypatch.setattr(key_search, "use_flat", lambda x: flat)
+    monkeypatch.setattr(counting, "use_flat", lambda x: flat)
     rng = np.random.default_rng(0)
     shapes = [(3, 5), (65_536,), (257, 300)]  # small; in whole rows; and with a rest
     scores = [rng.integers(-9, 9, s).astype(np.int32) for s in shapes]
     where = rng.integers(0, 2, shapes[2]).astype(np.uint8)
-    leaves = [key_search.Leaf(x) for x in map(jnp.asarray, scores)]
+    leaves = [counting.Leaf(x) for x in map(jnp.asarray, scores)]
     leaves[2] = leaves[2]._replace(where=where)
     pivots = np.array([-10, -3, 0, 8], np.int32)
-    counts = jax.jit(key_search.count_above)(leaves, pivots)
+    counts = jax.jit(counting.count_above)(leaves, pivots)
     kept = [scores[0], scores[1], scores[2][where != 0]]
     np.testing.assert_array_equal(counts, [[np.sum(x > p) for p in pivots] for x in kept])
-    assert int(key_search.count_eligible(leaves[2])) == where.sum()
-    assert key_search.count_eligible(leaves[0]) == 15
+    assert int(counting.count_eligible(leaves[2])) == where.sum()
+    assert counting.count_eligible(leaves[0]) == 15
 
 
 # ------------------------------------------------------------------ the search
@@ -90,7 +91,7 @@ def test_the_search_keeps_its_bound_against_an_adversary(max_misses):
     narrow = jax.jit(key_search.narrow)
     even = jax.jit(functools.partial(key_search.even_pivots, log2_parts=3))
     guess = jax.jit(functools.partial(key_search.guessed_pivots, is_float=True))
-    _, low, high = key_search.key_range(np.dtype(np.float32))
+    _, low, high = key_range(np.dtype(np.float32))
     k = (jnp.uint32(0), jnp.uint32(2**29))
     bracket = key_search.Bracket.of(
         jnp.int32(low), jnp.int32(high), jnp.array([2**30]), sharp=False
@@ -112,7 +113,7 @@ def test_the_search_keeps_its_bound_against_an_adversary(max_misses):
 def test_a_search_over_more_than_2_to_32_weights_finds_the_key():
     # Three leaves of a thousand distinct keys, each of which stands for 2**21 equal weights.
     keys = np.sort(np.random.default_rng(0).integers(-(2**30), 2**30, (3, 1000)).astype(np.int32))
-    _, low, high = key_search.key_range(np.dtype(np.int32))
+    _, low, high = key_range(np.dtype(np.int32))
 
     def count(pivots):
         above = [1000 - jnp.searchsorted(row, pivots, side="right") for row in jnp.asarray(keys)]

@@ -106,7 +106,7 @@ def test_only_counts_leave_a_device(kind):
             x = jax.ShapeDtypeStruct(
                 (4096, 4096), jnp.float32, sharding=NamedSharding(MESH, P(*spec)))
             with jax.set_mesh(MESH):
-                compiled = selection._topk_mask.lower(
+                compiled = selection.topk._topk_mask.lower(
                     x, (jnp.uint32(0), jnp.uint32(3_000_000)), None, 0).compile()
             assert 0 < traffic(compiled) * 24 <= 128 * 1024  # in loops: at most 24 times
             assert compiled.memory_analysis().temp_size_in_bytes <= 128 * 1024

@@ -9,7 +9,7 @@ import pytest
 from selection_oracle import best_first
 
 from sparsity.core import exact as exact_counts
-from sparsity.selection import key_search, threshold
+from sparsity.selection import counting, key_search, threshold
 
 PATHS = pytest.mark.parametrize("flat", [True, False], ids=["flat", "natural"])
 LOOPS = pytest.mark.parametrize("fixed", [False, True], ids=["looking", "fixed"])
@@ -19,9 +19,9 @@ LOOPS = pytest.mark.parametrize("fixed", [False, True], ids=["looking", "fixed"]
 def select(leaves, k, flat=True, fixed=False):
     """Masks and passes of one variant of the search."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(key_search, "use_flat", lambda x: flat)
+        patch.setattr(counting, "use_flat", lambda x: flat)
         patch.setattr(key_search, "loops_wait_on_host", lambda: fixed)
-        masks, info = threshold.select([key_search.Leaf(*leaf) for leaf in leaves], k)
+        masks, info = threshold.select([counting.Leaf(*leaf) for leaf in leaves], k)
     return masks, info.passes
 
 
@@ -117,14 +117,14 @@ def test_leaves_of_any_size_ask_for_at_most_24_passes(monkeypatch, flat):
 
     found = key_search.search
     monkeypatch.setattr(key_search, "search", search)
-    monkeypatch.setattr(key_search, "use_flat", lambda x: flat)
+    monkeypatch.setattr(counting, "use_flat", lambda x: flat)
     big = jax.ShapeDtypeStruct((2**31 - 1,), jnp.float32)
     small = jax.ShapeDtypeStruct((2**30,), jnp.float32)
     k = jax.ShapeDtypeStruct((), jnp.uint32)
     for leaves in ([big], [small], [big, small], [small] * 3):
         asked.clear()
         fresh = functools.partial(threshold.select)  # not a cached trace
-        jax.eval_shape(fresh, [key_search.Leaf(x) for x in leaves], (k, k))
+        jax.eval_shape(fresh, [counting.Leaf(x) for x in leaves], (k, k))
         assert sum(asked) + flat <= 24
         assert len(asked) == (1 if flat else 2)
 

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsity.core.checks import is_traced
+
 Words = tuple[jax.Array, jax.Array]  # uint32 (high, low): an integer below 2**64
 
 
@@ -49,7 +51,7 @@ def num_kept(n: chex.Numeric, sparsity: chex.Numeric) -> int | jax.Array | Words
     if one_n and int(n) >= 2**31:
         return _num_kept(split(int(n)), sparsity)
     low = jnp.asarray(n).astype(jnp.uint32)
-    return _num_kept((low & 0, low), sparsity)[1].astype(jnp.int32)
+    return _num_kept((zero_like(low), low), sparsity)[1].astype(jnp.int32)
 
 
 @jax.jit
@@ -63,11 +65,12 @@ def _num_kept(n: Words, sparsity: chex.Numeric) -> Words:
     removed = _product(n, mantissa)
     doubled = _shift_right(removed, shift)
     # Some bit below the half is set just if one less has the same quotient.
-    rest = equal(_shift_right(minus(removed, (n[0] & 0, n[1] & 0 | 1)), shift), doubled)
+    bit = zero_like(n[0]), zero_like(n[1]) | 1
+    rest = equal(_shift_right(minus(removed, bit), shift), doubled)
     kept = minus(n, (doubled[0] >> 1, (doubled[1] >> 1) | (doubled[0] << 31)))
     down = ((doubled[1] & 1) == 1) & (rest | ((kept[1] & 1) == 1))
-    kept = minus(kept, (n[0] & 0, down.astype(jnp.uint32)))
-    one = (n[0] & 0, jnp.minimum(n[0] | n[1], 1))
+    kept = minus(kept, (zero_like(n[0]), down.astype(jnp.uint32)))
+    one = (zero_like(n[0]), jnp.minimum(n[0] | n[1], 1))
     return choose(at_least(kept, one), kept, one)
 
 
@@ -105,9 +108,13 @@ def ordered_sum(x: chex.Array, axis: tuple[int, ...]) -> jax.Array:
     return jnp.where(rest == 0, total, rest).astype(x.dtype)
 
 
-def is_traced(x: Any) -> bool:
-    """Whether the value of x is not known yet."""
-    return isinstance(x, jax.core.Tracer)
+def zero_like(x: chex.Numeric) -> Any:
+    """Zeros of the shape and dtype of integers x, sharded and mapped as x is.
+
+    So the state of a loop or a branch can start from them: `jnp.zeros_like` would not know an axis
+    that `vmap` maps over, nor its sharding.
+    """
+    return x & 0
 
 
 def as_words(k: int | jax.Array | Words) -> Words:
@@ -179,5 +186,5 @@ def _shift_right(a: Words, by: jax.Array) -> Words:
     """a // 2**by for by in [1, 64]."""
     small, large = jnp.clip(by, 1, 31), jnp.clip(by, 32, 63) - 32
     near = (a[0] >> small, (a[1] >> small) | (a[0] << (32 - small)))
-    far = (a[0] & 0, jnp.where(by > 63, 0, a[0] >> large))
+    far = (zero_like(a[0]), jnp.where(by > 63, 0, a[0] >> large))
     return choose(by < 32, near, far)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from sparsity import selection
 from sparsity.core import sharding
-from sparsity.selection.key_search import sums
+from sparsity.selection.counting import sums
 
 REMEDY = (
     "Give another axis, make sparsity_type a function of (path, param), or keep this parameter "

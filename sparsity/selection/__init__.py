@@ -1,6 +1,8 @@
 """Which entries score highest, in one tensor, in many, or in all together: exact, no sorting."""
 
 from sparsity.core.exact import num_kept
-from sparsity.selection.topk import global_topk_mask, hash_scores, nm_mask, topk_mask
+from sparsity.core.hashing import hash_scores
+from sparsity.selection.nm import nm_mask
+from sparsity.selection.topk import global_topk_mask, topk_mask
 
 __all__ = ["global_topk_mask", "hash_scores", "nm_mask", "num_kept", "topk_mask"]

@@ -1,15 +1,8 @@
 """Search for the k-th highest of integer keys by counting: no sorting, nothing stored.
 
-Scores are read through signed integers of the same order: NaN ranks below every number, -0.0 equals
-0.0, and subnormals keep their order. A search narrows a bracket of keys around the k-th one: a pass
-over the data counts how many keys lie above each of a few pivots. Only its counts leave a device,
-so that sharded scores stay where they are.
-
-The speed on XLA:CPU rests on four facts. A reduction of two or more operands compiles to one fused
-loop, where a single integer sum stores an intermediate as large as the data. A reduction to rows
-uses every thread, one to a scalar does not. Strict comparisons of integers vectorise best. Pivots
-and data meet in a barrier within the loop, or the keys are hoisted out of it and stored. On a GPU
-a loop that looks at its data waits on the host, so that the number of passes is fixed there.
+A search narrows a bracket of keys around the k-th one: a pass over the data counts how many keys
+lie above each of a few pivots. On a GPU a loop that looks at its data waits on the host, so that
+the number of passes is fixed there.
 """
 
 import functools
@@ -22,138 +15,33 @@ import numpy as np
 from jax import lax
 
 from sparsity.core import exact as exact_counts
-from sparsity.core.exact import Words
+from sparsity.core.exact import Words, zero_like
+from sparsity.selection.counting import Leaf
+from sparsity.selection.keys import to_keys
 
-_ROWS = 32  # of a flat reduction, for threads to share
-_SHARED = 65_536  # entries from which on threads share a reduction
+_EIGHTHS = 3  # log2 of parts, between seven pivots
+_SIXTEENTHS = 4  # the same where the number of passes is fixed: fewer of them, of more comparisons
+
 _SPREAD = np.float32(1 / 12)  # of guessed pivots, in brackets; if wider, eighths are better
+_SHARPER = 16  # divides the spread after a hit: a guess in a smaller bracket is a better one
+# In spreads around a guess: the near ones leave little if it is good, the far ones if it is not.
+_GUESS_TEETH = np.array([-5, -1, 0, 1, 5], np.float32)
+_MIN_VARIANCE = 0.25  # of a count: half a key, squared; that of a binomial vanishes at the ends
+_END_SHIFT = 8  # log2 of the share of a bracket that outer pivots cut off either end after a miss
+_BELOW_ONE = 1 - 2.0**-20  # keeps a width that was rounded to a float below the next power of two
 
-
-def use_flat(x: jax.Array) -> bool:
-    """Whether x may be reshaped freely: all of it lies on one device, as far as its type tells."""
-    mesh = jax.typeof(x).sharding.mesh
-    return mesh.are_all_axes_manual if not mesh.empty else jax.device_count() == 1
+_SAMPLE_SHIFT = 8  # every 256th key is sampled, so that sorting costs less than a pass,
+_SAMPLE_SIZES = (256, 4096)  # but at least and at most so many
+# In deviations of a sampled rank: the k-th key is seldom outside of three.
+_SAMPLE_TEETH = np.array([-3, -0.9, -0.3, 0, 0.3, 0.9, 3], np.float32)
+_MIN_NOISE = 0.5  # ranks, as these are rounded
+# The middle pivot lies one lower, so that the ties of its key are between two pivots.
+_LOWERED = np.array([0, 0, 0, 1, 0, 0, 0])
 
 
 def loops_wait_on_host() -> bool:
     """Whether a loop that looks at its data makes the device wait on the host."""
     return jax.default_backend() not in ("cpu", "tpu")
-
-
-# ------------------------------------------------------------------ keys
-class KeyRange(NamedTuple):
-    """Keys of a dtype: their dtype, the lowest (which is that of NaN, if there is one), the top."""
-
-    dtype: np.dtype
-    low: int
-    top: int
-
-
-@functools.lru_cache
-def key_range(dtype: np.dtype) -> KeyRange:
-    """The range of the integer keys that order a dtype."""
-    if dtype == jnp.bool_:
-        return KeyRange(np.dtype(np.int8), 0, 1)
-    floating = jnp.issubdtype(dtype, jnp.floating)
-    bits = jnp.finfo(dtype).bits if floating else max(8, jnp.iinfo(dtype).bits)
-    key = np.dtype(f"int{bits}")
-    if not floating:
-        return KeyRange(key, int(np.iinfo(key).min), int(np.iinfo(key).max))
-    top = np.full(1, np.inf).astype(dtype)
-    if not np.isinf(top.astype(np.float32))[0]:  # a format without inf
-        top = np.full(1, jnp.finfo(dtype).max, dtype)
-    return KeyRange(key, int(np.iinfo(key).min), int(top.view(key)[0]))
-
-
-def to_keys(scores: jax.Array) -> jax.Array:
-    """Signed integers in the order of the scores, as wide as these."""
-    dtype = scores.dtype
-    key, low, top = key_range(dtype)
-    if jnp.issubdtype(dtype, jnp.unsignedinteger):
-        unsigned = np.dtype(f"uint{key.itemsize * 8}")
-        return lax.bitcast_convert_type(scores.astype(unsigned) ^ jnp.array(-low, unsigned), key)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return scores.astype(key)
-    raw = lax.bitcast_convert_type(scores, key)
-    magnitude = raw & jnp.array(-low - 1, key)
-    signed = jnp.where(raw < 0, -magnitude, magnitude)
-    if int(np.full(1, -0.0).astype(dtype).view(key)[0]) == low:
-        nan = magnitude > jnp.array(top, key)
-    else:  # a format without -0, whose bits mean NaN
-        nan = raw == jnp.array(low, key)
-    return jnp.where(nan, jnp.array(low, key), signed)
-
-
-# ------------------------------------------------------------------ counting
-class Leaf(NamedTuple):
-    """Scores, and which of them may be kept."""
-
-    scores: jax.Array
-    where: jax.Array | None = None  # not zero: eligible; None: all are
-
-    def keys(self) -> jax.Array:
-        """Keys of the scores; the lowest one where an entry is not eligible."""
-        keys = to_keys(self.scores)
-        if self.where is None:
-            return keys
-        lowest = jnp.array(key_range(self.scores.dtype).low, keys.dtype)
-        return jnp.where(self.where != 0, keys, lowest)
-
-    def only(self, mask: jax.Array) -> jax.Array:
-        """The mask without entries that are not eligible."""
-        return mask if self.where is None else mask & (self.where != 0)
-
-    def map(self, f: Callable[[jax.Array], jax.Array]) -> "Leaf":
-        """The leaf of which f was applied to both arrays."""
-        return Leaf(f(self.scores), None if self.where is None else f(self.where))
-
-
-def sums(masks: Sequence[jax.Array], axes: Sequence[int]) -> list[jax.Array]:
-    """int32 sums of two or more masks, or of partial sums, in one fused loop."""
-    return lax.reduce(
-        [mask.astype(jnp.int32) for mask in masks],
-        [np.int32(0)] * len(masks),
-        lambda a, b: [x + y for x, y in zip(a, b, strict=True)],
-        tuple(axes),
-    )
-
-
-def _count(leaf: Leaf, masks: Callable[[Leaf], Sequence[jax.Array]]) -> list[jax.Array]:
-    """int32 scalars: how many entries are in each of masks(leaf)."""
-    if not use_flat(leaf.scores):
-        return sums(masks(leaf), range(leaf.scores.ndim))
-    leaf = leaf.map(lambda x: x.reshape(-1))
-    size = leaf.scores.size
-    if size < _SHARED:
-        return sums(masks(leaf), [0])
-    whole = size // _ROWS * _ROWS
-    body = leaf.map(lambda x: x[:whole].reshape(_ROWS, -1))
-    counts = sums(sums(masks(body), [1]), [0])
-    if whole == size:
-        return counts
-    rest = sums(masks(leaf.map(lambda x: x[whole:])), [0])
-    return [x + y for x, y in zip(counts, rest, strict=True)]
-
-
-def count_eligible(leaf: Leaf) -> jax.Array | int:
-    """How many entries of the leaf are eligible."""
-    if leaf.where is None:
-        return leaf.scores.size
-    counts = _count(Leaf(leaf.where), lambda x: [x.scores != 0, x.scores == 0])
-    return lax.optimization_barrier(counts)[0]
-
-
-def count_above(leaves: Sequence[Leaf], pivots: jax.Array) -> jax.Array:
-    """int32[leaves, pivots]: how many eligible keys lie above each pivot, in one pass."""
-    pivots = pivots.astype(key_range(leaves[0].scores.dtype).dtype)
-    held, pivots = lax.optimization_barrier((list(leaves), list(pivots)))
-
-    def above(leaf: Leaf) -> list[jax.Array]:
-        keys = leaf.keys()
-        return [keys > p for p in pivots]
-
-    counts = [x for leaf in held for x in _count(leaf, above)]
-    return jnp.stack(counts).reshape(len(leaves), -1)
 
 
 # ------------------------------------------------------------------ pivots
@@ -176,13 +64,18 @@ class Bracket(NamedTuple):
         cls, low: jax.Array, high: jax.Array, at_least: jax.Array, *, sharp: bool = True
     ) -> "Bracket":
         """A bracket before the first pass, with nothing above it; sharp if guesses are good."""
-        zero = at_least[0] & 0
-        spread = zero.astype(np.float32) + (_SPREAD / 16 if sharp else _SPREAD)
-        return cls(low, high, at_least, at_least & 0, spread, misses=zero, passes=zero)
+        zero = zero_like(at_least[0])
+        spread = zero.astype(np.float32) + (_SPREAD / _SHARPER if sharp else _SPREAD)
+        return cls(low, high, at_least, zero_like(at_least), spread, misses=zero, passes=zero)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """Integers read as unsigned ones."""
+    return lax.bitcast_convert_type(x, np.dtype(f"uint{x.dtype.itemsize * 8}"))
 
 
 def _width(low: jax.Array, high: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(high - low, np.dtype(f"uint{low.dtype.itemsize * 8}"))
+    return _bits(high - low)
 
 
 def even_pivots(b: Bracket, log2_parts: int) -> jax.Array:
@@ -200,48 +93,57 @@ def guessed_pivots(b: Bracket, k: Words, is_float: bool) -> jax.Array:
     at_least = exact_counts.total(b.at_least)
     inside = exact_counts.to_float(exact_counts.minus(at_least, exact_counts.total(b.above)))
     centre = (exact_counts.to_float(exact_counts.minus(at_least, k)) + 0.5) / inside
-    noise = jnp.sqrt(jnp.maximum(centre * (1 - centre), 0.25 / inside) / inside)
+    noise = jnp.sqrt(jnp.maximum(centre * (1 - centre), _MIN_VARIANCE / inside) / inside)
     spread = jnp.maximum(noise, b.spread)
-    teeth = np.array([-5, -1, 0, 1, 5], np.float32)
-    places = jnp.clip(centre + spread * teeth, 0, 1).astype(real)
+    places = jnp.clip(centre + spread * _GUESS_TEETH, 0, 1).astype(real)
     width = _width(b.low, b.high)
     bits = width.dtype.itemsize * 8
-    span = jnp.minimum(width.astype(real), real.type(2.0**bits * (1 - 2.0**-20)))
+    span = jnp.minimum(width.astype(real), real.type(2.0**bits * _BELOW_ONE))
     offsets = (places * span).astype(width.dtype)
     # After a miss the k-th key may well be close to an end, beyond a gap.
-    ends = jnp.stack([width >> 8, *offsets[1:4], width - (width >> 8)])
+    ends = jnp.stack([width >> _END_SHIFT, *offsets[1:-1], width - (width >> _END_SHIFT)])
     offsets = jnp.where(b.misses % 2 == 1, ends, offsets)
     pivots = b.low + lax.bitcast_convert_type(offsets, b.low.dtype)
     if is_float:  # first linear in the value, after a miss in the key: about its logarithm
-        ends = jnp.stack([b.low, b.high])
-        sign = jnp.array(np.iinfo(ends.dtype).min, ends.dtype)
-        ends = lax.bitcast_convert_type(jnp.where(ends < 0, sign - ends, ends), real)
+        ends = _floats(jnp.stack([b.low, b.high]))
         by_value = jnp.all(jnp.isfinite(ends)) & (b.misses % 2 == 0)
-        values = ends[0] + places * (ends[1] - ends[0])
-        pivots = jnp.where(by_value, to_keys(values), pivots)
+        pivots = jnp.where(by_value, to_keys(ends[0] + places * (ends[1] - ends[0])), pivots)
     # Scores on a grid end in zero bits: the key with most of them may hold many ties.
-    differing = lax.bitcast_convert_type(b.high ^ (b.low - 1), width.dtype)
-    tail = (width.dtype.type(1) << (bits - 1 - lax.clz(differing))) - 1
-    roundest = b.high & ~lax.bitcast_convert_type(tail, b.high.dtype)
+    roundest = _roundest(b.low, b.high)
     pivots = jnp.concatenate([pivots, jnp.stack([roundest - 1, roundest])])
-    return jnp.where(spread > _SPREAD, even_pivots(b, 3), pivots)
+    return jnp.where(spread > _SPREAD, even_pivots(b, _EIGHTHS), pivots)
+
+
+def _floats(keys: jax.Array) -> jax.Array:
+    """The floats of which these are the keys."""
+    sign = jnp.array(np.iinfo(keys.dtype).min, keys.dtype)
+    raw = jnp.where(keys < 0, sign - keys, keys)
+    return lax.bitcast_convert_type(raw, np.dtype(f"float{keys.dtype.itemsize * 8}"))
+
+
+def _roundest(low: jax.Array, high: jax.Array) -> jax.Array:
+    """The key from low to high that ends in most zero bits."""
+    differing = _bits(high ^ (low - 1))
+    first = differing.dtype.itemsize * 8 - 1 - lax.clz(differing)
+    tail = (differing.dtype.type(1) << first) - 1
+    return high & ~lax.bitcast_convert_type(tail, high.dtype)
 
 
 def sampled_pivots(leaves: Sequence[Leaf], k: Words) -> jax.Array:
     """Seven pivots from the order statistics of every so many-th key."""
     n = sum(leaf.scores.size for leaf in leaves)
-    wanted = min(max(n >> 8, 256), 4096)
+    least, most = _SAMPLE_SIZES
+    wanted = min(max(n >> _SAMPLE_SHIFT, least), most)
     parts = []
     for leaf in leaves:
         stride = min(n // wanted | 1, leaf.scores.size)  # odd: not in step with rows
         parts.append(leaf.map(functools.partial(_every, stride)).keys())
     keys = jnp.sort(jnp.concatenate(parts))
     density = jnp.minimum(exact_counts.to_float(k) / np.float32(n), 1)
-    noise = jnp.sqrt(keys.size * density * (1 - density)) + 0.5
-    teeth = np.array([-3, -0.9, -0.3, 0, 0.3, 0.9, 3], np.float32)
-    ranks = keys.size * (1 - density) + noise * teeth
+    noise = jnp.sqrt(keys.size * density * (1 - density)) + _MIN_NOISE
+    ranks = keys.size * (1 - density) + noise * _SAMPLE_TEETH
     pivots = keys[jnp.clip(ranks, 0, keys.size - 1).astype(jnp.int32)]
-    return pivots - np.array([0, 0, 0, 1, 0, 0, 0], keys.dtype)  # ties lie between two pivots
+    return pivots - _LOWERED.astype(keys.dtype)
 
 
 def _every(stride: int, x: jax.Array) -> jax.Array:
@@ -286,8 +188,8 @@ def search(
     if loops_wait_on_host():
         return lax.fori_loop(
             0,
-            -(-bits // 4),
-            lambda _, b: step(b, even_pivots(b, 4)),
+            -(-bits // _SIXTEENTHS),
+            lambda _, b: step(b, even_pivots(b, _SIXTEENTHS)),
             b,
             unroll=b.at_least.size == 1,
         )
@@ -295,9 +197,9 @@ def search(
     def body(state: tuple[Bracket, jax.Array]) -> tuple[Bracket, jax.Array]:
         b = step(*state)
         guesses = guessed_pivots(b, k, is_float)
-        return b, jnp.where(b.misses < max_misses, guesses, even_pivots(b, 3))
+        return b, jnp.where(b.misses < max_misses, guesses, even_pivots(b, _EIGHTHS))
 
-    first = even_pivots(b, 3) if first is None else first
+    first = even_pivots(b, _EIGHTHS) if first is None else first
     return lax.while_loop(lambda state: state[0].low < state[0].high, body, (b, first))[0]
 
 
@@ -314,13 +216,13 @@ def narrow(b: Bracket, pivots: jax.Array, counts: jax.Array, k: Words) -> Bracke
     def counts_at(chosen: jax.Array, otherwise: jax.Array) -> jax.Array:
         return jnp.where(jnp.any(chosen), jnp.max(jnp.where(chosen, counts, 0), axis=1), otherwise)
 
-    missed = _width(low, high) > _width(b.low, b.high) >> 3
+    missed = _width(low, high) > _width(b.low, b.high) >> _EIGHTHS
     return Bracket(
         low=low,
         high=high,
         at_least=counts_at(enough & (pivots + 1 == low), b.at_least),
         above=counts_at((exact | ~enough) & (pivots == high), b.above),
-        spread=jnp.where(missed, _SPREAD, b.spread / 16),
+        spread=jnp.where(missed, _SPREAD, b.spread / _SHARPER),
         misses=b.misses + missed.astype(jnp.int32),
         passes=b.passes + 1,
     )

@@ -17,9 +17,12 @@ import numpy as np
 from jax import lax
 
 from sparsity.core import exact as exact_counts
-from sparsity.core.exact import Words
-from sparsity.selection import key_search
-from sparsity.selection.key_search import Bracket, Leaf
+from sparsity.core.exact import Words, zero_like
+from sparsity.core.hashing import flat_index
+from sparsity.selection import counting, key_search
+from sparsity.selection.counting import Leaf
+from sparsity.selection.key_search import Bracket
+from sparsity.selection.keys import key_range, to_keys
 
 
 class Info(NamedTuple):
@@ -39,13 +42,13 @@ def select(leaves: Sequence[Leaf], k: Words) -> tuple[list[jax.Array], Info]:
     Returns:
         A mask of each leaf's shape and sharding, and what the search found.
     """
-    flat = all(key_search.use_flat(leaf.scores) for leaf in leaves)
+    flat = all(counting.use_flat(leaf.scores) for leaf in leaves)
     # A zero that is sharded and varying as all of the data are, as loops want it.
-    zero = k[1].astype(jnp.int32) & 0
+    zero = zero_like(k[1].astype(jnp.int32))
     for x in jax.tree.leaves(list(leaves)):
         if not jax.typeof(x).sharding.mesh.empty:
-            zero += jnp.sum(key_search.to_keys(x) & 0, dtype=jnp.int32)
-    eligible = jnp.stack([zero + key_search.count_eligible(leaf) for leaf in leaves])
+            zero += jnp.sum(zero_like(to_keys(x)), dtype=jnp.int32)
+    eligible = jnp.stack([zero + counting.count_eligible(leaf) for leaf in leaves])
     n = exact_counts.total(eligible)
     k = exact_counts.choose(exact_counts.at_least(k, n), n, k)
     b = _kth_key(leaves, k, eligible, flat)
@@ -73,8 +76,8 @@ def select(leaves: Sequence[Leaf], k: Words) -> tuple[list[jax.Array], Info]:
 def _kth_key(leaves: Sequence[Leaf], k: Words, eligible: jax.Array, flat: bool) -> Bracket:
     """The k-th key of all leaves, at most the number of eligible ones; its counts."""
     dtype = leaves[0].scores.dtype
-    _, lowest, top = key_search.key_range(dtype)
-    zero = (eligible[0] & 0).astype(np.int64 if dtype.itemsize == 8 else np.int32)
+    _, lowest, top = key_range(dtype)
+    zero = zero_like(eligible[0]).astype(np.int64 if dtype.itemsize == 8 else np.int32)
     low, high = zero + lowest, zero + top
     nothing = (k[0] | k[1]) == 0
     everything = exact_counts.equal(k, exact_counts.total(eligible)) & ~nothing
@@ -82,7 +85,7 @@ def _kth_key(leaves: Sequence[Leaf], k: Words, eligible: jax.Array, flat: bool) 
         jnp.where(nothing, high, low), jnp.where(everything, low, high), eligible, sharp=flat
     )
     return key_search.search(
-        functools.partial(key_search.count_above, leaves),
+        functools.partial(counting.count_above, leaves),
         k,
         b,
         bits=(top - lowest).bit_length(),
@@ -131,7 +134,7 @@ def _cut_by_rows(
     def in_rows(i: int) -> jax.Array:
         body = leaves[i].map(lambda x: x[: rows[i] * widths[i]].reshape(rows[i], widths[i]))
         # The barrier keeps the second operand, and with it the fused loop.
-        counts, _ = lax.optimization_barrier(tuple(key_search.sums(ties(body), [1])))
+        counts, _ = lax.optimization_barrier(tuple(counting.sums(ties(body), [1])))
         return jnp.pad(counts, (0, max(rows) - rows[i]))
 
     def in_row(i: int, start: jax.Array) -> jax.Array:
@@ -150,7 +153,7 @@ def _cut_by_rows(
         return lax.switch(jnp.argmax(partial), branches, *args)
 
     size, height, width = (_at(partial, np.array(x, np.int32)) for x in (sizes, rows, widths))
-    row, before = place(of_partial(in_rows), need & 0)
+    row, before = place(of_partial(in_rows), zero_like(need))
     passed = jnp.minimum(row, height) * width  # there may be padded rows
     start = jnp.minimum(passed, size - width)  # the row after the last one ends with the leaf
     fresh = start + lax.iota(jnp.int32, max(widths)) >= passed
@@ -174,7 +177,7 @@ def _cut_by_search(
 
         keys, index = leaf.keys(), flat_index(shape, strides)
         ties = leaf.only(keys == key.astype(keys.dtype))
-        return key_search.sums([ties & (index < last - p) for p in pivots], range(len(shape)))
+        return counting.sums([ties & (index < last - p) for p in pivots], range(len(shape)))
 
     def count(pivots: jax.Array) -> jax.Array:
         counts = [x for leaf in leaves for x in count_in(leaf, pivots)]
@@ -183,8 +186,8 @@ def _cut_by_search(
     bits = int(sizes.max() - 1).bit_length()
     b = key_search.search(
         count,
-        ((need & 0).astype(jnp.uint32), need.astype(jnp.uint32)),
-        Bracket.of(need & 0, last, _at(partial, ties)[None]),
+        (zero_like(need).astype(jnp.uint32), need.astype(jnp.uint32)),
+        Bracket.of(zero_like(need), last, _at(partial, ties)[None]),
         bits=bits,
         max_misses=1 if bits <= 30 else 0,
     )
@@ -194,12 +197,3 @@ def _cut_by_search(
 def _at(partial: jax.Array, x: jax.Array | np.ndarray) -> jax.Array:
     """The x of the partial leaf; 0 without one."""
     return jnp.sum(jnp.where(partial, x, 0), axis=0, dtype=jnp.int32)
-
-
-def flat_index(shape: tuple[int, ...], strides: Sequence[int | jax.Array] = ()) -> jax.Array:
-    """int32 flat index of each entry of an array of that shape."""
-    strides = strides or [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    index = jnp.zeros(shape, jnp.int32)
-    for axis, stride in enumerate(strides):
-        index += lax.broadcasted_iota(jnp.int32, shape, axis) * stride
-    return index

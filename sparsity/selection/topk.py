@@ -15,17 +15,15 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from sparsity.core import exact as exact_counts
-from sparsity.core.exact import Words, num_kept
-from sparsity.selection import key_search, threshold
-from sparsity.selection.key_search import Leaf
-
-__all__ = ["global_topk_mask", "hash_scores", "nm_mask", "num_kept", "topk_mask"]
+from sparsity.core.checks import is_traced
+from sparsity.core.exact import Words, zero_like
+from sparsity.selection import counting, threshold
+from sparsity.selection.counting import Leaf
+from sparsity.selection.keys import readable, to_keys
 
 _MERGE_BELOW = 65_536  # smaller neighbouring leaves are counted as one when flat
-_GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio
 
 
 def topk_mask(
@@ -56,7 +54,7 @@ def topk_mask(
     Raises:
         ValueError: If scores are complex, if a concrete k is out of range, or if shapes differ.
     """
-    scores = _readable(scores)
+    scores = readable(scores)
     shape = scores.shape
     if not 0 <= batch_axes <= scores.ndim:
         raise ValueError(
@@ -97,7 +95,7 @@ def global_topk_mask(
         ValueError: If leaves are complex or of several dtypes, or if a concrete k is out of range.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    leaves = [_readable(x) for x in leaves]
+    leaves = [readable(x) for x in leaves]
     dtypes = sorted({str(x.dtype) for x in leaves})
     if len(dtypes) > 1:
         raise ValueError(
@@ -114,103 +112,14 @@ def global_topk_mask(
     return jax.tree.unflatten(treedef, masks)
 
 
-def nm_mask(
-    scores: chex.Array,
-    n: chex.Numeric,
-    m: int,
-    *,
-    axis: int = -1,
-    keep: chex.Array | None = None,
-) -> jax.Array:
-    """Mask of the n highest of every m consecutive scores along an axis.
-
-    If m does not divide the axis, its last group is shorter and keeps n as well, or all it has.
-
-    >>> nm_mask(jnp.array([4, 3, 2, 1, 0, 7, 0, 0]), 2, 4)
-    Array([1, 1, 0, 0, 1, 1, 0, 0], dtype=uint8)
-
-    Args:
-        scores: Real scores or booleans of any shape and dtype.
-        n: How many to keep of each group, in [0, m]. A traced n is clamped.
-        m: Size of a group.
-        axis: The axis whose consecutive entries form the groups.
-        keep: Optional mask of the scores' shape; entries that are not zero there outrank all
-            others of their group.
-
-    Returns:
-        uint8 mask of the scores' shape and sharding, 1 = keep.
-
-    Raises:
-        ValueError: If n, m or axis are out of range, if shapes differ, or if scores are complex.
-    """
-    scores = _readable(scores)
-    if not -scores.ndim <= axis < scores.ndim:
-        raise ValueError(f"axis must name one of {scores.ndim} axes, got axis = {axis}.")
-    axis %= scores.ndim
-    if m < 1:
-        raise ValueError(f"m must be at least 1, got m = {m}.")
-    if not exact_counts.is_traced(n) and not 0 <= int(n) <= m:
-        raise ValueError(f"n must be in [0, {m}], got n = {n}.")
-    if keep is not None and jnp.shape(keep) != scores.shape:
-        raise ValueError(f"keep must have shape {scores.shape}, got {jnp.shape(keep)}.")
-    if exact_counts.is_traced(n):
-        return _nm_mask_of_traced_n(scores, n, keep, m, axis)
-    return _nm_mask(scores, int(n), keep, m, axis)
-
-
-def hash_scores(shape: Sequence[int], *words: chex.Numeric) -> jax.Array:
-    """Pseudo-random uint32 scores: a hash of the words and of each entry's flat index.
-
-    The same words give the same scores, whatever the sharding.
-
-    >>> bool((hash_scores((4,), 0, 1) == hash_scores((4,), 0, 1)).all())
-    True
-
-    Args:
-        shape: Shape of the scores, fewer than 2**31 entries.
-        *words: Integers (of which 32 bits count) or integer scalars, traced or not: a seed, a
-            step, the number of a leaf.
-
-    Returns:
-        uint32 scores of that shape.
-    """
-    state = jnp.uint32(_GOLDEN)
-    for word in words:
-        word = jnp.uint32(word & 0xFFFFFFFF) if isinstance(word, int) else jnp.asarray(word)
-        state = _mix(state ^ word.astype(jnp.uint32)) + jnp.uint32(_GOLDEN)
-    index = threshold.flat_index(tuple(shape)).astype(jnp.uint32)
-    return _mix(_mix(index ^ state) + _mix(~state))
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    """Bijection of uint32 whose every output bit depends on every input bit (murmur3's fmix32)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
-
-
 # ------------------------------------------------------------------ arguments
-def _readable(scores: chex.Array) -> jax.Array:
-    scores = jnp.asarray(scores)
-    if jnp.issubdtype(scores.dtype, jnp.complexfloating):
-        raise ValueError(
-            f"Cannot rank {scores.dtype} scores. This is because complex numbers have no order; "
-            "pass magnitudes (jnp.abs) instead."
-        )
-    if scores.size >= 2**31:
-        raise ValueError(f"An array may hold fewer than 2**31 scores, got shape {scores.shape}.")
-    if scores.dtype in (jnp.float4_e2m1fn, jnp.float8_e8m0fnu):  # not a byte; no sign bit
-        return scores.astype(jnp.float32)
-    return scores
-
-
 def _k_words(k: Any, n: int) -> tuple[Any, Any]:
     """k, checked if concrete, else clamped from below (selection clamps it from above)."""
     if isinstance(k, tuple):
-        if not any(exact_counts.is_traced(word) for word in k):
+        if not any(is_traced(word) for word in k):
             return _k_words((int(k[0]) << 32) + int(k[1]), n)
         return k[0].astype(jnp.uint32), k[1].astype(jnp.uint32)
-    if not exact_counts.is_traced(k):
+    if not is_traced(k):
         k = np.asarray(k)
         if np.any(k < 0) or np.any(k > n):
             raise ValueError(f"k must be in [0, {n}], got k = {k}.")
@@ -218,7 +127,7 @@ def _k_words(k: Any, n: int) -> tuple[Any, Any]:
             return exact_counts.split(int(k))
         return np.zeros(k.shape, np.uint32), k.astype(np.uint32)
     k = jnp.maximum(k, 0).astype(jnp.uint32)
-    return k & 0, k
+    return zero_like(k), k
 
 
 # ------------------------------------------------------------------ the k best
@@ -229,12 +138,12 @@ def _topk_mask(scores: jax.Array, k: Words, where: jax.Array | None, batch_axes:
 
     if batch_axes:
         # Explicit axes want all that is mapped over sharded alike: zeros carry the sharding over.
-        keys = key_search.to_keys(scores)
-        if where is not None and not key_search.use_flat(scores):
+        keys = to_keys(scores)
+        if where is not None and not counting.use_flat(scores):
             where = (where != 0) | (keys != keys)
-            scores = keys | (where.astype(keys.dtype) & 0)
+            scores = keys | zero_like(where.astype(keys.dtype))
         zeros = jnp.sum(
-            key_search.to_keys(scores) & 0, range(batch_axes, scores.ndim), dtype=jnp.uint32
+            zero_like(to_keys(scores)), range(batch_axes, scores.ndim), dtype=jnp.uint32
         )
         k = (k[0] + zeros, k[1] + zeros)
     for _ in range(batch_axes):
@@ -244,7 +153,7 @@ def _topk_mask(scores: jax.Array, k: Words, where: jax.Array | None, batch_axes:
 
 @jax.jit
 def _global_topk_masks(leaves: Sequence[Leaf], k: Words) -> list[jax.Array]:
-    if not all(key_search.use_flat(leaf.scores) for leaf in leaves):
+    if not all(counting.use_flat(leaf.scores) for leaf in leaves):
         return threshold.select(leaves, k)[0]
     groups: list[list[Leaf]] = []
     for leaf in leaves:
@@ -268,49 +177,3 @@ def _merged(group: Sequence[Leaf]) -> Leaf:
     flat = [leaf.map(lambda x: x.reshape(-1)) for leaf in group]
     where = None if flat[0].where is None else jnp.concatenate([leaf.where for leaf in flat])
     return Leaf(jnp.concatenate([leaf.scores for leaf in flat]), where)
-
-
-# ------------------------------------------------------------------ N:M
-def _grouped_mask(
-    scores: jax.Array, n: chex.Numeric, keep: jax.Array | None, m: int, axis: int
-) -> jax.Array:
-    shape = scores.shape
-    count = -(-shape[axis] // m)
-    groups = (*shape[:axis], count, m, *shape[axis + 1 :])
-
-    def pairs(x: jax.Array, fill: int) -> tuple[jax.Array, jax.Array]:
-        x = _with_whole_groups(x, m, axis)
-        missing = [(0, 0)] * axis + [(0, count * m - shape[axis])] + [(0, 0)] * (x.ndim - axis - 1)
-        x = jnp.pad(x, missing, constant_values=fill).reshape(groups)
-        return jnp.expand_dims(x, axis + 2), jnp.expand_dims(x, axis + 1)
-
-    own, other = pairs(key_search.to_keys(scores), key_search.key_range(scores.dtype).low)
-    # Compared iotas vectorise, where a constant table would be read entry by entry.
-    row, column = (lax.broadcasted_iota(jnp.int32, (m, m), d) for d in (0, 1))
-    earlier = (column < row).reshape(*[1] * (axis + 1), m, m, *[1] * (len(shape) - axis - 1))
-    beaten = (other > own) | ((other == own) & earlier)
-    if keep is not None:
-        own_kept, other_kept = pairs(keep != 0, False)
-        beaten = (other_kept & ~own_kept) | ((other_kept == own_kept) & beaten)
-    rank = jnp.sum(beaten, axis=axis + 2, dtype=jnp.int8 if m < 128 else jnp.int32)
-    if exact_counts.is_traced(n):
-        n = jnp.clip(n, 0, m).astype(rank.dtype)
-    mask = (rank < n).reshape(*shape[:axis], count * m, *shape[axis + 1 :]).astype(jnp.uint8)
-    mask = lax.slice_in_dim(mask, 0, shape[axis], axis=axis)
-    explicit = jax.typeof(scores).sharding
-    return mask if explicit.mesh.empty else jax.sharding.reshard(mask, explicit)
-
-
-_nm_mask = jax.jit(_grouped_mask, static_argnums=(1, 3, 4))  # a known n is three times faster
-_nm_mask_of_traced_n = jax.jit(_grouped_mask, static_argnums=(3, 4))
-
-
-def _with_whole_groups(x: jax.Array, m: int, axis: int) -> jax.Array:
-    """x, with an explicitly sharded axis gathered if a device holds a part of a group."""
-    mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
-    names = spec[axis] if axis < len(spec) else None
-    shards = math.prod(mesh.shape[name] for name in np.atleast_1d(names or ()))
-    if shards == 1 or x.shape[axis] % (m * shards) == 0:
-        return x
-    whole = jax.sharding.PartitionSpec(*spec[:axis], None, *spec[axis + 1 :])
-    return jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, whole))
