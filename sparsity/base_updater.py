@@ -330,7 +330,7 @@ class BaseUpdater:
             targets = self._target_sparsities(params)
             if targets is not None:
                 targets = jax.tree.map(lambda target: jnp.array(target, jnp.float32), targets)
-            masks = self.get_initial_masks(params, targets)
+            masks = self.get_initial_masks(trees.prunable(params), targets)
         packed = self.use_packed_masks
         masks = masks_lib.read_masks(masks, params, packed)
         state = SparseState(
