@@ -218,11 +218,25 @@ def _make(kind: Any, given: Mapping[str, Any], what: str) -> Any:
     """An instance of a class from the keys that it takes."""
     taken: Mapping[str, str] = getattr(kind, "config_keys", {})
     if strange := sorted(given.keys() - taken.keys()):
-        raise ValueError(f"{strange} is no key of {what}. {known(strange[0], taken)}")
+        raise ValueError(
+            f"{strange} is no key of {what}, which takes {', '.join(taken) or 'none'}."
+            + _who_takes(strange[0])
+        )
     try:
         return kind(**{taken[key]: value for key, value in given.items()})
     except TypeError as error:
         raise ValueError(f"{what} cannot be made of {dict(given)}: {error}") from None
+
+
+def _who_takes(key: str) -> str:
+    """Which distributions or schedules take a key, as the end of a message."""
+    takers = [
+        f"{registry.role} {name!r}"
+        for registry in (DISTRIBUTIONS, SCHEDULES)
+        for name, kind in registry.items()
+        if key in getattr(kind, "config_keys", {})
+    ]
+    return f" {key!r} belongs to {' and '.join(takers)}."
 
 
 def _take_keys(options: dict[str, Any], kinds: Iterable[Any]) -> dict[str, Any]:

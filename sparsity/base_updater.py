@@ -13,12 +13,13 @@ from typing import Any, ClassVar, Self
 
 import chex
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 
 from sparsity import masks as masks_lib
 from sparsity.core import trees
 from sparsity.core.names import Registry
+from sparsity.core.sharding import on_device, ones_like
 from sparsity.masks import BatchAxes, Layerwise, Pattern, Scope, Sites, TopkFn
 from sparsity.patterns import Unstructured
 from sparsity.sparsity_distributions import (
@@ -150,7 +151,7 @@ class BaseUpdater:
         """
 
         def start(_: trees.KeyPath, param: Any, target: Any) -> Any:
-            return None if target is None else jnp.ones_like(param, dtype=jnp.uint8)
+            return None if target is None else ones_like(param)
 
         return trees.map_matched(start, params, target_sparsities)
 
@@ -329,7 +330,7 @@ class BaseUpdater:
         with masks_lib.in_use(self, self.sites(params)):
             targets = self._target_sparsities(params)
             if targets is not None:
-                targets = jax.tree.map(lambda target: jnp.array(target, jnp.float32), targets)
+                targets = jax.tree.map(on_device, targets)
             masks = self.get_initial_masks(trees.prunable(params), targets)
         packed = self.use_packed_masks
         masks = masks_lib.read_masks(masks, params, packed)
@@ -338,7 +339,7 @@ class BaseUpdater:
                 masks_lib.pack_masks(masks, params) if packed else masks, params
             ),
             target_sparsities=targets,
-            count=jnp.zeros([], jnp.int32),
+            count=on_device(0, np.int32),
         )
         return make_state(packed, state)
 

@@ -5,6 +5,7 @@ tree may have more than 2**32 weights. The functions work elementwise and trust 
 in range, that uint32 wraps around, and that no count is negative.
 """
 
+import functools
 import math
 from fractions import Fraction
 from typing import Any
@@ -79,6 +80,7 @@ def num_kept_of_words(n: Words, sparsity: chex.Numeric) -> Words:
     return _num_kept(n, sparsity)
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def ordered_sum(x: chex.Array, axis: tuple[int, ...]) -> jax.Array:
     """Sums floats with the same bits in any order, so that sharding cannot change a mask.
 

@@ -14,7 +14,7 @@ from jax import lax
 
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
-from sparsity.core.sharding import place_like, shard_like
+from sparsity.core.sharding import on_device, place_like, shard_like
 
 _GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio
 
@@ -80,12 +80,17 @@ def generate_random_scores(
 
     def draw(path: trees.KeyPath, param: Any) -> jax.Array:
         leaf = np.uint32(zlib.crc32(trees.path_string(path).encode()))
-        draw_shape = functools.partial(hash_scores, jnp.shape(param))
-        scores = shard_like(param, draw_shape, *words, step, leaf)
+        draw_shape = functools.partial(_hash_scores, jnp.shape(param))
+        scores = shard_like(
+            param, draw_shape, *words, on_device(step, np.uint32), on_device(leaf, np.uint32)
+        )
         # Inside jit XLA places them where they are used.
         return scores if is_traced(scores) else place_like(param, scores)
 
     return trees.map_matched(draw, params)
+
+
+_hash_scores = jax.jit(hash_scores, static_argnums=0)
 
 
 def _seed_words(rng_seed: int | jax.Array) -> tuple[chex.Numeric, ...]:
@@ -95,4 +100,4 @@ def _seed_words(rng_seed: int | jax.Array) -> tuple[chex.Numeric, ...]:
         words = tuple(jnp.ravel(rng_seed).astype(jnp.uint32))
         return words if rng_seed.ndim else (*words, 0)  # a scalar is a number, not a key
     seed = int(rng_seed)
-    return np.uint32(seed & 0xFFFFFFFF), np.uint32((seed >> 32) & 0xFFFFFFFF)
+    return tuple(on_device(word & 0xFFFFFFFF, np.uint32) for word in (seed, seed >> 32))

@@ -9,6 +9,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
 
 
@@ -55,6 +56,19 @@ def place_like(like: chex.Array, mask: jax.Array) -> jax.Array:
     # XLA shards the operands of a selection alike, and does not know that one is never chosen.
     never = jax.lax.optimization_barrier(jnp.zeros((), bool))
     return jnp.where(never, (like != 0).astype(mask.dtype), mask)
+
+
+def on_device(value: chex.Numeric, dtype: type[np.generic] = np.float32) -> jax.Array:
+    """A scalar as an array, sent to the device explicitly, as a transfer guard may demand."""
+    if isinstance(value, jax.Array):
+        return value.astype(dtype)
+    return jax.device_put(np.asarray(value, dtype))
+
+
+@jax.jit
+def ones_like(array: jax.Array) -> jax.Array:
+    """uint8 ones of the shape of an array; compiled, as its constant need not be sent then."""
+    return jnp.ones_like(array, dtype=jnp.uint8)
 
 
 def fit(sharding: Any, shape: tuple[int, ...]) -> Any:

@@ -32,6 +32,11 @@ def leaves_by_path(tree: chex.ArrayTree) -> dict[KeyPath, Any]:
     return dict(_flatten(tree)[0])
 
 
+def leaves_and_none(tree: chex.ArrayTree) -> dict[KeyPath, Any]:
+    """As `leaves_by_path`, with an entry for each `None`."""
+    return dict(_flatten(tree, is_leaf=lambda node: node is None)[0])
+
+
 def covered_paths(tree: chex.ArrayTree) -> set[KeyPath]:
     """Paths of leaves, and of what stands for all that could be below: `None`, `MaskedNode`."""
     return {path for path, _ in _flatten(tree, is_leaf=_is_placeholder)[0]}

@@ -100,7 +100,7 @@ def read_masks(
         shape = jnp.shape(likes[path])
         if jnp.shape(mask) == shape:
             # A row of one weight is one byte, packed or not.
-            return (jnp.asarray(mask) != 0).astype(jnp.uint8)
+            return _is_kept(mask)
         if packed and mask.shape == packed_shape(shape):
             return unpack(mask, likes[path])
         if packed and mask.shape == (-(-math.prod(shape) // 8),):
@@ -113,6 +113,11 @@ def read_masks(
         )
 
     return trees.map_matched(read, masks)
+
+
+@jax.jit
+def _is_kept(mask: chex.Array) -> jax.Array:
+    return (mask != 0).astype(jnp.uint8)
 
 
 def check_leaves(params: chex.ArrayTree, masks: chex.ArrayTree, role: str = "masks") -> None:

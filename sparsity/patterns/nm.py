@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 
@@ -85,7 +86,8 @@ class NByM(SparsityType):
 
         def create(scores: jax.Array, sparsity: chex.Numeric, target: chex.Numeric) -> jax.Array:
             axis = absolute_axis(self.axis, batch_axes, scores.ndim)
-            return selection.nm_mask(scores, self._kept(sparsity, target), self.m, axis=axis)
+            kept = _kept(self.n, self.m, sparsity, target)
+            return selection.nm_mask(scores, kept, self.m, axis=axis)
 
         return sharding.shard_like(
             scores, create, scores, sparsity, sparsity if target is None else target
@@ -113,12 +115,14 @@ class NByM(SparsityType):
 
         return sharding.shard_like(mask, move, mask, drop_scores, grow_scores, drop_fraction)
 
-    def _kept(self, sparsity: chex.Numeric, target: chex.Numeric) -> jax.Array:
-        """max(n, ceil(m * (1 - sparsity / target * (1 - n / m)))), exactly n at the target."""
-        sparsity, target = jnp.float32(sparsity), jnp.float32(target)
-        reached = jnp.where(target > 0, sparsity / jnp.where(target > 0, target, 1), 0)
-        removed = jnp.floor(reached * (self.m - self.n)).astype(jnp.int32)
-        return jnp.maximum(self.n, self.m - removed)
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _kept(n: int, m: int, sparsity: chex.Numeric, target: chex.Numeric) -> jax.Array:
+    """max(n, ceil(m * (1 - sparsity / target * (1 - n / m)))), exactly n at the target."""
+    sparsity, target = jnp.float32(sparsity), jnp.float32(target)
+    reached = jnp.where(target > 0, sparsity / jnp.where(target > 0, target, 1), 0)
+    removed = jnp.floor(reached * (m - n)).astype(jnp.int32)
+    return jnp.maximum(n, m - removed)
 
 
 def check_axis(

@@ -42,7 +42,7 @@ def parse_sparsity_type(text: str) -> SparsityType:
             return Channel(axis)
     kinds = known(kind, ["unstructured", "nm", "block", "channel"])
     raise ValueError(
-        f"Sparsity type {text!r} is not known. {kinds} "
+        f"Sparsity type {text!r} is not known. {kinds} Use "
         "  'unstructured', 'nm_2,4', 'nm_2,4,-2' (with the axis), '2:4', 'block_4,4' or "
         "'channel_-1'."
     )

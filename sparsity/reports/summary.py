@@ -36,7 +36,7 @@ def summarize_sparsity(
       >>> summarize_sparsity({"a": jnp.array([1.0, 0.0]), "b": jnp.zeros(2)})["_total_sparsity"]
       0.75
     """
-    leaves = _with_none(_masks_of(param_tree, packed=False))
+    leaves = trees.leaves_and_none(_masks_of(param_tree, packed=False))
     leaves = {path: leaf for path, leaf in leaves.items() if leaf is None or _is_array(leaf)}
     sizes = {path: jnp.size(leaf) for path, leaf in leaves.items() if leaf is not None}
     nonzeros = _fetch({path: jnp.count_nonzero(leaves[path]) for path in sizes})
@@ -73,7 +73,7 @@ def summarize_intersection(
       >>> summarize_intersection({"a": jnp.array([1, 1])}, {"a": jnp.array([0, 1])})
       {'a': 0.5, '_total_intersection': 0.5}
     """
-    leaves1, leaves2 = (_with_none(_masks_of(tree)) for tree in (mask_tree1, mask_tree2))
+    leaves1, leaves2 = (trees.leaves_and_none(_masks_of(tree)) for tree in (mask_tree1, mask_tree2))
     shapes = {p: (_shape(leaves1.get(p)), _shape(leaves2.get(p))) for p in leaves1 | leaves2}
     if differing := {path: pair for path, pair in shapes.items() if pair[0] != pair[1]}:
         raise ValueError(
@@ -146,10 +146,6 @@ def _count_ones(*masks: chex.Array) -> jax.Array:
         bits = functools.reduce(jnp.bitwise_and, masks)
         return jnp.sum(jax.lax.population_count(bits), dtype=jnp.int32)
     return jnp.count_nonzero(functools.reduce(jnp.logical_and, [mask != 0 for mask in masks]))
-
-
-def _with_none(tree: chex.ArrayTree) -> dict[trees.KeyPath, Any]:
-    return dict(jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: leaf is None))
 
 
 def _named(by_path: dict[trees.KeyPath, Any]) -> dict[str, Any]:

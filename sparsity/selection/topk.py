@@ -124,8 +124,8 @@ def _k_words(k: Any, n: int) -> tuple[Any, Any]:
         if np.any(k < 0) or np.any(k > n):
             raise ValueError(f"k must be in [0, {n}], got k = {k}.")
         if k.ndim == 0:
-            return exact_counts.split(int(k))
-        return np.zeros(k.shape, np.uint32), k.astype(np.uint32)
+            return tuple(jax.device_put(word) for word in exact_counts.split(int(k)))
+        return jax.device_put((np.zeros(k.shape, np.uint32), k.astype(np.uint32)))
     k = jnp.maximum(k, 0).astype(jnp.uint32)
     return zero_like(k), k
 

@@ -62,12 +62,14 @@ def start_from_zero(
 ) -> chex.ArrayTree:
     """Updates that take weights which have grown from zero, whatever they hold now."""
 
-    def restart(_: trees.KeyPath, step: Any, param: Any, bits: Any) -> Any:
+    likes = trees.leaves_by_path(params)
+
+    def restart(path: trees.KeyPath, step: Any, bits: Any) -> Any:
         if bits is None:
             return step
-        return jnp.where(unpack(bits, param) > 0, step - param, step)
+        return jnp.where(unpack(bits, likes[path]) > 0, step - likes[path], step)
 
-    return trees.map_matched(restart, steps, params, grown, role="updates")
+    return trees.map_matched(restart, steps, grown, role="updates")
 
 
 def check_resettable(params: chex.ArrayTree, inner_state: optax.OptState) -> None:

@@ -222,7 +222,7 @@ def warn_of_idle(
 ) -> None:
     """Warns of masks that would stay all ones, and of weights that no step would train."""
     steps = update_range(updater.scheduler)
-    wanted = [target for target in jax.tree.leaves(targets) if is_traced(target) or target > 0]
+    wanted = any(is_traced(t) or jax.device_get(t) > 0 for t in jax.tree.leaves(targets))
     leaves = jax.tree.leaves(masks)
     if steps is None and wanted and leaves and all(map(_is_all_ones, leaves)):
         warnings.warn(
@@ -261,13 +261,16 @@ def land_on_zeros(
       bfloat16 `-p` would miss a float32 `p`.
     """
 
-    def land(_: trees.KeyPath, step: Any, param: Any, mask: Any) -> Any:
+    likes = trees.leaves_by_path(params)
+
+    def land(path: trees.KeyPath, step: Any, mask: Any) -> Any:
         if mask is None:
             return step
+        param = likes[path]
         dtype = jnp.promote_types(step.dtype, param.dtype)
         return jnp.where(mask > 0, step.astype(dtype), -param.astype(dtype))
 
-    return trees.map_matched(land, steps, params, masks, role="updates")
+    return trees.map_matched(land, steps, masks, role="updates")
 
 
 def update_unless(
@@ -349,4 +352,4 @@ def _is_placeholder(params: chex.ArrayTree) -> bool:
 
 def _is_all_ones(mask: jax.Array) -> bool:
     # A traced mask is taken for what most algorithms start with only if it is a constant.
-    return not is_traced(mask) and bool(np.all(np.asarray(mask)))
+    return not is_traced(mask) and bool(np.all(jax.device_get(mask)))
