@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import exact
-from sparsity.core.checks import check_bool, check_int
+from sparsity.core.checks import check_bool, check_int, is_traced
 from sparsity.patterns.base import REMEDY, SparsityType, absolute_axis, of_what, pooled_dtype
 from sparsity.patterns.nm import check_axis
 
@@ -54,7 +54,8 @@ class Block(SparsityType):
             # Repeating the last row and column changes no maximum.
             return grid.reduce(scores, jnp.max, "edge")
         total = grid.reduce(scores, exact.ordered_sum, "constant")
-        entries = jnp.asarray(np.outer(*grid.entries()), total.dtype)
+        entries = np.outer(*grid.entries()).astype(total.dtype)
+        entries = entries if is_traced(total) else jax.device_put(entries)
         return total / jnp.broadcast_to(entries, total.shape)
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
