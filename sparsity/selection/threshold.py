@@ -25,14 +25,7 @@ from sparsity.selection.key_search import Bracket
 from sparsity.selection.keys import key_range, to_keys
 
 
-class Info(NamedTuple):
-    """What a selection found and took."""
-
-    key: jax.Array  # the k-th key, or one with exactly k keys above it
-    passes: jax.Array  # int32: passes over the data, those for ties included
-
-
-def select(leaves: Sequence[Leaf], k: Words) -> tuple[list[jax.Array], Info]:
+def select(leaves: Sequence[Leaf], k: Words) -> tuple[list[jax.Array], jax.Array]:
     """Masks (uint8) of the k best eligible entries of all leaves, or of all if there are fewer.
 
     Args:
@@ -40,7 +33,7 @@ def select(leaves: Sequence[Leaf], k: Words) -> tuple[list[jax.Array], Info]:
         k: How many to keep of all leaves together; clamped from above.
 
     Returns:
-        A mask of each leaf's shape and sharding, and what the search found.
+        A mask of each leaf's shape and sharding; passes over the data, those for ties included.
     """
     flat = all(counting.use_flat(leaf.scores) for leaf in leaves)
     # A zero that is sharded and varying as all of the data are, as loops want it.
@@ -70,7 +63,7 @@ def select(leaves: Sequence[Leaf], k: Words) -> tuple[list[jax.Array], Info]:
     sizes = np.array([leaf.scores.size for leaf in leaves], np.int32)
     ends = jnp.where(partial, found, jnp.where(own > 0, sizes, 0))
     masks = [_best(leaf, b.high, end, flat) for leaf, end in zip(leaves, ends, strict=True)]
-    return masks, Info(b.high, b.passes + jnp.where(jnp.any(partial), passes, 0))
+    return masks, b.passes + jnp.where(jnp.any(partial), passes, 0)
 
 
 def _kth_key(leaves: Sequence[Leaf], k: Words, eligible: jax.Array, flat: bool) -> Bracket:
