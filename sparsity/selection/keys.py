@@ -14,6 +14,7 @@ from jax import lax
 
 
 def readable(scores: chex.Array) -> jax.Array:
+    """Checked scores, of a dtype that has keys."""
     scores = jnp.asarray(scores)
     if jnp.issubdtype(scores.dtype, jnp.complexfloating):
         raise ValueError(

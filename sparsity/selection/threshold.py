@@ -25,14 +25,7 @@ from sparsity.selection.key_search import Bracket
 from sparsity.selection.keys import key_range, to_keys
 
 
-class Info(NamedTuple):
-    """What a selection found and took."""
-
-    key: jax.Array  # the k-th key, or one with exactly k keys above it
-    passes: jax.Array  # int32: passes over the data, those for ties included
-
-
-def select(leaves: Sequence[Leaf], k: Words) -> tuple[list[jax.Array], Info]:
+def select(leaves: Sequence[Leaf], k: Words) -> tuple[list[jax.Array], jax.Array]:
     """Masks (uint8) of the k best eligible entries of all leaves, or of all if there are fewer.
 
     Args:
@@ -40,7 +33,7 @@ def select(leaves: Sequence[Leaf], k: Words) -> tuple[list[jax.Array], Info]:
         k: How many to keep of all leaves together; clamped from above.
 
     Returns:
-        A mask of each leaf's shape and sharding, and what the search found.
+        A mask of each leaf's shape and sharding; passes over the data, those for ties included.
     """
     flat = all(counting.use_flat(leaf.scores) for leaf in leaves)
     # A zero that is sharded and varying as all of the data are, as loops want it.
@@ -70,7 +63,7 @@ def select(leaves: Sequence[Leaf], k: Words) -> tuple[list[jax.Array], Info]:
     sizes = np.array([leaf.scores.size for leaf in leaves], np.int32)
     ends = jnp.where(partial, found, jnp.where(own > 0, sizes, 0))
     masks = [_best(leaf, b.high, end, flat) for leaf, end in zip(leaves, ends, strict=True)]
-    return masks, Info(b.high, b.passes + jnp.where(jnp.any(partial), passes, 0))
+    return masks, b.passes + jnp.where(jnp.any(partial), passes, 0)
 
 
 def _kth_key(leaves: Sequence[Leaf], k: Words, eligible: jax.Array, flat: bool) -> Bracket:
@@ -114,6 +107,41 @@ def _own_ties(ties: jax.Array, need: Words) -> jax.Array:
     return jnp.where(some, jnp.where(left[0] > 0, ties, fit), 0)
 
 
+class _Rows(NamedTuple):
+    """A flat leaf as rows of one width.
+
+    A width is at least the number of rows, so that what they leave is shorter than a row.
+    """
+
+    leaf: Leaf
+    size: int
+    rows: int
+    width: int
+
+    @classmethod
+    def of(cls, leaf: Leaf) -> "_Rows":
+        size = leaf.scores.size
+        rows = 1 << (size.bit_length() - 1) // 2
+        return cls(leaf.map(lambda x: x.reshape(-1)), size, rows, size // rows)
+
+    def ties_by_row(self, key: jax.Array, most: int) -> jax.Array:
+        """int32[most]: how many ties of the key are in each row, zero after the last one."""
+        rows, width = self.rows, self.width
+        body = self.leaf.map(lambda x: x[: rows * width].reshape(rows, width))
+        keys = body.keys()
+        key = key.astype(keys.dtype)
+        sums = counting.sums([body.only(keys == key), keys > key], [1])
+        # The barrier keeps the second operand, and with it the fused loop.
+        return jnp.pad(lax.optimization_barrier(sums)[0], (0, most - rows))
+
+    def ties_of_row(self, key: jax.Array, most: int, start: jax.Array) -> jax.Array:
+        """int32[most]: which entries of the row that starts there are ties of the key."""
+        row = self.leaf.map(lambda x: lax.dynamic_slice(x, (start,), (self.width,)))
+        keys = row.keys()
+        ties = row.only(keys == key.astype(keys.dtype))
+        return jnp.pad(ties.astype(jnp.int32), (0, most - self.width))
+
+
 def _cut_by_rows(
     leaves: Sequence[Leaf], key: jax.Array, partial: jax.Array, need: jax.Array
 ) -> jax.Array:
@@ -121,43 +149,39 @@ def _cut_by_rows(
 
     One pass counts ties by row, then one row is read.
     """
-    leaves = [leaf.map(lambda x: x.reshape(-1)) for leaf in leaves]
-    sizes = [leaf.scores.size for leaf in leaves]
-    rows = [1 << (size.bit_length() - 1) // 2 for size in sizes]
-    widths = [size // r for size, r in zip(sizes, rows, strict=True)]
-    # A width is at least the number of rows, so that what they leave is shorter than a row.
-
-    def ties(leaf: Leaf) -> list[jax.Array]:
-        keys = leaf.keys()
-        return [leaf.only(keys == key.astype(keys.dtype)), keys > key.astype(keys.dtype)]
-
-    def in_rows(i: int) -> jax.Array:
-        body = leaves[i].map(lambda x: x[: rows[i] * widths[i]].reshape(rows[i], widths[i]))
-        # The barrier keeps the second operand, and with it the fused loop.
-        counts, _ = lax.optimization_barrier(tuple(counting.sums(ties(body), [1])))
-        return jnp.pad(counts, (0, max(rows) - rows[i]))
-
-    def in_row(i: int, start: jax.Array) -> jax.Array:
-        line = leaves[i].map(lambda x: lax.dynamic_slice(x, (start,), (widths[i],)))
-        return jnp.pad(ties(line)[0].astype(jnp.int32), (0, max(widths) - widths[i]))
-
-    def place(counts: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
-        ends = before + jnp.cumsum(counts)
-        passed = ends < need
-        return jnp.sum(passed, dtype=jnp.int32), jnp.max(jnp.where(passed, ends, before))
-
-    def of_partial(f: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
-        branches = [functools.partial(f, i) for i in range(len(leaves))]
-        if key_search.loops_wait_on_host():  # and so do branches
-            return jnp.stack([branch(*args) for branch in branches])[jnp.argmax(partial)]
-        return lax.switch(jnp.argmax(partial), branches, *args)
-
-    size, height, width = (_at(partial, np.array(x, np.int32)) for x in (sizes, rows, widths))
-    row, before = place(of_partial(in_rows), zero_like(need))
-    passed = jnp.minimum(row, height) * width  # there may be padded rows
+    tables = [_Rows.of(leaf) for leaf in leaves]
+    most_rows, longest = max(t.rows for t in tables), max(t.width for t in tables)
+    size, rows, width = (
+        _at(partial, np.array([getattr(t, name) for t in tables], np.int32))
+        for name in ("size", "rows", "width")
+    )
+    counts = _of_partial(
+        partial, [functools.partial(t.ties_by_row, key, most_rows) for t in tables]
+    )
+    row, before = _place(counts, zero_like(need), need)
+    passed = jnp.minimum(row, rows) * width  # there may be padded rows
     start = jnp.minimum(passed, size - width)  # the row after the last one ends with the leaf
-    fresh = start + lax.iota(jnp.int32, max(widths)) >= passed
-    return start + place(jnp.where(fresh, of_partial(in_row, start), 0), before)[0] + 1
+    fresh = start + lax.iota(jnp.int32, longest) >= passed
+    ties = _of_partial(
+        partial, [functools.partial(t.ties_of_row, key, longest) for t in tables], start
+    )
+    return start + _place(jnp.where(fresh, ties, 0), before, need)[0] + 1
+
+
+def _of_partial(
+    partial: jax.Array, functions: Sequence[Callable[..., jax.Array]], *args: jax.Array
+) -> jax.Array:
+    """The function of the partial leaf, of one for each, applied to the arguments."""
+    if key_search.loops_wait_on_host():  # and so do branches
+        return jnp.stack([f(*args) for f in functions])[jnp.argmax(partial)]
+    return lax.switch(jnp.argmax(partial), functions, *args)
+
+
+def _place(counts: jax.Array, before: jax.Array, need: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which count passes on to the need-th, with that many before them; how many are before it."""
+    ends = before + jnp.cumsum(counts)
+    passed = ends < need
+    return jnp.sum(passed, dtype=jnp.int32), jnp.max(jnp.where(passed, ends, before))
 
 
 def _cut_by_search(
