@@ -62,7 +62,7 @@ class BaseUpdater:
         a function of (path, param); each slice has its own exact mask.
 
     Example:
-      >>> import optax
+      >>> import jax.numpy as jnp, optax
       >>> from sparsity.sparsity_distributions import Uniform
       >>> @dataclasses.dataclass
       ... class MagnitudePruning(BaseUpdater):
