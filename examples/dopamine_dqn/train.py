@@ -58,11 +58,11 @@ def check(agent: SparseDQNAgent, returns: list[float]) -> None:
     """Prints what was reached; ends the program if it is not what it should be."""
     layers = sparsity.layer_summary(agent.online_params, agent.optimizer_state, agent.pruner)
     for layer in layers:
-        if layer["target"] is not None:
-            print(f"{layer['path']:26} target {layer['target']:.4f} zeros {layer['achieved']:.4f}")
-            wrong = abs(layer["achieved"] - layer["target"]) * math.prod(layer["shape"])
+        if layer.target is not None:
+            print(f"{layer.path:26} target {layer.target:.4f} zeros {layer.achieved:.4f}")
+            wrong = abs(layer.achieved - layer.target) * math.prod(layer.shape)
             if wrong > 0.51:  # a mask keeps a whole number of weights; float32 rounds the target
-                sys.exit(f"error: {layer['path']} has {wrong:.0f} wrong zeros")
+                sys.exit(f"error: {layer.path} has {wrong:.0f} wrong zeros")
     print("average return of the evaluations:", *(f"{value:.0f}" for value in returns))
     if np.mean(returns[-5:]) < LOWEST_RETURN:
         sys.exit(f"error: the last five should be at least {LOWEST_RETURN} on average")

@@ -6,7 +6,6 @@ import argparse
 import functools
 import math
 import sys
-from typing import Any
 
 import compat  # noqa: F401 - before fedjax
 import fedjax
@@ -93,14 +92,14 @@ def main() -> None:
     check(sparsity.layer_summary(state.params, state.opt_state, pruner), float(metrics["accuracy"]))
 
 
-def check(layers: list[dict[str, Any]], accuracy: float) -> None:
+def check(layers: list[sparsity.LayerSummary], accuracy: float) -> None:
     """Prints what was reached; ends the program if it is not what it should be."""
     for layer in layers:
-        if layer["target"] is not None:
-            print(f"{layer['path']:20} target {layer['target']:.4f} zeros {layer['achieved']:.4f}")
-            wrong = abs(layer["achieved"] - layer["target"]) * math.prod(layer["shape"])
+        if layer.target is not None:
+            print(f"{layer.path:20} target {layer.target:.4f} zeros {layer.achieved:.4f}")
+            wrong = abs(layer.achieved - layer.target) * math.prod(layer.shape)
             if wrong > 0.51:  # a mask keeps a whole number of weights; float32 rounds the target
-                sys.exit(f"error: {layer['path']} has {wrong:.0f} wrong zeros")
+                sys.exit(f"error: {layer.path} has {wrong:.0f} wrong zeros")
     print(f"test accuracy {accuracy:.1%}")
     if accuracy < LOWEST_ACCURACY:
         sys.exit(f"error: the accuracy should be at least {LOWEST_ACCURACY:.0%}")

@@ -108,11 +108,11 @@ def check_resume(make: Callable[[], kd.train.Trainer], steps: int, expected: Any
 def check(state: Any, model: Any, pruner: sparsity.BaseUpdater) -> None:
     """Prints what was reached; ends the program if it is not what it should be."""
     for layer in sparsity.layer_summary(state.params, state.opt_state, pruner):
-        if layer["target"] is not None:
-            print(f"{layer['path']:52} target {layer['target']:.4f} zeros {layer['achieved']:.4f}")
-            wrong = abs(layer["achieved"] - layer["target"]) * math.prod(layer["shape"])
+        if layer.target is not None:
+            print(f"{layer.path:52} target {layer.target:.4f} zeros {layer.achieved:.4f}")
+            wrong = abs(layer.achieved - layer.target) * math.prod(layer.shape)
             if wrong > 0.51:  # a mask keeps a whole number of weights; float32 rounds the target
-                sys.exit(f"error: {layer['path']} has {wrong:.0f} wrong zeros")
+                sys.exit(f"error: {layer.path} has {wrong:.0f} wrong zeros")
     test = Digits(test=True)
     logits = model.apply({"params": state.params}, test.images)["logits"]
     accuracy = np.mean(np.argmax(logits, -1) == test.labels)

@@ -121,10 +121,10 @@ def check(trainer: peft_trainer.PeftTrainer, pruner: sparsity.BaseUpdater, steps
     """Returns what was reached; ends the program if it is not what it should be."""
     weights, opt_state = nnx.state(trainer.model, nnx.Param), trainer.optimizer.opt_state
     for layer in sparsity.layer_summary(weights, opt_state, pruner):
-        if layer["target"] is not None:
-            wrong = abs(layer["achieved"] - layer["target"]) * math.prod(layer["shape"])
+        if layer.target is not None:
+            wrong = abs(layer.achieved - layer.target) * math.prod(layer.shape)
             if wrong > 0.51:  # a mask keeps a whole number of weights; float32 rounds the target
-                sys.exit(f"error: {layer['path']} has {wrong:.0f} wrong zeros")
+                sys.exit(f"error: {layer.path} has {wrong:.0f} wrong zeros")
     if pruner.sparsity_type is two_of_four:
         for path, weight in nnx.to_flat_state(weights["layers"]):
             if weight.ndim > 1:
