@@ -1,6 +1,6 @@
 """Trains every algorithm on every task, over several seeds; writes RESULTS.md and the plots.
 
-    bash run.sh baselines [--tasks NAME ...] [--algorithms NAME ...] [--report]
+    python -m baselines.run [--tasks NAME ...] [--algorithms NAME ...] [--report]
 
 A result is stored as soon as it is there, with the settings that it was made by. The same command
 goes on where it was stopped, and makes anew what other settings or another code of the task made.

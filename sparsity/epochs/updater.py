@@ -17,7 +17,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from sparsity.algorithms import MagnitudePruning
+from sparsity.base_updater import BaseUpdater
 from sparsity.core import trees
 from sparsity.core.checks import check_int
 from sparsity.epochs import strategies
@@ -112,7 +112,7 @@ def pruning_apply(state: Any, mask_key: chex.ArrayTree) -> tuple[Any, chex.Array
 
 
 @dataclasses.dataclass(kw_only=True)
-class EpochStrategy(MagnitudePruning):
+class EpochStrategy(BaseUpdater):
     """Follows a strategy within the train step: the masks live in the optimizer state.
 
     After `epoch * steps_per_epoch` updates the masks become those that `pruning` returns for the
@@ -151,6 +151,14 @@ class EpochStrategy(MagnitudePruning):
             _GLOBAL.check(Unstructured(), self.batch_axes, None)
         self.scheduler = AtSteps(steps)
         super().__post_init__()
+
+    def calculate_scores(
+        self,
+        params: chex.ArrayTree,
+        sparse_state: SparseState | None = None,
+        grads: chex.ArrayTree | None = None,
+    ) -> chex.ArrayTree:
+        return jax.tree.map(jnp.abs, params)
 
     def get_distribution_fn(self) -> Distribution | None:
         """Returns the function from params to the last sparsity of every layer."""
