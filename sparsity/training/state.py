@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import chex
@@ -38,15 +39,55 @@ class PackedSparseState(SparseState):
     __slots__ = ()
 
 
-PackedSparseState.__name__ = SparseState.__name__  # by which optax.tree.get finds it
+class _Forgetful:
+    """Four entries: without an `algorithm_state` there is no fifth, as in earlier checkpoints."""
+
+    __slots__ = ()
+    _fields = SparseState._fields[:4]
+    algorithm_state = None
+
+    def __new__(cls, *entries: Any, **named: Any) -> Any:
+        state = SparseState(*entries, **named)
+        if state.algorithm_state is not None:
+            raise ValueError("A state without a place for algorithm_state was given one.")
+        return tuple.__new__(cls, tuple(state)[:4])  # type: ignore[type-var]
+
+    @classmethod
+    def _make(cls, entries: Iterable[Any]) -> Any:
+        return cls(*entries)
+
+    def _replace(self, **named: Any) -> SparseState:
+        own = dict(zip(self._fields, self, strict=True))  # type: ignore[call-overload]
+        return make_state(is_packed(self), SparseState(**own | named))
+
+    def __repr__(self) -> str:
+        return repr(SparseState(*self))  # type: ignore[misc]
+
+
+class ForgetfulSparseState(_Forgetful, SparseState):  # type: ignore[misc]
+    """A SparseState whose algorithm remembers nothing: `algorithm_state` is None."""
+
+    __slots__ = ()
+
+
+class ForgetfulPackedSparseState(_Forgetful, PackedSparseState):  # type: ignore[misc]
+    """A PackedSparseState whose algorithm remembers nothing."""
+
+    __slots__ = ()
+
+
+for _class in (PackedSparseState, ForgetfulSparseState, ForgetfulPackedSparseState):
+    _class.__name__ = SparseState.__name__  # by which optax.tree.get finds it
 
 
 def make_state(packed: bool, state: SparseState) -> SparseState:
-    """Returns the state in the class that says how its masks are stored."""
+    """Returns the state in the class that says how its masks are stored, and if it remembers."""
+    if state.algorithm_state is None:
+        return (ForgetfulPackedSparseState if packed else ForgetfulSparseState)(*state)
     return (PackedSparseState if packed else SparseState)(*state)
 
 
-def is_packed(state: SparseState) -> bool:
+def is_packed(state: object) -> bool:
     """Whether the masks of a state are packed."""
     return isinstance(state, PackedSparseState)
 
@@ -76,7 +117,7 @@ def get_sparse_state(opt_state: optax.OptState) -> SparseState:
 
 def set_sparse_state(opt_state: optax.OptState, sparse_state: SparseState) -> optax.OptState:
     """Returns `opt_state` with its only `SparseState` replaced; raises as `get_sparse_state`."""
-    get_sparse_state(opt_state)
+    sparse_state = make_state(is_packed(get_sparse_state(opt_state)), sparse_state)
     is_state = lambda node: isinstance(node, SparseState)  # noqa: E731
     replace = lambda node: sparse_state if is_state(node) else node  # noqa: E731
     return jax.tree.map(replace, opt_state, is_leaf=is_state)
