@@ -1,9 +1,7 @@
 """Sparse activations: what is kept, what the gradient is, and layers of models not edited."""
 
-import pathlib
 import re
 import sys
-from fractions import Fraction
 
 import flax.linen as nn
 import hypothesis
@@ -11,40 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eight_devices import run_program
 from flax import nnx
 from hypothesis import strategies as st
-from selection_oracle import best
 
 import sparsity
 from sparsity import prune_act_struct, prune_act_unstruct
-
-TESTS = pathlib.Path(__file__).resolve().parent
-
-
-def normal(*shape, dtype=np.float32, seed=0):
-    """Values with signs, ties and zeros."""
-    return np.round(np.random.default_rng(seed).normal(size=shape), 1).astype(dtype)
-
-
-def kept_count(n, density):
-    """What the documents say: half to even, of n times a density that is 1 less a float32."""
-    return max(1, round(n * (1 - Fraction(float(np.float32(1 - density))))))
-
-
-def largest(x, density):
-    """The oracle: entries of the largest magnitude by a stable sort, all others zero."""
-    return np.where(best(np.abs(x), kept_count(x.size, density)), x, np.zeros((), x.dtype))
-
-
-def n_of_m(x, n, m, axis=-1):
-    moved = np.moveaxis(x, axis, -1).copy(order="C")
-    for line in moved.reshape(-1, moved.shape[-1]):  # views
-        for start in range(0, line.size, m):
-            group = line[start : start + m]
-            group[best(np.abs(group), n) == 0] = 0
-    return np.moveaxis(moved, -1, axis)
-
+from tests import helpers
+from tests.eight_devices import run_program
+from tests.selection_oracle import largest, n_of_m
 
 # Single arrays.
 
@@ -52,7 +24,7 @@ def n_of_m(x, n, m, axis=-1):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64"])
 @pytest.mark.parametrize("density", [0.9, 0.5, 0.25, 1, 1e-6])
 def test_unstruct_keeps_exactly_the_density_of_the_largest_magnitudes(dtype, density):
-    x = normal(3, 8, 10).astype(jnp.dtype(dtype))
+    x = helpers.normal(3, 8, 10).astype(jnp.dtype(dtype))
     out = prune_act_unstruct(jnp.asarray(x), density)
     assert out.dtype == x.dtype
     np.testing.assert_array_equal(out, largest(x, density))
@@ -65,7 +37,7 @@ def test_unstruct_keeps_large_negative_values_and_breaks_ties_by_the_lowest_inde
 
 @pytest.mark.parametrize("batch_axes", [1, 2, 3])
 def test_batch_axes_keep_the_density_of_every_slice(batch_axes):
-    x = normal(3, 4, 10)
+    x = helpers.normal(3, 4, 10)
     x[0] *= 100  # would take all of the share of the others
     slices = x.reshape(*x.shape[:batch_axes], -1)
     expected = np.empty_like(slices)
@@ -79,7 +51,7 @@ def test_batch_axes_keep_the_density_of_every_slice(batch_axes):
 @pytest.mark.parametrize("axis", [-1, 0, 1])
 @pytest.mark.parametrize(("pattern", "n", "m"), [((2, 4), 2, 4), ("1:4", 1, 4), ([3, 5], 3, 5)])
 def test_struct_keeps_n_of_every_m_and_of_a_shorter_last_group(dtype, axis, pattern, n, m):
-    x = normal(7, 8, 10).astype(jnp.dtype(dtype))
+    x = helpers.normal(7, 8, 10).astype(jnp.dtype(dtype))
     out = prune_act_struct(jnp.asarray(x), pattern, axis)
     assert out.dtype == x.dtype
     np.testing.assert_array_equal(out, n_of_m(x, n, m, axis))
@@ -91,7 +63,7 @@ def test_struct_compares_magnitudes_and_keeps_the_sign():
 
 
 def test_struct_takes_a_type_with_an_axis_of_its_own():
-    x = normal(8, 3)
+    x = helpers.normal(8, 3)
     out = prune_act_struct(x, sparsity.NByM(1, 4, axis=0))
     np.testing.assert_array_equal(out, n_of_m(x, 1, 4, 0))
 
@@ -120,7 +92,7 @@ def test_what_is_kept_is_as_much_as_asked_and_no_smaller_than_what_is_dropped(
     x = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
     out = np.asarray(jax.jit(prune_act_unstruct)(x, density))
     kept = out != 0
-    assert kept.sum() == kept_count(x.size, density)
+    assert kept.sum() == helpers.num_kept(x.size, 1 - density)
     np.testing.assert_array_equal(out[kept], x[kept])
     assert np.abs(x[kept]).min() >= np.abs(x[~kept]).max(initial=0)
     np.testing.assert_array_equal(prune_act_struct(x, pattern), n_of_m(x, *pattern))
@@ -172,7 +144,7 @@ class TestBothFunctions:
 
 
 def test_the_density_may_be_traced():
-    x = normal(10, 10)
+    x = helpers.normal(10, 10)
     prune = jax.jit(prune_act_unstruct)
     for density in (0.2, 0.7):
         np.testing.assert_array_equal(prune(x, density), largest(x, density))
@@ -183,7 +155,8 @@ def test_on_eight_devices_values_and_gradients_are_those_of_one(kind):
     program = f"""
         import jax, jax.numpy as jnp, numpy as np
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-        from test_activations import largest, n_of_m, normal
+        from tests.helpers import normal
+        from tests.selection_oracle import largest, n_of_m
         from sparsity import prune_act_struct, prune_act_unstruct
 
         kind = AxisType.{kind}
@@ -264,7 +237,7 @@ class CNN(nn.Module):
 
 
 LAYERS = {"Conv_0": 0.9, "Conv_1": (2, 4)}
-IMAGES = normal(2, 8, 8, 1)
+IMAGES = helpers.normal(2, 8, 8, 1)
 EDITED, DENSE = CNN((4, 8, 8)), CNN((4, 8, 8), is_sparse=False)
 
 
@@ -327,7 +300,7 @@ class Nested(nn.Module):
     ],
 )
 def test_linen_layers_are_named_by_path_or_pattern(layers, sparsities):
-    x = normal(2, 8)
+    x = helpers.normal(2, 8)
     variables = Nested().init(jax.random.key(0), x)
     apply = sparsity.sparsify_linen(Nested().apply, layers)
     state = apply(variables, x, mutable=["intermediates"])[1]["intermediates"]
@@ -338,7 +311,7 @@ def test_linen_layers_are_named_by_path_or_pattern(layers, sparsities):
 
 
 def test_linen_layers_share_the_density_by_example_with_batch_axes():
-    x = normal(4, 8) * np.array([[100.0], [1], [1], [1]], np.float32)
+    x = helpers.normal(4, 8) * np.array([[100.0], [1], [1], [1]], np.float32)
     model = nn.Sequential([nn.Dense(8, use_bias=False)])
     variables = model.init(jax.random.key(0), x)
     out = sparsity.sparsify_linen(model.apply, {"layers_0": 0.25}, batch_axes=1)(variables, x)
@@ -346,7 +319,7 @@ def test_linen_layers_share_the_density_by_example_with_batch_axes():
 
 
 def test_straight_through_reaches_the_functions_of_the_wrappers():
-    x, model = normal(4, 8), nn.Sequential([nn.Dense(8)])
+    x, model = helpers.normal(4, 8), nn.Sequential([nn.Dense(8)])
     variables = model.init(jax.random.key(0), x)
     for pattern in (0.25, (1, 4)):
         apply = sparsity.sparsify_linen(model.apply, {"layers_0": pattern}, straight_through=True)
@@ -369,9 +342,9 @@ def test_linen_compiled_functions_are_refused_as_they_call_no_layers(variables):
 
 def test_a_layer_that_returns_no_array_is_an_error():
     model = nn.RNN(nn.LSTMCell(4))
-    variables = model.init(jax.random.key(0), normal(1, 3, 4))
+    variables = model.init(jax.random.key(0), helpers.normal(1, 3, 4))
     with pytest.raises(ValueError, match="'cell' returns tuple"):
-        sparsity.sparsify_linen(model.apply, {"cell": 0.5})(variables, normal(1, 3, 4))
+        sparsity.sparsify_linen(model.apply, {"cell": 0.5})(variables, helpers.normal(1, 3, 4))
 
 
 @pytest.mark.parametrize("sparsify", [sparsity.sparsify_linen, sparsity.sparsify_nnx])
@@ -409,7 +382,7 @@ def edited_and_sparsified():
 
 
 def test_nnx_layers_are_sparsified_as_if_the_model_was_edited():
-    x = normal(4, 8)
+    x = helpers.normal(4, 8)
     edited, sparse = edited_and_sparsified()
     for call in (lambda m, x: m(x), nnx.jit(lambda m, x: m(x))):
         np.testing.assert_allclose(call(sparse, x), call(edited, x), rtol=1e-5)
@@ -420,7 +393,7 @@ def test_nnx_layers_are_sparsified_as_if_the_model_was_edited():
 
 
 def test_nnx_models_stay_as_they_were_and_copies_have_the_same_paths_and_types():
-    model, x = Model(), normal(4, 8)
+    model, x = Model(), helpers.normal(4, 8)
     before, type_before = np.asarray(model(x)), type(model.first)
     sparse = sparsity.sparsify_nnx(model, {"first": 0.25})
     np.testing.assert_array_equal(model(x), before)
@@ -434,7 +407,7 @@ def test_nnx_models_stay_as_they_were_and_copies_have_the_same_paths_and_types()
 def test_nnx_layers_report_the_sparsity_of_their_outputs_to_capture():
     _, sparse = edited_and_sparsified()
     run = nnx.jit(lambda model, x: nnx.capture(model, nnx.Intermediate)(x))
-    state = nnx.to_pure_dict(run(sparse, normal(4, 8))[1])
+    state = nnx.to_pure_dict(run(sparse, helpers.normal(4, 8))[1])
     assert state["first"]["activation_sparsity"] == (0.75,)
     assert state["blocks"][0]["activation_sparsity"] == (0.5,)
 
@@ -445,7 +418,7 @@ def test_nnx_keys_that_name_no_layer_are_errors_with_the_nearest():
 
 
 def test_the_model_of_the_readme_trains_with_both_prunings():
-    model, images = CNN(), normal(2, 28, 28, 1)
+    model, images = CNN(), helpers.normal(2, 28, 28, 1)
     variables = model.init(jax.random.key(0), images)
     grads = jax.jit(jax.grad(lambda v: (model.apply(v, images) ** 2).mean()))(variables)
     assert all(np.isfinite(g).all() and np.any(g) for g in jax.tree.leaves(grads))

@@ -1,7 +1,6 @@
 """Updaters from configurations: every key, what is left unchanged, what is refused."""
 
 import dataclasses
-import functools
 import re
 
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from ml_collections import config_dict
 import sparsity
 from sparsity import algorithms, api
 from sparsity.api import create_updater_from_config as create
+from tests import helpers
 
 PARAMS = {"kernel": np.ones((4, 8)), "head": np.ones((4, 4)), "bias": np.ones(8)}
 DENSE_BIAS = {"kernel": 0.5, "head": 0.5, "bias": None}
@@ -195,7 +195,7 @@ def test_batch_axes_reach_updater_and_distribution(name):
 
 
 def test_a_distribution_function_is_used_as_it_is():
-    distribution = functools.partial(sparsity.sparsity_distributions.uniform, sparsity=0.25)
+    distribution = helpers.uniform(0.25)
     updater = create({"algorithm": "magnitude", "sparsity_distribution_fn": distribution})
     assert updater.sparsity_distribution_fn is distribution
 
@@ -376,7 +376,7 @@ def test_a_schedule_that_cannot_be_made_is_an_error(name, keys, message):
 
 # Keys given beside what they would build.
 
-DISTRIBUTION = functools.partial(sparsity.sparsity_distributions.uniform, sparsity=0.5)
+DISTRIBUTION = helpers.half
 PERIODIC = sparsity.PeriodicSchedule(3)
 
 

@@ -1,11 +1,8 @@
 """Training steps of the wrapper, against an independent implementation in numpy."""
 
 import dataclasses
-import functools
 import logging
 import re
-from fractions import Fraction
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,59 +12,14 @@ import pytest
 
 import sparsity
 from sparsity.algorithms import pruners
+from tests import helpers
+from tests.selection_oracle import best, drop_and_grow
 
-_SHAPE = (6, 10)
 # Large enough that the first updates of regrown weights differ: they would tie without it.
 _EPS = 0.05
 
 
-def _uniform(sparsity_, **kwargs):
-    return functools.partial(sparsity.sparsity_distributions.uniform, sparsity=sparsity_, **kwargs)
-
-
-def _params(seed=0, shape=_SHAPE):
-    rng = np.random.default_rng(seed)
-    return {
-        "kernel": jnp.asarray(rng.normal(size=shape), jnp.float32),
-        "bias": jnp.asarray(rng.normal(size=shape[-1:]), jnp.float32),
-    }
-
-
-def _grads(seed, params=None):
-    return _params(1000 + seed) if params is None else jax.tree.map(jnp.ones_like, params)
-
-
-def _is_positive_zero(array):
-    array = np.asarray(array)
-    return array.view(f"uint{8 * array.itemsize}") == 0
-
-
 # The independent implementation: one step in numpy.
-
-
-def _num_kept(n, sparsity_):
-    return min(n, max(1, round(n * (1 - Fraction(float(np.float32(sparsity_)))))))
-
-
-def _highest(scores, k, where=None):
-    """Mask of the k highest scores; ties to the lowest index, NaN lowest, only within `where`."""
-    scores = np.asarray(scores, np.float64).ravel()
-    allowed = np.ones_like(scores) if where is None else np.asarray(where).ravel()
-    order = sorted(
-        (i for i in range(scores.size) if allowed[i]),
-        key=lambda i: (np.isnan(scores[i]), 0 if np.isnan(scores[i]) else -scores[i], i),
-    )
-    mask = np.zeros(scores.size, np.uint8)
-    mask[order[:k]] = 1
-    return mask
-
-
-def _move(mask, drop, grow, fraction):
-    """Evci et al. 2020, algorithm 1, for one layer."""
-    active = mask.ravel()
-    kept = _highest(drop, _num_kept(int(active.sum()), fraction), active)
-    lost = int(active.sum()) - int(kept.sum())
-    return (kept | _highest(grow, lost, 1 - kept)).reshape(mask.shape)
 
 
 @dataclasses.dataclass
@@ -97,11 +49,11 @@ class _Numpy:
             amount = self.updates_at[self.count]
             new = self.mask
             if self.algorithm == "magnitude":
-                kept = _num_kept(self.mask.size, amount)
-                new = _highest(np.abs(seen), kept).reshape(self.mask.shape)
+                kept = helpers.num_kept(self.mask.size, amount)
+                new = best(np.abs(seen), kept)
             elif self.algorithm in ("set", "rigl"):
                 scores = random_scores if self.algorithm == "set" else np.abs(grads["kernel"])
-                new = _move(self.mask, np.abs(seen), scores, amount)
+                new = drop_and_grow(self.mask, np.abs(seen), scores, amount)
                 grown = new & (1 - self.mask)
                 self.mu["kernel"][grown == 1] = 0
                 self.nu["kernel"][grown == 1] = 0
@@ -164,38 +116,38 @@ _CASES = {
 def _train_beside_numpy(algorithm, optimizer, skip, sparse_gradients, *, post, spoil=()):
     make, amounts = _CASES[algorithm]
     updater = make(
-        sparsity_distribution_fn=_uniform(0.7),
+        sparsity_distribution_fn=helpers.uniform(0.7),
         skip_gradients=skip,
         is_sparse_gradients=sparse_gradients,
     )
     inner = optax.sgd(0.1) if optimizer == "sgd" else optax.adamw(0.1, eps=_EPS, weight_decay=0.05)
     tx = updater.wrap_optax(inner)
-    params = _params()
+    params = helpers.params()
     state = tx.init(params)
-    mask = np.ones(_SHAPE, np.uint8)
+    mask = np.ones(helpers.SHAPE, np.uint8)
     if algorithm != "magnitude":
         draw = pruners.generate_random_scores(params, 8)["kernel"]
-        mask = _highest(draw, _num_kept(60, 0.7)).reshape(_SHAPE)
+        mask = best(draw, helpers.num_kept(60, 0.7))
         assert mask.sum() == 18
     np.testing.assert_array_equal(state.masks["kernel"], mask)
     oracle = _Numpy(algorithm, optimizer, skip, sparse_gradients, amounts)
     oracle.init(params, mask)
     update = jax.jit(tx.update)
     for step in range(_STEPS):
-        grads, before = _grads(step), oracle.mask
+        grads, before = helpers.grads(step), oracle.mask
         oracle.step(grads, pruners.generate_random_scores(params, 8, jnp.int32(step + 1))["kernel"])
         if spoil:
             pruned = np.flatnonzero((before == 0) & (oracle.mask == 0))[: len(spoil)]
             kernel = np.array(grads["kernel"]).ravel()
             kernel[pruned] = spoil[: len(pruned)]
-            grads = grads | {"kernel": jnp.asarray(kernel.reshape(_SHAPE))}
+            grads = grads | {"kernel": jnp.asarray(kernel.reshape(helpers.SHAPE))}
         updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
         if post:
             params = updater.post_gradient_update(params, state)
         np.testing.assert_array_equal(state.masks["kernel"], oracle.mask, f"step {step}")
         pruned = oracle.mask == 0
-        assert np.all(_is_positive_zero(params["kernel"])[pruned])
+        assert np.all(helpers.is_positive_zero(params["kernel"])[pruned])
         for name, weight in oracle.weights.items():
             np.testing.assert_allclose(
                 params[name], weight, rtol=1e-4, atol=1e-5, err_msg=f"{name}, step {step}"
@@ -230,29 +182,19 @@ def test_nan_and_infinite_gradients_of_pruned_weights_do_not_leak(algorithm, ski
     _train_beside_numpy(algorithm, "sgd", skip, skip, post=False, spoil=spoil)
 
 
-def _train(updater, params, steps, optimizer=None, *, post=False, grads=_grads, jit=True):
-    tx = updater.wrap_optax(optax.adamw(0.1, weight_decay=0.05) if optimizer is None else optimizer)
-    state = tx.init(params)
-    update = jax.jit(tx.update) if jit else tx.update
-    for step in range(steps):
-        updates, state = update(grads(step), state, params)
-        params = optax.apply_updates(params, updates)
-        if post:
-            params = updater.post_gradient_update(params, state)
-    return params, state
-
-
 @pytest.mark.parametrize("name", ["magnitude", "rigl", "static"])
 def test_post_gradient_update_changes_no_bit_of_what_apply_updates_gives(name):
-    updater = _CASES[name][0](sparsity_distribution_fn=_uniform(0.7))
-    without = _train(updater, _params(), _STEPS)
-    with_it = _train(updater, _params(), _STEPS, post=True)
+    updater = _CASES[name][0](sparsity_distribution_fn=helpers.uniform(0.7))
+    without = helpers.train(updater, helpers.params(), _STEPS)
+    with_it = helpers.train(updater, helpers.params(), _STEPS, post=True)
     jax.tree.map(np.testing.assert_array_equal, without, with_it)
 
 
 def test_a_loop_without_sparse_updates_relies_on_post_gradient_update():
-    updater = _CASES["static"][0](sparsity_distribution_fn=_uniform(0.7), is_sparse_updates=False)
-    dense, state = _train(updater, _params(), 2)
+    updater = _CASES["static"][0](
+        sparsity_distribution_fn=helpers.uniform(0.7), is_sparse_updates=False
+    )
+    dense, state = helpers.train(updater, helpers.params(), 2)
     assert np.count_nonzero(dense["kernel"]) == 60
     sparse = updater.post_gradient_update(dense, state)
     np.testing.assert_array_equal(np.asarray(sparse["kernel"]) != 0, state.masks["kernel"])
@@ -277,9 +219,9 @@ def test_an_updater_with_its_own_post_gradient_update_keeps_dense_weights():
                 return super().calculate_scores(params)
 
         updater = Watched(
-            sparsity_distribution_fn=_uniform(0.7), scheduler=sparsity.PeriodicSchedule(1)
+            sparsity_distribution_fn=helpers.uniform(0.7), scheduler=sparsity.PeriodicSchedule(1)
         )
-        params, _ = _train(updater, _params(), 3, jit=False)
+        params, _ = helpers.train(updater, helpers.params(), 3, jit=False)
         assert np.count_nonzero(params["kernel"]) == 60
         assert seen == [60, 60, 60]  # the hooks see the weights as they are
 
@@ -310,13 +252,13 @@ _INNER = {
 @pytest.mark.parametrize("name", _INNER)
 def test_grown_weights_start_at_zero_with_the_state_that_init_gives(name):
     updater = sparsity.RigL(
-        sparsity_distribution_fn=_uniform(0.7),
+        sparsity_distribution_fn=helpers.uniform(0.7),
         scheduler=sparsity.OneShotSchedule(3),
         is_sparse_gradients=False,  # so that pruned weights have a state that is not fresh
     )
-    params, before = _train(updater, _params(), 3, _INNER[name], jit=False)
+    params, before = helpers.train(updater, helpers.params(), 3, _INNER[name], jit=False)
     tx = updater.wrap_optax(_INNER[name])
-    updates, after = tx.update(_grads(3), before, params)
+    updates, after = tx.update(helpers.grads(3), before, params)
     moved = optax.apply_updates(params, updates)
 
     old, new = np.asarray(before.masks["kernel"]), np.asarray(after.masks["kernel"])
@@ -324,7 +266,7 @@ def test_grown_weights_start_at_zero_with_the_state_that_init_gives(name):
     # 18 are active and round(18 * 0.7) = 13 kept; of the 5 that grow some were active before.
     assert 1 <= grown.sum() <= 5
     assert old.sum() == new.sum() == 18
-    assert np.all(_is_positive_zero(moved["kernel"])[grown | (new == 0)])
+    assert np.all(helpers.is_positive_zero(moved["kernel"])[grown | (new == 0)])
     kept = (old == 1) & (new == 1)
     np.testing.assert_array_equal(np.asarray(moved["kernel"])[kept], params["kernel"][kept])
     np.testing.assert_array_equal(moved["bias"], params["bias"])
@@ -339,7 +281,7 @@ def test_grown_weights_start_at_zero_with_the_state_that_init_gives(name):
         strict=True,
     ):
         assert was.dtype == now.dtype, path
-        if was.shape == _SHAPE:
+        if was.shape == helpers.SHAPE:
             expected = np.where(grown, init, was)
             reset += bool(np.any(expected != np.asarray(was)))
         else:
@@ -351,12 +293,12 @@ def test_grown_weights_start_at_zero_with_the_state_that_init_gives(name):
 def test_factored_second_moments_stay_as_they_are():
     inner = optax.adafactor(0.1, min_dim_size_to_factor=2, momentum=0.9)
     updater = sparsity.RigL(
-        sparsity_distribution_fn=_uniform(0.7),
+        sparsity_distribution_fn=helpers.uniform(0.7),
         scheduler=sparsity.OneShotSchedule(2),
         is_sparse_gradients=False,
     )
-    params, before = _train(updater, _params(), 2, inner, jit=False)
-    _, after = updater.wrap_optax(inner).update(_grads(2), before, params)
+    params, before = helpers.train(updater, helpers.params(), 2, inner, jit=False)
+    _, after = updater.wrap_optax(inner).update(helpers.grads(2), before, params)
     old, new = np.asarray(before.masks["kernel"]), np.asarray(after.masks["kernel"])
     grown = (new == 1) & (old == 0)
     assert grown.any()
@@ -378,7 +320,7 @@ def test_square_factors_and_lookalike_names_are_not_taken_for_a_parameters_state
     # 'mu/a' of the parameters and Adam's field mu of 'a' have the same names, not the same path.
     params = {"a": jnp.ones((4, 4)), "mu": {"a": jnp.ones((4, 4))}}
     updater = sparsity.RigL(
-        sparsity_distribution_fn=_uniform(0.5, custom_sparsity_map={"mu/a": None}),
+        sparsity_distribution_fn=helpers.uniform(0.5, custom_sparsity_map={"mu/a": None}),
         scheduler=sparsity.OneShotSchedule(1),
     )
     tx = updater.wrap_optax(optax.adam(0.1))
@@ -398,19 +340,19 @@ def test_square_factors_and_lookalike_names_are_not_taken_for_a_parameters_state
 
 @pytest.mark.parametrize("name", ["flatten", "lookahead"])
 def test_an_optimizer_that_hides_its_parameters_is_refused_at_init(name):
-    updater = sparsity.RigL(sparsity_distribution_fn=_uniform(0.5))
+    updater = sparsity.RigL(sparsity_distribution_fn=helpers.uniform(0.5))
     if name == "flatten":
-        inner, params = optax.flatten(optax.adam(0.1)), _params()
+        inner, params = optax.flatten(optax.adam(0.1)), helpers.params()
     else:
         inner = optax.lookahead(optax.adam(0.1), 5, 0.5)
-        params = optax.LookaheadParams(_params(), _params())
+        params = optax.LookaheadParams(helpers.params(), helpers.params())
     with pytest.raises(ValueError, match=f"optax.{name}"):
         updater.wrap_optax(inner).init(params)
 
 
 def test_a_state_without_arrays_of_the_parameters_needs_no_reset():
     updater = sparsity.RigL(
-        sparsity_distribution_fn=_uniform(0.7), scheduler=sparsity.PeriodicSchedule(2)
+        sparsity_distribution_fn=helpers.uniform(0.7), scheduler=sparsity.PeriodicSchedule(2)
     )
     schedule = optax.linear_schedule(0.1, 0.0, 10)
     for inner in (
@@ -418,7 +360,7 @@ def test_a_state_without_arrays_of_the_parameters_needs_no_reset():
         optax.sgd(schedule),
         optax.inject_hyperparams(optax.sgd)(schedule),
     ):
-        params, state = _train(updater, _params(), 4, inner, jit=False)
+        params, state = helpers.train(updater, helpers.params(), 4, inner, jit=False)
         assert np.count_nonzero(params["kernel"]) <= 18
         assert int(np.sum(state.masks["kernel"])) == 18
 
@@ -436,7 +378,7 @@ def _dyadic():
 def test_weights_that_grow_in_the_first_step_land_on_their_update_alone(skip, optimizer):
     # The parameters are dense at step 0: a weight that grows had a value, which is no part of it.
     updater = sparsity.RigL(
-        sparsity_distribution_fn=_uniform(0.5),
+        sparsity_distribution_fn=helpers.uniform(0.5),
         scheduler=sparsity.PeriodicSchedule(1),
         skip_gradients=skip,
         drop_fraction_fn=optax.constant_schedule(0.5),
@@ -452,7 +394,7 @@ def test_weights_that_grow_in_the_first_step_land_on_their_update_alone(skip, op
     moved = optax.apply_updates(params, updates)
     old, new = np.asarray(state.masks["kernel"]), np.asarray(after.masks["kernel"])
     weights, slopes = np.asarray(params["kernel"]), np.asarray(grads["kernel"])
-    np.testing.assert_array_equal(new, _move(old, np.where(old, weights, 0), slopes, 0.5))
+    np.testing.assert_array_equal(new, drop_and_grow(old, np.where(old, weights, 0), slopes, 0.5))
     grown = (new == 1) & (old == 0)
     kept = (new == 1) & (old == 1)
     assert grown.any()
@@ -472,15 +414,15 @@ def test_hooks_see_masked_parameters_from_the_first_step_on():
 
     for packed in (False, True):
         updater = Watched(
-            sparsity_distribution_fn=_uniform(0.5),
+            sparsity_distribution_fn=helpers.uniform(0.5),
             scheduler=sparsity.PeriodicSchedule(1),
             use_packed_masks=packed,
         )
-        _train(updater, _params(), 2, jit=False)
+        helpers.train(updater, helpers.params(), 2, jit=False)
     assert len(seen) == 4
     for kernel, mask in seen:
-        assert mask.shape == _SHAPE  # hooks never see packed masks
-        assert np.all(_is_positive_zero(kernel)[mask == 0])
+        assert mask.shape == helpers.SHAPE  # hooks never see packed masks
+        assert np.all(helpers.is_positive_zero(kernel)[mask == 0])
         assert mask.sum() == 30
 
 
@@ -489,12 +431,12 @@ def test_pruned_weights_that_were_not_numbers_are_zero_after_the_masks_are_appli
     values = jnp.array([np.nan, np.inf, -np.inf, -0.0, 2.0])
     masks = {"w": jnp.array([0, 0, 0, 0, 1], jnp.uint8)}
     applied = updater.apply_masks({"w": values}, masks)
-    assert np.all(_is_positive_zero(applied["w"])[:4])
+    assert np.all(helpers.is_positive_zero(applied["w"])[:4])
     assert float(applied["w"][4]) == 2.0
 
 
 def test_a_nan_among_the_scores_does_not_empty_a_layer():
-    updater = sparsity.MagnitudePruning(sparsity_distribution_fn=_uniform(0.5))
+    updater = sparsity.MagnitudePruning(sparsity_distribution_fn=helpers.uniform(0.5))
     pruned, masks = updater.instant_sparsify(jnp.array([[1.0, np.nan, 3.0, 2.0]]))
     np.testing.assert_array_equal(masks, [[0, 0, 1, 1]])
     np.testing.assert_array_equal(pruned, [[0, 0, 3, 2]])
@@ -505,17 +447,17 @@ def test_a_nan_among_the_scores_does_not_empty_a_layer():
 
 def test_a_skipped_step_keeps_the_counts_and_the_state_of_the_inner_optimizer():
     updater = sparsity.MagnitudePruning(
-        sparsity_distribution_fn=_uniform(0.5),
+        sparsity_distribution_fn=helpers.uniform(0.5),
         scheduler=sparsity.OneShotSchedule(1),
         skip_gradients=True,
     )
     inner = optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(lambda count: -0.1 * count))
     tx = updater.wrap_optax(inner)
-    params = _params()
+    params = helpers.params()
     update = jax.jit(tx.update)
-    updates, before = update(_grads(0), tx.init(params), params)
+    updates, before = update(helpers.grads(0), tx.init(params), params)
     params = optax.apply_updates(params, updates)
-    updates, after = update(_grads(1), before, params)
+    updates, after = update(helpers.grads(1), before, params)
     jax.tree.map(np.testing.assert_array_equal, before.inner_state, after.inner_state)
     moved = optax.apply_updates(params, updates)
     np.testing.assert_array_equal(
@@ -523,7 +465,7 @@ def test_a_skipped_step_keeps_the_counts_and_the_state_of_the_inner_optimizer():
     )
     np.testing.assert_array_equal(moved["bias"], params["bias"])
     assert int(after.count) == 2
-    _, later = update(_grads(2), after, moved)
+    _, later = update(helpers.grads(2), after, moved)
     assert int(later.inner_state[0].count) == 2
     assert int(later.inner_state[1].count) == 2
 
@@ -534,15 +476,15 @@ def test_a_skipped_step_keeps_the_counts_and_the_state_of_the_inner_optimizer():
 @pytest.mark.parametrize("name", sparsity.all_algorithm_names())
 def test_missing_parameters_raise_the_message_of_optax(name):
     tx = sparsity.ALGORITHM_REGISTRY[name]().wrap_optax(optax.sgd(0.1))
-    params = _params()
+    params = helpers.params()
     state = tx.init(params)
     decay = optax.add_decayed_weights(0.1)
     with pytest.raises(ValueError, match="params") as of_optax:
-        decay.update(_grads(0), decay.init(params), None)
+        decay.update(helpers.grads(0), decay.init(params), None)
     expected = str(of_optax.value)
     for args in ((), (None,)):
         with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
-            tx.update(_grads(0), state, *args)
+            tx.update(helpers.grads(0), state, *args)
 
 
 @pytest.mark.parametrize("scheduler", [sparsity.NoUpdateSchedule(), sparsity.PeriodicSchedule(1)])
@@ -552,12 +494,12 @@ def test_gradients_that_do_not_fit_are_a_value_error_that_names_the_path(
     algorithm, sparse_gradients, scheduler
 ):
     updater = sparsity.ALGORITHM_REGISTRY[algorithm](
-        sparsity_distribution_fn=_uniform(0.5),
+        sparsity_distribution_fn=helpers.uniform(0.5),
         scheduler=scheduler,
         is_sparse_gradients=sparse_gradients,
     )
     tx = updater.wrap_optax(optax.sgd(0.1))
-    params = {"layer": _params()}
+    params = {"layer": helpers.params()}
     state = tx.init(params)
     for grads in (
         {"layer": {"bias": jnp.ones(10)}},
@@ -570,8 +512,8 @@ def test_gradients_that_do_not_fit_are_a_value_error_that_names_the_path(
 
 
 def test_parameters_of_another_model_are_a_value_error_that_names_the_path():
-    updater = sparsity.MagnitudePruning(sparsity_distribution_fn=_uniform(0.5))
-    state = updater.wrap_optax(optax.sgd(0.1)).init({"layer": _params()})
+    updater = sparsity.MagnitudePruning(sparsity_distribution_fn=helpers.uniform(0.5))
+    state = updater.wrap_optax(optax.sgd(0.1)).init({"layer": helpers.params()})
     with pytest.raises(ValueError, match=r"'layer/kernel'.*'layer/other'"):
         updater.post_gradient_update({"layer": {"other": jnp.ones(3)}}, state)
     with pytest.raises(ValueError, match=r"'layer/kernel'.*\(6, 10\).*\(10, 6\)"):
@@ -599,11 +541,11 @@ def test_extra_arguments_reach_the_inner_optimizer_and_the_hooks_that_name_them(
         return updates, state
 
     updater = ByValue(
-        sparsity_distribution_fn=_uniform(0.5), scheduler=sparsity.PeriodicSchedule(1)
+        sparsity_distribution_fn=helpers.uniform(0.5), scheduler=sparsity.PeriodicSchedule(1)
     )
     tx = updater.wrap_optax(optax.GradientTransformationExtraArgs(init, update))
-    params = _params()
-    tx.update(_grads(0), tx.init(params), params, value=3.0, loss_scale=2.0)
+    params = helpers.params()
+    tx.update(helpers.grads(0), tx.init(params), params, value=3.0, loss_scale=2.0)
     assert seen == {
         "scores": 3.0,
         "state": ["loss_scale", "value"],
@@ -613,35 +555,37 @@ def test_extra_arguments_reach_the_inner_optimizer_and_the_hooks_that_name_them(
 
 @pytest.mark.parametrize("name", sparsity.all_algorithm_names())
 def test_every_algorithm_accepts_extra_arguments_that_nobody_knows(name):
-    options = {} if name.startswith("global") else {"sparsity_distribution_fn": _uniform(0.5)}
+    options = (
+        {} if name.startswith("global") else {"sparsity_distribution_fn": helpers.uniform(0.5)}
+    )
     updater = sparsity.ALGORITHM_REGISTRY[name](scheduler=sparsity.PeriodicSchedule(1), **options)
     tx = updater.wrap_optax(optax.sgd(0.1))
-    params = _params()
-    tx.update(_grads(0), tx.init(params), params, value=1.0, anything=2)
+    params = helpers.params()
+    tx.update(helpers.grads(0), tx.init(params), params, value=1.0, anything=2)
 
 
 @pytest.mark.parametrize("name", ["magnitude", "rigl", "static_sparse"])
 def test_line_searches_and_plateaus_get_their_arguments(name):
     updater = sparsity.ALGORITHM_REGISTRY[name](
-        sparsity_distribution_fn=_uniform(0.5), scheduler=sparsity.OneShotSchedule(1)
+        sparsity_distribution_fn=helpers.uniform(0.5), scheduler=sparsity.OneShotSchedule(1)
     )
     tx = updater.wrap_optax(
         optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
     )
-    params = _params()
+    params = helpers.params()
     state = tx.init(params)
     for _ in range(4):
-        updates, state = tx.update(_grads(0), state, params, value=1.0)
+        updates, state = tx.update(helpers.grads(0), state, params, value=1.0)
         params = optax.apply_updates(params, updates)
     assert float(state.inner_state[-1].scale) < 1.0
 
 
 def test_lbfgs_prunes_and_descends():
     updater = sparsity.MagnitudePruning(
-        sparsity_distribution_fn=_uniform(0.5), scheduler=sparsity.OneShotSchedule(2)
+        sparsity_distribution_fn=helpers.uniform(0.5), scheduler=sparsity.OneShotSchedule(2)
     )
     tx = updater.wrap_optax(optax.lbfgs(linesearch=optax.scale_by_zoom_linesearch(5)))
-    target = _params(7)
+    target = helpers.params(7)
 
     def loss(params):
         return sum(jnp.sum((params[key] - target[key]) ** 2) for key in params)
@@ -652,7 +596,7 @@ def test_lbfgs_prunes_and_descends():
         updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=loss)
         return optax.apply_updates(params, updates), state
 
-    params = _params()
+    params = helpers.params()
     state = tx.init(params)
     for _ in range(4):
         params, state = step(params, state)
@@ -671,7 +615,7 @@ def test_topk_fn_is_called_for_each_slice_and_may_be_traced():
         return scores > sparsity_
 
     updater = sparsity.MagnitudePruning(
-        sparsity_distribution_fn=_uniform(0.5, batch_axes=1), topk_fn=threshold, batch_axes=1
+        sparsity_distribution_fn=helpers.uniform(0.5, batch_axes=1), topk_fn=threshold, batch_axes=1
     )
     params = {"stack": jnp.array([[[0.1, 0.9], [0.6, 0.4]], [[0.0, 0.0], [0.7, 2.0]]])}
     masks = jax.jit(lambda params: updater.instant_sparsify(params)[1])(params)
@@ -688,13 +632,13 @@ def test_topk_fn_gets_the_blocks_of_a_block_type():
         return jnp.ones_like(scores)
 
     updater = sparsity.MagnitudePruning(
-        sparsity_distribution_fn=_uniform(0.5),
+        sparsity_distribution_fn=helpers.uniform(0.5),
         topk_fn=everything,
         sparsity_type=sparsity.Block((2, 5)),
     )
-    masks = updater.instant_sparsify(_params())[1]
+    masks = updater.instant_sparsify(helpers.params())[1]
     assert shapes == [(3, 2)]
-    np.testing.assert_array_equal(masks["kernel"], np.ones(_SHAPE))
+    np.testing.assert_array_equal(masks["kernel"], np.ones(helpers.SHAPE))
 
 
 def test_types_and_batch_axes_may_be_functions_of_path_and_parameter():
@@ -712,7 +656,7 @@ def test_types_and_batch_axes_may_be_functions_of_path_and_parameter():
         return 1 if path[-1] == "stack" else 0
 
     updater = sparsity.MagnitudePruning(
-        sparsity_distribution_fn=_uniform(0.5, batch_axes=axes),
+        sparsity_distribution_fn=helpers.uniform(0.5, batch_axes=axes),
         sparsity_type=kind,
         batch_axes=axes,
     )
@@ -733,7 +677,7 @@ def test_types_and_batch_axes_may_be_functions_of_path_and_parameter():
 def test_stacked_layers_are_ranked_by_themselves_so_that_none_vanishes():
     stack = jnp.stack([jnp.full((4, 4), 0.01), jnp.full((4, 4), 100.0)])
     updater = sparsity.MagnitudePruning(
-        sparsity_distribution_fn=_uniform(0.5, batch_axes=1), batch_axes=1
+        sparsity_distribution_fn=helpers.uniform(0.5, batch_axes=1), batch_axes=1
     )
     masks = updater.instant_sparsify({"stack": stack})[1]["stack"]
     np.testing.assert_array_equal(np.sum(masks, axis=(1, 2)), [8, 8])
@@ -742,7 +686,7 @@ def test_stacked_layers_are_ranked_by_themselves_so_that_none_vanishes():
 @pytest.mark.parametrize("name", ["magnitude", "random", "static_sparse", "set", "rigl"])
 def test_an_axis_that_m_does_not_divide_names_the_parameter_at_init(name):
     updater = sparsity.ALGORITHM_REGISTRY[name](
-        sparsity_distribution_fn=_uniform(0.5), sparsity_type=sparsity.NByM(2, 4)
+        sparsity_distribution_fn=helpers.uniform(0.5), sparsity_type=sparsity.NByM(2, 4)
     )
     params = {"fine": jnp.ones((4, 8)), "layer": {"kernel": jnp.ones((4, 10))}}
     with pytest.raises(ValueError, match=r"'layer/kernel' of shape \(4, 10\).*10 entries.*m = 4"):
@@ -751,7 +695,7 @@ def test_an_axis_that_m_does_not_divide_names_the_parameter_at_init(name):
 
 def test_a_leaf_that_stays_dense_need_not_fit_the_type():
     updater = sparsity.MagnitudePruning(
-        sparsity_distribution_fn=_uniform(0.5, custom_sparsity_map={"odd": None}),
+        sparsity_distribution_fn=helpers.uniform(0.5, custom_sparsity_map={"odd": None}),
         sparsity_type=sparsity.NByM(2, 4),
     )
     masks = updater.instant_sparsify({"fine": jnp.ones((4, 8)), "odd": jnp.ones((4, 10))})[1]
@@ -761,7 +705,7 @@ def test_a_leaf_that_stays_dense_need_not_fit_the_type():
 
 def test_a_target_that_an_n_of_m_pattern_cannot_reach_is_logged(caplog):
     updater = sparsity.MagnitudePruning(
-        sparsity_distribution_fn=_uniform(0.8), sparsity_type=sparsity.NByM(2, 4)
+        sparsity_distribution_fn=helpers.uniform(0.8), sparsity_type=sparsity.NByM(2, 4)
     )
     with caplog.at_level(logging.WARNING, "sparsity"):
         updater.init_state({"layer": {"kernel": jnp.ones((4, 8))}})
@@ -772,7 +716,7 @@ def test_a_target_that_an_n_of_m_pattern_cannot_reach_is_logged(caplog):
     assert "layer/kernel" in message
     caplog.clear()
     exact = sparsity.MagnitudePruning(
-        sparsity_distribution_fn=_uniform(0.5), sparsity_type=sparsity.NByM(2, 4)
+        sparsity_distribution_fn=helpers.uniform(0.5), sparsity_type=sparsity.NByM(2, 4)
     )
     exact.init_state({"layer": {"kernel": jnp.ones((4, 8))}})
     assert not caplog.records
@@ -781,7 +725,7 @@ def test_a_target_that_an_n_of_m_pattern_cannot_reach_is_logged(caplog):
 def test_a_ramp_of_n_of_m_removes_entries_one_by_one():
     # kept of 4 = max(1, ceil(4 * (1 - s_t / s_T * 3 / 4))), s_t / s_T = 0, 0.5, 1 by a linear ramp.
     updater = sparsity.MagnitudePruning(
-        sparsity_distribution_fn=_uniform(0.75),
+        sparsity_distribution_fn=helpers.uniform(0.75),
         sparsity_type=sparsity.NByM(1, 4),
         scheduler=sparsity.PolynomialSchedule(1, 0, 4, power=1),
     )
@@ -817,26 +761,14 @@ def test_leaves_that_are_no_floating_arrays_stay_dense():
 # Parameters of every kind.
 
 
-class _Layer(NamedTuple):
-    kernel: Any
-    bias: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class _Module:
-    kernel: Any
-    bias: Any
-
-
 @pytest.mark.parametrize(
     "build",
     [
         lambda k, b: [k, b],
         lambda k, b: (k, (b, k)),
-        lambda k, b: _Layer(k, b),
-        lambda k, b: _Module(k, b),
-        lambda k, b: {"deep": [_Layer(k, b), None, {"x": k}]},
+        lambda k, b: helpers.Pair(k, b),
+        lambda k, b: helpers.Layer(k, b),
+        lambda k, b: {"deep": [helpers.Pair(k, b), None, {"x": k}]},
         lambda k, b: {1: k, 2: b},
         lambda k, b: k,
     ],
@@ -844,31 +776,31 @@ class _Module:
 )
 @pytest.mark.parametrize("name", ["magnitude", "rigl"])
 def test_parameters_may_be_any_pytree(name, build):
-    base = _params()
+    base = helpers.params()
     params = build(base["kernel"], base["bias"])
     updater = sparsity.ALGORITHM_REGISTRY[name](
-        sparsity_distribution_fn=_uniform(0.5), scheduler=sparsity.OneShotSchedule(1)
+        sparsity_distribution_fn=helpers.uniform(0.5), scheduler=sparsity.OneShotSchedule(1)
     )
-    grads = build(_grads(0)["kernel"], _grads(0)["bias"])
-    params, state = _train(updater, params, 2, grads=lambda _: grads, jit=False)
+    grads = build(helpers.grads(0)["kernel"], helpers.grads(0)["bias"])
+    params, state = helpers.train(updater, params, 2, grads=lambda _: grads, jit=False)
     matrices = [leaf for leaf in jax.tree.leaves(params) if leaf.ndim == 2]
     assert [int(mask.sum()) for mask in jax.tree.leaves(state.masks)] == [30] * len(matrices)
     for leaf, mask in zip(matrices, jax.tree.leaves(state.masks), strict=True):
-        assert np.all(_is_positive_zero(leaf)[np.asarray(mask) == 0])
+        assert np.all(helpers.is_positive_zero(leaf)[np.asarray(mask) == 0])
 
 
 def test_flax_and_equinox_models_keep_their_containers():
     nnx = pytest.importorskip("flax.nnx")
     eqx = pytest.importorskip("equinox")
-    frozen = pytest.importorskip("flax.core").freeze({"d": _params()})
+    frozen = pytest.importorskip("flax.core").freeze({"d": helpers.params()})
     linear = nnx.state(nnx.Linear(6, 10, rngs=nnx.Rngs(0)), nnx.Param)
     module = eqx.filter(eqx.nn.Linear(6, 10, key=jax.random.key(0)), eqx.is_array)
     updater = sparsity.RigL(
-        sparsity_distribution_fn=_uniform(0.5), scheduler=sparsity.OneShotSchedule(1)
+        sparsity_distribution_fn=helpers.uniform(0.5), scheduler=sparsity.OneShotSchedule(1)
     )
     for params in (frozen, linear, module):
         grads = jax.tree.map(jnp.ones_like, params)
-        after, state = _train(updater, params, 2, grads=lambda _, g=grads: g, jit=False)
+        after, state = helpers.train(updater, params, 2, grads=lambda _, g=grads: g, jit=False)
         assert jax.tree.structure(after) == jax.tree.structure(params)
         assert [int(mask.sum()) for mask in jax.tree.leaves(state.masks)] == [30]
         assert updater.post_gradient_update(after, state) is not None
@@ -877,13 +809,13 @@ def test_flax_and_equinox_models_keep_their_containers():
 def test_a_frozen_subtree_of_masked_nodes_stays_dense():
     # As optax.masked and optax.multi_transform hand them to the wrapper.
     updater = sparsity.RigL(
-        sparsity_distribution_fn=_uniform(0.5), scheduler=sparsity.PeriodicSchedule(1)
+        sparsity_distribution_fn=helpers.uniform(0.5), scheduler=sparsity.PeriodicSchedule(1)
     )
     tx = optax.multi_transform(
         {"sparse": updater.wrap_optax(optax.adam(0.1)), "frozen": optax.set_to_zero()},
         {"a": "sparse", "b": "frozen"},
     )
-    params = {"a": _params(), "b": _params()}
+    params = {"a": helpers.params(), "b": helpers.params()}
     state = tx.init(params)
     updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
     moved = optax.apply_updates(params, updates)
@@ -904,22 +836,22 @@ def test_a_frozen_subtree_of_masked_nodes_stays_dense():
 
 @pytest.mark.parametrize("name", ["magnitude", "random", "saliency"])
 def test_instant_sparsify_prunes_trees_and_bare_arrays_exactly(name):
-    updater = sparsity.ALGORITHM_REGISTRY[name](sparsity_distribution_fn=_uniform(0.75))
-    params = _params()
-    pruned, masks = updater.instant_sparsify(params, grads=_grads(0))
+    updater = sparsity.ALGORITHM_REGISTRY[name](sparsity_distribution_fn=helpers.uniform(0.75))
+    params = helpers.params()
+    pruned, masks = updater.instant_sparsify(params, grads=helpers.grads(0))
     assert int(masks["kernel"].sum()) == 15
     assert masks["bias"] is None
     np.testing.assert_array_equal(pruned["kernel"], np.where(masks["kernel"], params["kernel"], 0))
-    bare, mask = updater.instant_sparsify(params["kernel"], grads=_grads(0)["kernel"])
+    bare, mask = updater.instant_sparsify(params["kernel"], grads=helpers.grads(0)["kernel"])
     assert int(mask.sum()) == 15
     np.testing.assert_array_equal(bare, np.where(mask, params["kernel"], 0))
 
 
 def test_instant_sparsify_returns_packed_masks_on_demand():
-    plain = sparsity.MagnitudePruning(sparsity_distribution_fn=_uniform(0.75))
+    plain = sparsity.MagnitudePruning(sparsity_distribution_fn=helpers.uniform(0.75))
     packed = dataclasses.replace(plain, use_packed_masks=True)
-    want, masks = plain.instant_sparsify(_params())
-    got, bits = packed.instant_sparsify(_params())
+    want, masks = plain.instant_sparsify(helpers.params())
+    got, bits = packed.instant_sparsify(helpers.params())
     np.testing.assert_array_equal(got["kernel"], want["kernel"])
     assert bits["kernel"].shape == (6, 2)
     np.testing.assert_array_equal(bits["kernel"], np.packbits(masks["kernel"], axis=-1))
@@ -927,15 +859,15 @@ def test_instant_sparsify_returns_packed_masks_on_demand():
 
 def test_no_pruning_returns_everything_as_it_is():
     updater = sparsity.NoPruning()
-    params = _params()
+    params = helpers.params()
     pruned, masks = updater.instant_sparsify(params)
     assert pruned is params
     assert jax.tree.leaves(masks) == []
-    with_it, _ = _train(updater, params, 3, optax.adam(0.1))
+    with_it, _ = helpers.train(updater, params, 3, optax.adam(0.1))
     tx = optax.adam(0.1)
     state = tx.init(params)
     for step in range(3):
-        updates, state = jax.jit(tx.update)(_grads(step), state, params)
+        updates, state = jax.jit(tx.update)(helpers.grads(step), state, params)
         params = optax.apply_updates(params, updates)
     jax.tree.map(np.testing.assert_array_equal, with_it, params)
 
@@ -945,13 +877,13 @@ def test_no_pruning_returns_everything_as_it_is():
 
 def _nestings():
     wrapped = sparsity.MagnitudePruning(
-        sparsity_distribution_fn=_uniform(0.5), scheduler=sparsity.OneShotSchedule(0)
+        sparsity_distribution_fn=helpers.uniform(0.5), scheduler=sparsity.OneShotSchedule(0)
     ).wrap_optax(optax.adam(0.1))
     labels = {"kernel": "sparse", "bias": "dense"}
 
     def injected(rate):
         return sparsity.MagnitudePruning(
-            sparsity_distribution_fn=_uniform(0.5), scheduler=sparsity.OneShotSchedule(0)
+            sparsity_distribution_fn=helpers.uniform(0.5), scheduler=sparsity.OneShotSchedule(0)
         ).wrap_optax(optax.adam(rate))
 
     return {
@@ -971,8 +903,8 @@ def _nestings():
 @pytest.mark.parametrize("name", _nestings())
 def test_the_state_is_found_and_replaced_in_every_nesting(name):
     tx = _nestings()[name]
-    params = _params()
-    updates, state = jax.jit(tx.update)(_grads(0), tx.init(params), params)
+    params = helpers.params()
+    updates, state = jax.jit(tx.update)(helpers.grads(0), tx.init(params), params)
     found = sparsity.get_sparse_state(state)
     assert isinstance(found, sparsity.SparseState)
     assert int(found.count) == 1
@@ -987,7 +919,7 @@ def test_the_state_is_found_and_replaced_in_every_nesting(name):
 
 
 def test_no_state_and_two_states_are_value_errors():
-    params = _params()
+    params = helpers.params()
     wrapped = sparsity.MagnitudePruning().wrap_optax(optax.sgd(0.1))
     for state in (optax.adam(0.1).init(params), None, ()):
         for call in (
@@ -1014,11 +946,11 @@ def test_seeds_may_be_integers_and_keys_of_either_style(name):
 
     def mask(seed):
         updater = cls(
-            sparsity_distribution_fn=_uniform(0.5),
+            sparsity_distribution_fn=helpers.uniform(0.5),
             rng_seed=seed,
             scheduler=sparsity.OneShotSchedule(0),
         )
-        _, state = _train(updater, _params(), 1, jit=False)
+        _, state = helpers.train(updater, helpers.params(), 1, jit=False)
         return np.asarray(state.masks["kernel"])
 
     new, old = jax.random.key(5), jax.random.PRNGKey(5)
@@ -1031,8 +963,8 @@ def test_seeds_may_be_integers_and_keys_of_either_style(name):
 
 @pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8])
 def test_an_integer_of_numpy_is_the_same_seed_as_one_of_python(kind):
-    want = pruners.generate_random_scores(_params(), 8)
-    got = pruners.generate_random_scores(_params(), kind(8))
+    want = pruners.generate_random_scores(helpers.params(), 8)
+    got = pruners.generate_random_scores(helpers.params(), kind(8))
     np.testing.assert_array_equal(got["kernel"], want["kernel"])
 
 
@@ -1043,20 +975,20 @@ def test_a_traced_key_gives_every_run_of_a_vmap_its_own_masks_and_keeps_the_cond
 
     def train(key):
         updater = cls(
-            sparsity_distribution_fn=_uniform(0.5),
+            sparsity_distribution_fn=helpers.uniform(0.5),
             rng_seed=key,
             scheduler=sparsity.PeriodicSchedule(2),
             **({"store_masks": True} if ste else {}),
         )
         tx = updater.wrap_optax(optax.sgd(0.1))
-        params = _params()
+        params = helpers.params()
 
         def step(carry, grads):
             params, state = carry
             updates, state = tx.update(grads, state, params)
             return (optax.apply_updates(params, updates), state), None
 
-        grads = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(_grads, range(4)))
+        grads = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(helpers.grads, range(4)))
         (params, state), _ = jax.lax.scan(step, (params, tx.init(params)), grads)
         return state.masks["kernel"]
 
@@ -1081,11 +1013,11 @@ def _body_of_scan(jaxpr):
 
 
 def test_the_state_holds_arrays_only_and_init_works_under_eval_shape():
-    updater = sparsity.RigL(sparsity_distribution_fn=_uniform(0.5))
+    updater = sparsity.RigL(sparsity_distribution_fn=helpers.uniform(0.5))
     tx = updater.wrap_optax(optax.adam(0.1))
-    state = tx.init(_params())
+    state = tx.init(helpers.params())
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
-    shapes = jax.eval_shape(tx.init, _params())
+    shapes = jax.eval_shape(tx.init, helpers.params())
     assert jax.tree.structure(shapes) == jax.tree.structure(state)
     assert [(s.shape, s.dtype) for s in jax.tree.leaves(shapes)] == [
         (leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)
@@ -1099,30 +1031,31 @@ def test_init_takes_the_placeholder_of_optax_tree_map_params():
         options = (
             {"sparsity": 0.5}
             if cls is sparsity.GlobalMagnitudePruning
-            else {"sparsity_distribution_fn": _uniform(0.5)}
+            else {"sparsity_distribution_fn": helpers.uniform(0.5)}
         )
         tx = cls(**options).wrap_optax(optax.adam(0.1))
-        state = tx.init(_params())
+        state = tx.init(helpers.params())
         doubled = optax.tree.map_params(tx, lambda leaf: leaf + 1, state)
-        np.testing.assert_array_equal(doubled.inner_state[0].mu["kernel"], np.ones(_SHAPE))
+        np.testing.assert_array_equal(doubled.inner_state[0].mu["kernel"], np.ones(helpers.SHAPE))
         assert int(doubled.inner_state[0].count) == 0
 
 
 def test_the_count_stops_at_the_largest_integer():
     updater = sparsity.MagnitudePruning(
-        sparsity_distribution_fn=_uniform(0.5), scheduler=sparsity.PolynomialSchedule(1, 0, 5)
+        sparsity_distribution_fn=helpers.uniform(0.5),
+        scheduler=sparsity.PolynomialSchedule(1, 0, 5),
     )
     tx = updater.wrap_optax(optax.sgd(0.1))
-    params = _params()
+    params = helpers.params()
     state = tx.init(params)._replace(count=jnp.int32(2**31 - 1))
-    _, state = tx.update(_grads(0), state, params)
+    _, state = tx.update(helpers.grads(0), state, params)
     assert int(state.count) == 2**31 - 1
 
 
 def test_an_updater_without_a_distribution_prunes_nothing():
     for cls in (sparsity.MagnitudePruning, sparsity.RigL, sparsity.SteMagnitudePruning):
         updater = cls(sparsity_distribution_fn=None, scheduler=sparsity.PeriodicSchedule(1))
-        params, state = _train(updater, _params(), 2, jit=False)
+        params, state = helpers.train(updater, helpers.params(), 2, jit=False)
         assert np.count_nonzero(params["kernel"]) == 60
         assert jax.tree.leaves(state.masks) == []
 
@@ -1156,23 +1089,23 @@ def test_a_sparsity_outside_its_range_names_the_leaf(value):
         sparsity_distribution_fn=lambda params: {"kernel": value, "bias": None}
     )
     with pytest.raises(ValueError, match="'kernel'"):
-        updater.wrap_optax(optax.sgd(0.1)).init(_params())
+        updater.wrap_optax(optax.sgd(0.1)).init(helpers.params())
     with pytest.raises(ValueError, match="'kernel'"):
-        updater.instant_sparsify(_params())
+        updater.instant_sparsify(helpers.params())
 
 
 def test_a_distribution_for_other_parameters_names_the_leaf():
     updater = sparsity.MagnitudePruning(sparsity_distribution_fn=lambda params: {"kernle": 0.5})
     with pytest.raises(ValueError, match="'kernle'"):
-        updater.init_state(_params())
+        updater.init_state(helpers.params())
 
 
 def test_a_function_that_returns_no_sparsity_type_names_the_leaf():
     updater = sparsity.MagnitudePruning(
-        sparsity_distribution_fn=_uniform(0.5), sparsity_type=lambda path, param: "nm_2,4"
+        sparsity_distribution_fn=helpers.uniform(0.5), sparsity_type=lambda path, param: "nm_2,4"
     )
     with pytest.raises(ValueError, match=r"'nm_2,4' for parameter 'kernel'"):
-        updater.init_state(_params())
+        updater.init_state(helpers.params())
 
 
 @pytest.mark.parametrize("seed", [1.5, "8", None], ids=repr)

@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import json
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ import pytest
 
 import sparsity
 from baselines import report, run, training
+from tests import helpers
 
 
 def train(key, updater):
@@ -186,9 +186,8 @@ def test_the_readme_shows_the_stored_results():
     for task, results in found:
         assert set(results) == set(run.jobs_of(task, sparsity.all_algorithm_names()))
     table = report.summary(found)
-    root = Path(__file__).parents[1]
-    assert table in (root / "README.md").read_text(encoding="utf-8")
-    assert table in (root / "baselines/RESULTS.md").read_text(encoding="utf-8")
+    assert table in (helpers.ROOT / "README.md").read_text(encoding="utf-8")
+    assert table in (helpers.ROOT / "baselines/RESULTS.md").read_text(encoding="utf-8")
 
 
 def test_a_missing_package_is_one_line_with_the_command_to_install_it(monkeypatch):

@@ -6,27 +6,21 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from eight_devices import run
 from flax import serialization
 
 import sparsity
+from tests import helpers
+from tests.eight_devices import run
 
 _STEPS = 4  # masks are updated at steps 1 and 3; the run is saved after step 1
+_PARAMS = {"layer": helpers.params(shape=(4, 12))}
 
 
 def _make(name, packed=False):
-    config = {"algorithm": name, "sparsity": 0.5, "update_freq": 2, "use_packed_masks": packed}
-    schedule = {"update_start_step": 1, "update_end_step": _STEPS - 1}
-    return sparsity.create_updater_from_config(config | schedule)
+    return helpers.make_updater(name, sparsity=0.5, use_packed_masks=packed)
 
 
-def _params(rows=4):
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
-    return {"layer": {"kernel": draw(rows, 12), "bias": draw(12)}}
-
-
-def _train(updater, params, state, steps):
+def _go_on(updater, params, state, steps):
     tx = updater.wrap_optax(optax.adam(0.1))
     for index in steps:
         rng = np.random.default_rng(index)
@@ -68,32 +62,32 @@ _WAYS = {"orbax": _by_orbax, "CheckpointManager": _by_manager, "flax": _by_flax}
 @pytest.mark.parametrize("name", sparsity.all_algorithm_names())
 def test_a_restored_run_goes_on_bit_for_bit(name, packed, tmp_path):
     updater = _make(name, packed)
-    saved = _train(updater, _params(), _init(updater, _params()), range(2))
-    unbroken = _train(updater, *saved, range(2, _STEPS))
+    saved = _go_on(updater, _PARAMS, _init(updater, _PARAMS), range(2))
+    unbroken = _go_on(updater, *saved, range(2, _STEPS))
     for way, restore in _WAYS.items():
         (tmp_path / way).mkdir()
-        fresh = jax.tree.map(jnp.zeros_like, (_params(), _init(updater, _params())))
+        fresh = jax.tree.map(jnp.zeros_like, (_PARAMS, _init(updater, _PARAMS)))
         restored = restore(saved, fresh, tmp_path / way)
         assert jax.tree.structure(restored) == jax.tree.structure(saved)
         assert isinstance(restored[1], sparsity.SparseState)
-        found = _train(updater, *jax.tree.map(jnp.asarray, restored), range(2, _STEPS))
+        found = _go_on(updater, *jax.tree.map(jnp.asarray, restored), range(2, _STEPS))
         jax.tree.map(np.testing.assert_array_equal, found, unbroken)
 
 
 def test_a_state_of_another_packing_is_an_error_with_the_remedy():
     for saved, used in ((False, True), (True, False)):
-        state = _init(_make("rigl", saved), _params())
+        state = _init(_make("rigl", saved), _PARAMS)
         with pytest.raises(ValueError, match=f"'layer/kernel'.*use_packed_masks={used}") as error:
-            _train(_make("rigl", used), _params(), state, [0])
+            _go_on(_make("rigl", used), _PARAMS, state, [0])
         assert f"sparse_state.{'pack' if used else 'unpack'}_masks" in str(error.value)
 
 
 def test_a_state_of_another_model_is_an_error_that_says_what_differs():
-    state = _init(_make("rigl"), _params(rows=6))
+    state = _init(_make("rigl"), {"layer": helpers.params(shape=(6, 12))})
     with pytest.raises(ValueError, match=r"'layer/kernel'.*\(6, 12\).*\(4, 12\)"):
-        _train(_make("rigl"), _params(), state, [0])
+        _go_on(_make("rigl"), _PARAMS, state, [0])
     with pytest.raises(ValueError, match=r"'layer/kernel'.*'other/kernel'"):
-        _train(_make("rigl"), {"other": _params()["layer"]}, state, [0])
+        _go_on(_make("rigl"), {"other": _PARAMS["layer"]}, state, [0])
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])

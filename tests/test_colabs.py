@@ -3,14 +3,14 @@
 import os
 import shutil
 import sys
-from pathlib import Path
 
 import nbformat
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 from nbclient import NotebookClient
 
-ROOT = Path(__file__).parents[1]
+from tests.helpers import ROOT
+
 PATHS = sorted((ROOT / "colabs").glob("*.ipynb"))
 INSTALL = "# Installs what this notebook needs"
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import pathlib
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -13,18 +12,16 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from eight_devices import run_program
 from flax import nnx
 from flax.training.train_state import TrainState
 from hypothesis import strategies as st
-from selection_oracle import best
-from test_activations import kept_count, n_of_m, normal
 
 import sparsity
 from sparsity import EpochStrategy, pruning, pruning_apply
 from sparsity.epochs import updater as epoch_strategy
-
-TESTS = pathlib.Path(__file__).resolve().parent
+from tests.eight_devices import run_program
+from tests.helpers import normal, num_kept
+from tests.selection_oracle import best, n_of_m
 
 
 def parameters(seed=0):
@@ -56,12 +53,12 @@ def assert_masks(masks, expected):
 
 
 def local(params, density):
-    return {n: best(np.abs(w), kept_count(w.size, density)) for n, w in kernels(params).items()}
+    return {n: best(np.abs(w), num_kept(w.size, 1 - density)) for n, w in kernels(params).items()}
 
 
 def ranked(params, density):
     flat = np.concatenate([np.abs(w).ravel() for w in kernels(params).values()])
-    mask = best(flat, kept_count(flat.size, density))
+    mask = best(flat, num_kept(flat.size, 1 - density))
     ends = np.cumsum([w.size for w in kernels(params).values()])[:-1]
     parts = zip(kernels(params).items(), np.split(mask, ends), strict=True)
     return {name: part.reshape(w.shape) for (name, w), part in parts}
@@ -475,7 +472,7 @@ def test_on_eight_devices_masks_are_those_of_one_and_sharded_as_the_weights(kind
     program = f"""
         import jax, jax.numpy as jnp, numpy as np, optax
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-        from test_epoch_strategy import assert_masks, grouped, parameters, ranked, strategy
+        from tests.test_epoch_strategy import assert_masks, grouped, parameters, ranked, strategy
         from sparsity import EpochStrategy, pruning
 
         kind = AxisType.{kind}

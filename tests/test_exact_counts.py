@@ -1,7 +1,5 @@
 """Exact integers in two words, and the number of weights kept, against Python's integers."""
 
-from fractions import Fraction
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +9,7 @@ from hypothesis import strategies as st
 
 from sparsity.core import exact as exact_counts
 from sparsity.core.exact import num_kept
+from tests import helpers
 
 NUM_KEPT = jax.jit(num_kept)
 OF_KNOWN_N = jax.jit(num_kept, static_argnums=0)
@@ -48,11 +47,6 @@ def test_words_subtract_compare_and_choose_like_integers(a, b):
 
 
 # ------------------------------------------------------------------ num_kept
-def kept_exactly(n, sparsity):
-    exact = n * (1 - Fraction(float(np.float32(sparsity))))
-    return min(n, max(1, round(exact)))
-
-
 def test_num_kept_rounds_half_to_even_and_keeps_one():
     assert [num_kept(n, 0.5) for n in (0, 1, 2, 3, 5, 7)] == [0, 1, 1, 2, 2, 4]
     assert num_kept(10, 1.0) == 1
@@ -66,20 +60,20 @@ def test_num_kept_is_the_same_traced_and_concrete(n):
     for sparsity in [*SPARSITIES, *some]:
         k = OF_KNOWN_N(n, jnp.float32(sparsity))
         k = int(k) if n < 2**31 else value(k)
-        assert k == num_kept(n, sparsity) == kept_exactly(n, sparsity)
+        assert k == num_kept(n, sparsity) == helpers.num_kept(n, sparsity)
 
 
 @given(st.integers(0, 2**31 - 1), st.floats(0, 1, width=32))
 @settings(max_examples=200, deadline=None)
 def test_num_kept_of_a_traced_n_is_exact(n, sparsity):
-    assert int(NUM_KEPT(jnp.uint32(n), sparsity)) == kept_exactly(n, sparsity)
+    assert int(NUM_KEPT(jnp.uint32(n), sparsity)) == helpers.num_kept(n, sparsity)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8])
 def test_num_kept_works_elementwise_eagerly_and_traced(dtype):
     n = np.array([[0, 1, 2], [5, 77, 200]], dtype)
     for sparsity in (0.5, 0.3, 1.0):
-        expected = [[kept_exactly(int(x), sparsity) for x in row] for row in n]
+        expected = [[helpers.num_kept(int(x), sparsity) for x in row] for row in n]
         for kept in (
             num_kept(n, sparsity),
             num_kept(jnp.asarray(n), jnp.float32(sparsity)),

@@ -2,11 +2,12 @@
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+from tests import helpers
+
+EXAMPLES = helpers.ROOT / "examples"
 NAMES = sorted(file.parent.name for file in EXAMPLES.glob("*/requirements.txt"))
 
 

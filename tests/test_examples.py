@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import matplotlib.pyplot as plt
@@ -15,8 +14,8 @@ import pytest
 import sparsity
 from examples.mnist import config as config_lib
 from examples.mnist import train
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 

@@ -1,7 +1,6 @@
 """What a compiled run may not do: compile twice, talk to the host, leak, promote, make a NaN."""
 
 import contextlib
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import optax
 import pytest
 
 import sparsity
-from sparsity import sparsity_distributions
+from tests import helpers
 
 _TYPES = {
     "unstructured": sparsity.Unstructured(),
@@ -18,17 +17,7 @@ _TYPES = {
     "block": sparsity.Block((2, 3)),
     "channel": sparsity.Channel(-1),
 }
-
-
-def _make(name, **options):
-    config = {"algorithm": name, "sparsity": 0.75, "update_freq": 2}
-    schedule = {"update_start_step": 1, "update_end_step": 3}
-    return sparsity.create_updater_from_config(config | schedule | options)
-
-
-def _params():
-    draw = np.random.default_rng(0).normal
-    return {"kernel": jnp.asarray(draw(size=(2, 8, 12)), jnp.float32), "bias": jnp.ones((2, 12))}
+_PARAMS = helpers.params(shape=(2, 8, 12)) | {"bias": jnp.ones((2, 12))}
 
 
 def _step_fn(updater):
@@ -56,10 +45,12 @@ def _strict():
 def test_steps_and_masks_need_no_implicit_promotion_and_leak_nothing(name, kind):
     if name.startswith("global") and kind != "unstructured":
         pytest.skip("ranks single weights")
-    params = _params()
+    params = _PARAMS
     with _strict(), jax.checking_leaks():
         for packed in (False, True):
-            updater = _make(name, sparsity_type=_TYPES[kind], batch_axes=1, use_packed_masks=packed)
+            updater = helpers.make_updater(
+                name, sparsity_type=_TYPES[kind], batch_axes=1, use_packed_masks=packed
+            )
             step, init = _step_fn(updater)
             state = jax.eval_shape(init, params)
             shapes = jax.eval_shape(step, params, state)
@@ -72,9 +63,9 @@ def test_steps_and_masks_need_no_implicit_promotion_and_leak_nothing(name, kind)
 
 @pytest.mark.parametrize("name", ["rigl", "set", "magnitude", "global_saliency", "magnitude_ste"])
 def test_a_run_compiles_once_and_stays_on_the_device(name):
-    updater = _make(name, use_packed_masks=True, batch_axes=1)
+    updater = helpers.make_updater(name, use_packed_masks=True, batch_axes=1)
     step, init = _step_fn(updater)
-    params = _params()
+    params = _PARAMS
     state = jax.jit(init)(params)
     step = jax.jit(step, donate_argnums=(0, 1))
     with jax.transfer_guard("disallow"), jax.debug_nans(True):
@@ -87,7 +78,7 @@ def test_a_run_compiles_once_and_stays_on_the_device(name):
 
 
 def test_masks_cost_a_byte_or_a_bit_a_weight_and_nothing_for_dense_leaves():
-    half = functools.partial(sparsity_distributions.uniform, sparsity=0.5)
+    half = helpers.half
     params = {"kernel": jnp.ones((8, 12)), "bias": jnp.ones(1000)}
     for packed, size in ((False, 8 * 12), (True, 8 * 2)):
         updater = sparsity.RigL(sparsity_distribution_fn=half, use_packed_masks=packed)

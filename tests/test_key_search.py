@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from selection_oracle import any_bits, ranks
 
 from sparsity.core import exact as exact_counts
 from sparsity.selection import key_search
+from tests.selection_oracle import any_bits, ranks
 
 FLOATS = [
     "float32",

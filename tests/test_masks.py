@@ -13,23 +13,14 @@ from hypothesis.extra import numpy as hnp
 
 from sparsity import masks
 from sparsity.sparsity_types import Block, Channel, NByM, Unstructured
+from tests import helpers
+from tests.selection_oracle import best_first
 
 NAN, INF = float("nan"), float("inf")
 ALL_TYPES = [Unstructured(), NByM(1, 3), Block((3, 3), use_avg_pooling=False), Channel()]
 
 
 # Oracles: whole slices, one after the other.
-
-
-def num_kept(n, sparsity):
-    """max(1, round_half_even(n * (1 - float32(sparsity)))) in exact arithmetic."""
-    return max(1, round(n * (1 - Fraction(float(np.float32(sparsity)))))) if n else 0
-
-
-def ranking(scores):
-    """Indices from the highest score to the lowest: ties by index, NaN last."""
-    scores = np.asarray(scores).astype(np.float64)  # exact for all dtypes used here
-    return np.argsort(-scores, kind="stable")
 
 
 def unit_of_entry(shape, kind):
@@ -57,7 +48,7 @@ def expected_slice(scores, sparsity, kind):
         return expected_groups(scores, kind, keep=np.zeros(scores.shape))
     units = unit_of_entry(scores.shape, kind)
     values = pooled(scores, units, kind)
-    kept = ranking(values)[: num_kept(values.size, sparsity)]
+    kept = best_first(values)[: helpers.num_kept(values.size, sparsity)]
     return np.isin(units, kept).astype(np.uint8)
 
 
@@ -69,7 +60,7 @@ def expected_groups(scores, kind, keep):
     for row in np.ndindex(scores.shape[:-1]):
         for start in range(0, scores.shape[-1], kind.m):
             group = slice(start, start + kind.m)
-            order = ranking(scores[row][group])
+            order = best_first(scores[row][group])
             order = sorted(order, key=lambda i, kept=keep[row][group]: kept[i] == 0)
             mask[row][group][order[: kind.n]] = 1
     return np.moveaxis(mask, -1, kind.axis)
@@ -78,15 +69,17 @@ def expected_groups(scores, kind, keep):
 def expected_drop_and_grow(mask, drop, grow, fraction, kind):
     if isinstance(kind, NByM):
         active = np.flatnonzero(mask)
-        kept = active[ranking(drop.ravel()[active])][: num_kept(active.size, fraction)]
+        kept = active[best_first(drop.ravel()[active])][: helpers.num_kept(active.size, fraction)]
         keep = np.isin(np.arange(mask.size), kept).reshape(mask.shape)
         return expected_groups(grow, kind, keep)
     units = unit_of_entry(mask.shape, kind)
     on = pooled(mask, units, kind) > 0
     active = np.flatnonzero(on)
-    kept = active[ranking(pooled(drop, units, kind)[active])][: num_kept(active.size, fraction)]
+    kept = active[best_first(pooled(drop, units, kind)[active])][
+        : helpers.num_kept(active.size, fraction)
+    ]
     others = np.setdiff1d(np.arange(on.size), kept)
-    grown = others[ranking(pooled(grow, units, kind)[others])][: active.size - kept.size]
+    grown = others[best_first(pooled(grow, units, kind)[others])][: active.size - kept.size]
     return np.isin(units, [*kept, *grown]).astype(np.uint8)
 
 
@@ -335,7 +328,7 @@ def test_any_sparsity_above_zero_selects_n_of_m(sparsity, kept):
 @pytest.mark.parametrize("m", range(1, 17))
 def test_a_ramp_ends_at_exactly_n_of_m(m, monkeypatch):
     # What is asked of the selection, which would have to be compiled for every m.
-    monkeypatch.setattr(masks.selection, "nm_mask", lambda scores, n, m, axis: (int(n), m))
+    monkeypatch.setattr(masks.create.selection, "nm_mask", lambda scores, n, m, axis: (int(n), m))
     for n in range(m + 1):
         target = 1 - n / m if n < m else 0.5
         for sparsity in (np.float32(target), jnp.float32(target), target):

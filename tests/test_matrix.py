@@ -12,9 +12,9 @@ import optax
 import pytest
 
 import sparsity
+from tests import helpers
 
 _STEPS = 5  # masks are updated at steps 1, 3 and, as the last, 4
-_SPARSITY = 0.75
 _KEPT = {"hidden": 32, "out": 16}  # of 8 x 16 and 16 x 4, for every type below
 _NAMES = sparsity.all_algorithm_names()
 _DENSE_WEIGHTS = ("no_prune", "magnitude_ste", "random_ste")
@@ -29,17 +29,10 @@ _TYPES = {
 
 
 def _make(name, **options):
-    config = {
-        "algorithm": name,
-        "sparsity": _SPARSITY,
-        "update_freq": 2,
-        "update_start_step": 1,
-        "update_end_step": _STEPS - 1,
-    }
-    return sparsity.create_updater_from_config(config | options)
+    return helpers.make_updater(name, update_end_step=_STEPS - 1, **options)
 
 
-def _params(seed=0, dtype=jnp.float32):
+def _network(seed=0, dtype=jnp.float32):
     rng = np.random.default_rng(seed)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / 4, dtype)  # noqa: E731
     return {
@@ -79,7 +72,7 @@ def _step_fn(updater, grad_dtype=None):
     return step
 
 
-def _train(updater, params, *, grad_dtype=None, transform=jax.jit):
+def _train_in(updater, params, *, grad_dtype=None, transform=jax.jit):
     """Trains step by step; returns what it came to, and the state at the start."""
     state = start = _optimizer(updater).init(params)
     if transform is _donated:
@@ -102,7 +95,7 @@ def _donated(step):
 
 @functools.cache
 def _reference(name):
-    return _train(_make(name), _params(), transform=_donated)
+    return _train_in(_make(name), _network(), transform=_donated)
 
 
 def _masks(updater, params, state):
@@ -172,7 +165,7 @@ def _run_jit(name):
 
 def _run_eager(name):
     updater = _make(name)
-    found = _train(updater, _params(), transform=_eager)
+    found = _train_in(updater, _network(), transform=_eager)
     _check(name, updater, *found)
     _assert_same(found, _reference(name), exact=False)
 
@@ -188,7 +181,7 @@ def _train_by_scan(updater, params):
 
 def _run_scan(name):
     updater = _make(name)
-    found = jax.jit(functools.partial(_train_by_scan, updater))(_params())
+    found = jax.jit(functools.partial(_train_by_scan, updater))(_network())
     _check(name, updater, *found)
     _assert_same(found, _reference(name), exact=False)
 
@@ -200,7 +193,7 @@ def _run_vmap(name):
         return _train_by_scan(_make(name, rng_seed=key, **_ONE_LAYER), params)
 
     keys = jax.random.split(jax.random.key(0), 3)
-    starts = [_params(seed) for seed in range(3)]
+    starts = [_network(seed) for seed in range(3)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *starts)
     found = jax.jit(jax.vmap(train))(keys, stacked)
     masks = []
@@ -214,7 +207,7 @@ def _run_vmap(name):
 
 def _run_packed(name):
     updater = _make(name, use_packed_masks=True)
-    params, state, start = _train(updater, _params())
+    params, state, start = _train_in(updater, _network())
     _check(name, updater, params, state, start)
     plain, plain_state, _ = _reference(name)
     _assert_same(params, plain, exact=True)
@@ -226,13 +219,13 @@ def _run_packed(name):
 
 def _run_bf16(name):
     updater = _make(name, **_ONE_LAYER)
-    found = _train(updater, _params(dtype=jnp.bfloat16))
+    found = _train_in(updater, _network(dtype=jnp.bfloat16))
     _check(name, updater, *found, dtype=jnp.bfloat16)
 
 
 def _run_mixed_precision(name):
     updater = _make(name, **_ONE_LAYER)
-    found = _train(updater, _params(), grad_dtype=jnp.bfloat16)
+    found = _train_in(updater, _network(), grad_dtype=jnp.bfloat16)
     _check(name, updater, *found)
 
 
@@ -240,7 +233,7 @@ def _run_option(name, **options):
     if all(getattr(_make(name), key) == value for key, value in options.items()):
         return  # what all other cases run
     updater = _make(name, **options, **_ONE_LAYER)
-    _check(name, updater, *_train(updater, _params()))
+    _check(name, updater, *_train_in(updater, _network()))
 
 
 _CASES = {
@@ -270,7 +263,7 @@ def test_algorithm(name, case):
 @pytest.mark.parametrize("name", [name for name in _NAMES if name not in ("no_prune", *_GLOBAL)])
 def test_type(name, kind):
     updater = _make(name, sparsity_type=_TYPES[kind], **_ONE_LAYER)
-    params, state, start = _train(updater, _params())
+    params, state, start = _train_in(updater, _network())
     _check(name, updater, params, state, start)
     for mask in _masks(updater, params, state).values():
         if kind == "nm":

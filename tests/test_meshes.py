@@ -1,9 +1,9 @@
 """Whole updates on eight virtual devices, in processes of their own: masks, placement, memory."""
 
 import pytest
-from eight_devices import run
 
 import sparsity
+from tests.eight_devices import run
 
 _SETUP = """
 import contextlib, functools, optax, sparsity

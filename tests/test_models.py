@@ -16,8 +16,8 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import sparsity
-from sparsity import sparsity_distributions
 from sparsity.core import trees
+from tests import helpers
 
 _EPOCHS, _BATCH, _RATE = 10, 128, 0.01
 _SPARSITY = 0.8
@@ -160,7 +160,7 @@ def test_leaves_that_are_no_weights_pass_through_training_and_shapes():
         "table": jnp.arange(32).reshape(4, 8),
         "flags": jnp.ones((4, 8), bool),
     }
-    half = functools.partial(sparsity_distributions.uniform, sparsity=0.5)
+    half = helpers.half
     for algorithm in (sparsity.RigL, sparsity.MagnitudePruning, sparsity.SteMagnitudePruning):
         updater = algorithm(
             sparsity_distribution_fn=half, scheduler=sparsity.PeriodicSchedule(1), batch_axes=0

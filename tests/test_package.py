@@ -5,7 +5,6 @@ import importlib
 import inspect
 import json
 import os
-import pathlib
 import pkgutil
 import subprocess
 import sys
@@ -13,8 +12,8 @@ import sys
 import pytest
 
 import sparsity
+from tests.helpers import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "sparsity"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 SUBMODULES = pkgutil.walk_packages(sparsity.__path__, prefix="sparsity.")
@@ -32,6 +31,7 @@ CONSTRUCT = """
 import functools
 import optax
 import sparsity
+from tests.helpers import ROOT
 from sparsity import sparsity_distributions, sparsity_types
 
 for name in sparsity.all_algorithm_names():

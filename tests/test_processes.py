@@ -1,7 +1,6 @@
 """Two processes that train together, save together, lose one of them, and start again."""
 
 import os
-import pathlib
 import signal
 import socket
 import subprocess
@@ -9,7 +8,7 @@ import sys
 
 import numpy as np
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from tests.helpers import ROOT
 
 # Arguments: process, port, folder, whether to start from the checkpoint.
 PROGRAM = """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.helpers import ROOT
 
 # Answers `-c` (version checks) like a good Python; `-m venv FOLDER` makes a folder with a copy of
 # itself; everything is noted in $LOG. A file `$LOG.fail` makes pip fail.

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from selection_oracle import any_bits, best, ranks
 
 from sparsity import selection
 from sparsity.core import exact as exact_counts
+from tests.selection_oracle import any_bits, best, ranks
 
 
 # ------------------------------------------------------------------ topk_mask

@@ -1,7 +1,8 @@
 """Selection of sharded scores on eight virtual devices, in processes of their own."""
 
 import pytest
-from eight_devices import run
+
+from tests.eight_devices import run
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])

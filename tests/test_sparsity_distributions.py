@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from containers import Layer, Module, Pair
 from flax import nnx
 
 from sparsity.sparsity_distributions import erk, uniform
+from tests.helpers import Layer, Module, Pair
 
 NAN = float("nan")
 both = pytest.mark.parametrize("distribution", [uniform, erk])

@@ -1,7 +1,5 @@
 """Layers stacked along leading axes: scanned models of linen and nnx, experts."""
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -13,6 +11,7 @@ from flax import nnx
 import sparsity
 from sparsity import sparsity_distributions
 from sparsity.core import trees
+from tests import helpers
 
 _DEPTH, _WIDTH, _EXPERTS = 3, 8, 2
 
@@ -86,9 +85,7 @@ def test_every_slice_has_its_own_exact_sparsity(algorithm, model, packed):
     make, axes = _MODELS[model]
     params, apply = make()
     updater = algorithm(
-        sparsity_distribution_fn=functools.partial(
-            sparsity_distributions.uniform, sparsity=0.75, batch_axes=axes
-        ),
+        sparsity_distribution_fn=helpers.uniform(0.75, batch_axes=axes),
         scheduler=sparsity.PeriodicSchedule(2, 1),
         batch_axes=axes,
         use_packed_masks=packed,

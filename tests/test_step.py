@@ -14,15 +14,7 @@ import pytest
 import sparsity
 from sparsity.training import step as step_lib
 from sparsity.training.state import SparseState
-
-
-def _half(params):
-    return sparsity.sparsity_distributions.uniform(params, 0.5)
-
-
-def _bits(array):
-    return np.asarray(array).view(f"uint{8 * np.asarray(array).itemsize}")
-
+from tests import helpers
 
 # call_hook
 
@@ -78,7 +70,7 @@ def test_pruned_weights_land_on_positive_zero_in_every_dtype(update_dtype, param
     result = optax.apply_updates(params, landed)
     assert result["w"].dtype == param_dtype
     values = np.asarray(result["w"].astype(jnp.complex64)).view(np.float32)
-    np.testing.assert_array_equal(_bits(values), 0)
+    assert np.all(helpers.is_positive_zero(values))
 
 
 def test_updates_of_kept_weights_and_dense_leaves_pass_unchanged():
@@ -401,7 +393,7 @@ _SCHEDULE = sparsity.PeriodicSchedule(3)
 )
 def test_a_donated_step_without_a_mask_update_copies_no_mask_and_no_moment(algorithm, skip, packed):
     updater = algorithm(
-        sparsity_distribution_fn=_half,
+        sparsity_distribution_fn=helpers.half,
         scheduler=_SCHEDULE,
         skip_gradients=skip,
         use_packed_masks=packed,
@@ -414,13 +406,13 @@ def test_a_donated_step_without_a_mask_update_copies_no_mask_and_no_moment(algor
 
 
 def test_the_search_for_copies_finds_those_of_a_step_that_is_not_donated():
-    updater = sparsity.RigL(sparsity_distribution_fn=_half, scheduler=_SCHEDULE)
+    updater = sparsity.RigL(sparsity_distribution_fn=helpers.half, scheduler=_SCHEDULE)
     assert _large_copies(_compiled(updater, donate=False), least=math.prod(_SHAPE) // 8)
 
 
 def test_without_skip_gradients_the_inner_update_is_in_no_conditional():
     updater = sparsity.RigL(
-        sparsity_distribution_fn=_half, scheduler=_SCHEDULE, skip_gradients=False
+        sparsity_distribution_fn=helpers.half, scheduler=_SCHEDULE, skip_gradients=False
     )
     sine = optax.stateless(lambda updates, params: jax.tree.map(jnp.sin, updates))
     step, params, state = _training_step(updater, sine)
@@ -432,7 +424,7 @@ def test_without_skip_gradients_the_inner_update_is_in_no_conditional():
 
 
 def test_without_a_schedule_the_step_has_no_conditional_at_all():
-    updater = sparsity.StaticRandomSparse(sparsity_distribution_fn=_half)
+    updater = sparsity.StaticRandomSparse(sparsity_distribution_fn=helpers.half)
     step, params, state = _training_step(updater)
     assert "cond" not in str(jax.make_jaxpr(step)(params, state, jnp.ones((4, _SHAPE[0]))))
 
@@ -440,7 +432,7 @@ def test_without_a_schedule_the_step_has_no_conditional_at_all():
 @pytest.mark.parametrize("algorithm", [sparsity.MagnitudePruning, sparsity.RigL])
 def test_the_second_call_compiles_nothing(algorithm):
     step, params, state = _training_step(
-        algorithm(sparsity_distribution_fn=_half, scheduler=sparsity.PeriodicSchedule(2))
+        algorithm(sparsity_distribution_fn=helpers.half, scheduler=sparsity.PeriodicSchedule(2))
     )
     step = jax.jit(step)
     x = jnp.ones((4, _SHAPE[0]))
@@ -453,7 +445,7 @@ def test_a_training_step_leaks_no_tracer():
     with jax.checking_leaks():
         for algorithm in (sparsity.RigL, sparsity.SteMagnitudePruning):
             step, params, state = _training_step(
-                algorithm(sparsity_distribution_fn=_half, scheduler=_SCHEDULE)
+                algorithm(sparsity_distribution_fn=helpers.half, scheduler=_SCHEDULE)
             )
             jax.jit(step)(params, state, jnp.ones((4, _SHAPE[0])))
 
@@ -468,7 +460,7 @@ def test_a_training_step_makes_no_nan_on_the_way():
             where = (
                 {"sparsity": 0.5}
                 if algorithm is sparsity.GlobalMagnitudePruning
-                else {"sparsity_distribution_fn": _half}
+                else {"sparsity_distribution_fn": helpers.half}
             )
             step, params, state = _training_step(algorithm(scheduler=_SCHEDULE, **where))
             params, state = jax.jit(step)(params, state, jnp.ones((4, _SHAPE[0])))
@@ -506,9 +498,7 @@ def test_masks_from_a_hook_may_have_any_dtype(dtype, regrows):
 
     Positive.regrows = regrows
     updater = Positive(
-        sparsity_distribution_fn=functools.partial(
-            sparsity.sparsity_distributions.uniform, sparsity=0.5
-        ),
+        sparsity_distribution_fn=helpers.half,
         scheduler=sparsity.OneShotSchedule(0),
     )
     tx = updater.wrap_optax(optax.adam(0.1))
@@ -528,9 +518,7 @@ def test_a_hook_that_masks_a_dense_leaf_is_told_which_one(jit):
             return jax.tree.map(lambda score: score > 0, scores)
 
     updater = Positive(
-        sparsity_distribution_fn=functools.partial(
-            sparsity.sparsity_distributions.uniform, sparsity=0.5
-        ),
+        sparsity_distribution_fn=helpers.half,
         scheduler=sparsity.OneShotSchedule(0),
     )
     tx = updater.wrap_optax(optax.sgd(0.1))

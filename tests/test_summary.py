@@ -1,7 +1,5 @@
 """Summaries of sparse networks: exact fractions, tables, plots."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import matplotlib
@@ -11,6 +9,7 @@ import pytest
 
 import sparsity
 from sparsity.reports import summary
+from tests import helpers
 
 matplotlib.use("Agg")
 
@@ -20,11 +19,7 @@ def trained():
     """(params, optimizer state, updater) after a one-shot pruning to different targets."""
     updater = sparsity.MagnitudePruning(
         scheduler=sparsity.OneShotSchedule(0),
-        sparsity_distribution_fn=functools.partial(
-            sparsity.sparsity_distributions.uniform,
-            sparsity=0.75,
-            custom_sparsity_map={"b/kernel": 0.5},
-        ),
+        sparsity_distribution_fn=helpers.uniform(0.75, custom_sparsity_map={"b/kernel": 0.5}),
         sparsity_type=lambda path, param: (
             sparsity.NByM(2, 4) if path[0] == "b" else sparsity.Unstructured()
         ),

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from selection_oracle import best_first
 
 from sparsity.core import exact as exact_counts
 from sparsity.selection import key_search, threshold
+from tests.selection_oracle import best_first
 
 PATHS = pytest.mark.parametrize("flat", [True, False], ids=["flat", "natural"])
 LOOPS = pytest.mark.parametrize("fixed", [False, True], ids=["looking", "fixed"])

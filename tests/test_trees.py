@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from containers import Layer, Module, Pair
 from flax import nnx
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from sparsity.core import trees
+from tests.helpers import Layer, Module, Pair
 
 
 @jax.tree_util.register_pytree_node_class
