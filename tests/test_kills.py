@@ -2,11 +2,7 @@
 
 import random
 
-import pytest
-
 from tests import kill_resume
-
-pytestmark = pytest.mark.timeout(240)  # five starts of a program that shares its cores
 
 
 def test_a_run_killed_in_a_write_and_at_any_moment_ends_with_the_same_bits(tmp_path):

@@ -8,8 +8,6 @@ import pytest
 import sparsity
 from examples.mnist import data, epoch_strategy, report, train
 
-pytestmark = pytest.mark.timeout(240)  # compiles and trains; slow where cores are shared
-
 
 @pytest.fixture(scope="module")
 def run():
