@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 import sparsity
+from sparsity.algorithms import global_pruners, sparse_trainers, ste
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SHAPE = (6, 10)  # of the kernel that `params` makes
@@ -58,6 +59,24 @@ def grads(step):
 def normal(*shape, dtype=np.float32, seed=0):
     """Values with signs, ties and zeros."""
     return np.round(np.random.default_rng(seed).normal(size=shape), 1).astype(dtype)
+
+
+# Algorithms, by what their classes say.
+
+
+def is_straight_through(name):
+    """Whether the algorithm keeps the weights dense, and masks what the model sees."""
+    return issubclass(sparsity.ALGORITHM_REGISTRY[name], ste.StraightThrough)
+
+
+def ranks_all_layers(name):
+    """Whether one threshold holds for all layers."""
+    return issubclass(sparsity.ALGORITHM_REGISTRY[name], global_pruners.GlobalPruning)
+
+
+def is_sparse_training(name):
+    """Whether training starts from masks that are drawn."""
+    return issubclass(sparsity.ALGORITHM_REGISTRY[name], sparse_trainers.SparseTraining)
 
 
 # Updaters.

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import sparsity
 from sparsity import prune_act_struct, prune_act_unstruct
 from tests import helpers
-from tests.eight_devices import run_program
+from tests.eight_devices import KINDS, run
 from tests.selection_oracle import largest, n_of_m
 
 # Single arrays.
@@ -150,39 +150,9 @@ def test_the_density_may_be_traced():
         np.testing.assert_array_equal(prune(x, density), largest(x, density))
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@KINDS
 def test_on_eight_devices_values_and_gradients_are_those_of_one(kind):
-    program = f"""
-        import jax, jax.numpy as jnp, numpy as np
-        from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-        from tests.helpers import normal
-        from tests.selection_oracle import largest, n_of_m
-        from sparsity import prune_act_struct, prune_act_unstruct
-
-        kind = AxisType.{kind}
-        mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind))
-        x = normal(8, 6, 12)
-        put = lambda x: jax.device_put(x, NamedSharding(mesh, P("a", None, "b")))
-        each = np.stack([largest(y, 0.3) for y in x])
-        cases = [
-            (lambda x: prune_act_unstruct(x, 0.3), largest(x, 0.3)),
-            (lambda x: prune_act_unstruct(x, 0.3, batch_axes=1), each),
-            (lambda x: prune_act_struct(x, (2, 4)), n_of_m(x, 2, 4)),
-            (lambda x: prune_act_struct(x, (2, 5), 0), n_of_m(x, 2, 5, 0)),
-        ]
-        with jax.set_mesh(mesh):
-            for prune, expected in cases:
-                def loss(x):
-                    out = prune(x)
-                    return (out**2).sum(), out
-
-                grad, out = jax.jit(jax.grad(loss, has_aux=True))(put(x))
-                np.testing.assert_array_equal(out, expected)
-                if kind == AxisType.Explicit:
-                    assert out.sharding.is_equivalent_to(put(x).sharding, 3), out.sharding
-                np.testing.assert_array_equal(grad, 2 * expected)
-    """
-    run_program(program)
+    run("activations", kind)
 
 
 # Bad input.

@@ -10,7 +10,7 @@ from flax import serialization
 
 import sparsity
 from tests import helpers
-from tests.eight_devices import run
+from tests.eight_devices import KINDS, run
 
 _STEPS = 4  # masks are updated at steps 1 and 3; the run is saved after step 1
 _PARAMS = {"layer": helpers.params(shape=(4, 12))}
@@ -90,59 +90,6 @@ def test_a_state_of_another_model_is_an_error_that_says_what_differs():
         _go_on(_make("rigl"), {"other": _PARAMS["layer"]}, state, [0])
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@KINDS
 def test_a_run_goes_on_on_another_mesh_and_on_one_device(kind):
-    run(
-        kind,
-        """
-import tempfile, optax, orbax.checkpoint as ocp, sparsity
-
-SMALL = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(4, 1), ("a", "b"),
-                          axis_types=(KIND, KIND))
-params = {"kernel": jnp.asarray(scores(16, 64)), "bias": jnp.asarray(scores(64))}
-specs = {"kernel": P("a", "b"), "bias": P("b")}
-folder = tempfile.mkdtemp()
-
-def place(mesh):
-    if mesh is None:
-        return jax.device_put(params, jax.devices()[0])
-    return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, specs)
-
-updater = sparsity.create_updater_from_config(
-    {"algorithm": "rigl", "sparsity": 0.75, "update_freq": 1, "update_start_step": 0,
-     "update_end_step": 1, "use_packed_masks": True})
-tx = updater.wrap_optax(optax.sgd(0.5, momentum=0.5))
-
-@jax.jit
-def step(params, state):
-    updates, state = tx.update(jax.tree.map(lambda w: w * 0.5, params), state, params)
-    return optax.apply_updates(params, updates), state
-
-def start(mesh):
-    params = place(mesh)
-    shardings = sparsity.sharding_like(params, jax.eval_shape(tx.init, params))
-    return params, jax.jit(tx.init, out_shardings=shardings)(params)
-
-def restored(mesh):
-    like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), start(mesh))
-    with ocp.StandardCheckpointer() as checkpointer:
-        params, state = checkpointer.restore(f"{folder}/run", like)
-    bits = state.masks["kernel"]
-    assert mesh is None or bits.sharding.is_equivalent_to(NamedSharding(mesh, P("a", "b")), 2)
-    return params, state
-
-with jax.set_mesh(MESH):
-    saved = step(*start(MESH))
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(f"{folder}/run", saved)
-    unbroken = jax.tree.map(np.asarray, step(*saved))
-    found = [step(*restored(MESH))]
-with jax.set_mesh(SMALL):
-    found.append(step(*restored(SMALL)))
-found.append(step(*restored(None)))
-assert int(unbroken[1].count) == 2
-for run in found:
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, run), unbroken)
-""",
-    )
+    run("checkpoints", kind)

@@ -19,54 +19,10 @@ from hypothesis import strategies as st
 import sparsity
 from sparsity import EpochStrategy, pruning, pruning_apply
 from sparsity.epochs import updater as epoch_strategy
-from tests.eight_devices import run_program
-from tests.helpers import normal, num_kept
-from tests.selection_oracle import best, n_of_m
-
-
-def parameters(seed=0):
-    """Parameters like those of the README's CNN, smaller; the last layer does not divide by 4."""
-    shapes = {"Conv_0": (3, 3, 1, 8), "Conv_1": (3, 3, 8, 12), "Dense_0": (24, 16)}
-    shapes["Dense_1"] = (16, 10)
-    rng = np.random.default_rng(seed)
-    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
-    return {n: {"kernel": draw(*s), "bias": draw(s[-1])} for n, s in shapes.items()}
-
-
-def strategy(epoch, method, pattern):
-    return {epoch: {"method": method, "prune_rate_pattern": pattern}}
-
-
-def kernels(tree):
-    return {name: layer["kernel"] for name, layer in tree.items()}
-
-
-def assert_masks(masks, expected):
-    """Kernels have the expected masks; all else is dense."""
-    for name, layer in masks.items():
-        assert layer["bias"] is None
-        if expected.get(name) is None:
-            assert layer["kernel"] is None
-        else:
-            assert layer["kernel"].dtype == jnp.uint8
-            np.testing.assert_array_equal(layer["kernel"], expected[name], err_msg=name)
-
-
-def local(params, density):
-    return {n: best(np.abs(w), num_kept(w.size, 1 - density)) for n, w in kernels(params).items()}
-
-
-def ranked(params, density):
-    flat = np.concatenate([np.abs(w).ravel() for w in kernels(params).values()])
-    mask = best(flat, num_kept(flat.size, 1 - density))
-    ends = np.cumsum([w.size for w in kernels(params).values()])[:-1]
-    parts = zip(kernels(params).items(), np.split(mask, ends), strict=True)
-    return {name: part.reshape(w.shape) for (name, w), part in parts}
-
-
-def grouped(params, n, m, axis=-1):
-    return {name: n_of_m(w, n, m, axis) != 0 for name, w in kernels(params).items()}
-
+from tests.eight_devices import KINDS, run
+from tests.epoch_oracle import assert_masks, grouped, kernels, local, parameters, ranked, strategy
+from tests.helpers import normal
+from tests.selection_oracle import n_of_m
 
 # The strategies of the README, as typed.
 
@@ -467,36 +423,9 @@ def test_tables_show_the_last_type_and_target_of_each_layer():
     assert found["Dense_0/bias"] == ("", None)
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@KINDS
 def test_on_eight_devices_masks_are_those_of_one_and_sharded_as_the_weights(kind):
-    program = f"""
-        import jax, jax.numpy as jnp, numpy as np, optax
-        from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-        from tests.test_epoch_strategy import assert_masks, grouped, parameters, ranked, strategy
-        from sparsity import EpochStrategy, pruning
-
-        kind = AxisType.{kind}
-        mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind))
-        params = {{name: parameters()[name] for name in ("Dense_0", "Dense_1")}}
-        put = lambda w: jax.device_put(
-            w, NamedSharding(mesh, P(*[None] * (w.ndim - 2), *["a", "b"][-min(w.ndim, 2):])
-                             if w.ndim > 1 and w.shape[-2] % 4 == 0 else P()))
-        sharded = jax.tree.map(put, params)
-        schedule = strategy(0, "unstr_global", 0.5) | strategy(1, "str_unified_local", (1, 4))
-        with jax.set_mesh(mesh):
-            masks = jax.jit(lambda p: pruning(p, 0, None, schedule)[1])(sharded)
-            assert_masks(masks, ranked(params, 0.5))
-            tx = EpochStrategy(schedule, 1).wrap_optax(optax.sgd(0.0))
-            step = jax.jit(tx.update)
-            state = tx.init(sharded)
-            for expected in (ranked(params, 0.5), grouped(params, 1, 4)):
-                state = state._replace(masks=jax.tree.map(jnp.ones_like, state.masks))
-                _, state = step(sharded, state, sharded)
-                assert_masks(state.masks, expected)
-                mask, weights = state.masks["Dense_0"]["kernel"], sharded["Dense_0"]["kernel"]
-                assert mask.sharding.is_equivalent_to(weights.sharding, 2), mask.sharding
-    """
-    run_program(program)
+    run("epochs", kind)
 
 
 # Bad input.
