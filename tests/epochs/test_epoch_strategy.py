@@ -20,7 +20,15 @@ import sparsity
 from sparsity import EpochStrategy, pruning, pruning_apply
 from sparsity.epochs import updater as epoch_strategy
 from tests.eight_devices import KINDS, run
-from tests.epoch_oracle import assert_masks, grouped, kernels, local, parameters, ranked, strategy
+from tests.epochs.epoch_oracle import (
+    assert_masks,
+    grouped,
+    kernels,
+    local,
+    parameters,
+    ranked,
+    strategy,
+)
 from tests.helpers import normal
 from tests.selection_oracle import n_of_m
 

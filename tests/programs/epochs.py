@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from sparsity import EpochStrategy, pruning
-from tests.epoch_oracle import assert_masks, grouped, parameters, ranked, strategy
+from tests.epochs.epoch_oracle import assert_masks, grouped, parameters, ranked, strategy
 from tests.programs.devices import Devices
 
 

@@ -13,7 +13,7 @@ from tests.selection_oracle import any_bits, best, ranks
 
 
 # ------------------------------------------------------------------ topk_mask
-# tests/test_key_search.py covers the order of every dtype: here, each way to find the k best.
+# test_key_search.py covers the order of every dtype: here, each way to find the k best.
 @pytest.mark.parametrize(
     "dtype",
     ["bfloat16", "float8_e8m0fnu", "float4_e2m1fn", "uint32", "int4", "bool"],
