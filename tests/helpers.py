@@ -61,6 +61,11 @@ def normal(*shape, dtype=np.float32, seed=0):
     return np.round(np.random.default_rng(seed).normal(size=shape), 1).astype(dtype)
 
 
+def arrays(*shapes):
+    """Shapes and dtypes of parameters."""
+    return {f"p{i}": jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(shapes)}
+
+
 # Algorithms, by what their classes say.
 
 
