@@ -243,7 +243,12 @@ def _rows():
 @pytest.mark.parametrize("name", _PUBLIC)
 def test_inside_the_wrapper(name):
     verdict = _verdict(name)
-    assert dict(_rows()).get(name, verdict) == verdict
+    if _page_shows_the_installed_optax():
+        assert dict(_rows())[name] == verdict
+
+
+def _page_shows_the_installed_optax():
+    return f"of optax {optax.__version__} " in PAGE.read_text(encoding="utf-8")
 
 
 def _page():
@@ -319,7 +324,7 @@ def test_around_the_wrapper(algorithm, around):
 
 
 def test_the_page_lists_the_installed_optax():
-    if f"of optax {optax.__version__} " not in PAGE.read_text(encoding="utf-8"):
+    if not _page_shows_the_installed_optax():
         pytest.skip("docs/optimizers.md shows another release of optax")
     assert sorted(_PUBLIC) == [name for name, _ in _rows()]
 
