@@ -69,6 +69,11 @@ def arrays(*shapes):
 # Algorithms, by what their classes say.
 
 
+def prunes(name):
+    """Whether the algorithm removes weights at all."""
+    return not issubclass(sparsity.ALGORITHM_REGISTRY[name], sparsity.NoPruning)
+
+
 def is_straight_through(name):
     """Whether the algorithm keeps the weights dense, and masks what the model sees."""
     return issubclass(sparsity.ALGORITHM_REGISTRY[name], ste.StraightThrough)
@@ -82,6 +87,17 @@ def ranks_all_layers(name):
 def is_sparse_training(name):
     """Whether training starts from masks that are drawn."""
     return issubclass(sparsity.ALGORITHM_REGISTRY[name], sparse_trainers.SparseTraining)
+
+
+def draws_masks(name):
+    """Whether masks depend on the seed."""
+    algorithm = sparsity.ALGORITHM_REGISTRY[name]
+    return is_sparse_training(name) or issubclass(algorithm, sparsity.RandomPruning)
+
+
+def names_of(*properties):
+    """Names of the registered algorithms that have all the properties."""
+    return [n for n in sparsity.all_algorithm_names() if all(has(n) for has in properties)]
 
 
 # Updaters.

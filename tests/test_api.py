@@ -18,19 +18,7 @@ from tests import helpers
 PARAMS = {"kernel": np.ones((4, 8)), "head": np.ones((4, 4)), "bias": np.ones(8)}
 DENSE_BIAS = {"kernel": 0.5, "head": 0.5, "bias": None}
 
-CLASSES = {
-    "no_prune": sparsity.NoPruning,
-    "magnitude": algorithms.MagnitudePruning,
-    "random": algorithms.RandomPruning,
-    "saliency": algorithms.SaliencyPruning,
-    "magnitude_ste": algorithms.SteMagnitudePruning,
-    "random_ste": algorithms.SteRandomPruning,
-    "global_magnitude": algorithms.GlobalMagnitudePruning,
-    "global_saliency": algorithms.GlobalSaliencyPruning,
-    "static_sparse": algorithms.StaticRandomSparse,
-    "set": algorithms.SET,
-    "rigl": algorithms.RigL,
-}
+NAMES = sparsity.all_algorithm_names()
 
 
 def config(**keys):
@@ -44,17 +32,17 @@ def targets(updater):
 # What configurations may be, and that they stay as they are.
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_algorithm_is_made_by_its_name(name):
     updater = create({"algorithm": name, "sparsity": 0.5})
-    assert type(updater) is CLASSES[name]
+    assert type(updater) is sparsity.ALGORITHM_REGISTRY[name]
     assert updater.scheduler == sparsity.NoUpdateSchedule()
-    if name != "no_prune":
+    if helpers.prunes(name):
         assert targets(updater) == DENSE_BIAS
 
 
 def test_all_names_are_listed():
-    assert sparsity.all_algorithm_names() == tuple(CLASSES)
+    assert sparsity.all_algorithm_names() == tuple(sparsity.ALGORITHM_REGISTRY)
 
 
 def locked(keys):
@@ -263,7 +251,7 @@ def test_an_unknown_algorithm_is_an_error_with_all_names(name):
     with pytest.raises(ValueError, match="algorithm") as error:
         create({"algorithm": name, "sparsity": 0.5})
     assert repr(name) in str(error.value)
-    assert all(known in str(error.value) for known in CLASSES)
+    assert all(known in str(error.value) for known in NAMES)
 
 
 def test_a_missing_algorithm_is_an_error():
@@ -331,7 +319,7 @@ def test_what_is_no_type_is_an_error(sparsity_type):
         create(config(sparsity_type=sparsity_type))
 
 
-@pytest.mark.parametrize("name", sorted(CLASSES.keys() - {"no_prune"}))
+@pytest.mark.parametrize("name", helpers.names_of(helpers.prunes))
 def test_a_missing_sparsity_is_an_error(name):
     with pytest.raises(ValueError, match="sparsity is missing"):
         create({"algorithm": name})
@@ -339,7 +327,7 @@ def test_a_missing_sparsity_is_an_error(name):
         create({"algorithm": name, "sparsity": None})
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [1.5, -0.1, float("nan"), 80, "0.8"])
 def test_a_sparsity_outside_zero_to_one_is_an_error(name, value):
     with pytest.raises(ValueError, match=r"\[0, 1\]"):
@@ -444,7 +432,7 @@ def test_registering_the_same_class_again_changes_nothing(registry):
     sparsity.register_algorithm("mine", Mine)
     sparsity.register_algorithm("mine", Mine)
     sparsity.register_algorithm("magnitude", algorithms.MagnitudePruning)
-    assert len(registry) == len(CLASSES) + 1
+    assert len(registry) == len(NAMES) + 1
 
 
 def test_a_name_that_is_taken_is_an_error(registry):

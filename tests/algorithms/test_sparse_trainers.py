@@ -246,14 +246,14 @@ def test_a_drop_fraction_that_is_no_function_is_an_error_when_the_updater_is_mad
         cls(drop_fraction_fn=0.3)
 
 
-@pytest.mark.parametrize("name", ["static_sparse", "set", "rigl"])
+@pytest.mark.parametrize("name", helpers.names_of(helpers.is_sparse_training))
 def test_sparse_trainers_have_no_instant_sparsify(name):
     updater = sparsity.ALGORITHM_REGISTRY[name](sparsity_distribution_fn=helpers.uniform(0.5))
     with pytest.raises(RuntimeError, match=f"{type(updater).__name__}.*wrap_optax"):
         updater.instant_sparsify({"w": jnp.ones((4, 4))})
 
 
-@pytest.mark.parametrize("name", ["static_sparse", "set", "rigl"])
+@pytest.mark.parametrize("name", helpers.names_of(helpers.is_sparse_training))
 def test_training_starts_from_random_masks_of_the_exact_sparsity(name):
     updater = sparsity.ALGORITHM_REGISTRY[name](sparsity_distribution_fn=helpers.uniform(0.9))
     params = {"w": jnp.ones((10, 10)), "b": jnp.ones(10)}

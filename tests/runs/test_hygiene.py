@@ -41,9 +41,9 @@ def _strict():
 
 
 @pytest.mark.parametrize("kind", _TYPES)
-@pytest.mark.parametrize("name", [n for n in sparsity.all_algorithm_names() if n != "no_prune"])
+@pytest.mark.parametrize("name", helpers.names_of(helpers.prunes))
 def test_steps_and_masks_need_no_implicit_promotion_and_leak_nothing(name, kind):
-    if name.startswith("global") and kind != "unstructured":
+    if helpers.ranks_all_layers(name) and kind != "unstructured":
         pytest.skip("ranks single weights")
     params = _PARAMS
     with _strict(), jax.checking_leaks():
@@ -57,7 +57,7 @@ def test_steps_and_masks_need_no_implicit_promotion_and_leak_nothing(name, kind)
             assert jax.tree.structure(shapes) == jax.tree.structure((params, state))
             for new, old in zip(*map(jax.tree.leaves, (shapes, (params, state))), strict=True):
                 assert (new.shape, new.dtype, new.weak_type) == (old.shape, old.dtype, False)
-        if name not in ("set", "rigl", "static_sparse"):
+        if not helpers.is_sparse_training(name):
             jax.eval_shape(updater.instant_sparsify, params, params)
 
 

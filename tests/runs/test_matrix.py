@@ -17,8 +17,8 @@ from tests import helpers
 _STEPS = 5  # masks are updated at steps 1, 3 and, as the last, 4
 _KEPT = {"hidden": 32, "out": 16}  # of 8 x 16 and 16 x 4, for every type below
 _NAMES = sparsity.all_algorithm_names()
-_DENSE_WEIGHTS = ("no_prune", "magnitude_ste", "random_ste")
-_GLOBAL = ("global_magnitude", "global_saliency")
+_GLOBAL = helpers.names_of(helpers.prunes, helpers.ranks_all_layers)
+_BY_LAYER = [name for name in helpers.names_of(helpers.prunes) if name not in _GLOBAL]
 # Half the compilation, where two pruned layers show no more than one.
 _ONE_LAYER = {"custom_sparsity_map": {"out/kernel": None}}
 _TYPES = {
@@ -127,12 +127,12 @@ def _check(name, updater, params, state, start, dtype=jnp.float32):
         assert np.all(np.isfinite(leaf.astype(jnp.float32)))
     masks = _masks(updater, params, state)
     kept = {layer: int(mask.sum()) for layer, mask in masks.items()}
-    assert bool(kept) == (name != "no_prune")
+    assert bool(kept) == helpers.prunes(name)
     if name in _GLOBAL:
         assert sum(kept.values()) == sum(_KEPT[layer] for layer in kept)
     else:
         assert kept == {layer: _KEPT[layer] for layer in kept}
-    if name not in _DENSE_WEIGHTS:
+    if helpers.prunes(name) and not helpers.is_straight_through(name):
         for layer, mask in masks.items():
             kernel = np.asarray(params[layer]["kernel"])
             bits = kernel.view(f"uint{8 * kernel.itemsize}")
@@ -140,7 +140,7 @@ def _check(name, updater, params, state, start, dtype=jnp.float32):
             np.testing.assert_array_equal(
                 updater.post_gradient_update(params, state)[layer]["kernel"], kernel
             )
-    if name != "no_prune":
+    if helpers.prunes(name):
         for layer in _KEPT:
             assert np.all(np.asarray(params[layer]["bias"]) != 0)
         assert state.masks["hidden"]["bias"] is None
@@ -229,13 +229,6 @@ def _run_mixed_precision(name):
     _check(name, updater, *found)
 
 
-def _run_option(name, **options):
-    if all(getattr(_make(name), key) == value for key, value in options.items()):
-        return  # what all other cases run
-    updater = _make(name, **options, **_ONE_LAYER)
-    _check(name, updater, *_train_in(updater, _network()))
-
-
 _CASES = {
     "jit and donation": _run_jit,
     "eager": _run_eager,
@@ -244,13 +237,15 @@ _CASES = {
     "packed": _run_packed,
     "bf16": _run_bf16,
     "mixed precision": _run_mixed_precision,
-    "dense gradients, not skipped": functools.partial(
-        _run_option, is_sparse_gradients=False, skip_gradients=False
-    ),
-    "sparse gradients, skipped": functools.partial(
-        _run_option, is_sparse_gradients=True, skip_gradients=True
-    ),
 }
+_OPTIONS = {
+    "dense gradients, not skipped": {"is_sparse_gradients": False, "skip_gradients": False},
+    "sparse gradients, skipped": {"is_sparse_gradients": True, "skip_gradients": True},
+}
+
+
+def _differs(name, options):
+    return any(getattr(_make(name), field) != value for field, value in options.items())
 
 
 @pytest.mark.parametrize("case", _CASES)
@@ -259,8 +254,17 @@ def test_algorithm(name, case):
     _CASES[case](name)
 
 
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [(name, case) for name in _NAMES for case, opts in _OPTIONS.items() if _differs(name, opts)],
+)
+def test_option(name, case):
+    updater = _make(name, **_OPTIONS[case], **_ONE_LAYER)
+    _check(name, updater, *_train_in(updater, _network()))
+
+
 @pytest.mark.parametrize("kind", _TYPES)
-@pytest.mark.parametrize("name", [name for name in _NAMES if name not in ("no_prune", *_GLOBAL)])
+@pytest.mark.parametrize("name", _BY_LAYER)
 def test_type(name, kind):
     updater = _make(name, sparsity_type=_TYPES[kind], **_ONE_LAYER)
     params, state, start = _train_in(updater, _network())

@@ -11,7 +11,11 @@ from sparsity.algorithms import pruners
 from tests import helpers
 
 
-@pytest.mark.parametrize("name", ["random", "static_sparse", "set"])
+def _stores_masks(name):
+    return not helpers.is_straight_through(name)
+
+
+@pytest.mark.parametrize("name", helpers.names_of(helpers.draws_masks, _stores_masks))
 def test_seeds_may_be_integers_and_keys_of_either_style(name):
     cls = sparsity.ALGORITHM_REGISTRY[name]
 
@@ -39,10 +43,10 @@ def test_an_integer_of_numpy_is_the_same_seed_as_one_of_python(kind):
     np.testing.assert_array_equal(got["kernel"], want["kernel"])
 
 
-@pytest.mark.parametrize("name", ["random", "static_sparse", "set", "random_ste"])
+@pytest.mark.parametrize("name", helpers.names_of(helpers.draws_masks))
 def test_a_traced_key_gives_every_run_of_a_vmap_its_own_masks_and_keeps_the_conditional(name):
     cls = sparsity.ALGORITHM_REGISTRY[name]
-    ste = name == "random_ste"
+    ste = helpers.is_straight_through(name)
 
     def train(key):
         updater = cls(
