@@ -15,6 +15,8 @@ import sparsity
 from baselines import report, run, training
 from tests import helpers
 
+pytestmark = pytest.mark.slow
+
 
 def train(key, updater):
     """A regression whose masks are its metrics."""

@@ -19,6 +19,9 @@ from jax.tree_util import DictKey, GetAttrKey
 import sparsity
 from tests import helpers
 
+pytestmark = pytest.mark.slow
+
+
 PAGE = helpers.ROOT / "docs" / "optimizers.md"
 _KEPT = 18  # of 60 at a sparsity of 0.7
 _STEPS = 4  # masks are updated at steps 1 and 3

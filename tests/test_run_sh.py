@@ -13,6 +13,9 @@ import pytest
 
 from tests.helpers import ROOT
 
+pytestmark = pytest.mark.slow
+
+
 # Answers `-c` (version checks) like a good Python; `-m venv FOLDER` makes a folder with a copy of
 # itself; everything is noted in $LOG. A file `$LOG.fail` makes pip fail.
 FAKE_PYTHON = """#!/usr/bin/env bash

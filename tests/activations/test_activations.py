@@ -150,6 +150,7 @@ def test_the_density_may_be_traced():
         np.testing.assert_array_equal(prune(x, density), largest(x, density))
 
 
+@pytest.mark.slow
 @KINDS
 def test_on_eight_devices_values_and_gradients_are_those_of_one(kind):
     run("activations", kind)

@@ -138,6 +138,7 @@ def test_tables_show_the_last_type_and_target_of_each_layer():
     assert found["Dense_0/bias"] == ("", None)
 
 
+@pytest.mark.slow
 @KINDS
 def test_on_eight_devices_masks_are_those_of_one_and_sharded_as_the_weights(kind):
     run("epochs", kind)

@@ -57,6 +57,7 @@ def test_the_notebooks_are_those_that_the_readme_names():
     assert all(f"`{path.stem}`" in readme for path in PATHS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_what_is_stored(path):
     stored, fresh = read(path), read(path)

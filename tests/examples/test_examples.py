@@ -16,6 +16,9 @@ from examples.mnist import config as config_lib
 from examples.mnist import train
 from tests.helpers import ROOT
 
+pytestmark = pytest.mark.slow
+
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 

@@ -2,7 +2,11 @@
 
 import random
 
+import pytest
+
 from tests import kill_resume
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_run_killed_in_a_write_and_at_any_moment_ends_with_the_same_bits(tmp_path):

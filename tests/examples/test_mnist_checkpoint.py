@@ -15,7 +15,10 @@ import sparsity
 from examples.mnist.checkpoint import Checkpoint, Checkpoints
 
 # Threads of orbax's storage library may still complain when a read has failed.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.slow,
+]
 
 CONFIG = {"data_dir": None, "config": {"seed": 0, "sparsity": {"algorithm": "rigl"}}}
 

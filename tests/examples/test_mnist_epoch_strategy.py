@@ -8,6 +8,8 @@ import pytest
 import sparsity
 from examples.mnist import data, epoch_strategy, report, train
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def run():

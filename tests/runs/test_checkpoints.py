@@ -12,6 +12,9 @@ import sparsity
 from tests import helpers
 from tests.eight_devices import KINDS, run
 
+pytestmark = pytest.mark.slow
+
+
 _STEPS = 4  # masks are updated at steps 1 and 3; the run is saved after step 1
 _PARAMS = {"layer": helpers.params(shape=(4, 12))}
 

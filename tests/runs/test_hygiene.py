@@ -11,6 +11,9 @@ import pytest
 import sparsity
 from tests import helpers
 
+pytestmark = pytest.mark.slow
+
+
 _TYPES = {
     "unstructured": sparsity.Unstructured(),
     "N:M": sparsity.NByM(1, 4),

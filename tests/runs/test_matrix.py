@@ -14,6 +14,9 @@ import pytest
 import sparsity
 from tests import helpers
 
+pytestmark = pytest.mark.slow
+
+
 _STEPS = 5  # masks are updated at steps 1, 3 and, as the last, 4
 _KEPT = {"hidden": 32, "out": 16}  # of 8 x 16 and 16 x 4, for every type below
 _NAMES = sparsity.all_algorithm_names()

@@ -19,6 +19,9 @@ import sparsity
 from sparsity.core import trees
 from tests import helpers
 
+pytestmark = pytest.mark.slow
+
+
 _EPOCHS, _BATCH, _RATE = 10, 128, 0.01
 _SPARSITY = 0.8
 _KERNELS = {(64, 64): 819, (64, 10): 128, (10, 64): 128}  # weights kept of 4096 and 640

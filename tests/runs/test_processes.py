@@ -1,5 +1,7 @@
 """Two processes that train together, save together, lose one of them, and start again."""
 
+import pytest
+
 import os
 import signal
 import socket
@@ -9,6 +11,9 @@ import sys
 import numpy as np
 
 from tests.helpers import ROOT
+
+pytestmark = pytest.mark.slow
+
 
 FLAGS = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=2"
 LIMIT = 600  # seconds: what takes as long hangs

@@ -13,6 +13,9 @@ from sparsity import sparsity_distributions
 from sparsity.core import trees
 from tests import helpers
 
+pytestmark = pytest.mark.slow
+
+
 _DEPTH, _WIDTH, _EXPERTS = 3, 8, 2
 
 

@@ -1,6 +1,10 @@
 """Selection of sharded scores on eight virtual devices, in processes of their own."""
 
+import pytest
+
 from tests.eight_devices import KINDS, run
+
+pytestmark = pytest.mark.slow
 
 
 @KINDS
