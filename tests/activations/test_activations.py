@@ -225,6 +225,7 @@ def test_linen_layers_are_sparsified_as_if_the_model_was_edited(variables, jit):
     assert not np.allclose(DENSE.apply(variables, IMAGES), EDITED.apply(variables, IMAGES))
 
 
+@pytest.mark.slow
 def test_linen_gradients_are_those_of_the_edited_model(variables):
     apply = sparsity.sparsify_linen(DENSE.apply, LAYERS)
     grads = [
@@ -352,6 +353,7 @@ def edited_and_sparsified():
     return edited, sparsity.sparsify_nnx(Model(), {"first": 0.25, "blocks/.*": (2, 4)})
 
 
+@pytest.mark.slow
 def test_nnx_layers_are_sparsified_as_if_the_model_was_edited():
     x = helpers.normal(4, 8)
     edited, sparse = edited_and_sparsified()
@@ -388,6 +390,7 @@ def test_nnx_keys_that_name_no_layer_are_errors_with_the_nearest():
         sparsity.sparsify_nnx(Model(), {"fist": 0.5})
 
 
+@pytest.mark.slow
 def test_the_model_of_the_readme_trains_with_both_prunings():
     model, images = CNN(), helpers.normal(2, 28, 28, 1)
     variables = model.init(jax.random.key(0), images)

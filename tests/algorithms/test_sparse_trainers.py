@@ -268,6 +268,7 @@ def test_training_starts_from_random_masks_of_the_exact_sparsity(name):
 # Structured patterns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [

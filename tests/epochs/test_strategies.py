@@ -324,6 +324,7 @@ class CNN(nn.Module):
         return nn.Dense(features=10)(x)
 
 
+@pytest.mark.slow
 def test_the_training_loop_of_the_readme_prunes_a_flax_model_that_goes_on_learning():
     images, labels = normal(64, 8, 8, 1), np.arange(64) % 10
     model, mask_key, losses = CNN(), None, {}

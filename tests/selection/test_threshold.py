@@ -38,6 +38,7 @@ def check(leaves, ks, *, at_most=None, name="", **variant):
         assert at_most is None or int(passes) <= at_most, (name, k)
 
 
+@pytest.mark.slow
 @LOOPS
 @PATHS
 def test_leaves_are_masked_like_their_concatenation(flat, fixed):
@@ -86,6 +87,7 @@ def split(scores, leaves):
     return [(scores[:first],), (scores[first:last],), (scores[last:].reshape(-1, 7),)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaves", [1, 3])
 @PATHS
 def test_float32_takes_at_most_24_passes_whatever_the_scores(flat, leaves):

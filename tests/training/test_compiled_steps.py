@@ -75,6 +75,7 @@ def _compiled(updater, donate):
 _SCHEDULE = sparsity.PeriodicSchedule(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "skip", "packed"),
     [
@@ -137,6 +138,7 @@ def test_the_second_call_compiles_nothing(algorithm):
     assert step._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_a_training_step_leaks_no_tracer():
     with jax.checking_leaks():
         for algorithm in (sparsity.RigL, sparsity.SteMagnitudePruning):
@@ -146,6 +148,7 @@ def test_a_training_step_leaks_no_tracer():
             jax.jit(step)(params, state, jnp.ones((4, _SHAPE[0])))
 
 
+@pytest.mark.slow
 def test_a_training_step_makes_no_nan_on_the_way():
     with jax.debug_nans(True):
         for algorithm in (
@@ -164,6 +167,7 @@ def test_a_training_step_makes_no_nan_on_the_way():
             assert not np.any(np.asarray(params["w"])[np.asarray(state.masks["w"]) == 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sparsity.all_algorithm_names())
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 def test_arrays_without_entries_train_like_others(name, packed):
@@ -175,7 +179,8 @@ def test_arrays_without_entries_train_like_others(name, packed):
     params = {str(shape): jnp.arange(1.0, 1 + math.prod(shape)).reshape(shape) for shape in shapes}
     tx = updater.wrap_optax(optax.adam(0.1))
     state = tx.init(params)
-    updates, state = jax.jit(tx.update)(params, state, params)
+    update = tx.update if packed else jax.jit(tx.update)
+    updates, state = update(params, state, params)
     params = optax.apply_updates(params, updates)
     assert {name: str(leaf.shape) for name, leaf in params.items()} == {s: s for s in params}
     if helpers.prunes(name) and not helpers.is_straight_through(name):

@@ -119,6 +119,7 @@ _OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _OPTIMIZERS)
 def test_skipping_agrees_with_selecting_between_the_states_of_any_optimizer(name):
     tx, extra = _OPTIMIZERS[name]

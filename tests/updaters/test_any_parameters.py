@@ -43,6 +43,7 @@ def test_parameters_may_be_any_pytree(name, build):
         assert np.all(helpers.is_positive_zero(leaf)[np.asarray(mask) == 0])
 
 
+@pytest.mark.slow
 def test_flax_and_equinox_models_keep_their_containers():
     nnx = pytest.importorskip("flax.nnx")
     eqx = pytest.importorskip("equinox")

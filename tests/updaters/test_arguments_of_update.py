@@ -119,6 +119,7 @@ def test_line_searches_and_plateaus_get_their_arguments(name):
     assert float(state.inner_state[-1].scale) < 1.0
 
 
+@pytest.mark.slow
 def test_lbfgs_prunes_and_descends():
     updater = sparsity.MagnitudePruning(
         sparsity_distribution_fn=helpers.uniform(0.5), scheduler=sparsity.OneShotSchedule(2)

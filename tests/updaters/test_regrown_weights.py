@@ -30,6 +30,7 @@ _INNER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _INNER)
 def test_grown_weights_start_at_zero_with_the_state_that_init_gives(name):
     updater = sparsity.RigL(

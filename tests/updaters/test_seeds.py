@@ -43,6 +43,7 @@ def test_an_integer_of_numpy_is_the_same_seed_as_one_of_python(kind):
     np.testing.assert_array_equal(got["kernel"], want["kernel"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", helpers.names_of(helpers.draws_masks))
 def test_a_traced_key_gives_every_run_of_a_vmap_its_own_masks_and_keeps_the_conditional(name):
     cls = sparsity.ALGORITHM_REGISTRY[name]

@@ -166,6 +166,7 @@ def _train_beside_numpy(algorithm, optimizer, skip, sparse_gradients, *, post, s
         assert int(state.count) == step + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sparse_gradients", [False, True], ids=["dense", "sparse gradients"])
 @pytest.mark.parametrize("skip", [False, True], ids=["no skip", "skip"])
 @pytest.mark.parametrize("algorithm", _CASES)
