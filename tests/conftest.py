@@ -9,6 +9,8 @@ import pytest
 
 from sparsity import api
 
+pytest.register_assert_rewrite("tests.helpers")
+
 
 @pytest.fixture
 def registry(monkeypatch):

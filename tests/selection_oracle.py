@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
+from tests import helpers
+
 
 def ranks(scores):
     """Integers in the order of the scores: exact, NaN lowest, -0.0 equal to 0.0."""
@@ -49,3 +51,26 @@ def any_bits(dtype, n, seed=0):
         x[1::7], x[2::7] = 0.0, -0.0
     x[::5] = x[0]
     return x
+
+
+def drop_and_grow(mask, drop, grow, fraction):
+    """Evci et al. 2020, algorithm 1, for one layer."""
+    active = int(np.sum(mask))
+    kept = best(drop, helpers.num_kept(active, fraction), mask)
+    return kept | best(grow, active - int(kept.sum()), 1 - kept)
+
+
+def largest(x, density):
+    """Entries of the largest magnitude, all others zero."""
+    kept = best(np.abs(x), helpers.num_kept(x.size, 1 - density))
+    return np.where(kept, x, np.zeros((), x.dtype))
+
+
+def n_of_m(x, n, m, axis=-1):
+    """The n entries of the largest magnitude of every m along an axis, all others zero."""
+    moved = np.moveaxis(x, axis, -1).copy(order="C")
+    for line in moved.reshape(-1, moved.shape[-1]):  # views
+        for start in range(0, line.size, m):
+            group = line[start : start + m]
+            group[best(np.abs(group), n) == 0] = 0
+    return np.moveaxis(moved, -1, axis)

@@ -1,7 +1,6 @@
 """Updaters from configurations: every key, what is left unchanged, what is refused."""
 
 import dataclasses
-import functools
 import re
 
 import jax.numpy as jnp
@@ -14,23 +13,12 @@ from ml_collections import config_dict
 import sparsity
 from sparsity import algorithms, api
 from sparsity.api import create_updater_from_config as create
+from tests import helpers
 
 PARAMS = {"kernel": np.ones((4, 8)), "head": np.ones((4, 4)), "bias": np.ones(8)}
 DENSE_BIAS = {"kernel": 0.5, "head": 0.5, "bias": None}
 
-CLASSES = {
-    "no_prune": sparsity.NoPruning,
-    "magnitude": algorithms.MagnitudePruning,
-    "random": algorithms.RandomPruning,
-    "saliency": algorithms.SaliencyPruning,
-    "magnitude_ste": algorithms.SteMagnitudePruning,
-    "random_ste": algorithms.SteRandomPruning,
-    "global_magnitude": algorithms.GlobalMagnitudePruning,
-    "global_saliency": algorithms.GlobalSaliencyPruning,
-    "static_sparse": algorithms.StaticRandomSparse,
-    "set": algorithms.SET,
-    "rigl": algorithms.RigL,
-}
+NAMES = sparsity.all_algorithm_names()
 
 
 def config(**keys):
@@ -44,17 +32,17 @@ def targets(updater):
 # What configurations may be, and that they stay as they are.
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_algorithm_is_made_by_its_name(name):
     updater = create({"algorithm": name, "sparsity": 0.5})
-    assert type(updater) is CLASSES[name]
+    assert type(updater) is sparsity.ALGORITHM_REGISTRY[name]
     assert updater.scheduler == sparsity.NoUpdateSchedule()
-    if name != "no_prune":
+    if helpers.prunes(name):
         assert targets(updater) == DENSE_BIAS
 
 
 def test_all_names_are_listed():
-    assert sparsity.all_algorithm_names() == tuple(CLASSES)
+    assert sparsity.all_algorithm_names() == tuple(sparsity.ALGORITHM_REGISTRY)
 
 
 def locked(keys):
@@ -195,7 +183,7 @@ def test_batch_axes_reach_updater_and_distribution(name):
 
 
 def test_a_distribution_function_is_used_as_it_is():
-    distribution = functools.partial(sparsity.sparsity_distributions.uniform, sparsity=0.25)
+    distribution = helpers.uniform(0.25)
     updater = create({"algorithm": "magnitude", "sparsity_distribution_fn": distribution})
     assert updater.sparsity_distribution_fn is distribution
 
@@ -263,7 +251,7 @@ def test_an_unknown_algorithm_is_an_error_with_all_names(name):
     with pytest.raises(ValueError, match="algorithm") as error:
         create({"algorithm": name, "sparsity": 0.5})
     assert repr(name) in str(error.value)
-    assert all(known in str(error.value) for known in CLASSES)
+    assert all(known in str(error.value) for known in NAMES)
 
 
 def test_a_missing_algorithm_is_an_error():
@@ -331,7 +319,7 @@ def test_what_is_no_type_is_an_error(sparsity_type):
         create(config(sparsity_type=sparsity_type))
 
 
-@pytest.mark.parametrize("name", sorted(CLASSES.keys() - {"no_prune"}))
+@pytest.mark.parametrize("name", helpers.names_of(helpers.prunes))
 def test_a_missing_sparsity_is_an_error(name):
     with pytest.raises(ValueError, match="sparsity is missing"):
         create({"algorithm": name})
@@ -339,7 +327,7 @@ def test_a_missing_sparsity_is_an_error(name):
         create({"algorithm": name, "sparsity": None})
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [1.5, -0.1, float("nan"), 80, "0.8"])
 def test_a_sparsity_outside_zero_to_one_is_an_error(name, value):
     with pytest.raises(ValueError, match=r"\[0, 1\]"):
@@ -376,7 +364,7 @@ def test_a_schedule_that_cannot_be_made_is_an_error(name, keys, message):
 
 # Keys given beside what they would build.
 
-DISTRIBUTION = functools.partial(sparsity.sparsity_distributions.uniform, sparsity=0.5)
+DISTRIBUTION = helpers.half
 PERIODIC = sparsity.PeriodicSchedule(3)
 
 
@@ -444,7 +432,7 @@ def test_registering_the_same_class_again_changes_nothing(registry):
     sparsity.register_algorithm("mine", Mine)
     sparsity.register_algorithm("mine", Mine)
     sparsity.register_algorithm("magnitude", algorithms.MagnitudePruning)
-    assert len(registry) == len(CLASSES) + 1
+    assert len(registry) == len(NAMES) + 1
 
 
 def test_a_name_that_is_taken_is_an_error(registry):

@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import json
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,11 @@ import numpy as np
 import optax
 import pytest
 
+import sparsity
 from baselines import report, run, store, training
+from tests import helpers
+
+pytestmark = pytest.mark.slow
 
 
 def train(key, updater):
@@ -52,7 +55,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("algorithm", ["random", "static_sparse", "set", "rigl", "random_ste"])
+@pytest.mark.parametrize("algorithm", helpers.names_of(helpers.draws_masks))
 def test_seeds_have_their_own_masks_of_the_same_sparsity(algorithm):
     metrics = training.run_seeds(TASK, algorithm, 0.75)
     assert metrics["sparsity"] == [0.75] * 3
@@ -214,9 +217,8 @@ def test_the_readme_shows_the_stored_results():
         assert set(results) <= jobs
         assert {name for name, _ in jobs - set(results)} <= set(training.GLOBAL)  # not run yet
     table = report.summary(found)
-    root = Path(__file__).parents[1]
-    assert table in (root / "README.md").read_text(encoding="utf-8")
-    assert table in (root / "baselines/RESULTS.md").read_text(encoding="utf-8")
+    assert table in (helpers.ROOT / "README.md").read_text(encoding="utf-8")
+    assert table in (helpers.ROOT / "baselines/RESULTS.md").read_text(encoding="utf-8")
 
 
 def test_a_missing_package_is_one_line_with_the_command_to_install_it(monkeypatch):

@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks import results, selection, train_step
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_section_is_replaced_and_the_others_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "RESULTS", tmp_path / "RESULTS.md")

@@ -8,7 +8,6 @@ They are found by listing optax and optax.contrib, so that a new release is cove
 import functools
 import inspect
 import itertools
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +17,12 @@ import pytest
 from jax.tree_util import DictKey, GetAttrKey
 
 import sparsity
-from sparsity import sparsity_distributions
+from tests import helpers
 
-PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "optimizers.md"
-_SHAPE = (6, 10)
+pytestmark = pytest.mark.slow
+
+
+PAGE = helpers.ROOT / "docs" / "optimizers.md"
 _KEPT = 18  # of 60 at a sparsity of 0.7
 _STEPS = 4  # masks are updated at steps 1 and 3
 _SCHEDULE = sparsity.PeriodicSchedule(2, 1, _STEPS)
@@ -113,15 +114,9 @@ _PUBLIC = {
 }
 
 
-def _params(seed=0):
-    rng = np.random.default_rng(seed)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
-    return {"kernel": draw(*_SHAPE), "bias": draw(_SHAPE[1])}
-
-
 def _updater(algorithm, **options):
     return algorithm(
-        sparsity_distribution_fn=functools.partial(sparsity_distributions.uniform, sparsity=0.7),
+        sparsity_distribution_fn=helpers.uniform(0.7),
         scheduler=_SCHEDULE,
         **options,
     )
@@ -129,15 +124,17 @@ def _updater(algorithm, **options):
 
 def _extra(name, index, params):
     """Gradients, and all that a transformation of optax may ask for beside them."""
-    grads = _params(100 + index)  # of a linear loss: weights grow whatever the others came to
+    grads = helpers.params(
+        100 + index
+    )  # of a linear loss: weights grow whatever the others came to
     loss = lambda params, obj_fn=None: optax.tree.vdot(grads, params)  # noqa: E731
     extra = {"value": loss(params), "grad": grads, "value_fn": loss, "obj_fn": loss}
     return grads, {} if name == "sam" else extra
 
 
-def _train(name, tx):
+def _steps_of(name, tx):
     """Trains step by step; yields (params, state) before and after each step."""
-    params = _params()
+    params = helpers.params()
     state = tx.init(params)
     for index in range(_STEPS):
         grads, extra = _extra(name, index, params)
@@ -165,7 +162,7 @@ def _check_regrowing(name, algorithm, inner):
     # Dense gradients, so that pruned weights have a state that is not fresh.
     tx = _updater(algorithm, is_sparse_gradients=False).wrap_optax(inner)
     regrown, stays, owned = 0, set(), False
-    for index, (params, before), (moved, after) in _train(name, tx):
+    for index, (params, before), (moved, after) in _steps_of(name, tx):
         _assert_sparse(moved, after.masks)
         _assert_stable(before, after)
         if not _SCHEDULE.is_mask_update_iter(index):
@@ -185,7 +182,7 @@ def _check_regrowing(name, algorithm, inner):
                 was, now = jax.random.key_data(was), jax.random.key_data(now)
             of_kernel = DictKey("kernel") in path
             floats = jnp.issubdtype(jnp.result_type(was), jnp.inexact)
-            if of_kernel and floats and jnp.shape(was) == _SHAPE:
+            if of_kernel and floats and jnp.shape(was) == helpers.SHAPE:
                 was, owned = np.where(grown, init, was), True
             elif floats and (of_kernel or (jnp.ndim(was) and DictKey("bias") not in path)):
                 stays.add([entry.name for entry in path if isinstance(entry, GetAttrKey)][-1])
@@ -198,19 +195,29 @@ def _verdict(name):
     inner = _build(name)
     if name == "measure_with_ema":
         with pytest.raises(ValueError, match="The updates have no leaf at 'bias', 'kernel'"):
-            next(_train(name, _updater(sparsity.RigL).wrap_optax(inner)))
+            next(_steps_of(name, _updater(sparsity.RigL).wrap_optax(inner)))
         return _MEASURES
     if name == "monitor":
-        before = inner.init(_params())
-        assert jax.tree.structure(inner.update(_params(), before)[1]) != jax.tree.structure(before)
+        before = inner.init(helpers.params())
+        assert jax.tree.structure(inner.update(helpers.params(), before)[1]) != jax.tree.structure(
+            before
+        )
         return _MONITORS
     if name in ("differentially_private_aggregate", "dpsgd"):
         tx = _updater(sparsity.RigL).wrap_optax(inner)
         with pytest.raises(ValueError, match=r"'kernel' has shape"):
-            tx.update(jax.tree.map(lambda p: p[None], _params()), tx.init(_params()), _params())
+            tx.update(
+                jax.tree.map(lambda p: p[None], helpers.params()),
+                tx.init(helpers.params()),
+                helpers.params(),
+            )
         return _BEFORE
     if name in ("flatten", "lookahead"):
-        params = _params() if name == "flatten" else optax.LookaheadParams.init_synced(_params())
+        params = (
+            helpers.params()
+            if name == "flatten"
+            else optax.LookaheadParams.init_synced(helpers.params())
+        )
         for algorithm in (sparsity.RigL, sparsity.SET):
             with pytest.raises(ValueError, match=f"optax.{name}"):
                 _updater(algorithm).wrap_optax(inner).init(params)
@@ -218,7 +225,7 @@ def _verdict(name):
     stays, owned = _check_regrowing(name, sparsity.RigL, inner)
     assert _check_regrowing(name, sparsity.SET, inner) == (stays, owned)
     tx = _updater(sparsity.MagnitudePruning).wrap_optax(inner)
-    for index, (_, before), (moved, after) in itertools.islice(_train(name, tx), 2):
+    for index, (_, before), (moved, after) in itertools.islice(_steps_of(name, tx), 2):
         _assert_sparse(moved, after.masks, _KEPT if index else 60)
         _assert_stable(before, after)
     return ", ".join(
@@ -239,7 +246,12 @@ def _rows():
 @pytest.mark.parametrize("name", _PUBLIC)
 def test_inside_the_wrapper(name):
     verdict = _verdict(name)
-    assert dict(_rows()).get(name, verdict) == verdict
+    if _page_shows_the_installed_optax():
+        assert dict(_rows())[name] == verdict
+
+
+def _page_shows_the_installed_optax():
+    return f"of optax {optax.__version__} " in PAGE.read_text(encoding="utf-8")
 
 
 def _page():
@@ -300,8 +312,8 @@ def test_around_the_wrapper(algorithm, around):
 
         return jax.lax.scan(body, (params, tx.init(params)), grads)
 
-    grads = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(_params, range(100, 104)))
-    (params, state), seen = jax.jit(train)(_params())
+    grads = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(helpers.params, range(100, 104)))
+    (params, state), seen = jax.jit(train)(helpers.params())
     for index in range(_STEPS):
         moved, masks = jax.tree.map(lambda leaf, i=index: leaf[i], seen)
         _assert_sparse(moved, masks, _KEPT if index or regrows else 60)
@@ -315,7 +327,7 @@ def test_around_the_wrapper(algorithm, around):
 
 
 def test_the_page_lists_the_installed_optax():
-    if f"of optax {optax.__version__} " not in PAGE.read_text(encoding="utf-8"):
+    if not _page_shows_the_installed_optax():
         pytest.skip("docs/optimizers.md shows another release of optax")
     assert sorted(_PUBLIC) == [name for name, _ in _rows()]
 

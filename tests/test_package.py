@@ -5,7 +5,6 @@ import importlib
 import inspect
 import json
 import os
-import pathlib
 import pkgutil
 import subprocess
 import sys
@@ -14,8 +13,8 @@ import tomllib
 import pytest
 
 import sparsity
+from tests.helpers import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "sparsity"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 SUBMODULES = pkgutil.walk_packages(sparsity.__path__, prefix="sparsity.")
@@ -33,6 +32,7 @@ CONSTRUCT = """
 import functools
 import optax
 import sparsity
+from tests.helpers import ROOT
 from sparsity import sparsity_distributions, sparsity_types
 
 for name in sparsity.all_algorithm_names():
@@ -198,27 +198,35 @@ def test_every_public_method_has_a_docstring_of_its_own_or_inherited(name):
 
 
 # fmt: off
-PUBLIC = [
+PUBLIC = {
     "BaseUpdater", "NoPruning", "SparseState",
     "MagnitudePruning", "RandomPruning", "SaliencyPruning",
     "SteMagnitudePruning", "SteRandomPruning",
     "GlobalMagnitudePruning", "GlobalSaliencyPruning",
     "StaticRandomSparse", "SET", "RigL",
     "NoUpdateSchedule", "OneShotSchedule", "PeriodicSchedule", "PolynomialSchedule",
-    "Unstructured", "NByM", "Block", "Channel",
+    "SparsityType", "Unstructured", "NByM", "Block", "Channel",
+    "ALGORITHM_REGISTRY",
     "create_updater_from_config", "register_algorithm", "all_algorithm_names",
-    "get_sparse_state", "set_sparse_state", "sharding_like",
+    "get_sparse_state", "set_sparse_state", "sharding_like", "active_masks",
     "summarize_sparsity", "summarize_intersection", "plot_sparsity",
+    "layer_summary", "sparsity_table",
     "pruning", "pruning_apply", "EpochStrategy",
-    "prune_act_unstruct", "prune_act_struct", "sparsify_linen", "sparsify_nnx",
-    "algorithms", "sparsity_distributions", "sparsity_schedules", "sparsity_types",
-]
+    "prune_act_unstruct", "prune_act_struct", "pruning_act_struct",
+    "sparsify_linen", "sparsify_nnx",
+}
 # fmt: on
+PUBLIC_MODULES = ["algorithms", "sparsity_distributions", "sparsity_schedules", "sparsity_types"]
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_documented_names_are_public(name):
-    assert hasattr(sparsity, name)
+def test_the_names_at_the_top_are_the_public_ones_and_no_others():
+    found = {name for name, member in vars(sparsity).items() if not inspect.ismodule(member)}
+    assert {name for name in found if not name.startswith("_")} == PUBLIC
+
+
+@pytest.mark.parametrize("name", PUBLIC_MODULES)
+def test_documented_modules_are_public(name):
+    assert inspect.ismodule(getattr(sparsity, name))
 
 
 def test_the_random_scores_are_where_documents_say():

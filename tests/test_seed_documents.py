@@ -13,6 +13,7 @@ import pytest
 
 import sparsity as jaxpruner
 from sparsity.algorithms import pruners
+from tests import helpers
 
 
 # From the deep dive, section "Implementing new algorithms".
@@ -88,12 +89,7 @@ class EveryHook(jaxpruner.BaseUpdater):
         return self.apply_masks(params, sparse_state.masks)
 
 
-def _half(params):
-    return jaxpruner.sparsity_distributions.uniform(params, sparsity=0.5)
-
-
-def _params():
-    return {"kernel": jnp.array([[1.0, -4.0, 3.0, 0.5]]), "bias": jnp.array([0.1, 0.2, 0.3, 0.4])}
+_PARAMS = {"kernel": jnp.array([[1.0, -4.0, 3.0, 0.5]]), "bias": jnp.array([0.1, 0.2, 0.3, 0.4])}
 
 
 def _gradients(params):
@@ -103,11 +99,11 @@ def _gradients(params):
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_the_score_function_of_the_deep_dive_prunes_by_magnitude(jit):
     pruner = MagnitudePruning(
-        sparsity_distribution_fn=_half, scheduler=jaxpruner.OneShotSchedule(target_step=1)
+        sparsity_distribution_fn=helpers.half, scheduler=jaxpruner.OneShotSchedule(target_step=1)
     )
     tx = pruner.wrap_optax(optax.sgd(0.5))
     update = jax.jit(tx.update) if jit else tx.update
-    params = _params()
+    params = _PARAMS
     state = tx.init(params)
     for _ in range(2):
         updates, state = update(_gradients(params), state, params)
@@ -116,27 +112,27 @@ def test_the_score_function_of_the_deep_dive_prunes_by_magnitude(jit):
     # Two steps of weight - 0.5 * weight / 2 multiply by 0.75 ** 2.
     np.testing.assert_array_equal(state.masks["kernel"], [[0, 1, 1, 0]])
     np.testing.assert_array_equal(params["kernel"], [[0.0, -2.25, 1.6875, 0.0]])
-    np.testing.assert_allclose(params["bias"], 0.5625 * _params()["bias"], rtol=1e-6)
+    np.testing.assert_allclose(params["bias"], 0.5625 * _PARAMS["bias"], rtol=1e-6)
 
 
 def test_the_score_function_of_the_deep_dive_prunes_at_once():
-    pruner = MagnitudePruning(sparsity_distribution_fn=_half)
-    pruned, masks = pruner.instant_sparsify(_params())
+    pruner = MagnitudePruning(sparsity_distribution_fn=helpers.half)
+    pruned, masks = pruner.instant_sparsify(_PARAMS)
     np.testing.assert_array_equal(pruned["kernel"], [[0.0, -4.0, 3.0, 0.0]])
     np.testing.assert_array_equal(masks["kernel"], [[0, 1, 1, 0]])
     assert masks["bias"] is None
-    np.testing.assert_array_equal(pruned["bias"], _params()["bias"])
+    np.testing.assert_array_equal(pruned["bias"], _PARAMS["bias"])
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 def test_the_static_mask_of_the_deep_dive_stays_and_keeps_weights_at_zero(packed):
     pruner = StaticRandomSparse(
-        sparsity_distribution_fn=_half,
+        sparsity_distribution_fn=helpers.half,
         scheduler=jaxpruner.PeriodicSchedule(update_freq=1),
         use_packed_masks=packed,
     )
     tx = pruner.wrap_optax(optax.adam(0.1))
-    params = _params()
+    params = _PARAMS
     state = tx.init(params)
     first = state.masks["kernel"]
     assert first.shape == ((1, 1) if packed else (1, 4))
@@ -150,18 +146,18 @@ def test_the_static_mask_of_the_deep_dive_stays_and_keeps_weights_at_zero(packed
 
 def test_the_static_mask_of_the_deep_dive_refuses_instant_sparsify():
     with pytest.raises(RuntimeError, match="not supported in sparse training"):
-        StaticRandomSparse(sparsity_distribution_fn=_half).instant_sparsify(_params())
+        StaticRandomSparse(sparsity_distribution_fn=helpers.half).instant_sparsify(_PARAMS)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 def test_an_updater_that_overrides_every_hook_as_shown_trains(packed):
     pruner = EveryHook(
-        sparsity_distribution_fn=_half,
+        sparsity_distribution_fn=helpers.half,
         scheduler=jaxpruner.OneShotSchedule(target_step=0),
         use_packed_masks=packed,
     )
     tx = pruner.wrap_optax(optax.sgd(0.5))
-    params = _params() | {"wide": jnp.arange(-5.0, 25.0).reshape(3, 10)}
+    params = _PARAMS | {"wide": jnp.arange(-5.0, 25.0).reshape(3, 10)}
     state = tx.init(params)
     updates, state = jax.jit(tx.update)(_gradients(params), state, params)
     params = pruner.post_gradient_update(optax.apply_updates(params, updates), state)
@@ -174,7 +170,7 @@ def test_an_updater_that_overrides_every_hook_as_shown_trains(packed):
 
 def test_the_simplified_wrapper_of_the_deep_dive_runs_with_our_hooks():
     pruner = jaxpruner.MagnitudePruning(
-        sparsity_distribution_fn=_half, scheduler=jaxpruner.OneShotSchedule(target_step=0)
+        sparsity_distribution_fn=helpers.half, scheduler=jaxpruner.OneShotSchedule(target_step=0)
     )
 
     def wrap_optax(self, inner):
@@ -196,7 +192,7 @@ def test_the_simplified_wrapper_of_the_deep_dive_runs_with_our_hooks():
         return optax.GradientTransformation(init_fn, update_fn)
 
     tx = wrap_optax(pruner, optax.sgd(0.5))
-    params = _params()
+    params = _PARAMS
     updates, state = tx.update(_gradients(params), tx.init(params), params)
     params = pruner.post_gradient_update(optax.apply_updates(params, updates), state)
     np.testing.assert_array_equal(params["kernel"], [[0.0, -3.0, 2.25, 0.0]])
@@ -217,8 +213,8 @@ def test_only_annotated_variables_of_a_subclass_change_the_default_of_a_field():
 
 
 def test_two_lines_of_the_readme_wrap_an_existing_optimizer():
-    config = {"sparsity_distribution_fn": _half, "scheduler": jaxpruner.OneShotSchedule(0)}
-    tx, params = optax.adam(1e-3), _params()
+    config = {"sparsity_distribution_fn": helpers.half, "scheduler": jaxpruner.OneShotSchedule(0)}
+    tx, params = optax.adam(1e-3), _PARAMS
     pruner = jaxpruner.MagnitudePruning(**config)  # Line 1: Create pruner.
     tx = pruner.wrap_optax(tx)  # Line 2: Wrap optimizer.
     updates, _ = tx.update(_gradients(params), tx.init(params), params)
@@ -236,9 +232,9 @@ def test_apply_masks_takes_the_is_packed_argument_of_older_programs():
     pruner = jaxpruner.MagnitudePruning()
     masks = {"kernel": jnp.array([[0, 1, 1, 0]], jnp.uint8), "bias": None}
     packed = {"kernel": jnp.packbits(masks["kernel"], axis=-1), "bias": None}
-    plain = pruner.apply_masks(_params(), masks, is_packed=False)
+    plain = pruner.apply_masks(_PARAMS, masks, is_packed=False)
     np.testing.assert_array_equal(plain["kernel"], [[0.0, -4.0, 3.0, 0.0]])
-    chex.assert_trees_all_equal(pruner.apply_masks(_params(), packed, is_packed=True), plain)
+    chex.assert_trees_all_equal(pruner.apply_masks(_PARAMS, packed, is_packed=True), plain)
 
 
 def test_fields_have_the_documented_defaults():
@@ -251,13 +247,13 @@ def test_fields_have_the_documented_defaults():
     assert pruner.rng_seed == 8
     assert pruner.use_packed_masks is False
     # "Default value is uniform distribution with None sparsity": nothing is pruned.
-    assert jax.tree.leaves(pruner.init_state(_params()).masks) == []
+    assert jax.tree.leaves(pruner.init_state(_PARAMS).masks) == []
 
 
 def test_the_default_hooks_are_the_documented_ones():
-    pruner = MagnitudePruning(sparsity_distribution_fn=_half)
+    pruner = MagnitudePruning(sparsity_distribution_fn=helpers.half)
     tx = pruner.wrap_optax(optax.sgd(0.1))
-    params = _params()
+    params = _PARAMS
     state = tx.init(params)
     assert pruner.pre_forward_update(params, state) is params
     with pytest.raises(NotImplementedError, match="calculate_scores"):
@@ -268,7 +264,7 @@ def test_the_default_hooks_are_the_documented_ones():
 
 
 def test_the_algorithms_of_the_readmes_table_are_registered_under_their_names():
-    assert {name: cls.__name__ for name, cls in jaxpruner.ALGORITHM_REGISTRY.items()} == {
+    table = {
         "no_prune": "NoPruning",
         "random": "RandomPruning",
         "magnitude": "MagnitudePruning",
@@ -281,6 +277,8 @@ def test_the_algorithms_of_the_readmes_table_are_registered_under_their_names():
         "set": "SET",
         "rigl": "RigL",
     }
+    registry = jaxpruner.ALGORITHM_REGISTRY
+    assert {name: registry[name].__name__ for name in table} == table
     for cls in jaxpruner.ALGORITHM_REGISTRY.values():
         assert getattr(jaxpruner, cls.__name__) is cls
 
@@ -305,7 +303,7 @@ def test_a_configuration_makes_the_updater_that_trains(freeze):
     assert type(pruner) is jaxpruner.MagnitudePruning
     assert pruner.scheduler == jaxpruner.PolynomialSchedule(2, 1, 5)
     tx = pruner.wrap_optax(optax.sgd(0.5))
-    params = _params()
+    params = _PARAMS
     state = tx.init(params)
     update = jax.jit(tx.update)
     for _ in range(6):

@@ -1,7 +1,6 @@
 """Global pruning: one threshold for all layers, exact in total."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,20 +9,19 @@ import optax
 import pytest
 
 import sparsity
+from tests import helpers
 
-
-def _params():
-    return {
-        "a": jnp.array([[1.0, -8.0], [3.0, 6.0]]),
-        "b": jnp.array([[0.5, 2.0, -4.0], [7.0, 0.1, -5.0]]),
-        "bias": jnp.array([100.0, 200.0]),
-    }
+_PARAMS = {
+    "a": jnp.array([[1.0, -8.0], [3.0, 6.0]]),
+    "b": jnp.array([[0.5, 2.0, -4.0], [7.0, 0.1, -5.0]]),
+    "bias": jnp.array([100.0, 200.0]),
+}
 
 
 def test_all_layers_share_one_threshold_and_keep_exactly_the_target_in_total():
     # 10 weights in matrices; 0.6 keeps the 4 largest of all: 8, 7, 6, 5.
     updater = sparsity.GlobalMagnitudePruning(sparsity=0.6)
-    pruned, masks = updater.instant_sparsify(_params())
+    pruned, masks = updater.instant_sparsify(_PARAMS)
     np.testing.assert_array_equal(masks["a"], [[0, 1], [0, 1]])
     np.testing.assert_array_equal(masks["b"], [[0, 0, 0], [1, 0, 1]])
     assert masks["bias"] is None
@@ -112,7 +110,7 @@ def test_a_filter_selects_the_layers_that_are_ranked():
     updater = sparsity.GlobalMagnitudePruning(
         sparsity=0.5, filter_fn=lambda path, param: path == ("b",)
     )
-    masks = updater.instant_sparsify(_params())[1]
+    masks = updater.instant_sparsify(_PARAMS)[1]
     assert masks["a"] is None
     np.testing.assert_array_equal(masks["b"], [[0, 0, 1], [1, 0, 1]])
 
@@ -120,7 +118,7 @@ def test_a_filter_selects_the_layers_that_are_ranked():
 def test_an_override_that_matches_nothing_is_an_error_at_init():
     updater = sparsity.GlobalMagnitudePruning(sparsity=0.5, custom_sparsity_map={"kernle": 0.5})
     with pytest.raises(ValueError, match="kernle"):
-        updater.wrap_optax(optax.sgd(0.1)).init(_params())
+        updater.wrap_optax(optax.sgd(0.1)).init(_PARAMS)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -132,7 +130,7 @@ def test_a_ramp_reaches_the_exact_total_and_stays_nested(packed):
         use_packed_masks=packed,
     )
     tx = updater.wrap_optax(optax.sgd(0.0))
-    params = _params()
+    params = _PARAMS
     state = tx.init(params)
     update = jax.jit(tx.update)
     totals, own = [], []
@@ -168,7 +166,7 @@ def test_a_subclass_changes_the_score_alone():
         def calculate_scores(self, params, sparse_state=None, grads=None):
             return jax.tree.map(lambda param: -jnp.abs(param), params)
 
-    masks = Smallest(sparsity=0.8).instant_sparsify(_params())[1]
+    masks = Smallest(sparsity=0.8).instant_sparsify(_PARAMS)[1]
     np.testing.assert_array_equal(masks["b"], [[1, 0, 0], [0, 1, 0]])
 
 
@@ -177,11 +175,7 @@ def test_a_subclass_changes_the_score_alone():
     ("options", "message"),
     [
         (
-            {
-                "sparsity_distribution_fn": functools.partial(
-                    sparsity.sparsity_distributions.uniform, sparsity=0.5
-                )
-            },
+            {"sparsity_distribution_fn": helpers.half},
             "no sparsity_distribution_fn.*sparsity, filter_fn and custom_sparsity_map",
         ),
         ({"sparsity_type": sparsity.NByM(2, 4)}, r"Unstructured\(\).*NByM"),

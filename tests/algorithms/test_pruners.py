@@ -1,7 +1,5 @@
 """Pruners: what each keeps, by hand-worked numbers."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,17 +8,13 @@ import pytest
 
 import sparsity
 from sparsity.algorithms.pruners import generate_random_scores
-
-
-def _uniform(value, **kwargs):
-    return functools.partial(sparsity.sparsity_distributions.uniform, sparsity=value, **kwargs)
-
+from tests import helpers
 
 # Magnitude
 
 
 def test_magnitude_keeps_the_largest_absolute_values():
-    updater = sparsity.MagnitudePruning(sparsity_distribution_fn=_uniform(0.5))
+    updater = sparsity.MagnitudePruning(sparsity_distribution_fn=helpers.uniform(0.5))
     params = {"w": jnp.array([[0.5, -4.0, 3.0], [-0.1, 2.0, -1.0]]), "b": jnp.array([9.0, 0.0])}
     pruned, masks = updater.instant_sparsify(params)
     np.testing.assert_array_equal(masks["w"], [[0, 1, 1], [0, 1, 0]])
@@ -29,13 +23,13 @@ def test_magnitude_keeps_the_largest_absolute_values():
 
 
 def test_equal_magnitudes_are_kept_from_the_lowest_index():
-    updater = sparsity.MagnitudePruning(sparsity_distribution_fn=_uniform(0.5))
+    updater = sparsity.MagnitudePruning(sparsity_distribution_fn=helpers.uniform(0.5))
     masks = updater.instant_sparsify(jnp.array([[1.0, -1.0, 1.0], [-1.0, 1.0, 1.0]]))[1]
     np.testing.assert_array_equal(masks, [[1, 1, 1], [0, 0, 0]])
 
 
 def test_complex_weights_are_ranked_by_their_absolute_value():
-    updater = sparsity.MagnitudePruning(sparsity_distribution_fn=_uniform(0.5))
+    updater = sparsity.MagnitudePruning(sparsity_distribution_fn=helpers.uniform(0.5))
     pruned, masks = updater.instant_sparsify(jnp.array([[3 + 4j, 5.5], [1j, -0.1]]))
     np.testing.assert_array_equal(masks, [[1, 1], [0, 0]])
     np.testing.assert_array_equal(pruned, np.array([[3 + 4j, 5.5], [0, 0]], np.complex64))
@@ -55,13 +49,16 @@ def test_complex_weights_are_ranked_by_their_absolute_value():
 def test_magnitude_keeps_groups_of_the_given_type(kind, expected):
     # Sums of rows 9, 12.5; of columns 3.5, 5, 6, 7; of the blocks (1, 2) 3, 6 / 5.5, 7.
     weights = jnp.array([[1.0, 2.0, 4.0, -2.0], [-2.5, 3.0, 2.0, 5.0]])
-    updater = sparsity.MagnitudePruning(sparsity_distribution_fn=_uniform(0.5), sparsity_type=kind)
+    updater = sparsity.MagnitudePruning(
+        sparsity_distribution_fn=helpers.uniform(0.5), sparsity_type=kind
+    )
     np.testing.assert_array_equal(updater.instant_sparsify(weights)[1], expected)
 
 
 def test_a_gradual_ramp_follows_zhu_and_gupta_and_ends_at_the_target():
     updater = sparsity.MagnitudePruning(
-        sparsity_distribution_fn=_uniform(0.9), scheduler=sparsity.PolynomialSchedule(3, 1, 8)
+        sparsity_distribution_fn=helpers.uniform(0.9),
+        scheduler=sparsity.PolynomialSchedule(3, 1, 8),
     )
     tx = updater.wrap_optax(optax.sgd(0.0))
     params = {"w": jnp.arange(1.0, 101.0).reshape(10, 10)}
@@ -79,7 +76,7 @@ def test_a_gradual_ramp_follows_zhu_and_gupta_and_ends_at_the_target():
 
 
 def test_saliency_keeps_the_largest_products_of_weight_and_gradient():
-    updater = sparsity.SaliencyPruning(sparsity_distribution_fn=_uniform(0.5))
+    updater = sparsity.SaliencyPruning(sparsity_distribution_fn=helpers.uniform(0.5))
     params = {"w": jnp.array([[1.0, -2.0], [3.0, 4.0]]), "b": jnp.array([1.0])}
     grads = {"w": jnp.array([[10.0, 3.0], [-1.0, 0.5]]), "b": jnp.array([0.0])}
     _, masks = updater.instant_sparsify(params, grads)  # products 10, 6, 3, 2
@@ -88,13 +85,13 @@ def test_saliency_keeps_the_largest_products_of_weight_and_gradient():
 
 
 def test_saliency_without_gradients_says_what_it_needs():
-    updater = sparsity.SaliencyPruning(sparsity_distribution_fn=_uniform(0.5))
+    updater = sparsity.SaliencyPruning(sparsity_distribution_fn=helpers.uniform(0.5))
     with pytest.raises(ValueError, match=r"SaliencyPruning scores.*gradients.*grads = None"):
         updater.instant_sparsify({"w": jnp.ones((2, 2))})
 
 
 def test_saliency_names_the_parameter_whose_gradient_is_missing():
-    updater = sparsity.SaliencyPruning(sparsity_distribution_fn=_uniform(0.5))
+    updater = sparsity.SaliencyPruning(sparsity_distribution_fn=helpers.uniform(0.5))
     params = {"layer": {"w": jnp.ones((2, 2)), "v": jnp.ones((2, 2))}}
     with pytest.raises(ValueError, match="'layer/w'"):
         updater.instant_sparsify(params, {"layer": {"v": jnp.ones((2, 2))}})
@@ -102,7 +99,8 @@ def test_saliency_names_the_parameter_whose_gradient_is_missing():
 
 def test_saliency_keeps_pruned_weights_pruned_while_training():
     updater = sparsity.SaliencyPruning(
-        sparsity_distribution_fn=_uniform(0.75), scheduler=sparsity.PolynomialSchedule(1, 0, 4)
+        sparsity_distribution_fn=helpers.uniform(0.75),
+        scheduler=sparsity.PolynomialSchedule(1, 0, 4),
     )
     tx = updater.wrap_optax(optax.sgd(0.01))
     rng = np.random.default_rng(0)
@@ -123,7 +121,8 @@ def test_saliency_keeps_pruned_weights_pruned_while_training():
 
 def test_random_pruning_is_nested_along_a_ramp():
     updater = sparsity.RandomPruning(
-        sparsity_distribution_fn=_uniform(0.9), scheduler=sparsity.PolynomialSchedule(1, 0, 6)
+        sparsity_distribution_fn=helpers.uniform(0.9),
+        scheduler=sparsity.PolynomialSchedule(1, 0, 6),
     )
     tx = updater.wrap_optax(optax.sgd(0.1))
     params = {"w": jnp.ones((10, 10))}
@@ -141,7 +140,7 @@ def test_random_pruning_is_nested_along_a_ramp():
 
 
 def test_random_pruning_ignores_the_weights():
-    updater = sparsity.RandomPruning(sparsity_distribution_fn=_uniform(0.5))
+    updater = sparsity.RandomPruning(sparsity_distribution_fn=helpers.uniform(0.5))
     first = updater.instant_sparsify({"w": jnp.ones((8, 8))})[1]["w"]
     second = updater.instant_sparsify({"w": jnp.arange(64.0).reshape(8, 8)})[1]["w"]
     np.testing.assert_array_equal(first, second)
@@ -149,7 +148,7 @@ def test_random_pruning_ignores_the_weights():
 
 
 def test_parameters_of_equal_shape_draw_masks_of_their_own():
-    updater = sparsity.RandomPruning(sparsity_distribution_fn=_uniform(0.5))
+    updater = sparsity.RandomPruning(sparsity_distribution_fn=helpers.uniform(0.5))
     params = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))}
     masks = updater.instant_sparsify(params)[1]
     assert np.any(np.asarray(masks["a"]) != np.asarray(masks["b"]))

@@ -1,7 +1,6 @@
 """SET, RigL and static masks: what is dropped, what grows, and what never changes."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +11,7 @@ import pytest
 import sparsity
 from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.algorithms.sparse_trainers import DropAndGrow
-
-
-def _uniform(value, **kwargs):
-    return functools.partial(sparsity.sparsity_distributions.uniform, sparsity=value, **kwargs)
+from tests import helpers
 
 
 def _move(updater, weights, grads, mask, jit=False):
@@ -30,7 +26,7 @@ def _move(updater, weights, grads, mask, jit=False):
 
 def _rigl(fraction=0.5, **kwargs):
     return sparsity.RigL(
-        sparsity_distribution_fn=_uniform(0.5),
+        sparsity_distribution_fn=helpers.uniform(0.5),
         scheduler=sparsity.PeriodicSchedule(1),
         drop_fraction_fn=optax.constant_schedule(fraction),
         **kwargs,
@@ -125,7 +121,7 @@ def test_rigl_without_gradients_says_what_it_needs():
 
 def test_set_grows_the_highest_random_scores_among_all_that_were_not_kept():
     updater = sparsity.SET(
-        sparsity_distribution_fn=_uniform(0.5),
+        sparsity_distribution_fn=helpers.uniform(0.5),
         scheduler=sparsity.PeriodicSchedule(1),
         drop_fraction_fn=optax.constant_schedule(0.5),
     )
@@ -142,7 +138,7 @@ def test_set_grows_the_highest_random_scores_among_all_that_were_not_kept():
 
 def test_set_draws_other_weights_at_every_update():
     updater = sparsity.SET(
-        sparsity_distribution_fn=_uniform(0.5), scheduler=sparsity.PeriodicSchedule(1)
+        sparsity_distribution_fn=helpers.uniform(0.5), scheduler=sparsity.PeriodicSchedule(1)
     )
     tx = updater.wrap_optax(optax.sgd(0.0))
     params = {"w": jnp.ones((8, 8))}
@@ -184,7 +180,7 @@ def test_every_layer_keeps_its_number_of_weights_and_drops_what_the_schedule_say
             )
 
     updater = Watched(
-        sparsity_distribution_fn=_uniform(0.8, custom_sparsity_map={"b": 0.5}),
+        sparsity_distribution_fn=helpers.uniform(0.8, custom_sparsity_map={"b": 0.5}),
         scheduler=sparsity.PeriodicSchedule(1),
         drop_fraction_fn=fraction,
     )
@@ -223,7 +219,8 @@ def test_defaults_are_those_of_the_papers(cls):
 @pytest.mark.parametrize("cls", [sparsity.SET, sparsity.RigL])
 def test_a_drop_fraction_outside_its_range_is_an_error_at_init(cls, fraction):
     updater = cls(
-        sparsity_distribution_fn=_uniform(0.5), drop_fraction_fn=optax.constant_schedule(fraction)
+        sparsity_distribution_fn=helpers.uniform(0.5),
+        drop_fraction_fn=optax.constant_schedule(fraction),
     )
     for init in (
         updater.wrap_optax(optax.sgd(0.1)).init,
@@ -235,7 +232,7 @@ def test_a_drop_fraction_outside_its_range_is_an_error_at_init(cls, fraction):
 
 def test_a_drop_fraction_is_checked_at_the_ends_of_the_schedule_too():
     updater = sparsity.RigL(
-        sparsity_distribution_fn=_uniform(0.5),
+        sparsity_distribution_fn=helpers.uniform(0.5),
         scheduler=sparsity.PeriodicSchedule(10, update_end_step=30),
         drop_fraction_fn=lambda step: 0.1 * step,
     )
@@ -249,16 +246,16 @@ def test_a_drop_fraction_that_is_no_function_is_an_error_when_the_updater_is_mad
         cls(drop_fraction_fn=0.3)
 
 
-@pytest.mark.parametrize("name", ["static_sparse", "set", "rigl"])
+@pytest.mark.parametrize("name", helpers.names_of(helpers.is_sparse_training))
 def test_sparse_trainers_have_no_instant_sparsify(name):
-    updater = sparsity.ALGORITHM_REGISTRY[name](sparsity_distribution_fn=_uniform(0.5))
+    updater = sparsity.ALGORITHM_REGISTRY[name](sparsity_distribution_fn=helpers.uniform(0.5))
     with pytest.raises(RuntimeError, match=f"{type(updater).__name__}.*wrap_optax"):
         updater.instant_sparsify({"w": jnp.ones((4, 4))})
 
 
-@pytest.mark.parametrize("name", ["static_sparse", "set", "rigl"])
+@pytest.mark.parametrize("name", helpers.names_of(helpers.is_sparse_training))
 def test_training_starts_from_random_masks_of_the_exact_sparsity(name):
-    updater = sparsity.ALGORITHM_REGISTRY[name](sparsity_distribution_fn=_uniform(0.9))
+    updater = sparsity.ALGORITHM_REGISTRY[name](sparsity_distribution_fn=helpers.uniform(0.9))
     params = {"w": jnp.ones((10, 10)), "b": jnp.ones(10)}
     state = updater.wrap_optax(optax.sgd(0.1)).init(params)
     scores = np.asarray(generate_random_scores(params, 8)["w"]).ravel()
@@ -271,6 +268,7 @@ def test_training_starts_from_random_masks_of_the_exact_sparsity(name):
 # Structured patterns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
@@ -286,7 +284,7 @@ def test_training_starts_from_random_masks_of_the_exact_sparsity(name):
 @pytest.mark.parametrize("cls", [sparsity.SET, sparsity.RigL])
 def test_a_pattern_holds_after_every_update_and_the_mask_moves(cls, kind):
     updater = cls(
-        sparsity_distribution_fn=_uniform(0.75 if kind == sparsity.NByM(1, 4) else 0.5),
+        sparsity_distribution_fn=helpers.uniform(0.75 if kind == sparsity.NByM(1, 4) else 0.5),
         scheduler=sparsity.PeriodicSchedule(1),
         sparsity_type=kind,
         drop_fraction_fn=optax.constant_schedule(0.5),
@@ -346,7 +344,7 @@ def test_rigl_of_n_by_m_by_hand():
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_every_slice_of_a_stack_moves_by_itself(jit):
     updater = sparsity.RigL(
-        sparsity_distribution_fn=_uniform(0.5, batch_axes=1),
+        sparsity_distribution_fn=helpers.uniform(0.5, batch_axes=1),
         scheduler=sparsity.PeriodicSchedule(1),
         drop_fraction_fn=optax.constant_schedule(0.5),
         batch_axes=1,
@@ -364,7 +362,7 @@ def test_every_slice_of_a_stack_moves_by_itself(jit):
 
 def test_the_static_mask_never_moves():
     updater = sparsity.StaticRandomSparse(
-        sparsity_distribution_fn=_uniform(0.5), scheduler=sparsity.PeriodicSchedule(1)
+        sparsity_distribution_fn=helpers.uniform(0.5), scheduler=sparsity.PeriodicSchedule(1)
     )
     tx = updater.wrap_optax(optax.adam(0.1))
     params = {"w": jnp.ones((4, 4))}
@@ -378,7 +376,7 @@ def test_the_static_mask_never_moves():
 
 
 def test_gradients_of_pruned_weights_stay_out_of_the_moments():
-    updater = sparsity.StaticRandomSparse(sparsity_distribution_fn=_uniform(0.5))
+    updater = sparsity.StaticRandomSparse(sparsity_distribution_fn=helpers.uniform(0.5))
     tx = updater.wrap_optax(optax.adam(0.1))
     params = {"w": jnp.ones((4, 4))}
     _, state = tx.update(params, tx.init(params), params)
@@ -395,7 +393,7 @@ def test_a_new_sparse_trainer_is_a_grow_score():
             return jax.tree.map(lambda p: -jnp.arange(p.size).reshape(p.shape), params)
 
     updater = GrowFirst(
-        sparsity_distribution_fn=_uniform(0.5), scheduler=sparsity.PeriodicSchedule(1)
+        sparsity_distribution_fn=helpers.uniform(0.5), scheduler=sparsity.PeriodicSchedule(1)
     )
     _, mask = _move(updater, [[0.0, 0.0, 1.0, 2.0]], [[0.0] * 4], [[0, 0, 1, 1]])
     # 2 active and a fraction of 0.3: round(1.4) = 1 is kept, one grows from the left.

@@ -9,41 +9,38 @@ import optax
 import pytest
 
 import sparsity
+from tests import helpers
 
-
-def _half(params):
-    return sparsity.sparsity_distributions.uniform(params, 0.5)
-
-
-def _params():
-    return {"w": jnp.array([[1.0, -4.0], [3.0, 0.5]]), "b": jnp.array([0.1, 0.2])}
+_PARAMS = {"w": jnp.array([[1.0, -4.0], [3.0, 0.5]]), "b": jnp.array([0.1, 0.2])}
 
 
 def _state(updater, inner=None):
-    return updater.wrap_optax(inner or optax.sgd(0.5)).init(_params())
+    return updater.wrap_optax(inner or optax.sgd(0.5)).init(_PARAMS)
 
 
 _MAKERS = {
-    "fresh": lambda: sparsity.SteMagnitudePruning(sparsity_distribution_fn=_half),
-    "random": lambda: sparsity.SteRandomPruning(sparsity_distribution_fn=_half),
+    "fresh": lambda: sparsity.SteMagnitudePruning(sparsity_distribution_fn=helpers.half),
+    "random": lambda: sparsity.SteRandomPruning(sparsity_distribution_fn=helpers.half),
     "stored": lambda: sparsity.SteMagnitudePruning(
-        sparsity_distribution_fn=_half, store_masks=True, scheduler=sparsity.PeriodicSchedule(1)
+        sparsity_distribution_fn=helpers.half,
+        store_masks=True,
+        scheduler=sparsity.PeriodicSchedule(1),
     ),
 }
 
 
 def test_the_forward_pass_sees_the_largest_weights_only():
     updater = _MAKERS["fresh"]()
-    seen = updater.pre_forward_update(_params(), _state(updater))
+    seen = updater.pre_forward_update(_PARAMS, _state(updater))
     np.testing.assert_array_equal(seen["w"], [[0, -4], [3, 0]])
-    np.testing.assert_array_equal(seen["b"], _params()["b"])
+    np.testing.assert_array_equal(seen["b"], _PARAMS["b"])
 
 
 @pytest.mark.parametrize("name", _MAKERS)
 def test_the_gradient_is_that_of_the_sparse_weights_passed_straight_through(name):
     updater = _MAKERS[name]()
     tx = updater.wrap_optax(optax.sgd(0.0))
-    params = _params()
+    params = _PARAMS
     _, state = tx.update(params, tx.init(params), params)
 
     def loss(params):
@@ -70,7 +67,7 @@ def test_a_linear_loss_gives_every_weight_its_gradient(name):
     slopes = jnp.array([[1.0, 2.0], [3.0, 4.0]])
     grads = jax.grad(
         lambda params: jnp.sum(slopes * updater.pre_forward_update(params, state)["w"])
-    )(_params())
+    )(_PARAMS)
     np.testing.assert_array_equal(grads["w"], slopes)
 
 
@@ -78,11 +75,11 @@ def test_forward_mode_and_second_derivatives_pass_straight_through():
     updater = _MAKERS["fresh"]()
     state = _state(updater)
     forward = functools.partial(updater.pre_forward_update, opt_state=state)
-    ones = jax.tree.map(jnp.ones_like, _params())
-    _, tangent = jax.jvp(forward, (_params(),), (ones,))
+    ones = jax.tree.map(jnp.ones_like, _PARAMS)
+    _, tangent = jax.jvp(forward, (_PARAMS,), (ones,))
     np.testing.assert_array_equal(tangent["w"], np.ones((2, 2)))
     curvature = jax.hessian(lambda w: jnp.sum(forward({"w": w, "b": ones["b"]})["w"] ** 2))(
-        _params()["w"]
+        _PARAMS["w"]
     )
     np.testing.assert_array_equal(curvature.reshape(4, 4), 2 * np.eye(4))
 
@@ -91,7 +88,7 @@ def test_forward_mode_and_second_derivatives_pass_straight_through():
 def test_training_keeps_the_weights_dense(name):
     updater = _MAKERS[name]()
     tx = updater.wrap_optax(optax.sgd(0.25))
-    params = _params()
+    params = _PARAMS
     state = tx.init(params)
     grads = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
     for _ in range(2):
@@ -104,7 +101,7 @@ def test_training_keeps_the_weights_dense(name):
 def test_a_pruned_weight_comes_back_when_it_has_grown_larger():
     updater = _MAKERS["fresh"]()
     tx = updater.wrap_optax(optax.sgd(1.0))
-    params = _params()
+    params = _PARAMS
     state = tx.init(params)
     grads = {"w": jnp.array([[-4.0, 0.0], [0.0, 0.0]]), "b": jnp.zeros(2)}
     updates, state = tx.update(grads, state, params)
@@ -119,11 +116,7 @@ def test_fresh_masks_are_no_part_of_the_state():
 
 
 def test_random_masks_are_redrawn_at_every_step_and_reproducible():
-    updater = sparsity.SteRandomPruning(
-        sparsity_distribution_fn=functools.partial(
-            sparsity.sparsity_distributions.uniform, sparsity=0.5
-        )
-    )
+    updater = sparsity.SteRandomPruning(sparsity_distribution_fn=helpers.half)
     tx = updater.wrap_optax(optax.sgd(0.0))
     params = {"w": jnp.ones((6, 6))}
     state = tx.init(params)
@@ -139,10 +132,11 @@ def test_random_masks_are_redrawn_at_every_step_and_reproducible():
 
 def test_a_ramp_applies_to_the_forward_pass():
     updater = sparsity.SteMagnitudePruning(
-        sparsity_distribution_fn=_half, scheduler=sparsity.PolynomialSchedule(1, 0, 2, power=1)
+        sparsity_distribution_fn=helpers.half,
+        scheduler=sparsity.PolynomialSchedule(1, 0, 2, power=1),
     )
     tx = updater.wrap_optax(optax.sgd(0.0))
-    params = _params()
+    params = _PARAMS
     state = tx.init(params)
     counts = []
     for _ in range(4):
@@ -153,7 +147,9 @@ def test_a_ramp_applies_to_the_forward_pass():
 
 def test_stored_masks_change_at_the_steps_of_the_schedule_only():
     updater = sparsity.SteMagnitudePruning(
-        sparsity_distribution_fn=_half, store_masks=True, scheduler=sparsity.PeriodicSchedule(2)
+        sparsity_distribution_fn=helpers.half,
+        store_masks=True,
+        scheduler=sparsity.PeriodicSchedule(2),
     )
     tx = updater.wrap_optax(optax.sgd(1.0))
     params = {"w": jnp.array([[1.0, 2.0, 3.0, 4.0]])}
@@ -175,13 +171,13 @@ def test_stored_masks_change_at_the_steps_of_the_schedule_only():
 @pytest.mark.parametrize("packed", [False, True])
 def test_stored_masks_may_be_packed(packed):
     updater = sparsity.SteMagnitudePruning(
-        sparsity_distribution_fn=_half,
+        sparsity_distribution_fn=helpers.half,
         store_masks=True,
         use_packed_masks=packed,
         scheduler=sparsity.PeriodicSchedule(1),
     )
     tx = updater.wrap_optax(optax.sgd(0.0))
-    params = _params()
+    params = _PARAMS
     _, state = jax.jit(tx.update)(params, tx.init(params), params)
     assert state.masks["w"].shape == ((2, 1) if packed else (2, 2))
     seen = updater.pre_forward_update(params, state)
@@ -192,7 +188,7 @@ def test_stored_masks_may_be_packed(packed):
 def test_the_state_may_be_nested_in_that_of_another_optimizer(name):
     updater = _MAKERS[name]()
     tx = optax.chain(optax.clip(1.0), updater.wrap_optax(optax.adam(0.1)))
-    params = _params()
+    params = _PARAMS
     _, state = tx.update(params, tx.init(params), params)
     inner = sparsity.get_sparse_state(state)
     direct = updater.pre_forward_update(params, inner)
@@ -210,20 +206,20 @@ def test_masks_select_so_that_nan_in_a_masked_weight_does_not_reach_the_model():
 
 def test_a_structured_pattern_holds_in_the_forward_pass():
     updater = sparsity.SteMagnitudePruning(
-        sparsity_distribution_fn=_half, sparsity_type=sparsity.NByM(1, 2)
+        sparsity_distribution_fn=helpers.half, sparsity_type=sparsity.NByM(1, 2)
     )
-    seen = updater.pre_forward_update(_params(), _state(updater))
+    seen = updater.pre_forward_update(_PARAMS, _state(updater))
     np.testing.assert_array_equal(seen["w"], [[0, -4], [3, 0]])
 
 
 def test_instant_sparsify_prunes_as_the_plain_pruner_does():
-    pruned, masks = _MAKERS["fresh"]().instant_sparsify(_params())
+    pruned, masks = _MAKERS["fresh"]().instant_sparsify(_PARAMS)
     np.testing.assert_array_equal(masks["w"], [[0, 1], [1, 0]])
     np.testing.assert_array_equal(pruned["w"], [[0, -4], [3, 0]])
-    random = _MAKERS["random"]().instant_sparsify(_params())[1]
+    random = _MAKERS["random"]().instant_sparsify(_PARAMS)[1]
     assert int(random["w"].sum()) == 2
 
 
 def test_a_state_without_masks_is_refused():
     with pytest.raises(ValueError, match="SparseState"):
-        _MAKERS["fresh"]().pre_forward_update(_params(), optax.adam(0.1).init(_params()))
+        _MAKERS["fresh"]().pre_forward_update(_PARAMS, optax.adam(0.1).init(_PARAMS))

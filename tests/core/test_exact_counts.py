@@ -1,0 +1,95 @@
+"""Exact integers in two words, and the number of weights kept, against Python's integers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsity.core import exact as exact_counts
+from sparsity.core.exact import num_kept
+from tests import helpers
+
+NUM_KEPT = jax.jit(num_kept)
+OF_KNOWN_N = jax.jit(num_kept, static_argnums=0)
+SPARSITIES = [0.0, 0.5, 0.25, 0.1, 0.9, 0.8, 1.0, 1e-9, 1e-45, 0.99999, 0.75, 1 - 2.0**-24]
+
+
+def value(pair):
+    high, low = (np.asarray(word, np.uint64) for word in pair)
+    return (high << np.uint64(32)) + low
+
+
+def words(k):
+    return tuple(jnp.asarray(word) for word in exact_counts.split(k))
+
+
+def test_totals_beyond_32_bits_are_exact():
+    counts = np.array([2**31 - 1, 2**31 - 1, 2**31 - 5, 65_535, 65_536], np.int32)
+    assert value(jax.jit(exact_counts.total)(counts)) == counts.astype(np.int64).sum()
+    before = np.cumsum(counts.astype(np.int64)) - counts
+    assert value(jax.jit(exact_counts.totals_before)(counts)).tolist() == before.tolist()
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
+@settings(max_examples=50, deadline=None)
+def test_words_subtract_compare_and_choose_like_integers(a, b):
+    x, y = words(a), words(b)
+    assert value(x) == a
+    assert exact_counts.at_least(x, y) == (a >= b)
+    assert exact_counts.equal(x, y) == (a == b)
+    smaller, larger = sorted([a, b])
+    difference = exact_counts.minus(words(larger), words(smaller))
+    assert value(difference) == larger - smaller
+    assert value(exact_counts.choose(a >= b, x, y)) == larger
+    assert float(exact_counts.to_float(x)) == pytest.approx(a, rel=1e-6)
+
+
+# ------------------------------------------------------------------ num_kept
+def test_num_kept_rounds_half_to_even_and_keeps_one():
+    assert [num_kept(n, 0.5) for n in (0, 1, 2, 3, 5, 7)] == [0, 1, 1, 2, 2, 4]
+    assert num_kept(10, 1.0) == 1
+    assert type(num_kept(np.int32(10), np.float32(0.3))) is int
+    assert type(num_kept(jnp.int32(10), jnp.float32(0.3))) is int
+
+
+@pytest.mark.parametrize("n", [0, 1, 5, 1000, 2**24 + 1, 2**31 - 1, 2**31, 2**33 + 3, 2**40])
+def test_num_kept_is_the_same_traced_and_concrete(n):
+    some = np.random.default_rng(n % 1000).random(20).astype(np.float32)
+    for sparsity in [*SPARSITIES, *some]:
+        k = OF_KNOWN_N(n, jnp.float32(sparsity))
+        k = int(k) if n < 2**31 else value(k)
+        assert k == num_kept(n, sparsity) == helpers.num_kept(n, sparsity)
+
+
+@given(st.integers(0, 2**31 - 1), st.floats(0, 1, width=32))
+@settings(max_examples=200, deadline=None)
+def test_num_kept_of_a_traced_n_is_exact(n, sparsity):
+    assert int(NUM_KEPT(jnp.uint32(n), sparsity)) == helpers.num_kept(n, sparsity)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8])
+def test_num_kept_works_elementwise_eagerly_and_traced(dtype):
+    n = np.array([[0, 1, 2], [5, 77, 200]], dtype)
+    for sparsity in (0.5, 0.3, 1.0):
+        expected = [[helpers.num_kept(int(x), sparsity) for x in row] for row in n]
+        for kept in (
+            num_kept(n, sparsity),
+            num_kept(jnp.asarray(n), jnp.float32(sparsity)),
+            NUM_KEPT(n, sparsity),
+        ):
+            assert kept.dtype == jnp.int32
+            assert kept.tolist() == expected
+    many = num_kept(10, np.array([0.5, 0.75], np.float32))
+    assert many.tolist() == [5, 2]
+
+
+def test_num_kept_refuses_concrete_and_clamps_traced_sparsities():
+    for sparsity in (-0.1, 1.1, float("nan"), jnp.float32(2), [0.5, 2.0]):
+        with pytest.raises(ValueError, match="sparsity must be in"):
+            num_kept(10, sparsity)
+    assert [int(NUM_KEPT(10, s)) for s in (-1.0, 2.0, float("nan"))] == [10, 1, 10]
+    for n in (2**41, -1, np.array([3, -1]), np.array([2**31])):
+        with pytest.raises(ValueError, match="n must be in"):
+            num_kept(n, 0.5)

@@ -1,0 +1,122 @@
+"""The notebooks, run top to bottom as a reader runs them, and their cell that installs."""
+
+import os
+import shutil
+import sys
+
+import nbformat
+import pytest
+from IPython.core.inputtransformer2 import TransformerManager
+from nbclient import NotebookClient
+
+from tests.helpers import ROOT
+
+PATHS = sorted((ROOT / "colabs").glob("*.ipynb"))
+INSTALL = "# Installs what this notebook needs"
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def text_of(output):
+    return "".join(output.get("text", output.get("data", {}).get("text/plain", "")))
+
+
+def kinds(notebook):
+    """What each cell shows: ('stdout', 'display_data', ...)."""
+    cells = code_cells(notebook)
+    return [tuple(o.get("name", o["output_type"]) for o in cell.outputs) for cell in cells]
+
+
+def run_install_cell(path, magics):
+    """Runs the first code cell here; returns its names. `magics` collects its calls of IPython."""
+
+    class Shell:
+        def run_line_magic(self, *call):
+            magics.append(call)
+
+    source = TransformerManager().transform_cell(code_cells(read(path))[0].source)
+    names = {"get_ipython": Shell}
+    exec(compile(source, path.name, "exec"), names)
+    return names
+
+
+def test_the_notebooks_are_those_that_the_readme_names():
+    assert [path.stem for path in PATHS] == [
+        "deep_dive",
+        "mnist_pruning",
+        "quick_start",
+        "scaling",
+    ]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(f"`{path.stem}`" in readme for path in PATHS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_shows_what_is_stored(path):
+    stored, fresh = read(path), read(path)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    client = NotebookClient(
+        fresh, coalesce_streams=True, resources={"metadata": {"path": str(path.parent)}}
+    )
+    client.execute(env=environment)  # raises at the first cell that fails
+    assert kinds(fresh) == kinds(stored)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_stored_outputs_hold_pictures_and_no_errors_warnings_or_paths(path):
+    notebook = read(path)
+    assert notebook.metadata.kernelspec.name == "python3"
+    shown = [output for cell in code_cells(notebook) for output in cell.outputs]
+    assert sum("image/png" in output.get("data", {}) for output in shown) >= 3
+    for output in shown:
+        assert output["output_type"] != "error"
+        assert output.get("name") != "stderr"
+        assert "Warning" not in text_of(output)
+        assert not any(place in text_of(output) for place in ("/home", "/root", "/tmp", "/work"))
+    assert path.stat().st_size < 600_000
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_the_first_code_installs_and_does_nothing_where_all_is_there(path):
+    first, *others = (cell.source for cell in code_cells(read(path)))
+    assert INSTALL in first
+    assert not any(INSTALL in other for other in others)
+    before = dict(os.environ)
+    try:
+        run_install_cell(path, magics := [])
+        assert magics == []
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "sparsity", None)
+    monkeypatch.setitem(sys.modules, "mlxtend", None)
+    with pytest.raises(
+        ModuleNotFoundError, match=r"sparsity, mlxtend.*pip install '.\[examples\]'"
+    ):
+        run_install_cell(ROOT / "colabs/quick_start.ipynb", [])
+
+
+@pytest.mark.parametrize(("folder", "place"), [(".", "."), ("colabs", ".."), ("..", "./sparsity")])
+def test_a_missing_package_is_installed_from_a_copy_of_the_repository(
+    monkeypatch, tmp_path, folder, place
+):
+    copy = tmp_path / "sparsity"
+    (copy / "sparsity").mkdir(parents=True)
+    (copy / "colabs").mkdir()
+    shutil.copy(ROOT / "sparsity/api.py", copy / "sparsity")
+    monkeypatch.chdir(copy / folder)
+    monkeypatch.setitem(sys.modules, "sparsity", None)
+    names = run_install_cell(ROOT / "colabs/quick_start.ipynb", magics := [])
+    assert names["places"][0] == place
+    assert magics == [("pip", 'install --quiet "{places[0]}[examples]"')]

@@ -1,0 +1,45 @@
+"""The examples with environments of their own: what can be said without their packages."""
+
+import ast
+import re
+
+import pytest
+
+from tests import helpers
+
+EXAMPLES = helpers.ROOT / "examples"
+NAMES = sorted(file.parent.name for file in EXAMPLES.glob("*/requirements.txt"))
+
+
+def read(name, file):
+    return (EXAMPLES / name / file).read_text(encoding="utf-8")
+
+
+def test_every_trainer_has_its_example():
+    assert NAMES == ["dopamine_dqn", "fedjax_mnist", "kauldron_vit", "tunix_lm"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_package_is_pinned(name):
+    lines = [
+        line for line in read(name, "requirements.txt").splitlines() if line and line[0] != "#"
+    ]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
+    packages = [line.partition("==")[0].lower().replace("_", "-") for line in lines]
+    assert len(set(packages)) == len(packages)
+    assert {"jax", "jaxlib", "optax", "chex", "numpy"} <= set(packages)  # what the project needs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_program_wraps_its_optimizer_in_one_line(name):
+    tree = ast.parse(read(name, "train.py"))
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    wraps = [
+        call for call in calls if isinstance(call, ast.Attribute) and call.attr == "wrap_optax"
+    ]
+    assert len(wraps) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_readme_names_the_command(name):
+    assert f"`bash run.sh example {name}`" in read(name, "README.md")

@@ -1,0 +1,150 @@
+"""What many test modules share: parameters, distributions, a training loop, oracles of counts."""
+
+import dataclasses
+import functools
+import pathlib
+from fractions import Fraction
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import sparsity
+from sparsity.algorithms import global_pruners, sparse_trainers, ste
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SHAPE = (6, 10)  # of the kernel that `params` makes
+
+
+# Containers of parameters.
+
+
+class Pair(NamedTuple):
+    kernel: object
+    bias: object
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    kernel: object
+    bias: object
+
+
+class Module(eqx.Module):
+    kernel: object
+    bias: object
+
+
+# Values.
+
+
+def params(seed=0, shape=SHAPE, dtype=jnp.float32):
+    """A kernel and a bias, drawn from a normal distribution."""
+    rng = np.random.default_rng(seed)
+    return {
+        "kernel": jnp.asarray(rng.normal(size=shape), dtype),
+        "bias": jnp.asarray(rng.normal(size=shape[-1:]), dtype),
+    }
+
+
+def grads(step):
+    """Gradients of `params`, others at each step."""
+    return params(1000 + step)
+
+
+def normal(*shape, dtype=np.float32, seed=0):
+    """Values with signs, ties and zeros."""
+    return np.round(np.random.default_rng(seed).normal(size=shape), 1).astype(dtype)
+
+
+def arrays(*shapes):
+    """Shapes and dtypes of parameters."""
+    return {f"p{i}": jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(shapes)}
+
+
+# Algorithms, by what their classes say.
+
+
+def prunes(name):
+    """Whether the algorithm removes weights at all."""
+    return not issubclass(sparsity.ALGORITHM_REGISTRY[name], sparsity.NoPruning)
+
+
+def is_straight_through(name):
+    """Whether the algorithm keeps the weights dense, and masks what the model sees."""
+    return issubclass(sparsity.ALGORITHM_REGISTRY[name], ste.StraightThrough)
+
+
+def ranks_all_layers(name):
+    """Whether one threshold holds for all layers."""
+    return issubclass(sparsity.ALGORITHM_REGISTRY[name], global_pruners.GlobalPruning)
+
+
+def is_sparse_training(name):
+    """Whether training starts from masks that are drawn."""
+    return issubclass(sparsity.ALGORITHM_REGISTRY[name], sparse_trainers.SparseTraining)
+
+
+def draws_masks(name):
+    """Whether masks depend on the seed."""
+    algorithm = sparsity.ALGORITHM_REGISTRY[name]
+    return is_sparse_training(name) or issubclass(algorithm, sparsity.RandomPruning)
+
+
+def names_of(*properties):
+    """Names of the registered algorithms that have all the properties."""
+    return [n for n in sparsity.all_algorithm_names() if all(has(n) for has in properties)]
+
+
+# Updaters.
+
+
+def uniform(value, **options):
+    """A uniform distribution, as the field of an updater."""
+    return functools.partial(sparsity.sparsity_distributions.uniform, sparsity=value, **options)
+
+
+half = uniform(0.5)
+
+
+def make_updater(name, **options):
+    """An updater from a configuration: 75% in the end, masks updated at steps 1 and 3."""
+    config = {
+        "algorithm": name,
+        "sparsity": 0.75,
+        "update_freq": 2,
+        "update_start_step": 1,
+        "update_end_step": 3,
+    }
+    return sparsity.create_updater_from_config(config | options)
+
+
+def train(updater, params, steps, optimizer=None, *, post=False, grads=grads, jit=True):
+    """Trains for some steps; returns parameters and optimizer state."""
+    tx = updater.wrap_optax(optax.adamw(0.1, weight_decay=0.05) if optimizer is None else optimizer)
+    state = tx.init(params)
+    update = jax.jit(tx.update) if jit else tx.update
+    for step in range(steps):
+        updates, state = update(grads(step), state, params)
+        params = optax.apply_updates(params, updates)
+        if post:
+            params = updater.post_gradient_update(params, state)
+    return params, state
+
+
+# Oracles.
+
+
+def num_kept(n, sparsity_):
+    """round_half_even(n * (1 - float32(sparsity))), at least one of any, in exact arithmetic."""
+    return min(n, max(1, round(n * (1 - Fraction(float(np.float32(sparsity_)))))))
+
+
+def is_positive_zero(array):
+    """Where all bits are zero."""
+    array = np.asarray(array)
+    return array.view(f"uint{8 * array.itemsize}") == 0

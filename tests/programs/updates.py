@@ -1,0 +1,190 @@
+"""Whole updates on a mesh: masks, placement, memory."""
+
+import contextlib
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+import sparsity
+from tests import helpers
+from tests.selection_oracle import best
+
+SPECS = {  # of the kernels of two layers and of the bias
+    "data parallel": (P(), P(), P()),
+    "fsdp": (P(("a", "b")), P(("a", "b")), P(("a", "b"))),
+    "both": (P("a", "b"), P("b", "a"), P("b")),
+}
+
+
+def tree(seed, rows=16, columns=64):
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    return {
+        "in": {"kernel": draw(rows, columns), "bias": draw(columns)},
+        "out": {"kernel": draw(columns, rows)},
+    }
+
+
+def place(devices, values, layout):
+    """The values on the mesh, or on one device without a layout."""
+    if layout is None:
+        return jax.tree.map(jnp.asarray, values)
+    first, second, bias = SPECS[layout]
+    specs = {"in": {"kernel": first, "bias": bias}, "out": {"kernel": second}}
+    return jax.tree.map(lambda x, spec: devices.put(x, *spec), values, specs)
+
+
+def on(devices, layout):
+    return jax.set_mesh(devices.mesh) if layout else contextlib.nullcontext()
+
+
+def every_algorithm_gives_bit_equal_masks(devices):
+    for name in sparsity.all_algorithm_names():
+        # One layer is enough where each is ranked by itself.
+        alone = {"custom_sparsity_map": {"out/kernel": None}}
+        updater = helpers.make_updater(name, **({} if helpers.ranks_all_layers(name) else alone))
+        masks = {}
+        for layout in (None, "both"):
+            with on(devices, layout):
+                params, grads = (place(devices, tree(seed), layout) for seed in (0, 1))
+                state = updater.init_state(params)._replace(count=jnp.int32(3))
+                if helpers.is_straight_through(name):
+                    seen = updater.pre_forward_update(params, state)
+                    masks[layout] = jax.tree.map(lambda w: w != 0, seen)
+                    continue
+                masks[layout] = updater.update_state(state, params, grads).masks
+            if layout:
+                layers = params["in"], params["out"]
+                for mask, layer in zip(jax.tree.leaves(masks[layout]), layers, strict=False):
+                    like = layer["kernel"]
+                    assert mask.sharding.is_equivalent_to(like.sharding, 2), (name, mask)
+        for mask, expected in zip(*map(jax.tree.leaves, masks.values()), strict=True):
+            np.testing.assert_array_equal(mask, expected, err_msg=name)
+
+
+def _loss(params, x, y, is_explicit):
+    if is_explicit:  # where a product would have to name its sharding
+        losses = jax.tree.map(lambda w, t: jnp.sum((jnp.tanh(w) - t) ** 2), params, y)
+        return sum(jax.tree.leaves(losses))
+    hidden = jnp.tanh(x @ params["in"]["kernel"] + params["in"]["bias"])
+    return jnp.mean((hidden @ params["out"]["kernel"] - y) ** 2)
+
+
+def _train(devices, layout, x, y):
+    params = place(devices, tree(0), layout)
+    updater = helpers.make_updater(
+        "rigl", use_packed_masks=True, custom_sparsity_map={"out/kernel": None}
+    )
+    # With a smaller eps regrown weights would all move equally far, and tie in the next update.
+    tx = updater.wrap_optax(optax.adam(0.05, eps=0.05))
+    shardings = sparsity.sharding_like(params, jax.eval_shape(tx.init, params))
+    own = jax.tree.map(lambda leaf: leaf.sharding, params)
+
+    @functools.partial(jax.jit, out_shardings=(own, shardings))
+    def step(params, state, x, y):
+        grads = jax.grad(_loss)(params, x, y, devices.is_explicit)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.jit(tx.init, out_shardings=shardings)(params)
+    for _ in range(5):
+        params, state = step(params, state, x, y)
+    if layout:  # the bytes divide as the entries do
+        assert step._cache_size() == 1
+        mask, like = state.masks["in"]["kernel"], params["in"]["kernel"]
+        assert mask.sharding.is_equivalent_to(like.sharding, 2), (layout, mask.sharding)
+    return params, jax.tree.map(np.asarray, state.masks)
+
+
+def a_run_agrees_with_one_device_compiles_once_and_keeps_its_placement(devices):
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=(8, 16)).astype(np.float32) for _ in range(2))
+    y = tree(1) if devices.is_explicit else y
+    params, masks = _train(devices, None, x, y)
+    for layout in ("both",) if devices.is_explicit else ("data parallel", "fsdp", "both"):
+        with on(devices, layout):
+            there = place(devices, y, layout) if devices.is_explicit else devices.put(y, "a")
+            found, found_masks = _train(devices, layout, devices.put(x, "a"), there)
+        jax.tree.map(np.testing.assert_array_equal, found_masks, masks)
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+        jax.tree.map(close, found, params)
+
+
+def a_jitted_init_places_masks_as_their_parameters(devices):
+    params = place(devices, tree(0), "both")
+    params |= {"narrow": devices.put(np.ones((16, 12), np.float32), "a", "b")}
+    with jax.set_mesh(devices.mesh):
+        for name in ("magnitude", "rigl"):
+            for packed in (False, True):
+                updater = helpers.make_updater(name, use_packed_masks=packed)
+                tx = updater.wrap_optax(optax.sgd(0.1))
+                # Eight bytes of 64 entries divide among four devices, two of 12 do not.
+                narrow = devices.sharding("a") if packed else devices.sharding("a", "b")
+                for init in (tx.init, jax.jit(tx.init)):
+                    masks = init(params).masks
+                    wide = masks["in"]["kernel"].sharding
+                    assert wide.is_equivalent_to(devices.sharding("a", "b"), 2), (name, packed)
+                    assert masks["narrow"].sharding.is_equivalent_to(narrow, 2), (name, packed)
+
+
+def no_array_has_the_size_of_an_unsharded_parameter(devices):
+    params = place(devices, tree(0, 256, 512), "both")
+    largest = 256 * 512 // 8
+    cases = (("rigl", {"use_packed_masks": True}), ("set", {}), ("global_saliency", {}))
+    for name, options in cases:
+        tx = helpers.make_updater(name, **options).wrap_optax(optax.adam(0.01))
+
+        def step(grads, state, params, tx=tx):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        with jax.set_mesh(devices.mesh):
+            shapes = jax.eval_shape(tx.init, params)
+            state = jax.tree.map(
+                lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own),
+                shapes,
+                sparsity.sharding_like(params, shapes),
+            )
+            lowered = jax.jit(step, donate_argnums=(1, 2)).lower(params, state, params)
+        shapes = re.findall(r"[a-z]+\d+\[([\d,]+)\]", lowered.compile().as_text())
+        sizes = {math.prod(map(int, shape.split(","))) for shape in shapes}
+        assert largest in sizes  # what the search must find: a device's part of a kernel
+        assert max(sizes) <= 8 * largest - 1, (name, options, max(sizes) / largest)
+
+
+def updates_inside_shard_map_and_pmap_prune_each_part(devices):
+    updater = helpers.make_updater("magnitude", update_start_step=0, update_end_step=0)
+    tx = updater.wrap_optax(optax.sgd(0.1))
+    w = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
+
+    def train(w):
+        updates, state = tx.update(w, tx.init(w), w)
+        return optax.apply_updates(w, updates), state.masks
+
+    spec = P(("a", "b"))
+    mapped = jax.jit(jax.shard_map(train, mesh=devices.mesh, in_specs=spec, out_specs=spec))
+    found = [mapped(w)]
+    if hasattr(jax, "pmap"):
+        found.append([part[:, 0] for part in jax.pmap(train)(w[:, None])])
+    expected = np.stack([best(np.abs(row), 16) for row in w])
+    for kept, mask in found:
+        np.testing.assert_array_equal(mask, expected)
+        np.testing.assert_array_equal(np.asarray(kept) != 0, expected != 0)
+
+
+_BOTH = [
+    every_algorithm_gives_bit_equal_masks,
+    a_run_agrees_with_one_device_compiles_once_and_keeps_its_placement,
+    a_jitted_init_places_masks_as_their_parameters,
+    no_array_has_the_size_of_an_unsharded_parameter,
+]
+CASES = {
+    "Auto": [*_BOTH, updates_inside_shard_map_and_pmap_prune_each_part],
+    "Explicit": _BOTH,
+}

@@ -1,0 +1,90 @@
+"""What a compiled run may not do: compile twice, talk to the host, leak, promote, make a NaN."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsity
+from tests import helpers
+
+pytestmark = pytest.mark.slow
+
+
+_TYPES = {
+    "unstructured": sparsity.Unstructured(),
+    "N:M": sparsity.NByM(1, 4),
+    "block": sparsity.Block((2, 3)),
+    "channel": sparsity.Channel(-1),
+}
+_PARAMS = helpers.params(shape=(2, 8, 12)) | {"bias": jnp.ones((2, 12))}
+
+
+def _step_fn(updater):
+    # Adam's own bias correction mixes integers and floats, which strict promotion refuses.
+    tx = updater.wrap_optax(optax.sgd(0.1, momentum=0.9))
+
+    def step(params, state):
+        seen = updater.pre_forward_update(params, state)
+        grads = jax.tree.map(lambda w: w - 0.5, seen)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        return updater.post_gradient_update(params, state), state
+
+    return step, tx.init
+
+
+@contextlib.contextmanager
+def _strict():
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.mark.parametrize("kind", _TYPES)
+@pytest.mark.parametrize("name", helpers.names_of(helpers.prunes))
+def test_steps_and_masks_need_no_implicit_promotion_and_leak_nothing(name, kind):
+    if helpers.ranks_all_layers(name) and kind != "unstructured":
+        pytest.skip("ranks single weights")
+    params = _PARAMS
+    with _strict(), jax.checking_leaks():
+        for packed in (False, True):
+            updater = helpers.make_updater(
+                name, sparsity_type=_TYPES[kind], batch_axes=1, use_packed_masks=packed
+            )
+            step, init = _step_fn(updater)
+            state = jax.eval_shape(init, params)
+            shapes = jax.eval_shape(step, params, state)
+            assert jax.tree.structure(shapes) == jax.tree.structure((params, state))
+            for new, old in zip(*map(jax.tree.leaves, (shapes, (params, state))), strict=True):
+                assert (new.shape, new.dtype, new.weak_type) == (old.shape, old.dtype, False)
+        if not helpers.is_sparse_training(name):
+            jax.eval_shape(updater.instant_sparsify, params, params)
+
+
+@pytest.mark.parametrize("name", ["rigl", "set", "magnitude", "global_saliency", "magnitude_ste"])
+def test_a_run_compiles_once_and_stays_on_the_device(name):
+    updater = helpers.make_updater(name, use_packed_masks=True, batch_axes=1)
+    step, init = _step_fn(updater)
+    params = _PARAMS
+    state = jax.jit(init)(params)
+    step = jax.jit(step, donate_argnums=(0, 1))
+    with jax.transfer_guard("disallow"), jax.debug_nans(True):
+        for _ in range(5):
+            params, state = step(params, state)
+    assert step._cache_size() == 1
+    assert int(state.count) == 5
+    kernel = updater.pre_forward_update(params, state)["kernel"]
+    assert np.count_nonzero(kernel) <= 48  # a quarter of 192
+
+
+def test_masks_cost_a_byte_or_a_bit_a_weight_and_nothing_for_dense_leaves():
+    half = helpers.half
+    params = {"kernel": jnp.ones((8, 12)), "bias": jnp.ones(1000)}
+    for packed, size in ((False, 8 * 12), (True, 8 * 2)):
+        updater = sparsity.RigL(sparsity_distribution_fn=half, use_packed_masks=packed)
+        state = updater.init_state(params)
+        scalars = 4 + 4  # the target sparsity of the kernel, the count
+        assert sum(leaf.nbytes for leaf in jax.tree.leaves(state)) == size + scalars

@@ -1,0 +1,151 @@
+"""Keys in the order of scores, and the search among them, of which passes are counted."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparsity.core import exact as exact_counts
+from sparsity.selection import counting, key_search
+from sparsity.selection.keys import key_range, to_keys
+from tests.selection_oracle import any_bits, ranks
+
+FLOATS = [
+    "float32",
+    "bfloat16",
+    "float16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e4m3b11fnuz",
+    "float8_e3m4",
+    "float8_e4m3",
+]
+INTEGERS = ["int8", "int16", "int32", "uint8", "uint16", "uint32", "int4", "uint4", "bool"]
+WIDE = ["float64", "int64", "uint64"]
+
+
+# ------------------------------------------------------------------ keys
+@pytest.mark.parametrize("dtype", FLOATS + INTEGERS + WIDE)
+def test_keys_are_in_the_order_of_scores_of_every_dtype(dtype):
+    with jax.enable_x64(dtype in WIDE):
+        scores = any_bits(dtype, 3000)
+        keys = np.asarray(to_keys(jnp.asarray(scores)))
+        key, low, top = key_range(np.dtype(scores.dtype))
+    rank = ranks(scores)
+    order = np.argsort(rank, kind="stable")
+    np.testing.assert_array_equal(np.argsort(keys, kind="stable"), order)
+    np.testing.assert_array_equal(np.diff(keys[order]) != 0, np.diff(rank[order]) != 0)
+    assert keys.dtype == key
+    assert keys.min() >= low
+    assert keys.max() <= top
+    nan = rank < 0
+    if nan.any():
+        np.testing.assert_array_equal(keys == low, nan)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_range_of_keys_is_from_nan_to_the_highest_score(dtype):
+    dtype = jnp.dtype(dtype)
+    low, top = key_range(dtype)[1:]
+    highest = np.full(1, np.inf).astype(dtype)
+    if not np.isinf(highest.astype(np.float32)):
+        highest = np.full(1, jnp.finfo(dtype).max, dtype)
+    scores = np.concatenate([np.full(1, np.nan).astype(dtype), -highest, highest])
+    keys = np.asarray(to_keys(jnp.asarray(scores))).tolist()
+    assert keys[0] == low < keys[1] < keys[2] == top
+
+
+# ------------------------------------------------------------------ counting
+@pytest.mark.parametrize("flat", [True, False], ids=["flat", "natural"])
+def test_counts_are_of_eligible_keys_strictly_above(monkeypatch, flat):
+    monkeypatch.setattr(counting, "use_flat", lambda x: flat)
+    rng = np.random.default_rng(0)
+    shapes = [(3, 5), (65_536,), (257, 300)]  # small; in whole rows; and with a rest
+    scores = [rng.integers(-9, 9, s).astype(np.int32) for s in shapes]
+    where = rng.integers(0, 2, shapes[2]).astype(np.uint8)
+    leaves = [counting.Leaf(x) for x in map(jnp.asarray, scores)]
+    leaves[2] = leaves[2]._replace(where=where)
+    pivots = np.array([-10, -3, 0, 8], np.int32)
+    counts = jax.jit(counting.count_above)(leaves, pivots)
+    kept = [scores[0], scores[1], scores[2][where != 0]]
+    np.testing.assert_array_equal(counts, [[np.sum(x > p) for p in pivots] for x in kept])
+    assert int(counting.count_eligible(leaves[2])) == where.sum()
+    assert counting.count_eligible(leaves[0]) == 15
+
+
+# ------------------------------------------------------------------ the search
+def worst_counts(pivots, low, high):
+    """Counts of a liar: between which pivots the k-th key lies, so that most keys stay."""
+    edges = [low, *sorted({int(p) + 1 for p in pivots}), high + 1]
+    return max(itertools.pairwise(edges), key=lambda e: e[1] - e[0])
+
+
+@pytest.mark.parametrize("max_misses", [0, 2, 8])
+def test_the_search_keeps_its_bound_against_an_adversary(max_misses):
+    # The adversary answers every pass so that the largest part of the bracket remains.
+    narrow = jax.jit(key_search.narrow)
+    even = jax.jit(functools.partial(key_search.even_pivots, log2_parts=3))
+    guess = jax.jit(functools.partial(key_search.guessed_pivots, is_float=True))
+    _, low, high = key_range(np.dtype(np.float32))
+    k = (jnp.uint32(0), jnp.uint32(2**29))
+    bracket = key_search.Bracket.of(
+        jnp.int32(low), jnp.int32(high), jnp.array([2**30]), sharp=False
+    )
+    pivots = even(bracket)
+    while int(bracket.low) < int(bracket.high):
+        low, high = int(bracket.low), int(bracket.high)
+        pivots = np.clip(np.asarray(pivots), low, high - 1)
+        start, end = worst_counts(pivots, low, high)
+        above = int(bracket.above[0])
+        outside = (above + 2**29) // 2, (int(bracket.at_least[0]) + 2**29 + 1) // 2
+        counts = np.where(pivots + 1 <= start, outside[1], outside[0]).astype(np.int32)
+        assert end > start
+        bracket = narrow(bracket, jnp.asarray(pivots), jnp.asarray(counts)[None], k)
+        pivots = guess(bracket, k) if int(bracket.misses) < max_misses else even(bracket)
+    assert int(bracket.passes) <= max_misses + 11
+
+
+def test_a_search_over_more_than_2_to_32_weights_finds_the_key():
+    # Three leaves of a thousand distinct keys, each of which stands for 2**21 equal weights.
+    keys = np.sort(np.random.default_rng(0).integers(-(2**30), 2**30, (3, 1000)).astype(np.int32))
+    _, low, high = key_range(np.dtype(np.int32))
+
+    def count(pivots):
+        above = [1000 - jnp.searchsorted(row, pivots, side="right") for row in jnp.asarray(keys)]
+        return jnp.stack(above).astype(jnp.int32) * 2**21
+
+    @jax.jit
+    def search(k):
+        whole = jnp.full(3, 1000 * 2**21, jnp.int32)
+        b = key_search.Bracket.of(jnp.int32(low), jnp.int32(high), whole, sharp=False)
+        return key_search.search(count, k, b, bits=32, max_misses=2)
+
+    for place in (1, 700, 2_100, 2_999):  # the last of them beyond 2**32
+        found = search(exact_counts.split(place * 2**21 + 7))
+        assert int(found.high) == np.sort(keys.ravel())[::-1][place]
+        assert int(found.passes) <= 13
+
+
+def test_a_fixed_search_takes_a_pass_for_every_four_bits(monkeypatch):
+    monkeypatch.setattr(key_search, "loops_wait_on_host", lambda: True)
+    keys = np.sort(np.random.default_rng(0).integers(0, 2**16, 1000).astype(np.int32))
+
+    def count(pivots):
+        return (1000 - jnp.searchsorted(keys, pivots, side="right"))[None].astype(jnp.int32)
+
+    @jax.jit
+    def search(k):
+        whole, end = jnp.full(1, 1000, jnp.int32), jnp.int32(2**16 - 1)
+        b = key_search.Bracket.of(end & 0, end, whole)
+        return key_search.search(count, k, b, bits=16)
+
+    for k in (1, 333, 1000):
+        found = search(exact_counts.split(k))
+        assert np.sum(keys > int(found.high)) <= k <= np.sum(keys >= int(found.low))
+        assert int(found.low) == int(found.high)
+        assert int(found.passes) == 4

@@ -1,0 +1,309 @@
+"""Exact selection, against stable argsorts in numpy and numbers worked by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsity import selection
+from sparsity.core import exact as exact_counts
+from tests.selection_oracle import any_bits, best, ranks
+
+
+# ------------------------------------------------------------------ topk_mask
+# test_key_search.py covers the order of every dtype: here, each way to find the k best.
+@pytest.mark.parametrize(
+    "dtype",
+    ["bfloat16", "float8_e8m0fnu", "float4_e2m1fn", "uint32", "int4", "bool"],
+)
+def test_keeps_exactly_the_k_best(dtype):
+    scores = any_bits(dtype, 300)
+    for k in (0, 1, 60, 150, 299, 300):
+        np.testing.assert_array_equal(selection.topk_mask(scores, k), best(scores, k))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "uint64"])
+def test_keeps_exactly_the_k_best_of_64_bit_dtypes(dtype):
+    with jax.enable_x64(True):
+        test_keeps_exactly_the_k_best(dtype)
+
+
+def test_where_limits_the_choice_whatever_the_other_scores_are():
+    scores = any_bits("float32", 300)
+    where = (np.random.default_rng(1).random(300) < 0.4).astype(np.uint8)
+    for k in (0, 1, 60, int(where.sum()), 300):
+        mask = selection.topk_mask(scores, k, where=where)
+        np.testing.assert_array_equal(mask, best(scores, k, where))
+    np.testing.assert_array_equal(selection.topk_mask(scores, 300, where=where != 0), where)
+
+
+@given(
+    scores=st.lists(st.floats(width=32), min_size=1, max_size=40),
+    fraction=st.floats(0, 1),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_float32_values_are_ordered_exactly(scores, fraction):
+    scores = np.resize(np.array(scores, np.float32), 40)  # one shape: compiled once
+    k = round(fraction * 40)
+    np.testing.assert_array_equal(selection.topk_mask(scores, k), best(scores, k))
+
+
+def test_ties_go_to_the_lowest_index_and_nan_ranks_last():
+    tiny = np.float32(1e-45)
+    scores = jnp.array([0.0, np.nan, -0.0, tiny, -tiny, -np.inf, np.nan, np.inf])
+    for k, kept in enumerate([[], [7], [3, 7], [0, 3, 7], [0, 2, 3, 7], [0, 2, 3, 4, 7]]):
+        assert np.flatnonzero(selection.topk_mask(scores, k)).tolist() == kept
+    assert np.flatnonzero(selection.topk_mask(scores, 7)).tolist() == [0, 1, 2, 3, 4, 5, 7]
+
+
+def test_empty_and_scalar_scores():
+    assert selection.topk_mask(jnp.zeros((0, 3)), 0).shape == (0, 3)
+    assert selection.topk_mask(jnp.zeros((2, 0)), 0, batch_axes=1).shape == (2, 0)
+    assert selection.topk_mask(jnp.float32(3.0), 1) == 1
+    assert selection.topk_mask(jnp.float32(3.0), 0) == 0
+    assert selection.topk_mask(2.0, 1, where=0) == 0
+
+
+def test_mask_is_uint8_of_the_same_shape():
+    mask = selection.topk_mask(np.arange(24.0).reshape(2, 3, 4), 5)
+    assert (mask.shape, mask.dtype) == ((2, 3, 4), jnp.uint8)
+
+
+def test_concrete_k_out_of_range_is_refused():
+    for k in (-1, 5, np.int64(7), jnp.int32(-2), [1, 5]):
+        with pytest.raises(ValueError, match="k must be in"):
+            selection.topk_mask(jnp.arange(4.0), k)
+
+
+def test_traced_k_is_clamped():
+    mask = jax.jit(selection.topk_mask)
+    assert int(mask(jnp.arange(4.0), -3).sum()) == 0
+    assert int(mask(jnp.arange(4.0), 9).sum()) == 4
+    np.testing.assert_array_equal(mask(jnp.arange(4.0), 1), [0, 0, 0, 1])
+
+
+def test_complex_scores_are_refused_with_advice():
+    with pytest.raises(ValueError, match=r"jnp\.abs"):
+        selection.topk_mask(jnp.ones(3, jnp.complex64), 1)
+    with pytest.raises(ValueError, match=r"jnp\.abs"):
+        selection.nm_mask(jnp.ones(4, jnp.complex64), 2, 4)
+
+
+def test_wrong_shapes_and_batch_axes_are_refused():
+    with pytest.raises(ValueError, match="where must have shape"):
+        selection.topk_mask(jnp.ones(3), 1, where=jnp.ones(4))
+    with pytest.raises(ValueError, match="batch_axes must be in"):
+        selection.topk_mask(jnp.ones(3), 1, batch_axes=2)
+    with pytest.raises(ValueError, match="broadcast"):
+        selection.topk_mask(jnp.ones((3, 4)), np.ones(2, int), batch_axes=1)
+
+
+def test_batch_axes_select_in_every_slice():
+    scores = np.round(np.random.default_rng(0).normal(size=(3, 2, 5, 4)), 1)
+    mask = selection.topk_mask(scores.astype(np.float32), np.array([7, 20]), batch_axes=2)
+    for i, j in np.ndindex(3, 2):
+        np.testing.assert_array_equal(mask[i, j], best(scores[i, j], (7, 20)[j]))
+
+
+def test_vmap_and_scan_give_what_a_loop_gives():
+    scores = np.round(np.random.default_rng(0).normal(size=(4, 6, 10)), 1).astype(np.float32)
+    where = (np.random.default_rng(1).random(scores.shape) < 0.7).astype(np.uint8)
+    k = np.array([0, 7, 30, 60], np.int32)
+    expected = np.stack([best(*x) for x in zip(scores, k, where, strict=True)])
+
+    def masks(x, k, w):
+        return selection.topk_mask(x, k, where=w)
+
+    pairs = [x.reshape(2, 2, *x.shape[1:]) for x in (scores, k, where)]
+    _, scanned = jax.lax.scan(lambda _, pair: (None, jax.vmap(masks)(*pair)), None, pairs)
+    np.testing.assert_array_equal(scanned.reshape(expected.shape), expected)
+    shared = jax.vmap(lambda k: selection.topk_mask(scores[0], k))(k)
+    np.testing.assert_array_equal(shared, np.stack([best(scores[0], j) for j in k]))
+
+
+def test_eager_calls_compile_once_for_all_k():
+    scores = jnp.arange(37.0)
+    selection.topk_mask(scores, 1)
+    before = selection.topk._topk_mask._cache_size()
+    for k in (2, 3, np.int32(4), jnp.int32(5)):
+        selection.topk_mask(scores, k)
+    assert selection.topk._topk_mask._cache_size() == before
+
+
+def test_temporaries_stay_below_a_twentieth_of_a_byte_a_weight():
+    scores = jax.ShapeDtypeStruct((10**6,), jnp.float32)
+    compiled = selection.topk._topk_mask.lower(scores, exact_counts.split(7), None, 0).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes <= 0.05 * scores.size
+
+
+# ------------------------------------------------------------------ global_topk_mask
+def test_one_threshold_for_all_leaves_with_ties_in_tree_order():
+    tree = {"a": jnp.array([3, 1, 3]), "b": [jnp.array([[3, 2]]), None, jnp.int32(3)]}
+    for k, kept in [(0, [[0, 0, 0], [[0, 0]], 0]), (2, [[1, 0, 1], [[0, 0]], 0])]:
+        mask = selection.global_topk_mask(tree, k)
+        assert jax.tree.structure(mask) == jax.tree.structure(tree)
+        assert [x.tolist() for x in jax.tree.leaves(mask)] == kept
+    mask = selection.global_topk_mask(tree, 5)
+    assert [x.tolist() for x in jax.tree.leaves(mask)] == [[1, 0, 1], [[1, 1]], 1]
+
+
+def test_a_tree_is_masked_like_its_concatenation():
+    rng = np.random.default_rng(0)
+    shapes = [(5,), (300, 230), (0, 3), (), (17, 3), (70_000,), (2, 2)]  # some are merged
+    tree = [np.round(rng.normal(size=s), 1).astype(np.float32) for s in shapes]
+    joined = np.concatenate([x.ravel() for x in tree])
+    for k in (0, 3, 30_000, 80_000, joined.size - 2, joined.size):
+        masks = selection.global_topk_mask(tree, k)
+        assert [x.shape for x in masks] == shapes
+        np.testing.assert_array_equal(np.concatenate([x.ravel() for x in masks]), best(joined, k))
+
+
+def test_global_k_may_be_two_words_traced_or_clamped():
+    tree = [jnp.array([4.0, 1.0]), jnp.array([3.0])]
+    two = (jnp.uint32(0), jnp.uint32(2))
+    for k in (2, np.int64(2), two):
+        assert [x.tolist() for x in selection.global_topk_mask(tree, k)] == [[1, 0], [1]]
+    traced = jax.jit(selection.global_topk_mask)
+    assert [x.tolist() for x in traced(tree, two)] == [[1, 0], [1]]
+    assert [x.tolist() for x in traced(tree, -1)] == [[0, 0], [0]]
+    assert [x.tolist() for x in traced(tree, (jnp.uint32(1), jnp.uint32(0)))] == [[1, 1], [1]]
+    with pytest.raises(ValueError, match="k must be in"):
+        selection.global_topk_mask(tree, (jnp.uint32(1), jnp.uint32(0)))
+
+
+def test_global_refuses_mixed_dtypes_and_accepts_no_leaves():
+    with pytest.raises(ValueError, match="float32, int32"):
+        selection.global_topk_mask([jnp.ones(2), jnp.ones(2, jnp.int32)], 1)
+    assert selection.global_topk_mask({"a": None}, 0) == {"a": None}
+    assert selection.global_topk_mask([jnp.zeros((0, 2))], 0)[0].shape == (0, 2)
+
+
+# ------------------------------------------------------------------ nm_mask
+def nm_oracle(scores, n, m, axis, keep=None):
+    moved = np.moveaxis(np.asarray(scores), axis, -1)
+    rank = ranks(moved).reshape(-1, m)
+    if keep is not None:
+        rank = rank + 10**6 * (np.moveaxis(keep, axis, -1).reshape(-1, m) != 0)
+    mask = np.zeros(rank.shape, np.uint8)
+    np.put_along_axis(mask, np.argsort(-rank, axis=1, kind="stable")[:, :n], 1, axis=1)
+    return np.moveaxis(mask.reshape(moved.shape), -1, axis)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (4, 8), (0, 3), (3, 3), (5, 16)])
+def test_nm_keeps_the_n_best_of_every_m(dtype, n, m):
+    scores = any_bits(dtype, 2 * 48 * 48).reshape(2, 48, 48)
+    for axis in (-1, -2, 1):
+        mask = selection.nm_mask(scores, n, m, axis=axis)
+        np.testing.assert_array_equal(mask, nm_oracle(scores, n, m, axis))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "uint8", "bool"])
+@pytest.mark.parametrize(("n", "m", "size"), [(2, 4, 10), (1, 4, 7), (3, 4, 5), (2, 8, 3)])
+def test_nm_keeps_n_of_a_shorter_last_group_or_all_it_has(dtype, n, m, size):
+    scores = any_bits(dtype, 5 * size * 3).reshape(5, size, 3)
+    keep = np.random.default_rng(0).integers(0, 2, scores.shape)
+    for kept in (None, keep):
+        groups = [slice(start, min(start + m, size)) for start in range(0, size, m)]
+        expected = [
+            nm_oracle(scores[:, g], min(n, g.stop - g.start), g.stop - g.start, 1,
+                      None if kept is None else kept[:, g])
+            for g in groups
+        ]  # fmt: skip
+        mask = selection.nm_mask(scores, n, m, axis=1, keep=kept)
+        np.testing.assert_array_equal(mask, np.concatenate(expected, axis=1))
+
+
+def test_nm_entries_to_keep_outrank_the_others_of_their_group():
+    scores = jnp.array([4.0, 3.0, 2.0, 1.0, 9.0, 8.0, 7.0, 6.0])
+    keep = jnp.array([0, 0, 0, 1, 1, 1, 1, 0])
+    assert selection.nm_mask(scores, 2, 4, keep=keep).tolist() == [1, 0, 0, 1, 1, 1, 0, 0]
+    scores = any_bits("float32", 960).reshape(20, 48)
+    keep = np.random.default_rng(0).integers(0, 2, (20, 48))
+    mask = selection.nm_mask(scores, 3, 8, keep=keep)
+    np.testing.assert_array_equal(mask, nm_oracle(scores, 3, 8, -1, keep))
+
+
+def test_nm_takes_a_traced_n_and_works_under_vmap():
+    scores = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
+    masks = jax.jit(lambda n: selection.nm_mask(scores, n, 4))
+    for n in range(-1, 6):
+        np.testing.assert_array_equal(masks(n), nm_oracle(scores, min(max(n, 0), 4), 4, -1))
+    mapped = jax.vmap(lambda x: selection.nm_mask(x, 2, 4))(scores)
+    np.testing.assert_array_equal(mapped, nm_oracle(scores, 2, 4, -1))
+
+
+def test_nm_refuses_groups_that_do_not_fit():
+    for n, m, axis in [(5, 4, -1), (-1, 4, -1), (2, 4, 2), (0, 0, -1)]:
+        with pytest.raises(ValueError, match="must"):
+            selection.nm_mask(jnp.ones((6, 8)), n, m, axis=axis)
+    assert selection.nm_mask(jnp.ones((0, 8)), 2, 4).shape == (0, 8)
+
+
+# ------------------------------------------------------------------ num_kept
+def test_num_kept_words_are_a_k_for_a_global_mask():
+    with pytest.raises(ValueError, match="k must be in"):
+        selection.global_topk_mask([jnp.ones(3)], selection.num_kept(2**32, jnp.float32(0)))
+
+
+def test_num_kept_of_every_slice_is_a_k_of_every_slice():
+    rng = np.random.default_rng(0)
+    scores = np.round(rng.normal(size=(3, 2, 20)), 1).astype(np.float32)
+    where = (rng.random(scores.shape) < 0.6).astype(np.uint8)
+
+    def masks(scores, where, sparsity):
+        kept = selection.num_kept(jnp.sum(where, axis=2, dtype=jnp.int32), sparsity)
+        return selection.topk_mask(scores, kept, where=where, batch_axes=2)
+
+    for sparsity in (0.3, 1.0):
+        expected = np.zeros_like(where)
+        for i in np.ndindex(3, 2):
+            kept = selection.num_kept(int(where[i].sum()), sparsity)
+            expected[i] = best(scores[i], kept, where[i])
+        np.testing.assert_array_equal(masks(scores, where, sparsity), expected)
+        np.testing.assert_array_equal(jax.jit(masks)(scores, where, sparsity), expected)
+
+
+# ------------------------------------------------------------------ hash_scores
+def test_hash_scores_are_uniform_in_every_byte():
+    scores = np.asarray(selection.hash_scores((1 << 18,), 7, 3))
+    assert scores.dtype == np.uint32
+    for byte in range(4):
+        counts = np.bincount(scores >> (8 * byte) & 255, minlength=256)
+        chi_square = np.sum((counts - 1024) ** 2 / 1024)
+        assert 255 - 5 * 22.6 < chi_square < 255 + 5 * 22.6  # five deviations
+    assert np.unique(scores).size > 0.9999 * scores.size
+
+
+def bits_that_differ(a, b):
+    """Fraction of pairs that differ, for each of 32 bits."""
+    return np.unpackbits((a ^ b).view(np.uint8).reshape(-1, 4), axis=1).mean(0)
+
+
+def test_hash_scores_do_not_depend_on_neighbours_steps_seeds_or_leaves():
+    shape = (1 << 16,)
+    base = np.asarray(selection.hash_scores(shape, 0, 0, 0))
+    others = [selection.hash_scores(shape, *words) for words in np.eye(3, dtype=int).tolist()]
+    others += [np.roll(base, by) for by in (1, 2, 256)]
+    others += [selection.hash_scores(shape, 0, 0), selection.hash_scores(shape, 2**31, 0, 0)]
+    for other in others:
+        differ = bits_that_differ(base, np.asarray(other))
+        assert np.all(np.abs(differ - 0.5) < 5 * 0.5 / 2**8)  # five deviations
+
+
+def test_hash_scores_do_not_shift_with_the_words():
+    streams = [np.asarray(selection.hash_scores((4096,), 0, step)) for step in range(8)]
+    assert np.unique(np.concatenate(streams)).size > 8 * 4096 - 5
+
+
+def test_hash_scores_follow_the_flat_index_and_take_traced_words():
+    flat = selection.hash_scores((24,), 5, 9)
+    np.testing.assert_array_equal(selection.hash_scores((2, 3, 4), 5, 9).ravel(), flat)
+    traced = jax.jit(lambda seed, step: selection.hash_scores((24,), seed, step))
+    np.testing.assert_array_equal(traced(jnp.uint32(5), jnp.int32(9)), flat)
+    negative = selection.hash_scores((24,), -1)
+    np.testing.assert_array_equal(negative, selection.hash_scores((24,), 2**32 - 1))
+    assert selection.hash_scores((), 1).shape == ()
+    assert selection.hash_scores((0, 2), 1).shape == (0, 2)

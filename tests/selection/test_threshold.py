@@ -1,0 +1,137 @@
+"""Masks of the k best of several leaves, on every path: how many passes, ties, temporaries."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparsity.core import exact as exact_counts
+from sparsity.selection import counting, key_search, threshold
+from tests.selection_oracle import best_first
+
+PATHS = pytest.mark.parametrize("flat", [True, False], ids=["flat", "natural"])
+LOOPS = pytest.mark.parametrize("fixed", [False, True], ids=["looking", "fixed"])
+
+
+@functools.partial(jax.jit, static_argnames=("flat", "fixed"))
+def select(leaves, k, flat=True, fixed=False):
+    """Masks and passes of one variant of the search."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(counting, "use_flat", lambda x: flat)
+        patch.setattr(key_search, "loops_wait_on_host", lambda: fixed)
+        masks, passes = threshold.select([counting.Leaf(*leaf) for leaf in leaves], k)
+    return masks, passes
+
+
+def check(leaves, ks, *, at_most=None, name="", **variant):
+    """Masks must be those of the concatenation, found in at most so many passes."""
+    joined = [np.concatenate([x.ravel() for x in arrays]) for arrays in zip(*leaves, strict=True)]
+    order = best_first(*joined)
+    for k in ks:
+        expected = np.zeros(joined[0].size, np.uint8)
+        expected[order[:k]] = 1
+        masks, passes = select(leaves, exact_counts.split(k), **variant)
+        found = np.concatenate([np.ravel(x) for x in masks])
+        np.testing.assert_array_equal(found, expected, err_msg=f"{name}, {k}")
+        assert at_most is None or int(passes) <= at_most, (name, k)
+
+
+@pytest.mark.slow
+@LOOPS
+@PATHS
+def test_leaves_are_masked_like_their_concatenation(flat, fixed):
+    rng = np.random.default_rng(0)
+    shapes = [(5,), (257, 256), (), (17, 3), (1100,), (2, 2)]
+    where = [(rng.random(s) < 0.9).astype(np.uint8) for s in shapes]
+    total = sum(int(x.sum()) for x in where)
+    scores = [np.round(rng.normal(size=s), 1).astype(np.float32) for s in shapes]
+    ks = (0, 1, 3, 30_000, 50_000, total - 2, total, total + 9)
+    check(list(zip(scores, where, strict=True)), ks, flat=flat, fixed=fixed)
+    # Ties are cut anywhere in any leaf: of constant scores the first k are kept.
+    ks = (0, 1, 4, 5, 6, 300, *range(total - 1100, total, 137), *range(total - 60, total, 7))
+    scores = [np.ones(s, np.float32) for s in shapes]
+    check(list(zip(scores, where, strict=True)), ks, flat=flat, fixed=fixed)
+
+
+# ------------------------------------------------------------------ passes
+def hostile(n):
+    """Float scores on which guesses fail, by name."""
+    rng = np.random.default_rng(0)
+    normal = np.abs(rng.normal(size=n))
+    far = np.where(rng.random(n) < 0.5, 1e-20, 1e20) * (1 + 1e-3 * rng.random(n))
+    doubly = np.floor(2.0 ** (rng.random(n) * 30.9)).astype(np.int32).view(np.float32)
+    return {
+        "normal": normal,
+        "four fifths zeros": np.where(rng.random(n) < 0.8, 0, normal),
+        "zeros, then a gap": np.where(normal < 1.28, 0, normal),
+        "log-uniform": np.exp(rng.uniform(-85, 85, n)),
+        "heavy ties": np.round(2 * normal) / 2,
+        "bfloat16 grid": np.asarray(jnp.asarray(normal, jnp.bfloat16)),
+        "two clusters": far,
+        "powers of two": 2.0 ** -(np.arange(n) % 120).astype(float),
+        "subnormals": rng.integers(0, 999, n).astype(np.int32).view(np.float32),
+        "exponential keys": doubly,
+        "negated exponential keys": -doubly,
+        "constant": np.ones(n),
+        "mostly nan": np.where(rng.random(n) < 0.7, np.nan, normal),
+    }
+
+
+def split(scores, leaves):
+    """The scores as one leaf, or as three of different shapes."""
+    if leaves == 1:
+        return [(scores.reshape(-1, 100),)]
+    first, last = scores.size // 5, scores.size - 777
+    return [(scores[:first],), (scores[first:last],), (scores[last:].reshape(-1, 7),)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leaves", [1, 3])
+@PATHS
+def test_float32_takes_at_most_24_passes_whatever_the_scores(flat, leaves):
+    n = 65_600
+    for name, scores in hostile(n).items():
+        scores = np.asarray(scores, np.float32)
+        nonzero = int(np.sum(scores > 0))
+        ks = {1, n // 100, n // 5, n // 2, n - 10, nonzero - nonzero // 20, nonzero - 5, nonzero}
+        check(split(scores, leaves), ks & set(range(n)), at_most=24, name=name, flat=flat)
+
+
+@PATHS
+def test_float64_takes_at_most_44_passes_whatever_the_scores(flat):
+    n = 10_000
+    with jax.enable_x64(True):
+        for name, scores in hostile(n).items():
+            leaves = split(np.asarray(scores, np.float64), 3)
+            check(leaves, (1, n // 5, n - 10), at_most=44, name=name, flat=flat)
+
+
+@PATHS
+def test_leaves_of_any_size_ask_for_at_most_24_passes(monkeypatch, flat):
+    # Guesses that may fail, thirds of the bits of keys and of an index, or one pass by rows.
+    asked = []
+
+    def search(*args, bits, max_misses=0, **options):
+        asked.append(max_misses + -(-bits // 3))
+        return found(*args, bits=bits, max_misses=max_misses, **options)
+
+    found = key_search.search
+    monkeypatch.setattr(key_search, "search", search)
+    monkeypatch.setattr(counting, "use_flat", lambda x: flat)
+    big = jax.ShapeDtypeStruct((2**31 - 1,), jnp.float32)
+    small = jax.ShapeDtypeStruct((2**30,), jnp.float32)
+    k = jax.ShapeDtypeStruct((), jnp.uint32)
+    for leaves in ([big], [small], [big, small], [small] * 3):
+        asked.clear()
+        fresh = functools.partial(threshold.select)  # not a cached trace
+        jax.eval_shape(fresh, [counting.Leaf(x) for x in leaves], (k, k))
+        assert sum(asked) + flat <= 24
+        assert len(asked) == (1 if flat else 2)
+
+
+def test_a_fixed_search_takes_eight_passes_and_those_for_ties():
+    scores = np.round(hostile(4096)["normal"], 1).astype(np.float32)
+    check([(scores,)], [900], at_most=8 + 1, flat=True, fixed=True)
+    check([(scores,)], [5, 900], at_most=8 + 3, flat=False, fixed=True)

@@ -1,0 +1,144 @@
+"""Arguments of an update: parameters, gradients and extra arguments that come and go."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsity
+from tests import helpers
+
+
+@pytest.mark.parametrize("name", sparsity.all_algorithm_names())
+def test_missing_parameters_raise_the_message_of_optax(name):
+    tx = sparsity.ALGORITHM_REGISTRY[name]().wrap_optax(optax.sgd(0.1))
+    params = helpers.params()
+    state = tx.init(params)
+    decay = optax.add_decayed_weights(0.1)
+    with pytest.raises(ValueError, match="params") as of_optax:
+        decay.update(helpers.grads(0), decay.init(params), None)
+    expected = str(of_optax.value)
+    for args in ((), (None,)):
+        with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+            tx.update(helpers.grads(0), state, *args)
+
+
+@pytest.mark.parametrize("scheduler", [sparsity.NoUpdateSchedule(), sparsity.PeriodicSchedule(1)])
+@pytest.mark.parametrize("sparse_gradients", [False, True])
+@pytest.mark.parametrize("algorithm", ["magnitude", "saliency", "static_sparse", "rigl"])
+def test_gradients_that_do_not_fit_are_a_value_error_that_names_the_path(
+    algorithm, sparse_gradients, scheduler
+):
+    updater = sparsity.ALGORITHM_REGISTRY[algorithm](
+        sparsity_distribution_fn=helpers.uniform(0.5),
+        scheduler=scheduler,
+        is_sparse_gradients=sparse_gradients,
+    )
+    tx = updater.wrap_optax(optax.sgd(0.1))
+    params = {"layer": helpers.params()}
+    state = tx.init(params)
+    for grads in (
+        {"layer": {"bias": jnp.ones(10)}},
+        {"layer": {"bias": jnp.ones(10), "kernel": jnp.ones((5, 10))}},
+        {"layer": {"bias": jnp.ones(10), "kernel": jnp.ones((10, 6))}},
+        {"layer": {"bias": jnp.ones(10), "kernel": None}},
+    ):
+        with pytest.raises(ValueError, match="layer/kernel"):
+            tx.update(grads, state, params)
+
+
+def test_parameters_of_another_model_are_a_value_error_that_names_the_path():
+    updater = sparsity.MagnitudePruning(sparsity_distribution_fn=helpers.uniform(0.5))
+    state = updater.wrap_optax(optax.sgd(0.1)).init({"layer": helpers.params()})
+    with pytest.raises(ValueError, match=r"'layer/kernel'.*'layer/other'"):
+        updater.post_gradient_update({"layer": {"other": jnp.ones(3)}}, state)
+    with pytest.raises(ValueError, match=r"'layer/kernel'.*\(6, 10\).*\(10, 6\)"):
+        updater.post_gradient_update({"layer": {"kernel": jnp.ones((10, 6))}}, state)
+
+
+def test_extra_arguments_reach_the_inner_optimizer_and_the_hooks_that_name_them():
+    seen = {}
+
+    class ByValue(sparsity.BaseUpdater):
+        def calculate_scores(self, params, sparse_state=None, grads=None, value=None):
+            seen["scores"] = value
+            return jax.tree.map(jnp.abs, params)
+
+        def update_state(self, sparse_state, params, grads, **extra_args):
+            seen["state"] = sorted(extra_args)
+            return super().update_state(sparse_state, params, grads, **extra_args)
+
+    def init(params):
+        del params
+        return optax.EmptyState()
+
+    def update(updates, state, params=None, *, value, **extra_args):
+        seen["inner"] = value, sorted(extra_args)
+        return updates, state
+
+    updater = ByValue(
+        sparsity_distribution_fn=helpers.uniform(0.5), scheduler=sparsity.PeriodicSchedule(1)
+    )
+    tx = updater.wrap_optax(optax.GradientTransformationExtraArgs(init, update))
+    params = helpers.params()
+    tx.update(helpers.grads(0), tx.init(params), params, value=3.0, loss_scale=2.0)
+    assert seen == {
+        "scores": 3.0,
+        "state": ["loss_scale", "value"],
+        "inner": (3.0, ["loss_scale"]),
+    }
+
+
+@pytest.mark.parametrize("name", sparsity.all_algorithm_names())
+def test_every_algorithm_accepts_extra_arguments_that_nobody_knows(name):
+    options = (
+        {} if helpers.ranks_all_layers(name) else {"sparsity_distribution_fn": helpers.uniform(0.5)}
+    )
+    updater = sparsity.ALGORITHM_REGISTRY[name](scheduler=sparsity.PeriodicSchedule(1), **options)
+    tx = updater.wrap_optax(optax.sgd(0.1))
+    params = helpers.params()
+    tx.update(helpers.grads(0), tx.init(params), params, value=1.0, anything=2)
+
+
+@pytest.mark.parametrize("name", ["magnitude", "rigl", "static_sparse"])
+def test_line_searches_and_plateaus_get_their_arguments(name):
+    updater = sparsity.ALGORITHM_REGISTRY[name](
+        sparsity_distribution_fn=helpers.uniform(0.5), scheduler=sparsity.OneShotSchedule(1)
+    )
+    tx = updater.wrap_optax(
+        optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
+    )
+    params = helpers.params()
+    state = tx.init(params)
+    for _ in range(4):
+        updates, state = tx.update(helpers.grads(0), state, params, value=1.0)
+        params = optax.apply_updates(params, updates)
+    assert float(state.inner_state[-1].scale) < 1.0
+
+
+@pytest.mark.slow
+def test_lbfgs_prunes_and_descends():
+    updater = sparsity.MagnitudePruning(
+        sparsity_distribution_fn=helpers.uniform(0.5), scheduler=sparsity.OneShotSchedule(2)
+    )
+    tx = updater.wrap_optax(optax.lbfgs(linesearch=optax.scale_by_zoom_linesearch(5)))
+    target = helpers.params(7)
+
+    def loss(params):
+        return sum(jnp.sum((params[key] - target[key]) ** 2) for key in params)
+
+    @jax.jit
+    def step(params, state):
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=loss)
+        return optax.apply_updates(params, updates), state
+
+    params = helpers.params()
+    state = tx.init(params)
+    for _ in range(4):
+        params, state = step(params, state)
+    assert np.count_nonzero(params["kernel"]) == 30
+    np.testing.assert_allclose(params["bias"], target["bias"], atol=0.1)
