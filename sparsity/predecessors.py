@@ -14,7 +14,7 @@ import chex
 import jax
 
 from sparsity.activations import prune_act_struct, prune_act_unstruct
-from sparsity.masks import apply_mask, create_mask
+from sparsity.masks import apply_masks, create_mask, read_masks
 from sparsity.patterns import Block, NByM, SparsityType, Unstructured
 from sparsity.reports import summarize_intersection, summarize_sparsity
 
@@ -44,6 +44,11 @@ def KERNEL_FILTER_FN(path: tuple[str, ...], param: Any) -> bool:
 def NOT_DIM_ONE_FILTER_FN(path: tuple[str, ...], param: Any) -> bool:
     """Selects parameters with two axes or more."""
     return param.ndim > 1
+
+
+def apply_mask(param: chex.Array, mask: chex.Array | None, is_packed: bool = False) -> chex.Array:
+    """Returns a parameter, or a tree of them, with pruned entries at exactly 0.0."""
+    return apply_masks(param, read_masks(mask, param, is_packed))
 
 
 def get_topk_fn(sparsity_type: SparsityType) -> Callable[[chex.Array, chex.Numeric], jax.Array]:

@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 
-import sparsity
 from baselines import report, run, store, training
 from tests import helpers
 

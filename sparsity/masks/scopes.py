@@ -116,7 +116,7 @@ class Global:
             self._check_pattern(pattern)
         if topk_fn is not None:
             raise ValueError(
-                "A global scope ranks all leaves together, so topk_fn must be None, got topk_fn = "
+                "A global scope ranks all leaves together and needs topk_fn = None, got topk_fn = "
                 f"{topk_fn!r}."
             )
         if not callable(batch_axes) and batch_axes:

@@ -308,8 +308,8 @@ def test_linen_keys_that_name_no_layer_are_errors_with_the_nearest(variables):
 def test_linen_compiled_functions_are_refused_as_they_call_no_layers(variables):
     compiled = jax.jit(DENSE.apply)
     compiled(variables, IMAGES)
-    with pytest.raises(ValueError, match="There are no layers"):
-        sparsity.sparsify_linen(compiled, LAYERS)(variables, IMAGES)
+    with pytest.raises(ValueError, match=r"compiled by jax\.jit"):
+        sparsity.sparsify_linen(compiled, LAYERS)
 
 
 def test_a_layer_that_returns_no_array_is_an_error():

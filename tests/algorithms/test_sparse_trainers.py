@@ -13,6 +13,9 @@ from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.algorithms.sparse_trainers import DropAndGrow
 from tests import helpers
 
+# Updates in every step show most in a few steps.
+pytestmark = pytest.mark.filterwarnings("ignore:.*skips the gradients of steps")
+
 
 def _move(updater, weights, grads, mask, jit=False):
     """One mask update of the updater, from a given mask."""

@@ -134,7 +134,7 @@ def test_tables_show_the_last_type_and_target_of_each_layer():
     params = jax.tree.map(jnp.asarray, parameters())
     updater = EpochStrategy(MIXED | strategy(8, "str_local", {"Dense_1-kernel": (2, 4)}), 1)
     rows = sparsity.layer_summary(params, updater.init_state(params), updater)
-    found = {row["path"]: (row["type"], row["target"]) for row in rows}
+    found = {row.path: (row.type, row.target) for row in rows}
     assert found["Dense_1/kernel"] == ("NByM(n=2, m=4, axis=-1)", 0.5)
     assert found["Conv_0/kernel"] == ("Unstructured", 0.5)
     assert found["Conv_1/bias"] == ("Unstructured", pytest.approx(0.8))

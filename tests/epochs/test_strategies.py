@@ -290,13 +290,15 @@ def test_masks_go_through_a_checkpoint(tmp_path):
     assert_masks(restored, ranked(params, 0.5))
 
 
-def test_packed_masks_hold_as_well():
+def test_packed_masks_are_an_error_and_hold_when_they_are_unpacked():
     params = jax.tree.map(jnp.asarray, parameters())
     schedule = strategy(1, "unstr_local", {"Dense_0-kernel": 0.5})
     schedule |= strategy(2, "unstr_local", {"Dense_0-kernel": 0.25})
     packed = EpochStrategy({1: schedule[1]}, 1, use_packed_masks=True).instant_sparsify(params)[1]
     assert packed["Dense_0"]["kernel"].shape == (24, 2)
-    mask_key = pruning(params, 2, packed, schedule)[1]
+    with pytest.raises(ValueError, match=r"'Dense_0/kernel'.*\(24, 2\).*\(24, 16\)"):
+        pruning(params, 2, packed, schedule)
+    mask_key = pruning(params, 2, sparsity.unpack_masks(packed, params), schedule)[1]
     assert_masks(mask_key, {"Dense_0": local(parameters(), 0.25)["Dense_0"]})
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sparsity import masks
+from sparsity.patterns import nm
 from sparsity.sparsity_types import NByM
 from tests.masks.mask_oracles import by_slice, draw, expected_slice
 
@@ -48,7 +49,7 @@ def test_any_sparsity_above_zero_selects_n_of_m(sparsity, kept):
 @pytest.mark.parametrize("m", range(1, 17))
 def test_a_ramp_ends_at_exactly_n_of_m(m, monkeypatch):
     # What is asked of the selection, which would have to be compiled for every m.
-    monkeypatch.setattr(masks.create.selection, "nm_mask", lambda scores, n, m, axis: (int(n), m))
+    monkeypatch.setattr(nm.selection, "nm_mask", lambda scores, n, m, axis: (int(n), m))
     for n in range(m + 1):
         target = 1 - n / m if n < m else 0.5
         for sparsity in (np.float32(target), jnp.float32(target), target):

@@ -1,5 +1,6 @@
 """Types that fit a parameter, and errors for those that do not."""
 
+import jax.numpy as jnp
 import pytest
 
 from sparsity import masks
@@ -24,7 +25,7 @@ from sparsity.sparsity_types import Block, Channel, NByM, Unstructured
     ids=str,
 )
 def test_types_that_fit_pass(kind, shape, batch_axes):
-    masks.check_type(kind, shape, batch_axes, "net/kernel")
+    kind.check(shape, batch_axes, "net/kernel")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_types_that_do_not_fit_are_errors_with_parameter_shape_and_remedy(
     kind, shape, batch_axes, why
 ):
     with pytest.raises(ValueError, match=why) as error:
-        masks.check_type(kind, shape, batch_axes, "net/kernel")
+        kind.check(shape, batch_axes, "net/kernel")
     message = str(error.value)
     for part in (repr(kind), "'net/kernel'", str(shape), "filter_fn", "custom_sparsity_map"):
         assert part in message
@@ -59,7 +60,8 @@ def test_types_that_do_not_fit_are_errors_with_parameter_shape_and_remedy(
 
 @pytest.mark.parametrize("kind", ["nm_2,4", None, 4, NByM], ids=repr)
 def test_what_is_no_type_is_an_error_with_the_parameter(kind):
-    with pytest.raises(ValueError, match="Unstructured, NByM, Block or Channel") as error:
-        masks.check_type(kind, (3, 4), 0, "net/kernel")
+    table = masks.Sites({"net": {"kernel": jnp.ones((3, 4))}}, lambda path, param: kind)
+    with pytest.raises(ValueError, match="Unstructured, NByM, Block, Channel or another") as error:
+        table[next(iter(table))]
     assert repr(kind) in str(error.value)
     assert "'net/kernel'" in str(error.value)

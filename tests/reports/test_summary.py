@@ -102,19 +102,14 @@ def test_summaries_work_inside_jit():
 
 
 def test_layers_are_listed_with_type_target_and_what_was_achieved(trained):
-    rows = summary.layer_summary(*trained)
-    assert [row["path"] for row in rows] == ["a/bias", "a/kernel", "b/bias", "b/kernel"]
-    assert rows[0] == {
-        "path": "a/bias",
-        "shape": (8,),
-        "type": "",
-        "target": None,
-        "achieved": 1.0,
-        "mask_bytes": 0,
-    }
-    assert [rows[i]["type"] for i in (1, 3)] == ["Unstructured", "NByM(n=2, m=4, axis=-1)"]
-    assert [(rows[i]["target"], rows[i]["achieved"]) for i in (1, 3)] == [(0.75, 0.75), (0.5, 0.5)]
-    assert rows[1]["mask_bytes"] == 32
+    rows = sparsity.layer_summary(*trained)
+    assert [row.path for row in rows] == ["a/bias", "a/kernel", "b/bias", "b/kernel"]
+    assert rows[0] == sparsity.LayerSummary(
+        path="a/bias", shape=(8,), type="", target=None, achieved=1.0, mask_bytes=0
+    )
+    assert [rows[i].type for i in (1, 3)] == ["Unstructured", "NByM(n=2, m=4, axis=-1)"]
+    assert [(rows[i].target, rows[i].achieved) for i in (1, 3)] == [(0.75, 0.75), (0.5, 0.5)]
+    assert rows[1].mask_bytes == 32
 
 
 def test_the_table_is_text_in_a_notebook_too(trained, monkeypatch):

@@ -11,6 +11,9 @@ import pytest
 import sparsity
 from tests import helpers
 
+# Updates in every step show most in a few steps.
+pytestmark = pytest.mark.filterwarnings("ignore:.*skips the gradients of steps")
+
 
 @pytest.mark.parametrize("name", sparsity.all_algorithm_names())
 def test_missing_parameters_raise_the_message_of_optax(name):

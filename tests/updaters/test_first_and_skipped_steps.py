@@ -10,6 +10,9 @@ import sparsity
 from tests import helpers
 from tests.selection_oracle import drop_and_grow
 
+# Updates in every step show most in a few steps.
+pytestmark = pytest.mark.filterwarnings("ignore:.*skips the gradients of steps")
+
 # The first step.
 
 

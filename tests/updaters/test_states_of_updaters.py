@@ -9,6 +9,9 @@ import pytest
 import sparsity
 from tests import helpers
 
+# Updates in every step show most in a few steps.
+pytestmark = pytest.mark.filterwarnings("ignore:.*skips the gradients of steps")
+
 # Finding the state.
 
 
