@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from sparsity.base_updater import ALGORITHM_REGISTRY, BaseUpdater, NoPruning
+from sparsity.core.checks import check_fraction
 from sparsity.core.names import known
 from sparsity.masks import SCOPES, Scope
 from sparsity.patterns import parse_sparsity_type
@@ -114,8 +115,10 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
     distribution = _take_distribution(name, algorithm, options, fields)
     if distribution is not None:
         options["sparsity_distribution_fn"] = distribution
+    if "drop_fraction" in options:
+        check_fraction("drop_fraction", options["drop_fraction"])
     for key in _keys_of_all_algorithms() - fields - {*algorithm.config_keys}:
-        options.pop(key, None)
+        options.pop(key, None)  # one configuration serves several algorithms
     return algorithm(**algorithm.read_config(options))
 
 
@@ -193,6 +196,7 @@ def _take_distribution(
     keys = {key for own in DISTRIBUTIONS.values() for key in getattr(own, "config_keys", {})}
     given = {key: options.pop(key) for key in (keys - fields) & options.keys()}
     if algorithm is NoPruning:
+        _make(DISTRIBUTIONS.find(kind or "uniform"), given, "a distribution")  # checks the values
         return None
     if "sparsity" in fields:
         if kind not in (None, "uniform"):

@@ -13,8 +13,9 @@ pytest.register_assert_rewrite("tests.helpers")
 
 
 @pytest.fixture
-def registry(monkeypatch):
+def registry():
     """The registry of algorithms, restored after the test."""
-    copied = dict(api.ALGORITHM_REGISTRY)
-    monkeypatch.setattr(api, "ALGORITHM_REGISTRY", copied)
-    return copied
+    saved = dict(api.ALGORITHM_REGISTRY)
+    yield api.ALGORITHM_REGISTRY
+    api.ALGORITHM_REGISTRY.clear()
+    api.ALGORITHM_REGISTRY.update(saved)

@@ -109,7 +109,6 @@ def test_placeholders_of_a_config_dict_count_as_missing():
     [
         ({}, sparsity.NoUpdateSchedule()),
         ({"update_freq": 5}, sparsity.NoUpdateSchedule()),
-        ({"update_end_step": 5}, sparsity.NoUpdateSchedule()),
         ({"update_start_step": 7, "update_end_step": 7}, sparsity.OneShotSchedule(7)),
         (
             {"update_start_step": 7, "update_end_step": 7, "update_freq": 3},
@@ -174,12 +173,19 @@ def test_filter_and_overrides_reach_the_distribution(name):
     assert targets(updater) == {"kernel": 0.5, "head": None, "bias": 0.25}
 
 
-@pytest.mark.parametrize("name", ["magnitude", "global_magnitude"])
-def test_batch_axes_reach_updater_and_distribution(name):
-    updater = create(config(algorithm=name, batch_axes=1))
+@pytest.mark.parametrize("dist_type", ["uniform", "erk"])
+def test_batch_axes_reach_updater_and_distribution(dist_type):
+    updater = create(config(batch_axes=1, dist_type=dist_type))
+    params = {"stack": jnp.ones((2, 4, 8)), "biases": jnp.ones((2, 8))}
+    targets = updater.init_state(params).target_sparsities
     assert updater.batch_axes == 1
-    params = {"stack": np.ones((2, 4, 8)), "biases": np.ones((2, 8))}
-    assert updater.get_distribution_fn()(params) == {"stack": 0.5, "biases": None}
+    assert targets["stack"] == 0.5
+    assert targets["biases"] is None
+
+
+def test_a_global_pruner_refuses_batch_axes():
+    with pytest.raises(ValueError, match="batch_axes must be 0, got batch_axes = 1"):
+        create(config(algorithm="global_magnitude", batch_axes=1))
 
 
 def test_a_distribution_function_is_used_as_it_is():
@@ -455,4 +461,4 @@ def test_the_registry_of_the_package_is_the_one_of_the_module():
 def test_erk_for_a_global_pruner_is_reported(caplog):
     config = {"algorithm": "global_magnitude", "sparsity": 0.5, "dist_type": "erk"}
     sparsity.create_updater_from_config(config)
-    assert "dist_type" in caplog.text
+    assert "'erk'" in caplog.text

@@ -254,7 +254,8 @@ def test_the_default_hooks_are_the_documented_ones():
     pruner = MagnitudePruning(sparsity_distribution_fn=helpers.half)
     tx = pruner.wrap_optax(optax.sgd(0.1))
     params = _PARAMS
-    state = tx.init(params)
+    with pytest.warns(UserWarning, match="training stays dense"):
+        state = tx.init(params)
     assert pruner.pre_forward_update(params, state) is params
     with pytest.raises(NotImplementedError, match="calculate_scores"):
         jaxpruner.BaseUpdater().instant_sparsify(params)

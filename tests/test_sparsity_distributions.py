@@ -49,8 +49,11 @@ def test_a_bare_matrix_gets_a_bare_sparsity(distribution, shape):
 
 @both
 @pytest.mark.parametrize("shape", [(), (8,)])
-def test_bare_vectors_and_scalars_stay_dense(distribution, shape):
-    assert distribution(np.ones(shape), 0.5) is None
+def test_bare_vectors_and_scalars_stay_dense_and_are_no_aim_of_a_sparsity(distribution, shape):
+    assert distribution(np.ones(shape)) is None
+    assert distribution(np.ones(shape), 0.0) is None
+    with pytest.raises(ValueError, match="nothing to remove"):
+        distribution(np.ones(shape), 0.5)
 
 
 @both

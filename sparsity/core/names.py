@@ -85,7 +85,8 @@ class Registry(dict[str, T]):
     def add(self, name: str, entry: T) -> None:
         """Registers `entry`; a ValueError says that another thing has the name."""
         if name in self and self[name] is not entry:
-            raise ValueError(f"The name {name!r} is taken by {self[name]!r}.")
+            taken = getattr(self[name], "__name__", repr(self[name]))
+            raise ValueError(f"The name {name!r} is taken by {taken}.")
         self[name] = entry
 
 

@@ -8,7 +8,6 @@ import optax
 import pytest
 
 import sparsity
-from sparsity.reports import summary
 from tests import helpers
 
 matplotlib.use("Agg")

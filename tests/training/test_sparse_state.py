@@ -9,15 +9,14 @@ import optax
 import pytest
 from flax import nnx, serialization
 
+from sparsity.masks import apply_masks, pack_masks, unpack_masks
 from sparsity.reports.summary import summarize_intersection, summarize_sparsity
 from sparsity.training.state import (
     SparseState,
-    apply_masks,
     get_sparse_state,
-    pack_masks,
+    make_state,
     set_sparse_state,
     sharding_like,
-    unpack_masks,
 )
 
 PARAMS = {"dense": {"kernel": jnp.full((2, 9), 3.0), "bias": jnp.ones(9)}, "head": [jnp.ones(3)]}
@@ -30,8 +29,9 @@ STATE = SparseState(masks=MASKS, inner_state=(jnp.ones(2),), count=jnp.int32(5))
 
 
 def test_all_fields_default_to_none():
-    assert SparseState() == (None, None, None, None)
-    assert SparseState._fields == ("masks", "inner_state", "target_sparsities", "count")
+    assert SparseState() == (None,) * 5
+    names = ("masks", "inner_state", "target_sparsities", "count", "algorithm_state")
+    assert SparseState._fields == names
 
 
 def test_the_state_is_a_tree_of_arrays_that_goes_through_transforms():
@@ -110,29 +110,31 @@ def test_an_optimizer_that_is_wrapped_twice_is_an_error():
 @pytest.mark.parametrize("packed", [False, True])
 def test_masks_are_applied_by_path(packed):
     masks = pack_masks(MASKS, PARAMS) if packed else MASKS
-    masked = apply_masks(PARAMS, masks, "params")
+    masked = apply_masks(PARAMS, masks, packed=packed)
     assert jax.tree.structure(masked) == jax.tree.structure(PARAMS)
     np.testing.assert_array_equal(masked["dense"]["kernel"], 3.0 * KERNEL_MASK)
     np.testing.assert_array_equal(masked["head"][0], [0, 1, 1])
     assert masked["dense"]["bias"] is PARAMS["dense"]["bias"]
 
 
-@pytest.mark.parametrize("masks", [None, {}, {"dense": None}, {"dense": optax.MaskedNode()}])
+@pytest.mark.parametrize(
+    "masks", [None, dict.fromkeys(PARAMS), {"dense": optax.MaskedNode(), "head": [None]}]
+)
 def test_leaves_without_masks_are_returned_as_they_are(masks):
-    masked = apply_masks(PARAMS, masks, "params")
+    masked = apply_masks(PARAMS, masks)
     assert all(a is b for a, b in zip(*map(jax.tree.leaves, (masked, PARAMS)), strict=True))
 
 
 def test_masks_of_nnx_variables_meet_bare_gradients():
     masks = nnx.State({"w": nnx.Param(jnp.array([0, 1], jnp.uint8)), "b": nnx.Param(None)})
-    masked = apply_masks({"w": jnp.array([5.0, 6.0]), "b": jnp.ones(2)}, masks, "gradients")
+    masked = apply_masks({"w": jnp.array([5.0, 6.0]), "b": jnp.ones(2)}, masks, role="gradients")
     np.testing.assert_array_equal(masked["w"], [0, 6])
     np.testing.assert_array_equal(masked["b"], [1, 1])
 
 
 def test_a_mask_without_its_leaf_is_an_error_with_path_and_role():
     with pytest.raises(ValueError, match="The gradients have no leaf at 'dense/kernel'"):
-        apply_masks({"head": PARAMS["head"]}, MASKS, "gradients")
+        apply_masks({"head": PARAMS["head"]}, MASKS, role="gradients")
 
 
 @pytest.mark.parametrize("shape", [(2, 8), (9, 2), (2, 10), (2,), ()])
@@ -140,7 +142,7 @@ def test_a_mask_of_another_shape_is_an_error_with_both_shapes(shape):
     params = {"dense": {"kernel": jnp.zeros(shape)}}
     masks = {"dense": {"kernel": jnp.ones((2, 9), jnp.uint8)}}
     with pytest.raises(ValueError, match="'dense/kernel'") as error:
-        apply_masks(params, masks, "params")
+        apply_masks(params, masks)
     assert str(shape) in str(error.value)
     assert "(2, 9)" in str(error.value)
 
@@ -153,17 +155,25 @@ def test_packing_keeps_the_tree_and_its_dense_leaves():
     assert packed["dense"]["bias"] is None
 
 
-def test_unpacking_undoes_packing_and_both_may_be_done_twice():
-    packed = pack_masks(pack_masks(MASKS, PARAMS), PARAMS)
-    jax.tree.map(np.testing.assert_array_equal, packed, pack_masks(MASKS, PARAMS))
-    restored = unpack_masks(unpack_masks(packed, PARAMS), PARAMS)
-    jax.tree.map(np.testing.assert_array_equal, restored, MASKS)
+def test_unpacking_undoes_packing_and_neither_can_be_done_twice():
+    packed = pack_masks(MASKS, PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, unpack_masks(packed, PARAMS), MASKS)
+    with pytest.raises(ValueError, match=r"'dense/kernel'.*use_packed_masks=False"):
+        pack_masks(packed, PARAMS)
+    with pytest.raises(ValueError, match=r"'dense/kernel'.*use_packed_masks=True"):
+        unpack_masks(MASKS, PARAMS)
 
 
 @pytest.mark.parametrize("fit", [pack_masks, unpack_masks])
 def test_no_masks_need_no_packing(fit):
     assert fit(None, PARAMS) is None
-    assert fit({"dense": None}, PARAMS) == {"dense": None}
+    assert fit({"dense": None, "head": None}, PARAMS) == {"dense": None, "head": None}
+
+
+@pytest.mark.parametrize("fit", [pack_masks, unpack_masks])
+def test_a_leaf_without_a_mask_and_without_none_is_named(fit):
+    with pytest.raises(ValueError, match="nothing for 'head/0'"):
+        fit({"dense": None}, PARAMS)
 
 
 @pytest.mark.parametrize("fit", [pack_masks, unpack_masks])
@@ -194,14 +204,15 @@ def test_on_one_device_everything_is_there():
 @pytest.mark.parametrize("packed", [False, True])
 def test_summaries_take_a_state_for_its_masks(packed):
     masks = pack_masks(MASKS, PARAMS) if packed else MASKS
-    state = (optax.EmptyState(), STATE._replace(masks=masks))
+    state = (optax.EmptyState(), make_state(packed, STATE._replace(masks=masks)))
     assert summarize_intersection(state, state)["_total_intersection"] == 1.0
     other = {"dense": {"kernel": jnp.ones((2, 9), jnp.uint8), "bias": None}, "head": MASKS["head"]}
-    other = STATE._replace(masks=pack_masks(other, PARAMS) if packed else other)
+    other = pack_masks(other, PARAMS) if packed else other
+    other = make_state(packed, STATE._replace(masks=other))
     # Of 18 + 2 ones, three in the kernel and two in the head are ones of the state, too.
     assert summarize_intersection(other, state)["_total_intersection"] == 5 / 20
     if packed:
-        with pytest.raises(ValueError, match=r"'dense/kernel' is packed.*unpack_masks"):
+        with pytest.raises(ValueError, match=r"'dense/kernel'.* are packed.*unpack_masks"):
             summarize_sparsity(state)
     else:
         assert summarize_sparsity(state)["dense/kernel"] == 15 / 18
