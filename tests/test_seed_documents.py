@@ -149,6 +149,7 @@ def test_the_static_mask_of_the_deep_dive_refuses_instant_sparsify():
         StaticRandomSparse(sparsity_distribution_fn=helpers.half).instant_sparsify(_PARAMS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 def test_an_updater_that_overrides_every_hook_as_shown_trains(packed):
     pruner = EveryHook(

@@ -78,6 +78,7 @@ def test_the_name_that_the_documents_also_use_is_the_same_function():
     assert sparsity.pruning_act_struct is prune_act_struct
 
 
+@pytest.mark.slow
 @hypothesis.given(
     st.sampled_from([(7,), (4, 6), (3, 1, 5)]),
     st.integers(1, 50),
@@ -127,6 +128,7 @@ class TestBothFunctions:
         _, tangent = jax.jvp(prune, (self.x,), (jnp.ones_like(self.x),))
         np.testing.assert_array_equal(tangent, prune(self.x) != 0)
 
+    @pytest.mark.slow
     def test_jit_and_vmap_and_scan_give_the_same(self, prune):
         rows = np.stack([prune(row) for row in self.x])
         np.testing.assert_array_equal(jax.jit(jax.vmap(prune))(self.x), rows)
@@ -217,6 +219,7 @@ def variables():
     return DENSE.init(jax.random.key(0), IMAGES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True])
 def test_linen_layers_are_sparsified_as_if_the_model_was_edited(variables, jit):
     apply = sparsity.sparsify_linen(DENSE.apply, LAYERS)
@@ -365,6 +368,7 @@ def test_nnx_layers_are_sparsified_as_if_the_model_was_edited():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_nnx_models_stay_as_they_were_and_copies_have_the_same_paths_and_types():
     model, x = Model(), helpers.normal(4, 8)
     before, type_before = np.asarray(model(x)), type(model.first)

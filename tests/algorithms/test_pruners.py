@@ -55,6 +55,7 @@ def test_magnitude_keeps_groups_of_the_given_type(kind, expected):
     np.testing.assert_array_equal(updater.instant_sparsify(weights)[1], expected)
 
 
+@pytest.mark.slow
 def test_a_gradual_ramp_follows_zhu_and_gupta_and_ends_at_the_target():
     updater = sparsity.MagnitudePruning(
         sparsity_distribution_fn=helpers.uniform(0.9),

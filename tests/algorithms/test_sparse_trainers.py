@@ -167,6 +167,7 @@ def _schedules():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 @pytest.mark.parametrize("cls", [sparsity.SET, sparsity.RigL])
 def test_every_layer_keeps_its_number_of_weights_and_drops_what_the_schedule_says(cls, schedule):
@@ -344,6 +345,7 @@ def test_rigl_of_n_by_m_by_hand():
     np.testing.assert_array_equal(weights, [[4, 0, 0, 0], [0, 0, 0, 3]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_every_slice_of_a_stack_moves_by_itself(jit):
     updater = sparsity.RigL(

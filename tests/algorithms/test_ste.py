@@ -71,6 +71,7 @@ def test_a_linear_loss_gives_every_weight_its_gradient(name):
     np.testing.assert_array_equal(grads["w"], slopes)
 
 
+@pytest.mark.slow
 def test_forward_mode_and_second_derivatives_pass_straight_through():
     updater = _MAKERS["fresh"]()
     state = _state(updater)

@@ -96,6 +96,7 @@ def test_example_4_keeps_a_density_in_each_layer_that_is_named():
     assert int(mask_key["Dense_1"]["kernel"].sum()) == 128
 
 
+@pytest.mark.slow
 def test_the_gradual_schedule_of_the_readme_is_nested_and_reaches_each_density():
     schedule = {}
     for i in range(1, 10):

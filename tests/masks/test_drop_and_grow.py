@@ -33,6 +33,7 @@ MOVES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "kind", "batch_axes"), MOVES, ids=str)
 def test_the_lowest_are_dropped_and_the_highest_of_all_others_grow(shape, kind, batch_axes):
     drop, grow = np.abs(draw(shape, 1)), np.abs(draw(shape, 2))

@@ -29,6 +29,7 @@ UNITS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "kind", "batch_axes"), UNITS, ids=str)
 def test_units_are_kept_or_removed_as_a_whole(shape, kind, batch_axes):
     scores = draw(shape)
@@ -40,6 +41,7 @@ def test_units_are_kept_or_removed_as_a_whole(shape, kind, batch_axes):
         np.testing.assert_array_equal(mask, expected)
 
 
+@pytest.mark.slow
 def test_blocks_lie_on_the_last_two_axes_of_a_convolution():
     scores = draw((3, 3, 64, 64))
     mask = np.asarray(masks.create_mask(scores, 0.9, Block((16, 16))))

@@ -107,6 +107,7 @@ def test_batch_axes_select_in_every_slice():
         np.testing.assert_array_equal(mask[i, j], best(scores[i, j], (7, 20)[j]))
 
 
+@pytest.mark.slow
 def test_vmap_and_scan_give_what_a_loop_gives():
     scores = np.round(np.random.default_rng(0).normal(size=(4, 6, 10)), 1).astype(np.float32)
     where = (np.random.default_rng(1).random(scores.shape) < 0.7).astype(np.uint8)
@@ -248,6 +249,7 @@ def test_num_kept_words_are_a_k_for_a_global_mask():
         selection.global_topk_mask([jnp.ones(3)], selection.num_kept(2**32, jnp.float32(0)))
 
 
+@pytest.mark.slow
 def test_num_kept_of_every_slice_is_a_k_of_every_slice():
     rng = np.random.default_rng(0)
     scores = np.round(rng.normal(size=(3, 2, 20)), 1).astype(np.float32)

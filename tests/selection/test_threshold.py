@@ -131,6 +131,7 @@ def test_leaves_of_any_size_ask_for_at_most_24_passes(monkeypatch, flat):
         assert len(asked) == (1 if flat else 2)
 
 
+@pytest.mark.slow
 def test_a_fixed_search_takes_eight_passes_and_those_for_ties():
     scores = np.round(hostile(4096)["normal"], 1).astype(np.float32)
     check([(scores,)], [900], at_most=8 + 1, flat=True, fixed=True)

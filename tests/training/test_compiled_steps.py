@@ -102,6 +102,7 @@ def test_a_donated_step_without_a_mask_update_copies_no_mask_and_no_moment(algor
     assert _large_copies(text, least=math.prod(_SHAPE) // 8) == []
 
 
+@pytest.mark.slow
 def test_the_search_for_copies_finds_those_of_a_step_that_is_not_donated():
     updater = sparsity.RigL(sparsity_distribution_fn=helpers.half, scheduler=_SCHEDULE)
     assert _large_copies(_compiled(updater, donate=False), least=math.prod(_SHAPE) // 8)

@@ -21,6 +21,7 @@ def _dyadic():
     return {"kernel": jnp.asarray(np.arange(1, 17).reshape(2, 8) / 4, jnp.float32)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip", [False, True], ids=["no skip", "skip"])
 @pytest.mark.parametrize("optimizer", ["sgd", "decayed"])
 def test_weights_that_grow_in_the_first_step_land_on_their_update_alone(skip, optimizer):
@@ -52,6 +53,7 @@ def test_weights_that_grow_in_the_first_step_land_on_their_update_alone(skip, op
     np.testing.assert_array_equal(moved["kernel"], expected)
 
 
+@pytest.mark.slow
 def test_hooks_see_masked_parameters_from_the_first_step_on():
     seen = []
 

@@ -174,12 +174,14 @@ def test_training_agrees_with_numpy_under_adam_with_weight_decay(algorithm, skip
     _train_beside_numpy(algorithm, "adamw", skip, sparse_gradients, post=skip)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip", [False, True], ids=["no skip", "skip"])
 @pytest.mark.parametrize("algorithm", _CASES)
 def test_training_agrees_with_numpy_under_gradient_descent(algorithm, skip):
     _train_beside_numpy(algorithm, "sgd", skip, skip, post=not skip)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip", [False, True], ids=["no skip", "skip"])
 @pytest.mark.parametrize("algorithm", _CASES)
 def test_nan_and_infinite_gradients_of_pruned_weights_do_not_leak(algorithm, skip):
@@ -188,6 +190,7 @@ def test_nan_and_infinite_gradients_of_pruned_weights_do_not_leak(algorithm, ski
     _train_beside_numpy(algorithm, "sgd", skip, skip, post=False, spoil=spoil)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["magnitude", "rigl", "static"])
 def test_post_gradient_update_changes_no_bit_of_what_apply_updates_gives(name):
     updater = _CASES[name][0](sparsity_distribution_fn=helpers.uniform(0.7))
