@@ -117,7 +117,9 @@ def get_sparse_state(opt_state: optax.OptState) -> SparseState:
 
 def set_sparse_state(opt_state: optax.OptState, sparse_state: SparseState) -> optax.OptState:
     """Returns `opt_state` with its only `SparseState` replaced; raises as `get_sparse_state`."""
-    sparse_state = make_state(is_packed(get_sparse_state(opt_state)), sparse_state)
+    old = get_sparse_state(opt_state)
+    if type(sparse_state) is not type(old):
+        sparse_state = make_state(is_packed(old), sparse_state)
     is_state = lambda node: isinstance(node, SparseState)  # noqa: E731
     replace = lambda node: sparse_state if is_state(node) else node  # noqa: E731
     return jax.tree.map(replace, opt_state, is_leaf=is_state)
