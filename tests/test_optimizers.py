@@ -77,7 +77,11 @@ _ARGUMENTS = {
 }
 _FULL = "regrown weights start afresh"
 _WITHOUT = "no state of single weights"
-_REFUSED = "refused by updaters that regrow: put it around the wrapper"
+_HIDES = {
+    "flatten": "refused by updaters that regrow; around the wrapper it hides the layers: an error",
+    "lookahead": "refused by updaters that regrow; around the wrapper, call `post_gradient_update` "
+    "on `fast` and on `slow`",
+}
 _MEASURES = "returns measurements, no updates: put it into `monitor`"
 _MONITORS = "its state changes its structure in the first step: put it around the wrapper"
 _BEFORE = "takes a gradient for each example: put it before the wrapper"
@@ -221,7 +225,7 @@ def _verdict(name):
         for algorithm in (sparsity.RigL, sparsity.SET):
             with pytest.raises(ValueError, match=f"optax.{name}"):
                 _updater(algorithm).wrap_optax(inner).init(params)
-        return _REFUSED
+        return _HIDES[name]
     stays, owned = _check_regrowing(name, sparsity.RigL, inner)
     assert _check_regrowing(name, sparsity.SET, inner) == (stays, owned)
     tx = _updater(sparsity.MagnitudePruning).wrap_optax(inner)
@@ -294,6 +298,54 @@ def _around(wrapped):
         "inject_hyperparams": optax.inject_hyperparams(wrapped)(0.1),
         "apply_if_finite": optax.apply_if_finite(tx, 3),
     }
+
+
+def test_flatten_around_the_wrapper_is_an_error():
+    tx = optax.flatten(_updater(sparsity.MagnitudePruning).wrap_optax(_ADAM()))
+    with pytest.raises(ValueError, match="nothing to remove"):
+        tx.init(helpers.params())
+
+
+def test_lookahead_around_the_wrapper_needs_post_gradient_update_on_fast_and_slow():
+    updater = _updater(sparsity.MagnitudePruning)
+    tx = optax.lookahead(updater.wrap_optax(_ADAM()), 2, 0.5)
+    zeros = {}
+    for clean in (False, True):
+        params = optax.LookaheadParams.init_synced(helpers.params())
+        state = tx.init(params)
+        for step in range(_STEPS):
+            updates, state = jax.jit(tx.update)(helpers.params(100 + step), state, params)
+            params = optax.apply_updates(params, updates)
+            if clean:
+                params = optax.LookaheadParams(
+                    *(updater.post_gradient_update(half, state) for half in params)
+                )
+        zeros[clean] = [int((half["kernel"] == 0).sum()) for half in params]
+    assert max(zeros[False]) < 60 - _KEPT  # why the page asks for it
+    assert zeros[True] == [60 - _KEPT] * 2
+
+
+@pytest.mark.parametrize("name", ["differentially_private_aggregate", "dpsgd"])
+def test_gradients_for_each_example_are_aggregated_before_the_wrapper(name):
+    tx = optax.chain(_build(name), _updater(sparsity.RigL).wrap_optax(optax.sgd(1.0)))
+    params = helpers.params()
+    state = tx.init(params)
+    for step in range(_STEPS):
+        examples = jax.tree.map(lambda *g: jnp.stack(g), *map(helpers.params, (step, step + 9)))
+        updates, state = tx.update(examples, state, params)
+        params = optax.apply_updates(params, updates)
+        _assert_sparse(params, sparsity.get_sparse_state(state).masks)
+
+
+def test_monitor_and_what_it_measures_stand_around_the_wrapper():
+    tx = optax.chain(_updater(sparsity.RigL).wrap_optax(_ADAM()), _build("monitor"))
+    params = helpers.params()
+    state = tx.init(params)
+    for step in range(_STEPS):
+        updates, state = tx.update(helpers.params(100 + step), state, params)
+        params = optax.apply_updates(params, updates)
+        _assert_sparse(params, sparsity.get_sparse_state(state).masks)
+    assert float(optax.tree.get(state, "norm")) > 0
 
 
 @pytest.mark.parametrize("around", _around(lambda rate: optax.identity()))
