@@ -170,6 +170,8 @@ def wrap_dense(
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: chex.ArrayTree) -> SparseState:
+        if _is_placeholder(params):
+            return SparseState(0, inner.init(params), None, jnp.zeros([], jnp.int32))
         return updater.init_state(params)._replace(inner_state=inner.init(params))
 
     def update_fn(
