@@ -78,7 +78,9 @@ def test_an_override_and_its_mask_reach_a_field_called_value(kind):
         scheduler=sparsity.OneShotSchedule(0),
     )
     pruned, masks = pruner.instant_sparsify(params)
-    kept = {trees.path_string(path): int(m.sum()) for path, m in trees.leaves_by_path(masks).items()}
+    kept = {
+        trees.path_string(path): int(m.sum()) for path, m in trees.leaves_by_path(masks).items()
+    }
     assert kept == {names["query"]: 8, names["value"]: 12}
     state = pruner.wrap_optax(optax.sgd(0.1)).init(params)
     rows = {row.path: row for row in sparsity.layer_summary(pruned, state, pruner)}
