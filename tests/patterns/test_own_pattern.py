@@ -190,9 +190,9 @@ def test_a_target_that_a_type_does_not_reach_is_logged(caplog):
     pruner.init_state({"w": jnp.ones((3, 4))})
     assert "ends at sparsity 0.666667, not at the target 0.5 of 'w'" in caplog.text
     caplog.clear()
-    sparsity.StaticRandomSparse(
-        sparsity_type=Rows(), sparsity_distribution_fn=_HALF
-    ).init_state({"w": jnp.ones((3, 4))})
+    sparsity.StaticRandomSparse(sparsity_type=Rows(), sparsity_distribution_fn=_HALF).init_state(
+        {"w": jnp.ones((3, 4))}
+    )
     assert not caplog.text
 
 
