@@ -142,7 +142,8 @@ class DropAndGrow(SparseTraining):
     def init_state(self, params: chex.ArrayTree) -> SparseState:
         start, end = update_range(self.scheduler) or (0, None)
         for step in {0, start, start if end is None else end}:
-            with jax.ensure_compile_time_eval():
+            # A schedule of optax sends its numbers to the device in its own way.
+            with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
                 check_fraction(f"drop_fraction_fn({step})", self.drop_fraction_fn(step))
         return super().init_state(params)
 

@@ -147,8 +147,18 @@ class Global:
         """Returns masks with as many active weights in total as before.
 
         Of the n active weights of all leaves the num_kept(n, drop_fraction) with the highest drop
-        scores are kept, and as many as were dropped grow anywhere.
+        scores are kept, and as many as were dropped grow anywhere. A leaf with a sparsity of its
+        own moves by itself.
         """
+        ranked = [leaf for leaf in leaves if not leaf.site.has_own_sparsity]
+        alone = [leaf for leaf in leaves if leaf.site.has_own_sparsity]
+        together = iter(self._move_together(ranked, drop_fraction))
+        apart = iter(Layerwise().move(alone, drop_fraction))
+        return [next(apart if leaf.site.has_own_sparsity else together) for leaf in leaves]
+
+    def _move_together(
+        self, leaves: Sequence[Moving], drop_fraction: chex.Numeric
+    ) -> list[jax.Array]:
         if not leaves:
             return []
         self._check_sites([leaf.site for leaf in leaves])
@@ -191,16 +201,16 @@ class Global:
         norm = jnp.ldexp(jnp.sqrt(squares), exponent)
         return wide / jnp.maximum(norm + self.normalization_eps, jnp.finfo(wide.dtype).tiny)
 
-    def _check_pattern(self, pattern: Pattern) -> None:
+    def _check_pattern(self, pattern: Pattern, where: str = "") -> None:
         if not pattern.is_elementwise:
             raise ValueError(
                 "A global scope ranks single weights of all leaves and needs sparsity_type = "
-                f"Unstructured(), got sparsity_type = {pattern!r}. Use scope=Layerwise()."
+                f"Unstructured(), got sparsity_type = {pattern!r}{where}. Use scope=Layerwise()."
             )
 
     def _check_sites(self, sites: Sequence[Site]) -> None:
         for site in sites:
-            self._check_pattern(site.pattern)
+            self._check_pattern(site.pattern, f" for {site.name!r}")
             if site.batch_axes:
                 raise ValueError(
                     self._no_slices(f"got batch_axes = {site.batch_axes} for {site.name!r}")

@@ -84,8 +84,9 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, functools.partial) and isinstance(other, functools.partial):
         parts = [(part.func, part.args, part.keywords) for part in (one, other)]
         return bool(parts[0] == parts[1])
-    if isinstance(one, jax.Array | np.ndarray) and isinstance(other, jax.Array | np.ndarray):
-        if is_traced(one) or is_traced(other) or one.dtype != other.dtype:
+    are_arrays = [isinstance(value, jax.Array | np.ndarray) for value in (one, other)]
+    if any(are_arrays):
+        if not all(are_arrays) or is_traced(one) or is_traced(other) or one.dtype != other.dtype:
             return False
         if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
             one, other = jax.random.key_data(one), jax.random.key_data(other)

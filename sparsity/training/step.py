@@ -170,6 +170,10 @@ def wrap_dense(
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: chex.ArrayTree) -> SparseState:
+        if _is_placeholder(params):
+            count = jnp.zeros([], jnp.int32)
+            state = SparseState(0, inner.init(params), None, count)
+            return make_state(updater.use_packed_masks, state)
         return updater.init_state(params)._replace(inner_state=inner.init(params))
 
     def update_fn(

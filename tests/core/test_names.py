@@ -1,0 +1,93 @@
+"""Keys that name leaves, and registries whose errors help."""
+
+import re
+
+import pytest
+
+from sparsity.core import names
+
+NAMES = ["conv1/kernel", "conv2/kernel", "dense/bias"]
+
+
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [
+        ("conv1/kernel", ["conv1/kernel"]),
+        (("conv1", "kernel"), ["conv1/kernel"]),
+        ("conv.*", ["conv1/kernel", "conv2/kernel"]),
+        ("kernel", []),  # a text has to match the whole path
+        (re.compile("kernel"), ["conv1/kernel", "conv2/kernel"]),
+        (re.compile("^dense"), ["dense/bias"]),
+        (("conv.*", "kernel"), []),  # a tuple is a path, never a pattern
+        ("conv1/(", []),  # not a regular expression
+    ],
+)
+def test_a_key_names_these_leaves(key, named):
+    assert [name for name in NAMES if names.matches(key, name)] == named
+
+
+def test_a_path_of_numbers_and_the_path_of_the_root():
+    assert names.matches((0, "w"), "0/w")
+    assert names.matches((), "params")
+
+
+def test_a_path_with_signs_of_regular_expressions_names_itself():
+    assert names.matches("blocks[0]/w+", "blocks[0]/w+")
+    assert not names.matches("blocks[0]/w+", "blocks0")
+
+
+def test_the_exact_key_wins_and_then_the_first():
+    keys = ["conv.*", re.compile("kernel"), "conv1/kernel"]
+    assert names.best_key(keys, "conv1/kernel") == "conv1/kernel"
+    assert names.best_key(keys, "conv2/kernel") == "conv.*"
+    assert names.best_key(keys[::-1], "conv2/kernel") == re.compile("kernel")
+    assert names.best_key(keys, "dense/bias") is None
+
+
+def test_a_compiled_pattern_is_never_the_exact_key():
+    keys = [re.compile(".*"), re.compile("conv1/kernel"), ("conv1", "kernel")]
+    assert names.best_key(keys, "conv1/kernel") == ("conv1", "kernel")
+
+
+@pytest.mark.parametrize("key", ["conv1/kernal", ("conv1", "kernal"), re.compile("conv1/kernal")])
+def test_a_key_that_names_nothing_is_answered_with_the_nearest(key):
+    text = names.nearest(key, NAMES, "parameters")
+    assert text.startswith("The nearest is 'conv1/kernel'; the parameters are [")
+    assert all(name in text for name in NAMES)
+
+
+def test_where_there_are_no_names_that_is_said():
+    assert names.nearest("a", [], "layers") == "There are no layers."
+
+
+def _shapes():
+    return names.Registry("shape", {"circle": 1, "square": 2})
+
+
+def test_what_is_registered_is_found_in_order():
+    shapes = _shapes()
+    shapes.add("line", 3)
+    assert [shapes.find(name) for name in shapes] == [1, 2, 3]
+    assert list(shapes) == ["circle", "square", "line"]
+
+
+@pytest.mark.parametrize("name", ["circel", "Circle"])
+def test_an_unknown_name_is_an_error_with_the_nearest_and_all(name):
+    with pytest.raises(ValueError, match=r"shape: '\w+' is not known") as error:
+        _shapes().find(name)
+    assert "Did you mean 'circle'? Known: circle, square." in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["xyz", None, 3, ["x"]])
+def test_what_is_like_no_name_is_answered_with_all(name):
+    with pytest.raises(ValueError, match="is not known") as error:
+        _shapes().find(name)
+    assert str(error.value) == f"shape: {name!r} is not known. Known: circle, square."
+
+
+def test_a_name_may_be_given_twice_to_the_same_thing_only():
+    shapes = _shapes()
+    shapes.add("circle", 1)
+    with pytest.raises(ValueError, match="The name 'circle' is taken by 1"):
+        shapes.add("circle", 5)
+    assert shapes["circle"] == 1

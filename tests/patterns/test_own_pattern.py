@@ -1,0 +1,231 @@
+"""A sparsity type of the user's own, in ten lines, under all that trains or prunes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsity
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows(sparsity.SparsityType):
+    """All entries of a row are kept or removed together; the largest decides."""
+
+    def pool(self, scores, batch_axes=0):
+        return jnp.max(scores, axis=-1)
+
+    def expand(self, units, shape, batch_axes=0):
+        return jnp.broadcast_to(units[..., None], shape)
+
+
+_SHAPE = (2, 10, 8)  # a stack of two
+_HALF = sparsity.Uniform(0.5)
+
+
+def _params():
+    rng = np.random.default_rng(0)
+    return {"w": jnp.asarray(rng.normal(size=_SHAPE), jnp.float32), "b": jnp.ones((2, 8))}
+
+
+def _rows_of(mask):
+    """Which rows are kept: bool[2, 10]; every row is all ones or all zeros."""
+    mask = np.asarray(mask)
+    assert mask.shape == _SHAPE
+    assert np.all(mask == mask[..., :1])
+    return mask[..., 0] == 1
+
+
+def _best_rows(share):
+    """Rows of each slice with the largest maximum of |w|, by numpy."""
+    scores = np.abs(np.asarray(_params()["w"])).max(axis=-1)
+    order = np.argsort(np.argsort(-scores, axis=-1), axis=-1)
+    return order < share
+
+
+def test_magnitude_keeps_the_rows_of_the_largest_weight_of_each_slice():
+    pruner = sparsity.MagnitudePruning(
+        sparsity_type=Rows(), batch_axes=1, sparsity_distribution_fn=_HALF
+    )
+    pruned, masks = pruner.instant_sparsify(_params())
+    np.testing.assert_array_equal(_rows_of(masks["w"]), _best_rows(5))
+    assert np.count_nonzero(pruned["w"]) == 80
+    assert masks["b"] is None
+    # Without batch axes the rows of both slices compete.
+    mask = dataclasses.replace(pruner, batch_axes=0).instant_sparsify(_params())[1]["w"]
+    assert _rows_of(mask).sum() == 10
+
+
+_ALGORITHMS = {
+    "magnitude": sparsity.MagnitudePruning,
+    "random": sparsity.RandomPruning,
+    "static": sparsity.StaticRandomSparse,
+    "set": sparsity.SET,
+    "rigl": sparsity.RigL,
+}
+_RAMP = sparsity.PolynomialSchedule(2, 0, 4, power=1)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["bytes", "bits"])
+@pytest.mark.parametrize("name", _ALGORITHMS)
+def test_rows_train_with_a_ramp_packed_or_not_in_a_compiled_step(name, packed):
+    updater = _ALGORITHMS[name](
+        sparsity_type=Rows(),
+        batch_axes=1,
+        sparsity_distribution_fn=_HALF,
+        scheduler=_RAMP,
+        use_packed_masks=packed,
+    )
+    tx = updater.wrap_optax(optax.adam(0.1))
+    params = _params()
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        grads = jax.tree.map(lambda w: jnp.cos(5 * w) + 0.1, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    kept = []
+    for _ in range(6):
+        params, state = step(params, state)
+        rows = _rows_of(sparsity.active_masks(params, state)["w"])
+        assert not np.any(np.asarray(params["w"])[~rows])
+        kept.append(rows.sum(axis=-1).tolist())
+    # Of ten rows: 0 % removed from step 0 on, 25 % from step 2 (7.5 is even 8), 50 % from step 4.
+    ramp = [[10, 10], [10, 10], [8, 8], [8, 8], [5, 5], [5, 5]]
+    assert kept == (ramp if name in ("magnitude", "random") else [[5, 5]] * 6)
+    assert state.masks["w"].nbytes == (2 * 10 if packed else 160)
+
+
+def test_rows_move_as_wholes_to_the_largest_gradient():
+    trainer = sparsity.RigL(
+        sparsity_type=Rows(),
+        batch_axes=1,
+        sparsity_distribution_fn=_HALF,
+        scheduler=sparsity.PeriodicSchedule(2),
+        drop_fraction_fn=lambda step: 0.2,
+    )
+    tx = trainer.wrap_optax(optax.sgd(0.1))
+    params = _params()
+    state = tx.init(params)
+    before = _rows_of(state.masks["w"])
+    free = [np.flatnonzero(~rows)[0] for rows in before]
+    grads = np.zeros(_SHAPE, np.float32)
+    grads[0, free[0], 3] = grads[1, free[1], 7] = 1.0
+    _, state = tx.update({"w": jnp.asarray(grads), "b": params["b"]}, state, params)
+    after = _rows_of(state.masks["w"])
+    magnitudes = np.abs(np.asarray(params["w"])).max(axis=-1)
+    for at in (0, 1):
+        lost = np.flatnonzero(before[at])[np.argmin(magnitudes[at][before[at]])]
+        expected = before[at].copy()
+        expected[lost], expected[free[at]] = False, True
+        np.testing.assert_array_equal(after[at], expected)
+
+
+def test_a_selection_of_ones_own_gets_the_rows_of_a_slice():
+    shapes = []
+
+    def first_three(scores, share):
+        shapes.append(scores.shape)
+        return jnp.arange(scores.size) < 3
+
+    pruner = sparsity.MagnitudePruning(
+        sparsity_type=Rows(), batch_axes=1, sparsity_distribution_fn=_HALF, topk_fn=first_three
+    )
+    rows = _rows_of(pruner.instant_sparsify(_params())[1]["w"])
+    np.testing.assert_array_equal(rows, [[True] * 3 + [False] * 7] * 2)
+    assert set(shapes) == {(10,)}
+
+
+class NoPool:
+    is_elementwise = False
+
+    def expand(self, units, shape, batch_axes=0):
+        return units
+
+
+def type_name(value):
+    return f"class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+@pytest.mark.parametrize("wrong", [Rows, NoPool(), NoPool, "rows", None, 3], ids=type_name)
+def test_a_class_and_an_object_without_the_methods_are_refused(wrong):
+    with pytest.raises(ValueError, match="sparsity_type must be"):
+        sparsity.MagnitudePruning(sparsity_type=wrong)
+
+
+@pytest.mark.parametrize("wrong", [Rows, NoPool(), "2:4", None], ids=type_name)
+def test_a_function_that_returns_no_type_is_an_error_with_the_leaf(wrong):
+    pruner = sparsity.MagnitudePruning(
+        sparsity_type=lambda path, param: wrong, batch_axes=1, sparsity_distribution_fn=_HALF
+    )
+    with pytest.raises(ValueError, match=r"sparsity_type must be .* for parameter 'w'"):
+        pruner.instant_sparsify(_params())
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole(sparsity.SparsityType):
+    """Keeps a third, whatever is asked for, of arrays with a multiple of three entries."""
+
+    def check(self, shape, batch_axes=0, name="params"):
+        if np.prod(shape) % 3:
+            raise ValueError(f"{name} has {np.prod(shape)} entries")
+
+    def final_sparsity(self, target):
+        return 2 / 3
+
+
+def test_the_check_of_a_type_is_called_with_shape_and_name():
+    pruner = sparsity.MagnitudePruning(sparsity_type=Whole(), sparsity_distribution_fn=_HALF)
+    with pytest.raises(ValueError, match="layer/w has 8 entries"):
+        pruner.wrap_optax(optax.sgd(0.1)).init({"layer": {"w": jnp.ones((2, 4))}})
+
+
+def test_a_target_that_a_type_does_not_reach_is_logged(caplog):
+    pruner = sparsity.StaticRandomSparse(sparsity_type=Whole(), sparsity_distribution_fn=_HALF)
+    pruner.init_state({"w": jnp.ones((3, 4))})
+    assert "ends at sparsity 0.666667, not at the target 0.5 of 'w'" in caplog.text
+    caplog.clear()
+    sparsity.StaticRandomSparse(sparsity_type=Rows(), sparsity_distribution_fn=_HALF).init_state(
+        {"w": jnp.ones((3, 4))}
+    )
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "final"),
+    [
+        (sparsity.NByM(1, 4), 0.5, 0.75),
+        (sparsity.NByM(1, 4), 0.0, 0.0),
+        (sparsity.Unstructured(), 0.3, 0.3),
+        (sparsity.Block((2, 2)), 0.3, 0.3),
+        (sparsity.Channel(), 0.3, 0.3),
+        (Rows(), 0.3, 0.3),
+    ],
+)
+def test_the_sparsity_at_the_end_of_a_ramp(kind, target, final):
+    assert kind.final_sparsity(target) == final
+
+
+def test_ragged_blocks_keep_their_number_of_blocks_and_not_of_entries():
+    # (5, 5) in blocks of (2, 2): 3 x 3 blocks, of which round(4.5) = 4 stay; the corner has one
+    # entry, the others of the last row and column two.
+    scores = np.ones((5, 5), np.float32)
+    scores[4, :], scores[:, 4] = 9, 9
+    for average in (True, False):
+        mask = sparsity.Block((2, 2), average).select(jnp.asarray(scores), 0.5)
+        expected = np.zeros((5, 5), np.uint8)
+        # The five edge blocks have score 9; the lowest indices are those of the right column.
+        expected[:4, 4] = 1  # two blocks
+        expected[4, :4] = 1  # two more, before the corner
+        np.testing.assert_array_equal(mask, expected)
+        assert int(mask.sum()) == 8  # of 25 entries, not half
+
+
+def test_own_types_compete_in_no_global_scope():
+    with pytest.raises(ValueError, match=r"ranks single weights.*Rows\(\)"):
+        sparsity.GlobalMagnitudePruning(sparsity=0.5, sparsity_type=Rows())

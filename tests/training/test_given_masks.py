@@ -1,0 +1,179 @@
+"""Masks that a user hands to `wrap_optax`: kept, started from, or refused with the leaf's name."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsity
+
+_HALF = sparsity.Uniform(0.5)
+
+
+def _params():
+    rng = np.random.default_rng(0)
+    return {"w": jnp.asarray(rng.normal(size=(4, 8)), jnp.float32), "b": jnp.ones(8)}
+
+
+def _mask():
+    """A quarter of the weights; no algorithm would choose them."""
+    return (np.arange(32).reshape(4, 8) % 4 == 1).astype(np.uint8)
+
+
+def _masks(**other):
+    return {"w": jnp.asarray(_mask()), "b": None} | other
+
+
+def _start(updater, masks):
+    return updater.wrap_optax(optax.sgd(0.1), masks=masks).init(_params())
+
+
+def _in_use(state):
+    return np.asarray(sparsity.active_masks(_params(), state)["w"])
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["bytes", "bits"])
+@pytest.mark.parametrize("distribution", [None, _HALF, sparsity.sparsity_distributions.uniform])
+def test_static_training_keeps_the_masks_with_a_distribution_or_without(packed, distribution):
+    trainer = sparsity.StaticRandomSparse(
+        sparsity_distribution_fn=distribution, use_packed_masks=packed
+    )
+    tx = trainer.wrap_optax(optax.sgd(0.1), masks=_masks())
+    params = _params()
+    state = tx.init(params)
+    # The distribution says the target if there is one; else it is what the mask has.
+    assert float(state.target_sparsities["w"]) == (0.5 if distribution == _HALF else 0.75)
+    assert state.target_sparsities["b"] is None
+    for _ in range(3):
+        updates, state = tx.update(params, state, params)
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_array_equal(_in_use(state), _mask())
+        np.testing.assert_array_equal(np.asarray(params["w"]) != 0, _mask())
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda mask: mask,
+        lambda mask: mask.astype(bool),
+        lambda mask: mask.astype(np.float32) * 0.5,
+        lambda mask: jnp.asarray(mask, jnp.int32) * -3,
+    ],
+    ids=["uint8", "bool", "float", "int"],
+)
+@pytest.mark.parametrize("packed", [False, True], ids=["bytes", "bits"])
+def test_masks_of_any_dtype_keep_what_is_not_zero(form, packed):
+    trainer = sparsity.StaticRandomSparse(use_packed_masks=packed)
+    state = _start(trainer, _masks(w=form(_mask())))
+    assert state.masks["w"].dtype == jnp.uint8
+    np.testing.assert_array_equal(_in_use(state), _mask())
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda masks: sparsity.pack_masks(masks, _params()),
+        lambda masks: {"w": jnp.packbits(masks["w"]), "b": None},
+    ],
+    ids=["pack_masks", "packbits"],
+)
+def test_packed_masks_are_taken_where_masks_are_packed(pack):
+    state = _start(sparsity.StaticRandomSparse(use_packed_masks=True), pack(_masks()))
+    assert state.masks["w"].shape == (4, 1)
+    np.testing.assert_array_equal(_in_use(state), _mask())
+    with pytest.raises(ValueError, match="mask of 'w' among the masks of wrap_optax has shape"):
+        _start(sparsity.StaticRandomSparse(), pack(_masks()))
+
+
+def test_masks_of_a_pruner_go_into_training_as_they_come():
+    for packed in (False, True):
+        pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=_HALF, use_packed_masks=packed)
+        pruned, masks = pruner.instant_sparsify(_params())
+        state = _start(sparsity.StaticRandomSparse(use_packed_masks=packed), masks)
+        np.testing.assert_array_equal(_in_use(state), np.asarray(pruned["w"]) != 0)
+
+
+@pytest.mark.parametrize("cls", [sparsity.SET, sparsity.RigL])
+def test_masks_that_move_start_from_the_given_ones(cls):
+    trainer = cls(
+        sparsity_distribution_fn=_HALF,
+        scheduler=sparsity.PeriodicSchedule(2),
+        drop_fraction_fn=lambda step: 0.25,
+    )
+    tx = trainer.wrap_optax(optax.sgd(0.1), masks=_masks())
+    params = _params()
+    state = tx.init(params)
+    np.testing.assert_array_equal(_in_use(state), _mask())
+    _, state = tx.update(params, state, params)
+    moved = _in_use(state)
+    assert moved.sum() == 8  # as many as before, whatever the target
+    assert (moved & _mask()).sum() >= 6  # a quarter of the eight was dropped
+
+
+def test_a_pruner_starts_from_the_masks_and_then_makes_its_own():
+    pruner = sparsity.MagnitudePruning(
+        sparsity_distribution_fn=_HALF, scheduler=sparsity.OneShotSchedule(1)
+    )
+    tx = pruner.wrap_optax(optax.sgd(0.0), masks=_masks())
+    params = _params()
+    state = tx.init(params)
+    kept = []
+    for _ in range(2):
+        updates, state = tx.update(params, state, params)
+        params = optax.apply_updates(params, updates)
+        kept.append(_in_use(state))
+    np.testing.assert_array_equal(kept[0], _mask())
+    # Pruned weights are zeros: only the eight survivors score, the rest are ties from the front.
+    assert kept[1].sum() == 16
+    assert np.all(kept[1][_mask() == 1])
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["bytes", "bits"])
+def test_a_mask_is_made_into_a_target_also_where_the_distribution_has_none(packed):
+    trainer = sparsity.StaticRandomSparse(sparsity_distribution_fn=_HALF, use_packed_masks=packed)
+    state = _start(trainer, {"w": None, "b": jnp.arange(8) < 6})
+    assert state.target_sparsities["w"] is None
+    assert float(state.target_sparsities["b"]) == 0.25
+    assert state.masks["w"] is None
+
+
+def test_masks_are_read_once_and_not_changed():
+    masks = {"w": _mask(), "b": None}
+    tx = sparsity.StaticRandomSparse().wrap_optax(optax.sgd(0.1), masks=masks)
+    jax.block_until_ready(jax.jit(tx.init)(_params()))
+    np.testing.assert_array_equal(masks["w"], _mask())
+    np.testing.assert_array_equal(_in_use(jax.jit(tx.init)(_params())), _mask())
+
+
+# What does not fit.
+
+
+@pytest.mark.parametrize(
+    ("masks", "named"),
+    [
+        ({"w": _mask()}, r"masks of wrap_optax have nothing for 'b'"),
+        ({"b": None}, r"have nothing for 'w'"),
+        ({}, r"have nothing for 'b', 'w'"),
+        (_masks(other=_mask()), r"no leaf at 'other'.*'b', 'w'"),
+        ({"layer": {"w": _mask()}}, r"no leaf at 'layer/w'"),
+        (_masks(w=_mask()[:, :1]), r"'w' among the masks of wrap_optax has shape \(4, 1\), but"),
+        (_masks(w=_mask().T), r"'w' .* has shape \(8, 4\), but its parameter has shape \(4, 8\)"),
+        (_masks(w=np.uint8(1)), r"'w' .* has shape \(\), but"),
+    ],
+)
+def test_masks_that_do_not_fit_are_an_error_that_names_the_leaf(masks, named):
+    with pytest.raises(ValueError, match=named):
+        _start(sparsity.StaticRandomSparse(), masks)
+
+
+def test_a_column_for_a_square_is_no_packed_mask():
+    params = {"w": jnp.ones((8, 8))}
+    masks = {"w": np.ones((8, 1), np.uint8)}
+    with pytest.raises(ValueError, match=r"'w' .* \(8, 1\), but its parameter has shape \(8, 8\)"):
+        sparsity.StaticRandomSparse().wrap_optax(optax.sgd(0.1), masks=masks).init(params)
+
+
+def test_algorithms_without_masks_take_none():
+    with pytest.raises(ValueError, match="NoPruning keeps all parameters dense"):
+        sparsity.NoPruning().wrap_optax(optax.sgd(0.1), masks=_masks())
