@@ -39,8 +39,7 @@ from sparsity.training.state import SparseState, get_sparse_state, make_state
 class BaseUpdater:
     """Wraps an optimizer with sparsity; subclasses say what a weight is worth.
 
-    Updaters are equal if their fields are. Each is a key of its own, for `static_argnums` too: its
-    hash is that of the object.
+    Updaters are equal if their fields are; their hash is that of the object, for `static_argnums`.
 
     Attributes:
       scheduler: when masks are updated and how sparse they are then.
@@ -140,6 +139,7 @@ class BaseUpdater:
         """Returns the function from params to target sparsities, `None` if all stays dense."""
         return self.sparsity_distribution_fn
 
+    @default_hook
     def get_initial_masks(
         self, params: chex.ArrayTree, target_sparsities: chex.ArrayTree
     ) -> chex.ArrayTree:
@@ -372,7 +372,8 @@ class BaseUpdater:
 
     def _target_sparsities(self, params: chex.ArrayTree) -> chex.ArrayTree:
         table = masks_lib.table_in_use(self) or self.sites(params)
-        return target_sparsities(self.get_distribution_fn(), params, table, self.batch_axes)
+        distribution_fn = self.get_distribution_fn()
+        return target_sparsities(distribution_fn, params, table, self.scope, self.batch_axes)
 
 
 ALGORITHM_REGISTRY: Registry[type[BaseUpdater]] = Registry("algorithm")

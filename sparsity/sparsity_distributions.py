@@ -21,7 +21,7 @@ import chex
 from sparsity.core import names, trees
 from sparsity.core.checks import check_fraction, check_number, is_traced
 from sparsity.core.names import Registry
-from sparsity.masks import BatchAxes, Overrides, Sites, leading_axes
+from sparsity.masks import BatchAxes, Overrides, Scope, Site, Sites, leading_axes
 
 _log = logging.getLogger(__name__)
 
@@ -276,6 +276,7 @@ def target_sparsities(
     distribution_fn: Distribution | None,
     params: chex.ArrayTree,
     table: Sites,
+    scope: Scope,
     batch_axes: BatchAxes = 0,
 ) -> chex.ArrayTree:
     """Sparsities of a distribution, checked; `None` for leaves that cannot be pruned.
@@ -283,7 +284,8 @@ def target_sparsities(
     A target that the pattern of its leaf cannot reach is logged.
 
     Raises:
-      ValueError: a sparsity lies outside [0, 1] or a pattern does not fit; the leaf is named.
+      ValueError: a sparsity lies outside [0, 1], or a pattern does not fit its leaf or the scope;
+        the leaf is named.
     """
     if distribution_fn is None:
         return None
@@ -294,6 +296,8 @@ def target_sparsities(
         name = trees.path_string(path)
         check_fraction(f"the sparsity of {name!r}", target)
         pattern = table[path].pattern
+        if not table[path].has_own_sparsity:
+            _check_scope(scope, table[path])
         final = None if is_traced(target) else pattern.final_sparsity(float(target))
         if final is not None and not math.isclose(float(target), final, abs_tol=1e-6):
             message = "%s ends at sparsity %g, not at the target %g of %r."
@@ -306,6 +310,13 @@ def target_sparsities(
         distribute(distribution_fn, params, batch_axes),
         others_role="sparsities that sparsity_distribution_fn returns",
     )
+
+
+def _check_scope(scope: Scope, site: Site) -> None:
+    try:
+        scope.check(site.pattern, site.batch_axes, None)
+    except ValueError as error:
+        raise ValueError(f"{site.name!r}: {error}") from None
 
 
 def distribute(

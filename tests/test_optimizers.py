@@ -325,6 +325,7 @@ def test_lookahead_around_the_wrapper_needs_post_gradient_update_on_fast_and_slo
     assert zeros[True] == [60 - _KEPT] * 2
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", ["differentially_private_aggregate", "dpsgd"])
 def test_gradients_for_each_example_are_aggregated_before_the_wrapper(name):
     tx = optax.chain(_build(name), _updater(sparsity.RigL).wrap_optax(optax.sgd(1.0)))
@@ -337,6 +338,7 @@ def test_gradients_for_each_example_are_aggregated_before_the_wrapper(name):
         _assert_sparse(params, sparsity.get_sparse_state(state).masks)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_monitor_and_what_it_measures_stand_around_the_wrapper():
     tx = optax.chain(_updater(sparsity.RigL).wrap_optax(_ADAM()), _build("monitor"))
     params = helpers.params()

@@ -28,6 +28,10 @@ class Updater(Protocol):
 
     def init_state(self, params: chex.ArrayTree) -> SparseState: ...
 
+    def get_initial_masks(
+        self, params: chex.ArrayTree, target_sparsities: chex.ArrayTree
+    ) -> chex.ArrayTree: ...
+
     def init_algorithm_state(
         self, params: chex.ArrayTree, masks: chex.ArrayTree
     ) -> chex.ArrayTree: ...

@@ -72,7 +72,8 @@ def wrap(
         if masks is not None:
             first, targets = _given_masks(masks, state.target_sparsities, params, packed)
             state = state._replace(target_sparsities=targets)
-        warn_of_idle(updater, state.target_sparsities, first)
+        starts_dense = not is_overridden(updater.get_initial_masks) and masks is None
+        warn_of_idle(updater, state.target_sparsities, first, starts_dense)
         state = state._replace(
             masks=place_masks(pack_masks(first, params) if packed else first, params),
             inner_state=inner.init(params),
@@ -222,20 +223,28 @@ def take_masks(
 
 
 def warn_of_idle(
-    updater: Updater, targets: chex.ArrayTree, masks: chex.ArrayTree, stacklevel: int = 3
+    updater: Updater, targets: chex.ArrayTree, masks: chex.ArrayTree, starts_dense: bool
 ) -> None:
-    """Warns of masks that would stay all ones, and of weights that no step would train."""
+    """Warns of masks that would stay all ones, and of weights that no step would train.
+
+    Args:
+      updater: whose masks they are.
+      targets: tree of target sparsities.
+      masks: tree of the first masks.
+      starts_dense: whether masks are ones where they are traced, so that their values do not tell.
+    """
     steps = update_range(updater.scheduler)
     wanted = any(is_traced(t) or jax.device_get(t) > 0 for t in jax.tree.leaves(targets))
     leaves = jax.tree.leaves(masks)
-    if steps is None and wanted and leaves and all(map(_is_all_ones, leaves)):
+    dense = all(starts_dense if is_traced(mask) else _is_all_ones(mask) for mask in leaves)
+    if steps is None and wanted and leaves and dense:
         warnings.warn(
             f"{type(updater).__name__} has target sparsities, but all masks are ones and "
             f"scheduler = {updater.scheduler!r} never updates them: training stays dense. Set a "
             "scheduler, for example PolynomialSchedule(update_freq=100, update_start_step=1_000, "
             "update_end_step=10_000) (update_freq, update_start_step and update_end_step in a "
             "configuration), or start from masks with wrap_optax(tx, masks=masks).",
-            stacklevel=stacklevel,
+            stacklevel=3,
         )
     if updater.skip_gradients and steps is not None:
         start, end = steps
@@ -246,7 +255,7 @@ def warn_of_idle(
                 f"scheduler = {updater.scheduler!r} updates them in every step from {start} "
                 f"{'on' if end is None else f'to {end}'}: no weight is trained then. Set a larger "
                 "update_freq, or skip_gradients=False.",
-                stacklevel=stacklevel,
+                stacklevel=3,
             )
 
 
@@ -355,5 +364,4 @@ def _is_placeholder(params: chex.ArrayTree) -> bool:
 
 
 def _is_all_ones(mask: jax.Array) -> bool:
-    # A traced mask is taken for what most algorithms start with only if it is a constant.
-    return not is_traced(mask) and bool(np.all(jax.device_get(mask)))
+    return bool(np.all(jax.device_get(mask)))
