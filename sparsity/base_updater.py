@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
-import chex
 import jax
 import numpy as np
 import optax
@@ -20,6 +19,7 @@ from sparsity import masks as masks_lib
 from sparsity.core import trees
 from sparsity.core.names import Registry
 from sparsity.core.sharding import on_device, ones_like
+from sparsity.core.trees import PyTree
 from sparsity.masks import BatchAxes, Layerwise, Pattern, Scope, Sites, TopkFn
 from sparsity.patterns import Unstructured
 from sparsity.sparsity_distributions import (
@@ -123,10 +123,10 @@ class BaseUpdater:
 
     def calculate_scores(
         self,
-        params: chex.ArrayTree,
+        params: PyTree,
         sparse_state: SparseState | None = None,
-        grads: chex.ArrayTree | None = None,
-    ) -> chex.ArrayTree:
+        grads: PyTree | None = None,
+    ) -> PyTree:
         """Returns what each weight is worth: a tree like `params`; the highest scores are kept.
 
         Args:
@@ -140,9 +140,7 @@ class BaseUpdater:
         """Returns the function from params to target sparsities, `None` if all stays dense."""
         return self.sparsity_distribution_fn
 
-    def get_initial_masks(
-        self, params: chex.ArrayTree, target_sparsities: chex.ArrayTree
-    ) -> chex.ArrayTree:
+    def get_initial_masks(self, params: PyTree, target_sparsities: PyTree) -> PyTree:
         """Returns the masks that the optimizer starts with: by default, all ones.
 
         Args:
@@ -157,10 +155,10 @@ class BaseUpdater:
 
     def create_masks(
         self,
-        scores: chex.ArrayTree,
-        sparsities: chex.ArrayTree,
-        target_sparsities: chex.ArrayTree | None = None,
-    ) -> chex.ArrayTree:
+        scores: PyTree,
+        sparsities: PyTree,
+        target_sparsities: PyTree | None = None,
+    ) -> PyTree:
         """Returns masks that keep the highest scores of every leaf, or of all, as the scope says.
 
         Args:
@@ -179,8 +177,8 @@ class BaseUpdater:
     def update_state(
         self,
         sparse_state: SparseState,
-        params: chex.ArrayTree,
-        grads: chex.ArrayTree,
+        params: PyTree,
+        grads: PyTree,
         **extra_args: Any,
     ) -> SparseState:
         """Returns the state with new masks; called in the steps that the scheduler chooses.
@@ -202,7 +200,7 @@ class BaseUpdater:
         return sparse_state._replace(masks=masks)
 
     @default_hook
-    def init_algorithm_state(self, params: chex.ArrayTree, masks: chex.ArrayTree) -> chex.ArrayTree:
+    def init_algorithm_state(self, params: PyTree, masks: PyTree) -> PyTree:
         """Returns the first `algorithm_state`: a tree of arrays, by default nothing.
 
         Args:
@@ -211,9 +209,7 @@ class BaseUpdater:
         """
 
     @default_hook
-    def accumulate(
-        self, sparse_state: SparseState, params: chex.ArrayTree, grads: chex.ArrayTree
-    ) -> SparseState:
+    def accumulate(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> SparseState:
         """Returns the state with a new `algorithm_state`; called first in every step.
 
         Free when not overridden. Other fields of the result are not used.
@@ -226,9 +222,7 @@ class BaseUpdater:
         return sparse_state
 
     @default_hook
-    def modify_gradients(
-        self, grads: chex.ArrayTree, params: chex.ArrayTree, sparse_state: SparseState
-    ) -> chex.ArrayTree:
+    def modify_gradients(self, grads: PyTree, params: PyTree, sparse_state: SparseState) -> PyTree:
         """Returns the gradients for the inner optimizer; called in every step under the new masks.
 
         Free when not overridden. With `is_sparse_gradients` the masks are applied to the result.
@@ -240,9 +234,7 @@ class BaseUpdater:
         """
         return grads
 
-    def apply_masks(
-        self, params: chex.ArrayTree, masks: chex.ArrayTree, is_packed: bool | None = None
-    ) -> chex.ArrayTree:
+    def apply_masks(self, params: PyTree, masks: PyTree, is_packed: bool | None = None) -> PyTree:
         """Returns `params` with pruned entries at exactly 0.0.
 
         Args:
@@ -257,9 +249,7 @@ class BaseUpdater:
         read = masks_lib.read_masks(masks, params, may_be_packed)
         return masks_lib.apply_masks(params, read)
 
-    def pre_forward_update(
-        self, params: chex.ArrayTree, opt_state: optax.OptState
-    ) -> chex.ArrayTree:
+    def pre_forward_update(self, params: PyTree, opt_state: optax.OptState) -> PyTree:
         """Returns the parameters for the forward pass; by default as they are.
 
         Args:
@@ -268,9 +258,7 @@ class BaseUpdater:
         """
         return params
 
-    def post_gradient_update(
-        self, params: chex.ArrayTree, sparse_state: optax.OptState
-    ) -> chex.ArrayTree:
+    def post_gradient_update(self, params: PyTree, sparse_state: optax.OptState) -> PyTree:
         """Returns the parameters after a step, pruned weights at exactly 0.0.
 
         Args:
@@ -294,10 +282,10 @@ class BaseUpdater:
 
     def instant_sparsify(
         self,
-        params: chex.ArrayTree,
-        grads: chex.ArrayTree | None = None,
+        params: PyTree,
+        grads: PyTree | None = None,
         **extra_args: Any,
-    ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    ) -> tuple[PyTree, PyTree]:
         """Prunes at once, without an optimizer.
 
         Args:
@@ -321,7 +309,7 @@ class BaseUpdater:
         pruned = masks_lib.apply_masks(params, masks)
         return pruned, masks_lib.pack_masks(masks, params) if self.use_packed_masks else masks
 
-    def init_state(self, params: chex.ArrayTree) -> SparseState:
+    def init_state(self, params: PyTree) -> SparseState:
         """Returns the state that a wrapped optimizer starts with, without the inner state.
 
         Raises:
@@ -344,7 +332,7 @@ class BaseUpdater:
         return make_state(packed, state)
 
     def wrap_optax(
-        self, inner: optax.GradientTransformation, masks: chex.ArrayTree = None
+        self, inner: optax.GradientTransformation, masks: PyTree | None = None
     ) -> optax.GradientTransformationExtraArgs:
         """Returns `inner` with sparsity; masks live in its state, a `SparseState`.
 
@@ -360,17 +348,17 @@ class BaseUpdater:
         """
         return step.wrap(self, inner, masks)
 
-    def sites(self, params: chex.ArrayTree) -> Sites:
+    def sites(self, params: PyTree) -> Sites:
         """Returns the table of the prunable leaves: each with its pattern and batch axes."""
         overrides = overrides_of(self.get_distribution_fn())
         return Sites(params, self.sparsity_type, self.batch_axes, overrides)
 
-    def sites_of(self, scores: chex.ArrayTree) -> Sites:
+    def sites_of(self, scores: PyTree) -> Sites:
         """Returns the table of the parameters whose hooks run now, or one of the scores."""
         table = masks_lib.table_in_use(self)
         return table if table is not None and table.covers(scores) else self.sites(scores)
 
-    def _target_sparsities(self, params: chex.ArrayTree) -> chex.ArrayTree:
+    def _target_sparsities(self, params: PyTree) -> PyTree:
         table = masks_lib.table_in_use(self) or self.sites(params)
         return target_sparsities(self.get_distribution_fn(), params, table, self.batch_axes)
 
@@ -384,30 +372,28 @@ class NoPruning(BaseUpdater):
 
     sparsity_distribution_fn: Distribution | None = None
 
-    def get_initial_masks(
-        self, params: chex.ArrayTree, target_sparsities: chex.ArrayTree
-    ) -> chex.ArrayTree:
+    def get_initial_masks(self, params: PyTree, target_sparsities: PyTree) -> PyTree:
         return jax.tree.map(lambda _: None, params)
 
     def update_state(
         self,
         sparse_state: SparseState,
-        params: chex.ArrayTree,
-        grads: chex.ArrayTree,
+        params: PyTree,
+        grads: PyTree,
         **extra_args: Any,
     ) -> SparseState:
         return sparse_state
 
     def instant_sparsify(
         self,
-        params: chex.ArrayTree,
-        grads: chex.ArrayTree | None = None,
+        params: PyTree,
+        grads: PyTree | None = None,
         **extra_args: Any,
-    ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    ) -> tuple[PyTree, PyTree]:
         return params, self.get_initial_masks(params, None)
 
     def wrap_optax(
-        self, inner: optax.GradientTransformation, masks: chex.ArrayTree = None
+        self, inner: optax.GradientTransformation, masks: PyTree | None = None
     ) -> optax.GradientTransformationExtraArgs:
         """Returns `inner` with a SparseState around its state; `params` may be left out."""
         if masks is not None:

@@ -19,6 +19,7 @@ import optax
 from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.base_updater import BaseUpdater
 from sparsity.core.checks import check_fraction, check_int
+from sparsity.core.trees import PyTree
 from sparsity.masks import move_masks
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.hooks import call_hook
@@ -70,18 +71,16 @@ class SparseTraining(BaseUpdater):
 
     is_sparse_gradients: bool = True
 
-    def get_initial_masks(
-        self, params: chex.ArrayTree, target_sparsities: chex.ArrayTree
-    ) -> chex.ArrayTree:
+    def get_initial_masks(self, params: PyTree, target_sparsities: PyTree) -> PyTree:
         scores = generate_random_scores(params, self.rng_seed)
         return self.create_masks(scores, target_sparsities)
 
     def instant_sparsify(
         self,
-        params: chex.ArrayTree,
-        grads: chex.ArrayTree | None = None,
+        params: PyTree,
+        grads: PyTree | None = None,
         **extra_args: Any,
-    ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    ) -> tuple[PyTree, PyTree]:
         raise RuntimeError(
             f"{type(self).__name__} trains sparse from the start and has no instant_sparsify; wrap "
             "an optimizer with wrap_optax, or prune with MagnitudePruning or RandomPruning."
@@ -95,8 +94,8 @@ class StaticRandomSparse(SparseTraining):
     def update_state(
         self,
         sparse_state: SparseState,
-        params: chex.ArrayTree,
-        grads: chex.ArrayTree,
+        params: PyTree,
+        grads: PyTree,
         **extra_args: Any,
     ) -> SparseState:
         return sparse_state
@@ -127,19 +126,15 @@ class DropAndGrow(SparseTraining):
                 f"optax.constant_schedule(0.3), got drop_fraction_fn = {self.drop_fraction_fn!r}."
             )
 
-    def get_drop_scores(
-        self, sparse_state: SparseState, params: chex.ArrayTree, grads: chex.ArrayTree
-    ) -> chex.ArrayTree:
+    def get_drop_scores(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> PyTree:
         """Returns scores by which active weights are kept."""
         return jax.tree.map(jnp.abs, params)
 
-    def get_grow_scores(
-        self, sparse_state: SparseState, params: chex.ArrayTree, grads: chex.ArrayTree
-    ) -> chex.ArrayTree:
+    def get_grow_scores(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> PyTree:
         """Returns scores by which weights that were not kept grow."""
         raise NotImplementedError(f"{type(self).__name__} must override get_grow_scores.")
 
-    def init_state(self, params: chex.ArrayTree) -> SparseState:
+    def init_state(self, params: PyTree) -> SparseState:
         start, end = update_range(self.scheduler) or (0, None)
         for step in {0, start, start if end is None else end}:
             # A schedule of optax sends its numbers to the device in its own way.
@@ -150,8 +145,8 @@ class DropAndGrow(SparseTraining):
     def update_state(
         self,
         sparse_state: SparseState,
-        params: chex.ArrayTree,
-        grads: chex.ArrayTree,
+        params: PyTree,
+        grads: PyTree,
         **extra_args: Any,
     ) -> SparseState:
         with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix integers and floats
@@ -184,9 +179,7 @@ class DropAndGrow(SparseTraining):
 class SET(DropAndGrow):
     """Grows random weights."""
 
-    def get_grow_scores(
-        self, sparse_state: SparseState, params: chex.ArrayTree, grads: chex.ArrayTree
-    ) -> chex.ArrayTree:
+    def get_grow_scores(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> PyTree:
         # Step 0 of the random stream drew the initial masks.
         return generate_random_scores(params, self.rng_seed, sparse_state.count + 1)
 
@@ -195,9 +188,7 @@ class SET(DropAndGrow):
 class RigL(DropAndGrow):
     """Grows the weights with the largest gradient."""
 
-    def get_grow_scores(
-        self, sparse_state: SparseState, params: chex.ArrayTree, grads: chex.ArrayTree
-    ) -> chex.ArrayTree:
+    def get_grow_scores(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> PyTree:
         if grads is None:
             raise ValueError("RigL grows weights by their gradients, got grads = None: pass them.")
         return jax.tree.map(jnp.abs, grads)

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
 
+from sparsity.core.trees import PyTree
+
 
 def shard_like(
-    like: chex.ArrayTree,
+    like: PyTree,
     fn: Callable[..., Any],
     *args: Any,
     shape: tuple[int, ...] | None = None,

@@ -27,11 +27,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import chex
-
 from sparsity.core import names as names_lib
 from sparsity.core import trees
 from sparsity.core.checks import check_density, check_int
+from sparsity.core.trees import PyTree
 from sparsity.masks import BatchAxes, Site, leading_axes
 from sparsity.patterns import NByM, SparsityType, Unstructured, parse_nm
 
@@ -66,7 +65,7 @@ class Entry(NamedTuple):
         forms = (form for prefix in prefixes for form in _forms(prefix))
         return next((self.rules[form] for form in forms if form in self.rules), None)
 
-    def check_names(self, params: chex.ArrayTree) -> None:
+    def check_names(self, params: PyTree) -> None:
         """Raises a ValueError if a key does not name exactly one layer that no other key names."""
         if isinstance(self.rules, Rule):
             return
@@ -161,7 +160,7 @@ def _entry(epoch: int, entry: Any) -> Entry:
     return Entry(epoch, False, rules)
 
 
-def read(strategy: Any, params: chex.ArrayTree, batch_axes: BatchAxes = 0) -> dict[int, Stage]:
+def read(strategy: Any, params: PyTree, batch_axes: BatchAxes = 0) -> dict[int, Stage]:
     """What a strategy, or what `parse` made of it, does to the parameters; all of it is checked."""
     is_parsed = isinstance(strategy, dict) and all(isinstance(e, Entry) for e in strategy.values())
     entries: dict[int, Entry] = strategy if is_parsed else parse(strategy)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import trees
 from sparsity.core.checks import check_int
+from sparsity.core.trees import PyTree
 from sparsity.epochs import strategies
 from sparsity.masks import (
     Global,
@@ -45,9 +46,9 @@ _GLOBAL = Global(use_normalization=False)
 def pruning(
     state: Any,
     epoch: int,
-    mask_key: chex.ArrayTree = None,
+    mask_key: PyTree | None = None,
     prune_strategy: strategies.Strategy | None = None,
-) -> tuple[bool, chex.ArrayTree]:
+) -> tuple[bool, PyTree]:
     """Makes the masks that a strategy asks for at an epoch.
 
     Args:
@@ -80,7 +81,7 @@ def pruning(
     return True, _masks(stages[operator.index(epoch)], scores, mask_key)
 
 
-def pruning_apply(state: Any, mask_key: chex.ArrayTree) -> tuple[Any, chex.ArrayTree]:
+def pruning_apply(state: Any, mask_key: PyTree) -> tuple[Any, PyTree]:
     """Puts pruned weights at exactly 0.0.
 
     Args:
@@ -163,7 +164,7 @@ class EpochStrategy(BaseUpdater):
     def get_distribution_fn(self) -> Distribution | None:
         """Returns the function from params to the last sparsity of every layer."""
 
-        def last(params: chex.ArrayTree) -> chex.ArrayTree:
+        def last(params: PyTree) -> PyTree:
             sparsities: dict[trees.KeyPath, float] = {}
             for stage in self._stages(params):
                 sparsities |= stage.sparsities
@@ -171,7 +172,7 @@ class EpochStrategy(BaseUpdater):
 
         return last
 
-    def sites(self, params: chex.ArrayTree) -> Sites:
+    def sites(self, params: PyTree) -> Sites:
         """Returns the table of the layers, with the last type of each."""
 
         def last(path: tuple[str, ...], param: Any) -> SparsityType:
@@ -187,8 +188,8 @@ class EpochStrategy(BaseUpdater):
     def update_state(
         self,
         sparse_state: SparseState,
-        params: chex.ArrayTree,
-        grads: chex.ArrayTree,
+        params: PyTree,
+        grads: PyTree,
         **extra_args: Any,
     ) -> SparseState:
         scores = call_hook(
@@ -201,7 +202,7 @@ class EpochStrategy(BaseUpdater):
         keys = [(stage.is_global, tuple(stage.sites.items())) for stage in stages]
         branches = list(dict.fromkeys(keys))
 
-        def create(key: Any, sparsities: jax.Array) -> chex.ArrayTree:
+        def create(key: Any, sparsities: jax.Array) -> PyTree:
             is_global, sites = key
             known = dict(zip(paths, sparsities, strict=True))
             return _masks(
@@ -218,10 +219,10 @@ class EpochStrategy(BaseUpdater):
 
     def instant_sparsify(
         self,
-        params: chex.ArrayTree,
-        grads: chex.ArrayTree | None = None,
+        params: PyTree,
+        grads: PyTree | None = None,
         **extra_args: Any,
-    ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    ) -> tuple[PyTree, PyTree]:
         """Prunes as all epochs do, one after the other."""
         masks = None
         for stage in self._stages(params):
@@ -231,7 +232,7 @@ class EpochStrategy(BaseUpdater):
         pruned = apply_masks(params, masks)
         return pruned, pack_masks(masks, params) if self.use_packed_masks else masks
 
-    def _stages(self, params: chex.ArrayTree) -> list[strategies.Stage]:
+    def _stages(self, params: PyTree) -> list[strategies.Stage]:
         return list(strategies.read(self._entries, params, self.batch_axes).values())
 
 
@@ -254,9 +255,7 @@ class AtSteps(NoUpdateSchedule):
         return (self.steps[0], self.steps[-1]) if self.steps else None
 
 
-def _masks(
-    stage: strategies.Stage, scores: chex.ArrayTree, masks: chex.ArrayTree
-) -> chex.ArrayTree:
+def _masks(stage: strategies.Stage, scores: PyTree, masks: PyTree) -> PyTree:
     """The masks that hold after a stage: new ones of the layers that it names."""
     named = trees.map_matched(
         lambda path, _: stage.sparsities[path] if path in stage.sites else None, scores
@@ -268,5 +267,5 @@ def _masks(
     )
 
 
-def _read(masks: chex.ArrayTree, params: chex.ArrayTree) -> chex.ArrayTree:
+def _read(masks: PyTree, params: PyTree) -> PyTree:
     return read_masks(masks, params, packed=False, role="masks of mask_key")

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.core import sharding, trees
+from sparsity.core.trees import PyTree
 
 
 def packed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -57,29 +58,27 @@ def unpack(bits: chex.Array, like: chex.Array) -> jax.Array:
     return sharding.shard_like(like, to_bytes, bits)
 
 
-def pack_masks(masks: chex.ArrayTree, params: chex.ArrayTree) -> chex.ArrayTree:
+def pack_masks(masks: PyTree, params: PyTree) -> PyTree:
     """Packs the masks of `params` to bits; raises as `check_masks`."""
     check_masks(params, masks, packed=False)
     likes = trees.leaves_by_path(params)
     return trees.map_matched(lambda path, mask: pack(mask, likes[path]), masks)
 
 
-def unpack_masks(masks: chex.ArrayTree, params: chex.ArrayTree) -> chex.ArrayTree:
+def unpack_masks(masks: PyTree, params: PyTree) -> PyTree:
     """Undoes `pack_masks`; raises as `check_masks`."""
     check_masks(params, masks, packed=True)
     likes = trees.leaves_by_path(params)
     return trees.map_matched(lambda path, bits: unpack(bits, likes[path]), masks)
 
 
-def place_masks(masks: chex.ArrayTree, params: chex.ArrayTree) -> chex.ArrayTree:
+def place_masks(masks: PyTree, params: PyTree) -> PyTree:
     """Gives fresh masks, packed or not, the sharding of their parameters."""
     likes = trees.leaves_by_path(params)
     return trees.map_matched(lambda path, mask: sharding.place_like(likes[path], mask), masks)
 
 
-def read_masks(
-    masks: chex.ArrayTree, params: chex.ArrayTree, packed: bool, role: str = "masks"
-) -> chex.ArrayTree:
+def read_masks(masks: PyTree, params: PyTree, packed: bool, role: str = "masks") -> PyTree:
     """Masks that a hook or a user hands in, as uint8 masks of zeros and ones.
 
     Args:
@@ -120,7 +119,7 @@ def _is_kept(mask: chex.Array) -> jax.Array:
     return (mask != 0).astype(jnp.uint8)
 
 
-def check_leaves(params: chex.ArrayTree, masks: chex.ArrayTree, role: str = "masks") -> None:
+def check_leaves(params: PyTree, masks: PyTree, role: str = "masks") -> None:
     """Raises a ValueError that names a mask without a parameter, or a parameter without a mask."""
     known = trees.leaves_by_path(params)
     if strange := [trees.path_string(path) for path in trees.leaves_by_path(masks).keys() - known]:
@@ -143,9 +142,7 @@ def check_leaves(params: chex.ArrayTree, masks: chex.ArrayTree, role: str = "mas
         )
 
 
-def check_masks(
-    tree: chex.ArrayTree, masks: chex.ArrayTree, *, packed: bool, role: str = "params"
-) -> None:
+def check_masks(tree: PyTree, masks: PyTree, *, packed: bool, role: str = "params") -> None:
     """Raises a ValueError that names a leaf whose mask does not fit it.
 
     Args:
@@ -182,8 +179,8 @@ def check_masks(
 
 
 def apply_masks(
-    tree: chex.ArrayTree, masks: chex.ArrayTree, *, packed: bool = False, role: str = "params"
-) -> chex.ArrayTree:
+    tree: PyTree, masks: PyTree, *, packed: bool = False, role: str = "params"
+) -> PyTree:
     """Applies masks by path; leaves without a mask are returned as they are.
 
     Raises:

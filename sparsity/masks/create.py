@@ -9,6 +9,7 @@ import jax
 
 from sparsity.core import trees
 from sparsity.core.checks import check_fraction
+from sparsity.core.trees import PyTree
 from sparsity.masks.scopes import Moving, Scope, Wanted
 from sparsity.masks.sites import Pattern, Sites, TopkFn
 
@@ -80,11 +81,11 @@ def drop_and_grow(
 def create_masks(
     scope: Scope,
     table: Sites,
-    scores: chex.ArrayTree,
-    sparsities: chex.ArrayTree,
-    targets: chex.ArrayTree = None,
+    scores: PyTree,
+    sparsities: PyTree,
+    targets: PyTree | None = None,
     topk_fn: TopkFn | None = None,
-) -> chex.ArrayTree:
+) -> PyTree:
     """Makes the masks of a tree.
 
     Args:
@@ -117,11 +118,11 @@ def create_masks(
 def move_masks(
     scope: Scope,
     table: Sites,
-    masks: chex.ArrayTree,
-    drop_scores: chex.ArrayTree,
-    grow_scores: chex.ArrayTree,
+    masks: PyTree,
+    drop_scores: PyTree,
+    grow_scores: PyTree,
     drop_fraction: chex.Numeric,
-) -> chex.ArrayTree:
+) -> PyTree:
     """Moves the masks of a tree: as `drop_and_grow`, within the scope.
 
     Args:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.core import names, trees
+from sparsity.core.trees import PyTree
 
 Path = tuple[str, ...]
 TopkFn = Callable[[jax.Array, chex.Numeric], chex.Array]
@@ -96,7 +97,7 @@ class Sites(Mapping[trees.KeyPath, Site]):
 
     def __init__(
         self,
-        params: chex.ArrayTree,
+        params: PyTree,
         pattern: Pattern | Callable[[Path, Any], Pattern],
         batch_axes: BatchAxes = 0,
         overrides: Overrides | None = None,
@@ -132,7 +133,7 @@ class Sites(Mapping[trees.KeyPath, Site]):
             self._sites[path] = Site(path, pattern, axes, own)
         return self._sites[path]
 
-    def covers(self, tree: chex.ArrayTree) -> bool:
+    def covers(self, tree: PyTree) -> bool:
         """Whether scores or masks are those of the table's parameters, by paths and shapes."""
         return all(
             path in self._params and jnp.shape(leaf) == self._params[path].shape

@@ -19,6 +19,7 @@ import numpy as np
 from sparsity.core import exact as exact_counts
 from sparsity.core.checks import is_traced
 from sparsity.core.exact import Words, zero_like
+from sparsity.core.trees import PyTree
 from sparsity.selection import counting, threshold
 from sparsity.selection.counting import Leaf
 from sparsity.selection.keys import readable, to_keys
@@ -73,8 +74,8 @@ def topk_mask(
 
 
 def global_topk_mask(
-    tree: chex.ArrayTree, k: chex.Numeric | Words, *, where: chex.ArrayTree = None
-) -> chex.ArrayTree:
+    tree: PyTree, k: chex.Numeric | Words, *, where: PyTree | None = None
+) -> PyTree:
     """Masks of the k highest scores of all leaves together: one threshold, nothing concatenated.
 
     >>> global_topk_mask({"a": jnp.array([5, 1]), "b": jnp.array([[5, 5]])}, 2)

@@ -6,8 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
-import chex
-
+from sparsity.core.trees import PyTree
 from sparsity.masks import Sites
 from sparsity.sparsity_schedules import Schedule
 from sparsity.training.state import SparseState
@@ -24,29 +23,27 @@ class Updater(Protocol):
     use_packed_masks: bool
     is_sparse_updates: bool | None
 
-    def sites(self, params: chex.ArrayTree) -> Sites: ...
+    def sites(self, params: PyTree) -> Sites: ...
 
-    def init_state(self, params: chex.ArrayTree) -> SparseState: ...
+    def init_state(self, params: PyTree) -> SparseState: ...
 
-    def init_algorithm_state(
-        self, params: chex.ArrayTree, masks: chex.ArrayTree
-    ) -> chex.ArrayTree: ...
+    def init_algorithm_state(self, params: PyTree, masks: PyTree) -> PyTree: ...
 
     def accumulate(
-        self, sparse_state: SparseState, params: chex.ArrayTree, grads: chex.ArrayTree
+        self, sparse_state: SparseState, params: PyTree, grads: PyTree
     ) -> SparseState: ...
 
     def update_state(
         self,
         sparse_state: SparseState,
-        params: chex.ArrayTree,
-        grads: chex.ArrayTree,
+        params: PyTree,
+        grads: PyTree,
         **extra_args: Any,
     ) -> SparseState: ...
 
     def modify_gradients(
-        self, grads: chex.ArrayTree, params: chex.ArrayTree, sparse_state: SparseState
-    ) -> chex.ArrayTree: ...
+        self, grads: PyTree, params: PyTree, sparse_state: SparseState
+    ) -> PyTree: ...
 
 
 def call_hook(hook: Callable[..., Any], *args: Any, extra: Mapping[str, Any], **kwargs: Any) -> Any:

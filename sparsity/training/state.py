@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from sparsity.core import owners, sharding, trees
+from sparsity.core.trees import PyTree
 from sparsity.masks import packed_shape
 
 
@@ -26,11 +26,11 @@ class SparseState(NamedTuple):
       algorithm_state: tree of arrays that the algorithm remembers; `None` for most.
     """
 
-    masks: chex.ArrayTree = None
-    inner_state: chex.ArrayTree = None
-    target_sparsities: chex.ArrayTree = None
-    count: chex.ArrayTree = None
-    algorithm_state: chex.ArrayTree = None
+    masks: PyTree = None
+    inner_state: PyTree = None
+    target_sparsities: PyTree = None
+    count: PyTree = None
+    algorithm_state: PyTree = None
 
 
 class PackedSparseState(SparseState):
@@ -125,7 +125,7 @@ def set_sparse_state(opt_state: optax.OptState, sparse_state: SparseState) -> op
     return jax.tree.map(replace, opt_state, is_leaf=is_state)
 
 
-def sharding_like(params: chex.ArrayTree, opt_state: optax.OptState) -> optax.OptState:
+def sharding_like(params: PyTree, opt_state: optax.OptState) -> optax.OptState:
     """Returns the shardings of an optimizer state: each leaf has that of its parameter.
 
     For `out_shardings` of a jitted `init`, which otherwise leaves moments and counts where the
