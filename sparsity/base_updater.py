@@ -22,16 +22,11 @@ from sparsity.core.sharding import on_device, ones_like
 from sparsity.core.trees import PyTree
 from sparsity.masks import BatchAxes, Layerwise, Pattern, Scope, Sites, TopkFn
 from sparsity.patterns import Unstructured
-from sparsity.sparsity_distributions import (
-    Distribution,
-    overrides_of,
-    target_sparsities,
-    uniform,
-)
+from sparsity.sparsity_distributions import Distribution, overrides_of, target_sparsities, uniform
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training import step
 from sparsity.training.fields import check_fields, check_names, have_equal_fields
-from sparsity.training.hooks import call_hook, default_hook
+from sparsity.training.hooks import ExtraArg, call_hook, default_hook
 from sparsity.training.state import SparseState, get_sparse_state, make_state
 
 
@@ -78,10 +73,10 @@ class BaseUpdater:
     scheduler: Schedule = NoUpdateSchedule()
     skip_gradients: bool = False
     is_sparse_gradients: bool = False
-    sparsity_type: Pattern | Callable[[tuple[str, ...], Any], Pattern] = Unstructured()
+    sparsity_type: Pattern | Callable[[tuple[str, ...], jax.Array], Pattern] = Unstructured()
     sparsity_distribution_fn: Distribution | None = uniform
     scope: Scope = Layerwise()
-    rng_seed: int | jax.Array | None = 8
+    rng_seed: int | jax.Array = 8
     use_packed_masks: bool = False
     topk_fn: TopkFn | None = None
     is_sparse_updates: bool | None = None
@@ -104,7 +99,7 @@ class BaseUpdater:
         for name in {"__eq__", "__hash__"} - own.keys():
             setattr(cls, name, getattr(BaseUpdater, name))
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         check_names(cls, kwargs)
         return super().__new__(cls)
 
@@ -122,10 +117,7 @@ class BaseUpdater:
     # no mask: random keys, integers and functions are None in the trees that hooks get.
 
     def calculate_scores(
-        self,
-        params: PyTree,
-        sparse_state: SparseState | None = None,
-        grads: PyTree | None = None,
+        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
     ) -> PyTree:
         """Returns what each weight is worth: a tree like `params`; the highest scores are kept.
 
@@ -154,10 +146,7 @@ class BaseUpdater:
         return trees.map_matched(start, params, target_sparsities)
 
     def create_masks(
-        self,
-        scores: PyTree,
-        sparsities: PyTree,
-        target_sparsities: PyTree | None = None,
+        self, scores: PyTree, sparsities: PyTree, target_sparsities: PyTree | None = None
     ) -> PyTree:
         """Returns masks that keep the highest scores of every leaf, or of all, as the scope says.
 
@@ -175,11 +164,7 @@ class BaseUpdater:
         )
 
     def update_state(
-        self,
-        sparse_state: SparseState,
-        params: PyTree,
-        grads: PyTree,
-        **extra_args: Any,
+        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
     ) -> SparseState:
         """Returns the state with new masks; called in the steps that the scheduler chooses.
 
@@ -270,7 +255,7 @@ class BaseUpdater:
         return self.apply_masks(params, state.masks)
 
     @classmethod
-    def read_config(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+    def read_config(cls, options: Mapping[str, object]) -> dict[str, object]:
         """Turns keys of a configuration into fields; a class with `config_keys` overrides it.
 
         Args:
@@ -281,10 +266,7 @@ class BaseUpdater:
     # Entry points.
 
     def instant_sparsify(
-        self,
-        params: PyTree,
-        grads: PyTree | None = None,
-        **extra_args: Any,
+        self, params: PyTree, grads: PyTree | None = None, **extra_args: ExtraArg
     ) -> tuple[PyTree, PyTree]:
         """Prunes at once, without an optimizer.
 
@@ -376,19 +358,12 @@ class NoPruning(BaseUpdater):
         return jax.tree.map(lambda _: None, params)
 
     def update_state(
-        self,
-        sparse_state: SparseState,
-        params: PyTree,
-        grads: PyTree,
-        **extra_args: Any,
+        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
     ) -> SparseState:
         return sparse_state
 
     def instant_sparsify(
-        self,
-        params: PyTree,
-        grads: PyTree | None = None,
-        **extra_args: Any,
+        self, params: PyTree, grads: PyTree | None = None, **extra_args: ExtraArg
     ) -> tuple[PyTree, PyTree]:
         return params, self.get_initial_masks(params, None)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import chex
 import jax
@@ -36,12 +35,12 @@ pruning_act_struct = prune_act_struct
 pruning_act_unstruct = prune_act_unstruct
 
 
-def KERNEL_FILTER_FN(path: tuple[str, ...], param: Any) -> bool:
+def KERNEL_FILTER_FN(path: tuple[str, ...], param: chex.Array) -> bool:
     """Selects parameters that are called 'kernel'."""
     return bool(path) and path[-1] == "kernel"
 
 
-def NOT_DIM_ONE_FILTER_FN(path: tuple[str, ...], param: Any) -> bool:
+def NOT_DIM_ONE_FILTER_FN(path: tuple[str, ...], param: chex.Array) -> bool:
     """Selects parameters with two axes or more."""
     return param.ndim > 1
 

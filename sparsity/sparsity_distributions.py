@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
 import chex
+import jax
 
 from sparsity.core import names, trees
 from sparsity.core.checks import check_fraction, check_number, is_traced
@@ -26,7 +27,7 @@ from sparsity.masks import BatchAxes, Overrides, Sites, leading_axes
 
 _log = logging.getLogger(__name__)
 
-FilterFn = Callable[[tuple[str, ...], chex.Array], bool]
+FilterFn = Callable[[tuple[str, ...], jax.Array], bool]
 
 
 class Distribution(Protocol):
@@ -314,7 +315,8 @@ def distribute(distribution_fn: Distribution, params: PyTree, batch_axes: BatchA
     given = distribution_fn.keywords if isinstance(distribution_fn, functools.partial) else {}
     if "batch_axes" in given or not _names_batch_axes(distribution_fn):
         return distribution_fn(params)
-    return distribution_fn(params, batch_axes=batch_axes)  # type: ignore[call-arg]
+    with_axes: Callable[..., PyTree] = distribution_fn
+    return with_axes(params, batch_axes=batch_axes)
 
 
 def overrides_of(distribution_fn: Distribution | None) -> Overrides | None:

@@ -60,10 +60,7 @@ class GlobalPruning(BaseUpdater):
         return Uniform(self.sparsity, self.filter_fn, self.custom_sparsity_map)
 
     def create_masks(
-        self,
-        scores: PyTree,
-        target_sparsity: PyTree,
-        target_sparsities: PyTree | None = None,
+        self, scores: PyTree, target_sparsity: PyTree, target_sparsities: PyTree | None = None
     ) -> PyTree:
         """Returns masks that keep the highest scores of all leaves together.
 

@@ -25,10 +25,7 @@ class MagnitudePruning(BaseUpdater):
     """
 
     def calculate_scores(
-        self,
-        params: PyTree,
-        sparse_state: SparseState | None = None,
-        grads: PyTree | None = None,
+        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
     ) -> PyTree:
         return jax.tree.map(jnp.abs, params)
 
@@ -42,10 +39,7 @@ class SaliencyPruning(BaseUpdater):
     """
 
     def calculate_scores(
-        self,
-        params: PyTree,
-        sparse_state: SparseState | None = None,
-        grads: PyTree | None = None,
+        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
     ) -> PyTree:
         if grads is None:
             raise ValueError(
@@ -66,9 +60,6 @@ class RandomPruning(BaseUpdater):
     """Keeps random weights; a pruned weight stays pruned while the sparsity grows."""
 
     def calculate_scores(
-        self,
-        params: PyTree,
-        sparse_state: SparseState | None = None,
-        grads: PyTree | None = None,
+        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
     ) -> PyTree:
         return generate_random_scores(params, self.rng_seed)

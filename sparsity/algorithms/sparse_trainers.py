@@ -8,13 +8,13 @@ Making All Tickets Winners", algorithm 1.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.base_updater import BaseUpdater
@@ -22,7 +22,7 @@ from sparsity.core.checks import check_fraction, check_int
 from sparsity.core.trees import PyTree
 from sparsity.masks import move_masks
 from sparsity.sparsity_schedules import update_range
-from sparsity.training.hooks import call_hook
+from sparsity.training.hooks import ExtraArg, call_hook
 from sparsity.training.state import SparseState
 
 
@@ -39,7 +39,7 @@ class ConstantFraction:
     def __post_init__(self) -> None:
         check_fraction("drop_fraction", self.fraction)
 
-    def __call__(self, step: chex.Numeric) -> chex.Numeric:
+    def __call__(self, step: ArrayLike) -> float:
         """Returns the fraction at a step."""
         return self.fraction
 
@@ -60,7 +60,7 @@ class CosineFraction:
         check_fraction("drop_fraction", self.fraction)
         check_int("steps", self.steps, 1)
 
-    def __call__(self, step: chex.Numeric) -> chex.Numeric:
+    def __call__(self, step: ArrayLike) -> ArrayLike:
         """Returns the fraction at a step."""
         return optax.cosine_decay_schedule(self.fraction, self.steps)(step)
 
@@ -76,10 +76,7 @@ class SparseTraining(BaseUpdater):
         return self.create_masks(scores, target_sparsities)
 
     def instant_sparsify(
-        self,
-        params: PyTree,
-        grads: PyTree | None = None,
-        **extra_args: Any,
+        self, params: PyTree, grads: PyTree | None = None, **extra_args: ExtraArg
     ) -> tuple[PyTree, PyTree]:
         raise RuntimeError(
             f"{type(self).__name__} trains sparse from the start and has no instant_sparsify; wrap "
@@ -92,11 +89,7 @@ class StaticRandomSparse(SparseTraining):
     """Trains within one mask: a random one, or that of `wrap_optax(tx, masks=masks)`."""
 
     def update_state(
-        self,
-        sparse_state: SparseState,
-        params: PyTree,
-        grads: PyTree,
-        **extra_args: Any,
+        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
     ) -> SparseState:
         return sparse_state
 
@@ -113,7 +106,7 @@ class DropAndGrow(SparseTraining):
     """
 
     skip_gradients: bool = True
-    drop_fraction_fn: Callable[[chex.Numeric], chex.Numeric] = ConstantFraction(0.3)
+    drop_fraction_fn: optax.Schedule = ConstantFraction(0.3)
 
     regrows: ClassVar[bool] = True
     config_keys: ClassVar[tuple[str, ...]] = ("drop_fraction",)
@@ -143,14 +136,10 @@ class DropAndGrow(SparseTraining):
         return super().init_state(params)
 
     def update_state(
-        self,
-        sparse_state: SparseState,
-        params: PyTree,
-        grads: PyTree,
-        **extra_args: Any,
+        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
     ) -> SparseState:
         with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix integers and floats
-            fraction = self.drop_fraction_fn(sparse_state.count)
+            fraction: Any = self.drop_fraction_fn(sparse_state.count)
         state = (sparse_state, params, grads)
         masks = move_masks(
             self.scope,
@@ -163,9 +152,9 @@ class DropAndGrow(SparseTraining):
         return sparse_state._replace(masks=masks)
 
     @classmethod
-    def read_config(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+    def read_config(cls, options: Mapping[str, object]) -> dict[str, object]:
         """Turns `drop_fraction` into a function that falls along a cosine until the end step."""
-        fields = dict(options)
+        fields: dict[str, Any] = dict(options)
         if "drop_fraction" in fields and "drop_fraction_fn" in fields:
             raise ValueError("drop_fraction cannot be given beside drop_fraction_fn.")
         fraction = fields.pop("drop_fraction", 0.3)

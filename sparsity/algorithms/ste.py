@@ -21,6 +21,7 @@ from sparsity.core import trees
 from sparsity.core.trees import PyTree
 from sparsity.masks import apply_mask_straight_through, check_masks, in_use, unpack_masks
 from sparsity.sparsity_schedules import update_range
+from sparsity.training.hooks import ExtraArg
 from sparsity.training.state import SparseState, get_sparse_state
 
 
@@ -71,11 +72,7 @@ class StraightThrough(BaseUpdater):
         return jax.tree.map(lambda _: None, params)
 
     def update_state(
-        self,
-        sparse_state: SparseState,
-        params: PyTree,
-        grads: PyTree,
-        **extra_args: Any,
+        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
     ) -> SparseState:
         if self.store_masks:
             return super().update_state(sparse_state, params, grads, **extra_args)
@@ -96,10 +93,7 @@ class SteRandomPruning(StraightThrough, RandomPruning):
     """Uses other random weights in every forward pass and trains all of them."""
 
     def calculate_scores(
-        self,
-        params: PyTree,
-        sparse_state: SparseState | None = None,
-        grads: PyTree | None = None,
+        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
     ) -> PyTree:
         step = 0 if sparse_state is None else sparse_state.count
         return generate_random_scores(params, self.rng_seed, step)

@@ -40,6 +40,7 @@ def map_owned(fn: Callable[..., Any], params: PyTree, state: PyTree, *others: Py
         None if at is None else by_path.get(at)
         for at in _places(state, trees.covered_paths(params) or {path for path, _ in none_too})
     ]
+    treedef: Any  # jax has no types for its methods
     leaves, treedef = jax.tree.flatten(state)
     rest = [treedef.flatten_up_to(other) for other in others]
     return treedef.unflatten(map(fn, owners, leaves, *rest))

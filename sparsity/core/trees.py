@@ -10,7 +10,7 @@ field `.mu` of Adam's state), without the entry by which an nnx variable holds i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias
 
 import jax
@@ -19,7 +19,7 @@ import optax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 PyTree: TypeAlias = Any  # a tree of arrays, as jax takes it: jax has no type for it
-KeyPath: TypeAlias = tuple[Any, ...]  # of key entries, for which jax has only a TypeVar
+KeyPath: TypeAlias = tuple[Hashable, ...]  # of jax's key entries
 
 
 def leaves_by_path(tree: PyTree) -> dict[KeyPath, Any]:
@@ -176,7 +176,7 @@ def _entry_name(entry: object) -> str:
         case DictKey() | FlattenedIndexKey():
             return str(entry.key)
         case GetAttrKey():
-            return entry.name
+            return str(entry.name)
         case SequenceKey():
             return str(entry.idx)
     return str(entry)

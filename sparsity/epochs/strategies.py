@@ -27,6 +27,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import chex
+
 from sparsity.core import names as names_lib
 from sparsity.core import trees
 from sparsity.core.checks import check_density, check_int
@@ -34,7 +36,7 @@ from sparsity.core.trees import PyTree
 from sparsity.masks import BatchAxes, Site, leading_axes
 from sparsity.patterns import NByM, SparsityType, Unstructured, parse_nm
 
-Strategy = Mapping[int, Mapping[str, Any]]
+Strategy = Mapping[int, Mapping[str, object]]
 
 METHODS = tuple(
     f"{kind}_{scope}" for kind in ("unstr", "str") for scope in ("global", "unified_local", "local")
@@ -55,7 +57,7 @@ class Entry(NamedTuple):
     is_global: bool
     rules: Rule | dict[str | tuple[str, ...], Rule]
 
-    def rule_of(self, names: tuple[str, ...], param: Any, batch_axes: int) -> Rule | None:
+    def rule_of(self, names: tuple[str, ...], param: PyTree, batch_axes: int) -> Rule | None:
         """The rule of a parameter, `None` if it stays as it is."""
         if not trees.is_prunable(param):
             return None
@@ -72,7 +74,7 @@ class Entry(NamedTuple):
         leaves = trees.leaves_by_path(params)
         paths = [trees.path_names(path) for path in leaves if trees.is_prunable(leaves[path])]
         prefixes = dict.fromkeys(p[:end] for p in paths for end in range(1, len(p) + 1))
-        owners: dict[tuple[str, ...], Any] = {}
+        owners: dict[tuple[str, ...], str | tuple[str, ...]] = {}
         for key in self.rules:
             named = [prefix for prefix in prefixes if key in _forms(prefix)]
             where = f"{key!r} in the strategy of epoch {self.epoch}"
@@ -95,15 +97,15 @@ class Stage(NamedTuple):
 
     is_global: bool
     sites: dict[trees.KeyPath, Site]
-    sparsities: dict[trees.KeyPath, Any]
+    sparsities: dict[trees.KeyPath, chex.Numeric]
 
 
-def _forms(names: tuple[str, ...]) -> tuple[Any, ...]:
+def _forms(names: tuple[str, ...]) -> tuple[str | tuple[str, ...], ...]:
     """The keys that name a layer."""
     return names, "/".join(names), "-".join(names)
 
 
-def parse(strategy: Any) -> dict[int, Entry]:
+def parse(strategy: object) -> dict[int, Entry]:
     """The entries of a strategy by epoch, in order; checked as far as they go without layers."""
     if not isinstance(strategy, Mapping):
         raise ValueError(
@@ -115,7 +117,7 @@ def parse(strategy: Any) -> dict[int, Entry]:
     return {int(epoch): _entry(int(epoch), strategy[epoch]) for epoch in sorted(strategy)}
 
 
-def _entry(epoch: int, entry: Any) -> Entry:
+def _entry(epoch: int, entry: object) -> Entry:
     where = f"in the strategy of epoch {epoch}"
     if not isinstance(entry, Mapping) or {*entry} != {"method", "prune_rate_pattern"}:
         raise ValueError(

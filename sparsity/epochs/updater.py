@@ -36,7 +36,7 @@ from sparsity.masks import (
 from sparsity.patterns import SparsityType, Unstructured
 from sparsity.sparsity_distributions import Distribution
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
-from sparsity.training.hooks import call_hook
+from sparsity.training.hooks import ExtraArg, call_hook
 from sparsity.training.state import SparseState
 
 # jax_pruning ranks weights as they are, whatever the scale of their layer.
@@ -44,7 +44,7 @@ _GLOBAL = Global(use_normalization=False)
 
 
 def pruning(
-    state: Any,
+    state: PyTree,
     epoch: int,
     mask_key: PyTree | None = None,
     prune_strategy: strategies.Strategy | None = None,
@@ -81,7 +81,7 @@ def pruning(
     return True, _masks(stages[operator.index(epoch)], scores, mask_key)
 
 
-def pruning_apply(state: Any, mask_key: PyTree) -> tuple[Any, PyTree]:
+def pruning_apply(state: PyTree, mask_key: PyTree) -> tuple[PyTree, PyTree]:
     """Puts pruned weights at exactly 0.0.
 
     Args:
@@ -106,7 +106,7 @@ def pruning_apply(state: Any, mask_key: PyTree) -> tuple[Any, PyTree]:
         if hasattr(state, name):
             return getattr(state, name)(params=params), mask_key
     if dataclasses.is_dataclass(state):
-        return dataclasses.replace(state, params=params), mask_key  # type: ignore[type-var]
+        return dataclasses.replace(state, params=params), mask_key  # type: ignore[type-var]  # an instance
     state = copy.copy(state)
     state.params = params
     return state, mask_key
@@ -145,7 +145,7 @@ class EpochStrategy(BaseUpdater):
     def __post_init__(self) -> None:
         check_int("steps_per_epoch", self.steps_per_epoch, 1)
         self._entries = strategies.parse(self.strategy)
-        steps = tuple(epoch * self.steps_per_epoch for epoch in self._entries)
+        steps = self._update_steps()
         if any(at >= 2**31 for at in steps):
             raise ValueError(f"Steps are counted below 2**31, got epochs at steps {steps}.")
         if any(entry.is_global for entry in self._entries.values()):
@@ -165,7 +165,7 @@ class EpochStrategy(BaseUpdater):
         """Returns the function from params to the last sparsity of every layer."""
 
         def last(params: PyTree) -> PyTree:
-            sparsities: dict[trees.KeyPath, float] = {}
+            sparsities: dict[trees.KeyPath, chex.Numeric] = {}
             for stage in self._stages(params):
                 sparsities |= stage.sparsities
             return trees.map_matched(lambda path, _: sparsities.get(path), params)
@@ -175,7 +175,7 @@ class EpochStrategy(BaseUpdater):
     def sites(self, params: PyTree) -> Sites:
         """Returns the table of the layers, with the last type of each."""
 
-        def last(path: tuple[str, ...], param: Any) -> SparsityType:
+        def last(path: tuple[str, ...], param: jax.Array) -> SparsityType:
             axes = leading_axes(self.batch_axes, path, param)
             for entry in reversed(self._entries.values()):
                 if rule := entry.rule_of(path, param, axes):
@@ -186,11 +186,7 @@ class EpochStrategy(BaseUpdater):
         return Sites(params, last, self.batch_axes, checked=False)
 
     def update_state(
-        self,
-        sparse_state: SparseState,
-        params: PyTree,
-        grads: PyTree,
-        **extra_args: Any,
+        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
     ) -> SparseState:
         scores = call_hook(
             self.calculate_scores, params, sparse_state=sparse_state, grads=grads, extra=extra_args
@@ -209,7 +205,7 @@ class EpochStrategy(BaseUpdater):
                 strategies.Stage(is_global, dict(sites), known), scores, sparse_state.masks
             )
 
-        now = jnp.searchsorted(jnp.array(self.scheduler.steps), sparse_state.count)
+        now = jnp.searchsorted(jnp.array(self._update_steps()), sparse_state.count)
         masks = jax.lax.switch(
             jnp.array([branches.index(key) for key in keys])[now],
             [functools.partial(create, key) for key in branches],
@@ -218,10 +214,7 @@ class EpochStrategy(BaseUpdater):
         return sparse_state._replace(masks=masks)
 
     def instant_sparsify(
-        self,
-        params: PyTree,
-        grads: PyTree | None = None,
-        **extra_args: Any,
+        self, params: PyTree, grads: PyTree | None = None, **extra_args: ExtraArg
     ) -> tuple[PyTree, PyTree]:
         """Prunes as all epochs do, one after the other."""
         masks = None
@@ -231,6 +224,9 @@ class EpochStrategy(BaseUpdater):
             masks = _masks(stage, scores, masks)
         pruned = apply_masks(params, masks)
         return pruned, pack_masks(masks, params) if self.use_packed_masks else masks
+
+    def _update_steps(self) -> tuple[int, ...]:
+        return tuple(epoch * self.steps_per_epoch for epoch in self._entries)
 
     def _stages(self, params: PyTree) -> list[strategies.Stage]:
         return list(strategies.read(self._entries, params, self.batch_axes).values())

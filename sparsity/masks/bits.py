@@ -8,8 +8,9 @@ axes and their sharding stay as they are. Whether masks are packed is known wher
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import chex
 import jax
@@ -17,6 +18,8 @@ import jax.numpy as jnp
 
 from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
+
+Kept = TypeVar("Kept", bound=chex.Array)
 
 
 def packed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -99,12 +102,12 @@ def read_masks(masks: PyTree, params: PyTree, packed: bool, role: str = "masks")
         shape = jnp.shape(likes[path])
         if jnp.shape(mask) == shape:
             # A row of one weight is one byte, packed or not.
-            return _is_kept(mask)
+            kept: jax.Array = _is_kept(mask)
+            return kept
         if packed and mask.shape == packed_shape(shape):
             return unpack(mask, likes[path])
         if packed and mask.shape == (-(-math.prod(shape) // 8),):
-            flat = lambda bits: jnp.unpackbits(bits, count=math.prod(shape)).reshape(shape)  # noqa: E731
-            return sharding.shard_like(likes[path], flat, mask)
+            return sharding.shard_like(likes[path], functools.partial(_unpack_row, shape), mask)
         raise ValueError(
             f"The mask of {trees.path_string(path)!r} among the {role} has shape "
             f"{jnp.shape(mask)}, but its parameter has shape {shape}"
@@ -112,6 +115,10 @@ def read_masks(masks: PyTree, params: PyTree, packed: bool, role: str = "masks")
         )
 
     return trees.map_matched(read, masks)
+
+
+def _unpack_row(shape: tuple[int, ...], bits: jax.Array) -> jax.Array:
+    return jnp.unpackbits(bits, count=math.prod(shape)).reshape(shape)
 
 
 @jax.jit
@@ -194,6 +201,10 @@ def apply_masks(
     return trees.map_matched(apply, tree, masks, role=role)
 
 
+@overload
+def apply_mask(param: chex.Array, mask: chex.Array) -> jax.Array: ...
+@overload
+def apply_mask(param: Kept, mask: None) -> Kept: ...
 def apply_mask(param: chex.Array, mask: chex.Array | None) -> chex.Array:
     """Selects: kept entries as they are, all others exactly 0.0, were they NaN, inf or -0.0.
 
@@ -207,7 +218,7 @@ def apply_mask(param: chex.Array, mask: chex.Array | None) -> chex.Array:
 
 
 @jax.custom_jvp
-def apply_mask_straight_through(param: chex.Array, mask: chex.Array | None) -> chex.Array:
+def apply_mask_straight_through(param: chex.Array, mask: chex.Array) -> jax.Array:
     """`apply_mask` whose gradient with respect to `param` is the identity."""
     return apply_mask(param, mask)
 

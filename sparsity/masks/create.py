@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import chex
@@ -11,7 +12,7 @@ from sparsity.core import trees
 from sparsity.core.checks import check_fraction
 from sparsity.core.trees import PyTree
 from sparsity.masks.scopes import Moving, Scope, Wanted
-from sparsity.masks.sites import Pattern, Sites, TopkFn
+from sparsity.masks.sites import Pattern, Site, TopkFn
 
 
 def create_mask(
@@ -80,7 +81,7 @@ def drop_and_grow(
 
 def create_masks(
     scope: Scope,
-    table: Sites,
+    table: Mapping[trees.KeyPath, Site],
     scores: PyTree,
     sparsities: PyTree,
     targets: PyTree | None = None,
@@ -117,7 +118,7 @@ def create_masks(
 
 def move_masks(
     scope: Scope,
-    table: Sites,
+    table: Mapping[trees.KeyPath, Site],
     masks: PyTree,
     drop_scores: PyTree,
     grow_scores: PyTree,

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
+
+import jax
 
 from sparsity.core.trees import PyTree
-from sparsity.masks import Sites
+from sparsity.masks import BatchAxes, Pattern, Scope, Sites, TopkFn
+from sparsity.sparsity_distributions import Distribution
 from sparsity.sparsity_schedules import Schedule
 from sparsity.training.state import SparseState
+
+T = TypeVar("T")
+Hook = TypeVar("Hook", bound=Callable[..., object])
+ExtraArg: TypeAlias = Any  # what a training loop passes on; an override may name its own type
 
 
 class Updater(Protocol):
@@ -20,8 +27,14 @@ class Updater(Protocol):
     scheduler: Schedule
     skip_gradients: bool
     is_sparse_gradients: bool
+    sparsity_type: Pattern | Callable[[tuple[str, ...], jax.Array], Pattern]
+    sparsity_distribution_fn: Distribution | None
+    scope: Scope
+    rng_seed: int | jax.Array
     use_packed_masks: bool
+    topk_fn: TopkFn | None
     is_sparse_updates: bool | None
+    batch_axes: BatchAxes
 
     def sites(self, params: PyTree) -> Sites: ...
 
@@ -34,11 +47,7 @@ class Updater(Protocol):
     ) -> SparseState: ...
 
     def update_state(
-        self,
-        sparse_state: SparseState,
-        params: PyTree,
-        grads: PyTree,
-        **extra_args: Any,
+        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
     ) -> SparseState: ...
 
     def modify_gradients(
@@ -46,7 +55,9 @@ class Updater(Protocol):
     ) -> PyTree: ...
 
 
-def call_hook(hook: Callable[..., Any], *args: Any, extra: Mapping[str, Any], **kwargs: Any) -> Any:
+def call_hook(
+    hook: Callable[..., T], *args: PyTree, extra: Mapping[str, ExtraArg], **kwargs: PyTree
+) -> T:
     """Calls a hook with those of the `extra` arguments that its signature names (or takes all)."""
     parameters = inspect.signature(hook).parameters
     taken = {*list(parameters)[: len(args)], *kwargs}
@@ -55,12 +66,12 @@ def call_hook(hook: Callable[..., Any], *args: Any, extra: Mapping[str, Any], **
     return hook(*args, **kwargs, **{key: extra[key] for key in wanted - taken})
 
 
-def default_hook(method: Callable[..., Any]) -> Callable[..., Any]:
+def default_hook(method: Hook) -> Hook:
     """Marks a method of the base class as one that does nothing, and costs nothing therefore."""
-    method.is_default_hook = True  # type: ignore[attr-defined]
+    vars(method)["is_default_hook"] = True
     return method
 
 
-def is_overridden(hook: Callable[..., Any]) -> bool:
+def is_overridden(hook: Callable[..., object]) -> bool:
     """Whether a hook is another than the one that does nothing."""
     return not getattr(hook, "is_default_hook", False)

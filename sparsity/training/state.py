@@ -105,7 +105,8 @@ def get_sparse_state(opt_state: optax.OptState) -> SparseState:
     """
     found = trees.find_nodes(opt_state, SparseState)
     if len(found) == 1:
-        return found[0][1]
+        state: SparseState = found[0][1]
+        return state
     places = ", ".join(repr(jax.tree_util.keystr(path) or "the root") for path, _ in found)
     raise ValueError(
         "Exactly one SparseState is needed, but the optimizer state holds "
@@ -120,9 +121,15 @@ def set_sparse_state(opt_state: optax.OptState, sparse_state: SparseState) -> op
     old = get_sparse_state(opt_state)
     if type(sparse_state) is not type(old):
         sparse_state = make_state(is_packed(old), sparse_state)
-    is_state = lambda node: isinstance(node, SparseState)  # noqa: E731
-    replace = lambda node: sparse_state if is_state(node) else node  # noqa: E731
-    return jax.tree.map(replace, opt_state, is_leaf=is_state)
+
+    def is_state(node: object) -> bool:
+        return isinstance(node, SparseState)
+
+    def replace(node: PyTree) -> PyTree:
+        return sparse_state if is_state(node) else node
+
+    replaced: optax.OptState = jax.tree.map(replace, opt_state, is_leaf=is_state)
+    return replaced
 
 
 def sharding_like(params: PyTree, opt_state: optax.OptState) -> optax.OptState:
@@ -172,4 +179,5 @@ def sharding_like(params: PyTree, opt_state: optax.OptState) -> optax.OptState:
             return elsewhere
         return sharding.fit(param.sharding, shape)
 
-    return owners.map_owned(sharding_of, params, opt_state)
+    shardings: optax.OptState = owners.map_owned(sharding_of, params, opt_state)
+    return shardings

@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +33,7 @@ from sparsity.masks import (
     unpack_masks,
 )
 from sparsity.sparsity_schedules import update_range
-from sparsity.training.hooks import Updater, call_hook, is_overridden
+from sparsity.training.hooks import ExtraArg, Updater, call_hook, is_overridden
 from sparsity.training.regrow import (
     check_resettable,
     restart_regrown,
@@ -40,6 +41,8 @@ from sparsity.training.regrow import (
     without_grown,
 )
 from sparsity.training.state import SparseState, is_packed, make_state
+
+T = TypeVar("T")
 
 
 def wrap(
@@ -83,10 +86,7 @@ def wrap(
         return make_state(packed, state)
 
     def update_fn(
-        updates: PyTree,
-        state: SparseState,
-        params: PyTree | None = None,
-        **extra_args: Any,
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: ExtraArg
     ) -> tuple[PyTree, SparseState]:
         if params is None:  # optax says what is missing, in its own words
             optax.add_decayed_weights(0.0).update(updates, optax.EmptyState(), None)
@@ -109,7 +109,7 @@ def wrap(
         def masked(masks: PyTree) -> PyTree:
             return apply_masks(params, masks) if keeps_zeros else params
 
-        def call(hook: Callable[..., Any], *args: Any) -> Any:
+        def call(hook: Callable[..., T], *args: PyTree) -> T:
             with in_use(updater, table):
                 return call_hook(hook, *args, extra=extra_args)
 
@@ -177,10 +177,7 @@ def wrap_dense(
         return updater.init_state(params)._replace(inner_state=inner.init(params))
 
     def update_fn(
-        updates: PyTree,
-        state: SparseState,
-        params: PyTree | None = None,
-        **extra_args: Any,
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: ExtraArg
     ) -> tuple[PyTree, SparseState]:
         steps, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         count = optax.safe_increment(state.count)
@@ -272,7 +269,7 @@ def land_on_zeros(steps: PyTree, params: PyTree, masks: PyTree) -> PyTree:
 
 
 def update_unless(
-    skip: bool | jax.Array,
+    skip: chex.Numeric,
     update: Callable[..., tuple[PyTree, optax.OptState]],
     updates: PyTree,
     state: optax.OptState,
@@ -324,7 +321,10 @@ def update_unless(
         new if not isinstance(var, jaxprs.Literal) and var in early else jnp.where(skip, old, new)
         for var, old, new in zip(state_vars, old_leaves, new_leaves, strict=True)
     ]
-    return jax.tree.unflatten(jax.tree.structure(out_shape), steps + new_leaves)
+    result: tuple[PyTree, optax.OptState] = jax.tree.unflatten(
+        jax.tree.structure(out_shape), steps + new_leaves
+    )
+    return result
 
 
 def _given_masks(
