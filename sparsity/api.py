@@ -22,7 +22,8 @@ _log = logging.getLogger(__name__)
 class Config(Protocol):
     """A dict, an `ml_collections.ConfigDict` or a `FrozenConfigDict`."""
 
-    def items(self) -> Iterable[tuple[str, object]]: ...
+    def items(self) -> Iterable[tuple[str, object]]:
+        """Returns its keys with their values."""
 
 
 def all_algorithm_names() -> tuple[str, ...]:

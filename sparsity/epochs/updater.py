@@ -154,11 +154,8 @@ class EpochStrategy(BaseUpdater):
         super().__post_init__()
 
     def calculate_scores(
-        self,
-        params: chex.ArrayTree,
-        sparse_state: SparseState | None = None,
-        grads: chex.ArrayTree | None = None,
-    ) -> chex.ArrayTree:
+        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
+    ) -> PyTree:
         return jax.tree.map(jnp.abs, params)
 
     def get_distribution_fn(self) -> Distribution | None:

@@ -10,7 +10,6 @@ import jax
 
 from sparsity.core.trees import PyTree
 from sparsity.masks import BatchAxes, Pattern, Scope, Sites, TopkFn
-from sparsity.sparsity_distributions import Distribution
 from sparsity.sparsity_schedules import Schedule
 from sparsity.training.state import SparseState
 
@@ -28,7 +27,6 @@ class Updater(Protocol):
     skip_gradients: bool
     is_sparse_gradients: bool
     sparsity_type: Pattern | Callable[[tuple[str, ...], jax.Array], Pattern]
-    sparsity_distribution_fn: Distribution | None
     scope: Scope
     rng_seed: int | jax.Array
     use_packed_masks: bool
@@ -36,23 +34,29 @@ class Updater(Protocol):
     is_sparse_updates: bool | None
     batch_axes: BatchAxes
 
-    def sites(self, params: PyTree) -> Sites: ...
+    @property
+    def sparsity_distribution_fn(self) -> Callable[..., PyTree] | None:
+        """From params to a tree of target sparsities; `None` leaves all dense."""
 
-    def init_state(self, params: PyTree) -> SparseState: ...
+    def sites(self, params: PyTree) -> Sites:
+        """Returns the table of the prunable leaves."""
 
-    def init_algorithm_state(self, params: PyTree, masks: PyTree) -> PyTree: ...
+    def init_state(self, params: PyTree) -> SparseState:
+        """Returns the first state, without the inner one."""
 
-    def accumulate(
-        self, sparse_state: SparseState, params: PyTree, grads: PyTree
-    ) -> SparseState: ...
+    def init_algorithm_state(self, params: PyTree, masks: PyTree) -> PyTree:
+        """Returns the first `algorithm_state`."""
+
+    def accumulate(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> SparseState:
+        """Returns the state with a new `algorithm_state`, in every step."""
 
     def update_state(
         self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
-    ) -> SparseState: ...
+    ) -> SparseState:
+        """Returns the state with new masks."""
 
-    def modify_gradients(
-        self, grads: PyTree, params: PyTree, sparse_state: SparseState
-    ) -> PyTree: ...
+    def modify_gradients(self, grads: PyTree, params: PyTree, sparse_state: SparseState) -> PyTree:
+        """Returns the gradients for the inner optimizer."""
 
 
 def call_hook(

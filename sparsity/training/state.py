@@ -50,27 +50,28 @@ class _Forgetful:
         state = SparseState(*entries, **named)
         if state.algorithm_state is not None:
             raise ValueError("A state without a place for algorithm_state was given one.")
-        return tuple.__new__(cls, tuple(state)[:4])  # type: ignore[type-var]
+        new: Any = tuple.__new__
+        return new(cls, tuple(state)[:4])
 
     @classmethod
     def _make(cls, entries: Iterable[Any]) -> Any:
         return cls(*entries)
 
-    def _replace(self, **named: Any) -> SparseState:
-        own = dict(zip(self._fields, self, strict=True))  # type: ignore[call-overload]
+    def _replace(self: Any, **named: Any) -> SparseState:
+        own = dict(zip(self._fields, self, strict=True))
         return make_state(is_packed(self), SparseState(**own | named))
 
-    def __repr__(self) -> str:
-        return repr(SparseState(*self))  # type: ignore[misc]
+    def __repr__(self: Any) -> str:
+        return repr(SparseState(*self))
 
 
-class ForgetfulSparseState(_Forgetful, SparseState):  # type: ignore[misc]
+class ForgetfulSparseState(_Forgetful, SparseState):  # type: ignore[misc]  # fewer fields
     """A SparseState whose algorithm remembers nothing: `algorithm_state` is None."""
 
     __slots__ = ()
 
 
-class ForgetfulPackedSparseState(_Forgetful, PackedSparseState):  # type: ignore[misc]
+class ForgetfulPackedSparseState(_Forgetful, PackedSparseState):  # type: ignore[misc]  # too
     """A PackedSparseState whose algorithm remembers nothing."""
 
     __slots__ = ()
@@ -83,7 +84,10 @@ for _class in (PackedSparseState, ForgetfulSparseState, ForgetfulPackedSparseSta
 def make_state(packed: bool, state: SparseState) -> SparseState:
     """Returns the state in the class that says how its masks are stored, and if it remembers."""
     if state.algorithm_state is None:
-        return (ForgetfulPackedSparseState if packed else ForgetfulSparseState)(*state)
+        short: SparseState = (ForgetfulPackedSparseState if packed else ForgetfulSparseState)(
+            *state
+        )
+        return short
     return (PackedSparseState if packed else SparseState)(*state)
 
 
