@@ -31,7 +31,6 @@ from sparsity.algorithms import (
     SteRandomPruning,
 )
 from sparsity.api import (
-    ALGORITHM_REGISTRY,
     all_algorithm_names,
     create_updater_from_config,
     register_algorithm,
@@ -39,7 +38,7 @@ from sparsity.api import (
     register_schedule,
     register_scope,
 )
-from sparsity.base_updater import BaseUpdater, NoPruning
+from sparsity.base_updater import ALGORITHM_REGISTRY, BaseUpdater, NoPruning
 from sparsity.epochs import EpochStrategy, pruning, pruning_apply
 from sparsity.masks import Global, Layerwise, Scope, pack_masks, unpack_masks
 from sparsity.predecessors import apply_mask, pruning_act_struct, pruning_act_unstruct

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeVar
 
 from sparsity.base_updater import ALGORITHM_REGISTRY, BaseUpdater, NoPruning
 from sparsity.core.checks import check_fraction
@@ -14,13 +14,16 @@ from sparsity.patterns import parse_sparsity_type
 from sparsity.sparsity_distributions import DISTRIBUTIONS, Distribution
 from sparsity.sparsity_schedules import SCHEDULES, Schedule
 
+T = TypeVar("T")
+
 _log = logging.getLogger(__name__)
 
 
 class Config(Protocol):
     """A dict, an `ml_collections.ConfigDict` or a `FrozenConfigDict`."""
 
-    def items(self) -> Iterable[tuple[str, Any]]: ...
+    def items(self) -> Iterable[tuple[str, object]]:
+        """Returns its keys with their values."""
 
 
 def all_algorithm_names() -> tuple[str, ...]:
@@ -119,7 +122,8 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
         check_fraction("drop_fraction", options["drop_fraction"])
     for key in _keys_of_all_algorithms() - fields - {*algorithm.config_keys}:
         options.pop(key, None)  # one configuration serves several algorithms
-    return algorithm(**algorithm.read_config(options))
+    arguments: dict[str, Any] = algorithm.read_config(options)
+    return algorithm(**arguments)
 
 
 def _check_keys(name: str, fields: set[str], options: Mapping[str, Any]) -> None:
@@ -146,7 +150,8 @@ def _take_scheduler(options: dict[str, Any]) -> Schedule:
                 f"{sorted([*given, *(['schedule_type'] if kind else [])])} cannot be given beside "
                 "scheduler."
             )
-        return options.pop("scheduler")
+        scheduler: Schedule = options.pop("scheduler")
+        return scheduler
     start, end = given.get("update_start_step"), given.get("update_end_step")
     if kind is None:
         if start is None and end is not None:
@@ -218,7 +223,7 @@ def _take_distribution(
     return _make(DISTRIBUTIONS.find(kind or "uniform"), given, f"dist_type {kind or 'uniform'!r}")
 
 
-def _make(kind: Any, given: Mapping[str, Any], what: str) -> Any:
+def _make(kind: Callable[..., T], given: Mapping[str, object], what: str) -> T:
     """An instance of a class from the keys that it takes."""
     taken: Mapping[str, str] = getattr(kind, "config_keys", {})
     if strange := sorted(given.keys() - taken.keys()):

@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
-import chex
 import jax
 import numpy as np
 import optax
@@ -20,18 +19,14 @@ from sparsity import masks as masks_lib
 from sparsity.core import trees
 from sparsity.core.names import Registry
 from sparsity.core.sharding import on_device, ones_like
+from sparsity.core.trees import PyTree
 from sparsity.masks import BatchAxes, Layerwise, Pattern, Scope, Sites, TopkFn
 from sparsity.patterns import Unstructured
-from sparsity.sparsity_distributions import (
-    Distribution,
-    overrides_of,
-    target_sparsities,
-    uniform,
-)
+from sparsity.sparsity_distributions import Distribution, overrides_of, target_sparsities, uniform
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training import step
 from sparsity.training.fields import check_fields, check_names, have_equal_fields
-from sparsity.training.hooks import call_hook, default_hook
+from sparsity.training.hooks import ExtraArg, call_hook, default_hook
 from sparsity.training.state import SparseState, get_sparse_state, make_state
 
 
@@ -77,10 +72,10 @@ class BaseUpdater:
     scheduler: Schedule = NoUpdateSchedule()
     skip_gradients: bool = False
     is_sparse_gradients: bool = False
-    sparsity_type: Pattern | Callable[[tuple[str, ...], Any], Pattern] = Unstructured()
+    sparsity_type: Pattern | Callable[[tuple[str, ...], jax.Array], Pattern] = Unstructured()
     sparsity_distribution_fn: Distribution | None = uniform
     scope: Scope = Layerwise()
-    rng_seed: int | jax.Array | None = 8
+    rng_seed: int | jax.Array = 8
     use_packed_masks: bool = False
     topk_fn: TopkFn | None = None
     is_sparse_updates: bool | None = None
@@ -103,7 +98,7 @@ class BaseUpdater:
         for name in {"__eq__", "__hash__"} - own.keys():
             setattr(cls, name, getattr(BaseUpdater, name))
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         check_names(cls, kwargs)
         return super().__new__(cls)
 
@@ -121,11 +116,8 @@ class BaseUpdater:
     # no mask: random keys, integers and functions are None in the trees that hooks get.
 
     def calculate_scores(
-        self,
-        params: chex.ArrayTree,
-        sparse_state: SparseState | None = None,
-        grads: chex.ArrayTree | None = None,
-    ) -> chex.ArrayTree:
+        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
+    ) -> PyTree:
         """Returns what each weight is worth: a tree like `params`; the highest scores are kept.
 
         Args:
@@ -140,9 +132,7 @@ class BaseUpdater:
         return self.sparsity_distribution_fn
 
     @default_hook
-    def get_initial_masks(
-        self, params: chex.ArrayTree, target_sparsities: chex.ArrayTree
-    ) -> chex.ArrayTree:
+    def get_initial_masks(self, params: PyTree, target_sparsities: PyTree) -> PyTree:
         """Returns the masks that the optimizer starts with: by default, all ones.
 
         Args:
@@ -156,11 +146,8 @@ class BaseUpdater:
         return trees.map_matched(start, params, target_sparsities)
 
     def create_masks(
-        self,
-        scores: chex.ArrayTree,
-        sparsities: chex.ArrayTree,
-        target_sparsities: chex.ArrayTree | None = None,
-    ) -> chex.ArrayTree:
+        self, scores: PyTree, sparsities: PyTree, target_sparsities: PyTree | None = None
+    ) -> PyTree:
         """Returns masks that keep the highest scores of every leaf, or of all, as the scope says.
 
         Args:
@@ -177,11 +164,7 @@ class BaseUpdater:
         )
 
     def update_state(
-        self,
-        sparse_state: SparseState,
-        params: chex.ArrayTree,
-        grads: chex.ArrayTree,
-        **extra_args: Any,
+        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
     ) -> SparseState:
         """Returns the state with new masks; called in the steps that the scheduler chooses.
 
@@ -202,7 +185,7 @@ class BaseUpdater:
         return sparse_state._replace(masks=masks)
 
     @default_hook
-    def init_algorithm_state(self, params: chex.ArrayTree, masks: chex.ArrayTree) -> chex.ArrayTree:
+    def init_algorithm_state(self, params: PyTree, masks: PyTree) -> PyTree:
         """Returns the first `algorithm_state`: a tree of arrays, by default nothing.
 
         Args:
@@ -211,9 +194,7 @@ class BaseUpdater:
         """
 
     @default_hook
-    def accumulate(
-        self, sparse_state: SparseState, params: chex.ArrayTree, grads: chex.ArrayTree
-    ) -> SparseState:
+    def accumulate(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> SparseState:
         """Returns the state with a new `algorithm_state`; called first in every step.
 
         Free when not overridden. Other fields of the result are not used.
@@ -226,9 +207,7 @@ class BaseUpdater:
         return sparse_state
 
     @default_hook
-    def modify_gradients(
-        self, grads: chex.ArrayTree, params: chex.ArrayTree, sparse_state: SparseState
-    ) -> chex.ArrayTree:
+    def modify_gradients(self, grads: PyTree, params: PyTree, sparse_state: SparseState) -> PyTree:
         """Returns the gradients for the inner optimizer; called in every step under the new masks.
 
         Free when not overridden. With `is_sparse_gradients` the masks are applied to the result.
@@ -240,9 +219,7 @@ class BaseUpdater:
         """
         return grads
 
-    def apply_masks(
-        self, params: chex.ArrayTree, masks: chex.ArrayTree, is_packed: bool | None = None
-    ) -> chex.ArrayTree:
+    def apply_masks(self, params: PyTree, masks: PyTree, is_packed: bool | None = None) -> PyTree:
         """Returns `params` with pruned entries at exactly 0.0.
 
         Args:
@@ -257,9 +234,7 @@ class BaseUpdater:
         read = masks_lib.read_masks(masks, params, may_be_packed)
         return masks_lib.apply_masks(params, read)
 
-    def pre_forward_update(
-        self, params: chex.ArrayTree, opt_state: optax.OptState
-    ) -> chex.ArrayTree:
+    def pre_forward_update(self, params: PyTree, opt_state: optax.OptState) -> PyTree:
         """Returns the parameters for the forward pass; by default as they are.
 
         Args:
@@ -268,9 +243,7 @@ class BaseUpdater:
         """
         return params
 
-    def post_gradient_update(
-        self, params: chex.ArrayTree, sparse_state: optax.OptState
-    ) -> chex.ArrayTree:
+    def post_gradient_update(self, params: PyTree, sparse_state: optax.OptState) -> PyTree:
         """Returns the parameters after a step, pruned weights at exactly 0.0.
 
         Args:
@@ -282,7 +255,7 @@ class BaseUpdater:
         return self.apply_masks(params, state.masks)
 
     @classmethod
-    def read_config(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+    def read_config(cls, options: Mapping[str, object]) -> dict[str, object]:
         """Turns keys of a configuration into fields; a class with `config_keys` overrides it.
 
         Args:
@@ -293,11 +266,8 @@ class BaseUpdater:
     # Entry points.
 
     def instant_sparsify(
-        self,
-        params: chex.ArrayTree,
-        grads: chex.ArrayTree | None = None,
-        **extra_args: Any,
-    ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        self, params: PyTree, grads: PyTree | None = None, **extra_args: ExtraArg
+    ) -> tuple[PyTree, PyTree]:
         """Prunes at once, without an optimizer.
 
         Args:
@@ -321,7 +291,7 @@ class BaseUpdater:
         pruned = masks_lib.apply_masks(params, masks)
         return pruned, masks_lib.pack_masks(masks, params) if self.use_packed_masks else masks
 
-    def init_state(self, params: chex.ArrayTree) -> SparseState:
+    def init_state(self, params: PyTree) -> SparseState:
         """Returns the state that a wrapped optimizer starts with, without the inner state.
 
         Raises:
@@ -344,7 +314,7 @@ class BaseUpdater:
         return make_state(packed, state)
 
     def wrap_optax(
-        self, inner: optax.GradientTransformation, masks: chex.ArrayTree = None
+        self, inner: optax.GradientTransformation, masks: PyTree | None = None
     ) -> optax.GradientTransformationExtraArgs:
         """Returns `inner` with sparsity; masks live in its state, a `SparseState`.
 
@@ -360,17 +330,17 @@ class BaseUpdater:
         """
         return step.wrap(self, inner, masks)
 
-    def sites(self, params: chex.ArrayTree) -> Sites:
+    def sites(self, params: PyTree) -> Sites:
         """Returns the table of the prunable leaves: each with its pattern and batch axes."""
         overrides = overrides_of(self.get_distribution_fn())
         return Sites(params, self.sparsity_type, self.batch_axes, overrides)
 
-    def sites_of(self, scores: chex.ArrayTree) -> Sites:
+    def sites_of(self, scores: PyTree) -> Sites:
         """Returns the table of the parameters whose hooks run now, or one of the scores."""
         table = masks_lib.table_in_use(self)
         return table if table is not None and table.covers(scores) else self.sites(scores)
 
-    def _target_sparsities(self, params: chex.ArrayTree) -> chex.ArrayTree:
+    def _target_sparsities(self, params: PyTree) -> PyTree:
         table = masks_lib.table_in_use(self) or self.sites(params)
         distribution_fn = self.get_distribution_fn()
         return target_sparsities(distribution_fn, params, table, self.scope, self.batch_axes)
@@ -385,30 +355,21 @@ class NoPruning(BaseUpdater):
 
     sparsity_distribution_fn: Distribution | None = None
 
-    def get_initial_masks(
-        self, params: chex.ArrayTree, target_sparsities: chex.ArrayTree
-    ) -> chex.ArrayTree:
+    def get_initial_masks(self, params: PyTree, target_sparsities: PyTree) -> PyTree:
         return jax.tree.map(lambda _: None, params)
 
     def update_state(
-        self,
-        sparse_state: SparseState,
-        params: chex.ArrayTree,
-        grads: chex.ArrayTree,
-        **extra_args: Any,
+        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
     ) -> SparseState:
         return sparse_state
 
     def instant_sparsify(
-        self,
-        params: chex.ArrayTree,
-        grads: chex.ArrayTree | None = None,
-        **extra_args: Any,
-    ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        self, params: PyTree, grads: PyTree | None = None, **extra_args: ExtraArg
+    ) -> tuple[PyTree, PyTree]:
         return params, self.get_initial_masks(params, None)
 
     def wrap_optax(
-        self, inner: optax.GradientTransformation, masks: chex.ArrayTree = None
+        self, inner: optax.GradientTransformation, masks: PyTree | None = None
     ) -> optax.GradientTransformationExtraArgs:
         """Returns `inner` with a SparseState around its state; `params` may be left out."""
         if masks is not None:

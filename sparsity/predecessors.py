@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import chex
 import jax
 
 from sparsity.activations import prune_act_struct, prune_act_unstruct
+from sparsity.core.trees import PyTree
 from sparsity.masks import apply_masks, create_mask, read_masks
 from sparsity.patterns import Block, NByM, SparsityType, Unstructured
 from sparsity.reports import summarize_intersection, summarize_sparsity
@@ -36,17 +36,17 @@ pruning_act_struct = prune_act_struct
 pruning_act_unstruct = prune_act_unstruct
 
 
-def KERNEL_FILTER_FN(path: tuple[str, ...], param: Any) -> bool:
+def KERNEL_FILTER_FN(path: tuple[str, ...], param: chex.Array) -> bool:
     """Selects parameters that are called 'kernel'."""
     return bool(path) and path[-1] == "kernel"
 
 
-def NOT_DIM_ONE_FILTER_FN(path: tuple[str, ...], param: Any) -> bool:
+def NOT_DIM_ONE_FILTER_FN(path: tuple[str, ...], param: chex.Array) -> bool:
     """Selects parameters with two axes or more."""
     return param.ndim > 1
 
 
-def apply_mask(param: chex.Array, mask: chex.Array | None, is_packed: bool = False) -> chex.Array:
+def apply_mask(param: PyTree, mask: PyTree, is_packed: bool = False) -> PyTree:
     """Returns a parameter, or a tree of them, with pruned entries at exactly 0.0."""
     return apply_masks(param, read_masks(mask, param, is_packed))
 

@@ -17,15 +17,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
 import chex
+import jax
 
 from sparsity.core import names, trees
 from sparsity.core.checks import check_fraction, check_number, is_traced
 from sparsity.core.names import Registry
+from sparsity.core.trees import PyTree
 from sparsity.masks import BatchAxes, Overrides, Scope, Site, Sites, leading_axes
 
 _log = logging.getLogger(__name__)
 
-FilterFn = Callable[[tuple[str, ...], chex.Array], bool]
+FilterFn = Callable[[tuple[str, ...], jax.Array], bool]
 
 
 class Distribution(Protocol):
@@ -36,7 +38,7 @@ class Distribution(Protocol):
     scope does not rank them with the others.
     """
 
-    def __call__(self, params: chex.ArrayTree, /) -> chex.ArrayTree:
+    def __call__(self, params: PyTree, /) -> PyTree:
         """Returns a tree of sparsities in [0, 1], `None` for leaves that stay dense."""
 
 
@@ -90,7 +92,7 @@ class Uniform:
             if value is not None:
                 check_fraction(f"custom_sparsity_map[{key!r}]", value)
 
-    def __call__(self, params: chex.ArrayTree, batch_axes: BatchAxes = 0) -> chex.ArrayTree:
+    def __call__(self, params: PyTree, batch_axes: BatchAxes = 0) -> PyTree:
         """Returns a tree like `params` of sparsities, `None` where a parameter stays dense.
 
         Args:
@@ -109,7 +111,7 @@ class Uniform:
         return dict.fromkeys(selected, self.sparsity)
 
     def _select(
-        self, params: chex.ArrayTree, batch_axes: BatchAxes
+        self, params: PyTree, batch_axes: BatchAxes
     ) -> tuple[dict[trees.KeyPath, tuple[Any, int]], dict[trees.KeyPath, float | None]]:
         """The filtered parameters with their batch axes, and the overrides, both by path."""
         batch_axes = batch_axes if self.batch_axes is None else self.batch_axes
@@ -203,12 +205,12 @@ class ERK(Uniform):
 
 
 def uniform(
-    params: chex.ArrayTree,
+    params: PyTree,
     sparsity: chex.Numeric | None = None,
     filter_fn: FilterFn | None = None,
     custom_sparsity_map: Overrides | None = None,
     batch_axes: BatchAxes | None = None,
-) -> chex.ArrayTree:
+) -> PyTree:
     """Gives every selected parameter the same sparsity: `Uniform` as a function.
 
     Args:
@@ -235,13 +237,13 @@ def uniform(
 
 
 def erk(
-    params: chex.ArrayTree,
+    params: PyTree,
     sparsity: chex.Numeric | None = None,
     filter_fn: FilterFn | None = None,
     custom_sparsity_map: Overrides | None = None,
     erk_power_scale: float = 1.0,
     batch_axes: BatchAxes | None = None,
-) -> chex.ArrayTree:
+) -> PyTree:
     """Gives small layers more density than large ones: `ERK` as a function.
 
     Args:
@@ -274,11 +276,11 @@ DISTRIBUTIONS: Registry[Callable[..., Distribution]] = Registry(
 
 def target_sparsities(
     distribution_fn: Distribution | None,
-    params: chex.ArrayTree,
+    params: PyTree,
     table: Sites,
     scope: Scope,
     batch_axes: BatchAxes = 0,
-) -> chex.ArrayTree:
+) -> PyTree:
     """Sparsities of a distribution, checked; `None` for leaves that cannot be pruned.
 
     A target that the pattern of its leaf cannot reach is logged.
@@ -319,14 +321,13 @@ def _check_scope(scope: Scope, site: Site) -> None:
         raise ValueError(f"{site.name!r}: {error}") from None
 
 
-def distribute(
-    distribution_fn: Distribution, params: chex.ArrayTree, batch_axes: BatchAxes
-) -> chex.ArrayTree:
+def distribute(distribution_fn: Distribution, params: PyTree, batch_axes: BatchAxes) -> PyTree:
     """Calls a distribution; one that has no batch axes of its own is given the updater's."""
     given = distribution_fn.keywords if isinstance(distribution_fn, functools.partial) else {}
     if "batch_axes" in given or not _names_batch_axes(distribution_fn):
         return distribution_fn(params)
-    return distribution_fn(params, batch_axes=batch_axes)  # type: ignore[call-arg]
+    with_axes: Callable[..., PyTree] = distribution_fn
+    return with_axes(params, batch_axes=batch_axes)
 
 
 def overrides_of(distribution_fn: Distribution | None) -> Overrides | None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from sparsity.core.checks import check_fraction, check_int, check_number
 from sparsity.core.names import Registry
+from sparsity.core.trees import PyTree
 
 _LAST_STEP = 2**31 - 1  # the count of steps is an int32
 
@@ -23,9 +24,7 @@ _LAST_STEP = 2**31 - 1  # the count of steps is an int32
 class Schedule(Protocol):
     """What `scheduler` must offer; those of this module also say their `update_range`."""
 
-    def get_sparsity_at_step(
-        self, target_sparsities: chex.ArrayTree, step: chex.Numeric
-    ) -> chex.ArrayTree:
+    def get_sparsity_at_step(self, target_sparsities: PyTree, step: chex.Numeric) -> PyTree:
         """Returns the tree of sparsities that masks made at `step` shall have."""
 
     def is_mask_update_iter(self, step: chex.Numeric | None) -> chex.Numeric:
@@ -39,9 +38,7 @@ class NoUpdateSchedule:
     # The keys of a configuration that it takes, and the fields that they set.
     config_keys: ClassVar[Mapping[str, str]] = {}
 
-    def get_sparsity_at_step(
-        self, target_sparsities: chex.ArrayTree, step: chex.Numeric
-    ) -> chex.ArrayTree:
+    def get_sparsity_at_step(self, target_sparsities: PyTree, step: chex.Numeric) -> PyTree:
         """Returns the sparsities that masks made at `step` shall have.
 
         Args:
@@ -172,9 +169,7 @@ class PolynomialSchedule(PeriodicSchedule):
             raise ValueError(f"power must be positive, got power = {self.power}.")
         check_fraction("initial_sparsity", self.initial_sparsity)
 
-    def get_sparsity_at_step(
-        self, target_sparsities: chex.ArrayTree, step: chex.Numeric
-    ) -> chex.ArrayTree:
+    def get_sparsity_at_step(self, target_sparsities: PyTree, step: chex.Numeric) -> PyTree:
         assert self.update_end_step is not None
         step = jnp.asarray(step)
         length = max(self.update_end_step - self.update_start_step, 1)

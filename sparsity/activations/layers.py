@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import chex
 import jax
@@ -18,19 +18,20 @@ from sparsity.patterns import NByM, parse_nm
 Pattern = float | str | tuple[int, int] | NByM
 Layers = Mapping[names.Key, Pattern]
 Rule = Callable[[chex.Array], jax.Array]
-Apply = TypeVar("Apply", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 Module = TypeVar("Module")
 
 _REPORT = "activation_sparsity"
 
 
 def sparsify_linen(
-    apply: Apply,
+    apply: Callable[P, R],
     layers: Layers,
     *,
     batch_axes: int = 0,
     straight_through: bool = False,
-) -> Apply:
+) -> Callable[P, R]:
     """Returns the `apply` of a flax linen model with sparse outputs of chosen layers.
 
     A method interceptor sees to it while the model runs; the model is not edited. Apply it with
@@ -70,7 +71,7 @@ def sparsify_linen(
     rules = _rules(layers, batch_axes, straight_through)
 
     @functools.wraps(apply)
-    def sparse_apply(*args: Any, **kwargs: Any) -> Any:
+    def sparse_apply(*args: P.args, **kwargs: P.kwargs) -> R:
         seen: dict[str, None] = {}  # the names of all layers that run, in order
 
         def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -123,12 +124,12 @@ def sparsify_nnx(
     """
     nnx = extras.load("flax.nnx", "flax")
     rules = _rules(layers, batch_axes, straight_through)
-    copy = nnx.merge(*nnx.split(model))
+    copy: Module = nnx.merge(*nnx.split(model))
     modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(copy) if path}
     _check_keys(rules, modules)
 
     def sparse_class(base: Any, rule: Rule, name: str) -> Any:
-        class Sparse(base):
+        class Sparse(base):  # type: ignore[misc]  # a class that is known at run time only
             def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
                 out, sparsity = _prune_output(rule, super().__call__(*args, **kwargs), name)
                 if hasattr(self, "__captures__"):  # nnx.capture runs the model

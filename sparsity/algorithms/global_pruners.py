@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-import chex
 import jax
 
 from sparsity.algorithms.pruners import MagnitudePruning, SaliencyPruning
 from sparsity.base_updater import BaseUpdater
+from sparsity.core.trees import PyTree
 from sparsity.masks import Global, Layerwise, Overrides, Scope
 from sparsity.sparsity_distributions import (
     Distribution,
@@ -60,11 +60,8 @@ class GlobalPruning(BaseUpdater):
         return Uniform(self.sparsity, self.filter_fn, self.custom_sparsity_map)
 
     def create_masks(
-        self,
-        scores: chex.ArrayTree,
-        target_sparsity: chex.ArrayTree,
-        target_sparsities: chex.ArrayTree | None = None,
-    ) -> chex.ArrayTree:
+        self, scores: PyTree, target_sparsity: PyTree, target_sparsities: PyTree | None = None
+    ) -> PyTree:
         """Returns masks that keep the highest scores of all leaves together.
 
         Args:

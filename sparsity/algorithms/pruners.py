@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import trees
 from sparsity.core.hashing import generate_random_scores
+from sparsity.core.trees import PyTree
 from sparsity.training.state import SparseState
 
 __all__ = ["MagnitudePruning", "RandomPruning", "SaliencyPruning", "generate_random_scores"]
@@ -25,11 +25,8 @@ class MagnitudePruning(BaseUpdater):
     """
 
     def calculate_scores(
-        self,
-        params: chex.ArrayTree,
-        sparse_state: SparseState | None = None,
-        grads: chex.ArrayTree | None = None,
-    ) -> chex.ArrayTree:
+        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
+    ) -> PyTree:
         return jax.tree.map(jnp.abs, params)
 
 
@@ -42,11 +39,8 @@ class SaliencyPruning(BaseUpdater):
     """
 
     def calculate_scores(
-        self,
-        params: chex.ArrayTree,
-        sparse_state: SparseState | None = None,
-        grads: chex.ArrayTree | None = None,
-    ) -> chex.ArrayTree:
+        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
+    ) -> PyTree:
         if grads is None:
             raise ValueError(
                 f"{type(self).__name__} scores weights by their gradients, got grads = None. Pass "
@@ -66,9 +60,6 @@ class RandomPruning(BaseUpdater):
     """Keeps random weights; a pruned weight stays pruned while the sparsity grows."""
 
     def calculate_scores(
-        self,
-        params: chex.ArrayTree,
-        sparse_state: SparseState | None = None,
-        grads: chex.ArrayTree | None = None,
-    ) -> chex.ArrayTree:
+        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
+    ) -> PyTree:
         return generate_random_scores(params, self.rng_seed)

@@ -8,20 +8,21 @@ Making All Tickets Winners", algorithm 1.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.base_updater import BaseUpdater
 from sparsity.core.checks import check_fraction, check_int
+from sparsity.core.trees import PyTree
 from sparsity.masks import move_masks
 from sparsity.sparsity_schedules import update_range
-from sparsity.training.hooks import call_hook
+from sparsity.training.hooks import ExtraArg, call_hook
 from sparsity.training.state import SparseState
 
 
@@ -38,7 +39,7 @@ class ConstantFraction:
     def __post_init__(self) -> None:
         check_fraction("drop_fraction", self.fraction)
 
-    def __call__(self, step: chex.Numeric) -> chex.Numeric:
+    def __call__(self, step: ArrayLike) -> float:
         """Returns the fraction at a step."""
         return self.fraction
 
@@ -59,7 +60,7 @@ class CosineFraction:
         check_fraction("drop_fraction", self.fraction)
         check_int("steps", self.steps, 1)
 
-    def __call__(self, step: chex.Numeric) -> chex.Numeric:
+    def __call__(self, step: ArrayLike) -> ArrayLike:
         """Returns the fraction at a step."""
         return optax.cosine_decay_schedule(self.fraction, self.steps)(step)
 
@@ -70,18 +71,13 @@ class SparseTraining(BaseUpdater):
 
     is_sparse_gradients: bool = True
 
-    def get_initial_masks(
-        self, params: chex.ArrayTree, target_sparsities: chex.ArrayTree
-    ) -> chex.ArrayTree:
+    def get_initial_masks(self, params: PyTree, target_sparsities: PyTree) -> PyTree:
         scores = generate_random_scores(params, self.rng_seed)
         return self.create_masks(scores, target_sparsities)
 
     def instant_sparsify(
-        self,
-        params: chex.ArrayTree,
-        grads: chex.ArrayTree | None = None,
-        **extra_args: Any,
-    ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        self, params: PyTree, grads: PyTree | None = None, **extra_args: ExtraArg
+    ) -> tuple[PyTree, PyTree]:
         raise RuntimeError(
             f"{type(self).__name__} trains sparse from the start and has no instant_sparsify; wrap "
             "an optimizer with wrap_optax, or prune with MagnitudePruning or RandomPruning."
@@ -93,11 +89,7 @@ class StaticRandomSparse(SparseTraining):
     """Trains within one mask: a random one, or that of `wrap_optax(tx, masks=masks)`."""
 
     def update_state(
-        self,
-        sparse_state: SparseState,
-        params: chex.ArrayTree,
-        grads: chex.ArrayTree,
-        **extra_args: Any,
+        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
     ) -> SparseState:
         return sparse_state
 
@@ -114,7 +106,7 @@ class DropAndGrow(SparseTraining):
     """
 
     skip_gradients: bool = True
-    drop_fraction_fn: Callable[[chex.Numeric], chex.Numeric] = ConstantFraction(0.3)
+    drop_fraction_fn: optax.Schedule = ConstantFraction(0.3)
 
     regrows: ClassVar[bool] = True
     config_keys: ClassVar[tuple[str, ...]] = ("drop_fraction",)
@@ -127,19 +119,15 @@ class DropAndGrow(SparseTraining):
                 f"optax.constant_schedule(0.3), got drop_fraction_fn = {self.drop_fraction_fn!r}."
             )
 
-    def get_drop_scores(
-        self, sparse_state: SparseState, params: chex.ArrayTree, grads: chex.ArrayTree
-    ) -> chex.ArrayTree:
+    def get_drop_scores(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> PyTree:
         """Returns scores by which active weights are kept."""
         return jax.tree.map(jnp.abs, params)
 
-    def get_grow_scores(
-        self, sparse_state: SparseState, params: chex.ArrayTree, grads: chex.ArrayTree
-    ) -> chex.ArrayTree:
+    def get_grow_scores(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> PyTree:
         """Returns scores by which weights that were not kept grow."""
         raise NotImplementedError(f"{type(self).__name__} must override get_grow_scores.")
 
-    def init_state(self, params: chex.ArrayTree) -> SparseState:
+    def init_state(self, params: PyTree) -> SparseState:
         start, end = update_range(self.scheduler) or (0, None)
         for step in {0, start, start if end is None else end}:
             # A schedule of optax sends its numbers to the device in its own way.
@@ -148,14 +136,10 @@ class DropAndGrow(SparseTraining):
         return super().init_state(params)
 
     def update_state(
-        self,
-        sparse_state: SparseState,
-        params: chex.ArrayTree,
-        grads: chex.ArrayTree,
-        **extra_args: Any,
+        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
     ) -> SparseState:
         with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix integers and floats
-            fraction = self.drop_fraction_fn(sparse_state.count)
+            fraction: Any = self.drop_fraction_fn(sparse_state.count)
         state = (sparse_state, params, grads)
         masks = move_masks(
             self.scope,
@@ -168,9 +152,9 @@ class DropAndGrow(SparseTraining):
         return sparse_state._replace(masks=masks)
 
     @classmethod
-    def read_config(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+    def read_config(cls, options: Mapping[str, object]) -> dict[str, object]:
         """Turns `drop_fraction` into a function that falls along a cosine until the end step."""
-        fields = dict(options)
+        fields: dict[str, Any] = dict(options)
         if "drop_fraction" in fields and "drop_fraction_fn" in fields:
             raise ValueError("drop_fraction cannot be given beside drop_fraction_fn.")
         fraction = fields.pop("drop_fraction", 0.3)
@@ -184,9 +168,7 @@ class DropAndGrow(SparseTraining):
 class SET(DropAndGrow):
     """Grows random weights."""
 
-    def get_grow_scores(
-        self, sparse_state: SparseState, params: chex.ArrayTree, grads: chex.ArrayTree
-    ) -> chex.ArrayTree:
+    def get_grow_scores(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> PyTree:
         # Step 0 of the random stream drew the initial masks.
         return generate_random_scores(params, self.rng_seed, sparse_state.count + 1)
 
@@ -195,9 +177,7 @@ class SET(DropAndGrow):
 class RigL(DropAndGrow):
     """Grows the weights with the largest gradient."""
 
-    def get_grow_scores(
-        self, sparse_state: SparseState, params: chex.ArrayTree, grads: chex.ArrayTree
-    ) -> chex.ArrayTree:
+    def get_grow_scores(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> PyTree:
         if grads is None:
             raise ValueError("RigL grows weights by their gradients, got grads = None: pass them.")
         return jax.tree.map(jnp.abs, grads)

@@ -18,8 +18,10 @@ import optax
 from sparsity.algorithms.pruners import MagnitudePruning, RandomPruning, generate_random_scores
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import trees
+from sparsity.core.trees import PyTree
 from sparsity.masks import apply_mask_straight_through, check_masks, in_use, unpack_masks
 from sparsity.sparsity_schedules import update_range
+from sparsity.training.hooks import ExtraArg
 from sparsity.training.state import SparseState, get_sparse_state
 
 
@@ -40,9 +42,7 @@ class StraightThrough(BaseUpdater):
 
     keeps_dense_weights: ClassVar[bool] = True
 
-    def pre_forward_update(
-        self, params: chex.ArrayTree, opt_state: optax.OptState
-    ) -> chex.ArrayTree:
+    def pre_forward_update(self, params: PyTree, opt_state: optax.OptState) -> PyTree:
         """Returns masked parameters, with an identity gradient, inside or outside of `jax.grad`."""
         state = get_sparse_state(opt_state)
         masks = state.masks
@@ -66,27 +66,19 @@ class StraightThrough(BaseUpdater):
         start, _ = update_range(self.scheduler) or (0, None)
         return jnp.where(step < start, jnp.ones_like(mask), mask) if start else mask
 
-    def get_initial_masks(
-        self, params: chex.ArrayTree, target_sparsities: chex.ArrayTree
-    ) -> chex.ArrayTree:
+    def get_initial_masks(self, params: PyTree, target_sparsities: PyTree) -> PyTree:
         if self.store_masks:
             return super().get_initial_masks(params, target_sparsities)
         return jax.tree.map(lambda _: None, params)
 
     def update_state(
-        self,
-        sparse_state: SparseState,
-        params: chex.ArrayTree,
-        grads: chex.ArrayTree,
-        **extra_args: Any,
+        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
     ) -> SparseState:
         if self.store_masks:
             return super().update_state(sparse_state, params, grads, **extra_args)
         return sparse_state
 
-    def post_gradient_update(
-        self, params: chex.ArrayTree, sparse_state: optax.OptState
-    ) -> chex.ArrayTree:
+    def post_gradient_update(self, params: PyTree, sparse_state: optax.OptState) -> PyTree:
         """Returns `params`: the weights stay dense."""
         return params
 
@@ -101,10 +93,7 @@ class SteRandomPruning(StraightThrough, RandomPruning):
     """Uses other random weights in every forward pass and trains all of them."""
 
     def calculate_scores(
-        self,
-        params: chex.ArrayTree,
-        sparse_state: SparseState | None = None,
-        grads: chex.ArrayTree | None = None,
-    ) -> chex.ArrayTree:
+        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
+    ) -> PyTree:
         step = 0 if sparse_state is None else sparse_state.count
         return generate_random_scores(params, self.rng_seed, step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +29,12 @@ def check_int(name: str, value: object, least: int | None = None, most: int | No
 
 def check_number(name: str, value: object, least: float = -math.inf) -> None:
     """Raises a ValueError that names the argument unless it is a finite number >= `least`."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < least:
+    if (
+        not isinstance(value, numbers.Real)
+        or isinstance(value, bool)
+        or not math.isfinite(value)
+        or value < least
+    ):
         raise ValueError(f"{name} must be a finite number >= {least}, got {name} = {value!r}.")
 
 
@@ -53,7 +58,7 @@ def check_density(name: str, value: object) -> None:
         )
 
 
-def _as_float(value: object) -> float:
+def _as_float(value: Any) -> float:
     """The value of a real scalar, NaN for anything else."""
-    is_number = np.ndim(value) == 0 and jnp.issubdtype(np.asarray(value).dtype, jnp.number)  # type: ignore[arg-type]
-    return float(value) if is_number else math.nan  # type: ignore[arg-type]
+    is_number = np.ndim(value) == 0 and jnp.issubdtype(np.asarray(value).dtype, jnp.number)
+    return float(value) if is_number else math.nan

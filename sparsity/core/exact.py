@@ -8,7 +8,6 @@ in range, that uint32 wraps around, and that no count is negative.
 import functools
 import math
 from fractions import Fraction
-from typing import Any
 
 import chex
 import jax
@@ -50,9 +49,10 @@ def num_kept(n: chex.Numeric, sparsity: chex.Numeric) -> int | jax.Array | Words
         if one_n and fraction.ndim == 0:
             return min(int(n), max(1, round(int(n) * (1 - Fraction(float(fraction))))))
     if one_n and int(n) >= 2**31:
-        return _num_kept(split(int(n)), sparsity)
+        kept: Words = _num_kept(split(int(n)), sparsity)
+        return kept
     low = jnp.asarray(n).astype(jnp.uint32)
-    return _num_kept((zero_like(low), low), sparsity)[1].astype(jnp.int32)
+    return num_kept_of_words((zero_like(low), low), sparsity)[1].astype(jnp.int32)
 
 
 @jax.jit
@@ -77,7 +77,8 @@ def _num_kept(n: Words, sparsity: chex.Numeric) -> Words:
 
 def num_kept_of_words(n: Words, sparsity: chex.Numeric) -> Words:
     """`num_kept` of a traced number that may be 2**31 and more."""
-    return _num_kept(n, sparsity)
+    kept: Words = _num_kept(n, sparsity)
+    return kept
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -110,7 +111,7 @@ def ordered_sum(x: chex.Array, axis: tuple[int, ...]) -> jax.Array:
     return jnp.where(rest == 0, total, rest).astype(x.dtype)
 
 
-def zero_like(x: chex.Numeric) -> Any:
+def zero_like(x: jax.Array) -> jax.Array:
     """Zeros of the shape and dtype of integers x, sharded and mapped as x is.
 
     So the state of a loop or a branch can start from them: `jnp.zeros_like` would not know an axis
@@ -124,12 +125,13 @@ def as_words(k: int | jax.Array | Words) -> Words:
     if isinstance(k, tuple):
         return k
     if not is_traced(k) and isinstance(k, int):
-        return tuple(jnp.asarray(word) for word in split(k))
+        words = split(k)
+        return jnp.asarray(words[0]), jnp.asarray(words[1])
     low = jnp.asarray(k).astype(jnp.uint32)
     return low & 0, low
 
 
-def split(k: int) -> tuple[Any, Any]:
+def split(k: int) -> tuple[np.uint32, np.uint32]:
     """The words of a Python integer."""
     return np.uint32(k >> 32), np.uint32(k & 0xFFFFFFFF)
 
@@ -168,7 +170,8 @@ def choose(condition: jax.Array, a: Words, b: Words) -> Words:
 
 def to_float(a: Words) -> jax.Array:
     """Nearly a, in float32."""
-    return a[0].astype(jnp.float32) * jnp.float32(2.0**32) + a[1].astype(jnp.float32)
+    high: jax.Array = a[0].astype(jnp.float32) * jnp.float32(2.0**32)
+    return high + a[1].astype(jnp.float32)
 
 
 def _carry(low: jax.Array, high: jax.Array) -> Words:

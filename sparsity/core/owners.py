@@ -10,17 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 
 from sparsity.core import trees
-from sparsity.core.trees import KeyPath
+from sparsity.core.trees import KeyPath, PyTree
 
 
-def map_owned(
-    fn: Callable[..., Any], params: chex.ArrayTree, state: chex.ArrayTree, *others: chex.ArrayTree
-) -> chex.ArrayTree:
+def map_owned(fn: Callable[..., Any], params: PyTree, state: PyTree, *others: PyTree) -> PyTree:
     """Maps `fn(owner, leaf, *other_leaves)` over an optimizer state.
 
     The owner of a state leaf is the leaf of `params` at the same place of a subtree that looks like
@@ -43,14 +40,13 @@ def map_owned(
         None if at is None else by_path.get(at)
         for at in _places(state, trees.covered_paths(params) or {path for path, _ in none_too})
     ]
+    treedef: Any  # jax has no types for its methods
     leaves, treedef = jax.tree.flatten(state)
     rest = [treedef.flatten_up_to(other) for other in others]
     return treedef.unflatten(map(fn, owners, leaves, *rest))
 
 
-def replace_where(
-    state: chex.ArrayTree, fresh: chex.ArrayTree, chosen: chex.ArrayTree
-) -> chex.ArrayTree:
+def replace_where(state: PyTree, fresh: PyTree, chosen: PyTree) -> PyTree:
     """Takes entries of `fresh` into an optimizer state where the parameters' `chosen` is true.
 
     Leaves without an owner (see `map_owned`) or of another shape, and those that are neither

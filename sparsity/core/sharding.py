@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    auto_axes,
+)
+
+from sparsity.core.trees import PyTree
+
+T = TypeVar("T")
 
 
 def shard_like(
-    like: chex.ArrayTree,
-    fn: Callable[..., Any],
-    *args: Any,
+    like: PyTree,
+    fn: Callable[..., T],
+    *args: PyTree,
     shape: tuple[int, ...] | None = None,
-) -> Any:
+) -> T:
     """Calls `fn(*args)`; on a mesh with Explicit axes its result is sharded as `like`.
 
     Explicit axes put the sharding into an array's type, so that each reshape and each new array
@@ -36,15 +48,18 @@ def shard_like(
         return fn(*args)
     if shape is not None:
         shardings = fit(shardings, shape)
-    return auto_axes(fn, out_sharding=shardings)(*args)
+    result: T = auto_axes(fn, out_sharding=shardings)(*args)
+    return result
 
 
-def place_like(like: chex.Array, mask: jax.Array) -> jax.Array:
+def place_like(like: jax.Array, mask: jax.Array) -> jax.Array:
     """Returns the mask, packed or not, sharded as `like`, on which its values need not depend."""
     if not isinstance(mask, jax.core.Tracer):
         sharding = getattr(like, "sharding", None)
-        known = isinstance(sharding, NamedSharding)
-        return jax.device_put(mask, fit(sharding, mask.shape)) if known else mask
+        if not isinstance(sharding, NamedSharding):
+            return mask
+        placed: jax.Array = jax.device_put(mask, fit(sharding, mask.shape))
+        return placed
     if AxisType.Explicit in jax.typeof(mask).sharding.mesh.axis_types:
         return mask
     if mask.shape != like.shape:
@@ -62,7 +77,8 @@ def on_device(value: chex.Numeric, dtype: type[np.generic] = np.float32) -> jax.
     """A scalar as an array, sent to the device explicitly, as a transfer guard may demand."""
     if isinstance(value, jax.Array):
         return value.astype(dtype)
-    return jax.device_put(np.asarray(value, dtype))
+    sent: jax.Array = jax.device_put(np.asarray(value, dtype))
+    return sent
 
 
 @jax.jit
@@ -71,7 +87,7 @@ def ones_like(array: jax.Array) -> jax.Array:
     return jnp.ones_like(array, dtype=jnp.uint8)
 
 
-def fit(sharding: Any, shape: tuple[int, ...]) -> Any:
+def fit(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
     """Returns the sharding without the axes of the mesh that do not divide `shape`."""
     if not isinstance(sharding, NamedSharding):
         return sharding
@@ -82,6 +98,6 @@ def fit(sharding: Any, shape: tuple[int, ...]) -> Any:
     return sharding.update(spec=PartitionSpec(*fits))
 
 
-def _devices(mesh: Any, axes: str | tuple[str, ...] | None) -> int:
+def _devices(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...] | None) -> int:
     names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
     return math.prod(mesh.shape[name] for name in names)

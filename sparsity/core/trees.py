@@ -10,19 +10,19 @@ field `.mu` of Adam's state), without the entry by which an nnx variable holds i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, TypeAlias
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, KeyEntry, SequenceKey
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-KeyPath = tuple[KeyEntry, ...]
+PyTree: TypeAlias = Any  # a tree of arrays, as jax takes it: jax has no type for it
+KeyPath: TypeAlias = tuple[Hashable, ...]  # of jax's key entries
 
 
-def leaves_by_path(tree: chex.ArrayTree) -> dict[KeyPath, Any]:
+def leaves_by_path(tree: PyTree) -> dict[KeyPath, Any]:
     """Returns `{path: leaf}` in tree order; `None` and other empty nodes have no leaf.
 
     Example:
@@ -32,12 +32,12 @@ def leaves_by_path(tree: chex.ArrayTree) -> dict[KeyPath, Any]:
     return dict(_flatten(tree)[0])
 
 
-def leaves_and_none(tree: chex.ArrayTree) -> dict[KeyPath, Any]:
+def leaves_and_none(tree: PyTree) -> dict[KeyPath, Any]:
     """As `leaves_by_path`, with an entry for each `None`."""
     return dict(_flatten(tree, is_leaf=lambda node: node is None)[0])
 
 
-def covered_paths(tree: chex.ArrayTree) -> set[KeyPath]:
+def covered_paths(tree: PyTree) -> set[KeyPath]:
     """Paths of leaves, and of what stands for all that could be below: `None`, `MaskedNode`."""
     return {path for path, _ in _flatten(tree, is_leaf=_is_placeholder)[0]}
 
@@ -54,11 +54,11 @@ def path_string(path: KeyPath) -> str:
 
 def map_matched(
     fn: Callable[..., Any],
-    tree: chex.ArrayTree,
-    *others: chex.ArrayTree,
+    tree: PyTree,
+    *others: PyTree,
     role: str = "params",
     others_role: str = "masks (or scores or sparsities) that go with them",
-) -> chex.ArrayTree:
+) -> PyTree:
     """Maps `fn(path, leaf, *other_leaves)` over `tree`; leaves of `others` are found by path.
 
     Args:
@@ -94,7 +94,7 @@ def is_prunable(leaf: object) -> bool:
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
-def prunable(tree: chex.ArrayTree, like: chex.ArrayTree | None = None) -> chex.ArrayTree:
+def prunable(tree: PyTree, like: PyTree | None = None) -> PyTree:
     """Returns the tree with `None` for leaves that can never have a mask.
 
     Random keys, integers and functions cannot; hooks that map over all leaves never meet them.
@@ -171,12 +171,12 @@ def _is_placeholder(node: Any) -> bool:
     return node is None or isinstance(node, optax.MaskedNode)
 
 
-def _entry_name(entry: KeyEntry) -> str:
+def _entry_name(entry: object) -> str:
     match entry:
         case DictKey() | FlattenedIndexKey():
             return str(entry.key)
         case GetAttrKey():
-            return entry.name
+            return str(entry.name)
         case SequenceKey():
             return str(entry.idx)
     return str(entry)

@@ -32,10 +32,11 @@ import chex
 from sparsity.core import names as names_lib
 from sparsity.core import trees
 from sparsity.core.checks import check_density, check_int
+from sparsity.core.trees import PyTree
 from sparsity.masks import BatchAxes, Site, leading_axes
 from sparsity.patterns import NByM, SparsityType, Unstructured, parse_nm
 
-Strategy = Mapping[int, Mapping[str, Any]]
+Strategy = Mapping[int, Mapping[str, object]]
 
 METHODS = tuple(
     f"{kind}_{scope}" for kind in ("unstr", "str") for scope in ("global", "unified_local", "local")
@@ -56,7 +57,7 @@ class Entry(NamedTuple):
     is_global: bool
     rules: Rule | dict[str | tuple[str, ...], Rule]
 
-    def rule_of(self, names: tuple[str, ...], param: Any, batch_axes: int) -> Rule | None:
+    def rule_of(self, names: tuple[str, ...], param: PyTree, batch_axes: int) -> Rule | None:
         """The rule of a parameter, `None` if it stays as it is."""
         if not trees.is_prunable(param):
             return None
@@ -66,14 +67,14 @@ class Entry(NamedTuple):
         forms = (form for prefix in prefixes for form in _forms(prefix))
         return next((self.rules[form] for form in forms if form in self.rules), None)
 
-    def check_names(self, params: chex.ArrayTree) -> None:
+    def check_names(self, params: PyTree) -> None:
         """Raises a ValueError if a key does not name exactly one layer that no other key names."""
         if isinstance(self.rules, Rule):
             return
         leaves = trees.leaves_by_path(params)
         paths = [trees.path_names(path) for path in leaves if trees.is_prunable(leaves[path])]
         prefixes = dict.fromkeys(p[:end] for p in paths for end in range(1, len(p) + 1))
-        owners: dict[tuple[str, ...], Any] = {}
+        owners: dict[tuple[str, ...], str | tuple[str, ...]] = {}
         for key in self.rules:
             named = [prefix for prefix in prefixes if key in _forms(prefix)]
             where = f"{key!r} in the strategy of epoch {self.epoch}"
@@ -96,15 +97,15 @@ class Stage(NamedTuple):
 
     is_global: bool
     sites: dict[trees.KeyPath, Site]
-    sparsities: dict[trees.KeyPath, Any]
+    sparsities: dict[trees.KeyPath, chex.Numeric]
 
 
-def _forms(names: tuple[str, ...]) -> tuple[Any, ...]:
+def _forms(names: tuple[str, ...]) -> tuple[str | tuple[str, ...], ...]:
     """The keys that name a layer."""
     return names, "/".join(names), "-".join(names)
 
 
-def parse(strategy: Any) -> dict[int, Entry]:
+def parse(strategy: object) -> dict[int, Entry]:
     """The entries of a strategy by epoch, in order; checked as far as they go without layers."""
     if not isinstance(strategy, Mapping):
         raise ValueError(
@@ -116,7 +117,7 @@ def parse(strategy: Any) -> dict[int, Entry]:
     return {int(epoch): _entry(int(epoch), strategy[epoch]) for epoch in sorted(strategy)}
 
 
-def _entry(epoch: int, entry: Any) -> Entry:
+def _entry(epoch: int, entry: object) -> Entry:
     where = f"in the strategy of epoch {epoch}"
     if not isinstance(entry, Mapping) or {*entry} != {"method", "prune_rate_pattern"}:
         raise ValueError(
@@ -161,7 +162,7 @@ def _entry(epoch: int, entry: Any) -> Entry:
     return Entry(epoch, False, rules)
 
 
-def read(strategy: Any, params: chex.ArrayTree, batch_axes: BatchAxes = 0) -> dict[int, Stage]:
+def read(strategy: Any, params: PyTree, batch_axes: BatchAxes = 0) -> dict[int, Stage]:
     """What a strategy, or what `parse` made of it, does to the parameters; all of it is checked."""
     is_parsed = isinstance(strategy, dict) and all(isinstance(e, Entry) for e in strategy.values())
     entries: dict[int, Entry] = strategy if is_parsed else parse(strategy)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import trees
 from sparsity.core.checks import check_int
+from sparsity.core.trees import PyTree
 from sparsity.epochs import strategies
 from sparsity.masks import (
     Global,
@@ -35,7 +36,7 @@ from sparsity.masks import (
 from sparsity.patterns import SparsityType, Unstructured
 from sparsity.sparsity_distributions import Distribution
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
-from sparsity.training.hooks import call_hook
+from sparsity.training.hooks import ExtraArg, call_hook
 from sparsity.training.state import SparseState
 
 # jax_pruning ranks weights as they are, whatever the scale of their layer.
@@ -43,11 +44,11 @@ _GLOBAL = Global(use_normalization=False)
 
 
 def pruning(
-    state: Any,
+    state: PyTree,
     epoch: int,
-    mask_key: chex.ArrayTree = None,
+    mask_key: PyTree | None = None,
     prune_strategy: strategies.Strategy | None = None,
-) -> tuple[bool, chex.ArrayTree]:
+) -> tuple[bool, PyTree]:
     """Makes the masks that a strategy asks for at an epoch.
 
     Args:
@@ -80,7 +81,7 @@ def pruning(
     return True, _masks(stages[operator.index(epoch)], scores, mask_key)
 
 
-def pruning_apply(state: Any, mask_key: chex.ArrayTree) -> tuple[Any, chex.ArrayTree]:
+def pruning_apply(state: PyTree, mask_key: PyTree) -> tuple[PyTree, PyTree]:
     """Puts pruned weights at exactly 0.0.
 
     Args:
@@ -105,7 +106,7 @@ def pruning_apply(state: Any, mask_key: chex.ArrayTree) -> tuple[Any, chex.Array
         if hasattr(state, name):
             return getattr(state, name)(params=params), mask_key
     if dataclasses.is_dataclass(state):
-        return dataclasses.replace(state, params=params), mask_key  # type: ignore[type-var]
+        return dataclasses.replace(state, params=params), mask_key  # type: ignore[type-var]  # an instance
     state = copy.copy(state)
     state.params = params
     return state, mask_key
@@ -144,7 +145,7 @@ class EpochStrategy(BaseUpdater):
     def __post_init__(self) -> None:
         check_int("steps_per_epoch", self.steps_per_epoch, 1)
         self._entries = strategies.parse(self.strategy)
-        steps = tuple(epoch * self.steps_per_epoch for epoch in self._entries)
+        steps = self._update_steps()
         if any(at >= 2**31 for at in steps):
             raise ValueError(f"Steps are counted below 2**31, got epochs at steps {steps}.")
         if any(entry.is_global for entry in self._entries.values()):
@@ -153,28 +154,25 @@ class EpochStrategy(BaseUpdater):
         super().__post_init__()
 
     def calculate_scores(
-        self,
-        params: chex.ArrayTree,
-        sparse_state: SparseState | None = None,
-        grads: chex.ArrayTree | None = None,
-    ) -> chex.ArrayTree:
+        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
+    ) -> PyTree:
         return jax.tree.map(jnp.abs, params)
 
     def get_distribution_fn(self) -> Distribution | None:
         """Returns the function from params to the last sparsity of every layer."""
 
-        def last(params: chex.ArrayTree) -> chex.ArrayTree:
-            sparsities: dict[trees.KeyPath, float] = {}
+        def last(params: PyTree) -> PyTree:
+            sparsities: dict[trees.KeyPath, chex.Numeric] = {}
             for stage in self._stages(params):
                 sparsities |= stage.sparsities
             return trees.map_matched(lambda path, _: sparsities.get(path), params)
 
         return last
 
-    def sites(self, params: chex.ArrayTree) -> Sites:
+    def sites(self, params: PyTree) -> Sites:
         """Returns the table of the layers, with the last type of each."""
 
-        def last(path: tuple[str, ...], param: Any) -> SparsityType:
+        def last(path: tuple[str, ...], param: jax.Array) -> SparsityType:
             axes = leading_axes(self.batch_axes, path, param)
             for entry in reversed(self._entries.values()):
                 if rule := entry.rule_of(path, param, axes):
@@ -185,11 +183,7 @@ class EpochStrategy(BaseUpdater):
         return Sites(params, last, self.batch_axes, checked=False)
 
     def update_state(
-        self,
-        sparse_state: SparseState,
-        params: chex.ArrayTree,
-        grads: chex.ArrayTree,
-        **extra_args: Any,
+        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
     ) -> SparseState:
         scores = call_hook(
             self.calculate_scores, params, sparse_state=sparse_state, grads=grads, extra=extra_args
@@ -201,14 +195,14 @@ class EpochStrategy(BaseUpdater):
         keys = [(stage.is_global, tuple(stage.sites.items())) for stage in stages]
         branches = list(dict.fromkeys(keys))
 
-        def create(key: Any, sparsities: jax.Array) -> chex.ArrayTree:
+        def create(key: Any, sparsities: jax.Array) -> PyTree:
             is_global, sites = key
             known = dict(zip(paths, sparsities, strict=True))
             return _masks(
                 strategies.Stage(is_global, dict(sites), known), scores, sparse_state.masks
             )
 
-        now = jnp.searchsorted(jnp.array(self.scheduler.steps), sparse_state.count)
+        now = jnp.searchsorted(jnp.array(self._update_steps()), sparse_state.count)
         masks = jax.lax.switch(
             jnp.array([branches.index(key) for key in keys])[now],
             [functools.partial(create, key) for key in branches],
@@ -217,11 +211,8 @@ class EpochStrategy(BaseUpdater):
         return sparse_state._replace(masks=masks)
 
     def instant_sparsify(
-        self,
-        params: chex.ArrayTree,
-        grads: chex.ArrayTree | None = None,
-        **extra_args: Any,
-    ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        self, params: PyTree, grads: PyTree | None = None, **extra_args: ExtraArg
+    ) -> tuple[PyTree, PyTree]:
         """Prunes as all epochs do, one after the other."""
         masks = None
         for stage in self._stages(params):
@@ -231,7 +222,10 @@ class EpochStrategy(BaseUpdater):
         pruned = apply_masks(params, masks)
         return pruned, pack_masks(masks, params) if self.use_packed_masks else masks
 
-    def _stages(self, params: chex.ArrayTree) -> list[strategies.Stage]:
+    def _update_steps(self) -> tuple[int, ...]:
+        return tuple(epoch * self.steps_per_epoch for epoch in self._entries)
+
+    def _stages(self, params: PyTree) -> list[strategies.Stage]:
         return list(strategies.read(self._entries, params, self.batch_axes).values())
 
 
@@ -254,9 +248,7 @@ class AtSteps(NoUpdateSchedule):
         return (self.steps[0], self.steps[-1]) if self.steps else None
 
 
-def _masks(
-    stage: strategies.Stage, scores: chex.ArrayTree, masks: chex.ArrayTree
-) -> chex.ArrayTree:
+def _masks(stage: strategies.Stage, scores: PyTree, masks: PyTree) -> PyTree:
     """The masks that hold after a stage: new ones of the layers that it names."""
     named = trees.map_matched(
         lambda path, _: stage.sparsities[path] if path in stage.sites else None, scores
@@ -268,5 +260,5 @@ def _masks(
     )
 
 
-def _read(masks: chex.ArrayTree, params: chex.ArrayTree) -> chex.ArrayTree:
+def _read(masks: PyTree, params: PyTree) -> PyTree:
     return read_masks(masks, params, packed=False, role="masks of mask_key")

@@ -8,14 +8,18 @@ axes and their sharding stay as they are. Whether masks are packed is known wher
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import chex
 import jax
 import jax.numpy as jnp
 
 from sparsity.core import sharding, trees
+from sparsity.core.trees import PyTree
+
+Kept = TypeVar("Kept", bound=chex.Array)
 
 
 def packed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -57,29 +61,27 @@ def unpack(bits: chex.Array, like: chex.Array) -> jax.Array:
     return sharding.shard_like(like, to_bytes, bits)
 
 
-def pack_masks(masks: chex.ArrayTree, params: chex.ArrayTree) -> chex.ArrayTree:
+def pack_masks(masks: PyTree, params: PyTree) -> PyTree:
     """Packs the masks of `params` to bits; raises as `check_masks`."""
     check_masks(params, masks, packed=False)
     likes = trees.leaves_by_path(params)
     return trees.map_matched(lambda path, mask: pack(mask, likes[path]), masks)
 
 
-def unpack_masks(masks: chex.ArrayTree, params: chex.ArrayTree) -> chex.ArrayTree:
+def unpack_masks(masks: PyTree, params: PyTree) -> PyTree:
     """Undoes `pack_masks`; raises as `check_masks`."""
     check_masks(params, masks, packed=True)
     likes = trees.leaves_by_path(params)
     return trees.map_matched(lambda path, bits: unpack(bits, likes[path]), masks)
 
 
-def place_masks(masks: chex.ArrayTree, params: chex.ArrayTree) -> chex.ArrayTree:
+def place_masks(masks: PyTree, params: PyTree) -> PyTree:
     """Gives fresh masks, packed or not, the sharding of their parameters."""
     likes = trees.leaves_by_path(params)
     return trees.map_matched(lambda path, mask: sharding.place_like(likes[path], mask), masks)
 
 
-def read_masks(
-    masks: chex.ArrayTree, params: chex.ArrayTree, packed: bool, role: str = "masks"
-) -> chex.ArrayTree:
+def read_masks(masks: PyTree, params: PyTree, packed: bool, role: str = "masks") -> PyTree:
     """Masks that a hook or a user hands in, as uint8 masks of zeros and ones.
 
     Args:
@@ -100,12 +102,12 @@ def read_masks(
         shape = jnp.shape(likes[path])
         if jnp.shape(mask) == shape:
             # A row of one weight is one byte, packed or not.
-            return _is_kept(mask)
+            kept: jax.Array = _is_kept(mask)
+            return kept
         if packed and mask.shape == packed_shape(shape):
             return unpack(mask, likes[path])
         if packed and mask.shape == (-(-math.prod(shape) // 8),):
-            flat = lambda bits: jnp.unpackbits(bits, count=math.prod(shape)).reshape(shape)  # noqa: E731
-            return sharding.shard_like(likes[path], flat, mask)
+            return sharding.shard_like(likes[path], functools.partial(_unpack_row, shape), mask)
         raise ValueError(
             f"The mask of {trees.path_string(path)!r} among the {role} has shape "
             f"{jnp.shape(mask)}, but its parameter has shape {shape}"
@@ -115,12 +117,16 @@ def read_masks(
     return trees.map_matched(read, masks)
 
 
+def _unpack_row(shape: tuple[int, ...], bits: jax.Array) -> jax.Array:
+    return jnp.unpackbits(bits, count=math.prod(shape)).reshape(shape)
+
+
 @jax.jit
 def _is_kept(mask: chex.Array) -> jax.Array:
     return (mask != 0).astype(jnp.uint8)
 
 
-def check_leaves(params: chex.ArrayTree, masks: chex.ArrayTree, role: str = "masks") -> None:
+def check_leaves(params: PyTree, masks: PyTree, role: str = "masks") -> None:
     """Raises a ValueError that names a mask without a parameter, or a parameter without a mask."""
     known = trees.leaves_by_path(params)
     if strange := [trees.path_string(path) for path in trees.leaves_by_path(masks).keys() - known]:
@@ -143,9 +149,7 @@ def check_leaves(params: chex.ArrayTree, masks: chex.ArrayTree, role: str = "mas
         )
 
 
-def check_masks(
-    tree: chex.ArrayTree, masks: chex.ArrayTree, *, packed: bool, role: str = "params"
-) -> None:
+def check_masks(tree: PyTree, masks: PyTree, *, packed: bool, role: str = "params") -> None:
     """Raises a ValueError that names a leaf whose mask does not fit it.
 
     Args:
@@ -182,8 +186,8 @@ def check_masks(
 
 
 def apply_masks(
-    tree: chex.ArrayTree, masks: chex.ArrayTree, *, packed: bool = False, role: str = "params"
-) -> chex.ArrayTree:
+    tree: PyTree, masks: PyTree, *, packed: bool = False, role: str = "params"
+) -> PyTree:
     """Applies masks by path; leaves without a mask are returned as they are.
 
     Raises:
@@ -197,6 +201,10 @@ def apply_masks(
     return trees.map_matched(apply, tree, masks, role=role)
 
 
+@overload
+def apply_mask(param: chex.Array, mask: chex.Array) -> jax.Array: ...
+@overload
+def apply_mask(param: Kept, mask: None) -> Kept: ...
 def apply_mask(param: chex.Array, mask: chex.Array | None) -> chex.Array:
     """Selects: kept entries as they are, all others exactly 0.0, were they NaN, inf or -0.0.
 
@@ -210,7 +218,7 @@ def apply_mask(param: chex.Array, mask: chex.Array | None) -> chex.Array:
 
 
 @jax.custom_jvp
-def apply_mask_straight_through(param: chex.Array, mask: chex.Array | None) -> chex.Array:
+def apply_mask_straight_through(param: chex.Array, mask: chex.Array) -> jax.Array:
     """`apply_mask` whose gradient with respect to `param` is the identity."""
     return apply_mask(param, mask)
 

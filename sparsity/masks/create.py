@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import chex
@@ -9,8 +10,9 @@ import jax
 
 from sparsity.core import trees
 from sparsity.core.checks import check_fraction
+from sparsity.core.trees import PyTree
 from sparsity.masks.scopes import Moving, Scope, Wanted
-from sparsity.masks.sites import Pattern, Sites, TopkFn
+from sparsity.masks.sites import Pattern, Site, TopkFn
 
 
 def create_mask(
@@ -79,12 +81,12 @@ def drop_and_grow(
 
 def create_masks(
     scope: Scope,
-    table: Sites,
-    scores: chex.ArrayTree,
-    sparsities: chex.ArrayTree,
-    targets: chex.ArrayTree = None,
+    table: Mapping[trees.KeyPath, Site],
+    scores: PyTree,
+    sparsities: PyTree,
+    targets: PyTree | None = None,
     topk_fn: TopkFn | None = None,
-) -> chex.ArrayTree:
+) -> PyTree:
     """Makes the masks of a tree.
 
     Args:
@@ -116,12 +118,12 @@ def create_masks(
 
 def move_masks(
     scope: Scope,
-    table: Sites,
-    masks: chex.ArrayTree,
-    drop_scores: chex.ArrayTree,
-    grow_scores: chex.ArrayTree,
+    table: Mapping[trees.KeyPath, Site],
+    masks: PyTree,
+    drop_scores: PyTree,
+    grow_scores: PyTree,
     drop_fraction: chex.Numeric,
-) -> chex.ArrayTree:
+) -> PyTree:
     """Moves the masks of a tree: as `drop_and_grow`, within the scope.
 
     Args:

@@ -137,7 +137,8 @@ class Global:
 
             def select(scores: list[jax.Array], sparsities: list[jax.Array]) -> list[jax.Array]:
                 kept = _kept_of_all([score.size for score in scores], sparsities)
-                return selection.global_topk_mask(self._comparable(scores), kept)
+                masks: list[jax.Array] = selection.global_topk_mask(self._comparable(scores), kept)
+                return masks
 
             found = sharding.shard_like(scores, select, scores, sparsities)
             masks.update(zip(ranked, found, strict=True))

@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import chex
 import jax
 import jax.numpy as jnp
 
 from sparsity.core import names, trees
+from sparsity.core.trees import PyTree
 
 Path = tuple[str, ...]
 TopkFn = Callable[[jax.Array, chex.Numeric], chex.Array]
-BatchAxes = int | Callable[[Path, Any], int]
+BatchAxes = int | Callable[[Path, jax.Array], int]
 Overrides = Mapping[names.Key, float | None]
 
 
@@ -39,7 +40,7 @@ class Pattern(Protocol):
 
     def select(
         self,
-        scores: jax.Array,
+        scores: chex.Array,
         sparsity: chex.Numeric,
         *,
         target: chex.Numeric | None = None,
@@ -50,9 +51,9 @@ class Pattern(Protocol):
 
     def move(
         self,
-        mask: jax.Array,
-        drop_scores: jax.Array,
-        grow_scores: jax.Array,
+        mask: chex.Array,
+        drop_scores: chex.Array,
+        grow_scores: chex.Array,
         drop_fraction: chex.Numeric,
         *,
         batch_axes: int = 0,
@@ -96,8 +97,8 @@ class Sites(Mapping[trees.KeyPath, Site]):
 
     def __init__(
         self,
-        params: chex.ArrayTree,
-        pattern: Pattern | Callable[[Path, Any], Pattern],
+        params: PyTree,
+        pattern: Pattern | Callable[[Path, jax.Array], Pattern],
         batch_axes: BatchAxes = 0,
         overrides: Overrides | None = None,
         checked: bool = True,
@@ -132,7 +133,7 @@ class Sites(Mapping[trees.KeyPath, Site]):
             self._sites[path] = Site(path, pattern, axes, own)
         return self._sites[path]
 
-    def covers(self, tree: chex.ArrayTree) -> bool:
+    def covers(self, tree: PyTree) -> bool:
         """Whether scores or masks are those of the table's parameters, by paths and shapes."""
         return all(
             path in self._params and jnp.shape(leaf) == self._params[path].shape
@@ -145,7 +146,7 @@ def is_pattern(value: object) -> bool:
     return isinstance(value, Pattern) and not isinstance(value, type)
 
 
-def leading_axes(batch_axes: BatchAxes, path: Path, param: Any) -> int:
+def leading_axes(batch_axes: BatchAxes, path: Path, param: jax.Array) -> int:
     """How many leading axes of a parameter index separate matrices."""
     axes = batch_axes(path, param) if callable(batch_axes) else batch_axes
     if axes < 0 or (callable(batch_axes) and axes > param.ndim):

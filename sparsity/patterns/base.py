@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import ClassVar
 
 import chex
 import jax
@@ -47,7 +46,7 @@ class SparsityType:
     """
 
     # Whether every entry is a unit of its own, so that it can compete with those of other leaves.
-    is_elementwise: ClassVar[bool] = False
+    is_elementwise: bool = False
 
     def check(self, shape: tuple[int, ...], batch_axes: int = 0, name: str = "params") -> None:
         """Raises a ValueError that names the parameter if the type does not fit its shape.
@@ -146,7 +145,7 @@ class SparsityType:
 
 
 def keep_active(
-    active: chex.Array, scores: chex.Array, drop_fraction: chex.Numeric, batch_axes: int
+    active: jax.Array, scores: jax.Array, drop_fraction: chex.Numeric, batch_axes: int
 ) -> tuple[jax.Array, jax.Array]:
     """Mask of the units that stay active, and how many of each slice do not."""
     n = _count(active, batch_axes)
@@ -154,16 +153,18 @@ def keep_active(
     return selection.topk_mask(scores, k, where=active, batch_axes=batch_axes), n - k
 
 
-def _count(active: chex.Array, batch_axes: int) -> jax.Array:
+def _count(active: jax.Array, batch_axes: int) -> jax.Array:
     """How many of each slice are not zero, int32[*batch]."""
     axes = range(batch_axes, active.ndim)
     # The barrier keeps the second operand, and with it the fused loop.
-    return jax.lax.optimization_barrier(sums([active > 0, active <= 0], axes))[0]
+    counted: jax.Array = jax.lax.optimization_barrier(sums([active > 0, active <= 0], axes))[0]
+    return counted
 
 
 def pooled_dtype(scores: chex.Array) -> jnp.dtype:
     """float64 where the scores are, else float32: sums of float16 overflow."""
-    return jnp.dtype(jnp.float64 if scores.dtype == jnp.float64 else jnp.float32)
+    dtype: jnp.dtype = jnp.dtype(jnp.float64 if scores.dtype == jnp.float64 else jnp.float32)
+    return dtype
 
 
 def absolute_axis(axis: int, batch_axes: int, ndim: int) -> int:
@@ -181,4 +182,4 @@ def of_what(shape: tuple[int, ...], batch_axes: int, name: str) -> str:
 class Unstructured(SparsityType):
     """Every entry on its own."""
 
-    is_elementwise: ClassVar[bool] = True
+    is_elementwise = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,7 +79,8 @@ class Channel(SparsityType):
 
     def pool(self, scores: jax.Array, batch_axes: int = 0) -> jax.Array:
         scores = scores.astype(pooled_dtype(scores))
-        return exact.ordered_sum(scores, self._others(scores.ndim, batch_axes))
+        total: jax.Array = exact.ordered_sum(scores, self._others(scores.ndim, batch_axes))
+        return total
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
         others = self._others(len(shape), batch_axes)
@@ -110,7 +110,7 @@ class _Grid:
         lead = shape[: max(len(shape) - 2, batch_axes)]
         return cls((rows, columns), lead, counts, (height, width))
 
-    def reduce(self, scores: chex.Array, reduce: Callable[..., jax.Array], mode: str) -> jax.Array:
+    def reduce(self, scores: jax.Array, reduce: Callable[..., jax.Array], mode: str) -> jax.Array:
         """[*lead, rows, columns] of blocks; ragged edges are filled up by `jnp.pad` in a mode."""
         scores = scores.reshape(*self.lead, *self.sizes)
         spare = [n * b - s for n, b, s in zip(self.counts, self.block, self.sizes, strict=True)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, NamedTuple
 
-import chex
 import numpy as np
 import optax
 
 from sparsity.core import extras, trees
+from sparsity.core.trees import PyTree
 from sparsity.reports.summary import summarize_sparsity
 from sparsity.training.hooks import Updater
 from sparsity.training.state import get_sparse_state
@@ -38,7 +38,7 @@ class LayerSummary(NamedTuple):
     mask_bytes: int
 
 
-def sparsity_table(params: chex.ArrayTree, opt_state: optax.OptState, updater: Updater) -> str:
+def sparsity_table(params: PyTree, opt_state: optax.OptState, updater: Updater) -> str:
     """Returns a table of all leaves: path, shape, type, target, achieved sparsity, mask bytes.
 
     Its last row sums up the leaves that have a target.
@@ -81,7 +81,7 @@ def sparsity_table(params: chex.ArrayTree, opt_state: optax.OptState, updater: U
 
 
 def layer_summary(
-    params: chex.ArrayTree, opt_state: optax.OptState, updater: Updater
+    params: PyTree, opt_state: optax.OptState, updater: Updater
 ) -> list[LayerSummary]:
     """Returns what `sparsity_table` shows: a `LayerSummary` for each array, in tree order."""
     state = get_sparse_state(opt_state)
@@ -109,7 +109,7 @@ def layer_summary(
 
 
 def plot_sparsity(
-    params: chex.ArrayTree, opt_state: optax.OptState, updater: Updater, ax: Axes | None = None
+    params: PyTree, opt_state: optax.OptState, updater: Updater, ax: Axes | None = None
 ) -> Axes:
     """Draws target and achieved sparsity of every leaf that can be sparse.
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, TypeAlias
 
 import chex
 import jax
 import jax.numpy as jnp
+import optax
 
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
+from sparsity.core.trees import PyTree
 from sparsity.masks import unpack
 from sparsity.training.state import SparseState, get_sparse_state, is_packed
 
+# A leaf that is `None` has the value `None`, and inside `jit` values are float32 arrays; with all
+# that in the type, no number of a summary could be used as one without a cast.
+Summary: TypeAlias = dict[str, float]
 
-def summarize_sparsity(
-    param_tree: chex.ArrayTree, only_total_sparsity: bool = False
-) -> dict[str, Any]:
+
+def summarize_sparsity(param_tree: PyTree, only_total_sparsity: bool = False) -> Summary:
     """Returns the fraction of zeros of every leaf and of the whole tree.
 
     Args:
@@ -50,8 +54,8 @@ def summarize_sparsity(
 
 
 def summarize_intersection(
-    mask_tree1: chex.ArrayTree, mask_tree2: chex.ArrayTree, only_total_intersection: bool = False
-) -> dict[str, Any]:
+    mask_tree1: PyTree, mask_tree2: PyTree, only_total_intersection: bool = False
+) -> Summary:
     """Returns which fraction of the ones of the first masks are ones of the second, too.
 
     Args:
@@ -89,7 +93,7 @@ def summarize_intersection(
     return summary
 
 
-def active_masks(params: chex.ArrayTree, opt_state: Any) -> chex.ArrayTree:
+def active_masks(params: PyTree, opt_state: optax.OptState) -> PyTree:
     """Returns which weights are in use, however an algorithm keeps its masks.
 
     Two of them, before and after some steps, show with `summarize_intersection` how masks moved.
@@ -117,7 +121,7 @@ def active_masks(params: chex.ArrayTree, opt_state: Any) -> chex.ArrayTree:
     return trees.map_matched(active, params, state.target_sparsities, state.masks)
 
 
-def _masks_of(tree: Any, packed: bool = True) -> chex.ArrayTree:
+def _masks_of(tree: Any, packed: bool = True) -> PyTree:
     """The masks of an optimizer state; other trees as they are."""
     if not trees.find_nodes(tree, SparseState):
         return tree

@@ -52,12 +52,13 @@ class Leaf(NamedTuple):
 
 def sums(masks: Sequence[jax.Array], axes: Sequence[int]) -> list[jax.Array]:
     """int32 sums of two or more masks, or of partial sums, in one fused loop."""
-    return lax.reduce(
+    found: list[jax.Array] = lax.reduce(
         [mask.astype(jnp.int32) for mask in masks],
         [np.int32(0)] * len(masks),
         lambda a, b: [x + y for x, y in zip(a, b, strict=True)],
         tuple(axes),
     )
+    return found
 
 
 def _count(leaf: Leaf, masks: Callable[[Leaf], Sequence[jax.Array]]) -> list[jax.Array]:
@@ -82,7 +83,8 @@ def count_eligible(leaf: Leaf) -> jax.Array | int:
     if leaf.where is None:
         return leaf.scores.size
     counts = _count(Leaf(leaf.where), lambda x: [x.scores != 0, x.scores == 0])
-    return lax.optimization_barrier(counts)[0]
+    counted: jax.Array = lax.optimization_barrier(counts)[0]
+    return counted
 
 
 def count_above(leaves: Sequence[Leaf], pivots: jax.Array) -> jax.Array:

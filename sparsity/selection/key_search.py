@@ -186,13 +186,14 @@ def search(
         return narrow(b, pivots, count(pivots), k)
 
     if loops_wait_on_host():
-        return lax.fori_loop(
+        fixed: Bracket = lax.fori_loop(
             0,
             -(-bits // _SIXTEENTHS),
             lambda _, b: step(b, even_pivots(b, _SIXTEENTHS)),
             b,
             unroll=b.at_least.size == 1,
         )
+        return fixed
 
     def body(state: tuple[Bracket, jax.Array]) -> tuple[Bracket, jax.Array]:
         b = step(*state)

@@ -51,9 +51,12 @@ def nm_mask(
         raise ValueError(f"n must be in [0, {m}], got n = {n}.")
     if keep is not None and jnp.shape(keep) != scores.shape:
         raise ValueError(f"keep must have shape {scores.shape}, got {jnp.shape(keep)}.")
-    if is_traced(n):
-        return _nm_mask_of_traced_n(scores, n, keep, m, axis)
-    return _nm_mask(scores, int(n), keep, m, axis)
+    mask: jax.Array = (
+        _nm_mask_of_traced_n(scores, n, keep, m, axis)
+        if is_traced(n)
+        else _nm_mask(scores, int(n), keep, m, axis)
+    )
+    return mask
 
 
 def _grouped_mask(
@@ -98,4 +101,5 @@ def _with_whole_groups(x: jax.Array, m: int, axis: int) -> jax.Array:
     if shards == 1 or x.shape[axis] % (m * shards) == 0:
         return x
     whole = jax.sharding.PartitionSpec(*spec[:axis], None, *spec[axis + 1 :])
-    return jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, whole))
+    gathered: jax.Array = jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, whole))
+    return gathered

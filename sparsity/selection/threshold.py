@@ -174,7 +174,8 @@ def _of_partial(
     """The function of the partial leaf, of one for each, applied to the arguments."""
     if key_search.loops_wait_on_host():  # and so do branches
         return jnp.stack([f(*args) for f in functions])[jnp.argmax(partial)]
-    return lax.switch(jnp.argmax(partial), functions, *args)
+    chosen: jax.Array = lax.switch(jnp.argmax(partial), functions, *args)
+    return chosen
 
 
 def _place(counts: jax.Array, before: jax.Array, need: jax.Array) -> tuple[jax.Array, jax.Array]:

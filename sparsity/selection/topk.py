@@ -19,6 +19,7 @@ import numpy as np
 from sparsity.core import exact as exact_counts
 from sparsity.core.checks import is_traced
 from sparsity.core.exact import Words, zero_like
+from sparsity.core.trees import PyTree
 from sparsity.selection import counting, threshold
 from sparsity.selection.counting import Leaf
 from sparsity.selection.keys import readable, to_keys
@@ -28,7 +29,7 @@ _MERGE_BELOW = 65_536  # smaller neighbouring leaves are counted as one when fla
 
 def topk_mask(
     scores: chex.Array,
-    k: chex.Numeric,
+    k: chex.Numeric | Words,
     *,
     where: chex.Array | None = None,
     batch_axes: int = 0,
@@ -43,7 +44,7 @@ def topk_mask(
     Args:
         scores: Real scores or booleans of any shape and dtype, fewer than 2**31.
         k: How many to keep of each slice, in [0, slice size]; broadcasts against
-            `scores.shape[:batch_axes]`. A traced k is clamped.
+            `scores.shape[:batch_axes]`. A traced k is clamped. Words are taken, too.
         where: Optional bool or integer mask of the scores' shape. Only entries that are not zero
             there may be kept; if there are fewer than k, all of them are.
         batch_axes: How many leading axes index separate slices.
@@ -69,12 +70,13 @@ def topk_mask(
         )
     if not scores.size:
         return jnp.zeros(shape, jnp.uint8)
-    return _topk_mask(scores, words, where, batch_axes)
+    mask: jax.Array = _topk_mask(scores, words, where, batch_axes)
+    return mask
 
 
 def global_topk_mask(
-    tree: chex.ArrayTree, k: chex.Numeric | Words, *, where: chex.ArrayTree = None
-) -> chex.ArrayTree:
+    tree: PyTree, k: chex.Numeric | Words, *, where: PyTree | None = None
+) -> PyTree:
     """Masks of the k highest scores of all leaves together: one threshold, nothing concatenated.
 
     >>> global_topk_mask({"a": jnp.array([5, 1]), "b": jnp.array([[5, 5]])}, 2)
@@ -94,6 +96,7 @@ def global_topk_mask(
     Raises:
         ValueError: If leaves are complex or of several dtypes, or if a concrete k is out of range.
     """
+    treedef: Any  # jax has no types for its methods
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [readable(x) for x in leaves]
     dtypes = sorted({str(x.dtype) for x in leaves})
@@ -113,7 +116,7 @@ def global_topk_mask(
 
 
 # ------------------------------------------------------------------ arguments
-def _k_words(k: Any, n: int) -> tuple[Any, Any]:
+def _k_words(k: chex.Numeric | Words, n: int) -> Words:
     """k, checked if concrete, else clamped from below (selection clamps it from above)."""
     if isinstance(k, tuple):
         if not any(is_traced(word) for word in k):
@@ -124,8 +127,10 @@ def _k_words(k: Any, n: int) -> tuple[Any, Any]:
         if np.any(k < 0) or np.any(k > n):
             raise ValueError(f"k must be in [0, {n}], got k = {k}.")
         if k.ndim == 0:
-            return tuple(jax.device_put(word) for word in exact_counts.split(int(k)))
-        return jax.device_put((np.zeros(k.shape, np.uint32), k.astype(np.uint32)))
+            high, low = exact_counts.split(int(k))
+            return jax.device_put(high), jax.device_put(low)
+        words: Words = jax.device_put((np.zeros(k.shape, np.uint32), k.astype(np.uint32)))
+        return words
     k = jnp.maximum(k, 0).astype(jnp.uint32)
     return zero_like(k), k
 
@@ -175,5 +180,6 @@ def _merged(group: Sequence[Leaf]) -> Leaf:
     if len(group) == 1:
         return group[0]
     flat = [leaf.map(lambda x: x.reshape(-1)) for leaf in group]
-    where = None if flat[0].where is None else jnp.concatenate([leaf.where for leaf in flat])
+    allowed = [leaf.where for leaf in flat if leaf.where is not None]  # all or none have one
+    where = jnp.concatenate(allowed) if allowed else None
     return Leaf(jnp.concatenate([leaf.scores for leaf in flat]), where)

@@ -19,10 +19,10 @@ from sparsity.training.hooks import Updater
 RENAMED = {"is_packed": "use_packed_masks"}  # as a document of jaxpruner calls it
 
 
-def check_names(cls: Any, names: Iterable[str]) -> None:
+def check_names(cls: type, names: Iterable[str]) -> None:
     """Raises a TypeError for a name that is no field of the class; it names the nearest."""
-    if not dataclasses.is_dataclass(cls) or cls.__init__ is not vars(cls).get("__init__"):
-        return  # a class with an __init__ of its own
+    if not dataclasses.is_dataclass(cls) or "__init__" not in vars(cls):
+        return  # a class that inherits the __init__ of another
     fields = [field.name for field in dataclasses.fields(cls) if field.init]
     for name in names:
         if name in RENAMED:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
 
 from sparsity.core import owners, trees
+from sparsity.core.trees import PyTree
 from sparsity.masks import apply_mask, pack_masks, unpack, unpack_masks
 from sparsity.training.state import SparseState
 
 
 def restart_regrown(
-    old: SparseState, new: SparseState, params: chex.ArrayTree, fresh: chex.ArrayTree
-) -> tuple[SparseState, chex.ArrayTree]:
+    old: SparseState, new: SparseState, params: PyTree, fresh: PyTree
+) -> tuple[SparseState, PyTree]:
     """Gives weights that are new in the mask the state of a fresh optimizer.
 
     Args:
@@ -38,7 +38,7 @@ def restart_regrown(
     return new._replace(masks=masks, inner_state=inner_state), grown
 
 
-def read_after(masks: chex.ArrayTree, grown: chex.ArrayTree) -> chex.ArrayTree:
+def read_after(masks: PyTree, grown: PyTree) -> PyTree:
     """Returns packed masks that formally depend on those of the weights that have grown.
 
     All that follows reads the packed mask of what has grown, and so do the new masks now: thus the
@@ -48,7 +48,7 @@ def read_after(masks: chex.ArrayTree, grown: chex.ArrayTree) -> chex.ArrayTree:
     return trees.map_matched(lambda _, bits, more: bits | more, masks, grown)
 
 
-def without_grown(params: chex.ArrayTree, grown: chex.ArrayTree) -> chex.ArrayTree:
+def without_grown(params: PyTree, grown: PyTree) -> PyTree:
     """Parameters with zeros where weights have grown: what the inner optimizer sees."""
 
     def zero(_: trees.KeyPath, param: Any, bits: Any) -> Any:
@@ -57,9 +57,7 @@ def without_grown(params: chex.ArrayTree, grown: chex.ArrayTree) -> chex.ArrayTr
     return trees.map_matched(zero, params, grown)
 
 
-def start_from_zero(
-    steps: chex.ArrayTree, params: chex.ArrayTree, grown: chex.ArrayTree
-) -> chex.ArrayTree:
+def start_from_zero(steps: PyTree, params: PyTree, grown: PyTree) -> PyTree:
     """Updates that take weights which have grown from zero, whatever they hold now."""
 
     likes = trees.leaves_by_path(params)
@@ -72,7 +70,7 @@ def start_from_zero(
     return trees.map_matched(restart, steps, grown, role="updates")
 
 
-def check_resettable(params: chex.ArrayTree, inner_state: optax.OptState) -> None:
+def check_resettable(params: PyTree, inner_state: optax.OptState) -> None:
     """Refuses inner optimizers whose state hides which entry belongs to which parameter."""
     arrays = {path: leaf for path, leaf in trees.leaves_by_path(params).items() if _is_array(leaf)}
     size = sum(leaf.size for leaf in arrays.values())

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from sparsity.core import owners, sharding, trees
+from sparsity.core.trees import PyTree
 from sparsity.masks import packed_shape
 
 
@@ -26,11 +26,11 @@ class SparseState(NamedTuple):
       algorithm_state: tree of arrays that the algorithm remembers; `None` for most.
     """
 
-    masks: chex.ArrayTree = None
-    inner_state: chex.ArrayTree = None
-    target_sparsities: chex.ArrayTree = None
-    count: chex.ArrayTree = None
-    algorithm_state: chex.ArrayTree = None
+    masks: PyTree = None
+    inner_state: PyTree = None
+    target_sparsities: PyTree = None
+    count: PyTree = None
+    algorithm_state: PyTree = None
 
 
 class PackedSparseState(SparseState):
@@ -50,27 +50,28 @@ class _Forgetful:
         state = SparseState(*entries, **named)
         if state.algorithm_state is not None:
             raise ValueError("A state without a place for algorithm_state was given one.")
-        return tuple.__new__(cls, tuple(state)[:4])  # type: ignore[type-var]
+        new: Any = tuple.__new__
+        return new(cls, tuple(state)[:4])
 
     @classmethod
     def _make(cls, entries: Iterable[Any]) -> Any:
         return cls(*entries)
 
-    def _replace(self, **named: Any) -> SparseState:
-        own = dict(zip(self._fields, self, strict=True))  # type: ignore[call-overload]
+    def _replace(self: Any, **named: Any) -> SparseState:
+        own = dict(zip(self._fields, self, strict=True))
         return make_state(is_packed(self), SparseState(**own | named))
 
-    def __repr__(self) -> str:
-        return repr(SparseState(*self))  # type: ignore[misc]
+    def __repr__(self: Any) -> str:
+        return repr(SparseState(*self))
 
 
-class ForgetfulSparseState(_Forgetful, SparseState):  # type: ignore[misc]
+class ForgetfulSparseState(_Forgetful, SparseState):  # type: ignore[misc]  # fewer fields
     """A SparseState whose algorithm remembers nothing: `algorithm_state` is None."""
 
     __slots__ = ()
 
 
-class ForgetfulPackedSparseState(_Forgetful, PackedSparseState):  # type: ignore[misc]
+class ForgetfulPackedSparseState(_Forgetful, PackedSparseState):  # type: ignore[misc]  # too
     """A PackedSparseState whose algorithm remembers nothing."""
 
     __slots__ = ()
@@ -83,7 +84,10 @@ for _class in (PackedSparseState, ForgetfulSparseState, ForgetfulPackedSparseSta
 def make_state(packed: bool, state: SparseState) -> SparseState:
     """Returns the state in the class that says how its masks are stored, and if it remembers."""
     if state.algorithm_state is None:
-        return (ForgetfulPackedSparseState if packed else ForgetfulSparseState)(*state)
+        short: SparseState = (ForgetfulPackedSparseState if packed else ForgetfulSparseState)(
+            *state
+        )
+        return short
     return (PackedSparseState if packed else SparseState)(*state)
 
 
@@ -105,7 +109,8 @@ def get_sparse_state(opt_state: optax.OptState) -> SparseState:
     """
     found = trees.find_nodes(opt_state, SparseState)
     if len(found) == 1:
-        return found[0][1]
+        state: SparseState = found[0][1]
+        return state
     places = ", ".join(repr(jax.tree_util.keystr(path) or "the root") for path, _ in found)
     raise ValueError(
         "Exactly one SparseState is needed, but the optimizer state holds "
@@ -120,12 +125,18 @@ def set_sparse_state(opt_state: optax.OptState, sparse_state: SparseState) -> op
     old = get_sparse_state(opt_state)
     if type(sparse_state) is not type(old):
         sparse_state = make_state(is_packed(old), sparse_state)
-    is_state = lambda node: isinstance(node, SparseState)  # noqa: E731
-    replace = lambda node: sparse_state if is_state(node) else node  # noqa: E731
-    return jax.tree.map(replace, opt_state, is_leaf=is_state)
+
+    def is_state(node: object) -> bool:
+        return isinstance(node, SparseState)
+
+    def replace(node: PyTree) -> PyTree:
+        return sparse_state if is_state(node) else node
+
+    replaced: optax.OptState = jax.tree.map(replace, opt_state, is_leaf=is_state)
+    return replaced
 
 
-def sharding_like(params: chex.ArrayTree, opt_state: optax.OptState) -> optax.OptState:
+def sharding_like(params: PyTree, opt_state: optax.OptState) -> optax.OptState:
     """Returns the shardings of an optimizer state: each leaf has that of its parameter.
 
     For `out_shardings` of a jitted `init`, which otherwise leaves moments and counts where the
@@ -172,4 +183,5 @@ def sharding_like(params: chex.ArrayTree, opt_state: optax.OptState) -> optax.Op
             return elsewhere
         return sharding.fit(param.sharding, shape)
 
-    return owners.map_owned(sharding_of, params, opt_state)
+    shardings: optax.OptState = owners.map_owned(sharding_of, params, opt_state)
+    return shardings

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import chex
 import jax
@@ -22,6 +22,7 @@ import optax
 
 from sparsity.core import jaxprs, trees
 from sparsity.core.checks import is_traced
+from sparsity.core.trees import PyTree
 from sparsity.masks import (
     apply_masks,
     check_masks,
@@ -32,7 +33,7 @@ from sparsity.masks import (
     unpack_masks,
 )
 from sparsity.sparsity_schedules import update_range
-from sparsity.training.hooks import Updater, call_hook, is_overridden
+from sparsity.training.hooks import ExtraArg, Updater, call_hook, is_overridden
 from sparsity.training.regrow import (
     check_resettable,
     restart_regrown,
@@ -41,9 +42,11 @@ from sparsity.training.regrow import (
 )
 from sparsity.training.state import SparseState, is_packed, make_state
 
+T = TypeVar("T")
+
 
 def wrap(
-    updater: Updater, inner: optax.GradientTransformation, masks: chex.ArrayTree = None
+    updater: Updater, inner: optax.GradientTransformation, masks: PyTree | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `inner` with the masks of `updater` in its state.
 
@@ -60,7 +63,7 @@ def wrap(
         lands_on_zeros = not updater.keeps_dense_weights
     keeps_zeros = lands_on_zeros or not updater.keeps_dense_weights
 
-    def init_fn(params: chex.ArrayTree) -> SparseState:
+    def init_fn(params: PyTree) -> SparseState:
         if _is_placeholder(params):
             # Masks and targets are no parameters for optax.tree.map_params: each is one leaf.
             own = updater.init_algorithm_state(params, params)
@@ -84,11 +87,8 @@ def wrap(
         return make_state(packed, state)
 
     def update_fn(
-        updates: chex.ArrayTree,
-        state: SparseState,
-        params: chex.ArrayTree | None = None,
-        **extra_args: Any,
-    ) -> tuple[chex.ArrayTree, SparseState]:
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: ExtraArg
+    ) -> tuple[PyTree, SparseState]:
         if params is None:  # optax says what is missing, in its own words
             optax.add_decayed_weights(0.0).update(updates, optax.EmptyState(), None)
         state = make_state(packed, state)
@@ -107,14 +107,14 @@ def wrap(
             masks = pack_masks(state.masks, params) if packed else state.masks
             return make_state(packed, state._replace(masks=masks))
 
-        def masked(masks: chex.ArrayTree) -> chex.ArrayTree:
+        def masked(masks: PyTree) -> PyTree:
             return apply_masks(params, masks) if keeps_zeros else params
 
-        def call(hook: Callable[..., Any], *args: Any) -> Any:
+        def call(hook: Callable[..., T], *args: PyTree) -> T:
             with in_use(updater, table):
                 return call_hook(hook, *args, extra=extra_args)
 
-        def refresh(state: SparseState) -> tuple[SparseState, chex.ArrayTree]:
+        def refresh(state: SparseState) -> tuple[SparseState, PyTree]:
             old = plain(state)
             seen = masked(old.masks)
             new = call(updater.update_state, old, trees.prunable(seen), grads)
@@ -124,7 +124,7 @@ def wrap(
             new, grown = restart_regrown(old, new, params, inner.init(seen))
             return make_state(True, new) if packed else plain(make_state(True, new)), grown
 
-        def go_on(state: SparseState) -> tuple[SparseState, chex.ArrayTree]:
+        def go_on(state: SparseState) -> tuple[SparseState, PyTree]:
             grown = pack_masks(plain(state).masks, params) if updater.regrows else None
             return state, jax.tree.map(jnp.zeros_like, grown)
 
@@ -170,7 +170,7 @@ def wrap_dense(
     """Returns `inner` with a SparseState that has no masks; `params` may be left out."""
     inner = optax.with_extra_args_support(inner)
 
-    def init_fn(params: chex.ArrayTree) -> SparseState:
+    def init_fn(params: PyTree) -> SparseState:
         if _is_placeholder(params):
             count = jnp.zeros([], jnp.int32)
             state = SparseState(0, inner.init(params), None, count)
@@ -178,11 +178,8 @@ def wrap_dense(
         return updater.init_state(params)._replace(inner_state=inner.init(params))
 
     def update_fn(
-        updates: chex.ArrayTree,
-        state: SparseState,
-        params: chex.ArrayTree | None = None,
-        **extra_args: Any,
-    ) -> tuple[chex.ArrayTree, SparseState]:
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: ExtraArg
+    ) -> tuple[PyTree, SparseState]:
         steps, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         count = optax.safe_increment(state.count)
         return steps, state._replace(inner_state=inner_state, count=count)
@@ -190,7 +187,7 @@ def wrap_dense(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def check_gradients(updates: chex.ArrayTree, params: chex.ArrayTree, masks: chex.ArrayTree) -> None:
+def check_gradients(updates: PyTree, params: PyTree, masks: PyTree) -> None:
     """Raises a ValueError that names a masked parameter whose gradient is missing or odd."""
     likes = trees.leaves_by_path(params)
 
@@ -204,9 +201,7 @@ def check_gradients(updates: chex.ArrayTree, params: chex.ArrayTree, masks: chex
     trees.map_matched(check, updates, masks, role="gradients")
 
 
-def take_masks(
-    masks: chex.ArrayTree, old: chex.ArrayTree, params: chex.ArrayTree, packed: bool
-) -> chex.ArrayTree:
+def take_masks(masks: PyTree, old: PyTree, params: PyTree, packed: bool) -> PyTree:
     """The masks of a hook in the containers of the old ones.
 
     Raises:
@@ -222,9 +217,7 @@ def take_masks(
     return trees.map_matched(lambda _, before, mask: mask, old, masks)
 
 
-def warn_of_idle(
-    updater: Updater, targets: chex.ArrayTree, masks: chex.ArrayTree, starts_dense: bool
-) -> None:
+def warn_of_idle(updater: Updater, targets: PyTree, masks: PyTree, starts_dense: bool) -> None:
     """Warns of masks that would stay all ones, and of weights that no step would train.
 
     Args:
@@ -259,9 +252,7 @@ def warn_of_idle(
             )
 
 
-def land_on_zeros(
-    steps: chex.ArrayTree, params: chex.ArrayTree, masks: chex.ArrayTree
-) -> chex.ArrayTree:
+def land_on_zeros(steps: PyTree, params: PyTree, masks: PyTree) -> PyTree:
     """Updates that `optax.apply_updates` takes to exactly 0.0 where weights are pruned.
 
     Args:
@@ -287,12 +278,12 @@ def land_on_zeros(
 
 
 def update_unless(
-    skip: bool | jax.Array,
-    update: Callable[..., tuple[chex.ArrayTree, optax.OptState]],
-    updates: chex.ArrayTree,
+    skip: chex.Numeric,
+    update: Callable[..., tuple[PyTree, optax.OptState]],
+    updates: PyTree,
     state: optax.OptState,
-    params: chex.ArrayTree,
-) -> tuple[chex.ArrayTree, optax.OptState]:
+    params: PyTree,
+) -> tuple[PyTree, optax.OptState]:
     """Returns `update(updates, state, params)`, but zero updates and `state` where `skip` holds.
 
     Selecting between the old and the new state after the update would be slow: the old moments are
@@ -339,12 +330,15 @@ def update_unless(
         new if not isinstance(var, jaxprs.Literal) and var in early else jnp.where(skip, old, new)
         for var, old, new in zip(state_vars, old_leaves, new_leaves, strict=True)
     ]
-    return jax.tree.unflatten(jax.tree.structure(out_shape), steps + new_leaves)
+    result: tuple[PyTree, optax.OptState] = jax.tree.unflatten(
+        jax.tree.structure(out_shape), steps + new_leaves
+    )
+    return result
 
 
 def _given_masks(
-    masks: chex.ArrayTree, targets: chex.ArrayTree, params: chex.ArrayTree, packed: bool
-) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    masks: PyTree, targets: PyTree, params: PyTree, packed: bool
+) -> tuple[PyTree, PyTree]:
     """The masks that a user starts from, and a target for each leaf that has one."""
     first = read_masks(masks, params, packed, "masks of wrap_optax")
 
@@ -357,7 +351,7 @@ def _given_masks(
     return first, trees.map_matched(target_of, params, first, targets)
 
 
-def _is_placeholder(params: chex.ArrayTree) -> bool:
+def _is_placeholder(params: PyTree) -> bool:
     """Whether `init` is called by optax.tree.map_params, with a node that has no leaf."""
     kind = type(params)
     return kind.__module__.startswith("optax.") and kind.__name__ == "_ParamsPlaceholder"

@@ -319,7 +319,7 @@ def test_structured_types_are_refused(kind):
 
 
 def test_a_selection_of_ones_own_is_refused():
-    with pytest.raises(ValueError, match="topk_fn must be None"):
+    with pytest.raises(ValueError, match="needs topk_fn = None"):
         _make(sparsity.MagnitudePruning, topk_fn=lambda scores, share: scores > 0)
 
 
