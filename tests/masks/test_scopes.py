@@ -327,7 +327,7 @@ def test_batch_axes_are_refused():
     with pytest.raises(ValueError, match="batch_axes must be 0, got batch_axes = 1"):
         _make(sparsity.MagnitudePruning, batch_axes=1)
     pruner = _make(sparsity.SET, batch_axes=lambda path, param: 1)
-    with pytest.raises(ValueError, match="'layer/kernel'.*got batch_axes = 1"):
+    with pytest.raises(ValueError, match=r"'layer/kernel'.*got batch_axes = 1"):
         pruner.init_state({"layer": {"kernel": jnp.ones((2, 4, 8))}})
 
 
