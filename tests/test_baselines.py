@@ -14,7 +14,11 @@ import pytest
 from baselines import report, run, store, training
 from tests import helpers
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    # Runs of a few steps, with an update in each.
+    pytest.mark.filterwarnings("ignore:.*skips the gradients of steps"),
+]
 
 
 def train(key, updater):
