@@ -115,7 +115,7 @@ class Uniform:
     ) -> tuple[dict[trees.KeyPath, tuple[Any, int]], dict[trees.KeyPath, float | None]]:
         """The filtered parameters with their batch axes, and the overrides, both by path."""
         batch_axes = batch_axes if self.batch_axes is None else self.batch_axes
-        overrides = self.custom_sparsity_map or {}
+        overrides: dict[names.Key, float | None] = dict((self.custom_sparsity_map or {}).items())
         prunable = {
             path: leaf
             for path, leaf in trees.leaves_by_path(params).items()

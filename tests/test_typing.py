@@ -84,6 +84,67 @@ pruned, masks = pruner.instant_sparsify(params)
 kernel: jax.Array = pruned["kernel"]
 rigl = sparsity.RigL(drop_fraction_fn=optax.cosine_decay_schedule(0.3, 100))
 fraction = rigl.drop_fraction_fn(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows(sparsity.SparsityType):
+    def pool(self, scores: jax.Array, batch_axes: int = 0) -> jax.Array:
+        return jnp.max(scores, axis=-1)
+
+    def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
+        return jnp.broadcast_to(units[..., None], shape)
+
+
+@dataclasses.dataclass
+class Careful(sparsity.MagnitudePruning):
+    """Keeps its masks while the loss, which the training loop passes, is high."""
+
+    def update_state(
+        self,
+        sparse_state: sparsity.SparseState,
+        params: Any,
+        grads: Any,
+        *,
+        loss: float = 0.0,
+        **extra_args: Any,
+    ) -> sparsity.SparseState:
+        if loss > 1:
+            return sparse_state
+        return super().update_state(sparse_state, params, grads, **extra_args)
+
+
+class Often:
+    def is_mask_update_iter(self, step: Any) -> Any:
+        return step % 2 == 0
+
+    def get_sparsity_at_step(self, target_sparsities: Any, step: Any) -> Any:
+        return target_sparsities
+
+
+def is_matrix(path: tuple[str, ...], param: jax.Array) -> bool:
+    return param.ndim == 2
+
+
+def type_of(path: tuple[str, ...], param: jax.Array) -> sparsity.SparsityType:
+    return Rows() if path[-1] == "kernel" else sparsity.Unstructured()
+
+
+own_sparsities = {"kernel": 0.25}
+careful = Careful(
+    scheduler=Often(),
+    sparsity_distribution_fn=sparsity.Uniform(0.5, is_matrix, own_sparsities),
+    sparsity_type=type_of,
+    batch_axes=lambda path, param: 0,
+)
+tx = careful.wrap_optax(optax.sgd(0.1), masks=None)
+opt_state = tx.init(params)
+_, opt_state = tx.update(params, opt_state, params, loss=0.5)
+state = sparsity.get_sparse_state(opt_state)
+opt_state = sparsity.set_sparse_state(opt_state, state._replace(masks=state.masks))
+rows: jax.Array = state.masks["kernel"]
+masked: jax.Array = sparsity.apply_mask(params["kernel"], rows)
+for layer in sparsity.layer_summary(params, opt_state, careful):
+    reached: bool = layer.target is None or layer.achieved >= layer.target
 '''
 PROGRAMS = {f"block{i}": block for i, block in enumerate(BLOCKS)} | {"user": USER}
 

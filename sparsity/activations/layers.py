@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import chex
@@ -16,7 +16,7 @@ from sparsity.core.checks import check_density
 from sparsity.patterns import NByM, parse_nm
 
 Pattern = float | str | tuple[int, int] | NByM
-Layers = Mapping[names.Key, Pattern]
+Layers = names.Named[Pattern]
 Rule = Callable[[chex.Array], jax.Array]
 P = ParamSpec("P")
 R = TypeVar("R")

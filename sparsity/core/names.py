@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 T = TypeVar("T")
 Key = str | tuple[str, ...] | re.Pattern[str]  # how users name a leaf; see `matches`
+# What is said of named leaves; a checker takes a dict of strings for no mapping of keys.
+Named = (
+    Mapping[str, T] | Mapping[tuple[str, ...], T] | Mapping[re.Pattern[str], T] | Mapping[Key, T]
+)
 
 
 def best_key(keys: Iterable[Key], name: str) -> Key | None:

@@ -21,7 +21,7 @@ from sparsity.core.trees import PyTree
 Path = tuple[str, ...]
 TopkFn = Callable[[jax.Array, chex.Numeric], chex.Array]
 BatchAxes = int | Callable[[Path, jax.Array], int]
-Overrides = Mapping[names.Key, float | None]
+Overrides = names.Named[float | None]
 
 
 @runtime_checkable

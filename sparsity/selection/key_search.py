@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.core import exact as exact_counts
+from sparsity.core import exact
 from sparsity.core.exact import Words, zero_like
 from sparsity.selection.counting import Leaf
 from sparsity.selection.keys import to_keys
@@ -90,9 +90,9 @@ def even_pivots(b: Bracket, log2_parts: int) -> jax.Array:
 def guessed_pivots(b: Bracket, k: Words, is_float: bool) -> jax.Array:
     """Seven pivots around the place where linear interpolation sees the k-th key."""
     real = np.dtype(f"float{b.low.dtype.itemsize * 8}")
-    at_least = exact_counts.total(b.at_least)
-    inside = exact_counts.to_float(exact_counts.minus(at_least, exact_counts.total(b.above)))
-    centre = (exact_counts.to_float(exact_counts.minus(at_least, k)) + 0.5) / inside
+    at_least = exact.total(b.at_least)
+    inside = exact.to_float(exact.minus(at_least, exact.total(b.above)))
+    centre = (exact.to_float(exact.minus(at_least, k)) + 0.5) / inside
     noise = jnp.sqrt(jnp.maximum(centre * (1 - centre), _MIN_VARIANCE / inside) / inside)
     spread = jnp.maximum(noise, b.spread)
     places = jnp.clip(centre + spread * _GUESS_TEETH, 0, 1).astype(real)
@@ -139,7 +139,7 @@ def sampled_pivots(leaves: Sequence[Leaf], k: Words) -> jax.Array:
         stride = min(n // wanted | 1, leaf.scores.size)  # odd: not in step with rows
         parts.append(leaf.map(functools.partial(_every, stride)).keys())
     keys = jnp.sort(jnp.concatenate(parts))
-    density = jnp.minimum(exact_counts.to_float(k) / np.float32(n), 1)
+    density = jnp.minimum(exact.to_float(k) / np.float32(n), 1)
     noise = jnp.sqrt(keys.size * density * (1 - density)) + _MIN_NOISE
     ranks = keys.size * (1 - density) + noise * _SAMPLE_TEETH
     pivots = keys[jnp.clip(ranks, 0, keys.size - 1).astype(jnp.int32)]
@@ -206,12 +206,12 @@ def search(
 
 def narrow(b: Bracket, pivots: jax.Array, counts: jax.Array, k: Words) -> Bracket:
     """The part of the bracket that holds the k-th key, by the counts above the pivots."""
-    total = exact_counts.total(counts)
-    enough, exact = exact_counts.at_least(total, k), exact_counts.equal(total, k)
-    hit = jnp.any(exact)
+    total = exact.total(counts)
+    enough, met = exact.at_least(total, k), exact.equal(total, k)
+    hit = jnp.any(met)
     low = jnp.max(jnp.where(enough, pivots + 1, b.low))
     high = jnp.min(jnp.where(enough, b.high, pivots))
-    low = jnp.where(hit, jnp.max(jnp.where(exact, pivots, b.low)), low)
+    low = jnp.where(hit, jnp.max(jnp.where(met, pivots, b.low)), low)
     high = jnp.where(hit, low, high)
 
     def counts_at(chosen: jax.Array, otherwise: jax.Array) -> jax.Array:
@@ -222,7 +222,7 @@ def narrow(b: Bracket, pivots: jax.Array, counts: jax.Array, k: Words) -> Bracke
         low=low,
         high=high,
         at_least=counts_at(enough & (pivots + 1 == low), b.at_least),
-        above=counts_at((exact | ~enough) & (pivots == high), b.above),
+        above=counts_at((met | ~enough) & (pivots == high), b.above),
         spread=jnp.where(missed, _SPREAD, b.spread / _SHARPER),
         misses=b.misses + missed.astype(jnp.int32),
         passes=b.passes + 1,

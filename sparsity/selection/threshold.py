@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.core import exact as exact_counts
+from sparsity.core import exact
 from sparsity.core.exact import Words, zero_like
 from sparsity.core.hashing import flat_index
 from sparsity.selection import counting, key_search
@@ -42,12 +42,12 @@ def select(leaves: Sequence[Leaf], k: Words) -> tuple[list[jax.Array], jax.Array
         if not jax.typeof(x).sharding.mesh.empty:
             zero += jnp.sum(zero_like(to_keys(x)), dtype=jnp.int32)
     eligible = jnp.stack([zero + counting.count_eligible(leaf) for leaf in leaves])
-    n = exact_counts.total(eligible)
-    k = exact_counts.choose(exact_counts.at_least(k, n), n, k)
+    n = exact.total(eligible)
+    k = exact.choose(exact.at_least(k, n), n, k)
     b = _kth_key(leaves, k, eligible, flat)
 
     ties = b.at_least - b.above
-    own = _own_ties(ties, exact_counts.minus(k, exact_counts.total(b.above)))
+    own = _own_ties(ties, exact.minus(k, exact.total(b.above)))
     partial = (own > 0) & (own < ties)  # of one leaf at most
     need = _at(partial, own)
 
@@ -73,7 +73,7 @@ def _kth_key(leaves: Sequence[Leaf], k: Words, eligible: jax.Array, flat: bool) 
     zero = zero_like(eligible[0]).astype(np.int64 if dtype.itemsize == 8 else np.int32)
     low, high = zero + lowest, zero + top
     nothing = (k[0] | k[1]) == 0
-    everything = exact_counts.equal(k, exact_counts.total(eligible)) & ~nothing
+    everything = exact.equal(k, exact.total(eligible)) & ~nothing
     b = Bracket.of(
         jnp.where(nothing, high, low), jnp.where(everything, low, high), eligible, sharp=flat
     )
@@ -100,9 +100,9 @@ def _best(leaf: Leaf, key: jax.Array, end: jax.Array, flat: bool) -> jax.Array:
 # ------------------------------------------------------------------ ties
 def _own_ties(ties: jax.Array, need: Words) -> jax.Array:
     """How many of its ties each leaf keeps, need of them in all, in the order of leaves."""
-    before = exact_counts.totals_before(ties)
-    left = exact_counts.minus(need, before)
-    some = exact_counts.at_least(need, before)
+    before = exact.totals_before(ties)
+    left = exact.minus(need, before)
+    some = exact.at_least(need, before)
     fit = jnp.minimum(left[1], ties.astype(jnp.uint32)).astype(jnp.int32)
     return jnp.where(some, jnp.where(left[0] > 0, ties, fit), 0)
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core import exact as exact_counts
+from sparsity.core import exact
 from sparsity.core.checks import is_traced
 from sparsity.core.exact import Words, zero_like
 from sparsity.core.trees import PyTree
@@ -44,7 +44,8 @@ def topk_mask(
     Args:
         scores: Real scores or booleans of any shape and dtype, fewer than 2**31.
         k: How many to keep of each slice, in [0, slice size]; broadcasts against
-            `scores.shape[:batch_axes]`. A traced k is clamped. Words are taken, too.
+            `scores.shape[:batch_axes]`. A traced k is clamped. Or two words of it,
+            as in `global_topk_mask`.
         where: Optional bool or integer mask of the scores' shape. Only entries that are not zero
             there may be kept; if there are fewer than k, all of them are.
         batch_axes: How many leading axes index separate slices.
@@ -127,7 +128,7 @@ def _k_words(k: chex.Numeric | Words, n: int) -> Words:
         if np.any(k < 0) or np.any(k > n):
             raise ValueError(f"k must be in [0, {n}], got k = {k}.")
         if k.ndim == 0:
-            high, low = exact_counts.split(int(k))
+            high, low = exact.split(int(k))
             return jax.device_put(high), jax.device_put(low)
         words: Words = jax.device_put((np.zeros(k.shape, np.uint32), k.astype(np.uint32)))
         return words

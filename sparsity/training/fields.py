@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ from sparsity.core.checks import check_bool, check_int, is_traced
 from sparsity.core.names import known
 from sparsity.masks import SCOPES, is_pattern
 from sparsity.training.hooks import Updater
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 RENAMED = {"is_packed": "use_packed_masks"}  # as a document of jaxpruner calls it
 
@@ -70,7 +73,7 @@ def check_fields(updater: Updater) -> None:
     scope.check(kind, updater.batch_axes, updater.topk_fn)
 
 
-def have_equal_fields(one: Any, other: Any) -> bool:
+def have_equal_fields(one: DataclassInstance, other: object) -> bool:
     """Whether two updaters of a class have equal fields; traced seeds are equal to themselves."""
     return all(
         _equal(getattr(one, field.name), getattr(other, field.name))
