@@ -37,6 +37,10 @@ def _step_fn(updater):
     return step, tx.init
 
 
+def _axes(name):
+    return 0 if helpers.ranks_all_layers(name) else 1
+
+
 @contextlib.contextmanager
 def _strict():
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
@@ -52,7 +56,7 @@ def test_steps_and_masks_need_no_implicit_promotion_and_leak_nothing(name, kind)
     with _strict(), jax.checking_leaks():
         for packed in (False, True):
             updater = helpers.make_updater(
-                name, sparsity_type=_TYPES[kind], batch_axes=1, use_packed_masks=packed
+                name, sparsity_type=_TYPES[kind], batch_axes=_axes(name), use_packed_masks=packed
             )
             step, init = _step_fn(updater)
             state = jax.eval_shape(init, params)
@@ -66,7 +70,7 @@ def test_steps_and_masks_need_no_implicit_promotion_and_leak_nothing(name, kind)
 
 @pytest.mark.parametrize("name", ["rigl", "set", "magnitude", "global_saliency", "magnitude_ste"])
 def test_a_run_compiles_once_and_stays_on_the_device(name):
-    updater = helpers.make_updater(name, use_packed_masks=True, batch_axes=1)
+    updater = helpers.make_updater(name, use_packed_masks=True, batch_axes=_axes(name))
     step, init = _step_fn(updater)
     params = _PARAMS
     state = jax.jit(init)(params)

@@ -166,7 +166,7 @@ def test_leaves_that_are_no_weights_pass_through_training_and_shapes():
     half = helpers.half
     for algorithm in (sparsity.RigL, sparsity.MagnitudePruning, sparsity.SteMagnitudePruning):
         updater = algorithm(
-            sparsity_distribution_fn=half, scheduler=sparsity.PeriodicSchedule(1), batch_axes=0
+            sparsity_distribution_fn=half, scheduler=sparsity.OneShotSchedule(0), batch_axes=0
         )
         tx = updater.wrap_optax(optax.sgd(0.1))
         state = tx.init(params)
