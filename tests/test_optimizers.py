@@ -272,7 +272,7 @@ shapes and dtypes of its state. Around the wrapper, `chain`, `named_chain`, `mas
 `multi_transform`, `freeze`, `MultiSteps`, `inject_hyperparams` and `apply_if_finite` do the same.
 
 A weight that RigL or SET regrow starts at zero, with the state that `init` would give it. State
-that does not have the parameter's shape cannot be divided by weights (factored moments, histories, one
+of another shape than the parameter's cannot be divided by weights (factored moments, histories, one
 number for a tensor): it stays as it is, and is named below.
 
 | transformation | what becomes of its state when weights regrow |

@@ -96,7 +96,7 @@ def is_packed(state: object) -> bool:
     return isinstance(state, PackedSparseState)
 
 
-def get_sparse_state(opt_state: optax.OptState) -> SparseState:
+def get_sparse_state(opt_state: PyTree) -> SparseState:
     """Returns the only `SparseState` in an optimizer state, however nested.
 
     Raises:
