@@ -181,7 +181,8 @@ class BaseUpdater:
             self.calculate_scores, params, sparse_state=sparse_state, grads=grads, extra=extra_args
         )
         extra = {**extra_args, "target_sparsities": targets}
-        masks = call_hook(self.create_masks, scores, sparsities, extra=extra)
+        with masks_lib.in_use(self, self.sites_of(params)):
+            masks = call_hook(self.create_masks, scores, sparsities, extra=extra)
         return sparse_state._replace(masks=masks)
 
     @default_hook
@@ -337,8 +338,11 @@ class BaseUpdater:
 
     def sites_of(self, scores: PyTree) -> Sites:
         """Returns the table of the parameters whose hooks run now, or one of the scores."""
-        table = masks_lib.table_in_use(self)
-        return table if table is not None and table.covers(scores) else self.sites(scores)
+        for table in (masks_lib.table_in_use(self), self.sites(scores)):
+            if table is not None and table.covers(scores):
+                return table
+        overrides = overrides_of(self.get_distribution_fn())
+        return Sites(scores, self.sparsity_type, self.batch_axes, overrides, of_scores=True)
 
     def _target_sparsities(self, params: PyTree) -> PyTree:
         table = masks_lib.table_in_use(self) or self.sites(params)

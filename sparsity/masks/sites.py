@@ -93,6 +93,7 @@ class Sites(Mapping[trees.KeyPath, Site]):
       batch_axes: number of leading axes that index separate matrices, or a function.
       overrides: keys of the leaves that have a sparsity of their own.
       checked: raise a ValueError for a leaf that its pattern does not fit.
+      of_scores: `params` are scores, which may be integers.
     """
 
     def __init__(
@@ -102,9 +103,12 @@ class Sites(Mapping[trees.KeyPath, Site]):
         batch_axes: BatchAxes = 0,
         overrides: Overrides | None = None,
         checked: bool = True,
+        of_scores: bool = False,
     ) -> None:
         leaves = trees.leaves_by_path(params)
-        self._params = {path: leaf for path, leaf in leaves.items() if trees.is_prunable(leaf)}
+        self._params = {
+            path: leaf for path, leaf in leaves.items() if of_scores or trees.is_prunable(leaf)
+        }
         self._pattern, self._batch_axes = pattern, batch_axes
         self._overrides, self._checked = overrides or {}, checked
         self._sites: dict[trees.KeyPath, Site] = {}

@@ -1,0 +1,32 @@
+"""Hooks that are called by hand find the sites of what they are given."""
+
+import jax.numpy as jnp
+import numpy as np
+
+import sparsity
+from sparsity.algorithms.pruners import generate_random_scores
+
+PARAMS = {"kernel": jnp.arange(1.0, 9.0).reshape(2, 4), "bias": jnp.ones(4)}
+HALF = {"kernel": 0.5, "bias": None}
+
+
+def test_integer_scores_make_masks_outside_of_a_step():
+    updater = sparsity.RandomPruning()
+    scores = {"kernel": jnp.array([[7, 1, 5, 3], [2, 8, 4, 6]], jnp.uint32), "bias": jnp.ones(4)}
+    masks = updater.create_masks(scores, HALF)
+    np.testing.assert_array_equal(masks["kernel"], [[1, 0, 1, 0], [0, 1, 0, 1]])
+    assert masks["bias"] is None
+
+
+def test_update_state_called_by_hand_resolves_types_from_the_parameters():
+    def kind(path, param):
+        return sparsity.NByM(1, 2) if param.dtype == jnp.float32 else sparsity.Unstructured()
+
+    updater = sparsity.RandomPruning(
+        sparsity_distribution_fn=sparsity.Uniform(0.5), sparsity_type=kind
+    )
+    state = updater.init_state(PARAMS)
+    mask = np.asarray(updater.update_state(state, PARAMS, None).masks["kernel"])
+    np.testing.assert_array_equal(mask.reshape(-1, 2).sum(axis=1), [1, 1, 1, 1])
+    scores = np.asarray(generate_random_scores(PARAMS, 8)["kernel"]).reshape(-1, 2)
+    np.testing.assert_array_equal(mask.reshape(-1, 2).argmax(axis=1), scores.argmax(axis=1))
