@@ -25,7 +25,7 @@ class Schedule(Protocol):
     """What `scheduler` must offer; those of this module also say their `update_range`."""
 
     def get_sparsity_at_step(self, target_sparsities: PyTree, step: chex.Numeric) -> PyTree:
-        """Returns the tree of sparsities that masks made at `step` shall have."""
+        """Returns the tree of sparsities for masks that are made at `step`."""
 
     def is_mask_update_iter(self, step: chex.Numeric | None) -> chex.Numeric:
         """Returns whether masks are updated at `step`: a bool, or a traced bool scalar."""
@@ -39,7 +39,7 @@ class NoUpdateSchedule:
     config_keys: ClassVar[Mapping[str, str]] = {}
 
     def get_sparsity_at_step(self, target_sparsities: PyTree, step: chex.Numeric) -> PyTree:
-        """Returns the sparsities that masks made at `step` shall have.
+        """Returns the sparsities for masks that are made at `step`.
 
         Args:
           target_sparsities: tree of sparsities in [0, 1]; `None` marks dense leaves.

@@ -208,11 +208,8 @@ def test_every_public_method_has_a_docstring_of_its_own_or_inherited(name):
 
 # fmt: off
 PUBLIC = {
-    "BaseUpdater", "NoPruning", "SparseState",
-    "MagnitudePruning", "RandomPruning", "SaliencyPruning",
-    "SteMagnitudePruning", "SteRandomPruning",
-    "GlobalMagnitudePruning", "GlobalSaliencyPruning",
-    "StaticRandomSparse", "SET", "RigL",
+    "BaseUpdater", "SparseState",
+    *(algorithm.__name__ for algorithm in sparsity.ALGORITHM_REGISTRY.values()),
     "NoUpdateSchedule", "OneShotSchedule", "PeriodicSchedule", "PolynomialSchedule",
     "SparsityType", "Unstructured", "NByM", "Block", "Channel",
     "Uniform", "ERK", "Layerwise", "Global", "Schedule", "Distribution", "Scope",

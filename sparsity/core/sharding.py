@@ -37,7 +37,7 @@ def shard_like(
     would have to name one; inside `fn` they are Auto axes, where XLA chooses.
 
     Args:
-      like: array whose sharding the result shall have, or a tree of arrays for a tree of results.
+      like: array that gives the sharding of the result, or a tree of arrays for a tree of results.
       fn: function of arrays.
       *args: arrays and scalars; `fn` closes over none.
       shape: shape of the result, if it is not that of `like`; axes of the mesh that do not divide
