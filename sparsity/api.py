@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
@@ -40,7 +41,7 @@ def register_algorithm(name: str, algorithm: type[BaseUpdater]) -> None:
     """Makes a class known to `create_updater_from_config` under `name`.
 
     Raises:
-      ValueError: the name is taken by another class, or the class is no BaseUpdater.
+      ValueError: the name is taken by another class, or the class is not a subclass of BaseUpdater.
     """
     if not (isinstance(algorithm, type) and issubclass(algorithm, BaseUpdater)):
         raise ValueError(f"algorithm must be a subclass of BaseUpdater, got {algorithm!r}.")
@@ -179,12 +180,12 @@ def _take_scope(options: dict[str, Any], fields: set[str]) -> Scope | None:
     scope = options.pop("scope", None)
     own = {key for kind in SCOPES.values() for key in _fields_of(kind)} - fields
     given = {key: options.pop(key) for key in own & options.keys()}
+    if scope is not None and "scope" not in fields:
+        raise ValueError(f"scope = {scope!r} cannot be given: this algorithm sets its own scope.")
     if scope is None or not isinstance(scope, str):
         if given:
             raise ValueError(f"{sorted(given)} needs scope = 'global' beside it.")
         return scope
-    if "scope" not in fields:
-        raise ValueError(f"scope = {scope!r} cannot be given: the algorithm has its own.")
     kind = SCOPES.find(scope)
     if strange := sorted(given.keys() - _fields_of(kind)):
         raise ValueError(f"{strange} is no key of scope {scope!r}.")
@@ -259,8 +260,8 @@ def _keys_of_all_algorithms() -> set[str]:
 
 def _fields_of(kind: Any) -> set[str]:
     """Names of the arguments of a dataclass."""
-    fields = getattr(kind, "__dataclass_fields__", {})
-    return {name for name, field in fields.items() if field.init}
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    return {field.name for field in fields if field.init}
 
 
 def _as_dict(config: Config) -> dict[str, Any]:

@@ -92,8 +92,12 @@ class BaseUpdater:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         own = vars(cls)
-        if {"post_gradient_update", "apply_masks"} & own.keys():
-            cls.keeps_dense_weights = own.get("keeps_dense_weights", True)
+        parents = [base for base in cls.__bases__ if issubclass(base, BaseUpdater)]
+        if "keeps_dense_weights" not in own and any(
+            all(getattr(cls, name) is not getattr(parent, name) for parent in parents)
+            for name in ("post_gradient_update", "apply_masks")
+        ):
+            cls.keeps_dense_weights = True
         # Otherwise @dataclass writes an __eq__ of its own and, with it, a __hash__ of None.
         for name in {"__eq__", "__hash__"} - own.keys():
             setattr(cls, name, getattr(BaseUpdater, name))

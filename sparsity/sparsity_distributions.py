@@ -97,7 +97,7 @@ class Uniform:
 
         Args:
           params: a parameter tree, or a single array.
-          batch_axes: those of the updater; the field of that name comes first.
+          batch_axes: those of the updater; the field of that name takes precedence.
 
         Raises:
           ValueError: an override matches no parameter, or nothing is selected for a sparsity.
@@ -165,7 +165,7 @@ class ERK(Uniform):
     The density of a parameter of shape `s` is `eps * (sum(s) / prod(s)) ** power_scale`, with one
     `eps` for all, such that as many weights are kept as `Uniform` would keep. Parameters whose
     density would exceed 1 are dense, and the others share what remains. Parameters with an override
-    take no part in this. A stack of layers counts by the shape of one of them.
+    are excluded. A stack of layers counts by the shape of one of them.
 
     Attributes:
       power_scale: below 1 the distribution is closer to the uniform one; 0 is uniform.

@@ -7,7 +7,6 @@ distribution says elsewhere, as in jaxpruner.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 
@@ -43,8 +42,6 @@ class GlobalPruning(BaseUpdater):
     use_normalization: bool = True
     normalization_eps: float = 1e-8
     scope: Scope = dataclasses.field(default=Layerwise(), init=False)
-
-    has_own_distribution: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.scope = Global(self.use_normalization, self.normalization_eps)

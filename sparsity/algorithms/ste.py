@@ -21,7 +21,7 @@ from sparsity.core import trees
 from sparsity.core.trees import PyTree
 from sparsity.masks import apply_mask_straight_through, check_masks, in_use, unpack_masks
 from sparsity.sparsity_schedules import update_range
-from sparsity.training.hooks import ExtraArg
+from sparsity.training.hooks import ExtraArg, default_hook
 from sparsity.training.state import SparseState, get_sparse_state
 
 
@@ -66,10 +66,22 @@ class StraightThrough(BaseUpdater):
         start, _ = update_range(self.scheduler) or (0, None)
         return jnp.where(step < start, jnp.ones_like(mask), mask) if start else mask
 
+    @default_hook
     def get_initial_masks(self, params: PyTree, target_sparsities: PyTree) -> PyTree:
         if self.store_masks:
             return super().get_initial_masks(params, target_sparsities)
         return jax.tree.map(lambda _: None, params)
+
+    def wrap_optax(
+        self, inner: optax.GradientTransformation, masks: PyTree | None = None
+    ) -> optax.GradientTransformationExtraArgs:
+        """Returns `inner` with sparsity; masks to start from need `store_masks`."""
+        if masks is not None and not self.store_masks:
+            raise ValueError(
+                f"{type(self).__name__} makes new masks in every forward pass and would not use "
+                "those of wrap_optax(tx, masks=masks): set store_masks=True."
+            )
+        return super().wrap_optax(inner, masks)
 
     def update_state(
         self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,10 @@ RENAMED = {"is_packed": "use_packed_masks"}  # as a document of jaxpruner calls 
 
 def check_names(cls: type, names: Iterable[str]) -> None:
     """Raises a TypeError for a name that is no field of the class; it names the nearest."""
-    if not dataclasses.is_dataclass(cls) or "__init__" not in vars(cls):
-        return  # a class that inherits the __init__ of another
-    fields = [field.name for field in dataclasses.fields(cls) if field.init]
+    parameters = inspect.signature(cls).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return  # an __init__ of its own, which hands them on
+    fields = list(parameters)
     for name in names:
         if name in RENAMED:
             raise TypeError(

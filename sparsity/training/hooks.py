@@ -74,7 +74,7 @@ def call_hook(
 
 
 def default_hook(method: Hook) -> Hook:
-    """Marks a method of the base class as one that does nothing, and costs nothing therefore."""
+    """Marks a method of the base class as one that does nothing and is therefore free."""
     vars(method)["is_default_hook"] = True
     return method
 

@@ -49,7 +49,7 @@ class _Forgetful:
     def __new__(cls, *entries: Any, **named: Any) -> Any:
         state = SparseState(*entries, **named)
         if state.algorithm_state is not None:
-            raise ValueError("A state without a place for algorithm_state was given one.")
+            raise ValueError("This class cannot hold an algorithm_state; use SparseState.")
         new: Any = tuple.__new__
         return new(cls, tuple(state)[:4])
 

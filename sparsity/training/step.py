@@ -22,6 +22,7 @@ import optax
 
 from sparsity.core import jaxprs, trees
 from sparsity.core.checks import is_traced
+from sparsity.core.sharding import on_device
 from sparsity.core.trees import PyTree
 from sparsity.masks import (
     apply_masks,
@@ -77,10 +78,16 @@ def wrap(
             state = state._replace(target_sparsities=targets)
         starts_dense = not is_overridden(updater.get_initial_masks) and masks is None
         warn_of_idle(updater, state.target_sparsities, first, starts_dense)
-        state = state._replace(
+        own = state.algorithm_state
+        if own is None:
+            own = updater.init_algorithm_state(trees.prunable(params), first)
+        # A hook may have made the state by hand, of Python numbers.
+        state = SparseState(
             masks=place_masks(pack_masks(first, params) if packed else first, params),
             inner_state=inner.init(params),
-            algorithm_state=updater.init_algorithm_state(trees.prunable(params), first),
+            target_sparsities=jax.tree.map(on_device, state.target_sparsities),
+            count=on_device(0 if state.count is None else state.count, np.int32),
+            algorithm_state=own,
         )
         if updater.regrows:
             check_resettable(params, state.inner_state)
@@ -131,7 +138,9 @@ def wrap(
         if is_overridden(updater.accumulate):
             old = plain(state)
             new = call(updater.accumulate, old, trees.prunable(masked(old.masks)), grads)
-            state = state._replace(algorithm_state=new.algorithm_state)
+            state = state._replace(
+                algorithm_state=same_structure(new.algorithm_state, state.algorithm_state)
+            )
         is_update = updater.scheduler.is_mask_update_iter(state.count)
         if is_traced(is_update):
             state, grown = jax.lax.cond(is_update, refresh, go_on, state)
@@ -217,6 +226,17 @@ def take_masks(masks: PyTree, old: PyTree, params: PyTree, packed: bool) -> PyTr
     return trees.map_matched(lambda _, before, mask: mask, old, masks)
 
 
+def same_structure(new: PyTree, old: PyTree) -> PyTree:
+    """Returns what an algorithm remembers now; a ValueError says that it is of another form."""
+    forms = [jax.tree.structure(tree) for tree in (old, new)]
+    if len({*forms}) > 1:
+        raise ValueError(
+            "accumulate must return an algorithm_state of the structure that init_algorithm_state "
+            f"gave it, {forms[0]}, got {forms[1]}. Override init_algorithm_state."
+        )
+    return new
+
+
 def warn_of_idle(updater: Updater, targets: PyTree, masks: PyTree, starts_dense: bool) -> None:
     """Warns of masks that would stay all ones, and of weights that no step would train.
 
@@ -241,8 +261,10 @@ def warn_of_idle(updater: Updater, targets: PyTree, masks: PyTree, starts_dense:
         )
     if updater.skip_gradients and steps is not None:
         start, end = steps
-        both = all(bool(updater.scheduler.is_mask_update_iter(step)) for step in (start, start + 1))
-        if both and (end is None or end > start + 1):
+        last = start + 3 if end is None else end
+        looked_at = {start, start + 1, (start + last) // 2}
+        every = all(bool(updater.scheduler.is_mask_update_iter(step)) for step in looked_at)
+        if every and last > start + 1:
             warnings.warn(
                 f"{type(updater).__name__} skips the gradients of steps that update masks, and "
                 f"scheduler = {updater.scheduler!r} updates them in every step from {start} "

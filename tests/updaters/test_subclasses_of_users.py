@@ -1,0 +1,118 @@
+"""Classes that users derive, in ways that the library's own classes do not need."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsity
+
+HALF = {"sparsity_distribution_fn": sparsity.Uniform(0.5)}
+ONCE = {"scheduler": sparsity.OneShotSchedule(0)}
+PARAMS = {"k": jnp.arange(1.0, 33.0).reshape(4, 8), "b": jnp.ones(8)}
+
+
+def test_an_algorithm_state_of_init_state_is_kept():
+    class Counting(sparsity.MagnitudePruning):
+        def init_state(self, params):
+            return super().init_state(params)._replace(algorithm_state=jnp.ones(3))
+
+    tx = Counting(**HALF, **ONCE).wrap_optax(optax.sgd(0.1))
+    state = tx.init(PARAMS)
+    np.testing.assert_array_equal(state.algorithm_state, [1, 1, 1])
+    np.testing.assert_array_equal(tx.update(PARAMS, state, PARAMS)[1].algorithm_state, [1, 1, 1])
+
+
+def test_a_class_may_have_an_init_of_its_own_or_a_variable_for_it():
+    class Scaled(sparsity.MagnitudePruning):
+        def __init__(self, alpha, **options):
+            super().__init__(**options)
+            self.alpha = alpha
+
+    @dataclasses.dataclass
+    class Shifted(sparsity.MagnitudePruning):
+        shift: dataclasses.InitVar[float] = 0.0
+
+        def __post_init__(self, shift):
+            super().__post_init__()
+            self.shifted = shift
+
+    assert Scaled(alpha=2.0, **HALF).alpha == 2.0
+    assert Shifted(shift=3.0, **HALF).shifted == 3.0
+
+
+def test_a_mixin_that_keeps_dense_weights_is_noticed():
+    class Soft:
+        def post_gradient_update(self, params, sparse_state):
+            return params
+
+    class Pruner(Soft, sparsity.MagnitudePruning):
+        pass
+
+    class Child(Pruner):
+        pass
+
+    assert Pruner.keeps_dense_weights
+    assert Child.keeps_dense_weights
+    assert not sparsity.MagnitudePruning.keeps_dense_weights
+
+
+def test_a_state_made_by_hand_has_the_form_that_update_returns():
+    class ByHand(sparsity.StaticRandomSparse):
+        def init_state(self, params):
+            targets = self.sparsity_distribution_fn(params)
+            masks = self.get_initial_masks(params, targets)
+            return sparsity.SparseState(masks=masks, target_sparsities=targets)
+
+    tx = ByHand(**HALF).wrap_optax(optax.adam(0.1))
+    state = tx.init(PARAMS)
+    update = jax.jit(tx.update)
+    for _ in range(2):
+        _, state = update(PARAMS, state, PARAMS)
+    assert update._cache_size() == 1
+    assert int(state.count) == 2
+
+
+def test_accumulating_without_a_place_for_it_is_an_error():
+    class Forgetting(sparsity.MagnitudePruning):
+        def accumulate(self, sparse_state, params, grads):
+            return sparse_state._replace(algorithm_state=grads)
+
+    tx = Forgetting(**HALF, **ONCE).wrap_optax(optax.sgd(0.1))
+    with pytest.raises(ValueError, match="Override init_algorithm_state"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_straight_through_methods_refuse_masks_that_they_would_not_use():
+    masks = {"k": jnp.ones((4, 8)).at[0].set(0), "b": None}
+    with pytest.raises(ValueError, match="set store_masks=True"):
+        sparsity.SteMagnitudePruning(**HALF).wrap_optax(optax.sgd(0.1), masks=masks)
+    stored = sparsity.SteMagnitudePruning(store_masks=True, **HALF)
+    assert stored.wrap_optax(optax.sgd(0.1), masks=masks).init(PARAMS).masks["k"].sum() == 24
+
+
+def test_stored_masks_without_a_schedule_are_a_warning_inside_jit_too():
+    tx = sparsity.SteMagnitudePruning(store_masks=True, **HALF).wrap_optax(optax.sgd(0.1))
+    for init in (tx.init, jax.jit(tx.init)):
+        with pytest.warns(UserWarning, match="training stays dense"):
+            init(PARAMS)
+
+
+def test_a_strategy_that_updates_now_and_then_trains():
+    entry = {"method": "unstr_unified_local", "prune_rate_pattern": 0.5}
+    updater = sparsity.EpochStrategy({0: entry, 1: entry, 50: entry}, 1, skip_gradients=True)
+    updater.wrap_optax(optax.sgd(0.1)).init(PARAMS)  # without a warning
+
+
+def test_fields_of_the_class_itself_are_no_keys_of_a_configuration():
+    with pytest.raises(ValueError, match="'regrows' is no key"):
+        sparsity.create_updater_from_config(
+            {"algorithm": "magnitude", "sparsity": 0.5, "regrows": True}
+        )
+    with pytest.raises(ValueError, match="sets its own scope"):
+        sparsity.create_updater_from_config(
+            {"algorithm": "global_magnitude", "sparsity": 0.5, "scope": sparsity.Global()}
+        )
