@@ -121,17 +121,17 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
         options["sparsity_distribution_fn"] = distribution
     if "drop_fraction" in options:
         check_fraction("drop_fraction", options["drop_fraction"])
-    for key in _keys_of_all_algorithms() - fields - {*algorithm.config_keys}:
+    for key in _config_keys(ALGORITHM_REGISTRY.values()) - fields - {*algorithm.config_keys}:
         options.pop(key, None)  # one configuration serves several algorithms
     arguments: dict[str, Any] = algorithm.read_config(options)
     return algorithm(**arguments)
 
 
 def _check_keys(name: str, fields: set[str], options: Mapping[str, Any]) -> None:
-    allowed = fields | {"dist_type", "schedule_type", "scope"} | _keys_of_all_algorithms()
-    for registry in (DISTRIBUTIONS, SCHEDULES):
-        for known_class in registry.values():
-            allowed |= {*getattr(known_class, "config_keys", {})}
+    allowed = (
+        fields | {"dist_type", "schedule_type", "scope"} | _config_keys(ALGORITHM_REGISTRY.values())
+    )
+    allowed |= _config_keys(DISTRIBUTIONS.values()) | _config_keys(SCHEDULES.values())
     for scope in SCOPES.values():
         allowed |= _fields_of(scope)
     for key in options:
@@ -143,7 +143,7 @@ def _check_keys(name: str, fields: set[str], options: Mapping[str, Any]) -> None
 
 def _take_scheduler(options: dict[str, Any]) -> Schedule:
     """Takes the keys of schedules out of the options and makes the schedule that they ask for."""
-    given = _take_keys(options, SCHEDULES.values())
+    given = _take(options, _config_keys(SCHEDULES.values()))
     kind = options.pop("schedule_type", None)
     if "scheduler" in options:
         if given or kind:
@@ -178,8 +178,8 @@ def _take_scheduler(options: dict[str, Any]) -> Schedule:
 def _take_scope(options: dict[str, Any], fields: set[str]) -> Scope | None:
     """Takes the keys of scopes out of the options; `None` leaves the scope to the class."""
     scope = options.pop("scope", None)
-    own = {key for kind in SCOPES.values() for key in _fields_of(kind)} - fields
-    given = {key: options.pop(key) for key in own & options.keys()}
+    own = {key for kind in SCOPES.values() for key in _fields_of(kind)}
+    given = _take(options, own - fields)
     if scope is not None and "scope" not in fields:
         raise ValueError(f"scope = {scope!r} cannot be given: this algorithm sets its own scope.")
     if scope is None or not isinstance(scope, str):
@@ -199,8 +199,7 @@ def _take_distribution(
     kind = options.pop("dist_type", None)
     if kind is not None:
         DISTRIBUTIONS.find(kind)
-    keys = {key for own in DISTRIBUTIONS.values() for key in getattr(own, "config_keys", {})}
-    given = {key: options.pop(key) for key in (keys - fields) & options.keys()}
+    given = _take(options, _config_keys(DISTRIBUTIONS.values()) - fields)
     if algorithm is NoPruning:
         _make(DISTRIBUTIONS.find(kind or "uniform"), given, "a distribution")  # checks the values
         return None
@@ -249,13 +248,13 @@ def _who_takes(key: str) -> str:
     return f" {key!r} belongs to {' and '.join(takers)}."
 
 
-def _take_keys(options: dict[str, Any], kinds: Iterable[Any]) -> dict[str, Any]:
-    keys = {key for kind in kinds for key in getattr(kind, "config_keys", {})}
+def _take(options: dict[str, Any], keys: set[str]) -> dict[str, Any]:
     return {key: options.pop(key) for key in keys & options.keys()}
 
 
-def _keys_of_all_algorithms() -> set[str]:
-    return {key for algorithm in ALGORITHM_REGISTRY.values() for key in algorithm.config_keys}
+def _config_keys(kinds: Iterable[Any]) -> set[str]:
+    """The keys of a configuration that classes take."""
+    return {key for kind in kinds for key in getattr(kind, "config_keys", ())}
 
 
 def _fields_of(kind: Any) -> set[str]:

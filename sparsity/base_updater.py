@@ -342,9 +342,12 @@ class BaseUpdater:
 
     def sites_of(self, scores: PyTree) -> Sites:
         """Returns the table of the parameters whose hooks run now, or one of the scores."""
-        for table in (masks_lib.table_in_use(self), self.sites(scores)):
-            if table is not None and table.covers(scores):
-                return table
+        table = masks_lib.table_in_use(self)
+        if table is not None and table.covers(scores):
+            return table
+        table = self.sites(scores)
+        if table.covers(scores):
+            return table
         overrides = overrides_of(self.get_distribution_fn())
         return Sites(scores, self.sparsity_type, self.batch_axes, overrides, of_scores=True)
 

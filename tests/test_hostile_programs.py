@@ -263,7 +263,7 @@ def test_a_compiled_apply_is_refused():
         ({"sparsiti_type": "2:4"}, "'sparsiti_type' is no key.*Did you mean 'sparsity_type'"),
         ({"sparsity_type": "blok_4,4"}, "'blok_4,4' is not known. Did you mean 'block'"),
         ({"algorithm": "magnitud"}, "'magnitud' is not known. Did you mean 'magnitude'"),
-        ({"algorithm": "global_magnitude", "scope": "global"}, "the algorithm has its own"),
+        ({"algorithm": "global_magnitude", "scope": "global"}, "this algorithm sets its own scope"),
     ],
 )
 def test_slips_in_configurations_are_errors_that_help(options, text):

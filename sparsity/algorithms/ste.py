@@ -47,9 +47,10 @@ class StraightThrough(BaseUpdater):
         state = get_sparse_state(opt_state)
         masks = state.masks
         if self.store_masks:
-            check_masks(params, masks, packed=self.use_packed_masks)
             if self.use_packed_masks:
                 masks = unpack_masks(masks, params)
+            else:
+                check_masks(params, masks, packed=False)
         else:
             seen = jax.lax.stop_gradient(trees.prunable(params))
             with in_use(self, self.sites(params)):

@@ -34,11 +34,10 @@ def map_owned(fn: Callable[..., Any], params: PyTree, state: PyTree, *others: Py
       >>> map_owned(lambda owner, leaf: owner, {"w": 1.0}, [{"count": 0, "mu": {"w": 2.0}}])
       [{'count': None, 'mu': {'w': 1.0}}]
     """
-    none_too = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: leaf is None)
     by_path = trees.leaves_by_path(params)
     owners = [
         None if at is None else by_path.get(at)
-        for at in _places(state, trees.covered_paths(params) or {path for path, _ in none_too})
+        for at in _places(state, trees.covered_paths(params))
     ]
     treedef: Any  # jax has no types for its methods
     leaves, treedef = jax.tree.flatten(state)
@@ -81,14 +80,11 @@ def _looks_like(node: Any, paths: set[KeyPath]) -> bool:
     """Whether the leaves and placeholders of a node lie just where those of the parameters do."""
     covered = trees.covered_paths(node)
 
-    def within(path: KeyPath, others: set[KeyPath]) -> bool:
-        return any(path[:end] in others for end in range(len(path), -1, -1))
-
     # A placeholder may stand for a whole subtree of the parameters, and the other way round.
     return (
-        all(within(path, covered) for path in paths)
+        all(trees.is_within(path, covered) for path in paths)
         and all(
-            within(path, paths) or any(other[: len(path)] == path for other in paths)
+            trees.is_within(path, paths) or any(other[: len(path)] == path for other in paths)
             for path in covered
         )
         and all(path in paths for path in trees.leaves_by_path(node))

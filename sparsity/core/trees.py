@@ -10,7 +10,7 @@ field `.mu` of Adam's state), without the entry by which an nnx variable holds i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import Any, TypeAlias
 
 import jax
@@ -76,16 +76,27 @@ def map_matched(
     known = dict(pairs)
     lookups = [leaves_by_path(other) for other in others]
     for lookup in lookups:
-        missing = [path_string(path) for path in lookup if path not in known]
-        if missing:
-            raise ValueError(
-                f"The {role} have no leaf at {listed(missing)}, which the {others_role} have. "
-                f"The {role} have: {listed([path_string(path) for path in known])}. Both "
-                "must be made for the same model."
-            )
+        check_known(known, lookup, role, others_role)
     return jax.tree.unflatten(
         treedef, [fn(path, leaf, *(lookup.get(path) for lookup in lookups)) for path, leaf in pairs]
     )
+
+
+def check_known(
+    known: dict[KeyPath, Any], others: dict[KeyPath, Any], role: str, others_role: str
+) -> None:
+    """Raises a ValueError that names the paths of `others` which are not known."""
+    if missing := [path_string(path) for path in others if path not in known]:
+        raise ValueError(
+            f"The {role} have no leaf at {listed(missing)}, which the {others_role} have. "
+            f"The {role} have: {listed([path_string(path) for path in known])}. Both "
+            "must be made for the same model."
+        )
+
+
+def is_within(path: KeyPath, paths: Collection[KeyPath]) -> bool:
+    """Whether the path, or one that leads to it, is among the paths."""
+    return any(path[:end] in paths for end in range(len(path), -1, -1))
 
 
 def is_prunable(leaf: object) -> bool:

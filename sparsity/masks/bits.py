@@ -129,18 +129,12 @@ def _is_kept(mask: chex.Array) -> jax.Array:
 def check_leaves(params: PyTree, masks: PyTree, role: str = "masks") -> None:
     """Raises a ValueError that names a mask without a parameter, or a parameter without a mask."""
     known = trees.leaves_by_path(params)
-    if strange := [trees.path_string(path) for path in trees.leaves_by_path(masks).keys() - known]:
-        raise ValueError(
-            f"The params have no leaf at {trees.listed(strange)}, which the {role} have. The "
-            f"params have: {trees.listed([trees.path_string(path) for path in known])}. Both must "
-            "be made for the same model."
-        )
+    trees.check_known(known, trees.leaves_by_path(masks), "params", role)
     covered = trees.covered_paths(masks)
     lacking = [
         trees.path_string(path)
         for path, leaf in known.items()
-        if trees.is_prunable(leaf)
-        and not any(path[:end] in covered for end in range(len(path), -1, -1))
+        if trees.is_prunable(leaf) and not trees.is_within(path, covered)
     ]
     if lacking:
         raise ValueError(
