@@ -40,7 +40,7 @@ from sparsity.api import (
 )
 from sparsity.base_updater import ALGORITHM_REGISTRY, BaseUpdater, NoPruning
 from sparsity.epochs import EpochStrategy, pruning, pruning_apply
-from sparsity.masks import Global, Layerwise, Scope, pack_masks, unpack_masks
+from sparsity.masks import Global, Layerwise, Scope, elementwise, pack_masks, unpack_masks
 from sparsity.predecessors import apply_mask, pruning_act_struct, pruning_act_unstruct
 from sparsity.reports import (
     LayerSummary,
@@ -110,6 +110,7 @@ __all__ = [
     "apply_mask",
     "base_updater",
     "create_updater_from_config",
+    "elementwise",
     "get_sparse_state",
     "layer_summary",
     "mask_calculator",

@@ -26,7 +26,7 @@ from sparsity.sparsity_distributions import Distribution, overrides_of, target_s
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training import step
 from sparsity.training.fields import check_fields, check_names, have_equal_fields
-from sparsity.training.hooks import ExtraArg, call_hook, default_hook
+from sparsity.training.hooks import ExtraArg, call_hook, default_hook, is_overridden
 from sparsity.training.state import SparseState, get_sparse_state, make_state
 
 
@@ -149,6 +149,7 @@ class BaseUpdater:
 
         return trees.map_matched(start, params, target_sparsities)
 
+    @default_hook
     def create_masks(
         self, scores: PyTree, sparsities: PyTree, target_sparsities: PyTree | None = None
     ) -> PyTree:
@@ -181,9 +182,13 @@ class BaseUpdater:
         """
         targets = sparse_state.target_sparsities
         sparsities = self.scheduler.get_sparsity_at_step(targets, sparse_state.count)
-        scores = call_hook(
-            self.calculate_scores, params, sparse_state=sparse_state, grads=grads, extra=extra_args
-        )
+        scores = None
+        if not is_overridden(self.create_masks):
+            table = self.sites_of(params)
+            scores = masks_lib.lazy_scores(self.calculate_scores, table, params, grads)
+        if scores is None:
+            state = {"sparse_state": sparse_state, "grads": grads}
+            scores = call_hook(self.calculate_scores, params, **state, extra=extra_args)
         extra = {**extra_args, "target_sparsities": targets}
         with masks_lib.in_use(self, self.sites_of(params)):
             masks = call_hook(self.create_masks, scores, sparsities, extra=extra)

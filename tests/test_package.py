@@ -214,7 +214,7 @@ PUBLIC = {
     "SparsityType", "Unstructured", "NByM", "Block", "Channel",
     "Uniform", "ERK", "Layerwise", "Global", "Schedule", "Distribution", "Scope",
     "ALGORITHM_REGISTRY",
-    "create_updater_from_config", "all_algorithm_names", "register_algorithm",
+    "create_updater_from_config", "elementwise", "all_algorithm_names", "register_algorithm",
     "register_distribution", "register_schedule", "register_scope",
     "get_sparse_state", "set_sparse_state", "sharding_like", "active_masks",
     "summarize_sparsity", "summarize_intersection", "plot_sparsity",

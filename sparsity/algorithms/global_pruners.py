@@ -21,6 +21,7 @@ from sparsity.sparsity_distributions import (
     distribute,
     uniform,
 )
+from sparsity.training.hooks import default_hook
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -56,6 +57,7 @@ class GlobalPruning(BaseUpdater):
     def get_distribution_fn(self) -> Distribution | None:
         return Uniform(self.sparsity, self.filter_fn, self.custom_sparsity_map)
 
+    @default_hook
     def create_masks(
         self, scores: PyTree, target_sparsity: PyTree, target_sparsities: PyTree | None = None
     ) -> PyTree:

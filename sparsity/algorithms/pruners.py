@@ -12,6 +12,7 @@ from sparsity.base_updater import BaseUpdater
 from sparsity.core import trees
 from sparsity.core.hashing import generate_random_scores
 from sparsity.core.trees import PyTree
+from sparsity.masks import elementwise
 from sparsity.training.state import SparseState
 
 __all__ = ["MagnitudePruning", "RandomPruning", "SaliencyPruning", "generate_random_scores"]
@@ -24,6 +25,7 @@ class MagnitudePruning(BaseUpdater):
     Source: Zhu & Gupta 2017, "To prune, or not to prune", with a `PolynomialSchedule`.
     """
 
+    @elementwise
     def calculate_scores(
         self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
     ) -> PyTree:
@@ -38,6 +40,7 @@ class SaliencyPruning(BaseUpdater):
     Inference", equation 6.
     """
 
+    @elementwise
     def calculate_scores(
         self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
     ) -> PyTree:

@@ -8,7 +8,7 @@ Making All Tickets Winners", algorithm 1.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -20,7 +20,7 @@ from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.base_updater import BaseUpdater
 from sparsity.core.checks import check_fraction, check_int
 from sparsity.core.trees import PyTree
-from sparsity.masks import move_masks
+from sparsity.masks import elementwise, lazy_scores, move_masks
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.hooks import ExtraArg, call_hook
 from sparsity.training.state import SparseState
@@ -119,6 +119,7 @@ class DropAndGrow(SparseTraining):
                 f"optax.constant_schedule(0.3), got drop_fraction_fn = {self.drop_fraction_fn!r}."
             )
 
+    @elementwise
     def get_drop_scores(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> PyTree:
         """Returns scores by which active weights are kept."""
         return jax.tree.map(jnp.abs, params)
@@ -140,13 +141,21 @@ class DropAndGrow(SparseTraining):
     ) -> SparseState:
         with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix integers and floats
             fraction: Any = self.drop_fraction_fn(sparse_state.count)
-        state = (sparse_state, params, grads)
+
+        table = self.sites_of(params)
+
+        def scores(hook: Callable[..., PyTree]) -> PyTree:
+            lazy = lazy_scores(hook, table, params, grads)
+            if lazy is not None:
+                return lazy
+            return call_hook(hook, sparse_state, params, grads, extra=extra_args)
+
         masks = move_masks(
             self.scope,
-            self.sites_of(params),
+            table,
             sparse_state.masks,
-            call_hook(self.get_drop_scores, *state, extra=extra_args),
-            call_hook(self.get_grow_scores, *state, extra=extra_args),
+            scores(self.get_drop_scores),
+            scores(self.get_grow_scores),
             fraction,
         )
         return sparse_state._replace(masks=masks)
@@ -177,6 +186,7 @@ class SET(DropAndGrow):
 class RigL(DropAndGrow):
     """Grows the weights with the largest gradient."""
 
+    @elementwise
     def get_grow_scores(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> PyTree:
         if grads is None:
             raise ValueError("RigL grows weights by their gradients, got grads = None: pass them.")

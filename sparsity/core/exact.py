@@ -153,6 +153,19 @@ def minus(a: Words, b: Words) -> Words:
     return a[0] - b[0] - (a[1] < b[1]).astype(jnp.uint32), a[1] - b[1]
 
 
+def plus(a: Words, b: Words) -> Words:
+    """a + b."""
+    low = a[1] + b[1]
+    return a[0] + b[0] + (low < a[1]).astype(jnp.uint32), low
+
+
+def shift_left(a: Words, by: int) -> Words:
+    """a * 2**by, by from 0 to 63."""
+    if by >= 32:
+        return a[1] << (by - 32), zero_like(a[1])
+    return a if by == 0 else ((a[0] << by) | (a[1] >> (32 - by)), a[1] << by)
+
+
 def at_least(a: Words, b: Words) -> jax.Array:
     """a >= b."""
     return (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] >= b[1]))

@@ -15,6 +15,7 @@ from sparsity.masks.bits import (
     unpack_masks,
 )
 from sparsity.masks.create import create_mask, create_masks, drop_and_grow, move_masks
+from sparsity.masks.lazy import elementwise, is_elementwise, lazy_scores
 from sparsity.masks.scopes import SCOPES, Global, Layerwise, Moving, Scope, Wanted
 from sparsity.masks.sites import (
     BatchAxes,
@@ -50,8 +51,11 @@ __all__ = [
     "create_mask",
     "create_masks",
     "drop_and_grow",
+    "elementwise",
     "in_use",
+    "is_elementwise",
     "is_pattern",
+    "lazy_scores",
     "leading_axes",
     "move_masks",
     "pack",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
@@ -13,6 +13,7 @@ from sparsity.core.checks import check_fraction
 from sparsity.core.trees import PyTree
 from sparsity.masks.scopes import Moving, Scope, Wanted
 from sparsity.masks.sites import Pattern, Site, TopkFn
+from sparsity.selection import computed
 
 
 def create_mask(
@@ -104,12 +105,13 @@ def create_masks(
       ValueError: a sparsity lies outside [0, 1] or a pattern does not fit; the leaf is named.
     """
     leaves: list[Wanted] = []
+    store = _stores(scope)
 
     def collect(path: trees.KeyPath, score: Any, sparsity: Any, target: Any) -> None:
         if sparsity is not None:
             check_fraction(f"the sparsity of {trees.path_string(path)!r}", sparsity)
             target = sparsity if target is None else target
-            leaves.append(Wanted(table[path], score, sparsity, target))
+            leaves.append(Wanted(table[path], store(score), sparsity, target))
 
     trees.map_matched(collect, scores, sparsities, targets, role="scores")
     masks = _by_path([leaf.site.path for leaf in leaves], scope.select(leaves, topk_fn))
@@ -139,14 +141,24 @@ def move_masks(
     """
     check_fraction("drop_fraction", drop_fraction)
     leaves: list[Moving] = []
+    store = _stores(scope)
 
     def collect(path: trees.KeyPath, drop: Any, grow: Any, mask: Any) -> None:
         if mask is not None:
-            leaves.append(Moving(table[path], mask, drop, grow))
+            leaves.append(Moving(table[path], mask, store(drop), store(grow)))
 
     trees.map_matched(collect, drop_scores, grow_scores, masks, role="drop scores")
     moved = _by_path([leaf.site.path for leaf in leaves], scope.move(leaves, drop_fraction))
     return trees.map_matched(lambda path, _: moved[path], masks)
+
+
+def _stores(scope: Scope) -> Callable[[Any], Any]:
+    """What makes scores of a kind that the scope takes: a scope of the user's gets arrays."""
+    return _as_is if getattr(scope, "takes_lazy_scores", False) else computed
+
+
+def _as_is(scores: Any) -> Any:
+    return scores
 
 
 def _by_path(paths: list[trees.KeyPath], masks: list[jax.Array]) -> dict[trees.KeyPath, jax.Array]:

@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from sparsity import selection
 from sparsity.core import exact, sharding
-from sparsity.core.checks import check_bool, check_number
+from sparsity.core.checks import check_bool, check_number, is_traced
 from sparsity.core.names import Registry
 from sparsity.masks.sites import Pattern, Site, TopkFn
+from sparsity.selection import Leaf, Scores, computed, moved_masks, norms, topk_masks
+from sparsity.selection.scores import scalars
 
 
 class Wanted(NamedTuple):
     """A leaf that needs a mask: its site, scores, present sparsity, and where a ramp ends."""
 
     site: Site
-    scores: jax.Array
+    scores: jax.Array | Scores
     sparsity: chex.Numeric
     target: chex.Numeric
 
@@ -36,8 +38,11 @@ class Moving(NamedTuple):
 
     site: Site
     mask: jax.Array
-    drop_scores: jax.Array
-    grow_scores: jax.Array
+    drop_scores: jax.Array | Scores
+    grow_scores: jax.Array | Scores
+
+
+L = TypeVar("L", Wanted, Moving)
 
 
 class Scope(Protocol):
@@ -57,34 +62,37 @@ class Scope(Protocol):
 class Layerwise:
     """Every leaf by itself, at its own sparsity; with batch axes, every slice of it."""
 
+    takes_lazy_scores: ClassVar[bool] = True
+
     def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
         """Takes everything."""
 
     def select(self, leaves: Sequence[Wanted], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns a mask for each leaf, by its own pattern."""
-        return [
-            leaf.site.pattern.select(
-                leaf.scores,
+
+        def one(leaf: Wanted) -> jax.Array:
+            site = leaf.site
+            return site.pattern.select(
+                computed(leaf.scores),
                 leaf.sparsity,
                 target=leaf.target,
-                batch_axes=leaf.site.batch_axes,
+                batch_axes=site.batch_axes,
                 topk_fn=topk_fn,
             )
-            for leaf in leaves
-        ]
+
+        return _by_kind(leaves, _select_ranked, one, one_by_one=topk_fn is not None)
 
     def move(self, leaves: Sequence[Moving], drop_fraction: chex.Numeric) -> list[jax.Array]:
         """Returns masks in which every leaf has as many active weights as before."""
-        return [
-            leaf.site.pattern.move(
-                leaf.mask,
-                leaf.drop_scores,
-                leaf.grow_scores,
-                drop_fraction,
-                batch_axes=leaf.site.batch_axes,
+
+        def one(leaf: Moving) -> jax.Array:
+            site = leaf.site
+            drop, grow = computed(leaf.drop_scores), computed(leaf.grow_scores)
+            return site.pattern.move(
+                leaf.mask, drop, grow, drop_fraction, batch_axes=site.batch_axes
             )
-            for leaf in leaves
-        ]
+
+        return _by_kind(leaves, functools.partial(_move_ranked, drop_fraction), one)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +113,8 @@ class Global:
 
     use_normalization: bool = True
     normalization_eps: float = 1e-8
+
+    takes_lazy_scores: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_bool("use_normalization", self.use_normalization)
@@ -132,16 +142,10 @@ class Global:
         )
         if together := [leaves[i] for i in ranked]:
             self._check_sites([leaf.site for leaf in together])
-            scores = [leaf.scores for leaf in together]
-            sparsities = [jnp.float32(leaf.sparsity) for leaf in together]
-
-            def select(scores: list[jax.Array], sparsities: list[jax.Array]) -> list[jax.Array]:
-                kept = _kept_of_all([score.size for score in scores], sparsities)
-                masks: list[jax.Array] = selection.global_topk_mask(self._comparable(scores), kept)
-                return masks
-
-            found = sharding.shard_like(scores, select, scores, sparsities)
-            masks.update(zip(ranked, found, strict=True))
+            kept = _kept_of_all([x.scores.size for x in together], [x.sparsity for x in together])
+            k = kept[0].reshape(1), kept[1].reshape(1)
+            scores = [Leaf(x) for x in self._comparable([leaf.scores for leaf in together])]
+            masks.update(zip(ranked, topk_masks(scores, k, together=True), strict=True))
         return [masks[i] for i in range(len(leaves))]
 
     def move(self, leaves: Sequence[Moving], drop_fraction: chex.Numeric) -> list[jax.Array]:
@@ -163,44 +167,31 @@ class Global:
         if not leaves:
             return []
         self._check_sites([leaf.site for leaf in leaves])
-        masks = [leaf.mask for leaf in leaves]
+        drop = self._comparable([leaf.drop_scores for leaf in leaves])
+        grow = self._comparable([leaf.grow_scores for leaf in leaves])
+        active = [Leaf(x, leaf.mask) for x, leaf in zip(drop, leaves, strict=True)]
+        return moved_masks(active, [Leaf(x) for x in grow], drop_fraction, together=True)
 
-        def move(
-            masks: list[jax.Array],
-            drop: list[jax.Array],
-            grow: list[jax.Array],
-            fraction: chex.Numeric,
-        ) -> list[jax.Array]:
-            active = exact.total(jnp.stack([jnp.sum(mask > 0, dtype=jnp.int32) for mask in masks]))
-            stay = exact.num_kept_of_words(active, fraction)
-            kept = selection.global_topk_mask(self._comparable(drop), stay, where=masks)
-            free = [1 - mask for mask in kept]
-            lost = exact.minus(active, stay)
-            grown = selection.global_topk_mask(self._comparable(grow), lost, where=free)
-            return [a | b for a, b in zip(kept, grown, strict=True)]
-
-        drop, grow = [x.drop_scores for x in leaves], [x.grow_scores for x in leaves]
-        return sharding.shard_like(masks, move, masks, drop, grow, drop_fraction)
-
-    def _comparable(self, scores: list[jax.Array]) -> list[jax.Array]:
+    def _comparable(self, scores: Sequence[jax.Array | Scores]) -> list[Scores]:
         """Scores of one dtype, divided by their norm where that is asked for."""
-        if self.use_normalization:
-            scores = [self._normalize(score) for score in scores]
-        dtype = functools.reduce(jnp.promote_types, [score.dtype for score in scores])
-        return [score.astype(dtype) for score in scores]
-
-    def _normalize(self, score: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(score.dtype, jnp.floating):
-            return score
-        wide = score.astype(jnp.float64 if score.dtype == jnp.float64 else jnp.float32)
-        # A NaN stays one and ranks lowest; the others are as they would be without it.
-        finite = jnp.where(jnp.isfinite(wide), wide, 0)
-        _, exponent = jnp.frexp(jnp.max(jnp.abs(finite), initial=0))
-        squares = jnp.ldexp(finite, -exponent) ** 2
-        for axis in reversed(range(squares.ndim)):  # axis by axis: fewer digits a pass
-            squares = exact.ordered_sum(squares, (axis,))
-        norm = jnp.ldexp(jnp.sqrt(squares), exponent)
-        return wide / jnp.maximum(norm + self.normalization_eps, jnp.finfo(wide.dtype).tiny)
+        lazy = [Scores.of(score) for score in scores]
+        divided = [
+            i
+            for i, score in enumerate(lazy)
+            if self.use_normalization and jnp.issubdtype(score.dtype, jnp.floating) and score.size
+        ]
+        if divided:
+            found = norms([lazy[i] for i in divided]) + self.normalization_eps
+            # Multiplied, as a compiler may or may not make of a division, from kernel to kernel.
+            factors = 1 / jnp.maximum(found, jnp.finfo(found.dtype).tiny)
+            for i, factor in zip(divided, scalars(factors), strict=True):
+                lazy[i] = _scaled(lazy[i], factor)
+        dtypes = [score.dtype for score in lazy]
+        dtype = functools.reduce(jnp.promote_types, dtypes)
+        return [
+            score if score.dtype == dtype else Scores.of(score.compute().astype(dtype))
+            for score in lazy
+        ]
 
     def _check_pattern(self, pattern: Pattern, where: str = "") -> None:
         if not pattern.is_elementwise:
@@ -228,11 +219,129 @@ class Global:
 SCOPES: Registry[type[Scope]] = Registry("scope", {"layerwise": Layerwise, "global": Global})
 
 
-def _kept_of_all(sizes: list[int], sparsities: list[jax.Array]) -> exact.Words:
+def _by_kind(
+    leaves: Sequence[L],
+    ranked: Callable[[Sequence[L]], list[jax.Array]],
+    one: Callable[[L], jax.Array],
+    one_by_one: bool = False,
+) -> list[jax.Array]:
+    """Masks of leaves: of those whose patterns rank units by one search, of others by themselves.
+
+    Patterns of single entries are searched apart from those of blocks and channels: their scores
+    need not be stored.
+    """
+    masks: dict[int, jax.Array] = {}
+    kinds: dict[bool | None, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        pattern = leaf.site.pattern
+        is_ranked = getattr(pattern, "ranks_units", False) and not one_by_one
+        kinds.setdefault(pattern.is_elementwise if is_ranked else None, []).append(i)
+    for i in kinds.pop(None, []):
+        masks[i] = one(leaves[i])
+    for members in kinds.values():
+        masks.update(zip(members, ranked([leaves[i] for i in members]), strict=True))
+    return [masks[i] for i in range(len(leaves))]
+
+
+def _select_ranked(leaves: Sequence[Wanted]) -> list[jax.Array]:
+    """Masks of the best units of each leaf, or of each slice of it."""
+    sites = [leaf.site for leaf in leaves]
+
+    def select(
+        scores: Sequence[jax.Array | Scores], sparsities: Sequence[chex.Numeric]
+    ) -> list[jax.Array]:
+        units = [_units(*x) for x in zip(sites, scores, strict=True)]
+        sizes, slices = [leaf.size for leaf in units], [leaf.slices for leaf in units]
+        of_slices = np.repeat(np.arange(len(units)), slices)
+        if any(map(is_traced, sparsities)):
+            of_leaves = jnp.stack([jnp.float32(x) for x in sparsities])
+            kept = jnp.asarray(exact.num_kept(np.array(sizes), of_leaves))
+            low = (kept if len(kept) == len(of_slices) else kept[of_slices]).astype(jnp.uint32)
+            k = low & 0, low
+        else:
+            known = zip(sizes, jax.device_get(list(sparsities)), strict=True)
+            each = np.array([exact.num_kept(n, float(x)) for n, x in known], np.uint32)
+            of_each = each[of_slices]
+            k = jax.device_put((of_each & 0, of_each))  # explicitly, as a transfer guard may demand
+        masks = topk_masks(units, k)
+        return [_entries(*x) for x in zip(sites, masks, scores, strict=True)]
+
+    return _shard(sites, select, [leaf.scores for leaf in leaves], [x.sparsity for x in leaves])
+
+
+def _move_ranked(drop_fraction: chex.Numeric, leaves: Sequence[Moving]) -> list[jax.Array]:
+    """Masks in which some active units of each leaf, or of each slice of it, are replaced."""
+    sites = [leaf.site for leaf in leaves]
+
+    def move(
+        masks: Sequence[jax.Array],
+        drop: Sequence[jax.Array | Scores],
+        grow: Sequence[jax.Array | Scores],
+        fraction: chex.Numeric,
+    ) -> list[jax.Array]:
+        active = [
+            # A unit is all ones or all zeros.
+            _units(site, scores)._replace(where=_units(site, mask).scores.compute())
+            for site, scores, mask in zip(sites, drop, masks, strict=True)
+        ]
+        others = [_units(*x) for x in zip(sites, grow, strict=True)]
+        moved = moved_masks(active, others, fraction)
+        return [_entries(*x) for x in zip(sites, moved, masks, strict=True)]
+
+    masks = [leaf.mask for leaf in leaves]
+    drop, grow = [leaf.drop_scores for leaf in leaves], [leaf.grow_scores for leaf in leaves]
+    return _shard(sites, move, masks, drop, grow, drop_fraction)
+
+
+def _shard(
+    sites: Sequence[Site], fn: Callable[..., list[jax.Array]], *args: Any
+) -> list[jax.Array]:
+    """fn(*args), whose units are sharded as XLA chooses; entries stay where they are."""
+    if sites[0].pattern.is_elementwise:
+        return fn(*args)
+    args = jax.tree.map(computed, args)
+    return sharding.shard_like(args[0], fn, *args)
+
+
+def _units(site: Site, scores: jax.Array | Scores) -> Leaf:
+    """The scores of a leaf's units."""
+    pattern: Any = site.pattern  # it ranks units, and can say what these are
+    if not pattern.is_elementwise:
+        scores = pattern.pool(scores, site.batch_axes)
+    return Leaf(Scores.of(scores), None, site.batch_axes)
+
+
+def _entries(site: Site, units: jax.Array, like: jax.Array | Scores) -> jax.Array:
+    """The mask of a leaf's entries from that of its units."""
+    pattern: Any = site.pattern
+    whole: jax.Array = units
+    if not pattern.is_elementwise:
+        whole = pattern.expand(units, like.shape, site.batch_axes)
+    return whole
+
+
+def _scaled(scores: Scores, factor: jax.Array) -> Scores:
+    """Scores times a number."""
+    fn = _scaling(scores.fn, len(scores.arrays) + len(scores.scalars))
+    return dataclasses.replace(scores, fn=fn, scalars=(*scores.scalars, factor))
+
+
+@functools.lru_cache
+def _scaling(fn: Callable[..., jax.Array], count: int) -> Callable[..., jax.Array]:
+    """fn of so many values, times the next one: one function for all leaves."""
+
+    def scale(*values: jax.Array) -> jax.Array:
+        score = fn(*values[:count], *values[count + 1 :])
+        wide = score.astype(jnp.promote_types(score.dtype, jnp.float32))
+        return wide * values[count].astype(wide.dtype)
+
+    return scale
+
+
+def _kept_of_all(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> exact.Words:
     """How many weights stay in total: of all at one sparsity, or the sum of what each keeps."""
-    each = [exact.num_kept(size, own) for size, own in zip(sizes, sparsities, strict=True)]
-    if len(sizes) == 1:
-        return exact.as_words(each[0])
-    alike = functools.reduce(jnp.logical_and, [own == sparsities[0] for own in sparsities[1:]])
-    together = exact.as_words(exact.num_kept(sum(sizes), sparsities[0]))
-    return exact.choose(alike, together, exact.total(jnp.stack([jnp.int32(k) for k in each])))
+    of_leaves = jnp.stack([jnp.float32(sparsity) for sparsity in sparsities])
+    each = jnp.asarray(exact.num_kept(np.array(sizes), of_leaves))
+    alike = jnp.all(of_leaves == of_leaves[0])
+    together = exact.as_words(exact.num_kept(sum(sizes), of_leaves[0]))
+    return exact.choose(alike, together, exact.total(each))

@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import chex
 import jax
-import jax.numpy as jnp
 
 from sparsity.core import names, trees
 from sparsity.core.trees import PyTree
@@ -112,6 +111,7 @@ class Sites(Mapping[trees.KeyPath, Site]):
         self._pattern, self._batch_axes = pattern, batch_axes
         self._overrides, self._checked = overrides or {}, checked
         self._sites: dict[trees.KeyPath, Site] = {}
+        self._seen: dict[trees.KeyPath, tuple[jax.Array, tuple[jax.Array, ...]]] = {}
 
     def __iter__(self) -> Iterator[trees.KeyPath]:
         return iter(self._params)
@@ -140,9 +140,21 @@ class Sites(Mapping[trees.KeyPath, Site]):
     def covers(self, tree: PyTree) -> bool:
         """Whether scores or masks are those of the table's parameters, by paths and shapes."""
         return all(
-            path in self._params and jnp.shape(leaf) == self._params[path].shape
+            path in self._params and getattr(leaf, "shape", ()) == self._params[path].shape
             for path, leaf in trees.leaves_by_path(tree).items()
         )
+
+    def remember(self, seen: PyTree, params: PyTree, masks: PyTree) -> None:
+        """Notes that the parameters that hooks see are `params` with the masks applied."""
+        lookups = [trees.leaves_by_path(tree) for tree in (params, masks)]
+        for path, leaf in trees.leaves_by_path(seen).items():
+            if path in lookups[1]:
+                self._seen[path] = leaf, (lookups[0][path], lookups[1][path])
+
+    def stored(self, path: trees.KeyPath, param: jax.Array) -> tuple[jax.Array, ...]:
+        """What a parameter that a hook sees is computed from: weights and mask, or itself."""
+        seen, stored = self._seen.get(path, (None, ()))
+        return stored if seen is param else (param,)
 
 
 def is_pattern(value: object) -> bool:

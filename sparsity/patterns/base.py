@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import chex
 import jax
@@ -47,6 +48,15 @@ class SparsityType:
 
     # Whether every entry is a unit of its own, so that it can compete with those of other leaves.
     is_elementwise: bool = False
+    # Whether masks are those of the best units, so that one search finds those of many leaves. A
+    # class with a `select` or a `move` of its own is taken to have another idea of them.
+    ranks_units: ClassVar[bool] = True
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own = vars(cls)
+        if "ranks_units" not in own and own.keys() & {"select", "move"}:
+            cls.ranks_units = False
 
     def check(self, shape: tuple[int, ...], batch_axes: int = 0, name: str = "params") -> None:
         """Raises a ValueError that names the parameter if the type does not fit its shape.

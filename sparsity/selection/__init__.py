@@ -3,6 +3,20 @@
 from sparsity.core.exact import num_kept
 from sparsity.core.hashing import hash_scores
 from sparsity.selection.nm import nm_mask
-from sparsity.selection.topk import global_topk_mask, topk_mask
+from sparsity.selection.norms import norms
+from sparsity.selection.scores import Leaf, Scores, computed
+from sparsity.selection.topk import global_topk_mask, moved_masks, topk_mask, topk_masks
 
-__all__ = ["global_topk_mask", "hash_scores", "nm_mask", "num_kept", "topk_mask"]
+__all__ = [
+    "Leaf",
+    "Scores",
+    "computed",
+    "global_topk_mask",
+    "hash_scores",
+    "moved_masks",
+    "nm_mask",
+    "norms",
+    "num_kept",
+    "topk_mask",
+    "topk_masks",
+]

@@ -7,47 +7,25 @@ to a scalar does not. Strict comparisons of integers vectorise best. Pivots and 
 barrier within the loop, or the keys are hoisted out of it and stored.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.selection.keys import key_range, to_keys
-
-_ROWS = 32  # of a flat reduction, for threads to share
-_SHARED = 65_536  # entries from which on threads share a reduction
+from sparsity.core.exact import zero_like
+from sparsity.core.hashing import flat_index
+from sparsity.selection.scores import Leaf
 
 
 def use_flat(x: jax.Array) -> bool:
     """Whether x may be reshaped freely: all of it lies on one device, as far as its type tells."""
     mesh = jax.typeof(x).sharding.mesh
     return mesh.are_all_axes_manual if not mesh.empty else jax.device_count() == 1
-
-
-class Leaf(NamedTuple):
-    """Scores, and which of them may be kept."""
-
-    scores: jax.Array
-    where: jax.Array | None = None  # not zero: eligible; None: all are
-
-    def keys(self) -> jax.Array:
-        """Keys of the scores; the lowest one where an entry is not eligible."""
-        keys = to_keys(self.scores)
-        if self.where is None:
-            return keys
-        lowest = jnp.array(key_range(self.scores.dtype).low, keys.dtype)
-        return jnp.where(self.where != 0, keys, lowest)
-
-    def only(self, mask: jax.Array) -> jax.Array:
-        """The mask without entries that are not eligible."""
-        return mask if self.where is None else mask & (self.where != 0)
-
-    def map(self, f: Callable[[jax.Array], jax.Array]) -> "Leaf":
-        """The leaf of which f was applied to both arrays."""
-        return Leaf(f(self.scores), None if self.where is None else f(self.where))
 
 
 def sums(masks: Sequence[jax.Array], axes: Sequence[int]) -> list[jax.Array]:
@@ -61,40 +39,84 @@ def sums(masks: Sequence[jax.Array], axes: Sequence[int]) -> list[jax.Array]:
     return found
 
 
-def _count(leaf: Leaf, masks: Callable[[Leaf], Sequence[jax.Array]]) -> list[jax.Array]:
-    """int32 scalars: how many entries are in each of masks(leaf)."""
-    if not use_flat(leaf.scores):
-        return sums(masks(leaf), range(leaf.scores.ndim))
-    leaf = leaf.map(lambda x: x.reshape(-1))
-    size = leaf.scores.size
-    if size < _SHARED:
-        return sums(masks(leaf), [0])
-    whole = size // _ROWS * _ROWS
-    body = leaf.map(lambda x: x[:whole].reshape(_ROWS, -1))
-    counts = sums(sums(masks(body), [1]), [0])
-    if whole == size:
-        return counts
-    rest = sums(masks(leaf.map(lambda x: x[whole:])), [0])
-    return [x + y for x, y in zip(counts, rest, strict=True)]
+class NaturalRows:
+    """A leaf in its own shape: every slice is a segment of one row.
+
+    Attributes:
+      segments: how many slices there are.
+      entries: of each, int32[segments].
+    """
+
+    def __init__(self, leaf: Leaf) -> None:
+        self.leaf, self.recipe = leaf, leaf.recipe
+        self.segments = leaf.slices
+        self.entries = np.full(self.segments, leaf.size, np.int32)
+        self._batch = leaf.scores.shape[: leaf.batch_axes]
+        self._axes = range(leaf.batch_axes, leaf.scores.ndim)
+
+    def eligible(self) -> jax.Array:
+        """int32[segments, 1]: how many entries may be kept."""
+        allowed = self.recipe.eligible(self.leaf.arrays)
+        if allowed is None:
+            return jnp.asarray(self.entries)[:, None]
+        # The barrier keeps the second operand, and with it the fused loop.
+        counted: jax.Array = lax.optimization_barrier(sums([allowed, ~allowed], self._axes))[0]
+        return counted.reshape(-1, 1)
+
+    def above(self, pivots: jax.Array, _: jax.Array) -> jax.Array:
+        """int32[segments, 1, pivots]: how many eligible keys lie above pivots[segments, pivots]."""
+        arrays, pivots = lax.optimization_barrier((self.leaf.arrays, pivots))
+        keys = self._keys(arrays)
+        return self._counts([keys > p for p in self._spread(pivots.astype(keys.dtype))])
+
+    def ties_before(self, key: jax.Array, before: jax.Array) -> jax.Array:
+        """int32[segments, 1, pivots]: ties of key[segments] whose index is below before[...]."""
+        strides = [jnp.int32(stride) for stride in self._strides]
+        arrays, before, strides = lax.optimization_barrier((self.leaf.arrays, before, strides))
+        ties = self._ties(arrays, self._keys(arrays), key)
+        index = flat_index(self.leaf.scores.shape, strides)
+        return self._counts([ties & (index < p) for p in self._spread(before)])
+
+    def best(self, key: jax.Array, end: jax.Array) -> jax.Array:
+        """uint8 mask of keys above key[segments], and of ties whose index is below the end."""
+        arrays = self.leaf.arrays
+        keys = self._keys(arrays)
+        (wanted,), (last,) = (self._spread(x[:, None]) for x in (key.astype(keys.dtype), end))
+        index = flat_index(self.leaf.scores.shape, self._strides)
+        best = (keys > wanted) | (self._ties(arrays, keys, key) & (index < last))
+        return best.astype(jnp.uint8)
+
+    @property
+    def _strides(self) -> list[int]:
+        """Those of a flat index within a slice."""
+        shape = self.leaf.scores.shape
+        return [math.prod(shape[axis + 1 :]) * (axis in self._axes) for axis in range(len(shape))]
+
+    def _keys(self, arrays: tuple[jax.Array, ...]) -> jax.Array:
+        scores = self.leaf.scores
+        return self.recipe.keys(arrays, scores.scalars, flat_index(scores.shape))
+
+    def _ties(self, arrays: tuple[jax.Array, ...], keys: jax.Array, key: jax.Array) -> jax.Array:
+        """Which entries have the key of their segment and are eligible."""
+        (wanted,) = self._spread(key.astype(keys.dtype)[:, None])
+        allowed = self.recipe.eligible(arrays)
+        return keys == wanted if allowed is None else (keys == wanted) & allowed
+
+    def _spread(self, x: jax.Array) -> list[jax.Array]:
+        """Each column of x[segments, columns], to be broadcast against the entries."""
+        shape = self._batch + (1,) * len(self._axes)
+        return [x[:, column].reshape(shape) for column in range(x.shape[1])]
+
+    def _counts(self, masks: list[jax.Array]) -> jax.Array:
+        return jnp.stack([x.reshape(-1) for x in sums(masks, self._axes)], axis=-1)[:, None]
 
 
-def count_eligible(leaf: Leaf) -> jax.Array | int:
-    """How many entries of the leaf are eligible."""
-    if leaf.where is None:
-        return leaf.scores.size
-    counts = _count(Leaf(leaf.where), lambda x: [x.scores != 0, x.scores == 0])
-    counted: jax.Array = lax.optimization_barrier(counts)[0]
-    return counted
-
-
-def count_above(leaves: Sequence[Leaf], pivots: jax.Array) -> jax.Array:
-    """int32[leaves, pivots]: how many eligible keys lie above each pivot, in one pass."""
-    pivots = pivots.astype(key_range(leaves[0].scores.dtype).dtype)
-    held, pivots = lax.optimization_barrier((list(leaves), list(pivots)))
-
-    def above(leaf: Leaf) -> list[jax.Array]:
-        keys = leaf.keys()
-        return [keys > p for p in pivots]
-
-    counts = [x for leaf in held for x in _count(leaf, above)]
-    return jnp.stack(counts).reshape(len(leaves), -1)
+def varying_zero(leaves: Sequence[Leaf], like: jax.Array) -> jax.Array:
+    """An int32 zero that varies over a mesh as all of the data do, as loops want it."""
+    zero = zero_like(like.astype(jnp.int32))
+    for leaf in leaves:
+        for x in leaf.arrays:
+            if not jax.typeof(x).sharding.mesh.empty:
+                flags = zero_like((x != 0).astype(jnp.int32))
+                zero += jnp.sum(flags, dtype=jnp.int32)
+    return zero

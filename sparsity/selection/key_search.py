@@ -16,7 +16,6 @@ from jax import lax
 
 from sparsity.core import exact
 from sparsity.core.exact import Words, zero_like
-from sparsity.selection.counting import Leaf
 from sparsity.selection.keys import to_keys
 
 _EIGHTHS = 3  # log2 of parts, between seven pivots
@@ -30,8 +29,6 @@ _MIN_VARIANCE = 0.25  # of a count: half a key, squared; that of a binomial vani
 _END_SHIFT = 8  # log2 of the share of a bracket that outer pivots cut off either end after a miss
 _BELOW_ONE = 1 - 2.0**-20  # keeps a width that was rounded to a float below the next power of two
 
-_SAMPLE_SHIFT = 8  # every 256th key is sampled, so that sorting costs less than a pass,
-_SAMPLE_SIZES = (256, 4096)  # but at least and at most so many
 # In deviations of a sampled rank: the k-th key is seldom outside of three.
 _SAMPLE_TEETH = np.array([-3, -0.9, -0.3, 0, 0.3, 0.9, 3], np.float32)
 _MIN_NOISE = 0.5  # ranks, as these are rounded
@@ -46,27 +43,29 @@ def loops_wait_on_host() -> bool:
 
 # ------------------------------------------------------------------ pivots
 class Bracket(NamedTuple):
-    """Keys from low to high, the wanted one among them. Counts are int32[leaves].
+    """Keys from low to high, the wanted one among them.
 
-    The search is for the k-th highest key, or for any with exactly k keys above it.
+    The search is for the k-th highest key, or for any with exactly k keys above it. A search of
+    many brackets holds arrays of each field, [brackets].
     """
 
     low: jax.Array
     high: jax.Array
-    at_least: jax.Array  # keys >= low
-    above: jax.Array  # keys > high
+    at_least: Words  # keys >= low
+    above: Words  # keys > high
     spread: jax.Array  # float32: how far off a guess may be, as a fraction of the bracket
     misses: jax.Array  # int32: passes that left more than an eighth of the bracket
     passes: jax.Array  # int32
 
     @classmethod
     def of(
-        cls, low: jax.Array, high: jax.Array, at_least: jax.Array, *, sharp: bool = True
+        cls, low: jax.Array, high: jax.Array, at_least: Words, *, sharp: bool = True
     ) -> "Bracket":
-        """A bracket before the first pass, with nothing above it; sharp if guesses are good."""
-        zero = zero_like(at_least[0])
+        """Brackets before the first pass, with nothing above them; sharp if guesses are good."""
+        above = zero_like(at_least[0]), zero_like(at_least[1])
+        zero = above[1].astype(np.int32)
         spread = zero.astype(np.float32) + (_SPREAD / _SHARPER if sharp else _SPREAD)
-        return cls(low, high, at_least, zero_like(at_least), spread, misses=zero, passes=zero)
+        return cls(low, high, at_least, above, spread, misses=zero, passes=zero)
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -90,9 +89,8 @@ def even_pivots(b: Bracket, log2_parts: int) -> jax.Array:
 def guessed_pivots(b: Bracket, k: Words, is_float: bool) -> jax.Array:
     """Seven pivots around the place where linear interpolation sees the k-th key."""
     real = np.dtype(f"float{b.low.dtype.itemsize * 8}")
-    at_least = exact.total(b.at_least)
-    inside = exact.to_float(exact.minus(at_least, exact.total(b.above)))
-    centre = (exact.to_float(exact.minus(at_least, k)) + 0.5) / inside
+    inside = exact.to_float(exact.minus(b.at_least, b.above))
+    centre = (exact.to_float(exact.minus(b.at_least, k)) + 0.5) / inside
     noise = jnp.sqrt(jnp.maximum(centre * (1 - centre), _MIN_VARIANCE / inside) / inside)
     spread = jnp.maximum(noise, b.spread)
     places = jnp.clip(centre + spread * _GUESS_TEETH, 0, 1).astype(real)
@@ -129,101 +127,177 @@ def _roundest(low: jax.Array, high: jax.Array) -> jax.Array:
     return high & ~lax.bitcast_convert_type(tail, high.dtype)
 
 
-def sampled_pivots(leaves: Sequence[Leaf], k: Words) -> jax.Array:
-    """Seven pivots from the order statistics of every so many-th key."""
-    n = sum(leaf.scores.size for leaf in leaves)
-    least, most = _SAMPLE_SIZES
-    wanted = min(max(n >> _SAMPLE_SHIFT, least), most)
-    parts = []
-    for leaf in leaves:
-        stride = min(n // wanted | 1, leaf.scores.size)  # odd: not in step with rows
-        parts.append(leaf.map(functools.partial(_every, stride)).keys())
-    keys = jnp.sort(jnp.concatenate(parts))
-    density = jnp.minimum(exact.to_float(k) / np.float32(n), 1)
-    noise = jnp.sqrt(keys.size * density * (1 - density)) + _MIN_NOISE
-    ranks = keys.size * (1 - density) + noise * _SAMPLE_TEETH
-    pivots = keys[jnp.clip(ranks, 0, keys.size - 1).astype(jnp.int32)]
-    return pivots - _LOWERED.astype(keys.dtype)
+def sampled_pivots(keys: jax.Array, n: jax.Array | np.ndarray, k: Words) -> jax.Array:
+    """Seven pivots of each bracket from the order statistics of sampled keys.
 
-
-def _every(stride: int, x: jax.Array) -> jax.Array:
-    return x.reshape(-1)[::stride]
+    Args:
+        keys: [brackets, count]; sorted here.
+        n: How many keys each bracket has, as floats.
+        k: The rank of the wanted key, of each bracket.
+    """
+    keys = jnp.sort(keys, axis=1)
+    count = keys.shape[1]
+    density = jnp.minimum(exact.to_float(k) / n, 1)[:, None]
+    noise = jnp.sqrt(count * density * (1 - density)) + _MIN_NOISE
+    ranks = count * (1 - density) + noise * _SAMPLE_TEETH
+    places = jnp.clip(ranks, 0, count - 1).astype(jnp.int32)
+    return jnp.take_along_axis(keys, places, axis=1) - _LOWERED.astype(keys.dtype)
 
 
 # ------------------------------------------------------------------ the search
+class Groups(NamedTuple):
+    """Which segments share a bracket: every segment has its own, or all have one.
+
+    Attributes:
+        parts: how many segments each part has.
+        together: whether all share one.
+    """
+
+    parts: tuple[int, ...]
+    together: bool
+
+    def totals(self, rows: Sequence[jax.Array]) -> Words:
+        """The sum of int32[segments, rows, ...] of all parts for each bracket."""
+        sums = jnp.concatenate([jnp.sum(x, axis=1, dtype=jnp.int32) for x in rows])
+        if self.together:
+            high, low = exact.total(sums)
+            return high[None], low[None]
+        low = sums.astype(jnp.uint32)
+        return zero_like(low), low
+
+    def spread(self, x: jax.Array) -> list[jax.Array]:
+        """x[brackets, ...] for the segments of each part."""
+        if self.together:
+            return [jnp.broadcast_to(x, (count, *x.shape[1:])) for count in self.parts]
+        return jnp.split(x, np.cumsum(self.parts)[:-1])
+
+
+class Found(NamedTuple):
+    """The state of a search: its brackets, and what each row counts at their ends.
+
+    Attributes:
+        bracket: [brackets].
+        at_least: int32[segments, rows] of each part: keys >= low.
+        above: The same: keys > high.
+    """
+
+    bracket: Bracket
+    at_least: list[jax.Array]
+    above: list[jax.Array]
+
+
 def search(
-    count: Callable[[jax.Array], jax.Array],
+    count: Callable[[jax.Array, jax.Array], list[jax.Array]],
+    groups: Groups,
     k: Words,
-    b: Bracket,
+    start: Found,
     *,
     bits: int,
     max_misses: int = 0,
     first: jax.Array | None = None,
     is_float: bool = False,
-) -> Bracket:
-    """Narrows a bracket of at most 2**bits keys to one.
+) -> Found:
+    """Narrows brackets of at most 2**bits keys to one key each, all of them in the same passes.
 
-    Where loops may look at their data, a pass that does not leave an eighth of the bracket is a
+    Where loops may look at their data, a pass that does not leave an eighth of a bracket is a
     miss, and after max_misses of them there are no more guesses: the number of passes is at most
     max_misses + ceil(bits / 3). Elsewhere it is ceil(bits / 4).
 
     Args:
-        count: Maps pivots to int32[leaves, pivots], the numbers of keys above each, in one pass.
-        k: The rank of the wanted key, from 1.
-        b: The bracket.
-        bits: Base-2 logarithm of the number of its keys, rounded up.
+        count: Maps pivots[brackets, pivots], and which brackets are wanted, to the numbers of keys
+            above each pivot, int32[segments, rows, pivots] of each part, in one pass.
+        groups: Which segments share a bracket.
+        k: The rank of the wanted key in each bracket, from 1.
+        start: The brackets.
+        bits: Base-2 logarithm of the number of keys of the largest, rounded up.
         max_misses: How many guesses may fail.
-        first: Pivots of the first pass.
+        first: Pivots of the first pass, [brackets, pivots].
         is_float: Whether keys are those of floats.
 
     Returns:
-        The bracket of the k-th key alone, or of one with exactly k keys above it.
+        The brackets of the k-th keys alone, or of keys with exactly k keys above them.
     """
 
-    def step(b: Bracket, pivots: jax.Array) -> Bracket:
-        last = jnp.where(b.low < b.high, b.high - 1, b.high)  # the lowest key has none below
-        pivots = jnp.clip(pivots, b.low, last)
-        return narrow(b, pivots, count(pivots), k)
+    def step(found: Found, pivots: jax.Array) -> Found:
+        b = found.bracket
+        busy = b.low < b.high
+        last = jnp.where(busy, b.high - 1, b.high)  # the lowest key has none below
+        pivots = jnp.clip(pivots, b.low[:, None], last[:, None])
+        counts = count(pivots, busy)
+        new, at_low, at_high = jax.vmap(narrow)(b, pivots, groups.totals(counts), k)
+        return Found(
+            jax.tree.map(lambda x, old: jnp.where(busy, x, old), new, b),
+            _counts_at(counts, groups.spread(at_low & busy[:, None]), found.at_least),
+            _counts_at(counts, groups.spread(at_high & busy[:, None]), found.above),
+        )
+
+    def even(found: Found, log2_parts: int) -> jax.Array:
+        return jax.vmap(functools.partial(even_pivots, log2_parts=log2_parts))(found.bracket)
 
     if loops_wait_on_host():
-        fixed: Bracket = lax.fori_loop(
+        fixed: Found = lax.fori_loop(
             0,
             -(-bits // _SIXTEENTHS),
-            lambda _, b: step(b, even_pivots(b, _SIXTEENTHS)),
-            b,
-            unroll=b.at_least.size == 1,
+            lambda _, found: step(found, even(found, _SIXTEENTHS)),
+            start,
+            unroll=sum(groups.parts) == 1,
         )
         return fixed
 
-    def body(state: tuple[Bracket, jax.Array]) -> tuple[Bracket, jax.Array]:
-        b = step(*state)
-        guesses = guessed_pivots(b, k, is_float)
-        return b, jnp.where(b.misses < max_misses, guesses, even_pivots(b, _EIGHTHS))
+    def body(state: tuple[Found, jax.Array]) -> tuple[Found, jax.Array]:
+        found = step(*state)
+        b = found.bracket
+        guesses = jax.vmap(functools.partial(guessed_pivots, is_float=is_float))(b, k)
+        may_miss = (b.misses < max_misses)[:, None]
+        return found, jnp.where(may_miss, guesses, even(found, _EIGHTHS))
 
-    first = even_pivots(b, _EIGHTHS) if first is None else first
-    return lax.while_loop(lambda state: state[0].low < state[0].high, body, (b, first))[0]
+    first = even(start, _EIGHTHS) if first is None else first
+    busy = lambda state: jnp.any(state[0].bracket.low < state[0].bracket.high)  # noqa: E731
+    return lax.while_loop(busy, body, (start, first))[0]
 
 
-def narrow(b: Bracket, pivots: jax.Array, counts: jax.Array, k: Words) -> Bracket:
-    """The part of the bracket that holds the k-th key, by the counts above the pivots."""
-    total = exact.total(counts)
+def narrow(
+    b: Bracket, pivots: jax.Array, total: Words, k: Words
+) -> tuple[Bracket, jax.Array, jax.Array]:
+    """The part of one bracket that holds the k-th key, by the numbers of keys above the pivots.
+
+    Returns:
+        The bracket; which pivots lie just below its low end; which are its high end.
+    """
     enough, met = exact.at_least(total, k), exact.equal(total, k)
     hit = jnp.any(met)
     low = jnp.max(jnp.where(enough, pivots + 1, b.low))
     high = jnp.min(jnp.where(enough, b.high, pivots))
     low = jnp.where(hit, jnp.max(jnp.where(met, pivots, b.low)), low)
     high = jnp.where(hit, low, high)
+    at_low, at_high = enough & (pivots + 1 == low), (met | ~enough) & (pivots == high)
 
-    def counts_at(chosen: jax.Array, otherwise: jax.Array) -> jax.Array:
-        return jnp.where(jnp.any(chosen), jnp.max(jnp.where(chosen, counts, 0), axis=1), otherwise)
+    def count_at(chosen: jax.Array, otherwise: Words) -> Words:
+        which = jnp.argmax(chosen)
+        return exact.choose(jnp.any(chosen), (total[0][which], total[1][which]), otherwise)
 
     missed = _width(low, high) > _width(b.low, b.high) >> _EIGHTHS
-    return Bracket(
+    narrowed = Bracket(
         low=low,
         high=high,
-        at_least=counts_at(enough & (pivots + 1 == low), b.at_least),
-        above=counts_at((met | ~enough) & (pivots == high), b.above),
+        at_least=count_at(at_low, b.at_least),
+        above=count_at(at_high, b.above),
         spread=jnp.where(missed, _SPREAD, b.spread / _SHARPER),
         misses=b.misses + missed.astype(jnp.int32),
         passes=b.passes + 1,
     )
+    return narrowed, at_low, at_high
+
+
+def _counts_at(
+    counts: list[jax.Array], chosen: list[jax.Array], otherwise: list[jax.Array]
+) -> list[jax.Array]:
+    """Each row's count at the pivot that is chosen for its segment, if there is one."""
+    return [
+        jnp.where(
+            jnp.any(own, axis=1)[:, None],
+            jnp.max(jnp.where(own[:, None], count, 0), axis=2),
+            old,
+        )
+        for count, own, old in zip(counts, chosen, otherwise, strict=True)
+    ]

@@ -1,16 +1,19 @@
-"""Masks of the k best entries of one or more leaves: the k-th key, then ties, then comparisons.
+"""Masks of the k best entries of many leaves in one search: k-th keys, ties, comparisons.
 
-A mask keeps exactly k entries. `key_search` finds the k-th key of all leaves together. Of the keys
-equal to it, those of the lowest flat index are kept, across leaves in their order, so that at most
-one leaf is partial: it keeps some and not all of its ties. A second search finds where it stops: by
-rows if the leaf may be reshaped ("flat"), which is a single pass, else by the flat index.
+A mask keeps exactly k entries, of each slice of each leaf or of all leaves together. `key_search`
+finds all k-th keys in the same passes. Of the keys equal to the k-th, those of the lowest flat
+index are kept, across leaves in their order, so that at most one segment of a bracket is partial:
+it keeps some and not all of its ties. Where leaves are flat, the counts of its rows say in which
+row its ties end, and that row alone is read; else a second search finds the flat index.
 """
 
-import functools
-import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,207 +21,256 @@ from jax import lax
 
 from sparsity.core import exact
 from sparsity.core.exact import Words, zero_like
-from sparsity.core.hashing import flat_index
 from sparsity.selection import counting, key_search
-from sparsity.selection.counting import Leaf
-from sparsity.selection.key_search import Bracket
-from sparsity.selection.keys import key_range, to_keys
+from sparsity.selection.counting import NaturalRows
+from sparsity.selection.key_search import Bracket, Found, Groups
+from sparsity.selection.keys import key_range
+from sparsity.selection.scores import Leaf, at_runtime
+from sparsity.selection.visits import Parts, arrange
+
+# Of all leaves together every 256th key is sampled, so that sorting costs less than a pass,
+_SAMPLE_SHIFT = 8
+_SAMPLE_SIZES = (256, 4096)  # but at least and at most so many
 
 
-def select(leaves: Sequence[Leaf], k: Words) -> tuple[list[jax.Array], jax.Array]:
-    """Masks (uint8) of the k best eligible entries of all leaves, or of all if there are fewer.
+class Selected(NamedTuple):
+    """What a search finds.
+
+    Attributes:
+        masks: uint8, each of its leaf's shape and sharding.
+        eligible: How many entries could be kept, as words like k.
+        passes: How often the data were read.
+    """
+
+    masks: list[jax.Array]
+    eligible: Words
+    passes: jax.Array
+
+
+def select(leaves: Sequence[Leaf], k: Words | chex.Numeric, *, together: bool) -> Selected:
+    """Masks of the k best eligible entries, or of all if there are fewer.
 
     Args:
-        leaves: One or more leaves that are not empty, of one dtype, fewer than 2**31 entries each.
-        k: How many to keep of all leaves together; clamped from above.
-
-    Returns:
-        A mask of each leaf's shape and sharding; passes over the data, those for ties included.
+        leaves: One or more leaves of one recipe that are not empty, fewer than 2**31 entries each.
+        k: How many to keep: of all leaves together, [1], or of each slice, [slices], in the order
+            of leaves; clamped from above. Or the fraction of the eligible ones to remove.
+        together: Whether all entries compete, or those of each slice.
     """
-    flat = all(counting.use_flat(leaf.scores) for leaf in leaves)
-    # A zero that is sharded and varying as all of the data are, as loops want it.
-    zero = zero_like(k[1].astype(jnp.int32))
-    for x in jax.tree.leaves(list(leaves)):
-        if not jax.typeof(x).sharding.mesh.empty:
-            zero += jnp.sum(zero_like(to_keys(x)), dtype=jnp.int32)
-    eligible = jnp.stack([zero + counting.count_eligible(leaf) for leaf in leaves])
-    n = exact.total(eligible)
-    k = exact.choose(exact.at_least(k, n), n, k)
-    b = _kth_key(leaves, k, eligible, flat)
-
-    ties = b.at_least - b.above
-    own = _own_ties(ties, exact.minus(k, exact.total(b.above)))
-    partial = (own > 0) & (own < ties)  # of one leaf at most
-    need = _at(partial, own)
-
-    def cut() -> tuple[jax.Array, jax.Array]:
-        if flat:
-            return _cut_by_rows(leaves, b.high, partial, need), zero + 1
-        return _cut_by_search(leaves, b.high, partial, ties, need)
-
-    if flat and not key_search.loops_wait_on_host():
-        found, passes = lax.cond(jnp.any(partial), cut, lambda: (zero, zero))
-    else:  # no cond, which when batched wants its operands sharded alike
-        found, passes = cut()
-    sizes = np.array([leaf.scores.size for leaf in leaves], np.int32)
-    ends = jnp.where(partial, found, jnp.where(own > 0, sizes, 0))
-    masks = [_best(leaf, b.high, end, flat) for leaf, end in zip(leaves, ends, strict=True)]
-    return masks, b.passes + jnp.where(jnp.any(partial), passes, 0)
-
-
-def _kth_key(leaves: Sequence[Leaf], k: Words, eligible: jax.Array, flat: bool) -> Bracket:
-    """The k-th key of all leaves, at most the number of eligible ones; its counts."""
-    dtype = leaves[0].scores.dtype
-    _, lowest, top = key_range(dtype)
-    zero = zero_like(eligible[0]).astype(np.int64 if dtype.itemsize == 8 else np.int32)
-    low, high = zero + lowest, zero + top
-    nothing = (k[0] | k[1]) == 0
-    everything = exact.equal(k, exact.total(eligible)) & ~nothing
-    b = Bracket.of(
-        jnp.where(nothing, high, low), jnp.where(everything, low, high), eligible, sharp=flat
+    flat = all(counting.use_flat(x) for leaf in leaves for x in leaf.arrays)
+    table, first = arrange(leaves) if flat else ([], [])
+    natural = [] if flat else [NaturalRows(leaf) for leaf in leaves]
+    parts: Sequence[Part] = [*table, *natural]
+    if natural:
+        first = np.cumsum([0, *(part.segments for part in natural)])[:-1].tolist()
+    # Segments are numbered by parts; this is their order by leaves.
+    order = np.concatenate(
+        [start + np.arange(leaf.slices) for start, leaf in zip(first, leaves, strict=True)]
     )
+    groups = Groups(tuple(part.segments for part in parts), together)
+    if isinstance(k, tuple) and not together:
+        k = _permuted(k[0], np.argsort(order)), _permuted(k[1], np.argsort(order))
+    first_k = jnp.zeros((), jnp.int32) if not isinstance(k, tuple) else k[1][0]
+    zero = counting.varying_zero(leaves, first_k)
+    eligible = [part.eligible() + zero for part in parts]
+    n = groups.totals(eligible)
+    if not isinstance(k, tuple):
+        k = exact.num_kept_of_words(n, k)
+    k = exact.choose(exact.at_least(k, n), n, k)
+    found = _kth_keys(parts, table, groups, leaves[0].scores.dtype, k, n, eligible, zero)
+
+    ties = [x - y for x, y in zip(found.at_least, found.above, strict=True)]
+    own = _own_ties(groups, ties, exact.minus(k, found.bracket.above), order)
+    keys = groups.spread(found.bracket.high)
+    if flat:
+        ends, passes = _ends_by_rows(table, keys, ties, own), zero
+    else:
+        ends, passes = _ends_by_search(natural, keys, ties, own)
+    bounds = jnp.concatenate(keys), jnp.concatenate(ends)
+    masks = [
+        _mask(leaf, *_of_leaf(bounds, start, leaf.slices, len(leaves)), flat)
+        for start, leaf in zip(first, leaves, strict=True)
+    ]
+    if not together:
+        n = _permuted(n[0], order), _permuted(n[1], order)
+    return Selected(masks, n, jnp.max(found.bracket.passes) + passes)
+
+
+class Part(Protocol):
+    """Segments that are counted together."""
+
+    @property
+    def segments(self) -> int: ...
+
+    def eligible(self) -> jax.Array:
+        """int32[segments, rows]: how many entries may be kept."""
+
+    def above(self, pivots: jax.Array, busy: jax.Array) -> jax.Array:
+        """int32[segments, rows, pivots]: eligible keys above each of pivots[segments, pivots]."""
+
+
+def _kth_keys(
+    parts: Sequence[Part],
+    table: Parts,
+    groups: Groups,
+    dtype: np.dtype,
+    k: Words,
+    n: Words,
+    eligible: list[jax.Array],
+    zero: jax.Array,
+) -> Found:
+    """The k-th key of every bracket, of n eligible entries, which are as many in each row."""
+    _, lowest, top = key_range(dtype)
+    flat = bool(table)
+    nothing = (k[0] | k[1]) == 0
+    everything = exact.equal(k, n) & ~nothing
+    ends = zero_like(k[1]).astype(np.int64 if dtype.itemsize == 8 else np.int32)
+    low, high = ends + lowest, ends + top
+    b = Bracket.of(jnp.where(nothing, high, low), jnp.where(everything, low, high), n, sharp=flat)
+
+    def count(pivots: jax.Array, busy: jax.Array) -> list[jax.Array]:
+        wanted = zip(parts, groups.spread(pivots), groups.spread(busy), strict=True)
+        return [part.above(own, is_busy) + zero for part, own, is_busy in wanted]
+
+    first = None
+    if flat and not key_search.loops_wait_on_host():
+        first = _first_pivots(table, groups, k).astype(low.dtype)
     return key_search.search(
-        functools.partial(counting.count_above, leaves),
+        count,
+        groups,
         k,
-        b,
+        Found(b, eligible, [zero_like(x) for x in eligible]),
         bits=(top - lowest).bit_length(),
         max_misses=8 if flat else 2,
-        first=key_search.sampled_pivots(leaves, k).astype(low.dtype) if flat else None,
+        first=first,
         is_float=jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 4,
     )
 
 
-def _best(leaf: Leaf, key: jax.Array, end: jax.Array, flat: bool) -> jax.Array:
-    """Mask of keys above the key, and of those equal to it whose flat index is below the end."""
-    whole = leaf.map(lambda x: x.reshape(-1)) if flat else leaf
-    keys = whole.keys()
-    wanted = key.astype(keys.dtype)
-    best = (keys > wanted) | ((keys == wanted) & (flat_index(keys.shape) < end))
-    return whole.only(best).astype(jnp.uint8).reshape(leaf.scores.shape)
+def _first_pivots(parts: Parts, groups: Groups, k: Words) -> jax.Array:
+    """Pivots of the first pass, from sampled keys."""
+    if groups.together:
+        total = sum(int(part.entries.sum(dtype=np.int64)) for part in parts)
+        least, most = _SAMPLE_SIZES
+        stride = (
+            total // min(max(total >> _SAMPLE_SHIFT, least), most) | 1
+        )  # odd: not in step with rows
+        keys = jnp.concatenate([part.sample_every(stride) for part in parts])
+        return key_search.sampled_pivots(keys[None], np.array([total], np.float32), k)
+    ends = np.cumsum(groups.parts)[:-1]
+    return jnp.concatenate(
+        [
+            key_search.sampled_pivots(part.sample(), part.entries.astype(np.float32), own)
+            for part, own in zip(
+                parts, zip(*(jnp.split(x, ends) for x in k), strict=True), strict=True
+            )
+        ]
+    )
 
 
 # ------------------------------------------------------------------ ties
-def _own_ties(ties: jax.Array, need: Words) -> jax.Array:
-    """How many of its ties each leaf keeps, need of them in all, in the order of leaves."""
-    before = exact.totals_before(ties)
+def _own_ties(
+    groups: Groups, ties: Sequence[jax.Array], need: Words, order: np.ndarray
+) -> list[jax.Array]:
+    """int32[segments] of each part: how many of its ties a segment keeps, need in all of each
+    bracket, in the order of leaves."""
+    if not groups.together:
+        return [x.astype(jnp.int32) for x in groups.spread(need[1])]
+    of_segments = jnp.concatenate([jnp.sum(x, axis=1, dtype=jnp.int32) for x in ties])
+    of_segments = _permuted(of_segments, order)
+    before = exact.totals_before(of_segments)
     left = exact.minus(need, before)
     some = exact.at_least(need, before)
-    fit = jnp.minimum(left[1], ties.astype(jnp.uint32)).astype(jnp.int32)
-    return jnp.where(some, jnp.where(left[0] > 0, ties, fit), 0)
+    fit = jnp.minimum(left[1], of_segments.astype(jnp.uint32)).astype(jnp.int32)
+    own = jnp.where(some, jnp.where(left[0] > 0, of_segments, fit), 0)
+    return jnp.split(_permuted(own, np.argsort(order)), np.cumsum(groups.parts)[:-1])
 
 
-class _Rows(NamedTuple):
-    """A flat leaf as rows of one width.
+def _ends_by_rows(
+    parts: Parts,
+    keys: Sequence[jax.Array],
+    ties: Sequence[jax.Array],
+    own: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """int32[segments] of each part: the flat index in its segment before which ties are kept."""
+    whole, cuts = [], []
+    for part, key, count, kept in zip(parts, keys, ties, own, strict=True):
+        before = jnp.cumsum(count, axis=1) - count
+        of_row = jnp.clip(kept[:, None] - before, 0, count)
+        whole.append(jnp.max(jnp.where((of_row > 0) & (of_row == count), part.row_ends, 0), axis=1))
+        partial = (of_row > 0) & (of_row < count)
+        row = jnp.argmax(partial, axis=1).astype(jnp.int32)
+        need = jnp.sum(jnp.where(partial, of_row, 0), axis=1, dtype=jnp.int32)
+        cuts.append((row, key, need, jnp.any(partial, axis=1)))
 
-    A width is at least the number of rows, so that what they leave is shorter than a row.
-    """
+    def cut() -> list[jax.Array]:
+        return [
+            jnp.where(wanted[3], part.cut(*wanted), end)
+            for part, wanted, end in zip(parts, cuts, whole, strict=True)
+        ]
 
-    leaf: Leaf
-    size: int
-    rows: int
-    width: int
-
-    @classmethod
-    def of(cls, leaf: Leaf) -> "_Rows":
-        size = leaf.scores.size
-        rows = 1 << (size.bit_length() - 1) // 2
-        return cls(leaf.map(lambda x: x.reshape(-1)), size, rows, size // rows)
-
-    def ties_by_row(self, key: jax.Array, most: int) -> jax.Array:
-        """int32[most]: how many ties of the key are in each row, zero after the last one."""
-        rows, width = self.rows, self.width
-        body = self.leaf.map(lambda x: x[: rows * width].reshape(rows, width))
-        keys = body.keys()
-        key = key.astype(keys.dtype)
-        sums = counting.sums([body.only(keys == key), keys > key], [1])
-        # The barrier keeps the second operand, and with it the fused loop.
-        return jnp.pad(lax.optimization_barrier(sums)[0], (0, most - rows))
-
-    def ties_of_row(self, key: jax.Array, most: int, start: jax.Array) -> jax.Array:
-        """int32[most]: which entries of the row that starts there are ties of the key."""
-        row = self.leaf.map(lambda x: lax.dynamic_slice(x, (start,), (self.width,)))
-        keys = row.keys()
-        ties = row.only(keys == key.astype(keys.dtype))
-        return jnp.pad(ties.astype(jnp.int32), (0, most - self.width))
+    if key_search.loops_wait_on_host():
+        return cut()
+    is_cut = functools.reduce(jnp.logical_or, [jnp.any(wanted[3]) for wanted in cuts])
+    ends: list[jax.Array] = lax.cond(is_cut, cut, lambda: whole)
+    return ends
 
 
-def _cut_by_rows(
-    leaves: Sequence[Leaf], key: jax.Array, partial: jax.Array, need: jax.Array
-) -> jax.Array:
-    """Flat index after the need-th tie of the partial leaf.
+def _ends_by_search(
+    parts: Sequence[NaturalRows],
+    keys: Sequence[jax.Array],
+    ties: Sequence[jax.Array],
+    own: Sequence[jax.Array],
+) -> tuple[list[jax.Array], jax.Array]:
+    """The same by a search for the flat indices, counted from the end; and its passes."""
+    groups = Groups(tuple(part.segments for part in parts), together=False)
+    sizes = np.concatenate([part.entries for part in parts])
+    need, all_ties = jnp.concatenate(own), jnp.concatenate([x[:, 0] for x in ties])
+    partial = (need > 0) & (need < all_ties)
+    zero, last = zero_like(need), sizes - 1
+    b = Bracket.of(zero, jnp.where(partial, last, zero), _words(all_ties))
 
-    One pass counts ties by row, then one row is read.
-    """
-    tables = [_Rows.of(leaf) for leaf in leaves]
-    most_rows, longest = max(t.rows for t in tables), max(t.width for t in tables)
-    size, rows, width = (
-        _at(partial, np.array([getattr(t, name) for t in tables], np.int32))
-        for name in ("size", "rows", "width")
-    )
-    counts = _of_partial(
-        partial, [functools.partial(t.ties_by_row, key, most_rows) for t in tables]
-    )
-    row, before = _place(counts, zero_like(need), need)
-    passed = jnp.minimum(row, rows) * width  # there may be padded rows
-    start = jnp.minimum(passed, size - width)  # the row after the last one ends with the leaf
-    fresh = start + lax.iota(jnp.int32, longest) >= passed
-    ties = _of_partial(
-        partial, [functools.partial(t.ties_of_row, key, longest) for t in tables], start
-    )
-    return start + _place(jnp.where(fresh, ties, 0), before, need)[0] + 1
+    def count(pivots: jax.Array, _: jax.Array) -> list[jax.Array]:
+        before = groups.spread(jnp.asarray(last)[:, None] - pivots)
+        return [part.ties_before(*x) for part, *x in zip(parts, keys, before, strict=True)]
 
-
-def _of_partial(
-    partial: jax.Array, functions: Sequence[Callable[..., jax.Array]], *args: jax.Array
-) -> jax.Array:
-    """The function of the partial leaf, of one for each, applied to the arguments."""
-    if key_search.loops_wait_on_host():  # and so do branches
-        return jnp.stack([f(*args) for f in functions])[jnp.argmax(partial)]
-    chosen: jax.Array = lax.switch(jnp.argmax(partial), functions, *args)
-    return chosen
-
-
-def _place(counts: jax.Array, before: jax.Array, need: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which count passes on to the need-th, with that many before them; how many are before it."""
-    ends = before + jnp.cumsum(counts)
-    passed = ends < need
-    return jnp.sum(passed, dtype=jnp.int32), jnp.max(jnp.where(passed, ends, before))
-
-
-def _cut_by_search(
-    leaves: Sequence[Leaf], key: jax.Array, partial: jax.Array, ties: jax.Array, need: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Flat index after the need-th tie of the partial leaf, and passes.
-
-    That is the search for it, over indices counted from the end.
-    """
-    sizes = np.array([leaf.scores.size for leaf in leaves], np.int32)
-    last = _at(partial, sizes - 1)
-
-    def count_in(leaf: Leaf, pivots: jax.Array) -> list[jax.Array]:
-        shape = leaf.scores.shape
-        strides = [jnp.int32(math.prod(shape[axis + 1 :])) for axis in range(len(shape))]
-        leaf, pivots, strides = lax.optimization_barrier((leaf, pivots, strides))
-
-        keys, index = leaf.keys(), flat_index(shape, strides)
-        ties = leaf.only(keys == key.astype(keys.dtype))
-        return counting.sums([ties & (index < last - p) for p in pivots], range(len(shape)))
-
-    def count(pivots: jax.Array) -> jax.Array:
-        counts = [x for leaf in leaves for x in count_in(leaf, pivots)]
-        return _at(partial[:, None], jnp.stack(counts).reshape(len(leaves), -1))[None]
-
-    bits = int(sizes.max() - 1).bit_length()
-    b = key_search.search(
+    bits = int(last.max()).bit_length()
+    found = key_search.search(
         count,
-        (zero_like(need).astype(jnp.uint32), need.astype(jnp.uint32)),
-        Bracket.of(zero_like(need), last, _at(partial, ties)[None]),
+        groups,
+        _words(need),
+        Found(b, list(ties), [zero_like(x) for x in ties]),
         bits=bits,
         max_misses=1 if bits <= 30 else 0,
-    )
-    return last - b.high + (b.above[0] < need).astype(jnp.int32), b.passes
+    ).bracket
+    cut = last - found.high + (found.above[1].astype(jnp.int32) < need).astype(jnp.int32)
+    ends = jnp.where(partial, cut, jnp.where(need > 0, sizes, 0))
+    return groups.spread(ends), jnp.max(found.passes)
 
 
-def _at(partial: jax.Array, x: jax.Array | np.ndarray) -> jax.Array:
-    """The x of the partial leaf; 0 without one."""
-    return jnp.sum(jnp.where(partial, x, 0), axis=0, dtype=jnp.int32)
+# ------------------------------------------------------------------ masks
+def _of_leaf(
+    bounds: tuple[jax.Array, jax.Array], start: int, count: int, leaves: int
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and ends of the segments of a leaf, of those of all leaves."""
+    if leaves == 1:
+        return bounds
+    at = at_runtime(start)
+    key, end = (lax.dynamic_slice(x, (at,), (count,), allow_negative_indices=False) for x in bounds)
+    return key, end
+
+
+def _mask(leaf: Leaf, key: jax.Array, end: jax.Array, flat: bool) -> jax.Array:
+    """Mask of keys above the key, and of those equal to it whose flat index is below the end."""
+    if flat:
+        shape = (leaf.slices, leaf.size) if leaf.batch_axes else (leaf.size,)
+        return NaturalRows(leaf.reshape(shape)).best(key, end).reshape(leaf.scores.shape)
+    return NaturalRows(leaf).best(key, end)
+
+
+def _permuted(x: jax.Array, order: np.ndarray) -> jax.Array:
+    return x if np.array_equal(order, np.arange(len(order))) else x[order]
+
+
+def _words(counts: jax.Array) -> Words:
+    low = counts.astype(jnp.uint32)
+    return zero_like(low), low

@@ -8,23 +8,21 @@ checks arguments and maps over slices; `threshold` selects.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from sparsity.core import exact
+from sparsity.core import exact, sharding
 from sparsity.core.checks import is_traced
 from sparsity.core.exact import Words, zero_like
 from sparsity.core.trees import PyTree
-from sparsity.selection import counting, threshold
-from sparsity.selection.counting import Leaf
-from sparsity.selection.keys import readable, to_keys
-
-_MERGE_BELOW = 65_536  # smaller neighbouring leaves are counted as one when flat
+from sparsity.selection import threshold
+from sparsity.selection.scores import Leaf, Scores
 
 
 def topk_mask(
@@ -56,12 +54,10 @@ def topk_mask(
     Raises:
         ValueError: If scores are complex, if a concrete k is out of range, or if shapes differ.
     """
-    scores = readable(scores)
-    shape = scores.shape
-    if not 0 <= batch_axes <= scores.ndim:
-        raise ValueError(
-            f"batch_axes must be in [0, {scores.ndim}], got batch_axes = {batch_axes}."
-        )
+    lazy = Scores.of(scores)
+    shape = lazy.shape
+    if not 0 <= batch_axes <= lazy.ndim:
+        raise ValueError(f"batch_axes must be in [0, {lazy.ndim}], got batch_axes = {batch_axes}.")
     if where is not None and jnp.shape(where) != shape:
         raise ValueError(f"where must have shape {shape}, got where.shape = {jnp.shape(where)}.")
     words = _k_words(k, math.prod(shape[batch_axes:]))
@@ -69,10 +65,49 @@ def topk_mask(
         raise ValueError(
             f"k must broadcast against {shape[:batch_axes]}, got k.shape = {np.shape(words[1])}."
         )
-    if not scores.size:
-        return jnp.zeros(shape, jnp.uint8)
-    mask: jax.Array = _topk_mask(scores, words, where, batch_axes)
-    return mask
+    high, low = (jnp.broadcast_to(word, shape[:batch_axes]).reshape(-1) for word in words)
+    allowed = None if where is None else jnp.asarray(where)
+    return topk_masks([Leaf(lazy, allowed, batch_axes)], (high, low))[0]
+
+
+def topk_masks(leaves: Sequence[Leaf], k: Words, *, together: bool = False) -> list[jax.Array]:
+    """Masks of the k highest scores of every slice of many leaves, found in one search.
+
+    Args:
+        leaves: Of any shapes and dtypes; those of one recipe are searched together.
+        k: How many to keep of each slice, [slices], in the order of leaves, or of all leaves
+            together, [1]: two uint32 words (high, low).
+        together: Whether all leaves compete; their scores have one dtype then.
+
+    Returns:
+        uint8 masks, each of its leaf's shape and sharding, 1 = keep.
+    """
+    meant, stored = _taken_apart(leaves)
+    search = functools.partial(_topk_masks, meant, together)
+    return sharding.shard_like([leaf.scores.arrays[0] for leaf in leaves], search, stored, k)
+
+
+def moved_masks(
+    drop: Sequence[Leaf], grow: Sequence[Leaf], fraction: chex.Numeric, *, together: bool = False
+) -> list[jax.Array]:
+    """Masks with a fraction of their active entries replaced, by two searches.
+
+    Of the n active entries of every slice num_kept(n, fraction) stay, those with the highest drop
+    scores, and as many as were dropped grow: those with the highest grow scores of all others.
+
+    Args:
+        drop: Drop scores; `where` is the present mask.
+        grow: Grow scores, without `where`.
+        fraction: In [0, 1], a scalar.
+        together: Whether all leaves compete; the total stays then.
+
+    Returns:
+        uint8 masks, each of its leaf's shape and sharding.
+    """
+    (of_drop, drops), (of_grow, grows) = _taken_apart(drop), _taken_apart(grow)
+    move = functools.partial(_moved_masks, of_drop, of_grow, together)
+    likes = [leaf.scores.arrays[0] for leaf in drop]
+    return sharding.shard_like(likes, move, drops, grows, fraction)
 
 
 def global_topk_mask(
@@ -98,21 +133,19 @@ def global_topk_mask(
         ValueError: If leaves are complex or of several dtypes, or if a concrete k is out of range.
     """
     treedef: Any  # jax has no types for its methods
-    leaves, treedef = jax.tree.flatten(tree)
-    leaves = [readable(x) for x in leaves]
-    dtypes = sorted({str(x.dtype) for x in leaves})
+    trees, treedef = jax.tree.flatten(tree)
+    allowed = [None] * len(trees) if where is None else treedef.flatten_up_to(where)
+    leaves = [
+        Leaf(Scores.of(x), None if own is None else jnp.asarray(own))
+        for x, own in zip(trees, allowed, strict=True)
+    ]
+    dtypes = sorted({str(leaf.scores.dtype) for leaf in leaves})
     if len(dtypes) > 1:
         raise ValueError(
             f"Cannot rank scores of dtypes {', '.join(dtypes)} together. Cast the leaves to one."
         )
-    words = _k_words(k, sum(x.size for x in leaves))
-    allowed = [None] * len(leaves) if where is None else treedef.flatten_up_to(where)
-    filled = [i for i, x in enumerate(leaves) if x.size]
-    masks = [jnp.zeros(x.shape, jnp.uint8) for x in leaves]
-    if filled:
-        found = _global_topk_masks([Leaf(leaves[i], allowed[i]) for i in filled], words)
-        for i, mask in zip(filled, found, strict=True):
-            masks[i] = mask
+    high, low = _k_words(k, sum(leaf.scores.size for leaf in leaves))
+    masks = topk_masks(leaves, (high.reshape(1), low.reshape(1)), together=True)
     return jax.tree.unflatten(treedef, masks)
 
 
@@ -137,50 +170,79 @@ def _k_words(k: chex.Numeric | Words, n: int) -> Words:
 
 
 # ------------------------------------------------------------------ the k best
-@functools.partial(jax.jit, static_argnums=3)
-def _topk_mask(scores: jax.Array, k: Words, where: jax.Array | None, batch_axes: int) -> jax.Array:
-    def select(scores: jax.Array, k: Words, where: jax.Array | None) -> jax.Array:
-        return threshold.select([Leaf(scores, where)], k)[0][0]
+def _taken_apart(leaves: Sequence[Leaf]) -> tuple[tuple[Any, ...], list[Any]]:
+    """What is known of leaves while a function is traced, and their arrays."""
+    meant = tuple((x.scores.fn, x.scores.uses_index, x.batch_axes) for x in leaves)
+    return meant, [(x.scores.arrays, x.scores.scalars, x.where) for x in leaves]
 
-    if batch_axes:
-        # Explicit axes want all that is mapped over sharded alike: zeros carry the sharding over.
-        keys = to_keys(scores)
-        if where is not None and not counting.use_flat(scores):
-            where = (where != 0) | (keys != keys)
-            scores = keys | zero_like(where.astype(keys.dtype))
-        zeros = jnp.sum(
-            zero_like(to_keys(scores)), range(batch_axes, scores.ndim), dtype=jnp.uint32
+
+def _put_together(meant: tuple[Any, ...], stored: Sequence[Any]) -> list[Leaf]:
+    stored = jax.tree.map(lax.stop_gradient, stored)  # a mask has no derivatives
+    return [
+        Leaf(Scores(fn, arrays, scalars, uses_index), where, batch_axes)
+        for (fn, uses_index, batch_axes), (arrays, scalars, where) in zip(
+            meant, stored, strict=True
         )
-        k = (k[0] + zeros, k[1] + zeros)
-    for _ in range(batch_axes):
-        select = jax.vmap(select)
-    return select(scores, k, where)
+    ]
 
 
-@jax.jit
-def _global_topk_masks(leaves: Sequence[Leaf], k: Words) -> list[jax.Array]:
-    if not all(counting.use_flat(leaf.scores) for leaf in leaves):
-        return threshold.select(leaves, k)[0]
-    groups: list[list[Leaf]] = []
-    for leaf in leaves:
-        sizes = [x.scores.size for x in (leaf, *groups[-1])] if groups else []
-        if groups and max(sizes) < _MERGE_BELOW:
-            groups[-1].append(leaf)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _topk_masks(
+    meant: tuple[Any, ...], together: bool, stored: Sequence[Any], k: Words
+) -> list[jax.Array]:
+    return _select(_put_together(meant, stored), k, together)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _moved_masks(
+    of_drop: tuple[Any, ...],
+    of_grow: tuple[Any, ...],
+    together: bool,
+    drops: Sequence[Any],
+    grows: Sequence[Any],
+    fraction: chex.Numeric,
+) -> list[jax.Array]:
+    drop = _put_together(of_drop, drops)
+    kept, active = _select(drop, fraction, together)
+    lost = exact.minus(active, exact.num_kept_of_words(active, fraction))
+    free = zip(_put_together(of_grow, grows), kept, strict=True)
+    grow = [leaf._replace(where=1 - mask) for leaf, mask in free]
+    grown, _ = _select(grow, lost, together)
+    return [a | b for a, b in zip(kept, grown, strict=True)]
+
+
+def _select(
+    leaves: Sequence[Leaf], k: Words | chex.Numeric, together: bool
+) -> tuple[list[jax.Array], Words]:
+    """Masks, by one search for the leaves of each recipe, and how many entries were eligible.
+
+    Args:
+        leaves: Some of them may be empty.
+        k: As in `threshold.select`.
+        together: Whether all entries compete.
+    """
+    ends = np.cumsum([leaf.slices for leaf in leaves])
+    kinds: dict[Hashable, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if leaf.scores.size:
+            kinds.setdefault(leaf.recipe, []).append(i)
+    if together and len(kinds) > 1:
+        leaves = [leaf.stored() if leaf.scores.size else leaf for leaf in leaves]
+        kinds = {None: sorted(i for members in kinds.values() for i in members)}
+    masks = [jnp.zeros(leaf.scores.shape, jnp.uint8) for leaf in leaves]
+    n = jnp.zeros(1 if together else ends[-1], jnp.uint32)
+    eligible = n, n
+    for members in kinds.values():
+        own = [leaves[i] for i in members]
+        slices = np.concatenate([np.arange(ends[i] - leaves[i].slices, ends[i]) for i in members])
+        is_all = together or len(slices) == ends[-1]
+        wanted = (k[0][slices], k[1][slices]) if isinstance(k, tuple) and not is_all else k
+        found = threshold.select(own, wanted, together=together)
+        for i, mask in zip(members, found.masks, strict=True):
+            masks[i] = mask
+        if is_all:
+            eligible = found.eligible
         else:
-            groups.append([leaf])
-    masks = []
-    for group, mask in zip(groups, threshold.select([*map(_merged, groups)], k)[0], strict=True):
-        ends = np.cumsum([leaf.scores.size for leaf in group])[:-1]
-        parts = jnp.split(mask.reshape(-1), ends)
-        masks += [part.reshape(x.scores.shape) for x, part in zip(group, parts, strict=True)]
-    return masks
-
-
-def _merged(group: Sequence[Leaf]) -> Leaf:
-    """Small leaves as one."""
-    if len(group) == 1:
-        return group[0]
-    flat = [leaf.map(lambda x: x.reshape(-1)) for leaf in group]
-    allowed = [leaf.where for leaf in flat if leaf.where is not None]  # all or none have one
-    where = jnp.concatenate(allowed) if allowed else None
-    return Leaf(jnp.concatenate([leaf.scores for leaf in flat]), where)
+            high, low = (x.at[slices].set(y) for x, y in zip(eligible, found.eligible, strict=True))
+            eligible = high, low
+    return masks, eligible

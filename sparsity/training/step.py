@@ -124,6 +124,8 @@ def wrap(
         def refresh(state: SparseState) -> tuple[SparseState, PyTree]:
             old = plain(state)
             seen = masked(old.masks)
+            if keeps_zeros:
+                table.remember(seen, params, old.masks)
             new = call(updater.update_state, old, trees.prunable(seen), grads)
             new = new._replace(masks=take_masks(new.masks, old.masks, params, packed))
             if not updater.regrows:

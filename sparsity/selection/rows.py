@@ -1,0 +1,225 @@
+"""Leaves that may be reshaped, as segments of rows: each slice of a leaf is a segment.
+
+Counts by row say in which row the ties of a key end, without another pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsity.selection.counting import sums
+from sparsity.selection.scores import Leaf, Recipe
+
+LARGE = 16_384  # entries of a segment from which on more of its keys are sampled
+_SAMPLED = (256, 1024)  # keys to sample of a small segment, of a large one
+_DRIFT = 0.99  # of a stride, so that samples are not in step with the rows of a matrix
+
+_static = functools.partial(dataclasses.field, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rows:
+    """Segments of equal rows.
+
+    Attributes:
+      arrays: what is stored, each [segments, rows, width].
+      scalars: those of the scores, each [segments].
+      starts: int32[segments], flat index in its leaf of each segment's first entry.
+      recipe: how keys are computed.
+      sizes: entries of each segment, what follows them in its rows is padding; one number if there
+        is none.
+    """
+
+    arrays: tuple[jax.Array, ...]
+    scalars: tuple[jax.Array, ...]
+    starts: jax.Array | np.ndarray
+    recipe: Recipe = _static()
+    sizes: tuple[int, ...] | None = _static()
+
+    @property
+    def segments(self) -> int:
+        return self.arrays[0].shape[0]
+
+    @property
+    def rows(self) -> int:
+        return self.arrays[0].shape[1]
+
+    @property
+    def width(self) -> int:
+        return self.arrays[0].shape[2]
+
+    @property
+    def entries(self) -> np.ndarray:
+        """int32[segments]: how many each has."""
+        sizes = (self.rows * self.width,) * self.segments if self.sizes is None else self.sizes
+        return np.array(sizes, np.int32)
+
+    @property
+    def row_ends(self) -> np.ndarray:
+        """int32[segments, rows]: where in its segment each row ends."""
+        ends = np.arange(1, self.rows + 1, dtype=np.int32) * self.width
+        return np.broadcast_to(ends, (self.segments, self.rows))
+
+    def eligible(self) -> jax.Array:
+        """int32[segments, rows]: how many entries may be kept."""
+        allowed = self.recipe.eligible(self.arrays)  # nothing is, in the padding
+        if allowed is None:
+            room = self.entries[:, None] - (self.row_ends - self.width)
+            return jnp.asarray(np.clip(room, 0, self.width), jnp.int32)
+        # The barrier keeps the second operand, and with it the fused loop.
+        counted: jax.Array = lax.optimization_barrier(sums([allowed, ~allowed], [2]))[0]
+        return counted
+
+    @jax.jit
+    def counts_above(self, pivots: jax.Array) -> list[jax.Array]:
+        """int32[segments, rows] for each of pivots[segments, pivots]: eligible keys above it."""
+        arrays, scalars, pivots = lax.optimization_barrier((self.arrays, self.scalars, pivots))
+        held = dataclasses.replace(self, arrays=arrays, scalars=scalars)
+        offset = lax.iota(jnp.int32, self.rows * self.width).reshape(1, self.rows, self.width)
+        keys = held._keys(arrays, offset)
+        columns = [pivots[:, i].astype(keys.dtype)[:, None, None] for i in range(pivots.shape[1])]
+        return sums([keys > pivot for pivot in columns], [2])
+
+    def above(self, pivots: jax.Array, _: jax.Array) -> jax.Array:
+        """int32[segments, rows, pivots]: eligible keys above each of pivots[segments, pivots]."""
+        return jnp.stack(self.counts_above(pivots), axis=-1)
+
+    @jax.jit
+    def sample(self) -> jax.Array:
+        """Keys of some entries of every segment, [segments, count]."""
+        room = self.rows * self.width
+        count = min(_SAMPLED[room >= LARGE], room)
+        flat = [x.reshape(self.segments, room) for x in self.arrays]
+        if self.sizes is None:
+            stride = max(int(room / count * _DRIFT), 1)
+            offset = np.arange(count, dtype=np.int32)[None] * stride
+            picked = [x[:, : offset[0, -1] + 1 : stride] for x in flat]
+        else:
+            offset = (np.arange(count) * self.entries[:, None] // count).astype(np.int32)
+            picked = [jnp.take_along_axis(x, offset, axis=1) for x in flat]
+        keys: jax.Array = lax.optimization_barrier(self._keys(tuple(picked), jnp.asarray(offset)))
+        return keys
+
+    def sample_every(self, stride: int) -> jax.Array:
+        """Keys of every so many-th entry of each segment, of all in one row."""
+        flat = [x.reshape(self.segments, -1) for x in self.arrays]
+        if self.sizes is None:
+            offset = np.arange(0, self.rows * self.width, stride, dtype=np.int32)[None]
+            picked = tuple(x[:, ::stride] for x in flat)
+            keys = self._keys(picked, jnp.asarray(offset)).reshape(-1)
+            held: jax.Array = lax.optimization_barrier(keys)
+            return held
+        each = [np.arange(0, size, stride, dtype=np.int32) for size in self.sizes]
+        segment, offset = np.repeat(range(len(each)), [len(x) for x in each]), np.concatenate(each)
+        of_each = dataclasses.replace(
+            self,
+            scalars=tuple(x[segment] for x in self.scalars),
+            starts=self.starts[segment],
+            sizes=tuple(self.entries[segment].tolist()),
+        )
+        return of_each._keys(tuple(x[segment, offset] for x in flat), jnp.asarray(offset))
+
+    @jax.jit
+    def ties(self, row: jax.Array, key: jax.Array) -> jax.Array:
+        """Which entries of one row of each segment have its key, bool[segments, width]."""
+        if self.segments == 1:
+            picked = [
+                lax.dynamic_slice_in_dim(x, row[0], 1, 1, allow_negative_indices=False)[:, 0]
+                for x in self.arrays
+            ]
+        else:
+            picked = [jnp.take_along_axis(x, row[:, None, None], 1)[:, 0] for x in self.arrays]
+        arrays = tuple(picked)
+        offset = row[:, None] * self.width + lax.iota(jnp.int32, self.width)
+        keys = self._keys(arrays, offset)
+        ties = keys == key[:, None].astype(keys.dtype)
+        for allowed in (self.recipe.eligible(arrays), self._own(offset)):
+            ties = ties if allowed is None else ties & allowed
+        return ties
+
+    def cut(self, row: jax.Array, key: jax.Array, need: jax.Array, _: jax.Array) -> jax.Array:
+        """Where in its segment the need-th tie of a row ends, all int32[segments]."""
+        return row * self.width + places(self.ties(row, key), need)
+
+    def segment(self, number: jax.Array, scalars: tuple[jax.Array, ...], start: jax.Array) -> Rows:
+        """One segment, of a size that all have."""
+        arrays, sizes = self.arrays, self.sizes and self.sizes[:1]
+        if self.segments > 1:
+            arrays = tuple(
+                lax.dynamic_slice_in_dim(x, number, 1, allow_negative_indices=False) for x in arrays
+            )
+        return Rows(arrays, scalars, start, self.recipe, sizes)
+
+    def _keys(self, arrays: tuple[jax.Array, ...], offset: jax.Array) -> jax.Array:
+        """Keys of entries at places of their segments."""
+        scalars = tuple(_beside(x, offset) for x in self.scalars)
+        index = _beside(self.starts, offset) + offset
+        return self.recipe.keys(arrays, scalars, index, self._own(offset))
+
+    def _own(self, offset: jax.Array) -> jax.Array | None:
+        """Which places of their segments are not padding, None if all are."""
+        return None if self.sizes is None else offset < _beside(self.entries, offset)
+
+
+def rows_of(leaves: Sequence[Leaf], rows: int, width: int) -> Rows:
+    """Leaves as segments of rows; copied only if there is more than one, or padding."""
+    counts = [leaf.slices for leaf in leaves]
+    sizes = np.repeat([leaf.size for leaf in leaves], counts)
+
+    def cut(values: Sequence[jax.Array]) -> jax.Array:
+        flat = [
+            pad(x.reshape(leaf.slices, leaf.size), rows * width)
+            for x, leaf in zip(values, leaves, strict=True)
+        ]
+        joined = jnp.concatenate(flat) if len(flat) > 1 else flat[0]
+        return joined.reshape(-1, rows, width)
+
+    def of_segments(values: Sequence[jax.Array]) -> jax.Array:
+        return jnp.repeat(jnp.stack(values), np.array(counts), total_repeat_length=len(sizes))
+
+    return Rows(
+        arrays=tuple(map(cut, zip(*[leaf.arrays for leaf in leaves], strict=True))),
+        scalars=tuple(map(of_segments, zip(*[x.scores.scalars for x in leaves], strict=True))),
+        starts=np.concatenate([np.arange(x.slices, dtype=np.int32) * x.size for x in leaves]),
+        recipe=leaves[0].recipe,
+        sizes=None if np.all(sizes == rows * width) else tuple(sizes.tolist()),
+    )
+
+
+def pad(x: jax.Array, size: int) -> jax.Array:
+    """x[segments, count, ...] with zeros up to that count."""
+    if x.shape[1] == size:
+        return x
+    return jnp.pad(x, [(0, 0), (0, size - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+
+
+@jax.vmap
+def places(ties: jax.Array, need: jax.Array) -> jax.Array:
+    """int32 index after the need-th of the ties, bool[width]: first by blocks, then within one."""
+    width = ties.shape[0]
+    block = 1 << (width.bit_length() // 2)
+    blocks = jnp.pad(ties, (0, -width % block)).reshape(-1, block)
+
+    def place(counts: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
+        ends = before + jnp.cumsum(counts)
+        passed = ends < need
+        return jnp.sum(passed, dtype=jnp.int32), jnp.max(jnp.where(passed, ends, before))
+
+    at, before = place(jnp.sum(blocks, 1, dtype=jnp.int32), need & 0)
+    at = jnp.minimum(at, len(blocks) - 1)
+    own = lax.dynamic_index_in_dim(blocks, at, keepdims=False)
+    return at * block + place(own.astype(jnp.int32), before)[0] + 1
+
+
+def _beside(x: Any, offset: jax.Array) -> jax.Array:
+    """x[segments], to be broadcast against the entries."""
+    return jnp.asarray(x).reshape(-1, *[1] * (offset.ndim - 1))

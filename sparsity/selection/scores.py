@@ -1,0 +1,193 @@
+"""Scores to rank: stored, or computed where they are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsity.core.hashing import flat_index
+from sparsity.core.trees import PyTree
+from sparsity.selection.keys import key_range, readable, to_keys
+
+
+def _itself(scores: jax.Array) -> jax.Array:
+    return scores
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scores:
+    """Scores that are computed entry by entry, where they are read; nothing is stored.
+
+    Leaves whose `fn` is the same object are searched by the same part of the program.
+
+    Attributes:
+      fn: from an entry's values in `arrays`, then `scalars`, then its flat index if it
+        `uses_index`, to its score; called with arrays of any shape that broadcast.
+      arrays: what is stored, all of one shape; at least one array.
+      scalars: values that hold for all entries.
+      uses_index: whether `fn` wants the int32 flat index of each entry, too.
+    """
+
+    fn: Callable[..., jax.Array]
+    arrays: tuple[jax.Array, ...]
+    scalars: tuple[jax.Array, ...] = ()
+    uses_index: bool = False
+
+    @classmethod
+    def of(cls, scores: chex.Array | Scores) -> Scores:
+        """Stored scores, checked, or lazy ones as they are."""
+        if isinstance(scores, Scores):
+            return scores
+        scores = readable(scores)
+        return cls(_itself, (scores,))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.arrays[0].shape
+
+    @property
+    def size(self) -> int:
+        return self.arrays[0].size
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """That of the scores."""
+        own = tuple(x.dtype for x in (*self.arrays, *self.scalars))
+        return _score_dtype(self.fn, own, self.uses_index)
+
+    def compute(self) -> jax.Array:
+        """The scores as an array."""
+        index = (flat_index(self.shape),) if self.uses_index else ()
+        return self.fn(*self.arrays, *self.scalars, *index)
+
+
+def computed(scores: PyTree) -> PyTree:
+    """Scores as an array, if they are lazy; anything else as it is."""
+    return scores.compute() if isinstance(scores, Scores) else scores
+
+
+class Leaf(NamedTuple):
+    """Scores, and which of them may be kept."""
+
+    scores: Scores
+    where: jax.Array | None = None  # not zero: eligible; None: all are
+    batch_axes: int = 0  # how many leading axes index separate slices
+
+    @property
+    def slices(self) -> int:
+        """How many slices there are."""
+        return math.prod(self.scores.shape[: self.batch_axes])
+
+    @property
+    def size(self) -> int:
+        """Entries of a slice."""
+        return math.prod(self.scores.shape[self.batch_axes :])
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """All that is stored of the leaf."""
+        return (*self.scores.arrays, *([] if self.where is None else [self.where]))
+
+    def reshape(self, shape: tuple[int, ...]) -> Leaf:
+        """The leaf of another shape, whose last axis is all of a slice."""
+        scores, where = self.scores, self.where
+        arrays = tuple(x.reshape(shape) for x in scores.arrays)
+        scores = dataclasses.replace(scores, arrays=arrays)
+        return Leaf(scores, None if where is None else where.reshape(shape), len(shape) - 1)
+
+    def stored(self) -> Leaf:
+        """The leaf of stored scores."""
+        where = None if self.where is None else (self.where != 0).astype(jnp.uint8)
+        return Leaf(Scores.of(self.scores.compute()), where, self.batch_axes)
+
+    @property
+    def recipe(self) -> Recipe:
+        """How its keys are computed; leaves of one recipe can be ranked by one search."""
+        scores = self.scores
+        dtypes = tuple(x.dtype for x in (*self.arrays, *scores.scalars))
+        return Recipe(scores.fn, scores.dtype, dtypes, len(scores.arrays), scores.uses_index)
+
+
+class Recipe(NamedTuple):
+    """How keys are computed from what is stored.
+
+    Attributes:
+      fn: as in `Scores`.
+      dtype: that of the scores.
+      dtypes: those of the arrays of `Leaf.arrays`, then of the scalars.
+      arrays: how many of the arrays `fn` takes; one more says which entries are eligible.
+      uses_index: as in `Scores`.
+    """
+
+    fn: Callable[..., jax.Array]
+    dtype: np.dtype
+    dtypes: tuple[np.dtype, ...]
+    arrays: int
+    uses_index: bool
+
+    def eligible(self, arrays: tuple[jax.Array, ...]) -> jax.Array | None:
+        """Which entries may be kept, None if all are."""
+        return arrays[-1] != 0 if len(arrays) > self.arrays else None
+
+    def keys(
+        self,
+        arrays: tuple[jax.Array, ...],
+        scalars: tuple[jax.Array, ...],
+        index: jax.Array,
+        own: jax.Array | None = None,
+    ) -> jax.Array:
+        """Keys of some entries, of any shape; the lowest one where an entry is not eligible.
+
+        Args:
+          arrays: entries of `Leaf.arrays`.
+          scalars: those of the scores, to be broadcast against the entries.
+          index: flat index of the entries in their leaf.
+          own: which of the entries there are; None: all.
+        """
+        values = (*arrays[: self.arrays], *scalars, *[index][: self.uses_index])
+        keys = to_keys(readable(self.fn(*values)))
+        lowest = jnp.array(key_range(self.dtype).low, keys.dtype)
+        for allowed in (self.eligible(arrays), own):
+            keys = keys if allowed is None else jnp.where(allowed, keys, lowest)
+        return keys
+
+
+def at_runtime(number: int) -> jax.Array:
+    """The number, int32, read from a constant that the compiler does not see through.
+
+    Programs that differ in nothing else then share a kernel. The constant has another entry, or it
+    would be seen through all the same.
+    """
+    number_of: jax.Array = lax.optimization_barrier(jnp.array([number, -1], jnp.int32))[0]
+    return number_of
+
+
+def scalars(x: jax.Array) -> list[jax.Array]:
+    """The entries of x[count], each read by the same kernel."""
+    held = lax.optimization_barrier(x)
+    starts = [at_runtime(i) for i in range(len(x))]
+    return [
+        lax.dynamic_slice(held, (start,), (1,), allow_negative_indices=False)[0] for start in starts
+    ]
+
+
+@functools.lru_cache
+def _score_dtype(
+    fn: Callable[..., jax.Array], dtypes: tuple[np.dtype, ...], uses_index: bool
+) -> np.dtype:
+    values = [jax.ShapeDtypeStruct((), dtype) for dtype in (*dtypes, *[np.int32] * uses_index)]
+    dtype: np.dtype = jax.eval_shape(lambda *x: readable(fn(*x)), *values).dtype
+    return dtype

@@ -1,0 +1,236 @@
+"""How leaves are cut into segments, and large segments visited one after another.
+
+The visits are a loop that leaves out segments that are done. It has a branch for each leaf; those
+of one shape share a kernel, as the number of a segment is read while the program runs. Small
+segments are padded to one of three sizes and counted at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsity.selection import key_search
+from sparsity.selection.rows import LARGE, Rows, pad, places, rows_of
+from sparsity.selection.scores import Leaf
+
+_ROWS = 64  # of a large segment, for threads to share
+_LEAST_ROWS = 16  # the same where 64 do not divide it
+_WIDTH = 1024  # of a row of small segments
+_PADDED = (1024, 4096, LARGE)  # the sizes to which these are padded
+_BRANCHES = 16  # of one switch
+
+Parts = Sequence["Rows | Visits"]
+
+
+def arrange(leaves: Sequence[Leaf]) -> tuple[Parts, list[int]]:
+    """The segments of leaves of one recipe, and the number of each leaf's first segment."""
+    kinds: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if leaf.size >= LARGE:
+            kind: Any = None
+        elif leaf.size * leaf.slices >= LARGE:
+            kind = f"leaf {i}"
+        else:
+            kind = next(size for size in _PADDED if leaf.size <= size)
+        kinds.setdefault(kind, []).append(i)
+    parts: list[Rows | Visits] = []
+    first, number = [0] * len(leaves), 0
+    for kind, members in kinds.items():
+        for i in members:
+            first[i] = number
+            number += leaves[i].slices
+        own = [leaves[i] for i in members]
+        if kind is None:
+            counts = [_row_count(leaf.size) for leaf in own]
+            each = zip(own, counts, strict=True)
+            parts.append(Visits([rows_of([x], n, -(-x.size // n)) for x, n in each]))
+        elif isinstance(kind, int):
+            parts.append(rows_of(own, kind // _WIDTH, _WIDTH))
+        else:
+            size = own[0].size
+            rows = _divisor(size, 1 << size.bit_length() // 2)
+            parts.append(rows_of(own, rows, size // rows))
+    return parts, first
+
+
+def _row_count(size: int) -> int:
+    """How many rows a large segment is cut into; if they do not divide it, it is padded."""
+    rows = _divisor(size, _ROWS)
+    return rows if rows >= _LEAST_ROWS or size > 2**31 - _ROWS else _ROWS
+
+
+def _divisor(size: int, most: int) -> int:
+    return next(rows for rows in range(min(most, size), 0, -1) if size % rows == 0)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Visits:
+    """Large segments, visited one after another; it offers what `Rows` does.
+
+    Attributes:
+      leaves: the rows of each leaf, of which every slice is a segment.
+    """
+
+    leaves: Sequence[Rows]
+
+    @property
+    def segments(self) -> int:
+        """As of `Rows`."""
+        return sum(self._counts)
+
+    @property
+    def rows(self) -> int:
+        """As of `Rows`."""
+        return max(leaf.rows for leaf in self.leaves)
+
+    @property
+    def entries(self) -> np.ndarray:
+        """As of `Rows`."""
+        return np.concatenate([leaf.entries for leaf in self.leaves])
+
+    @property
+    def row_ends(self) -> np.ndarray:
+        """As of `Rows`."""
+        missing = [[(0, 0), (0, self.rows - leaf.rows)] for leaf in self.leaves]
+        ends = zip(self.leaves, missing, strict=True)
+        return np.concatenate([np.pad(leaf.row_ends, more) for leaf, more in ends])
+
+    def eligible(self) -> jax.Array:
+        """As of `Rows`."""
+        return jnp.concatenate([pad(leaf.eligible(), self.rows) for leaf in self.leaves])
+
+    def sample(self) -> jax.Array:
+        """As of `Rows`."""
+        return jnp.concatenate([leaf.sample() for leaf in self.leaves])
+
+    def sample_every(self, stride: int) -> jax.Array:
+        """As of `Rows`."""
+        return jnp.concatenate([leaf.sample_every(stride) for leaf in self.leaves])
+
+    def above(self, pivots: jax.Array, busy: jax.Array) -> jax.Array:
+        """As of `Rows`; of segments that are not busy there are no counts."""
+
+        def count(leaf: Rows, pivots: jax.Array) -> list[jax.Array]:
+            return [pad(x, self.rows) for x in leaf.counts_above(pivots)]
+
+        def stack(counts: list[jax.Array], _: jax.Array) -> jax.Array:
+            return jnp.stack(counts, axis=-1)
+
+        return self._visit(busy, count, stack, pivots)
+
+    def cut(self, row: jax.Array, key: jax.Array, need: jax.Array, busy: jax.Array) -> jax.Array:
+        """As of `Rows`; of segments that are not busy there is no place."""
+        width = max(leaf.width for leaf in self.leaves)
+
+        def ties(leaf: Rows, row: jax.Array, key: jax.Array, _: jax.Array) -> list[jax.Array]:
+            return [pad(leaf.ties(row, key), width)]
+
+        def place(ties: list[jax.Array], _: jax.Array, __: jax.Array, need: jax.Array) -> jax.Array:
+            found: jax.Array = places(ties[0], need)
+            return found
+
+        widths = np.repeat([leaf.width for leaf in self.leaves], self._counts).astype(np.int32)
+        return row * widths + self._visit(busy, ties, place, row, key, need)
+
+    @property
+    def _counts(self) -> list[int]:
+        """How many segments each leaf has."""
+        return [leaf.segments for leaf in self.leaves]
+
+    def _visit(
+        self,
+        busy: jax.Array,
+        read: Callable[..., list[jax.Array]],
+        finish: Callable[..., jax.Array],
+        *args: jax.Array,
+    ) -> jax.Array:
+        """finish(read(leaf, *args), *args) of all segments that are busy.
+
+        What `read` returns has the same shapes for all leaves, so that `finish` is compiled once.
+        """
+        ends = np.cumsum(self._counts)
+
+        def at_once(leaves: Sequence[Rows], _: Any, *args: jax.Array) -> jax.Array:
+            parts = [jnp.split(x, ends[:-1]) for x in args]
+            found = [read(leaf, *own) for leaf, *own in zip(leaves, *parts, strict=True)]
+            return finish([jnp.concatenate(x) for x in zip(*found, strict=True)], *args)
+
+        if self.segments == 1 or key_search.loops_wait_on_host():
+            return at_once(self.leaves, busy, *args)
+
+        def in_turn(leaves: Sequence[Rows], numbers: Any, *args: jax.Array) -> jax.Array:
+            busy, leaf_of, slice_of = numbers
+            scalars = zip(*[leaf.scalars for leaf in leaves], strict=True)
+            starts = jnp.concatenate([leaf.starts for leaf in leaves])
+            tables = slice_of, tuple(map(jnp.concatenate, scalars)), starts
+
+            def branch(leaf: Rows) -> Callable[..., list[jax.Array]]:
+                def run(within: jax.Array, scalars: Any, start: jax.Array, *own: Any) -> Any:
+                    return read(leaf.segment(within[0], scalars, start), *own)
+
+                return run
+
+            branches = [branch(leaf) for leaf in leaves]
+
+            def visit(at: jax.Array) -> jax.Array:
+                def here(x: jax.Array) -> jax.Array:
+                    return lax.dynamic_slice_in_dim(x, at, 1, allow_negative_indices=False)
+
+                table, own = lax.optimization_barrier(jax.tree.map(here, (tables, args)))
+                return finish(_switch(leaf_of[at], branches, *table, *own), *own)[0]
+
+            return _for_each(busy, visit)
+
+        # Of mapped branches all would be taken, in every visit.
+        visits: Any = jax.custom_batching.custom_vmap(in_turn)
+
+        @visits.def_vmap  # type: ignore[untyped-decorator]
+        def mapped(size: int, is_mapped: Any, *args: Any) -> tuple[jax.Array, bool]:
+            axes = jax.tree.map(lambda leaf: 0 if leaf else None, tuple(is_mapped))
+            return jax.vmap(at_once, in_axes=axes, axis_size=size)(*args), True
+
+        leaf_of = np.repeat(np.arange(len(ends)), self._counts)
+        slice_of = np.arange(ends[-1]) - np.repeat(ends - self._counts, self._counts)
+        numbers = busy, jnp.asarray(leaf_of, jnp.int32), jnp.asarray(slice_of, jnp.int32)
+        # All arrays are arguments: a rule may not close over mapped ones.
+        leaves = [dataclasses.replace(x, starts=jnp.asarray(x.starts)) for x in self.leaves]
+        found: jax.Array = visits(leaves, numbers, *args)
+        return found
+
+
+def _switch(number: jax.Array, branches: Sequence[Callable[..., Any]], *args: Any) -> Any:
+    """`lax.switch` in groups: the time to compile one grows with the square of its branches."""
+    if len(branches) <= _BRANCHES:
+        return lax.switch(number, branches, *args)
+
+    def group(own: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+        return lambda args: lax.switch(number % _BRANCHES, own, *args)
+
+    starts = range(0, len(branches), _BRANCHES)
+    groups = [group(branches[start : start + _BRANCHES]) for start in starts]
+    return lax.switch(number // _BRANCHES, groups, args)
+
+
+def _for_each(chosen: jax.Array, visit: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """visit(number) of each number that is chosen, one after another; zeros of the others."""
+    count = len(chosen)
+    place = jnp.cumsum(chosen.astype(jnp.int32))
+    numbers = jnp.arange(count, dtype=jnp.int32)
+    todo = jnp.where(chosen, place - 1, count)
+    todo = (numbers & 0).at[todo].set(numbers, mode="drop")
+    like = jax.eval_shape(visit, todo[0])
+    zeros = jnp.zeros((count, *like.shape), like.dtype)
+
+    def step(i: jax.Array, found: jax.Array) -> jax.Array:
+        more: jax.Array = lax.dynamic_update_index_in_dim(found, visit(todo[i]), todo[i], 0)
+        return more
+
+    found: jax.Array = lax.fori_loop(0, place[-1], step, zeros)
+    return found

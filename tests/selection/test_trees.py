@@ -1,0 +1,185 @@
+"""Many leaves in one search: each gets the mask that it would get by itself."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparsity import selection
+from sparsity.core import exact
+from sparsity.core.hashing import hash_scores
+from sparsity.selection import counting, key_search
+from sparsity.selection.scores import Leaf, Scores
+from sparsity.selection.topk import topk_masks
+from tests.selection_oracle import best_first
+
+# Padded to each of three sizes; whole rows; rows of another number; padded itself.
+SHAPES = [(7,), (), (1, 64), (33, 31), (4096,), (90, 100), (128, 130), (20_011,), (300, 70)]
+KINDS = ["normal", "ties", "zeros", "constant", "wild"]
+
+
+def draw(rng, shape, kind):
+    x = rng.standard_normal(shape).astype(np.float32)
+    if kind == "ties":
+        return np.round(x * 2) / 2
+    if kind == "zeros":
+        return np.where(rng.random(shape) < 0.9, np.float32(0) * np.sign(x), x)
+    if kind == "constant":
+        return np.full(shape, rng.choice([0.0, -0.0, 1.5, np.nan, np.inf, -np.inf]), np.float32)
+    if kind == "wild":
+        odd = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-42, -1e-42, 2e-45, 1], np.float32)
+        return np.where(rng.random(shape) < 0.5, rng.choice(odd, shape), x)
+    return x
+
+
+def expected(scores, k, where=None):
+    """By sorting: NaN last, ties by index."""
+    flat = np.ravel(np.asarray(scores))
+    order = best_first(flat) if where is None else best_first(flat, np.ravel(where))
+    mask = np.zeros(flat.size, np.uint8)
+    mask[order[: int(k)]] = 1
+    return mask.reshape(np.shape(scores))
+
+
+def words(ks):
+    """k of every slice of all leaves."""
+    return exact.as_words(jnp.concatenate([jnp.ravel(jnp.asarray(k, jnp.int32)) for k in ks]))
+
+
+def random_ks(rng, sizes):
+    return [
+        int(np.clip(rng.choice([0, 1, n - 1, n, rng.integers(0, n + 1), n // 10]), 0, n))
+        for n in sizes
+    ]
+
+
+@functools.partial(jax.jit, static_argnames=("flat", "fixed"))
+def masks_of(scores, where, ks, flat=True, fixed=False):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(counting, "use_flat", lambda x: flat)
+        patch.setattr(key_search, "loops_wait_on_host", lambda: fixed)
+        where = where or [None] * len(scores)
+        leaves = [Leaf(Scores.of(x), own) for x, own in zip(scores, where, strict=True)]
+        return topk_masks(leaves, words(ks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "where"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+def test_every_leaf_gets_the_mask_that_sorting_gives(dtype, masked):
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        scores = [draw(rng, s, rng.choice(KINDS)) for s in SHAPES]
+        if dtype == "int32":
+            low = np.iinfo(np.int32).min
+            scores = [np.where(np.isfinite(x) & (x < 1.5), x, low).astype(np.int32) for x in scores]
+        scores = [jnp.asarray(x).astype(dtype) for x in scores]
+        where = [(rng.random(s) < 0.7).astype(np.uint8) for s in SHAPES] if masked else None
+        sizes = [int(own.sum()) for own in where] if where else [x.size for x in scores]
+        ks = random_ks(rng, sizes)
+        found = masks_of(scores, where, ks)
+        for i, (x, mask) in enumerate(zip(scores, found, strict=True)):
+            own = where[i] if where else None
+            error = f"seed {seed}, leaf {i}, k {ks[i]}"
+            np.testing.assert_array_equal(mask, expected(x, ks[i], own), err_msg=error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("flat", "fixed"), [(True, True), (False, False), (False, True)])
+def test_all_ways_to_count_give_the_same_masks(flat, fixed):
+    rng = np.random.default_rng(1)
+    scores = [draw(rng, s, KINDS[i % 5]) for i, s in enumerate(SHAPES)]
+    where = [(rng.random(s) < 0.7).astype(np.uint8) for s in SHAPES]
+    ks = [int(own.sum()) // 3 for own in where]
+    assert_equal = functools.partial(jax.tree.map, np.testing.assert_array_equal)
+    ways = masks_of(scores, where, ks), masks_of(scores, where, ks, flat=flat, fixed=fixed)
+    assert_equal(*ways)
+
+
+def test_slices_of_stacked_leaves_are_ranked_by_themselves():
+    rng = np.random.default_rng(2)
+    shapes = [(3, 130, 128), (200, 9, 11), (2, 2, 5), (4, 3, 20_011)]  # large; short; small; padded
+    axes = [1, 1, 2, 2]
+    scores = [np.round(rng.standard_normal(s), 1).astype(np.float32) for s in shapes]
+    leaves = [Leaf(Scores.of(x), None, n) for x, n in zip(scores, axes, strict=True)]
+    ks = [rng.integers(0, np.prod(s[n:]), s[:n]) for s, n in zip(shapes, axes, strict=True)]
+    found = jax.jit(lambda: topk_masks(leaves, words(ks)))()
+    for x, n, k, mask in zip(scores, axes, ks, found, strict=True):
+        slices = x.reshape(-1, *x.shape[n:])
+        each = [expected(own, count) for own, count in zip(slices, k.ravel(), strict=True)]
+        np.testing.assert_array_equal(mask, np.reshape(each, x.shape))
+
+
+def test_lazy_scores_are_those_that_they_compute():
+    rng = np.random.default_rng(3)
+    shapes = [(300, 300), (70, 9), (5,)]
+    weights = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes]
+    masks = [jnp.asarray(rng.random(s) < 0.5, jnp.uint8) for s in shapes]
+    scales = [jnp.float32(x) for x in (1.0, 0.5, 2.0)]
+
+    def masked(weight, mask, scale):
+        return jnp.abs(jnp.where(mask > 0, weight, 0)) * scale
+
+    lazy = [Scores(masked, (w, m), (s,)) for w, m, s in zip(weights, masks, scales, strict=True)]
+    ks = [30_000, 500, 2]
+    found = jax.jit(lambda: topk_masks([Leaf(x) for x in lazy], words(ks)))()
+    for x, k, mask in zip(lazy, ks, found, strict=True):
+        np.testing.assert_array_equal(mask, expected(x.compute(), k))
+    together = jax.jit(lambda: selection.global_topk_mask(lazy, 20_000))()
+    stored = jax.jit(lambda: selection.global_topk_mask([x.compute() for x in lazy], 20_000))()
+    jax.tree.map(np.testing.assert_array_equal, together, stored)
+
+
+def test_scores_that_depend_on_the_index_are_those_of_the_whole_leaf():
+    shapes = [(5, 130, 128), (200, 9, 11), (64,)]
+
+    def hashed(_, word, index):
+        return (index.astype(jnp.uint32) + word) * jnp.uint32(2654435761)
+
+    leaves = [
+        Leaf(Scores(hashed, (jnp.zeros(s),), (jnp.uint32(i),), uses_index=True), None, len(s) > 1)
+        for i, s in enumerate(shapes)
+    ]
+    ks = [np.full(x.scores.shape[: x.batch_axes], 31) for x in leaves]
+    found = jax.jit(lambda: topk_masks(leaves, words(ks)))()
+    for leaf, mask in zip(leaves, found, strict=True):
+        scores = np.asarray(leaf.scores.compute()).reshape(leaf.slices, -1)
+        each = [expected(own, 31) for own in scores]
+        np.testing.assert_array_equal(mask, np.reshape(each, mask.shape))
+
+
+def test_a_mapped_search_gives_the_masks_of_each():
+    rng = np.random.default_rng(4)
+    scores = [jnp.asarray(rng.standard_normal((3, *s)), jnp.bfloat16) for s in SHAPES]
+    ks = jnp.asarray([[x[0].size // (i + 2) for x in scores] for i in range(3)])
+
+    def of_one(scores, ks):
+        return topk_masks([Leaf(Scores.of(x)) for x in scores], words(ks))
+
+    mapped = jax.jit(jax.vmap(of_one))(scores, ks)
+    for i in range(3):
+        alone = jax.jit(of_one)([x[i] for x in scores], ks[i])
+        jax.tree.map(np.testing.assert_array_equal, [x[i] for x in mapped], alone)
+    shared = jax.jit(jax.vmap(of_one, in_axes=(None, 0)))([x[0] for x in scores], ks)
+    jax.tree.map(np.testing.assert_array_equal, [x[0] for x in shared], [x[0] for x in mapped])
+
+
+def test_a_search_may_stand_in_a_function_that_is_differentiated():
+    x = jnp.linspace(-1, 1, 20_000)
+
+    def loss(x):
+        masks = topk_masks(
+            [Leaf(Scores(jnp.abs, (x,))), Leaf(Scores(jnp.abs, (x + 1,)))], words([9, 9])
+        )
+        return jnp.sum(x**2 * masks[0])
+
+    grad = jax.jit(jax.grad(loss))(x)
+    np.testing.assert_allclose(grad, 2 * x * expected(np.abs(x), 9))
+
+
+def test_hashes_are_searched_like_any_scores():
+    scores = hash_scores((128, 200), 7)
+    mask = selection.topk_mask(scores, 1000)
+    np.testing.assert_array_equal(mask, expected(scores, 1000))
