@@ -61,7 +61,9 @@ def test_the_notebooks_are_those_that_the_readme_names():
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_what_is_stored(path):
     stored, fresh = read(path), read(path)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    # They train for long: code that is optimized a little is worth its compilation.
+    flags = f"{os.environ['XLA_FLAGS']} --xla_backend_optimization_level=1"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     client = NotebookClient(
         fresh, coalesce_streams=True, resources={"metadata": {"path": str(path.parent)}}
     )
