@@ -78,9 +78,8 @@ def medians(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, f
 
 def selection_row(name: str, x: jax.Array, rounds: int, rivals: bool) -> Row:
     n, k = x.size, x.size // 5
-    words = (np.uint32(0), np.uint32(k))
     start = time.process_time()
-    compiled = selection.topk._topk_mask.lower(x, words, None, 0).compile()
+    compiled = jax.jit(selection.topk_mask).lower(x, jnp.int32(k)).compile()
     compile_seconds = time.process_time() - start
     total, host = jax.jit(jnp.sum), np.asarray(x)
     functions: dict[str, Callable[[], Any]] = {
@@ -121,22 +120,15 @@ def path_rows(layers: int, rounds: int) -> list[Row]:
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
     on_mesh = jax.device_put(matrix, NamedSharding(mesh, PartitionSpec("data")))
     k = vector.size // 5
-    words = (np.uint32(0), np.uint32(k))
     total = jax.jit(jnp.sum)
     rows = []
-    for name, scores, lower, select in (
-        ("vector", vector, selection.topk._topk_mask, selection.topk_mask),
-        (
-            f"tree of {len(tree)}",
-            tree,
-            selection.topk._global_topk_masks,
-            selection.global_topk_mask,
-        ),
-        ("natural shape", on_mesh, selection.topk._topk_mask, selection.topk_mask),
+    for name, scores, select in (
+        ("vector", vector, selection.topk_mask),
+        (f"tree of {len(tree)}", tree, selection.global_topk_mask),
+        ("natural shape", on_mesh, selection.topk_mask),
     ):
-        extra = (None, 0) if lower is selection.topk._topk_mask else ()
         start = time.process_time()
-        compiled = lower.lower(scores, words, *extra).compile()
+        compiled = jax.jit(select).lower(scores, jnp.int32(k)).compile()
         compile_seconds = time.process_time() - start
         t = medians(
             {

@@ -1,9 +1,12 @@
 """The benchmarks run, and their report keeps the sections of the others."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import compile as compiling
 from benchmarks import results, selection, train_step
 
 pytestmark = pytest.mark.slow
@@ -48,3 +51,18 @@ def test_selection_is_measured_beside_its_rivals():
 def test_steps_are_measured_beside_dense_ones(name):
     row = train_step.measure(train_step.make_updater(name, True), (8, 16, 8), 3, 2)
     assert all(float(cell) >= 0 for cell in row)
+
+
+@pytest.mark.parametrize("name", compiling.ALGORITHMS)
+def test_the_first_update_is_measured_in_all_its_parts(name):
+    trace, lower, compiled, temporaries = compiling.measure("few", name)
+    assert min(trace, lower, compiled) > 0
+    assert temporaries >= 0
+    assert "| few " in compiling.report([["few", name, trace, lower, compiled, temporaries]])
+
+
+def test_the_trees_are_those_that_the_report_names():
+    sizes = {tree: compiling.shapes(tree) for tree in ("resnet50", "transformer")}
+    assert {tree: len(x) for tree, x in sizes.items()} == {"resnet50": 54, "transformer": 224}
+    weights = sum(math.prod(x) for x in sizes["resnet50"])
+    assert weights == 25_502_912  # with a head of 1000 classes, without biases and norms
