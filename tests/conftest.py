@@ -5,6 +5,7 @@ import os
 # Most of the time of the tests is LLVM's; the optimized HLO does not depend on this.
 os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
 
+import jax
 import pytest
 
 from sparsity import api
@@ -19,3 +20,10 @@ def registry():
     yield api.ALGORITHM_REGISTRY
     api.ALGORITHM_REGISTRY.clear()
     api.ALGORITHM_REGISTRY.update(saved)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _free_programs():
+    """Frees the compiled programs of a module: each maps memory, of which a process may hold few."""
+    yield
+    jax.clear_caches()
