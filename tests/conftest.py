@@ -24,6 +24,6 @@ def registry():
 
 @pytest.fixture(autouse=True, scope="module")
 def _free_programs():
-    """Frees the compiled programs of a module: each maps memory, of which a process may hold few."""
+    """Frees the programs of a module: each maps memory, and a process may map only so much."""
     yield
     jax.clear_caches()
