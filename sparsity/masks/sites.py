@@ -151,6 +151,10 @@ class Sites(Mapping[trees.KeyPath, Site]):
             if path in lookups[1]:
                 self._seen[path] = leaf, (lookups[0][path], lookups[1][path])
 
+    def forget(self) -> None:
+        """Ends `remember`: what was seen may belong to a trace that is over."""
+        self._seen.clear()
+
     def stored(self, path: trees.KeyPath, param: jax.Array) -> tuple[jax.Array, ...]:
         """What a parameter that a hook sees is computed from: weights and mask, or itself."""
         seen, stored = self._seen.get(path, (None, ()))

@@ -139,9 +139,9 @@ def sampled_pivots(keys: jax.Array, n: jax.Array | np.ndarray, k: Words) -> jax.
     count = keys.shape[1]
     density = jnp.minimum(exact.to_float(k) / n, 1)[:, None]
     noise = jnp.sqrt(count * density * (1 - density)) + _MIN_NOISE
-    ranks = count * (1 - density) + noise * _SAMPLE_TEETH
+    ranks = count * (1 - density) + noise * _SAMPLE_TEETH[None]
     places = jnp.clip(ranks, 0, count - 1).astype(jnp.int32)
-    return jnp.take_along_axis(keys, places, axis=1) - _LOWERED.astype(keys.dtype)
+    return jnp.take_along_axis(keys, places, axis=1) - _LOWERED.astype(keys.dtype)[None]
 
 
 # ------------------------------------------------------------------ the search

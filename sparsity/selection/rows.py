@@ -139,7 +139,7 @@ class Rows:
         else:
             picked = [jnp.take_along_axis(x, row[:, None, None], 1)[:, 0] for x in self.arrays]
         arrays = tuple(picked)
-        offset = row[:, None] * self.width + lax.iota(jnp.int32, self.width)
+        offset = row[:, None] * self.width + lax.iota(jnp.int32, self.width)[None]
         keys = self._keys(arrays, offset)
         ties = keys == key[:, None].astype(keys.dtype)
         for allowed in (self.recipe.eligible(arrays), self._own(offset)):

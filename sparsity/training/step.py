@@ -127,6 +127,7 @@ def wrap(
             if keeps_zeros:
                 table.remember(seen, params, old.masks)
             new = call(updater.update_state, old, trees.prunable(seen), grads)
+            table.forget()
             new = new._replace(masks=take_masks(new.masks, old.masks, params, packed))
             if not updater.regrows:
                 return stored(new), None
