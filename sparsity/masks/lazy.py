@@ -47,7 +47,8 @@ def lazy_scores(
 ) -> PyTree | None:
     """The scores of an `elementwise` hook, not computed yet: a tree like `params` of `Scores`.
 
-    None if the hook is no such one, or if a gradient is missing, which the hook can say better.
+    None if the hook is no such one, if it reads arrays of its own, or if a gradient is missing,
+    which the hook can say better.
 
     Args:
       hook: takes params, sparse_state and grads by these names.
@@ -59,37 +60,55 @@ def lazy_scores(
         return None
     if grads is not None and trees.leaves_by_path(params).keys() - trees.leaves_by_path(grads):
         return None
+    fns: dict[tuple[Any, ...], _OfEntries] = {}
 
     def lazy(path: trees.KeyPath, param: Any, grad: Any) -> Any:
         stored = table.stored(path, param)
         values = (*stored, *([] if grad is None else [grad]))
-        fn = _OfEntries(hook, len(stored) > 1, tuple(x.dtype for x in values))
-        read = fn.read()
-        return Scores(dataclasses.replace(fn, kept=read), tuple(values[i] for i in read))
+        kind = len(stored) > 1, tuple(x.dtype for x in values)
+        if kind not in fns:
+            fns[kind] = _OfEntries.of(hook, *kind)
+        return Scores(fns[kind], tuple(values[i] for i in fns[kind].read))
 
-    return trees.map_matched(lazy, params, grads)
+    scores: PyTree = trees.map_matched(lazy, params, grads)
+    return None if any(fn.program.consts for fn in fns.values()) else scores
 
 
 @dataclasses.dataclass(frozen=True)
 class _OfEntries:
     """The hook as a function of an entry's weight, its mask if there is one, and its gradient.
 
+    Two are equal if they compute the same: hooks of other objects then share what is compiled.
+
     Attributes:
       hook: as in `lazy_scores`.
       masked: whether there is a mask.
       dtypes: of these values.
-      kept: which of them are given; None: all. The hook does not read the others.
+      read: which of the values are given; the hook does not read the others.
+      program: what the hook computes from all of them; kept, as `formula` names what it holds.
+      formula: its text.
     """
 
-    hook: Callable[..., Any]
+    hook: Callable[..., Any] = dataclasses.field(compare=False)
     masked: bool
     dtypes: tuple[Any, ...]
-    kept: tuple[int, ...] | None = None
+    read: tuple[int, ...]
+    program: Any = dataclasses.field(default=None, compare=False)
+    formula: str = ""
+
+    @classmethod
+    def of(cls, hook: Callable[..., Any], masked: bool, dtypes: tuple[Any, ...]) -> _OfEntries:
+        """Traces the hook; `read` is the weight if it reads none."""
+        whole = cls(hook, masked, dtypes, tuple(range(len(dtypes))))
+        program = jax.make_jaxpr(whole)(*(jax.ShapeDtypeStruct((), x) for x in dtypes))
+        used = {id(x) for eqn in program.jaxpr.eqns for x in eqn.invars}
+        used |= {*map(id, program.jaxpr.outvars)}
+        read = tuple(i for i, x in enumerate(program.jaxpr.invars) if id(x) in used) or (0,)
+        return cls(hook, masked, dtypes, read, program, str(program))
 
     def __call__(self, *given: jax.Array) -> jax.Array:
-        kept = range(len(self.dtypes)) if self.kept is None else self.kept
         values = [jnp.zeros_like(given[0], dtype) for dtype in self.dtypes]
-        for i, value in zip(kept, given, strict=True):
+        for i, value in zip(self.read, given, strict=True):
             values[i] = value
         weight, *rest = values
         if self.masked:
@@ -98,9 +117,3 @@ class _OfEntries:
             params=weight, sparse_state=None, grads=rest[0] if rest else None
         )
         return scores
-
-    def read(self) -> tuple[int, ...]:
-        """Which of the values the hook reads; the weight if it reads none."""
-        program = jax.make_jaxpr(self)(*(jax.ShapeDtypeStruct((), x) for x in self.dtypes)).jaxpr
-        used = {id(x) for eqn in program.eqns for x in eqn.invars} | {*map(id, program.outvars)}
-        return tuple(i for i, x in enumerate(program.invars) if id(x) in used) or (0,)

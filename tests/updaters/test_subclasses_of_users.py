@@ -116,3 +116,41 @@ def test_fields_of_the_class_itself_are_no_keys_of_a_configuration():
         sparsity.create_updater_from_config(
             {"algorithm": "global_magnitude", "sparsity": 0.5, "scope": sparsity.Global()}
         )
+
+
+class _Powers(sparsity.MagnitudePruning):
+    """Ranks by power * weight + shift, entry by entry."""
+
+    power, shift = 1.0, 0.0
+
+    @sparsity.elementwise
+    def calculate_scores(self, params, sparse_state=None, grads=None):
+        return jax.tree.map(lambda x: x * self.power + self.shift, params)
+
+
+def _mask_of(updater):
+    _, masks = updater.instant_sparsify({"k": PARAMS["k"]})
+    return np.asarray(masks["k"]).reshape(-1)
+
+
+def test_updaters_of_equal_scores_share_what_is_compiled(caplog):
+    assert _mask_of(_Powers(sparsity_distribution_fn=sparsity.Uniform(0.25)))[8:].all()
+    with jax.log_compiles():
+        assert _mask_of(_Powers(sparsity_distribution_fn=sparsity.Uniform(0.75)))[24:].all()
+        assert "Compiling" not in caplog.text
+        jax.jit(lambda x: x + 1)(1.0)
+        assert "Compiling" in caplog.text
+
+
+def test_a_score_that_changes_is_compiled_again():
+    updater = _Powers(**HALF)
+    assert _mask_of(updater)[16:].all()
+    updater.power = -1.0
+    assert _mask_of(updater)[:16].all()
+
+
+def test_an_elementwise_hook_may_read_an_array_of_its_own():
+    updater = _Powers(**HALF)
+    for power in (1.0, -1.0):
+        updater.power = np.array([[power]], np.float32)
+        assert _mask_of(updater)[16 if power > 0 else 0 :][:16].all()
