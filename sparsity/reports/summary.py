@@ -34,7 +34,9 @@ def summarize_sparsity(param_tree: PyTree, only_total_sparsity: bool = False) ->
       that is `None`. Inside `jit` the values are float32 arrays.
 
     Raises:
-      ValueError: an optimizer state holds more than one SparseState, or its masks are packed.
+      ValueError: an optimizer state holds more than one SparseState, or its masks are packed; or a
+        uint8 leaf has bytes above 1, as packed masks do. Inside `jit` those bytes are not seen, nor
+        can a tree without its state be told from packed masks whose bytes are all 0 or 1.
 
     Example:
       >>> summarize_sparsity({"a": jnp.array([1.0, 0.0]), "b": jnp.zeros(2)})["_total_sparsity"]
@@ -44,6 +46,7 @@ def summarize_sparsity(param_tree: PyTree, only_total_sparsity: bool = False) ->
     leaves = {path: leaf for path, leaf in leaves.items() if leaf is None or _is_array(leaf)}
     sizes = {path: jnp.size(leaf) for path, leaf in leaves.items() if leaf is not None}
     nonzeros = _fetch({path: jnp.count_nonzero(leaves[path]) for path in sizes})
+    _refuse_bytes({path: leaves[path] for path in sizes})
     size, nonzero = sum(sizes.values()), _total(nonzeros)
     single = {path: (sizes[path] - nonzeros[path]) / max(sizes[path], 1) for path in sizes}
     summary = {} if only_total_sparsity else _named(dict.fromkeys(leaves) | single)
@@ -134,6 +137,22 @@ def _masks_of(tree: Any, packed: bool = True) -> PyTree:
             "sparsity.unpack_masks(masks, params)."
         )
     return state.masks
+
+
+def _refuse_bytes(leaves: dict[trees.KeyPath, Any]) -> None:
+    """Raises for uint8 leaves that are no masks."""
+    found = {
+        path: jnp.max(leaf)
+        for path, leaf in leaves.items()
+        if getattr(leaf, "dtype", None) == jnp.uint8 and leaf.size
+    }
+    for path, largest in _fetch(found).items():
+        if not is_traced(largest) and largest > 1:
+            raise ValueError(
+                f"Leaf {trees.path_string(path)!r} is uint8 with a byte of {largest}: no mask, but "
+                "packed bits or an integer parameter. Unpack masks by sparsity.unpack_masks("
+                "masks, params), cast parameters to another dtype."
+            )
 
 
 def _is_array(leaf: Any) -> bool:

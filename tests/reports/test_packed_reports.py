@@ -29,6 +29,15 @@ def test_the_entries_of_packed_masks_cannot_be_counted():
     assert sparsity.summarize_sparsity(plain)["w"] == 26 / 40
 
 
+def test_packed_masks_without_their_state_are_refused():
+    params, state, _ = _state(packed=True)
+    with pytest.raises(ValueError, match=r"'w' is uint8 with a byte of \d+.*unpack_masks"):
+        sparsity.summarize_sparsity(state.masks)
+    with pytest.raises(ValueError, match="'0' is uint8"):
+        sparsity.summarize_sparsity([np.array([0, 255], np.uint8)], only_total_sparsity=True)
+    assert sparsity.summarize_sparsity(sparsity.unpack_masks(state.masks, params))["w"] == 26 / 40
+
+
 def test_packed_masks_whose_bytes_are_all_ones_are_not_taken_for_masks():
     # One of eight, the last: each byte is 0b00000001, just as a mask of four ones would be.
     mask = np.zeros((4, 8), np.uint8)
