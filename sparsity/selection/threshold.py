@@ -21,7 +21,7 @@ from jax import lax
 
 from sparsity.core import exact
 from sparsity.core.exact import Words, zero_like
-from sparsity.selection import counting, key_search
+from sparsity.selection import counting, key_search, sorting
 from sparsity.selection.counting import NaturalRows
 from sparsity.selection.key_search import Bracket, Found, Groups
 from sparsity.selection.keys import key_range
@@ -57,6 +57,9 @@ def select(leaves: Sequence[Leaf], k: Words | chex.Numeric, *, together: bool) -
         together: Whether all entries compete, or those of each slice.
     """
     flat = all(counting.use_flat(x) for leaf in leaves for x in leaf.arrays)
+    if flat and sorting.is_small(leaves, together=together):
+        masks, n = sorting.select(leaves, k, together=together)
+        return Selected(masks, n, jnp.ones((), jnp.int32))
     table, first = arrange(leaves) if flat else ([], [])
     natural = [] if flat else [NaturalRows(leaf) for leaf in leaves]
     parts: Sequence[Part] = [*table, *natural]

@@ -14,6 +14,8 @@ from sparsity.selection.keys import key_range, to_keys
 from sparsity.selection.scores import Leaf, Scores
 from tests.selection_oracle import any_bits, ranks
 
+pytestmark = pytest.mark.usefixtures("searched")
+
 FLOATS = [
     "float32",
     "bfloat16",

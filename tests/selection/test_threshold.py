@@ -12,6 +12,8 @@ from sparsity.selection import counting, key_search, threshold
 from sparsity.selection.scores import Leaf, Scores
 from tests.selection_oracle import best_first
 
+pytestmark = pytest.mark.usefixtures("searched")
+
 PATHS = pytest.mark.parametrize("flat", [True, False], ids=["flat", "natural"])
 LOOPS = pytest.mark.parametrize("fixed", [False, True], ids=["looking", "fixed"])
 

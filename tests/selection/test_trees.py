@@ -15,6 +15,8 @@ from sparsity.selection.scores import Leaf, Scores
 from sparsity.selection.topk import topk_masks
 from tests.selection_oracle import best_first
 
+pytestmark = pytest.mark.usefixtures("searched")
+
 # Padded to each of three sizes; whole rows; rows of another number; padded itself.
 SHAPES = [(7,), (), (1, 64), (33, 31), (4096,), (90, 100), (128, 130), (20_011,), (300, 70)]
 KINDS = ["normal", "ties", "zeros", "constant", "wild"]

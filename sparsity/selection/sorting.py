@@ -1,0 +1,78 @@
+"""Masks of the k best entries of a few small leaves, by sorting them.
+
+A search by counting pays for large leaves; its program takes a second to compile, this one a
+quarter of that. The masks are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsity.core import exact
+from sparsity.core.exact import Words, zero_like
+from sparsity.core.hashing import flat_index
+from sparsity.selection.scores import Leaf
+
+MOST = 2048  # entries, once slices are padded to one size: from there on counting is faster
+
+
+def is_small(leaves: Sequence[Leaf], *, together: bool) -> bool:
+    """Whether leaves should be sorted."""
+    if together:
+        return sum(leaf.scores.size for leaf in leaves) <= MOST
+    return sum(leaf.slices for leaf in leaves) * max(leaf.size for leaf in leaves) <= MOST
+
+
+def select(
+    leaves: Sequence[Leaf], k: Words | chex.Numeric, *, together: bool
+) -> tuple[list[jax.Array], Words]:
+    """Masks, and how many entries could be kept; arguments as of `threshold.select`."""
+    keys, allowed = (_in_rows(x, together) for x in zip(*map(_keys, leaves), strict=True))
+    n = jnp.sum(allowed, axis=1, dtype=jnp.uint32)
+    words = zero_like(n), n
+    if not isinstance(k, tuple):
+        k = exact.num_kept_of_words(words, k)
+    wanted = exact.choose(exact.at_least(k, words), words, k)[1].astype(jnp.int32)
+    last = keys.shape[1] - 1
+    # Of no entry: the highest key, above which there is none.
+    place = jnp.clip(keys.shape[1] - wanted, 0, last)[:, None]
+    kth = jnp.take_along_axis(jnp.sort(keys, axis=1), place, axis=1)
+    above, ties = keys > kth, (keys == kth) & allowed
+    need = wanted - jnp.sum(above, axis=1, dtype=jnp.int32)
+    best = above | (ties & (jnp.cumsum(ties, axis=1, dtype=jnp.int32) <= need[:, None]))
+    return _of_leaves(best.astype(jnp.uint8), leaves, together), words
+
+
+def _keys(leaf: Leaf) -> tuple[jax.Array, jax.Array]:
+    """Keys of a leaf, and which of them may be kept, both [slices, size]."""
+    scores, recipe = leaf.scores, leaf.recipe
+    keys = recipe.keys(leaf.arrays, scores.scalars, flat_index(scores.shape))
+    allowed = recipe.eligible(leaf.arrays)
+    allowed = jnp.ones(scores.shape, bool) if allowed is None else allowed
+    return keys.reshape(leaf.slices, -1), allowed.reshape(leaf.slices, -1)
+
+
+def _in_rows(slices: Sequence[jax.Array], together: bool) -> jax.Array:
+    """All slices as rows of one size, padded by what is never kept; together: as one row."""
+    if together:
+        return jnp.concatenate([x.reshape(1, -1) for x in slices], axis=1)
+    size = max(x.shape[1] for x in slices)
+    least = 0 if slices[0].dtype == bool else np.iinfo(slices[0].dtype).min
+    return jnp.concatenate(
+        [jnp.pad(x, [(0, 0), (0, size - x.shape[1])], constant_values=least) for x in slices]
+    )
+
+
+def _of_leaves(best: jax.Array, leaves: Sequence[Leaf], together: bool) -> list[jax.Array]:
+    if together:
+        ends = np.cumsum([leaf.scores.size for leaf in leaves])[:-1]
+        own = jnp.split(best[0], ends)
+    else:
+        ends = np.cumsum([leaf.slices for leaf in leaves])[:-1]
+        own = [x[:, : leaf.size] for x, leaf in zip(jnp.split(best, ends), leaves, strict=True)]
+    return [x.reshape(leaf.scores.shape) for x, leaf in zip(own, leaves, strict=True)]
