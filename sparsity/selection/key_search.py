@@ -54,6 +54,7 @@ class Bracket(NamedTuple):
     at_least: Words  # keys >= low
     above: Words  # keys > high
     spread: jax.Array  # float32: how far off a guess may be, as a fraction of the bracket
+    poor: jax.Array  # int32: passes that left more than an eighth of the counted keys
     misses: jax.Array  # int32: passes that left more than an eighth of the bracket
     passes: jax.Array  # int32
 
@@ -65,7 +66,7 @@ class Bracket(NamedTuple):
         above = zero_like(at_least[0]), zero_like(at_least[1])
         zero = above[1].astype(np.int32)
         spread = zero.astype(np.float32) + (_SPREAD / _SHARPER if sharp else _SPREAD)
-        return cls(low, high, at_least, above, spread, misses=zero, passes=zero)
+        return cls(low, high, at_least, above, spread, poor=zero, misses=zero, passes=zero)
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -98,13 +99,13 @@ def guessed_pivots(b: Bracket, k: Words, is_float: bool) -> jax.Array:
     bits = width.dtype.itemsize * 8
     span = jnp.minimum(width.astype(real), real.type(2.0**bits * _BELOW_ONE))
     offsets = (places * span).astype(width.dtype)
-    # After a miss the k-th key may well be close to an end, beyond a gap.
+    # After a poor guess the k-th key may well be close to an end, beyond a gap.
     ends = jnp.stack([width >> _END_SHIFT, *offsets[1:-1], width - (width >> _END_SHIFT)])
-    offsets = jnp.where(b.misses % 2 == 1, ends, offsets)
+    offsets = jnp.where(b.poor % 2 == 1, ends, offsets)
     pivots = b.low + lax.bitcast_convert_type(offsets, b.low.dtype)
-    if is_float:  # first linear in the value, after a miss in the key: about its logarithm
+    if is_float:  # first linear in the value, then in the key: about its logarithm
         ends = _floats(jnp.stack([b.low, b.high]))
-        by_value = jnp.all(jnp.isfinite(ends)) & (b.misses % 2 == 0)
+        by_value = jnp.all(jnp.isfinite(ends)) & (b.poor % 2 == 0)
         pivots = jnp.where(by_value, to_keys(ends[0] + places * (ends[1] - ends[0])), pivots)
     # Scores on a grid end in zero bits: the key with most of them may hold many ties.
     roundest = _roundest(b.low, b.high)
@@ -276,13 +277,17 @@ def narrow(
         which = jnp.argmax(chosen)
         return exact.choose(jnp.any(chosen), (total[0][which], total[1][which]), otherwise)
 
+    at_least, above = count_at(at_low, b.at_least), count_at(at_high, b.above)
+    inside, before = exact.minus(at_least, above), exact.minus(b.at_least, b.above)
+    poor = exact.to_float(inside) * 2**_EIGHTHS > exact.to_float(before)
     missed = _width(low, high) > _width(b.low, b.high) >> _EIGHTHS
     narrowed = Bracket(
         low=low,
         high=high,
-        at_least=count_at(at_low, b.at_least),
-        above=count_at(at_high, b.above),
-        spread=jnp.where(missed, _SPREAD, b.spread / _SHARPER),
+        at_least=at_least,
+        above=above,
+        spread=jnp.where(poor, _SPREAD, b.spread / _SHARPER),
+        poor=b.poor + poor.astype(jnp.int32),
         misses=b.misses + missed.astype(jnp.int32),
         passes=b.passes + 1,
     )

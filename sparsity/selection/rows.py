@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.selection.counting import sums
-from sparsity.selection.scores import Leaf, Recipe
+from sparsity.selection.scores import Leaf, Recipe, part_of
 
 LARGE = 16_384  # entries of a segment from which on more of its keys are sampled
 _SAMPLED = (256, 1024)  # keys to sample of a small segment, of a large one
@@ -93,62 +93,17 @@ class Rows:
         """int32[segments, rows, pivots]: eligible keys above each of pivots[segments, pivots]."""
         return jnp.stack(self.counts_above(pivots), axis=-1)
 
-    @jax.jit
     def sample(self) -> jax.Array:
         """Keys of some entries of every segment, [segments, count]."""
-        room = self.rows * self.width
-        count = min(_SAMPLED[room >= LARGE], room)
-        flat = [x.reshape(self.segments, room) for x in self.arrays]
-        if self.sizes is None:
-            stride = max(int(room / count * _DRIFT), 1)
-            offset = np.arange(count, dtype=np.int32)[None] * stride
-            picked = [x[:, : offset[0, -1] + 1 : stride] for x in flat]
-        else:
-            offset = (np.arange(count) * self.entries[:, None] // count).astype(np.int32)
-            picked = [jnp.take_along_axis(x, offset, axis=1) for x in flat]
-        keys: jax.Array = lax.optimization_barrier(self._keys(tuple(picked), jnp.asarray(offset)))
-        return keys
+        return sample([self])
 
     def sample_every(self, stride: int) -> jax.Array:
         """Keys of every so many-th entry of each segment, of all in one row."""
-        flat = [x.reshape(self.segments, -1) for x in self.arrays]
-        if self.sizes is None:
-            offset = np.arange(0, self.rows * self.width, stride, dtype=np.int32)[None]
-            picked = tuple(x[:, ::stride] for x in flat)
-            keys = self._keys(picked, jnp.asarray(offset)).reshape(-1)
-            held: jax.Array = lax.optimization_barrier(keys)
-            return held
-        each = [np.arange(0, size, stride, dtype=np.int32) for size in self.sizes]
-        segment, offset = np.repeat(range(len(each)), [len(x) for x in each]), np.concatenate(each)
-        of_each = dataclasses.replace(
-            self,
-            scalars=tuple(x[segment] for x in self.scalars),
-            starts=self.starts[segment],
-            sizes=tuple(self.entries[segment].tolist()),
-        )
-        return of_each._keys(tuple(x[segment, offset] for x in flat), jnp.asarray(offset))
+        return sample_every([self], stride)
 
-    @jax.jit
-    def ties(self, row: jax.Array, key: jax.Array) -> jax.Array:
-        """Which entries of one row of each segment have its key, bool[segments, width]."""
-        if self.segments == 1:
-            picked = [
-                lax.dynamic_slice_in_dim(x, row[0], 1, 1, allow_negative_indices=False)[:, 0]
-                for x in self.arrays
-            ]
-        else:
-            picked = [jnp.take_along_axis(x, row[:, None, None], 1)[:, 0] for x in self.arrays]
-        arrays = tuple(picked)
-        offset = row[:, None] * self.width + lax.iota(jnp.int32, self.width)[None]
-        keys = self._keys(arrays, offset)
-        ties = keys == key[:, None].astype(keys.dtype)
-        for allowed in (self.recipe.eligible(arrays), self._own(offset)):
-            ties = ties if allowed is None else ties & allowed
-        return ties
-
-    def cut(self, row: jax.Array, key: jax.Array, need: jax.Array, _: jax.Array) -> jax.Array:
+    def cut(self, row: jax.Array, key: jax.Array, need: jax.Array) -> jax.Array:
         """Where in its segment the need-th tie of a row ends, all int32[segments]."""
-        return row * self.width + places(self.ties(row, key), need)
+        return cut([self], row, key, need)
 
     def segment(self, number: jax.Array, scalars: tuple[jax.Array, ...], start: jax.Array) -> Rows:
         """One segment, of a size that all have."""
@@ -168,6 +123,121 @@ class Rows:
     def _own(self, offset: jax.Array) -> jax.Array | None:
         """Which places of their segments are not padding, None if all are."""
         return None if self.sizes is None else offset < _beside(self.entries, offset)
+
+    @jax.jit
+    def _sampled(self) -> tuple[jax.Array, ...]:
+        """What is stored of some entries of every segment, each [segments, count]."""
+        offset = self._sample_offsets()
+        flat = [x.reshape(self.segments, -1) for x in self.arrays]
+        if self.sizes is None:
+            stride = self._stride(offset.shape[1])
+            picked = tuple(x[:, : offset[0, -1] + 1 : stride] for x in flat)
+        else:
+            picked = tuple(jnp.take_along_axis(x, offset, axis=1) for x in flat)
+        held: tuple[jax.Array, ...] = lax.optimization_barrier(picked)
+        return held
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def _every(self, stride: int) -> tuple[jax.Array, ...]:
+        """What is stored of every so many-th entry of each segment, in one row."""
+        flat = [x.reshape(self.segments, -1) for x in self.arrays]
+        if self.sizes is None:
+            picked = tuple(x[:, ::stride].reshape(-1) for x in flat)
+        else:
+            each = [np.arange(0, size, stride, dtype=np.int32) for size in self.sizes]
+            segment = np.repeat(range(len(each)), [len(x) for x in each])
+            picked = tuple(x[segment, np.concatenate(each)] for x in flat)
+        held: tuple[jax.Array, ...] = lax.optimization_barrier(picked)
+        return held
+
+    def _sample_offsets(self) -> np.ndarray:
+        """Where in their segments the sampled entries are."""
+        room = self.rows * self.width
+        count = min(_SAMPLED[room >= LARGE], room)
+        if self.sizes is None:
+            offset = np.arange(count, dtype=np.int32) * self._stride(count)
+            return np.tile(offset, (self.segments, 1))
+        places: np.ndarray = np.arange(count) * self.entries[:, None] // count
+        return places.astype(np.int32)
+
+    def _stride(self, count: int) -> int:
+        return max(int(self.rows * self.width / count * _DRIFT), 1)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def _row(self, row: jax.Array, width: int) -> tuple[jax.Array, ...]:
+        """What is stored of one row of each segment, each [segments, width]."""
+        picked = [
+            lax.dynamic_slice_in_dim(x, row[0], 1, 1, allow_negative_indices=False)[:, 0]
+            if self.segments == 1
+            else jnp.take_along_axis(x, row[:, None, None], 1)[:, 0]
+            for x in self.arrays
+        ]
+        held: tuple[jax.Array, ...] = lax.optimization_barrier(tuple(pad(x, width) for x in picked))
+        return held
+
+
+# ------------------------------------------------------------------ entries of many
+# Each leaf adds what reads its entries, not what computes their keys.
+def sample(leaves: Sequence[Rows]) -> jax.Array:
+    """`Rows.sample` of leaves that sample as many."""
+    offset = np.concatenate([leaf._sample_offsets() for leaf in leaves])
+    arrays = zip(*[leaf._sampled() for leaf in leaves], strict=True)
+    return _chosen(leaves, np.arange(len(offset)))._keys(
+        tuple(map(_joined, arrays)), jnp.asarray(offset)
+    )
+
+
+def sample_every(leaves: Sequence[Rows], stride: int) -> jax.Array:
+    """`Rows.sample_every` of leaves."""
+    each = [np.arange(0, size, stride, dtype=np.int32) for leaf in leaves for size in leaf.entries]
+    arrays = zip(*[leaf._every(stride) for leaf in leaves], strict=True)
+    segment = np.repeat(range(len(each)), [len(x) for x in each])
+    return _chosen(leaves, segment)._keys(
+        tuple(map(_joined, arrays)), jnp.asarray(np.concatenate(each))
+    )
+
+
+def cut(leaves: Sequence[Rows], row: jax.Array, key: jax.Array, need: jax.Array) -> jax.Array:
+    """`Rows.cut` of leaves."""
+    widths = np.concatenate([np.full(leaf.segments, leaf.width, np.int32) for leaf in leaves])
+    most = int(widths.max())
+    starts = np.cumsum([0, *(leaf.segments for leaf in leaves)]).tolist()
+    read = [
+        leaf._row(part_of(row, start, leaf.segments), most)
+        for leaf, start in zip(leaves, starts, strict=False)
+    ]
+    arrays = tuple(_joined(values) for values in zip(*read, strict=True))
+    place = lax.iota(jnp.int32, most)[None]
+    offset = (row * widths)[:, None] + place
+    every = _chosen(leaves, np.arange(len(widths)))
+    keys = every._keys(arrays, offset)
+    ties = (keys == key[:, None].astype(keys.dtype)) & (place < widths[:, None])
+    for allowed in (every.recipe.eligible(arrays), every._own(offset)):
+        ties = ties if allowed is None else ties & allowed
+    return row * widths + places(ties, need)
+
+
+def _chosen(leaves: Sequence[Rows], segment: np.ndarray) -> Rows:
+    """Segments of many leaves, by their numbers, without what is stored of them."""
+    sizes = np.concatenate([leaf.entries for leaf in leaves])
+    is_whole = all(leaf.sizes is None for leaf in leaves)
+    is_all = np.array_equal(segment, np.arange(len(sizes)))
+    scalars = map(_joined, zip(*[leaf.scalars for leaf in leaves], strict=True))
+    return Rows(
+        arrays=(),
+        scalars=tuple(x if is_all else x[segment] for x in scalars),
+        starts=np.concatenate([leaf.starts for leaf in leaves])[segment],
+        recipe=leaves[0].recipe,
+        sizes=None if is_whole else tuple(sizes[segment].tolist()),
+    )
+
+
+def _joined(x: Sequence[jax.Array]) -> jax.Array:
+    """All in one array, which is stored: a kernel that read each by itself would be a large one."""
+    if len(x) == 1:
+        return x[0]
+    held: jax.Array = lax.optimization_barrier(jnp.concatenate(x))
+    return held
 
 
 def rows_of(leaves: Sequence[Leaf], rows: int, width: int) -> Rows:

@@ -175,13 +175,20 @@ def at_runtime(number: int) -> jax.Array:
     return number_of
 
 
+def part_of(x: jax.Array, start: int, count: int) -> jax.Array:
+    """x[start : start + count], read by the same kernel wherever it starts."""
+    if count == len(x):
+        return x
+    part: jax.Array = lax.dynamic_slice(
+        x, (at_runtime(start),), (count,), allow_negative_indices=False
+    )
+    return part
+
+
 def scalars(x: jax.Array) -> list[jax.Array]:
     """The entries of x[count], each read by the same kernel."""
     held = lax.optimization_barrier(x)
-    starts = [at_runtime(i) for i in range(len(x))]
-    return [
-        lax.dynamic_slice(held, (start,), (1,), allow_negative_indices=False)[0] for start in starts
-    ]
+    return [part_of(held, i, 1)[0] for i in range(len(x))]
 
 
 @functools.lru_cache

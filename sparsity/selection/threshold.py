@@ -25,8 +25,8 @@ from sparsity.selection import counting, key_search, sorting
 from sparsity.selection.counting import NaturalRows
 from sparsity.selection.key_search import Bracket, Found, Groups
 from sparsity.selection.keys import key_range
-from sparsity.selection.scores import Leaf, at_runtime
-from sparsity.selection.visits import Parts, arrange
+from sparsity.selection.scores import Leaf, part_of
+from sparsity.selection.visits import MOST, Parts, arrange
 
 # Of all leaves together every 256th key is sampled, so that sorting costs less than a pass,
 _SAMPLE_SHIFT = 8
@@ -56,7 +56,7 @@ def select(leaves: Sequence[Leaf], k: Words | chex.Numeric, *, together: bool) -
             of leaves; clamped from above. Or the fraction of the eligible ones to remove.
         together: Whether all entries compete, or those of each slice.
     """
-    flat = all(counting.use_flat(x) for leaf in leaves for x in leaf.arrays)
+    flat = all(x.size <= MOST and counting.use_flat(x) for leaf in leaves for x in leaf.arrays)
     if flat and sorting.is_small(leaves, together=together):
         masks, n = sorting.select(leaves, k, together=together)
         return Selected(masks, n, jnp.ones((), jnp.int32))
@@ -88,9 +88,9 @@ def select(leaves: Sequence[Leaf], k: Words | chex.Numeric, *, together: bool) -
         ends, passes = _ends_by_rows(table, keys, ties, own), zero
     else:
         ends, passes = _ends_by_search(natural, keys, ties, own)
-    bounds = jnp.concatenate(keys), jnp.concatenate(ends)
+    key, end = jnp.concatenate(keys), jnp.concatenate(ends)
     masks = [
-        _mask(leaf, *_of_leaf(bounds, start, leaf.slices, len(leaves)), flat)
+        _mask(leaf, part_of(key, start, leaf.slices), part_of(end, start, leaf.slices), flat)
         for start, leaf in zip(first, leaves, strict=True)
     ]
     if not together:
@@ -207,7 +207,7 @@ def _ends_by_rows(
 
     def cut() -> list[jax.Array]:
         return [
-            jnp.where(wanted[3], part.cut(*wanted), end)
+            jnp.where(wanted[3], part.cut(*wanted[:3]), end)
             for part, wanted, end in zip(parts, cuts, whole, strict=True)
         ]
 
@@ -251,17 +251,6 @@ def _ends_by_search(
 
 
 # ------------------------------------------------------------------ masks
-def _of_leaf(
-    bounds: tuple[jax.Array, jax.Array], start: int, count: int, leaves: int
-) -> tuple[jax.Array, jax.Array]:
-    """Keys and ends of the segments of a leaf, of those of all leaves."""
-    if leaves == 1:
-        return bounds
-    at = at_runtime(start)
-    key, end = (lax.dynamic_slice(x, (at,), (count,), allow_negative_indices=False) for x in bounds)
-    return key, end
-
-
 def _mask(leaf: Leaf, key: jax.Array, end: jax.Array, flat: bool) -> jax.Array:
     """Mask of keys above the key, and of those equal to it whose flat index is below the end."""
     if flat:

@@ -202,13 +202,24 @@ def _moved_masks(
     grows: Sequence[Any],
     fraction: chex.Numeric,
 ) -> list[jax.Array]:
-    drop = _put_together(of_drop, drops)
-    kept, active = _select(drop, fraction, together)
-    lost = exact.minus(active, exact.num_kept_of_words(active, fraction))
-    free = zip(_put_together(of_grow, grows), kept, strict=True)
-    grow = [leaf._replace(where=1 - mask) for leaf, mask in free]
-    grown, _ = _select(grow, lost, together)
-    return [a | b for a, b in zip(kept, grown, strict=True)]
+    drop, grow = _put_together(of_drop, drops), _put_together(of_grow, grows)
+    moves = lax.optimization_barrier(jnp.asarray(fraction) > 0)
+    present = [jnp.asarray(leaf.where != 0, jnp.uint8) for leaf in drop]
+
+    def dropped() -> tuple[list[jax.Array], Words]:
+        kept, active = _select(drop, fraction, together)
+        return kept, exact.minus(active, exact.num_kept_of_words(active, fraction))
+
+    def grown(kept: list[jax.Array], lost: Words) -> list[jax.Array]:
+        free = [leaf._replace(where=1 - mask) for leaf, mask in zip(grow, kept, strict=True)]
+        return [a | b for a, b in zip(kept, _select(free, lost, together)[0], strict=True)]
+
+    # The results of a branch are stored; all that reads them would else compute them again.
+    n = jax.eval_shape(dropped)[1][0].shape
+    nothing = jnp.zeros(n, jnp.uint32), jnp.zeros(n, jnp.uint32)
+    kept, lost = lax.cond(moves, dropped, lambda: (present, nothing))
+    masks: list[jax.Array] = lax.cond(moves, grown, lambda kept, _: kept, kept, lost)
+    return masks
 
 
 def _select(

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.selection import key_search
-from sparsity.selection.rows import LARGE, Rows, pad, places, rows_of
+from sparsity.selection import key_search, rows
+from sparsity.selection.rows import LARGE, Rows, pad, rows_of
 from sparsity.selection.scores import Leaf
 
-_ROWS = 64  # of a large segment, for threads to share
-_LEAST_ROWS = 16  # the same where 64 do not divide it
+_ROWS = 256  # of a large segment, for threads to share
+MOST = 2**31 - _ROWS  # entries of a leaf, so that it can be padded to whole rows
+_LEAST_ROWS = 16  # the same where it is not padded although 256 do not divide it
 _WIDTH = 1024  # of a row of small segments
 _PADDED = (1024, 4096, LARGE)  # the sizes to which these are padded
 _BRANCHES = 16  # of one switch
@@ -63,7 +64,7 @@ def arrange(leaves: Sequence[Leaf]) -> tuple[Parts, list[int]]:
 def _row_count(size: int) -> int:
     """How many rows a large segment is cut into; if they do not divide it, it is padded."""
     rows = _divisor(size, _ROWS)
-    return rows if rows >= _LEAST_ROWS or size > 2**31 - _ROWS else _ROWS
+    return rows if rows >= _LEAST_ROWS else _ROWS
 
 
 def _divisor(size: int, most: int) -> int:
@@ -108,72 +109,40 @@ class Visits:
 
     def sample(self) -> jax.Array:
         """As of `Rows`."""
-        return jnp.concatenate([leaf.sample() for leaf in self.leaves])
+        return rows.sample(self.leaves)
 
     def sample_every(self, stride: int) -> jax.Array:
         """As of `Rows`."""
-        return jnp.concatenate([leaf.sample_every(stride) for leaf in self.leaves])
+        return rows.sample_every(self.leaves, stride)
+
+    def cut(self, row: jax.Array, key: jax.Array, need: jax.Array) -> jax.Array:
+        """As of `Rows`."""
+        return rows.cut(self.leaves, row, key, need)
 
     def above(self, pivots: jax.Array, busy: jax.Array) -> jax.Array:
         """As of `Rows`; of segments that are not busy there are no counts."""
+        ends = np.cumsum(self._counts)
 
         def count(leaf: Rows, pivots: jax.Array) -> list[jax.Array]:
             return [pad(x, self.rows) for x in leaf.counts_above(pivots)]
 
-        def stack(counts: list[jax.Array], _: jax.Array) -> jax.Array:
-            return jnp.stack(counts, axis=-1)
-
-        return self._visit(busy, count, stack, pivots)
-
-    def cut(self, row: jax.Array, key: jax.Array, need: jax.Array, busy: jax.Array) -> jax.Array:
-        """As of `Rows`; of segments that are not busy there is no place."""
-        width = max(leaf.width for leaf in self.leaves)
-
-        def ties(leaf: Rows, row: jax.Array, key: jax.Array, _: jax.Array) -> list[jax.Array]:
-            return [pad(leaf.ties(row, key), width)]
-
-        def place(ties: list[jax.Array], _: jax.Array, __: jax.Array, need: jax.Array) -> jax.Array:
-            found: jax.Array = places(ties[0], need)
-            return found
-
-        widths = np.repeat([leaf.width for leaf in self.leaves], self._counts).astype(np.int32)
-        return row * widths + self._visit(busy, ties, place, row, key, need)
-
-    @property
-    def _counts(self) -> list[int]:
-        """How many segments each leaf has."""
-        return [leaf.segments for leaf in self.leaves]
-
-    def _visit(
-        self,
-        busy: jax.Array,
-        read: Callable[..., list[jax.Array]],
-        finish: Callable[..., jax.Array],
-        *args: jax.Array,
-    ) -> jax.Array:
-        """finish(read(leaf, *args), *args) of all segments that are busy.
-
-        What `read` returns has the same shapes for all leaves, so that `finish` is compiled once.
-        """
-        ends = np.cumsum(self._counts)
-
-        def at_once(leaves: Sequence[Rows], _: Any, *args: jax.Array) -> jax.Array:
-            parts = [jnp.split(x, ends[:-1]) for x in args]
-            found = [read(leaf, *own) for leaf, *own in zip(leaves, *parts, strict=True)]
-            return finish([jnp.concatenate(x) for x in zip(*found, strict=True)], *args)
+        def at_once(leaves: Sequence[Rows], _: Any, pivots: jax.Array) -> jax.Array:
+            own = jnp.split(pivots, ends[:-1])
+            found = [count(leaf, x) for leaf, x in zip(leaves, own, strict=True)]
+            return jnp.stack([jnp.concatenate(x) for x in zip(*found, strict=True)], axis=-1)
 
         if self.segments == 1 or key_search.loops_wait_on_host():
-            return at_once(self.leaves, busy, *args)
+            return at_once(self.leaves, busy, pivots)
 
-        def in_turn(leaves: Sequence[Rows], numbers: Any, *args: jax.Array) -> jax.Array:
+        def in_turn(leaves: Sequence[Rows], numbers: Any, pivots: jax.Array) -> jax.Array:
             busy, leaf_of, slice_of = numbers
             scalars = zip(*[leaf.scalars for leaf in leaves], strict=True)
             starts = jnp.concatenate([leaf.starts for leaf in leaves])
-            tables = slice_of, tuple(map(jnp.concatenate, scalars)), starts
+            tables = slice_of, tuple(map(jnp.concatenate, scalars)), starts, pivots
 
             def branch(leaf: Rows) -> Callable[..., list[jax.Array]]:
-                def run(within: jax.Array, scalars: Any, start: jax.Array, *own: Any) -> Any:
-                    return read(leaf.segment(within[0], scalars, start), *own)
+                def run(within: jax.Array, scalars: Any, start: jax.Array, own: Any) -> Any:
+                    return count(leaf.segment(within[0], scalars, start), own)
 
                 return run
 
@@ -183,8 +152,8 @@ class Visits:
                 def here(x: jax.Array) -> jax.Array:
                     return lax.dynamic_slice_in_dim(x, at, 1, allow_negative_indices=False)
 
-                table, own = lax.optimization_barrier(jax.tree.map(here, (tables, args)))
-                return finish(_switch(leaf_of[at], branches, *table, *own), *own)[0]
+                table = lax.optimization_barrier(jax.tree.map(here, tables))
+                return jnp.stack(_switch(leaf_of[at], branches, *table), axis=-1)[0]
 
             return _for_each(busy, visit)
 
@@ -201,8 +170,13 @@ class Visits:
         numbers = busy, jnp.asarray(leaf_of, jnp.int32), jnp.asarray(slice_of, jnp.int32)
         # All arrays are arguments: a rule may not close over mapped ones.
         leaves = [dataclasses.replace(x, starts=jnp.asarray(x.starts)) for x in self.leaves]
-        found: jax.Array = visits(leaves, numbers, *args)
+        found: jax.Array = visits(leaves, numbers, pivots)
         return found
+
+    @property
+    def _counts(self) -> list[int]:
+        """How many segments each leaf has."""
+        return [leaf.segments for leaf in self.leaves]
 
 
 def _switch(number: jax.Array, branches: Sequence[Callable[..., Any]], *args: Any) -> Any:
