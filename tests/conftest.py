@@ -13,6 +13,19 @@ from sparsity import api
 pytest.register_assert_rewrite("tests.helpers")
 
 
+# The files that take longest start first, so that no worker waits for another in the end.
+_LONGEST = (
+    "test_colabs", "test_meshes", "test_examples", "test_matrix", "test_kills", "test_baselines",
+    "test_optimizers", "test_trees", "test_selection", "test_checkpoints", "test_processes",
+    "test_selection_sharded", "test_mnist_epoch_strategy", "test_typing",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    ranks = {name: rank for rank, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
+
 @pytest.fixture
 def registry():
     """The registry of algorithms, restored after the test."""

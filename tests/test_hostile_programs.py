@@ -85,6 +85,7 @@ def test_optax_finds_the_state_by_its_name(packed):
     assert int(optax.tree.get(state, "SparseState").count) == 0
 
 
+@pytest.mark.slow
 def test_the_learning_rate_has_a_gradient_through_skipped_steps():
     trainer = sparsity.RigL(sparsity_distribution_fn=_HALF, scheduler=sparsity.PeriodicSchedule(2))
     assert trainer.skip_gradients
@@ -108,6 +109,7 @@ def test_the_learning_rate_has_a_gradient_through_skipped_steps():
 # Straight-through methods.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["magnitude_ste", "random_ste"])
 def test_straight_through_is_dense_before_its_schedule_starts(name):
     params = _params()
@@ -146,6 +148,7 @@ def test_stored_masks_agree_with_fresh_ones_before_and_after_the_start():
         np.testing.assert_array_equal(outs[0][step], outs[1][step])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in _NAMES if n != "no_prune"])
 def test_whole_equinox_modules_train_and_are_reported_on(name):
     import equinox as eqx
@@ -171,6 +174,7 @@ def _square(x):
     return x * x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _NAMES)
 def test_leaves_that_are_no_weights_go_through_untouched(name):
     odd = {
@@ -205,6 +209,7 @@ def test_leaves_that_are_no_weights_go_through_untouched(name):
 # Numerics and transfers.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [

@@ -96,6 +96,7 @@ def _gradients(params):
     return jax.tree.map(lambda param: param / 2, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_the_score_function_of_the_deep_dive_prunes_by_magnitude(jit):
     pruner = MagnitudePruning(

@@ -124,6 +124,7 @@ def test_schedules_without_a_ramp_return_the_targets(schedule, step):
     assert schedule.get_sparsity_at_step(targets, step) == targets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("freq", "start", "end"), RANGES)
 @pytest.mark.parametrize("power", [1, 3, 0.5])
 @pytest.mark.parametrize("initial", [0.0, 0.3])

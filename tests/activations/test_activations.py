@@ -21,6 +21,7 @@ from tests.selection_oracle import largest, n_of_m
 # Single arrays.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64"])
 @pytest.mark.parametrize("density", [0.9, 0.5, 0.25, 1, 1e-6])
 def test_unstruct_keeps_exactly_the_density_of_the_largest_magnitudes(dtype, density):
@@ -47,6 +48,7 @@ def test_batch_axes_keep_the_density_of_every_slice(batch_axes):
     np.testing.assert_array_equal(out, expected.reshape(x.shape))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 @pytest.mark.parametrize("axis", [-1, 0, 1])
 @pytest.mark.parametrize(("pattern", "n", "m"), [((2, 4), 2, 4), ("1:4", 1, 4), ([3, 5], 3, 5)])
@@ -238,6 +240,7 @@ def test_linen_gradients_are_those_of_the_edited_model(variables):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *grads)
 
 
+@pytest.mark.slow
 def test_linen_layers_report_the_sparsity_of_their_outputs(variables):
     apply = sparsity.sparsify_linen(DENSE.apply, LAYERS | {"Dense_0": 1.0})
     _, state = apply(variables, IMAGES, mutable=["intermediates"])
@@ -315,6 +318,7 @@ def test_linen_compiled_functions_are_refused_as_they_call_no_layers(variables):
         sparsity.sparsify_linen(compiled, LAYERS)
 
 
+@pytest.mark.slow
 def test_a_layer_that_returns_no_array_is_an_error():
     model = nn.RNN(nn.LSTMCell(4))
     variables = model.init(jax.random.key(0), helpers.normal(1, 3, 4))

@@ -18,6 +18,7 @@ _PARAMS = {
 }
 
 
+@pytest.mark.slow
 def test_all_layers_share_one_threshold_and_keep_exactly_the_target_in_total():
     # 10 weights in matrices; 0.6 keeps the 4 largest of all: 8, 7, 6, 5.
     updater = sparsity.GlobalMagnitudePruning(sparsity=0.6)
@@ -37,6 +38,7 @@ def test_a_layer_of_small_weights_may_vanish_though_every_layer_is_counted():
     assert int(masks["small"].sum()) == 0
 
 
+@pytest.mark.slow
 def test_ties_across_layers_are_kept_in_tree_order():
     updater = sparsity.GlobalMagnitudePruning(sparsity=0.5)
     masks = updater.instant_sparsify([jnp.ones((2, 3)), jnp.ones((3, 2)), jnp.ones((2, 4))])[1]
@@ -101,6 +103,7 @@ def test_overrides_are_pruned_alone_and_not_ranked_with_the_others():
     np.testing.assert_array_equal(masks["b"], [[1, 1]])
 
 
+@pytest.mark.slow
 def test_an_override_with_the_sparsity_of_the_others_is_still_pruned_alone():
     updater = sparsity.GlobalMagnitudePruning(sparsity=0.5, custom_sparsity_map={"own": 0.5})
     params = {"a": jnp.array([[1.0, 2.0]]), "own": jnp.array([[3.0, 4.0]])}
@@ -124,6 +127,7 @@ def test_an_override_that_matches_nothing_is_an_error_at_init():
         updater.wrap_optax(optax.sgd(0.1)).init(_PARAMS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_ramp_reaches_the_exact_total_and_stays_nested(packed):
     updater = sparsity.GlobalMagnitudePruning(

@@ -35,6 +35,7 @@ def test_complex_weights_are_ranked_by_their_absolute_value():
     np.testing.assert_array_equal(pruned, np.array([[3 + 4j, 5.5], [0, 0]], np.complex64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -98,6 +99,7 @@ def test_saliency_names_the_parameter_whose_gradient_is_missing():
         updater.instant_sparsify(params, {"layer": {"v": jnp.ones((2, 2))}})
 
 
+@pytest.mark.slow
 def test_saliency_keeps_pruned_weights_pruned_while_training():
     updater = sparsity.SaliencyPruning(
         sparsity_distribution_fn=helpers.uniform(0.75),

@@ -39,6 +39,7 @@ def _rigl(fraction=0.5, **kwargs):
 # RigL, by hand
 
 
+@pytest.mark.slow
 def test_rigl_drops_the_smallest_weights_and_grows_the_largest_gradients():
     # Active: 4, -1, 0.5, 3. Half of them go: -1 and 0.5. The gradients 9 and -8 grow.
     weights, mask = _move(
@@ -89,6 +90,7 @@ def test_nan_gradients_do_not_grow_and_nan_weights_are_dropped_first():
     np.testing.assert_array_equal(applied["w"], [[4, 0, 0, 3, 0, 0, 0, 0]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fraction", "kept"),
     # 8 active: round(8 (1 - f)), ties to even, and never fewer than one.
@@ -139,6 +141,7 @@ def test_set_grows_the_highest_random_scores_among_all_that_were_not_kept():
     np.testing.assert_array_equal(moved[0], np.where(expected, weights[0], 0))
 
 
+@pytest.mark.slow
 def test_set_draws_other_weights_at_every_update():
     updater = sparsity.SET(
         sparsity_distribution_fn=helpers.uniform(0.5), scheduler=sparsity.PeriodicSchedule(1)
@@ -331,6 +334,7 @@ def _units(kind, mask):
     return kept
 
 
+@pytest.mark.slow
 def test_rigl_of_n_by_m_by_hand():
     # 1:2 along the last axis. Active: 4, -1, 0.5, 3; half are dropped: -1 and 0.5. Their groups
     # regrow one each, by the gradient: the second entry of both.
@@ -391,6 +395,7 @@ def test_gradients_of_pruned_weights_stay_out_of_the_moments():
 # Writing one
 
 
+@pytest.mark.slow
 def test_a_new_sparse_trainer_is_a_grow_score():
     @dataclasses.dataclass
     class GrowFirst(DropAndGrow):

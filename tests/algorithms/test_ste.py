@@ -36,6 +36,7 @@ def test_the_forward_pass_sees_the_largest_weights_only():
     np.testing.assert_array_equal(seen["b"], _PARAMS["b"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _MAKERS)
 def test_the_gradient_is_that_of_the_sparse_weights_passed_straight_through(name):
     updater = _MAKERS[name]()

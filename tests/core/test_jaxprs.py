@@ -72,6 +72,7 @@ _PROGRAMS = {
 _X = jnp.array([0.5, -1.5, 2.5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _PROGRAMS)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "compiled"])
 def test_a_program_evaluates_to_the_function(name, wrap):
@@ -83,6 +84,7 @@ def test_a_program_evaluates_to_the_function(name, wrap):
         np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["custom_jvp", "custom_vjp", "jit", "cond", "scan", "relu"])
 def test_gradients_go_through_with_the_rules_of_the_function(name):
     def total(fn):

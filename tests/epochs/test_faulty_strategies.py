@@ -91,6 +91,7 @@ def test_an_epoch_that_is_no_integer_is_an_error(epoch):
         pruning(parameters(), epoch, None, GOOD)
 
 
+@pytest.mark.slow
 def test_epochs_may_be_integers_of_numpy_and_jax():
     for epoch in (np.int64(1), jnp.int32(1)):
         assert pruning(parameters(), epoch, None, GOOD)[0]

@@ -32,6 +32,7 @@ from tests.selection_oracle import n_of_m
 # The strategies of the README, as typed.
 
 
+@pytest.mark.slow
 def test_example_1_keeps_90_percent_of_the_whole_model():
     pruning_strategy = {1: {"method": "unstr_global", "prune_rate_pattern": 0.9}}
     params = parameters()
@@ -112,6 +113,7 @@ def test_the_gradual_schedule_of_the_readme_is_nested_and_reaches_each_density()
 # Methods, patterns and names.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "pattern", "oracle"),
     [

@@ -46,6 +46,7 @@ def test_any_sparsity_above_zero_selects_n_of_m(sparsity, kept):
     assert int(traced.sum()) == kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("m", range(1, 17))
 def test_a_ramp_ends_at_exactly_n_of_m(m, monkeypatch):
     # What is asked of the selection, which would have to be compiled for every m.
@@ -63,6 +64,7 @@ def test_a_ramp_ends_at_exactly_n_of_m_whatever_the_target(target):
         assert int(masks.create_mask(draw(16), target, NByM(n, 16), target=target).sum()) == n
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (3, 7), (0, 6), (7, 16)])
 def test_a_ramp_keeps_what_its_formula_says(n, m):
     scores = draw(m)
@@ -90,6 +92,7 @@ def test_a_ramp_towards_zero_stays_dense():
     assert int(masks.create_mask(draw(8), 0.0, NByM(2, 4), target=jnp.float32(0)).sum()) == 8
 
 
+@pytest.mark.slow
 def test_a_ramp_is_nested():
     scores, kept = draw((5, 16)), np.ones((5, 16))
     for sparsity in np.linspace(0, 0.75, 13):

@@ -104,6 +104,7 @@ def test_a_kept_minus_zero_stays():
     assert np.signbit(masks.apply_mask(jnp.array([-0.0]), np.ones(1, np.uint8)))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_packed_and_unpacked_masks_do_the_same(shape):
     param = jnp.asarray(draw(shape)) + 1000

@@ -76,6 +76,7 @@ def test_each_leaf_by_itself_is_the_default():
 # Which weights stay.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.9, 0.999, 1.0])
 def test_the_highest_normalized_scores_of_all_leaves_stay(share):
     params = _params(scales=(1, 5, 0.1))
@@ -212,6 +213,7 @@ def test_erk_targets_leave_what_the_layers_would_keep():
         assert sum(_counts(_masks_of(cls, targets)).values()) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _TRAINERS)
 def test_a_leaf_of_its_own_sparsity_keeps_exactly_that(name):
     targets = sparsity.Uniform(0.5, custom_sparsity_map={"b": 0.25})
@@ -255,6 +257,7 @@ def _scanned(tx, params, state):
     return jax.lax.scan(body, (params, state), jnp.arange(11))[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["eager", "jit", "scan"])
 @pytest.mark.parametrize("cls", [sparsity.SET, sparsity.RigL])
 def test_totals_stay_while_layers_trade(cls, way):
@@ -287,6 +290,7 @@ def test_rigl_moves_weights_to_the_layer_of_the_largest_gradients():
     assert sum(_counts(moved.masks).values()) == 76
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [sparsity.SET, sparsity.RigL])
 def test_a_leaf_of_its_own_sparsity_keeps_that_while_masks_move(cls):
     targets = sparsity.Uniform(0.5, custom_sparsity_map={"b": 0.25})

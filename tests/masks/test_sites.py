@@ -74,6 +74,7 @@ def _runs(name, **options):
         yield "instant", params, updater.instant_sparsify(params, grads)[1]
 
 
+@pytest.mark.slow
 @algorithms
 def test_functions_are_asked_about_parameters_and_never_about_anything_else(name):
     is_global = name.startswith("global")
@@ -175,6 +176,7 @@ _DISTRIBUTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", _DISTRIBUTIONS)
 @pytest.mark.parametrize("trainer", [sparsity.MagnitudePruning, sparsity.StaticRandomSparse])
 def test_the_batch_axes_of_an_updater_reach_its_distribution(kind, trainer):
@@ -243,6 +245,7 @@ def test_erk_counts_a_stack_by_the_shape_of_one_layer():
     np.testing.assert_allclose([targets["a"], targets["b"]], [0.0, 0.52], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_global_pruners_hand_on_batch_axes_given_by_a_function():
     pruner = sparsity.GlobalMagnitudePruning(
         sparsity=0.5, batch_axes=lambda path, param: int(path[-1] == "bias")

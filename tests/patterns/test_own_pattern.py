@@ -69,6 +69,7 @@ _ALGORITHMS = {
 _RAMP = sparsity.PolynomialSchedule(2, 0, 4, power=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True], ids=["bytes", "bits"])
 @pytest.mark.parametrize("name", _ALGORITHMS)
 def test_rows_train_with_a_ramp_packed_or_not_in_a_compiled_step(name, packed):
@@ -101,6 +102,7 @@ def test_rows_train_with_a_ramp_packed_or_not_in_a_compiled_step(name, packed):
     assert state.masks["w"].nbytes == (2 * 10 if packed else 160)
 
 
+@pytest.mark.slow
 def test_rows_move_as_wholes_to_the_largest_gradient():
     trainer = sparsity.RigL(
         sparsity_type=Rows(),

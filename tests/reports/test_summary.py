@@ -100,6 +100,7 @@ def test_summaries_work_inside_jit():
     np.testing.assert_allclose([both["a"], both["_total_intersection"]], [1.0, 1.0])
 
 
+@pytest.mark.slow
 def test_layers_are_listed_with_type_target_and_what_was_achieved(trained):
     rows = sparsity.layer_summary(*trained)
     assert [row.path for row in rows] == ["a/bias", "a/kernel", "b/bias", "b/kernel"]
@@ -159,6 +160,7 @@ def updated(**options):
     return updater.pre_forward_update(params, state), state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -33,6 +33,7 @@ WIDE = ["float64", "int64", "uint64"]
 
 
 # ------------------------------------------------------------------ keys
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS + WIDE)
 def test_keys_are_in_the_order_of_scores_of_every_dtype(dtype):
     with jax.enable_x64(dtype in WIDE):
@@ -51,6 +52,7 @@ def test_keys_are_in_the_order_of_scores_of_every_dtype(dtype):
         np.testing.assert_array_equal(keys == low, nan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_the_range_of_keys_is_from_nan_to_the_highest_score(dtype):
     dtype = jnp.dtype(dtype)
@@ -64,6 +66,7 @@ def test_the_range_of_keys_is_from_nan_to_the_highest_score(dtype):
 
 
 # ------------------------------------------------------------------ counting
+@pytest.mark.slow
 def test_counts_are_of_eligible_keys_strictly_above():
     rng = np.random.default_rng(0)
     # Padded together; in whole rows; in rows of another number; padded itself; many short slices.

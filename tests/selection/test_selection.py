@@ -13,6 +13,7 @@ from tests.selection_oracle import any_bits, best, ranks
 
 # ------------------------------------------------------------------ topk_mask
 # test_key_search.py covers the order of every dtype: here, each way to find the k best.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype",
     ["bfloat16", "float8_e8m0fnu", "float4_e2m1fn", "uint32", "int4", "bool"],
@@ -23,12 +24,14 @@ def test_keeps_exactly_the_k_best(dtype, both_ways):
         np.testing.assert_array_equal(selection.topk_mask(scores, k), best(scores, k))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "uint64"])
 def test_keeps_exactly_the_k_best_of_64_bit_dtypes(dtype, both_ways):
     with jax.enable_x64(True):
         test_keeps_exactly_the_k_best(dtype, both_ways)
 
 
+@pytest.mark.slow
 def test_where_limits_the_choice_whatever_the_other_scores_are(both_ways):
     scores = any_bits("float32", 300)
     where = (np.random.default_rng(1).random(300) < 0.4).astype(np.uint8)
@@ -38,6 +41,7 @@ def test_where_limits_the_choice_whatever_the_other_scores_are(both_ways):
     np.testing.assert_array_equal(selection.topk_mask(scores, 300, where=where != 0), where)
 
 
+@pytest.mark.slow
 @given(
     scores=st.lists(st.floats(width=32), min_size=1, max_size=40),
     fraction=st.floats(0, 1),
@@ -49,6 +53,7 @@ def test_any_float32_values_are_ordered_exactly(both_ways, scores, fraction):
     np.testing.assert_array_equal(selection.topk_mask(scores, k), best(scores, k))
 
 
+@pytest.mark.slow
 def test_ties_go_to_the_lowest_index_and_nan_ranks_last(both_ways):
     tiny = np.float32(1e-45)
     scores = jnp.array([0.0, np.nan, -0.0, tiny, -tiny, -np.inf, np.nan, np.inf])
@@ -57,6 +62,7 @@ def test_ties_go_to_the_lowest_index_and_nan_ranks_last(both_ways):
     assert np.flatnonzero(selection.topk_mask(scores, 7)).tolist() == [0, 1, 2, 3, 4, 5, 7]
 
 
+@pytest.mark.slow
 def test_empty_and_scalar_scores(both_ways):
     assert selection.topk_mask(jnp.zeros((0, 3)), 0).shape == (0, 3)
     assert selection.topk_mask(jnp.zeros((2, 0)), 0, batch_axes=1).shape == (2, 0)
@@ -65,6 +71,7 @@ def test_empty_and_scalar_scores(both_ways):
     assert selection.topk_mask(2.0, 1, where=0) == 0
 
 
+@pytest.mark.slow
 def test_mask_is_uint8_of_the_same_shape(both_ways):
     mask = selection.topk_mask(np.arange(24.0).reshape(2, 3, 4), 5)
     assert (mask.shape, mask.dtype) == ((2, 3, 4), jnp.uint8)
@@ -76,6 +83,7 @@ def test_concrete_k_out_of_range_is_refused():
             selection.topk_mask(jnp.arange(4.0), k)
 
 
+@pytest.mark.slow
 def test_traced_k_is_clamped(both_ways):
     mask = jax.jit(selection.topk_mask)
     assert int(mask(jnp.arange(4.0), -3).sum()) == 0
@@ -99,6 +107,7 @@ def test_wrong_shapes_and_batch_axes_are_refused():
         selection.topk_mask(jnp.ones((3, 4)), np.ones(2, int), batch_axes=1)
 
 
+@pytest.mark.slow
 def test_batch_axes_select_in_every_slice(both_ways):
     scores = np.round(np.random.default_rng(0).normal(size=(3, 2, 5, 4)), 1)
     mask = selection.topk_mask(scores.astype(np.float32), np.array([7, 20]), batch_axes=2)
@@ -132,6 +141,7 @@ def test_eager_calls_compile_once_for_all_k():
     assert selection.topk._topk_masks._cache_size() == before
 
 
+@pytest.mark.slow
 def test_temporaries_stay_below_a_twentieth_of_a_byte_a_weight():
     scores = jax.ShapeDtypeStruct((10**6,), jnp.float32)
     compiled = jax.jit(lambda x: selection.topk_mask(x, 7)).lower(scores).compile()
@@ -139,6 +149,7 @@ def test_temporaries_stay_below_a_twentieth_of_a_byte_a_weight():
 
 
 # ------------------------------------------------------------------ global_topk_mask
+@pytest.mark.slow
 def test_one_threshold_for_all_leaves_with_ties_in_tree_order(both_ways):
     tree = {"a": jnp.array([3, 1, 3]), "b": [jnp.array([[3, 2]]), None, jnp.int32(3)]}
     for k, kept in [(0, [[0, 0, 0], [[0, 0]], 0]), (2, [[1, 0, 1], [[0, 0]], 0])]:
@@ -149,6 +160,7 @@ def test_one_threshold_for_all_leaves_with_ties_in_tree_order(both_ways):
     assert [x.tolist() for x in jax.tree.leaves(mask)] == [[1, 0, 1], [[1, 1]], 1]
 
 
+@pytest.mark.slow
 def test_a_tree_is_masked_like_its_concatenation(both_ways):
     rng = np.random.default_rng(0)
     shapes = [(5,), (300, 230), (0, 3), (), (17, 3), (70_000,), (2, 2)]  # some are merged
@@ -160,6 +172,7 @@ def test_a_tree_is_masked_like_its_concatenation(both_ways):
         np.testing.assert_array_equal(np.concatenate([x.ravel() for x in masks]), best(joined, k))
 
 
+@pytest.mark.slow
 def test_global_k_may_be_two_words_traced_or_clamped(both_ways):
     tree = [jnp.array([4.0, 1.0]), jnp.array([3.0])]
     two = (jnp.uint32(0), jnp.uint32(2))
@@ -191,6 +204,7 @@ def nm_oracle(scores, n, m, axis, keep=None):
     return np.moveaxis(mask.reshape(moved.shape), -1, axis)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (4, 8), (0, 3), (3, 3), (5, 16)])
 def test_nm_keeps_the_n_best_of_every_m(dtype, n, m):
@@ -200,6 +214,7 @@ def test_nm_keeps_the_n_best_of_every_m(dtype, n, m):
         np.testing.assert_array_equal(mask, nm_oracle(scores, n, m, axis))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "uint8", "bool"])
 @pytest.mark.parametrize(("n", "m", "size"), [(2, 4, 10), (1, 4, 7), (3, 4, 5), (2, 8, 3)])
 def test_nm_keeps_n_of_a_shorter_last_group_or_all_it_has(dtype, n, m, size):
@@ -299,6 +314,7 @@ def test_hash_scores_do_not_shift_with_the_words():
     assert np.unique(np.concatenate(streams)).size > 8 * 4096 - 5
 
 
+@pytest.mark.slow
 def test_hash_scores_follow_the_flat_index_and_take_traced_words():
     flat = selection.hash_scores((24,), 5, 9)
     np.testing.assert_array_equal(selection.hash_scores((2, 3, 4), 5, 9).ravel(), flat)

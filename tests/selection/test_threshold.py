@@ -107,6 +107,7 @@ def test_float32_takes_at_most_24_passes_whatever_the_scores(flat, leaves):
         check(split(scores, leaves), ks & set(range(n)), at_most=24, name=name, flat=flat)
 
 
+@pytest.mark.slow
 @PATHS
 def test_float64_takes_at_most_44_passes_whatever_the_scores(flat):
     n = 10_000
@@ -116,6 +117,7 @@ def test_float64_takes_at_most_44_passes_whatever_the_scores(flat):
             check(leaves, (1, n // 5, n - 10), at_most=44, name=name, flat=flat)
 
 
+@pytest.mark.slow
 @PATHS
 def test_leaves_of_any_size_ask_for_at_most_24_passes(monkeypatch, flat):
     # Guesses that may fail, thirds of the bits of keys and of an index, or one pass by rows.

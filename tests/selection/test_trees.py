@@ -100,6 +100,7 @@ def test_all_ways_to_count_give_the_same_masks(flat, fixed):
     assert_equal(*ways)
 
 
+@pytest.mark.slow
 def test_slices_of_stacked_leaves_are_ranked_by_themselves():
     rng = np.random.default_rng(2)
     shapes = [(3, 130, 128), (200, 9, 11), (2, 2, 5), (4, 3, 20_011)]  # large; short; small; padded
@@ -114,6 +115,7 @@ def test_slices_of_stacked_leaves_are_ranked_by_themselves():
         np.testing.assert_array_equal(mask, np.reshape(each, x.shape))
 
 
+@pytest.mark.slow
 def test_lazy_scores_are_those_that_they_compute():
     rng = np.random.default_rng(3)
     shapes = [(300, 300), (70, 9), (5,)]
@@ -134,6 +136,7 @@ def test_lazy_scores_are_those_that_they_compute():
     jax.tree.map(np.testing.assert_array_equal, together, stored)
 
 
+@pytest.mark.slow
 def test_scores_that_depend_on_the_index_are_those_of_the_whole_leaf():
     shapes = [(5, 130, 128), (200, 9, 11), (64,)]
 
@@ -152,6 +155,7 @@ def test_scores_that_depend_on_the_index_are_those_of_the_whole_leaf():
         np.testing.assert_array_equal(mask, np.reshape(each, mask.shape))
 
 
+@pytest.mark.slow
 def test_a_mapped_search_gives_the_masks_of_each():
     rng = np.random.default_rng(4)
     scores = [jnp.asarray(rng.standard_normal((3, *s)), jnp.bfloat16) for s in SHAPES]
@@ -168,6 +172,7 @@ def test_a_mapped_search_gives_the_masks_of_each():
     jax.tree.map(np.testing.assert_array_equal, [x[0] for x in shared], [x[0] for x in mapped])
 
 
+@pytest.mark.slow
 def test_a_search_may_stand_in_a_function_that_is_differentiated():
     x = jnp.linspace(-1, 1, 20_000)
 
@@ -181,6 +186,7 @@ def test_a_search_may_stand_in_a_function_that_is_differentiated():
     np.testing.assert_allclose(grad, 2 * x * expected(np.abs(x), 9))
 
 
+@pytest.mark.slow
 def test_hashes_are_searched_like_any_scores():
     scores = hash_scores((128, 200), 7)
     mask = selection.topk_mask(scores, 1000)

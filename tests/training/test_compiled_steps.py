@@ -108,6 +108,7 @@ def test_the_search_for_copies_finds_those_of_a_step_that_is_not_donated():
     assert _large_copies(_compiled(updater, donate=False), least=math.prod(_SHAPE) // 8)
 
 
+@pytest.mark.slow
 def test_without_skip_gradients_the_inner_update_is_in_no_conditional():
     updater = sparsity.RigL(
         sparsity_distribution_fn=helpers.half, scheduler=_SCHEDULE, skip_gradients=False
@@ -127,6 +128,7 @@ def test_without_a_schedule_the_step_has_no_conditional_at_all():
     assert "cond" not in str(jax.make_jaxpr(step)(params, state, jnp.ones((4, _SHAPE[0]))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [sparsity.MagnitudePruning, sparsity.RigL])
 def test_the_second_call_compiles_nothing(algorithm):
     step, params, state = _training_step(
@@ -188,6 +190,7 @@ def test_arrays_without_entries_train_like_others(name, packed):
         assert jnp.count_nonzero(state.masks["(4, 4)"]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [bool, jnp.int32, jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("regrows", [False, True])
 def test_masks_from_a_hook_may_have_any_dtype(dtype, regrows):

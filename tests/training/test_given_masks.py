@@ -33,6 +33,7 @@ def _in_use(state):
     return np.asarray(sparsity.active_masks(_params(), state)["w"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True], ids=["bytes", "bits"])
 @pytest.mark.parametrize("distribution", [None, _HALF, sparsity.sparsity_distributions.uniform])
 def test_static_training_keeps_the_masks_with_a_distribution_or_without(packed, distribution):
@@ -94,6 +95,7 @@ def test_masks_of_a_pruner_go_into_training_as_they_come():
         np.testing.assert_array_equal(_in_use(state), np.asarray(pruned["w"]) != 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [sparsity.SET, sparsity.RigL])
 def test_masks_that_move_start_from_the_given_ones(cls):
     trainer = cls(

@@ -89,6 +89,7 @@ kinds = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("way", _WAYS)
 def test_an_old_state_is_restored_as_ever(way, cls, packed, tmp_path):

@@ -91,6 +91,7 @@ def _check(params, state, steps):
         np.testing.assert_allclose(state.algorithm_state[name], sums[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["eager", "jit", "donated", "packed", "scan"])
 def test_sums_grow_in_every_step_and_decide_at_the_update(way):
     updater = _make(use_packed_masks=way == "packed")
@@ -108,6 +109,7 @@ def test_sums_grow_in_every_step_and_decide_at_the_update(way):
     _check(params, state, 4)
 
 
+@pytest.mark.slow
 def test_runs_are_mapped_over_their_states():
     step, state = _step_of(_make())
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (_params(), state))
@@ -232,6 +234,7 @@ class Curious(sparsity.RigL):
         return jax.tree.map(jnp.abs, grads)
 
 
+@pytest.mark.slow
 def test_extra_arguments_reach_the_hooks_that_name_them():
     updater = _make(Curious, scheduler=sparsity.PeriodicSchedule(2), skip_gradients=False)
     tx = updater.wrap_optax(optax.sgd(1.0))
@@ -381,6 +384,7 @@ def _instructions(cls):
     return lines
 
 
+@pytest.mark.slow
 def test_hooks_that_are_not_overridden_cost_no_instruction():
     plain = _instructions(sparsity.MagnitudePruning)
     assert len(plain) > 50

@@ -55,6 +55,7 @@ _AWKWARD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip", [False, True], ids=["go on", "skip"])
 @pytest.mark.parametrize("name", _AWKWARD)
 def test_a_skipped_update_changes_nothing_whatever_the_state_is_made_of(name, skip):

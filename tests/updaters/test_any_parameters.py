@@ -15,6 +15,7 @@ from tests.selection_oracle import drop_and_grow
 # Parameters of every kind.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "build",
     [

@@ -96,6 +96,7 @@ def test_extra_arguments_reach_the_inner_optimizer_and_the_hooks_that_name_them(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sparsity.all_algorithm_names())
 def test_every_algorithm_accepts_extra_arguments_that_nobody_knows(name):
     options = (
@@ -107,6 +108,7 @@ def test_every_algorithm_accepts_extra_arguments_that_nobody_knows(name):
     tx.update(helpers.grads(0), tx.init(params), params, value=1.0, anything=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["magnitude", "rigl", "static_sparse"])
 def test_line_searches_and_plateaus_get_their_arguments(name):
     updater = sparsity.ALGORITHM_REGISTRY[name](

@@ -131,6 +131,7 @@ def test_a_target_that_an_n_of_m_pattern_cannot_reach_is_logged(caplog):
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_a_ramp_of_n_of_m_removes_entries_one_by_one():
     # kept of 4 = max(1, ceil(4 * (1 - s_t / s_T * 3 / 4))), s_t / s_T = 0, 0.5, 1 by a linear ramp.
     updater = sparsity.MagnitudePruning(

@@ -72,6 +72,7 @@ def test_grown_weights_start_at_zero_with_the_state_that_init_gives(name):
     assert reset  # otherwise the test shows nothing
 
 
+@pytest.mark.slow
 def test_factored_second_moments_stay_as_they_are():
     inner = optax.adafactor(0.1, min_dim_size_to_factor=2, momentum=0.9)
     updater = sparsity.RigL(
@@ -98,6 +99,7 @@ def test_factored_second_moments_stay_as_they_are():
     assert changed[0].endswith("['kernel']")
 
 
+@pytest.mark.slow
 def test_square_factors_and_lookalike_names_are_not_taken_for_a_parameters_state():
     # 'mu/a' of the parameters and Adam's field mu of 'a' have the same names, not the same path.
     params = {"a": jnp.ones((4, 4)), "mu": {"a": jnp.ones((4, 4))}}

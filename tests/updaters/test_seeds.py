@@ -15,6 +15,7 @@ def _stores_masks(name):
     return not helpers.is_straight_through(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", helpers.names_of(helpers.draws_masks, _stores_masks))
 def test_seeds_may_be_integers_and_keys_of_either_style(name):
     cls = sparsity.ALGORITHM_REGISTRY[name]

@@ -40,6 +40,7 @@ def _nestings():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _nestings())
 def test_the_state_is_found_and_replaced_in_every_nesting(name):
     tx = _nestings()[name]

@@ -199,6 +199,7 @@ def test_post_gradient_update_changes_no_bit_of_what_apply_updates_gives(name):
     jax.tree.map(np.testing.assert_array_equal, without, with_it)
 
 
+@pytest.mark.slow
 def test_a_loop_without_sparse_updates_relies_on_post_gradient_update():
     updater = _CASES["static"][0](
         sparsity_distribution_fn=helpers.uniform(0.7), is_sparse_updates=False
@@ -209,6 +210,7 @@ def test_a_loop_without_sparse_updates_relies_on_post_gradient_update():
     np.testing.assert_array_equal(np.asarray(sparse["kernel"]) != 0, state.masks["kernel"])
 
 
+@pytest.mark.slow
 def test_an_updater_with_its_own_post_gradient_update_keeps_dense_weights():
     class Soft(sparsity.MagnitudePruning):
         def post_gradient_update(self, params, sparse_state):

@@ -66,6 +66,7 @@ def test_one_field_makes_the_difference(name):
     assert dataclasses.replace(other, use_packed_masks=updater.use_packed_masks) == updater
 
 
+@pytest.mark.slow
 @updaters
 def test_an_updater_is_a_key_for_compiled_programs(name):
     updater = _MAKERS[name]()
