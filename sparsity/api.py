@@ -148,7 +148,7 @@ def _take_scheduler(options: dict[str, Any]) -> Schedule:
     if "scheduler" in options:
         if given or kind:
             raise ValueError(
-                f"{sorted([*given, *(['schedule_type'] if kind else [])])} cannot be given beside "
+                f"{sorted([*given, *(['schedule_type'] if kind else [])])} cannot go with "
                 "scheduler."
             )
         scheduler: Schedule = options.pop("scheduler")
@@ -210,7 +210,7 @@ def _take_distribution(
     elif "sparsity_distribution_fn" in options:
         if given or kind:
             raise ValueError(
-                f"{sorted([*given, *(['dist_type'] if kind else [])])} cannot be given beside "
+                f"{sorted([*given, *(['dist_type'] if kind else [])])} cannot go with "
                 "sparsity_distribution_fn."
             )
         return None

@@ -141,7 +141,6 @@ class DropAndGrow(SparseTraining):
     ) -> SparseState:
         with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix integers and floats
             fraction: Any = self.drop_fraction_fn(sparse_state.count)
-
         table = self.sites_of(params)
 
         def scores(hook: Callable[..., PyTree]) -> PyTree:
@@ -165,7 +164,9 @@ class DropAndGrow(SparseTraining):
         """Turns `drop_fraction` into a function that falls along a cosine until the end step."""
         fields: dict[str, Any] = dict(options)
         if "drop_fraction" in fields and "drop_fraction_fn" in fields:
-            raise ValueError("drop_fraction cannot be given beside drop_fraction_fn.")
+            raise ValueError(
+                "drop_fraction and drop_fraction_fn exclude each other: give one of them."
+            )
         fraction = fields.pop("drop_fraction", 0.3)
         check_fraction("drop_fraction", fraction)
         _, end = update_range(fields["scheduler"]) or (0, None)

@@ -1,4 +1,4 @@
-"""Which k entries of a tensor, or of a whole tree, score highest: exact, without sorting.
+"""Which k entries of a tensor, or of a whole tree, score highest: exact, large ones not sorted.
 
 A mask keeps exactly k entries. Ties go to the lowest flat index (across leaves: tree order), NaN
 ranks below every number, -0.0 equals 0.0, and subnormals keep their order. Scores stay where they
