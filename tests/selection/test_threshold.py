@@ -108,6 +108,16 @@ def test_float32_takes_at_most_24_passes_whatever_the_scores(flat, leaves):
 
 
 @pytest.mark.slow
+def test_k_just_below_the_number_of_nonzeros_takes_at_most_six_passes():
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        scores = np.abs(rng.normal(size=300_000)).astype(np.float32)
+        scores[rng.random(scores.size) < 0.8] = 0
+        nonzero = int(np.sum(scores > 0))
+        check([(scores,)], [nonzero - 5, nonzero - 425, nonzero], at_most=6, name=str(seed))
+
+
+@pytest.mark.slow
 @PATHS
 def test_float64_takes_at_most_44_passes_whatever_the_scores(flat):
     n = 10_000
