@@ -8,7 +8,7 @@ checks arguments and maps over slices; `threshold` selects.
 
 import functools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import chex
@@ -21,7 +21,7 @@ from sparsity.core import exact, sharding
 from sparsity.core.checks import is_traced
 from sparsity.core.exact import Words, zero_like
 from sparsity.core.trees import PyTree
-from sparsity.selection import threshold
+from sparsity.selection import counting, threshold
 from sparsity.selection.scores import Leaf, Scores
 
 
@@ -204,20 +204,26 @@ def _moved_masks(
 ) -> list[jax.Array]:
     drop, grow = _put_together(of_drop, drops), _put_together(of_grow, grows)
     moves = lax.optimization_barrier(jnp.asarray(fraction) > 0)
-    present = [jnp.asarray(leaf.where != 0, jnp.uint8) for leaf in drop]
+    # Branches must vary over a mesh alike: as all of the data do.
+    zero = counting.varying_zero([*drop, *grow], moves)
 
     def dropped() -> tuple[list[jax.Array], Words]:
         kept, active = _select(drop, fraction, together)
         return kept, exact.minus(active, exact.num_kept_of_words(active, fraction))
+
+    def present() -> tuple[list[jax.Array], Words]:
+        n = jnp.zeros(1 if together else sum(leaf.slices for leaf in drop), jnp.uint32)
+        return [jnp.asarray(leaf.where != 0, jnp.uint8) for leaf in drop], (n, n)
+
+    def varying(branch: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: jax.tree.map(lambda x: x + zero.astype(x.dtype), branch())
 
     def grown(kept: list[jax.Array], lost: Words) -> list[jax.Array]:
         free = [leaf._replace(where=1 - mask) for leaf, mask in zip(grow, kept, strict=True)]
         return [a | b for a, b in zip(kept, _select(free, lost, together)[0], strict=True)]
 
     # The results of a branch are stored; all that reads them would else compute them again.
-    n = jax.eval_shape(dropped)[1][0].shape
-    nothing = jnp.zeros(n, jnp.uint32), jnp.zeros(n, jnp.uint32)
-    kept, lost = lax.cond(moves, dropped, lambda: (present, nothing))
+    kept, lost = lax.cond(moves, varying(dropped), varying(present))
     masks: list[jax.Array] = lax.cond(moves, grown, lambda kept, _: kept, kept, lost)
     return masks
 

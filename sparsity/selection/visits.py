@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsity.core.exact import zero_like
 from sparsity.selection import key_search, rows
 from sparsity.selection.rows import LARGE, Rows, pad, rows_of
 from sparsity.selection.scores import Leaf
@@ -155,7 +156,10 @@ class Visits:
                 table = lax.optimization_barrier(jax.tree.map(here, tables))
                 return jnp.stack(_switch(leaf_of[at], branches, *table), axis=-1)[0]
 
-            return _for_each(busy, visit)
+            # They vary over a mesh as what is counted.
+            like = pivots[:, None].astype(jnp.int32)
+            shape = self.segments, self.rows, pivots.shape[1]
+            return _for_each(busy, visit, zero_like(jnp.broadcast_to(like, shape)))
 
         # Of mapped branches all would be taken, in every visit.
         visits: Any = jax.custom_batching.custom_vmap(in_turn)
@@ -192,15 +196,15 @@ def _switch(number: jax.Array, branches: Sequence[Callable[..., Any]], *args: An
     return lax.switch(number // _BRANCHES, groups, args)
 
 
-def _for_each(chosen: jax.Array, visit: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def _for_each(
+    chosen: jax.Array, visit: Callable[[jax.Array], jax.Array], zeros: jax.Array
+) -> jax.Array:
     """visit(number) of each number that is chosen, one after another; zeros of the others."""
     count = len(chosen)
     place = jnp.cumsum(chosen.astype(jnp.int32))
     numbers = jnp.arange(count, dtype=jnp.int32)
     todo = jnp.where(chosen, place - 1, count)
     todo = (numbers & 0).at[todo].set(numbers, mode="drop")
-    like = jax.eval_shape(visit, todo[0])
-    zeros = jnp.zeros((count, *like.shape), like.dtype)
 
     def step(i: jax.Array, found: jax.Array) -> jax.Array:
         more: jax.Array = lax.dynamic_update_index_in_dim(found, visit(todo[i]), todo[i], 0)

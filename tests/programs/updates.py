@@ -178,6 +178,31 @@ def updates_inside_shard_map_and_pmap_prune_each_part(devices):
         np.testing.assert_array_equal(np.asarray(kept) != 0, expected != 0)
 
 
+def a_tree_inside_shard_map_gets_the_masks_of_each_part(devices):
+    shapes = {"large": (128, 128), "larger": (160, 128), "small": (6, 10)}
+    rng = np.random.default_rng(0)
+    trees = [
+        {key: rng.normal(size=(8, *shape)).astype(np.float32) for key, shape in shapes.items()}
+        for _ in range(2)
+    ]
+    for name in ("magnitude", "rigl"):
+        updater = helpers.make_updater(name, update_start_step=0, update_end_step=0)
+        tx = updater.wrap_optax(optax.sgd(0.1))
+
+        def masks(params, grads, tx=tx):
+            params, grads = jax.tree.map(lambda x: x[0], (params, grads))
+            state = tx.update(grads, tx.init(params), params)[1]
+            return jax.tree.map(lambda mask: mask[None], state.masks)
+
+        spec = P(("a", "b"))
+        mapped = jax.shard_map(masks, mesh=devices.mesh, in_specs=spec, out_specs=spec)
+        found, alone = jax.jit(mapped)(*trees), jax.jit(masks)
+        for i in range(8):
+            expected = alone(*jax.tree.map(lambda x, i=i: x[i : i + 1], trees))
+            own = jax.tree.map(lambda x, i=i: x[i : i + 1], found)
+            jax.tree.map(np.testing.assert_array_equal, own, expected)
+
+
 _BOTH = [
     every_algorithm_gives_bit_equal_masks,
     a_run_agrees_with_one_device_compiles_once_and_keeps_its_placement,
@@ -185,6 +210,10 @@ _BOTH = [
     no_array_has_the_size_of_an_unsharded_parameter,
 ]
 CASES = {
-    "Auto": [*_BOTH, updates_inside_shard_map_and_pmap_prune_each_part],
+    "Auto": [
+        *_BOTH,
+        updates_inside_shard_map_and_pmap_prune_each_part,
+        a_tree_inside_shard_map_gets_the_masks_of_each_part,
+    ],
     "Explicit": _BOTH,
 }
