@@ -81,6 +81,13 @@ def num_kept_of_words(n: Words, sparsity: chex.Numeric) -> Words:
     return kept
 
 
+def kept_of(n: Words, k: Words | chex.Numeric) -> Words:
+    """How many of n to keep: k, but no more than there are; or what a fraction removed leaves."""
+    if not isinstance(k, tuple):
+        k = num_kept_of_words(n, k)
+    return choose(at_least(k, n), n, k)
+
+
 @functools.partial(jax.jit, static_argnums=1)
 def ordered_sum(x: chex.Array, axis: tuple[int, ...]) -> jax.Array:
     """Sums floats with the same bits in any order, so that sharding cannot change a mask.

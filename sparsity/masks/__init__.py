@@ -15,7 +15,7 @@ from sparsity.masks.bits import (
     unpack_masks,
 )
 from sparsity.masks.create import create_mask, create_masks, drop_and_grow, move_masks
-from sparsity.masks.lazy import elementwise, is_elementwise, lazy_scores
+from sparsity.masks.lazy import elementwise, lazy_scores
 from sparsity.masks.scopes import SCOPES, Global, Layerwise, Moving, Scope, Wanted
 from sparsity.masks.sites import (
     BatchAxes,
@@ -53,7 +53,6 @@ __all__ = [
     "drop_and_grow",
     "elementwise",
     "in_use",
-    "is_elementwise",
     "is_pattern",
     "lazy_scores",
     "leading_axes",

@@ -37,11 +37,6 @@ def elementwise(hook: Hook) -> Hook:
     return hook
 
 
-def is_elementwise(hook: Callable[..., object]) -> bool:
-    """Whether a hook is marked as `elementwise`."""
-    return getattr(hook, "is_elementwise", False)
-
-
 def lazy_scores(
     hook: Callable[..., PyTree], table: Sites, params: PyTree, grads: PyTree | None
 ) -> PyTree | None:
@@ -56,7 +51,7 @@ def lazy_scores(
       params: tree of parameters.
       grads: tree of gradients.
     """
-    if not is_elementwise(hook):
+    if not getattr(hook, "is_elementwise", False):
         return None
     if grads is not None and trees.leaves_by_path(params).keys() - trees.leaves_by_path(grads):
         return None

@@ -66,24 +66,26 @@ class NaturalRows:
     def above(self, pivots: jax.Array, _: jax.Array) -> jax.Array:
         """int32[segments, 1, pivots]: how many eligible keys lie above pivots[segments, pivots]."""
         arrays, pivots = lax.optimization_barrier((self.leaf.arrays, pivots))
-        keys = self._keys(arrays)
+        keys = self.leaf.keys(arrays)
         return self._counts([keys > p for p in self._spread(pivots.astype(keys.dtype))])
 
     def ties_before(self, key: jax.Array, before: jax.Array) -> jax.Array:
         """int32[segments, 1, pivots]: ties of key[segments] whose index is below before[...]."""
         strides = [jnp.int32(stride) for stride in self._strides]
         arrays, before, strides = lax.optimization_barrier((self.leaf.arrays, before, strides))
-        ties = self._ties(arrays, self._keys(arrays), key)
+        keys = self.leaf.keys(arrays)
+        (wanted,) = self._spread(key.astype(keys.dtype)[:, None])
+        ties = self._ties(arrays, keys, wanted)
         index = flat_index(self.leaf.scores.shape, strides)
         return self._counts([ties & (index < p) for p in self._spread(before)])
 
     def best(self, key: jax.Array, end: jax.Array) -> jax.Array:
         """uint8 mask of keys above key[segments], and of ties whose index is below the end."""
         arrays = self.leaf.arrays
-        keys = self._keys(arrays)
+        keys = self.leaf.keys(arrays)
         (wanted,), (last,) = (self._spread(x[:, None]) for x in (key.astype(keys.dtype), end))
         index = flat_index(self.leaf.scores.shape, self._strides)
-        best = (keys > wanted) | (self._ties(arrays, keys, key) & (index < last))
+        best = (keys > wanted) | (self._ties(arrays, keys, wanted) & (index < last))
         return best.astype(jnp.uint8)
 
     @property
@@ -92,13 +94,8 @@ class NaturalRows:
         shape = self.leaf.scores.shape
         return [math.prod(shape[axis + 1 :]) * (axis in self._axes) for axis in range(len(shape))]
 
-    def _keys(self, arrays: tuple[jax.Array, ...]) -> jax.Array:
-        scores = self.leaf.scores
-        return self.recipe.keys(arrays, scores.scalars, flat_index(scores.shape))
-
-    def _ties(self, arrays: tuple[jax.Array, ...], keys: jax.Array, key: jax.Array) -> jax.Array:
-        """Which entries have the key of their segment and are eligible."""
-        (wanted,) = self._spread(key.astype(keys.dtype)[:, None])
+    def _ties(self, arrays: tuple[jax.Array, ...], keys: jax.Array, wanted: jax.Array) -> jax.Array:
+        """Which entries have the wanted key and are eligible."""
         allowed = self.recipe.eligible(arrays)
         return keys == wanted if allowed is None else (keys == wanted) & allowed
 

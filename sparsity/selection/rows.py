@@ -144,9 +144,8 @@ class Rows:
         if self.sizes is None:
             picked = tuple(x[:, ::stride].reshape(-1) for x in flat)
         else:
-            each = [np.arange(0, size, stride, dtype=np.int32) for size in self.sizes]
-            segment = np.repeat(range(len(each)), [len(x) for x in each])
-            picked = tuple(x[segment, np.concatenate(each)] for x in flat)
+            segment, offset = _every_place([self], stride)
+            picked = tuple(x[segment, offset] for x in flat)
         held: tuple[jax.Array, ...] = lax.optimization_barrier(picked)
         return held
 
@@ -189,12 +188,15 @@ def sample(leaves: Sequence[Rows]) -> jax.Array:
 
 def sample_every(leaves: Sequence[Rows], stride: int) -> jax.Array:
     """`Rows.sample_every` of leaves."""
-    each = [np.arange(0, size, stride, dtype=np.int32) for leaf in leaves for size in leaf.entries]
+    segment, offset = _every_place(leaves, stride)
     arrays = zip(*[leaf._every(stride) for leaf in leaves], strict=True)
-    segment = np.repeat(range(len(each)), [len(x) for x in each])
-    return _chosen(leaves, segment)._keys(
-        tuple(map(_joined, arrays)), jnp.asarray(np.concatenate(each))
-    )
+    return _chosen(leaves, segment)._keys(tuple(map(_joined, arrays)), jnp.asarray(offset))
+
+
+def _every_place(leaves: Sequence[Rows], stride: int) -> tuple[np.ndarray, np.ndarray]:
+    """Every so many-th place of each segment: the numbers of segments, and where in these."""
+    each = [np.arange(0, size, stride, dtype=np.int32) for leaf in leaves for size in leaf.entries]
+    return np.repeat(range(len(each)), [len(x) for x in each]), np.concatenate(each)
 
 
 def cut(leaves: Sequence[Rows], row: jax.Array, key: jax.Array, need: jax.Array) -> jax.Array:

@@ -101,6 +101,10 @@ class Leaf(NamedTuple):
         """All that is stored of the leaf."""
         return (*self.scores.arrays, *([] if self.where is None else [self.where]))
 
+    def keys(self, arrays: tuple[jax.Array, ...]) -> jax.Array:
+        """Its keys, in its shape, of these arrays: its own ones, or what a barrier made of them."""
+        return self.recipe.keys(arrays, self.scores.scalars, flat_index(self.scores.shape))
+
     def reshape(self, shape: tuple[int, ...]) -> Leaf:
         """The leaf of another shape, whose last axis is all of a slice."""
         scores, where = self.scores, self.where

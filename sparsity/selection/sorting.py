@@ -15,7 +15,6 @@ import numpy as np
 
 from sparsity.core import exact
 from sparsity.core.exact import Words, zero_like
-from sparsity.core.hashing import flat_index
 from sparsity.selection.scores import Leaf
 
 MOST = 2048  # entries, once slices are padded to one size: from there on counting is faster
@@ -35,9 +34,7 @@ def select(
     keys, allowed = (_in_rows(x, together) for x in zip(*map(_keys, leaves), strict=True))
     n = jnp.sum(allowed, axis=1, dtype=jnp.uint32)
     words = zero_like(n), n
-    if not isinstance(k, tuple):
-        k = exact.num_kept_of_words(words, k)
-    wanted = exact.choose(exact.at_least(k, words), words, k)[1].astype(jnp.int32)
+    wanted = exact.kept_of(words, k)[1].astype(jnp.int32)
     last = keys.shape[1] - 1
     # Of no entry: the highest key, above which there is none.
     place = jnp.clip(keys.shape[1] - wanted, 0, last)[:, None]
@@ -50,10 +47,8 @@ def select(
 
 def _keys(leaf: Leaf) -> tuple[jax.Array, jax.Array]:
     """Keys of a leaf, and which of them may be kept, both [slices, size]."""
-    scores, recipe = leaf.scores, leaf.recipe
-    keys = recipe.keys(leaf.arrays, scores.scalars, flat_index(scores.shape))
-    allowed = recipe.eligible(leaf.arrays)
-    allowed = jnp.ones(scores.shape, bool) if allowed is None else allowed
+    keys, allowed = leaf.keys(leaf.arrays), leaf.recipe.eligible(leaf.arrays)
+    allowed = jnp.ones(keys.shape, bool) if allowed is None else allowed
     return keys.reshape(leaf.slices, -1), allowed.reshape(leaf.slices, -1)
 
 

@@ -76,9 +76,7 @@ def select(leaves: Sequence[Leaf], k: Words | chex.Numeric, *, together: bool) -
     zero = counting.varying_zero(leaves, first_k)
     eligible = [part.eligible() + zero for part in parts]
     n = groups.totals(eligible)
-    if not isinstance(k, tuple):
-        k = exact.num_kept_of_words(n, k)
-    k = exact.choose(exact.at_least(k, n), n, k)
+    k = exact.kept_of(n, k)
     found = _kth_keys(parts, table, groups, leaves[0].scores.dtype, k, n, eligible, zero)
 
     ties = [x - y for x, y in zip(found.at_least, found.above, strict=True)]
@@ -154,9 +152,8 @@ def _first_pivots(parts: Parts, groups: Groups, k: Words) -> jax.Array:
     if groups.together:
         total = sum(int(part.entries.sum(dtype=np.int64)) for part in parts)
         least, most = _SAMPLE_SIZES
-        stride = (
-            total // min(max(total >> _SAMPLE_SHIFT, least), most) | 1
-        )  # odd: not in step with rows
+        count = min(max(total >> _SAMPLE_SHIFT, least), most)
+        stride = total // count | 1  # odd: not in step with rows
         keys = jnp.concatenate([part.sample_every(stride) for part in parts])
         return key_search.sampled_pivots(keys[None], np.array([total], np.float32), k)
     ends = np.cumsum(groups.parts)[:-1]
@@ -195,7 +192,7 @@ def _ends_by_rows(
     own: Sequence[jax.Array],
 ) -> list[jax.Array]:
     """int32[segments] of each part: the flat index in its segment before which ties are kept."""
-    whole, cuts = [], []
+    whole, cuts, partials = [], [], []
     for part, key, count, kept in zip(parts, keys, ties, own, strict=True):
         before = jnp.cumsum(count, axis=1) - count
         of_row = jnp.clip(kept[:, None] - before, 0, count)
@@ -203,17 +200,18 @@ def _ends_by_rows(
         partial = (of_row > 0) & (of_row < count)
         row = jnp.argmax(partial, axis=1).astype(jnp.int32)
         need = jnp.sum(jnp.where(partial, of_row, 0), axis=1, dtype=jnp.int32)
-        cuts.append((row, key, need, jnp.any(partial, axis=1)))
+        cuts.append((row, key, need))
+        partials.append(jnp.any(partial, axis=1))
 
     def cut() -> list[jax.Array]:
         return [
-            jnp.where(wanted[3], part.cut(*wanted[:3]), end)
-            for part, wanted, end in zip(parts, cuts, whole, strict=True)
+            jnp.where(is_partial, part.cut(*wanted), end)
+            for part, wanted, is_partial, end in zip(parts, cuts, partials, whole, strict=True)
         ]
 
     if key_search.loops_wait_on_host():
         return cut()
-    is_cut = functools.reduce(jnp.logical_or, [jnp.any(wanted[3]) for wanted in cuts])
+    is_cut = functools.reduce(jnp.logical_or, [*map(jnp.any, partials)])
     ends: list[jax.Array] = lax.cond(is_cut, cut, lambda: whole)
     return ends
 

@@ -11,7 +11,6 @@ def _with(most):
         patch.setattr(sorting, "MOST", most)
         jax.clear_caches()
         yield
-    jax.clear_caches()
 
 
 @pytest.fixture(scope="module")
