@@ -40,6 +40,7 @@ from sparsity.api import (
 )
 from sparsity.base_updater import ALGORITHM_REGISTRY, BaseUpdater, NoPruning
 from sparsity.epochs import EpochStrategy, pruning, pruning_apply
+from sparsity.graph import Graph, budget, trace
 from sparsity.masks import Global, Layerwise, Scope, elementwise, pack_masks, unpack_masks
 from sparsity.predecessors import apply_mask, pruning_act_struct, pruning_act_unstruct
 from sparsity.reports import (
@@ -81,6 +82,7 @@ __all__ = [
     "Global",
     "GlobalMagnitudePruning",
     "GlobalSaliencyPruning",
+    "Graph",
     "LayerSummary",
     "Layerwise",
     "MagnitudePruning",
@@ -109,6 +111,7 @@ __all__ = [
     "all_algorithm_names",
     "apply_mask",
     "base_updater",
+    "budget",
     "create_updater_from_config",
     "elementwise",
     "get_sparse_state",
@@ -138,6 +141,7 @@ __all__ = [
     "sparsity_types",
     "summarize_intersection",
     "summarize_sparsity",
+    "trace",
     "unpack_masks",
     "utils",
 ]

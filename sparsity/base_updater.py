@@ -342,8 +342,9 @@ class BaseUpdater:
 
     def sites(self, params: PyTree) -> Sites:
         """Returns the table of the prunable leaves: each with its pattern and batch axes."""
-        overrides = overrides_of(self.get_distribution_fn())
-        return Sites(params, self.sparsity_type, self.batch_axes, overrides)
+        distribution_fn = self.get_distribution_fn()
+        overrides, cost = overrides_of(distribution_fn), getattr(distribution_fn, "cost", None)
+        return Sites(params, self.sparsity_type, self.batch_axes, overrides, cost=cost)
 
     def sites_of(self, scores: PyTree) -> Sites:
         """Returns the table of the parameters whose hooks run now, or one of the scores."""

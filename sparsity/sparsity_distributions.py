@@ -34,8 +34,9 @@ class Distribution(Protocol):
     """What `sparsity_distribution_fn` must offer.
 
     A distribution that names a parameter `batch_axes` is given the updater's, so that it need not
-    be said twice. One whose attribute `custom_sparsity_map` names leaves sets these apart: a global
-    scope does not rank them with the others.
+    be said twice, and one that names `sites` its table of patterns. One whose attribute
+    `custom_sparsity_map` names leaves sets these apart: a global scope does not rank them with the
+    others. One with a method `cost(path, param)` has this scope rank by score per cost.
     """
 
     def __call__(self, params: PyTree, /) -> PyTree:
@@ -309,7 +310,7 @@ def target_sparsities(
     return trees.map_matched(
         check,
         params,
-        distribute(distribution_fn, params, batch_axes),
+        distribute(distribution_fn, params, batch_axes, table),
         others_role="sparsities that sparsity_distribution_fn returns",
     )
 
@@ -321,13 +322,18 @@ def _check_scope(scope: Scope, site: Site) -> None:
         raise ValueError(f"{site.name!r}: {error}") from None
 
 
-def distribute(distribution_fn: Distribution, params: PyTree, batch_axes: BatchAxes) -> PyTree:
-    """Calls a distribution; one that has no batch axes of its own is given the updater's."""
+def distribute(
+    distribution_fn: Distribution, params: PyTree, batch_axes: BatchAxes, table: Sites | None = None
+) -> PyTree:
+    """Calls a distribution with what it names and does not have: batch axes, the table of sites."""
     given = distribution_fn.keywords if isinstance(distribution_fn, functools.partial) else {}
-    if "batch_axes" in given or not _names_batch_axes(distribution_fn):
-        return distribution_fn(params)
-    with_axes: Callable[..., PyTree] = distribution_fn
-    return with_axes(params, batch_axes=batch_axes)
+    try:
+        named = set(inspect.signature(distribution_fn).parameters)
+    except (TypeError, ValueError):  # a builtin
+        named = set()
+    offered = {"batch_axes": batch_axes, "sites": table}
+    call: Callable[..., PyTree] = distribution_fn
+    return call(params, **{k: v for k, v in offered.items() if k in named and k not in given})
 
 
 def overrides_of(distribution_fn: Distribution | None) -> Overrides | None:
@@ -335,13 +341,6 @@ def overrides_of(distribution_fn: Distribution | None) -> Overrides | None:
     if isinstance(distribution_fn, functools.partial):
         return distribution_fn.keywords.get("custom_sparsity_map")
     return getattr(distribution_fn, "custom_sparsity_map", None)
-
-
-def _names_batch_axes(function: Callable[..., Any]) -> bool:
-    try:
-        return "batch_axes" in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a builtin
-        return False
 
 
 def _scale_to_total(

@@ -135,8 +135,8 @@ FLOORS = [
     ["selection", "sparsity_schedules"],
     ["patterns", "masks"],
     ["sparsity_types", "sparsity_distributions", "training", "activations"],
-    ["base_updater", "reports"],
-    ["algorithms", "epochs", "api", "predecessors"],
+    ["base_updater", "reports", "graph"],
+    ["algorithms", "epochs", "api", "predecessors", "shrinking"],
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

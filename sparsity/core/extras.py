@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import types
 
 
@@ -36,3 +37,12 @@ def load(module: str, extra: str) -> types.ModuleType:
         package = module.partition(".")[0]
         message = f"This needs {package}: pip install 'jax-sparsity[{extra}]'"
         raise ImportError(message, name=error.name) from error
+
+
+def as_text(table: object) -> str:
+    """A table of rich as text of several lines, without colours."""
+    console = load("rich.console", "summary").Console(
+        file=io.StringIO(), width=200, color_system=None, force_jupyter=False
+    )
+    console.print(table)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().strip("\n").splitlines())

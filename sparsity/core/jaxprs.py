@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
-__all__ = ["ClosedJaxpr", "Literal", "Var", "evaluate"]
+__all__ = [
+    "CALLS",
+    "ClosedJaxpr",
+    "Equation",
+    "Literal",
+    "Program",
+    "Value",
+    "Var",
+    "evaluate",
+    "program",
+    "read",
+]
 
 
 def evaluate(
@@ -49,3 +63,163 @@ def evaluate(
         for var, value in zip(equation.outvars, outs, strict=True):
             values[var] = define(var, value)
     return [read(var) for var in jaxpr.outvars]
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """What an equation reads or writes: its shape and dtype, and its value if that is known."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    known: Any = None
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(eq=False)
+class Equation:
+    """One step of a program.
+
+    Attributes:
+      primitive: jax's primitive.
+      params: its parameters.
+      inputs: the values that it reads.
+      outputs: the values that it writes.
+      bodies: its programs. A call (jit, remat, custom derivatives) has one, whose inputs and
+        outputs are those of the call itself; those of loops, branches and shard_map are their own.
+      traceback: where the model's code made it.
+      context: jax's settings where it was made.
+    """
+
+    primitive: Any
+    params: dict[str, Any]
+    inputs: list[Value]
+    outputs: list[Value]
+    bodies: tuple[Program, ...]
+    traceback: Any
+    context: Any
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return str(self.primitive.name)
+
+    @property
+    def source(self) -> str:
+        """Where the model's code made it: 'file:line (function)', '' if that is not known."""
+        frames = self.traceback.frames if self.traceback is not None else []
+        for frame in frames:
+            if not _LIBRARIES.search(frame.file_name):
+                return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+        return ""
+
+    def bind(self, inputs: Sequence[Any], **changed: Any) -> list[Any]:
+        """Its outputs for other inputs, with some of its parameters changed."""
+        bound = self.primitive.get_bind_params({**self.params, **changed})
+        functions, static = bound if isinstance(bound, tuple) else ((), bound)
+        with self.context.manager:
+            outputs = self.primitive.bind(*functions, *inputs, **static)
+        return list(outputs) if self.primitive.multiple_results else [outputs]
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+    """A function as jax traced it: equations in the order in which they run."""
+
+    inputs: list[Value]
+    equations: list[Equation]
+    outputs: list[Value]
+
+    def flat(self) -> Iterator[Equation]:
+        """Its equations, with those of a call in the place of the call."""
+        for equation in self.equations:
+            if equation.name in CALLS:
+                yield from equation.bodies[0].flat()
+            else:
+                yield equation
+
+
+# Calls: their body reads and writes what they read and write.
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+_BODIES = {
+    "scan": ["jaxpr"],
+    "while": ["cond_jaxpr", "body_jaxpr"],
+    "shard_map": ["jaxpr"],
+}
+_LIBRARIES = re.compile(
+    r"[/\\](jax|jaxlib|flax|haiku|equinox|optax|chex)[/\\]|[/\\]contextlib\.py|<"
+)
+
+
+def program(closed: ClosedJaxpr) -> Program:
+    """The program of a traced function.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> double = program(jax.make_jaxpr(jax.jit(lambda x: x * 2))(1.0))
+      >>> [equation.name for equation in double.flat()]
+      ['mul']
+    """
+    return _program(closed, [_value(var.aval) for var in closed.jaxpr.invars])
+
+
+def read(program: Program) -> set[Value]:
+    """The values that some equation reads, or that the program returns."""
+    found = set(program.outputs)
+    for equation in program.flat():
+        found.update(equation.inputs)
+        for body in equation.bodies:
+            found |= read(body)
+    return found
+
+
+def _program(closed: Any, inputs: list[Value]) -> Program:
+    """The program of a closed or an open jaxpr on these inputs."""
+    jaxpr, constants = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+    values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+    for var, constant in zip(jaxpr.constvars, constants, strict=True):
+        values[var] = _value(var.aval, constant)
+
+    def look_up(atom: Any) -> Value:
+        return _value(atom.aval, atom.val) if isinstance(atom, Literal) else values[atom]
+
+    equations = []
+    for traced in jaxpr.eqns:
+        equation = _equation(traced, [look_up(atom) for atom in traced.invars])
+        equations.append(equation)
+        values.update(zip(traced.outvars, equation.outputs, strict=True))
+    return Program(inputs, equations, [look_up(atom) for atom in jaxpr.outvars])
+
+
+def _equation(traced: Any, inputs: list[Value]) -> Equation:
+    name, params = traced.primitive.name, traced.params
+    bodies: tuple[Program, ...] = ()
+    if name in CALLS:
+        bodies = (_program(params[CALLS[name]], inputs),)
+        outputs = bodies[0].outputs
+    else:
+        found = params["branches"] if name == "cond" else [params[x] for x in _BODIES.get(name, [])]
+        bodies = tuple(map(_with_inputs, found))
+        outputs = [_value(var.aval) for var in traced.outvars]
+    source = traced.source_info.traceback
+    return Equation(traced.primitive, params, inputs, outputs, bodies, source, traced.ctx)
+
+
+def _with_inputs(closed: Any) -> Program:
+    jaxpr = getattr(closed, "jaxpr", closed)
+    return _program(closed, [_value(var.aval) for var in jaxpr.invars])
+
+
+def _value(aval: Any, known: Any = None) -> Value:
+    return Value(tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None), known)

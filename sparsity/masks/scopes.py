@@ -19,6 +19,7 @@ import numpy as np
 from sparsity.core import exact, sharding
 from sparsity.core.checks import check_bool, check_number, is_traced
 from sparsity.core.names import Registry
+from sparsity.masks.costs import within_budget
 from sparsity.masks.sites import Pattern, Site, TopkFn
 from sparsity.selection import Leaf, Scores, computed, moved_masks, norms, topk_masks
 from sparsity.selection.scores import scalars
@@ -108,6 +109,9 @@ class Global:
         layers of different scales compare. Integer scores (the random ones) are never divided.
       normalization_eps: added to the norm.
 
+    With `sparsity.budget` as the distribution, weights are ranked by score per cost, and as many
+    stay as the budget allows.
+
     Source: Lee et al. 2023, "JaxPruner", for the normalization.
     """
 
@@ -142,11 +146,18 @@ class Global:
         )
         if together := [leaves[i] for i in ranked]:
             self._check_sites([leaf.site for leaf in together])
-            kept = _kept_of_all([x.scores.size for x in together], [x.sparsity for x in together])
-            k = kept[0].reshape(1), kept[1].reshape(1)
-            scores = [Leaf(x) for x in self._comparable([leaf.scores for leaf in together])]
-            masks.update(zip(ranked, topk_masks(scores, k, together=True), strict=True))
+            masks.update(zip(ranked, self._select_together(together), strict=True))
         return [masks[i] for i in range(len(leaves))]
+
+    def _select_together(self, leaves: Sequence[Wanted]) -> list[jax.Array]:
+        scores = self._comparable([leaf.scores for leaf in leaves])
+        sizes, sparsities = [x.size for x in scores], [leaf.sparsity for leaf in leaves]
+        if len({leaf.site.cost for leaf in leaves}) > 1:
+            kept = _kept_of_each(sizes, sparsities)
+            return within_budget(scores, [leaf.site.cost for leaf in leaves], kept)
+        high, low = _kept_of_all(sizes, sparsities)
+        k = high.reshape(1), low.reshape(1)
+        return topk_masks([Leaf(x) for x in scores], k, together=True)
 
     def move(self, leaves: Sequence[Moving], drop_fraction: chex.Numeric) -> list[jax.Array]:
         """Returns masks with as many active weights in total as before.
@@ -167,6 +178,11 @@ class Global:
         if not leaves:
             return []
         self._check_sites([leaf.site for leaf in leaves])
+        if len({leaf.site.cost for leaf in leaves}) > 1:
+            raise ValueError(
+                "Under a global scope weights move between leaves whose weights cost differently, "
+                "so that no budget would be kept. Use scope=Layerwise() with this budget."
+            )
         drop = self._comparable([leaf.drop_scores for leaf in leaves])
         grow = self._comparable([leaf.grow_scores for leaf in leaves])
         active = [Leaf(x, leaf.mask) for x, leaf in zip(drop, leaves, strict=True)]
@@ -338,10 +354,15 @@ def _scaling(fn: Callable[..., jax.Array], count: int) -> Callable[..., jax.Arra
     return scale
 
 
+def _kept_of_each(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> jax.Array:
+    of_leaves = jnp.stack([jnp.float32(sparsity) for sparsity in sparsities])
+    return jnp.asarray(exact.num_kept(np.array(sizes), of_leaves))
+
+
 def _kept_of_all(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> exact.Words:
     """How many weights stay in total: of all at one sparsity, or the sum of what each keeps."""
     of_leaves = jnp.stack([jnp.float32(sparsity) for sparsity in sparsities])
-    each = jnp.asarray(exact.num_kept(np.array(sizes), of_leaves))
+    each = _kept_of_each(sizes, sparsities)
     alike = jnp.all(of_leaves == of_leaves[0])
     together = exact.as_words(exact.num_kept(sum(sizes), of_leaves[0]))
     return exact.choose(alike, together, exact.total(each))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -73,11 +72,7 @@ def sparsity_table(params: PyTree, opt_state: optax.OptState, updater: Updater) 
         *("", "", f"{total['_total_sparsity']:.4f}"),
         f"{sum(row.mask_bytes for row in rows):,}",
     )
-    console = extras.load("rich.console", "summary").Console(
-        file=io.StringIO(), width=200, color_system=None, force_jupyter=False
-    )
-    console.print(table)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().strip("\n").splitlines())
+    return extras.as_text(table)
 
 
 def layer_summary(

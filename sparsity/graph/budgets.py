@@ -1,0 +1,217 @@
+"""Budgets: how sparse each leaf becomes, such that what is left costs no more than is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsity.core import trees
+from sparsity.core.checks import check_density
+from sparsity.core.exact import num_kept
+from sparsity.core.trees import PyTree
+from sparsity.graph.graph import Graph
+from sparsity.masks import BatchAxes, Overrides, Pattern, Sites
+from sparsity.patterns import SparsityType, Unstructured
+from sparsity.sparsity_distributions import Uniform
+
+_HIGHEST = int(np.float32(1.0).view(np.int32))  # the bits of sparsities are ordered as these
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """A distribution whose masks leave a part of a model's cost. Made by `budget`.
+
+    Attributes:
+      graph: the graph of the model.
+      macs: the part of its multiply-adds that is left, `None` for a budget of bytes.
+      nbytes: the part of its bytes that is left, `None` for a budget of multiply-adds.
+      distribution: how the sparsities relate: its own sparsity is what the budget decides.
+    """
+
+    graph: Graph
+    macs: float | None
+    nbytes: float | None
+    distribution: Uniform
+
+    @property
+    def custom_sparsity_map(self) -> Overrides | None:
+        """Sparsities of single parameters, from the distribution."""
+        return self.distribution.custom_sparsity_map
+
+    def cost(self, path: tuple[str, ...], param: chex.Array) -> float:
+        """What a weight of a leaf costs: multiply-adds, or bytes."""
+        leaf = self.graph.leaf(path, param)
+        if self.macs is None:
+            return float(leaf.dtype.itemsize)
+        return self.graph.macs_of(leaf.path) / max(leaf.size, 1)
+
+    def __call__(
+        self, params: PyTree, batch_axes: BatchAxes = 0, sites: Sites | None = None
+    ) -> PyTree:
+        """Returns a tree like `params` of sparsities, `None` where a parameter stays dense.
+
+        Args:
+          params: tree of parameters.
+          batch_axes: those of the updater.
+          sites: its table, with patterns; by default weights are removed one by one.
+
+        Raises:
+          ValueError: even without any of the selected weights the model costs more.
+        """
+        share = self.macs if self.nbytes is None else self.nbytes
+        assert share is not None  # one of them is given
+        allowed = Fraction(share) * self._cost({}, params)
+
+        def spread(sparsity: float) -> PyTree:
+            own = dataclasses.replace(self.distribution, sparsity=sparsity)
+            return own(params, batch_axes)
+
+        def cost(sparsity: float) -> Fraction:
+            targets = trees.leaves_by_path(spread(sparsity))
+            return self._cost(self._kept(params, targets, batch_axes, sites), params)
+
+        if cost(1.0) > allowed:
+            name = "macs" if self.nbytes is None else "nbytes"
+            least = float(cost(1.0) / self._cost({}, params))
+            raise ValueError(
+                f"budget({name}={share}) cannot be met: without any of the weights that the "
+                f"distribution selects, {math.ceil(least * 1e4) / 1e4} of the cost is left. Select "
+                "more leaves, or allow more."
+            )
+        low, high = 0, _HIGHEST  # the lowest sparsity that costs no more, by its bits
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if cost(_float(middle)) <= allowed else (middle + 1, high)
+        found = trees.leaves_by_path(spread(_float(low)))
+        if low:  # what is left of the budget serves leaf by leaf
+            for path, lower in trees.leaves_by_path(spread(_float(low - 1))).items():
+                more = found | {path: lower}
+                if self._cost(self._kept(params, more, batch_axes, sites), params) <= allowed:
+                    found = more
+        return trees.map_matched(lambda path, _: found.get(path), params)
+
+    def _kept(
+        self,
+        params: PyTree,
+        targets: Mapping[trees.KeyPath, Any],
+        batch_axes: BatchAxes,
+        sites: Sites | None,
+    ) -> dict[tuple[str, ...], int]:
+        """How many weights stay of each leaf that gets a mask."""
+        sites = Sites(params, Unstructured(), batch_axes) if sites is None else sites
+        return {
+            trees.path_names(path): _kept_by(
+                sites[path].pattern, param.shape, sites[path].batch_axes, float(targets[path])
+            )
+            for path, param in trees.leaves_by_path(params).items()
+            if targets.get(path) is not None
+        }
+
+    def _cost(self, kept: Mapping[tuple[str, ...], int], params: PyTree) -> Fraction:
+        leaves = {
+            self.graph.leaf(trees.path_names(path), param): kept.get(trees.path_names(path))
+            for path, param in trees.leaves_by_path(params).items()
+            if hasattr(param, "shape")
+        }
+        if self.macs is not None:
+            density = {x.path: Fraction(n, x.size) for x, n in leaves.items() if n is not None}
+            return self.graph.cost(density)
+        nbytes = [
+            leaf.size * leaf.dtype.itemsize
+            if n is None
+            else n * leaf.dtype.itemsize + math.ceil(leaf.size / 8)
+            for leaf, n in leaves.items()
+        ]
+        return Fraction(sum(nbytes))
+
+
+def budget(
+    graph: Graph,
+    macs: float | None = None,
+    nbytes: float | None = None,
+    distribution: Uniform | None = None,
+) -> Budget:
+    """A distribution whose masks leave a given part of a model's cost, and never more.
+
+    Under a `Global` scope weights are then ranked by score per multiply-add.
+
+    Args:
+      graph: the graph of the model, from `sparsity.trace`.
+      macs: the part of the model's multiply-adds that may be left, in (0, 1]; dots and convolutions
+        count, those that read no parameter, too.
+      nbytes: the part of the parameters' bytes that may be left, in (0, 1]: kept values, and a bit
+        for each weight of a leaf with a mask.
+      distribution: `Uniform()` or `ERK()`, without a sparsity: filter, overrides and power of the
+        spread. Its filter is `graph.is_weight` unless it has one.
+
+    Returns:
+      A `sparsity_distribution_fn`.
+
+    Raises:
+      ValueError: none or both of the budgets are given, one lies outside (0, 1], or the
+        distribution has a sparsity.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from sparsity.graph import trace
+      >>> params = {"up": jnp.ones((4, 80)), "down": jnp.ones((80, 4))}
+      >>> model = lambda params, x: x @ params["up"] @ params["down"]
+      >>> graph = trace(model, params, jnp.ones((1, 4)))
+      >>> budget(graph, macs=0.25)(params)
+      {'down': 0.7484375..., 'up': 0.7484375...}
+    """
+    given = [(name, x) for name, x in (("macs", macs), ("nbytes", nbytes)) if x is not None]
+    if len(given) != 1:
+        raise ValueError(f"Give one of macs and nbytes, got macs = {macs}, nbytes = {nbytes}.")
+    check_density(*given[0])
+    distribution = Uniform() if distribution is None else distribution
+    if distribution.filter_fn is None:
+        distribution = dataclasses.replace(distribution, filter_fn=graph.is_weight)
+    if distribution.sparsity is not None:
+        raise ValueError(
+            f"The budget decides the sparsity: give {type(distribution).__name__}() without one, "
+            f"got sparsity = {distribution.sparsity}."
+        )
+    return Budget(graph, macs, nbytes, distribution)
+
+
+def _float(bits: int) -> float:
+    return float(np.int32(bits).view(np.float32))
+
+
+def _kept_by(pattern: Pattern, shape: tuple[int, ...], batch_axes: int, sparsity: float) -> int:
+    """How many weights a mask of that sparsity keeps, at most."""
+    slices, size = math.prod(shape[:batch_axes]), math.prod(shape[batch_axes:])
+    if pattern.is_elementwise:
+        return slices * _num_kept(size, sparsity)
+    if not (isinstance(pattern, SparsityType) and pattern.ranks_units):
+        return math.ceil(slices * size * (1 - Fraction(pattern.final_sparsity(sparsity))))
+    units, largest = _units(pattern, shape, batch_axes)
+    return slices * min(size, _num_kept(units, sparsity) * largest)
+
+
+def _num_kept(n: int, sparsity: float) -> int:
+    kept = num_kept(n, sparsity)
+    assert isinstance(kept, int)  # of Python numbers
+    return kept
+
+
+@functools.lru_cache
+def _units(pattern: SparsityType, shape: tuple[int, ...], batch_axes: int) -> tuple[int, int]:
+    """How many units a slice has, and how many entries the first one, which is whole."""
+    scores = jax.ShapeDtypeStruct(shape, np.float32)
+    units = jax.eval_shape(lambda scores: pattern.pool(scores, batch_axes), scores).shape
+    first = np.zeros(units, np.uint8)
+    first[(0,) * len(units)] = 1
+    with jax.ensure_compile_time_eval():
+        entries = np.count_nonzero(pattern.expand(jnp.asarray(first), shape, batch_axes))
+    return math.prod(units[batch_axes:]), int(entries)

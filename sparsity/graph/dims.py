@@ -1,0 +1,277 @@
+"""Axes that are bound together: unification of axes that reshapes, splits and joins take apart.
+
+Every axis of every array in a program is a `Dim`. An operation that runs along two axes in step
+makes them one (`unify`). A reshape says that an axis is a product of others, a concatenation that
+it is a sum of them; a split or a slice takes an axis apart in the same way. What cannot be taken
+apart is a variable: an index set of channels that live and die together. A variable is pinned, with
+a reason, where an operation depends on all of its entries or on their order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from sparsity.core.jaxprs import Equation
+
+
+class Reason(NamedTuple):
+    """Why an axis cannot lose entries: the equation that needs them all, and in words."""
+
+    equation: Equation | None
+    text: str
+
+
+class Dim:
+    """An axis: a variable, a product of axes (row-major), or a sum of them (one after the other).
+
+    Attributes:
+      size: number of entries.
+      kind: what it is made of its parts; `None` for a variable.
+      parts: the axes that it is made of.
+      pin: why a variable cannot lose entries, `None` if it can.
+    """
+
+    __slots__ = ("_same", "kind", "parts", "pin", "size")
+
+    def __init__(
+        self,
+        size: int,
+        kind: Literal["product", "sum"] | None = None,
+        parts: Sequence[Dim] = (),
+        pin: Reason | None = None,
+    ) -> None:
+        self.size, self.kind, self.parts, self.pin = int(size), kind, tuple(parts), pin
+        self._same: Dim | None = None
+
+    @property
+    def root(self) -> Dim:
+        """The axis that stands for all that were made one with this one."""
+        dim = self
+        while dim._same is not None:
+            if dim._same._same is not None:
+                dim._same = dim._same._same
+            dim = dim._same
+        return dim
+
+    def become(self, other: Dim) -> None:
+        """Makes this root one with another."""
+        if self is not other:
+            self._same = other
+
+    def take_apart(self, kind: Literal["product", "sum"], sizes: Iterable[int]) -> list[Dim]:
+        """Makes a variable of new variables, which inherit its pin; returns them."""
+        parts = [Dim(size, pin=self.pin) for size in sizes]
+        self.kind, self.parts, self.pin = kind, tuple(parts), None
+        return parts
+
+
+def variables(dim: Dim) -> list[Dim]:
+    """The variables that an axis is made of, in order."""
+    root = dim.root
+    if root.kind is None:
+        return [root]
+    return [variable for part in root.parts for variable in variables(part)]
+
+
+def pin(dim: Dim, reason: Reason) -> None:
+    """Says why an axis cannot lose entries; the first reason stays."""
+    for variable in variables(dim):
+        if variable.pin is None:
+            variable.pin = reason
+
+
+def product(parts: Iterable[Dim]) -> Dim:
+    """An axis that runs over combinations, the last part fastest."""
+    factors = [factor for part in parts for factor in _factors(part)]
+    if len(factors) == 1:
+        return factors[0]
+    return Dim(
+        math.prod(factor.size for factor in factors), "product" if factors else None, factors
+    )
+
+
+def total(parts: Iterable[Dim]) -> Dim:
+    """An axis that runs over one part after the other."""
+    terms = [term for part in parts for term in _terms(part)]
+    return terms[0] if len(terms) == 1 else Dim(sum(term.size for term in terms), "sum", terms)
+
+
+def unify(one: Dim, other: Dim, reason: Reason) -> None:
+    """Makes two axes one, or pins both with the reason where their parts do not fit.
+
+    An axis of size 1 beside a longer one is broadcast: nothing follows.
+    """
+    a, b = one.root, other.root
+    if a is b or (a.size != b.size and 1 in (a.size, b.size)):
+        return
+    if a.size != b.size:
+        fits = False
+    elif a.size == 1:
+        return
+    elif a.kind is None or b.kind is None:
+        _define(*((b, a) if a.kind else (a, b)), reason)
+        return
+    elif a.kind == b.kind:
+        align = _align_products if a.kind == "product" else _align_sums
+        parts = _factors if a.kind == "product" else _terms
+        fits = align(deque(parts(a)), deque(parts(b)), reason)
+    else:
+        fits = _align_mixed(*((a, b) if a.kind == "sum" else (b, a)), reason)
+    if fits:
+        a.root.become(b.root)
+    else:
+        pin(a, reason._replace(text=f"{reason.text}: a ragged reshape or join"))
+        pin(b, reason._replace(text=f"{reason.text}: a ragged reshape or join"))
+
+
+def labels(dim: Dim, variable: Dim) -> np.ndarray | None:
+    """int[size]: which entry of a variable each entry of an axis belongs to, -1 for none of them.
+
+    `None` where the axis runs over pairs of the variable's entries.
+    """
+    root = dim.root
+    if root is variable:
+        return np.arange(root.size)
+    if root.kind is None:
+        return np.full(root.size, -1)
+    below = [labels(part, variable) for part in root.parts]
+    if any(x is None for x in below):
+        return None
+    known = [x for x in below if x is not None]
+    if root.kind == "sum":
+        return np.concatenate(known)
+    involved = [i for i, x in enumerate(known) if (x >= 0).any()]
+    if len(involved) > 1:
+        return None
+    if not involved:
+        return np.full(root.size, -1)
+    (at,) = involved
+    before = math.prod(len(x) for x in known[:at])
+    after = math.prod(len(x) for x in known[at + 1 :])
+    return np.tile(np.repeat(known[at], after), before)
+
+
+def kept(dim: Dim, plan: dict[Dim, np.ndarray]) -> np.ndarray | None:
+    """Which entries of an axis stay, in order, if of variables only some do; `None` for all."""
+    root = dim.root
+    if root.kind is None:
+        return plan.get(root)
+    parts = [kept(part, plan) for part in root.parts]
+    if all(part is None for part in parts):
+        return None
+    sizes = [part.root.size for part in root.parts]
+    each = [np.arange(n) if x is None else x for x, n in zip(parts, sizes, strict=True)]
+    if root.kind == "sum":
+        starts = np.cumsum([0, *sizes[:-1]])
+        return np.concatenate([x + start for x, start in zip(each, starts, strict=True)])
+    index = np.zeros(1, int)
+    for x, n in zip(each, sizes, strict=True):
+        index = (index[:, None] * n + x).reshape(-1)
+    return index
+
+
+def size_kept(dim: Dim, plan: dict[Dim, np.ndarray]) -> int:
+    """How many entries of an axis stay."""
+    index = kept(dim, plan)
+    return dim.root.size if index is None else len(index)
+
+
+def _factors(dim: Dim) -> list[Dim]:
+    root = dim.root
+    if root.kind == "product":
+        return [factor for part in root.parts for factor in _factors(part)]
+    return [root] if root.size != 1 else []
+
+
+def _terms(dim: Dim) -> list[Dim]:
+    root = dim.root
+    if root.kind == "sum":
+        return [term for part in root.parts for term in _terms(part)]
+    return [root] if root.size else []
+
+
+def _define(variable: Dim, as_what: Dim, reason: Reason) -> None:
+    """Makes a variable one with another axis."""
+    if as_what.kind and any(x is variable for x in variables(as_what)):
+        pin(as_what, reason._replace(text=f"{reason.text}: an axis that is a part of itself"))
+        return
+    why = variable.pin
+    variable.become(as_what)
+    if why is not None:
+        pin(as_what, why)
+
+
+def _align_products(ones: deque[Dim], others: deque[Dim], reason: Reason) -> bool:
+    """Makes factors one from the slowest on; a variable is taken apart where sizes differ."""
+    while ones and others:
+        a, b = ones.popleft().root, others.popleft().root
+        if "product" in (a.kind, b.kind):  # taken apart meanwhile
+            ones.extendleft(reversed(_factors(a)))
+            others.extendleft(reversed(_factors(b)))
+            continue
+        if a.size == b.size:
+            unify(a, b, reason)
+            continue
+        large, queue, small, rest = (
+            (a, ones, b, others) if a.size > b.size else (b, others, a, ones)
+        )
+        if large.size % small.size or large.kind:
+            return False
+        queue.extendleft(
+            reversed(large.take_apart("product", (small.size, large.size // small.size)))
+        )
+        rest.appendleft(small)
+    return not ones and not others
+
+
+def _align_sums(ones: deque[Dim], others: deque[Dim], reason: Reason) -> bool:
+    """Makes terms one from the first on; a variable is taken apart where sizes differ."""
+    while ones and others:
+        a, b = ones.popleft().root, others.popleft().root
+        if "sum" in (a.kind, b.kind):  # taken apart meanwhile
+            ones.extendleft(reversed(_terms(a)))
+            others.extendleft(reversed(_terms(b)))
+            continue
+        if a.size == b.size:
+            unify(a, b, reason)
+            continue
+        large, queue, small, rest = (
+            (a, ones, b, others) if a.size > b.size else (b, others, a, ones)
+        )
+        if large.kind:  # a product, cut along its slowest factor
+            inner = product(_factors(large)[1:])
+            if small.size % inner.size:
+                return False
+            pin(
+                _factors(large)[0],
+                reason._replace(text=f"{reason.text}: a cut between its entries"),
+            )
+            unify(_repeated(small.size // inner.size, inner, reason), small, reason)
+            queue.appendleft(_repeated((large.size - small.size) // inner.size, inner, reason))
+            continue
+        queue.extendleft(reversed(large.take_apart("sum", (small.size, large.size - small.size))))
+        rest.appendleft(small)
+    return not ones and not others
+
+
+def _align_mixed(of_sum: Dim, of_product: Dim, reason: Reason) -> bool:
+    """A stack seen as parts in a row, (3, D) as D + D + D, which lose the same entries."""
+    slowest, *others = _factors(of_product)
+    inner = product(others)
+    if any(term.size % inner.size for term in _terms(of_sum)):
+        return False
+    pin(slowest, reason._replace(text=f"{reason.text}: parts that follow one another"))
+    for term in _terms(of_sum):
+        unify(term, _repeated(term.size // inner.size, inner, reason), reason)
+    return True
+
+
+def _repeated(times: int, inner: Dim, reason: Reason) -> Dim:
+    if times == 1:
+        return inner
+    return product([Dim(times, pin=reason._replace(text=f"{reason.text}: a repetition")), inner])

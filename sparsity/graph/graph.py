@@ -1,0 +1,361 @@
+"""The graph of a model: what `sparsity.trace` returns."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+
+from sparsity.core import jaxprs, trees
+from sparsity.core.trees import PyTree
+from sparsity.graph import report
+from sparsity.graph.coupling import Coupling
+from sparsity.graph.dims import Dim, Reason, labels, variables
+from sparsity.graph.removed import Removed
+from sparsity.graph.uses import PRODUCTS, Path, Use, find_uses, macs_of, shards
+from sparsity.patterns import NByM, SparsityType, Unstructured
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_NOT_READ = Reason(None, "no operation reads it")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A parameter: its path, shape and dtype."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def name(self) -> str:
+        return "/".join(self.path) or "params"
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChannelGroup:
+    """Channels that live and die together: removing one leaves the function that masking it gives.
+
+    Attributes:
+      name: the leaf and the axis that make them.
+      size: number of channels.
+      members: (path, axis) of all that goes with a channel.
+      positions: for each member int[size, n]: where each channel lies along its axis.
+      variable: the axis itself.
+    """
+
+    name: str
+    size: int
+    members: tuple[tuple[Path, int], ...]
+    positions: tuple[np.ndarray, ...]
+    variable: Dim = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """An axis of a leaf that cannot lose entries, and why.
+
+    Attributes:
+      path: of the leaf.
+      axis: the axis.
+      primitive: what needs all of its entries; 'input' or 'output' of the model.
+      source: the line of the model.
+      reason: in words.
+    """
+
+    path: Path
+    axis: int
+    primitive: str
+    source: str
+    reason: str
+
+
+class Graph:
+    """What a model does with every weight. Made by `sparsity.trace`.
+
+    Attributes:
+      leaves: its parameters, in tree order.
+      uses: every product, convolution and lookup that reads one.
+      state: what the model returns for its next call: {path in the output: path in params}.
+    """
+
+    def __init__(
+        self,
+        program: jaxprs.Program,
+        leaves: Sequence[Leaf],
+        carried: Mapping[int, int],
+        outputs: Sequence[Path],
+        output_tree: Any,
+        rebuild: tuple[Callable[[list[Any]], Any], Callable[[list[Any]], Any]],
+    ) -> None:
+        self.program, self.leaves = program, list(leaves)
+        self.carried, self.output_tree, self.rebuild = dict(carried), output_tree, rebuild
+        self.state = {outputs[i]: leaves[leaf].path for i, leaf in carried.items()}
+        values = program.inputs[: len(self.leaves)]
+        self._values = dict(zip(values, range(len(values)), strict=True))
+        self.uses = find_uses(program, self._values, [leaf.path for leaf in self.leaves])
+
+    def __repr__(self) -> str:
+        return (
+            f"Graph({len(self.leaves)} leaves, {len(self.uses)} uses, {self.macs():,} MACs, "
+            f"{len(self.groups)} groups of channels)"
+        )
+
+    # Costs.
+
+    def macs(self, masks: PyTree | None = None) -> int:
+        """Multiply-adds of all dots and convolutions of a call, a batch as it was traced.
+
+        Of branches the costliest counts, of a `while` one trip.
+
+        Args:
+          masks: tree of masks, `None` for dense leaves: a product of a masked leaf costs its
+            density. All are dense by default.
+        """
+        return round(self.cost(self.densities(masks)))
+
+    def cost(self, density: Mapping[Path, Fraction]) -> Fraction:
+        """Multiply-adds if of some leaves only a part of the entries counts."""
+        operands: dict[tuple[jaxprs.Equation, int], Fraction] = {}
+        for use in self.uses:
+            if use.primitive in PRODUCTS:
+                key, part = (use.equation, use.operand), density.get(use.path, Fraction(1))
+                operands[key] = max(operands.get(key, part), part)
+        factors: dict[jaxprs.Equation, Fraction] = {}
+        for (equation, _), part in operands.items():
+            factors[equation] = factors.get(equation, Fraction(1)) * part
+        return _cost(self.program, factors)
+
+    def macs_of(self, path: Path) -> int:
+        """Multiply-adds of all products of a leaf."""
+        return sum(use.macs for use in self.uses if use.path == path)
+
+    def densities(self, masks: PyTree | None) -> dict[Path, Fraction]:
+        """The part of the entries that masks keep of each leaf that has one."""
+        found = {}
+        for key, mask in trees.leaves_by_path(masks).items():
+            leaf = self.leaf(trees.path_names(key), mask, "masks")
+            found[leaf.path] = Fraction(int(np.count_nonzero(np.asarray(mask))), max(leaf.size, 1))
+        return found
+
+    def table(self, masks: PyTree | None = None) -> str:
+        """Returns a table of all leaves: shape, what reads it, contracted axes, MACs, channels.
+
+        The last column gives the axes that can lose channels, and their groups, by number.
+
+        Args:
+          masks: tree of masks; with it the table shows what they leave of the MACs.
+
+        Returns:
+          Text of several lines.
+        """
+        return report.table(self, masks)
+
+    def plot(self, masks: PyTree | None = None, ax: Axes | None = None) -> Axes:
+        """Draws the multiply-adds of every leaf: dense in light, what masks leave in dark.
+
+        Args:
+          masks: tree of masks, `None` for a dense model.
+          ax: matplotlib axes to draw on; new ones by default.
+
+        Returns:
+          The matplotlib axes.
+        """
+        return report.plot(self, masks, ax)
+
+    # For pruners.
+
+    def is_weight(self, path: Path, param: chex.Array) -> bool:
+        """Whether a dot or a convolution contracts the leaf: a `filter_fn`.
+
+        Embeddings that are only looked up, scales, shifts and positional tables are no weights.
+        """
+        return any(use.contracting for use in self._products(self.leaf(path, param).path))
+
+    def nm(self, n: int, m: int) -> Callable[[Path, chex.Array], SparsityType]:
+        """N:M along the axis that each leaf's products contract: a `sparsity_type`.
+
+        The last contracted axis that m divides is taken, of a convolution the input channels.
+        Leaves that no product contracts are unstructured.
+
+        Args:
+          n: how many of m consecutive weights stay.
+          m: group size.
+
+        Returns:
+          A function of (path, param); it raises a ValueError that names the leaf if m divides no
+          contracted axis, or if two products contract different axes.
+        """
+
+        def pattern(path: Path, param: chex.Array) -> SparsityType:
+            leaf = self.leaf(path, param)
+            axes = {_channels(use) for use in self._products(leaf.path) if use.contracting}
+            if not axes:
+                return Unstructured()
+            if len(axes) > 1:
+                raise ValueError(
+                    f"Products contract different axes {sorted(axes)} of {leaf.name!r} of shape "
+                    f"{leaf.shape}, so that no axis serves N:M. Leave it out with filter_fn."
+                )
+            fitting = [axis for axis in axes.pop() if leaf.shape[axis] % m == 0]
+            if not fitting:
+                raise ValueError(
+                    f"{m} divides no contracted axis of {leaf.name!r} of shape {leaf.shape}. Leave "
+                    "it out with filter_fn, or choose an m that divides one."
+                )
+            return NByM(n, m, axis=fitting[-1])
+
+        return pattern
+
+    def _products(self, path: Path) -> list[Use]:
+        return [use for use in self.uses if use.path == path and use.primitive in PRODUCTS]
+
+    def leaf(self, path: Path, array: Any, role: str = "params") -> Leaf:
+        """The leaf of a path; of a tree that is a part of what was traced, of the path's end.
+
+        Raises:
+          ValueError: there is no such leaf, more than one, or one of another shape than the array.
+        """
+        shape = tuple(getattr(array, "shape", ()))
+        ends = [leaf for leaf in self.leaves if leaf.path[len(leaf.path) - len(path) :] == path]
+        found = [leaf for leaf in ends if leaf.path == path] or ends
+        if len(found) != 1:
+            raise ValueError(
+                f"The {role} have a leaf {'/'.join(path)!r} of shape {shape}, of which the graph "
+                f"has {len(found)}: it knows {trees.listed([x.name for x in self.leaves])}."
+            )
+        if found[0].shape != shape:
+            raise ValueError(
+                f"The {role} have shape {shape} at {'/'.join(path)!r}, the graph was traced with "
+                f"{found[0].shape}. Trace the model with these parameters."
+            )
+        return found[0]
+
+    # Channels.
+
+    @functools.cached_property
+    def coupling(self) -> Coupling:
+        """The axes of all values."""
+        read = jaxprs.read(self.program)
+        free = dict.fromkeys(self._values, True)
+        coupling = Coupling(self.program, free, self.carried)
+        for value in self._values:
+            if value not in read:
+                coupling.pin(value, _NOT_READ)
+        return coupling
+
+    @functools.cached_property
+    def groups(self) -> list[ChannelGroup]:
+        """The channels that can be removed, in the order of the leaves."""
+        return self._channels[0]
+
+    @functools.cached_property
+    def refused(self) -> list[Refusal]:
+        """The axes that cannot lose entries, in the order of the leaves."""
+        return self._channels[1]
+
+    def unproven(self, masked: Sequence[Path]) -> dict[Dim, Reason]:
+        """The axes whose removal differs from masking these leaves, and why."""
+        chosen = set(masked)
+        values = [v for v, i in self._values.items() if self.leaves[i].path in chosen]
+        return Removed(self.program, self.coupling, values).refused
+
+    @functools.cached_property
+    def _channels(self) -> tuple[list[ChannelGroup], list[Refusal]]:
+        carried = set(self.carried.values())
+        masked = [
+            leaf.path
+            for i, leaf in enumerate(self.leaves)
+            if i not in carried and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        ]
+        unproven = self.unproven(masked)
+        members: dict[Dim, list[tuple[int, int]]] = {}
+        refused: list[Refusal] = []
+        for value, number in self._values.items():
+            for axis, dim in enumerate(self.coupling.dims(value)):
+                for variable in dict.fromkeys(variables(dim)):
+                    reason = variable.pin or unproven.get(variable)
+                    if reason is None and labels(dim, variable) is None:
+                        reason = Reason(None, "an axis of pairs of its own entries")
+                        unproven[variable] = reason
+                    if variable.size > 1:
+                        members.setdefault(variable, []).append((number, axis))
+        groups = []
+        for variable, places in members.items():
+            reason = variable.pin or unproven.get(variable)
+            if reason is None:
+                groups.append(self._group(variable, places))
+            else:
+                refused += [self._refusal(number, axis, reason) for number, axis in places]
+        names: dict[str, int] = {}
+        for i, group in enumerate(groups):
+            names[group.name] = names.get(group.name, 0) + 1
+            if names[group.name] > 1:
+                name = f"{group.name}.{names[group.name]}"
+                groups[i] = dataclasses.replace(group, name=name)
+        return groups, list(dict.fromkeys(refused))
+
+    def _group(self, variable: Dim, places: Sequence[tuple[int, int]]) -> ChannelGroup:
+        values = list(self._values)
+        positions = []
+        for number, axis in places:
+            found = labels(self.coupling.dims(values[number])[axis], variable)
+            assert found is not None  # refused before
+            order = np.argsort(found, kind="stable")[np.count_nonzero(found < 0) :]
+            positions.append(order.reshape(variable.size, -1))
+        made = [
+            (number, axis)
+            for number, axis in places
+            if any(axis in use.output for use in self._products(self.leaves[number].path))
+        ]
+        number, axis = (made or list(places))[0]
+        members = tuple((self.leaves[number].path, axis) for number, axis in places)
+        name = f"{self.leaves[number].name}:{axis}"
+        return ChannelGroup(name, variable.size, members, tuple(positions), variable)
+
+    def _refusal(self, number: int, axis: int, reason: Reason) -> Refusal:
+        equation = reason.equation
+        primitive = reason.text.split()[1] if equation is None else equation.name
+        source = "" if equation is None else equation.source
+        return Refusal(self.leaves[number].path, axis, primitive, source, reason.text)
+
+
+def _channels(use: Use) -> tuple[int, ...]:
+    """The contracted axes among which N:M may run."""
+    if use.primitive == "dot_general":
+        return use.contracting
+    axis = use.equation.params["dimension_numbers"].rhs_spec[1]
+    return tuple(sorted(use.view.axes([axis]))) or use.contracting
+
+
+def _cost(program: jaxprs.Program, factors: Mapping[jaxprs.Equation, Fraction]) -> Fraction:
+    """Multiply-adds of a program, some of its products multiplied by a density."""
+    total = Fraction(0)
+    for equation in program.flat():
+        if equation.name in PRODUCTS:
+            total += macs_of(equation) * factors.get(equation, Fraction(1))
+        elif equation.bodies:
+            each = [_cost(body, factors) for body in equation.bodies]
+            match equation.name:
+                case "cond":
+                    total += max(each)
+                case "scan":
+                    total += sum(each) * equation.params["length"]
+                case "shard_map":
+                    total += sum(each) * shards(equation)
+                case _:
+                    total += sum(each)
+    return total

@@ -1,0 +1,339 @@
+"""What stands where channels were masked: the second pass, which proves that they can be removed.
+
+Masking sets a channel's parameters to 0; what later arrays hold at its places follows: 0 after a
+product, 1 after `exp`. Removing the channel gives the same result if every operation that joins its
+entries with others meets the value that changes nothing there: 0 in a sum, -inf in a maximum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from sparsity.core.jaxprs import Equation, Program, Value
+from sparsity.graph import constants
+from sparsity.graph.coupling import ELEMENTWISE, REDUCTIONS, Coupling
+from sparsity.graph.dims import Dim, Reason, variables
+
+Place = tuple[int, Dim]  # an axis, and the variable whose removed entries are meant
+
+# What a reduction over removed entries leaves as it is.
+_NEUTRAL = {
+    "reduce_sum": 0.0,
+    "reduce_prod": 1.0,
+    "reduce_max": -math.inf,
+    "reduce_min": math.inf,
+    "reduce_or": 0.0,
+    "reduce_xor": 0.0,
+    "reduce_and": 1.0,
+}
+
+
+class Known:
+    """What is known of a value: a constant at removed places, or everywhere."""
+
+    __slots__ = ("at", "everywhere")
+
+    def __init__(self, at: Mapping[Place, float] | None = None, everywhere: float | None = None):
+        self.at, self.everywhere = dict(at or {}), everywhere
+
+    def __getitem__(self, place: Place) -> float | None:
+        return self.at.get(place, self.everywhere)
+
+    def moved(self, to: Callable[[int], int | None]) -> Known:
+        """With other numbers of axes, `None` for an axis that is gone."""
+        at = {(to(i), v): c for (i, v), c in self.at.items()}
+        return Known({(i, v): c for (i, v), c in at.items() if i is not None}, self.everywhere)
+
+    def meet(self, other: Known) -> Known:
+        """What holds of both."""
+        at = {place: c for place, c in self.at.items() if constants.same(other[place], c)}
+        at |= {place: c for place, c in other.at.items() if constants.same(self[place], c)}
+        return Known(
+            at, self.everywhere if constants.same(self.everywhere, other.everywhere) else None
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Known) and repr(self._key()) == repr(other._key())
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _key(self) -> tuple[object, ...]:
+        return self.everywhere, sorted((i, id(v), c) for (i, v), c in self.at.items())
+
+
+class Removed:
+    """Follows removed entries through a program.
+
+    Args:
+      program: the program.
+      coupling: its axes.
+      masked: its inputs that are 0 where a channel is removed.
+
+    Attributes:
+      refused: variables that cannot lose entries, and why.
+    """
+
+    def __init__(self, program: Program, coupling: Coupling, masked: Iterable[Value]):
+        self._coupling = coupling
+        self._known: dict[Value, Known] = {}
+        self._free: dict[Value, list[list[Dim]]] = {}
+        self.refused: dict[Dim, Reason] = {}
+        for value in masked:
+            self._known[value] = Known(dict.fromkeys(self._places(value), 0.0))
+        self._run(program)
+
+    def _variables(self, value: Value) -> list[list[Dim]]:
+        """Of each axis, the variables that the first pass left free."""
+        if value not in self._free:
+            dims = self._coupling.dims(value)
+            self._free[value] = [[v for v in variables(dim) if v.pin is None] for dim in dims]
+        return self._free[value]
+
+    def _places(self, value: Value) -> list[Place]:
+        return [(i, v) for i, found in enumerate(self._variables(value)) for v in found]
+
+    def _of(self, value: Value) -> Known:
+        if value not in self._known:
+            self._known[value] = Known(everywhere=constants.value(value.known))
+        return self._known[value]
+
+    def _refuse(self, variable: Dim, reason: Reason) -> None:
+        self.refused.setdefault(variable, reason)
+
+    def _run(self, program: Program) -> None:
+        for equation in program.flat():
+            name = equation.name
+            if name in ELEMENTWISE:
+                self._elementwise(equation)
+            elif name in REDUCTIONS:
+                self._reduction(equation)
+            elif name in _RULES:
+                _RULES[name](self, equation)
+            # What else there is makes new entries, or is pinned.
+
+    def _elementwise(self, equation: Equation) -> None:
+        known = [self._of(value) for value in equation.inputs]
+        if len(equation.outputs) > 1:
+            self._known.update(zip(equation.outputs, known, strict=True))
+            return
+        (output,) = equation.outputs
+        at: dict[Place, float | None] = {}
+        results: dict[tuple[float | None, ...], float | None] = {}
+        for place in (place for of_input in known for place in of_input.at if place not in at):
+            found = tuple([of_input[place] for of_input in known])
+            if found not in results:
+                results[found] = constants.result(equation, found)
+            at[place] = results[found]
+        everywhere = constants.result(equation, [of_input.everywhere for of_input in known])
+        self._known[output] = Known({p: c for p, c in at.items() if c is not None}, everywhere)
+
+    def _reduction(self, equation: Equation) -> None:
+        (value,), axes, name = equation.inputs, equation.params["axes"], equation.name
+        known, neutral = self._of(value), _NEUTRAL.get(name)
+        for axis in axes:
+            for variable in self._variables(value)[axis]:
+                found = known[axis, variable]
+                if neutral is None or found != neutral:
+                    self._refuse(variable, _unlike(equation, found, neutral))
+        left = [i for i in range(len(value.shape)) if i not in axes]
+        joined = known.moved(lambda i: left.index(i) if i in left else None)
+        self._known[equation.outputs[0]] = Known(
+            {p: c for p, x in joined.at.items() if (c := constants.joined(name, x)) is not None}
+        )
+
+    def _transpose(self, equation: Equation) -> None:
+        order = tuple(equation.params["permutation"])
+        self._known[equation.outputs[0]] = self._of(equation.inputs[0]).moved(order.index)
+
+    def _squeeze(self, equation: Equation) -> None:
+        value, gone = equation.inputs[0], equation.params["dimensions"]
+        left = [i for i in range(len(value.shape)) if i not in gone]
+        known = self._of(value).moved(lambda i: left.index(i) if i in left else None)
+        self._known[equation.outputs[0]] = known
+
+    def _broadcast(self, equation: Equation) -> None:
+        axes = equation.params["broadcast_dimensions"]
+        self._known[equation.outputs[0]] = self._of(equation.inputs[0]).moved(lambda i: axes[i])
+
+    def _rearranged(self, equation: Equation) -> None:
+        """Outputs whose entries are those of the first input, in other places."""
+        for output in equation.outputs:
+            self._known[output] = self._gathered(output, equation.inputs[:1])
+
+    def _together(self, equation: Equation) -> None:
+        """An output whose entries are those of all inputs that are arrays."""
+        (output,) = equation.outputs
+        self._known[output] = self._gathered(output, equation.inputs)
+
+    def _updated(self, equation: Equation) -> None:
+        (output,) = equation.outputs
+        self._known[output] = self._gathered(output, equation.inputs[:2])
+
+    def _gathered(self, output: Value, inputs: Sequence[Value]) -> Known:
+        """What all entries of the inputs agree on at places of the output."""
+        at: dict[Place, float] = {}
+        for axis, variable in self._places(output):
+            found = [
+                self._of(value)[i, variable]
+                for value in inputs
+                for i, there in enumerate(self._variables(value))
+                if variable in there
+            ]
+            # A value without the variable, as what pads, lies at its places, too.
+            found += [
+                self._of(value).everywhere
+                for value in inputs
+                if not value.shape and not any(self._variables(value))
+            ]
+            if any(c is not None and c != c for c in found):
+                at[axis, variable] = math.nan
+            elif found and found[0] is not None and all(c == found[0] for c in found):
+                at[axis, variable] = found[0]
+        uniform = [self._of(value).everywhere for value in inputs]
+        alike = all(c is not None and c == uniform[0] for c in uniform)
+        return Known(at, uniform[0] if alike else None)
+
+    def _each(self, equation: Equation) -> None:
+        """Sorted values: each output has the entries of its input."""
+        for value, output in zip(equation.inputs, equation.outputs, strict=False):
+            self._known[output] = self._gathered(output, [value])
+
+    def _window(self, equation: Equation) -> None:
+        """Entries joined with others of the same channel."""
+        (output,) = equation.outputs
+        known = self._gathered(output, equation.inputs[:1])
+        name = {"cumsum": "reduce_sum", "cumprod": "reduce_prod"}.get(
+            equation.name, equation.name.replace("window_", "").replace("cum", "reduce_")
+        )
+        self._known[output] = Known(
+            {p: c for p, x in known.at.items() if (c := constants.joined(name, x)) is not None}
+        )
+
+    def _dot(self, equation: Equation) -> None:
+        contracted, batch = equation.params["dimension_numbers"]
+        left, right = equation.inputs
+        one, other = self._of(left), self._of(right)
+        for i, j in zip(*contracted, strict=True):
+            for variable in self._variables(left)[i]:
+                found = one[i, variable], other[j, variable]
+                if constants.product(*found) != 0:
+                    self._refuse(variable, _not_zero(equation, found))
+        at: dict[Place, float | None] = {}
+        for axis, (i, j) in enumerate(zip(*batch, strict=True)):
+            for variable in self._variables(left)[i]:
+                at[axis, variable] = constants.product(one[i, variable], other[j, variable])
+        axis = len(batch[0])
+        for value, known, gone in (
+            (left, one, (*contracted[0], *batch[0])),
+            (right, other, (*contracted[1], *batch[1])),
+        ):
+            for i in (i for i in range(len(value.shape)) if i not in gone):
+                for variable in self._variables(value)[i]:
+                    at[axis, variable] = constants.product(known[i, variable], None)
+                axis += 1
+        self._known[equation.outputs[0]] = Known({p: c for p, c in at.items() if c is not None})
+
+    def _convolution(self, equation: Equation) -> None:
+        spec, groups = equation.params["dimension_numbers"], equation.params["feature_group_count"]
+        (image, kernel), (output,) = equation.inputs, equation.outputs
+        (_, features, *_), (outs, ins, *_) = spec.lhs_spec, spec.rhs_spec
+        of_image, of_kernel = self._of(image), self._of(kernel)
+        for variable in self._variables(kernel)[ins]:
+            found = of_image[features, variable], of_kernel[ins, variable]
+            if constants.product(*found) != 0:
+                self._refuse(variable, _not_zero(equation, found))
+        at: dict[Place, float | None] = {}
+        axis = spec.out_spec[1]
+        for variable in self._variables(output)[axis]:
+            of_group = of_image[features, variable] if groups > 1 else None
+            at[axis, variable] = constants.product(of_kernel[outs, variable], of_group)
+        self._known[output] = Known({p: c for p, c in at.items() if c is not None})
+
+    def _scan(self, equation: Equation) -> None:
+        fixed, count = equation.params["num_consts"], equation.params["num_carry"]
+        (body,) = equation.bodies
+        known = [self._of(value) for value in equation.inputs]
+        sliced = [k.moved(lambda i: i - 1 if i else None) for k in known[fixed + count :]]
+        carried = self._until_stable(
+            known[fixed : fixed + count],
+            lambda carry: self._run_body(body, [*known[:fixed], *carry, *sliced])[:count],
+        )
+        self._known.update(zip(equation.outputs, carried, strict=False))
+        for output, inner in zip(equation.outputs[count:], body.outputs[count:], strict=True):
+            self._known[output] = self._of(inner).moved(lambda i: i + 1)
+
+    def _while(self, equation: Equation) -> None:
+        condition, body = equation.bodies
+        first = equation.params["cond_nconsts"]
+        second = first + equation.params["body_nconsts"]
+        known = [self._of(value) for value in equation.inputs]
+        carried = self._until_stable(
+            known[second:],
+            lambda carry: self._run_body(body, [*known[first:second], *carry]),
+        )
+        self._run_body(condition, [*known[:first], *carried])
+        self._known.update(zip(equation.outputs, carried, strict=True))
+
+    def _cond(self, equation: Equation) -> None:
+        known = [self._of(value) for value in equation.inputs[1:]]
+        results = [self._run_body(body, known) for body in equation.bodies]
+        for number, output in enumerate(equation.outputs):
+            found = results[0][number]
+            for result in results[1:]:
+                found = found.meet(result[number])
+            self._known[output] = found
+
+    def _run_body(self, body: Program, known: Sequence[Known]) -> list[Known]:
+        for value, of_input in zip(body.inputs, known, strict=True):
+            self._known[value] = of_input
+        self._run(body)
+        return [self._of(value) for value in body.outputs]
+
+    def _until_stable(
+        self, carry: list[Known], step: Callable[[list[Known]], list[Known]]
+    ) -> list[Known]:
+        """What holds of a carry before and after every step."""
+        while True:
+            after = step(carry)
+            met = [one.meet(other) for one, other in zip(carry, after, strict=True)]
+            if met == carry:
+                return carry
+            carry = met
+
+
+def _unlike(equation: Equation, found: float | None, neutral: float | None) -> Reason:
+    if neutral is None:
+        return Reason(equation, "it tells where in the axis an entry lies")
+    what = "not known" if found is None else f"{found:g}"
+    text = f"it joins entries that are {what} where channels are masked, not {neutral:g}"
+    return Reason(equation, text)
+
+
+def _not_zero(equation: Equation, found: tuple[float | None, float | None]) -> Reason:
+    shown = ["not known" if x is None else f"{x:g}" for x in found]
+    text = f"it sums products whose factors are {' and '.join(shown)} where channels are masked"
+    return Reason(equation, text)
+
+
+_RULES: dict[str, Callable[[Removed, Equation], None]] = {
+    "transpose": Removed._transpose,
+    "squeeze": Removed._squeeze,
+    "broadcast_in_dim": Removed._broadcast,
+    "concatenate": Removed._together,
+    "pad": Removed._together,
+    "stack": Removed._together,
+    "dynamic_update_slice": Removed._updated,
+    "sort": Removed._each,
+    "top_k": Removed._each,
+    **dict.fromkeys(
+        ("dynamic_slice", "gather", "reshape", "rev", "slice", "split", "tile"), Removed._rearranged
+    ),
+    **dict.fromkeys(("cummax", "cummin", "cumprod", "cumsum"), Removed._window),
+    **dict.fromkeys([f"reduce_window_{x}" for x in ("max", "min", "sum")], Removed._window),
+    "dot_general": Removed._dot,
+    "conv_general_dilated": Removed._convolution,
+    "scan": Removed._scan,
+    "while": Removed._while,
+    "cond": Removed._cond,
+}

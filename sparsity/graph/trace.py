@@ -1,0 +1,181 @@
+"""`sparsity.trace`: from a model's function to its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from sparsity.core import jaxprs, trees
+from sparsity.core.trees import PyTree
+from sparsity.graph.graph import Graph, Leaf
+from sparsity.graph.uses import Path
+
+_ON_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerBoolConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+def trace(
+    fn: Callable[..., Any],
+    params: PyTree,
+    *args: Any,
+    state: Mapping[Path | str, Path | str] | None = None,
+) -> Graph:
+    """Traces `fn(params, *args)` and returns what it does with every weight.
+
+    Nothing is computed: leaves may be arrays or `jax.ShapeDtypeStruct`s. The model may be written
+    with linen, nnx, haiku, equinox or plain functions.
+
+    Args:
+      fn: the model: a function of its parameters and inputs. Keyword arguments and flags are given
+        by `functools.partial`.
+      params: any tree of parameters; leaves that are no arrays are static.
+      *args: inputs of the model, any trees.
+      state: what `fn` returns for its next call, as `{path in the output: path in params}`, each a
+        tuple of strings or joined by '/', of a leaf or of all leaves below it. `None` finds them:
+        leaves of the output whose path ends in that of a parameter of the same shape and dtype.
+
+    Returns:
+      The graph: uses, costs, and the channels that can be removed.
+
+    Raises:
+      ValueError: the function cannot be traced with these arguments, depends on their values, reads
+        its parameters from elsewhere, or `state` names what is not there.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> params = {"up": jnp.ones((3, 8)), "down": jnp.ones((8, 2))}
+      >>> model = lambda params, x: jnp.tanh(x @ params["up"]) @ params["down"]
+      >>> graph = trace(model, params, jnp.ones((5, 3)))
+      >>> graph.macs()
+      200
+      >>> [(group.name, group.size) for group in graph.groups]
+      [('up:1', 8)]
+    """
+    by_path = trees.leaves_by_path(params)
+    names = [trees.path_names(path) for path in by_path]
+    leaves, rebuild = _arrays(params)
+    paths = [
+        name for name, leaf in zip(names, jax.tree.leaves(params), strict=True) if _is_array(leaf)
+    ]
+    inputs, rebuild_args = _arrays(args)
+
+    def flat(leaves: list[Any], inputs: list[Any]) -> Any:
+        return fn(rebuild(leaves), *rebuild_args(inputs))
+
+    try:
+        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(leaves, inputs)
+    except _ON_VALUES as error:
+        raise ValueError(
+            "fn depends on the values of its arguments, so that no program serves them all: use "
+            "jax.lax.cond, or give the argument by functools.partial if it is a flag. jax says: "
+            f"{error}"
+        ) from error
+    except (TypeError, AttributeError, KeyError, IndexError) as error:
+        raise ValueError(
+            f"fn(params, *args) fails with {len(args)} arguments after params, which have "
+            f"{trees.listed(['/'.join(path) for path in paths])}: {type(error).__name__}: {error}. "
+            "It must take the parameters first, then the inputs of the model; bind others by "
+            "functools.partial."
+        ) from error
+    program = jaxprs.program(closed)
+    found = [Leaf(path, tuple(x.shape), x.dtype) for path, x in zip(paths, leaves, strict=True)]
+    _check_constants(closed, program, found, leaves)
+    outputs = [trees.path_names(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    carried = _carried(program, outputs, found, state)
+    return Graph(
+        program, found, carried, outputs, jax.tree.structure(shapes), (rebuild, rebuild_args)
+    )
+
+
+def _is_array(leaf: object) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The arrays of a tree, and a function that puts others in their places."""
+    leaves, treedef = jax.tree.flatten(tree)
+    at = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+
+    def rebuild(arrays: list[Any]) -> Any:
+        filled = list(leaves)
+        for i, array in zip(at, arrays, strict=True):
+            filled[i] = array
+        return jax.tree.unflatten(treedef, filled)
+
+    return [leaves[i] for i in at], rebuild
+
+
+def _check_constants(
+    closed: jaxprs.ClosedJaxpr, program: jaxprs.Program, leaves: list[Leaf], given: list[Any]
+) -> None:
+    """Raises a ValueError if a leaf is not read, but a constant like it."""
+    read = jaxprs.read(program)
+    for value, leaf, array in zip(program.inputs, leaves, given, strict=False):
+        if value in read or len(leaf.shape) < 2:
+            continue
+        for constant in closed.consts:
+            if getattr(constant, "shape", None) != leaf.shape or constant.dtype != leaf.dtype:
+                continue
+            is_abstract = isinstance(array, jax.ShapeDtypeStruct)
+            if is_abstract or constant is array or np.array_equal(constant, array):
+                raise ValueError(
+                    f"fn does not read params at {leaf.name!r}, but holds a constant of its shape "
+                    f"{leaf.shape}: it closes over its parameters. Let it take them as its first "
+                    "argument."
+                )
+
+
+def _carried(
+    program: jaxprs.Program,
+    outputs: list[Path],
+    leaves: list[Leaf],
+    state: Mapping[Path | str, Path | str] | None,
+) -> dict[int, int]:
+    """Which outputs, by number, become which leaves in the next call."""
+    numbers = {leaf.path: i for i, leaf in enumerate(leaves)}
+
+    def fits(output: int, leaf: int) -> bool:
+        value = program.outputs[output]
+        return (value.shape, value.dtype) == (leaves[leaf].shape, leaves[leaf].dtype)
+
+    if state is None:
+        suffixes = {
+            i: next((numbers[x] for x in _ends(path) if x in numbers), None)
+            for i, path in enumerate(outputs)
+        }
+        return {i: leaf for i, leaf in suffixes.items() if leaf is not None and fits(i, leaf)}
+    carried: dict[int, int] = {}
+    for key, target in state.items():
+        source, into = (tuple(x.split("/")) if isinstance(x, str) else x for x in (key, target))
+        matched = {
+            i: numbers[into + path[len(source) :]]
+            for i, path in enumerate(outputs)
+            if path[: len(source)] == source and into + path[len(source) :] in numbers
+        }
+        if not matched:
+            raise ValueError(
+                f"state[{key!r}] = {target!r} matches nothing. The output has "
+                f"{trees.listed(['/'.join(path) for path in outputs])}, params have "
+                f"{trees.listed([leaf.name for leaf in leaves])}."
+            )
+        for i, leaf in matched.items():
+            if not fits(i, leaf):
+                raise ValueError(
+                    f"state[{key!r}] = {target!r}: the output {'/'.join(outputs[i])!r} of shape "
+                    f"{program.outputs[i].shape} cannot become {leaves[leaf].name!r} of shape "
+                    f"{leaves[leaf].shape}."
+                )
+        carried |= matched
+    return carried
+
+
+def _ends(path: Path) -> list[Path]:
+    """The path and what is left of it without its first names, down to its last one."""
+    return [path[start:] for start in range(len(path))]

@@ -1,0 +1,61 @@
+"""Masks of leaves whose weights cost differently: the best scores per cost, within a budget."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparsity.selection import Scores
+from sparsity.selection.keys import to_keys
+
+_MARGIN = 1 - 2.0**-16  # more than the rounding of costs that are added up in float32
+
+
+def within_budget(
+    scores: Sequence[Scores], costs: Sequence[float], kept: jax.Array
+) -> list[jax.Array]:
+    """Keeps the highest scores per cost, of all leaves under one threshold.
+
+    Args:
+      scores: of each leaf; they rank as float32, NaN lowest.
+      costs: of one weight of each leaf.
+      kept: [leaves] how many weights of each have together the cost that is the budget.
+
+    Returns:
+      uint8 masks. They cost no more than the budget; weights that tie at the threshold go.
+    """
+    budget = _total(costs, kept) * _MARGIN
+
+    def keys() -> list[jax.Array]:
+        found = zip(scores, costs, strict=True)
+        # A weight that costs nothing ranks above all others.
+        return [to_keys(x.compute().astype(jnp.float32) / jnp.float32(cost)) for x, cost in found]
+
+    def costs_above(pivot: jax.Array) -> jax.Array:
+        return _total(costs, [jnp.sum(x > pivot, dtype=jnp.int32) for x in keys()])
+
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        fits = costs_above(middle) <= budget
+        return jnp.where(fits, low, middle + 1), jnp.where(fits, middle, high)
+
+    limits = jnp.iinfo(jnp.int32)
+    first = jnp.int32(limits.min), jnp.int32(limits.max)
+    threshold, _ = lax.fori_loop(0, 32, halve, first)
+    return [(x > threshold).astype(jnp.uint8) for x in keys()]
+
+
+def _total(costs: Sequence[float], counts: Iterable[chex.Numeric] | jax.Array) -> jax.Array:
+    """The cost of so many weights, added up in one order on every mesh."""
+    each = [
+        jnp.float32(cost) * jnp.asarray(count, jnp.float32)
+        for cost, count in zip(costs, counts, strict=True)
+    ]
+    total: jax.Array = functools.reduce(jnp.add, each)
+    return total

@@ -1,0 +1,1 @@
+"""Models that become smaller: masked channels removed for real."""
