@@ -40,7 +40,7 @@ from sparsity.api import (
 )
 from sparsity.base_updater import ALGORITHM_REGISTRY, BaseUpdater, NoPruning
 from sparsity.epochs import EpochStrategy, pruning, pruning_apply
-from sparsity.graph import Graph, budget, trace
+from sparsity.graph import Coupled, Graph, budget, trace
 from sparsity.masks import Global, Layerwise, Scope, elementwise, pack_masks, unpack_masks
 from sparsity.predecessors import apply_mask, pruning_act_struct, pruning_act_unstruct
 from sparsity.reports import (
@@ -52,6 +52,7 @@ from sparsity.reports import (
     summarize_intersection,
     summarize_sparsity,
 )
+from sparsity.shrinking import Plan, Small, shrink
 from sparsity.sparsity_distributions import ERK, Distribution, Uniform
 from sparsity.sparsity_schedules import (
     NoUpdateSchedule,
@@ -77,6 +78,7 @@ __all__ = [
     "BaseUpdater",
     "Block",
     "Channel",
+    "Coupled",
     "Distribution",
     "EpochStrategy",
     "Global",
@@ -91,12 +93,14 @@ __all__ = [
     "NoUpdateSchedule",
     "OneShotSchedule",
     "PeriodicSchedule",
+    "Plan",
     "PolynomialSchedule",
     "RandomPruning",
     "RigL",
     "SaliencyPruning",
     "Schedule",
     "Scope",
+    "Small",
     "SparseState",
     "SparsityType",
     "StaticRandomSparse",
@@ -133,6 +137,7 @@ __all__ = [
     "selection",
     "set_sparse_state",
     "sharding_like",
+    "shrink",
     "sparsify_linen",
     "sparsify_nnx",
     "sparsity_distributions",

@@ -74,7 +74,7 @@ class BaseUpdater:
     is_sparse_gradients: bool = False
     sparsity_type: Pattern | Callable[[tuple[str, ...], jax.Array], Pattern] = Unstructured()
     sparsity_distribution_fn: Distribution | None = uniform
-    scope: Scope = Layerwise()
+    scope: Scope | masks_lib.TreeScope = Layerwise()
     rng_seed: int | jax.Array = 8
     use_packed_masks: bool = False
     topk_fn: TopkFn | None = None
@@ -144,10 +144,12 @@ class BaseUpdater:
           target_sparsities: tree of sparsities, `None` for leaves that stay dense.
         """
 
-        def start(_: trees.KeyPath, param: Any, target: Any) -> Any:
-            return None if target is None else ones_like(param)
+        masked = masks_lib.masked_paths(self.scope, params, target_sparsities)
 
-        return trees.map_matched(start, params, target_sparsities)
+        def start(path: trees.KeyPath, param: Any) -> Any:
+            return ones_like(param) if path in masked else None
+
+        return trees.map_matched(start, params)
 
     @default_hook
     def create_masks(

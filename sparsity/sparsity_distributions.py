@@ -23,7 +23,7 @@ from sparsity.core import names, trees
 from sparsity.core.checks import check_fraction, check_number, is_traced
 from sparsity.core.names import Registry
 from sparsity.core.trees import PyTree
-from sparsity.masks import BatchAxes, Overrides, Scope, Site, Sites, leading_axes
+from sparsity.masks import BatchAxes, Overrides, Scope, Site, Sites, TreeScope, leading_axes
 
 _log = logging.getLogger(__name__)
 
@@ -34,9 +34,10 @@ class Distribution(Protocol):
     """What `sparsity_distribution_fn` must offer.
 
     A distribution that names a parameter `batch_axes` is given the updater's, so that it need not
-    be said twice, and one that names `sites` its table of patterns. One whose attribute
-    `custom_sparsity_map` names leaves sets these apart: a global scope does not rank them with the
-    others. One with a method `cost(path, param)` has this scope rank by score per cost.
+    be said twice, one that names `sites` its table of patterns, one that names `scope` its scope.
+    One whose attribute `custom_sparsity_map` names leaves sets these apart: a global scope does not
+    rank them with the others. One with a method `cost(path, param)` has this scope rank by score
+    per cost.
     """
 
     def __call__(self, params: PyTree, /) -> PyTree:
@@ -279,7 +280,7 @@ def target_sparsities(
     distribution_fn: Distribution | None,
     params: PyTree,
     table: Sites,
-    scope: Scope,
+    scope: Scope | TreeScope,
     batch_axes: BatchAxes = 0,
 ) -> PyTree:
     """Sparsities of a distribution, checked; `None` for leaves that cannot be pruned.
@@ -310,12 +311,12 @@ def target_sparsities(
     return trees.map_matched(
         check,
         params,
-        distribute(distribution_fn, params, batch_axes, table),
+        distribute(distribution_fn, params, batch_axes, table, scope),
         others_role="sparsities that sparsity_distribution_fn returns",
     )
 
 
-def _check_scope(scope: Scope, site: Site) -> None:
+def _check_scope(scope: Scope | TreeScope, site: Site) -> None:
     try:
         scope.check(site.pattern, site.batch_axes, None)
     except ValueError as error:
@@ -323,15 +324,19 @@ def _check_scope(scope: Scope, site: Site) -> None:
 
 
 def distribute(
-    distribution_fn: Distribution, params: PyTree, batch_axes: BatchAxes, table: Sites | None = None
+    distribution_fn: Distribution,
+    params: PyTree,
+    batch_axes: BatchAxes,
+    table: Sites | None = None,
+    scope: Scope | TreeScope | None = None,
 ) -> PyTree:
-    """Calls a distribution with what it names and does not have: batch axes, the table of sites."""
+    """Calls a distribution with what it names and does not have: batch axes, sites, the scope."""
     given = distribution_fn.keywords if isinstance(distribution_fn, functools.partial) else {}
     try:
         named = set(inspect.signature(distribution_fn).parameters)
     except (TypeError, ValueError):  # a builtin
         named = set()
-    offered = {"batch_axes": batch_axes, "sites": table}
+    offered = {"batch_axes": batch_axes, "sites": table, "scope": scope}
     call: Callable[..., PyTree] = distribution_fn
     return call(params, **{k: v for k, v in offered.items() if k in named and k not in given})
 

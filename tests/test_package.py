@@ -223,7 +223,7 @@ PUBLIC = {
     "prune_act_unstruct", "prune_act_struct", "pruning_act_struct", "pruning_act_unstruct",
     "apply_mask",
     "sparsify_linen", "sparsify_nnx",
-    "Graph", "trace", "budget",
+    "Graph", "trace", "budget", "Plan", "Small", "shrink", "Coupled",
 }
 # fmt: on
 PUBLIC_MODULES = ["algorithms", "sparsity_distributions", "sparsity_schedules", "sparsity_types"]

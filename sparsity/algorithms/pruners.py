@@ -50,10 +50,14 @@ class SaliencyPruning(BaseUpdater):
                 "them: instant_sparsify(params, grads)."
             )
 
+        is_signed = getattr(self.scope, "takes_signed_scores", False)
+
         def score(path: trees.KeyPath, param: Any, grad: Any) -> Any:
             if grad is None:
                 raise ValueError(f"grads has no leaf for {trees.path_string(path)!r}.")
-            return jnp.abs(param * grad)
+            saliency = param * grad
+            # A scope that adds up the scores of channels takes the absolute value of the sum.
+            return saliency if is_signed else jnp.abs(saliency)
 
         return trees.map_matched(score, params, grads)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "Value",
     "Var",
     "evaluate",
+    "is_differentiable",
     "program",
     "read",
 ]
@@ -115,6 +118,50 @@ class Equation:
                 return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
         return ""
 
+    @functools.cached_property
+    def derivative(self) -> Program | None:
+        """What a call's own rule for derivatives computes; `None` for other equations.
+
+        Of a `custom_jvp_call` from inputs and tangents to outputs and tangents; of a
+        `custom_vjp_call` from inputs and cotangents of outputs to cotangents of inputs. Tangents
+        and cotangents are those of the values in `differentiated`.
+        """
+        if self.name not in ("custom_jvp_call", "custom_vjp_call"):
+            return None
+        structs = [
+            [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values]
+            for values in (self.inputs, *self.differentiated)
+        ]
+        of_inputs = [is_differentiable(value) for value in self.inputs]
+
+        def call(floating: list[Any], others: list[Any]) -> list[Any]:
+            rest, given = iter(others), iter(floating)
+            outputs = self.bind([next(given if use else rest) for use in of_inputs])
+            return [x for x, v in zip(outputs, self.outputs, strict=True) if is_differentiable(v)]
+
+        def parts(inputs: list[Any]) -> tuple[list[Any], list[Any]]:
+            pairs = list(zip(inputs, of_inputs, strict=True))
+            return [x for x, use in pairs if use], [x for x, use in pairs if not use]
+
+        def forward(inputs: list[Any], tangents: list[Any]) -> Any:
+            floating, others = parts(inputs)
+            return jax.jvp(lambda *x: call(list(x), others), floating, tangents)
+
+        def backward(inputs: list[Any], cotangents: list[Any]) -> Any:
+            floating, others = parts(inputs)
+            return jax.vjp(lambda *x: call(list(x), others), *floating)[1](cotangents)
+
+        inputs, of_input, of_output = structs
+        if self.name == "custom_jvp_call":
+            return program(jax.make_jaxpr(forward)(inputs, of_input))
+        return program(jax.make_jaxpr(backward)(inputs, of_output))
+
+    @property
+    def differentiated(self) -> tuple[list[Value], list[Value]]:
+        """The inputs and the outputs that have derivatives."""
+        inputs = [value for value in self.inputs if is_differentiable(value)]
+        return inputs, [value for value in self.outputs if is_differentiable(value)]
+
     def bind(self, inputs: Sequence[Any], **changed: Any) -> list[Any]:
         """Its outputs for other inputs, with some of its parameters changed."""
         bound = self.primitive.get_bind_params({**self.params, **changed})
@@ -140,6 +187,14 @@ class Program:
             else:
                 yield equation
 
+    def with_rules(self) -> Iterator[Equation]:
+        """Its calls that have rules of their own for derivatives, those within calls, too."""
+        for equation in self.equations:
+            if equation.name in CALLS:
+                yield from equation.bodies[0].with_rules()
+            if equation.name in ("custom_jvp_call", "custom_vjp_call"):
+                yield equation
+
 
 # Calls: their body reads and writes what they read and write.
 CALLS = {
@@ -160,6 +215,11 @@ _BODIES = {
 _LIBRARIES = re.compile(
     r"[/\\](jax|jaxlib|flax|haiku|equinox|optax|chex)[/\\]|[/\\]contextlib\.py|<"
 )
+
+
+def is_differentiable(value: Value) -> bool:
+    """Whether a value is of a floating or complex dtype."""
+    return value.dtype is not None and bool(jnp.issubdtype(value.dtype, jnp.inexact))
 
 
 def program(closed: ClosedJaxpr) -> Program:

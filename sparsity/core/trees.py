@@ -124,6 +124,32 @@ def prunable(tree: PyTree, like: PyTree | None = None) -> PyTree:
     return map_matched(lambda path, leaf: None if path in odd else leaf, tree)
 
 
+def is_array(leaf: object) -> bool:
+    """Whether a leaf is an array, or stands for one by shape and dtype."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The arrays of a tree, and a function that puts others in their places.
+
+    Example:
+      >>> arrays, rebuild = split_arrays({"w": jnp.ones(2), "name": "relu"})
+      >>> rebuild([len(arrays)])
+      {'name': 'relu', 'w': 1}
+    """
+    treedef: Any  # jax has no types for its methods
+    leaves, treedef = jax.tree.flatten(tree)
+    at = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+
+    def rebuild(arrays: list[Any]) -> Any:
+        filled = list(leaves)
+        for i, array in zip(at, arrays, strict=True):
+            filled[i] = array
+        return treedef.unflatten(filled)
+
+    return [leaves[i] for i in at], rebuild
+
+
 def find_nodes(tree: Any, kind: Any) -> list[tuple[KeyPath, Any]]:
     """All nodes of the NamedTuple `kind` in a pytree with their paths, nested ones included."""
     found: list[tuple[KeyPath, Any]] = []

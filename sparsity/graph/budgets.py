@@ -18,6 +18,9 @@ from sparsity.core import trees
 from sparsity.core.checks import check_density
 from sparsity.core.exact import num_kept
 from sparsity.core.trees import PyTree
+from sparsity.graph.costs import size_of
+from sparsity.graph.coupled import Coupled
+from sparsity.graph.dims import Dim
 from sparsity.graph.graph import Graph
 from sparsity.masks import BatchAxes, Overrides, Pattern, Sites
 from sparsity.patterns import SparsityType, Unstructured
@@ -55,7 +58,11 @@ class Budget:
         return self.graph.macs_of(leaf.path) / max(leaf.size, 1)
 
     def __call__(
-        self, params: PyTree, batch_axes: BatchAxes = 0, sites: Sites | None = None
+        self,
+        params: PyTree,
+        batch_axes: BatchAxes = 0,
+        sites: Sites | None = None,
+        scope: object = None,
     ) -> PyTree:
         """Returns a tree like `params` of sparsities, `None` where a parameter stays dense.
 
@@ -63,6 +70,7 @@ class Budget:
           params: tree of parameters.
           batch_axes: those of the updater.
           sites: its table, with patterns; by default weights are removed one by one.
+          scope: its scope; of `Coupled` the cost is that of the smaller arrays.
 
         Raises:
           ValueError: even without any of the selected weights the model costs more.
@@ -75,9 +83,14 @@ class Budget:
             own = dataclasses.replace(self.distribution, sparsity=sparsity)
             return own(params, batch_axes)
 
+        def cost_of(targets: PyTree) -> Fraction:
+            if isinstance(scope, Coupled):
+                return self._smaller(scope.left(params, targets))
+            by_path = trees.leaves_by_path(targets)
+            return self._cost(self._kept(params, by_path, batch_axes, sites), params)
+
         def cost(sparsity: float) -> Fraction:
-            targets = trees.leaves_by_path(spread(sparsity))
-            return self._cost(self._kept(params, targets, batch_axes, sites), params)
+            return cost_of(spread(sparsity))
 
         if cost(1.0) > allowed:
             name = "macs" if self.nbytes is None else "nbytes"
@@ -91,13 +104,12 @@ class Budget:
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if cost(_float(middle)) <= allowed else (middle + 1, high)
-        found = trees.leaves_by_path(spread(_float(low)))
+        found = spread(_float(low))
         if low:  # what is left of the budget serves leaf by leaf
             for path, lower in trees.leaves_by_path(spread(_float(low - 1))).items():
-                more = found | {path: lower}
-                if self._cost(self._kept(params, more, batch_axes, sites), params) <= allowed:
-                    found = more
-        return trees.map_matched(lambda path, _: found.get(path), params)
+                more = _with(found, path, lower)
+                found = more if cost_of(more) <= allowed else found
+        return found
 
     def _kept(
         self,
@@ -115,6 +127,16 @@ class Budget:
             for path, param in trees.leaves_by_path(params).items()
             if targets.get(path) is not None
         }
+
+    def _smaller(self, left: dict[Dim, int]) -> Fraction:
+        """The cost if only so many channels are left of each group."""
+        if self.macs is not None:
+            return Fraction(self.graph.macs_left(left))
+        sizes = [
+            math.prod(size_of(dim, left) for dim in dims) * leaf.dtype.itemsize
+            for leaf, dims in self.graph.axes()
+        ]
+        return Fraction(sum(sizes))
 
     def _cost(self, kept: Mapping[tuple[str, ...], int], params: PyTree) -> Fraction:
         leaves = {
@@ -182,6 +204,10 @@ def budget(
             f"got sparsity = {distribution.sparsity}."
         )
     return Budget(graph, macs, nbytes, distribution)
+
+
+def _with(targets: PyTree, path: trees.KeyPath, target: float) -> PyTree:
+    return trees.map_matched(lambda at, known: target if at == path else known, targets)
 
 
 def _float(bits: int) -> float:

@@ -12,54 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 from sparsity.core.jaxprs import Equation, Program, Value
 from sparsity.graph.dims import Dim, Reason, pin, product, total, unify, variables
+from sparsity.graph.primitives import ELEMENTWISE, REDUCTIONS, SOURCES
 
-# Entry by entry: an output depends on the inputs' entries at the same place.
-# fmt: off
-ELEMENTWISE = frozenset((
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-    "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex",
-    "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh", "device_put", "digamma",
-    "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma",
-    "igammac", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic",
-    "lt", "max", "mesh_cast", "min", "mul", "name", "ne", "neg", "nextafter", "not",
-    "optimization_barrier", "or", "population_count", "pow", "pvary", "real", "reduce_precision",
-    "regularized_incomplete_beta", "rem", "reshard", "round", "rsqrt", "select_n",
-    "sharding_constraint", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign",
-    "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
-))
-# fmt: on
-REDUCTIONS = frozenset(
-    (
-        "argmax",
-        "argmin",
-        "reduce_and",
-        "reduce_max",
-        "reduce_min",
-        "reduce_or",
-        "reduce_prod",
-        "reduce_sum",
-        "reduce_xor",
-    )
-)
 # Along some of their axes they mix entries, along others they run entry by entry.
 _CUMULATIVE = ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")
 _WINDOWS = ("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum")
-# They make entries of their own, whatever the place.
-SOURCES = frozenset(
-    (
-        "iota",
-        "random_bits",
-        "random_clone",
-        "random_fold_in",
-        "random_seed",
-        "random_split",
-        "random_unwrap",
-        "random_wrap",
-        "rng_uniform",
-        "threefry2x32",
-    )
-)
-# fmt: on
 
 
 class Coupling:
@@ -100,7 +57,7 @@ class Coupling:
         for a, b in zip(self.dims(one), self.dims(other), strict=True):
             unify(a, b, reason)
 
-    def _run(self, program: Program) -> None:
+    def _run(self, program: Program, with_rules: bool = True) -> None:
         for equation in program.flat():
             name = equation.name
             if name in ELEMENTWISE:
@@ -118,6 +75,23 @@ class Coupling:
             else:
                 for value in (*equation.inputs, *equation.outputs):
                     self.pin(value, Reason(equation, "an operation that is not analysed"))
+        for equation in program.with_rules() if with_rules else ():
+            self._derivative(equation)
+
+    def _derivative(self, equation: Equation) -> None:
+        """What a rule for derivatives couples: tangents have the axes of their values."""
+        rule = equation.derivative
+        assert rule is not None  # it has one
+        of_inputs, of_outputs = equation.differentiated
+        if equation.name == "custom_jvp_call":
+            given, computed = of_inputs, [*of_outputs, *of_outputs]
+        else:
+            given, computed = of_outputs, of_inputs
+        for value, inner in zip([*equation.inputs, *given], rule.inputs, strict=True):
+            self._dims[inner] = self.dims(value)
+        self._run(rule, with_rules=False)
+        for value, inner in zip(computed, rule.outputs, strict=True):
+            self._same(value, inner, Reason(equation, "a rule for derivatives"))
 
     def _elementwise(self, equation: Equation) -> None:
         reason = Reason(equation, "an operation along axes that do not match")

@@ -10,16 +10,17 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import jaxprs, trees
 from sparsity.core.trees import PyTree
-from sparsity.graph import report
+from sparsity.graph import costs, report
 from sparsity.graph.coupling import Coupling
 from sparsity.graph.dims import Dim, Reason, labels, variables
 from sparsity.graph.removed import Removed
-from sparsity.graph.uses import PRODUCTS, Path, Use, find_uses, macs_of, shards
+from sparsity.graph.uses import PRODUCTS, Path, Use, find_uses, macs_of
 from sparsity.patterns import NByM, SparsityType, Unstructured
 
 if TYPE_CHECKING:
@@ -99,14 +100,20 @@ class Graph:
         carried: Mapping[int, int],
         outputs: Sequence[Path],
         output_tree: Any,
-        rebuild: tuple[Callable[[list[Any]], Any], Callable[[list[Any]], Any]],
+        retrace: Callable[..., Graph],
     ) -> None:
         self.program, self.leaves = program, list(leaves)
-        self.carried, self.output_tree, self.rebuild = dict(carried), output_tree, rebuild
+        self.carried, self.output_tree = dict(carried), output_tree
+        self._retrace = retrace
+        self._retraced: dict[tuple[Any, ...], Graph] = {}
+        self._smaller: list[Graph] = []
         self.state = {outputs[i]: leaves[leaf].path for i, leaf in carried.items()}
         values = program.inputs[: len(self.leaves)]
         self._values = dict(zip(values, range(len(values)), strict=True))
         self.uses = find_uses(program, self._values, [leaf.path for leaf in self.leaves])
+
+    def __deepcopy__(self, _: object) -> Graph:
+        return self  # it never changes
 
     def __repr__(self) -> str:
         return (
@@ -137,7 +144,20 @@ class Graph:
         factors: dict[jaxprs.Equation, Fraction] = {}
         for (equation, _), part in operands.items():
             factors[equation] = factors.get(equation, Fraction(1)) * part
-        return _cost(self.program, factors)
+        found: Fraction = costs.cost(
+            self.program, lambda product: macs_of(product) * factors.get(product, Fraction(1))
+        )
+        return found
+
+    def macs_left(self, left: Mapping[Dim, Any], path: Path | None = None) -> Any:
+        """Multiply-adds if only so many entries are left of some axes; of one leaf's products."""
+        of_product = costs.macs_left(self.coupling, left)
+        if path is not None:
+            return sum(
+                (1 if use.trips is None else use.trips) * use.view.share * of_product(use.equation)
+                for use in self._products(path)
+            )
+        return costs.cost(self.program, of_product)
 
     def macs_of(self, path: Path) -> int:
         """Multiply-adds of all products of a leaf."""
@@ -244,7 +264,46 @@ class Graph:
             )
         return found[0]
 
+    def at_shapes(self, inputs: Sequence[Any]) -> Graph:
+        """The graph of the model for arrays of other shapes; itself for those of the trace."""
+        found = tuple((jnp.shape(x), jnp.result_type(x)) for x in inputs)
+        if found == tuple((v.shape, v.dtype) for v in self.program.inputs[len(self.leaves) :]):
+            return self
+        if found not in self._retraced:
+            leaves, others = (
+                [jax.ShapeDtypeStruct(*x) for x in of_some]
+                for of_some in ([(leaf.shape, leaf.dtype) for leaf in self.leaves], found)
+            )
+            self._retraced[found] = self._retrace(leaves, others)
+        return self._retraced[found]
+
+    def add_smaller(
+        self, shapes: Mapping[Path, tuple[int, ...]], apply: Callable[..., Any]
+    ) -> Graph:
+        """Makes a smaller model known, whose leaves have these shapes; returns its graph."""
+        leaves = [jax.ShapeDtypeStruct(shapes[leaf.path], leaf.dtype) for leaf in self.leaves]
+        of_inputs = self.program.inputs[len(self.leaves) :]
+        inputs = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in of_inputs]
+        self._smaller.append(self._retrace(leaves, inputs, apply))
+        return self._smaller[-1]
+
+    def of_tree(self, leaves: Mapping[Path, Any]) -> Graph:
+        """The graph of a model with these leaves: itself, or that of one that was shrunken."""
+        for graph in (self, *reversed(self._smaller)):
+            ends = {leaf.path: leaf.shape for leaf in graph.leaves}
+            fits = (
+                any(p[len(p) - len(path) :] == path and n == x.shape for p, n in ends.items())
+                for path, x in leaves.items()
+            )
+            if all(fits):
+                return graph
+        return self
+
     # Channels.
+
+    def axes(self) -> list[tuple[Leaf, list[Dim]]]:
+        """The leaves with their axes."""
+        return [(self.leaves[i], self.coupling.dims(v)) for v, i in self._values.items()]
 
     @functools.cached_property
     def coupling(self) -> Coupling:
@@ -339,23 +398,3 @@ def _channels(use: Use) -> tuple[int, ...]:
         return use.contracting
     axis = use.equation.params["dimension_numbers"].rhs_spec[1]
     return tuple(sorted(use.view.axes([axis]))) or use.contracting
-
-
-def _cost(program: jaxprs.Program, factors: Mapping[jaxprs.Equation, Fraction]) -> Fraction:
-    """Multiply-adds of a program, some of its products multiplied by a density."""
-    total = Fraction(0)
-    for equation in program.flat():
-        if equation.name in PRODUCTS:
-            total += macs_of(equation) * factors.get(equation, Fraction(1))
-        elif equation.bodies:
-            each = [_cost(body, factors) for body in equation.bodies]
-            match equation.name:
-                case "cond":
-                    total += max(each)
-                case "scan":
-                    total += sum(each) * equation.params["length"]
-                case "shard_map":
-                    total += sum(each) * shards(equation)
-                case _:
-                    total += sum(each)
-    return total

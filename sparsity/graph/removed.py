@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sparsity.core.jaxprs import Equation, Program, Value
 from sparsity.graph import constants
-from sparsity.graph.coupling import ELEMENTWISE, REDUCTIONS, Coupling
+from sparsity.graph.coupling import Coupling
 from sparsity.graph.dims import Dim, Reason, variables
+from sparsity.graph.primitives import ELEMENTWISE, REDUCTIONS
 
 Place = tuple[int, Dim]  # an axis, and the variable whose removed entries are meant
 
@@ -101,7 +102,7 @@ class Removed:
     def _refuse(self, variable: Dim, reason: Reason) -> None:
         self.refused.setdefault(variable, reason)
 
-    def _run(self, program: Program) -> None:
+    def _run(self, program: Program, with_rules: bool = True) -> None:
         for equation in program.flat():
             name = equation.name
             if name in ELEMENTWISE:
@@ -111,6 +112,16 @@ class Removed:
             elif name in _RULES:
                 _RULES[name](self, equation)
             # What else there is makes new entries, or is pinned.
+        for equation in program.with_rules() if with_rules else ():
+            rule = equation.derivative
+            assert rule is not None  # it has one
+            known = [self._of(value) for value in equation.inputs]
+            self._known.update(zip(rule.inputs, known, strict=False))
+            if equation.name == "custom_jvp_call":  # what is constant has no tangent
+                tangents = rule.inputs[len(known) :]
+                for value, tangent in zip(equation.differentiated[0], tangents, strict=True):
+                    self._known[tangent] = Known(dict.fromkeys(self._of(value).at, 0.0))
+            self._run(rule, with_rules=False)
 
     def _elementwise(self, equation: Equation) -> None:
         known = [self._of(value) for value in equation.inputs]

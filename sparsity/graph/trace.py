@@ -58,13 +58,10 @@ def trace(
       >>> [(group.name, group.size) for group in graph.groups]
       [('up:1', 8)]
     """
-    by_path = trees.leaves_by_path(params)
-    names = [trees.path_names(path) for path in by_path]
-    leaves, rebuild = _arrays(params)
-    paths = [
-        name for name, leaf in zip(names, jax.tree.leaves(params), strict=True) if _is_array(leaf)
-    ]
-    inputs, rebuild_args = _arrays(args)
+    leaves, rebuild = trees.split_arrays(params)
+    by_path = trees.leaves_by_path(params).items()
+    paths = [trees.path_names(path) for path, leaf in by_path if trees.is_array(leaf)]
+    inputs, rebuild_args = trees.split_arrays(args)
 
     def flat(leaves: list[Any], inputs: list[Any]) -> Any:
         return fn(rebuild(leaves), *rebuild_args(inputs))
@@ -89,27 +86,11 @@ def trace(
     _check_constants(closed, program, found, leaves)
     outputs = [trees.path_names(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
     carried = _carried(program, outputs, found, state)
-    return Graph(
-        program, found, carried, outputs, jax.tree.structure(shapes), (rebuild, rebuild_args)
-    )
 
+    def retrace(leaves: list[Any], inputs: list[Any], fn: Callable[..., Any] = fn) -> Graph:
+        return trace(fn, rebuild(leaves), *rebuild_args(inputs), state=state)
 
-def _is_array(leaf: object) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-
-
-def _arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The arrays of a tree, and a function that puts others in their places."""
-    leaves, treedef = jax.tree.flatten(tree)
-    at = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
-
-    def rebuild(arrays: list[Any]) -> Any:
-        filled = list(leaves)
-        for i, array in zip(at, arrays, strict=True):
-            filled[i] = array
-        return jax.tree.unflatten(treedef, filled)
-
-    return [leaves[i] for i in at], rebuild
+    return Graph(program, found, carried, outputs, jax.tree.structure(shapes), retrace)
 
 
 def _check_constants(

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sparsity.core.jaxprs import Equation, Program, Value
-from sparsity.graph.coupling import ELEMENTWISE
+from sparsity.graph.primitives import ELEMENTWISE
 
 Path = tuple[str, ...]
 Factor = tuple[

@@ -14,9 +14,15 @@ from sparsity.masks.bits import (
     unpack,
     unpack_masks,
 )
-from sparsity.masks.create import create_mask, create_masks, drop_and_grow, move_masks
+from sparsity.masks.create import (
+    create_mask,
+    create_masks,
+    drop_and_grow,
+    masked_paths,
+    move_masks,
+)
 from sparsity.masks.lazy import elementwise, lazy_scores
-from sparsity.masks.scopes import SCOPES, Global, Layerwise, Moving, Scope, Wanted
+from sparsity.masks.scopes import SCOPES, Global, Layerwise, Moving, Scope, TreeScope, Wanted
 from sparsity.masks.sites import (
     BatchAxes,
     Overrides,
@@ -42,6 +48,7 @@ __all__ = [
     "Site",
     "Sites",
     "TopkFn",
+    "TreeScope",
     "Wanted",
     "apply_mask",
     "apply_mask_straight_through",
@@ -56,6 +63,7 @@ __all__ = [
     "is_pattern",
     "lazy_scores",
     "leading_axes",
+    "masked_paths",
     "move_masks",
     "pack",
     "pack_masks",

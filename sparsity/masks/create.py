@@ -11,7 +11,7 @@ import jax
 from sparsity.core import trees
 from sparsity.core.checks import check_fraction
 from sparsity.core.trees import PyTree
-from sparsity.masks.scopes import Moving, Scope, Wanted
+from sparsity.masks.scopes import Moving, Scope, TreeScope, Wanted
 from sparsity.masks.sites import Pattern, Site, TopkFn
 from sparsity.selection import computed
 
@@ -81,7 +81,7 @@ def drop_and_grow(
 
 
 def create_masks(
-    scope: Scope,
+    scope: Scope | TreeScope,
     table: Mapping[trees.KeyPath, Site],
     scores: PyTree,
     sparsities: PyTree,
@@ -104,6 +104,8 @@ def create_masks(
     Raises:
       ValueError: a sparsity lies outside [0, 1] or a pattern does not fit; the leaf is named.
     """
+    if isinstance(scope, TreeScope):
+        return scope.select_tree(scores, sparsities)
     leaves: list[Wanted] = []
     store = _stores(scope)
 
@@ -119,7 +121,7 @@ def create_masks(
 
 
 def move_masks(
-    scope: Scope,
+    scope: Scope | TreeScope,
     table: Mapping[trees.KeyPath, Site],
     masks: PyTree,
     drop_scores: PyTree,
@@ -140,6 +142,8 @@ def move_masks(
       Tree like `masks`.
     """
     check_fraction("drop_fraction", drop_fraction)
+    if isinstance(scope, TreeScope):
+        return scope.move_tree(masks, drop_scores, grow_scores, drop_fraction)
     leaves: list[Moving] = []
     store = _stores(scope)
 
@@ -150,6 +154,15 @@ def move_masks(
     trees.map_matched(collect, drop_scores, grow_scores, masks, role="drop scores")
     moved = _by_path([leaf.site.path for leaf in leaves], scope.move(leaves, drop_fraction))
     return trees.map_matched(lambda path, _: moved[path], masks)
+
+
+def masked_paths(
+    scope: Scope | TreeScope, params: PyTree, sparsities: PyTree
+) -> set[trees.KeyPath]:
+    """Paths of the leaves that get masks: those with a sparsity, or what the scope adds to them."""
+    if isinstance(scope, TreeScope):
+        return scope.masked(params, sparsities)
+    return set(trees.leaves_by_path(sparsities))
 
 
 def _stores(scope: Scope) -> Callable[[Any], Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import chex
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 from sparsity.core import exact, sharding
 from sparsity.core.checks import check_bool, check_number, is_traced
 from sparsity.core.names import Registry
+from sparsity.core.trees import KeyPath, PyTree
 from sparsity.masks.costs import within_budget
 from sparsity.masks.sites import Pattern, Site, TopkFn
 from sparsity.selection import Leaf, Scores, computed, moved_masks, norms, topk_masks
@@ -57,6 +58,25 @@ class Scope(Protocol):
 
     def move(self, leaves: Sequence[Moving], drop_fraction: chex.Numeric) -> list[jax.Array]:
         """Returns each leaf's mask with a fraction of the active weights replaced."""
+
+
+@runtime_checkable
+class TreeScope(Protocol):
+    """What a scope offers that says which leaves get masks, and sees all of their scores."""
+
+    def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
+        """As in `Scope`."""
+
+    def masked(self, params: PyTree, sparsities: PyTree) -> set[KeyPath]:
+        """Returns the paths of the leaves that get masks."""
+
+    def select_tree(self, scores: PyTree, sparsities: PyTree) -> PyTree:
+        """Returns a tree of masks, `None` for leaves that stay dense."""
+
+    def move_tree(
+        self, masks: PyTree, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
+    ) -> PyTree:
+        """Returns the masks with a fraction of what is active replaced."""
 
 
 @dataclasses.dataclass(frozen=True)

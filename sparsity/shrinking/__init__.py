@@ -1,1 +1,6 @@
-"""Models that become smaller: masked channels removed for real."""
+"""Models that become smaller: masked channels are removed for real."""
+
+from sparsity.shrinking.plan import Plan
+from sparsity.shrinking.shrink import Small, shrink
+
+__all__ = ["Plan", "Small", "shrink"]

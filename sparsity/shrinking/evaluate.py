@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.core.jaxprs import CALLS, Equation, Program, Value
-from sparsity.graph.coupling import SOURCES, Coupling
+from sparsity.core.jaxprs import CALLS, Equation, Program, Value, is_differentiable
+from sparsity.graph.coupling import Coupling
 from sparsity.graph.dims import Dim, kept, size_kept
+from sparsity.graph.primitives import SOURCES
 
 Plan = Mapping[Dim, np.ndarray]  # of variables that lose entries, the indices that stay
 
@@ -22,10 +25,11 @@ class Smaller:
     Args:
       coupling: the axes of their values.
       plan: what stays of which variable.
+      keeps_rules: whether calls keep their own rules for derivatives.
     """
 
-    def __init__(self, coupling: Coupling, plan: Plan) -> None:
-        self._coupling, self._plan = coupling, dict(plan)
+    def __init__(self, coupling: Coupling, plan: Plan, keeps_rules: bool = True) -> None:
+        self._coupling, self._plan, self._keeps_rules = coupling, dict(plan), keeps_rules
 
     def shape(self, value: Value) -> tuple[int, ...]:
         """The shape that is left of a value."""
@@ -55,7 +59,7 @@ class Smaller:
     def _evaluate(self, equation: Equation, inputs: list[Any]) -> list[Any]:
         name = equation.name
         if name in CALLS:
-            return self.run(equation.bodies[0], inputs)
+            return self._call(equation, inputs)
         if name in _LOOPS:
             return _LOOPS[name](self, equation, inputs)
         values = (*equation.inputs, *equation.outputs)
@@ -69,6 +73,53 @@ class Smaller:
         if name in _RESIZED:
             return _RESIZED[name](self, equation, inputs)
         return equation.bind(inputs, **({"sharding": None} if _has_sharding(equation) else {}))
+
+    def _call(self, equation: Equation, inputs: list[Any]) -> list[Any]:
+        """A call; rematerialisation and rules for derivatives stay what they are."""
+        (body,) = equation.bodies
+        function: Callable[..., Any] = functools.partial(self._apply, body)
+        if equation.name in ("remat2", "checkpoint"):
+            how = {key: equation.params[key] for key in ("prevent_cse", "policy")}
+            function = jax.checkpoint(function, **how)
+        elif equation.derivative is not None and self._keeps_rules:
+            function = self._with_rule(equation, function)
+        return list(function(*inputs))
+
+    def _apply(self, body: Program, *inputs: Any) -> tuple[Any, ...]:
+        return tuple(self.run(body, inputs))
+
+    def _with_rule(self, equation: Equation, function: Any) -> Any:
+        """A call with its own rule for derivatives, at the sizes that are left."""
+        rule, (of_inputs, _) = equation.derivative, equation.differentiated
+        assert rule is not None  # asked before
+        plain = Smaller(self._coupling, self._plan, keeps_rules=False)
+        has = [value in of_inputs for value in equation.inputs]
+
+        if equation.name == "custom_jvp_call":
+
+            def forward(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+                given = [x for x, use in zip(tangents, has, strict=True) if use]
+                found = plain.run(rule, [*primals, *given])
+                half = len(found) // 2
+                return _filled(found[:half], equation.outputs, function(*primals)), _filled(
+                    found[half:], equation.outputs, None
+                )
+
+            with_jvp = jax.custom_jvp(function)
+            with_jvp.defjvp(forward)
+            return with_jvp
+
+        def backward(inputs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+            of_outputs = zip(cotangents, equation.outputs, strict=True)
+            given = [x for x, value in of_outputs if is_differentiable(value)]
+            found = iter(plain.run(rule, [*inputs, *given]))
+            none = jax.dtypes.float0
+            pairs = zip(inputs, has, strict=True)
+            return tuple(next(found) if use else np.zeros(np.shape(x), none) for x, use in pairs)
+
+        with_vjp = jax.custom_vjp(function)
+        with_vjp.defvjp(lambda *inputs: (function(*inputs), inputs), backward)
+        return with_vjp
 
     def _scan(self, equation: Equation, inputs: list[Any]) -> list[Any]:
         params, (body,) = equation.params, equation.bodies
@@ -142,6 +193,19 @@ class Smaller:
         if groups > 1:
             groups = size_kept(self._coupling.groups_of[equation], self._plan)
         return equation.bind(inputs, feature_group_count=groups)
+
+
+def _filled(found: Sequence[Any], values: Sequence[Value], others: Sequence[Any] | None) -> Any:
+    """What a rule computes, with something in the places of values without derivatives."""
+    computed = iter(found)
+    return tuple(
+        next(computed)
+        if is_differentiable(value)
+        else np.zeros(value.shape, jax.dtypes.float0)
+        if others is None
+        else others[i]
+        for i, value in enumerate(values)
+    )
 
 
 def _has_sharding(equation: Equation) -> bool:

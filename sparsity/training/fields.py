@@ -14,7 +14,7 @@ import numpy as np
 
 from sparsity.core.checks import check_bool, check_int, is_traced
 from sparsity.core.names import known
-from sparsity.masks import SCOPES, is_pattern
+from sparsity.masks import SCOPES, TreeScope, is_pattern
 from sparsity.training.hooks import Updater
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def check_fields(updater: Updater) -> None:
     if not callable(updater.batch_axes):
         check_int("batch_axes", updater.batch_axes, 0)
     scope = updater.scope
-    for name in ("check", "select", "move"):
+    of_trees = isinstance(scope, TreeScope) and not isinstance(scope, type)
+    for name in () if of_trees else ("check", "select", "move"):
         if isinstance(scope, type) or not callable(getattr(scope, name, None)):
             raise ValueError(
                 f"scope must be an object with a method {name}, for example "

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 import jax
 
 from sparsity.core.trees import PyTree
-from sparsity.masks import BatchAxes, Pattern, Scope, Sites, TopkFn
+from sparsity.masks import BatchAxes, Pattern, Scope, Sites, TopkFn, TreeScope
 from sparsity.sparsity_schedules import Schedule
 from sparsity.training.state import SparseState
 
@@ -27,7 +27,7 @@ class Updater(Protocol):
     skip_gradients: bool
     is_sparse_gradients: bool
     sparsity_type: Pattern | Callable[[tuple[str, ...], jax.Array], Pattern]
-    scope: Scope
+    scope: Scope | TreeScope
     rng_seed: int | jax.Array
     use_packed_masks: bool
     topk_fn: TopkFn | None

@@ -1,0 +1,71 @@
+"""What a program costs: multiply-adds of its dots and convolutions."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from sparsity.core.checks import is_traced
+from sparsity.core.jaxprs import Equation, Program
+from sparsity.graph.coupling import Coupling
+from sparsity.graph.dims import Dim
+from sparsity.graph.uses import PRODUCTS, shards
+
+Number = Any  # an int, a fraction, or a traced number
+
+
+def cost(program: Program, of_product: Callable[[Equation], Number]) -> Number:
+    """The costs of all products of a call: of branches the costliest, of a `while` one trip."""
+    total: Number = 0
+    for equation in program.flat():
+        if equation.name in PRODUCTS:
+            total = total + of_product(equation)
+        elif equation.bodies:
+            each = [cost(body, of_product) for body in equation.bodies]
+            match equation.name:
+                case "cond":
+                    total = total + functools.reduce(_larger, each)
+                case "scan":
+                    total = total + sum(each) * equation.params["length"]
+                case "shard_map":
+                    total = total + sum(each) * shards(equation)
+                case _:
+                    total = total + sum(each)
+    return total
+
+
+def macs_left(coupling: Coupling, left: Mapping[Dim, Number]) -> Callable[[Equation], Number]:
+    """Multiply-adds of a product if only so many entries are left of some variables."""
+
+    def of_product(equation: Equation) -> Number:
+        (one, other), (output,), params = equation.inputs, equation.outputs, equation.params
+        if equation.name == "dot_general":
+            (contracted, _), _ = params["dimension_numbers"]
+            axes = [coupling.dims(one)[i] for i in contracted]
+        else:
+            axes = [coupling.dims(other)[i] for i in params["dimension_numbers"].rhs_spec[1:]]
+        sizes = [size_of(dim, left) for dim in (*coupling.dims(output), *axes)]
+        found = functools.reduce(lambda a, b: a * b, sizes, 1)
+        inserted = 1 if equation.name == "dot_general" else math.prod(params["lhs_dilation"])
+        return found if inserted == 1 else found / inserted
+
+    return of_product
+
+
+def size_of(dim: Dim, left: Mapping[Dim, Number]) -> Number:
+    """How many entries of an axis are left."""
+    root = dim.root
+    if root.kind is None:
+        return left.get(root, root.size)
+    sizes = [size_of(part, left) for part in root.parts]
+    if root.kind == "sum":
+        return functools.reduce(lambda a, b: a + b, sizes)
+    return functools.reduce(lambda a, b: a * b, sizes)
+
+
+def _larger(one: Number, other: Number) -> Number:
+    return jnp.maximum(one, other) if is_traced(one) or is_traced(other) else max(one, other)

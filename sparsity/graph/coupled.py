@@ -1,0 +1,280 @@
+"""`Coupled`: a scope in which whole channels compete, with all that belongs to them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsity.core import exact, trees
+from sparsity.core.checks import check_bool, check_int, is_traced
+from sparsity.core.trees import KeyPath, PyTree
+from sparsity.graph.dims import Dim
+from sparsity.graph.graph import ChannelGroup, Graph
+from sparsity.masks import Pattern, TopkFn
+from sparsity.selection import Leaf, Scores, computed, moved_masks, topk_masks
+
+
+@dataclasses.dataclass(frozen=True)
+class Coupled:
+    """Channels that live and die together are kept or removed as a whole, by all their members.
+
+    A channel's importance is the sum of its entries' scores over all members: kernels in and out,
+    biases, scales and shifts. Of a group of n channels at sparsity s `num_kept(n, s)` stay, where s
+    is the largest sparsity among its members that have one; all members get masks. What is masked
+    can be cut by `sparsity.shrink`.
+
+    Attributes:
+      graph: the graph of the model, from `sparsity.trace`.
+      order: 1 sums scores, with their sign where an algorithm has one (|w g| becomes the absolute
+        value of the sum of w g); 2 takes the root of the sum of squares.
+      normalize: divide what a member adds by its number of entries in a channel.
+      across: let groups compete by importance per multiply-add: what stays costs no more
+        multiply-adds than the sparsities leave group by group.
+      round_to: the number of channels that stay is rounded up to a multiple of it; or a function of
+        that number.
+      min_channels: at least so many stay in every group.
+
+    Sources: Fang et al. 2023, "DepGraph"; Molchanov et al. 2019, "Importance Estimation for Neural
+    Network Pruning".
+    """
+
+    graph: Graph
+    _: dataclasses.KW_ONLY
+    order: int = 1
+    normalize: bool = False
+    across: bool = False
+    round_to: int | Callable[[chex.Numeric], chex.Numeric] = 1
+    min_channels: int = 1
+
+    takes_signed_scores: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.graph, Graph):
+            raise ValueError(f"graph must be made by sparsity.trace, got {self.graph!r}.")
+        if self.order not in (1, 2):
+            raise ValueError(f"order must be 1 or 2, got order = {self.order!r}.")
+        check_bool("normalize", self.normalize)
+        check_bool("across", self.across)
+        check_int("min_channels", self.min_channels, 1)
+        if not callable(self.round_to):
+            check_int("round_to", self.round_to, 1)
+
+    def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
+        """Raises a ValueError for what selects by itself: patterns, batch axes, a topk_fn."""
+        if isinstance(pattern, Pattern) and not pattern.is_elementwise:
+            raise ValueError(
+                "Coupled removes whole channels and needs sparsity_type = Unstructured(), got "
+                f"{pattern!r}."
+            )
+        if topk_fn is not None or (not callable(batch_axes) and batch_axes):
+            raise ValueError(
+                "Coupled finds channels in the graph and needs batch_axes = 0 and topk_fn = None, "
+                f"got batch_axes = {batch_axes!r}, topk_fn = {topk_fn!r}."
+            )
+
+    def masked(self, params: PyTree, sparsities: PyTree) -> set[KeyPath]:
+        """Paths of the leaves that get masks: all members of groups that have a sparsity."""
+        groups = self._groups(params, sparsities)
+        return {path for group in groups for path, _, _ in group.members}
+
+    def left(self, params: PyTree, sparsities: PyTree) -> dict[Dim, int]:
+        """How many channels stay of each group, of Python numbers."""
+        groups = self._groups(params, sparsities)
+        return {group.variable: int(self._kept(group)) for group in groups}
+
+    def select_tree(self, scores: PyTree, sparsities: PyTree) -> PyTree:
+        """Returns masks of all members; the channels of the highest importance stay."""
+        groups = self._groups(scores, sparsities)
+        importance = self._importance(groups, scores)
+        kept = [self._kept(group) for group in groups]
+        masks: list[jax.Array] = []
+        if groups and self.across:
+            masks = self._select_across(groups, importance, kept)
+        elif groups:
+            low = jnp.stack([jnp.asarray(k, jnp.uint32) for k in kept])
+            masks = topk_masks([Leaf(Scores.of(x)) for x in importance], (low & 0, low))
+        return self._spread(groups, masks, scores)
+
+    def move_tree(
+        self, masks: PyTree, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
+    ) -> PyTree:
+        """Returns masks with as many channels of each group as before, some of them replaced."""
+        present = trees.leaves_by_path(masks)
+        sparsities = trees.map_matched(lambda path, _: 0.0 if path in present else None, drop)
+        groups = [
+            group
+            for group in self._groups(drop, sparsities)
+            if all(path in present for path, _, _ in group.members)
+        ]
+        active = [_stays(group, present) for group in groups]
+        ranked = [
+            Leaf(Scores.of(x), on)
+            for x, on in zip(self._importance(groups, drop), active, strict=True)
+        ]
+        others = [Leaf(Scores.of(x)) for x in self._importance(groups, grow)]
+        moved = moved_masks(ranked, others, drop_fraction) if groups else []
+        return self._spread(groups, moved, masks)
+
+    # What follows works on the groups as they lie in a tree.
+
+    def _groups(self, tree: PyTree, sparsities: PyTree) -> list[_Group]:
+        """The groups that have a sparsity, with their members in a tree."""
+        of_tree = trees.leaves_by_path(tree)
+        leaves = {path: leaf for path, leaf in of_tree.items() if hasattr(leaf, "shape")}
+        graph = self.graph.of_tree({trees.path_names(path): x for path, x in leaves.items()})
+        known = {path: graph.leaf(trees.path_names(path), x) for path, x in leaves.items()}
+        places = {
+            leaf.path: path
+            for path, leaf in known.items()
+            if jnp.issubdtype(leaf.dtype, jnp.inexact)  # others can have no mask
+        }
+        wanted = trees.leaves_by_path(sparsities)
+        found = []
+        for group in graph.groups:
+            members = [
+                (places[path], axis, positions)
+                for (path, axis), positions in zip(group.members, group.positions, strict=True)
+                if path in places
+            ]
+            own = [wanted[path] for path, _, _ in members if wanted.get(path) is not None]
+            if own:
+                largest = own[0] if len(own) == 1 else _largest(own)
+                found.append(_Group(group, members, largest))
+        return found
+
+    def _kept(self, group: _Group) -> Any:
+        """How many channels of a group stay, as its sparsity asks for."""
+        return self._rounded(group, exact.num_kept(group.size, group.sparsity))
+
+    def _rounded(self, group: _Group, kept: Any) -> Any:
+        """A number of channels as `round_to` and `min_channels` make it."""
+        n = group.size
+        if callable(self.round_to):
+            kept = self.round_to(kept)
+        elif self.round_to > 1:
+            if self.round_to > n:
+                raise ValueError(
+                    f"round_to = {self.round_to} cannot be met by the group {group.name!r} of {n} "
+                    "channels. Give a smaller number, a function of the number that would stay, "
+                    "or leave its leaves out with filter_fn."
+                )
+            kept = -(-kept // self.round_to) * self.round_to
+        if is_traced(kept):
+            return jnp.clip(kept, min(self.min_channels, n), n)
+        return min(max(int(kept), self.min_channels), n)
+
+    def _importance(self, groups: Sequence[_Group], scores: PyTree) -> list[jax.Array]:
+        """[channels] of each group."""
+        leaves = {path: computed(leaf) for path, leaf in trees.leaves_by_path(scores).items()}
+        return [self._of_group(group, leaves) for group in groups]
+
+    def _of_group(self, group: _Group, leaves: Mapping[KeyPath, Any]) -> jax.Array:
+        parts = []
+        for path, axis, positions in group.members:
+            score = leaves[path]
+            score = score.astype(jnp.promote_types(score.dtype, jnp.float32))
+            places = positions.reshape(-1)
+            if not np.array_equal(places, np.arange(score.shape[axis])):
+                score = jnp.take(score, places, axis=axis)
+            entries = jnp.moveaxis(score, axis, 0).reshape(group.size, -1)
+            part = exact.ordered_sum(entries if self.order == 1 else jnp.square(entries), (1,))
+            parts.append(part / entries.shape[1] if self.normalize else part)
+        total = exact.ordered_sum(jnp.stack(parts), (0,)) if len(parts) > 1 else parts[0]
+        found: jax.Array = jnp.abs(total) if self.order == 1 else jnp.sqrt(total)
+        return found
+
+    def _select_across(
+        self, groups: Sequence[_Group], importance: Sequence[jax.Array], kept: Sequence[Any]
+    ) -> list[jax.Array]:
+        """Under one threshold of importance per multiply-add; a bisection over thresholds."""
+        variables = [group.variable for group in groups]
+        dense = {variable: variable.size for variable in variables}
+        whole = self.graph.macs_left({})
+        ranked = []
+        for variable, x in zip(variables, importance, strict=True):
+            each = whole - self.graph.macs_left({variable: dense[variable] - 1})
+            ranked.append(x / jnp.float32(each))
+
+        def left(counts: Sequence[Any]) -> jax.Array:
+            by_variable = {
+                v: jnp.asarray(n, jnp.float32) for v, n in zip(variables, counts, strict=True)
+            }
+            return jnp.asarray(self.graph.macs_left(by_variable), jnp.float32)
+
+        allowed = left(kept)
+
+        def counts(threshold: jax.Array) -> list[Any]:
+            return [
+                self._rounded(group, jnp.sum(x > threshold, dtype=jnp.int32))
+                for group, x in zip(groups, ranked, strict=True)
+            ]
+
+        bits = jnp.int32(np.float32(np.inf).view(np.int32))
+
+        def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            low, high = bounds
+            middle = (low + high) // 2
+            threshold = lax.bitcast_convert_type(middle, jnp.float32)
+            fits = left(counts(threshold)) <= allowed
+            return jnp.where(fits, low, middle + 1), jnp.where(fits, middle, high)
+
+        low, _ = lax.fori_loop(0, 32, halve, (jnp.int32(0), bits))
+        found = counts(lax.bitcast_convert_type(low, jnp.float32))
+        words = jnp.stack([jnp.asarray(n, jnp.uint32) for n in found])
+        return topk_masks([Leaf(Scores.of(x)) for x in ranked], (words & 0, words))
+
+    def _spread(self, groups: Sequence[_Group], masks: Sequence[jax.Array], tree: PyTree) -> PyTree:
+        """The masks of leaves from those of channels."""
+        likes = trees.leaves_by_path(tree)
+        found: dict[KeyPath, jax.Array] = {}
+        for group, mask in zip(groups, masks, strict=True):
+            for path, axis, positions in group.members:
+                shape = likes[path].shape
+                label = np.full(shape[axis], -1)
+                label[positions] = np.arange(group.size)[:, None]
+                along = jnp.where(label < 0, jnp.uint8(1), mask[np.maximum(label, 0)])
+                along = along.reshape([-1 if i == axis else 1 for i in range(len(shape))])
+                found[path] = found.get(path, jnp.ones(shape, jnp.uint8)) * along
+        return trees.map_matched(lambda path, _: found.get(path), tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """A group as it lies in a tree: members are (path, axis, positions)."""
+
+    group: ChannelGroup
+    members: list[tuple[KeyPath, int, np.ndarray]]
+    sparsity: chex.Numeric
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    @property
+    def name(self) -> str:
+        return self.group.name
+
+    @property
+    def variable(self) -> Dim:
+        return self.group.variable
+
+
+def _largest(sparsities: Sequence[chex.Numeric]) -> chex.Numeric:
+    if any(map(is_traced, sparsities)):
+        return jnp.max(jnp.stack([jnp.float32(x) for x in sparsities]))
+    return max(float(x) for x in jax.device_get(list(sparsities)))
+
+
+def _stays(group: _Group, masks: Mapping[KeyPath, jax.Array]) -> jax.Array:
+    """uint8[channels]: which channels of a group stay in its first member."""
+    path, axis, positions = group.members[0]
+    mask = masks[path]
+    others = tuple(i for i in range(mask.ndim) if i != axis)
+    return jnp.max(mask, axis=others)[positions[:, 0]]

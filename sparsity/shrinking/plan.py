@@ -1,0 +1,231 @@
+"""Plans: which channels of which leaves stay."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from sparsity.core import trees
+from sparsity.core.trees import PyTree
+from sparsity.graph import ChannelGroup, Graph
+from sparsity.graph.dims import Dim, kept, labels, variables
+
+Path = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """Which indices stay along the axes that lose some.
+
+    Attributes:
+      kept: {path of the leaf: {axis: the indices that stay, ascending}}.
+      shapes: of these leaves before.
+
+    Example:
+      >>> plan = Plan({("up",): {1: np.array([0, 2])}}, {("up",): (3, 4)})
+      >>> Plan.from_json(plan.to_json()).kept[("up",)][1]
+      array([0, 2])
+    """
+
+    kept: Mapping[Path, Mapping[int, np.ndarray]]
+    shapes: Mapping[Path, tuple[int, ...]]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.to_json() == other.to_json()
+
+    def __hash__(self) -> int:
+        return hash(self.to_json())
+
+    def to_json(self) -> str:
+        """The plan as text, from which `from_json` makes it again."""
+        leaves = [
+            {
+                "path": list(path),
+                "shape": list(self.shapes[path]),
+                "kept": {str(axis): index.tolist() for axis, index in axes.items()},
+            }
+            for path, axes in self.kept.items()
+        ]
+        return json.dumps({"format": 1, "leaves": leaves})
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+          ValueError: the text is no plan.
+        """
+        try:
+            leaves = {tuple(leaf["path"]): leaf for leaf in json.loads(text)["leaves"]}
+            axes = {
+                path: {int(axis): np.array(index, int) for axis, index in leaf["kept"].items()}
+                for path, leaf in leaves.items()
+            }
+            return cls(axes, {path: tuple(leaf["shape"]) for path, leaf in leaves.items()})
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"Not a plan written by Plan.to_json: {error!r}.") from error
+
+    def then(self, later: Plan) -> Plan:
+        """The plan that does what this one and then `later`, made for the smaller model, do."""
+        whole = {path: dict(axes) for path, axes in self.kept.items()}
+        shapes = dict(self.shapes)
+        for path, axes in later.kept.items():
+            known = whole.setdefault(path, {})
+            shapes.setdefault(path, later.shapes[path])
+            for axis, index in axes.items():
+                known[axis] = known[axis][index] if axis in known else index
+        return Plan(whole, shapes)
+
+
+def plan_of(graph: Graph, chosen: dict[Dim, np.ndarray]) -> Plan:
+    """The plan of variables of which only some entries stay."""
+    found: dict[Path, dict[int, np.ndarray]] = {}
+    shapes = {}
+    for leaf, dims in graph.axes():
+        axes = {
+            axis: index for axis, dim in enumerate(dims) if (index := kept(dim, chosen)) is not None
+        }
+        if axes:
+            found[leaf.path], shapes[leaf.path] = axes, leaf.shape
+    return Plan(found, shapes)
+
+
+def variables_of(graph: Graph, plan: Plan) -> dict[Dim, np.ndarray]:
+    """What a plan, perhaps of the same model at another batch size, keeps of each variable.
+
+    Raises:
+      ValueError: the plan names a leaf that the graph does not have, or one of another shape, or
+        keeps what cannot be kept alone.
+    """
+    chosen: dict[Dim, np.ndarray] = {}
+    by_path = {leaf.path: (leaf, dims) for leaf, dims in graph.axes()}
+    for path, axes in plan.kept.items():
+        if path not in by_path or by_path[path][0].shape != plan.shapes[path]:
+            raise ValueError(
+                f"The plan is of another model: it has {'/'.join(path)!r} of shape "
+                f"{plan.shapes[path]}, the graph has "
+                f"{by_path[path][0].shape if path in by_path else 'no such leaf'}."
+            )
+        for axis, index in axes.items():
+            dim = by_path[path][1][axis]
+            for variable in variables(dim):
+                found = labels(dim, variable)
+                if found is not None and variable.size > 1:
+                    chosen[variable] = np.unique(found[index][found[index] >= 0])
+    chosen = {v: index for v, index in chosen.items() if len(index) < v.size}
+    for path, axes in plan.kept.items():
+        for axis, index in axes.items():
+            left = kept(by_path[path][1][axis], chosen)
+            if left is None or not np.array_equal(left, index):
+                raise ValueError(
+                    f"The plan keeps indices of {'/'.join(path)!r} along axis {axis} that do not "
+                    "go together in this model: it was made for another one."
+                )
+    return chosen
+
+
+def chosen_by(graph: Graph, masks: PyTree) -> dict[Dim, np.ndarray]:
+    """What masks keep of each group of channels.
+
+    Raises:
+      ValueError: a mask is not constant over channels, members of a group differ, a group would
+        vanish, or removing differs from masking; the leaf is named.
+    """
+    alive = _alive(graph, masks)
+    chosen: dict[Dim, np.ndarray] = {}
+    for group in graph.groups:
+        votes = {}
+        for (path, axis), positions in zip(group.members, group.positions, strict=True):
+            if path in alive:
+                votes[path, axis] = _vote(alive[path][axis], positions, group, path, axis)
+        if not votes:
+            continue
+        (first, axis), stays = next(iter(votes.items()))
+        for (path, other), vote in votes.items():
+            if differing := np.flatnonzero(vote != stays).tolist():
+                raise ValueError(
+                    f"Channels of the group {group.name!r} are masked in one member and not in "
+                    f"another: {trees.listed([str(i) for i in differing])} differ between axis "
+                    f"{axis} of {'/'.join(first)!r} and axis {other} of {'/'.join(path)!r}. Mask "
+                    "whole groups: scope=sparsity.Coupled(graph)."
+                )
+        if not stays.any():
+            raise ValueError(f"All {group.size} channels of the group {group.name!r} are masked.")
+        if not stays.all():
+            chosen[group.variable] = np.flatnonzero(stays)
+    _check_places(graph, alive, chosen)
+    unproven = graph.unproven(list(alive))
+    for group in graph.groups:
+        reason = unproven.get(group.variable) if group.variable in chosen else None
+        if reason is not None:
+            dense = ["/".join(path) for path, _ in group.members if path not in alive]
+            where = f"{reason.equation.name} {reason.equation.source}" if reason.equation else ""
+            raise ValueError(
+                f"Removing channels of {group.name!r} would differ from masking them: {where}: "
+                f"{reason.text}. Members without a mask: {trees.listed(dense)}. Mask whole groups: "
+                "scope=sparsity.Coupled(graph)."
+            )
+    return chosen
+
+
+def _alive(graph: Graph, masks: PyTree) -> dict[Path, list[np.ndarray]]:
+    """For each masked leaf, which indices along each axis have an entry that stays."""
+    alive = {}
+    for key, mask in trees.leaves_by_path(masks).items():
+        leaf = graph.leaf(trees.path_names(key), mask, "masks")
+        stays = np.asarray(mask) != 0
+        others = [tuple(a for a in range(stays.ndim) if a != axis) for axis in range(stays.ndim)]
+        alive[leaf.path] = [stays.any(axis=axes) for axes in others]
+        whole = np.ones((), bool)
+        for along in alive[leaf.path]:
+            whole = whole[..., None] & along
+        if differing := int(np.count_nonzero(whole != stays)):
+            place = np.argwhere(whole != stays)[0].tolist()
+            raise ValueError(
+                f"The mask of {leaf.name!r} removes single weights, not channels: {differing} of "
+                f"{leaf.size} entries differ, the first at {place}. Only whole channels can be "
+                "cut: prune with scope=sparsity.Coupled(graph)."
+            )
+    return alive
+
+
+def _vote(
+    alive: np.ndarray, positions: np.ndarray, group: ChannelGroup, path: Path, axis: int
+) -> np.ndarray:
+    """Which channels of a group stay in a member; those that are split are an error."""
+    at = alive[positions]
+    stays: np.ndarray = at.any(axis=1)
+    split = np.flatnonzero(stays & ~at.all(axis=1)).tolist()
+    others = len(np.unique(positions)) < len(alive)
+    if split and not others:
+        raise ValueError(
+            f"The mask of {'/'.join(path)!r} splits channels of the group {group.name!r} along "
+            f"axis {axis}: {trees.listed([str(i) for i in split])}. Mask whole groups: "
+            "scope=sparsity.Coupled(graph)."
+        )
+    return stays
+
+
+def _check_places(
+    graph: Graph, alive: Mapping[Path, Sequence[np.ndarray]], chosen: dict[Dim, np.ndarray]
+) -> None:
+    """Raises a ValueError where masked indices are no channels that can be cut."""
+    for leaf, dims in graph.axes():
+        for axis, dim in enumerate(dims if leaf.path in alive else ()):
+            left = kept(dim, chosen)
+            stays = np.flatnonzero(alive[leaf.path][axis])
+            expected = np.arange(leaf.shape[axis]) if left is None else left
+            if not np.array_equal(stays, expected):
+                why = [r for r in graph.refused if (r.path, r.axis) == (leaf.path, axis)]
+                reason = (
+                    f"{why[0].reason} ({why[0].primitive} {why[0].source})"
+                    if why
+                    else ("they belong to several groups, or to a part of one")
+                )
+                raise ValueError(
+                    f"The mask of {leaf.name!r} removes indices of axis {axis} that cannot be cut: "
+                    f"{reason}."
+                )

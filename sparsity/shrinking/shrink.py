@@ -1,0 +1,235 @@
+"""`sparsity.shrink`: a model without its masked channels, and the optimizer's state with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsity.core import extras, owners, trees
+from sparsity.core.trees import PyTree
+from sparsity.graph import Graph
+from sparsity.masks import pack_masks, unpack_masks
+from sparsity.shrinking.evaluate import Smaller
+from sparsity.shrinking.plan import Plan, chosen_by, plan_of, variables_of
+from sparsity.training.state import SparseState, is_packed, make_state
+
+Path = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Small:
+    """A model that has become smaller. Made by `shrink`.
+
+    Attributes:
+      params: the parameters, the same tree with smaller leaves.
+      opt_state: the optimizer's state, cut with them; `None` if none was given.
+      plan: what stays: `plan.to_json()` cuts another checkpoint of the model.
+      before: the graph of the model before.
+      graph: that of the smaller one.
+    """
+
+    params: PyTree
+    opt_state: Any
+    plan: Plan
+    before: Graph
+
+    @functools.cached_property
+    def graph(self) -> Graph:
+        """The graph of the smaller model: it can be shrunken again."""
+        shapes = {
+            leaf.path: _left_shape(leaf.shape, self.plan.kept.get(leaf.path, {}))
+            for leaf in self.before.leaves
+        }
+        return self.before.add_smaller(shapes, functools.partial(_apply, self.before, self.plan))
+
+    def apply(self, params: PyTree, *args: Any) -> Any:
+        """The model at its smaller size: what `fn(params, *args)` of the masked model returns.
+
+        It can be compiled, differentiated, mapped and exported like `fn`, at any batch size.
+
+        Args:
+          params: the smaller parameters.
+          *args: inputs of the model.
+        """
+        return _apply(self.before, self.plan, params, *args)
+
+    def macs(self) -> int:
+        """Multiply-adds of a call that are left, at the batch size of the trace."""
+        chosen = variables_of(self.before, self.plan)
+        found: int = self.before.macs_left({v: len(index) for v, index in chosen.items()})
+        return found
+
+    def report(self) -> str:
+        """Returns a table of what became smaller: shapes, parameters, bytes and MACs by leaf."""
+        table = extras.load("rich.table", "summary").Table(
+            "leaf", "shape", "smaller", box=extras.load("rich.box", "summary").SIMPLE
+        )
+        for column in ("parameters", "left", "bytes", "left", "MACs", "left"):
+            table.add_column(column, justify="right")
+        total = np.zeros(6, object)
+        chosen = variables_of(self.before, self.plan)
+        left = {v: len(index) for v, index in chosen.items()}
+        for leaf in self.before.leaves:
+            shape = _left_shape(leaf.shape, self.plan.kept.get(leaf.path, {}))
+            sizes = leaf.size, math.prod(shape)
+            macs = self.before.macs_of(leaf.path), self.before.macs_left(left, leaf.path)
+            numbers = [*sizes, *(n * leaf.dtype.itemsize for n in sizes), *map(round, macs)]
+            total += np.array(numbers, object)
+            shapes = ["x".join(map(str, x)) or "scalar" for x in (leaf.shape, shape)]
+            table.add_row(leaf.name, *shapes, *(f"{n:,}" for n in numbers))
+        total[4:] = self.before.macs(), self.macs()
+        table.add_section()
+        table.add_row("all", "", "", *(f"{n:,}" for n in total))
+        return extras.as_text(table)
+
+
+def _apply(graph: Graph, plan: Plan, params: PyTree, *args: Any) -> Any:
+    """A model whose parameters have become smaller, at the shapes of its inputs."""
+    leaves, inputs = trees.split_arrays(params)[0], trees.split_arrays(args)[0]
+    for leaf, array in zip(graph.leaves, leaves, strict=True):
+        shape = _left_shape(leaf.shape, plan.kept.get(leaf.path, {}))
+        if shape != jnp.shape(array):
+            raise ValueError(
+                f"small.apply takes the smaller parameters: {leaf.name!r} must have shape {shape}, "
+                f"got {jnp.shape(array)}."
+            )
+    graph = graph.at_shapes(inputs)
+    smaller = Smaller(graph.coupling, variables_of(graph, plan))
+    return jax.tree.unflatten(graph.output_tree, smaller.run(graph.program, [*leaves, *inputs]))
+
+
+def shrink(graph: Graph, params: PyTree, masks: PyTree | Plan, opt_state: Any = None) -> Small:
+    """Removes the masked channels: of the parameters, of the model, and of the optimizer's state.
+
+    What is left computes exactly what the masked model computes, gradients included, and training
+    goes on with the state that is returned.
+
+    Args:
+      graph: the graph of the model, from `sparsity.trace`.
+      params: its parameters, the tree that was traced, or a part of it.
+      masks: masks of whole channels, as `scope=sparsity.Coupled(graph)` makes them; or a `Plan`.
+      opt_state: state of any optax optimizer of `params`. Moments are cut with their parameters,
+        counters and schedules stay, and a SparseState keeps the masks of what is left. A transform
+        that mixes all entries (clipping by the global norm) sees only those that are left, which
+        is the same where removed entries would be 0.
+
+    Returns:
+      The smaller model.
+
+    Raises:
+      ValueError: a mask does not remove whole channels, masks belong to another model, a group of
+        channels would vanish, or a leaf of the optimizer's state cannot be cut; the leaf is named.
+
+    Example:
+      >>> from sparsity.graph import trace
+      >>> params = {"up": jnp.ones((3, 4)), "down": jnp.ones((4, 2))}
+      >>> graph = trace(lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"], params, jnp.ones((5, 3)))
+      >>> stays = jnp.array([1, 0, 1, 1])
+      >>> masks = {"up": jnp.tile(stays, (3, 1)), "down": jnp.tile(stays[:, None], (1, 2))}
+      >>> small = shrink(graph, params, masks)
+      >>> jax.tree.map(jnp.shape, small.params)
+      {'down': (3, 2), 'up': (3, 3)}
+      >>> small.apply(small.params, jnp.ones((5, 3))).shape
+      (5, 2)
+    """
+    if isinstance(masks, Plan):
+        plan = masks
+        variables_of(graph, plan)
+    else:
+        plan = plan_of(graph, chosen_by(graph, masks))
+    cut = functools.partial(_cut_leaf, graph, plan)
+    small_params = trees.map_matched(lambda path, leaf: cut(path, leaf), params)
+    state = None if opt_state is None else _cut_state(graph, plan, params, small_params, opt_state)
+    small = Small(small_params, state, plan, graph)
+    _ = small.graph  # scopes of the graph know the smaller model from now on
+    return small
+
+
+def _axes(graph: Graph, plan: Plan, path: trees.KeyPath, leaf: Any) -> Mapping[int, np.ndarray]:
+    if not hasattr(leaf, "shape"):
+        return {}
+    return plan.kept.get(graph.leaf(trees.path_names(path), leaf).path, {})
+
+
+def _cut_leaf(graph: Graph, plan: Plan, path: trees.KeyPath, leaf: Any) -> Any:
+    return _cut(leaf, _axes(graph, plan, path, leaf))
+
+
+def _cut(array: Any, axes: Mapping[int, np.ndarray]) -> Any:
+    for axis, index in axes.items():
+        array = jnp.take(array, index, axis=axis)
+    return array
+
+
+def _left_shape(shape: tuple[int, ...], axes: Mapping[int, np.ndarray]) -> tuple[int, ...]:
+    return tuple(len(axes[i]) if i in axes else size for i, size in enumerate(shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Owner:
+    """A parameter as its optimizer's leaves see it."""
+
+    name: str
+    shape: tuple[int, ...]
+    axes: Mapping[int, np.ndarray]
+
+
+def _cut_state(graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, state: Any) -> Any:
+    """An optimizer's state with the leaves that belong to cut parameters cut in the same way."""
+
+    def owner_of(path: trees.KeyPath, leaf: Any) -> Any:
+        axes = _axes(graph, plan, path, leaf)
+        return _Owner(trees.path_string(path), jnp.shape(leaf), axes)
+
+    owners_tree = trees.map_matched(owner_of, params)
+
+    def cut(owner: _Owner | None, leaf: Any) -> Any:
+        if owner is None or not owner.axes or not hasattr(leaf, "shape"):
+            return leaf
+        if leaf.shape == owner.shape:
+            return _cut(leaf, owner.axes)
+        axes = _factored(owner, leaf.shape)
+        if axes is None:
+            raise ValueError(
+                f"The optimizer's state has a leaf of shape {leaf.shape} for {owner.name!r} of "
+                f"shape {owner.shape}, and it is not known which of its entries belong to which "
+                "channel. Shrink with an optimizer that keeps a moment for each weight."
+            )
+        return _cut(leaf, axes)
+
+    # A packed mask has another shape than its parameter: it is cut unpacked.
+    packed = [node for _, node in trees.find_nodes(state, SparseState) if is_packed(node)]
+    for node in packed:
+        masks = unpack_masks(node.masks, params)
+        state = _replaced(state, node, make_state(False, node._replace(masks=masks)))
+    state = owners.map_owned(cut, owners_tree, state)
+    for _, node in trees.find_nodes(state, SparseState) if packed else ():
+        masks = pack_masks(node.masks, small_params)
+        state = _replaced(state, node, make_state(True, node._replace(masks=masks)))
+    return state
+
+
+def _replaced(tree: Any, node: Any, by: Any) -> Any:
+    """The tree with another node in the place of this one."""
+    return jax.tree.map(lambda x: by if x is node else x, tree, is_leaf=lambda x: x is node)
+
+
+def _factored(owner: _Owner, shape: tuple[int, ...]) -> Mapping[int, np.ndarray] | None:
+    """The cuts of a factored moment: of the parameter's axes all but one, or none of them."""
+    if math.prod(shape) == 1:
+        return {}
+    left = [
+        [i for i in range(len(owner.shape)) if i != gone]
+        for gone in range(len(owner.shape))
+        if owner.shape[:gone] + owner.shape[gone + 1 :] == shape
+    ]
+    if len(left) != 1:
+        return None
+    return {at: owner.axes[i] for at, i in enumerate(left[0]) if i in owner.axes}
