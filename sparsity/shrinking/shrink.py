@@ -118,7 +118,7 @@ def shrink(graph: Graph, params: PyTree, masks: PyTree | Plan, opt_state: Any = 
       opt_state: state of any optax optimizer of `params`. Moments are cut with their parameters,
         counters and schedules stay, and a SparseState keeps the masks of what is left. A transform
         that mixes all entries (clipping by the global norm) sees only those that are left, which
-        is the same where removed entries would be 0.
+        is the same where removed entries would be 0. Factored moments are refused.
 
     Returns:
       The smaller model.
@@ -195,14 +195,15 @@ def _cut_state(graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, s
             return leaf
         if leaf.shape == owner.shape:
             return _cut(leaf, owner.axes)
-        axes = _factored(owner, leaf.shape)
-        if axes is None:
-            raise ValueError(
-                f"The optimizer's state has a leaf of shape {leaf.shape} for {owner.name!r} of "
-                f"shape {owner.shape}, and it is not known which of its entries belong to which "
-                "channel. Shrink with an optimizer that keeps a moment for each weight."
-            )
-        return _cut(leaf, axes)
+        if math.prod(leaf.shape) == 1:  # what an optimizer writes where it keeps no moment
+            return leaf
+        raise ValueError(
+            f"The optimizer's state has a leaf of shape {leaf.shape} for {owner.name!r} of shape "
+            f"{owner.shape}: its entries join several channels, as factored moments do, so that the "
+            "smaller model would train otherwise than the masked one. Shrink with an optimizer that "
+            "keeps a moment for each weight, or start its state anew: shrink without opt_state, "
+            "then tx.init(small.params)."
+        )
 
     # A packed mask has another shape than its parameter: it is cut unpacked.
     packed = [node for _, node in trees.find_nodes(state, SparseState) if is_packed(node)]
@@ -219,17 +220,3 @@ def _cut_state(graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, s
 def _replaced(tree: Any, node: Any, by: Any) -> Any:
     """The tree with another node in the place of this one."""
     return jax.tree.map(lambda x: by if x is node else x, tree, is_leaf=lambda x: x is node)
-
-
-def _factored(owner: _Owner, shape: tuple[int, ...]) -> Mapping[int, np.ndarray] | None:
-    """The cuts of a factored moment: of the parameter's axes all but one, or none of them."""
-    if math.prod(shape) == 1:
-        return {}
-    left = [
-        [i for i in range(len(owner.shape)) if i != gone]
-        for gone in range(len(owner.shape))
-        if owner.shape[:gone] + owner.shape[gone + 1 :] == shape
-    ]
-    if len(left) != 1:
-        return None
-    return {at: owner.axes[i] for at, i in enumerate(left[0]) if i in owner.axes}

@@ -1,0 +1,323 @@
+"""Masked channels are cut for real: what is left computes what the masked model computes."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsity
+from sparsity import Coupled, Plan, Uniform, shrink, trace
+
+
+@jax.custom_vjp
+def _straight_through(x):
+    return jnp.sign(x)
+
+
+_straight_through.defvjp(lambda x: (jnp.sign(x), x), lambda x, given: (given * (jnp.abs(x) < 1),))
+
+
+@jax.custom_jvp
+def _steep(x):
+    return jnp.maximum(x, 0.0)
+
+
+@_steep.defjvp
+def _steep_jvp(primals, tangents):
+    return _steep(*primals), 3 * tangents[0] * (primals[0] >= 0)  # 3 at 0, where relu has 0
+
+
+def _mlp(params, x):
+    hidden = _steep(x @ params["first"]["kernel"] + params["first"]["bias"])
+    second = jax.checkpoint(lambda h: jnp.tanh(h @ params["second"]["kernel"]))(hidden)
+    second = second + 0.1 * _straight_through(second)
+    return second @ params["last"]["kernel"] + params["last"]["bias"]
+
+
+@pytest.fixture
+def mlp():
+    key = iter(jax.random.split(jax.random.key(0), 5))
+    with jax.enable_x64(True):
+        draw = functools.partial(jax.random.normal, dtype=jnp.float64)
+        params = {
+            "first": {"kernel": draw(next(key), (5, 8)), "bias": draw(next(key), (8,))},
+            "second": {"kernel": draw(next(key), (8, 12)) / 3},
+            "last": {"kernel": draw(next(key), (12, 2)), "bias": jnp.zeros(2)},
+        }
+        x = draw(next(key), (6, 5))
+        yield params, x, trace(_mlp, params, x)
+
+
+def _coupled(graph, sparsity=0.5, **options):
+    return {
+        "scope": Coupled(graph, **options),
+        "sparsity_distribution_fn": Uniform(sparsity, filter_fn=graph.is_weight),
+    }
+
+
+def _difference(one, other):
+    leaves = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return max((float(jnp.abs(a - b).max()) for a, b in leaves), default=0.0)
+
+
+def test_the_channels_of_the_largest_sums_stay_with_all_that_belongs_to_them(mlp):
+    params, _, graph = mlp
+    masks = sparsity.MagnitudePruning(**_coupled(graph)).instant_sparsify(params)[1]
+    importance = (
+        np.abs(params["first"]["kernel"]).sum(0)
+        + np.abs(params["first"]["bias"])
+        + np.abs(params["second"]["kernel"]).sum(1)
+    )
+    stays = np.zeros(8, np.uint8)
+    stays[np.argsort(-importance)[:4]] = 1
+    np.testing.assert_array_equal(masks["first"]["bias"], stays)
+    np.testing.assert_array_equal(masks["first"]["kernel"], np.tile(stays, (5, 1)))
+    np.testing.assert_array_equal(np.asarray(masks["second"]["kernel"]).max(1), stays)
+    assert masks["last"]["bias"] is None
+
+
+def test_signed_saliencies_are_summed_before_the_absolute_value(mlp):
+    params, _, graph = mlp
+    grads = jax.tree.map(lambda w: jnp.cos(7 * w), params)
+    masks = sparsity.SaliencyPruning(**_coupled(graph)).instant_sparsify(params, grads)[1]
+    product = jax.tree.map(lambda w, g: np.asarray(w * g), params, grads)
+    importance = np.abs(
+        product["first"]["kernel"].sum(0)
+        + product["first"]["bias"]
+        + product["second"]["kernel"].sum(1)
+    )
+    kept = np.flatnonzero(masks["first"]["bias"])
+    assert set(kept) == set(np.argsort(-importance)[:4])
+
+
+def test_what_is_left_computes_the_masked_model_and_its_gradients(mlp):
+    params, x, graph = mlp
+    pruned, masks = sparsity.MagnitudePruning(**_coupled(graph)).instant_sparsify(params)
+    small = shrink(graph, pruned, masks)
+    assert small.params["second"]["kernel"].shape == (4, 6)
+    assert _difference(small.apply(small.params, x), _mlp(pruned, x)) < 1e-12
+
+    def loss(apply, params):
+        return jnp.sum(jnp.sin(apply(params, x)))
+
+    of_small = jax.grad(functools.partial(loss, small.apply))(small.params)
+    of_masked = jax.grad(functools.partial(loss, _mlp))(pruned)
+    assert _difference(of_small, shrink(graph, of_masked, small.plan).params) < 1e-12
+
+
+def test_rules_for_derivatives_are_kept_at_kinks(mlp):
+    params, x, graph = mlp
+    masks = sparsity.MagnitudePruning(**_coupled(graph)).instant_sparsify(params)[1]
+    small = shrink(graph, params, masks)
+    at_kink = jax.tree.map(jnp.zeros_like, small.params)
+    at_kink["second"]["kernel"] += 1
+    at_kink["last"]["kernel"] += 1
+    slope = jax.grad(lambda p: jnp.sum(small.apply(p, x)))(at_kink)["first"]["bias"]
+    # tanh'(0) + 0.1 = 1.1 for each of 6 channels, 2 outputs, 6 rows, 3 for the rule of `_steep`.
+    np.testing.assert_allclose(slope, 1.1 * 6 * 2 * 6 * 3)
+
+
+def test_other_batch_sizes_jit_and_vmap(mlp):
+    params, x, graph = mlp
+    pruned, masks = sparsity.MagnitudePruning(**_coupled(graph)).instant_sparsify(params)
+    small = shrink(graph, pruned, masks)
+    expected = _mlp(pruned, x)
+    assert _difference(jax.jit(small.apply)(small.params, x[:3]), expected[:3]) < 1e-12
+    each = jax.vmap(lambda row: small.apply(small.params, row[None])[0])(x)
+    assert _difference(each, expected) < 1e-12
+
+
+OPTIMIZERS = {
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adam": optax.adam(1e-2),
+    "adamw": optax.adamw(1e-2),
+    "lion": optax.lion(1e-3),
+    "rmsprop": optax.rmsprop(1e-3),
+    "MultiSteps": optax.MultiSteps(optax.adam(1e-2), 2),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_as_the_masked_run_would(mlp, name):
+    params, x, graph = mlp
+    pruner = sparsity.MagnitudePruning(
+        scheduler=sparsity.OneShotSchedule(2),
+        use_packed_masks=name == "adamw",
+        **_coupled(graph),
+    )
+    tx = pruner.wrap_optax(OPTIMIZERS[name])
+
+    def step(apply, params, state):
+        grads = jax.grad(lambda p: jnp.mean((apply(p, x) - 1) ** 2))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    of_masked, state = jax.jit(functools.partial(step, _mlp)), tx.init(params)
+    for _ in range(4):
+        params, state = of_masked(params, state)
+    masks = state.masks
+    if pruner.use_packed_masks:
+        masks = sparsity.unpack_masks(masks, params)
+    small = shrink(graph, params, masks, state)
+    of_small, left, left_state = jax.jit(functools.partial(step, small.apply)), *small_of(small)
+    for _ in range(3):
+        params, state = of_masked(params, state)
+        left, left_state = of_small(left, left_state)
+    expected = shrink(graph, params, small.plan, state)
+    assert _difference(expected.params, left) < 1e-10
+    assert _difference(expected.opt_state, left_state) < 1e-10
+
+
+def small_of(small):
+    return small.params, small.opt_state
+
+
+def test_rigl_and_set_keep_the_number_of_channels(mlp):
+    params, _, graph = mlp
+    for kind in (sparsity.RigL, sparsity.SET):
+        pruner = kind(scheduler=sparsity.PeriodicSchedule(1, 1, 9), **_coupled(graph))
+        state = pruner.init_state(params)
+        first = state.masks
+        grads = jax.tree.map(lambda w: jnp.cos(9 * w), params)
+        moved = pruner.update_state(state._replace(count=jnp.int32(3)), params, grads).masks
+        for masks in (first, moved):
+            assert int(masks["first"]["bias"].sum()) == 4
+            assert int(masks["last"]["kernel"].sum()) == 6 * 2
+        assert shrink(graph, params, moved).params["second"]["kernel"].shape == (4, 6)
+
+
+def test_a_budget_is_that_of_the_smaller_arrays(mlp):
+    params, _, graph = mlp
+    for options in ({}, {"across": True}, {"round_to": 2}, {"across": True, "round_to": 2}):
+        pruner = sparsity.MagnitudePruning(
+            scope=Coupled(graph, **options),
+            sparsity_distribution_fn=sparsity.budget(graph, macs=0.5),
+        )
+        small = shrink(graph, *pruner.instant_sparsify(params))
+        assert small.macs() <= 0.5 * graph.macs()
+        if not options:  # a channel more of every group would be too much
+            first, second = (small.params[x]["kernel"].shape[1] + 1 for x in ("first", "second"))
+            assert 6 * (5 * first + first * second + second * 2) > 0.5 * graph.macs()
+        if "round_to" in options:
+            assert small.params["second"]["kernel"].shape[0] % 2 == 0
+
+
+def test_a_plan_is_text_that_cuts_another_checkpoint(mlp):
+    params, x, graph = mlp
+    masks = sparsity.MagnitudePruning(**_coupled(graph)).instant_sparsify(params)[1]
+    plan = Plan.from_json(shrink(graph, params, masks).plan.to_json())
+    other = jax.tree.map(lambda w: w + 1, params)
+    again = shrink(trace(_mlp, params, x[:2]), other, plan)
+    kept = np.flatnonzero(masks["first"]["bias"])
+    np.testing.assert_array_equal(again.params["first"]["bias"], other["first"]["bias"][kept])
+
+
+def test_shrinking_twice_is_shrinking_by_the_composed_plan(mlp):
+    params, x, graph = mlp
+    first = shrink(graph, *sparsity.MagnitudePruning(**_coupled(graph)).instant_sparsify(params))
+    pruner = sparsity.MagnitudePruning(**_coupled(first.graph))
+    second = shrink(first.graph, *pruner.instant_sparsify(first.params))
+    once = shrink(graph, params, first.plan.then(second.plan))
+    assert once.params["second"]["kernel"].shape == (2, 3)
+    assert _difference(once.params, second.params) == 0
+    assert _difference(once.apply(once.params, x), second.apply(second.params, x)) < 1e-12
+
+
+class Network(nn.Module):
+    """Convolutions with BatchNorm around a residual stream."""
+
+    train: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        norm = functools.partial(nn.BatchNorm, use_running_average=not self.train)
+        x = nn.relu(norm()(nn.Conv(8, (3, 3), use_bias=False)(x)))
+        y = nn.relu(norm()(nn.Conv(16, (3, 3), use_bias=False)(x)))
+        x = x + norm()(nn.Conv(8, (3, 3), use_bias=False)(y))
+        return nn.Dense(3)(x.mean((1, 2)))
+
+
+def test_statistics_that_the_model_returns_shrink_with_their_channels():
+    x = jax.random.normal(jax.random.key(1), (4, 6, 6, 2))
+    variables = Network().init(jax.random.key(0), x)
+
+    def fn(variables, x):
+        return Network(train=True).apply(variables, x, mutable="batch_stats")
+
+    graph = trace(fn, variables, x)
+    pruner = sparsity.MagnitudePruning(**_coupled(graph))
+    pruned, masks = pruner.instant_sparsify(variables["params"])
+    small = shrink(graph, {**variables, "params": pruned}, {"params": masks})
+    (expected, _), (found, state) = (
+        fn({**variables, "params": pruned}, x),
+        small.apply(small.params, x),
+    )
+    assert _difference(expected, found) < 1e-5
+    assert state["batch_stats"]["BatchNorm_1"]["mean"].shape == (8,)
+    assert "16" in small.report()
+
+
+# Bad input.
+
+
+def test_masks_of_single_weights_are_refused(mlp):
+    params, _, graph = mlp
+    masks = sparsity.MagnitudePruning(
+        sparsity_distribution_fn=Uniform(0.5, filter_fn=graph.is_weight)
+    ).instant_sparsify(params)[1]
+    with pytest.raises(ValueError, match=r"first/kernel.*single weights.*Coupled"):
+        shrink(graph, params, masks)
+
+
+def test_channels_that_are_masked_in_one_member_alone_are_refused(mlp):
+    params, _, graph = mlp
+    stays = jnp.arange(8) % 2
+    first = {"first": {"kernel": jnp.tile(stays, (5, 1))}}
+    with pytest.raises(ValueError, match=r"first/kernel:1.*would differ.*first/bias"):
+        shrink(graph, params, first)
+    both = first | {"second": {"kernel": jnp.ones((8, 12))}}
+    with pytest.raises(ValueError, match=r"masked in one member and not in another"):
+        shrink(graph, params, both)
+
+
+def test_a_group_does_not_vanish_and_other_axes_are_not_cut(mlp):
+    params, _, graph = mlp
+    masks = jax.tree.map(jnp.zeros_like, params)
+    with pytest.raises(ValueError, match=r"All 8 channels"):
+        shrink(graph, params, masks)
+    masks = {"first": {"kernel": jnp.ones((5, 8)).at[2].set(0)}}
+    with pytest.raises(ValueError, match=r"axis 0.*an input of the model"):
+        shrink(graph, params, masks)
+
+
+def test_masks_and_plans_of_another_model_are_refused(mlp):
+    params, _, graph = mlp
+    with pytest.raises(ValueError, match=r"other/kernel"):
+        shrink(graph, params, {"other": {"kernel": jnp.ones((5, 8))}})
+    plan = Plan({("first", "bias"): {0: np.arange(3)}}, {("first", "bias"): (9,)})
+    with pytest.raises(ValueError, match=r"first/bias.*\(9,\)"):
+        shrink(graph, params, plan)
+    with pytest.raises(ValueError, match=r"Not a plan"):
+        Plan.from_json("[]")
+
+
+def test_round_to_that_cannot_be_met_names_the_group(mlp):
+    params, _, graph = mlp
+    with pytest.raises(ValueError, match=r"round_to = 10.*first/kernel:1"):
+        sparsity.MagnitudePruning(**_coupled(graph, round_to=10)).instant_sparsify(params)
+
+
+def test_factored_moments_join_channels_and_are_refused(mlp):
+    params, _, graph = mlp
+    masks = sparsity.MagnitudePruning(**_coupled(graph)).instant_sparsify(params)[1]
+    state = optax.adafactor(1e-3, min_dim_size_to_factor=2).init(params)
+    with pytest.raises(ValueError, match=r"first/bias|first/kernel.*factored moments"):
+        shrink(graph, params, masks, state)
+    whole = optax.adafactor(1e-3).init(params)  # too small to be factored
+    assert shrink(graph, params, masks, whole).params["last"]["kernel"].shape == (6, 2)
