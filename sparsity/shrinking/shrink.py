@@ -199,10 +199,10 @@ def _cut_state(graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, s
             return leaf
         raise ValueError(
             f"The optimizer's state has a leaf of shape {leaf.shape} for {owner.name!r} of shape "
-            f"{owner.shape}: its entries join several channels, as factored moments do, so that the "
-            "smaller model would train otherwise than the masked one. Shrink with an optimizer that "
-            "keeps a moment for each weight, or start its state anew: shrink without opt_state, "
-            "then tx.init(small.params)."
+            f"{owner.shape}: its entries join several channels, as factored moments do, and the "
+            "smaller model would train otherwise than the masked one. Shrink with an optimizer "
+            "that keeps a moment for each weight, or start its state anew: shrink without "
+            "opt_state, then tx.init(small.params)."
         )
 
     # A packed mask has another shape than its parameter: it is cut unpacked.
