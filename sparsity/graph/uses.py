@@ -61,7 +61,8 @@ class View:
     Attributes:
       leaf: number of the leaf.
       dims: of each axis, the leaf's axes that it runs over, the last one fastest.
-      stacked: the leaf's axes that scans have taken apart, the outermost first.
+      stacked: the leaf's axes that are indexed by layers, the outermost first.
+      scans: the scans that took them apart; fewer than these where a layer is read by its number.
       share: the part of the array that belongs to the leaf, where it was joined with others.
       is_part: whether entries of the leaf are missing.
     """
@@ -69,6 +70,7 @@ class View:
     leaf: int
     dims: tuple[tuple[Factor, ...], ...]
     stacked: tuple[int, ...] = ()
+    scans: tuple[Equation, ...] = ()
     share: float = 1.0
     is_part: bool = False
 
@@ -241,7 +243,7 @@ class _Tracker:
             (body,) = equation.bodies
             self._bind(inputs, body.inputs)
             for inner in body.inputs[fixed + carried :]:
-                self.views[inner] = [_layer(view) for view in self.views[inner]]
+                self.views[inner] = [_layer(view, equation) for view in self.views[inner]]
             each = None if trips is None else trips * params["length"]
             self._repeat(body, body.inputs[fixed : fixed + carried], each)
             outputs = body.outputs
@@ -294,9 +296,10 @@ def shards(equation: Equation) -> int:
     return math.prod([int(equation.params["mesh"].shape[name]) for name in names])
 
 
-def _layer(view: View) -> View:
+def _layer(view: View, scan: Equation) -> View:
     """One step of a scan over the first axis of a view."""
-    return dataclasses.replace(view, dims=view.dims[1:], stacked=(*view.stacked, *view.axes([0])))
+    stacked, scans = (*view.stacked, *view.axes([0])), (*view.scans, scan)
+    return dataclasses.replace(view, dims=view.dims[1:], stacked=stacked, scans=scans)
 
 
 def _local(view: View, value: Value, inner: Value) -> View:
