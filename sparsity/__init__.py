@@ -4,6 +4,7 @@ from sparsity import (
     activations,
     algorithms,
     base_updater,
+    calibration,
     masks,
     selection,
     sparsity_distributions,
@@ -39,6 +40,15 @@ from sparsity.api import (
     register_scope,
 )
 from sparsity.base_updater import ALGORITHM_REGISTRY, BaseUpdater, NoPruning
+from sparsity.calibration import (
+    ADMM,
+    LeastSquares,
+    RIAPruning,
+    SparseGPTPruning,
+    Statistic,
+    WandaPruning,
+    owl,
+)
 from sparsity.epochs import EpochStrategy, pruning, pruning_apply
 from sparsity.masks import Global, Layerwise, Scope, elementwise, pack_masks, unpack_masks
 from sparsity.predecessors import apply_mask, pruning_act_struct, pruning_act_unstruct
@@ -70,6 +80,7 @@ from sparsity.training.state import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "ADMM",
     "ALGORITHM_REGISTRY",
     "ERK",
     "SET",
@@ -83,6 +94,7 @@ __all__ = [
     "GlobalSaliencyPruning",
     "LayerSummary",
     "Layerwise",
+    "LeastSquares",
     "MagnitudePruning",
     "NByM",
     "NoPruning",
@@ -90,18 +102,22 @@ __all__ = [
     "OneShotSchedule",
     "PeriodicSchedule",
     "PolynomialSchedule",
+    "RIAPruning",
     "RandomPruning",
     "RigL",
     "SaliencyPruning",
     "Schedule",
     "Scope",
+    "SparseGPTPruning",
     "SparseState",
     "SparsityType",
     "StaticRandomSparse",
+    "Statistic",
     "SteMagnitudePruning",
     "SteRandomPruning",
     "Uniform",
     "Unstructured",
+    "WandaPruning",
     "__version__",
     "activations",
     "active_masks",
@@ -109,12 +125,14 @@ __all__ = [
     "all_algorithm_names",
     "apply_mask",
     "base_updater",
+    "calibration",
     "create_updater_from_config",
     "elementwise",
     "get_sparse_state",
     "layer_summary",
     "mask_calculator",
     "masks",
+    "owl",
     "pack_masks",
     "plot_sparsity",
     "prune_act_struct",
