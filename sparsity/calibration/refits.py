@@ -14,7 +14,6 @@ from typing import Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.scipy.linalg import cho_solve
 from jax.scipy.sparse.linalg import cg
@@ -81,11 +80,11 @@ class LeastSquares:
         statistic: Statistic,
         select: Select | None,
     ) -> tuple[jax.Array, jax.Array]:
-        inputs = statistic.inputs(dense.shape)
-        most = inputs
+        most = inputs = statistic.inputs(dense.shape)
         if not is_traced(mask):
-            kept = jnp.sum(statistic.matrices(mask), axis=-1, dtype=jnp.int32)
-            most = int(np.max(jax.device_get(kept), initial=1))
+            with jax.ensure_compile_time_eval():
+                kept = jnp.sum(statistic.matrices(mask), axis=-1, dtype=jnp.int32)
+                most = int(jnp.max(kept, initial=1))
         refit = functools.partial(_least_squares, None if inputs > _MOST_DIRECT else most)
         return sharding.shard_like(dense, refit, dense, pruned, mask, statistic), mask
 

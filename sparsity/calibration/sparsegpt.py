@@ -17,12 +17,13 @@ from sparsity.calibration.statistics import (
     Statistic,
     Statistics,
     check_real,
+    is_finite,
     statistic_of,
     warn_of_few_rows,
 )
 from sparsity.calibration.sweep import sweep
 from sparsity.core import sharding, trees
-from sparsity.core.checks import check_int, check_number, is_traced
+from sparsity.core.checks import check_int, check_number
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.masks import Layerwise, Site
 from sparsity.patterns import NByM, Unstructured
@@ -116,7 +117,7 @@ class SparseGPTPruning(BaseUpdater):
 
         trees.map_matched(prune, params, targets)
         for path, (leaf, _) in solved.items():
-            if not is_traced(leaf) and not bool(jnp.all(jnp.isfinite(leaf))):
+            if not is_finite(leaf):
                 raise ValueError(
                     f"SparseGPTPruning found no finite weights for {trees.path_string(path)!r}: "
                     f"its Gram matrix is singular with damping = {self.damping}. Raise it, or "

@@ -236,11 +236,19 @@ def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
                 f"The {field} of {name!r}, shape {shape}, must have shape {wanted[field]}, got "
                 f"{value.shape}."
             )
-        if not is_traced(value) and not bool(jnp.all(jnp.isfinite(value))):
+        if not is_finite(value):
             raise ValueError(
                 f"The {field} of the inputs of {name!r} are not all finite: an activation was NaN "
                 "or infinite. Calibrate in a wider dtype, or find the batch that makes it so."
             )
+
+
+def is_finite(value: jax.Array) -> bool:
+    """Whether all entries are finite, as far as they are known yet."""
+    if is_traced(value):
+        return True
+    with jax.ensure_compile_time_eval():  # a constant within a function that is traced
+        return bool(jnp.all(jnp.isfinite(value)))
 
 
 def check_real(name: str, param: jax.Array) -> None:

@@ -27,7 +27,9 @@ def layer(inputs=24, outputs=16, rows=96, rank=8, seed=0, dtype=np.float64):
 def of_kernel(x, **fields):
     """The statistic of a kernel [inputs, outputs] that x[rows, inputs] is multiplied with."""
     given = {"contracting": (0,), "output": (1,), "count": len(x)} | fields
-    return sparsity.Statistic(gram=jnp.asarray(x.T @ x), squares=jnp.asarray((x**2).sum(0)), **given)
+    return sparsity.Statistic(
+        gram=jnp.asarray(x.T @ x), squares=jnp.asarray((x**2).sum(0)), **given
+    )
 
 
 def error(x, difference):
@@ -100,5 +102,7 @@ def admm(weights, gram, mask, iterations=20, gradual=0, sparsity_=None, rho=1.0,
             mask = selection_oracle.best(np.abs(w + duals).T, kept).T
         sparse = np.where(mask, w + duals, 0)
         duals = duals + w - sparse
-        w = np.linalg.solve(hessian + rho * np.eye(len(gram)), (wanted + rho * (sparse - duals)).T).T
+        w = np.linalg.solve(
+            hessian + rho * np.eye(len(gram)), (wanted + rho * (sparse - duals)).T
+        ).T
     return np.where(mask, w + duals, 0) / norms, mask

@@ -63,9 +63,7 @@ def test_what_weights_lose_adds_up_to_the_error_of_the_outputs(unit, n):
     gram = oracles.damped(x.T @ x)
     done = sweep(jnp.asarray(weights.T), jnp.asarray(x.T @ x), unit, n, 0.5, 0.01)
     lost = weights - np.asarray(done.weights).T
-    np.testing.assert_allclose(
-        jnp.sum(done.errors**2), np.trace(lost @ gram @ lost.T), rtol=1e-10
-    )
+    np.testing.assert_allclose(jnp.sum(done.errors**2), np.trace(lost @ gram @ lost.T), rtol=1e-10)
 
 
 @pytest.mark.parametrize("sparsity_", [0.0, 0.3, 0.9, 1.0])
