@@ -16,6 +16,7 @@ from sparsity.calibration.statistics import (
     warn_of_few_rows,
 )
 from sparsity.core import trees
+from sparsity.core.sharding import place_like
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.sparsity_distributions import target_sparsities
 from sparsity.training.hooks import call_hook
@@ -66,7 +67,8 @@ def prune(
         remedy = "Weights that the data leave free stay near those of the pruner."
         warn_of_few_rows(own, own.inputs(dense.shape), site.name, remedy)
         select = _selection(pruner, params, path, targets, statistics)
-        refitted[path] = refit(dense, before, mask, own, select)
+        new = refit(dense, before, mask, own, select)
+        refitted[path] = place_like(dense, new[0]), place_like(dense, new[1])
 
     trees.map_matched(refit_leaf, params, pruned, masks)
     pruned = trees.map_matched(lambda path, leaf: refitted.get(path, (leaf,))[0], pruned)

@@ -88,11 +88,10 @@ def owl(
         raise ValueError("owl: filter_fn selects no leaf that has a statistic.")
     for path in chosen:
         check(statistics[path], leaves[path].shape, "/".join(path))
-    shares = jax.device_get(
-        [_outliers(leaves[path], statistics[path], threshold) for path in chosen]
-    )
+    found = [_outliers(leaves[path], statistics[path], threshold) for path in chosen]
+    shares = [float(share) for share in jax.device_get(found)]
     low, high = min(shares), max(shares)
-    unit = [(share - low) / (high - low) if high > low else 0.0 for share in map(float, shares)]
+    unit = [(share - low) / (high - low) if high > low else 0.0 for share in shares]
     sizes = [leaves[path].size for path in chosen]
     mean = float(np.average(unit, weights=sizes))
     rates = {

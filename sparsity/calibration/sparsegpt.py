@@ -157,11 +157,10 @@ class SparseGPTPruning(BaseUpdater):
         remedy = f"What the data do not say, damping = {self.damping} decides."
         warn_of_few_rows(statistic, inputs, site.name, remedy)
         prune = functools.partial(_prune, size, n)
-        like = (param, param)
-        solved: tuple[jax.Array, jax.Array] = sharding.shard_like(
-            like, prune, param, statistic, sparsity, self.damping
+        pruned, mask = sharding.shard_like(
+            (param, param), prune, param, statistic, sparsity, self.damping
         )
-        return solved
+        return sharding.place_like(param, pruned), sharding.place_like(param, mask)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
