@@ -26,6 +26,7 @@ from sparsity.core.checks import check_int, check_number, is_traced
 Select: TypeAlias = Callable[[jax.Array, float], jax.Array]
 
 _MOST_DIRECT = 4096  # inputs, above which least squares are solved by conjugate gradients
+_PROGRAMS = 16  # at most, for supports of any size of leaves of one shape
 _AT_ONCE = 2**28  # bytes of the matrices that are factored together
 
 _dot = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
@@ -85,6 +86,8 @@ class LeastSquares:
             with jax.ensure_compile_time_eval():
                 kept = jnp.sum(statistic.matrices(mask), axis=-1, dtype=jnp.int32)
                 most = int(jnp.max(kept, initial=1))
+            step = -(-inputs // _PROGRAMS)
+            most = min(inputs, -(-most // step) * step)
         refit = functools.partial(_least_squares, None if inputs > _MOST_DIRECT else most)
         return sharding.shard_like(dense, refit, dense, pruned, mask, statistic), mask
 
@@ -147,7 +150,7 @@ def _least_squares(
     most: int | None, dense: jax.Array, pruned: jax.Array, mask: jax.Array, statistic: Statistic
 ) -> jax.Array:
     """The refitted leaf; of at most so many weights of an output, or by conjugate gradients."""
-    lead = statistic.lead(dense.shape)
+    lead, dtype = statistic.lead(dense.shape), dense.dtype
 
     def of_matrix(
         dense: jax.Array, pruned: jax.Array, mask: jax.Array, gram: jax.Array
@@ -159,12 +162,13 @@ def _least_squares(
             gain = _by_gradients(gradient, kept, gram)
         else:
             gain = _by_factors(gradient, kept, gram, most, math.prod(lead))
-        rest = lost - gain
+        new = (pruned + gain).astype(dtype).astype(gram.dtype)
+        rest = dense - new
         before, after = jnp.sum(outputs * lost, -1), jnp.sum(_dot(rest, gram) * rest, -1)
-        return jnp.where((after <= before)[:, None], pruned + gain, pruned)
+        return jnp.where((after <= before)[:, None], new, pruned)
 
     refitted: jax.Array = statistic.solve(of_matrix, dense, pruned, mask)
-    return refitted.astype(dense.dtype)
+    return refitted.astype(dtype)
 
 
 def _by_factors(
@@ -218,9 +222,10 @@ def _by_gradients(gradient: jax.Array, kept: jax.Array, gram: jax.Array) -> jax.
 def _start(
     rho: float, damping: float, dense: jax.Array, statistic: Statistic
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The scaled weights, what their products with the scaled Gram are, and its shifted inverse."""
+    """The scaled weights, their products with the scaled Gram, and the inverse of that plus rho."""
     norms, inverse_norms = _norms(statistic)
-    gram = statistic.grams() * inverse_norms[..., :, None] * inverse_norms[..., None, :]
+    gram = statistic.grams().astype(jnp.promote_types(dense.dtype, norms.dtype))
+    gram *= inverse_norms[..., :, None] * inverse_norms[..., None, :]
     eye = jnp.eye(gram.shape[-1], dtype=gram.dtype)
     gram += damping * eye
     weights = statistic.matrices(dense).astype(gram.dtype) * norms[..., None, :]
@@ -257,5 +262,5 @@ def _end(weights: jax.Array, pruned: jax.Array, mask: jax.Array, statistic: Stat
 
 def _norms(statistic: Statistic) -> tuple[jax.Array, jax.Array]:
     """Norms of the inputs, and 1 / norm; 0 for inputs that were always 0."""
-    norms = jnp.sqrt(statistic.sums_of_squares())
+    norms = jnp.sqrt(jnp.diagonal(statistic.grams(), axis1=-2, axis2=-1))
     return norms, jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)
