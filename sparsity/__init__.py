@@ -4,6 +4,7 @@ from sparsity import (
     activations,
     algorithms,
     base_updater,
+    calibration,
     masks,
     selection,
     sparsity_distributions,
@@ -39,6 +40,15 @@ from sparsity.api import (
     register_scope,
 )
 from sparsity.base_updater import ALGORITHM_REGISTRY, BaseUpdater, NoPruning
+from sparsity.calibration import (
+    ADMM,
+    LeastSquares,
+    RIAPruning,
+    SparseGPTPruning,
+    Statistic,
+    WandaPruning,
+    owl,
+)
 from sparsity.epochs import EpochStrategy, pruning, pruning_apply
 from sparsity.graph import Coupled, Graph, budget, trace
 from sparsity.masks import Global, Layerwise, Scope, elementwise, pack_masks, unpack_masks
@@ -72,6 +82,7 @@ from sparsity.training.state import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "ADMM",
     "ALGORITHM_REGISTRY",
     "ERK",
     "SET",
@@ -87,6 +98,7 @@ __all__ = [
     "Graph",
     "LayerSummary",
     "Layerwise",
+    "LeastSquares",
     "MagnitudePruning",
     "NByM",
     "NoPruning",
@@ -95,19 +107,23 @@ __all__ = [
     "PeriodicSchedule",
     "Plan",
     "PolynomialSchedule",
+    "RIAPruning",
     "RandomPruning",
     "RigL",
     "SaliencyPruning",
     "Schedule",
     "Scope",
     "Small",
+    "SparseGPTPruning",
     "SparseState",
     "SparsityType",
     "StaticRandomSparse",
+    "Statistic",
     "SteMagnitudePruning",
     "SteRandomPruning",
     "Uniform",
     "Unstructured",
+    "WandaPruning",
     "__version__",
     "activations",
     "active_masks",
@@ -116,12 +132,14 @@ __all__ = [
     "apply_mask",
     "base_updater",
     "budget",
+    "calibration",
     "create_updater_from_config",
     "elementwise",
     "get_sparse_state",
     "layer_summary",
     "mask_calculator",
     "masks",
+    "owl",
     "pack_masks",
     "plot_sparsity",
     "prune_act_struct",

@@ -136,7 +136,7 @@ FLOORS = [
     ["patterns", "masks"],
     ["sparsity_types", "sparsity_distributions", "training", "activations"],
     ["base_updater", "reports", "graph"],
-    ["algorithms", "epochs", "api", "predecessors", "shrinking"],
+    ["algorithms", "epochs", "api", "predecessors", "shrinking", "calibration"],
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -223,7 +223,8 @@ PUBLIC = {
     "prune_act_unstruct", "prune_act_struct", "pruning_act_struct", "pruning_act_unstruct",
     "apply_mask",
     "sparsify_linen", "sparsify_nnx",
-    "Graph", "trace", "budget", "Plan", "Small", "shrink", "Coupled",
+    "Graph", "trace", "budget", "Plan", "Small", "shrink", "Coupled", "calibrate",
+    "Statistic", "WandaPruning", "RIAPruning", "SparseGPTPruning", "LeastSquares", "ADMM", "owl",
 }
 # fmt: on
 PUBLIC_MODULES = ["algorithms", "sparsity_distributions", "sparsity_schedules", "sparsity_types"]

@@ -1,0 +1,29 @@
+"""Pruning what is trained already, by statistics of the inputs that each weight meets."""
+
+from sparsity.calibration.prune import prune
+from sparsity.calibration.pruners import RIAPruning, WandaPruning
+from sparsity.calibration.rates import Rates, owl
+from sparsity.calibration.refits import ADMM, LeastSquares, Refit
+from sparsity.calibration.sparsegpt import SparseGPTPruning
+from sparsity.calibration.statistics import (
+    Statistic,
+    check_memory,
+    output_error,
+    relative_error,
+)
+
+__all__ = [
+    "ADMM",
+    "LeastSquares",
+    "RIAPruning",
+    "Rates",
+    "Refit",
+    "SparseGPTPruning",
+    "Statistic",
+    "WandaPruning",
+    "check_memory",
+    "output_error",
+    "owl",
+    "prune",
+    "relative_error",
+]

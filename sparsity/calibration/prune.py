@@ -1,0 +1,96 @@
+"""Pruning and refitting a tree by statistics: the step that one-shot pruning repeats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from sparsity import masks as masks_lib
+from sparsity.base_updater import BaseUpdater
+from sparsity.calibration.refits import Refit, Select
+from sparsity.calibration.statistics import (
+    Statistics,
+    check_real,
+    statistic_of,
+    warn_of_few_rows,
+)
+from sparsity.core import trees
+from sparsity.core.sharding import place_like
+from sparsity.core.trees import KeyPath, PyTree
+from sparsity.sparsity_distributions import target_sparsities
+from sparsity.training.hooks import call_hook
+
+
+def prune(
+    pruner: BaseUpdater, params: PyTree, statistics: Statistics, refit: Refit | None = None
+) -> tuple[PyTree, PyTree]:
+    """Prunes with statistics of the inputs, and refits what stays.
+
+    Args:
+      pruner: any updater that prunes at once.
+      params: tree of parameters.
+      statistics: `{path: Statistic}` for each leaf that has a sparsity.
+      refit: `LeastSquares()`, `ADMM()` or another `Refit`.
+
+    Returns:
+      (pruned params, masks), as `pruner.instant_sparsify` returns them.
+
+    Raises:
+      ValueError: a statistic is missing, does not fit its leaf, or has no Gram matrix.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsity
+      >>> x = jnp.array([[1.0, 1.0], [1.0, 0.0]])
+      >>> seen = sparsity.Statistic(gram=x.T @ x, count=2, contracting=(0,), output=(1,))
+      >>> pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
+      >>> kernel = jnp.array([[4.0], [2.0]])
+      >>> prune(pruner, kernel, {(): seen}, refit=sparsity.LeastSquares())[0].T  # 4 + 2 x 1 / 2
+      Array([[5., 0.]], dtype=float32)
+    """
+    pruned, masks = pruner.instant_sparsify(params, statistics=statistics)
+    if refit is None:
+        return pruned, masks
+    masks = masks_lib.read_masks(masks, params, pruner.use_packed_masks)
+    table = pruner.sites(params)
+    targets = target_sparsities(
+        pruner.get_distribution_fn(), params, table, pruner.scope, pruner.batch_axes
+    )
+    refitted: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
+
+    def refit_leaf(path: KeyPath, dense: Any, before: Any, mask: Any) -> None:
+        if mask is None:
+            return
+        site = table[path]
+        check_real(site.name, dense)
+        own = statistic_of(statistics, site, dense.shape, "gram", type(refit).__name__)
+        remedy = "Weights that the data leave free stay near those of the pruner."
+        warn_of_few_rows(own, own.inputs(dense.shape), site.name, remedy)
+        select = _selection(pruner, params, path, targets, statistics)
+        new = refit(dense, before, mask, own, select)
+        refitted[path] = place_like(dense, new[0]), place_like(dense, new[1])
+
+    trees.map_matched(refit_leaf, params, pruned, masks)
+    pruned = trees.map_matched(lambda path, leaf: refitted.get(path, (leaf,))[0], pruned)
+    masks = trees.map_matched(lambda path, _: refitted[path][1], masks)
+    return pruned, masks_lib.pack_masks(masks, params) if pruner.use_packed_masks else masks
+
+
+def _selection(
+    pruner: BaseUpdater, params: PyTree, path: KeyPath, targets: PyTree, statistics: Statistics
+) -> Select:
+    """How the pruner selects within one leaf, at a share of its target."""
+
+    def only(leaf: Any) -> PyTree:
+        return trees.map_matched(lambda own, _: leaf if own == path else None, params)
+
+    target = trees.leaves_by_path(targets)[path]
+
+    def select(scores: jax.Array, share: float) -> jax.Array:
+        extra = {"target_sparsities": only(target), "statistics": statistics}
+        with masks_lib.in_use(pruner, pruner.sites(params)):
+            masks = call_hook(pruner.create_masks, only(scores), only(share * target), extra=extra)
+        mask: jax.Array = trees.leaves_by_path(masks)[path]
+        return mask
+
+    return select

@@ -1,0 +1,116 @@
+"""Sparsities of layers from the statistics of their inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsity.calibration.statistics import Path, Statistic, Statistics, check
+from sparsity.core import trees
+from sparsity.core.checks import check_fraction, check_number
+from sparsity.core.trees import PyTree
+from sparsity.sparsity_distributions import FilterFn
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """A distribution that gives each leaf the sparsity it is named with; others stay dense.
+
+    Attributes:
+      sparsities: by path.
+    """
+
+    sparsities: Mapping[Path, float]
+
+    def __call__(self, params: PyTree) -> PyTree:
+        """Returns a tree like `params` of sparsities, `None` for leaves that stay dense."""
+        return trees.map_matched(
+            lambda path, _: self.sparsities.get(trees.path_names(path)), params
+        )
+
+
+def owl(
+    statistics: Statistics,
+    params: PyTree,
+    sparsity: float = 0.6,
+    *,
+    filter_fn: FilterFn | None = None,
+    threshold: float = 5.0,
+    spread: float = 0.08,
+) -> Rates:
+    """Removes less from layers with many outliers: a `sparsity_distribution_fn`.
+
+    The outliers of a layer are its scores |weight| x norm of the input above `threshold` times
+    their mean. Sparsities fall with their share: the layers with the fewest and the most of them
+    are 2 x `spread` apart, and the mean over all weights is `sparsity`. The paper counts outliers
+    by blocks of a transformer, and centres without sizes; here each leaf is a layer. The slices of
+    a stack have one sparsity, and their shares are averaged.
+
+    Args:
+      statistics: `{path: Statistic}`; leaves without one stay dense.
+      params: tree of parameters.
+      sparsity: mean over the weights of all these leaves, in [0, 1].
+      filter_fn: `filter_fn(path, param) -> bool` selects among the leaves that have a statistic.
+      threshold: M of the paper.
+      spread: lambda of the paper.
+
+    Raises:
+      ValueError: a statistic has no leaf or does not fit it, nothing is selected, or a sparsity
+        would leave [0, 1].
+
+    Source: Yin et al. 2023, "Outlier Weighed Layerwise Sparsity (OWL)", section 3.
+
+    Example:
+      >>> def seen(squares):
+      ...     return Statistic(squares=jnp.array(squares), count=9, contracting=(0,), output=(1,))
+      >>> params = {"even": jnp.ones((8, 4)), "outlier": jnp.ones((8, 4))}
+      >>> statistics = {("even",): seen([1.0] * 8), ("outlier",): seen([1.0] * 7 + [400.0])}
+      >>> rates = owl(statistics, params, sparsity=0.6)(params)
+      >>> {name: round(rate, 2) for name, rate in rates.items()}
+      {'even': 0.68, 'outlier': 0.52}
+    """
+    check_fraction("sparsity", sparsity)
+    check_number("threshold", threshold, 0)
+    check_number("spread", spread, 0)
+    leaves = {trees.path_names(path): leaf for path, leaf in trees.leaves_by_path(params).items()}
+    if unknown := ["/".join(path) for path in statistics if path not in leaves]:
+        raise ValueError(
+            f"The statistics have entries for {trees.listed(unknown)}, where the params have no "
+            "leaf. Both must be of the same model."
+        )
+    chosen = [path for path in statistics if filter_fn is None or filter_fn(path, leaves[path])]
+    if not chosen:
+        raise ValueError("owl: filter_fn selects no leaf that has a statistic.")
+    for path in chosen:
+        check(statistics[path], leaves[path].shape, "/".join(path))
+    found = [_outliers(leaves[path], statistics[path], threshold) for path in chosen]
+    shares = [float(share) for share in jax.device_get(found)]
+    low, high = min(shares), max(shares)
+    unit = [(share - low) / (high - low) if high > low else 0.0 for share in shares]
+    sizes = [leaves[path].size for path in chosen]
+    mean = float(np.average(unit, weights=sizes))
+    rates = {
+        path: float(sparsity - 2 * spread * (own - mean))
+        for path, own in zip(chosen, unit, strict=True)
+    }
+    for path, rate in rates.items():
+        if not 0 <= rate <= 1:
+            raise ValueError(
+                f"owl gives {'/'.join(path)!r} the sparsity {rate:.4f}, outside [0, 1], at "
+                f"sparsity = {sparsity}, spread = {spread}. Lower the spread."
+            )
+    return Rates(rates)
+
+
+@jax.jit
+def _outliers(param: jax.Array, statistic: Statistic, threshold: float) -> Any:
+    """Share of the scores above `threshold` times the mean of their matrix, float32."""
+    squares = statistic.sums_of_squares()
+    scores = jnp.abs(statistic.matrices(param)) * jnp.sqrt(squares)[..., None, :]
+    mean = jnp.mean(scores, axis=(-2, -1), keepdims=True)
+    return jnp.mean(scores > threshold * mean, dtype=jnp.float32)

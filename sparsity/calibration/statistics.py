@@ -1,0 +1,320 @@
+"""Statistics of the inputs that a weight meets, and how its axes map to them.
+
+A product contracts some axes of a leaf with its inputs, makes outputs of others, and repeats over
+the rest (stacked layers, experts). A `Statistic` names these axes, so that pruners and refits see a
+leaf of any layout as matrices [*batch, outputs, inputs] and need nothing else of the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsity.core import trees
+from sparsity.core.checks import is_traced
+from sparsity.core.trees import PyTree
+from sparsity.masks import Site
+
+Path = tuple[str, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Statistic:
+    """Sums over the rows of what a weight is multiplied with.
+
+    `inputs` counts the entries of the contracting axes, in the order of `contracting`; `batch` are
+    the sizes of the batch axes in their order, then that of `groups` if there are several. Sums are
+    in promote_types(dtype of the inputs, float32).
+
+    Attributes:
+      squares: [*batch, inputs], sums of squares; or `None`.
+      gram: [*batch, inputs, inputs], X^T X; or `None`.
+      count: number of rows, a scalar or [*batch].
+      contracting: axes of the leaf that the product sums over, in the leaf's own order.
+      output: axes of the leaf that the result keeps.
+      batch: axes of the leaf that index separate matrices.
+      groups: equal parts of the first output axis that have inputs of their own (grouped and
+        depthwise convolutions).
+
+    Example:
+      >>> x = jnp.array([[1.0, 2.0], [3.0, 0.0]])
+      >>> kernel = Statistic(gram=x.T @ x, count=2, contracting=(0,), output=(1,))
+      >>> kernel.sums_of_squares()
+      Array([10.,  4.], dtype=float32)
+      >>> kernel.matrices(jnp.zeros((2, 5))).shape
+      (5, 2)
+    """
+
+    squares: jax.Array | None = None
+    gram: jax.Array | None = None
+    count: jax.Array | int
+    contracting: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    output: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    batch: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+    groups: int = dataclasses.field(default=1, metadata={"static": True})
+
+    def sums_of_squares(self) -> jax.Array:
+        """Returns the sums of squares, [*batch, inputs]: given, or the diagonals of the Grams."""
+        if self.squares is not None:
+            return self.squares
+        diagonals: jax.Array = jnp.diagonal(self.grams(), axis1=-2, axis2=-1)
+        return diagonals
+
+    def grams(self) -> jax.Array:
+        """Returns the Gram matrices; a ValueError says that there are none."""
+        if self.gram is None:
+            raise ValueError("The statistic has no Gram matrix. Calibrate with kind='gram'.")
+        return self.gram
+
+    def lead(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the sizes of `batch` and `groups` for a leaf of that shape."""
+        groups = (self.groups,) if self.groups > 1 else ()
+        return (*(shape[axis] for axis in self.batch), *groups)
+
+    def inputs(self, shape: tuple[int, ...]) -> int:
+        """Returns the number of inputs of a leaf of that shape."""
+        return math.prod(shape[axis] for axis in self.contracting)
+
+    def matrices(self, leaf: jax.Array) -> jax.Array:
+        """Returns a leaf, or its mask or scores, as [*batch, outputs, inputs]."""
+        axes = (*self.batch, *self.output, *self.contracting)
+        lead, inputs = self.lead(leaf.shape), self.inputs(leaf.shape)
+        return leaf.transpose(axes).reshape(*lead, -1, inputs)
+
+    def leaf(self, matrices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Undoes `matrices` for a leaf of that shape."""
+        axes = (*self.batch, *self.output, *self.contracting)
+        moved = matrices.reshape([shape[axis] for axis in axes])
+        return moved.transpose(np.argsort(axes))
+
+    def solve(self, fn: Callable[..., PyTree], *leaves: jax.Array) -> PyTree:
+        """Returns leaves that `fn` makes of each matrix of the given ones, and its Gram matrix.
+
+        Args:
+          fn: called with [outputs, inputs] of each leaf, floats as wide as the Gram, then the Gram.
+          *leaves: of one shape.
+        """
+        grams = self.grams()
+        dtype = jnp.promote_types(leaves[0].dtype, grams.dtype)
+        for _ in grams.shape[:-2]:
+            fn = jax.vmap(fn)
+        wide = [x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in leaves]
+        solved = fn(*map(self.matrices, wide), grams.astype(dtype))
+        return jax.tree.map(lambda x: self.leaf(x, leaves[0].shape), solved)
+
+    def sliced(self, site: Site, shape: tuple[int, ...]) -> Statistic:
+        """Returns it with all batch axes of the site among its own.
+
+        Raises:
+          ValueError: the product sums over one of them.
+        """
+        new = [axis for axis in range(site.batch_axes) if axis not in self.batch]
+        if not new:
+            return self
+        if self.groups > 1 or not set(new) <= set(self.output):
+            raise ValueError(
+                f"batch_axes = {site.batch_axes} of {site.name!r}, shape {shape}, cuts through "
+                f"inputs or groups: its product contracts axes {self.contracting} with groups = "
+                f"{self.groups}. Give the number of leading axes that index separate matrices."
+            )
+        batch = (*self.batch, *new)
+        own = len(self.batch)
+
+        def repeat(x: Any, axes: int) -> Any:
+            """x[*batch, ...] for each of the new slices."""
+            if x is None or (axes == 0 and jnp.ndim(x) == 0):
+                return x
+            sizes = [shape[axis] for axis in new]
+            wide = jnp.expand_dims(x, range(own, own + len(new)))
+            return jnp.broadcast_to(wide, (*x.shape[:own], *sizes, *x.shape[own:]))
+
+        return dataclasses.replace(
+            self,
+            squares=repeat(self.squares, 1),
+            gram=repeat(self.gram, 2),
+            count=repeat(self.count, 0),
+            output=tuple(axis for axis in self.output if axis not in new),
+            batch=batch,
+        )
+
+    def innermost(self, axis: int, shape: tuple[int, ...]) -> Statistic:
+        """Returns it with a contracting axis as the last one, whose entries are then neighbours."""
+        order = (*(own for own in self.contracting if own != axis), axis)
+        if order == self.contracting:
+            return self
+        sizes = [shape[own] for own in self.contracting]
+        places = np.arange(math.prod(sizes)).reshape(sizes)
+        moved = places.transpose([self.contracting.index(own) for own in order]).ravel()
+        squares, gram = self.squares, self.gram
+        return dataclasses.replace(
+            self,
+            squares=None if squares is None else squares[..., moved],
+            gram=None if gram is None else gram[..., moved[:, None], moved],
+            contracting=order,
+        )
+
+
+Statistics = Mapping[Path, Statistic]
+
+
+def statistic_of(
+    statistics: Statistics | None,
+    site: Site,
+    shape: tuple[int, ...],
+    kind: Literal["squares", "gram"],
+    who: str,
+) -> Statistic:
+    """Returns the statistic of a leaf, checked, with the batch axes of its site.
+
+    Args:
+      statistics: by path.
+      site: the leaf.
+      shape: its shape.
+      kind: what is needed of it.
+      who: who needs it, for messages.
+
+    Raises:
+      ValueError: there is none, it does not fit the leaf, lacks what is needed, or is not finite.
+    """
+    name, path = site.name, trees.path_names(site.path)
+    if statistics is None:
+        raise ValueError(
+            f"{who} needs statistics of the inputs of each weight, got statistics = None. Pass "
+            f"statistics=sparsity.calibrate(fn, params, batches, kind={kind!r}) to "
+            "instant_sparsify, or to the optimizer's update."
+        )
+    if path not in statistics:
+        raise ValueError(
+            f"{who}: statistics has no entry {path} for {name!r}, which has a sparsity. No product "
+            "of the model reads it, or the calibration saw another model. Keep it dense with "
+            "filter_fn or custom_sparsity_map={path: None}."
+        )
+    own = statistics[path]
+    check(own, shape, name)
+    if kind == "gram" and own.gram is None:
+        raise ValueError(
+            f"{who} needs the Gram matrix of {name!r}, and its statistic has none. Calibrate with "
+            "kind='gram'."
+        )
+    return own.sliced(site, shape)
+
+
+def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
+    """Raises a ValueError that names the leaf if a statistic does not fit it or is not finite."""
+    axes = (*statistic.batch, *statistic.output, *statistic.contracting)
+    if sorted(axes) != [*range(len(shape))]:
+        raise ValueError(
+            f"The statistic of {name!r} must name each axis of shape {shape} once, from 0, got "
+            f"batch = {statistic.batch}, output = {statistic.output}, contracting = "
+            f"{statistic.contracting}."
+        )
+    first = shape[statistic.output[0]] if statistic.output else 1
+    if statistic.groups < 1 or first % statistic.groups:
+        raise ValueError(
+            f"The statistic of {name!r} has groups = {statistic.groups}, which must divide its "
+            f"first output axis, of size {first}."
+        )
+    lead, inputs = statistic.lead(shape), statistic.inputs(shape)
+    wanted = {"squares": (*lead, inputs), "gram": (*lead, inputs, inputs)}
+    given = {field: getattr(statistic, field) for field in wanted}
+    given = {field: value for field, value in given.items() if value is not None}
+    if not given:
+        raise ValueError(f"The statistic of {name!r} has neither squares nor gram.")
+    for field, value in given.items():
+        if value.shape != wanted[field]:
+            raise ValueError(
+                f"The {field} of {name!r}, shape {shape}, must have shape {wanted[field]}, got "
+                f"{value.shape}."
+            )
+        if not is_finite(value):
+            raise ValueError(
+                f"The {field} of the inputs of {name!r} are not all finite: an activation was NaN "
+                "or infinite. Calibrate in a wider dtype, or find the batch that makes it so."
+            )
+
+
+def is_finite(value: jax.Array) -> bool:
+    """Whether all entries are finite, as far as they are known yet."""
+    if is_traced(value):
+        return True
+    with jax.ensure_compile_time_eval():  # a constant within a function that is traced
+        return bool(jnp.all(jnp.isfinite(value)))
+
+
+def check_real(name: str, param: jax.Array) -> None:
+    """Raises a ValueError for complex weights: Gram matrices are those of real inputs."""
+    if jnp.issubdtype(param.dtype, jnp.complexfloating):
+        raise ValueError(
+            f"{name!r} is {param.dtype}, and only real weights can be reconstructed. Keep it "
+            "dense, or prune it with WandaPruning and no refit."
+        )
+
+
+def warn_of_few_rows(statistic: Statistic, inputs: int, name: str, remedy: str) -> None:
+    """Warns that fewer rows than inputs leave directions in which the data say nothing."""
+    if is_traced(statistic.count):
+        return
+    rows = int(np.min(jax.device_get(statistic.count)))
+    if rows < inputs:
+        warnings.warn(
+            f"The statistic of {name!r} has {rows} rows for {inputs} inputs, so that its Gram "
+            f"matrix is singular. {remedy} More calibration data would say more.",
+            stacklevel=2,
+        )
+
+
+def check_memory(name: str, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> None:
+    """Raises a ValueError that says how many bytes a Gram matrix takes if no device holds it.
+
+    Args:
+      name: the leaf whose inputs it is of.
+      shape: [*batch, inputs, inputs].
+      dtype: that of the sums.
+    """
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is None:  # a CPU: the memory of the machine
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = math.prod(shape) * jnp.dtype(dtype).itemsize
+    if needed > limit:
+        raise ValueError(
+            f"The Gram matrix of the inputs of {name!r}, shape {shape}, takes {needed:,} bytes, "
+            f"and {device.device_kind} has {limit:,}. Calibrate with kind='squares' for "
+            "WandaPruning or RIAPruning, or keep this leaf dense."
+        )
+
+
+def output_error(statistic: Statistic, difference: jax.Array) -> jax.Array:
+    """Returns sum((X d)^2) over the rows, for the weights d of each output: [*batch, outputs].
+
+    Args:
+      statistic: with a Gram matrix.
+      difference: a leaf minus what is compared with it; or a leaf, for the norm of its outputs.
+    """
+    grams, rows = statistic.grams(), statistic.matrices(difference)
+    rows = rows.astype(jnp.promote_types(rows.dtype, grams.dtype))
+    return jnp.sum(jnp.matmul(rows, grams, precision=lax.Precision.HIGHEST) * rows, axis=-1)
+
+
+def relative_error(statistic: Statistic, dense: jax.Array, pruned: jax.Array) -> jax.Array:
+    """Returns tr(D^T G D) / tr(W^T G W), D = W - pruned: the share of the outputs that is lost.
+
+    Example:
+      >>> of_kernel = Statistic(gram=jnp.diag(jnp.array([4.0, 1.0])), count=9, contracting=(0,),
+      ...                       output=(1,))
+      >>> relative_error(of_kernel, jnp.array([[2.0], [3.0]]), jnp.array([[2.0], [0.0]]))
+      Array(0.36, dtype=float32)
+    """
+    lost = jnp.sum(output_error(statistic, dense - pruned))
+    whole = jnp.sum(output_error(statistic, dense))
+    return jnp.where(whole > 0, lost / jnp.where(whole > 0, whole, 1), 0)

@@ -1,0 +1,124 @@
+"""Pruning and refitting whole trees, on one device and on a mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsity
+from sparsity.calibration import prune
+from tests import helpers
+from tests.calibration import oracles
+from tests.eight_devices import KINDS, run
+
+
+def model(dtype=jnp.float32):
+    weights, x, _ = oracles.layer(dtype=np.float32)
+    params = {"in": {"kernel": jnp.asarray(weights.T, dtype), "bias": jnp.ones(16)}}
+    return params, {("in", "kernel"): oracles.of_kernel(x)}
+
+
+@pytest.mark.parametrize("refit", [None, sparsity.LeastSquares(), sparsity.ADMM(gradual=2)])
+def test_packed_masks_are_those_that_are_not_packed(refit):
+    params, statistics = model()
+    found = {}
+    for packed in (False, True):
+        updater = sparsity.WandaPruning(
+            sparsity_distribution_fn=helpers.half, use_packed_masks=packed
+        )
+        pruned, masks = prune(updater, params, statistics, refit)
+        found[packed] = sparsity.unpack_masks(masks, params) if packed else masks
+        np.testing.assert_array_equal(found[packed]["in"]["kernel"], pruned["in"]["kernel"] != 0)
+        assert masks["in"]["bias"] is None
+        assert pruned["in"]["bias"] is params["in"]["bias"]
+    np.testing.assert_array_equal(found[True]["in"]["kernel"], found[False]["in"]["kernel"])
+
+
+def test_bfloat16_weights_stay_bfloat16():
+    params, statistics = model(jnp.bfloat16)
+    updater = sparsity.SparseGPTPruning(sparsity_distribution_fn=helpers.half)
+    for refit in (None, sparsity.LeastSquares(), sparsity.ADMM()):
+        pruned, masks = prune(updater, params, statistics, refit)
+        assert pruned["in"]["kernel"].dtype == jnp.bfloat16
+        assert masks["in"]["kernel"].dtype == jnp.uint8
+        assert helpers.is_positive_zero(pruned["in"]["kernel"].astype(jnp.float32))[
+            np.asarray(masks["in"]["kernel"]) == 0
+        ].all()
+
+
+def test_training_goes_on_from_the_masks():
+    params, statistics = model()
+    updater = sparsity.SparseGPTPruning(
+        sparsity_distribution_fn=helpers.half, use_packed_masks=True
+    )
+    pruned, masks = updater.instant_sparsify(params, statistics=statistics)
+    tx = updater.wrap_optax(optax.sgd(0.1), masks=masks)
+    state = tx.init(pruned)
+    for _ in range(2):
+        updates, state = jax.jit(tx.update)(params, state, pruned)
+        pruned = optax.apply_updates(pruned, updates)
+    mask = sparsity.unpack_masks(masks, params)["in"]["kernel"]
+    np.testing.assert_array_equal(pruned["in"]["kernel"] != 0, mask)
+
+
+def test_a_leaf_with_a_target_of_zero_stays_whole():
+    params, statistics = model()
+    for kind in (sparsity.Unstructured(), sparsity.NByM(2, 4, axis=0)):
+        updater = sparsity.SparseGPTPruning(
+            sparsity_distribution_fn=helpers.uniform(0.0), sparsity_type=kind
+        )
+        pruned, masks = updater.instant_sparsify(params, statistics=statistics)
+        np.testing.assert_array_equal(pruned["in"]["kernel"], params["in"]["kernel"])
+        assert masks["in"]["kernel"].all()
+
+
+def test_few_rows_are_a_warning_that_says_what_decides():
+    params, _ = model()
+    _, x, _ = oracles.layer(rows=9, dtype=np.float32)
+    updater = sparsity.SparseGPTPruning(sparsity_distribution_fn=helpers.half)
+    message = r"'in/kernel' has 9 rows for 24 inputs.*singular.*damping = 0.01 decides"
+    with pytest.warns(UserWarning, match=message):
+        updater.instant_sparsify(params, statistics={("in", "kernel"): oracles.of_kernel(x)})
+
+
+def test_a_singular_gram_matrix_without_damping_is_an_error():
+    params, _ = model()
+    x = np.ones((30, 24), np.float32)
+    updater = sparsity.SparseGPTPruning(sparsity_distribution_fn=helpers.half, damping=0)
+    with pytest.raises(ValueError, match=r"'in/kernel'.*singular with damping = 0"):
+        updater.instant_sparsify(params, statistics={("in", "kernel"): oracles.of_kernel(x)})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 0}, "block_size must be at least 1"),
+        ({"damping": -1.0}, "damping must be a finite number >= 0"),
+        ({"scheduler": sparsity.OneShotSchedule(3)}, "Prune with instant_sparsify"),
+        ({"scope": sparsity.Global()}, r"needs scope = Layerwise\(\)"),
+        ({"topk_fn": lambda scores, sparsity: scores}, "topk_fn = None"),
+    ],
+)
+def test_options_of_sparsegpt_are_checked_when_it_is_made(options, message):
+    with pytest.raises(ValueError, match=message):
+        sparsity.SparseGPTPruning(**options)
+
+
+def test_sparsegpt_refuses_what_it_cannot_solve():
+    params, statistics = model()
+    updater = sparsity.SparseGPTPruning(
+        sparsity_distribution_fn=helpers.half, sparsity_type=sparsity.Channel(0)
+    )
+    with pytest.raises(ValueError, match=r"single weights.*Channel\(axis=0\) for 'in/kernel'"):
+        updater.instant_sparsify(params, statistics=statistics)
+    params["in"]["kernel"] = params["in"]["kernel"].astype(jnp.complex64)
+    updater = sparsity.SparseGPTPruning(sparsity_distribution_fn=helpers.half)
+    with pytest.raises(ValueError, match="'in/kernel' is complex64"):
+        updater.instant_sparsify(params, statistics=statistics)
+
+
+@pytest.mark.slow
+@KINDS
+def test_a_mesh_gives_what_one_device_gives(kind):
+    run("calibration", kind)

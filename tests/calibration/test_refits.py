@@ -1,0 +1,195 @@
+"""Refits against normal equations and a plain program, and what all methods leave of outputs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparsity
+from sparsity.calibration import prune, refits, relative_error
+from tests import helpers
+from tests.calibration import oracles
+
+KINDS = {"50 %": sparsity.Unstructured(), "2:4": sparsity.NByM(2, 4, axis=0)}
+
+
+def wanda(kind=KINDS["50 %"], half=0.5):
+    return sparsity.WandaPruning(sparsity_distribution_fn=helpers.uniform(half), sparsity_type=kind)
+
+
+def refitted(pruner, refit, weights, x):
+    """Weights and mask, [outputs, inputs], of a kernel."""
+    kernel, statistics = jnp.asarray(weights.T), {(): oracles.of_kernel(x)}
+    pruned, mask = prune(pruner, kernel, statistics, refit)
+    return np.asarray(pruned).T, np.asarray(mask).T
+
+
+# Least squares
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_least_squares_are_those_of_the_normal_equations(kind, direct, monkeypatch):
+    monkeypatch.setattr(refits, "_MOST_DIRECT", 4096 if direct else 0)
+    weights, x, _ = oracles.layer()
+    with jax.enable_x64(True):
+        pruned, mask = refitted(wanda(kind), sparsity.LeastSquares(), weights, x)
+        before = refitted(wanda(kind), None, weights, x)[0]
+    np.testing.assert_allclose(pruned, oracles.least_squares(weights, mask, x.T @ x), rtol=1e-7)
+    gradient = (pruned - weights) @ x.T @ x
+    assert np.linalg.norm(gradient * mask) <= 1e-8 * np.linalg.norm(weights @ x.T @ x)
+    lost, lost_before = (oracles.error(x, w - weights) for w in (pruned, before))
+    assert (lost <= lost_before).all()
+    assert helpers.is_positive_zero(pruned)[mask == 0].all()
+
+
+def test_least_squares_take_masks_with_outputs_of_any_number_of_weights():
+    weights, x, _ = oracles.layer()
+    pruner = helpers.make_updater("magnitude")
+    with jax.enable_x64(True):
+        pruned, mask = refitted(pruner, sparsity.LeastSquares(), weights, x)
+    np.testing.assert_allclose(pruned, oracles.least_squares(weights, mask, x.T @ x), rtol=1e-7)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_output_gets_worse_where_rows_are_few_and_inputs_dead(dtype, direct, monkeypatch):
+    monkeypatch.setattr(refits, "_MOST_DIRECT", 4096 if direct else 0)
+    weights, x, _ = oracles.layer(rows=10, dtype=np.float32)
+    x[:, [1, 5]] = 0
+    kernel = jnp.asarray(weights.T, dtype)
+    seen = oracles.of_kernel(x)
+    pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=helpers.uniform(0.5))
+    before, _ = pruner.instant_sparsify(kernel)
+    with pytest.warns(UserWarning, match=r"'params' has 10 rows for 24 inputs"):
+        pruned, _ = prune(pruner, kernel, {(): seen}, sparsity.LeastSquares())
+    assert pruned.dtype == kernel.dtype
+    lost, lost_before = (
+        oracles.error(x, np.asarray(w - kernel, np.float32).T) for w in (pruned, before)
+    )
+    assert (lost <= lost_before * (1 + 1e-5)).all()
+    assert lost.sum() < 0.5 * lost_before.sum()
+    np.testing.assert_array_equal(pruned[jnp.array([1, 5])], before[jnp.array([1, 5])])
+
+
+def test_least_squares_refit_what_a_traced_mask_keeps():
+    weights, x, _ = oracles.layer()
+    with jax.enable_x64(True):
+        kernel, statistics = jnp.asarray(weights.T), {(): oracles.of_kernel(x)}
+        run = jax.jit(lambda kernel: prune(wanda(), kernel, statistics, sparsity.LeastSquares()))
+        pruned, mask = (np.asarray(leaf).T for leaf in run(kernel))
+    np.testing.assert_allclose(pruned, oracles.least_squares(weights, mask, x.T @ x), rtol=1e-7)
+
+
+# ADMM
+
+
+def test_admm_on_a_mask_is_that_of_a_plain_program():
+    weights, x, _ = oracles.layer()
+    with jax.enable_x64(True):
+        pruned, mask = refitted(wanda(), sparsity.ADMM(), weights, x)
+    np.testing.assert_array_equal(mask, oracles.wanda(weights, (x**2).sum(0), 0.5))
+    np.testing.assert_allclose(pruned, oracles.admm(weights, x.T @ x, mask)[0], atol=1e-10)
+
+
+def test_admm_finds_the_mask_of_a_plain_program():
+    weights, x, _ = oracles.layer()
+    pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=helpers.uniform(0.6))
+    options = {"iterations": 9, "gradual": 5, "rho": 0.7, "damping": 0.2}
+    with jax.enable_x64(True):
+        pruned, mask = refitted(pruner, sparsity.ADMM(**options), weights, x)
+    expected = oracles.admm(weights, x.T @ x, None, sparsity_=0.6, **options)
+    np.testing.assert_array_equal(mask, expected[1])
+    np.testing.assert_allclose(pruned, expected[0], atol=1e-10)
+
+
+def test_admm_finds_groups():
+    weights, x, _ = oracles.layer()
+    pruned, mask = refitted(wanda(KINDS["2:4"]), sparsity.ADMM(gradual=4), weights, x)
+    assert (mask.reshape(16, -1, 4).sum(-1) == 2).all()
+    assert helpers.is_positive_zero(pruned)[mask == 0].all()
+
+
+def test_admm_leaves_weights_of_dead_inputs_to_the_pruner():
+    weights, x, _ = oracles.layer()
+    x[:, 3] = 0
+    pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=helpers.uniform(0.5))
+    with jax.enable_x64(True):
+        pruned, mask = refitted(pruner, sparsity.ADMM(), weights, x)
+    assert np.isfinite(pruned).all()
+    np.testing.assert_array_equal(pruned[:, 3], weights[:, 3] * mask[:, 3])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"iterations": 0}, "iterations must be at least 1"),
+        ({"gradual": 30}, "gradual must be at most 20"),
+        ({"rho": 0}, "rho must be above 0"),
+        ({"damping": -1}, "damping must be a finite number >= 0"),
+    ],
+)
+def test_options_of_admm_are_checked_when_it_is_made(options, message):
+    with pytest.raises(ValueError, match=message):
+        sparsity.ADMM(**options)
+
+
+# What is left of the outputs
+
+
+@pytest.fixture(scope="module")
+def errors():
+    """Errors of held-out outputs against Wanda's, means over four layers."""
+
+    def of_layer(kind, seed):
+        weights, x, held_out = oracles.layer(64, 48, 512, rank=32, seed=seed, dtype=np.float32)
+        options = {"sparsity_distribution_fn": helpers.uniform(0.5), "sparsity_type": KINDS[kind]}
+        runs = {
+            "wanda": (wanda(KINDS[kind]), None),
+            "magnitude": (sparsity.MagnitudePruning(**options), None),
+            "sparsegpt": (sparsity.SparseGPTPruning(**options), None),
+            "least squares": (wanda(KINDS[kind]), sparsity.LeastSquares()),
+            "admm": (wanda(KINDS[kind]), sparsity.ADMM()),
+            "gradual admm": (wanda(KINDS[kind]), sparsity.ADMM(gradual=15)),
+        }
+        lost = {
+            name: oracles.error(held_out, refitted(*run, weights, x)[0] - weights).sum()
+            for name, run in runs.items()
+        }
+        return {name: value / lost["wanda"] for name, value in lost.items()}
+
+    def mean(kind):
+        layers = [of_layer(kind, seed) for seed in range(4)]
+        return {name: np.mean([layer[name] for layer in layers]) for name in layers[0]}
+
+    return {kind: mean(kind) for kind in KINDS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "most"),
+    [
+        ("50 %", "sparsegpt", 0.85),
+        ("50 %", "least squares", 0.75),
+        ("50 %", "admm", 0.80),
+        ("50 %", "gradual admm", 0.70),
+        ("2:4", "sparsegpt", 0.70),
+        ("2:4", "least squares", 0.75),
+        ("2:4", "admm", 0.80),
+    ],
+)
+def test_a_reconstruction_loses_less_than_wanda(errors, kind, method, most):
+    assert errors[kind][method] <= most
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_magnitude_loses_more_than_wanda(errors, kind):
+    assert errors[kind]["magnitude"] >= 1.5
+
+
+def test_the_relative_error_is_the_share_of_the_outputs_that_is_lost():
+    weights, x, _ = oracles.layer()
+    pruned = np.where(np.abs(weights) > 0.5, weights, 0)
+    with jax.enable_x64(True):
+        found = relative_error(oracles.of_kernel(x), jnp.asarray(weights.T), jnp.asarray(pruned.T))
+    expected = oracles.error(x, weights - pruned).sum() / oracles.error(x, weights).sum()
+    np.testing.assert_allclose(found, expected, rtol=1e-12)

@@ -1,0 +1,76 @@
+"""SparseGPT against a plain numpy program, in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparsity
+from sparsity.calibration.sweep import sweep
+from tests import helpers
+from tests.calibration import oracles
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def prune(weights, statistic, kind=None, half=0.5, **options):
+    """Weights and mask, [outputs, inputs], of a kernel."""
+    pruner = sparsity.SparseGPTPruning(
+        sparsity_distribution_fn=helpers.uniform(half),
+        sparsity_type=kind or sparsity.Unstructured(),
+        **options,
+    )
+    pruned, masks = pruner.instant_sparsify(jnp.asarray(weights.T), statistics={(): statistic})
+    return np.asarray(pruned).T, np.asarray(masks).T
+
+
+@pytest.mark.parametrize("inputs", [40, 136])
+@pytest.mark.parametrize("block", [1, 32, 128, "d"])
+@pytest.mark.parametrize("dead", [False, True])
+def test_weights_and_masks_are_those_of_numpy(inputs, block, dead):
+    weights, x, _ = oracles.layer(inputs, outputs=12, rows=300, rank=20)
+    if dead:
+        x[:, [0, 5, inputs - 1]] = 0
+    block = inputs if block == "d" else block
+    pruned, mask = prune(weights, oracles.of_kernel(x), block_size=block)
+    expected = oracles.sparsegpt(weights, x.T @ x, 0.5, block=block)
+    np.testing.assert_array_equal(mask, expected[1])
+    np.testing.assert_allclose(pruned, expected[0], atol=1e-10)
+    assert helpers.is_positive_zero(pruned)[mask == 0].all()
+    assert mask.sum() == helpers.num_kept(weights.size, 0.5)
+
+
+@pytest.mark.parametrize("nm", [(2, 4), (4, 8), (1, 3)])
+@pytest.mark.parametrize("block", [1, 32, 128])
+def test_groups_are_those_of_numpy_whatever_the_block(nm, block):
+    weights, x, _ = oracles.layer(72, outputs=12, rows=300, rank=20)
+    x[:, 6] = 0
+    kind = sparsity.NByM(*nm, axis=0)
+    pruned, mask = prune(weights, oracles.of_kernel(x), kind, block_size=block)
+    expected = oracles.sparsegpt(weights, x.T @ x, nm=nm)
+    np.testing.assert_array_equal(mask, expected[1])
+    np.testing.assert_allclose(pruned, expected[0], atol=1e-10)
+    assert (mask.reshape(12, -1, nm[1]).sum(-1) == nm[0]).all()
+
+
+@pytest.mark.parametrize(("unit", "n"), [(1, None), (32, None), (40, None), (4, 2)])
+def test_what_weights_lose_adds_up_to_the_error_of_the_outputs(unit, n):
+    weights, x, _ = oracles.layer(40, outputs=12, rows=300, rank=20)
+    gram = oracles.damped(x.T @ x)
+    done = sweep(jnp.asarray(weights.T), jnp.asarray(x.T @ x), unit, n, 0.5, 0.01)
+    lost = weights - np.asarray(done.weights).T
+    np.testing.assert_allclose(jnp.sum(done.errors**2), np.trace(lost @ gram @ lost.T), rtol=1e-10)
+
+
+@pytest.mark.parametrize("sparsity_", [0.0, 0.3, 0.9, 1.0])
+def test_any_sparsity_keeps_as_many_as_the_library_counts(sparsity_):
+    weights, x, _ = oracles.layer(37, outputs=5, rows=300)
+    pruned, mask = prune(weights, oracles.of_kernel(x), half=sparsity_, block_size=10)
+    expected = oracles.sparsegpt(weights, x.T @ x, sparsity_, block=10)
+    np.testing.assert_array_equal(mask, expected[1])
+    np.testing.assert_allclose(pruned, expected[0], atol=1e-10)
+    assert mask.sum() == helpers.num_kept(weights.size, sparsity_)

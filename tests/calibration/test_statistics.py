@@ -1,0 +1,232 @@
+"""Layouts of leaves: every one gives what its matrices give; and what is wrong with statistics."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparsity
+from sparsity.calibration import check_memory, output_error, prune
+from tests import helpers
+from tests.calibration import oracles
+
+# Shape of a leaf, and what its axes are. Every leaf holds matrices of 12 inputs.
+LAYOUTS = {
+    "kernel": ((12, 4), {"contracting": (0,), "output": (1,)}),
+    "torch": ((4, 12), {"contracting": (1,), "output": (0,)}),
+    "heads of inputs": ((3, 4, 5), {"contracting": (0, 1), "output": (2,)}),
+    "heads of outputs": ((12, 2, 3), {"contracting": (0,), "output": (1, 2)}),
+    "between outputs": ((2, 12, 3), {"contracting": (1,), "output": (0, 2)}),
+    "convolution": ((2, 2, 3, 4), {"contracting": (0, 1, 2), "output": (3,)}),
+    "torch convolution": ((4, 3, 2, 2), {"contracting": (1, 2, 3), "output": (0,)}),
+    "experts": ((2, 12, 4), {"contracting": (1,), "output": (2,), "batch": (0,)}),
+    "experts last": ((12, 4, 2), {"contracting": (0,), "output": (1,), "batch": (2,)}),
+    "stacked experts": ((2, 2, 12, 4), {"contracting": (2,), "output": (3,), "batch": (0, 1)}),
+    "grouped": ((2, 2, 3, 6), {"contracting": (0, 1, 2), "output": (3,), "groups": 3}),
+    "depthwise": ((2, 6, 1, 5), {"contracting": (0, 1, 2), "output": (3,), "groups": 5}),
+    "stacked groups": (
+        (2, 12, 6),
+        {"contracting": (1,), "output": (2,), "batch": (0,), "groups": 3},
+    ),
+}
+
+
+def make(name, dtype=np.float32, seed=0):
+    """A leaf, its statistic, and its matrices, [outputs, inputs], with their inputs."""
+    shape, axes = LAYOUTS[name]
+    groups, batch = axes.get("groups", 1), axes.get("batch", ())
+    lead = [shape[axis] for axis in batch] + ([groups] if groups > 1 else [])
+    count = int(np.prod(lead))
+    outputs = int(np.prod(shape)) // 12 // count
+    made = [oracles.layer(12, outputs, 50, 6, seed + i, dtype)[:2] for i in range(count)]
+    moved = np.stack([weights for weights, _ in made])
+    order = (*batch, *axes["output"], *axes["contracting"])
+    leaf = moved.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
+    grams = np.stack([x.T @ x for _, x in made]).reshape(*lead, 12, 12)
+    squares = np.stack([(x**2).sum(0) for _, x in made]).reshape(*lead, 12)
+    statistic = sparsity.Statistic(
+        gram=jnp.asarray(grams), squares=jnp.asarray(squares), count=50, **axes
+    )
+    return jnp.asarray(leaf), statistic, made
+
+
+def matrices(leaf, statistic):
+    """[matrices, outputs, inputs] by the library."""
+    found = np.asarray(statistic.matrices(leaf))
+    return found.reshape(-1, *found.shape[-2:])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_leaf_is_seen_as_its_matrices_and_put_back(name):
+    leaf, statistic, made = make(name)
+    found = matrices(leaf, statistic)
+    np.testing.assert_array_equal(found, np.stack([weights for weights, _ in made]))
+    back = statistic.leaf(statistic.matrices(leaf), leaf.shape)
+    np.testing.assert_array_equal(back, leaf)
+
+
+def test_groups_of_a_convolution_are_those_of_jax():
+    # Six inputs in three groups of two; 3x3 patches of the centre, by the library's view.
+    rng = np.random.default_rng(0)
+    x, kernel = rng.normal(size=(1, 3, 3, 6)), rng.normal(size=(3, 3, 2, 12))
+    with jax.enable_x64(True):
+        expected = jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "VALID", feature_group_count=3,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )  # fmt: skip
+        axes = {"contracting": (0, 1, 2), "output": (3,), "groups": 3}
+        seen = sparsity.Statistic(count=1, **axes).matrices(jnp.asarray(kernel))
+    patches = x.reshape(9, 3, 2).transpose(1, 0, 2).reshape(3, 18)
+    found = np.einsum("goi,gi->go", seen, patches)
+    np.testing.assert_allclose(found.ravel(), expected.ravel(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_is_pruned_and_refitted_as_its_matrices_are(name):
+    with jax.enable_x64(True):
+        leaf, statistic, made = make(name, np.float64)
+        statistics, options = {(): statistic}, {"sparsity_distribution_fn": _half}
+        wanda = sparsity.WandaPruning(**options)
+        masks = wanda.instant_sparsify(leaf, statistics=statistics)[1]
+        refitted, _ = prune(wanda, leaf, statistics, sparsity.LeastSquares())
+        swept, _ = sparsity.SparseGPTPruning(block_size=5, **options).instant_sparsify(
+            leaf, statistics=statistics
+        )
+        errors = output_error(statistic, leaf - refitted)
+    found = zip(*(matrices(x, statistic) for x in (masks, refitted, swept)), strict=True)
+    errors = np.asarray(errors).reshape(len(made), -1)
+    for (weights, x), error, (mask, by_squares, by_sweep) in zip(made, errors, found, strict=True):
+        np.testing.assert_array_equal(mask, oracles.wanda(weights, (x**2).sum(0), 0.5))
+        expected = oracles.least_squares(weights, mask, x.T @ x)
+        np.testing.assert_allclose(by_squares, expected, rtol=1e-7)
+        np.testing.assert_allclose(error, oracles.error(x, weights - expected), rtol=1e-7)
+        expected = oracles.sparsegpt(weights, x.T @ x, 0.5, block=5)[0]
+        np.testing.assert_allclose(by_sweep, expected, atol=1e-10)
+
+
+def _half(params):
+    return jax.tree.map(lambda _: 0.5, params)
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_groups_along_an_inner_axis_are_swept_with_that_axis_last(axis):
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        kernel = rng.normal(size=(3, 4, 2))  # outputs, and two axes of inputs
+        x = rng.normal(size=(40, 4, 2))
+        rows = x.reshape(40, 8)
+        seen = sparsity.Statistic(
+            gram=jnp.asarray(rows.T @ rows), count=40, contracting=(1, 2), output=(0,)
+        )
+        pruner = sparsity.SparseGPTPruning(
+            sparsity_distribution_fn=_half, sparsity_type=sparsity.NByM(1, 2, axis=axis)
+        )
+        found, mask = pruner.instant_sparsify(jnp.asarray(kernel), statistics={(): seen})
+    last = np.moveaxis(x, axis, -1).reshape(40, 8)
+    weights = np.moveaxis(kernel, axis, -1)
+    expected, kept = oracles.sparsegpt(weights.reshape(3, 8), last.T @ last, nm=(1, 2))
+    np.testing.assert_allclose(
+        np.moveaxis(np.asarray(found), axis, -1), expected.reshape(weights.shape), atol=1e-10
+    )
+    np.testing.assert_array_equal(
+        np.moveaxis(np.asarray(mask), axis, -1), kept.reshape(weights.shape)
+    )
+
+
+@pytest.mark.parametrize("kind", ["kernel", "experts"])
+def test_batch_axes_of_the_updater_separate_what_shares_its_inputs(kind):
+    with jax.enable_x64(True):
+        _, statistic, made = make("kernel", np.float64)
+        stack = np.stack([made[0][0].T, 3 + made[0][0].T])  # [2, inputs, outputs], of one input
+        x, axes = made[0][1], {"contracting": (1,), "output": (0, 2)}
+        if kind == "experts":
+            axes = {"contracting": (1,), "output": (2,), "batch": (0,)}
+        seen = sparsity.Statistic(
+            gram=jnp.asarray(np.stack([x.T @ x] * 2) if "batch" in axes else x.T @ x),
+            count=50, **axes,
+        )  # fmt: skip
+        options = {"sparsity_distribution_fn": _half, "batch_axes": 1}
+        for pruner in (sparsity.RIAPruning, sparsity.SparseGPTPruning):
+            pruned, masks = pruner(**options).instant_sparsify(
+                jnp.asarray(stack), statistics={(): seen}
+            )
+            for i in range(2):
+                alone = pruner(sparsity_distribution_fn=_half).instant_sparsify(
+                    jnp.asarray(stack[i]), statistics={(): statistic}
+                )
+                np.testing.assert_array_equal(masks[i], alone[1])
+                np.testing.assert_allclose(pruned[i], alone[0], atol=1e-10)
+
+
+# Bad input
+
+SEEN = {"contracting": (0,), "output": (1,), "count": 9}
+
+
+def sparsify(statistic, pruner=sparsity.WandaPruning, **options):
+    updater = pruner(sparsity_distribution_fn=helpers.half, **options)
+    statistics = {("layer", "kernel"): statistic} if statistic is not None else None
+    return updater.instant_sparsify({"layer": {"kernel": jnp.ones((4, 4))}}, statistics=statistics)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"squares": jnp.array([1.0, jnp.nan, 1, 1])}, "squares.*'layer/kernel' are not all fini"),
+        ({"squares": jnp.ones(3)}, r"'layer/kernel'.*must have shape \(4,\), got \(3,\)"),
+        ({"gram": jnp.ones(4)}, r"gram.*must have shape \(4, 4\), got \(4,\)"),
+        ({}, "'layer/kernel' has neither squares nor gram"),
+        ({"contracting": (-2,)}, r"name each axis of shape \(4, 4\) once"),
+        ({"contracting": (1,)}, r"name each axis of shape \(4, 4\) once"),
+        ({"groups": 3}, "groups = 3, which must divide"),
+    ],
+)
+def test_a_statistic_that_does_not_fit_names_its_leaf(fields, message):
+    with pytest.raises(ValueError, match=message):
+        sparsify(sparsity.Statistic(**SEEN | fields))
+
+
+@pytest.mark.parametrize("pruner", [sparsity.WandaPruning, sparsity.SparseGPTPruning])
+def test_missing_statistics_say_how_to_get_them(pruner):
+    with pytest.raises(ValueError, match=r"statistics = None.*sparsity.calibrate"):
+        sparsify(None, pruner)
+    params = {"read": jnp.ones((4, 4)), "unread": jnp.ones((4, 4)), "bias": jnp.ones(4)}
+    seen = sparsity.Statistic(gram=jnp.eye(4), **SEEN)
+    updater = pruner(sparsity_distribution_fn=helpers.half)
+    with pytest.raises(ValueError, match=r"no entry \('unread',\).*No product.*dense with"):
+        updater.instant_sparsify(params, statistics={("read",): seen})
+    only = helpers.uniform(0.5, custom_sparsity_map={"unread": None})
+    updater = dataclasses.replace(updater, sparsity_distribution_fn=only)
+    pruned, masks = updater.instant_sparsify(params, statistics={("read",): seen})
+    assert pruned["unread"] is params["unread"]
+    assert (masks["unread"], masks["bias"]) == (None, None)
+
+
+def test_what_needs_a_gram_says_which_leaf_has_none():
+    squares = sparsity.Statistic(squares=jnp.ones(4), **SEEN)
+    with pytest.raises(
+        ValueError, match=r"SparseGPTPruning needs the Gram.*'layer/kernel'.*'gram'"
+    ):
+        sparsify(squares, sparsity.SparseGPTPruning)
+    with pytest.raises(ValueError, match=r"LeastSquares needs the Gram matrix of 'params'"):
+        prune(
+            sparsity.WandaPruning(sparsity_distribution_fn=helpers.half),
+            jnp.ones((4, 4)), {(): squares}, sparsity.LeastSquares(),
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="no Gram matrix"):
+        output_error(squares, jnp.ones((4, 4)))
+
+
+def test_batch_axes_that_cut_through_inputs_are_refused():
+    with pytest.raises(ValueError, match=r"batch_axes = 1 of 'params'.*contracts axes \(0,\)"):
+        sparsity.WandaPruning(sparsity_distribution_fn=_half, batch_axes=1).instant_sparsify(
+            jnp.ones((4, 4)), statistics={(): sparsity.Statistic(squares=jnp.ones(4), **SEEN)}
+        )
+
+
+def test_a_gram_matrix_that_fits_nowhere_is_refused_with_its_bytes():
+    check_memory("kernel", (64, 64), jnp.float32)
+    with pytest.raises(ValueError, match=r"'kernel'.*4,000,000,000,000,000 bytes.*'squares'"):
+        check_memory("kernel", (1000, 1_000_000, 1_000_000), jnp.float32)
