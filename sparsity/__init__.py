@@ -47,6 +47,7 @@ from sparsity.calibration import (
     SparseGPTPruning,
     Statistic,
     WandaPruning,
+    calibrate,
     owl,
 )
 from sparsity.epochs import EpochStrategy, pruning, pruning_apply
@@ -132,6 +133,7 @@ __all__ = [
     "apply_mask",
     "base_updater",
     "budget",
+    "calibrate",
     "calibration",
     "create_updater_from_config",
     "elementwise",

@@ -1,5 +1,6 @@
 """Pruning what is trained already, by statistics of the inputs that each weight meets."""
 
+from sparsity.calibration.capture import calibrate
 from sparsity.calibration.prune import prune
 from sparsity.calibration.pruners import RIAPruning, WandaPruning
 from sparsity.calibration.rates import Rates, owl
@@ -21,6 +22,7 @@ __all__ = [
     "SparseGPTPruning",
     "Statistic",
     "WandaPruning",
+    "calibrate",
     "check_memory",
     "output_error",
     "owl",

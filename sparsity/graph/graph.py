@@ -159,6 +159,10 @@ class Graph:
             )
         return costs.cost(self.program, of_product)
 
+    def shape_of(self, path: Path) -> tuple[int, ...]:
+        """The shape of a leaf."""
+        return next(leaf.shape for leaf in self.leaves if leaf.path == path)
+
     def macs_of(self, path: Path) -> int:
         """Multiply-adds of all products of a leaf."""
         return sum(use.macs for use in self.uses if use.path == path)
@@ -222,7 +226,7 @@ class Graph:
 
         def pattern(path: Path, param: chex.Array) -> SparsityType:
             leaf = self.leaf(path, param)
-            axes = {_channels(use) for use in self._products(leaf.path) if use.contracting}
+            axes = {use.channels for use in self._products(leaf.path) if use.contracting}
             if not axes:
                 return Unstructured()
             if len(axes) > 1:
@@ -390,11 +394,3 @@ class Graph:
         primitive = reason.text.split()[1] if equation is None else equation.name
         source = "" if equation is None else equation.source
         return Refusal(self.leaves[number].path, axis, primitive, source, reason.text)
-
-
-def _channels(use: Use) -> tuple[int, ...]:
-    """The contracted axes among which N:M may run."""
-    if use.primitive == "dot_general":
-        return use.contracting
-    axis = use.equation.params["dimension_numbers"].rhs_spec[1]
-    return tuple(sorted(use.view.axes([axis]))) or use.contracting

@@ -53,6 +53,14 @@ class Use:
     equation: Equation = dataclasses.field(repr=False)
     operand: int = dataclasses.field(repr=False)
 
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """The contracted axes that are no window: of a convolution the input channels."""
+        if self.primitive == "dot_general":
+            return self.contracting
+        axis = self.equation.params["dimension_numbers"].rhs_spec[1]
+        return tuple(sorted(self.view.axes([axis]))) or self.contracting
+
 
 @dataclasses.dataclass(frozen=True)
 class View:

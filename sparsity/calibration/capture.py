@@ -1,0 +1,350 @@
+"""`sparsity.calibrate`: statistics of what each weight is multiplied with, as the model runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsity.calibration.statistics import Path, Statistic, check_memory
+from sparsity.core import extras, trees
+from sparsity.core.jaxprs import Equation, Program, Value
+from sparsity.core.trees import PyTree
+from sparsity.graph import Graph, Use, trace
+from sparsity.graph.uses import PRODUCTS
+
+Kind = Literal["squares", "gram"]
+Sums = dict[int, tuple[jax.Array, jax.Array]]  # by number of the use: sums, and how many rows
+
+
+def calibrate(
+    fn: Callable[..., Any],
+    params: PyTree,
+    batches: Iterable[Any],
+    kind: Kind = "squares",
+    filter_fn: Callable[[Path, Any], bool] | None = None,
+    progress: bool = False,
+) -> dict[Path, Statistic]:
+    """Runs a model on batches and sums up the inputs of each product that reads a weight.
+
+    The program that `sparsity.trace` reads is run with the sums beside it: no hook, no subclass,
+    any framework. A weight with several uses sums over all of them.
+
+    Args:
+      fn: the model, `fn(params, batch)`.
+      params: its parameters.
+      batches: what `fn` takes as its second argument, any trees; a generator is read once.
+      kind: 'squares' sums x^2 for each input, 'gram' sums X^T X over inputs.
+      filter_fn: `filter_fn(path, param)` chooses leaves; by default all that products contract.
+      progress: show a progress bar.
+
+    Returns:
+      {path: Statistic}: sums in promote_types(dtype, float32) over all rows of all batches, with
+      leading axes for scanned layers and experts. Weights that are read in a `while`, by slices, or
+      within `shard_map` have no entry.
+
+    Raises:
+      ValueError: there are no batches, the sums of one are not finite, or a Gram matrix does not
+        fit into memory; leaf and batch are named.
+
+    Example:
+      >>> params = {"kernel": jnp.ones((2, 3))}
+      >>> found = calibrate(lambda p, x: x @ p["kernel"], params, [jnp.array([[1.0, 2.0]])] * 2)
+      >>> found[("kernel",)].squares, int(found[("kernel",)].count)
+      (Array([2., 8.], dtype=float32), 2)
+    """
+    if kind not in ("squares", "gram"):
+        raise ValueError(f"kind must be 'squares' or 'gram', got kind = {kind!r}.")
+    graph: Graph | None = None
+    captures: dict[Graph, Capture] = {}  # by shapes of the batch: each is compiled once
+    total: Sums = {}
+    shown = extras.load("tqdm.auto", "progress").tqdm(batches) if progress else batches
+    for number, batch in enumerate(shown):
+        graph = trace(fn, params, batch) if graph is None else graph
+        inputs = trees.split_arrays(batch)[0]
+        now = graph.at_shapes(inputs)
+        capture = captures.setdefault(now, Capture(now, kind, filter_fn))
+        sums = capture.jitted(trees.split_arrays(params)[0], inputs)
+        for use, (found, _) in sums.items():
+            if not bool(jnp.all(jnp.isfinite(found))):
+                raise ValueError(
+                    f"The inputs of {'/'.join(capture.uses[use].path)!r} are not all finite in "
+                    f"batch {number}: an activation is NaN or infinite."
+                )
+        total = jax.tree.map(jnp.add, total, sums) if total else sums
+    if graph is None:
+        raise ValueError("batches has no batch: give at least one.")
+    return capture.statistics(total)
+
+
+class Capture:
+    """Runs a graph's program with the sums of some uses beside it.
+
+    Args:
+      graph: the graph.
+      kind: what is summed.
+      filter_fn: which leaves; by default all whose inputs can be told.
+    """
+
+    def __init__(
+        self, graph: Graph, kind: Kind, filter_fn: Callable[[Path, Any], bool] | None = None
+    ) -> None:
+        self.graph, self.kind = graph, kind
+        leaves = {leaf.path: leaf for leaf in graph.leaves}
+        self.uses = {
+            number: use
+            for number, use in enumerate(graph.uses)
+            if _is_told(use, graph) and (filter_fn is None or filter_fn(use.path, leaves[use.path]))
+        }
+        if kind == "gram":
+            for use in self.uses.values():
+                shape = (*_lead(use, graph), _inputs(use, graph), _inputs(use, graph))
+                check_memory("/".join(use.path), shape, np.float32)
+        self._of: dict[Equation, list[int]] = {}
+        for number, use in self.uses.items():
+            self._of.setdefault(use.equation, []).append(number)
+        self.jitted = jax.jit(lambda leaves, inputs: self.run(leaves, inputs)[1])
+
+    def run(self, leaves: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], Sums]:
+        """The outputs of the program, and the sums of a call."""
+        return self.evaluate(self.graph.program, [*leaves, *inputs])
+
+    def evaluate(self, program: Program, inputs: Sequence[Any]) -> tuple[list[Any], Sums]:
+        """The outputs of a program or a part of it, and its sums."""
+        arrays: dict[Value, Any] = dict(zip(program.inputs, inputs, strict=True))
+        sums: Sums = {}
+
+        def read(value: Value) -> Any:
+            return arrays.get(value, value.known)
+
+        for equation in program.flat():
+            found = [read(value) for value in equation.inputs]
+            for number in self._of.get(equation, ()):
+                sums[number] = self._sums(self.uses[number], found)
+            if equation.name in _BODIES and any(map(self._has_uses, equation.bodies)):
+                outputs, more = _BODIES[equation.name](self, equation, found)
+                sums |= more
+            else:
+                outputs = equation.bind(found)
+            arrays.update(zip(equation.outputs, outputs, strict=True))
+        return [read(value) for value in program.outputs], sums
+
+    def _has_uses(self, program: Program) -> bool:
+        return any(
+            equation in self._of or any(map(self._has_uses, equation.bodies))
+            for equation in program.flat()
+        )
+
+    def _sums(self, use: Use, inputs: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+        x = inputs[1 - use.operand]
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        rows = _rows_of_dot if use.primitive == "dot_general" else _rows_of_convolution
+        found, count = rows(use, x, self.kind)
+        return found, jnp.int32(count)
+
+    def _scan(self, equation: Equation, inputs: list[Any]) -> tuple[list[Any], Sums]:
+        params, (body,) = equation.params, equation.bodies
+        fixed = params["num_consts"]
+        end = fixed + params["num_carry"]
+
+        def step(carry: list[Any], layer: list[Any]) -> Any:
+            outputs, sums = self.evaluate(body, [*inputs[:fixed], *carry, *layer])
+            return outputs[: end - fixed], (outputs[end - fixed :], sums)
+
+        how = {key: params[key] for key in ("length", "reverse", "unroll")}
+        carry, (stacked, sums) = lax.scan(step, inputs[fixed:end], inputs[end:], **how)
+        merged = {
+            number: (found, jnp.sum(rows) // rows.size)
+            if equation in self.uses[number].view.scans
+            else (jnp.sum(found, axis=0), jnp.sum(rows))
+            for number, (found, rows) in sums.items()
+        }
+        return [*carry, *stacked], merged
+
+    def _cond(self, equation: Equation, inputs: list[Any]) -> tuple[list[Any], Sums]:
+        index, *operands = inputs
+        branches = [_branch(self, body) for body in equation.bodies]
+        shapes: Sums = {}
+        for branch in branches:
+            shapes |= jax.eval_shape(branch, *operands)[1]
+        if index.dtype == jnp.bool_:
+            index = index.astype(jnp.int32)
+        whole = [_with_zeros(branch, shapes) for branch in branches]
+        found: tuple[list[Any], Sums] = lax.switch(index, whole, *operands)
+        return found
+
+    def statistics(self, total: Sums) -> dict[Path, Statistic]:
+        """The statistics of leaves from the sums of their uses."""
+        found: dict[Path, Statistic] = {}
+        for number, (sums, rows) in total.items():
+            use = self.uses[number]
+            own = _statistic(use, self.graph, self.kind, sums, rows)
+            if use.path in found:
+                own = jax.tree.map(jnp.add, found[use.path], own)
+            found[use.path] = own
+        return found
+
+
+def _branch(capture: Capture, body: Program) -> Callable[..., tuple[list[Any], Sums]]:
+    return lambda *operands: capture.evaluate(body, operands)
+
+
+def _with_zeros(branch: Callable[..., Any], shapes: Sums) -> Callable[..., Any]:
+    """A branch that sums nothing for the uses of others."""
+
+    def run(*operands: Any) -> Any:
+        outputs, sums = branch(*operands)
+        zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
+        return outputs, zeros | sums
+
+    return run
+
+
+_BODIES: dict[str, Callable[..., tuple[list[Any], Sums]]] = {
+    "scan": Capture._scan,
+    "cond": Capture._cond,
+}
+
+
+# How what a product reads lies in its leaf.
+
+
+def _contracted(use: Use) -> tuple[int, ...]:
+    """The axes of the operand that are summed over."""
+    numbers = use.equation.params["dimension_numbers"]
+    if use.primitive == "dot_general":
+        axes: tuple[int, ...] = numbers[0][use.operand]
+        return axes
+    return tuple(numbers.rhs_spec[1:])
+
+
+def _is_told(use: Use, graph: Graph) -> bool:
+    """Whether the leaf's inputs are known entry by entry."""
+    view, shape = use.view, graph.shape_of(use.path)
+    is_product = use.primitive in PRODUCTS and bool(use.contracting) and use.trips is not None
+    if not is_product or len(view.scans) != len(view.stacked) or view.is_part:
+        return False
+    if use.primitive == "conv_general_dilated" and (
+        use.operand == 0 or use.equation.params["batch_group_count"] != 1
+    ):
+        return False
+    roles = [*use.contracting, *use.output, *use.batch]
+    factors = [factor for i in _contracted(use) for factor in view.dims[i]]
+    sizes = {axis: math.prod(n for a, n in factors if a == axis) for axis, _ in factors}
+    whole = all(axis is not None and shape[axis] == n for axis, n in sizes.items())
+    return whole and sorted(roles) == [*range(len(shape))]
+
+
+def _places(use: Use) -> np.ndarray:
+    """Where the inputs lie among those of the operand, in the leaf's own order."""
+    factors = [factor for i in _contracted(use) for factor in use.view.dims[i]]
+    order = sorted(range(len(factors)), key=lambda i: factors[i][0] or 0)
+    sizes = [size for _, size in factors]
+    return np.arange(math.prod(sizes)).reshape(sizes).transpose(order).ravel()
+
+
+def _groups(use: Use) -> tuple[tuple[int, ...], int]:
+    """The leaf's axes that are groups of a convolution, and how many groups are left beside."""
+    if use.groups == 1 or use.primitive == "dot_general":
+        return (), use.groups
+    outputs = use.view.dims[use.equation.params["dimension_numbers"].rhs_spec[0]]
+    axes: list[int] = []
+    left = use.groups
+    for axis, size in outputs:
+        if axis is None or left % size or left == 1 or (left == use.groups and size != left):
+            break
+        if len(outputs) == 1:
+            break
+        axes.append(axis)
+        left //= size
+    return tuple(axes), left
+
+
+def _lead(use: Use, graph: Graph) -> tuple[int, ...]:
+    shape = graph.shape_of(use.path)
+    axes, groups = _groups(use)
+    sizes = [shape[axis] for axis in (*use.batch, *axes)]
+    return (*sizes, *([groups] if groups > 1 else []))
+
+
+def _inputs(use: Use, graph: Graph) -> int:
+    shape = graph.shape_of(use.path)
+    return math.prod(shape[axis] for axis in use.contracting)
+
+
+def _statistic(use: Use, graph: Graph, kind: Kind, sums: jax.Array, rows: jax.Array) -> Statistic:
+    places = _places(use)
+    found = sums[..., places] if kind == "squares" else sums[..., places[:, None], places]
+    own = (len(places),) * (1 if kind == "squares" else 2)
+    axes, groups = _groups(use)
+    given: Mapping[str, Any] = {kind: found.reshape(*_lead(use, graph), *own)}
+    return Statistic(
+        **given,
+        count=rows,
+        contracting=use.contracting,
+        output=tuple(sorted(axis for axis in use.output if axis not in axes)),
+        batch=(*use.batch, *axes),
+        groups=groups,
+    )
+
+
+# The rows of a product: what its operand's entries are multiplied with.
+
+
+def _rows_of_dot(use: Use, x: jax.Array, kind: Kind) -> tuple[jax.Array, int]:
+    contracted, batch = use.equation.params["dimension_numbers"]
+    inputs, batch = contracted[1 - use.operand], batch[1 - use.operand]
+    free = [i for i in range(x.ndim) if i not in inputs and i not in batch]
+    count = math.prod(x.shape[i] for i in free)
+    lead = [x.shape[i] for i in batch]
+    if kind == "squares":
+        squares = jnp.sum(jnp.square(x), axis=tuple(free))
+        left = [i for i in range(x.ndim) if i not in free]
+        order = [left.index(i) for i in (*batch, *inputs)]
+        return squares.transpose(order).reshape(*lead, -1), count
+    rows = x.transpose(*batch, *free, *inputs).reshape(*lead, count, -1)
+    return _gram(rows), count
+
+
+def _rows_of_convolution(use: Use, x: jax.Array, kind: Kind) -> tuple[jax.Array, int]:
+    equation = use.equation
+    params, kernel, groups = equation.params, equation.inputs[1], use.groups
+    spec = params["dimension_numbers"]
+    output = equation.outputs[0]
+    count = math.prod(output.shape[i] for i in (spec.out_spec[0], *spec.out_spec[2:]))
+    if kind == "squares":  # the convolution's own transpose, of squares, with one output a group
+        shape = [groups if i == spec.rhs_spec[0] else n for i, n in enumerate(kernel.shape)]
+
+        def convolve(weights: jax.Array) -> jax.Array:
+            how = {"preferred_element_type": None}
+            return equation.bind([jnp.square(x), weights], **how)[0]
+
+        weights = jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+        ones = jax.eval_shape(convolve, weights)
+        (sums,) = jax.linear_transpose(convolve, weights)(jnp.ones(ones.shape, ones.dtype))
+        ordered = sums.transpose(spec.rhs_spec)  # [groups, inputs, *window]
+        return ordered.reshape(*([groups] if groups > 1 else []), -1), count
+    patches = lax.conv_general_dilated_patches(
+        x,
+        [kernel.shape[i] for i in spec.rhs_spec[2:]],
+        params["window_strides"],
+        params["padding"],
+        params["lhs_dilation"],
+        params["rhs_dilation"],
+        dimension_numbers=spec,
+        precision=lax.Precision.HIGHEST,
+    )
+    rows = jnp.moveaxis(patches, spec.out_spec[1], -1).reshape(count, groups, -1)
+    grams = _gram(jnp.moveaxis(rows, 1, 0))
+    return (grams if groups > 1 else grams[0]), count
+
+
+def _gram(rows: jax.Array) -> jax.Array:
+    """X^T X of [..., rows, inputs]."""
+    grams: jax.Array = jnp.einsum("...mk,...ml->...kl", rows, rows, precision=lax.Precision.HIGHEST)
+    return grams
