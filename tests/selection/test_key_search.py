@@ -88,8 +88,9 @@ def test_counts_are_of_eligible_keys_strictly_above():
             found = []
             for part in parts:
                 given = jnp.broadcast_to(pivots, (part.segments, 4))
-                busy = jnp.ones(part.segments, bool)
-                found.append([jnp.sum(part.above(given, busy), 1), jnp.sum(part.eligible(), 1)])
+                busy, all_keys = jnp.ones(part.segments, bool), part.eligible()
+                counts = part.above(given, busy, all_keys, all_keys * 0)
+                found.append([jnp.sum(counts, 1), jnp.sum(all_keys, 1)])
             return [jnp.concatenate(x) for x in zip(*found, strict=True)]
 
         above, eligible = count()
@@ -100,7 +101,7 @@ def test_counts_are_of_eligible_keys_strictly_above():
             here = slice(start, start + len(x))
             np.testing.assert_array_equal(above[here].T, expected[0])
             np.testing.assert_array_equal(eligible[here], expected[1])
-            alike = part.above(jnp.broadcast_to(pivots, (len(x), 4)), None)
+            alike = part.above(jnp.broadcast_to(pivots, (len(x), 4)))
             np.testing.assert_array_equal(alike[:, 0].T, expected[0])
             np.testing.assert_array_equal(part.eligible()[:, 0], expected[1])
 
