@@ -21,7 +21,7 @@ from sparsity.masks.create import (
     masked_paths,
     move_masks,
 )
-from sparsity.masks.lazy import elementwise, lazy_scores
+from sparsity.masks.lazy import Draw, drawing, elementwise, lazy_scores
 from sparsity.masks.scopes import SCOPES, Global, Layerwise, Moving, Scope, TreeScope, Wanted
 from sparsity.masks.sites import (
     BatchAxes,
@@ -39,6 +39,7 @@ from sparsity.masks.sites import (
 __all__ = [
     "SCOPES",
     "BatchAxes",
+    "Draw",
     "Global",
     "Layerwise",
     "Moving",
@@ -57,6 +58,7 @@ __all__ = [
     "check_masks",
     "create_mask",
     "create_masks",
+    "drawing",
     "drop_and_grow",
     "elementwise",
     "in_use",
