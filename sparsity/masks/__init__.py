@@ -15,6 +15,7 @@ from sparsity.masks.bits import (
     unpack_masks,
 )
 from sparsity.masks.create import (
+    check_given,
     create_mask,
     create_masks,
     drop_and_grow,
@@ -22,7 +23,15 @@ from sparsity.masks.create import (
     move_masks,
 )
 from sparsity.masks.lazy import Draw, drawing, elementwise, lazy_scores
-from sparsity.masks.scopes import SCOPES, Global, Layerwise, Moving, Scope, TreeScope, Wanted
+from sparsity.masks.scopes import (
+    SCOPES,
+    Global,
+    Layerwise,
+    Moving,
+    Scope,
+    TreeScope,
+    Wanted,
+)
 from sparsity.masks.sites import (
     BatchAxes,
     Overrides,
@@ -54,6 +63,7 @@ __all__ = [
     "apply_mask",
     "apply_mask_straight_through",
     "apply_masks",
+    "check_given",
     "check_leaves",
     "check_masks",
     "create_mask",

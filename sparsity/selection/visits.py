@@ -23,7 +23,7 @@ from sparsity.selection.scores import Leaf
 
 _ROWS = 1024  # of a large segment, for threads to share
 MOST = 2**31 - _ROWS  # entries of a leaf, so that it can be padded to whole rows
-_LEAST_WIDTH = 1024 # of these rows
+_LEAST_WIDTH = 1024  # of these rows
 _FEWER = 32  # a segment of that many times fewer rows is copied rather than read again
 _WIDTH = 1024  # of a row of small segments
 _PADDED = (1024, 4096, LARGE)  # the sizes to which these are padded
