@@ -106,6 +106,31 @@ def test_counts_are_of_eligible_keys_strictly_above():
             np.testing.assert_array_equal(part.eligible()[:, 0], expected[1])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2], ids=["one leaf", "in turn"])
+def test_only_rows_with_keys_of_the_bracket_are_read_if_these_are_few(count):
+    scores = np.random.default_rng(0).integers(0, 1000, (512, 1024)).astype(np.int32)
+    leaves = [Leaf(Scores.of(x)) for x in (scores, scores[::-1])[:count]]
+    (part,), _ = visits.arrange(leaves)
+    pivots = np.array([100, 500, 997], np.int32)
+    for few in (16, 17):
+        at_least = np.zeros((count, 512), np.int32)
+        at_least[:, 30 : 30 + few] = 1024
+        above = np.zeros_like(at_least)
+        above[:, :30] = at_least[:, :30] = 7  # not so, but no key of the bracket is there
+
+        @jax.jit
+        def counts(at_least, above):
+            given = jnp.broadcast_to(pivots, (count, 3))
+            return part.above(given, jnp.ones(count, bool), at_least, above)
+
+        for found, leaf in zip(counts(at_least, above), leaves, strict=True):
+            expected = np.sum(np.asarray(leaf.scores.arrays[0])[..., None] > pivots, axis=1)
+            if few == 16:
+                expected[:30], expected[30 + few :] = 7, 0
+            np.testing.assert_array_equal(found, expected)
+
+
 # ------------------------------------------------------------------ the search
 def worst_counts(pivots, low, high):
     """Counts of a liar: between which pivots the k-th key lies, so that most keys stay."""
