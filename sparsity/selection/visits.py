@@ -24,7 +24,8 @@ from sparsity.selection.scores import Leaf
 _ROWS = 1024  # of a large segment, for threads to share
 MOST = 2**31 - _ROWS  # entries of a leaf, so that it can be padded to whole rows
 _LEAST_WIDTH = 1024  # of these rows
-_FEWER = 32  # a segment of that many times fewer rows is copied rather than read again
+_MANY = 2**20  # entries of a segment, of which few rows may be read: that is one more kernel
+_FEWER = 32  # of so many rows, one is few
 _WIDTH = 1024  # of a row of small segments
 _PADDED = (1024, 4096, LARGE)  # the sizes to which these are padded
 _BRANCHES = 16  # of one switch
@@ -194,9 +195,9 @@ class Visits:
 
 def _above(leaf: Rows, pivots: jax.Array, at_least: jax.Array, above: jax.Array) -> jax.Array:
     """`Rows.above` of one segment: few rows hold keys of a narrow bracket, no other is read."""
-    most = leaf.rows // _FEWER
-    if leaf.sizes is not None or most < 8:
+    if leaf.sizes is not None or leaf.rows * leaf.width < _MANY:
         return leaf.above(pivots)
+    most = leaf.rows // _FEWER
     holds = at_least[0] > above[0]
 
     def of_few() -> jax.Array:

@@ -109,12 +109,12 @@ def test_counts_are_of_eligible_keys_strictly_above():
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2], ids=["one leaf", "in turn"])
 def test_only_rows_with_keys_of_the_bracket_are_read_if_these_are_few(count):
-    scores = np.random.default_rng(0).integers(0, 1000, (512, 1024)).astype(np.int32)
+    scores = np.random.default_rng(0).integers(0, 1000, (1024, 1024)).astype(np.int32)
     leaves = [Leaf(Scores.of(x)) for x in (scores, scores[::-1])[:count]]
     (part,), _ = visits.arrange(leaves)
     pivots = np.array([100, 500, 997], np.int32)
-    for few in (16, 17):
-        at_least = np.zeros((count, 512), np.int32)
+    for few in (32, 33):
+        at_least = np.zeros((count, 1024), np.int32)
         at_least[:, 30 : 30 + few] = 1024
         above = np.zeros_like(at_least)
         above[:, :30] = at_least[:, :30] = 7  # not so, but no key of the bracket is there
@@ -126,7 +126,7 @@ def test_only_rows_with_keys_of_the_bracket_are_read_if_these_are_few(count):
 
         for found, leaf in zip(counts(at_least, above), leaves, strict=True):
             expected = np.sum(np.asarray(leaf.scores.arrays[0])[..., None] > pivots, axis=1)
-            if few == 16:
+            if few == 32:
                 expected[:30], expected[30 + few :] = 7, 0
             np.testing.assert_array_equal(found, expected)
 
