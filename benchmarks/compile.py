@@ -140,7 +140,7 @@ def report(rows: list[list[object]]) -> str:
         "weights); `argsort` is magnitude pruning by two sorts a leaf. CPU-seconds on a shared "
         "machine differ by up to 40 % between runs. Traded: all leaves copy the row in which "
         "their ties end, which costs up to 0.02 bytes a weight and saves a loop with a branch a "
-        "leaf; SET stores its random scores, RigL the masks between its two searches.\n\n"
+        "leaf; SET and RigL store the masks between their two searches.\n\n"
         f"{results.table(head, cells)}"
     )
 

@@ -187,7 +187,8 @@ class BaseUpdater:
         scores = None
         if not is_overridden(self.create_masks):
             table = self.sites_of(params)
-            scores = masks_lib.lazy_scores(self.calculate_scores, table, params, grads)
+            hook = self.calculate_scores
+            scores = masks_lib.lazy_scores(hook, table, sparse_state, params, grads)
         if scores is None:
             state = {"sparse_state": sparse_state, "grads": grads}
             scores = call_hook(self.calculate_scores, params, **state, extra=extra_args)

@@ -12,7 +12,7 @@ from sparsity.base_updater import BaseUpdater
 from sparsity.core import trees
 from sparsity.core.hashing import generate_random_scores
 from sparsity.core.trees import PyTree
-from sparsity.masks import elementwise
+from sparsity.masks import Draw, elementwise
 from sparsity.training.state import SparseState
 
 __all__ = ["MagnitudePruning", "RandomPruning", "SaliencyPruning", "generate_random_scores"]
@@ -67,6 +67,11 @@ class RandomPruning(BaseUpdater):
     """Keeps random weights; a pruned weight stays pruned while the sparsity grows."""
 
     def calculate_scores(
-        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
+        self,
+        params: PyTree,
+        sparse_state: SparseState | None = None,
+        grads: PyTree | None = None,
+        *,
+        draw: Draw = generate_random_scores,
     ) -> PyTree:
-        return generate_random_scores(params, self.rng_seed)
+        return draw(params, self.rng_seed)

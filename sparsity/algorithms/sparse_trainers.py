@@ -20,9 +20,9 @@ from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.base_updater import BaseUpdater
 from sparsity.core.checks import check_fraction, check_int
 from sparsity.core.trees import PyTree
-from sparsity.masks import elementwise, lazy_scores, move_masks
+from sparsity.masks import Draw, drawing, elementwise, lazy_scores, move_masks
 from sparsity.sparsity_schedules import update_range
-from sparsity.training.hooks import ExtraArg, call_hook
+from sparsity.training.hooks import ExtraArg, call_hook, is_overridden
 from sparsity.training.state import SparseState
 
 
@@ -72,8 +72,10 @@ class SparseTraining(BaseUpdater):
     is_sparse_gradients: bool = True
 
     def get_initial_masks(self, params: PyTree, target_sparsities: PyTree) -> PyTree:
-        scores = generate_random_scores(params, self.rng_seed)
-        return self.create_masks(scores, target_sparsities)
+        draw: Draw = generate_random_scores
+        if not is_overridden(self.create_masks):
+            draw = drawing(self.sites_of(params))
+        return self.create_masks(draw(params, self.rng_seed), target_sparsities)
 
     def instant_sparsify(
         self, params: PyTree, grads: PyTree | None = None, **extra_args: ExtraArg
@@ -144,7 +146,7 @@ class DropAndGrow(SparseTraining):
         table = self.sites_of(params)
 
         def scores(hook: Callable[..., PyTree]) -> PyTree:
-            lazy = lazy_scores(hook, table, params, grads)
+            lazy = lazy_scores(hook, table, sparse_state, params, grads)
             if lazy is not None:
                 return lazy
             return call_hook(hook, sparse_state, params, grads, extra=extra_args)
@@ -178,9 +180,16 @@ class DropAndGrow(SparseTraining):
 class SET(DropAndGrow):
     """Grows random weights."""
 
-    def get_grow_scores(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> PyTree:
+    def get_grow_scores(
+        self,
+        sparse_state: SparseState,
+        params: PyTree,
+        grads: PyTree,
+        *,
+        draw: Draw = generate_random_scores,
+    ) -> PyTree:
         # Step 0 of the random stream drew the initial masks.
-        return generate_random_scores(params, self.rng_seed, sparse_state.count + 1)
+        return draw(params, self.rng_seed, sparse_state.count + 1)
 
 
 @dataclasses.dataclass(kw_only=True)

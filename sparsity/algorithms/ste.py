@@ -19,7 +19,7 @@ from sparsity.algorithms.pruners import MagnitudePruning, RandomPruning, generat
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import trees
 from sparsity.core.trees import PyTree
-from sparsity.masks import apply_mask_straight_through, check_masks, in_use, unpack_masks
+from sparsity.masks import Draw, apply_mask_straight_through, check_masks, in_use, unpack_masks
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.hooks import ExtraArg, default_hook
 from sparsity.training.state import SparseState, get_sparse_state
@@ -106,7 +106,12 @@ class SteRandomPruning(StraightThrough, RandomPruning):
     """Uses other random weights in every forward pass and trains all of them."""
 
     def calculate_scores(
-        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
+        self,
+        params: PyTree,
+        sparse_state: SparseState | None = None,
+        grads: PyTree | None = None,
+        *,
+        draw: Draw = generate_random_scores,
     ) -> PyTree:
         step = 0 if sparse_state is None else sparse_state.count
-        return generate_random_scores(params, self.rng_seed, step)
+        return draw(params, self.rng_seed, step)

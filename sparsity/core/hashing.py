@@ -3,7 +3,7 @@
 import functools
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import chex
@@ -36,12 +36,21 @@ def hash_scores(shape: Sequence[int], *words: chex.Numeric) -> jax.Array:
     Returns:
         uint32 scores of that shape.
     """
+    return hash_entries(flat_index(tuple(shape)), *hash_words(*words))
+
+
+def hash_words(*words: chex.Numeric) -> tuple[jax.Array, jax.Array]:
+    """What `hash_entries` needs of the words of `hash_scores`: two uint32 scalars."""
     state = jnp.uint32(_GOLDEN)
     for word in words:
         word = jnp.uint32(word & 0xFFFFFFFF) if isinstance(word, int) else jnp.asarray(word)
         state = _mix(state ^ word.astype(jnp.uint32)) + jnp.uint32(_GOLDEN)
-    index = flat_index(tuple(shape)).astype(jnp.uint32)
-    return _mix(_mix(index ^ state) + _mix(~state))
+    return state, _mix(~state)
+
+
+def hash_entries(index: jax.Array, state: jax.Array, offset: jax.Array) -> jax.Array:
+    """The scores of entries of any shape, from their flat indices and the hashed words."""
+    return _mix(_mix(index.astype(jnp.uint32) ^ state) + offset)
 
 
 def _mix(x: jax.Array) -> jax.Array:
@@ -77,18 +86,28 @@ def generate_random_scores(
       >>> generate_random_scores({"w": jnp.zeros((2, 3))}, 8)["w"].shape
       (2, 3)
     """
-    words = _seed_words(rng_seed)
+    words_of = words_of_leaves(rng_seed, step)
 
     def draw(path: trees.KeyPath, param: Any) -> jax.Array:
-        leaf = np.uint32(zlib.crc32(trees.path_string(path).encode()))
         draw_shape = functools.partial(_hash_scores, jnp.shape(param))
-        scores = shard_like(
-            param, draw_shape, *words, on_device(step, np.uint32), on_device(leaf, np.uint32)
-        )
+        scores = shard_like(param, draw_shape, *words_of(path))
         # Inside jit XLA places them where they are used.
         return scores if is_traced(scores) else place_like(param, scores)
 
     return trees.map_matched(draw, params)
+
+
+def words_of_leaves(
+    rng_seed: int | jax.Array, step: chex.Numeric = 0
+) -> Callable[[trees.KeyPath], tuple[chex.Numeric, ...]]:
+    """From the path of a leaf to the words of `hash_scores` that are its scores' seed."""
+    shared = *_seed_words(rng_seed), on_device(step, np.uint32)
+
+    def words(path: trees.KeyPath) -> tuple[chex.Numeric, ...]:
+        leaf = np.uint32(zlib.crc32(trees.path_string(path).encode()))
+        return *shared, on_device(leaf, np.uint32)
+
+    return words
 
 
 _hash_scores = jax.jit(hash_scores, static_argnums=0)

@@ -15,14 +15,23 @@ from sparsity.masks.bits import (
     unpack_masks,
 )
 from sparsity.masks.create import (
+    check_given,
     create_mask,
     create_masks,
     drop_and_grow,
     masked_paths,
     move_masks,
 )
-from sparsity.masks.lazy import elementwise, lazy_scores
-from sparsity.masks.scopes import SCOPES, Global, Layerwise, Moving, Scope, TreeScope, Wanted
+from sparsity.masks.lazy import Draw, drawing, elementwise, lazy_scores
+from sparsity.masks.scopes import (
+    SCOPES,
+    Global,
+    Layerwise,
+    Moving,
+    Scope,
+    TreeScope,
+    Wanted,
+)
 from sparsity.masks.sites import (
     BatchAxes,
     Overrides,
@@ -39,6 +48,7 @@ from sparsity.masks.sites import (
 __all__ = [
     "SCOPES",
     "BatchAxes",
+    "Draw",
     "Global",
     "Layerwise",
     "Moving",
@@ -53,10 +63,12 @@ __all__ = [
     "apply_mask",
     "apply_mask_straight_through",
     "apply_masks",
+    "check_given",
     "check_leaves",
     "check_masks",
     "create_mask",
     "create_masks",
+    "drawing",
     "drop_and_grow",
     "elementwise",
     "in_use",

@@ -56,6 +56,8 @@ def unpack(bits: chex.Array, like: chex.Array) -> jax.Array:
         return jnp.zeros(shape, jnp.uint8)
 
     def to_bytes(bits: jax.Array) -> jax.Array:
+        if shape[-1:] == (1,):  # a byte a weight, packed or not
+            return (bits != 0).astype(jnp.uint8)
         return jnp.unpackbits(bits, axis=-1, count=(shape or (1,))[-1]).reshape(shape)
 
     return sharding.shard_like(like, to_bytes, bits)
@@ -104,9 +106,11 @@ def read_masks(masks: PyTree, params: PyTree, packed: bool, role: str = "masks")
             # A row of one weight is one byte, packed or not.
             kept: jax.Array = _is_kept(mask)
             return kept
-        if packed and mask.shape == packed_shape(shape):
+        if packed and jnp.shape(mask) == packed_shape(shape):
+            _check_bits(mask, trees.path_string(path))
             return unpack(mask, likes[path])
-        if packed and mask.shape == (-(-math.prod(shape) // 8),):
+        if packed and jnp.shape(mask) == (-(-math.prod(shape) // 8),):
+            _check_bits(mask, trees.path_string(path))
             return sharding.shard_like(likes[path], functools.partial(_unpack_row, shape), mask)
         raise ValueError(
             f"The mask of {trees.path_string(path)!r} among the {role} has shape "
@@ -158,25 +162,37 @@ def check_masks(tree: PyTree, masks: PyTree, *, packed: bool, role: str = "param
     def check(path: trees.KeyPath, leaf: Any, mask: Any) -> None:
         if mask is None:
             return
-        shape, name = jnp.shape(leaf), trees.path_string(path)
+        shape, got, name = jnp.shape(leaf), jnp.shape(mask), trees.path_string(path)
         wanted, other = shape, packed_shape(shape)
         if packed:
             wanted, other = other, wanted
-        if jnp.shape(mask) == wanted:
+        if got == wanted:
+            if packed:
+                _check_bits(mask, name)
             return
-        if jnp.shape(mask) == other:
+        if got == other:
             raise ValueError(
-                f"The mask of {name!r} has shape {mask.shape}, but with use_packed_masks={packed} "
-                f"it needs {wanted}. Restore a state with the setting that it was saved with, or "
+                f"The mask of {name!r} has shape {got}, but with use_packed_masks={packed} it "
+                f"needs {wanted}. Restore a state with the setting that it was saved with, or "
                 f"convert its masks with sparsity.{'pack' if packed else 'unpack'}_masks(masks, "
                 "params)."
             )
         raise ValueError(
-            f"The mask of {name!r} has shape {jnp.shape(mask)}, but its leaf in the {role} has "
-            f"shape {shape}. Masks belong to the model that the optimizer's `init` saw."
+            f"The mask of {name!r} has shape {got}, but its leaf in the {role} has shape {shape}"
+            + (f", and its packed mask {wanted}" if packed else "")
+            + ". Masks belong to the model that the optimizer's `init` saw"
+            + ("; sparsity.pack_masks(masks, params) packs them." if packed else ".")
         )
 
     trees.map_matched(check, tree, masks, role=role)
+
+
+def _check_bits(mask: chex.Array, name: str) -> None:
+    if mask.dtype != jnp.uint8:
+        raise ValueError(
+            f"The packed mask of {name!r} has dtype {mask.dtype} and not uint8. Pack masks with "
+            "sparsity.pack_masks(masks, params)."
+        )
 
 
 def apply_masks(

@@ -165,6 +165,28 @@ def masked_paths(
     return set(trees.leaves_by_path(sparsities))
 
 
+def check_given(
+    scope: Scope | TreeScope, table: Mapping[trees.KeyPath, Site], path: trees.KeyPath
+) -> None:
+    """Raises a ValueError if a leaf without a target has a mask, but none can be made for it.
+
+    Args:
+      scope: what would make the next one.
+      table: the sites of the parameters.
+      path: that of the leaf.
+    """
+    name = trees.path_string(path)
+    try:
+        if path not in table:
+            raise ValueError(f"{name!r} is no array of floating-point numbers.")
+        scope.check(table[path].pattern, table[path].batch_axes, None)
+    except ValueError as error:
+        raise ValueError(
+            f"The masks of wrap_optax have one for {name!r}, which has no target sparsity, but no "
+            f"other could be made for it later. Give None for it there, or mend this: {error}"
+        ) from error
+
+
 def _stores(scope: Scope) -> Callable[[Any], Any]:
     """What makes scores of a kind that the scope takes: a scope of the user's gets arrays."""
     return _as_is if getattr(scope, "takes_lazy_scores", False) else computed

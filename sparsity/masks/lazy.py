@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import chex
 import jax
 import jax.numpy as jnp
 
 from sparsity.core import trees
+from sparsity.core.checks import is_traced
+from sparsity.core.hashing import (
+    generate_random_scores,
+    hash_entries,
+    hash_words,
+    words_of_leaves,
+)
 from sparsity.core.trees import PyTree
 from sparsity.masks.bits import apply_mask
 from sparsity.masks.sites import Sites
@@ -37,20 +46,61 @@ def elementwise(hook: Hook) -> Hook:
     return hook
 
 
-def lazy_scores(
-    hook: Callable[..., PyTree], table: Sites, params: PyTree, grads: PyTree | None
-) -> PyTree | None:
-    """The scores of an `elementwise` hook, not computed yet: a tree like `params` of `Scores`.
+class Draw(Protocol):
+    """What random scores are drawn with: `generate_random_scores`, or what does it lazily."""
 
+    def __call__(
+        self, params: PyTree, rng_seed: int | jax.Array, step: chex.Numeric = 0
+    ) -> PyTree: ...
+
+
+def drawing(table: Sites) -> Draw:
+    """Returns what draws the scores of `generate_random_scores`, not computed yet if traced.
+
+    Args:
+      table: says which stored arrays the parameters were computed from.
+    """
+
+    def draw(params: PyTree, rng_seed: int | jax.Array, step: chex.Numeric = 0) -> PyTree:
+        if not any(map(is_traced, jax.tree.leaves(params))):  # nobody else would place the masks
+            return generate_random_scores(params, rng_seed, step)
+        words_of = words_of_leaves(rng_seed, step)
+
+        def lazy(path: trees.KeyPath, param: Any) -> Scores:
+            like = table.stored(path, param)[:1]
+            return Scores(_drawn, like, hash_words(*words_of(path)), uses_index=True)
+
+        return trees.map_matched(lazy, params)
+
+    return draw
+
+
+def _drawn(_: jax.Array, state: jax.Array, offset: jax.Array, index: jax.Array) -> jax.Array:
+    return hash_entries(index, state, offset)
+
+
+def lazy_scores(
+    hook: Callable[..., PyTree],
+    table: Sites,
+    sparse_state: Any,
+    params: PyTree,
+    grads: PyTree | None,
+) -> PyTree | None:
+    """The scores of a hook, not computed yet: a tree like `params` of `Scores`.
+
+    Those of an `elementwise` hook, or of one that takes what it draws with as an argument `draw`.
     None if the hook is no such one, if it reads arrays of its own, or if a gradient is missing,
     which the hook can say better.
 
     Args:
       hook: takes params, sparse_state and grads by these names.
       table: says which stored arrays the parameters were computed from.
+      sparse_state: the present state.
       params: tree of parameters.
       grads: tree of gradients.
     """
+    if "draw" in inspect.signature(hook).parameters:
+        return hook(params=params, sparse_state=sparse_state, grads=grads, draw=drawing(table))
     if not getattr(hook, "is_elementwise", False):
         return None
     if grads is not None and trees.leaves_by_path(params).keys() - trees.leaves_by_path(grads):

@@ -63,7 +63,7 @@ class NaturalRows:
         counted: jax.Array = lax.optimization_barrier(sums([allowed, ~allowed], self._axes))[0]
         return counted.reshape(-1, 1)
 
-    def above(self, pivots: jax.Array, _: jax.Array) -> jax.Array:
+    def above(self, pivots: jax.Array, *_: jax.Array) -> jax.Array:
         """int32[segments, 1, pivots]: how many eligible keys lie above pivots[segments, pivots]."""
         arrays, pivots = lax.optimization_barrier((self.leaf.arrays, pivots))
         keys = self.leaf.keys(arrays)

@@ -188,7 +188,7 @@ class Found(NamedTuple):
 
 
 def search(
-    count: Callable[[jax.Array, jax.Array], list[jax.Array]],
+    count: Callable[[jax.Array, Found], list[jax.Array]],
     groups: Groups,
     k: Words,
     start: Found,
@@ -205,7 +205,7 @@ def search(
     max_misses + ceil(bits / 3). Elsewhere it is ceil(bits / 4).
 
     Args:
-        count: Maps pivots[brackets, pivots], and which brackets are wanted, to the numbers of keys
+        count: Maps pivots[brackets, pivots], and what was found so far, to the numbers of keys
             above each pivot, int32[segments, rows, pivots] of each part, in one pass.
         groups: Which segments share a bracket.
         k: The rank of the wanted key in each bracket, from 1.
@@ -224,7 +224,7 @@ def search(
         busy = b.low < b.high
         last = jnp.where(busy, b.high - 1, b.high)  # the lowest key has none below
         pivots = jnp.clip(pivots, b.low[:, None], last[:, None])
-        counts = count(pivots, busy)
+        counts = count(pivots, found)
         new, at_low, at_high = jax.vmap(narrow)(b, pivots, groups.totals(counts), k)
         return Found(
             jax.tree.map(lambda x, old: jnp.where(busy, x, old), new, b),

@@ -89,7 +89,7 @@ class Rows:
         columns = [pivots[:, i].astype(keys.dtype)[:, None, None] for i in range(pivots.shape[1])]
         return sums([keys > pivot for pivot in columns], [2])
 
-    def above(self, pivots: jax.Array, _: jax.Array) -> jax.Array:
+    def above(self, pivots: jax.Array, *_: jax.Array) -> jax.Array:
         """int32[segments, rows, pivots]: eligible keys above each of pivots[segments, pivots]."""
         return jnp.stack(self.counts_above(pivots), axis=-1)
 
@@ -113,6 +113,12 @@ class Rows:
                 lax.dynamic_slice_in_dim(x, number, 1, allow_negative_indices=False) for x in arrays
             )
         return Rows(arrays, scalars, start, self.recipe, sizes)
+
+    def some(self, numbers: jax.Array) -> Rows:
+        """Some rows of one segment without padding, copied: each is a segment."""
+        arrays = tuple(jnp.swapaxes(jnp.take(x, numbers, axis=1), 0, 1) for x in self.arrays)
+        scalars = tuple(jnp.broadcast_to(x, numbers.shape) for x in self.scalars)
+        return Rows(arrays, scalars, self.starts + numbers * self.width, self.recipe, None)
 
     def _keys(self, arrays: tuple[jax.Array, ...], offset: jax.Array) -> jax.Array:
         """Keys of entries at places of their segments."""

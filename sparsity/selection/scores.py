@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.core.hashing import flat_index
+from sparsity.core.sharding import shard_like
 from sparsity.core.trees import PyTree
 from sparsity.selection.keys import key_range, readable, to_keys
 
@@ -70,7 +71,10 @@ class Scores:
 
     def compute(self) -> jax.Array:
         """The scores as an array."""
-        index = (flat_index(self.shape),) if self.uses_index else ()
+        index: tuple[jax.Array, ...] = ()
+        if self.uses_index:  # sharded as the scores shall be, which may depend on nothing else
+            like = self.arrays[0]
+            index = (shard_like(like, functools.partial(flat_index, like.shape)),)
         return self.fn(*self.arrays, *self.scalars, *index)
 
 

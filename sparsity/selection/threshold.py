@@ -105,8 +105,14 @@ class Part(Protocol):
     def eligible(self) -> jax.Array:
         """int32[segments, rows]: how many entries may be kept."""
 
-    def above(self, pivots: jax.Array, busy: jax.Array) -> jax.Array:
-        """int32[segments, rows, pivots]: eligible keys above each of pivots[segments, pivots]."""
+    def above(
+        self, pivots: jax.Array, busy: jax.Array, at_least: jax.Array, above: jax.Array
+    ) -> jax.Array:
+        """int32[segments, rows, pivots]: eligible keys above each of pivots[segments, pivots].
+
+        These lie in a bracket of which each row is known to hold so many keys at and above the
+        ends, int32[segments, rows]; the counts of segments that are not busy may be left out.
+        """
 
 
 def _kth_keys(
@@ -128,9 +134,11 @@ def _kth_keys(
     low, high = ends + lowest, ends + top
     b = Bracket.of(jnp.where(nothing, high, low), jnp.where(everything, low, high), n, sharp=flat)
 
-    def count(pivots: jax.Array, busy: jax.Array) -> list[jax.Array]:
-        wanted = zip(parts, groups.spread(pivots), groups.spread(busy), strict=True)
-        return [part.above(own, is_busy) + zero for part, own, is_busy in wanted]
+    def count(pivots: jax.Array, found: Found) -> list[jax.Array]:
+        busy = found.bracket.low < found.bracket.high
+        wanted = map(groups.spread, (pivots, busy))
+        of_parts = zip(parts, *wanted, found.at_least, found.above, strict=True)
+        return [part.above(*own) + zero for part, *own in of_parts]
 
     first = None
     if flat and not key_search.loops_wait_on_host():
@@ -230,7 +238,7 @@ def _ends_by_search(
     zero, last = zero_like(need), sizes - 1
     b = Bracket.of(zero, jnp.where(partial, last, zero), _words(all_ties))
 
-    def count(pivots: jax.Array, _: jax.Array) -> list[jax.Array]:
+    def count(pivots: jax.Array, _: Found) -> list[jax.Array]:
         before = groups.spread(jnp.asarray(last)[:, None] - pivots)
         return [part.ties_before(*x) for part, *x in zip(parts, keys, before, strict=True)]
 

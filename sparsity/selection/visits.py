@@ -21,9 +21,11 @@ from sparsity.selection import key_search, rows
 from sparsity.selection.rows import LARGE, Rows, pad, rows_of
 from sparsity.selection.scores import Leaf
 
-_ROWS = 256  # of a large segment, for threads to share
+_ROWS = 1024  # of a large segment, for threads to share
 MOST = 2**31 - _ROWS  # entries of a leaf, so that it can be padded to whole rows
-_LEAST_ROWS = 16  # the same where it is not padded although 256 do not divide it
+_LEAST_WIDTH = 1024  # of these rows
+_MANY = 2**20  # entries of a segment, of which few rows may be read: that is one more kernel
+_FEWER = 32  # of so many rows, one is few
 _WIDTH = 1024  # of a row of small segments
 _PADDED = (1024, 4096, LARGE)  # the sizes to which these are padded
 _BRANCHES = 16  # of one switch
@@ -64,8 +66,9 @@ def arrange(leaves: Sequence[Leaf]) -> tuple[Parts, list[int]]:
 
 def _row_count(size: int) -> int:
     """How many rows a large segment is cut into; if they do not divide it, it is padded."""
-    rows = _divisor(size, _ROWS)
-    return rows if rows >= _LEAST_ROWS else _ROWS
+    most = min(_ROWS, size // _LEAST_WIDTH)
+    rows = _divisor(size, most)
+    return rows if rows >= most // 16 else most
 
 
 def _divisor(size: int, most: int) -> int:
@@ -120,30 +123,36 @@ class Visits:
         """As of `Rows`."""
         return rows.cut(self.leaves, row, key, need)
 
-    def above(self, pivots: jax.Array, busy: jax.Array) -> jax.Array:
+    def above(
+        self, pivots: jax.Array, busy: jax.Array, at_least: jax.Array, above: jax.Array
+    ) -> jax.Array:
         """As of `Rows`; of segments that are not busy there are no counts."""
         ends = np.cumsum(self._counts)
 
-        def count(leaf: Rows, pivots: jax.Array) -> list[jax.Array]:
-            return [pad(x, self.rows) for x in leaf.counts_above(pivots)]
+        def at_once(leaves: Sequence[Rows], _: Any, pivots: jax.Array, *__: jax.Array) -> jax.Array:
+            own = zip(leaves, jnp.split(pivots, ends[:-1]), strict=True)
+            return jnp.concatenate([pad(leaf.above(x), self.rows) for leaf, x in own])
 
-        def at_once(leaves: Sequence[Rows], _: Any, pivots: jax.Array) -> jax.Array:
-            own = jnp.split(pivots, ends[:-1])
-            found = [count(leaf, x) for leaf, x in zip(leaves, own, strict=True)]
-            return jnp.stack([jnp.concatenate(x) for x in zip(*found, strict=True)], axis=-1)
-
-        if self.segments == 1 or key_search.loops_wait_on_host():
+        if key_search.loops_wait_on_host():
             return at_once(self.leaves, busy, pivots)
+        if self.segments == 1:
+            return _above(self.leaves[0], pivots, at_least, above)
 
-        def in_turn(leaves: Sequence[Rows], numbers: Any, pivots: jax.Array) -> jax.Array:
+        def in_turn(
+            leaves: Sequence[Rows], numbers: Any, pivots: jax.Array, *rows: jax.Array
+        ) -> jax.Array:
             busy, leaf_of, slice_of = numbers
             scalars = zip(*[leaf.scalars for leaf in leaves], strict=True)
             starts = jnp.concatenate([leaf.starts for leaf in leaves])
-            tables = slice_of, tuple(map(jnp.concatenate, scalars)), starts, pivots
+            tables = slice_of, tuple(map(jnp.concatenate, scalars)), starts, pivots, rows
 
-            def branch(leaf: Rows) -> Callable[..., list[jax.Array]]:
-                def run(within: jax.Array, scalars: Any, start: jax.Array, own: Any) -> Any:
-                    return count(leaf.segment(within[0], scalars, start), own)
+            def branch(leaf: Rows) -> Callable[..., jax.Array]:
+                def run(
+                    within: jax.Array, scalars: Any, start: jax.Array, own: jax.Array, rows: Any
+                ) -> jax.Array:
+                    rows = [x[:, : leaf.rows] for x in rows]
+                    counts = _above(leaf.segment(within[0], scalars, start), own, *rows)
+                    return pad(counts, self.rows)
 
                 return run
 
@@ -154,7 +163,8 @@ class Visits:
                     return lax.dynamic_slice_in_dim(x, at, 1, allow_negative_indices=False)
 
                 table = lax.optimization_barrier(jax.tree.map(here, tables))
-                return jnp.stack(_switch(leaf_of[at], branches, *table), axis=-1)[0]
+                counts: jax.Array = _switch(leaf_of[at], branches, *table)[0]
+                return counts
 
             # They vary over a mesh as what is counted.
             like = pivots[:, None].astype(jnp.int32)
@@ -174,13 +184,41 @@ class Visits:
         numbers = busy, jnp.asarray(leaf_of, jnp.int32), jnp.asarray(slice_of, jnp.int32)
         # All arrays are arguments: a rule may not close over mapped ones.
         leaves = [dataclasses.replace(x, starts=jnp.asarray(x.starts)) for x in self.leaves]
-        found: jax.Array = visits(leaves, numbers, pivots)
+        found: jax.Array = visits(leaves, numbers, pivots, at_least, above)
         return found
 
     @property
     def _counts(self) -> list[int]:
         """How many segments each leaf has."""
         return [leaf.segments for leaf in self.leaves]
+
+
+def _above(leaf: Rows, pivots: jax.Array, at_least: jax.Array, above: jax.Array) -> jax.Array:
+    """`Rows.above` of one segment: few rows hold keys of a narrow bracket, no other is read."""
+    if leaf.sizes is not None or leaf.rows * leaf.width < _MANY:
+        return leaf.above(pivots)
+    most = leaf.rows // _FEWER
+    holds = at_least[0] > above[0]
+
+    def of_few() -> jax.Array:
+        rows = _numbers(holds, most)
+        wide = jnp.broadcast_to(above[..., None], (*above.shape, pivots.shape[1]))
+        few = leaf.some(rows)
+        own = few.above(jnp.broadcast_to(pivots, (most, pivots.shape[1])))
+        return wide.at[0, rows].set(own[:, 0])
+
+    counts: jax.Array = lax.cond(
+        jnp.sum(holds, dtype=jnp.int32) <= most, of_few, lambda: leaf.above(pivots)
+    )
+    return counts
+
+
+def _numbers(chosen: jax.Array, most: int) -> jax.Array:
+    """int32[most]: the numbers of those that are chosen, in order, and some zeros."""
+    place = jnp.cumsum(chosen.astype(jnp.int32))
+    numbers = jnp.arange(len(chosen), dtype=jnp.int32)
+    todo = jnp.where(chosen, place - 1, most)
+    return (numbers[:most] & 0).at[todo].set(numbers, mode="drop")
 
 
 def _switch(number: jax.Array, branches: Sequence[Callable[..., Any]], *args: Any) -> Any:
@@ -200,15 +238,11 @@ def _for_each(
     chosen: jax.Array, visit: Callable[[jax.Array], jax.Array], zeros: jax.Array
 ) -> jax.Array:
     """visit(number) of each number that is chosen, one after another; zeros of the others."""
-    count = len(chosen)
-    place = jnp.cumsum(chosen.astype(jnp.int32))
-    numbers = jnp.arange(count, dtype=jnp.int32)
-    todo = jnp.where(chosen, place - 1, count)
-    todo = (numbers & 0).at[todo].set(numbers, mode="drop")
+    todo = _numbers(chosen, len(chosen))
 
     def step(i: jax.Array, found: jax.Array) -> jax.Array:
         more: jax.Array = lax.dynamic_update_index_in_dim(found, visit(todo[i]), todo[i], 0)
         return more
 
-    found: jax.Array = lax.fori_loop(0, place[-1], step, zeros)
+    found: jax.Array = lax.fori_loop(0, jnp.sum(chosen, dtype=jnp.int32), step, zeros)
     return found

@@ -25,7 +25,9 @@ from sparsity.core.checks import is_traced
 from sparsity.core.sharding import on_device
 from sparsity.core.trees import PyTree
 from sparsity.masks import (
+    Sites,
     apply_masks,
+    check_given,
     check_masks,
     in_use,
     pack_masks,
@@ -70,11 +72,12 @@ def wrap(
             own = updater.init_algorithm_state(params, params)
             count = jnp.zeros([], jnp.int32)
             return make_state(packed, SparseState(0, inner.init(params), 0, count, own))
-        with in_use(updater, updater.sites(params)):
+        table = updater.sites(params)
+        with in_use(updater, table):
             state = updater.init_state(params)
         first = read_masks(state.masks, params, packed, "initial masks")
         if masks is not None:
-            first, targets = _given_masks(masks, state.target_sparsities, params, packed)
+            first, targets = _given_masks(updater, masks, state.target_sparsities, params, table)
             state = state._replace(target_sparsities=targets)
         starts_dense = not is_overridden(updater.get_initial_masks) and masks is None
         warn_of_idle(updater, state.target_sparsities, first, starts_dense)
@@ -362,14 +365,15 @@ def update_unless(
 
 
 def _given_masks(
-    masks: PyTree, targets: PyTree, params: PyTree, packed: bool
+    updater: Updater, masks: PyTree, targets: PyTree, params: PyTree, table: Sites
 ) -> tuple[PyTree, PyTree]:
     """The masks that a user starts from, and a target for each leaf that has one."""
-    first = read_masks(masks, params, packed, "masks of wrap_optax")
+    first = read_masks(masks, params, updater.use_packed_masks, "masks of wrap_optax")
 
-    def target_of(_: trees.KeyPath, param: Any, mask: Any, target: Any) -> Any:
+    def target_of(path: trees.KeyPath, param: Any, mask: Any, target: Any) -> Any:
         if mask is None or target is not None:
             return None if mask is None else target
+        check_given(updater.scope, table, path)
         return 1 - jnp.mean(mask, dtype=jnp.float32)
 
     first = trees.map_matched(lambda _, param, mask: mask, params, first)

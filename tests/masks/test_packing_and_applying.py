@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import sparsity
 from sparsity import masks
+from sparsity.training.state import SparseState
 from tests.masks.mask_oracles import draw
 
 NAN, INF = float("nan"), float("inf")
@@ -113,6 +115,28 @@ def test_packed_and_unpacked_masks_do_the_same(shape):
     packed = jax.jit(apply)(param, masks.pack(mask, param))
     np.testing.assert_array_equal(packed, masks.apply_mask(param, mask))
     np.testing.assert_array_equal(packed, np.where(mask, param, 0))
+
+
+@pytest.mark.parametrize(
+    ("packed", "mask", "named"),
+    [
+        (True, np.zeros((4, 16), np.uint8), r"'w' has shape \(4, 16\).*needs \(4, 2\).*pack_masks"),
+        (False, np.zeros((4, 2), np.uint8), r"'w' has shape \(4, 2\).*needs \(4, 16\).*unpack"),
+        (True, np.zeros((4, 3), np.uint8), r"'w' has shape \(4, 3\).*packed mask \(4, 2\).*pack"),
+        (True, np.zeros((4, 2), np.int32), r"packed mask of 'w' has dtype int32.*pack_masks"),
+        (True, np.zeros(8, np.uint8), r"'w' has shape \(8,\).*packed mask \(4, 2\)"),
+    ],
+)
+def test_a_mask_by_hand_that_is_not_stored_as_the_updater_says_is_an_error(packed, mask, named):
+    updater = sparsity.MagnitudePruning(use_packed_masks=packed)
+    with pytest.raises(ValueError, match=named):
+        updater.post_gradient_update({"w": jnp.ones((4, 16))}, SparseState({"w": mask}))
+
+
+@pytest.mark.parametrize("kept", [1, 0b10000000])
+def test_the_byte_of_a_row_of_one_weight_may_be_packed_or_not(kept):
+    bits = jnp.array([[kept], [0]], jnp.uint8)
+    np.testing.assert_array_equal(masks.unpack(bits, jnp.ones((2, 1))), [[1], [0]])
 
 
 def test_without_a_mask_the_parameter_itself_is_returned():

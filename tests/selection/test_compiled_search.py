@@ -41,7 +41,9 @@ def test_large_leaves_are_counted_where_they_are():
     assert program.memory_analysis().temp_size_in_bytes < 0.02 * 8 * 512 * 500
 
 
-@pytest.mark.parametrize("name", ["magnitude", "saliency", "global_magnitude", "rigl"])
+@pytest.mark.parametrize(
+    "name", ["magnitude", "saliency", "random", "global_magnitude", "rigl", "set"]
+)
 def test_an_update_stores_no_scores(name):
     options = {"update_freq": 10, "update_start_step": 0, "update_end_step": 100}
     pruner = sparsity.create_updater_from_config({"algorithm": name, "sparsity": 0.9, **options})

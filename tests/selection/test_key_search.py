@@ -88,8 +88,9 @@ def test_counts_are_of_eligible_keys_strictly_above():
             found = []
             for part in parts:
                 given = jnp.broadcast_to(pivots, (part.segments, 4))
-                busy = jnp.ones(part.segments, bool)
-                found.append([jnp.sum(part.above(given, busy), 1), jnp.sum(part.eligible(), 1)])
+                busy, all_keys = jnp.ones(part.segments, bool), part.eligible()
+                counts = part.above(given, busy, all_keys, all_keys * 0)
+                found.append([jnp.sum(counts, 1), jnp.sum(all_keys, 1)])
             return [jnp.concatenate(x) for x in zip(*found, strict=True)]
 
         above, eligible = count()
@@ -100,9 +101,34 @@ def test_counts_are_of_eligible_keys_strictly_above():
             here = slice(start, start + len(x))
             np.testing.assert_array_equal(above[here].T, expected[0])
             np.testing.assert_array_equal(eligible[here], expected[1])
-            alike = part.above(jnp.broadcast_to(pivots, (len(x), 4)), None)
+            alike = part.above(jnp.broadcast_to(pivots, (len(x), 4)))
             np.testing.assert_array_equal(alike[:, 0].T, expected[0])
             np.testing.assert_array_equal(part.eligible()[:, 0], expected[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2], ids=["one leaf", "in turn"])
+def test_only_rows_with_keys_of_the_bracket_are_read_if_these_are_few(count):
+    scores = np.random.default_rng(0).integers(0, 1000, (1024, 1024)).astype(np.int32)
+    leaves = [Leaf(Scores.of(x)) for x in (scores, scores[::-1])[:count]]
+    (part,), _ = visits.arrange(leaves)
+    pivots = np.array([100, 500, 997], np.int32)
+    for few in (32, 33):
+        at_least = np.zeros((count, 1024), np.int32)
+        at_least[:, 30 : 30 + few] = 1024
+        above = np.zeros_like(at_least)
+        above[:, :30] = at_least[:, :30] = 7  # not so, but no key of the bracket is there
+
+        @jax.jit
+        def counts(at_least, above):
+            given = jnp.broadcast_to(pivots, (count, 3))
+            return part.above(given, jnp.ones(count, bool), at_least, above)
+
+        for found, leaf in zip(counts(at_least, above), leaves, strict=True):
+            expected = np.sum(np.asarray(leaf.scores.arrays[0])[..., None] > pivots, axis=1)
+            if few == 32:
+                expected[:30], expected[30 + few :] = 7, 0
+            np.testing.assert_array_equal(found, expected)
 
 
 # ------------------------------------------------------------------ the search

@@ -63,6 +63,17 @@ def test_leaves_are_masked_like_their_concatenation(flat, fixed):
     check(list(zip(scores, where, strict=True)), ks, flat=flat, fixed=fixed)
 
 
+@pytest.mark.slow
+def test_masks_are_those_of_sorting_where_few_rows_are_read_again():
+    rng = np.random.default_rng(0)
+    scores = [rng.normal(size=(1024, 1024)).astype(np.float32) for _ in range(2)]
+    where = [(rng.random(x.shape) < 0.9).astype(np.uint8) for x in scores]
+    where[0][5:] = 0  # few rows from the start
+    check(list(zip(scores, where, strict=True)), (1, 4000, 105_000, 900_000))
+    rounded = [np.round(x, 3) for x in scores]
+    check(list(zip(rounded, where, strict=True)), (4000, 105_000))
+
+
 # ------------------------------------------------------------------ passes
 def hostile(n):
     """Float scores on which guesses fail, by name."""

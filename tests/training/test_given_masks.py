@@ -9,6 +9,7 @@ import pytest
 import sparsity
 
 _HALF = sparsity.Uniform(0.5)
+_TYPES = {1: sparsity.Channel(0), 2: sparsity.Unstructured()}
 
 
 def _params():
@@ -174,6 +175,29 @@ def test_a_column_for_a_square_is_no_packed_mask():
     masks = {"w": np.ones((8, 1), np.uint8)}
     with pytest.raises(ValueError, match=r"'w' .* \(8, 1\), but its parameter has shape \(8, 8\)"):
         sparsity.StaticRandomSparse().wrap_optax(optax.sgd(0.1), masks=masks).init(params)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"sparsity_type": sparsity.Channel(1)}, r"'b' of shape \(8,\) has no axis 1"),
+        ({"sparsity_type": sparsity.NByM(1, 3)}, "which m = 3 does not divide"),
+        (
+            {"scope": sparsity.Global(), "sparsity_type": lambda path, x: _TYPES[x.ndim]},
+            "A global scope ranks single weights",
+        ),
+        ({}, "'b' is no array of floating-point numbers"),
+    ],
+)
+def test_a_mask_that_no_update_could_replace_is_an_error_at_init(options, why):
+    params = _params() | {"w": jnp.ones((4, 9))} | ({} if options else {"b": jnp.arange(8)})
+    masks = {"w": np.ones((4, 9), np.uint8), "b": np.arange(8) < 6}
+    scheduler = sparsity.OneShotSchedule(1)
+    updater = sparsity.SET(sparsity_distribution_fn=_HALF, scheduler=scheduler, **options)
+    tx = updater.wrap_optax(optax.sgd(0.1), masks=masks)
+    with pytest.raises(ValueError, match=f"one for 'b'.* Give None for it there.*{why}"):
+        tx.init(params)
+    updater.wrap_optax(optax.sgd(0.1), masks=masks | {"b": None}).init(params)
 
 
 def test_algorithms_without_masks_take_none():
