@@ -13,7 +13,7 @@ from jax import lax
 
 from sparsity.core import exact
 from sparsity.selection import counting
-from sparsity.selection.scores import Scores, scalars
+from sparsity.selection.scores import Scores, scalars, stored
 
 _BITS = 30  # of a square as a fraction of about the largest; what is less counts as nothing
 _ROWS = 64  # of a leaf that may be reshaped, for threads to share
@@ -37,7 +37,7 @@ def norms(scores: Sequence[Scores]) -> jax.Array:
     largest = jnp.max(jnp.maximum(-_stack(lows), _stack(highs)), axis=1)
     _, exponents = jnp.frexp(largest)
     # In two steps: a single factor may be out of range.
-    scales = [jnp.ldexp(jnp.ones((), real), (i - exponents) // 2) for i in (0, 1)]
+    scales = stored([jnp.ldexp(jnp.ones((), real), (i - exponents) // 2) for i in (0, 1)])
     # A fused loop each: what both read is not stored between them.
     held = lax.optimization_barrier([x.arrays for x in leaves])
     factors = [scalars(scale) for scale in scales]

@@ -105,13 +105,6 @@ class Leaf(NamedTuple):
         """Its keys, in its shape, of these arrays: its own ones, or what a barrier made of them."""
         return self.recipe.keys(arrays, self.scores.scalars, flat_index(self.scores.shape))
 
-    def reshape(self, shape: tuple[int, ...]) -> Leaf:
-        """The leaf of another shape, whose last axis is all of a slice."""
-        scores, where = self.scores, self.where
-        arrays = tuple(x.reshape(shape) for x in scores.arrays)
-        scores = dataclasses.replace(scores, arrays=arrays)
-        return Leaf(scores, None if where is None else where.reshape(shape), len(shape) - 1)
-
     def stored(self) -> Leaf:
         """The leaf of stored scores."""
         where = None if self.where is None else (self.where != 0).astype(jnp.uint8)
@@ -177,6 +170,18 @@ def at_runtime(number: int) -> jax.Array:
     """
     number_of: jax.Array = lax.optimization_barrier(jnp.array([number, -1], jnp.int32))[0]
     return number_of
+
+
+def stored(x: PyTree) -> PyTree:
+    """The arrays, computed once: what is cheap, XLA:CPU computes in every kernel that reads it.
+
+    What a branch returns is no part of a kernel; this one is always taken.
+    """
+
+    def never(x: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: leaf ^ leaf if leaf.dtype == bool else leaf * 0, x)
+
+    return lax.cond(at_runtime(1) > 0, lambda x: x, never, x)
 
 
 def part_of(x: jax.Array, start: int, count: int) -> jax.Array:

@@ -33,6 +33,7 @@ from sparsity.masks import (
     read_masks,
     unpack_masks,
 )
+from sparsity.selection import stored
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.hooks import ExtraArg, Updater, call_hook, is_overridden
 from sparsity.training.regrow import (
@@ -110,7 +111,7 @@ def wrap(
                 return state
             return make_state(False, state._replace(masks=unpack_masks(state.masks, params)))
 
-        def stored(state: SparseState) -> SparseState:
+        def kept(state: SparseState) -> SparseState:
             masks = pack_masks(state.masks, params) if packed else state.masks
             return make_state(packed, state._replace(masks=masks))
 
@@ -130,7 +131,7 @@ def wrap(
             table.forget()
             new = new._replace(masks=take_masks(new.masks, old.masks, params, packed))
             if not updater.regrows:
-                return stored(new), None
+                return kept(new), None
             new, grown = restart_regrown(old, new, params, inner.init(seen))
             return make_state(True, new) if packed else plain(make_state(True, new)), grown
 
@@ -146,6 +147,7 @@ def wrap(
             )
         is_update = updater.scheduler.is_mask_update_iter(state.count)
         if is_traced(is_update):
+            is_update = stored(is_update)
             state, grown = jax.lax.cond(is_update, refresh, go_on, state)
         else:
             is_update = bool(is_update)
