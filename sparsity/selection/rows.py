@@ -72,13 +72,16 @@ class Rows:
     @jax.jit
     def eligible(self) -> jax.Array:
         """int32[segments, rows]: how many entries may be kept."""
-        allowed = self.recipe.eligible(self.arrays)  # nothing is, in the padding
+        room = self.entries[:, None] - (self.row_ends - self.width)
+        own = jnp.asarray(np.clip(room, 0, self.width), jnp.int32)
+        allowed = self.recipe.eligible(self.arrays)
         if allowed is None:
-            room = self.entries[:, None] - (self.row_ends - self.width)
-            return jnp.asarray(np.clip(room, 0, self.width), jnp.int32)
+            return own
         # The barrier keeps the second operand, and with it the fused loop.
         counted: jax.Array = lax.optimization_barrier(counting.sums([allowed, ~allowed], [2]))[0]
-        return counted
+        if self.sizes is None or not self.recipe.excludes:
+            return counted
+        return counted - (self.width - own)  # zeros of the padding
 
     @jax.jit
     def counts_above(self, pivots: jax.Array) -> list[jax.Array]:

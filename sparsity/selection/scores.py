@@ -85,6 +85,7 @@ class Leaf(NamedTuple):
     scores: Scores
     where: jax.Array | None = None  # not zero: eligible; None: all are
     batch_axes: int = 0  # how many leading axes index separate slices
+    excludes: bool = False  # `where` says the opposite: zero is eligible
 
     @property
     def slices(self) -> int:
@@ -107,7 +108,8 @@ class Leaf(NamedTuple):
 
     def stored(self) -> Leaf:
         """The leaf of stored scores."""
-        where = None if self.where is None else (self.where != 0).astype(jnp.uint8)
+        allowed = self.recipe.eligible(self.arrays)
+        where = None if allowed is None else allowed.astype(jnp.uint8)
         return Leaf(Scores.of(self.scores.compute()), where, self.batch_axes)
 
     @property
@@ -115,7 +117,8 @@ class Leaf(NamedTuple):
         """How its keys are computed; leaves of one recipe can be ranked by one search."""
         scores = self.scores
         dtypes = tuple(x.dtype for x in (*self.arrays, *scores.scalars))
-        return Recipe(scores.fn, scores.dtype, dtypes, len(scores.arrays), scores.uses_index)
+        count, uses_index = len(scores.arrays), scores.uses_index
+        return Recipe(scores.fn, scores.dtype, dtypes, count, uses_index, self.excludes)
 
 
 class Recipe(NamedTuple):
@@ -127,6 +130,7 @@ class Recipe(NamedTuple):
       dtypes: those of the arrays of `Leaf.arrays`, then of the scalars.
       arrays: how many of the arrays `fn` takes; one more says which entries are eligible.
       uses_index: as in `Scores`.
+      excludes: as in `Leaf`.
     """
 
     fn: Callable[..., jax.Array]
@@ -134,10 +138,13 @@ class Recipe(NamedTuple):
     dtypes: tuple[np.dtype, ...]
     arrays: int
     uses_index: bool
+    excludes: bool
 
     def eligible(self, arrays: tuple[jax.Array, ...]) -> jax.Array | None:
         """Which entries may be kept, None if all are."""
-        return arrays[-1] != 0 if len(arrays) > self.arrays else None
+        if len(arrays) == self.arrays:
+            return None
+        return arrays[-1] == 0 if self.excludes else arrays[-1] != 0
 
     def keys(
         self,

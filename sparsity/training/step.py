@@ -133,7 +133,7 @@ def wrap(
             if not updater.regrows:
                 return kept(new), None
             new, grown = restart_regrown(old, new, params, inner.init(seen))
-            return make_state(True, new) if packed else plain(make_state(True, new)), grown
+            return kept(new), grown
 
         def go_on(state: SparseState) -> tuple[SparseState, PyTree]:
             grown = pack_masks(plain(state).masks, params) if updater.regrows else None
