@@ -4,7 +4,7 @@ from sparsity.core.exact import num_kept
 from sparsity.core.hashing import hash_scores
 from sparsity.selection.nm import nm_mask
 from sparsity.selection.norms import norms
-from sparsity.selection.scores import Leaf, Scores, computed, stored
+from sparsity.selection.scores import Leaf, Scores, computed
 from sparsity.selection.topk import global_topk_mask, moved_masks, topk_mask, topk_masks
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "nm_mask",
     "norms",
     "num_kept",
-    "stored",
     "topk_mask",
     "topk_masks",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import chex
@@ -179,16 +179,13 @@ def at_runtime(number: int) -> jax.Array:
     return number_of
 
 
-def stored(x: PyTree) -> PyTree:
-    """The arrays, computed once: what is cheap, XLA:CPU computes in every kernel that reads it.
+def stored(x: Sequence[jax.Array]) -> list[jax.Array]:
+    """Floats, computed once: what is cheap, XLA:CPU computes in every kernel that reads it.
 
     What a branch returns is no part of a kernel; this one is always taken.
     """
-
-    def never(x: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: leaf ^ leaf if leaf.dtype == bool else leaf * 0, x)
-
-    return lax.cond(at_runtime(1) > 0, lambda x: x, never, x)
+    held: list[jax.Array] = lax.cond(at_runtime(1) > 0, list, lambda x: [0 * leaf for leaf in x], x)
+    return held
 
 
 def part_of(x: jax.Array, start: int, count: int) -> jax.Array:

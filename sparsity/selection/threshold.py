@@ -253,7 +253,9 @@ def _ends_by_search(
 def _mask(leaf: Leaf, key: jax.Array, end: jax.Array, flat: bool) -> jax.Array:
     """Mask of keys above the key, and of those equal to it whose flat index is below the end."""
     if flat:
-        return rows_of([leaf], 1, leaf.size).best(key, end).reshape(leaf.scores.shape)
+        rows = rows_of([leaf], 1, leaf.size)
+        mask: jax.Array = rows.best(key, end).reshape(leaf.scores.shape)
+        return mask
     return NaturalRows(leaf).best(key, end)
 
 

@@ -33,7 +33,6 @@ from sparsity.masks import (
     read_masks,
     unpack_masks,
 )
-from sparsity.selection import stored
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.hooks import ExtraArg, Updater, call_hook, is_overridden
 from sparsity.training.regrow import (
@@ -147,8 +146,13 @@ def wrap(
             )
         is_update = updater.scheduler.is_mask_update_iter(state.count)
         if is_traced(is_update):
-            is_update = stored(is_update)
-            state, grown = jax.lax.cond(is_update, refresh, go_on, state)
+            # Returned, it is stored: else every kernel that reads it would compute it again.
+            state, grown, is_update = jax.lax.cond(
+                is_update,
+                lambda state: (*refresh(state), True),
+                lambda state: (*go_on(state), False),
+                state,
+            )
         else:
             is_update = bool(is_update)
             state, grown = refresh(state) if is_update else (state, None)
