@@ -39,6 +39,19 @@ def sums(masks: Sequence[jax.Array], axes: Sequence[int]) -> list[jax.Array]:
     return found
 
 
+def ties_of(keys: jax.Array, wanted: jax.Array, allowed: jax.Array | None) -> jax.Array:
+    """Which entries have the wanted key and are allowed, as all are if it is None."""
+    return keys == wanted if allowed is None else (keys == wanted) & allowed
+
+
+def best(
+    keys: jax.Array, wanted: jax.Array, allowed: jax.Array | None, is_early: jax.Array
+) -> jax.Array:
+    """uint8 mask of keys above the wanted one, and of those of its ties that are early."""
+    kept = (keys > wanted) | (ties_of(keys, wanted, allowed) & is_early)
+    return kept.astype(jnp.uint8)
+
+
 class NaturalRows:
     """A leaf in its own shape: every slice is a segment of one row.
 
@@ -75,7 +88,7 @@ class NaturalRows:
         arrays, before, strides = lax.optimization_barrier((self.leaf.arrays, before, strides))
         keys = self.leaf.keys(arrays)
         (wanted,) = self._spread(key.astype(keys.dtype)[:, None])
-        ties = self._ties(arrays, keys, wanted)
+        ties = ties_of(keys, wanted, self.recipe.eligible(arrays))
         index = flat_index(self.leaf.scores.shape, strides)
         return self._counts([ties & (index < p) for p in self._spread(before)])
 
@@ -85,19 +98,13 @@ class NaturalRows:
         keys = self.leaf.keys(arrays)
         (wanted,), (last,) = (self._spread(x[:, None]) for x in (key.astype(keys.dtype), end))
         index = flat_index(self.leaf.scores.shape, self._strides)
-        best = (keys > wanted) | (self._ties(arrays, keys, wanted) & (index < last))
-        return best.astype(jnp.uint8)
+        return best(keys, wanted, self.recipe.eligible(arrays), index < last)
 
     @property
     def _strides(self) -> list[int]:
         """Those of a flat index within a slice."""
         shape = self.leaf.scores.shape
         return [math.prod(shape[axis + 1 :]) * (axis in self._axes) for axis in range(len(shape))]
-
-    def _ties(self, arrays: tuple[jax.Array, ...], keys: jax.Array, wanted: jax.Array) -> jax.Array:
-        """Which entries have the wanted key and are eligible."""
-        allowed = self.recipe.eligible(arrays)
-        return keys == wanted if allowed is None else (keys == wanted) & allowed
 
     def _spread(self, x: jax.Array) -> list[jax.Array]:
         """Each column of x[segments, columns], to be broadcast against the entries."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,13 @@ from jax import lax
 
 from sparsity.core import exact
 from sparsity.selection import counting
-from sparsity.selection.scores import Scores, scalars
+from sparsity.selection.scores import Scores, scalars, stored
 
 _BITS = 30  # of a square as a fraction of about the largest; what is less counts as nothing
 _ROWS = 64  # of a leaf that may be reshaped, for threads to share
+
+Fn = tuple[Callable[..., jax.Array], bool]  # of `Scores`, and whether it uses the index
+Stored = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]  # their arrays and scalars
 
 
 def norms(scores: Sequence[Scores]) -> jax.Array:
@@ -32,21 +36,20 @@ def norms(scores: Sequence[Scores]) -> jax.Array:
     """
     real = jnp.result_type(jnp.float32, *(x.dtype for x in scores))
     leaves, axes = zip(*map(_in_rows, scores), strict=True)
-    ends = [_ends(_finite(x, real), own) for x, own in zip(leaves, axes, strict=True)]
+    parts = [((x.fn, x.uses_index), (x.arrays, x.scalars)) for x in leaves]
+    ends = [_ends(fn, real, own, x) for (fn, x), own in zip(parts, axes, strict=True)]
     lows, highs = zip(*ends, strict=True)
     largest = jnp.max(jnp.maximum(-_stack(lows), _stack(highs)), axis=1)
     _, exponents = jnp.frexp(largest)
     # In two steps: a single factor may be out of range.
-    scales = [jnp.ldexp(jnp.ones((), real), (i - exponents) // 2) for i in (0, 1)]
-    # A fused loop each: what both read is not stored between them.
-    held = lax.optimization_barrier([x.arrays for x in leaves])
-    factors = [scalars(scale) for scale in scales]
+    scales = stored([jnp.ldexp(jnp.ones((), real), (i - exponents) // 2) for i in (0, 1)])
+    factors = zip(*map(scalars, scales), strict=True)
     summands = max(math.prod(x.shape[i] for i in own) for x, own in zip(leaves, axes, strict=True))
     bits = 31 - max(summands - 1, 1).bit_length()
-    sums = []
-    for i, (leaf, arrays) in enumerate(zip(leaves, held, strict=True)):
-        values = _finite(dataclasses.replace(leaf, arrays=arrays), real)
-        sums.append(_digits(values * factors[0][i] * factors[1][i], bits, axes[i]))
+    sums = [
+        _digits(fn, real, own, bits, x, factor)
+        for (fn, x), own, factor in zip(parts, axes, factors, strict=True)
+    ]
     digits = [_stack(own).T for own in zip(*sums, strict=True)]  # each [sums, leaves]
     total = exact.total(digits[0])
     for i, digit in enumerate(digits[1:], 1):
@@ -65,14 +68,11 @@ def _in_rows(scores: Scores) -> tuple[Scores, range]:
     return dataclasses.replace(scores, arrays=arrays), range(1, 2)
 
 
-def _finite(scores: Scores, real: np.dtype) -> jax.Array:
-    values = scores.compute().astype(real)
-    return jnp.where(jnp.isfinite(values), values, 0)
-
-
-def _ends(values: jax.Array, axes: range) -> Sequence[jax.Array]:
+# Both are traced once for each shape.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _ends(fn: Fn, real: np.dtype, axes: range, stored: Stored) -> Sequence[jax.Array]:
     """The least and the greatest of each row, or 0: two reductions make a fused loop."""
-    zero = np.zeros((), values.dtype)
+    values, zero = _finite(fn, real, stored), np.zeros((), real)
     ends: Sequence[jax.Array] = lax.reduce(
         [values, values],
         [zero, zero],
@@ -82,12 +82,23 @@ def _ends(values: jax.Array, axes: range) -> Sequence[jax.Array]:
     return ends
 
 
-def _digits(values: jax.Array, bits: int, axes: range) -> list[jax.Array]:
-    """The sums of each row of the digits of squares, of so many bits, the lowest first."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _digits(
+    fn: Fn, real: np.dtype, axes: range, bits: int, stored: Stored, factors: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """The sums of each row of the digits of scaled squares, of so many bits, the lowest first."""
+    # A fused loop of its own: what `_ends` reads, too, is not stored between them.
+    stored = lax.optimization_barrier(stored)
+    values = _finite(fn, real, stored) * factors[0] * factors[1]
     whole = jnp.round(values * values * 2.0**_BITS).astype(jnp.int32)
     whole = jnp.minimum(whole, 2**_BITS - 1)
     parts = [(whole >> shift) & ((1 << bits) - 1) for shift in range(0, _BITS, bits)]
     return counting.sums(parts, axes)
+
+
+def _finite(fn: Fn, real: np.dtype, stored: Stored) -> jax.Array:
+    values = Scores(fn[0], *stored, uses_index=fn[1]).compute().astype(real)
+    return jnp.where(jnp.isfinite(values), values, 0)
 
 
 def _stack(rows: Sequence[jax.Array]) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.selection.counting import sums
+from sparsity.selection import counting
 from sparsity.selection.scores import Leaf, Recipe, part_of
 
 LARGE = 16_384  # entries of a segment from which on more of its keys are sampled
@@ -69,15 +69,19 @@ class Rows:
         ends = np.arange(1, self.rows + 1, dtype=np.int32) * self.width
         return np.broadcast_to(ends, (self.segments, self.rows))
 
+    @jax.jit
     def eligible(self) -> jax.Array:
         """int32[segments, rows]: how many entries may be kept."""
-        allowed = self.recipe.eligible(self.arrays)  # nothing is, in the padding
+        room = self.entries[:, None] - (self.row_ends - self.width)
+        own = jnp.asarray(np.clip(room, 0, self.width), jnp.int32)
+        allowed = self.recipe.eligible(self.arrays)
         if allowed is None:
-            room = self.entries[:, None] - (self.row_ends - self.width)
-            return jnp.asarray(np.clip(room, 0, self.width), jnp.int32)
+            return own
         # The barrier keeps the second operand, and with it the fused loop.
-        counted: jax.Array = lax.optimization_barrier(sums([allowed, ~allowed], [2]))[0]
-        return counted
+        counted: jax.Array = lax.optimization_barrier(counting.sums([allowed, ~allowed], [2]))[0]
+        if self.sizes is None or not self.recipe.excludes:
+            return counted
+        return counted - (self.width - own)  # zeros of the padding
 
     @jax.jit
     def counts_above(self, pivots: jax.Array) -> list[jax.Array]:
@@ -87,7 +91,7 @@ class Rows:
         offset = lax.iota(jnp.int32, self.rows * self.width).reshape(1, self.rows, self.width)
         keys = held._keys(arrays, offset)
         columns = [pivots[:, i].astype(keys.dtype)[:, None, None] for i in range(pivots.shape[1])]
-        return sums([keys > pivot for pivot in columns], [2])
+        return counting.sums([keys > pivot for pivot in columns], [2])
 
     def above(self, pivots: jax.Array, *_: jax.Array) -> jax.Array:
         """int32[segments, rows, pivots]: eligible keys above each of pivots[segments, pivots]."""
@@ -167,6 +171,14 @@ class Rows:
 
     def _stride(self, count: int) -> int:
         return max(int(self.rows * self.width / count * _DRIFT), 1)
+
+    @jax.jit
+    def best(self, key: jax.Array, end: jax.Array) -> jax.Array:
+        """uint8 mask of keys above key[segments], and of ties whose place is below the end."""
+        offset = lax.iota(jnp.int32, self.rows * self.width).reshape(1, self.rows, self.width)
+        keys = self._keys(self.arrays, offset)
+        wanted, allowed = _beside(key.astype(keys.dtype), offset), self.recipe.eligible(self.arrays)
+        return counting.best(keys, wanted, allowed, offset < _beside(end, offset))
 
     @functools.partial(jax.jit, static_argnums=2)
     def _row(self, row: jax.Array, width: int) -> tuple[jax.Array, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import chex
@@ -89,6 +89,7 @@ class Leaf(NamedTuple):
     scores: Scores
     where: jax.Array | None = None  # not zero: eligible; None: all are
     batch_axes: int = 0  # how many leading axes index separate slices
+    excludes: bool = False  # `where` says the opposite: zero is eligible
 
     @property
     def slices(self) -> int:
@@ -109,16 +110,10 @@ class Leaf(NamedTuple):
         """Its keys, in its shape, of these arrays: its own ones, or what a barrier made of them."""
         return self.recipe.keys(arrays, self.scores.scalars, flat_index(self.scores.shape))
 
-    def reshape(self, shape: tuple[int, ...]) -> Leaf:
-        """The leaf of another shape, whose last axis is all of a slice."""
-        scores, where = self.scores, self.where
-        arrays = tuple(x.reshape(shape) for x in scores.arrays)
-        scores = dataclasses.replace(scores, arrays=arrays)
-        return Leaf(scores, None if where is None else where.reshape(shape), len(shape) - 1)
-
     def stored(self) -> Leaf:
         """The leaf of stored scores."""
-        where = None if self.where is None else (self.where != 0).astype(jnp.uint8)
+        allowed = self.recipe.eligible(self.arrays)
+        where = None if allowed is None else allowed.astype(jnp.uint8)
         return Leaf(Scores.of(self.scores.compute()), where, self.batch_axes)
 
     @property
@@ -126,7 +121,8 @@ class Leaf(NamedTuple):
         """How its keys are computed; leaves of one recipe can be ranked by one search."""
         scores = self.scores
         dtypes = tuple(x.dtype for x in (*self.arrays, *scores.scalars))
-        return Recipe(scores.fn, scores.dtype, dtypes, len(scores.arrays), scores.uses_index)
+        count, uses_index = len(scores.arrays), scores.uses_index
+        return Recipe(scores.fn, scores.dtype, dtypes, count, uses_index, self.excludes)
 
 
 class Recipe(NamedTuple):
@@ -138,6 +134,7 @@ class Recipe(NamedTuple):
       dtypes: those of the arrays of `Leaf.arrays`, then of the scalars.
       arrays: how many of the arrays `fn` takes; one more says which entries are eligible.
       uses_index: as in `Scores`.
+      excludes: as in `Leaf`.
     """
 
     fn: Callable[..., jax.Array]
@@ -145,10 +142,13 @@ class Recipe(NamedTuple):
     dtypes: tuple[np.dtype, ...]
     arrays: int
     uses_index: bool
+    excludes: bool
 
     def eligible(self, arrays: tuple[jax.Array, ...]) -> jax.Array | None:
         """Which entries may be kept, None if all are."""
-        return arrays[-1] != 0 if len(arrays) > self.arrays else None
+        if len(arrays) == self.arrays:
+            return None
+        return arrays[-1] == 0 if self.excludes else arrays[-1] != 0
 
     def keys(
         self,
@@ -181,6 +181,15 @@ def at_runtime(number: int) -> jax.Array:
     """
     number_of: jax.Array = lax.optimization_barrier(jnp.array([number, -1], jnp.int32))[0]
     return number_of
+
+
+def stored(x: Sequence[jax.Array]) -> list[jax.Array]:
+    """Floats, computed once: what is cheap, XLA:CPU computes in every kernel that reads it.
+
+    What a branch returns is no part of a kernel; this one is always taken.
+    """
+    held: list[jax.Array] = lax.cond(at_runtime(1) > 0, list, lambda x: [0 * leaf for leaf in x], x)
+    return held
 
 
 def part_of(x: jax.Array, start: int, count: int) -> jax.Array:

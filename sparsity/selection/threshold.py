@@ -25,6 +25,7 @@ from sparsity.selection import counting, key_search, sorting
 from sparsity.selection.counting import NaturalRows
 from sparsity.selection.key_search import Bracket, Found, Groups
 from sparsity.selection.keys import key_range
+from sparsity.selection.rows import rows_of
 from sparsity.selection.scores import Leaf, part_of
 from sparsity.selection.visits import MOST, Parts, arrange
 
@@ -260,8 +261,9 @@ def _ends_by_search(
 def _mask(leaf: Leaf, key: jax.Array, end: jax.Array, flat: bool) -> jax.Array:
     """Mask of keys above the key, and of those equal to it whose flat index is below the end."""
     if flat:
-        shape = (leaf.slices, leaf.size) if leaf.batch_axes else (leaf.size,)
-        return NaturalRows(leaf.reshape(shape)).best(key, end).reshape(leaf.scores.shape)
+        rows = rows_of([leaf], 1, leaf.size)
+        mask: jax.Array = rows.best(key, end).reshape(leaf.scores.shape)
+        return mask
     return NaturalRows(leaf).best(key, end)
 
 

@@ -219,7 +219,8 @@ def _moved_masks(
         return lambda: jax.tree.map(lambda x: x + zero.astype(x.dtype), branch())
 
     def grown(kept: list[jax.Array], lost: Words) -> list[jax.Array]:
-        free = [leaf._replace(where=1 - mask) for leaf, mask in zip(grow, kept, strict=True)]
+        pairs = zip(grow, kept, strict=True)
+        free = [leaf._replace(where=mask, excludes=True) for leaf, mask in pairs]
         return [a | b for a, b in zip(kept, _select(free, lost, together)[0], strict=True)]
 
     # The results of a branch are stored; all that reads them would else compute them again.

@@ -8,6 +8,7 @@ segments are padded to one of three sizes and counted at once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,7 +91,7 @@ class Visits:
         """As of `Rows`."""
         return sum(self._counts)
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         """As of `Rows`."""
         return max(leaf.rows for leaf in self.leaves)

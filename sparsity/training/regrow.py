@@ -26,26 +26,20 @@ def restart_regrown(
       fresh: what the inner optimizer's `init` returns.
 
     Returns:
-      The new state, its masks packed, and the packed mask of the weights that have grown.
+      The new state and the packed mask of the weights that have grown.
     """
     grown = trees.map_matched(
         lambda _, mask, before: mask & (1 - before), new.masks, old.masks, role="new masks"
     )
     grown = pack_masks(grown, params)
-    masks = read_after(pack_masks(new.masks, params), grown)
-    chosen = trees.map_matched(lambda _, param, mask: mask, params, unpack_masks(grown, params))
+    regrown = unpack_masks(grown, params)
+    # All that follows reads the packed mask of what has grown, and so do the new masks: thus the
+    # compiler sees that the old masks are read no more, and writes the new ones in their place.
+    # Without it every step copies them; tests look for the copies in the compiled program.
+    masks = trees.map_matched(lambda _, mask, more: mask | more, new.masks, regrown)
+    chosen = trees.map_matched(lambda _, param, mask: mask, params, regrown)
     inner_state = owners.replace_where(new.inner_state, fresh, chosen)
     return new._replace(masks=masks, inner_state=inner_state), grown
-
-
-def read_after(masks: PyTree, grown: PyTree) -> PyTree:
-    """Returns packed masks that formally depend on those of the weights that have grown.
-
-    All that follows reads the packed mask of what has grown, and so do the new masks now: thus the
-    compiler sees that the old masks are read no more, and writes the new ones in their place.
-    Without it every step copies them; tests look for the copies in the compiled program.
-    """
-    return trees.map_matched(lambda _, bits, more: bits | more, masks, grown)
 
 
 def without_grown(params: PyTree, grown: PyTree) -> PyTree:

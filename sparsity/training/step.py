@@ -113,7 +113,7 @@ def wrap(
                 return state
             return make_state(False, state._replace(masks=unpack_masks(state.masks, params)))
 
-        def stored(state: SparseState) -> SparseState:
+        def kept(state: SparseState) -> SparseState:
             masks = pack_masks(state.masks, params) if packed else state.masks
             return make_state(packed, state._replace(masks=masks))
 
@@ -133,9 +133,9 @@ def wrap(
             table.forget()
             new = new._replace(masks=take_masks(new.masks, old.masks, params, packed))
             if not updater.regrows:
-                return stored(new), None
+                return kept(new), None
             new, grown = restart_regrown(old, new, params, inner.init(seen))
-            return make_state(True, new) if packed else plain(make_state(True, new)), grown
+            return kept(new), grown
 
         def go_on(state: SparseState) -> tuple[SparseState, PyTree]:
             grown = pack_masks(plain(state).masks, params) if updater.regrows else None
@@ -149,7 +149,13 @@ def wrap(
             )
         is_update = updater.scheduler.is_mask_update_iter(state.count)
         if is_traced(is_update):
-            state, grown = jax.lax.cond(is_update, refresh, go_on, state)
+            # Returned, it is stored: else every kernel that reads it would compute it again.
+            state, grown, is_update = jax.lax.cond(
+                is_update,
+                lambda state: (*refresh(state), True),
+                lambda state: (*go_on(state), False),
+                state,
+            )
         else:
             is_update = bool(is_update)
             state, grown = refresh(state) if is_update else (state, None)
