@@ -321,8 +321,8 @@ def _rows_of_convolution(use: Use, x: jax.Array, kind: Kind) -> tuple[jax.Array,
         shape = [groups if i == spec.rhs_spec[0] else n for i, n in enumerate(kernel.shape)]
 
         def convolve(weights: jax.Array) -> jax.Array:
-            how = {"preferred_element_type": None}
-            return equation.bind([jnp.square(x), weights], **how)[0]
+            found = equation.bind([jnp.square(x), weights], preferred_element_type=None)
+            return jnp.asarray(found[0])
 
         weights = jax.ShapeDtypeStruct(tuple(shape), x.dtype)
         ones = jax.eval_shape(convolve, weights)
