@@ -40,6 +40,7 @@ from sparsity.api import (
 )
 from sparsity.base_updater import ALGORITHM_REGISTRY, BaseUpdater, NoPruning
 from sparsity.epochs import EpochStrategy, pruning, pruning_apply
+from sparsity.lora import merge_lora
 from sparsity.masks import Global, Layerwise, Scope, elementwise, pack_masks, unpack_masks
 from sparsity.predecessors import apply_mask, pruning_act_struct, pruning_act_unstruct
 from sparsity.reports import (
@@ -115,6 +116,7 @@ __all__ = [
     "layer_summary",
     "mask_calculator",
     "masks",
+    "merge_lora",
     "pack_masks",
     "plot_sparsity",
     "prune_act_struct",

@@ -135,7 +135,7 @@ FLOORS = [
     ["selection", "sparsity_schedules"],
     ["patterns", "masks"],
     ["sparsity_types", "sparsity_distributions", "training", "activations"],
-    ["base_updater", "reports"],
+    ["base_updater", "reports", "lora"],
     ["algorithms", "epochs", "api", "predecessors"],
     ["cli"],  # uses the package, as baselines and benchmarks do
 ]
@@ -223,7 +223,7 @@ PUBLIC = {
     "pruning", "pruning_apply", "EpochStrategy",
     "prune_act_unstruct", "prune_act_struct", "pruning_act_struct", "pruning_act_unstruct",
     "apply_mask",
-    "sparsify_linen", "sparsify_nnx",
+    "sparsify_linen", "sparsify_nnx", "merge_lora",
 }
 # fmt: on
 PUBLIC_MODULES = ["algorithms", "sparsity_distributions", "sparsity_schedules", "sparsity_types"]
