@@ -2,6 +2,7 @@
 # Makes the environment, checks everything, or trains; see `bash run.sh help`.
 set -euo pipefail
 
+extras=cli,config,flax,summary,tensorboard # of users of the package
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 
 usage() {
@@ -11,6 +12,8 @@ bash run.sh quick            the same without the slow tests: an answer within t
 bash run.sh train [flags]    make the environment, train on real digits, dense and sparse
 bash run.sh train --help     list the flags of training
 bash run.sh example NAME     make the example's own environment, run it; without NAME, list the names
+bash run.sh package          build wheel and sdist; test the installed wheel away from this folder
+bash run.sh lowest           run the tests with the oldest versions that pyproject.toml allows
 bash run.sh baselines        make the environment, measure every algorithm; --help lists the flags
 bash run.sh help             this text
 
@@ -97,6 +100,55 @@ check() {
   "$venv/bin/python" -m pytest -n 2 "$@"
 }
 
+# Runs, with the Python $1, the tests that need the installed package and no checkout, in an empty
+# folder; the doctests of the package with them.
+test_installed() {
+  local folder of_checkout=(examples test_{baselines,benchmarks,optimizers,package,run_sh,typing}.py)
+  folder=$(mktemp -d)
+  trap 'rm -rf -- "$folder"' RETURN
+  cp -r -- "$root/tests" "$root/pyproject.toml" "$folder"
+  cd -- "$folder"
+  "$1" -P -m pytest -n 2 -m "not slow" \
+    "${of_checkout[@]/#/--ignore=tests/}" tests --pyargs sparsity
+  cd -- "$root"
+}
+
+# Builds the distributions, and tests them in an environment of their own.
+check_package() {
+  local clean=$root/.venv-package
+  set_up
+  rm -rf -- "$root/dist" "$clean"
+  echo "== build"
+  "$venv/bin/python" -m build --outdir "$root/dist" "$root" >/dev/null
+  "$(find_python)" -m venv "$clean"
+  echo "== sdist"
+  "$clean/bin/python" -m pip install -qq --disable-pip-version-check "$root"/dist/*.tar.gz
+  "$clean/bin/sparsity" --version
+  echo "== wheel"
+  "$clean/bin/python" -m pip uninstall -qq --yes jax-sparsity
+  "$clean/bin/python" -m pip install -qq --disable-pip-version-check "$(echo "$root"/dist/*.whl)[$1]"
+  test_installed "$clean/bin/python"
+}
+
+# Runs the tests with the oldest versions of what the package and its extras need.
+check_lowest() {
+  local lowest=$root/.venv-lowest
+  rm -rf -- "$lowest"
+  "$(find_python)" -m venv "$lowest"
+  "$lowest/bin/python" - "$root/pyproject.toml" "$@" >"$lowest/constraints.txt" <<'EOF'
+import sys, tomllib
+from pathlib import Path
+
+project = tomllib.loads(Path(sys.argv[1]).read_text())["project"]
+extras = project["optional-dependencies"]
+needs = project["dependencies"] + sum((extras[name] for name in sys.argv[2].split(",")), [])
+print(*(need.replace(">=", "==") for need in needs), sep="\n")
+EOF
+  "$lowest/bin/python" -m pip install -qq --disable-pip-version-check \
+    --constraint "$lowest/constraints.txt" "$root[$1,test]"
+  test_installed "$lowest/bin/python"
+}
+
 case ${1-check} in
   check)
     [[ $# -le 1 ]] || fail "check takes no arguments; see 'bash run.sh help'."
@@ -117,6 +169,12 @@ case ${1-check} in
     shift
     set_up
     PYTHONPATH=$root exec "$venv/bin/python" -P -m baselines.run "$@"
+    ;;
+  package)
+    check_package "$extras,test"
+    ;;
+  lowest)
+    check_lowest "$extras"
     ;;
   example)
     shift

@@ -52,6 +52,7 @@ from sparsity.calibration import (
 )
 from sparsity.epochs import EpochStrategy, pruning, pruning_apply
 from sparsity.graph import Coupled, Graph, budget, trace
+from sparsity.lora import merge_lora
 from sparsity.masks import Global, Layerwise, Scope, elementwise, pack_masks, unpack_masks
 from sparsity.predecessors import apply_mask, pruning_act_struct, pruning_act_unstruct
 from sparsity.reports import (
@@ -141,6 +142,7 @@ __all__ = [
     "layer_summary",
     "mask_calculator",
     "masks",
+    "merge_lora",
     "owl",
     "pack_masks",
     "plot_sparsity",

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import qwix
 from flax import nnx
 from tunix.models.llama3 import model as llama
 from tunix.sft import peft_trainer
@@ -21,6 +22,7 @@ import sparsity
 from sparsity import sparsity_distributions
 
 LENGTH, BATCH, ACCUMULATED = 64, 16, 2  # characters a line, lines a batch, batches a step
+RANK, ALPHA = 4, 8.0  # of adapters
 HIGHEST_LOSS = 2.1  # nats a character, which every model has to undercut; chance is 4.85
 
 
@@ -110,6 +112,34 @@ def train(pruner: sparsity.BaseUpdater, name: str, steps: int) -> peft_trainer.P
     return trainer
 
 
+def merge_adapters(trainer: peft_trainer.PeftTrainer, steps: int) -> None:
+    """Trains qwix's adapters of a pruned model, and merges them into it under its masks."""
+    inputs = model_input(next(batches(load_text()[0], 1, seed=3)))
+    del inputs["input_mask"]  # only the loss wants it
+    provider = qwix.LoraProvider(module_path="layers/.*", rank=RANK, alpha=ALPHA)
+    adapted = qwix.apply_lora_to_model(
+        trainer.model, provider, rngs=nnx.Rngs(3), cache=None, **inputs
+    )
+    config = peft_trainer.TrainingConfig(eval_every_n_steps=steps, max_steps=steps)
+    tuner = peft_trainer.PeftTrainer(adapted, optax.adamw(2e-3), config)
+    tuner.with_gen_model_input_fn(model_input)
+    tuner.train(batches(load_text()[0], steps, seed=4))
+
+    factors = dict(nnx.to_flat_state(nnx.state(tuner.model, nnx.LoRAParam)))
+    pairs = {
+        (*path[:-1], name.removesuffix("_lora_a")): (
+            a[...],
+            factors[*path[:-1], f"{name.removesuffix('_lora_a')}_lora_b"][...],
+        )
+        for path, a in factors.items()
+        if (name := path[-1]).endswith("_lora_a")
+    }
+    weights = nnx.state(trainer.model, nnx.Param)
+    masks = sparsity.get_sparse_state(trainer.optimizer.opt_state).masks
+    lora = nnx.traversals.unflatten_mapping(pairs)
+    nnx.update(trainer.model, sparsity.merge_lora(weights, lora, masks, scale=ALPHA / RANK))
+
+
 def test_loss(trainer: peft_trainer.PeftTrainer) -> float:
     """Returns the loss on text that was not trained with, in nats a character."""
     loss_fn = nnx.jit(lambda model, batch: trainer.loss_fn(model, **model_input(batch)))
@@ -146,9 +176,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="steps of the optimizer")
     steps = parser.parse_args().steps
     pruners = make_pruners(steps)
-    results = {
-        name: check(train(pruner, name, steps), pruner, steps) for name, pruner in pruners.items()
-    }
+    results = {}
+    for name, pruner in pruners.items():
+        trainer = train(pruner, name, steps)
+        results[name] = check(trainer, pruner, steps)
+        if name == "2:4":
+            merge_adapters(trainer, steps)
+            results["LoRA"] = check(trainer, pruner, steps)
     print(*(f"{name:5}  {result}" for name, result in results.items()), sep="\n")
 
 

@@ -1,0 +1,104 @@
+"""Patterns that a mask has, whoever made it: N:M, blocks, channels.
+
+A mask is given as bits, one for each entry, so that even that of a large array fits in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+GROUPS = (2, 4, 8, 16, 32)  # sizes of groups that N:M patterns are looked for with
+TILE = 1 << 20  # entries that are unpacked at once
+
+
+def find_patterns(bits: np.ndarray, shape: tuple[int, ...]) -> list[str]:
+    """Returns the patterns of a mask by the names that `parse_sparsity_type` reads.
+
+    Args:
+      bits: [ceil(size / 8)] uint8, the mask as `numpy.packbits` packs it, 1 = kept.
+      shape: that of the mask.
+
+    Returns:
+      The channels that are kept or removed as a whole; else the largest blocks that are, and for
+      each axis the N:M pattern that holds: a group of M has at most N ones, and there are too many
+      ones for fewer. Nothing for a mask of ones or of zeros.
+
+    Example:
+      >>> mask = np.array([[1, 0, 1, 0], [0, 0, 1, 1]])
+      >>> find_patterns(np.packbits(mask), (2, 4))
+      ['nm_2,4,-1']
+    """
+    ones = int(np.bitwise_count(bits).sum())
+    if ones in (0, math.prod(shape)):
+        return []
+    found = _find_units(bits, shape)
+    if found and found[0].startswith("channel"):
+        return found
+    for axis in range(-len(shape), 0):
+        if best := _find_groups(bits, shape, axis, ones):
+            found.append(f"nm_{best[0]},{best[1]},{axis}")
+    return found
+
+
+def _find_units(bits: np.ndarray, shape: tuple[int, ...]) -> list[str]:
+    """The channels, else the blocks, of which a mask consists."""
+    steps = [_step_of_changes(bits, shape, axis) for axis in range(len(shape))]
+    moving = [axis - len(shape) for axis, step in enumerate(steps) if step]
+    if len(moving) == 1 and len(shape) > 1:
+        return [f"channel_{moving[0]}"]
+    rows, columns = [1, *(step or size for step, size in zip(steps, shape, strict=True))][-2:]
+    return [f"block_{rows},{columns}"] if rows * columns > 1 else []
+
+
+def _step_of_changes(bits: np.ndarray, shape: tuple[int, ...], axis: int) -> int:
+    """The largest step such that a mask changes along an axis at its multiples only; 0 = never."""
+    size, width = shape[axis], math.prod(shape[axis + 1 :])
+    before, step = np.empty(width, np.uint8), 0
+    for start, columns, tile in _tiles(bits, math.prod(shape[: axis + 1]), width):
+        rows = np.concatenate([before[None, columns] if start else tile[:1], tile])
+        places = (start + np.flatnonzero(np.any(rows[1:] != rows[:-1], axis=1))) % size
+        before[columns] = tile[-1]
+        step = int(np.gcd.reduce(places, initial=step))
+        if step == 1:
+            break
+    return step
+
+
+def _find_groups(
+    bits: np.ndarray, shape: tuple[int, ...], axis: int, ones: int
+) -> tuple[int, int] | None:
+    """The sparsest N:M that a mask has along an axis, of those the one with the smallest M."""
+    size, width = shape[axis], math.prod(shape[len(shape) + axis + 1 :])
+    most = {m: 0 for m in GROUPS if size % m == 0}
+    fewest = {m: -(-ones * m // math.prod(shape)) for m in most}  # that any group of M must keep
+    for _, _, tile in _tiles(bits, math.prod(shape) // width, width):
+        counts = tile
+        for m in most:
+            counts = counts[::2] + counts[1::2]
+            most[m] = max(most[m], int(counts.max()))
+        if all(most[m] > fewest[m] for m in most):
+            return None
+    holding = [(n, m) for m, n in most.items() if n == fewest[m] < m]
+    return min(holding, key=lambda nm: (nm[0] / nm[1], nm[1]), default=None)
+
+
+def _tiles(bits: np.ndarray, rows: int, width: int) -> Iterator[tuple[int, slice, np.ndarray]]:
+    """Parts of the mask as a matrix of that many rows: first row, columns, uint8 entries.
+
+    They hold whole groups of 32 rows, and all columns unless these can be split at bytes.
+    """
+    step = max(TILE // width // 32, 1) * 32
+    for start in range(0, rows, step):
+        count = min(step, rows - start)
+        part = bits[start * width // 8 : -(-(start + count) * width // 8)]
+        if width % 8 or width * 32 <= TILE:
+            entries = np.unpackbits(part, count=count * width)
+            yield start, slice(None), entries.reshape(count, width)
+            continue
+        part = part.reshape(count, width // 8)
+        for left in range(0, width // 8, TILE // 256):
+            right = min(left + TILE // 256, width // 8)
+            yield start, slice(8 * left, 8 * right), np.unpackbits(part[:, left:right], axis=1)

@@ -1,0 +1,93 @@
+"""`sparsity diff`: which masks moved and which weights changed between two checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparsity.cli import checkpoints
+from sparsity.cli.leaf import Leaf
+from sparsity.cli.output import print_json, print_table, shape_text
+
+ABOUT = "Show which masks moved and which weights changed between two checkpoints."
+EXAMPLES = """\
+  sparsity diff before.safetensors after.safetensors
+  sparsity diff runs/1/default runs/2/default --json
+"""
+COUNTS = ("kept", "dropped", "grown", "changed")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    parser.add_argument("old", type=Path, help="a checkpoint")
+    parser.add_argument("new", type=Path, help="the checkpoint to compare with it")
+    parser.add_argument("--json", action="store_true", help="print JSON, with all leaves")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints where two checkpoints differ; returns 1 if they do, else 0."""
+    old, new = (
+        checkpoints.leaves_by_name(checkpoints.read(path))
+        for path in (arguments.old, arguments.new)
+    )
+    wanted = checkpoints.chosen(old | new, arguments.filter)
+    leaves = {name: compare(old.get(name), new.get(name)) for name in old | new if name in wanted}
+    total = {key: sum(leaf.get(key, 0) for leaf in leaves.values()) for key in COUNTS}
+    differing = {name: leaf for name, leaf in leaves.items() if _differs(leaf)}
+    if arguments.json:
+        print_json({"leaves": leaves, "total": total})
+    elif differing:
+        rows = [[name, *_cells(leaf)] for name, leaf in differing.items()]
+        last = f"{len(differing)} of {len(leaves)} leaves differ"
+        print_table(["leaf", "array", *COUNTS], rows, [last, *_cells(total)], text=2)
+    else:
+        print(f"No difference in {len(leaves)} leaves.")
+    return 1 if differing else 0
+
+
+def compare(old: Leaf | None, new: Leaf | None) -> dict[str, Any]:
+    """Returns how an array differs; both are read once, piece by piece.
+
+    Returns:
+      `old` and `new`, each with `shape` and `dtype`, or `None` where there is no such array. If the
+      shapes are equal, numbers of entries, too: `kept` are not zero in both, `dropped` in the old
+      one only, `grown` in the new one only; `changed` are those kept with another value. A NaN
+      equals a NaN.
+    """
+    report: dict[str, Any] = {"old": _kind(old), "new": _kind(new)}
+    if old is None or new is None or old.shape != new.shape:
+        return report
+    counts = np.zeros(len(COUNTS), np.int64)
+    for a, b in zip(old.pieces(), new.pieces(), strict=True):
+        before, after = a != 0, b != 0
+        kept = before & after
+        changed = kept & (a != b) & ((a == a) | (b == b))
+        masks = (kept, before & ~after, after & ~before, changed)
+        counts += [np.count_nonzero(mask) for mask in masks]
+    return report | dict(zip(COUNTS, counts.tolist(), strict=True))
+
+
+def _kind(leaf: Leaf | None) -> dict[str, Any] | None:
+    return None if leaf is None else {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+
+
+def _differs(leaf: dict[str, Any]) -> bool:
+    return leaf["old"] != leaf["new"] or any(leaf[key] for key in COUNTS[1:])
+
+
+def _cells(leaf: dict[str, Any]) -> list[str]:
+    return [_change(leaf), *(f"{leaf[key]:,}" if key in leaf else "" for key in COUNTS)]
+
+
+def _change(leaf: dict[str, Any]) -> str:
+    """What kind of array it is, or was and has become."""
+    if "old" not in leaf:
+        return ""
+    kinds = [
+        f"{shape_text(kind['shape'])} {kind['dtype']}" if kind else "nothing"
+        for kind in (leaf["old"], leaf["new"])
+    ]
+    return kinds[0] if kinds[0] == kinds[1] else " -> ".join(kinds)

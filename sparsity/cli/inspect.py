@@ -1,0 +1,98 @@
+"""`sparsity inspect`: how sparse a checkpoint is, in which pattern, and what it takes of a disk."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparsity.cli import checkpoints
+from sparsity.cli.detect import find_patterns
+from sparsity.cli.leaf import Leaf
+from sparsity.cli.output import bytes_text, print_json, print_table, shape_text
+from sparsity.core import extras
+
+ABOUT = "Show what a checkpoint holds: sparsity, patterns, bytes."
+EXAMPLES = """\
+  sparsity inspect model.safetensors
+  sparsity inspect checkpoints/100/default --filter '.*kernel' --json
+"""
+BYTES = ("dense", "bitmask", "zstd")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    parser.add_argument("path", type=Path, help="the checkpoint")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints what is in a checkpoint."""
+    found = checkpoints.leaves_by_name(checkpoints.read(arguments.path))
+    wanted = checkpoints.chosen(found, arguments.filter)
+    leaves = {name: describe(leaf) for name, leaf in found.items() if name in wanted}
+    total = _total(list(leaves.values()))
+    if arguments.json:
+        print_json({"path": str(arguments.path), "leaves": leaves, "total": total})
+    else:
+        rows = [[name, *_cells(leaf)] for name, leaf in leaves.items()]
+        columns = ["leaf", "shape", "dtype", "patterns", "sparsity", *BYTES]
+        print_table(columns, rows, ["total", *_cells(total)], text=4)
+    return 0
+
+
+def describe(leaf: Leaf) -> dict[str, Any]:
+    """Returns what is known of an array; it is read once, piece by piece.
+
+    Returns:
+      `shape`, `dtype`, `size`, `nonzeros`, `sparsity`, `patterns`, and the `bytes` that it takes:
+      `dense`; `bitmask`, a bit for each entry beside the non-zeros; `zstd`, compressed.
+    """
+    bits = np.empty(-(-leaf.size // 8), np.uint8)
+    compressor = extras.load("zstandard", "cli").ZstdCompressor().compressobj()
+    compressed = start = 0
+    for piece in leaf.pieces():
+        packed = np.packbits(piece != 0)
+        bits[start : start + packed.size] = packed
+        start += packed.size
+        compressed += len(compressor.compress(piece.view(np.uint8)))
+    nonzeros = int(np.bitwise_count(bits).sum())
+    return {
+        "shape": list(leaf.shape),
+        "dtype": str(leaf.dtype),
+        "size": leaf.size,
+        "nonzeros": nonzeros,
+        "sparsity": _sparsity(nonzeros, leaf.size),
+        "patterns": find_patterns(bits, leaf.shape),
+        "bytes": {
+            "dense": leaf.nbytes,
+            "bitmask": bits.size + nonzeros * leaf.dtype.itemsize,
+            "zstd": compressed + len(compressor.flush()),
+        },
+    }
+
+
+def _total(leaves: list[dict[str, Any]]) -> dict[str, Any]:
+    size, nonzeros = (sum(leaf[key] for leaf in leaves) for key in ("size", "nonzeros"))
+    return {
+        "size": size,
+        "nonzeros": nonzeros,
+        "sparsity": _sparsity(nonzeros, size),
+        "bytes": {kind: sum(leaf["bytes"][kind] for leaf in leaves) for kind in BYTES},
+    }
+
+
+def _sparsity(nonzeros: int, size: int) -> float:
+    return (size - nonzeros) / max(size, 1)
+
+
+def _cells(leaf: dict[str, Any]) -> list[str]:
+    return [
+        shape_text(leaf["shape"]) if "shape" in leaf else f"{leaf['size']:,}",
+        leaf.get("dtype", ""),
+        " ".join(leaf.get("patterns", [])),
+        f"{leaf['sparsity']:.4f}",
+        *(bytes_text(leaf["bytes"][kind]) for kind in BYTES),
+    ]

@@ -1,0 +1,66 @@
+"""The arguments of the command `sparsity`, and how its errors end it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import sparsity
+from sparsity.cli import diff, inspect, prune
+
+COMMANDS = {"inspect": inspect, "prune": prune, "diff": diff}
+NOTES = """
+formats: files that end in .safetensors, .npz or .msgpack (flax), and the folders of Orbax
+exit codes: 0 = done (diff: no difference), 1 = diff found differences, 2 = an error
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+      argv: its arguments; those of the process by default.
+
+    Returns:
+      The exit code: 0, 1 if `diff` found differences, 2 for an error, which is one line of stderr.
+    """
+    try:
+        arguments = _parser().parse_args(argv)
+        code: int = arguments.run(arguments)
+    except (ValueError, TypeError, RuntimeError, OSError, ImportError) as error:
+        print(f"sparsity: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return code
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are exceptions, and whose help keeps its lines."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}. See '{self.prog} --help'.")
+
+
+def _parser() -> _Parser:
+    about = "Inspects, prunes and compares checkpoints."
+    parser = _Parser(prog="sparsity", description=about, epilog=_examples(*COMMANDS))
+    parser.add_argument("--version", action="version", version=sparsity.__version__)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        one = commands.add_parser(
+            name, help=command.ABOUT, description=command.ABOUT, epilog=_examples(name)
+        )
+        command.add_arguments(one)
+        key = "only leaves of this path, or whose path this regular expression matches as a whole"
+        one.add_argument("--filter", metavar="KEY", help=key)
+        one.set_defaults(run=command.run)
+    return parser
+
+
+def _examples(*names: str) -> str:
+    """The end of a help text."""
+    return "examples:\n" + "".join(COMMANDS[name].EXAMPLES for name in names) + NOTES

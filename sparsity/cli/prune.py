@@ -1,0 +1,86 @@
+"""`sparsity prune`: a copy of a checkpoint in which `instant_sparsify` has pruned weights."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from sparsity import api
+from sparsity.cli import checkpoints
+from sparsity.cli.output import print_table, shape_text
+from sparsity.core import trees
+
+ABOUT = "Write a copy of a checkpoint with some of its weights at zero."
+EXAMPLES = """\
+  sparsity prune model.safetensors pruned.safetensors --sparsity 0.5 --type nm_2,4
+  sparsity prune model.npz pruned.npz --sparsity 0.9 --scope global --filter '(?!head).*'
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    parser.add_argument("source", metavar="in", type=Path, help="the checkpoint")
+    parser.add_argument("target", metavar="out", type=Path, help="where the copy is written")
+    parser.add_argument(
+        "--sparsity", type=float, required=True, help="fraction of the weights to remove, in [0, 1]"
+    )
+    parser.add_argument(
+        "--type", help="nm_2,4 or nm_2,4,-2 (with the axis), block_4,4, channel_-1, or unstructured"
+    )
+    parser.add_argument(
+        "--algorithm", default="magnitude", help="magnitude (default), random, and others"
+    )
+    parser.add_argument(
+        "--scope", help="layerwise (default) or global: all leaves share one threshold"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes a pruned copy and prints the sparsity of what was pruned."""
+    checkpoints.check_target(arguments.source, arguments.target, arguments.overwrite)
+    config = {
+        "algorithm": arguments.algorithm,
+        "sparsity": arguments.sparsity,
+        "sparsity_type": arguments.type,
+        "scope": arguments.scope,
+    }
+    updater = api.create_updater_from_config(config)
+    tree = checkpoints.read(arguments.source)
+    wanted = checkpoints.chosen(checkpoints.leaves_by_name(tree), arguments.filter)
+    params = trees.map_matched(
+        lambda path, leaf: leaf.load() if trees.path_string(path) in wanted else None, tree
+    )
+    sizes = {leaf.dtype.itemsize for leaf in jax.tree.leaves(params)}
+    # Without it jax would make float32 of float64.
+    with jax.enable_x64(8 in sizes):
+        try:
+            pruned, masks = updater.instant_sparsify(params)
+        except ValueError as error:
+            raise ValueError(
+                f"{error} Here --type stands for sparsity_type, --filter for filter_fn."
+            ) from None
+    leaves, values = trees.leaves_by_path(tree), trees.leaves_by_path(pruned)
+    changed = {path: np.asarray(values[path]) for path in trees.leaves_by_path(masks)}
+    checkpoints.write(
+        arguments.source, arguments.target, [(leaves[path], changed[path]) for path in changed]
+    )
+    _print({trees.path_string(path): array for path, array in changed.items()})
+    return 0
+
+
+def _print(pruned: dict[str, np.ndarray]) -> None:
+    zeros = {name: array.size - np.count_nonzero(array) for name, array in pruned.items()}
+    size = sum(array.size for array in pruned.values())
+    print_table(
+        ["leaf", "shape", "sparsity"],
+        [
+            [name, shape_text(array.shape), f"{zeros[name] / max(array.size, 1):.4f}"]
+            for name, array in pruned.items()
+        ],
+        [f"{len(pruned)} pruned", f"{size:,}", f"{sum(zeros.values()) / max(size, 1):.4f}"],
+        text=2,
+    )

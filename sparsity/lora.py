@@ -1,0 +1,101 @@
+"""Adapters of low rank, merged into pruned weights without making them dense.
+
+Source of the adapters: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.tree_util import SequenceKey
+
+from sparsity.core import sharding, trees
+from sparsity.core.trees import PyTree
+from sparsity.masks import apply_mask, read_masks
+
+
+def merge_lora(params: PyTree, lora: PyTree, masks: PyTree, *, scale: chex.Numeric = 1.0) -> PyTree:
+    """Returns the weights with their adapters merged, under the masks: mask * (W + scale * A @ B).
+
+    The sum without its mask is dense. To train what will be merged, use this function in the
+    forward pass, too.
+
+    Args:
+      params: tree of weights W, of shape [*batch, *in, *out].
+      lora: tree like `params` with a tuple (A, B) in the place of each adapted weight: A of shape
+        [*batch, *in, rank], B of shape [*batch, rank, *out]; `None` in the place of others. How
+        many axes are batch axes follows from the numbers of axes.
+      masks: tree of masks, packed or not, `None` for a dense weight: those of `get_sparse_state(
+        opt_state)`, or the second result of `instant_sparsify`.
+      scale: factor of A @ B, often alpha / rank.
+
+    Returns:
+      Tree like `params`, with pruned weights at exactly 0.0. A merged weight is summed in float32
+      or wider and rounded once, to the dtype of W; where there is no adapter, W is only masked.
+
+    Raises:
+      ValueError: an adapter has no weight, is no tuple (A, B) or has shapes that do not fit; or a
+        weight has neither a mask nor `None`. Its path is named.
+
+    Example:
+      >>> params = {"kernel": jnp.array([[1.0, 0.0], [0.0, 2.0]])}
+      >>> lora = {"kernel": (jnp.array([[1.0], [2.0]]), jnp.array([[3.0, 4.0]]))}
+      >>> masks = {"kernel": jnp.array([[1, 0], [0, 1]])}
+      >>> merge_lora(params, lora, masks, scale=0.5)["kernel"]
+      Array([[2.5, 0. ],
+             [0. , 6. ]], dtype=float32)
+    """
+    factors = trees.leaves_by_path(lora)
+
+    def merge(path: trees.KeyPath, param: Any, mask: Any) -> Any:
+        a, b = (factors.pop((*path, SequenceKey(i)), None) for i in range(2))
+        if a is None and b is None:
+            return apply_mask(param, mask)
+        _check(trees.path_string(path), param, a, b)
+        return sharding.shard_like(param, _merge, param, a, b, mask, scale)
+
+    merged = trees.map_matched(merge, params, read_masks(masks, params, packed=True))
+    if factors:
+        raise ValueError(
+            f"lora has leaves at {trees.listed([trees.path_string(path) for path in factors])}, "
+            "which are not the A or B of a weight: give a tuple (A, B) at the path of a weight and "
+            "None elsewhere."
+        )
+    return merged
+
+
+def _merge(
+    param: jax.Array, a: jax.Array, b: jax.Array, mask: jax.Array | None, scale: chex.Numeric
+) -> jax.Array:
+    dtype = jnp.promote_types(jnp.result_type(param, a, b), jnp.float32)
+    a, b = a.astype(dtype), b.astype(dtype)
+    batch = _batch_axes(param, a, b)
+    axes = tuple(range(batch))
+    contracted = ((a.ndim - 1,), (batch,)), (axes, axes)
+    product = jax.lax.dot_general(a, b, contracted, precision=jax.lax.Precision.HIGHEST)
+    merged = param.astype(dtype) + jnp.asarray(scale, dtype) * product
+    return apply_mask(merged.astype(param.dtype), mask)
+
+
+def _batch_axes(param: jax.Array, a: jax.Array, b: jax.Array) -> int:
+    """How many leading axes all three share: A and B have their other axes, and rank twice."""
+    return a.ndim + b.ndim - 2 - param.ndim
+
+
+def _check(name: str, param: jax.Array, a: Any, b: Any) -> None:
+    """Raises a ValueError that names the weight unless A and B fit it."""
+    shapes = [None if factor is None else jnp.shape(factor) for factor in (a, b)]
+    if None not in shapes:
+        batch = _batch_axes(param, a, b)
+        if 0 <= batch < min(a.ndim, b.ndim):
+            fits = a.shape[:-1] + b.shape[batch + 1 :] == param.shape
+            if fits and a.shape[:batch] == b.shape[:batch] and a.shape[-1] == b.shape[batch]:
+                return
+    raise ValueError(
+        f"The adapter of {name!r} has the shapes A = {shapes[0]} and B = {shapes[1]}, which do not "
+        f"make a weight of shape {param.shape}. A must be [*batch, *in, rank], B [*batch, rank, "
+        "*out]."
+    )

@@ -1,0 +1,371 @@
+"""`sparsity inspect`, `prune` and `diff` on checkpoints of every format."""
+
+import json
+import subprocess
+import sys
+import tracemalloc
+
+import flax.serialization
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import sparsity
+from sparsity.cli import leaf, main
+from tests import helpers
+from tests.cli.checkpoints import FORMATS, weights
+
+HALF = ["--sparsity", "0.5"]
+
+
+@pytest.fixture(params=FORMATS)
+def saved(request, tmp_path):
+    """A checkpoint of each format, and the function that reads it."""
+    save, load = FORMATS[request.param]
+    path = tmp_path / request.param
+    save(path, weights())
+    return path, load
+
+
+@pytest.fixture
+def kernels(tmp_path):
+    """A file with two kernels."""
+    path = tmp_path / "kernels.safetensors"
+    rng = np.random.default_rng(1)
+    make = lambda scale: (scale * rng.normal(size=(8, 8))).astype(np.float32)  # noqa: E731
+    safetensors.numpy.save_file({"big": make(10.0), "small": make(1.0)}, path)
+    return path
+
+
+def report(capsys, *arguments):
+    """The JSON that a command prints."""
+    code = main([*map(str, arguments), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def named(tree):
+    return {
+        "/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path): value
+        for path, value in jax.tree_util.tree_leaves_with_path(tree)
+        if isinstance(value, np.ndarray | np.generic)
+    }
+
+
+def assert_same(a, b):
+    """The same structure, dtypes and bits."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert getattr(x, "dtype", type(x)) == getattr(y, "dtype", type(y))
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+# Inspect.
+
+
+def test_inspect_reports_every_array_of_every_format(saved, capsys):
+    path, load = saved
+    code, found = report(capsys, "inspect", path)
+    assert code == 0
+    arrays = named(load(path))
+    assert found["leaves"].keys() == arrays.keys()
+    for name, array in arrays.items():
+        told = found["leaves"][name]
+        assert (told["shape"], told["dtype"]) == (list(array.shape), str(array.dtype))
+        assert (told["size"], told["nonzeros"]) == (array.size, np.count_nonzero(array))
+        assert told["bytes"]["dense"] == array.nbytes
+    assert found["total"]["bytes"]["dense"] == sum(array.nbytes for array in arrays.values())
+
+
+def test_inspect_finds_patterns_and_counts_bytes(tmp_path, capsys):
+    mask = np.tile(np.array([[1, 0, 0, 1], [0, 1, 1, 0]], bool), (4, 4))
+    mask[0] = np.tile([1, 1, 0, 0], 4)
+    values = np.where(mask, 1.5, 0).astype(np.float32)
+    np.savez(tmp_path / "a.npz", w=values)
+    told = report(capsys, "inspect", tmp_path / "a.npz")[1]["leaves"]["w"]
+    assert told["patterns"] == ["nm_2,4,-1"]
+    assert told["sparsity"] == 0.5
+    assert told["bytes"]["dense"] == 8 * 16 * 4
+    assert told["bytes"]["bitmask"] == 8 * 16 // 8 + 8 * 16 // 2 * 4
+    assert 0 < told["bytes"]["zstd"] < told["bytes"]["bitmask"]
+
+
+def test_the_compressed_size_is_that_of_zstd(kernels, capsys):
+    zstandard = pytest.importorskip("zstandard")
+    told = report(capsys, "inspect", kernels)[1]["leaves"]["big"]
+    values = safetensors.numpy.load_file(kernels)["big"]
+    stream = zstandard.ZstdCompressor().compressobj()
+    expected = len(stream.compress(values.tobytes()) + stream.flush())
+    assert told["bytes"]["zstd"] == expected
+
+
+def test_a_filter_chooses_leaves_by_path_or_regular_expression(saved, capsys):
+    path, load = saved
+    everything = named(load(path))
+    prefix = "net/" if "net/kernel" in everything else ""
+    code, found = report(capsys, "inspect", path, "--filter", f"{prefix}kernel")
+    assert (code, list(found["leaves"])) == (0, [f"{prefix}kernel"])
+    found = report(capsys, "inspect", path, "--filter", f"{prefix}(kernel|bias)")[1]
+    assert set(found["leaves"]) == {f"{prefix}kernel", f"{prefix}bias"}
+
+
+def test_the_table_shows_leaves_as_they_are_called(tmp_path, capsys):
+    np.savez(tmp_path / "a.npz", **{"[red]:smile:": np.eye(4, dtype=np.float32)})
+    assert main(["inspect", str(tmp_path / "a.npz")]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "smile" in line)
+    cells = ["[red]:smile:", "4x4", "float32", "nm_1,4,-2", "nm_1,4,-1", "0.7500"]
+    assert row.split()[: len(cells)] == cells
+
+
+def test_entries_in_the_order_of_fortran_are_read(tmp_path, capsys):
+    mask = np.array(sparsity.NByM(2, 4, -2).select(helpers.normal(16, 12), 0.5))
+    np.savez(tmp_path / "a.npz", w=np.asfortranarray(mask.astype(np.float32)))
+    told = report(capsys, "inspect", tmp_path / "a.npz")[1]["leaves"]["w"]
+    assert told["patterns"] == ["nm_2,4,-2"]
+
+
+def test_an_array_that_flax_splits_is_one(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 100)
+    monkeypatch.setattr(leaf, "PIECE", 16)
+    tree = {"w": helpers.normal(9, 9), "x": {"y": helpers.normal(3)}}
+    path = tmp_path / "a.msgpack"
+    path.write_bytes(flax.serialization.msgpack_serialize(tree))
+    told = report(capsys, "inspect", path)[1]["leaves"]
+    assert told["w"]["shape"] == [9, 9]
+    assert told["w"]["nonzeros"] == np.count_nonzero(tree["w"])
+    assert main(["prune", str(path), str(tmp_path / "b.msgpack"), *HALF]) == 0
+    updater = sparsity.create_updater_from_config({"algorithm": "magnitude", "sparsity": 0.5})
+    made = flax.serialization.msgpack_restore((tmp_path / "b.msgpack").read_bytes())
+    assert_same(made, jax.tree.map(np.asarray, updater.instant_sparsify(tree)[0]))
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".npz", ".msgpack"])
+def test_inspecting_takes_a_fraction_of_the_memory_of_an_array(tmp_path, capsys, ending):
+    path = tmp_path / f"a{ending}"
+    array = np.zeros((4096, 4096), np.float32)
+    array[:, ::2] = 1
+    if ending == ".safetensors":
+        safetensors.numpy.save_file({"w": array}, path)
+    elif ending == ".npz":
+        np.savez(path, w=array)
+    else:
+        path.write_bytes(flax.serialization.msgpack_serialize({"w": array}))
+    tracemalloc.start()
+    found = report(capsys, "inspect", path)[1]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found["leaves"]["w"]["patterns"] == ["channel_-1"]
+    assert peak < array.nbytes / 2
+
+
+# Prune.
+
+
+def assert_prunes_as_the_api(path, load, **options):
+    """Prunes a checkpoint, and what the format's own package reads, by the API."""
+    target = path.with_stem("pruned")
+    given = [f"--{key}={value}" for key, value in options.items()]
+    assert main(["prune", str(path), str(target), *HALF, *given]) == 0
+    if "type" in options:
+        options["sparsity_type"] = options.pop("type")
+    updater = sparsity.create_updater_from_config(
+        {"algorithm": "magnitude", "sparsity": 0.5} | options
+    )
+    before = load(path)
+    with jax.enable_x64(True):
+        arrays = jax.tree.map(lambda x: x if isinstance(x, np.ndarray) else None, before)
+        pruned = updater.instant_sparsify(arrays)[0]
+    expected = jax.tree.map(
+        lambda new, old: old if new is None else np.asarray(new),
+        pruned,
+        before,
+        is_leaf=lambda leaf: leaf is None,
+    )
+    assert_same(load(target), expected)
+
+
+def test_every_format_is_pruned_as_by_the_api(saved):
+    assert_prunes_as_the_api(*saved, type="nm_2,4,-2")
+
+
+CHOICES = [
+    {},
+    {"scope": "global"},
+    {"algorithm": "global_magnitude"},
+    {"algorithm": "random"},
+    {"type": "block_2,4"},
+]
+
+
+@pytest.mark.parametrize("options", CHOICES, ids=str)
+def test_every_choice_prunes_as_the_api(kernels, options):
+    assert_prunes_as_the_api(kernels, safetensors.numpy.load_file, **options)
+
+
+def test_what_is_not_pruned_keeps_its_bytes(kernels, tmp_path):
+    target = tmp_path / "b.safetensors"
+    assert main(["prune", str(kernels), str(target), *HALF, "--filter", "small"]) == 0
+    before, after = (safetensors.numpy.load_file(path) for path in (kernels, target))
+    assert before["big"].tobytes() == after["big"].tobytes()
+    assert np.count_nonzero(after["small"]) == 32
+    length = int.from_bytes(kernels.read_bytes()[:8], "little")
+    assert kernels.read_bytes()[: 8 + length] == target.read_bytes()[: 8 + length]
+
+
+def test_pruning_prints_what_it_reached(kernels, tmp_path, capsys):
+    target = tmp_path / "b.safetensors"
+    assert main(["prune", str(kernels), str(target), *HALF, "--scope", "global"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["2", "pruned", "128", "0.5000"] in rows
+
+
+def test_an_existing_file_is_replaced_only_when_asked(saved, capsys):
+    path, load = saved
+    before = load(path)
+    again = ["prune", str(path), str(path), *HALF]
+    assert main(again) == 2
+    assert capsys.readouterr().err.endswith(
+        f"{path} exists. Give another path, or --overwrite to replace it.\n"
+    )
+    assert_same(load(path), before)
+    assert main([*again, "--overwrite"]) == 0
+    kernel = next(value for name, value in named(load(path)).items() if name.endswith("kernel"))
+    assert np.count_nonzero(kernel) == 256
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_failure_while_writing_leaves_nothing_and_no_change(
+    kernels, tmp_path, capsys, monkeypatch, exists
+):
+    def fail(self, path, values):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(leaf.StoredLeaf, "overwrite", fail)
+    target = tmp_path / "b.safetensors"
+    if exists:
+        target.write_bytes(b"as it was")
+    files = sorted(tmp_path.iterdir())
+    assert main(["prune", str(kernels), str(target), *HALF, "--overwrite"]) == 2
+    assert capsys.readouterr().err == "sparsity: error: No space left on device\n"
+    assert sorted(tmp_path.iterdir()) == files
+    assert not exists or target.read_bytes() == b"as it was"
+
+
+# Diff.
+
+
+def test_equal_checkpoints_do_not_differ(saved, capsys):
+    path, _ = saved
+    code, found = report(capsys, "diff", path, path)
+    assert code == 0
+    assert found["total"]["dropped"] == found["total"]["grown"] == found["total"]["changed"] == 0
+
+
+def test_diff_counts_what_moved_and_what_changed(tmp_path, capsys):
+    nan = np.nan
+    old = {"w": np.array([1, 2, 0, 0, nan, 5]), "same": np.ones(3), "gone": np.ones(2)}
+    new = {"w": np.array([1, 3, 4, -0.0, nan, 0]), "same": np.ones(3), "new": np.ones(2)}
+    np.savez(tmp_path / "old.npz", **old)
+    safetensors.numpy.save_file(new, tmp_path / "new.safetensors")
+    arguments = ["diff", tmp_path / "old.npz", tmp_path / "new.safetensors"]
+    code, found = report(capsys, *arguments)
+    assert code == 1
+    counts = {key: found["leaves"]["w"][key] for key in ("kept", "dropped", "grown", "changed")}
+    assert counts == {"kept": 3, "dropped": 1, "grown": 1, "changed": 1}
+    assert found["leaves"]["gone"]["new"] is None
+    assert found["leaves"]["new"]["old"] is None
+    assert report(capsys, *arguments, "--filter", "same")[0] == 0
+    main([*map(str, arguments)])
+    out = capsys.readouterr().out
+    assert "2 float64 -> nothing" in out
+    assert "3 of 4 leaves differ" in out
+    assert "same" not in out
+
+
+@pytest.mark.parametrize("new", [np.ones((3, 2)), np.ones((2, 3), np.float32)])
+def test_another_shape_or_dtype_is_a_difference(tmp_path, capsys, new):
+    np.savez(tmp_path / "old.npz", w=np.ones((2, 3)))
+    np.savez(tmp_path / "new.npz", w=new)
+    assert report(capsys, "diff", tmp_path / "old.npz", tmp_path / "new.npz")[0] == 1
+
+
+# Help, and bad input.
+
+
+def error(capsys, *arguments):
+    """The one line that a command prints when it ends with the code 2."""
+    assert main([*map(str, arguments)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    return printed.err.removeprefix("sparsity: error: ").rstrip("\n")
+
+
+@pytest.mark.parametrize("command", [[], ["inspect"], ["prune"], ["diff"]])
+def test_help_shows_examples_and_exit_codes(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert f"  sparsity {command[0] if command else 'inspect'}" in text
+    assert "exit codes: 0 = done" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "COMMAND"),
+        (["prone"], "invalid choice: 'prone'"),
+        (["inspect", "nothing.npz"], "nothing.npz does not exist. Give the path"),
+        (
+            ["inspect", "{kernels}", "--filter", "smal"],
+            "no leaf; the nearest of 2 is 'small'",
+        ),
+        (["inspect", "{kernels}", "--filter", "["], "--filter '[' names no leaf"),
+        (["diff", "{kernels}", "nothing.npz"], "nothing.npz does not exist"),
+        (["prune", "{kernels}", "b.safetensors"], "required: --sparsity. See 'sparsity prune --he"),
+    ],
+)
+def test_bad_arguments_are_one_line_that_says_the_remedy(kernels, capsys, arguments, message):
+    given = [argument.format(kernels=kernels) for argument in arguments]
+    assert message in error(capsys, *given)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sparsity", "50"], r"must be in [0, 1] (0.8 means 80 %)"),
+        (["--sparsity", "half"], "invalid float value: 'half'"),
+        ([*HALF, "--type", "nm_2,3"], "which m = 3 does not divide"),
+        ([*HALF, "--type", "2 of 4"], "Sparsity type '2 of 4' is not known"),
+        ([*HALF, "--algorithm", "magnitud"], "Did you mean 'magnitude'?"),
+        ([*HALF, "--algorithm", "rigl"], "has no instant_sparsify"),
+        ([*HALF, "--algorithm", "saliency"], "scores weights by their gradients"),
+        ([*HALF, "--scope", "all"], "Known: layerwise, global"),
+        ([*HALF, "--filter", "smal"], "the nearest of 2 is 'small'"),
+    ],
+)
+def test_bad_choices_of_pruning_write_nothing(kernels, tmp_path, capsys, options, message):
+    target = tmp_path / "b.safetensors"
+    assert message in error(capsys, "prune", kernels, target, *options)
+    assert list(tmp_path.iterdir()) == [kernels]
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("b.npz", "give a path with the ending '.safetensors'"),
+        ("no_folder/b.safetensors", "its folder does not exist. Make it first"),
+    ],
+)
+def test_a_bad_target_is_refused(kernels, tmp_path, capsys, target, message):
+    assert message in error(capsys, "prune", kernels, tmp_path / target, *HALF)
+    assert list(tmp_path.iterdir()) == [kernels]
+
+
+def test_the_command_runs_in_a_process_of_its_own(kernels):
+    program = "import sys; from sparsity.cli import main; sys.exit(main())"
+    run = [sys.executable, "-W", "error", "-c", program, "inspect", str(kernels), "--json"]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=helpers.ROOT, timeout=600)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["total"]["size"] == 128

@@ -1,0 +1,112 @@
+"""Damaged, foreign and hostile files: one line, exit code 2, nothing unpickled, no traceback."""
+
+import zipfile
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from sparsity.cli import main
+from tests.cli.checkpoints import FORMATS, weights
+
+FILES = ["a.safetensors", "a.npz", "a.msgpack"]
+
+
+@pytest.fixture(params=FILES)
+def saved(request, tmp_path):
+    path = tmp_path / request.param
+    FORMATS[request.param][0](path, weights())
+    return path
+
+
+def code_and_error(capsys, path):
+    code = main(["inspect", str(path), "--json"])
+    return code, capsys.readouterr().err
+
+
+def test_a_file_that_is_cut_off_is_damaged(saved, capsys):
+    data = saved.read_bytes()
+    for length in [0, 1, 7, 8, 9, *np.linspace(10, len(data) - 1, 25, dtype=int)]:
+        saved.write_bytes(data[:length])
+        code, error = code_and_error(capsys, saved)
+        assert code == 2, length
+        assert error.startswith(f"sparsity: error: {saved} cannot be read: ")
+        assert error.count("\n") == 1
+
+
+def test_no_flipped_bytes_end_in_a_traceback(saved, capsys):
+    data, rng = saved.read_bytes(), np.random.default_rng(0)
+    codes = set()
+    for _ in range(100):
+        damaged = bytearray(data)
+        # Headers are short and stand in front; an archive has them in its end, too.
+        for place in rng.integers(-300, 300, 3):
+            damaged[place] = rng.integers(256)
+        saved.write_bytes(damaged)
+        code, error = code_and_error(capsys, saved)
+        assert error.count("\n") == (code == 2)
+        codes.add(code)
+    assert codes <= {0, 2}
+    assert 2 in codes
+
+
+class Bomb:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def test_pickles_are_never_read(tmp_path, capsys):
+    trace = tmp_path / "was_unpickled"
+    path = tmp_path / "a.npz"
+    np.savez(path, w=np.array([Bomb(str(trace))], object))
+    code, error = code_and_error(capsys, path)
+    assert code == 2
+    assert "dtype object holds no numbers" in error
+    with zipfile.ZipFile(path, "w") as archive:  # as torch saves
+        archive.writestr("archive/data.pkl", b"\x80\x02.")
+    assert "pickles are never read" in code_and_error(capsys, path)[1]
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("dtype", ["V2", "U5", "M8[s]"])
+def test_what_holds_no_numbers_is_refused(tmp_path, capsys, dtype):
+    np.savez(tmp_path / "a.npz", w=np.zeros(3, dtype))
+    code, error = code_and_error(capsys, tmp_path / "a.npz")
+    assert code == 2
+    assert "holds no numbers" in error
+
+
+def test_an_unknown_dtype_of_safetensors_is_named(tmp_path, capsys):
+    path = tmp_path / "a.safetensors"
+    safetensors.numpy.save_file({"w": np.ones(2, np.float32)}, path)
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"F31"'))
+    assert "array 'w' has the unknown dtype 'F31'" in code_and_error(capsys, path)[1]
+
+
+def test_an_unknown_format_lists_the_known_ones(tmp_path, capsys):
+    path = tmp_path / "model.pt"
+    path.write_bytes(b"anything")
+    code, error = code_and_error(capsys, path)
+    assert code == 2
+    assert "Known are files that end in .safetensors, .npz, .msgpack, and folders of Orbax" in error
+
+
+def test_a_folder_that_is_no_checkpoint_says_which_is(tmp_path, capsys):
+    code, error = code_and_error(capsys, tmp_path)
+    assert code == 2
+    assert "name the folder of an item, such as STEP/default" in error
+
+
+def test_a_damaged_folder_is_named(tmp_path, capsys):
+    path = tmp_path / "a_folder"
+    FORMATS["a_folder"][0](path, weights())
+    for file in (path / "d").iterdir():
+        file.write_bytes(file.read_bytes()[:10])
+    code, error = code_and_error(capsys, path)
+    assert code == 2
+    assert f"{path} cannot be read: " in error

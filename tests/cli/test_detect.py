@@ -1,0 +1,96 @@
+"""Patterns that are found in masks, against masks made by hand and each pattern's definition."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparsity.cli import detect
+from sparsity.sparsity_types import parse_sparsity_type
+
+
+def found(mask):
+    mask = np.asarray(mask)
+    return detect.find_patterns(np.packbits(mask), mask.shape)
+
+
+@functools.cache
+def made(kind, shape):
+    """The mask of half the entries that a type selects by random scores."""
+    scores = np.random.default_rng(0).random(shape, np.float32)
+    return parse_sparsity_type(kind).select(scores, 0.5)
+
+
+@pytest.fixture(params=[detect.TILE, 256], ids=["one tile", "many tiles"])
+def tile(request, monkeypatch):
+    monkeypatch.setattr(detect, "TILE", request.param)
+
+
+@pytest.mark.usefixtures("tile")
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("nm_2,4,-1", (48, 64)),
+        ("nm_2,4,-2", (64, 48)),
+        ("nm_1,4,-2", (3, 64, 40)),
+        ("nm_2,4,-4", (64, 3, 3, 8)),
+        ("nm_1,2,-3", (64, 5, 5)),
+        ("nm_16,32,-1", (64, 96)),
+        ("nm_4,8,-2", (32, 41)),
+        ("channel_-1", (40, 24)),
+        ("channel_-2", (40, 24)),
+        ("channel_-4", (24, 3, 3, 8)),
+        ("block_4,8", (64, 64)),
+        ("block_5,3", (50, 31)),  # with ragged columns
+        ("block_3,3", (6, 24, 24)),
+        ("block_1,6", (96,)),
+    ],
+)
+def test_the_pattern_of_a_mask_is_found(kind, shape):
+    assert found(made(kind, shape)) == [kind]
+
+
+@pytest.mark.usefixtures("tile")
+@pytest.mark.parametrize("sparsity", [0.5, 0.8])
+@pytest.mark.parametrize("shape", [(64, 64), (64, 33), (3, 3, 32, 32), (512,)])
+def test_an_unstructured_mask_has_no_pattern(shape, sparsity):
+    assert found(np.random.default_rng(0).random(shape) > sparsity) == []
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (4, 8), (0, 4)])
+def test_a_dense_leaf_and_one_of_zeros_have_none(shape):
+    assert found(np.ones(shape, np.uint8)) == []
+    assert found(np.zeros(shape, np.uint8)) == []
+
+
+def test_a_pattern_with_some_more_zeros_still_holds():
+    mask = np.array(made("nm_2,4,-1", (32, 32)))
+    mask[np.nonzero(mask)[0][:3], np.nonzero(mask)[1][:3]] = 0
+    assert found(mask) == ["nm_2,4,-1"]
+
+
+def test_the_sparsest_pattern_is_said_and_of_equal_ones_the_smallest_group():
+    one_of_eight = [[1, 0, 0, 0, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0, 0, 0]]
+    assert found(one_of_eight) == ["nm_1,8,-1"]
+    assert found([[1, 0, 0, 1, 0, 1, 1, 0], [1, 0, 1, 0, 0, 1, 1, 0], [1, 0] * 4]) == ["nm_1,2,-1"]
+
+
+def test_pairs_within_fours_are_blocks_and_2_of_4():
+    mask = [[1, 1, 0, 0, 0, 0, 1, 1], [1, 1, 0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0, 1, 1]]
+    assert found(mask) == ["block_1,2", "nm_2,4,-1"]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_found_holds(seed):
+    rng = np.random.default_rng(seed)
+    mask = rng.random((4, 8)) < rng.choice([0.1, 0.3, 0.5])
+    for name in found(mask):
+        pattern = parse_sparsity_type(name)
+        if name.startswith("nm"):
+            groups = np.moveaxis(mask, pattern.axis, -1).reshape(-1, pattern.m)
+            assert groups.sum(axis=1).max() == pattern.n
+            assert mask.sum() > (pattern.n - 1) * len(groups)
+        else:
+            units = pattern.pool(jnp.asarray(mask)) > 0
+            assert np.array_equal(pattern.expand(units, mask.shape), mask)
