@@ -1,0 +1,105 @@
+"""ADMM: weights are drawn towards the nearest sparse network until they are replaced by one.
+
+Sources: Boyd et al. 2011, "Distributed optimization and statistical learning via the alternating
+direction method of multipliers", sections 3.1.1 and 9.1; Zhang et al. 2018, "A systematic DNN
+weight pruning framework using alternating direction method of multipliers", section 3; for its use
+at high sparsity ELSA, arXiv:2510.01650.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sparsity.algorithms.pruners import MagnitudePruning
+from sparsity.core import trees
+from sparsity.core.checks import check_number
+from sparsity.core.trees import PyTree
+from sparsity.masks import apply_masks, in_use
+from sparsity.sparsity_schedules import update_range
+from sparsity.training.hooks import ExtraArg
+from sparsity.training.state import SparseState
+
+
+@dataclasses.dataclass(kw_only=True)
+class ADMMPruning(MagnitudePruning):
+    """Adds rho * (w - z + u) to the gradient until the schedule's end, then keeps the support of z.
+
+    z is the projection of the weights onto the sparsity, pattern and scope, and u what they lack
+    (the scaled dual), both in `algorithm_state`, at least float32. They start as z = P(w), u = 0;
+    at every update z = P(w + u), then u = u + w - z. Training is dense until the end step, which
+    prunes; without an end it stays dense. u is not scaled anew when rho changes.
+
+    This follows the idea of ELSA, not its code: any optimizer minimizes, with its own steps.
+
+    Attributes:
+      rho: the penalty, above 0; or a function of the step.
+    """
+
+    rho: float | optax.Schedule = 1e-3
+
+    schedule_type: ClassVar[str] = "periodic"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not callable(self.rho):
+            check_number("rho", self.rho, 0)
+            if self.rho == 0:
+                raise ValueError("rho must be above 0: at rho = 0 nothing draws weights to z.")
+
+    def init_algorithm_state(self, params: PyTree, masks: PyTree) -> PyTree:
+        with in_use(self, self.sites(params)):
+            targets = self._target_sparsities(params)
+            start = trees.map_matched(_wide, params, targets)
+            z, _ = self._project(start, targets)
+        return {"z": z, "u": jax.tree.map(jnp.zeros_like, start)}
+
+    def update_state(
+        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
+    ) -> SparseState:
+        moved = trees.map_matched(_sum, params, sparse_state.algorithm_state["u"])
+        z, support = self._project(moved, sparse_state.target_sparsities)
+        u = jax.tree.map(jnp.subtract, moved, z)
+        _, end = update_range(self.scheduler) or (0, None)
+        ends = sparse_state.count == end
+        masks = trees.map_matched(
+            lambda _, old, mask: old if mask is None else jnp.where(ends, mask, old),
+            sparse_state.masks,
+            support,
+        )
+        return sparse_state._replace(masks=masks, algorithm_state={"z": z, "u": u})
+
+    def modify_gradients(self, grads: PyTree, params: PyTree, sparse_state: SparseState) -> PyTree:
+        _, end = update_range(self.scheduler) or (0, None)
+        rho: Any = self.rho
+        if callable(rho):
+            with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix integers and floats
+                rho = rho(sparse_state.count)
+        if end is not None:
+            rho = jnp.where(sparse_state.count < end, rho, 0)
+
+        def draw(_: trees.KeyPath, grad: Any, param: Any, z: Any, u: Any) -> Any:
+            if z is None:
+                return grad
+            return grad + (rho * (param.astype(z.dtype) - z + u)).astype(grad.dtype)
+
+        own = sparse_state.algorithm_state
+        return trees.map_matched(draw, grads, params, own["z"], own["u"])
+
+    def _project(self, weights: PyTree, targets: PyTree) -> tuple[PyTree, PyTree]:
+        """The nearest sparse weights, and their support."""
+        support = self.create_masks(self.calculate_scores(weights), targets)
+        return apply_masks(weights, support), support
+
+
+def _wide(_: trees.KeyPath, param: Any, target: Any) -> Any:
+    dtype = jnp.promote_types(param.dtype, jnp.float32)
+    return None if target is None else param.astype(dtype)
+
+
+def _sum(_: trees.KeyPath, param: Any, u: Any) -> Any:
+    return None if u is None else param.astype(u.dtype) + u
