@@ -33,7 +33,7 @@ from sparsity.sparsity_schedules import OneShotSchedule, PolynomialSchedule, Sch
 from sparsity.training.hooks import ExtraArg
 from sparsity.training.state import SparseState
 
-LossFn = Callable[[Any, Any], jax.Array]  # of params and a batch
+LossFn = Callable[[PyTree, PyTree], jax.Array]  # of params and a batch
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -71,7 +71,7 @@ class SnipPruning(SaliencyPruning):
         return new._replace(masks=masks)
 
 
-def snip_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[Any]) -> PyTree:
+def snip_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[PyTree]) -> PyTree:
     """What weights are worth to the loss: |weight * mean gradient|.
 
     Args:
@@ -95,7 +95,7 @@ def snip_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[Any]) -> PyTr
     return jax.tree.map(lambda w, g: jnp.abs(w * g), weights, grads)
 
 
-def grasp_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[Any]) -> PyTree:
+def grasp_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[PyTree]) -> PyTree:
     """What weights are worth to the flow of the gradient: weight * (H @ g), of the mean loss.
 
     H is the Hessian and g the gradient. Removing a weight lowers the squared norm of the gradient
@@ -131,7 +131,9 @@ def grasp_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[Any]) -> PyT
     return jax.tree.map(lambda w, h: w * h, weights, curved)
 
 
-def synflow_scores(fn: Callable[[Any, Any], PyTree], params: PyTree, inputs: PyTree) -> PyTree:
+def synflow_scores(
+    fn: Callable[[PyTree, PyTree], PyTree], params: PyTree, inputs: PyTree
+) -> PyTree:
     """What weights are worth to the flow from ones in to the sum out, all weights made positive.
 
     The score is |weight| times the derivative of the sum of all outputs by |weight|. Where no bias
@@ -169,8 +171,8 @@ def prune_at_init(
     sparsity: float,
     *,
     loss_fn: LossFn | None = None,
-    fn: Callable[[Any, Any], PyTree] | None = None,
-    batches: Iterable[Any] | None = None,
+    fn: Callable[[PyTree, PyTree], PyTree] | None = None,
+    batches: Iterable[PyTree] | None = None,
     inputs: PyTree | None = None,
     rounds: int = 100,
 ) -> tuple[PyTree, PyTree]:
@@ -312,7 +314,7 @@ def _with_leaves(params: PyTree, weights: PyTree) -> PyTree:
     return trees.map_matched(lambda _, old, new: old if new is None else new, params, weights)
 
 
-def _mean(fn: Callable[..., PyTree], args: list[PyTree], batches: Iterable[Any]) -> PyTree:
+def _mean(fn: Callable[..., PyTree], args: list[PyTree], batches: Iterable[PyTree]) -> PyTree:
     """The mean of fn(*args, batch) over the batches, summed in at least float32."""
 
     @jax.jit

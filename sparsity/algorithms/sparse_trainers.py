@@ -154,12 +154,12 @@ class DropAndGrow(SparseTraining):
             sparse_state.masks,
             scores(self.get_drop_scores),
             scores(self.get_grow_scores),
-            self.drop_fraction(sparse_state.count),
+            self._drop_fraction(sparse_state.count),
         )
         return sparse_state._replace(masks=masks)
 
-    def drop_fraction(self, step: chex.Numeric) -> Any:
-        """Returns the fraction of active weights to replace at a step."""
+    def _drop_fraction(self, step: chex.Numeric) -> Any:
+        """The fraction of active weights to replace at a step."""
         with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix integers and floats
             return self.drop_fraction_fn(step)
 

@@ -81,7 +81,7 @@ class SRigL(RigL):
     def update_state(
         self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
     ) -> SparseState:
-        sites, fraction = self.sites_of(params), self.drop_fraction(sparse_state.count)
+        sites, fraction = self.sites_of(params), self._drop_fraction(sparse_state.count)
 
         def move(path: trees.KeyPath, drop: Any, grow: Any, mask: Any, target: Any) -> Any:
             if mask is None:
