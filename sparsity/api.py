@@ -186,8 +186,8 @@ def _without_ramp(name: str, kind: str, given: dict[str, Any]) -> dict[str, Any]
     """The keys that a schedule of that kind takes, of those of a ramp; logs what is ignored."""
     given = dict(given)
     if kind == "one_shot":
-        given.pop("update_end_step", None)
-        given = {"update_end_step": given.pop("update_start_step", 0)} | given
+        given["update_end_step"] = given.pop("update_start_step", given.get("update_end_step"))
+        given.pop("update_freq", None)
     ignored = sorted(given.keys() - getattr(SCHEDULES[kind], "config_keys", {}).keys())
     if ignored:
         what = ", ".join(ignored)

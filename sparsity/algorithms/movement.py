@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.base_updater import BaseUpdater
-from sparsity.core import trees
+from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.training.state import SparseState
 
@@ -36,8 +36,8 @@ class MovementPruning(BaseUpdater):
         def start(_: trees.KeyPath, param: Any, mask: Any) -> Any:
             if mask is None:
                 return None
-            real = jnp.real(param)
-            return jnp.zeros_like(real, dtype=jnp.promote_types(real.dtype, jnp.float32))
+            real = jnp.finfo(param.dtype).dtype  # of a complex weight's parts
+            return sharding.zeros_like(param, jnp.promote_types(real, jnp.float32))
 
         return trees.map_matched(start, params, masks)
 

@@ -6,9 +6,9 @@ Source: Jayakumar et al. 2020, "Top-KAST: Top-K always sparse training", section
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +18,7 @@ from sparsity.algorithms.pruners import MagnitudePruning
 from sparsity.algorithms.ste import StraightThrough
 from sparsity.core import trees
 from sparsity.core.checks import check_fraction, check_number, is_traced
+from sparsity.core.sharding import on_device
 from sparsity.core.trees import PyTree
 from sparsity.masks import apply_mask, apply_masks, in_use
 from sparsity.training.hooks import ExtraArg
@@ -75,15 +76,10 @@ class TopKast(StraightThrough, MagnitudePruning):
         return sparse_state._replace(masks=masks, algorithm_state=backward)
 
     def modify_gradients(self, grads: PyTree, params: PyTree, sparse_state: SparseState) -> PyTree:
-        def explore(_: trees.KeyPath, grad: Any, param: Any, mask: Any, own: Any, s: Any) -> Any:
-            if mask is None:
-                return grad
-            decay = self.regularization * jnp.where(mask > 0, 1, 1 / _density(s, param.size))
-            return apply_mask(grad + (decay.astype(param.dtype) * param).astype(grad.dtype), own)
-
         masks, backward = sparse_state.masks, sparse_state.algorithm_state
         targets = sparse_state.target_sparsities
-        return trees.map_matched(explore, grads, params, masks, backward, targets)
+        explored = functools.partial(_explored, self.regularization)
+        return trees.map_matched(explored, grads, params, masks, backward, targets)
 
     def wrap_optax(
         self, inner: optax.GradientTransformation, masks: PyTree | None = None
@@ -102,29 +98,42 @@ class TopKast(StraightThrough, MagnitudePruning):
 
     def _backward(self, scores: PyTree, masks: PyTree, targets: PyTree) -> PyTree:
         """The masks of B: those of A, and of the largest weights beside them."""
-        first = trees.map_matched(_above_all, scores, masks)
-        sparsities = jax.tree.map(lambda s: _backward_sparsity(self.backward_sparsity, s), targets)
+        targets = jax.tree.map(on_device, targets)
+        given = self.backward_sparsity
+        sparsities = jax.tree.map(functools.partial(_backward_sparsity, given), targets)
+        first = trees.map_matched(
+            lambda _, score, mask: score if mask is None else _raised(score, mask), scores, masks
+        )
         return self.create_masks(first, sparsities, targets)
 
 
-def _above_all(_: trees.KeyPath, score: Any, mask: Any) -> Any:
-    return score if mask is None else jnp.where(mask > 0, jnp.inf, score)
+# Both are compiled, as eager ones would send their constants to the device.
+@jax.jit
+def _raised(score: jax.Array, mask: jax.Array) -> jax.Array:
+    """Scores that rank what is in A above all else."""
+    return jnp.where(mask > 0, jnp.inf, score)
 
 
-def _backward_sparsity(given: float | None, target: chex.Numeric) -> jax.Array:
-    target = jnp.float32(target)
+@functools.partial(jax.jit, static_argnums=0)
+def _backward_sparsity(given: float | None, target: jax.Array) -> jax.Array:
     return jnp.maximum(2 * target - 1, 0) if given is None else jnp.minimum(given, target)
 
 
-def _density(sparsity: chex.Numeric, size: int) -> jax.Array:
-    """1 - sparsity, but no less than that of the one weight which always stays."""
-    return jnp.maximum(1 - sparsity, 1 / max(size, 1))
+def _explored(
+    decay: float, _: trees.KeyPath, grad: Any, param: Any, mask: Any, backward: Any, sparsity: Any
+) -> Any:
+    """The gradient of B with its decay, and zeros elsewhere."""
+    if mask is None:
+        return grad
+    density = jnp.maximum(1 - sparsity, 1 / max(param.size, 1))  # one weight always stays
+    share = decay * jnp.where(mask > 0, 1, 1 / density)
+    return apply_mask(grad + (share.astype(param.dtype) * param).astype(grad.dtype), backward)
 
 
 def _check_backward(given: float | None, targets: PyTree) -> None:
     known = [np.float32(t) for t in jax.tree.leaves(targets) if not is_traced(t)]
     if given is not None and known and np.float32(given) > max(known):
         raise ValueError(
-            f"backward_sparsity must not exceed that of the forward pass, which is {max(known)}, "
+            f"backward_sparsity must not exceed that of the forward pass, which is {max(known):g}, "
             f"got backward_sparsity = {given}. Lower it, or leave it out."
         )
