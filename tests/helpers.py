@@ -99,9 +99,15 @@ def has_constant_fan_in(name):
     return issubclass(sparsity.ALGORITHM_REGISTRY[name], sparsity.SRigL)
 
 
-def follows_a_ramp(name):
-    """Whether sparsity rises with the schedule, and masks are dense until its first update."""
-    return sparsity.ALGORITHM_REGISTRY[name].schedule_type == "polynomial"
+def starts_dense(name):
+    """Whether masks are ones until the first update of a schedule."""
+    default = sparsity.BaseUpdater.get_initial_masks, ste.StraightThrough.get_initial_masks
+    return sparsity.ALGORITHM_REGISTRY[name].get_initial_masks in default
+
+
+def prunes_at_once(name):
+    """Whether `instant_sparsify` is there."""
+    return not is_sparse_training(name)
 
 
 def is_sparse_training(name):

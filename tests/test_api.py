@@ -36,7 +36,7 @@ def targets(updater):
 def test_every_algorithm_is_made_by_its_name(name):
     updater = create({"algorithm": name, "sparsity": 0.5})
     assert type(updater) is sparsity.ALGORITHM_REGISTRY[name]
-    assert updater.scheduler == sparsity.NoUpdateSchedule()
+    assert updater.scheduler == sparsity.ALGORITHM_REGISTRY[name].scheduler
     if helpers.prunes(name):
         assert targets(updater) == DENSE_BIAS
 
@@ -340,7 +340,7 @@ def test_a_sparsity_outside_zero_to_one_is_an_error(name, value):
         create({"algorithm": name, "sparsity": value})
 
 
-@pytest.mark.parametrize("name", ["set", "rigl"])
+@pytest.mark.parametrize("name", ["set", "rigl", "srigl"])
 @pytest.mark.parametrize("value", [1.5, -0.1, float("nan"), 30, "0.3"])
 def test_a_drop_fraction_outside_zero_to_one_is_an_error(name, value):
     with pytest.raises(ValueError, match=r"drop_fraction.*\[0, 1\]"):

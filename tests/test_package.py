@@ -223,6 +223,7 @@ PUBLIC = {
     "prune_act_unstruct", "prune_act_struct", "pruning_act_struct", "pruning_act_unstruct",
     "apply_mask",
     "sparsify_linen", "sparsify_nnx",
+    "snip_scores", "grasp_scores", "synflow_scores", "prune_at_init", "lottery_ticket",
 }
 # fmt: on
 PUBLIC_MODULES = ["algorithms", "sparsity_distributions", "sparsity_schedules", "sparsity_types"]

@@ -32,7 +32,11 @@ class LampPruning(BaseUpdater):
     def calculate_scores(
         self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
     ) -> PyTree:
-        return jax.tree.map(lambda param: sharding.shard_like(param, lamp_scores, param), params)
+        def score(param: jax.Array) -> jax.Array:
+            scores = sharding.shard_like(param, lamp_scores, param)
+            return sharding.place_like(param, scores)
+
+        return jax.tree.map(score, params)
 
 
 def lamp_scores(weights: jax.Array) -> jax.Array:

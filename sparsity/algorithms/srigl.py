@@ -74,7 +74,7 @@ class SRigL(RigL):
             if target is None:
                 return None
             start = functools.partial(_random_fan_in, sites[path].batch_axes)
-            return sharding.shard_like(score, start, score, target)
+            return sharding.place_like(score, sharding.shard_like(score, start, score, target))
 
         return trees.map_matched(draw, scores, target_sparsities)
 
@@ -89,7 +89,8 @@ class SRigL(RigL):
             update = functools.partial(
                 constant_fan_in, min_salient=self.min_salient, batch_axes=sites[path].batch_axes
             )
-            return sharding.shard_like(mask, update, mask, drop, grow, fraction, target)
+            new = sharding.shard_like(mask, update, mask, drop, grow, fraction, target)
+            return sharding.place_like(mask, new)
 
         masks = trees.map_matched(
             move,
