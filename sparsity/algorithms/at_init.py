@@ -240,8 +240,8 @@ def _in_rounds(
     """Masks of ever fewer weights, scored anew in each round."""
 
     @jax.jit
-    def prune(masks: PyTree, now: jax.Array) -> PyTree:
-        scores = score(apply_masks(params, masks), inputs)
+    def prune(weights: PyTree, masks: PyTree, now: jax.Array) -> PyTree:
+        scores = score(_with_leaves(params, apply_masks(weights, masks)), inputs)
         # No score is negative: what is pruned ranks below all that is not.
         scores = trees.map_matched(
             lambda _, score, mask: score if mask is None else jnp.where(mask > 0, score, -1),
@@ -250,14 +250,15 @@ def _in_rounds(
         )
         return _masks(scores, now)
 
+    weights = trees.prunable(params)
     masks = trees.map_matched(
-        lambda _, param, target: None if target is None else jnp.ones_like(param, jnp.uint8),
-        params,
-        Uniform(sparsity)(params),
+        lambda _, weight, target: None if target is None else jnp.ones_like(weight, jnp.uint8),
+        weights,
+        Uniform(sparsity)(weights),
     )
     for r in range(1, rounds + 1):
         now = sparsity if r == rounds else 1 - (1 - sparsity) ** (r / rounds)
-        masks = prune(masks, jnp.float32(now))
+        masks = prune(weights, masks, jnp.float32(now))
     return masks
 
 

@@ -32,7 +32,9 @@ class SRigL(RigL):
     """Moves the mask as RigL does, at a constant fan-in: neurons are indices of the last axis.
 
     It starts from random masks; see `constant_fan_in` for an update. The published code never
-    ablates neurons of the last layer: give that one a sparsity of None in `custom_sparsity_map`.
+    removes neurons of the last layer: give that one a sparsity of None in `custom_sparsity_map`.
+    It also counts one neuron more among those that stay, and salient weights twice that both
+    scores choose.
 
     Attributes:
       min_salient: a neuron with fewer salient weights than this fraction of the mean fan-in is
@@ -114,14 +116,15 @@ def constant_fan_in(
 ) -> jax.Array:
     """Moves the mask of a layer: all neurons that stay have as many weights.
 
-    The budget B of the layer is what its sparsity keeps. Of the active weights the K =
-    num_kept(active, drop_fraction) with the highest drop scores are salient, and so are the others
-    with the highest grow scores, as many as are active in total. Neurons with fewer salient weights
-    than max(1, floor(min_salient * (B // neurons))) are removed, but min(neurons, B // inputs + 1)
-    stay at least: the bound is lowered to that. The fan-in becomes min(inputs, B // neurons left).
-    Of the active weights of these neurons the K with the highest drop scores stay, at most the
-    fan-in of each; each then grows its highest grow scores up to the fan-in. Ties go to the lower
-    index. Removed neurons may return.
+    The budget B of the layer is what its sparsity keeps. Salient are the K = num_kept(active,
+    drop_fraction) active weights with the highest drop scores and, of all others, the active - K
+    with the highest grow scores. Neurons with fewer salient weights than
+    max(1, floor(min_salient * (B // neurons))) are removed; where fewer than
+    min(neurons, B // inputs + 1) would be left, the bound is lowered until they are. The fan-in
+    becomes min(inputs, B // neurons left). Of the active weights in neurons left the K with the
+    highest drop scores are taken, and of these each neuron keeps the highest, at most its fan-in;
+    then it grows its highest grow scores up to the fan-in. Ties go to the lower index. Removed
+    neurons may return.
 
     Args:
       mask: [*batch, ..., neurons] uint8, the present mask.
