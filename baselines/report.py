@@ -67,8 +67,9 @@ their threshold: of scores divided by the norm of their leaf, or as they are in 
 `(raw)`. Pruners follow a cubic ramp from {start:.0%} to {end:.0%} of the steps with about
 {training.MASK_UPDATES} mask updates. SET and RigL move their masks about {training.MASK_UPDATES}
 times until {end:.0%} of the steps, at first {training.DROP_FRACTION:.0%} of the active weights,
-along a cosine to none; static masks stay. Straight-through methods are sparse from the first
-step."""
+along a cosine to none, and so do SRigL and global RigL; static masks stay. Straight-through methods
+are sparse from the first step. Top-KAST and ADMM renew their sets as often, AC/DC has
+{training.PHASES} phases along the ramp, and SNIP prunes in the first step."""
 
 
 def summary(found: Sequence[Found]) -> str:

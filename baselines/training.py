@@ -14,10 +14,12 @@ import optax
 
 import sparsity
 
-SPARSE_TRAINERS = ("static_sparse", "set", "rigl")
-GLOBAL = ("global_magnitude", "global_saliency")
+MOVERS = ("set", "rigl", "srigl", "global_rigl")
+FROM_THE_START = (*MOVERS, "static_sparse", "top_kast", "admm")
+GLOBAL = ("global_magnitude", "global_saliency", "lamp", "snip", "global_rigl")
 RAMP = (0.2, 0.75)  # of the steps: where pruners begin to prune, and where all masks are final
 MASK_UPDATES = 50  # of pruners along the ramp, of sparse trainers until its end
+PHASES = 10  # of AC/DC along the ramp, the first one sparse
 DROP_FRACTION = 0.3  # at the start, along a cosine to zero
 
 Metrics = dict[str, jax.Array]
@@ -55,7 +57,8 @@ def make_updater(
 
     Layers get their sparsities from ERK, but for global pruning, which shares them out itself.
     Pruners follow a cubic ramp; sparse trainers move their masks, static ones stay, and
-    straight-through methods are sparse from the first step.
+    straight-through methods are sparse from the first step. SNIP prunes in the first step, ADMM
+    where ramps end, AC/DC has its phases along the ramp.
 
     Args:
       algorithm: its name in the registry.
@@ -71,12 +74,17 @@ def make_updater(
     config["sparsity"] = target
     if algorithm not in GLOBAL:
         config["dist_type"] = "erk"
-    if algorithm in SPARSE_TRAINERS:
+    if algorithm in FROM_THE_START:
         config["scheduler"] = sparsity.PeriodicSchedule(max(1, end // MASK_UPDATES), 0, end)
+    elif algorithm == "acdc":
+        phase = max(1, (end - start) // PHASES)
+        config["scheduler"] = sparsity.PeriodicSchedule(phase, start, end)
+    elif algorithm == "snip":
+        config["scheduler"] = sparsity.OneShotSchedule(0)
     elif not algorithm.endswith("_ste"):
         ramp = sparsity.PolynomialSchedule(max(1, (end - start) // MASK_UPDATES), start, end)
         config["scheduler"] = ramp
-    if algorithm in ("set", "rigl"):
+    if algorithm in MOVERS:
         config["drop_fraction_fn"] = optax.cosine_decay_schedule(DROP_FRACTION, end)
     return sparsity.create_updater_from_config(config)
 

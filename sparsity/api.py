@@ -86,12 +86,14 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
         - `update_freq`, `update_start_step`, `update_end_step`: without a start, masks are never
           updated (`NoUpdateSchedule`); with start and end equal, once (`OneShotSchedule`); else by
           a `PolynomialSchedule`, with `power` and `initial_sparsity`. `schedule_type` chooses
-          another: 'none', 'one_shot', 'periodic', 'polynomial'.
+          another: 'none', 'one_shot', 'periodic', 'polynomial'. Algorithms without a use for a ramp
+          get a `PeriodicSchedule`, 'snip' a `OneShotSchedule` at the start, by default at step 0;
+          what they ignore is logged.
         - `sparsity_type`: a type, or 'nm_2,4', 'nm_2,4,-2', '2:4', 'block_4,4', 'channel_-1'.
         - `scope`: a scope, 'layerwise' or 'global', with `use_normalization` and
           `normalization_eps`.
-        - `drop_fraction`: for SET and RigL, 0.3 by default; follows a cosine from there to zero at
-          `update_end_step`, and is constant without one. Others have no use for it.
+        - `drop_fraction`: for SET, RigL and SRigL, 0.3 by default; follows a cosine from there to
+          zero at `update_end_step`, and is constant without one. Others have no use for it.
         - any other field of the algorithm's class. A key whose value is `None` counts as missing.
 
     Raises:
@@ -113,7 +115,7 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
     _check_keys(name, fields, options)
     if isinstance(options.get("sparsity_type"), str):
         options["sparsity_type"] = parse_sparsity_type(options["sparsity_type"])
-    options["scheduler"] = _take_scheduler(options)
+    options["scheduler"] = _take_scheduler(name, algorithm, options)
     if scope := _take_scope(options, fields):
         options["scope"] = scope
     distribution = _take_distribution(name, algorithm, options, fields)
@@ -141,7 +143,7 @@ def _check_keys(name: str, fields: set[str], options: Mapping[str, Any]) -> None
             )
 
 
-def _take_scheduler(options: dict[str, Any]) -> Schedule:
+def _take_scheduler(name: str, algorithm: type[BaseUpdater], options: dict[str, Any]) -> Schedule:
     """Takes the keys of schedules out of the options and makes the schedule that they ask for."""
     given = _take(options, _config_keys(SCHEDULES.values()))
     kind = options.pop("schedule_type", None)
@@ -172,7 +174,25 @@ def _take_scheduler(options: dict[str, Any]) -> Schedule:
                 raise ValueError(
                     "update_freq is missing beside update_start_step and update_end_step."
                 )
+        if kind == "none" and not given:
+            return algorithm.scheduler
+    if kind == "polynomial" and algorithm.schedule_type != kind:
+        kind = algorithm.schedule_type
+        given = _without_ramp(name, kind, given)
     return _make(SCHEDULES.find(kind), given, f"schedule_type {kind!r}")
+
+
+def _without_ramp(name: str, kind: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The keys that a schedule of that kind takes, of those of a ramp; logs what is ignored."""
+    given = dict(given)
+    if kind == "one_shot":
+        given["update_end_step"] = given.pop("update_start_step", given.get("update_end_step"))
+        given.pop("update_freq", None)
+    ignored = sorted(given.keys() - getattr(SCHEDULES[kind], "config_keys", {}).keys())
+    if ignored:
+        what = ", ".join(ignored)
+        _log.warning("%s follows no ramp: its schedule is %r, which ignores %s.", name, kind, what)
+    return {key: value for key, value in given.items() if key not in ignored}
 
 
 def _take_scope(options: dict[str, Any], fields: set[str]) -> Scope | None:

@@ -88,6 +88,8 @@ class BaseUpdater:
     keeps_dense_weights: ClassVar[bool] = False
     # Keys of a configuration beyond the fields; see `read_config`.
     config_keys: ClassVar[tuple[str, ...]] = ()
+    # The schedule of a configuration that names none, from its start, end and frequency.
+    schedule_type: ClassVar[str] = "polynomial"
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

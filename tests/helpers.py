@@ -81,7 +81,33 @@ def is_straight_through(name):
 
 def ranks_all_layers(name):
     """Whether one threshold holds for all layers."""
-    return issubclass(sparsity.ALGORITHM_REGISTRY[name], global_pruners.GlobalPruning)
+    return isinstance(sparsity.ALGORITHM_REGISTRY[name]().scope, sparsity.Global)
+
+
+def takes_a_distribution(name):
+    """Whether a field says how sparse each layer becomes."""
+    return not issubclass(sparsity.ALGORITHM_REGISTRY[name], global_pruners.GlobalPruning)
+
+
+def takes_types(name):
+    """Whether masks may follow any pattern."""
+    return not ranks_all_layers(name) and not has_constant_fan_in(name)
+
+
+def has_constant_fan_in(name):
+    """Whether all neurons that stay have as many weights."""
+    return issubclass(sparsity.ALGORITHM_REGISTRY[name], sparsity.SRigL)
+
+
+def starts_dense(name):
+    """Whether masks are ones until the first update of a schedule."""
+    default = sparsity.BaseUpdater.get_initial_masks, ste.StraightThrough.get_initial_masks
+    return sparsity.ALGORITHM_REGISTRY[name].get_initial_masks in default
+
+
+def prunes_at_once(name):
+    """Whether `instant_sparsify` is there."""
+    return not is_sparse_training(name)
 
 
 def is_sparse_training(name):

@@ -36,7 +36,7 @@ def targets(updater):
 def test_every_algorithm_is_made_by_its_name(name):
     updater = create({"algorithm": name, "sparsity": 0.5})
     assert type(updater) is sparsity.ALGORITHM_REGISTRY[name]
-    assert updater.scheduler == sparsity.NoUpdateSchedule()
+    assert updater.scheduler == sparsity.ALGORITHM_REGISTRY[name].scheduler
     if helpers.prunes(name):
         assert targets(updater) == DENSE_BIAS
 
@@ -340,7 +340,7 @@ def test_a_sparsity_outside_zero_to_one_is_an_error(name, value):
         create({"algorithm": name, "sparsity": value})
 
 
-@pytest.mark.parametrize("name", ["set", "rigl"])
+@pytest.mark.parametrize("name", ["set", "rigl", "srigl"])
 @pytest.mark.parametrize("value", [1.5, -0.1, float("nan"), 30, "0.3"])
 def test_a_drop_fraction_outside_zero_to_one_is_an_error(name, value):
     with pytest.raises(ValueError, match=r"drop_fraction.*\[0, 1\]"):
@@ -462,3 +462,50 @@ def test_erk_for_a_global_pruner_is_reported(caplog):
     config = {"algorithm": "global_magnitude", "sparsity": 0.5, "dist_type": "erk"}
     sparsity.create_updater_from_config(config)
     assert "'erk'" in caplog.text
+
+
+# Algorithms without a use for a ramp.
+
+_FLAT = ["admm", "acdc", "top_kast", "srigl"]
+_STEPS = {"update_freq": 5, "update_start_step": 10, "update_end_step": 50}
+
+
+@pytest.mark.parametrize("name", _FLAT)
+def test_those_that_follow_no_ramp_get_a_period_and_what_they_ignore_is_logged(name, caplog):
+    given = config(algorithm=name, **_STEPS)
+    assert create(given).scheduler == sparsity.PeriodicSchedule(5, 10, 50)
+    assert not caplog.records
+    ramp = create(given | {"power": 1, "initial_sparsity": 0.2, "schedule_type": "polynomial"})
+    assert ramp == create(given)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"{name} follows no ramp: its schedule is 'periodic', which ignores "
+        "initial_sparsity, power."
+    )
+
+
+@pytest.mark.parametrize("name", _FLAT)
+def test_a_schedule_that_is_named_or_given_is_the_one(name):
+    one = create(config(algorithm=name, schedule_type="one_shot", update_end_step=7))
+    assert one.scheduler == sparsity.OneShotSchedule(7)
+    ramp = sparsity.PolynomialSchedule(5, 10, 50)
+    assert create(config(algorithm=name, scheduler=ramp)).scheduler == ramp
+
+
+def test_srigl_drops_along_a_cosine_to_the_end():
+    made = create(config(algorithm="srigl", drop_fraction=0.4, **_STEPS))
+    assert [round(float(made.drop_fraction_fn(step)), 3) for step in (0, 25, 50)] == [0.4, 0.2, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("sr_ste", "decay", 0.1),
+        ("top_kast", "backward_sparsity", 0.25),
+        ("top_kast", "regularization", 0.1),
+        ("admm", "rho", 0.1),
+        ("srigl", "min_salient", 0.9),
+    ],
+)
+def test_own_settings_are_keys_of_a_configuration(name, key, value):
+    assert getattr(create(config(algorithm=name, **{key: value})), key) == value

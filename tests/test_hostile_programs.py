@@ -10,10 +10,10 @@ import pytest
 
 import sparsity
 from sparsity import masks, sparsity_distributions, sparsity_schedules
+from tests import helpers
 
 _HALF = sparsity.Uniform(0.5)
 _NAMES = sparsity.all_algorithm_names()
-_NO_INSTANT = ("static_sparse", "set", "rigl")
 
 
 def _params():
@@ -197,7 +197,7 @@ def test_leaves_that_are_no_weights_go_through_untouched(name):
     updates, state = tx.update(grads, state, params)
     assert all(updates[key] is None for key in odd)
     trees = [updater.pre_forward_update(params, state), updater.post_gradient_update(params, state)]
-    if name not in _NO_INSTANT:
+    if helpers.prunes_at_once(name):
         pruned, masks = updater.instant_sparsify(params, grads)
         trees.append(pruned)
         assert all(masks[key] is None for key in odd)

@@ -226,6 +226,7 @@ PUBLIC = {
     "Graph", "trace", "budget", "Plan", "Small", "shrink", "Coupled", "calibrate",
     "Statistic", "WandaPruning", "RIAPruning", "SparseGPTPruning", "LeastSquares", "ADMM", "owl",
     "sparsify_linen", "sparsify_nnx", "merge_lora",
+    "snip_scores", "grasp_scores", "synflow_scores", "prune_at_init", "lottery_ticket",
 }
 # fmt: on
 PUBLIC_MODULES = ["algorithms", "sparsity_distributions", "sparsity_schedules", "sparsity_types"]

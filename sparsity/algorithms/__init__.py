@@ -1,9 +1,24 @@
 """Pruning and sparse training algorithms, one family a file; their names in configurations."""
 
+from sparsity.algorithms.acdc import ACDC
+from sparsity.algorithms.admm import ADMMPruning
+from sparsity.algorithms.at_init import (
+    SnipPruning,
+    grasp_scores,
+    prune_at_init,
+    snip_scores,
+    synflow_scores,
+)
 from sparsity.algorithms.global_pruners import GlobalMagnitudePruning, GlobalSaliencyPruning
+from sparsity.algorithms.lamp import LampPruning
+from sparsity.algorithms.movement import MovementPruning
 from sparsity.algorithms.pruners import MagnitudePruning, RandomPruning, SaliencyPruning
-from sparsity.algorithms.sparse_trainers import SET, RigL, StaticRandomSparse
+from sparsity.algorithms.sparse_trainers import SET, GlobalRigL, RigL, StaticRandomSparse
+from sparsity.algorithms.sr_ste import SRSTE
+from sparsity.algorithms.srigl import SRigL
 from sparsity.algorithms.ste import SteMagnitudePruning, SteRandomPruning
+from sparsity.algorithms.tickets import lottery_ticket
+from sparsity.algorithms.top_kast import TopKast
 from sparsity.base_updater import ALGORITHM_REGISTRY, NoPruning
 
 ALGORITHM_REGISTRY.update(
@@ -19,18 +34,41 @@ ALGORITHM_REGISTRY.update(
         "static_sparse": StaticRandomSparse,
         "set": SET,
         "rigl": RigL,
+        "lamp": LampPruning,
+        "movement": MovementPruning,
+        "snip": SnipPruning,
+        "admm": ADMMPruning,
+        "acdc": ACDC,
+        "sr_ste": SRSTE,
+        "top_kast": TopKast,
+        "srigl": SRigL,
+        "global_rigl": GlobalRigL,
     }
 )
 
 __all__ = [
+    "ACDC",
     "SET",
+    "SRSTE",
+    "ADMMPruning",
     "GlobalMagnitudePruning",
+    "GlobalRigL",
     "GlobalSaliencyPruning",
+    "LampPruning",
     "MagnitudePruning",
+    "MovementPruning",
     "RandomPruning",
     "RigL",
+    "SRigL",
     "SaliencyPruning",
+    "SnipPruning",
     "StaticRandomSparse",
     "SteMagnitudePruning",
     "SteRandomPruning",
+    "TopKast",
+    "grasp_scores",
+    "lottery_ticket",
+    "prune_at_init",
+    "snip_scores",
+    "synflow_scores",
 ]

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -20,7 +21,15 @@ from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.base_updater import BaseUpdater
 from sparsity.core.checks import check_fraction, check_int
 from sparsity.core.trees import PyTree
-from sparsity.masks import Draw, drawing, elementwise, lazy_scores, move_masks
+from sparsity.masks import (
+    Draw,
+    Global,
+    Scope,
+    drawing,
+    elementwise,
+    lazy_scores,
+    move_masks,
+)
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.hooks import ExtraArg, call_hook, is_overridden
 from sparsity.training.state import SparseState
@@ -141,8 +150,6 @@ class DropAndGrow(SparseTraining):
     def update_state(
         self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
     ) -> SparseState:
-        with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix integers and floats
-            fraction: Any = self.drop_fraction_fn(sparse_state.count)
         table = self.sites_of(params)
 
         def scores(hook: Callable[..., PyTree]) -> PyTree:
@@ -157,9 +164,14 @@ class DropAndGrow(SparseTraining):
             sparse_state.masks,
             scores(self.get_drop_scores),
             scores(self.get_grow_scores),
-            fraction,
+            self._drop_fraction(sparse_state.count),
         )
         return sparse_state._replace(masks=masks)
+
+    def _drop_fraction(self, step: chex.Numeric) -> Any:
+        """The fraction of active weights to replace at a step."""
+        with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix integers and floats
+            return self.drop_fraction_fn(step)
 
     @classmethod
     def read_config(cls, options: Mapping[str, object]) -> dict[str, object]:
@@ -201,3 +213,10 @@ class RigL(DropAndGrow):
         if grads is None:
             raise ValueError("RigL grows weights by their gradients, got grads = None: pass them.")
         return jax.tree.map(jnp.abs, grads)
+
+
+@dataclasses.dataclass(kw_only=True)
+class GlobalRigL(RigL):
+    """RigL whose layers trade weights: the total stays, each layer finds its own density."""
+
+    scope: Scope = Global()

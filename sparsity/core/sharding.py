@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import TypeVar
@@ -85,6 +86,16 @@ def on_device(value: chex.Numeric, dtype: type[np.generic] = np.float32) -> jax.
 def ones_like(array: jax.Array) -> jax.Array:
     """uint8 ones of the shape of an array; compiled, as its constant need not be sent then."""
     return jnp.ones_like(array, dtype=jnp.uint8)
+
+
+def zeros_like(array: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Zeros of the shape of an array, sharded as it is; compiled as `ones_like`."""
+    return place_like(array, _zeros(array, dtype))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _zeros(array: jax.Array, dtype: np.dtype) -> jax.Array:
+    return jnp.zeros_like(array, dtype)
 
 
 def fit(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:

@@ -211,6 +211,11 @@ def apply_masks(
     return trees.map_matched(apply, tree, masks, role=role)
 
 
+def are_ones(masks: PyTree) -> jax.Array:
+    """Whether masks, not packed, remove nothing: a bool scalar."""
+    return jnp.all(jnp.stack([jnp.all(mask > 0) for mask in jax.tree.leaves(masks)] or [True]))
+
+
 @overload
 def apply_mask(param: chex.Array, mask: chex.Array) -> jax.Array: ...
 @overload

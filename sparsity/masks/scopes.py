@@ -381,6 +381,13 @@ def _kept_of_each(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> j
 
 def _kept_of_all(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> exact.Words:
     """How many weights stay in total: of all at one sparsity, or the sum of what each keeps."""
+    if not any(map(is_traced, sparsities)):
+        shares = [float(np.float32(x)) for x in jax.device_get(list(sparsities))]
+        if len({*shares}) == 1:
+            sizes, shares = [sum(sizes)], shares[:1]
+        k: Any = sum(exact.num_kept(*leaf) for leaf in zip(sizes, shares, strict=True))
+        words: exact.Words = jax.device_put(exact.split(k))
+        return words
     of_leaves = jnp.stack([jnp.float32(sparsity) for sparsity in sparsities])
     each = _kept_of_each(sizes, sparsities)
     alike = jnp.all(of_leaves == of_leaves[0])

@@ -20,19 +20,21 @@ pytestmark = pytest.mark.slow
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+ALGORITHMS = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", README + ALGORITHMS, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize("block", BLOCKS, ids=[f"block{i}" for i in range(len(BLOCKS))])
-def test_the_programs_of_the_readme_run(block):
-    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+def test_the_programs_of_the_documents_run(block):
+    exec(compile(block, "a document", "exec"), {"__name__": "document"})
 
 
-def test_the_readme_names_every_algorithm_and_no_other():
-    named = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", README, re.MULTILINE)
+def test_the_readme_and_the_page_of_algorithms_name_every_algorithm_and_no_other():
     registry = {name: algorithm.__name__ for name, algorithm in sparsity.ALGORITHM_REGISTRY.items()}
-    assert dict(named) == registry
+    for text in (README, ALGORITHMS):
+        named = re.findall(r"^(?:\||###) `(\w+)`(?: \||,) `(\w+)`", text, re.MULTILINE)
+        assert dict(named) == registry
 
 
 # ml_collections loads a file in a way that Python will drop.

@@ -11,12 +11,15 @@ import pytest
 import sparsity
 from sparsity.masks import Sites
 from sparsity.sparsity_distributions import erk, uniform
+from tests import helpers
 
 _SHAPES = {"half": (4, 8), "full": (2, 8), "bias": (8,)}
 _DTYPES = {"half": jnp.bfloat16, "full": jnp.float32, "bias": jnp.bfloat16}
 _NAMES = [name for name in sparsity.all_algorithm_names() if name != "no_prune"]
-_SPARSE_FROM_THE_START = ("static_sparse", "set", "rigl")
-algorithms = pytest.mark.parametrize("name", _NAMES)
+# Those with a structure of their own never ask for a type.
+algorithms = pytest.mark.parametrize(
+    "name", [name for name in _NAMES if not helpers.has_constant_fan_in(name)]
+)
 
 
 def _params():
@@ -62,6 +65,8 @@ def _runs(name, **options):
     config = {"algorithm": name, "sparsity": 0.5, **schedule, **options}
     if name.endswith("_ste"):
         config["store_masks"] = True
+    if name == "snip":  # which updates its masks at the start only
+        config["update_start_step"] = 4
     updater = sparsity.create_updater_from_config(config)
     tx = updater.wrap_optax(optax.sgd(0.1))
     params, grads = _params(), _grads()
@@ -70,14 +75,14 @@ def _runs(name, **options):
     if name != "static_sparse":  # which never refreshes its masks
         _, state = jax.jit(tx.update)(grads, state._replace(count=jnp.int32(4)), params)
         yield "update", params, state.masks
-    if name not in _SPARSE_FROM_THE_START:
+    if helpers.prunes_at_once(name):
         yield "instant", params, updater.instant_sparsify(params, grads)[1]
 
 
 @pytest.mark.slow
 @algorithms
 def test_functions_are_asked_about_parameters_and_never_about_anything_else(name):
-    is_global = name.startswith("global")
+    is_global = helpers.ranks_all_layers(name)
 
     def group(path, param):
         is_half = param.dtype == jnp.bfloat16 and not is_global
@@ -96,7 +101,7 @@ def test_functions_are_asked_about_parameters_and_never_about_anything_else(name
             asked += [axes.check(_SHAPES), chosen.check(_SHAPES)]
             for seen in asked:
                 assert all(param is params[leaf] for leaf, found in seen.items() for param in found)
-        if (at != "init" or name in _SPARSE_FROM_THE_START) and not is_global:
+        if (at != "init" or not helpers.starts_dense(name)) and not is_global:
             assert np.all(np.asarray(masks["half"]).reshape(-1, 4).sum(axis=1) == 2)
             assert np.all(np.asarray(masks["full"]).sum(axis=1) == 4)  # each row by itself
         assert masks["bias"] is None

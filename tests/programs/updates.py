@@ -53,7 +53,8 @@ def every_algorithm_gives_bit_equal_masks(devices):
         for layout in (None, "both"):
             with on(devices, layout):
                 params, grads = (place(devices, tree(seed), layout) for seed in (0, 1))
-                state = updater.init_state(params)._replace(count=jnp.int32(3))
+                state = updater.wrap_optax(optax.identity()).init(params)
+                state = updater.accumulate(state._replace(count=jnp.int32(3)), params, grads)
                 if helpers.is_straight_through(name):
                     seen = updater.pre_forward_update(params, state)
                     masks[layout] = jax.tree.map(lambda w: w != 0, seen)

@@ -21,7 +21,7 @@ _STEPS = 5  # masks are updated at steps 1, 3 and, as the last, 4
 _KEPT = {"hidden": 32, "out": 16}  # of 8 x 16 and 16 x 4, for every type below
 _NAMES = sparsity.all_algorithm_names()
 _GLOBAL = helpers.names_of(helpers.prunes, helpers.ranks_all_layers)
-_BY_LAYER = [name for name in helpers.names_of(helpers.prunes) if name not in _GLOBAL]
+_TYPED = helpers.names_of(helpers.prunes, helpers.takes_types)
 # Half the compilation, where two pruned layers show no more than one.
 _ONE_LAYER = {"custom_sparsity_map": {"out/kernel": None}}
 _TYPES = {
@@ -133,6 +133,11 @@ def _check(name, updater, params, state, start, dtype=jnp.float32):
     assert bool(kept) == helpers.prunes(name)
     if name in _GLOBAL:
         assert sum(kept.values()) == sum(_KEPT[layer] for layer in kept)
+    elif helpers.has_constant_fan_in(name):
+        for layer, mask in masks.items():
+            fans = {int(fan) for fan in mask.sum(axis=0)} - {0}
+            left = np.count_nonzero(mask.any(axis=0))
+            assert fans == {min(mask.shape[0], _KEPT[layer] // left)}
     else:
         assert kept == {layer: _KEPT[layer] for layer in kept}
     if helpers.prunes(name) and not helpers.is_straight_through(name):
@@ -261,7 +266,7 @@ def test_option(name, case):
 
 
 @pytest.mark.parametrize("kind", _TYPES)
-@pytest.mark.parametrize("name", _BY_LAYER)
+@pytest.mark.parametrize("name", _TYPED)
 def test_type(name, kind):
     updater = _make(name, sparsity_type=_TYPES[kind], **_ONE_LAYER)
     params, state, start = _train_in(updater, _network())

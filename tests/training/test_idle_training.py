@@ -5,12 +5,15 @@ import optax
 import pytest
 
 import sparsity
+from tests import helpers
 
 _PARAMS = {"w": jnp.arange(1.0, 33.0).reshape(4, 8), "b": jnp.ones(8)}
 _HALF = sparsity.Uniform(0.5)
 _NAMES = sparsity.all_algorithm_names()
-_OWN_MASKS = ("no_prune", "static_sparse", "set", "rigl")
-_STE = ("magnitude_ste", "random_ste")
+_STE = ("magnitude_ste", "random_ste", "sr_ste")
+# Others make their masks before they train, or in the first step.
+_WAITS = [name for name in helpers.names_of(helpers.starts_dense) if name not in (*_STE, "snip")]
+_OWN_MASKS = [name for name in _NAMES if name not in (*_WAITS, *_STE)]
 
 
 def _init(updater, **options):
@@ -21,7 +24,7 @@ def _make(name, **options):
     return sparsity.create_updater_from_config({"algorithm": name, "sparsity": 0.5} | options)
 
 
-@pytest.mark.parametrize("name", [n for n in _NAMES if n not in _OWN_MASKS + _STE])
+@pytest.mark.parametrize("name", _WAITS)
 def test_a_target_without_a_schedule_is_warned_of(name):
     updater = _make(name)
     with pytest.warns(UserWarning, match="training stays dense") as caught:
@@ -56,7 +59,7 @@ def test_algorithms_with_masks_from_the_start_are_not_warned_of(name):
     _init(_make(name))
 
 
-@pytest.mark.parametrize("name", [n for n in _NAMES if n not in _OWN_MASKS])
+@pytest.mark.parametrize("name", [*_WAITS, *_STE])
 @pytest.mark.parametrize(
     "options",
     [

@@ -1,0 +1,46 @@
+"""AC/DC: phases of sparse and of dense training in turn, which end in a sparse network.
+
+Source: Peste et al. 2021, "AC/DC: alternating compressed/decompressed training of deep neural
+networks", algorithm 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+
+from sparsity.algorithms.pruners import MagnitudePruning
+from sparsity.core.trees import PyTree
+from sparsity.masks import are_ones
+from sparsity.sparsity_schedules import update_range
+from sparsity.training.hooks import ExtraArg
+from sparsity.training.state import SparseState
+
+
+@dataclasses.dataclass(kw_only=True)
+class ACDC(MagnitudePruning):
+    """Trains dense until the schedule's start; then every update ends a dense or a sparse phase.
+
+    A sparse phase keeps the weights of the largest magnitude, and the end step begins the last one:
+    give a `PeriodicSchedule` with an end. In a dense phase the others start at zero, with a fresh
+    optimizer state, and train from that step on; the source keeps the optimizer's momentum, which
+    here has seen no gradient of them since they were pruned.
+    """
+
+    is_sparse_gradients: bool = True
+
+    regrows: ClassVar[bool] = True
+    schedule_type: ClassVar[str] = "periodic"
+
+    def update_state(
+        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
+    ) -> SparseState:
+        _, end = update_range(self.scheduler) or (0, None)
+        is_sparse = are_ones(sparse_state.masks)
+        if end is not None:
+            is_sparse |= sparse_state.count == end
+        pruned = super().update_state(sparse_state, params, grads, **extra_args)
+        others = 1 - is_sparse.astype("uint8")
+        return pruned._replace(masks=jax.tree.map(lambda mask: mask | others, pruned.masks))

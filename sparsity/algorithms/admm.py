@@ -1,0 +1,121 @@
+"""ADMM: weights are drawn towards the nearest sparse network until they are replaced by one.
+
+Sources: Boyd et al. 2011, "Distributed optimization and statistical learning via the alternating
+direction method of multipliers", sections 3.1.1 and 9.1; Zhang et al. 2018, "A systematic DNN
+weight pruning framework using alternating direction method of multipliers", section 3; for its use
+at high sparsity ELSA, arXiv:2510.01650.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sparsity.algorithms.pruners import MagnitudePruning
+from sparsity.core import sharding, trees
+from sparsity.core.checks import check_number
+from sparsity.core.trees import PyTree
+from sparsity.masks import apply_mask, in_use
+from sparsity.sparsity_schedules import update_range
+from sparsity.training.hooks import ExtraArg
+from sparsity.training.state import SparseState
+
+
+@dataclasses.dataclass(kw_only=True)
+class ADMMPruning(MagnitudePruning):
+    """Adds rho * (w - z + u) to the gradient until the schedule's end, then keeps the support of z.
+
+    z is the projection of the weights onto the sparsity, pattern and scope, and u what they lack
+    (the scaled dual), both in `algorithm_state`, at least float32. They start as z = P(w), u = 0;
+    at every update z = P(w + u), then u = u + w - z. Training is dense until the end step, which
+    prunes; without an end it stays dense. u is not scaled anew when rho changes.
+
+    This follows the idea of ELSA, not its code: any optimizer minimizes, with its own steps.
+
+    Attributes:
+      rho: the penalty, above 0, or a function of the step. `None` lets it rise along a line, from 0
+        at step 0 to 1 at the end step: first the loss decides which weights are large, then z does.
+        While rho is small beside the curvature of the loss, z goes on changing.
+    """
+
+    rho: float | optax.Schedule | None = None
+
+    schedule_type: ClassVar[str] = "periodic"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rho is not None and not callable(self.rho):
+            check_number("rho", self.rho, 0)
+            if self.rho == 0:
+                raise ValueError("rho must be above 0, got rho = 0: nothing would draw weights.")
+
+    def init_algorithm_state(self, params: PyTree, masks: PyTree) -> PyTree:
+        with in_use(self, self.sites(params)):
+            targets = self._target_sparsities(params)
+            start = trees.map_matched(_wide, params, targets)
+            z, _ = self._project(start, targets)
+        return {"z": z, "u": jax.tree.map(lambda w: sharding.zeros_like(w, w.dtype), start)}
+
+    def update_state(
+        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
+    ) -> SparseState:
+        moved = trees.map_matched(_sum, params, sparse_state.algorithm_state["u"])
+        z, support = self._project(moved, sparse_state.target_sparsities)
+        u = jax.tree.map(jnp.subtract, moved, z)
+        _, end = update_range(self.scheduler) or (0, None)
+        ends = sparse_state.count == (-1 if end is None else end)
+        masks = trees.map_matched(
+            lambda _, old, mask: old if mask is None else jnp.where(ends, mask, old),
+            sparse_state.masks,
+            support,
+        )
+        return sparse_state._replace(masks=masks, algorithm_state={"z": z, "u": u})
+
+    def modify_gradients(self, grads: PyTree, params: PyTree, sparse_state: SparseState) -> PyTree:
+        rho = self._penalty(sparse_state.count)
+
+        def draw(_: trees.KeyPath, grad: Any, param: Any, z: Any, u: Any) -> Any:
+            if z is None:
+                return grad
+            force = rho.astype(z.dtype) * (param.astype(z.dtype) - z + u)
+            return grad + force.astype(grad.dtype)
+
+        own = sparse_state.algorithm_state
+        return trees.map_matched(draw, grads, params, own["z"], own["u"])
+
+    def _penalty(self, step: jax.Array) -> jax.Array:
+        """rho until the end step, then 0."""
+        _, end = update_range(self.scheduler) or (0, None)
+        rho: Any = self.rho
+        if rho is None:
+            rho = step.astype(jnp.float32) / end if end else 1.0
+        elif callable(rho):
+            with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix integers and floats
+                rho = rho(step)
+        rho = jnp.asarray(rho, jnp.float32)
+        return rho if end is None else jnp.where(step < end, rho, 0)
+
+    def _project(self, weights: PyTree, targets: PyTree) -> tuple[PyTree, PyTree]:
+        """The nearest sparse weights, and their support."""
+        support = self.create_masks(self.calculate_scores(weights), targets)
+        return trees.map_matched(_masked, weights, support), support
+
+
+def _wide(_: trees.KeyPath, param: Any, target: Any) -> Any:
+    dtype = jnp.promote_types(param.dtype, jnp.float32)
+    return None if target is None else param.astype(dtype)
+
+
+def _masked(_: trees.KeyPath, weights: Any, mask: Any) -> Any:
+    return None if mask is None else _apply(weights, mask)
+
+
+_apply = jax.jit(apply_mask)  # an eager one would send its zero to the device
+
+
+def _sum(_: trees.KeyPath, param: Any, u: Any) -> Any:
+    return None if u is None else param.astype(u.dtype) + u

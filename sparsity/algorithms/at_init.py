@@ -1,0 +1,333 @@
+"""Pruning at initialization: weights are chosen once, before they are trained.
+
+`snip_scores`, `grasp_scores` and `synflow_scores` say what each weight is worth; `prune_at_init`
+ranks all of them together and makes masks for `wrap_optax(tx, masks=masks)`. SNIP is an updater as
+well, which prunes by the gradient of its first batch.
+
+Sources: SNIP, Lee et al. 2018, "SNIP: single-shot network pruning based on connection sensitivity",
+equation 5; GraSP, Wang et al. 2020, "Picking winning tickets before training by preserving gradient
+flow", equation 8; SynFlow, Tanaka et al. 2020, "Pruning neural networks without any data by
+iteratively conserving synaptic flow", algorithm 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from sparsity.algorithms.pruners import SaliencyPruning
+from sparsity.core import trees
+from sparsity.core.checks import check_fraction, check_int, is_traced
+from sparsity.core.names import known
+from sparsity.core.trees import PyTree
+from sparsity.masks import Global, Scope, Sites, apply_masks, are_ones, create_masks
+from sparsity.patterns import Unstructured
+from sparsity.sparsity_distributions import Uniform
+from sparsity.sparsity_schedules import OneShotSchedule, PolynomialSchedule, Schedule
+from sparsity.training.hooks import ExtraArg
+from sparsity.training.state import SparseState
+
+LossFn = Callable[[PyTree, PyTree], jax.Array]  # of params and a batch
+
+
+@dataclasses.dataclass(kw_only=True)
+class SnipPruning(SaliencyPruning):
+    """Keeps the weights with the largest |weight * gradient| of one step; the masks then stay.
+
+    By default that is the first step, before anything is trained, as in the source. Masks that
+    already prune, such as those of `wrap_optax(tx, masks=masks)`, stay as well.
+    """
+
+    scheduler: Schedule = OneShotSchedule(0)
+    scope: Scope = Global(use_normalization=False)
+
+    schedule_type: ClassVar[str] = "one_shot"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.scheduler, PolynomialSchedule):
+            raise ValueError(
+                f"{type(self).__name__} prunes once, got scheduler = {self.scheduler!r}. Give it "
+                "OneShotSchedule(step), or use SaliencyPruning with "
+                "scope=Global(use_normalization=False), which follows a ramp."
+            )
+
+    def update_state(
+        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
+    ) -> SparseState:
+        new = super().update_state(sparse_state, params, grads, **extra_args)
+        is_first = are_ones(sparse_state.masks)
+        masks = trees.map_matched(
+            lambda _, mask, old: None if old is None else jnp.where(is_first, mask, old),
+            new.masks,
+            sparse_state.masks,
+        )
+        return new._replace(masks=masks)
+
+
+def snip_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[PyTree]) -> PyTree:
+    """What weights are worth to the loss: |weight * mean gradient|.
+
+    Args:
+      loss_fn: `loss_fn(params, batch)` is the loss of a batch, a scalar.
+      params: tree of parameters.
+      batches: any trees of arrays, each of the same weight; read once.
+
+    Returns:
+      A tree like `params`, `None` for leaves that are not floating.
+
+    Raises:
+      ValueError: the loss is not a scalar, or there is no batch.
+
+    Example:
+      >>> loss_fn = lambda params, x: jnp.sum(params["w"] * x) ** 2
+      >>> snip_scores(loss_fn, {"w": jnp.array([1.0, -2.0])}, [jnp.array([3.0, 1.0])])
+      {'w': Array([6., 4.], dtype=float32)}
+    """
+    weights = trees.prunable(params)
+    grads = _mean(_gradient(loss_fn, params), [weights], batches)
+    return jax.tree.map(lambda w, g: jnp.abs(w * g), weights, grads)
+
+
+def grasp_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[PyTree]) -> PyTree:
+    """What weights are worth to the flow of the gradient: weight * (H @ g), of the mean loss.
+
+    H is the Hessian and g the gradient. Removing a weight lowers the squared norm of the gradient
+    by twice its score, to first order, so the largest stay. The source ranks -weight * (H @ g) and
+    removes the largest; its code divides logits by a temperature of 200, here there is none.
+
+    Args:
+      loss_fn: as in `snip_scores`.
+      params: tree of parameters.
+      batches: as in `snip_scores`, but held in memory and read twice.
+
+    Returns:
+      As `snip_scores`; the scores have signs.
+
+    Raises:
+      ValueError: as in `snip_scores`.
+
+    Example:
+      >>> loss_fn = lambda params, x: jnp.sum(params["w"] ** 2 * x)  # H = 2 x, g = 2 w x
+      >>> grasp_scores(loss_fn, {"w": jnp.array([1.0, -2.0])}, [jnp.array([1.0, -1.0])])
+      {'w': Array([ 4., 16.], dtype=float32)}
+    """
+    batches = list(batches)
+    weights = trees.prunable(params)
+    gradient = _gradient(loss_fn, params)
+    direction = _mean(gradient, [weights], batches)
+
+    def product(weights: PyTree, direction: PyTree, batch: Any) -> PyTree:
+        slope = functools.partial(gradient, batch=batch)
+        return jax.jvp(slope, (weights,), (direction,))[1]
+
+    curved = _mean(product, [weights, direction], batches)
+    return jax.tree.map(lambda w, h: w * h, weights, curved)
+
+
+def synflow_scores(
+    fn: Callable[[PyTree, PyTree], PyTree], params: PyTree, inputs: PyTree
+) -> PyTree:
+    """What weights are worth to the flow from ones in to the sum out, all weights made positive.
+
+    The score is |weight| times the derivative of the sum of all outputs by |weight|. Where no bias
+    adds to it, the scores of each layer sum to the output. No data is read.
+
+    Args:
+      fn: `fn(params, inputs)` returns outputs, any tree of arrays.
+      params: tree of parameters; the absolute values of all of them are used.
+      inputs: tree of arrays or of `jax.ShapeDtypeStruct`; ones take the place of floating values,
+        integers (tokens) stay. One example is enough.
+
+    Returns:
+      A tree like `params`, `None` for leaves that are not floating.
+
+    Example:
+      >>> fn = lambda params, x: x @ params["w"]
+      >>> synflow_scores(fn, {"w": jnp.array([[1.0], [-2.0]])}, jnp.zeros((1, 2)))
+      {'w': Array([[1.],
+             [2.]], dtype=float32)}
+    """
+    ones = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype) if trees.is_prunable(x) else x, inputs)
+    sizes = jax.tree.map(jnp.abs, trees.prunable(params))
+
+    def flow(sizes: PyTree, inputs: PyTree) -> jax.Array:
+        outputs = fn(_with_leaves(params, sizes), inputs)
+        return sum((jnp.sum(x) for x in jax.tree.leaves(outputs)), jnp.zeros(()))
+
+    slopes = jax.grad(flow)(sizes, ones)
+    return jax.tree.map(lambda size, slope: size * slope, sizes, slopes)
+
+
+def prune_at_init(
+    name: str,
+    params: PyTree,
+    sparsity: float,
+    *,
+    loss_fn: LossFn | None = None,
+    fn: Callable[[PyTree, PyTree], PyTree] | None = None,
+    batches: Iterable[PyTree] | None = None,
+    inputs: PyTree | None = None,
+    rounds: int = 100,
+) -> tuple[PyTree, PyTree]:
+    """Prunes by the scores of 'snip', 'grasp' or 'synflow', all matrices and kernels together.
+
+    Args:
+      name: which scores.
+      params: tree of parameters; leaves with one axis stay dense.
+      sparsity: fraction of the weights to remove, in [0, 1].
+      loss_fn: of 'snip' and 'grasp'.
+      fn: of 'synflow'.
+      batches: of 'snip' and 'grasp'.
+      inputs: of 'synflow'.
+      rounds: of 'synflow', which prunes to density (1 - sparsity)^(r / rounds) in round r and
+        scores again; what is pruned never returns.
+
+    Returns:
+      (pruned params, masks), the masks `None` for leaves that stay dense.
+
+    Raises:
+      ValueError: the name is not known, a function or data is missing, or the scores of a leaf are
+        not finite, or all alike; it is named.
+
+    Example:
+      >>> import optax, sparsity
+      >>> params = {"w": jnp.array([[1.0, -2.0], [3.0, -4.0]]), "b": jnp.zeros(2)}
+      >>> model = lambda params, x: x @ params["w"] + params["b"]
+      >>> pruned, masks = prune_at_init("synflow", params, 0.5, fn=model, inputs=jnp.ones((1, 2)))
+      >>> masks["w"]
+      Array([[0, 0],
+             [1, 1]], dtype=uint8)
+      >>> pruner = sparsity.StaticRandomSparse()  # `static_sparse` trains within these masks
+      >>> opt_state = pruner.wrap_optax(optax.adam(1e-3), masks=masks).init(pruned)
+    """
+    check_fraction("sparsity", sparsity)
+    check_int("rounds", rounds, 1)
+    given = {"loss_fn": loss_fn, "batches": batches, "fn": fn, "inputs": inputs}
+    if name not in _NEEDS:
+        raise ValueError(f"name: {name!r} is not known. {known(name, _NEEDS)}")
+    function, data = needs = _NEEDS[name]
+    if missing := [key for key in needs if given[key] is None]:
+        raise ValueError(
+            f"{name!r} scores weights by {function} and {data}, got {missing[0]} = None: call "
+            f"prune_at_init({name!r}, params, sparsity, {function}=..., {data}=...)."
+        )
+    score = functools.partial(_SCORES[name], given[function])
+    scores = score(params, given[data])
+    _check_scores(name, scores, Uniform(sparsity)(params))
+    if name == "synflow":
+        masks = _in_rounds(score, params, inputs, sparsity, rounds)
+    else:
+        masks = _masks(scores, sparsity)
+    return apply_masks(params, masks), masks
+
+
+def _masks(scores: PyTree, sparsity: chex.Numeric) -> PyTree:
+    """Masks of the highest scores of all selected leaves together."""
+    scope, table = Global(use_normalization=False), Sites(scores, Unstructured())
+    return create_masks(scope, table, scores, Uniform(sparsity)(scores))
+
+
+def _in_rounds(
+    score: Callable[..., PyTree], params: PyTree, inputs: PyTree, sparsity: float, rounds: int
+) -> PyTree:
+    """Masks of ever fewer weights, scored anew in each round."""
+
+    @jax.jit
+    def prune(weights: PyTree, masks: PyTree, now: jax.Array) -> PyTree:
+        scores = score(_with_leaves(params, apply_masks(weights, masks)), inputs)
+        # No score is negative: what is pruned ranks below all that is not.
+        scores = trees.map_matched(
+            lambda _, score, mask: score if mask is None else jnp.where(mask > 0, score, -1),
+            scores,
+            masks,
+        )
+        return _masks(scores, now)
+
+    weights = trees.prunable(params)
+    masks = trees.map_matched(
+        lambda _, weight, target: None if target is None else jnp.ones_like(weight, jnp.uint8),
+        weights,
+        Uniform(sparsity)(weights),
+    )
+    for r in range(1, rounds + 1):
+        now = sparsity if r == rounds else 1 - (1 - sparsity) ** (r / rounds)
+        masks = prune(weights, masks, jnp.float32(now))
+    return masks
+
+
+_SCORES: dict[str, Callable[..., PyTree]] = {
+    "snip": snip_scores,
+    "grasp": grasp_scores,
+    "synflow": synflow_scores,
+}
+_NEEDS = {
+    "snip": ("loss_fn", "batches"),
+    "grasp": ("loss_fn", "batches"),
+    "synflow": ("fn", "inputs"),
+}
+
+
+def _check_scores(name: str, scores: PyTree, targets: PyTree) -> None:
+    """Raises a ValueError that names a leaf to prune whose scores say nothing."""
+
+    def check(path: trees.KeyPath, score: Any, target: Any) -> None:
+        if target is None or is_traced(score):
+            return
+        what = f"The {name} scores of {trees.path_string(path)!r}"
+        if not jnp.all(jnp.isfinite(score)):
+            raise ValueError(
+                f"{what} are not all finite. Look for NaN in the parameters and the data, or scale "
+                "the model down; jax.config.update('jax_enable_x64', True) widens the range."
+            )
+        if score.size > 1 and jnp.all(score == score.reshape(-1)[0]):
+            raise ValueError(
+                f"{what} are all {score.reshape(-1)[0]}, so that they rank nothing. Does the leaf "
+                "take part in the output, and is it initialized to values that differ?"
+            )
+
+    trees.map_matched(check, scores, targets)
+
+
+def _gradient(loss_fn: LossFn, params: PyTree) -> Callable[..., PyTree]:
+    """The gradient of the loss as a function of the floating leaves and a batch."""
+
+    def loss(weights: PyTree, batch: Any) -> jax.Array:
+        value = loss_fn(_with_leaves(params, weights), batch)
+        if jnp.shape(value):
+            raise ValueError(
+                f"loss_fn must return a scalar, got an array of shape {jnp.shape(value)}. Return "
+                "its mean."
+            )
+        return value
+
+    return jax.grad(loss)
+
+
+def _with_leaves(params: PyTree, weights: PyTree) -> PyTree:
+    """The parameters with other floating leaves."""
+    return trees.map_matched(lambda _, old, new: old if new is None else new, params, weights)
+
+
+def _mean(fn: Callable[..., PyTree], args: list[PyTree], batches: Iterable[PyTree]) -> PyTree:
+    """The mean of fn(*args, batch) over the batches, summed in at least float32."""
+
+    @jax.jit
+    def add(total: PyTree | None, args: list[PyTree], batch: Any) -> PyTree:
+        wide = jax.tree.map(
+            lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), fn(*args, batch)
+        )
+        return wide if total is None else jax.tree.map(jnp.add, total, wide)
+
+    total, count = None, 0
+    for batch in batches:
+        total, count = add(total, args, batch), count + 1
+    if not count:
+        raise ValueError("batches is empty: pass at least one. An iterator can be read only once.")
+    return jax.tree.map(lambda x, like: (x / count).astype(like.dtype), total, args[0])

@@ -1,0 +1,67 @@
+"""Layer-adaptive magnitude pruning: one threshold for all layers that asks for no tuning.
+
+Source: Lee et al. 2021, "Layer-adaptive sparsity for the magnitude-based pruning", equation 4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from sparsity.base_updater import BaseUpdater
+from sparsity.core import sharding
+from sparsity.core.trees import PyTree
+from sparsity.masks import Global, Scope
+from sparsity.training.state import SparseState
+
+
+@dataclasses.dataclass(kw_only=True)
+class LampPruning(BaseUpdater):
+    """Keeps the weights whose squares are largest beside all that outlive them in their layer.
+
+    The score of a weight is its square over the sum of the squares that rank no lower in its leaf,
+    its own included; of equal magnitudes the one with the lower index ranks higher. The largest
+    weight of a leaf scores 1, so that no layer vanishes while there are as many places as layers.
+    A leaf is sorted to be scored, which gathers it where it is sharded.
+    """
+
+    scope: Scope = Global(use_normalization=False)
+
+    def calculate_scores(
+        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
+    ) -> PyTree:
+        def score(param: jax.Array) -> jax.Array:
+            scores = sharding.shard_like(param, lamp_scores, param)
+            return sharding.place_like(param, scores)
+
+        return jax.tree.map(score, params)
+
+
+def lamp_scores(weights: jax.Array) -> jax.Array:
+    """Returns the square of each weight over the sum of the squares that rank no lower.
+
+    Args:
+      weights: array of any shape, real or complex.
+
+    Returns:
+      Scores in [0, 1] of that shape, at least float32; the same bits on any mesh. Weights that are
+      0 score 0, those that are NaN score NaN.
+
+    Example:
+      >>> lamp_scores(jnp.array([1.0, -3.0, 2.0, 2.0]))
+      Array([0.05555556, 1.        , 0.30769232, 0.23529412], dtype=float32)
+    """
+    sizes = jnp.abs(weights).reshape(-1)
+    sizes = sizes.astype(jnp.promote_types(sizes.dtype, jnp.float32))
+    # The scores do not depend on the scale of a layer, but their squares may leave the range.
+    _, exponent = jnp.frexp(jnp.nanmax(sizes, initial=0))
+    squares = jnp.square(jnp.ldexp(sizes, -exponent))
+    order = jnp.argsort(-squares, stable=True)
+    ranked = squares[order]
+    # A sum by a fixed tree: a partitioned one would round otherwise.
+    totals = jax.lax.associative_scan(jnp.add, ranked)
+    scores = jnp.where(ranked == 0, 0, ranked / jnp.where(totals == 0, 1, totals))
+    result: jax.Array = jnp.zeros_like(squares).at[order].set(scores).reshape(weights.shape)
+    return result

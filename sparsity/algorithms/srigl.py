@@ -1,0 +1,188 @@
+"""SRigL: RigL with as many weights in every neuron, and neurons that are removed when few count.
+
+Source: Lasby et al. 2024, "Dynamic sparse training with structured sparsity", algorithm 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, ClassVar
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsity.algorithms.pruners import generate_random_scores
+from sparsity.algorithms.sparse_trainers import RigL
+from sparsity.core import sharding, trees
+from sparsity.core.checks import check_fraction, is_traced
+from sparsity.core.trees import PyTree
+from sparsity.masks import Layerwise, Pattern, drop_and_grow
+from sparsity.patterns import Unstructured
+from sparsity.selection import num_kept, topk_mask
+from sparsity.training.hooks import ExtraArg
+from sparsity.training.state import SparseState
+
+
+@dataclasses.dataclass(kw_only=True)
+class SRigL(RigL):
+    """Moves the mask as RigL does, at a constant fan-in: neurons are indices of the last axis.
+
+    It starts from random masks; see `constant_fan_in` for an update. The published code never
+    removes neurons of the last layer: give that one a sparsity of None in `custom_sparsity_map`.
+    It also counts one neuron more among those that stay, and salient weights twice that both
+    scores choose.
+
+    Attributes:
+      min_salient: a neuron with fewer salient weights than this fraction of the mean fan-in is
+        removed, in [0, 1]; 0.3 in the source, 0.95 for transformers.
+    """
+
+    min_salient: float = 0.3
+
+    schedule_type: ClassVar[str] = "periodic"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fraction("min_salient", self.min_salient)
+        if isinstance(self.sparsity_type, Pattern):
+            _check_pattern(self.sparsity_type)
+        if not isinstance(self.scope, Layerwise):
+            raise ValueError(
+                f"SRigL moves within each layer and needs scope = Layerwise(), got {self.scope!r}."
+            )
+
+    def init_state(self, params: PyTree) -> SparseState:
+        sites, leaves = self.sites_of(params), trees.leaves_by_path(params)
+        for path, target in trees.leaves_by_path(self._target_sparsities(params)).items():
+            site = sites[path]
+            _check_pattern(site.pattern, f" for {site.name!r}")
+            shape = leaves[path].shape[site.batch_axes :] or (1,)
+            if not is_traced(target) and 0 < _budget(math.prod(shape), target) < shape[-1]:
+                raise ValueError(
+                    f"SRigL keeps a weight of every neuron at least, but a sparsity of {target} "
+                    f"leaves {site.name!r} of shape {leaves[path].shape} fewer than its "
+                    f"{shape[-1]} neurons. Lower it with dist_type='erk' or custom_sparsity_map."
+                )
+        return super().init_state(params)
+
+    def get_initial_masks(self, params: PyTree, target_sparsities: PyTree) -> PyTree:
+        sites, scores = self.sites_of(params), generate_random_scores(params, self.rng_seed)
+
+        def draw(path: trees.KeyPath, score: Any, target: Any) -> Any:
+            if target is None:
+                return None
+            start = functools.partial(_random_fan_in, sites[path].batch_axes)
+            return sharding.place_like(score, sharding.shard_like(score, start, score, target))
+
+        return trees.map_matched(draw, scores, target_sparsities)
+
+    def update_state(
+        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
+    ) -> SparseState:
+        sites, fraction = self.sites_of(params), self._drop_fraction(sparse_state.count)
+
+        def move(path: trees.KeyPath, drop: Any, grow: Any, mask: Any, target: Any) -> Any:
+            if mask is None:
+                return None
+            update = functools.partial(
+                constant_fan_in, min_salient=self.min_salient, batch_axes=sites[path].batch_axes
+            )
+            new = sharding.shard_like(mask, update, mask, drop, grow, fraction, target)
+            return sharding.place_like(mask, new)
+
+        masks = trees.map_matched(
+            move,
+            self.get_drop_scores(sparse_state, params, grads),
+            self.get_grow_scores(sparse_state, params, grads),
+            sparse_state.masks,
+            sparse_state.target_sparsities,
+        )
+        return sparse_state._replace(masks=masks)
+
+
+def constant_fan_in(
+    mask: jax.Array,
+    drop_scores: jax.Array,
+    grow_scores: jax.Array,
+    drop_fraction: chex.Numeric,
+    sparsity: chex.Numeric,
+    *,
+    min_salient: float = 0.3,
+    batch_axes: int = 0,
+) -> jax.Array:
+    """Moves the mask of a layer: all neurons that stay have as many weights.
+
+    The budget B of the layer is what its sparsity keeps. Salient are the K = num_kept(active,
+    drop_fraction) active weights with the highest drop scores and, of all others, the active - K
+    with the highest grow scores. Neurons with fewer salient weights than
+    max(1, floor(min_salient * (B // neurons))) are removed; where fewer than
+    min(neurons, B // inputs + 1) would be left, the bound is lowered until they are. The fan-in
+    becomes min(inputs, B // neurons left). Of the active weights in neurons left the K with the
+    highest drop scores are taken, and of these each neuron keeps the highest, at most its fan-in;
+    then it grows its highest grow scores up to the fan-in. Ties go to the lower index. Removed
+    neurons may return.
+
+    Args:
+      mask: [*batch, ..., neurons] uint8, the present mask.
+      drop_scores: same shape, |weight|.
+      grow_scores: same shape, |gradient|.
+      drop_fraction: scalar in [0, 1].
+      sparsity: scalar in [0, 1], the target of the layer.
+      min_salient: as in `SRigL`.
+      batch_axes: number of leading axes that index separate layers.
+
+    Returns:
+      uint8 mask of the same shape.
+    """
+    shape = mask.shape[batch_axes:] or (1,)
+    neurons, inputs = shape[-1], math.prod(shape[:-1])
+    inner = tuple(range(batch_axes, mask.ndim - 1))
+    budget = jnp.asarray(_budget(neurons * inputs, sparsity))
+    pattern = Unstructured()
+    salient = drop_and_grow(
+        mask, drop_scores, grow_scores, drop_fraction, pattern, batch_axes=batch_axes
+    )
+    counts = jnp.sum(salient, inner, jnp.int32)
+    # A table of products by Python: a compiled one may round to another integer.
+    bounds = np.maximum(np.floor(min_salient * np.arange(inputs + 1)), 1).astype(np.int32)
+    fewest = jnp.minimum(neurons, budget // inputs + 1)
+    reached = jnp.take(jnp.sort(counts, descending=True), fewest - 1, axis=-1)
+    stays = counts >= jnp.minimum(jnp.asarray(bounds)[budget // neurons], reached)[..., None]
+    fan_in = jnp.minimum(inputs, budget // jnp.sum(stays, -1, jnp.int32))
+
+    active = jnp.sum(mask, (*inner, mask.ndim - 1), jnp.int32)
+    where = mask * jnp.expand_dims(stays, inner).astype(jnp.uint8)
+    k = num_kept(active, drop_fraction)
+    kept = topk_mask(drop_scores, k, where=where, batch_axes=batch_axes)
+    # By neuron: [*batch, neurons, ...].
+    kept, drop, grow = (jnp.moveaxis(x, -1, batch_axes) for x in (kept, drop_scores, grow_scores))
+    most = jnp.where(stays, fan_in[..., None], 0)
+    kept = topk_mask(drop, most, where=kept, batch_axes=batch_axes + 1)
+    lacking = most - jnp.sum(kept, tuple(range(batch_axes + 1, kept.ndim)), jnp.int32)
+    grown = topk_mask(grow, lacking, where=1 - kept, batch_axes=batch_axes + 1)
+    return jnp.moveaxis(kept | grown, batch_axes, -1)
+
+
+def _random_fan_in(batch_axes: int, scores: jax.Array, sparsity: chex.Numeric) -> jax.Array:
+    """The mask of the highest scores of each neuron, as many as all can have within the budget."""
+    rows = jnp.moveaxis(scores, -1, batch_axes)
+    budget = _budget(math.prod(rows.shape[batch_axes:]), sparsity)
+    mask = topk_mask(rows, budget // rows.shape[batch_axes], batch_axes=batch_axes + 1)
+    return jnp.moveaxis(mask, batch_axes, -1)
+
+
+def _budget(size: int, sparsity: chex.Numeric) -> Any:
+    """How many weights a layer keeps: an int, or int32 if the sparsity is traced."""
+    return num_kept(size, sparsity)
+
+
+def _check_pattern(pattern: Pattern, where: str = "") -> None:
+    if not pattern.is_elementwise:
+        raise ValueError(
+            "SRigL has a structure of its own, as many weights in every neuron, and needs "
+            f"sparsity_type = Unstructured(), got sparsity_type = {pattern!r}{where}. Use RigL."
+        )

@@ -1,0 +1,139 @@
+"""Top-KAST: sparse forward and backward passes, over sets that weights compete for.
+
+Source: Jayakumar et al. 2020, "Top-KAST: Top-K always sparse training", sections 2.1 and 2.3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from sparsity.algorithms.pruners import MagnitudePruning
+from sparsity.algorithms.ste import StraightThrough
+from sparsity.core import trees
+from sparsity.core.checks import check_fraction, check_number, is_traced
+from sparsity.core.sharding import on_device
+from sparsity.core.trees import PyTree
+from sparsity.masks import apply_mask, apply_masks, in_use
+from sparsity.training.hooks import ExtraArg
+from sparsity.training.state import SparseState
+
+
+@dataclasses.dataclass(kw_only=True)
+class TopKast(StraightThrough, MagnitudePruning):
+    """Uses the set A of the largest weights in the forward pass and trains a larger set B.
+
+    A is the masks, which `pre_forward_update` applies; B, of the next largest as well, the
+    `algorithm_state`. Both are chosen at initialization and anew at the schedule's updates. Weights
+    of B get the gradient of the masked network, passed straight through, plus a decay:
+    regularization * w within A, 1 / (1 - sparsity) of that in the rest of B, which has to be worth
+    it. Weights outside of B keep their values, whatever the optimizer: neither its momentum nor its
+    own decay moves them; their moments see gradients of zero.
+
+    Attributes:
+      backward_sparsity: fraction of the weights outside of B, at most the target; a leaf whose own
+        target is lower has B = A. `None` makes B twice as large as A.
+      regularization: of the exploration, at least 0; 1e-4 in the source.
+    """
+
+    store_masks: bool = dataclasses.field(default=True, init=False)
+    backward_sparsity: float | None = None
+    regularization: float = 1e-4
+
+    schedule_type: ClassVar[str] = "periodic"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("regularization", self.regularization, 0)
+        if self.backward_sparsity is not None:
+            check_fraction("backward_sparsity", self.backward_sparsity)
+
+    def get_initial_masks(self, params: PyTree, target_sparsities: PyTree) -> PyTree:
+        return self.create_masks(self.calculate_scores(params), target_sparsities)
+
+    def init_algorithm_state(self, params: PyTree, masks: PyTree) -> PyTree:
+        with in_use(self, self.sites(params)):
+            targets = self._target_sparsities(params)
+            _check_backward(self.backward_sparsity, targets)
+            backward = self._backward(self.calculate_scores(params), masks, targets)
+        # A leaf may have been given a mask without a target.
+        return trees.map_matched(
+            lambda _, param, mask, own: mask if own is None else own, params, masks, backward
+        )
+
+    def update_state(
+        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
+    ) -> SparseState:
+        scores, targets = self.calculate_scores(params), sparse_state.target_sparsities
+        masks = self.create_masks(scores, targets)
+        backward = self._backward(scores, masks, targets)
+        return sparse_state._replace(masks=masks, algorithm_state=backward)
+
+    def modify_gradients(self, grads: PyTree, params: PyTree, sparse_state: SparseState) -> PyTree:
+        masks, backward = sparse_state.masks, sparse_state.algorithm_state
+        targets = sparse_state.target_sparsities
+        explored = functools.partial(_explored, self.regularization)
+        return trees.map_matched(explored, grads, params, masks, backward, targets)
+
+    def wrap_optax(
+        self, inner: optax.GradientTransformation, masks: PyTree | None = None
+    ) -> optax.GradientTransformationExtraArgs:
+        """Returns `inner` with sparsity; its updates are zero outside of B."""
+        tx = super().wrap_optax(inner, masks)
+
+        def update(
+            updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: ExtraArg
+        ) -> tuple[PyTree, Any]:
+            new: Any
+            steps, new = tx.update(updates, state, params, **extra_args)
+            return apply_masks(steps, new.algorithm_state, role="updates"), new
+
+        return optax.GradientTransformationExtraArgs(tx.init, update)
+
+    def _backward(self, scores: PyTree, masks: PyTree, targets: PyTree) -> PyTree:
+        """The masks of B: those of A, and of the largest weights beside them."""
+        targets = jax.tree.map(on_device, targets)
+        given = self.backward_sparsity
+        sparsities = jax.tree.map(functools.partial(_backward_sparsity, given), targets)
+        first = trees.map_matched(
+            lambda _, score, mask: score if mask is None else _raised(score, mask), scores, masks
+        )
+        return self.create_masks(first, sparsities, targets)
+
+
+# Both are compiled, as eager ones would send their constants to the device.
+@jax.jit
+def _raised(score: jax.Array, mask: jax.Array) -> jax.Array:
+    """Scores that rank what is in A above all else."""
+    return jnp.where(mask > 0, jnp.inf, score)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward_sparsity(given: float | None, target: jax.Array) -> jax.Array:
+    return jnp.maximum(2 * target - 1, 0) if given is None else jnp.minimum(given, target)
+
+
+def _explored(
+    decay: float, _: trees.KeyPath, grad: Any, param: Any, mask: Any, backward: Any, sparsity: Any
+) -> Any:
+    """The gradient of B with its decay, and zeros elsewhere."""
+    if mask is None:
+        return grad
+    density = jnp.maximum(1 - sparsity, 1 / max(param.size, 1))  # one weight always stays
+    share = decay * jnp.where(mask > 0, 1, 1 / density)
+    return apply_mask(grad + (share.astype(param.dtype) * param).astype(grad.dtype), backward)
+
+
+def _check_backward(given: float | None, targets: PyTree) -> None:
+    known = [np.float32(t) for t in jax.tree.leaves(targets) if not is_traced(t)]
+    if given is not None and known and np.float32(given) > max(known):
+        raise ValueError(
+            f"backward_sparsity must not exceed that of the forward pass, which is {max(known):g}, "
+            f"got backward_sparsity = {given}. Lower it, or leave it out."
+        )

@@ -1,0 +1,138 @@
+"""ADMM: its sequences by numpy, the best subset of a quadratic, the end."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsity
+from tests import helpers
+from tests.algorithms import oracles
+
+
+def _make(**options):
+    config = {"algorithm": "admm", "sparsity": 0.7, "update_freq": 2, "update_start_step": 1}
+    return sparsity.create_updater_from_config(
+        config | {"update_end_step": 6, "rho": 0.3} | options
+    )
+
+
+def _project(weights, sparsity_):
+    masks = oracles.layerwise({name: np.abs(w) for name, w in weights.items()}, sparsity_)
+    return {name: w * masks[name] for name, w in weights.items()}, masks
+
+
+@pytest.mark.slow
+def test_weights_and_duals_are_those_of_numpy():
+    rho = optax.linear_schedule(0.1, 0.5, 4)
+    run = oracles.runner(_make(rho=rho))
+    for seed in oracles.TREES:
+        weights = oracles.wide(oracles.tree(seed))
+        masks = {name: np.ones(w.shape, np.uint8) for name, w in weights.items()}
+        z, _ = _project(weights, 0.7)
+        u = {name: np.zeros(w.shape) for name, w in weights.items()}
+        found = run(oracles.tree(seed), oracles.draws(seed, 9))
+        for step, (params, state) in enumerate(found):
+            if step in (1, 3, 5, 6):
+                moved = {name: w + u[name] for name, w in weights.items()}
+                z, support = _project(moved, 0.7)
+                u = {name: u[name] + weights[name] - z[name] for name in z}
+                masks = support if step == 6 else masks
+            grads = oracles.wide(oracles.tree(seed, 1 + step))
+            for name, w in weights.items():
+                force = (0.1 + 0.1 * min(step, 4)) * (w - z[name] + u[name]) if step < 6 else 0
+                weights[name] = (w - 0.1 * (grads[name] + force)) * masks[name]
+            oracles.same_masks(state.masks, masks)
+            oracles.close(state.algorithm_state["z"], z)
+            oracles.close(state.algorithm_state["u"], u)
+            oracles.close(params, weights)
+        assert state.algorithm_state["z"]["bias"] is None
+
+
+@pytest.mark.parametrize("pattern", [sparsity.NByM(1, 4), sparsity.Block((2, 2))])
+def test_projections_follow_the_pattern(pattern):
+    updater = _make(sparsity_type=pattern, sparsity=0.75)
+    params = {"w": jnp.asarray(oracles.tree(1)["b"][:, :4])}
+    state = updater.wrap_optax(optax.sgd(0.1)).init(params)
+    expected = sparsity.MagnitudePruning(
+        sparsity_distribution_fn=helpers.uniform(0.75), sparsity_type=pattern
+    ).instant_sparsify(params)[0]
+    np.testing.assert_array_equal(state.algorithm_state["z"]["w"], expected["w"])
+
+
+def _quadratic(seed, d=12, kept=4):
+    """Hessian, linear term and best support of 1/2 w^T H w - b^T w."""
+    rng = np.random.default_rng(seed)
+    factor = rng.normal(size=(2 * d, d))
+    hessian = factor.T @ factor / (2 * d)
+    truth = np.zeros(d)
+    truth[rng.permutation(d)[:kept]] = rng.normal(size=kept)
+    linear = hessian @ truth + 0.05 * rng.normal(size=d)
+
+    def value(support):
+        at = list(support)
+        return -linear[at] @ np.linalg.solve(hessian[np.ix_(at, at)], linear[at])
+
+    return hessian, linear, min(itertools.combinations(range(d), kept), key=value)
+
+
+@pytest.mark.slow
+def test_it_finds_the_best_subset_of_a_quadratic():
+    hessians, linears, best = zip(*map(_quadratic, range(100)), strict=True)
+    rho = optax.linear_schedule(0, 2, 1000)
+    updater = _make(
+        sparsity=2 / 3, update_freq=10, update_start_step=0, update_end_step=1000, rho=rho
+    )
+    tx = updater.wrap_optax(optax.sgd(0.25))
+
+    @jax.jit
+    @jax.vmap
+    def find(hessian, linear):
+        def step(carry, _):
+            w, state = carry
+            updates, state = tx.update((hessian @ w[0] - linear)[None], state, w)
+            return (optax.apply_updates(w, updates), state), None
+
+        start = jnp.zeros((1, 12))
+        (w, _), _ = jax.lax.scan(step, (start, tx.init(start)), None, 1002)
+        return w[0]
+
+    found = np.asarray(find(jnp.float32(hessians), jnp.float32(linears)))
+    right = sum({*np.flatnonzero(w)} == {*s} for w, s in zip(found, best, strict=True))
+    dense = np.abs(np.linalg.solve(np.array(hessians), np.array(linears)[..., None]))[..., 0]
+    largest = np.argsort(-dense)[:, :4]  # what magnitude pruning finds
+    assert sum({*x} == {*s} for x, s in zip(largest, best, strict=True)) < 80
+    assert right >= 90
+
+
+def test_without_an_end_step_training_stays_dense():
+    updater = sparsity.ADMMPruning(
+        sparsity_distribution_fn=helpers.half, scheduler=sparsity.PeriodicSchedule(1), rho=0.1
+    )
+    _, state = helpers.train(updater, helpers.params(), 3, grads=helpers.grads)
+    assert np.all(state.masks["kernel"])
+    assert np.count_nonzero(state.algorithm_state["z"]["kernel"]) == 30
+
+
+def test_the_penalty_rises_to_one_at_the_end_by_default():
+    updater = _make(rho=None)
+    params = {"w": jnp.array([[4.0, 1.0, 2.0, 3.0]])}
+    tx = updater.wrap_optax(optax.identity())
+    state = tx.init(params)
+    for step, rho in ((0, 0.0), (3, 0.5), (7, 0.0)):
+        now = state._replace(count=jnp.int32(step), masks=state.masks)
+        if step == 3:  # an update: z = [4 0 0 0] again, and u what it lacks
+            found = tx.update({"w": jnp.zeros((1, 4))}, now, params)[0]["w"]
+            np.testing.assert_allclose(found, rho * 2 * np.array([[0, 1.0, 2, 3]]), rtol=1e-6)
+        else:
+            found = tx.update({"w": jnp.zeros((1, 4))}, now, params)[0]["w"]
+            np.testing.assert_array_equal(found, np.zeros((1, 4)))
+
+
+@pytest.mark.parametrize("rho", [0.0, -1.0, float("nan"), "0.1"])
+def test_a_penalty_out_of_range_is_an_error(rho):
+    with pytest.raises(ValueError, match=r"rho must be .*got rho = "):
+        sparsity.ADMMPruning(rho=rho)

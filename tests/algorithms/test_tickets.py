@@ -1,0 +1,93 @@
+"""Lottery tickets: how many weights are left, which, and what they start from."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparsity
+from tests import helpers
+from tests.algorithms import oracles
+
+
+def _trainer(seed):
+    """Training by numbers that do not depend on what is trained, within the masks."""
+    calls = []
+
+    def train(params, masks):
+        calls.append(params)
+        drawn = oracles.tree(seed, len(calls))
+        return {
+            name: jnp.where(masks[name] > 0, drawn[name], 0) if name != "bias" else drawn[name]
+            for name in params
+        }
+
+    return train, calls
+
+
+@pytest.mark.slow
+def test_masks_and_starts_are_those_of_numpy():
+    for seed in oracles.TREES:
+        params, later = oracles.tree(seed), oracles.tree(seed, 99)
+        train, calls = _trainer(seed)
+        tickets = sparsity.lottery_ticket(train, params, 4, rewind_params=later)
+        assert len(tickets) == len(calls) == 5
+        sizes, n = oracles.wide(params), oracles.total(oracles.wide(params))
+        left = {name: np.ones(w.shape, np.uint8) for name, w in sizes.items()}
+        for r, (start, masks, trained) in enumerate(tickets):
+            if r:
+                last = oracles.wide(tickets[r - 1][2])
+                # Below all magnitudes: what is pruned.
+                scores = {name: np.where(left[name], np.abs(w), -1) for name, w in last.items()}
+                left = oracles.together(scores, round(n * 0.8**r))
+            oracles.same_masks(masks, left)
+            assert masks["bias"] is None
+            origin = later if r else params
+            for name, mask in left.items():
+                bits = np.where(mask, origin[name], np.float32(0)).view(np.uint32)
+                np.testing.assert_array_equal(np.asarray(start[name]).view(np.uint32), bits)
+            np.testing.assert_array_equal(start["bias"], origin["bias"])
+            assert trained["a"].shape == params["a"].shape
+
+
+def test_tickets_go_on_after_those_that_are_done():
+    params = oracles.tree(0)
+    whole = sparsity.lottery_ticket(_trainer(0)[0], params, 3)
+    train, calls = _trainer(0)
+    first = sparsity.lottery_ticket(train, params, 1)
+    found = sparsity.lottery_ticket(train, params, 3, done=first)
+    assert len(calls) == 4
+    jax.tree.map(np.testing.assert_array_equal, found, whole)
+    again = sparsity.lottery_ticket(train, params, 3, done=found)
+    assert (len(again), len(calls)) == (4, 4)
+
+
+def test_what_is_pruned_never_returns_though_training_makes_it_large():
+    params = {"w": jnp.array([[1.0, 2.0, 3.0, 4.0]])}
+    train = lambda params, masks: {"w": jnp.where(masks["w"] > 0, params["w"], 99.0)}  # noqa: E731
+    tickets = sparsity.lottery_ticket(train, params, 3, rate=0.5)
+    assert [np.flatnonzero(masks["w"]).tolist() for _, masks, _ in tickets] == [
+        [0, 1, 2, 3], [2, 3], [3], [3],
+    ]  # fmt: skip
+
+
+def test_leaves_of_several_dtypes_are_ranked_together():
+    params = {"a": jnp.array([[1.0, 4.0]], jnp.bfloat16), "b": jnp.array([[2.0, 3.0]])}
+    tickets = sparsity.lottery_ticket(lambda params, masks: params, params, 1, rate=0.5)
+    np.testing.assert_array_equal(tickets[1][1]["a"], [[0, 1]])
+    np.testing.assert_array_equal(tickets[1][1]["b"], [[0, 1]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"rounds": -1}, "rounds must be at least 0, got rounds = -1"),
+        ({"rounds": 1, "rate": 1.5}, r"rate must be in \[0, 1\].*got rate = 1.5"),
+        ({"rounds": 1, "train_fn": lambda params, masks: None}, "got nothing"),
+    ],
+)
+def test_arguments_out_of_range_are_errors(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        sparsity.lottery_ticket(
+            **{"train_fn": lambda params, masks: params, "params": helpers.params()} | arguments
+        )
