@@ -62,6 +62,7 @@ from sparsity.calibration import (
     Statistic,
     WandaPruning,
     calibrate,
+    oneshot,
     owl,
 )
 from sparsity.epochs import EpochStrategy, pruning, pruning_apply
@@ -168,6 +169,7 @@ __all__ = [
     "mask_calculator",
     "masks",
     "merge_lora",
+    "oneshot",
     "owl",
     "pack_masks",
     "plot_sparsity",

@@ -223,7 +223,7 @@ PUBLIC = {
     "pruning", "pruning_apply", "EpochStrategy",
     "prune_act_unstruct", "prune_act_struct", "pruning_act_struct", "pruning_act_unstruct",
     "apply_mask",
-    "Graph", "trace", "budget", "Plan", "Small", "shrink", "Coupled", "calibrate",
+    "Graph", "trace", "budget", "Plan", "Small", "shrink", "Coupled", "calibrate", "oneshot",
     "Statistic", "WandaPruning", "RIAPruning", "SparseGPTPruning", "LeastSquares", "ADMM", "owl",
     "sparsify_linen", "sparsify_nnx", "merge_lora",
     "snip_scores", "grasp_scores", "synflow_scores", "prune_at_init", "lottery_ticket",

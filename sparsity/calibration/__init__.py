@@ -1,6 +1,7 @@
 """Pruning what is trained already, by statistics of the inputs that each weight meets."""
 
 from sparsity.calibration.capture import calibrate
+from sparsity.calibration.oneshot import LayerReport, Report, oneshot
 from sparsity.calibration.prune import prune
 from sparsity.calibration.pruners import RIAPruning, WandaPruning
 from sparsity.calibration.rates import Rates, owl
@@ -15,15 +16,18 @@ from sparsity.calibration.statistics import (
 
 __all__ = [
     "ADMM",
+    "LayerReport",
     "LeastSquares",
     "RIAPruning",
     "Rates",
     "Refit",
+    "Report",
     "SparseGPTPruning",
     "Statistic",
     "WandaPruning",
     "calibrate",
     "check_memory",
+    "oneshot",
     "output_error",
     "owl",
     "prune",

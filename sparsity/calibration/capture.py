@@ -124,9 +124,9 @@ class Capture:
 
         for equation in program.flat():
             found = [read(value) for value in equation.inputs]
-            for number in self._of.get(equation, ()):
-                sums[number] = self._sums(self.uses[number], found)
-            if equation.name in _BODIES and any(map(self._has_uses, equation.bodies)):
+            for number in self.at(equation):
+                sums[number] = self.sums(number, found[1 - self.uses[number].operand])
+            if equation.name in _BODIES and self.is_within(equation):
                 outputs, more = _BODIES[equation.name](self, equation, found)
                 sums |= more
             else:
@@ -134,14 +134,21 @@ class Capture:
             arrays.update(zip(equation.outputs, outputs, strict=True))
         return [read(value) for value in program.outputs], sums
 
-    def _has_uses(self, program: Program) -> bool:
+    def at(self, equation: Equation) -> Sequence[int]:
+        """The uses, by number, that a product is."""
+        return self._of.get(equation, ())
+
+    def is_within(self, equation: Equation) -> bool:
+        """Whether a loop or a branch has uses."""
         return any(
-            equation in self._of or any(map(self._has_uses, equation.bodies))
-            for equation in program.flat()
+            inner in self._of or self.is_within(inner)
+            for body in equation.bodies
+            for inner in body.flat()
         )
 
-    def _sums(self, use: Use, inputs: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
-        x = inputs[1 - use.operand]
+    def sums(self, number: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The sums of a use over the rows of its inputs, and how many rows these are."""
+        use = self.uses[number]
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         rows = _rows_of_dot if use.primitive == "dot_general" else _rows_of_convolution
         found, count = rows(use, x, self.kind)
@@ -183,7 +190,7 @@ class Capture:
         found: dict[Path, Statistic] = {}
         for number, (sums, rows) in total.items():
             use = self.uses[number]
-            own = _statistic(use, self.graph, self.kind, sums, rows)
+            own = statistic_of_use(use, self.graph, self.kind, sums, rows)
             if use.path in found:
                 own = jax.tree.map(jnp.add, found[use.path], own)
             found[use.path] = own
@@ -277,18 +284,38 @@ def _inputs(use: Use, graph: Graph) -> int:
     return math.prod(shape[axis] for axis in use.contracting)
 
 
-def _statistic(use: Use, graph: Graph, kind: Kind, sums: jax.Array, rows: jax.Array) -> Statistic:
+def statistic_of_use(
+    use: Use, graph: Graph, kind: Kind, sums: jax.Array, rows: jax.Array, of_layer: bool = False
+) -> Statistic:
+    """The statistic of a use from its sums.
+
+    Args:
+      use: the product.
+      graph: of the model.
+      kind: what was summed.
+      sums: [*batch, inputs...] in the order of the operand.
+      rows: how many.
+      of_layer: the sums are those of one layer of a stack, without the axes that scans took apart.
+    """
     places = _places(use)
     found = sums[..., places] if kind == "squares" else sums[..., places[:, None], places]
-    own = (len(places),) * (1 if kind == "squares" else 2)
+    gone = use.view.stacked if of_layer else ()
     axes, groups = _groups(use)
-    given: Mapping[str, Any] = {kind: found.reshape(*_lead(use, graph), *own)}
+    batch = tuple(axis for axis in (*use.batch, *axes) if axis not in gone)
+    shape = graph.shape_of(use.path)
+    lead = (*(shape[axis] for axis in batch), *([groups] if groups > 1 else []))
+    own = (len(places),) * (1 if kind == "squares" else 2)
+
+    def left(names: Sequence[int]) -> tuple[int, ...]:
+        return tuple(axis - sum(x < axis for x in gone) for axis in names)
+
+    given: Mapping[str, Any] = {kind: found.reshape(*lead, *own)}
     return Statistic(
         **given,
         count=rows,
-        contracting=use.contracting,
-        output=tuple(sorted(axis for axis in use.output if axis not in axes)),
-        batch=(*use.batch, *axes),
+        contracting=left(use.contracting),
+        output=left(sorted(axis for axis in use.output if axis not in axes)),
+        batch=left(batch),
         groups=groups,
     )
 

@@ -1,0 +1,95 @@
+"""A trained model is pruned in one pass; each layer sees what the pruned ones before it produce."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparsity
+from sparsity import LeastSquares, Uniform, WandaPruning, calibration
+
+LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def model():
+    keys = iter(jax.random.split(jax.random.key(0), 6))
+
+    def draw(*shape):
+        return jax.random.normal(next(keys), shape) / np.sqrt(shape[-2])
+
+    params = {
+        "first": draw(5, 8),
+        "layers": {"up": draw(LAYERS, 8, 16), "down": draw(LAYERS, 16, 8)},
+        "last": draw(8, 3),
+    }
+    return params, [draw(1, 20, 5)[0], draw(1, 20, 5)[0]]
+
+
+def scanned(params, x):
+    def layer(h, w):
+        return h + jnp.tanh(h @ w["up"]) @ w["down"], None
+
+    return jax.lax.scan(layer, x @ params["first"], params["layers"])[0] @ params["last"]
+
+
+def unrolled(params, x):
+    h = x @ params["first"]
+    for i in range(LAYERS):
+        h = h + jnp.tanh(h @ params[f"up{i}"]) @ params[f"down{i}"]
+    return h @ params["last"]
+
+
+def unstacked(params):
+    each = {f"{name}{i}": leaf[i] for name, leaf in params["layers"].items() for i in range(LAYERS)}
+    return {"first": params["first"], "last": params["last"], **each}
+
+
+PRUNER = WandaPruning(sparsity_distribution_fn=Uniform(0.5))
+
+
+def test_each_layer_is_pruned_on_what_the_pruned_ones_before_it_produce(model):
+    params, batches = model
+    dense, x = unstacked(params), jnp.concatenate(batches)
+    pruned, masks, report = sparsity.oneshot(PRUNER, unrolled, dense, batches, LeastSquares())
+    expected = dict(dense)
+    for name in ("first", "up0", "down0", "up1", "down1", "last"):  # one by one, from the start
+        statistics = sparsity.calibrate(unrolled, expected, [x], "gram")
+        alone = {key: dense[key] if key == name else None for key in dense}
+        solved, of_leaf = calibration.prune(PRUNER, alone, statistics, LeastSquares())
+        expected[name] = solved[name]
+        np.testing.assert_array_equal(masks[name], of_leaf[name])
+        np.testing.assert_allclose(pruned[name], solved[name], atol=2e-5)
+        found = calibration.relative_error(statistics[(name,)], dense[name], solved[name])
+        assert report[(name,)].error == pytest.approx(float(found), rel=1e-3)
+    assert report[("up1",)].error <= report[("up1",)].unrefitted
+    assert "up1" in report.table()
+
+
+def test_a_scan_is_pruned_as_its_layers_would_be(model):
+    params, batches = model
+    stacked, _, report = sparsity.oneshot(PRUNER, scanned, params, batches)
+    apart, _, _ = sparsity.oneshot(PRUNER, unrolled, unstacked(params), batches)
+    for name, leaf in apart.items():
+        np.testing.assert_array_equal(unstacked(stacked)[name], leaf)
+    assert list(report) == [("first",), ("layers", "up"), ("layers", "down"), ("last",)]
+    assert report[("layers", "up")].sparsity == 0.5
+
+
+def test_not_sequential_is_one_calibration_of_the_dense_model(model):
+    params, batches = model
+    dense = unstacked(params)
+    found, _, _ = sparsity.oneshot(PRUNER, unrolled, dense, batches, sequential=False)
+    statistics = sparsity.calibrate(unrolled, dense, batches)
+    expected, _ = PRUNER.instant_sparsify(dense, statistics=statistics)
+    for name in dense:
+        np.testing.assert_array_equal(found[name], expected[name])
+
+
+def test_weights_that_no_product_reads_are_named(model):
+    params, batches = model
+    params = {**unstacked(params), "unread": jnp.ones((3, 3))}
+    with pytest.raises(ValueError, match="'unread'"):
+        sparsity.oneshot(PRUNER, unrolled, params, batches)
+    with pytest.raises(ValueError, match="no batch"):
+        sparsity.oneshot(PRUNER, unrolled, params, [])
