@@ -19,11 +19,11 @@ def model():
         return jax.random.normal(next(keys), shape) / np.sqrt(shape[-2])
 
     params = {
-        "first": draw(5, 8),
+        "first": draw(12, 8),
         "layers": {"up": draw(LAYERS, 8, 16), "down": draw(LAYERS, 16, 8)},
         "last": draw(8, 3),
     }
-    return params, [draw(1, 20, 5)[0], draw(1, 20, 5)[0]]
+    return params, [draw(20, 12), draw(20, 12)]
 
 
 def scanned(params, x):
@@ -59,7 +59,7 @@ def test_each_layer_is_pruned_on_what_the_pruned_ones_before_it_produce(model):
         solved, of_leaf = calibration.prune(PRUNER, alone, statistics, LeastSquares())
         expected[name] = solved[name]
         np.testing.assert_array_equal(masks[name], of_leaf[name])
-        np.testing.assert_allclose(pruned[name], solved[name], atol=2e-5)
+        np.testing.assert_allclose(pruned[name], solved[name], atol=1e-3)
         found = calibration.relative_error(statistics[(name,)], dense[name], solved[name])
         assert report[(name,)].error == pytest.approx(float(found), rel=1e-3)
     assert report[("up1",)].error <= report[("up1",)].unrefitted
