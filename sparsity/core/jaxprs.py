@@ -19,6 +19,7 @@ __all__ = [
     "Program",
     "Value",
     "Var",
+    "constants",
     "evaluate",
     "program",
     "read",
@@ -182,6 +183,11 @@ def read(program: Program) -> set[Value]:
         for body in equation.bodies:
             found |= read(body)
     return found
+
+
+def constants(program: Program) -> list[Any]:
+    """The arrays that the function held when it was traced."""
+    return [value.known for value in read(program) if value.known is not None]
 
 
 def _program(closed: Any, inputs: list[Value]) -> Program:

@@ -275,7 +275,8 @@ class Graph:
 
     @functools.cached_property
     def _channels(self) -> tuple[list[ChannelGroup], list[Refusal]]:
-        carried = set(self.carried.values())
+        inputs, outputs = self.program.inputs, self.program.outputs
+        carried = {leaf for i, leaf in self.carried.items() if outputs[i] is not inputs[leaf]}
         masked = [
             leaf.path
             for i, leaf in enumerate(self.leaves)

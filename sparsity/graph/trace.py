@@ -86,8 +86,8 @@ def trace(
         ) from error
     program = jaxprs.program(closed)
     found = [Leaf(path, tuple(x.shape), x.dtype) for path, x in zip(paths, leaves, strict=True)]
-    _check_constants(closed, program, found, leaves)
-    outputs = [trees.path_names(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    _check_constants(program, found, leaves)
+    outputs = [trees.path_names(path) for path in trees.leaves_by_path(shapes)]
     carried = _carried(program, outputs, found, state)
     return Graph(
         program, found, carried, outputs, jax.tree.structure(shapes), (rebuild, rebuild_args)
@@ -112,15 +112,13 @@ def _arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     return [leaves[i] for i in at], rebuild
 
 
-def _check_constants(
-    closed: jaxprs.ClosedJaxpr, program: jaxprs.Program, leaves: list[Leaf], given: list[Any]
-) -> None:
+def _check_constants(program: jaxprs.Program, leaves: list[Leaf], given: list[Any]) -> None:
     """Raises a ValueError if a leaf is not read, but a constant like it."""
     read = jaxprs.read(program)
     for value, leaf, array in zip(program.inputs, leaves, given, strict=False):
         if value in read or len(leaf.shape) < 2:
             continue
-        for constant in closed.consts:
+        for constant in jaxprs.constants(program):
             if getattr(constant, "shape", None) != leaf.shape or constant.dtype != leaf.dtype:
                 continue
             is_abstract = isinstance(array, jax.ShapeDtypeStruct)
