@@ -167,8 +167,9 @@ def _carried(
             if not fits(i, leaf):
                 raise ValueError(
                     f"state[{key!r}] = {target!r}: the output {'/'.join(outputs[i])!r} of shape "
-                    f"{program.outputs[i].shape} cannot become {leaves[leaf].name!r} of shape "
-                    f"{leaves[leaf].shape}."
+                    f"{program.outputs[i].shape} and dtype {program.outputs[i].dtype} cannot become "
+                    f"{leaves[leaf].name!r} of shape {leaves[leaf].shape} and dtype "
+                    f"{leaves[leaf].dtype}."
                 )
         carried |= matched
     return carried

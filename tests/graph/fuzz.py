@@ -59,7 +59,7 @@ class Model:
 def make(seed):
     """A model of a few random steps, its parameters, and an input."""
     model = Model(np.random.default_rng(seed))
-    count = model.rng.integers(3, 8)
+    count = model.rng.integers(3, 7)
     while len(model.steps) < count:
         name = model.one_of(["dense"] if not model.steps else sorted(STEPS))
         made = STEPS[name](model, model.value())
