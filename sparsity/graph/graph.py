@@ -226,12 +226,16 @@ class Graph:
     def leaf(self, path: Path, array: Any, role: str = "params") -> Leaf:
         """The leaf of a path; of a tree that is a part of what was traced, of the path's end.
 
+        Of leaves whose paths end alike, that with the shortest path is meant: of a part such as
+        `variables["params"]`, `a/w` is `params/a/w` rather than `params/layer/a/w`.
+
         Raises:
           ValueError: there is no such leaf, more than one, or one of another shape than the array.
         """
         shape = tuple(getattr(array, "shape", ()))
         ends = [leaf for leaf in self.leaves if leaf.path[len(leaf.path) - len(path) :] == path]
-        found = [leaf for leaf in ends if leaf.path == path] or ends
+        shortest = min((len(leaf.path) for leaf in ends), default=0)
+        found = [leaf for leaf in ends if len(leaf.path) == shortest]
         if len(found) != 1:
             raise ValueError(
                 f"The {role} have a leaf {'/'.join(path)!r} of shape {shape}, of which the graph "
