@@ -23,7 +23,7 @@ def fn(params, x):
 @functools.cache
 def case():
     params = models.draw(SHAPES)
-    return params, trace(fn, params, jax.ShapeDtypeStruct((1, 6, 6, 3), jnp.float32))
+    return params, trace(fn, params, jax.ShapeDtypeStruct((1, 3, 3, 3), jnp.float32))
 
 
 def nbytes(params, masks):
@@ -74,7 +74,7 @@ def test_a_budget_of_a_whole_model_removes_nothing():
 
 
 def test_under_a_global_scope_cheap_weights_are_kept_for_their_score():
-    # One weight of conv runs at 36 positions, one of the others at one.
+    # A weight of conv runs at 9 positions, one of the others at one.
     params, graph = case()
     pruner = functools.partial(masks_of, params, sparsity.budget(graph, macs=0.3))
     by_layer, by_cost = pruner(), pruner(scope=sparsity.Global())
@@ -116,7 +116,7 @@ def test_what_cannot_be_met_is_said_with_the_least_that_can():
     with pytest.raises(ValueError, match=r"budget\(macs=0.5\) cannot be met.* 0\.(\d+) of the cost") as error:
         sparsity.budget(graph, macs=0.5, distribution=spread)(params)
     least = float(str(error.value).split("selects, ")[1].split()[0])
-    conv = 36 * 27 * 16
+    conv = 9 * 27 * 16
     assert least == pytest.approx(conv / graph.macs(), abs=2e-3)
 
 
