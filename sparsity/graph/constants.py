@@ -71,7 +71,9 @@ def result(equation: Equation, inputs: Sequence[float | None]) -> float | None:
         return None
     if name in _SAME:
         return _cast(inputs[0], equation.outputs[0].dtype)
-    arguments = [np.asarray(x).astype(v.dtype) for x, v in zip(inputs, equation.inputs, strict=True)]
+    arguments = [
+        np.asarray(x).astype(v.dtype) for x, v in zip(inputs, equation.inputs, strict=True)
+    ]
     if any(x.dtype.kind == "c" or (name == "round" and x % 1 == 0.5) for x in arguments):
         return None  # halves are rounded in two ways
     with np.errstate(all="ignore"):

@@ -167,9 +167,8 @@ def _carried(
             if not fits(i, leaf):
                 raise ValueError(
                     f"state[{key!r}] = {target!r}: the output {'/'.join(outputs[i])!r} of shape "
-                    f"{program.outputs[i].shape} and dtype {program.outputs[i].dtype} cannot become "
-                    f"{leaves[leaf].name!r} of shape {leaves[leaf].shape} and dtype "
-                    f"{leaves[leaf].dtype}."
+                    f"{program.outputs[i].shape}, {program.outputs[i].dtype}, cannot become "
+                    f"{leaves[leaf].name!r} of shape {leaves[leaf].shape}, {leaves[leaf].dtype}."
                 )
         carried |= matched
     return carried

@@ -409,7 +409,11 @@ def _moved(model, i):
 
 def _repeated(model, i):
     fn = model.one_of(
-        [lambda x: jnp.repeat(x, 2, -1), lambda x: jnp.tile(x, (1, 2)), lambda x: jnp.pad(x, ((0, 0), (0, x.shape[-1])))]
+        [
+            lambda x: jnp.repeat(x, 2, -1),
+            lambda x: jnp.tile(x, (1, 2)),
+            lambda x: jnp.pad(x, ((0, 0), (0, x.shape[-1]))),
+        ]
     )
     return 2 * model.sizes[i], lambda p, v: fn(v[i])
 

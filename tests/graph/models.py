@@ -167,7 +167,9 @@ def _rms_norm(x, scale):
 
 
 def _layer_norm(x, scale, shift):
-    return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-6) * scale + shift
+    return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(
+        x.var(-1, keepdims=True) + 1e-6
+    ) * scale + shift
 
 
 def vit(layers=2, width=8, heads=2, hidden=12, patches=4, classes=3):
@@ -181,7 +183,9 @@ def vit(layers=2, width=8, heads=2, hidden=12, patches=4, classes=3):
         for i in range(layers):
             p = params[f"layer{i}"]
             y = _layer_norm(x, p["scale1"], p["shift1"])
-            q, k, v = jnp.moveaxis((y @ p["qkv"] + p["bias"]).reshape(*y.shape[:2], 3, heads, -1), 2, 0)
+            q, k, v = jnp.moveaxis(
+                (y @ p["qkv"] + p["bias"]).reshape(*y.shape[:2], 3, heads, -1), 2, 0
+            )
             weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) * inner**-0.5)
             y = jnp.einsum("bhts,bshd->bthd", weights, v).reshape(x.shape)
             x = x + y @ p["out"]
@@ -216,7 +220,8 @@ def scanned(layers=3, width=6, hidden=8):
 
     stack = {"scale": (layers, width), "up": (layers, width, hidden)}
     shapes = {
-        "embed": (3, width), "head": (width, 2), "layers": stack | {"down": (layers, hidden, width)},
+        "embed": (3, width), "head": (width, 2),
+        "layers": stack | {"down": (layers, hidden, width)},
     }  # fmt: skip
     return Model(fn, shapes, (jax.ShapeDtypeStruct((4, 3), jnp.float32),), 2)
 

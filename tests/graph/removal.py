@@ -29,8 +29,8 @@ def masks_of(graph, groups, stay):
 def outputs(graph, fn, params, args, groups, stay):
     """(what the masked model returns, what the smaller one returns), leaf by leaf.
 
-    Statistics that the model carries to its next call are not masked. What it returns of them is cut
-    to the channels that stay.
+    Statistics that the model carries to its next call are not masked. What it returns of them is
+    cut to the channels that stay.
     """
     masks = masks_of(graph, groups, stay)
     values, given = graph.program.outputs, graph.program.inputs

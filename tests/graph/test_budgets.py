@@ -12,7 +12,13 @@ import sparsity
 from sparsity.graph import trace
 from tests.graph import models
 
-SHAPES = {"conv": (3, 3, 3, 16), "bias": (16,), "wide": (16, 96), "deep": (96, 20), "head": (20, 10)}
+SHAPES = {
+    "conv": (3, 3, 3, 16),
+    "bias": (16,),
+    "wide": (16, 96),
+    "deep": (96, 20),
+    "head": (20, 10),
+}
 
 
 def fn(params, x):
@@ -85,7 +91,8 @@ def test_under_a_global_scope_cheap_weights_are_kept_for_their_score():
 def test_overrides_and_filters_of_the_distribution_hold():
     params, graph = case()
     spread = sparsity.Uniform(
-        filter_fn=lambda path, _: path[0] != "head", custom_sparsity_map={"deep": 0.25, "bias": None}
+        filter_fn=lambda path, _: path[0] != "head",
+        custom_sparsity_map={"deep": 0.25, "bias": None},
     )
     rates = sparsity.budget(graph, nbytes=0.6, distribution=spread)(params)
     assert (rates["head"], rates["bias"], rates["deep"]) == (None, None, 0.25)
@@ -94,9 +101,7 @@ def test_overrides_and_filters_of_the_distribution_hold():
 
 def test_patterns_with_a_density_of_their_own_are_counted_with_it():
     params, graph = case()
-    masks = masks_of(
-        params, sparsity.budget(graph, macs=0.6), sparsity_type=sparsity.NByM(1, 2)
-    )
+    masks = masks_of(params, sparsity.budget(graph, macs=0.6), sparsity_type=sparsity.NByM(1, 2))
     # What is left of the budget after half of all is spent on leaves that stay dense.
     assert {float(mask.mean()) for mask in masks.values() if mask is not None} <= {0.5, 1.0}
     assert 0.5 <= graph.macs(masks) / graph.macs() <= 0.6
@@ -113,7 +118,9 @@ def test_patterns_of_units_stay_within_the_budget():
 def test_what_cannot_be_met_is_said_with_the_least_that_can():
     params, graph = case()
     spread = sparsity.Uniform(filter_fn=lambda path, _: path[0] != "conv")
-    with pytest.raises(ValueError, match=r"budget\(macs=0.5\) cannot be met.* 0\.(\d+) of the cost") as error:
+    with pytest.raises(
+        ValueError, match=r"budget\(macs=0.5\) cannot be met.* 0\.(\d+) of the cost"
+    ) as error:
         sparsity.budget(graph, macs=0.5, distribution=spread)(params)
     least = float(str(error.value).split("selects, ")[1].split()[0])
     conv = 9 * 27 * 16

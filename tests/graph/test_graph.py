@@ -164,7 +164,9 @@ def test_weights_are_what_products_contract_whatever_their_number_of_axes():
 
 
 def test_a_pruner_of_params_alone_uses_a_graph_of_all_variables():
-    variables = models.abstract({"params": {"a": {"w": (4, 6)}, "b": {"w": (6, 2)}}, "stats": {"w": (2,)}})
+    variables = models.abstract(
+        {"params": {"a": {"w": (4, 6)}, "b": {"w": (6, 2)}}, "stats": {"w": (2,)}}
+    )
     fn = lambda v, x: x @ v["params"]["a"]["w"] @ v["params"]["b"]["w"] + v["stats"]["w"]  # noqa: E731
     graph = trace(fn, variables, jax.ShapeDtypeStruct((3, 4), jnp.float32))
     params = {"a": {"w": jnp.ones((4, 6))}, "b": {"w": jnp.ones((6, 2))}}
@@ -177,7 +179,11 @@ def test_a_pruner_of_params_alone_uses_a_graph_of_all_variables():
 
 
 def test_of_paths_that_end_alike_the_shortest_is_meant_and_two_are_an_error():
-    shapes = {"params": {"w": (4, 4), "layer": {"w": (4, 6)}}, "other": {"b": (6,)}, "last": {"b": (6,)}}
+    shapes = {
+        "params": {"w": (4, 4), "layer": {"w": (4, 6)}},
+        "other": {"b": (6,)},
+        "last": {"b": (6,)},
+    }
     params = models.abstract(shapes)
     fn = lambda p, x: x @ p["params"]["w"] @ p["params"]["layer"]["w"]  # noqa: E731
     graph = trace(fn, params, jax.ShapeDtypeStruct((3, 4), jnp.float32))
@@ -193,7 +199,13 @@ def test_nm_runs_along_the_contracted_axis_of_each_layout():
         x = models._conv(x[:, None, None], p["image"])[:, 0, 0] * p["scale"]
         return jnp.einsum("bhd,hdo->bo", x.reshape(-1, 2, 6), p["heads"])
 
-    shapes = {"rows": (8, 4), "columns": (8, 8), "image": (2, 2, 8, 12), "scale": (12,), "heads": (2, 6, 3)}
+    shapes = {
+        "rows": (8, 4),
+        "columns": (8, 8),
+        "image": (2, 2, 8, 12),
+        "scale": (12,),
+        "heads": (2, 6, 3),
+    }
     graph = trace(fn, models.abstract(shapes), jax.ShapeDtypeStruct((3, 4), jnp.float32))
     axes = tree_of(graph, lambda path, leaf: getattr(graph.nm(1, 2)(path, leaf), "axis", None))
     assert axes == {"rows": 1, "columns": 0, "image": 2, "scale": None, "heads": 1}

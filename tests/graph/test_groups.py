@@ -84,7 +84,10 @@ def test_a_gate_goes_with_what_it_gates():
     model = models.language_model(hidden=6)
     graph = trace(model.fn, models.abstract(model.shapes), *model.inputs)
     (hidden,) = [group for group in graph.groups if group.name == "layer0/gate_and_up:1"]
-    assert hidden.positions[hidden.members.index((("layer0", "gate_and_up"), 1))][2].tolist() == [2, 8]
+    assert hidden.positions[hidden.members.index((("layer0", "gate_and_up"), 1))][2].tolist() == [
+        2,
+        8,
+    ]
 
 
 def test_what_is_concatenated_keeps_its_places_in_what_reads_it():
@@ -101,7 +104,10 @@ def test_equal_channels_of_a_grouped_convolution_are_removed_in_all_groups():
 
     shapes = {"in": (1, 1, 3, 6), "grouped": (3, 3, 3, 4), "out": (4, 2)}
     with jax.enable_x64(True):
-        params, x = models.draw(shapes, jnp.float64), np.random.default_rng(0).normal(size=(1, 3, 3, 3))
+        params, x = (
+            models.draw(shapes, jnp.float64),
+            np.random.default_rng(0).normal(size=(1, 3, 3, 3)),
+        )
         graph = trace(fn, params, x)
         assert sorted(group.size for group in graph.groups) == [2, 2, 3]
         check(graph, fn, params, (x,), 1e-10)
@@ -249,7 +255,9 @@ def test_leaves_that_nobody_reads_are_refused():
         lambda x: jnp.where(x == 0, -jnp.inf, x).max(-1, initial=-jnp.inf),
         lambda x: lax.expand_dims(x, (1,)).sum((1, 2)),
         lambda x: x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6),
-        lambda x: lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x))[1],
+        lambda x: lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x))[
+            1
+        ],
         lambda x: lax.cond(x.sum() > 0, jnp.tanh, lambda x: -x, x),
         lambda x: jax.jit(jax.checkpoint(jax.nn.relu))(x),
         lambda x: jax.random.normal(jax.random.key(0), x.shape) * x,
@@ -261,7 +269,23 @@ def test_leaves_that_nobody_reads_are_refused():
         lambda x: jnp.pad(x, ((1, 0), (0, 0))),
         lambda x: x.cumsum(0) + jnp.sort(x, 0),
     ],
-    ids="all max expand_dims rms while cond jit dropout iota repeat tile slice update pad axis".split(),
+    ids=[
+        "all",
+        "max",
+        "expand_dims",
+        "rms",
+        "while",
+        "cond",
+        "jit",
+        "dropout",
+        "iota",
+        "repeat",
+        "tile",
+        "slice",
+        "update",
+        "pad",
+        "axis",
+    ],
 )
 def test_channels_that_change_nothing_can_be_removed(between):
     def fn(params, x):

@@ -1,7 +1,5 @@
 """Every primitive of the installed jax is analysed, or known to pin what it touches."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,7 +11,7 @@ from sparsity.graph import coupling, removed, trace
 
 # What these do along axes is not analysed: all that they touch keeps its channels.
 # fmt: off
-PINNING = set((
+PINNING = {
     "after_all", "all_gather", "all_to_all", "approx_top_k", "axis_index", "call", "cholesky",
     "create_token", "custom_lin", "custom_linear_solve", "eig", "eigh", "empty2", "eq_to", "fft",
     "get", "hessenberg", "householder_product", "igamma_grad_a", "le_to", "lt_to", "lu", "pmax",
@@ -21,7 +19,7 @@ PINNING = set((
     "rng_bit_generator", "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul",
     "schur", "select_and_gather_add", "select_and_scatter", "select_and_scatter_add", "shard_map",
     "svd", "swap", "triangular_solve", "tridiagonal", "tridiagonal_solve",
-))
+}
 # fmt: on
 
 

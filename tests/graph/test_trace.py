@@ -18,7 +18,10 @@ def model(params, x):
 
 
 def test_arrays_and_shapes_have_the_same_graph():
-    one, other = trace(model, P, X), trace(model, jax.eval_shape(lambda: P), jax.eval_shape(lambda: X))
+    one, other = (
+        trace(model, P, X),
+        trace(model, jax.eval_shape(lambda: P), jax.eval_shape(lambda: X)),
+    )
     assert repr(one) == repr(other)
     assert one.leaves == other.leaves
 
@@ -69,8 +72,16 @@ def test_flags_and_keywords_are_given_by_partial():
         (model, (X, X), r"fails with 2 arguments.*takes 2 positional arguments but 3"),
         (model, (X.T,), r"fails with 1 argument.*dot_general requires contracting"),
         (lambda p, x: x @ p["other"], (X,), r"'a', 'b'.*KeyError: 'other'"),
-        (lambda p, x: model(p, x) if x.sum() > 0 else x, (X,), r"depends on the values.*jax.lax.cond"),
-        (lambda p, x: model(p, x) * float(x[0, 0]), (X,), r"depends on the values.*functools.partial"),
+        (
+            lambda p, x: model(p, x) if x.sum() > 0 else x,
+            (X,),
+            r"depends on the values.*jax.lax.cond",
+        ),
+        (
+            lambda p, x: model(p, x) * float(x[0, 0]),
+            (X,),
+            r"depends on the values.*functools.partial",
+        ),
         (lambda p, x: x[: int(x.sum())], (X,), r"depends on the values"),
     ],
     ids=["inputs first", "too few", "too many", "shape", "structure", "bool", "float", "int"],
@@ -85,7 +96,9 @@ def test_functions_that_cannot_be_traced_are_explained(fn, args, message):
     [
         lambda p, x: model(P, x),
         lambda p, x: jax.jit(lambda x: model(P, x))(x),
-        lambda p, x: jax.lax.scan(lambda x, _: (model(P, x) @ jnp.ones((2, 4)), None), x, length=2)[0],
+        lambda p, x: jax.lax.scan(lambda x, _: (model(P, x) @ jnp.ones((2, 4)), None), x, length=2)[
+            0
+        ],
         lambda p, x: x @ p["a"] @ P["b"],
     ],
     ids=["plain", "jit", "scan", "one of them"],
@@ -110,5 +123,7 @@ def test_a_state_that_matches_nothing_or_does_not_fit_is_named():
     assert trace(fn, params, X).state == {("1", "mean"): ("mean",)}
     with pytest.raises(ValueError, match=r"state\['2'\] = 'mean' matches nothing.*'1/mean'.*'a'"):
         trace(fn, params, X, state={"2": "mean"})
-    with pytest.raises(ValueError, match=r"'1/wrong' of shape \(\).*cannot become 'mean' of shape \(4,\)"):
+    with pytest.raises(
+        ValueError, match=r"'1/wrong' of shape \(\).*cannot become 'mean' of shape \(4,\)"
+    ):
         trace(fn, params, X, state={"1/wrong": "mean"})

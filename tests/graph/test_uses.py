@@ -45,7 +45,11 @@ def linen():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            convs = [nn.Conv(8, (3, 3)), nn.Conv(8, (3, 3)), nn.Conv(8, (3, 3), feature_group_count=2)]
+            convs = [
+                nn.Conv(8, (3, 3)),
+                nn.Conv(8, (3, 3)),
+                nn.Conv(8, (3, 3), feature_group_count=2),
+            ]
             return _rest(convs, [nn.Dense(6), nn.Dense(2)], x)
 
     x = jax.ShapeDtypeStruct((2, 5, 5, 3), jnp.float32)
@@ -88,7 +92,8 @@ def equinox():
         def __init__(self):
             key = jax.random.key(0)
             self.convs = [
-                eqx.nn.Conv2d(3, 8, 3, padding=1, key=key), eqx.nn.Conv2d(8, 8, 3, padding=1, key=key),
+                eqx.nn.Conv2d(3, 8, 3, padding=1, key=key),
+                eqx.nn.Conv2d(8, 8, 3, padding=1, key=key),
                 eqx.nn.Conv2d(8, 8, 3, padding=1, groups=2, key=key),
             ]  # fmt: skip
             self.layers = [eqx.nn.Linear(8, 6, key=key), eqx.nn.Linear(6, 2, key=key)]
@@ -106,8 +111,11 @@ def equinox():
 def plain():
     def conv(kernel, bias, groups=1):
         numbers = ("NHWC", "HWIO", "NHWC")
-        return lambda x: bias + lax.conv_general_dilated(
-            x, kernel, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups
+        return lambda x: (
+            bias
+            + lax.conv_general_dilated(
+                x, kernel, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups
+            )
         )
 
     def fn(params, x):
@@ -281,8 +289,10 @@ clipped.defjvp(lambda primals, tangents: (clipped(*primals), tangents[0]))
         (lambda p, x: x @ jnp.concatenate([p["w"], p["v"]], 1), {"v": (4, 2)}, (0,)),
         (lambda p, x: x @ lax.split(p["w"], (2, 4), 1)[1], {}, (0,)),
     ],
-    ids="cast transposed scaled columns rows layer part mask normed stopped ste clipped remat jit "
-    "joined split".split(),
+    ids=[
+        "cast", "transposed", "scaled", "columns", "rows", "layer", "part", "mask", "normed",
+        "stopped", "ste", "clipped", "remat", "jit", "joined", "split",
+    ],
 )  # fmt: skip
 def test_a_leaf_is_followed_to_its_product(fn, shapes, contracting):
     graph = traced(fn, X, **({"w": (4, 6)} | shapes))
@@ -292,7 +302,10 @@ def test_a_leaf_is_followed_to_its_product(fn, shapes, contracting):
 
 
 def test_a_weight_of_8_bits_is_followed_and_its_scale_is_none():
-    params = {"w": jax.ShapeDtypeStruct((4, 6), jnp.int8), "s": jax.ShapeDtypeStruct((6,), jnp.float32)}
+    params = {
+        "w": jax.ShapeDtypeStruct((4, 6), jnp.int8),
+        "s": jax.ShapeDtypeStruct((6,), jnp.float32),
+    }
     graph = trace(lambda p, x: x @ (p["w"].astype(jnp.float32) * p["s"]), params, X)
     assert of(graph, "w") == [("dot_general", (0,), (1,), (), 5 * 24, 1)]
     assert of(graph, "s") == []
