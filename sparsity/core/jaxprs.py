@@ -21,6 +21,7 @@ __all__ = [
     "Program",
     "Value",
     "Var",
+    "constants",
     "evaluate",
     "is_differentiable",
     "program",
@@ -92,7 +93,7 @@ class Equation:
       outputs: the values that it writes.
       bodies: its programs. A call (jit, remat, custom derivatives) has one, whose inputs and
         outputs are those of the call itself; those of loops, branches and shard_map are their own.
-      traceback: where the model's code made it.
+      tracebacks: where the model's code made it, and the calls around it, from the innermost on.
       context: jax's settings where it was made.
     """
 
@@ -101,7 +102,7 @@ class Equation:
     inputs: list[Value]
     outputs: list[Value]
     bodies: tuple[Program, ...]
-    traceback: Any
+    tracebacks: tuple[Any, ...]
     context: Any
 
     @property
@@ -112,8 +113,7 @@ class Equation:
     @property
     def source(self) -> str:
         """Where the model's code made it: 'file:line (function)', '' if that is not known."""
-        frames = self.traceback.frames if self.traceback is not None else []
-        for frame in frames:
+        for frame in (frame for each in self.tracebacks if each for frame in each.frames):
             if not _LIBRARIES.search(frame.file_name):
                 return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
         return ""
@@ -231,7 +231,7 @@ def program(closed: ClosedJaxpr) -> Program:
       >>> [equation.name for equation in double.flat()]
       ['mul']
     """
-    return _program(closed, [_value(var.aval) for var in closed.jaxpr.invars])
+    return _program(closed, [_value(var.aval) for var in closed.jaxpr.invars], ())
 
 
 def read(program: Program) -> set[Value]:
@@ -244,8 +244,13 @@ def read(program: Program) -> set[Value]:
     return found
 
 
-def _program(closed: Any, inputs: list[Value]) -> Program:
-    """The program of a closed or an open jaxpr on these inputs."""
+def constants(program: Program) -> list[Any]:
+    """The arrays that the function held when it was traced."""
+    return [value.known for value in read(program) if value.known is not None]
+
+
+def _program(closed: Any, inputs: list[Value], calls: tuple[Any, ...]) -> Program:
+    """The program of a closed or an open jaxpr on these inputs, within calls made there."""
     jaxpr, constants = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
     values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
     for var, constant in zip(jaxpr.constvars, constants, strict=True):
@@ -256,29 +261,29 @@ def _program(closed: Any, inputs: list[Value]) -> Program:
 
     equations = []
     for traced in jaxpr.eqns:
-        equation = _equation(traced, [look_up(atom) for atom in traced.invars])
+        equation = _equation(traced, [look_up(atom) for atom in traced.invars], calls)
         equations.append(equation)
         values.update(zip(traced.outvars, equation.outputs, strict=True))
     return Program(inputs, equations, [look_up(atom) for atom in jaxpr.outvars])
 
 
-def _equation(traced: Any, inputs: list[Value]) -> Equation:
+def _equation(traced: Any, inputs: list[Value], calls: tuple[Any, ...]) -> Equation:
     name, params = traced.primitive.name, traced.params
+    calls = (traced.source_info.traceback, *calls)
     bodies: tuple[Program, ...] = ()
     if name in CALLS:
-        bodies = (_program(params[CALLS[name]], inputs),)
+        bodies = (_program(params[CALLS[name]], inputs, calls),)
         outputs = bodies[0].outputs
     else:
         found = params["branches"] if name == "cond" else [params[x] for x in _BODIES.get(name, [])]
-        bodies = tuple(map(_with_inputs, found))
+        bodies = tuple(_with_inputs(body, calls) for body in found)
         outputs = [_value(var.aval) for var in traced.outvars]
-    source = traced.source_info.traceback
-    return Equation(traced.primitive, params, inputs, outputs, bodies, source, traced.ctx)
+    return Equation(traced.primitive, params, inputs, outputs, bodies, calls, traced.ctx)
 
 
-def _with_inputs(closed: Any) -> Program:
+def _with_inputs(closed: Any, calls: tuple[Any, ...]) -> Program:
     jaxpr = getattr(closed, "jaxpr", closed)
-    return _program(closed, [_value(var.aval) for var in jaxpr.invars])
+    return _program(closed, [_value(var.aval) for var in jaxpr.invars], calls)
 
 
 def _value(aval: Any, known: Any = None) -> Value:

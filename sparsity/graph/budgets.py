@@ -26,7 +26,8 @@ from sparsity.masks import BatchAxes, Overrides, Pattern, Sites
 from sparsity.patterns import SparsityType, Unstructured
 from sparsity.sparsity_distributions import Uniform
 
-_HIGHEST = int(np.float32(1.0).view(np.int32))  # the bits of sparsities are ordered as these
+# The bits of sparsities are ordered as these; smaller ones than these are rounded to 0.
+_LOWEST, _HIGHEST = (int(np.float32(x).view(np.int32)) for x in (np.finfo(np.float32).tiny, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,16 +101,20 @@ class Budget:
                 f"distribution selects, {math.ceil(least * 1e4) / 1e4} of the cost is left. Select "
                 "more leaves, or allow more."
             )
-        low, high = 0, _HIGHEST  # the lowest sparsity that costs no more, by its bits
+        low, high = _LOWEST - 1, _HIGHEST  # the lowest sparsity that costs no more, by its bits
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if cost(_float(middle)) <= allowed else (middle + 1, high)
         found = spread(_float(low))
-        if low:  # what is left of the budget serves leaf by leaf
+        if low >= _LOWEST:  # what is left of the budget serves leaf by leaf
             for path, lower in trees.leaves_by_path(spread(_float(low - 1))).items():
                 more = _with(found, path, lower)
                 found = more if cost_of(more) <= allowed else found
-        return found
+        if sites is None:
+            return found
+        return trees.map_matched(  # of patterns with a density of their own, that density
+            lambda path, x: sites[path].pattern.final_sparsity(x), found
+        )
 
     def _kept(
         self,
@@ -211,7 +216,7 @@ def _with(targets: PyTree, path: trees.KeyPath, target: float) -> PyTree:
 
 
 def _float(bits: int) -> float:
-    return float(np.int32(bits).view(np.float32))
+    return float(np.int32(bits).view(np.float32)) if bits >= _LOWEST else 0.0
 
 
 def _kept_by(pattern: Pattern, shape: tuple[int, ...], batch_axes: int, sparsity: float) -> int:

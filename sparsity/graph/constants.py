@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core.jaxprs import Equation
@@ -57,8 +58,8 @@ def result(equation: Equation, inputs: Sequence[float | None]) -> float | None:
     name = equation.name
     if any(x is not None and x != x for x in inputs):
         return math.nan
-    if name in ("mul", "and") and (found := product(*inputs)) is not None:
-        return found
+    if name in ("mul", "and") and None in inputs:
+        return product(*inputs)
     if name == "div" and inputs[0] == 0:
         return math.nan if inputs[1] == 0 else 0.0
     if name == "select_n":
@@ -69,8 +70,7 @@ def result(equation: Equation, inputs: Sequence[float | None]) -> float | None:
     if None in inputs:
         return None
     if name in _SAME:
-        dtype = np.dtype(equation.outputs[0].dtype)
-        return float(np.asarray(inputs[0]).astype(dtype)) if dtype.kind in "fbiuV" else None
+        return _cast(inputs[0], equation.outputs[0].dtype)
     arguments = [
         np.asarray(x).astype(v.dtype) for x, v in zip(inputs, equation.inputs, strict=True)
     ]
@@ -90,6 +90,17 @@ def result(equation: Equation, inputs: Sequence[float | None]) -> float | None:
     # The sign of a 0 is not followed, so that the sign of its inverse is not known.
     by_zero = name in ("div", "rsqrt", "integer_pow", "pow") and math.isinf(found)
     return math.nan if by_zero else found
+
+
+def _cast(known: float | None, dtype: Any) -> float | None:
+    """A constant in another dtype, `None` where the result is not defined."""
+    if known is None or np.dtype(dtype).kind not in "fbiuV":
+        return None
+    if jnp.issubdtype(dtype, jnp.integer):
+        limits = jnp.iinfo(dtype)
+        return float(int(known)) if limits.min <= known <= limits.max else None
+    with np.errstate(over="ignore", under="ignore"):
+        return float(np.asarray(known).astype(dtype))
 
 
 def product(one: float | None, other: float | None) -> float | None:

@@ -125,9 +125,9 @@ class Coupling:
 
     def _reshape(self, equation: Equation) -> None:
         reason = Reason(equation, "a reshape that takes channels apart")
-        if not equation.inputs[0].size:
+        if not equation.inputs[0].size or equation.params["dimensions"] is not None:
             for value in (equation.inputs[0], equation.outputs[0]):
-                self.pin(value, Reason(equation, "an array without entries"))
+                self.pin(value, reason)
             return
         ones, others = (
             [dim for dim in self.dims(value) if dim.root.size != 1]

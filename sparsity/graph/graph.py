@@ -26,8 +26,6 @@ from sparsity.patterns import NByM, SparsityType, Unstructured
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_NOT_READ = Reason(None, "no operation reads it")
-
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
@@ -113,7 +111,7 @@ class Graph:
         self.uses = find_uses(program, self._values, [leaf.path for leaf in self.leaves])
 
     def __deepcopy__(self, _: object) -> Graph:
-        return self  # it never changes
+        return self
 
     def __repr__(self) -> str:
         return (
@@ -250,12 +248,16 @@ class Graph:
     def leaf(self, path: Path, array: Any, role: str = "params") -> Leaf:
         """The leaf of a path; of a tree that is a part of what was traced, of the path's end.
 
+        Of leaves whose paths end alike, that with the shortest path is meant: of a part such as
+        `variables["params"]`, `a/w` is `params/a/w` rather than `params/layer/a/w`.
+
         Raises:
           ValueError: there is no such leaf, more than one, or one of another shape than the array.
         """
         shape = tuple(getattr(array, "shape", ()))
         ends = [leaf for leaf in self.leaves if leaf.path[len(leaf.path) - len(path) :] == path]
-        found = [leaf for leaf in ends if leaf.path == path] or ends
+        shortest = min((len(leaf.path) for leaf in ends), default=0)
+        found = [leaf for leaf in ends if len(leaf.path) == shortest]
         if len(found) != 1:
             raise ValueError(
                 f"The {role} have a leaf {'/'.join(path)!r} of shape {shape}, of which the graph "
@@ -317,7 +319,7 @@ class Graph:
         coupling = Coupling(self.program, free, self.carried)
         for value in self._values:
             if value not in read:
-                coupling.pin(value, _NOT_READ)
+                coupling.pin(value, Reason(None, "no operation reads it"))
         return coupling
 
     @functools.cached_property
@@ -338,7 +340,8 @@ class Graph:
 
     @functools.cached_property
     def _channels(self) -> tuple[list[ChannelGroup], list[Refusal]]:
-        carried = set(self.carried.values())
+        inputs, outputs = self.program.inputs, self.program.outputs
+        carried = {leaf for i, leaf in self.carried.items() if outputs[i] is not inputs[leaf]}
         masked = [
             leaf.path
             for i, leaf in enumerate(self.leaves)

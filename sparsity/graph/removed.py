@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from sparsity.core.jaxprs import Equation, Program, Value
 from sparsity.graph import constants
@@ -212,7 +213,9 @@ class Removed:
 
     def _window(self, equation: Equation) -> None:
         """Entries joined with others of the same channel."""
-        (output,) = equation.outputs
+        (output,), params = equation.outputs, equation.params
+        if "padding" in params and _may_be_empty(params):
+            return
         known = self._gathered(output, equation.inputs[:1])
         name = {"cumsum": "reduce_sum", "cumprod": "reduce_prod"}.get(
             equation.name, equation.name.replace("window_", "").replace("cum", "reduce_")
@@ -311,6 +314,15 @@ class Removed:
             if met == carry:
                 return carry
             carry = met
+
+
+def _may_be_empty(params: Mapping[str, Any]) -> bool:
+    """Whether a window may hold none of the entries."""
+    names = ("window_dimensions", "padding", "base_dilation", "window_dilation")
+    return any(
+        max(*pads, holes - 1) >= size or step > 1
+        for size, pads, holes, step in zip(*(params[name] for name in names), strict=True)
+    )
 
 
 def _unlike(equation: Equation, found: float | None, neutral: float | None) -> Reason:

@@ -83,8 +83,8 @@ def trace(
         ) from error
     program = jaxprs.program(closed)
     found = [Leaf(path, tuple(x.shape), x.dtype) for path, x in zip(paths, leaves, strict=True)]
-    _check_constants(closed, program, found, leaves)
-    outputs = [trees.path_names(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    _check_constants(program, found, leaves)
+    outputs = [trees.path_names(path) for path in trees.leaves_by_path(shapes)]
     carried = _carried(program, outputs, found, state)
 
     def retrace(leaves: list[Any], inputs: list[Any], fn: Callable[..., Any] = fn) -> Graph:
@@ -93,15 +93,13 @@ def trace(
     return Graph(program, found, carried, outputs, jax.tree.structure(shapes), retrace)
 
 
-def _check_constants(
-    closed: jaxprs.ClosedJaxpr, program: jaxprs.Program, leaves: list[Leaf], given: list[Any]
-) -> None:
+def _check_constants(program: jaxprs.Program, leaves: list[Leaf], given: list[Any]) -> None:
     """Raises a ValueError if a leaf is not read, but a constant like it."""
     read = jaxprs.read(program)
     for value, leaf, array in zip(program.inputs, leaves, given, strict=False):
         if value in read or len(leaf.shape) < 2:
             continue
-        for constant in closed.consts:
+        for constant in jaxprs.constants(program):
             if getattr(constant, "shape", None) != leaf.shape or constant.dtype != leaf.dtype:
                 continue
             is_abstract = isinstance(array, jax.ShapeDtypeStruct)
@@ -150,8 +148,8 @@ def _carried(
             if not fits(i, leaf):
                 raise ValueError(
                     f"state[{key!r}] = {target!r}: the output {'/'.join(outputs[i])!r} of shape "
-                    f"{program.outputs[i].shape} cannot become {leaves[leaf].name!r} of shape "
-                    f"{leaves[leaf].shape}."
+                    f"{program.outputs[i].shape}, {program.outputs[i].dtype}, cannot become "
+                    f"{leaves[leaf].name!r} of shape {leaves[leaf].shape}, {leaves[leaf].dtype}."
                 )
         carried |= matched
     return carried

@@ -337,8 +337,10 @@ def _broadcast(view: View, equation: Equation, output: Value) -> View:
     return view.of(dims)
 
 
-def _reshape(view: View, _: Equation, output: Value) -> View | None:
+def _reshape(view: View, equation: Equation, output: Value) -> View | None:
     """The leaf's axes in row-major order, cut anew; `None` where a cut falls within an axis."""
+    if equation.params["dimensions"] is not None:
+        return None
     factors = [factor for dim in view.dims for factor in dim if factor[1] != 1]
     dims: list[list[Factor]] = []
     for size in output.shape:

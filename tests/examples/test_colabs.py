@@ -49,6 +49,7 @@ def run_install_cell(path, magics):
 def test_the_notebooks_are_those_that_the_readme_names():
     assert [path.stem for path in PATHS] == [
         "deep_dive",
+        "know_your_model",
         "mnist_pruning",
         "quick_start",
         "scaling",

@@ -1,0 +1,65 @@
+"""The oracle of channel groups: a model without some channels beside the one that masks them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsity.core import trees
+from sparsity.shrinking.evaluate import Smaller
+
+
+def choose(groups, seed=0):
+    """Of each group, the channels that stay: at least one stays, and one goes."""
+    rng = np.random.default_rng(seed)
+    return [np.sort(rng.permutation(g.size)[: rng.integers(1, g.size)]) for g in groups]
+
+
+def masks_of(graph, groups, stay):
+    """{path: array of 0 and 1} that masks all channels but those that stay."""
+    shapes = {leaf.path: leaf.shape for leaf in graph.leaves}
+    masks = {}
+    for group, index in zip(groups, stay, strict=True):
+        gone = np.setdiff1d(np.arange(group.size), index)
+        for (path, axis), positions in zip(group.members, group.positions, strict=True):
+            mask = masks.setdefault(path, np.ones(shapes[path]))
+            mask[(slice(None),) * axis + (positions[gone].reshape(-1),)] = 0
+    return masks
+
+
+def outputs(graph, fn, params, args, groups, stay):
+    """(what the masked model returns, what the smaller one returns), leaf by leaf.
+
+    Statistics that the model carries to its next call are not masked. What it returns of them is
+    cut to the channels that stay.
+    """
+    masks = masks_of(graph, groups, stay)
+    values, given = graph.program.outputs, graph.program.inputs
+    carried = {  # not what is returned as it was given
+        graph.leaves[leaf].path for i, leaf in graph.carried.items() if values[i] is not given[leaf]
+    }
+
+    def masked(path, leaf):
+        mask = masks.get(trees.path_names(path))
+        if mask is None or trees.path_names(path) in carried:
+            return leaf
+        return jnp.where(jnp.asarray(mask, bool), leaf, jnp.zeros_like(leaf))
+
+    smaller = Smaller(
+        graph.coupling, {g.variable: index for g, index in zip(groups, stay, strict=True)}
+    )
+    arrays = [leaf for leaf in jax.tree.leaves(params) if hasattr(leaf, "shape")]
+    cut = [smaller.cut(value, leaf) for value, leaf in zip(given, arrays, strict=False)]
+    expected = jax.tree.leaves(fn(trees.map_matched(masked, params), *args))
+    found = smaller.run(graph.program, [*cut, *jax.tree.leaves(args)])
+    return [smaller.cut(value, x) for value, x in zip(values, expected, strict=True)], found
+
+
+def difference(expected, found):
+    """The largest difference of any output, relative to its largest entry."""
+    errors = []
+    for one, other in zip(expected, found, strict=True):
+        one, other = np.asarray(one), np.asarray(other)
+        assert one.shape == other.shape, (one.shape, other.shape)
+        scale = max(np.abs(one).max(initial=0), 1e-30)
+        errors.append(np.abs(one - other).max(initial=0) / scale)
+    return max(errors)

@@ -1,0 +1,232 @@
+"""Costs, tables, and what a graph tells pruners."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import matplotlib as mpl
+import numpy as np
+import pytest
+
+import sparsity
+from sparsity.graph import trace
+from tests.graph import models
+
+mpl.use("Agg")
+
+
+@functools.cache
+def resnet18():
+    model = models.resnet18()
+    return trace(model.fn, models.abstract(model.shapes), *model.inputs)
+
+
+@functools.cache
+def resnet50():
+    model = models.resnet50()
+    return trace(model.fn, models.abstract(model.shapes), *model.inputs)
+
+
+@functools.cache
+def language_model():
+    model = models.language_model()
+    return trace(model.fn, models.abstract(model.shapes), *model.inputs)
+
+
+def select(graph, fn):
+    """The names of the leaves for which a function of path and parameter is true."""
+    return {leaf.name for leaf in graph.leaves if fn(leaf.path, leaf)}
+
+
+def tree_of(graph, fn):
+    """A tree of what a function of path and parameter returns for each leaf."""
+    tree = {}
+    for leaf in graph.leaves:
+        node = tree
+        for name in leaf.path[:-1]:
+            node = node.setdefault(name, {})
+        node[leaf.path[-1]] = fn(leaf.path, leaf)
+    return tree
+
+
+# Costs.
+
+
+def test_resnet18_costs_what_is_published_to_the_digit():
+    assert resnet18().macs() == 1_814_073_344
+
+
+def test_resnet50_costs_4_0892_billion():
+    assert resnet50().macs() == pytest.approx(4.0892e9, rel=1e-3)
+    assert sum(use.macs for use in resnet50().uses) == resnet50().macs()
+
+
+@pytest.mark.parametrize(("rate", "left"), [(0.8, 0.414), (0.9, 0.242)])
+def test_erk_leaves_of_resnet50_what_is_published(rate, left):
+    # Evci et al. 2020, table 1: 0.42 and 0.24 of the operations of ResNet-50, in whose masks the
+    # first layer counts, and no norm.
+    graph = resnet50()
+    model = models.resnet50()
+    params = models.abstract(model.shapes)
+    rates = sparsity.ERK(rate, filter_fn=graph.is_weight)(params)
+    density = {
+        leaf.path: 1 - rates_at for leaf, rates_at in zip(
+            graph.leaves, jax.tree.leaves(rates, is_leaf=lambda x: x is None), strict=True
+        ) if rates_at is not None
+    }  # fmt: skip
+    assert float(graph.cost(density)) / graph.macs() == pytest.approx(left, abs=1e-3)
+
+
+def test_a_masked_product_costs_its_density():
+    model = models.mlp()
+    graph = trace(model.fn, models.abstract(model.shapes), *model.inputs)
+    masks = {"up": np.zeros((3, 8)), "middle": np.eye(8, 6), "bias": None, "down": np.ones((6, 2))}
+    assert graph.macs(masks) == 4 * (0 + 6 + 12)
+
+
+def test_masks_of_another_model_are_named():
+    graph = language_model()
+    with pytest.raises(ValueError, match=r"masks have a leaf 'other' of shape \(2,\).*'embed'"):
+        graph.macs({"other": np.ones(2)})
+    with pytest.raises(ValueError, match=r"masks have shape \(2, 2\) at 'embed'.*\(11, 8\)"):
+        graph.macs({"embed": np.ones((2, 2))})
+
+
+def test_tracing_and_grouping_4_000_equations_allocates_no_array():
+    def fn(params, x):
+        for _ in range(40):
+            for p in params:
+                x = jax.nn.gelu(x @ p["up"] + p["b"]) @ p["down"]
+        return x
+
+    params = models.abstract([{"up": (8, 16), "b": (16,), "down": (16, 8)} for _ in range(9)])
+    before = {id(array) for array in jax.live_arrays()}
+    graph = trace(fn, params, jax.ShapeDtypeStruct((2, 8), jnp.float32))
+    assert len(graph.groups) == 9 + 8  # in each pair of layers, and from one pair to the next
+    assert graph.macs() == 40 * 9 * 2 * 2 * 8 * 16
+    assert sum(1 for _ in graph.program.flat()) > 4000
+    assert {id(array) for array in jax.live_arrays()} <= before
+
+
+# Shown.
+
+
+def test_the_table_lists_each_leaf_with_its_product_cost_and_groups():
+    model = models.mlp()
+    graph = trace(model.fn, models.abstract(model.shapes), *model.inputs)
+    rows = {line.split()[0]: line.split() for line in graph.table().splitlines() if line.strip()}
+    assert rows["up"] == ["up", "3x8", "dot", "0", "96", "28.6%", "1:", "1"]
+    assert rows["middle"] == ["middle", "8x6", "dot", "0", "192", "57.1%", "0:", "1,", "1:", "0"]
+    assert rows["bias"] == ["bias", "6", "no", "product", "0", "0.0%", "0:", "0"]
+    assert rows["dots"][3:] == ["336", "100.0%"]
+
+
+def test_with_masks_the_table_shows_what_is_left_and_activations_are_listed():
+    graph = language_model()
+    table = graph.table({"layer0": {"down": np.tri(6, 8)}})
+    (row,) = [line.split() for line in table.splitlines() if "layer0/down" in line]
+    assert row[:6] == ["layer0/down", "6x8", "dot", "0", "480", "210"]
+    assert "products of activations" in table
+
+
+def test_the_picture_has_a_light_and_a_dark_bar_for_each_product():
+    model = models.mlp()
+    graph = trace(model.fn, models.abstract(model.shapes), *model.inputs)
+    ax = graph.plot({"up": np.zeros((3, 8))})
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["down", "middle", "up"]
+    assert [patch.get_width() * 1e6 for patch in ax.patches] == pytest.approx(
+        [48, 192, 96, 48, 192, 0]
+    )
+    mpl.pyplot.close(ax.figure)
+
+
+def test_a_graph_says_what_it_is():
+    assert repr(language_model()).startswith("Graph(10 leaves, 8 uses, 7,760 MACs, 6 groups of")
+
+
+# For pruners.
+
+
+def test_weights_are_what_products_contract_whatever_their_number_of_axes():
+    model = models.mobilenet()
+    graph = trace(model.fn, models.abstract(model.shapes), *model.inputs)
+    kernels = {f"{name}/kernel" for name in ("stem", "wide", "depthwise", "narrow")}
+    assert select(graph, graph.is_weight) == kernels | {"squeeze", "excite", "head"}
+    # A table that is only looked up, a norm and a position are none, an outer product is none.
+    params = {"table": (7, 4), "norm": (4,), "position": (5, 4), "w": (4,), "outer": (1, 3)}
+
+    def fn(p, tokens):
+        x = p["table"][tokens] * p["norm"] + p["position"]
+        return (x @ p["w"])[:, None] * p["outer"]
+
+    graph = trace(fn, models.abstract(params), jax.ShapeDtypeStruct((5,), jnp.int32))
+    assert select(graph, graph.is_weight) == {"w"}
+
+
+def test_a_pruner_of_params_alone_uses_a_graph_of_all_variables():
+    variables = models.abstract(
+        {"params": {"a": {"w": (4, 6)}, "b": {"w": (6, 2)}}, "stats": {"w": (2,)}}
+    )
+    fn = lambda v, x: x @ v["params"]["a"]["w"] @ v["params"]["b"]["w"] + v["stats"]["w"]  # noqa: E731
+    graph = trace(fn, variables, jax.ShapeDtypeStruct((3, 4), jnp.float32))
+    params = {"a": {"w": jnp.ones((4, 6))}, "b": {"w": jnp.ones((6, 2))}}
+    pruner = sparsity.MagnitudePruning(
+        sparsity_distribution_fn=sparsity.Uniform(0.5, filter_fn=graph.is_weight),
+        sparsity_type=graph.nm(2, 4),
+    )
+    with pytest.raises(ValueError, match=r"4 divides no contracted axis of 'params/b/w'"):
+        pruner.instant_sparsify(params)
+
+
+def test_of_paths_that_end_alike_the_shortest_is_meant_and_two_are_an_error():
+    shapes = {
+        "params": {"w": (4, 4), "layer": {"w": (4, 6)}},
+        "other": {"b": (6,)},
+        "last": {"b": (6,)},
+    }
+    params = models.abstract(shapes)
+    fn = lambda p, x: x @ p["params"]["w"] @ p["params"]["layer"]["w"]  # noqa: E731
+    graph = trace(fn, params, jax.ShapeDtypeStruct((3, 4), jnp.float32))
+    assert graph.leaf(("w",), jnp.ones((4, 4))).path == ("params", "w")
+    assert graph.leaf(("layer", "w"), jnp.ones((4, 6))).path == ("params", "layer", "w")
+    with pytest.raises(ValueError, match=r"leaf 'b' of shape \(6,\), of which the graph has 2"):
+        graph.is_weight(("b",), jnp.ones(6))
+
+
+def test_nm_runs_along_the_contracted_axis_of_each_layout():
+    def fn(p, x):
+        x = jnp.einsum("bi,oi->bo", x, p["rows"]) @ p["columns"]
+        x = models._conv(x[:, None, None], p["image"])[:, 0, 0] * p["scale"]
+        return jnp.einsum("bhd,hdo->bo", x.reshape(-1, 2, 6), p["heads"])
+
+    shapes = {
+        "rows": (8, 4),
+        "columns": (8, 8),
+        "image": (2, 2, 8, 12),
+        "scale": (12,),
+        "heads": (2, 6, 3),
+    }
+    graph = trace(fn, models.abstract(shapes), jax.ShapeDtypeStruct((3, 4), jnp.float32))
+    axes = tree_of(graph, lambda path, leaf: getattr(graph.nm(1, 2)(path, leaf), "axis", None))
+    assert axes == {"rows": 1, "columns": 0, "image": 2, "scale": None, "heads": 1}
+    # 3 divides only the 6 channels of a head.
+    assert graph.nm(1, 3)(("heads",), jax.ShapeDtypeStruct((2, 6, 3), jnp.float32)).axis == 1
+
+
+def test_no_pattern_serves_products_that_contract_different_axes():
+    params = models.abstract({"tied": (4, 4)})
+    graph = trace(lambda p, x: x @ p["tied"] @ p["tied"].T, params, jnp.ones((2, 4)))
+    with pytest.raises(ValueError, match=r"different axes \[\(0,\), \(1,\)\] of 'tied'.*filter_fn"):
+        graph.nm(2, 4)(("tied",), params["tied"])
+
+
+def test_masks_of_nm_hold_along_the_contraction():
+    params = models.draw({"up": (8, 6), "down": (4, 6)})
+    graph = trace(lambda p, x: x @ p["up"] @ p["down"].T, params, jnp.ones((2, 8)))
+    pruner = sparsity.MagnitudePruning(
+        sparsity_distribution_fn=sparsity.Uniform(0.5, filter_fn=graph.is_weight),
+        sparsity_type=graph.nm(1, 2),
+    )
+    _, masks = pruner.instant_sparsify(params)
+    assert (masks["up"].reshape(4, 2, 6).sum(1) == 1).all()
+    assert (masks["down"].reshape(4, 3, 2).sum(2) == 1).all()

@@ -1,0 +1,300 @@
+"""Groups of channels: removing them leaves what masking them gives; all others are refused."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from sparsity.graph import trace
+from tests.graph import models, removal
+
+
+def names(graph):
+    return [(group.name, group.size) for group in graph.groups]
+
+
+def check(graph, fn, params, args, tolerance):
+    """Cuts each group alone, and all of them together."""
+    cuts = [[group] for group in graph.groups if len(graph.groups) > 1] + [graph.groups]
+
+    def run(params):
+        return [
+            removal.outputs(graph, fn, params, args, cut, removal.choose(cut, seed))
+            for seed, cut in enumerate(cuts)
+        ]
+
+    compiled = jax.jit(run, compiler_options={"xla_cpu_use_fusion_emitters": False})
+    for cut, pair in zip(cuts, compiled(params), strict=True):
+        assert removal.difference(*pair) <= tolerance, [group.name for group in cut]
+
+
+@pytest.mark.parametrize("name", models.SMALL)
+def test_removing_any_group_and_all_together_leaves_what_masking_gives(name):
+    with jax.enable_x64(True):
+        model = models.SMALL[name]()
+        params = models.draw(model.shapes, jnp.float64)
+        rng = np.random.default_rng(1)
+        args = [
+            rng.integers(0, 9, x.shape) if x.dtype == jnp.int32 else rng.normal(size=x.shape)
+            for x in model.inputs
+        ]
+        graph = trace(model.fn, params, *args)
+        assert len(graph.groups) == model.num_groups
+        check(graph, model.fn, params, args, 1e-10)
+
+
+@pytest.mark.parametrize("make", [models.resnet18, models.resnet50])
+def test_every_channel_of_a_resnet_between_image_and_classes_is_in_a_group(make):
+    model = make()
+    graph = trace(model.fn, models.abstract(model.shapes), *model.inputs)
+    assert len(graph.groups) == model.num_groups
+    free = {(path, axis) for group in graph.groups for path, axis in group.members}
+    outer = {("stem", "kernel"): 2, ("head", "kernel"): 1, ("head", "bias"): 0}
+    for leaf in graph.leaves:
+        for axis in range(len(leaf.shape)):
+            is_space = len(leaf.shape) == 4 and axis < 2
+            assert ((leaf.path, axis) in free) == (not is_space and outer.get(leaf.path) != axis)
+
+
+# What goes together.
+
+
+def test_heads_of_grouped_queries_go_with_the_rows_of_out_that_read_them():
+    model = models.language_model(heads=4, shared=2, inner=4)
+    graph = trace(model.fn, models.abstract(model.shapes), *model.inputs)
+    (value,) = [group for group in graph.groups if group.name == "layer0/value:1"]
+    assert value.members == ((("layer0", "out"), 0), (("layer0", "value"), 1))
+    rows, columns = value.positions
+    # Channel 0 of a head: in both heads of v, and where the four heads of q put it.
+    assert columns[0].tolist() == [0, 4]
+    assert rows[0].tolist() == [0, 4, 8, 12]
+
+
+def test_both_halves_that_rotate_and_all_that_scores_contract_go_together():
+    model = models.language_model(heads=4, shared=2, inner=4)
+    graph = trace(model.fn, models.abstract(model.shapes), *model.inputs)
+    (inner,) = [group for group in graph.groups if group.name == "layer0/key:1.2"]
+    assert inner.members == ((("layer0", "key"), 1), (("layer0", "query"), 1))
+    assert inner.positions[0][0].tolist() == [0, 2, 4, 6]
+
+
+def test_a_gate_goes_with_what_it_gates():
+    model = models.language_model(hidden=6)
+    graph = trace(model.fn, models.abstract(model.shapes), *model.inputs)
+    (hidden,) = [group for group in graph.groups if group.name == "layer0/gate_and_up:1"]
+    assert hidden.positions[hidden.members.index((("layer0", "gate_and_up"), 1))][2].tolist() == [
+        2,
+        8,
+    ]
+
+
+def test_what_is_concatenated_keeps_its_places_in_what_reads_it():
+    model = models.densenet()
+    graph = trace(model.fn, models.abstract(model.shapes), *model.inputs)
+    (second,) = [group for group in graph.groups if group.name == "layer1/kernel:3"]
+    assert second.positions[second.members.index((("head",), 0))][:, 0].tolist() == [10, 11, 12, 13]
+
+
+def test_equal_channels_of_a_grouped_convolution_are_removed_in_all_groups():
+    def fn(params, x):
+        x = models._conv(x, params["in"])
+        return models._conv(x, params["grouped"], groups=2).mean((1, 2)) @ params["out"]
+
+    shapes = {"in": (1, 1, 3, 6), "grouped": (3, 3, 3, 4), "out": (4, 2)}
+    with jax.enable_x64(True):
+        params, x = (
+            models.draw(shapes, jnp.float64),
+            np.random.default_rng(0).normal(size=(1, 3, 3, 3)),
+        )
+        graph = trace(fn, params, x)
+        assert sorted(group.size for group in graph.groups) == [2, 2, 3]
+        check(graph, fn, params, (x,), 1e-10)
+
+
+# State.
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x, is_training):
+        x = nn.BatchNorm(use_running_average=not is_training)(nn.Dense(6)(x))
+        return nn.Dense(2)(nn.relu(x))
+
+
+def in_training(variables, x):
+    return Normed().apply(variables, x, True, mutable=["batch_stats"])
+
+
+def batch_norm():
+    shapes = jax.eval_shape(lambda: Normed().init(jax.random.key(0), jnp.ones((8, 3)), False))
+    rng = np.random.default_rng(0)
+    variables = jax.tree.map(lambda x: jnp.asarray(rng.uniform(1, 2, x.shape)), shapes)
+    return variables, jnp.asarray(rng.normal(size=(8, 3)))
+
+
+STATISTICS = {
+    ("1", "batch_stats", "BatchNorm_0", name): ("batch_stats", "BatchNorm_0", name)
+    for name in ("mean", "var")
+}
+
+
+@pytest.mark.parametrize("state", [None, {("1",): ()}, {"1/batch_stats": "batch_stats"}])
+def test_statistics_for_the_next_step_shrink_with_their_channels(state):
+    with jax.enable_x64(True):
+        variables, x = batch_norm()
+        graph = trace(in_training, variables, x, state=state)
+        assert graph.state == STATISTICS
+        assert names(graph) == [("params/Dense_0/kernel:1", 6)]
+        check(graph, in_training, variables, (x,), 1e-10)
+
+
+def test_statistics_that_are_not_a_state_are_outputs_and_keep_their_channels():
+    variables, x = batch_norm()
+    graph = trace(in_training, variables, x, state={})
+    assert (graph.groups, graph.state) == ([], {})
+    (refusal,) = [r for r in graph.refused if r.path[-1] == "mean"]
+    assert (refusal.primitive, refusal.reason) == ("output", "an output of the model")
+
+
+def test_parameters_that_are_returned_as_they_came_are_masked_like_others():
+    def fn(params, x):
+        return jnp.tanh(x @ params["up"]) @ params["down"], params
+
+    shapes = {"up": (3, 4), "down": (4, 2)}
+    with jax.enable_x64(True):
+        params, x = models.draw(shapes, jnp.float64), np.ones((2, 3))
+        graph = trace(fn, params, x)
+        assert graph.state == {("1", "down"): ("down",), ("1", "up"): ("up",)}
+        assert names(graph) == [("up:1", 4)]
+        check(graph, fn, params, (x,), 1e-10)
+
+
+# Refusals.
+
+
+def centred(x):
+    return x - x.mean(-1, keepdims=True)
+
+
+# What is between two products, what refuses it, and why.
+REFUSED = {
+    "softmax": (jax.nn.softmax, "reduce_max", "entries that are 0 where channels are masked"),
+    "variance": (lambda x: jnp.square(centred(x)).sum(-1), "reduce_sum", "are not known where"),
+    "cosine": (lambda x: jnp.cos(x).sum(-1), "reduce_sum", "entries that are 1 where"),
+    "argmax": (lambda x: x * x.argmax(-1, keepdims=True), "argmax", "where in the axis an entry"),
+    "argmin": (lambda x: x * x.argmin(-1, keepdims=True), "argmin", "where in the axis an entry"),
+    "cumsum": (lambda x: x.cumsum(-1), "cumsum", "needs all entries of the axis, in order"),
+    "sort": (lambda x: jnp.sort(x), "sort", "needs all entries of the axis, in order"),
+    "top_k": (lambda x: lax.top_k(x, 2)[0], "top_k", "needs all entries of the axis, in order"),
+    "flip": (lambda x: x[:, ::-1], "rev", "needs all entries of the axis, in order"),
+    "stride": (lambda x: x[:, ::2], "slice", "a slice with a stride"),
+    "lookup": (lambda x: x[:, jnp.array([1, 1])], "gather", "entries are looked up"),
+    "permuted": (lambda x: lax.reshape(x, (4, 6), (1, 0)), "reshape", "takes channels apart"),
+    "any": (lambda x: x * (x < 1).all(-1, keepdims=True) * (x >= 1).all(-1, keepdims=True),
+            "reduce_and", "entries that are 0 where channels are masked, not 1"),
+    "and": (lambda x: ((x.astype(jnp.int32) + 1 & 3) - 3).sum(-1), "reduce_sum", "that are -2"),
+    "cast": (lambda x: jnp.where(x == 0, -jnp.inf, x).astype(jnp.int32).sum(-1),
+             "reduce_sum", "are not known where"),
+    "padded": (lambda x: jnp.nan_to_num(lax.reduce_window(
+        x, -jnp.inf, lax.max, (1, 1), (1, 1), ((1, 1), (0, 0)))).sum(-1),
+        "reduce_sum", "are not known where"),
+    "not zero": (lambda x: (x + 1) @ jnp.ones((6, 2)), "dot_general", "factors are 1 and 1 where"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_could_not_be_removed_is_refused_with_leaf_axis_primitive_line_and_reason(name):
+    between, primitive, reason = REFUSED[name]
+    params = {"up": jax.ShapeDtypeStruct((3, 6), jnp.float32)}
+    graph = trace(lambda p, x: between(x @ p["up"]).sum(), params, jnp.ones((4, 3)))
+    assert graph.groups == []
+    (refusal,) = [refusal for refusal in graph.refused if refusal.axis == 1]
+    assert refusal.path == ("up",)
+    assert reason in refusal.reason
+    assert refusal.primitive == primitive
+    assert "test_groups.py:" in refusal.source
+
+
+def test_an_axis_that_runs_over_pairs_of_one_axis_is_refused():
+    def fn(params, x):
+        x = x @ params["up"]
+        return (x[:, :, None] * x[:, None]).reshape(4, -1) @ params["pairs"]
+
+    params = {"up": jnp.ones((3, 6)), "pairs": jnp.ones((36, 2))}
+    graph = trace(fn, params, jnp.ones((4, 3)))
+    assert graph.groups == []
+    reasons = {r.reason for r in graph.refused if (r.path, r.axis) == (("up",), 1)}
+    assert reasons == {"an axis of pairs of its own entries"}
+
+
+def test_inputs_outputs_and_layers_of_a_scan_are_refused():
+    model = models.scanned()
+    graph = trace(model.fn, models.abstract(model.shapes), *model.inputs)
+    found = {(r.path[-1], r.axis): (r.primitive, r.reason) for r in graph.refused}
+    assert found["embed", 0] == ("input", "an input of the model")
+    assert found["head", 1] == ("output", "an output of the model")
+    assert found["up", 0] == ("scan", "the layers, or steps, of a scan")
+
+
+def test_leaves_that_nobody_reads_are_refused():
+    params = {"used": jnp.ones((3, 4)), "lost": jnp.ones((5, 2))}
+    graph = trace(lambda p, x: x @ p["used"], params, jnp.ones((1, 3)))
+    reasons = {r.reason for r in graph.refused if r.path == ("lost",)}
+    assert reasons == {"no operation reads it"}
+
+
+# Offered, as masked channels change nothing.
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda x: x * (x >= 0).all(-1, keepdims=True),
+        lambda x: jnp.where(x == 0, -jnp.inf, x).max(-1, initial=-jnp.inf),
+        lambda x: lax.expand_dims(x, (1,)).sum((1, 2)),
+        lambda x: x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6),
+        lambda x: lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x))[
+            1
+        ],
+        lambda x: lax.cond(x.sum() > 0, jnp.tanh, lambda x: -x, x),
+        lambda x: jax.jit(jax.checkpoint(jax.nn.relu))(x),
+        lambda x: jax.random.normal(jax.random.key(0), x.shape) * x,
+        lambda x: x * jnp.arange(6),
+        lambda x: jnp.repeat(x, 2, -1) @ jnp.arange(24.0).reshape(12, 2),
+        lambda x: jnp.tile(x, (1, 2)) @ jnp.arange(24.0).reshape(12, 2),
+        lambda x: lax.dynamic_slice(x, (1, 0), (2, 6)),
+        lambda x: lax.dynamic_update_slice(x, 2 * x[:1], (1, 0)),
+        lambda x: jnp.pad(x, ((1, 0), (0, 0))),
+        lambda x: x.cumsum(0) + jnp.sort(x, 0),
+    ],
+    ids=[
+        "all",
+        "max",
+        "expand_dims",
+        "rms",
+        "while",
+        "cond",
+        "jit",
+        "dropout",
+        "iota",
+        "repeat",
+        "tile",
+        "slice",
+        "update",
+        "pad",
+        "axis",
+    ],
+)
+def test_channels_that_change_nothing_can_be_removed(between):
+    def fn(params, x):
+        x = between(x @ params["up"])
+        return x @ params["down"] if x.shape[-1:] == (6,) and x.ndim > 1 else x
+
+    with jax.enable_x64(True):
+        params = models.draw({"up": (3, 6), "down": (6, 2)}, jnp.float64)
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)))
+        graph = trace(fn, params, x)
+        assert names(graph) == [("up:1", 6)]
+        check(graph, fn, params, (x,), 1e-10)

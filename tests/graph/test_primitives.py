@@ -1,0 +1,71 @@
+"""Every primitive of the installed jax is analysed, or known to pin what it touches."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.extend.core import Primitive, primitives
+
+from sparsity.core import jaxprs
+from sparsity.graph import coupling, removed, trace
+
+# What these do along axes is not analysed: all that they touch keeps its channels.
+# fmt: off
+PINNING = {
+    "after_all", "all_gather", "all_to_all", "approx_top_k", "axis_index", "call", "cholesky",
+    "create_token", "custom_lin", "custom_linear_solve", "eig", "eigh", "empty2", "eq_to", "fft",
+    "get", "hessenberg", "householder_product", "igamma_grad_a", "le_to", "lt_to", "lu", "pmax",
+    "pmin", "polygamma", "ppermute", "psum", "qr", "ragged_all_to_all", "random_gamma", "reduce",
+    "rng_bit_generator", "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul",
+    "schur", "select_and_gather_add", "select_and_scatter", "select_and_scatter_add", "shard_map",
+    "svd", "swap", "triangular_solve", "tridiagonal", "tridiagonal_solve",
+}
+# fmt: on
+
+
+def names():
+    found = [value for value in vars(primitives).values() if isinstance(value, Primitive)]
+    return {primitive.name for primitive in found}
+
+
+def test_each_primitive_of_jax_is_analysed_or_pins():
+    known = coupling.ANALYSED | set(jaxprs.CALLS) | PINNING
+    assert names() - known == set()
+    assert PINNING & (coupling.ANALYSED | set(jaxprs.CALLS)) == set()
+
+
+def test_the_second_pass_knows_what_the_first_one_follows():
+    # Of these it knows nothing, so that what they return is taken for anything.
+    unknown = {"cumlogsumexp", "reduce_window"}
+    known = coupling.ELEMENTWISE | coupling.REDUCTIONS | coupling.SOURCES | set(removed._RULES)
+    assert coupling.ANALYSED - known == unknown
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jnp.fft.fft(x).real,
+        lambda x: x.at[:, 0].set(1.0),
+        lambda x: lax.approx_max_k(x, 3)[0],
+        lambda x: jnp.linalg.qr(x)[1],
+        lambda x: lax.reduce(x, 0.0, lambda a, b: a + 2 * b, (0,)),
+    ],
+    ids=["fft", "scatter", "approx_top_k", "qr", "reduce"],
+)
+def test_a_primitive_that_is_not_analysed_pins_with_its_name(fn, request):
+    params = {"up": jnp.ones((3, 6))}
+    graph = trace(lambda p, x: fn(x @ p["up"]).sum(), params, jnp.ones((4, 3)))
+    assert graph.groups == []
+    (refusal,) = [refusal for refusal in graph.refused if refusal.axis == 1]
+    assert refusal.primitive.startswith(request.node.callspec.id)
+    assert refusal.reason == "an operation that is not analysed"
+    assert "test_primitives.py" in refusal.source
+
+
+def test_a_primitive_of_ones_own_pins():
+    own = Primitive("own")
+    own.def_abstract_eval(lambda x: x)
+    params = {"up": jax.ShapeDtypeStruct((3, 6), jnp.float32)}
+    graph = trace(lambda p, x: own.bind(x @ p["up"]).sum(), params, jnp.ones((4, 3)))
+    assert graph.groups == []
+    assert [refusal.primitive for refusal in graph.refused] == ["input", "own"]

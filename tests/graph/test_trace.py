@@ -1,0 +1,129 @@
+"""What `sparsity.trace` takes, and how it says what it cannot."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import sparsity
+from sparsity.graph import trace
+
+P = {"a": jnp.ones((4, 6)), "b": jnp.full((6, 2), 2.0)}
+X = jnp.ones((3, 4))
+
+
+def model(params, x):
+    return jnp.tanh(x @ params["a"]) @ params["b"]
+
+
+def test_arrays_and_shapes_have_the_same_graph():
+    one, other = (
+        trace(model, P, X),
+        trace(model, jax.eval_shape(lambda: P), jax.eval_shape(lambda: X)),
+    )
+    assert repr(one) == repr(other)
+    assert one.leaves == other.leaves
+
+
+def test_a_parameter_may_be_the_whole_tree():
+    graph = trace(lambda w, x: x @ w, jnp.ones((4, 2)), X)
+    assert [leaf.name for leaf in graph.leaves] == ["params"]
+    assert graph.is_weight((), jnp.ones((4, 2)))
+
+
+def test_leaves_that_are_no_arrays_are_static():
+    params = P | {"rate": 2.0, "name": "tanh", "none": None, "flag": True}
+
+    def fn(p, x):
+        return model(p, x) * p["rate"] if p["flag"] and p["name"] == "tanh" else x
+
+    graph = trace(fn, params, X)
+    assert [leaf.name for leaf in graph.leaves] == ["a", "b"]
+    assert sparsity.budget(graph, macs=0.5)(params)["rate"] is None
+
+
+@pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)], ids=["new", "old"])
+def test_random_keys_among_the_parameters_are_leaves_that_are_never_pruned(key):
+    def fn(p, x):
+        x = x @ p["a"]
+        return jnp.where(jax.random.bernoulli(p["key"], 0.5, x.shape), x, 0) @ p["b"]
+
+    params = P | {"key": key}
+    graph = trace(fn, params, X)
+    assert [(group.name, group.size) for group in graph.groups] == [("a:1", 6)]
+    assert not graph.is_weight(("key",), key)
+    assert sparsity.budget(graph, nbytes=0.5)(params)["key"] is None
+    assert "key" in graph.table()
+
+
+def test_flags_and_keywords_are_given_by_partial():
+    def fn(params, x, *, is_training):
+        return model(params, x) if is_training else x
+
+    assert trace(functools.partial(fn, is_training=True), P, X).macs() == 3 * 36
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "message"),
+    [
+        (lambda x, p: model(p, x), (X,), r"fails with 1 argument.*'a', 'b'.*parameters first"),
+        (model, (), r"fails with 0 arguments.*missing 1 required.*'x'.*functools.partial"),
+        (model, (X, X), r"fails with 2 arguments.*takes 2 positional arguments but 3"),
+        (model, (X.T,), r"fails with 1 argument.*dot_general requires contracting"),
+        (lambda p, x: x @ p["other"], (X,), r"'a', 'b'.*KeyError: 'other'"),
+        (
+            lambda p, x: model(p, x) if x.sum() > 0 else x,
+            (X,),
+            r"depends on the values.*jax.lax.cond",
+        ),
+        (
+            lambda p, x: model(p, x) * float(x[0, 0]),
+            (X,),
+            r"depends on the values.*functools.partial",
+        ),
+        (lambda p, x: x[: int(x.sum())], (X,), r"depends on the values"),
+    ],
+    ids=["inputs first", "too few", "too many", "shape", "structure", "bool", "float", "int"],
+)
+def test_functions_that_cannot_be_traced_are_explained(fn, args, message):
+    with pytest.raises(ValueError, match=message):
+        trace(fn, P, *args)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda p, x: model(P, x),
+        lambda p, x: jax.jit(lambda x: model(P, x))(x),
+        lambda p, x: jax.lax.scan(lambda x, _: (model(P, x) @ jnp.ones((2, 4)), None), x, length=2)[
+            0
+        ],
+        lambda p, x: x @ p["a"] @ P["b"],
+    ],
+    ids=["plain", "jit", "scan", "one of them"],
+)
+@pytest.mark.parametrize("params", [P, jax.eval_shape(lambda: P)], ids=["arrays", "shapes"])
+def test_a_function_that_closes_over_its_parameters_is_found(fn, params):
+    with pytest.raises(ValueError, match=r"does not read params at '[ab]'.*closes over"):
+        trace(fn, params, X)
+
+
+def test_a_constant_that_only_looks_like_a_lost_leaf_is_none():
+    constant = jnp.full((4, 6), 3.0)
+    graph = trace(lambda p, x: x @ constant @ p["b"], P, X)
+    assert {r.reason for r in graph.refused if r.path == ("a",)} == {"no operation reads it"}
+
+
+def test_a_state_that_matches_nothing_or_does_not_fit_is_named():
+    def fn(params, x):
+        return model(params, x), {"mean": x.mean(0), "wrong": x.sum()}
+
+    params = P | {"mean": jnp.ones(4)}
+    assert trace(fn, params, X).state == {("1", "mean"): ("mean",)}
+    with pytest.raises(ValueError, match=r"state\['2'\] = 'mean' matches nothing.*'1/mean'.*'a'"):
+        trace(fn, params, X, state={"2": "mean"})
+    with pytest.raises(
+        ValueError, match=r"'1/wrong' of shape \(\).*cannot become 'mean' of shape \(4,\)"
+    ):
+        trace(fn, params, X, state={"1/wrong": "mean"})

@@ -1,0 +1,42 @@
+"""One threshold for leaves whose weights cost differently: what numpy keeps, one by one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsity.masks.costs import within_budget
+from sparsity.selection import Scores
+
+
+def keep(scores, costs, kept):
+    given = [Scores.of(jnp.asarray(x)) for x in scores]
+    return jax.jit(lambda kept: within_budget(given, costs, kept))(jnp.asarray(kept))
+
+
+def test_the_best_scores_per_cost_are_kept_while_the_budget_lasts():
+    rng = np.random.default_rng(0)
+    scores = [rng.random((6, 5), np.float32), rng.random(40, np.float32)]
+    costs, kept = [9.0, 1.0], [10, 20]
+    masks = keep(scores, costs, kept)
+    each = np.concatenate(
+        [np.full(x.size, c, np.float32) for x, c in zip(scores, costs, strict=True)]
+    )
+    values = np.concatenate([x.ravel() for x in scores]) / each
+    order = np.argsort(-values)
+    affordable = np.cumsum(each[order]) < 10 * 9 + 20
+    expected = np.zeros(values.size, np.uint8)
+    expected[order[affordable]] = 1
+    np.testing.assert_array_equal(np.concatenate([np.ravel(mask) for mask in masks]), expected)
+
+
+def test_of_weights_that_tie_at_the_threshold_none_is_kept():
+    ones = np.ones(8, np.float32)
+    (mask,) = keep([np.concatenate([2 * ones, ones])], [1.0], [11])
+    assert mask.tolist() == [1] * 8 + [0] * 8
+
+
+def test_what_costs_nothing_stays_and_nan_goes_first():
+    free = np.full(3, 1e-3, np.float32)
+    masks = keep([free, np.array([1, np.nan, 2, 3], np.float32)], [0.0, 2.0], [3, 3])
+    assert masks[0].tolist() == [1, 1, 1]
+    assert masks[1].tolist()[1] == 0
