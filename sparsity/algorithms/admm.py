@@ -38,8 +38,9 @@ class ADMMPruning(MagnitudePruning):
 
     Attributes:
       rho: the penalty, above 0, or a function of the step. `None` lets it rise along a line, from 0
-        at step 0 to 1 at the end step: first the loss decides which weights are large, then z does.
-        While rho is small beside the curvature of the loss, z goes on changing.
+        at step 0 to 0.1 at the end step, which suits networks: first the loss decides which weights
+        are large, then z does. While rho is small beside the curvature of the loss, z goes on
+        changing.
     """
 
     rho: float | optax.Schedule | None = None
@@ -92,7 +93,7 @@ class ADMMPruning(MagnitudePruning):
         _, end = update_range(self.scheduler) or (0, None)
         rho: Any = self.rho
         if rho is None:
-            rho = step.astype(jnp.float32) / end if end else 1.0
+            rho = 0.1 * step.astype(jnp.float32) / end if end else 0.1
         elif callable(rho):
             with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix integers and floats
                 rho = rho(step)

@@ -138,7 +138,9 @@ def constant_fan_in(
     Returns:
       uint8 mask of the same shape.
     """
-    shape = mask.shape[batch_axes:] or (1,)
+    if not mask.size:
+        return mask
+    shape = mask.shape[batch_axes:]
     neurons, inputs = shape[-1], math.prod(shape[:-1])
     inner = tuple(range(batch_axes, mask.ndim - 1))
     budget = jnp.asarray(_budget(neurons * inputs, sparsity))
@@ -171,7 +173,8 @@ def _random_fan_in(batch_axes: int, scores: jax.Array, sparsity: chex.Numeric) -
     """The mask of the highest scores of each neuron, as many as all can have within the budget."""
     rows = jnp.moveaxis(scores, -1, batch_axes)
     budget = _budget(math.prod(rows.shape[batch_axes:]), sparsity)
-    mask = topk_mask(rows, budget // rows.shape[batch_axes], batch_axes=batch_axes + 1)
+    fan_in = budget // max(rows.shape[batch_axes], 1)
+    mask = topk_mask(rows, fan_in, batch_axes=batch_axes + 1)
     return jnp.moveaxis(mask, batch_axes, -1)
 
 

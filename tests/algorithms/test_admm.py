@@ -117,19 +117,16 @@ def test_without_an_end_step_training_stays_dense():
     assert np.count_nonzero(state.algorithm_state["z"]["kernel"]) == 30
 
 
-def test_the_penalty_rises_to_one_at_the_end_by_default():
-    updater = _make(rho=None)
+def test_the_penalty_rises_until_the_end_by_default():
     params = {"w": jnp.array([[4.0, 1.0, 2.0, 3.0]])}
-    tx = updater.wrap_optax(optax.identity())
+    tx = _make(rho=None).wrap_optax(optax.identity())
     state = tx.init(params)
-    for step, rho in ((0, 0.0), (3, 0.5), (7, 0.0)):
-        now = state._replace(count=jnp.int32(step), masks=state.masks)
-        if step == 3:  # an update: z = [4 0 0 0] again, and u what it lacks
-            found = tx.update({"w": jnp.zeros((1, 4))}, now, params)[0]["w"]
-            np.testing.assert_allclose(found, rho * 2 * np.array([[0, 1.0, 2, 3]]), rtol=1e-6)
-        else:
-            found = tx.update({"w": jnp.zeros((1, 4))}, now, params)[0]["w"]
-            np.testing.assert_array_equal(found, np.zeros((1, 4)))
+    # At step 3, an update, z is [4 0 0 0] again and u what it lacks: w - z + u = 2 [0 1 2 3].
+    for step, rho in ((0, 0.0), (3, 0.05), (6, 0.0), (7, 0.0)):
+        now = state._replace(count=jnp.int32(step))
+        found = tx.update({"w": jnp.zeros((1, 4))}, now, params)[0]["w"]
+        expected = np.array([[0.0, -1, -2, -3]]) if step == 6 else rho * np.array([[0.0, 2, 4, 6]])
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("rho", [0.0, -1.0, float("nan"), "0.1"])

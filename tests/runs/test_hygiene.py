@@ -50,7 +50,7 @@ def _strict():
 @pytest.mark.parametrize("kind", _TYPES)
 @pytest.mark.parametrize("name", helpers.names_of(helpers.prunes))
 def test_steps_and_masks_need_no_implicit_promotion_and_leak_nothing(name, kind):
-    if helpers.ranks_all_layers(name) and kind != "unstructured":
+    if not helpers.takes_types(name) and kind != "unstructured":
         pytest.skip("ranks single weights")
     params = _PARAMS
     with _strict(), jax.checking_leaks():
