@@ -103,13 +103,14 @@ check() {
 # Runs, with the Python $1, the tests that need the installed package and no checkout, in an empty
 # folder; the doctests of the package with them.
 test_installed() {
-  local folder of_checkout=(examples test_{baselines,benchmarks,optimizers,package,run_sh,typing}.py)
+  local folder others=(examples kill_resume.py runs/test_models.py # need the examples' packages
+    test_{baselines,benchmarks,optimizers,package,run_sh,typing}.py)
   folder=$(mktemp -d)
   trap 'rm -rf -- "$folder"' RETURN
   cp -r -- "$root/tests" "$root/pyproject.toml" "$folder"
   cd -- "$folder"
   "$1" -P -m pytest -n 2 -m "not slow" \
-    "${of_checkout[@]/#/--ignore=tests/}" tests --pyargs sparsity
+    "${others[@]/#/--ignore=tests/}" tests --pyargs sparsity
   cd -- "$root"
 }
 
