@@ -18,7 +18,7 @@ from jax import lax
 from sparsity import selection
 
 # Inputs that are corrected together: for speed alone. Few fit a cache, many make a fast product.
-_FEW, _MANY = 32, 128
+_FEW, _MANY = 8, 128
 
 
 class Swept(NamedTuple):
