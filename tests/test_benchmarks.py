@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import calibration, results, selection, train_step
 from benchmarks import compile as compiling
-from benchmarks import results, selection, train_step
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +51,12 @@ def test_selection_is_measured_beside_its_rivals():
 def test_steps_are_measured_beside_dense_ones(name):
     row = train_step.measure(train_step.make_updater(name, True), (8, 16, 8), 3, 2)
     assert all(float(cell) >= 0 for cell in row)
+
+
+def test_reconstructions_are_measured_beside_the_factors():
+    rows = calibration.measure(16, 1)
+    assert rows[0][0] == "Cholesky and triangular inverse"
+    assert all(float(cell) >= 0 for row in rows for cell in row[1:])
 
 
 @pytest.mark.parametrize("name", compiling.ALGORITHMS)

@@ -25,7 +25,7 @@ from sparsity.core.checks import check_int, check_number, is_traced
 # From scores of the leaf and a share of its target sparsity to a mask.
 Select: TypeAlias = Callable[[jax.Array, float], jax.Array]
 
-_MOST_DIRECT = 4096  # inputs, above which least squares are solved by conjugate gradients
+_MOST_DIRECT = 1024  # inputs, above which least squares are solved by conjugate gradients
 _PROGRAMS = 16  # at most, for supports of any size of leaves of one shape
 _AT_ONCE = 2**28  # bytes of the matrices that are factored together
 

@@ -17,8 +17,8 @@ from jax import lax
 
 from sparsity import selection
 
-# Inputs that are corrected together: for speed alone. Few fit a cache, many make a fast product.
-_FEW, _MANY = 32, 128
+# Inputs that are corrected together: few fit a cache, many make a fast product.
+_SIZES = (8, 32, 128)
 
 
 class Swept(NamedTuple):
@@ -107,13 +107,13 @@ def sweep(
 
 def _sizes(unit: int, inputs: int) -> tuple[int, ...]:
     """Sizes of the blocks that are swept one within the other; each divides the one before."""
-    if unit > _FEW:
-        inner = max(n for n in range(1, _FEW + 1) if unit % n == 0)
-        sizes = {unit * max(1, _MANY // unit), unit, inner, 1}
-    else:
-        few = unit * (_FEW // unit)
-        sizes = {few * (_MANY // _FEW), few, unit, 1}
-    return tuple(sorted((n for n in sizes if n < inputs or n == unit), reverse=True))
+    sizes = [unit]
+    for most in reversed(_SIZES):
+        if most < sizes[-1]:
+            sizes.append(max(n for n in range(1, most + 1) if sizes[-1] % n == 0))
+    for most in _SIZES:
+        sizes.insert(0, sizes[0] * max(1, most // sizes[0]))
+    return tuple(sorted({n for n in (*sizes, 1) if n < inputs or n == unit}, reverse=True))
 
 
 def _inverse_factor(gram: jax.Array, live: jax.Array, damping: chex.Numeric) -> jax.Array:

@@ -28,8 +28,9 @@ def prune(weights, statistic, kind=None, half=0.5, **options):
     return np.asarray(pruned).T, np.asarray(masks).T
 
 
-@pytest.mark.parametrize("inputs", [40, 136])
-@pytest.mark.parametrize("block", [1, 32, 128, "d"])
+@pytest.mark.parametrize(
+    ("inputs", "block"), [(40, 1), (40, 32), (40, "d"), (136, 1), (136, 32), (136, 128)]
+)
 @pytest.mark.parametrize("dead", [False, True])
 def test_weights_and_masks_are_those_of_numpy(inputs, block, dead):
     weights, x, _ = oracles.layer(inputs, outputs=12, rows=300, rank=20)
@@ -45,7 +46,7 @@ def test_weights_and_masks_are_those_of_numpy(inputs, block, dead):
 
 
 @pytest.mark.parametrize("nm", [(2, 4), (4, 8), (1, 3)])
-@pytest.mark.parametrize("block", [1, 32, 128])
+@pytest.mark.parametrize("block", [1, 128])
 def test_groups_are_those_of_numpy_whatever_the_block(nm, block):
     weights, x, _ = oracles.layer(72, outputs=12, rows=300, rank=20)
     x[:, 6] = 0
@@ -57,7 +58,7 @@ def test_groups_are_those_of_numpy_whatever_the_block(nm, block):
     assert (mask.reshape(12, -1, nm[1]).sum(-1) == nm[0]).all()
 
 
-@pytest.mark.parametrize(("unit", "n"), [(1, None), (32, None), (40, None), (4, 2)])
+@pytest.mark.parametrize(("unit", "n"), [(32, None), (4, 2)])
 def test_what_weights_lose_adds_up_to_the_error_of_the_outputs(unit, n):
     weights, x, _ = oracles.layer(40, outputs=12, rows=300, rank=20)
     gram = oracles.damped(x.T @ x)
