@@ -2,7 +2,7 @@
 # Makes the environment, checks everything, or trains; see `bash run.sh help`.
 set -euo pipefail
 
-extras=cli,config,flax,summary,tensorboard # of users of the package
+extras=cli,config,flax,progress,summary,tensorboard # of users of the package
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 
 usage() {
