@@ -15,8 +15,9 @@ from jax import lax
 from sparsity.core import exact, trees
 from sparsity.core.checks import check_bool, check_int, is_traced
 from sparsity.core.trees import KeyPath, PyTree
+from sparsity.graph.channels import ChannelGroup
 from sparsity.graph.dims import Dim
-from sparsity.graph.graph import ChannelGroup, Graph
+from sparsity.graph.graph import Graph
 from sparsity.masks import Pattern, TopkFn
 from sparsity.selection import Leaf, Scores, computed, moved_masks, topk_masks
 

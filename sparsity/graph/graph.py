@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -17,69 +15,15 @@ import numpy as np
 from sparsity.core import jaxprs, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import costs, report
+from sparsity.graph.channels import ChannelGroup, Leaf, Refusal, find_channels
 from sparsity.graph.coupling import Coupling
-from sparsity.graph.dims import Dim, Reason, labels, variables
+from sparsity.graph.dims import Dim, Reason
 from sparsity.graph.removed import Removed
 from sparsity.graph.uses import PRODUCTS, Path, Use, find_uses, macs_of
 from sparsity.patterns import NByM, SparsityType, Unstructured
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """A parameter: its path, shape and dtype."""
-
-    path: Path
-    shape: tuple[int, ...]
-    dtype: Any
-
-    @property
-    def name(self) -> str:
-        return "/".join(self.path) or "params"
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ChannelGroup:
-    """Channels that live and die together: removing one leaves the function that masking it gives.
-
-    Attributes:
-      name: the leaf and the axis that make them.
-      size: number of channels.
-      members: (path, axis) of all that goes with a channel.
-      positions: for each member int[size, n]: where each channel lies along its axis.
-      variable: the axis itself.
-    """
-
-    name: str
-    size: int
-    members: tuple[tuple[Path, int], ...]
-    positions: tuple[np.ndarray, ...]
-    variable: Dim = dataclasses.field(repr=False)
-
-
-@dataclasses.dataclass(frozen=True)
-class Refusal:
-    """An axis of a leaf that cannot lose entries, and why.
-
-    Attributes:
-      path: of the leaf.
-      axis: the axis.
-      primitive: what needs all of its entries; 'input' or 'output' of the model.
-      source: the line of the model.
-      reason: in words.
-    """
-
-    path: Path
-    axis: int
-    primitive: str
-    source: str
-    reason: str
 
 
 class Graph:
@@ -347,53 +291,8 @@ class Graph:
             for i, leaf in enumerate(self.leaves)
             if i not in carried and jnp.issubdtype(leaf.dtype, jnp.inexact)
         ]
-        unproven = self.unproven(masked)
-        members: dict[Dim, list[tuple[int, int]]] = {}
-        refused: list[Refusal] = []
-        for value, number in self._values.items():
-            for axis, dim in enumerate(self.coupling.dims(value)):
-                for variable in dict.fromkeys(variables(dim)):
-                    reason = variable.pin or unproven.get(variable)
-                    if reason is None and labels(dim, variable) is None:
-                        reason = Reason(None, "an axis of pairs of its own entries")
-                        unproven[variable] = reason
-                    if variable.size > 1:
-                        members.setdefault(variable, []).append((number, axis))
-        groups = []
-        for variable, places in members.items():
-            reason = variable.pin or unproven.get(variable)
-            if reason is None:
-                groups.append(self._group(variable, places))
-            else:
-                refused += [self._refusal(number, axis, reason) for number, axis in places]
-        names: dict[str, int] = {}
-        for i, group in enumerate(groups):
-            names[group.name] = names.get(group.name, 0) + 1
-            if names[group.name] > 1:
-                name = f"{group.name}.{names[group.name]}"
-                groups[i] = dataclasses.replace(group, name=name)
-        return groups, list(dict.fromkeys(refused))
-
-    def _group(self, variable: Dim, places: Sequence[tuple[int, int]]) -> ChannelGroup:
-        values = list(self._values)
-        positions = []
-        for number, axis in places:
-            found = labels(self.coupling.dims(values[number])[axis], variable)
-            assert found is not None  # refused before
-            order = np.argsort(found, kind="stable")[np.count_nonzero(found < 0) :]
-            positions.append(order.reshape(variable.size, -1))
-        made = [
-            (number, axis)
-            for number, axis in places
-            if any(axis in use.output for use in self._products(self.leaves[number].path))
-        ]
-        number, axis = (made or list(places))[0]
-        members = tuple((self.leaves[number].path, axis) for number, axis in places)
-        name = f"{self.leaves[number].name}:{axis}"
-        return ChannelGroup(name, variable.size, members, tuple(positions), variable)
-
-    def _refusal(self, number: int, axis: int, reason: Reason) -> Refusal:
-        equation = reason.equation
-        primitive = reason.text.split()[1] if equation is None else equation.name
-        source = "" if equation is None else equation.source
-        return Refusal(self.leaves[number].path, axis, primitive, source, reason.text)
+        made: dict[Path, set[int]] = {}
+        for use in self.uses:
+            if use.primitive in PRODUCTS:
+                made.setdefault(use.path, set()).update(use.output)
+        return find_channels(self.axes(), self.unproven(masked), made)

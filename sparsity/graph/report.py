@@ -13,7 +13,8 @@ from sparsity.core.trees import PyTree
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from sparsity.graph.graph import Graph, Leaf
+    from sparsity.graph.channels import Leaf
+    from sparsity.graph.graph import Graph
 
 
 class Row(NamedTuple):

@@ -10,7 +10,8 @@ import numpy as np
 
 from sparsity.core import jaxprs, trees
 from sparsity.core.trees import PyTree
-from sparsity.graph.graph import Graph, Leaf
+from sparsity.graph.channels import Leaf
+from sparsity.graph.graph import Graph
 from sparsity.graph.uses import Path
 
 _ON_VALUES = (

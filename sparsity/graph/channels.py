@@ -1,0 +1,128 @@
+"""Groups of channels, from the axes of a model's leaves, and what keeps the other axes whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sparsity.graph.dims import Dim, Reason, labels, variables
+from sparsity.graph.uses import Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A parameter: its path, shape and dtype."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def name(self) -> str:
+        return "/".join(self.path) or "params"
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChannelGroup:
+    """Channels that live and die together: removing one leaves the function that masking it gives.
+
+    Attributes:
+      name: the leaf and the axis that make them.
+      size: number of channels.
+      members: (path, axis) of all that goes with a channel.
+      positions: for each member int[size, n]: where each channel lies along its axis.
+      variable: the axis itself.
+    """
+
+    name: str
+    size: int
+    members: tuple[tuple[Path, int], ...]
+    positions: tuple[np.ndarray, ...]
+    variable: Dim = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """An axis of a leaf that cannot lose entries, and why.
+
+    Attributes:
+      path: of the leaf.
+      axis: the axis.
+      primitive: what needs all of its entries; 'input' or 'output' of the model.
+      source: the line of the model.
+      reason: in words.
+    """
+
+    path: Path
+    axis: int
+    primitive: str
+    source: str
+    reason: str
+
+
+def find_channels(
+    axes: Sequence[tuple[Leaf, Sequence[Dim]]],
+    unproven: Mapping[Dim, Reason],
+    made: Mapping[Path, set[int]],
+) -> tuple[list[ChannelGroup], list[Refusal]]:
+    """The groups that can be removed, and the axes that cannot lose entries, both in tree order.
+
+    Args:
+      axes: the leaves with their axes.
+      unproven: variables whose removal would differ from masking them, and why.
+      made: of each leaf the axes that become outputs of a product.
+    """
+    refusals = dict(unproven)
+    members: dict[Dim, list[tuple[Leaf, int, Dim]]] = {}
+    for leaf, dims in axes:
+        for axis, dim in enumerate(dims):
+            for variable in dict.fromkeys(variables(dim)):
+                if variable.pin is not None:
+                    refusals[variable] = variable.pin
+                elif variable not in refusals and labels(dim, variable) is None:
+                    refusals[variable] = Reason(None, "an axis of pairs of its own entries")
+                if variable.size > 1:
+                    members.setdefault(variable, []).append((leaf, axis, dim))
+    groups, refused = [], []
+    names: dict[str, int] = {}
+    for variable, places in members.items():
+        if variable in refusals:
+            refused += [_refusal(leaf, axis, refusals[variable]) for leaf, axis, _ in places]
+            continue
+        of_output = [place for place in places if place[1] in made.get(place[0].path, ())]
+        leaf, axis, _ = (of_output or places)[0]
+        name = f"{leaf.name}:{axis}"
+        names[name] = names.get(name, 0) + 1
+        groups.append(
+            ChannelGroup(
+                name if names[name] == 1 else f"{name}.{names[name]}",
+                variable.size,
+                tuple((leaf.path, axis) for leaf, axis, _ in places),
+                tuple(_positions(dim, variable) for _, _, dim in places),
+                variable,
+            )
+        )
+    return groups, list(dict.fromkeys(refused))
+
+
+def _positions(dim: Dim, variable: Dim) -> np.ndarray:
+    """int[size, n]: where each entry of a variable lies along an axis."""
+    found = labels(dim, variable)
+    assert found is not None  # refused before
+    order = np.argsort(found, kind="stable")[np.count_nonzero(found < 0) :]
+    return order.reshape(variable.size, -1)
+
+
+def _refusal(leaf: Leaf, axis: int, reason: Reason) -> Refusal:
+    equation = reason.equation
+    primitive = reason.text.split()[1] if equation is None else equation.name
+    source = "" if equation is None else equation.source
+    return Refusal(leaf.path, axis, primitive, source, reason.text)
