@@ -40,6 +40,8 @@ class ChannelGroup:
       members: (path, axis) of all that goes with a channel.
       positions: for each member int[size, n]: where each channel lies along its axis.
       variable: the axis itself.
+      layers: of a scan, where each of them may keep channels of its own: their stacked axis is the
+        first one of every member. 0: the same channels everywhere.
     """
 
     name: str
@@ -47,6 +49,7 @@ class ChannelGroup:
     members: tuple[tuple[Path, int], ...]
     positions: tuple[np.ndarray, ...]
     variable: Dim = dataclasses.field(repr=False)
+    layers: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +75,7 @@ def find_channels(
     axes: Sequence[tuple[Leaf, Sequence[Dim]]],
     unproven: Mapping[Dim, Reason],
     made: Mapping[Path, set[int]],
+    layers: Mapping[Dim, int],
 ) -> tuple[list[ChannelGroup], list[Refusal]]:
     """The groups that can be removed, and the axes that cannot lose entries, both in tree order.
 
@@ -79,6 +83,7 @@ def find_channels(
       axes: the leaves with their axes.
       unproven: variables whose removal would differ from masking them, and why.
       made: of each leaf the axes that become outputs of a product.
+      layers: variables of which each layer has entries of its own, and how many layers.
     """
     refusals = dict(unproven)
     members: dict[Dim, list[tuple[Leaf, int, Dim]]] = {}
@@ -108,6 +113,7 @@ def find_channels(
                 tuple((leaf.path, axis) for leaf, axis, _ in places),
                 tuple(_positions(dim, variable) for _, _, dim in places),
                 variable,
+                layers.get(variable, 0),
             )
         )
     return groups, list(dict.fromkeys(refused))

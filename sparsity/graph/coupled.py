@@ -28,8 +28,9 @@ class Coupled:
 
     A channel's importance is the sum of its entries' scores over all members: kernels in and out,
     biases, scales and shifts. Of a group of n channels at sparsity s `num_kept(n, s)` stay, where s
-    is the largest sparsity among its members that have one; all members get masks. What is masked
-    can be cut by `sparsity.shrink`.
+    is the largest sparsity among its members that have one; all members get masks. Each layer of a
+    scan chooses its own channels, where they live within a layer. What is masked can be cut by
+    `sparsity.shrink`.
 
     Attributes:
       graph: the graph of the model, from `sparsity.trace`.
@@ -99,8 +100,7 @@ class Coupled:
         if groups and self.across:
             masks = self._select_across(groups, importance, kept)
         elif groups:
-            low = jnp.stack([jnp.asarray(k, jnp.uint32) for k in kept])
-            masks = topk_masks([Leaf(Scores.of(x)) for x in importance], (low & 0, low))
+            masks = _best(groups, importance, kept)
         return self._spread(groups, masks, scores)
 
     def move_tree(
@@ -172,7 +172,7 @@ class Coupled:
         return min(max(int(kept), self.min_channels), n)
 
     def _importance(self, groups: Sequence[_Group], scores: PyTree) -> list[jax.Array]:
-        """[channels] of each group."""
+        """[channels] of each group, or [layers, channels]."""
         leaves = {path: computed(leaf) for path, leaf in trees.leaves_by_path(scores).items()}
         return [self._of_group(group, leaves) for group in groups]
 
@@ -184,9 +184,11 @@ class Coupled:
             places = positions.reshape(-1)
             if not np.array_equal(places, np.arange(score.shape[axis])):
                 score = jnp.take(score, places, axis=axis)
-            entries = jnp.moveaxis(score, axis, 0).reshape(group.size, -1)
-            part = exact.ordered_sum(entries if self.order == 1 else jnp.square(entries), (1,))
-            parts.append(part / entries.shape[1] if self.normalize else part)
+            lead = (group.layers,) if group.layers else ()
+            entries = jnp.moveaxis(score, axis, len(lead)).reshape(*lead, group.size, -1)
+            powers = entries if self.order == 1 else jnp.square(entries)
+            part = exact.ordered_sum(powers, (entries.ndim - 1,))
+            parts.append(part / entries.shape[-1] if self.normalize else part)
         total = exact.ordered_sum(jnp.stack(parts), (0,)) if len(parts) > 1 else parts[0]
         found: jax.Array = jnp.abs(total) if self.order == 1 else jnp.sqrt(total)
         return found
@@ -201,7 +203,9 @@ class Coupled:
         ranked = []
         for variable, x in zip(variables, importance, strict=True):
             each = whole - self.graph.macs_left({variable: dense[variable] - 1})
-            ranked.append(x / jnp.float32(each))
+            # Layers keep equally many: what counts is their average channel of each rank.
+            average = jnp.mean(jnp.sort(x, descending=True), axis=0) if x.ndim == 2 else x
+            ranked.append(average / jnp.float32(each))
 
         def left(counts: Sequence[Any]) -> jax.Array:
             by_variable = {
@@ -227,9 +231,7 @@ class Coupled:
             return jnp.where(fits, low, middle + 1), jnp.where(fits, middle, high)
 
         low, _ = lax.fori_loop(0, 32, halve, (jnp.int32(0), bits))
-        found = counts(lax.bitcast_convert_type(low, jnp.float32))
-        words = jnp.stack([jnp.asarray(n, jnp.uint32) for n in found])
-        return topk_masks([Leaf(Scores.of(x)) for x in ranked], (words & 0, words))
+        return _best(groups, importance, counts(lax.bitcast_convert_type(low, jnp.float32)))
 
     def _spread(self, groups: Sequence[_Group], masks: Sequence[jax.Array], tree: PyTree) -> PyTree:
         """The masks of leaves from those of channels."""
@@ -240,8 +242,9 @@ class Coupled:
                 shape = likes[path].shape
                 label = np.full(shape[axis], -1)
                 label[positions] = np.arange(group.size)[:, None]
-                along = jnp.where(label < 0, jnp.uint8(1), mask[np.maximum(label, 0)])
-                along = along.reshape([-1 if i == axis else 1 for i in range(len(shape))])
+                along = jnp.where(label < 0, jnp.uint8(1), mask[..., np.maximum(label, 0)])
+                wide = [n if i == axis else 1 for i, n in enumerate(shape)]
+                along = along.reshape([group.layers, *wide[1:]] if group.layers else wide)
                 found[path] = found.get(path, jnp.ones(shape, jnp.uint8)) * along
         return trees.map_matched(lambda path, _: found.get(path), tree)
 
@@ -266,6 +269,10 @@ class _Group:
     def variable(self) -> Dim:
         return self.group.variable
 
+    @property
+    def layers(self) -> int:
+        return self.group.layers
+
 
 def _largest(sparsities: Sequence[chex.Numeric]) -> chex.Numeric:
     if any(map(is_traced, sparsities)):
@@ -277,5 +284,17 @@ def _stays(group: _Group, masks: Mapping[KeyPath, jax.Array]) -> jax.Array:
     """uint8[channels]: which channels of a group stay in its first member."""
     path, axis, positions = group.members[0]
     mask = masks[path]
-    others = tuple(i for i in range(mask.ndim) if i != axis)
-    return jnp.max(mask, axis=others)[positions[:, 0]]
+    own = (0, axis) if group.layers else (axis,)
+    others = tuple(i for i in range(mask.ndim) if i not in own)
+    return jnp.max(mask, axis=others)[..., positions[:, 0]]
+
+
+def _best(
+    groups: Sequence[_Group], importance: Sequence[jax.Array], kept: Sequence[Any]
+) -> list[jax.Array]:
+    """Masks of the most important channels of each group, and of each layer."""
+    counts = [jnp.asarray(k, jnp.uint32) for k in kept]
+    times = [group.layers or 1 for group in groups]
+    low = jnp.stack([k for k, n in zip(counts, times, strict=True) for _ in range(n)])
+    leaves = [Leaf(Scores.of(x), None, x.ndim - 1) for x in importance]
+    return topk_masks(leaves, (low & 0, low))

@@ -274,10 +274,12 @@ class Coupling:
         fixed, carried = equation.params["num_consts"], equation.params["num_carry"]
         (body,) = equation.bodies
         stacked = Reason(equation, "the layers, or steps, of a scan")
+        steps = Dim(equation.params["length"], pin=stacked)
         for number, (value, inner) in enumerate(zip(equation.inputs, body.inputs, strict=True)):
             dims = self.dims(value)
             if number >= fixed + carried:
                 pin(dims[0], stacked)
+                unify(dims[0], steps, stacked)
                 dims = dims[1:]
             self._dims[inner] = dims
         self._run(body)
@@ -286,7 +288,7 @@ class Coupling:
                 self._same(inner, body.inputs[fixed + number], Reason(equation, "a carry"))
                 self._dims[value] = self.dims(inner)
             else:
-                self._dims[value] = [Dim(value.shape[0], pin=stacked), *self.dims(inner)]
+                self._dims[value] = [steps, *self.dims(inner)]
 
     def _cond(self, equation: Equation) -> None:
         for body in equation.bodies:

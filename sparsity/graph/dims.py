@@ -14,8 +14,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
+from sparsity.core.checks import is_traced
 from sparsity.core.jaxprs import Equation
 
 
@@ -168,17 +170,35 @@ def kept(dim: Dim, plan: dict[Dim, np.ndarray]) -> np.ndarray | None:
     each = [np.arange(n) if x is None else x for x, n in zip(parts, sizes, strict=True)]
     if root.kind == "sum":
         starts = np.cumsum([0, *sizes[:-1]])
-        return np.concatenate([x + start for x, start in zip(each, starts, strict=True)])
+        moved = [x + start for x, start in zip(each, starts, strict=True)]
+        # The row of a layer that runs is traced.
+        whole: np.ndarray = (jnp if any(map(is_traced, each)) else np).concatenate(moved)
+        return whole
     index = np.zeros(1, int)
     for x, n in zip(each, sizes, strict=True):
         index = (index[:, None] * n + x).reshape(-1)
     return index
 
 
+def kept_by_layer(dim: Dim, plan: dict[Dim, np.ndarray]) -> np.ndarray | None:
+    """As `kept`, [layers, entries] where the plan of a variable has a row for each layer."""
+    layers = {len(plan[v]) for v in variables(dim) if v in plan and plan[v].ndim == 2}
+    if not layers:
+        return kept(dim, plan)
+    rows = []
+    for layer in range(layers.pop()):
+        row = kept(
+            dim, {v: index[layer] if index.ndim == 2 else index for v, index in plan.items()}
+        )
+        assert row is not None  # one of its variables has a plan
+        rows.append(row)
+    return np.stack(rows)
+
+
 def size_kept(dim: Dim, plan: dict[Dim, np.ndarray]) -> int:
     """How many entries of an axis stay."""
-    index = kept(dim, plan)
-    return dim.root.size if index is None else len(index)
+    index = kept_by_layer(dim, plan)
+    return dim.root.size if index is None else index.shape[-1]
 
 
 def _factors(dim: Dim) -> list[Dim]:

@@ -18,6 +18,7 @@ from sparsity.graph import costs, report
 from sparsity.graph.channels import ChannelGroup, Leaf, Refusal, find_channels
 from sparsity.graph.coupling import Coupling
 from sparsity.graph.dims import Dim, Reason
+from sparsity.graph.layers import layered
 from sparsity.graph.removed import Removed
 from sparsity.graph.uses import PRODUCTS, Path, Use, find_uses, macs_of
 from sparsity.patterns import NByM, SparsityType, Unstructured
@@ -295,4 +296,5 @@ class Graph:
         for use in self.uses:
             if use.primitive in PRODUCTS:
                 made.setdefault(use.path, set()).update(use.output)
-        return find_channels(self.axes(), self.unproven(masked), made)
+        layers = layered(self.program, self.coupling)
+        return find_channels(self.axes(), self.unproven(masked), made, layers)

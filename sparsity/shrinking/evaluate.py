@@ -13,10 +13,12 @@ from jax import lax
 
 from sparsity.core.jaxprs import CALLS, Equation, Program, Value, is_differentiable
 from sparsity.graph.coupling import Coupling
-from sparsity.graph.dims import Dim, kept, size_kept
+from sparsity.graph.dims import Dim, kept, kept_by_layer, size_kept
 from sparsity.graph.primitives import SOURCES
 
-Plan = Mapping[Dim, np.ndarray]  # of variables that lose entries, the indices that stay
+# Of variables that lose entries, the indices that stay; a row for each layer of a scan that has its
+# own.
+Plan = Mapping[Dim, np.ndarray]
 
 
 class Smaller:
@@ -26,10 +28,18 @@ class Smaller:
       coupling: the axes of their values.
       plan: what stays of which variable.
       keeps_rules: whether calls keep their own rules for derivatives.
+      layer: the rows of the plan of the layer that runs.
     """
 
-    def __init__(self, coupling: Coupling, plan: Plan, keeps_rules: bool = True) -> None:
+    def __init__(
+        self,
+        coupling: Coupling,
+        plan: Plan,
+        keeps_rules: bool = True,
+        layer: Mapping[Dim, jax.Array] | None = None,
+    ) -> None:
         self._coupling, self._plan, self._keeps_rules = coupling, dict(plan), keeps_rules
+        self._layer = dict(layer or {})
 
     def shape(self, value: Value) -> tuple[int, ...]:
         """The shape that is left of a value."""
@@ -38,8 +48,11 @@ class Smaller:
     def cut(self, value: Value, array: Any) -> Any:
         """What is left of an array."""
         for axis, dim in enumerate(self._coupling.dims(value)):
-            if (index := kept(dim, self._plan)) is not None:
-                array = jnp.take(array, index, axis=axis)
+            index = kept_by_layer(dim, self._plan)
+            if index is not None and index.ndim == 2 and self._layer:
+                index = kept(dim, {**self._plan, **self._layer})  # type: ignore[dict-item]
+            if index is not None:
+                array = take(array, index, axis)
         return array
 
     def run(self, program: Program, inputs: Sequence[Any]) -> list[Any]:
@@ -92,7 +105,7 @@ class Smaller:
         """A call with its own rule for derivatives, at the sizes that are left."""
         rule, (of_inputs, _) = equation.derivative, equation.differentiated
         assert rule is not None  # asked before
-        plain = Smaller(self._coupling, self._plan, keeps_rules=False)
+        plain = Smaller(self._coupling, self._plan, keeps_rules=False, layer=self._layer)
         has = [value in of_inputs for value in equation.inputs]
 
         if equation.name == "custom_jvp_call":
@@ -126,12 +139,22 @@ class Smaller:
         fixed = params["num_consts"]
         end = fixed + params["num_carry"]
 
-        def step(carry: list[Any], layer: list[Any]) -> tuple[list[Any], list[Any]]:
-            outputs = self.run(body, [*inputs[:fixed], *carry, *layer])
+        own = {
+            variable: jnp.asarray(index)
+            for variable, index in self._plan.items()
+            if index.ndim == 2 and len(index) == params["length"]
+        }
+
+        def step(carry: list[Any], layer: Any) -> tuple[list[Any], list[Any]]:
+            arrays, rows = layer
+            known = {**self._layer, **dict(zip(own, rows, strict=True))}
+            inside = Smaller(self._coupling, self._plan, self._keeps_rules, known)
+            outputs = inside.run(body, [*inputs[:fixed], *carry, *arrays])
             return outputs[: end - fixed], outputs[end - fixed :]
 
         how = {key: params[key] for key in ("length", "reverse", "unroll")}
-        carry, stacked = lax.scan(step, inputs[fixed:end], inputs[end:], **how)
+        layers = inputs[end:], list(own.values())
+        carry, stacked = lax.scan(step, inputs[fixed:end], layers, **how)
         return [*carry, *stacked]
 
     def _while(self, equation: Equation, inputs: list[Any]) -> list[Any]:
@@ -169,8 +192,9 @@ class Smaller:
         params, (value,) = equation.params, equation.inputs
         bounds = []
         for axis, dim in enumerate(self._coupling.dims(value)):
-            index = kept(dim, self._plan)
+            index = kept_by_layer(dim, self._plan)
             index = np.arange(value.shape[axis]) if index is None else index
+            index = index[0] if index.ndim == 2 else index  # layers keep equal numbers
             ends = params["start_indices"][axis], params["limit_indices"][axis]
             bounds.append([int(np.count_nonzero(index < end)) for end in ends])
         starts, limits = zip(*bounds, strict=True)
@@ -206,6 +230,15 @@ def _filled(found: Sequence[Any], values: Sequence[Value], others: Sequence[Any]
         else others[i]
         for i, value in enumerate(values)
     )
+
+
+def take(array: Any, index: np.ndarray | jax.Array, axis: int) -> jax.Array:
+    """Entries along an axis; indices of [layers, entries] are those of each layer of a stack."""
+    if index.ndim == 1:
+        return jnp.take(array, index, axis=axis)
+    shape = [1] * array.ndim
+    shape[0], shape[axis] = index.shape
+    return jnp.take_along_axis(jnp.asarray(array), jnp.asarray(index).reshape(shape), axis=axis)
 
 
 def _has_sharding(equation: Equation) -> bool:

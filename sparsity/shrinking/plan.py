@@ -11,7 +11,7 @@ import numpy as np
 from sparsity.core import trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import ChannelGroup, Graph
-from sparsity.graph.dims import Dim, kept, labels, variables
+from sparsity.graph.dims import Dim, kept_by_layer, labels, variables
 
 Path = tuple[str, ...]
 
@@ -21,7 +21,8 @@ class Plan:
     """Which indices stay along the axes that lose some.
 
     Attributes:
-      kept: {path of the leaf: {axis: the indices that stay, ascending}}.
+      kept: {path of the leaf: {axis: the indices that stay, ascending}}; [layers, indices] where
+        each layer of a stack keeps its own.
       shapes: of these leaves before.
 
     Example:
@@ -76,8 +77,19 @@ class Plan:
             known = whole.setdefault(path, {})
             shapes.setdefault(path, later.shapes[path])
             for axis, index in axes.items():
-                known[axis] = known[axis][index] if axis in known else index
+                known[axis] = _composed(known[axis], index) if axis in known else index
         return Plan(whole, shapes)
+
+
+def _composed(first: np.ndarray, then: np.ndarray) -> np.ndarray:
+    composed: np.ndarray
+    if first.ndim == then.ndim == 1:
+        composed = first[then]
+        return composed
+    layers = max(len(x) for x in (first, then) if x.ndim == 2)
+    first, then = (np.broadcast_to(x, (layers, x.shape[-1])) for x in (first, then))
+    composed = np.take_along_axis(first, then, axis=1)
+    return composed
 
 
 def plan_of(graph: Graph, chosen: dict[Dim, np.ndarray]) -> Plan:
@@ -86,7 +98,9 @@ def plan_of(graph: Graph, chosen: dict[Dim, np.ndarray]) -> Plan:
     shapes = {}
     for leaf, dims in graph.axes():
         axes = {
-            axis: index for axis, dim in enumerate(dims) if (index := kept(dim, chosen)) is not None
+            axis: index
+            for axis, dim in enumerate(dims)
+            if (index := kept_by_layer(dim, chosen)) is not None
         }
         if axes:
             found[leaf.path], shapes[leaf.path] = axes, leaf.shape
@@ -114,11 +128,13 @@ def variables_of(graph: Graph, plan: Plan) -> dict[Dim, np.ndarray]:
             for variable in variables(dim):
                 found = labels(dim, variable)
                 if found is not None and variable.size > 1:
-                    chosen[variable] = np.unique(found[index][found[index] >= 0])
-    chosen = {v: index for v, index in chosen.items() if len(index) < v.size}
+                    rows = [np.unique(x[x >= 0]) for x in np.atleast_2d(found[index])]
+                    if len({len(row) for row in rows}) == 1:
+                        chosen[variable] = np.stack(rows) if index.ndim == 2 else rows[0]
+    chosen = {v: index for v, index in chosen.items() if index.shape[-1] < v.size}
     for path, axes in plan.kept.items():
         for axis, index in axes.items():
-            left = kept(by_path[path][1][axis], chosen)
+            left = kept_by_layer(by_path[path][1][axis], chosen)
             if left is None or not np.array_equal(left, index):
                 raise ValueError(
                     f"The plan keeps indices of {'/'.join(path)!r} along axis {axis} that do not "
@@ -140,22 +156,29 @@ def chosen_by(graph: Graph, masks: PyTree) -> dict[Dim, np.ndarray]:
         votes = {}
         for (path, axis), positions in zip(group.members, group.positions, strict=True):
             if path in alive:
-                votes[path, axis] = _vote(alive[path][axis], positions, group, path, axis)
+                votes[path, axis] = _vote(alive[path][axis], positions, group, path)
         if not votes:
             continue
         (first, axis), stays = next(iter(votes.items()))
         for (path, other), vote in votes.items():
-            if differing := np.flatnonzero(vote != stays).tolist():
+            if differing := np.flatnonzero((vote != stays).any(axis=0)).tolist():
                 raise ValueError(
                     f"Channels of the group {group.name!r} are masked in one member and not in "
                     f"another: {trees.listed([str(i) for i in differing])} differ between axis "
                     f"{axis} of {'/'.join(first)!r} and axis {other} of {'/'.join(path)!r}. Mask "
                     "whole groups: scope=sparsity.Coupled(graph)."
                 )
-        if not stays.any():
+        counts = stays.sum(axis=1)
+        if not counts.all():
             raise ValueError(f"All {group.size} channels of the group {group.name!r} are masked.")
-        if not stays.all():
-            chosen[group.variable] = np.flatnonzero(stays)
+        if len(set(counts.tolist())) > 1:
+            raise ValueError(
+                f"The layers of the group {group.name!r} keep different numbers of channels, "
+                f"{sorted(set(counts.tolist()))}, and lie in one array. Let them keep equally many."
+            )
+        if counts[0] < group.size:
+            rows = np.stack([np.flatnonzero(row) for row in stays])
+            chosen[group.variable] = rows if group.layers else rows[0]
     _check_places(graph, alive, chosen)
     unproven = graph.unproven(list(alive))
     for group in graph.groups:
@@ -172,40 +195,47 @@ def chosen_by(graph: Graph, masks: PyTree) -> dict[Dim, np.ndarray]:
 
 
 def _alive(graph: Graph, masks: PyTree) -> dict[Path, list[np.ndarray]]:
-    """For each masked leaf, which indices along each axis have an entry that stays."""
+    """For each masked leaf, which indices along each axis have an entry that stays.
+
+    Each is [layers, size]: of a leaf whose layers choose for themselves a row for each, else one.
+    """
+    stacked = {path for group in graph.groups if group.layers for path, _ in group.members}
     alive = {}
     for key, mask in trees.leaves_by_path(masks).items():
         leaf = graph.leaf(trees.path_names(key), mask, "masks")
         stays = np.asarray(mask) != 0
-        others = [tuple(a for a in range(stays.ndim) if a != axis) for axis in range(stays.ndim)]
-        alive[leaf.path] = [stays.any(axis=axes) for axes in others]
-        whole = np.ones((), bool)
-        for along in alive[leaf.path]:
-            whole = whole[..., None] & along
-        if differing := int(np.count_nonzero(whole != stays)):
-            place = np.argwhere(whole != stays)[0].tolist()
+        layers = stays if leaf.path in stacked else stays[None]
+        axes = range(1, layers.ndim)
+        along = [layers.any(axis=tuple(a for a in axes if a != axis)) for axis in axes]
+        whole: np.ndarray = np.ones(layers.shape, bool)
+        for axis, of_axis in zip(axes, along, strict=True):
+            shape = [-1 if a in (0, axis) else 1 for a in range(layers.ndim)]
+            whole = whole & of_axis.reshape(
+                [len(layers) if a == 0 else n for a, n in enumerate(shape)]
+            )
+        if differing := int(np.count_nonzero(whole != layers)):
+            place = np.argwhere((whole != layers).reshape(stays.shape))[0].tolist()
             raise ValueError(
                 f"The mask of {leaf.name!r} removes single weights, not channels: {differing} of "
                 f"{leaf.size} entries differ, the first at {place}. Only whole channels can be "
                 "cut: prune with scope=sparsity.Coupled(graph)."
             )
+        of_layers = [np.ones((1, len(layers)), bool)] if leaf.path in stacked else []
+        alive[leaf.path] = of_layers + along
     return alive
 
 
-def _vote(
-    alive: np.ndarray, positions: np.ndarray, group: ChannelGroup, path: Path, axis: int
-) -> np.ndarray:
-    """Which channels of a group stay in a member; those that are split are an error."""
-    at = alive[positions]
-    stays: np.ndarray = at.any(axis=1)
-    split = np.flatnonzero(stays & ~at.all(axis=1)).tolist()
-    others = len(np.unique(positions)) < len(alive)
-    if split and not others:
-        raise ValueError(
-            f"The mask of {'/'.join(path)!r} splits channels of the group {group.name!r} along "
-            f"axis {axis}: {trees.listed([str(i) for i in split])}. Mask whole groups: "
-            "scope=sparsity.Coupled(graph)."
-        )
+def _vote(alive: np.ndarray, positions: np.ndarray, group: ChannelGroup, path: Path) -> np.ndarray:
+    """[layers, size]: which channels of a group stay in a member."""
+    at = alive[:, positions]
+    stays: np.ndarray = np.any(at, axis=2)
+    if not group.layers and len(stays) > 1:
+        if np.any(stays != stays[:1]):
+            raise ValueError(
+                f"The layers of {'/'.join(path)!r} mask different channels of the group "
+                f"{group.name!r}, which all layers share. Mask the same ones in each."
+            )
+        stays = stays[:1]
     return stays
 
 
@@ -215,10 +245,11 @@ def _check_places(
     """Raises a ValueError where masked indices are no channels that can be cut."""
     for leaf, dims in graph.axes():
         for axis, dim in enumerate(dims if leaf.path in alive else ()):
-            left = kept(dim, chosen)
-            stays = np.flatnonzero(alive[leaf.path][axis])
-            expected = np.arange(leaf.shape[axis]) if left is None else left
-            if not np.array_equal(stays, expected):
+            left = kept_by_layer(dim, chosen)
+            rows = np.arange(leaf.shape[axis])[None] if left is None else np.atleast_2d(left)
+            expected = np.zeros((len(rows), leaf.shape[axis]), bool)
+            np.put_along_axis(expected, rows, True, axis=1)
+            if (alive[leaf.path][axis] != expected).any():
                 why = [r for r in graph.refused if (r.path, r.axis) == (leaf.path, axis)]
                 reason = (
                     f"{why[0].reason} ({why[0].primitive} {why[0].source})"

@@ -16,7 +16,7 @@ from sparsity.core import extras, owners, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
 from sparsity.masks import pack_masks, unpack_masks
-from sparsity.shrinking.evaluate import Smaller
+from sparsity.shrinking.evaluate import Smaller, take
 from sparsity.shrinking.plan import Plan, chosen_by, plan_of, variables_of
 from sparsity.training.state import SparseState, is_packed, make_state
 
@@ -63,7 +63,7 @@ class Small:
     def macs(self) -> int:
         """Multiply-adds of a call that are left, at the batch size of the trace."""
         chosen = variables_of(self.before, self.plan)
-        found: int = self.before.macs_left({v: len(index) for v, index in chosen.items()})
+        found: int = self.before.macs_left({v: index.shape[-1] for v, index in chosen.items()})
         return found
 
     def report(self) -> str:
@@ -75,7 +75,7 @@ class Small:
             table.add_column(column, justify="right")
         total = np.zeros(6, object)
         chosen = variables_of(self.before, self.plan)
-        left = {v: len(index) for v, index in chosen.items()}
+        left = {v: index.shape[-1] for v, index in chosen.items()}
         for leaf in self.before.leaves:
             shape = _left_shape(leaf.shape, self.plan.kept.get(leaf.path, {}))
             sizes = leaf.size, math.prod(shape)
@@ -164,12 +164,12 @@ def _cut_leaf(graph: Graph, plan: Plan, path: trees.KeyPath, leaf: Any) -> Any:
 
 def _cut(array: Any, axes: Mapping[int, np.ndarray]) -> Any:
     for axis, index in axes.items():
-        array = jnp.take(array, index, axis=axis)
+        array = take(array, index, axis)
     return array
 
 
 def _left_shape(shape: tuple[int, ...], axes: Mapping[int, np.ndarray]) -> tuple[int, ...]:
-    return tuple(len(axes[i]) if i in axes else size for i, size in enumerate(shape))
+    return tuple(axes[i].shape[-1] if i in axes else size for i, size in enumerate(shape))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -229,6 +229,44 @@ def test_shrinking_twice_is_shrinking_by_the_composed_plan(mlp):
     assert _difference(once.apply(once.params, x), second.apply(second.params, x)) < 1e-12
 
 
+def _scanned(params, x):
+    def layer(h, w):
+        return h + jnp.tanh(h @ w["up"] + w["bias"]) @ w["down"], None
+
+    return jax.lax.scan(layer, x @ params["first"], params["layers"])[0] @ params["last"]
+
+
+def test_each_layer_of_a_scan_chooses_its_own_channels_and_shares_those_of_the_stream():
+    key = iter(jax.random.split(jax.random.key(0), 6))
+    with jax.enable_x64(True):
+        draw = functools.partial(jax.random.normal, dtype=jnp.float64)
+        layers = {"up": draw(next(key), (3, 6, 8)), "down": draw(next(key), (3, 8, 6))}
+        params = {
+            "first": draw(next(key), (4, 6)),
+            "layers": layers | {"bias": draw(next(key), (3, 8))},
+            "last": draw(next(key), (6, 2)),
+        }
+        x = draw(next(key), (5, 4))
+        graph = trace(_scanned, params, x)
+        assert {group.name: group.layers for group in graph.groups} == {
+            "first:1": 0,
+            "layers/up:2": 3,
+        }
+        pruner = sparsity.MagnitudePruning(**_coupled(graph))
+        pruned, masks = pruner.instant_sparsify(params)
+        kept = [set(np.flatnonzero(row)) for row in np.asarray(masks["layers"]["bias"])]
+        importance = (
+            np.abs(layers["up"]).sum(1)
+            + np.abs(params["layers"]["bias"])
+            + np.abs(layers["down"]).sum(2)
+        )
+        assert kept == [set(np.argsort(-row)[:4]) for row in importance]
+        small = shrink(graph, pruned, masks)
+        assert small.params["layers"]["up"].shape == (3, 3, 4)
+        assert _difference(small.apply(small.params, x), _scanned(pruned, x)) < 1e-12
+        assert Plan.from_json(small.plan.to_json()) == small.plan
+
+
 class Network(nn.Module):
     """Convolutions with BatchNorm around a residual stream."""
 
