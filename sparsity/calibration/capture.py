@@ -15,7 +15,7 @@ from sparsity.calibration.statistics import Path, Statistic, check_memory
 from sparsity.core import extras, trees
 from sparsity.core.jaxprs import Equation, Program, Value
 from sparsity.core.trees import PyTree
-from sparsity.graph import Graph, Use, trace
+from sparsity.graph import Graph, Leaf, Use, trace
 from sparsity.graph.uses import PRODUCTS
 
 Kind = Literal["squares", "gram"]
@@ -23,11 +23,11 @@ Sums = dict[int, tuple[jax.Array, jax.Array]]  # by number of the use: sums, and
 
 
 def calibrate(
-    fn: Callable[..., Any],
+    fn: Callable[..., PyTree],
     params: PyTree,
-    batches: Iterable[Any],
+    batches: Iterable[PyTree],
     kind: Kind = "squares",
-    filter_fn: Callable[[Path, Any], bool] | None = None,
+    filter_fn: Callable[[Path, Leaf], bool] | None = None,
     progress: bool = False,
 ) -> dict[Path, Statistic]:
     """Runs a model on batches and sums up the inputs of each product that reads a weight.
@@ -40,7 +40,8 @@ def calibrate(
       params: its parameters.
       batches: what `fn` takes as its second argument, any trees; a generator is read once.
       kind: 'squares' sums x^2 for each input, 'gram' sums X^T X over inputs.
-      filter_fn: `filter_fn(path, param)` chooses leaves; by default all that products contract.
+      filter_fn: `filter_fn(path, leaf)` chooses leaves, by their shape and dtype; by default all
+        that products contract.
       progress: show a progress bar.
 
     Returns:
@@ -92,7 +93,7 @@ class Capture:
     """
 
     def __init__(
-        self, graph: Graph, kind: Kind, filter_fn: Callable[[Path, Any], bool] | None = None
+        self, graph: Graph, kind: Kind, filter_fn: Callable[[Path, Leaf], bool] | None = None
     ) -> None:
         self.graph, self.kind = graph, kind
         leaves = {leaf.path: leaf for leaf in graph.leaves}

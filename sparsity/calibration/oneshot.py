@@ -69,9 +69,9 @@ class Report(dict[Path, LayerReport]):
 
 def oneshot(
     pruner: BaseUpdater,
-    fn: Callable[..., Any],
+    fn: Callable[..., PyTree],
     params: PyTree,
-    batches: Iterable[Any],
+    batches: Iterable[PyTree],
     refit: Refit | None = None,
     sequential: bool = True,
 ) -> tuple[PyTree, PyTree, Report]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ class Leaf:
 
     path: Path
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
 
     @property
     def name(self) -> str:

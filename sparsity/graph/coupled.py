@@ -98,7 +98,7 @@ class Coupled:
         kept = [self._kept(group) for group in groups]
         masks: list[jax.Array] = []
         if groups and self.across:
-            masks = self._select_across(groups, importance, kept)
+            masks = self._select_across(self._graph_of(scores), groups, importance, kept)
         elif groups:
             masks = _best(groups, importance, kept)
         return self._spread(groups, masks, scores)
@@ -125,11 +125,18 @@ class Coupled:
 
     # What follows works on the groups as they lie in a tree.
 
+    def _graph_of(self, tree: PyTree) -> Graph:
+        """The graph of the model that has these leaves, if it was shrunken meanwhile."""
+        leaves = trees.leaves_by_path(tree).items()
+        return self.graph.of_tree(
+            {trees.path_names(path): x for path, x in leaves if hasattr(x, "shape")}
+        )
+
     def _groups(self, tree: PyTree, sparsities: PyTree) -> list[_Group]:
         """The groups that have a sparsity, with their members in a tree."""
         of_tree = trees.leaves_by_path(tree)
         leaves = {path: leaf for path, leaf in of_tree.items() if hasattr(leaf, "shape")}
-        graph = self.graph.of_tree({trees.path_names(path): x for path, x in leaves.items()})
+        graph = self._graph_of(tree)
         known = {path: graph.leaf(trees.path_names(path), x) for path, x in leaves.items()}
         places = {
             leaf.path: path
@@ -194,15 +201,19 @@ class Coupled:
         return found
 
     def _select_across(
-        self, groups: Sequence[_Group], importance: Sequence[jax.Array], kept: Sequence[Any]
+        self,
+        graph: Graph,
+        groups: Sequence[_Group],
+        importance: Sequence[jax.Array],
+        kept: Sequence[Any],
     ) -> list[jax.Array]:
         """Under one threshold of importance per multiply-add; a bisection over thresholds."""
         variables = [group.variable for group in groups]
         dense = {variable: variable.size for variable in variables}
-        whole = self.graph.macs_left({})
+        whole: int = graph.macs_left(dense)
         ranked = []
         for variable, x in zip(variables, importance, strict=True):
-            each = whole - self.graph.macs_left({variable: dense[variable] - 1})
+            each = whole - graph.macs_left({variable: dense[variable] - 1})
             # Layers keep equally many: what counts is their average channel of each rank.
             average = jnp.mean(jnp.sort(x, descending=True), axis=0) if x.ndim == 2 else x
             ranked.append(average / jnp.float32(each))
@@ -211,7 +222,7 @@ class Coupled:
             by_variable = {
                 v: jnp.asarray(n, jnp.float32) for v, n in zip(variables, counts, strict=True)
             }
-            return jnp.asarray(self.graph.macs_left(by_variable), jnp.float32)
+            return jnp.asarray(graph.macs_left(by_variable), jnp.float32)
 
         allowed = left(kept)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import chex
 import jax
@@ -26,6 +26,8 @@ from sparsity.patterns import NByM, SparsityType, Unstructured
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+N = TypeVar("N", int, jax.Array)  # how many entries are left, known or traced
+
 
 class Graph:
     """What a model does with every weight. Made by `sparsity.trace`.
@@ -42,7 +44,7 @@ class Graph:
         leaves: Sequence[Leaf],
         carried: Mapping[int, int],
         outputs: Sequence[Path],
-        output_tree: Any,
+        output_tree: jax.tree_util.PyTreeDef,
         retrace: Callable[..., Graph],
     ) -> None:
         self.program, self.leaves = program, list(leaves)
@@ -92,15 +94,18 @@ class Graph:
         )
         return found
 
-    def macs_left(self, left: Mapping[Dim, Any], path: Path | None = None) -> Any:
+    def macs_left(self, left: Mapping[Dim, N], path: Path | None = None) -> N:
         """Multiply-adds if only so many entries are left of some axes; of one leaf's products."""
         of_product = costs.macs_left(self.coupling, left)
-        if path is not None:
-            return sum(
+        found: N
+        if path is None:
+            found = costs.cost(self.program, of_product)
+        else:
+            found = sum(
                 (1 if use.trips is None else use.trips) * use.view.share * of_product(use.equation)
                 for use in self._products(path)
             )
-        return costs.cost(self.program, of_product)
+        return found
 
     def shape_of(self, path: Path) -> tuple[int, ...]:
         """The shape of a leaf."""
@@ -190,7 +195,7 @@ class Graph:
     def _products(self, path: Path) -> list[Use]:
         return [use for use in self.uses if use.path == path and use.primitive in PRODUCTS]
 
-    def leaf(self, path: Path, array: Any, role: str = "params") -> Leaf:
+    def leaf(self, path: Path, array: object, role: str = "params") -> Leaf:
         """The leaf of a path; of a tree that is a part of what was traced, of the path's end.
 
         Of leaves whose paths end alike, that with the shortest path is meant: of a part such as
@@ -215,7 +220,7 @@ class Graph:
             )
         return found[0]
 
-    def at_shapes(self, inputs: Sequence[Any]) -> Graph:
+    def at_shapes(self, inputs: Sequence[chex.Array]) -> Graph:
         """The graph of the model for arrays of other shapes; itself for those of the trace."""
         found = tuple((jnp.shape(x), jnp.result_type(x)) for x in inputs)
         if found == tuple((v.shape, v.dtype) for v in self.program.inputs[len(self.leaves) :]):
@@ -229,7 +234,7 @@ class Graph:
         return self._retraced[found]
 
     def add_smaller(
-        self, shapes: Mapping[Path, tuple[int, ...]], apply: Callable[..., Any]
+        self, shapes: Mapping[Path, tuple[int, ...]], apply: Callable[..., PyTree]
     ) -> Graph:
         """Makes a smaller model known, whose leaves have these shapes; returns its graph."""
         leaves = [jax.ShapeDtypeStruct(shapes[leaf.path], leaf.dtype) for leaf in self.leaves]
@@ -238,7 +243,7 @@ class Graph:
         self._smaller.append(self._retrace(leaves, inputs, apply))
         return self._smaller[-1]
 
-    def of_tree(self, leaves: Mapping[Path, Any]) -> Graph:
+    def of_tree(self, leaves: Mapping[Path, chex.Array]) -> Graph:
         """The graph of a model with these leaves: itself, or that of one that was shrunken."""
         for graph in (self, *reversed(self._smaller)):
             ends = {leaf.path: leaf.shape for leaf in graph.leaves}

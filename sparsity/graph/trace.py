@@ -23,9 +23,9 @@ _ON_VALUES = (
 
 
 def trace(
-    fn: Callable[..., Any],
+    fn: Callable[..., PyTree],
     params: PyTree,
-    *args: Any,
+    *args: PyTree,
     state: Mapping[Path | str, Path | str] | None = None,
 ) -> Graph:
     """Traces `fn(params, *args)` and returns what it does with every weight.

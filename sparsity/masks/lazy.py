@@ -82,7 +82,7 @@ def _drawn(_: jax.Array, state: jax.Array, offset: jax.Array, index: jax.Array) 
 def lazy_scores(
     hook: Callable[..., PyTree],
     table: Sites,
-    sparse_state: Any,
+    sparse_state: object,
     params: PyTree,
     grads: PyTree | None,
 ) -> PyTree | None:

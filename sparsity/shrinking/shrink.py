@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from sparsity.core import extras, owners, trees
 from sparsity.core.trees import PyTree
@@ -36,7 +37,7 @@ class Small:
     """
 
     params: PyTree
-    opt_state: Any
+    opt_state: optax.OptState | None
     plan: Plan
     before: Graph
 
@@ -49,7 +50,7 @@ class Small:
         }
         return self.before.add_smaller(shapes, functools.partial(_apply, self.before, self.plan))
 
-    def apply(self, params: PyTree, *args: Any) -> Any:
+    def apply(self, params: PyTree, *args: PyTree) -> PyTree:
         """The model at its smaller size: what `fn(params, *args)` of the masked model returns.
 
         It can be compiled, differentiated, mapped and exported like `fn`, at any batch size.
@@ -63,7 +64,7 @@ class Small:
     def macs(self) -> int:
         """Multiply-adds of a call that are left, at the batch size of the trace."""
         chosen = variables_of(self.before, self.plan)
-        found: int = self.before.macs_left({v: index.shape[-1] for v, index in chosen.items()})
+        found: int = self.before.macs_left({v: int(index.shape[-1]) for v, index in chosen.items()})
         return found
 
     def report(self) -> str:
@@ -75,7 +76,7 @@ class Small:
             table.add_column(column, justify="right")
         total = np.zeros(6, object)
         chosen = variables_of(self.before, self.plan)
-        left = {v: index.shape[-1] for v, index in chosen.items()}
+        left = {v: int(index.shape[-1]) for v, index in chosen.items()}
         for leaf in self.before.leaves:
             shape = _left_shape(leaf.shape, self.plan.kept.get(leaf.path, {}))
             sizes = leaf.size, math.prod(shape)
@@ -105,7 +106,9 @@ def _apply(graph: Graph, plan: Plan, params: PyTree, *args: Any) -> Any:
     return jax.tree.unflatten(graph.output_tree, smaller.run(graph.program, [*leaves, *inputs]))
 
 
-def shrink(graph: Graph, params: PyTree, masks: PyTree | Plan, opt_state: Any = None) -> Small:
+def shrink(
+    graph: Graph, params: PyTree, masks: PyTree | Plan, opt_state: optax.OptState | None = None
+) -> Small:
     """Removes the masked channels: of the parameters, of the model, and of the optimizer's state.
 
     What is left computes exactly what the masked model computes, gradients included, and training
