@@ -48,6 +48,7 @@ def unstacked(params):
 PRUNER = WandaPruning(sparsity_distribution_fn=Uniform(0.5))
 
 
+@pytest.mark.slow
 def test_each_layer_is_pruned_on_what_the_pruned_ones_before_it_produce(model):
     params, batches = model
     dense, x = unstacked(params), jnp.concatenate(batches)

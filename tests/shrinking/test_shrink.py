@@ -143,6 +143,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_goes_on_as_the_masked_run_would(mlp, name):
     params, x, graph = mlp
@@ -236,6 +237,7 @@ def _scanned(params, x):
     return jax.lax.scan(layer, x @ params["first"], params["layers"])[0] @ params["last"]
 
 
+@pytest.mark.slow
 def test_each_layer_of_a_scan_chooses_its_own_channels_and_shares_those_of_the_stream():
     key = iter(jax.random.split(jax.random.key(0), 6))
     with jax.enable_x64(True):
@@ -281,6 +283,7 @@ class Network(nn.Module):
         return nn.Dense(3)(x.mean((1, 2)))
 
 
+@pytest.mark.slow
 def test_statistics_that_the_model_returns_shrink_with_their_channels():
     x = jax.random.normal(jax.random.key(1), (4, 6, 6, 2))
     variables = Network().init(jax.random.key(0), x)
