@@ -116,10 +116,9 @@ class Coupled:
         ]
         active = [_stays(group, present) for group in groups]
         ranked = [
-            Leaf(Scores.of(x), on)
-            for x, on in zip(self._importance(groups, drop), active, strict=True)
+            _channels(x, on) for x, on in zip(self._importance(groups, drop), active, strict=True)
         ]
-        others = [Leaf(Scores.of(x)) for x in self._importance(groups, grow)]
+        others = [_channels(x) for x in self._importance(groups, grow)]
         moved = moved_masks(ranked, others, drop_fraction) if groups else []
         return self._spread(groups, moved, masks)
 
@@ -307,5 +306,9 @@ def _best(
     counts = [jnp.asarray(k, jnp.uint32) for k in kept]
     times = [group.layers or 1 for group in groups]
     low = jnp.stack([k for k, n in zip(counts, times, strict=True) for _ in range(n)])
-    leaves = [Leaf(Scores.of(x), None, x.ndim - 1) for x in importance]
-    return topk_masks(leaves, (low & 0, low))
+    return topk_masks([_channels(x) for x in importance], (low & 0, low))
+
+
+def _channels(importance: jax.Array, active: jax.Array | None = None) -> Leaf:
+    """The channels of a group as a search takes them: the layers of a scan are slices."""
+    return Leaf(Scores.of(importance), active, importance.ndim - 1)

@@ -269,6 +269,28 @@ def test_each_layer_of_a_scan_chooses_its_own_channels_and_shares_those_of_the_s
         assert Plan.from_json(small.plan.to_json()) == small.plan
 
 
+@pytest.mark.slow
+def test_channels_move_within_each_layer_of_a_scan():
+    key = iter(jax.random.split(jax.random.key(0), 4))
+    draw = jax.random.normal
+    # A layer whose weights are all larger would win every place, if layers competed.
+    scale = jnp.array([1.0, 10.0, 100.0])[:, None, None]
+    layers = {"up": scale * draw(next(key), (3, 6, 8)), "down": scale * draw(next(key), (3, 8, 6))}
+    params = {
+        "first": draw(next(key), (4, 6)),
+        "layers": layers | {"bias": jnp.ones((3, 8))},
+        "last": draw(next(key), (6, 2)),
+    }
+    graph = trace(_scanned, params, jnp.ones((5, 4)))
+    pruner = sparsity.RigL(scheduler=sparsity.PeriodicSchedule(1, 1, 9), **_coupled(graph))
+    state = pruner.init_state(params)
+    grads = jax.tree.map(lambda w: jnp.cos(9 * w), params)
+    moved = pruner.update_state(state._replace(count=jnp.int32(3)), params, grads).masks
+    assert np.asarray(moved["layers"]["bias"]).sum(axis=1).tolist() == [4, 4, 4]
+    assert (np.asarray(moved["layers"]["bias"]) != state.masks["layers"]["bias"]).any()
+    assert shrink(graph, params, moved).params["layers"]["up"].shape == (3, 3, 4)
+
+
 class Network(nn.Module):
     """Convolutions with BatchNorm around a residual stream."""
 
