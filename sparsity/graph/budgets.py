@@ -7,7 +7,6 @@ import functools
 import math
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
 
 import chex
 import jax
@@ -18,9 +17,9 @@ from sparsity.core import trees
 from sparsity.core.checks import check_density
 from sparsity.core.exact import num_kept
 from sparsity.core.trees import PyTree
-from sparsity.graph.costs import size_of
+from sparsity.graph.channels import Leaf
 from sparsity.graph.coupled import Coupled
-from sparsity.graph.dims import Dim
+from sparsity.graph.dims import Dim, size_of
 from sparsity.graph.graph import Graph
 from sparsity.masks import BatchAxes, Overrides, Pattern, Sites
 from sparsity.patterns import SparsityType, Unstructured
@@ -78,7 +77,14 @@ class Budget:
         """
         share = self.macs if self.nbytes is None else self.nbytes
         assert share is not None  # one of them is given
-        allowed = Fraction(share) * self._cost({}, params)
+        table = Sites(params, Unstructured(), batch_axes) if sites is None else sites
+        leaves = {
+            path: self.graph.leaf(trees.path_names(path), param)
+            for path, param in trees.leaves_by_path(params).items()
+            if hasattr(param, "shape")
+        }
+        dense = self._cost(leaves, {})
+        allowed = Fraction(share) * dense
 
         def spread(sparsity: float) -> PyTree:
             own = dataclasses.replace(self.distribution, sparsity=sparsity)
@@ -87,15 +93,20 @@ class Budget:
         def cost_of(targets: PyTree) -> Fraction:
             if isinstance(scope, Coupled):
                 return self._smaller(scope.left(params, targets))
-            by_path = trees.leaves_by_path(targets)
-            return self._cost(self._kept(params, by_path, batch_axes, sites), params)
+            kept = {
+                path: _kept_by(
+                    table[path].pattern, leaves[path].shape, table[path].batch_axes, float(target)
+                )
+                for path, target in trees.leaves_by_path(targets).items()
+            }
+            return self._cost(leaves, kept)
 
         def cost(sparsity: float) -> Fraction:
             return cost_of(spread(sparsity))
 
         if cost(1.0) > allowed:
             name = "macs" if self.nbytes is None else "nbytes"
-            least = float(cost(1.0) / self._cost({}, params))
+            least = float(cost(1.0) / dense)
             raise ValueError(
                 f"budget({name}={share}) cannot be met: without any of the weights that the "
                 f"distribution selects, {math.ceil(least * 1e4) / 1e4} of the cost is left. Select "
@@ -110,28 +121,9 @@ class Budget:
             for path, lower in trees.leaves_by_path(spread(_float(low - 1))).items():
                 more = _with(found, path, lower)
                 found = more if cost_of(more) <= allowed else found
-        if sites is None:
-            return found
         return trees.map_matched(  # of patterns with a density of their own, that density
-            lambda path, x: sites[path].pattern.final_sparsity(x), found
+            lambda path, x: table[path].pattern.final_sparsity(x), found
         )
-
-    def _kept(
-        self,
-        params: PyTree,
-        targets: Mapping[trees.KeyPath, Any],
-        batch_axes: BatchAxes,
-        sites: Sites | None,
-    ) -> dict[tuple[str, ...], int]:
-        """How many weights stay of each leaf that gets a mask."""
-        sites = Sites(params, Unstructured(), batch_axes) if sites is None else sites
-        return {
-            trees.path_names(path): _kept_by(
-                sites[path].pattern, param.shape, sites[path].batch_axes, float(targets[path])
-            )
-            for path, param in trees.leaves_by_path(params).items()
-            if targets.get(path) is not None
-        }
 
     def _smaller(self, left: dict[Dim, int]) -> Fraction:
         """The cost if only so many channels are left of each group."""
@@ -143,20 +135,18 @@ class Budget:
         ]
         return Fraction(sum(sizes))
 
-    def _cost(self, kept: Mapping[tuple[str, ...], int], params: PyTree) -> Fraction:
-        leaves = {
-            self.graph.leaf(trees.path_names(path), param): kept.get(trees.path_names(path))
-            for path, param in trees.leaves_by_path(params).items()
-            if hasattr(param, "shape")
-        }
+    def _cost(
+        self, leaves: Mapping[trees.KeyPath, Leaf], kept: Mapping[trees.KeyPath, int]
+    ) -> Fraction:
+        """The cost if of some leaves only so many weights are left, under masks."""
         if self.macs is not None:
-            density = {x.path: Fraction(n, x.size) for x, n in leaves.items() if n is not None}
-            return self.graph.cost(density)
+            each = ((leaves[path], n) for path, n in kept.items())
+            return self.graph.cost({leaf.path: Fraction(n, leaf.size) for leaf, n in each})
         nbytes = [
-            leaf.size * leaf.dtype.itemsize
-            if n is None
-            else n * leaf.dtype.itemsize + math.ceil(leaf.size / 8)
-            for leaf, n in leaves.items()
+            kept[path] * leaf.dtype.itemsize + math.ceil(leaf.size / 8)
+            if path in kept
+            else leaf.size * leaf.dtype.itemsize
+            for path, leaf in leaves.items()
         ]
         return Fraction(sum(nbytes))
 

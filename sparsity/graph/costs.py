@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from sparsity.core.checks import is_traced
 from sparsity.core.jaxprs import Equation, Program
 from sparsity.graph.coupling import Coupling
-from sparsity.graph.dims import Dim
+from sparsity.graph.dims import Dim, size_of
 from sparsity.graph.uses import PRODUCTS, shards
 
 Number = Any  # an int, a fraction, or a traced number
@@ -54,17 +54,6 @@ def macs_left(coupling: Coupling, left: Mapping[Dim, Number]) -> Callable[[Equat
         return found if inserted == 1 else found / inserted
 
     return of_product
-
-
-def size_of(dim: Dim, left: Mapping[Dim, Number]) -> Number:
-    """How many entries of an axis are left."""
-    root = dim.root
-    if root.kind is None:
-        return left.get(root, root.size)
-    sizes = [size_of(part, left) for part in root.parts]
-    if root.kind == "sum":
-        return functools.reduce(lambda a, b: a + b, sizes)
-    return functools.reduce(lambda a, b: a * b, sizes)
 
 
 def _larger(one: Number, other: Number) -> Number:

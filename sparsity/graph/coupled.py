@@ -19,6 +19,7 @@ from sparsity.graph.channels import ChannelGroup
 from sparsity.graph.dims import Dim
 from sparsity.graph.graph import Graph
 from sparsity.masks import Pattern, TopkFn
+from sparsity.masks.costs import first_that_fits
 from sparsity.selection import Leaf, Scores, computed, moved_masks, topk_masks
 
 
@@ -89,7 +90,7 @@ class Coupled:
     def left(self, params: PyTree, sparsities: PyTree) -> dict[Dim, int]:
         """How many channels stay of each group, of Python numbers."""
         groups = self._groups(params, sparsities)
-        return {group.variable: int(self._kept(group)) for group in groups}
+        return {group.channels.variable: int(self._kept(group)) for group in groups}
 
     def select_tree(self, scores: PyTree, sparsities: PyTree) -> PyTree:
         """Returns masks of all members; the channels of the highest importance stay."""
@@ -158,19 +159,19 @@ class Coupled:
 
     def _kept(self, group: _Group) -> Any:
         """How many channels of a group stay, as its sparsity asks for."""
-        return self._rounded(group, exact.num_kept(group.size, group.sparsity))
+        return self._rounded(group.channels, exact.num_kept(group.channels.size, group.sparsity))
 
-    def _rounded(self, group: _Group, kept: Any) -> Any:
+    def _rounded(self, channels: ChannelGroup, kept: Any) -> Any:
         """A number of channels as `round_to` and `min_channels` make it."""
-        n = group.size
+        n = channels.size
         if callable(self.round_to):
             kept = self.round_to(kept)
         elif self.round_to > 1:
             if self.round_to > n:
                 raise ValueError(
-                    f"round_to = {self.round_to} cannot be met by the group {group.name!r} of {n} "
-                    "channels. Give a smaller number, a function of the number that would stay, "
-                    "or leave its leaves out with filter_fn."
+                    f"round_to = {self.round_to} cannot be met by the group {channels.name!r} of "
+                    f"{n} channels. Give a smaller number, a function of the number that would "
+                    "stay, or leave its leaves out with filter_fn."
                 )
             kept = -(-kept // self.round_to) * self.round_to
         if is_traced(kept):
@@ -190,8 +191,8 @@ class Coupled:
             places = positions.reshape(-1)
             if not np.array_equal(places, np.arange(score.shape[axis])):
                 score = jnp.take(score, places, axis=axis)
-            lead = (group.layers,) if group.layers else ()
-            entries = jnp.moveaxis(score, axis, len(lead)).reshape(*lead, group.size, -1)
+            lead = (group.channels.layers,) if group.channels.layers else ()
+            entries = jnp.moveaxis(score, axis, len(lead)).reshape(*lead, group.channels.size, -1)
             powers = entries if self.order == 1 else jnp.square(entries)
             part = exact.ordered_sum(powers, (entries.ndim - 1,))
             parts.append(part / entries.shape[-1] if self.normalize else part)
@@ -207,7 +208,7 @@ class Coupled:
         kept: Sequence[Any],
     ) -> list[jax.Array]:
         """Under one threshold of importance per multiply-add; a bisection over thresholds."""
-        variables = [group.variable for group in groups]
+        variables = [group.channels.variable for group in groups]
         dense = {variable: variable.size for variable in variables}
         whole: int = graph.macs_left(dense)
         ranked = []
@@ -225,36 +226,30 @@ class Coupled:
 
         allowed = left(kept)
 
-        def counts(threshold: jax.Array) -> list[Any]:
+        def counts(bits: jax.Array) -> list[Any]:
+            threshold = lax.bitcast_convert_type(bits, jnp.float32)
             return [
-                self._rounded(group, jnp.sum(x > threshold, dtype=jnp.int32))
+                self._rounded(group.channels, jnp.sum(x > threshold, dtype=jnp.int32))
                 for group, x in zip(groups, ranked, strict=True)
             ]
 
-        bits = jnp.int32(np.float32(np.inf).view(np.int32))
-
-        def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            low, high = bounds
-            middle = (low + high) // 2
-            threshold = lax.bitcast_convert_type(middle, jnp.float32)
-            fits = left(counts(threshold)) <= allowed
-            return jnp.where(fits, low, middle + 1), jnp.where(fits, middle, high)
-
-        low, _ = lax.fori_loop(0, 32, halve, (jnp.int32(0), bits))
-        return _best(groups, importance, counts(lax.bitcast_convert_type(low, jnp.float32)))
+        highest = int(np.float32(np.inf).view(np.int32))  # bits are ordered as what they mean
+        bits = first_that_fits(lambda x: left(counts(x)) <= allowed, 0, highest)
+        return _best(groups, importance, counts(bits))
 
     def _spread(self, groups: Sequence[_Group], masks: Sequence[jax.Array], tree: PyTree) -> PyTree:
         """The masks of leaves from those of channels."""
         likes = trees.leaves_by_path(tree)
         found: dict[KeyPath, jax.Array] = {}
         for group, mask in zip(groups, masks, strict=True):
+            size, layers = group.channels.size, group.channels.layers
             for path, axis, positions in group.members:
                 shape = likes[path].shape
                 label = np.full(shape[axis], -1)
-                label[positions] = np.arange(group.size)[:, None]
+                label[positions] = np.arange(size)[:, None]
                 along = jnp.where(label < 0, jnp.uint8(1), mask[..., np.maximum(label, 0)])
                 wide = [n if i == axis else 1 for i, n in enumerate(shape)]
-                along = along.reshape([group.layers, *wide[1:]] if group.layers else wide)
+                along = along.reshape([layers, *wide[1:]] if layers else wide)
                 found[path] = found.get(path, jnp.ones(shape, jnp.uint8)) * along
         return trees.map_matched(lambda path, _: found.get(path), tree)
 
@@ -263,25 +258,9 @@ class Coupled:
 class _Group:
     """A group as it lies in a tree: members are (path, axis, positions)."""
 
-    group: ChannelGroup
+    channels: ChannelGroup
     members: list[tuple[KeyPath, int, np.ndarray]]
     sparsity: chex.Numeric
-
-    @property
-    def size(self) -> int:
-        return self.group.size
-
-    @property
-    def name(self) -> str:
-        return self.group.name
-
-    @property
-    def variable(self) -> Dim:
-        return self.group.variable
-
-    @property
-    def layers(self) -> int:
-        return self.group.layers
 
 
 def _largest(sparsities: Sequence[chex.Numeric]) -> chex.Numeric:
@@ -294,7 +273,7 @@ def _stays(group: _Group, masks: Mapping[KeyPath, jax.Array]) -> jax.Array:
     """uint8[channels]: which channels of a group stay in its first member."""
     path, axis, positions = group.members[0]
     mask = masks[path]
-    own = (0, axis) if group.layers else (axis,)
+    own = (0, axis) if group.channels.layers else (axis,)
     others = tuple(i for i in range(mask.ndim) if i not in own)
     return jnp.max(mask, axis=others)[..., positions[:, 0]]
 
@@ -304,7 +283,7 @@ def _best(
 ) -> list[jax.Array]:
     """Masks of the most important channels of each group, and of each layer."""
     counts = [jnp.asarray(k, jnp.uint32) for k in kept]
-    times = [group.layers or 1 for group in groups]
+    times = [group.channels.layers or 1 for group in groups]
     low = jnp.stack([k for k, n in zip(counts, times, strict=True) for _ in range(n)])
     return topk_masks([_channels(x) for x in importance], (low & 0, low))
 

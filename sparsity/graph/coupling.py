@@ -8,7 +8,7 @@ known, so it pins all that it touches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from sparsity.core.jaxprs import Equation, Program, Value
 from sparsity.graph.dims import Dim, Reason, pin, product, total, unify, variables
@@ -24,15 +24,15 @@ class Coupling:
 
     Args:
       program: the program.
-      free: its inputs that may lose entries, with `True`; others are inputs of the model.
+      free: its inputs that may lose entries; others are inputs of the model.
       carried: outputs, by number, that become the inputs of these numbers in the next call.
     """
 
-    def __init__(self, program: Program, free: Mapping[Value, bool], carried: Mapping[int, int]):
+    def __init__(self, program: Program, free: Collection[Value], carried: Mapping[int, int]):
         self._dims: dict[Value, list[Dim]] = {}
         self.groups_of: dict[Equation, Dim] = {}  # feature groups of convolutions
         for value in program.inputs:
-            if not free.get(value, False):
+            if value not in free:
                 self.pin(value, Reason(None, "an input of the model"))
         self._run(program)
         for number, value in enumerate(program.outputs):

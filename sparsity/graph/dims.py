@@ -9,16 +9,20 @@ a reason, where an operation depends on all of its entries or on their order.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core.checks import is_traced
 from sparsity.core.jaxprs import Equation
+
+Kind: TypeAlias = Literal["product", "sum"]
 
 
 class Reason(NamedTuple):
@@ -43,7 +47,7 @@ class Dim:
     def __init__(
         self,
         size: int,
-        kind: Literal["product", "sum"] | None = None,
+        kind: Kind | None = None,
         parts: Sequence[Dim] = (),
         pin: Reason | None = None,
     ) -> None:
@@ -65,7 +69,7 @@ class Dim:
         if self is not other:
             self._same = other
 
-    def take_apart(self, kind: Literal["product", "sum"], sizes: Iterable[int]) -> list[Dim]:
+    def take_apart(self, kind: Kind, sizes: Iterable[int]) -> list[Dim]:
         """Makes a variable of new variables, which inherit its pin; returns them."""
         parts = [Dim(size, pin=self.pin) for size in sizes]
         self.kind, self.parts, self.pin = kind, tuple(parts), None
@@ -119,9 +123,7 @@ def unify(one: Dim, other: Dim, reason: Reason) -> None:
         _define(*((b, a) if a.kind else (a, b)), reason)
         return
     elif a.kind == b.kind:
-        align = _align_products if a.kind == "product" else _align_sums
-        parts = _factors if a.kind == "product" else _terms
-        fits = align(deque(parts(a)), deque(parts(b)), reason)
+        fits = _align(a.kind, a, b, reason)
     else:
         fits = _align_mixed(*((a, b) if a.kind == "sum" else (b, a)), reason)
     if fits:
@@ -195,10 +197,13 @@ def kept_by_layer(dim: Dim, plan: dict[Dim, np.ndarray]) -> np.ndarray | None:
     return np.stack(rows)
 
 
-def size_kept(dim: Dim, plan: dict[Dim, np.ndarray]) -> int:
-    """How many entries of an axis stay."""
-    index = kept_by_layer(dim, plan)
-    return dim.root.size if index is None else index.shape[-1]
+def size_of(dim: Dim, left: Mapping[Dim, Any]) -> Any:
+    """How many entries of an axis are left, if of some variables only so many: ints, or traced."""
+    root = dim.root
+    if not root.parts:
+        return left.get(root, root.size)
+    join = operator.add if root.kind == "sum" else operator.mul
+    return functools.reduce(join, [size_of(part, left) for part in root.parts])
 
 
 def _factors(dim: Dim) -> list[Dim]:
@@ -226,57 +231,42 @@ def _define(variable: Dim, as_what: Dim, reason: Reason) -> None:
         pin(as_what, why)
 
 
-def _align_products(ones: deque[Dim], others: deque[Dim], reason: Reason) -> bool:
-    """Makes factors one from the slowest on; a variable is taken apart where sizes differ."""
+def _align(kind: Kind, one: Dim, other: Dim, reason: Reason) -> bool:
+    """Makes the parts of two axes one, from the first on; the larger is cut where sizes differ."""
+    parts = _factors if kind == "product" else _terms
+    ones, others = deque(parts(one)), deque(parts(other))
     while ones and others:
         a, b = ones.popleft().root, others.popleft().root
-        if "product" in (a.kind, b.kind):  # taken apart meanwhile
-            ones.extendleft(reversed(_factors(a)))
-            others.extendleft(reversed(_factors(b)))
-            continue
-        if a.size == b.size:
+        if kind in (a.kind, b.kind):  # taken apart meanwhile
+            ones.extendleft(reversed(parts(a)))
+            others.extendleft(reversed(parts(b)))
+        elif a.size == b.size:
             unify(a, b, reason)
-            continue
-        large, queue, small, rest = (
-            (a, ones, b, others) if a.size > b.size else (b, others, a, ones)
-        )
-        if large.size % small.size or large.kind:
-            return False
-        queue.extendleft(
-            reversed(large.take_apart("product", (small.size, large.size // small.size)))
-        )
-        rest.appendleft(small)
-    return not ones and not others
-
-
-def _align_sums(ones: deque[Dim], others: deque[Dim], reason: Reason) -> bool:
-    """Makes terms one from the first on; a variable is taken apart where sizes differ."""
-    while ones and others:
-        a, b = ones.popleft().root, others.popleft().root
-        if "sum" in (a.kind, b.kind):  # taken apart meanwhile
-            ones.extendleft(reversed(_terms(a)))
-            others.extendleft(reversed(_terms(b)))
-            continue
-        if a.size == b.size:
-            unify(a, b, reason)
-            continue
-        large, queue, small, rest = (
-            (a, ones, b, others) if a.size > b.size else (b, others, a, ones)
-        )
-        if large.kind:  # a product, cut along its slowest factor
-            inner = product(_factors(large)[1:])
-            if small.size % inner.size:
+        else:
+            queues = (ones, others) if a.size > b.size else (others, ones)
+            large, small = (a, b) if a.size > b.size else (b, a)
+            cut = _cut(kind, large, small.size, reason)
+            if cut is None:
                 return False
-            pin(
-                _factors(large)[0],
-                reason._replace(text=f"{reason.text}: a cut between its entries"),
-            )
-            unify(_repeated(small.size // inner.size, inner, reason), small, reason)
-            queue.appendleft(_repeated((large.size - small.size) // inner.size, inner, reason))
-            continue
-        queue.extendleft(reversed(large.take_apart("sum", (small.size, large.size - small.size))))
-        rest.appendleft(small)
+            queues[0].extendleft(reversed(cut))
+            queues[1].appendleft(small)
     return not ones and not others
+
+
+def _cut(kind: Kind, large: Dim, size: int, reason: Reason) -> list[Dim] | None:
+    """A first part of that size, and the rest; `None` where the axis cannot be cut there."""
+    if large.kind is None and kind == "sum":
+        return large.take_apart(kind, (size, large.size - size))
+    if kind == "product":
+        if large.kind or large.size % size:
+            return None
+        return large.take_apart(kind, (size, large.size // size))
+    slowest, *others = _factors(large)  # a product, cut along its slowest factor
+    inner = product(others)
+    if size % inner.size:
+        return None
+    pin(slowest, reason._replace(text=f"{reason.text}: a cut between its entries"))
+    return [_repeated(n // inner.size, inner, reason) for n in (size, large.size - size)]
 
 
 def _align_mixed(of_sum: Dim, of_product: Dim, reason: Reason) -> bool:

@@ -52,7 +52,11 @@ class Graph:
         self._retrace = retrace
         self._retraced: dict[tuple[Any, ...], Graph] = {}
         self._smaller: list[Graph] = []
-        self.state = {outputs[i]: leaves[leaf].path for i, leaf in carried.items()}
+        self._by_end: dict[Path, list[Leaf]] = {}  # by what paths end in, the shortest path first
+        for leaf in sorted(self.leaves, key=lambda leaf: len(leaf.path)):
+            for start in range(len(leaf.path) + 1):
+                self._by_end.setdefault(leaf.path[start:], []).append(leaf)
+        self.state = {outputs[i]: leaves[number].path for i, number in carried.items()}
         values = program.inputs[: len(self.leaves)]
         self._values = dict(zip(values, range(len(values)), strict=True))
         self.uses = find_uses(program, self._values, [leaf.path for leaf in self.leaves])
@@ -109,7 +113,7 @@ class Graph:
 
     def shape_of(self, path: Path) -> tuple[int, ...]:
         """The shape of a leaf."""
-        return next(leaf.shape for leaf in self.leaves if leaf.path == path)
+        return self._by_end[path][0].shape
 
     def macs_of(self, path: Path) -> int:
         """Multiply-adds of all products of a leaf."""
@@ -205,9 +209,8 @@ class Graph:
           ValueError: there is no such leaf, more than one, or one of another shape than the array.
         """
         shape = tuple(getattr(array, "shape", ()))
-        ends = [leaf for leaf in self.leaves if leaf.path[len(leaf.path) - len(path) :] == path]
-        shortest = min((len(leaf.path) for leaf in ends), default=0)
-        found = [leaf for leaf in ends if len(leaf.path) == shortest]
+        ends = self._by_end.get(path, [])
+        found = [leaf for leaf in ends if len(leaf.path) == len(ends[0].path)]
         if len(found) != 1:
             raise ValueError(
                 f"The {role} have a leaf {'/'.join(path)!r} of shape {shape}, of which the graph "
@@ -246,12 +249,8 @@ class Graph:
     def of_tree(self, leaves: Mapping[Path, chex.Array]) -> Graph:
         """The graph of a model with these leaves: itself, or that of one that was shrunken."""
         for graph in (self, *reversed(self._smaller)):
-            ends = {leaf.path: leaf.shape for leaf in graph.leaves}
-            fits = (
-                any(p[len(p) - len(path) :] == path and n == x.shape for p, n in ends.items())
-                for path, x in leaves.items()
-            )
-            if all(fits):
+            ends = graph._by_end
+            if all(any(y.shape == x.shape for y in ends.get(p, ())) for p, x in leaves.items()):
                 return graph
         return self
 
@@ -265,8 +264,7 @@ class Graph:
     def coupling(self) -> Coupling:
         """The axes of all values."""
         read = jaxprs.read(self.program)
-        free = dict.fromkeys(self._values, True)
-        coupling = Coupling(self.program, free, self.carried)
+        coupling = Coupling(self.program, self._values, self.carried)
         for value in self._values:
             if value not in read:
                 coupling.pin(value, Reason(None, "no operation reads it"))

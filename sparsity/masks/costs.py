@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import chex
 import jax
@@ -39,16 +39,23 @@ def within_budget(
     def costs_above(pivot: jax.Array) -> jax.Array:
         return _total(costs, [jnp.sum(x > pivot, dtype=jnp.int32) for x in keys()])
 
+    limits = jnp.iinfo(jnp.int32)
+    threshold = first_that_fits(lambda x: costs_above(x) <= budget, limits.min, limits.max)
+    return [(x > threshold).astype(jnp.uint8) for x in keys()]
+
+
+def first_that_fits(fits: Callable[[jax.Array], jax.Array], low: int, high: int) -> jax.Array:
+    """The lowest int32 that fits, if all above it do: 32 bisections between two bounds."""
+
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        fits = costs_above(middle) <= budget
-        return jnp.where(fits, low, middle + 1), jnp.where(fits, middle, high)
+        fitting = fits(middle)
+        return jnp.where(fitting, low, middle + 1), jnp.where(fitting, middle, high)
 
-    limits = jnp.iinfo(jnp.int32)
-    first = jnp.int32(limits.min), jnp.int32(limits.max)
-    threshold, _ = lax.fori_loop(0, 32, halve, first)
-    return [(x > threshold).astype(jnp.uint8) for x in keys()]
+    found: jax.Array
+    found, _ = lax.fori_loop(0, 32, halve, (jnp.int32(low), jnp.int32(high)))
+    return found
 
 
 def _total(costs: Sequence[float], counts: Iterable[chex.Numeric] | jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from jax import lax
 
 from sparsity.core.jaxprs import CALLS, Equation, Program, Value, is_differentiable
 from sparsity.graph.coupling import Coupling
-from sparsity.graph.dims import Dim, kept, kept_by_layer, size_kept
+from sparsity.graph.dims import Dim, kept, kept_by_layer, size_of
 from sparsity.graph.primitives import SOURCES
 
 # Of variables that lose entries, the indices that stay; a row for each layer of a scan that has its
@@ -40,10 +40,11 @@ class Smaller:
     ) -> None:
         self._coupling, self._plan, self._keeps_rules = coupling, dict(plan), keeps_rules
         self._layer = dict(layer or {})
+        self._left = {variable: index.shape[-1] for variable, index in plan.items()}
 
     def shape(self, value: Value) -> tuple[int, ...]:
         """The shape that is left of a value."""
-        return tuple(size_kept(dim, self._plan) for dim in self._coupling.dims(value))
+        return tuple(size_of(dim, self._left) for dim in self._coupling.dims(value))
 
     def cut(self, value: Value, array: Any) -> Any:
         """What is left of an array."""
@@ -170,11 +171,8 @@ class Smaller:
 
     def _cond(self, equation: Equation, inputs: list[Any]) -> list[Any]:
         index, *operands = inputs
-        branches = [_branch(self, body) for body in equation.bodies]
-        if index.dtype == jnp.bool_:
-            index = index.astype(jnp.int32)
-        found: list[Any] = lax.switch(index, branches, *operands)
-        return found
+        branches = [functools.partial(self._apply, body) for body in equation.bodies]
+        return list(lax.switch(index, branches, *operands))
 
     def _reshape(self, equation: Equation, inputs: list[Any]) -> list[Any]:
         return [lax.reshape(inputs[0], self.shape(equation.outputs[0]))]
@@ -215,7 +213,7 @@ class Smaller:
     def _convolution(self, equation: Equation, inputs: list[Any]) -> list[Any]:
         groups = equation.params["feature_group_count"]
         if groups > 1:
-            groups = size_kept(self._coupling.groups_of[equation], self._plan)
+            groups = size_of(self._coupling.groups_of[equation], self._left)
         return equation.bind(inputs, feature_group_count=groups)
 
 
@@ -243,10 +241,6 @@ def take(array: Any, index: np.ndarray | jax.Array, axis: int) -> jax.Array:
 
 def _has_sharding(equation: Equation) -> bool:
     return "sharding" in equation.params and equation.name != "convert_element_type"
-
-
-def _branch(smaller: Smaller, body: Program) -> Callable[..., list[Any]]:
-    return lambda *operands: smaller.run(body, operands)
 
 
 _LOOPS: dict[str, Callable[[Smaller, Equation, list[Any]], list[Any]]] = {
