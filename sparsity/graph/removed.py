@@ -350,7 +350,8 @@ _RULES: dict[str, Callable[[Removed, Equation], None]] = {
     "sort": Removed._each,
     "top_k": Removed._each,
     **dict.fromkeys(
-        ("dynamic_slice", "gather", "reshape", "rev", "slice", "split", "tile"), Removed._rearranged
+        ("dynamic_slice", "gather", "reshape", "rev", "slice", "split", "tile", "unstack"),
+        Removed._rearranged,
     ),
     **dict.fromkeys(("cummax", "cummin", "cumprod", "cumsum"), Removed._window),
     **dict.fromkeys([f"reduce_window_{x}" for x in ("max", "min", "sum")], Removed._window),
