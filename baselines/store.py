@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import sparsity
+from baselines import channels
 from baselines.training import Task
 
 FOLDER = Path(__file__).parent
@@ -35,6 +36,11 @@ def row_names() -> tuple[str, ...]:
     )
 
 
+def rows_of(task: Task) -> tuple[str, ...]:
+    """The rows of a task."""
+    return channels.ROWS if isinstance(task, channels.ChannelTask) else row_names()
+
+
 def recipe(name: str) -> Recipe:
     """What a row is trained by."""
     return VARIANTS.get(name, (name, {}))
@@ -43,8 +49,11 @@ def recipe(name: str) -> Recipe:
 def fingerprint(task: Task) -> str:
     """Of the settings and of the code that trains."""
     digest = hashlib.sha256(json.dumps([task.settings, task.seeds]).encode())
-    for name in ("training.py", f"{task.name}.py"):
-        digest.update((FOLDER / name).read_bytes())
+    names = ["training", task.name]
+    if isinstance(task, channels.ChannelTask):
+        names = ["training", task.base.name, "channels"]
+    for name in names:
+        digest.update((FOLDER / f"{name}.py").read_bytes())
     return digest.hexdigest()[:16]
 
 
