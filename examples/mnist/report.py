@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -59,24 +58,16 @@ def print_report(
 
 
 def print_cut(
-    before: Network, after: Network, plan: sparsity.Plan, batch: data.Digits, test: data.Digits
+    small: sparsity.Small, before: Network, after: Network, batch: data.Digits, test: data.Digits
 ) -> None:
     """Prints what the cut has made of every layer, and what that saves of the time."""
-    print(sparsity.shrink(before.updater.scope.graph, before.model.init(), plan).report())
-    images = data.Digits(*(array[:1000] for array in test))
-    steps, inferences = [], []
-    for network in (before, after):
-        state = network.init()
-        steps.append(stepping(network, state, batch))
-        params = network.used_params(state)
-        inferences.append(functools.partial(network.num_correct, params, images))
-
-    table = numbers("measured in turn", "before the cut", "after", "ratio")
-    rows = {"time of a step": steps, f"inference of {len(images.labels):,} images": inferences}
-    for what, programs in rows.items():
-        long, short = sparsity.time_in_turn(*programs, rounds=30)
-        table.add_row(what, *(f"{1000 * t:.1f} ms" for t in (long, short)), f"{short / long:.2f}x")
-    Console().print(table)
+    steps = [stepping(network, network.init(), batch) for network in (before, after)]
+    images = test.images[:1000]
+    seconds = {
+        "training step": sparsity.time_in_turn(*steps, rounds=30),
+        f"inference of {len(images):,} images": small.measure(before.model.init(), images),
+    }
+    print(small.report(seconds))
 
 
 def print_prunings(updater: sparsity.EpochStrategy, evaluations: list[dict[str, Any]]) -> None:

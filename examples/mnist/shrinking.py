@@ -48,11 +48,16 @@ def make_plan(network: Network, state: TrainState) -> sparsity.Plan:
     return sparsity.shrink(network.updater.scope.graph, state.params, masks).plan
 
 
+def shrink(network: Network, plan: sparsity.Plan) -> sparsity.Small:
+    """Returns the initial network with the channels of a plan only."""
+    return sparsity.shrink(network.updater.scope.graph, network.model.init(), plan)
+
+
 def make_smaller(
     network: Network, plan: sparsity.Plan, config: ConfigDict, num_steps: int
 ) -> Network:
-    """Returns the network with the channels of a plan only: a dense one."""
-    small = sparsity.shrink(network.updater.scope.graph, network.model.init(), plan)
+    """Returns what trains the network with the channels of a plan only: a dense one."""
+    small = shrink(network, plan)
     model = Model(lambda: jax.tree.map(jnp.copy, small.params), small.apply)
     return make_network(f"{network.name}, cut", model, sparsity.NoPruning(), config, num_steps)
 

@@ -271,13 +271,14 @@ def finish(experiment: Experiment, end: Checkpoint, folder: Path) -> None:
     networks, trained = after_cuts(experiment, end.history).networks, end.state.trained
     batch = data.batch(experiment.train, experiment.config.batch_size, seed=0, step=0)
     report.print_report(networks, trained, batch, experiment.test)
+    before, small = experiment.networks["sparse"], None
     for row in end.history["cuts"]:
-        before, plan = experiment.networks["sparse"], sparsity.Plan.from_json(row["plan"])
-        report.print_cut(before, networks["sparse"], plan, batch, experiment.test)
+        small = shrinking.shrink(before, sparsity.Plan.from_json(row["plan"]))
+        report.print_cut(small, before, networks["sparse"], batch, experiment.test)
     if isinstance(networks["sparse"].updater, sparsity.EpochStrategy):
         report.print_prunings(networks["sparse"].updater, end.history["evaluations"])
     (folder / "history.json").write_text(json.dumps(end.history, indent=1), encoding="utf-8")
-    pictures = plots.draw_all(networks, trained, end.history, folder)
+    pictures = plots.draw_all(networks, trained, end.history, small, folder)
     print(f"{folder} holds {len(pictures)} pictures, history.json and the last checkpoints")
 
 
