@@ -58,14 +58,19 @@ def fingerprint(task: Task) -> str:
 
 
 def load(task: Task) -> dict[Job, Result]:
-    """Results that the present settings and recipes have made."""
+    """Results that the present settings and recipes have made.
+
+    The dense network of a task on channels is that of its base.
+    """
+    results = {}
+    if isinstance(task, channels.ChannelTask):
+        results = {job: row for job, row in load(task.base).items() if job[0] == "no_prune"}
     if not path_of(task).exists():
-        return {}
+        return results
     found = json.loads(path_of(task).read_text(encoding="utf-8"))
     if found["fingerprint"] != fingerprint(task):
-        return {}
+        return results
     names = {json.dumps(recipe(name)): name for name in row_names()}
-    results = {}
     for row in found["runs"]:
         made_by = json.dumps([row.pop("algorithm"), row.pop("options", {})])
         if made_by in names:
