@@ -103,10 +103,10 @@ check() {
 # Runs, with the Python $1, the tests that need the installed package and no checkout, in an empty
 # folder; the doctests of the package with them.
 test_installed() {
-  local folder others=(examples kill_resume.py runs/test_models.py # need the examples' packages
+  local others=(examples kill_resume.py runs/test_models.py # need the examples' packages
     test_{baselines,benchmarks,optimizers,package,run_sh,typing}.py)
   folder=$(mktemp -d)
-  trap 'rm -rf -- "$folder"' RETURN
+  trap 'rm -rf -- "$folder"' EXIT
   cp -r -- "$root/tests" "$root/pyproject.toml" "$folder"
   cd -- "$folder"
   "$1" -P -m pytest -n 2 -m "not slow" \

@@ -7,6 +7,8 @@ they are asked to do, so that nothing is downloaded.
 import os
 import shutil
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,50 @@ def test_quick_takes_no_arguments(checkout):
     assert result.returncode == 1
     assert result.stderr == "run.sh: quick takes no arguments; see 'bash run.sh help'.\n"
     assert calls == []
+
+
+# Builds, as `python -m build --outdir FOLDER` does; reads programs; says where the tests run.
+INSTALLER = f"""{FAKE_PYTHON}
+[[ $0 == */sparsity ]] || cp "$0" "$(dirname "$0")/sparsity"
+case "$*" in
+  "-m build"*) mkdir -p "$4" && touch "$4/jax_sparsity.tar.gz" "$4/jax_sparsity.whl" ;;
+  "- "*) exec {sys.executable} "$@" ;;
+  *pytest*) echo "tests in $PWD: $(ls | xargs)" >>"$LOG" ;;
+esac
+"""
+
+
+def test_package_tests_what_was_built_away_from_the_checkout(checkout):
+    checkout.add_python("python3", INSTALLER)
+    (checkout.root / "tests").mkdir()
+    result, calls = checkout.run("package")
+    assert result.returncode == 0, result.stderr
+    built = calls.index(next(call for call in calls if call.startswith("-m build")))
+    source, removed, wheel = calls[built + 2 :]
+    assert source.endswith("/dist/jax_sparsity.tar.gz")
+    assert "uninstall" in removed
+    assert wheel.endswith(
+        "/dist/jax_sparsity.whl[cli,config,flax,progress,summary,tensorboard,test]"
+    )
+    *_, tests, where = checkout.log.read_text().splitlines()
+    assert tests.startswith("-P -m pytest")
+    assert tests.endswith("tests --pyargs sparsity")
+    assert where.startswith("tests in /tmp/")
+    assert where.endswith(": pyproject.toml tests")
+
+
+def test_lowest_installs_the_oldest_versions_that_are_allowed(checkout):
+    checkout.add_python("python3", INSTALLER)
+    (checkout.root / "tests").mkdir()
+    result, calls = checkout.run("lowest")
+    assert result.returncode == 0, result.stderr
+    constraints = checkout.root / ".venv-lowest" / "constraints.txt"
+    assert f"--constraint {constraints}" in calls[-1]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lowest = constraints.read_text().split("\n")
+    assert {need.replace(">=", "==") for need in project["dependencies"]} <= {*lowest}
+    assert all("==" in line for line in lowest if line)
+    assert "-P -m pytest" in checkout.log.read_text()
 
 
 # Arguments, and the folder of the environment that they need.

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -59,14 +59,20 @@ def evaluate(
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for equation in jaxpr.eqns:
-        bound = equation.primitive.get_bind_params(equation.params)
-        functions, static = bound if isinstance(bound, tuple) else ((), bound)
-        with equation.ctx.manager:
-            outs = equation.primitive.bind(*functions, *map(read, equation.invars), **static)
-        outs = outs if equation.primitive.multiple_results else [outs]
-        for var, value in zip(equation.outvars, outs, strict=True):
+        inputs = map(read, equation.invars)
+        outputs = _bind(equation.primitive, equation.params, equation.ctx, inputs)
+        for var, value in zip(equation.outvars, outputs, strict=True):
             values[var] = define(var, value)
     return [read(var) for var in jaxpr.outvars]
+
+
+def _bind(primitive: Any, params: dict[str, Any], context: Any, inputs: Iterable[Any]) -> list[Any]:
+    """The outputs of a primitive, under jax's settings of another place."""
+    bound = primitive.get_bind_params(params)
+    functions, static = bound if isinstance(bound, tuple) else ((), bound)
+    with context.manager:
+        outputs = primitive.bind(*functions, *inputs, **static)
+    return list(outputs) if primitive.multiple_results else [outputs]
 
 
 @dataclasses.dataclass(eq=False)
@@ -164,11 +170,7 @@ class Equation:
 
     def bind(self, inputs: Sequence[Any], **changed: Any) -> list[Any]:
         """Its outputs for other inputs, with some of its parameters changed."""
-        bound = self.primitive.get_bind_params({**self.params, **changed})
-        functions, static = bound if isinstance(bound, tuple) else ((), bound)
-        with self.context.manager:
-            outputs = self.primitive.bind(*functions, *inputs, **static)
-        return list(outputs) if self.primitive.multiple_results else [outputs]
+        return _bind(self.primitive, {**self.params, **changed}, self.context, inputs)
 
 
 @dataclasses.dataclass(eq=False)

@@ -88,12 +88,16 @@ def find_channels(
     members: dict[Dim, list[tuple[Leaf, int, Dim]]] = {}
     for leaf, dims in axes:
         for axis, dim in enumerate(dims):
-            for variable in dict.fromkeys(variables(dim)):
+            found = dict.fromkeys(variables(dim))
+            is_single = leaf.shape[axis] > 1 and all(variable.size == 1 for variable in found)
+            for variable in found:
                 if variable.pin is not None:
                     refusals[variable] = variable.pin
                 elif variable not in refusals and labels(dim, variable) is None:
                     refusals[variable] = Reason(None, "an axis of pairs of its own entries")
-                if variable.size > 1:
+                elif variable not in refusals and is_single:
+                    refusals[variable] = Reason(None, "an axis that is cut into single entries")
+                if variable.size > 1 or is_single:
                     members.setdefault(variable, []).append((leaf, axis, dim))
     groups, refused = [], []
     names: dict[str, int] = {}

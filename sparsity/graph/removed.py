@@ -169,18 +169,10 @@ class Removed:
         self._known[equation.outputs[0]] = self._of(equation.inputs[0]).moved(lambda i: axes[i])
 
     def _rearranged(self, equation: Equation) -> None:
-        """Outputs whose entries are those of the first input, in other places."""
+        """Outputs whose entries are those of some inputs, in other places."""
+        inputs = equation.inputs[: _SOURCES.get(equation.name, 1)]
         for output in equation.outputs:
-            self._known[output] = self._gathered(output, equation.inputs[:1])
-
-    def _together(self, equation: Equation) -> None:
-        """An output whose entries are those of all inputs that are arrays."""
-        (output,) = equation.outputs
-        self._known[output] = self._gathered(output, equation.inputs)
-
-    def _updated(self, equation: Equation) -> None:
-        (output,) = equation.outputs
-        self._known[output] = self._gathered(output, equation.inputs[:2])
+            self._known[output] = self._gathered(output, inputs)
 
     def _gathered(self, output: Value, inputs: Sequence[Value]) -> Known:
         """What all entries of the inputs agree on at places of the output."""
@@ -339,20 +331,17 @@ def _not_zero(equation: Equation, found: tuple[float | None, float | None]) -> R
     return Reason(equation, text)
 
 
+_MOVED = ("dynamic_slice", "gather", "reshape", "rev", "slice", "split", "tile", "unstack")
+# How many of the first inputs the entries of an output come from, if not from one: `None` is all.
+_SOURCES = {"concatenate": None, "pad": None, "stack": None, "dynamic_update_slice": 2}
+
 _RULES: dict[str, Callable[[Removed, Equation], None]] = {
     "transpose": Removed._transpose,
     "squeeze": Removed._squeeze,
     "broadcast_in_dim": Removed._broadcast,
-    "concatenate": Removed._together,
-    "pad": Removed._together,
-    "stack": Removed._together,
-    "dynamic_update_slice": Removed._updated,
     "sort": Removed._each,
     "top_k": Removed._each,
-    **dict.fromkeys(
-        ("dynamic_slice", "gather", "reshape", "rev", "slice", "split", "tile", "unstack"),
-        Removed._rearranged,
-    ),
+    **dict.fromkeys((*_MOVED, *_SOURCES), Removed._rearranged),
     **dict.fromkeys(("cummax", "cummin", "cumprod", "cumsum"), Removed._window),
     **dict.fromkeys([f"reduce_window_{x}" for x in ("max", "min", "sum")], Removed._window),
     "dot_general": Removed._dot,

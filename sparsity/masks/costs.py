@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparsity.core.hashing import flat_index
 from sparsity.selection import Scores
 from sparsity.selection.keys import to_keys
 
@@ -27,21 +28,36 @@ def within_budget(
       kept: [leaves] how many weights of each have together the cost that is the budget.
 
     Returns:
-      uint8 masks. They cost no more than the budget; weights that tie at the threshold go.
+      uint8 masks. They cost no more than the budget. Of weights that tie at the threshold, those of
+      the lowest indices in their leaves stay, as far as the budget goes.
     """
     budget = _total(costs, kept) * _MARGIN
+    limits = jnp.iinfo(jnp.int32)
 
     def keys() -> list[jax.Array]:
         found = zip(scores, costs, strict=True)
         # A weight that costs nothing ranks above all others.
         return [to_keys(x.compute().astype(jnp.float32) / jnp.float32(cost)) for x, cost in found]
 
-    def costs_above(pivot: jax.Array) -> jax.Array:
-        return _total(costs, [jnp.sum(x > pivot, dtype=jnp.int32) for x in keys()])
+    def fits(masks: Iterable[jax.Array]) -> jax.Array:
+        counts = jnp.stack([jnp.sum(mask, dtype=jnp.int32) for mask in masks])
+        return (_total(costs, counts) <= budget) | jnp.all(counts <= kept)
 
-    limits = jnp.iinfo(jnp.int32)
-    threshold = first_that_fits(lambda x: costs_above(x) <= budget, limits.min, limits.max)
-    return [(x > threshold).astype(jnp.uint8) for x in keys()]
+    def above(threshold: jax.Array) -> list[jax.Array]:
+        return [key > threshold for key in keys()]
+
+    threshold = first_that_fits(lambda x: fits(above(x)), limits.min, limits.max)
+
+    def with_ties(first: jax.Array) -> list[jax.Array]:
+        """And of those at the threshold the entries before an index, given with a minus."""
+        return [
+            (key > threshold) | ((key == threshold) & (flat_index(key.shape) < -first))
+            for key in keys()
+        ]
+
+    largest = max(score.size for score in scores)
+    first = first_that_fits(lambda x: fits(with_ties(x)), -largest, 0)
+    return [mask.astype(jnp.uint8) for mask in with_ties(first)]
 
 
 def first_that_fits(fits: Callable[[jax.Array], jax.Array], low: int, high: int) -> jax.Array:

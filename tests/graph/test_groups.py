@@ -248,6 +248,17 @@ def test_an_axis_that_runs_over_pairs_of_one_axis_is_refused():
     assert reasons == {"an axis of pairs of its own entries"}
 
 
+def test_an_axis_that_meets_itself_shifted_is_refused():
+    def fn(params, x):
+        x = x @ params["up"]
+        return (x + jnp.roll(x, 1, axis=-1)) @ params["down"]
+
+    graph = trace(fn, {"up": jnp.ones((3, 6)), "down": jnp.ones((6, 2))}, jnp.ones((4, 3)))
+    assert graph.groups == []
+    refused = {(r.path, r.axis): r.reason for r in graph.refused}
+    assert refused[("up",), 1] == refused[("down",), 0] == "an axis that is cut into single entries"
+
+
 def test_inputs_outputs_and_layers_of_a_scan_are_refused():
     model = models.scanned()
     graph = trace(model.fn, models.abstract(model.shapes), *model.inputs)
