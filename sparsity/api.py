@@ -90,8 +90,8 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
           get a `PeriodicSchedule`, 'snip' a `OneShotSchedule` at the start, by default at step 0;
           what they ignore is logged.
         - `sparsity_type`: a type, or 'nm_2,4', 'nm_2,4,-2', '2:4', 'block_4,4', 'channel_-1'.
-        - `scope`: a scope, 'layerwise' or 'global', with `use_normalization` and
-          `normalization_eps`.
+        - `scope`: a scope, as `Coupled(graph)`, 'layerwise' or 'global', with `use_normalization`
+          and `normalization_eps`.
         - `drop_fraction`: for SET, RigL and SRigL, 0.3 by default; follows a cosine from there to
           zero at `update_end_step`, and is constant without one. Others have no use for it.
         - any other field of the algorithm's class. A key whose value is `None` counts as missing.

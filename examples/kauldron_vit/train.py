@@ -42,6 +42,13 @@ class Digits:
         return {"image": self.images[index], "label": self.labels[index, None]}
 
 
+def make_model() -> kd.nn.Vit:
+    encoder = kd.nn.VitEncoder.from_spec(
+        hidden_size=64, num_layers=2, mlp_size=128, num_heads=4, patch_size=2
+    )
+    return kd.nn.Vit(encoder=encoder, num_classes=10, image="batch.image")
+
+
 def make_pruner(steps: int) -> sparsity.BaseUpdater:
     """Prunes four of five weights of every kernel but that of the classifier."""
     return sparsity.MagnitudePruning(
@@ -54,12 +61,25 @@ def make_pruner(steps: int) -> sparsity.BaseUpdater:
     )
 
 
+def make_channel_pruner(steps: int) -> sparsity.BaseUpdater:
+    """Prunes whole channels, heads and hidden units until half of the multiply-adds are left."""
+    model, images = make_model(), Digits(test=True).images[:1]
+    params = jax.eval_shape(model.init, jax.random.key(0), images)["params"]
+    graph = sparsity.trace(functools.partial(logits_of, model), params, images)
+    return sparsity.MagnitudePruning(
+        scope=sparsity.Coupled(graph),
+        sparsity_distribution_fn=sparsity.budget(graph, macs=0.5),
+        scheduler=sparsity.PolynomialSchedule(10, steps // 5, steps * 4 // 5),
+    )
+
+
+def logits_of(model: kd.nn.Vit, params: Any, images: np.ndarray) -> jax.Array:
+    return model.apply({"params": params}, images)["logits"]
+
+
 def make_trainer(workdir: str, pruner: sparsity.BaseUpdater, steps: int) -> kd.train.Trainer:
     tx = optax.adamw(optax.cosine_decay_schedule(2e-3, steps))
     tx = pruner.wrap_optax(tx)
-    encoder = kd.nn.VitEncoder.from_spec(
-        hidden_size=64, num_layers=2, mlp_size=128, num_heads=4, patch_size=2
-    )
     predictions = {"logits": "preds.logits", "labels": "batch.label"}
     return kd.train.Trainer(
         seed=0,
@@ -67,7 +87,7 @@ def make_trainer(workdir: str, pruner: sparsity.BaseUpdater, steps: int) -> kd.t
         train_ds=kd.data.py.DataSource(
             data_source=Digits(test=False), shuffle=True, batch_size=64, num_workers=0
         ),
-        model=kd.nn.Vit(encoder=encoder, num_classes=10, image="batch.image"),
+        model=make_model(),
         train_losses={"xent": kd.losses.SoftmaxCrossEntropyWithIntLabels(**predictions)},
         optimizer=tx,
         num_train_steps=steps,
@@ -82,6 +102,7 @@ def main() -> None:
     options = parser.parse_args()
     pruner = make_pruner(options.steps)
     make = functools.partial(make_trainer, pruner=pruner, steps=options.steps)
+    channels = make_channel_pruner(options.steps)
     with tempfile.TemporaryDirectory() as folder:
         # Every Trainer compiles the same program; this keeps it for the next one.
         jax.config.update("jax_compilation_cache_dir", f"{folder}/compiled")
@@ -90,6 +111,9 @@ def main() -> None:
         check(state, trainer.model, pruner)
         if not options.workdir:
             check_resume(functools.partial(make, f"{folder}/second"), options.steps, state)
+        trainer = make_trainer(f"{options.workdir or folder}/channels", channels, options.steps)
+        state, _ = trainer.train()
+        check_smaller(state, trainer.model, channels.scope.graph)
 
 
 def check_resume(make: Callable[[], kd.train.Trainer], steps: int, expected: Any) -> None:
@@ -113,9 +137,25 @@ def check(state: Any, model: Any, pruner: sparsity.BaseUpdater) -> None:
             wrong = abs(layer.achieved - layer.target) * math.prod(layer.shape)
             if wrong > 0.51:  # a mask keeps a whole number of weights; float32 rounds the target
                 sys.exit(f"error: {layer.path} has {wrong:.0f} wrong zeros")
+    check_accuracy(functools.partial(logits_of, model, state.params))
+
+
+def check_smaller(state: Any, model: Any, graph: sparsity.Graph) -> None:
+    """Cuts the masked channels, and prints what that saves; ends the program as `check` does."""
+    masks = sparsity.get_sparse_state(state.opt_state).masks
+    small = sparsity.shrink(graph, state.params, masks)
+    images = Digits(test=True).images
+    print(small.report({"inference of 360 images": small.measure(state.params, images)}))
+    smaller = functools.partial(small.apply, small.params)
+    masked = logits_of(model, state.params, images)
+    if (error := np.max(np.abs(smaller(images) - masked))) > 1e-4:
+        sys.exit(f"error: logits of the smaller network differ by {error:.1e}")
+    check_accuracy(smaller)
+
+
+def check_accuracy(predict: Callable[[np.ndarray], jax.Array]) -> None:
     test = Digits(test=True)
-    logits = model.apply({"params": state.params}, test.images)["logits"]
-    accuracy = np.mean(np.argmax(logits, -1) == test.labels)
+    accuracy = np.mean(np.argmax(predict(test.images), -1) == test.labels)
     print(f"test accuracy {accuracy:.1%}")
     if accuracy < LOWEST_ACCURACY:
         sys.exit(f"error: the accuracy should be at least {LOWEST_ACCURACY:.0%}")

@@ -1,4 +1,4 @@
-"""Trains a small Llama with tunix: dense, 2:4 sparse, and sparse from the first step with RigL."""
+"""Trains a small Llama with tunix: dense, 2:4, sparse from the first step, and then cut in half."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import functools
 import math
 import pydoc_data.topics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +79,18 @@ def two_of_four(path: tuple[str, ...], param: jax.Array) -> sparsity.NByM:
     return sparsity.NByM(2, 4, axis=-3 if path[-2] in ("q_proj", "k_proj", "v_proj") else -2)
 
 
+def make_graph() -> sparsity.Graph:
+    """Traces the model as a function of its weights and of what its call takes."""
+    definition, weights = nnx.split(make_model(), nnx.Param)
+    inputs = model_input(next(batches(load_text()[0], 1, seed=1)))
+    call = (inputs["input_tokens"], inputs["positions"], None, inputs["attention_mask"])
+    return sparsity.trace(
+        lambda weights, *call: nnx.merge(definition, weights)(*call), weights, *call
+    )
+
+
 def make_pruners(steps: int) -> dict[str, sparsity.BaseUpdater]:
+    graph = make_graph()
     uniform = functools.partial(sparsity_distributions.uniform, filter_fn=in_layers)
     start, end = steps // 10, steps * 2 // 3
     return {
@@ -92,6 +104,11 @@ def make_pruners(steps: int) -> dict[str, sparsity.BaseUpdater]:
             sparsity_distribution_fn=functools.partial(uniform, sparsity=0.8),
             scheduler=sparsity.PeriodicSchedule(10, start, end),
             drop_fraction_fn=optax.cosine_decay_schedule(0.3, end),
+        ),
+        "halved": sparsity.MagnitudePruning(
+            scope=sparsity.Coupled(graph),
+            sparsity_distribution_fn=sparsity.budget(graph, macs=0.5),
+            scheduler=sparsity.PolynomialSchedule(10, start, end),
         ),
     }
 
@@ -140,18 +157,44 @@ def merge_adapters(trainer: peft_trainer.PeftTrainer, steps: int) -> None:
     nnx.update(trainer.model, sparsity.merge_lora(weights, lora, masks, scale=ALPHA / RANK))
 
 
-def test_loss(trainer: peft_trainer.PeftTrainer) -> float:
+def shrink(trainer: peft_trainer.PeftTrainer, graph: sparsity.Graph) -> str:
+    """Cuts the masked channels; returns what that saves. The smaller model has the same loss."""
+    weights = nnx.state(trainer.model, nnx.Param)
+    masks = sparsity.get_sparse_state(trainer.optimizer.opt_state).masks
+    small = sparsity.shrink(graph, weights, masks)
+
+    def loss_fn(weights: nnx.State, batch: peft_trainer.TrainingInput) -> jax.Array:
+        model = functools.partial(small.apply, weights)
+        return trainer.loss_fn(model, **model_input(batch))
+
+    loss, masked = test_loss(jax.jit(loss_fn), small.params), trained_loss(trainer)
+    if abs(loss - masked) > 1e-4:
+        sys.exit(f"error: the loss is {masked:.4f}, that of the smaller model {loss:.4f}")
+    macs, size = small.macs() / graph.macs(), num_weights(small.params) / num_weights(weights)
+    return f"loss {loss:.3f}, cut: {macs:.0%} of the multiply-adds, {size:.0%} of the weights"
+
+
+def num_weights(tree: nnx.State) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def test_loss(loss_fn: Callable[..., jax.Array], model: Any) -> float:
     """Returns the loss on text that was not trained with, in nats a character."""
-    loss_fn = nnx.jit(lambda model, batch: trainer.loss_fn(model, **model_input(batch)))
     test = batches(load_text()[1], 20, seed=2)
-    return float(np.mean([loss_fn(trainer.model, batch) for batch in test]))
+    return float(np.mean([loss_fn(model, batch) for batch in test]))
+
+
+def trained_loss(trainer: peft_trainer.PeftTrainer) -> float:
+    loss_fn = nnx.jit(lambda model, batch: trainer.loss_fn(model, **model_input(batch)))
+    return test_loss(loss_fn, trainer.model)
 
 
 def check(trainer: peft_trainer.PeftTrainer, pruner: sparsity.BaseUpdater, steps: int) -> str:
     """Returns what was reached; ends the program if it is not what it should be."""
     weights, opt_state = nnx.state(trainer.model, nnx.Param), trainer.optimizer.opt_state
     for layer in sparsity.layer_summary(weights, opt_state, pruner):
-        if layer.target is not None:
+        # Of coupled channels the scope decides how many zeros a matrix has; `shrink` looks.
+        if layer.target is not None and not isinstance(pruner.scope, sparsity.Coupled):
             wrong = abs(layer.achieved - layer.target) * math.prod(layer.shape)
             if wrong > 0.51:  # a mask keeps a whole number of weights; float32 rounds the target
                 sys.exit(f"error: {layer.path} has {wrong:.0f} wrong zeros")
@@ -164,7 +207,7 @@ def check(trainer: peft_trainer.PeftTrainer, pruner: sparsity.BaseUpdater, steps
     state = sparsity.get_sparse_state(opt_state)
     if state.count != steps:
         sys.exit(f"error: masks counted {state.count} steps of {steps}")
-    loss = test_loss(trainer)
+    loss = trained_loss(trainer)
     if not loss < HIGHEST_LOSS:
         sys.exit(f"error: the loss is {loss:.3f}, it should be below {HIGHEST_LOSS}")
     total = sparsity.summarize_sparsity(state.masks)["_total_sparsity"]
@@ -183,6 +226,8 @@ def main() -> None:
         if name == "2:4":
             merge_adapters(trainer, steps)
             results["LoRA"] = check(trainer, pruner, steps)
+        if isinstance(pruner.scope, sparsity.Coupled):
+            results["cut"] = shrink(trainer, pruner.scope.graph)
     print(*(f"{name:5}  {result}" for name, result in results.items()), sep="\n")
 
 
