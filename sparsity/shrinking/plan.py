@@ -40,6 +40,11 @@ class Plan:
     def __hash__(self) -> int:
         return hash(self.to_json())
 
+    def shape_left(self, path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """What is left of the shape of a leaf."""
+        axes = self.kept.get(path, {})
+        return tuple(axes[i].shape[-1] if i in axes else size for i, size in enumerate(shape))
+
     def to_json(self) -> str:
         """The plan as text, from which `from_json` makes it again."""
         leaves = [

@@ -5,21 +5,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sparsity.core import extras, owners, trees
+from sparsity.core import owners, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
+from sparsity.graph.dims import Dim
 from sparsity.masks import pack_masks, unpack_masks
+from sparsity.reports import time_in_turn
+from sparsity.shrinking import report
 from sparsity.shrinking.evaluate import Smaller, take
 from sparsity.shrinking.plan import Plan, chosen_by, plan_of, variables_of
 from sparsity.training.state import SparseState, is_packed, make_state
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Path = tuple[str, ...]
 
@@ -45,8 +51,7 @@ class Small:
     def graph(self) -> Graph:
         """The graph of the smaller model: it can be shrunken again."""
         shapes = {
-            leaf.path: _left_shape(leaf.shape, self.plan.kept.get(leaf.path, {}))
-            for leaf in self.before.leaves
+            leaf.path: self.plan.shape_left(leaf.path, leaf.shape) for leaf in self.before.leaves
         }
         return self.before.add_smaller(shapes, functools.partial(_apply, self.before, self.plan))
 
@@ -61,41 +66,73 @@ class Small:
         """
         return _apply(self.before, self.plan, params, *args)
 
-    def macs(self) -> int:
-        """Multiply-adds of a call that are left, at the batch size of the trace."""
-        chosen = variables_of(self.before, self.plan)
-        found: int = self.before.macs_left({v: int(index.shape[-1]) for v, index in chosen.items()})
-        return found
+    def macs(self, path: Path | None = None) -> int:
+        """Multiply-adds that are left, at the batch size of the trace: of a call, or of a leaf."""
+        found: float = self.before.macs_left(self._left, path)
+        return round(found)
 
-    def report(self) -> str:
-        """Returns a table of what became smaller: shapes, parameters, bytes and MACs by leaf."""
-        table = extras.load("rich.table", "summary").Table(
-            "leaf", "shape", "smaller", box=extras.load("rich.box", "summary").SIMPLE
-        )
-        for column in ("parameters", "left", "bytes", "left", "MACs", "left"):
-            table.add_column(column, justify="right")
-        total = np.zeros(6, object)
+    def measure(self, params: PyTree, *args: PyTree, rounds: int = 20) -> list[float]:
+        """Measures the model before and after, both compiled and called in turn.
+
+        Args:
+          params: the parameters before, as `shrink` got them.
+          *args: inputs of the model.
+          rounds: how often each is called.
+
+        Returns:
+          Median seconds of a call before, and after: an entry of `report`.
+        """
+
+        def program(plan: Plan, params: PyTree) -> Callable[[], object]:
+            arrays, rebuild = trees.split_arrays((params, args))
+
+            @jax.jit
+            def run(arrays: list[jax.Array]) -> object:
+                params, inputs = rebuild(arrays)
+                return _apply(self.before, plan, params, *inputs)
+
+            return functools.partial(run, arrays)
+
+        whole = program(Plan({}, {}), params)
+        return time_in_turn(whole, program(self.plan, self.params), rounds=rounds)
+
+    def report(self, seconds: Mapping[str, Sequence[float]] | None = None) -> str:
+        """Returns a table of what became smaller: shapes, parameters, bytes and MACs by leaf.
+
+        Args:
+          seconds: measured times to be shown below, `{what: (before, after)}`, as `measure` and
+            `sparsity.time_in_turn` return them.
+
+        Returns:
+          Text of several lines.
+        """
+        return report.table(self, seconds or {})
+
+    def plot(self, axes: Sequence[Axes] | None = None) -> Sequence[Axes]:
+        """Draws multiply-adds and parameters of every leaf: before in light, what is left in dark.
+
+        Leaves of one axis that no product reads, such as biases, are too small to be seen.
+
+        Args:
+          axes: two matplotlib axes to draw on; new ones side by side by default.
+
+        Returns:
+          The matplotlib axes.
+        """
+        return report.plot(self, axes)
+
+    @functools.cached_property
+    def _left(self) -> dict[Dim, int]:
+        """How many entries stay of each variable."""
         chosen = variables_of(self.before, self.plan)
-        left = {v: int(index.shape[-1]) for v, index in chosen.items()}
-        for leaf in self.before.leaves:
-            shape = _left_shape(leaf.shape, self.plan.kept.get(leaf.path, {}))
-            sizes = leaf.size, math.prod(shape)
-            macs = self.before.macs_of(leaf.path), self.before.macs_left(left, leaf.path)
-            numbers = [*sizes, *(n * leaf.dtype.itemsize for n in sizes), *map(round, macs)]
-            total += np.array(numbers, object)
-            shapes = ["x".join(map(str, x)) or "scalar" for x in (leaf.shape, shape)]
-            table.add_row(leaf.name, *shapes, *(f"{n:,}" for n in numbers))
-        total[4:] = self.before.macs(), self.macs()
-        table.add_section()
-        table.add_row("all", "", "", *(f"{n:,}" for n in total))
-        return extras.as_text(table)
+        return {variable: index.shape[-1] for variable, index in chosen.items()}
 
 
 def _apply(graph: Graph, plan: Plan, params: PyTree, *args: Any) -> Any:
     """A model whose parameters have become smaller, at the shapes of its inputs."""
     leaves, inputs = trees.split_arrays(params)[0], trees.split_arrays(args)[0]
     for leaf, array in zip(graph.leaves, leaves, strict=True):
-        shape = _left_shape(leaf.shape, plan.kept.get(leaf.path, {}))
+        shape = plan.shape_left(leaf.path, leaf.shape)
         if shape != jnp.shape(array):
             raise ValueError(
                 f"small.apply takes the smaller parameters: {leaf.name!r} must have shape {shape}, "
@@ -169,10 +206,6 @@ def _cut(array: Any, axes: Mapping[int, np.ndarray]) -> Any:
     for axis, index in axes.items():
         array = take(array, index, axis)
     return array
-
-
-def _left_shape(shape: tuple[int, ...], axes: Mapping[int, np.ndarray]) -> tuple[int, ...]:
-    return tuple(axes[i].shape[-1] if i in axes else size for i, size in enumerate(shape))
 
 
 @dataclasses.dataclass(frozen=True)
