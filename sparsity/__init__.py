@@ -78,6 +78,7 @@ from sparsity.reports import (
     sparsity_table,
     summarize_intersection,
     summarize_sparsity,
+    time_in_turn,
 )
 from sparsity.shrinking import Plan, Small, shrink
 from sparsity.sparsity_distributions import ERK, Distribution, Uniform
@@ -198,6 +199,7 @@ __all__ = [
     "summarize_intersection",
     "summarize_sparsity",
     "synflow_scores",
+    "time_in_turn",
     "trace",
     "unpack_masks",
     "utils",

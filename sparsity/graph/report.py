@@ -89,25 +89,46 @@ def plot(graph: Graph, masks: PyTree | None, ax: Axes | None) -> Axes:
     """`Graph.plot`."""
     found = [row for row in rows(graph, masks) if row.dense]
     if ax is None:
-        ax = extras.load("matplotlib.pyplot", "summary").subplots(
-            figsize=(7, 1.2 + 0.32 * max(len(found), 1)), layout="constrained"
-        )[1]
-    position = np.arange(len(found))
-    million = [(row.dense / 1e6, row.left / 1e6) for row in found]
-    ax.barh(position, [dense for dense, _ in million], color="#A6CEE3", label="dense")
-    if masks is not None:
-        ax.barh(position, [left for _, left in million], color="#0072B2", label="left")
-    total = max(graph.macs(), 1)
-    for i, row in enumerate(found):
-        share = f"{row.dense / total:.1%}"
-        text = share if masks is None else f"{share} to {row.left / total:.1%}"
+        ax = new_axes(len(found), 1)[0]
+    names, dense = [row.leaf.name for row in found], [row.dense for row in found]
+    left = None if masks is None else [row.left for row in found]
+    bars(ax, "multiply-adds", names, dense, left, graph.macs())
+    return ax
+
+
+def new_axes(num_rows: int, num_columns: int) -> list[Axes]:
+    """Matplotlib axes side by side that share their rows."""
+    figsize = (3.5 + 3.5 * num_columns, 1.2 + 0.32 * max(num_rows, 1))
+    _, axes = extras.load("matplotlib.pyplot", "summary").subplots(
+        1, num_columns, figsize=figsize, layout="constrained", sharey=True, squeeze=False
+    )
+    return list(axes[0])
+
+
+def bars(
+    ax: Axes,
+    what: str,
+    names: Sequence[str],
+    dense: Sequence[int],
+    left: Sequence[int] | None,
+    total: int,
+) -> None:
+    """Draws a light bar for what each leaf costs, a dark one for what is left, and the shares."""
+    position = np.arange(len(names))
+    ax.barh(position, np.divide(dense, 1e6), color="#A6CEE3", label="dense")
+    if left is not None:
+        ax.barh(position, np.divide(left, 1e6), color="#0072B2", label="left")
+    for i in range(len(names)):
+        share = f"{dense[i] / max(total, 1):.1%}"
+        text = share if left is None else f"{share} to {left[i] / max(total, 1):.1%}"
         ax.annotate(text, (1.01, i), xycoords=("axes fraction", "data"), va="center")
-    ax.set_yticks(position, [row.leaf.name for row in found])
-    ax.invert_yaxis()
-    ax.set_xlabel("million multiply-adds")
+    ax.set_yticks(position, names)
+    if not ax.yaxis_inverted():  # axes that share their rows turn together
+        ax.invert_yaxis()
+    ax.set_xlabel(f"million {what}")
+    ax.locator_params(axis="x", nbins=5)
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
-    return ax
 
 
 _SHORT = {"dot_general": "dot", "conv_general_dilated": "convolution", "gather": "lookup"}

@@ -1,7 +1,8 @@
-"""What a sparse network looks like: sparsity by layer, overlap of masks, a table and a plot."""
+"""What a sparse network looks like and costs: sparsity by layer, tables, plots, measured times."""
 
 from sparsity.reports.layers import LayerSummary, layer_summary, plot_sparsity, sparsity_table
 from sparsity.reports.summary import active_masks, summarize_intersection, summarize_sparsity
+from sparsity.reports.times import time_in_turn
 
 __all__ = [
     "LayerSummary",
@@ -11,4 +12,5 @@ __all__ = [
     "sparsity_table",
     "summarize_intersection",
     "summarize_sparsity",
+    "time_in_turn",
 ]

@@ -5,21 +5,29 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 
-from sparsity.core import extras, owners, trees
+from sparsity.core import owners, sharding, trees
+from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
-from sparsity.masks import pack_masks, unpack_masks
+from sparsity.graph.dims import Dim
+from sparsity.masks import pack_masks, place_masks, unpack_masks
+from sparsity.reports import time_in_turn
+from sparsity.shrinking import report
 from sparsity.shrinking.evaluate import Smaller, take
-from sparsity.shrinking.plan import Plan, chosen_by, plan_of, variables_of
+from sparsity.shrinking.plan import Plan, chosen_by, plan_of, shape_left, variables_of
 from sparsity.training.state import SparseState, is_packed, make_state
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Path = tuple[str, ...]
 
@@ -33,6 +41,7 @@ class Small:
       opt_state: the optimizer's state, cut with them; `None` if none was given.
       plan: what stays: `plan.to_json()` cuts another checkpoint of the model.
       before: the graph of the model before.
+      replicated: axes of leaves whose devices, so many, no longer divide what is left of them.
       graph: that of the smaller one.
     """
 
@@ -40,13 +49,13 @@ class Small:
     opt_state: optax.OptState | None
     plan: Plan
     before: Graph
+    replicated: Mapping[tuple[Path, int], int]
 
     @functools.cached_property
     def graph(self) -> Graph:
         """The graph of the smaller model: it can be shrunken again."""
         shapes = {
-            leaf.path: _left_shape(leaf.shape, self.plan.kept.get(leaf.path, {}))
-            for leaf in self.before.leaves
+            leaf.path: self.plan.shape_left(leaf.path, leaf.shape) for leaf in self.before.leaves
         }
         return self.before.add_smaller(shapes, functools.partial(_apply, self.before, self.plan))
 
@@ -61,47 +70,79 @@ class Small:
         """
         return _apply(self.before, self.plan, params, *args)
 
-    def macs(self) -> int:
-        """Multiply-adds of a call that are left, at the batch size of the trace."""
-        chosen = variables_of(self.before, self.plan)
-        found: int = self.before.macs_left({v: int(index.shape[-1]) for v, index in chosen.items()})
-        return found
+    def macs(self, path: Path | None = None) -> int:
+        """Multiply-adds that are left, at the batch size of the trace: of a call, or of a leaf."""
+        found: float = self.before.macs_left(self._left, path)
+        return round(found)
 
-    def report(self) -> str:
-        """Returns a table of what became smaller: shapes, parameters, bytes and MACs by leaf."""
-        table = extras.load("rich.table", "summary").Table(
-            "leaf", "shape", "smaller", box=extras.load("rich.box", "summary").SIMPLE
-        )
-        for column in ("parameters", "left", "bytes", "left", "MACs", "left"):
-            table.add_column(column, justify="right")
-        total = np.zeros(6, object)
+    def measure(self, params: PyTree, *args: PyTree, rounds: int = 20) -> list[float]:
+        """Measures the model before and after, both compiled and called in turn.
+
+        Args:
+          params: the parameters before, as `shrink` got them.
+          *args: inputs of the model.
+          rounds: how often each is called.
+
+        Returns:
+          Median seconds of a call before, and after: an entry of `report`.
+        """
+
+        def program(plan: Plan, params: PyTree) -> Callable[[], object]:
+            arrays, rebuild = trees.split_arrays((params, args))
+
+            @jax.jit
+            def run(arrays: list[jax.Array]) -> object:
+                params, inputs = rebuild(arrays)
+                return _apply(self.before, plan, params, *inputs)
+
+            return functools.partial(run, arrays)
+
+        whole = program(Plan({}, {}), params)
+        return time_in_turn(whole, program(self.plan, self.params), rounds=rounds)
+
+    def report(self, seconds: Mapping[str, Sequence[float]] | None = None) -> str:
+        """Returns a table of what became smaller: shapes, parameters, bytes and MACs by leaf.
+
+        Args:
+          seconds: measured times to be shown below, `{what: (before, after)}`, as `measure` and
+            `sparsity.time_in_turn` return them.
+
+        Returns:
+          Text of several lines.
+        """
+        return report.table(self, seconds or {})
+
+    def plot(self, axes: Sequence[Axes] | None = None) -> Sequence[Axes]:
+        """Draws multiply-adds and parameters of every leaf: before in light, what is left in dark.
+
+        Leaves of one axis that no product reads, such as biases, are too small to be seen.
+
+        Args:
+          axes: two matplotlib axes to draw on; new ones side by side by default.
+
+        Returns:
+          The matplotlib axes.
+        """
+        return report.plot(self, axes)
+
+    @functools.cached_property
+    def _left(self) -> dict[Dim, int]:
+        """How many entries stay of each variable."""
         chosen = variables_of(self.before, self.plan)
-        left = {v: int(index.shape[-1]) for v, index in chosen.items()}
-        for leaf in self.before.leaves:
-            shape = _left_shape(leaf.shape, self.plan.kept.get(leaf.path, {}))
-            sizes = leaf.size, math.prod(shape)
-            macs = self.before.macs_of(leaf.path), self.before.macs_left(left, leaf.path)
-            numbers = [*sizes, *(n * leaf.dtype.itemsize for n in sizes), *map(round, macs)]
-            total += np.array(numbers, object)
-            shapes = ["x".join(map(str, x)) or "scalar" for x in (leaf.shape, shape)]
-            table.add_row(leaf.name, *shapes, *(f"{n:,}" for n in numbers))
-        total[4:] = self.before.macs(), self.macs()
-        table.add_section()
-        table.add_row("all", "", "", *(f"{n:,}" for n in total))
-        return extras.as_text(table)
+        return {variable: index.shape[-1] for variable, index in chosen.items()}
 
 
 def _apply(graph: Graph, plan: Plan, params: PyTree, *args: Any) -> Any:
     """A model whose parameters have become smaller, at the shapes of its inputs."""
     leaves, inputs = trees.split_arrays(params)[0], trees.split_arrays(args)[0]
     for leaf, array in zip(graph.leaves, leaves, strict=True):
-        shape = _left_shape(leaf.shape, plan.kept.get(leaf.path, {}))
+        shape = plan.shape_left(leaf.path, leaf.shape)
         if shape != jnp.shape(array):
             raise ValueError(
                 f"small.apply takes the smaller parameters: {leaf.name!r} must have shape {shape}, "
                 f"got {jnp.shape(array)}."
             )
-    graph = graph.at_shapes(inputs)
+    graph = graph.at_shapes(inputs, leaves)
     smaller = Smaller(graph.coupling, variables_of(graph, plan))
     return jax.tree.unflatten(graph.output_tree, smaller.run(graph.program, [*leaves, *inputs]))
 
@@ -150,9 +191,24 @@ def shrink(
     cut = functools.partial(_cut_leaf, graph, plan)
     small_params = trees.map_matched(lambda path, leaf: cut(path, leaf), params)
     state = None if opt_state is None else _cut_state(graph, plan, params, small_params, opt_state)
-    small = Small(small_params, state, plan, graph)
+    small = Small(small_params, state, plan, graph, _replicated(graph, params, small_params))
     _ = small.graph  # scopes of the graph know the smaller model from now on
     return small
+
+
+def _replicated(graph: Graph, params: PyTree, small_params: PyTree) -> dict[tuple[Path, int], int]:
+    """`Small.replicated`."""
+    left = trees.leaves_by_path(small_params)
+    found = {}
+    for key, leaf in trees.leaves_by_path(params).items():
+        own = getattr(leaf, "sharding", None)
+        if isinstance(own, NamedSharding) and leaf.shape != left[key].shape:
+            path = graph.leaf(trees.path_names(key), leaf).path
+            counts = sharding.num_devices(own, leaf.ndim)
+            for axis, count in enumerate(counts):
+                if left[key].shape[axis] % count:
+                    found[path, axis] = count
+    return found
 
 
 def _axes(graph: Graph, plan: Plan, path: trees.KeyPath, leaf: Any) -> Mapping[int, np.ndarray]:
@@ -166,13 +222,22 @@ def _cut_leaf(graph: Graph, plan: Plan, path: trees.KeyPath, leaf: Any) -> Any:
 
 
 def _cut(array: Any, axes: Mapping[int, np.ndarray]) -> Any:
+    """What is left of an array, sharded as it is where the axes of the mesh still divide."""
+    if not axes:
+        return array
+    own = None if is_traced(array) else getattr(array, "sharding", None)
+    shape = shape_left(jnp.shape(array), axes)
+    index = {axis: jnp.asarray(index) for axis, index in axes.items()}
+    if isinstance(own, NamedSharding) and not sharding.of_type(array):
+        return _taken(array, index, sharding.fit(own, shape))
+    return sharding.shard_like(array, _taken, array, index, shape=shape)
+
+
+@functools.partial(jax.jit, static_argnames="own")
+def _taken(array: jax.Array, axes: Mapping[int, jax.Array], own: Any = None) -> jax.Array:
     for axis, index in axes.items():
         array = take(array, index, axis)
-    return array
-
-
-def _left_shape(shape: tuple[int, ...], axes: Mapping[int, np.ndarray]) -> tuple[int, ...]:
-    return tuple(axes[i].shape[-1] if i in axes else size for i, size in enumerate(shape))
+    return array if own is None else jax.lax.with_sharding_constraint(array, own)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +280,7 @@ def _cut_state(graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, s
         state = _replaced(state, node, make_state(False, node._replace(masks=masks)))
     state = owners.map_owned(cut, owners_tree, state)
     for _, node in trees.find_nodes(state, SparseState) if packed else ():
-        masks = pack_masks(node.masks, small_params)
+        masks = place_masks(pack_masks(node.masks, small_params), small_params)
         state = _replaced(state, node, make_state(True, node._replace(masks=masks)))
     return state
 
