@@ -11,7 +11,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from baselines import store, training
+from baselines import channels, store, training
 
 # ResNet-50 on ImageNet at 80 %, JaxPruner (Lee et al. 2023): from the best to the worst.
 PAPER = (
@@ -42,7 +42,9 @@ def write(tasks: Sequence[training.Task]) -> None:
         sys.exit("No result of the present settings is stored.")
     for task, results in found:
         draw(task, results).savefig(store.FOLDER / f"{task.name}.png", dpi=150)
-    parts = [introduction(found), summary(found), *(section(*pair) for pair in found), order(found)]
+    of_weights = [pair for pair in found if not isinstance(pair[0], channels.ChannelTask)]
+    sections = (section(*pair) for pair in found)
+    parts = [introduction(found), summary(of_weights), *sections, order(of_weights)]
     path = store.FOLDER / "RESULTS.md"
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     print(f"{len(found)} of {len(tasks)} tasks: {path}")
@@ -69,7 +71,10 @@ their threshold: of scores divided by the norm of their leaf, or as they are in 
 times until {end:.0%} of the steps, at first {training.DROP_FRACTION:.0%} of the active weights,
 along a cosine to none, and so do SRigL and global RigL; static masks stay. Straight-through methods
 are sparse from the first step. Top-KAST and ADMM renew their sets as often, AC/DC has
-{training.PHASES} phases along the ramp, and SNIP prunes in the first step."""
+{training.PHASES} phases along the ramp, and SNIP prunes in the first step.
+
+Tasks of whole channels name the part of the multiply-adds that goes, under `Coupled(graph)`.
+Their `static_sparse` is a dense network of that size: it never had the channels that it lacks."""
 
 
 def summary(found: Sequence[Found]) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 import jax
 
-from baselines import store, training
+from baselines import channels, store, training
 from baselines.store import Job
 from baselines.training import Task
 
@@ -29,8 +29,8 @@ EXTRAS = ("gymnax", "matplotlib", "mlxtend", "mnist1d", "tqdm")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    known = store.row_names()
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS, metavar="NAME")
+    known, all_tasks = store.row_names(), (*TASKS, *(task.name for task in channels.TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=all_tasks, default=all_tasks, metavar="NAME")
     parser.add_argument("--algorithms", nargs="+", choices=known, default=known, metavar="NAME")
     parser.add_argument("--report", action="store_true", help="write the report, train nothing")
     options = parser.parse_args()
@@ -42,6 +42,7 @@ def main() -> None:
     from baselines import report
 
     tasks = {name: importlib.import_module(f"baselines.{name}").TASK for name in TASKS}
+    tasks |= {task.name: task for task in channels.TASKS}
     try:
         if not options.report:
             train_all([tasks[name] for name in options.tasks], options.algorithms)
@@ -80,7 +81,7 @@ def train_all(tasks: list[Task], names: tuple[str, ...]) -> None:
 
 def jobs_of(task: Task, names: tuple[str, ...]) -> Iterator[Job]:
     """Rows and sparsities to train a task with; the dense network once."""
-    for name in names:
+    for name in [name for name in names if name in store.rows_of(task)]:
         for target in (0.0,) if name == "no_prune" else task.sparsities:
             yield name, target
 

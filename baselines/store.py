@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import sparsity
+from baselines import channels
 from baselines.training import Task
 
 FOLDER = Path(__file__).parent
@@ -35,6 +36,11 @@ def row_names() -> tuple[str, ...]:
     )
 
 
+def rows_of(task: Task) -> tuple[str, ...]:
+    """The rows of a task."""
+    return channels.ROWS if isinstance(task, channels.ChannelTask) else row_names()
+
+
 def recipe(name: str) -> Recipe:
     """What a row is trained by."""
     return VARIANTS.get(name, (name, {}))
@@ -43,20 +49,28 @@ def recipe(name: str) -> Recipe:
 def fingerprint(task: Task) -> str:
     """Of the settings and of the code that trains."""
     digest = hashlib.sha256(json.dumps([task.settings, task.seeds]).encode())
-    for name in ("training.py", f"{task.name}.py"):
-        digest.update((FOLDER / name).read_bytes())
+    names = ["training", task.name]
+    if isinstance(task, channels.ChannelTask):
+        names = ["training", task.base.name, "channels"]
+    for name in names:
+        digest.update((FOLDER / f"{name}.py").read_bytes())
     return digest.hexdigest()[:16]
 
 
 def load(task: Task) -> dict[Job, Result]:
-    """Results that the present settings and recipes have made."""
+    """Results that the present settings and recipes have made.
+
+    The dense network of a task on channels is that of its base.
+    """
+    results = {}
+    if isinstance(task, channels.ChannelTask):
+        results = {job: row for job, row in load(task.base).items() if job[0] == "no_prune"}
     if not path_of(task).exists():
-        return {}
+        return results
     found = json.loads(path_of(task).read_text(encoding="utf-8"))
     if found["fingerprint"] != fingerprint(task):
-        return {}
+        return results
     names = {json.dumps(recipe(name)): name for name in row_names()}
-    results = {}
     for row in found["runs"]:
         made_by = json.dumps([row.pop("algorithm"), row.pop("options", {})])
         if made_by in names:

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from baselines import report, run, store, training
+from baselines import channels, digits_cnn, report, run, store, training
 from tests import helpers
 
 pytestmark = [
@@ -91,6 +91,45 @@ def test_every_task_trains(name, monkeypatch):
     np.testing.assert_allclose(metrics["sparsity"], 0.8, atol=1e-3)
     assert np.isfinite(metrics["metric"]).all()
     assert metrics["metric"][0] != metrics["metric"][1]
+
+
+@pytest.mark.parametrize("algorithm", ["magnitude", "static_sparse"])
+def test_a_task_on_channels_leaves_its_part_of_the_macs(algorithm, monkeypatch):
+    monkeypatch.setitem(digits_cnn.SETTINGS, "steps", 8)
+    task = dataclasses.replace(channels.TASKS[0], seeds=2)
+    metrics = training.run_seeds(task, algorithm, 0.75)
+    assert all(0.75 <= removed < 0.77 for removed in metrics["sparsity"])
+    assert metrics["metric"][0] != metrics["metric"][1]
+
+
+def test_convolutions_of_which_a_graph_knows_the_channels_compute_the_same():
+    params = digits_cnn.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (3, 28, 28, 1))
+    expected = digits_cnn.model(params, x)
+    np.testing.assert_allclose(channels.digits_model(params, x), expected, atol=1e-5)
+
+
+@pytest.fixture
+def on_channels(folder):
+    """The toy task on channels, with its source files."""
+    (folder / "channels.py").touch()
+    fields = {field.name: getattr(TASK, field.name) for field in dataclasses.fields(TASK)}
+    return channels.ChannelTask(**fields | {"name": "toy_channels"}, base=TASK)
+
+
+def test_the_dense_network_of_channels_is_that_of_the_base(on_channels):
+    store.save(TASK, {("no_prune", 0.0): ROW, ("set", 0.5): ROW})
+    assert store.load(on_channels) == {("no_prune", 0.0): ROW}
+    jobs = set(run.jobs_of(on_channels, store.row_names())) - store.load(on_channels).keys()
+    assert {name for name, _ in jobs} == {"magnitude", "saliency", "static_sparse"}
+
+
+@pytest.mark.parametrize("source", ["training.py", "toy.py", "channels.py"])
+def test_results_on_channels_belong_to_the_code_of_their_base(on_channels, folder, source):
+    store.save(on_channels, {("magnitude", 0.5): ROW})
+    assert store.load(on_channels) == {("magnitude", 0.5): ROW}
+    (folder / source).write_text("other")
+    assert store.load(on_channels) == {}
 
 
 def test_a_run_goes_on_where_it_was_stopped(folder, monkeypatch):

@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,11 +72,11 @@ class Checkpoints:
         items = {"state": ocp.args.StandardSave(leaves), "meta": ocp.args.JsonSave(meta)}
         self._manager.save(checkpoint.step, args=ocp.args.Composite(**items))
 
-    def restore(self, state: Any) -> Checkpoint | None:
+    def restore(self, like: Callable[[dict[str, list[Any]]], Any]) -> Checkpoint | None:
         """Returns the newest checkpoint that is not damaged, or `None` where there is none.
 
         Args:
-          state: a tree of the same structure.
+          like: from the history of a run to a tree of the structure and shapes of its state.
 
         Raises:
           ValueError: the checkpoint is one of another configuration, or all are damaged.
@@ -96,6 +96,7 @@ class Checkpoints:
             return None
         leaves, meta = found
         self._check_config(meta["config"])
+        state = like(meta["history"])
         names = _by_name(state)
         if {n: a.shape for n, a in leaves.items()} != {n: a.shape for n, a in names.items()}:
             raise ValueError(

@@ -31,6 +31,11 @@ CONFIG = {
         tuple,
         "((LAYER, density or (n, m)), ...): sparse outputs of these layers of the sparse network",
     ),
+    "shrink": (
+        False,
+        "when masks are final, cut what they removed, and go on with the smaller network; needs"
+        " sparsity.scope=coupled",
+    ),
     "sparsity.algorithm": ("magnitude", ", ".join(ALGORITHMS)),
     "sparsity.strategy": (
         tuple,
@@ -39,6 +44,16 @@ CONFIG = {
     "sparsity.sparsity": (
         float,
         "fraction of the weights to remove, in [0, 1]; by default 0.9, or what an N:M type removes",
+    ),
+    "sparsity.macs": (
+        float,
+        "in its place, the part of the multiply-adds that is left, in (0, 1]; by default 0.25 of a"
+        " network that loses whole channels",
+    ),
+    "sparsity.scope": (
+        str,
+        "what competes: layerwise or global, weights; coupled, channels with all that belongs to"
+        " them",
     ),
     "sparsity.dist_type": ("uniform", "sparsity of the layers: uniform or erk"),
     "sparsity.sparsity_type": (
@@ -70,7 +85,7 @@ FLAGS = {
         flags.DEFINE_string,
         None,
         "folder for checkpoints, pictures and events; by default runs/mnist/ALGORITHM in the"
-        " project. A run that is found there goes on",
+        " project, with a scope SCOPE_ALGORITHM. A run that is found there goes on",
     ),
     "restart": (flags.DEFINE_bool, False, "forget the run in the run folder and start afresh"),
     "tensorboard": (flags.DEFINE_bool, False, "write events for TensorBoard to the run folder"),
@@ -133,7 +148,8 @@ def from_command_line() -> Options:
     if rest:
         raise ValueError(f"{rest[0]!r} is no option; write --NAME=VALUE or --config.NAME=VALUE.")
     check(config)
-    run_dir = values.run_dir or ROOT / "runs" / "mnist" / config.sparsity.algorithm
+    name = "_".join(filter(None, (config.sparsity.scope, config.sparsity.algorithm)))
+    run_dir = values.run_dir or ROOT / "runs" / "mnist" / name
     return Options(config, values.data_dir, Path(run_dir), values.restart, values.tensorboard)
 
 
@@ -146,13 +162,22 @@ def check(config: ConfigDict) -> None:
             raise ValueError(f"--config.{name} must be positive, got {config[name]}.")
     if config.seed < 0:
         raise ValueError(f"--config.seed must not be negative, got {config.seed}.")
-    algorithm = config.sparsity.algorithm
+    algorithm, scope = config.sparsity.algorithm, config.sparsity.scope
     if algorithm not in ALGORITHMS:
         near = difflib.get_close_matches(str(algorithm), ALGORITHMS, n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""
         raise ValueError(
             f"There is no algorithm {algorithm!r}. {hint}Known: {', '.join(ALGORITHMS)}."
         )
+    if config.shrink and scope != "coupled":
+        raise ValueError(
+            "--config.shrink cuts whole channels and needs --config.sparsity.scope=coupled, got "
+            f"{scope}."
+        )
+    if scope and algorithm == "epoch_strategy":
+        raise ValueError(f"epoch_strategy has no --config.sparsity.scope, got {scope}.")
+    if None not in (config.sparsity.sparsity, config.sparsity.macs):
+        raise ValueError("Give one of --config.sparsity.sparsity and --config.sparsity.macs.")
 
 
 def help_text() -> str:

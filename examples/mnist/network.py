@@ -19,6 +19,8 @@ from ml_collections import ConfigDict
 import sparsity
 from examples.mnist.data import Digits
 
+IMAGE = jax.ShapeDtypeStruct((1, 28, 28, 1), jnp.uint8)  # a batch of one
+
 
 class CNN(nn.Module):
     """Two convolutions and two dense layers; images [N, 28, 28, 1] of bytes to logits [N, 10]."""
@@ -40,6 +42,13 @@ class TrainState(NamedTuple):
     opt_state: Any  # sparsity: the masks are in here
 
 
+class Model(NamedTuple):
+    """A function of its parameters, and the parameters to start with."""
+
+    init: Callable[[], Any]
+    apply: Callable[[Any, jax.Array], jax.Array]  # from parameters and images to logits
+
+
 class Network(NamedTuple):
     """What can be done with a state: functions only, so that it is made once.
 
@@ -47,6 +56,7 @@ class Network(NamedTuple):
     """
 
     name: str
+    model: Model
     updater: sparsity.BaseUpdater
     init: Callable[[], TrainState]
     train_step: Callable[[TrainState, Digits], tuple[TrainState, jax.Array]]
@@ -61,23 +71,32 @@ class Network(NamedTuple):
         return int(np.sum([*correct])) / len(digits.labels)
 
 
+def make_model(seed: int, sparse_layers: sparsity.activations.Layers) -> Model:
+    """Returns a model whose initial weights depend on the seed only."""
+    module = CNN()
+    sparse_apply = sparsity.sparsify_linen(module.apply, sparse_layers)  # sparsity: of activations
+
+    def init() -> Any:
+        # Compiled by itself, this gives all networks the same bits.
+        return jax.jit(module.init)(jax.random.key(seed), jnp.zeros(IMAGE.shape))["params"]
+
+    def apply(params: Any, images: jax.Array) -> jax.Array:
+        return sparse_apply({"params": params}, images)
+
+    jax.eval_shape(apply, jax.eval_shape(init), IMAGE)  # checks names of layers
+    return Model(init, apply)
+
+
 def make_network(
-    name: str,
-    updater: sparsity.BaseUpdater,
-    config: ConfigDict,
-    num_steps: int,
-    sparse_layers: sparsity.activations.Layers,
+    name: str, model: Model, updater: sparsity.BaseUpdater, config: ConfigDict, num_steps: int
 ) -> Network:
-    """Returns a network whose initial weights depend on the seed only."""
-    model = CNN()
-    apply = sparsity.sparsify_linen(model.apply, sparse_layers)  # sparsity: of activations
+    """Returns what trains a model and makes it sparse."""
     schedule = optax.cosine_decay_schedule(config.learning_rate, num_steps)
     tx = updater.wrap_optax(optax.adam(schedule))  # sparsity: wrap the optimizer
 
     def init() -> TrainState:
-        # Compiled by itself, this gives all networks the same bits.
-        variables = jax.jit(model.init)(jax.random.key(config.seed), jnp.zeros((1, 28, 28, 1)))
-        return TrainState(variables["params"], jax.jit(tx.init)(variables["params"]))
+        params = model.init()
+        return TrainState(params, jax.jit(tx.init)(params))
 
     def used_params(state: TrainState) -> Any:
         # sparsity: straight-through methods mask the weights here, others return them as they are.
@@ -86,7 +105,7 @@ def make_network(
     def train_step(state: TrainState, batch: Digits) -> tuple[TrainState, jax.Array]:
         def loss_fn(params: Any) -> jax.Array:
             params = used_params(TrainState(params, state.opt_state))
-            outputs = apply({"params": params}, batch.images)
+            outputs = model.apply(params, batch.images)
             return optax.softmax_cross_entropy_with_integer_labels(outputs, batch.labels).mean()
 
         loss, grads = jax.value_and_grad(loss_fn)(state.params)
@@ -96,13 +115,12 @@ def make_network(
         return TrainState(params, opt_state), loss
 
     def num_correct(params: Any, digits: Digits) -> jax.Array:
-        outputs = apply({"params": params}, digits.images)
+        outputs = model.apply(params, digits.images)
         return (outputs.argmax(-1) == digits.labels).sum()
 
-    images = jax.ShapeDtypeStruct((1, 28, 28, 1), jnp.uint8)
-    jax.eval_shape(lambda x: apply({"params": init().params}, x), images)  # checks names of layers
     return Network(
         name,
+        model,
         updater,
         init=init,
         train_step=jax.jit(train_step, donate_argnums=0),

@@ -67,15 +67,17 @@ def draw_all(
     networks: dict[str, Network],
     trained: dict[str, TrainState],
     history: dict[str, list[Any]],
+    small: sparsity.Small | None,
     folder: Path,
 ) -> list[Path]:
     """Writes all pictures to `folder`, as NAME_light.png and NAME_dark.png; returns their paths."""
     names = {role: network.name for role, network in networks.items()}
-    draw: dict[str, Callable[[], Figure]] = {
-        "accuracy": lambda: draw_accuracy(history, names),
-        "layers": lambda: draw_layers(networks["sparse"], trained["sparse"]),
-        "first_layer": lambda: draw_first_layer(networks, trained),
-    }
+    draw: dict[str, Callable[[], Figure]] = {"accuracy": lambda: draw_accuracy(history, names)}
+    if small:
+        draw["smaller"] = lambda: small.plot()[0].figure
+    else:
+        draw["layers"] = lambda: draw_layers(networks["sparse"], trained["sparse"])
+        draw["first_layer"] = lambda: draw_first_layer(networks, trained)
     if history["mask_updates"]:
         draw["moves"] = lambda: draw_moves(history["mask_updates"], names["sparse"])
     paths = []
@@ -112,6 +114,8 @@ def draw_accuracy(history: dict[str, list[Any]], names: dict[str, str]) -> Figur
             span = {"color": mpl.rcParams["patch.edgecolor"], "zorder": 0}
             label = "masks change" if ax is top else None
             ax.axvspan(updates[0], updates[-1], label=label, **span)
+        for cut in history["cuts"]:
+            ax.axvline(cut["step"], linestyle=":", label="cut" if ax is top else None)
         ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=1 if ax is top else 0))
         ax.legend(loc="lower right" if ax is top else "center right")
     return figure

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,27 +15,22 @@ from examples.mnist import data
 from examples.mnist.network import Network, TrainState
 
 
-def time_steps(
-    networks: dict[str, Network], trained: dict[str, TrainState], batch: data.Digits, repeats: int
-) -> dict[str, float]:
-    """Returns the median seconds of a training step of each network, measured in turn."""
-    states = jax.tree.map(jnp.copy, trained)  # steps consume them
-    seconds: dict[str, list[float]] = {role: [] for role in networks}
-    for repeat in range(-3, repeats):  # the first three warm up
-        for role, network in networks.items():
-            start = time.perf_counter()
-            states[role], _ = jax.block_until_ready(network.train_step(states[role], batch))
-            if repeat >= 0:
-                seconds[role].append(time.perf_counter() - start)
-    return {role: statistics.median(times) for role, times in seconds.items()}
+def stepping(network: Network, state: TrainState, batch: data.Digits) -> Callable[[], Any]:
+    """Returns a program that takes a training step from a copy of a state, then from its result."""
+    states = [jax.tree.map(jnp.copy, state)]  # steps consume them
+
+    def step() -> TrainState:
+        states[0], _ = network.train_step(states[0], batch)
+        return states[0]
+
+    return step
 
 
 def print_report(
     networks: dict[str, Network],
     trained: dict[str, TrainState],
-    train: data.Digits,
+    batch: data.Digits,
     test: data.Digits,
-    batch_size: int,
 ) -> None:
     """Prints the layers of the sparse network, and all networks side by side."""
     params = {role: network.used_params(trained[role]) for role, network in networks.items()}
@@ -46,12 +40,10 @@ def print_report(
     ]
     masks = [sparsity.get_sparse_state(state.opt_state).masks for state in trained.values()]
     accuracies = [network.accuracy(trained[role], test) for role, network in networks.items()]
-    batch = data.batch(train, batch_size, seed=0, step=0)
-    seconds = time_steps(networks, trained, batch, repeats=30)
+    steps = [stepping(network, trained[role], batch) for role, network in networks.items()]
+    seconds = dict(zip(networks, sparsity.time_in_turn(*steps, rounds=30), strict=True))
 
-    table = Table("", *(network.name for network in networks.values()))
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = numbers("", *(network.name for network in networks.values()))
     table.add_row("test accuracy", *(f"{accuracy:.1%}" for accuracy in accuracies))
     table.add_row("sparsity", *(f"{total['_total_sparsity']:.1%}" for total in totals))
     table.add_row("weights that are not zero", *(f"{total['_nparams_nnz']:,}" for total in totals))
@@ -65,11 +57,22 @@ def print_report(
     Console().print(table)
 
 
+def print_cut(
+    small: sparsity.Small, before: Network, after: Network, batch: data.Digits, test: data.Digits
+) -> None:
+    """Prints what the cut has made of every layer, and what that saves of the time."""
+    steps = [stepping(network, network.init(), batch) for network in (before, after)]
+    images = test.images[:1000]
+    seconds = {
+        "training step": sparsity.time_in_turn(*steps, rounds=30),
+        f"inference of {len(images):,} images": small.measure(before.model.init(), images),
+    }
+    print(small.report(seconds))
+
+
 def print_prunings(updater: sparsity.EpochStrategy, evaluations: list[dict[str, Any]]) -> None:
     """Prints the test accuracy before and after each pruning, and before the next one."""
-    table = Table("pruning after epoch", "before", "right after", "recovered", "dense by then")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = numbers("pruning after epoch", "before", "right after", "recovered", "dense by then")
     starts = [epoch * updater.steps_per_epoch for epoch in sorted(updater.strategy)]
     for start, end in zip(starts, [*starts[1:], evaluations[-1]["step"]], strict=True):
         before = [row for row in evaluations if row["step"] <= start][-1:]
@@ -78,3 +81,11 @@ def print_prunings(updater: sparsity.EpochStrategy, evaluations: list[dict[str, 
         epoch, *shown = start // updater.steps_per_epoch, *(f"{r['accuracy']:.1%}" for r in rows)
         table.add_row(str(epoch), *shown)
     Console().print(table)
+
+
+def numbers(*heads: str) -> Table:
+    """Returns an empty table, whose columns but the first hold numbers."""
+    table = Table(*heads)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table

@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 import sparsity
 from examples.mnist import config as config_lib
-from examples.mnist import data, moves
+from examples.mnist import data, moves, shrinking
 from examples.mnist.checkpoint import Checkpoint, Checkpoints
-from examples.mnist.network import Network, TrainState, make_network
+from examples.mnist.network import Model, Network, TrainState, make_model, make_network
 from sparsity import sparsity_types
 
 
@@ -35,6 +35,7 @@ class Experiment(NamedTuple):
     config: ConfigDict
     num_steps: int
     eval_every: int
+    cut_step: int | None  # the first step of the smaller network
 
 
 class RunState(NamedTuple):
@@ -60,17 +61,23 @@ def make_experiment(config: ConfigDict, data_dir: str | None = None) -> Experime
             f"train with, got {config.batch_size}."
         )
     num_steps = config.epochs * epoch
-    updaters = {"dense": sparsity.NoPruning(), "sparse": make_updater(config, num_steps)}
-    names = {"dense": "dense", "sparse": config.sparsity.algorithm}
-    sparse_layers = {"dense": {}, "sparse": dict(config.activations or ())}
-    networks = {
-        role: make_network(names[role], updater, config, num_steps, sparse_layers[role])
-        for role, updater in updaters.items()
+    models = {
+        "dense": make_model(config.seed, {}),
+        "sparse": make_model(config.seed, dict(config.activations or ())),
     }
-    return Experiment(networks, train, test, config, num_steps, config.eval_every or epoch)
+    updater = make_updater(config, num_steps, models["sparse"])
+    updaters = {"dense": sparsity.NoPruning(), "sparse": updater}
+    names = {"dense": "dense", "sparse": config.sparsity.algorithm}
+    networks = {
+        role: make_network(names[role], model, updaters[role], config, num_steps)
+        for role, model in models.items()
+    }
+    cut_step = shrinking.cut_step(updater) if config.shrink else None
+    eval_every = config.eval_every or epoch
+    return Experiment(networks, train, test, config, num_steps, eval_every, cut_step)
 
 
-def make_updater(config: ConfigDict, num_steps: int) -> sparsity.BaseUpdater:
+def make_updater(config: ConfigDict, num_steps: int, model: Model) -> sparsity.BaseUpdater:
     """Returns the algorithm that the configuration names."""
     options = config.sparsity.to_dict()
     strategy = options.pop("strategy")
@@ -80,17 +87,19 @@ def make_updater(config: ConfigDict, num_steps: int) -> sparsity.BaseUpdater:
         options["update_start_step"] = num_steps // 5
     if options["update_end_step"] is None:
         options["update_end_step"] = max(num_steps * 3 // 5, options["update_start_step"])
-    if options["update_end_step"] >= num_steps:
+    if options["update_end_step"] >= num_steps - config.shrink:  # a step for the smaller network
         raise ValueError(
             f"update_end_step must come before the end of training after {num_steps} steps, got "
             f"{options['update_end_step']}."
         )
     kind = sparsity_types.parse_sparsity_type(options["sparsity_type"])
-    if options["sparsity"] is None:
+    if options["scope"] == "coupled" and options["sparsity"] is options["macs"] is None:
+        options["macs"] = 0.25
+    if options["sparsity"] is options["macs"] is None:
         options["sparsity"] = 1 - kind.n / kind.m if isinstance(kind, sparsity.NByM) else 0.9
     if kind != sparsity.Unstructured():  # the first and the last layer stay dense
         options["filter_fn"] = lambda path, param: path[0] in ("conv2", "hidden") and param.ndim > 1
-    return sparsity.create_updater_from_config(options)
+    return sparsity.create_updater_from_config(shrinking.read_options(options, model))
 
 
 def make_epoch_strategy(
@@ -116,7 +125,17 @@ def start(experiment: Experiment) -> Checkpoint:
     """Returns where a run begins."""
     trained = {role: network.init() for role, network in experiment.networks.items()}
     state = RunState(trained, moves.start(experiment.networks["sparse"], trained["sparse"]))
-    return Checkpoint(0, state, {"evaluations": [], "mask_updates": []})
+    return Checkpoint(0, state, {"evaluations": [], "mask_updates": [], "cuts": []})
+
+
+def after_cuts(experiment: Experiment, history: dict[str, list[Any]]) -> Experiment:
+    """Returns the experiment with the smaller network, if a history says that it was cut."""
+    networks, config, num_steps = experiment.networks, experiment.config, experiment.num_steps
+    for row in history["cuts"]:
+        plan = sparsity.Plan.from_json(row["plan"])
+        smaller = shrinking.make_smaller(networks["sparse"], plan, config, num_steps)
+        networks = networks | {"sparse": smaller}
+    return experiment._replace(networks=networks)
 
 
 def fit(
@@ -133,7 +152,8 @@ def fit(
       checkpoints: where to save, if at all.
       board: a `tensorboard.Board`, if events are wanted.
     """
-    networks, config, num_steps = experiment.networks, experiment.config, experiment.num_steps
+    networks, config = after_cuts(experiment, begin.history).networks, experiment.config
+    num_steps = experiment.num_steps
     trained, moved = dict(begin.state.trained), begin.state.moves
     history = {kind: list(rows) for kind, rows in begin.history.items()}
     losses: dict[str, list[jax.Array]] = {role: [] for role in networks}
@@ -143,6 +163,13 @@ def fit(
     interval = 0.2 if sys.stderr.isatty() else 5  # seconds between two updates of the bar
     bar = tqdm(total=num_steps, initial=begin.step, unit="step", mininterval=interval)
     for step in range(begin.step, num_steps):
+        if step == experiment.cut_step:
+            plan = shrinking.make_plan(sparse, trained["sparse"])
+            history["cuts"].append({"step": step, "plan": plan.to_json()})
+            networks = after_cuts(experiment, history).networks
+            whole, sparse = sparse, networks["sparse"]
+            trained["sparse"] = shrinking.cut(whole, trained["sparse"], plan, sparse)
+            moved, has_masks = moves.start(sparse, trained["sparse"]), False
         batch = data.batch(experiment.train, config.batch_size, config.seed, step)
         for role, network in networks.items():
             trained[role], loss = network.train_step(trained[role], batch)
@@ -222,10 +249,11 @@ def prepare(options: config_lib.Options) -> Run:
     identity = json.loads(json.dumps(identity, default=repr))
     checkpoints = Checkpoints(options.run_dir, identity, options.restart)
     try:
-        begin = checkpoints.restore(begin.state) or begin
+        found = checkpoints.restore(lambda history: start(after_cuts(experiment, history)).state)
     except ValueError:
         checkpoints.close()
         raise
+    begin = found or begin
     if begin.step:
         print(f"Going on after step {begin.step} in {options.run_dir}", file=sys.stderr)
     board = None
@@ -240,13 +268,17 @@ def finish(experiment: Experiment, end: Checkpoint, folder: Path) -> None:
     """Prints the results and draws them."""
     from examples.mnist import plots, report  # matplotlib takes a while to load
 
-    networks, trained = experiment.networks, end.state.trained
-    batch_size = experiment.config.batch_size
-    report.print_report(networks, trained, experiment.train, experiment.test, batch_size)
+    networks, trained = after_cuts(experiment, end.history).networks, end.state.trained
+    batch = data.batch(experiment.train, experiment.config.batch_size, seed=0, step=0)
+    report.print_report(networks, trained, batch, experiment.test)
+    before, small = experiment.networks["sparse"], None
+    for row in end.history["cuts"]:
+        small = shrinking.shrink(before, sparsity.Plan.from_json(row["plan"]))
+        report.print_cut(small, before, networks["sparse"], batch, experiment.test)
     if isinstance(networks["sparse"].updater, sparsity.EpochStrategy):
         report.print_prunings(networks["sparse"].updater, end.history["evaluations"])
     (folder / "history.json").write_text(json.dumps(end.history, indent=1), encoding="utf-8")
-    pictures = plots.draw_all(networks, trained, end.history, folder)
+    pictures = plots.draw_all(networks, trained, end.history, small, folder)
     print(f"{folder} holds {len(pictures)} pictures, history.json and the last checkpoints")
 
 

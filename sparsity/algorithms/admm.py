@@ -19,7 +19,7 @@ from sparsity.algorithms.pruners import MagnitudePruning
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_number
 from sparsity.core.trees import PyTree
-from sparsity.masks import apply_mask, in_use
+from sparsity.masks import apply_mask, in_use, masked_paths
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.hooks import ExtraArg
 from sparsity.training.state import SparseState
@@ -57,7 +57,8 @@ class ADMMPruning(MagnitudePruning):
     def init_algorithm_state(self, params: PyTree, masks: PyTree) -> PyTree:
         with in_use(self, self.sites(params)):
             targets = self._target_sparsities(params)
-            start = trees.map_matched(_wide, params, targets)
+            masked = masked_paths(self.scope, params, targets)
+            start = trees.map_matched(lambda at, w: _wide(w) if at in masked else None, params)
             z, _ = self._project(start, targets)
         return {"z": z, "u": jax.tree.map(lambda w: sharding.zeros_like(w, w.dtype), start)}
 
@@ -106,9 +107,8 @@ class ADMMPruning(MagnitudePruning):
         return trees.map_matched(_masked, weights, support), support
 
 
-def _wide(_: trees.KeyPath, param: Any, target: Any) -> Any:
-    dtype = jnp.promote_types(param.dtype, jnp.float32)
-    return None if target is None else param.astype(dtype)
+def _wide(param: Any) -> Any:
+    return param.astype(jnp.promote_types(param.dtype, jnp.float32))
 
 
 def _masked(_: trees.KeyPath, weights: Any, mask: Any) -> Any:

@@ -147,9 +147,12 @@ class Coupling:
 
     def _stack(self, equation: Equation) -> None:
         reason = Reason(equation, "a stack")
-        dims = list(self.dims(equation.outputs[0]))
+        one, several = equation.outputs, equation.inputs
+        if equation.name == "unstack":
+            one, several = several, one
+        dims = list(self.dims(one[0]))
         pin(dims.pop(equation.params["axis"]), reason)
-        for value in equation.inputs:
+        for value in several:
             for dim, other in zip(self.dims(value), dims, strict=True):
                 unify(dim, other, reason)
 
@@ -350,7 +353,7 @@ _RULES: dict[str, Callable[[Coupling, Equation], None]] = {
     "reshape": Coupling._reshape,
     "concatenate": Coupling._concatenate,
     "split": Coupling._split,
-    "stack": Coupling._stack,
+    **dict.fromkeys(("stack", "unstack"), Coupling._stack),
     "tile": Coupling._tile,
     "slice": Coupling._slice,
     "dynamic_slice": Coupling._mixed,

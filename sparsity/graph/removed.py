@@ -331,6 +331,7 @@ def _not_zero(equation: Equation, found: tuple[float | None, float | None]) -> R
     return Reason(equation, text)
 
 
+_MOVED = ("dynamic_slice", "gather", "reshape", "rev", "slice", "split", "tile", "unstack")
 # How many of the first inputs the entries of an output come from, if not from one: `None` is all.
 _SOURCES = {"concatenate": None, "pad": None, "stack": None, "dynamic_update_slice": 2}
 
@@ -340,10 +341,7 @@ _RULES: dict[str, Callable[[Removed, Equation], None]] = {
     "broadcast_in_dim": Removed._broadcast,
     "sort": Removed._each,
     "top_k": Removed._each,
-    **dict.fromkeys(
-        ("dynamic_slice", "gather", "reshape", "rev", "slice", "split", "tile", *_SOURCES),
-        Removed._rearranged,
-    ),
+    **dict.fromkeys((*_MOVED, *_SOURCES), Removed._rearranged),
     **dict.fromkeys(("cummax", "cummin", "cumprod", "cumsum"), Removed._window),
     **dict.fromkeys([f"reduce_window_{x}" for x in ("max", "min", "sum")], Removed._window),
     "dot_general": Removed._dot,

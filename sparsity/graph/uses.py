@@ -380,6 +380,12 @@ def _indexed(view: View, equation: Equation, output: Value) -> View | None:
     return dataclasses.replace(found, stacked=stacked) if whole else None
 
 
+def _unstack(view: View, equation: Equation, _: Value) -> View:
+    axis = equation.params["axis"]
+    found = view.of((*view.dims[:axis], *view.dims[axis + 1 :]), is_part=True)
+    return dataclasses.replace(found, stacked=(*view.stacked, *view.axes([axis])))
+
+
 _LOOKUPS = frozenset(("gather", "dynamic_slice"))
 _MOVES: dict[str, Callable[[View, Equation, Value], View | None]] = {
     "transpose": _transpose,
@@ -387,5 +393,6 @@ _MOVES: dict[str, Callable[[View, Equation, Value], View | None]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "gather": _indexed,
+    "unstack": _unstack,
     **dict.fromkeys(("dynamic_slice", "pad", "rev", "slice", "split"), _part),
 }

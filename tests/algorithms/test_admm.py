@@ -133,3 +133,24 @@ def test_the_penalty_rises_until_the_end_by_default():
 def test_a_penalty_out_of_range_is_an_error(rho):
     with pytest.raises(ValueError, match=r"rho must be .*got rho = "):
         sparsity.ADMMPruning(rho=rho)
+
+
+def test_biases_are_drawn_and_removed_with_their_channels():
+    params = {"up": {"kernel": jnp.ones((3, 4)), "bias": jnp.array([3.0, 1.0, 4.0, 2.0])}}
+    params["down"] = {"kernel": jnp.ones((4, 2))}
+
+    def model(params, x):
+        up = params["up"]
+        return jnp.tanh(x @ up["kernel"] + up["bias"]) @ params["down"]["kernel"]
+
+    graph = sparsity.trace(model, params, jnp.ones((1, 3)))
+    pruner = _make(scope=sparsity.Coupled(graph), sparsity=0.5)
+    tx = pruner.wrap_optax(optax.sgd(0.0))
+    state = tx.init(params)
+    np.testing.assert_array_equal(state.algorithm_state["z"]["up"]["bias"], [3, 0, 4, 0])
+    for _ in range(7):
+        _, state = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
+    left = state.masks["up"]["bias"]
+    assert left.sum() == 2
+    np.testing.assert_array_equal(state.masks["up"]["kernel"], [left] * 3)
+    np.testing.assert_array_equal(state.masks["down"]["kernel"].T, [left] * 2)

@@ -31,6 +31,11 @@ def state(seed):
     return {"params": params, "opt_state": tx.init(params)}
 
 
+def like(history):
+    """A state of the same structure, whatever was measured."""
+    return state(0)
+
+
 def history(step):
     return {"evaluations": [{"step": step, "dense": {"loss": 0.1 * step}}], "mask_updates": []}
 
@@ -72,12 +77,12 @@ def write(folder, *steps):
 
 
 def test_a_new_folder_holds_no_checkpoint(tmp_path, opened):
-    assert opened(tmp_path / "a" / "b").restore(state(0)) is None
+    assert opened(tmp_path / "a" / "b").restore(like) is None
 
 
 def test_what_was_saved_comes_back_with_the_same_bits(tmp_path, opened):
     write(tmp_path, 3)
-    assert same(opened(tmp_path).restore(state(0)), checkpoint(3))
+    assert same(opened(tmp_path).restore(like), checkpoint(3))
 
 
 def test_the_last_three_are_kept(tmp_path):
@@ -90,7 +95,7 @@ def test_what_an_interrupted_write_has_left_is_removed(tmp_path, opened):
     written = tmp_path / "checkpoints" / "2"
     written.rename(written.with_name("2.orbax-checkpoint-tmp"))
     with closing(Checkpoints(tmp_path, CONFIG)) as checkpoints:
-        assert same(checkpoints.restore(state(0)), checkpoint(1))
+        assert same(checkpoints.restore(like), checkpoint(1))
         checkpoints.save(checkpoint(2))
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["1", "2"]
 
@@ -117,7 +122,7 @@ def test_whatever_file_is_damaged_the_contents_are_right_or_those_before(
         run = tmp_path / str(number)
         shutil.copytree(tmp_path / "run", run)
         damage(run / path.relative_to(tmp_path / "run"))
-        found = opened(run).restore(state(0))
+        found = opened(run).restore(like)
         said = capsys.readouterr().err
         if found.step == 1:
             fell_back += 1
@@ -131,7 +136,7 @@ def test_whatever_file_is_damaged_the_contents_are_right_or_those_before(
 def test_an_empty_folder_in_place_of_a_checkpoint_is_a_damaged_one(tmp_path, opened, capsys):
     write(tmp_path, 1)
     (tmp_path / "checkpoints" / "2").mkdir()
-    assert opened(tmp_path).restore(state(0)).step == 1
+    assert opened(tmp_path).restore(like).step == 1
     assert "step 2 is damaged" in capsys.readouterr().err
 
 
@@ -139,9 +144,9 @@ def test_a_damaged_step_can_be_written_again(tmp_path, opened):
     write(tmp_path, 1, 2)
     shutil.rmtree(tmp_path / "checkpoints" / "2" / "state")
     with closing(Checkpoints(tmp_path, CONFIG)) as checkpoints:
-        assert checkpoints.restore(state(0)).step == 1
+        assert checkpoints.restore(like).step == 1
         checkpoints.save(checkpoint(2))
-    assert same(opened(tmp_path).restore(state(0)), checkpoint(2))
+    assert same(opened(tmp_path).restore(like), checkpoint(2))
 
 
 def test_when_all_are_damaged_nothing_is_removed_and_the_remedy_is_named(tmp_path, opened):
@@ -149,7 +154,7 @@ def test_when_all_are_damaged_nothing_is_removed_and_the_remedy_is_named(tmp_pat
     for step in "12":
         shutil.rmtree(tmp_path / "checkpoints" / step / "state")
     with pytest.raises(ValueError, match=r"All checkpoints in .* are damaged; --restart"):
-        opened(tmp_path).restore(state(0))
+        opened(tmp_path).restore(like)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["1", "2"]
 
 
@@ -157,21 +162,21 @@ def test_another_configuration_is_an_error_that_lists_the_differences(tmp_path, 
     write(tmp_path, 1)
     other = {"data_dir": None, "config": {"seed": 1, "sparsity": {"algorithm": "set"}}}
     with pytest.raises(ValueError, match=r"seed was 0, is 1.*algorithm was 'rigl', is 'set'.*--re"):
-        opened(tmp_path, other).restore(state(0))
+        opened(tmp_path, other).restore(like)
     assert (tmp_path / "checkpoints" / "1").is_dir()
 
 
 def test_restart_forgets_the_old_run_and_only_that(tmp_path, opened):
     write(tmp_path, 1)
     (tmp_path / "notes.txt").touch()
-    assert opened(tmp_path, restart=True).restore(state(0)) is None
+    assert opened(tmp_path, restart=True).restore(like) is None
     assert (tmp_path / "notes.txt").exists()
 
 
 def test_a_model_of_other_shapes_is_an_error(tmp_path, opened):
     write(tmp_path, 1)
     with pytest.raises(ValueError, match="another model"):
-        opened(tmp_path).restore({"w": np.zeros(3)})
+        opened(tmp_path).restore(lambda history: {"w": np.zeros(3)})
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path, opened):
@@ -179,7 +184,7 @@ def test_two_runs_in_one_folder_are_refused(tmp_path, opened):
     first.save(checkpoint(1))
     with pytest.raises(ValueError, match="another run is writing"):
         opened(tmp_path, restart=True)
-    assert first.restore(state(0)).step == 1
+    assert first.restore(like).step == 1
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/no_such_folder"])

@@ -419,7 +419,7 @@ def _repeated(model, i):
 
 
 def _stack(model, i):
-    return model.sizes[i], lambda p, v: jnp.stack([v[i], jnp.cos(v[i])]).sum(0)
+    return model.sizes[i], lambda p, v: sum(jnp.unstack(jnp.stack([v[i], jnp.cos(v[i])])))
 
 
 STEPS = {

@@ -91,6 +91,25 @@ def test_a_gate_goes_with_what_it_gates():
     ]
 
 
+def test_parts_that_are_unstacked_have_the_channels_of_the_whole():
+    def fn(params, x):
+        q, k, v = jnp.unstack((x @ params["qkv"]).reshape(5, 3, 4), axis=1)
+        return jax.nn.softmax(q @ k.T) @ v @ params["out"]
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {"out": (4, 2), "qkv": (2, 12)}
+    params = {
+        name: jax.random.normal(key, shapes[name])
+        for name, key in zip(shapes, keys[:2], strict=True)
+    }
+    x = jax.random.normal(keys[2], (5, 2))
+    graph = trace(fn, params, x)
+    (inner,) = graph.groups
+    assert inner.members == ((("out",), 0), (("qkv",), 1))
+    assert inner.positions[1].tolist() == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
+    check(graph, fn, params, (x,), 1e-6)
+
+
 def test_what_is_concatenated_keeps_its_places_in_what_reads_it():
     model = models.densenet()
     graph = trace(model.fn, models.abstract(model.shapes), *model.inputs)

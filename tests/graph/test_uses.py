@@ -278,6 +278,7 @@ clipped.defjvp(lambda primals, tangents: (clipped(*primals), tangents[0]))
         (lambda p, x: x @ p["w"].reshape(4, 6), {"w": (4, 2, 3)}, (0,)),
         (lambda p, x: x @ p["w"].reshape(4, 6), {"w": (2, 2, 6)}, (0, 1)),
         (lambda p, x: x @ p["w"][0], {"w": (3, 4, 6)}, (1,)),
+        (lambda p, x: x @ jnp.unstack(p["w"])[0], {"w": (3, 4, 6)}, (1,)),
         (lambda p, x: x @ p["w"][:, :3], {}, (0,)),
         (lambda p, x: x @ jnp.where(p["m"] > 0, p["w"], 0), {"m": (4, 6)}, (0,)),
         (lambda p, x: x @ (p["w"] * p["g"] / jnp.linalg.norm(p["w"], axis=0)), {"g": (6,)}, (0,)),
@@ -290,8 +291,8 @@ clipped.defjvp(lambda primals, tangents: (clipped(*primals), tangents[0]))
         (lambda p, x: x @ lax.split(p["w"], (2, 4), 1)[1], {}, (0,)),
     ],
     ids=[
-        "cast", "transposed", "scaled", "columns", "rows", "layer", "part", "mask", "normed",
-        "stopped", "ste", "clipped", "remat", "jit", "joined", "split",
+        "cast", "transposed", "scaled", "columns", "rows", "layer", "unstacked", "part", "mask",
+        "normed", "stopped", "ste", "clipped", "remat", "jit", "joined", "split",
     ],
 )  # fmt: skip
 def test_a_leaf_is_followed_to_its_product(fn, shapes, contracting):
