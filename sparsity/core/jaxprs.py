@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
+from sparsity.core import sharding
+
 __all__ = [
     "CALLS",
     "ClosedJaxpr",
@@ -77,15 +79,29 @@ def _bind(primitive: Any, params: dict[str, Any], context: Any, inputs: Iterable
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """What an equation reads or writes: its shape and dtype, and its value if that is known."""
+    """What an equation reads or writes.
+
+    Attributes:
+      shape: its shape.
+      dtype: its dtype.
+      known: its value, if that is known.
+      sharding: on a mesh with Explicit axes, where it is a part of the type.
+    """
 
     shape: tuple[int, ...]
     dtype: Any
     known: Any = None
+    sharding: jax.sharding.NamedSharding | None = None
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    def struct(self, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+        """Its type, or with another shape: sharded along the axes whose size still divides."""
+        shape = self.shape if shape is None else shape
+        own = self.sharding and sharding.fit(self.sharding, shape)
+        return jax.ShapeDtypeStruct(shape, self.dtype, sharding=own)
 
 
 @dataclasses.dataclass(eq=False)
@@ -135,8 +151,7 @@ class Equation:
         if self.name not in ("custom_jvp_call", "custom_vjp_call"):
             return None
         structs = [
-            [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values]
-            for values in (self.inputs, *self.differentiated)
+            [value.struct() for value in values] for values in (self.inputs, *self.differentiated)
         ]
         of_inputs = [is_differentiable(value) for value in self.inputs]
 
@@ -289,4 +304,5 @@ def _with_inputs(closed: Any, calls: tuple[Any, ...]) -> Program:
 
 
 def _value(aval: Any, known: Any = None) -> Value:
-    return Value(tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None), known)
+    shape, dtype = tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None)
+    return Value(shape, dtype, known, sharding.of_type(aval))

@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import (
-    AbstractMesh,
     AxisType,
-    Mesh,
     NamedSharding,
     PartitionSpec,
     Sharding,
@@ -44,13 +42,22 @@ def shard_like(
       shape: shape of the result, if it is not that of `like`; axes of the mesh that do not divide
         it are left out.
     """
-    shardings = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, like)
-    if all(AxisType.Explicit not in own.mesh.axis_types for own in jax.tree.leaves(shardings)):
+    if not any(of_type(jax.typeof(leaf)) for leaf in jax.tree.leaves(like)):
         return fn(*args)
+    shardings = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, like)
     if shape is not None:
         shardings = fit(shardings, shape)
     result: T = auto_axes(fn, out_sharding=shardings)(*args)
     return result
+
+
+def of_type(aval: Any) -> NamedSharding | None:
+    """The sharding in the type of an array, on a mesh with Explicit axes; elsewhere `None`."""
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    own: NamedSharding = sharding
+    return own
 
 
 def place_like(like: jax.Array, mask: jax.Array) -> jax.Array:
@@ -61,7 +68,7 @@ def place_like(like: jax.Array, mask: jax.Array) -> jax.Array:
             return mask
         placed: jax.Array = jax.device_put(mask, fit(sharding, mask.shape))
         return placed
-    if AxisType.Explicit in jax.typeof(mask).sharding.mesh.axis_types:
+    if of_type(jax.typeof(mask)):
         return mask
     if mask.shape != like.shape:
         rows, count = like.reshape(like.shape or (1,)), mask.shape[-1]
@@ -102,13 +109,16 @@ def fit(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
     """Returns the sharding without the axes of the mesh that do not divide `shape`."""
     if not isinstance(sharding, NamedSharding):
         return sharding
+    counts = num_devices(sharding, len(shape))
     fits = [
-        axes if size % _devices(sharding.mesh, axes) == 0 else None
-        for size, axes in zip(shape, sharding.spec, strict=False)  # a spec may be short
+        axes if size % count == 0 else None
+        for size, axes, count in zip(shape, sharding.spec, counts, strict=False)
     ]
     return sharding.update(spec=PartitionSpec(*fits))
 
 
-def _devices(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...] | None) -> int:
-    names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
-    return math.prod(mesh.shape[name] for name in names)
+def num_devices(sharding: NamedSharding, ndim: int) -> list[int]:
+    """Among how many devices each axis of an array is cut."""
+    spec = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]  # a spec may be short
+    names = [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in spec]
+    return [math.prod(sharding.mesh.shape[name] for name in of_axis) for of_axis in names]

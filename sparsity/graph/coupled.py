@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.core import exact, trees
+from sparsity.core import exact, sharding, trees
 from sparsity.core.checks import check_bool, check_int, is_traced
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph.channels import ChannelGroup
@@ -95,14 +95,15 @@ class Coupled:
     def select_tree(self, scores: PyTree, sparsities: PyTree) -> PyTree:
         """Returns masks of all members; the channels of the highest importance stay."""
         groups = self._groups(scores, sparsities)
-        importance = self._importance(groups, scores)
         kept = [self._kept(group) for group in groups]
-        masks: list[jax.Array] = []
-        if groups and self.across:
-            masks = self._select_across(self._graph_of(scores), groups, importance, kept)
-        elif groups:
-            masks = _best(groups, importance, kept)
-        return self._spread(groups, masks, scores)
+
+        def select(leaves: Mapping[KeyPath, jax.Array], kept: Sequence[Any]) -> list[jax.Array]:
+            importance = self._importance(groups, leaves)
+            if self.across:
+                return self._select_across(self._graph_of(scores), groups, importance, kept)
+            return _best(groups, importance, kept)
+
+        return self._masks(groups, scores, select, [scores], kept)
 
     def move_tree(
         self, masks: PyTree, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
@@ -115,13 +116,20 @@ class Coupled:
             for group in self._groups(drop, sparsities)
             if all(path in present for path, _, _ in group.members)
         ]
-        active = [_stays(group, present) for group in groups]
-        ranked = [
-            _channels(x, on) for x, on in zip(self._importance(groups, drop), active, strict=True)
-        ]
-        others = [_channels(x) for x in self._importance(groups, grow)]
-        moved = moved_masks(ranked, others, drop_fraction) if groups else []
-        return self._spread(groups, moved, masks)
+
+        def move(
+            masks: Mapping[KeyPath, jax.Array],
+            drop: Mapping[KeyPath, jax.Array],
+            grow: Mapping[KeyPath, jax.Array],
+            fraction: chex.Numeric,
+        ) -> list[jax.Array]:
+            active = [_stays(group, masks) for group in groups]
+            drops = zip(self._importance(groups, drop), active, strict=True)
+            ranked = [_channels(importance, on) for importance, on in drops]
+            others = [_channels(x) for x in self._importance(groups, grow)]
+            return moved_masks(ranked, others, fraction)
+
+        return self._masks(groups, masks, move, [masks, drop, grow], drop_fraction)
 
     # What follows works on the groups as they lie in a tree.
 
@@ -178,9 +186,32 @@ class Coupled:
             return jnp.clip(kept, min(self.min_channels, n), n)
         return min(max(int(kept), self.min_channels), n)
 
-    def _importance(self, groups: Sequence[_Group], scores: PyTree) -> list[jax.Array]:
+    def _masks(
+        self,
+        groups: Sequence[_Group],
+        tree: PyTree,
+        choose: Callable[..., list[jax.Array]],
+        trees_of_members: Sequence[PyTree],
+        how: Any,
+    ) -> PyTree:
+        """The masks of a tree, from those of channels that `choose` makes of trees by path."""
+        paths = list(dict.fromkeys(path for group in groups for path, _, _ in group.members))
+        by_path = [trees.leaves_by_path(x) for x in trees_of_members]
+        members = [[computed(leaves[path]) for path in paths] for leaves in by_path]
+
+        def of_members(members: list[list[jax.Array]], how: Any) -> list[jax.Array]:
+            leaves = [dict(zip(paths, x, strict=True)) for x in members]
+            return self._spread(groups, choose(*leaves, how), leaves[0])
+
+        found = sharding.shard_like(members[0], of_members, members, how) if paths else []
+        placed = map(sharding.place_like, members[0], found)
+        masks = dict(zip(paths, placed, strict=True))
+        return trees.map_matched(lambda path, _: masks.get(path), tree)
+
+    def _importance(
+        self, groups: Sequence[_Group], leaves: Mapping[KeyPath, jax.Array]
+    ) -> list[jax.Array]:
         """[channels] of each group, or [layers, channels]."""
-        leaves = {path: computed(leaf) for path, leaf in trees.leaves_by_path(scores).items()}
         return [self._of_group(group, leaves) for group in groups]
 
     def _of_group(self, group: _Group, leaves: Mapping[KeyPath, Any]) -> jax.Array:
@@ -237,21 +268,24 @@ class Coupled:
         bits = first_that_fits(lambda x: left(counts(x)) <= allowed, 0, highest)
         return _best(groups, importance, counts(bits))
 
-    def _spread(self, groups: Sequence[_Group], masks: Sequence[jax.Array], tree: PyTree) -> PyTree:
+    def _spread(
+        self,
+        groups: Sequence[_Group],
+        masks: Sequence[jax.Array],
+        leaves: Mapping[KeyPath, jax.Array],
+    ) -> list[jax.Array]:
         """The masks of leaves from those of channels."""
-        likes = trees.leaves_by_path(tree)
-        found: dict[KeyPath, jax.Array] = {}
+        found = {path: jnp.ones(leaf.shape, jnp.uint8) for path, leaf in leaves.items()}
         for group, mask in zip(groups, masks, strict=True):
             size, layers = group.channels.size, group.channels.layers
             for path, axis, positions in group.members:
-                shape = likes[path].shape
+                shape = leaves[path].shape
                 label = np.full(shape[axis], -1)
                 label[positions] = np.arange(size)[:, None]
                 along = jnp.where(label < 0, jnp.uint8(1), mask[..., np.maximum(label, 0)])
                 wide = [n if i == axis else 1 for i, n in enumerate(shape)]
-                along = along.reshape([layers, *wide[1:]] if layers else wide)
-                found[path] = found.get(path, jnp.ones(shape, jnp.uint8)) * along
-        return trees.map_matched(lambda path, _: found.get(path), tree)
+                found[path] *= along.reshape([layers, *wide[1:]] if layers else wide)
+        return list(found.values())
 
 
 @dataclasses.dataclass(frozen=True)

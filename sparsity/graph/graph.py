@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core import jaxprs, trees
+from sparsity.core import jaxprs, sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import costs, report
 from sparsity.graph.channels import ChannelGroup, Leaf, Refusal, find_channels
@@ -223,26 +223,40 @@ class Graph:
             )
         return found[0]
 
-    def at_shapes(self, inputs: Sequence[chex.Array]) -> Graph:
-        """The graph of the model for arrays of other shapes; itself for those of the trace."""
-        found = tuple((jnp.shape(x), jnp.result_type(x)) for x in inputs)
-        if found == tuple((v.shape, v.dtype) for v in self.program.inputs[len(self.leaves) :]):
+    def at_shapes(
+        self, inputs: Sequence[chex.Array], leaves: Sequence[chex.Array] | None = None
+    ) -> Graph:
+        """The graph of the model for arrays of other shapes; itself for those of the trace.
+
+        Args:
+          inputs: inputs of the model.
+          leaves: of their types only what says how they are sharded counts, on Explicit axes.
+        """
+        given, n = self.program.inputs, len(self.leaves)
+        types = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in given[:n]]
+        if leaves is not None:
+            shardings = [sharding.of_type(jax.typeof(leaf)) for leaf in leaves]
+            types = [(*known[:2], own) for known, own in zip(types, shardings, strict=True)]
+        types += [
+            (jnp.shape(x), jnp.result_type(x), sharding.of_type(jax.typeof(x))) for x in inputs
+        ]
+        if types == [(value.shape, value.dtype, value.sharding) for value in given]:
             return self
-        if found not in self._retraced:
-            leaves, others = (
-                [jax.ShapeDtypeStruct(*x) for x in of_some]
-                for of_some in ([(leaf.shape, leaf.dtype) for leaf in self.leaves], found)
-            )
-            self._retraced[found] = self._retrace(leaves, others)
-        return self._retraced[found]
+        key = tuple(types)
+        if key not in self._retraced:
+            structs = [jax.ShapeDtypeStruct(x, dtype, sharding=own) for x, dtype, own in types]
+            self._retraced[key] = self._retrace(structs[:n], structs[n:])
+        return self._retraced[key]
 
     def add_smaller(
         self, shapes: Mapping[Path, tuple[int, ...]], apply: Callable[..., PyTree]
     ) -> Graph:
         """Makes a smaller model known, whose leaves have these shapes; returns its graph."""
-        leaves = [jax.ShapeDtypeStruct(shapes[leaf.path], leaf.dtype) for leaf in self.leaves]
-        of_inputs = self.program.inputs[len(self.leaves) :]
-        inputs = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in of_inputs]
+        given = self.program.inputs
+        leaves = [
+            value.struct(shapes[leaf.path]) for value, leaf in zip(given, self.leaves, strict=False)
+        ]
+        inputs = [value.struct() for value in given[len(self.leaves) :]]
         self._smaller.append(self._retrace(leaves, inputs, apply))
         return self._smaller[-1]
 

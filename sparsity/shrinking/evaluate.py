@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, reshard
 
 from sparsity.core.jaxprs import CALLS, Equation, Program, Value, is_differentiable
+from sparsity.core.sharding import fit
 from sparsity.graph.coupling import Coupling
 from sparsity.graph.dims import Dim, kept, kept_by_layer, size_of
 from sparsity.graph.primitives import SOURCES
@@ -67,7 +69,7 @@ class Smaller:
 
         for equation in program.equations:
             found = self._evaluate(equation, [read(value) for value in equation.inputs])
-            arrays.update(zip(equation.outputs, found, strict=True))
+            arrays.update(zip(equation.outputs, map(_placed, equation.outputs, found), strict=True))
         return [read(value) for value in program.outputs]
 
     def _evaluate(self, equation: Equation, inputs: list[Any]) -> list[Any]:
@@ -86,7 +88,7 @@ class Smaller:
             ]
         if name in _RESIZED:
             return _RESIZED[name](self, equation, inputs)
-        return equation.bind(inputs, **({"sharding": None} if _has_sharding(equation) else {}))
+        return equation.bind(inputs, **_shardings(equation, self.shape(equation.outputs[0])))
 
     def _call(self, equation: Equation, inputs: list[Any]) -> list[Any]:
         """A call; rematerialisation and rules for derivatives stay what they are."""
@@ -175,11 +177,15 @@ class Smaller:
         return list(lax.switch(index, branches, *operands))
 
     def _reshape(self, equation: Equation, inputs: list[Any]) -> list[Any]:
-        return [lax.reshape(inputs[0], self.shape(equation.outputs[0]))]
+        shape = self.shape(equation.outputs[0])
+        own = equation.outputs[0].struct(shape).sharding
+        return [lax.reshape(inputs[0], shape, out_sharding=own)]
 
     def _broadcast(self, equation: Equation, inputs: list[Any]) -> list[Any]:
         axes = equation.params["broadcast_dimensions"]
-        return [lax.broadcast_in_dim(inputs[0], self.shape(equation.outputs[0]), axes)]
+        shape = self.shape(equation.outputs[0])
+        own = equation.outputs[0].struct(shape).sharding
+        return [lax.broadcast_in_dim(inputs[0], shape, axes, out_sharding=own)]
 
     def _split(self, equation: Equation, inputs: list[Any]) -> list[Any]:
         axis = equation.params["axis"]
@@ -239,8 +245,18 @@ def take(array: Any, index: np.ndarray | jax.Array, axis: int) -> jax.Array:
     return jnp.take_along_axis(jnp.asarray(array), jnp.asarray(index).reshape(shape), axis=axis)
 
 
-def _has_sharding(equation: Equation) -> bool:
-    return "sharding" in equation.params and equation.name != "convert_element_type"
+def _shardings(equation: Equation, shape: tuple[int, ...]) -> dict[str, Any]:
+    """The shardings that an equation asks for, without the axes that do not divide the new size."""
+    given = {key: equation.params.get(key) for key in ("sharding", "out_sharding")}
+    return {key: fit(own, shape) for key, own in given.items() if isinstance(own, NamedSharding)}
+
+
+def _placed(value: Value, array: Any) -> Any:
+    """On Explicit axes an array sharded as the value was, where the axes divide what is left."""
+    if value.sharding is None:
+        return array
+    own = value.struct(jnp.shape(array)).sharding
+    return array if jax.typeof(array).sharding == own else reshard(array, own)
 
 
 _LOOPS: dict[str, Callable[[Smaller, Equation, list[Any]], list[Any]]] = {

@@ -42,8 +42,7 @@ class Plan:
 
     def shape_left(self, path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:
         """What is left of the shape of a leaf."""
-        axes = self.kept.get(path, {})
-        return tuple(axes[i].shape[-1] if i in axes else size for i, size in enumerate(shape))
+        return shape_left(shape, self.kept.get(path, {}))
 
     def to_json(self) -> str:
         """The plan as text, from which `from_json` makes it again."""
@@ -84,6 +83,11 @@ class Plan:
             for axis, index in axes.items():
                 known[axis] = _composed(known[axis], index) if axis in known else index
         return Plan(whole, shapes)
+
+
+def shape_left(shape: tuple[int, ...], kept: Mapping[int, np.ndarray]) -> tuple[int, ...]:
+    """What is left of a shape of whose axes some keep only these indices."""
+    return tuple(kept[i].shape[-1] if i in kept else size for i, size in enumerate(shape))
 
 
 def _composed(first: np.ndarray, then: np.ndarray) -> np.ndarray:

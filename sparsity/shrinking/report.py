@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from sparsity.core import extras
+from sparsity.core import extras, trees
 from sparsity.graph.report import bars, new_axes
 
 if TYPE_CHECKING:
@@ -62,13 +62,21 @@ def table(small: Small, seconds: Mapping[str, Sequence[float]]) -> str:
     sums = np.sum([(*row.parameters, *row.nbytes) for row in found], axis=0, dtype=object)
     leaves.add_section()
     leaves.add_row("all", "", "", *(f"{n:,}" for n in (*sums, small.before.macs(), small.macs())))
-    if not seconds:
-        return extras.as_text(leaves)
-    times = _table(("time",), ("before", "after", "ratio"))
-    for name, (before, after) in seconds.items():
-        shown = [f"{1000 * x:.3g} ms" for x in (before, after)]
-        times.add_row(name, *shown, f"{after / before:.2f}")
-    return f"{extras.as_text(leaves)}\n\n{extras.as_text(times)}"
+    parts = [extras.as_text(leaves)]
+    if small.replicated:
+        names = [f"{'/'.join(path)}:{axis}" for path, axis in small.replicated]
+        parts.append(
+            f"{trees.listed(names)}: what is left does not divide among the devices of the mesh "
+            "that held it, and lies on each of them. "
+            f"Coupled(round_to={math.lcm(*small.replicated.values())}) keeps it sharded."
+        )
+    if seconds:
+        times = _table(("time",), ("before", "after", "ratio"))
+        for name, (before, after) in seconds.items():
+            shown = [f"{1000 * x:.3g} ms" for x in (before, after)]
+            times.add_row(name, *shown, f"{after / before:.2f}")
+        parts.append(extras.as_text(times))
+    return "\n\n".join(parts)
 
 
 def plot(small: Small, axes: Sequence[Axes] | None) -> Sequence[Axes]:

@@ -12,16 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 
-from sparsity.core import owners, trees
+from sparsity.core import owners, sharding, trees
+from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
 from sparsity.graph.dims import Dim
-from sparsity.masks import pack_masks, unpack_masks
+from sparsity.masks import pack_masks, place_masks, unpack_masks
 from sparsity.reports import time_in_turn
 from sparsity.shrinking import report
 from sparsity.shrinking.evaluate import Smaller, take
-from sparsity.shrinking.plan import Plan, chosen_by, plan_of, variables_of
+from sparsity.shrinking.plan import Plan, chosen_by, plan_of, shape_left, variables_of
 from sparsity.training.state import SparseState, is_packed, make_state
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ class Small:
       opt_state: the optimizer's state, cut with them; `None` if none was given.
       plan: what stays: `plan.to_json()` cuts another checkpoint of the model.
       before: the graph of the model before.
+      replicated: axes of leaves whose devices, so many, no longer divide what is left of them.
       graph: that of the smaller one.
     """
 
@@ -46,6 +49,7 @@ class Small:
     opt_state: optax.OptState | None
     plan: Plan
     before: Graph
+    replicated: Mapping[tuple[Path, int], int]
 
     @functools.cached_property
     def graph(self) -> Graph:
@@ -138,7 +142,7 @@ def _apply(graph: Graph, plan: Plan, params: PyTree, *args: Any) -> Any:
                 f"small.apply takes the smaller parameters: {leaf.name!r} must have shape {shape}, "
                 f"got {jnp.shape(array)}."
             )
-    graph = graph.at_shapes(inputs)
+    graph = graph.at_shapes(inputs, leaves)
     smaller = Smaller(graph.coupling, variables_of(graph, plan))
     return jax.tree.unflatten(graph.output_tree, smaller.run(graph.program, [*leaves, *inputs]))
 
@@ -187,9 +191,24 @@ def shrink(
     cut = functools.partial(_cut_leaf, graph, plan)
     small_params = trees.map_matched(lambda path, leaf: cut(path, leaf), params)
     state = None if opt_state is None else _cut_state(graph, plan, params, small_params, opt_state)
-    small = Small(small_params, state, plan, graph)
+    small = Small(small_params, state, plan, graph, _replicated(graph, params, small_params))
     _ = small.graph  # scopes of the graph know the smaller model from now on
     return small
+
+
+def _replicated(graph: Graph, params: PyTree, small_params: PyTree) -> dict[tuple[Path, int], int]:
+    """`Small.replicated`."""
+    left = trees.leaves_by_path(small_params)
+    found = {}
+    for key, leaf in trees.leaves_by_path(params).items():
+        own = getattr(leaf, "sharding", None)
+        if isinstance(own, NamedSharding) and leaf.shape != left[key].shape:
+            path = graph.leaf(trees.path_names(key), leaf).path
+            counts = sharding.num_devices(own, leaf.ndim)
+            for axis, count in enumerate(counts):
+                if left[key].shape[axis] % count:
+                    found[path, axis] = count
+    return found
 
 
 def _axes(graph: Graph, plan: Plan, path: trees.KeyPath, leaf: Any) -> Mapping[int, np.ndarray]:
@@ -203,9 +222,22 @@ def _cut_leaf(graph: Graph, plan: Plan, path: trees.KeyPath, leaf: Any) -> Any:
 
 
 def _cut(array: Any, axes: Mapping[int, np.ndarray]) -> Any:
+    """What is left of an array, sharded as it is where the axes of the mesh still divide."""
+    if not axes:
+        return array
+    own = None if is_traced(array) else getattr(array, "sharding", None)
+    shape = shape_left(jnp.shape(array), axes)
+    index = {axis: jnp.asarray(index) for axis, index in axes.items()}
+    if isinstance(own, NamedSharding) and not sharding.of_type(array):
+        return _taken(array, index, sharding.fit(own, shape))
+    return sharding.shard_like(array, _taken, array, index, shape=shape)
+
+
+@functools.partial(jax.jit, static_argnames="own")
+def _taken(array: jax.Array, axes: Mapping[int, jax.Array], own: Any = None) -> jax.Array:
     for axis, index in axes.items():
         array = take(array, index, axis)
-    return array
+    return array if own is None else jax.lax.with_sharding_constraint(array, own)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +280,7 @@ def _cut_state(graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, s
         state = _replaced(state, node, make_state(False, node._replace(masks=masks)))
     state = owners.map_owned(cut, owners_tree, state)
     for _, node in trees.find_nodes(state, SparseState) if packed else ():
-        masks = pack_masks(node.masks, small_params)
+        masks = place_masks(pack_masks(node.masks, small_params), small_params)
         state = _replaced(state, node, make_state(True, node._replace(masks=masks)))
     return state
 

@@ -248,6 +248,7 @@ def test_linen_layers_report_the_sparsity_of_their_outputs(variables):
     assert found == {"Conv_0": (pytest.approx(1 - 461 / 512),), "Conv_1": (0.5,), "Dense_0": (0,)}
 
 
+@pytest.mark.slow
 def test_linen_init_makes_the_same_variables(variables):
     made = sparsity.sparsify_linen(DENSE.init, LAYERS)(jax.random.key(0), IMAGES)
     assert jax.tree.structure(made) == jax.tree.structure(variables)

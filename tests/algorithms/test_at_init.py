@@ -82,6 +82,7 @@ def test_snip_and_grasp_scores_are_those_of_a_linear_model():
             assert masks["b"] is None
 
 
+@pytest.mark.slow
 def test_grasp_scores_sum_to_the_product_of_weights_hessian_and_gradient():
     batches = np.random.default_rng(1).normal(size=(2, 4, 7))
     loss_fn = lambda params, x: jnp.mean(jnp.tanh(_apply(params, x)) ** 2)  # noqa: E731
@@ -178,6 +179,7 @@ def test_integers_of_the_inputs_stay_and_leaves_that_are_no_weights_have_no_scor
     np.testing.assert_array_equal(scores["table"], [[0, 0], [9, 12]])
 
 
+@pytest.mark.slow
 def test_masks_start_a_static_run():
     params = _linear(0)
     pruned, masks = sparsity.prune_at_init(

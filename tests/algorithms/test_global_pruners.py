@@ -30,6 +30,7 @@ def test_all_layers_share_one_threshold_and_keep_exactly_the_target_in_total():
     np.testing.assert_array_equal(pruned["bias"], [100, 200])
 
 
+@pytest.mark.slow
 def test_a_layer_of_small_weights_may_vanish_though_every_layer_is_counted():
     updater = sparsity.GlobalMagnitudePruning(sparsity=0.5)
     params = {"large": jnp.full((2, 2), 10.0), "small": jnp.full((2, 2), 0.1)}

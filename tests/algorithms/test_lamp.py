@@ -34,6 +34,7 @@ def test_scores_and_masks_are_those_of_numpy():
         assert masks["bias"] is None
 
 
+@pytest.mark.slow
 def test_a_score_is_a_square_over_those_that_rank_no_lower():
     # 9 / 9, 4 / 13, 4 / 17 for the second of two equals, 1 / 18.
     expected = [1 / 18, 1, 4 / 13, 4 / 17]
@@ -61,6 +62,7 @@ def test_a_weight_that_is_not_a_number_leaves_the_scores_of_the_others():
     assert np.isnan(scores[1])
 
 
+@pytest.mark.slow
 def test_no_layer_vanishes_where_one_threshold_for_magnitudes_removes_it():
     params = {"large": jnp.full((4, 4), 10.0), "small": 0.01 * jnp.arange(1.0, 17).reshape(4, 4)}
     half = {"sparsity_distribution_fn": helpers.uniform(0.75)}

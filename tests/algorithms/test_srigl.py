@@ -69,6 +69,7 @@ def test_updates_are_those_of_numpy(min_salient):
     assert ablated > 20
 
 
+@pytest.mark.slow
 def test_an_update_by_hand():
     # 2 inputs, 3 neurons, B = 3, fan-in 1; half of 3 active: K = 2 (1.5 to even) stay, one grows.
     mask = np.array([[1, 1, 0], [0, 0, 1]], np.uint8)

@@ -23,6 +23,7 @@ def gram(rows):
     return rows.T @ rows
 
 
+@pytest.mark.slow
 def test_a_dense_layer_sums_its_inputs_over_all_batches():
     params = {"first": draw(0, 4, 6), "second": draw(1, 6, 2)}
 
@@ -39,6 +40,7 @@ def test_a_dense_layer_sums_its_inputs_over_all_batches():
     close(squares[("first",)].squares, np.sum(x**2, axis=0))
 
 
+@pytest.mark.slow
 def test_attention_kernels_of_three_axes_keep_the_order_of_the_leaf():
     model = nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=6)
     x = draw(0, 2, 5, 4)
@@ -128,6 +130,7 @@ def test_convolutions_sum_over_patches(groups):
     assert int(found.count) == 24
 
 
+@pytest.mark.slow
 def test_an_equinox_module_whose_weights_are_transposed():
     model = eqx.nn.MLP(3, 2, 5, 1, key=jax.random.key(0))
     x = draw(1, 6, 3)

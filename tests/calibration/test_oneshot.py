@@ -67,6 +67,7 @@ def test_each_layer_is_pruned_on_what_the_pruned_ones_before_it_produce(model):
     assert "up1" in report.table()
 
 
+@pytest.mark.slow
 def test_a_scan_is_pruned_as_its_layers_would_be(model):
     params, batches = model
     stacked, _, report = sparsity.oneshot(PRUNER, scanned, params, batches)
@@ -77,6 +78,7 @@ def test_a_scan_is_pruned_as_its_layers_would_be(model):
     assert report[("layers", "up")].sparsity == 0.5
 
 
+@pytest.mark.slow
 def test_not_sequential_is_one_calibration_of_the_dense_model(model):
     params, batches = model
     dense = unstacked(params)

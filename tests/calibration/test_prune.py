@@ -35,6 +35,7 @@ def test_packed_masks_are_those_that_are_not_packed(refit):
     np.testing.assert_array_equal(found[True]["in"]["kernel"], found[False]["in"]["kernel"])
 
 
+@pytest.mark.slow
 def test_bfloat16_weights_stay_bfloat16():
     params, statistics = model(jnp.bfloat16)
     updater = sparsity.SparseGPTPruning(sparsity_distribution_fn=helpers.half)

@@ -20,6 +20,7 @@ def masks_of(pruner, kernel, statistic, half=0.5, **options):
     return np.asarray(masks["w"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("half", [0.5, 0.7])
 def test_wanda_keeps_the_best_of_each_output_bit_for_bit(half, dtype):
@@ -38,6 +39,7 @@ def test_ties_go_to_the_lower_input():
     np.testing.assert_array_equal(mask, [[1] * 3, [1] * 3, [0] * 3, [0] * 3])
 
 
+@pytest.mark.slow
 def test_the_diagonal_of_a_gram_matrix_serves_as_squares():
     weights, x, _ = oracles.layer(dtype=np.float32)
     both = oracles.of_kernel(x)
@@ -48,6 +50,7 @@ def test_the_diagonal_of_a_gram_matrix_serves_as_squares():
         np.testing.assert_array_equal(*masks)
 
 
+@pytest.mark.slow
 def test_ria_keeps_the_best_of_the_layer():
     weights, x, _ = oracles.layer(48, 20, seed=3)
     with jax.enable_x64(True):
@@ -64,6 +67,7 @@ def test_ria_by_hand():
     np.testing.assert_allclose(scores, [[7 / 6, 7 / 3], [1.35, 0.9]], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_ria_takes_rows_and_inputs_of_zeros():
     kernel = jnp.array([[0.0, 0.0, 0.0], [0.0, 1.0, 2.0], [0.0, 3.0, 4.0]])
     squares = sparsity.Statistic(squares=jnp.array([1.0, 1.0, 0.0]), **SEEN)

@@ -39,6 +39,7 @@ def test_rates_are_those_of_a_plain_program_and_average_to_the_target():
     assert total / sum(sizes.values()) == pytest.approx(0.6, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_an_updater_prunes_by_the_rates():
     params, statistics = layers()
     rates = sparsity.owl(statistics, params, sparsity=0.5)

@@ -27,6 +27,7 @@ def refitted(pruner, refit, weights, x):
 # Least squares
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_least_squares_are_those_of_the_normal_equations(kind, direct, monkeypatch):
@@ -51,6 +52,7 @@ def test_least_squares_take_masks_with_outputs_of_any_number_of_weights():
     np.testing.assert_allclose(pruned, oracles.least_squares(weights, mask, x.T @ x), rtol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_output_gets_worse_where_rows_are_few_and_inputs_dead(dtype, direct, monkeypatch):
@@ -165,6 +167,7 @@ def errors():
     return {kind: mean(kind) for kind in KINDS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "method", "most"),
     [

@@ -28,6 +28,7 @@ def prune(weights, statistic, kind=None, half=0.5, **options):
     return np.asarray(pruned).T, np.asarray(masks).T
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inputs", "block"), [(40, 1), (40, 32), (40, "d"), (136, 1), (136, 32), (136, 128)]
 )
@@ -45,6 +46,7 @@ def test_weights_and_masks_are_those_of_numpy(inputs, block, dead):
     assert mask.sum() == helpers.num_kept(weights.size, 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nm", [(2, 4), (4, 8), (1, 3)])
 @pytest.mark.parametrize("block", [1, 128])
 def test_groups_are_those_of_numpy_whatever_the_block(nm, block):
@@ -58,6 +60,7 @@ def test_groups_are_those_of_numpy_whatever_the_block(nm, block):
     assert (mask.reshape(12, -1, nm[1]).sum(-1) == nm[0]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("unit", "n"), [(32, None), (4, 2)])
 def test_what_weights_lose_adds_up_to_the_error_of_the_outputs(unit, n):
     weights, x, _ = oracles.layer(40, outputs=12, rows=300, rank=20)
@@ -67,6 +70,7 @@ def test_what_weights_lose_adds_up_to_the_error_of_the_outputs(unit, n):
     np.testing.assert_allclose(jnp.sum(done.errors**2), np.trace(lost @ gram @ lost.T), rtol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sparsity_", [0.0, 0.3, 0.9, 1.0])
 def test_any_sparsity_keeps_as_many_as_the_library_counts(sparsity_):
     weights, x, _ = oracles.layer(37, outputs=5, rows=300)

@@ -83,6 +83,7 @@ def test_groups_of_a_convolution_are_those_of_jax():
     np.testing.assert_allclose(found.ravel(), expected.ravel(), rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["heads of inputs", "between outputs", "experts last", "stacked groups"]
 )
@@ -112,6 +113,7 @@ def _half(params):
     return jax.tree.map(lambda _: 0.5, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [1, 2])
 def test_groups_along_an_inner_axis_are_swept_with_that_axis_last(axis):
     with jax.enable_x64(True):
@@ -137,6 +139,7 @@ def test_groups_along_an_inner_axis_are_swept_with_that_axis_last(axis):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kernel", "experts"])
 def test_batch_axes_of_the_updater_separate_what_shares_its_inputs(kind):
     with jax.enable_x64(True):

@@ -197,6 +197,7 @@ CHOICES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", CHOICES, ids=str)
 def test_every_choice_prunes_as_the_api(kernels, options):
     assert_prunes_as_the_api(kernels, safetensors.numpy.load_file, **options)
@@ -363,6 +364,7 @@ def test_a_bad_target_is_refused(kernels, tmp_path, capsys, target, message):
     assert list(tmp_path.iterdir()) == [kernels]
 
 
+@pytest.mark.slow
 def test_the_command_runs_in_a_process_of_its_own(kernels):
     program = "import sys; from sparsity.cli import main; sys.exit(main())"
     run = [sys.executable, "-W", "error", "-c", program, "inspect", str(kernels), "--json"]

@@ -105,6 +105,7 @@ def test_a_folder_that_is_no_checkpoint_says_which_is(tmp_path, capsys):
     assert "name the folder of an item, such as STEP/default" in error
 
 
+@pytest.mark.slow
 def test_a_damaged_folder_is_named(tmp_path):
     path = tmp_path / "a_folder"
     FORMATS["a_folder"][0](path, weights())

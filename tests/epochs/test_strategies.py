@@ -147,6 +147,7 @@ def test_every_method_keeps_what_it_says(method, pattern, oracle):
     assert_masks(updater.instant_sparsify(params)[1], oracle(params))
 
 
+@pytest.mark.slow
 @hypothesis.given(
     st.floats(0.001, 1.0),
     st.sampled_from(["unstr_global", "unstr_unified_local"]),

@@ -55,6 +55,7 @@ def masks_of(params, distribution, **options):
     ).instant_sparsify(params)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "share", "spread", "scope"),
     [
@@ -79,6 +80,7 @@ def test_a_budget_of_a_whole_model_removes_nothing():
     assert set(sparsity.budget(graph, macs=1)(params).values()) == {None, 0.0}
 
 
+@pytest.mark.slow
 def test_under_a_global_scope_cheap_weights_are_kept_for_their_score():
     # A weight of conv runs at 9 positions, one of the others at one.
     params, graph = case()
@@ -107,6 +109,7 @@ def test_patterns_with_a_density_of_their_own_are_counted_with_it():
     assert 0.5 <= graph.macs(masks) / graph.macs() <= 0.6
 
 
+@pytest.mark.slow
 def test_patterns_of_units_stay_within_the_budget():
     params, graph = case()
     params = {name: params[name] for name in ("wide", "deep", "head")}

@@ -23,6 +23,7 @@ def test_removing_groups_of_random_programs_leaves_what_masking_gives(first):
     assert groups > 50  # or else the check is empty
 
 
+@pytest.mark.slow
 def test_the_same_programs_show_it_if_removal_is_not_proven(monkeypatch):
     monkeypatch.setattr(Graph, "unproven", lambda self, masked: {})
     wrong, _ = fuzz.wrong(range(BATCH))

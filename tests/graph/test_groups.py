@@ -30,6 +30,7 @@ def check(graph, fn, params, args, tolerance):
         assert removal.difference(*pair) <= tolerance, [group.name for group in cut]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", models.SMALL)
 def test_removing_any_group_and_all_together_leaves_what_masking_gives(name):
     with jax.enable_x64(True):

@@ -84,6 +84,7 @@ def test_the_highest_normalized_scores_of_all_leaves_stay(share):
     _check(masks, _best(_normalized(params), _num_kept(_ALL, share)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scales", [(1e30, 1e30, 1), (1e-30, 1e-30, 1e-30), (1e30, 1e-30, 1)])
 def test_norms_of_huge_and_tiny_weights_neither_overflow_nor_vanish(scales):
     params = _params(scales=scales)
@@ -222,6 +223,7 @@ def test_a_leaf_of_its_own_sparsity_keeps_exactly_that(name):
     assert counts["a"] + counts["c"] == 64
 
 
+@pytest.mark.slow
 def test_the_own_sparsity_of_a_global_pruner_may_have_a_structure():
     pruner = sparsity.GlobalMagnitudePruning(
         sparsity=0.5,
@@ -279,6 +281,7 @@ def test_totals_stay_while_layers_trade(cls, way):
     assert len({tuple(counts.values()) for counts in history}) > 1
 
 
+@pytest.mark.slow
 def test_rigl_moves_weights_to_the_layer_of_the_largest_gradients():
     tx = _moving(sparsity.RigL).wrap_optax(optax.sgd(0.0))
     params = _params()

@@ -64,6 +64,7 @@ def _difference(one, other):
     return max((float(jnp.abs(a - b).max()) for a, b in leaves), default=0.0)
 
 
+@pytest.mark.slow
 def test_the_channels_of_the_largest_sums_stay_with_all_that_belongs_to_them(mlp):
     params, _, graph = mlp
     masks = sparsity.MagnitudePruning(**_coupled(graph)).instant_sparsify(params)[1]
@@ -94,6 +95,7 @@ def test_signed_saliencies_are_summed_before_the_absolute_value(mlp):
     assert set(kept) == set(np.argsort(-importance)[:4])
 
 
+@pytest.mark.slow
 def test_what_is_left_computes_the_masked_model_and_its_gradients(mlp):
     params, x, graph = mlp
     pruned, masks = sparsity.MagnitudePruning(**_coupled(graph)).instant_sparsify(params)
@@ -179,6 +181,7 @@ def small_of(small):
     return small.params, small.opt_state
 
 
+@pytest.mark.slow
 def test_rigl_and_set_keep_the_number_of_channels(mlp):
     params, _, graph = mlp
     for kind in (sparsity.RigL, sparsity.SET):
@@ -193,6 +196,7 @@ def test_rigl_and_set_keep_the_number_of_channels(mlp):
         assert shrink(graph, params, moved).params["second"]["kernel"].shape == (4, 6)
 
 
+@pytest.mark.slow
 def test_a_budget_is_that_of_the_smaller_arrays(mlp):
     params, _, graph = mlp
     for options in ({}, {"across": True}, {"round_to": 2}, {"across": True, "round_to": 2}):
@@ -219,6 +223,7 @@ def test_a_plan_is_text_that_cuts_another_checkpoint(mlp):
     np.testing.assert_array_equal(again.params["first"]["bias"], other["first"]["bias"][kept])
 
 
+@pytest.mark.slow
 def test_shrinking_twice_is_shrinking_by_the_composed_plan(mlp):
     params, x, graph = mlp
     first = shrink(graph, *sparsity.MagnitudePruning(**_coupled(graph)).instant_sparsify(params))

@@ -122,6 +122,7 @@ def test_without_skip_gradients_the_inner_update_is_in_no_conditional():
     assert len(re.findall("= sin ", str(jaxpr))) == 2
 
 
+@pytest.mark.slow
 def test_without_a_schedule_the_step_has_no_conditional_at_all():
     updater = sparsity.StaticRandomSparse(sparsity_distribution_fn=helpers.half)
     step, params, state = _training_step(updater)

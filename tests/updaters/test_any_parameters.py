@@ -64,6 +64,7 @@ def test_flax_and_equinox_models_keep_their_containers():
         jax.tree.map(np.testing.assert_array_equal, applied, after)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*skips the gradients of steps")
 def test_a_frozen_subtree_of_masked_nodes_stays_dense():
     # As optax.masked and optax.multi_transform hand them to the wrapper.

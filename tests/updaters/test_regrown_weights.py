@@ -134,6 +134,7 @@ def test_an_optimizer_that_hides_its_parameters_is_refused_at_init(name):
         updater.wrap_optax(inner).init(params)
 
 
+@pytest.mark.slow
 def test_a_state_without_arrays_of_the_parameters_needs_no_reset():
     updater = sparsity.RigL(
         sparsity_distribution_fn=helpers.uniform(0.7), scheduler=sparsity.PeriodicSchedule(2)
