@@ -259,7 +259,10 @@ def test_the_readme_shows_the_stored_results():
         assert set(results) <= set(run.jobs_of(task, store.row_names()))
     table = report.summary(found)
     assert table in (helpers.ROOT / "README.md").read_text(encoding="utf-8")
-    assert table in (helpers.ROOT / "baselines/RESULTS.md").read_text(encoding="utf-8")
+    results_page = (helpers.ROOT / "baselines/RESULTS.md").read_text(encoding="utf-8")
+    assert table in results_page
+    for task in channels.TASKS:
+        assert report.section(task, store.load(task)) in results_page
 
 
 def test_a_missing_package_is_one_line_with_the_command_to_install_it(monkeypatch):

@@ -228,7 +228,7 @@ def main() -> None:
             results["LoRA"] = check(trainer, pruner, steps)
         if isinstance(pruner.scope, sparsity.Coupled):
             results["cut"] = shrink(trainer, pruner.scope.graph)
-    print(*(f"{name:5}  {result}" for name, result in results.items()), sep="\n")
+    print(*(f"{name:6}  {result}" for name, result in results.items()), sep="\n")
 
 
 if __name__ == "__main__":
