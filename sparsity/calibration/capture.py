@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.calibration.statistics import Path, Statistic, check_memory
+from sparsity.calibration.statistics import Path, Statistic, check_memory, not_finite
 from sparsity.core import extras, trees
 from sparsity.core.jaxprs import Equation, Program, Value
 from sparsity.core.trees import PyTree
@@ -69,14 +70,13 @@ def calibrate(
         graph = trace(fn, params, batch) if graph is None else graph
         inputs = trees.split_arrays(batch)[0]
         now = graph.at_shapes(inputs)
-        capture = captures.setdefault(now, Capture(now, kind, filter_fn))
-        sums = capture.jitted(trees.split_arrays(params)[0], inputs)
-        for use, (found, _) in sums.items():
-            if not bool(jnp.all(jnp.isfinite(found))):
-                raise ValueError(
-                    f"The inputs of {'/'.join(capture.uses[use].path)!r} are not all finite in "
-                    f"batch {number}: an activation is NaN or infinite."
-                )
+        if now not in captures:
+            captures[now] = Capture(now, kind, filter_fn)
+        capture = captures[now]
+        sums, finite = capture.jitted(trees.split_arrays(params)[0], inputs)
+        for use, is_finite in jax.device_get(finite).items():
+            if not is_finite:
+                raise not_finite("/".join(capture.uses[use].path), number)
         total = jax.tree.map(jnp.add, total, sums) if total else sums
     if graph is None:
         raise ValueError("batches has no batch: give at least one.")
@@ -104,16 +104,20 @@ class Capture:
         }
         if kind == "gram":
             for use in self.uses.values():
-                shape = (*_lead(use, graph), _inputs(use, graph), _inputs(use, graph))
-                check_memory("/".join(use.path), shape, np.float32)
+                layout, shape = _layout(use), graph.shape_of(use.path)
+                inputs = layout.inputs(shape)
+                check_memory("/".join(use.path), (*layout.lead(shape), inputs, inputs), np.float32)
         self._of: dict[Equation, list[int]] = {}
         for number, use in self.uses.items():
             self._of.setdefault(use.equation, []).append(number)
-        self.jitted = jax.jit(lambda leaves, inputs: self.run(leaves, inputs)[1])
+        self.jitted = jax.jit(self._run)
 
-    def run(self, leaves: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], Sums]:
-        """The outputs of the program, and the sums of a call."""
-        return self.evaluate(self.graph.program, [*leaves, *inputs])
+    def _run(
+        self, leaves: Sequence[Any], inputs: Sequence[Any]
+    ) -> tuple[Sums, dict[int, jax.Array]]:
+        """The sums of a call, and which of them are finite."""
+        sums = self.evaluate(self.graph.program, [*leaves, *inputs])[1]
+        return sums, {use: jnp.all(jnp.isfinite(found)) for use, (found, _) in sums.items()}
 
     def evaluate(self, program: Program, inputs: Sequence[Any]) -> tuple[list[Any], Sums]:
         """The outputs of a program or a part of it, and its sums."""
@@ -273,16 +277,21 @@ def _groups(use: Use) -> tuple[tuple[int, ...], int]:
     return tuple(axes), left
 
 
-def _lead(use: Use, graph: Graph) -> tuple[int, ...]:
-    shape = graph.shape_of(use.path)
+def _layout(use: Use, of_layer: bool = False) -> Statistic:
+    """How the axes of a leaf, or of one layer of it, are inputs and outputs; without sums."""
+    gone = use.view.stacked if of_layer else ()
     axes, groups = _groups(use)
-    sizes = [shape[axis] for axis in (*use.batch, *axes)]
-    return (*sizes, *([groups] if groups > 1 else []))
 
+    def left(names: Iterable[int]) -> tuple[int, ...]:
+        return tuple(axis - sum(x < axis for x in gone) for axis in names if axis not in gone)
 
-def _inputs(use: Use, graph: Graph) -> int:
-    shape = graph.shape_of(use.path)
-    return math.prod(shape[axis] for axis in use.contracting)
+    return Statistic(
+        count=0,
+        contracting=left(use.contracting),
+        output=left(sorted(axis for axis in use.output if axis not in axes)),
+        batch=left((*use.batch, *axes)),
+        groups=groups,
+    )
 
 
 def statistic_of_use(
@@ -298,27 +307,13 @@ def statistic_of_use(
       rows: how many.
       of_layer: the sums are those of one layer of a stack, without the axes that scans took apart.
     """
-    places = _places(use)
+    layout, places = _layout(use, of_layer), _places(use)
     found = sums[..., places] if kind == "squares" else sums[..., places[:, None], places]
     gone = use.view.stacked if of_layer else ()
-    axes, groups = _groups(use)
-    batch = tuple(axis for axis in (*use.batch, *axes) if axis not in gone)
-    shape = graph.shape_of(use.path)
-    lead = (*(shape[axis] for axis in batch), *([groups] if groups > 1 else []))
+    shape = tuple(n for axis, n in enumerate(graph.shape_of(use.path)) if axis not in gone)
     own = (len(places),) * (1 if kind == "squares" else 2)
-
-    def left(names: Sequence[int]) -> tuple[int, ...]:
-        return tuple(axis - sum(x < axis for x in gone) for axis in names)
-
-    given: Mapping[str, Any] = {kind: found.reshape(*lead, *own)}
-    return Statistic(
-        **given,
-        count=rows,
-        contracting=left(use.contracting),
-        output=left(sorted(axis for axis in use.output if axis not in axes)),
-        batch=left(batch),
-        groups=groups,
-    )
+    given: Mapping[str, Any] = {kind: found.reshape(*layout.lead(shape), *own)}
+    return dataclasses.replace(layout, count=rows, **given)
 
 
 # The rows of a product: what its operand's entries are multiplied with.

@@ -20,7 +20,7 @@ import numpy as np
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.capture import Capture, calibrate, statistic_of_use
-from sparsity.calibration.prune import prune
+from sparsity.calibration.prune import prune, reconstruct
 from sparsity.calibration.refits import Refit
 from sparsity.calibration.statistics import Path, Statistic, relative_error
 from sparsity.core import extras, trees
@@ -309,7 +309,7 @@ class _Run:
         first, masks = prune(pruner, tree, statistics)
         last = first
         if self.refit is not None:
-            last, masks = prune(pruner, tree, statistics, self.refit)
+            last, masks = reconstruct(self.refit, pruner, tree, first, masks, statistics)
         leaves = [trees.leaves_by_path(x)[site.path] for x in (first, last, masks)]
         self._leaves[number] = jnp.asarray(self._leaves[number]).at[at].set(leaves[1])
         whole = self.masks.get(site.path, jnp.ones(self._leaves[number].shape, jnp.uint8))

@@ -51,6 +51,33 @@ def prune(
     pruned, masks = pruner.instant_sparsify(params, statistics=statistics)
     if refit is None:
         return pruned, masks
+    return reconstruct(refit, pruner, params, pruned, masks, statistics)
+
+
+def reconstruct(
+    refit: Refit,
+    pruner: BaseUpdater,
+    params: PyTree,
+    pruned: PyTree,
+    masks: PyTree,
+    statistics: Statistics,
+) -> tuple[PyTree, PyTree]:
+    """Refits what a pruner has left.
+
+    Args:
+      refit: `LeastSquares()`, `ADMM()` or another `Refit`.
+      pruner: the updater that has pruned.
+      params: tree of parameters before.
+      pruned: the same after.
+      masks: as the pruner returned them.
+      statistics: `{path: Statistic}` for each leaf that has a mask.
+
+    Returns:
+      (refitted params, masks).
+
+    Raises:
+      ValueError: a statistic is missing, does not fit its leaf, or has no Gram matrix.
+    """
     masks = masks_lib.read_masks(masks, params, pruner.use_packed_masks)
     table = pruner.sites(params)
     targets = target_sparsities(

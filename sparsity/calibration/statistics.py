@@ -243,6 +243,14 @@ def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
             )
 
 
+def not_finite(name: str, batch: int) -> ValueError:
+    """The error of a leaf whose inputs are NaN or infinite in a batch."""
+    return ValueError(
+        f"The inputs of {name!r} are not all finite in batch {batch}: an activation, or the sum of "
+        "its squares, is NaN or infinite. Look at that batch, or calibrate in a wider dtype."
+    )
+
+
 def is_finite(value: jax.Array) -> bool:
     """Whether all entries are finite, as far as they are known yet."""
     if is_traced(value):
