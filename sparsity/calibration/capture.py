@@ -63,11 +63,14 @@ def calibrate(
     if kind not in ("squares", "gram"):
         raise ValueError(f"kind must be 'squares' or 'gram', got kind = {kind!r}.")
     graph: Graph | None = None
+    first: PyTree = None
     captures: dict[Graph, Capture] = {}  # by shapes of the batch: each is compiled once
     total: Sums = {}
     shown = extras.load("tqdm.auto", "progress").tqdm(batches) if progress else batches
     for number, batch in enumerate(shown):
-        graph = trace(fn, params, batch) if graph is None else graph
+        if graph is None:
+            graph, first = trace(fn, params, batch), batch
+        check_structure(batch, first, number)
         inputs = trees.split_arrays(batch)[0]
         now = graph.at_shapes(inputs)
         if now not in captures:
@@ -81,6 +84,22 @@ def calibrate(
     if graph is None:
         raise ValueError("batches has no batch: give at least one.")
     return capture.statistics(total)
+
+
+def check_structure(batch: PyTree, first: PyTree, number: int) -> None:
+    """Raises a ValueError for a batch that differs from the first one in more than arrays."""
+    if _without_arrays(batch) != _without_arrays(first):
+        raise ValueError(
+            f"Batch {number} differs from batch 0 in more than arrays: {_without_arrays(batch)}, "
+            f"{_without_arrays(first)}. All must be of one structure; numbers that differ must be "
+            "arrays."
+        )
+
+
+def _without_arrays(tree: PyTree) -> tuple[Any, list[Any]]:
+    """The structure of a tree, and those of its leaves that are no arrays."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, ["array" if trees.is_array(leaf) else leaf for leaf in leaves]
 
 
 class Capture:
