@@ -75,6 +75,8 @@ def calibrate(
         now = graph.at_shapes(inputs)
         if now not in captures:
             captures[now] = Capture(now, kind, filter_fn)
+            if kind == "gram":
+                check_memory(captures[now].grams())
         capture = captures[now]
         sums, finite = capture.jitted(trees.split_arrays(params)[0], inputs)
         for use, is_finite in jax.device_get(finite).items():
@@ -121,15 +123,19 @@ class Capture:
             for number, use in enumerate(graph.uses)
             if _is_told(use, graph) and (filter_fn is None or filter_fn(use.path, leaves[use.path]))
         }
-        if kind == "gram":
-            for use in self.uses.values():
-                layout, shape = _layout(use), graph.shape_of(use.path)
-                inputs = layout.inputs(shape)
-                check_memory("/".join(use.path), (*layout.lead(shape), inputs, inputs), np.float32)
         self._of: dict[Equation, list[int]] = {}
         for number, use in self.uses.items():
             self._of.setdefault(use.equation, []).append(number)
         self.jitted = jax.jit(self._run)
+
+    def grams(self, of_layer: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+        """The Gram matrices of all leaves, by name; of one layer of each stack, if asked for."""
+        found = {}
+        for use in self.uses.values():
+            layout, shape = _layout(use, of_layer), _shape(use, self.graph, of_layer)
+            own = (*layout.lead(shape), *(2 * [layout.inputs(shape)]))
+            found["/".join(use.path)] = jax.ShapeDtypeStruct(own, jnp.float32)
+        return found
 
     def _run(
         self, leaves: Sequence[Any], inputs: Sequence[Any]
@@ -313,6 +319,12 @@ def _layout(use: Use, of_layer: bool = False) -> Statistic:
     )
 
 
+def _shape(use: Use, graph: Graph, of_layer: bool) -> tuple[int, ...]:
+    """The shape of a leaf, or of one layer of it."""
+    gone = use.view.stacked if of_layer else ()
+    return tuple(n for axis, n in enumerate(graph.shape_of(use.path)) if axis not in gone)
+
+
 def statistic_of_use(
     use: Use, graph: Graph, kind: Kind, sums: jax.Array, rows: jax.Array, of_layer: bool = False
 ) -> Statistic:
@@ -328,8 +340,7 @@ def statistic_of_use(
     """
     layout, places = _layout(use, of_layer), _places(use)
     found = sums[..., places] if kind == "squares" else sums[..., places[:, None], places]
-    gone = use.view.stacked if of_layer else ()
-    shape = tuple(n for axis, n in enumerate(graph.shape_of(use.path)) if axis not in gone)
+    shape = _shape(use, graph, of_layer)
     own = (len(places),) * (1 if kind == "squares" else 2)
     given: Mapping[str, Any] = {kind: found.reshape(*layout.lead(shape), *own)}
     return dataclasses.replace(layout, count=rows, **given)
@@ -343,13 +354,13 @@ def _rows_of_dot(use: Use, x: jax.Array, kind: Kind) -> tuple[jax.Array, int]:
     inputs, batch = contracted[1 - use.operand], batch[1 - use.operand]
     free = [i for i in range(x.ndim) if i not in inputs and i not in batch]
     count = math.prod(x.shape[i] for i in free)
-    lead = [x.shape[i] for i in batch]
+    lead, size = [x.shape[i] for i in batch], math.prod(x.shape[i] for i in inputs)
     if kind == "squares":
         squares = jnp.sum(jnp.square(x), axis=tuple(free))
         left = [i for i in range(x.ndim) if i not in free]
         order = [left.index(i) for i in (*batch, *inputs)]
-        return squares.transpose(order).reshape(*lead, -1), count
-    rows = x.transpose(*batch, *free, *inputs).reshape(*lead, count, -1)
+        return squares.transpose(order).reshape(*lead, size), count
+    rows = x.transpose(*batch, *free, *inputs).reshape(*lead, count, size)
     return _gram(rows), count
 
 

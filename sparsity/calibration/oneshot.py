@@ -35,6 +35,7 @@ from sparsity.calibration.statistics import (
     Path,
     Statistic,
     Statistics,
+    check_memory,
     not_finite,
     relative_error,
 )
@@ -42,7 +43,7 @@ from sparsity.core import trees
 from sparsity.core.jaxprs import Equation, Value
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph import Graph, trace
-from sparsity.masks import Site
+from sparsity.masks import Site, pack_masks
 from sparsity.sparsity_distributions import target_sparsities
 
 
@@ -163,10 +164,13 @@ class _Run:
 
     def all_masks(self) -> PyTree:
         """The masks of all leaves."""
-        return trees.map_matched(lambda path, _: self.masks.get(path), self._tree)
+        masks = trees.map_matched(lambda path, _: self.masks.get(path), self._tree)
+        return pack_masks(masks, self._tree) if self.pruner.use_packed_masks else masks
 
     def follow(self, batches: Sequence[Any]) -> None:
         """Runs the model on all batches, and prunes each weight when its product is reached."""
+        for name, gram in self._capture.grams(of_layer=True).items():
+            check_memory({name: gram})  # one is held at a time
         program, count = self.graph.program, len(self.graph.leaves)
         values = program.inputs
         inputs = [trees.split_arrays(batch)[0] for batch in batches]
@@ -309,6 +313,11 @@ class _Run:
                 f"No product of the model reads {site.name!r}, which has a sparsity, so that it "
                 "has no statistics. Keep it dense with filter_fn."
             )
+        if not (rows := int(np.max(jax.device_get(own.count)))):
+            raise ValueError(
+                f"No row of the batches reaches {name!r}: they are empty, or the model takes other "
+                "branches. Give batches that reach it, or keep it dense with filter_fn."
+            )
         pruner = _for_leaf(self.pruner, site, self.targets[site.path], fewer)
         tree = trees.map_matched(lambda path, _: dense if path == site.path else None, self._tree)
         statistics = {trees.path_names(site.path): own}
@@ -318,10 +327,10 @@ class _Run:
             last, masks = reconstruct(self.refit, pruner, tree, first, masks, statistics)
         before, after, mask = (trees.leaves_by_path(x)[site.path] for x in (first, last, masks))
         report = LayerReport(
-            sparsity=float(1 - jnp.mean(mask)),
+            sparsity=int(jnp.sum(mask == 0)) / max(mask.size, 1),
             error=float(relative_error(own, dense, after)),
             unrefitted=float(relative_error(own, dense, before)),
-            count=int(np.max(jax.device_get(own.count))),
+            count=rows,
             seconds=time.perf_counter() - started,
         )
         return Layer(after, mask, report)

@@ -88,10 +88,15 @@ def reconstruct(
     def refit_leaf(path: KeyPath, dense: Any, before: Any, mask: Any) -> None:
         if mask is None:
             return
+        if not dense.size:
+            refitted[path] = before, mask
+            return
         site = table[path]
         check_real(site.name, dense)
         own = statistic_of(statistics, site, dense.shape, "gram", type(refit).__name__)
         remedy = "Weights that the data leave free stay near those of the pruner."
+        if damping := getattr(refit, "damping", None):
+            remedy = f"What the data do not say, damping = {damping} decides."
         warn_of_few_rows(own, own.inputs(dense.shape), site.name, remedy)
         select = _selection(pruner, params, path, targets, statistics)
         new = refit(dense, before, mask, own, select)

@@ -35,6 +35,7 @@ class Refit:
         return pruned / 2, mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequential", [True, False])
 def test_a_run_goes_on_where_it_was_interrupted_with_the_same_bits(tmp_path, sequential):
     def run(refit, folder=None):
