@@ -136,7 +136,6 @@ class _Run:
         self._done: set[tuple[KeyPath, tuple[tuple[int, int], ...]]] = set()
         self._layers: dict[Path, list[LayerReport]] = {}
         self._capture = Capture(graph, "gram", lambda path, _: path in self._by_names)
-        self._sums = jax.jit(self._capture.sums, static_argnums=0)
 
     def keep_in(
         self,
@@ -253,7 +252,8 @@ class _Run:
             sums: Any = None
             finite = []
             for batch in range(len(frame.data)):
-                now = self._sums(number, frame.read(batch, equation.inputs[1 - use.operand]))
+                x = frame.read(batch, equation.inputs[1 - use.operand])
+                now = self._capture.sums(number, x)
                 finite.append(jnp.all(jnp.isfinite(now[0])))
                 sums = now if sums is None else jax.tree.map(jnp.add, sums, now)
             for batch, is_finite in enumerate(jax.device_get(finite)):

@@ -101,7 +101,7 @@ class Report(dict[Path, LayerReport]):
         fn: Callable[..., PyTree],
         params: PyTree,
         batches: Iterable[PyTree],
-        rates: Sequence[float] = (0.3, 0.5, 0.7, 0.9),
+        rates: Sequence[float] = (0.25, 0.5, 0.65, 0.75, 0.85, 0.95),
     ) -> Sensitivity:
         """Prunes the leaves of the report one at a time, and measures what the model loses.
 
@@ -110,10 +110,10 @@ class Report(dict[Path, LayerReport]):
           fn: the model, `fn(params, batch)`.
           params: its dense parameters.
           batches: what `fn` takes as its second argument; their outputs are kept.
-          rates: the sparsities that each leaf is pruned at, rising.
+          rates: the sparsities that each leaf is pruned at, above 0.
 
         Returns:
           {path: {rate: error}}: the relative squared error of the model's outputs. Its
-          `distribution(params, sparsity)` prunes layers that matter less at higher rates.
+          `distribution(params, sparsity)` shares a sparsity out so that the errors are smallest.
         """
         return measure(pruner, fn, params, batches, list(self), rates)

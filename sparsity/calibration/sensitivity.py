@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.capture import calibrate
@@ -24,9 +23,10 @@ class Sensitivity(dict[Path, dict[float, float]]):
     """{path: {rate: error}}: what the model's outputs lose if one leaf is pruned at a rate."""
 
     def distribution(self, params: PyTree, sparsity: float) -> Rates:
-        """Returns rates at which each leaf alone costs the same error: a distribution.
+        """Returns the rates of that mean whose errors have the smallest sum: a distribution.
 
-        Errors between two rates are interpolated; pruning nothing costs none.
+        Errors between two rates are interpolated, on the lower convex hull of each curve from 0 on;
+        errors of several leaves are taken to add up.
 
         Args:
           params: tree of parameters, for their sizes.
@@ -38,32 +38,30 @@ class Sensitivity(dict[Path, dict[float, float]]):
         Example:
           >>> params = {"robust": jnp.ones((4, 4)), "fragile": jnp.ones((4, 4))}
           >>> found = Sensitivity({("robust",): {0.8: 0.1}, ("fragile",): {0.4: 0.1, 0.8: 0.5}})
-          >>> rates = found.distribution(params, sparsity=0.6)(params)
+          >>> rates = found.distribution(params, sparsity=0.5)(params)
           >>> {name: round(rate, 3) for name, rate in rates.items()}
-          {'fragile': 0.4, 'robust': 0.8}
+          {'fragile': 0.2, 'robust': 0.8}
         """
         check_fraction("sparsity", sparsity)
         sizes = {trees.path_names(p): x.size for p, x in trees.leaves_by_path(params).items()}
-        weights = [sizes[path] for path in self]
-        highest = float(np.average([max(curve) for curve in self.values()], weights=weights))
+        total = sum(sizes[path] for path in self)
+        left = sparsity * total  # weights that are still to be removed
+        highest = sum(max(curve) * sizes[path] for path, curve in self.items()) / total
         if sparsity > highest:
             raise ValueError(
                 f"sparsity = {sparsity} is above the mean {highest:.4f} of the highest rates that "
                 "were measured. Measure higher rates."
             )
-        curves = [_rising(curve) for curve in self.values()]
-
-        def at(error: float) -> list[float]:
-            return [float(np.interp(error, errors, rates)) for errors, rates in curves]
-
-        low, high = 0.0, max(float(errors[-1]) for errors, _ in curves)
-        for _ in range(64):  # halves of a float64
-            middle = (low + high) / 2
-            if np.average(at(middle), weights=weights) < sparsity:
-                low = middle
-            else:
-                high = middle
-        return Rates(dict(zip(self, at(high), strict=True)))
+        pieces = [  # of the hulls: error by weight, weights, leaf
+            (rise / sizes[path], width * sizes[path], path)
+            for path, curve in self.items()
+            for rise, width in _pieces(curve)
+        ]
+        rates = dict.fromkeys(self, 0.0)
+        for _, count, path in sorted(pieces):  # those of a leaf become steeper
+            rates[path] += min(count, left) / sizes[path]
+            left -= min(count, left)
+        return Rates(rates)
 
 
 def measure(
@@ -106,8 +104,14 @@ def measure(
     return found
 
 
-def _rising(curve: dict[float, float]) -> tuple[np.ndarray, np.ndarray]:
-    """Errors that rise strictly, and their rates, from 0 on."""
-    rates = np.array([0.0, *sorted(curve)])
-    errors = np.maximum.accumulate([0.0, *(curve[rate] for rate in sorted(curve))])
-    return errors + rates * 1e-9 * max(errors[-1], 1e-9), rates
+def _pieces(curve: Mapping[float, float]) -> list[tuple[float, float]]:
+    """(slope, width) of the pieces of a curve's lower convex hull, from no error at rate 0."""
+    points, end = [(0.0, 0.0), *sorted(curve.items())], 0
+    pieces = []
+    while end < len(points) - 1:
+        rate, error = points[end]
+        slopes = [(e - error) / (r - rate) for r, e in points[end + 1 :]]
+        slope = min(slopes)
+        end += 1 + max(i for i, own in enumerate(slopes) if own == slope)
+        pieces.append((slope, points[end][0] - rate))
+    return pieces

@@ -52,13 +52,13 @@ def test_sensitivity_is_the_error_of_the_output_if_one_layer_is_pruned():
     }
 
 
-def test_rates_cost_equal_errors_and_reach_the_mean():
-    curves = Sensitivity({("one",): {0.4: 0.2, 0.8: 0.4}, ("two",): {0.5: 0.1, 0.8: 0.1, 0.9: 0.5}})
+def test_rates_reach_the_mean_with_the_smallest_sum_of_errors():
+    # Errors by weight and rate: `one` 0.1 / 0.4 / 300, then 0.3 / 0.4 / 300; `two` goes straight to
+    # 0.8 along its hull, 0.2 / 0.8 / 100, as the point at 0.5 lies above it.
+    curves = Sensitivity({("one",): {0.4: 0.1, 0.8: 0.4}, ("two",): {0.5: 0.2, 0.8: 0.2}})
     sizes = {"one": np.ones(300), "two": np.ones(100), "other": np.ones(7)}
-    rates = curves.distribution(sizes, 0.5)(sizes)
-    assert 0.75 * rates["one"] + 0.25 * rates["two"] == pytest.approx(0.5, abs=1e-6)
-    error = rates["one"] / 2  # its curve is a line
-    assert rates["two"] == pytest.approx(0.8 + 0.1 * (error - 0.1) / 0.4, abs=1e-6)
-    assert rates["other"] is None
-    with pytest.raises(ValueError, match=r"above the mean 0\.8250 of the highest rates"):
+    for mean, one, two in ((0.15, 0.2, 0.0), (0.45, 0.4, 0.6), (0.65, 0.6, 0.8), (0.8, 0.8, 0.8)):
+        rates = curves.distribution(sizes, mean)(sizes)
+        assert rates == {"one": pytest.approx(one), "two": pytest.approx(two), "other": None}
+    with pytest.raises(ValueError, match=r"above the mean 0\.8000 of the highest rates"):
         curves.distribution(sizes, 0.85)
