@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.calibration.statistics import Path, Statistic, check_memory, not_finite
-from sparsity.core import extras, trees
+from sparsity.core import extras, sharding, trees
 from sparsity.core.jaxprs import Equation, Program, Value
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph, Leaf, Use, trace
@@ -179,10 +179,14 @@ class Capture:
     def sums(self, number: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The sums of a use over the rows of its inputs, and how many rows these are."""
         use = self.uses[number]
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        rows = _rows_of_dot if use.primitive == "dot_general" else _rows_of_convolution
-        found, count = rows(use, x, self.kind)
-        return found, jnp.int32(count)
+        of_rows = _rows_of_dot if use.primitive == "dot_general" else _rows_of_convolution
+
+        def sum_up(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+            found, count = of_rows(use, wide, self.kind)
+            return found, jnp.int32(count)
+
+        return sharding.replicated(sum_up, x)
 
     def _scan(self, equation: Equation, inputs: list[Any]) -> tuple[list[Any], Sums]:
         params, (body,) = equation.params, equation.bodies
