@@ -51,6 +51,7 @@ def test_the_notebooks_are_those_that_the_readme_names():
         "deep_dive",
         "know_your_model",
         "mnist_pruning",
+        "prune_a_trained_model",
         "quick_start",
         "scaling",
     ]
