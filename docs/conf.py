@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from sphinx.util import logging
+from sphinx.util.inspect import stringify_signature
 
 import sparsity
 
@@ -37,12 +38,14 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 default_role = "code"  # docstrings put code into single backticks
-autodoc_default_options = {"members": True, "member-order": "bysource", "show-inheritance": True}
+autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+napoleon_attr_annotations = False  # the signature has the types
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 maximum_signature_line_length = 80
+toc_object_entries_show_parents = "hide"
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +60,18 @@ def escape_markup(app, what, name, obj, options, lines):
     lines[:] = "".join(blocks).split("\n")
 
 
+def show_fields(app, what, name, obj, options, signature, result):
+    """The signature of an updater: its fields; of an algorithm those that are not the base's."""
+    if what != "class" or not issubclass(obj, sparsity.BaseUpdater):
+        return None
+    base = inspect.signature(sparsity.BaseUpdater.__init__).parameters
+    fields = list(inspect.signature(obj.__init__).parameters.values())[1:]
+    if obj is not sparsity.BaseUpdater:
+        fields = [x for x in fields if x.name not in base or x.default != base[x.name].default]
+        fields.append(inspect.Parameter("fields", inspect.Parameter.VAR_KEYWORD))
+    return stringify_signature(inspect.Signature(fields), show_annotation=False), None
+
+
 def check_public_names(app, env):
     """Warns of public names that no page documents; the build makes errors of warnings."""
     documented = env.domains.python_domain.objects
@@ -68,4 +83,5 @@ def check_public_names(app, env):
 
 def setup(app):
     app.connect("autodoc-process-docstring", escape_markup, priority=400)  # before napoleon, 500
+    app.connect("autodoc-process-signature", show_fields)
     app.connect("env-check-consistency", check_public_names)
