@@ -111,7 +111,9 @@ def benchmarks(theme):
     for i, (name, *ratios) in enumerate(rows):
         y = top + 34 * i
         content.append(label(left - 8, y + 17, name, "end"))
-        for j, (ratio, color) in enumerate(zip(map(float, ratios), (ordinary, update), strict=True)):
+        for j, (ratio, color) in enumerate(
+            zip(map(float, ratios), (ordinary, update), strict=True)
+        ):
             content.append(
                 f'<rect x="{left}" y="{y + 12 * j}" width="{ratio * unit:.1f}" height="11" '
                 f'fill="{color}"/>'
