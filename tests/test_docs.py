@@ -97,6 +97,13 @@ def test_a_page_of_algorithms_names_every_algorithm_and_no_other(page):
     assert dict(named) == registry
 
 
+def test_the_page_of_the_design_names_every_room_of_the_package():
+    house = PAGES["docs/design.md"].split("```")[1]
+    rooms = {path.stem for path in (ROOT / "sparsity").iterdir() if path.suffix != ".typed"}
+    missing = {room for room in rooms if not re.search(rf"\b{room}\b", house)}
+    assert missing <= {"__init__", "__pycache__"}
+
+
 def test_each_of_the_fifteen_questions_has_a_link():
     questions = re.split(r"^\d+\. ", PAGES["docs/questions.md"], flags=re.MULTILINE)[1:]
     assert len(questions) == 15
