@@ -159,11 +159,11 @@ def _take_scheduler(name: str, algorithm: type[BaseUpdater], options: dict[str, 
     if kind is None:
         if start is None and end is not None:
             raise ValueError(
-                f"update_start_step is missing beside update_end_step = {end}: without a start, "
-                "masks are never updated."
+                f"update_end_step = {end} needs an update_start_step: without a start, masks are "
+                "never updated."
             )
         if start is not None and end is None:
-            raise ValueError(f"update_end_step is missing beside update_start_step = {start}.")
+            raise ValueError(f"update_start_step = {start} needs an update_end_step.")
         if start is None or start == end:
             kind = "none" if start is None else "one_shot"
             for unused in ("update_freq", "update_start_step"):
@@ -171,9 +171,7 @@ def _take_scheduler(name: str, algorithm: type[BaseUpdater], options: dict[str, 
         else:
             kind = "polynomial"
             if "update_freq" not in given:
-                raise ValueError(
-                    "update_freq is missing beside update_start_step and update_end_step."
-                )
+                raise ValueError("update_start_step and update_end_step need an update_freq.")
         if kind == "none" and not given:
             return algorithm.scheduler
     if kind == "polynomial" and algorithm.schedule_type != kind:
@@ -204,7 +202,7 @@ def _take_scope(options: dict[str, Any], fields: set[str]) -> Scope | None:
         raise ValueError(f"scope = {scope!r} cannot be given: this algorithm sets its own scope.")
     if scope is None or not isinstance(scope, str):
         if given:
-            raise ValueError(f"{sorted(given)} needs scope = 'global' beside it.")
+            raise ValueError(f"{sorted(given)} needs scope = 'global'.")
         return scope
     kind = SCOPES.find(scope)
     if strange := sorted(given.keys() - _fields_of(kind)):

@@ -350,9 +350,9 @@ def test_a_drop_fraction_outside_zero_to_one_is_an_error(name, value):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"update_start_step": 1}, "update_end_step is missing"),
-        ({"update_start_step": 1, "update_freq": 2}, "update_end_step is missing"),
-        ({"update_start_step": 1, "update_end_step": 5}, "update_freq is missing"),
+        ({"update_start_step": 1}, "needs an update_end_step"),
+        ({"update_start_step": 1, "update_freq": 2}, "needs an update_end_step"),
+        ({"update_start_step": 1, "update_end_step": 5}, "need an update_freq"),
         ({"update_start_step": 5, "update_end_step": 1, "update_freq": 2}, "before"),
         ({"update_start_step": 0, "update_end_step": 9, "update_freq": 0}, "update_freq"),
         ({"update_start_step": 0, "update_end_step": 9, "update_freq": 1.5}, "update_freq"),

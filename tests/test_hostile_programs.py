@@ -253,8 +253,8 @@ def test_a_compiled_apply_is_refused():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"update_end_step": 5}, "update_start_step is missing beside update_end_step = 5"),
-        ({"update_start_step": 5}, "update_end_step is missing beside update_start_step = 5"),
+        ({"update_end_step": 5}, "update_end_step = 5 needs an update_start_step"),
+        ({"update_start_step": 5}, "update_start_step = 5 needs an update_end_step"),
         ({"custom_sparsity_map": [1]}, r"custom_sparsity_map must be a dict.*got \[1\]"),
         ({"filter_fn": "kernel"}, r"filter_fn must be a function of \(path, param\), got 'kernel'"),
         ({"scope": "globl"}, "scope: 'globl' is not known. Did you mean 'global'. Known: layerwis"),
@@ -263,7 +263,7 @@ def test_a_compiled_apply_is_refused():
         ({"schedule_type": 3}, "schedule_type: 3 is not known. Known: none, one_shot"),
         ({"power": 2}, "'power'. is no key of schedule_type 'none'.*belongs to schedule_type 'pol"),
         ({"erk_power_scale": 2}, "no key of dist_type 'uniform'.*belongs to dist_type 'erk'"),
-        ({"use_normalization": True}, "'use_normalization'. needs scope = 'global' beside it"),
+        ({"use_normalization": True}, "'use_normalization'. needs scope = 'global'"),
         ({"scope": "layerwise", "use_normalization": True}, "no key of scope 'layerwise'"),
         ({"sparsiti_type": "2:4"}, "'sparsiti_type' is no key.*Did you mean 'sparsity_type'"),
         ({"sparsity_type": "blok_4,4"}, "'blok_4,4' is not known. Did you mean 'block'"),

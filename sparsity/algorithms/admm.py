@@ -52,7 +52,9 @@ class ADMMPruning(MagnitudePruning):
         if self.rho is not None and not callable(self.rho):
             check_number("rho", self.rho, 0)
             if self.rho == 0:
-                raise ValueError("rho must be above 0, got rho = 0: nothing would draw weights.")
+                raise ValueError(
+                    "rho must be above 0, got rho = 0: nothing would pull the weights."
+                )
 
     def init_algorithm_state(self, params: PyTree, masks: PyTree) -> PyTree:
         with in_use(self, self.sites(params)):

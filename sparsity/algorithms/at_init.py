@@ -288,7 +288,7 @@ def _check_scores(name: str, scores: PyTree, targets: PyTree) -> None:
             )
         if score.size > 1 and jnp.all(score == score.reshape(-1)[0]):
             raise ValueError(
-                f"{what} are all {score.reshape(-1)[0]}, so that they rank nothing. Does the leaf "
+                f"{what} are all {score.reshape(-1)[0]} and rank nothing. Does the leaf "
                 "take part in the output, and is it initialized to values that differ?"
             )
 

@@ -186,6 +186,6 @@ def _budget(size: int, sparsity: chex.Numeric) -> Any:
 def _check_pattern(pattern: Pattern, where: str = "") -> None:
     if not pattern.is_elementwise:
         raise ValueError(
-            "SRigL has a structure of its own, as many weights in every neuron, and needs "
+            "SRigL keeps equally many weights in every neuron and needs "
             f"sparsity_type = Unstructured(), got sparsity_type = {pattern!r}{where}. Use RigL."
         )

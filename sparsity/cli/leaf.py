@@ -63,7 +63,7 @@ class StoredLeaf(Leaf):
         fits = found == self.nbytes and all(start + length <= end for start, length in self.spans)
         if not fits or min(self.shape, default=0) < 0:
             raise ValueError(
-                f"an array {self.dtype}{list(self.shape)} has not its {self.nbytes} bytes"
+                f"an array {self.dtype}{list(self.shape)} does not have its {self.nbytes} bytes"
             )
 
     def pieces(self) -> Iterator[np.ndarray]:

@@ -183,7 +183,7 @@ def check_given(
     except ValueError as error:
         raise ValueError(
             f"The masks of wrap_optax have one for {name!r}, which has no target sparsity, but no "
-            f"other could be made for it later. Give None for it there, or mend this: {error}"
+            f"other could be made for it later. Give None for it there, or fix this: {error}"
         ) from error
 
 

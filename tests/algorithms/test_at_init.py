@@ -267,7 +267,7 @@ def test_a_loss_that_is_no_scalar_is_an_error_with_its_shape():
 
 @pytest.mark.parametrize(
     ("scale", "text"),
-    [(np.nan, "'w' are not all finite"), (0.0, r"'w' are all 0\.0, so that they rank nothing")],
+    [(np.nan, "'w' are not all finite"), (0.0, r"'w' are all 0\.0 and rank nothing")],
 )
 def test_scores_that_say_nothing_are_an_error_that_names_the_leaf(scale, text):
     loss_fn = lambda params, batch: scale * _square_loss(params, batch)  # noqa: E731

@@ -144,7 +144,9 @@ def test_every_slice_of_a_stack_moves_by_itself():
 
 @pytest.mark.parametrize("kind", [sparsity.NByM(2, 4), sparsity.Channel(-1)])
 def test_other_structures_are_an_error_that_says_why(kind):
-    with pytest.raises(ValueError, match=r"SRigL has a structure of its own.*Use RigL"):
+    with pytest.raises(
+        ValueError, match=r"SRigL keeps equally many weights in every neuron.*Use RigL"
+    ):
         sparsity.SRigL(sparsity_type=kind)
     some = sparsity.SRigL(
         sparsity_type=lambda path, param: kind, sparsity_distribution_fn=helpers.half
