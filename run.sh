@@ -14,6 +14,7 @@ bash run.sh train --help     list the flags of training
 bash run.sh example NAME     make the example's own environment, run it; without NAME, list the names
 bash run.sh package          build wheel and sdist; test the installed wheel away from this folder
 bash run.sh lowest           run the tests with the oldest versions that pyproject.toml allows
+bash run.sh docs             make the environment, build the site; a warning is an error
 bash run.sh baselines        make the environment, measure every algorithm; --help lists the flags
 bash run.sh help             this text
 
@@ -104,7 +105,7 @@ check() {
 # folder; the doctests of the package with them.
 test_installed() {
   local others=(examples kill_resume.py runs/test_models.py # need the examples' packages
-    test_{baselines,benchmarks,optimizers,package,run_sh,typing}.py)
+    test_{baselines,benchmarks,docs,optimizers,package,run_sh,typing}.py)
   folder=$(mktemp -d)
   trap 'rm -rf -- "$folder"' EXIT
   cp -r -- "$root/tests" "$root/pyproject.toml" "$folder"
@@ -112,6 +113,14 @@ test_installed() {
   "$1" -P -m pytest -n 2 -m "not slow" \
     "${others[@]/#/--ignore=tests/}" tests --pyargs sparsity
   cd -- "$root"
+}
+
+# Builds the site from the pages, the docstrings and the stored outputs of the notebooks.
+build_docs() {
+  set_up
+  PYTHONPATH=$root JAX_PLATFORMS=cpu "$venv/bin/python" -P -m sphinx -W --keep-going -q \
+    -d "$root/docs/_build/doctrees" "$root/docs" "$root/docs/_build/html"
+  echo "The site is in docs/_build/html; open index.html."
 }
 
 # Builds the distributions, and tests them in an environment of their own.
@@ -170,6 +179,10 @@ case ${1-check} in
     shift
     set_up
     PYTHONPATH=$root exec "$venv/bin/python" -P -m baselines.run "$@"
+    ;;
+  docs)
+    [[ $# -le 1 ]] || fail "docs takes no arguments; see 'bash run.sh help'."
+    build_docs
     ;;
   package)
     check_package "$extras,test"

@@ -199,7 +199,7 @@ def draw(task: training.Task, results: Results) -> Figure:
         ax = figure.subplots()
         several = len(task.sparsities) > 1
         (draw_lines if several else draw_points)(ax, task, results)
-        ax.set_title(f"{task.title}: mean and deviation of {task.seeds} seeds")
+        figure.suptitle(f"{task.title}: mean and deviation of {task.seeds} seeds", fontsize="large")
         if dense := results.get(("no_prune", 0.0)):
             line = ax.axhline if several else ax.axvline
             line(mean(dense), color="black", linestyle=":", label="dense")

@@ -33,11 +33,10 @@ FilterFn = Callable[[tuple[str, ...], jax.Array], bool]
 class Distribution(Protocol):
     """What `sparsity_distribution_fn` must offer.
 
-    A distribution that names a parameter `batch_axes` is given the updater's, so that it need not
-    be said twice, one that names `sites` its table of patterns, one that names `scope` its scope.
-    One whose attribute `custom_sparsity_map` names leaves sets these apart: a global scope does not
-    rank them with the others. One with a method `cost(path, param)` has this scope rank by score
-    per cost.
+    A distribution may name three more parameters, which the updater passes: `batch_axes`, `sites`
+    (the table of patterns) and `scope`. Leaves that its attribute `custom_sparsity_map` names are
+    set apart: a global scope does not rank them with the others. If it has a method
+    `cost(path, param)`, that scope ranks by score per cost.
     """
 
     def __call__(self, params: PyTree, /) -> PyTree:

@@ -17,7 +17,7 @@ pytest.register_assert_rewrite("tests.helpers")
 _LONGEST = (
     "test_colabs", "test_meshes", "test_examples", "test_matrix", "test_kills", "test_baselines",
     "test_optimizers", "test_trees", "test_selection", "test_checkpoints", "test_processes",
-    "test_selection_sharded", "test_mnist_epoch_strategy", "test_typing",
+    "test_selection_sharded", "test_mnist_epoch_strategy", "test_docs", "test_typing",
 )  # fmt: skip
 
 

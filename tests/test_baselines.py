@@ -251,14 +251,14 @@ def test_the_report_holds_a_table_and_a_plot_for_each_task_that_was_trained(fold
         report.write([empty])
 
 
-def test_the_readme_shows_the_stored_results():
+def test_the_documents_show_the_stored_results():
     tasks = [importlib.import_module(f"baselines.{name}").TASK for name in run.TASKS]
     found = [(task, store.load(task)) for task in tasks]
     for task, results in found:
         assert results
         assert set(results) <= set(run.jobs_of(task, store.row_names()))
     table = report.summary(found)
-    assert table in (helpers.ROOT / "README.md").read_text(encoding="utf-8")
+    assert table in (helpers.ROOT / "docs/baselines.md").read_text(encoding="utf-8")
     results_page = (helpers.ROOT / "baselines/RESULTS.md").read_text(encoding="utf-8")
     assert table in results_page
     for task in channels.TASKS:

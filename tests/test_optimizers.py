@@ -76,7 +76,7 @@ _ARGUMENTS = {
     "with_extra_args_support": lambda make: make(_ADAM()),
 }
 _FULL = "regrown weights start afresh"
-_WITHOUT = "no state of single weights"
+_WITHOUT = "no state per weight"
 _HIDES = {
     "flatten": "refused by updaters that regrow; around the wrapper it hides the layers: an error",
     "lookahead": "refused by updaters that regrow; around the wrapper, call `post_gradient_update` "
@@ -232,9 +232,9 @@ def _verdict(name):
     for index, (_, before), (moved, after) in itertools.islice(_steps_of(name, tx), 2):
         _assert_sparse(moved, after.masks, _KEPT if index else 60)
         _assert_stable(before, after)
-    return ", ".join(
+    return "; ".join(
         ([_FULL] if owned else [] if stays else [_WITHOUT])
-        + ([f"{', '.join(sorted(stays))} stay as they are"] if stays else [])
+        + ([f"unchanged: {', '.join(sorted(stays))}"] if stays else [])
     )
 
 
@@ -265,15 +265,15 @@ def _page():
 
 _TEXT = """# Optimizers
 
-All {count} public transformations of optax {version} and of its `contrib`, found by listing them.
+This page covers all {count} public transformations of optax {version} and of its `contrib`.
 Inside `wrap_optax`, under RigL, SET and magnitude pruning, each keeps exactly the target number of
 weights, puts every pruned weight at exactly 0.0 (weight decay included), and keeps the structure,
 shapes and dtypes of its state. Around the wrapper, `chain`, `named_chain`, `masked`, `partition`,
 `multi_transform`, `freeze`, `MultiSteps`, `inject_hyperparams` and `apply_if_finite` do the same.
 
-A weight that RigL or SET regrow starts at zero, with the state that `init` would give it. State
-of another shape than the parameter's cannot be divided by weights (factored moments, histories, one
-number for a tensor): it stays as it is, and is named below.
+A weight that RigL or SET regrow starts at zero, with the state that `init` would give it. State of
+another shape than the parameter's (factored moments, histories, one number for a tensor) cannot be
+divided by weights: it stays unchanged, and the table names it.
 
 | transformation | what becomes of its state when weights regrow |
 | --- | --- |

@@ -85,6 +85,7 @@ def test_help_lists_the_commands(checkout):
     result, calls = checkout.run("help")
     assert result.returncode == 0
     assert "bash run.sh quick" in result.stdout
+    assert "bash run.sh docs" in result.stdout
     assert "bash run.sh train [flags]" in result.stdout
     assert "bash run.sh example NAME" in result.stdout
     assert calls == []
@@ -118,6 +119,23 @@ def test_a_check_that_fails_ends_quick_with_a_failure(checkout, tool):
     result, calls = checkout.run("quick")
     assert result.returncode == 1
     assert calls[-1].startswith(f"-m {tool}")
+
+
+def test_docs_builds_the_site_and_takes_warnings_for_errors(checkout):
+    result, _ = checkout.run("docs")
+    assert result.returncode == 0, result.stderr
+    assert "docs/_build/html" in result.stdout
+    last, folder = checkout.log.read_text().splitlines()[-1], checkout.root / "docs"
+    assert last == (
+        f"-P -m sphinx -W --keep-going -q -d {folder}/_build/doctrees {folder} {folder}/_build/html"
+    )
+
+
+def test_a_page_with_a_fault_is_a_failure(checkout):
+    checkout.add_python("python3", FAKE_PYTHON + '[[ "$3" != sphinx ]]\n')
+    result, _ = checkout.run("docs")
+    assert result.returncode == 1
+    assert "The site" not in result.stdout
 
 
 def test_quick_takes_no_arguments(checkout):

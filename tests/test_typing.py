@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+from tests.documents import blocks
+from tests.helpers import ROOT
+
 SETTINGS = {"typeCheckingMode": "standard", "pythonVersion": "3.11"}
 
 USER = '''
@@ -146,7 +146,9 @@ masked: jax.Array = sparsity.apply_mask(params["kernel"], rows)
 for layer in sparsity.layer_summary(params, opt_state, careful):
     reached: bool = layer.target is None or layer.achieved >= layer.target
 '''
-PROGRAMS = {f"block{i}": block for i, block in enumerate(BLOCKS)} | {"user": USER}
+# By names of files.
+PROGRAMS = {re.sub(r"\W", "_", place): code for place, code in blocks("python").items()}
+PROGRAMS["user"] = USER
 
 # Mistakes of users, each on the last line, and the rules of the checker that they break.
 MISTAKES = {

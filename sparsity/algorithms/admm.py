@@ -37,9 +37,9 @@ class ADMMPruning(MagnitudePruning):
     This follows the idea of ELSA, not its code: any optimizer minimizes, with its own steps.
 
     Attributes:
-      rho: the penalty, above 0, or a function of the step. `None` lets it rise along a line, from 0
+      rho: the penalty, above 0, or a function of the step. `None` lets it rise linearly, from 0
         at step 0 to 0.1 at the end step, which suits networks: first the loss decides which weights
-        are large, then z does. While rho is small beside the curvature of the loss, z goes on
+        are large, then z does. While rho is small compared with the curvature of the loss, z keeps
         changing.
     """
 

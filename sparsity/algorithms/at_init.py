@@ -72,7 +72,7 @@ class SnipPruning(SaliencyPruning):
 
 
 def snip_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[PyTree]) -> PyTree:
-    """What weights are worth to the loss: |weight * mean gradient|.
+    """Scores weights by their effect on the loss: |weight * mean gradient|.
 
     Args:
       loss_fn: `loss_fn(params, batch)` is the loss of a batch, a scalar.
@@ -96,7 +96,7 @@ def snip_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[PyTree]) -> P
 
 
 def grasp_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[PyTree]) -> PyTree:
-    """What weights are worth to the flow of the gradient: weight * (H @ g), of the mean loss.
+    """Scores weights by what they add to the gradient flow: weight * (H @ g), of the mean loss.
 
     H is the Hessian and g the gradient. Removing a weight lowers the squared norm of the gradient
     by twice its score, to first order, so the largest stay. The source ranks -weight * (H @ g) and
@@ -134,7 +134,7 @@ def grasp_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[PyTree]) -> 
 def synflow_scores(
     fn: Callable[[PyTree, PyTree], PyTree], params: PyTree, inputs: PyTree
 ) -> PyTree:
-    """What weights are worth to the flow from ones in to the sum out, all weights made positive.
+    """Scores weights by the flow through them, from inputs of ones to the sum of the outputs.
 
     The score is |weight| times the derivative of the sum of all outputs by |weight|. Where no bias
     adds to it, the scores of each layer sum to the output. No data is read.

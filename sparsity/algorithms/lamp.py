@@ -19,7 +19,7 @@ from sparsity.training.state import SparseState
 
 @dataclasses.dataclass(kw_only=True)
 class LampPruning(BaseUpdater):
-    """Keeps the weights whose squares are largest beside all that outlive them in their layer.
+    """Keeps the weights with the largest squares, each relative to what outlives it in its layer.
 
     The score of a weight is its square over the sum of the squares that rank no lower in its leaf,
     its own included; of equal magnitudes the one with the lower index ranks higher. The largest

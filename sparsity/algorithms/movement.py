@@ -27,7 +27,7 @@ class MovementPruning(BaseUpdater):
 
     The published code trains the sums by an Adam of their own, and pruned weights keep their
     values. Its soft variant, with a threshold in place of a rank, is not offered: how many weights
-    pass the threshold hangs on the rate of that Adam and on a penalty, so that no sparsity is met.
+    pass the threshold depends on the rate of that Adam and on a penalty, so no target would be met.
     """
 
     regrows: ClassVar[bool] = True

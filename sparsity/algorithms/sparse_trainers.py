@@ -190,7 +190,19 @@ class DropAndGrow(SparseTraining):
 
 @dataclasses.dataclass(kw_only=True)
 class SET(DropAndGrow):
-    """Grows random weights."""
+    """Drops the active weights of the lowest magnitude and grows as many random ones.
+
+    The number of active weights of a leaf never changes. Regrown weights start at zero with a fresh
+    optimizer state; a step that moves the mask trains nothing, unless `skip_gradients=False`. Give
+    a `PeriodicSchedule`. Masks are random at first.
+
+    Attributes:
+      drop_fraction_fn: fraction of the active weights that an update replaces, a function of the
+        step; 0.3 by default.
+
+    Source: Mocanu et al. 2018, "Scalable training of artificial neural networks with adaptive
+    sparse connectivity inspired by network science".
+    """
 
     def get_grow_scores(
         self,
@@ -206,7 +218,12 @@ class SET(DropAndGrow):
 
 @dataclasses.dataclass(kw_only=True)
 class RigL(DropAndGrow):
-    """Grows the weights with the largest gradient."""
+    """Drops the active weights of the lowest magnitude and grows those with the largest gradient.
+
+    Fields and behaviour are those of `SET`, but for what grows.
+
+    Source: Evci et al. 2020, "Rigging the Lottery: Making All Tickets Winners", algorithm 1.
+    """
 
     @elementwise
     def get_grow_scores(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> PyTree:
@@ -217,6 +234,6 @@ class RigL(DropAndGrow):
 
 @dataclasses.dataclass(kw_only=True)
 class GlobalRigL(RigL):
-    """RigL whose layers trade weights: the total stays, each layer finds its own density."""
+    """RigL whose layers trade weights: the total stays, and each layer finds its own density."""
 
     scope: Scope = Global()

@@ -31,7 +31,7 @@ def lottery_ticket(
     *,
     done: Sequence[Ticket] = (),
 ) -> list[Ticket]:
-    """Finds a ticket for each of ever fewer weights, by iterative magnitude pruning.
+    """Finds tickets of fewer and fewer weights, by iterative magnitude pruning.
 
     Of the n weights of all matrices and kernels round(n * (1 - rate)^r) are left in round r, those
     that training made largest: one ranking of |weight|, not normalized, ties to the lower index.

@@ -32,9 +32,9 @@ class TopKast(StraightThrough, MagnitudePruning):
     A is the masks, which `pre_forward_update` applies; B, of the next largest as well, the
     `algorithm_state`. Both are chosen at initialization and anew at the schedule's updates. Weights
     of B get the gradient of the masked network, passed straight through, plus a decay:
-    regularization * w within A, 1 / (1 - sparsity) of that in the rest of B, which has to be worth
-    it. Weights outside of B keep their values, whatever the optimizer: neither its momentum nor its
-    own decay moves them; their moments see gradients of zero.
+    regularization * w within A, 1 / (1 - sparsity) of that in the rest of B, where a weight has to
+    earn its place. Weights outside of B keep their values, whatever the optimizer: neither its
+    momentum nor its own decay moves them; their moments see gradients of zero.
 
     Attributes:
       backward_sparsity: fraction of the weights outside of B, at most the target; a leaf whose own

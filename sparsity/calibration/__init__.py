@@ -1,11 +1,13 @@
 """Pruning what is trained already, by statistics of the inputs that each weight meets."""
 
 from sparsity.calibration.capture import calibrate
-from sparsity.calibration.oneshot import LayerReport, Report, oneshot
+from sparsity.calibration.oneshot import oneshot
 from sparsity.calibration.prune import prune
 from sparsity.calibration.pruners import RIAPruning, WandaPruning
 from sparsity.calibration.rates import Rates, owl
 from sparsity.calibration.refits import ADMM, LeastSquares, Refit
+from sparsity.calibration.report import LayerReport, Report
+from sparsity.calibration.sensitivity import Sensitivity
 from sparsity.calibration.sparsegpt import SparseGPTPruning
 from sparsity.calibration.statistics import (
     Statistic,
@@ -22,6 +24,7 @@ __all__ = [
     "Rates",
     "Refit",
     "Report",
+    "Sensitivity",
     "SparseGPTPruning",
     "Statistic",
     "WandaPruning",

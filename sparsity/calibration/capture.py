@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -11,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.calibration.statistics import Path, Statistic, check_memory
-from sparsity.core import extras, trees
+from sparsity.calibration.statistics import Path, Statistic, check_memory, not_finite
+from sparsity.core import extras, sharding, trees
 from sparsity.core.jaxprs import Equation, Program, Value
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph, Leaf, Use, trace
@@ -62,25 +63,45 @@ def calibrate(
     if kind not in ("squares", "gram"):
         raise ValueError(f"kind must be 'squares' or 'gram', got kind = {kind!r}.")
     graph: Graph | None = None
+    first: PyTree = None
     captures: dict[Graph, Capture] = {}  # by shapes of the batch: each is compiled once
     total: Sums = {}
     shown = extras.load("tqdm.auto", "progress").tqdm(batches) if progress else batches
     for number, batch in enumerate(shown):
-        graph = trace(fn, params, batch) if graph is None else graph
+        if graph is None:
+            graph, first = trace(fn, params, batch), batch
+        check_structure(batch, first, number)
         inputs = trees.split_arrays(batch)[0]
         now = graph.at_shapes(inputs)
-        capture = captures.setdefault(now, Capture(now, kind, filter_fn))
-        sums = capture.jitted(trees.split_arrays(params)[0], inputs)
-        for use, (found, _) in sums.items():
-            if not bool(jnp.all(jnp.isfinite(found))):
-                raise ValueError(
-                    f"The inputs of {'/'.join(capture.uses[use].path)!r} are not all finite in "
-                    f"batch {number}: an activation is NaN or infinite."
-                )
+        if now not in captures:
+            captures[now] = Capture(now, kind, filter_fn)
+            if kind == "gram":
+                check_memory(captures[now].grams())
+        capture = captures[now]
+        sums, finite = capture.jitted(trees.split_arrays(params)[0], inputs)
+        for use, is_finite in jax.device_get(finite).items():
+            if not is_finite:
+                raise not_finite("/".join(capture.uses[use].path), number)
         total = jax.tree.map(jnp.add, total, sums) if total else sums
     if graph is None:
         raise ValueError("batches has no batch: give at least one.")
     return capture.statistics(total)
+
+
+def check_structure(batch: PyTree, first: PyTree, number: int) -> None:
+    """Raises a ValueError for a batch that differs from the first one in more than arrays."""
+    if _without_arrays(batch) != _without_arrays(first):
+        raise ValueError(
+            f"Batch {number} differs from batch 0 in more than arrays: {_without_arrays(batch)}, "
+            f"{_without_arrays(first)}. All must be of one structure; numbers that differ must be "
+            "arrays."
+        )
+
+
+def _without_arrays(tree: PyTree) -> tuple[Any, list[Any]]:
+    """The structure of a tree, and those of its leaves that are no arrays."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, ["array" if trees.is_array(leaf) else leaf for leaf in leaves]
 
 
 class Capture:
@@ -102,18 +123,26 @@ class Capture:
             for number, use in enumerate(graph.uses)
             if _is_told(use, graph) and (filter_fn is None or filter_fn(use.path, leaves[use.path]))
         }
-        if kind == "gram":
-            for use in self.uses.values():
-                shape = (*_lead(use, graph), _inputs(use, graph), _inputs(use, graph))
-                check_memory("/".join(use.path), shape, np.float32)
         self._of: dict[Equation, list[int]] = {}
         for number, use in self.uses.items():
             self._of.setdefault(use.equation, []).append(number)
-        self.jitted = jax.jit(lambda leaves, inputs: self.run(leaves, inputs)[1])
+        self.jitted = jax.jit(self._run)
 
-    def run(self, leaves: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], Sums]:
-        """The outputs of the program, and the sums of a call."""
-        return self.evaluate(self.graph.program, [*leaves, *inputs])
+    def grams(self, of_layer: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+        """The Gram matrices of all leaves, by name; of one layer of each stack, if asked for."""
+        found = {}
+        for use in self.uses.values():
+            layout, shape = _layout(use, of_layer), _shape(use, self.graph, of_layer)
+            own = (*layout.lead(shape), *(2 * [layout.inputs(shape)]))
+            found["/".join(use.path)] = jax.ShapeDtypeStruct(own, jnp.float32)
+        return found
+
+    def _run(
+        self, leaves: Sequence[Any], inputs: Sequence[Any]
+    ) -> tuple[Sums, dict[int, jax.Array]]:
+        """The sums of a call, and which of them are finite."""
+        sums = self.evaluate(self.graph.program, [*leaves, *inputs])[1]
+        return sums, {use: jnp.all(jnp.isfinite(found)) for use, (found, _) in sums.items()}
 
     def evaluate(self, program: Program, inputs: Sequence[Any]) -> tuple[list[Any], Sums]:
         """The outputs of a program or a part of it, and its sums."""
@@ -150,10 +179,14 @@ class Capture:
     def sums(self, number: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The sums of a use over the rows of its inputs, and how many rows these are."""
         use = self.uses[number]
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        rows = _rows_of_dot if use.primitive == "dot_general" else _rows_of_convolution
-        found, count = rows(use, x, self.kind)
-        return found, jnp.int32(count)
+        of_rows = _rows_of_dot if use.primitive == "dot_general" else _rows_of_convolution
+
+        def sum_up(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+            found, count = of_rows(use, wide, self.kind)
+            return found, jnp.int32(count)
+
+        return sharding.replicated(sum_up, x)
 
     def _scan(self, equation: Equation, inputs: list[Any]) -> tuple[list[Any], Sums]:
         params, (body,) = equation.params, equation.bodies
@@ -273,16 +306,27 @@ def _groups(use: Use) -> tuple[tuple[int, ...], int]:
     return tuple(axes), left
 
 
-def _lead(use: Use, graph: Graph) -> tuple[int, ...]:
-    shape = graph.shape_of(use.path)
+def _layout(use: Use, of_layer: bool = False) -> Statistic:
+    """How the axes of a leaf, or of one layer of it, are inputs and outputs; without sums."""
+    gone = use.view.stacked if of_layer else ()
     axes, groups = _groups(use)
-    sizes = [shape[axis] for axis in (*use.batch, *axes)]
-    return (*sizes, *([groups] if groups > 1 else []))
+
+    def left(names: Iterable[int]) -> tuple[int, ...]:
+        return tuple(axis - sum(x < axis for x in gone) for axis in names if axis not in gone)
+
+    return Statistic(
+        count=0,
+        contracting=left(use.contracting),
+        output=left(sorted(axis for axis in use.output if axis not in axes)),
+        batch=left((*use.batch, *axes)),
+        groups=groups,
+    )
 
 
-def _inputs(use: Use, graph: Graph) -> int:
-    shape = graph.shape_of(use.path)
-    return math.prod(shape[axis] for axis in use.contracting)
+def _shape(use: Use, graph: Graph, of_layer: bool) -> tuple[int, ...]:
+    """The shape of a leaf, or of one layer of it."""
+    gone = use.view.stacked if of_layer else ()
+    return tuple(n for axis, n in enumerate(graph.shape_of(use.path)) if axis not in gone)
 
 
 def statistic_of_use(
@@ -298,27 +342,12 @@ def statistic_of_use(
       rows: how many.
       of_layer: the sums are those of one layer of a stack, without the axes that scans took apart.
     """
-    places = _places(use)
+    layout, places = _layout(use, of_layer), _places(use)
     found = sums[..., places] if kind == "squares" else sums[..., places[:, None], places]
-    gone = use.view.stacked if of_layer else ()
-    axes, groups = _groups(use)
-    batch = tuple(axis for axis in (*use.batch, *axes) if axis not in gone)
-    shape = graph.shape_of(use.path)
-    lead = (*(shape[axis] for axis in batch), *([groups] if groups > 1 else []))
+    shape = _shape(use, graph, of_layer)
     own = (len(places),) * (1 if kind == "squares" else 2)
-
-    def left(names: Sequence[int]) -> tuple[int, ...]:
-        return tuple(axis - sum(x < axis for x in gone) for axis in names)
-
-    given: Mapping[str, Any] = {kind: found.reshape(*lead, *own)}
-    return Statistic(
-        **given,
-        count=rows,
-        contracting=left(use.contracting),
-        output=left(sorted(axis for axis in use.output if axis not in axes)),
-        batch=left(batch),
-        groups=groups,
-    )
+    given: Mapping[str, Any] = {kind: found.reshape(*layout.lead(shape), *own)}
+    return dataclasses.replace(layout, count=rows, **given)
 
 
 # The rows of a product: what its operand's entries are multiplied with.
@@ -329,13 +358,13 @@ def _rows_of_dot(use: Use, x: jax.Array, kind: Kind) -> tuple[jax.Array, int]:
     inputs, batch = contracted[1 - use.operand], batch[1 - use.operand]
     free = [i for i in range(x.ndim) if i not in inputs and i not in batch]
     count = math.prod(x.shape[i] for i in free)
-    lead = [x.shape[i] for i in batch]
+    lead, size = [x.shape[i] for i in batch], math.prod(x.shape[i] for i in inputs)
     if kind == "squares":
         squares = jnp.sum(jnp.square(x), axis=tuple(free))
         left = [i for i in range(x.ndim) if i not in free]
         order = [left.index(i) for i in (*batch, *inputs)]
-        return squares.transpose(order).reshape(*lead, -1), count
-    rows = x.transpose(*batch, *free, *inputs).reshape(*lead, count, -1)
+        return squares.transpose(order).reshape(*lead, size), count
+    rows = x.transpose(*batch, *free, *inputs).reshape(*lead, count, size)
     return _gram(rows), count
 
 

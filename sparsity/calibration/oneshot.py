@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,52 +20,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.capture import Capture, calibrate, statistic_of_use
-from sparsity.calibration.prune import prune
+from sparsity.calibration.capture import (
+    Capture,
+    calibrate,
+    check_structure,
+    statistic_of_use,
+)
+from sparsity.calibration.frames import Frame
+from sparsity.calibration.prune import prune, reconstruct
 from sparsity.calibration.refits import Refit
-from sparsity.calibration.statistics import Path, Statistic, relative_error
-from sparsity.core import extras, trees
-from sparsity.core.jaxprs import Equation, Program, Value
+from sparsity.calibration.report import LayerReport, Report
+from sparsity.calibration.resume import Finished, Layer, described, digest, digest_of_program
+from sparsity.calibration.statistics import (
+    Path,
+    Statistic,
+    Statistics,
+    check_memory,
+    not_finite,
+    relative_error,
+)
+from sparsity.core import trees
+from sparsity.core.jaxprs import Equation, Value
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph import Graph, trace
-from sparsity.masks import Site
+from sparsity.masks import Site, pack_masks
 from sparsity.sparsity_distributions import target_sparsities
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerReport:
-    """What pruning did to a leaf.
-
-    Attributes:
-      sparsity: fraction of its weights that are 0.
-      error: tr(D^T G D) / tr(W^T G W) of what was lost, over the calibration data: of a stack of
-        layers the mean.
-      unrefitted: the same before a refit.
-      count: rows that it has seen.
-      seconds: spent on it.
-    """
-
-    sparsity: float
-    error: float
-    unrefitted: float
-    count: int
-    seconds: float
-
-
-class Report(dict[Path, LayerReport]):
-    """{path: LayerReport} of the pruned leaves, in the order in which they were pruned."""
-
-    def table(self) -> str:
-        """Returns a table of the leaves: sparsity, error without and with a refit, seconds."""
-        shown = extras.load("rich.table", "summary").Table(
-            "leaf", box=extras.load("rich.box", "summary").SIMPLE
-        )
-        for column in ("sparsity", "error, not refitted", "error", "rows", "seconds"):
-            shown.add_column(column, justify="right")
-        for path, row in self.items():
-            numbers = (f"{row.sparsity:.4f}", f"{row.unrefitted:.5f}", f"{row.error:.5f}")
-            shown.add_row("/".join(path), *numbers, f"{row.count:,}", f"{row.seconds:.2f}")
-        return extras.as_text(shown)
 
 
 def oneshot(
@@ -74,6 +54,7 @@ def oneshot(
     batches: Iterable[PyTree],
     refit: Refit | None = None,
     sequential: bool = True,
+    folder: str | os.PathLike[str] | None = None,
 ) -> tuple[PyTree, PyTree, Report]:
     """Prunes a trained model by calibration data, layer by layer.
 
@@ -85,13 +66,16 @@ def oneshot(
       refit: `LeastSquares()`, `ADMM()`, or `None`.
       sequential: each layer sees what the pruned layers before it produce; otherwise all see the
         inputs that the dense model gives them.
+      folder: each layer is saved there when it is finished; the same call goes on from the last
+        one if it was interrupted. Needs orbax.
 
     Returns:
       (pruned params, masks, report): `report[path]` has sparsity, error and rows of a leaf.
 
     Raises:
       ValueError: there are no batches, activations are not finite, a leaf that has a sparsity is
-        read by no product, or a pattern does not fit; the leaf is named.
+        read by no product, a pattern does not fit, or the folder holds another run; the leaf, the
+        batch or what differs is named.
 
     Example:
       >>> from sparsity.algorithms import MagnitudePruning
@@ -106,81 +90,35 @@ def oneshot(
     seen = list(batches)
     if not seen:
         raise ValueError("batches has no batch: give at least one.")
-    run = _Run(pruner, fn, params, refit, trace(fn, params, seen[0]))
+    run = _Run(pruner, params, refit, trace(fn, params, seen[0]))
+    if folder is not None:
+        run.keep_in(folder, params, seen, sequential)
     if sequential:
         run.follow(seen)
     if left := [site for path, site in run.sites.items() if path not in run.masks]:
-        names = {trees.path_names(site.path) for site in left}
-        at = functools.partial(_among, names)
-        statistics = calibrate(fn, run.params(), seen, kind="gram", filter_fn=at)
+        names, now = {trees.path_names(site.path) for site in left}, run.params()
+
+        @functools.cache
+        def statistics() -> Statistics:
+            return calibrate(fn, now, seen, "gram", lambda path, _: path in names)
+
+        def of_path(path: Path, _: str) -> Statistic | None:
+            return statistics().get(path)
+
         for site in left:
-            run.prune(site, statistics.get(trees.path_names(site.path)), ())
+            run.prune(site, (), functools.partial(of_path, trees.path_names(site.path)))
     return run.params(), run.all_masks(), run.report
-
-
-def _among(names: set[Path], path: Path, _: Any) -> bool:
-    return path in names
-
-
-class _Frame:
-    """A program that runs on all batches: the values of each that are still needed.
-
-    Args:
-      program: the program.
-      bound: inputs that depend on parameters alone, as functions that compute them.
-      data: for each batch the values of the other inputs.
-      layers: the layer of each scan that it is in, by scan.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        bound: Mapping[Value, Callable[[], Any]],
-        data: list[dict[Value, Any]],
-        layers: Mapping[Equation, int],
-    ) -> None:
-        self.program, self.bound, self.data, self.layers = program, bound, data, layers
-        self.made_by = {value: e for e in program.flat() for value in e.outputs}
-        self._free: dict[Value, Any] = {}
-
-    def free(self, value: Value) -> Any:
-        """A value that depends on parameters alone."""
-        if value not in self._free:
-            if value in self.bound:
-                return self.bound[value]()
-            if value not in self.made_by:
-                return value.known
-            equation = self.made_by[value]
-            outputs = equation.bind([self.free(x) for x in equation.inputs])
-            self._free.update(zip(equation.outputs, outputs, strict=True))
-        return self._free[value]
-
-    def forget(self) -> None:
-        """Parameters have changed."""
-        self._free.clear()
-
-    def read(self, batch: int, value: Value) -> Any:
-        """A value for a batch."""
-        found = self.data[batch]
-        return found[value] if value in found else self.free(value)
-
-    def last_uses(self) -> dict[Value, Equation | None]:
-        """After which equation a value is needed no more, `None` for outputs."""
-        last: dict[Value, Equation | None] = {}
-        for equation in self.program.flat():
-            last.update(dict.fromkeys(equation.inputs, equation))
-        last.update(dict.fromkeys(self.program.outputs))
-        return last
 
 
 class _Run:
     """One pass over the model: its parameters, masks and report so far."""
 
     def __init__(
-        self, pruner: BaseUpdater, fn: Any, params: PyTree, refit: Refit | None, graph: Graph
+        self, pruner: BaseUpdater, params: PyTree, refit: Refit | None, graph: Graph
     ) -> None:
         self.pruner, self.refit, self.graph = pruner, refit, graph
         self.report = Report()
+        self.finished: Finished | None = None
         self.masks: dict[KeyPath, jax.Array] = {}
         self._tree = params
         self._leaves, self._rebuild = trees.split_arrays(params)
@@ -194,11 +132,30 @@ class _Run:
         )
         self.sites: dict[KeyPath, Site] = {path: table[path] for path in self.targets}
         self._by_names = {trees.path_names(path): path for path in self.sites}
-        self._frames: list[_Frame] = []
-        self._done: set[tuple[KeyPath, tuple[int, ...]]] = set()
+        self._frames: list[Frame] = []
+        self._done: set[tuple[KeyPath, tuple[tuple[int, int], ...]]] = set()
         self._layers: dict[Path, list[LayerReport]] = {}
         self._capture = Capture(graph, "gram", lambda path, _: path in self._by_names)
-        self._sums = jax.jit(self._capture.sums, static_argnums=0)
+
+    def keep_in(
+        self,
+        folder: str | os.PathLike[str],
+        params: PyTree,
+        batches: Sequence[PyTree],
+        sequential: bool,
+    ) -> None:
+        """Keeps finished layers in a folder."""
+        table = [(str(site), float(self.targets[path])) for path, site in self.sites.items()]
+        identity = {
+            "pruner": described(self.pruner),
+            "refit": described(self.refit),
+            "sequential": str(sequential),
+            "sparsities": str(table),
+            "fn": digest_of_program(self.graph.program),
+            "params": digest(params),
+            "batches": digest(batches),
+        }
+        self.finished = Finished(folder, identity)
 
     def params(self) -> PyTree:
         """The parameters as they are now."""
@@ -206,21 +163,32 @@ class _Run:
 
     def all_masks(self) -> PyTree:
         """The masks of all leaves."""
-        return trees.map_matched(lambda path, _: self.masks.get(path), self._tree)
+        masks = trees.map_matched(lambda path, _: self.masks.get(path), self._tree)
+        return pack_masks(masks, self._tree) if self.pruner.use_packed_masks else masks
 
     def follow(self, batches: Sequence[Any]) -> None:
         """Runs the model on all batches, and prunes each weight when its product is reached."""
+        for name, gram in self._capture.grams(of_layer=True).items():
+            check_memory({name: gram})  # one is held at a time
         program, count = self.graph.program, len(self.graph.leaves)
         values = program.inputs
         inputs = [trees.split_arrays(batch)[0] for batch in batches]
+        for number, (batch, arrays) in enumerate(zip(batches, inputs, strict=True)):
+            check_structure(batch, batches[0], number)
+            if (found := _shapes(arrays)) != (first := _shapes(inputs[0])):
+                raise ValueError(
+                    f"Batch {number} has arrays {found}, batch 0 has {first}. All batches run in "
+                    "lockstep and must be alike: leave out or fill up the one that is smaller, or "
+                    "give sequential=False."
+                )
         data = [dict(zip(values[count:], arrays, strict=True)) for arrays in inputs]
         bound = {
             value: functools.partial(self._leaves.__getitem__, i)
             for i, value in enumerate(values[:count])
         }
-        self._run(_Frame(program, bound, data, {}))
+        self._run(Frame(program, bound, data, {}))
 
-    def _run(self, frame: _Frame) -> None:
+    def _run(self, frame: Frame) -> None:
         self._frames.append(frame)
         last = frame.last_uses()
         for equation in frame.program.flat():
@@ -239,7 +207,7 @@ class _Run:
                         values.pop(value, None)
         self._frames.pop()
 
-    def _scan(self, frame: _Frame, equation: Equation) -> None:
+    def _scan(self, frame: Frame, equation: Equation) -> None:
         """Runs a scan layer by layer."""
         params, (body,) = equation.params, equation.bodies
         fixed = params["num_consts"]
@@ -262,7 +230,7 @@ class _Run:
                 for b in batches:
                     whole = carry[b][at - fixed] if fixed <= at < end else frame.read(b, value)
                     data[b][inner] = whole[layer] if at >= end else whole
-            inside = _Frame(body, bound, data, {**frame.layers, equation: layer})
+            inside = Frame(body, bound, data, {**frame.layers, equation: layer})
             self._run(inside)
             for b in batches:
                 outputs = [inside.read(b, value) for value in body.outputs]
@@ -273,74 +241,106 @@ class _Run:
             joined = [jnp.stack(x) for x in zip(*layers, strict=True)]
             values.update(zip(equation.outputs, [*carry[b], *joined], strict=True))
 
-    def _meet(self, frame: _Frame, number: int, equation: Equation) -> None:
-        """A product is reached: sums up its inputs over all batches and prunes its weight."""
+    def _meet(self, frame: Frame, number: int, equation: Equation) -> None:
+        """A product is reached: prunes its weight by its inputs of all batches."""
         use = self._capture.uses[number]
+        layer = tuple(
+            (a, frame.layers[s]) for a, s in zip(use.view.stacked, use.view.scans, strict=True)
+        )
+
+        def statistic(name: str) -> Statistic:
+            sums: Any = None
+            finite = []
+            for batch in range(len(frame.data)):
+                x = frame.read(batch, equation.inputs[1 - use.operand])
+                now = self._capture.sums(number, x)
+                finite.append(jnp.all(jnp.isfinite(now[0])))
+                sums = now if sums is None else jax.tree.map(jnp.add, sums, now)
+            for batch, is_finite in enumerate(jax.device_get(finite)):
+                if not is_finite:
+                    raise not_finite(name, batch)
+            return statistic_of_use(use, self.graph, "gram", sums[0], sums[1], bool(layer))
+
         site = self.sites[self._by_names[use.path]]
-        layers = tuple(frame.layers[scan] for scan in use.view.scans)
-        if (site.path, layers) in self._done:
-            return
-        sums: Any = None
-        for batch in range(len(frame.data)):
-            x = frame.read(batch, equation.inputs[1 - use.operand])
-            now = self._sums(number, x)
-            sums = now if sums is None else jax.tree.map(jnp.add, sums, now)
-        own = statistic_of_use(use, self.graph, "gram", sums[0], sums[1], of_layer=bool(layers))
-        self.prune(site, own, tuple(zip(use.view.stacked, layers, strict=True)))
-        self._done.add((site.path, layers))
+        if (site.path, layer) not in self._done:
+            self.prune(site, layer, statistic)
 
     def prune(
-        self, site: Site, statistic: Statistic | None, layer: tuple[tuple[int, int], ...]
+        self,
+        site: Site,
+        layer: tuple[tuple[int, int], ...],
+        statistic: Callable[[str], Statistic | None],
     ) -> None:
-        """Prunes a leaf, or one layer of it: (axis, index) says which."""
+        """Prunes a leaf, or one layer of it, or takes it from the folder.
+
+        Args:
+          site: the leaf.
+          layer: (axis, index) of each axis that is cut.
+          statistic: of what is pruned; it is called with its name, if it is needed.
+        """
+        number = self._numbers[trees.path_names(site.path)]
+        at = tuple(dict(layer).get(axis, slice(None)) for axis in range(self._leaves[number].ndim))
+        dense = self._dense[number][at]
+        found = self.finished.read(len(self._done), dense) if self.finished else None
+        if found is None:
+            name = site.name + "".join(f"[{index}]" for _, index in layer)
+            found = self._solve(site, dense, len(layer), name, statistic)
+            if self.finished:
+                self.finished.write(len(self._done), found)
+        self._done.add((site.path, layer))
+        self._leaves[number] = jnp.asarray(self._leaves[number]).at[at].set(found.weights)
+        whole = self.masks.get(site.path, jnp.ones(self._leaves[number].shape, jnp.uint8))
+        self.masks[site.path] = whole.at[at].set(found.mask)
+        for frame in self._frames:
+            frame.forget()
+        layers = self._layers.setdefault(trees.path_names(site.path), [])
+        layers.append(found.report)
+        self.report[trees.path_names(site.path)] = LayerReport.of_stack(layers)
+
+    def _solve(
+        self,
+        site: Site,
+        dense: jax.Array,
+        fewer: int,
+        name: str,
+        statistic: Callable[[str], Statistic | None],
+    ) -> Layer:
+        """Prunes and refits a leaf, or a layer of it with fewer axes."""
         started = time.perf_counter()
-        name = trees.path_names(site.path)
-        if statistic is None:
+        own = statistic(name)
+        if own is None:
             raise ValueError(
                 f"No product of the model reads {site.name!r}, which has a sparsity, so that it "
                 "has no statistics. Keep it dense with filter_fn."
             )
-        number = self._numbers[name]
-        at = tuple(dict(layer).get(axis, slice(None)) for axis in range(self._leaves[number].ndim))
-        dense = self._dense[number][at]
-        pruner = _for_leaf(self.pruner, site, self.targets[site.path], len(layer))
+        if not (rows := int(np.max(jax.device_get(own.count)))):
+            raise ValueError(
+                f"No row of the batches reaches {name!r}: they are empty, or the model takes other "
+                "branches. Give batches that reach it, or keep it dense with filter_fn."
+            )
+        pruner = _for_leaf(self.pruner, site, self.targets[site.path], fewer)
         tree = trees.map_matched(lambda path, _: dense if path == site.path else None, self._tree)
-        statistics = {name: statistic}
+        statistics = {trees.path_names(site.path): own}
         first, masks = prune(pruner, tree, statistics)
         last = first
         if self.refit is not None:
-            last, masks = prune(pruner, tree, statistics, self.refit)
-        leaves = [trees.leaves_by_path(x)[site.path] for x in (first, last, masks)]
-        self._leaves[number] = jnp.asarray(self._leaves[number]).at[at].set(leaves[1])
-        whole = self.masks.get(site.path, jnp.ones(self._leaves[number].shape, jnp.uint8))
-        self.masks[site.path] = whole.at[at].set(leaves[2])
-        for frame in self._frames:
-            frame.forget()
-        errors = [float(relative_error(statistic, dense, x)) for x in leaves[:2]]
-        self._tell(name, leaves[2], errors, statistic, time.perf_counter() - started)
-
-    def _tell(
-        self,
-        name: Path,
-        mask: jax.Array,
-        errors: Sequence[float],
-        statistic: Statistic,
-        seconds: float,
-    ) -> None:
-        rows = int(np.max(jax.device_get(statistic.count)))
-        new = LayerReport(float(1 - jnp.mean(mask)), errors[1], errors[0], rows, seconds)
-        self._layers.setdefault(name, []).append(new)
-        layers = self._layers[name]
-        self.report[name] = LayerReport(
-            float(np.mean([layer.sparsity for layer in layers])),
-            float(np.mean([layer.error for layer in layers])),
-            float(np.mean([layer.unrefitted for layer in layers])),
-            rows,
-            sum(layer.seconds for layer in layers),
+            last, masks = reconstruct(self.refit, pruner, tree, first, masks, statistics)
+        before, after, mask = (trees.leaves_by_path(x)[site.path] for x in (first, last, masks))
+        report = LayerReport(
+            sparsity=int(jnp.sum(mask == 0)) / max(mask.size, 1),
+            error=float(relative_error(own, dense, after)),
+            unrefitted=float(relative_error(own, dense, before)),
+            count=rows,
+            seconds=time.perf_counter() - started,
         )
+        return Layer(after, mask, report)
 
 
-def _layer_of(frame: _Frame, value: Value, layer: int | None) -> Any:
+def _shapes(arrays: Sequence[Any]) -> str:
+    return ", ".join(f"{jnp.result_type(x)}{list(x.shape)}" for x in arrays)
+
+
+def _layer_of(frame: Frame, value: Value, layer: int | None) -> Any:
     found = frame.free(value)
     return found if layer is None else found[layer]
 

@@ -51,6 +51,33 @@ def prune(
     pruned, masks = pruner.instant_sparsify(params, statistics=statistics)
     if refit is None:
         return pruned, masks
+    return reconstruct(refit, pruner, params, pruned, masks, statistics)
+
+
+def reconstruct(
+    refit: Refit,
+    pruner: BaseUpdater,
+    params: PyTree,
+    pruned: PyTree,
+    masks: PyTree,
+    statistics: Statistics,
+) -> tuple[PyTree, PyTree]:
+    """Refits what a pruner has left.
+
+    Args:
+      refit: `LeastSquares()`, `ADMM()` or another `Refit`.
+      pruner: the updater that has pruned.
+      params: tree of parameters before.
+      pruned: the same after.
+      masks: as the pruner returned them.
+      statistics: `{path: Statistic}` for each leaf that has a mask.
+
+    Returns:
+      (refitted params, masks).
+
+    Raises:
+      ValueError: a statistic is missing, does not fit its leaf, or has no Gram matrix.
+    """
     masks = masks_lib.read_masks(masks, params, pruner.use_packed_masks)
     table = pruner.sites(params)
     targets = target_sparsities(
@@ -61,10 +88,15 @@ def prune(
     def refit_leaf(path: KeyPath, dense: Any, before: Any, mask: Any) -> None:
         if mask is None:
             return
+        if not dense.size:
+            refitted[path] = before, mask
+            return
         site = table[path]
         check_real(site.name, dense)
         own = statistic_of(statistics, site, dense.shape, "gram", type(refit).__name__)
         remedy = "Weights that the data leave free stay near those of the pruner."
+        if damping := getattr(refit, "damping", None):
+            remedy = f"What the data do not say, damping = {damping} decides."
         warn_of_few_rows(own, own.inputs(dense.shape), site.name, remedy)
         select = _selection(pruner, params, path, targets, statistics)
         new = refit(dense, before, mask, own, select)

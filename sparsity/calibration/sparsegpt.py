@@ -142,6 +142,8 @@ class SparseGPTPruning(BaseUpdater):
           ValueError: the pattern is another one, or does not lie along the inputs.
         """
         check_real(site.name, param)
+        if not param.size:
+            return param, jnp.ones(param.shape, jnp.uint8)
         inputs, pattern = statistic.inputs(param.shape), site.pattern
         size, n = min(self.block_size, inputs), None
         if isinstance(pattern, NByM):

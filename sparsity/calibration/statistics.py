@@ -89,7 +89,8 @@ class Statistic:
         """Returns a leaf, or its mask or scores, as [*batch, outputs, inputs]."""
         axes = (*self.batch, *self.output, *self.contracting)
         lead, inputs = self.lead(leaf.shape), self.inputs(leaf.shape)
-        return leaf.transpose(axes).reshape(*lead, -1, inputs)
+        outputs = leaf.size // max(math.prod(lead) * inputs, 1)
+        return leaf.transpose(axes).reshape(*lead, outputs, inputs)
 
     def leaf(self, matrices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Undoes `matrices` for a leaf of that shape."""
@@ -243,6 +244,14 @@ def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
             )
 
 
+def not_finite(name: str, batch: int) -> ValueError:
+    """The error of a leaf whose inputs are NaN or infinite in a batch."""
+    return ValueError(
+        f"The inputs of {name!r} are not all finite in batch {batch}: an activation, or the sum of "
+        "its squares, is NaN or infinite. Look at that batch, or calibrate in a wider dtype."
+    )
+
+
 def is_finite(value: jax.Array) -> bool:
     """Whether all entries are finite, as far as they are known yet."""
     if is_traced(value):
@@ -273,24 +282,25 @@ def warn_of_few_rows(statistic: Statistic, inputs: int, name: str, remedy: str) 
         )
 
 
-def check_memory(name: str, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> None:
-    """Raises a ValueError that says how many bytes a Gram matrix takes if no device holds it.
+def check_memory(grams: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Raises a ValueError that says how many bytes Gram matrices take if no device holds them.
 
     Args:
-      name: the leaf whose inputs it is of.
-      shape: [*batch, inputs, inputs].
-      dtype: that of the sums.
+      grams: [*batch, inputs, inputs] of all leaves that are held together, by name.
     """
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None:  # a CPU: the memory of the machine
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needed = math.prod(shape) * jnp.dtype(dtype).itemsize
-    if needed > limit:
+    sizes = {name: math.prod(x.shape) * x.dtype.itemsize for name, x in grams.items()}
+    if sum(sizes.values()) > limit:
+        name = max(sizes, key=lambda name: sizes[name])
         raise ValueError(
-            f"The Gram matrix of the inputs of {name!r}, shape {shape}, takes {needed:,} bytes, "
-            f"and {device.device_kind} has {limit:,}. Calibrate with kind='squares' for "
-            "WandaPruning or RIAPruning, or keep this leaf dense."
+            f"The Gram matrices of the inputs take {sum(sizes.values()):,} bytes, and "
+            f"{device.device_kind} has {limit:,}; the largest is that of {name!r}, shape "
+            f"{grams[name].shape}, with {sizes[name]:,}. Keep such leaves dense with filter_fn, or "
+            "calibrate with kind='squares' and prune by WandaPruning or RIAPruning: "
+            "pruner.instant_sparsify(params, statistics=statistics)."
         )
 
 

@@ -60,6 +60,14 @@ def of_type(aval: Any) -> NamedSharding | None:
     return own
 
 
+def replicated(fn: Callable[..., T], array: jax.Array) -> T:
+    """Calls `fn(array)`; on a mesh with Explicit axes its results lie whole on every device."""
+    if AxisType.Explicit not in jax.typeof(array).sharding.mesh.axis_types:
+        return fn(array)
+    result: T = auto_axes(fn, out_sharding=PartitionSpec())(array)
+    return result
+
+
 def place_like(like: jax.Array, mask: jax.Array) -> jax.Array:
     """Returns the mask, packed or not, sharded as `like`, on which its values need not depend."""
     if not isinstance(mask, jax.core.Tracer):

@@ -96,3 +96,82 @@ def test_weights_that_no_product_reads_are_named(model):
         sparsity.oneshot(PRUNER, unrolled, params, batches)
     with pytest.raises(ValueError, match="no batch"):
         sparsity.oneshot(PRUNER, unrolled, params, [])
+
+
+def test_batches_that_cannot_be_used_are_named(model):
+    params, (first, second) = model
+    with pytest.raises(ValueError, match=r"Batch 1 has arrays float32\[5, 12\], batch 0 has"):
+        sparsity.oneshot(PRUNER, scanned, params, [first, second[:5]])
+    with pytest.raises(ValueError, match=r"'first' are not all finite in batch 1"):
+        sparsity.oneshot(PRUNER, scanned, params, [first, second.at[3, 3].set(jnp.nan)])
+    with pytest.raises(ValueError, match="No row of the batches reaches 'first'"):
+        sparsity.oneshot(PRUNER, scanned, params, [first[:0]])
+    huge = params | {"layers": params["layers"] | {"up": params["layers"]["up"].at[1].set(3e38)}}
+    with pytest.raises(ValueError, match=r"'layers/down\[1\]' are not all finite in batch 0"):
+        sparsity.oneshot(PRUNER, relu, huge, [first, second])
+
+
+def relu(params, x):
+    def layer(h, w):
+        return h + jax.nn.relu(h @ w["up"]) @ w["down"], None
+
+    return jax.lax.scan(layer, x @ params["first"], params["layers"])[0] @ params["last"]
+
+
+def test_batches_of_other_structures_are_refused():
+    def model(params, batch):
+        return batch["x"] @ params["kernel"] * batch["scale"]
+
+    params = {"kernel": jnp.ones((2, 2))}
+    batches = [{"x": jnp.ones((4, 2)), "scale": scale} for scale in (1.0, 2.0)]
+    for run in (sparsity.calibrate, lambda *given: sparsity.oneshot(PRUNER, *given)):
+        with pytest.raises(ValueError, match=r"Batch 1 differs.*\[2\.0, .*numbers that differ"):
+            run(model, params, batches)
+
+
+PRUNERS = {
+    "wanda": (PRUNER, None),
+    "least squares": (PRUNER, LeastSquares()),
+    "admm": (PRUNER, sparsity.ADMM()),
+    "sparsegpt": (sparsity.SparseGPTPruning(sparsity_distribution_fn=Uniform(0.5)), None),
+}
+
+
+@pytest.mark.parametrize("name", PRUNERS)
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
+def test_leaves_without_entries_stay_as_they_are(name, shape):
+    pruner, refit = PRUNERS[name]
+    params, batch = {"kernel": jnp.zeros(shape)}, jnp.ones((6, shape[0]))
+    found = sparsity.oneshot(pruner, lambda p, x: x @ p["kernel"], params, [batch], refit)
+    assert found[0]["kernel"].shape == found[1]["kernel"].shape == shape
+    assert found[2][("kernel",)].sparsity == found[2][("kernel",)].error == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("least squares", "stay near those of the pruner"),
+        ("admm", "damping = 0.1 decides"),
+        ("sparsegpt", "damping = 0.01 decides"),
+    ],
+)
+def test_fewer_rows_than_inputs_are_a_warning_that_says_what_decides(model, name, says):
+    params, (batch, _) = model
+    with pytest.warns(UserWarning, match=f"'first' has 9 rows for 12 inputs.*{says}"):
+        sparsity.oneshot(
+            PRUNERS[name][0], first, {"first": params["first"]}, [batch[:9]], PRUNERS[name][1]
+        )
+
+
+def first(params, x):
+    return x @ params["first"]
+
+
+def test_masks_are_packed_and_params_unchanged(model):
+    params, batches = model
+    before = jax.tree.map(np.array, params)
+    packed = sparsity.MagnitudePruning(sparsity_distribution_fn=Uniform(0.5), use_packed_masks=True)
+    pruned, masks, _ = sparsity.oneshot(packed, scanned, params, batches)
+    jax.tree.map(np.testing.assert_array_equal, params, before)
+    found = sparsity.unpack_masks(masks, params)["layers"]["up"]
+    np.testing.assert_array_equal(found, pruned["layers"]["up"] != 0)

@@ -231,7 +231,17 @@ def test_batch_axes_that_cut_through_inputs_are_refused():
         )
 
 
-def test_a_gram_matrix_that_fits_nowhere_is_refused_with_its_bytes():
-    check_memory("kernel", (64, 64), jnp.float32)
-    with pytest.raises(ValueError, match=r"'kernel'.*4,000,000,000,000,000 bytes.*'squares'"):
-        check_memory("kernel", (1000, 1_000_000, 1_000_000), jnp.float32)
+def test_gram_matrices_that_fit_nowhere_are_refused_with_their_bytes():
+    small = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    check_memory({"small": small})
+    large = jax.ShapeDtypeStruct((1000, 1_000_000, 1_000_000), jnp.float32)
+    message = r"4,000,000,000,016,384 bytes.*'large'.*4,000,000,000,000,000.*'squares'"
+    with pytest.raises(ValueError, match=message):
+        check_memory({"small": small, "large": large})
+
+
+def test_calibration_says_that_grams_do_not_fit_before_it_runs():
+    params = {"wide": jax.ShapeDtypeStruct((2**20, 4), jnp.float32)}
+    batch = jax.ShapeDtypeStruct((3, 2**20), jnp.float32)
+    with pytest.raises(ValueError, match=r"'wide', shape \(1048576, 1048576\)"):
+        sparsity.calibrate(lambda p, x: x @ p["wide"], params, [batch], "gram")

@@ -1,8 +1,7 @@
-"""The README's programs and the trainer, run as users run them."""
+"""The trainer, run as users run it."""
 
 import json
 import os
-import re
 import subprocess
 import sys
 
@@ -17,24 +16,6 @@ from examples.mnist import train
 from tests.helpers import ROOT
 
 pytestmark = pytest.mark.slow
-
-
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-ALGORITHMS = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README + ALGORITHMS, re.MULTILINE | re.DOTALL)
-
-
-@pytest.mark.usefixtures("registry")
-@pytest.mark.parametrize("block", BLOCKS, ids=[f"block{i}" for i in range(len(BLOCKS))])
-def test_the_programs_of_the_documents_run(block):
-    exec(compile(block, "a document", "exec"), {"__name__": "document"})
-
-
-def test_the_readme_and_the_page_of_algorithms_name_every_algorithm_and_no_other():
-    registry = {name: algorithm.__name__ for name, algorithm in sparsity.ALGORITHM_REGISTRY.items()}
-    for text in (README, ALGORITHMS):
-        named = re.findall(r"^(?:\||###) `(\w+)`(?: \||,) `(\w+)`", text, re.MULTILINE)
-        assert dict(named) == registry
 
 
 # ml_collections loads a file in a way that Python will drop.

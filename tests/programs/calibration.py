@@ -66,5 +66,35 @@ def training_updates_masks_by_statistics(devices):
         jax.tree.map(same, masks, expected, params)
 
 
-_BOTH = [every_method_gives_what_one_device_gives, training_updates_masks_by_statistics]
+def network(params, x):
+    """A layer, and a scan over two more."""
+    h = x @ params["first"]
+    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, params["layers"])[0]
+
+
+def batches_that_are_sharded_give_what_one_device_gives(devices):
+    keys = jax.random.split(jax.random.key(0), 4)
+    first, layers = (
+        jax.random.normal(k, s) for k, s in zip(keys, [(6, 8), (2, 8, 8)], strict=False)
+    )
+    params = {"first": first, "layers": layers / 3}
+    batches = [jax.random.normal(key, (16, 6)) for key in keys[2:]]
+    updater = sparsity.WandaPruning(sparsity_distribution_fn=half)
+
+    def run(params, batches):
+        statistics = [sparsity.calibrate(network, params, batches, k) for k in ("squares", "gram")]
+        return statistics, sparsity.oneshot(updater, network, params, batches)[:2]
+
+    expected = run(params, batches)
+    with jax.set_mesh(devices.mesh):
+        found = run(jax.tree.map(devices.put, params), [devices.put(x, "a") for x in batches])
+    for own, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-6, atol=1e-6 * np.abs(other).max())
+
+
+_BOTH = [
+    every_method_gives_what_one_device_gives,
+    training_updates_masks_by_statistics,
+    batches_that_are_sharded_give_what_one_device_gives,
+]
 CASES = {"Auto": _BOTH, "Explicit": _BOTH}

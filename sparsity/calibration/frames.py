@@ -1,0 +1,59 @@
+"""A program that runs on several batches in lockstep, with parameters that change on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sparsity.core.jaxprs import Equation, Program, Value
+
+
+class Frame:
+    """A program that runs on all batches: the values of each that are still needed.
+
+    Args:
+      program: the program.
+      bound: inputs that depend on parameters alone, as functions that compute them.
+      data: for each batch the values of the other inputs.
+      layers: the layer of each scan that it is in, by scan.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        bound: Mapping[Value, Callable[[], Any]],
+        data: list[dict[Value, Any]],
+        layers: Mapping[Equation, int],
+    ) -> None:
+        self.program, self.bound, self.data, self.layers = program, bound, data, layers
+        self.made_by = {value: e for e in program.flat() for value in e.outputs}
+        self._free: dict[Value, Any] = {}
+
+    def free(self, value: Value) -> Any:
+        """A value that depends on parameters alone."""
+        if value not in self._free:
+            if value in self.bound:
+                return self.bound[value]()
+            if value not in self.made_by:
+                return value.known
+            equation = self.made_by[value]
+            outputs = equation.bind([self.free(x) for x in equation.inputs])
+            self._free.update(zip(equation.outputs, outputs, strict=True))
+        return self._free[value]
+
+    def forget(self) -> None:
+        """Parameters have changed."""
+        self._free.clear()
+
+    def read(self, batch: int, value: Value) -> Any:
+        """A value for a batch."""
+        found = self.data[batch]
+        return found[value] if value in found else self.free(value)
+
+    def last_uses(self) -> dict[Value, Equation | None]:
+        """After which equation a value is needed no more, `None` for outputs."""
+        last: dict[Value, Equation | None] = {}
+        for equation in self.program.flat():
+            last.update(dict.fromkeys(equation.inputs, equation))
+        last.update(dict.fromkeys(self.program.outputs))
+        return last

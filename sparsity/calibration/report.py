@@ -1,0 +1,119 @@
+"""What one-shot pruning did to each leaf, as a table and as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sparsity.base_updater import BaseUpdater
+from sparsity.calibration.sensitivity import Sensitivity, measure
+from sparsity.calibration.statistics import Path
+from sparsity.core import extras
+from sparsity.core.trees import PyTree
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerReport:
+    """What pruning did to a leaf.
+
+    Attributes:
+      sparsity: fraction of its weights that are 0.
+      error: tr(D^T G D) / tr(W^T G W) of what was lost, over the calibration data: of a stack of
+        layers the mean.
+      unrefitted: the same before a refit.
+      count: rows that it has seen.
+      seconds: spent on it.
+    """
+
+    sparsity: float
+    error: float
+    unrefitted: float
+    count: int
+    seconds: float
+
+    @staticmethod
+    def of_stack(layers: Sequence[LayerReport]) -> LayerReport:
+        """The report of a leaf from those of its layers."""
+        return LayerReport(
+            sparsity=float(np.mean([layer.sparsity for layer in layers])),
+            error=float(np.mean([layer.error for layer in layers])),
+            unrefitted=float(np.mean([layer.unrefitted for layer in layers])),
+            count=layers[-1].count,
+            seconds=sum(layer.seconds for layer in layers),
+        )
+
+
+class Report(dict[Path, LayerReport]):
+    """{path: LayerReport} of the pruned leaves, in the order in which they were pruned."""
+
+    def table(self) -> str:
+        """Returns a table of the leaves: sparsity, error without and with a refit, seconds."""
+        shown = extras.load("rich.table", "summary").Table(
+            "leaf", box=extras.load("rich.box", "summary").SIMPLE
+        )
+        for column in ("sparsity", "error, not refitted", "error", "rows", "seconds"):
+            shown.add_column(column, justify="right")
+        for path, row in self.items():
+            numbers = (f"{row.sparsity:.4f}", f"{row.unrefitted:.5f}", f"{row.error:.5f}")
+            shown.add_row("/".join(path), *numbers, f"{row.count:,}", f"{row.seconds:.2f}")
+        return extras.as_text(shown)
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draws the relative output error of each leaf: before a refit in light, after it in dark.
+
+        Args:
+          ax: matplotlib axes to draw on; new ones by default.
+
+        Returns:
+          The matplotlib axes.
+        """
+        if ax is None:
+            ax = extras.load("matplotlib.pyplot", "summary").subplots(
+                figsize=(7, 1.2 + 0.32 * max(len(self), 1)), layout="constrained"
+            )[1]
+        rows, position = list(self.values()), np.arange(len(self))
+        is_refitted = any(row.error != row.unrefitted for row in rows)
+        if is_refitted:
+            before = [100 * row.unrefitted for row in rows]
+            ax.barh(position, before, color="#A6CEE3", label="pruned")
+        after = [100 * row.error for row in rows]
+        ax.barh(position, after, color="#0072B2", label="refitted" if is_refitted else "pruned")
+        for i, row in enumerate(rows):
+            text = f"{row.sparsity:.1%} pruned"
+            ax.annotate(text, (1.01, i), xycoords=("axes fraction", "data"), va="center")
+        ax.set_yticks(position, ["/".join(path) for path in self])
+        ax.invert_yaxis()
+        ax.set_xlabel("relative output error in percent")
+        ax.spines[["top", "right"]].set_visible(False)
+        if is_refitted:
+            ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+        return ax
+
+    def sensitivity(
+        self,
+        pruner: BaseUpdater,
+        fn: Callable[..., PyTree],
+        params: PyTree,
+        batches: Iterable[PyTree],
+        rates: Sequence[float] = (0.25, 0.5, 0.65, 0.75, 0.85, 0.95),
+    ) -> Sensitivity:
+        """Prunes the leaves of the report one at a time, and measures what the model loses.
+
+        Args:
+          pruner: any updater that prunes at once.
+          fn: the model, `fn(params, batch)`.
+          params: its dense parameters.
+          batches: what `fn` takes as its second argument; their outputs are kept.
+          rates: the sparsities that each leaf is pruned at, above 0.
+
+        Returns:
+          {path: {rate: error}}: the relative squared error of the model's outputs. Its
+          `distribution(params, sparsity)` shares a sparsity out so that the errors are smallest.
+        """
+        return measure(pruner, fn, params, batches, list(self), rates)

@@ -1,0 +1,117 @@
+"""What a model loses if one layer alone is pruned, and rates that follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sparsity.base_updater import BaseUpdater
+from sparsity.calibration.capture import calibrate
+from sparsity.calibration.prune import prune
+from sparsity.calibration.rates import Rates
+from sparsity.calibration.statistics import Path
+from sparsity.core import trees
+from sparsity.core.checks import check_fraction
+from sparsity.core.trees import PyTree
+
+
+class Sensitivity(dict[Path, dict[float, float]]):
+    """{path: {rate: error}}: what the model's outputs lose if one leaf is pruned at a rate."""
+
+    def distribution(self, params: PyTree, sparsity: float) -> Rates:
+        """Returns the rates of that mean whose errors have the smallest sum: a distribution.
+
+        Errors between two rates are interpolated, on the lower convex hull of each curve from 0 on;
+        errors of several leaves are taken to add up.
+
+        Args:
+          params: tree of parameters, for their sizes.
+          sparsity: mean over the weights of all measured leaves.
+
+        Raises:
+          ValueError: the mean cannot be reached with the rates that were measured.
+
+        Example:
+          >>> params = {"robust": jnp.ones((4, 4)), "fragile": jnp.ones((4, 4))}
+          >>> found = Sensitivity({("robust",): {0.8: 0.1}, ("fragile",): {0.4: 0.1, 0.8: 0.5}})
+          >>> rates = found.distribution(params, sparsity=0.5)(params)
+          >>> {name: round(rate, 3) for name, rate in rates.items()}
+          {'fragile': 0.2, 'robust': 0.8}
+        """
+        check_fraction("sparsity", sparsity)
+        sizes = {trees.path_names(p): x.size for p, x in trees.leaves_by_path(params).items()}
+        total = sum(sizes[path] for path in self)
+        left = sparsity * total  # weights that are still to be removed
+        highest = sum(max(curve) * sizes[path] for path, curve in self.items()) / total
+        if sparsity > highest:
+            raise ValueError(
+                f"sparsity = {sparsity} is above the mean {highest:.4f} of the highest rates that "
+                "were measured. Measure higher rates."
+            )
+        pieces = [  # of the hulls: error by weight, weights, leaf
+            (rise / sizes[path], width * sizes[path], path)
+            for path, curve in self.items()
+            for rise, width in _pieces(curve)
+        ]
+        rates = dict.fromkeys(self, 0.0)
+        for _, count, path in sorted(pieces):  # those of a leaf become steeper
+            rates[path] += min(count, left) / sizes[path]
+            left -= min(count, left)
+        return Rates(rates)
+
+
+def measure(
+    pruner: BaseUpdater,
+    fn: Callable[..., PyTree],
+    params: PyTree,
+    batches: Iterable[PyTree],
+    paths: Sequence[Path],
+    rates: Sequence[float],
+) -> Sensitivity:
+    """`Report.sensitivity`, of some leaves."""
+    for rate in rates:
+        check_fraction("rates", rate)
+    seen = list(batches)
+    statistics = calibrate(fn, params, seen, "gram", lambda path, _: path in paths)
+    leaves, rebuild = trees.split_arrays(params)
+    rebuild_batch = trees.split_arrays(seen[0])[1]
+    inputs = [trees.split_arrays(batch)[0] for batch in seen]
+
+    @jax.jit
+    def outputs(leaves: list[Any], batch: list[Any]) -> list[jax.Array]:
+        found = jax.tree.leaves(fn(rebuild(leaves), rebuild_batch(batch)))
+        return [x for x in found if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+
+    @jax.jit
+    def squares(xs: list[jax.Array], ys: list[jax.Array]) -> jax.Array:
+        parts = [jnp.abs(x - y).astype(jnp.float32) for x, y in zip(xs, ys, strict=True)]
+        return sum((jnp.sum(jnp.square(part)) for part in parts), jnp.float32(0))
+
+    dense = [outputs(leaves, batch) for batch in inputs]
+    norm = sum(float(squares(own, [jnp.zeros_like(x) for x in own])) for own in dense)
+    found = Sensitivity({path: {} for path in paths})
+    for path in paths:
+        for rate in rates:
+            alone = dataclasses.replace(pruner, sparsity_distribution_fn=Rates({path: rate}))
+            pruned = trees.split_arrays(prune(alone, params, statistics)[0])[0]
+            each = zip(dense, inputs, strict=True)
+            lost = sum(float(squares(own, outputs(pruned, batch))) for own, batch in each)
+            found[path][rate] = lost / norm if norm else 0.0
+    return found
+
+
+def _pieces(curve: Mapping[float, float]) -> list[tuple[float, float]]:
+    """(slope, width) of the pieces of a curve's lower convex hull, from no error at rate 0."""
+    points, end = [(0.0, 0.0), *sorted(curve.items())], 0
+    pieces = []
+    while end < len(points) - 1:
+        rate, error = points[end]
+        slopes = [(e - error) / (r - rate) for r, e in points[end + 1 :]]
+        slope = min(slopes)
+        end += 1 + max(i for i, own in enumerate(slopes) if own == slope)
+        pieces.append((slope, points[end][0] - rate))
+    return pieces
