@@ -125,7 +125,9 @@ def _explored(
     """The gradient of B with its decay, and zeros elsewhere."""
     if mask is None:
         return grad
-    density = jnp.maximum(1 - sparsity, 1 / max(param.size, 1))  # one weight always stays
+    # A bias may go with its channel, and a mask may be given, without a sparsity.
+    kept = jnp.mean(mask, dtype=jnp.float32) if sparsity is None else 1 - sparsity
+    density = jnp.maximum(kept, 1 / max(param.size, 1))  # one weight always stays
     share = decay * jnp.where(mask > 0, 1, 1 / density)
     return apply_mask(grad + (share.astype(param.dtype) * param).astype(grad.dtype), backward)
 

@@ -119,6 +119,27 @@ def test_masks_of_the_user_lie_in_the_backward_set():
     np.testing.assert_array_equal(state.algorithm_state["b"], [1, 0])
 
 
+def test_biases_that_go_with_channels_are_explored_at_the_density_of_their_masks():
+    params = {"up": jnp.ones((3, 4)), "bias": jnp.array([3.0, 1.0, 4.0, 2.0])}
+    params["down"] = jnp.ones((4, 2))
+
+    def model(params, x):
+        return jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"]
+
+    scope = sparsity.Coupled(sparsity.trace(model, params, jnp.ones((1, 3))))
+    updater = sparsity.TopKast(
+        sparsity_distribution_fn=helpers.uniform(0.75), regularization=0.1, scope=scope
+    )
+    tx = updater.wrap_optax(optax.sgd(1.0))
+    state = tx.init(params)
+    np.testing.assert_array_equal(state.masks["bias"], [0, 0, 1, 0])
+    np.testing.assert_array_equal(state.algorithm_state["bias"], [1, 0, 1, 0])
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
+    # 0.1 of the weight within A, four times that beside it: one channel of four is in A.
+    np.testing.assert_allclose(updates["bias"], [-1.2, 0, -0.4, 0], rtol=1e-6)
+    np.testing.assert_allclose(updates["up"], [[-0.4, 0, -0.1, 0]] * 3, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
