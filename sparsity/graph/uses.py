@@ -141,6 +141,7 @@ class Tracker:
         self.uses: list[Use] = []
 
     def run(self, program: Program, trips: int | None) -> None:
+        """Follows the leaves through a program that runs so often."""
         for equation in program.flat():
             self._visit(equation, trips)
 
