@@ -56,6 +56,7 @@ from sparsity.api import (
 from sparsity.base_updater import ALGORITHM_REGISTRY, BaseUpdater, NoPruning
 from sparsity.calibration import (
     ADMM,
+    FLAPPruning,
     LeastSquares,
     RIAPruning,
     SparseGPTPruning,
@@ -113,6 +114,7 @@ __all__ = [
     "Coupled",
     "Distribution",
     "EpochStrategy",
+    "FLAPPruning",
     "Global",
     "GlobalMagnitudePruning",
     "GlobalRigL",

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from baselines import channels, digits_cnn, report, run, store, training
+from baselines import channels, digits_cnn, report, run, store, topics_oneshot, training
 from tests import helpers
 
 pytestmark = [
@@ -273,3 +273,13 @@ def test_a_missing_package_is_one_line_with_the_command_to_install_it(monkeypatc
         SystemExit, match=r"gymnax is missing: pip install 'jax-sparsity\[baselines\]'"
     ):
         run.main()
+
+
+def test_the_page_of_one_shot_pruning_shows_the_stored_results():
+    found = topics_oneshot.load()
+    assert all(len(bits) == topics_oneshot.SEEDS for bits in found.values())
+    assert topics_oneshot.PAGE.read_text(encoding="utf-8") == topics_oneshot.page(found)
+    for kind in topics_oneshot.KINDS:
+        wanda = np.mean(found[f"Wanda, {kind}"])
+        for method in ("SparseGPT", "Wanda, least squares", "Wanda, ADMM"):
+            assert np.mean(found[f"{method}, {kind}"]) < wanda

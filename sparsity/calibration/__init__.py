@@ -1,6 +1,7 @@
 """Pruning what is trained already, by statistics of the inputs that each weight meets."""
 
 from sparsity.calibration.capture import calibrate
+from sparsity.calibration.flap import FLAPPruning
 from sparsity.calibration.oneshot import oneshot
 from sparsity.calibration.prune import prune
 from sparsity.calibration.pruners import RIAPruning, WandaPruning
@@ -18,6 +19,7 @@ from sparsity.calibration.statistics import (
 
 __all__ = [
     "ADMM",
+    "FLAPPruning",
     "LayerReport",
     "LeastSquares",
     "RIAPruning",

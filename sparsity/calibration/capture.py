@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsity.calibration.rows import KINDS, Kind, sum_up
 from sparsity.calibration.statistics import Path, Statistic, check_memory, not_finite
 from sparsity.core import extras, sharding, trees
 from sparsity.core.jaxprs import Equation, Program, Value
@@ -19,7 +21,6 @@ from sparsity.core.trees import PyTree
 from sparsity.graph import Graph, Leaf, Use, trace
 from sparsity.graph.uses import PRODUCTS
 
-Kind = Literal["squares", "gram"]
 Sums = dict[int, tuple[jax.Array, jax.Array]]  # by number of the use: sums, and how many rows
 
 
@@ -40,7 +41,7 @@ def calibrate(
       fn: the model, `fn(params, batch)`.
       params: its parameters.
       batches: what `fn` takes as its second argument, any trees; a generator is read once.
-      kind: 'squares' sums x^2 for each input, 'gram' sums X^T X over inputs.
+      kind: 'squares' sums x^2 for each input, 'moments' sums x^2 and x, 'gram' sums X^T X.
       filter_fn: `filter_fn(path, leaf)` chooses leaves, by their shape and dtype; by default all
         that products contract.
       progress: show a progress bar.
@@ -60,8 +61,8 @@ def calibrate(
       >>> found[("kernel",)].squares, int(found[("kernel",)].count)
       (Array([2., 8.], dtype=float32), 2)
     """
-    if kind not in ("squares", "gram"):
-        raise ValueError(f"kind must be 'squares' or 'gram', got kind = {kind!r}.")
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {KINDS}, got kind = {kind!r}.")
     graph: Graph | None = None
     first: PyTree = None
     captures: dict[Graph, Capture] = {}  # by shapes of the batch: each is compiled once
@@ -179,14 +180,7 @@ class Capture:
     def sums(self, number: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The sums of a use over the rows of its inputs, and how many rows these are."""
         use = self.uses[number]
-        of_rows = _rows_of_dot if use.primitive == "dot_general" else _rows_of_convolution
-
-        def sum_up(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-            found, count = of_rows(use, wide, self.kind)
-            return found, jnp.int32(count)
-
-        return sharding.replicated(sum_up, x)
+        return sharding.replicated(functools.partial(sum_up, use, self.kind), x)
 
     def _scan(self, equation: Equation, inputs: list[Any]) -> tuple[list[Any], Sums]:
         params, (body,) = equation.params, equation.bodies
@@ -343,65 +337,12 @@ def statistic_of_use(
       of_layer: the sums are those of one layer of a stack, without the axes that scans took apart.
     """
     layout, places = _layout(use, of_layer), _places(use)
-    found = sums[..., places] if kind == "squares" else sums[..., places[:, None], places]
+    found = sums[..., places[:, None], places] if kind == "gram" else sums[..., places]
     shape = _shape(use, graph, of_layer)
-    own = (len(places),) * (1 if kind == "squares" else 2)
-    given: Mapping[str, Any] = {kind: found.reshape(*layout.lead(shape), *own)}
+    lead, size = layout.lead(shape), len(places)
+    given: dict[str, Any] = {}
+    if kind == "moments":
+        given["squares"], given["sums"] = jnp.moveaxis(found.reshape(*lead, 2, size), -2, 0)
+    else:
+        given[kind] = found.reshape(*lead, *([size] if kind == "squares" else [size, size]))
     return dataclasses.replace(layout, count=rows, **given)
-
-
-# The rows of a product: what its operand's entries are multiplied with.
-
-
-def _rows_of_dot(use: Use, x: jax.Array, kind: Kind) -> tuple[jax.Array, int]:
-    contracted, batch = use.equation.params["dimension_numbers"]
-    inputs, batch = contracted[1 - use.operand], batch[1 - use.operand]
-    free = [i for i in range(x.ndim) if i not in inputs and i not in batch]
-    count = math.prod(x.shape[i] for i in free)
-    lead, size = [x.shape[i] for i in batch], math.prod(x.shape[i] for i in inputs)
-    if kind == "squares":
-        squares = jnp.sum(jnp.square(x), axis=tuple(free))
-        left = [i for i in range(x.ndim) if i not in free]
-        order = [left.index(i) for i in (*batch, *inputs)]
-        return squares.transpose(order).reshape(*lead, size), count
-    rows = x.transpose(*batch, *free, *inputs).reshape(*lead, count, size)
-    return _gram(rows), count
-
-
-def _rows_of_convolution(use: Use, x: jax.Array, kind: Kind) -> tuple[jax.Array, int]:
-    equation = use.equation
-    params, kernel, groups = equation.params, equation.inputs[1], use.groups
-    spec = params["dimension_numbers"]
-    output = equation.outputs[0]
-    count = math.prod(output.shape[i] for i in (spec.out_spec[0], *spec.out_spec[2:]))
-    if kind == "squares":  # the convolution's own transpose, of squares, with one output a group
-        shape = [groups if i == spec.rhs_spec[0] else n for i, n in enumerate(kernel.shape)]
-
-        def convolve(weights: jax.Array) -> jax.Array:
-            found = equation.bind([jnp.square(x), weights], preferred_element_type=None)
-            return jnp.asarray(found[0])
-
-        weights = jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-        ones = jax.eval_shape(convolve, weights)
-        (sums,) = jax.linear_transpose(convolve, weights)(jnp.ones(ones.shape, ones.dtype))
-        ordered = sums.transpose(spec.rhs_spec)  # [groups, inputs, *window]
-        return ordered.reshape(*([groups] if groups > 1 else []), -1), count
-    patches = lax.conv_general_dilated_patches(
-        x,
-        [kernel.shape[i] for i in spec.rhs_spec[2:]],
-        params["window_strides"],
-        params["padding"],
-        params["lhs_dilation"],
-        params["rhs_dilation"],
-        dimension_numbers=spec,
-        precision=lax.Precision.HIGHEST,
-    )
-    rows = jnp.moveaxis(patches, spec.out_spec[1], -1).reshape(count, groups, -1)
-    grams = _gram(jnp.moveaxis(rows, 1, 0))
-    return (grams if groups > 1 else grams[0]), count
-
-
-def _gram(rows: jax.Array) -> jax.Array:
-    """X^T X of [..., rows, inputs]."""
-    grams: jax.Array = jnp.einsum("...mk,...ml->...kl", rows, rows, precision=lax.Precision.HIGHEST)
-    return grams

@@ -43,7 +43,7 @@ from sparsity.core import trees
 from sparsity.core.jaxprs import Equation, Value
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph import Graph, trace
-from sparsity.masks import Site, pack_masks
+from sparsity.masks import Layerwise, Site, pack_masks
 from sparsity.sparsity_distributions import target_sparsities
 
 
@@ -90,6 +90,12 @@ def oneshot(
     seen = list(batches)
     if not seen:
         raise ValueError("batches has no batch: give at least one.")
+    if type(pruner.scope) is not Layerwise:
+        raise ValueError(
+            "oneshot prunes one leaf after the other and needs scope = Layerwise(), got "
+            f"{pruner.scope!r}. Prune all of them at once: pruner.instant_sparsify(params, "
+            "statistics=statistics)."
+        )
     run = _Run(pruner, params, refit, trace(fn, params, seen[0]))
     if folder is not None:
         run.keep_in(folder, params, seen, sequential)

@@ -83,12 +83,14 @@ def reconstruct(
     targets = target_sparsities(
         pruner.get_distribution_fn(), params, table, pruner.scope, pruner.batch_axes
     )
+    wanted = trees.leaves_by_path(targets)
     refitted: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
 
     def refit_leaf(path: KeyPath, dense: Any, before: Any, mask: Any) -> None:
         if mask is None:
             return
-        if not dense.size:
+        is_free = path not in wanted and trees.path_names(path) not in statistics
+        if is_free or not dense.size:  # a bias of coupled channels, or nothing
             refitted[path] = before, mask
             return
         site = table[path]

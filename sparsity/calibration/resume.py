@@ -46,7 +46,7 @@ class Finished:
             raise ValueError(f"folder = {folder} serves one process, and there are several.")
         about = self._folder / "run.json"
         if not about.exists():
-            if self._folder.exists() and any(self._folder.iterdir()):
+            if self._folder.exists() and any(x != _new(about) for x in self._folder.iterdir()):
                 raise ValueError(f"folder = {folder} holds other files. Give a new or empty one.")
             self._folder.mkdir(parents=True, exist_ok=True)
             _write(about, json.dumps(identity, indent=2))
@@ -81,9 +81,13 @@ def _tree(layer: Layer) -> dict[str, Any]:
 
 def _write(path: pathlib.Path, text: str) -> None:
     """Writes a file as a whole."""
-    unfinished = path.with_suffix(".new")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    _new(path).write_text(text, encoding="utf-8")
+    _new(path).replace(path)
+
+
+def _new(path: pathlib.Path) -> pathlib.Path:
+    """Where a file is written before it is whole."""
+    return path.with_suffix(".new")
 
 
 def digest(tree: PyTree) -> str:

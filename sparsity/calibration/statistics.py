@@ -38,6 +38,7 @@ class Statistic:
 
     Attributes:
       squares: [*batch, inputs], sums of squares; or `None`.
+      sums: [*batch, inputs], sums; or `None`.
       gram: [*batch, inputs, inputs], X^T X; or `None`.
       count: number of rows, a scalar or [*batch].
       contracting: axes of the leaf that the product sums over, in the leaf's own order.
@@ -56,6 +57,7 @@ class Statistic:
     """
 
     squares: jax.Array | None = None
+    sums: jax.Array | None = None
     gram: jax.Array | None = None
     count: jax.Array | int
     contracting: tuple[int, ...] = dataclasses.field(metadata={"static": True})
@@ -142,6 +144,7 @@ class Statistic:
         return dataclasses.replace(
             self,
             squares=repeat(self.squares, 1),
+            sums=repeat(self.sums, 1),
             gram=repeat(self.gram, 2),
             count=repeat(self.count, 0),
             output=tuple(axis for axis in self.output if axis not in new),
@@ -156,10 +159,11 @@ class Statistic:
         sizes = [shape[own] for own in self.contracting]
         places = np.arange(math.prod(sizes)).reshape(sizes)
         moved = places.transpose([self.contracting.index(own) for own in order]).ravel()
-        squares, gram = self.squares, self.gram
+        squares, sums, gram = self.squares, self.sums, self.gram
         return dataclasses.replace(
             self,
             squares=None if squares is None else squares[..., moved],
+            sums=None if sums is None else sums[..., moved],
             gram=None if gram is None else gram[..., moved[:, None], moved],
             contracting=order,
         )
@@ -172,7 +176,7 @@ def statistic_of(
     statistics: Statistics | None,
     site: Site,
     shape: tuple[int, ...],
-    kind: Literal["squares", "gram"],
+    kind: Literal["squares", "moments", "gram"],
     who: str,
 ) -> Statistic:
     """Returns the statistic of a leaf, checked, with the batch axes of its site.
@@ -207,6 +211,11 @@ def statistic_of(
             f"{who} needs the Gram matrix of {name!r}, and its statistic has none. Calibrate with "
             "kind='gram'."
         )
+    if kind == "moments" and (own.sums is None or own.squares is None):
+        raise ValueError(
+            f"{who} needs the means of the inputs of {name!r}, and its statistic has none. "
+            "Calibrate with kind='moments'."
+        )
     return own.sliced(site, shape)
 
 
@@ -226,10 +235,11 @@ def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
             f"first output axis, of size {first}."
         )
     lead, inputs = statistic.lead(shape), statistic.inputs(shape)
-    wanted = {"squares": (*lead, inputs), "gram": (*lead, inputs, inputs)}
+    each = (*lead, inputs)
+    wanted = {"squares": each, "sums": each, "gram": (*each, inputs)}
     given = {field: getattr(statistic, field) for field in wanted}
     given = {field: value for field, value in given.items() if value is not None}
-    if not given:
+    if not given.keys() - {"sums"}:
         raise ValueError(f"The statistic of {name!r} has neither squares nor gram.")
     for field, value in given.items():
         if value.shape != wanted[field]:

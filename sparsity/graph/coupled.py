@@ -18,6 +18,7 @@ from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph.channels import ChannelGroup
 from sparsity.graph.dims import Dim
 from sparsity.graph.graph import Graph
+from sparsity.graph.uses import Path
 from sparsity.masks import Pattern, TopkFn
 from sparsity.masks.costs import first_that_fits
 from sparsity.selection import Leaf, Scores, computed, moved_masks, topk_masks
@@ -82,10 +83,19 @@ class Coupled:
                 f"got batch_axes = {batch_axes!r}, topk_fn = {topk_fn!r}."
             )
 
+    def is_scored(self, graph: Graph, path: Path, axis: int) -> bool:
+        """Whether a member of a group adds to its importance; all do, unless a subclass differs."""
+        return True
+
     def masked(self, params: PyTree, sparsities: PyTree) -> set[KeyPath]:
         """Paths of the leaves that get masks: all members of groups that have a sparsity."""
         groups = self._groups(params, sparsities)
         return {path for group in groups for path, _, _ in group.members}
+
+    def scored(self, params: PyTree, sparsities: PyTree) -> set[KeyPath]:
+        """Paths of the leaves that add to the importance of groups that have a sparsity."""
+        groups = self._groups(params, sparsities)
+        return {path for group in groups for path, _, _ in group.scored}
 
     def left(self, params: PyTree, sparsities: PyTree) -> dict[Dim, int]:
         """How many channels stay of each group, of Python numbers."""
@@ -154,15 +164,16 @@ class Coupled:
         wanted = trees.leaves_by_path(sparsities)
         found = []
         for group in graph.groups:
-            members = [
-                (places[path], axis, positions)
-                for (path, axis), positions in zip(group.members, group.positions, strict=True)
-                if path in places
-            ]
+            members, scored = [], []
+            for (path, axis), positions in zip(group.members, group.positions, strict=True):
+                if path in places:
+                    members.append((places[path], axis, positions))
+                    if self.is_scored(graph, path, axis):
+                        scored.append(members[-1])
             own = [wanted[path] for path, _, _ in members if wanted.get(path) is not None]
             if own:
                 largest = own[0] if len(own) == 1 else _largest(own)
-                found.append(_Group(group, members, largest))
+                found.append(_Group(group, members, scored, largest))
         return found
 
     def _kept(self, group: _Group) -> Any:
@@ -215,8 +226,13 @@ class Coupled:
         return [self._of_group(group, leaves) for group in groups]
 
     def _of_group(self, group: _Group, leaves: Mapping[KeyPath, Any]) -> jax.Array:
+        if not group.scored:
+            raise ValueError(
+                f"No product reads the channels of the group {group.channels.name!r}, so that they "
+                "have no importance here. Leave its leaves out with filter_fn."
+            )
         parts = []
-        for path, axis, positions in group.members:
+        for path, axis, positions in group.scored:
             score = leaves[path]
             score = score.astype(jnp.promote_types(score.dtype, jnp.float32))
             places = positions.reshape(-1)
@@ -290,10 +306,11 @@ class Coupled:
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """A group as it lies in a tree: members are (path, axis, positions)."""
+    """A group as it lies in a tree: members, and those that are scored: (path, axis, positions)."""
 
     channels: ChannelGroup
     members: list[tuple[KeyPath, int, np.ndarray]]
+    scored: list[tuple[KeyPath, int, np.ndarray]]
     sparsity: chex.Numeric
 
 

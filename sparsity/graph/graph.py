@@ -15,12 +15,13 @@ import numpy as np
 from sparsity.core import jaxprs, sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import costs, report
+from sparsity.graph.biases import find_biases
 from sparsity.graph.channels import ChannelGroup, Leaf, Refusal, find_channels
 from sparsity.graph.coupling import Coupling
 from sparsity.graph.dims import Dim, Reason
 from sparsity.graph.layers import layered
 from sparsity.graph.removed import Removed
-from sparsity.graph.uses import PRODUCTS, Path, Use, find_uses, macs_of
+from sparsity.graph.uses import PRODUCTS, Path, Use, macs_of, track
 from sparsity.patterns import NByM, SparsityType, Unstructured
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class Graph:
         self.state = {outputs[i]: leaves[number].path for i, number in carried.items()}
         values = program.inputs[: len(self.leaves)]
         self._values = dict(zip(values, range(len(values)), strict=True))
-        self.uses = find_uses(program, self._values, [leaf.path for leaf in self.leaves])
+        self._tracker = track(program, self._values, [leaf.path for leaf in self.leaves])
+        self.uses = self._tracker.uses
 
     def __deepcopy__(self, _: object) -> Graph:
         return self
@@ -293,6 +295,11 @@ class Graph:
     def refused(self) -> list[Refusal]:
         """The axes that cannot lose entries, in the order of the leaves."""
         return self._channels[1]
+
+    @functools.cached_property
+    def biases(self) -> dict[Path, Path]:
+        """The leaf that is added to the outputs of a weight, and to nothing else, by weight."""
+        return find_biases(self.program, self._values, self._tracker)
 
     def unproven(self, masked: Sequence[Path]) -> dict[Dim, Reason]:
         """The axes whose removal differs from masking these leaves, and why."""

@@ -112,15 +112,15 @@ def _entries(value: Value, axes: Iterable[int]) -> int:
     return math.prod([value.shape[axis] for axis in axes])
 
 
-def find_uses(program: Program, leaves: Mapping[Value, int], paths: Sequence[Path]) -> list[Use]:
-    """The uses of the leaves, in the order of the program.
+def track(program: Program, leaves: Mapping[Value, int], paths: Sequence[Path]) -> Tracker:
+    """Follows the leaves through the program.
 
     Args:
       program: the program.
       leaves: its inputs that are leaves, and their numbers.
       paths: of the leaves, by number.
     """
-    tracker = _Tracker(paths)
+    tracker = Tracker(paths)
     for value in program.inputs:
         if value in leaves:
             dims = tuple(((axis, size),) for axis, size in enumerate(value.shape))
@@ -128,10 +128,12 @@ def find_uses(program: Program, leaves: Mapping[Value, int], paths: Sequence[Pat
         else:
             tracker.data.add(value)
     tracker.run(program, 1)
-    return tracker.uses
+    return tracker
 
 
-class _Tracker:
+class Tracker:
+    """The views of leaves, what depends on more than them, and their uses in program order."""
+
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = paths
         self.views: dict[Value, list[View]] = {}
@@ -139,6 +141,7 @@ class _Tracker:
         self.uses: list[Use] = []
 
     def run(self, program: Program, trips: int | None) -> None:
+        """Follows the leaves through a program that runs so often."""
         for equation in program.flat():
             self._visit(equation, trips)
 
@@ -168,9 +171,9 @@ class _Tracker:
             self._concatenate(equation, views)
         elif name == "stack" and not is_data:
             self._stack(equation, views)
-        elif name in _MOVES:
+        elif name in MOVES:
             for output in equation.outputs:
-                moved = [_MOVES[name](view, equation, output) for view in views[0]]
+                moved = [MOVES[name](view, equation, output) for view in views[0]]
                 self.views[output] = [view for view in moved if view is not None]
 
     def _elementwise(self, equation: Equation, views: list[list[View]]) -> None:
@@ -387,7 +390,7 @@ def _unstack(view: View, equation: Equation, _: Value) -> View:
 
 
 _LOOKUPS = frozenset(("gather", "dynamic_slice"))
-_MOVES: dict[str, Callable[[View, Equation, Value], View | None]] = {
+MOVES: dict[str, Callable[[View, Equation, Value], View | None]] = {
     "transpose": _transpose,
     "squeeze": _squeeze,
     "broadcast_in_dim": _broadcast,

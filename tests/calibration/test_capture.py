@@ -127,6 +127,10 @@ def test_convolutions_sum_over_patches(groups):
     expected = np.stack(grams) if groups > 1 else grams[0]
     close(found.gram, expected)
     close(squares, np.diagonal(expected, axis1=-2, axis2=-1))
+    moments = sparsity.calibrate(layer.apply, params, [x], "moments")[("params", "kernel")]
+    close(moments.squares, squares)
+    sums = np.split(patches.reshape(24, 3, 2, 4).sum(0), groups, axis=-1)
+    close(moments.sums, np.stack([part.ravel() for part in sums]).reshape(moments.sums.shape))
     assert int(found.count) == 24
 
 
@@ -148,7 +152,7 @@ def test_bad_input_is_named():
 
     with pytest.raises(ValueError, match="no batch"):
         sparsity.calibrate(model, params, [])
-    with pytest.raises(ValueError, match="kind must be"):
+    with pytest.raises(ValueError, match="kind must be one of"):
         sparsity.calibrate(model, params, [draw(1, 3, 4)], "cubes")
     batches = [draw(1, 3, 4), draw(1, 3, 4).at[1, 1].set(jnp.nan)]
     with pytest.raises(ValueError, match=r"'kernel'.*batch 1"):

@@ -1,9 +1,11 @@
 """A trained model is pruned in one pass; each layer sees what the pruned ones before it produce."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import sparsity
 from sparsity import LeastSquares, Uniform, WandaPruning, calibration
@@ -165,6 +167,44 @@ def test_fewer_rows_than_inputs_are_a_warning_that_says_what_decides(model, name
 
 def first(params, x):
     return x @ params["first"]
+
+
+class Mlp(nnx.Module):
+    def __init__(self, layers):
+        self.up, self.down = (nnx.Linear(*x.weight.shape[::-1], rngs=nnx.Rngs(0)) for x in layers)
+        for own, other in zip((self.up, self.down), layers, strict=True):
+            own.kernel[...], own.bias[...] = other.weight.T, other.bias
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+@pytest.mark.slow
+def test_modules_of_nnx_and_equinox_are_pruned_alike(model):
+    _, batches = model
+    module = eqx.nn.MLP(12, 3, 8, 1, key=jax.random.key(0))
+    definition, state = nnx.split(Mlp(module.layers))
+    found, masks, _ = sparsity.oneshot(
+        PRUNER, lambda module, x: jax.vmap(module)(x), module, batches, LeastSquares()
+    )
+    same, _, report = sparsity.oneshot(
+        PRUNER, lambda state, x: nnx.merge(definition, state)(x), state, batches, LeastSquares()
+    )
+    assert list(report) == [("up", "kernel"), ("down", "kernel")]
+    for layer, mask, name in zip(found.layers, masks.layers, ("up", "down"), strict=True):
+        kernel = same[name]["kernel"][...]
+        np.testing.assert_allclose(layer.weight.T, kernel, atol=1e-4)
+        np.testing.assert_array_equal(mask.weight.T, kernel != 0)
+    np.testing.assert_allclose(
+        jax.vmap(found)(batches[0]), nnx.merge(definition, same)(batches[0]), atol=1e-4
+    )
+
+
+def test_global_scopes_are_refused(model):
+    params, batches = model
+    pruner = sparsity.GlobalMagnitudePruning(sparsity=0.5)
+    with pytest.raises(ValueError, match=r"needs scope = Layerwise\(\), got Global"):
+        sparsity.oneshot(pruner, scanned, params, batches)
 
 
 def test_masks_are_packed_and_params_unchanged(model):

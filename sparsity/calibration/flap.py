@@ -1,0 +1,200 @@
+"""FLAP: removes whole channels by how much they vary, and adds what they were on average."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sparsity import masks as masks_lib
+from sparsity.base_updater import BaseUpdater
+from sparsity.calibration.statistics import Path, Statistic, Statistics, statistic_of
+from sparsity.core import trees
+from sparsity.core.checks import check_bool
+from sparsity.core.trees import KeyPath, PyTree
+from sparsity.graph import Coupled, Graph
+from sparsity.sparsity_schedules import update_range
+from sparsity.training.hooks import ExtraArg
+from sparsity.training.state import SparseState
+
+
+@dataclasses.dataclass(kw_only=True)
+class FLAPPruning(BaseUpdater):
+    """Removes the channels whose readers lose least if they become constant.
+
+    A channel's importance is its variance x the sum of squares of the weights that read it, over
+    all products that do. `scope=Coupled(graph)` says which channels there are; groups compete by
+    themselves, or per multiply-add with its `across`. What a channel was on average is added to the
+    biases of its readers. `sparsity.shrink` then cuts it out.
+
+    It changes biases as well as masks, so it prunes at once and not along a schedule:
+    `instant_sparsify(params, statistics=sparsity.calibrate(fn, params, batches, "moments"))`.
+
+    Attributes:
+      compensate: add the means to biases. A reader without a bias is an error then.
+
+    Source: An et al. 2024, "Fluctuation-based Adaptive Structured Pruning for Large Language
+    Models", equations 5 and 6. Its standardized scores are not needed: groups do not share a
+    threshold.
+
+    Example:
+      >>> import sparsity
+      >>> params = {"up": jnp.eye(2), "down": jnp.ones((2, 1)), "bias": jnp.zeros(1)}
+      >>> def model(params, x):
+      ...     return jax.nn.relu(x @ params["up"]) @ params["down"] + params["bias"]
+      >>> x = jnp.array([[0.0, 5.0], [2.0, 5.0]])  # the second channel is large, but constant
+      >>> pruner = FLAPPruning(
+      ...     scope=Coupled(sparsity.trace(model, params, x)),
+      ...     sparsity_distribution_fn=sparsity.Uniform(0.5),
+      ... )
+      >>> seen = sparsity.calibrate(model, params, [x], "moments")
+      >>> pruned, masks = pruner.instant_sparsify(params, statistics=seen)
+      >>> model(pruned, x).T - model(params, x).T
+      Array([[0., 0.]], dtype=float32)
+    """
+
+    compensate: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_bool("compensate", self.compensate)
+        if not isinstance(self.scope, Coupled):
+            raise ValueError(
+                "FLAPPruning removes channels and needs scope = Coupled(sparsity.trace(fn, params, "
+                f"batch)), got scope = {self.scope!r}."
+            )
+        if update_range(self.scheduler) is not None:
+            raise ValueError(
+                "FLAPPruning changes biases when it prunes, which no step of an optimizer can, got "
+                f"scheduler = {self.scheduler!r}. Prune with instant_sparsify, and train with "
+                "wrap_optax(tx, masks=masks)."
+            )
+
+    def calculate_scores(
+        self,
+        params: PyTree,
+        sparse_state: SparseState | None = None,
+        grads: PyTree | None = None,
+        statistics: Statistics | None = None,
+    ) -> PyTree:
+        def score(path: KeyPath, param: jax.Array) -> jax.Array:
+            own = (statistics or {}).get(trees.path_names(path))
+            if own is None or own.sums is None:  # of no reader, or instant_sparsify has refused it
+                return jnp.zeros(param.shape, jnp.float32)
+            squares = jnp.square(jnp.abs(own.matrices(param)))
+            return own.leaf(squares * _variances(own)[..., None, :], param.shape)
+
+        return trees.map_matched(score, params)
+
+    def create_masks(
+        self, scores: PyTree, sparsities: PyTree, target_sparsities: PyTree | None = None
+    ) -> PyTree:
+        return self._readers_of_channels().select_tree(scores, sparsities)
+
+    def instant_sparsify(
+        self,
+        params: PyTree,
+        grads: PyTree | None = None,
+        *,
+        statistics: Statistics | None = None,
+        **extra_args: ExtraArg,
+    ) -> tuple[PyTree, PyTree]:
+        """Prunes and compensates at once.
+
+        Args:
+          params: tree of parameters.
+          grads: not used.
+          statistics: `{path: Statistic}` with squares and sums of the leaves that read channels.
+          **extra_args: not used.
+
+        Returns:
+          (pruned and compensated params, masks); the masks are packed with `use_packed_masks`.
+
+        Raises:
+          ValueError: a statistic is missing or has no sums, or a leaf that loses inputs has no
+            bias; the leaf is named.
+        """
+        with masks_lib.in_use(self, self.sites(params)):
+            readers = self._readers_of_channels().scored(params, self._target_sparsities(params))
+        leaves = trees.leaves_by_path(params)
+        table = self.sites(params)
+        seen = {
+            path: statistic_of(
+                statistics, table[path], leaves[path].shape, "moments", "FLAPPruning"
+            )
+            for path in readers
+        }
+        biases = self._biases(leaves, readers) if self.compensate else {}
+        given = {trees.path_names(path): own for path, own in seen.items()}
+        pruned, masks = super().instant_sparsify(params, grads, statistics=given, **extra_args)
+        if not biases:
+            return pruned, masks
+        after = trees.leaves_by_path(pruned)
+
+        def compensate(path: KeyPath, leaf: Any) -> Any:
+            if path not in biases:
+                return leaf
+            reader = biases[path]
+            lost = seen[reader].matrices(leaves[reader] - after[reader])
+            added = jnp.sum(lost * _means(seen[reader])[..., None, :], axis=-1)
+            return (leaves[path] + added.reshape(leaf.shape)).astype(leaf.dtype)
+
+        whole = masks_lib.read_masks(masks, params, self.use_packed_masks)
+        return masks_lib.apply_masks(trees.map_matched(compensate, pruned), whole), masks
+
+    def _readers_of_channels(self) -> _Readers:
+        assert isinstance(self.scope, Coupled)  # checked when it was made
+        fields = dataclasses.fields(self.scope)
+        return _Readers(**{field.name: getattr(self.scope, field.name) for field in fields})
+
+    def _biases(
+        self, leaves: Mapping[KeyPath, Any], readers: Iterable[KeyPath]
+    ) -> dict[KeyPath, KeyPath]:
+        """{bias: reader}."""
+        graph = self._readers_of_channels().graph
+        places = {
+            graph.leaf(trees.path_names(p), x).path: p
+            for p, x in leaves.items()
+            if trees.is_array(x)
+        }
+        found = {}
+        for reader in readers:
+            own = graph.leaf(trees.path_names(reader), leaves[reader])
+            if (bias := places.get(graph.biases.get(own.path, ()))) is None:
+                raise ValueError(
+                    f"{own.name!r} reads channels that are removed, and the model adds no bias of "
+                    "its own to its outputs, so that what they were on average cannot be kept. "
+                    "Give it a bias of zeros, or compensate=False."
+                )
+            found[bias] = reader
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Readers(Coupled):
+    """Coupled channels whose importance is that of the leaves that read them."""
+
+    def is_scored(self, graph: Graph, path: Path, axis: int) -> bool:
+        return any(use.path == path and axis in use.contracting for use in graph.uses)
+
+
+def _means(statistic: Statistic) -> jax.Array:
+    """Means of the inputs, [*batch, inputs]."""
+    return jnp.asarray(statistic.sums) / _counts(statistic)
+
+
+def _variances(statistic: Statistic) -> jax.Array:
+    """Their unbiased variances."""
+    count, squares = _counts(statistic), statistic.sums_of_squares()
+    spread = squares - jnp.square(_means(statistic)) * count
+    return jnp.maximum(spread, 0) / jnp.maximum(count - 1, 1)
+
+
+def _counts(statistic: Statistic) -> jax.Array:
+    """Numbers of rows, at least 1, that broadcast to [*batch, inputs]."""
+    count = jnp.asarray(statistic.count, jnp.float32)
+    missing = statistic.sums_of_squares().ndim - count.ndim
+    return jnp.maximum(count.reshape(*count.shape, *[1] * missing), 1)

@@ -1,0 +1,129 @@
+"""Biases: leaves that a model adds to the outputs of a weight, and to nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+
+from sparsity.core.jaxprs import Equation, Program, Value
+from sparsity.graph.uses import MOVES, PRODUCTS, Factor, Path, Tracker, Use, View
+
+
+def find_biases(program: Program, leaves: Collection[Value], tracker: Tracker) -> dict[Path, Path]:
+    """The bias of each weight that has one, and a single product.
+
+    A bias has an axis for each output axis of the weight, in the same order; in a stack of layers
+    both are stacked.
+
+    Args:
+      program: the program.
+      leaves: its inputs that are leaves.
+      tracker: has followed them.
+    """
+    readers: dict[Value, list[Equation | None]] = {}  # `None`: what the program returns
+    plain = set(leaves)  # and what they are moved and cast to
+    reads: Counter[int] = Counter()  # of leaves, where they meet data
+    for body in _bodies(program):
+        for equation in body.flat():
+            for value in equation.inputs:
+                readers.setdefault(value, []).append(equation)
+            if equation.bodies:
+                if equation.name == "scan":
+                    plain |= _within(equation, plain)
+                continue
+            if equation.name in (*_WHOLE, *_SAME) and equation.inputs[0] in plain:
+                plain.add(equation.outputs[0])
+            if any(x in tracker.data for x in equation.inputs):
+                views = [view for x in equation.inputs for view in tracker.views.get(x, [])]
+                reads.update(view.leaf for view in views)
+        for value in body.outputs:
+            readers.setdefault(value, []).append(None)
+    found = {}
+    for use in tracker.uses:
+        is_plain = use.equation.inputs[use.operand] in plain
+        if use.primitive in PRODUCTS and reads[use.view.leaf] == 1 and is_plain:
+            bias = _added(use, readers, plain, tracker)
+            if bias is not None and reads[bias.leaf] == 1:
+                found[use.path] = tracker.paths[bias.leaf]
+    return found
+
+
+def _within(scan: Equation, plain: Collection[Value]) -> set[Value]:
+    """The inputs of a scan's body that are leaves, or layers of one."""
+    fixed = scan.params["num_consts"]
+    end = fixed + scan.params["num_carry"]
+    pairs = [*zip(scan.inputs, scan.bodies[0].inputs, strict=True)]
+    return {inner for x, inner in (*pairs[:fixed], *pairs[end:]) if x in plain}
+
+
+def _bodies(program: Program) -> Iterator[Program]:
+    yield program
+    for equation in program.flat():
+        for body in equation.bodies:
+            yield from _bodies(body)
+
+
+def _added(
+    use: Use,
+    readers: Mapping[Value, list[Equation | None]],
+    plain: Collection[Value],
+    tracker: Tracker,
+) -> View | None:
+    """The view that is added to the outputs of a use, axis by axis."""
+    value, view = use.equation.outputs[0], _of_output(use)
+    while len(reader := readers.get(value, [])) == 1 and (equation := reader[0]) is not None:
+        (output, *_) = equation.outputs
+        if equation.name in ("add", "add_any"):
+            (other,) = [x for x in equation.inputs if x is not value]
+            biases = tracker.views.get(other, [])
+            if len(biases) == 1 and other in plain and len(other.shape) == len(output.shape):
+                return biases[0] if _fits(use, view, biases[0]) else None
+            if other not in tracker.data or value.shape != output.shape:
+                return None
+        elif equation.name in _WHOLE:
+            moved = MOVES[equation.name](view, equation, output)
+            if moved is None:
+                return None
+            view = moved
+        elif equation.name not in _SAME:
+            return None
+        value = output
+    return None
+
+
+def _of_output(use: Use) -> View:
+    """How the output axes of the leaf lie in what the product returns."""
+    (output,), view = use.equation.outputs, use.view
+    numbers = use.equation.params["dimension_numbers"]
+    dims: list[tuple[Factor, ...]] = [((None, n),) for n in output.shape]
+    if use.primitive == "conv_general_dilated":
+        dims[numbers.out_spec[1]] = view.dims[numbers.rhs_spec[0]]
+        return view.of(dims)
+    contracted, batch = (each[use.operand] for each in numbers)
+    free = [i for i in range(len(view.dims)) if i not in contracted and i not in batch]
+    first = len(batch) if use.operand == 0 else len(output.shape) - len(free)
+    for place, axis in [*enumerate(batch), *enumerate(free, first)]:
+        dims[place] = view.dims[axis]
+    return view.of(dims)
+
+
+def _fits(use: Use, outputs: View, bias: View) -> bool:
+    """Whether a bias has the axes of the outputs in the weight's order, layer by layer."""
+    if bias.is_part or use.view.is_part or bias.scans != use.view.scans:
+        return False
+    axes = dict(zip(use.view.stacked, bias.stacked, strict=True))
+    for own, other in zip(outputs.dims, bias.dims, strict=True):
+        pairs = [
+            [(axis, n) for axis, n in dim if axis is not None and n > 1] for dim in (own, other)
+        ]
+        if [n for _, n in pairs[0]] != [n for _, n in pairs[1]]:
+            return False
+        for (axis, _), (of_bias, _) in zip(*pairs, strict=True):
+            if axes.setdefault(axis, of_bias) != of_bias:
+                return False
+    order = [axes[axis] for axis in (*use.batch, *sorted(use.output)) if axis in axes]
+    return order == sorted(set(order))
+
+
+_WHOLE = ("transpose", "reshape", "squeeze", "broadcast_in_dim")
+_SAME = ("convert_element_type", "copy", "sharding_constraint")

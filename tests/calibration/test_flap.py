@@ -1,0 +1,150 @@
+"""FLAP removes the channels that vary least, keeps their means in biases, and is cut for real."""
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparsity
+from sparsity import Coupled, FLAPPruning, Uniform, shrink, trace
+from tests import helpers
+
+
+def draw(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def flap(graph, **options):
+    scope = Coupled(graph, **options.pop("scope", {}))
+    uniform = Uniform(0.5, filter_fn=graph.is_weight)
+    return FLAPPruning(scope=scope, sparsity_distribution_fn=uniform, **options)
+
+
+def mlp(params, x):
+    hidden = jax.nn.relu(x @ params["up"]["kernel"] + params["up"]["bias"])
+    return hidden @ params["down"]["kernel"] + params["down"]["bias"]
+
+
+PARAMS = {
+    "up": {"kernel": draw(0, 6, 8), "bias": 3 * draw(1, 8)},
+    "down": {"kernel": draw(2, 8, 3), "bias": draw(3, 3)},
+}
+BATCHES = [draw(4, 20, 6), draw(5, 12, 6)]
+
+
+def hidden_of(x):
+    return np.maximum(np.asarray(x @ PARAMS["up"]["kernel"] + PARAMS["up"]["bias"], np.float64), 0)
+
+
+def test_channels_and_biases_are_those_of_a_plain_program():
+    graph = trace(mlp, PARAMS, BATCHES[0])
+    statistics = sparsity.calibrate(mlp, PARAMS, BATCHES, "moments")
+    pruned, masks = flap(graph).instant_sparsify(PARAMS, statistics=statistics)
+    hidden = hidden_of(np.concatenate(BATCHES))
+    down = np.asarray(PARAMS["down"]["kernel"], np.float64)
+    importance = hidden.var(0, ddof=1) * (down**2).sum(1)
+    gone = np.argsort(importance)[:4]
+    np.testing.assert_array_equal(np.flatnonzero(masks["up"]["bias"] == 0), sorted(gone))
+    bias = PARAMS["down"]["bias"] + hidden.mean(0)[gone] @ down[gone]
+    np.testing.assert_allclose(pruned["down"]["bias"], bias, rtol=1e-5)
+    small = shrink(graph, pruned, masks)
+    x = draw(6, 9, 6)
+    np.testing.assert_allclose(small.apply(small.params, x), mlp(pruned, x), rtol=1e-5)
+    assert small.params["down"]["kernel"].shape == (4, 3)
+
+
+def test_without_compensation_biases_stay():
+    graph = trace(mlp, PARAMS, BATCHES[0])
+    statistics = sparsity.calibrate(mlp, PARAMS, BATCHES, "moments")
+    pruned, _ = flap(graph, compensate=False).instant_sparsify(PARAMS, statistics=statistics)
+    np.testing.assert_array_equal(pruned["down"]["bias"], PARAMS["down"]["bias"])
+
+
+def test_compensation_keeps_the_mean_of_every_output():
+    graph = trace(mlp, PARAMS, BATCHES[0])
+    statistics = sparsity.calibrate(mlp, PARAMS, BATCHES, "moments")
+    packed = flap(graph, use_packed_masks=True)
+    pruned, masks = packed.instant_sparsify(PARAMS, statistics=statistics)
+    x = jnp.concatenate(BATCHES)
+    np.testing.assert_allclose(mlp(pruned, x).mean(0), mlp(PARAMS, x).mean(0), atol=1e-5)
+    assert sparsity.unpack_masks(masks, PARAMS)["up"]["bias"].sum() == 4
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Conv(6, (3, 3), padding="VALID")(x))
+        x = nn.relu(nn.Conv(8, (2, 2), padding="VALID")(x)).mean((1, 2))
+        return nn.Dense(3)(x)
+
+
+def scanned(params, x):
+    def layer(h, w):
+        return h + jnp.tanh(h @ w["up"] + w["shift"]) @ w["down"] + w["bias"], None
+
+    return jax.lax.scan(layer, x, params)[0]
+
+
+STACKED = {"up": draw(0, 2, 4, 6), "shift": draw(1, 2, 6), "down": draw(2, 2, 6, 4)}
+MODELS = {
+    "linen": (Net().apply, Net().init(jax.random.key(0), draw(0, 1, 6, 6, 2)), draw(1, 4, 6, 6, 2)),
+    "equinox": (
+        lambda model, x: jax.vmap(model)(x),
+        eqx.nn.MLP(5, 3, 8, 2, key=jax.random.key(0)),
+        draw(1, 20, 5),
+    ),
+    "scan": (scanned, {**STACKED, "bias": draw(3, 2, 4)}, draw(4, 30, 4)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_cut_as_they_were_masked(name):
+    model, params, x = MODELS[name]
+    graph = trace(model, params, x)
+    statistics = sparsity.calibrate(model, params, [x], "moments")
+    pruned, masks = flap(graph).instant_sparsify(params, statistics=statistics)
+    small = shrink(graph, pruned, masks)
+    expected = model(pruned, x)
+    np.testing.assert_allclose(small.apply(small.params, x), expected, rtol=1e-4, atol=1e-4)
+    plain, _ = flap(graph, compensate=False).instant_sparsify(params, statistics=statistics)
+    lost = [float(jnp.sum((model(p, x) - model(params, x)) ** 2)) for p in (pruned, plain)]
+    assert lost[0] < lost[1]
+
+
+def test_a_gram_matrix_refits_what_reads_the_channels_that_stay():
+    graph = trace(mlp, PARAMS, BATCHES[0])
+    statistics = sparsity.calibrate(mlp, PARAMS, BATCHES, "gram")
+    pruner = sparsity.MagnitudePruning(
+        scope=Coupled(graph), sparsity_distribution_fn=Uniform(0.5, filter_fn=graph.is_weight)
+    )
+    refit = sparsity.LeastSquares()
+    pruned, masks = sparsity.calibration.prune(pruner, PARAMS, statistics, refit)
+    kept = np.flatnonzero(masks["up"]["bias"])
+    hidden = hidden_of(np.concatenate(BATCHES))
+    expected = np.linalg.lstsq(hidden[:, kept], hidden @ PARAMS["down"]["kernel"])[0]
+    np.testing.assert_allclose(pruned["down"]["kernel"][kept], expected, rtol=1e-3)
+
+
+def without_bias(params, x):
+    return jax.nn.relu(x @ params["up"]["kernel"]) @ params["down"]["kernel"]
+
+
+def test_what_cannot_be_is_refused():
+    graph = trace(mlp, PARAMS, BATCHES[0])
+    with pytest.raises(ValueError, match=r"needs scope = Coupled"):
+        FLAPPruning(sparsity_distribution_fn=helpers.half)
+    with pytest.raises(ValueError, match="Prune with instant_sparsify"):
+        flap(graph, scheduler=sparsity.OneShotSchedule(3))
+    with pytest.raises(ValueError, match=r"'down/kernel'.*Calibrate with kind='moments'"):
+        flap(graph).instant_sparsify(PARAMS, statistics=sparsity.calibrate(mlp, PARAMS, BATCHES))
+    with pytest.raises(ValueError, match="got statistics = None"):
+        flap(graph).instant_sparsify(PARAMS)
+    with pytest.raises(ValueError, match=r"oneshot prunes one leaf after the other.*Coupled"):
+        sparsity.oneshot(flap(graph), mlp, PARAMS, BATCHES)
+    bare = {name: {"kernel": layer["kernel"]} for name, layer in PARAMS.items()}
+    statistics = sparsity.calibrate(without_bias, bare, BATCHES, "moments")
+    with pytest.raises(ValueError, match=r"'down/kernel' reads channels.*compensate=False"):
+        flap(trace(without_bias, bare, BATCHES[0])).instant_sparsify(bare, statistics=statistics)
