@@ -14,9 +14,7 @@ from sparsity.core.jaxprs import Equation, Program, Value
 from sparsity.graph.primitives import ELEMENTWISE
 
 Path = tuple[str, ...]
-Factor = tuple[
-    int | None, int
-]  # an axis of the leaf (none of them: `None`), how many of its entries
+Factor = tuple[int | None, int]  # an axis of the leaf or of none, how many of its entries
 
 PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
 
