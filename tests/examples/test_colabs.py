@@ -52,6 +52,7 @@ def test_the_notebooks_are_those_that_the_readme_names():
         "know_your_model",
         "mnist_pruning",
         "quick_start",
+        "really_smaller",
         "scaling",
     ]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
