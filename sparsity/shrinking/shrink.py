@@ -264,7 +264,16 @@ def _cut_state(graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, s
 
     owners_tree = trees.map_matched(owner_of, params)
 
+    shapes = {owner.shape: owner.name for owner in jax.tree.leaves(owners_tree) if owner.axes}
+
     def cut(owner: _Owner | None, leaf: Any) -> Any:
+        if owner is None and trees.is_prunable(leaf) and leaf.shape in shapes:
+            raise ValueError(
+                f"The optimizer's state has a leaf of the shape {leaf.shape} of "
+                f"{shapes[leaf.shape]!r} in a tree whose leaves are not those of params. Give the "
+                "state of these params, or start it anew: shrink without opt_state, then "
+                "tx.init(small.params)."
+            )
         if owner is None or not owner.axes or not hasattr(leaf, "shape"):
             return leaf
         if leaf.shape == owner.shape:
