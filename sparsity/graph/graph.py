@@ -239,9 +239,8 @@ class Graph:
         if leaves is not None:
             shardings = [sharding.of_type(jax.typeof(leaf)) for leaf in leaves]
             types = [(*known[:2], own) for known, own in zip(types, shardings, strict=True)]
-        types += [
-            (jnp.shape(x), jnp.result_type(x), sharding.of_type(jax.typeof(x))) for x in inputs
-        ]
+        avals = [jax.typeof(x) for x in inputs]
+        types += [(aval.shape, aval.dtype, sharding.of_type(aval)) for aval in avals]
         if types == [(value.shape, value.dtype, value.sharding) for value in given]:
             return self
         key = tuple(types)

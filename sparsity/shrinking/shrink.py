@@ -137,10 +137,16 @@ def _apply(graph: Graph, plan: Plan, params: PyTree, *args: Any) -> Any:
     leaves, inputs = trees.split_arrays(params)[0], trees.split_arrays(args)[0]
     for leaf, array in zip(graph.leaves, leaves, strict=True):
         shape = plan.shape_left(leaf.path, leaf.shape)
-        if shape != jnp.shape(array):
+        if shape != array.shape:
             raise ValueError(
                 f"small.apply takes the smaller parameters: {leaf.name!r} must have shape {shape}, "
-                f"got {jnp.shape(array)}."
+                f"got {array.shape}."
+            )
+    for array in inputs:
+        if not all(isinstance(size, int) for size in array.shape):
+            raise ValueError(
+                f"small.apply takes inputs of known sizes, got the shape {array.shape}. Export it "
+                "for any number of rows by jax.vmap of lambda row: small.apply(params, row[None])."
             )
     graph = graph.at_shapes(inputs, leaves)
     smaller = Smaller(graph.coupling, variables_of(graph, plan))
@@ -258,7 +264,16 @@ def _cut_state(graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, s
 
     owners_tree = trees.map_matched(owner_of, params)
 
+    shapes = {owner.shape: owner.name for owner in jax.tree.leaves(owners_tree) if owner.axes}
+
     def cut(owner: _Owner | None, leaf: Any) -> Any:
+        if owner is None and trees.is_prunable(leaf) and leaf.shape in shapes:
+            raise ValueError(
+                f"The optimizer's state has a leaf of the shape {leaf.shape} of "
+                f"{shapes[leaf.shape]!r} in a tree whose leaves are not those of params. Give the "
+                "state of these params, or start it anew: shrink without opt_state, then "
+                "tx.init(small.params)."
+            )
         if owner is None or not owner.axes or not hasattr(leaf, "shape"):
             return leaf
         if leaf.shape == owner.shape:

@@ -53,6 +53,7 @@ def test_every_notebook_has_a_title_for_its_page_of_the_site():
         "mnist_pruning",
         "prune_a_trained_model",
         "quick_start",
+        "really_smaller",
         "scaling",
     ]
     assert all(read(path).cells[0].source.startswith("# ") for path in PATHS)

@@ -169,7 +169,8 @@ def a_run_goes_on_from_its_plan_and_its_checkpoint(devices):
         with ocp.StandardCheckpointer() as checkpointer:
             saved = checkpointer.restore(f"{folder}/run", (like.params, like.opt_state))
         found = stepped(like.apply, tx, *saved)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, unbroken)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, found, unbroken)
     assert int(found[1].count) == 2
 
 

@@ -389,3 +389,11 @@ def test_factored_moments_join_channels_and_are_refused(mlp):
         shrink(graph, params, masks, state)
     whole = optax.adafactor(1e-3).init(params)  # too small to be factored
     assert shrink(graph, params, masks, whole).params["last"]["kernel"].shape == (6, 2)
+
+
+def test_the_state_of_other_params_is_refused(mlp):
+    params, _, graph = mlp
+    masks = sparsity.MagnitudePruning(**_coupled(graph)).instant_sparsify(params)[1]
+    for other in ({"a": params["first"]}, params | {"more": jnp.ones(2)}):
+        with pytest.raises(ValueError, match=r"\(5, 8\) of 'first/kernel'.*state of these params"):
+            shrink(graph, params, masks, optax.adam(1e-3).init(other))

@@ -2,6 +2,9 @@
 
 import math
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,16 +16,20 @@ from tests.graph import models
 def halved(model):
     """Parameters, those that are left, and the share of multiply-adds, from shapes alone."""
     graph = trace(model.fn, models.abstract(model.shapes), *model.inputs)
-    plan = plan_of(graph, {group.variable: np.arange(group.size // 2) for group in graph.groups})
+    macs = graph.macs_left({group.variable: group.size // 2 for group in graph.groups})
+    return *parameters(graph, graph.groups), macs / graph.macs()
+
+
+def parameters(graph, groups):
+    """Parameters, and those that are left when half of the channels of these groups go."""
+    plan = plan_of(graph, {group.variable: np.arange(group.size // 2) for group in groups})
     whole = left = 0
     for leaf in graph.leaves:
         if leaf.path[-1] in ("mean", "var"):  # statistics, which are not trained
             continue
-        kept = plan.kept.get(leaf.path, {})
         whole += leaf.size
-        left += math.prod(len(kept[i]) if i in kept else n for i, n in enumerate(leaf.shape))
-    macs = graph.macs_left({group.variable: group.size // 2 for group in graph.groups})
-    return whole, left, macs / graph.macs()
+        left += math.prod(plan.shape_left(leaf.path, leaf.shape))
+    return whole, left
 
 
 def test_half_of_every_group_of_resnet_18():
@@ -35,3 +42,33 @@ def test_half_of_every_group_of_resnet_50_is_a_quarter_of_its_multiply_adds():
     # A quarter of all but the stem and the head: 2048 x 1000 + 1000 becomes 1024 x 1000 + 1000.
     assert (whole, left) == (25_557_032, 6_917_640)
     assert macs == pytest.approx(0.257, abs=0.001)
+
+
+class Transformer(nn.Module):
+    """ViT-B/16 (Dosovitskiy et al. 2020)."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(768, (16, 16), (16, 16), name="patches")(x).reshape(len(x), -1, 768)
+        token = self.param("token", nn.initializers.zeros, (1, 1, 768))
+        x = jnp.concatenate([jnp.broadcast_to(token, (len(x), 1, 768)), x], 1)
+        x = x + self.param("positions", nn.initializers.zeros, (1, 197, 768))
+        for _ in range(12):
+            x = x + nn.MultiHeadDotProductAttention(num_heads=12)(nn.LayerNorm()(x))
+            x = x + nn.Dense(768)(nn.gelu(nn.Dense(3072)(nn.LayerNorm()(x))))
+        return nn.Dense(1000, name="head")(nn.LayerNorm()(x)[:, 0])
+
+
+@pytest.mark.slow
+def test_halves_of_a_vision_transformer():
+    image = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
+    shapes = jax.eval_shape(Transformer().init, jax.random.key(0), image)
+    graph = trace(Transformer().apply, shapes, image)
+    sizes = [group.size for group in graph.groups]
+    # The width; of each layer the MLP, the heads, and the sizes of q with k, and of v.
+    assert {n: sizes.count(n) for n in set(sizes)} == {768: 1, 3072: 12, 12: 12, 64: 24}
+    outer = [group for group in graph.groups if group.size != 64]
+    assert parameters(graph, outer) == (86_567_656, 22_050_664)  # ViT-S/16 has the latter
+    # 192 of 384 in all heads: 384 x 192 + 192 less for q, k and v, 192 x 384 for out, in 12 layers.
+    inner = 12 * (3 * (384 * 192 + 192) + 192 * 384)
+    assert parameters(graph, graph.groups)[1] == 22_050_664 - inner == 18_504_808
