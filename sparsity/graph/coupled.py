@@ -34,6 +34,9 @@ class Coupled:
     scan chooses its own channels, where they live within a layer. What is masked can be cut by
     `sparsity.shrink`.
 
+    SET and RigL keep the number of channels. One that grows starts at 0 on both sides; where its
+    activation maps 0 to 0, as ReLU does, no gradient reaches it from there. Choose a pruner then.
+
     Attributes:
       graph: the graph of the model, from `sparsity.trace`.
       order: 1 sums scores, with their sign where an algorithm has one (|w g| becomes the absolute
