@@ -194,7 +194,8 @@ class Graph:
                     f"{m} divides no contracted axis of {leaf.name!r} of shape {leaf.shape}. Leave "
                     "it out with filter_fn, or choose an m that divides one."
                 )
-            return NByM(n, m, axis=fitting[-1])
+            # From the end: it is the same axis of a slice, whatever the batch axes.
+            return NByM(n, m, axis=fitting[-1] - len(leaf.shape))
 
         return pattern
 

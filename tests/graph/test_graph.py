@@ -208,9 +208,26 @@ def test_nm_runs_along_the_contracted_axis_of_each_layout():
     }
     graph = trace(fn, models.abstract(shapes), jax.ShapeDtypeStruct((3, 4), jnp.float32))
     axes = tree_of(graph, lambda path, leaf: getattr(graph.nm(1, 2)(path, leaf), "axis", None))
-    assert axes == {"rows": 1, "columns": 0, "image": 2, "scale": None, "heads": 1}
+    assert axes == {"rows": -1, "columns": -2, "image": -2, "scale": None, "heads": -2}
     # 3 divides only the 6 channels of a head.
-    assert graph.nm(1, 3)(("heads",), jax.ShapeDtypeStruct((2, 6, 3), jnp.float32)).axis == 1
+    assert graph.nm(1, 3)(("heads",), jax.ShapeDtypeStruct((2, 6, 3), jnp.float32)).axis == -2
+
+
+@pytest.mark.parametrize("batch_axes", [0, 1])
+def test_nm_of_stacked_layers_runs_along_the_same_axis_with_batch_axes(batch_axes):
+    params = models.draw({"layers": (3, 4, 6)})
+
+    def fn(p, x):
+        return jax.lax.scan(lambda x, w: ((x @ w)[:, :4], 0), x, p)[0]
+
+    graph = trace(lambda p, x: fn(p["layers"], x), params, jnp.ones((2, 4)))
+    pruner = sparsity.MagnitudePruning(
+        sparsity_distribution_fn=sparsity.Uniform(0.5),
+        sparsity_type=graph.nm(1, 2),
+        batch_axes=batch_axes,
+    )
+    _, masks = pruner.instant_sparsify(params)
+    assert (masks["layers"].reshape(3, 2, 2, 6).sum(axis=2) == 1).all()
 
 
 def test_no_pattern_serves_products_that_contract_different_axes():
