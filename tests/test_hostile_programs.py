@@ -40,6 +40,7 @@ def test_a_wrapper_that_flattens_parameters_is_an_error_at_init():
             optax.flatten(wrapped).init(_params())
 
 
+@pytest.mark.slow
 def test_a_vector_beside_an_empty_parameter_is_not_taken_for_flattened_ones():
     trainer = sparsity.RigL(
         sparsity_distribution_fn=sparsity.Uniform(0.5, filter_fn=lambda path, p: p.size > 0),

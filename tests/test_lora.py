@@ -25,6 +25,7 @@ def pruned(shape=(16, 32), dtype=jnp.float32):
     return updater.instant_sparsify(params)
 
 
+@pytest.mark.slow
 def test_merging_is_the_masked_sum():
     params, masks = pruned()
     a, b = adapter((16, 4), (4, 32))
@@ -35,6 +36,7 @@ def test_merging_is_the_masked_sum():
     assert merged["bias"] is params["bias"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_sparsity_after_merging_is_that_before(dtype):
     params, masks = pruned(dtype=dtype)
@@ -65,6 +67,7 @@ def test_axes_of_inputs_outputs_and_batches_are_found(weight, a, b, formula):
     np.testing.assert_allclose(merged, np.einsum(formula, a, b), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_half_precision_is_summed_in_float32_and_rounded_once():
     # In bfloat16 each of the two products is lost beside 1, but not their sum.
     weight, a, b = jnp.ones((1, 1)), jnp.full((1, 2), 2.0**-8), jnp.ones((2, 1))

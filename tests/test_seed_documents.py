@@ -125,6 +125,7 @@ def test_the_score_function_of_the_deep_dive_prunes_at_once():
     np.testing.assert_array_equal(pruned["bias"], _PARAMS["bias"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 def test_the_static_mask_of_the_deep_dive_stays_and_keeps_weights_at_zero(packed):
     pruner = StaticRandomSparse(
@@ -214,6 +215,7 @@ def test_only_annotated_variables_of_a_subclass_change_the_default_of_a_field():
     assert NotAnnotated().skip_gradients is False
 
 
+@pytest.mark.slow
 def test_two_lines_of_the_readme_wrap_an_existing_optimizer():
     config = {"sparsity_distribution_fn": helpers.half, "scheduler": jaxpruner.OneShotSchedule(0)}
     tx, params = optax.adam(1e-3), _PARAMS

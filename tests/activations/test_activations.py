@@ -306,6 +306,7 @@ def test_straight_through_reaches_the_functions_of_the_wrappers():
         np.testing.assert_allclose(grad["params"]["layers_0"]["bias"], 4.0)
 
 
+@pytest.mark.slow
 def test_linen_keys_that_name_no_layer_are_errors_with_the_nearest(variables):
     apply = sparsity.sparsify_linen(DENSE.apply, {"Conv_0": 0.9, "Conf_1": 0.9})
     with pytest.raises(ValueError, match=r"layers\['Conf_1'\].*nearest is 'Conv_1'.*'Dense_1'"):

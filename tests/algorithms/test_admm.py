@@ -108,6 +108,7 @@ def test_it_finds_the_best_subset_of_a_quadratic():
     assert right >= 90
 
 
+@pytest.mark.slow
 def test_without_an_end_step_training_stays_dense():
     updater = sparsity.ADMMPruning(
         sparsity_distribution_fn=helpers.half, scheduler=sparsity.PeriodicSchedule(1), rho=0.1
@@ -117,6 +118,7 @@ def test_without_an_end_step_training_stays_dense():
     assert np.count_nonzero(state.algorithm_state["z"]["kernel"]) == 30
 
 
+@pytest.mark.slow
 def test_the_penalty_rises_until_the_end_by_default():
     params = {"w": jnp.array([[4.0, 1.0, 2.0, 3.0]])}
     tx = _make(rho=None).wrap_optax(optax.identity())
@@ -135,6 +137,7 @@ def test_a_penalty_out_of_range_is_an_error(rho):
         sparsity.ADMMPruning(rho=rho)
 
 
+@pytest.mark.slow
 def test_biases_are_drawn_and_removed_with_their_channels():
     params = {"up": {"kernel": jnp.ones((3, 4)), "bias": jnp.array([3.0, 1.0, 4.0, 2.0])}}
     params["down"] = {"kernel": jnp.ones((4, 2))}

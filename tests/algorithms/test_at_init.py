@@ -223,6 +223,7 @@ def test_the_updater_prunes_in_the_first_step_by_default():
     assert _snip().scope == sparsity.Global(use_normalization=False)
 
 
+@pytest.mark.slow
 def test_masks_stay_in_later_updates_of_a_schedule_that_has_some():
     run = oracles.runner(_snip(scheduler=sparsity.PeriodicSchedule(1)))
     (_, first), (_, second) = run(oracles.tree(0), oracles.draws(0, 2))

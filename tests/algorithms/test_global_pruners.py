@@ -48,6 +48,7 @@ def test_ties_across_layers_are_kept_in_tree_order():
     np.testing.assert_array_equal(masks[2], np.zeros((2, 4)))
 
 
+@pytest.mark.slow
 def test_saliency_ranks_products_with_gradients_across_layers():
     updater = sparsity.GlobalSaliencyPruning(sparsity=0.5)
     params = {"a": jnp.array([[1.0, 2.0]]), "b": jnp.array([[3.0, 4.0]])}
@@ -113,6 +114,7 @@ def test_an_override_with_the_sparsity_of_the_others_is_still_pruned_alone():
     np.testing.assert_array_equal(masks["own"], [[0, 1]])
 
 
+@pytest.mark.slow
 def test_a_filter_selects_the_layers_that_are_ranked():
     updater = sparsity.GlobalMagnitudePruning(
         sparsity=0.5, filter_fn=lambda path, param: path == ("b",)

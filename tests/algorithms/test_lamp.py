@@ -41,6 +41,7 @@ def test_a_score_is_a_square_over_those_that_rank_no_lower():
     np.testing.assert_allclose(lamp_scores(jnp.array([1.0, -3, 2, -2])), expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_scores_do_not_depend_on_the_scale_of_a_layer():
     weights = np.array([[1.0, -3.0], [2.0, 0.5]], np.float32)
     expected = np.asarray(lamp_scores(jnp.asarray(weights)))
@@ -50,6 +51,7 @@ def test_scores_do_not_depend_on_the_scale_of_a_layer():
         )
 
 
+@pytest.mark.slow
 def test_zeros_score_nothing_and_an_empty_layer_has_no_scores():
     np.testing.assert_array_equal(lamp_scores(jnp.array([0.0, 2.0, 0.0])), [0, 1, 0])
     np.testing.assert_array_equal(lamp_scores(jnp.zeros((2, 2))), np.zeros((2, 2)))

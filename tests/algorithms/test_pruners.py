@@ -122,6 +122,7 @@ def test_saliency_keeps_pruned_weights_pruned_while_training():
 # Random
 
 
+@pytest.mark.slow
 def test_random_pruning_is_nested_along_a_ramp():
     updater = sparsity.RandomPruning(
         sparsity_distribution_fn=helpers.uniform(0.9),

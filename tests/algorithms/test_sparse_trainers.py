@@ -52,6 +52,7 @@ def test_rigl_drops_the_smallest_weights_and_grows_the_largest_gradients():
     np.testing.assert_array_equal(weights, [[4, 0, 0, 3, 0, 0, 0, 0]])
 
 
+@pytest.mark.slow
 def test_a_dropped_weight_may_grow_again_and_keeps_its_value():
     # 0.5 and -1 are dropped, and 0.5 has the largest gradient of all that were not kept.
     weights, mask = _move(
@@ -110,6 +111,7 @@ def test_the_drop_fraction_counts_active_weights_exactly(fraction, kept):
     np.testing.assert_array_equal(moved[2:].ravel(), np.arange(8) >= kept)
 
 
+@pytest.mark.slow
 def test_a_full_mask_and_an_update_of_nothing_stay_as_they_are():
     weights, mask = _move(_rigl(), [[1.0, 2.0]], [[1.0, 1.0]], [[1, 1]])
     np.testing.assert_array_equal(mask, [[1, 1]])

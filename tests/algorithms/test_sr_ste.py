@@ -49,6 +49,7 @@ def test_masked_weights_decay_and_others_do_not():
     np.testing.assert_array_equal(found["b"], [1])
 
 
+@pytest.mark.slow
 def test_it_is_sparse_from_step_0_and_a_schedule_may_say_otherwise():
     params = {"w": jnp.array([[1.0, -4.0]])}
     grads = {"w": jnp.zeros((1, 2))}

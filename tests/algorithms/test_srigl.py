@@ -85,6 +85,7 @@ def test_an_update_by_hand():
     np.testing.assert_array_equal(found, [[1, 0, 0], [0, 0, 1]])
 
 
+@pytest.mark.slow
 def test_so_many_neurons_stay_that_the_budget_fits():
     # All salient weights are in one neuron of two inputs; B = 4 needs two: 4 // 2 + 1 = 3 stay.
     mask = np.array([[1, 1, 1, 1], [0, 0, 0, 0]], np.uint8)

@@ -63,6 +63,7 @@ def test_nothing_outside_of_the_backward_set_moves_in_200_steps(optimizer):
     assert explored > 1000
 
 
+@pytest.mark.slow
 def test_gradients_by_hand():
     # A keeps the 4, B the 3 as well; the penalty is 0.5 w, and 0.5 / (1 - 0.75) w in B alone.
     updater = sparsity.TopKast(
@@ -119,6 +120,7 @@ def test_masks_of_the_user_lie_in_the_backward_set():
     np.testing.assert_array_equal(state.algorithm_state["b"], [1, 0])
 
 
+@pytest.mark.slow
 def test_biases_that_go_with_channels_are_explored_at_the_density_of_their_masks():
     params = {"up": jnp.ones((3, 4)), "bias": jnp.array([3.0, 1.0, 4.0, 2.0])}
     params["down"] = jnp.ones((4, 2))

@@ -63,6 +63,7 @@ def test_attention_kernels_of_three_axes_keep_the_order_of_the_leaf():
     close(query.gram, gram(x.reshape(10, 4)))
 
 
+@pytest.mark.slow
 def test_layers_of_a_scan_have_statistics_of_their_own():
     params = {"kernel": draw(0, 3, 4, 4)}
 
@@ -110,6 +111,7 @@ def test_experts_and_branches():
     close(found[("other",)].gram, gram(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
 def test_convolutions_sum_over_patches(groups):
     layer = nn.Conv(4, (3, 2), strides=(2, 1), padding="VALID", feature_group_count=groups)

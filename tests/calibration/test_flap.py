@@ -38,6 +38,7 @@ def hidden_of(x):
     return np.maximum(np.asarray(x @ PARAMS["up"]["kernel"] + PARAMS["up"]["bias"], np.float64), 0)
 
 
+@pytest.mark.slow
 def test_channels_and_biases_are_those_of_a_plain_program():
     graph = trace(mlp, PARAMS, BATCHES[0])
     statistics = sparsity.calibrate(mlp, PARAMS, BATCHES, "moments")
@@ -114,6 +115,7 @@ def test_models_are_cut_as_they_were_masked(name):
     assert lost[0] < lost[1]
 
 
+@pytest.mark.slow
 def test_a_gram_matrix_refits_what_reads_the_channels_that_stay():
     graph = trace(mlp, PARAMS, BATCHES[0])
     statistics = sparsity.calibrate(mlp, PARAMS, BATCHES, "gram")
@@ -132,6 +134,7 @@ def without_bias(params, x):
     return jax.nn.relu(x @ params["up"]["kernel"]) @ params["down"]["kernel"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_refused():
     graph = trace(mlp, PARAMS, BATCHES[0])
     with pytest.raises(ValueError, match=r"needs scope = Coupled"):

@@ -91,6 +91,7 @@ def test_not_sequential_is_one_calibration_of_the_dense_model(model):
         np.testing.assert_array_equal(found[name], expected[name])
 
 
+@pytest.mark.slow
 def test_weights_that_no_product_reads_are_named(model):
     params, batches = model
     params = {**unstacked(params), "unread": jnp.ones((3, 3))}
@@ -139,6 +140,7 @@ PRUNERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRUNERS)
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
 def test_leaves_without_entries_stay_as_they_are(name, shape):
@@ -149,6 +151,7 @@ def test_leaves_without_entries_stay_as_they_are(name, shape):
     assert found[2][("kernel",)].sparsity == found[2][("kernel",)].error == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -207,6 +210,7 @@ def test_global_scopes_are_refused(model):
         sparsity.oneshot(pruner, scanned, params, batches)
 
 
+@pytest.mark.slow
 def test_masks_are_packed_and_params_unchanged(model):
     params, batches = model
     before = jax.tree.map(np.array, params)

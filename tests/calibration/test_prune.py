@@ -19,6 +19,7 @@ def model(dtype=jnp.float32):
     return params, {("in", "kernel"): oracles.of_kernel(x)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refit", [None, sparsity.LeastSquares(), sparsity.ADMM(gradual=2)])
 def test_packed_masks_are_those_that_are_not_packed(refit):
     params, statistics = model()
@@ -48,6 +49,7 @@ def test_bfloat16_weights_stay_bfloat16():
         ].all()
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_the_masks():
     params, statistics = model()
     updater = sparsity.SparseGPTPruning(
@@ -63,6 +65,7 @@ def test_training_goes_on_from_the_masks():
     np.testing.assert_array_equal(pruned["in"]["kernel"] != 0, mask)
 
 
+@pytest.mark.slow
 def test_a_leaf_with_a_target_of_zero_stays_whole():
     params, statistics = model()
     for kind in (sparsity.Unstructured(), sparsity.NByM(2, 4, axis=0)):

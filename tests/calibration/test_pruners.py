@@ -58,6 +58,7 @@ def test_ria_keeps_the_best_of_the_layer():
     np.testing.assert_array_equal(mask.T, oracles.ria(weights, (x**2).sum(0), 0.6))
 
 
+@pytest.mark.slow
 def test_ria_by_hand():
     # Shares of rows and columns: 1/4 + 1/3, 3/4 + 3/5; 2/4 + 2/3, 2/4 + 2/5. Roots 2, 1.
     squares = sparsity.Statistic(squares=jnp.array([16.0, 1.0]), **SEEN)

@@ -44,6 +44,7 @@ def test_least_squares_are_those_of_the_normal_equations(kind, direct, monkeypat
     assert helpers.is_positive_zero(pruned)[mask == 0].all()
 
 
+@pytest.mark.slow
 def test_least_squares_take_masks_with_outputs_of_any_number_of_weights():
     weights, x, _ = oracles.layer()
     pruner = helpers.make_updater("magnitude")
@@ -74,6 +75,7 @@ def test_no_output_gets_worse_where_rows_are_few_and_inputs_dead(dtype, direct, 
     np.testing.assert_array_equal(pruned[jnp.array([1, 5])], before[jnp.array([1, 5])])
 
 
+@pytest.mark.slow
 def test_least_squares_refit_what_a_traced_mask_keeps():
     weights, x, _ = oracles.layer()
     with jax.enable_x64(True):
@@ -86,6 +88,7 @@ def test_least_squares_refit_what_a_traced_mask_keeps():
 # ADMM
 
 
+@pytest.mark.slow
 def test_admm_on_a_mask_is_that_of_a_plain_program():
     weights, x, _ = oracles.layer()
     with jax.enable_x64(True):
@@ -105,6 +108,7 @@ def test_admm_finds_the_mask_of_a_plain_program():
     np.testing.assert_allclose(pruned, expected[0], atol=1e-10)
 
 
+@pytest.mark.slow
 def test_admm_finds_groups():
     weights, x, _ = oracles.layer()
     pruned, mask = refitted(wanda(KINDS["2:4"]), sparsity.ADMM(gradual=4), weights, x)
@@ -184,6 +188,7 @@ def test_a_reconstruction_loses_less_than_wanda(errors, kind, method, most):
     assert errors[kind][method] <= most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_magnitude_loses_more_than_wanda(errors, kind):
     assert errors[kind]["magnitude"] >= 1.5

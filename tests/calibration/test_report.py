@@ -41,6 +41,7 @@ def test_the_table_shows_what_the_report_holds():
     assert "a/kernel 0.5000 0.08000 0.02000 40 1.50" in " ".join(REPORT.table().split())
 
 
+@pytest.mark.slow
 def test_sensitivity_is_the_error_of_the_output_if_one_layer_is_pruned():
     pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=helpers.half, use_packed_masks=True)
     report = Report(dict.fromkeys([("one",), ("two",)], REPORT[("b",)]))

@@ -56,6 +56,7 @@ def test_a_run_goes_on_where_it_was_interrupted_with_the_same_bits(tmp_path, seq
     assert [row.error for row in found[2].values()] == [row.error for row in expected[2].values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "named"),
     [

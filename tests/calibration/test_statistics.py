@@ -193,6 +193,7 @@ def test_a_statistic_that_does_not_fit_names_its_leaf(fields, message):
         sparsify(sparsity.Statistic(**SEEN | fields))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pruner", [sparsity.WandaPruning, sparsity.SparseGPTPruning])
 def test_missing_statistics_say_how_to_get_them(pruner):
     with pytest.raises(ValueError, match=r"statistics = None.*sparsity.calibrate"):

@@ -184,6 +184,7 @@ def assert_prunes_as_the_api(path, load, **options):
     assert_same(load(target), expected)
 
 
+@pytest.mark.slow
 def test_every_format_is_pruned_as_by_the_api(saved):
     assert_prunes_as_the_api(*saved, type="nm_2,4,-2")
 
@@ -213,6 +214,7 @@ def test_what_is_not_pruned_keeps_its_bytes(kernels, tmp_path):
     assert kernels.read_bytes()[: 8 + length] == target.read_bytes()[: 8 + length]
 
 
+@pytest.mark.slow
 def test_pruning_prints_what_it_reached(kernels, tmp_path, capsys):
     target = tmp_path / "b.safetensors"
     assert main(["prune", str(kernels), str(target), *HALF, "--scope", "global"]) == 0
@@ -220,6 +222,7 @@ def test_pruning_prints_what_it_reached(kernels, tmp_path, capsys):
     assert ["2", "pruned", "128", "0.5000"] in rows
 
 
+@pytest.mark.slow
 def test_an_existing_file_is_replaced_only_when_asked(saved, capsys):
     path, load = saved
     before = load(path)

@@ -27,6 +27,7 @@ def tile(request, monkeypatch):
     monkeypatch.setattr(detect, "TILE", request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize(
     ("kind", "shape"),

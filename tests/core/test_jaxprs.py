@@ -97,6 +97,7 @@ def test_gradients_go_through_with_the_rules_of_the_function(name):
         np.testing.assert_array_equal(found, [7, 7, 7])
 
 
+@pytest.mark.slow
 def test_the_program_is_mapped_as_the_function_is():
     xs = jnp.stack([_X, -_X])
     program = jax.make_jaxpr(_cond)(_X)

@@ -89,6 +89,7 @@ def test_an_override_and_its_mask_reach_a_field_called_value(kind):
     assert rows[names["key"]].target is None
 
 
+@pytest.mark.slow
 @containers
 def test_training_prunes_a_field_called_value(kind):
     params, names = _params(kind), _names(kind)

@@ -43,6 +43,7 @@ def test_example_1_keeps_90_percent_of_the_whole_model():
     assert sum(int(m.sum()) for m in kernels(mask_key).values()) == round(0.9 * total)
 
 
+@pytest.mark.slow
 def test_example_2_keeps_2_of_every_4_in_every_layer():
     pruning_strategy = {10: {"method": "str_unified_local", "prune_rate_pattern": (2, 4)}}
     params = parameters()
@@ -54,6 +55,7 @@ def test_example_2_keeps_2_of_every_4_in_every_layer():
     assert np.asarray(mask_key["Dense_1"]["kernel"]).sum(axis=1).tolist() == [6] * 16  # 4 + 4 + 2
 
 
+@pytest.mark.slow
 def test_example_3_keeps_2_of_4_and_later_1_of_4():
     pruning_strategy = {
         10: {"method": "str_unified_local", "prune_rate_pattern": (2, 4)},
@@ -187,6 +189,7 @@ def test_the_name_of_a_module_stands_for_all_that_has_no_name_of_its_own():
     assert masks["Conv_0"] == {"kernel": None, "bias": None}
 
 
+@pytest.mark.slow
 def test_layers_that_an_epoch_does_not_name_keep_their_masks():
     params = parameters()
     schedule = strategy(1, "unstr_local", {"Dense_0": 0.5})
@@ -241,6 +244,7 @@ def train_state(params):
     return state.replace(step=7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [train_state, Named, Data, Plain])
 def test_any_object_with_params_is_a_state_and_stays_as_it_was(make):
     params = jax.tree.map(jnp.asarray, parameters())
@@ -259,6 +263,7 @@ def test_any_object_with_params_is_a_state_and_stays_as_it_was(make):
     assert sum(int((w == 0).sum()) for w in kernels(expected).values()) > 0
 
 
+@pytest.mark.slow
 def test_the_parameters_of_an_nnx_model_are_pruned_in_their_containers():
     params = nnx.state(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nnx.Param)
     mask_key = pruning(params, 1, None, strategy(1, "str_local", {"kernel": (1, 4)}))[1]

@@ -101,6 +101,7 @@ def test_overrides_and_filters_of_the_distribution_hold():
     assert rates["wide"] == pytest.approx(rates["conv"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_patterns_with_a_density_of_their_own_are_counted_with_it():
     params, graph = case()
     masks = masks_of(params, sparsity.budget(graph, macs=0.6), sparsity_type=sparsity.NByM(1, 2))

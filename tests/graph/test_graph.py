@@ -237,6 +237,7 @@ def test_no_pattern_serves_products_that_contract_different_axes():
         graph.nm(2, 4)(("tied",), params["tied"])
 
 
+@pytest.mark.slow
 def test_masks_of_nm_hold_along_the_contraction():
     params = models.draw({"up": (8, 6), "down": (4, 6)})
     graph = trace(lambda p, x: x @ p["up"] @ p["down"].T, params, jnp.ones((2, 8)))

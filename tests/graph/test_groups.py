@@ -91,6 +91,7 @@ def test_a_gate_goes_with_what_it_gates():
     ]
 
 
+@pytest.mark.slow
 def test_parts_that_are_unstacked_have_the_channels_of_the_whole():
     def fn(params, x):
         q, k, v = jnp.unstack((x @ params["qkv"]).reshape(5, 3, 4), axis=1)

@@ -100,6 +100,7 @@ def test_a_mask_of_zeros_stays():
     np.testing.assert_array_equal(moved, zeros)
 
 
+@pytest.mark.slow
 @hypothesis.settings(deadline=None, max_examples=40)
 @hypothesis.given(
     mask=hnp.arrays(np.uint8, 40, elements=st.integers(0, 1)),

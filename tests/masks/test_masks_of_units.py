@@ -50,6 +50,7 @@ def test_blocks_lie_on_the_last_two_axes_of_a_convolution():
     assert mask.sum() == 14 * 16 * 16
 
 
+@pytest.mark.slow
 def test_ragged_blocks_have_the_mask_worked_by_hand():
     # Blocks of 2 x 2 in 3 x 3: means 1 | 3 over 4 | 2; the two best are kept.
     scores = np.array([[1, 1, 3], [1, 1, 3], [4, 4, 2]], np.float32)

@@ -66,6 +66,7 @@ def _make(cls, targets=0.5, scope=None, **options):
     return cls(sparsity_distribution_fn=targets, scope=scope, **options)
 
 
+@pytest.mark.slow
 def test_each_leaf_by_itself_is_the_default():
     assert sparsity.MagnitudePruning().scope == sparsity.Layerwise()
     pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
@@ -92,6 +93,7 @@ def test_norms_of_huge_and_tiny_weights_neither_overflow_nor_vanish(scales):
     _check(masks, _best(_normalized(params), _ALL // 2))
 
 
+@pytest.mark.slow
 def test_weights_of_bfloat16_are_ranked_in_float32():
     params = _params(dtype=jnp.bfloat16) | {"b": _params()["b"]}
     masks = _make(sparsity.MagnitudePruning, 0.6).instant_sparsify(params)[1]
@@ -108,6 +110,7 @@ def test_ties_go_to_the_lowest_index_of_the_first_leaf():
     _check(masks, _best({k: np.asarray(v) for k, v in params.items()}, _ALL // 2))
 
 
+@pytest.mark.slow
 def test_nan_ranks_lowest_and_infinity_highest():
     params = _params()
     scores = {name: np.abs(np.asarray(leaf)) for name, leaf in params.items()}
@@ -380,6 +383,7 @@ class FirstServed:
         return [1 - leaf.mask for leaf in leaves]
 
 
+@pytest.mark.slow
 def test_a_scope_of_ones_own_selects_and_moves():
     with pytest.raises(ValueError, match="no stacks here"):
         _make(sparsity.MagnitudePruning, scope=FirstServed(), batch_axes=1)

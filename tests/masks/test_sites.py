@@ -197,6 +197,7 @@ def test_the_batch_axes_of_an_updater_reach_its_distribution(kind, trainer):
                 assert np.all(np.asarray(masks["kernel"]).sum(axis=(1, 2)) == 12)
 
 
+@pytest.mark.slow
 def test_batch_axes_as_a_function_reach_the_distribution():
     pruner = sparsity.MagnitudePruning(
         batch_axes=lambda path, param: int(path[0] == "layers"),

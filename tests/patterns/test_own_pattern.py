@@ -46,6 +46,7 @@ def _best_rows(share):
     return order < share
 
 
+@pytest.mark.slow
 def test_magnitude_keeps_the_rows_of_the_largest_weight_of_each_slice():
     pruner = sparsity.MagnitudePruning(
         sparsity_type=Rows(), batch_axes=1, sparsity_distribution_fn=_HALF

@@ -112,6 +112,7 @@ def test_layers_are_listed_with_type_target_and_what_was_achieved(trained):
     assert rows[1].mask_bytes == 32
 
 
+@pytest.mark.slow
 def test_the_table_is_text_in_a_notebook_too(trained, monkeypatch):
     table = sparsity.sparsity_table(*trained)
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)

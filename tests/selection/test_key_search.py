@@ -174,6 +174,7 @@ def test_the_search_keeps_its_bound_against_an_adversary(max_misses):
     assert int(bracket.passes) <= max_misses + 11
 
 
+@pytest.mark.slow
 def test_a_search_over_more_than_2_to_32_weights_finds_the_key():
     # Three leaves of a thousand distinct keys, each of which stands for 2**21 equal weights.
     keys = np.sort(np.random.default_rng(0).integers(-(2**30), 2**30, (3, 1000)).astype(np.int32))
@@ -193,6 +194,7 @@ def test_a_search_over_more_than_2_to_32_weights_finds_the_key():
         assert int(found.passes) <= 13
 
 
+@pytest.mark.slow
 def test_a_fixed_search_takes_a_pass_for_every_four_bits(monkeypatch):
     monkeypatch.setattr(key_search, "loops_wait_on_host", lambda: True)
     keys = np.sort(np.random.default_rng(0).integers(0, 2**16, 1000).astype(np.int32))

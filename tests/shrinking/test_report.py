@@ -76,6 +76,7 @@ def test_the_model_before_and_the_smaller_one_are_measured(model, monkeypatch):
     np.testing.assert_allclose(after, small.apply(small.params, x), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_module_with_functions_among_its_leaves_is_measured():
     mlp = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
 

@@ -81,6 +81,7 @@ def test_the_channels_of_the_largest_sums_stay_with_all_that_belongs_to_them(mlp
     assert masks["last"]["bias"] is None
 
 
+@pytest.mark.slow
 def test_signed_saliencies_are_summed_before_the_absolute_value(mlp):
     params, _, graph = mlp
     grads = jax.tree.map(lambda w: jnp.cos(7 * w), params)
@@ -111,6 +112,7 @@ def test_what_is_left_computes_the_masked_model_and_its_gradients(mlp):
     assert _difference(of_small, shrink(graph, of_masked, small.plan).params) < 1e-12
 
 
+@pytest.mark.slow
 def test_rules_for_derivatives_are_kept_at_kinks(mlp):
     params, x, graph = mlp
     masks = sparsity.MagnitudePruning(**_coupled(graph)).instant_sparsify(params)[1]
@@ -123,6 +125,7 @@ def test_rules_for_derivatives_are_kept_at_kinks(mlp):
     np.testing.assert_allclose(slope, 1.1 * 6 * 2 * 6 * 3)
 
 
+@pytest.mark.slow
 def test_other_batch_sizes_jit_and_vmap(mlp):
     params, x, graph = mlp
     pruned, masks = sparsity.MagnitudePruning(**_coupled(graph)).instant_sparsify(params)
@@ -334,6 +337,7 @@ def test_statistics_that_the_model_returns_shrink_with_their_channels():
 # Bad input.
 
 
+@pytest.mark.slow
 def test_masks_of_single_weights_are_refused(mlp):
     params, _, graph = mlp
     masks = sparsity.MagnitudePruning(

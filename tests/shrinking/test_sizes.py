@@ -37,6 +37,7 @@ def test_half_of_every_group_of_resnet_18():
     assert (whole, left) == (11_689_512, 3_055_880)
 
 
+@pytest.mark.slow
 def test_half_of_every_group_of_resnet_50_is_a_quarter_of_its_multiply_adds():
     whole, left, macs = halved(models.resnet((3, 4, 6, 3), True))
     # A quarter of all but the stem and the head: 2048 x 1000 + 1000 becomes 1024 x 1000 + 1000.

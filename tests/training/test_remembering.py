@@ -166,6 +166,7 @@ class Ordered(sparsity.MagnitudePruning):
         self.calls.append((name, float(state.algorithm_state["seen"]), kept, weights))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True], ids=["bytes", "bits"])
 def test_a_step_accumulates_then_refreshes_then_modifies_under_the_new_masks(packed):
     updater = _make(Ordered, use_packed_masks=packed, is_sparse_gradients=True)

@@ -95,6 +95,7 @@ def test_a_nan_among_the_scores_does_not_empty_a_layer():
 # Skipped steps.
 
 
+@pytest.mark.slow
 def test_a_skipped_step_keeps_the_counts_and_the_state_of_the_inner_optimizer():
     updater = sparsity.MagnitudePruning(
         sparsity_distribution_fn=helpers.uniform(0.5),

@@ -46,6 +46,7 @@ def test_topk_fn_gets_the_blocks_of_a_block_type():
     np.testing.assert_array_equal(masks["kernel"], np.ones(helpers.SHAPE))
 
 
+@pytest.mark.slow
 def test_types_and_batch_axes_may_be_functions_of_path_and_parameter():
     asked = []
 

@@ -15,6 +15,7 @@ ONCE = {"scheduler": sparsity.OneShotSchedule(0)}
 PARAMS = {"k": jnp.arange(1.0, 33.0).reshape(4, 8), "b": jnp.ones(8)}
 
 
+@pytest.mark.slow
 def test_an_algorithm_state_of_init_state_is_kept():
     class Counting(sparsity.MagnitudePruning):
         def init_state(self, params):
