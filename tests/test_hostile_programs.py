@@ -54,6 +54,7 @@ def test_a_vector_beside_an_empty_parameter_is_not_taken_for_flattened_ones():
         trainer.wrap_optax(optax.flatten(optax.adam(0.1))).init(params | {"w": jnp.ones((2, 3))})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True], ids=["bytes", "bits"])
 @pytest.mark.parametrize("name", ["rigl", "magnitude", "no_prune"])
 def test_optax_sees_masks_and_targets_as_no_parameters(name, packed):
@@ -132,6 +133,7 @@ def test_straight_through_is_dense_before_its_schedule_starts(name):
     assert nonzeros(True) == [32, 32, 32, 32, 16, 16]
 
 
+@pytest.mark.slow
 def test_stored_masks_agree_with_fresh_ones_before_and_after_the_start():
     params = _params()
     outs = []
@@ -359,6 +361,7 @@ def test_registered_distributions_schedules_and_scopes_are_configured_by_their_k
 # Names of predecessors.
 
 
+@pytest.mark.slow
 def test_programs_for_jaxpruner_find_their_names():
     import sparsity as jaxpruner
 
@@ -376,6 +379,7 @@ def test_programs_for_jaxpruner_find_their_names():
     np.testing.assert_array_equal(by_type(jnp.abs(weights), 0.5), [[0, 1], [1, 0]])
 
 
+@pytest.mark.slow
 def test_programs_for_jax_pruning_find_their_names():
     x = jnp.array([[1.0, 4.0, 3.0, 2.0]])
     np.testing.assert_array_equal(sparsity.pruning_act_unstruct(x, 0.5), [[0, 4, 3, 0]])

@@ -77,6 +77,7 @@ def test_half_precision_is_summed_in_float32_and_rounded_once():
     assert merged == jnp.bfloat16(1 + 2.0**-7)
 
 
+@pytest.mark.slow
 def test_masks_of_an_optimizer_packed_or_not_give_the_same():
     params = helpers.params(shape=(16, 32))
     lora = {"kernel": adapter((16, 4), (4, 32))}
@@ -90,6 +91,7 @@ def test_masks_of_an_optimizer_packed_or_not_give_the_same():
     assert 0 < np.count_nonzero(results[0]) < results[0].size
 
 
+@pytest.mark.slow
 def test_a_forward_pass_with_merged_weights_trains_only_what_is_kept():
     params, masks = pruned()
     lora = {"kernel": adapter((16, 4), (4, 32))}

@@ -178,6 +178,7 @@ def test_the_ramp_stays_between_its_ends(target, initial, step):
     assert reached == target or step < 10_000
 
 
+@pytest.mark.slow
 def test_the_ramp_never_becomes_less_sparse():
     schedule = PolynomialSchedule(1, 0, 500, initial_sparsity=0.2)
     ramp = jax.vmap(lambda step: schedule.get_sparsity_at_step(0.95, step))(jnp.arange(600))
@@ -199,6 +200,7 @@ def test_the_ramp_keeps_the_tree_with_its_dense_leaves():
     assert sparsities["b"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [0.5, np.float64(0.5), jnp.bfloat16(0.5)])
 @pytest.mark.parametrize("x64", [False, True])
 def test_ramp_values_are_float32_scalars(target, x64):

@@ -115,6 +115,7 @@ def test_what_is_kept_is_as_much_as_asked_and_no_smaller_than_what_is_dropped(
 class TestBothFunctions:
     x = jnp.asarray(np.random.default_rng(1).normal(size=(6, 10)).astype(np.float32))
 
+    @pytest.mark.slow
     def test_the_gradient_passes_where_a_value_is_kept(self, prune):
         weights = jnp.arange(60.0).reshape(6, 10) + 1
         grad = jax.jit(jax.grad(lambda x: (prune(x) * weights).sum()))(self.x)
@@ -138,6 +139,7 @@ class TestBothFunctions:
         np.testing.assert_array_equal(scanned, rows)
         np.testing.assert_array_equal(jax.jit(prune)(self.x), prune(self.x))
 
+    @pytest.mark.slow
     def test_gradients_pass_through_vmap_and_scan_and_remat(self, prune):
         def loss(x):
             _, out = jax.lax.scan(jax.checkpoint(lambda c, row: (c, prune(row))), 0.0, x)
@@ -267,6 +269,7 @@ class Nested(nn.Module):
         return shared(shared(Pair(name="block")(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "sparsities"),
     [
@@ -297,6 +300,7 @@ def test_linen_layers_share_the_density_by_example_with_batch_axes():
     assert (np.asarray(out) != 0).sum(axis=1).tolist() == [2, 2, 2, 2]
 
 
+@pytest.mark.slow
 def test_straight_through_reaches_the_functions_of_the_wrappers():
     x, model = helpers.normal(4, 8), nn.Sequential([nn.Dense(8)])
     variables = model.init(jax.random.key(0), x)
@@ -387,6 +391,7 @@ def test_nnx_models_stay_as_they_were_and_copies_have_the_same_paths_and_types()
     assert [path for path, _ in paths[0]] == [path for path, _ in paths[1]]
 
 
+@pytest.mark.slow
 def test_nnx_layers_report_the_sparsity_of_their_outputs_to_capture():
     _, sparse = edited_and_sparsified()
     run = nnx.jit(lambda model, x: nnx.capture(model, nnx.Intermediate)(x))

@@ -24,6 +24,7 @@ def _phases(updater, steps, **options):
     return "".join({(4, 4): "D", (1, 1): "S"}[pair] for pair in kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -100,6 +100,7 @@ def test_grasp_scores_sum_to_the_product_of_weights_hessian_and_gradient():
     np.testing.assert_allclose(total, slope, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_sign_of_grasp_keeps_what_holds_the_gradient_up():
     # w = 1 and H = 1, so that w . Hg = g.
     g = jnp.array([[8.0, -27.0, 1.0, -1.0]])
@@ -167,6 +168,7 @@ def test_no_layer_collapses_at_99_9_percent():
     assert np.any(_apply(pruned, jnp.ones((1, 64))) != _apply(pruned, jnp.zeros((1, 64))))
 
 
+@pytest.mark.slow
 def test_integers_of_the_inputs_stay_and_leaves_that_are_no_weights_have_no_scores():
     fn = lambda params, batch: params["table"][batch["token"]] * batch["scale"]  # noqa: E731
     params = {"table": jnp.array([[1.0, 2.0], [-3.0, 4.0]]), "n": jnp.int32(3)}

@@ -71,6 +71,7 @@ def test_normalized_scores_give_each_layer_its_share():
     np.testing.assert_array_equal(np.concatenate([masks["a"], masks["b"]]), [[0, 1], [0, 1]])
 
 
+@pytest.mark.slow
 def test_a_layer_of_zeros_can_be_normalized():
     updater = sparsity.GlobalMagnitudePruning(sparsity=0.5, use_normalization=True)
     masks = updater.instant_sparsify([jnp.zeros((2, 2)), jnp.ones((2, 2))])[1]
@@ -171,6 +172,7 @@ def test_a_sparsity_with_nothing_to_rank_is_an_error():
         updater.instant_sparsify({"b": jnp.ones(3)})
 
 
+@pytest.mark.slow
 def test_a_subclass_changes_the_score_alone():
     @dataclasses.dataclass
     class Smallest(sparsity.GlobalMagnitudePruning):

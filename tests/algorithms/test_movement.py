@@ -50,6 +50,7 @@ def _train(grads, **options):
     return list(oracles.runner(updater, inner)(params, grads))
 
 
+@pytest.mark.slow
 def test_the_weight_that_training_moves_away_from_zero_stays_whatever_its_size():
     # -w g: -1 * -3 = 3 and -2 * 1 = -2: the smaller weight stays.
     ((params, state),) = _train([[-3.0, 1.0]])
@@ -67,6 +68,7 @@ def test_a_weight_returns_at_zero_with_fresh_moments_once_the_sums_of_others_fal
     np.testing.assert_array_equal(params["w"], [[0, -5]])
 
 
+@pytest.mark.slow
 def test_sums_of_bfloat16_weights_are_float32():
     updater = sparsity.MovementPruning(
         sparsity_distribution_fn=helpers.half, scheduler=sparsity.OneShotSchedule(9)

@@ -378,6 +378,7 @@ def test_every_slice_of_a_stack_moves_by_itself(jit):
 # Static
 
 
+@pytest.mark.slow
 def test_the_static_mask_never_moves():
     updater = sparsity.StaticRandomSparse(
         sparsity_distribution_fn=helpers.uniform(0.5), scheduler=sparsity.PeriodicSchedule(1)

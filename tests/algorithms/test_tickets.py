@@ -50,6 +50,7 @@ def test_masks_and_starts_are_those_of_numpy():
             assert trained["a"].shape == params["a"].shape
 
 
+@pytest.mark.slow
 def test_tickets_go_on_after_those_that_are_done():
     params = oracles.tree(0)
     whole = sparsity.lottery_ticket(_trainer(0)[0], params, 3)

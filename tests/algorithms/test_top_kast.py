@@ -80,6 +80,7 @@ def test_gradients_by_hand():
     np.testing.assert_array_equal(seen["w"], [[0, -4, 0, 0]])
 
 
+@pytest.mark.slow
 def test_the_backward_set_is_twice_the_forward_set_by_default():
     params = {"w": jnp.arange(1.0, 101).reshape(10, 10)}
     for target, expected in ((0.9, 20), (0.3, 100)):
@@ -99,6 +100,7 @@ def test_a_leaf_that_is_denser_than_the_backward_set_trains_its_forward_set():
     np.testing.assert_array_equal(state.algorithm_state["v"], [[0, 1, 1, 1]])
 
 
+@pytest.mark.slow
 def test_both_sets_follow_an_n_by_m_pattern():
     updater = sparsity.TopKast(
         sparsity_distribution_fn=helpers.uniform(0.75),

@@ -78,6 +78,7 @@ def test_layers_of_a_scan_have_statistics_of_their_own():
         x = np.tanh(x @ params["kernel"][layer])
 
 
+@pytest.mark.slow
 def test_a_weight_that_a_scan_repeats_sums_over_its_steps():
     params = {"kernel": draw(0, 4, 4)}
 
@@ -146,6 +147,7 @@ def test_an_equinox_module_whose_weights_are_transposed():
     close(first.gram, gram(x))
 
 
+@pytest.mark.slow
 def test_bad_input_is_named():
     params = {"kernel": draw(0, 4, 2)}
 

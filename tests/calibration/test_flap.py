@@ -63,6 +63,7 @@ def test_without_compensation_biases_stay():
     np.testing.assert_array_equal(pruned["down"]["bias"], PARAMS["down"]["bias"])
 
 
+@pytest.mark.slow
 def test_compensation_keeps_the_mean_of_every_output():
     graph = trace(mlp, PARAMS, BATCHES[0])
     statistics = sparsity.calibrate(mlp, PARAMS, BATCHES, "moments")

@@ -101,6 +101,7 @@ def test_weights_that_no_product_reads_are_named(model):
         sparsity.oneshot(PRUNER, unrolled, params, [])
 
 
+@pytest.mark.slow
 def test_batches_that_cannot_be_used_are_named(model):
     params, (first, second) = model
     with pytest.raises(ValueError, match=r"Batch 1 has arrays float32\[5, 12\], batch 0 has"):

@@ -86,6 +86,7 @@ def test_few_rows_are_a_warning_that_says_what_decides():
         updater.instant_sparsify(params, statistics={("in", "kernel"): oracles.of_kernel(x)})
 
 
+@pytest.mark.slow
 def test_a_singular_gram_matrix_without_damping_is_an_error():
     params, _ = model()
     x = np.ones((30, 24), np.float32)

@@ -33,6 +33,7 @@ def test_wanda_keeps_the_best_of_each_output_bit_for_bit(half, dtype):
     )
 
 
+@pytest.mark.slow
 def test_ties_go_to_the_lower_input():
     even = sparsity.Statistic(squares=jnp.ones(4), **SEEN)
     mask = masks_of(sparsity.WandaPruning, jnp.ones((4, 3)), even)
@@ -76,6 +77,7 @@ def test_ria_takes_rows_and_inputs_of_zeros():
     np.testing.assert_array_equal(mask, [[0, 0, 0], [0, 1, 1], [0, 0, 0]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pruner", [sparsity.WandaPruning, sparsity.RIAPruning])
 def test_groups_lie_along_the_inputs(pruner):
     weights, x, _ = oracles.layer(dtype=np.float32)
@@ -89,6 +91,7 @@ def test_groups_lie_along_the_inputs(pruner):
         np.testing.assert_array_equal(mask.T, kept != 0)
 
 
+@pytest.mark.slow
 def test_blocks_and_channels_compete_by_their_scores():
     kernel = jnp.array([[3.0, 1.0], [1.0, 1.0], [2.0, 2.0], [1.0, 1.0]])
     squares = sparsity.Statistic(squares=jnp.array([1.0, 1.0, 1.0, 100.0]), **SEEN)
@@ -126,6 +129,7 @@ def test_groups_that_do_not_divide_the_inputs_are_refused():
         masks_of(sparsity.WandaPruning, jnp.ones((6, 4)), seen, sparsity_type=kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_ramp_follows_the_statistics_of_each_step(packed):
     updater = sparsity.WandaPruning(

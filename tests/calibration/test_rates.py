@@ -20,6 +20,7 @@ def layers():
     return params, statistics
 
 
+@pytest.mark.slow
 def test_rates_are_those_of_a_plain_program_and_average_to_the_target():
     params, statistics = layers()
     shares, sizes = {}, {}
@@ -50,6 +51,7 @@ def test_an_updater_prunes_by_the_rates():
         assert (kept == round(64 * (1 - rate["kernel"]))).all()
 
 
+@pytest.mark.slow
 def test_layers_that_are_alike_get_the_same_rate():
     seen = sparsity.Statistic(squares=jnp.ones(4), count=1, contracting=(0,), output=(1,))
     params = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 8))}

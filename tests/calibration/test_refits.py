@@ -194,6 +194,7 @@ def test_magnitude_loses_more_than_wanda(errors, kind):
     assert errors[kind]["magnitude"] >= 1.5
 
 
+@pytest.mark.slow
 def test_the_relative_error_is_the_share_of_the_outputs_that_is_lost():
     weights, x, _ = oracles.layer()
     pruned = np.where(np.abs(weights) > 0.5, weights, 0)

@@ -124,6 +124,7 @@ def test_entries_in_the_order_of_fortran_are_read(tmp_path, capsys):
     assert told["patterns"] == ["nm_2,4,-2"]
 
 
+@pytest.mark.slow
 def test_an_array_that_flax_splits_is_one(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 100)
     monkeypatch.setattr(leaf, "PIECE", 16)

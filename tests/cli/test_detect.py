@@ -82,6 +82,7 @@ def test_pairs_within_fours_are_blocks_and_2_of_4():
     assert found(mask) == ["block_1,2", "nm_2,4,-1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_what_is_found_holds(seed):
     rng = np.random.default_rng(seed)

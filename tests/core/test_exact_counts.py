@@ -32,6 +32,7 @@ def test_totals_beyond_32_bits_are_exact():
     assert value(jax.jit(exact_counts.totals_before)(counts)).tolist() == before.tolist()
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
 @settings(max_examples=50, deadline=None)
 def test_words_subtract_compare_and_choose_like_integers(a, b):
@@ -69,6 +70,7 @@ def test_num_kept_of_a_traced_n_is_exact(n, sparsity):
     assert int(NUM_KEPT(jnp.uint32(n), sparsity)) == helpers.num_kept(n, sparsity)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8])
 def test_num_kept_works_elementwise_eagerly_and_traced(dtype):
     n = np.array([[0, 1, 2], [5, 77, 200]], dtype)

@@ -217,6 +217,7 @@ def stepped(tx, params, steps=2):
     return state
 
 
+@pytest.mark.slow
 def test_adam_moments_of_chosen_entries_start_afresh_and_nothing_else_does():
     tx = optax.adam(0.1)
     old = stepped(tx, PARAMS)

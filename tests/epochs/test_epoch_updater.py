@@ -117,6 +117,7 @@ def test_epochs_that_differ_in_density_only_compile_one_selection():
     assert size(8) < 1.2 * size(1)
 
 
+@pytest.mark.slow
 def test_batch_axes_give_every_slice_its_own_mask():
     params = {"stack": jnp.asarray(normal(3, 4, 8) * np.array([[[100.0]], [[1]], [[1]]])),
               "biases": jnp.ones((3, 8))}  # fmt: skip
@@ -130,6 +131,7 @@ def test_batch_axes_give_every_slice_its_own_mask():
     assert (np.asarray(mask).sum(axis=1) == 1).all()
 
 
+@pytest.mark.slow
 def test_tables_show_the_last_type_and_target_of_each_layer():
     params = jax.tree.map(jnp.asarray, parameters())
     updater = EpochStrategy(MIXED | strategy(8, "str_local", {"Dense_1-kernel": (2, 4)}), 1)

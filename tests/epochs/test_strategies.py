@@ -80,6 +80,7 @@ def test_example_3_keeps_2_of_4_and_later_1_of_4():
         np.testing.assert_array_equal(w, np.where(second[name], kernels(parameters())[name], 0))
 
 
+@pytest.mark.slow
 def test_example_4_keeps_a_density_in_each_layer_that_is_named():
     pruning_strategy = {
         10: {
@@ -178,6 +179,7 @@ def test_names_may_contain_what_joins_them():
         assert [int(m.sum()) for m in jax.tree.leaves(masks)] == [8, 8]
 
 
+@pytest.mark.slow
 def test_the_name_of_a_module_stands_for_all_that_has_no_name_of_its_own():
     params = parameters()
     rules = {"Dense_0": 0.25, "Dense_1": 0.25, "Dense_1-kernel": 0.5}
@@ -311,6 +313,7 @@ def test_packed_masks_are_an_error_and_hold_when_they_are_unpacked():
     assert_masks(mask_key, {"Dense_0": local(parameters(), 0.25)["Dense_0"]})
 
 
+@pytest.mark.slow
 def test_summaries_read_the_masks():
     params = parameters()
     mask_key = pruning(params, 1, None, strategy(1, "unstr_local", {"Dense_1-kernel": 0.75}))[1]

@@ -92,6 +92,7 @@ def test_masks_of_another_model_are_named():
         graph.macs({"embed": np.ones((2, 2))})
 
 
+@pytest.mark.slow
 def test_tracing_and_grouping_4_000_equations_allocates_no_array():
     def fn(params, x):
         for _ in range(40):

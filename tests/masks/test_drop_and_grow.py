@@ -52,6 +52,7 @@ def test_the_lowest_are_dropped_and_the_highest_of_all_others_grow(shape, kind, 
         assert units[: len(units) // 2] == units[len(units) // 2 :]
 
 
+@pytest.mark.slow
 def test_a_move_worked_by_hand():
     mask = np.array([1, 1, 1, 1, 0, 0, 0, 0], np.uint8)
     drop = np.array([4, 1, 3, 2, 9, 9, 9, 9], np.float32)

@@ -58,6 +58,7 @@ def test_a_ramp_ends_at_exactly_n_of_m(m, monkeypatch):
             assert asked == (n, m)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [0.1, 0.7, 1.0, 1e-3])
 def test_a_ramp_ends_at_exactly_n_of_m_whatever_the_target(target):
     for n in (0, 1, 5, 12, 15):

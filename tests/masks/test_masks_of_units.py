@@ -68,6 +68,7 @@ def test_the_mean_of_a_block_is_of_its_own_entries_and_its_maximum_too():
     np.testing.assert_array_equal(most, [[0, 0, 1], [0, 0, 1], [0, 0, 0]])
 
 
+@pytest.mark.slow
 def test_channel_sums_of_float16_scores_do_not_overflow():
     # Sums 110000, 120000, 130000 and three of 2: as float16 the first three would all be infinite.
     scores = np.array([[60000, 60000, 65000, 1, 1, 1], [50000, 60000, 65000, 1, 1, 1]], np.float16)
@@ -90,6 +91,7 @@ def test_channel_sums_of_uint32_scores_do_not_wrap():
     np.testing.assert_array_equal(mask, [[0, 1, 0, 0, 0, 0]] * 2)
 
 
+@pytest.mark.slow
 def test_channel_sums_of_float64_scores_are_float64():
     with jax.enable_x64(True):
         scores = jnp.array([[1.0, 1.0, 1.0, 0, 0, 0], [0, 1e-12, 0, 0, 0, 0]])
@@ -98,6 +100,7 @@ def test_channel_sums_of_float64_scores_are_float64():
     np.testing.assert_array_equal(mask, [[0, 1, 0, 0, 0, 0]] * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-33, 1e-12, 1.0, 1e12, 1e37])
 @pytest.mark.parametrize("kind", [Channel(), Block((2, 1))], ids=repr)
 def test_units_are_ordered_at_any_scale(kind, scale):

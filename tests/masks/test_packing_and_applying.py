@@ -147,6 +147,7 @@ def test_without_a_mask_the_parameter_itself_is_returned():
 STRAIGHT_THROUGH = masks.apply_mask_straight_through
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_straight_through_masks_values_and_passes_gradients(compiled):
     param = jnp.array([1.0, NAN, 3.0, INF, 5.0])

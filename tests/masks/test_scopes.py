@@ -160,6 +160,7 @@ def test_the_epsilon_of_the_norm_counts():
     assert _counts(masks)["c"] < 10  # of 80, all of them small
 
 
+@pytest.mark.slow
 def test_integer_scores_are_not_normalized():
     draws = [
         _make(sparsity.RandomPruning, 0.5, sparsity.Global(use_normalization=normalize))

@@ -214,6 +214,7 @@ def test_the_sparsity_at_the_end_of_a_ramp(kind, target, final):
     assert kind.final_sparsity(target) == final
 
 
+@pytest.mark.slow
 def test_ragged_blocks_keep_their_number_of_blocks_and_not_of_entries():
     # (5, 5) in blocks of (2, 2): 3 x 3 blocks, of which round(4.5) = 4 stay; the corner has one
     # entry, the others of the last row and column two.

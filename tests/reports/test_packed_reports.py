@@ -38,6 +38,7 @@ def test_packed_masks_without_their_state_are_refused():
     assert sparsity.summarize_sparsity(sparsity.unpack_masks(state.masks, params))["w"] == 26 / 40
 
 
+@pytest.mark.slow
 def test_packed_masks_whose_bytes_are_all_ones_are_not_taken_for_masks():
     # One of eight, the last: each byte is 0b00000001, just as a mask of four ones would be.
     mask = np.zeros((4, 8), np.uint8)

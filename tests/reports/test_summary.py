@@ -179,6 +179,7 @@ def test_active_masks_are_those_in_use_and_none_for_dense_leaves(options):
     np.testing.assert_array_equal(masks["kernel"], KEPT)
 
 
+@pytest.mark.slow
 def test_a_weight_in_the_mask_is_active_while_it_is_zero():
     params, state = updated()
     masks = sparsity.active_masks(jax.tree.map(jnp.zeros_like, params), state)

@@ -149,6 +149,7 @@ def bracket_of(count, low, high, rows, k, bits=32):
     return jax.tree.map(lambda x: x[0], found.bracket)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_misses", [0, 2, 8])
 def test_the_search_keeps_its_bound_against_an_adversary(max_misses):
     # The adversary answers every pass so that the largest part of the bracket remains.

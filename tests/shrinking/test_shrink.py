@@ -216,6 +216,7 @@ def test_a_budget_is_that_of_the_smaller_arrays(mlp):
             assert small.params["second"]["kernel"].shape[0] % 2 == 0
 
 
+@pytest.mark.slow
 def test_a_plan_is_text_that_cuts_another_checkpoint(mlp):
     params, x, graph = mlp
     masks = sparsity.MagnitudePruning(**_coupled(graph)).instant_sparsify(params)[1]
@@ -395,6 +396,7 @@ def test_factored_moments_join_channels_and_are_refused(mlp):
     assert shrink(graph, params, masks, whole).params["last"]["kernel"].shape == (6, 2)
 
 
+@pytest.mark.slow
 def test_the_state_of_other_params_is_refused(mlp):
     params, _, graph = mlp
     masks = sparsity.MagnitudePruning(**_coupled(graph)).instant_sparsify(params)[1]

@@ -214,6 +214,7 @@ def test_masks_from_a_hook_may_have_any_dtype(dtype, regrows):
     np.testing.assert_array_equal(state.masks["w"], [[1, 0, 1]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_a_hook_that_masks_a_dense_leaf_is_told_which_one(jit):
     class Positive(sparsity.BaseUpdater):

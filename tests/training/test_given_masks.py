@@ -114,6 +114,7 @@ def test_masks_that_move_start_from_the_given_ones(cls):
     assert (moved & _mask()).sum() >= 6  # a quarter of the eight was dropped
 
 
+@pytest.mark.slow
 def test_a_pruner_starts_from_the_masks_and_then_makes_its_own():
     pruner = sparsity.MagnitudePruning(
         sparsity_distribution_fn=_HALF, scheduler=sparsity.OneShotSchedule(1)
@@ -177,6 +178,7 @@ def test_a_column_for_a_square_is_no_packed_mask():
         sparsity.StaticRandomSparse().wrap_optax(optax.sgd(0.1), masks=masks).init(params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "why"),
     [

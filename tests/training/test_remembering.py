@@ -120,6 +120,7 @@ def test_runs_are_mapped_over_their_states():
     assert np.any(stacked[1].masks["w"][0] != stacked[1].masks["w"][1])
 
 
+@pytest.mark.slow
 def test_sums_of_bfloat16_stay_bfloat16():
     step, state = _step_of(_make(), jnp.bfloat16)
     params, state = jax.jit(step)(_params(jnp.bfloat16), state, _grads(0, jnp.bfloat16))

@@ -120,6 +120,7 @@ def test_instant_sparsify_returns_packed_masks_on_demand():
     np.testing.assert_array_equal(bits["kernel"], np.packbits(masks["kernel"], axis=-1))
 
 
+@pytest.mark.slow
 def test_no_pruning_returns_everything_as_it_is():
     updater = sparsity.NoPruning()
     params = helpers.params()

@@ -63,6 +63,7 @@ def test_parameters_of_another_model_are_a_value_error_that_names_the_path():
         updater.post_gradient_update({"layer": {"kernel": jnp.ones((10, 6))}}, state)
 
 
+@pytest.mark.slow
 def test_extra_arguments_reach_the_inner_optimizer_and_the_hooks_that_name_them():
     seen = {}
 

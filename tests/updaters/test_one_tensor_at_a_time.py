@@ -29,6 +29,7 @@ def test_topk_fn_is_called_for_each_slice_and_may_be_traced():
     np.testing.assert_array_equal(masks["stack"], [[[0, 1], [1, 0]], [[0, 0], [1, 1]]])
 
 
+@pytest.mark.slow
 def test_topk_fn_gets_the_blocks_of_a_block_type():
     shapes = []
 
@@ -147,6 +148,7 @@ def test_a_ramp_of_n_of_m_removes_entries_one_by_one():
     assert kept == [[4, 4], [4, 4], [3, 3], [2, 2], [1, 1]]
 
 
+@pytest.mark.slow
 def test_leaves_that_are_no_floating_arrays_stay_dense():
     params = {
         "w": jnp.ones((4, 4)),

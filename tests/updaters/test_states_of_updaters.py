@@ -110,6 +110,7 @@ def test_init_takes_the_placeholder_of_optax_tree_map_params():
         assert int(doubled.inner_state[0].count) == 0
 
 
+@pytest.mark.slow
 def test_the_count_stops_at_the_largest_integer():
     updater = sparsity.MagnitudePruning(
         sparsity_distribution_fn=helpers.uniform(0.5),

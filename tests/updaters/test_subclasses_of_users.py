@@ -61,6 +61,7 @@ def test_a_mixin_that_keeps_dense_weights_is_noticed():
     assert not sparsity.MagnitudePruning.keeps_dense_weights
 
 
+@pytest.mark.slow
 def test_a_state_made_by_hand_has_the_form_that_update_returns():
     class ByHand(sparsity.StaticRandomSparse):
         def init_state(self, params):
