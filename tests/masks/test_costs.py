@@ -29,7 +29,6 @@ def test_the_best_scores_per_cost_are_kept_while_the_budget_lasts():
     np.testing.assert_array_equal(np.concatenate([np.ravel(mask) for mask in masks]), expected)
 
 
-@pytest.mark.slow
 def test_of_weights_that_tie_at_the_threshold_the_first_are_kept():
     ones = np.ones(8, np.float32)
     (mask,) = keep([np.concatenate([2 * ones, ones]).reshape(4, 4)], [1.0], [11])
@@ -38,7 +37,6 @@ def test_of_weights_that_tie_at_the_threshold_the_first_are_kept():
     assert first.tolist() == second.tolist() == [1, 1] + [0] * 6
 
 
-@pytest.mark.slow
 def test_a_budget_for_all_weights_keeps_all():
     rng = np.random.default_rng(1)
     masks = keep([rng.random(7), rng.random((3, 3))], [0.1, 0.7], [7, 9])
