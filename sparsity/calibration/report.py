@@ -12,6 +12,7 @@ from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.sensitivity import Sensitivity, measure
 from sparsity.calibration.statistics import Path
 from sparsity.core import extras
+from sparsity.core.pictures import DARK, LIGHT, add_legend, label_rows, new_axes
 from sparsity.core.trees import PyTree
 
 if TYPE_CHECKING:
@@ -54,14 +55,17 @@ class Report(dict[Path, LayerReport]):
 
     def table(self) -> str:
         """Returns a table of the leaves: sparsity, error without and with a refit, seconds."""
-        shown = extras.load("rich.table", "summary").Table(
-            "leaf", box=extras.load("rich.box", "summary").SIMPLE
-        )
-        for column in ("sparsity", "error, not refitted", "error", "rows", "seconds"):
-            shown.add_column(column, justify="right")
+        numbers = ("sparsity", "error, not refitted", "error", "rows", "seconds")
+        shown = extras.table(("leaf",), numbers)
         for path, row in self.items():
-            numbers = (f"{row.sparsity:.4f}", f"{row.unrefitted:.5f}", f"{row.error:.5f}")
-            shown.add_row("/".join(path), *numbers, f"{row.count:,}", f"{row.seconds:.2f}")
+            errors = (f"{row.unrefitted:.5f}", f"{row.error:.5f}")
+            shown.add_row(
+                "/".join(path),
+                f"{row.sparsity:.4f}",
+                *errors,
+                f"{row.count:,}",
+                f"{row.seconds:.2f}",
+            )
         return extras.as_text(shown)
 
     def plot(self, ax: Axes | None = None) -> Axes:
@@ -74,25 +78,19 @@ class Report(dict[Path, LayerReport]):
           The matplotlib axes.
         """
         if ax is None:
-            ax = extras.load("matplotlib.pyplot", "summary").subplots(
-                figsize=(7, 1.2 + 0.32 * max(len(self), 1)), layout="constrained"
-            )[1]
+            (ax,) = new_axes(len(self))
         rows, position = list(self.values()), np.arange(len(self))
         is_refitted = any(row.error != row.unrefitted for row in rows)
         if is_refitted:
             before = [100 * row.unrefitted for row in rows]
-            ax.barh(position, before, color="#A6CEE3", label="pruned")
+            ax.barh(position, before, color=LIGHT, label="pruned")
         after = [100 * row.error for row in rows]
-        ax.barh(position, after, color="#0072B2", label="refitted" if is_refitted else "pruned")
-        for i, row in enumerate(rows):
-            text = f"{row.sparsity:.1%} pruned"
-            ax.annotate(text, (1.01, i), xycoords=("axes fraction", "data"), va="center")
-        ax.set_yticks(position, ["/".join(path) for path in self])
-        ax.invert_yaxis()
+        ax.barh(position, after, color=DARK, label="refitted" if is_refitted else "pruned")
+        texts = [f"{row.sparsity:.1%} pruned" for row in rows]
+        label_rows(ax, ["/".join(path) for path in self], texts)
         ax.set_xlabel("relative output error in percent")
-        ax.spines[["top", "right"]].set_visible(False)
         if is_refitted:
-            ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+            add_legend(ax)
         return ax
 
     def sensitivity(

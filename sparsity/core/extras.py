@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import io
 import types
+from collections.abc import Sequence
+from typing import Any
 
 
 def load(module: str, extra: str) -> types.ModuleType:
@@ -37,6 +39,14 @@ def load(module: str, extra: str) -> types.ModuleType:
         package = module.partition(".")[0]
         message = f"This needs {package}: pip install 'jax-sparsity[{extra}]'"
         raise ImportError(message, name=error.name) from error
+
+
+def table(texts: Sequence[str], numbers: Sequence[str]) -> Any:
+    """An empty table of rich: columns of texts, then columns of numbers."""
+    found = load("rich.table", "summary").Table(*texts, box=load("rich.box", "summary").SIMPLE)
+    for column in numbers:
+        found.add_column(column, justify="right")
+    return found
 
 
 def as_text(table: object) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sparsity.core import extras
+from sparsity.core.pictures import DARK, LIGHT, add_legend, label_rows, new_axes
 from sparsity.core.trees import PyTree
 
 if TYPE_CHECKING:
@@ -59,17 +60,14 @@ def rows(graph: Graph, masks: PyTree | None = None) -> list[Row]:
 
 def table(graph: Graph, masks: PyTree | None) -> str:
     """`Graph.table`."""
-    shown = extras.load("rich.table", "summary").Table(
-        "leaf", "shape", "read by", "contracts", box=extras.load("rich.box", "summary").SIMPLE
-    )
-    for column in ("MACs", *(["left"] if masks is not None else []), "share"):
-        shown.add_column(column, justify="right")
+    costs = ("MACs", *(["left"] if masks is not None else []), "share")
+    shown = extras.table(("leaf", "shape", "read by", "contracts"), costs)
     shown.add_column("axis: group")
     total = graph.macs()
 
     def add(name: str, texts: Sequence[str], dense: int, left: int, groups: str) -> None:
-        costs = [f"{dense:,}", *([f"{left:,}"] if masks is not None else [])]
-        shown.add_row(name, *texts, *costs, f"{dense / max(total, 1):.1%}", groups)
+        macs = [f"{dense:,}", *([f"{left:,}"] if masks is not None else [])]
+        shown.add_row(name, *texts, *macs, f"{dense / max(total, 1):.1%}", groups)
 
     found = rows(graph, masks)
     for row in found:
@@ -89,20 +87,11 @@ def plot(graph: Graph, masks: PyTree | None, ax: Axes | None) -> Axes:
     """`Graph.plot`."""
     found = [row for row in rows(graph, masks) if row.dense]
     if ax is None:
-        ax = new_axes(len(found), 1)[0]
+        (ax,) = new_axes(len(found))
     names, dense = [row.leaf.name for row in found], [row.dense for row in found]
     left = None if masks is None else [row.left for row in found]
     bars(ax, "multiply-adds", names, dense, left, graph.macs())
     return ax
-
-
-def new_axes(num_rows: int, num_columns: int) -> list[Axes]:
-    """Matplotlib axes side by side that share their rows."""
-    figsize = (3.5 + 3.5 * num_columns, 1.2 + 0.32 * max(num_rows, 1))
-    _, axes = extras.load("matplotlib.pyplot", "summary").subplots(
-        1, num_columns, figsize=figsize, layout="constrained", sharey=True, squeeze=False
-    )
-    return list(axes[0])
 
 
 def bars(
@@ -115,20 +104,16 @@ def bars(
 ) -> None:
     """Draws a light bar for what each leaf costs, a dark one for what is left, and the shares."""
     position = np.arange(len(names))
-    ax.barh(position, np.divide(dense, 1e6), color="#A6CEE3", label="dense")
+    ax.barh(position, np.divide(dense, 1e6), color=LIGHT, label="dense")
+    shares = [f"{x / max(total, 1):.1%}" for x in dense]
     if left is not None:
-        ax.barh(position, np.divide(left, 1e6), color="#0072B2", label="left")
-    for i in range(len(names)):
-        share = f"{dense[i] / max(total, 1):.1%}"
-        text = share if left is None else f"{share} to {left[i] / max(total, 1):.1%}"
-        ax.annotate(text, (1.01, i), xycoords=("axes fraction", "data"), va="center")
-    ax.set_yticks(position, names)
-    if not ax.yaxis_inverted():  # axes that share their rows turn together
-        ax.invert_yaxis()
+        ax.barh(position, np.divide(left, 1e6), color=DARK, label="left")
+        pairs = zip(shares, left, strict=True)
+        shares = [f"{share} to {x / max(total, 1):.1%}" for share, x in pairs]
+    label_rows(ax, names, shares)
     ax.set_xlabel(f"million {what}")
     ax.locator_params(axis="x", nbins=5)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+    add_legend(ax)
 
 
 _SHORT = {"dot_general": "dot", "conv_general_dilated": "convolution", "gather": "lookup"}

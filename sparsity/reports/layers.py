@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from sparsity.core import extras, trees
+from sparsity.core.pictures import DARK, add_legend, label_rows, new_axes
 from sparsity.core.trees import PyTree
 from sparsity.reports.summary import summarize_sparsity
 from sparsity.training.hooks import Updater
@@ -50,11 +51,7 @@ def sparsity_table(params: PyTree, opt_state: optax.OptState, updater: Updater) 
     Returns:
       Text of several lines.
     """
-    table = extras.load("rich.table", "summary").Table(
-        "path", "shape", "type", box=extras.load("rich.box", "summary").SIMPLE
-    )
-    for column in ("target", "achieved", "mask bytes"):
-        table.add_column(column, justify="right")
+    table = extras.table(("path", "shape", "type"), ("target", "achieved", "mask bytes"))
     rows = layer_summary(params, opt_state, updater)
     for row in rows:
         shape = "x".join(map(str, row.shape)) or "scalar"
@@ -120,22 +117,15 @@ def plot_sparsity(
     layers = layer_summary(params, opt_state, updater)
     rows = [row for row in layers if row.target is not None or len(row.shape) > 1]
     if ax is None:
-        height = 1.2 + 0.32 * max(len(rows), 1)
-        ax = extras.load("matplotlib.pyplot", "summary").subplots(
-            figsize=(7, height), layout="constrained"
-        )[1]
+        (ax,) = new_axes(len(rows))
     position = np.arange(len(rows))
-    ax.barh(position, [row.achieved for row in rows], color="#0072B2", label="achieved")
+    ax.barh(position, [row.achieved for row in rows], color=DARK, label="achieved")
     goals = [(i, row.target) for i, row in enumerate(rows) if row.target is not None]
     if goals:
         ax.plot(*zip(*((t, i) for i, t in goals), strict=True), "|", color="#D55E00", ms=14, mew=3)
         ax.plot([], [], "|", color="#D55E00", ms=10, mew=3, label="target")
-    for i, row in enumerate(rows):
-        ax.annotate(f"{row.achieved:.1%}", (1.01, i), va="center", annotation_clip=False)
-    ax.set_yticks(position, [row.path for row in rows])
-    ax.invert_yaxis()
+    label_rows(ax, [row.path for row in rows], [f"{row.achieved:.1%}" for row in rows])
     ax.set_xlim(0, 1)
     ax.set_xlabel("sparsity (fraction of zeros)")
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+    add_legend(ax)
     return ax

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from sparsity.core import extras, trees
-from sparsity.graph.report import bars, new_axes
+from sparsity.core.pictures import new_axes
+from sparsity.graph.report import bars
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +52,7 @@ def rows(small: Small) -> list[Row]:
 
 def table(small: Small, seconds: Mapping[str, Sequence[float]]) -> str:
     """`Small.report`."""
-    leaves = _table(
+    leaves = extras.table(
         ("leaf", "shape", "smaller"), ("parameters", "left", "bytes", "left", "MACs", "left")
     )
     found = rows(small)
@@ -71,7 +72,7 @@ def table(small: Small, seconds: Mapping[str, Sequence[float]]) -> str:
             f"Coupled(round_to={math.lcm(*small.replicated.values())}) keeps it sharded."
         )
     if seconds:
-        times = _table(("time",), ("before", "after", "ratio"))
+        times = extras.table(("time",), ("before", "after", "ratio"))
         for name, (before, after) in seconds.items():
             shown = [f"{1000 * x:.3g} ms" for x in (before, after)]
             times.add_row(name, *shown, f"{after / before:.2f}")
@@ -92,13 +93,3 @@ def plot(small: Small, axes: Sequence[Axes] | None) -> Sequence[Axes]:
     for ax, (what, pairs, total) in zip(axes, columns, strict=True):
         bars(ax, what, names, [n for n, _ in pairs], [n for _, n in pairs], total)
     return axes
-
-
-def _table(texts: Sequence[str], numbers: Sequence[str]) -> Any:
-    """A table of rich with columns of texts and of numbers."""
-    shown = extras.load("rich.table", "summary").Table(
-        *texts, box=extras.load("rich.box", "summary").SIMPLE
-    )
-    for column in numbers:
-        shown.add_column(column, justify="right")
-    return shown

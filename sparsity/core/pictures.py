@@ -1,0 +1,37 @@
+"""What pictures of bars share: a row for each leaf, its name on the left, a text on the right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sparsity.core import extras
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LIGHT, DARK = "#A6CEE3", "#0072B2"  # of what was before, and of what is left
+
+
+def new_axes(num_rows: int, num_columns: int = 1) -> list[Axes]:
+    """Matplotlib axes side by side that share their rows."""
+    figsize = (3.5 + 3.5 * num_columns, 1.2 + 0.32 * max(num_rows, 1))
+    _, axes = extras.load("matplotlib.pyplot", "summary").subplots(
+        1, num_columns, figsize=figsize, layout="constrained", sharey=True, squeeze=False
+    )
+    return list(axes[0])
+
+
+def label_rows(ax: Axes, names: Sequence[str], texts: Sequence[str]) -> None:
+    """Names the rows, from the first on top, and writes a text to the right of each."""
+    for i, text in enumerate(texts):
+        ax.annotate(text, (1.01, i), xycoords=("axes fraction", "data"), va="center")
+    ax.set_yticks(range(len(names)), names)
+    if not ax.yaxis_inverted():  # axes that share their rows turn together
+        ax.invert_yaxis()
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def add_legend(ax: Axes) -> None:
+    """Says above the bars what they are."""
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
