@@ -78,11 +78,7 @@ class Budget:
         share = self.macs if self.nbytes is None else self.nbytes
         assert share is not None  # one of them is given
         table = Sites(params, Unstructured(), batch_axes) if sites is None else sites
-        leaves = {
-            path: self.graph.leaf(trees.path_names(path), param)
-            for path, param in trees.leaves_by_path(params).items()
-            if hasattr(param, "shape")
-        }
+        leaves = self.graph.leaves_of(params)
         dense = self._cost(leaves, {})
         allowed = Fraction(share) * dense
 

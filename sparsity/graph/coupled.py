@@ -155,13 +155,10 @@ class Coupled:
 
     def _groups(self, tree: PyTree, sparsities: PyTree) -> list[_Group]:
         """The groups that have a sparsity, with their members in a tree."""
-        of_tree = trees.leaves_by_path(tree)
-        leaves = {path: leaf for path, leaf in of_tree.items() if hasattr(leaf, "shape")}
         graph = self._graph_of(tree)
-        known = {path: graph.leaf(trees.path_names(path), x) for path, x in leaves.items()}
         places = {
             leaf.path: path
-            for path, leaf in known.items()
+            for path, leaf in graph.leaves_of(tree).items()
             if jnp.issubdtype(leaf.dtype, jnp.inexact)  # others can have no mask
         }
         wanted = trees.leaves_by_path(sparsities)

@@ -226,6 +226,14 @@ class Graph:
             )
         return found[0]
 
+    def leaves_of(self, tree: PyTree) -> dict[trees.KeyPath, Leaf]:
+        """The leaves that the arrays of a tree of params are, by the paths of the tree."""
+        return {
+            path: self.leaf(trees.path_names(path), array)
+            for path, array in trees.leaves_by_path(tree).items()
+            if hasattr(array, "shape")
+        }
+
     def at_shapes(
         self, inputs: Sequence[chex.Array], leaves: Sequence[chex.Array] | None = None
     ) -> Graph:
