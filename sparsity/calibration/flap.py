@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -11,12 +11,12 @@ import jax.numpy as jnp
 
 from sparsity import masks as masks_lib
 from sparsity.base_updater import BaseUpdater
+from sparsity.calibration.pruners import check_prunes_at_once
 from sparsity.calibration.statistics import Path, Statistic, Statistics, statistic_of
 from sparsity.core import trees
 from sparsity.core.checks import check_bool
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph import Coupled, Graph
-from sparsity.sparsity_schedules import update_range
 from sparsity.training.hooks import ExtraArg
 from sparsity.training.state import SparseState
 
@@ -66,12 +66,7 @@ class FLAPPruning(BaseUpdater):
                 "FLAPPruning removes channels and needs scope = Coupled(sparsity.trace(fn, params, "
                 f"batch)), got scope = {self.scope!r}."
             )
-        if update_range(self.scheduler) is not None:
-            raise ValueError(
-                "FLAPPruning changes biases when it prunes, which no step of an optimizer can, got "
-                f"scheduler = {self.scheduler!r}. Prune with instant_sparsify, and train with "
-                "wrap_optax(tx, masks=masks)."
-            )
+        check_prunes_at_once(self, "biases")
 
     def calculate_scores(
         self,
@@ -117,17 +112,17 @@ class FLAPPruning(BaseUpdater):
           ValueError: a statistic is missing or has no sums, or a leaf that loses inputs has no
             bias; the leaf is named.
         """
-        with masks_lib.in_use(self, self.sites(params)):
+        table = self.sites(params)
+        with masks_lib.in_use(self, table):
             readers = self._readers_of_channels().scored(params, self._target_sparsities(params))
         leaves = trees.leaves_by_path(params)
-        table = self.sites(params)
         seen = {
             path: statistic_of(
                 statistics, table[path], leaves[path].shape, "moments", "FLAPPruning"
             )
             for path in readers
         }
-        biases = self._biases(leaves, readers) if self.compensate else {}
+        biases = self._biases(params, readers) if self.compensate else {}
         given = {trees.path_names(path): own for path, own in seen.items()}
         pruned, masks = super().instant_sparsify(params, grads, statistics=given, **extra_args)
         if not biases:
@@ -150,19 +145,14 @@ class FLAPPruning(BaseUpdater):
         fields = dataclasses.fields(self.scope)
         return _Readers(**{field.name: getattr(self.scope, field.name) for field in fields})
 
-    def _biases(
-        self, leaves: Mapping[KeyPath, Any], readers: Iterable[KeyPath]
-    ) -> dict[KeyPath, KeyPath]:
+    def _biases(self, params: PyTree, readers: Iterable[KeyPath]) -> dict[KeyPath, KeyPath]:
         """{bias: reader}."""
         graph = self._readers_of_channels().graph
-        places = {
-            graph.leaf(trees.path_names(p), x).path: p
-            for p, x in leaves.items()
-            if trees.is_array(x)
-        }
+        known = graph.leaves_of(params)
+        places = {leaf.path: path for path, leaf in known.items()}
         found = {}
         for reader in readers:
-            own = graph.leaf(trees.path_names(reader), leaves[reader])
+            own = known[reader]
             if (bias := places.get(graph.biases.get(own.path, ()))) is None:
                 raise ValueError(
                     f"{own.name!r} reads channels that are removed, and the model adds no bias of "

@@ -23,7 +23,18 @@ from sparsity.masks import Layerwise, Site, TopkFn, Wanted, create_masks
 from sparsity.patterns import NByM
 from sparsity.patterns.base import absolute_axis
 from sparsity.selection import computed
+from sparsity.sparsity_schedules import update_range
 from sparsity.training.state import SparseState
+
+
+def check_prunes_at_once(pruner: BaseUpdater, what: str) -> None:
+    """Raises a ValueError if a pruner that changes `what` has a schedule."""
+    if update_range(pruner.scheduler) is not None:
+        raise ValueError(
+            f"{type(pruner).__name__} changes {what} when it prunes, which no step of an optimizer "
+            f"can, got scheduler = {pruner.scheduler!r}. Prune with instant_sparsify, and train "
+            "with wrap_optax(tx, masks=masks)."
+        )
 
 
 @dataclasses.dataclass(kw_only=True)

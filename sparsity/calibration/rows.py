@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import jax
@@ -48,9 +49,7 @@ def _of_dot(use: Use, kind: Kind, x: jax.Array) -> tuple[jax.Array, int]:
     def summed(x: jax.Array) -> jax.Array:
         return jnp.sum(x, axis=tuple(free)).transpose(order).reshape(*lead, size)
 
-    if kind == "squares":
-        return summed(jnp.square(x)), count
-    return jnp.stack([summed(jnp.square(x)), summed(x)], axis=-2), count
+    return _sums(kind, x, summed), count
 
 
 def _of_convolution(use: Use, kind: Kind, x: jax.Array) -> tuple[jax.Array, int]:
@@ -74,10 +73,8 @@ def _of_convolution(use: Use, kind: Kind, x: jax.Array) -> tuple[jax.Array, int]
         ordered = sums.transpose(spec.rhs_spec)  # [groups, inputs, *window]
         return jnp.asarray(ordered.reshape(*([groups] if groups > 1 else []), -1))
 
-    if kind == "squares":
-        return summed(jnp.square(x)), count
-    if kind == "moments":
-        return jnp.stack([summed(jnp.square(x)), summed(x)], axis=-2), count
+    if kind != "gram":
+        return _sums(kind, x, summed), count
     patches = lax.conv_general_dilated_patches(
         x,
         [kernel.shape[i] for i in spec.rhs_spec[2:]],
@@ -91,6 +88,12 @@ def _of_convolution(use: Use, kind: Kind, x: jax.Array) -> tuple[jax.Array, int]
     rows = jnp.moveaxis(patches, spec.out_spec[1], -1).reshape(count, groups, -1)
     grams = _gram(jnp.moveaxis(rows, 1, 0))
     return (grams if groups > 1 else grams[0]), count
+
+
+def _sums(kind: Kind, x: jax.Array, summed: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Sums of squares; for moments those of the entries, too, below them."""
+    squares = summed(jnp.square(x))
+    return squares if kind == "squares" else jnp.stack([squares, summed(x)], axis=-2)
 
 
 def _gram(rows: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from sparsity import masks as masks_lib
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.pruners import check_groups
+from sparsity.calibration.pruners import check_groups, check_prunes_at_once
 from sparsity.calibration.statistics import (
     Statistic,
     Statistics,
@@ -28,7 +28,6 @@ from sparsity.core.trees import KeyPath, PyTree
 from sparsity.masks import Layerwise, Site
 from sparsity.patterns import NByM, Unstructured
 from sparsity.patterns.base import absolute_axis
-from sparsity.sparsity_schedules import update_range
 from sparsity.training.hooks import ExtraArg
 
 
@@ -70,12 +69,7 @@ class SparseGPTPruning(BaseUpdater):
         super().__post_init__()
         check_int("block_size", self.block_size, 1)
         check_number("damping", self.damping, 0)
-        if update_range(self.scheduler) is not None:
-            raise ValueError(
-                "SparseGPTPruning changes weights when it prunes, which no step of an optimizer "
-                f"can, got scheduler = {self.scheduler!r}. Prune with instant_sparsify, and train "
-                "with wrap_optax(tx, masks=masks)."
-            )
+        check_prunes_at_once(self, "weights")
         if type(self.scope) is not Layerwise or self.topk_fn is not None:
             raise ValueError(
                 "SparseGPTPruning selects within blocks of a layer and needs scope = Layerwise() "

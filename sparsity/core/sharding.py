@@ -62,7 +62,7 @@ def of_type(aval: Any) -> NamedSharding | None:
 
 def replicated(fn: Callable[..., T], array: jax.Array) -> T:
     """Calls `fn(array)`; on a mesh with Explicit axes its results lie whole on every device."""
-    if AxisType.Explicit not in jax.typeof(array).sharding.mesh.axis_types:
+    if not of_type(jax.typeof(array)):
         return fn(array)
     result: T = auto_axes(fn, out_sharding=PartitionSpec())(array)
     return result
