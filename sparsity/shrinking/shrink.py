@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from sparsity.core import owners, sharding, trees
-from sparsity.core.checks import is_traced
+from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
 from sparsity.graph.dims import Dim
-from sparsity.masks import pack_masks, place_masks, unpack_masks
 from sparsity.reports import time_in_turn
 from sparsity.shrinking import report
-from sparsity.shrinking.evaluate import Smaller, take
-from sparsity.shrinking.plan import Plan, chosen_by, plan_of, shape_left, variables_of
-from sparsity.training.state import SparseState, is_packed, make_state
+from sparsity.shrinking.cutting import cut_params, cut_state
+from sparsity.shrinking.evaluate import Smaller
+from sparsity.shrinking.plan import Plan, chosen_by, plan_of, variables_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -194,9 +189,8 @@ def shrink(
         variables_of(graph, plan)
     else:
         plan = plan_of(graph, chosen_by(graph, masks))
-    cut = functools.partial(_cut_leaf, graph, plan)
-    small_params = trees.map_matched(lambda path, leaf: cut(path, leaf), params)
-    state = None if opt_state is None else _cut_state(graph, plan, params, small_params, opt_state)
+    small_params = cut_params(graph, plan, params)
+    state = None if opt_state is None else cut_state(graph, plan, params, small_params, opt_state)
     small = Small(small_params, state, plan, graph, _replicated(graph, params, small_params))
     _ = small.graph  # scopes of the graph know the smaller model from now on
     return small
@@ -215,91 +209,3 @@ def _replicated(graph: Graph, params: PyTree, small_params: PyTree) -> dict[tupl
                 if left[key].shape[axis] % count:
                     found[path, axis] = count
     return found
-
-
-def _axes(graph: Graph, plan: Plan, path: trees.KeyPath, leaf: Any) -> Mapping[int, np.ndarray]:
-    if not hasattr(leaf, "shape"):
-        return {}
-    return plan.kept.get(graph.leaf(trees.path_names(path), leaf).path, {})
-
-
-def _cut_leaf(graph: Graph, plan: Plan, path: trees.KeyPath, leaf: Any) -> Any:
-    return _cut(leaf, _axes(graph, plan, path, leaf))
-
-
-def _cut(array: Any, axes: Mapping[int, np.ndarray]) -> Any:
-    """What is left of an array, sharded as it is where the axes of the mesh still divide."""
-    if not axes:
-        return array
-    own = None if is_traced(array) else getattr(array, "sharding", None)
-    shape = shape_left(jnp.shape(array), axes)
-    index = {axis: jnp.asarray(index) for axis, index in axes.items()}
-    if isinstance(own, NamedSharding) and not sharding.of_type(array):
-        return _taken(array, index, sharding.fit(own, shape))
-    return sharding.shard_like(array, _taken, array, index, shape=shape)
-
-
-@functools.partial(jax.jit, static_argnames="own")
-def _taken(array: jax.Array, axes: Mapping[int, jax.Array], own: Any = None) -> jax.Array:
-    for axis, index in axes.items():
-        array = take(array, index, axis)
-    return array if own is None else jax.lax.with_sharding_constraint(array, own)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Owner:
-    """A parameter as its optimizer's leaves see it."""
-
-    name: str
-    shape: tuple[int, ...]
-    axes: Mapping[int, np.ndarray]
-
-
-def _cut_state(graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, state: Any) -> Any:
-    """An optimizer's state with the leaves that belong to cut parameters cut in the same way."""
-
-    def owner_of(path: trees.KeyPath, leaf: Any) -> Any:
-        axes = _axes(graph, plan, path, leaf)
-        return _Owner(trees.path_string(path), jnp.shape(leaf), axes)
-
-    owners_tree = trees.map_matched(owner_of, params)
-
-    shapes = {owner.shape: owner.name for owner in jax.tree.leaves(owners_tree) if owner.axes}
-
-    def cut(owner: _Owner | None, leaf: Any) -> Any:
-        if owner is None and trees.is_prunable(leaf) and leaf.shape in shapes:
-            raise ValueError(
-                f"The optimizer's state has a leaf of the shape {leaf.shape} of "
-                f"{shapes[leaf.shape]!r} in a tree whose leaves are not those of params. Give the "
-                "state of these params, or start it anew: shrink without opt_state, then "
-                "tx.init(small.params)."
-            )
-        if owner is None or not owner.axes or not hasattr(leaf, "shape"):
-            return leaf
-        if leaf.shape == owner.shape:
-            return _cut(leaf, owner.axes)
-        if math.prod(leaf.shape) == 1:  # what an optimizer writes where it keeps no moment
-            return leaf
-        raise ValueError(
-            f"The optimizer's state has a leaf of shape {leaf.shape} for {owner.name!r} of shape "
-            f"{owner.shape}: its entries join several channels, as factored moments do, and the "
-            "smaller model would train otherwise than the masked one. Shrink with an optimizer "
-            "that keeps a moment for each weight, or start its state anew: shrink without "
-            "opt_state, then tx.init(small.params)."
-        )
-
-    # A packed mask has another shape than its parameter: it is cut unpacked.
-    packed = [node for _, node in trees.find_nodes(state, SparseState) if is_packed(node)]
-    for node in packed:
-        masks = unpack_masks(node.masks, params)
-        state = _replaced(state, node, make_state(False, node._replace(masks=masks)))
-    state = owners.map_owned(cut, owners_tree, state)
-    for _, node in trees.find_nodes(state, SparseState) if packed else ():
-        masks = place_masks(pack_masks(node.masks, small_params), small_params)
-        state = _replaced(state, node, make_state(True, node._replace(masks=masks)))
-    return state
-
-
-def _replaced(tree: Any, node: Any, by: Any) -> Any:
-    """The tree with another node in the place of this one."""
-    return jax.tree.map(lambda x: by if x is node else x, tree, is_leaf=lambda x: x is node)
