@@ -71,6 +71,16 @@ def table(small: Small, seconds: Mapping[str, Sequence[float]]) -> str:
             "that held it, and lies on each of them. "
             f"Coupled(round_to={math.lcm(*small.replicated.values())}) keeps it sharded."
         )
+    if small.update_error is not None:
+        parts.append(
+            "The optimizer goes on as on the masked model: updates for the same gradients differ "
+            f"by {small.update_error:.1g} of their largest entry at most."
+        )
+    elif small.opt_state is not None:
+        parts.append(
+            "Whether the optimizer goes on as on the masked model was not checked: shrink(..., "
+            "tx=tx) compares an update."
+        )
     if seconds:
         times = extras.table(("time",), ("before", "after", "ratio"))
         for name, (before, after) in seconds.items():

@@ -17,7 +17,7 @@ from sparsity.graph import Graph
 from sparsity.graph.dims import Dim
 from sparsity.reports import time_in_turn
 from sparsity.shrinking import report
-from sparsity.shrinking.cutting import cut_params, cut_state
+from sparsity.shrinking.cutting import check_updates, cut_params, cut_state
 from sparsity.shrinking.evaluate import Smaller
 from sparsity.shrinking.plan import Plan, chosen_by, plan_of, variables_of
 
@@ -37,6 +37,8 @@ class Small:
       plan: what stays: `plan.to_json()` cuts another checkpoint of the model.
       before: the graph of the model before.
       replicated: axes of leaves whose devices, so many, no longer divide what is left of them.
+      update_error: how far updates of the smaller parameters are from those of the masked ones, as
+        a part of the largest entry of an array; `None` if `shrink` got no `tx`.
       graph: that of the smaller one.
     """
 
@@ -45,6 +47,7 @@ class Small:
     plan: Plan
     before: Graph
     replicated: Mapping[tuple[Path, int], int]
+    update_error: float | None = None
 
     @functools.cached_property
     def graph(self) -> Graph:
@@ -149,7 +152,11 @@ def _apply(graph: Graph, plan: Plan, params: PyTree, *args: Any) -> Any:
 
 
 def shrink(
-    graph: Graph, params: PyTree, masks: PyTree | Plan, opt_state: optax.OptState | None = None
+    graph: Graph,
+    params: PyTree,
+    masks: PyTree | Plan,
+    opt_state: optax.OptState | None = None,
+    tx: optax.GradientTransformation | None = None,
 ) -> Small:
     """Removes the masked channels: of the parameters, of the model, and of the optimizer's state.
 
@@ -161,16 +168,21 @@ def shrink(
       params: its parameters, the tree that was traced, or a part of it.
       masks: masks of whole channels, as `scope=sparsity.Coupled(graph)` makes them; or a `Plan`.
       opt_state: state of any optax optimizer of `params`. Moments are cut with their parameters,
-        counters and schedules stay, and a SparseState keeps the masks of what is left. A transform
-        that mixes all entries (clipping by the global norm) sees only those that are left, which
-        is the same where removed entries would be 0. Factored moments are refused.
+        counters and schedules stay, and a SparseState keeps the masks of what is left. Factored
+        moments are refused.
+      tx: the optimizer of that state, to prove that it trains on as it would the masked model: four
+        updates by random gradients are compared. What works entry by entry does, and so does
+        a norm of gradients, to which zeros add nothing (`clip_by_global_norm`, `lars`). A mean
+        over an array (`clip_by_block_rms`), noise, a factor made of the shape (`muon`), or a norm
+        of moments (`lamb`) does not, and is refused.
 
     Returns:
       The smaller model.
 
     Raises:
       ValueError: a mask does not remove whole channels, masks belong to another model, a group of
-        channels would vanish, or a leaf of the optimizer's state cannot be cut; the leaf is named.
+        channels would vanish, a leaf of the optimizer's state cannot be cut, or `tx` would train
+        the smaller model otherwise; the leaf is named.
 
     Example:
       >>> from sparsity.graph import trace
@@ -193,7 +205,13 @@ def shrink(
     state = None if opt_state is None else cut_state(graph, plan, params, small_params, opt_state)
     small = Small(small_params, state, plan, graph, _replicated(graph, params, small_params))
     _ = small.graph  # scopes of the graph know the smaller model from now on
-    return small
+    if tx is None:
+        return small
+    if opt_state is None:
+        raise ValueError("tx is checked with the optimizer's state: give opt_state, too.")
+    return dataclasses.replace(
+        small, update_error=check_updates(tx, graph, plan, params, opt_state)
+    )
 
 
 def _replicated(graph: Graph, params: PyTree, small_params: PyTree) -> dict[tuple[Path, int], int]:

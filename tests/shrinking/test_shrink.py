@@ -1,6 +1,9 @@
 """Masked channels are cut for real: what is left computes what the masked model computes."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import flax.linen as nn
 import jax
@@ -11,6 +14,7 @@ import pytest
 
 import sparsity
 from sparsity import Coupled, Plan, Uniform, shrink, trace
+from tests.helpers import ROOT
 
 
 @jax.custom_vjp
@@ -403,3 +407,86 @@ def test_the_state_of_other_params_is_refused(mlp):
     for other in ({"a": params["first"]}, params | {"more": jnp.ones(2)}):
         with pytest.raises(ValueError, match=r"\(8,\) of 'first/bias'.*state of these params"):
             shrink(graph, params, masks, optax.adam(1e-3).init(other))
+
+
+PRESERVED = {
+    "adam": optax.adam(1e-3),
+    "norm of gradients": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
+    "norms by layer": optax.lars(1e-3),
+    "sign": optax.lion(1e-3),
+}
+CHANGED = {
+    "mean": optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)),
+    "noise": optax.add_noise(0.1, 0.5, jax.random.key(0)),
+    "factor of the shape": optax.contrib.muon(1e-3),
+    "mean, every second step": optax.MultiSteps(optax.centralize(), 2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*PRESERVED, *CHANGED])
+def test_an_update_by_the_optimizer_proves_that_it_goes_on_as_on_the_masked_model(mlp, name):
+    params, _, graph = mlp
+    pruned, masks = sparsity.MagnitudePruning(**_coupled(graph)).instant_sparsify(params)
+    tx = (PRESERVED | CHANGED)[name]
+    state = tx.init(params)
+    assert "not checked" in shrink(graph, pruned, masks, state).report()
+    if name in CHANGED:
+        message = r"'(update/.*|state/.*)' has .* in place of .*start it anew"
+        with pytest.raises(ValueError, match=message):
+            shrink(graph, pruned, masks, state, tx)
+        return
+    small = shrink(graph, pruned, masks, state, tx)
+    assert small.update_error < 1e-12
+    assert "differ by" in small.report()
+    # Given weights that are not masked yet, it masks them.
+    assert shrink(graph, params, masks, state, tx).update_error < 1e-12
+
+
+def test_an_optimizer_is_checked_with_its_state(mlp):
+    params, _, graph = mlp
+    masks = jax.tree.map(jnp.ones_like, params)
+    with pytest.raises(ValueError, match="give opt_state, too"):
+        shrink(graph, params, masks, tx=optax.adam(1e-3))
+
+
+_CUT = """
+import sys
+import jax.numpy as jnp
+import numpy as np
+import sparsity
+
+stored = np.load("checkpoint.npz")
+params = {"up": stored["up"], "bias": stored["bias"], "down": stored["down"]}
+model = lambda p, x: jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"]
+graph = sparsity.trace(model, params, jnp.ones((3, 4)))  # at another batch size
+small = sparsity.shrink(graph, params, sparsity.Plan.from_json(open("plan.json").read()))
+np.savez("small.npz", y=small.apply(small.params, stored["x"]), **small.params)
+"""
+
+
+@pytest.mark.slow
+def test_a_plan_cuts_another_checkpoint_in_another_process(tmp_path):
+    draw = np.random.default_rng(0).standard_normal
+
+    def params():
+        return {
+            "up": np.float32(draw((4, 6))),
+            "bias": np.float32(draw(6)),
+            "down": np.float32(draw((6, 2))),
+        }
+
+    def model(params, x):
+        return jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"]
+
+    one, other, x = params(), params(), np.float32(draw((8, 4)))
+    graph = trace(model, one, x)
+    masks = sparsity.MagnitudePruning(**_coupled(graph)).instant_sparsify(one)[1]
+    (tmp_path / "plan.json").write_text(shrink(graph, one, masks).plan.to_json())
+    np.savez(tmp_path / "checkpoint.npz", x=x, **other)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", _CUT], cwd=tmp_path, env=environment, check=True)
+    found = np.load(tmp_path / "small.npz")
+    assert found["up"].shape == (4, 3)
+    masked = jax.tree.map(lambda w, mask: w * mask, other, masks)
+    np.testing.assert_allclose(found["y"], model(masked, x), atol=1e-6)
