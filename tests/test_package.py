@@ -225,7 +225,7 @@ PUBLIC = {
     "apply_mask",
     "Graph", "trace", "budget", "Plan", "Small", "shrink", "Coupled", "calibrate", "oneshot",
     "Statistic", "WandaPruning", "RIAPruning", "SparseGPTPruning", "LeastSquares", "ADMM", "owl",
-    "FLAPPruning",
+    "FLAPPruning", "OSSCARPruning",
     "sparsify_linen", "sparsify_nnx", "merge_lora", "time_in_turn",
     "snip_scores", "grasp_scores", "synflow_scores", "prune_at_init", "lottery_ticket",
 }

@@ -3,6 +3,7 @@
 from sparsity.calibration.capture import calibrate
 from sparsity.calibration.flap import FLAPPruning
 from sparsity.calibration.oneshot import oneshot
+from sparsity.calibration.osscar import OSSCARPruning
 from sparsity.calibration.prune import prune
 from sparsity.calibration.pruners import RIAPruning, WandaPruning
 from sparsity.calibration.rates import Rates, owl
@@ -22,6 +23,7 @@ __all__ = [
     "FLAPPruning",
     "LayerReport",
     "LeastSquares",
+    "OSSCARPruning",
     "RIAPruning",
     "Rates",
     "Refit",

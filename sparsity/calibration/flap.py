@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from sparsity import masks as masks_lib
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.pruners import check_prunes_at_once
-from sparsity.calibration.statistics import Path, Statistic, Statistics, statistic_of
+from sparsity.calibration.readers import Readers
+from sparsity.calibration.statistics import Statistic, Statistics, statistic_of
 from sparsity.core import trees
 from sparsity.core.checks import check_bool
 from sparsity.core.trees import KeyPath, PyTree
-from sparsity.graph import Coupled, Graph
 from sparsity.training.hooks import ExtraArg
 from sparsity.training.state import SparseState
 
@@ -47,7 +47,7 @@ class FLAPPruning(BaseUpdater):
       ...     return jax.nn.relu(x @ params["up"]) @ params["down"] + params["bias"]
       >>> x = jnp.array([[0.0, 5.0], [2.0, 5.0]])  # the second channel is large, but constant
       >>> pruner = FLAPPruning(
-      ...     scope=Coupled(sparsity.trace(model, params, x)),
+      ...     scope=sparsity.Coupled(sparsity.trace(model, params, x)),
       ...     sparsity_distribution_fn=sparsity.Uniform(0.5),
       ... )
       >>> seen = sparsity.calibrate(model, params, [x], "moments")
@@ -61,11 +61,7 @@ class FLAPPruning(BaseUpdater):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_bool("compensate", self.compensate)
-        if not isinstance(self.scope, Coupled):
-            raise ValueError(
-                "FLAPPruning removes channels and needs scope = Coupled(sparsity.trace(fn, params, "
-                f"batch)), got scope = {self.scope!r}."
-            )
+        Readers.of(self)
         check_prunes_at_once(self, "biases")
 
     def calculate_scores(
@@ -87,7 +83,7 @@ class FLAPPruning(BaseUpdater):
     def create_masks(
         self, scores: PyTree, sparsities: PyTree, target_sparsities: PyTree | None = None
     ) -> PyTree:
-        return self._readers_of_channels().select_tree(scores, sparsities)
+        return Readers.of(self).select_tree(scores, sparsities)
 
     def instant_sparsify(
         self,
@@ -114,7 +110,7 @@ class FLAPPruning(BaseUpdater):
         """
         table = self.sites(params)
         with masks_lib.in_use(self, table):
-            readers = self._readers_of_channels().scored(params, self._target_sparsities(params))
+            readers = Readers.of(self).scored(params, self._target_sparsities(params))
         leaves = trees.leaves_by_path(params)
         seen = {
             path: statistic_of(
@@ -140,14 +136,9 @@ class FLAPPruning(BaseUpdater):
         whole = masks_lib.read_masks(masks, params, self.use_packed_masks)
         return masks_lib.apply_masks(trees.map_matched(compensate, pruned), whole), masks
 
-    def _readers_of_channels(self) -> _Readers:
-        assert isinstance(self.scope, Coupled)  # checked when it was made
-        fields = dataclasses.fields(self.scope)
-        return _Readers(**{field.name: getattr(self.scope, field.name) for field in fields})
-
     def _biases(self, params: PyTree, readers: Iterable[KeyPath]) -> dict[KeyPath, KeyPath]:
         """{bias: reader}."""
-        graph = self._readers_of_channels().graph
+        graph = Readers.of(self).graph
         known = graph.leaves_of(params)
         places = {leaf.path: path for path, leaf in known.items()}
         found = {}
@@ -161,14 +152,6 @@ class FLAPPruning(BaseUpdater):
                 )
             found[bias] = reader
         return found
-
-
-@dataclasses.dataclass(frozen=True)
-class _Readers(Coupled):
-    """Coupled channels whose importance is that of the leaves that read them."""
-
-    def is_scored(self, graph: Graph, path: Path, axis: int) -> bool:
-        return any(use.path == path and axis in use.contracting for use in graph.uses)
 
 
 def _means(statistic: Statistic) -> jax.Array:

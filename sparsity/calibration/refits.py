@@ -60,8 +60,9 @@ class LeastSquares:
     """The weights on the support whose outputs are nearest to the dense ones: exact, per output.
 
     Each output is a system of its own, factored by Cholesky; of many inputs, it is solved by
-    conjugate gradients. Where the data leave weights free, they stay near the pruner's. No output
-    has a larger error than before.
+    conjugate gradients. Outputs that keep the same inputs, as whole channels do, share one factor.
+    Where the data leave weights free, they stay near the pruner's. No output has a larger error
+    than before.
 
     Example:
       >>> x = jnp.array([[1.0, 1.0], [1.0, 0.0]])
@@ -81,14 +82,12 @@ class LeastSquares:
         statistic: Statistic,
         select: Select | None,
     ) -> tuple[jax.Array, jax.Array]:
-        most = inputs = statistic.inputs(dense.shape)
+        most, is_shared = statistic.inputs(dense.shape), False
         if not is_traced(mask):
             with jax.ensure_compile_time_eval():
-                kept = jnp.sum(statistic.matrices(mask), axis=-1, dtype=jnp.int32)
-                most = int(jnp.max(kept, initial=1))
-            step = -(-inputs // _PROGRAMS)
-            most = min(inputs, -(-most // step) * step)
-        refit = functools.partial(_least_squares, None if inputs > _MOST_DIRECT else most)
+                most, is_shared = _supports(statistic.matrices(mask))
+        is_direct = is_shared or statistic.inputs(dense.shape) <= _MOST_DIRECT
+        refit = functools.partial(_least_squares, most if is_direct else None, is_shared)
         return sharding.shard_like(dense, refit, dense, pruned, mask, statistic), mask
 
 
@@ -145,9 +144,28 @@ class ADMM:
         return end, mask
 
 
-@functools.partial(jax.jit, static_argnums=0)
+def _supports(masks: jax.Array) -> tuple[int, bool]:
+    """At least the most inputs that an output keeps, and whether all that keep any keep the same.
+
+    Args:
+      masks: [*batch, outputs, inputs].
+    """
+    kept = jnp.sum(masks, axis=-1, dtype=jnp.int32)
+    step = -(-masks.shape[-1] // _PROGRAMS)
+    most = -(-int(jnp.max(kept, initial=1)) // step) * step
+    union = jnp.max(masks, axis=-2, keepdims=True, initial=0)
+    is_shared = jnp.all((masks == union) | (kept == 0)[..., None])
+    return min(most, masks.shape[-1]), bool(is_shared)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _least_squares(
-    most: int | None, dense: jax.Array, pruned: jax.Array, mask: jax.Array, statistic: Statistic
+    most: int | None,
+    is_shared: bool,
+    dense: jax.Array,
+    pruned: jax.Array,
+    mask: jax.Array,
+    statistic: Statistic,
 ) -> jax.Array:
     """The refitted leaf; of at most so many weights of an output, or by conjugate gradients."""
     lead, dtype = statistic.lead(dense.shape), dense.dtype
@@ -160,6 +178,8 @@ def _least_squares(
         gradient = jnp.where(kept, outputs, 0)
         if most is None:
             gain = _by_gradients(gradient, kept, gram)
+        elif is_shared:
+            gain = _by_factor(gradient.T, jnp.any(kept, axis=0), gram, most).T
         else:
             gain = _by_factors(gradient, kept, gram, most, math.prod(lead))
         new = (pruned + gain).astype(dtype).astype(gram.dtype)
@@ -175,28 +195,31 @@ def _by_factors(
     gradient: jax.Array, kept: jax.Array, gram: jax.Array, most: int, matrices: int
 ) -> jax.Array:
     """What each output gains on its support, [outputs, inputs], by a Cholesky factor for each."""
-    diagonal = jnp.diagonal(gram)
-    scale = jnp.where(diagonal > 0, lax.rsqrt(jnp.where(diagonal > 0, diagonal, 1)), 0)
-    rounding = most * jnp.finfo(gram.dtype).eps
-
-    def of_output(gradient: jax.Array, kept: jax.Array) -> jax.Array:
-        places = jnp.argsort(~kept, stable=True)[:most]
-        own = jnp.where(kept, scale, 0)[places]
-        system = gram[places[:, None], places] * own[:, None] * own
-        # Rounding makes a matrix indefinite; the shift that prevents it is taken back below.
-        shift = jnp.where(own > 0, rounding, 1)
-        factor = lax.linalg.cholesky(system + jnp.diag(shift), symmetrize_input=False), True
-        wanted = gradient[places] * own
-        gain = jnp.zeros_like(wanted)
-        for _ in range(3):
-            gain += cho_solve(factor, wanted - _dot(system, gain))
-        return jnp.zeros_like(gradient).at[places].set(gain * own)
-
     at_once = max(1, _AT_ONCE // (most**2 * gram.dtype.itemsize * matrices))
     gains: jax.Array = lax.map(
-        lambda x: of_output(*x), (gradient, kept), batch_size=min(at_once, len(gradient))
+        lambda x: _by_factor(x[0], x[1], gram, most),
+        (gradient, kept),
+        batch_size=min(at_once, len(gradient)),
     )
     return gains
+
+
+def _by_factor(gradient: jax.Array, kept: jax.Array, gram: jax.Array, most: int) -> jax.Array:
+    """What outputs gain on the support that they share, [inputs], or [inputs, outputs]."""
+    diagonal = jnp.diagonal(gram)
+    scale = jnp.where(diagonal > 0, lax.rsqrt(jnp.where(diagonal > 0, diagonal, 1)), 0)
+    places = jnp.argsort(~kept, stable=True)[:most]
+    own = jnp.where(kept, scale, 0)[places]
+    system = gram[places[:, None], places] * own[:, None] * own
+    # Rounding makes a matrix indefinite; the shift that prevents it is taken back below.
+    shift = jnp.where(own > 0, most * jnp.finfo(gram.dtype).eps, 1)
+    factor = lax.linalg.cholesky(system + jnp.diag(shift), symmetrize_input=False), True
+    own = own.reshape(-1, *[1] * (gradient.ndim - 1))
+    wanted = gradient[places] * own
+    gain = jnp.zeros_like(wanted)
+    for _ in range(3):
+        gain += cho_solve(factor, wanted - _dot(system, gain))
+    return jnp.zeros_like(gradient).at[places].set(gain * own)
 
 
 def _by_gradients(gradient: jax.Array, kept: jax.Array, gram: jax.Array) -> jax.Array:

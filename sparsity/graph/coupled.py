@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import chex
 import jax
@@ -107,16 +107,39 @@ class Coupled:
 
     def select_tree(self, scores: PyTree, sparsities: PyTree) -> PyTree:
         """Returns masks of all members; the channels of the highest importance stay."""
-        groups = self._groups(scores, sparsities)
-        kept = [self._kept(group) for group in groups]
 
-        def select(leaves: Mapping[KeyPath, jax.Array], kept: Sequence[Any]) -> list[jax.Array]:
+        def choose(
+            groups: Sequence[PlacedGroup],
+            leaves: Mapping[KeyPath, jax.Array],
+            kept: Sequence[Any],
+            _: None,
+        ) -> list[jax.Array]:
             importance = self._importance(groups, leaves)
             if self.across:
                 return self._select_across(self._graph_of(scores), groups, importance, kept)
             return _best(groups, importance, kept)
 
-        return self._masks(groups, scores, select, [scores], kept)
+        return self.masks_by(choose, scores, sparsities)
+
+    def masks_by(
+        self, choose: Choose, tree: PyTree, sparsities: PyTree, given: PyTree = None
+    ) -> PyTree:
+        """Returns masks of all members, of the channels that a function chooses.
+
+        Args:
+          choose: `choose(groups, leaves, kept, given)` returns uint8[channels] for each group, or
+            [layers, channels]; it gets the leaves of all members, and how many channels stay.
+          tree: of these leaves.
+          sparsities: tree of sparsities, `None` for leaves that have none.
+          given: arrays that `choose` needs beside.
+        """
+        groups = self._groups(tree, sparsities)
+        kept = [self._kept(group) for group in groups]
+
+        def select(leaves: Mapping[KeyPath, jax.Array], how: Any) -> list[jax.Array]:
+            return choose(groups, leaves, *how)
+
+        return self._masks(groups, tree, select, [tree], (kept, given))
 
     def move_tree(
         self, masks: PyTree, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
@@ -153,7 +176,7 @@ class Coupled:
             {trees.path_names(path): x for path, x in leaves if hasattr(x, "shape")}
         )
 
-    def _groups(self, tree: PyTree, sparsities: PyTree) -> list[_Group]:
+    def _groups(self, tree: PyTree, sparsities: PyTree) -> list[PlacedGroup]:
         """The groups that have a sparsity, with their members in a tree."""
         graph = self._graph_of(tree)
         places = {
@@ -173,10 +196,10 @@ class Coupled:
             own = [wanted[path] for path, _, _ in members if wanted.get(path) is not None]
             if own:
                 largest = own[0] if len(own) == 1 else _largest(own)
-                found.append(_Group(group, members, scored, largest))
+                found.append(PlacedGroup(group, members, scored, largest))
         return found
 
-    def _kept(self, group: _Group) -> Any:
+    def _kept(self, group: PlacedGroup) -> Any:
         """How many channels of a group stay, as its sparsity asks for."""
         return self._rounded(group.channels, exact.num_kept(group.channels.size, group.sparsity))
 
@@ -199,13 +222,19 @@ class Coupled:
 
     def _masks(
         self,
-        groups: Sequence[_Group],
+        groups: Sequence[PlacedGroup],
         tree: PyTree,
         choose: Callable[..., list[jax.Array]],
         trees_of_members: Sequence[PyTree],
         how: Any,
     ) -> PyTree:
         """The masks of a tree, from those of channels that `choose` makes of trees by path."""
+        for group in groups:
+            if not group.scored:
+                raise ValueError(
+                    f"No product reads the channels of the group {group.channels.name!r}, so that "
+                    "they have no importance here. Leave its leaves out with filter_fn."
+                )
         paths = list(dict.fromkeys(path for group in groups for path, _, _ in group.members))
         by_path = [trees.leaves_by_path(x) for x in trees_of_members]
         members = [[computed(leaves[path]) for path in paths] for leaves in by_path]
@@ -220,17 +249,12 @@ class Coupled:
         return trees.map_matched(lambda path, _: masks.get(path), tree)
 
     def _importance(
-        self, groups: Sequence[_Group], leaves: Mapping[KeyPath, jax.Array]
+        self, groups: Sequence[PlacedGroup], leaves: Mapping[KeyPath, jax.Array]
     ) -> list[jax.Array]:
         """[channels] of each group, or [layers, channels]."""
         return [self._of_group(group, leaves) for group in groups]
 
-    def _of_group(self, group: _Group, leaves: Mapping[KeyPath, Any]) -> jax.Array:
-        if not group.scored:
-            raise ValueError(
-                f"No product reads the channels of the group {group.channels.name!r}, so that they "
-                "have no importance here. Leave its leaves out with filter_fn."
-            )
+    def _of_group(self, group: PlacedGroup, leaves: Mapping[KeyPath, Any]) -> jax.Array:
         parts = []
         for path, axis, positions in group.scored:
             score = leaves[path]
@@ -250,7 +274,7 @@ class Coupled:
     def _select_across(
         self,
         graph: Graph,
-        groups: Sequence[_Group],
+        groups: Sequence[PlacedGroup],
         importance: Sequence[jax.Array],
         kept: Sequence[Any],
     ) -> list[jax.Array]:
@@ -286,7 +310,7 @@ class Coupled:
 
     def _spread(
         self,
-        groups: Sequence[_Group],
+        groups: Sequence[PlacedGroup],
         masks: Sequence[jax.Array],
         leaves: Mapping[KeyPath, jax.Array],
     ) -> list[jax.Array]:
@@ -305,13 +329,26 @@ class Coupled:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Group:
-    """A group as it lies in a tree: members, and those that are scored: (path, axis, positions)."""
+class PlacedGroup:
+    """A group as it lies in a tree.
+
+    Attributes:
+      channels: the group.
+      members: (path, axis, positions) of all that goes with a channel.
+      scored: of those that add to its importance.
+      sparsity: of the group.
+    """
 
     channels: ChannelGroup
     members: list[tuple[KeyPath, int, np.ndarray]]
     scored: list[tuple[KeyPath, int, np.ndarray]]
     sparsity: chex.Numeric
+
+
+# From groups, the leaves of their members, how many channels stay, and more, to their masks.
+Choose: TypeAlias = Callable[
+    [Sequence[PlacedGroup], Mapping[KeyPath, jax.Array], Sequence[Any], Any], list[jax.Array]
+]
 
 
 def _largest(sparsities: Sequence[chex.Numeric]) -> chex.Numeric:
@@ -320,7 +357,7 @@ def _largest(sparsities: Sequence[chex.Numeric]) -> chex.Numeric:
     return max(float(x) for x in jax.device_get(list(sparsities)))
 
 
-def _stays(group: _Group, masks: Mapping[KeyPath, jax.Array]) -> jax.Array:
+def _stays(group: PlacedGroup, masks: Mapping[KeyPath, jax.Array]) -> jax.Array:
     """uint8[channels]: which channels of a group stay in its first member."""
     path, axis, positions = group.members[0]
     mask = masks[path]
@@ -330,7 +367,7 @@ def _stays(group: _Group, masks: Mapping[KeyPath, jax.Array]) -> jax.Array:
 
 
 def _best(
-    groups: Sequence[_Group], importance: Sequence[jax.Array], kept: Sequence[Any]
+    groups: Sequence[PlacedGroup], importance: Sequence[jax.Array], kept: Sequence[Any]
 ) -> list[jax.Array]:
     """Masks of the most important channels of each group, and of each layer."""
     counts = [jnp.asarray(k, jnp.uint32) for k in kept]

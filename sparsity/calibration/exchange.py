@@ -1,0 +1,154 @@
+"""The choice of OSSCAR: which channels reconstruct best what is computed from all of them.
+
+A channel is some inputs of each matrix that reads it. One table for each matrix holds, of inputs
+that are in, the inverse Gram matrix among them and the least-squares weights; of inputs that are
+out, the Gram matrix of what the others leave of them and its products with what is still missing.
+One pivot (a principal pivot transform) brings a channel from one side to the other and back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.scipy.linalg import cho_solve
+
+_matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+
+
+class Reader(NamedTuple):
+    """Matrices that read the channels of a group.
+
+    Attributes:
+      weights: [layers, matrices, outputs, inputs].
+      grams: [layers, matrices, inputs, inputs].
+      places: int[channels, n], the inputs of each channel.
+    """
+
+    weights: jax.Array
+    grams: jax.Array
+    places: jax.Array
+
+
+class _State(NamedTuple):
+    """Which channels are in, the tables of all readers, and the error."""
+
+    inside: jax.Array
+    tables: list[jax.Array]  # [matrices, inputs, inputs + outputs]
+    error: jax.Array
+
+
+class _Search(NamedTuple):
+    """The best state so far, and the next step.
+
+    Attributes:
+      state: the state.
+      below: the error that a better one must be below.
+      out: how many channels are taken out next.
+      back: how many then come in; 0 only in the first step.
+    """
+
+    state: _State
+    below: jax.Array
+    out: jax.Array
+    back: jax.Array
+
+
+@jax.jit
+def choose(
+    readers: Sequence[Reader], kept: chex.Numeric, swap: chex.Numeric, damping: chex.Numeric
+) -> jax.Array:
+    """Returns which channels stay, bool[layers, channels], of each layer by itself.
+
+    Args:
+      readers: all matrices that read the channels.
+      kept: how many channels stay.
+      swap: how many are exchanged at once at first.
+      damping: added to the diagonals of the Grams, in units of their mean over live inputs.
+    """
+    places = [reader.places for reader in readers]
+    channels = len(places[0])
+    start = jnp.minimum(swap, jnp.minimum(kept, channels - kept))
+
+    def move(state: _State, is_out: chex.Numeric) -> _State:
+        """Takes the channel out that costs least, or brings the one in that gains most."""
+        values = _values(state.tables, places)
+        ranked = jnp.where(state.inside == is_out, jnp.where(is_out, -values, values), -jnp.inf)
+        # Of equals the lower index stays, or comes.
+        found = jnp.argmax(jnp.where(is_out, ranked[::-1], ranked))
+        found = jnp.where(is_out, channels - 1 - found, found)
+        tables = [_pivoted(x, own[found]) for x, own in zip(state.tables, places, strict=True)]
+        return _State(
+            state.inside.at[found].set(~state.inside[found]), tables, state.error - ranked[found]
+        )
+
+    def step(search: _Search) -> _Search:
+        """Takes some out, and brings as many in; fewer the next time if that was no gain."""
+        before, below, out, back = search
+        after = lax.fori_loop(0, out + back, lambda i, state: move(state, i < out), before)
+        is_better = after.error < below
+        state = jax.tree.map(functools.partial(jnp.where, is_better), after, before)
+        rounding = jnp.sqrt(jnp.finfo(state.error.dtype).eps)
+        count = jnp.where(back == 0, start, jnp.where(is_better, out, out // 2))
+        return _Search(state, state.error * (1 - rounding), count, count)
+
+    def of_layer(matrices: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
+        tables = [_table(weights, grams, damping) for weights, grams in matrices]
+        whole = _State(jnp.ones(channels, bool), tables, jnp.zeros((), tables[0].dtype))
+        infinite = jnp.full((), jnp.inf, whole.error.dtype)
+        search = _Search(whole, infinite, jnp.asarray(channels - kept), jnp.zeros_like(start))
+        return lax.while_loop(lambda search: search.out > 0, step, search).state.inside
+
+    found: jax.Array = lax.map(of_layer, [(x.weights, x.grams) for x in readers])
+    return found
+
+
+def _table(weights: jax.Array, grams: jax.Array, damping: chex.Numeric) -> jax.Array:
+    """The table of matrices with all inputs in; inputs are scaled to unit norm."""
+    inputs = grams.shape[-1]
+    eye = jnp.eye(inputs, dtype=grams.dtype)
+    diagonal = jnp.diagonal(grams, axis1=-2, axis2=-1)
+    live = diagonal > 0
+    mean = jnp.sum(diagonal, -1, keepdims=True) / jnp.maximum(jnp.sum(live, -1, keepdims=True), 1)
+    shift = damping * mean + jnp.where(live, 0, 1)
+    scale = lax.rsqrt(diagonal + shift)
+    least = jnp.sqrt(jnp.finfo(grams.dtype).eps)  # or rounding decides where data say nothing
+    extra = (shift * jnp.square(scale) + least)[..., None] * eye
+    system = grams * scale[..., :, None] * scale[..., None, :] + extra
+    inverse = _inverse(system)
+    scaled = jnp.where(live, 1 / scale, 0)[..., None, :] * weights
+    return jnp.concatenate([inverse, scaled.mT], -1)
+
+
+def _values(tables: Sequence[jax.Array], places: Sequence[jax.Array]) -> jax.Array:
+    """What the error grows by if a channel goes out, or shrinks by if it comes in: [channels]."""
+    total = jnp.zeros((), tables[0].dtype)
+    for table, own in zip(tables, places, strict=True):
+        inputs = table.shape[-2]
+        squares = table[:, own[:, :, None], own[:, None, :]]
+        rows = table[:, own, inputs:]
+        total += jnp.sum(_matmul(_inverse(squares), rows) * rows, (0, 2, 3))
+    return total
+
+
+def _pivoted(table: jax.Array, own: jax.Array) -> jax.Array:
+    """The table after inputs have changed sides."""
+    columns = table[:, :, own]
+    inverse = _inverse(columns[:, own])
+    rows = _matmul(inverse, table[:, own])
+    table = (table - _matmul(columns, rows)).at[:, own].set(rows)
+    table = table.at[:, :, own].set(-_matmul(columns, inverse))
+    return table.at[:, own[:, None], own].set(inverse)
+
+
+def _inverse(squares: jax.Array) -> jax.Array:
+    """The inverses of positive matrices."""
+    if squares.shape[-1] == 1:
+        return 1 / squares
+    eye = jnp.broadcast_to(jnp.eye(squares.shape[-1], dtype=squares.dtype), squares.shape)
+    return cho_solve((lax.linalg.cholesky(squares, symmetrize_input=False), True), eye)

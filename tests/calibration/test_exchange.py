@@ -1,0 +1,124 @@
+"""The choice of channels, against least squares of every subset, in float64."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparsity.calibration.exchange import Reader, choose
+from tests.calibration import oracles
+
+CHANNELS = 10
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def problem(seed, width=1):
+    """Weights, Gram, inputs of each channel, and x: inputs of several channels lie in any order."""
+    weights, x, _ = oracles.layer(CHANNELS * width, 4, 60, 6, seed)
+    places = np.random.default_rng(width).permutation(CHANNELS * width).reshape(CHANNELS, width)
+    return weights, x.T @ x, places, x
+
+
+def chosen(kept, swap, *problems, damping=0.0):
+    readers = [
+        Reader(jnp.asarray(weights)[None, None], jnp.asarray(gram)[None, None], jnp.asarray(places))
+        for weights, gram, places, _ in problems
+    ]
+    return np.flatnonzero(choose(readers, kept, swap, damping)[0])
+
+
+def error(stay, *problems):
+    """What least squares on these channels leave, from the inputs themselves."""
+    return sum(
+        np.linalg.lstsq(x[:, places[stay].ravel()], x @ weights.T)[1].sum()
+        for weights, _, places, x in problems
+    )
+
+
+def one_by_one(kept, *problems):
+    """Backward elimination, each time by solving for every candidate."""
+    stay = [*range(CHANNELS)]
+    while len(stay) > kept:
+        left = [[j for j in stay if j != i] for i in stay]
+        stay = min(left, key=lambda own: error(own, *problems))
+    return stay
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1, 3])
+def test_without_exchanges_channels_go_one_by_one(width):
+    for seed in range(2):
+        given = problem(seed, width)
+        for kept in (1, 6):
+            np.testing.assert_array_equal(chosen(kept, 0, given), one_by_one(kept, given))
+
+
+@pytest.mark.slow
+def test_exchanges_come_closer_to_the_best_of_all_subsets():
+    gaps = {0: [], 1: [], 4: []}
+    for seed in range(10):
+        given = problem(seed, 2)
+        best = min(error(list(x), given) for x in itertools.combinations(range(CHANNELS), 3))
+        for swap, found in gaps.items():
+            found.append(error(chosen(3, swap, given), given) / best)
+    none, one, four = map(np.array, gaps.values())
+    assert (one <= none * (1 + 1e-9)).all()
+    assert (four <= none * (1 + 1e-9)).all()
+    assert four.mean() < one.mean() < none.mean()
+    assert np.median(four) == pytest.approx(1, abs=1e-9)
+
+
+def test_no_choice_by_size_or_by_variance_is_better():
+    for seed in range(8):
+        weights, gram, places, x = problem(seed)
+        scores = (weights**2).sum(0), (weights**2).sum(0) * x.var(0)
+        found = error(chosen(4, 8, (weights, gram, places, x)), (weights, gram, places, x))
+        for score in scores:
+            stay = np.argsort(score)[-4:]
+            assert found < error(stay, (weights, gram, places, x))
+
+
+@pytest.mark.slow
+def test_products_that_read_the_same_channels_decide_together():
+    given = problem(0), problem(1, 2)
+    for kept in (2, 5):
+        np.testing.assert_array_equal(chosen(kept, 0, *given), one_by_one(kept, *given))
+
+
+@pytest.mark.slow
+def test_layers_choose_by_themselves():
+    given = problem(0), problem(1)
+    weights, grams = (jnp.stack([x[i][None] for x in given]) for i in range(2))
+    found = choose([Reader(weights, grams, jnp.asarray(given[0][2]))], 4, 8, 0.01)
+    for own, mask in zip(given, found, strict=True):
+        np.testing.assert_array_equal(np.flatnonzero(mask), chosen(4, 8, own, damping=0.01))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damping", [0.0, 0.01])
+def test_dead_channels_and_copies_go_first(damping):
+    weights, _, _, x = problem(0)
+    x[:, 2] = 0
+    x[:, 6] = x[:, 3]
+    order = np.arange(CHANNELS)[:, None]
+    stay = chosen(6, 0, (weights, x.T @ x, order, x), damping=damping)
+    assert 2 not in stay
+    assert len({3, 6} & {*stay}) == 1
+    nothing = np.zeros_like(weights), np.eye(CHANNELS), order, x
+    np.testing.assert_array_equal(chosen(3, 8, nothing), [0, 1, 2])
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_any_number_of_channels_may_stay(width):
+    given = problem(0, width)
+    weights, _, places, x = given
+    singular = weights, x[:3].T @ x[:3], places, x[:3]
+    for kept in range(1, CHANNELS + 1):
+        assert len(chosen(kept, 8, given)) == len(chosen(kept, 8, singular)) == kept
