@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparsity import masks as masks_lib
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.pruners import check_prunes_at_once
 from sparsity.calibration.readers import Readers
 from sparsity.calibration.statistics import Statistic, Statistics, statistic_of
-from sparsity.core import trees
+from sparsity.core import sharding, trees
 from sparsity.core.checks import check_bool
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.training.hooks import ExtraArg
@@ -74,9 +75,13 @@ class FLAPPruning(BaseUpdater):
         def score(path: KeyPath, param: jax.Array) -> jax.Array:
             own = (statistics or {}).get(trees.path_names(path))
             if own is None or own.sums is None:  # of no reader, or instant_sparsify has refused it
-                return jnp.zeros(param.shape, jnp.float32)
-            squares = jnp.square(jnp.abs(own.matrices(param)))
-            return own.leaf(squares * _variances(own)[..., None, :], param.shape)
+                return sharding.zeros_like(param, np.float32)
+
+            def of(param: jax.Array, own: Statistic) -> jax.Array:
+                squares = jnp.square(jnp.abs(own.matrices(param)))
+                return own.leaf(squares * _variances(own)[..., None, :], param.shape)
+
+            return sharding.place_like(param, sharding.shard_like(param, of, param, own))
 
         return trees.map_matched(score, params)
 
@@ -129,9 +134,8 @@ class FLAPPruning(BaseUpdater):
             if path not in biases:
                 return leaf
             reader = biases[path]
-            lost = seen[reader].matrices(leaves[reader] - after[reader])
-            added = jnp.sum(lost * _means(seen[reader])[..., None, :], axis=-1)
-            return (leaves[path] + added.reshape(leaf.shape)).astype(leaf.dtype)
+            given = leaf, leaves[reader], after[reader], seen[reader]
+            return sharding.place_like(leaf, sharding.shard_like(leaf, _compensated, *given))
 
         whole = masks_lib.read_masks(masks, params, self.use_packed_masks)
         return masks_lib.apply_masks(trees.map_matched(compensate, pruned), whole), masks
@@ -152,6 +156,15 @@ class FLAPPruning(BaseUpdater):
                 )
             found[bias] = reader
         return found
+
+
+def _compensated(
+    bias: jax.Array, dense: jax.Array, pruned: jax.Array, statistic: Statistic
+) -> jax.Array:
+    """The bias plus what the weights that are gone gave on average."""
+    lost = statistic.matrices(dense - pruned)
+    added = jnp.sum(lost * _means(statistic)[..., None, :], axis=-1)
+    return (bias + added.reshape(bias.shape)).astype(bias.dtype)
 
 
 def _means(statistic: Statistic) -> jax.Array:

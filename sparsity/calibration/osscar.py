@@ -113,11 +113,13 @@ class OSSCARPruning(BaseUpdater):
         table, scope = self.sites(params), Readers.of(self)
         with masks_lib.in_use(self, table):
             targets = self._target_sparsities(params)
-        leaves = trees.leaves_by_path(params)
+        readers = scope.scored(params, targets)
         seen: dict[KeyPath, Statistic] = {}
-        for path in scope.scored(params, targets):
-            shape, name = leaves[path].shape, table[path].name
-            check_real(name, leaves[path])
+        for path, leaf in trees.leaves_by_path(params).items():
+            if path not in readers:
+                continue
+            shape, name = leaf.shape, table[path].name
+            check_real(name, leaf)
             seen[path] = statistic_of(statistics, table[path], shape, "gram", "OSSCARPruning")
             remedy = f"What the data do not say, damping = {self.damping} decides."
             warn_of_few_rows(seen[path], seen[path].inputs(shape), name, remedy)
