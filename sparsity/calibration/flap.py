@@ -75,7 +75,7 @@ class FLAPPruning(BaseUpdater):
         def score(path: KeyPath, param: jax.Array) -> jax.Array:
             own = (statistics or {}).get(trees.path_names(path))
             if own is None or own.sums is None:  # of no reader, or instant_sparsify has refused it
-                return sharding.zeros_like(param, np.float32)
+                return sharding.zeros_like(param, np.dtype(np.float32))
 
             def of(param: jax.Array, own: Statistic) -> jax.Array:
                 squares = jnp.square(jnp.abs(own.matrices(param)))

@@ -13,7 +13,8 @@ class Frame:
 
     Args:
       program: the program.
-      bound: inputs that depend on parameters alone, as functions that compute them.
+      bound: inputs that depend on parameters alone, as functions that compute them, or the part
+        of them that lies at some indices of their first axes.
       data: for each batch the values of the other inputs.
       layers: the layer of each scan that it is in, by scan.
     """
@@ -21,7 +22,7 @@ class Frame:
     def __init__(
         self,
         program: Program,
-        bound: Mapping[Value, Callable[[], Any]],
+        bound: Mapping[Value, Callable[..., Any]],
         data: list[dict[Value, Any]],
         layers: Mapping[Equation, int],
     ) -> None:
@@ -29,17 +30,16 @@ class Frame:
         self.made_by = {value: e for e in program.flat() for value in e.outputs}
         self._free: dict[Value, Any] = {}
 
-    def free(self, value: Value) -> Any:
-        """A value that depends on parameters alone."""
-        if value not in self._free:
-            if value in self.bound:
-                return self.bound[value]()
-            if value not in self.made_by:
-                return value.known
+    def free(self, value: Value, *layers: int) -> Any:
+        """A value that depends on parameters alone, or a layer of it."""
+        if value in self.bound:
+            return self.bound[value](*layers)
+        if value not in self._free and value in self.made_by:
             equation = self.made_by[value]
             outputs = equation.bind([self.free(x) for x in equation.inputs])
             self._free.update(zip(equation.outputs, outputs, strict=True))
-        return self._free[value]
+        found = self._free.get(value, value.known)
+        return found[layers] if layers else found
 
     def forget(self) -> None:
         """Parameters have changed."""

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.capture import (
@@ -39,8 +40,8 @@ from sparsity.calibration.statistics import (
     not_finite,
     relative_error,
 )
-from sparsity.core import trees
-from sparsity.core.jaxprs import Equation, Value
+from sparsity.core import sharding, trees
+from sparsity.core.jaxprs import Equation
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph import Graph, trace
 from sparsity.masks import Layerwise, Site, pack_masks
@@ -138,6 +139,7 @@ class _Run:
         )
         self.sites: dict[KeyPath, Site] = {path: table[path] for path in self.targets}
         self._by_names = {trees.path_names(path): path for path in self.sites}
+        self._own: set[int] = set()  # leaves that are changed in place: copies of those given
         self._frames: list[Frame] = []
         self._done: set[tuple[KeyPath, tuple[tuple[int, int], ...]]] = set()
         self._layers: dict[Path, list[LayerReport]] = {}
@@ -188,10 +190,7 @@ class _Run:
                     "give sequential=False."
                 )
         data = [dict(zip(values[count:], arrays, strict=True)) for arrays in inputs]
-        bound = {
-            value: functools.partial(self._leaves.__getitem__, i)
-            for i, value in enumerate(values[:count])
-        }
+        bound = {value: functools.partial(self._leaf, i) for i, value in enumerate(values[:count])}
         self._run(Frame(program, bound, data, {}))
 
     def _run(self, frame: Frame) -> None:
@@ -229,9 +228,8 @@ class _Run:
             bound, data = {}, [{} for _ in batches]  # type: ignore[var-annotated]
             for at, (value, inner) in enumerate(zip(equation.inputs, body.inputs, strict=True)):
                 if not is_data[at]:
-                    bound[inner] = functools.partial(
-                        _layer_of, frame, value, layer if at >= end else None
-                    )
+                    of_layer = (layer,) if at >= end else ()
+                    bound[inner] = functools.partial(frame.free, value, *of_layer)
                     continue
                 for b in batches:
                     whole = carry[b][at - fixed] if fixed <= at < end else frame.read(b, value)
@@ -294,14 +292,34 @@ class _Run:
             if self.finished:
                 self.finished.write(len(self._done), found)
         self._done.add((site.path, layer))
-        self._leaves[number] = jnp.asarray(self._leaves[number]).at[at].set(found.weights)
-        whole = self.masks.get(site.path, jnp.ones(self._leaves[number].shape, jnp.uint8))
-        self.masks[site.path] = whole.at[at].set(found.mask)
+        self._replace(site, number, layer, found)
         for frame in self._frames:
             frame.forget()
         layers = self._layers.setdefault(trees.path_names(site.path), [])
         layers.append(found.report)
         self.report[trees.path_names(site.path)] = LayerReport.of_stack(layers)
+
+    def _replace(
+        self, site: Site, number: int, layer: tuple[tuple[int, int], ...], found: Layer
+    ) -> None:
+        """Puts what was found into a leaf and its mask, in time that does not grow with a stack."""
+        if not layer:
+            self._leaves[number], self.masks[site.path] = found.weights, found.mask
+            return
+        if site.path not in self.masks:
+            whole = self._leaves[number] = jnp.array(self._leaves[number], copy=True)
+            self.masks[site.path] = sharding.place_like(whole, sharding.ones_like(whole))
+            self._own.add(number)
+        axes, at = zip(*sorted(layer), strict=True)
+        self._leaves[number] = _put(self._leaves[number], found.weights, axes, at)
+        self.masks[site.path] = _put(self.masks[site.path], found.mask, axes, at)
+
+    def _leaf(self, number: int, *layers: int) -> Any:
+        """A leaf as it is now, or a layer of it; later changes do not reach what it returns."""
+        whole = self._leaves[number]
+        if layers:
+            return whole[layers]
+        return jnp.copy(whole) if number in self._own else whole
 
     def _solve(
         self,
@@ -346,9 +364,20 @@ def _shapes(arrays: Sequence[Any]) -> str:
     return ", ".join(f"{jnp.result_type(x)}{list(x.shape)}" for x in arrays)
 
 
-def _layer_of(frame: Frame, value: Value, layer: int | None) -> Any:
-    found = frame.free(value)
-    return found if layer is None else found[layer]
+@functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
+def _put(whole: jax.Array, part: jax.Array, axes: tuple[int, ...], at: Sequence[int]) -> jax.Array:
+    """An array with a part of it replaced, in the same memory.
+
+    Args:
+      whole: the array; it is used up.
+      part: without the axes.
+      axes: ascending.
+      at: index of the part along each of them.
+    """
+    starts = [0] * whole.ndim
+    for axis, index in zip(axes, at, strict=True):
+        starts[axis] = index
+    return lax.dynamic_update_slice(whole, jnp.expand_dims(part, axes).astype(whole.dtype), starts)
 
 
 def _for_leaf(pruner: BaseUpdater, site: Site, target: Any, fewer: int) -> BaseUpdater:

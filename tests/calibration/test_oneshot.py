@@ -220,3 +220,33 @@ def test_masks_are_packed_and_params_unchanged(model):
     jax.tree.map(np.testing.assert_array_equal, params, before)
     found = sparsity.unpack_masks(masks, params)["layers"]["up"]
     np.testing.assert_array_equal(found, pruned["layers"]["up"] != 0)
+
+
+def carried(params, x):
+    """Scans within a scan, which carry all weights along."""
+
+    def outer(h, group):
+        def inner(carry, w):
+            h, whole = carry
+            return (jnp.tanh(h @ w), whole / 2), None
+
+        (h, whole), _ = jax.lax.scan(inner, (h, params), group)
+        return h + whole.sum(), None
+
+    return jax.lax.scan(outer, x, params)[0]
+
+
+@pytest.mark.slow
+def test_stacked_weights_that_are_carried_along_are_those_that_the_loop_started_with(model):
+    x = model[1][0]
+    params = jax.random.normal(jax.random.key(0), (2, 2, 12, 12)) / 4
+    pruned, _, _ = sparsity.oneshot(PRUNER, carried, params, [x])
+    expected, start, h = params, params, x
+    for group, layer in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        start = start / 2 if layer else expected / 2
+        own = expected[group, layer]
+        seen = sparsity.calibrate(lambda w, x: x @ w, own, [h])
+        own = PRUNER.instant_sparsify(own, statistics=seen)[0]
+        expected = expected.at[group, layer].set(own)
+        h = jnp.tanh(h @ own) + (start.sum() if layer else 0)
+    np.testing.assert_array_equal(pruned, expected)

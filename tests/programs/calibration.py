@@ -87,7 +87,13 @@ def batches_that_are_sharded_give_what_one_device_gives(devices):
 
     expected = run(params, batches)
     with jax.set_mesh(devices.mesh):
-        found = run(jax.tree.map(devices.put, params), [devices.put(x, "a") for x in batches])
+        # With Explicit axes the model would have to say where a sum over a sharded axis lies.
+        stacked = () if devices.is_explicit else (None, None, "b")
+        layers = devices.put(params["layers"], *stacked)
+        placed = {"first": devices.put(params["first"]), "layers": layers}
+        found = run(placed, [devices.put(x, "a") for x in batches])
+    for leaf in (found[1][0]["layers"], found[1][1]["layers"]):
+        assert leaf.sharding.is_equivalent_to(layers.sharding, 3)
     for own, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-6, atol=1e-6 * np.abs(other).max())
 

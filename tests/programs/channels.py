@@ -46,4 +46,5 @@ def channels_are_chosen_as_on_one_device(devices):
             assert found[name].sharding.is_equivalent_to(leaf.sharding, leaf.ndim), name
 
 
-CASES = dict.fromkeys(["Auto", "Explicit"], [channels_are_chosen_as_on_one_device])
+_BOTH = [channels_are_chosen_as_on_one_device]
+CASES = {"Auto": _BOTH, "Explicit": _BOTH}
