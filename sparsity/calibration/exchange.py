@@ -44,19 +44,11 @@ class _State(NamedTuple):
 
 
 class _Search(NamedTuple):
-    """The best state so far, and the next step.
-
-    Attributes:
-      state: the state.
-      below: the error that a better one must be below.
-      out: how many channels are taken out next.
-      back: how many then come in; 0 only in the first step.
-    """
+    """The best state so far, and how many channels go out and come in next."""
 
     state: _State
-    below: jax.Array
     out: jax.Array
-    back: jax.Array
+    back: jax.Array  # 0 only in the first step
 
 
 @jax.jit
@@ -89,19 +81,19 @@ def choose(
 
     def step(search: _Search) -> _Search:
         """Takes some out, and brings as many in; fewer the next time if that was no gain."""
-        before, below, out, back = search
+        before, out, back = search
         after = lax.fori_loop(0, out + back, lambda i, state: move(state, i < out), before)
-        is_better = after.error < below
+        rounding = jnp.sqrt(jnp.finfo(before.error.dtype).eps)
+        is_better = (back == 0) | (after.error < before.error * (1 - rounding))
         state = jax.tree.map(functools.partial(jnp.where, is_better), after, before)
-        rounding = jnp.sqrt(jnp.finfo(state.error.dtype).eps)
         count = jnp.where(back == 0, start, jnp.where(is_better, out, out // 2))
-        return _Search(state, state.error * (1 - rounding), count, count)
+        return _Search(state, count, count)
 
     def of_layer(matrices: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
         tables = [_table(weights, grams, damping) for weights, grams in matrices]
-        whole = _State(jnp.ones(channels, bool), tables, jnp.zeros((), tables[0].dtype))
-        infinite = jnp.full((), jnp.inf, whole.error.dtype)
-        search = _Search(whole, infinite, jnp.asarray(channels - kept), jnp.zeros_like(start))
+        error = jnp.zeros((), jnp.result_type(*tables))
+        whole = _State(jnp.ones(channels, bool), tables, error)
+        search = _Search(whole, jnp.asarray(channels - kept), jnp.zeros_like(start))
         return lax.while_loop(lambda search: search.out > 0, step, search).state.inside
 
     found: jax.Array = lax.map(of_layer, [(x.weights, x.grams) for x in readers])
@@ -127,12 +119,12 @@ def _table(weights: jax.Array, grams: jax.Array, damping: chex.Numeric) -> jax.A
 
 def _values(tables: Sequence[jax.Array], places: Sequence[jax.Array]) -> jax.Array:
     """What the error grows by if a channel goes out, or shrinks by if it comes in: [channels]."""
-    total = jnp.zeros((), tables[0].dtype)
+    total = jnp.zeros((), jnp.result_type(*tables))
     for table, own in zip(tables, places, strict=True):
         inputs = table.shape[-2]
         squares = table[:, own[:, :, None], own[:, None, :]]
         rows = table[:, own, inputs:]
-        total += jnp.sum(_matmul(_inverse(squares), rows) * rows, (0, 2, 3))
+        total = total + jnp.sum(_matmul(_inverse(squares), rows) * rows, (0, 2, 3))
     return total
 
 
