@@ -36,6 +36,8 @@ class Frame:
             return self.bound[value](*layers)
         if value not in self._free and value in self.made_by:
             equation = self.made_by[value]
+            if layers and equation.name == "convert_element_type":  # of a stack: only the layer
+                return equation.bind([self.free(equation.inputs[0], *layers)])[0]
             outputs = equation.bind([self.free(x) for x in equation.inputs])
             self._free.update(zip(equation.outputs, outputs, strict=True))
         found = self._free.get(value, value.known)

@@ -42,6 +42,15 @@ def unrolled(params, x):
     return h @ params["last"]
 
 
+def as_bfloat16(params):
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+
+
+def as_float32(model):
+    """A model of bfloat16 weights that casts all of them at first."""
+    return lambda params, x: model(jax.tree.map(jnp.float32, params), x)
+
+
 def unstacked(params):
     each = {f"{name}{i}": leaf[i] for name, leaf in params["layers"].items() for i in range(LAYERS)}
     return {"first": params["first"], "last": params["last"], **each}
@@ -76,6 +85,12 @@ def test_a_scan_is_pruned_as_its_layers_would_be(model):
     apart, _, _ = sparsity.oneshot(PRUNER, unrolled, unstacked(params), batches)
     for name, leaf in apart.items():
         np.testing.assert_array_equal(unstacked(stacked)[name], leaf)
+    cast, _, _ = sparsity.oneshot(PRUNER, as_float32(scanned), as_bfloat16(params), batches)
+    apart, _, _ = sparsity.oneshot(
+        PRUNER, as_float32(unrolled), as_bfloat16(unstacked(params)), batches
+    )
+    for name, leaf in apart.items():
+        np.testing.assert_array_equal(unstacked(cast)[name], leaf)
     assert list(report) == [("first",), ("layers", "up"), ("layers", "down"), ("last",)]
     assert report[("layers", "up")].sparsity == 0.5
 
