@@ -1,5 +1,8 @@
 """A trained model is pruned in one pass; each layer sees what the pruned ones before it produce."""
 
+import gc
+import sys
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -265,3 +268,23 @@ def test_stacked_weights_that_are_carried_along_are_those_that_the_loop_started_
         expected = expected.at[group, layer].set(own)
         h = jnp.tanh(h @ own) + (start.sum() if layer else 0)
     np.testing.assert_array_equal(pruned, expected)
+
+
+@pytest.mark.slow
+def test_depth_costs_no_memory_beyond_the_weights_and_masks(monkeypatch):
+    pipeline, x, rest = sys.modules["sparsity.calibration.oneshot"], jnp.ones((64, 8)), []
+
+    def measured(*given):
+        held.append(sum(array.nbytes for array in jax.live_arrays()))
+        return calibration.prune(*given)
+
+    monkeypatch.setattr(pipeline, "prune", measured)
+    for depth in (2, 12):
+        layers = {"up": jnp.ones((depth, 8, 16)) / 8, "down": jnp.ones((depth, 16, 8)) / 8}
+        params = {"first": jnp.eye(8), "layers": layers, "last": jnp.ones((8, 3))}
+        gc.collect()
+        held = [sum(array.nbytes for array in jax.live_arrays())]
+        sparsity.oneshot(PRUNER, scanned, params, [x])
+        own = sum(leaf.nbytes + leaf.size for leaf in layers.values())  # a copy, and its masks
+        rest.append(max(held) - held[0] - own)
+    assert rest[1] <= 1.1 * rest[0]
