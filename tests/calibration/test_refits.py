@@ -54,6 +54,20 @@ def test_least_squares_take_masks_with_outputs_of_any_number_of_weights():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("most", [0, 4096])
+def test_outputs_that_keep_the_same_inputs_are_factored_once_and_exactly(most, monkeypatch):
+    monkeypatch.setattr(refits, "_MOST_DIRECT", most)
+    monkeypatch.delattr(refits, "_by_factors")  # one by one
+    monkeypatch.delattr(refits, "_by_gradients")
+    weights, x, _ = oracles.layer()
+    mask = np.outer(np.arange(16) % 5 > 0, np.arange(24) % 3 > 0).astype(np.uint8)
+    with jax.enable_x64(True):
+        kernel, kept = jnp.asarray(weights.T), jnp.asarray(mask.T)
+        found, _ = sparsity.LeastSquares()(kernel, kernel * kept, kept, oracles.of_kernel(x), None)
+    np.testing.assert_allclose(found.T, oracles.least_squares(weights, mask, x.T @ x), rtol=1e-7)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_output_gets_worse_where_rows_are_few_and_inputs_dead(dtype, direct, monkeypatch):
