@@ -23,7 +23,6 @@ COLOURS = (
     *("#56B4E9", "#666666", "#882255", "#332288", "#999933"),
     *("#44AA99", "#661100"),
 )
-MARKERS = "osD^vP*X<>hp"
 LABELS = {
     "adam": "peak learning rate of Adam",
     "adamw": "peak learning rate of AdamW",
@@ -191,60 +190,42 @@ def compare(
 
 
 def draw(task: training.Task, results: Results) -> Figure:
-    """Metric against sparsity, or against the algorithm if there is one sparsity only."""
+    """Each algorithm's seeds, mean and deviation; a panel for each sparsity."""
+    names = ranking(task, results, task.sparsities[-1])
+    height, width = 1.3 + 0.24 * len(names), 2 + 2.3 * len(task.sparsities)
     with matplotlib.rc_context(
         {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
     ):
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        ax = figure.subplots()
-        several = len(task.sparsities) > 1
-        (draw_lines if several else draw_points)(ax, task, results)
-        figure.suptitle(f"{task.title}: mean and deviation of {task.seeds} seeds", fontsize="large")
-        if dense := results.get(("no_prune", 0.0)):
-            line = ax.axhline if several else ax.axvline
-            line(mean(dense), color="black", linestyle=":", label="dense")
-        ax.grid(alpha=0.25)
-        if several:
-            ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-        elif dense:
-            ax.legend(loc="best", frameon=False)
+        figure = Figure(figsize=(max(8, width), height), layout="constrained")
+        panels = figure.subplots(1, len(task.sparsities), sharey=True, squeeze=False)[0]
+        for ax, target in zip(panels, task.sparsities, strict=True):
+            draw_points(ax, [results.get((name, target)) for name in names])
+            ax.set_xlabel(f"{target:.0%} sparsity")
+            if dense := results.get(("no_prune", 0.0)):
+                ax.axvline(mean(dense), color="black", linestyle=":", label="dense")
+        panels[0].set_yticks(range(len(names)), names)
+        panels[0].set_ylim(len(names) - 0.5, -0.5)
+        if dense:
+            panels[0].legend(loc="best", frameon=False)
+        figure.suptitle(f"{task.title}: {task.metric}, {task.seeds} seeds", fontsize="large")
     return figure
 
 
-def draw_lines(ax: Any, task: training.Task, results: Results) -> None:
-    names = ranking(task, results, task.sparsities[-1])
-    for i, name in enumerate(names):
-        targets = [target for target in task.sparsities if (name, target) in results]
-        rows = [results[name, target] for target in targets]
-        # Equal steps of the logarithm of what is kept; shifted, so that bars do not cover another.
-        x = [-np.log(1 - target) + 0.012 * (i - len(names) / 2) for target in targets]
-        ax.errorbar(
-            x,
-            [*map(mean, rows)],
-            [*map(deviation, rows)],
-            color=COLOURS[i % len(COLOURS)],
-            marker=MARKERS[i % len(MARKERS)],
-            label=name,
-            capsize=2,
-        )
-    ticks = [-np.log(1 - target) for target in task.sparsities]
-    ax.set_xticks(ticks, [f"{target:.0%}" for target in task.sparsities])
-    if (
-        len(results) > 25
-    ):  # one in 25, far worse than most, leaves the plot: others can be told apart
-        worst = np.percentile([*map(mean, results.values())], 4 if task.higher_is_better else 96)
-        ax.set_ylim(**{"bottom" if task.higher_is_better else "top": worst})
-    ax.set_xlabel("sparsity")
-    ax.set_ylabel(task.metric)
-
-
-def draw_points(ax: Any, task: training.Task, results: Results) -> None:
-    (target,) = task.sparsities
-    names = ranking(task, results, target)
-    for i, name in enumerate(names):
-        row = results[name, target]
-        ax.plot(row["metric"], [i] * len(row["metric"]), "o", color=COLOURS[0], alpha=0.35, ms=4)
-        ax.errorbar(mean(row), i, xerr=deviation(row), fmt="D", color=COLOURS[1], capsize=3)
-    ax.set_yticks(range(len(names)), names)
-    ax.invert_yaxis()
-    ax.set_xlabel(f"{task.metric} at {target:.0%} sparsity")
+def draw_points(ax: Any, rows: Sequence[store.Result | None]) -> None:
+    means = [mean(row) for row in rows if row]
+    low, middle, high = np.percentile(means, [25, 50, 75])
+    # What is far worse than most is a number at the edge: others can be told apart.
+    least, most = middle - 5 * (high - low), middle + 5 * (high - low)
+    for i, row in enumerate(rows):
+        if not row:
+            continue
+        if least <= mean(row) <= most:
+            seeds = [x for x in row["metric"] if least <= x <= most]
+            ax.plot(seeds, [i] * len(seeds), "o", color=COLOURS[0], alpha=0.35, ms=4)
+            ax.errorbar(mean(row), i, xerr=deviation(row), fmt="D", color=COLOURS[1], capsize=3)
+            continue
+        x, sign, align = (0, "◂", "left") if mean(row) < least else (1, "▸", "right")
+        text = f"{sign} {mean(row):.4g}"
+        at = ax.get_yaxis_transform()  # x from 0 to 1 across the panel
+        ax.text(x, i, text, transform=at, ha=align, va="center", color=COLOURS[1], fontsize="small")
+    ax.grid(alpha=0.25)
