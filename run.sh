@@ -104,7 +104,7 @@ check() {
 # Runs, with the Python $1, the tests that need the installed package and no checkout, in an empty
 # folder; the doctests of the package with them.
 test_installed() {
-  local others=(examples kill_resume.py runs/test_models.py # need the examples' packages
+  local others=(examples documents.py kill_resume.py runs/test_models.py # need pages or examples
     test_{baselines,benchmarks,docs,optimizers,package,run_sh,typing}.py)
   folder=$(mktemp -d)
   trap 'rm -rf -- "$folder"' EXIT

@@ -133,7 +133,7 @@ class Capture:
         """The Gram matrices of all leaves, by name; of one layer of each stack, if asked for."""
         found = {}
         for use in self.uses.values():
-            layout, shape = _layout(use, of_layer), _shape(use, self.graph, of_layer)
+            layout, shape = _layout(use, self.graph, of_layer), _shape(use, self.graph, of_layer)
             own = (*layout.lead(shape), *(2 * [layout.inputs(shape)]))
             found["/".join(use.path)] = jax.ShapeDtypeStruct(own, jnp.float32)
         return found
@@ -258,6 +258,13 @@ def _contracted(use: Use) -> tuple[int, ...]:
     return tuple(numbers.rhs_spec[1:])
 
 
+def _output(use: Use, graph: Graph) -> tuple[int, ...]:
+    """The axes that are outputs, and those of length 1 that were taken out before the product."""
+    roles = {*use.contracting, *use.output, *use.batch}
+    lost = [a for a, n in enumerate(graph.shape_of(use.path)) if n == 1 and a not in roles]
+    return (*sorted(use.output), *lost)
+
+
 def _is_told(use: Use, graph: Graph) -> bool:
     """Whether the leaf's inputs are known entry by entry."""
     view, shape = use.view, graph.shape_of(use.path)
@@ -268,7 +275,7 @@ def _is_told(use: Use, graph: Graph) -> bool:
         use.operand == 0 or use.equation.params["batch_group_count"] != 1
     ):
         return False
-    roles = [*use.contracting, *use.output, *use.batch]
+    roles = [*use.contracting, *_output(use, graph), *use.batch]
     factors = [factor for i in _contracted(use) for factor in view.dims[i]]
     sizes = {axis: math.prod(n for a, n in factors if a == axis) for axis, _ in factors}
     whole = all(axis is not None and shape[axis] == n for axis, n in sizes.items())
@@ -300,7 +307,7 @@ def _groups(use: Use) -> tuple[tuple[int, ...], int]:
     return tuple(axes), left
 
 
-def _layout(use: Use, of_layer: bool = False) -> Statistic:
+def _layout(use: Use, graph: Graph, of_layer: bool = False) -> Statistic:
     """How the axes of a leaf, or of one layer of it, are inputs and outputs; without sums."""
     gone = use.view.stacked if of_layer else ()
     axes, groups = _groups(use)
@@ -311,7 +318,7 @@ def _layout(use: Use, of_layer: bool = False) -> Statistic:
     return Statistic(
         count=0,
         contracting=left(use.contracting),
-        output=left(sorted(axis for axis in use.output if axis not in axes)),
+        output=left(axis for axis in _output(use, graph) if axis not in axes),
         batch=left((*use.batch, *axes)),
         groups=groups,
     )
@@ -336,7 +343,7 @@ def statistic_of_use(
       rows: how many.
       of_layer: the sums are those of one layer of a stack, without the axes that scans took apart.
     """
-    layout, places = _layout(use, of_layer), _places(use)
+    layout, places = _layout(use, graph, of_layer), _places(use)
     found = sums[..., places[:, None], places] if kind == "gram" else sums[..., places]
     shape = _shape(use, graph, of_layer)
     lead, size = layout.lead(shape), len(places)

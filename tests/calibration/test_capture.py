@@ -137,6 +137,28 @@ def test_convolutions_sum_over_patches(groups):
     assert int(found.count) == 24
 
 
+def convolve(groups):
+    return lambda params, x: jax.lax.conv_general_dilated(
+        x, params["kernel"][..., 0], [1], "VALID", feature_group_count=groups
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "kernel", "inputs"),
+    [
+        pytest.param(lambda p, x: x @ p["kernel"].reshape(4, 3), (1, 4, 3), (6, 4), id="reshape"),
+        pytest.param(convolve(1), (4, 4, 3, 1), (2, 4, 5), id="conv", marks=pytest.mark.slow),
+        pytest.param(convolve(2), (4, 2, 3, 1), (2, 4, 5), id="groups", marks=pytest.mark.slow),
+    ],
+)
+def test_an_axis_of_length_one_may_be_taken_out_before_the_product(model, kernel, inputs):
+    params, x = {"kernel": draw(0, *kernel)}, draw(1, *inputs)
+    half = sparsity.WandaPruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
+    pruned, _, report = sparsity.oneshot(half, model, params, [x])
+    lost = np.sum(np.square(model(params, x) - model(pruned, x)))
+    close(report["kernel",].error, lost / np.sum(np.square(model(params, x))))
+
+
 @pytest.mark.slow
 def test_an_equinox_module_whose_weights_are_transposed():
     model = eqx.nn.MLP(3, 2, 5, 1, key=jax.random.key(0))
