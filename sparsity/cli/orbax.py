@@ -6,6 +6,7 @@ description of the folder each time.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import json
@@ -21,6 +22,7 @@ from sparsity.core import extras
 
 # More threads would each keep memory for themselves.
 THREADS = {"data_copy_concurrency": {"limit": 1}, "file_io_concurrency": {"limit": 1}}
+M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,7 @@ class OrbaxLeaf(Leaf):
 def read(path: Path) -> Any:
     """Returns the tree of a folder; text and what else is no array is `None`."""
     path = path.absolute()
+    _give_memory_back()
     if not (path / "_METADATA").is_file():
         raise ValueError("it has no _METADATA; name the folder of an item, such as STEP/default")
     described = json.loads((path / "_METADATA").read_text(encoding="utf-8"))
@@ -87,6 +90,12 @@ def write(source: Path, target: Path, changed: list[tuple[Any, np.ndarray]]) -> 
 
 def _is_array(meta: Any) -> bool:
     return getattr(meta, "dtype", None) is not None
+
+
+def _give_memory_back() -> None:
+    """Has glibc return what an array took: else it keeps that of several arrays that are freed."""
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(M_MMAP_THRESHOLD, PIECE)
 
 
 @functools.cache
