@@ -310,7 +310,7 @@ def _standard(saved, fresh, folder):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "run", saved)
         checkpointer.wait_until_finished()
-        return checkpointer.restore(folder / "run", jax.eval_shape(lambda: fresh))
+        return checkpointer.restore(folder / "run", fresh)
 
 
 def _bytes(saved, fresh, folder):
