@@ -16,7 +16,7 @@ def read(name, file):
 
 
 def test_every_trainer_has_its_example():
-    assert NAMES == ["dopamine_dqn", "fedjax_mnist", "kauldron_vit", "tunix_lm"]
+    assert NAMES == ["dopamine_dqn", "fedjax_mnist", "kauldron_vit", "oneshot", "tunix_lm"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -31,13 +31,17 @@ def test_every_package_is_pinned(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_program_wraps_its_optimizer_in_one_line(name):
+def test_the_program_prunes_in_one_line(name):
     tree = ast.parse(read(name, "train.py"))
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    wraps = [
-        call for call in calls if isinstance(call, ast.Attribute) and call.attr == "wrap_optax"
-    ]
-    assert len(wraps) == 1
+    names = [call.attr for call in calls if isinstance(call, ast.Attribute)]
+    trained, untrained = names.count("wrap_optax"), names.count("oneshot")
+    assert (trained, untrained) == ((0, 1) if name == "oneshot" else (1, 0))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_of_trainers_lists_it(name):
+    assert f"| `{name}` |" in (helpers.ROOT / "docs/trainers.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", NAMES)
