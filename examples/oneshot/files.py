@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sysconfig
@@ -72,6 +73,7 @@ def truth(path: Path) -> int:
     return LABELS.index(_types_by_extension()[path.suffix.lower()])
 
 
+@functools.cache
 def _types_by_extension() -> dict[str, str]:
     """{extension: type} where magika knows a single type that has the extension."""
     known = json.loads((PACKAGE / "config" / "content_types_kb.min.json").read_text())
