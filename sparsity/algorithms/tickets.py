@@ -76,9 +76,14 @@ def lottery_ticket(
             _, old, trained = tickets[-1]
             masks = _pruned(old, trained, rate, r)
             start = apply_masks(params if rewind_params is None else rewind_params, masks)
-        trained = train_fn(start, masks)
+        # Of copies, which may be donated.
+        trained = train_fn(*jax.tree.map(jnp.copy, (start, masks)))
         given, found = (
-            [*map(trees.path_string, trees.leaves_by_path(tree))] for tree in (params, trained)
+            [
+                f"{trees.path_string(path)}{list(jnp.shape(leaf))}"
+                for path, leaf in trees.leaves_by_path(tree).items()
+            ]
+            for tree in (params, trained)
         )
         if given != found:
             raise ValueError(

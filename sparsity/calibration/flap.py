@@ -131,21 +131,20 @@ class FLAPPruning(BaseUpdater):
         after = trees.leaves_by_path(pruned)
 
         def compensate(path: KeyPath, leaf: Any) -> Any:
-            if path not in biases:
-                return leaf
-            reader = biases[path]
-            given = leaf, leaves[reader], after[reader], seen[reader]
-            return sharding.place_like(leaf, sharding.shard_like(leaf, _compensated, *given))
+            for reader in biases.get(path, ()):
+                given = leaf, leaves[reader], after[reader], seen[reader]
+                leaf = sharding.place_like(leaf, sharding.shard_like(leaf, _compensated, *given))
+            return leaf
 
         whole = masks_lib.read_masks(masks, params, self.use_packed_masks)
         return masks_lib.apply_masks(trees.map_matched(compensate, pruned), whole), masks
 
-    def _biases(self, params: PyTree, readers: Iterable[KeyPath]) -> dict[KeyPath, KeyPath]:
-        """{bias: reader}."""
+    def _biases(self, params: PyTree, readers: Iterable[KeyPath]) -> dict[KeyPath, list[KeyPath]]:
+        """{bias: the readers to whose outputs it is added}."""
         graph = Readers.of(self).graph
         known = graph.leaves_of(params)
         places = {leaf.path: path for path, leaf in known.items()}
-        found = {}
+        found: dict[KeyPath, list[KeyPath]] = {}
         for reader in readers:
             own = known[reader]
             if (bias := places.get(graph.biases.get(own.path, ()))) is None:
@@ -154,7 +153,7 @@ class FLAPPruning(BaseUpdater):
                     "its own to its outputs, so that what they were on average cannot be kept. "
                     "Give it a bias of zeros, or compensate=False."
                 )
-            found[bias] = reader
+            found.setdefault(bias, []).append(reader)
         return found
 
 

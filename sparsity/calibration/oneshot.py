@@ -334,8 +334,9 @@ class _Run:
         own = statistic(name)
         if own is None:
             raise ValueError(
-                f"No product of the model reads {site.name!r}, which has a sparsity, so that it "
-                "has no statistics. Keep it dense with filter_fn."
+                f"No product of the model reads {site.name!r}, which has a sparsity, as a whole: "
+                "nothing does, or parts of it, or a while loop. Scan over its layers, split it, or "
+                "keep it dense: filter_fn of the distribution."
             )
         if not (rows := int(np.max(jax.device_get(own.count)))):
             raise ValueError(

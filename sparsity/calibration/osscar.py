@@ -21,6 +21,7 @@ from sparsity.calibration.statistics import (
     Statistic,
     Statistics,
     check_real,
+    is_finite,
     statistic_of,
     warn_of_few_rows,
 )
@@ -120,6 +121,10 @@ class OSSCARPruning(BaseUpdater):
                 continue
             shape, name = leaf.shape, table[path].name
             check_real(name, leaf)
+            if not is_finite(leaf):
+                raise ValueError(
+                    f"{name!r} has weights that are not finite, and cannot be refitted."
+                )
             seen[path] = statistic_of(statistics, table[path], shape, "gram", "OSSCARPruning")
             remedy = f"What the data do not say, damping = {self.damping} decides."
             warn_of_few_rows(seen[path], seen[path].inputs(shape), name, remedy)
@@ -164,6 +169,7 @@ def _choose(
     masks = []
     for group, count in zip(groups, kept, strict=True):
         readers = [_reader(group, place, leaves, seen) for place in group.scored]
+        count = jnp.minimum(count, group.channels.size)  # fewer, after the model was shrunken
         mask = choose(readers, count, swap, damping).astype(jnp.uint8)
         masks.append(mask if group.channels.layers else mask[0])
     return masks

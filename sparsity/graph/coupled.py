@@ -32,7 +32,7 @@ class Coupled:
     biases, scales and shifts. Of a group of n channels at sparsity s `num_kept(n, s)` stay, where s
     is the largest sparsity among its members that have one; all members get masks. Each layer of a
     scan chooses its own channels, where they live within a layer. What is masked can be cut by
-    `sparsity.shrink`.
+    `sparsity.shrink`; n is that of `graph` in the smaller model, too, so that a ramp goes on.
 
     SET and RigL keep the number of channels. One that grows starts at 0 on both sides; where its
     activation maps 0 to 0, as ReLU does, no gradient reaches it from there. Choose a pruner then.
@@ -116,7 +116,7 @@ class Coupled:
         ) -> list[jax.Array]:
             importance = self._importance(groups, leaves)
             if self.across:
-                return self._select_across(self._graph_of(scores), groups, importance, kept)
+                return self._select_across(groups, importance, kept)
             return _best(groups, importance, kept)
 
         return self.masks_by(choose, scores, sparsities)
@@ -200,8 +200,14 @@ class Coupled:
         return found
 
     def _kept(self, group: PlacedGroup) -> Any:
-        """How many channels of a group stay, as its sparsity asks for."""
-        return self._rounded(group.channels, exact.num_kept(group.channels.size, group.sparsity))
+        """How many channels of a group stay, of those that the model of `graph` has."""
+        before = self._before(group)
+        return self._rounded(before, exact.num_kept(before.size, group.sparsity))
+
+    def _before(self, group: PlacedGroup) -> ChannelGroup:
+        """The group as it was before the model was shrunken, if it was."""
+        member = group.channels.members[0]
+        return next((x for x in self.graph.groups if member in x.members), group.channels)
 
     def _rounded(self, channels: ChannelGroup, kept: Any) -> Any:
         """A number of channels as `round_to` and `min_channels` make it."""
@@ -273,13 +279,13 @@ class Coupled:
 
     def _select_across(
         self,
-        graph: Graph,
         groups: Sequence[PlacedGroup],
         importance: Sequence[jax.Array],
         kept: Sequence[Any],
     ) -> list[jax.Array]:
         """Under one threshold of importance per multiply-add; a bisection over thresholds."""
-        variables = [group.channels.variable for group in groups]
+        graph, whole_groups = self.graph, [self._before(group) for group in groups]
+        variables = [group.variable for group in whole_groups]
         dense = {variable: variable.size for variable in variables}
         whole: int = graph.macs_left(dense)
         ranked = []
@@ -300,8 +306,8 @@ class Coupled:
         def counts(bits: jax.Array) -> list[Any]:
             threshold = lax.bitcast_convert_type(bits, jnp.float32)
             return [
-                self._rounded(group.channels, jnp.sum(x > threshold, dtype=jnp.int32))
-                for group, x in zip(groups, ranked, strict=True)
+                self._rounded(group, jnp.sum(x > threshold, dtype=jnp.int32))
+                for group, x in zip(whole_groups, ranked, strict=True)
             ]
 
         highest = int(np.float32(np.inf).view(np.int32))  # bits are ordered as what they mean
@@ -370,7 +376,8 @@ def _best(
     groups: Sequence[PlacedGroup], importance: Sequence[jax.Array], kept: Sequence[Any]
 ) -> list[jax.Array]:
     """Masks of the most important channels of each group, and of each layer."""
-    counts = [jnp.asarray(k, jnp.uint32) for k in kept]
+    sizes = [group.channels.size for group in groups]
+    counts = [jnp.minimum(jnp.asarray(k, jnp.uint32), n) for k, n in zip(kept, sizes, strict=True)]
     times = [group.channels.layers or 1 for group in groups]
     low = jnp.stack([k for k, n in zip(counts, times, strict=True) for _ in range(n)])
     return topk_masks([_channels(x) for x in importance], (low & 0, low))

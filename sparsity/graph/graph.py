@@ -220,9 +220,12 @@ class Graph:
                 f"has {len(found)}: it knows {trees.listed([x.name for x in self.leaves])}."
             )
         if found[0].shape != shape:
+            remedy = "Trace the model with these parameters."
+            if role == "masks":
+                remedy = "Unpack packed masks: sparsity.unpack_masks(masks, params)."
             raise ValueError(
                 f"The {role} have shape {shape} at {'/'.join(path)!r}, the graph was traced with "
-                f"{found[0].shape}. Trace the model with these parameters."
+                f"{found[0].shape}. {remedy}"
             )
         return found[0]
 

@@ -73,13 +73,13 @@ def table(small: Small, seconds: Mapping[str, Sequence[float]]) -> str:
         )
     if small.update_error is not None:
         parts.append(
-            "The optimizer goes on as on the masked model: updates for the same gradients differ "
+            "The optimizer goes on as on the masked model: the updates that were compared differ "
             f"by {small.update_error:.1g} of their largest entry at most."
         )
     elif small.opt_state is not None:
         parts.append(
             "Whether the optimizer goes on as on the masked model was not checked: shrink(..., "
-            "tx=tx) compares an update."
+            "opt_state, tx) compares updates."
         )
     if seconds:
         times = extras.table(("time",), ("before", "after", "ratio"))

@@ -170,11 +170,11 @@ def shrink(
       opt_state: state of any optax optimizer of `params`. Moments are cut with their parameters,
         counters and schedules stay, and a SparseState keeps the masks of what is left. Factored
         moments are refused.
-      tx: the optimizer of that state, to prove that it trains on as it would the masked model: four
-        updates by random gradients are compared. What works entry by entry does, and so does
-        a norm of gradients, to which zeros add nothing (`clip_by_global_norm`, `lars`). A mean
+      tx: the optimizer of that state, to check that it trains on as it would the masked model: at
+        least four updates by random gradients are compared. What works entry by entry does, and so
+        does a norm of gradients, to which zeros add nothing (`clip_by_global_norm`, `lars`). A mean
         over an array (`clip_by_block_rms`), noise, a factor made of the shape (`muon`), or a norm
-        of moments (`lamb`) does not, and is refused.
+        of moments that removed entries still have (`lamb`) does not, and is refused.
 
     Returns:
       The smaller model.
@@ -196,6 +196,12 @@ def shrink(
       >>> small.apply(small.params, jnp.ones((5, 3))).shape
       (5, 2)
     """
+    if masks is None:
+        raise ValueError("masks is None: nothing would be cut. Give masks of params, or a Plan.")
+    if isinstance(opt_state, optax.GradientTransformation):
+        raise ValueError("opt_state is an optimizer: give its state, and the optimizer as tx.")
+    if tx is not None and not hasattr(tx, "update"):
+        raise ValueError(f"tx must be an optax.GradientTransformation, got {tx!r}.")
     if isinstance(masks, Plan):
         plan = masks
         variables_of(graph, plan)

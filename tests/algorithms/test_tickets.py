@@ -63,6 +63,13 @@ def test_tickets_go_on_after_those_that_are_done():
     assert (len(again), len(calls)) == (4, 4)
 
 
+def test_a_training_that_donates_leaves_params_and_tickets_alone():
+    params = helpers.params()
+    train = jax.jit(lambda params, masks: jax.tree.map(lambda w: 2 * w, params), donate_argnums=0)
+    tickets = sparsity.lottery_ticket(train, params, 2)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, tickets)))
+
+
 def test_what_is_pruned_never_returns_though_training_makes_it_large():
     params = {"w": jnp.array([[1.0, 2.0, 3.0, 4.0]])}
     train = lambda params, masks: {"w": jnp.where(masks["w"] > 0, params["w"], 99.0)}  # noqa: E731
@@ -85,6 +92,10 @@ def test_leaves_of_several_dtypes_are_ranked_together():
         ({"rounds": -1}, "rounds must be at least 0, got rounds = -1"),
         ({"rounds": 1, "rate": 1.5}, r"rate must be in \[0, 1\].*got rate = 1.5"),
         ({"rounds": 1, "train_fn": lambda params, masks: None}, "got nothing"),
+        (
+            {"rounds": 1, "train_fn": lambda params, masks: jax.tree.map(jnp.ravel, params)},
+            r"the parameters that it got, .*\[\d+, \d+\].*, got .*\[\d+\]",
+        ),
     ],
 )
 def test_arguments_out_of_range_are_errors(arguments, text):

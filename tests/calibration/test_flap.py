@@ -56,6 +56,20 @@ def test_channels_and_biases_are_those_of_a_plain_program():
     assert small.params["down"]["kernel"].shape == (4, 3)
 
 
+def test_a_bias_gets_the_means_that_all_its_readers_lose():
+    def model(params, x):
+        hidden = [jax.nn.relu(x @ params[up]) for up in ("up", "left")]
+        return hidden[0] @ params["down"] + hidden[1] @ params["right"] + params["bias"]
+
+    shapes = {"up": (6, 8), "left": (6, 4), "down": (8, 3), "right": (4, 3), "bias": (3,)}
+    params = {name: draw(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+    statistics = sparsity.calibrate(model, params, BATCHES, "moments")
+    graph = trace(model, params, BATCHES[0])
+    pruned, _ = flap(graph).instant_sparsify(params, statistics=statistics)
+    x = jnp.concatenate(BATCHES)
+    np.testing.assert_allclose(model(pruned, x).mean(0), model(params, x).mean(0), atol=1e-5)
+
+
 def test_without_compensation_biases_stay():
     graph = trace(mlp, PARAMS, BATCHES[0])
     statistics = sparsity.calibrate(mlp, PARAMS, BATCHES, "moments")

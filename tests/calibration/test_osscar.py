@@ -226,6 +226,10 @@ def test_what_cannot_be_is_refused():
         osscar(graph).instant_sparsify(params, statistics=sparsity.calibrate(mlp, params, batches))
     with pytest.raises(ValueError, match="got statistics = None"):
         osscar(graph).instant_sparsify(params)
+    odd = params | {"down": params["down"].at[4, 0].set(jnp.nan)}
+    seen = sparsity.calibrate(mlp, params, batches, "gram")
+    with pytest.raises(ValueError, match="'down' has weights that are not finite"):
+        osscar(graph).instant_sparsify(odd, statistics=seen)
     few = sparsity.calibrate(mlp, params, [batches[0][:9]], "gram")
     with pytest.warns(UserWarning, match="'down' has 9 rows for 12 inputs.*damping = 0.01 decides"):
         osscar(graph).instant_sparsify(params, statistics=few)

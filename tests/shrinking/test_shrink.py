@@ -409,47 +409,6 @@ def test_the_state_of_other_params_is_refused(mlp):
             shrink(graph, params, masks, optax.adam(1e-3).init(other))
 
 
-PRESERVED = {
-    "adam": optax.adam(1e-3),
-    "norm of gradients": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
-    "norms by layer": optax.lars(1e-3),
-    "sign": optax.lion(1e-3),
-}
-CHANGED = {
-    "mean": optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)),
-    "noise": optax.add_noise(0.1, 0.5, jax.random.key(0)),
-    "factor of the shape": optax.contrib.muon(1e-3),
-    "mean, every second step": optax.MultiSteps(optax.centralize(), 2),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*PRESERVED, *CHANGED])
-def test_an_update_by_the_optimizer_proves_that_it_goes_on_as_on_the_masked_model(mlp, name):
-    params, _, graph = mlp
-    pruned, masks = sparsity.MagnitudePruning(**_coupled(graph)).instant_sparsify(params)
-    tx = (PRESERVED | CHANGED)[name]
-    state = tx.init(params)
-    assert "not checked" in shrink(graph, pruned, masks, state).report()
-    if name in CHANGED:
-        message = r"'(update/.*|state/.*)' has .* in place of .*start it anew"
-        with pytest.raises(ValueError, match=message):
-            shrink(graph, pruned, masks, state, tx)
-        return
-    small = shrink(graph, pruned, masks, state, tx)
-    assert small.update_error < 1e-12
-    assert "differ by" in small.report()
-    # Given weights that are not masked yet, it masks them.
-    assert shrink(graph, params, masks, state, tx).update_error < 1e-12
-
-
-def test_an_optimizer_is_checked_with_its_state(mlp):
-    params, _, graph = mlp
-    masks = jax.tree.map(jnp.ones_like, params)
-    with pytest.raises(ValueError, match="give opt_state, too"):
-        shrink(graph, params, masks, tx=optax.adam(1e-3))
-
-
 _CUT = """
 import sys
 import jax.numpy as jnp

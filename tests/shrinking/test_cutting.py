@@ -1,0 +1,123 @@
+"""What is left of optimizers' states, and whether they go on as on the masked model."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsity
+from sparsity import Coupled, Uniform, shrink, trace
+
+KEPT = {
+    "adam": optax.adam(1e-3),
+    "norm of gradients": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
+    "norms by layer": optax.lars(1e-3),
+    "sign": optax.lion(1e-3),
+    "extra arguments": optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
+}
+CHANGED = {
+    "mean": optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)),
+    "mean, every eighth step": optax.MultiSteps(optax.centralize(), 8),
+    "noise": optax.add_noise(0.1, 0.5, jax.random.key(0)),
+    "factor of the shape": optax.contrib.muon(1e-3),
+}
+
+
+def mlp(params, x):
+    hidden = jnp.tanh(x @ params["first"] + params["bias"])
+    return jnp.tanh(hidden @ params["second"]) @ params["last"]
+
+
+@pytest.fixture
+def model():
+    """(params, inputs, graph), in float64."""
+    draw = np.random.default_rng(0).standard_normal
+    with jax.enable_x64(True):
+        params = {
+            "first": jnp.asarray(draw((5, 20))),
+            "bias": jnp.asarray(draw(20)),
+            "second": jnp.asarray(draw((20, 12)) / 4),
+            "last": jnp.asarray(draw((12, 3)) / 3),
+        }
+        x = jnp.asarray(draw((16, 5)))
+        yield params, x, trace(mlp, params, x)
+
+
+@pytest.fixture
+def pruned(model):
+    """(params, graph, masks) of half the channels."""
+    params, _, graph = model
+    pruner = sparsity.MagnitudePruning(scope=Coupled(graph), sparsity_distribution_fn=Uniform(0.5))
+    return params, graph, pruner.instant_sparsify(params)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*KEPT, *CHANGED])
+def test_updates_show_whether_an_optimizer_goes_on_as_on_the_masked_model(pruned, name):
+    params, graph, masks = pruned
+    tx = (KEPT | CHANGED)[name]
+    state = tx.init(params)
+    assert "not checked" in shrink(graph, params, masks, state).report()
+    if name in CHANGED:
+        with pytest.raises(ValueError, match=r"'(update|state)/.*' has .* in place of .*anew"):
+            shrink(graph, params, masks, state, tx)
+        return
+    small = shrink(graph, params, masks, state, tx)
+    assert small.update_error < 1e-12
+    assert "were compared" in small.report()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"across": True}, {"round_to": 4}], ids=str)
+@pytest.mark.parametrize("part", ["sparsity", "MACs"])
+def test_a_ramp_goes_on_in_the_smaller_model_as_it_would_have(model, options, part):
+    params, x, graph = model
+    half = Uniform(0.5, filter_fn=graph.is_weight)
+    pruner = sparsity.MagnitudePruning(
+        scope=Coupled(graph, **options),
+        sparsity_distribution_fn=half if part == "sparsity" else sparsity.budget(graph, macs=0.5),
+        scheduler=sparsity.PolynomialSchedule(2, 0, 10),
+    )
+    tx = pruner.wrap_optax(optax.adam(1e-2))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(apply, params, state):
+        grads = jax.grad(lambda p: jnp.mean((apply(p, x) - 1) ** 2))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for _ in range(3):
+        params, state = step(mlp, params, state)
+    small = shrink(graph, params, state.masks, state, tx)
+    left, left_state, apply = small.params, small.opt_state, small.apply
+    for _ in range(8):
+        params, state = step(mlp, params, state)
+        left, left_state = step(apply, left, left_state)
+    masked = shrink(graph, params, small.plan, state)
+    assert sum(map(jnp.sum, jax.tree.leaves(state.masks))) < sum(
+        leaf.size for leaf in jax.tree.leaves(left)
+    )
+    jax.tree.map(np.testing.assert_array_equal, left_state.masks, masked.opt_state.masks)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-10), left, masked.params)
+
+
+def test_what_is_no_state_of_these_params_is_refused(pruned):
+    params, graph, masks = pruned
+    tx = optax.adam(1e-3)
+    refused = functools.partial(pytest.raises, ValueError)
+    with refused(match="give opt_state, too"):
+        shrink(graph, params, masks, tx=tx)
+    with refused(match="opt_state is an optimizer"):
+        shrink(graph, params, masks, tx)
+    with refused(match="masks is None"):
+        shrink(graph, params, None)
+    with refused(match=r"one of shape \(3,\).*state of other params"):
+        shrink(graph, params, masks, tx.init({"other": jnp.ones(3)}))
+    with refused(match=r"tx must be an optax.GradientTransformation"):
+        shrink(graph, params, masks, tx.init(params), optax.adam)
+    with refused(match=r"sparsity.unpack_masks\(masks, params\)"):
+        shrink(graph, params, sparsity.pack_masks(masks, params))
