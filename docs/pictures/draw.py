@@ -96,7 +96,7 @@ def choosing(theme):
 
 
 def benchmarks(theme):
-    """Bars of the ordinary and the update step of each algorithm against a dense step."""
+    """Bars of the ordinary and the update step of each algorithm; those above 3 end there."""
     _, lines, _, _, ordinary, update = THEMES[theme]
     pattern = r"^\| (\w+) +\| +off \| +([\d.]+) \| +([\d.]+) \|"
     rows = re.findall(pattern, RESULTS.read_text(encoding="utf-8"), re.MULTILINE)
@@ -114,11 +114,12 @@ def benchmarks(theme):
         for j, (ratio, color) in enumerate(
             zip(map(float, ratios), (ordinary, update), strict=True)
         ):
+            width = min(ratio, 3) * unit
             content.append(
-                f'<rect x="{left}" y="{y + 12 * j}" width="{ratio * unit:.1f}" height="11" '
+                f'<rect x="{left}" y="{y + 12 * j}" width="{width:.1f}" height="11" '
                 f'fill="{color}"/>'
             )
-            place = left + ratio * unit + 5, y + 12 * j + 10
+            place = left + width + 5, y + 12 * j + 10
             content.append(label(*place, f"{ratio:.2f}", "start", 'font-size="11"'))
     x = left + unit
     content.append(

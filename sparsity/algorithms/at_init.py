@@ -300,10 +300,13 @@ def _gradient(loss_fn: LossFn, params: PyTree) -> Callable[..., PyTree]:
 
     def loss(weights: PyTree, batch: Any) -> jax.Array:
         value = loss_fn(_with_leaves(params, weights), batch)
-        if jnp.shape(value):
+        if not trees.is_prunable(value) or value.shape:
+            shape = getattr(value, "shape", None)
+            what = f"an array of shape {shape} and type"
+            got = f"a {type(value).__name__}" if shape is None else f"{what} {value.dtype}"
             raise ValueError(
-                f"loss_fn must return a scalar, got an array of shape {jnp.shape(value)}. Return "
-                "its mean."
+                f"loss_fn must return a floating-point scalar, got {got}. Return the mean of the "
+                "losses of the batch, and nothing else."
             )
         return value
 

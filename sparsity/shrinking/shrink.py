@@ -185,6 +185,7 @@ def shrink(
         the smaller model otherwise; the leaf is named.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from sparsity.graph import trace
       >>> params = {"up": jnp.ones((3, 4)), "down": jnp.ones((4, 2))}
       >>> graph = trace(lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"], params, jnp.ones((5, 3)))

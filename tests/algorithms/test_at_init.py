@@ -261,10 +261,17 @@ def test_what_a_method_lacks_is_named(name, arguments, text):
         sparsity.prune_at_init(name, _linear(0), 0.5, **arguments)
 
 
-def test_a_loss_that_is_no_scalar_is_an_error_with_its_shape():
-    loss_fn = lambda params, batch: batch[0] @ params["w"]  # noqa: E731
+@pytest.mark.parametrize(
+    ("loss_fn", "got"),
+    [
+        (lambda params, batch: batch[0] @ params["w"], r"an array of shape \(5, 4\)"),
+        (lambda params, batch: (jnp.sum(params["w"]), 1), "a tuple"),
+        (lambda params, batch: jnp.int32(1), r"an array of shape \(\) and type int32"),
+    ],
+)
+def test_a_loss_that_is_no_scalar_is_an_error_that_says_what_it_is(loss_fn, got):
     for scores in (sparsity.snip_scores, sparsity.grasp_scores):
-        with pytest.raises(ValueError, match=r"scalar, got an array of shape \(5, 4\)"):
+        with pytest.raises(ValueError, match=f"scalar, got {got}"):
             scores(loss_fn, _linear(0), _linear_batches(0))
 
 
