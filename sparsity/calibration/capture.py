@@ -219,9 +219,16 @@ class Capture:
         for number, (sums, rows) in total.items():
             use = self.uses[number]
             own = statistic_of_use(use, self.graph, self.kind, sums, rows)
-            if use.path in found:
-                own = jax.tree.map(jnp.add, found[use.path], own)
-            found[use.path] = own
+            before = found.setdefault(use.path, own)
+            layouts: list[Any] = [jax.tree.structure(statistic) for statistic in (before, own)]
+            if layouts[0] != layouts[1]:
+                raise ValueError(
+                    f"{'/'.join(use.path)!r} is read along other axes by the {use.primitive} at "
+                    f"{use.source} than by a product before it, so that their inputs cannot be "
+                    "added up. Give each a leaf of its own, or leave it out: filter_fn."
+                )
+            if before is not own:
+                found[use.path] = jax.tree.map(jnp.add, before, own)
         return found
 
 

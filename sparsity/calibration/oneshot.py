@@ -266,7 +266,8 @@ class _Run:
             return statistic_of_use(use, self.graph, "gram", sums[0], sums[1], bool(layer))
 
         site = self.sites[self._by_names[use.path]]
-        if (site.path, layer) not in self._done:
+        before = [done for path, done in self._done if path == site.path]
+        if not any(done == layer or () in (done, layer) for done in before):  # once, though tied
             self.prune(site, layer, statistic)
 
     def prune(
@@ -334,9 +335,8 @@ class _Run:
         own = statistic(name)
         if own is None:
             raise ValueError(
-                f"No product of the model reads {site.name!r}, which has a sparsity, as a whole: "
-                "nothing does, or parts of it, or a while loop. Scan over its layers, split it, or "
-                "keep it dense: filter_fn of the distribution."
+                f"No product reads {site.name!r}, which has a sparsity, as a whole, but parts of "
+                "it, a while loop, or nothing. Split it, or leave it out of the distribution."
             )
         if not (rows := int(np.max(jax.device_get(own.count)))):
             raise ValueError(

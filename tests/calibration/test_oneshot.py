@@ -288,3 +288,19 @@ def test_depth_costs_no_memory_beyond_the_weights_and_masks(monkeypatch):
         own = sum(leaf.nbytes + leaf.size for leaf in layers.values())  # a copy, and its masks
         rest.append(max(held) - held[0] - own)
     assert rest[1] <= 1.1 * rest[0]
+
+
+def test_a_leaf_that_a_scan_and_a_product_read_is_pruned_once_and_not_calibrated(model):
+    params, batches = model
+    pruner = WandaPruning(sparsity_distribution_fn=Uniform(0.5), batch_axes=lambda _, w: w.ndim - 2)
+
+    def read_twice(params, x):
+        return scanned(params, x), jnp.einsum("bi,lij->lbj", x[:, :8], params["layers"]["up"])
+
+    pruned, _, _ = sparsity.oneshot(pruner, read_twice, params, batches)
+    expected, _, _ = sparsity.oneshot(pruner, scanned, params, batches)
+    jax.tree.map(np.testing.assert_array_equal, pruned, expected)
+    with pytest.raises(
+        ValueError, match=r"'layers/up' is read along other axes by the dot_general"
+    ):
+        sparsity.calibrate(read_twice, params, batches)
