@@ -64,22 +64,22 @@ def cut_state(graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, st
             "opt_state, then tx.init(small.params)."
         )
 
-    is_owned = jax.tree.leaves(
-        owners.map_owned(lambda owner, _: owner is not None, owners_tree, state)
-    )
-    others = [leaf for leaf in jax.tree.leaves(state) if trees.is_prunable(leaf) and leaf.ndim]
-    if shapes and others and not any(is_owned):
-        raise ValueError(
-            f"No leaf of opt_state belongs to a leaf of params, and it has one of shape "
-            f"{others[0].shape}: it is the state of other params. Give that of these, or start it "
-            "anew: shrink without opt_state, then tx.init(small.params)."
-        )
     # A packed mask has another shape than its parameter: it is cut unpacked.
     packed = [node for _, node in trees.find_nodes(state, SparseState) if is_packed(node)]
     for node in packed:
         masks = unpack_masks(node.masks, params)
         state = _replaced(state, node, make_state(False, node._replace(masks=masks)))
     state = owners.map_owned(cut, owners_tree, state)
+    is_owned = jax.tree.leaves(
+        owners.map_owned(lambda owner, _: owner is not None, owners_tree, state)
+    )
+    others = [x.shape for x in jax.tree.leaves(state) if trees.is_prunable(x) and x.ndim]
+    if shapes and others and not any(is_owned):
+        raise ValueError(
+            f"No leaf of opt_state belongs to one of params, and it has one of shape {others[0]}: "
+            "it is the state of other params. Give that of these, or start it anew: shrink without "
+            "opt_state, then tx.init(small.params)."
+        )
     for _, node in trees.find_nodes(state, SparseState) if packed else ():
         masks = place_masks(pack_masks(node.masks, small_params), small_params)
         state = _replaced(state, node, make_state(True, node._replace(masks=masks)))
