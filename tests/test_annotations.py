@@ -120,7 +120,6 @@ def found_any(modules):
     return sorted(found)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_no_public_annotation_says_any(module):
     assert found_any([module]) == []

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -161,7 +162,7 @@ def _choose(
     damping: float,
     groups: Sequence[PlacedGroup],
     leaves: Mapping[KeyPath, jax.Array],
-    kept: Sequence[Any],
+    kept: Sequence[chex.Numeric],
     statistics: Sequence[Statistic],
 ) -> list[jax.Array]:
     """The masks of the channels of each group, from the statistics of leaves."""

@@ -111,7 +111,7 @@ class Coupled:
         def choose(
             groups: Sequence[PlacedGroup],
             leaves: Mapping[KeyPath, jax.Array],
-            kept: Sequence[Any],
+            kept: Sequence[chex.Numeric],
             _: None,
         ) -> list[jax.Array]:
             importance = self._importance(groups, leaves)
@@ -353,7 +353,8 @@ class PlacedGroup:
 
 # From groups, the leaves of their members, how many channels stay, and more, to their masks.
 Choose: TypeAlias = Callable[
-    [Sequence[PlacedGroup], Mapping[KeyPath, jax.Array], Sequence[Any], Any], list[jax.Array]
+    [Sequence[PlacedGroup], Mapping[KeyPath, jax.Array], Sequence[chex.Numeric], PyTree],
+    list[jax.Array],
 ]
 
 
