@@ -18,11 +18,7 @@ PAPER = (
     *("magnitude", "global_magnitude", "saliency", "rigl", "set"),
     *("magnitude_ste", "static_sparse", "random"),
 )
-COLOURS = (
-    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
-    *("#56B4E9", "#666666", "#882255", "#332288", "#999933"),
-    *("#44AA99", "#661100"),
-)
+SEEDS, MEAN = "#0072B2", "#D55E00"  # colours
 LABELS = {
     "adam": "peak learning rate of Adam",
     "adamw": "peak learning rate of AdamW",
@@ -191,7 +187,7 @@ def compare(
 
 def draw(task: training.Task, results: Results) -> Figure:
     """Each algorithm's seeds, mean and deviation; a panel for each sparsity."""
-    names = ranking(task, results, task.sparsities[-1])
+    names, dense = ranking(task, results, task.sparsities[-1]), results.get(("no_prune", 0.0))
     height, width = 1.3 + 0.24 * len(names), 2 + 2.3 * len(task.sparsities)
     with matplotlib.rc_context(
         {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
@@ -201,7 +197,7 @@ def draw(task: training.Task, results: Results) -> Figure:
         for ax, target in zip(panels, task.sparsities, strict=True):
             draw_points(ax, [results.get((name, target)) for name in names])
             ax.set_xlabel(f"{target:.0%} sparsity")
-            if dense := results.get(("no_prune", 0.0)):
+            if dense:
                 ax.axvline(mean(dense), color="black", linestyle=":", label="dense")
         panels[0].set_yticks(range(len(names)), names)
         panels[0].set_ylim(len(names) - 0.5, -0.5)
@@ -221,11 +217,11 @@ def draw_points(ax: Any, rows: Sequence[store.Result | None]) -> None:
             continue
         if least <= mean(row) <= most:
             seeds = [x for x in row["metric"] if least <= x <= most]
-            ax.plot(seeds, [i] * len(seeds), "o", color=COLOURS[0], alpha=0.35, ms=4)
-            ax.errorbar(mean(row), i, xerr=deviation(row), fmt="D", color=COLOURS[1], capsize=3)
+            ax.plot(seeds, [i] * len(seeds), "o", color=SEEDS, alpha=0.35, ms=4)
+            ax.errorbar(mean(row), i, xerr=deviation(row), fmt="D", color=MEAN, capsize=3)
             continue
         x, sign, align = (0, "◂", "left") if mean(row) < least else (1, "▸", "right")
         text = f"{sign} {mean(row):.4g}"
         at = ax.get_yaxis_transform()  # x from 0 to 1 across the panel
-        ax.text(x, i, text, transform=at, ha=align, va="center", color=COLOURS[1], fontsize="small")
+        ax.text(x, i, text, transform=at, ha=align, va="center", color=MEAN, fontsize="small")
     ax.grid(alpha=0.25)

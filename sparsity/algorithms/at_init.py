@@ -301,9 +301,9 @@ def _gradient(loss_fn: LossFn, params: PyTree) -> Callable[..., PyTree]:
     def loss(weights: PyTree, batch: Any) -> jax.Array:
         value = loss_fn(_with_leaves(params, weights), batch)
         if not trees.is_prunable(value) or value.shape:
-            shape = getattr(value, "shape", None)
-            what = f"an array of shape {shape} and type"
-            got = f"a {type(value).__name__}" if shape is None else f"{what} {value.dtype}"
+            got = f"a {type(value).__name__}"
+            if trees.is_array(value):
+                got = f"an array of shape {value.shape} and type {value.dtype}"
             raise ValueError(
                 f"loss_fn must return a floating-point scalar, got {got}. Return the mean of the "
                 "losses of the batch, and nothing else."

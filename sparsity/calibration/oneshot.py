@@ -266,8 +266,8 @@ class _Run:
             return statistic_of_use(use, self.graph, "gram", sums[0], sums[1], bool(layer))
 
         site = self.sites[self._by_names[use.path]]
-        before = [done for path, done in self._done if path == site.path]
-        if not any(done == layer or () in (done, layer) for done in before):  # once, though tied
+        known = {(site.path, layer), (site.path, ())}  # once, though several products read it
+        if self._done.isdisjoint(known) and (layer or use.path not in self._layers):
             self.prune(site, layer, statistic)
 
     def prune(

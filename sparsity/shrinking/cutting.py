@@ -20,7 +20,7 @@ from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
 from sparsity.masks import pack_masks, place_masks, unpack_masks
 from sparsity.shrinking.evaluate import take
-from sparsity.shrinking.plan import Plan, shape_left
+from sparsity.shrinking.plan import Plan, shape_left, stays_at
 from sparsity.training.state import SparseState, is_packed, make_state
 
 _MOST_UPDATES = 64  # that are compared
@@ -41,8 +41,11 @@ def cut_state(graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, st
     owners_tree = trees.map_matched(owner_of, params)
 
     shapes = {owner.shape: owner.name for owner in jax.tree.leaves(owners_tree) if owner.axes}
+    owned = set()  # names of the parameters that have state
 
     def cut(owner: _Owner | None, leaf: Any) -> Any:
+        if owner is not None:
+            owned.add(owner.name)
         if owner is None and trees.is_prunable(leaf) and leaf.shape in shapes:
             raise ValueError(
                 f"The optimizer's state has a leaf of the shape {leaf.shape} of "
@@ -70,11 +73,8 @@ def cut_state(graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, st
         masks = unpack_masks(node.masks, params)
         state = _replaced(state, node, make_state(False, node._replace(masks=masks)))
     state = owners.map_owned(cut, owners_tree, state)
-    is_owned = jax.tree.leaves(
-        owners.map_owned(lambda owner, _: owner is not None, owners_tree, state)
-    )
     others = [x.shape for x in jax.tree.leaves(state) if trees.is_prunable(x) and x.ndim]
-    if shapes and others and not any(is_owned):
+    if shapes and others and not owned:
         raise ValueError(
             f"No leaf of opt_state belongs to one of params, and it has one of shape {others[0]}: "
             "it is the state of other params. Give that of these, or start it anew: shrink without "
@@ -110,7 +110,10 @@ def check_updates(
         drawn = jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype)
         return masked(path, sharding.place_like(leaf, drawn))
 
-    update = jax.jit(optax.with_extra_args_support(tx).update)
+    # Some transforms ask for the value of the loss.
+    update = jax.jit(
+        functools.partial(optax.with_extra_args_support(tx).update, value=jnp.float32(1))
+    )
     largest, is_still = 0.0, True
     params = jax.tree.map(lambda leaf: leaf if trees.is_array(leaf) else None, params)
     params = trees.map_matched(masked, params)
@@ -120,11 +123,9 @@ def check_updates(
         if step >= 4 and not is_still:
             break
         grads = trees.map_matched(gradient, params)
-        updates, state = update(grads, state, params, value=jnp.float32(1))
+        updates, state = update(grads, state, params)
         small_grads = cut_params(graph, plan, grads)
-        small_updates, small_state = update(
-            small_grads, small_state, small_params, value=jnp.float32(1)
-        )
+        small_updates, small_state = update(small_grads, small_state, small_params)
         is_still = is_still and not any(map(jnp.any, jax.tree.leaves(trees.prunable(updates))))
         expected = {
             "state": cut_state(graph, plan, params, small_params, state),
@@ -200,13 +201,11 @@ def _taken(array: jax.Array, axes: Mapping[int, jax.Array], own: Any = None) -> 
 def _masked(array: Any, axes: Mapping[int, np.ndarray]) -> Any:
     """The array with zeros in the place of what is removed."""
     for axis, index in axes.items():
-        layers = np.atleast_2d(index)
-        stays = np.zeros((len(layers), array.shape[axis]), bool)
-        np.put_along_axis(stays, layers, True, axis=1)
+        stays = stays_at(index, array.shape[axis])
         shape = [1] * array.ndim
         shape[axis] = array.shape[axis]
         if index.ndim == 2:
-            shape[0] = len(layers)
+            shape[0] = len(stays)
         array = jnp.where(stays.reshape(shape), array, 0)
     return array
 

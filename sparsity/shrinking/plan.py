@@ -101,6 +101,14 @@ def _composed(first: np.ndarray, then: np.ndarray) -> np.ndarray:
     return composed
 
 
+def stays_at(index: np.ndarray, size: int) -> np.ndarray:
+    """bool[layers, size]: which entries of an axis stay, one row where all layers keep the same."""
+    rows = np.atleast_2d(index)
+    stays: np.ndarray = np.zeros((len(rows), size), bool)
+    np.put_along_axis(stays, rows, True, axis=1)
+    return stays
+
+
 def plan_of(graph: Graph, chosen: dict[Dim, np.ndarray]) -> Plan:
     """The plan of variables of which only some entries stay."""
     found: dict[Path, dict[int, np.ndarray]] = {}
@@ -255,9 +263,8 @@ def _check_places(
     for leaf, dims in graph.axes():
         for axis, dim in enumerate(dims if leaf.path in alive else ()):
             left = kept_by_layer(dim, chosen)
-            rows = np.arange(leaf.shape[axis])[None] if left is None else np.atleast_2d(left)
-            expected = np.zeros((len(rows), leaf.shape[axis]), bool)
-            np.put_along_axis(expected, rows, True, axis=1)
+            size = leaf.shape[axis]
+            expected = stays_at(np.arange(size) if left is None else left, size)
             if (alive[leaf.path][axis] != expected).any():
                 why = [r for r in graph.refused if (r.path, r.axis) == (leaf.path, axis)]
                 reason = (

@@ -1,7 +1,6 @@
 """FLAP removes the channels that vary least, keeps their means in biases, and is cut for real."""
 
 import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import sparsity
 from sparsity import Coupled, FLAPPruning, Uniform, shrink, trace
 from tests import helpers
+from tests.calibration.models import ConvNet
 
 
 def draw(seed, *shape):
@@ -88,14 +88,6 @@ def test_compensation_keeps_the_mean_of_every_output():
     assert sparsity.unpack_masks(masks, PARAMS)["up"]["bias"].sum() == 4
 
 
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.relu(nn.Conv(6, (3, 3), padding="VALID")(x))
-        x = nn.relu(nn.Conv(8, (2, 2), padding="VALID")(x)).mean((1, 2))
-        return nn.Dense(3)(x)
-
-
 def scanned(params, x):
     def layer(h, w):
         return h + jnp.tanh(h @ w["up"] + w["shift"]) @ w["down"] + w["bias"], None
@@ -105,7 +97,11 @@ def scanned(params, x):
 
 STACKED = {"up": draw(0, 2, 4, 6), "shift": draw(1, 2, 6), "down": draw(2, 2, 6, 4)}
 MODELS = {
-    "linen": (Net().apply, Net().init(jax.random.key(0), draw(0, 1, 6, 6, 2)), draw(1, 4, 6, 6, 2)),
+    "linen": (
+        ConvNet().apply,
+        ConvNet().init(jax.random.key(0), draw(0, 1, 6, 6, 2)),
+        draw(1, 4, 6, 6, 2),
+    ),
     "equinox": (
         lambda model, x: jax.vmap(model)(x),
         eqx.nn.MLP(5, 3, 8, 2, key=jax.random.key(0)),

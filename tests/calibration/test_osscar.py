@@ -1,6 +1,5 @@
 """OSSCAR keeps the channels that reconstruct best, refits what reads them, and is cut for real."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 import sparsity
 from sparsity import Coupled, OSSCARPruning, Uniform, shrink, trace
 from tests.calibration import oracles
+from tests.calibration.models import ConvNet
 
 
 def draw(seed, *shape):
@@ -105,14 +105,6 @@ def transformer(params, x):
     return x + jax.nn.gelu(norm(x) @ params["up"] + params["bias"]) @ params["down"]
 
 
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.relu(nn.Conv(6, (3, 3), padding="VALID")(x))
-        x = nn.relu(nn.Conv(8, (2, 2), padding="VALID")(x)).mean((1, 2))
-        return nn.Dense(3)(x)
-
-
 def scanned(params, x):
     def layer(h, w):
         return h + jnp.tanh(h @ w["up"] + w["shift"]) @ w["down"], None
@@ -132,8 +124,8 @@ MODELS = {
         draw(9, 8, 10, 8),
     ),
     "convolutions": (
-        Net().apply,
-        Net().init(jax.random.key(0), draw(0, 1, 6, 6, 2)),
+        ConvNet().apply,
+        ConvNet().init(jax.random.key(0), draw(0, 1, 6, 6, 2)),
         draw(1, 9, 6, 6, 2),
     ),
     "scan": (
