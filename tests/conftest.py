@@ -1,9 +1,17 @@
 """Settings of all tests, and fixtures that several test modules share."""
 
 import os
+from pathlib import Path
 
-# Most of the time of the tests is LLVM's; the optimized HLO does not depend on this.
-os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
+# Most of the time of the tests is the compiler's. The optimized HLO does not depend on these.
+_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] = f"{_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
+# What was compiled once is read in the next run, by all workers and by the programs that tests start.
+# `pytest --cache-clear` empties the folder.
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "d" / "jax")
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax
 import pytest

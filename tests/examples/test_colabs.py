@@ -63,8 +63,9 @@ def test_every_notebook_has_a_title_for_its_page_of_the_site():
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_what_is_stored(path):
     stored, fresh = read(path), read(path)
-    # They train for long: code that is optimized a little is worth its compilation.
-    flags = f"{os.environ['XLA_FLAGS']} --xla_backend_optimization_level=1"
+    # They train for long: code that is optimized is worth its compilation.
+    flags = "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=true"
+    flags = f"{os.environ['XLA_FLAGS']} {flags}"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     client = NotebookClient(
         fresh, coalesce_streams=True, resources={"metadata": {"path": str(path.parent)}}
