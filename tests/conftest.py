@@ -3,15 +3,15 @@
 import os
 from pathlib import Path
 
-# Most of the time of the tests is the compiler's. The optimized HLO does not depend on these.
-_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-os.environ["XLA_FLAGS"] = f"{_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
-# What was compiled once is read in the next run, by all workers and by the programs that tests start.
-# `pytest --cache-clear` empties the folder.
-os.environ.setdefault(
-    "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "d" / "jax")
+# Most of the time of the tests is the compiler's. The optimized HLO does not depend on these flags.
+os.environ["XLA_FLAGS"] = (
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+    + os.environ.get("XLA_FLAGS", "")
 )
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# What is compiled is kept for the next run, for all workers and programs that tests start;
+# `pytest --cache-clear` empties the folder.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache/d/jax")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
 import pytest
