@@ -3,7 +3,8 @@
 Each layer sees what the pruned layers before it produce. The program runs in lockstep on all
 batches: up to a product, whose inputs are summed up and whose weight is pruned and refitted, and on
 from there with the new weight. No equation runs twice, and only values that are still needed are
-kept: memory does not grow with depth. A scan runs one layer at a time.
+kept: memory does not grow with depth. A scan runs one layer at a time. Of a weight that lies whole
+on every device of a mesh, each device solves some of the outputs.
 """
 
 from __future__ import annotations
@@ -21,12 +22,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.capture import (
-    Capture,
-    calibrate,
-    check_structure,
-    statistic_of_use,
-)
+from sparsity.calibration.capture import Capture, calibrate, check_structure, statistic_of_use
 from sparsity.calibration.frames import Frame
 from sparsity.calibration.prune import prune, reconstruct
 from sparsity.calibration.refits import Refit
@@ -344,7 +340,8 @@ class _Run:
                 "branches. Give batches that reach it, or keep it dense with filter_fn."
             )
         pruner = _for_leaf(self.pruner, site, self.targets[site.path], fewer)
-        tree = trees.map_matched(lambda path, _: dense if path == site.path else None, self._tree)
+        cut = sharding.spread(dense, (*own.batch, *own.output))  # each device solves a part
+        tree = trees.map_matched(lambda path, _: cut if path == site.path else None, self._tree)
         statistics = {trees.path_names(site.path): own}
         first, masks = prune(pruner, tree, statistics)
         last = first
@@ -353,12 +350,13 @@ class _Run:
         before, after, mask = (trees.leaves_by_path(x)[site.path] for x in (first, last, masks))
         report = LayerReport(
             sparsity=int(jnp.sum(mask == 0)) / max(mask.size, 1),
-            error=float(relative_error(own, dense, after)),
-            unrefitted=float(relative_error(own, dense, before)),
+            error=float(relative_error(own, cut, after)),
+            unrefitted=float(relative_error(own, cut, before)),
             count=rows,
             seconds=time.perf_counter() - started,
         )
-        return Layer(after, mask, report)
+        weights, mask = (sharding.place_like(dense, x) for x in (after, mask))
+        return Layer(weights, mask, report)
 
 
 def _shapes(arrays: Sequence[Any]) -> str:

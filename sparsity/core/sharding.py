@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import (
-    AxisType,
-    NamedSharding,
-    PartitionSpec,
-    Sharding,
-    auto_axes,
-)
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, auto_axes
 
 from sparsity.core.trees import PyTree
 
@@ -87,6 +81,19 @@ def place_like(like: jax.Array, mask: jax.Array) -> jax.Array:
     # XLA shards the operands of a selection alike, and does not know that one is never chosen.
     never = jax.lax.optimization_barrier(jnp.zeros((), bool))
     return jnp.where(never, (like != 0).astype(mask.dtype), mask)
+
+
+def spread(array: jax.Array, axes: Iterable[int]) -> jax.Array:
+    """Cuts an array that lies whole on every device of a mesh, along one of the axes if it can."""
+    whole = getattr(array, "sharding", None)
+    if isinstance(whole, NamedSharding) and whole.is_fully_replicated:
+        count = whole.mesh.size
+        for axis in axes if count > 1 else ():
+            if array.shape[axis] % count == 0:
+                spec = PartitionSpec(*[None] * axis, whole.mesh.axis_names)
+                placed: jax.Array = jax.device_put(array, whole.update(spec=spec))
+                return placed
+    return array
 
 
 def on_device(value: chex.Numeric, dtype: type[np.generic] = np.float32) -> jax.Array:

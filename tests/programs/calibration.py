@@ -98,9 +98,37 @@ def batches_that_are_sharded_give_what_one_device_gives(devices):
         np.testing.assert_allclose(own, other, rtol=1e-6, atol=1e-6 * np.abs(other).max())
 
 
+def each_device_solves_a_part_of_a_weight_that_lies_on_all(devices):
+    where = []
+
+    class Recorded(sparsity.WandaPruning):
+        def instant_sparsify(self, params, grads=None, **extra):
+            where.append(jax.tree.leaves(params)[0].sharding)
+            return super().instant_sparsify(params, grads, **extra)
+
+    x, w = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(32, 8), (8, 16, 5)]))
+    batch = x.reshape(16, 2, 8)
+
+    def run(params, batch):
+        updater = Recorded(sparsity_distribution_fn=half)
+        fn = lambda params, x: jnp.einsum("bti,ioh->btoh", x, params["w"])  # noqa: E731
+        return sparsity.oneshot(updater, fn, params, [batch], refit=sparsity.LeastSquares())
+
+    expected = run({"w": w}, batch)
+    with jax.set_mesh(devices.mesh):
+        params = {"w": devices.put(w)}
+        found = run(params, devices.put(batch))
+    assert where[1].is_equivalent_to(devices.sharding(None, ("a", "b")), 3)
+    same(found[1]["w"], expected[1]["w"], params["w"])
+    np.testing.assert_allclose(found[0]["w"], expected[0]["w"], rtol=1e-5, atol=1e-6)
+    assert found[0]["w"].sharding.is_equivalent_to(params["w"].sharding, 3)
+    assert np.isclose(found[2][("w",)].error, expected[2][("w",)].error, rtol=1e-4)
+
+
 _BOTH = [
     every_method_gives_what_one_device_gives,
     training_updates_masks_by_statistics,
     batches_that_are_sharded_give_what_one_device_gives,
+    each_device_solves_a_part_of_a_weight_that_lies_on_all,
 ]
 CASES = {"Auto": _BOTH, "Explicit": _BOTH}
