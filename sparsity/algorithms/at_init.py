@@ -239,8 +239,9 @@ def _in_rounds(
 ) -> PyTree:
     """Masks of ever fewer weights, scored anew in each round."""
 
-    @jax.jit
-    def prune(weights: PyTree, masks: PyTree, now: jax.Array) -> PyTree:
+    weights = trees.prunable(params)
+
+    def prune(masks: PyTree, now: jax.Array) -> tuple[PyTree, None]:
         scores = score(_with_leaves(params, apply_masks(weights, masks)), inputs)
         # No score is negative: what is pruned ranks below all that is not.
         scores = trees.map_matched(
@@ -248,18 +249,15 @@ def _in_rounds(
             scores,
             masks,
         )
-        return _masks(scores, now)
+        return _masks(scores, now), None
 
-    weights = trees.prunable(params)
     masks = trees.map_matched(
         lambda _, weight, target: None if target is None else jnp.ones_like(weight, jnp.uint8),
         weights,
         Uniform(sparsity)(weights),
     )
-    for r in range(1, rounds + 1):
-        now = sparsity if r == rounds else 1 - (1 - sparsity) ** (r / rounds)
-        masks = prune(weights, masks, jnp.float32(now))
-    return masks
+    sparsities = [1 - (1 - sparsity) ** (r / rounds) for r in range(1, rounds)]
+    return jax.lax.scan(prune, masks, jnp.array([*sparsities, sparsity], jnp.float32))[0]
 
 
 _SCORES: dict[str, Callable[..., PyTree]] = {
