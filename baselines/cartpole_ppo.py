@@ -165,4 +165,5 @@ TASK = training.Task(
         "test_environments": TEST_ENVS,
     },
     train=train,
+    has_loss=False,  # each round has data and a loss of its own
 )

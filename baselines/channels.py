@@ -29,7 +29,7 @@ class ChannelTask(training.Task):
       base: the task that trains.
     """
 
-    base: training.Task
+    base: training.Task = dataclasses.field(kw_only=True)
 
 
 def digits_model(params: chex.ArrayTree, x: jax.Array) -> jax.Array:

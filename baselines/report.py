@@ -66,7 +66,8 @@ their threshold: of scores divided by the norm of their leaf, or as they are in 
 times until {end:.0%} of the steps, at first {training.DROP_FRACTION:.0%} of the active weights,
 along a cosine to none, and so do SRigL and global RigL; static masks stay. Straight-through methods
 are sparse from the first step. Top-KAST and ADMM renew their sets as often, AC/DC has
-{training.PHASES} phases along the ramp, and SNIP prunes in the first step.
+{training.PHASES} phases along the ramp, and SNIP prunes in the first step. GraSP and SynFlow choose
+a static mask for the initial weights, GraSP by {training.BATCHES} batches.
 
 Tasks of whole channels name the part of the multiply-adds that goes, under `Coupled(graph)`.
 Their `static_sparse` is a dense network of that size: it never had the channels that it lacks."""

@@ -23,6 +23,8 @@ Recipe = tuple[str, dict[str, Any]]  # algorithm, options
 VARIANTS: dict[str, Recipe] = {
     "global_magnitude (raw)": ("global_magnitude", {"use_normalization": False}),
     "global_saliency (raw)": ("global_saliency", {"use_normalization": False}),
+    "grasp": ("static_sparse", {"scores": "grasp"}),
+    "synflow": ("static_sparse", {"scores": "synflow"}),
 }
 
 
@@ -38,7 +40,9 @@ def row_names() -> tuple[str, ...]:
 
 def rows_of(task: Task) -> tuple[str, ...]:
     """The rows of a task."""
-    return channels.ROWS if isinstance(task, channels.ChannelTask) else row_names()
+    if isinstance(task, channels.ChannelTask):
+        return channels.ROWS
+    return tuple(name for name in row_names() if task.has_loss or "scores" not in recipe(name)[1])
 
 
 def recipe(name: str) -> Recipe:

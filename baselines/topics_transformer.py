@@ -85,7 +85,8 @@ def train(key: jax.Array, updater: sparsity.BaseUpdater) -> training.Metrics:
     optimizer = optax.chain(
         optax.clip_by_global_norm(MAX_NORM), optax.adamw(rate, weight_decay=WEIGHT_DECAY)
     )
-    params = training.fit(key, updater, init(init_key), optimizer, loss_fn, STEPS)
+    example = text[None, :LENGTH]
+    params = training.fit(key, updater, init(init_key), optimizer, loss_fn, STEPS, model, example)
     starts = jnp.linspace(0, len(test_text) - LENGTH - 1, TEST_BATCH).astype(jnp.int32)
     bits = loss_at(params, test_text, starts) / jnp.log(2.0)
     return {"metric": bits, "sparsity": training.sparsity_of(params)}

@@ -21,6 +21,7 @@ RAMP = (0.2, 0.75)  # of the steps: where pruners begin to prune, and where all 
 MASK_UPDATES = 50  # of pruners along the ramp, of sparse trainers until its end
 PHASES = 10  # of AC/DC along the ramp, the first one sparse
 DROP_FRACTION = 0.3  # at the start, along a cosine to zero
+BATCHES = 10  # that score initial weights
 
 Metrics = dict[str, jax.Array]
 
@@ -38,6 +39,7 @@ class Task:
       seeds: how many runs side by side.
       settings: all numbers that decide the result; a result belongs to its settings.
       train: from a random key and an updater to the metric of the trained network and its sparsity.
+      has_loss: whether `train` calls `fit`, which can score the initial weights.
     """
 
     name: str
@@ -48,10 +50,29 @@ class Task:
     seeds: int
     settings: dict[str, Any]
     train: Callable[[jax.Array, sparsity.BaseUpdater], Metrics]
+    has_loss: bool = True
+
+
+@dataclasses.dataclass(kw_only=True)
+class AtInit(sparsity.StaticRandomSparse):
+    """Trains within the mask that scores of the initial weights choose.
+
+    Attributes:
+      scores: which, as in `sparsity.prune_at_init`.
+      target: fraction of the weights to remove.
+    """
+
+    scores: str
+    target: float
 
 
 def make_updater(
-    algorithm: str, target: float, steps: int, key: int | jax.Array, **options: Any
+    algorithm: str,
+    target: float,
+    steps: int,
+    key: int | jax.Array,
+    scores: str | None = None,
+    **options: Any,
 ) -> sparsity.BaseUpdater:
     """Returns an updater by the recipe of all tasks.
 
@@ -65,8 +86,11 @@ def make_updater(
       target: fraction of the weights to remove.
       steps: updates of the optimizer in a run.
       key: random key, may be traced.
+      scores: of the initial weights, which choose a static mask in the place of a random one.
       **options: fields of the updater beside those of the recipe.
     """
+    if scores:
+        return AtInit(scores=scores, target=target)
     config: dict[str, Any] = {"algorithm": algorithm, "rng_seed": key, **options}
     if algorithm == "no_prune":
         return sparsity.create_updater_from_config(config)
@@ -120,6 +144,8 @@ def fit(
     optimizer: optax.GradientTransformation,
     loss_fn: Callable[[chex.ArrayTree, jax.Array], jax.Array],
     steps: int,
+    model: Callable[[chex.ArrayTree, jax.Array], jax.Array] | None = None,
+    example: jax.Array | None = None,
 ) -> chex.ArrayTree:
     """Trains for `steps` steps.
 
@@ -130,11 +156,24 @@ def fit(
       optimizer: any optax transformation.
       loss_fn: from parameters and a random key, which draws the batch, to the loss.
       steps: updates of the optimizer.
+      model: what SynFlow scores, from parameters and inputs to outputs.
+      example: inputs of the model, a batch of one.
 
     Returns:
       The parameters as the model uses them: those of a sparse network.
     """
-    tx = updater.wrap_optax(optimizer)
+    masks = None
+    if isinstance(updater, AtInit):
+        params, masks = sparsity.prune_at_init(
+            updater.scores,
+            params,
+            updater.target,
+            loss_fn=loss_fn,
+            fn=model,
+            batches=jax.random.split(jax.random.fold_in(key, 0), BATCHES),
+            inputs=example,
+        )
+    tx = updater.wrap_optax(optimizer, masks=masks)
 
     def step(carry: Any, key: jax.Array) -> tuple[Any, None]:
         params, state = carry
@@ -176,7 +215,7 @@ def fit_classifier(
 
     rate = warmup_cosine(settings["adamw"], steps)
     optimizer = optax.adamw(rate, weight_decay=settings["weight_decay"])
-    params = fit(key, updater, init(init_key), optimizer, loss_fn, steps)
+    params = fit(key, updater, init(init_key), optimizer, loss_fn, steps, model, x[:1])
     right = model(params, test_x).argmax(-1) == test_labels
     return {"metric": 100 * right.mean(), "sparsity": sparsity_of(params)}
 

@@ -28,8 +28,11 @@ def train(key, updater):
     def loss_fn(params, key):
         return jnp.mean((x @ params["kernel"] - x[:, :4] + jax.random.normal(key)) ** 2)
 
+    def model(params, x):
+        return x @ params["kernel"]
+
     params = {"kernel": jax.random.normal(key, (16, 4))}
-    params = training.fit(key, updater, params, optax.adam(0.01), loss_fn, 20)
+    params = training.fit(key, updater, params, optax.adam(0.01), loss_fn, 20, model, x[:1])
     return {
         "metric": params["kernel"].sum(),
         "sparsity": training.sparsity_of(params),
@@ -64,6 +67,18 @@ def test_seeds_have_their_own_masks_of_the_same_sparsity(algorithm):
     assert metrics["sparsity"] == [0.75] * 3
     masks = [np.array(mask) for mask in metrics["mask"]]
     assert not any((masks[i] == masks[j]).all() for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+@pytest.mark.parametrize("scores", ["grasp", "synflow"])
+def test_masks_that_initial_weights_choose_stay(scores):
+    found = training.run_seeds(TASK, "static_sparse", 0.75, scores=scores)
+    keys = [jax.random.split(jax.random.key(seed))[0] for seed in range(3)]
+    kernels = [jax.random.normal(key, (16, 4)) for key in keys]
+    if scores == "synflow":  # of one layer the flow through a weight is its size
+        for mask, kernel in zip(found["mask"], kernels, strict=True):
+            order = np.argsort(-np.abs(kernel), axis=None)
+            assert set(np.flatnonzero(mask)) == set(order[:16])
+    assert found["sparsity"] == [0.75] * 3
 
 
 @pytest.mark.parametrize("algorithm", ["magnitude", "rigl"])
@@ -177,6 +192,9 @@ def test_variants_come_after_their_algorithm_and_have_its_recipe():
     for name, (algorithm, options) in store.VARIANTS.items():
         assert names.index(name) > names.index(algorithm)
         updater = training.make_updater(algorithm, 0.75, 20, 0, **options)
+        if "scores" in options:
+            assert updater == training.AtInit(target=0.75, **options)
+            continue
         plain = training.make_updater(algorithm, 0.75, 20, 0)
         assert updater == dataclasses.replace(plain, **options)
 

@@ -284,10 +284,10 @@ def _check_scores(name: str, scores: PyTree, targets: PyTree) -> None:
                 f"{what} are not all finite. Look for NaN in the parameters and the data, or scale "
                 "the model down; jax.config.update('jax_enable_x64', True) widens the range."
             )
-        if score.size > 1 and jnp.all(score == score.reshape(-1)[0]):
+        if score.size > 1 and (value := jnp.min(score)) == jnp.max(score):
             raise ValueError(
-                f"{what} are all {score.reshape(-1)[0]} and rank nothing. Does the leaf "
-                "take part in the output, and is it initialized to values that differ?"
+                f"{what} are all {value} and rank nothing. Does the leaf take part in the output, "
+                "and is it initialized to values that differ?"
             )
 
     trees.map_matched(check, scores, targets)

@@ -172,10 +172,11 @@ def _means(statistic: Statistic) -> jax.Array:
 
 
 def _variances(statistic: Statistic) -> jax.Array:
-    """Their unbiased variances."""
+    """Their unbiased variances, 0 where they cannot be told from rounding."""
     count, squares = _counts(statistic), statistic.sums_of_squares()
     spread = squares - jnp.square(_means(statistic)) * count
-    return jnp.maximum(spread, 0) / jnp.maximum(count - 1, 1)
+    is_seen = spread > 16 * jnp.finfo(squares.dtype).eps * squares
+    return jnp.where(is_seen, spread, 0) / jnp.maximum(count - 1, 1)
 
 
 def _counts(statistic: Statistic) -> jax.Array:

@@ -204,7 +204,26 @@ def a_tree_inside_shard_map_gets_the_masks_of_each_part(devices):
             jax.tree.map(np.testing.assert_array_equal, own, expected)
 
 
+def initial_weights_are_pruned_as_on_one_device(devices):
+    def loss(params, x):
+        return sum(jnp.sum(w**2 * jnp.abs(w) * x) for w in jax.tree.leaves(params))
+
+    for name in ("snip", "grasp", "synflow"):
+        data = {"fn": loss, "inputs": jnp.ones(())}
+        if name != "synflow":
+            data = {"loss_fn": loss, "batches": [1.0, 2.0]}
+        masks = {}
+        for layout in (None, "both"):
+            with on(devices, layout):
+                params = place(devices, tree(0), layout)
+                masks[layout] = sparsity.prune_at_init(name, params, 0.8, **data)[1]
+        jax.tree.map(np.testing.assert_array_equal, masks["both"], masks[None])
+        for layer, own in masks["both"].items():
+            assert own["kernel"].sharding.spec == params[layer]["kernel"].sharding.spec
+
+
 _BOTH = [
+    initial_weights_are_pruned_as_on_one_device,
     every_algorithm_gives_bit_equal_masks,
     a_run_agrees_with_one_device_compiles_once_and_keeps_its_placement,
     a_jitted_init_places_masks_as_their_parameters,
