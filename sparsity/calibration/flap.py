@@ -39,7 +39,8 @@ class FLAPPruning(BaseUpdater):
 
     Source: An et al. 2024, "Fluctuation-based Adaptive Structured Pruning for Large Language
     Models", equations 5 and 6. Its standardized scores are not needed: groups do not share a
-    threshold.
+    threshold. A variance that rounding hides counts as 0: in float32, where the mean is more than
+    about 700 standard deviations.
 
     Example:
       >>> import sparsity

@@ -162,3 +162,22 @@ def test_what_cannot_be_is_refused():
     statistics = sparsity.calibrate(without_bias, bare, BATCHES, "moments")
     with pytest.raises(ValueError, match=r"'down/kernel' reads channels.*compensate=False"):
         flap(trace(without_bias, bare, BATCHES[0])).instant_sparsify(bare, statistics=statistics)
+
+
+def test_a_variance_that_rounding_hides_counts_as_none():
+    params = {"up": jnp.eye(2), "down": jnp.ones((2, 1)), "bias": jnp.zeros(1)}
+
+    def model(params, x):
+        return jax.nn.relu(x @ params["up"]) @ params["down"] + params["bias"]
+
+    # The sums of squares of the first channel are rounded by more than those of the second vary.
+    rng = np.random.default_rng(0)
+    varied = np.stack([3e4 + rng.normal(size=999), 5 + 0.1 * rng.normal(size=999)], 1)
+    x = jnp.asarray(varied, jnp.float32)
+    pruner = FLAPPruning(
+        scope=Coupled(trace(model, params, x)), sparsity_distribution_fn=Uniform(0.5)
+    )
+    seen = sparsity.calibrate(model, params, [x], "moments")
+    pruned, masks = pruner.instant_sparsify(params, statistics=seen)
+    assert masks["down"].T.tolist() == [[0, 1]]
+    np.testing.assert_allclose(pruned["bias"], 3e4, rtol=1e-4)
