@@ -13,6 +13,8 @@ from typing import ClassVar, Protocol
 import chex
 import jax
 import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
 
 from sparsity.core.checks import check_fraction, check_int, check_number
 from sparsity.core.names import Registry
@@ -201,3 +203,11 @@ def update_range(schedule: Schedule) -> tuple[int, int | None] | None:
     """The first and the last step with an update; (0, None) where a schedule does not say."""
     own = getattr(schedule, "update_range", None)
     return own() if own else (0, None)
+
+
+def values_of(fn: optax.Schedule, schedule: Schedule) -> dict[int, ArrayLike]:
+    """What a function of the step returns where updates begin and end."""
+    start, end = update_range(schedule) or (0, None)
+    # A schedule of optax sends its numbers to the device in its own way.
+    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+        return {step: fn(step) for step in {0, start, start if end is None else end}}

@@ -69,16 +69,15 @@ def test_seeds_have_their_own_masks_of_the_same_sparsity(algorithm):
     assert not any((masks[i] == masks[j]).all() for i, j in ((0, 1), (0, 2), (1, 2)))
 
 
-@pytest.mark.parametrize("scores", ["grasp", "synflow"])
-def test_masks_that_initial_weights_choose_stay(scores):
-    found = training.run_seeds(TASK, "static_sparse", 0.75, scores=scores)
-    keys = [jax.random.split(jax.random.key(seed))[0] for seed in range(3)]
-    kernels = [jax.random.normal(key, (16, 4)) for key in keys]
-    if scores == "synflow":  # of one layer the flow through a weight is its size
-        for mask, kernel in zip(found["mask"], kernels, strict=True):
-            order = np.argsort(-np.abs(kernel), axis=None)
-            assert set(np.flatnonzero(mask)) == set(order[:16])
+@pytest.mark.parametrize("method", ["grasp", "synflow", "lottery_ticket"])
+def test_masks_may_be_found_for_the_initial_weights(method):
+    found = training.run_seeds(TASK, "static_sparse", 0.75, masks_by=method)
     assert found["sparsity"] == [0.75] * 3
+    for seed, mask in enumerate(found["mask"]):
+        kernel = jax.random.normal(jax.random.split(jax.random.key(seed))[0], (16, 4))
+        largest = np.argsort(-np.abs(kernel), axis=None)[:16]
+        # In one layer the flow through a weight is its size; the others read the loss.
+        assert (set(np.flatnonzero(mask)) == set(largest)) == (method == "synflow")
 
 
 @pytest.mark.parametrize("algorithm", ["magnitude", "rigl"])
@@ -192,8 +191,8 @@ def test_variants_come_after_their_algorithm_and_have_its_recipe():
     for name, (algorithm, options) in store.VARIANTS.items():
         assert names.index(name) > names.index(algorithm)
         updater = training.make_updater(algorithm, 0.75, 20, 0, **options)
-        if "scores" in options:
-            assert updater == training.AtInit(target=0.75, **options)
+        if "masks_by" in options:
+            assert updater == training.GivenMasks(target=0.75, **options)
             continue
         plain = training.make_updater(algorithm, 0.75, 20, 0)
         assert updater == dataclasses.replace(plain, **options)

@@ -17,10 +17,10 @@ import optax
 
 from sparsity.algorithms.pruners import MagnitudePruning
 from sparsity.core import sharding, trees
-from sparsity.core.checks import check_number
+from sparsity.core.checks import check_number, is_traced
 from sparsity.core.trees import PyTree
 from sparsity.masks import apply_mask, in_use, masked_paths
-from sparsity.sparsity_schedules import update_range
+from sparsity.sparsity_schedules import update_range, values_of
 from sparsity.training.hooks import ExtraArg
 from sparsity.training.state import SparseState
 
@@ -57,6 +57,9 @@ class ADMMPruning(MagnitudePruning):
                 )
 
     def init_algorithm_state(self, params: PyTree, masks: PyTree) -> PyTree:
+        for step, rho in values_of(self.rho, self.scheduler).items() if callable(self.rho) else ():
+            if not is_traced(rho):
+                check_number(f"rho({step})", float(jax.device_get(rho)), 0)
         with in_use(self, self.sites(params)):
             targets = self._target_sparsities(params)
             masked = masked_paths(self.scope, params, targets)

@@ -30,7 +30,7 @@ from sparsity.masks import (
     lazy_scores,
     move_masks,
 )
-from sparsity.sparsity_schedules import update_range
+from sparsity.sparsity_schedules import update_range, values_of
 from sparsity.training.hooks import ExtraArg, call_hook, is_overridden
 from sparsity.training.state import SparseState
 
@@ -140,11 +140,8 @@ class DropAndGrow(SparseTraining):
         raise NotImplementedError(f"{type(self).__name__} must override get_grow_scores.")
 
     def init_state(self, params: PyTree) -> SparseState:
-        start, end = update_range(self.scheduler) or (0, None)
-        for step in {0, start, start if end is None else end}:
-            # A schedule of optax sends its numbers to the device in its own way.
-            with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
-                check_fraction(f"drop_fraction_fn({step})", self.drop_fraction_fn(step))
+        for step, fraction in values_of(self.drop_fraction_fn, self.scheduler).items():
+            check_fraction(f"drop_fraction_fn({step})", fraction)
         return super().init_state(params)
 
     def update_state(

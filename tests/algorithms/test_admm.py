@@ -131,6 +131,13 @@ def test_the_penalty_rises_until_the_end_by_default():
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("rho", [lambda step: 0.1 - step, lambda step: step * float("nan")])
+def test_a_schedule_that_leaves_the_range_of_penalties_is_an_error(rho):
+    tx = _make(rho=rho).wrap_optax(optax.identity())
+    with pytest.raises(ValueError, match=r"rho\(\d\) must be a finite number >= 0, got rho\(\d"):
+        tx.init({"w": jnp.ones((2, 4))})
+
+
 @pytest.mark.parametrize("rho", [0.0, -1.0, float("nan"), "0.1"])
 def test_a_penalty_out_of_range_is_an_error(rho):
     with pytest.raises(ValueError, match=r"rho must be .*got rho = "):
