@@ -67,7 +67,9 @@ times until {end:.0%} of the steps, at first {training.DROP_FRACTION:.0%} of the
 along a cosine to none, and so do SRigL and global RigL; static masks stay. Straight-through methods
 are sparse from the first step. Top-KAST and ADMM renew their sets as often, AC/DC has
 {training.PHASES} phases along the ramp, and SNIP prunes in the first step. GraSP and SynFlow choose
-a static mask for the initial weights, GraSP by {training.BATCHES} batches.
+a static mask for the initial weights, GraSP by {training.BATCHES} batches. A lottery ticket takes
+{training.ROUNDS} rounds of pruning, each after a whole training, so that it costs
+{training.ROUNDS + 1} times as much as the others; its weights are rewound to the initial ones.
 
 Tasks of whole channels name the part of the multiply-adds that goes, under `Coupled(graph)`.
 Their `static_sparse` is a dense network of that size: it never had the channels that it lacks."""

@@ -23,8 +23,9 @@ Recipe = tuple[str, dict[str, Any]]  # algorithm, options
 VARIANTS: dict[str, Recipe] = {
     "global_magnitude (raw)": ("global_magnitude", {"use_normalization": False}),
     "global_saliency (raw)": ("global_saliency", {"use_normalization": False}),
-    "grasp": ("static_sparse", {"scores": "grasp"}),
-    "synflow": ("static_sparse", {"scores": "synflow"}),
+    "grasp": ("static_sparse", {"masks_by": "grasp"}),
+    "synflow": ("static_sparse", {"masks_by": "synflow"}),
+    "lottery_ticket": ("static_sparse", {"masks_by": "lottery_ticket"}),
 }
 
 
@@ -42,7 +43,7 @@ def rows_of(task: Task) -> tuple[str, ...]:
     """The rows of a task."""
     if isinstance(task, channels.ChannelTask):
         return channels.ROWS
-    return tuple(name for name in row_names() if task.has_loss or "scores" not in recipe(name)[1])
+    return tuple(name for name in row_names() if task.has_loss or "masks_by" not in recipe(name)[1])
 
 
 def recipe(name: str) -> Recipe:

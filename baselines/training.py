@@ -22,6 +22,7 @@ MASK_UPDATES = 50  # of pruners along the ramp, of sparse trainers until its end
 PHASES = 10  # of AC/DC along the ramp, the first one sparse
 DROP_FRACTION = 0.3  # at the start, along a cosine to zero
 BATCHES = 10  # that score initial weights
+ROUNDS = 5  # of pruning, to find a lottery ticket
 
 Metrics = dict[str, jax.Array]
 
@@ -39,7 +40,7 @@ class Task:
       seeds: how many runs side by side.
       settings: all numbers that decide the result; a result belongs to its settings.
       train: from a random key and an updater to the metric of the trained network and its sparsity.
-      has_loss: whether `train` calls `fit`, which can score the initial weights.
+      has_loss: whether `train` calls `fit`, which can find masks for the initial weights.
     """
 
     name: str
@@ -54,15 +55,15 @@ class Task:
 
 
 @dataclasses.dataclass(kw_only=True)
-class AtInit(sparsity.StaticRandomSparse):
-    """Trains within the mask that scores of the initial weights choose.
+class GivenMasks(sparsity.StaticRandomSparse):
+    """Trains within masks that are found for the initial weights.
 
     Attributes:
-      scores: which, as in `sparsity.prune_at_init`.
+      masks_by: 'grasp' or 'synflow', as in `sparsity.prune_at_init`, or 'lottery_ticket'.
       target: fraction of the weights to remove.
     """
 
-    scores: str
+    masks_by: str
     target: float
 
 
@@ -71,7 +72,7 @@ def make_updater(
     target: float,
     steps: int,
     key: int | jax.Array,
-    scores: str | None = None,
+    masks_by: str | None = None,
     **options: Any,
 ) -> sparsity.BaseUpdater:
     """Returns an updater by the recipe of all tasks.
@@ -86,11 +87,11 @@ def make_updater(
       target: fraction of the weights to remove.
       steps: updates of the optimizer in a run.
       key: random key, may be traced.
-      scores: of the initial weights, which choose a static mask in the place of a random one.
+      masks_by: how static masks are found, if they are not random.
       **options: fields of the updater beside those of the recipe.
     """
-    if scores:
-        return AtInit(scores=scores, target=target)
+    if masks_by:
+        return GivenMasks(masks_by=masks_by, target=target)
     config: dict[str, Any] = {"algorithm": algorithm, "rng_seed": key, **options}
     if algorithm == "no_prune":
         return sparsity.create_updater_from_config(config)
@@ -162,10 +163,29 @@ def fit(
     Returns:
       The parameters as the model uses them: those of a sparse network.
     """
-    masks = None
-    if isinstance(updater, AtInit):
-        params, masks = sparsity.prune_at_init(
-            updater.scores,
+
+    def train(params: chex.ArrayTree, masks: chex.ArrayTree | None = None) -> chex.ArrayTree:
+        tx = updater.wrap_optax(optimizer, masks=masks)
+
+        def step(carry: Any, key: jax.Array) -> tuple[Any, None]:
+            params, state = carry
+            grads = jax.grad(lambda p: loss_fn(updater.pre_forward_update(p, state), key))(params)
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+            return (updater.post_gradient_update(params, state), state), None
+
+        start = params, tx.init(params)
+        (params, state), _ = jax.lax.scan(step, start, jax.random.split(key, steps))
+        return updater.pre_forward_update(params, state)
+
+    if not isinstance(updater, GivenMasks):
+        return train(params)
+    if updater.masks_by == "lottery_ticket":
+        rate = 1 - (1 - updater.target) ** (1 / ROUNDS)
+        return sparsity.lottery_ticket(train, params, ROUNDS, rate)[-1][-1]
+    return train(
+        *sparsity.prune_at_init(
+            updater.masks_by,
             params,
             updater.target,
             loss_fn=loss_fn,
@@ -173,17 +193,7 @@ def fit(
             batches=jax.random.split(jax.random.fold_in(key, 0), BATCHES),
             inputs=example,
         )
-    tx = updater.wrap_optax(optimizer, masks=masks)
-
-    def step(carry: Any, key: jax.Array) -> tuple[Any, None]:
-        params, state = carry
-        grads = jax.grad(lambda p: loss_fn(updater.pre_forward_update(p, state), key))(params)
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        return (updater.post_gradient_update(params, state), state), None
-
-    (params, state), _ = jax.lax.scan(step, (params, tx.init(params)), jax.random.split(key, steps))
-    return updater.pre_forward_update(params, state)
+    )
 
 
 def fit_classifier(
