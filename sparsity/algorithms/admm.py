@@ -20,7 +20,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_number, is_traced
 from sparsity.core.trees import PyTree
 from sparsity.masks import apply_mask, in_use, masked_paths
-from sparsity.sparsity_schedules import update_range, values_of
+from sparsity.sparsity_schedules import Schedule, update_range, values_of
 from sparsity.training.hooks import ExtraArg
 from sparsity.training.state import SparseState
 
@@ -39,8 +39,7 @@ class ADMMPruning(MagnitudePruning):
     Attributes:
       rho: the penalty, above 0, or a function of the step. `None` lets it rise linearly, from 0
         at step 0 to 0.1 at the end step, which suits networks: first the loss decides which weights
-        are large, then z does. While rho is small compared with the curvature of the loss, z keeps
-        changing.
+        are large, then z does. While rho is small beside the loss's curvature, z keeps changing.
     """
 
     rho: float | optax.Schedule | None = None
@@ -52,14 +51,11 @@ class ADMMPruning(MagnitudePruning):
         if self.rho is not None and not callable(self.rho):
             check_number("rho", self.rho, 0)
             if self.rho == 0:
-                raise ValueError(
-                    "rho must be above 0, got rho = 0: nothing would pull the weights."
-                )
+                raise ValueError("rho must be above 0, got rho = 0: no weight would be pulled.")
 
     def init_algorithm_state(self, params: PyTree, masks: PyTree) -> PyTree:
-        for step, rho in values_of(self.rho, self.scheduler).items() if callable(self.rho) else ():
-            if not is_traced(rho):
-                check_number(f"rho({step})", float(jax.device_get(rho)), 0)
+        if callable(self.rho):
+            _check_penalties(self.rho, self.scheduler)
         with in_use(self, self.sites(params)):
             targets = self._target_sparsities(params)
             masked = masked_paths(self.scope, params, targets)
@@ -110,6 +106,12 @@ class ADMMPruning(MagnitudePruning):
         """The nearest sparse weights, and their support."""
         support = self.create_masks(self.calculate_scores(weights), targets)
         return trees.map_matched(_masked, weights, support), support
+
+
+def _check_penalties(fn: optax.Schedule, schedule: Schedule) -> None:
+    for step, rho in values_of(fn, schedule).items():
+        if not is_traced(rho):
+            check_number(f"rho({step})", float(jax.device_get(rho)), 0)
 
 
 def _wide(param: Any) -> Any:
