@@ -25,11 +25,11 @@ def train(key, updater):
     """A regression whose masks are its metrics."""
     x = jax.random.normal(jax.random.key(0), (32, 16))
 
-    def loss_fn(params, key):
-        return jnp.mean((x @ params["kernel"] - x[:, :4] + jax.random.normal(key)) ** 2)
-
     def model(params, x):
         return x @ params["kernel"]
+
+    def loss_fn(params, key):
+        return jnp.mean((model(params, x) - x[:, :4] + jax.random.normal(key)) ** 2)
 
     params = {"kernel": jax.random.normal(key, (16, 4))}
     params = training.fit(key, updater, params, optax.adam(0.01), loss_fn, 20, model, x[:1])
