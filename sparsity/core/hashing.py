@@ -86,31 +86,28 @@ def generate_random_scores(
       >>> generate_random_scores({"w": jnp.zeros((2, 3))}, 8)["w"].shape
       (2, 3)
     """
-    words_of = words_of_leaves(rng_seed, step)
+    shared = seed_words(rng_seed, step)
 
     def draw(path: trees.KeyPath, param: Any) -> jax.Array:
         draw_shape = functools.partial(_hash_scores, jnp.shape(param))
-        scores = shard_like(param, draw_shape, *words_of(path))
+        scores = shard_like(param, draw_shape, *shared, on_device(leaf_word(path), np.uint32))
         # Inside jit XLA places them where they are used.
         return scores if is_traced(scores) else place_like(param, scores)
 
     return trees.map_matched(draw, params)
 
 
-def words_of_leaves(
-    rng_seed: int | jax.Array, step: chex.Numeric = 0
-) -> Callable[[trees.KeyPath], tuple[chex.Numeric, ...]]:
-    """From the path of a leaf to the words of `hash_scores` that are its scores' seed."""
-    shared = *_seed_words(rng_seed), on_device(step, np.uint32)
-
-    def words(path: trees.KeyPath) -> tuple[chex.Numeric, ...]:
-        leaf = np.uint32(zlib.crc32(trees.path_string(path).encode()))
-        return *shared, on_device(leaf, np.uint32)
-
-    return words
+def leaf_word(path: trees.KeyPath) -> np.uint32:
+    """The last of the words of `hash_scores` that are a leaf's seed, after `seed_words`."""
+    return np.uint32(zlib.crc32(trees.path_string(path).encode()))
 
 
 _hash_scores = jax.jit(hash_scores, static_argnums=0)
+
+
+def seed_words(rng_seed: int | jax.Array, step: chex.Numeric = 0) -> tuple[chex.Numeric, ...]:
+    """The words of `hash_scores` that all leaves share."""
+    return *_seed_words(rng_seed), on_device(step, np.uint32)
 
 
 def _seed_words(rng_seed: int | jax.Array) -> tuple[chex.Numeric, ...]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
@@ -17,12 +18,14 @@ from sparsity.core.hashing import (
     generate_random_scores,
     hash_entries,
     hash_words,
-    words_of_leaves,
+    leaf_word,
+    seed_words,
 )
 from sparsity.core.trees import PyTree
 from sparsity.masks.bits import apply_mask
 from sparsity.masks.sites import Sites
 from sparsity.selection import Scores
+from sparsity.selection.scores import scalars
 
 Hook = TypeVar("Hook", bound=Callable[..., object])
 
@@ -64,11 +67,14 @@ def drawing(table: Sites) -> Draw:
     def draw(params: PyTree, rng_seed: int | jax.Array, step: chex.Numeric = 0) -> PyTree:
         if not any(map(is_traced, jax.tree.leaves(params))):  # nobody else would place the masks
             return generate_random_scores(params, rng_seed, step)
-        words_of = words_of_leaves(rng_seed, step)
+        paths = list(trees.leaves_by_path(params))
+        words = np.array([leaf_word(path) for path in paths], np.uint32)
+        hashed = map(scalars, hash_words(*seed_words(rng_seed, step), words))
+        words_of = dict(zip(paths, zip(*hashed, strict=True), strict=True))
 
         def lazy(path: trees.KeyPath, param: Any) -> Scores:
             like = table.stored(path, param)[:1]
-            return Scores(_drawn, like, hash_words(*words_of(path)), uses_index=True)
+            return Scores(_drawn, like, words_of[path], uses_index=True)
 
         return trees.map_matched(lazy, params)
 

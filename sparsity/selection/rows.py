@@ -274,7 +274,8 @@ def rows_of(leaves: Sequence[Leaf], rows: int, width: int) -> Rows:
         return joined.reshape(-1, rows, width)
 
     def of_segments(values: Sequence[jax.Array]) -> jax.Array:
-        return jnp.repeat(jnp.stack(values), np.array(counts), total_repeat_length=len(sizes))
+        stacked = jnp.stack(values)
+        return stacked if max(counts) == 1 else stacked[np.repeat(range(len(counts)), counts)]
 
     return Rows(
         arrays=tuple(map(cut, zip(*[leaf.arrays for leaf in leaves], strict=True))),
