@@ -74,7 +74,7 @@ def drawing(table: Sites) -> Draw:
 
         def lazy(path: trees.KeyPath, param: Any) -> Scores:
             like = table.stored(path, param)[:1]
-            return Scores(_drawn, like, words_of[path], uses_index=True)
+            return Scores(_drawn, like, words_of[path], uses_index=True, uses_arrays=False)
 
         return trees.map_matched(lazy, params)
 

@@ -83,19 +83,21 @@ class Rows:
             return counted
         return counted - (self.width - own)  # zeros of the padding
 
-    @jax.jit
-    def counts_above(self, pivots: jax.Array) -> list[jax.Array]:
-        """int32[segments, rows] for each of pivots[segments, pivots]: eligible keys above it."""
-        arrays, scalars, pivots = lax.optimization_barrier((self.arrays, self.scalars, pivots))
-        held = dataclasses.replace(self, arrays=arrays, scalars=scalars)
-        offset = lax.iota(jnp.int32, self.rows * self.width).reshape(1, self.rows, self.width)
-        keys = held._keys(arrays, offset)
-        columns = [pivots[:, i].astype(keys.dtype)[:, None, None] for i in range(pivots.shape[1])]
-        return counting.sums([keys > pivot for pivot in columns], [2])
-
     def above(self, pivots: jax.Array, *_: jax.Array) -> jax.Array:
         """int32[segments, rows, pivots]: eligible keys above each of pivots[segments, pivots]."""
-        return jnp.stack(self.counts_above(pivots), axis=-1)
+        counts: jax.Array = self._counts_above(pivots)
+        return counts
+
+    @jax.jit
+    def _counts_above(self, pivots: jax.Array) -> jax.Array:
+        arrays, scalars, pivots = lax.optimization_barrier((self.arrays, self.scalars, pivots))
+        held = dataclasses.replace(self, arrays=arrays, scalars=scalars)
+        keys = held._keys(arrays, self._offset())
+        pivots = pivots.astype(keys.dtype)
+        counts = counting.sums(
+            [keys > _beside(pivots[:, i], keys.shape) for i in range(pivots.shape[1])], [2]
+        )
+        return jnp.stack(counts, axis=-1)
 
     def sample(self) -> jax.Array:
         """Keys of some entries of every segment, [segments, count]."""
@@ -124,15 +126,23 @@ class Rows:
         scalars = tuple(jnp.broadcast_to(x, numbers.shape) for x in self.scalars)
         return Rows(arrays, scalars, self.starts + numbers * self.width, self.recipe, None)
 
+    def _offset(self) -> jax.Array:
+        """int32[1, rows, width]: the place of each entry in its segment."""
+        offset = lax.iota(jnp.int32, self.rows * self.width)
+        return offset.reshape(1, self.rows, self.width)
+
     def _keys(self, arrays: tuple[jax.Array, ...], offset: jax.Array) -> jax.Array:
         """Keys of entries at places of their segments."""
-        scalars = tuple(_beside(x, offset) for x in self.scalars)
-        index = _beside(self.starts, offset) + offset
+        shape = len(self.starts), *offset.shape[1:]
+        scalars = tuple(_beside(x, shape) for x in self.scalars)
+        index = _beside(self.starts, shape) + offset if self.recipe.uses_index else offset
         return self.recipe.keys(arrays, scalars, index, self._own(offset))
 
     def _own(self, offset: jax.Array) -> jax.Array | None:
         """Which places of their segments are not padding, None if all are."""
-        return None if self.sizes is None else offset < _beside(self.entries, offset)
+        if self.sizes is None:
+            return None
+        return offset < _beside(self.entries, (len(self.sizes), *offset.shape[1:]))
 
     @jax.jit
     def _sampled(self) -> tuple[jax.Array, ...]:
@@ -175,10 +185,11 @@ class Rows:
     @jax.jit
     def best(self, key: jax.Array, end: jax.Array) -> jax.Array:
         """uint8 mask of keys above key[segments], and of ties whose place is below the end."""
-        offset = lax.iota(jnp.int32, self.rows * self.width).reshape(1, self.rows, self.width)
+        offset = self._offset()
         keys = self._keys(self.arrays, offset)
-        wanted, allowed = _beside(key.astype(keys.dtype), offset), self.recipe.eligible(self.arrays)
-        return counting.best(keys, wanted, allowed, offset < _beside(end, offset))
+        wanted = _beside(key.astype(keys.dtype), keys.shape)
+        is_early = offset < _beside(end, keys.shape)
+        return counting.best(keys, wanted, self.recipe.eligible(self.arrays), is_early)
 
     @functools.partial(jax.jit, static_argnums=2)
     def _row(self, row: jax.Array, width: int) -> tuple[jax.Array, ...]:
@@ -266,12 +277,13 @@ def rows_of(leaves: Sequence[Leaf], rows: int, width: int) -> Rows:
     sizes = np.repeat([leaf.size for leaf in leaves], counts)
 
     def cut(values: Sequence[jax.Array]) -> jax.Array:
+        if len(values) == 1 and values[0].size == counts[0] * rows * width:
+            return values[0].reshape(-1, rows, width)
         flat = [
             pad(x.reshape(leaf.slices, leaf.size), rows * width)
             for x, leaf in zip(values, leaves, strict=True)
         ]
-        joined = jnp.concatenate(flat) if len(flat) > 1 else flat[0]
-        return joined.reshape(-1, rows, width)
+        return jnp.concatenate(flat).reshape(-1, rows, width)
 
     def of_segments(values: Sequence[jax.Array]) -> jax.Array:
         stacked = jnp.stack(values)
@@ -311,6 +323,6 @@ def places(ties: jax.Array, need: jax.Array) -> jax.Array:
     return at * block + place(own.astype(jnp.int32), before)[0] + 1
 
 
-def _beside(x: Any, offset: jax.Array) -> jax.Array:
-    """x[segments], to be broadcast against the entries."""
-    return jnp.asarray(x).reshape(-1, *[1] * (offset.ndim - 1))
+def _beside(x: Any, shape: tuple[int, ...]) -> jax.Array:
+    """x[segments], at the shape of the entries."""
+    return lax.broadcast_in_dim(x, shape, (0,))

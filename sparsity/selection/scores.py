@@ -36,12 +36,14 @@ class Scores:
       arrays: what is stored, all of one shape; at least one array.
       scalars: values that hold for all entries.
       uses_index: whether `fn` wants the int32 flat index of each entry, too.
+      uses_arrays: whether `fn` reads `arrays`, which else give no more than a shape.
     """
 
     fn: Callable[..., jax.Array]
     arrays: tuple[jax.Array, ...]
     scalars: tuple[jax.Array, ...] = ()
     uses_index: bool = False
+    uses_arrays: bool = True
 
     @classmethod
     def of(cls, scores: chex.Array | Scores) -> Scores:
@@ -103,8 +105,11 @@ class Leaf(NamedTuple):
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
-        """All that is stored of the leaf."""
-        return (*self.scores.arrays, *([] if self.where is None else [self.where]))
+        """All that is stored of the leaf and is read, nothing twice."""
+        own = self.scores.arrays
+        if self.where is None or any(x is self.where for x in own):
+            return own
+        return (*own, self.where) if self.scores.uses_arrays else (self.where,)
 
     def keys(self, arrays: tuple[jax.Array, ...]) -> jax.Array:
         """Its keys, in its shape, of these arrays: its own ones, or what a barrier made of them."""
@@ -119,10 +124,16 @@ class Leaf(NamedTuple):
     @property
     def recipe(self) -> Recipe:
         """How its keys are computed; leaves of one recipe can be ranked by one search."""
-        scores = self.scores
-        dtypes = tuple(x.dtype for x in (*self.arrays, *scores.scalars))
-        count, uses_index = len(scores.arrays), scores.uses_index
-        return Recipe(scores.fn, scores.dtype, dtypes, count, uses_index, self.excludes)
+        scores, arrays = self.scores, self.arrays
+        return Recipe(
+            fn=scores.fn,
+            dtype=scores.dtype,
+            dtypes=tuple(x.dtype for x in (*arrays, *scores.scalars)),
+            arrays=min(len(scores.arrays), len(arrays)),
+            where=next((i for i, x in enumerate(arrays) if x is self.where), None),
+            uses_index=scores.uses_index,
+            excludes=self.excludes,
+        )
 
 
 class Recipe(NamedTuple):
@@ -132,7 +143,8 @@ class Recipe(NamedTuple):
       fn: as in `Scores`.
       dtype: that of the scores.
       dtypes: those of the arrays of `Leaf.arrays`, then of the scalars.
-      arrays: how many of the arrays `fn` takes; one more says which entries are eligible.
+      arrays: how many of the arrays `fn` takes.
+      where: which of the arrays says which entries are eligible; None: all are.
       uses_index: as in `Scores`.
       excludes: as in `Leaf`.
     """
@@ -141,14 +153,15 @@ class Recipe(NamedTuple):
     dtype: np.dtype
     dtypes: tuple[np.dtype, ...]
     arrays: int
+    where: int | None
     uses_index: bool
     excludes: bool
 
     def eligible(self, arrays: tuple[jax.Array, ...]) -> jax.Array | None:
         """Which entries may be kept, None if all are."""
-        if len(arrays) == self.arrays:
+        if self.where is None:
             return None
-        return arrays[-1] == 0 if self.excludes else arrays[-1] != 0
+        return arrays[self.where] == 0 if self.excludes else arrays[self.where] != 0
 
     def keys(
         self,

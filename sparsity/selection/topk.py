@@ -172,18 +172,24 @@ def _k_words(k: chex.Numeric | Words, n: int) -> Words:
 # ------------------------------------------------------------------ the k best
 def _taken_apart(leaves: Sequence[Leaf]) -> tuple[tuple[Any, ...], list[Any]]:
     """What is known of leaves while a function is traced, and their arrays."""
-    meant = tuple((x.scores.fn, x.scores.uses_index, x.batch_axes) for x in leaves)
-    return meant, [(x.scores.arrays, x.scores.scalars, x.where) for x in leaves]
+    meant, stored = [], []
+    for leaf in leaves:
+        scores, where = leaf.scores, leaf.where
+        number = next((i for i, x in enumerate(scores.arrays) if x is where), None)
+        meant.append((scores.fn, scores.uses_index, scores.uses_arrays, leaf.batch_axes, number))
+        stored.append((scores.arrays, scores.scalars, where if number is None else None))
+    return tuple(meant), stored
 
 
 def _put_together(meant: tuple[Any, ...], stored: Sequence[Any]) -> list[Leaf]:
     stored = jax.tree.map(lax.stop_gradient, stored)  # a mask has no derivatives
-    return [
-        Leaf(Scores(fn, arrays, scalars, uses_index), where, batch_axes)
-        for (fn, uses_index, batch_axes), (arrays, scalars, where) in zip(
-            meant, stored, strict=True
-        )
-    ]
+    leaves = []
+    for (fn, uses_index, uses_arrays, batch_axes, number), (arrays, scalars, where) in zip(
+        meant, stored, strict=True
+    ):
+        scores = Scores(fn, arrays, scalars, uses_index, uses_arrays)
+        leaves.append(Leaf(scores, where if number is None else arrays[number], batch_axes))
+    return leaves
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
