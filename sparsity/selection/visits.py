@@ -26,7 +26,8 @@ _ROWS = 1024  # of a large segment, for threads to share
 MOST = 2**31 - _ROWS  # entries of a leaf, so that it can be padded to whole rows
 _LEAST_WIDTH = 1024  # of these rows
 _MANY = 2**20  # entries of a segment, of which few rows may be read: that is one more kernel
-_FEWER = 32  # of so many rows, one is few
+_FEWER = 4  # of so many rows, one is few: they are copied
+_AT_ONCE = 32  # rows that are copied at once
 _WIDTH = 1024  # of a row of small segments
 _PADDED = (1024, 4096, LARGE)  # the sizes to which these are padded
 _BRANCHES = 16  # of one switch
@@ -198,19 +199,22 @@ def _above(leaf: Rows, pivots: jax.Array, at_least: jax.Array, above: jax.Array)
     """`Rows.above` of one segment: few rows hold keys of a narrow bracket, no other is read."""
     if leaf.sizes is not None or leaf.rows * leaf.width < _MANY:
         return leaf.above(pivots)
-    most = leaf.rows // _FEWER
     holds = at_least[0] > above[0]
+    count = jnp.sum(holds, dtype=jnp.int32)
 
     def of_few() -> jax.Array:
-        rows = _numbers(holds, most)
-        wide = jnp.broadcast_to(above[..., None], (*above.shape, pivots.shape[1]))
-        few = leaf.some(rows)
-        own = few.above(jnp.broadcast_to(pivots, (most, pivots.shape[1])))
-        return wide.at[0, rows].set(own[:, 0])
+        numbers = _numbers(holds, leaf.rows)
 
-    counts: jax.Array = lax.cond(
-        jnp.sum(holds, dtype=jnp.int32) <= most, of_few, lambda: leaf.above(pivots)
-    )
+        def some(i: jax.Array, counts: jax.Array) -> jax.Array:
+            rows = lax.dynamic_slice_in_dim(numbers, i * _AT_ONCE, _AT_ONCE)
+            own = leaf.some(rows).above(jnp.broadcast_to(pivots, (_AT_ONCE, pivots.shape[1])))
+            return counts.at[0, rows].set(own[:, 0])
+
+        wide = jnp.broadcast_to(above[..., None], (*above.shape, pivots.shape[1]))
+        found: jax.Array = lax.fori_loop(0, -(-count // _AT_ONCE), some, wide)
+        return found
+
+    counts: jax.Array = lax.cond(count <= leaf.rows // _FEWER, of_few, lambda: leaf.above(pivots))
     return counts
 
 
