@@ -104,9 +104,9 @@ def guessed_pivots(b: Bracket, k: Words, is_float: bool) -> jax.Array:
     offsets = jnp.where(b.poor % 2 == 1, ends, offsets)
     pivots = b.low + lax.bitcast_convert_type(offsets, b.low.dtype)
     if is_float:  # first linear in the value, then in the key: about its logarithm
-        ends = _floats(jnp.stack([b.low, b.high]))
-        by_value = jnp.all(jnp.isfinite(ends)) & (b.poor % 2 == 0)
-        pivots = jnp.where(by_value, to_keys(ends[0] + places * (ends[1] - ends[0])), pivots)
+        first, last = _floats(b.low), _floats(b.high)
+        by_value = jnp.isfinite(first) & jnp.isfinite(last) & (b.poor % 2 == 0)
+        pivots = jnp.where(by_value, to_keys(first + places * (last - first)), pivots)
     # Scores on a grid end in zero bits: the key with most of them may hold many ties.
     roundest = _roundest(b.low, b.high)
     pivots = jnp.concatenate([pivots, jnp.stack([roundest - 1, roundest])])
@@ -266,18 +266,21 @@ def narrow(
         The bracket; which pivots lie just below its low end; which are its high end.
     """
     enough, met = exact.at_least(total, k), exact.equal(total, k)
-    hit = jnp.any(met)
-    low = jnp.max(jnp.where(enough, pivots + 1, b.low))
-    high = jnp.min(jnp.where(enough, b.high, pivots))
-    low = jnp.where(hit, jnp.max(jnp.where(met, pivots, b.low)), low)
-    high = jnp.where(hit, low, high)
+    low, not_high, hit_at, hit = _largest(
+        jnp.where(enough, pivots + 1, b.low),
+        ~jnp.where(enough, b.high, pivots),
+        jnp.where(met, pivots, b.low),
+        met.astype(jnp.int32),
+    )
+    low = jnp.where(hit > 0, hit_at, low)
+    high = jnp.where(hit > 0, low, ~not_high)
     at_low, at_high = enough & (pivots + 1 == low), (met | ~enough) & (pivots == high)
-
-    def count_at(chosen: jax.Array, otherwise: Words) -> Words:
-        which = jnp.argmax(chosen)
-        return exact.choose(jnp.any(chosen), (total[0][which], total[1][which]), otherwise)
-
-    at_least, above = count_at(at_low, b.at_least), count_at(at_high, b.above)
+    # Pivots at the same end are alike, and so are their counts.
+    ends = [at_low, at_high]
+    of_ends = [jnp.where(chosen, word, 0) for chosen in ends for word in total]
+    is_low, is_high, *counts = _largest(*(x.astype(jnp.int32) for x in ends), *of_ends)
+    at_least = exact.choose(is_low > 0, (counts[0], counts[1]), b.at_least)
+    above = exact.choose(is_high > 0, (counts[2], counts[3]), b.above)
     inside, before = exact.minus(at_least, above), exact.minus(b.at_least, b.above)
     poor = exact.to_float(inside) * 2**_EIGHTHS > exact.to_float(before)
     missed = _width(low, high) > _width(b.low, b.high) >> _EIGHTHS
@@ -294,15 +297,22 @@ def narrow(
     return narrowed, at_low, at_high
 
 
+def _largest(*values: jax.Array) -> Sequence[jax.Array]:
+    """The largest entry of each along its last axis, all in one kernel."""
+    lowest = tuple(np.array(np.iinfo(x.dtype).min, x.dtype) for x in values)
+    axis = values[0].ndim - 1
+    found: Sequence[jax.Array] = lax.reduce(
+        values, lowest, lambda a, b: tuple(map(lax.max, a, b)), (axis,)
+    )
+    return found
+
+
 def _counts_at(
     counts: list[jax.Array], chosen: list[jax.Array], otherwise: list[jax.Array]
 ) -> list[jax.Array]:
     """Each row's count at the pivot that is chosen for its segment, if there is one."""
-    return [
-        jnp.where(
-            jnp.any(own, axis=1)[:, None],
-            jnp.max(jnp.where(own[:, None], count, 0), axis=2),
-            old,
-        )
-        for count, own, old in zip(counts, chosen, otherwise, strict=True)
+    most = [
+        jnp.max(jnp.where(own[:, None], count, -1), axis=2)
+        for count, own in zip(counts, chosen, strict=True)
     ]
+    return [jnp.where(x < 0, old, x) for x, old in zip(most, otherwise, strict=True)]

@@ -207,7 +207,10 @@ def _above(leaf: Rows, pivots: jax.Array, at_least: jax.Array, above: jax.Array)
 
         def some(i: jax.Array, counts: jax.Array) -> jax.Array:
             rows = lax.dynamic_slice_in_dim(numbers, i * _AT_ONCE, _AT_ONCE)
-            own = leaf.some(rows).above(jnp.broadcast_to(pivots, (_AT_ONCE, pivots.shape[1])))
+            # Without a barrier XLA:CPU turns all of a bfloat16 leaf into float32 before the loop.
+            arrays, rows = lax.optimization_barrier((leaf.arrays, rows))
+            few = dataclasses.replace(leaf, arrays=arrays).some(rows)
+            own = few.above(jnp.broadcast_to(pivots, (_AT_ONCE, pivots.shape[1])))
             return counts.at[0, rows].set(own[:, 0])
 
         wide = jnp.broadcast_to(above[..., None], (*above.shape, pivots.shape[1]))
