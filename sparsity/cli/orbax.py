@@ -1,4 +1,4 @@
-"""Checkpoints of Orbax: a folder, of which one array is read at a time.
+"""Checkpoints of Orbax: a folder, of which a part of one array is read at a time.
 
 TensorStore, on which Orbax rests, reads the arrays: a call of Orbax for each would read the whole
 description of the folder each time.
@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from sparsity.cli import zarr
 from sparsity.cli.leaf import PIECE, Leaf, number_dtype, reading
 from sparsity.core import extras
 
@@ -40,14 +41,28 @@ class OrbaxLeaf(Leaf):
     spec: dict[str, Any]
 
     def pieces(self) -> Iterator[np.ndarray]:
-        entries = self.load().reshape(-1)
-        yield from (entries[start : start + PIECE] for start in range(0, self.size, PIECE))
+        parts = None
+        if self.size > PIECE:
+            with reading(self.path):
+                parts = zarr.stream(self._open(), PIECE * self.dtype.itemsize)
+        if parts is None:
+            entries = self.load().reshape(-1)
+            yield from (entries[start : start + PIECE] for start in range(0, self.size, PIECE))
+            return
+        while True:
+            with reading(self.path):
+                part = next(parts, None)
+            if part is None:
+                return
+            yield np.frombuffer(part, self.dtype)
 
     def load(self) -> np.ndarray:
-        tensorstore = extras.load("tensorstore", "cli")
         with reading(self.path):
-            array = tensorstore.open(self.spec, context=_context(), read=True, open=True).result()
-            return np.asarray(array.read().result())
+            return np.asarray(self._open().read().result())
+
+    def _open(self) -> Any:
+        tensorstore = extras.load("tensorstore", "cli")
+        return tensorstore.open(self.spec, context=_context(), read=True, open=True).result()
 
 
 def read(path: Path) -> Any:

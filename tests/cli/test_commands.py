@@ -14,7 +14,7 @@ import safetensors.numpy
 import sparsity
 from sparsity.cli import leaf, main
 from tests import helpers
-from tests.cli.checkpoints import FORMATS, weights
+from tests.cli.checkpoints import FORMATS, save_orbax, weights
 
 HALF = ["--sparsity", "0.5"]
 
@@ -157,6 +157,34 @@ def test_inspecting_takes_a_fraction_of_the_memory_of_an_array(tmp_path, capsys,
     tracemalloc.stop()
     assert found["leaves"]["w"]["patterns"] == ["channel_-1"]
     assert peak < array.nbytes / 2
+
+
+INSPECT = """
+import resource, sys
+import orbax.checkpoint, tensorstore
+from sparsity.cli.main import main
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+before = peak()
+assert main(["inspect", sys.argv[1], "--json"]) == 0
+print(peak() - before, file=sys.stderr, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_inspecting_a_folder_takes_a_fraction_of_the_memory_of_an_array(tmp_path):
+    rng = np.random.default_rng(0)
+    tree = {"w": rng.standard_normal((8192, 2048), np.float32)}
+    save_orbax(tmp_path / "a", tree)
+    done = subprocess.run(
+        [sys.executable, "-c", INSPECT, str(tmp_path / "a")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["leaves"]["w"]["nonzeros"] == np.count_nonzero(tree["w"])
+    kibibytes = int(done.stderr.splitlines()[-1])
+    assert kibibytes * 1024 < tree["w"].nbytes
 
 
 # Prune.
