@@ -196,18 +196,13 @@ class Coupled:
             own = [wanted[path] for path, _, _ in members if wanted.get(path) is not None]
             if own:
                 largest = own[0] if len(own) == 1 else _largest(own)
-                found.append(PlacedGroup(group, members, scored, largest))
+                whole = self.graph.whole_group(group, graph)
+                found.append(PlacedGroup(group, whole, members, scored, largest))
         return found
 
     def _kept(self, group: PlacedGroup) -> Any:
         """How many channels of a group stay, of those that the model of `graph` has."""
-        before = self._before(group)
-        return self._rounded(before, exact.num_kept(before.size, group.sparsity))
-
-    def _before(self, group: PlacedGroup) -> ChannelGroup:
-        """The group as it was before the model was shrunken, if it was."""
-        member = group.channels.members[0]
-        return next((x for x in self.graph.groups if member in x.members), group.channels)
+        return self._rounded(group.whole, exact.num_kept(group.whole.size, group.sparsity))
 
     def _rounded(self, channels: ChannelGroup, kept: Any) -> Any:
         """A number of channels as `round_to` and `min_channels` make it."""
@@ -284,7 +279,7 @@ class Coupled:
         kept: Sequence[Any],
     ) -> list[jax.Array]:
         """Under one threshold of importance per multiply-add; a bisection over thresholds."""
-        graph, whole_groups = self.graph, [self._before(group) for group in groups]
+        graph, whole_groups = self.graph, [group.whole for group in groups]
         variables = [group.variable for group in whole_groups]
         dense = {variable: variable.size for variable in variables}
         whole: int = graph.macs_left(dense)
@@ -340,12 +335,14 @@ class PlacedGroup:
 
     Attributes:
       channels: the group.
+      whole: the same before the model was shrunken.
       members: (path, axis, positions) of all that goes with a channel.
       scored: of those that add to its importance.
       sparsity: of the group.
     """
 
     channels: ChannelGroup
+    whole: ChannelGroup
     members: list[tuple[KeyPath, int, np.ndarray]]
     scored: list[tuple[KeyPath, int, np.ndarray]]
     sparsity: chex.Numeric

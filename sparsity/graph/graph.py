@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import chex
 import jax
@@ -27,6 +27,7 @@ from sparsity.patterns import NByM, SparsityType, Unstructured
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Kept: TypeAlias = Mapping[Path, Mapping[int, np.ndarray]]  # indices that stay along axes of leaves
 N = TypeVar("N", int, jax.Array)  # how many entries are left, known or traced
 
 
@@ -53,6 +54,7 @@ class Graph:
         self._retrace = retrace
         self._retraced: dict[tuple[Any, ...], Graph] = {}
         self._smaller: list[Graph] = []
+        self._kept: Kept = {}  # of a larger model, if this one was cut out of it
         self._by_end: dict[Path, list[Leaf]] = {}  # by what paths end in, the shortest path first
         for leaf in sorted(self.leaves, key=lambda leaf: len(leaf.path)):
             for start in range(len(leaf.path) + 1):
@@ -262,7 +264,7 @@ class Graph:
         return self._retraced[key]
 
     def add_smaller(
-        self, shapes: Mapping[Path, tuple[int, ...]], apply: Callable[..., PyTree]
+        self, shapes: Mapping[Path, tuple[int, ...]], kept: Kept, apply: Callable[..., PyTree]
     ) -> Graph:
         """Makes a smaller model known, whose leaves have these shapes; returns its graph."""
         given = self.program.inputs
@@ -270,8 +272,10 @@ class Graph:
             value.struct(shapes[leaf.path]) for value, leaf in zip(given, self.leaves, strict=False)
         ]
         inputs = [value.struct() for value in given[len(self.leaves) :]]
-        self._smaller.append(self._retrace(leaves, inputs, apply))
-        return self._smaller[-1]
+        smaller = self._retrace(leaves, inputs, apply)
+        smaller._kept = kept
+        self._smaller.append(smaller)
+        return smaller
 
     def of_tree(self, leaves: Mapping[Path, chex.Array]) -> Graph:
         """The graph of a model with these leaves: itself, or that of one that was shrunken."""
@@ -280,6 +284,25 @@ class Graph:
             if all(any(y.shape == x.shape for y in ends.get(p, ())) for p, x in leaves.items()):
                 return graph
         return self
+
+    def whole_group(self, group: ChannelGroup, smaller: Graph) -> ChannelGroup:
+        """The group of this model of which a group of a smaller one is what is left."""
+        if smaller is self:
+            return group
+        (path, axis), positions = group.members[0], group.positions[0]
+        kept = smaller._kept.get(path, {}).get(axis)
+        if kept is not None:
+            positions = np.atleast_2d(kept)[0][positions]
+        for whole in self.groups:
+            if (path, axis) in whole.members:
+                places = whole.positions[whole.members.index((path, axis))]
+                channel_at = np.full(places.max(initial=positions.max()) + 1, -1)
+                channel_at[places] = np.arange(whole.size)[:, None]
+                channels = channel_at[positions]
+                is_one = (channels == channels[:, :1]).all() and (channels >= 0).all()
+                if is_one and np.unique(channels[:, 0]).size == group.size:
+                    return whole
+        return group
 
     # Channels.
 

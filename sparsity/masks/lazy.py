@@ -25,6 +25,7 @@ from sparsity.core.trees import PyTree
 from sparsity.masks.bits import apply_mask
 from sparsity.masks.sites import Sites
 from sparsity.selection import Scores
+from sparsity.selection.counting import use_flat
 from sparsity.selection.scores import scalars
 
 Hook = TypeVar("Hook", bound=Callable[..., object])
@@ -67,10 +68,14 @@ def drawing(table: Sites) -> Draw:
     def draw(params: PyTree, rng_seed: int | jax.Array, step: chex.Numeric = 0) -> PyTree:
         if not any(map(is_traced, jax.tree.leaves(params))):  # nobody else would place the masks
             return generate_random_scores(params, rng_seed, step)
-        paths = list(trees.leaves_by_path(params))
-        words = np.array([leaf_word(path) for path in paths], np.uint32)
-        hashed = map(scalars, hash_words(*seed_words(rng_seed, step), words))
-        words_of = dict(zip(paths, zip(*hashed, strict=True), strict=True))
+        leaves = trees.leaves_by_path(params)
+        words = np.array([leaf_word(path) for path in leaves], np.uint32)
+        # Where XLA may cut arrays, what it reads at places that it does not know moves its cuts.
+        each: Callable[[jax.Array], list[jax.Array]] = (
+            scalars if all(map(use_flat, leaves.values())) else list
+        )
+        hashed = map(each, hash_words(*seed_words(rng_seed, step), words))
+        words_of = dict(zip(leaves, zip(*hashed, strict=True), strict=True))
 
         def lazy(path: trees.KeyPath, param: Any) -> Scores:
             like = table.stored(path, param)[:1]

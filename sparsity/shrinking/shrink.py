@@ -55,7 +55,8 @@ class Small:
         shapes = {
             leaf.path: self.plan.shape_left(leaf.path, leaf.shape) for leaf in self.before.leaves
         }
-        return self.before.add_smaller(shapes, functools.partial(_apply, self.before, self.plan))
+        apply = functools.partial(_apply, self.before, self.plan)
+        return self.before.add_smaller(shapes, self.plan.kept, apply)
 
     def apply(self, params: PyTree, *args: PyTree) -> PyTree:
         """The model at its smaller size: what `fn(params, *args)` of the masked model returns.

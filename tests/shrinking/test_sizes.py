@@ -1,5 +1,6 @@
 """How much is left of known networks when half of every group of channels is removed."""
 
+import functools
 import math
 
 import flax.linen as nn
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsity import trace
+from sparsity import Coupled, MagnitudePruning, Uniform, budget, shrink, trace
+from sparsity.selection import num_kept
 from sparsity.shrinking.plan import plan_of
 from tests.graph import models
 
@@ -73,3 +75,59 @@ def test_halves_of_a_vision_transformer():
     # 192 of 384 in all heads: 384 x 192 + 192 less for q, k and v, 192 x 384 for out, in 12 layers.
     inner = 12 * (3 * (384 * 192 + 192) + 192 * 384)
     assert parameters(graph, graph.groups)[1] == 22_050_664 - inner == 18_504_808
+
+
+SMALL = models.SMALL | {"vit": functools.partial(models.vit, layers=1)}
+
+
+def pruned(name, distribution=None, **options):
+    """(graph, params, scope, the smaller model) of magnitude pruning."""
+    model = SMALL[name]()
+    params = models.draw(model.shapes, jnp.float32)
+    graph = trace(model.fn, params, *model.inputs)
+    distribution = distribution or (lambda graph: Uniform(0.5, filter_fn=graph.is_weight))
+    pruner = MagnitudePruning(
+        scope=Coupled(graph, **options), sparsity_distribution_fn=distribution(graph)
+    )
+    masks = pruner.instant_sparsify(params)[1]
+    return graph, params, pruner.scope, shrink(graph, params, masks)
+
+
+def left_of(graph, small):
+    """How many channels are left of each group, looked up along the axis of its first member."""
+    found, shapes = [], {leaf.path: leaf.shape for leaf in graph.leaves}
+    for group in graph.groups:
+        (path, axis), positions = group.members[0], group.positions[0]
+        stays = small.plan.kept.get(path, {}).get(axis, np.arange(shapes[path][axis]))
+        found.append(int(np.isin(positions, np.atleast_2d(stays)[0]).any(axis=1).sum()))
+    return found
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_group_keeps_half_of_its_own_channels(name):
+    graph, _, _, small = pruned(name)
+    assert left_of(graph, small) == [num_kept(group.size, 0.5) for group in graph.groups]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("name", SMALL)
+def test_a_budget_is_never_exceeded_and_one_more_channel_of_each_group_would(name, across):
+    for macs in (0.3, 0.6, 0.9):
+        graph, _, _, small = pruned(name, functools.partial(budget, macs=macs), across=across)
+        assert small.macs() <= macs * graph.macs()
+        more = {
+            group.variable: min(group.size, left + 1)
+            for group, left in zip(graph.groups, left_of(graph, small), strict=True)
+        }
+        assert across or graph.macs_left(more) >= macs * graph.macs()
+
+
+def test_what_is_left_of_a_model_knows_the_groups_that_it_was_cut_from():
+    graph, params, scope, small = pruned("vit")
+    # Of two heads one is left, which is no group any more; the size of a head was 4.
+    assert [group.size for group in graph.groups] == [2, 4, 12]
+    assert [group.size for group in small.graph.groups] == [2, 6]
+    sparsities = jax.tree.map(lambda _: 0.75, params)
+    assert list(scope.left(params, sparsities).values()) == [1, 1, 3]
+    assert list(scope.left(small.params, sparsities).values()) == [1, 3]
