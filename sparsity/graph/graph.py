@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -54,7 +54,7 @@ class Graph:
         self._retrace = retrace
         self._retraced: dict[tuple[Any, ...], Graph] = {}
         self._smaller: list[Graph] = []
-        self._kept: Kept = {}  # of a larger model, if this one was cut out of it
+        self._larger: tuple[Graph, Kept] | None = None  # what this one was cut out of, and how
         self._by_end: dict[Path, list[Leaf]] = {}  # by what paths end in, the shortest path first
         for leaf in sorted(self.leaves, key=lambda leaf: len(leaf.path)):
             for start in range(len(leaf.path) + 1):
@@ -273,27 +273,33 @@ class Graph:
         ]
         inputs = [value.struct() for value in given[len(self.leaves) :]]
         smaller = self._retrace(leaves, inputs, apply)
-        smaller._kept = kept
+        smaller._larger = self, kept
         self._smaller.append(smaller)
         return smaller
 
     def of_tree(self, leaves: Mapping[Path, chex.Array]) -> Graph:
         """The graph of a model with these leaves: itself, or that of one that was shrunken."""
-        for graph in (self, *reversed(self._smaller)):
+        for graph in self._all_sizes():
             ends = graph._by_end
             if all(any(y.shape == x.shape for y in ends.get(p, ())) for p, x in leaves.items()):
                 return graph
         return self
 
+    def _all_sizes(self) -> Iterator[Graph]:
+        """Itself, and what was cut out of it, and out of that; the last one first."""
+        yield self
+        for smaller in reversed(self._smaller):
+            yield from smaller._all_sizes()
+
     def whole_group(self, group: ChannelGroup, smaller: Graph) -> ChannelGroup:
         """The group of this model of which a group of a smaller one is what is left."""
-        if smaller is self:
+        if smaller is self or smaller._larger is None:
             return group
+        larger, kept = smaller._larger
         (path, axis), positions = group.members[0], group.positions[0]
-        kept = smaller._kept.get(path, {}).get(axis)
-        if kept is not None:
-            positions = np.atleast_2d(kept)[0][positions]
-        for whole in self.groups:
+        if axis in kept.get(path, {}):
+            positions = np.atleast_2d(kept[path][axis])[0][positions]
+        for whole in larger.groups:
             if (path, axis) in whole.members:
                 places = whole.positions[whole.members.index((path, axis))]
                 channel_at = np.full(places.max(initial=positions.max()) + 1, -1)
@@ -301,7 +307,7 @@ class Graph:
                 channels = channel_at[positions]
                 is_one = (channels == channels[:, :1]).all() and (channels >= 0).all()
                 if is_one and np.unique(channels[:, 0]).size == group.size:
-                    return whole
+                    return self.whole_group(whole, larger)
         return group
 
     # Channels.

@@ -31,6 +31,14 @@ def mlp(params, x):
     return jnp.tanh(hidden @ params["second"]) @ params["last"]
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def train_step(tx, x, apply, params, state):
+    """One step with a model of the inputs, which learns to return ones."""
+    grads = jax.grad(lambda p: jnp.mean((apply(p, x) - 1) ** 2))(params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
 @pytest.fixture
 def model():
     """(params, inputs, graph), in float64."""
@@ -82,13 +90,7 @@ def test_a_ramp_goes_on_in_the_smaller_model_as_it_would_have(model, options, pa
         scheduler=sparsity.PolynomialSchedule(2, 0, 10),
     )
     tx = pruner.wrap_optax(optax.adam(1e-2))
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def step(apply, params, state):
-        grads = jax.grad(lambda p: jnp.mean((apply(p, x) - 1) ** 2))(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
+    step = functools.partial(train_step, tx, x)
     state = tx.init(params)
     for _ in range(3):
         params, state = step(mlp, params, state)
@@ -103,6 +105,27 @@ def test_a_ramp_goes_on_in_the_smaller_model_as_it_would_have(model, options, pa
     )
     jax.tree.map(np.testing.assert_array_equal, left_state.masks, masked.opt_state.masks)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-10), left, masked.params)
+
+
+def test_a_ramp_goes_on_however_often_channels_are_cut(model):
+    params, x, graph = model
+    pruner = sparsity.MagnitudePruning(
+        scope=Coupled(graph),
+        sparsity_distribution_fn=Uniform(0.75, filter_fn=graph.is_weight),
+        scheduler=sparsity.PolynomialSchedule(2, 0, 12),
+    )
+    tx = pruner.wrap_optax(optax.adam(1e-2))
+    state = left_state = tx.init(params)
+    left, apply, widths = params, mlp, []
+    for number in range(16):
+        params, state = train_step(tx, x, mlp, params, state)
+        left, left_state = train_step(tx, x, apply, left, left_state)
+        if number % 4 == 3:
+            small = shrink(graph, left, left_state.masks, left_state)
+            left, left_state, apply, graph = small.params, small.opt_state, small.apply, small.graph
+            widths.append(left["bias"].size)
+    assert widths == [14, 7, 5, 5]
+    np.testing.assert_allclose(apply(left, x), mlp(params, x), atol=1e-10)
 
 
 def test_what_is_no_state_of_these_params_is_refused(pruned):
