@@ -18,7 +18,7 @@ from sparsity.graph import costs, report
 from sparsity.graph.biases import find_biases
 from sparsity.graph.channels import ChannelGroup, Leaf, Refusal, find_channels
 from sparsity.graph.coupling import Coupling
-from sparsity.graph.dims import Dim, Reason
+from sparsity.graph.dims import Dim, Reason, labels
 from sparsity.graph.layers import layered
 from sparsity.graph.removed import Removed
 from sparsity.graph.uses import PRODUCTS, Path, Use, macs_of, track
@@ -299,11 +299,10 @@ class Graph:
         (path, axis), positions = group.members[0], group.positions[0]
         if axis in kept.get(path, {}):
             positions = np.atleast_2d(kept[path][axis])[0][positions]
+        dim = next(dims[axis] for leaf, dims in larger.axes() if leaf.path == path)
         for whole in larger.groups:
-            if (path, axis) in whole.members:
-                places = whole.positions[whole.members.index((path, axis))]
-                channel_at = np.full(places.max(initial=positions.max()) + 1, -1)
-                channel_at[places] = np.arange(whole.size)[:, None]
+            channel_at = labels(dim, whole.variable)
+            if channel_at is not None:
                 channels = channel_at[positions]
                 is_one = (channels == channels[:, :1]).all() and (channels >= 0).all()
                 if is_one and np.unique(channels[:, 0]).size == group.size:

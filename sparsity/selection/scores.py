@@ -85,6 +85,11 @@ def computed(scores: PyTree) -> PyTree:
     return scores.compute() if isinstance(scores, Scores) else scores
 
 
+def number_of(array: jax.Array | None, arrays: Sequence[jax.Array]) -> int | None:
+    """Which of the arrays is this very one, `None` if it is none of them."""
+    return next((i for i, x in enumerate(arrays) if x is array), None)
+
+
 class Leaf(NamedTuple):
     """Scores, and which of them may be kept."""
 
@@ -107,7 +112,7 @@ class Leaf(NamedTuple):
     def arrays(self) -> tuple[jax.Array, ...]:
         """All that is stored of the leaf and is read, nothing twice."""
         own = self.scores.arrays
-        if self.where is None or any(x is self.where for x in own):
+        if self.where is None or number_of(self.where, own) is not None:
             return own
         return (*own, self.where) if self.scores.uses_arrays else (self.where,)
 
@@ -130,7 +135,7 @@ class Leaf(NamedTuple):
             dtype=scores.dtype,
             dtypes=tuple(x.dtype for x in (*arrays, *scores.scalars)),
             arrays=min(len(scores.arrays), len(arrays)),
-            where=next((i for i, x in enumerate(arrays) if x is self.where), None),
+            where=number_of(self.where, arrays),
             uses_index=scores.uses_index,
             excludes=self.excludes,
         )

@@ -22,7 +22,7 @@ from sparsity.core.checks import is_traced
 from sparsity.core.exact import Words, zero_like
 from sparsity.core.trees import PyTree
 from sparsity.selection import counting, threshold
-from sparsity.selection.scores import Leaf, Scores
+from sparsity.selection.scores import Leaf, Scores, number_of
 
 
 def topk_mask(
@@ -175,7 +175,7 @@ def _taken_apart(leaves: Sequence[Leaf]) -> tuple[tuple[Any, ...], list[Any]]:
     meant, stored = [], []
     for leaf in leaves:
         scores, where = leaf.scores, leaf.where
-        number = next((i for i, x in enumerate(scores.arrays) if x is where), None)
+        number = number_of(where, scores.arrays)
         meant.append((scores.fn, scores.uses_index, scores.uses_arrays, leaf.batch_axes, number))
         stored.append((scores.arrays, scores.scalars, where if number is None else None))
     return tuple(meant), stored

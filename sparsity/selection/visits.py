@@ -203,7 +203,7 @@ def _above(leaf: Rows, pivots: jax.Array, at_least: jax.Array, above: jax.Array)
     count = jnp.sum(holds, dtype=jnp.int32)
 
     def of_few() -> jax.Array:
-        numbers = _numbers(holds, leaf.rows)
+        numbers = _numbers(holds)
 
         def some(i: jax.Array, counts: jax.Array) -> jax.Array:
             rows = lax.dynamic_slice_in_dim(numbers, i * _AT_ONCE, _AT_ONCE)
@@ -221,12 +221,12 @@ def _above(leaf: Rows, pivots: jax.Array, at_least: jax.Array, above: jax.Array)
     return counts
 
 
-def _numbers(chosen: jax.Array, most: int) -> jax.Array:
-    """int32[most]: the numbers of those that are chosen, in order, and some zeros."""
+def _numbers(chosen: jax.Array) -> jax.Array:
+    """int32 like bool[count]: the numbers of those that are chosen, in order, then zeros."""
     place = jnp.cumsum(chosen.astype(jnp.int32))
     numbers = jnp.arange(len(chosen), dtype=jnp.int32)
-    todo = jnp.where(chosen, place - 1, most)
-    return (numbers[:most] & 0).at[todo].set(numbers, mode="drop")
+    todo = jnp.where(chosen, place - 1, len(chosen))
+    return (numbers & 0).at[todo].set(numbers, mode="drop")
 
 
 def _switch(number: jax.Array, branches: Sequence[Callable[..., Any]], *args: Any) -> Any:
@@ -246,7 +246,7 @@ def _for_each(
     chosen: jax.Array, visit: Callable[[jax.Array], jax.Array], zeros: jax.Array
 ) -> jax.Array:
     """visit(number) of each number that is chosen, one after another; zeros of the others."""
-    todo = _numbers(chosen, len(chosen))
+    todo = _numbers(chosen)
 
     def step(i: jax.Array, found: jax.Array) -> jax.Array:
         more: jax.Array = lax.dynamic_update_index_in_dim(found, visit(todo[i]), todo[i], 0)
