@@ -15,17 +15,23 @@ from jax import lax
 
 def readable(scores: chex.Array) -> jax.Array:
     """Checked scores, of a dtype that has keys."""
-    scores = jnp.asarray(scores)
-    if jnp.issubdtype(scores.dtype, jnp.complexfloating):
-        raise ValueError(
-            f"Cannot rank {scores.dtype} scores. This is because complex numbers have no order; "
-            "pass magnitudes (jnp.abs) instead."
-        )
+    scores = scores if isinstance(scores, jax.Array) else jnp.asarray(scores)
+    dtype = _readable_dtype(scores.dtype)
     if scores.size >= 2**31:
         raise ValueError(f"An array may hold fewer than 2**31 scores, got shape {scores.shape}.")
-    if scores.dtype in (jnp.float4_e2m1fn, jnp.float8_e8m0fnu):  # not a byte; no sign bit
-        return scores.astype(jnp.float32)
-    return scores
+    return scores if dtype == scores.dtype else scores.astype(dtype)
+
+
+@functools.lru_cache
+def _readable_dtype(dtype: np.dtype) -> np.dtype:
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        raise ValueError(
+            f"Cannot rank {dtype} scores. This is because complex numbers have no order; "
+            "pass magnitudes (jnp.abs) instead."
+        )
+    if dtype in (jnp.float4_e2m1fn, jnp.float8_e8m0fnu):  # not a byte; no sign bit
+        return np.dtype(np.float32)
+    return dtype
 
 
 class KeyRange(NamedTuple):

@@ -19,7 +19,7 @@ from jax import lax
 
 from sparsity.core import exact, sharding
 from sparsity.core.checks import is_traced
-from sparsity.core.exact import Words, zero_like
+from sparsity.core.exact import Words
 from sparsity.core.trees import PyTree
 from sparsity.selection import counting, threshold
 from sparsity.selection.scores import Leaf, Scores, number_of
@@ -60,23 +60,20 @@ def topk_mask(
         raise ValueError(f"batch_axes must be in [0, {lazy.ndim}], got batch_axes = {batch_axes}.")
     if where is not None and jnp.shape(where) != shape:
         raise ValueError(f"where must have shape {shape}, got where.shape = {jnp.shape(where)}.")
-    words = _k_words(k, math.prod(shape[batch_axes:]))
-    if np.broadcast_shapes(np.shape(words[1]), shape[:batch_axes]) != shape[:batch_axes]:
-        raise ValueError(
-            f"k must broadcast against {shape[:batch_axes]}, got k.shape = {np.shape(words[1])}."
-        )
-    high, low = (jnp.broadcast_to(word, shape[:batch_axes]).reshape(-1) for word in words)
+    words = _k_words(k, math.prod(shape[batch_axes:]), shape[:batch_axes])
     allowed = None if where is None else jnp.asarray(where)
-    return topk_masks([Leaf(lazy, allowed, batch_axes)], (high, low))[0]
+    return topk_masks([Leaf(lazy, allowed, batch_axes)], words)[0]
 
 
-def topk_masks(leaves: Sequence[Leaf], k: Words, *, together: bool = False) -> list[jax.Array]:
+def topk_masks(
+    leaves: Sequence[Leaf], k: Words | np.ndarray, *, together: bool = False
+) -> list[jax.Array]:
     """Masks of the k highest scores of every slice of many leaves, found in one search.
 
     Args:
         leaves: Of any shapes and dtypes; those of one recipe are searched together.
         k: How many to keep of each slice, [slices], in the order of leaves, or of all leaves
-            together, [1]: two uint32 words (high, low).
+            together, [1]: two uint32 words (high, low), or these in one array.
         together: Whether all leaves compete; their scores have one dtype then.
 
     Returns:
@@ -84,7 +81,9 @@ def topk_masks(leaves: Sequence[Leaf], k: Words, *, together: bool = False) -> l
     """
     meant, stored = _taken_apart(leaves)
     search = functools.partial(_topk_masks, meant, together)
-    return sharding.shard_like([leaf.scores.arrays[0] for leaf in leaves], search, stored, k)
+    likes = [leaf.scores.arrays[0] for leaf in leaves]
+    with jax.transfer_guard("allow"):  # of a known k; to send it before takes 0.1 ms
+        return sharding.shard_like(likes, search, stored, k)
 
 
 def moved_masks(
@@ -144,29 +143,39 @@ def global_topk_mask(
         raise ValueError(
             f"Cannot rank scores of dtypes {', '.join(dtypes)} together. Cast the leaves to one."
         )
-    high, low = _k_words(k, sum(leaf.scores.size for leaf in leaves))
-    masks = topk_masks(leaves, (high.reshape(1), low.reshape(1)), together=True)
+    words = _k_words(k, sum(leaf.scores.size for leaf in leaves), (1,))
+    masks = topk_masks(leaves, words, together=True)
     return jax.tree.unflatten(treedef, masks)
 
 
 # ------------------------------------------------------------------ arguments
-def _k_words(k: chex.Numeric | Words, n: int) -> Words:
-    """k, checked if concrete, else clamped from below (selection clamps it from above)."""
+def _k_words(k: chex.Numeric | Words, n: int, shape: tuple[int, ...]) -> Words | np.ndarray:
+    """The words of k, each for all slices of this shape, [slices].
+
+    Args:
+        k: Checked if concrete, else clamped from below (selection clamps it from above).
+        n: Entries of a slice.
+        shape: That of the slices.
+    """
+    if any(map(is_traced, k if isinstance(k, tuple) else [k])):
+        words: Any = k if isinstance(k, tuple) else (k * 0, jnp.maximum(k, 0))
+        _check_shape(words[1], shape)
+        high, low = (jnp.broadcast_to(x.astype(jnp.uint32), shape).reshape(-1) for x in words)
+        return high, low
     if isinstance(k, tuple):
-        if not any(is_traced(word) for word in k):
-            return _k_words((int(k[0]) << 32) + int(k[1]), n)
-        return k[0].astype(jnp.uint32), k[1].astype(jnp.uint32)
-    if not is_traced(k):
-        k = np.asarray(k)
-        if np.any(k < 0) or np.any(k > n):
-            raise ValueError(f"k must be in [0, {n}], got k = {k}.")
-        if k.ndim == 0:
-            high, low = exact.split(int(k))
-            return jax.device_put(high), jax.device_put(low)
-        words: Words = jax.device_put((np.zeros(k.shape, np.uint32), k.astype(np.uint32)))
-        return words
-    k = jnp.maximum(k, 0).astype(jnp.uint32)
-    return zero_like(k), k
+        k = (int(k[0]) << 32) + int(k[1])
+    counts: Any = int(k) if np.ndim(k) == 0 else np.asarray(k, np.int64)
+    if not np.all((counts >= 0) & (counts <= n)):
+        raise ValueError(f"k must be in [0, {n}], got k = {counts}.")
+    _check_shape(counts, shape)
+    known = np.empty((2, *shape), np.uint32)
+    known[0], known[1] = exact.split(counts)
+    return known.reshape(2, -1)
+
+
+def _check_shape(k: chex.Numeric, shape: tuple[int, ...]) -> None:
+    if np.ndim(k) and np.broadcast_shapes(np.shape(k), shape) != shape:
+        raise ValueError(f"k must broadcast against {shape}, got k.shape = {np.shape(k)}.")
 
 
 # ------------------------------------------------------------------ the k best
@@ -194,9 +203,9 @@ def _put_together(meant: tuple[Any, ...], stored: Sequence[Any]) -> list[Leaf]:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _topk_masks(
-    meant: tuple[Any, ...], together: bool, stored: Sequence[Any], k: Words
+    meant: tuple[Any, ...], together: bool, stored: Sequence[Any], k: Words | np.ndarray
 ) -> list[jax.Array]:
-    return _select(_put_together(meant, stored), k, together)[0]
+    return _select(_put_together(meant, stored), (k[0], k[1]), together)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
