@@ -31,7 +31,7 @@ from sparsity.core.checks import check_int, check_number
 from sparsity.core.sharding import place_like
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph import Use
-from sparsity.graph.coupled import PlacedGroup
+from sparsity.graph.channels import PlacedGroup
 from sparsity.training.hooks import ExtraArg
 
 

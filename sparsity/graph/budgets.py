@@ -19,7 +19,6 @@ from sparsity.core.exact import num_kept
 from sparsity.core.trees import PyTree
 from sparsity.graph.channels import Leaf
 from sparsity.graph.coupled import Coupled
-from sparsity.graph.dims import Dim, size_of
 from sparsity.graph.graph import Graph
 from sparsity.masks import BatchAxes, Overrides, Pattern, Sites
 from sparsity.patterns import SparsityType, Unstructured
@@ -75,8 +74,14 @@ class Budget:
         Raises:
           ValueError: even without any of the selected weights the model costs more.
         """
-        share = self.macs if self.nbytes is None else self.nbytes
+        by_bytes = self.macs is None
+        name, share = ("nbytes", self.nbytes) if by_bytes else ("macs", self.macs)
         assert share is not None  # one of them is given
+        if isinstance(scope, Coupled) and scope.across and (scope.across == "nbytes") != by_bytes:
+            raise ValueError(
+                f"across = {scope.across!r} keeps what all groups cost, but not the {name} of "
+                f"this budget. Use across = {'nbytes' if by_bytes else True!r}."
+            )
         table = Sites(params, Unstructured(), batch_axes) if sites is None else sites
         leaves = self.graph.leaves_of(params)
         dense = self._cost(leaves, {})
@@ -88,7 +93,9 @@ class Budget:
 
         def cost_of(targets: PyTree) -> Fraction:
             if isinstance(scope, Coupled):
-                return self._smaller(scope.left(params, targets))
+                left = scope.left(params, targets)
+                smaller = self.graph.bytes_left if by_bytes else self.graph.macs_left
+                return smaller(left)
             kept = {
                 path: _kept_by(
                     table[path].pattern, leaves[path].shape, table[path].batch_axes, float(target)
@@ -101,7 +108,6 @@ class Budget:
             return cost_of(spread(sparsity))
 
         if cost(1.0) > allowed:
-            name = "macs" if self.nbytes is None else "nbytes"
             least = float(cost(1.0) / dense)
             raise ValueError(
                 f"budget({name}={share}) cannot be met: without any of the weights that the "
@@ -120,16 +126,6 @@ class Budget:
         return trees.map_matched(  # of patterns with a density of their own, that density
             lambda path, x: table[path].pattern.final_sparsity(x), found
         )
-
-    def _smaller(self, left: dict[Dim, int]) -> Fraction:
-        """The cost if only so many channels are left of each group."""
-        if self.macs is not None:
-            return Fraction(self.graph.macs_left(left))
-        sizes = [
-            math.prod(size_of(dim, left) for dim in dims) * leaf.dtype.itemsize
-            for leaf, dims in self.graph.axes()
-        ]
-        return Fraction(sum(sizes))
 
     def _cost(
         self, leaves: Mapping[trees.KeyPath, Leaf], kept: Mapping[trees.KeyPath, int]

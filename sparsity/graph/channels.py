@@ -6,8 +6,10 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+import chex
 import numpy as np
 
+from sparsity.core.trees import KeyPath
 from sparsity.graph.dims import Dim, Reason, labels, variables
 from sparsity.graph.uses import Path
 
@@ -49,6 +51,25 @@ class ChannelGroup:
     positions: tuple[np.ndarray, ...]
     variable: Dim = dataclasses.field(repr=False)
     layers: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedGroup:
+    """A group as it lies in a tree.
+
+    Attributes:
+      channels: the group.
+      whole: the same before the model was shrunken.
+      members: (path, axis, positions) of all that goes with a channel.
+      scored: of those that add to its importance.
+      sparsity: of the group.
+    """
+
+    channels: ChannelGroup
+    whole: ChannelGroup
+    members: list[tuple[KeyPath, int, np.ndarray]]
+    scored: list[tuple[KeyPath, int, np.ndarray]]
+    sparsity: chex.Numeric
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,13 @@
-"""What a program costs: multiply-adds of its dots and convolutions."""
+"""What a program costs: multiply-adds of its dots and convolutions, bytes of its leaves."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from sparsity.core.checks import is_traced
@@ -48,12 +49,18 @@ def macs_left(coupling: Coupling, left: Mapping[Dim, Number]) -> Callable[[Equat
             axes = [coupling.dims(one)[i] for i in contracted]
         else:
             axes = [coupling.dims(other)[i] for i in params["dimension_numbers"].rhs_spec[1:]]
-        sizes = [size_of(dim, left) for dim in (*coupling.dims(output), *axes)]
-        found = functools.reduce(lambda a, b: a * b, sizes, 1)
+        found = entries_left((*coupling.dims(output), *axes), left)
         inserted = 1 if equation.name == "dot_general" else math.prod(params["lhs_dilation"])
         return found if inserted == 1 else found / inserted
 
     return of_product
+
+
+def entries_left(dims: Iterable[Dim], left: Mapping[Dim, Number]) -> Number:
+    """The product of the sizes of axes if only so many entries are left of some variables."""
+    # Python's integers may be too large for arrays, its floats are not.
+    one = 1.0 if any(isinstance(x, jax.Array) for x in left.values()) else 1
+    return functools.reduce(lambda a, b: a * b, [size_of(dim, left) for dim in dims], one)
 
 
 def _larger(one: Number, other: Number) -> Number:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias
+from fractions import Fraction
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from sparsity.core import exact, sharding, trees
 from sparsity.core.checks import check_bool, check_int, is_traced
 from sparsity.core.trees import KeyPath, PyTree
-from sparsity.graph.channels import ChannelGroup
+from sparsity.graph.channels import ChannelGroup, PlacedGroup
 from sparsity.graph.dims import Dim
 from sparsity.graph.graph import Graph
 from sparsity.graph.uses import Path
 from sparsity.masks import Pattern, TopkFn
-from sparsity.masks.costs import first_that_fits
+from sparsity.masks.costs import MARGIN, best_that_fit
 from sparsity.selection import Leaf, Scores, computed, moved_masks, topk_masks
 
 
@@ -42,8 +42,9 @@ class Coupled:
       order: 1 sums scores, with their sign where an algorithm has one (|w g| becomes the absolute
         value of the sum of w g); 2 takes the root of the sum of squares.
       normalize: divide what a member adds by its number of entries in a channel.
-      across: let groups compete by importance per multiply-add: what stays costs no more
-        multiply-adds than the sparsities leave group by group.
+      across: let groups compete by importance per multiply-add, or per byte ("nbytes"). What stays
+        costs no more than n (1 - s) channels of every group would, were there parts of channels;
+        the next best one would cost too much.
       round_to: the number of channels that stay is rounded up to a multiple of it; or a function of
         that number.
       min_channels: at least so many stay in every group.
@@ -56,7 +57,7 @@ class Coupled:
     _: dataclasses.KW_ONLY
     order: int = 1
     normalize: bool = False
-    across: bool = False
+    across: bool | Literal["nbytes"] = False
     round_to: int | Callable[[chex.Numeric], chex.Numeric] = 1
     min_channels: int = 1
 
@@ -68,7 +69,10 @@ class Coupled:
         if self.order not in (1, 2):
             raise ValueError(f"order must be 1 or 2, got order = {self.order!r}.")
         check_bool("normalize", self.normalize)
-        check_bool("across", self.across)
+        if self.across not in (False, True, "nbytes"):
+            raise ValueError(
+                f"across must be True, False or 'nbytes', got across = {self.across!r}."
+            )
         check_int("min_channels", self.min_channels, 1)
         if not callable(self.round_to):
             check_int("round_to", self.round_to, 1)
@@ -100,10 +104,14 @@ class Coupled:
         groups = self._groups(params, sparsities)
         return {path for group in groups for path, _, _ in group.scored}
 
-    def left(self, params: PyTree, sparsities: PyTree) -> dict[Dim, int]:
-        """How many channels stay of each group, of Python numbers."""
+    def left(self, params: PyTree, sparsities: PyTree) -> dict[Dim, Fraction]:
+        """How many channels stay of each group of the model of `graph`, of Python numbers.
+
+        With `across`, how many would cost as much as may stay: not a whole number.
+        """
+        number = self._allowed if self.across else self._kept
         groups = self._groups(params, sparsities)
-        return {group.channels.variable: int(self._kept(group)) for group in groups}
+        return {group.whole.variable: Fraction(float(number(group))) for group in groups}
 
     def select_tree(self, scores: PyTree, sparsities: PyTree) -> PyTree:
         """Returns masks of all members; the channels of the highest importance stay."""
@@ -116,7 +124,7 @@ class Coupled:
         ) -> list[jax.Array]:
             importance = self._importance(groups, leaves)
             if self.across:
-                return self._select_across(groups, importance, kept)
+                kept = self._kept_across(groups, importance, kept)
             return _best(groups, importance, kept)
 
         return self.masks_by(choose, scores, sparsities)
@@ -128,13 +136,14 @@ class Coupled:
 
         Args:
           choose: `choose(groups, leaves, kept, given)` returns uint8[channels] for each group, or
-            [layers, channels]; it gets the leaves of all members, and how many channels stay.
+            [layers, channels]; it gets the leaves of all members, and how many channels stay, or
+            with `across` may stay.
           tree: of these leaves.
           sparsities: tree of sparsities, `None` for leaves that have none.
           given: arrays that `choose` needs beside.
         """
         groups = self._groups(tree, sparsities)
-        kept = [self._kept(group) for group in groups]
+        kept = [self._allowed(x) if self.across else self._kept(x) for x in groups]
 
         def select(leaves: Mapping[KeyPath, jax.Array], how: Any) -> list[jax.Array]:
             return choose(groups, leaves, *how)
@@ -177,7 +186,7 @@ class Coupled:
         )
 
     def _groups(self, tree: PyTree, sparsities: PyTree) -> list[PlacedGroup]:
-        """The groups that have a sparsity, with their members in a tree."""
+        """The groups that have a sparsity, with what is left of them in a tree."""
         graph = self._graph_of(tree)
         places = {
             leaf.path: path
@@ -186,7 +195,8 @@ class Coupled:
         }
         wanted = trees.leaves_by_path(sparsities)
         found = []
-        for group in graph.groups:
+        for whole in self.graph.groups:
+            group = self.graph.left_of(whole, graph)
             members, scored = [], []
             for (path, axis), positions in zip(group.members, group.positions, strict=True):
                 if path in places:
@@ -196,7 +206,6 @@ class Coupled:
             own = [wanted[path] for path, _, _ in members if wanted.get(path) is not None]
             if own:
                 largest = own[0] if len(own) == 1 else _largest(own)
-                whole = self.graph.whole_group(group, graph)
                 found.append(PlacedGroup(group, whole, members, scored, largest))
         return found
 
@@ -207,6 +216,8 @@ class Coupled:
     def _rounded(self, channels: ChannelGroup, kept: Any) -> Any:
         """A number of channels as `round_to` and `min_channels` make it."""
         n = channels.size
+        least = min(self.min_channels, n)
+        kept = jnp.maximum(kept, least) if is_traced(kept) else max(kept, least)
         if callable(self.round_to):
             kept = self.round_to(kept)
         elif self.round_to > 1:
@@ -218,8 +229,15 @@ class Coupled:
                 )
             kept = -(-kept // self.round_to) * self.round_to
         if is_traced(kept):
-            return jnp.clip(kept, min(self.min_channels, n), n)
-        return min(max(int(kept), self.min_channels), n)
+            return jnp.clip(kept, least, n)
+        return min(max(int(kept), least), n)
+
+    def _allowed(self, group: PlacedGroup) -> Any:
+        """The same under `across`, in which a part of a channel counts, as float32."""
+        xp: Any = jnp if is_traced(group.sparsity) else np
+        n, sparsity = np.float32(group.whole.size), xp.float32(group.sparsity)
+        left = n * (1 - xp.clip(xp.where(sparsity > 0, sparsity, np.float32(0)), 0, 1))
+        return xp.maximum(left, np.float32(self._rounded(group.whole, 0)))
 
     def _masks(
         self,
@@ -272,42 +290,36 @@ class Coupled:
         found: jax.Array = jnp.abs(total) if self.order == 1 else jnp.sqrt(total)
         return found
 
-    def _select_across(
+    def _kept_across(
         self,
         groups: Sequence[PlacedGroup],
         importance: Sequence[jax.Array],
-        kept: Sequence[Any],
-    ) -> list[jax.Array]:
-        """Under one threshold of importance per multiply-add; a bisection over thresholds."""
-        graph, whole_groups = self.graph, [group.whole for group in groups]
-        variables = [group.variable for group in whole_groups]
-        dense = {variable: variable.size for variable in variables}
-        whole: int = graph.macs_left(dense)
-        ranked = []
-        for variable, x in zip(variables, importance, strict=True):
-            each = whole - graph.macs_left({variable: dense[variable] - 1})
+        allowed: Sequence[chex.Numeric],
+    ) -> list[Any]:
+        """How many channels of each group stay, the best per cost: no dearer than allowed ones."""
+        graph, wholes = self.graph, [group.whole for group in groups]
+        cost_of: Callable[..., Any]
+        cost_of = graph.bytes_left if self.across == "nbytes" else graph.macs_left
+        dense, ranks = cost_of({}), []
+        for whole, x in zip(wholes, importance, strict=True):
+            each = dense - cost_of({whole.variable: whole.size - 1})
             # Layers keep equally many: what counts is their average channel of each rank.
             average = jnp.mean(jnp.sort(x, descending=True), axis=0) if x.ndim == 2 else x
-            ranked.append(average / jnp.float32(each))
+            ranks.append(average / jnp.float32(each))
 
-        def left(counts: Sequence[Any]) -> jax.Array:
-            by_variable = {
-                v: jnp.asarray(n, jnp.float32) for v, n in zip(variables, counts, strict=True)
-            }
-            return jnp.asarray(graph.macs_left(by_variable), jnp.float32)
+        def cost(counts: jax.Array) -> Any:
+            return cost_of(dict(zip([whole.variable for whole in wholes], counts, strict=True)))
 
-        allowed = left(kept)
+        def kept(counts: Sequence[jax.Array]) -> jax.Array:
+            rounded = [self._rounded(*x) for x in zip(wholes, counts, strict=True)]
+            return jnp.asarray(rounded, jnp.float32)
 
-        def counts(bits: jax.Array) -> list[Any]:
-            threshold = lax.bitcast_convert_type(bits, jnp.float32)
-            return [
-                self._rounded(group, jnp.sum(x > threshold, dtype=jnp.int32))
-                for group, x in zip(whole_groups, ranked, strict=True)
-            ]
-
-        highest = int(np.float32(np.inf).view(np.int32))  # bits are ordered as what they mean
-        bits = first_that_fits(lambda x: left(counts(x)) <= allowed, 0, highest)
-        return _best(groups, importance, counts(bits))
+        most = jnp.asarray(allowed, jnp.float32)
+        limit = cost(most) * MARGIN
+        found = best_that_fit(
+            ranks, lambda counts: (cost(kept(counts)) <= limit) | jnp.all(kept(counts) <= most)
+        )
+        return list(kept(found))
 
     def _spread(
         self,
@@ -327,25 +339,6 @@ class Coupled:
                 wide = [n if i == axis else 1 for i, n in enumerate(shape)]
                 found[path] *= along.reshape([layers, *wide[1:]] if layers else wide)
         return list(found.values())
-
-
-@dataclasses.dataclass(frozen=True)
-class PlacedGroup:
-    """A group as it lies in a tree.
-
-    Attributes:
-      channels: the group.
-      whole: the same before the model was shrunken.
-      members: (path, axis, positions) of all that goes with a channel.
-      scored: of those that add to its importance.
-      sparsity: of the group.
-    """
-
-    channels: ChannelGroup
-    whole: ChannelGroup
-    members: list[tuple[KeyPath, int, np.ndarray]]
-    scored: list[tuple[KeyPath, int, np.ndarray]]
-    sparsity: chex.Numeric
 
 
 # From groups, the leaves of their members, how many channels stay, and more, to their masks.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -18,7 +20,7 @@ from sparsity.graph import costs, report
 from sparsity.graph.biases import find_biases
 from sparsity.graph.channels import ChannelGroup, Leaf, Refusal, find_channels
 from sparsity.graph.coupling import Coupling
-from sparsity.graph.dims import Dim, Reason, labels
+from sparsity.graph.dims import Dim, Reason
 from sparsity.graph.layers import layered
 from sparsity.graph.removed import Removed
 from sparsity.graph.uses import PRODUCTS, Path, Use, macs_of, track
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Kept: TypeAlias = Mapping[Path, Mapping[int, np.ndarray]]  # indices that stay along axes of leaves
-N = TypeVar("N", int, jax.Array)  # how many entries are left, known or traced
+N = TypeVar("N", int, Fraction, jax.Array)  # how many entries are left, known or traced
 
 
 class Graph:
@@ -113,6 +115,12 @@ class Graph:
                 (1 if use.trips is None else use.trips) * use.view.share * of_product(use.equation)
                 for use in self._products(path)
             )
+        return found
+
+    def bytes_left(self, left: Mapping[Dim, N]) -> N:
+        """Bytes of the leaves if only so many entries are left of some axes."""
+        sizes = [costs.entries_left(dims, left) * leaf.dtype.itemsize for leaf, dims in self.axes()]
+        found: N = functools.reduce(operator.add, sizes)
         return found
 
     def shape_of(self, path: Path) -> tuple[int, ...]:
@@ -291,23 +299,20 @@ class Graph:
         for smaller in reversed(self._smaller):
             yield from smaller._all_sizes()
 
-    def whole_group(self, group: ChannelGroup, smaller: Graph) -> ChannelGroup:
-        """The group of this model of which a group of a smaller one is what is left."""
+    def left_of(self, group: ChannelGroup, smaller: Graph) -> ChannelGroup:
+        """What is left of a group of this model in one that was cut out of it."""
         if smaller is self or smaller._larger is None:
             return group
         larger, kept = smaller._larger
-        (path, axis), positions = group.members[0], group.positions[0]
-        if axis in kept.get(path, {}):
-            positions = np.atleast_2d(kept[path][axis])[0][positions]
-        dim = next(dims[axis] for leaf, dims in larger.axes() if leaf.path == path)
-        for whole in larger.groups:
-            channel_at = labels(dim, whole.variable)
-            if channel_at is not None:
-                channels = channel_at[positions]
-                is_one = (channels == channels[:, :1]).all() and (channels >= 0).all()
-                if is_one and np.unique(channels[:, 0]).size == group.size:
-                    return self.whole_group(whole, larger)
-        return group
+        group, positions = self.left_of(group, larger), []
+        for (path, axis), own in zip(group.members, group.positions, strict=True):
+            if axis in kept.get(path, {}):
+                stays = np.atleast_2d(kept[path][axis])[0]
+                stay = np.isin(own, stays)
+                left = np.searchsorted(stays, own[stay])
+                own = left.reshape(np.count_nonzero(stay.any(axis=1)), -1)
+            positions.append(own)
+        return dataclasses.replace(group, size=len(positions[0]), positions=tuple(positions))
 
     # Channels.
 

@@ -1,4 +1,4 @@
-"""Masks of leaves whose weights cost differently: the best scores per cost, within a budget."""
+"""What stays of weights and channels that cost differently: the best per cost, within a budget."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from sparsity.core.hashing import flat_index
 from sparsity.selection import Scores
 from sparsity.selection.keys import to_keys
 
-_MARGIN = 1 - 2.0**-16  # more than the rounding of costs that are added up in float32
+MARGIN = 1 - 2.0**-16  # more than the rounding of costs that are added up in float32
 
 
 def within_budget(
@@ -31,7 +32,7 @@ def within_budget(
       uint8 masks. They cost no more than the budget. Of weights that tie at the threshold, those of
       the lowest indices in their leaves stay, as far as the budget goes.
     """
-    budget = _total(costs, kept) * _MARGIN
+    budget = _total(costs, kept) * MARGIN
     limits = jnp.iinfo(jnp.int32)
 
     def keys() -> list[jax.Array]:
@@ -58,6 +59,24 @@ def within_budget(
     largest = max(score.size for score in scores)
     first = first_that_fits(lambda x: fits(with_ties(x)), -largest, 0)
     return [mask.astype(jnp.uint8) for mask in with_ties(first)]
+
+
+def best_that_fit(
+    ranks: Sequence[jax.Array], fits: Callable[[list[jax.Array]], jax.Array]
+) -> list[jax.Array]:
+    """How many of each array are among the highest of all, if these are as many as fit.
+
+    Args:
+      ranks: of one axis each; NaN is lowest. Of equal ones those of the first arrays come first.
+      fits: whether so many of each do; if not, more do not either.
+    """
+    place = jnp.argsort(jnp.argsort(-jnp.concatenate(ranks)))
+    places = jnp.split(place, np.cumsum([len(x) for x in ranks])[:-1])
+
+    def counts(n: jax.Array) -> list[jax.Array]:
+        return [jnp.sum(x < n, dtype=jnp.int32) for x in places]
+
+    return counts(-first_that_fits(lambda n: fits(counts(-n)), -len(place), 0))
 
 
 def first_that_fits(fits: Callable[[jax.Array], jax.Array], low: int, high: int) -> jax.Array:
