@@ -128,6 +128,29 @@ def coupled_masks_are_those_of_one_device_and_lie_as_their_parameters(devices):
             assert masks[name].sharding.is_equivalent_to(leaf.sharding, leaf.ndim), masks[name]
 
 
+def competing_channels_are_those_of_one_device(devices):
+    def model(params, x):
+        return mlp({name: params[name] for name in MLP}, x) @ params["more"]
+
+    x, specs = jnp.ones((4, 8)), MLP | {"more": P("b", None)}
+    params = mlp_params(24) | {"more": models.draw({"more": (8, 4)}, seed=1)["more"]}
+    for across, kind in ((True, "macs"), ("nbytes", "nbytes")):
+
+        def prune(params, x, across=across, kind=kind):
+            graph = sparsity.trace(model, params, x)
+            pruner = sparsity.MagnitudePruning(
+                scope=sparsity.Coupled(graph, across=across),
+                sparsity_distribution_fn=sparsity.budget(graph, **{kind: 0.5}),
+            )
+            return jax.jit(lambda params: pruner.instant_sparsify(params)[1])(params)
+
+        expected = prune(params, x)
+        assert expected["bias"].sum() * 2 != 24  # what one group gives up another one has
+        with jax.set_mesh(devices.mesh):
+            found = prune(place(devices, params, specs), devices.put(x, "a"))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def a_run_goes_on_from_its_plan_and_its_checkpoint(devices):
     x = jax.random.normal(jax.random.key(0), (4, 8))
 
