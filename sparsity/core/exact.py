@@ -89,7 +89,7 @@ def kept_of(n: Words, k: Words | chex.Numeric) -> Words:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def ordered_sum(x: chex.Array, axis: tuple[int, ...]) -> jax.Array:
+def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
     """Sums floats with the same bits in any order, so that sharding cannot change a mask.
 
     Args:
@@ -101,21 +101,40 @@ def ordered_sum(x: chex.Array, axis: tuple[int, ...]) -> jax.Array:
     """
     size = math.prod(x.shape[i] for i in axis)
     bits = 30 - max(size - 1, 1).bit_length()  # of each summand's digits, whose sum fits an int32
-    finite = jnp.isfinite(x)
-    rest = jnp.where(finite, x, 0)
-    exponent = jnp.frexp(jnp.max(jnp.abs(rest), axis=axis, keepdims=True, initial=0))[1]
-    rest = jnp.ldexp(rest, -exponent)
-    exponent = jnp.squeeze(exponent, axis)
-    total = jnp.zeros_like(exponent, x.dtype)
-    for digit in range(1, -(-(60 if x.dtype == jnp.float64 else 32) // bits) + 1):
+    zero = np.zeros((), x.dtype)
+    # Reductions of two and more operands make a fused loop: nothing as large as x is stored.
+    low, high = lax.reduce(
+        [_finite(x)] * 2,
+        [zero] * 2,
+        lambda a, b: [jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])],
+        axis,
+    )
+    _, exponent = jnp.frexp(jnp.expand_dims(jnp.maximum(-low, high), axis))
+    # One more loop: what both read is not stored between them.
+    x, exponent = lax.optimization_barrier((x, exponent))
+    rest, digits = jnp.ldexp(_finite(x), -exponent), []
+    for _ in range(-(-(60 if x.dtype == jnp.float64 else 32) // bits)):
         rest = rest * 2.0**bits
         whole = jnp.trunc(rest)
         rest = rest - whole
-        count = jnp.sum(whole.astype(jnp.int32), axis=axis).astype(x.dtype)
-        total = total + jnp.ldexp(count, exponent - digit * bits)
+        digits.append(whole.astype(jnp.int32))
+    others = jnp.where(jnp.isfinite(x), 0, x)
+    *sums, other = lax.reduce(
+        [*digits, others],
+        [*[np.int32(0)] * len(digits), zero],
+        lambda a, b: [one + more for one, more in zip(a, b, strict=True)],
+        axis,
+    )
+    total = jnp.zeros_like(other)
+    for i, count in enumerate(sums, 1):
+        total = total + count.astype(x.dtype) * 2.0 ** (-i * bits)
+    total = jnp.ldexp(total, jnp.squeeze(exponent, axis))
     # Exactly 0 unless something is not finite; then infinite or NaN, in whatever order.
-    rest = jnp.sum(jnp.where(finite, 0, x), axis=axis)
-    return jnp.where(rest == 0, total, rest).astype(x.dtype)
+    return jnp.where(other == 0, total, other)
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(x), x, 0)
 
 
 def zero_like(x: jax.Array) -> jax.Array:

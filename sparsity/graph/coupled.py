@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -22,6 +23,7 @@ from sparsity.graph.uses import Path
 from sparsity.masks import Pattern, TopkFn
 from sparsity.masks.costs import MARGIN, best_that_fit
 from sparsity.selection import Leaf, Scores, computed, moved_masks, topk_masks
+from sparsity.selection.scores import stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,21 +273,20 @@ class Coupled:
         self, groups: Sequence[PlacedGroup], leaves: Mapping[KeyPath, jax.Array]
     ) -> list[jax.Array]:
         """[channels] of each group, or [layers, channels]."""
-        return [self._of_group(group, leaves) for group in groups]
+        return stored([self._of_group(group, leaves) for group in groups])
 
     def _of_group(self, group: PlacedGroup, leaves: Mapping[KeyPath, Any]) -> jax.Array:
-        parts = []
+        parts, layers = [], group.channels.layers
         for path, axis, positions in group.scored:
             score = leaves[path]
             score = score.astype(jnp.promote_types(score.dtype, jnp.float32))
-            places = positions.reshape(-1)
-            if not np.array_equal(places, np.arange(score.shape[axis])):
-                score = jnp.take(score, places, axis=axis)
-            lead = (group.channels.layers,) if group.channels.layers else ()
-            entries = jnp.moveaxis(score, axis, len(lead)).reshape(*lead, group.channels.size, -1)
-            powers = entries if self.order == 1 else jnp.square(entries)
-            part = exact.ordered_sum(powers, (entries.ndim - 1,))
-            parts.append(part / entries.shape[-1] if self.normalize else part)
+            powers = score if self.order == 1 else jnp.square(score)
+            others = tuple(i for i in range(bool(layers), score.ndim) if i != axis)
+            part = exact.ordered_sum(powers, others) if others else powers
+            if not _is_whole(positions, score.shape[axis]):
+                part = exact.ordered_sum(part[..., positions], (part.ndim,))
+            entries = math.prod(score.shape[i] for i in others) * positions.shape[1]
+            parts.append(part / entries if self.normalize else part)
         total = exact.ordered_sum(jnp.stack(parts), (0,)) if len(parts) > 1 else parts[0]
         found: jax.Array = jnp.abs(total) if self.order == 1 else jnp.sqrt(total)
         return found
@@ -332,10 +333,11 @@ class Coupled:
         for group, mask in zip(groups, masks, strict=True):
             size, layers = group.channels.size, group.channels.layers
             for path, axis, positions in group.members:
-                shape = leaves[path].shape
-                label = np.full(shape[axis], -1)
-                label[positions] = np.arange(size)[:, None]
-                along = jnp.where(label < 0, jnp.uint8(1), mask[..., np.maximum(label, 0)])
+                shape, along = leaves[path].shape, mask
+                if not _is_whole(positions, shape[axis]):
+                    label = np.full(shape[axis], -1)
+                    label[positions] = np.arange(size)[:, None]
+                    along = jnp.where(label < 0, jnp.uint8(1), mask[..., np.maximum(label, 0)])
                 wide = [n if i == axis else 1 for i, n in enumerate(shape)]
                 found[path] *= along.reshape([layers, *wide[1:]] if layers else wide)
         return list(found.values())
@@ -346,6 +348,11 @@ Choose: TypeAlias = Callable[
     [Sequence[PlacedGroup], Mapping[KeyPath, jax.Array], Sequence[chex.Numeric], PyTree],
     list[jax.Array],
 ]
+
+
+def _is_whole(positions: np.ndarray, size: int) -> bool:
+    """Whether the channels are the entries of an axis of that size, in order."""
+    return np.array_equal(positions, np.arange(size)[:, None])
 
 
 def _largest(sparsities: Sequence[chex.Numeric]) -> chex.Numeric:

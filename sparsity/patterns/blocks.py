@@ -117,7 +117,8 @@ class _Grid:
         if any(spare):
             scores = jnp.pad(scores, [(0, 0)] * len(self.lead) + [(0, n) for n in spare], mode)
         (rows, columns), (height, width) = self.counts, self.block
-        return reduce(scores.reshape(*self.lead, rows, height, columns, width), (-3, -1))
+        blocks = scores.reshape(*self.lead, rows, height, columns, width)
+        return reduce(blocks, (blocks.ndim - 3, blocks.ndim - 1))
 
     def entries(self) -> list[np.ndarray]:
         """How many rows, and columns, of the array the blocks have."""

@@ -201,3 +201,20 @@ def test_what_is_left_of_a_model_knows_the_groups_that_it_was_cut_from():
     sparsities = jax.tree.map(lambda _: 0.75, params)
     assert list(scope.left(params, sparsities).values()) == [1, 1, 3]
     assert list(scope.left(small.params, sparsities).values()) == [1, 1, 3]
+
+
+def test_channels_are_chosen_without_temporaries_as_large_as_the_weights():
+    def model(params, x):
+        return jax.nn.relu(jax.nn.relu(x @ params["a"]) @ params["b"]) @ params["c"]
+
+    shapes = {"a": (64, 1024), "b": (1024, 512), "c": (512, 8)}
+    params = models.abstract(shapes)
+    graph = trace(model, params, jax.ShapeDtypeStruct((1, 64), jnp.float32))
+    for across in (False, True):
+        pruner = MagnitudePruning(
+            scope=Coupled(graph, across=across),
+            sparsity_distribution_fn=Uniform(0.5, filter_fn=graph.is_weight),
+        )
+        compiled = jax.jit(lambda p, pruner=pruner: pruner.instant_sparsify(p)[1]).lower(params)
+        weights = sum(map(math.prod, shapes.values()))
+        assert compiled.compile().memory_analysis().temp_size_in_bytes < 0.25 * weights
