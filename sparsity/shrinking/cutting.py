@@ -55,8 +55,9 @@ def cut_state(graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, st
             )
         if owner is None or not owner.axes or not hasattr(leaf, "shape"):
             return leaf
-        if leaf.shape == owner.shape:
-            return _cut(leaf, owner.axes)
+        axes = owner.axes if leaf.shape == owner.shape else _axes_of_average(owner, leaf.shape)
+        if axes is not None:
+            return _cut(leaf, axes)
         if math.prod(leaf.shape) == 1:  # what an optimizer writes where it keeps no moment
             return leaf
         raise ValueError(
@@ -143,6 +144,23 @@ class _Owner:
     name: str
     shape: tuple[int, ...]
     axes: Mapping[int, np.ndarray]
+
+
+def _axes_of_average(owner: _Owner, shape: tuple[int, ...]) -> Mapping[int, np.ndarray] | None:
+    """Those of a leaf that averages its parameter over one axis, as factored moments do.
+
+    `None` if that axis loses entries, or if shapes do not tell which one it is.
+    """
+    found = set()
+    for axis in range(len(owner.shape)):
+        if owner.shape[:axis] + owner.shape[axis + 1 :] == shape:
+            by_layer = axis == 0 and any(index.ndim > 1 for index in owner.axes.values())
+            if axis in owner.axes or by_layer:
+                return None
+            found.add(tuple(a - (a > axis) for a in owner.axes))
+    if len(found) != 1:
+        return None
+    return dict(zip(found.pop(), owner.axes.values(), strict=True))
 
 
 def _compared(expected: PyTree, found: PyTree) -> float:

@@ -170,7 +170,7 @@ def shrink(
       masks: masks of whole channels, as `scope=sparsity.Coupled(graph)` makes them; or a `Plan`.
       opt_state: state of any optax optimizer of `params`. Moments are cut with their parameters,
         counters and schedules stay, and a SparseState keeps the masks of what is left. Factored
-        moments are refused.
+        moments that average over removed channels are refused.
       tx: the optimizer of that state, to check that it trains on as it would the masked model: at
         least four updates by random gradients are compared. What works entry by entry does, and so
         does a norm of gradients, to which zeros add nothing (`clip_by_global_norm`, `lars`). A mean

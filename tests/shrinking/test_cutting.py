@@ -144,3 +144,58 @@ def test_what_is_no_state_of_these_params_is_refused(pruned):
         shrink(graph, params, masks, tx.init(params), optax.adam)
     with refused(match=r"sparsity.unpack_masks\(masks, params\)"):
         shrink(graph, params, sparsity.pack_masks(masks, params))
+
+
+def attention(params, x):
+    queries = jnp.einsum("te,ehd->thd", x, params["q"])
+    keys = jnp.einsum("te,ehd->thd", x, params["k"])
+    weights = jax.nn.softmax(jnp.einsum("thd,shd->hts", queries, keys))
+    values = jnp.einsum("te,ehd->thd", x, params["v"])
+    return jnp.einsum("hts,shd,hde->te", weights, values, params["out"])
+
+
+def test_factored_moments_are_cut_along_the_axes_over_which_they_do_not_average():
+    draw = np.random.default_rng(0).standard_normal
+    with jax.enable_x64(True):
+        params = {name: jnp.asarray(draw((16, 4, 8)) / 4) for name in "qkv"}
+        params["out"] = jnp.asarray(draw((4, 8, 16)) / 4)
+        x = jnp.asarray(draw((6, 16)))
+        graph = trace(attention, params, x)
+        # Of two heads all is removed; sizes of heads and the width of the model stay.
+        stays = jnp.asarray([1, 0, 1, 0], jnp.uint8)[:, None]
+        masks = {name: jnp.ones((16, 4, 8), jnp.uint8) * stays for name in "qkv"}
+        masks["out"] = jnp.ones((4, 8, 16), jnp.uint8) * stays[..., None]
+        tx = sparsity.StaticRandomSparse().wrap_optax(
+            optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=2), optax.scale(-1e-2)),
+            masks=masks,
+        )
+        state = tx.init(params)
+        step = functools.partial(train_step, tx, x)
+        for _ in range(2):
+            params, state = step(attention, params, state)
+        small = shrink(graph, params, masks, state, tx)
+        assert small.update_error < 1e-12
+        moments = small.opt_state.inner_state[0]
+        assert (moments.v_row["q"].shape, moments.v_col["q"].shape) == ((2, 8), (16, 2))
+        left, left_state = small.params, small.opt_state
+        for _ in range(3):
+            params, state = step(attention, params, state)
+            left, left_state = step(small.apply, left, left_state)
+        masked = shrink(graph, params, small.plan)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-10), left, masked.params)
+        # adafactor's updates are divided by their mean over all of an array.
+        adafactor = optax.adafactor(1e-3, min_dim_size_to_factor=2)
+        with pytest.raises(ValueError, match="would not train the smaller model as the masked one"):
+            shrink(graph, params, masks, adafactor.init(params), adafactor)
+
+
+def test_factored_moments_that_average_over_what_is_removed_are_refused():
+    params = {"q": (16, 4, 8), "k": (16, 4, 8), "v": (16, 4, 8), "out": (4, 8, 16)}
+    params = {name: jnp.ones(shape) for name, shape in params.items()}
+    graph = trace(attention, params, jnp.ones((6, 16)))
+    stays = jnp.asarray([1, 1, 1, 0, 1, 0, 1, 0], jnp.uint8)  # of the sizes of values
+    masks = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.uint8), params)
+    masks |= {"v": masks["v"] * stays, "out": masks["out"] * stays[:, None]}
+    state = optax.scale_by_factored_rms(min_dim_size_to_factor=2).init(params)
+    with pytest.raises(ValueError, match="factored moments"):
+        shrink(graph, params, masks, state)
