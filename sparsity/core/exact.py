@@ -109,10 +109,12 @@ def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
         lambda a, b: [jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])],
         axis,
     )
-    _, exponent = jnp.frexp(jnp.expand_dims(jnp.maximum(-low, high), axis))
+    exponents = _halves(jnp.expand_dims(jnp.maximum(-low, high), axis))
     # One more loop: what both read is not stored between them.
-    x, exponent = lax.optimization_barrier((x, exponent))
-    rest, digits = jnp.ldexp(_finite(x), -exponent), []
+    x, exponents = lax.optimization_barrier((x, exponents))
+    rest, digits = _finite(x), []
+    for exponent in exponents:
+        rest = rest * _two_to(-exponent, x.dtype)
     for _ in range(-(-(60 if x.dtype == jnp.float64 else 32) // bits)):
         rest = rest * 2.0**bits
         whole = jnp.trunc(rest)
@@ -128,9 +130,24 @@ def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
     total = jnp.zeros_like(other)
     for i, count in enumerate(sums, 1):
         total = total + count.astype(x.dtype) * 2.0 ** (-i * bits)
-    total = jnp.ldexp(total, jnp.squeeze(exponent, axis))
+    for exponent in exponents:
+        total = total * _two_to(jnp.squeeze(exponent, axis), x.dtype)
     # Exactly 0 unless something is not finite; then infinite or NaN, in whatever order.
     return jnp.where(other == 0, total, other)
+
+
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Integers with the sum e, where x < 2**e: as an exponent e may be out of range."""
+    kind = jnp.finfo(x.dtype)
+    bits = lax.bitcast_convert_type(x, np.dtype(f"int{kind.bits}"))
+    e = (bits >> kind.nmant) - (kind.maxexp - 2)
+    return e >> 1, e - (e >> 1)
+
+
+def _two_to(exponent: jax.Array, dtype: np.dtype) -> jax.Array:
+    """2**exponent."""
+    kind = jnp.finfo(dtype)
+    return lax.bitcast_convert_type((exponent + (kind.maxexp - 1)) << kind.nmant, dtype)
 
 
 def _finite(x: jax.Array) -> jax.Array:

@@ -333,11 +333,11 @@ class Coupled:
         for group, mask in zip(groups, masks, strict=True):
             size, layers = group.channels.size, group.channels.layers
             for path, axis, positions in group.members:
-                shape, along = leaves[path].shape, mask
-                if not _is_whole(positions, shape[axis]):
-                    label = np.full(shape[axis], -1)
-                    label[positions] = np.arange(size)[:, None]
-                    along = jnp.where(label < 0, jnp.uint8(1), mask[..., np.maximum(label, 0)])
+                shape = leaves[path].shape
+                label = np.full(shape[axis], -1)
+                label[positions] = np.arange(size)[:, None]
+                # Read by index: XLA would shard leaves as each other, were these the mask itself.
+                along = jnp.where(label < 0, jnp.uint8(1), mask[..., np.maximum(label, 0)])
                 wide = [n if i == axis else 1 for i, n in enumerate(shape)]
                 found[path] *= along.reshape([layers, *wide[1:]] if layers else wide)
         return list(found.values())
