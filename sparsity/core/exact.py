@@ -63,7 +63,7 @@ def _num_kept(n: Words, sparsity: chex.Numeric) -> Words:
     # sparsity = mantissa / 2**exponent; from 2**65 on nothing is removed, as at zero.
     mantissa = (bits & 0x7FFFFF) | 0x800000
     shift = jnp.minimum(149 - (bits >> 23), 64)
-    removed = _product(n, mantissa)
+    removed = times(n, mantissa)
     doubled = _shift_right(removed, shift)
     # Some bit below the half is set just if one less has the same quotient.
     bit = zero_like(n[0]), zero_like(n[1]) | 1
@@ -185,6 +185,16 @@ def total(counts: jax.Array) -> Words:
     return _carry(*(jnp.sum(x, 0, dtype=jnp.uint32) for x in (counts & 0xFFFF, counts >> 16)))
 
 
+def total_of_words(a: Words) -> Words:
+    """Sum of fewer than 2**16 along the first axis, below 2**64."""
+    words = a[1] & 0xFFFF, a[1] >> 16, a[0] & 0xFFFF, a[0] >> 16
+    digits = [jnp.sum(x, 0, dtype=jnp.uint32) for x in words]
+    for i in (1, 2, 3):
+        digits[i] += digits[i - 1] >> 16
+    low, middle, high, top = (x & 0xFFFF for x in digits)
+    return (top << 16) | high, (middle << 16) | low
+
+
 def totals_before(counts: jax.Array) -> Words:
     """Sums of the counts (int32[leaves]) before each."""
     counts = counts.astype(jnp.uint32)
@@ -200,6 +210,14 @@ def plus(a: Words, b: Words) -> Words:
     """a + b."""
     low = a[1] + b[1]
     return a[0] + b[0] + (low < a[1]).astype(jnp.uint32), low
+
+
+def times(a: Words, b: jax.Array) -> Words:
+    """a * b, by halves of 16 bits."""
+    x, y, u, v = a[1] & 0xFFFF, a[1] >> 16, b & 0xFFFF, b >> 16
+    middle = y * u + (x * u >> 16)
+    other = x * v + (middle & 0xFFFF)
+    return a[0] * b + y * v + (middle >> 16) + (other >> 16), a[1] * b
 
 
 def shift_left(a: Words, by: int) -> Words:
@@ -233,14 +251,6 @@ def to_float(a: Words) -> jax.Array:
 def _carry(low: jax.Array, high: jax.Array) -> Words:
     """high * 2**16 + low."""
     return (high + (low >> 16)) >> 16, (high << 16) + low
-
-
-def _product(a: Words, b: jax.Array) -> Words:
-    """a * b, by halves of 16 bits."""
-    x, y, u, v = a[1] & 0xFFFF, a[1] >> 16, b & 0xFFFF, b >> 16
-    middle = y * u + (x * u >> 16)
-    other = x * v + (middle & 0xFFFF)
-    return a[0] * b + y * v + (middle >> 16) + (other >> 16), a[1] * b
 
 
 def _shift_right(a: Words, by: jax.Array) -> Words:

@@ -94,8 +94,12 @@ class Budget:
         def cost_of(targets: PyTree) -> Fraction:
             if isinstance(scope, Coupled):
                 left = scope.left(params, targets)
-                smaller = self.graph.bytes_left if by_bytes else self.graph.macs_left
-                return smaller(left)
+                paths = {leaf.path for leaf in leaves.values()}
+                smaller = (
+                    self.graph.bytes_left(left, paths) if by_bytes else self.graph.macs_left(left)
+                )
+                # Between whole numbers of channels there are costs that none has.
+                return Fraction(math.floor(smaller)) if scope.across else smaller
             kept = {
                 path: _kept_by(
                     table[path].pattern, leaves[path].shape, table[path].batch_axes, float(target)
@@ -182,6 +186,7 @@ def budget(
     if len(given) != 1:
         raise ValueError(f"Give one of macs and nbytes, got macs = {macs}, nbytes = {nbytes}.")
     check_density(*given[0])
+    macs, nbytes = (None if x is None else float(x) for x in (macs, nbytes))
     distribution = Uniform() if distribution is None else distribution
     if distribution.filter_fn is None:
         distribution = dataclasses.replace(distribution, filter_fn=graph.is_weight)

@@ -62,6 +62,7 @@ class PlacedGroup:
       whole: the same before the model was shrunken.
       members: (path, axis, positions) of all that goes with a channel.
       scored: of those that add to its importance.
+      entries: how many entries of each of these make a channel of `whole`, in a layer.
       sparsity: of the group.
     """
 
@@ -69,6 +70,7 @@ class PlacedGroup:
     whole: ChannelGroup
     members: list[tuple[KeyPath, int, np.ndarray]]
     scored: list[tuple[KeyPath, int, np.ndarray]]
+    entries: list[int]
     sparsity: chex.Numeric
 
 

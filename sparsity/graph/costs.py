@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from sparsity.core.checks import is_traced
 from sparsity.core.jaxprs import Equation, Program
 from sparsity.graph.coupling import Coupling
 from sparsity.graph.dims import Dim, size_of
+from sparsity.graph.polynomials import Polynomial
 from sparsity.graph.uses import PRODUCTS, shards
 
-Number = Any  # an int, a fraction, or a traced number
+Number = Any  # an int, a fraction, or a polynomial
 
 
 def cost(program: Program, of_product: Callable[[Equation], Number]) -> Number:
@@ -58,10 +56,10 @@ def macs_left(coupling: Coupling, left: Mapping[Dim, Number]) -> Callable[[Equat
 
 def entries_left(dims: Iterable[Dim], left: Mapping[Dim, Number]) -> Number:
     """The product of the sizes of axes if only so many entries are left of some variables."""
-    # Python's integers may be too large for arrays, its floats are not.
-    one = 1.0 if any(isinstance(x, jax.Array) for x in left.values()) else 1
-    return functools.reduce(lambda a, b: a * b, [size_of(dim, left) for dim in dims], one)
+    return functools.reduce(operator.mul, [size_of(dim, left) for dim in dims], 1)
 
 
 def _larger(one: Number, other: Number) -> Number:
-    return jnp.maximum(one, other) if is_traced(one) or is_traced(other) else max(one, other)
+    if isinstance(one, Polynomial) or isinstance(other, Polynomial):
+        return Polynomial.largest(one, other)
+    return max(one, other)

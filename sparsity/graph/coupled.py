@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -19,9 +19,10 @@ from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph.channels import ChannelGroup, PlacedGroup
 from sparsity.graph.dims import Dim
 from sparsity.graph.graph import Graph
+from sparsity.graph.polynomials import Cost, Polynomial
 from sparsity.graph.uses import Path
 from sparsity.masks import Pattern, TopkFn
-from sparsity.masks.costs import MARGIN, best_that_fit
+from sparsity.masks.costs import best_that_fit
 from sparsity.selection import Leaf, Scores, computed, moved_masks, topk_masks
 from sparsity.selection.scores import stored
 
@@ -44,11 +45,12 @@ class Coupled:
       order: 1 sums scores, with their sign where an algorithm has one (|w g| becomes the absolute
         value of the sum of w g); 2 takes the root of the sum of squares.
       normalize: divide what a member adds by its number of entries in a channel.
-      across: let groups compete by importance per multiply-add, or per byte ("nbytes"). What stays
-        costs no more than n (1 - s) channels of every group would, were there parts of channels;
-        the next best one would cost too much.
-      round_to: the number of channels that stay is rounded up to a multiple of it; or a function of
-        that number.
+      across: let groups compete by importance per multiply-add, or per byte ("nbytes"). All
+        together may cost what n (1 - s) channels of every group would, were there parts of
+        channels, or the fewest that may stay; they are the best that fit. A sparsity of a group's
+        own changes that sum alone. Channels without any importance stay out.
+      round_to: the number of channels that stay is rounded up to a multiple of it, with `across` as
+        far as the cost allows; or a function of that number.
       min_channels: at least so many stay in every group.
 
     Sources: Fang et al. 2023, "DepGraph"; Molchanov et al. 2019, "Importance Estimation for Neural
@@ -71,7 +73,7 @@ class Coupled:
         if self.order not in (1, 2):
             raise ValueError(f"order must be 1 or 2, got order = {self.order!r}.")
         check_bool("normalize", self.normalize)
-        if self.across not in (False, True, "nbytes"):
+        if not (isinstance(self.across, bool) or self.across == "nbytes"):
             raise ValueError(
                 f"across must be True, False or 'nbytes', got across = {self.across!r}."
             )
@@ -109,7 +111,7 @@ class Coupled:
     def left(self, params: PyTree, sparsities: PyTree) -> dict[Dim, Fraction]:
         """How many channels stay of each group of the model of `graph`, of Python numbers.
 
-        With `across`, how many would cost as much as may stay: not a whole number.
+        With `across`, how many would cost as much as may stay: parts of channels, too.
         """
         number = self._allowed if self.across else self._kept
         groups = self._groups(params, sparsities)
@@ -117,19 +119,21 @@ class Coupled:
 
     def select_tree(self, scores: PyTree, sparsities: PyTree) -> PyTree:
         """Returns masks of all members; the channels of the highest importance stay."""
+        paths = {leaf.path for leaf in self._graph_of(scores).leaves_of(scores).values()}
+        groups = self._groups(scores, sparsities) if self.across else []
 
         def choose(
             groups: Sequence[PlacedGroup],
             leaves: Mapping[KeyPath, jax.Array],
             kept: Sequence[chex.Numeric],
-            _: None,
+            allowed: Sequence[chex.Numeric],
         ) -> list[jax.Array]:
             importance = self._importance(groups, leaves)
             if self.across:
-                kept = self._kept_across(groups, importance, kept)
+                kept = self._kept_across(groups, importance, allowed, paths)
             return _best(groups, importance, kept)
 
-        return self.masks_by(choose, scores, sparsities)
+        return self.masks_by(choose, scores, sparsities, [self._allowed(x) for x in groups])
 
     def masks_by(
         self, choose: Choose, tree: PyTree, sparsities: PyTree, given: PyTree = None
@@ -138,14 +142,14 @@ class Coupled:
 
         Args:
           choose: `choose(groups, leaves, kept, given)` returns uint8[channels] for each group, or
-            [layers, channels]; it gets the leaves of all members, and how many channels stay, or
-            with `across` may stay.
+            [layers, channels]; it gets the leaves of all members, and how many channels stay by
+            group.
           tree: of these leaves.
           sparsities: tree of sparsities, `None` for leaves that have none.
           given: arrays that `choose` needs beside.
         """
         groups = self._groups(tree, sparsities)
-        kept = [self._allowed(x) if self.across else self._kept(x) for x in groups]
+        kept = [self._kept(group) for group in groups]
 
         def select(leaves: Mapping[KeyPath, jax.Array], how: Any) -> list[jax.Array]:
             return choose(groups, leaves, *how)
@@ -199,47 +203,58 @@ class Coupled:
         found = []
         for whole in self.graph.groups:
             group = self.graph.left_of(whole, graph)
-            members, scored = [], []
-            for (path, axis), positions in zip(group.members, group.positions, strict=True):
+            members, scored, entries = [], [], []
+            for i, (path, axis) in enumerate(group.members):
                 if path in places:
-                    members.append((places[path], axis, positions))
+                    members.append((places[path], axis, group.positions[i]))
                     if self.is_scored(graph, path, axis):
                         scored.append(members[-1])
+                        entries.append(self._entries(whole, i))
             own = [wanted[path] for path, _, _ in members if wanted.get(path) is not None]
             if own:
                 largest = own[0] if len(own) == 1 else _largest(own)
-                found.append(PlacedGroup(group, whole, members, scored, largest))
+                found.append(PlacedGroup(group, whole, members, scored, entries, largest))
         return found
+
+    def _entries(self, group: ChannelGroup, member: int) -> int:
+        """How many entries of a member belong to a channel of a layer."""
+        (path, axis), positions = group.members[member], group.positions[member]
+        shape = self.graph.shape_of(path)
+        size = math.prod(shape) // (shape[axis] * max(group.layers, 1))
+        return size * int(positions.shape[1])
 
     def _kept(self, group: PlacedGroup) -> Any:
         """How many channels of a group stay, of those that the model of `graph` has."""
         return self._rounded(group.whole, exact.num_kept(group.whole.size, group.sparsity))
 
+    def _allowed(self, group: PlacedGroup) -> Any:
+        """The same under `across`: parts of channels count, as float32."""
+        sparsity, n = group.sparsity, np.float32(group.whole.size)
+        least = np.float32(self._rounded(group.whole, 0))
+        if not is_traced(sparsity):
+            exact.num_kept(group.whole.size, sparsity)  # which checks it
+            return max(n * (1 - np.float32(sparsity)), least)
+        sparsity = jnp.where(sparsity > 0, jnp.minimum(sparsity, 1), 0).astype(jnp.float32)
+        return jnp.maximum(n * (1 - sparsity), least)
+
     def _rounded(self, channels: ChannelGroup, kept: Any) -> Any:
         """A number of channels as `round_to` and `min_channels` make it."""
-        n = channels.size
-        least = min(self.min_channels, n)
-        kept = jnp.maximum(kept, least) if is_traced(kept) else max(kept, least)
-        if callable(self.round_to):
-            kept = self.round_to(kept)
-        elif self.round_to > 1:
-            if self.round_to > n:
-                raise ValueError(
-                    f"round_to = {self.round_to} cannot be met by the group {channels.name!r} of "
-                    f"{n} channels. Give a smaller number, a function of the number that would "
-                    "stay, or leave its leaves out with filter_fn."
-                )
-            kept = -(-kept // self.round_to) * self.round_to
+        n, least = channels.size, min(self.min_channels, channels.size)
         if is_traced(kept):
-            return jnp.clip(kept, least, n)
-        return min(max(int(kept), least), n)
+            return jnp.clip(self._multiple(channels, jnp.maximum(kept, least)), least, n)
+        with jax.ensure_compile_time_eval():
+            return min(max(int(self._multiple(channels, max(int(kept), least))), least), n)
 
-    def _allowed(self, group: PlacedGroup) -> Any:
-        """The same under `across`, in which a part of a channel counts, as float32."""
-        xp: Any = jnp if is_traced(group.sparsity) else np
-        n, sparsity = np.float32(group.whole.size), xp.float32(group.sparsity)
-        left = n * (1 - xp.clip(xp.where(sparsity > 0, sparsity, np.float32(0)), 0, 1))
-        return xp.maximum(left, np.float32(self._rounded(group.whole, 0)))
+    def _multiple(self, channels: ChannelGroup, kept: Any) -> Any:
+        if callable(self.round_to):
+            return self.round_to(kept)
+        if self.round_to > channels.size:
+            raise ValueError(
+                f"round_to = {self.round_to} cannot be met by the group {channels.name!r} of "
+                f"{channels.size} channels. Give a smaller number, a function of the number that "
+                "would stay, or leave its leaves out with filter_fn."
+            )
+        return -(-kept // self.round_to) * self.round_to
 
     def _masks(
         self,
@@ -277,7 +292,7 @@ class Coupled:
 
     def _of_group(self, group: PlacedGroup, leaves: Mapping[KeyPath, Any]) -> jax.Array:
         parts, layers = [], group.channels.layers
-        for path, axis, positions in group.scored:
+        for (path, axis, positions), entries in zip(group.scored, group.entries, strict=True):
             score = leaves[path]
             score = score.astype(jnp.promote_types(score.dtype, jnp.float32))
             powers = score if self.order == 1 else jnp.square(score)
@@ -285,7 +300,6 @@ class Coupled:
             part = exact.ordered_sum(powers, others) if others else powers
             if not _is_whole(positions, score.shape[axis]):
                 part = exact.ordered_sum(part[..., positions], (part.ndim,))
-            entries = math.prod(score.shape[i] for i in others) * positions.shape[1]
             parts.append(part / entries if self.normalize else part)
         total = exact.ordered_sum(jnp.stack(parts), (0,)) if len(parts) > 1 else parts[0]
         found: jax.Array = jnp.abs(total) if self.order == 1 else jnp.sqrt(total)
@@ -296,31 +310,28 @@ class Coupled:
         groups: Sequence[PlacedGroup],
         importance: Sequence[jax.Array],
         allowed: Sequence[chex.Numeric],
-    ) -> list[Any]:
-        """How many channels of each group stay, the best per cost: no dearer than allowed ones."""
-        graph, wholes = self.graph, [group.whole for group in groups]
-        cost_of: Callable[..., Any]
-        cost_of = graph.bytes_left if self.across == "nbytes" else graph.macs_left
-        dense, ranks = cost_of({}), []
-        for whole, x in zip(wholes, importance, strict=True):
-            each = dense - cost_of({whole.variable: whole.size - 1})
-            # Layers keep equally many: what counts is their average channel of each rank.
-            average = jnp.mean(jnp.sort(x, descending=True), axis=0) if x.ndim == 2 else x
-            ranks.append(average / jnp.float32(each))
+        paths: Container[Path],
+    ) -> list[jax.Array]:
+        """How many channels of each group stay: the best per cost, no dearer than allowed ones.
 
-        def cost(counts: jax.Array) -> Any:
-            return cost_of(dict(zip([whole.variable for whole in wholes], counts, strict=True)))
+        Bytes are those of leaves of some paths.
+        """
+        wholes = [group.whole for group in groups]
+        sizes = {whole.variable: Polynomial.variable(i) for i, whole in enumerate(wholes)}
+        by_bytes = self.across == "nbytes"
+        left = self.graph.bytes_left(sizes, paths) if by_bytes else self.graph.macs_left(sizes)
+        cost, ranks = Cost(Polynomial.of(left), [whole.size for whole in wholes]), []
+        for x, each in zip(importance, cost.each, strict=True):
+            # Layers keep equally many: what counts are their channels of each rank together.
+            total = exact.ordered_sum(-jnp.sort(-x, axis=1), (0,)) if x.ndim == 2 else x
+            ranks.append(total / jnp.float32(each))
+        limit = cost.limit(jnp.stack([jnp.asarray(n, jnp.float32) for n in allowed]))
 
         def kept(counts: Sequence[jax.Array]) -> jax.Array:
             rounded = [self._rounded(*x) for x in zip(wholes, counts, strict=True)]
-            return jnp.asarray(rounded, jnp.float32)
+            return jnp.stack([jnp.asarray(n, jnp.uint32) for n in rounded])
 
-        most = jnp.asarray(allowed, jnp.float32)
-        limit = cost(most) * MARGIN
-        found = best_that_fit(
-            ranks, lambda counts: (cost(kept(counts)) <= limit) | jnp.all(kept(counts) <= most)
-        )
-        return list(kept(found))
+        return list(kept(best_that_fit(ranks, lambda n: exact.at_least(limit, cost.of(kept(n))))))
 
     def _spread(
         self,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -22,6 +21,7 @@ from sparsity.graph.channels import ChannelGroup, Leaf, Refusal, find_channels
 from sparsity.graph.coupling import Coupling
 from sparsity.graph.dims import Dim, Reason
 from sparsity.graph.layers import layered
+from sparsity.graph.polynomials import Polynomial
 from sparsity.graph.removed import Removed
 from sparsity.graph.uses import PRODUCTS, Path, Use, macs_of, track
 from sparsity.patterns import NByM, SparsityType, Unstructured
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Kept: TypeAlias = Mapping[Path, Mapping[int, np.ndarray]]  # indices that stay along axes of leaves
-N = TypeVar("N", int, Fraction, jax.Array)  # how many entries are left, known or traced
+N = TypeVar("N", int, Fraction, Polynomial)  # how many entries are left
 
 
 class Graph:
@@ -117,10 +117,13 @@ class Graph:
             )
         return found
 
-    def bytes_left(self, left: Mapping[Dim, N]) -> N:
-        """Bytes of the leaves if only so many entries are left of some axes."""
-        sizes = [costs.entries_left(dims, left) * leaf.dtype.itemsize for leaf, dims in self.axes()]
-        found: N = functools.reduce(operator.add, sizes)
+    def bytes_left(self, left: Mapping[Dim, N], paths: Container[Path]) -> N:
+        """Bytes of some leaves if only so many entries are left of some axes."""
+        found: N = sum(
+            costs.entries_left(dims, left) * leaf.dtype.itemsize
+            for leaf, dims in self.axes()
+            if leaf.path in paths
+        )
         return found
 
     def shape_of(self, path: Path) -> tuple[int, ...]:
@@ -287,11 +290,22 @@ class Graph:
 
     def of_tree(self, leaves: Mapping[Path, chex.Array]) -> Graph:
         """The graph of a model with these leaves: itself, or that of one that was shrunken."""
-        for graph in self._all_sizes():
-            ends = graph._by_end
-            if all(any(y.shape == x.shape for y in ends.get(p, ())) for p, x in leaves.items()):
-                return graph
-        return self
+        fitting = [graph for graph in self._all_sizes() if graph._has(leaves)]
+        for other in fitting[1:] if fitting and fitting[0] is not self else ():
+            for group in self.groups:
+                one, more = (self.left_of(group, graph).positions for graph in (fitting[0], other))
+                if not all(map(np.array_equal, one, more)):
+                    raise ValueError(
+                        "Two models of these shapes were cut out of this one, and other channels "
+                        f"of the group {group.name!r} are left in either. Trace the model anew "
+                        "for each of them."
+                    )
+        return fitting[0] if fitting else self
+
+    def _has(self, leaves: Mapping[Path, chex.Array]) -> bool:
+        """Whether it has leaves of these shapes."""
+        found = ((self._by_end.get(path, ()), x.shape) for path, x in leaves.items())
+        return all(any(leaf.shape == shape for leaf in ends) for ends, shape in found)
 
     def _all_sizes(self) -> Iterator[Graph]:
         """Itself, and what was cut out of it, and out of that; the last one first."""

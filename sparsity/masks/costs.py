@@ -15,7 +15,7 @@ from sparsity.core.hashing import flat_index
 from sparsity.selection import Scores
 from sparsity.selection.keys import to_keys
 
-MARGIN = 1 - 2.0**-16  # more than the rounding of costs that are added up in float32
+_MARGIN = 1 - 2.0**-16  # more than the rounding of costs that are added up in float32
 
 
 def within_budget(
@@ -32,7 +32,7 @@ def within_budget(
       uint8 masks. They cost no more than the budget. Of weights that tie at the threshold, those of
       the lowest indices in their leaves stay, as far as the budget goes.
     """
-    budget = _total(costs, kept) * MARGIN
+    budget = _total(costs, kept) * _MARGIN
     limits = jnp.iinfo(jnp.int32)
 
     def keys() -> list[jax.Array]:
@@ -67,19 +67,25 @@ def best_that_fit(
     """How many of each array are among the highest of all, if these are as many as fit.
 
     Args:
-      ranks: of one axis each; NaN is lowest. Of equal ones those of the first arrays come first.
+      ranks: of one axis each. Of equal ones those of the first arrays come first; those that are 0
+        or NaN do not count, unless all are.
       fits: whether so many of each do; if not, more do not either.
     """
-    place = jnp.argsort(jnp.argsort(-jnp.concatenate(ranks)))
+    joined = jnp.concatenate(ranks)
+    place = jnp.argsort(jnp.argsort(-joined))
     places = jnp.split(place, np.cumsum([len(x) for x in ranks])[:-1])
+    positive = jnp.sum(joined > 0, dtype=jnp.int32)
+    most = jnp.where(positive > 0, positive, len(joined))
 
     def counts(n: jax.Array) -> list[jax.Array]:
         return [jnp.sum(x < n, dtype=jnp.int32) for x in places]
 
-    return counts(-first_that_fits(lambda n: fits(counts(-n)), -len(place), 0))
+    return counts(-first_that_fits(lambda n: fits(counts(-n)), -most, 0))
 
 
-def first_that_fits(fits: Callable[[jax.Array], jax.Array], low: int, high: int) -> jax.Array:
+def first_that_fits(
+    fits: Callable[[jax.Array], jax.Array], low: int | jax.Array, high: int
+) -> jax.Array:
     """The lowest int32 that fits, if all above it do: 32 bisections between two bounds."""
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -19,7 +19,7 @@ from jax import lax
 
 from sparsity.core import exact, sharding
 from sparsity.core.checks import is_traced
-from sparsity.core.exact import Words
+from sparsity.core.exact import Words, zero_like
 from sparsity.core.trees import PyTree
 from sparsity.selection import counting, threshold
 from sparsity.selection.scores import Leaf, Scores, number_of
@@ -150,31 +150,49 @@ def global_topk_mask(
 
 # ------------------------------------------------------------------ arguments
 def _k_words(k: chex.Numeric | Words, n: int, shape: tuple[int, ...]) -> Words | np.ndarray:
-    """The words of k, each for all slices of this shape, [slices].
+    """The words of k, each for all slices of this shape, [slices], or [1] if they have one k.
 
     Args:
         k: Checked if concrete, else clamped from below (selection clamps it from above).
         n: Entries of a slice.
         shape: That of the slices.
     """
-    if any(map(is_traced, k if isinstance(k, tuple) else [k])):
-        words: Any = k if isinstance(k, tuple) else (k * 0, jnp.maximum(k, 0))
-        _check_shape(words[1], shape)
-        high, low = (jnp.broadcast_to(x.astype(jnp.uint32), shape).reshape(-1) for x in words)
-        return high, low
+    if isinstance(k, int) and 0 <= k <= n:  # the checks of numpy take as long as a small search
+        return np.array([[k >> 32], [k & 0xFFFFFFFF]], np.uint32)
+    words: Any = k if isinstance(k, tuple) else (k,)
+    if any(map(is_traced, words)):
+        _check_shape(words[-1], shape)
+        of_all = words if isinstance(k, tuple) else _split(*words)
+        arrays = [jnp.broadcast_to(jnp.asarray(x, jnp.uint32), shape) for x in of_all]
+        return arrays[0].reshape(-1), arrays[1].reshape(-1)
+    counts = np.asarray(words[-1])
     if isinstance(k, tuple):
-        k = (int(k[0]) << 32) + int(k[1])
-    counts: Any = int(k) if np.ndim(k) == 0 else np.asarray(k, np.int64)
-    if not np.all((counts >= 0) & (counts <= n)):
+        counts = (np.asarray(words[0]).astype(np.uint64) << 32) | counts.astype(np.uint64)
+    if counts.dtype.kind not in "biuf" or not np.all((counts >= 0) & (counts <= n)):
         raise ValueError(f"k must be in [0, {n}], got k = {counts}.")
+    if np.any(counts % 1 != 0):
+        raise ValueError(f"k must be an integer, got k = {counts}.")
     _check_shape(counts, shape)
-    known = np.empty((2, *shape), np.uint32)
-    known[0], known[1] = exact.split(counts)
-    return known.reshape(2, -1)
+    each = counts.astype(np.uint64)
+    each = (np.broadcast_to(each, shape) if each.ndim else each).reshape(-1)
+    return np.stack([each >> 32, each & 0xFFFFFFFF]).astype(np.uint32)
+
+
+def _split(k: jax.Array) -> Words:
+    """The words of a traced k, 0 if it is negative."""
+    k = jnp.maximum(k, 0)
+    if jnp.issubdtype(k.dtype, jnp.integer) and k.dtype.itemsize == 8:
+        return (k >> 32).astype(jnp.uint32), k.astype(jnp.uint32)
+    low = k.astype(jnp.uint32)
+    return zero_like(low), low
 
 
 def _check_shape(k: chex.Numeric, shape: tuple[int, ...]) -> None:
-    if np.ndim(k) and np.broadcast_shapes(np.shape(k), shape) != shape:
+    try:
+        fits = np.broadcast_shapes(np.shape(k), shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
         raise ValueError(f"k must broadcast against {shape}, got k.shape = {np.shape(k)}.")
 
 
@@ -205,7 +223,10 @@ def _put_together(meant: tuple[Any, ...], stored: Sequence[Any]) -> list[Leaf]:
 def _topk_masks(
     meant: tuple[Any, ...], together: bool, stored: Sequence[Any], k: Words | np.ndarray
 ) -> list[jax.Array]:
-    return _select(_put_together(meant, stored), (k[0], k[1]), together)[0]
+    leaves = _put_together(meant, stored)
+    slices = 1 if together else sum(leaf.slices for leaf in leaves)
+    high, low = (jnp.broadcast_to(word, (slices,)) for word in k)
+    return _select(leaves, (high, low), together)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -79,7 +79,9 @@ def test_updates_show_whether_an_optimizer_goes_on_as_on_the_masked_model(pruned
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"across": True}, {"round_to": 4}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"across": True}, {"round_to": 4}, {"normalize": True}], ids=str
+)
 @pytest.mark.parametrize("part", ["sparsity", "MACs"])
 def test_a_ramp_goes_on_in_the_smaller_model_as_it_would_have(model, options, part):
     params, x, graph = model

@@ -123,76 +123,6 @@ def test_a_budget_is_never_exceeded_and_one_more_channel_of_each_group_would(nam
         assert graph.macs_left(more) >= macs * graph.macs()
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_groups_that_compete_come_as_close_to_a_budget_as_channels_allow(name):
-    """By multiply-adds and by bytes, although most channels tie."""
-    model = SMALL[name]()
-    params = jax.tree.map(jnp.ones_like, models.draw(model.shapes, jnp.float32))
-    graph = trace(model.fn, params, *model.inputs)
-    for across, kind, cost in (
-        (True, "macs", graph.macs_left),
-        ("nbytes", "nbytes", graph.bytes_left),
-    ):
-        for part in (0.35, 0.95):
-            pruner = MagnitudePruning(
-                scope=Coupled(graph, across=across),
-                sparsity_distribution_fn=budget(graph, **{kind: part}),
-            )
-            small = shrink(graph, params, pruner.instant_sparsify(params)[1])
-            left = dict(zip([x.variable for x in graph.groups], left_of(graph, small), strict=True))
-            assert cost(left) <= part * cost({})
-            more = [cost(left | {v: n + 1}) for v, n in left.items() if n < v.size]
-            assert max(more) > part * cost({})
-
-
-def test_a_budget_of_what_competing_groups_do_not_count_is_refused():
-    graph = trace(lambda params, x: x, {"w": jnp.ones(3)}, jnp.ones(3))
-    for across, kind, remedy in ((True, "nbytes", "'nbytes'"), ("nbytes", "macs", "True")):
-        with pytest.raises(ValueError, match=f"the {kind} of this budget. Use across = {remedy}"):
-            budget(graph, **{kind: 0.5})({"w": jnp.ones(3)}, scope=Coupled(graph, across=across))
-    with pytest.raises(
-        ValueError, match="across must be True, False or 'nbytes', got across = 'm'"
-    ):
-        Coupled(graph, across="m")
-
-
-def test_more_multiply_adds_than_an_int32_holds_compete():
-    def model(params, x):
-        hidden = jax.nn.relu(x @ params["up"]) @ params["down"]
-        return hidden, x @ params["head"]
-
-    shapes = {"up": (1024, 8), "down": (8, 1024), "head": (1024, 4096)}
-    params = jax.tree.map(lambda shape: jnp.ones(shape), shapes, is_leaf=lambda x: type(x) is tuple)
-    graph = trace(model, params, jax.ShapeDtypeStruct((1024, 1024), jnp.float32))
-    assert graph.macs() > 2**31
-    pruner = MagnitudePruning(
-        scope=Coupled(graph, across=True),
-        sparsity_distribution_fn=budget(graph, macs=0.998),
-    )
-    assert left_of(graph, shrink(graph, params, pruner.instant_sparsify(params)[1])) == [3]
-
-
-def test_competing_groups_keep_multiples_and_at_least_so_many():
-    def model(params, x):
-        return jax.nn.relu(jax.nn.relu(x @ params["a"]) @ params["b"]) @ params["c"]
-
-    shapes = {"a": (6, 32), "b": (32, 16), "c": (16, 3)}
-    keys = jax.random.split(jax.random.key(0), 3)
-    params = {
-        name: jax.random.normal(key, shape)
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
-    graph = trace(model, params, jnp.ones((1, 6)))
-    for least, sizes in ((1, (4, 8, 12)), (5, (8, 12))):
-        pruner = MagnitudePruning(
-            scope=Coupled(graph, across=True, round_to=4, min_channels=least),
-            sparsity_distribution_fn=budget(graph, macs=0.3),
-        )
-        small = shrink(graph, params, pruner.instant_sparsify(params)[1])
-        assert set(left_of(graph, small)) <= set(sizes)
-        assert 0.2 * graph.macs() < small.macs() <= 0.3 * graph.macs()
-
-
 def test_what_is_left_of_a_model_knows_the_groups_that_it_was_cut_from():
     graph, params, scope, small = pruned("vit")
     # Of two heads one is left, which is no group any more; the size of a head was 4.
@@ -218,3 +148,25 @@ def test_channels_are_chosen_without_temporaries_as_large_as_the_weights():
         compiled = jax.jit(lambda p, pruner=pruner: pruner.instant_sparsify(p)[1]).lower(params)
         weights = sum(map(math.prod, shapes.values()))
         assert compiled.compile().memory_analysis().temp_size_in_bytes < 0.25 * weights
+
+
+def test_two_models_that_shapes_do_not_tell_apart_are_refused():
+    def model(params, x):
+        one, other = jnp.split(x @ params["w"], 2, axis=1)
+        return jnp.concatenate([jnp.tanh(one), jax.nn.relu(other)], axis=1) @ params["v"]
+
+    params = {"w": jnp.ones((3, 16)), "v": jnp.ones((16, 2))}
+    graph = trace(model, params, jnp.ones((1, 3)))
+    sparsities = {"w": 0.75, "v": 0.75}
+    for number, removed in enumerate(((2, 6), (6, 2))):
+        stays = jnp.ones(16, jnp.uint8).at[: removed[0]].set(0).at[16 - removed[1] :].set(0)
+        masks = {
+            "w": jnp.ones((3, 1), jnp.uint8) * stays,
+            "v": stays[:, None] * jnp.ones((1, 2), jnp.uint8),
+        }
+        small = shrink(graph, params, masks)
+        assert [group.size for group in small.graph.groups] == [8 - n for n in removed]
+        if number == 0:
+            assert sum(Coupled(graph).left(small.params, sparsities).values()) == 4
+    with pytest.raises(ValueError, match="Two models of these shapes were cut out of this one"):
+        Coupled(graph).left(small.params, sparsities)

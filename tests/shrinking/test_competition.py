@@ -1,0 +1,211 @@
+"""Groups of channels that compete under one budget of multiply-adds or bytes."""
+
+import functools
+import math
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparsity import Coupled, MagnitudePruning, Uniform, budget, shrink, trace
+from sparsity.graph.polynomials import Cost, Polynomial
+from tests.graph import models
+from tests.shrinking.test_sizes import SMALL, left_of
+
+relu = jax.nn.relu
+
+
+def prune(graph, params, distribution, **options):
+    """Params and masks."""
+    scope = Coupled(graph, **{"across": True} | options)
+    pruner = MagnitudePruning(scope=scope, sparsity_distribution_fn=distribution)
+    return pruner.instant_sparsify(params)
+
+
+def left(graph, params, distribution, **options):
+    return left_of(graph, shrink(graph, *prune(graph, params, distribution, **options)))
+
+
+def draw(**shapes):
+    return models.draw(shapes, jnp.float32)
+
+
+def two(params, x):
+    """Two networks beside each other."""
+    return relu(x @ params["a"]) @ params["b"], relu(x @ params["c"]) @ params["d"]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_they_come_as_close_to_a_budget_as_channels_allow(name):
+    """By multiply-adds and by bytes, although most channels tie."""
+    model = SMALL[name]()
+    params = jax.tree.map(jnp.ones_like, models.draw(model.shapes, jnp.float32))
+    graph = trace(model.fn, params, *model.inputs)
+    paths = {leaf.path for leaf in graph.leaves}
+    for across, kind, cost in (
+        (True, "macs", graph.macs_left),
+        ("nbytes", "nbytes", functools.partial(graph.bytes_left, paths=paths)),
+    ):
+        for part in (0.35, 0.5, 0.95):
+            kept = left(graph, params, budget(graph, **{kind: part}), across=across)
+            of_group = dict(zip([x.variable for x in graph.groups], kept, strict=True))
+            assert cost(of_group) <= part * cost({})
+            more = [cost(of_group | {v: n + 1}) for v, n in of_group.items() if n < v.size]
+            assert max(more) > part * cost({})
+
+
+def test_a_budget_that_channels_meet_is_met():
+    params = draw(a=(3, 64), b=(64, 2), c=(3, 64), d=(64, 2))
+    params["a"] *= 3
+    graph = trace(two, params, jnp.ones((1, 3)))
+    for multiple in (1, 8, 16):
+        kept = left(graph, params, budget(graph, macs=0.5), round_to=multiple)
+        assert sum(kept) == 64
+        assert kept[0] > kept[1]
+        assert all(n % multiple == 0 for n in kept)
+
+
+def test_channels_count_however_large_what_does_not_compete_is():
+    def model(params, x):
+        return (x + sum(two(params, x))) @ params["head"]
+
+    params = draw(a=(8, 64), b=(64, 8), c=(8, 64), d=(64, 8)) | {"head": jnp.ones((8, 2**18))}
+    graph = trace(model, params, jnp.ones((1, 8)))
+    own = Uniform(filter_fn=lambda path, x: path[-1] in "abcd")
+    kept = left(graph, params, budget(graph, macs=0.9999, distribution=own))
+    assert sum(kept) == 2 * 64 - math.ceil(0.0001 * graph.macs() / 16)
+
+
+def test_channels_that_were_removed_do_not_come_back():
+    # After the first one, which costs 2, none of the others, which cost 20, would fit.
+    params = {"a": jnp.ones((1, 4)), "b": jnp.array([[9.0], [0.3], [0.2], [0.1]])}
+    params |= {"c": jnp.ones((10, 2)), "d": jnp.ones((2, 10))}
+    graph = trace(
+        lambda p, x: two({**p, "a": jnp.pad(p["a"], ((0, 9), (0, 0)))}, x),
+        params,
+        jnp.ones((1, 10)),
+    )
+    first, masks = prune(graph, params, Uniform(0.4))
+    again = prune(graph, first, Uniform(0.42))[1]
+    jax.tree.map(lambda one, more: np.testing.assert_array_less(more, one + 1), masks, again)
+
+
+def test_a_scan_competes_as_its_layers_do_one_by_one():
+    def block(x, up, down):
+        return x + relu(x @ up) @ down
+
+    def scanned(params, x):
+        x = jax.lax.scan(lambda x, own: (block(x, *own), None), x, params["stack"])[0]
+        return block(x, *params["last"])
+
+    def unrolled(params, x):
+        for own in params:
+            x = block(x, *own)
+        return x
+
+    drawn = draw(up=(8, 16), down=(16, 8))
+    own = drawn["up"], drawn["down"]
+    stack = jax.tree.map(lambda x: jnp.stack([x] * 4), own)
+    x = jnp.ones((1, 8))
+    graph = trace(unrolled, [own] * 5, x)
+    assert left(graph, [own] * 5, Uniform(0.5)) == [8] * 5
+    params = {"stack": stack, "last": own}
+    assert left(trace(scanned, params, x), params, Uniform(0.5)) == [8, 8]
+
+
+def test_multiples_may_be_a_function_of_arrays():
+    params = draw(a=(3, 64), b=(64, 2), c=(3, 16), d=(16, 2))
+    graph = trace(two, params, jnp.ones((1, 3)))
+
+    def round_to(n):
+        return jnp.where(n > 8, -(-n // 8) * 8, n)
+
+    for across in (False, True):
+        for distribution in (Uniform(0.5), budget(graph, macs=0.5)):
+            select = functools.partial(
+                prune, graph, distribution=distribution, across=across, round_to=round_to
+            )
+            masks = jax.jit(lambda params, select=select: select(params=params)[1])(params)
+            kept = [int(masks[name].any(0).sum()) for name in "ac"]
+            assert all(n <= 8 or n % 8 == 0 for n in kept)
+            assert sum(kept) < 80
+
+
+def test_multiples_and_the_least_number_are_kept():
+    params = draw(a=(6, 32), b=(32, 16), c=(16, 3))
+    graph = trace(lambda p, x: relu(relu(x @ p["a"]) @ p["b"]) @ p["c"], params, jnp.ones((1, 6)))
+    for least, sizes in ((1, (4, 8, 12)), (5, (8, 12))):
+        params, masks = prune(
+            graph, params, budget(graph, macs=0.3), round_to=4, min_channels=least
+        )
+        small = shrink(graph, params, masks)
+        assert set(left_of(graph, small)) <= set(sizes)
+        assert 0.2 * graph.macs() < small.macs() <= 0.3 * graph.macs()
+
+
+def test_a_budget_of_bytes_is_that_of_the_parameters_that_are_pruned():
+    def model(variables, x):
+        return relu(x @ variables["params"]["a"]) @ variables["params"]["b"] @ variables["state"]
+
+    variables = {"params": draw(a=(8, 64), b=(64, 8)), "state": jnp.ones((8, 1000))}
+    graph = trace(model, variables, jnp.ones((1, 8)))
+    for across in (False, "nbytes"):
+        for part, kept in ((1.0, 64), (0.5, 32)):
+            masks = prune(graph, variables["params"], budget(graph, nbytes=part), across=across)[1]
+            # The width, 8, goes on into `state`, which is no parameter here.
+            assert int(masks["a"].sum() + masks["b"].sum()) <= 16 * kept
+            assert int(masks["a"].any(0).sum()) >= kept
+
+
+def test_more_multiply_adds_than_an_int32_holds_compete():
+    def model(params, x):
+        return relu(x @ params["up"]) @ params["down"], x @ params["head"]
+
+    params = models.abstract({"up": (1024, 8), "down": (8, 1024), "head": (1024, 4096)})
+    params = jax.tree.map(lambda x: jnp.ones(x.shape), params)
+    graph = trace(model, params, jax.ShapeDtypeStruct((1024, 1024), jnp.float32))
+    assert graph.macs() > 2**31
+    assert left(graph, params, budget(graph, macs=0.998)) == [3]
+
+
+def test_what_cannot_be_kept_is_refused():
+    params = {"w": jnp.ones(3)}
+    graph = trace(lambda params, x: x, params, jnp.ones(3))
+    for across, kind, remedy in ((True, "nbytes", "'nbytes'"), ("nbytes", "macs", "True")):
+        with pytest.raises(ValueError, match=f"the {kind} of this budget. Use across = {remedy}"):
+            budget(graph, **{kind: 0.5})(params, scope=Coupled(graph, across=across))
+    for across in ("m", 1, None):
+        with pytest.raises(ValueError, match="across must be True, False or 'nbytes', got across"):
+            Coupled(graph, across=across)
+    params = draw(a=(3, 4), b=(4, 2), c=(3, 4), d=(4, 2))
+    graph = trace(two, params, jnp.ones((1, 3)))
+    pruner = MagnitudePruning(scope=Coupled(graph, across=True))
+    with pytest.raises(ValueError, match=r"sparsity must be in \[0, 1\], got sparsity = 1.5"):
+        pruner.create_masks(params, jax.tree.map(lambda _: 1.5, params))
+
+
+def test_costs_are_exact_of_traced_sizes():
+    rng = np.random.default_rng(0)
+    most = [5000, 64, 70_000]
+    for _ in range(20):
+        numbers = [Polynomial.variable(i) for i in range(3)]
+        one = sum(
+            (
+                int(rng.integers(1, 2**20)) * numbers[rng.integers(3)] * numbers[rng.integers(3)]
+                for _ in range(4)
+            ),
+            Polynomial.of(10**12),
+        )
+        other = numbers[0] * int(rng.integers(1, 2**40)) / 4 + Fraction(1, 3)
+        cost = Polynomial.largest(one, other)
+        table, sizes = Cost(cost, most), [int(rng.integers(1, n)) for n in most]
+        high, low = jax.jit(table.of)(jnp.array(sizes, jnp.uint32))
+        least = min(terms.get((), 0) for terms in cost.alternatives)
+        assert (int(high) << 32) + int(low) == (cost.value(sizes) - least) * table.unit
+        parts = np.float32(sizes) - np.float32(0.25)
+        high, low = jax.jit(table.limit)(parts)
+        exact = (cost.value([Fraction(float(x)) for x in parts]) - least) * table.unit
+        step = (cost.value(sizes) - cost.value([n - 1 for n in sizes])) * table.unit
+        assert exact - step * Fraction(1, 10**4) - 1 <= (int(high) << 32) + int(low) <= exact
