@@ -22,6 +22,7 @@ Terms: TypeAlias = Mapping[Monomial, Fraction]
 # The part of a float32 that is surely no more than what it was rounded from.
 _MARGIN = 1 - 2.0**-18
 _MOST = 2**62  # that two words hold, with room for a sum
+_ALTERNATIVES = 256
 
 
 class Polynomial:
@@ -31,7 +32,16 @@ class Polynomial:
     """
 
     def __init__(self, *alternatives: Terms) -> None:
-        self.alternatives = alternatives
+        found: list[Terms] = []
+        for terms in alternatives:
+            if not any(_is_less(terms, other) for other in found):
+                found = [other for other in found if not _is_less(other, terms)] + [terms]
+        if len(found) > _ALTERNATIVES:
+            raise ValueError(
+                f"Of more than {_ALTERNATIVES} combinations of branches of the model any may cost "
+                "most, depending on the channels that stay. Use across = False."
+            )
+        self.alternatives = tuple(found)
 
     @classmethod
     def of(cls, value: Polynomial | int | Fraction) -> Polynomial:
@@ -110,10 +120,8 @@ class Cost:
         for at_base, ((high, low), numbers) in zip(known, self._tables, strict=True):
             # How much larger the products are: a sum of what is not negative, so that its rounding
             # is a part of the difference and not of the whole.
-            product, more = (
-                jnp.ones(len(numbers), jnp.float32),
-                jnp.zeros(len(numbers), jnp.float32),
-            )
+            product = jnp.ones(len(numbers), jnp.float32)
+            more = product - 1
             for column in numbers.T:
                 more = more * most[column] + product * (most[column] - base[column])
                 product = product * base[column]
@@ -137,6 +145,11 @@ class Cost:
 
 def _larger(a: Words, b: Words) -> Words:
     return exact.choose(exact.at_least(a, b), a, b)
+
+
+def _is_less(one: Terms, other: Terms) -> bool:
+    """Whether it is nowhere larger."""
+    return all(a <= other.get(monomial, 0) for monomial, a in one.items())
 
 
 def _sum(terms: Iterable[tuple[Monomial, Fraction]]) -> Terms:

@@ -37,6 +37,7 @@ def two(params, x):
     return relu(x @ params["a"]) @ params["b"], relu(x @ params["c"]) @ params["d"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_they_come_as_close_to_a_budget_as_channels_allow(name):
     """By multiply-adds and by bytes, although most channels tie."""
@@ -209,3 +210,31 @@ def test_costs_are_exact_of_traced_sizes():
         exact = (cost.value([Fraction(float(x)) for x in parts]) - least) * table.unit
         step = (cost.value(sizes) - cost.value([n - 1 for n in sizes])) * table.unit
         assert exact - step * Fraction(1, 10**4) - 1 <= (int(high) << 32) + int(low) <= exact
+
+
+def test_branches_that_cost_less_do_not_count_and_too_many_that_may_are_refused():
+    def network(params, i, x):
+        return relu(x @ params[i][0]) @ params[i][1]
+
+    def nothing(params, i, x):
+        return 0 * x
+
+    def traced(count, other):
+        def model(params, x):
+            for i in range(count):
+                one, more = (functools.partial(fn, params, i) for fn in (network, other))
+                x = x + jax.lax.cond(x[0, 0] > i, one, more, x)
+            return x
+
+        drawn = draw(up=(2, 4), down=(4, 2))
+        params = [(drawn["up"], drawn["down"])] * count
+        return params, trace(model, params, jnp.ones((1, 2)))
+
+    def before(params, i, x):
+        return network(params, i - 1, x)
+
+    params, graph = traced(40, nothing)
+    assert left(graph, params, budget(graph, macs=0.5)) == [2] * 40
+    params, graph = traced(10, before)
+    with pytest.raises(ValueError, match="combinations of branches of the model any may cost most"):
+        prune(graph, params, Uniform(0.5))
