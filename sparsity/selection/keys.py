@@ -35,7 +35,10 @@ def _readable_dtype(dtype: np.dtype) -> np.dtype:
 
 
 class KeyRange(NamedTuple):
-    """Keys of a dtype: their dtype, the lowest (which is that of NaN, if there is one), the top."""
+    """Keys of a dtype: their dtype, the lowest (which is that of NaN, if there is one), the top.
+
+    Keys of narrow dtypes are int32 all the same, which is faster.
+    """
 
     dtype: np.dtype
     low: int
@@ -45,32 +48,39 @@ class KeyRange(NamedTuple):
 @functools.lru_cache
 def key_range(dtype: np.dtype) -> KeyRange:
     """The range of the integer keys that order a dtype."""
+    bits = _bits(dtype)
+    key, low = np.promote_types(bits, np.int32), int(np.iinfo(bits).min)
     if dtype == jnp.bool_:
-        return KeyRange(np.dtype(np.int8), 0, 1)
-    floating = jnp.issubdtype(dtype, jnp.floating)
-    bits = jnp.finfo(dtype).bits if floating else max(8, jnp.iinfo(dtype).bits)
-    key = np.dtype(f"int{bits}")
-    if not floating:
-        return KeyRange(key, int(np.iinfo(key).min), int(np.iinfo(key).max))
+        return KeyRange(key, 0, 1)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return KeyRange(key, low, int(np.iinfo(bits).max))
     top = np.full(1, np.inf).astype(dtype)
     if not np.isinf(top.astype(np.float32))[0]:  # a format without inf
         top = np.full(1, jnp.finfo(dtype).max, dtype)
-    return KeyRange(key, int(np.iinfo(key).min), int(top.view(key)[0]))
+    return KeyRange(key, low, int(top.view(bits)[0]))
+
+
+def _bits(dtype: np.dtype) -> np.dtype:
+    """The signed integers as wide as scores, at least a byte."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.dtype(f"int{jnp.finfo(dtype).bits}")
+    return np.dtype(f"int{8 if dtype == jnp.bool_ else max(8, jnp.iinfo(dtype).bits)}")
 
 
 def to_keys(scores: jax.Array) -> jax.Array:
-    """Signed integers in the order of the scores, as wide as these."""
+    """Signed integers in the order of the scores."""
     dtype = scores.dtype
-    key, low, top = key_range(dtype)
+    bits, (key, low, top) = _bits(dtype), key_range(dtype)
     if jnp.issubdtype(dtype, jnp.unsignedinteger):
-        unsigned = np.dtype(f"uint{key.itemsize * 8}")
-        return lax.bitcast_convert_type(scores.astype(unsigned) ^ jnp.array(-low, unsigned), key)
+        unsigned = np.dtype(f"uint{bits.itemsize * 8}")
+        moved = scores.astype(unsigned) ^ jnp.array(-low, unsigned)
+        return lax.bitcast_convert_type(moved, bits).astype(key)
     if not jnp.issubdtype(dtype, jnp.floating):
         return scores.astype(key)
-    raw = lax.bitcast_convert_type(scores, key)
+    raw = lax.bitcast_convert_type(scores, bits).astype(key)
     magnitude = raw & jnp.array(-low - 1, key)
     signed = jnp.where(raw < 0, -magnitude, magnitude)
-    if int(np.full(1, -0.0).astype(dtype).view(key)[0]) == low:
+    if int(np.full(1, -0.0).astype(dtype).view(bits)[0]) == low:
         nan = magnitude > jnp.array(top, key)
     else:  # a format without -0, whose bits mean NaN
         nan = raw == jnp.array(low, key)
