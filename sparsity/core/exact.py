@@ -94,12 +94,15 @@ def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
 
     Args:
       x: array of float32 or float64.
-      axis: axes to reduce.
+      axis: axes to reduce, to sums of at most 2**29 summands.
 
     Returns:
-      The sums; each summand counts to within 2**-32 (2**-60) of the largest one of its sum.
+      The sums; each summand counts to within 2**-32 (2**-60) of the largest one of its sum, where
+      the device does not take numbers below the smallest normal one for 0.
     """
     size = math.prod(x.shape[i] for i in axis)
+    if size > 2**29:
+        raise ValueError(f"A sum may have at most 2**29 summands, got {size} of shape {x.shape}.")
     bits = 30 - max(size - 1, 1).bit_length()  # of each summand's digits, whose sum fits an int32
     zero = np.zeros((), x.dtype)
     # Reductions of two and more operands make a fused loop: nothing as large as x is stored.

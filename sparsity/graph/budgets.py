@@ -98,8 +98,9 @@ class Budget:
                 smaller = (
                     self.graph.bytes_left(left, paths) if by_bytes else self.graph.macs_left(left)
                 )
-                # Between whole numbers of channels there are costs that none has.
-                return Fraction(math.floor(smaller)) if scope.across else smaller
+                # Between whole numbers of channels there are costs that none has, if all are whole.
+                is_whole = by_bytes or isinstance(self.graph.macs_left({}), int)
+                return Fraction(math.floor(smaller)) if scope.across and is_whole else smaller
             kept = {
                 path: _kept_by(
                     table[path].pattern, leaves[path].shape, table[path].batch_axes, float(target)
@@ -113,10 +114,13 @@ class Budget:
 
         if cost(1.0) > allowed:
             least = float(cost(1.0) / dense)
+            fewest = "without any of the weights that the distribution selects"
+            if isinstance(scope, Coupled):
+                fewest = "with the fewest channels that may stay"
             raise ValueError(
-                f"budget({name}={share}) cannot be met: without any of the weights that the "
-                f"distribution selects, {math.ceil(least * 1e4) / 1e4} of the cost is left. Select "
-                "more leaves, or allow more."
+                f"budget({name}={share}) cannot be met: {fewest}, "
+                f"{math.ceil(least * 1e4) / 1e4} of the cost is left. Select more leaves, or allow "
+                "more."
             )
         low, high = _LOWEST - 1, _HIGHEST  # the lowest sparsity that costs no more, by its bits
         while low < high:

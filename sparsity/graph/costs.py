@@ -6,6 +6,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
 from typing import Any
 
 from sparsity.core.jaxprs import Equation, Program
@@ -49,7 +50,9 @@ def macs_left(coupling: Coupling, left: Mapping[Dim, Number]) -> Callable[[Equat
             axes = [coupling.dims(other)[i] for i in params["dimension_numbers"].rhs_spec[1:]]
         found = entries_left((*coupling.dims(output), *axes), left)
         inserted = 1 if equation.name == "dot_general" else math.prod(params["lhs_dilation"])
-        return found if inserted == 1 else found / inserted
+        if inserted == 1:
+            return found
+        return Fraction(found, inserted) if isinstance(found, int) else found / inserted
 
     return of_product
 
@@ -61,5 +64,5 @@ def entries_left(dims: Iterable[Dim], left: Mapping[Dim, Number]) -> Number:
 
 def _larger(one: Number, other: Number) -> Number:
     if isinstance(one, Polynomial) or isinstance(other, Polynomial):
-        return Polynomial.largest(one, other)
+        return Polynomial.largest_of(one, other)
     return max(one, other)

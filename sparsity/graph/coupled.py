@@ -50,7 +50,7 @@ class Coupled:
         channels, or the fewest that may stay; they are the best that fit. A sparsity of a group's
         own changes that sum alone. Channels without any importance stay out.
       round_to: the number of channels that stay is rounded up to a multiple of it, with `across` as
-        far as the cost allows; or a function of that number.
+        far as the cost allows; or a function of that number, which may be traced.
       min_channels: at least so many stay in every group.
 
     Sources: Fang et al. 2023, "DepGraph"; Molchanov et al. 2019, "Importance Estimation for Neural
@@ -373,12 +373,12 @@ def _largest(sparsities: Sequence[chex.Numeric]) -> chex.Numeric:
 
 
 def _stays(group: PlacedGroup, masks: Mapping[KeyPath, jax.Array]) -> jax.Array:
-    """uint8[channels]: which channels of a group stay in its first member."""
+    """uint8[channels]: which channels of a group have entries that stay, in its first member."""
     path, axis, positions = group.members[0]
     mask = masks[path]
     own = (0, axis) if group.channels.layers else (axis,)
     others = tuple(i for i in range(mask.ndim) if i not in own)
-    return jnp.max(mask, axis=others)[..., positions[:, 0]]
+    return jnp.max(jnp.max(mask, axis=others)[..., positions], axis=-1)
 
 
 def _best(

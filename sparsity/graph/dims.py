@@ -184,7 +184,8 @@ def kept(dim: Dim, plan: dict[Dim, np.ndarray]) -> np.ndarray | None:
 
 def kept_by_layer(dim: Dim, plan: dict[Dim, np.ndarray]) -> np.ndarray | None:
     """As `kept`, [layers, entries] where the plan of a variable has a row for each layer."""
-    layers = {len(plan[v]) for v in variables(dim) if v in plan and plan[v].ndim == 2}
+    plan = {v: plan[v] for v in variables(dim) if v in plan}
+    layers = {len(index) for index in plan.values() if index.ndim == 2}
     if not layers:
         return kept(dim, plan)
     rows = []

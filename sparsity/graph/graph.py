@@ -278,6 +278,9 @@ class Graph:
         self, shapes: Mapping[Path, tuple[int, ...]], kept: Kept, apply: Callable[..., PyTree]
     ) -> Graph:
         """Makes a smaller model known, whose leaves have these shapes; returns its graph."""
+        for known in self._smaller:
+            if known._larger is not None and _same(known._larger[1], kept):
+                return known
         given = self.program.inputs
         leaves = [
             value.struct(shapes[leaf.path]) for value, leaf in zip(given, self.leaves, strict=False)
@@ -380,3 +383,12 @@ class Graph:
                 made.setdefault(use.path, set()).update(use.output)
         layers = layered(self.program, self.coupling)
         return find_channels(self.axes(), self.unproven(masked), made, layers)
+
+
+def _same(one: Kept, other: Kept) -> bool:
+    """Whether the same indices stay."""
+    return one.keys() == other.keys() and all(
+        axes.keys() == other[path].keys()
+        and all(np.array_equal(index, other[path][axis]) for axis, index in axes.items())
+        for path, axes in one.items()
+    )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,33 +18,29 @@ from sparsity.core.exact import Words
 
 Monomial: TypeAlias = tuple[int, ...]  # numbers of variables, each as often as it is a factor
 Terms: TypeAlias = Mapping[Monomial, Fraction]
+Number: TypeAlias = "Polynomial | int | Fraction"
+Choose: TypeAlias = "Callable[[list[Fraction]], Fraction | int]"
 
 # The part of a float32 that is surely no more than what it was rounded from.
 _MARGIN = 1 - 2.0**-18
 _MOST = 2**62  # that two words hold, with room for a sum
-_ALTERNATIVES = 256
 
 
 class Polynomial:
-    """A polynomial with coefficients of at least 0, or the largest of several.
+    """A polynomial with coefficients of at least 0, plus the largest of some, perhaps repeatedly.
 
-    It is added and multiplied like a number.
+    It is added like a number, and multiplied by numbers; where it has no largest ones, by others.
+
+    Attributes:
+      terms: coefficients by monomial.
+      largest: of each of these lists of polynomials the largest counts.
     """
 
-    def __init__(self, *alternatives: Terms) -> None:
-        found: list[Terms] = []
-        for terms in alternatives:
-            if not any(_is_less(terms, other) for other in found):
-                found = [other for other in found if not _is_less(other, terms)] + [terms]
-        if len(found) > _ALTERNATIVES:
-            raise ValueError(
-                f"Of more than {_ALTERNATIVES} combinations of branches of the model any may cost "
-                "most, depending on the channels that stay. Use across = False."
-            )
-        self.alternatives = tuple(found)
+    def __init__(self, terms: Terms, largest: Sequence[Sequence[Polynomial]] = ()) -> None:
+        self.terms, self.largest = terms, largest
 
     @classmethod
-    def of(cls, value: Polynomial | int | Fraction) -> Polynomial:
+    def of(cls, value: Number) -> Polynomial:
         """A number as a polynomial."""
         return value if isinstance(value, Polynomial) else cls({(): Fraction(value)})
 
@@ -54,34 +50,45 @@ class Polynomial:
         return cls({(number,): Fraction(1)})
 
     @classmethod
-    def largest(cls, *values: Polynomial | int | Fraction) -> Polynomial:
+    def largest_of(cls, *values: Number) -> Polynomial:
         """The largest of some."""
-        return cls(*[terms for value in values for terms in cls.of(value).alternatives])
+        return cls({}, [[cls.of(value) for value in values]])
 
-    def __add__(self, other: Polynomial | int | Fraction) -> Polynomial:
-        pairs = itertools.product(self.alternatives, Polynomial.of(other).alternatives)
-        return Polynomial(*[_sum([*one.items(), *more.items()]) for one, more in pairs])
+    def __add__(self, other: Number) -> Polynomial:
+        other = Polynomial.of(other)
+        terms = _sum([*self.terms.items(), *other.terms.items()])
+        return Polynomial(terms, [*self.largest, *other.largest])
 
-    def __mul__(self, other: Polynomial | int | Fraction) -> Polynomial:
-        pairs = itertools.product(self.alternatives, Polynomial.of(other).alternatives)
-        return Polynomial(
-            *[
-                _sum((tuple(sorted(x + y)), a * b) for x, a in one.items() for y, b in more.items())
-                for one, more in pairs
-            ]
-        )
+    def __mul__(self, other: Number) -> Polynomial:
+        other = Polynomial.of(other)
+        if self.largest or other.largest:
+            (factor,) = (x for x in (self, other) if not x.largest)
+            assert factor.terms.keys() <= {()}  # sizes are never a largest one
+            of = self if factor is other else other
+            largest = [[x * factor for x in each] for each in of.largest]
+        else:
+            of, largest = self, []
+            factor = other
+        pairs = itertools.product(of.terms.items(), factor.terms.items())
+        return Polynomial(_sum((tuple(sorted(x + y)), a * b) for (x, a), (y, b) in pairs), largest)
 
     def __truediv__(self, other: int) -> Polynomial:
         return self * Fraction(1, other)
 
     __radd__, __rmul__ = __add__, __mul__
 
-    def value(self, sizes: Sequence[int]) -> Fraction:
-        """Its value, of known sizes."""
-        return max(
-            sum((a * math.prod(sizes[i] for i in x) for x, a in terms.items()), Fraction(0))
-            for terms in self.alternatives
-        )
+    def value(self, sizes: Sequence[Fraction | int], choose: Choose = max) -> Fraction:
+        """Its value, of known sizes; `choose` takes the values of alternatives."""
+        products = (a * math.prod(sizes[i] for i in x) for x, a in self.terms.items())
+        chosen = (choose([x.value(sizes, choose) for x in each]) for each in self.largest)
+        return sum(products, Fraction(0)) + sum(chosen, Fraction(0))
+
+    def denominators(self) -> Iterator[int]:
+        """Those of its coefficients."""
+        yield from (a.denominator for a in self.terms.values())
+        for each in self.largest:
+            for x in each:
+                yield from x.denominators()
 
 
 class Cost:
@@ -89,67 +96,103 @@ class Cost:
 
     Attributes:
       unit: how many of these integers make 1.
-      each: what one entry less of each size saves.
+      each: what one entry less of each size saves, if all branches run.
     """
 
     def __init__(self, polynomial: Polynomial, sizes: Sequence[int]) -> None:
         """Of a polynomial, and the largest sizes."""
         less = [[n - (i == j) for j, n in enumerate(sizes)] for i in range(len(sizes))]
-        self.each = [polynomial.value(sizes) - polynomial.value(x) for x in less]
-        own = polynomial.alternatives
-        constant = min(terms.get((), Fraction(0)) for terms in own)
-        rest = [_sum([*terms.items(), ((), -constant)]) for terms in own]
-        self.unit = math.lcm(*[a.denominator for terms in rest for a in terms.values()])
-        if (Polynomial(*rest) * self.unit).value(sizes) >= _MOST:
+        whole = polynomial.value(sizes, sum)
+        self.each = [whole - polynomial.value(x, sum) for x in less]
+        terms = {monomial: a for monomial, a in polynomial.terms.items() if monomial}
+        rest = Polynomial(terms, polynomial.largest)
+        self.unit = math.lcm(*rest.denominators())
+        if rest.value(sizes, sum) * self.unit >= _MOST:
             raise ValueError(
-                f"The model costs {float(polynomial.value(sizes)):.3g}, more than can be counted "
-                "exactly. Trace it with smaller inputs."
+                f"The model costs {float(whole):.3g}, more than can be counted exactly. Trace it "
+                "with smaller inputs, or use across = False."
             )
-        self._tables = [_table(terms, self.unit, len(sizes)) for terms in rest]
+        self._node = _Node.of(rest, self.unit, len(sizes))
 
     def of(self, sizes: jax.Array) -> Words:
         """That of uint32[sizes]."""
-        return functools.reduce(_larger, self._alternatives(sizes))
+        return self._node.evaluate(functools.partial(_exact, jnp.append(sizes, jnp.uint32(1))))
 
     def limit(self, sizes: jax.Array) -> Words:
         """That of float32[sizes], rounded down; exact if these are whole."""
-        whole = jnp.floor(sizes)
-        most, base = jnp.append(sizes, jnp.float32(1)), jnp.append(whole, jnp.float32(1))
-        found = []
-        known = self._alternatives(whole.astype(jnp.uint32))
-        for at_base, ((high, low), numbers) in zip(known, self._tables, strict=True):
-            # How much larger the products are: a sum of what is not negative, so that its rounding
-            # is a part of the difference and not of the whole.
-            product = jnp.ones(len(numbers), jnp.float32)
-            more = product - 1
-            for column in numbers.T:
-                more = more * most[column] + product * (most[column] - base[column])
-                product = product * base[column]
-            terms = exact.to_float((jnp.asarray(high), jnp.asarray(low))) * more
-            real = exact.ordered_sum(terms, (0,)) * jnp.float32(_MARGIN)
-            top = jnp.floor(real * jnp.float32(2.0**-32))
-            rest = real - top * jnp.float32(2.0**32)
-            found.append(exact.plus(at_base, (top.astype(jnp.uint32), rest.astype(jnp.uint32))))
-        return functools.reduce(_larger, found)
+        one = jnp.float32(1)
+        most, base = jnp.append(sizes, one), jnp.append(jnp.floor(sizes), one)
+        return self._node.evaluate(functools.partial(_least, most, base))
 
-    def _alternatives(self, sizes: jax.Array) -> list[Words]:
-        factors = jnp.append(sizes, jnp.uint32(1))
-        found: list[Words] = []
-        for (high, low), numbers in self._tables:
-            terms = jnp.asarray(high), jnp.asarray(low)
-            for column in numbers.T:
-                terms = exact.times(terms, factors[column])
-            found.append(exact.total_of_words(terms))
-        return found
+
+class _Table(NamedTuple):
+    """Terms of a polynomial.
+
+    Attributes:
+      high: uint32[terms], the high words of the coefficients.
+      low: their low words.
+      numbers: int32[terms, most], which sizes they are multiplied by; one that does not count is 1
+        and comes after all sizes.
+    """
+
+    high: np.ndarray
+    low: np.ndarray
+    numbers: np.ndarray
+
+    @classmethod
+    def of(cls, terms: Terms, unit: int, count: int) -> _Table:
+        terms = terms or {(): Fraction(0)}
+        most = max(map(len, terms))
+        numbers = [[*x, *[count] * (most - len(x))] for x in terms]
+        words = [exact.split(int(a * unit)) for a in terms.values()]
+        high, low = (np.array(word, np.uint32) for word in zip(*words, strict=True))
+        return cls(high, low, np.array(numbers, np.int32).reshape(len(terms), most))
+
+
+class _Node(NamedTuple):
+    """A polynomial as tables."""
+
+    table: _Table
+    largest: list[list[_Node]]
+
+    @classmethod
+    def of(cls, polynomial: Polynomial, unit: int, count: int) -> _Node:
+        nodes = [[cls.of(x, unit, count) for x in each] for each in polynomial.largest]
+        return cls(_Table.of(polynomial.terms, unit, count), nodes)
+
+    def evaluate(self, of_table: Callable[[_Table], Words]) -> Words:
+        total = of_table(self.table)
+        for each in self.largest:
+            found = [node.evaluate(of_table) for node in each]
+            total = exact.plus(total, functools.reduce(_larger, found))
+        return total
+
+
+def _exact(factors: jax.Array, table: _Table) -> Words:
+    terms = jnp.asarray(table.high), jnp.asarray(table.low)
+    for column in table.numbers.T:
+        terms = exact.times(terms, factors[column])
+    return exact.total_of_words(terms)
+
+
+def _least(most: jax.Array, base: jax.Array, table: _Table) -> Words:
+    # How much larger the products are than at the base, which is whole: a sum of what is not
+    # negative, so that its rounding is a part of the difference alone.
+    product = jnp.ones(len(table.numbers), jnp.float32)
+    more = product - 1
+    for column in table.numbers.T:
+        more = more * most[column] + product * (most[column] - base[column])
+        product = product * base[column]
+    terms = exact.to_float((jnp.asarray(table.high), jnp.asarray(table.low))) * more
+    real = exact.ordered_sum(terms, (0,)) * jnp.float32(_MARGIN)
+    high = jnp.floor(real * jnp.float32(2.0**-32))
+    low = real - high * jnp.float32(2.0**32)
+    words = high.astype(jnp.uint32), low.astype(jnp.uint32)
+    return exact.plus(_exact(base.astype(jnp.uint32), table), words)
 
 
 def _larger(a: Words, b: Words) -> Words:
     return exact.choose(exact.at_least(a, b), a, b)
-
-
-def _is_less(one: Terms, other: Terms) -> bool:
-    """Whether it is nowhere larger."""
-    return all(a <= other.get(monomial, 0) for monomial, a in one.items())
 
 
 def _sum(terms: Iterable[tuple[Monomial, Fraction]]) -> Terms:
@@ -157,16 +200,3 @@ def _sum(terms: Iterable[tuple[Monomial, Fraction]]) -> Terms:
     for monomial, coefficient in terms:
         found[monomial] = found.get(monomial, Fraction(0)) + coefficient
     return {monomial: a for monomial, a in found.items() if a}
-
-
-def _table(terms: Terms, unit: int, count: int) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """Coefficients as words, [terms], and which variables they are multiplied by, [terms, most].
-
-    The number of a variable that does not count, which is 1, is `count`.
-    """
-    terms = terms or {(): Fraction(0)}
-    most = max(map(len, terms))
-    numbers = [[*x, *[count] * (most - len(x))] for x in terms]
-    words = [exact.split(int(a * unit)) for a in terms.values()]
-    coefficients = tuple(np.array(word, np.uint32) for word in zip(*words, strict=True))
-    return coefficients, np.array(numbers, np.int32).reshape(len(terms), most)

@@ -42,17 +42,13 @@ def cut_state(graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, st
 
     shapes = {owner.shape: owner.name for owner in jax.tree.leaves(owners_tree) if owner.axes}
     owned = set()  # names of the parameters that have state
+    others = set()  # ids of leaves that belong to none
 
     def cut(owner: _Owner | None, leaf: Any) -> Any:
         if owner is not None:
             owned.add(owner.name)
-        if owner is None and trees.is_prunable(leaf) and leaf.shape in shapes:
-            raise ValueError(
-                f"The optimizer's state has a leaf of the shape {leaf.shape} of "
-                f"{shapes[leaf.shape]!r} in a tree whose leaves are not those of params. Give the "
-                "state of these params, or start it anew: shrink without opt_state, then "
-                "tx.init(small.params)."
-            )
+        else:
+            others.add(id(leaf))
         if owner is None or not owner.axes or not hasattr(leaf, "shape"):
             return leaf
         axes = owner.axes if leaf.shape == owner.shape else _axes_of_average(owner, leaf.shape)
@@ -73,11 +69,22 @@ def cut_state(graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, st
     for node in packed:
         masks = unpack_masks(node.masks, params)
         state = _replaced(state, node, make_state(False, node._replace(masks=masks)))
+    before = trees.leaves_by_path(state)
     state = owners.map_owned(cut, owners_tree, state)
-    others = [x.shape for x in jax.tree.leaves(state) if trees.is_prunable(x) and x.ndim]
-    if shapes and others and not owned:
+    for path, leaf in before.items():
+        if id(leaf) in others and trees.is_prunable(leaf) and leaf.ndim:
+            if leaf.shape in shapes:
+                raise ValueError(
+                    f"The optimizer's state has a leaf of the shape {leaf.shape} of "
+                    f"{shapes[leaf.shape]!r} in a tree whose leaves are not those of params. Give "
+                    "the state of these params, or start it anew: shrink without opt_state, then "
+                    "tx.init(small.params)."
+                )
+            _check_stays(path, leaf, owners_tree)
+    arrays = [x.shape for x in jax.tree.leaves(state) if trees.is_prunable(x) and x.ndim]
+    if shapes and arrays and not owned:
         raise ValueError(
-            f"No leaf of opt_state belongs to one of params, and it has one of shape {others[0]}: "
+            f"No leaf of opt_state belongs to one of params, and it has one of shape {arrays[0]}: "
             "it is the state of other params. Give that of these, or start it anew: shrink without "
             "opt_state, then tx.init(small.params)."
         )
@@ -144,6 +151,22 @@ class _Owner:
     name: str
     shape: tuple[int, ...]
     axes: Mapping[int, np.ndarray]
+
+
+def _check_stays(path: trees.KeyPath, leaf: jax.Array, owners_tree: PyTree) -> None:
+    """Raises a ValueError if a leaf of no owner lies below the path of a parameter that is cut."""
+    names = trees.path_names(path)
+    for place, owner in trees.leaves_by_path(owners_tree).items():
+        own = trees.path_names(place)
+        starts = range(len(names) - len(own) + 1)
+        if owner.axes and any(names[i : i + len(own)] == own for i in starts):
+            raise ValueError(
+                f"The optimizer's state has a leaf {trees.path_string(path)!r} of shape "
+                f"{leaf.shape} for {owner.name!r} of shape {owner.shape}, of which it is not known "
+                "what belongs to a channel. Shrink with an optimizer that keeps a moment for each "
+                "weight, or start its state anew: shrink without opt_state, then "
+                "tx.init(small.params)."
+            )
 
 
 def _axes_of_average(owner: _Owner, shape: tuple[int, ...]) -> Mapping[int, np.ndarray] | None:

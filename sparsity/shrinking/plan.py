@@ -50,9 +50,9 @@ class Plan:
             {
                 "path": list(path),
                 "shape": list(self.shapes[path]),
-                "kept": {str(axis): index.tolist() for axis, index in axes.items()},
+                "kept": {str(axis): index.tolist() for axis, index in sorted(axes.items())},
             }
-            for path, axes in self.kept.items()
+            for path, axes in sorted(self.kept.items())
         ]
         return json.dumps({"format": 1, "leaves": leaves})
 

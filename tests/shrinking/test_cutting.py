@@ -201,3 +201,12 @@ def test_factored_moments_that_average_over_what_is_removed_are_refused():
     state = optax.scale_by_factored_rms(min_dim_size_to_factor=2).init(params)
     with pytest.raises(ValueError, match="factored moments"):
         shrink(graph, params, masks, state)
+
+
+def test_a_state_of_several_arrays_for_a_parameter_is_refused():
+    params = {name: jnp.ones((16, 4, 8)) for name in "qkv"} | {"out": jnp.ones((4, 8, 16))}
+    graph = trace(attention, params, jnp.ones((6, 16)))
+    pruner = sparsity.MagnitudePruning(scope=Coupled(graph), sparsity_distribution_fn=Uniform(0.5))
+    params, masks = pruner.instant_sparsify(params)
+    with pytest.raises(ValueError, match=r"a leaf '0/mu/k/0' of shape \(16,\) for 'k'"):
+        shrink(graph, params, masks, optax.sm3(1e-2).init(params))

@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsity import Coupled, MagnitudePruning, Uniform, budget, shrink, trace
+from sparsity import (
+    SET,
+    Coupled,
+    MagnitudePruning,
+    PeriodicSchedule,
+    Uniform,
+    budget,
+    shrink,
+    trace,
+)
 from sparsity.selection import num_kept
 from sparsity.shrinking.plan import plan_of
 from tests.graph import models
@@ -170,3 +179,42 @@ def test_two_models_that_shapes_do_not_tell_apart_are_refused():
             assert sum(Coupled(graph).left(small.params, sparsities).values()) == 4
     with pytest.raises(ValueError, match="Two models of these shapes were cut out of this one"):
         Coupled(graph).left(small.params, sparsities)
+
+
+@pytest.mark.parametrize("depths", [(3, 2), (2, 3), (2, 2)])
+def test_scans_of_different_depth_are_cut(depths):
+    def model(params, x):
+        for stack in params:
+            x, _ = jax.lax.scan(lambda x, w: (x + jax.nn.relu(x @ w[0]) @ w[1], None), x, stack)
+        return x
+
+    shapes = [((n, 6, size), (n, size, 6)) for n, size in zip(depths, (8, 5), strict=True)]
+    draw = np.random.default_rng(0).standard_normal
+    params = [(jnp.asarray(draw(up)), jnp.asarray(draw(down))) for up, down in shapes]
+    x = jnp.ones((1, 6))
+    graph = trace(model, params, x)
+    pruner = MagnitudePruning(
+        scope=Coupled(graph), sparsity_distribution_fn=Uniform(0.5, filter_fn=graph.is_weight)
+    )
+    masked, masks = pruner.instant_sparsify(params)
+    small = shrink(graph, masked, masks)
+    assert [up.shape[2] for up, _ in small.params] == [4, 2]
+    np.testing.assert_allclose(small.apply(small.params, x), model(masked, x), rtol=1e-5)
+
+
+def test_heads_and_their_sizes_keep_their_numbers_while_they_move():
+    """Two groups lie along one axis: what one removes says nothing of the other."""
+    model = SMALL["language_model"]()
+    for seed in range(3):
+        params = models.draw(model.shapes, jnp.float32, seed)
+        graph = trace(model.fn, params, *model.inputs)
+        updater = SET(
+            scope=Coupled(graph),
+            sparsity_distribution_fn=Uniform(0.4, filter_fn=graph.is_weight),
+            scheduler=PeriodicSchedule(1, 1, 9),
+        )
+        state = updater.init_state(params)
+        first = left_of(graph, shrink(graph, params, state.masks))
+        for step in range(1, 5):
+            state = updater.update_state(state._replace(count=jnp.int32(step)), params, params)
+            assert left_of(graph, shrink(graph, params, state.masks)) == first
