@@ -7,6 +7,7 @@ in range, that uint32 wraps around, and that no count is negative.
 
 import functools
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 import chex
@@ -104,15 +105,7 @@ def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
     if size > 2**29:
         raise ValueError(f"A sum may have at most 2**29 summands, got {size} of shape {x.shape}.")
     bits = 30 - max(size - 1, 1).bit_length()  # of each summand's digits, whose sum fits an int32
-    zero = np.zeros((), x.dtype)
-    # Reductions of two and more operands make a fused loop: nothing as large as x is stored.
-    low, high = lax.reduce(
-        [_finite(x)] * 2,
-        [zero] * 2,
-        lambda a, b: [jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])],
-        axis,
-    )
-    exponents = _halves(jnp.expand_dims(jnp.maximum(-low, high), axis))
+    exponents = _halves(jnp.expand_dims(_largest(x, axis), axis))
     # One more loop: what both read is not stored between them.
     x, exponents = lax.optimization_barrier((x, exponents))
     rest, digits = _finite(x), []
@@ -126,7 +119,7 @@ def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
     others = jnp.where(jnp.isfinite(x), 0, x)
     *sums, other = lax.reduce(
         [*digits, others],
-        [*[np.int32(0)] * len(digits), zero],
+        [*[np.int32(0)] * len(digits), np.zeros((), x.dtype)],
         lambda a, b: [one + more for one, more in zip(a, b, strict=True)],
         axis,
     )
@@ -137,6 +130,27 @@ def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
         total = total * _two_to(jnp.squeeze(exponent, axis), x.dtype)
     # Exactly 0 unless something is not finite; then infinite or NaN, in whatever order.
     return jnp.where(other == 0, total, other)
+
+
+def scaled(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Floats times one power of two, so that the largest finite one of all is from 1/2 to 1."""
+    largest = [_largest(x, tuple(range(x.ndim))) for x in arrays]
+    most = functools.reduce(jnp.maximum, largest)
+    one, other = (_two_to(-exponent, most.dtype) for exponent in _halves(most))
+    return [x * one.astype(x.dtype) * other.astype(x.dtype) for x in arrays]
+
+
+def _largest(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
+    """The largest finite absolute value along axes."""
+    zero = np.zeros((), x.dtype)
+    # Reductions of two and more operands make a fused loop: nothing as large as x is stored.
+    low, high = lax.reduce(
+        [_finite(x)] * 2,
+        [zero] * 2,
+        lambda a, b: [jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])],
+        axis,
+    )
+    return jnp.maximum(-low, high)
 
 
 def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -288,16 +288,19 @@ class Coupled:
         self, groups: Sequence[PlacedGroup], leaves: Mapping[KeyPath, jax.Array]
     ) -> list[jax.Array]:
         """[channels] of each group, or [layers, channels]."""
-        return stored([self._of_group(group, leaves) for group in groups])
+        scores = {path: leaves[path] for group in groups for path, _, _ in group.scored}
+        powers = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in scores.values()]
+        if self.order == 2:
+            powers = [jnp.square(x) for x in exact.scaled(powers)]
+        by_path = dict(zip(scores, powers, strict=True))
+        return stored([self._of_group(group, by_path) for group in groups])
 
-    def _of_group(self, group: PlacedGroup, leaves: Mapping[KeyPath, Any]) -> jax.Array:
+    def _of_group(self, group: PlacedGroup, powers: Mapping[KeyPath, jax.Array]) -> jax.Array:
         parts, layers = [], group.channels.layers
         for (path, axis, positions), entries in zip(group.scored, group.entries, strict=True):
-            score = leaves[path]
-            score = score.astype(jnp.promote_types(score.dtype, jnp.float32))
-            powers = score if self.order == 1 else jnp.square(score)
+            score = powers[path]
             others = tuple(i for i in range(bool(layers), score.ndim) if i != axis)
-            part = exact.ordered_sum(powers, others) if others else powers
+            part = exact.ordered_sum(score, others) if others else score
             if not _is_whole(positions, score.shape[axis]):
                 part = exact.ordered_sum(part[..., positions], (part.ndim,))
             parts.append(part / entries if self.normalize else part)

@@ -218,3 +218,17 @@ def test_heads_and_their_sizes_keep_their_numbers_while_they_move():
         for step in range(1, 5):
             state = updater.update_state(state._replace(count=jnp.int32(step)), params, params)
             assert left_of(graph, shrink(graph, params, state.masks)) == first
+
+
+def test_the_root_of_squares_is_in_range_at_any_scale():
+    drawn = models.draw({"a": (6, 16), "b": (16, 3)}, jnp.float32)
+    graph = trace(lambda p, x: jax.nn.relu(x @ p["a"]) @ p["b"], drawn, jnp.ones((1, 6)))
+    found = []
+    for scale in (1.0, 2.0**-70, 2.0**70):
+        pruner = MagnitudePruning(
+            scope=Coupled(graph, order=2), sparsity_distribution_fn=Uniform(0.5)
+        )
+        params = jax.tree.map(lambda x, scale=scale: x * scale, drawn)
+        found.append(pruner.instant_sparsify(params)[1])
+    jax.tree.map(np.testing.assert_array_equal, *found[:2])
+    jax.tree.map(np.testing.assert_array_equal, *found[1:])
