@@ -91,15 +91,14 @@ class Budget:
             own = dataclasses.replace(self.distribution, sparsity=sparsity)
             return own(params, batch_axes)
 
+        paths = {leaf.path for leaf in leaves.values()}
+        is_whole = by_bytes or isinstance(self.graph.macs_left({}), int)
+
         def cost_of(targets: PyTree) -> Fraction:
             if isinstance(scope, Coupled):
-                left = scope.left(params, targets)
-                paths = {leaf.path for leaf in leaves.values()}
-                smaller = (
-                    self.graph.bytes_left(left, paths) if by_bytes else self.graph.macs_left(left)
-                )
+                left, graph = scope.left(params, targets), self.graph
+                smaller = graph.bytes_left(left, paths) if by_bytes else graph.macs_left(left)
                 # Between whole numbers of channels there are costs that none has, if all are whole.
-                is_whole = by_bytes or isinstance(self.graph.macs_left({}), int)
                 return Fraction(math.floor(smaller)) if scope.across and is_whole else smaller
             kept = {
                 path: _kept_by(

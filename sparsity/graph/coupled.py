@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -113,27 +113,22 @@ class Coupled:
 
         With `across`, how many would cost as much as may stay: parts of channels, too.
         """
-        number = self._allowed if self.across else self._kept
         groups = self._groups(params, sparsities)
-        return {group.whole.variable: Fraction(float(number(group))) for group in groups}
+        numbers = zip(groups, self._numbers(groups), strict=True)
+        return {group.whole.variable: Fraction(float(n)) for group, n in numbers}
 
     def select_tree(self, scores: PyTree, sparsities: PyTree) -> PyTree:
         """Returns masks of all members; the channels of the highest importance stay."""
-        paths = {leaf.path for leaf in self._graph_of(scores).leaves_of(scores).values()}
-        groups = self._groups(scores, sparsities) if self.across else []
+        groups = self._groups(scores, sparsities)
+        cost = self._cost(groups, scores) if self.across else None
 
-        def choose(
-            groups: Sequence[PlacedGroup],
-            leaves: Mapping[KeyPath, jax.Array],
-            kept: Sequence[chex.Numeric],
-            allowed: Sequence[chex.Numeric],
-        ) -> list[jax.Array]:
+        def select(leaves: Mapping[KeyPath, jax.Array], numbers: list[Any]) -> list[jax.Array]:
             importance = self._importance(groups, leaves)
-            if self.across:
-                kept = self._kept_across(groups, importance, allowed, paths)
-            return _best(groups, importance, kept)
+            if cost is not None:
+                numbers = self._kept_across(groups, importance, cost, numbers)
+            return _best(groups, importance, numbers)
 
-        return self.masks_by(choose, scores, sparsities, [self._allowed(x) for x in groups])
+        return self._masks(groups, scores, select, [scores], self._numbers(groups))
 
     def masks_by(
         self, choose: Choose, tree: PyTree, sparsities: PyTree, given: PyTree = None
@@ -149,12 +144,10 @@ class Coupled:
           given: arrays that `choose` needs beside.
         """
         groups = self._groups(tree, sparsities)
-        kept = [self._kept(group) for group in groups]
-
-        def select(leaves: Mapping[KeyPath, jax.Array], how: Any) -> list[jax.Array]:
-            return choose(groups, leaves, *how)
-
-        return self._masks(groups, tree, select, [tree], (kept, given))
+        how = [self._kept(group) for group in groups], given
+        return self._masks(
+            groups, tree, lambda leaves, how: choose(groups, leaves, *how), [tree], how
+        )
 
     def move_tree(
         self, masks: PyTree, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
@@ -220,8 +213,11 @@ class Coupled:
         """How many entries of a member belong to a channel of a layer."""
         (path, axis), positions = group.members[member], group.positions[member]
         shape = self.graph.shape_of(path)
-        size = math.prod(shape) // (shape[axis] * max(group.layers, 1))
-        return size * int(positions.shape[1])
+        return math.prod(shape) // (shape[axis] * max(group.layers, 1)) * int(positions.shape[1])
+
+    def _numbers(self, groups: Sequence[PlacedGroup]) -> list[Any]:
+        """How many channels stay of each group, or may stay under `across`."""
+        return [self._allowed(x) if self.across else self._kept(x) for x in groups]
 
     def _kept(self, group: PlacedGroup) -> Any:
         """How many channels of a group stay, of those that the model of `graph` has."""
@@ -308,22 +304,25 @@ class Coupled:
         found: jax.Array = jnp.abs(total) if self.order == 1 else jnp.sqrt(total)
         return found
 
+    def _cost(self, groups: Sequence[PlacedGroup], tree: PyTree) -> Cost:
+        """What the model costs, in multiply-adds or in bytes of the leaves of a tree."""
+        sizes = {group.whole.variable: Polynomial.variable(i) for i, group in enumerate(groups)}
+        if self.across == "nbytes":
+            leaves = self._graph_of(tree).leaves_of(tree).values()
+            left = self.graph.bytes_left(sizes, {leaf.path for leaf in leaves})
+        else:
+            left = self.graph.macs_left(sizes)
+        return Cost(Polynomial.of(left), [group.whole.size for group in groups])
+
     def _kept_across(
         self,
         groups: Sequence[PlacedGroup],
         importance: Sequence[jax.Array],
+        cost: Cost,
         allowed: Sequence[chex.Numeric],
-        paths: Container[Path],
     ) -> list[jax.Array]:
-        """How many channels of each group stay: the best per cost, no dearer than allowed ones.
-
-        Bytes are those of leaves of some paths.
-        """
-        wholes = [group.whole for group in groups]
-        sizes = {whole.variable: Polynomial.variable(i) for i, whole in enumerate(wholes)}
-        by_bytes = self.across == "nbytes"
-        left = self.graph.bytes_left(sizes, paths) if by_bytes else self.graph.macs_left(sizes)
-        cost, ranks = Cost(Polynomial.of(left), [whole.size for whole in wholes]), []
+        """How many channels of each group stay: the best per cost, no dearer than allowed ones."""
+        wholes, ranks = [group.whole for group in groups], []
         for x, each in zip(importance, cost.each, strict=True):
             # Layers keep equally many: what counts are their channels of each rank together.
             total = exact.ordered_sum(-jnp.sort(-x, axis=1), (0,)) if x.ndim == 2 else x

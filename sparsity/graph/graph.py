@@ -293,8 +293,10 @@ class Graph:
 
     def of_tree(self, leaves: Mapping[Path, chex.Array]) -> Graph:
         """The graph of a model with these leaves: itself, or that of one that was shrunken."""
+        if self._has(leaves):
+            return self
         fitting = [graph for graph in self._all_sizes() if graph._has(leaves)]
-        for other in fitting[1:] if fitting and fitting[0] is not self else ():
+        for other in fitting[1:]:
             for group in self.groups:
                 one, more = (self.left_of(group, graph).positions for graph in (fitting[0], other))
                 if not all(map(np.array_equal, one, more)):

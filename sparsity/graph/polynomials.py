@@ -29,7 +29,7 @@ _MOST = 2**62  # that two words hold, with room for a sum
 class Polynomial:
     """A polynomial with coefficients of at least 0, plus the largest of some, perhaps repeatedly.
 
-    It is added like a number, and multiplied by numbers; where it has no largest ones, by others.
+    It is added like a number, and multiplied by numbers and by others that have no largest ones.
 
     Attributes:
       terms: coefficients by monomial.
@@ -61,16 +61,10 @@ class Polynomial:
 
     def __mul__(self, other: Number) -> Polynomial:
         other = Polynomial.of(other)
-        if self.largest or other.largest:
-            (factor,) = (x for x in (self, other) if not x.largest)
-            assert factor.terms.keys() <= {()}  # sizes are never a largest one
-            of = self if factor is other else other
-            largest = [[x * factor for x in each] for each in of.largest]
-        else:
-            of, largest = self, []
-            factor = other
-        pairs = itertools.product(of.terms.items(), factor.terms.items())
-        return Polynomial(_sum((tuple(sorted(x + y)), a * b) for (x, a), (y, b) in pairs), largest)
+        assert not other.largest  # it is a size or a number
+        pairs = itertools.product(self.terms.items(), other.terms.items())
+        terms = _sum((tuple(sorted(x + y)), a * b) for (x, a), (y, b) in pairs)
+        return Polynomial(terms, [[x * other for x in each] for each in self.largest])
 
     def __truediv__(self, other: int) -> Polynomial:
         return self * Fraction(1, other)

@@ -158,7 +158,7 @@ def _k_words(k: chex.Numeric | Words, n: int, shape: tuple[int, ...]) -> Words |
         shape: That of the slices.
     """
     if isinstance(k, int) and 0 <= k <= n:  # the checks of numpy take as long as a small search
-        return np.array([[k >> 32], [k & 0xFFFFFFFF]], np.uint32)
+        return np.array(exact.split(k)).reshape(2, 1)
     words: Any = k if isinstance(k, tuple) else (k,)
     if isinstance(k, tuple) and len(k) != 2:
         raise ValueError(f"k must be an integer or two words, got k = {k}.")
