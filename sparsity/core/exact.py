@@ -105,10 +105,10 @@ def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
     if size > 2**29:
         raise ValueError(f"A sum may have at most 2**29 summands, got {size} of shape {x.shape}.")
     bits = 30 - max(size - 1, 1).bit_length()  # of each summand's digits, whose sum fits an int32
-    exponents = _halves(jnp.expand_dims(_largest(x, axis), axis))
+    exponents = _halves(jnp.expand_dims(largest_of(x, axis), axis))
     # One more loop: what both read is not stored between them.
     x, exponents = lax.optimization_barrier((x, exponents))
-    rest, digits = _finite(x), []
+    rest, digits = finite(x), []
     for exponent in exponents:
         rest = rest * _two_to(-exponent, x.dtype)
     for _ in range(-(-(60 if x.dtype == jnp.float64 else 32) // bits)):
@@ -134,18 +134,18 @@ def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
 
 def scaled(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Floats times one power of two, so that the largest finite one of all is from 1/2 to 1."""
-    largest = [_largest(x, tuple(range(x.ndim))) for x in arrays]
-    most = functools.reduce(jnp.maximum, largest)
+    each = [largest_of(x, tuple(range(x.ndim))) for x in arrays]
+    most = functools.reduce(jnp.maximum, each)
     one, other = (_two_to(-exponent, most.dtype) for exponent in _halves(most))
     return [x * one.astype(x.dtype) * other.astype(x.dtype) for x in arrays]
 
 
-def _largest(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
+def largest_of(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
     """The largest finite absolute value along axes."""
     zero = np.zeros((), x.dtype)
     # Reductions of two and more operands make a fused loop: nothing as large as x is stored.
     low, high = lax.reduce(
-        [_finite(x)] * 2,
+        [finite(x)] * 2,
         [zero] * 2,
         lambda a, b: [jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])],
         axis,
@@ -167,7 +167,8 @@ def _two_to(exponent: jax.Array, dtype: np.dtype) -> jax.Array:
     return lax.bitcast_convert_type((exponent + (kind.maxexp - 1)) << kind.nmant, dtype)
 
 
-def _finite(x: jax.Array) -> jax.Array:
+def finite(x: jax.Array) -> jax.Array:
+    """0 where a float is not finite."""
     return jnp.where(jnp.isfinite(x), x, 0)
 
 

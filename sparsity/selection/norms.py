@@ -37,9 +37,8 @@ def norms(scores: Sequence[Scores]) -> jax.Array:
     real = jnp.result_type(jnp.float32, *(x.dtype for x in scores))
     leaves, axes = zip(*map(_in_rows, scores), strict=True)
     parts = [((x.fn, x.uses_index), (x.arrays, x.scalars)) for x in leaves]
-    ends = [_ends(fn, real, own, x) for (fn, x), own in zip(parts, axes, strict=True)]
-    lows, highs = zip(*ends, strict=True)
-    largest = jnp.max(jnp.maximum(-_stack(lows), _stack(highs)), axis=1)
+    rows = [_largest(fn, real, own, x) for (fn, x), own in zip(parts, axes, strict=True)]
+    largest = jnp.max(_stack(rows), axis=1)
     _, exponents = jnp.frexp(largest)
     # In two steps: a single factor may be out of range.
     scales = stored([jnp.ldexp(jnp.ones((), real), (i - exponents) // 2) for i in (0, 1)])
@@ -70,16 +69,9 @@ def _in_rows(scores: Scores) -> tuple[Scores, range]:
 
 # Both are traced once for each shape.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _ends(fn: Fn, real: np.dtype, axes: range, stored: Stored) -> Sequence[jax.Array]:
-    """The least and the greatest of each row, or 0: two reductions make a fused loop."""
-    values, zero = _finite(fn, real, stored), np.zeros((), real)
-    ends: Sequence[jax.Array] = lax.reduce(
-        [values, values],
-        [zero, zero],
-        lambda a, b: [jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])],
-        tuple(axes),
-    )
-    return ends
+def _largest(fn: Fn, real: np.dtype, axes: range, stored: Stored) -> jax.Array:
+    """The largest finite absolute value of each row."""
+    return exact.largest_of(_values(fn, real, stored), tuple(axes))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -87,18 +79,17 @@ def _digits(
     fn: Fn, real: np.dtype, axes: range, bits: int, stored: Stored, factors: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """The sums of each row of the digits of scaled squares, of so many bits, the lowest first."""
-    # A fused loop of its own: what `_ends` reads, too, is not stored between them.
+    # A fused loop of its own: what `_largest` reads, too, is not stored between them.
     stored = lax.optimization_barrier(stored)
-    values = _finite(fn, real, stored) * factors[0] * factors[1]
+    values = exact.finite(_values(fn, real, stored)) * factors[0] * factors[1]
     whole = jnp.round(values * values * 2.0**_BITS).astype(jnp.int32)
     whole = jnp.minimum(whole, 2**_BITS - 1)
     parts = [(whole >> shift) & ((1 << bits) - 1) for shift in range(0, _BITS, bits)]
     return counting.sums(parts, axes)
 
 
-def _finite(fn: Fn, real: np.dtype, stored: Stored) -> jax.Array:
-    values = Scores(fn[0], *stored, uses_index=fn[1]).compute().astype(real)
-    return jnp.where(jnp.isfinite(values), values, 0)
+def _values(fn: Fn, real: np.dtype, stored: Stored) -> jax.Array:
+    return Scores(fn[0], *stored, uses_index=fn[1]).compute().astype(real)
 
 
 def _stack(rows: Sequence[jax.Array]) -> jax.Array:
