@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import GatherScatterMode
 
-from sparsity.core.jaxprs import Equation
+from sparsity.core.jaxprs import Equation, is_differentiable
 
 _LARGEST = 1 << 16  # entries of a constant that are looked at
 
@@ -21,7 +23,8 @@ _LARGEST = 1 << 16  # entries of a constant that are looked at
 _EXACT: dict[str, Callable[..., Any]] = {
     "abs": np.abs, "add": np.add, "add_any": np.add, "and": np.bitwise_and, "ceil": np.ceil,
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
-    "conj": np.conj, "div": np.divide, "eq": np.equal, "floor": np.floor, "ge": np.greater_equal,
+    "conj": np.conj, "div": lambda one, other: _divided(one, other), "eq": np.equal,
+    "floor": np.floor, "ge": np.greater_equal,
     "gt": np.greater, "is_finite": np.isfinite, "le": np.less_equal, "lt": np.less,
     "max": np.maximum, "min": np.minimum, "mul": np.multiply, "ne": np.not_equal, "not": np.invert,
     "neg": np.negative, "or": np.bitwise_or, "real": np.real, "round": np.round, "sign": np.sign,
@@ -29,8 +32,9 @@ _EXACT: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 _SAME = frozenset((
     "convert_element_type", "copy", "copy_p", "device_put", "mesh_cast", "name", "pvary",
-    "optimization_barrier", "reduce_precision", "reshard", "sharding_constraint", "stop_gradient",
+    "optimization_barrier", "reshard", "sharding_constraint", "stop_gradient",
 ))  # fmt: skip
+_TELLS_NAN = frozenset(("eq", "ge", "gt", "is_finite", "le", "lt", "ne"))
 # Of these, only results that every implementation gives are used.
 _ROUNDED: dict[str, Callable[..., Any]] = {
     "acos": np.arccos, "acosh": np.arccosh, "asin": np.arcsin, "asinh": np.arcsinh,
@@ -50,7 +54,7 @@ def value(known: Any) -> float | None:
     entries = np.asarray(known).reshape(-1)
     if not entries.size or np.iscomplexobj(entries) or (entries != entries[0]).any():
         return None
-    return float(entries[0])
+    return _number(entries[0])
 
 
 def result(equation: Equation, inputs: Sequence[float | None]) -> float | None:
@@ -78,18 +82,41 @@ def result(equation: Equation, inputs: Sequence[float | None]) -> float | None:
         return None  # halves are rounded in two ways
     with np.errstate(all="ignore"):
         if name == "integer_pow":
-            found = float(arguments[0] ** equation.params["y"])
+            constant = _computed(lambda x: x ** equation.params["y"], arguments)
         elif name in _EXACT:
-            found = float(_EXACT[name](*arguments))
+            constant = _computed(_EXACT[name], arguments)
         elif name in _ROUNDED:
-            found = float(_ROUNDED[name](*arguments))
-            if found not in (-1.0, 0.0, 0.5, 1.0) and math.isfinite(found):
+            constant = float(_ROUNDED[name](*arguments))
+            if constant not in (-1.0, 0.0, 0.5, 1.0) and math.isfinite(constant):
                 return None
         else:
             return None
     # The sign of a 0 is not followed, so that the sign of its inverse is not known.
-    by_zero = name in ("div", "rsqrt", "integer_pow", "pow") and math.isinf(found)
-    return math.nan if by_zero else found
+    by_zero = name in ("div", "rsqrt", "integer_pow", "pow") and math.isinf(constant or 0)
+    return math.nan if by_zero else constant
+
+
+def _computed(fn: Callable[..., Any], arguments: Sequence[np.ndarray]) -> float | None:
+    """The result of a function; `None` where compilers may round it otherwise than numpy."""
+    constant = _number(fn(*arguments))
+    if arguments[0].dtype.kind in "fV" and arguments[0].dtype.itemsize < 4:
+        # They may compute in a wider dtype: in bfloat16, 1 + 2**-9 - 1 is 0 or 2**-9.
+        exact = float(fn(*(x.astype(np.float64) for x in arguments)))
+        return constant if same(constant, exact) else None
+    return constant
+
+
+def _number(value: Any) -> float | None:
+    """A value as a float, `None` if it is an integer that no float is equal to."""
+    value = np.asarray(value).item()  # Python compares integers and floats exactly
+    return float(value) if value != value or float(value) == value else None
+
+
+def _divided(one: np.ndarray, other: np.ndarray) -> Any:
+    """A quotient; of integers it is cut towards 0."""
+    if one.dtype.kind not in "iu":
+        return np.divide(one, other)
+    return math.trunc(Fraction(int(one), int(other))) if other else math.nan
 
 
 def _cast(known: float | None, dtype: Any) -> float | None:
@@ -100,7 +127,9 @@ def _cast(known: float | None, dtype: Any) -> float | None:
         limits = jnp.iinfo(dtype)
         return float(int(known)) if limits.min <= known <= limits.max else None
     with np.errstate(over="ignore", under="ignore"):
-        return float(np.asarray(known).astype(dtype))
+        cast = float(np.asarray(known).astype(dtype))
+    # A compiler may leave out a cast to a narrow dtype and back.
+    return cast if np.dtype(dtype).itemsize >= 4 or cast == known else None
 
 
 def product(one: float | None, other: float | None) -> float | None:
@@ -113,6 +142,40 @@ def product(one: float | None, other: float | None) -> float | None:
     return None if None in pair else float(one or 0) * float(other or 0)
 
 
+def summed(one: float | None, other: float | None) -> float | None:
+    """A sum of products of these factors: their number is not known, so that only 0 stays."""
+    factor = product(one, other)
+    return factor if factor is None or factor == 0 or factor != factor else None
+
+
+def neutral(name: str, dtype: Any) -> float | None:
+    """What a reduction over removed entries leaves as it is; `None` if nothing does."""
+    if name == "reduce_and":
+        return -1.0 if jnp.issubdtype(dtype, jnp.signedinteger) else float(_limits(dtype).max)
+    if name in ("reduce_max", "reduce_min"):
+        limits = _limits(dtype)
+        return float(limits.min if name == "reduce_max" else limits.max)
+    return {"reduce_sum": 0.0, "reduce_prod": 1.0, "reduce_or": 0.0, "reduce_xor": 0.0}.get(name)
+
+
+def tells_nan(equation: Equation) -> bool:
+    """Whether an entry-by-entry operation makes a number of NaN."""
+    return equation.name in _TELLS_NAN or not is_differentiable(equation.outputs[0])
+
+
+def fill(equation: Equation) -> float | None:
+    """What a gather puts where an index is out of range; `None` if it puts nothing there."""
+    if equation.params["mode"] != GatherScatterMode.FILL_OR_DROP:
+        return None
+    dtype, value = equation.outputs[0].dtype, equation.params["fill_value"]
+    if value is not None:
+        return float(abs(value) if jnp.issubdtype(dtype, jnp.complexfloating) else value)
+    if is_differentiable(equation.outputs[0]):
+        return math.nan
+    limits = _limits(dtype)
+    return float(limits.min if jnp.issubdtype(dtype, jnp.signedinteger) else limits.max)
+
+
 def joined(name: str, constant: float) -> float | None:
     """What a reduction makes of equal entries."""
     if name in ("reduce_max", "reduce_min", "reduce_or", "reduce_and"):
@@ -122,6 +185,21 @@ def joined(name: str, constant: float) -> float | None:
     if (name, constant) in (("reduce_sum", 0), ("reduce_prod", 0), ("reduce_prod", 1)):
         return constant
     return None
+
+
+class _Limits(NamedTuple):
+    """The smallest and the largest value of a dtype."""
+
+    min: float
+    max: float
+
+
+def _limits(dtype: Any) -> _Limits:
+    if dtype == jnp.bool_:
+        return _Limits(0, 1)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return _Limits(jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+    return _Limits(-math.inf, math.inf)
 
 
 def same(one: float | None, other: float | None) -> bool:

@@ -19,41 +19,41 @@ from sparsity.graph.primitives import ELEMENTWISE, REDUCTIONS
 
 Place = tuple[int, Dim]  # an axis, and the variable whose removed entries are meant
 
-# What a reduction over removed entries leaves as it is.
-_NEUTRAL = {
-    "reduce_sum": 0.0,
-    "reduce_prod": 1.0,
-    "reduce_max": -math.inf,
-    "reduce_min": math.inf,
-    "reduce_or": 0.0,
-    "reduce_xor": 0.0,
-    "reduce_and": 1.0,
-}
-
 
 class Known:
-    """What is known of a value: a constant at removed places, or everywhere."""
+    """What is known of a value: a constant at removed places, or everywhere.
 
-    __slots__ = ("at", "everywhere")
+    Attributes:
+      at: constants by place.
+      everywhere: the constant that all entries are, `None` if they differ.
+      may_be_nan: entries may be NaN in place of the constants, as where a lookup is out of range.
+    """
 
-    def __init__(self, at: Mapping[Place, float] | None = None, everywhere: float | None = None):
-        self.at, self.everywhere = dict(at or {}), everywhere
+    __slots__ = ("at", "everywhere", "may_be_nan")
+
+    def __init__(
+        self,
+        at: Mapping[Place, float] | None = None,
+        everywhere: float | None = None,
+        may_be_nan: bool = False,
+    ):
+        self.at, self.everywhere, self.may_be_nan = dict(at or {}), everywhere, may_be_nan
 
     def __getitem__(self, place: Place) -> float | None:
         return self.at.get(place, self.everywhere)
 
     def moved(self, to: Callable[[int], int | None]) -> Known:
         """With other numbers of axes, `None` for an axis that is gone."""
-        at = {(to(i), v): c for (i, v), c in self.at.items()}
-        return Known({(i, v): c for (i, v), c in at.items() if i is not None}, self.everywhere)
+        moved = {(to(i), v): c for (i, v), c in self.at.items()}
+        at = {(i, v): c for (i, v), c in moved.items() if i is not None}
+        return Known(at, self.everywhere, self.may_be_nan)
 
     def meet(self, other: Known) -> Known:
         """What holds of both."""
         at = {place: c for place, c in self.at.items() if constants.same(other[place], c)}
         at |= {place: c for place, c in other.at.items() if constants.same(self[place], c)}
-        return Known(
-            at, self.everywhere if constants.same(self.everywhere, other.everywhere) else None
-        )
+        everywhere = self.everywhere if constants.same(self.everywhere, other.everywhere) else None
+        return Known(at, everywhere, self.may_be_nan or other.may_be_nan)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Known) and repr(self._key()) == repr(other._key())
@@ -61,7 +61,8 @@ class Known:
     __hash__ = None  # type: ignore[assignment]
 
     def _key(self) -> tuple[object, ...]:
-        return self.everywhere, sorted((i, id(v), c) for (i, v), c in self.at.items())
+        at = sorted((i, id(v), c) for (i, v), c in self.at.items())
+        return self.everywhere, self.may_be_nan, at
 
 
 class Removed:
@@ -113,6 +114,10 @@ class Removed:
             elif name in _RULES:
                 _RULES[name](self, equation)
             # What else there is makes new entries, or is pinned.
+            if any(self._of(value).may_be_nan for value in equation.inputs):
+                for output in equation.outputs:
+                    constant = self._of(output)
+                    self._known[output] = Known(constant.at, constant.everywhere, may_be_nan=True)
         for equation in program.with_rules() if with_rules else ():
             rule = equation.derivative
             assert rule is not None  # it has one
@@ -130,6 +135,9 @@ class Removed:
             self._known.update(zip(equation.outputs, known, strict=True))
             return
         (output,) = equation.outputs
+        if any(x.may_be_nan for x in known) and constants.tells_nan(equation):
+            self._known[output] = Known()
+            return
         at: dict[Place, float | None] = {}
         results: dict[tuple[float | None, ...], float | None] = {}
         for place in (place for of_input in known for place in of_input.at if place not in at):
@@ -142,17 +150,16 @@ class Removed:
 
     def _reduction(self, equation: Equation) -> None:
         (value,), axes, name = equation.inputs, equation.params["axes"], equation.name
-        known, neutral = self._of(value), _NEUTRAL.get(name)
+        known, neutral = self._of(value), constants.neutral(name, value.dtype)
         for axis in axes:
             for variable in self._variables(value)[axis]:
                 found = known[axis, variable]
                 if neutral is None or found != neutral:
                     self._refuse(variable, _unlike(equation, found, neutral))
         left = [i for i in range(len(value.shape)) if i not in axes]
-        joined = known.moved(lambda i: left.index(i) if i in left else None)
-        self._known[equation.outputs[0]] = Known(
-            {p: c for p, x in joined.at.items() if (c := constants.joined(name, x)) is not None}
-        )
+        moved = known.moved(lambda i: left.index(i) if i in left else None)
+        is_empty = 0 in [value.shape[axis] for axis in axes]
+        self._known[equation.outputs[0]] = Known() if is_empty else _joined(name, moved)
 
     def _transpose(self, equation: Equation) -> None:
         order = tuple(equation.params["permutation"])
@@ -173,6 +180,17 @@ class Removed:
         inputs = equation.inputs[: _SOURCES.get(equation.name, 1)]
         for output in equation.outputs:
             self._known[output] = self._gathered(output, inputs)
+
+    def _gather(self, equation: Equation) -> None:
+        """Entries that are looked up, and what stands in for those out of range."""
+        (output,) = equation.outputs
+        known, fill = self._gathered(output, equation.inputs[:1]), constants.fill(equation)
+        if fill is None:
+            self._known[output] = known
+        elif math.isnan(fill):
+            self._known[output] = Known(known.at, known.everywhere, may_be_nan=True)
+        else:
+            self._known[output] = known.meet(Known(everywhere=fill))
 
     def _gathered(self, output: Value, inputs: Sequence[Value]) -> Known:
         """What all entries of the inputs agree on at places of the output."""
@@ -212,9 +230,7 @@ class Removed:
         name = {"cumsum": "reduce_sum", "cumprod": "reduce_prod"}.get(
             equation.name, equation.name.replace("window_", "").replace("cum", "reduce_")
         )
-        self._known[output] = Known(
-            {p: c for p, x in known.at.items() if (c := constants.joined(name, x)) is not None}
-        )
+        self._known[output] = _joined(name, known)
 
     def _dot(self, equation: Equation) -> None:
         contracted, batch = equation.params["dimension_numbers"]
@@ -228,7 +244,7 @@ class Removed:
         at: dict[Place, float | None] = {}
         for axis, (i, j) in enumerate(zip(*batch, strict=True)):
             for variable in self._variables(left)[i]:
-                at[axis, variable] = constants.product(one[i, variable], other[j, variable])
+                at[axis, variable] = constants.summed(one[i, variable], other[j, variable])
         axis = len(batch[0])
         for value, known, gone in (
             (left, one, (*contracted[0], *batch[0])),
@@ -236,7 +252,7 @@ class Removed:
         ):
             for i in (i for i in range(len(value.shape)) if i not in gone):
                 for variable in self._variables(value)[i]:
-                    at[axis, variable] = constants.product(known[i, variable], None)
+                    at[axis, variable] = constants.summed(known[i, variable], None)
                 axis += 1
         self._known[equation.outputs[0]] = Known({p: c for p, c in at.items() if c is not None})
 
@@ -253,7 +269,7 @@ class Removed:
         axis = spec.out_spec[1]
         for variable in self._variables(output)[axis]:
             of_group = of_image[features, variable] if groups > 1 else None
-            at[axis, variable] = constants.product(of_kernel[outs, variable], of_group)
+            at[axis, variable] = constants.summed(of_kernel[outs, variable], of_group)
         self._known[output] = Known({p: c for p, c in at.items() if c is not None})
 
     def _scan(self, equation: Equation) -> None:
@@ -308,6 +324,12 @@ class Removed:
             carry = met
 
 
+def _joined(name: str, known: Known) -> Known:
+    """What is known after a reduction of entries that are alike."""
+    at = {place: constants.joined(name, constant) for place, constant in known.at.items()}
+    return Known({place: constant for place, constant in at.items() if constant is not None})
+
+
 def _may_be_empty(params: Mapping[str, Any]) -> bool:
     """Whether a window may hold none of the entries."""
     names = ("window_dimensions", "padding", "base_dilation", "window_dilation")
@@ -331,7 +353,7 @@ def _not_zero(equation: Equation, found: tuple[float | None, float | None]) -> R
     return Reason(equation, text)
 
 
-_MOVED = ("dynamic_slice", "gather", "reshape", "rev", "slice", "split", "tile", "unstack")
+_MOVED = ("dynamic_slice", "reshape", "rev", "slice", "split", "tile", "unstack")
 # How many of the first inputs the entries of an output come from, if not from one: `None` is all.
 _SOURCES = {"concatenate": None, "pad": None, "stack": None, "dynamic_update_slice": 2}
 
@@ -339,6 +361,7 @@ _RULES: dict[str, Callable[[Removed, Equation], None]] = {
     "transpose": Removed._transpose,
     "squeeze": Removed._squeeze,
     "broadcast_in_dim": Removed._broadcast,
+    "gather": Removed._gather,
     "sort": Removed._each,
     "top_k": Removed._each,
     **dict.fromkeys((*_MOVED, *_SOURCES), Removed._rearranged),

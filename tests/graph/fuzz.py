@@ -418,6 +418,31 @@ def _repeated(model, i):
     return 2 * model.sizes[i], lambda p, v: fn(v[i])
 
 
+def _log_of_sums(model, i):
+    fn = model.one_of(
+        [
+            lambda x: jnp.einsum("rc,rc->c", jnp.exp(x), jnp.exp(x)),
+            lambda x: jnp.exp(x).sum(0),
+            lambda x: jnp.cumsum(jnp.exp(x), 0),
+            lambda x: lax.conv_general_dilated(
+                jnp.exp(x)[None], jnp.ones((2, 1, x.shape[-1])), (1,), "SAME",
+                feature_group_count=x.shape[-1], dimension_numbers=("NWC", "WIO", "NWC"),
+            )[0],
+        ]
+    )  # fmt: skip
+    return model.sizes[i], lambda p, v: v[i] + jnp.log(fn(v[i]))
+
+
+def _lookup(model, i):
+    options = model.one_of([{"mode": "fill", "fill_value": 2.0}, {"mode": "fill"}, {}])
+
+    def step(p, v):
+        rows = v[i].at[jnp.array([0, ROWS])].get(**options)
+        return jnp.where(jnp.isnan(rows), 1.0, rows)
+
+    return model.sizes[i], step
+
+
 def _stack(model, i):
     return model.sizes[i], lambda p, v: sum(jnp.unstack(jnp.stack([v[i], jnp.cos(v[i])])))
 
@@ -429,6 +454,6 @@ STEPS = {
         _product, _concatenation, _gate, _slice, _heads, _shuffle, _rms_norm, _layer_norm,
         _fast_layer_norm, _group_norm, _grouped_product, _convolution, _attention, _fused, _rotary,
         _scan, _recurrence, _while, _cond, _remat, _outer, _inner, _of_all, _any_or_all, _where,
-        _masked_softmax, _positions, _moved, _repeated, _stack,
+        _masked_softmax, _positions, _moved, _repeated, _log_of_sums, _lookup, _stack,
     )
 }  # fmt: skip
