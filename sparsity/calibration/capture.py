@@ -73,7 +73,7 @@ def calibrate(
             graph, first = trace(fn, params, batch), batch
         check_structure(batch, first, number)
         inputs = trees.split_arrays(batch)[0]
-        now = graph.at_shapes(inputs)
+        now = graph.retraced(params, batch)
         if now not in captures:
             captures[now] = Capture(now, kind, filter_fn)
             if kind == "gram":

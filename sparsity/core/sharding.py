@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, auto_axes
 
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import PyTree, is_array
 
 T = TypeVar("T")
 
@@ -52,6 +52,31 @@ def of_type(aval: Any) -> NamedSharding | None:
         return None
     own: NamedSharding = sharding
     return own
+
+
+def abstract(tree: PyTree) -> PyTree:
+    """Returns the tree with `jax.ShapeDtypeStruct`s for arrays; other leaves stay.
+
+    Example:
+      >>> abstract({"w": jnp.ones((2, 3)), "name": "relu"})
+      {'name': 'relu', 'w': ShapeDtypeStruct(shape=(2, 3), dtype=float32)}
+    """
+
+    def struct(leaf: Any) -> Any:
+        if not is_array(leaf):
+            return leaf
+        aval = jax.typeof(leaf)
+        return jax.ShapeDtypeStruct(
+            aval.shape, aval.dtype, sharding=of_type(aval), weak_type=aval.weak_type
+        )
+
+    return jax.tree.map(struct, tree)
+
+
+def resized(struct: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """Returns the struct with another shape, sharded along the axes that still divide."""
+    own = struct.sharding and fit(struct.sharding, shape)
+    return jax.ShapeDtypeStruct(shape, struct.dtype, sharding=own, weak_type=struct.weak_type)
 
 
 def replicated(fn: Callable[..., T], array: jax.Array) -> T:

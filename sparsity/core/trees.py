@@ -150,6 +150,24 @@ def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     return [leaves[i] for i in at], rebuild
 
 
+def are_alike(one: PyTree, other: PyTree) -> bool:
+    """Whether two abstract trees have one structure, equal types, and equal leaves otherwise.
+
+    Numbers are alike if their types are, too: a program traced with 1 is not that of 1.0 or True.
+
+    Example:
+      >>> are_alike({"train": True}, {"train": 1})
+      False
+    """
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (one, other)]
+    if structures[0] != structures[1]:
+        return False
+    return all(
+        type(x) is type(y) and (repr(x) == repr(y) if isinstance(x, float | complex) else x == y)
+        for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    )
+
+
 def find_nodes(tree: Any, kind: Any) -> list[tuple[KeyPath, Any]]:
     """All nodes of the NamedTuple `kind` in a pytree with their paths, nested ones included."""
     found: list[tuple[KeyPath, Any]] = []

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import chex
 import jax
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Kept: TypeAlias = Mapping[Path, Mapping[int, np.ndarray]]  # indices that stay along axes of leaves
+_MOST_RETRACED = 15  # graphs for other arguments that are kept
 N = TypeVar("N", int, Fraction, Polynomial)  # how many entries are left
 
 
@@ -49,12 +50,14 @@ class Graph:
         carried: Mapping[int, int],
         outputs: Sequence[Path],
         output_tree: jax.tree_util.PyTreeDef,
-        retrace: Callable[..., Graph],
+        fn: Callable[..., PyTree],
+        example: tuple[PyTree, tuple[PyTree, ...]],
+        retrace: Callable[[Callable[..., PyTree], PyTree, tuple[PyTree, ...]], Graph],
     ) -> None:
         self.program, self.leaves = program, list(leaves)
         self.carried, self.output_tree = dict(carried), output_tree
-        self._retrace = retrace
-        self._retraced: dict[tuple[Any, ...], Graph] = {}
+        self._fn, self._example, self._retrace = fn, example, retrace
+        self._retraced: list[tuple[PyTree, Graph]] = []
         self._smaller: list[Graph] = []
         self._larger: tuple[Graph, Kept] | None = None  # what this one was cut out of, and how
         self._by_end: dict[Path, list[Leaf]] = {}  # by what paths end in, the shortest path first
@@ -250,29 +253,26 @@ class Graph:
             if hasattr(array, "shape")
         }
 
-    def at_shapes(
-        self, inputs: Sequence[chex.Array], leaves: Sequence[chex.Array] | None = None
-    ) -> Graph:
-        """The graph of the model for arrays of other shapes; itself for those of the trace.
+    def retraced(self, params: PyTree, *args: PyTree) -> Graph:
+        """The graph of the model for these arguments; itself if they are like those of the trace.
+
+        Arguments are alike if their trees, their shapes and dtypes, and the leaves that are no
+        arrays (flags, numbers, functions) are.
 
         Args:
-          inputs: inputs of the model.
-          leaves: of their types only what says how they are sharded counts, on Explicit axes.
+          params: the parameters, in other dtypes or containers, perhaps.
+          *args: inputs of the model.
         """
-        given, n = self.program.inputs, len(self.leaves)
-        types = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in given[:n]]
-        if leaves is not None:
-            shardings = [sharding.of_type(jax.typeof(leaf)) for leaf in leaves]
-            types = [(*known[:2], own) for known, own in zip(types, shardings, strict=True)]
-        avals = [jax.typeof(x) for x in inputs]
-        types += [(aval.shape, aval.dtype, sharding.of_type(aval)) for aval in avals]
-        if types == [(value.shape, value.dtype, value.sharding) for value in given]:
+        example = sharding.abstract((params, args))
+        if trees.are_alike(example, self._example):
             return self
-        key = tuple(types)
-        if key not in self._retraced:
-            structs = [jax.ShapeDtypeStruct(x, dtype, sharding=own) for x, dtype, own in types]
-            self._retraced[key] = self._retrace(structs[:n], structs[n:])
-        return self._retraced[key]
+        for earlier, graph in self._retraced:
+            if trees.are_alike(example, earlier):
+                return graph
+        graph = self._retrace(self._fn, *example)
+        # A number that changes from call to call must not fill the memory.
+        self._retraced = [*self._retraced[-_MOST_RETRACED:], (example, graph)]
+        return graph
 
     def add_smaller(
         self, shapes: Mapping[Path, tuple[int, ...]], kept: Kept, apply: Callable[..., PyTree]
@@ -281,12 +281,13 @@ class Graph:
         for known in self._smaller:
             if known._larger is not None and _same(known._larger[1], kept):
                 return known
-        given = self.program.inputs
-        leaves = [
-            value.struct(shapes[leaf.path]) for value, leaf in zip(given, self.leaves, strict=False)
+        params, args = self._example
+        arrays, rebuild = trees.split_arrays(params)
+        cut = [
+            sharding.resized(array, shapes[leaf.path])
+            for array, leaf in zip(arrays, self.leaves, strict=True)
         ]
-        inputs = [value.struct() for value in given[len(self.leaves) :]]
-        smaller = self._retrace(leaves, inputs, apply)
+        smaller = self._retrace(apply, rebuild(cut), args)
         smaller._larger = self, kept
         self._smaller.append(smaller)
         return smaller

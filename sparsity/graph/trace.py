@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparsity.core import jaxprs, trees
+from sparsity.core import jaxprs, sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph.channels import Leaf
 from sparsity.graph.graph import Graph
@@ -88,10 +88,11 @@ def trace(
     outputs = [trees.path_names(path) for path in trees.leaves_by_path(shapes)]
     carried = _carried(program, outputs, found, state)
 
-    def retrace(leaves: list[Any], inputs: list[Any], fn: Callable[..., Any] = fn) -> Graph:
-        return trace(fn, rebuild(leaves), *rebuild_args(inputs), state=state)
+    def retrace(fn: Callable[..., Any], params: PyTree, args: tuple[PyTree, ...]) -> Graph:
+        return trace(fn, params, *args, state=state)
 
-    return Graph(program, found, carried, outputs, jax.tree.structure(shapes), retrace)
+    example = sharding.abstract((params, args))
+    return Graph(program, found, carried, outputs, jax.tree.structure(shapes), fn, example, retrace)
 
 
 def _check_constants(program: jaxprs.Program, leaves: list[Leaf], given: list[Any]) -> None:

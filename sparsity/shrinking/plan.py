@@ -157,7 +157,26 @@ def variables_of(graph: Graph, plan: Plan) -> dict[Dim, np.ndarray]:
                     f"The plan keeps indices of {'/'.join(path)!r} along axis {axis} that do not "
                     "go together in this model: it was made for another one."
                 )
+    for path, axes in plan_of(graph, chosen).kept.items():
+        if differing := axes.keys() ^ plan.kept.get(path, {}).keys():
+            raise ValueError(
+                f"The plan cuts channels that {'/'.join(path)!r} has along axis {min(differing)}, "
+                "and leaves that axis as it is: it was made for another model."
+            )
     return chosen
+
+
+def check_proven(graph: Graph, chosen: Mapping[Dim, np.ndarray]) -> None:
+    """Raises a ValueError if removing entries of a variable differs from masking them."""
+    removable = {group.variable for group in graph.groups}
+    for leaf, dims in graph.axes():
+        for axis, dim in enumerate(dims):
+            if any(v in chosen and v not in removable for v in variables(dim)):
+                why = _reason(graph, leaf.path, axis)
+                raise ValueError(
+                    f"The plan removes indices of axis {axis} of {leaf.name!r}, which this model "
+                    f"needs: {why}. It was made for another model, or for other flags."
+                )
 
 
 def chosen_by(graph: Graph, masks: PyTree) -> dict[Dim, np.ndarray]:
@@ -266,13 +285,15 @@ def _check_places(
             size = leaf.shape[axis]
             expected = stays_at(np.arange(size) if left is None else left, size)
             if (alive[leaf.path][axis] != expected).any():
-                why = [r for r in graph.refused if (r.path, r.axis) == (leaf.path, axis)]
-                reason = (
-                    f"{why[0].reason} ({why[0].primitive} {why[0].source})"
-                    if why
-                    else ("they belong to several groups, or to a part of one")
-                )
                 raise ValueError(
                     f"The mask of {leaf.name!r} removes indices of axis {axis} that cannot be cut: "
-                    f"{reason}."
+                    f"{_reason(graph, leaf.path, axis)}."
                 )
+
+
+def _reason(graph: Graph, path: Path, axis: int) -> str:
+    """Why indices of an axis cannot be cut."""
+    refusals = [r for r in graph.refused if (r.path, r.axis) == (path, axis)]
+    if not refusals:
+        return "they belong to several groups, or to a part of one"
+    return f"{refusals[0].reason} ({refusals[0].primitive} {refusals[0].source})"

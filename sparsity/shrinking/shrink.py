@@ -19,7 +19,7 @@ from sparsity.reports import time_in_turn
 from sparsity.shrinking import report
 from sparsity.shrinking.cutting import check_updates, cut_params, cut_state
 from sparsity.shrinking.evaluate import Smaller
-from sparsity.shrinking.plan import Plan, chosen_by, plan_of, variables_of
+from sparsity.shrinking.plan import Plan, check_proven, chosen_by, plan_of, variables_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -132,14 +132,26 @@ class Small:
 
 
 def _apply(graph: Graph, plan: Plan, params: PyTree, *args: Any) -> Any:
-    """A model whose parameters have become smaller, at the shapes of its inputs."""
-    leaves, inputs = trees.split_arrays(params)[0], trees.split_arrays(args)[0]
-    for leaf, array in zip(graph.leaves, leaves, strict=True):
-        shape = plan.shape_left(leaf.path, leaf.shape)
+    """A model whose parameters have become smaller, for arguments of any kind."""
+    arrays, rebuild = trees.split_arrays(params)
+    inputs = trees.split_arrays(args)[0]
+    paths = [
+        trees.path_names(path)
+        for path, x in trees.leaves_by_path(params).items()
+        if trees.is_array(x)
+    ]
+    shapes = {leaf.path: leaf.shape for leaf in graph.leaves}
+    if differing := shapes.keys() ^ {*paths}:
+        raise ValueError(
+            "small.apply takes all parameters of the model, and no others: "
+            f"{trees.listed(['/'.join(path) for path in sorted(differing)])} differ."
+        )
+    for path, array in zip(paths, arrays, strict=True):
+        shape = plan.shape_left(path, shapes[path])
         if shape != array.shape:
             raise ValueError(
-                f"small.apply takes the smaller parameters: {leaf.name!r} must have shape {shape}, "
-                f"got {array.shape}."
+                f"small.apply takes the smaller parameters: {'/'.join(path)!r} must have shape "
+                f"{shape}, got {array.shape}."
             )
     for array in inputs:
         if not all(isinstance(size, int) for size in array.shape):
@@ -147,9 +159,14 @@ def _apply(graph: Graph, plan: Plan, params: PyTree, *args: Any) -> Any:
                 f"small.apply takes inputs of known sizes, got the shape {array.shape}. Export it "
                 "for any number of rows by jax.vmap of lambda row: small.apply(params, row[None])."
             )
-    graph = graph.at_shapes(inputs, leaves)
-    smaller = Smaller(graph.coupling, variables_of(graph, plan))
-    return jax.tree.unflatten(graph.output_tree, smaller.run(graph.program, [*leaves, *inputs]))
+    structs = zip(sharding.abstract(arrays), paths, strict=True)
+    full = rebuild([sharding.resized(struct, shapes[path]) for struct, path in structs])
+    now = graph.retraced(full, *args)
+    chosen = variables_of(now, plan)
+    if now is not graph:
+        check_proven(now, chosen)
+    smaller = Smaller(now.coupling, chosen)
+    return jax.tree.unflatten(now.output_tree, smaller.run(now.program, [*arrays, *inputs]))
 
 
 def shrink(
@@ -206,7 +223,7 @@ def shrink(
         raise ValueError(f"tx must be an optax.GradientTransformation, got {tx!r}.")
     if isinstance(masks, Plan):
         plan = masks
-        variables_of(graph, plan)
+        check_proven(graph, variables_of(graph, plan))
     else:
         plan = plan_of(graph, chosen_by(graph, masks))
     small_params = cut_params(graph, plan, params)

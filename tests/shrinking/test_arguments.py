@@ -1,0 +1,147 @@
+"""The smaller model takes what the model takes: flags, numbers, containers, dtypes."""
+
+import collections
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparsity
+from sparsity import Coupled, Plan, Uniform, shrink, trace
+
+
+def cut(fn, params, *args):
+    """(masked parameters, the smaller model) at half of the channels."""
+    graph = trace(fn, params, *args)
+    pruner = sparsity.MagnitudePruning(
+        scope=Coupled(graph),
+        sparsity_distribution_fn=Uniform(0.5, filter_fn=graph.is_weight),
+    )
+    masked, masks = pruner.instant_sparsify(params)
+    return masked, shrink(graph, masked, masks)
+
+
+def mlp():
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {"up": jax.random.normal(keys[0], (5, 8)), "down": jax.random.normal(keys[1], (8, 2))}
+    return params, jax.random.normal(keys[2], (6, 5))
+
+
+def test_a_flag_and_a_number_that_are_no_arrays_are_those_of_the_call():
+    def fn(params, x, t, train):
+        hidden = jnp.tanh(t * (x @ params["up"]))
+        return (3 * hidden if train else hidden) @ params["down"]
+
+    params, x = mlp()
+    masked, small = cut(fn, params, x, 1.0, True)
+    assert small.params["up"].shape == (5, 4)
+    for args in [(x, 1.0, True), (x, 5.0, True), (x, 1.0, False), (x[:2], 2, True)]:
+        expected = fn(masked, *args)
+        assert jnp.allclose(small.apply(small.params, *args), expected, atol=1e-5)
+        compiled = jax.jit(functools.partial(fn_at(small), args=args[1:]))
+        assert jnp.allclose(compiled(small.params, args[0]), expected, atol=1e-5)
+
+
+def fn_at(small):
+    return lambda params, x, args: small.apply(params, x, *args)
+
+
+def test_a_number_that_changes_from_call_to_call_fills_no_memory():
+    def fn(params, x, t):
+        return jnp.tanh(t * (x @ params["up"])) @ params["down"]
+
+    params, x = mlp()
+    masked, small = cut(fn, params, x, 1.0)
+    for t in np.linspace(0, 1, 40):
+        found = small.apply(small.params, x, float(t))
+        assert jnp.allclose(found, fn(masked, x, float(t)), atol=1e-5)
+    assert len(small.before._retraced) <= 16
+
+
+def test_containers_in_another_order_are_read_by_name():
+    def fn(params, inputs):
+        return jnp.tanh(inputs["a"] @ params["up"] - inputs["b"] @ params["up"]) @ params["down"]
+
+    params, x = mlp()
+    ordered = collections.OrderedDict([("a", x), ("b", 2 * x)])
+    turned = collections.OrderedDict([("b", 2 * x), ("a", x)])
+    masked, small = cut(fn, params, ordered)
+    found = small.apply(small.params, turned)
+    assert jnp.allclose(found, fn(masked, turned), atol=1e-5)
+    reordered = collections.OrderedDict(sorted(small.params.items(), reverse=True))
+    assert jnp.allclose(small.apply(reordered, ordered), fn(masked, ordered), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_parameters_of_another_dtype_are_computed_in_it(dtype):
+    def fn(params, x):
+        return jnp.tanh(x @ params["up"]) @ params["down"]
+
+    params, x = mlp()
+    masked, small = cut(fn, params, x)
+    narrow, masked = (
+        jax.tree.map(lambda leaf: leaf.astype(dtype), tree) for tree in (small.params, masked)
+    )
+    found, expected = small.apply(narrow, x.astype(dtype)), fn(masked, x.astype(dtype))
+    assert found.dtype == expected.dtype == dtype
+    assert jnp.allclose(found.astype(float), expected.astype(float), atol=0.1)
+    assert small.apply(narrow, x).dtype == fn(masked, x).dtype == jnp.float32
+
+
+def test_flags_within_the_parameters_are_those_of_the_call():
+    class Net(eqx.Module):
+        up: jax.Array
+        down: jax.Array
+        train: bool
+        activation: object
+
+        def __call__(self, x):
+            hidden = self.activation(x @ self.up)
+            return (2 * hidden if self.train else hidden) @ self.down
+
+    params, x = mlp()
+    net = Net(params["up"], params["down"], True, jnp.tanh)
+    masked, small = cut(lambda net, x: net(x), net, x)
+    for train, activation in [(True, jnp.tanh), (False, jnp.tanh), (True, jax.nn.relu)]:
+        flags = lambda net: (net.train, net.activation)  # noqa: E731
+        one, other = (
+            eqx.tree_at(flags, tree, (train, activation)) for tree in (small.params, masked)
+        )
+        assert jnp.allclose(small.apply(one, x), other(x), atol=1e-5)
+
+
+def test_a_flag_under_which_channels_cannot_be_removed_is_refused():
+    def fn(params, x, train):
+        hidden = x @ params["up"]
+        return (hidden if train else jax.nn.softmax(hidden)) @ params["down"]
+
+    params, x = mlp()
+    _, small = cut(fn, params, x, True)
+    small.apply(small.params, x, True)
+    with pytest.raises(ValueError, match=r"axis 0 of 'down', which this model needs.*reduce_max"):
+        small.apply(small.params, x, False)
+
+
+def test_a_plan_of_a_model_that_needs_the_channels_is_refused():
+    params, x = mlp()
+    _, small = cut(lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"], params, x)
+    other = trace(lambda p, x: jax.nn.softmax(x @ p["up"]) @ p["down"], params, x)
+    with pytest.raises(ValueError, match=r"axis 0 of 'down', which this model needs.*reduce_max"):
+        shrink(other, params, Plan.from_json(small.plan.to_json()))
+
+
+def test_a_plan_that_cuts_a_part_of_a_group_is_refused():
+    params, x = mlp()
+    graph = trace(lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"], params, x)
+    with pytest.raises(ValueError, match="'down' has along axis 0"):
+        shrink(graph, params, Plan({("up",): {1: np.array([0, 2])}}, {("up",): (5, 8)}))
+
+
+def test_parameters_that_lack_a_leaf_are_named():
+    params, x = mlp()
+    _, small = cut(lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"], params, x)
+    with pytest.raises(ValueError, match="'down' differ"):
+        small.apply({"up": small.params["up"]}, x)
