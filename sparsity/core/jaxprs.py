@@ -7,7 +7,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -183,9 +183,47 @@ class Equation:
         inputs = [value for value in self.inputs if is_differentiable(value)]
         return inputs, [value for value in self.outputs if is_differentiable(value)]
 
+    def within(self) -> list[Body]:
+        """Its bodies with the values that enter and leave them."""
+        params, inputs, outputs = self.params, self.inputs, self.outputs
+        match self.name:
+            case "scan":
+                first, count = params["num_consts"], params["num_carry"]
+                carries = [(i, first + i) for i in range(count)]
+                return [Body(self.bodies[0], inputs, [*outputs], carries)]
+            case "while":
+                first = params["cond_nconsts"]
+                second = first + params["body_nconsts"]
+                condition, body = self.bodies
+                carries = [(i, second - first + i) for i in range(len(outputs))]
+                of_condition = [*inputs[:first], *inputs[second:]]
+                return [
+                    Body(body, inputs[first:], [*outputs], carries),
+                    Body(condition, of_condition, [None], []),
+                ]
+            case "cond":
+                return [Body(body, inputs[1:], [*outputs], []) for body in self.bodies]
+        return [Body(body, inputs, [*outputs], []) for body in self.bodies]
+
     def bind(self, inputs: Sequence[Any], **changed: Any) -> list[Any]:
         """Its outputs for other inputs, with some of its parameters changed."""
         return _bind(self.primitive, {**self.params, **changed}, self.context, inputs)
+
+
+class Body(NamedTuple):
+    """A program within an equation, and how its values are those of the equation.
+
+    Attributes:
+      program: the program.
+      inputs: for each of its inputs the input of the equation; layers of it, in a scan.
+      outputs: for each of its outputs the output of the equation, `None` for a condition.
+      carries: (number of the output, number of the input) of what the next step reads.
+    """
+
+    program: Program
+    inputs: list[Value]
+    outputs: list[Value | None]
+    carries: list[tuple[int, int]]
 
 
 @dataclasses.dataclass(eq=False)

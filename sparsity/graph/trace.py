@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from sparsity.core import jaxprs, sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph.channels import Leaf
 from sparsity.graph.graph import Graph
-from sparsity.graph.uses import Path
+from sparsity.graph.uses import PRODUCTS, Path
 
 _ON_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -40,7 +40,8 @@ def trace(
       *args: inputs of the model, any trees.
       state: what `fn` returns for its next call, as `{path in the output: path in params}`, each a
         tuple of strings or joined by '/', of a leaf or of all leaves below it. `None` finds them:
-        leaves of the output whose path ends in that of a parameter of the same shape and dtype.
+        leaves of the output whose path ends in that of a parameter of the same shape and dtype,
+        if it has a name, not only a number; of weights, those computed from them without a product.
 
     Returns:
       The graph: uses, costs, and the channels that can be removed.
@@ -119,7 +120,12 @@ def _carried(
     leaves: list[Leaf],
     state: Mapping[Path | str, Path | str] | None,
 ) -> dict[int, int]:
-    """Which outputs, by number, become which leaves in the next call."""
+    """Which outputs, by number, become which leaves in the next call.
+
+    Places and shapes do not tell: a hidden layer may be returned in a tuple like that of the
+    parameters, and have the shape of a weight. So a state has a name; and what is multiplied is a
+    state only if its next value is computed from it without a product between, as a cache is.
+    """
     numbers = {leaf.path: i for i, leaf in enumerate(leaves)}
 
     def fits(output: int, leaf: int) -> bool:
@@ -127,11 +133,18 @@ def _carried(
         return (value.shape, value.dtype) == (leaves[leaf].shape, leaves[leaf].dtype)
 
     if state is None:
+        sources = _Sources(program, program.inputs[: len(leaves)])
+
+        def is_state(output: int, leaf: int) -> bool:
+            value = program.outputs[output]
+            is_weight = leaf in sources.multiplied and not sources.reaches(leaf, value)
+            return fits(output, leaf) and not is_weight
+
         suffixes = {
-            i: next((numbers[x] for x in _ends(path) if x in numbers), None)
+            i: next((numbers[x] for x in _ends(path) if x in numbers and _is_named(x)), None)
             for i, path in enumerate(outputs)
         }
-        return {i: leaf for i, leaf in suffixes.items() if leaf is not None and fits(i, leaf)}
+        return {i: leaf for i, leaf in suffixes.items() if leaf is not None and is_state(i, leaf)}
     carried: dict[int, int] = {}
     for key, target in state.items():
         source, into = (tuple(x.split("/")) if isinstance(x, str) else x for x in (key, target))
@@ -155,6 +168,58 @@ def _carried(
                 )
         carried |= matched
     return carried
+
+
+class _Sources:
+    """Follows the leaves through a program, up to its products.
+
+    Attributes:
+      numbers: by value, those of the leaves that it is computed from without a product between.
+      multiplied: numbers of the leaves that reach a product in this way.
+    """
+
+    def __init__(self, program: jaxprs.Program, leaves: Sequence[jaxprs.Value]) -> None:
+        self.numbers = {value: frozenset([number]) for number, value in enumerate(leaves)}
+        self.multiplied: frozenset[int] = frozenset()
+        self._run(program)
+
+    def reaches(self, leaf: int, value: jaxprs.Value) -> bool:
+        """Whether a value is computed from a leaf without a product between."""
+        return leaf in self._joined([value])
+
+    def _joined(self, values: Iterable[jaxprs.Value]) -> frozenset[int]:
+        return frozenset().union(*(self.numbers.get(value, frozenset()) for value in values))
+
+    def _run(self, program: jaxprs.Program) -> None:
+        for equation in program.flat():
+            numbers = self._joined(equation.inputs)
+            if equation.name in PRODUCTS:
+                self.multiplied |= numbers
+            elif not equation.bodies:
+                self.numbers.update(dict.fromkeys(equation.outputs, numbers))
+            for body in equation.within():
+                inside, outputs = body.program.inputs, body.program.outputs
+                self._hand_on(body.inputs, inside)
+                self._run(body.program)
+                starts = [inside[number] for _, number in body.carries]
+                while self._hand_on([outputs[number] for number, _ in body.carries], starts):
+                    self._run(body.program)
+                self._hand_on(outputs, body.outputs)
+
+    def _hand_on(
+        self, values: Sequence[jaxprs.Value], targets: Sequence[jaxprs.Value | None]
+    ) -> bool:
+        """Adds what values are computed from to that of their targets; says if any of it is new."""
+        is_new = False
+        for value, target in zip(values, targets, strict=True):
+            if target is not None and not self._joined([value]) <= self._joined([target]):
+                self.numbers[target], is_new = self._joined([value, target]), True
+        return is_new
+
+
+def _is_named(path: Path) -> bool:
+    """Whether a path has more than the numbers of places in lists and tuples."""
+    return any(not name.isdecimal() for name in path)
 
 
 def _ends(path: Path) -> list[Path]:

@@ -127,3 +127,48 @@ def test_a_state_that_matches_nothing_or_does_not_fit_is_named():
         ValueError, match=r"'1/wrong' of shape \(\).*cannot become 'mean' of shape \(4,\)"
     ):
         trace(fn, params, X, state={"1/wrong": "mean"})
+
+
+@pytest.mark.parametrize("names", [(0, 1), ("first", "second")], ids=["tuple", "names"])
+def test_a_hidden_layer_of_the_shape_of_a_weight_is_no_state(names):
+    first, second = names
+
+    def fn(params, x):
+        hidden = jnp.tanh(x @ params[first])
+        outputs = {first: hidden, second: hidden @ params[second]}
+        return tuple(outputs.values()) if first == 0 else outputs
+
+    weights = jnp.ones((4, 6)), jnp.ones((6, 4))
+    params = weights if first == 0 else dict(zip(names, weights, strict=True))
+    graph = trace(fn, params, jnp.ones((4, 4)))  # a batch as large as the fan-in
+    assert (graph.state, graph.groups) == ({}, [])
+    assert {r.reason for r in graph.refused} == {"an input of the model", "an output of the model"}
+
+
+def test_what_is_returned_in_the_place_of_a_parameter_without_a_name_is_no_state():
+    def fn(params, x):
+        weight, mean = params
+        return (x - mean) @ weight, 0.9 * mean + 0.1 * x.mean(0)
+
+    params = jnp.ones((4, 6)), jnp.ones(4)
+    assert trace(fn, params, X).state == {}
+    assert trace(fn, params, X, state={"1": "1"}).state == {("1",): ("1",)}
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_a_cache_that_is_multiplied_is_a_state_if_its_next_value_is_made_of_it(loop):
+    def step(params, x):
+        keys = params["keys"].at[0].set(x[0] @ params["key"])
+        return x @ params["key"] @ keys.T, {"keys": keys}
+
+    def fn(params, x):
+        def body(carry, _):
+            outputs, state = step({**params, **carry}, x)
+            return state, outputs
+
+        state, outputs = jax.lax.scan(body, {"keys": params["keys"]}, None, length=2)
+        return outputs, state
+
+    params = {"key": jnp.ones((4, 6)), "keys": jnp.ones((3, 6))}
+    graph = trace(fn if loop else step, params, X)
+    assert graph.state == {("1", "keys"): ("keys",)}
