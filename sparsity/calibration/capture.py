@@ -19,7 +19,7 @@ from sparsity.core import extras, sharding, trees
 from sparsity.core.jaxprs import Equation, Program, Value
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph, Leaf, Use, trace
-from sparsity.graph.uses import PRODUCTS
+from sparsity.graph.products import PRODUCTS
 
 Sums = dict[int, tuple[jax.Array, jax.Array]]  # by number of the use: sums, and how many rows
 

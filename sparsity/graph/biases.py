@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
 from sparsity.core.jaxprs import Equation, Program, Value
-from sparsity.graph.uses import MOVES, PRODUCTS, Factor, Path, Tracker, Use, View
+from sparsity.graph.products import PRODUCTS, read_product
+from sparsity.graph.uses import MOVES, Factor, Path, Tracker, Use, View
 
 
 def find_biases(program: Program, leaves: Collection[Value], tracker: Tracker) -> dict[Path, Path]:
@@ -93,17 +94,15 @@ def _added(
 
 def _of_output(use: Use) -> View:
     """How the output axes of the leaf lie in what the product returns."""
-    (output,), view = use.equation.outputs, use.view
-    numbers = use.equation.params["dimension_numbers"]
-    dims: list[tuple[Factor, ...]] = [((None, n),) for n in output.shape]
-    if use.primitive == "conv_general_dilated":
-        dims[numbers.out_spec[1]] = view.dims[numbers.rhs_spec[0]]
-        return view.of(dims)
-    contracted, batch = (each[use.operand] for each in numbers)
-    free = [i for i in range(len(view.dims)) if i not in contracted and i not in batch]
-    first = len(batch) if use.operand == 0 else len(output.shape) - len(free)
-    for place, axis in [*enumerate(batch), *enumerate(free, first)]:
-        dims[place] = view.dims[axis]
+    (result,), view = use.equation.outputs, use.view
+    product = read_product(use.equation)
+    dims: list[tuple[Factor, ...]] = [((None, n),) for n in result.shape]
+    batch = dict(zip(product.left.batch, product.operands[use.operand].batch, strict=True))
+    for place, source in enumerate(product.output):
+        if source and source[0] == use.operand:
+            dims[place] = view.dims[source[1]]
+        elif source and source[0] == 0 and source[1] in batch:
+            dims[place] = view.dims[batch[source[1]]]
     return view.of(dims)
 
 

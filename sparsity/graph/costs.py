@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
@@ -13,7 +12,8 @@ from sparsity.core.jaxprs import Equation, Program
 from sparsity.graph.coupling import Coupling
 from sparsity.graph.dims import Dim, size_of
 from sparsity.graph.polynomials import Polynomial
-from sparsity.graph.uses import PRODUCTS, shards
+from sparsity.graph.products import PRODUCTS, read_product
+from sparsity.graph.uses import shards
 
 Number = Any  # an int, a fraction, or a polynomial
 
@@ -42,17 +42,9 @@ def macs_left(coupling: Coupling, left: Mapping[Dim, Number]) -> Callable[[Equat
     """Multiply-adds of a product if only so many entries are left of some variables."""
 
     def of_product(equation: Equation) -> Number:
-        (one, other), (output,), params = equation.inputs, equation.outputs, equation.params
-        if equation.name == "dot_general":
-            (contracted, _), _ = params["dimension_numbers"]
-            axes = [coupling.dims(one)[i] for i in contracted]
-        else:
-            axes = [coupling.dims(other)[i] for i in params["dimension_numbers"].rhs_spec[1:]]
-        found = entries_left((*coupling.dims(output), *axes), left)
-        inserted = 1 if equation.name == "dot_general" else math.prod(params["lhs_dilation"])
-        if inserted == 1:
-            return found
-        return Fraction(found, inserted) if isinstance(found, int) else found / inserted
+        product = read_product(equation)
+        macs = entries_left([coupling.dims(value)[axis] for value, axis in product.cost], left)
+        return macs if product.inserted == 1 else macs * Fraction(1, product.inserted)
 
     return of_product
 

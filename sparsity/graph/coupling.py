@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from sparsity.core.jaxprs import Equation, Program, Value
 from sparsity.graph.dims import Dim, Reason, pin, product, total, unify, variables
 from sparsity.graph.primitives import ELEMENTWISE, REDUCTIONS, SOURCES
+from sparsity.graph.products import read_product
 
 # Along some of their axes they mix entries, along others they run entry by entry.
 _CUMULATIVE = ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")
@@ -222,37 +223,40 @@ class Coupling:
 
     def _dot(self, equation: Equation) -> None:
         reason = Reason(equation, "a product")
-        (left, right), batch = equation.params["dimension_numbers"]
-        one, other = map(self.dims, equation.inputs)
-        for i, j in zip((*left, *batch[0]), (*right, *batch[1]), strict=True):
-            unify(one[i], other[j], reason)
+        roles = read_product(equation)
+        left, right = roles.operands
+        dims = [self.dims(value) for value in equation.inputs]
+        for i, j in zip(
+            (*left.contracted, *left.batch), (*right.contracted, *right.batch), strict=True
+        ):
+            unify(dims[0][i], dims[1][j], reason)
         self._dims[equation.outputs[0]] = [
-            *(one[i] for i in batch[0]),
-            *(d for i, d in enumerate(one) if i not in left and i not in batch[0]),
-            *(d for i, d in enumerate(other) if i not in right and i not in batch[1]),
+            dims[source[0]][source[1]] for source in roles.output if source
         ]
 
     def _convolution(self, equation: Equation) -> None:
         reason = Reason(equation, "a convolution")
-        spec, groups = equation.params["dimension_numbers"], equation.params["feature_group_count"]
         (image, kernel), (output,) = equation.inputs, equation.outputs
+        roles = read_product(equation)
+        left, right, groups = roles.left, roles.right, roles.groups
         if equation.params["batch_group_count"] != 1:
             for value in (image, kernel, output):
                 self.pin(value, Reason(equation, "a convolution in groups of the batch"))
             return
         x, w, y = self.dims(image), self.dims(kernel), self.dims(output)
-        (batch, features, *space), (outs, ins, *window) = spec.lhs_spec, spec.rhs_spec
-        unify(x[batch], y[spec.out_spec[0]], reason)
+        (features, *space), (ins, *window) = left.contracted, right.contracted
+        (batch,), (outs,) = left.free, right.free
+        unify(x[batch], y[roles.output.index((0, batch))], reason)
         if groups == 1:
             unify(x[features], w[ins], reason)
         else:
             group = self.groups_of[equation] = Dim(groups)
             unify(x[features], product([group, w[ins]]), reason)
             unify(w[outs], product([group, Dim(w[outs].root.size // groups)]), reason)
-        unify(w[outs], y[spec.out_spec[1]], reason)
+        unify(w[outs], y[roles.output.index((1, outs))], reason)
         spatial = Reason(equation, "an axis of space")
-        of_space = [x[i] for i in space], [w[i] for i in window], [y[i] for i in spec.out_spec[2:]]
-        for dim in (dim for dims in of_space for dim in dims):
+        made = [dim for dim, source in zip(y, roles.output, strict=True) if source is None]
+        for dim in (*(x[i] for i in space), *(w[i] for i in window), *made):
             pin(dim, spatial)
 
     def _gather(self, equation: Equation) -> None:

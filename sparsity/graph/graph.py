@@ -22,8 +22,9 @@ from sparsity.graph.coupling import Coupling
 from sparsity.graph.dims import Dim, Reason
 from sparsity.graph.layers import layered
 from sparsity.graph.polynomials import Polynomial
+from sparsity.graph.products import PRODUCTS, read_product
 from sparsity.graph.removed import Removed
-from sparsity.graph.uses import PRODUCTS, Path, Use, macs_of, track
+from sparsity.graph.uses import Path, Use, track
 from sparsity.patterns import NByM, SparsityType, Unstructured
 
 if TYPE_CHECKING:
@@ -102,10 +103,12 @@ class Graph:
         factors: dict[jaxprs.Equation, Fraction] = {}
         for (equation, _), part in operands.items():
             factors[equation] = factors.get(equation, Fraction(1)) * part
-        found: Fraction = costs.cost(
-            self.program, lambda product: macs_of(product) * factors.get(product, Fraction(1))
-        )
-        return found
+
+        def macs(product: jaxprs.Equation) -> Fraction:
+            return read_product(product).macs * factors.get(product, Fraction(1))
+
+        cost: Fraction = costs.cost(self.program, macs)
+        return cost
 
     def macs_left(self, left: Mapping[Dim, N], path: Path | None = None) -> N:
         """Multiply-adds if only so many entries are left of some axes; of one leaf's products."""

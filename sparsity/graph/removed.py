@@ -16,6 +16,7 @@ from sparsity.graph import constants
 from sparsity.graph.coupling import Coupling
 from sparsity.graph.dims import Dim, Reason, variables
 from sparsity.graph.primitives import ELEMENTWISE, REDUCTIONS
+from sparsity.graph.products import read_product
 
 Place = tuple[int, Dim]  # an axis, and the variable whose removed entries are meant
 
@@ -233,42 +234,38 @@ class Removed:
         self._known[output] = _joined(name, known)
 
     def _dot(self, equation: Equation) -> None:
-        contracted, batch = equation.params["dimension_numbers"]
-        left, right = equation.inputs
-        one, other = self._of(left), self._of(right)
-        for i, j in zip(*contracted, strict=True):
-            for variable in self._variables(left)[i]:
-                found = one[i, variable], other[j, variable]
-                if constants.product(*found) != 0:
-                    self._refuse(variable, _not_zero(equation, found))
+        product, values = read_product(equation), equation.inputs
+        facts = [self._of(value) for value in values]
+        for axes in zip(product.left.contracted, product.right.contracted, strict=True):
+            for variable in self._variables(values[0])[axes[0]]:
+                factors = facts[0][axes[0], variable], facts[1][axes[1], variable]
+                if constants.product(*factors) != 0:
+                    self._refuse(variable, _not_zero(equation, factors))
         at: dict[Place, float | None] = {}
-        for axis, (i, j) in enumerate(zip(*batch, strict=True)):
-            for variable in self._variables(left)[i]:
-                at[axis, variable] = constants.summed(one[i, variable], other[j, variable])
-        axis = len(batch[0])
-        for value, known, gone in (
-            (left, one, (*contracted[0], *batch[0])),
-            (right, other, (*contracted[1], *batch[1])),
-        ):
-            for i in (i for i in range(len(value.shape)) if i not in gone):
-                for variable in self._variables(value)[i]:
-                    at[axis, variable] = constants.summed(known[i, variable], None)
-                axis += 1
+        batch = dict(zip(product.left.batch, product.right.batch, strict=True))
+        for place, source in enumerate(product.output):
+            if source is None:
+                continue
+            operand, axis = source
+            for variable in self._variables(values[operand])[axis]:
+                other = facts[1][batch[axis], variable] if not operand and axis in batch else None
+                at[place, variable] = constants.summed(facts[operand][axis, variable], other)
         self._known[equation.outputs[0]] = Known({p: c for p, c in at.items() if c is not None})
 
     def _convolution(self, equation: Equation) -> None:
-        spec, groups = equation.params["dimension_numbers"], equation.params["feature_group_count"]
         (image, kernel), (output,) = equation.inputs, equation.outputs
-        (_, features, *_), (outs, ins, *_) = spec.lhs_spec, spec.rhs_spec
+        product = read_product(equation)
+        (features, *_), (ins, *_) = product.left.contracted, product.right.contracted
+        (outs,) = product.right.free
         of_image, of_kernel = self._of(image), self._of(kernel)
         for variable in self._variables(kernel)[ins]:
             found = of_image[features, variable], of_kernel[ins, variable]
             if constants.product(*found) != 0:
                 self._refuse(variable, _not_zero(equation, found))
         at: dict[Place, float | None] = {}
-        axis = spec.out_spec[1]
+        axis = product.output.index((1, outs))
         for variable in self._variables(output)[axis]:
-            of_group = of_image[features, variable] if groups > 1 else None
+            of_group = of_image[features, variable] if product.groups > 1 else None
             at[axis, variable] = constants.summed(of_kernel[outs, variable], of_group)
         self._known[output] = Known({p: c for p, c in at.items() if c is not None})
 

@@ -12,7 +12,8 @@ from sparsity.core import jaxprs, sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph.channels import Leaf
 from sparsity.graph.graph import Graph
-from sparsity.graph.uses import PRODUCTS, Path
+from sparsity.graph.products import PRODUCTS
+from sparsity.graph.uses import Path
 
 _ON_VALUES = (
     jax.errors.ConcretizationTypeError,

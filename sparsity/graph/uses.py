@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sparsity.core.jaxprs import Equation, Program, Value
 from sparsity.graph.primitives import ELEMENTWISE
+from sparsity.graph.products import PRODUCTS, read_product
 
 Path = tuple[str, ...]
 Factor = tuple[int | None, int]  # an axis of the leaf or of none, how many of its entries
-
-PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,9 +53,9 @@ class Use:
     @property
     def channels(self) -> tuple[int, ...]:
         """The contracted axes that are no window: of a convolution the input channels."""
-        if self.primitive == "dot_general":
+        if self.primitive != "conv_general_dilated":
             return self.contracting
-        axis = self.equation.params["dimension_numbers"].rhs_spec[1]
+        axis = read_product(self.equation).operands[self.operand].contracted[0]
         return tuple(sorted(self.view.axes([axis]))) or self.contracting
 
 
@@ -93,21 +92,6 @@ class View:
     def of(self, dims: Iterable[Sequence[Factor]], **changes: bool | float) -> View:
         """With other axes."""
         return dataclasses.replace(self, dims=tuple(map(tuple, dims)), **changes)  # type: ignore[arg-type]
-
-
-def macs_of(equation: Equation) -> int:
-    """Multiply-adds of a product; zeros that a convolution inserts between entries cost nothing."""
-    (output,), (left, right), params = equation.outputs, equation.inputs, equation.params
-    if equation.name == "dot_general":
-        (contracted, _), _ = params["dimension_numbers"]
-        return output.size * _entries(left, contracted)
-    each = _entries(right, params["dimension_numbers"].rhs_spec[1:])
-    inserted: int = math.prod(params["lhs_dilation"])
-    return output.size * each // inserted
-
-
-def _entries(value: Value, axes: Iterable[int]) -> int:
-    return math.prod([value.shape[axis] for axis in axes])
 
 
 def track(program: Program, leaves: Mapping[Value, int], paths: Sequence[Path]) -> Tracker:
@@ -211,24 +195,17 @@ class Tracker:
             self.views[output].append(view.of(dims, share=view.share / count))
 
     def _use(self, equation: Equation, operand: int, view: View, trips: int | None) -> None:
-        params, groups = equation.params, 1
-        if equation.name == "dot_general":
-            contracted, batch = (numbers[operand] for numbers in params["dimension_numbers"])
-        elif operand == 1:
-            contracted, batch = params["dimension_numbers"].rhs_spec[1:], ()
-            groups = params["feature_group_count"]
-        else:
-            contracted, batch = params["dimension_numbers"].lhs_spec[1:], ()
-        output = [i for i in range(len(view.dims)) if i not in contracted and i not in batch]
+        product = read_product(equation)
+        axes = product.operands[operand]
         self.uses.append(
             Use(
                 self.paths[view.leaf],
                 equation.name,
-                tuple(sorted(view.axes(contracted))),
-                view.axes(output),
-                (*view.stacked, *view.axes(batch)),
-                groups,
-                round(macs_of(equation) * view.share) * (1 if trips is None else trips),
+                tuple(sorted(view.axes(axes.contracted))),
+                view.axes(axes.free),
+                (*view.stacked, *view.axes(axes.batch)),
+                product.groups if operand else 1,
+                round(product.macs * view.share) * (1 if trips is None else trips),
                 trips,
                 equation.source,
                 view,
