@@ -278,13 +278,15 @@ def _is_told(use: Use, graph: Graph) -> bool:
     is_product = use.primitive in PRODUCTS and bool(use.contracting) and use.trips is not None
     if not is_product or len(view.scans) != len(view.stacked) or view.is_part:
         return False
+    if use.primitive == "ragged_dot_general":
+        return False
     if use.primitive == "conv_general_dilated" and (
         use.operand == 0 or use.equation.params["batch_group_count"] != 1
     ):
         return False
     roles = [*use.contracting, *_output(use, graph), *use.batch]
     factors = [factor for i in _contracted(use) for factor in view.dims[i]]
-    sizes = {axis: math.prod(n for a, n in factors if a == axis) for axis, _ in factors}
+    sizes = {x.axis: math.prod(y.size for y in factors if y.axis == x.axis) for x in factors}
     whole = all(axis is not None and shape[axis] == n for axis, n in sizes.items())
     return whole and sorted(roles) == [*range(len(shape))]
 
@@ -292,8 +294,8 @@ def _is_told(use: Use, graph: Graph) -> bool:
 def _places(use: Use) -> np.ndarray:
     """Where the inputs lie among those of the operand, in the leaf's own order."""
     factors = [factor for i in _contracted(use) for factor in use.view.dims[i]]
-    order = sorted(range(len(factors)), key=lambda i: factors[i][0] or 0)
-    sizes = [size for _, size in factors]
+    order = sorted(range(len(factors)), key=lambda i: (factors[i].axis or 0, -factors[i].step))
+    sizes = [factor.size for factor in factors]
     return np.arange(math.prod(sizes)).reshape(sizes).transpose(order).ravel()
 
 
@@ -304,7 +306,7 @@ def _groups(use: Use) -> tuple[tuple[int, ...], int]:
     outputs = use.view.dims[use.equation.params["dimension_numbers"].rhs_spec[0]]
     axes: list[int] = []
     left = use.groups
-    for axis, size in outputs:
+    for axis, size, _ in outputs:
         if axis is None or left % size or left == 1 or (left == use.groups and size != left):
             break
         if len(outputs) == 1:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
+import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -136,7 +138,7 @@ class Equation:
     def source(self) -> str:
         """Where the model's code made it: 'file:line (function)', '' if that is not known."""
         for frame in (frame for each in self.tracebacks if each for frame in each.frames):
-            if not _LIBRARIES.search(frame.file_name):
+            if not _LIBRARIES.search(frame.file_name) and not frame.file_name.startswith(_PACKAGE):
                 return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
         return ""
 
@@ -261,12 +263,14 @@ CALLS = {
     "checkpoint": "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
+    "composite": "jaxpr",
 }
 _BODIES = {
     "scan": ["jaxpr"],
     "while": ["cond_jaxpr", "body_jaxpr"],
     "shard_map": ["jaxpr"],
 }
+_PACKAGE = str(pathlib.Path(__file__).parents[1]) + os.sep
 _LIBRARIES = re.compile(
     r"[/\\](jax|jaxlib|flax|haiku|equinox|optax|chex)[/\\]|[/\\]contextlib\.py|<"
 )

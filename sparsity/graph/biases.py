@@ -96,7 +96,7 @@ def _of_output(use: Use) -> View:
     """How the output axes of the leaf lie in what the product returns."""
     (result,), view = use.equation.outputs, use.view
     product = read_product(use.equation)
-    dims: list[tuple[Factor, ...]] = [((None, n),) for n in result.shape]
+    dims: list[tuple[Factor, ...]] = [(Factor(None, n),) for n in result.shape]
     batch = dict(zip(product.left.batch, product.operands[use.operand].batch, strict=True))
     for place, source in enumerate(product.output):
         if source and source[0] == use.operand:
@@ -113,7 +113,8 @@ def _fits(use: Use, outputs: View, bias: View) -> bool:
     axes = dict(zip(use.view.stacked, bias.stacked, strict=True))
     for own, other in zip(outputs.dims, bias.dims, strict=True):
         pairs = [
-            [(axis, n) for axis, n in dim if axis is not None and n > 1] for dim in (own, other)
+            [(part.axis, part.size) for part in dim if part.axis is not None and part.size > 1]
+            for dim in (own, other)
         ]
         if [n for _, n in pairs[0]] != [n for _, n in pairs[1]]:
             return False

@@ -140,7 +140,8 @@ class Budget:
         """The cost if of some leaves only so many weights are left, under masks."""
         if self.macs is not None:
             each = ((leaves[path], n) for path, n in kept.items())
-            return self.graph.cost({leaf.path: Fraction(n, leaf.size) for leaf, n in each})
+            macs: Fraction = self.graph.cost({x.path: Fraction(n, x.size) for x, n in each})
+            return macs
         nbytes = [
             kept[path] * leaf.dtype.itemsize + math.ceil(leaf.size / 8)
             if path in kept

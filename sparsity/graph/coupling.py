@@ -230,9 +230,24 @@ class Coupling:
             (*left.contracted, *left.batch), (*right.contracted, *right.batch), strict=True
         ):
             unify(dims[0][i], dims[1][j], reason)
-        self._dims[equation.outputs[0]] = [
-            dims[source[0]][source[1]] for source in roles.output if source
-        ]
+        (result,) = equation.outputs
+        for place, source in enumerate(roles.output):
+            if source is not None:
+                self.dims(result)[place] = dims[source[0]][source[1]]
+
+    def _ragged_dot(self, equation: Equation) -> None:
+        """A dot whose rows lie in order of the experts that multiply them."""
+        self._dot(equation)
+        reason = Reason(equation, "rows in the order of their experts")
+        (rows, experts, sizes), (result,) = equation.inputs[:3], equation.outputs
+        roles = read_product(equation)
+        ragged = equation.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+        made = [i for i, source in enumerate(roles.output) if source is None]
+        axes = [(rows, ragged), (experts, roles.right.experts), (result, made)]
+        for value, places in axes:
+            for axis in places:
+                pin(self.dims(value)[axis], reason)
+        self.pin(sizes, reason)
 
     def _convolution(self, equation: Equation) -> None:
         reason = Reason(equation, "a convolution")
@@ -368,6 +383,7 @@ _RULES: dict[str, Callable[[Coupling, Equation], None]] = {
     **dict.fromkeys((*_CUMULATIVE, *_WINDOWS), Coupling._mixed),
     "dynamic_update_slice": Coupling._dynamic_update_slice,
     "dot_general": Coupling._dot,
+    "ragged_dot_general": Coupling._ragged_dot,
     "conv_general_dilated": Coupling._convolution,
     "gather": Coupling._gather,
     "scan": Coupling._scan,

@@ -18,10 +18,11 @@ from sparsity.core.trees import PyTree
 from sparsity.graph import costs, report
 from sparsity.graph.biases import find_biases
 from sparsity.graph.channels import ChannelGroup, Leaf, Refusal, find_channels
-from sparsity.graph.coupling import Coupling
+from sparsity.graph.coupling import ANALYSED, Coupling
 from sparsity.graph.dims import Dim, Reason
 from sparsity.graph.layers import layered
 from sparsity.graph.polynomials import Polynomial
+from sparsity.graph.primitives import NO_PRODUCTS
 from sparsity.graph.products import PRODUCTS, read_product
 from sparsity.graph.removed import Removed
 from sparsity.graph.uses import Path, Use, track
@@ -91,24 +92,22 @@ class Graph:
           masks: tree of masks, `None` for dense leaves: a product of a masked leaf costs its
             density. All are dense by default.
         """
-        return round(self.cost(self.densities(masks)))
+        macs: Fraction = self.cost(self.densities(masks))
+        return round(macs)
 
-    def cost(self, density: Mapping[Path, Fraction]) -> Fraction:
+    def cost(self, density: Mapping[Path, costs.Number]) -> costs.Number:
         """Multiply-adds if of some leaves only a part of the entries counts."""
-        operands: dict[tuple[jaxprs.Equation, int], Fraction] = {}
+        readers: dict[jaxprs.Equation, list[Use]] = {}
         for use in self.uses:
             if use.primitive in PRODUCTS:
-                key, part = (use.equation, use.operand), density.get(use.path, Fraction(1))
-                operands[key] = max(operands.get(key, part), part)
-        factors: dict[jaxprs.Equation, Fraction] = {}
-        for (equation, _), part in operands.items():
-            factors[equation] = factors.get(equation, Fraction(1)) * part
+                readers.setdefault(use.equation, []).append(use)
 
-        def macs(product: jaxprs.Equation) -> Fraction:
-            return read_product(product).macs * factors.get(product, Fraction(1))
+        def macs(product: jaxprs.Equation) -> costs.Number:
+            uses = readers.get(product, ())
+            one, other = ([use for use in uses if use.operand == i] for i in range(2))
+            return read_product(product).macs * _density(one, density) * _density(other, density)
 
-        cost: Fraction = costs.cost(self.program, macs)
-        return cost
+        return costs.cost(self.program, macs)
 
     def macs_left(self, left: Mapping[Dim, N], path: Path | None = None) -> N:
         """Multiply-adds if only so many entries are left of some axes; of one leaf's products."""
@@ -119,7 +118,7 @@ class Graph:
         else:
             found = sum(
                 (1 if use.trips is None else use.trips) * use.view.share * of_product(use.equation)
-                for use in self._products(path)
+                for use in self._by_product(path)
             )
         return found
 
@@ -137,8 +136,8 @@ class Graph:
         return self._by_end[path][0].shape
 
     def macs_of(self, path: Path) -> int:
-        """Multiply-adds of all products of a leaf."""
-        return sum(use.macs for use in self.uses if use.path == path)
+        """Multiply-adds of all products of a leaf; those that read it twice count once."""
+        return sum(use.macs for use in self._by_product(path))
 
     def densities(self, masks: PyTree | None) -> dict[Path, Fraction]:
         """The part of the entries that masks keep of each leaf that has one."""
@@ -148,10 +147,26 @@ class Graph:
             found[leaf.path] = Fraction(int(np.count_nonzero(np.asarray(mask))), max(leaf.size, 1))
         return found
 
+    @functools.cached_property
+    def uncounted(self) -> dict[str, str]:
+        """Primitives whose multiply-adds do not count, each with the first line that uses it.
+
+        Kernels (Pallas), sparse products (BCOO), calls of foreign code, decompositions.
+        """
+        programs = [self.program]
+        sources: dict[str, str] = {}
+        for program in programs:  # grows by the bodies that are found
+            for equation in program.flat():
+                programs += equation.bodies
+                if not equation.bodies and equation.name not in ANALYSED | NO_PRODUCTS:
+                    sources.setdefault(equation.name, equation.source)
+        return sources
+
     def table(self, masks: PyTree | None = None) -> str:
         """Returns a table of all leaves: shape, what reads it, contracted axes, MACs, channels.
 
-        The last column gives the axes that can lose channels, and their groups, by number.
+        The last column gives the axes that can lose channels, and their groups, by number. A line
+        below names primitives whose multiply-adds do not count.
 
         Args:
           masks: tree of masks; with it the table shows what they leave of the MACs.
@@ -220,6 +235,15 @@ class Graph:
 
     def _products(self, path: Path) -> list[Use]:
         return [use for use in self.uses if use.path == path and use.primitive in PRODUCTS]
+
+    def _by_product(self, path: Path) -> list[Use]:
+        """For each product that reads a leaf, the use of the largest part of it."""
+        largest: dict[jaxprs.Equation, Use] = {}
+        for use in self._products(path):
+            other = largest.setdefault(use.equation, use)
+            if use.view.share > other.view.share:
+                largest[use.equation] = use
+        return list(largest.values())
 
     def leaf(self, path: Path, array: object, role: str = "params") -> Leaf:
         """The leaf of a path; of a tree that is a part of what was traced, of the path's end.
@@ -389,6 +413,22 @@ class Graph:
                 made.setdefault(use.path, set()).update(use.output)
         layers = layered(self.program, self.coupling)
         return find_channels(self.axes(), self.unproven(masked), made, layers)
+
+
+def _density(uses: Sequence[Use], density: Mapping[Path, costs.Number]) -> costs.Number:
+    """The part of the entries of an operand that may differ from 0.
+
+    Leaves that were joined add up. Of those that were multiplied each bounds the others: one that
+    has a density counts.
+    """
+    total: costs.Number = Fraction(0)
+    free = Fraction(1)  # the part of the operand that no leaf before has
+    for use in sorted(uses, key=lambda use: use.path not in density or not use.view.keeps_zeros):
+        share = min(use.view.share, free)
+        free -= share
+        part = density.get(use.path, Fraction(1)) if use.view.keeps_zeros else Fraction(1)
+        total = total + part * share
+    return total + free if free else total
 
 
 def _same(one: Kept, other: Kept) -> bool:

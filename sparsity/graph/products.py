@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from sparsity.core.jaxprs import Equation, Value
 
-PRODUCTS = frozenset(("conv_general_dilated", "dot_general"))
+PRODUCTS = frozenset(("conv_general_dilated", "dot_general", "ragged_dot_general"))
 
 
 class Operand(NamedTuple):

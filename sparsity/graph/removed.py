@@ -364,7 +364,7 @@ _RULES: dict[str, Callable[[Removed, Equation], None]] = {
     **dict.fromkeys((*_MOVED, *_SOURCES), Removed._rearranged),
     **dict.fromkeys(("cummax", "cummin", "cumprod", "cumsum"), Removed._window),
     **dict.fromkeys([f"reduce_window_{x}" for x in ("max", "min", "sum")], Removed._window),
-    "dot_general": Removed._dot,
+    **dict.fromkeys(("dot_general", "ragged_dot_general"), Removed._dot),
     "conv_general_dilated": Removed._convolution,
     "scan": Removed._scan,
     "while": Removed._while,

@@ -80,7 +80,11 @@ def table(graph: Graph, masks: PyTree | None) -> str:
     if (others := total - sum(row.dense for row in found)) > 0:
         add("products of activations", ("", "", ""), others, others, "")
     add("dots and convolutions", ("", "", ""), total, graph.macs(masks), "")
-    return extras.as_text(shown)
+    text = extras.as_text(shown)
+    if graph.uncounted:
+        names = [f"{name} {source}".rstrip() for name, source in graph.uncounted.items()]
+        text += f"\n\nNot counted: {', '.join(names)}."
+    return text
 
 
 def plot(graph: Graph, masks: PyTree | None, ax: Axes | None) -> Axes:
@@ -116,4 +120,9 @@ def bars(
     add_legend(ax)
 
 
-_SHORT = {"dot_general": "dot", "conv_general_dilated": "convolution", "gather": "lookup"}
+_SHORT = {
+    "dot_general": "dot",
+    "conv_general_dilated": "convolution",
+    "gather": "lookup",
+    "ragged_dot_general": "ragged dot",
+}

@@ -7,15 +7,34 @@ is a view of it: an array that depends on parameters alone and holds the leaf's 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 from sparsity.core.jaxprs import Equation, Program, Value
+from sparsity.graph import constants
 from sparsity.graph.primitives import ELEMENTWISE
 from sparsity.graph.products import PRODUCTS, read_product
 
 Path = tuple[str, ...]
-Factor = tuple[int | None, int]  # an axis of the leaf or of none, how many of its entries
+
+
+class Factor(NamedTuple):
+    """A part of an axis of an array: entries of a leaf along one of the leaf's axes.
+
+    Attributes:
+      axis: of the leaf, `None` where the array repeats entries or has those of others.
+      size: how many entries.
+      step: how far apart they lie along the leaf's axis.
+    """
+
+    axis: int | None
+    size: int
+    step: int = 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,30 +87,53 @@ class View:
       dims: of each axis, the leaf's axes that it runs over, the last one fastest.
       stacked: the leaf's axes that are indexed by layers, the outermost first.
       scans: the scans that took them apart; fewer than these where a layer is read by its number.
+      layers: the parts of these axes that are indexed.
       share: the part of the array that belongs to the leaf, where it was joined with others.
-      is_part: whether entries of the leaf are missing.
+      parts: the arrays on the way in which entries of the leaf are missing, joined with others, or
+        in another order. Views with the same ones hold the same entries at the same places.
+      keeps_zeros: whether the array is 0 where the leaf is.
     """
 
     leaf: int
     dims: tuple[tuple[Factor, ...], ...]
     stacked: tuple[int, ...] = ()
     scans: tuple[Equation, ...] = ()
-    share: float = 1.0
-    is_part: bool = False
+    layers: tuple[Factor, ...] = ()
+    share: Fraction = Fraction(1)
+    parts: tuple[Value, ...] = ()
+    keeps_zeros: bool = True
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it holds other entries than the leaf, or in another order."""
+        return bool(self.parts)
 
     @property
     def covered(self) -> int:
         """How many entries of the array differ: those along axes of the leaf."""
-        return math.prod(size for dim in self.dims for axis, size in dim if axis is not None)
+        return math.prod(part.size for dim in self.dims for part in dim if part.axis is not None)
 
     def axes(self, dims: Iterable[int]) -> tuple[int, ...]:
         """The leaf's axes of these axes of the array."""
-        found = [axis for i in dims for axis, _ in self.dims[i] if axis is not None]
-        return tuple(dict.fromkeys(found))
+        axes = [part.axis for i in dims for part in self.dims[i] if part.axis is not None]
+        return tuple(dict.fromkeys(axes))
 
-    def of(self, dims: Iterable[Sequence[Factor]], **changes: bool | float) -> View:
+    def of(self, dims: Iterable[Sequence[Factor]], **changes: Any) -> View:
         """With other axes."""
-        return dataclasses.replace(self, dims=tuple(map(tuple, dims)), **changes)  # type: ignore[arg-type]
+        return dataclasses.replace(self, dims=tuple(map(tuple, dims)), **changes)
+
+    def layer(self, axes: Collection[int], **changes: Any) -> View:
+        """One entry of some axes of the array, such as a layer of a stack."""
+        return self.of(
+            [dim for i, dim in enumerate(self.dims) if i not in axes],
+            stacked=(*self.stacked, *self.axes(axes)),
+            layers=(*self.layers, *(part for i in axes for part in self.dims[i])),
+            **changes,
+        )
+
+    def part(self, output: Value, **changes: Any) -> View:
+        """The view in an array that has other entries, or in another order."""
+        return dataclasses.replace(self, parts=(*self.parts, output), **changes)
 
 
 def track(program: Program, leaves: Mapping[Value, int], paths: Sequence[Path]) -> Tracker:
@@ -105,7 +147,7 @@ def track(program: Program, leaves: Mapping[Value, int], paths: Sequence[Path]) 
     tracker = Tracker(paths)
     for value in program.inputs:
         if value in leaves:
-            dims = tuple(((axis, size),) for axis, size in enumerate(value.shape))
+            dims = tuple((Factor(axis, size),) for axis, size in enumerate(value.shape))
             tracker.views[value] = [View(leaves[value], dims)]
         else:
             tracker.data.add(value)
@@ -141,8 +183,8 @@ class Tracker:
         if not any(views):
             return
         if name in PRODUCTS:
-            for operand, of_operand in enumerate(views):
-                for view in of_operand:
+            for operand, of_operand in enumerate(views[:2]):
+                for view in _merged(of_operand):
                     self._use(equation, operand, view, trips)
         elif name in _LOOKUPS and is_data:
             for view in views[0]:
@@ -167,15 +209,20 @@ class Tracker:
         (output,) = equation.outputs
         if any(value in self.data for value in inputs[name == "select_n" :]):  # a mask may be data
             return
-        whole = [
-            v
-            for value, of in zip(inputs, views, strict=True)
-            for v in of
+        counts = [
+            Counter(dataclasses.replace(view, keeps_zeros=True) for view in x)
+            for value, x in zip(inputs, views, strict=True)
             if value.shape == output.shape
         ]
-        largest = max((view.covered for view in whole), default=0)
+        # What is computed from an array twice, as w + (q(w) - w), is one view.
+        full: list[View] = [*functools.reduce(operator.or_, counts, Counter()).elements()]
+        largest = max((view.covered for view in full), default=0)
         # A scale that is broadcast to the shape of a leaf is not what the product reads.
-        self.views[output] = [view for view in whole if view.covered == largest]
+        self.views[output] = [
+            dataclasses.replace(view, keeps_zeros=_keeps_zeros(equation, views, view))
+            for view in full
+            if view.covered == largest
+        ]
         self.data.discard(output)
 
     def _concatenate(self, equation: Equation, views: list[list[View]]) -> None:
@@ -184,15 +231,15 @@ class Tracker:
         for value, of_value in zip(equation.inputs, views, strict=True):
             for view in of_value:
                 dims = list(view.dims)
-                dims[axis] = ((next(iter(view.axes([axis])), None), size),)
-                share = view.share * value.shape[axis] / size
-                self.views[output].append(view.of(dims, share=share, is_part=True))
+                dims[axis] = (Factor(next(iter(view.axes([axis])), None), size),)
+                share = view.share * Fraction(value.shape[axis], size)
+                self.views[output].append(view.part(output, dims=tuple(dims), share=share))
 
     def _stack(self, equation: Equation, views: list[list[View]]) -> None:
         axis, (output,), count = equation.params["axis"], equation.outputs, len(views)
         for view in (view for of_value in views for view in of_value):
-            dims = (*view.dims[:axis], ((None, count),), *view.dims[axis:])
-            self.views[output].append(view.of(dims, share=view.share / count))
+            dims = (*view.dims[:axis], (Factor(None, count),), *view.dims[axis:])
+            self.views[output].append(view.part(output, dims=dims, share=view.share / count))
 
     def _use(self, equation: Equation, operand: int, view: View, trips: int | None) -> None:
         product = read_product(equation)
@@ -203,7 +250,7 @@ class Tracker:
                 equation.name,
                 tuple(sorted(view.axes(axes.contracted))),
                 view.axes(axes.free),
-                (*view.stacked, *view.axes(axes.batch)),
+                (*view.stacked, *view.axes((*axes.batch, *axes.experts))),
                 product.groups if operand else 1,
                 round(product.macs * view.share) * (1 if trips is None else trips),
                 trips,
@@ -284,14 +331,13 @@ def shards(equation: Equation) -> int:
 
 def _layer(view: View, scan: Equation) -> View:
     """One step of a scan over the first axis of a view."""
-    stacked, scans = (*view.stacked, *view.axes([0])), (*view.scans, scan)
-    return dataclasses.replace(view, dims=view.dims[1:], stacked=stacked, scans=scans)
+    return view.layer([0], scans=(*view.scans, scan))
 
 
 def _local(view: View, value: Value, inner: Value) -> View:
     """What a device has of a view."""
     dims = [
-        dim if size == own else ((next(iter(view.axes([i])), None), own),)
+        dim if size == own else (Factor(next(iter(view.axes([i])), None), own),)
         for i, (dim, size, own) in enumerate(zip(view.dims, value.shape, inner.shape, strict=True))
     ]
     return view.of(dims)
@@ -308,7 +354,7 @@ def _squeeze(view: View, equation: Equation, _: Value) -> View:
 
 def _broadcast(view: View, equation: Equation, output: Value) -> View:
     shape = equation.inputs[0].shape
-    dims: list[Sequence[Factor]] = [((None, size),) for size in output.shape]
+    dims: list[Sequence[Factor]] = [(Factor(None, size),) for size in output.shape]
     for i, axis in enumerate(equation.params["broadcast_dimensions"]):
         if shape[i] == output.shape[axis]:
             dims[axis] = view.dims[i]
@@ -319,21 +365,22 @@ def _reshape(view: View, equation: Equation, output: Value) -> View | None:
     """The leaf's axes in row-major order, cut anew; `None` where a cut falls within an axis."""
     if equation.params["dimensions"] is not None:
         return None
-    factors = [factor for dim in view.dims for factor in dim if factor[1] != 1]
+    factors = [factor for dim in view.dims for factor in dim if factor.size != 1]
     dims: list[list[Factor]] = []
     for size in output.shape:
         dims.append([])
         while size > 1:
             if not factors:
                 return None
-            axis, left = factors.pop(0)
-            if left % size == 0 and left > size:
-                factors.insert(0, (axis, left // size))
-                left = size
-            elif size % left:
+            factor = factors.pop(0)
+            if factor.size % size == 0 and factor.size > size:
+                inner = factor._replace(size=factor.size // size)
+                factors.insert(0, inner)
+                factor = Factor(factor.axis, size, factor.step * inner.size)
+            elif size % factor.size:
                 return None
-            dims[-1].append((axis, left))
-            size //= left
+            dims[-1].append(factor)
+            size //= factor.size
     return view.of(dims)
 
 
@@ -341,8 +388,13 @@ def _part(view: View, equation: Equation, output: Value) -> View | None:
     """Some of the entries, in a row along the same axes."""
     if len(output.shape) != len(view.dims):
         return None
-    found = _local(view, equation.inputs[0], output)
-    return dataclasses.replace(found, is_part=equation.inputs[0].size > output.size or view.is_part)
+    return _local(view, equation.inputs[0], output).part(output)
+
+
+def _pad(view: View, equation: Equation, output: Value) -> View | None:
+    keeps_zeros = view.keeps_zeros and constants.value(equation.inputs[1].known) == 0
+    part = _part(view, equation, output)
+    return part and dataclasses.replace(part, keeps_zeros=keeps_zeros)
 
 
 def _indexed(view: View, equation: Equation, output: Value) -> View | None:
@@ -350,18 +402,34 @@ def _indexed(view: View, equation: Equation, output: Value) -> View | None:
     spec = equation.params["dimension_numbers"]
     if len(spec.offset_dims) != len(output.shape):
         return None
-    gone = spec.collapsed_slice_dims
-    left = [i for i in range(len(view.dims)) if i not in gone]
-    stacked = (*view.stacked, *view.axes(gone))
-    found = view.of([view.dims[i] for i in left], is_part=True)
-    whole = all(equation.inputs[0].shape[i] == equation.params["slice_sizes"][i] for i in left)
-    return dataclasses.replace(found, stacked=stacked) if whole else None
+    gone, sizes = spec.collapsed_slice_dims, equation.params["slice_sizes"]
+    shape = equation.inputs[0].shape
+    is_layer = all(size == sizes[i] for i, size in enumerate(shape) if i not in gone)
+    return view.layer(gone).part(output) if is_layer else None
 
 
-def _unstack(view: View, equation: Equation, _: Value) -> View:
-    axis = equation.params["axis"]
-    found = view.of((*view.dims[:axis], *view.dims[axis + 1 :]), is_part=True)
-    return dataclasses.replace(found, stacked=(*view.stacked, *view.axes([axis])))
+def _unstack(view: View, equation: Equation, output: Value) -> View:
+    return view.layer([equation.params["axis"]]).part(output)
+
+
+def _reversed(view: View, _: Equation, output: Value) -> View:
+    return view.part(output)
+
+
+def _merged(views: Iterable[View]) -> list[View]:
+    """The views of an operand, one of each kind: the shares of parts that were joined add up."""
+    shares: dict[View, Fraction] = {}
+    for view in views:
+        kind = dataclasses.replace(view, share=Fraction(1))
+        shares[kind] = min(shares.get(kind, Fraction(0)) + view.share, Fraction(1))
+    return [dataclasses.replace(kind, share=share) for kind, share in shares.items()]
+
+
+def _keeps_zeros(equation: Equation, views: Sequence[Sequence[View]], view: View) -> bool:
+    """Whether an entry-by-entry operation gives 0 where the leaf of a view of its inputs is 0."""
+    inputs = zip(equation.inputs, views, strict=True)
+    zeros = [0.0 if view in x else constants.value(value.known) for value, x in inputs]
+    return constants.result(equation, zeros) == 0
 
 
 _LOOKUPS = frozenset(("gather", "dynamic_slice"))
@@ -372,5 +440,7 @@ MOVES: dict[str, Callable[[View, Equation, Value], View | None]] = {
     "reshape": _reshape,
     "gather": _indexed,
     "unstack": _unstack,
-    **dict.fromkeys(("dynamic_slice", "pad", "rev", "slice", "split"), _part),
+    "pad": _pad,
+    "rev": _reversed,
+    **dict.fromkeys(("dynamic_slice", "slice", "split"), _part),
 }
