@@ -9,9 +9,9 @@ from fractions import Fraction
 from typing import Any
 
 from sparsity.core.jaxprs import Equation, Program
+from sparsity.core.polynomials import Polynomial
 from sparsity.graph.coupling import Coupling
 from sparsity.graph.dims import Dim, size_of
-from sparsity.graph.polynomials import Polynomial
 from sparsity.graph.products import PRODUCTS, read_product
 from sparsity.graph.uses import shards
 

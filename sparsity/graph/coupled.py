@@ -15,11 +15,11 @@ import numpy as np
 
 from sparsity.core import exact, sharding, trees
 from sparsity.core.checks import check_bool, check_int, is_traced
+from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph.channels import ChannelGroup, PlacedGroup
 from sparsity.graph.dims import Dim
 from sparsity.graph.graph import Graph
-from sparsity.graph.polynomials import Cost, Polynomial
 from sparsity.graph.uses import Path
 from sparsity.masks import Pattern, TopkFn
 from sparsity.masks.costs import best_that_fit

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import jaxprs, sharding, trees
+from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import PyTree
 from sparsity.graph import costs, report
 from sparsity.graph.biases import find_biases
@@ -21,7 +22,6 @@ from sparsity.graph.channels import ChannelGroup, Leaf, Refusal, find_channels
 from sparsity.graph.coupling import ANALYSED, Coupling
 from sparsity.graph.dims import Dim, Reason
 from sparsity.graph.layers import layered
-from sparsity.graph.polynomials import Polynomial
 from sparsity.graph.primitives import NO_PRODUCTS
 from sparsity.graph.products import PRODUCTS, read_product
 from sparsity.graph.removed import Removed

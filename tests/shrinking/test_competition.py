@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sparsity import Coupled, MagnitudePruning, Uniform, budget, shrink, trace
-from sparsity.graph.polynomials import Cost, Polynomial
+from sparsity.core.polynomials import Cost, Polynomial
 from tests.graph import models
 from tests.shrinking.test_sizes import SMALL, left_of
 
