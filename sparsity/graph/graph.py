@@ -208,25 +208,34 @@ class Graph:
           m: group size.
 
         Returns:
-          A function of (path, param); it raises a ValueError that names the leaf if m divides no
-          contracted axis, or if two products contract different axes.
+          A function of (path, param); it raises a ValueError that names the leaf if m divides none
+          of its input channels, if groups of m would lie across a product (a reshape made a part of
+          the axis an output), or if two products contract different axes.
         """
 
         def pattern(path: Path, param: chex.Array) -> SparsityType:
             leaf = self.leaf(path, param)
-            axes = {use.channels for use in self._products(leaf.path) if use.contracting}
+            uses = [use for use in self._products(leaf.path) if use.contracting]
+            axes = {use.channels for use in uses}
             if not axes:
                 return Unstructured()
+            shown = f"{leaf.name!r} of shape {leaf.shape}"
             if len(axes) > 1:
                 raise ValueError(
-                    f"Products contract different axes {sorted(axes)} of {leaf.name!r} of shape "
-                    f"{leaf.shape}, so that no axis serves N:M. Leave it out with filter_fn."
+                    f"Products contract different axes {sorted(axes)} of {shown}, so that no axis "
+                    "serves N:M. Leave it out with filter_fn."
                 )
-            fitting = [axis for axis in axes.pop() if leaf.shape[axis] % m == 0]
+            (channels,) = axes
+            sizes = ", ".join(f"axis {axis} of size {leaf.shape[axis]}" for axis in channels)
+            divided = [axis for axis in channels if leaf.shape[axis] % m == 0]
+            fitting = [axis for axis in divided if all(use.is_along(axis, m) for use in uses)]
             if not fitting:
+                why = f"{m} divides none of the input channels of {shown}: {sizes}"
+                if divided:
+                    why = f"Groups of {m} input channels of {shown} ({sizes}) lie across a reshape"
                 raise ValueError(
-                    f"{m} divides no contracted axis of {leaf.name!r} of shape {leaf.shape}. Leave "
-                    "it out with filter_fn, or choose an m that divides one."
+                    f"{why}. Leave it out with filter_fn, or choose another m. The window of a "
+                    "convolution holds no input channels."
                 )
             # From the end: it is the same axis of a slice, whatever the batch axes.
             return NByM(n, m, axis=fitting[-1] - len(leaf.shape))

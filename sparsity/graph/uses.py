@@ -77,6 +77,16 @@ class Use:
         axis = read_product(self.equation).operands[self.operand].contracted[0]
         return tuple(sorted(self.view.axes([axis]))) or self.contracting
 
+    def is_along(self, axis: int, m: int) -> bool:
+        """Whether groups of m consecutive entries along an axis of the leaf are summed together.
+
+        Where the axis was taken apart, parts of it may be outputs, or index layers.
+        """
+        contracted = read_product(self.equation).operands[self.operand].contracted
+        dims = [dim for i, dim in enumerate(self.view.dims) if i not in contracted]
+        others = [part for dim in (*dims, self.view.layers) for part in dim if part.axis == axis]
+        return all(part.step % m == 0 for part in others)
+
 
 @dataclasses.dataclass(frozen=True)
 class View:
@@ -163,6 +173,7 @@ class Tracker:
         self.views: dict[Value, list[View]] = {}
         self.data: set[Value] = set()  # depends on more than parameters
         self.uses: list[Use] = []
+        self._constants: dict[Value, float | None] = {}  # the number that all entries are
 
     def run(self, program: Program, trips: int | None) -> None:
         """Follows the leaves through a program that runs so often."""
@@ -181,6 +192,8 @@ class Tracker:
         for output in equation.outputs:
             self.views[output] = []
         if not any(views):
+            if not is_data:
+                self._follow_constants(equation)
             return
         if name in PRODUCTS:
             for operand, of_operand in enumerate(views[:2]):
@@ -199,6 +212,24 @@ class Tracker:
             for output in equation.outputs:
                 moved = [MOVES[name](view, equation, output) for view in views[0]]
                 self.views[output] = [view for view in moved if view is not None]
+
+    def _constant(self, value: Value) -> float | None:
+        if value not in self._constants:
+            self._constants[value] = constants.value(value.known)
+        return self._constants[value]
+
+    def _follow_constants(self, equation: Equation) -> None:
+        numbers = [self._constant(value) for value in equation.inputs]
+        if equation.name in ELEMENTWISE and len(equation.outputs) == 1:
+            self._constants[equation.outputs[0]] = constants.result(equation, numbers)
+        elif equation.name in ("broadcast_in_dim", "reshape"):
+            self._constants[equation.outputs[0]] = numbers[0]
+
+    def _keeps_zeros(self, equation: Equation, views: Sequence[Sequence[View]], view: View) -> bool:
+        """Whether an entry-by-entry operation gives 0 where the leaf of one of its views is 0."""
+        inputs = zip(equation.inputs, views, strict=True)
+        numbers = [0.0 if view in x else self._constant(value) for value, x in inputs]
+        return constants.result(equation, numbers) == 0
 
     def _elementwise(self, equation: Equation, views: list[list[View]]) -> None:
         """The leaf's entries, masked or scaled by what depends on parameters alone."""
@@ -219,7 +250,7 @@ class Tracker:
         largest = max((view.covered for view in full), default=0)
         # A scale that is broadcast to the shape of a leaf is not what the product reads.
         self.views[output] = [
-            dataclasses.replace(view, keeps_zeros=_keeps_zeros(equation, views, view))
+            dataclasses.replace(view, keeps_zeros=self._keeps_zeros(equation, views, view))
             for view in full
             if view.covered == largest
         ]
@@ -335,11 +366,14 @@ def _layer(view: View, scan: Equation) -> View:
 
 
 def _local(view: View, value: Value, inner: Value) -> View:
-    """What a device has of a view."""
-    dims = [
-        dim if size == own else (Factor(next(iter(view.axes([i])), None), own),)
-        for i, (dim, size, own) in enumerate(zip(view.dims, value.shape, inner.shape, strict=True))
-    ]
+    """The view in an array with fewer or more entries along some axes, as each device has."""
+    dims = []
+    for dim, size, new in zip(view.dims, value.shape, inner.shape, strict=True):
+        if size != new:
+            step = dim[0].step if len(dim) == 1 else 1
+            axes = [factor.axis for factor in dim if factor.axis is not None]
+            dim = (Factor(axes[0] if axes else None, new, step),)
+        dims.append(dim)
     return view.of(dims)
 
 
@@ -385,10 +419,13 @@ def _reshape(view: View, equation: Equation, output: Value) -> View | None:
 
 
 def _part(view: View, equation: Equation, output: Value) -> View | None:
-    """Some of the entries, in a row along the same axes."""
+    """Some of the entries, in a row along the same axes; one of them, as by an index."""
     if len(output.shape) != len(view.dims):
         return None
-    return _local(view, equation.inputs[0], output).part(output)
+    (value, *_) = equation.inputs
+    sizes = zip(view.dims, value.shape, output.shape, strict=True)
+    indexed = [factor for dim, size, new in sizes if new == 1 < size for factor in dim]
+    return _local(view, value, output).part(output, layers=(*view.layers, *indexed))
 
 
 def _pad(view: View, equation: Equation, output: Value) -> View | None:
@@ -423,13 +460,6 @@ def _merged(views: Iterable[View]) -> list[View]:
         kind = dataclasses.replace(view, share=Fraction(1))
         shares[kind] = min(shares.get(kind, Fraction(0)) + view.share, Fraction(1))
     return [dataclasses.replace(kind, share=share) for kind, share in shares.items()]
-
-
-def _keeps_zeros(equation: Equation, views: Sequence[Sequence[View]], view: View) -> bool:
-    """Whether an entry-by-entry operation gives 0 where the leaf of a view of its inputs is 0."""
-    inputs = zip(equation.inputs, views, strict=True)
-    zeros = [0.0 if view in x else constants.value(value.known) for value, x in inputs]
-    return constants.result(equation, zeros) == 0
 
 
 _LOOKUPS = frozenset(("gather", "dynamic_slice"))

@@ -175,7 +175,7 @@ def test_a_pruner_of_params_alone_uses_a_graph_of_all_variables():
         sparsity_distribution_fn=sparsity.Uniform(0.5, filter_fn=graph.is_weight),
         sparsity_type=graph.nm(2, 4),
     )
-    with pytest.raises(ValueError, match=r"4 divides no contracted axis of 'params/b/w'"):
+    with pytest.raises(ValueError, match=r"4 divides none.*'params/b/w'.*axis 0 of size 6"):
         pruner.instant_sparsify(params)
 
 
@@ -249,3 +249,56 @@ def test_masks_of_nm_hold_along_the_contraction():
     _, masks = pruner.instant_sparsify(params)
     assert (masks["up"].reshape(4, 2, 6).sum(1) == 1).all()
     assert (masks["down"].reshape(4, 3, 2).sum(2) == 1).all()
+
+
+# N:M where only a part of an axis is contracted: groups of m lie along a product, or are refused.
+
+
+def parts(order, contracted):
+    """x times a leaf of [8, 3], whose 8 rows are 4 x 2; one of the two is contracted."""
+
+    def fn(p, x):
+        weight = p["w"].reshape(4, 2, 3).transpose(order)
+        return jax.lax.dot_general(x, weight, (((1,), (contracted,)), ((), ())))
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    ("fn", "inputs", "m", "fits"),
+    [
+        (parts((0, 1, 2), 1), 2, 2, True),  # 2 neighbours are summed together
+        (parts((1, 2, 0), 0), 2, 2, True),
+        (parts((0, 1, 2), 1), 2, 4, False),
+        (parts((0, 1, 2), 0), 4, 2, False),  # every second row is
+        (parts((2, 1, 0), 2), 4, 4, False),
+        (lambda p, x: jax.lax.map(lambda w: x @ w, p["w"].reshape(4, 2, 3)), 2, 2, True),
+        (lambda p, x: jax.lax.map(lambda w: x @ w, p["w"].reshape(4, 2, 3)), 2, 4, False),
+        (lambda p, x: x @ p["w"].reshape(4, 2, 3)[:, 0], 4, 2, False),
+        (lambda p, x: x @ p["w"].reshape(4, 2, 3)[1], 2, 2, True),
+    ],
+    ids=["fast", "moved", "fast 4", "slow", "slow moved", "layers", "layers 4", "one", "layer"],
+)
+def test_groups_of_nm_lie_along_the_part_of_an_axis_that_is_contracted(fn, inputs, m, fits):
+    params = models.draw({"w": (8, 3)})
+    graph = trace(fn, params, jnp.ones((5, inputs)))
+    if fits:
+        assert graph.nm(1, m)(("w",), params["w"]) == sparsity.NByM(1, m, axis=-2)
+    else:
+        with pytest.raises(ValueError, match=r"'w' of shape \(8, 3\) \(axis 0 of size 8\) lie"):
+            graph.nm(1, m)(("w",), params["w"])
+
+
+def test_windows_of_a_convolution_are_no_input_channels():
+    params = models.draw({"stem": (512, 1, 128)})
+
+    def fn(p, x):
+        return jax.lax.conv_general_dilated(
+            x, p["stem"], (64,), "VALID", dimension_numbers=("NWC", "WIO", "NWC")
+        )
+
+    graph = trace(fn, params, jnp.ones((1, 4096, 1)))
+    with pytest.raises(
+        ValueError, match=r"2 divides none of the input channels of 'stem'.*: axis 1 of size 1\."
+    ):
+        graph.nm(1, 2)(("stem",), params["stem"])

@@ -1,5 +1,7 @@
 """What reads each leaf: the same for every framework, loop and layout."""
 
+import re
+
 import equinox as eqx
 import flax.linen as nn
 import haiku as hk
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax import lax
+from jax.experimental import pallas as pl
 
 from sparsity.graph import trace
 from tests.eight_devices import run
@@ -321,3 +324,106 @@ def test_activations_that_parameters_scale_are_no_weights():
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_inside_shard_map_each_device_counts_its_part(kind):
     run("graph", kind)
+
+
+# A product counts once, by what its leaves keep of zeros.
+
+
+def quantized(w):
+    scale = jnp.abs(w).max() / 127
+    return w + lax.stop_gradient(jnp.round(w / scale) * scale - w)
+
+
+def row(shape, at):
+    """A mask that keeps one row."""
+    return jnp.zeros(shape, jnp.uint8).at[at].set(1)
+
+
+# Of [4, 6] weights w and v, masks keep row 0 of w and row 1 of v; X has 5 rows: 120 multiply-adds.
+DENSITIES = {
+    "quantized": (lambda p, x: x @ quantized(p["w"]), 120 // 4),
+    "quantized twice": (lambda p, x: x @ quantized(quantized(p["w"])), 120 // 4),
+    "normed": (lambda p, x: x @ (p["w"] / (1 + jnp.linalg.norm(p["w"]))), 120 // 4),
+    "clipped": (lambda p, x: x @ jnp.clip(p["w"], -1, 1), 120 // 4),
+    "masked": (lambda p, x: x @ jnp.where(p["v"] > 0, p["w"], 0), 120 // 4),
+    "gated": (lambda p, x: x @ (p["w"] * p["v"]), 120 // 4),
+    "filled": (lambda p, x: x @ jnp.where(p["v"] > 0, p["w"], 1), 120),
+    "centred": (lambda p, x: x @ (p["w"] - p["w"].mean(0)), 120),
+    "exponent": (lambda p, x: x @ jnp.exp(p["w"]), 120),
+    "sum": (lambda p, x: x @ (p["w"] + p["v"]), 120),
+    "reversed": (lambda p, x: x @ (p["w"] + p["w"][::-1]), 120),
+    "halves": (lambda p, x: x @ (p["w"][:, :3] + p["w"][:, 3:]), 60),
+    "joined": (lambda p, x: x @ jnp.concatenate([p["w"], p["v"]], 1), 240 // 4),
+    "joined with data": (
+        lambda p, x: x @ jnp.concatenate([p["w"], jnp.ones((4, 2))], 1), 120 // 4 + 40
+    ),
+    "twice": (lambda p, x: x @ jnp.concatenate([p["w"], p["w"]], 1), 240 // 4),
+    "low rank": (lambda p, x: x @ p["w"] @ p["v"].T, 120 // 4 + 120 // 4),
+    "merged": (lambda p, x: x @ (p["w"] @ p["v"].T), 96 // 16 + 80),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DENSITIES)
+def test_a_product_costs_the_part_of_its_weight_that_masks_leave(name):
+    fn, expected = DENSITIES[name]
+    graph = traced(fn, X, w=(4, 6), v=(4, 6))
+    assert graph.macs({"w": row((4, 6), 0), "v": row((4, 6), 1)}) == expected
+    table = graph.table()
+    assert all(float(share) <= 100 for share in re.findall(r"([\d.]+)%", table))
+
+
+def test_a_weight_that_is_computed_from_itself_has_one_use():
+    graph = traced(lambda p, x: x @ quantized(p["w"]), X, w=(4, 6))
+    assert of(graph, "w") == [("dot_general", (0,), (1,), (), 120, 1)]
+    graph = traced(lambda p, x: x @ (p["w"] + p["w"].T), X, w=(4, 4))
+    assert [use.contracting for use in graph.uses] == [(0,), (1,)]
+    assert graph.macs_of(("w",)) == graph.macs() == 80
+
+
+def test_experts_of_a_ragged_dot_are_weights():
+    sizes = jnp.array([2, 3])
+
+    def fn(p, x):
+        hidden = jnp.tanh(lax.ragged_dot(x, p["up"], sizes))
+        return lax.ragged_dot(hidden, p["down"], sizes)
+
+    graph = traced(fn, X, up=(2, 4, 6), down=(2, 6, 3))
+    assert of(graph, "up") == [("ragged_dot_general", (1,), (2,), (0,), 5 * 24, 1)]
+    assert graph.macs() == 5 * (24 + 18)
+    assert [(group.name, group.size) for group in graph.groups] == [("up:2", 6)]
+    assert graph.uncounted == {}
+
+
+def test_a_ragged_dot_of_rows_has_the_multiply_adds_of_one_product():
+    numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+
+    def fn(p, x):
+        return lax.ragged_dot_general(x @ p["w"], x, jnp.array([2, 3]), numbers)
+
+    assert traced(fn, X, w=(4, 6)).macs() == 5 * 24 + 5 * 6 * 4
+
+
+def test_the_table_names_what_is_not_counted():
+    def kernel(x, w, out):
+        out[...] = x[...] @ w[...]
+
+    def fn(p, x):
+        shape = jax.ShapeDtypeStruct((5, 6), x.dtype)
+        y = lax.cond(x.sum() > 0, pl.pallas_call(kernel, shape), lambda x, w: x @ w, x, p["w"])
+        return jnp.linalg.cholesky(y.T @ y).at[0].set(1.0)
+
+    graph = traced(fn, X, w=(4, 6))
+    assert list(graph.uncounted) == ["cholesky", "pallas_call"]
+    table = graph.table()
+    assert "\nNot counted: cholesky" in table
+    assert "test_uses.py:" in table
+    assert "Not counted" not in traced(lambda p, x: x @ p["w"], X, w=(4, 6)).table()
+
+
+def test_a_composite_is_what_it_decomposes_into():
+    def fn(p, x):
+        return lax.composite(lambda x, w: x @ w, "own.dot")(jnp.tanh(x @ p["up"]), p["down"])
+
+    graph = traced(fn, X, up=(4, 6), down=(6, 2))
+    assert of(graph, "down") == [("dot_general", (0,), (1,), (), 60, 1)]
+    assert [group.name for group in graph.groups] == ["up:1"]
