@@ -348,8 +348,9 @@ class BaseUpdater:
     def sites(self, params: PyTree) -> Sites:
         """Returns the table of the prunable leaves: each with its pattern and batch axes."""
         distribution_fn = self.get_distribution_fn()
-        overrides, cost = overrides_of(distribution_fn), getattr(distribution_fn, "cost", None)
-        return Sites(params, self.sparsity_type, self.batch_axes, overrides, cost=cost)
+        overrides: Any = overrides_of(distribution_fn)
+        budget: Any = distribution_fn if hasattr(distribution_fn, "cost") else None
+        return Sites(params, self.sparsity_type, self.batch_axes, overrides, budget=budget)
 
     def sites_of(self, scores: PyTree) -> Sites:
         """Returns the table of the parameters whose hooks run now, or one of the scores."""

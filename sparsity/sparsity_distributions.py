@@ -36,7 +36,8 @@ class Distribution(Protocol):
     A distribution may name three more parameters, which the updater passes: `batch_axes`, `sites`
     (the table of patterns) and `scope`. Leaves that its attribute `custom_sparsity_map` names are
     set apart: a global scope does not rank them with the others. If it has a method
-    `cost(path, param)`, that scope ranks by score per cost.
+    `cost(path, param)`, that scope ranks by score per cost and keeps no more than the sparsities of
+    all leaves cost together: the sum over all weights, or what a method `total` says.
     """
 
     def __call__(self, params: PyTree, /) -> PyTree:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple, TypeAlias
 
@@ -77,6 +77,13 @@ class Polynomial:
         chosen = (choose([x.value(sizes, choose) for x in each]) for each in self.largest)
         return sum(products, Fraction(0)) + sum(chosen, Fraction(0))
 
+    def slope(self, variables: Collection[int]) -> Fraction | None:
+        """Returns what 1 more of any of these variables adds, `None` if that is not one number."""
+        slopes = {self.terms.get((i,), Fraction(0)) for i in variables}
+        products = [monomial for monomial in self.terms if len(monomial) > 1]
+        is_linear = not self.largest and not any(i in x for x in products for i in variables)
+        return slopes.pop() if is_linear and len(slopes) == 1 else None
+
     def denominators(self) -> Iterator[int]:
         """Those of its coefficients."""
         yield from (a.denominator for a in self.terms.values())
@@ -104,7 +111,7 @@ class Cost:
         if rest.value(sizes, sum) * self.unit >= _MOST:
             raise ValueError(
                 f"The model costs {float(whole):.3g}, more than can be counted exactly. Trace it "
-                "with smaller inputs, or use across = False."
+                "with smaller inputs, or let no groups or leaves compete."
             )
         self._node = _Node.of(rest, self.unit, len(sizes))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 import chex
@@ -16,6 +16,7 @@ import numpy as np
 from sparsity.core import trees
 from sparsity.core.checks import check_density
 from sparsity.core.exact import num_kept
+from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import PyTree
 from sparsity.graph.channels import Leaf
 from sparsity.graph.coupled import Coupled
@@ -55,6 +56,15 @@ class Budget:
         if self.macs is None:
             return float(leaf.dtype.itemsize)
         return self.graph.macs_of(leaf.path) / max(leaf.size, 1)
+
+    def total(self, leaves: Sequence[tuple[tuple[str, ...], chex.Array]]) -> Polynomial:
+        """What masks of some leaves cost, in the numbers of weights that they keep."""
+        known = [self.graph.leaf(path, param) for path, param in leaves]
+        kept = {leaf.path: Polynomial.variable(i) for i, leaf in enumerate(known)}
+        if self.macs is None:
+            return sum((kept[leaf.path] * leaf.dtype.itemsize for leaf in known), Polynomial({}))
+        shares = {leaf.path: kept[leaf.path] / leaf.size for leaf in known if leaf.size}
+        return Polynomial.of(self.graph.cost(shares))
 
     def __call__(
         self,

@@ -2,37 +2,57 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from typing import Protocol
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from sparsity.core.hashing import flat_index
+from sparsity.core.polynomials import Polynomial
 from sparsity.selection import Scores
 from sparsity.selection.keys import to_keys
 
-_MARGIN = 1 - 2.0**-16  # more than the rounding of costs that are added up in float32
+
+class Budget(Protocol):
+    """What a distribution offers so that a global scope keeps within a budget."""
+
+    def cost(self, path: tuple[str, ...], param: jax.Array) -> float:
+        """Returns what a weight of a leaf costs: by this the scope divides its score."""
+
+    def total(self, leaves: Sequence[tuple[tuple[str, ...], jax.Array]]) -> Polynomial:
+        """Returns the cost of masks, in the numbers of weights that they keep of each leaf.
+
+        It may be left out: then the costs of all weights that are kept add up.
+        """
+
+
+def total_cost(budget: Budget, leaves: Sequence[tuple[tuple[str, ...], jax.Array]]) -> Polynomial:
+    """Returns the cost of masks of some leaves, in the numbers of weights that they keep."""
+    if hasattr(budget, "total"):
+        return budget.total(leaves)
+    costs = [Fraction(float(np.float32(budget.cost(*leaf)))) for leaf in leaves]
+    return sum((Polynomial.variable(i) * x for i, x in enumerate(costs)), Polynomial({}))
 
 
 def within_budget(
-    scores: Sequence[Scores], costs: Sequence[float], kept: jax.Array
+    scores: Sequence[Scores], costs: Sequence[float], fits: Callable[[jax.Array], jax.Array]
 ) -> list[jax.Array]:
     """Keeps the highest scores per cost, of all leaves under one threshold.
 
     Args:
       scores: of each leaf; they rank as float32, NaN lowest.
       costs: of one weight of each leaf.
-      kept: [leaves] how many weights of each have together the cost that is the budget.
+      fits: from uint32[leaves] to bool: whether a budget allows so many weights of each leaf; if it
+        does not, it does not allow more.
 
     Returns:
-      uint8 masks. They cost no more than the budget. Of weights that tie at the threshold, those of
-      the lowest indices in their leaves stay, as far as the budget goes.
+      uint8 masks. Of weights that tie at the threshold, those of the lowest indices in their leaves
+      stay, as far as the budget goes.
     """
-    budget = _total(costs, kept) * _MARGIN
     limits = jnp.iinfo(jnp.int32)
 
     def keys() -> list[jax.Array]:
@@ -40,14 +60,13 @@ def within_budget(
         # A weight that costs nothing ranks above all others.
         return [to_keys(x.compute().astype(jnp.float32) / jnp.float32(cost)) for x, cost in found]
 
-    def fits(masks: Iterable[jax.Array]) -> jax.Array:
-        counts = jnp.stack([jnp.sum(mask, dtype=jnp.int32) for mask in masks])
-        return (_total(costs, counts) <= budget) | jnp.all(counts <= kept)
+    def allowed(masks: Iterable[jax.Array]) -> jax.Array:
+        return fits(jnp.stack([jnp.sum(mask, dtype=jnp.uint32) for mask in masks]))
 
     def above(threshold: jax.Array) -> list[jax.Array]:
         return [key > threshold for key in keys()]
 
-    threshold = first_that_fits(lambda x: fits(above(x)), limits.min, limits.max)
+    threshold = first_that_fits(lambda x: allowed(above(x)), limits.min, limits.max)
 
     def with_ties(first: jax.Array) -> list[jax.Array]:
         """And of those at the threshold the entries before an index, given with a minus."""
@@ -57,7 +76,7 @@ def within_budget(
         ]
 
     largest = max(score.size for score in scores)
-    first = first_that_fits(lambda x: fits(with_ties(x)), -largest, 0)
+    first = first_that_fits(lambda x: allowed(with_ties(x)), -largest, 0)
     return [mask.astype(jnp.uint8) for mask in with_ties(first)]
 
 
@@ -97,13 +116,3 @@ def first_that_fits(
     found: jax.Array
     found, _ = lax.fori_loop(0, 32, halve, (jnp.int32(low), jnp.int32(high)))
     return found
-
-
-def _total(costs: Sequence[float], counts: Iterable[chex.Numeric] | jax.Array) -> jax.Array:
-    """The cost of so many weights, added up in one order on every mesh."""
-    each = [
-        jnp.float32(cost) * jnp.asarray(count, jnp.float32)
-        for cost, count in zip(costs, counts, strict=True)
-    ]
-    total: jax.Array = functools.reduce(jnp.add, each)
-    return total

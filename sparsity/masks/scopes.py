@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -19,8 +20,9 @@ import numpy as np
 from sparsity.core import exact, sharding
 from sparsity.core.checks import check_bool, check_number, is_traced
 from sparsity.core.names import Registry
-from sparsity.core.trees import KeyPath, PyTree
-from sparsity.masks.costs import within_budget
+from sparsity.core.polynomials import Cost, Polynomial
+from sparsity.core.trees import KeyPath, PyTree, path_names
+from sparsity.masks.costs import total_cost, within_budget
 from sparsity.masks.sites import Pattern, Site, TopkFn
 from sparsity.selection import Leaf, Scores, computed, moved_masks, norms, topk_masks
 from sparsity.selection.scores import scalars
@@ -158,26 +160,41 @@ class Global:
 
     def select(self, leaves: Sequence[Wanted], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns masks that keep the highest scores of all leaves together."""
-        masks: dict[int, jax.Array] = {}
-        ranked = [i for i, leaf in enumerate(leaves) if not leaf.site.has_own_sparsity]
-        alone = [i for i in range(len(leaves)) if i not in ranked]
-        masks.update(
-            zip(alone, Layerwise().select([leaves[i] for i in alone], topk_fn), strict=True)
-        )
-        if together := [leaves[i] for i in ranked]:
-            self._check_sites([leaf.site for leaf in together])
-            masks.update(zip(ranked, self._select_together(together), strict=True))
-        return [masks[i] for i in range(len(leaves))]
+        ranked = [leaf for leaf in leaves if not leaf.site.has_own_sparsity]
+        alone = [leaf for leaf in leaves if leaf.site.has_own_sparsity]
+        together = iter(self._select_together(ranked, alone))
+        apart = iter(Layerwise().select(alone, topk_fn))
+        return [next(apart if leaf.site.has_own_sparsity else together) for leaf in leaves]
 
-    def _select_together(self, leaves: Sequence[Wanted]) -> list[jax.Array]:
+    def _select_together(
+        self, leaves: Sequence[Wanted], alone: Sequence[Wanted]
+    ) -> list[jax.Array]:
+        """Masks of the leaves that compete; those of others cost something, too."""
+        if not leaves:
+            return []
+        self._check_sites([leaf.site for leaf in leaves])
         scores = self._comparable([leaf.scores for leaf in leaves])
-        sizes, sparsities = [x.size for x in scores], [leaf.sparsity for leaf in leaves]
-        if len({leaf.site.cost for leaf in leaves}) > 1:
-            kept = _kept_of_each(sizes, sparsities)
-            return within_budget(scores, [leaf.site.cost for leaf in leaves], kept)
-        high, low = _kept_of_all(sizes, sparsities)
-        k = high.reshape(1), low.reshape(1)
-        return topk_masks([Leaf(x) for x in scores], k, together=True)
+        everyone = [*leaves, *alone]
+        total = _total_cost(everyone)
+        sizes = [math.prod(leaf.scores.shape) for leaf in everyone]
+        sparsities = [leaf.sparsity for leaf in everyone]
+        if total is None:
+            k = _kept_of_all(sizes[: len(leaves)], sparsities[: len(leaves)])
+        else:
+            kept = _kept_of_each(sizes, sparsities).astype(jnp.uint32)
+            if total.slope(range(len(leaves))) is None:
+                cost = Cost(total, sizes)
+                limit, fixed = cost.of(kept), kept[len(leaves) :]
+
+                def fits(counts: jax.Array) -> jax.Array:
+                    return exact.at_least(limit, cost.of(jnp.concatenate([counts, fixed])))
+
+                return within_budget(scores, [leaf.site.cost for leaf in leaves], fits)
+            k = exact.total(kept[: len(leaves)])
+        high, low = k
+        return topk_masks(
+            [Leaf(x) for x in scores], (high.reshape(1), low.reshape(1)), together=True
+        )
 
     def move(self, leaves: Sequence[Moving], drop_fraction: chex.Numeric) -> list[jax.Array]:
         """Returns masks with as many active weights in total as before.
@@ -198,7 +215,8 @@ class Global:
         if not leaves:
             return []
         self._check_sites([leaf.site for leaf in leaves])
-        if len({leaf.site.cost for leaf in leaves}) > 1:
+        total = _total_cost(leaves)
+        if total is not None and total.slope(range(len(leaves))) is None:
             raise ValueError(
                 "Under a global scope weights move between leaves whose weights cost differently, "
                 "so that no budget would be kept. Use scope=Layerwise() with this budget."
@@ -372,6 +390,17 @@ def _scaling(fn: Callable[..., jax.Array], count: int) -> Callable[..., jax.Arra
         return wide * values[count].astype(wide.dtype)
 
     return scale
+
+
+def _total_cost(leaves: Sequence[Wanted | Moving]) -> Polynomial | None:
+    """The cost of masks in the numbers of weights that they keep; `None` without a budget."""
+    budget = leaves[0].site.budget
+    if budget is None:
+        return None
+    scores = (leaf.scores if isinstance(leaf, Wanted) else leaf.drop_scores for leaf in leaves)
+    sites = (leaf.site for leaf in leaves)
+    names: Any = [(path_names(site.path), x) for site, x in zip(sites, scores, strict=True)]
+    return total_cost(budget, names)
 
 
 def _kept_of_each(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> jax.Array:

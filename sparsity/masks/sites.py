@@ -16,6 +16,7 @@ import jax
 
 from sparsity.core import names, trees
 from sparsity.core.trees import PyTree
+from sparsity.masks.costs import Budget
 
 Path = tuple[str, ...]
 TopkFn = Callable[[jax.Array, chex.Numeric], chex.Array]
@@ -71,7 +72,8 @@ class Site(NamedTuple):
       pattern: what is kept or removed together.
       batch_axes: how many leading axes index separate matrices.
       has_own_sparsity: whether an override names it, so that it competes with no other leaf.
-      cost: what one of its weights costs, where the budget is one of costs.
+      cost: what one of its weights costs, where there is a budget.
+      budget: what the masks of all sites may cost together, `None` if there is no budget.
     """
 
     path: trees.KeyPath
@@ -79,6 +81,7 @@ class Site(NamedTuple):
     batch_axes: int
     has_own_sparsity: bool = False
     cost: float = 1.0
+    budget: Budget | None = None
 
     @property
     def name(self) -> str:
@@ -95,7 +98,7 @@ class Sites(Mapping[trees.KeyPath, Site]):
       overrides: keys of the leaves that have a sparsity of their own.
       checked: raise a ValueError for a leaf that its pattern does not fit.
       of_scores: `params` are scores, which may be integers.
-      cost: what a weight of a leaf costs, a function of (path, param); `None`: all cost the same.
+      budget: says what weights cost; `None` if all cost the same.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class Sites(Mapping[trees.KeyPath, Site]):
         overrides: Overrides | None = None,
         checked: bool = True,
         of_scores: bool = False,
-        cost: Callable[[Path, jax.Array], float] | None = None,
+        budget: Budget | None = None,
     ) -> None:
         leaves = trees.leaves_by_path(params)
         self._params = {
@@ -114,7 +117,7 @@ class Sites(Mapping[trees.KeyPath, Site]):
         }
         self._pattern, self._batch_axes = pattern, batch_axes
         self._overrides, self._checked = overrides or {}, checked
-        self._cost = cost
+        self._budget = budget
         self._sites: dict[trees.KeyPath, Site] = {}
         self._seen: dict[trees.KeyPath, tuple[jax.Array, tuple[jax.Array, ...]]] = {}
 
@@ -139,8 +142,9 @@ class Sites(Mapping[trees.KeyPath, Site]):
             if self._checked:
                 pattern.check(param.shape, axes, name)
             own = names.best_key(self._overrides, name) is not None
-            cost = 1.0 if self._cost is None else self._cost(trees.path_names(path), param)
-            self._sites[path] = Site(path, pattern, axes, own, cost)
+            budget = self._budget
+            cost = 1.0 if budget is None else budget.cost(trees.path_names(path), param)
+            self._sites[path] = Site(path, pattern, axes, own, cost, budget)
         return self._sites[path]
 
     def covers(self, tree: PyTree) -> bool:

@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import sparsity
@@ -152,3 +153,124 @@ def test_parameters_of_another_shape_are_named():
     params, graph = case()
     with pytest.raises(ValueError, match=r"shape \(2, 2\) at 'head'.*traced with \(20, 10\)"):
         sparsity.budget(graph, macs=0.5)(params | {"head": jnp.ones((2, 2))})
+
+
+# Under a global scope leaves trade weights: the cost of products counts, not that of leaves.
+
+
+def low_rank(p, x):
+    return x @ p["w"] + x @ p["a"] @ p["b"]
+
+
+def merged(p, x):
+    return x @ (p["a"] @ p["b"])
+
+
+def branched(p, x):
+    return jax.lax.cond(x.sum() > 0, lambda: x @ p["w"], lambda: (x @ p["a"]) @ p["b"])
+
+
+def joined(p, x):
+    return x @ jnp.concatenate([p["w"], p["v"]], 1) @ jnp.concatenate([p["v"], p["w"]], 1).T
+
+
+def quantized(p, x):
+    def q(w):
+        return w + jax.lax.stop_gradient(jnp.round(8 * w) / 8 - w)
+
+    return jnp.tanh(x @ q(p["a"])) @ q(p["b"])
+
+
+def looped(p, x):
+    x = jax.lax.scan(lambda x, _: (jnp.tanh(x @ p["w"][:, :12]), None), x, None, length=3)[0]
+    return x @ p["a"] @ p["b"]
+
+
+GLOBAL = {
+    "low rank": (low_rank, {}),
+    "merged": (merged, {}),
+    "branched": (branched, {}),
+    "joined": (joined, {}),
+    "quantized": (quantized, {}),
+    "looped": (looped, {}),
+    "overridden": (merged, {"custom_sparsity_map": {"b": 0.25}}),
+    "experts": (lambda p, x: jax.lax.ragged_dot(x, p["e"], jnp.array([1, 2])) @ p["b"], {}),
+}
+
+
+@pytest.mark.parametrize("name", GLOBAL)
+@pytest.mark.parametrize("share", [0.4, 0.6, 0.8])
+def test_a_global_scope_never_exceeds_a_budget(name, share):
+    fn, options = GLOBAL[name]
+    shapes = {"w": (12, 20), "v": (12, 9), "a": (12, 5), "b": (5, 20), "e": (2, 12, 5)}
+    rng = np.random.default_rng(0)
+    params = {
+        key: jnp.asarray(rng.normal(size=shape), jnp.float32) for key, shape in shapes.items()
+    }
+    graph = trace(fn, params, jnp.ones((3, 12)))
+    spread = sparsity.Uniform(**options)
+    for scale in (1.0, 30.0):  # the scores of one leaf win
+        scaled = params | {"w": scale * params["w"], "b": scale * params["b"]}
+        distribution = sparsity.budget(graph, macs=share, distribution=spread)
+        masks = masks_of(scaled, distribution, scope=sparsity.Global(use_normalization=False))
+        assert graph.macs(masks) <= share * graph.macs()
+        assert graph.macs(masks) >= 0.8 * share * graph.macs()
+
+
+def test_a_budget_of_equal_weights_is_not_exceeded_by_rounding():
+    # At the lowest sparsity at which each of the two keeps 128 of 256, 256.9 of 512 stay.
+    params = {name: jnp.arange(1.0, 257).reshape(16, 16) for name in "ab"}
+    graph = trace(lambda p, x: x @ p["a"] + x @ p["b"], params, jnp.ones((1, 16)))
+    distribution = sparsity.budget(graph, macs=0.5)
+    masks = masks_of(params, distribution, scope=sparsity.Global())
+    assert sum(int(mask.sum()) for mask in masks.values()) == 256
+
+
+@pytest.mark.parametrize("name", ["low rank", "merged", "branched"])
+def test_a_budget_holds_along_a_ramp_and_where_it_is_traced(name):
+    fn, _ = GLOBAL[name]
+    params = models.draw({"w": (12, 20), "a": (12, 5), "b": (5, 20)})
+    graph = trace(fn, params, jnp.ones((3, 12)))
+    pruner = sparsity.MagnitudePruning(
+        sparsity_distribution_fn=sparsity.budget(graph, macs=0.4),
+        scope=sparsity.Global(),
+        scheduler=sparsity.PolynomialSchedule(1, 0, 3),
+    )
+    tx = pruner.wrap_optax(optax.sgd(0.1))
+    state, macs = tx.init(params), []
+    for _ in range(4):
+        updates, state = jax.jit(tx.update)(params, state, params)
+        params = optax.apply_updates(params, updates)
+        macs.append(graph.macs(state.masks))
+    assert macs == sorted(macs, reverse=True)
+    assert 0.3 * graph.macs() <= macs[-1] <= 0.4 * graph.macs()
+
+
+def test_rigl_under_a_global_scope_refuses_a_budget_that_a_move_would_break():
+    params = models.draw({"a": (12, 5), "b": (5, 20)})
+    graph = trace(merged, params, jnp.ones((3, 12)))
+    pruner = sparsity.RigL(
+        sparsity_distribution_fn=sparsity.budget(graph, macs=0.4),
+        scope=sparsity.Global(),
+        scheduler=sparsity.PeriodicSchedule(2, 0, 4),
+    )
+    tx = pruner.wrap_optax(optax.sgd(0.1))
+    with pytest.raises(ValueError, match="no budget would be kept"):
+        tx.update(params, tx.init(params), params)
+
+
+def test_costs_of_a_distribution_of_ones_own_add_up():
+    class Priced:
+        custom_sparsity_map = None
+
+        def __call__(self, params):
+            return dict.fromkeys(params, 0.5)
+
+        def cost(self, path, param):
+            return {"a": 3.0, "b": 0.1}[path[0]]
+
+    params = {"a": jnp.arange(1.0, 11), "b": jnp.arange(1.0, 41)}
+    masks = masks_of(params, Priced(), scope=sparsity.Global(use_normalization=False))
+    cost = 3 * masks["a"].sum() + 0.1 * masks["b"].sum()
+    assert 0.9 * (3 * 5 + 0.1 * 20) <= cost <= 3 * 5 + 0.1 * 20 + 1e-6
+    assert masks["b"].sum() > 20  # a weight of b is worth 30 times more

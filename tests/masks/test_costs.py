@@ -9,8 +9,12 @@ from sparsity.selection import Scores
 
 
 def keep(scores, costs, kept):
+    """Masks that cost no more than so many weights of each leaf."""
     given = [Scores.of(jnp.asarray(x)) for x in scores]
-    return jax.jit(lambda kept: within_budget(given, costs, kept))(jnp.asarray(kept))
+    limit = sum(np.multiply(np.float32(costs), kept))
+    return jax.jit(
+        lambda: within_budget(given, costs, lambda n: jnp.dot(n, jnp.float32(costs)) <= limit)
+    )()
 
 
 def test_the_best_scores_per_cost_are_kept_while_the_budget_lasts():
@@ -23,7 +27,7 @@ def test_the_best_scores_per_cost_are_kept_while_the_budget_lasts():
     )
     values = np.concatenate([x.ravel() for x in scores]) / each
     order = np.argsort(-values)
-    affordable = np.cumsum(each[order]) < 10 * 9 + 20
+    affordable = np.cumsum(each[order]) <= 10 * 9 + 20
     expected = np.zeros(values.size, np.uint8)
     expected[order[affordable]] = 1
     np.testing.assert_array_equal(np.concatenate([np.ravel(mask) for mask in masks]), expected)
