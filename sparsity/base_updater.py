@@ -8,6 +8,7 @@ step and takes care of packing, sparse updates, the state of regrown weights and
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
@@ -81,11 +82,14 @@ class BaseUpdater:
     is_sparse_updates: bool | None = None
     batch_axes: BatchAxes = 0
 
-    # Whether weights may come back into the mask and need a fresh optimizer state then.
-    regrows: ClassVar[bool] = False
+    # Whether pruned weights may come back into the mask: then they start at 0 with the optimizer
+    # state that `init` gives. `None`, the value of each class that chooses scores or masks of its
+    # own and does not state another, means that they may, unless they keep their values.
+    regrows: ClassVar[bool | None] = None
     # Whether pruned weights keep their values. A class with a `post_gradient_update` or an
-    # `apply_masks` of its own is taken to keep them, unless it says otherwise.
+    # `apply_masks` of its own that does not state this is assumed to keep them, and warned of.
     keeps_dense_weights: ClassVar[bool] = False
+    _assumes_dense_weights: ClassVar[bool] = False
     # Keys of a configuration beyond the fields; see `read_config`.
     config_keys: ClassVar[tuple[str, ...]] = ()
     # The schedule of a configuration that names none, from its start, end and frequency.
@@ -95,11 +99,20 @@ class BaseUpdater:
         super().__init_subclass__()
         own = vars(cls)
         parents = [base for base in cls.__bases__ if issubclass(base, BaseUpdater)]
-        if "keeps_dense_weights" not in own and any(
-            all(getattr(cls, name) is not getattr(parent, name) for parent in parents)
-            for name in ("post_gradient_update", "apply_masks")
-        ):
-            cls.keeps_dense_weights = True
+
+        def overrides(*names: str) -> bool:
+            return any(
+                all(getattr(cls, name) is not getattr(parent, name) for parent in parents)
+                for name in names
+            )
+
+        if "keeps_dense_weights" in own:
+            cls._assumes_dense_weights = False
+        elif overrides("post_gradient_update", "apply_masks"):
+            cls.keeps_dense_weights = cls._assumes_dense_weights = True
+        hooks = "calculate_scores", "create_masks", "update_state"
+        if "regrows" not in own and not cls.regrows and overrides(*hooks):
+            cls.regrows = None
         # Otherwise @dataclass writes an __eq__ of its own and, with it, a __hash__ of None.
         for name in {"__eq__", "__hash__"} - own.keys():
             setattr(cls, name, getattr(BaseUpdater, name))
@@ -343,6 +356,16 @@ class BaseUpdater:
           A transformation whose `update` needs `params` and passes extra arguments on to `inner`
           and to the hooks that name them.
         """
+        if self._assumes_dense_weights and self.is_sparse_updates is None:
+            names = "post_gradient_update", "apply_masks"
+            cls = next(cls for cls in type(self).__mro__ if not vars(cls).keys().isdisjoint(names))
+            warnings.warn(
+                f"{cls.__name__} overrides {' or '.join(names)}, so that it is assumed to keep the "
+                "values of pruned weights: update does not set them to 0. State in the class "
+                f"{cls.__name__} whether it does: keeps_dense_weights = True, or False for weights "
+                "at exactly 0.",
+                stacklevel=2,
+            )
         return step.wrap(self, inner, masks)
 
     def sites(self, params: PyTree) -> Sites:
@@ -375,6 +398,8 @@ ALGORITHM_REGISTRY: Registry[type[BaseUpdater]] = Registry("algorithm")
 @dataclasses.dataclass(kw_only=True)
 class NoPruning(BaseUpdater):
     """Keeps all parameters dense: the reference to compare with."""
+
+    regrows: ClassVar[bool | None] = False
 
     sparsity_distribution_fn: Distribution | None = None
 

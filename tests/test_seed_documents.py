@@ -152,6 +152,7 @@ def test_the_static_mask_of_the_deep_dive_refuses_instant_sparsify():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:EveryHook overrides post_gradient_update or apply_masks")
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 def test_an_updater_that_overrides_every_hook_as_shown_trains(packed):
     pruner = EveryHook(

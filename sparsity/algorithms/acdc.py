@@ -31,7 +31,7 @@ class ACDC(MagnitudePruning):
 
     is_sparse_gradients: bool = True
 
-    regrows: ClassVar[bool] = True
+    regrows: ClassVar[bool | None] = True
     schedule_type: ClassVar[str] = "periodic"
 
     def update_state(

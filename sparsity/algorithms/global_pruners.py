@@ -7,6 +7,7 @@ distribution says elsewhere, as in jaxpruner.
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 
@@ -77,6 +78,8 @@ class GlobalPruning(BaseUpdater):
 @dataclasses.dataclass(kw_only=True)
 class GlobalMagnitudePruning(GlobalPruning, MagnitudePruning):
     """Keeps the weights of the largest magnitude in the whole network."""
+
+    regrows: ClassVar[bool | None] = False  # a pruned weight is 0, which scores lowest
 
 
 @dataclasses.dataclass(kw_only=True)

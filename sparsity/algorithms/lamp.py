@@ -6,6 +6,7 @@ Source: Lee et al. 2021, "Layer-adaptive sparsity for the magnitude-based prunin
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ class LampPruning(BaseUpdater):
     A leaf is sorted to be scored, which gathers it where it is sharded.
     """
 
+    regrows: ClassVar[bool | None] = False  # a pruned weight is 0, which scores lowest
     scope: Scope = Global(use_normalization=False)
 
     def calculate_scores(

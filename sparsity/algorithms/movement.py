@@ -30,7 +30,7 @@ class MovementPruning(BaseUpdater):
     pass the threshold depends on the rate of that Adam and on a penalty, so no target would be met.
     """
 
-    regrows: ClassVar[bool] = True
+    regrows: ClassVar[bool | None] = True
 
     def init_algorithm_state(self, params: PyTree, masks: PyTree) -> PyTree:
         def start(_: trees.KeyPath, param: Any, mask: Any) -> Any:

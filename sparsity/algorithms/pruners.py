@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ class MagnitudePruning(BaseUpdater):
 
     Source: Zhu & Gupta 2017, "To prune, or not to prune", with a `PolynomialSchedule`.
     """
+
+    regrows: ClassVar[bool | None] = False  # a pruned weight is 0, which scores lowest
 
     @elementwise
     def calculate_scores(
@@ -65,6 +67,8 @@ class SaliencyPruning(BaseUpdater):
 @dataclasses.dataclass(kw_only=True)
 class RandomPruning(BaseUpdater):
     """Keeps random weights; a pruned weight stays pruned while the sparsity grows."""
+
+    regrows: ClassVar[bool | None] = False
 
     def calculate_scores(
         self,

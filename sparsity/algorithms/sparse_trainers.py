@@ -99,6 +99,8 @@ class SparseTraining(BaseUpdater):
 class StaticRandomSparse(SparseTraining):
     """Trains within one mask: a random one, or that of `wrap_optax(tx, masks=masks)`."""
 
+    regrows: ClassVar[bool | None] = False
+
     def update_state(
         self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
     ) -> SparseState:
@@ -119,7 +121,7 @@ class DropAndGrow(SparseTraining):
     skip_gradients: bool = True
     drop_fraction_fn: optax.Schedule = ConstantFraction(0.3)
 
-    regrows: ClassVar[bool] = True
+    regrows: ClassVar[bool | None] = True
     config_keys: ClassVar[tuple[str, ...]] = ("drop_fraction",)
 
     def __post_init__(self) -> None:

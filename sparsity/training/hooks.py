@@ -22,7 +22,7 @@ class Updater(Protocol):
     """The fields and hooks of a `BaseUpdater` that a training step uses."""
 
     keeps_dense_weights: ClassVar[bool]
-    regrows: ClassVar[bool]
+    regrows: ClassVar[bool | None]
     scheduler: Schedule
     skip_gradients: bool
     is_sparse_gradients: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -64,26 +65,48 @@ def start_from_zero(steps: PyTree, params: PyTree, grown: PyTree) -> PyTree:
     return trees.map_matched(restart, steps, grown, role="updates")
 
 
-def check_resettable(params: PyTree, inner_state: optax.OptState) -> None:
-    """Refuses inner optimizers whose state hides which entry belongs to which parameter."""
-    arrays = {path: leaf for path, leaf in trees.leaves_by_path(params).items() if _is_array(leaf)}
-    size = sum(leaf.size for leaf in arrays.values())
-    owned = owners.map_owned(lambda owner, _: owner is not None, arrays and params, inner_state)
-    leaves = zip(jax.tree.leaves(owned), jax.tree.leaves(inner_state), strict=True)
-    hidden = None
-    if trees.find_nodes(inner_state, optax.LookaheadState):
-        hidden = "lookahead"
-    elif len(arrays) > 1 and any(
-        not is_owned and jnp.shape(leaf) == (size,) and trees.is_prunable(leaf)
-        for is_owned, leaf in leaves
-    ):
-        hidden = "flatten"
-    if hidden:
+def check_resettable(
+    params: PyTree, inner_state: optax.OptState, name: str = "", is_sure: bool = True
+) -> None:
+    """Refuses, or warns of, optimizers whose state hides which entry belongs to which parameter.
+
+    Args:
+      params: tree of parameters.
+      inner_state: state of the optimizer.
+      name: the class of the updater.
+      is_sure: whether weights regrow; otherwise they may, and this is a warning.
+    """
+    hidden = hidden_by(params, inner_state)
+    if hidden is None:
+        return
+    if is_sure:
         raise ValueError(
             f"An updater that regrows weights cannot wrap optax.{hidden}: its state hides which "
             "entry belongs to which parameter, and regrown weights need a fresh state. Leave "
             f"optax.{hidden} out."
         )
+    warnings.warn(
+        f"{name} may regrow weights, and cannot give them a fresh optimizer state: that of "
+        f"optax.{hidden} hides which entry belongs to which parameter. State regrows = False in "
+        f"the class {name} if its masks only shrink, or leave optax.{hidden} out.",
+        stacklevel=3,
+    )
+
+
+def hidden_by(params: PyTree, inner_state: optax.OptState) -> str | None:
+    """Returns the optax function whose state hides what belongs to a parameter, or `None`."""
+    arrays = {path: leaf for path, leaf in trees.leaves_by_path(params).items() if _is_array(leaf)}
+    size = sum(leaf.size for leaf in arrays.values())
+    owned = owners.map_owned(lambda owner, _: owner is not None, arrays and params, inner_state)
+    leaves = zip(jax.tree.leaves(owned), jax.tree.leaves(inner_state), strict=True)
+    if trees.find_nodes(inner_state, optax.LookaheadState):
+        return "lookahead"
+    if len(arrays) > 1 and any(
+        not is_owned and jnp.shape(leaf) == (size,) and trees.is_prunable(leaf)
+        for is_owned, leaf in leaves
+    ):
+        return "flatten"
+    return None
 
 
 def _is_array(leaf: object) -> bool:

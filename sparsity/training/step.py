@@ -39,6 +39,7 @@ from sparsity.sparsity_schedules import update_range
 from sparsity.training.hooks import ExtraArg, Updater, call_hook, is_overridden
 from sparsity.training.regrow import (
     check_resettable,
+    hidden_by,
     restart_regrown,
     start_from_zero,
     without_grown,
@@ -65,6 +66,7 @@ def wrap(
     if lands_on_zeros is None:
         lands_on_zeros = not updater.keeps_dense_weights
     keeps_zeros = lands_on_zeros or not updater.keeps_dense_weights
+    may_regrow = keeps_zeros if updater.regrows is None else updater.regrows
 
     def init_fn(params: PyTree) -> SparseState:
         if _is_placeholder(params):
@@ -92,8 +94,9 @@ def wrap(
             count=on_device(0 if state.count is None else state.count, np.int32),
             algorithm_state=own,
         )
-        if updater.regrows:
-            check_resettable(params, state.inner_state)
+        if may_regrow:
+            name, is_sure = type(updater).__name__, bool(updater.regrows)
+            check_resettable(params, state.inner_state, name, is_sure)
         return make_state(packed, state)
 
     def update_fn(
@@ -106,6 +109,7 @@ def wrap(
         check_gradients(updates, params, state.masks)
         grads = trees.prunable(updates, params)
         table = updater.sites(params)
+        regrows = may_regrow and hidden_by(params, state.inner_state) is None
 
         def plain(state: SparseState) -> SparseState:
             """The state as hooks see it."""
@@ -132,13 +136,13 @@ def wrap(
             new = call(updater.update_state, old, trees.prunable(seen), grads)
             table.forget()
             new = new._replace(masks=take_masks(new.masks, old.masks, params, packed))
-            if not updater.regrows:
+            if not regrows:
                 return kept(new), None
             new, grown = restart_regrown(old, new, params, inner.init(seen))
             return kept(new), grown
 
         def go_on(state: SparseState) -> tuple[SparseState, PyTree]:
-            grown = pack_masks(plain(state).masks, params) if updater.regrows else None
+            grown = pack_masks(plain(state).masks, params) if regrows else None
             return state, jax.tree.map(jnp.zeros_like, grown)
 
         if is_overridden(updater.accumulate):

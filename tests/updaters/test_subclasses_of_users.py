@@ -156,3 +156,81 @@ def test_an_elementwise_hook_may_read_an_array_of_its_own():
     for power in (1.0, -1.0):
         updater.power = np.array([[power]], np.float32)
         assert _mask_of(updater)[16 if power > 0 else 0 :][:16].all()
+
+
+class _CallsSuper(sparsity.MagnitudePruning):
+    """Overrides a loop hook and changes nothing."""
+
+    def post_gradient_update(self, params, sparse_state):
+        return super().post_gradient_update(params, sparse_state)
+
+
+def _step(updater, params, masks=None):
+    tx = updater.wrap_optax(optax.adam(0.1), masks=masks)
+    updates, state = tx.update(params, tx.init(params), params)
+    return optax.apply_updates(params, updates), state
+
+
+def test_a_class_that_is_assumed_to_keep_dense_weights_is_warned_of_where_it_is_wrapped():
+    with pytest.warns(UserWarning, match=r"_CallsSuper overrides.*keeps_dense_weights = ") as seen:
+        params, _ = _step(_CallsSuper(**HALF, **ONCE), PARAMS)
+    assert [warning.filename for warning in seen] == [__file__]
+    assert np.count_nonzero(params["k"]) == 32  # dense, as jaxpruner's classes are
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_class_that_states_what_it_keeps_is_not_warned_of(keeps):
+    class Stated(_CallsSuper):
+        keeps_dense_weights = keeps
+
+    params, _ = _step(Stated(**HALF, **ONCE), PARAMS)
+    assert np.count_nonzero(params["k"]) == (32 if keeps else 16)
+
+
+def test_an_updater_that_says_how_its_updates_land_is_not_warned_of():
+    for value in (False, True):
+        params, _ = _step(_CallsSuper(is_sparse_updates=value, **HALF, **ONCE), PARAMS)
+        assert np.count_nonzero(params["k"]) == (16 if value else 32)
+
+
+class _Gradients(sparsity.MagnitudePruning):
+    """Keeps the weights of the largest gradients, so that masks grow."""
+
+    def calculate_scores(self, params, sparse_state=None, grads=None):
+        return jax.tree.map(jnp.abs, grads)
+
+
+@pytest.mark.parametrize("state", ["nothing", "regrows", "does not"])
+def test_weights_that_a_class_of_ones_own_regrows_have_a_fresh_state(state):
+    attributes = {"nothing": {}, "regrows": {"regrows": True}, "does not": {"regrows": False}}
+    updater = type("Own", (_Gradients,), attributes[state])(
+        sparsity_distribution_fn=sparsity.Uniform(0.5, filter_fn=lambda *_: True),
+        scheduler=sparsity.PeriodicSchedule(3),
+    )
+    tx = updater.wrap_optax(optax.adam(0.1))
+    params = jnp.array([1.0, 1.0, 1.0, 1.0])
+    opt_state = tx.init(params)
+    for step in range(4):  # the last one updates the masks
+        grads = jnp.array([3.0, 3.0, 1.0, 1.0] if step < 3 else [1.0, 1.0, 3.0, 3.0])
+        updates, opt_state = jax.jit(tx.update)(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    assert opt_state.masks.tolist() == [0, 0, 1, 1]
+    mu = opt_state.inner_state[0].mu[2]
+    if state == "does not":  # the moments of a pruned weight go on
+        assert mu == pytest.approx(0.9**3 * 0 + 0.1 * (1 * (0.9 + 0.81 + 0.729) + 3), rel=1e-5)
+    else:
+        assert mu == pytest.approx(0.1 * 3, rel=1e-5)
+        # From zero, by Adam's first step of a weight under an old count.
+        expected = -0.1 * (0.3 / (1 - 0.9**4)) / np.sqrt(0.009 / (1 - 0.999**4))
+        assert params[2] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_class_whose_masks_only_shrink_may_wrap_flatten():
+    flat = optax.flatten(optax.adam(0.1))
+    with pytest.warns(UserWarning, match=r"_Gradients may regrow.*regrows = False") as seen:
+        _Gradients(**HALF, **ONCE).wrap_optax(flat).init(PARAMS)
+    assert [warning.filename for warning in seen] == [__file__]
+    shrinking = type("Shrinking", (_Gradients,), {"regrows": False})(**HALF, **ONCE)
+    shrinking.wrap_optax(flat).init(PARAMS)
+    with pytest.raises(ValueError, match=r"cannot wrap optax\.flatten"):
+        sparsity.RigL(**HALF, **ONCE).wrap_optax(flat).init(PARAMS)
