@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 def is_traced(value: object) -> bool:
@@ -56,6 +60,25 @@ def check_density(name: str, value: object) -> None:
         raise ValueError(
             f"{name} is the fraction to keep and must be in (0, 1], got {name} = {value!r}."
         )
+
+
+def unique_keys(pairs: Iterable[tuple[K, V]]) -> dict[K, V]:
+    """Returns a dict of pairs, as parsers of JSON and msgpack ask for by `object_pairs_hook`.
+
+    Raises:
+      ValueError: a key comes twice.
+
+    Example:
+      >>> unique_keys([("a", 1), ("a", 2)])
+      Traceback (most recent call last):
+      ValueError: 'a' comes twice
+    """
+    unique: dict[K, V] = {}
+    for key, value in pairs:
+        if key in unique:
+            raise ValueError(f"{key!r} comes twice")
+        unique[key] = value
+    return unique
 
 
 def _as_float(value: Any) -> float:

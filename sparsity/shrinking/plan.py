@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from sparsity.core import trees
+from sparsity.core.checks import unique_keys
 from sparsity.core.trees import PyTree
 from sparsity.graph import ChannelGroup, Graph
 from sparsity.graph.dims import Dim, kept_by_layer, labels, variables
 
 Path = tuple[str, ...]
+FORMAT = 1  # of the text of a plan
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,6 +28,10 @@ class Plan:
         each layer of a stack keeps its own.
       shapes: of these leaves before.
 
+    Raises:
+      ValueError: a leaf has no shape, an axis is none of the leaf's, or indices are not those that
+        `kept` says: in range, ascending, none twice, at least one, a row for each layer.
+
     Example:
       >>> plan = Plan({("up",): {1: np.array([0, 2])}}, {("up",): (3, 4)})
       >>> Plan.from_json(plan.to_json()).kept[("up",)][1]
@@ -33,6 +40,17 @@ class Plan:
 
     kept: Mapping[Path, Mapping[int, np.ndarray]]
     shapes: Mapping[Path, tuple[int, ...]]
+
+    def __post_init__(self) -> None:
+        for path, axes in self.kept.items():
+            if path not in self.shapes:
+                raise ValueError(f"The plan has no shape of the leaf {'/'.join(path)!r}.")
+            for axis, index in axes.items():
+                if fault := _fault(index, axis, self.shapes[path]):
+                    raise ValueError(
+                        f"The plan keeps of the leaf {'/'.join(path)!r}, shape "
+                        f"{self.shapes[path]}, along axis {axis}: {fault}."
+                    )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.to_json() == other.to_json()
@@ -54,35 +72,95 @@ class Plan:
             }
             for path, axes in sorted(self.kept.items())
         ]
-        return json.dumps({"format": 1, "leaves": leaves})
+        return json.dumps({"format": FORMAT, "leaves": leaves})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote.
+        """Reads the plan that `to_json` wrote.
 
         Raises:
-          ValueError: the text is no plan.
+          ValueError: the text is no plan; the leaf and the axis are named.
         """
         try:
-            leaves = {tuple(leaf["path"]): leaf for leaf in json.loads(text)["leaves"]}
-            axes = {
-                path: {int(axis): np.array(index, int) for axis, index in leaf["kept"].items()}
-                for path, leaf in leaves.items()
-            }
-            return cls(axes, {path: tuple(leaf["shape"]) for path, leaf in leaves.items()})
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"Not a plan written by Plan.to_json: {error!r}.") from error
+            stored = json.loads(text, object_pairs_hook=unique_keys)
+            if not isinstance(stored, dict) or not isinstance(stored.get("leaves"), list):
+                raise ValueError("there is no list of leaves")
+            if type(stored.get("format")) is not int or stored["format"] != FORMAT:
+                raise ValueError(f"the format is {stored.get('format')!r}, not {FORMAT}")
+            leaves = [_parse_leaf(leaf) for leaf in stored["leaves"]]
+            kept = unique_keys((path, axes) for path, _, axes in leaves)
+            return cls(kept, {path: shape for path, shape, _ in leaves})
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"Not a plan written by Plan.to_json: {error}.") from error
 
     def then(self, later: Plan) -> Plan:
-        """The plan that does what this one and then `later`, made for the smaller model, do."""
-        whole = {path: dict(axes) for path, axes in self.kept.items()}
+        """Composes two cuts: this plan, then `later`, made for the model that this plan leaves.
+
+        Raises:
+          ValueError: `later` has a leaf of another shape than this plan leaves.
+        """
+        kept = {path: dict(axes) for path, axes in self.kept.items()}
         shapes = dict(self.shapes)
         for path, axes in later.kept.items():
-            known = whole.setdefault(path, {})
-            shapes.setdefault(path, later.shapes[path])
+            axes_before = kept.setdefault(path, {})
+            shape = shape_left(shapes.setdefault(path, later.shapes[path]), axes_before)
+            if shape != later.shapes[path]:
+                raise ValueError(
+                    f"The later plan has {'/'.join(path)!r} of shape {later.shapes[path]}, this "
+                    f"plan leaves {shape}. Compose plans in the order of the cuts."
+                )
             for axis, index in axes.items():
-                known[axis] = _composed(known[axis], index) if axis in known else index
-        return Plan(whole, shapes)
+                before = axes_before.get(axis)
+                axes_before[axis] = index if before is None else _composed(before, index)
+        return Plan(kept, shapes)
+
+
+def _parse_leaf(leaf: Any) -> tuple[Path, tuple[int, ...], dict[int, np.ndarray]]:
+    """Returns path, shape and kept indices of a leaf in the text of a plan."""
+    if not isinstance(leaf, dict) or leaf.keys() != {"path", "shape", "kept"}:
+        raise ValueError(f"the leaf {leaf!r:.80} must have a path, a shape, and what is kept")
+    path, shape, kept = leaf["path"], leaf["shape"], leaf["kept"]
+    if not isinstance(path, list) or not all(isinstance(name, str) for name in path):
+        raise ValueError(f"the path {path!r} is no list of strings")
+    name = "/".join(path)
+    if not _are_sizes(shape):
+        raise ValueError(f"the shape {shape!r} of the leaf {name!r} is no list of sizes")
+    if not isinstance(kept, dict):
+        raise ValueError(f"what the leaf {name!r} keeps, {kept!r:.80}, has no axes")
+    axes = {}
+    for axis, index in kept.items():
+        if axis not in map(str, range(len(shape))):
+            raise ValueError(f"the leaf {name!r} of shape {shape} has no axis {axis!r}")
+        rows = index if isinstance(index, list) and isinstance((index or [0])[0], list) else [index]
+        if not all(map(_are_sizes, rows)) or len(set(map(len, rows))) > 1:
+            raise ValueError(
+                f"axis {axis} of the leaf {name!r} must keep indices from 0 on, or a list of "
+                f"equally many for each layer, got {index!r:.80}"
+            )
+        axes[int(axis)] = np.array(index, np.int64)
+    return tuple(path), tuple(shape), axes
+
+
+def _are_sizes(values: object) -> bool:
+    """Returns whether `values` is a list of integers that numpy holds, none of them negative."""
+    return isinstance(values, list) and all(type(n) is int and 0 <= n < 2**63 for n in values)
+
+
+def _fault(index: np.ndarray, axis: int, shape: tuple[int, ...]) -> str | None:
+    """Says why an axis of a leaf cannot keep these indices; `None` where nothing is wrong."""
+    if not 0 <= axis < len(shape):
+        return "there is no such axis"
+    if getattr(index, "ndim", 0) not in (1, 2) or index.dtype.kind not in "iu":
+        return f"{index!r}, which is no array of indices, or of indices for each layer"
+    if index.ndim == 2 and (axis == 0 or len(index) != shape[0]):
+        return f"{len(index)} rows of indices, but axis 0 does not have as many layers"
+    if not index.size:
+        return "no index, at least one must stay"
+    if index.min() < 0 or index.max() >= shape[axis]:
+        return f"indices from {index.min()} to {index.max()}, they must be in [0, {shape[axis]})"
+    if (index[..., 1:] <= index[..., :-1]).any():
+        return "indices that do not ascend, or come twice"
+    return None
 
 
 def shape_left(shape: tuple[int, ...], kept: Mapping[int, np.ndarray]) -> tuple[int, ...]:
