@@ -124,11 +124,6 @@ def test_the_package_says_that_it_is_typed():
     assert (PACKAGE / "py.typed").is_file()
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_module_is_longer_than_400_lines(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
-
-
 # The floors of the package, from the bottom: a room imports from those below it, and from itself.
 FLOORS = [
     ["core"],
