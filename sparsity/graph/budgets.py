@@ -52,14 +52,14 @@ class Budget:
 
     def cost(self, path: tuple[str, ...], param: chex.Array) -> float:
         """What a weight of a leaf costs: multiply-adds, or bytes."""
-        leaf = self.graph.leaf(path, param)
+        leaf = self.graph.leaf(path, param, may_be_smaller=True)
         if self.macs is None:
             return float(leaf.dtype.itemsize)
         return self.graph.macs_of(leaf.path) / max(leaf.size, 1)
 
     def total(self, leaves: Sequence[tuple[tuple[str, ...], chex.Array]]) -> Polynomial:
         """What masks of some leaves cost, in the numbers of weights that they keep."""
-        known = [self.graph.leaf(path, param) for path, param in leaves]
+        known = [self.graph.leaf(path, param, may_be_smaller=True) for path, param in leaves]
         kept = {leaf.path: Polynomial.variable(i) for i, leaf in enumerate(known)}
         if self.macs is None:
             return sum((kept[leaf.path] * leaf.dtype.itemsize for leaf in known), Polynomial({}))
@@ -94,6 +94,7 @@ class Budget:
             )
         table = Sites(params, Unstructured(), batch_axes) if sites is None else sites
         leaves = self.graph.leaves_of(params)
+        arrays = trees.leaves_by_path(params)
         dense = self._cost(leaves, {})
         allowed = Fraction(share) * dense
 
@@ -112,7 +113,7 @@ class Budget:
                 return Fraction(math.floor(smaller)) if scope.across and is_whole else smaller
             kept = {
                 path: _kept_by(
-                    table[path].pattern, leaves[path].shape, table[path].batch_axes, float(target)
+                    table[path].pattern, arrays[path].shape, table[path].batch_axes, float(target)
                 )
                 for path, target in trees.leaves_by_path(targets).items()
             }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import types
 from collections.abc import Mapping, Sequence
 
 import chex
@@ -137,7 +138,7 @@ def find_channels(
                 name if names[name] == 1 else f"{name}.{names[name]}",
                 variable.size,
                 tuple((leaf.path, axis) for leaf, axis, _ in places),
-                tuple(_positions(dim, variable) for _, _, dim in places),
+                tuple(positions(dim, variable) for _, _, dim in places),
                 variable,
                 layers.get(variable, 0),
             )
@@ -145,12 +146,14 @@ def find_channels(
     return groups, list(dict.fromkeys(refused))
 
 
-def _positions(dim: Dim, variable: Dim) -> np.ndarray:
-    """int[size, n]: where each entry of a variable lies along an axis."""
-    found = labels(dim, variable)
-    assert found is not None  # refused before
-    order = np.argsort(found, kind="stable")[np.count_nonzero(found < 0) :]
-    return order.reshape(variable.size, -1)
+def positions(
+    dim: Dim, variable: Dim, sizes: Mapping[Dim, int] = types.MappingProxyType({})
+) -> np.ndarray:
+    """int[size, n]: where each entry of a variable lies along an axis, at sizes that are left."""
+    entries = labels(dim, variable, sizes)
+    assert entries is not None  # refused before
+    order = np.argsort(entries, kind="stable")[np.count_nonzero(entries < 0) :]
+    return order.reshape(sizes.get(variable, variable.size), -1)
 
 
 def _refusal(leaf: Leaf, axis: int, reason: Reason) -> Refusal:

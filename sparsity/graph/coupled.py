@@ -18,6 +18,7 @@ from sparsity.core.checks import check_bool, check_int, is_traced
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph.channels import ChannelGroup, PlacedGroup
+from sparsity.graph.cuts import Cut, solve_sizes
 from sparsity.graph.dims import Dim
 from sparsity.graph.graph import Graph
 from sparsity.graph.uses import Path
@@ -52,6 +53,8 @@ class Coupled:
       round_to: the number of channels that stay is rounded up to a multiple of it, with `across` as
         far as the cost allows; or a function of that number, which may be traced.
       min_channels: at least so many stay in every group.
+      plan: how the model was cut, for parameters that are smaller than those of `graph`. Shapes
+        tell it, unless an axis joins channels of two groups that lie on no other axis.
 
     Sources: Fang et al. 2023, "DepGraph"; Molchanov et al. 2019, "Importance Estimation for Neural
     Network Pruning".
@@ -64,6 +67,7 @@ class Coupled:
     across: bool | Literal["nbytes"] = False
     round_to: int | Callable[[chex.Numeric], chex.Numeric] = 1
     min_channels: int = 1
+    plan: Cut | None = None
 
     takes_signed_scores: ClassVar[bool] = True
 
@@ -80,6 +84,8 @@ class Coupled:
         check_int("min_channels", self.min_channels, 1)
         if not callable(self.round_to):
             check_int("round_to", self.round_to, 1)
+        if self.plan is not None and not isinstance(self.plan, Cut):
+            raise ValueError(f"plan must be a sparsity.Plan or None, got plan = {self.plan!r}.")
 
     def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
         """Raises a ValueError for what selects by itself: patterns, batch axes, a topk_fn."""
@@ -177,25 +183,20 @@ class Coupled:
 
     # What follows works on the groups as they lie in a tree.
 
-    def _graph_of(self, tree: PyTree) -> Graph:
-        """The graph of the model that has these leaves, if it was shrunken meanwhile."""
-        leaves = trees.leaves_by_path(tree).items()
-        return self.graph.of_tree(
-            {trees.path_names(path): x for path, x in leaves if hasattr(x, "shape")}
-        )
-
     def _groups(self, tree: PyTree, sparsities: PyTree) -> list[PlacedGroup]:
         """The groups that have a sparsity, with what is left of them in a tree."""
-        graph = self._graph_of(tree)
+        graph, arrays = self.graph, trees.leaves_by_path(tree)
+        leaves = graph.leaves_of(tree)
+        shapes = {leaf.path: arrays[path].shape for path, leaf in leaves.items()}
+        sizes = solve_sizes(graph.axes(), shapes, self.plan)
         places = {
             leaf.path: path
-            for path, leaf in graph.leaves_of(tree).items()
+            for path, leaf in leaves.items()
             if jnp.issubdtype(leaf.dtype, jnp.inexact)  # others can have no mask
         }
         wanted = trees.leaves_by_path(sparsities)
         found = []
-        for whole in self.graph.groups:
-            group = self.graph.left_of(whole, graph)
+        for whole, group in zip(graph.groups, graph.resized(sizes), strict=True):
             members, scored, entries = [], [], []
             for i, (path, axis) in enumerate(group.members):
                 if path in places:
@@ -308,7 +309,7 @@ class Coupled:
         """What the model costs, in multiply-adds or in bytes of the leaves of a tree."""
         sizes = {group.whole.variable: Polynomial.variable(i) for i, group in enumerate(groups)}
         if self.across == "nbytes":
-            leaves = self._graph_of(tree).leaves_of(tree).values()
+            leaves = self.graph.leaves_of(tree).values()
             left = self.graph.bytes_left(sizes, {leaf.path for leaf in leaves})
         else:
             left = self.graph.macs_left(sizes)

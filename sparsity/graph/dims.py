@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import types
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -133,17 +134,21 @@ def unify(one: Dim, other: Dim, reason: Reason) -> None:
         pin(b, reason._replace(text=f"{reason.text}: a ragged reshape or join"))
 
 
-def labels(dim: Dim, variable: Dim) -> np.ndarray | None:
+def labels(
+    dim: Dim, variable: Dim, sizes: Mapping[Dim, int] = types.MappingProxyType({})
+) -> np.ndarray | None:
     """int[size]: which entry of a variable each entry of an axis belongs to, -1 for none of them.
 
-    `None` where the axis runs over pairs of the variable's entries.
+    `None` where the axis runs over pairs of the variable's entries. `sizes` are those of variables
+    in a smaller model.
     """
     root = dim.root
+    size = sizes.get(root, root.size)
     if root is variable:
-        return np.arange(root.size)
+        return np.arange(size)
     if root.kind is None:
-        return np.full(root.size, -1)
-    below = [labels(part, variable) for part in root.parts]
+        return np.full(size, -1)
+    below = [labels(part, variable, sizes) for part in root.parts]
     if any(x is None for x in below):
         return None
     known = [x for x in below if x is not None]
@@ -153,7 +158,7 @@ def labels(dim: Dim, variable: Dim) -> np.ndarray | None:
     if len(involved) > 1:
         return None
     if not involved:
-        return np.full(root.size, -1)
+        return np.full(math.prod(map(len, known)), -1)
     (at,) = involved
     before = math.prod(len(x) for x in known[:at])
     after = math.prod(len(x) for x in known[at + 1 :])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import chex
 import jax
@@ -18,7 +18,7 @@ from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import PyTree
 from sparsity.graph import costs, report
 from sparsity.graph.biases import find_biases
-from sparsity.graph.channels import ChannelGroup, Leaf, Refusal, find_channels
+from sparsity.graph.channels import ChannelGroup, Leaf, Refusal, find_channels, positions
 from sparsity.graph.coupling import ANALYSED, Coupling
 from sparsity.graph.dims import Dim, Reason
 from sparsity.graph.layers import layered
@@ -31,7 +31,6 @@ from sparsity.patterns import NByM, SparsityType, Unstructured
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Kept: TypeAlias = Mapping[Path, Mapping[int, np.ndarray]]  # indices that stay along axes of leaves
 _MOST_RETRACED = 15  # graphs for other arguments that are kept
 N = TypeVar("N", int, Fraction, Polynomial)  # how many entries are left
 
@@ -60,8 +59,6 @@ class Graph:
         self.carried, self.output_tree = dict(carried), output_tree
         self._fn, self._example, self._retrace = fn, example, retrace
         self._retraced: list[tuple[PyTree, Graph]] = []
-        self._smaller: list[Graph] = []
-        self._larger: tuple[Graph, Kept] | None = None  # what this one was cut out of, and how
         self._by_end: dict[Path, list[Leaf]] = {}  # by what paths end in, the shortest path first
         for leaf in sorted(self.leaves, key=lambda leaf: len(leaf.path)):
             for start in range(len(leaf.path) + 1):
@@ -195,7 +192,8 @@ class Graph:
 
         Embeddings that are only looked up, scales, shifts and positional tables are no weights.
         """
-        return any(use.contracting for use in self._products(self.leaf(path, param).path))
+        leaf = self.leaf(path, param, may_be_smaller=True)
+        return any(use.contracting for use in self._products(leaf.path))
 
     def nm(self, n: int, m: int) -> Callable[[Path, chex.Array], SparsityType]:
         """N:M along the axis that each leaf's products contract: a `sparsity_type`.
@@ -214,20 +212,20 @@ class Graph:
         """
 
         def pattern(path: Path, param: chex.Array) -> SparsityType:
-            leaf = self.leaf(path, param)
+            leaf, shape = self.leaf(path, param, may_be_smaller=True), param.shape
             uses = [use for use in self._products(leaf.path) if use.contracting]
             axes = {use.channels for use in uses}
             if not axes:
                 return Unstructured()
-            shown = f"{leaf.name!r} of shape {leaf.shape}"
+            shown = f"{leaf.name!r} of shape {shape}"
             if len(axes) > 1:
                 raise ValueError(
                     f"Products contract different axes {sorted(axes)} of {shown}, so that no axis "
                     "serves N:M. Leave it out with filter_fn."
                 )
             (channels,) = axes
-            sizes = ", ".join(f"axis {axis} of size {leaf.shape[axis]}" for axis in channels)
-            divided = [axis for axis in channels if leaf.shape[axis] % m == 0]
+            sizes = ", ".join(f"axis {axis} of size {shape[axis]}" for axis in channels)
+            divided = [axis for axis in channels if shape[axis] % m == 0]
             fitting = [axis for axis in divided if all(use.is_along(axis, m) for use in uses)]
             if not fitting:
                 why = f"{m} divides none of the input channels of {shown}: {sizes}"
@@ -238,7 +236,7 @@ class Graph:
                     "convolution holds no input channels."
                 )
             # From the end: it is the same axis of a slice, whatever the batch axes.
-            return NByM(n, m, axis=fitting[-1] - len(leaf.shape))
+            return NByM(n, m, axis=fitting[-1] - len(shape))
 
         return pattern
 
@@ -254,11 +252,14 @@ class Graph:
                 largest[use.equation] = use
         return list(largest.values())
 
-    def leaf(self, path: Path, array: object, role: str = "params") -> Leaf:
+    def leaf(
+        self, path: Path, array: object, role: str = "params", may_be_smaller: bool = False
+    ) -> Leaf:
         """The leaf of a path; of a tree that is a part of what was traced, of the path's end.
 
         Of leaves whose paths end alike, that with the shortest path is meant: of a part such as
-        `variables["params"]`, `a/w` is `params/a/w` rather than `params/layer/a/w`.
+        `variables["params"]`, `a/w` is `params/a/w` rather than `params/layer/a/w`. An array of a
+        smaller model may be smaller along axes that can lose channels, if this is allowed.
 
         Raises:
           ValueError: there is no such leaf, more than one, or one of another shape than the array.
@@ -271,7 +272,7 @@ class Graph:
                 f"The {role} have a leaf {'/'.join(path)!r} of shape {shape}, of which the graph "
                 f"has {len(found)}: it knows {trees.listed([x.name for x in self.leaves])}."
             )
-        if found[0].shape != shape:
+        if found[0].shape != shape and not (may_be_smaller and self._fits(found[0], shape)):
             remedy = "Trace the model with these parameters."
             if role == "masks":
                 remedy = "Unpack packed masks: sparsity.unpack_masks(masks, params)."
@@ -281,10 +282,21 @@ class Graph:
             )
         return found[0]
 
+    def _fits(self, leaf: Leaf, shape: tuple[int, ...]) -> bool:
+        """Whether a leaf may have this shape in a smaller model."""
+        cut = {axis for x in self.groups for path, axis in x.members if path == leaf.path}
+        return len(shape) == len(leaf.shape) and all(
+            new == old or (axis in cut and 0 < new < old)
+            for axis, (new, old) in enumerate(zip(shape, leaf.shape, strict=True))
+        )
+
     def leaves_of(self, tree: PyTree) -> dict[trees.KeyPath, Leaf]:
-        """The leaves that the arrays of a tree of params are, by the paths of the tree."""
+        """The leaves that the arrays of a tree of params are, by the paths of the tree.
+
+        The params may be those of a smaller model.
+        """
         return {
-            path: self.leaf(trees.path_names(path), array)
+            path: self.leaf(trees.path_names(path), array, may_be_smaller=True)
             for path, array in trees.leaves_by_path(tree).items()
             if hasattr(array, "shape")
         }
@@ -310,65 +322,33 @@ class Graph:
         self._retraced = [*self._retraced[-_MOST_RETRACED:], (example, graph)]
         return graph
 
-    def add_smaller(
-        self, shapes: Mapping[Path, tuple[int, ...]], kept: Kept, apply: Callable[..., PyTree]
-    ) -> Graph:
-        """Makes a smaller model known, whose leaves have these shapes; returns its graph."""
-        for known in self._smaller:
-            if known._larger is not None and _same(known._larger[1], kept):
-                return known
+    def at_shapes(self, fn: Callable[..., PyTree], shapes: Mapping[Path, tuple[int, ...]]) -> Graph:
+        """The graph of a function like the model, at other shapes of its parameters."""
         params, args = self._example
         arrays, rebuild = trees.split_arrays(params)
-        cut = [
-            sharding.resized(array, shapes[leaf.path])
-            for array, leaf in zip(arrays, self.leaves, strict=True)
+        leaves = zip(arrays, self.leaves, strict=True)
+        structs = [sharding.resized(array, shapes[leaf.path]) for array, leaf in leaves]
+        return self._retrace(fn, rebuild(structs), args)
+
+    def resized(self, sizes: Mapping[Dim, int]) -> list[ChannelGroup]:
+        """The groups of channels in a smaller model, where so many entries are left of some axes.
+
+        There is one for each group of this model, in the same order, even if one channel is left.
+        """
+        if not sizes:
+            return self.groups
+        dims = {leaf.path: of_leaf for leaf, of_leaf in self.axes()}
+        return [
+            dataclasses.replace(
+                group,
+                size=sizes.get(group.variable, group.size),
+                positions=tuple(
+                    positions(dims[path][axis], group.variable, sizes)
+                    for path, axis in group.members
+                ),
+            )
+            for group in self.groups
         ]
-        smaller = self._retrace(apply, rebuild(cut), args)
-        smaller._larger = self, kept
-        self._smaller.append(smaller)
-        return smaller
-
-    def of_tree(self, leaves: Mapping[Path, chex.Array]) -> Graph:
-        """The graph of a model with these leaves: itself, or that of one that was shrunken."""
-        if self._has(leaves):
-            return self
-        fitting = [graph for graph in self._all_sizes() if graph._has(leaves)]
-        for other in fitting[1:]:
-            for group in self.groups:
-                one, more = (self.left_of(group, graph).positions for graph in (fitting[0], other))
-                if not all(map(np.array_equal, one, more)):
-                    raise ValueError(
-                        "Two models of these shapes were cut out of this one, and other channels "
-                        f"of the group {group.name!r} are left in either. Trace the model anew "
-                        "for each of them."
-                    )
-        return fitting[0] if fitting else self
-
-    def _has(self, leaves: Mapping[Path, chex.Array]) -> bool:
-        """Whether it has leaves of these shapes."""
-        found = ((self._by_end.get(path, ()), x.shape) for path, x in leaves.items())
-        return all(any(leaf.shape == shape for leaf in ends) for ends, shape in found)
-
-    def _all_sizes(self) -> Iterator[Graph]:
-        """Itself, and what was cut out of it, and out of that; the last one first."""
-        yield self
-        for smaller in reversed(self._smaller):
-            yield from smaller._all_sizes()
-
-    def left_of(self, group: ChannelGroup, smaller: Graph) -> ChannelGroup:
-        """What is left of a group of this model in one that was cut out of it."""
-        if smaller is self or smaller._larger is None:
-            return group
-        larger, kept = smaller._larger
-        group, positions = self.left_of(group, larger), []
-        for (path, axis), own in zip(group.members, group.positions, strict=True):
-            if axis in kept.get(path, {}):
-                stays = np.atleast_2d(kept[path][axis])[0]
-                stay = np.isin(own, stays)
-                left = np.searchsorted(stays, own[stay])
-                own = left.reshape(np.count_nonzero(stay.any(axis=1)), -1)
-            positions.append(own)
-        return dataclasses.replace(group, size=len(positions[0]), positions=tuple(positions))
 
     # Channels.
 
@@ -438,12 +418,3 @@ def _density(uses: Sequence[Use], density: Mapping[Path, costs.Number]) -> costs
         part = density.get(use.path, Fraction(1)) if use.view.keeps_zeros else Fraction(1)
         total = total + part * share
     return total + free if free else total
-
-
-def _same(one: Kept, other: Kept) -> bool:
-    """Whether the same indices stay."""
-    return one.keys() == other.keys() and all(
-        axes.keys() == other[path].keys()
-        and all(np.array_equal(index, other[path][axis]) for axis, index in axes.items())
-        for path, axes in one.items()
-    )

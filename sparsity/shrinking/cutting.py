@@ -108,6 +108,8 @@ def check_updates(
       ValueError: they differ by more than rounding; the leaf and the entry are named.
     """
     rng = np.random.default_rng(0)
+    if isinstance(state, SparseState) and _is_state_of(tx, params, state.inner_state):
+        state = state.inner_state
 
     def masked(path: trees.KeyPath, leaf: Any) -> Any:
         return _masked(leaf, _axes(graph, plan, path, leaf))
@@ -142,6 +144,14 @@ def check_updates(
         found = {"state": small_state, "update": small_updates}
         largest = max(largest, _compared(expected, found))
     return largest
+
+
+def _is_state_of(tx: optax.GradientTransformation, params: PyTree, state: Any) -> bool:
+    """Whether a state has the structure that an optimizer's `init` gives it."""
+    arrays = jax.tree.map(lambda leaf: leaf if trees.is_array(leaf) else None, params)
+    shapes = jax.eval_shape(tx.init, arrays)
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (shapes, state)]
+    return bool(structures[0] == structures[1])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-from sparsity.core import trees
+from sparsity.base_updater import BaseUpdater
+from sparsity.core import sharding, trees
 from sparsity.core.checks import unique_keys
 from sparsity.core.trees import PyTree
-from sparsity.graph import ChannelGroup, Graph
-from sparsity.graph.dims import Dim, kept_by_layer, labels, variables
+from sparsity.graph import ChannelGroup, Coupled, Graph
+from sparsity.graph.cuts import kept_of_leaves, kept_of_variables
+from sparsity.graph.dims import Dim, kept_by_layer, variables
+from sparsity.shrinking.evaluate import Smaller
 
 Path = tuple[str, ...]
 FORMAT = 1  # of the text of a plan
@@ -61,6 +66,56 @@ class Plan:
     def shape_left(self, path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:
         """What is left of the shape of a leaf."""
         return shape_left(shape, self.kept.get(path, {}))
+
+    def apply(self, graph: Graph, params: PyTree, *args: PyTree) -> PyTree:
+        """Runs the model at its smaller size.
+
+        Args:
+          graph: the graph of the model before the cut; shapes are enough to trace it.
+          params: the smaller parameters, in any dtype or container.
+          *args: inputs of the model, at any batch size; flags and numbers as in the model itself.
+
+        Raises:
+          ValueError: parameters are missing or of another size, or the model needs the channels
+            with these arguments; the parameter is named.
+        """
+        arrays, rebuild = trees.split_arrays(params)
+        inputs = trees.split_arrays(args)[0]
+        full = _full_shapes(self, graph, params)
+        for array in inputs:
+            if not all(isinstance(size, int) for size in array.shape):
+                raise ValueError(
+                    f"small.apply takes inputs of known sizes, got the shape {array.shape}. Export "
+                    "it for any number of rows by jax.vmap of "
+                    "lambda row: small.apply(params, row[None])."
+                )
+        structs = zip(sharding.abstract(arrays), full, strict=True)
+        example = rebuild([sharding.resized(*pair) for pair in structs])
+        now = graph.retraced(example, *args)
+        chosen = kept_of_variables(now.axes(), self)
+        if now is not graph:
+            check_proven(now, chosen)
+        outputs = Smaller(now.coupling, chosen).run(now.program, [*arrays, *inputs])
+        return jax.tree.unflatten(now.output_tree, outputs)
+
+    def graph(self, graph: Graph) -> Graph:
+        """Returns the graph of the smaller model from that of the model before the cut.
+
+        Nothing is computed: a process that has the plan and the smaller parameters traces the model
+        from shapes (`jax.eval_shape` of its init) and goes on from there.
+        """
+        shapes = {leaf.path: self.shape_left(leaf.path, leaf.shape) for leaf in graph.leaves}
+        return graph.at_shapes(functools.partial(self.apply, graph), shapes)
+
+    def updater(self, updater: BaseUpdater) -> BaseUpdater:
+        """Returns an updater of the model before the cut for the smaller model.
+
+        A ramp goes on: numbers of channels are those of the model before. Without it the shapes of
+        the smaller parameters say what is left, unless an axis joins several groups.
+        """
+        if not isinstance(updater.scope, Coupled):
+            return updater
+        return dataclasses.replace(updater, scope=dataclasses.replace(updater.scope, plan=self))
 
     def to_json(self) -> str:
         """The plan as text, from which `from_json` makes it again."""
@@ -113,6 +168,33 @@ class Plan:
                 before = axes_before.get(axis)
                 axes_before[axis] = index if before is None else _composed(before, index)
         return Plan(kept, shapes)
+
+
+def _full_shapes(plan: Plan, graph: Graph, params: PyTree) -> list[tuple[int, ...]]:
+    """The shapes before a cut of parameters after it, in their order.
+
+    Raises:
+      ValueError: the parameters are not those of the smaller model.
+    """
+    arrays = {
+        trees.path_names(path): leaf
+        for path, leaf in trees.leaves_by_path(params).items()
+        if trees.is_array(leaf)
+    }
+    shapes = {leaf.path: leaf.shape for leaf in graph.leaves}
+    if differing := shapes.keys() ^ arrays.keys():
+        raise ValueError(
+            "small.apply takes all parameters of the model, and no others: "
+            f"{trees.listed(['/'.join(path) for path in sorted(differing)])} differ."
+        )
+    for path, array in arrays.items():
+        shape = plan.shape_left(path, shapes[path])
+        if shape != array.shape:
+            raise ValueError(
+                f"small.apply takes the smaller parameters: {'/'.join(path)!r} must have shape "
+                f"{shape}, got {array.shape}."
+            )
+    return [shapes[path] for path in arrays]
 
 
 def _parse_leaf(leaf: Any) -> tuple[Path, tuple[int, ...], dict[int, np.ndarray]]:
@@ -187,61 +269,10 @@ def stays_at(index: np.ndarray, size: int) -> np.ndarray:
     return stays
 
 
-def plan_of(graph: Graph, chosen: dict[Dim, np.ndarray]) -> Plan:
+def plan_of(graph: Graph, chosen: Mapping[Dim, np.ndarray]) -> Plan:
     """The plan of variables of which only some entries stay."""
-    found: dict[Path, dict[int, np.ndarray]] = {}
-    shapes = {}
-    for leaf, dims in graph.axes():
-        axes = {
-            axis: index
-            for axis, dim in enumerate(dims)
-            if (index := kept_by_layer(dim, chosen)) is not None
-        }
-        if axes:
-            found[leaf.path], shapes[leaf.path] = axes, leaf.shape
-    return Plan(found, shapes)
-
-
-def variables_of(graph: Graph, plan: Plan) -> dict[Dim, np.ndarray]:
-    """What a plan, perhaps of the same model at another batch size, keeps of each variable.
-
-    Raises:
-      ValueError: the plan names a leaf that the graph does not have, or one of another shape, or
-        keeps what cannot be kept alone.
-    """
-    chosen: dict[Dim, np.ndarray] = {}
-    by_path = {leaf.path: (leaf, dims) for leaf, dims in graph.axes()}
-    for path, axes in plan.kept.items():
-        if path not in by_path or by_path[path][0].shape != plan.shapes[path]:
-            raise ValueError(
-                f"The plan is of another model: it has {'/'.join(path)!r} of shape "
-                f"{plan.shapes[path]}, the graph has "
-                f"{by_path[path][0].shape if path in by_path else 'no such leaf'}."
-            )
-        for axis, index in axes.items():
-            dim = by_path[path][1][axis]
-            for variable in variables(dim):
-                found = labels(dim, variable)
-                if found is not None and variable.size > 1:
-                    rows = [np.unique(x[x >= 0]) for x in np.atleast_2d(found[index])]
-                    if len({len(row) for row in rows}) == 1:
-                        chosen[variable] = np.stack(rows) if index.ndim == 2 else rows[0]
-    chosen = {v: index for v, index in chosen.items() if index.shape[-1] < v.size}
-    for path, axes in plan.kept.items():
-        for axis, index in axes.items():
-            left = kept_by_layer(by_path[path][1][axis], chosen)
-            if left is None or not np.array_equal(left, index):
-                raise ValueError(
-                    f"The plan keeps indices of {'/'.join(path)!r} along axis {axis} that do not "
-                    "go together in this model: it was made for another one."
-                )
-    for path, axes in plan_of(graph, chosen).kept.items():
-        if differing := axes.keys() ^ plan.kept.get(path, {}).keys():
-            raise ValueError(
-                f"The plan cuts channels that {'/'.join(path)!r} has along axis {min(differing)}, "
-                "and leaves that axis as it is: it was made for another model."
-            )
-    return chosen
+    kept = kept_of_leaves(graph.axes(), chosen)
+    return Plan(kept, {leaf.path: leaf.shape for leaf in graph.leaves if leaf.path in kept})
 
 
 def check_proven(graph: Graph, chosen: Mapping[Dim, np.ndarray]) -> None:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import optax
 from jax.sharding import NamedSharding
 
+from sparsity.base_updater import BaseUpdater
 from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
+from sparsity.graph.cuts import kept_of_variables
 from sparsity.graph.dims import Dim
 from sparsity.reports import time_in_turn
 from sparsity.shrinking import report
 from sparsity.shrinking.cutting import check_updates, cut_params, cut_state
-from sparsity.shrinking.evaluate import Smaller
-from sparsity.shrinking.plan import Plan, check_proven, chosen_by, plan_of, variables_of
+from sparsity.shrinking.plan import Plan, check_proven, chosen_by, plan_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,12 +52,8 @@ class Small:
 
     @functools.cached_property
     def graph(self) -> Graph:
-        """The graph of the smaller model: it can be shrunken again."""
-        shapes = {
-            leaf.path: self.plan.shape_left(leaf.path, leaf.shape) for leaf in self.before.leaves
-        }
-        apply = functools.partial(_apply, self.before, self.plan)
-        return self.before.add_smaller(shapes, self.plan.kept, apply)
+        """The graph of the smaller model: channels can be cut again."""
+        return self.plan.graph(self.before)
 
     def apply(self, params: PyTree, *args: PyTree) -> PyTree:
         """The model at its smaller size: what `fn(params, *args)` of the masked model returns.
@@ -67,7 +64,11 @@ class Small:
           params: the smaller parameters.
           *args: inputs of the model.
         """
-        return _apply(self.before, self.plan, params, *args)
+        return self.plan.apply(self.before, params, *args)
+
+    def updater(self, updater: BaseUpdater) -> BaseUpdater:
+        """Returns an updater of the model before for the smaller one: see `Plan.updater`."""
+        return self.plan.updater(updater)
 
     def macs(self, path: Path | None = None) -> int:
         """Multiply-adds that are left, at the batch size of the trace: of a call, or of a leaf."""
@@ -92,7 +93,7 @@ class Small:
             @jax.jit
             def run(arrays: list[jax.Array]) -> object:
                 params, inputs = rebuild(arrays)
-                return _apply(self.before, plan, params, *inputs)
+                return plan.apply(self.before, params, *inputs)
 
             return functools.partial(run, arrays)
 
@@ -127,46 +128,8 @@ class Small:
     @functools.cached_property
     def _left(self) -> dict[Dim, int]:
         """How many entries stay of each variable."""
-        chosen = variables_of(self.before, self.plan)
+        chosen = kept_of_variables(self.before.axes(), self.plan)
         return {variable: index.shape[-1] for variable, index in chosen.items()}
-
-
-def _apply(graph: Graph, plan: Plan, params: PyTree, *args: Any) -> Any:
-    """A model whose parameters have become smaller, for arguments of any kind."""
-    arrays, rebuild = trees.split_arrays(params)
-    inputs = trees.split_arrays(args)[0]
-    paths = [
-        trees.path_names(path)
-        for path, x in trees.leaves_by_path(params).items()
-        if trees.is_array(x)
-    ]
-    shapes = {leaf.path: leaf.shape for leaf in graph.leaves}
-    if differing := shapes.keys() ^ {*paths}:
-        raise ValueError(
-            "small.apply takes all parameters of the model, and no others: "
-            f"{trees.listed(['/'.join(path) for path in sorted(differing)])} differ."
-        )
-    for path, array in zip(paths, arrays, strict=True):
-        shape = plan.shape_left(path, shapes[path])
-        if shape != array.shape:
-            raise ValueError(
-                f"small.apply takes the smaller parameters: {'/'.join(path)!r} must have shape "
-                f"{shape}, got {array.shape}."
-            )
-    for array in inputs:
-        if not all(isinstance(size, int) for size in array.shape):
-            raise ValueError(
-                f"small.apply takes inputs of known sizes, got the shape {array.shape}. Export it "
-                "for any number of rows by jax.vmap of lambda row: small.apply(params, row[None])."
-            )
-    structs = zip(sharding.abstract(arrays), paths, strict=True)
-    full = rebuild([sharding.resized(struct, shapes[path]) for struct, path in structs])
-    now = graph.retraced(full, *args)
-    chosen = variables_of(now, plan)
-    if now is not graph:
-        check_proven(now, chosen)
-    smaller = Smaller(now.coupling, chosen)
-    return jax.tree.unflatten(now.output_tree, smaller.run(now.program, [*arrays, *inputs]))
 
 
 def shrink(
@@ -188,9 +151,10 @@ def shrink(
       opt_state: state of any optax optimizer of `params`. Moments are cut with their parameters,
         counters and schedules stay, and a SparseState keeps the masks of what is left. Factored
         moments that average over removed channels are refused.
-      tx: the optimizer of that state, to check that it trains on as it would the masked model: at
-        least four updates by random gradients are compared. What works entry by entry does, and so
-        does a norm of gradients, to which zeros add nothing (`clip_by_global_norm`, `lars`). A mean
+      tx: the optimizer of that state, or the inner one of a SparseState, to check that it trains on
+        as it would the masked model: at least four updates by random gradients are compared. What
+        works entry by entry does, and so does a norm of gradients, to which zeros add nothing
+        (`clip_by_global_norm`, `lars`). A mean
         over an array (`clip_by_block_rms`), noise, a factor made of the shape (`muon`), or a norm
         of moments that removed entries still have (`lamb`) does not, and is refused.
 
@@ -223,13 +187,12 @@ def shrink(
         raise ValueError(f"tx must be an optax.GradientTransformation, got {tx!r}.")
     if isinstance(masks, Plan):
         plan = masks
-        check_proven(graph, variables_of(graph, plan))
+        check_proven(graph, kept_of_variables(graph.axes(), plan))
     else:
         plan = plan_of(graph, chosen_by(graph, masks))
     small_params = cut_params(graph, plan, params)
     state = None if opt_state is None else cut_state(graph, plan, params, small_params, opt_state)
     small = Small(small_params, state, plan, graph, _replicated(graph, params, small_params))
-    _ = small.graph  # scopes of the graph know the smaller model from now on
     if tx is None:
         return small
     if opt_state is None:

@@ -1,5 +1,6 @@
 """How much is left of known networks when half of every group of channels is removed."""
 
+import dataclasses
 import functools
 import math
 
@@ -14,6 +15,7 @@ from sparsity import (
     Coupled,
     MagnitudePruning,
     PeriodicSchedule,
+    Plan,
     Uniform,
     budget,
     shrink,
@@ -139,7 +141,9 @@ def test_what_is_left_of_a_model_knows_the_groups_that_it_was_cut_from():
     assert [group.size for group in small.graph.groups] == [2, 6]
     sparsities = jax.tree.map(lambda _: 0.75, params)
     assert list(scope.left(params, sparsities).values()) == [1, 1, 3]
+    scope = dataclasses.replace(scope, plan=small.plan)
     assert list(scope.left(small.params, sparsities).values()) == [1, 1, 3]
+    assert list(scope.left(params, sparsities).values()) == [1, 1, 3]
 
 
 def test_channels_are_chosen_without_temporaries_as_large_as_the_weights():
@@ -159,7 +163,7 @@ def test_channels_are_chosen_without_temporaries_as_large_as_the_weights():
         assert compiled.compile().memory_analysis().temp_size_in_bytes < 0.25 * weights
 
 
-def test_two_models_that_shapes_do_not_tell_apart_are_refused():
+def test_where_shapes_do_not_tell_what_is_left_the_plan_does():
     def model(params, x):
         one, other = jnp.split(x @ params["w"], 2, axis=1)
         return jnp.concatenate([jnp.tanh(one), jax.nn.relu(other)], axis=1) @ params["v"]
@@ -167,7 +171,7 @@ def test_two_models_that_shapes_do_not_tell_apart_are_refused():
     params = {"w": jnp.ones((3, 16)), "v": jnp.ones((16, 2))}
     graph = trace(model, params, jnp.ones((1, 3)))
     sparsities = {"w": 0.75, "v": 0.75}
-    for number, removed in enumerate(((2, 6), (6, 2))):
+    for removed in ((2, 6), (6, 2)):
         stays = jnp.ones(16, jnp.uint8).at[: removed[0]].set(0).at[16 - removed[1] :].set(0)
         masks = {
             "w": jnp.ones((3, 1), jnp.uint8) * stays,
@@ -175,10 +179,41 @@ def test_two_models_that_shapes_do_not_tell_apart_are_refused():
         }
         small = shrink(graph, params, masks)
         assert [group.size for group in small.graph.groups] == [8 - n for n in removed]
-        if number == 0:
-            assert sum(Coupled(graph).left(small.params, sparsities).values()) == 4
-    with pytest.raises(ValueError, match="Two models of these shapes were cut out of this one"):
-        Coupled(graph).left(small.params, sparsities)
+        pruner = MagnitudePruning(
+            scope=Coupled(graph), sparsity_distribution_fn=lambda _: sparsities
+        )
+        with pytest.raises(ValueError, match=r"channels of 'v:0', 'w:1' are left.*small.updater"):
+            pruner.instant_sparsify(small.params)
+        for scope in (small.updater(pruner).scope, Coupled(graph, plan=small.plan)):
+            assert list(scope.left(small.params, sparsities).values()) == [2, 2]
+            assert list(scope.left(params, sparsities).values()) == [2, 2]
+        _, masks = small.updater(pruner).instant_sparsify(small.params)
+        kept = np.asarray(masks["v"]).reshape(8, 2)[:, 0]
+        assert [kept[: 8 - removed[0]].sum(), kept[8 - removed[0] :].sum()] == [2, 2]
+
+
+def test_a_process_that_has_the_plan_and_the_shapes_goes_on():
+    _, params, _, small = pruned("vit")
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    model = SMALL["vit"]()
+    again = trace(model.fn, shapes, *model.inputs)
+    plan = Plan.from_json(small.plan.to_json())
+    smaller = plan.graph(again)
+    names = [(group.name, group.size) for group in smaller.groups]
+    assert names == [(group.name, group.size) for group in small.graph.groups]
+    inputs = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), model.inputs)
+    found = plan.apply(again, small.params, *inputs)
+    jax.tree.map(np.testing.assert_array_equal, found, small.apply(small.params, *inputs))
+
+
+def test_parameters_of_no_smaller_model_are_refused():
+    params = {"w": jnp.ones((3, 16)), "v": jnp.ones((16, 2))}
+    graph = trace(lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"], params, jnp.ones((1, 3)))
+    wrong = {"w": jnp.ones((3, 9)), "v": jnp.ones((8, 2))}
+    with pytest.raises(ValueError, match=r"no channels that go together leave \d of axis"):
+        Coupled(graph).left(wrong, {"w": 0.5, "v": 0.5})
+    with pytest.raises(ValueError, match=r"shape \(2, 8\) at 'w'.*traced with \(3, 16\)"):
+        Coupled(graph).left({"w": jnp.ones((2, 8)), "v": jnp.ones((8, 2))}, {"w": 0.5, "v": 0.5})
 
 
 @pytest.mark.parametrize("depths", [(3, 2), (2, 3), (2, 2)])

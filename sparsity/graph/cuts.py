@@ -1,0 +1,159 @@
+"""Cuts of a model: which channels are left, from what its parameters keep or from their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from sparsity.core import trees
+from sparsity.graph.channels import Leaf
+from sparsity.graph.dims import Dim, kept_by_layer, labels, size_of, variables
+from sparsity.graph.uses import Path
+
+Axes = Sequence[tuple[Leaf, Sequence[Dim]]]  # the parameters of a model, with their axes
+Sizes = dict[Dim, int]
+
+
+@runtime_checkable
+class Cut(Protocol):
+    """What a `sparsity.Plan` says: the indices that stay along the axes that lose some.
+
+    Attributes:
+      kept: {path of the leaf: {axis: indices}}, [layers, indices] where layers keep their own.
+      shapes: of these leaves before.
+    """
+
+    @property
+    def kept(self) -> Mapping[Path, Mapping[int, np.ndarray]]: ...
+
+    @property
+    def shapes(self) -> Mapping[Path, tuple[int, ...]]: ...
+
+
+def kept_of_leaves(
+    axes: Axes, chosen: Mapping[Dim, np.ndarray]
+) -> dict[Path, dict[int, np.ndarray]]:
+    """Returns `Cut.kept` from the entries that stay of each variable that loses some."""
+    kept: dict[Path, dict[int, np.ndarray]] = {}
+    for leaf, dims in axes:
+        for axis, dim in enumerate(dims):
+            index = kept_by_layer(dim, dict(chosen))
+            if index is not None:
+                kept.setdefault(leaf.path, {})[axis] = index
+    return kept
+
+
+def kept_of_variables(axes: Axes, cut: Cut) -> dict[Dim, np.ndarray]:
+    """Returns what a cut, made at another batch size perhaps, keeps of each variable.
+
+    Raises:
+      ValueError: the cut is of a leaf that the model does not have, or of another shape, or keeps
+        what cannot be kept alone.
+    """
+    chosen: dict[Dim, np.ndarray] = {}
+    by_path = {leaf.path: (leaf, dims) for leaf, dims in axes}
+    for path, of_leaf in cut.kept.items():
+        if path not in by_path or by_path[path][0].shape != cut.shapes[path]:
+            raise ValueError(
+                f"The plan is of another model: it has {'/'.join(path)!r} of shape "
+                f"{cut.shapes[path]}, the graph has "
+                f"{by_path[path][0].shape if path in by_path else 'no such leaf'}."
+            )
+        for axis, index in of_leaf.items():
+            dim = by_path[path][1][axis]
+            for variable in variables(dim):
+                entries = labels(dim, variable)
+                if entries is not None and variable.size > 1:
+                    rows = [np.unique(x[x >= 0]) for x in np.atleast_2d(entries[index])]
+                    if len({len(row) for row in rows}) == 1:
+                        chosen[variable] = np.stack(rows) if index.ndim == 2 else rows[0]
+    chosen = {v: index for v, index in chosen.items() if index.shape[-1] < v.size}
+    implied = kept_of_leaves(axes, chosen)
+    for path in {**cut.kept, **implied}:
+        one, other = cut.kept.get(path, {}), implied.get(path, {})
+        for axis in {**one, **other}:
+            if axis not in one:
+                raise ValueError(
+                    f"The plan cuts channels that {'/'.join(path)!r} has along axis {axis}, and "
+                    "leaves that axis as it is: it was made for another model."
+                )
+            if axis not in other or not np.array_equal(one[axis], other[axis]):
+                raise ValueError(
+                    f"The plan keeps indices of {'/'.join(path)!r} along axis {axis} that do not "
+                    "go together in this model: it was made for another one."
+                )
+    return chosen
+
+
+def solve_sizes(
+    axes: Axes, shapes: Mapping[Path, tuple[int, ...]], cut: Cut | None = None
+) -> Sizes:
+    """Returns how many entries each variable has left; those that are not in it have all.
+
+    Each axis of a smaller parameter is an equation: its size is a sum or a product of the sizes
+    that are left. An equation with one unknown is solved, until none is left.
+
+    Args:
+      axes: the parameters of the model, with their axes.
+      shapes: of the parameters of the smaller model, by path; some may be missing.
+      cut: for variables that the shapes do not tell apart, as two parts of one axis.
+
+    Raises:
+      ValueError: no sizes give these shapes, or several do; the parameter is named.
+    """
+    sizes: Sizes = {}
+    equations = [
+        (leaf, axis, dim, shapes[leaf.path][axis])
+        for leaf, dims in axes
+        if leaf.path in shapes
+        for axis, dim in enumerate(dims)
+    ]
+    if all(leaf.shape[axis] == size for leaf, axis, _, size in equations):
+        return sizes
+
+    def unknowns(dim: Dim) -> list[Dim]:
+        return [v for v in dict.fromkeys(variables(dim)) if v.pin is None and v not in sizes]
+
+    count = -1
+    while count < len(sizes):
+        count = len(sizes)
+        for leaf, axis, dim, size in equations:
+            missing, ones = unknowns(dim), dict.fromkeys(unknowns(dim), 1)
+            if size == leaf.shape[axis]:
+                sizes |= {variable: variable.size for variable in missing}
+            elif size == size_of(dim, sizes | ones):
+                sizes |= ones
+            elif len(missing) == 1:
+                sizes |= {missing[0]: _solve(dim, missing[0], sizes, size)}
+    open_axes = [(leaf, axis) for leaf, axis, dim, _ in equations if unknowns(dim)]
+    if cut is not None:
+        kept = {v: index.shape[-1] for v, index in kept_of_variables(axes, cut).items()}
+        for _, _, dim, _ in equations:
+            sizes |= {variable: kept.get(variable, variable.size) for variable in unknowns(dim)}
+    for leaf, axis, dim, size in equations:
+        if not unknowns(dim) and size_of(dim, sizes) != size:
+            raise ValueError(
+                f"The params have {leaf.name!r} of shape {shapes[leaf.path]}, the graph was traced "
+                f"with {leaf.shape}, and no channels that go together leave {size} of axis {axis}. "
+                "Trace the model with these parameters."
+            )
+    if any(unknowns(dim) for _, _, dim, _ in equations):
+        names = [f"{leaf.name}:{axis}" for leaf, axis in open_axes]
+        raise ValueError(
+            "The params are those of a smaller model, and shapes do not tell which channels of "
+            f"{trees.listed(names)} are left. Use small.updater(pruner), which knows the cut, or "
+            "Coupled(graph, plan=plan); give the inner optimizer as tx of shrink."
+        )
+    return {variable: size for variable, size in sizes.items() if size < variable.size}
+
+
+def _solve(dim: Dim, variable: Dim, sizes: Sizes, size: int) -> int:
+    """The size of a variable that makes an axis so long; the nearest one if none does."""
+    low, high = 1, variable.size
+    while low < high:
+        middle = (low + high) // 2
+        longer = size_of(dim, {**sizes, variable: middle}) < size
+        low, high = (middle + 1, high) if longer else (low, middle)
+    return low
