@@ -142,14 +142,23 @@ class Equation:
                 return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
         return ""
 
-    @functools.cached_property
+    @property
     def derivative(self) -> Program | None:
-        """What a call's own rule for derivatives computes; `None` for other equations.
+        """What a call's own rule for derivatives computes; `None` where there is none that works.
 
         Of a `custom_jvp_call` from inputs and tangents to outputs and tangents; of a
         `custom_vjp_call` from inputs and cotangents of outputs to cotangents of inputs. Tangents
         and cotangents are those of the values in `differentiated`.
         """
+        return None if isinstance(self._rule, Exception) else self._rule
+
+    @property
+    def rule_error(self) -> Exception | None:
+        """What a call's own rule for derivatives raises: the function has none."""
+        return self._rule if isinstance(self._rule, Exception) else None
+
+    @functools.cached_property
+    def _rule(self) -> Program | Exception | None:
         if self.name not in ("custom_jvp_call", "custom_vjp_call"):
             return None
         structs = [
@@ -175,9 +184,12 @@ class Equation:
             return jax.vjp(lambda *x: call(list(x), others), *floating)[1](cotangents)
 
         inputs, of_input, of_output = structs
-        if self.name == "custom_jvp_call":
-            return program(jax.make_jaxpr(forward)(inputs, of_input))
-        return program(jax.make_jaxpr(backward)(inputs, of_output))
+        try:
+            if self.name == "custom_jvp_call":
+                return program(jax.make_jaxpr(forward)(inputs, of_input))
+            return program(jax.make_jaxpr(backward)(inputs, of_output))
+        except Exception as error:  # the rule is the user's code
+            return error
 
     @property
     def differentiated(self) -> tuple[list[Value], list[Value]]:
@@ -249,7 +261,7 @@ class Program:
         for equation in self.equations:
             if equation.name in CALLS:
                 yield from equation.bodies[0].with_rules()
-            if equation.name in ("custom_jvp_call", "custom_vjp_call"):
+            if equation.derivative is not None:
                 yield equation
 
 

@@ -99,6 +99,8 @@ class Smaller:
             function = jax.checkpoint(function, **how)
         elif equation.derivative is not None and self._keeps_rules:
             function = self._with_rule(equation, function)
+        elif equation.rule_error is not None:
+            function = _forward_only(function, equation.rule_error)
         return list(function(*inputs))
 
     def _apply(self, body: Program, *inputs: Any) -> tuple[Any, ...]:
@@ -221,6 +223,17 @@ class Smaller:
         if groups > 1:
             groups = size_of(self._coupling.groups_of[equation], self._left)
         return equation.bind(inputs, feature_group_count=groups)
+
+
+def _forward_only(function: Callable[..., Any], error: Exception) -> Any:
+    """A function whose derivatives raise what the rule of the model raises."""
+
+    def forward(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        raise error
+
+    wrapped = jax.custom_jvp(function)
+    wrapped.defjvp(forward)
+    return wrapped
 
 
 def _filled(found: Sequence[Any], values: Sequence[Value], others: Sequence[Any] | None) -> Any:

@@ -145,3 +145,48 @@ def test_parameters_that_lack_a_leaf_are_named():
     _, small = cut(lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"], params, x)
     with pytest.raises(ValueError, match="'down' differ"):
         small.apply({"up": small.params["up"]}, x)
+
+
+@jax.custom_vjp
+def kernel(x):
+    return jnp.maximum(x, 0)
+
+
+def _no_gradient(*_):
+    raise NotImplementedError("this kernel is forward-only")
+
+
+kernel.defvjp(lambda x: (kernel(x), None), _no_gradient)
+
+
+@jax.custom_vjp
+def inference(x):
+    return jnp.maximum(x, 0)
+
+
+inference.defvjp(_no_gradient, _no_gradient)
+
+
+@jax.custom_jvp
+def table(x):
+    return jnp.maximum(x, 0)
+
+
+table.defjvp(_no_gradient)
+
+
+@pytest.mark.parametrize("activation", [kernel, inference, table])
+@pytest.mark.parametrize("loop", [False, True])
+def test_functions_without_derivatives_are_cut_and_stay_without(activation, loop):
+    def fn(params, x):
+        hidden = x @ params["up"]
+        if loop:
+            hidden = jax.lax.fori_loop(0, 2, lambda _, x: activation(x) + x, hidden)
+        return jax.jit(activation)(hidden) @ params["down"]
+
+    params, x = mlp()
+    masked, small = cut(fn, params, x)
+    assert small.params["up"].shape == (5, 4)
+    assert jnp.allclose(small.apply(small.params, x), fn(masked, x), atol=1e-5)
+    with pytest.raises(NotImplementedError, match="forward-only"):
+        jax.grad(lambda p: small.apply(p, x).sum())(small.params)
