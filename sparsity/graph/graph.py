@@ -72,6 +72,10 @@ class Graph:
     def __deepcopy__(self, _: object) -> Graph:
         return self
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """A pickle holds the function, by its name, and the shapes: the model is traced again."""
+        return self._retrace, (self._fn, *self._example)
+
     def __repr__(self) -> str:
         return (
             f"Graph({len(self.leaves)} leaves, {len(self.uses)} uses, {self.macs():,} MACs, "
@@ -193,7 +197,7 @@ class Graph:
         Embeddings that are only looked up, scales, shifts and positional tables are no weights.
         """
         leaf = self.leaf(path, param, may_be_smaller=True)
-        return any(use.contracting for use in self._products(leaf.path))
+        return any(use.contracting for use in self.products(leaf.path))
 
     def nm(self, n: int, m: int) -> Callable[[Path, chex.Array], SparsityType]:
         """N:M along the axis that each leaf's products contract: a `sparsity_type`.
@@ -211,42 +215,16 @@ class Graph:
           the axis an output), or if two products contract different axes.
         """
 
-        def pattern(path: Path, param: chex.Array) -> SparsityType:
-            leaf, shape = self.leaf(path, param, may_be_smaller=True), param.shape
-            uses = [use for use in self._products(leaf.path) if use.contracting]
-            axes = {use.channels for use in uses}
-            if not axes:
-                return Unstructured()
-            shown = f"{leaf.name!r} of shape {shape}"
-            if len(axes) > 1:
-                raise ValueError(
-                    f"Products contract different axes {sorted(axes)} of {shown}, so that no axis "
-                    "serves N:M. Leave it out with filter_fn."
-                )
-            (channels,) = axes
-            sizes = ", ".join(f"axis {axis} of size {shape[axis]}" for axis in channels)
-            divided = [axis for axis in channels if shape[axis] % m == 0]
-            fitting = [axis for axis in divided if all(use.is_along(axis, m) for use in uses)]
-            if not fitting:
-                why = f"{m} divides none of the input channels of {shown}: {sizes}"
-                if divided:
-                    why = f"Groups of {m} input channels of {shown} ({sizes}) lie across a reshape"
-                raise ValueError(
-                    f"{why}. Leave it out with filter_fn, or choose another m. The window of a "
-                    "convolution holds no input channels."
-                )
-            # From the end: it is the same axis of a slice, whatever the batch axes.
-            return NByM(n, m, axis=fitting[-1] - len(shape))
+        return AlongInputs(self, n, m)
 
-        return pattern
-
-    def _products(self, path: Path) -> list[Use]:
+    def products(self, path: Path) -> list[Use]:
+        """The dots and convolutions that read a leaf."""
         return [use for use in self.uses if use.path == path and use.primitive in PRODUCTS]
 
     def _by_product(self, path: Path) -> list[Use]:
         """For each product that reads a leaf, the use of the largest part of it."""
         largest: dict[jaxprs.Equation, Use] = {}
-        for use in self._products(path):
+        for use in self.products(path):
             other = largest.setdefault(use.equation, use)
             if use.view.share > other.view.share:
                 largest[use.equation] = use
@@ -402,6 +380,52 @@ class Graph:
                 made.setdefault(use.path, set()).update(use.output)
         layers = layered(self.program, self.coupling)
         return find_channels(self.axes(), self.unproven(masked), made, layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class AlongInputs:
+    """N:M along the axis that each leaf's products contract. Made by `Graph.nm`.
+
+    Attributes:
+      graph: of the model.
+      n: how many of m consecutive weights stay.
+      m: group size.
+    """
+
+    graph: Graph
+    n: int
+    m: int
+
+    def __post_init__(self) -> None:
+        NByM(self.n, self.m)  # which checks them
+
+    def __call__(self, path: Path, param: chex.Array) -> SparsityType:
+        """Returns the pattern of a leaf, or of that of a smaller model."""
+        leaf, m = self.graph.leaf(path, param, may_be_smaller=True), self.m
+        uses = [use for use in self.graph.products(leaf.path) if use.contracting]
+        axes = {use.channels for use in uses}
+        if not axes:
+            return Unstructured()
+        shown = f"{leaf.name!r} of shape {param.shape}"
+        if len(axes) > 1:
+            raise ValueError(
+                f"Products contract different axes {sorted(axes)} of {shown}, so that no axis "
+                "serves N:M. Leave it out with filter_fn."
+            )
+        (channels,) = axes
+        sizes = ", ".join(f"axis {axis} of size {param.shape[axis]}" for axis in channels)
+        divided = [axis for axis in channels if param.shape[axis] % m == 0]
+        fitting = [axis for axis in divided if all(use.is_along(axis, m) for use in uses)]
+        if not fitting:
+            why = f"{m} divides none of the input channels of {shown}: {sizes}"
+            if divided:
+                why = f"Groups of {m} input channels of {shown} ({sizes}) lie across a reshape"
+            raise ValueError(
+                f"{why}. Leave it out with filter_fn, or choose another m. The window of a "
+                "convolution holds no input channels."
+            )
+        # From the end: it is the same axis of a slice, whatever the batch axes.
+        return NByM(self.n, m, axis=fitting[-1] - len(param.shape))
 
 
 def _density(uses: Sequence[Use], density: Mapping[Path, costs.Number]) -> costs.Number:

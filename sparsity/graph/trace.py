@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -90,11 +91,18 @@ def trace(
     outputs = [trees.path_names(path) for path in trees.leaves_by_path(shapes)]
     carried = _carried(program, outputs, found, state)
 
-    def retrace(fn: Callable[..., Any], params: PyTree, args: tuple[PyTree, ...]) -> Graph:
-        return trace(fn, params, *args, state=state)
-
+    retrace = functools.partial(_trace_like, state)
     example = sharding.abstract((params, args))
     return Graph(program, found, carried, outputs, jax.tree.structure(shapes), fn, example, retrace)
+
+
+def _trace_like(
+    state: Mapping[Path | str, Path | str] | None,
+    fn: Callable[..., PyTree],
+    params: PyTree,
+    args: tuple[PyTree, ...],
+) -> Graph:
+    return trace(fn, params, *args, state=state)
 
 
 def _check_constants(program: jaxprs.Program, leaves: list[Leaf], given: list[Any]) -> None:

@@ -41,6 +41,33 @@ _MAKERS = {name: functools.partial(_config, name) for name in _CLASSES} | {
 updaters = pytest.mark.parametrize("name", _MAKERS)
 
 
+def _model(params, x):
+    return jnp.tanh(x @ params["up"]) @ params["down"]
+
+
+def test_updaters_of_a_traced_model_are_pickled_with_the_names_of_its_function():
+    params = {"up": jnp.arange(32.0).reshape(4, 8), "down": jnp.ones((8, 4))}
+    graph = sparsity.trace(_model, params, jnp.ones((2, 4)))
+    for options in (
+        {"scope": sparsity.Coupled(graph)},
+        {"sparsity_distribution_fn": sparsity.budget(graph, macs=0.5)},
+        {"sparsity_distribution_fn": sparsity.Uniform(0.5, filter_fn=graph.is_weight)},
+        {"sparsity_type": graph.nm(2, 4)},
+    ):
+        options = {"sparsity_distribution_fn": sparsity.Uniform(0.5), **options}
+        updater = sparsity.MagnitudePruning(**options)
+        copied = pickle.loads(pickle.dumps(updater))
+        assert repr(copied) == repr(updater)
+        pairs = (each.instant_sparsify(params) for each in (copied, updater))
+        jax.tree.map(np.testing.assert_array_equal, *pairs)
+
+
+def test_a_traced_model_without_a_name_says_so_when_it_is_pickled():
+    graph = sparsity.trace(lambda p, x: x @ p, jnp.ones((4, 4)), jnp.ones((2, 4)))
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        pickle.dumps(sparsity.MagnitudePruning(scope=sparsity.Coupled(graph)))
+
+
 @updaters
 def test_copies_are_equal_and_of_the_same_class(name):
     updater = _MAKERS[name]()
