@@ -26,7 +26,7 @@ from sparsity.patterns import Unstructured
 from sparsity.sparsity_distributions import Distribution, overrides_of, target_sparsities, uniform
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training import step
-from sparsity.training.fields import check_fields, check_names, have_equal_fields
+from sparsity.training.fields import check_fields, check_names, hash_of_fields, have_equal_fields
 from sparsity.training.hooks import ExtraArg, call_hook, default_hook, is_overridden
 from sparsity.training.state import SparseState, get_sparse_state, make_state
 
@@ -35,13 +35,15 @@ from sparsity.training.state import SparseState, get_sparse_state, make_state
 class BaseUpdater:
     """Wraps an optimizer with sparsity; subclasses say what a weight is worth.
 
-    Updaters are equal if their fields are; their hash is that of the object, for `static_argnums`.
+    Updaters compare and hash by their class and their fields, so that they serve as static
+    arguments of compiled functions: one that was changed is another one.
 
     Attributes:
       scheduler: when masks are updated and how sparse they are then.
       skip_gradients: leave weights and optimizer state as they are in steps that update masks.
       is_sparse_gradients: apply the masks to the gradients that the inner optimizer sees.
-      sparsity_type: a type, or a function of (path, param) that returns one.
+      sparsity_type: what is kept or removed together: an instance such as `NByM(2, 4)`, or
+        `fn(path, param)` that returns one.
       sparsity_distribution_fn: from params to a tree of target sparsities; `None` leaves all dense.
       scope: what competes for a place in the masks: `Layerwise()` (the weights of each leaf) or
         `Global()` (those of all leaves).
@@ -55,6 +57,18 @@ class BaseUpdater:
         the class `keeps_dense_weights`.
       batch_axes: number of leading axes that index separate matrices (scanned layers, experts), or
         a function of (path, param); each slice has its own exact mask.
+
+    Class attributes, which subclasses state:
+      regrows: whether pruned weights may come back into the mask. They then start at 0, with the
+        optimizer state that `init` gives. `None` means that they may, unless the class keeps dense
+        weights; it is the value of a class that overrides `calculate_scores`, `create_masks` or
+        `update_state` and states none. `False` makes updates of masks a tenth faster.
+      keeps_dense_weights: whether pruned weights keep their values between steps. A class that
+        overrides `post_gradient_update` or `apply_masks` and does not state this is assumed to keep
+        them; `wrap_optax` warns.
+      schedule_type: the schedule of a configuration that names none, made from its start, end and
+        frequency.
+      config_keys: keys of a configuration beyond the fields; `read_config` turns them into fields.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -82,17 +96,10 @@ class BaseUpdater:
     is_sparse_updates: bool | None = None
     batch_axes: BatchAxes = 0
 
-    # Whether pruned weights may come back into the mask: then they start at 0 with the optimizer
-    # state that `init` gives. `None`, the value of each class that chooses scores or masks of its
-    # own and does not state another, means that they may, unless they keep their values.
     regrows: ClassVar[bool | None] = None
-    # Whether pruned weights keep their values. A class with a `post_gradient_update` or an
-    # `apply_masks` of its own that does not state this is assumed to keep them, and warned of.
     keeps_dense_weights: ClassVar[bool] = False
-    _assumes_dense_weights: ClassVar[bool] = False
-    # Keys of a configuration beyond the fields; see `read_config`.
+    _assumes_dense_weights: ClassVar[bool] = False  # and does not state it
     config_keys: ClassVar[tuple[str, ...]] = ()
-    # The schedule of a configuration that names none, from its start, end and frequency.
     schedule_type: ClassVar[str] = "polynomial"
 
     def __init_subclass__(cls) -> None:
@@ -126,10 +133,11 @@ class BaseUpdater:
             self.rng_seed = 8
         check_fields(self)
 
-    __hash__ = object.__hash__
-
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and have_equal_fields(self, other)
+
+    def __hash__(self) -> int:
+        return hash_of_fields(self)
 
     # Hooks that algorithms override. None of them ever sees packed masks, or leaves that can have
     # no mask: random keys, integers and functions are None in the trees that hooks get.
@@ -344,7 +352,10 @@ class BaseUpdater:
     def wrap_optax(
         self, inner: optax.GradientTransformation, masks: PyTree | None = None
     ) -> optax.GradientTransformationExtraArgs:
-        """Returns `inner` with sparsity; masks live in its state, a `SparseState`.
+        """Wraps an optimizer so that pruned weights stay exactly 0.
+
+        The wrapper must be the outermost transformation: scaling or clipping its updates would move
+        pruned weights away from 0. Masks live in its state, a `SparseState`.
 
         Args:
           inner: any optax transformation, with its learning rate.
@@ -355,6 +366,26 @@ class BaseUpdater:
         Returns:
           A transformation whose `update` needs `params` and passes extra arguments on to `inner`
           and to the hooks that name them.
+
+        Raises:
+          ValueError: from `init`, where a sparsity lies outside [0, 1], a pattern or a mask does
+            not fit, or regrown weights could have no fresh state; from `update`, where `params` are
+            missing or are those of another model. The parameter is named.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> from sparsity.algorithms import MagnitudePruning
+          >>> from sparsity.sparsity_distributions import Uniform
+          >>> from sparsity.sparsity_schedules import OneShotSchedule
+          >>> params = jnp.array([[1.0, -3.0], [2.0, 0.5]])
+          >>> pruner = MagnitudePruning(
+          ...     sparsity_distribution_fn=Uniform(0.5), scheduler=OneShotSchedule(0)
+          ... )
+          >>> tx = pruner.wrap_optax(optax.sgd(0.5))
+          >>> updates, state = tx.update(jnp.ones((2, 2)), tx.init(params), params)
+          >>> optax.apply_updates(params, updates)
+          Array([[ 0. , -3.5],
+                 [ 1.5,  0. ]], dtype=float32)
         """
         if self._assumes_dense_weights and self.is_sparse_updates is None:
             names = "post_gradient_update", "apply_masks"

@@ -66,7 +66,10 @@ class SaliencyPruning(BaseUpdater):
 
 @dataclasses.dataclass(kw_only=True)
 class RandomPruning(BaseUpdater):
-    """Keeps random weights; a pruned weight stays pruned while the sparsity grows."""
+    """Keeps a random subset fixed by `rng_seed` and the leaf's path.
+
+    Masks are nested as the sparsity rises: a pruned weight stays pruned.
+    """
 
     regrows: ClassVar[bool | None] = False
 

@@ -213,7 +213,15 @@ class EpochStrategy(BaseUpdater):
     def instant_sparsify(
         self, params: PyTree, grads: PyTree | None = None, **extra_args: ExtraArg
     ) -> tuple[PyTree, PyTree]:
-        """Prunes as all epochs do, one after the other."""
+        """Applies all stages of the strategy in order, without training.
+
+        Args:
+          params: tree of parameters.
+          grads: not used.
+
+        Returns:
+          (pruned params, masks).
+        """
         masks = None
         for stage in self._stages(params):
             seen = trees.prunable(apply_masks(params, masks))

@@ -147,7 +147,7 @@ class Global:
         check_number("normalization_eps", self.normalization_eps, 0)
 
     def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
-        """Raises a ValueError for patterns, batch axes and a topk_fn, which rank within a leaf."""
+        """Raises a ValueError for what ranks inside one leaf: patterns, batch axes, a topk_fn."""
         if isinstance(pattern, Pattern):
             self._check_pattern(pattern)
         if topk_fn is not None:

@@ -91,7 +91,9 @@ class SparsityType:
         batch_axes: int = 0,
         topk_fn: Callable[[jax.Array, chex.Numeric], chex.Array] | None = None,
     ) -> jax.Array:
-        """Returns the mask of the highest scores: exactly `num_kept(units, sparsity)` of a slice.
+        """Returns a uint8 mask of the best units of each slice.
+
+        Of n units (entries, blocks, channels) `sparsity.selection.num_kept(n, sparsity)` are kept.
 
         Args:
           scores: [*batch, ...] array of any real dtype.

@@ -84,6 +84,24 @@ def have_equal_fields(one: DataclassInstance, other: object) -> bool:
     )
 
 
+def hash_of_fields(updater: DataclassInstance) -> int:
+    """Returns a hash that updaters of equal fields share; values without a hash do not count."""
+    fields = (getattr(updater, field.name) for field in dataclasses.fields(updater))
+    return hash((type(updater), *map(_hash, fields)))
+
+
+def _hash(value: Any) -> int:
+    if isinstance(value, functools.partial):
+        keywords = sorted(value.keywords)
+        return hash((value.func, *map(_hash, value.args), *keywords))
+    if isinstance(value, jax.Array | np.ndarray):
+        return hash((value.shape, str(value.dtype)))
+    try:
+        return hash(value)
+    except TypeError:  # a dict of overrides, perhaps within a distribution
+        return hash(type(value))
+
+
 def _equal(one: Any, other: Any) -> bool:
     if one is other:
         return True
