@@ -5,14 +5,13 @@ from sparsity import (
     algorithms,
     base_updater,
     calibration,
+    compat,
     masks,
     selection,
     sparsity_distributions,
     sparsity_schedules,
     sparsity_types,
 )
-from sparsity import predecessors as mask_calculator
-from sparsity import predecessors as utils
 from sparsity.activations import (
     prune_act_struct,
     prune_act_unstruct,
@@ -67,11 +66,14 @@ from sparsity.calibration import (
     oneshot,
     owl,
 )
+from sparsity.compat import jaxpruner as mask_calculator
+from sparsity.compat import jaxpruner as utils
+from sparsity.compat.jax_pruning import pruning_act_struct, pruning_act_unstruct
+from sparsity.compat.jaxpruner import apply_mask
 from sparsity.epochs import EpochStrategy, pruning, pruning_apply
 from sparsity.graph import Coupled, Graph, budget, trace
 from sparsity.lora import merge_lora
 from sparsity.masks import Global, Layerwise, Scope, elementwise, pack_masks, unpack_masks
-from sparsity.predecessors import apply_mask, pruning_act_struct, pruning_act_unstruct
 from sparsity.reports import (
     LayerSummary,
     active_masks,
@@ -165,6 +167,7 @@ __all__ = [
     "budget",
     "calibrate",
     "calibration",
+    "compat",
     "create_updater_from_config",
     "elementwise",
     "get_sparse_state",

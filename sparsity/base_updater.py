@@ -28,7 +28,7 @@ from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training import step
 from sparsity.training.fields import check_fields, check_names, hash_of_fields, have_equal_fields
 from sparsity.training.hooks import ExtraArg, call_hook, default_hook, is_overridden
-from sparsity.training.state import SparseState, get_sparse_state, make_state
+from sparsity.training.state import SparseState, get_sparse_state
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -57,18 +57,18 @@ class BaseUpdater:
         the class `keeps_dense_weights`.
       batch_axes: number of leading axes that index separate matrices (scanned layers, experts), or
         a function of (path, param); each slice has its own exact mask.
-
-    Class attributes, which subclasses state:
-      regrows: whether pruned weights may come back into the mask. They then start at 0, with the
-        optimizer state that `init` gives. `None` means that they may, unless the class keeps dense
-        weights; it is the value of a class that overrides `calculate_scores`, `create_masks` or
-        `update_state` and states none. `False` makes updates of masks a tenth faster.
-      keeps_dense_weights: whether pruned weights keep their values between steps. A class that
-        overrides `post_gradient_update` or `apply_masks` and does not state this is assumed to keep
-        them; `wrap_optax` warns.
-      schedule_type: the schedule of a configuration that names none, made from its start, end and
-        frequency.
-      config_keys: keys of a configuration beyond the fields; `read_config` turns them into fields.
+      regrows: of a class: whether pruned weights may come back into the mask. They then start at 0,
+        with the optimizer state that `init` gives. `None` means that they may, unless the class
+        keeps dense weights; it is the value of a class that overrides `calculate_scores`,
+        `create_masks` or `update_state` and states none. `False` makes updates of masks a tenth
+        faster.
+      keeps_dense_weights: of a class: whether pruned weights keep their values between steps. A
+        class that overrides `post_gradient_update` or `apply_masks` and does not state this is
+        assumed to keep them; `wrap_optax` warns.
+      schedule_type: of a class: the schedule of a configuration that names none, made from its
+        start, end and frequency.
+      config_keys: of a class: keys of a configuration beyond the fields; `read_config` turns them
+        into fields.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -340,14 +340,13 @@ class BaseUpdater:
             masks = self.get_initial_masks(trees.prunable(params), targets)
         packed = self.use_packed_masks
         masks = masks_lib.read_masks(masks, params, packed)
-        state = SparseState(
+        return SparseState(
             masks=masks_lib.place_masks(
                 masks_lib.pack_masks(masks, params) if packed else masks, params
             ),
             target_sparsities=targets,
             count=on_device(0, np.int32),
         )
-        return make_state(packed, state)
 
     def wrap_optax(
         self, inner: optax.GradientTransformation, masks: PyTree | None = None

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 import operator
-from typing import Any
+from typing import Any, ClassVar
 
 import chex
 import jax
@@ -141,6 +141,7 @@ class EpochStrategy(BaseUpdater):
     sparsity_distribution_fn: Distribution | None = dataclasses.field(default=None, init=False)
     scope: Layerwise = dataclasses.field(default=Layerwise(), init=False)
     topk_fn: TopkFn | None = dataclasses.field(default=None, init=False)
+    regrows: ClassVar[bool | None] = False  # as in its functions, optimizer states stay
 
     def __post_init__(self) -> None:
         check_int("steps_per_epoch", self.steps_per_epoch, 1)

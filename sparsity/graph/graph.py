@@ -96,7 +96,7 @@ class Graph:
         macs: Fraction = self.cost(self.densities(masks))
         return round(macs)
 
-    def cost(self, density: Mapping[Path, costs.Number]) -> costs.Number:
+    def cost(self, density: Mapping[Path, N]) -> N:
         """Multiply-adds if of some leaves only a part of the entries counts."""
         readers: dict[jaxprs.Equation, list[Use]] = {}
         for use in self.uses:
@@ -108,7 +108,8 @@ class Graph:
             one, other = ([use for use in uses if use.operand == i] for i in range(2))
             return read_product(product).macs * _density(one, density) * _density(other, density)
 
-        return costs.cost(self.program, macs)
+        total: N = costs.cost(self.program, macs)
+        return total
 
     def macs_left(self, left: Mapping[Dim, N], path: Path | None = None) -> N:
         """Multiply-adds if only so many entries are left of some axes; of one leaf's products."""

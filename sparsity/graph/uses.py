@@ -13,7 +13,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sparsity.core.jaxprs import Equation, Program, Value
 from sparsity.graph import constants
@@ -128,22 +128,22 @@ class View:
         axes = [part.axis for i in dims for part in self.dims[i] if part.axis is not None]
         return tuple(dict.fromkeys(axes))
 
-    def of(self, dims: Iterable[Sequence[Factor]], **changes: Any) -> View:
+    def of(self, dims: Iterable[Sequence[Factor]]) -> View:
         """With other axes."""
-        return dataclasses.replace(self, dims=tuple(map(tuple, dims)), **changes)
+        return dataclasses.replace(self, dims=tuple(map(tuple, dims)))
 
-    def layer(self, axes: Collection[int], **changes: Any) -> View:
+    def layer(self, axes: Collection[int]) -> View:
         """One entry of some axes of the array, such as a layer of a stack."""
-        return self.of(
-            [dim for i, dim in enumerate(self.dims) if i not in axes],
+        return dataclasses.replace(
+            self,
+            dims=tuple(dim for i, dim in enumerate(self.dims) if i not in axes),
             stacked=(*self.stacked, *self.axes(axes)),
             layers=(*self.layers, *(part for i in axes for part in self.dims[i])),
-            **changes,
         )
 
-    def part(self, output: Value, **changes: Any) -> View:
-        """The view in an array that has other entries, or in another order."""
-        return dataclasses.replace(self, parts=(*self.parts, output), **changes)
+    def part(self, output: Value, share: Fraction = Fraction(1)) -> View:
+        """The view in an array that has other entries, or in another order, in a share of it."""
+        return dataclasses.replace(self, parts=(*self.parts, output), share=self.share * share)
 
 
 def track(program: Program, leaves: Mapping[Value, int], paths: Sequence[Path]) -> Tracker:
@@ -263,14 +263,14 @@ class Tracker:
             for view in of_value:
                 dims = list(view.dims)
                 dims[axis] = (Factor(next(iter(view.axes([axis])), None), size),)
-                share = view.share * Fraction(value.shape[axis], size)
-                self.views[output].append(view.part(output, dims=tuple(dims), share=share))
+                share = Fraction(value.shape[axis], size)
+                self.views[output].append(view.of(dims).part(output, share))
 
     def _stack(self, equation: Equation, views: list[list[View]]) -> None:
         axis, (output,), count = equation.params["axis"], equation.outputs, len(views)
         for view in (view for of_value in views for view in of_value):
             dims = (*view.dims[:axis], (Factor(None, count),), *view.dims[axis:])
-            self.views[output].append(view.part(output, dims=dims, share=view.share / count))
+            self.views[output].append(view.of(dims).part(output, Fraction(1, count)))
 
     def _use(self, equation: Equation, operand: int, view: View, trips: int | None) -> None:
         product = read_product(equation)
@@ -362,7 +362,7 @@ def shards(equation: Equation) -> int:
 
 def _layer(view: View, scan: Equation) -> View:
     """One step of a scan over the first axis of a view."""
-    return view.layer([0], scans=(*view.scans, scan))
+    return dataclasses.replace(view.layer([0]), scans=(*view.scans, scan))
 
 
 def _local(view: View, value: Value, inner: Value) -> View:
@@ -425,7 +425,8 @@ def _part(view: View, equation: Equation, output: Value) -> View | None:
     (value, *_) = equation.inputs
     sizes = zip(view.dims, value.shape, output.shape, strict=True)
     indexed = [factor for dim, size, new in sizes if new == 1 < size for factor in dim]
-    return _local(view, value, output).part(output, layers=(*view.layers, *indexed))
+    part = _local(view, value, output).part(output)
+    return dataclasses.replace(part, layers=(*view.layers, *indexed))
 
 
 def _pad(view: View, equation: Equation, output: Value) -> View | None:

@@ -2,8 +2,8 @@
 
 A mask is a uint8 array of its parameter's shape, 1 where the weight is kept. A packed mask holds
 one bit a weight: `packbits` along the last axis, each row padded to whole bytes, so that leading
-axes and their sharding stay as they are. Whether masks are packed is known wherever they are read
-(`use_packed_masks`, or the class of the state that holds them); no shape or value is asked.
+axes and their sharding stay as they are. Whether masks are packed is known where they are read
+(`use_packed_masks`), or told by the shapes of their parameters.
 """
 
 from __future__ import annotations
@@ -75,6 +75,22 @@ def unpack_masks(masks: PyTree, params: PyTree) -> PyTree:
     check_masks(params, masks, packed=True)
     likes = trees.leaves_by_path(params)
     return trees.map_matched(lambda path, bits: unpack(bits, likes[path]), masks)
+
+
+def are_packed(masks: PyTree, likes: PyTree) -> bool:
+    """Whether masks are packed to bits, as their shapes tell.
+
+    A mask whose last axis has one entry is a byte a weight, packed or not.
+
+    Args:
+      masks: tree of masks.
+      likes: tree of arrays of the shapes of the parameters; some may be missing.
+    """
+    arrays = trees.leaves_by_path(likes)
+    return any(
+        path in arrays and jnp.shape(mask) != jnp.shape(arrays[path])
+        for path, mask in trees.leaves_by_path(masks).items()
+    )
 
 
 def place_masks(masks: PyTree, params: PyTree) -> PyTree:

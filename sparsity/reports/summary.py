@@ -13,8 +13,8 @@ import optax
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
-from sparsity.masks import unpack
-from sparsity.training.state import SparseState, get_sparse_state, is_packed
+from sparsity.masks import packed_shape, read_masks
+from sparsity.training.state import SparseState, get_sparse_state
 
 # A leaf that is `None` has the value `None`, and inside `jit` values are float32 arrays; with all
 # that in the type, no number of a summary could be used as one without a cast.
@@ -34,9 +34,10 @@ def summarize_sparsity(param_tree: PyTree, only_total_sparsity: bool = False) ->
       that is `None`. Inside `jit` the values are float32 arrays.
 
     Raises:
-      ValueError: an optimizer state holds more than one SparseState, or its masks are packed; or a
-        uint8 leaf has bytes above 1, as packed masks do. Inside `jit` those bytes are not seen, nor
-        can a tree without its state be told from packed masks whose bytes are all 0 or 1.
+      ValueError: an optimizer state holds more than one SparseState, or its masks are packed, as
+        its moments tell; or a uint8 leaf has bytes above 1, as packed masks do. Inside `jit` such
+        bytes make NaN. Packed masks whose bytes are all 0 or 1, of an optimizer without moments,
+        cannot be told from others: summarize the parameters.
 
     Example:
       >>> summarize_sparsity({"a": jnp.array([1.0, 0.0]), "b": jnp.zeros(2)})["_total_sparsity"]
@@ -46,7 +47,7 @@ def summarize_sparsity(param_tree: PyTree, only_total_sparsity: bool = False) ->
     leaves = {path: leaf for path, leaf in leaves.items() if leaf is None or _is_array(leaf)}
     sizes = {path: jnp.size(leaf) for path, leaf in leaves.items() if leaf is not None}
     nonzeros = _fetch({path: jnp.count_nonzero(leaves[path]) for path in sizes})
-    _refuse_bytes({path: leaves[path] for path in sizes})
+    nonzeros |= _refuse_bytes({path: leaves[path] for path in sizes}, nonzeros)
     size, nonzero = sum(sizes.values()), _total(nonzeros)
     single = {path: (sizes[path] - nonzeros[path]) / max(sizes[path], 1) for path in sizes}
     summary = {} if only_total_sparsity else _named(dict.fromkeys(leaves) | single)
@@ -115,13 +116,14 @@ def active_masks(params: PyTree, opt_state: optax.OptState) -> PyTree:
       {'a': Array([1, 0], dtype=uint8), 'b': None}
     """
     state = get_sparse_state(opt_state)
+    masks = None if state.masks is None else read_masks(state.masks, params, packed=True)
 
     def active(_: trees.KeyPath, param: Any, target: Any, mask: Any) -> Any:
         if mask is not None:
-            return unpack(mask, param) if is_packed(state) else mask
+            return mask
         return None if target is None else (param != 0).astype(jnp.uint8)
 
-    return trees.map_matched(active, params, state.target_sparsities, state.masks)
+    return trees.map_matched(active, params, state.target_sparsities, masks)
 
 
 def _masks_of(tree: Any, packed: bool = True) -> PyTree:
@@ -129,7 +131,7 @@ def _masks_of(tree: Any, packed: bool = True) -> PyTree:
     if not trees.find_nodes(tree, SparseState):
         return tree
     state = get_sparse_state(tree)
-    if is_packed(state) and not packed:
+    if not packed and _is_packed(state):
         paths = [trees.path_string(path) for path in trees.leaves_by_path(state.masks)]
         raise ValueError(
             f"The masks of {trees.listed(paths)} are packed to bits, so that their number of "
@@ -139,20 +141,38 @@ def _masks_of(tree: Any, packed: bool = True) -> PyTree:
     return state.masks
 
 
-def _refuse_bytes(leaves: dict[trees.KeyPath, Any]) -> None:
-    """Raises for uint8 leaves that are no masks."""
+def _is_packed(state: SparseState) -> bool:
+    """Whether masks are packed, as far as arrays of the optimizer tell what shape they are for."""
+    ends: dict[trees.KeyPath, tuple[int, ...]] = {}
+    for path, leaf in trees.leaves_by_path((state.inner_state, state.algorithm_state)).items():
+        ends |= {path[start:]: jnp.shape(leaf) for start in range(len(path))}
+    return any(
+        ends.get(path, shape) != shape and packed_shape(ends[path]) == shape
+        for path, mask in trees.leaves_by_path(state.masks).items()
+        for shape in [jnp.shape(mask)]
+    )
+
+
+def _refuse_bytes(
+    leaves: dict[trees.KeyPath, Any], counts: dict[trees.KeyPath, Any]
+) -> dict[trees.KeyPath, Any]:
+    """Raises for uint8 leaves that are no masks; while tracing their counts become NaN."""
+    checked = {}
     found = {
         path: jnp.max(leaf)
         for path, leaf in leaves.items()
         if getattr(leaf, "dtype", None) == jnp.uint8 and leaf.size
     }
     for path, largest in _fetch(found).items():
-        if not is_traced(largest) and largest > 1:
+        if is_traced(largest):
+            checked[path] = jnp.where(largest > 1, jnp.nan, counts[path])
+        elif largest > 1:
             raise ValueError(
                 f"Leaf {trees.path_string(path)!r} is uint8 with a byte of {largest}: no mask, but "
                 "packed bits or an integer parameter. Unpack masks by sparsity.unpack_masks("
                 "masks, params), cast parameters to another dtype."
             )
+    return checked
 
 
 def _is_array(leaf: Any) -> bool:

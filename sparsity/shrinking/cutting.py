@@ -18,10 +18,10 @@ from sparsity.core import owners, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
-from sparsity.masks import pack_masks, place_masks, unpack_masks
+from sparsity.masks import are_packed, pack_masks, place_masks, unpack_masks
 from sparsity.shrinking.evaluate import take
 from sparsity.shrinking.plan import Plan, shape_left, stays_at
-from sparsity.training.state import SparseState, is_packed, make_state
+from sparsity.training.state import SparseState
 
 _MOST_UPDATES = 64  # that are compared
 
@@ -65,10 +65,11 @@ def cut_state(graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, st
         )
 
     # A packed mask has another shape than its parameter: it is cut unpacked.
-    packed = [node for _, node in trees.find_nodes(state, SparseState) if is_packed(node)]
+    nodes = [node for _, node in trees.find_nodes(state, SparseState)]
+    packed = [node for node in nodes if are_packed(node.masks, params)]
     for node in packed:
         masks = unpack_masks(node.masks, params)
-        state = _replaced(state, node, make_state(False, node._replace(masks=masks)))
+        state = _replaced(state, node, node._replace(masks=masks))
     before = trees.leaves_by_path(state)
     state = owners.map_owned(cut, owners_tree, state)
     for path, leaf in before.items():
@@ -90,7 +91,7 @@ def cut_state(graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, st
         )
     for _, node in trees.find_nodes(state, SparseState) if packed else ():
         masks = place_masks(pack_masks(node.masks, small_params), small_params)
-        state = _replaced(state, node, make_state(True, node._replace(masks=masks)))
+        state = _replaced(state, node, node._replace(masks=masks))
     return state
 
 

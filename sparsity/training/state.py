@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +18,8 @@ class SparseState(NamedTuple):
     """State of a wrapped optimizer.
 
     Attributes:
-      masks: tree like the params; uint8 masks (1 = keep), `None` for dense leaves.
+      masks: tree like the params; uint8 masks (1 = keep), `None` for dense leaves. With
+        `use_packed_masks` they are bits, eight in a byte along the last axis: shapes tell.
       inner_state: state of the inner optimizer.
       target_sparsities: tree like the params of float32 scalars, `None` for dense leaves.
       count: int32 scalar, number of updates so far.
@@ -31,69 +31,6 @@ class SparseState(NamedTuple):
     target_sparsities: PyTree = None
     count: PyTree = None
     algorithm_state: PyTree = None
-
-
-class PackedSparseState(SparseState):
-    """A SparseState with packed masks: `use_packed_masks` makes it, so that readers know."""
-
-    __slots__ = ()
-
-
-class _Forgetful:
-    """Four entries: without an `algorithm_state` there is no fifth, as in earlier checkpoints."""
-
-    __slots__ = ()
-    _fields = SparseState._fields[:4]
-    algorithm_state = None
-
-    def __new__(cls, *entries: Any, **named: Any) -> Any:
-        state = SparseState(*entries, **named)
-        if state.algorithm_state is not None:
-            raise ValueError("This class cannot hold an algorithm_state; use SparseState.")
-        new: Any = tuple.__new__
-        return new(cls, tuple(state)[:4])
-
-    @classmethod
-    def _make(cls, entries: Iterable[Any]) -> Any:
-        return cls(*entries)
-
-    def _replace(self: Any, **named: Any) -> SparseState:
-        own = dict(zip(self._fields, self, strict=True))
-        return make_state(is_packed(self), SparseState(**own | named))
-
-    def __repr__(self: Any) -> str:
-        return repr(SparseState(*self))
-
-
-class ForgetfulSparseState(_Forgetful, SparseState):  # type: ignore[misc]  # fewer fields
-    """A SparseState whose algorithm remembers nothing: `algorithm_state` is None."""
-
-    __slots__ = ()
-
-
-class ForgetfulPackedSparseState(_Forgetful, PackedSparseState):  # type: ignore[misc]  # too
-    """A PackedSparseState whose algorithm remembers nothing."""
-
-    __slots__ = ()
-
-
-for _class in (PackedSparseState, ForgetfulSparseState, ForgetfulPackedSparseState):
-    _class.__name__ = SparseState.__name__  # by which optax.tree.get finds it
-
-
-def make_state(packed: bool, state: SparseState) -> SparseState:
-    """Returns the state in the class that says how its masks are stored, and if it remembers."""
-    if state.algorithm_state is None:
-        short: SparseState = (ForgetfulPackedSparseState if packed else ForgetfulSparseState)(
-            *state
-        )
-        return short
-    return (PackedSparseState if packed else SparseState)(*state)
-
-
-def is_packed(state: object) -> bool:
-    """Whether the masks of a state are packed."""
-    return isinstance(state, PackedSparseState)
 
 
 def get_sparse_state(opt_state: PyTree) -> SparseState:
@@ -122,9 +59,7 @@ def get_sparse_state(opt_state: PyTree) -> SparseState:
 
 def set_sparse_state(opt_state: optax.OptState, sparse_state: SparseState) -> optax.OptState:
     """Returns `opt_state` with its only `SparseState` replaced; raises as `get_sparse_state`."""
-    old = get_sparse_state(opt_state)
-    if type(sparse_state) is not type(old):
-        sparse_state = make_state(is_packed(old), sparse_state)
+    get_sparse_state(opt_state)
 
     def is_state(node: object) -> bool:
         return isinstance(node, SparseState)

@@ -44,7 +44,7 @@ from sparsity.training.regrow import (
     start_from_zero,
     without_grown,
 )
-from sparsity.training.state import SparseState, is_packed, make_state
+from sparsity.training.state import SparseState
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ def wrap(
             # Masks and targets are no parameters for optax.tree.map_params: each is one leaf.
             own = updater.init_algorithm_state(params, params)
             count = jnp.zeros([], jnp.int32)
-            return make_state(packed, SparseState(0, inner.init(params), 0, count, own))
+            return SparseState(0, inner.init(params), 0, count, own)
         table = updater.sites(params)
         with in_use(updater, table):
             state = updater.init_state(params)
@@ -97,14 +97,13 @@ def wrap(
         if may_regrow:
             name, is_sure = type(updater).__name__, bool(updater.regrows)
             check_resettable(params, state.inner_state, name, is_sure)
-        return make_state(packed, state)
+        return state
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: ExtraArg
     ) -> tuple[PyTree, SparseState]:
         if params is None:  # optax says what is missing, in its own words
             optax.add_decayed_weights(0.0).update(updates, optax.EmptyState(), None)
-        state = make_state(packed, state)
         check_masks(params, state.masks, packed=packed)
         check_gradients(updates, params, state.masks)
         grads = trees.prunable(updates, params)
@@ -113,13 +112,10 @@ def wrap(
 
         def plain(state: SparseState) -> SparseState:
             """The state as hooks see it."""
-            if not is_packed(state):
-                return state
-            return make_state(False, state._replace(masks=unpack_masks(state.masks, params)))
+            return state._replace(masks=unpack_masks(state.masks, params)) if packed else state
 
         def kept(state: SparseState) -> SparseState:
-            masks = pack_masks(state.masks, params) if packed else state.masks
-            return make_state(packed, state._replace(masks=masks))
+            return state._replace(masks=pack_masks(state.masks, params)) if packed else state
 
         def masked(masks: PyTree) -> PyTree:
             return apply_masks(params, masks) if keeps_zeros else params
@@ -198,8 +194,7 @@ def wrap_dense(
     def init_fn(params: PyTree) -> SparseState:
         if _is_placeholder(params):
             count = jnp.zeros([], jnp.int32)
-            state = SparseState(0, inner.init(params), None, count)
-            return make_state(updater.use_packed_masks, state)
+            return SparseState(0, inner.init(params), None, count)
         return updater.init_state(params)._replace(inner_state=inner.init(params))
 
     def update_fn(

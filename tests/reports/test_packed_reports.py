@@ -16,7 +16,7 @@ def _state(packed, mask=_MASK, kind=None):
         use_packed_masks=packed, sparsity_type=kind or sparsity.Unstructured()
     )
     params = {"w": jnp.ones(mask.shape), "b": jnp.ones(mask.shape[-1])}
-    tx = trainer.wrap_optax(optax.sgd(0.1), masks={"w": mask, "b": None})
+    tx = trainer.wrap_optax(optax.adam(0.1), masks={"w": mask, "b": None})
     return params, tx.init(params), trainer
 
 
@@ -31,6 +31,9 @@ def test_the_entries_of_packed_masks_cannot_be_counted():
 
 def test_packed_masks_without_their_state_are_refused():
     params, state, _ = _state(packed=True)
+    in_jit = jax.jit(sparsity.summarize_sparsity)(state.masks)
+    assert np.isnan(in_jit["w"])
+    assert np.isnan(in_jit["_total_sparsity"])
     with pytest.raises(ValueError, match=r"'w' is uint8 with a byte of \d+.*unpack_masks"):
         sparsity.summarize_sparsity(state.masks)
     with pytest.raises(ValueError, match="'0' is uint8"):
@@ -56,7 +59,7 @@ def test_a_packed_row_of_one_weight_is_a_byte_of_its_own():
     params, state, _ = _state(packed=True, mask=mask)
     np.testing.assert_array_equal(state.masks["w"], [[128], [0], [128]])
     np.testing.assert_array_equal(sparsity.active_masks(params, state)["w"], mask)
-    with pytest.raises(ValueError, match="packed to bits"):
+    with pytest.raises(ValueError, match="a byte of 128"):
         sparsity.summarize_sparsity(state)
 
 
@@ -113,6 +116,8 @@ def test_layers_are_summed_up_as_named_tuples(packed):
 
 def test_the_packing_is_known_after_transforms_of_the_state():
     _, state, _ = _state(packed=True)
+    with pytest.raises(ValueError, match="packed to bits"):
+        jax.jit(sparsity.summarize_sparsity)(state)
     for copied in (
         jax.jit(lambda state: state)(state),
         jax.tree.map(jnp.copy, state),

@@ -14,7 +14,6 @@ from sparsity.reports.summary import summarize_intersection, summarize_sparsity
 from sparsity.training.state import (
     SparseState,
     get_sparse_state,
-    make_state,
     set_sparse_state,
     sharding_like,
 )
@@ -204,15 +203,15 @@ def test_on_one_device_everything_is_there():
 @pytest.mark.parametrize("packed", [False, True])
 def test_summaries_take_a_state_for_its_masks(packed):
     masks = pack_masks(MASKS, PARAMS) if packed else MASKS
-    state = (optax.EmptyState(), make_state(packed, STATE._replace(masks=masks)))
+    state = (optax.EmptyState(), STATE._replace(masks=masks))
     assert summarize_intersection(state, state)["_total_intersection"] == 1.0
     other = {"dense": {"kernel": jnp.ones((2, 9), jnp.uint8), "bias": None}, "head": MASKS["head"]}
     other = pack_masks(other, PARAMS) if packed else other
-    other = make_state(packed, STATE._replace(masks=other))
+    other = STATE._replace(masks=other)
     # Of 18 + 2 ones, three in the kernel and two in the head are ones of the state, too.
     assert summarize_intersection(other, state)["_total_intersection"] == 5 / 20
     if packed:
-        with pytest.raises(ValueError, match=r"'dense/kernel'.* are packed.*unpack_masks"):
+        with pytest.raises(ValueError, match=r"'dense/kernel' is uint8.*packed bits.*unpack_masks"):
             summarize_sparsity(state)
     else:
         assert summarize_sparsity(state)["dense/kernel"] == 15 / 18
