@@ -50,14 +50,13 @@ def describe(leaf: Leaf) -> dict[str, Any]:
       `shape`, `dtype`, `size`, `nonzeros`, `sparsity`, `patterns`, and the `bytes` that it takes:
       `dense`; `bitmask`, a bit for each entry beside the non-zeros; `zstd`, compressed.
     """
-    bits = np.empty(-(-leaf.size // 8), np.uint8)
+    packed = [np.empty(0, np.uint8)]
     compressor = extras.load("zstandard", "cli").ZstdCompressor().compressobj()
-    compressed = start = 0
+    compressed = 0
     for piece in leaf.pieces():
-        packed = np.packbits(piece != 0)
-        bits[start : start + packed.size] = packed
-        start += packed.size
+        packed.append(np.packbits(piece != 0))
         compressed += len(compressor.compress(piece.view(np.uint8)))
+    bits = np.concatenate(packed)
     nonzeros = int(np.bitwise_count(bits).sum())
     return {
         "shape": list(leaf.shape),

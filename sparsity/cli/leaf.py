@@ -122,7 +122,7 @@ def reading(path: Path) -> Iterator[None]:
     except (ImportError, OSError):
         raise
     except Exception as error:  # damaged bytes reach any line of a parser
-        what = " ".join(str(error).split()) or type(error).__name__
+        what = str(error).partition(" [tensorstore_spec=")[0] or type(error).__name__
         raise ValueError(
-            f"{path} cannot be read: {what}. If it is damaged, save it again."
+            f"{path} cannot be read: {what.rstrip('.')}. If it is damaged, save it again."
         ) from error

@@ -1,126 +1,176 @@
-"""Checkpoints of Orbax: a folder, of which a part of one array is read at a time.
+"""Checkpoints of Orbax: a folder that has the tree in `_METADATA` and arrays in TensorStore.
 
-TensorStore, on which Orbax rests, reads the arrays: a call of Orbax for each would read the whole
-description of the folder each time.
+TensorStore, in which Orbax keeps arrays, reads and writes one array at a time here. Orbax itself
+opens all of them at once, reports the failures of some from other threads, and needs the devices on
+which an array was. A copy keeps all that does not change: shardings, random keys, text, scalars.
+Format: https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpoint_format.html
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import functools
 import json
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-from sparsity.cli import zarr
 from sparsity.cli.leaf import PIECE, Leaf, number_dtype, reading
 from sparsity.core import extras
+from sparsity.core.checks import unique_keys
 
-# More threads would each keep memory for themselves.
-THREADS = {"data_copy_concurrency": {"limit": 1}, "file_io_concurrency": {"limit": 1}}
-M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+ARRAYS = {"jax.Array", "np.ndarray", "scalar"}  # types of values that are arrays
+SEQUENCE = 1  # the type of a key that is an index
+DESCRIPTIONS = r"_(CHECKPOINT_)?METADATA|_sharding|_strings\.json|commit_success\.txt"
+DESCRIPTIONS = rf"({DESCRIPTIONS}|array_metadatas/process_\d+)"  # files beside arrays
+DATABASE = r"(ocdbt\.process_\d+/)?(manifest\.ocdbt|d/[0-9a-f]{32})"  # files of all arrays
+ZARR = r"(\.zarray|zarr\.json|[c\d./]+)"  # files of one array that has a folder
+
+
+class _Entry(NamedTuple):
+    """A value of the tree: its keys, the name under which it is stored, and its type."""
+
+    keys: tuple[str | int, ...]
+    name: str
+    type: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """Where a checkpoint keeps its arrays.
+
+    Attributes:
+      path: the folder, absolute.
+      driver: with which TensorStore reads an array, 'zarr' or 'zarr3'.
+      is_database: whether all arrays are in one database, OCDBT, or each is in a folder.
+      has_zeros: whether entries that are all zero are stored, so that missing ones are an error.
+    """
+
+    path: Path
+    driver: str
+    is_database: bool
+    has_zeros: bool
+
+    def store(self, name: str = "") -> dict[str, Any]:
+        """Returns the specification of the files of an array, or of all arrays."""
+        inner = f"{name}/" if name else ""
+        if self.is_database:
+            base = {"driver": "file", "path": f"{self.path}/"}
+            return {"driver": "ocdbt", "base": base, "path": inner}
+        return {"driver": "file", "path": f"{self.path}/{inner}"}
+
+    def open(self, name: str, **options: Any) -> Any:
+        """Opens an array.
+
+        Raises:
+          ValueError: it is damaged, or its chunks are larger than the array: TensorStore ends the
+            process when it allocates what a wrong size asks for.
+        """
+        zeros = {"fill_missing_data_reads": not self.has_zeros}
+        spec = {"driver": self.driver, "kvstore": self.store(name)} | zeros
+        spec["store_data_equal_to_fill_value"] = True
+        array = _tensorstore().open(spec, open=True, **options).result()
+        chunk = array.chunk_layout.write_chunk.shape or ()  # of a scalar it is None
+        if any(n > max(size, 1) for n, size in zip(chunk, array.shape, strict=True)):
+            raise ValueError(f"the chunks {chunk} of {name!r} are larger than its {array.shape}")
+        return array
 
 
 @dataclasses.dataclass(frozen=True)
 class OrbaxLeaf(Leaf):
-    """An array of a folder.
+    """An array of a folder, with the name under which it is stored."""
 
-    Attributes:
-      path: the folder.
-      key: where the array is in the tree.
-      spec: where the folder keeps it, for TensorStore.
-    """
-
-    path: Path
-    key: tuple[Any, ...]
-    spec: dict[str, Any]
+    folder: Folder
+    name: str
 
     def pieces(self) -> Iterator[np.ndarray]:
-        parts = None
-        if self.size > PIECE:
-            with reading(self.path):
-                parts = zarr.stream(self._open(), PIECE * self.dtype.itemsize)
-        if parts is None:
-            entries = self.load().reshape(-1)
-            yield from (entries[start : start + PIECE] for start in range(0, self.size, PIECE))
-            return
-        while True:
-            with reading(self.path):
-                part = next(parts, None)
-            if part is None:
-                return
-            yield np.frombuffer(part, self.dtype)
+        entries = self.load().reshape(-1)
+        yield from (entries[start : start + PIECE] for start in range(0, self.size, PIECE))
 
     def load(self) -> np.ndarray:
-        with reading(self.path):
-            return np.asarray(self._open().read().result())
-
-    def _open(self) -> Any:
-        tensorstore = extras.load("tensorstore", "cli")
-        return tensorstore.open(self.spec, context=_context(), read=True, open=True).result()
+        with reading(self.folder.path):
+            np.empty((2, *self.shape), self.dtype)  # raises where TensorStore ends the process
+            return np.asarray(self.folder.open(self.name).read().result())
 
 
 def read(path: Path) -> Any:
-    """Returns the tree of a folder; text and what else is no array is `None`."""
-    path = path.absolute()
-    _give_memory_back()
-    if not (path / "_METADATA").is_file():
-        raise ValueError("it has no _METADATA; name the folder of an item, such as STEP/default")
-    described = json.loads((path / "_METADATA").read_text(encoding="utf-8"))
-    driver = "zarr3" if described.get("use_zarr3") else "zarr"
-
-    def leaf(key: tuple[Any, ...], meta: Any) -> OrbaxLeaf | None:
-        if not _is_array(meta):
-            return None
-        stored = {"driver": "file", "path": f"{path}/{meta.name}"}
-        if (path / "manifest.ocdbt").exists():
-            stored = {"driver": "ocdbt", "base": f"file://{path}/", "path": meta.name}
-        spec = {"driver": driver, "kvstore": stored}
-        return OrbaxLeaf(tuple(meta.shape), number_dtype(meta.dtype), path, key, spec)
-
-    return jax.tree_util.tree_map_with_path(leaf, _metadata(path))
+    """Returns the tree of a folder: dictionaries of `OrbaxLeaf`s, without what is no array."""
+    folder, entries = _describe(path)
+    tree: dict[str | int, Any] = {}
+    for keys, name, kind in entries:
+        if kind in ARRAYS:
+            array = folder.open(name)
+            node = tree
+            for key in keys[:-1]:
+                node = node.setdefault(key, {})
+            dtype = number_dtype(array.dtype.numpy_dtype)
+            node[keys[-1]] = OrbaxLeaf(tuple(array.shape), dtype, folder, name)
+    return tree
 
 
 def write(source: Path, target: Path, changed: list[tuple[Any, np.ndarray]]) -> None:
-    """Writes the tree of a folder to another one, with other values for some of its arrays."""
-    values = {leaf.key: array for leaf, array in changed}
-    ocp = _orbax()
-
-    def as_numpy(meta: Any) -> Any:
-        is_scalar = isinstance(meta, ocp.metadata.value.ScalarMetadata)
-        return ocp.RestoreArgs(
-            restore_type=np.ndarray if _is_array(meta) and not is_scalar else None
-        )
-
-    arguments = jax.tree.map(as_numpy, _metadata(source.absolute()))
-    old = ocp.PyTreeCheckpointer().restore(source.absolute(), restore_args=arguments)
-    new = jax.tree_util.tree_map_with_path(lambda key, array: values.get(key, array), old)
-    ocp.PyTreeCheckpointer().save(target.absolute(), new)
-
-
-def _is_array(meta: Any) -> bool:
-    return getattr(meta, "dtype", None) is not None
-
-
-def _give_memory_back() -> None:
-    """Has glibc return what an array took: else it keeps that of several arrays that are freed."""
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(M_MMAP_THRESHOLD, PIECE)
+    """Copies a folder, with other values for some of its arrays, and without other files."""
+    folder, entries = _describe(source)
+    copy = dataclasses.replace(folder, path=target.absolute())
+    for file in _files(folder.path):
+        if re.fullmatch(DESCRIPTIONS, file):
+            (target / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder.path / file, target / file)
+    tensorstore = _tensorstore()
+    context = tensorstore.Context()  # shared: what is written is seen before it is committed
+    old = tensorstore.KvStore.open(folder.store()).result()
+    new = tensorstore.KvStore.open(copy.store(), context=context).result()
+    with tensorstore.Transaction() as transaction:
+        for entry in entries:
+            # '0' comes after '/'.
+            inside = tensorstore.KvStore.KeyRange(f"{entry.name}/", f"{entry.name}0")
+            for key in old.list(inside).result():
+                new.with_transaction(transaction)[key] = old[key]
+        for leaf, values in changed:
+            array = copy.open(leaf.name, context=context, transaction=transaction)
+            array.write(values).result()
 
 
-@functools.cache
-def _context() -> Any:
-    return extras.load("tensorstore", "cli").Context(THREADS)
+def foreign_files(path: Path) -> list[str]:
+    """Returns the files of a folder that are not of its checkpoint, relative to the folder."""
+    folder, entries = _describe(path)
+    arrays = "|".join(re.escape(entry.name) for entry in entries)
+    arrays = DATABASE if folder.is_database else f"({arrays})/{ZARR}"
+    return [file for file in _files(path) if not re.fullmatch(f"{DESCRIPTIONS}|{arrays}", file)]
 
 
-def _metadata(path: Path) -> Any:
-    return _orbax().PyTreeCheckpointer().metadata(path).item_metadata.tree
+def _files(path: Path) -> list[str]:
+    """Returns the files of a folder and of its subfolders, relative to the folder."""
+    files = (file for file in path.rglob("*") if file.is_symlink() or not file.is_dir())
+    return sorted(file.relative_to(path).as_posix() for file in files)
 
 
-def _orbax() -> Any:
-    return extras.load("orbax.checkpoint", "cli")
+def _describe(path: Path) -> tuple[Folder, list[_Entry]]:
+    """Returns where a folder keeps its arrays, and the values of its tree."""
+    path = path.absolute()
+    if not (path / "_METADATA").is_file():
+        raise ValueError("it has no _METADATA; name the folder of an item, such as STEP/default")
+    text = (path / "_METADATA").read_text(encoding="utf-8")
+    described = json.loads(text, object_pairs_hook=unique_keys)
+    entries = []
+    for value in described["tree_metadata"].values():
+        parts = [(part["key"], part["key_type"]) for part in value["key_metadata"]]
+        name = ".".join(key for key, _ in parts)
+        if ".." in name.split("/"):
+            raise ValueError(f"the name {name!r} leads out of the folder")
+        keys = tuple(int(key) if kind == SEQUENCE else key for key, kind in parts)
+        entries.append(_Entry(keys, name, value["value_metadata"]["value_type"]))
+    folder = Folder(
+        path,
+        driver="zarr3" if described.get("use_zarr3") else "zarr",
+        is_database=(path / "manifest.ocdbt").exists(),
+        has_zeros=bool(described.get("store_array_data_equal_to_fill_value")),
+    )
+    return folder, entries
+
+
+def _tensorstore() -> Any:
+    return extras.load("tensorstore", "cli")

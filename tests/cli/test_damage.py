@@ -1,7 +1,5 @@
 """Damaged, foreign and hostile files: one line, exit code 2, nothing unpickled, no traceback."""
 
-import subprocess
-import sys
 import zipfile
 
 import numpy as np
@@ -10,7 +8,6 @@ import safetensors.numpy
 
 from sparsity.cli import main
 from tests.cli.checkpoints import FORMATS, weights
-from tests.helpers import ROOT
 
 FILES = ["a.safetensors", "a.npz", "a.msgpack"]
 
@@ -103,17 +100,3 @@ def test_a_folder_that_is_no_checkpoint_says_which_is(tmp_path, capsys):
     code, error = code_and_error(capsys, tmp_path)
     assert code == 2
     assert "name the folder of an item, such as STEP/default" in error
-
-
-@pytest.mark.slow
-def test_a_damaged_folder_is_named(tmp_path):
-    path = tmp_path / "a_folder"
-    FORMATS["a_folder"][0](path, weights())
-    for file in (path / "d").iterdir():
-        file.write_bytes(file.read_bytes()[:10])
-    # In a process of its own: readers that fail in the background report to whoever runs later.
-    program = "import sys; from sparsity.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, "inspect", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 2
-    assert f"{path} cannot be read: " in done.stderr
