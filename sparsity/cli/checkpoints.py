@@ -53,33 +53,76 @@ def chosen(known: Iterable[str], key: str | None) -> set[str]:
 
 
 def check_target(source: Path, target: Path, overwrite: bool) -> None:
-    """Raises a ValueError if a copy of a checkpoint cannot be written to a path."""
-    if target.exists() and not overwrite:
+    """Raises a ValueError if a copy of a checkpoint cannot be written to a path.
+
+    Only a checkpoint of the same format that was recognised is replaced, and only as a whole.
+    """
+    exists = os.path.lexists(target)  # links that lead nowhere, too
+    if exists and not overwrite:
         raise ValueError(f"{target} exists. Give another path, or --overwrite to replace it.")
     if not target.absolute().parent.is_dir():
         raise ValueError(f"{target}: its folder does not exist. Make it first.")
-    if source.suffix != target.suffix and (source.suffix in FORMATS or target.suffix in FORMATS):
+    endings = {path.suffix for path in (source, target)}
+    if len(endings) > 1 and not endings.isdisjoint(FORMATS):
         raise ValueError(
             f"{target} must have the format of {source}: give a path with the ending "
             f"{source.suffix!r}."
         )
+    if target.is_symlink():
+        raise ValueError(f"{target} is a link, which is not replaced. Give the path it leads to.")
+    old, new = source.resolve(), target.resolve()
+    if old != new and (old.is_relative_to(new) or new.is_relative_to(old)):
+        raise ValueError(f"{target} and {source} contain one another. Give a path outside.")
+    if exists:
+        _check_replaced(source, target)
 
 
-def write(source: Path, target: Path, changed: list[tuple[Leaf, np.ndarray]]) -> None:
-    """Writes a copy of a checkpoint with other values for some leaves: complete, or not at all."""
+def write(
+    source: Path, target: Path, changed: list[tuple[Leaf, np.ndarray]], *, overwrite: bool
+) -> None:
+    """Writes a copy of a checkpoint with other values for some leaves: complete, or not at all.
+
+    The copy is made beside the target, whose place it takes when it is complete. If the process is
+    killed while a folder is replaced, the old one lies in a hidden folder beside it.
+    """
     folder = target.absolute().parent
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=folder) as made:
-        new = Path(made) / target.name
-        _format_of(source).write(source, new, changed)
-        if target.is_dir():  # no folder takes the place of one that is not empty
-            os.rename(target, Path(made) / "old")
-        os.replace(new, target)
+    with tempfile.TemporaryDirectory(prefix=".sparsity-", dir=folder) as made:
+        new, old = Path(made) / f"new{target.suffix}", Path(made) / "old"
+        with reading(source):
+            _format_of(source).write(source, new, changed)
+        check_target(source, target, overwrite)  # again: another program may have written there
+        try:
+            if target.is_dir():  # no folder takes the place of one that is not empty
+                os.rename(target, old)
+            os.replace(new, target)
+        except BaseException:
+            if old.exists() and not target.exists():
+                os.rename(old, target)
+            raise
+
+
+def _check_replaced(source: Path, target: Path) -> None:
+    """Raises a ValueError if a path is no checkpoint of a format, and that alone."""
+    if target.is_dir() and Path.cwd().is_relative_to(target.resolve()):
+        raise ValueError(f"{target} contains the current folder. Change to another one first.")
+    try:
+        if source.is_dir() != target.is_dir():
+            raise ValueError(f"{source} has another format")
+        read(target)
+        foreign = orbax.foreign_files(target) if target.is_dir() else []
+        if foreign:
+            raise ValueError(f"it has other files: {trees.listed(foreign)}")
+    except ValueError as error:
+        raise ValueError(
+            f"{target} is not replaced, for it is no checkpoint like {source}: {error} Give "
+            "another path."
+        ) from error
 
 
 def _format_of(path: Path) -> ModuleType:
     if path.is_dir():
         return orbax
-    if path.suffix not in FORMATS:
+    if path.suffix not in FORMATS or not path.is_file():
         raise ValueError(
             f"{path} has no known format. Known are files that end in {', '.join(FORMATS)}, and "
             "folders of Orbax."

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scope", help="layerwise (default) or global: all leaves share one threshold"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
+    parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint at OUT")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,7 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
     leaves, values = trees.leaves_by_path(tree), trees.leaves_by_path(pruned)
     changed = {path: np.asarray(values[path]) for path in trees.leaves_by_path(masks)}
     checkpoints.write(
-        arguments.source, arguments.target, [(leaves[path], changed[path]) for path in changed]
+        arguments.source,
+        arguments.target,
+        [(leaves[path], changed[path]) for path in changed],
+        overwrite=arguments.overwrite,
     )
     _print({trees.path_string(path): array for path, array in changed.items()})
     return 0

@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 import sparsity
-from sparsity.cli import leaf, main
+from sparsity.cli import checkpoints, leaf, main
 from tests import helpers
 from tests.cli.checkpoints import FORMATS, save_orbax, weights
 
@@ -270,18 +270,19 @@ def test_an_existing_file_is_replaced_only_when_asked(saved, capsys):
 def test_a_failure_while_writing_leaves_nothing_and_no_change(
     kernels, tmp_path, capsys, monkeypatch, exists
 ):
-    def fail(self, path, values):
+    def fail(source, target, changed):
+        target.write_bytes(b"half of it")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(leaf.StoredLeaf, "overwrite", fail)
+    monkeypatch.setattr(checkpoints.safetensors, "write", fail)
     target = tmp_path / "b.safetensors"
     if exists:
-        target.write_bytes(b"as it was")
+        target.write_bytes(kernels.read_bytes())
     files = sorted(tmp_path.iterdir())
     assert main(["prune", str(kernels), str(target), *HALF, "--overwrite"]) == 2
     assert capsys.readouterr().err == "sparsity: error: No space left on device\n"
     assert sorted(tmp_path.iterdir()) == files
-    assert not exists or target.read_bytes() == b"as it was"
+    assert not exists or target.read_bytes() == kernels.read_bytes()
 
 
 # Diff.

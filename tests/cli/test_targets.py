@@ -1,0 +1,199 @@
+"""Where copies are written: only a checkpoint is replaced, and when the new one is complete."""
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+
+from sparsity.cli import checkpoints, main
+
+HALF = ["--sparsity", "0.5"]
+WEIGHTS = {"w": np.arange(1, 17, dtype=np.float32).reshape(4, 4)}
+
+
+def save(path):
+    """Writes a file, or a folder of Orbax where the path has no ending."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".npz":
+        np.savez(path, **WEIGHTS)
+    elif path.suffix == ".safetensors":
+        safetensors.numpy.save_file(WEIGHTS, path)
+    else:
+        ocp.PyTreeCheckpointer().save(path, WEIGHTS)
+    return path
+
+
+def files(folder):
+    """Returns all that is in a folder: bytes of files, where links lead, folders."""
+    return {
+        str(path.relative_to(folder)): os.readlink(path)
+        if path.is_symlink()
+        else (path.read_bytes() if path.is_file() else None)
+        for path in folder.rglob("*")
+    }
+
+
+def zeros(path):
+    if path.suffix == ".npz":
+        weights = np.load(path)
+    elif path.suffix == ".safetensors":
+        weights = safetensors.numpy.load_file(path)
+    else:
+        weights = ocp.PyTreeCheckpointer().restore(path)
+    return np.count_nonzero(weights["w"] == 0)
+
+
+@pytest.fixture
+def refused(tmp_path, capsys):
+    """Returns a function that asserts that nothing changes, and returns the error."""
+
+    def check(source, target, *options):
+        before = files(tmp_path)
+        assert main(["prune", str(source), str(target), *HALF, *options]) == 2
+        assert files(tmp_path) == before
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        return error
+
+    return check
+
+
+@pytest.mark.parametrize("name", ["a.npz", "a.safetensors", "a"])
+def test_a_checkpoint_takes_the_place_of_one_when_asked(tmp_path, refused, name):
+    source, target = save(tmp_path / "x" / name), save(tmp_path / "y" / name)
+    (target.parent / "notes.txt").write_text("kept")
+    assert "--overwrite" in refused(source, target)
+    assert main(["prune", str(source), str(target), *HALF, "--overwrite"]) == 0
+    assert (zeros(source), zeros(target)) == (0, 8)
+    assert {path.name for path in target.parent.iterdir()} == {name, "notes.txt"}
+    assert main(["prune", str(source), str(source), *HALF, "--overwrite"]) == 0
+    assert zeros(source) == 8
+
+
+def test_a_folder_that_contains_the_source_is_not_replaced(tmp_path, refused):
+    source = save(tmp_path / "runs" / "1" / "default")
+    for target in (tmp_path / "runs", tmp_path / "runs" / "1", Path("/")):
+        assert "contain one another" in refused(source, target, "--overwrite")
+    file = save(tmp_path / "runs.npz" / "a.npz")
+    assert "contain one another" in refused(file, file.parent, "--overwrite")
+
+
+def test_a_copy_is_not_written_into_its_source(tmp_path, refused):
+    source = save(tmp_path / "a")
+    (tmp_path / "link").symlink_to(source)
+    for target in (source / "b", source / "d", tmp_path / "link" / "b"):
+        assert "contain one another" in refused(source, target, "--overwrite")
+
+
+@pytest.mark.parametrize("options", [[], ["--overwrite"]])
+def test_links_are_not_replaced(tmp_path, refused, options):
+    source, other = save(tmp_path / "a.npz"), save(tmp_path / "other.npz")
+    for name, leads_to in [("nowhere", "nothing.npz"), ("itself", source), ("other", other)]:
+        link = tmp_path / f"to_{name}.npz"
+        link.symlink_to(leads_to)
+        error = refused(source, link, *options)
+        assert ("is a link" if options else "exists") in error
+
+
+@pytest.mark.parametrize("name", ["a.npz", "a.safetensors", "a"])
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path, refused, name):
+    source, target = save(tmp_path / "x" / name), tmp_path / name
+    target.write_bytes(b"as it was")
+    assert "is not replaced" in refused(source, target, "--overwrite")
+    target.unlink()
+    target.mkdir()
+    assert "is not replaced" in refused(source, target, "--overwrite")
+    (target / "precious.txt").write_text("kept")
+    assert "is not replaced" in refused(source, target, "--overwrite")
+    shutil.rmtree(target)
+    os.mkfifo(target)
+    assert "is not replaced" in refused(source, target, "--overwrite")
+
+
+def test_a_checkpoint_of_another_format_is_not_replaced(tmp_path, refused):
+    file, folder = save(tmp_path / "x" / "a.npz"), save(tmp_path / "b.npz.d")
+    folder = folder.rename(tmp_path / "b.npz")
+    assert "has another format" in refused(file, folder, "--overwrite")
+    assert "ending ''" in refused(save(tmp_path / "c"), file, "--overwrite")
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "d/notes.txt", "other/_METADATA"])
+def test_a_folder_with_other_files_is_not_replaced(tmp_path, refused, name):
+    source, target = save(tmp_path / "a"), save(tmp_path / "b")
+    (target / name).parent.mkdir(exist_ok=True)
+    (target / name).write_text("kept")
+    assert f"other files: '{name}'" in refused(source, target, "--overwrite")
+    (target / name).unlink()
+    (target / name).symlink_to(source)
+    assert f"other files: '{name}'" in refused(source, target, "--overwrite")
+
+
+def test_the_current_folder_is_not_replaced(tmp_path, refused, monkeypatch):
+    source, target = save(tmp_path / "a"), save(tmp_path / "b")
+    for folder in (target, target / "d"):
+        monkeypatch.chdir(folder)
+        for name in (target, os.path.relpath(target)):
+            assert "current folder" in refused(source, name, "--overwrite")
+
+
+def test_a_folder_without_ocdbt_is_replaced_and_its_other_files_are_not(tmp_path, refused):
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
+    for name in ("a", "b"):
+        ocp.Checkpointer(handler).save(tmp_path / name, WEIGHTS | {"s": 3})
+    (tmp_path / "b" / "w" / "notes").write_text("kept")
+    assert "'w/notes'" in refused(tmp_path / "a", tmp_path / "b", "--overwrite")
+    (tmp_path / "b" / "w" / "notes").unlink()
+    again = ["prune", str(tmp_path / "a"), str(tmp_path / "b"), *HALF, "--overwrite"]
+    assert main(again) == 0
+    assert zeros(tmp_path / "b") == 8
+    assert main(again) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "step"), [("a.npz", "replace"), ("a", "rename"), ("a", "replace")]
+)
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_failure_while_replacing_leaves_the_old_one(tmp_path, monkeypatch, name, step, error):
+    source, target = save(tmp_path / "x" / name), save(tmp_path / name)
+    before = files(tmp_path)
+    original = getattr(os, step)
+
+    def fail(old, new):
+        monkeypatch.undo()
+        if step == "rename":  # the old one is moved away, and then
+            original(old, new)
+        raise error("stop")
+
+    monkeypatch.setattr(os, step, fail)
+    command = ["prune", str(source), str(target), *HALF, "--overwrite"]
+    if error is OSError:
+        assert main(command) == 2
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            main(command)
+    assert files(tmp_path) == before
+
+
+def test_what_comes_to_the_target_meanwhile_is_not_replaced(tmp_path, monkeypatch, capsys):
+    source, target = save(tmp_path / "a.npz"), tmp_path / "b.npz"
+    original = checkpoints.npz.write
+
+    def write(*arguments):
+        original(*arguments)
+        target.write_bytes(b"of another program")
+
+    monkeypatch.setattr(checkpoints.npz, "write", write)
+    assert main(["prune", str(source), str(target), *HALF]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert target.read_bytes() == b"of another program"
+    assert {path.name for path in tmp_path.iterdir()} == {"a.npz", "b.npz"}
+
+
+def test_a_fifo_is_no_checkpoint(tmp_path, capsys):
+    os.mkfifo(tmp_path / "a.npz")
+    assert main(["inspect", str(tmp_path / "a.npz")]) == 2
+    assert "has no known format" in capsys.readouterr().err
