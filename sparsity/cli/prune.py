@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sparsity import api
 from sparsity.cli import checkpoints
 from sparsity.cli.output import print_table, shape_text
 from sparsity.core import trees
+from sparsity.core.trees import KeyPath
 
 ABOUT = "Write a copy of a checkpoint with some of its weights at zero."
 EXAMPLES = """\
   sparsity prune model.safetensors pruned.safetensors --sparsity 0.5 --type nm_2,4
   sparsity prune model.npz pruned.npz --sparsity 0.9 --scope global --filter '(?!head).*'
 """
+WIDE = {"int64", "uint64", "float64", "complex128"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,9 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
     params = trees.map_matched(
         lambda path, leaf: leaf.load() if trees.path_string(path) in wanted else None, tree
     )
-    sizes = {leaf.dtype.itemsize for leaf in jax.tree.leaves(params)}
-    # Without it jax would make float32 of float64.
-    with jax.enable_x64(8 in sizes):
+    # Without it jax would make 32 bits of 64.
+    with jax.enable_x64(any(array.dtype.name in WIDE for array in jax.tree.leaves(params))):
+        params = trees.map_matched(_to_native, params)
         try:
             pruned, masks = updater.instant_sparsify(params)
         except ValueError as error:
@@ -64,7 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{error} Here --type stands for sparsity_type, --filter for filter_fn."
             ) from None
     leaves, values = trees.leaves_by_path(tree), trees.leaves_by_path(pruned)
-    changed = {path: np.asarray(values[path]) for path in trees.leaves_by_path(masks)}
+    changed = {
+        path: np.asarray(values[path]).astype(leaves[path].dtype)  # the byte order, nothing else
+        for path in trees.leaves_by_path(masks)
+    }
     checkpoints.write(
         arguments.source,
         arguments.target,
@@ -73,6 +80,30 @@ def run(arguments: argparse.Namespace) -> int:
     )
     _print({trees.path_string(path): array for path, array in changed.items()})
     return 0
+
+
+def _to_native(path: KeyPath, array: np.ndarray) -> np.ndarray:
+    """Returns an array in the byte order of this machine, the only one that jax takes.
+
+    Raises:
+      ValueError: it could have a mask, and jax does not hold its values or zero exactly.
+    """
+    dtype = array.dtype.newbyteorder("=")
+    if trees.is_prunable(array) and not _is_exact(dtype):
+        raise ValueError(
+            f"{trees.path_string(path)!r} has the dtype {dtype}, whose values, or zero, jax does "
+            "not hold. Leave it out by --filter."
+        )
+    return array.astype(dtype, copy=False)
+
+
+def _is_exact(dtype: np.dtype[Any]) -> bool:
+    """Returns whether jax holds values of a dtype as they are, and the dtype has a zero."""
+    try:
+        zero = np.asarray(jnp.zeros((), dtype))
+    except (TypeError, RuntimeError):  # jax does not know it, or the compiler does not
+        return False
+    return zero.dtype == dtype and not zero.any()
 
 
 def _print(pruned: dict[str, np.ndarray]) -> None:
