@@ -1,6 +1,7 @@
 """Checkpoints in safetensors: a header in JSON, then the bytes of all arrays.
 
-Read here and not by the package of that name, which maps the whole file into memory. Format:
+The package of that name checks a file: offsets, sizes, overlaps, holes. Bytes are read where the
+header says, for the package gives numpy no float8. Format:
 https://huggingface.co/docs/safetensors, section "Format".
 """
 
@@ -10,6 +11,10 @@ import json
 from pathlib import Path
 
 from sparsity.cli.leaf import StoredLeaf, copy_with, number_dtype
+from sparsity.core import extras
+from sparsity.core.checks import unique_keys
+
+MAX_HEADER = 100_000_000  # bytes, as the package has it
 
 DTYPES = {
     "BOOL": "bool",
@@ -23,6 +28,9 @@ DTYPES = {
     "I64": "int64",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F16": "float16",
     "BF16": "bfloat16",
     "F32": "float32",
@@ -37,14 +45,20 @@ def read(path: Path) -> dict[str, StoredLeaf]:
     """Returns the arrays of a file by their names."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size - 8:
-            raise ValueError("its header is cut off")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    leaves = {}
-    for name, entry in header.items():
+        if length > min(path.stat().st_size - 8, MAX_HEADER):
+            raise ValueError("its header is cut off, or too long")
+        text = file.read(length).decode()
+    if not text.startswith("{"):
+        raise ValueError("its header is no JSON object")
+    entries = json.loads(text, object_pairs_hook=unique_keys)  # the package takes the last of two
+    entries.pop("__metadata__", None)
+    for name, entry in entries.items():
         if entry["dtype"] not in DTYPES:
             raise ValueError(f"array {name!r} has the unknown dtype {entry['dtype']!r}")
+    with extras.load("safetensors", "cli").safe_open(path, framework="np"):
+        pass  # all entries are checked when a file is opened
+    leaves = {}
+    for name, entry in entries.items():
         start, stop = entry["data_offsets"]
         leaves[name] = StoredLeaf(
             shape=tuple(entry["shape"]),

@@ -1,5 +1,7 @@
 """Damaged, foreign and hostile files: one line, exit code 2, nothing unpickled, no traceback."""
 
+import json
+import tracemalloc
 import zipfile
 
 import numpy as np
@@ -86,6 +88,67 @@ def test_an_unknown_dtype_of_safetensors_is_named(tmp_path, capsys):
     safetensors.numpy.save_file({"w": np.ones(2, np.float32)}, path)
     path.write_bytes(path.read_bytes().replace(b'"F32"', b'"F31"'))
     assert "array 'w' has the unknown dtype 'F31'" in code_and_error(capsys, path)[1]
+
+
+ENTRY = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+TEXT = json.dumps(ENTRY)
+HEADERS = {
+    "negative offsets": {"w": ENTRY | {"data_offsets": [-16, 0]}},
+    "offsets behind the end": {"w": ENTRY | {"data_offsets": [16, 32]}},
+    "an end before its start": {"w": ENTRY | {"data_offsets": [16, 0]}},
+    "arrays that overlap": {"v": ENTRY, "w": ENTRY | {"data_offsets": [8, 24]}},
+    "arrays in one place": {"v": ENTRY, "w": ENTRY},
+    "a hole before an array": {"w": ENTRY | {"data_offsets": [4, 20]}},
+    "bytes that are of no array": {"w": ENTRY | {"shape": [2], "data_offsets": [0, 8]}},
+    "a size that lies": {"w": ENTRY | {"shape": [5]}},
+    "a size beyond all": {"w": ENTRY | {"shape": [2**33, 2**33]}},
+    "a negative size": {"w": ENTRY | {"shape": [-2, -2]}},
+    "a size that is a float": {"w": ENTRY | {"shape": [4.0]}},
+    "a size that is a boolean": {"w": ENTRY | {"shape": [True, 4]}},
+    "three offsets": {"w": ENTRY | {"data_offsets": [0, 16, 16]}},
+    "an entry that is a list": {"w": ["F32", [4], [0, 16]]},
+    "metadata that is no text": {"__metadata__": {"a": 1}, "w": ENTRY},
+    "a name twice": f'{{"w": {TEXT}, "w": {TEXT}}}',
+    "a key of metadata twice": f'{{"__metadata__": {{"a": "b", "a": "c"}}, "w": {TEXT}}}',
+    "a space before it": f' {{"w": {TEXT}}}',
+    "zeros behind it": f'{{"w": {TEXT}}}\0\0',
+    "a list": "[]",
+    "a deep list": '{"w":' + "[" * 100_000,
+}
+
+
+def write_header(path, header, size, length=None):
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    length = len(text) if length is None else length
+    path.write_bytes(length.to_bytes(8, "little") + text + bytes(size))
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_that_the_format_forbids_is_refused_before_anything_is_written(
+    tmp_path, capsys, name
+):
+    path = tmp_path / "a.safetensors"
+    for size in (16, 20, 24):  # of which one fits the offsets, if any
+        write_header(path, HEADERS[name], size)
+        target = tmp_path / "b.safetensors"
+        for command in (["inspect", path], ["prune", path, target, "--sparsity", "0.5"]):
+            assert main([*map(str, command)]) == 2
+            error = capsys.readouterr().err
+            assert error.startswith(f"sparsity: error: {path} cannot be read: ")
+            assert error.count("\n") == 1
+        assert not target.exists()
+
+
+@pytest.mark.parametrize("length", [1 << 20, 10**9, 2**63, 2**64 - 1])
+def test_a_header_longer_than_its_file_is_refused(tmp_path, capsys, length):
+    write_header(tmp_path / "a.safetensors", {"w": ENTRY}, 16, length)
+    tracemalloc.start()
+    code, error = code_and_error(capsys, tmp_path / "a.safetensors")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert code == 2
+    assert "its header is cut off, or too long" in error
+    assert peak < 1 << 20
 
 
 def test_an_unknown_format_lists_the_known_ones(tmp_path, capsys):
