@@ -14,6 +14,7 @@ import numpy as np
 from sparsity.cli import msgpack, npz, orbax, safetensors
 from sparsity.cli.leaf import Leaf, reading
 from sparsity.core import names, trees
+from sparsity.core.checks import unique_keys
 from sparsity.core.trees import PyTree
 
 FORMATS = {".safetensors": safetensors, ".npz": npz, ".msgpack": msgpack}
@@ -33,8 +34,13 @@ def read(path: Path) -> PyTree:
 
 
 def leaves_by_name(tree: PyTree) -> dict[str, Leaf]:
-    """Returns the leaves of a tree by their paths, joined by '/'."""
-    return {trees.path_string(path): leaf for path, leaf in trees.leaves_by_path(tree).items()}
+    """Returns the leaves of a tree by their paths, joined by '/'.
+
+    Raises:
+      ValueError: the paths of two leaves are the same text.
+    """
+    leaves = trees.leaves_by_path(tree)
+    return unique_keys((trees.path_string(path), leaf) for path, leaf in leaves.items())
 
 
 def chosen(known: Iterable[str], key: str | None) -> set[str]:

@@ -23,6 +23,10 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
+    def __post_init__(self) -> None:
+        if not all(type(n) is int and n >= 0 for n in self.shape):
+            raise ValueError(f"an array has the shape {self.shape}")
+
     @property
     def size(self) -> int:
         """Number of entries."""
@@ -59,9 +63,10 @@ class StoredLeaf(Leaf):
     spans: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         found, end = sum(length for _, length in self.spans), self.path.stat().st_size
         fits = found == self.nbytes and all(start + length <= end for start, length in self.spans)
-        if not fits or min(self.shape, default=0) < 0:
+        if not fits:
             raise ValueError(
                 f"an array {self.dtype}{list(self.shape)} does not have its {self.nbytes} bytes"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import shutil
+import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,10 @@ from typing import Any
 import numpy as np
 
 from sparsity.cli.leaf import PIECE, Leaf, number_dtype, reading
+from sparsity.core.checks import unique_keys
+
+MAX_RATIO = 1032  # of bytes that deflate makes to those that it reads
+HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +54,15 @@ def read(path: Path) -> dict[str, NpzLeaf]:
     """Returns the arrays of an archive by their names."""
     leaves = {}
     with zipfile.ZipFile(path) as archive:
-        for member in archive.namelist():
+        members = unique_keys((member.filename, member.file_size) for member in archive.infolist())
+        if sum(members.values()) > MAX_RATIO * path.stat().st_size:
+            raise ValueError("its files cannot be as large as it says")
+        for member in members:
             if not member.endswith(".npy"):
                 raise ValueError(f"its file {member!r} is no .npy, and pickles are never read")
             with archive.open(member) as file:
                 shape, fortran_order, dtype = _read_header(file)
-                found = archive.getinfo(member).file_size - file.tell()
+                found = members[member] - file.tell()
             leaf = NpzLeaf(shape, number_dtype(dtype), path, member, fortran_order)
             if leaf.nbytes != found:
                 raise ValueError(f"{member!r} has {found} bytes of entries, not {leaf.nbytes}")
@@ -78,6 +86,7 @@ def write(source: Path, target: Path, changed: list[tuple[Any, np.ndarray]]) -> 
 def _read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Shape, order and dtype of a file .npy, which is left where its entries start."""
     version = np.lib.format.read_magic(file)
-    if version == (1, 0):
-        return np.lib.format.read_array_header_1_0(file)
-    return np.lib.format.read_array_header_2_0(file)
+    if version not in HEADERS:
+        raise ValueError(f"the version {version} of a file .npy is not that of numbers")
+    with warnings.catch_warnings(action="ignore"):  # of headers that Python 2 wrote
+        return HEADERS[version](file)

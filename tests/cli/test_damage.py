@@ -4,11 +4,12 @@ import json
 import tracemalloc
 import zipfile
 
+import flax.serialization
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from sparsity.cli import main
+from sparsity.cli import checkpoints, main
 from tests.cli.checkpoints import FORMATS, weights
 
 FILES = ["a.safetensors", "a.npz", "a.msgpack"]
@@ -149,6 +150,110 @@ def test_a_header_longer_than_its_file_is_refused(tmp_path, capsys, length):
     assert code == 2
     assert "its header is cut off, or too long" in error
     assert peak < 1 << 20
+
+
+def member(shape, data=bytes(64), version=(1, 0)):
+    """Returns a file .npy of float32 with this shape in its header."""
+    text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}}}\n".encode()
+    length = len(text).to_bytes(2 if version == (1, 0) else 4, "little")
+    return b"\x93NUMPY" + bytes(version) + length + text + data
+
+
+MEMBERS = {
+    "a name twice": ([("w.npy", member((4, 4))), ("w.npy", member((2, 8)))], "'w.npy' comes twice"),
+    "a negative shape": ([("w.npy", member((-4, -4)))], "shape (-4, -4)"),
+    "a boolean shape": ([("w.npy", member((True, 16)))], "shape (True, 16)"),
+    "fewer bytes": ([("w.npy", member((4, 5)))], "has 64 bytes of entries, not 80"),
+    "terabytes": ([("w.npy", member((1 << 40,)))], "has 64 bytes of entries"),
+    "another version": ([("w.npy", member((4, 4), version=(9, 9)))], "version (9, 9)"),
+    "no header": ([("w.npy", b"\x93NUMPY\x01\x00")], "EOF"),
+    "a folder": ([("d/", b""), ("w.npy", member((4, 4)))], "'d/' is no .npy"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("name", MEMBERS)
+def test_members_that_lie_are_refused(tmp_path, capsys, name):
+    members, message = MEMBERS[name]
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        for file, data in members:
+            archive.writestr(file, data)
+    code, error = code_and_error(capsys, tmp_path / "a.npz")
+    assert (code, error.count("\n")) == (2, 1)
+    assert message in error
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_a_damaged_member_is_one_line_in_every_command(tmp_path, capsys, save):
+    path, target = tmp_path / "a.npz", tmp_path / "b.npz"
+    save(path, w=np.ones((4, 4)), x=np.random.default_rng(0).normal(size=1000))
+    with zipfile.ZipFile(path) as archive:
+        place = archive.getinfo("x.npy").header_offset + 4000
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    prune = ["prune", path, target, "--sparsity", "0.5", "--filter", "w"]  # x is copied only
+    for command in (["inspect", path], ["diff", path, path], prune, prune[:-2]):
+        assert main([*map(str, command)]) == 2
+        printed = capsys.readouterr()
+        assert printed.err.startswith(f"sparsity: error: {path} cannot be read: ")
+        assert printed.err.count("\n") == 1
+        assert [file.name for file in tmp_path.iterdir()] == ["a.npz"]
+
+
+def test_sizes_that_the_archive_makes_up_take_no_memory(tmp_path, capsys):
+    size = (1 << 28) - 200
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("w.npy", member((size,)))
+    data = (tmp_path / "a.npz").read_bytes()
+    length = len(member((size,)))
+    fields = [n.to_bytes(4, "little") for n in (length, length - 64 + 4 * size)]
+    (tmp_path / "a.npz").write_bytes(data.replace(*fields))
+    prune = ["prune", str(tmp_path / "a.npz"), str(tmp_path / "b.npz"), "--sparsity", "0.5"]
+    tracemalloc.start()
+    code = main(prune)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (code, capsys.readouterr().err.count("\n")) == (2, 1)
+    assert peak < 1 << 20
+
+
+def test_headers_of_old_files_are_read_without_a_warning(tmp_path, capsys):
+    header = member((4, 4)).replace(b"(4, 4)", b"(4L,4)")
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("w.npy", header)
+    assert code_and_error(capsys, tmp_path / "a.npz") == (0, "")
+
+
+def test_a_signalling_nan_is_no_warning(tmp_path):
+    values = np.array([0x7F81, 0xFF81], np.uint16).view("bfloat16")
+    safetensors.numpy.save_file({"w": values}, tmp_path / "a.safetensors")
+    assert main(["inspect", str(tmp_path / "a.safetensors")]) == 0
+    assert main(["diff", *[str(tmp_path / "a.safetensors")] * 2]) == 0
+
+
+def test_leaves_of_one_name_are_refused(tmp_path, capsys):
+    tree = {"a": {"b": np.ones(2)}, "a/b": np.ones(3)}
+    (tmp_path / "a.msgpack").write_bytes(flax.serialization.msgpack_serialize(tree))
+    code, error = code_and_error(capsys, tmp_path / "a.msgpack")
+    assert code == 2
+    assert "'a/b' comes twice" in error
+
+
+def test_an_error_of_any_library_is_one_line(tmp_path, capsys, monkeypatch):
+    def fail(path):
+        raise KeyError("a library's own")
+
+    np.savez(tmp_path / "a.npz", w=np.ones(2))
+    monkeypatch.setattr(checkpoints, "read", fail)
+    code, error = code_and_error(capsys, tmp_path / "a.npz")
+    assert (code, error) == (2, 'sparsity: error: "a library\'s own"\n')
+
+
+def test_a_filter_that_no_library_takes_is_one_line(tmp_path, capsys):
+    np.savez(tmp_path / "a.npz", w=np.ones(2))
+    assert main(["inspect", str(tmp_path / "a.npz"), "--filter", "w{99999999999}"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_an_unknown_format_lists_the_known_ones(tmp_path, capsys):
