@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints what is in a checkpoint."""
     found = checkpoints.leaves_by_name(checkpoints.read(arguments.path))
     wanted = checkpoints.chosen(found, arguments.filter)
-    leaves = {name: describe(leaf) for name, leaf in found.items() if name in wanted}
+    zstd = _load_zstd()
+    leaves = {name: describe(leaf, zstd) for name, leaf in found.items() if name in wanted}
     total = _total(list(leaves.values()))
     if arguments.json:
         print_json({"path": str(arguments.path), "leaves": leaves, "total": total})
@@ -43,19 +46,34 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def describe(leaf: Leaf) -> dict[str, Any]:
+def _load_zstd() -> ModuleType | None:
+    """Returns the package that compresses; without it, says once how to get it."""
+    try:
+        return extras.load("zstandard", "cli")
+    except ImportError as error:
+        print(f"sparsity: sizes under zstd are left out. {error}", file=sys.stderr)
+        return None
+
+
+def describe(leaf: Leaf, zstd: ModuleType | None) -> dict[str, Any]:
     """Returns what is known of an array; it is read once, piece by piece.
+
+    Args:
+      leaf: the array.
+      zstd: the package `zstandard`, `None` where it is not installed.
 
     Returns:
       `shape`, `dtype`, `size`, `nonzeros`, `sparsity`, `patterns`, and the `bytes` that it takes:
-      `dense`; `bitmask`, a bit for each entry beside the non-zeros; `zstd`, compressed.
+      `dense`; `bitmask`, a bit for each entry beside the non-zeros; `zstd`, compressed, `None`
+      without the package.
     """
     packed = [np.empty(0, np.uint8)]
-    compressor = extras.load("zstandard", "cli").ZstdCompressor().compressobj()
+    compressor = zstd.ZstdCompressor().compressobj() if zstd else None
     compressed = 0
     for piece in leaf.pieces():
         packed.append(np.packbits(piece != 0))
-        compressed += len(compressor.compress(piece.view(np.uint8)))
+        if compressor:
+            compressed += len(compressor.compress(piece.view(np.uint8)))
     bits = np.concatenate(packed)
     nonzeros = int(np.bitwise_count(bits).sum())
     return {
@@ -68,7 +86,7 @@ def describe(leaf: Leaf) -> dict[str, Any]:
         "bytes": {
             "dense": leaf.nbytes,
             "bitmask": bits.size + nonzeros * leaf.dtype.itemsize,
-            "zstd": compressed + len(compressor.flush()),
+            "zstd": compressed + len(compressor.flush()) if compressor else None,
         },
     }
 
@@ -79,8 +97,14 @@ def _total(leaves: list[dict[str, Any]]) -> dict[str, Any]:
         "size": size,
         "nonzeros": nonzeros,
         "sparsity": _sparsity(nonzeros, size),
-        "bytes": {kind: sum(leaf["bytes"][kind] for leaf in leaves) for kind in BYTES},
+        "bytes": {kind: _sum([leaf["bytes"][kind] for leaf in leaves]) for kind in BYTES},
     }
+
+
+def _sum(counts: list[int | None]) -> int | None:
+    """Returns the sum of numbers of bytes, `None` if one is not known."""
+    numbers = [count for count in counts if count is not None]
+    return sum(numbers) if len(numbers) == len(counts) else None
 
 
 def _sparsity(nonzeros: int, size: int) -> float:

@@ -6,10 +6,6 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 
-from sparsity.core import extras
-
-WIDTH = 200  # of tables that go to a file or to another program
-
 
 def print_json(report: object) -> None:
     """Prints a report as JSON."""
@@ -28,19 +24,15 @@ def print_table(
       total: the last row, set off.
       text: how many columns from the left are aligned to the left.
     """
-    table = extras.load("rich.table", "cli").Table(box=extras.load("rich.box", "cli").SIMPLE)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < text else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    table.add_section()
-    table.add_row(*total, style="bold")
-    width = None if sys.stdout.isatty() else WIDTH
-    # Names of leaves are shown as they are: no markup, no emoji.
-    console = extras.load("rich.console", "cli").Console(
-        width=width, markup=False, emoji=False, highlight=False
-    )
-    console.print(table)
+    lines = [[_printable(cell) for cell in row] for row in (columns, *rows, total)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    rule = ["-" * width for width in widths]
+    for line in (lines[0], rule, *lines[1:-1], rule, lines[-1]):
+        cells = zip(line, widths, strict=True)
+        aligned = [
+            cell.ljust(n) if i < text else cell.rjust(n) for i, (cell, n) in enumerate(cells)
+        ]
+        print("  ".join(aligned).rstrip())
 
 
 def shape_text(shape: Sequence[int]) -> str:
@@ -53,14 +45,21 @@ def shape_text(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-def bytes_text(count: int) -> str:
-    """A number of bytes for a table.
+def bytes_text(count: int | None) -> str:
+    """Returns a number of bytes for a table, '-' for one that is not known.
 
     Example:
-      >>> bytes_text(999), bytes_text(2_500_000)
-      ('999 B', '2.50 MB')
+      >>> bytes_text(999), bytes_text(2_500_000), bytes_text(None)
+      ('999 B', '2.50 MB', '-')
     """
+    if count is None:
+        return "-"
     if count < 1000:
         return f"{count} B"
     power = min((len(str(count)) - 1) // 3, 4)
     return f"{count / 1000**power:.2f} {' kMGT'[power]}B"
+
+
+def _printable(cell: str) -> str:
+    """Returns a name with escapes for what a terminal would obey."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cell)

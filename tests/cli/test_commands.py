@@ -117,6 +117,44 @@ def test_the_table_shows_leaves_as_they_are_called(tmp_path, capsys):
     assert row.split()[: len(cells)] == cells
 
 
+def test_the_table_shows_what_a_terminal_would_obey(tmp_path, capsys):
+    np.savez(tmp_path / "a.npz", **{"up\n\x1b[31m": np.ones(2), "größe": np.ones(2)})
+    assert main(["inspect", str(tmp_path / "a.npz")]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["leaf", "-" * 12, "größe", r"up\n\x1b[31m", "-" * 12, "total"]
+
+
+PACKAGES = ["flax", "msgpack", "orbax", "rich", "safetensors", "tensorstore", "zstandard"]
+
+
+def test_npz_needs_no_other_package_and_says_once_what_is_left_out(tmp_path, capsys, monkeypatch):
+    for package in PACKAGES:
+        monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    path, pruned = tmp_path / "a.npz", tmp_path / "b.npz"
+    np.savez(path, w=np.arange(1.0, 5).reshape(2, 2), v=np.ones(3))
+    assert main(["inspect", str(path)]) == 0
+    printed = capsys.readouterr()
+    rows = [line.split() for line in printed.out.splitlines()]
+    assert ["w", "2x2", "float64", "0.0000", "32", "B", "33", "B", "-"] in rows
+    assert ["total", "7", "0.0000", "56", "B", "58", "B", "-"] in rows
+    assert printed.err.count("zstd") == printed.err.count("\n") == 1
+    assert "pip install 'jax-sparsity[cli]'" in printed.err
+    told = report(capsys, "inspect", path)[1]
+    assert told["leaves"]["w"]["bytes"] == {"dense": 32, "bitmask": 33, "zstd": None}
+    assert told["total"]["bytes"]["zstd"] is None
+    assert main(["prune", str(path), str(pruned), *HALF]) == 0
+    assert main(["diff", str(path), str(pruned)]) == 1
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a_folder"])
+def test_a_format_without_its_package_says_what_to_install(tmp_path, capsys, monkeypatch, name):
+    FORMATS[name][0](tmp_path / name, weights())
+    for package in PACKAGES:
+        monkeypatch.setitem(sys.modules, package, None)
+    capsys.readouterr()
+    assert "pip install 'jax-sparsity[cli]'" in error(capsys, "inspect", tmp_path / name)
+
+
 def test_entries_in_the_order_of_fortran_are_read(tmp_path, capsys):
     mask = np.array(sparsity.NByM(2, 4, -2).select(helpers.normal(16, 12), 0.5))
     np.savez(tmp_path / "a.npz", w=np.asfortranarray(mask.astype(np.float32)))
