@@ -1,31 +1,41 @@
-"""Arrays of a checkpoint, read piece by piece, so that large ones need no more memory."""
+"""Arrays of a checkpoint, read piece by piece where the format allows that."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import math
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-PIECE = 1 << 20  # entries that are read at once; a multiple of 8, so that packed bits join
+PIECE = 1 << 20  # entries of a piece; a multiple of 8, so that packed bits join
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """An array of a checkpoint; a format says how its pieces are read."""
+    """An array of a checkpoint.
 
+    Attributes:
+      path: the file or folder.
+      key: where the format finds the array in it.
+      shape: of the array.
+      dtype: of its entries.
+      read: returns the pieces, as `pieces` does; may raise whatever a damaged file leads to.
+    """
+
+    path: Path
+    key: Any
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    read: Callable[[], Iterable[np.ndarray]]
 
     def __post_init__(self) -> None:
         if not all(type(n) is int and n >= 0 for n in self.shape):
-            raise ValueError(f"an array has the shape {self.shape}")
+            raise ValueError(f"{self.key!r} has the shape {self.shape}")
 
     @property
     def size(self) -> int:
@@ -38,72 +48,35 @@ class Leaf:
         return self.size * self.dtype.itemsize
 
     def pieces(self) -> Iterator[np.ndarray]:
-        """Yields the entries in C order, flat: `PIECE` at a time, fewer in the end."""
-        raise NotImplementedError
+        """Yields the entries in C order, flat: `PIECE` at a time, fewer in the end.
+
+        Raises:
+          ValueError: the file is damaged; its path is named.
+        """
+        size = 0
+        with reading(self.path):
+            for piece in self.read():
+                size += piece.size
+                yield piece
+            if size != self.size:
+                raise ValueError(f"{self.key!r} has {size} entries, not {self.size}")
 
     def load(self) -> np.ndarray:
-        """Returns the whole array."""
-        entries, start = np.empty(self.size, self.dtype), 0
+        """Returns the array; raises as `pieces` does."""
+        with reading(self.path):
+            array, start = np.empty(self.shape, self.dtype), 0
+        entries = array.reshape(-1)
         for piece in self.pieces():
             entries[start : start + piece.size] = piece
             start += piece.size
-        return entries.reshape(self.shape)
+        return array
 
 
-@dataclasses.dataclass(frozen=True)
-class StoredLeaf(Leaf):
-    """An array that lies in a file as plain bytes.
-
-    Attributes:
-      path: the file.
-      spans: where its bytes lie, one part after the other: offset and length.
-    """
-
-    path: Path
-    spans: tuple[tuple[int, int], ...]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        found, end = sum(length for _, length in self.spans), self.path.stat().st_size
-        fits = found == self.nbytes and all(start + length <= end for start, length in self.spans)
-        if not fits:
-            raise ValueError(
-                f"an array {self.dtype}{list(self.shape)} does not have its {self.nbytes} bytes"
-            )
-
-    def pieces(self) -> Iterator[np.ndarray]:
-        with self.path.open("rb") as file:
-            for start in range(0, self.nbytes, PIECE * self.dtype.itemsize):
-                stop = min(start + PIECE * self.dtype.itemsize, self.nbytes)
-                parts = []
-                for offset, low, high in self._within(start, stop):
-                    file.seek(offset)
-                    parts.append(file.read(high - low))
-                yield np.frombuffer(b"".join(parts), self.dtype)
-
-    def overwrite(self, path: Path, values: np.ndarray) -> None:
-        """Puts other values in the place of this array, in a copy of its file."""
-        data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        with path.open("r+b") as file:
-            for offset, low, high in self._within(0, self.nbytes):
-                file.seek(offset)
-                file.write(data[low:high].data)
-
-    def _within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The parts of the bytes [start, stop) of the array: offset in the file, start and stop."""
-        before = 0
-        for offset, length in self.spans:
-            low, high = max(start, before), min(stop, before + length)
-            if low < high:
-                yield offset + low - before, low, high
-            before += length
-
-
-def copy_with(source: Path, target: Path, changed: list[tuple[Any, np.ndarray]]) -> None:
-    """Copies a file and puts other values in the place of some of its `StoredLeaf`s."""
-    shutil.copyfile(source, target)
-    for leaf, values in changed:
-        leaf.overwrite(target, values)
+def split(array: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields the pieces of an array."""
+    # Of an array in another order, only a piece is copied.
+    entries: Any = array.reshape(-1) if array.flags.c_contiguous else array.flat
+    yield from (entries[start : start + PIECE] for start in range(0, array.size, PIECE))
 
 
 def number_dtype(name: Any) -> np.dtype[Any]:
@@ -127,7 +100,8 @@ def reading(path: Path) -> Iterator[None]:
     except (ImportError, OSError):
         raise
     except Exception as error:  # damaged bytes reach any line of a parser
-        what = str(error).partition(" [tensorstore_spec=")[0] or type(error).__name__
+        # TensorStore adds many lines that say how it was called.
+        what = str(error).partition(" [tensorstore_spec=")[0].rstrip(".") or type(error).__name__
         raise ValueError(
-            f"{path} cannot be read: {what.rstrip('.')}. If it is damaged, save it again."
+            f"{path} cannot be read: {what}. If it is damaged, save it again."
         ) from error

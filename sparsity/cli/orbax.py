@@ -9,6 +9,7 @@ Format: https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpoint_form
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparsity.cli.leaf import PIECE, Leaf, number_dtype, reading
+from sparsity.cli.leaf import Leaf, number_dtype, split
 from sparsity.core import extras
 from sparsity.core.checks import unique_keys
 
@@ -79,25 +80,8 @@ class Folder:
         return array
 
 
-@dataclasses.dataclass(frozen=True)
-class OrbaxLeaf(Leaf):
-    """An array of a folder, with the name under which it is stored."""
-
-    folder: Folder
-    name: str
-
-    def pieces(self) -> Iterator[np.ndarray]:
-        entries = self.load().reshape(-1)
-        yield from (entries[start : start + PIECE] for start in range(0, self.size, PIECE))
-
-    def load(self) -> np.ndarray:
-        with reading(self.folder.path):
-            np.empty((2, *self.shape), self.dtype)  # raises where TensorStore ends the process
-            return np.asarray(self.folder.open(self.name).read().result())
-
-
 def read(path: Path) -> Any:
-    """Returns the tree of a folder: dictionaries of `OrbaxLeaf`s, without what is no array."""
+    """Returns the tree of a folder: nested dictionaries of its arrays."""
     folder, entries = _describe(path)
     tree: dict[str | int, Any] = {}
     for keys, name, kind in entries:
@@ -107,11 +91,12 @@ def read(path: Path) -> Any:
             for key in keys[:-1]:
                 node = node.setdefault(key, {})
             dtype = number_dtype(array.dtype.numpy_dtype)
-            node[keys[-1]] = OrbaxLeaf(tuple(array.shape), dtype, folder, name)
+            pieces = functools.partial(_pieces, array)
+            node[keys[-1]] = Leaf(folder.path, name, tuple(array.shape), dtype, pieces)
     return tree
 
 
-def write(source: Path, target: Path, changed: list[tuple[Any, np.ndarray]]) -> None:
+def write(source: Path, target: Path, changed: list[tuple[Leaf, np.ndarray]]) -> None:
     """Copies a folder, with other values for some of its arrays, and without other files."""
     folder, entries = _describe(source)
     copy = dataclasses.replace(folder, path=target.absolute())
@@ -130,7 +115,7 @@ def write(source: Path, target: Path, changed: list[tuple[Any, np.ndarray]]) -> 
             for key in old.list(inside).result():
                 new.with_transaction(transaction)[key] = old[key]
         for leaf, values in changed:
-            array = copy.open(leaf.name, context=context, transaction=transaction)
+            array = copy.open(leaf.key, context=context, transaction=transaction)
             array.write(values).result()
 
 
@@ -140,6 +125,11 @@ def foreign_files(path: Path) -> list[str]:
     arrays = "|".join(re.escape(entry.name) for entry in entries)
     arrays = DATABASE if folder.is_database else f"({arrays})/{ZARR}"
     return [file for file in _files(path) if not re.fullmatch(f"{DESCRIPTIONS}|{arrays}", file)]
+
+
+def _pieces(array: Any) -> Iterator[np.ndarray]:
+    np.empty((2, *array.shape), array.dtype.numpy_dtype)  # raises; TensorStore ends the process
+    yield from split(np.asarray(array.read().result()))
 
 
 def _files(path: Path) -> list[str]:

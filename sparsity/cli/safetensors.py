@@ -7,10 +7,17 @@ https://huggingface.co/docs/safetensors, section "Format".
 
 from __future__ import annotations
 
+import functools
 import json
+import math
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from sparsity.cli.leaf import StoredLeaf, copy_with, number_dtype
+import numpy as np
+
+from sparsity.cli.leaf import PIECE, Leaf, number_dtype
 from sparsity.core import extras
 from sparsity.core.checks import unique_keys
 
@@ -38,10 +45,8 @@ DTYPES = {
     "C64": "complex64",
 }
 
-write = copy_with
 
-
-def read(path: Path) -> dict[str, StoredLeaf]:
+def read(path: Path) -> dict[str, Leaf]:
     """Returns the arrays of a file by their names."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -59,11 +64,23 @@ def read(path: Path) -> dict[str, StoredLeaf]:
         pass  # all entries are checked when a file is opened
     leaves = {}
     for name, entry in entries.items():
-        start, stop = entry["data_offsets"]
-        leaves[name] = StoredLeaf(
-            shape=tuple(entry["shape"]),
-            dtype=number_dtype(DTYPES[entry["dtype"]]),
-            path=path,
-            spans=((8 + length + start, stop - start),),
-        )
+        offset = 8 + length + entry["data_offsets"][0]
+        shape, dtype = tuple(entry["shape"]), number_dtype(DTYPES[entry["dtype"]])
+        pieces = functools.partial(_pieces, path, offset, math.prod(shape), dtype)
+        leaves[name] = Leaf(path, offset, shape, dtype, pieces)
     return leaves
+
+
+def write(source: Path, target: Path, changed: list[tuple[Leaf, np.ndarray]]) -> None:
+    """Copies a file and puts other values in the place of some of its arrays."""
+    shutil.copyfile(source, target)
+    with target.open("r+b") as file:
+        for leaf, values in changed:
+            file.seek(leaf.key)
+            values.tofile(file)
+
+
+def _pieces(path: Path, offset: int, size: int, dtype: np.dtype[Any]) -> Iterator[np.ndarray]:
+    for start in range(0, size, PIECE):
+        count = min(PIECE, size - start)
+        yield np.fromfile(path, dtype, count, offset=offset + start * dtype.itemsize)

@@ -240,6 +240,14 @@ def test_leaves_of_one_name_are_refused(tmp_path, capsys):
     assert "'a/b' comes twice" in error
 
 
+def test_a_key_that_comes_twice_in_msgpack_is_refused(tmp_path, capsys):
+    data = flax.serialization.msgpack_serialize({"a": np.ones(2), "b": np.zeros(2)})
+    (tmp_path / "a.msgpack").write_bytes(data.replace(b"\xa1b", b"\xa1a"))
+    code, error = code_and_error(capsys, tmp_path / "a.msgpack")
+    assert code == 2
+    assert "'a' comes twice" in error
+
+
 def test_an_error_of_any_library_is_one_line(tmp_path, capsys, monkeypatch):
     def fail(path):
         raise KeyError("a library's own")
