@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import os
 import shutil
 import warnings
 import zipfile
@@ -18,6 +19,7 @@ from sparsity.cli.leaf import PIECE, Leaf, number_dtype, split
 from sparsity.core.checks import unique_keys
 
 MAX_RATIO = 1032  # of bytes that deflate makes to those that it reads
+MANY = 0xFFFF  # stands for as many files or more
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -28,6 +30,9 @@ def read(path: Path) -> dict[str, Leaf]:
         sizes = unique_keys((member.filename, member.file_size) for member in archive.infolist())
         if sum(sizes.values()) > MAX_RATIO * path.stat().st_size:
             raise ValueError("its files cannot be as large as it says")
+        count = _count(path, archive)
+        if count not in (len(sizes), MANY):
+            raise ValueError(f"its directory has {len(sizes)} files, not {count}")
         for member, size in sizes.items():
             if not member.endswith(".npy"):
                 raise ValueError(f"its file {member!r} is no .npy, and pickles are never read")
@@ -66,6 +71,13 @@ def _pieces(path: Path, member: str) -> Iterator[np.ndarray]:
         for start in range(0, size, PIECE):
             count = min(PIECE, size - start)
             yield np.frombuffer(file.read(count * dtype.itemsize), dtype, count)
+
+
+def _count(path: Path, archive: zipfile.ZipFile) -> int:
+    """Returns the number of files that the end of an archive tells, which `zipfile` ignores."""
+    with path.open("rb") as file:
+        file.seek(-12 - len(archive.comment), os.SEEK_END)
+        return int.from_bytes(file.read(2), "little")
 
 
 def _read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:

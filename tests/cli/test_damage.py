@@ -201,6 +201,19 @@ def test_a_damaged_member_is_one_line_in_every_command(tmp_path, capsys, save):
         assert [file.name for file in tmp_path.iterdir()] == ["a.npz"]
 
 
+@pytest.mark.parametrize("field", [30, 32])  # the lengths of an extra field and of a comment
+def test_a_directory_that_hides_files_is_refused(tmp_path, capsys, field):
+    np.savez(tmp_path / "a.npz", v=np.ones(3), w=np.ones(3), x=np.ones(3))
+    assert code_and_error(capsys, tmp_path / "a.npz")[0] == 0
+    data = bytearray((tmp_path / "a.npz").read_bytes())
+    first = data.index(b"PK\x01\x02")
+    second = data.index(b"PK\x01\x02", first + 1)
+    data[first + field] += second - first  # the first entry swallows the second
+    (tmp_path / "a.npz").write_bytes(data)
+    code, error = code_and_error(capsys, tmp_path / "a.npz")
+    assert (code, error.count("\n")) == (2, 1)
+
+
 def test_sizes_that_the_archive_makes_up_take_no_memory(tmp_path, capsys):
     size = (1 << 28) - 200
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
