@@ -36,6 +36,11 @@ class Leaf:
     def __post_init__(self) -> None:
         if not all(type(n) is int and n >= 0 for n in self.shape):
             raise ValueError(f"{self.key!r} has the shape {self.shape}")
+        if self.dtype.kind != "b" and not jnp.issubdtype(self.dtype, np.number):
+            raise ValueError(
+                f"{self.key!r}: dtype {self.dtype} holds no numbers (npz cannot say bfloat16 or "
+                "float8, safetensors can)"
+            )
 
     @property
     def size(self) -> int:
@@ -77,19 +82,6 @@ def split(array: np.ndarray) -> Iterator[np.ndarray]:
     # Of an array in another order, only a piece is copied.
     entries: Any = array.reshape(-1) if array.flags.c_contiguous else array.flat
     yield from (entries[start : start + PIECE] for start in range(0, array.size, PIECE))
-
-
-def number_dtype(name: Any) -> np.dtype[Any]:
-    """Returns the dtype of that name, jax's own included; a ValueError if it holds no numbers."""
-    try:
-        dtype: np.dtype[Any] = jnp.dtype(name)
-    except TypeError:
-        raise ValueError(f"dtype {name!r} is not known") from None
-    if dtype.kind != "b" and not jnp.issubdtype(dtype, np.number):
-        raise ValueError(
-            f"dtype {dtype} holds no numbers (npz cannot say bfloat16 or float8, safetensors can)"
-        )
-    return dtype
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import numpy as np
 
 import sparsity
 from sparsity.cli import diff, inspect, prune
+from sparsity.cli.output import printable
 
 COMMANDS = {"inspect": inspect, "prune": prune, "diff": diff}
 NOTES = """
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code: int = arguments.run(arguments)
     except Exception as error:  # a user gets a line, whatever a library raises
         message = " ".join(str(error).split()) or type(error).__name__
-        print(f"sparsity: error: {message}", file=sys.stderr)
+        print(f"sparsity: error: {printable(message)}", file=sys.stderr)
         return 2
     return code
 

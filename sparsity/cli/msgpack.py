@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparsity.cli.leaf import Leaf, number_dtype, split
+from sparsity.cli.leaf import Leaf, split
 from sparsity.core import extras
 from sparsity.core.checks import unique_keys
 
@@ -25,7 +25,7 @@ def read(path: Path) -> Any:
         if not isinstance(value, np.ndarray | np.generic):
             return None
         pieces = functools.partial(split, np.asarray(value))
-        return Leaf(path, key, value.shape, number_dtype(value.dtype), pieces)
+        return Leaf(path, key, value.shape, value.dtype, pieces)
 
     return _map(leaf, _restore(path))
 

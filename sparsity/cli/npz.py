@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsity.cli.leaf import PIECE, Leaf, number_dtype, split
+from sparsity.cli.leaf import PIECE, Leaf, split
 from sparsity.core.checks import unique_keys
 
 MAX_RATIO = 1032  # of bytes that deflate makes to those that it reads
@@ -40,7 +40,7 @@ def read(path: Path) -> dict[str, Leaf]:
                 shape, _, dtype = _read_header(file)
                 nbytes = size - file.tell()
             pieces = functools.partial(_pieces, path, member)
-            leaf = Leaf(path, member, shape, number_dtype(dtype), pieces)
+            leaf = Leaf(path, member, shape, dtype, pieces)
             if leaf.nbytes != nbytes:
                 raise ValueError(f"{member!r} has {nbytes} bytes of entries, not {leaf.nbytes}")
             leaves[member.removesuffix(".npy")] = leaf

@@ -19,16 +19,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparsity.cli.leaf import Leaf, number_dtype, split
+from sparsity.cli.leaf import Leaf, split
 from sparsity.core import extras
 from sparsity.core.checks import unique_keys
 
 ARRAYS = {"jax.Array", "np.ndarray", "scalar"}  # types of values that are arrays
 SEQUENCE = 1  # the type of a key that is an index
-DESCRIPTIONS = r"_(CHECKPOINT_)?METADATA|_sharding|_strings\.json|commit_success\.txt"
-DESCRIPTIONS = rf"({DESCRIPTIONS}|array_metadatas/process_\d+)"  # files beside arrays
-DATABASE = r"(ocdbt\.process_\d+/)?(manifest\.ocdbt|d/[0-9a-f]{32})"  # files of all arrays
-ZARR = r"(\.zarray|zarr\.json|[c\d./]+)"  # files of one array that has a folder
+# Names of files: beside arrays, of a database of all arrays, of the folder of one array.
+DESCRIPTIONS = (
+    r"(_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|checkpoint|commit_success\.txt"
+    r"|array_metadatas/process_\d+)"
+)
+DATABASE = r"(ocdbt\.process_\d+/)?(manifest\.ocdbt|d/[0-9a-f]{32})"
+ZARR = r"(\.zarray|zarr\.json|[c\d./]+)"
 
 
 class _Entry(NamedTuple):
@@ -90,8 +93,8 @@ def read(path: Path) -> Any:
             node = tree
             for key in keys[:-1]:
                 node = node.setdefault(key, {})
-            dtype = number_dtype(array.dtype.numpy_dtype)
             pieces = functools.partial(_pieces, array)
+            dtype = array.dtype.numpy_dtype
             node[keys[-1]] = Leaf(folder.path, name, tuple(array.shape), dtype, pieces)
     return tree
 

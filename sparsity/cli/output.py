@@ -24,7 +24,7 @@ def print_table(
       total: the last row, set off.
       text: how many columns from the left are aligned to the left.
     """
-    lines = [[_printable(cell) for cell in row] for row in (columns, *rows, total)]
+    lines = [[printable(cell) for cell in row] for row in (columns, *rows, total)]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     rule = ["-" * width for width in widths]
     for line in (lines[0], rule, *lines[1:-1], rule, lines[-1]):
@@ -33,6 +33,16 @@ def print_table(
             cell.ljust(n) if i < text else cell.rjust(n) for i, (cell, n) in enumerate(cells)
         ]
         print("  ".join(aligned).rstrip())
+
+
+def printable(cell: str) -> str:
+    """Returns a text with escapes for characters that a terminal obeys.
+
+    Example:
+      >>> print(printable("red \\x1b[31m"))
+      red \\x1b[31m
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cell)
 
 
 def shape_text(shape: Sequence[int]) -> str:
@@ -58,8 +68,3 @@ def bytes_text(count: int | None) -> str:
         return f"{count} B"
     power = min((len(str(count)) - 1) // 3, 4)
     return f"{count / 1000**power:.2f} {' kMGT'[power]}B"
-
-
-def _printable(cell: str) -> str:
-    """Returns a name with escapes for what a terminal would obey."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cell)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsity.cli.leaf import PIECE, Leaf, number_dtype
+from sparsity.cli.leaf import PIECE, Leaf
 from sparsity.core import extras
 from sparsity.core.checks import unique_keys
 
@@ -65,7 +65,7 @@ def read(path: Path) -> dict[str, Leaf]:
     leaves = {}
     for name, entry in entries.items():
         offset = 8 + length + entry["data_offsets"][0]
-        shape, dtype = tuple(entry["shape"]), number_dtype(DTYPES[entry["dtype"]])
+        shape, dtype = tuple(entry["shape"]), np.dtype(DTYPES[entry["dtype"]])
         pieces = functools.partial(_pieces, path, offset, math.prod(shape), dtype)
         leaves[name] = Leaf(path, offset, shape, dtype, pieces)
     return leaves

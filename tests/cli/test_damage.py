@@ -81,7 +81,13 @@ def test_what_holds_no_numbers_is_refused(tmp_path, capsys, dtype):
     np.savez(tmp_path / "a.npz", w=np.zeros(3, dtype))
     code, error = code_and_error(capsys, tmp_path / "a.npz")
     assert code == 2
+    assert "'w.npy': dtype" in error
     assert "holds no numbers" in error
+
+
+def test_an_error_shows_what_a_terminal_would_obey(capsys):
+    assert main(["inspect", "red\x1b[31m.npz"]) == 2
+    assert capsys.readouterr().err.startswith(r"sparsity: error: red\x1b[31m.npz does not exist")
 
 
 def test_an_unknown_dtype_of_safetensors_is_named(tmp_path, capsys):
