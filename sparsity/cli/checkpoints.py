@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -13,24 +12,25 @@ import numpy as np
 
 from sparsity.cli import msgpack, npz, orbax, safetensors
 from sparsity.cli.leaf import Leaf, reading
-from sparsity.core import names, trees
+from sparsity.core import trees
 from sparsity.core.checks import unique_keys
+from sparsity.core.names import matches
 from sparsity.core.trees import PyTree
 
 FORMATS = {".safetensors": safetensors, ".npz": npz, ".msgpack": msgpack}
 
 
 def read(path: Path) -> PyTree:
-    """Returns the tree of a checkpoint with a `Leaf` for each array, and `None` for others.
+    """Returns the tree of a checkpoint with a `Leaf` for each array, and without other values.
 
     Raises:
       ValueError: there is nothing at the path, or it is damaged or of no known format.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist. Give the path of a checkpoint.")
-    format_ = _format_of(path)
+    file_format = _format_of(path)
     with reading(path):
-        return format_.read(path)
+        return file_format.read(path)
 
 
 def leaves_by_name(tree: PyTree) -> dict[str, Leaf]:
@@ -43,19 +43,18 @@ def leaves_by_name(tree: PyTree) -> dict[str, Leaf]:
     return unique_keys((trees.path_string(path), leaf) for path, leaf in leaves.items())
 
 
-def chosen(known: Iterable[str], key: str | None) -> set[str]:
-    """Returns the names of leaves that a filter chooses, all of them without one.
+def select(leaves: dict[str, Leaf], key: str | None) -> dict[str, Leaf]:
+    """Returns the leaves that a filter names, all of them without one.
 
     Raises:
-      ValueError: the filter chooses none; the nearest is named.
+      ValueError: the filter names none; the nearest is in the message.
     """
-    known = set(known)
-    found = {name for name in known if key is None or names.matches(key, name)}
-    if key is not None and not found:
-        near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.0)
-        hint = f"the nearest of {len(known)} is {near[0]!r}" if near else "there are none"
+    selected = {name: leaf for name, leaf in leaves.items() if key is None or matches(key, name)}
+    if key is not None and not selected:
+        near = difflib.get_close_matches(key, sorted(leaves), n=1, cutoff=0.0)
+        hint = f"the nearest of {len(leaves)} is {near[0]!r}" if near else "there are none"
         raise ValueError(f"--filter {key!r} names no leaf; {hint}. 'sparsity inspect' lists them.")
-    return found
+    return selected
 
 
 def check_target(source: Path, target: Path, overwrite: bool) -> None:
@@ -92,8 +91,8 @@ def write(
     killed while a folder is replaced, the old one lies in a hidden folder beside it.
     """
     folder = target.absolute().parent
-    with tempfile.TemporaryDirectory(prefix=".sparsity-", dir=folder) as made:
-        new, old = Path(made) / f"new{target.suffix}", Path(made) / "old"
+    with tempfile.TemporaryDirectory(prefix=".sparsity-", dir=folder) as beside:
+        new, old = Path(beside) / f"new{target.suffix}", Path(beside) / "old"
         with reading(source):
             _format_of(source).write(source, new, changed)
         check_target(source, target, overwrite)  # again: another program may have written there

@@ -33,8 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
         checkpoints.leaves_by_name(checkpoints.read(path))
         for path in (arguments.old, arguments.new)
     )
-    wanted = checkpoints.chosen(old | new, arguments.filter)
-    leaves = {name: compare(old.get(name), new.get(name)) for name in old | new if name in wanted}
+    selected = checkpoints.select(old | new, arguments.filter)
+    leaves = {name: compare(old.get(name), new.get(name)) for name in selected}
     total = {key: sum(leaf.get(key, 0) for leaf in leaves.values()) for key in COUNTS}
     differing = {name: leaf for name, leaf in leaves.items() if _differs(leaf)}
     if arguments.json:

@@ -32,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints what is in a checkpoint."""
-    found = checkpoints.leaves_by_name(checkpoints.read(arguments.path))
-    wanted = checkpoints.chosen(found, arguments.filter)
+    leaves_by_name = checkpoints.leaves_by_name(checkpoints.read(arguments.path))
+    selected = checkpoints.select(leaves_by_name, arguments.filter)
     zstd = _load_zstd()
-    leaves = {name: describe(leaf, zstd) for name, leaf in found.items() if name in wanted}
+    leaves = {name: describe(leaf, zstd) for name, leaf in selected.items()}
     total = _total(list(leaves.values()))
     if arguments.json:
         print_json({"path": str(arguments.path), "leaves": leaves, "total": total})

@@ -54,9 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     }
     updater = api.create_updater_from_config(config)
     tree = checkpoints.read(arguments.source)
-    wanted = checkpoints.chosen(checkpoints.leaves_by_name(tree), arguments.filter)
+    selected = checkpoints.select(checkpoints.leaves_by_name(tree), arguments.filter)
     params = trees.map_matched(
-        lambda path, leaf: leaf.load() if trees.path_string(path) in wanted else None, tree
+        lambda path, leaf: leaf.load() if trees.path_string(path) in selected else None, tree
     )
     # Without it jax would make 32 bits of 64.
     with jax.enable_x64(any(array.dtype.name in WIDE for array in jax.tree.leaves(params))):
