@@ -77,11 +77,25 @@ class GlobalPruning(BaseUpdater):
 
 @dataclasses.dataclass(kw_only=True)
 class GlobalMagnitudePruning(GlobalPruning, MagnitudePruning):
-    """Keeps the weights of the largest magnitude in the whole network."""
+    """Ranks |weight|, divided by the L2 norm of its layer, across all layers.
+
+    The division lets layers of different scales compare. `use_normalization=False` ranks |weight|
+    itself: the largest weights of the network stay, and a layer of small ones may vanish.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> params = {"large": jnp.array([[100.0, 400.0]]), "small": jnp.array([[1.0, 4.0]])}
+      >>> pruner = GlobalMagnitudePruning(sparsity=0.5)
+      >>> {name: mask.tolist() for name, mask in pruner.instant_sparsify(params)[1].items()}
+      {'large': [[0, 1]], 'small': [[0, 1]]}
+      >>> pruner = GlobalMagnitudePruning(sparsity=0.5, use_normalization=False)
+      >>> {name: mask.tolist() for name, mask in pruner.instant_sparsify(params)[1].items()}
+      {'large': [[1, 1]], 'small': [[0, 0]]}
+    """
 
     regrows: ClassVar[bool | None] = False  # a pruned weight is 0, which scores lowest
 
 
 @dataclasses.dataclass(kw_only=True)
 class GlobalSaliencyPruning(GlobalPruning, SaliencyPruning):
-    """Keeps the weights of the largest |weight * gradient| in the whole network."""
+    """Ranks |weight * gradient| across all layers, divided as in `GlobalMagnitudePruning`."""

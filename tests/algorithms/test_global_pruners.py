@@ -30,6 +30,18 @@ def test_all_layers_share_one_threshold_and_keep_exactly_the_target_in_total():
     np.testing.assert_array_equal(pruned["bias"], [100, 200])
 
 
+def test_magnitudes_are_divided_by_the_norm_of_their_layer_unless_asked_not_to():
+    params = {
+        "large": jnp.array([[100.0, 200.0, 300.0, 400.0]]),
+        "small": jnp.array([[1.0, 2.0, 3.0, 4.0]]),
+    }
+    kept = {True: ([[0, 0, 1, 1]], [[0, 0, 1, 1]]), False: ([[1, 1, 1, 1]], [[0, 0, 0, 0]])}
+    for divides, (large, small) in kept.items():
+        updater = sparsity.GlobalMagnitudePruning(sparsity=0.5, use_normalization=divides)
+        masks = updater.instant_sparsify(params)[1]
+        assert (masks["large"].tolist(), masks["small"].tolist()) == (large, small)
+
+
 @pytest.mark.slow
 def test_a_layer_of_small_weights_may_vanish_though_every_layer_is_counted():
     updater = sparsity.GlobalMagnitudePruning(sparsity=0.5)
