@@ -10,7 +10,7 @@ def config(**keys):
     return {"algorithm": "magnitude", "sparsity": 0.5} | keys
 
 
-_FLAT = ["admm", "acdc", "top_kast", "srigl"]
+_FLAT = ["admm", "acdc", "top_kast", "set", "rigl", "global_rigl", "srigl"]
 _STEPS = {"update_freq": 5, "update_start_step": 10, "update_end_step": 50}
 
 

@@ -123,6 +123,7 @@ class DropAndGrow(SparseTraining):
 
     regrows: ClassVar[bool | None] = True
     config_keys: ClassVar[tuple[str, ...]] = ("drop_fraction",)
+    schedule_type: ClassVar[str] = "periodic"
 
     def __post_init__(self) -> None:
         super().__post_init__()

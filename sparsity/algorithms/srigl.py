@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import chex
 import jax
@@ -42,8 +42,6 @@ class SRigL(RigL):
     """
 
     min_salient: float = 0.3
-
-    schedule_type: ClassVar[str] = "periodic"
 
     def __post_init__(self) -> None:
         super().__post_init__()
