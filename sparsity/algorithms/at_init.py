@@ -24,10 +24,12 @@ import jax.numpy as jnp
 from sparsity.algorithms.pruners import SaliencyPruning
 from sparsity.core import trees
 from sparsity.core.checks import check_fraction, check_int, is_traced
+from sparsity.core.exact import Words
 from sparsity.core.names import known
 from sparsity.core.trees import PyTree
 from sparsity.masks import Global, Scope, Sites, apply_masks, are_ones, create_masks
 from sparsity.patterns import Unstructured
+from sparsity.selection import global_topk_mask, num_kept
 from sparsity.sparsity_distributions import Uniform
 from sparsity.sparsity_schedules import OneShotSchedule, PolynomialSchedule, Schedule
 from sparsity.training.hooks import ExtraArg
@@ -237,27 +239,37 @@ def _masks(scores: PyTree, sparsity: chex.Numeric) -> PyTree:
 def _in_rounds(
     score: Callable[..., PyTree], params: PyTree, inputs: PyTree, sparsity: float, rounds: int
 ) -> PyTree:
-    """Masks of ever fewer weights, scored anew in each round."""
-
+    """Masks of ever fewer weights, scored again in each round."""
     weights = trees.prunable(params)
-
-    def prune(masks: PyTree, now: jax.Array) -> tuple[PyTree, None]:
-        scores = score(_with_leaves(params, apply_masks(weights, masks)), inputs)
-        # No score is negative: what is pruned ranks below all that is not.
-        scores = trees.map_matched(
-            lambda _, score, mask: score if mask is None else jnp.where(mask > 0, score, -1),
-            scores,
-            masks,
-        )
-        return _masks(scores, now), None
-
     masks = trees.map_matched(
         lambda _, weight, target: None if target is None else jnp.ones_like(weight, jnp.uint8),
         weights,
         Uniform(sparsity)(weights),
     )
+    total = sum(mask.size for mask in jax.tree.leaves(masks))
+
+    def prune(masks: PyTree, now: jax.Array) -> tuple[PyTree, None]:
+        scores = score(_with_leaves(params, apply_masks(weights, masks)), inputs)
+        return highest_within(masks, scores, num_kept(total, now)), None
+
     sparsities = [1 - (1 - sparsity) ** (r / rounds) for r in range(1, rounds)]
     return jax.lax.scan(prune, masks, jnp.array([*sparsities, sparsity], jnp.float32))[0]
+
+
+def highest_within(masks: PyTree, scores: PyTree, kept: chex.Numeric | Words) -> PyTree:
+    """Masks of the highest scores of all leaves together, among weights that masks still keep.
+
+    Args:
+      masks: tree of the masks before, `None` for leaves that stay dense.
+      scores: tree of real scores of any sign; those of leaves without a mask do not count.
+      kept: how many weights stay.
+    """
+    ranked = trees.map_matched(
+        lambda _, score, mask: None if mask is None else score, scores, masks
+    )
+    dtype = jnp.result_type(*jax.tree.leaves(ranked))
+    ranked = jax.tree.map(lambda score: score.astype(dtype), ranked)
+    return global_topk_mask(ranked, kept, where=masks)
 
 
 _SCORES: dict[str, Callable[..., PyTree]] = {

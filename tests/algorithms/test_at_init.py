@@ -157,6 +157,24 @@ def test_synflow_masks_are_those_of_a_loop_in_numpy_and_nothing_returns():
             np.testing.assert_array_equal(pruned[i]["w"], params[i]["w"] * mask)  # signs stay
 
 
+def test_weights_whose_scores_are_below_zero_go_first_and_never_return():
+    # y = x @ a - 50 x @ b: with ones as x the scores are |a| and -50 |b|, in every round.
+    rng = np.random.default_rng(0)
+    params = {name: rng.normal(size=(5, 4)).astype(np.float32) for name in ("a", "b")}
+    model = lambda params, x: x @ params["a"] - 50 * x @ params["b"]  # noqa: E731
+    x, kept = np.ones((1, 5), np.float32), []
+    for sparsity_ in (0.25, 0.5, 0.75):
+        masks = sparsity.prune_at_init("synflow", params, sparsity_, fn=model, inputs=x, rounds=20)[
+            1
+        ]
+        scores = {"a": np.abs(params["a"]), "b": -50 * np.abs(params["b"])}
+        expected = oracles.together(scores, helpers.num_kept(40, sparsity_))
+        oracles.same_masks(masks, expected)
+        kept.append(masks)
+    assert [int(sum(mask.sum() for mask in masks.values())) for masks in kept] == [30, 20, 10]
+    assert not kept[1]["b"].any()
+
+
 @pytest.mark.slow
 def test_no_layer_collapses_at_99_9_percent():
     params = _network(0, (64, 128, 128, 64, 10))
