@@ -11,12 +11,13 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from sparsity.algorithms.at_init import highest_within
 from sparsity.core import trees
-from sparsity.core.checks import check_fraction, check_int
+from sparsity.core.checks import check_fraction, check_int, is_traced
 from sparsity.core.trees import PyTree
 from sparsity.masks import apply_masks
-from sparsity.selection import global_topk_mask
 from sparsity.sparsity_distributions import Uniform
 
 Ticket: TypeAlias = tuple[PyTree, PyTree, PyTree]  # start, masks, trained
@@ -46,7 +47,7 @@ def lottery_ticket(
       rate: fraction of the weights left that a round removes, in [0, 1].
       rewind_params: what the pruned networks start from: the dense network a few steps on. `None`
         means `params`.
-      done: tickets of an earlier call, which are not trained again; it goes on after them.
+      done: tickets of an earlier call at the same rate, which are not trained again.
 
     Returns:
       (start, masks, trained) of each round, `rounds` + 1 of them, the first dense. A start has the
@@ -54,7 +55,8 @@ def lottery_ticket(
       leaves that stay dense.
 
     Raises:
-      ValueError: an argument is out of range, or trained parameters have another structure.
+      ValueError: an argument is out of range, parameters differ in structure, weights to rank or to
+        rewind to are not finite, or `done` is of another model or rate; leaf and round are named.
 
     Example:
       >>> params = {"w": jnp.array([[1.0, 2.0], [3.0, 4.0]])}
@@ -67,31 +69,80 @@ def lottery_ticket(
     check_int("rounds", rounds, 0)
     check_fraction("rate", rate)
     targets = Uniform(rate)(params)
-    tickets = list(done)
+    ones = trees.map_matched(_ones, params, targets)
+    origin = params if rewind_params is None else rewind_params
+    _check_like("rewind_params must have the leaves of params,", origin, params)
+    for role, tree in (("params", params), ("rewind_params", origin)):
+        _check_finite(role, tree, ones)
+    tickets = list(done)[: rounds + 1]
+    for r, ticket in enumerate(tickets):
+        _check_done(r, ticket, params, ones, rate)
     for r in range(len(tickets), rounds + 1):
         if r == 0:
-            masks = trees.map_matched(_ones, params, targets)
-            start = params
+            masks, start = ones, params
         else:
             _, old, trained = tickets[-1]
+            _check_finite(f"what train_fn returned in round {r - 1}", trained, old)
             masks = _pruned(old, trained, rate, r)
-            start = apply_masks(params if rewind_params is None else rewind_params, masks)
+            start = apply_masks(origin, masks)
         # Of copies, which may be donated.
         trained = train_fn(*jax.tree.map(jnp.copy, (start, masks)))
-        given, found = (
-            [
-                f"{trees.path_string(path)}{list(jnp.shape(leaf))}"
-                for path, leaf in trees.leaves_by_path(tree).items()
-            ]
-            for tree in (params, trained)
-        )
-        if given != found:
-            raise ValueError(
-                f"train_fn must return the parameters that it got, {trees.listed(given)}, got "
-                f"{trees.listed(found)}."
-            )
+        _check_like("train_fn must return the parameters that it got,", trained, params)
         tickets.append((start, masks, trained))
     return tickets
+
+
+def _check_like(must: str, tree: PyTree, params: PyTree) -> None:
+    """Raises a ValueError unless a tree has the leaves of the parameters."""
+    shapes = [
+        [
+            f"{trees.path_string(path)}{list(jnp.shape(leaf))}"
+            for path, leaf in trees.leaves_by_path(each).items()
+        ]
+        for each in (params, tree)
+    ]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"{must} {trees.listed(shapes[0])}, got {trees.listed(shapes[1])}.")
+
+
+def _check_finite(role: str, tree: PyTree, masks: PyTree) -> None:
+    """Raises a ValueError that names a leaf with a mask if weights that it keeps are not finite."""
+
+    def check(path: trees.KeyPath, weights: Any, mask: Any) -> None:
+        if mask is None or is_traced(weights):
+            return
+        if not jnp.all(jnp.isfinite(weights) | (mask == 0)):
+            raise ValueError(
+                f"{role}: the weights at {trees.path_string(path)!r} are not all finite, so that "
+                "their magnitudes rank nothing. Lower the learning rate, or clip the gradients."
+            )
+
+    trees.map_matched(check, tree, masks)
+
+
+def _check_done(r: int, ticket: Ticket, params: PyTree, ones: PyTree, rate: float) -> None:
+    """Raises a ValueError unless a ticket is one of these parameters, at this rate."""
+    if not isinstance(ticket, tuple | list) or len(ticket) != 3:
+        raise ValueError(
+            f"done[{r}] must be (start, masks, trained), as lottery_ticket returns it, got a "
+            f"{type(ticket).__name__}."
+        )
+    start, masks, trained = ticket
+    for role, tree, like in (
+        ("start", start, params),
+        ("masks", masks, ones),
+        ("trained", trained, params),
+    ):
+        _check_like(f"done[{r}]: {role} must have the leaves", tree, like)
+    if any(map(is_traced, jax.tree.leaves(masks))):
+        return
+    kept = sum(int(np.count_nonzero(x)) for x in jax.device_get(jax.tree.leaves(masks)))
+    expected = _num_kept(ones, rate, r)
+    if kept != expected:
+        raise ValueError(
+            f"done[{r}] keeps {kept} weights, and rate = {rate} keeps {expected} in round {r}. "
+            "Give the rate of the earlier call."
+        )
 
 
 def _ones(_: trees.KeyPath, param: Any, target: Any) -> Any:
@@ -100,12 +151,12 @@ def _ones(_: trees.KeyPath, param: Any, target: Any) -> Any:
 
 def _pruned(masks: PyTree, trained: PyTree, rate: float, r: int) -> PyTree:
     """The masks of round r, within those of the round before."""
-    sizes = trees.map_matched(
-        lambda _, param, mask: None if mask is None else jnp.abs(param), trained, masks
-    )
-    leaves = jax.tree.leaves(sizes)
-    n = sum(leaf.size for leaf in leaves)
-    dtype = jnp.result_type(*leaves)
-    sizes = jax.tree.map(lambda leaf: leaf.astype(dtype), sizes)
-    left = max(1, round(n * (1 - rate) ** r))
-    return global_topk_mask(sizes, left, where=masks)
+    magnitudes = jax.tree.map(jnp.abs, trees.prunable(trained))
+    return highest_within(masks, magnitudes, _num_kept(masks, rate, r))
+
+
+def _num_kept(masks: PyTree, rate: float, r: int) -> int:
+    """The number of weights that round r keeps."""
+    n = sum(mask.size for mask in jax.tree.leaves(masks))
+    kept: int = round(n * (1 - rate) ** r)
+    return max(1, kept)

@@ -86,9 +86,47 @@ def test_leaves_of_several_dtypes_are_ranked_together():
     np.testing.assert_array_equal(tickets[1][1]["b"], [[0, 1]])
 
 
+def test_weights_that_are_not_finite_are_named_with_their_round():
+    params = {"w": jnp.array([[1.0, 2.0, 3.0, 4.0]]), "b": jnp.array([jnp.inf])}
+    bad = params | {"w": params["w"].at[0, 3].set(jnp.nan)}
+    same = lambda params, masks: params  # noqa: E731
+    with pytest.raises(ValueError, match=r"^params: the weights at 'w' are not all finite"):
+        sparsity.lottery_ticket(same, bad, 1)
+    with pytest.raises(ValueError, match=r"^rewind_params: the weights at 'w' are not all finite"):
+        sparsity.lottery_ticket(same, params, 1, rewind_params=bad)
+    diverges = lambda params, masks: bad if masks["w"].all() else params  # noqa: E731
+    with pytest.raises(ValueError, match="train_fn returned in round 0: the weights at 'w'"):
+        sparsity.lottery_ticket(diverges, params, 1)
+    # What is pruned is not ranked.
+    train = lambda params, masks: {"b": params["b"], "w": 1 / params["w"]}  # noqa: E731
+    masks = sparsity.lottery_ticket(train, params, 2, rate=0.5)[2][1]
+    assert masks["w"].tolist() == [[1, 0, 0, 0]]
+
+
+def test_tickets_of_another_run_are_refused():
+    params = {"w": jnp.array([[1.0, 2.0, 3.0, 4.0]])}
+    same = lambda params, masks: params  # noqa: E731
+    done = sparsity.lottery_ticket(same, params, 2, rate=0.5)
+    with pytest.raises(
+        ValueError, match=r"done\[1\] keeps 2 weights, and rate = 0.25 keeps 3 in ro"
+    ):
+        sparsity.lottery_ticket(same, params, 3, rate=0.25, done=done)
+    with pytest.raises(
+        ValueError, match=r"done\[0\]: start must have.*'v\[1, 4\]', got 'w\[1, 4\]'"
+    ):
+        sparsity.lottery_ticket(same, {"v": params["w"]}, 3, rate=0.5, done=done)
+    with pytest.raises(ValueError, match=r"done\[0\] must be \(start, masks, trained\).*got a int"):
+        sparsity.lottery_ticket(same, params, 3, rate=0.5, done=[1])
+    with pytest.raises(ValueError, match=r"rewind_params must have.*, got 'w\[2, 2\]'"):
+        sparsity.lottery_ticket(same, params, 1, rewind_params={"w": jnp.ones((2, 2))})
+    assert len(sparsity.lottery_ticket(same, params, 1, rate=0.5, done=done)) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        ({"rounds": True}, "rounds must be an integer, got rounds = True"),
+        ({"rounds": 1, "rate": float("nan")}, "rate must be in .* got rate = nan"),
         ({"rounds": -1}, "rounds must be at least 0, got rounds = -1"),
         ({"rounds": 1, "rate": 1.5}, r"rate must be in \[0, 1\].*got rate = 1.5"),
         ({"rounds": 1, "train_fn": lambda params, masks: None}, "got nothing"),
