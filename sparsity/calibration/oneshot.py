@@ -25,6 +25,7 @@ from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.capture import Capture, calibrate, check_structure, statistic_of_use
 from sparsity.calibration.frames import Frame
 from sparsity.calibration.prune import prune, reconstruct
+from sparsity.calibration.pruners import is_per_slice
 from sparsity.calibration.refits import Refit
 from sparsity.calibration.report import LayerReport, Report
 from sparsity.calibration.resume import Finished, Layer, described, digest, digest_of_program
@@ -40,7 +41,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.jaxprs import Equation
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph import Graph, trace
-from sparsity.masks import Layerwise, Site, pack_masks
+from sparsity.masks import Site, pack_masks
 from sparsity.sparsity_distributions import target_sparsities
 
 
@@ -87,11 +88,12 @@ def oneshot(
     seen = list(batches)
     if not seen:
         raise ValueError("batches has no batch: give at least one.")
-    if type(pruner.scope) is not Layerwise:
+    if not is_per_slice(pruner.scope):
         raise ValueError(
             "oneshot prunes one leaf after the other and needs scope = Layerwise(), got "
             f"{pruner.scope!r}. Prune all of them at once: pruner.instant_sparsify(params, "
-            "statistics=statistics)."
+            "statistics=statistics). A scope of your own that does not compare leaves says "
+            "`per_slice = True`."
         )
     run = _Run(pruner, params, refit, trace(fn, params, seen[0]))
     if folder is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,9 @@ from sparsity.calibration.statistics import Statistic, Statistics, statistic_of
 from sparsity.core import sharding, trees
 from sparsity.core.exact import ordered_sum
 from sparsity.core.trees import KeyPath, PyTree
-from sparsity.masks import Layerwise, Site, TopkFn, Wanted, create_masks
+from sparsity.masks import Layerwise, Scope, Site, TopkFn, Wanted, create_masks
 from sparsity.patterns import NByM
 from sparsity.patterns.base import absolute_axis
-from sparsity.selection import computed
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.state import SparseState
 
@@ -106,7 +105,7 @@ class CalibratedPruning(BaseUpdater):
             if self.is_per_output:
                 check_groups(table[path], own, shape)
             apart[path] = (*own.batch, *(own.output if self.is_per_output else ()))
-        scope = _Within(apart) if type(self.scope) is Layerwise else self.scope
+        scope = Within(self.scope, apart) if is_per_slice(self.scope) else self.scope
         return create_masks(scope, table, scores, sparsities, target_sparsities, self.topk_fn)
 
     def _statistic(
@@ -171,19 +170,26 @@ def check_groups(site: Site, statistic: Statistic, shape: tuple[int, ...]) -> No
         )
 
 
+def is_per_slice(scope: object) -> TypeGuard[Scope]:
+    """Whether each slice of a leaf has a mask that depends on its own scores alone."""
+    return getattr(scope, "per_slice", False) is True
+
+
 @dataclasses.dataclass(frozen=True)
-class _Within(Layerwise):
-    """Every leaf by itself; its entries compete where they agree along some axes.
+class Within(Layerwise):
+    """A scope of slices whose entries compete where they agree along some axes.
 
     Attributes:
+      scope: what selects within a slice.
       apart: these axes, by path.
     """
 
+    scope: Scope
     apart: Mapping[KeyPath, tuple[int, ...]]
 
     def select(self, leaves: Sequence[Wanted], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns a mask for each leaf."""
-        masks = super().select([self._moved(leaf) for leaf in leaves], topk_fn)
+        masks = self.scope.select([self._moved(leaf) for leaf in leaves], topk_fn)
         return [
             jnp.moveaxis(mask, range(len(own)), own)
             for own, mask in zip(map(self._axes, leaves), masks, strict=True)
@@ -194,7 +200,7 @@ class _Within(Layerwise):
         axes = self._axes(leaf)
         if not axes:
             return leaf
-        scores = jnp.moveaxis(computed(leaf.scores), axes, range(len(axes)))
+        scores = jnp.moveaxis(jnp.asarray(leaf.scores), axes, range(len(axes)))
         return leaf._replace(scores=scores, site=leaf.site._replace(batch_axes=len(axes)))
 
     def _axes(self, leaf: Wanted) -> tuple[int, ...]:

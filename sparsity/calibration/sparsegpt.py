@@ -70,7 +70,8 @@ class SparseGPTPruning(BaseUpdater):
         check_int("block_size", self.block_size, 1)
         check_number("damping", self.damping, 0)
         check_prunes_at_once(self, "weights")
-        if type(self.scope) is not Layerwise or self.topk_fn is not None:
+        own_select = getattr(type(self.scope), "select", None) is not Layerwise.select
+        if own_select or self.topk_fn is not None:
             raise ValueError(
                 "SparseGPTPruning selects within blocks of a layer and needs scope = Layerwise() "
                 f"and topk_fn = None, got scope = {self.scope!r}, topk_fn = {self.topk_fn!r}."

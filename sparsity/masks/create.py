@@ -107,7 +107,7 @@ def create_masks(
     if isinstance(scope, TreeScope):
         return scope.select_tree(scores, sparsities)
     leaves: list[Wanted] = []
-    store = _stores(scope)
+    store = _stores(scope, "select")
 
     def collect(path: trees.KeyPath, score: Any, sparsity: Any, target: Any) -> None:
         if sparsity is not None:
@@ -145,7 +145,7 @@ def move_masks(
     if isinstance(scope, TreeScope):
         return scope.move_tree(masks, drop_scores, grow_scores, drop_fraction)
     leaves: list[Moving] = []
-    store = _stores(scope)
+    store = _stores(scope, "move")
 
     def collect(path: trees.KeyPath, drop: Any, grow: Any, mask: Any) -> None:
         if mask is not None:
@@ -187,9 +187,10 @@ def check_given(
         ) from error
 
 
-def _stores(scope: Scope) -> Callable[[Any], Any]:
-    """What makes scores of a kind that the scope takes: a scope of the user's gets arrays."""
-    return _as_is if getattr(scope, "takes_lazy_scores", False) else computed
+def _stores(scope: Scope, method: str) -> Callable[[Any], Any]:
+    """Makes scores that a method of the scope takes: one of the user's gets arrays."""
+    owner = next((cls for cls in type(scope).__mro__ if method in vars(cls)), type(scope))
+    return _as_is if vars(owner).get("takes_lazy_scores", False) else computed
 
 
 def _as_is(scores: Any) -> Any:

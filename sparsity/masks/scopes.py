@@ -83,9 +83,15 @@ class TreeScope(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Layerwise:
-    """Every leaf by itself, at its own sparsity; with batch axes, every slice of it."""
+    """Every leaf by itself, at its own sparsity; with batch axes, every slice of it.
+
+    A subclass with a `select` of its own gets leaves whose leading `site.batch_axes` index slices.
+    """
 
     takes_lazy_scores: ClassVar[bool] = True
+    # Whether a mask depends on the scores of its slice alone: leaves may be pruned one by one, and
+    # `WandaPruning` hands over each output as a slice.
+    per_slice: ClassVar[bool] = True
 
     def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
         """Takes everything."""

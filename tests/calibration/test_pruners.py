@@ -33,6 +33,39 @@ def test_wanda_keeps_the_best_of_each_output_bit_for_bit(half, dtype):
     )
 
 
+class Named(sparsity.Layerwise):
+    """A scope of the user's that selects as `Layerwise` does."""
+
+
+class Winner(sparsity.Layerwise):
+    """The highest score of each slice stays, whatever the sparsity."""
+
+    def select(self, leaves, topk_fn):
+        def one(leaf):
+            rows = leaf.scores.reshape(*leaf.scores.shape[: leaf.site.batch_axes], -1)
+            best = jax.nn.one_hot(jnp.argmax(rows, -1), rows.shape[-1], dtype=jnp.uint8)
+            return best.reshape(leaf.scores.shape)
+
+        return [one(leaf) for leaf in leaves]
+
+
+def test_wanda_ranks_each_output_under_a_subclass_of_layerwise():
+    kernel = jnp.array([[4.0, 0.1], [3.0, 0.2], [2.0, 0.3], [1.0, 0.4]])
+    even = sparsity.Statistic(squares=jnp.ones(4), **SEEN)
+    mask = masks_of(sparsity.WandaPruning, kernel, even, scope=Named())
+    np.testing.assert_array_equal(mask.T, [[1, 1, 0, 0], [0, 0, 1, 1]])
+    mask = masks_of(sparsity.WandaPruning, kernel, even, scope=Winner())
+    np.testing.assert_array_equal(mask.T, [[1, 0, 0, 0], [0, 0, 0, 1]])
+    mask = masks_of(sparsity.RIAPruning, kernel, even, scope=Winner())
+    assert mask.sum() == 1
+    pruner = sparsity.WandaPruning(scope=Winner(), sparsity_distribution_fn=helpers.half)
+    mask = sparsity.oneshot(pruner, lambda w, x: x @ w, kernel, [jnp.eye(4)])[1]
+    np.testing.assert_array_equal(mask.T, [[1, 0, 0, 0], [0, 0, 0, 1]])
+    with pytest.raises(ValueError, match=r"needs scope = Layerwise\(\).*got scope = .*Winner"):
+        sparsity.SparseGPTPruning(scope=Winner(), sparsity_distribution_fn=helpers.half)
+    sparsity.SparseGPTPruning(scope=Named(), sparsity_distribution_fn=helpers.half)
+
+
 @pytest.mark.slow
 def test_ties_go_to_the_lower_input():
     even = sparsity.Statistic(squares=jnp.ones(4), **SEEN)

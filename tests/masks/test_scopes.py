@@ -401,3 +401,22 @@ def test_a_scope_of_ones_own_selects_and_moves():
 
 def test_layerwise_is_the_scope_at_the_top():
     assert sparsity.Layerwise is LayerwiseScope
+
+
+class Above(sparsity.Layerwise):
+    """Keeps what is at least half of the largest score of a leaf."""
+
+    def select(self, leaves, topk_fn):
+        return [(x.scores >= jnp.max(x.scores) / 2).astype(jnp.uint8) for x in leaves]
+
+
+def test_a_select_of_a_subclass_gets_arrays_in_a_step():
+    pruner = sparsity.MagnitudePruning(
+        scope=Above(),
+        scheduler=sparsity.OneShotSchedule(0),
+        sparsity_distribution_fn=sparsity.Uniform(0.5),
+    )
+    params = jnp.array([[1.0, -4.0], [3.0, 2.0]])
+    tx = pruner.wrap_optax(optax.sgd(0.1))
+    state = tx.update(jnp.zeros_like(params), tx.init(params), params)[1]
+    np.testing.assert_array_equal(state.masks, [[0, 1], [1, 1]])
