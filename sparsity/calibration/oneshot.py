@@ -24,7 +24,7 @@ from jax import lax
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.capture import Capture, calibrate, check_structure, statistic_of_use
 from sparsity.calibration.frames import Frame
-from sparsity.calibration.prune import prune, reconstruct
+from sparsity.calibration.prune import check_runs, prune, reconstruct
 from sparsity.calibration.pruners import is_per_slice
 from sparsity.calibration.refits import Refit
 from sparsity.calibration.report import LayerReport, Report
@@ -38,6 +38,7 @@ from sparsity.calibration.statistics import (
     relative_error,
 )
 from sparsity.core import sharding, trees
+from sparsity.core.checks import check_bool
 from sparsity.core.jaxprs import Equation
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph import Graph, trace
@@ -71,9 +72,9 @@ def oneshot(
       (pruned params, masks, report): `report[path]` has sparsity, error and rows of a leaf.
 
     Raises:
-      ValueError: there are no batches, activations are not finite, a leaf that has a sparsity is
-        read by no product, a pattern does not fit, or the folder holds another run; the leaf, the
-        batch or what differs is named.
+      ValueError: an argument is none of these, there are no batches, activations are not finite, a
+        leaf that has a sparsity is read by no product, a pattern does not fit, or the folder holds
+        another run; the leaf, the batch or what differs is named.
 
     Example:
       >>> from sparsity.algorithms import MagnitudePruning
@@ -85,6 +86,8 @@ def oneshot(
       >>> pruned["kernel"].T, round(report[("kernel",)].error, 3)
       (Array([[4., 0.]], dtype=float32), 0.024)
     """
+    check_runs(pruner, refit)
+    check_bool("sequential", sequential)
     seen = list(batches)
     if not seen:
         raise ValueError("batches has no batch: give at least one.")

@@ -37,7 +37,8 @@ def prune(
       (pruned params, masks), as `pruner.instant_sparsify` returns them.
 
     Raises:
-      ValueError: a statistic is missing, does not fit its leaf, or has no Gram matrix.
+      ValueError: the pruner or the refit is a class or something else, or a statistic is missing,
+        does not fit its leaf, or has no Gram matrix.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -48,10 +49,29 @@ def prune(
       >>> prune(pruner, kernel, {(): seen}, refit=sparsity.LeastSquares())[0].T  # 4 + 2 x 1 / 2
       Array([[5., 0.]], dtype=float32)
     """
+    check_runs(pruner, refit)
     pruned, masks = pruner.instant_sparsify(params, statistics=statistics)
     if refit is None:
         return pruned, masks
     return reconstruct(refit, pruner, params, pruned, masks, statistics)
+
+
+def check_runs(pruner: object, refit: object = None) -> None:
+    """Raises a ValueError unless a pruner and a refit are instances that can be called."""
+    if not isinstance(pruner, BaseUpdater):
+        raise ValueError(
+            "pruner must be an updater, for example "
+            f"WandaPruning(sparsity_distribution_fn=Uniform(0.5)), {_got(pruner)}."
+        )
+    if refit is not None and (isinstance(refit, type) or not callable(refit)):
+        raise ValueError(f"refit must be None, LeastSquares(), ADMM() or a `Refit`, {_got(refit)}.")
+
+
+def _got(value: object) -> str:
+    """The end of a message about a value, which may be a class instead of an instance."""
+    if isinstance(value, type):
+        return f"got the class {value.__name__}: make an instance, {value.__name__}(...)"
+    return f"got {value!r}"
 
 
 def reconstruct(

@@ -22,10 +22,17 @@ class Rates:
     """A distribution that gives each leaf the sparsity it is named with; others stay dense.
 
     Attributes:
-      sparsities: by path.
+      sparsities: by path, in [0, 1].
+
+    Raises:
+      ValueError: a sparsity is out of range; its path is named.
     """
 
     sparsities: Mapping[Path, float]
+
+    def __post_init__(self) -> None:
+        for path, sparsity in self.sparsities.items():
+            check_fraction(f"the sparsity of {'/'.join(path)!r}", sparsity)
 
     def __call__(self, params: PyTree) -> PyTree:
         """Returns a tree like `params` of sparsities, `None` for leaves that stay dense."""

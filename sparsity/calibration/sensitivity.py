@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.capture import calibrate
-from sparsity.calibration.prune import prune
+from sparsity.calibration.prune import check_runs, prune
 from sparsity.calibration.rates import Rates
 from sparsity.calibration.statistics import Path
 from sparsity.core import trees
@@ -73,8 +73,13 @@ def measure(
     rates: Sequence[float],
 ) -> Sensitivity:
     """`Report.sensitivity`, of some leaves."""
+    check_runs(pruner)
+    if not len(rates):
+        raise ValueError("rates has no rate: give the sparsities to measure, as (0.25, 0.5, 0.75).")
     for rate in rates:
         check_fraction("rates", rate)
+        if rate == 0:
+            raise ValueError("rates must be above 0, at which nothing is lost, got a rate of 0.")
     seen = list(batches)
     statistics = calibrate(fn, params, seen, "gram", lambda path, _: path in paths)
     leaves, rebuild = trees.split_arrays(params)

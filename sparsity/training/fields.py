@@ -48,10 +48,9 @@ def check_fields(updater: Updater) -> None:
             f"a function of (path, param), got sparsity_type = {kind!r}."
         )
     for name in ("is_mask_update_iter", "get_sparsity_at_step"):
-        if not callable(getattr(updater.scheduler, name, None)):
-            raise ValueError(
-                f"scheduler must have a method {name}, got scheduler = {updater.scheduler!r}."
-            )
+        schedule = updater.scheduler
+        if isinstance(schedule, type) or not callable(getattr(schedule, name, None)):
+            raise ValueError(f"scheduler must have a method {name}, got scheduler = {schedule!r}.")
     for name in ("sparsity_distribution_fn", "topk_fn"):
         value = getattr(updater, name)
         if value is not None and not callable(value):

@@ -127,3 +127,45 @@ def test_sparsegpt_refuses_what_it_cannot_solve():
 @KINDS
 def test_a_mesh_gives_what_one_device_gives(kind):
     run("calibration", kind)
+
+
+@pytest.mark.parametrize("refit", [sparsity.LeastSquares, sparsity.ADMM, 3, "admm"])
+def test_a_refit_that_is_no_instance_is_an_error_that_says_what_it_got(refit):
+    kernel, seen = jnp.ones((4, 2)), {(): oracles.of_kernel(np.eye(4))}
+    pruner = sparsity.WandaPruning(sparsity_distribution_fn=helpers.half)
+    calls = {
+        "prune": lambda: prune(pruner, kernel, seen, refit),
+        "oneshot": lambda: sparsity.oneshot(
+            pruner, lambda w, x: x @ w, kernel, [jnp.eye(4)], refit
+        ),
+    }
+    got = f"the class {refit.__name__}: make an" if isinstance(refit, type) else repr(refit)
+    for call in calls.values():
+        with pytest.raises(ValueError, match=f"refit must be None, .*got {got}"):
+            call()
+
+
+@pytest.mark.parametrize("pruner", [sparsity.WandaPruning, None, jnp.abs])
+def test_a_pruner_that_is_no_instance_is_an_error(pruner):
+    kernel, seen = jnp.ones((4, 2)), {(): oracles.of_kernel(np.eye(4))}
+    model, batch = lambda w, x: x @ w, jnp.eye(4)
+    report = sparsity.calibration.Report({(): None})
+    with pytest.raises(ValueError, match="pruner must be an updater"):
+        prune(pruner, kernel, seen)
+    with pytest.raises(ValueError, match="pruner must be an updater"):
+        sparsity.oneshot(pruner, model, kernel, [batch])
+    with pytest.raises(ValueError, match="pruner must be an updater"):
+        report.sensitivity(pruner, model, kernel, [batch])
+
+
+def test_rates_that_cannot_be_measured_are_refused():
+    pruner = sparsity.WandaPruning(sparsity_distribution_fn=helpers.half)
+    report, given = sparsity.calibration.Report({(): None}), (jnp.ones((4, 2)), [jnp.eye(4)])
+    for rates, message in (((), "rates has no rate"), ((0.0,), "above 0"), ((2,), "in .0, 1.")):
+        with pytest.raises(ValueError, match=message):
+            report.sensitivity(pruner, lambda w, x: x @ w, *given, rates=rates)
+    with pytest.raises(ValueError, match="sequential must be True or False, got sequential = 3"):
+        sparsity.oneshot(pruner, lambda w, x: x @ w, *given, sequential=3)
+    for rate in (float("nan"), -0.1, 1.5, True):
+        with pytest.raises(ValueError, match="the sparsity of 'a/b' must be in"):
+            sparsity.calibration.Rates({("a", "b"): rate})

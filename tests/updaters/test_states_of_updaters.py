@@ -140,6 +140,10 @@ def test_an_updater_without_a_distribution_prunes_nothing():
         ({"sparsity_type": "nm_2,4"}, "sparsity_type must be"),
         ({"scheduler": 5}, "scheduler must have a method is_mask_update_iter"),
         ({"scheduler": None}, "scheduler must have a method"),
+        (
+            {"scheduler": sparsity.PeriodicSchedule},
+            "scheduler must have a method .*got scheduler =",
+        ),
         ({"sparsity_distribution_fn": 0.5}, "sparsity_distribution_fn must be a function"),
         ({"topk_fn": 3}, "topk_fn must be a function"),
         ({"batch_axes": -1}, "batch_axes must be at least 0, got batch_axes = -1"),
