@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import chex
 import jax
 
 from sparsity import masks as masks_lib
 from sparsity.base_updater import BaseUpdater
+from sparsity.calibration.pruners import Within, is_per_slice
 from sparsity.calibration.refits import Refit, Select
 from sparsity.calibration.statistics import (
+    Statistic,
     Statistics,
     check_real,
     statistic_of,
@@ -18,8 +21,8 @@ from sparsity.calibration.statistics import (
 from sparsity.core import trees
 from sparsity.core.sharding import place_like
 from sparsity.core.trees import KeyPath, PyTree
+from sparsity.masks import Site, Wanted
 from sparsity.sparsity_distributions import target_sparsities
-from sparsity.training.hooks import call_hook
 
 
 def prune(
@@ -103,13 +106,13 @@ def reconstruct(
     targets = target_sparsities(
         pruner.get_distribution_fn(), params, table, pruner.scope, pruner.batch_axes
     )
-    wanted = trees.leaves_by_path(targets)
+    targets_by_path = trees.leaves_by_path(targets)
     refitted: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
 
     def refit_leaf(path: KeyPath, dense: Any, before: Any, mask: Any) -> None:
         if mask is None:
             return
-        is_free = path not in wanted and trees.path_names(path) not in statistics
+        is_free = path not in targets_by_path and trees.path_names(path) not in statistics
         if is_free or not dense.size:  # a bias of coupled channels, or nothing
             refitted[path] = before, mask
             return
@@ -120,7 +123,7 @@ def reconstruct(
         if damping := getattr(refit, "damping", None):
             remedy = f"What the data do not say, damping = {damping} decides."
         warn_of_few_rows(own, own.inputs(dense.shape), site.name, remedy)
-        select = _selection(pruner, params, path, targets, statistics)
+        select = _selection(pruner, site, own, targets_by_path.get(path, 0.0))
         new = refit(dense, before, mask, own, select)
         refitted[path] = place_like(dense, new[0]), place_like(dense, new[1])
 
@@ -131,20 +134,21 @@ def reconstruct(
 
 
 def _selection(
-    pruner: BaseUpdater, params: PyTree, path: KeyPath, targets: PyTree, statistics: Statistics
+    pruner: BaseUpdater, site: Site, statistic: Statistic, target: chex.Numeric
 ) -> Select:
-    """How the pruner selects within one leaf, at a share of its target."""
-
-    def only(leaf: Any) -> PyTree:
-        return trees.map_matched(lambda own, _: leaf if own == path else None, params)
-
-    target = trees.leaves_by_path(targets)[path]
+    """Returns the selection of the highest scores of each matrix, in the pattern of the pruner."""
 
     def select(scores: jax.Array, share: float) -> jax.Array:
-        extra = {"target_sparsities": only(target), "statistics": statistics}
-        with masks_lib.in_use(pruner, pruner.sites(params)):
-            masks = call_hook(pruner.create_masks, only(scores), only(share * target), extra=extra)
-        mask: jax.Array = trees.leaves_by_path(masks)[path]
+        if not is_per_slice(pruner.scope):
+            raise ValueError(
+                f"The refit chooses the mask of {site.name!r} alone and needs scope = Layerwise(), "
+                f"got {pruner.scope!r}. Give a refit that keeps masks: ADMM(gradual=0)."
+            )
+        sparsity = share * target
+        # The end of a ramp of its own: N:M keeps n of m at every share.
+        leaf = Wanted(site, scores, sparsity, sparsity)
+        matrices = Within(pruner.scope, {site.path: statistic.batch})
+        (mask,) = matrices.select([leaf], pruner.topk_fn)
         return mask
 
     return select

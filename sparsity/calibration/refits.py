@@ -50,8 +50,9 @@ class Refit(Protocol):
           pruned: the leaf as the pruner left it.
           mask: uint8 mask of the same shape.
           statistic: with a Gram matrix, as `statistic_of` returns it.
-          select: `select(scores, share) -> mask`, the pruner's own selection at a share of the
-            leaf's target sparsity.
+          select: `select(scores, share) -> mask` keeps the highest scores of each matrix, all its
+            outputs together, at a share of the leaf's target sparsity, in the pruner's pattern: of
+            N:M n of m at every share. Raises a ValueError under a scope that compares leaves.
         """
 
 
@@ -95,17 +96,20 @@ class LeastSquares:
 class ADMM:
     """Alternates between the outputs and the support, by the alternating direction of multipliers.
 
-    Inputs are scaled to unit norm, so that weights compare as Wanda's do.
+    Inputs are scaled to unit norm, so that weights compare as Wanda's do. With `gradual`, the
+    pruner gives sparsity, pattern and batch axes, and its mask does not matter: the first
+    iterations choose one in its place. Iteration i keeps the highest |W + U| of the layer at
+    sparsity s (1 - (1 - (i + 1) / gradual)^3), or n of m.
 
     Attributes:
       iterations: of which each costs one product with the inverse Gram matrix.
-      gradual: iterations that select a mask, of a sparsity that rises along a cubic; 0 keeps the
-        pruner's mask.
+      gradual: iterations that choose a mask; 0 keeps the pruner's.
       rho: weight of the support against the outputs.
       damping: added to the diagonal, which is 1.
 
-    Source: Boza 2024, "Fast and Optimal Weight Update for Pruned Large Language Models", algorithms
-    1 and 2. Inputs that were always 0 keep the pruner's weights.
+    Source: Boza 2024, "Fast and Effective Weight Update for Pruned Large Language Models",
+    algorithms 1 and 2. A version of its code starts at the full sparsity and lets N:M ramp.
+    Inputs that were always 0 keep the pruner's weights.
     """
 
     iterations: int = 20

@@ -89,14 +89,19 @@ def least_squares(weights, mask, gram):
     return new
 
 
-def admm(weights, gram, mask, iterations=20, gradual=0, sparsity_=None, rho=1.0, damping=0.1):
-    """Boza 2024, algorithms 1 and 2; the mask is found in the layer, as magnitude pruning does."""
+def admm(
+    weights, gram, mask, iterations=20, gradual=0, sparsity_=None, rho=1.0, damping=0.1, nm=None
+):
+    """Boza 2024, algorithms 1 and 2; the mask is found in the layer, or n of m of each output."""
     norms = np.sqrt(np.diag(gram))
     hessian = gram / np.outer(norms, norms) + damping * np.eye(len(gram))
     w = weights * norms
     wanted, duals = w @ hessian, np.zeros_like(w)
     for i in range(iterations):
-        if i < gradual:
+        if i < gradual and nm:
+            groups = np.abs(w + duals).reshape(-1, nm[1])
+            mask = np.stack([selection_oracle.best(row, nm[0]) for row in groups]).reshape(w.shape)
+        elif i < gradual:
             share = 1 - (1 - (i + 1) / gradual) ** 3
             kept = helpers.num_kept(w.size, share * sparsity_)
             mask = selection_oracle.best(np.abs(w + duals).T, kept).T

@@ -122,12 +122,44 @@ def test_admm_finds_the_mask_of_a_plain_program():
     np.testing.assert_allclose(pruned, expected[0], atol=1e-10)
 
 
-@pytest.mark.slow
-def test_admm_finds_groups():
-    weights, x, _ = oracles.layer()
-    pruned, mask = refitted(wanda(KINDS["2:4"]), sparsity.ADMM(gradual=4), weights, x)
-    assert (mask.reshape(16, -1, 4).sum(-1) == 2).all()
+@pytest.mark.parametrize("pruner", [sparsity.WandaPruning, sparsity.MagnitudePruning])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradual_admm_finds_the_mask_of_the_source_whatever_the_pruner_compares(kind, pruner):
+    weights, x, _ = oracles.layer(48, 24, seed=1)
+    options = {"sparsity_distribution_fn": helpers.uniform(0.5), "sparsity_type": KINDS[kind]}
+    with jax.enable_x64(True):
+        pruned, mask = refitted(pruner(**options), sparsity.ADMM(gradual=15), weights, x)
+    nm = (2, 4) if kind == "2:4" else None
+    expected = oracles.admm(weights, x.T @ x, None, gradual=15, sparsity_=0.5, nm=nm)
+    np.testing.assert_array_equal(mask, expected[1])
+    np.testing.assert_allclose(pruned, expected[0], atol=1e-10)
     assert helpers.is_positive_zero(pruned)[mask == 0].all()
+
+
+def test_gradual_admm_chooses_in_each_expert_by_itself():
+    layers = [oracles.layer(12, 6, seed=seed) for seed in range(3)]
+    stack, grams = (np.stack(x) for x in zip(*[(w.T, x.T @ x) for w, x, _ in layers], strict=True))
+    axes = {"contracting": (1,), "output": (2,), "batch": (0,)}
+    pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=helpers.uniform(0.6))
+    with jax.enable_x64(True):
+        seen = {(): sparsity.Statistic(gram=jnp.asarray(grams), count=96, **axes)}
+        pruned, masks = prune(pruner, jnp.asarray(stack), seen, sparsity.ADMM(gradual=5))
+    for found, mask, (weights, x, _) in zip(pruned, masks, layers, strict=True):
+        expected = oracles.admm(weights, x.T @ x, None, gradual=5, sparsity_=0.6)
+        np.testing.assert_array_equal(mask.T, expected[1])
+        np.testing.assert_allclose(found.T, expected[0], atol=1e-10)
+
+
+def test_gradual_admm_keeps_blocks_and_refuses_scopes_that_compare_leaves():
+    weights, x, _ = oracles.layer()
+    blocks = wanda(sparsity.Block((4, 4)))
+    _, mask = refitted(blocks, sparsity.ADMM(gradual=4), weights, x)
+    each = mask.reshape(4, 4, 6, 4).sum((1, 3))
+    assert sorted(each.ravel()) == [0] * 12 + [16] * 12
+    pruner = sparsity.GlobalMagnitudePruning(sparsity=0.5)
+    with pytest.raises(ValueError, match=r"mask of 'params' alone.*got Global.*ADMM\(gradual=0\)"):
+        refitted(pruner, sparsity.ADMM(gradual=4), weights, x)
+    refitted(pruner, sparsity.ADMM(), weights, x)
 
 
 def test_admm_leaves_weights_of_dead_inputs_to_the_pruner():
