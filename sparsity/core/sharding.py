@@ -79,11 +79,11 @@ def resized(struct: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDt
     return jax.ShapeDtypeStruct(shape, struct.dtype, sharding=own, weak_type=struct.weak_type)
 
 
-def replicated(fn: Callable[..., T], array: jax.Array) -> T:
-    """Calls `fn(array)`; on a mesh with Explicit axes its results lie whole on every device."""
-    if not of_type(jax.typeof(array)):
-        return fn(array)
-    result: T = auto_axes(fn, out_sharding=PartitionSpec())(array)
+def replicated(fn: Callable[..., T], *arrays: jax.Array) -> T:
+    """Calls `fn(*arrays)`; on a mesh with Explicit axes its results lie whole on every device."""
+    if not any(of_type(jax.typeof(array)) for array in arrays):
+        return fn(*arrays)
+    result: T = auto_axes(fn, out_sharding=PartitionSpec())(*arrays)
     return result
 
 

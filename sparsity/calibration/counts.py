@@ -1,0 +1,78 @@
+"""Numbers of rows that stay exact where jax holds no integer wider than 32 bits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import DTypeLike
+
+_BASE = 16  # bits of a digit
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Count:
+    """A number of rows below 2**63, or an array of them.
+
+    `int(count)` and `np.asarray(count)` read it outside of jit, `count.as_float()` anywhere. Counts
+    go through jit and add up leaf by leaf, up to 2**16 of them before they are added by `+`.
+
+    Attributes:
+      digits: uint32[4, ...], in base 2**16 from the lowest on; one may exceed the base.
+
+    Example:
+      >>> count = Count.of(2**31)
+      >>> count, int(jax.tree.map(jnp.add, count, count))
+      (Count(2147483648), 4294967296)
+    """
+
+    digits: chex.Array
+
+    @classmethod
+    def of(cls, number: int | np.ndarray) -> Count:
+        """Returns the count of an integer, or of an array of integers."""
+        wide = np.asarray(number, np.uint64)
+        digits = [wide >> np.uint64(_BASE * i) & np.uint64(0xFFFF) for i in range(4)]
+        return cls(np.stack(digits).astype(np.uint32))
+
+    def __add__(self, other: Count) -> Count:
+        return Count(_carried(_carried(self.digits) + _carried(other.digits)))
+
+    def as_float(self) -> jax.Array:
+        """Returns the nearest float32, or one next to it."""
+        low, second, third, high = _carried(self.digits).astype(jnp.float32)
+        nearest: jax.Array = ((high * 65536 + third) * 65536 + second) * 65536 + low
+        return nearest
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        digits = np.asarray(jax.device_get(self.digits)).astype(np.int64)
+        return np.asarray(sum(digits[i] << _BASE * i for i in range(4)), dtype)
+
+    def __int__(self) -> int:
+        return int(np.asarray(self))
+
+    def __eq__(self, other: object) -> bool | np.ndarray:  # type: ignore[override]
+        equal: bool | np.ndarray = np.asarray(self) == np.asarray(other)
+        return equal
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __rtruediv__(self, sums: chex.Array) -> jax.Array:
+        return jnp.asarray(sums) / self.as_float()
+
+    def __repr__(self) -> str:
+        is_known = isinstance(self.digits, jax.Array | np.ndarray)
+        return f"Count({np.asarray(self) if is_known else self.digits})"
+
+
+def _carried(digits: chex.Array) -> jax.Array:
+    """The digits of the same number, each below the base but the last."""
+    rows = list(jnp.asarray(digits))
+    for i in range(3):
+        rows[i + 1] += rows[i] >> _BASE
+        rows[i] &= 0xFFFF
+    return jnp.stack(rows)
