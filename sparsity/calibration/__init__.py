@@ -1,7 +1,9 @@
 """Pruning what is trained already, by statistics of the inputs that each weight meets."""
 
 from sparsity.calibration.capture import calibrate
+from sparsity.calibration.counts import Count
 from sparsity.calibration.flap import FLAPPruning
+from sparsity.calibration.memory import check_memory
 from sparsity.calibration.oneshot import oneshot
 from sparsity.calibration.osscar import OSSCARPruning
 from sparsity.calibration.prune import prune
@@ -13,13 +15,13 @@ from sparsity.calibration.sensitivity import Sensitivity
 from sparsity.calibration.sparsegpt import SparseGPTPruning
 from sparsity.calibration.statistics import (
     Statistic,
-    check_memory,
     output_error,
     relative_error,
 )
 
 __all__ = [
     "ADMM",
+    "Count",
     "FLAPPruning",
     "LayerReport",
     "LeastSquares",

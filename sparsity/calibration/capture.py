@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from sparsity.calibration.rows import KINDS, Kind, sum_up
-from sparsity.calibration.statistics import Path, Statistic, check_memory, not_finite
+from sparsity.calibration.counts import Count
+from sparsity.calibration.layout import Layout, layout_of
+from sparsity.calibration.memory import check_memory
+from sparsity.calibration.rows import KINDS, Kind, RowSums, sum_up
+from sparsity.calibration.statistics import Path, Statistic, not_finite
+from sparsity.calibration.walk import Steps, Sums, Walk, add
 from sparsity.core import extras, sharding, trees
-from sparsity.core.jaxprs import Equation, Program, Value
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph, Leaf, Use, trace
-from sparsity.graph.products import PRODUCTS
 
-Sums = dict[int, tuple[jax.Array, jax.Array]]  # by number of the use: sums, and how many rows
+C = TypeVar("C", bound="Collector")
 
 
 def calibrate(
@@ -41,15 +41,16 @@ def calibrate(
       fn: the model, `fn(params, batch)`.
       params: its parameters.
       batches: what `fn` takes as its second argument, any trees; a generator is read once.
-      kind: 'squares' sums x^2 for each input, 'moments' sums x^2 and x, 'gram' sums X^T X.
+      kind: 'squares' sums |x|^2 for each input, 'moments' sums |x|^2 and x, 'gram' sums X^T X (of
+        complex inputs X^H X).
       filter_fn: `filter_fn(path, leaf)` chooses leaves, by their shape and dtype; by default all
         that products contract.
       progress: show a progress bar.
 
     Returns:
       {path: Statistic}: sums in promote_types(dtype, float32) over all rows of all batches, with
-      leading axes for scanned layers and experts. Weights that are read in a `while`, by slices, or
-      within `shard_map` have no entry.
+      leading axes for scanned layers and experts; of a loop over all its steps. Weights that are
+      read in a `while`, by slices, stacked with others, or within `shard_map` have no entry.
 
     Raises:
       ValueError: there are no batches, the sums of one are not finite, or a Gram matrix does not
@@ -63,30 +64,67 @@ def calibrate(
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {KINDS}, got kind = {kind!r}.")
+    shown = extras.load("tqdm.auto", "progress").tqdm(batches) if progress else batches
+
+    def make(graph: Graph) -> Calibration:
+        calibration = Calibration(graph, kind, filter_fn)
+        if kind == "gram":
+            # The sums so far, those of a batch, and these in the order of the operand.
+            check_memory(calibration.grams(), copies=3)
+        return calibration
+
+    calibration, total = collect(fn, params, shown, make)
+    return calibration.statistics(total)
+
+
+def collect(
+    fn: Callable[..., PyTree],
+    params: PyTree,
+    batches: Iterable[PyTree],
+    make: Callable[[Graph], C],
+    given: PyTree = None,
+) -> tuple[C, Sums]:
+    """Runs a model on batches and adds up their sums.
+
+    Args:
+      fn: the model.
+      params: its parameters.
+      batches: they may differ in shape.
+      make: makes the collector of a graph; called once for each shape of a batch.
+      given: arrays that the sums depend on.
+
+    Returns:
+      (the collector of the last batch, the sums of all batches).
+    """
     graph: Graph | None = None
     first: PyTree = None
-    captures: dict[Graph, Capture] = {}  # by shapes of the batch: each is compiled once
+    made: dict[Graph, C] = {}
     total: Sums = {}
-    shown = extras.load("tqdm.auto", "progress").tqdm(batches) if progress else batches
-    for number, batch in enumerate(shown):
+    for number, batch in enumerate(batches):
         if graph is None:
             graph, first = trace(fn, params, batch), batch
         check_structure(batch, first, number)
         inputs = trees.split_arrays(batch)[0]
         now = graph.retraced(params, batch)
-        if now not in captures:
-            captures[now] = Capture(now, kind, filter_fn)
-            if kind == "gram":
-                check_memory(captures[now].grams())
-        capture = captures[now]
-        sums, finite = capture.jitted(trees.split_arrays(params)[0], inputs)
-        for use, is_finite in jax.device_get(finite).items():
-            if not is_finite:
-                raise not_finite("/".join(capture.uses[use].path), number)
-        total = jax.tree.map(jnp.add, total, sums) if total else sums
+        if now not in made:
+            made[now] = make(now)
+        collector = made[now]
+        sums, finite = collector.jitted(trees.split_arrays(params)[0], inputs, given)
+        for use, finite_sums in jax.device_get(finite).items():
+            if not finite_sums:
+                raise not_finite(_name(collector.uses[use].path), number)
+        total = _add(total, sums) if total else sums
     if graph is None:
         raise ValueError("batches has no batch: give at least one.")
-    return capture.statistics(total)
+    return collector, total
+
+
+_add = jax.jit(add, donate_argnums=0)
+
+
+def _name(path: Path) -> str:
+    """A leaf for messages."""
+    return "/".join(path) or "params"
 
 
 def check_structure(batch: PyTree, first: PyTree, number: int) -> None:
@@ -105,8 +143,43 @@ def _without_arrays(tree: PyTree) -> tuple[Any, list[Any]]:
     return structure, ["array" if trees.is_array(leaf) else leaf for leaf in leaves]
 
 
-class Capture:
-    """Runs a graph's program with the sums of some uses beside it.
+class Collector:
+    """Runs a graph's program with sums beside it; a subclass says what is summed.
+
+    Args:
+      graph: the graph.
+      filter_fn: which leaves; by default all whose inputs can be told.
+    """
+
+    stacks: ClassVar[bool] = True  # whether the layers of a stacked weight have sums of their own
+
+    def __init__(self, graph: Graph, filter_fn: Callable[[Path, Leaf], bool] | None = None) -> None:
+        leaves = {leaf.path: leaf for leaf in graph.leaves}
+        self.graph = graph
+        self.uses: dict[int, Use] = {}
+        self.layouts: dict[int, Layout] = {}  # of one layer, where scans run over several
+        for number, use in enumerate(graph.uses):
+            if filter_fn is None or filter_fn(use.path, leaves[use.path]):
+                layout = layout_of(use, graph, of_layer=True)
+                if layout is not None and layout_of(use, graph) is not None:
+                    self.uses[number], self.layouts[number] = use, layout
+        self.jitted = jax.jit(self._run)
+
+    def sum_up(self, number: int, x: jax.Array, steps: Steps, given: PyTree) -> PyTree:
+        """Returns the sums of a use over the rows of its inputs."""
+        raise NotImplementedError
+
+    def _run(
+        self, leaves: Sequence[Any], inputs: Sequence[Any], given: PyTree
+    ) -> tuple[Sums, dict[int, jax.Array]]:
+        """The sums of a call, and which of them are finite."""
+        walk = Walk(self.uses, functools.partial(self.sum_up, given=given), self.stacks)
+        sums = walk.evaluate(self.graph.program, [*leaves, *inputs])[1]
+        return sums, {number: is_finite(each) for number, each in sums.items()}
+
+
+class Calibration(Collector):
+    """Sums up the inputs of uses.
 
     Args:
       graph: the graph.
@@ -117,248 +190,69 @@ class Capture:
     def __init__(
         self, graph: Graph, kind: Kind, filter_fn: Callable[[Path, Leaf], bool] | None = None
     ) -> None:
-        self.graph, self.kind = graph, kind
-        leaves = {leaf.path: leaf for leaf in graph.leaves}
-        self.uses = {
-            number: use
-            for number, use in enumerate(graph.uses)
-            if _is_told(use, graph) and (filter_fn is None or filter_fn(use.path, leaves[use.path]))
-        }
-        self._of: dict[Equation, list[int]] = {}
-        for number, use in self.uses.items():
-            self._of.setdefault(use.equation, []).append(number)
-        self.jitted = jax.jit(self._run)
+        super().__init__(graph, filter_fn)
+        self.kind = kind
 
     def grams(self, of_layer: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
         """The Gram matrices of all leaves, by name; of one layer of each stack, if asked for."""
-        found = {}
-        for use in self.uses.values():
-            layout, shape = _layout(use, self.graph, of_layer), _shape(use, self.graph, of_layer)
-            own = (*layout.lead(shape), *(2 * [layout.inputs(shape)]))
-            found["/".join(use.path)] = jax.ShapeDtypeStruct(own, jnp.float32)
-        return found
+        grams = {}
+        for number, use in self.uses.items():
+            layout, shape = self.layouts[number], self.graph.shape_of(use.path)
+            stacked = [] if of_layer else [shape[axis] for axis in use.view.stacked]
+            inputs = layout.axes.inputs(layout.shape)
+            dtype = jnp.promote_types(use.equation.inputs[1 - use.operand].dtype, jnp.float32)
+            lead = (*stacked, *layout.axes.lead(layout.shape))
+            grams[_name(use.path)] = jax.ShapeDtypeStruct((*lead, inputs, inputs), dtype)
+        return grams
 
-    def _run(
-        self, leaves: Sequence[Any], inputs: Sequence[Any]
-    ) -> tuple[Sums, dict[int, jax.Array]]:
-        """The sums of a call, and which of them are finite."""
-        sums = self.evaluate(self.graph.program, [*leaves, *inputs])[1]
-        return sums, {use: jnp.all(jnp.isfinite(found)) for use, (found, _) in sums.items()}
-
-    def evaluate(self, program: Program, inputs: Sequence[Any]) -> tuple[list[Any], Sums]:
-        """The outputs of a program or a part of it, and its sums."""
-        arrays: dict[Value, Any] = dict(zip(program.inputs, inputs, strict=True))
-        sums: Sums = {}
-
-        def read(value: Value) -> Any:
-            return arrays.get(value, value.known)
-
-        for equation in program.flat():
-            found = [read(value) for value in equation.inputs]
-            for number in self.at(equation):
-                sums[number] = self.sums(number, found[1 - self.uses[number].operand])
-            if equation.name in _BODIES and self.is_within(equation):
-                outputs, more = _BODIES[equation.name](self, equation, found)
-                sums |= more
-            else:
-                outputs = equation.bind(found)
-            arrays.update(zip(equation.outputs, outputs, strict=True))
-        return [read(value) for value in program.outputs], sums
-
-    def at(self, equation: Equation) -> Sequence[int]:
-        """The uses, by number, that a product is."""
-        return self._of.get(equation, ())
-
-    def is_within(self, equation: Equation) -> bool:
-        """Whether a loop or a branch has uses."""
-        return any(
-            inner in self._of or self.is_within(inner)
-            for body in equation.bodies
-            for inner in body.flat()
-        )
-
-    def sums(self, number: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The sums of a use over the rows of its inputs, and how many rows these are."""
-        use = self.uses[number]
-        return sharding.replicated(functools.partial(sum_up, use, self.kind), x)
-
-    def _scan(self, equation: Equation, inputs: list[Any]) -> tuple[list[Any], Sums]:
-        params, (body,) = equation.params, equation.bodies
-        fixed = params["num_consts"]
-        end = fixed + params["num_carry"]
-
-        def step(carry: list[Any], layer: list[Any]) -> Any:
-            outputs, sums = self.evaluate(body, [*inputs[:fixed], *carry, *layer])
-            return outputs[: end - fixed], (outputs[end - fixed :], sums)
-
-        how = {key: params[key] for key in ("length", "reverse", "unroll")}
-        carry, (stacked, sums) = lax.scan(step, inputs[fixed:end], inputs[end:], **how)
-        merged = {
-            number: (found, jnp.sum(rows) // rows.size)
-            if equation in self.uses[number].view.scans
-            else (jnp.sum(found, axis=0), jnp.sum(rows))
-            for number, (found, rows) in sums.items()
-        }
-        return [*carry, *stacked], merged
-
-    def _cond(self, equation: Equation, inputs: list[Any]) -> tuple[list[Any], Sums]:
-        index, *operands = inputs
-        branches = [_branch(self, body) for body in equation.bodies]
-        shapes: Sums = {}
-        for branch in branches:
-            shapes |= jax.eval_shape(branch, *operands)[1]
-        if index.dtype == jnp.bool_:
-            index = index.astype(jnp.int32)
-        whole = [_with_zeros(branch, shapes) for branch in branches]
-        found: tuple[list[Any], Sums] = lax.switch(index, whole, *operands)
-        return found
+    def sum_up(
+        self, number: int, x: jax.Array, steps: Steps | None = None, given: PyTree = None
+    ) -> RowSums:
+        of_use = functools.partial(sum_up, self.uses[number], self.layouts[number], self.kind)
+        return sharding.replicated(of_use, x)
 
     def statistics(self, total: Sums) -> dict[Path, Statistic]:
-        """The statistics of leaves from the sums of their uses."""
+        """The statistics of leaves from the sums of their uses, which are used up."""
         found: dict[Path, Statistic] = {}
-        for number, (sums, rows) in total.items():
-            use = self.uses[number]
-            own = statistic_of_use(use, self.graph, self.kind, sums, rows)
-            before = found.setdefault(use.path, own)
-            layouts: list[Any] = [jax.tree.structure(statistic) for statistic in (before, own)]
-            if layouts[0] != layouts[1]:
+        for number in sorted(total):
+            use, own = self.uses[number], self.statistic(number, total.pop(number))
+            before = found.get(use.path)
+            if before is not None and not are_alike(before, own):
                 raise ValueError(
-                    f"{'/'.join(use.path)!r} is read along other axes by the {use.primitive} at "
+                    f"{_name(use.path)!r} is read along other axes by the {use.primitive} at "
                     f"{use.source} than by a product before it, so that their inputs cannot be "
                     "added up. Give each a leaf of its own, or leave it out: filter_fn."
                 )
-            if before is not own:
-                found[use.path] = jax.tree.map(jnp.add, before, own)
-        return found
+            found[use.path] = own if before is None else add(before, own)
+        return {path: _counted(own, self.graph.shape_of(path)) for path, own in found.items()}
+
+    def statistic(self, number: int, summed: RowSums, of_layer: bool = False) -> Statistic:
+        """The statistic of a use from its sums; of one layer of its leaf, if asked for."""
+        layout = self.layouts[number] if of_layer else layout_of(self.uses[number], self.graph)
+        assert layout is not None  # or there would be none of a layer
+        sums: Mapping[str, Any] = summed[0]
+        return dataclasses.replace(layout.axes, count=summed[1], **sums)
 
 
-def _branch(capture: Capture, body: Program) -> Callable[..., tuple[list[Any], Sums]]:
-    return lambda *operands: capture.evaluate(body, operands)
+def are_alike(one: Statistic, other: Statistic) -> bool:
+    """Whether the sums of two products of a leaf may be added up."""
+    axes = [
+        dataclasses.replace(x, squares=None, sums=None, gram=None, count=0) for x in (one, other)
+    ]
+    return axes[0] == axes[1]
 
 
-def _with_zeros(branch: Callable[..., Any], shapes: Sums) -> Callable[..., Any]:
-    """A branch that sums nothing for the uses of others."""
-
-    def run(*operands: Any) -> Any:
-        outputs, sums = branch(*operands)
-        zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
-        return outputs, zeros | sums
-
-    return run
-
-
-_BODIES: dict[str, Callable[..., tuple[list[Any], Sums]]] = {
-    "scan": Capture._scan,
-    "cond": Capture._cond,
-}
+def _counted(statistic: Statistic, shape: tuple[int, ...]) -> Statistic:
+    """The statistic with a scalar count, or one for each slice where they differ."""
+    rows = np.asarray(statistic.count)
+    if (rows == rows.flat[0]).all():
+        return dataclasses.replace(statistic, count=Count.of(int(rows.flat[0])))
+    lead = statistic.lead(shape)
+    wide = rows.reshape(*rows.shape, *[1] * (len(lead) - rows.ndim))
+    return dataclasses.replace(statistic, count=Count.of(np.broadcast_to(wide, lead)))
 
 
-# How what a product reads lies in its leaf.
-
-
-def _contracted(use: Use) -> tuple[int, ...]:
-    """The axes of the operand that are summed over."""
-    numbers = use.equation.params["dimension_numbers"]
-    if use.primitive == "dot_general":
-        axes: tuple[int, ...] = numbers[0][use.operand]
-        return axes
-    return tuple(numbers.rhs_spec[1:])
-
-
-def _output(use: Use, graph: Graph) -> tuple[int, ...]:
-    """The axes that are outputs, and those of length 1 that were taken out before the product."""
-    roles = {*use.contracting, *use.output, *use.batch}
-    lost = [a for a, n in enumerate(graph.shape_of(use.path)) if n == 1 and a not in roles]
-    return (*sorted(use.output), *lost)
-
-
-def _is_told(use: Use, graph: Graph) -> bool:
-    """Whether the leaf's inputs are known entry by entry."""
-    view, shape = use.view, graph.shape_of(use.path)
-    is_product = use.primitive in PRODUCTS and bool(use.contracting) and use.trips is not None
-    if not is_product or len(view.scans) != len(view.stacked) or view.is_part:
-        return False
-    if use.primitive == "ragged_dot_general":
-        return False
-    if use.primitive == "conv_general_dilated" and (
-        use.operand == 0 or use.equation.params["batch_group_count"] != 1
-    ):
-        return False
-    roles = [*use.contracting, *_output(use, graph), *use.batch]
-    factors = [factor for i in _contracted(use) for factor in view.dims[i]]
-    sizes = {x.axis: math.prod(y.size for y in factors if y.axis == x.axis) for x in factors}
-    whole = all(axis is not None and shape[axis] == n for axis, n in sizes.items())
-    return whole and sorted(roles) == [*range(len(shape))]
-
-
-def _places(use: Use) -> np.ndarray:
-    """Where the inputs lie among those of the operand, in the leaf's own order."""
-    factors = [factor for i in _contracted(use) for factor in use.view.dims[i]]
-    order = sorted(range(len(factors)), key=lambda i: (factors[i].axis or 0, -factors[i].step))
-    sizes = [factor.size for factor in factors]
-    return np.arange(math.prod(sizes)).reshape(sizes).transpose(order).ravel()
-
-
-def _groups(use: Use) -> tuple[tuple[int, ...], int]:
-    """The leaf's axes that are groups of a convolution, and how many groups are left beside."""
-    if use.groups == 1 or use.primitive == "dot_general":
-        return (), use.groups
-    outputs = use.view.dims[use.equation.params["dimension_numbers"].rhs_spec[0]]
-    axes: list[int] = []
-    left = use.groups
-    for axis, size, _ in outputs:
-        if axis is None or left % size or left == 1 or (left == use.groups and size != left):
-            break
-        if len(outputs) == 1:
-            break
-        axes.append(axis)
-        left //= size
-    return tuple(axes), left
-
-
-def _layout(use: Use, graph: Graph, of_layer: bool = False) -> Statistic:
-    """How the axes of a leaf, or of one layer of it, are inputs and outputs; without sums."""
-    gone = use.view.stacked if of_layer else ()
-    axes, groups = _groups(use)
-
-    def left(names: Iterable[int]) -> tuple[int, ...]:
-        return tuple(axis - sum(x < axis for x in gone) for axis in names if axis not in gone)
-
-    return Statistic(
-        count=0,
-        contracting=left(use.contracting),
-        output=left(axis for axis in _output(use, graph) if axis not in axes),
-        batch=left((*use.batch, *axes)),
-        groups=groups,
-    )
-
-
-def _shape(use: Use, graph: Graph, of_layer: bool) -> tuple[int, ...]:
-    """The shape of a leaf, or of one layer of it."""
-    gone = use.view.stacked if of_layer else ()
-    return tuple(n for axis, n in enumerate(graph.shape_of(use.path)) if axis not in gone)
-
-
-def statistic_of_use(
-    use: Use, graph: Graph, kind: Kind, sums: jax.Array, rows: jax.Array, of_layer: bool = False
-) -> Statistic:
-    """The statistic of a use from its sums.
-
-    Args:
-      use: the product.
-      graph: of the model.
-      kind: what was summed.
-      sums: [*batch, inputs...] in the order of the operand.
-      rows: how many.
-      of_layer: the sums are those of one layer of a stack, without the axes that scans took apart.
-    """
-    layout, places = _layout(use, graph, of_layer), _places(use)
-    found = sums[..., places[:, None], places] if kind == "gram" else sums[..., places]
-    shape = _shape(use, graph, of_layer)
-    lead, size = layout.lead(shape), len(places)
-    given: dict[str, Any] = {}
-    if kind == "moments":
-        given["squares"], given["sums"] = jnp.moveaxis(found.reshape(*lead, 2, size), -2, 0)
-    else:
-        given[kind] = found.reshape(*lead, *([size] if kind == "squares" else [size, size]))
-    return dataclasses.replace(layout, count=rows, **given)
+def is_finite(sums: PyTree) -> jax.Array:
+    """Whether all arrays of some sums are finite."""
+    found: jax.Array = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(sums)]))
+    return found

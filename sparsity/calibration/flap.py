@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 
 from sparsity import masks as masks_lib
 from sparsity.base_updater import BaseUpdater
+from sparsity.calibration.counts import Count
 from sparsity.calibration.pruners import check_prunes_at_once
 from sparsity.calibration.readers import Readers
 from sparsity.calibration.statistics import Statistic, Statistics, statistic_of
@@ -125,6 +126,8 @@ class FLAPPruning(BaseUpdater):
             for path in readers
         }
         biases = self._biases(params, readers) if self.compensate else {}
+        for path, added in biases.items():
+            _check_holds(path, leaves, added, seen)
         given = {trees.path_names(path): own for path, own in seen.items()}
         pruned, masks = super().instant_sparsify(params, grads, statistics=given, **extra_args)
         if not biases:
@@ -158,6 +161,23 @@ class FLAPPruning(BaseUpdater):
         return found
 
 
+def _check_holds(
+    bias: KeyPath,
+    leaves: Mapping[KeyPath, jax.Array],
+    readers: Iterable[KeyPath],
+    statistics: Mapping[KeyPath, Statistic],
+) -> None:
+    """Raises a ValueError if a real bias would lose the imaginary parts of what is added."""
+    for path in readers:
+        is_complex = jnp.iscomplexobj(leaves[path]) or jnp.iscomplexobj(statistics[path].sums)
+        if is_complex and not jnp.iscomplexobj(leaves[bias]):
+            raise ValueError(
+                f"{trees.path_string(path)!r} has complex outputs, whose means "
+                f"{trees.path_string(bias)!r}, {leaves[bias].dtype}, cannot hold. Give the model a "
+                "complex bias, or compensate=False."
+            )
+
+
 def _compensated(
     bias: jax.Array, dense: jax.Array, pruned: jax.Array, statistic: Statistic
 ) -> jax.Array:
@@ -175,13 +195,14 @@ def _means(statistic: Statistic) -> jax.Array:
 def _variances(statistic: Statistic) -> jax.Array:
     """Their unbiased variances, 0 where they cannot be told from rounding."""
     count, squares = _counts(statistic), statistic.sums_of_squares()
-    spread = squares - jnp.square(_means(statistic)) * count
+    spread = squares - jnp.square(jnp.abs(_means(statistic))) * count
     is_seen = spread > 16 * jnp.finfo(squares.dtype).eps * squares
     return jnp.where(is_seen, spread, 0) / jnp.maximum(count - 1, 1)
 
 
 def _counts(statistic: Statistic) -> jax.Array:
     """Numbers of rows, at least 1, that broadcast to [*batch, inputs]."""
-    count = jnp.asarray(statistic.count, jnp.float32)
+    rows = statistic.count
+    count = rows.as_float() if isinstance(rows, Count) else jnp.asarray(rows, jnp.float32)
     missing = statistic.sums_of_squares().ndim - count.ndim
     return jnp.maximum(count.reshape(*count.shape, *[1] * missing), 1)

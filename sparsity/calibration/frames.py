@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from sparsity.core.jaxprs import Equation, Program, Value
+
+Layers: TypeAlias = Mapping[Equation, int]  # the layer of each scan, the outermost first
 
 
 class Frame:
@@ -16,7 +18,7 @@ class Frame:
       bound: inputs that depend on parameters alone, as functions that compute them, or the part
         of them that lies at some indices of their first axes.
       data: for each batch the values of the other inputs.
-      layers: the layer of each scan that it is in, by scan.
+      layers: the layer of each scan around the program.
     """
 
     def __init__(
@@ -24,18 +26,18 @@ class Frame:
         program: Program,
         bound: Mapping[Value, Callable[..., Any]],
         data: list[dict[Value, Any]],
-        layers: Mapping[Equation, int],
+        layers: Layers,
     ) -> None:
         self.program, self.bound, self.data, self.layers = program, bound, data, layers
-        self.made_by = {value: e for e in program.flat() for value in e.outputs}
+        self._made_by = {value: e for e in program.flat() for value in e.outputs}
         self._free: dict[Value, Any] = {}
 
     def free(self, value: Value, *layers: int) -> Any:
         """A value that depends on parameters alone, or a layer of it."""
         if value in self.bound:
             return self.bound[value](*layers)
-        if value not in self._free and value in self.made_by:
-            equation = self.made_by[value]
+        if value not in self._free and value in self._made_by:
+            equation = self._made_by[value]
             if layers and equation.name == "convert_element_type":  # of a stack: only the layer
                 return equation.bind([self.free(equation.inputs[0], *layers)])[0]
             outputs = equation.bind([self.free(x) for x in equation.inputs])
@@ -44,13 +46,17 @@ class Frame:
         return found[layers] if layers else found
 
     def forget(self) -> None:
-        """Parameters have changed."""
+        """Drops what was computed from parameters, which have changed."""
         self._free.clear()
 
     def read(self, batch: int, value: Value) -> Any:
         """A value for a batch."""
-        found = self.data[batch]
-        return found[value] if value in found else self.free(value)
+        values = self.data[batch]
+        return values[value] if value in values else self.free(value)
+
+    def inputs(self, batch: int, equation: Equation) -> list[Any]:
+        """What an equation reads, for a batch."""
+        return [self.read(batch, value) for value in equation.inputs]
 
     def last_uses(self) -> dict[Value, Equation | None]:
         """After which equation a value is needed no more, `None` for outputs."""

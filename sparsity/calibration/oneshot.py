@@ -1,20 +1,19 @@
 """`sparsity.oneshot`: a trained model pruned in one pass over calibration data.
 
-Each layer sees what the pruned layers before it produce. The program runs in lockstep on all
-batches: up to a product, whose inputs are summed up and whose weight is pruned and refitted, and on
-from there with the new weight. No equation runs twice, and only values that are still needed are
-kept: memory does not grow with depth. A scan runs one layer at a time. Of a weight that lies whole
-on every device of a mesh, each device solves some of the outputs.
+Each layer sees what the pruned layers before it produce: the program runs in lockstep on all
+batches, up to a product, whose inputs are summed up and whose weight is pruned and refitted, and on
+from there with the new weight. Only values that are still needed are kept: memory does not grow
+with depth. Of a weight that lies whole on every device of a mesh, each device solves some of the
+outputs.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,28 +21,35 @@ import numpy as np
 from jax import lax
 
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.capture import Capture, calibrate, check_structure, statistic_of_use
-from sparsity.calibration.frames import Frame
-from sparsity.calibration.prune import check_runs, prune, reconstruct
-from sparsity.calibration.pruners import is_per_slice
+from sparsity.calibration.capture import Calibration, Collector, calibrate, collect
+from sparsity.calibration.lockstep import Cut, Lockstep, Place
+from sparsity.calibration.memory import check_memory
+from sparsity.calibration.prune import check_runs
+from sparsity.calibration.pruners import is_per_slice, statistics_kind
 from sparsity.calibration.refits import Refit
 from sparsity.calibration.report import LayerReport, Report
 from sparsity.calibration.resume import Finished, Layer, described, digest, digest_of_program
+from sparsity.calibration.rows import Kind, sum_outputs
+from sparsity.calibration.solve import Solved, solve
 from sparsity.calibration.statistics import (
     Path,
     Statistic,
     Statistics,
-    check_memory,
-    not_finite,
-    relative_error,
+    warn_of_zeros,
 )
+from sparsity.calibration.walk import Steps
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_bool
-from sparsity.core.jaxprs import Equation
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph import Graph, trace
-from sparsity.masks import Site, pack_masks
+from sparsity.masks import pack_masks
 from sparsity.sparsity_distributions import target_sparsities
+
+Errors: TypeAlias = tuple[
+    float, float
+]  # the share of the outputs that is lost, before a refit, too
+
+_COPIES = 5  # arrays of the size of a Gram matrix: SparseGPT makes four of one
 
 
 def oneshot(
@@ -98,33 +104,39 @@ def oneshot(
             "statistics=statistics). A scope of your own that does not compare leaves says "
             "`per_slice = True`."
         )
-    run = _Run(pruner, params, refit, trace(fn, params, seen[0]))
+    run = _Run(pruner, params, refit, trace(fn, params, seen[0]), seen)
     if folder is not None:
-        run.keep_in(folder, params, seen, sequential)
+        run.keep_in(folder, params, sequential)
     if sequential:
-        run.follow(seen)
-    if left := [site for path, site in run.sites.items() if path not in run.masks]:
-        names, now = {trees.path_names(site.path) for site in left}, run.params()
-
-        @functools.cache
-        def statistics() -> Statistics:
-            return calibrate(fn, now, seen, "gram", lambda path, _: path in names)
-
-        def of_path(path: Path, _: str) -> Statistic | None:
-            return statistics().get(path)
-
-        for site in left:
-            run.prune(site, (), functools.partial(of_path, trees.path_names(site.path)))
+        run.follow()
+    run.finish(fn)
     return run.params(), run.all_masks(), run.report
+
+
+class _Losses(Collector):
+    """Sums |y|^2 over the outputs of matrices; `given` has those of each leaf by path."""
+
+    stacks = False
+
+    def sum_up(self, number: int, x: jax.Array, steps: Steps, given: PyTree) -> jax.Array:
+        use, layout = self.uses[number], self.layouts[number]
+        layer = tuple(steps[scan] for scan in use.view.scans)
+        matrices = [each[layer] for each in given[use.path]]
+        return sharding.replicated(functools.partial(sum_outputs, use, layout), x, *matrices)
 
 
 class _Run:
     """One pass over the model: its parameters, masks and report so far."""
 
     def __init__(
-        self, pruner: BaseUpdater, params: PyTree, refit: Refit | None, graph: Graph
+        self,
+        pruner: BaseUpdater,
+        params: PyTree,
+        refit: Refit | None,
+        graph: Graph,
+        batches: Sequence[PyTree],
     ) -> None:
-        self.pruner, self.refit, self.graph = pruner, refit, graph
+        self.pruner, self.refit, self.graph, self.batches = pruner, refit, graph, batches
         self.report = Report()
         self.finished: Finished | None = None
         self.masks: dict[KeyPath, jax.Array] = {}
@@ -138,23 +150,15 @@ class _Run:
                 pruner.get_distribution_fn(), params, table, pruner.scope, pruner.batch_axes
             )
         )
-        self.sites: dict[KeyPath, Site] = {path: table[path] for path in self.targets}
-        self._by_names = {trees.path_names(path): path for path in self.sites}
+        self.sites = {trees.path_names(path): table[path] for path in self.targets}
         self._own: set[int] = set()  # leaves that are changed in place: copies of those given
-        self._frames: list[Frame] = []
-        self._done: set[tuple[KeyPath, tuple[tuple[int, int], ...]]] = set()
+        self._done: set[tuple[Path, Cut]] = set()
         self._layers: dict[Path, list[LayerReport]] = {}
-        self._capture = Capture(graph, "gram", lambda path, _: path in self._by_names)
+        self._kind: Kind = "gram" if refit is not None else statistics_kind(pruner)
 
-    def keep_in(
-        self,
-        folder: str | os.PathLike[str],
-        params: PyTree,
-        batches: Sequence[PyTree],
-        sequential: bool,
-    ) -> None:
+    def keep_in(self, folder: str | os.PathLike[str], params: PyTree, sequential: bool) -> None:
         """Keeps finished layers in a folder."""
-        table = [(str(site), float(self.targets[path])) for path, site in self.sites.items()]
+        table = [(str(site), float(self.targets[site.path])) for site in self.sites.values()]
         identity = {
             "pruner": described(self.pruner),
             "refit": described(self.refit),
@@ -162,7 +166,7 @@ class _Run:
             "sparsities": str(table),
             "fn": digest_of_program(self.graph.program),
             "params": digest(params),
-            "batches": digest(batches),
+            "batches": digest(self.batches),
         }
         self.finished = Finished(folder, identity)
 
@@ -175,146 +179,106 @@ class _Run:
         masks = trees.map_matched(lambda path, _: self.masks.get(path), self._tree)
         return pack_masks(masks, self._tree) if self.pruner.use_packed_masks else masks
 
-    def follow(self, batches: Sequence[Any]) -> None:
-        """Runs the model on all batches, and prunes each weight when its product is reached."""
-        for name, gram in self._capture.grams(of_layer=True).items():
-            check_memory({name: gram})  # one is held at a time
-        program, count = self.graph.program, len(self.graph.leaves)
-        values = program.inputs
-        inputs = [trees.split_arrays(batch)[0] for batch in batches]
-        for number, (batch, arrays) in enumerate(zip(batches, inputs, strict=True)):
-            check_structure(batch, batches[0], number)
-            if (found := _shapes(arrays)) != (first := _shapes(inputs[0])):
-                raise ValueError(
-                    f"Batch {number} has arrays {found}, batch 0 has {first}. All batches run in "
-                    "lockstep and must be alike: leave out or fill up the one that is smaller, or "
-                    "give sequential=False."
-                )
-        data = [dict(zip(values[count:], arrays, strict=True)) for arrays in inputs]
-        bound = {value: functools.partial(self._leaf, i) for i, value in enumerate(values[:count])}
-        self._run(Frame(program, bound, data, {}))
+    def follow(self) -> None:
+        """Runs the model on all batches, and prunes each weight when the run reaches it."""
+        calibration = Calibration(self.graph, self._kind, self._is_pruned)
+        if self._kind == "gram":
+            for name, gram in calibration.grams(of_layer=True).items():
+                check_memory({name: gram}, copies=_COPIES)  # one is held at a time
+        Lockstep(calibration, self.batches, self._leaf, self._is_done, self._prune_at).run()
 
-    def _run(self, frame: Frame) -> None:
-        self._frames.append(frame)
-        last = frame.last_uses()
-        for equation in frame.program.flat():
-            if any(value in frame.data[0] for value in equation.inputs):
-                for number in self._capture.at(equation):
-                    self._meet(frame, number, equation)
-                if equation.name == "scan" and self._capture.is_within(equation):
-                    self._scan(frame, equation)
-                else:
-                    for batch, values in enumerate(frame.data):
-                        read = [frame.read(batch, value) for value in equation.inputs]
-                        values.update(zip(equation.outputs, equation.bind(read), strict=True))
-            for value in {*equation.inputs, *equation.outputs}:
-                if last.get(value, equation) is equation:
-                    for values in frame.data:
-                        values.pop(value, None)
-        self._frames.pop()
+    def finish(self, fn: Callable[..., PyTree]) -> None:
+        """Prunes the leaves that are left by the inputs that the model gives them now."""
+        left, now = [path for path in self.sites if path not in self._layers], self.params()
 
-    def _scan(self, frame: Frame, equation: Equation) -> None:
-        """Runs a scan layer by layer."""
-        params, (body,) = equation.params, equation.bodies
-        fixed = params["num_consts"]
-        end = fixed + params["num_carry"]
-        order = range(params["length"])
-        batches = range(len(frame.data))
-        is_data = [value in frame.data[0] for value in equation.inputs]
-        # A carry depends on the data from the first step on.
-        is_data[fixed:end] = [True] * (end - fixed)
-        carry = [[frame.read(b, v) for v in equation.inputs[fixed:end]] for b in batches]
-        stacked: list[list[list[Any]]] = [[] for _ in batches]
-        for layer in reversed(order) if params["reverse"] else order:
-            bound, data = {}, [{} for _ in batches]  # type: ignore[var-annotated]
-            for at, (value, inner) in enumerate(zip(equation.inputs, body.inputs, strict=True)):
-                if not is_data[at]:
-                    of_layer = (layer,) if at >= end else ()
-                    bound[inner] = functools.partial(frame.free, value, *of_layer)
-                    continue
-                for b in batches:
-                    whole = carry[b][at - fixed] if fixed <= at < end else frame.read(b, value)
-                    data[b][inner] = whole[layer] if at >= end else whole
-            inside = Frame(body, bound, data, {**frame.layers, equation: layer})
-            self._run(inside)
-            for b in batches:
-                outputs = [inside.read(b, value) for value in body.outputs]
-                carry[b] = outputs[: end - fixed]
-                stacked[b].append(outputs[end - fixed :])
-        for b, values in enumerate(frame.data):
-            layers = stacked[b][::-1] if params["reverse"] else stacked[b]
-            joined = [jnp.stack(x) for x in zip(*layers, strict=True)]
-            values.update(zip(equation.outputs, [*carry[b], *joined], strict=True))
+        @functools.cache
+        def statistics() -> Statistics:
+            return calibrate(fn, now, self.batches, self._kind, lambda path, _: path in left)
 
-    def _meet(self, frame: Frame, number: int, equation: Equation) -> None:
-        """A product is reached: prunes its weight by its inputs of all batches."""
-        use = self._capture.uses[number]
-        layer = tuple(
-            (a, frame.layers[s]) for a, s in zip(use.view.stacked, use.view.scans, strict=True)
-        )
+        def solved(path: Path) -> Solved:
+            return self._solve(path, (), self.sites[path].name, statistics().get(path))
 
-        def statistic(name: str) -> Statistic:
-            sums: Any = None
-            finite = []
-            for batch in range(len(frame.data)):
-                x = frame.read(batch, equation.inputs[1 - use.operand])
-                now = self._capture.sums(number, x)
-                finite.append(jnp.all(jnp.isfinite(now[0])))
-                sums = now if sums is None else jax.tree.map(jnp.add, sums, now)
-            for batch, is_finite in enumerate(jax.device_get(finite)):
-                if not is_finite:
-                    raise not_finite(name, batch)
-            return statistic_of_use(use, self.graph, "gram", sums[0], sums[1], bool(layer))
+        def by_grams(path: Path) -> tuple[Solved, Errors]:
+            own = solved(path)
+            return own, own.errors()
 
-        site = self.sites[self._by_names[use.path]]
-        known = {(site.path, layer), (site.path, ())}  # once, though several products read it
-        if self._done.isdisjoint(known) and (layer or use.path not in self._layers):
-            self.prune(site, layer, statistic)
+        @functools.cache
+        def all_losses() -> dict[Path, tuple[Solved, jax.Array]]:
+            """Of all leaves in one run of the model: to solve by squares costs little."""
+            leaves = {path: solved(path) for path in left}
+            matrices = {path: own.matrices() for path, own in leaves.items()}
+            make = functools.partial(_Losses, filter_fn=lambda path, _: path in left)
+            losses, sums = collect(fn, now, self.batches, make, matrices)
+            total = dict.fromkeys(left, jnp.zeros(2))
+            for number, each in sums.items():
+                total[losses.uses[number].path] += each
+            return {path: (own, total[path]) for path, own in leaves.items()}
 
-    def prune(
-        self,
-        site: Site,
-        layer: tuple[tuple[int, int], ...],
-        statistic: Callable[[str], Statistic | None],
-    ) -> None:
-        """Prunes a leaf, or one layer of it, or takes it from the folder.
+        def by_outputs(path: Path) -> tuple[Solved, Errors]:
+            own, losses = all_losses()[path]
+            return own, _share(losses)
 
-        Args:
-          site: the leaf.
-          layer: (axis, index) of each axis that is cut.
-          statistic: of what is pruned; it is called with its name, if it is needed.
-        """
-        number = self._numbers[trees.path_names(site.path)]
-        at = tuple(dict(layer).get(axis, slice(None)) for axis in range(self._leaves[number].ndim))
-        dense = self._dense[number][at]
-        found = self.finished.read(len(self._done), dense) if self.finished else None
-        if found is None:
-            name = site.name + "".join(f"[{index}]" for _, index in layer)
-            found = self._solve(site, dense, len(layer), name, statistic)
+        for path in left:
+            how = by_grams if self._kind == "gram" else by_outputs
+            self._prune(path, (), functools.partial(how, path))
+
+    def _prune_at(self, path: Path, cut: Cut, place: Place) -> None:
+        """Prunes a leaf, or one layer of it, where the program reaches it."""
+
+        def solved() -> tuple[Solved, Errors]:
+            name = self.sites[path].name + "".join(f"[{index}]" for _, index in cut)
+            own = self._solve(path, cut, name, place.statistic(name))
+            if self._kind == "gram":
+                return own, own.errors()
+            return own, _share(place.losses(*own.matrices()))
+
+        self._prune(path, cut, solved)
+
+    def _prune(self, path: Path, cut: Cut, solved: Callable[[], tuple[Solved, Errors]]) -> None:
+        """Prunes a leaf, or one layer of it, or takes it from the folder."""
+        number = len(self._done)
+        layer = self.finished.read(number, self._dense_at(path, cut)) if self.finished else None
+        if layer is None:
+            started = time.perf_counter()
+            own, (error, unrefitted) = solved()
+            report = LayerReport(
+                sparsity=_num_zeros(own.mask) / max(own.mask.size, 1),
+                error=error,
+                unrefitted=unrefitted,
+                count=_num_rows(own.statistic),
+                seconds=time.perf_counter() - started,
+            )
+            dense = self._dense_at(path, cut)
+            weights, mask = (sharding.place_like(dense, x) for x in (own.refitted, own.mask))
+            layer = Layer(weights, mask, report)
             if self.finished:
-                self.finished.write(len(self._done), found)
-        self._done.add((site.path, layer))
-        self._replace(site, number, layer, found)
-        for frame in self._frames:
-            frame.forget()
-        layers = self._layers.setdefault(trees.path_names(site.path), [])
-        layers.append(found.report)
-        self.report[trees.path_names(site.path)] = LayerReport.of_stack(layers)
+                self.finished.write(number, layer)
+        self._done.add((path, cut))
+        self._replace(path, cut, layer)
+        layers = self._layers.setdefault(path, [])
+        layers.append(layer.report)
+        self.report[path] = LayerReport.of_stack(layers)
 
-    def _replace(
-        self, site: Site, number: int, layer: tuple[tuple[int, int], ...], found: Layer
-    ) -> None:
-        """Puts what was found into a leaf and its mask, in time that does not grow with a stack."""
-        if not layer:
-            self._leaves[number], self.masks[site.path] = found.weights, found.mask
+    def _is_pruned(self, path: Path, _: object) -> bool:
+        return path in self.sites
+
+    def _is_done(self, path: Path, cut: Cut) -> bool:
+        """Whether a leaf or a layer needs no pruning: it is pruned once, whatever reads it."""
+        return bool({(path, cut), (path, ())} & self._done) or (not cut and path in self._layers)
+
+    def _replace(self, path: Path, cut: Cut, layer: Layer) -> None:
+        """Puts a layer into a leaf and its mask, in time that does not grow with a stack."""
+        number, at = self._numbers[path], self.sites[path].path
+        if not cut:
+            self._leaves[number], self.masks[at] = layer.weights, layer.mask
             return
-        if site.path not in self.masks:
+        if at not in self.masks:
             whole = self._leaves[number] = jnp.array(self._leaves[number], copy=True)
-            self.masks[site.path] = sharding.place_like(whole, sharding.ones_like(whole))
+            self.masks[at] = sharding.place_like(whole, sharding.ones_like(whole))
             self._own.add(number)
-        axes, at = zip(*sorted(layer), strict=True)
-        self._leaves[number] = _put(self._leaves[number], found.weights, axes, at)
-        self.masks[site.path] = _put(self.masks[site.path], found.mask, axes, at)
+        axes, places = zip(*sorted(cut), strict=True)
+        self._leaves[number] = _put(self._leaves[number], layer.weights, axes, places)
+        self.masks[at] = _put(self.masks[at], layer.mask, axes, places)
 
     def _leaf(self, number: int, *layers: int) -> Any:
         """A leaf as it is now, or a layer of it; later changes do not reach what it returns."""
@@ -323,49 +287,58 @@ class _Run:
             return whole[layers]
         return jnp.copy(whole) if number in self._own else whole
 
-    def _solve(
-        self,
-        site: Site,
-        dense: jax.Array,
-        fewer: int,
-        name: str,
-        statistic: Callable[[str], Statistic | None],
-    ) -> Layer:
-        """Prunes and refits a leaf, or a layer of it with fewer axes."""
-        started = time.perf_counter()
-        own = statistic(name)
-        if own is None:
-            raise ValueError(
-                f"No product reads {site.name!r}, which has a sparsity, as a whole, but parts of "
-                "it, a while loop, or nothing. Split it, or leave it out of the distribution."
-            )
-        if not (rows := int(np.max(jax.device_get(own.count)))):
+    def _dense_at(self, path: Path, cut: Cut) -> jax.Array:
+        """A leaf before it was pruned, or a layer of it."""
+        whole, index = self._dense[self._numbers[path]], dict(cut)
+        layer: jax.Array = whole[tuple(index.get(axis, slice(None)) for axis in range(whole.ndim))]
+        return layer
+
+    def _solve(self, path: Path, cut: Cut, name: str, statistic: Statistic | None) -> Solved:
+        """Prunes and refits a leaf, or a layer of it."""
+        if statistic is None:
+            raise ValueError(self._why_unread(path))
+        if not _num_rows(statistic):
             raise ValueError(
                 f"No row of the batches reaches {name!r}: they are empty, or the model takes other "
                 "branches. Give batches that reach it, or keep it dense with filter_fn."
             )
-        pruner = _for_leaf(self.pruner, site, self.targets[site.path], fewer)
-        cut = sharding.spread(dense, (*own.batch, *own.output))  # each device solves a part
-        tree = trees.map_matched(lambda path, _: cut if path == site.path else None, self._tree)
-        statistics = {trees.path_names(site.path): own}
-        first, masks = prune(pruner, tree, statistics)
-        last = first
-        if self.refit is not None:
-            last, masks = reconstruct(self.refit, pruner, tree, first, masks, statistics)
-        before, after, mask = (trees.leaves_by_path(x)[site.path] for x in (first, last, masks))
-        report = LayerReport(
-            sparsity=int(jnp.sum(mask == 0)) / max(mask.size, 1),
-            error=float(relative_error(own, cut, after)),
-            unrefitted=float(relative_error(own, cut, before)),
-            count=rows,
-            seconds=time.perf_counter() - started,
+        site, dense = self.sites[path], self._dense_at(path, cut)
+        warn_of_zeros(statistic, site.name)
+        target = self.targets[site.path]
+        return solve(self.pruner, self.refit, site, target, self._tree, dense, cut, statistic)
+
+    def _why_unread(self, path: Path) -> str:
+        """Says why no statistic of a leaf can be made."""
+        name = self.sites[path].name
+        uses = [use for use in self.graph.uses if use.path == path and use.contracting]
+        if any(use.trips is None for use in uses):
+            return (
+                f"{name!r}, which has a sparsity, is read in a while loop, which says neither how "
+                "often it runs nor what its steps see. Write the loop as a scan, or leave the leaf "
+                "out of the distribution: filter_fn, or custom_sparsity_map={path: None}."
+            )
+        how = f" ({uses[0].primitive} at {uses[0].source})" if uses else ""
+        return (
+            f"No product reads {name!r}, which has a sparsity, as a whole{how}: it is read in "
+            "parts, joined with others, in another shape, or not at all. Store it as its products "
+            "read it, or leave it out of the distribution: filter_fn, or custom_sparsity_map={path:"
+            " None}."
         )
-        weights, mask = (sharding.place_like(dense, x) for x in (after, mask))
-        return Layer(weights, mask, report)
 
 
-def _shapes(arrays: Sequence[Any]) -> str:
-    return ", ".join(f"{jnp.result_type(x)}{list(x.shape)}" for x in arrays)
+def _share(losses: jax.Array) -> Errors:
+    """The share of the outputs that is lost, from the squares of what is lost and of all."""
+    lost, total = (float(x) for x in jax.device_get(losses))
+    return (lost / total if total else 0.0,) * 2
+
+
+def _num_zeros(mask: jax.Array) -> int:
+    return mask.size - int(np.count_nonzero(jax.device_get(mask)))
+
+
+def _num_rows(statistic: Statistic) -> int:
+    """The most rows that a slice has seen."""
+    return int(np.max(np.asarray(statistic.count)))
 
 
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
@@ -382,22 +355,3 @@ def _put(whole: jax.Array, part: jax.Array, axes: tuple[int, ...], at: Sequence[
     for axis, index in zip(axes, at, strict=True):
         starts[axis] = index
     return lax.dynamic_update_slice(whole, jnp.expand_dims(part, axes).astype(whole.dtype), starts)
-
-
-def _for_leaf(pruner: BaseUpdater, site: Site, target: Any, fewer: int) -> BaseUpdater:
-    """The pruner for one leaf, or for a layer of it with fewer axes."""
-
-    def distribution(params: PyTree) -> PyTree:
-        return trees.map_matched(lambda path, _: target if path == site.path else None, params)
-
-    pattern: Any = site.pattern
-    axis = getattr(pattern, "axis", None)
-    if fewer and not site.batch_axes and axis is not None and axis >= 0:
-        pattern = dataclasses.replace(pattern, axis=axis - fewer)
-    return dataclasses.replace(
-        pruner,
-        sparsity_distribution_fn=distribution,
-        sparsity_type=pattern,
-        batch_axes=max(site.batch_axes - fewer, 0),
-        use_packed_masks=False,
-    )

@@ -191,7 +191,7 @@ def _reader(
             "filter_fn, or use FLAPPruning."
         )
     leaf, own, layers = leaves[path], statistics[path], group.channels.layers
-    weights, grams = own.matrices(leaf), own.grams()
+    weights, grams = own.matrices(leaf), own.real_grams()
     if layers:
         weights, grams = (jnp.moveaxis(x, own.batch.index(0), 0) for x in (weights, grams))
     sizes = [leaf.shape[x] for x in own.contracting]

@@ -8,6 +8,7 @@ statistics=statistics)` along a schedule.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, TypeGuard
 
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.base_updater import BaseUpdater
+from sparsity.calibration.rows import Kind
 from sparsity.calibration.statistics import Statistic, Statistics, statistic_of
 from sparsity.core import sharding, trees
 from sparsity.core.exact import ordered_sum
@@ -42,6 +44,8 @@ class CalibratedPruning(BaseUpdater):
 
     # Whether the weights of each output compete by themselves, or those of all its outputs.
     is_per_output: ClassVar[bool] = False
+    # What `oneshot` calibrates with, as `kind` of `sparsity.calibrate`.
+    statistics_kind: ClassVar[Kind] = "squares"
 
     def score(self, weights: jax.Array, squares: jax.Array) -> jax.Array:
         """Returns the scores of matrices, [*batch, outputs, inputs].
@@ -153,6 +157,21 @@ class RIAPruning(CalibratedPruning):
 
     def score(self, weights: jax.Array, squares: jax.Array) -> jax.Array:
         return (_share(weights, -1) + _share(weights, -2)) * jnp.sqrt(jnp.sqrt(squares))
+
+
+def statistics_kind(pruner: BaseUpdater) -> Kind:
+    """The kind of statistics that a pruner needs: Gram matrices unless it says or takes none."""
+    kind: Kind | None = getattr(pruner, "statistics_kind", None)
+    if kind is not None:
+        return kind
+    parameters = [
+        parameter
+        for hook in (pruner.calculate_scores, pruner.create_masks)
+        for parameter in inspect.signature(hook).parameters.values()
+    ]
+    takes = any(x.name == "statistics" or x.kind is x.VAR_KEYWORD for x in parameters)
+    prunes_itself = type(pruner).instant_sparsify is not BaseUpdater.instant_sparsify
+    return "gram" if takes or prunes_itself else "squares"
 
 
 def check_groups(site: Site, statistic: Statistic, shape: tuple[int, ...]) -> None:

@@ -133,7 +133,7 @@ class ADMM:
         statistic: Statistic,
         select: Select,
     ) -> tuple[jax.Array, jax.Array]:
-        like = (dense, dense, statistic.grams())
+        like = (dense, dense, statistic.real_grams())
         start = functools.partial(_start, self.rho, self.damping)
         weights, wanted, inverse = sharding.shard_like(like, start, dense, statistic)
         duals = jnp.zeros_like(weights)
@@ -251,7 +251,7 @@ def _start(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The scaled weights, their products with the scaled Gram, and the inverse of that plus rho."""
     norms, inverse_norms = _norms(statistic)
-    gram = statistic.grams().astype(jnp.promote_types(dense.dtype, norms.dtype))
+    gram = statistic.real_grams().astype(jnp.promote_types(dense.dtype, norms.dtype))
     gram *= inverse_norms[..., :, None] * inverse_norms[..., None, :]
     eye = jnp.eye(gram.shape[-1], dtype=gram.dtype)
     gram += damping * eye
@@ -289,5 +289,5 @@ def _end(weights: jax.Array, pruned: jax.Array, mask: jax.Array, statistic: Stat
 
 def _norms(statistic: Statistic) -> tuple[jax.Array, jax.Array]:
     """Norms of the inputs, and 1 / norm; 0 for inputs that were always 0."""
-    norms = jnp.sqrt(jnp.diagonal(statistic.grams(), axis1=-2, axis2=-1))
+    norms = jnp.sqrt(jnp.diagonal(statistic.real_grams(), axis1=-2, axis2=-1))
     return norms, jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)

@@ -1,80 +1,139 @@
-"""Sums over the rows of a product: what the entries of its weight are multiplied with."""
+"""Sums over the rows of a product: of its inputs, and of the outputs that weights make of them."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparsity.calibration.counts import Count
+from sparsity.calibration.layout import Layout
 from sparsity.graph import Use
 
 Kind = Literal["squares", "moments", "gram"]
 KINDS = get_args(Kind)
+RowSums: TypeAlias = tuple[dict[str, jax.Array], Count]  # fields of a `Statistic`, number of rows
+
+_HIGHEST = lax.Precision.HIGHEST
 
 
-def sum_up(use: Use, kind: Kind, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def sum_up(use: Use, layout: Layout, kind: Kind, x: jax.Array) -> RowSums:
     """The sums of a product over its rows, and how many rows there are.
 
     Args:
       use: the product.
+      layout: of the use, without the axes that scans took apart.
       kind: what is summed.
       x: the operand that its weight is multiplied with.
 
     Returns:
-      ([*batch, inputs] for 'squares', [*batch, 2, inputs] for 'moments', squares first,
-      [*batch, inputs, inputs] for 'gram'; int32 scalar).
+      (fields of a `Statistic` in the order of the leaf, the number of rows).
     """
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    of_rows = _of_dot if use.primitive == "dot_general" else _of_convolution
-    found, count = of_rows(use, kind, x)
-    return found, jnp.int32(count)
-
-
-def _of_dot(use: Use, kind: Kind, x: jax.Array) -> tuple[jax.Array, int]:
-    contracted, batch = use.equation.params["dimension_numbers"]
-    inputs, batch = contracted[1 - use.operand], batch[1 - use.operand]
-    free = [i for i in range(x.ndim) if i not in inputs and i not in batch]
-    count = math.prod(x.shape[i] for i in free)
-    lead, size = [x.shape[i] for i in batch], math.prod(x.shape[i] for i in inputs)
+    x = _wide(x)
+    is_dot = use.primitive == "dot_general"
     if kind == "gram":
-        rows = x.transpose(*batch, *free, *inputs).reshape(*lead, count, size)
-        return _gram(rows), count
+        rows = _rows_of_dot(use, x) if is_dot else _patches(use, x)
+        grams = jnp.einsum("...mk,...ml->...kl", jnp.conj(rows), rows, precision=_HIGHEST)
+        sums = {"gram": layout.sums(grams, 2)}
+    else:
+        total = functools.partial(_sum_of_dot if is_dot else _sum_of_convolution, use)
+        sums = {"squares": layout.sums(total(_squared(x)), 1)}
+        if kind == "moments":
+            sums["sums"] = layout.sums(total(x), 1)
+    return sums, Count.of(_num_rows(use, x) * layout.repeats)
+
+
+def sum_outputs(use: Use, layout: Layout, x: jax.Array, *matrices: jax.Array) -> jax.Array:
+    """The sums of |y|^2 over the outputs y that matrices make of the rows: [number of matrices].
+
+    Args:
+      use: the product.
+      layout: of the use, without the axes that scans took apart.
+      x: the operand that its weight is multiplied with.
+      *matrices: [*batch, outputs, inputs] in the order of the leaf.
+    """
+    x = _wide(x)
+
+    def total(matrices: jax.Array) -> jax.Array:
+        weights = layout.operand(matrices.astype(jnp.promote_types(matrices.dtype, x.dtype)))
+        if use.primitive == "dot_general":
+            rows = _rows_of_dot(use, x)
+            rows = rows.reshape(len(weights), *rows.shape[-2:])
+            outputs = jnp.einsum("bmi,boi->bmo", rows, weights, precision=_HIGHEST)
+        else:
+            outputs = _convolved(use, x, weights)
+        return jnp.sum(_squared(outputs))
+
+    return jnp.stack([total(each) for each in matrices])
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    """The operand as the sums are, in at least float32."""
+    x = jnp.asarray(x)  # a batch may be of numpy
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _squared(x: jax.Array) -> jax.Array:
+    """|x|^2."""
+    return jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x)
+
+
+def _num_rows(use: Use, x: jax.Array) -> int:
+    """How many rows each slice of a product has."""
+    if use.primitive == "dot_general":
+        return math.prod(x.shape[i] for i in _dims_of_dot(use, x)[2])
+    spec, output = use.equation.params["dimension_numbers"].out_spec, use.equation.outputs[0]
+    return math.prod(output.shape[i] for i in (spec[0], *spec[2:]))
+
+
+def _dims_of_dot(use: Use, x: jax.Array) -> tuple[list[int], list[int], list[int]]:
+    """The axes of the inputs, of the slices and of the rows."""
+    inputs, batch = (
+        list(each[1 - use.operand]) for each in use.equation.params["dimension_numbers"]
+    )
+    return inputs, batch, [i for i in range(x.ndim) if i not in inputs and i not in batch]
+
+
+def _rows_of_dot(use: Use, x: jax.Array) -> jax.Array:
+    """[*slices, rows, inputs]."""
+    inputs, batch, free = _dims_of_dot(use, x)
+    lead = [x.shape[i] for i in batch]
+    count, size = (math.prod(x.shape[i] for i in axes) for axes in (free, inputs))
+    return x.transpose(*batch, *free, *inputs).reshape(*lead, count, size)
+
+
+def _sum_of_dot(use: Use, x: jax.Array) -> jax.Array:
+    """Sums over the rows, [*slices, inputs]."""
+    inputs, batch, free = _dims_of_dot(use, x)
     left = [i for i in range(x.ndim) if i not in free]
-    order = [left.index(i) for i in (*batch, *inputs)]
-
-    def summed(x: jax.Array) -> jax.Array:
-        return jnp.sum(x, axis=tuple(free)).transpose(order).reshape(*lead, size)
-
-    return _sums(kind, x, summed), count
+    total = jnp.sum(x, axis=tuple(free)).transpose([left.index(i) for i in (*batch, *inputs)])
+    return total.reshape(*[x.shape[i] for i in batch], math.prod(x.shape[i] for i in inputs))
 
 
-def _of_convolution(use: Use, kind: Kind, x: jax.Array) -> tuple[jax.Array, int]:
-    equation = use.equation
-    params, kernel, groups = equation.params, equation.inputs[1], use.groups
+def _sum_of_convolution(use: Use, x: jax.Array) -> jax.Array:
+    """Sums over the patches, [groups, inputs]: the transpose of the convolution, of ones."""
+    spec = use.equation.params["dimension_numbers"].rhs_spec
+    # One output for each group.
+    shape = list(use.equation.inputs[1].shape)
+    shape[spec[0]] = use.groups
+    convolve = functools.partial(_convolve, use, x)
+    weights = jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+    outputs = jax.eval_shape(convolve, weights)
+    (sums,) = jax.linear_transpose(convolve, weights)(jnp.ones(outputs.shape, outputs.dtype))
+    ordered: jax.Array = sums.transpose(spec).reshape(
+        use.groups, math.prod(shape) // shape[spec[0]]
+    )
+    return ordered
+
+
+def _patches(use: Use, x: jax.Array) -> jax.Array:
+    """[groups, patches, inputs]."""
+    params, kernel = use.equation.params, use.equation.inputs[1]
     spec = params["dimension_numbers"]
-    output = equation.outputs[0]
-    count = math.prod(output.shape[i] for i in (spec.out_spec[0], *spec.out_spec[2:]))
-
-    def summed(x: jax.Array) -> jax.Array:
-        """The convolution's own transpose, of ones, with one output a group."""
-        shape = [groups if i == spec.rhs_spec[0] else n for i, n in enumerate(kernel.shape)]
-
-        def convolve(weights: jax.Array) -> jax.Array:
-            found = equation.bind([x, weights], preferred_element_type=None)
-            return jnp.asarray(found[0])
-
-        weights = jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-        ones = jax.eval_shape(convolve, weights)
-        (sums,) = jax.linear_transpose(convolve, weights)(jnp.ones(ones.shape, ones.dtype))
-        ordered = sums.transpose(spec.rhs_spec)  # [groups, inputs, *window]
-        return jnp.asarray(ordered.reshape(*([groups] if groups > 1 else []), -1))
-
-    if kind != "gram":
-        return _sums(kind, x, summed), count
     patches = lax.conv_general_dilated_patches(
         x,
         [kernel.shape[i] for i in spec.rhs_spec[2:]],
@@ -83,20 +142,23 @@ def _of_convolution(use: Use, kind: Kind, x: jax.Array) -> tuple[jax.Array, int]
         params["lhs_dilation"],
         params["rhs_dilation"],
         dimension_numbers=spec,
-        precision=lax.Precision.HIGHEST,
+        precision=_HIGHEST,
     )
-    rows = jnp.moveaxis(patches, spec.out_spec[1], -1).reshape(count, groups, -1)
-    grams = _gram(jnp.moveaxis(rows, 1, 0))
-    return (grams if groups > 1 else grams[0]), count
+    rows = jnp.moveaxis(patches, spec.out_spec[1], -1)
+    inputs = math.prod(kernel.shape[i] for i in spec.rhs_spec[1:])
+    rows = rows.reshape(_num_rows(use, x), use.groups, inputs)
+    return jnp.moveaxis(rows, 1, 0)
 
 
-def _sums(kind: Kind, x: jax.Array, summed: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Sums of squares; for moments those of the entries, too, below them."""
-    squares = summed(jnp.square(x))
-    return squares if kind == "squares" else jnp.stack([squares, summed(x)], axis=-2)
+def _convolved(use: Use, x: jax.Array, weights: jax.Array) -> jax.Array:
+    """The convolution with weights [groups, outputs, inputs]."""
+    spec = use.equation.params["dimension_numbers"].rhs_spec
+    kernel = [use.equation.inputs[1].shape[i] for i in spec[1:]]
+    ordered = weights.reshape(weights.shape[0] * weights.shape[1], *kernel)
+    return _convolve(use, x, jnp.moveaxis(ordered, range(ordered.ndim), spec))
 
 
-def _gram(rows: jax.Array) -> jax.Array:
-    """X^T X of [..., rows, inputs]."""
-    grams: jax.Array = jnp.einsum("...mk,...ml->...kl", rows, rows, precision=lax.Precision.HIGHEST)
-    return grams
+def _convolve(use: Use, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """The convolution of a use with another kernel, in the dtype of both."""
+    changed = {"preferred_element_type": None, "precision": (_HIGHEST, _HIGHEST)}
+    return jnp.asarray(use.equation.bind([x, kernel], **changed)[0])

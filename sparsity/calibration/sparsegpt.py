@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import chex
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from sparsity import masks as masks_lib
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.pruners import check_groups, check_prunes_at_once
+from sparsity.calibration.rows import Kind
 from sparsity.calibration.statistics import (
     Statistic,
     Statistics,
@@ -64,6 +65,8 @@ class SparseGPTPruning(BaseUpdater):
 
     block_size: int = 128
     damping: float = 0.01
+
+    statistics_kind: ClassVar[Kind] = "gram"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsity.calibration.counts import Count
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
@@ -37,10 +37,10 @@ class Statistic:
     in promote_types(dtype of the inputs, float32).
 
     Attributes:
-      squares: [*batch, inputs], sums of squares; or `None`.
-      sums: [*batch, inputs], sums; or `None`.
-      gram: [*batch, inputs, inputs], X^T X; or `None`.
-      count: number of rows, a scalar or [*batch].
+      squares: [*batch, inputs], sums of |x|^2, real; or `None`.
+      sums: [*batch, inputs], sums of x; or `None`.
+      gram: [*batch, inputs, inputs], X^T X, of complex inputs X^H X; or `None`.
+      count: number of rows, an integer or integers [*batch], or an exact `Count` of any size.
       contracting: axes of the leaf that the product sums over, in the leaf's own order.
       output: axes of the leaf that the result keeps.
       batch: axes of the leaf that index separate matrices.
@@ -59,7 +59,7 @@ class Statistic:
     squares: jax.Array | None = None
     sums: jax.Array | None = None
     gram: jax.Array | None = None
-    count: jax.Array | int
+    count: Count | jax.Array | int
     contracting: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     output: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     batch: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
@@ -69,14 +69,21 @@ class Statistic:
         """Returns the sums of squares, [*batch, inputs]: given, or the diagonals of the Grams."""
         if self.squares is not None:
             return self.squares
-        diagonals: jax.Array = jnp.diagonal(self.grams(), axis1=-2, axis2=-1)
+        diagonals: jax.Array = jnp.real(jnp.diagonal(self.grams(), axis1=-2, axis2=-1))
         return diagonals
 
     def grams(self) -> jax.Array:
         """Returns the Gram matrices; a ValueError says that there are none."""
         if self.gram is None:
-            raise ValueError("The statistic has no Gram matrix. Calibrate with kind='gram'.")
+            raise ValueError(
+                "The statistic has no Gram matrix. Calibrate with kind='gram'; oneshot does so for "
+                "a pruner whose class has statistics_kind = 'gram'."
+            )
         return self.gram
+
+    def real_grams(self) -> jax.Array:
+        """Returns the Gram matrices that real weights meet: of complex inputs the real parts."""
+        return jnp.real(self.grams())
 
     def lead(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the sizes of `batch` and `groups` for a leaf of that shape."""
@@ -101,13 +108,13 @@ class Statistic:
         return moved.transpose(np.argsort(axes))
 
     def solve(self, fn: Callable[..., PyTree], *leaves: jax.Array) -> PyTree:
-        """Returns leaves that `fn` makes of each matrix of the given ones, and its Gram matrix.
+        """Returns leaves that `fn` makes of each matrix of real ones, and its Gram matrix.
 
         Args:
           fn: called with [outputs, inputs] of each leaf, floats as wide as the Gram, then the Gram.
           *leaves: of one shape.
         """
-        grams = self.grams()
+        grams = self.real_grams()
         dtype = jnp.promote_types(leaves[0].dtype, grams.dtype)
         for _ in grams.shape[:-2]:
             fn = jax.vmap(fn)
@@ -141,12 +148,18 @@ class Statistic:
             wide = jnp.expand_dims(x, range(own, own + len(new)))
             return jnp.broadcast_to(wide, (*x.shape[:own], *sizes, *x.shape[own:]))
 
+        count: Any = self.count
+        if isinstance(count, Count):
+            digits = jnp.moveaxis(jnp.asarray(count.digits), 0, -1)
+            count = Count(jnp.moveaxis(repeat(digits, 1), -1, 0)) if digits.ndim > 1 else count
+        else:
+            count = repeat(count, 0)
         return dataclasses.replace(
             self,
             squares=repeat(self.squares, 1),
             sums=repeat(self.sums, 1),
             gram=repeat(self.gram, 2),
-            count=repeat(self.count, 0),
+            count=count,
             output=tuple(axis for axis in self.output if axis not in new),
             batch=batch,
         )
@@ -206,6 +219,7 @@ def statistic_of(
         )
     own = statistics[path]
     check(own, shape, name)
+    warn_of_zeros(own, name)
     if kind == "gram" and own.gram is None:
         raise ValueError(
             f"{who} needs the Gram matrix of {name!r}, and its statistic has none. Calibrate with "
@@ -241,6 +255,7 @@ def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
     given = {field: value for field, value in given.items() if value is not None}
     if not given.keys() - {"sums"}:
         raise ValueError(f"The statistic of {name!r} has neither squares nor gram.")
+    _check_count(statistic.count, name)
     for field, value in given.items():
         if value.shape != wanted[field]:
             raise ValueError(
@@ -252,6 +267,23 @@ def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
                 f"The {field} of the inputs of {name!r} are not all finite: an activation was NaN "
                 "or infinite. Calibrate in a wider dtype, or find the batch that makes it so."
             )
+        if field == "squares" and jnp.iscomplexobj(value):
+            raise ValueError(
+                f"The squares of the inputs of {name!r} must be real, sums of |x|^2, got "
+                f"{value.dtype}. Take the real part of sums of x conj(x)."
+            )
+
+
+def _check_count(count: Any, name: str) -> None:
+    """Raises a ValueError that names the leaf unless a count is one of rows, as far as known."""
+    if any(map(is_traced, jax.tree.leaves(count))):
+        return
+    rows = np.asarray(count)
+    if rows.dtype.kind not in "iu" or (rows < 0).any():
+        raise ValueError(
+            f"The statistic of {name!r} must count rows by integers >= 0, got count = {count!r}. "
+            "Sums of int32 beyond 2**31 become negative: add up sparsity.calibration.Count."
+        )
 
 
 def not_finite(name: str, batch: int) -> ValueError:
@@ -270,6 +302,23 @@ def is_finite(value: jax.Array) -> bool:
         return bool(jnp.all(jnp.isfinite(value)))
 
 
+def warn_of_zeros(statistic: Statistic, name: str) -> None:
+    """Warns that inputs were 0 in all rows, so that they say nothing about the weights."""
+    squares = statistic.sums_of_squares()
+    if is_traced(squares) or not squares.size:
+        return
+    with jax.ensure_compile_time_eval():
+        is_zero = np.asarray(jax.device_get(jnp.all(squares == 0, axis=-1)))
+    if is_zero.any():
+        where = "All inputs of" if is_zero.all() else f"Slices {np.argwhere(is_zero).tolist()} of"
+        warnings.warn(
+            f"{where} {name!r} met nothing but zeros in the calibration data, which say nothing "
+            "about these weights: ties decide which of them stay. Calibrate with data that reach "
+            "them, or keep them dense with filter_fn or custom_sparsity_map={path: None}.",
+            stacklevel=1,  # one place, so that a weight is named once
+        )
+
+
 def check_real(name: str, param: jax.Array) -> None:
     """Raises a ValueError for complex weights: Gram matrices are those of real inputs."""
     if jnp.issubdtype(param.dtype, jnp.complexfloating):
@@ -281,9 +330,9 @@ def check_real(name: str, param: jax.Array) -> None:
 
 def warn_of_few_rows(statistic: Statistic, inputs: int, name: str, remedy: str) -> None:
     """Warns that fewer rows than inputs leave directions in which the data say nothing."""
-    if is_traced(statistic.count):
+    if any(map(is_traced, jax.tree.leaves(statistic.count))):
         return
-    rows = int(np.min(jax.device_get(statistic.count)))
+    rows = int(np.min(np.asarray(statistic.count)))
     if rows < inputs:
         warnings.warn(
             f"The statistic of {name!r} has {rows} rows for {inputs} inputs, so that its Gram "
@@ -292,30 +341,8 @@ def warn_of_few_rows(statistic: Statistic, inputs: int, name: str, remedy: str) 
         )
 
 
-def check_memory(grams: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Raises a ValueError that says how many bytes Gram matrices take if no device holds them.
-
-    Args:
-      grams: [*batch, inputs, inputs] of all leaves that are held together, by name.
-    """
-    device = jax.local_devices()[0]
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    if limit is None:  # a CPU: the memory of the machine
-        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    sizes = {name: math.prod(x.shape) * x.dtype.itemsize for name, x in grams.items()}
-    if sum(sizes.values()) > limit:
-        name = max(sizes, key=lambda name: sizes[name])
-        raise ValueError(
-            f"The Gram matrices of the inputs take {sum(sizes.values()):,} bytes, and "
-            f"{device.device_kind} has {limit:,}; the largest is that of {name!r}, shape "
-            f"{grams[name].shape}, with {sizes[name]:,}. Keep such leaves dense with filter_fn, or "
-            "calibrate with kind='squares' and prune by WandaPruning or RIAPruning: "
-            "pruner.instant_sparsify(params, statistics=statistics)."
-        )
-
-
 def output_error(statistic: Statistic, difference: jax.Array) -> jax.Array:
-    """Returns sum((X d)^2) over the rows, for the weights d of each output: [*batch, outputs].
+    """Returns sum(|X d|^2) over the rows, for the weights d of each output: [*batch, outputs].
 
     Args:
       statistic: with a Gram matrix.
@@ -323,11 +350,12 @@ def output_error(statistic: Statistic, difference: jax.Array) -> jax.Array:
     """
     grams, rows = statistic.grams(), statistic.matrices(difference)
     rows = rows.astype(jnp.promote_types(rows.dtype, grams.dtype))
-    return jnp.sum(jnp.matmul(rows, grams, precision=lax.Precision.HIGHEST) * rows, axis=-1)
+    outputs = jnp.matmul(jnp.conj(rows), grams, precision=lax.Precision.HIGHEST)
+    return jnp.real(jnp.sum(outputs * rows, axis=-1))
 
 
 def relative_error(statistic: Statistic, dense: jax.Array, pruned: jax.Array) -> jax.Array:
-    """Returns tr(D^T G D) / tr(W^T G W), D = W - pruned: the share of the outputs that is lost.
+    """Returns tr(D^H G D) / tr(W^H G W), D = W - pruned: the share of the outputs that is lost.
 
     Example:
       >>> of_kernel = Statistic(gram=jnp.diag(jnp.array([4.0, 1.0])), count=9, contracting=(0,),

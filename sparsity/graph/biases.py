@@ -113,12 +113,12 @@ def _fits(use: Use, outputs: View, bias: View) -> bool:
     axes = dict(zip(use.view.stacked, bias.stacked, strict=True))
     for own, other in zip(outputs.dims, bias.dims, strict=True):
         pairs = [
-            [(part.axis, part.size) for part in dim if part.axis is not None and part.size > 1]
+            [part for part in dim if part.axis is not None and part.size > 1]
             for dim in (own, other)
         ]
-        if [n for _, n in pairs[0]] != [n for _, n in pairs[1]]:
+        if [part[1:] for part in pairs[0]] != [part[1:] for part in pairs[1]]:
             return False
-        for (axis, _), (of_bias, _) in zip(*pairs, strict=True):
+        for (axis, *_), (of_bias, *_) in zip(*pairs, strict=True):
             if axes.setdefault(axis, of_bias) != of_bias:
                 return False
     order = [axes[axis] for axis in (*use.batch, *sorted(use.output)) if axis in axes]

@@ -29,7 +29,7 @@ class Factor(NamedTuple):
     Attributes:
       axis: of the leaf, `None` where the array repeats entries or has those of others.
       size: how many entries.
-      step: how far apart they lie along the leaf's axis.
+      step: how far apart they lie along the leaf's axis, below 0 if they are reversed.
     """
 
     axis: int | None
@@ -102,6 +102,7 @@ class View:
       parts: the arrays on the way in which entries of the leaf are missing, joined with others, or
         in another order. Views with the same ones hold the same entries at the same places.
       keeps_zeros: whether the array is 0 where the leaf is.
+      is_conjugate: whether the array holds the complex conjugates of the entries.
     """
 
     leaf: int
@@ -112,6 +113,7 @@ class View:
     share: Fraction = Fraction(1)
     parts: tuple[Value, ...] = ()
     keeps_zeros: bool = True
+    is_conjugate: bool = False
 
     @property
     def is_part(self) -> bool:
@@ -250,7 +252,11 @@ class Tracker:
         largest = max((view.covered for view in full), default=0)
         # A scale that is broadcast to the shape of a leaf is not what the product reads.
         self.views[output] = [
-            dataclasses.replace(view, keeps_zeros=self._keeps_zeros(equation, views, view))
+            dataclasses.replace(
+                view,
+                keeps_zeros=self._keeps_zeros(equation, views, view),
+                is_conjugate=view.is_conjugate ^ (name == "conj"),
+            )
             for view in full
             if view.covered == largest
         ]
@@ -308,8 +314,15 @@ class Tracker:
             self._bind(inputs, body.inputs)
             for inner in body.inputs[fixed + carried :]:
                 self.views[inner] = [_layer(view, equation) for view in self.views[inner]]
+            carry = body.inputs[fixed : fixed + carried]
+            for inner, output in zip(carry, body.outputs, strict=False):
+                if output is not inner:  # later steps read something else
+                    self.views[inner] = [
+                        dataclasses.replace(view.part(inner), keeps_zeros=False)
+                        for view in self.views[inner]
+                    ]
             each = None if trips is None else trips * params["length"]
-            self._repeat(body, body.inputs[fixed : fixed + carried], each)
+            self._repeat(body, carry, each)
             outputs = body.outputs
         elif name == "while":
             condition, body = equation.bodies
@@ -397,9 +410,9 @@ def _broadcast(view: View, equation: Equation, output: Value) -> View:
 
 def _reshape(view: View, equation: Equation, output: Value) -> View | None:
     """The leaf's axes in row-major order, cut anew; `None` where a cut falls within an axis."""
-    if equation.params["dimensions"] is not None:
-        return None
-    factors = [factor for dim in view.dims for factor in dim if factor.size != 1]
+    order = equation.params["dimensions"]  # that of the axes before the cut
+    moved = view.dims if order is None else [view.dims[i] for i in order]
+    factors = [factor for dim in moved for factor in dim if factor.size != 1]
     dims: list[list[Factor]] = []
     for size in output.shape:
         dims.append([])
@@ -450,8 +463,12 @@ def _unstack(view: View, equation: Equation, output: Value) -> View:
     return view.layer([equation.params["axis"]]).part(output)
 
 
-def _reversed(view: View, _: Equation, output: Value) -> View:
-    return view.part(output)
+def _reversed(view: View, equation: Equation, _: Value) -> View:
+    turned = equation.params["dimensions"]
+    return view.of(
+        [part._replace(step=-part.step) for part in dim] if i in turned else dim
+        for i, dim in enumerate(view.dims)
+    )
 
 
 def _merged(views: Iterable[View]) -> list[View]:

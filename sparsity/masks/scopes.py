@@ -89,8 +89,7 @@ class Layerwise:
     """
 
     takes_lazy_scores: ClassVar[bool] = True
-    # Whether a mask depends on the scores of its slice alone: leaves may be pruned one by one, and
-    # `WandaPruning` hands over each output as a slice.
+    # Whether a mask depends on the scores of its slice alone, so that slices are pruned one by one.
     per_slice: ClassVar[bool] = True
 
     def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:

@@ -32,6 +32,16 @@ def test_a_bias_is_found_where_it_is_one(name):
     assert (trace(model, PARAMS, X).biases.get(("w",)) == ("b",)) == is_bias
 
 
+def test_a_bias_in_another_order_than_the_outputs_is_none():
+    params = {"w": jnp.ones((4, 6)), "b": jnp.ones(6)}
+
+    def model(p, x):
+        outputs = x @ p["w"].reshape(4, 2, 3).transpose(0, 2, 1).reshape(4, 6)
+        return outputs + p["b"].reshape(3, 2).reshape(6)
+
+    assert not trace(model, params, X).biases
+
+
 def test_biases_of_scanned_layers_heads_and_experts():
     params = {
         "layers": {"w": jnp.ones((2, 3, 3)), "b": jnp.ones((2, 3))},

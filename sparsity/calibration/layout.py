@@ -1,0 +1,212 @@
+"""How the inputs and the slices of a product lie in the leaf that it reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsity.calibration.statistics import Statistic
+from sparsity.graph import Graph, Use
+from sparsity.graph.uses import Factor
+
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+_GROUPS = -1  # stands for the groups of a convolution among the axes of a leaf
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the sums of a product, in the order of its operand, belong in the order of its leaf.
+
+    Attributes:
+      axes: the roles of the leaf's axes, a statistic without sums.
+      shape: of the leaf, or of one layer of it.
+      slices: int[slices of the operand], the slice of the leaf that each is; a weight that is
+        broadcast along a batch axis has several in one place.
+      inputs: int[inputs], where the leaf's inputs are among those of the operand.
+      copies: how often each output occurs.
+    """
+
+    axes: Statistic
+    shape: tuple[int, ...]
+    slices: np.ndarray
+    inputs: np.ndarray
+    copies: int
+
+    @property
+    def repeats(self) -> int:
+        """How many slices and outputs of the operand are one of the leaf."""
+        return self.copies * len(self.slices) // max(math.prod(self.axes.lead(self.shape)), 1)
+
+    def sums(self, found: jax.Array, ndim: int) -> jax.Array:
+        """Returns sums [*batch, ...] of the leaf from those of the operand.
+
+        Args:
+          found: [*slices, inputs], or [*slices, inputs, inputs].
+          ndim: the number of axes of inputs.
+        """
+        lead = self.axes.lead(self.shape)
+        rest = found.shape[found.ndim - ndim :]
+        flat, slices = found.reshape(len(self.slices), *rest), math.prod(lead)
+        if len(self.slices) != slices:
+            flat = jnp.zeros((slices, *rest), flat.dtype).at[self.slices].add(flat)
+        elif not _is_identity(self.slices):
+            flat = flat[np.argsort(self.slices)]
+        if not _is_identity(self.inputs):
+            flat = flat[..., self.inputs]
+            flat = flat[:, self.inputs] if ndim == 2 else flat
+        flat = flat.reshape(*lead, *rest)
+        return flat * self.copies if self.copies > 1 else flat
+
+    def operand(self, matrices: jax.Array) -> jax.Array:
+        """Returns matrices as the operand has them, [slices, outputs, inputs]."""
+        lead = math.prod(matrices.shape[:-2])
+        flat = matrices.reshape(lead, *matrices.shape[-2:])
+        flat = flat if _is_identity(self.slices) else flat[self.slices]
+        return flat if _is_identity(self.inputs) else flat[..., np.argsort(self.inputs)]
+
+
+def layout_of(use: Use, graph: Graph, of_layer: bool = False) -> Layout | None:
+    """Returns the layout of a use, or `None` where its inputs cannot be told entry by entry.
+
+    Args:
+      use: the product.
+      graph: of the model.
+      of_layer: the sums are those of one layer of a stack, without the axes that scans took apart.
+    """
+    view, shape = use.view, graph.shape_of(use.path)
+    if not _is_told(use, shape):
+        return None
+    contracted, slices, outputs = _factors(use)
+    gone = view.stacked if of_layer else ()
+    group_axes, groups, outputs = _groups(use.groups, outputs, shape)
+    lead = [Factor(axis, shape[axis]) for axis in view.stacked if axis not in gone]
+    lead += [*slices, *group_axes, *([Factor(_GROUPS, groups)] if groups > 1 else [])]
+    batch = [*use.batch, *(part.axis for part in group_axes if part.axis is not None)]
+    batch = [axis for axis in dict.fromkeys(batch) if axis not in gone]
+    output = sorted({*use.output} - {*batch})
+    if groups > 1:  # these are parts of the first output axis
+        output.sort(key=lambda axis: not outputs or axis != outputs[0].axis)
+    output += [
+        axis
+        for axis, n in enumerate(shape)
+        if n == 1 and axis not in (*use.contracting, *use.batch, *output)
+    ]
+    fits = (
+        sorted((*use.contracting, *output, *batch, *gone)) == [*range(len(shape))]
+        and _covers(contracted, use.contracting, shape)
+        and _covers(lead, batch, shape)
+        and (groups == 1 or _begin_with_groups(outputs, groups, output, shape))
+    )
+    if not fits or any(part.axis is None for part in contracted):
+        return None
+    number = {axis: i for i, axis in enumerate(a for a in range(len(shape)) if a not in gone)}
+    sizes = {**dict(enumerate(shape)), _GROUPS: groups}
+    return Layout(
+        axes=Statistic(
+            count=0,
+            contracting=tuple(number[axis] for axis in use.contracting),
+            output=tuple(number[axis] for axis in output),
+            batch=tuple(number[axis] for axis in batch),
+            groups=groups,
+        ),
+        shape=tuple(n for axis, n in enumerate(shape) if axis not in gone),
+        slices=_places(lead, [*batch, _GROUPS], sizes),
+        inputs=np.argsort(_places(contracted, use.contracting, sizes)),
+        copies=math.prod(part.size for part in outputs if part.axis is None),
+    )
+
+
+def _is_told(use: Use, shape: tuple[int, ...]) -> bool:
+    """Whether a use is a product of all entries of the leaf, or of one layer in each step."""
+    view = use.view
+    if use.primitive not in _PRODUCTS or not use.contracting or use.trips is None:
+        return False
+    if view.is_part or view.is_conjugate or len(view.stacked) != len(view.scans):
+        return False
+    layers = zip(view.stacked, view.scans, strict=True)
+    if len({*view.stacked}) != len(view.stacked) or any(
+        shape[axis] != scan.params["length"] for axis, scan in layers
+    ):
+        return False
+    is_dot = use.primitive == "dot_general"
+    return is_dot or (use.operand == 1 and use.equation.params["batch_group_count"] == 1)
+
+
+def _factors(use: Use) -> list[list[Factor]]:
+    """The factors of the operand's axes that are summed over, index products, and are kept."""
+    numbers, dims = use.equation.params["dimension_numbers"], use.view.dims
+    slices: Sequence[int] = ()
+    if use.primitive == "dot_general":
+        contracted, slices = (each[use.operand] for each in numbers)
+    else:
+        contracted = numbers.rhs_spec[1:]
+    outputs = [i for i in range(len(dims)) if i not in (*contracted, *slices)]
+    return [
+        [part for i in axes for part in dims[i] if part.size != 1]
+        for axes in (contracted, slices, outputs)
+    ]
+
+
+def _groups(
+    groups: int, outputs: Sequence[Factor], shape: tuple[int, ...]
+) -> tuple[list[Factor], int, list[Factor]]:
+    """Splits the outputs of a convolution into factors that are groups as a whole, and others.
+
+    A convolution whose kernels `vmap` maps over has the mapped axis first, and one axis as it is
+    tiled has copies there.
+
+    Returns:
+      (factors that are groups, how many groups the next factor consists of, other factors).
+    """
+    others: list[Factor] = [*outputs]
+    taken: list[Factor] = []
+    while groups > 1 and others and others[0].size:
+        axis, size, _ = others[0]
+        if axis is None and size % groups == 0:
+            taken.append(Factor(None, groups))
+            others[0] = Factor(None, size // groups)
+            groups = 1
+        elif groups % size == 0 and (axis is None or (size == shape[axis] and len(others) > 1)):
+            taken.append(others.pop(0))
+            groups //= size
+        else:
+            break
+    return taken, groups, others
+
+
+def _begin_with_groups(
+    outputs: Sequence[Factor], groups: int, output: Sequence[int], shape: tuple[int, ...]
+) -> bool:
+    """Whether groups are equal parts of the first output axis, one after the other."""
+    if not outputs or not output:
+        return False
+    axis, size, step = outputs[0]
+    return axis == output[0] and size * step == shape[output[0]] and size % groups == 0
+
+
+def _covers(factors: Sequence[Factor], axes: Iterable[int], shape: tuple[int, ...]) -> bool:
+    """Whether factors run over all entries of some axes."""
+    return all(
+        math.prod(part.size for part in factors if part.axis == axis) == shape[axis]
+        for axis in axes
+    )
+
+
+def _places(factors: Sequence[Factor], axes: Sequence[int], sizes: Mapping[int, int]) -> np.ndarray:
+    """The place in the row-major order of axes of each combination of factors, in their order."""
+    places = np.zeros(1, int)
+    for axis, size, step in factors:
+        index = np.arange(size) if step > 0 else np.arange(size)[::-1]
+        after = axes[axes.index(axis) + 1 :] if axis is not None else ()
+        inner = math.prod(sizes[own] for own in after) if axis is not None else 0
+        places = (places[:, None] + index * abs(step) * inner).reshape(-1)
+    return places
+
+
+def _is_identity(places: np.ndarray) -> bool:
+    return np.array_equal(places, np.arange(len(places)))

@@ -1,0 +1,288 @@
+"""A model that runs on all batches in lockstep, while its weights are pruned on the way.
+
+Each equation runs once, on every batch, after the weights that it reads have been pruned. A scan
+over layers runs one layer at a time. A weight that a loop reads in each of its steps is reached
+with the loop: the loop runs from its start for the sums of that weight, and once more for its
+outputs when all of its weights are pruned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from sparsity.calibration.capture import Calibration, are_alike, check_structure, is_finite
+from sparsity.calibration.frames import Frame, Layers
+from sparsity.calibration.rows import sum_outputs
+from sparsity.calibration.statistics import Path, Statistic, not_finite
+from sparsity.calibration.walk import Steps, Walk, add
+from sparsity.core import sharding, trees
+from sparsity.core.jaxprs import Equation, Program
+from sparsity.core.trees import PyTree
+from sparsity.graph import Use
+
+Cut: TypeAlias = tuple[tuple[int, int], ...]  # (axis, index) of each axis that scans take apart
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where the program reaches a weight: a product, or the loop or branch that has it.
+
+    Attributes:
+      calibration: sums up inputs.
+      frame: has what the equation reads.
+      equation: a product, a scan or a cond.
+      layers: of each use of the weight there, by number, the layer of each scan within the equation
+        that takes the weight apart.
+    """
+
+    calibration: Calibration
+    frame: Frame
+    equation: Equation
+    layers: Mapping[int, Layers]
+
+    def statistic(self, name: str) -> Statistic:
+        """Returns the statistic of the inputs in all batches, and in all steps of a loop.
+
+        Of several products in a loop those count that read the weight along the axes of the first.
+
+        Raises:
+          ValueError: inputs are not finite; the batch is named.
+        """
+        each = self._sums(self.calibration.sum_up)
+        total: dict[int, Any] = {}
+        finite = []
+        for sums in each:
+            finite.append(is_finite(sums))
+            total = add(total, sums) if total else sums
+        for batch, is_batch_finite in enumerate(jax.device_get(finite)):
+            if not is_batch_finite:
+                raise not_finite(name, batch)
+        statistics = [
+            self.calibration.statistic(number, total[number], of_layer=True)
+            for number in sorted(total)
+        ]
+        alike = [x for x in statistics if are_alike(x, statistics[0])]
+        return functools.reduce(add, alike)
+
+    def losses(self, *matrices: jax.Array) -> jax.Array:
+        """Returns the sums of |y|^2 over the outputs y of each of some matrices of the weight."""
+
+        def of_use(number: int, x: jax.Array, steps: Steps, given: PyTree) -> jax.Array:
+            use, layout = self.calibration.uses[number], self.calibration.layouts[number]
+            return sharding.replicated(functools.partial(sum_outputs, use, layout), x, *given)
+
+        sums = [total for each in self._sums(of_use, matrices) for total in each.values()]
+        total: jax.Array = functools.reduce(jnp.add, sums)
+        return total
+
+    def _sums(self, sum_up: Callable[..., PyTree], given: PyTree = ()) -> Iterator[dict[int, Any]]:
+        """The sums of each batch, by number of the use."""
+        uses = {number: self.calibration.uses[number] for number in self.layers}
+        batches = range(len(self.frame.data))
+        if not self.equation.bodies:
+            for batch in batches:
+                yield {
+                    number: sum_up(
+                        number,
+                        self.frame.read(batch, self.equation.inputs[1 - use.operand]),
+                        {},
+                        given,
+                    )
+                    for number, use in uses.items()
+                }
+            return
+        # Indices are arguments, so that the layers of a stack share what is compiled.
+        indices = {number: [*layers.values()] for number, layers in self.layers.items()}
+
+        @jax.jit
+        def run(inputs: list[Any], indices: Any, given: PyTree) -> dict[int, Any]:
+            def of_layer(number: int, x: jax.Array, steps: Steps) -> PyTree:
+                sums = sum_up(number, x, steps, given)
+                for scan, layer in zip(self.layers[number], indices[number], strict=True):
+                    is_layer = steps[scan] == layer
+                    sums = jax.tree.map(lambda s, on=is_layer: jnp.where(on, s, 0), sums)
+                return sums
+
+            return Walk(uses, of_layer).run(self.equation, inputs, {})[1]
+
+        for batch in batches:
+            yield run(self.frame.inputs(batch, self.equation), indices, given)
+
+
+class Lockstep:
+    """Runs a model on all batches, and stops at each weight before its product runs.
+
+    Args:
+      calibration: the uses of the weights, and what is summed of their inputs.
+      batches: all of one shape.
+      read: `read(number, *layers)` returns a parameter as it is now, or a layer of it.
+      is_done: `is_done(path, cut)` says whether a weight needs no stop.
+      prune: `prune(path, cut, place)` is called at each stop; it may change parameters.
+    """
+
+    def __init__(
+        self,
+        calibration: Calibration,
+        batches: Sequence[PyTree],
+        read: Callable[..., Any],
+        is_done: Callable[[Path, Cut], bool],
+        prune: Callable[[Path, Cut, Place], None],
+    ) -> None:
+        self._calibration, self._batches = calibration, batches
+        self._read, self._is_done, self._prune = read, is_done, prune
+        self._uses = Walk(calibration.uses, calibration.sum_up)
+        self._frames: list[Frame] = []
+
+    def run(self) -> None:
+        """Runs the model from its inputs to its outputs.
+
+        Raises:
+          ValueError: the batches differ in shape or structure, or have inputs that are not finite.
+        """
+        program, count = self._calibration.graph.program, len(self._calibration.graph.leaves)
+        inputs = [trees.split_arrays(batch)[0] for batch in self._batches]
+        for number, (batch, arrays) in enumerate(zip(self._batches, inputs, strict=True)):
+            check_structure(batch, self._batches[0], number)
+            if (shapes := _shapes(arrays)) != (first := _shapes(inputs[0])):
+                raise ValueError(
+                    f"Batch {number} has arrays {shapes}, batch 0 has {first}. All batches run in "
+                    "lockstep and must be alike: leave out or fill up the one that is smaller, or "
+                    "give sequential=False."
+                )
+        data = [dict(zip(program.inputs[count:], arrays, strict=True)) for arrays in inputs]
+        bound = {
+            value: functools.partial(self._read, number)
+            for number, value in enumerate(program.inputs[:count])
+        }
+        self._run(Frame(program, bound, data, {}))
+
+    def _run(self, frame: Frame) -> None:
+        self._frames.append(frame)
+        last = frame.last_uses()
+        for equation in frame.program.flat():
+            if any(value in frame.data[0] for value in equation.inputs):
+                self._step(frame, equation)
+            for value in {*equation.inputs, *equation.outputs}:
+                if last.get(value, equation) is equation:
+                    for values in frame.data:
+                        values.pop(value, None)
+        self._frames.pop()
+
+    def _step(self, frame: Frame, equation: Equation) -> None:
+        """Prunes the weights that an equation reads, and runs it."""
+        for number in self._uses.at(equation):
+            self._reach(frame, equation, number, frame.layers)
+        if self._takes_apart(equation, frame.layers):
+            self._scan(frame, equation)
+            return
+        for number, layers in self._order(equation.bodies, frame.layers):
+            self._reach(frame, equation, number, layers)
+        for batch, values in enumerate(frame.data):
+            outputs = equation.bind(frame.inputs(batch, equation))
+            values.update(zip(equation.outputs, outputs, strict=True))
+
+    def _order(self, bodies: Sequence[Program], layers: Layers) -> Iterator[tuple[int, Layers]]:
+        """The uses in loops and branches, with their layers, in the order in which they run."""
+        for equation in (equation for body in bodies for equation in body.flat()):
+            for number in self._uses.at(equation):
+                yield number, layers
+            within = self._uses.within(equation)
+            is_cut = any(equation in self._calibration.uses[n].view.scans for n in within)
+            for layer in _trips(equation) if is_cut else [None]:
+                inside = layers if layer is None else {**layers, equation: layer}
+                yield from self._order(equation.bodies if within else (), inside)
+
+    def _takes_apart(self, equation: Equation, layers: Layers) -> bool:
+        """Whether a scan takes weights apart that are still to be pruned."""
+        return equation.name == "scan" and any(
+            equation in (use := self._calibration.uses[number]).view.scans
+            and not self._is_done(use.path, _cut(use, inside))
+            for layer in _trips(equation)
+            for number, inside in self._order(equation.bodies, {**layers, equation: layer})
+        )
+
+    def _scan(self, frame: Frame, equation: Equation) -> None:
+        """Runs a scan layer by layer."""
+        params, (body,) = equation.params, equation.bodies
+        fixed = params["num_consts"]
+        end = fixed + params["num_carry"]
+        batches = range(len(frame.data))
+        is_data = [value in frame.data[0] for value in equation.inputs]
+        # A carry depends on the data from the first step on.
+        is_data[fixed:end] = [True] * (end - fixed)
+        carry = [[frame.read(b, v) for v in equation.inputs[fixed:end]] for b in batches]
+        stacked: list[list[list[Any]]] = [[] for _ in batches]
+        for layer in _trips(equation):
+            bound, data = {}, [{} for _ in batches]  # type: ignore[var-annotated]
+            for at, (value, inner) in enumerate(zip(equation.inputs, body.inputs, strict=True)):
+                if not is_data[at]:
+                    of_layer = (layer,) if at >= end else ()
+                    bound[inner] = functools.partial(frame.free, value, *of_layer)
+                    continue
+                for b in batches:
+                    whole = carry[b][at - fixed] if fixed <= at < end else frame.read(b, value)
+                    data[b][inner] = whole[layer] if at >= end else whole
+            inside = Frame(body, bound, data, {**frame.layers, equation: layer})
+            self._run(inside)
+            for b in batches:
+                outputs = [inside.read(b, value) for value in body.outputs]
+                carry[b] = outputs[: end - fixed]
+                stacked[b].append(outputs[end - fixed :])
+        for b, values in enumerate(frame.data):
+            layers = stacked[b][::-1] if params["reverse"] else stacked[b]
+            joined = [jnp.stack(x) for x in zip(*layers, strict=True)]
+            values.update(zip(equation.outputs, [*carry[b], *joined], strict=True))
+
+    def _reach(self, frame: Frame, equation: Equation, number: int, layers: Layers) -> None:
+        """Prunes the weight of a use, unless that is done, by what all steps of loops give it."""
+        use = self._calibration.uses[number]
+        cut = _cut(use, layers)
+        if self._is_done(use.path, cut):
+            return
+        # The outermost loop that reads the same weight in each step.
+        for own, loop in zip(self._frames, frame.layers, strict=False):
+            if loop not in use.view.scans:
+                frame, equation = own, loop
+                break
+        numbers = self._uses.within(equation) if equation.bodies else [number]
+        place = Place(self._calibration, frame, equation, self._alike(numbers, use, cut, frame))
+        self._prune(use.path, cut, place)
+        for each in self._frames:
+            each.forget()
+
+    def _alike(self, numbers: Sequence[int], use: Use, cut: Cut, frame: Frame) -> dict[int, Layers]:
+        """The uses of the same weight, with the layers of the scans within the frame's equation."""
+        layers: dict[int, Layers] = {}
+        for number in numbers:
+            other, index = self._calibration.uses[number], dict(cut)
+            if other.path != use.path or {*other.view.stacked} != {*index}:
+                continue
+            of_scans = dict(
+                zip(other.view.scans, (index[axis] for axis in other.view.stacked), strict=True)
+            )
+            if all(frame.layers.get(scan, layer) == layer for scan, layer in of_scans.items()):
+                layers[number] = {s: n for s, n in of_scans.items() if s not in frame.layers}
+        return layers
+
+
+def _trips(scan: Equation) -> Sequence[int]:
+    """The layers of a scan, in the order in which they run."""
+    order = range(scan.params["length"])
+    return order[::-1] if scan.params["reverse"] else order
+
+
+def _cut(use: Use, layers: Layers) -> Cut:
+    """The axes that scans take apart, and the layer of each."""
+    return tuple(
+        (axis, layers[scan]) for axis, scan in zip(use.view.stacked, use.view.scans, strict=True)
+    )
+
+
+def _shapes(arrays: Sequence[Any]) -> str:
+    return ", ".join(f"{jnp.result_type(x)}{list(x.shape)}" for x in arrays)

@@ -1,0 +1,118 @@
+"""One leaf, or one layer of a stack, pruned and refitted by the statistic of its inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import chex
+import jax
+
+from sparsity.base_updater import BaseUpdater
+from sparsity.calibration.lockstep import Cut
+from sparsity.calibration.prune import prune, reconstruct
+from sparsity.calibration.refits import Refit
+from sparsity.calibration.statistics import Statistic, relative_error
+from sparsity.core import sharding, trees
+from sparsity.core.trees import PyTree
+from sparsity.masks import Site
+from sparsity.patterns.base import absolute_axis
+
+
+class Solved(NamedTuple):
+    """A leaf, or one layer of it, as it was pruned and refitted.
+
+    Attributes:
+      statistic: of its inputs.
+      dense: its weights, cut along a mesh.
+      pruned: after the pruner.
+      refitted: after the refit.
+      mask: uint8.
+    """
+
+    statistic: Statistic
+    dense: jax.Array
+    pruned: jax.Array
+    refitted: jax.Array
+    mask: jax.Array
+
+    def errors(self) -> tuple[float, float]:
+        """The shares of the outputs that are lost after and before the refit, by Gram matrices."""
+        after, before = (
+            float(relative_error(self.statistic, self.dense, x))
+            for x in (self.refitted, self.pruned)
+        )
+        return after, before
+
+    def matrices(self) -> list[jax.Array]:
+        """What was lost, and the dense weights, [*batch, outputs, inputs] each."""
+        return [self.statistic.matrices(x) for x in (self.dense - self.refitted, self.dense)]
+
+
+def solve(
+    pruner: BaseUpdater,
+    refit: Refit | None,
+    site: Site,
+    target: chex.Numeric,
+    tree: PyTree,
+    dense: jax.Array,
+    cut: Cut,
+    statistic: Statistic,
+) -> Solved:
+    """Prunes and refits a leaf, or a layer of it.
+
+    Args:
+      pruner: the updater.
+      refit: or `None`.
+      site: of the leaf.
+      target: its sparsity.
+      tree: tree of parameters, of which only the structure matters.
+      dense: the leaf, or the layer.
+      cut: the axes that the layer does not have.
+      statistic: of its inputs.
+
+    Raises:
+      ValueError: the pattern does not fit the layer.
+    """
+    pruner = _for_leaf(pruner, site, target, cut, dense.ndim + len(cut))
+    dense = sharding.spread(dense, (*statistic.batch, *statistic.output))  # a part on each device
+    alone = trees.map_matched(lambda path, _: dense if path == site.path else None, tree)
+    statistics = {trees.path_names(site.path): statistic}
+    first, masks = prune(pruner, alone, statistics)
+    last = first
+    if refit is not None:
+        last, masks = reconstruct(refit, pruner, alone, first, masks, statistics)
+    pruned, refitted, mask = (trees.leaves_by_path(x)[site.path] for x in (first, last, masks))
+    return Solved(statistic, dense, pruned, refitted, mask)
+
+
+def _for_leaf(pruner: BaseUpdater, site: Site, target: Any, cut: Cut, ndim: int) -> BaseUpdater:
+    """The pruner for one leaf, or for a layer of it.
+
+    Raises:
+      ValueError: units of the pattern lie along an axis of layers.
+    """
+
+    def distribution(params: PyTree) -> PyTree:
+        return trees.map_matched(lambda path, _: target if path == site.path else None, params)
+
+    def without(axis: int) -> int:
+        return axis - sum(own < axis for own, _ in cut)
+
+    pattern: Any = site.pattern
+    batch_axes = without(site.batch_axes)
+    if cut and (axis := getattr(pattern, "axis", None)) is not None:
+        axis = absolute_axis(axis, site.batch_axes, ndim)
+        if axis in dict(cut):
+            raise ValueError(
+                f"{pattern} of {site.name!r} lies along axis {axis}, whose layers are pruned one "
+                "after the other. Give another axis, or sequential=False."
+            )
+        pattern = dataclasses.replace(pattern, axis=without(axis) - batch_axes)
+    return dataclasses.replace(
+        pruner,
+        sparsity_distribution_fn=distribution,
+        sparsity_type=pattern,
+        batch_axes=batch_axes,
+        use_packed_masks=False,
+    )
