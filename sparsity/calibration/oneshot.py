@@ -28,7 +28,7 @@ from sparsity.calibration.prune import check_runs
 from sparsity.calibration.pruners import is_per_slice, statistics_kind
 from sparsity.calibration.refits import Refit
 from sparsity.calibration.report import LayerReport, Report
-from sparsity.calibration.resume import Finished, Layer, described, digest, digest_of_program
+from sparsity.calibration.resume import Finished, Layer, identify
 from sparsity.calibration.rows import Kind, sum_outputs
 from sparsity.calibration.solve import Solved, solve
 from sparsity.calibration.statistics import (
@@ -72,7 +72,8 @@ def oneshot(
       sequential: each layer sees what the pruned layers before it produce; otherwise all see the
         inputs that the dense model gives them.
       folder: each layer is saved there when it is finished; the same call goes on from the last
-        one if it was interrupted. Needs orbax.
+        one if it was interrupted. Needs orbax, and a pruner and a refit that are the same in
+        another process: of numbers, text, arrays, functions, and objects of these.
 
     Returns:
       (pruned params, masks, report): `report[path]` has sparsity, error and rows of a leaf.
@@ -80,7 +81,7 @@ def oneshot(
     Raises:
       ValueError: an argument is none of these, there are no batches, activations are not finite, a
         leaf that has a sparsity is read by no product, a pattern does not fit, or the folder holds
-        another run; the leaf, the batch or what differs is named.
+        another run, or one that cannot be told; the leaf, the batch or what differs is named.
 
     Example:
       >>> from sparsity.algorithms import MagnitudePruning
@@ -106,7 +107,7 @@ def oneshot(
         )
     run = _Run(pruner, params, refit, trace(fn, params, seen[0]), seen)
     if folder is not None:
-        run.keep_in(folder, params, sequential)
+        run.keep_in(folder, fn, params, sequential)
     if sequential:
         run.follow()
     run.finish(fn)
@@ -156,18 +157,20 @@ class _Run:
         self._layers: dict[Path, list[LayerReport]] = {}
         self._kind: Kind = "gram" if refit is not None else statistics_kind(pruner)
 
-    def keep_in(self, folder: str | os.PathLike[str], params: PyTree, sequential: bool) -> None:
+    def keep_in(
+        self,
+        folder: str | os.PathLike[str],
+        fn: Callable[..., PyTree],
+        params: PyTree,
+        sequential: bool,
+    ) -> None:
         """Keeps finished layers in a folder."""
-        table = [(str(site), float(self.targets[site.path])) for site in self.sites.values()]
-        identity = {
-            "pruner": described(self.pruner),
-            "refit": described(self.refit),
-            "sequential": str(sequential),
-            "sparsities": str(table),
-            "fn": digest_of_program(self.graph.program),
-            "params": digest(params),
-            "batches": digest(self.batches),
-        }
+        table = [
+            (path, site.pattern, site.batch_axes, float(self.targets[site.path]))
+            for path, site in self.sites.items()
+        ]
+        run = {"sequential": sequential, "sparsities": table}
+        identity = identify(self.pruner, self.refit, fn, params, self.batches, **run)
         self.finished = Finished(folder, identity)
 
     def params(self) -> PyTree:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from sparsity.base_updater import BaseUpdater
+from sparsity.calibration.fingerprint import fingerprint, fingerprint_program
+from sparsity.calibration.refits import Refit
 from sparsity.calibration.report import LayerReport
 from sparsity.core import extras, trees
-from sparsity.core.jaxprs import Program
 from sparsity.core.trees import PyTree
+from sparsity.graph import trace
 
 
 class Layer(NamedTuple):
@@ -90,38 +91,61 @@ def _new(path: pathlib.Path) -> pathlib.Path:
     return path.with_suffix(".new")
 
 
-def digest(tree: PyTree) -> str:
-    """A hash of all arrays of a tree, with their shapes and dtypes."""
-    found = hashlib.sha256()
-    for array in trees.split_arrays(tree)[0]:
-        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            array = jax.random.key_data(array)
-        found.update(f"{array.dtype} {array.shape}".encode())
-        found.update(np.ascontiguousarray(jax.device_get(array)).tobytes())
-    return found.hexdigest()
+def identify(
+    pruner: BaseUpdater,
+    refit: Refit | None,
+    fn: Callable[..., PyTree],
+    params: PyTree,
+    batches: Sequence[PyTree],
+    **others: object,
+) -> dict[str, str]:
+    """Returns fingerprints of all that the results of a run depend on, by name.
 
+    Args:
+      pruner: the updater. What its distribution, patterns and batch axes say of the params belongs
+        into `others`.
+      refit: or `None`.
+      fn: the model; its programs count, one for each shape of a batch.
+      params: tree of parameters, whose arrays count.
+      batches: the data, whose arrays count.
+      **others: more values.
 
-def digest_of_program(program: Program) -> str:
-    """A hash of a program: its primitives, the shapes that they read, and its constants."""
-    return hashlib.sha256("\n".join(_texts(program)).encode()).hexdigest()
-
-
-def _texts(program: Program) -> Iterator[str]:
-    for equation in program.flat():
-        known = [value.known for value in equation.inputs if value.known is not None]
-        yield f"{equation.name} {[(x.shape, x.dtype) for x in equation.inputs]} {digest(known)}"
-        for body in equation.bodies:
-            yield from _texts(body)
-
-
-def described(value: object) -> str:
-    """What a pruner or a refit is, by its class and those of its fields that are plain values."""
-    if not dataclasses.is_dataclass(value):
-        return type(value).__qualname__
-    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    plain = {
-        name: digest(field) if trees.is_array(field) else field
-        for name, field in fields.items()
-        if trees.is_array(field) or isinstance(field, bool | int | float | str | None)
+    Raises:
+      ValueError: something of these has no description that another process would share.
+    """
+    fields = dict(vars(pruner))
+    for name in ("sparsity_distribution_fn", "sparsity_type", "batch_axes", "use_packed_masks"):
+        fields.pop(name, None)
+    shapes = {fingerprint([(x.shape, str(x.dtype)) for x in _arrays(b)]): b for b in batches}
+    values: dict[str, object] = {
+        "pruner": (type(pruner), fields),
+        "refit": refit,
+        **others,
+        "params": _arrays(params),
+        "batches": [_arrays(batch) for batch in batches],
+        "jax": jax.__version__,
     }
-    return f"{type(value).__qualname__}({plain})"
+    identity = {}
+    for name, value in values.items():
+        try:
+            identity[name] = fingerprint(value)
+        except ValueError as error:
+            raise ValueError(_refusal(name, error)) from error
+    programs = [trace(fn, params, batch).program for batch in shapes.values()]
+    try:
+        identity["fn"] = fingerprint([fingerprint_program(program) for program in programs])
+    except ValueError as error:
+        raise ValueError(_refusal("fn", error)) from error
+    return identity
+
+
+def _refusal(name: str, error: ValueError) -> str:
+    return (
+        f"With a folder, a later call must be known to be the same, and {name} cannot be told: "
+        f"{error} Or run without a folder."
+    )
+
+
+def _arrays(tree: PyTree) -> list[Any]:
+    """The arrays of a tree: a traced program has all else."""
+    return trees.split_arrays(tree)[0]

@@ -1,5 +1,11 @@
 """An interrupted one-shot run goes on from the layers that are finished."""
 
+import functools
+import json
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +13,7 @@ import pytest
 
 import sparsity
 from sparsity.calibration import Report
+from sparsity.calibration.resume import Finished
 from tests import helpers
 
 PRUNER = sparsity.WandaPruning(sparsity_distribution_fn=helpers.half)
@@ -23,59 +30,263 @@ def model(params, x):
 
 
 class Refit:
-    """Halves what stays; the user interrupts it before a layer."""
+    """Multiplies what stays."""
 
-    def __init__(self, interrupted_at=None):
-        self.calls, self.interrupted_at = 0, interrupted_at
+    def __init__(self, factor=0.5):
+        self.factor = factor
 
     def __call__(self, dense, pruned, mask, statistic, select):
-        if self.calls == self.interrupted_at:
+        return self.factor(pruned) if callable(self.factor) else self.factor * pruned, mask
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    """Interrupts a run before it has saved so many layers; `None` lets it run."""
+    write = Finished.write
+    left = [None]
+
+    def written(self, number, layer):
+        if left[0] == 0:
             raise KeyboardInterrupt
-        self.calls += 1
-        return pruned / 2, mask
+        left[0] = left[0] and left[0] - 1
+        write(self, number, layer)
+        WRITTEN.append(number)
+
+    monkeypatch.setattr(Finished, "write", written)
+    WRITTEN.clear()
+
+    def after(count):
+        left[0] = count
+
+    return after
+
+
+WRITTEN = []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sequential", [True, False])
-def test_a_run_goes_on_where_it_was_interrupted_with_the_same_bits(tmp_path, sequential):
-    def run(refit, folder=None):
+@pytest.mark.parametrize("refit", [None, Refit()])
+def test_a_run_goes_on_where_it_was_interrupted_with_the_same_bits(
+    tmp_path, sequential, refit, interrupt
+):
+    def run(folder=None):
         return sparsity.oneshot(PRUNER, model, PARAMS, BATCHES, refit, sequential, folder)
 
-    expected = run(Refit())
+    expected = run()
+    interrupt(1)
     with pytest.raises(KeyboardInterrupt):
-        run(Refit(interrupted_at=1), tmp_path / "run")
-    refit = Refit()
-    found = run(refit, tmp_path / "run")
-    assert refit.calls == (2 if sequential else 1)  # a scan is pruned layer by layer, or as a whole
+        run(tmp_path / "run")
+    assert WRITTEN == [0]
+    interrupt(None)
+    found = run(tmp_path / "run")
+    layers = 3 if sequential else 2  # a scan is pruned layer by layer, or as a whole
+    assert [*range(layers)] == WRITTEN
     for own, other in zip(*map(jax.tree.leaves, (found[:2], expected[:2])), strict=True):
         assert own.dtype == other.dtype
         np.testing.assert_array_equal(own, other)
-    again = run(Refit(interrupted_at=0), tmp_path / "run")  # all is finished
+    again = run(tmp_path / "run")  # all is finished
+    assert len(WRITTEN) == layers
     assert again[2] == found[2]
     assert isinstance(again[2], Report)
     assert [row.error for row in found[2].values()] == [row.error for row in expected[2].values()]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"batches": BATCHES[::-1]}, "'batches'"),
-        ({"params": PARAMS | {"last": PARAMS["last"] * 2}}, "'params'"),
-        ({"fn": lambda params, x: model(params, x) * 3}, "'fn'"),
-        ({"refit": sparsity.ADMM()}, "'refit'"),
-        ({"sequential": False}, "'sequential'"),
-        ({"pruner": sparsity.WandaPruning(sparsity_distribution_fn=helpers.uniform(0.6))}, "'sp"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_folder_of_another_run_is_refused(tmp_path, changed, named):
-    one = {"pruner": PRUNER, "fn": model, "params": PARAMS, "batches": BATCHES}
+def test_a_recurrent_loop_goes_on_where_it_was_interrupted(tmp_path, interrupt):
+    params = {"in": jax.random.normal(jax.random.key(0), (8, 8)), "hidden": PARAMS["layers"][0]}
+
+    def recurrent(params, x):
+        step = lambda h, x: (jnp.tanh(x @ params["in"] + h @ params["hidden"]), None)  # noqa: E731
+        return jax.lax.scan(step, jnp.zeros(8), x)[0]
+
+    def run(folder=None):
+        return sparsity.oneshot(PRUNER, recurrent, params, BATCHES, folder=folder)
+
+    expected = run()
+    interrupt(1)
     with pytest.raises(KeyboardInterrupt):
-        sparsity.oneshot(**one, refit=Refit(interrupted_at=0), folder=tmp_path)
-    changed = one | {"refit": Refit(interrupted_at=0)} | changed
-    with pytest.raises(ValueError, match=f"holds another run: its {named}.*differ.*Give another"):
-        sparsity.oneshot(**changed, folder=tmp_path)
+        run(tmp_path)
+    interrupt(None)
+    found = run(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, found[:2], expected[:2])
+
+
+def transposed(params, x):
+    x = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w.T), None), x, params["layers"])[0]
+    return x @ params["last"]
+
+
+def halves(first):
+    def split(params, x):
+        x = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])[0]
+        one, other = x[:, :4], x[:, 4:]
+        return jnp.concatenate([one, other] if first else [other, one], axis=1) @ params["last"]
+
+    return split
+
+
+def scaled(factor):
+    return lambda params, x: model(params, factor * x)
+
+
+def keeps(count):
+    """A `topk_fn`."""
+    return lambda scores, sparsity: (scores >= jnp.sort(scores.ravel())[-count]).reshape(
+        scores.shape
+    )
+
+
+def wanda(**options):
+    return sparsity.WandaPruning(sparsity_distribution_fn=helpers.half, **options)
+
+
+def with_pattern(n):
+    return wanda(sparsity_type=sparsity.NByM(n, 4, axis=-2))
+
+
+class Louder(sparsity.WandaPruning):
+    def score(self, weights, squares):
+        return weights * squares
+
+
+class Quieter(sparsity.WandaPruning):
+    def score(self, weights, squares):
+        return weights * jnp.sqrt(jnp.sqrt(squares))
+
+
+def named_alike(factor):
+    def refit(dense, pruned, mask, statistic, select):
+        return factor * pruned, mask
+
+    return refit
+
+
+def multiplied(factor, dense, pruned, mask, statistic, select):
+    return factor * pruned, mask
+
+
+OTHERS = {
+    "batches": ({}, {"batches": BATCHES[::-1]}),
+    "params": ({}, {"params": PARAMS | {"last": PARAMS["last"] * 2}}),
+    "sequential": ({}, {"sequential": False}),
+    "sparsities": (
+        {}, {"pruner": sparsity.WandaPruning(sparsity_distribution_fn=helpers.uniform(0.6))},
+    ),
+    "sparsities of a pattern": ({"pruner": with_pattern(1)}, {"pruner": with_pattern(2)}),
+    "fn": ({}, {"fn": lambda params, x: model(params, x) * 3}),
+    "fn that transposes": ({}, {"fn": transposed}),
+    "fn with halves swapped": ({"fn": halves(True)}, {"fn": halves(False)}),
+    "fn with another number": ({"fn": scaled(2.0)}, {"fn": scaled(3.0)}),
+    "fn with another array": ({"fn": scaled(np.ones(8))}, {"fn": scaled(np.arange(8.0))}),
+    "refit": ({}, {"refit": sparsity.ADMM()}),
+    "refit of another number": ({"refit": sparsity.ADMM()}, {"refit": sparsity.ADMM(rho=0.5)}),
+    "refit with another state": ({}, {"refit": Refit(0.25)}),
+    "refit with another function": ({"refit": Refit(jnp.abs)}, {"refit": Refit(jnp.sign)}),
+    "refit by another closure": ({"refit": named_alike(1)}, {"refit": named_alike(2)}),
+    "refit by another partial": (
+        {"refit": functools.partial(multiplied, 2)}, {"refit": functools.partial(multiplied, 3)},
+    ),
+    "pruner": ({}, {"pruner": sparsity.RIAPruning(sparsity_distribution_fn=helpers.half)}),
+    "pruner with another topk_fn": (
+        {"pruner": wanda(topk_fn=keeps(1))}, {"pruner": wanda(topk_fn=keeps(2))},
+    ),
+    "pruner of another seed": (
+        {"pruner": wanda(rng_seed=jax.random.key(0))},
+        {"pruner": wanda(rng_seed=jax.random.key(1))},
+    ),
+    "pruner of another class": (
+        {"pruner": Louder(sparsity_distribution_fn=helpers.half)},
+        {"pruner": Quieter(sparsity_distribution_fn=helpers.half)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_folder_of_another_run_is_refused(tmp_path, name, interrupt):
+    one, other = OTHERS[name]
+    base = {
+        "pruner": PRUNER, "fn": model, "params": PARAMS, "batches": BATCHES, "refit": Refit(),
+    }  # fmt: skip
+    interrupt(0)
+    with pytest.raises(KeyboardInterrupt):
+        sparsity.oneshot(**base | one, folder=tmp_path)
+    with pytest.raises(KeyboardInterrupt):  # the same goes on
+        sparsity.oneshot(**base | one, folder=tmp_path)
+    named = name.partition(" ")[0]
+    with pytest.raises(ValueError, match=f"holds another run: its .*'{named}'.*differ.*Give anot"):
+        sparsity.oneshot(**base | one | other, folder=tmp_path)
+
+
+PROGRAM = """
+import functools, json, sys
+import jax, jax.numpy as jnp
+import sparsity
+from sparsity.calibration import resume
+
+FACTOR = {factor}
+
+def refit(dense, pruned, mask, statistic, select):
+    return FACTOR * pruned, mask
+
+class Mine(sparsity.WandaPruning):
+    def score(self, weights, squares):
+        return weights * jnp.sqrt(squares) + {{"a": 1, "b": 2}}["a"]
+
+def model(params, x):
+    h = jax.nn.relu(x @ params["w"])
+    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, params["stack"])[0]
+
+params = {{"w": jnp.ones((4, 4)), "stack": jnp.ones((2, 4, 4), jnp.bfloat16).astype(jnp.float32)}}
+pruner = Mine(topk_fn=functools.partial(lambda s, scores, sparsity: scores > s, 3))
+found = resume.identify(pruner, refit, model, params, [jnp.ones((2, 4))], names={{"x", "y", "z"}})
+print(json.dumps(found))
+"""
+
+
+def test_another_process_has_the_same_fingerprints_wherever_the_code_lies(tmp_path):
+    def identity(seed, factor=2, before=""):
+        script = tmp_path / f"script{seed}.py"
+        script.write_text(before + PROGRAM.format(factor=factor))
+        environment = {
+            **os.environ,
+            "PYTHONHASHSEED": str(seed),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        done = subprocess.run(
+            [sys.executable, "-P", script],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return json.loads(done.stdout)
+
+    first = identity(1)
+    assert identity(2, before="\n# moved down\n\n") == first
+    other = identity(3, factor=3)
+    assert {name for name in first if first[name] != other[name]} == {"refit"}
+
+
+def test_what_another_process_could_not_recognize_is_refused_before_anything_is_written(tmp_path):
+    generator = np.random.default_rng(0)
+    refit = lambda dense, pruned, mask, *_: (pruned * generator.random(), mask)  # noqa: E731
+    with pytest.raises(
+        ValueError, match=r"refit cannot be told: Generator.*no description.*without"
+    ):
+        sparsity.oneshot(PRUNER, model, PARAMS, BATCHES, refit, folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+    def with_callback(params, x):
+        keep = lambda x: x + np.float32(generator.random() * 0)  # noqa: E731
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return model(params, jax.pure_callback(keep, shape, x))
+
+    with pytest.raises(
+        ValueError, match=r"fn cannot be told: callback of the pure_callback at .*test"
+    ):
+        sparsity.oneshot(PRUNER, with_callback, PARAMS, BATCHES, folder=tmp_path / "run")
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
