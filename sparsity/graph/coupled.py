@@ -104,6 +104,20 @@ class Coupled:
         """Whether a member of a group adds to its importance; all do, unless a subclass differs."""
         return True
 
+    def ranks(self, importance: Sequence[jax.Array], costs: Sequence[Any]) -> list[jax.Array]:
+        """Returns what the channels of groups compete by with `across`, [channels] each.
+
+        Layers keep equally many: what counts are their channels of each rank together.
+
+        Args:
+          importance: [channels] of each group, or [layers, channels].
+          costs: of one channel of each group, in all layers.
+        """
+        totals = [
+            exact.ordered_sum(-jnp.sort(-x, axis=1), (0,)) if x.ndim == 2 else x for x in importance
+        ]
+        return [total / jnp.float32(cost) for total, cost in zip(totals, costs, strict=True)]
+
     def masked(self, params: PyTree, sparsities: PyTree) -> set[KeyPath]:
         """Paths of the leaves that get masks: all members of groups that have a sparsity."""
         groups = self._groups(params, sparsities)
@@ -323,11 +337,7 @@ class Coupled:
         allowed: Sequence[chex.Numeric],
     ) -> list[jax.Array]:
         """How many channels of each group stay: the best per cost, no dearer than allowed ones."""
-        wholes, ranks = [group.whole for group in groups], []
-        for x, each in zip(importance, cost.each, strict=True):
-            # Layers keep equally many: what counts are their channels of each rank together.
-            total = exact.ordered_sum(-jnp.sort(-x, axis=1), (0,)) if x.ndim == 2 else x
-            ranks.append(total / jnp.float32(each))
+        wholes, ranks = [group.whole for group in groups], self.ranks(importance, cost.each)
         limit = cost.limit(jnp.stack([jnp.asarray(n, jnp.float32) for n in allowed]))
 
         def kept(counts: Sequence[jax.Array]) -> jax.Array:
