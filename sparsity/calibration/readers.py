@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from sparsity.base_updater import BaseUpdater
+from sparsity.core import exact, trees
+from sparsity.core.checks import is_traced
+from sparsity.core.trees import PyTree
 from sparsity.graph import Coupled, Graph
 from sparsity.graph.uses import Path
+
+_FEW = 20  # a group that keeps fewer than one of so many channels is worth a warning
 
 
 @dataclasses.dataclass(frozen=True)
 class Readers(Coupled):
-    """Coupled channels whose importance is that of the leaves that read them."""
+    """Coupled channels whose importance is that of the leaves that read them.
+
+    With `across`, importance is standardized within each group, or each layer of it: groups differ
+    in scale by far. Channels without any importance stay out.
+    """
 
     @classmethod
     def of(cls, pruner: BaseUpdater) -> Readers:
@@ -30,3 +47,51 @@ class Readers(Coupled):
 
     def is_scored(self, graph: Graph, path: Path, axis: int) -> bool:
         return any(use.path == path and axis in use.contracting for use in graph.uses)
+
+    def ranks(self, importance: Sequence[jax.Array], costs: Sequence[Any]) -> list[jax.Array]:
+        standardized = [_standardized(x) for x in importance]
+        joined = jnp.concatenate(standardized)
+        # Positive, in the order of the scores, of which some are negative.
+        order = jnp.argsort(jnp.argsort(joined, stable=True, descending=True), stable=True)
+        places = len(joined) - order
+        ends = [*itertools.accumulate(len(x) for x in standardized)]
+        return [
+            jnp.where(x > -jnp.inf, place, 0).astype(jnp.float32)
+            for x, place in zip(standardized, jnp.split(places, ends[:-1]), strict=True)
+        ]
+
+    def warn_of_few(self, masks: PyTree) -> None:
+        """Warns of groups that keep less than a twentieth of their channels."""
+        leaves = [(trees.path_names(path), x) for path, x in trees.leaves_by_path(masks).items()]
+        for group in self.graph.groups:
+            (path, axis), positions = group.members[0], group.positions[0]
+            # The tree may be a part of what was traced.
+            mask = next((x for names, x in leaves if path[len(path) - len(names) :] == names), None)
+            if mask is None or is_traced(mask) or mask.shape[axis] <= positions.max(initial=0):
+                continue
+            rows = np.moveaxis(np.asarray(mask), axis, -1)
+            rows = rows.reshape(group.layers or 1, -1, rows.shape[-1]).max(axis=1)
+            kept = int(rows[:, positions].max(axis=-1).sum(axis=-1).min())
+            if kept * _FEW < group.size:
+                warnings.warn(
+                    f"The group {group.name!r} keeps {kept} of {group.size} channels, as others "
+                    "matter more. Raise min_channels of Coupled, or leave it out with filter_fn.",
+                    stacklevel=3,
+                )
+
+
+def _standardized(importance: jax.Array) -> jax.Array:
+    """(x - mean) / deviation, [channels]; the means of each rank over layers, the largest first.
+
+    Args:
+      importance: [channels] or [layers, channels]. What is 0 or NaN becomes -inf.
+    """
+    layers = jnp.atleast_2d(importance)
+    count = layers.shape[1]
+    mean = exact.ordered_sum(layers, (1,))[:, None] / count
+    spread = exact.ordered_sum(jnp.square(layers - mean), (1,))[:, None] / max(count - 1, 1)
+    scores = (layers - mean) * jnp.where(spread > 0, jax.lax.rsqrt(spread), 0)
+    scores = jnp.where(layers > 0, scores, -jnp.inf)
+    if importance.ndim == 1:
+        return scores[0]
+    return jnp.mean(-jnp.sort(-scores, axis=1), axis=0)
