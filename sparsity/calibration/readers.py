@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ class Readers(Coupled):
     def is_scored(self, graph: Graph, path: Path, axis: int) -> bool:
         return any(use.path == path and axis in use.contracting for use in graph.uses)
 
-    def ranks(self, importance: Sequence[jax.Array], costs: Sequence[Any]) -> list[jax.Array]:
+    def ranks(self, importance: Sequence[jax.Array], costs: Sequence[Fraction]) -> list[jax.Array]:
         standardized = [_standardized(x) for x in importance]
         joined = jnp.concatenate(standardized)
         # Positive, in the order of the scores, of which some are negative.

@@ -104,7 +104,7 @@ class Coupled:
         """Whether a member of a group adds to its importance; all do, unless a subclass differs."""
         return True
 
-    def ranks(self, importance: Sequence[jax.Array], costs: Sequence[Any]) -> list[jax.Array]:
+    def ranks(self, importance: Sequence[jax.Array], costs: Sequence[Fraction]) -> list[jax.Array]:
         """Returns what the channels of groups compete by with `across`, [channels] each.
 
         Layers keep equally many: what counts are their channels of each rank together.
