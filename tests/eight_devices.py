@@ -1,4 +1,4 @@
-"""Runs a program of tests/programs on eight virtual devices, in a process of its own."""
+"""Runs a program of tests/scripts on eight virtual devices, in a process of its own."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ def run(program, kind):
     """Runs all cases of a program, on a mesh whose axes have that kind."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.programs", program, kind],
+        [sys.executable, "-m", "tests.scripts", program, kind],
         capture_output=True,
         text=True,
         timeout=LIMIT,

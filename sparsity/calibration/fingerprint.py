@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core.jaxprs import ClosedJaxpr, Equation, Program, Value, program
+from sparsity.programs.program import ClosedJaxpr, Equation, Program, Value, program
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range)
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")

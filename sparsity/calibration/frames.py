@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from sparsity.core.jaxprs import Equation, Program, Value
+from sparsity.programs.program import Equation, Program, Value
 
 Layers: TypeAlias = Mapping[Equation, int]  # the layer of each scan, the outermost first
 

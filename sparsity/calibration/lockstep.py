@@ -22,9 +22,9 @@ from sparsity.calibration.rows import sum_outputs
 from sparsity.calibration.statistics import Path, Statistic, not_finite
 from sparsity.calibration.walk import Steps, Walk, add
 from sparsity.core import sharding, trees
-from sparsity.core.jaxprs import Equation, Program
 from sparsity.core.trees import PyTree
 from sparsity.graph import Use
+from sparsity.programs.program import Equation, Program
 
 Cut: TypeAlias = tuple[tuple[int, int], ...]  # (axis, index) of each axis that scans take apart
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparsity.calibration.counts import Count
-from sparsity.core.jaxprs import Equation, Program, Value
 from sparsity.core.trees import PyTree
 from sparsity.graph import Use
+from sparsity.programs.program import Equation, Program, Value
 
 Steps: TypeAlias = Mapping[Equation, jax.Array]  # the step of each scan around a product
 Sums: TypeAlias = dict[int, PyTree]  # by number of the use: arrays and counts that add up

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
-from sparsity.core.jaxprs import Equation, Program, Value
-from sparsity.graph.products import PRODUCTS, read_product
 from sparsity.graph.uses import MOVES, Factor, Path, Tracker, Use, View
+from sparsity.programs.products import PRODUCTS, read_product
+from sparsity.programs.program import Equation, Program, Value
 
 
 def find_biases(program: Program, leaves: Collection[Value], tracker: Tracker) -> dict[Path, Path]:

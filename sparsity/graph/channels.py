@@ -11,8 +11,8 @@ import chex
 import numpy as np
 
 from sparsity.core.trees import KeyPath
-from sparsity.graph.dims import Dim, Reason, labels, variables
 from sparsity.graph.uses import Path
+from sparsity.programs.axes import Dim, Reason, labels, variables
 
 
 @dataclasses.dataclass(frozen=True)

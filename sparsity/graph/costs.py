@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from sparsity.core.jaxprs import Equation, Program
 from sparsity.core.polynomials import Polynomial
 from sparsity.graph.coupling import Coupling
-from sparsity.graph.dims import Dim, size_of
-from sparsity.graph.products import PRODUCTS, read_product
 from sparsity.graph.uses import shards
+from sparsity.programs.axes import Dim, size_of
+from sparsity.programs.products import PRODUCTS, read_product
+from sparsity.programs.program import Equation, Program
 
 Number = Any  # an int, a fraction, or a polynomial
 

@@ -19,11 +19,11 @@ from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph.channels import ChannelGroup, PlacedGroup
 from sparsity.graph.cuts import Cut, solve_sizes
-from sparsity.graph.dims import Dim
 from sparsity.graph.graph import Graph
 from sparsity.graph.uses import Path
 from sparsity.masks import Pattern, TopkFn
 from sparsity.masks.costs import best_that_fit
+from sparsity.programs.axes import Dim
 from sparsity.selection import Leaf, Scores, computed, moved_masks, topk_masks
 from sparsity.selection.scores import stored
 

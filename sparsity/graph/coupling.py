@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from sparsity.core.jaxprs import Equation, Program, Value
-from sparsity.graph.dims import Dim, Reason, pin, product, total, unify, variables
-from sparsity.graph.primitives import ELEMENTWISE, REDUCTIONS, SOURCES
-from sparsity.graph.products import read_product
+from sparsity.programs.axes import Dim, Reason, pin, product, total, unify, variables
+from sparsity.programs.primitives import ELEMENTWISE, REDUCTIONS, SOURCES
+from sparsity.programs.products import read_product
+from sparsity.programs.program import Equation, Program, Value
 
 # Along some of their axes they mix entries, along others they run entry by entry.
 _CUMULATIVE = ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")

@@ -9,8 +9,8 @@ import numpy as np
 
 from sparsity.core import trees
 from sparsity.graph.channels import Leaf
-from sparsity.graph.dims import Dim, kept_by_layer, labels, size_of, variables
 from sparsity.graph.uses import Path
+from sparsity.programs.axes import Dim, kept_by_layer, labels, size_of, variables
 
 Axes = Sequence[tuple[Leaf, Sequence[Dim]]]  # the parameters of a model, with their axes
 Sizes = dict[Dim, int]

@@ -13,20 +13,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core import jaxprs, sharding, trees
+from sparsity.core import sharding, trees
 from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import PyTree
 from sparsity.graph import costs, report
 from sparsity.graph.biases import find_biases
 from sparsity.graph.channels import ChannelGroup, Leaf, Refusal, find_channels, positions
 from sparsity.graph.coupling import ANALYSED, Coupling
-from sparsity.graph.dims import Dim, Reason
 from sparsity.graph.layers import layered
-from sparsity.graph.primitives import NO_PRODUCTS
-from sparsity.graph.products import PRODUCTS, read_product
 from sparsity.graph.removed import Removed
 from sparsity.graph.uses import Path, Use, track
 from sparsity.patterns import NByM, SparsityType, Unstructured
+from sparsity.programs import program as jaxprs
+from sparsity.programs.axes import Dim, Reason
+from sparsity.programs.primitives import NO_PRODUCTS
+from sparsity.programs.products import PRODUCTS, read_product
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

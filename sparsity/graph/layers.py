@@ -6,9 +6,9 @@ as hidden units do, need not be the same ones in all layers; those of the carry 
 
 from __future__ import annotations
 
-from sparsity.core.jaxprs import Equation, Program, Value
 from sparsity.graph.coupling import Coupling
-from sparsity.graph.dims import Dim, variables
+from sparsity.programs.axes import Dim, variables
+from sparsity.programs.program import Equation, Program, Value
 
 
 def layered(program: Program, coupling: Coupling) -> dict[Dim, int]:

@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from sparsity.core.jaxprs import Equation, Program, Value
-from sparsity.graph import constants
 from sparsity.graph.coupling import Coupling
-from sparsity.graph.dims import Dim, Reason, variables
-from sparsity.graph.primitives import ELEMENTWISE, REDUCTIONS
-from sparsity.graph.products import read_product
+from sparsity.programs import constants
+from sparsity.programs.axes import Dim, Reason, variables
+from sparsity.programs.primitives import ELEMENTWISE, REDUCTIONS
+from sparsity.programs.products import read_product
+from sparsity.programs.program import Equation, Program, Value
 
 Place = tuple[int, Dim]  # an axis, and the variable whose removed entries are meant
 

@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparsity.core import jaxprs, sharding, trees
+from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph.channels import Leaf
 from sparsity.graph.graph import Graph
-from sparsity.graph.products import PRODUCTS
 from sparsity.graph.uses import Path
+from sparsity.programs import program as jaxprs
+from sparsity.programs.products import PRODUCTS
 
 _ON_VALUES = (
     jax.errors.ConcretizationTypeError,

@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from sparsity.core.jaxprs import Equation, Program, Value
-from sparsity.graph import constants
-from sparsity.graph.primitives import ELEMENTWISE
-from sparsity.graph.products import PRODUCTS, read_product
+from sparsity.programs import constants
+from sparsity.programs.primitives import ELEMENTWISE
+from sparsity.programs.products import PRODUCTS, read_product
+from sparsity.programs.program import Equation, Program, Value
 
 Path = tuple[str, ...]
 

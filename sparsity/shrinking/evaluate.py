@@ -12,11 +12,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, reshard
 
-from sparsity.core.jaxprs import CALLS, Equation, Program, Value, is_differentiable
 from sparsity.core.sharding import fit
 from sparsity.graph.coupling import Coupling
-from sparsity.graph.dims import Dim, kept, kept_by_layer, size_of
-from sparsity.graph.primitives import SOURCES
+from sparsity.programs.axes import Dim, kept, kept_by_layer, size_of
+from sparsity.programs.primitives import SOURCES
+from sparsity.programs.program import CALLS, Equation, Program, Value, is_differentiable
 
 # Of variables that lose entries, the indices that stay; a row for each layer of a scan that has its
 # own.

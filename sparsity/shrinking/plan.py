@@ -17,7 +17,7 @@ from sparsity.core.checks import unique_keys
 from sparsity.core.trees import PyTree
 from sparsity.graph import ChannelGroup, Coupled, Graph
 from sparsity.graph.cuts import kept_of_leaves, kept_of_variables
-from sparsity.graph.dims import Dim, kept_by_layer, variables
+from sparsity.programs.axes import Dim, kept_by_layer, variables
 from sparsity.shrinking.evaluate import Smaller
 
 Path = tuple[str, ...]

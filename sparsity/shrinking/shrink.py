@@ -16,7 +16,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
 from sparsity.graph.cuts import kept_of_variables
-from sparsity.graph.dims import Dim
+from sparsity.programs.axes import Dim
 from sparsity.reports import time_in_turn
 from sparsity.shrinking import report
 from sparsity.shrinking.cutting import check_updates, cut_params, cut_state

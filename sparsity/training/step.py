@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sparsity.core import jaxprs, trees
+from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.sharding import on_device
 from sparsity.core.trees import PyTree
@@ -35,6 +35,7 @@ from sparsity.masks import (
     read_masks,
     unpack_masks,
 )
+from sparsity.programs import program as jaxprs
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.hooks import ExtraArg, Updater, call_hook, is_overridden
 from sparsity.training.regrow import (

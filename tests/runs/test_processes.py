@@ -26,7 +26,7 @@ def _start(folder, how):
     processes = []
     for process in (0, 1):
         with open(folder / f"{how}{process}.log", "w", encoding="utf-8") as log:
-            command = [sys.executable, "-m", "tests.programs.two_processes"]
+            command = [sys.executable, "-m", "tests.scripts.two_processes"]
             env = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
             processes.append(
                 subprocess.Popen(

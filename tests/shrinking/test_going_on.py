@@ -12,7 +12,7 @@ import pytest
 import sparsity
 from sparsity import Coupled, Uniform, budget, shrink, trace
 from tests.helpers import ROOT
-from tests.programs import smaller
+from tests.scripts import smaller
 
 
 def model(params, x):
@@ -96,7 +96,7 @@ def test_cutting_does_not_change_the_graph():
 def test_a_process_without_the_large_arrays_goes_on_with_the_ramp(tmp_path):
     """The plan and the small checkpoint are all that it gets: the same weights as without it."""
     expected = smaller.train(smaller.cut(tmp_path), smaller.END - smaller.CUT)
-    command = [sys.executable, "-m", "tests.programs.smaller", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.scripts.smaller", str(tmp_path)]
     subprocess.run(command, check=True, cwd=ROOT)
     with np.load(tmp_path / "end.npz") as end:
         for name, leaf in expected.items():

@@ -6,7 +6,7 @@ import numpy as np
 
 import sparsity
 from tests.calibration import oracles
-from tests.programs.devices import same
+from tests.scripts.devices import same
 
 
 def mlp(params, x):

@@ -6,7 +6,7 @@ import optax
 
 from sparsity import EpochStrategy, pruning
 from tests.epochs.epoch_oracle import assert_masks, grouped, parameters, ranked, strategy
-from tests.programs.devices import Devices
+from tests.scripts.devices import Devices
 
 
 def masks_are_those_of_one_device_and_sharded_as_the_weights(devices):

@@ -5,7 +5,7 @@ import numpy as np
 
 import sparsity
 from tests.helpers import normal
-from tests.programs.devices import same
+from tests.scripts.devices import same
 
 
 def merged_weights_lie_where_the_weights_lie(devices):

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core.checks import is_traced
-from sparsity.core.jaxprs import Equation
+from sparsity.programs.program import Equation
 
 Kind: TypeAlias = Literal["product", "sum"]
 

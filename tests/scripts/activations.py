@@ -5,7 +5,7 @@ import numpy as np
 
 from sparsity import prune_act_struct, prune_act_unstruct
 from tests.helpers import normal
-from tests.programs.devices import Devices
+from tests.scripts.devices import Devices
 from tests.selection_oracle import largest, n_of_m
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsity.core import jaxprs
+from sparsity.programs import program as jaxprs
 
 
 @jax.jit

@@ -8,7 +8,7 @@ import optax
 import sparsity
 from sparsity.calibration import prune
 from tests.calibration import oracles
-from tests.programs.devices import same
+from tests.scripts.devices import same
 
 RUNS = {
     "sparsegpt": (sparsity.SparseGPTPruning, None),

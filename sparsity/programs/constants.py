@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherScatterMode
 
-from sparsity.core.jaxprs import Equation, is_differentiable
+from sparsity.programs.program import Equation, is_differentiable
 
 _LARGEST = 1 << 16  # entries of a constant that are looked at
 

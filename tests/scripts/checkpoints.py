@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import sparsity
 from tests import helpers
-from tests.programs.devices import scores
+from tests.scripts.devices import scores
 
 SPECS = {"kernel": P("a", "b"), "bias": P("b")}
 

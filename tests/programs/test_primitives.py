@@ -6,9 +6,9 @@ import pytest
 from jax import lax
 from jax.extend.core import Primitive, primitives
 
-from sparsity.core import jaxprs
 from sparsity.graph import coupling, removed, trace
-from sparsity.graph.primitives import NO_PRODUCTS
+from sparsity.programs import program as jaxprs
+from sparsity.programs.primitives import NO_PRODUCTS
 
 # These are not analysed either, and may multiply matrices: the table names them.
 UNCOUNTED = {

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from sparsity.core.jaxprs import Equation, Value
+from sparsity.programs.program import Equation, Value
 
 PRODUCTS = frozenset(("conv_general_dilated", "dot_general", "ragged_dot_general"))
 

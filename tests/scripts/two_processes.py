@@ -1,6 +1,6 @@
 """One of two processes that train together, on two devices each, save, and may lose one of them.
 
-    python -m tests.programs.two_processes PROCESS PORT FOLDER first|again
+    python -m tests.scripts.two_processes PROCESS PORT FOLDER first|again
 
 A `first` run saves after the third of six steps, writes how it ends, and then process 1 kills
 itself while the other goes on. A run that begins `again` starts from what was saved.

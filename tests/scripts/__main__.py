@@ -6,13 +6,13 @@ import traceback
 
 import jax
 
-from tests.programs.devices import Devices
+from tests.scripts.devices import Devices
 
 
 def main(program, kind, *names):
     assert jax.device_count() == 8
     failed = []
-    for case in importlib.import_module(f"tests.programs.{program}").CASES[kind]:
+    for case in importlib.import_module(f"tests.scripts.{program}").CASES[kind]:
         if names and case.__name__ not in names:
             continue
         try:

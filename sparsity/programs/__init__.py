@@ -1,0 +1,1 @@
+"""Programs that jax traced: their equations, axes, products and constants."""
