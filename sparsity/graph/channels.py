@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsity.core.trees import KeyPath
 from sparsity.graph.uses import Path
-from sparsity.programs.axes import Dim, Reason, labels, variables
+from sparsity.programs.axes import Axis, Reason, labels, variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ChannelGroup:
     size: int
     members: tuple[tuple[Path, int], ...]
     positions: tuple[np.ndarray, ...]
-    variable: Dim = dataclasses.field(repr=False)
+    variable: Axis = dataclasses.field(repr=False)
     layers: int = 0
 
 
@@ -95,10 +95,10 @@ class Refusal:
 
 
 def find_channels(
-    axes: Sequence[tuple[Leaf, Sequence[Dim]]],
-    unproven: Mapping[Dim, Reason],
+    axes: Sequence[tuple[Leaf, Sequence[Axis]]],
+    unproven: Mapping[Axis, Reason],
     made: Mapping[Path, set[int]],
-    layers: Mapping[Dim, int],
+    layers: Mapping[Axis, int],
 ) -> tuple[list[ChannelGroup], list[Refusal]]:
     """The groups that can be removed, and the axes that cannot lose entries, both in tree order.
 
@@ -109,7 +109,7 @@ def find_channels(
       layers: variables of which each layer has entries of its own, and how many layers.
     """
     refusals = dict(unproven)
-    members: dict[Dim, list[tuple[Leaf, int, Dim]]] = {}
+    members: dict[Axis, list[tuple[Leaf, int, Axis]]] = {}
     for leaf, dims in axes:
         for axis, dim in enumerate(dims):
             found = dict.fromkeys(variables(dim))
@@ -147,7 +147,7 @@ def find_channels(
 
 
 def positions(
-    dim: Dim, variable: Dim, sizes: Mapping[Dim, int] = types.MappingProxyType({})
+    dim: Axis, variable: Axis, sizes: Mapping[Axis, int] = types.MappingProxyType({})
 ) -> np.ndarray:
     """int[size, n]: where each entry of a variable lies along an axis, at sizes that are left."""
     entries = labels(dim, variable, sizes)

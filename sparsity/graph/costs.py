@@ -11,7 +11,7 @@ from typing import Any
 from sparsity.core.polynomials import Polynomial
 from sparsity.graph.coupling import Coupling
 from sparsity.graph.uses import shards
-from sparsity.programs.axes import Dim, size_of
+from sparsity.programs.axes import Axis, size_of
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program
 
@@ -38,18 +38,18 @@ def cost(program: Program, of_product: Callable[[Equation], Number]) -> Number:
     return total
 
 
-def macs_left(coupling: Coupling, left: Mapping[Dim, Number]) -> Callable[[Equation], Number]:
+def macs_left(coupling: Coupling, left: Mapping[Axis, Number]) -> Callable[[Equation], Number]:
     """Multiply-adds of a product if only so many entries are left of some variables."""
 
     def of_product(equation: Equation) -> Number:
         product = read_product(equation)
-        macs = entries_left([coupling.dims(value)[axis] for value, axis in product.cost], left)
+        macs = entries_left([coupling.axes(value)[axis] for value, axis in product.cost], left)
         return macs if product.inserted == 1 else macs * Fraction(1, product.inserted)
 
     return of_product
 
 
-def entries_left(dims: Iterable[Dim], left: Mapping[Dim, Number]) -> Number:
+def entries_left(dims: Iterable[Axis], left: Mapping[Axis, Number]) -> Number:
     """The product of the sizes of axes if only so many entries are left of some variables."""
     return functools.reduce(operator.mul, [size_of(dim, left) for dim in dims], 1)
 

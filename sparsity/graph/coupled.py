@@ -23,7 +23,7 @@ from sparsity.graph.graph import Graph
 from sparsity.graph.uses import Path
 from sparsity.masks import Pattern, TopkFn
 from sparsity.masks.costs import best_that_fit
-from sparsity.programs.axes import Dim
+from sparsity.programs.axes import Axis
 from sparsity.selection import Leaf, Scores, computed, moved_masks, topk_masks
 from sparsity.selection.scores import stored
 
@@ -128,7 +128,7 @@ class Coupled:
         groups = self._groups(params, sparsities)
         return {path for group in groups for path, _, _ in group.scored}
 
-    def left(self, params: PyTree, sparsities: PyTree) -> dict[Dim, Fraction]:
+    def left(self, params: PyTree, sparsities: PyTree) -> dict[Axis, Fraction]:
         """How many channels stay of each group of the model of `graph`, of Python numbers.
 
         With `across`, how many would cost as much as may stay: parts of channels, too.

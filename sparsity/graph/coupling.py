@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from sparsity.programs.axes import Dim, Reason, pin, product, total, unify, variables
+from sparsity.programs.axes import Axis, Reason, pin, product, total, unify, variables
 from sparsity.programs.primitives import ELEMENTWISE, REDUCTIONS, SOURCES
 from sparsity.programs.products import read_product
 from sparsity.programs.program import Equation, Program, Value
@@ -30,8 +30,8 @@ class Coupling:
     """
 
     def __init__(self, program: Program, free: Collection[Value], carried: Mapping[int, int]):
-        self._dims: dict[Value, list[Dim]] = {}
-        self.groups_of: dict[Equation, Dim] = {}  # feature groups of convolutions
+        self._dims: dict[Value, list[Axis]] = {}
+        self.groups_of: dict[Equation, Axis] = {}  # feature groups of convolutions
         for value in program.inputs:
             if value not in free:
                 self.pin(value, Reason(None, "an input of the model"))
@@ -43,19 +43,19 @@ class Coupling:
             else:
                 self.pin(value, Reason(None, "an output of the model"))
 
-    def dims(self, value: Value) -> list[Dim]:
+    def axes(self, value: Value) -> list[Axis]:
         """The axes of a value."""
         if value not in self._dims:
-            self._dims[value] = [Dim(size) for size in value.shape]
+            self._dims[value] = [Axis(size) for size in value.shape]
         return self._dims[value]
 
     def pin(self, value: Value, reason: Reason) -> None:
         """Says why no axis of a value can lose entries."""
-        for dim in self.dims(value):
+        for dim in self.axes(value):
             pin(dim, reason)
 
     def _same(self, one: Value, other: Value, reason: Reason) -> None:
-        for a, b in zip(self.dims(one), self.dims(other), strict=True):
+        for a, b in zip(self.axes(one), self.axes(other), strict=True):
             unify(a, b, reason)
 
     def _run(self, program: Program, with_rules: bool = True) -> None:
@@ -65,7 +65,7 @@ class Coupling:
                 self._elementwise(equation)
             elif name in REDUCTIONS:
                 axes = equation.params["axes"]
-                kept = [d for i, d in enumerate(self.dims(equation.inputs[0])) if i not in axes]
+                kept = [d for i, d in enumerate(self.axes(equation.inputs[0])) if i not in axes]
                 for output in equation.outputs:
                     self._dims[output] = kept
             elif name in SOURCES:
@@ -89,7 +89,7 @@ class Coupling:
         else:
             given, computed = of_outputs, of_inputs
         for value, inner in zip([*equation.inputs, *given], rule.inputs, strict=True):
-            self._dims[inner] = self.dims(value)
+            self._dims[inner] = self.axes(value)
         self._run(rule, with_rules=False)
         for value, inner in zip(computed, rule.outputs, strict=True):
             self._same(value, inner, Reason(equation, "a rule for derivatives"))
@@ -109,19 +109,19 @@ class Coupling:
                 self.pin(output, reason)
 
     def _transpose(self, equation: Equation) -> None:
-        dims = self.dims(equation.inputs[0])
+        dims = self.axes(equation.inputs[0])
         self._dims[equation.outputs[0]] = [dims[i] for i in equation.params["permutation"]]
 
     def _squeeze(self, equation: Equation) -> None:
-        dims = self.dims(equation.inputs[0])
+        dims = self.axes(equation.inputs[0])
         gone = equation.params["dimensions"]
         self._dims[equation.outputs[0]] = [d for i, d in enumerate(dims) if i not in gone]
 
     def _broadcast(self, equation: Equation) -> None:
         reason = Reason(equation, "a broadcast")
-        dims = self.dims(equation.outputs[0])
+        dims = self.axes(equation.outputs[0])
         axes = equation.params["broadcast_dimensions"]
-        for dim, axis in zip(self.dims(equation.inputs[0]), axes, strict=True):
+        for dim, axis in zip(self.axes(equation.inputs[0]), axes, strict=True):
             unify(dim, dims[axis], reason)
 
     def _reshape(self, equation: Equation) -> None:
@@ -131,7 +131,7 @@ class Coupling:
                 self.pin(value, reason)
             return
         ones, others = (
-            [dim for dim in self.dims(value) if dim.root.size != 1]
+            [dim for dim in self.axes(value) if dim.root.size != 1]
             for value in (equation.inputs[0], equation.outputs[0])
         )
         while ones and others:  # the shortest runs of axes with the same number of entries
@@ -151,18 +151,18 @@ class Coupling:
         one, several = equation.outputs, equation.inputs
         if equation.name == "unstack":
             one, several = several, one
-        dims = list(self.dims(one[0]))
+        dims = list(self.axes(one[0]))
         pin(dims.pop(equation.params["axis"]), reason)
         for value in several:
-            for dim, other in zip(self.dims(value), dims, strict=True):
+            for dim, other in zip(self.axes(value), dims, strict=True):
                 unify(dim, other, reason)
 
     def _tile(self, equation: Equation) -> None:
         reason = Reason(equation, "a repetition")
         (value,), (output,) = equation.inputs, equation.outputs
         times = equation.params["reps"]
-        for dim, other, n in zip(self.dims(value), self.dims(output), times, strict=True):
-            unify(other, product([Dim(n, pin=reason), dim]), reason)
+        for dim, other, n in zip(self.axes(value), self.axes(output), times, strict=True):
+            unify(other, product([Axis(n, pin=reason), dim]), reason)
 
     def _split(self, equation: Equation) -> None:
         reason = Reason(equation, "a split")
@@ -170,19 +170,19 @@ class Coupling:
 
     def _join(self, axis: int, whole: Value, parts: list[Value], reason: Reason) -> None:
         """The parts lie one after the other along an axis of the whole."""
-        dims = self.dims(whole)
+        dims = self.axes(whole)
         for part in parts:
-            for i, dim in enumerate(self.dims(part)):
+            for i, dim in enumerate(self.axes(part)):
                 if i != axis:
                     unify(dim, dims[i], reason)
-        unify(dims[axis], total(self.dims(part)[axis] for part in parts), reason)
+        unify(dims[axis], total(self.axes(part)[axis] for part in parts), reason)
 
     def _slice(self, equation: Equation) -> None:
         params, (value,), (output,) = equation.params, equation.inputs, equation.outputs
         strides = params["strides"] or (1,) * len(value.shape)
         bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
         for dim, cut, (start, end, stride) in zip(
-            self.dims(value), self.dims(output), bounds, strict=True
+            self.axes(value), self.axes(output), bounds, strict=True
         ):
             size = dim.root.size
             pinned = next(iter(variables(dim))).pin if size else None
@@ -194,7 +194,7 @@ class Coupling:
             elif pinned and all(x.pin for x in variables(dim)):
                 pin(cut, pinned)
             else:
-                unify(dim, total([Dim(start), cut, Dim(size - end)]), Reason(equation, "a slice"))
+                unify(dim, total([Axis(start), cut, Axis(size - end)]), Reason(equation, "a slice"))
 
     def _mixed(self, equation: Equation) -> None:
         """Entry by entry along the axes that it does not work along."""
@@ -204,7 +204,7 @@ class Coupling:
         for value in (*equation.inputs[1:], *equation.outputs):
             if len(value.shape) != len(first.shape):
                 continue  # a start index, or the value that pads
-            for i, (dim, other) in enumerate(zip(self.dims(first), self.dims(value), strict=True)):
+            for i, (dim, other) in enumerate(zip(self.axes(first), self.axes(value), strict=True)):
                 if not works(i) and dim.root.size == other.root.size:
                     unify(dim, other, reason)
                 else:
@@ -214,7 +214,7 @@ class Coupling:
     def _dynamic_update_slice(self, equation: Equation) -> None:
         self._same(equation.inputs[0], equation.outputs[0], Reason(equation, "an update"))
         reason = Reason(equation, "an update at a place that is computed")
-        for dim, other in zip(*map(self.dims, equation.inputs[:2]), strict=True):
+        for dim, other in zip(*map(self.axes, equation.inputs[:2]), strict=True):
             if dim.root.size == other.root.size:
                 unify(dim, other, reason)
             else:
@@ -225,7 +225,7 @@ class Coupling:
         reason = Reason(equation, "a product")
         roles = read_product(equation)
         left, right = roles.operands
-        dims = [self.dims(value) for value in equation.inputs]
+        dims = [self.axes(value) for value in equation.inputs]
         for i, j in zip(
             (*left.contracted, *left.batch), (*right.contracted, *right.batch), strict=True
         ):
@@ -233,7 +233,7 @@ class Coupling:
         (result,) = equation.outputs
         for place, source in enumerate(roles.output):
             if source is not None:
-                self.dims(result)[place] = dims[source[0]][source[1]]
+                self.axes(result)[place] = dims[source[0]][source[1]]
 
     def _ragged_dot(self, equation: Equation) -> None:
         """A dot whose rows lie in order of the experts that multiply them."""
@@ -246,7 +246,7 @@ class Coupling:
         axes = [(rows, ragged), (experts, roles.right.experts), (result, made)]
         for value, places in axes:
             for axis in places:
-                pin(self.dims(value)[axis], reason)
+                pin(self.axes(value)[axis], reason)
         self.pin(sizes, reason)
 
     def _convolution(self, equation: Equation) -> None:
@@ -258,16 +258,16 @@ class Coupling:
             for value in (image, kernel, output):
                 self.pin(value, Reason(equation, "a convolution in groups of the batch"))
             return
-        x, w, y = self.dims(image), self.dims(kernel), self.dims(output)
+        x, w, y = self.axes(image), self.axes(kernel), self.axes(output)
         (features, *space), (ins, *window) = left.contracted, right.contracted
         (batch,), (outs,) = left.free, right.free
         unify(x[batch], y[roles.output.index((0, batch))], reason)
         if groups == 1:
             unify(x[features], w[ins], reason)
         else:
-            group = self.groups_of[equation] = Dim(groups)
+            group = self.groups_of[equation] = Axis(groups)
             unify(x[features], product([group, w[ins]]), reason)
-            unify(w[outs], product([group, Dim(w[outs].root.size // groups)]), reason)
+            unify(w[outs], product([group, Axis(w[outs].root.size // groups)]), reason)
         unify(w[outs], y[roles.output.index((1, outs))], reason)
         spatial = Reason(equation, "an axis of space")
         made = [dim for dim, source in zip(y, roles.output, strict=True) if source is None]
@@ -278,7 +278,7 @@ class Coupling:
         spec, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
         looked_up = Reason(equation, "an axis in which entries are looked up")
         (operand, indices), (output,) = equation.inputs, equation.outputs
-        source, target, places = self.dims(operand), self.dims(output), self.dims(indices)
+        source, target, places = self.axes(operand), self.axes(output), self.axes(indices)
         gone = {*spec.collapsed_slice_dims, *spec.operand_batching_dims}
         for axis in gone:
             pin(source[axis], looked_up)
@@ -296,9 +296,9 @@ class Coupling:
         fixed, carried = equation.params["num_consts"], equation.params["num_carry"]
         (body,) = equation.bodies
         stacked = Reason(equation, "the layers, or steps, of a scan")
-        steps = Dim(equation.params["length"], pin=stacked)
+        steps = Axis(equation.params["length"], pin=stacked)
         for number, (value, inner) in enumerate(zip(equation.inputs, body.inputs, strict=True)):
-            dims = self.dims(value)
+            dims = self.axes(value)
             if number >= fixed + carried:
                 pin(dims[0], stacked)
                 unify(dims[0], steps, stacked)
@@ -308,14 +308,14 @@ class Coupling:
         for number, (value, inner) in enumerate(zip(equation.outputs, body.outputs, strict=True)):
             if number < carried:
                 self._same(inner, body.inputs[fixed + number], Reason(equation, "a carry"))
-                self._dims[value] = self.dims(inner)
+                self._dims[value] = self.axes(inner)
             else:
-                self._dims[value] = [steps, *self.dims(inner)]
+                self._dims[value] = [steps, *self.axes(inner)]
 
     def _cond(self, equation: Equation) -> None:
         for body in equation.bodies:
             for value, inner in zip(equation.inputs[1:], body.inputs, strict=True):
-                self._dims[inner] = self.dims(value)
+                self._dims[inner] = self.axes(value)
             self._run(body)
             for value, inner in zip(equation.outputs, body.outputs, strict=True):
                 self._same(value, inner, Reason(equation, "the result of a branch"))
@@ -327,7 +327,7 @@ class Coupling:
         of_condition = [*equation.inputs[:first], *equation.inputs[second:]]
         for inputs, program in ((of_condition, condition), (equation.inputs[first:], body)):
             for value, inner in zip(inputs, program.inputs, strict=True):
-                self._dims[inner] = self.dims(value)
+                self._dims[inner] = self.axes(value)
         self._run(condition)
         self._run(body)
         reason = Reason(equation, "a carry")
@@ -335,10 +335,10 @@ class Coupling:
             equation.inputs[second:], body.outputs, equation.outputs, strict=True
         ):
             self._same(inner, value, reason)
-            self._dims[output] = self.dims(value)
+            self._dims[output] = self.axes(value)
 
 
-def _entries(dims: Iterable[Dim]) -> int:
+def _entries(dims: Iterable[Axis]) -> int:
     return math.prod(dim.root.size for dim in dims)
 
 

@@ -10,10 +10,10 @@ import numpy as np
 from sparsity.core import trees
 from sparsity.graph.channels import Leaf
 from sparsity.graph.uses import Path
-from sparsity.programs.axes import Dim, kept_by_layer, labels, size_of, variables
+from sparsity.programs.axes import Axis, kept_by_layer, labels, size_of, variables
 
-Axes = Sequence[tuple[Leaf, Sequence[Dim]]]  # the parameters of a model, with their axes
-Sizes = dict[Dim, int]
+Axes = Sequence[tuple[Leaf, Sequence[Axis]]]  # the parameters of a model, with their axes
+Sizes = dict[Axis, int]
 
 
 @runtime_checkable
@@ -33,7 +33,7 @@ class Cut(Protocol):
 
 
 def kept_of_leaves(
-    axes: Axes, chosen: Mapping[Dim, np.ndarray]
+    axes: Axes, chosen: Mapping[Axis, np.ndarray]
 ) -> dict[Path, dict[int, np.ndarray]]:
     """Returns `Cut.kept` from the entries that stay of each variable that loses some."""
     kept: dict[Path, dict[int, np.ndarray]] = {}
@@ -45,14 +45,14 @@ def kept_of_leaves(
     return kept
 
 
-def kept_of_variables(axes: Axes, cut: Cut) -> dict[Dim, np.ndarray]:
+def kept_of_variables(axes: Axes, cut: Cut) -> dict[Axis, np.ndarray]:
     """Returns what a cut, made at another batch size perhaps, keeps of each variable.
 
     Raises:
       ValueError: the cut is of a leaf that the model does not have, or of another shape, or keeps
         what cannot be kept alone.
     """
-    chosen: dict[Dim, np.ndarray] = {}
+    chosen: dict[Axis, np.ndarray] = {}
     by_path = {leaf.path: (leaf, dims) for leaf, dims in axes}
     for path, of_leaf in cut.kept.items():
         if path not in by_path or by_path[path][0].shape != cut.shapes[path]:
@@ -113,7 +113,7 @@ def solve_sizes(
     if all(leaf.shape[axis] == size for leaf, axis, _, size in equations):
         return sizes
 
-    def unknowns(dim: Dim) -> list[Dim]:
+    def unknowns(dim: Axis) -> list[Axis]:
         return [v for v in dict.fromkeys(variables(dim)) if v.pin is None and v not in sizes]
 
     count = -1
@@ -149,7 +149,7 @@ def solve_sizes(
     return {variable: size for variable, size in sizes.items() if size < variable.size}
 
 
-def _solve(dim: Dim, variable: Dim, sizes: Sizes, size: int) -> int:
+def _solve(dim: Axis, variable: Axis, sizes: Sizes, size: int) -> int:
     """The size of a variable that makes an axis so long; the nearest one if none does."""
     low, high = 1, variable.size
     while low < high:

@@ -25,7 +25,7 @@ from sparsity.graph.removed import Removed
 from sparsity.graph.uses import Path, Use, track
 from sparsity.patterns import NByM, SparsityType, Unstructured
 from sparsity.programs import program as jaxprs
-from sparsity.programs.axes import Dim, Reason
+from sparsity.programs.axes import Axis, Reason
 from sparsity.programs.primitives import NO_PRODUCTS
 from sparsity.programs.products import PRODUCTS, read_product
 
@@ -112,7 +112,7 @@ class Graph:
         total: N = costs.cost(self.program, macs)
         return total
 
-    def macs_left(self, left: Mapping[Dim, N], path: Path | None = None) -> N:
+    def macs_left(self, left: Mapping[Axis, N], path: Path | None = None) -> N:
         """Multiply-adds if only so many entries are left of some axes; of one leaf's products."""
         of_product = costs.macs_left(self.coupling, left)
         found: N
@@ -125,7 +125,7 @@ class Graph:
             )
         return found
 
-    def bytes_left(self, left: Mapping[Dim, N], paths: Container[Path]) -> N:
+    def bytes_left(self, left: Mapping[Axis, N], paths: Container[Path]) -> N:
         """Bytes of some leaves if only so many entries are left of some axes."""
         found: N = sum(
             costs.entries_left(dims, left) * leaf.dtype.itemsize
@@ -310,7 +310,7 @@ class Graph:
         structs = [sharding.resized(array, shapes[leaf.path]) for array, leaf in leaves]
         return self._retrace(fn, rebuild(structs), args)
 
-    def resized(self, sizes: Mapping[Dim, int]) -> list[ChannelGroup]:
+    def resized(self, sizes: Mapping[Axis, int]) -> list[ChannelGroup]:
         """The groups of channels in a smaller model, where so many entries are left of some axes.
 
         There is one for each group of this model, in the same order, even if one channel is left.
@@ -332,9 +332,9 @@ class Graph:
 
     # Channels.
 
-    def axes(self) -> list[tuple[Leaf, list[Dim]]]:
+    def axes(self) -> list[tuple[Leaf, list[Axis]]]:
         """The leaves with their axes."""
-        return [(self.leaves[i], self.coupling.dims(v)) for v, i in self._values.items()]
+        return [(self.leaves[i], self.coupling.axes(v)) for v, i in self._values.items()]
 
     @functools.cached_property
     def coupling(self) -> Coupling:
@@ -361,7 +361,7 @@ class Graph:
         """The leaf that is added to the outputs of a weight, and to nothing else, by weight."""
         return find_biases(self.program, self._values, self._tracker)
 
-    def unproven(self, masked: Sequence[Path]) -> dict[Dim, Reason]:
+    def unproven(self, masked: Sequence[Path]) -> dict[Axis, Reason]:
         """The axes whose removal differs from masking these leaves, and why."""
         chosen = set(masked)
         values = [v for v, i in self._values.items() if self.leaves[i].path in chosen]

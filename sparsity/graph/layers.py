@@ -7,19 +7,19 @@ as hidden units do, need not be the same ones in all layers; those of the carry 
 from __future__ import annotations
 
 from sparsity.graph.coupling import Coupling
-from sparsity.programs.axes import Dim, variables
+from sparsity.programs.axes import Axis, variables
 from sparsity.programs.program import Equation, Program, Value
 
 
-def layered(program: Program, coupling: Coupling) -> dict[Dim, int]:
+def layered(program: Program, coupling: Coupling) -> dict[Axis, int]:
     """Variables of which each layer of a scan has entries of its own, and how many layers."""
-    found: dict[Dim, int] = {}
+    found: dict[Axis, int] = {}
     for scan in program.flat():
         if scan.name != "scan":
             continue
         own = scan.params["num_consts"] + scan.params["num_carry"]
         for value in scan.inputs[own:]:
-            steps, *others = coupling.dims(value)
+            steps, *others = coupling.axes(value)
             for variable in (v for dim in others for v in variables(dim)):
                 if variable.pin is None and variable not in found:
                     look = _Look(coupling, variable, steps.root)
@@ -31,7 +31,7 @@ def layered(program: Program, coupling: Coupling) -> dict[Dim, int]:
 class _Look:
     """Looks for a variable outside of the layers of a scan."""
 
-    def __init__(self, coupling: Coupling, variable: Dim, steps: Dim) -> None:
+    def __init__(self, coupling: Coupling, variable: Axis, steps: Axis) -> None:
         self._coupling, self._variable, self._steps = coupling, variable, steps
 
     def is_within(self, program: Program) -> bool:
@@ -50,14 +50,14 @@ class _Look:
             (body,) = equation.bodies
             if not any(map(self._has, body.inputs[:own])):
                 stacks = [value for value in equation.inputs[own:] if self._has(value)]
-                return all(self._coupling.dims(x)[0].root is self._steps for x in stacks)
+                return all(self._coupling.axes(x)[0].root is self._steps for x in stacks)
         return all(map(self.is_within, equation.bodies))
 
     def _has(self, value: Value) -> bool:
-        return any(self._variable in variables(dim) for dim in self._coupling.dims(value))
+        return any(self._variable in variables(dim) for dim in self._coupling.axes(value))
 
     def _is_stack(self, value: Value) -> bool:
         if not self._has(value):
             return True
-        first = self._coupling.dims(value)[0]
+        first = self._coupling.axes(value)[0]
         return first.root is self._steps and self._variable not in variables(first)

@@ -13,12 +13,12 @@ from typing import Any
 
 from sparsity.graph.coupling import Coupling
 from sparsity.programs import constants
-from sparsity.programs.axes import Dim, Reason, variables
+from sparsity.programs.axes import Axis, Reason, variables
 from sparsity.programs.primitives import ELEMENTWISE, REDUCTIONS
 from sparsity.programs.products import read_product
 from sparsity.programs.program import Equation, Program, Value
 
-Place = tuple[int, Dim]  # an axis, and the variable whose removed entries are meant
+Place = tuple[int, Axis]  # an axis, and the variable whose removed entries are meant
 
 
 class Known:
@@ -81,16 +81,16 @@ class Removed:
     def __init__(self, program: Program, coupling: Coupling, masked: Iterable[Value]):
         self._coupling = coupling
         self._known: dict[Value, Known] = {}
-        self._free: dict[Value, list[list[Dim]]] = {}
-        self.refused: dict[Dim, Reason] = {}
+        self._free: dict[Value, list[list[Axis]]] = {}
+        self.refused: dict[Axis, Reason] = {}
         for value in masked:
             self._known[value] = Known(dict.fromkeys(self._places(value), 0.0))
         self._run(program)
 
-    def _variables(self, value: Value) -> list[list[Dim]]:
+    def _variables(self, value: Value) -> list[list[Axis]]:
         """Of each axis, the variables that the first pass left free."""
         if value not in self._free:
-            dims = self._coupling.dims(value)
+            dims = self._coupling.axes(value)
             self._free[value] = [[v for v in variables(dim) if v.pin is None] for dim in dims]
         return self._free[value]
 
@@ -102,7 +102,7 @@ class Removed:
             self._known[value] = Known(everywhere=constants.value(value.known))
         return self._known[value]
 
-    def _refuse(self, variable: Dim, reason: Reason) -> None:
+    def _refuse(self, variable: Axis, reason: Reason) -> None:
         self.refused.setdefault(variable, reason)
 
     def _run(self, program: Program, with_rules: bool = True) -> None:

@@ -1,6 +1,6 @@
 """Axes that are bound together: unification of axes that reshapes, splits and joins take apart.
 
-Every axis of every array in a program is a `Dim`. An operation that runs along two axes in step
+Every axis of every array in a program is a `Axis`. An operation that runs along two axes in step
 makes them one (`unify`). A reshape says that an axis is a product of others, a concatenation that
 it is a sum of them; a split or a slice takes an axis apart in the same way. What cannot be taken
 apart is a variable: an index set of channels that live and die together. A variable is pinned, with
@@ -33,7 +33,7 @@ class Reason(NamedTuple):
     text: str
 
 
-class Dim:
+class Axis:
     """An axis: a variable, a product of axes (row-major), or a sum of them (one after the other).
 
     Attributes:
@@ -49,14 +49,14 @@ class Dim:
         self,
         size: int,
         kind: Kind | None = None,
-        parts: Sequence[Dim] = (),
+        parts: Sequence[Axis] = (),
         pin: Reason | None = None,
     ) -> None:
         self.size, self.kind, self.parts, self.pin = int(size), kind, tuple(parts), pin
-        self._same: Dim | None = None
+        self._same: Axis | None = None
 
     @property
-    def root(self) -> Dim:
+    def root(self) -> Axis:
         """The axis that stands for all that were made one with this one."""
         dim = self
         while dim._same is not None:
@@ -65,19 +65,19 @@ class Dim:
             dim = dim._same
         return dim
 
-    def become(self, other: Dim) -> None:
+    def become(self, other: Axis) -> None:
         """Makes this root one with another."""
         if self is not other:
             self._same = other
 
-    def take_apart(self, kind: Kind, sizes: Iterable[int]) -> list[Dim]:
+    def take_apart(self, kind: Kind, sizes: Iterable[int]) -> list[Axis]:
         """Makes a variable of new variables, which inherit its pin; returns them."""
-        parts = [Dim(size, pin=self.pin) for size in sizes]
+        parts = [Axis(size, pin=self.pin) for size in sizes]
         self.kind, self.parts, self.pin = kind, tuple(parts), None
         return parts
 
 
-def variables(dim: Dim) -> list[Dim]:
+def variables(dim: Axis) -> list[Axis]:
     """The variables that an axis is made of, in order."""
     root = dim.root
     if root.kind is None:
@@ -85,30 +85,30 @@ def variables(dim: Dim) -> list[Dim]:
     return [variable for part in root.parts for variable in variables(part)]
 
 
-def pin(dim: Dim, reason: Reason) -> None:
+def pin(dim: Axis, reason: Reason) -> None:
     """Says why an axis cannot lose entries; the first reason stays."""
     for variable in variables(dim):
         if variable.pin is None:
             variable.pin = reason
 
 
-def product(parts: Iterable[Dim]) -> Dim:
+def product(parts: Iterable[Axis]) -> Axis:
     """An axis that runs over combinations, the last part fastest."""
     factors = [factor for part in parts for factor in _factors(part)]
     if len(factors) == 1:
         return factors[0]
-    return Dim(
+    return Axis(
         math.prod(factor.size for factor in factors), "product" if factors else None, factors
     )
 
 
-def total(parts: Iterable[Dim]) -> Dim:
+def total(parts: Iterable[Axis]) -> Axis:
     """An axis that runs over one part after the other."""
     terms = [term for part in parts for term in _terms(part)]
-    return terms[0] if len(terms) == 1 else Dim(sum(term.size for term in terms), "sum", terms)
+    return terms[0] if len(terms) == 1 else Axis(sum(term.size for term in terms), "sum", terms)
 
 
-def unify(one: Dim, other: Dim, reason: Reason) -> None:
+def unify(one: Axis, other: Axis, reason: Reason) -> None:
     """Makes two axes one, or pins both with the reason where their parts do not fit.
 
     An axis of size 1 beside a longer one is broadcast: nothing follows.
@@ -135,7 +135,7 @@ def unify(one: Dim, other: Dim, reason: Reason) -> None:
 
 
 def labels(
-    dim: Dim, variable: Dim, sizes: Mapping[Dim, int] = types.MappingProxyType({})
+    dim: Axis, variable: Axis, sizes: Mapping[Axis, int] = types.MappingProxyType({})
 ) -> np.ndarray | None:
     """int[size]: which entry of a variable each entry of an axis belongs to, -1 for none of them.
 
@@ -165,7 +165,7 @@ def labels(
     return np.tile(np.repeat(known[at], after), before)
 
 
-def kept(dim: Dim, plan: dict[Dim, np.ndarray]) -> np.ndarray | None:
+def kept(dim: Axis, plan: dict[Axis, np.ndarray]) -> np.ndarray | None:
     """Which entries of an axis stay, in order, if of variables only some do; `None` for all."""
     root = dim.root
     if root.kind is None:
@@ -187,7 +187,7 @@ def kept(dim: Dim, plan: dict[Dim, np.ndarray]) -> np.ndarray | None:
     return index
 
 
-def kept_by_layer(dim: Dim, plan: dict[Dim, np.ndarray]) -> np.ndarray | None:
+def kept_by_layer(dim: Axis, plan: dict[Axis, np.ndarray]) -> np.ndarray | None:
     """As `kept`, [layers, entries] where the plan of a variable has a row for each layer."""
     plan = {v: plan[v] for v in variables(dim) if v in plan}
     layers = {len(index) for index in plan.values() if index.ndim == 2}
@@ -203,7 +203,7 @@ def kept_by_layer(dim: Dim, plan: dict[Dim, np.ndarray]) -> np.ndarray | None:
     return np.stack(rows)
 
 
-def size_of(dim: Dim, left: Mapping[Dim, Any]) -> Any:
+def size_of(dim: Axis, left: Mapping[Axis, Any]) -> Any:
     """How many entries of an axis are left, if of some variables only so many: ints, or traced."""
     root = dim.root
     if not root.parts:
@@ -212,21 +212,21 @@ def size_of(dim: Dim, left: Mapping[Dim, Any]) -> Any:
     return functools.reduce(join, [size_of(part, left) for part in root.parts])
 
 
-def _factors(dim: Dim) -> list[Dim]:
+def _factors(dim: Axis) -> list[Axis]:
     root = dim.root
     if root.kind == "product":
         return [factor for part in root.parts for factor in _factors(part)]
     return [root] if root.size != 1 else []
 
 
-def _terms(dim: Dim) -> list[Dim]:
+def _terms(dim: Axis) -> list[Axis]:
     root = dim.root
     if root.kind == "sum":
         return [term for part in root.parts for term in _terms(part)]
     return [root] if root.size else []
 
 
-def _define(variable: Dim, as_what: Dim, reason: Reason) -> None:
+def _define(variable: Axis, as_what: Axis, reason: Reason) -> None:
     """Makes a variable one with another axis."""
     if as_what.kind and any(x is variable for x in variables(as_what)):
         pin(as_what, reason._replace(text=f"{reason.text}: an axis that is a part of itself"))
@@ -237,7 +237,7 @@ def _define(variable: Dim, as_what: Dim, reason: Reason) -> None:
         pin(as_what, why)
 
 
-def _align(kind: Kind, one: Dim, other: Dim, reason: Reason) -> bool:
+def _align(kind: Kind, one: Axis, other: Axis, reason: Reason) -> bool:
     """Makes the parts of two axes one, from the first on; the larger is cut where sizes differ."""
     parts = _factors if kind == "product" else _terms
     ones, others = deque(parts(one)), deque(parts(other))
@@ -259,7 +259,7 @@ def _align(kind: Kind, one: Dim, other: Dim, reason: Reason) -> bool:
     return not ones and not others
 
 
-def _cut(kind: Kind, large: Dim, size: int, reason: Reason) -> list[Dim] | None:
+def _cut(kind: Kind, large: Axis, size: int, reason: Reason) -> list[Axis] | None:
     """A first part of that size, and the rest; `None` where the axis cannot be cut there."""
     if large.kind is None and kind == "sum":
         return large.take_apart(kind, (size, large.size - size))
@@ -275,7 +275,7 @@ def _cut(kind: Kind, large: Dim, size: int, reason: Reason) -> list[Dim] | None:
     return [_repeated(n // inner.size, inner, reason) for n in (size, large.size - size)]
 
 
-def _align_mixed(of_sum: Dim, of_product: Dim, reason: Reason) -> bool:
+def _align_mixed(of_sum: Axis, of_product: Axis, reason: Reason) -> bool:
     """A stack seen as parts in a row, (3, D) as D + D + D, which lose the same entries."""
     slowest, *others = _factors(of_product)
     inner = product(others)
@@ -287,7 +287,7 @@ def _align_mixed(of_sum: Dim, of_product: Dim, reason: Reason) -> bool:
     return True
 
 
-def _repeated(times: int, inner: Dim, reason: Reason) -> Dim:
+def _repeated(times: int, inner: Axis, reason: Reason) -> Axis:
     if times == 1:
         return inner
-    return product([Dim(times, pin=reason._replace(text=f"{reason.text}: a repetition")), inner])
+    return product([Axis(times, pin=reason._replace(text=f"{reason.text}: a repetition")), inner])

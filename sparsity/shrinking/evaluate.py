@@ -14,13 +14,13 @@ from jax.sharding import NamedSharding, reshard
 
 from sparsity.core.sharding import fit
 from sparsity.graph.coupling import Coupling
-from sparsity.programs.axes import Dim, kept, kept_by_layer, size_of
+from sparsity.programs.axes import Axis, kept, kept_by_layer, size_of
 from sparsity.programs.primitives import SOURCES
 from sparsity.programs.program import CALLS, Equation, Program, Value, is_differentiable
 
 # Of variables that lose entries, the indices that stay; a row for each layer of a scan that has its
 # own.
-Plan = Mapping[Dim, np.ndarray]
+Plan = Mapping[Axis, np.ndarray]
 
 
 class Smaller:
@@ -38,7 +38,7 @@ class Smaller:
         coupling: Coupling,
         plan: Plan,
         keeps_rules: bool = True,
-        layer: Mapping[Dim, jax.Array] | None = None,
+        layer: Mapping[Axis, jax.Array] | None = None,
     ) -> None:
         self._coupling, self._plan, self._keeps_rules = coupling, dict(plan), keeps_rules
         self._layer = dict(layer or {})
@@ -46,11 +46,11 @@ class Smaller:
 
     def shape(self, value: Value) -> tuple[int, ...]:
         """The shape that is left of a value."""
-        return tuple(size_of(dim, self._left) for dim in self._coupling.dims(value))
+        return tuple(size_of(dim, self._left) for dim in self._coupling.axes(value))
 
     def cut(self, value: Value, array: Any) -> Any:
         """What is left of an array."""
-        for axis, dim in enumerate(self._coupling.dims(value)):
+        for axis, dim in enumerate(self._coupling.axes(value)):
             index = kept_by_layer(dim, self._plan)
             if index is not None and index.ndim == 2 and self._layer:
                 index = kept(dim, {**self._plan, **self._layer})  # type: ignore[dict-item]
@@ -197,7 +197,7 @@ class Smaller:
     def _slice(self, equation: Equation, inputs: list[Any]) -> list[Any]:
         params, (value,) = equation.params, equation.inputs
         bounds = []
-        for axis, dim in enumerate(self._coupling.dims(value)):
+        for axis, dim in enumerate(self._coupling.axes(value)):
             index = kept_by_layer(dim, self._plan)
             index = np.arange(value.shape[axis]) if index is None else index
             index = index[0] if index.ndim == 2 else index  # layers keep equal numbers

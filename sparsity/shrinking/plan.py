@@ -17,7 +17,7 @@ from sparsity.core.checks import unique_keys
 from sparsity.core.trees import PyTree
 from sparsity.graph import ChannelGroup, Coupled, Graph
 from sparsity.graph.cuts import kept_of_leaves, kept_of_variables
-from sparsity.programs.axes import Dim, kept_by_layer, variables
+from sparsity.programs.axes import Axis, kept_by_layer, variables
 from sparsity.shrinking.evaluate import Smaller
 
 Path = tuple[str, ...]
@@ -269,13 +269,13 @@ def stays_at(index: np.ndarray, size: int) -> np.ndarray:
     return stays
 
 
-def plan_of(graph: Graph, chosen: Mapping[Dim, np.ndarray]) -> Plan:
+def plan_of(graph: Graph, chosen: Mapping[Axis, np.ndarray]) -> Plan:
     """The plan of variables of which only some entries stay."""
     kept = kept_of_leaves(graph.axes(), chosen)
     return Plan(kept, {leaf.path: leaf.shape for leaf in graph.leaves if leaf.path in kept})
 
 
-def check_proven(graph: Graph, chosen: Mapping[Dim, np.ndarray]) -> None:
+def check_proven(graph: Graph, chosen: Mapping[Axis, np.ndarray]) -> None:
     """Raises a ValueError if removing entries of a variable differs from masking them."""
     removable = {group.variable for group in graph.groups}
     for leaf, dims in graph.axes():
@@ -288,7 +288,7 @@ def check_proven(graph: Graph, chosen: Mapping[Dim, np.ndarray]) -> None:
                 )
 
 
-def chosen_by(graph: Graph, masks: PyTree) -> dict[Dim, np.ndarray]:
+def chosen_by(graph: Graph, masks: PyTree) -> dict[Axis, np.ndarray]:
     """What masks keep of each group of channels.
 
     Raises:
@@ -296,7 +296,7 @@ def chosen_by(graph: Graph, masks: PyTree) -> dict[Dim, np.ndarray]:
         vanish, or removing differs from masking; the leaf is named.
     """
     alive = _alive(graph, masks)
-    chosen: dict[Dim, np.ndarray] = {}
+    chosen: dict[Axis, np.ndarray] = {}
     for group in graph.groups:
         votes = {}
         for (path, axis), positions in zip(group.members, group.positions, strict=True):
@@ -385,7 +385,7 @@ def _vote(alive: np.ndarray, positions: np.ndarray, group: ChannelGroup, path: P
 
 
 def _check_places(
-    graph: Graph, alive: Mapping[Path, Sequence[np.ndarray]], chosen: dict[Dim, np.ndarray]
+    graph: Graph, alive: Mapping[Path, Sequence[np.ndarray]], chosen: dict[Axis, np.ndarray]
 ) -> None:
     """Raises a ValueError where masked indices are no channels that can be cut."""
     for leaf, dims in graph.axes():

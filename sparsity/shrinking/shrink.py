@@ -16,7 +16,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
 from sparsity.graph.cuts import kept_of_variables
-from sparsity.programs.axes import Dim
+from sparsity.programs.axes import Axis
 from sparsity.reports import time_in_turn
 from sparsity.shrinking import report
 from sparsity.shrinking.cutting import check_updates, cut_params, cut_state
@@ -126,7 +126,7 @@ class Small:
         return report.plot(self, axes)
 
     @functools.cached_property
-    def _left(self) -> dict[Dim, int]:
+    def _left(self) -> dict[Axis, int]:
         """How many entries stay of each variable."""
         chosen = kept_of_variables(self.before.axes(), self.plan)
         return {variable: index.shape[-1] for variable, index in chosen.items()}
