@@ -174,7 +174,7 @@ class Collector:
     ) -> tuple[Sums, dict[int, jax.Array]]:
         """The sums of a call, and which of them are finite."""
         walk = Walk(self.uses, functools.partial(self.sum_up, given=given), self.stacks)
-        sums = walk.evaluate(self.graph.program, [*leaves, *inputs])[1]
+        sums = walk.run_with_sums(self.graph.program, [*leaves, *inputs])[1]
         return sums, {number: is_finite(each) for number, each in sums.items()}
 
 

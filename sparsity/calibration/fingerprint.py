@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.programs.program import ClosedJaxpr, Equation, Program, Value, program
+from sparsity.programs.program import ClosedJaxpr, Equation, Program, Value, read_jaxpr
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range)
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
@@ -234,7 +234,7 @@ class _Describer:
                             yield self.describe(vars(item)[inner])
 
     def _program(self, value: Any) -> Iterator[str]:
-        yield from _describe_program(program(value), {})
+        yield from _describe_program(read_jaxpr(value), {})
 
     def _object(self, value: Any) -> Iterator[str]:
         wrapped = getattr(value, "__wrapped__", None)

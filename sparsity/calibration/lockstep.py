@@ -109,7 +109,7 @@ class Place:
                     sums = jax.tree.map(lambda s, on=is_layer: jnp.where(on, s, 0), sums)
                 return sums
 
-            return Walk(uses, of_layer).run(self.equation, inputs, {})[1]
+            return Walk(uses, of_layer).sums_of(self.equation, inputs)
 
         for batch in batches:
             yield run(self.frame.inputs(batch, self.equation), indices, given)
@@ -209,9 +209,9 @@ class Lockstep:
 
     def _scan(self, frame: Frame, equation: Equation) -> None:
         """Runs a scan layer by layer."""
-        params, (body,) = equation.params, equation.bodies
-        fixed = params["num_consts"]
-        end = fixed + params["num_carry"]
+        (body,) = equation.within()
+        end = body.layers.start
+        fixed = end - len(body.carries)
         batches = range(len(frame.data))
         is_data = [value in frame.data[0] for value in equation.inputs]
         # A carry depends on the data from the first step on.
@@ -220,7 +220,7 @@ class Lockstep:
         stacked: list[list[list[Any]]] = [[] for _ in batches]
         for layer in _trips(equation):
             bound, data = {}, [{} for _ in batches]  # type: ignore[var-annotated]
-            for at, (value, inner) in enumerate(zip(equation.inputs, body.inputs, strict=True)):
+            for at, (value, inner) in enumerate(zip(body.inputs, body.program.inputs, strict=True)):
                 if not is_data[at]:
                     of_layer = (layer,) if at >= end else ()
                     bound[inner] = functools.partial(frame.free, value, *of_layer)
@@ -228,14 +228,14 @@ class Lockstep:
                 for b in batches:
                     whole = carry[b][at - fixed] if fixed <= at < end else frame.read(b, value)
                     data[b][inner] = whole[layer] if at >= end else whole
-            inside = Frame(body, bound, data, {**frame.layers, equation: layer})
+            inside = Frame(body.program, bound, data, {**frame.layers, equation: layer})
             self._run(inside)
             for b in batches:
-                outputs = [inside.read(b, value) for value in body.outputs]
+                outputs = [inside.read(b, value) for value in body.program.outputs]
                 carry[b] = outputs[: end - fixed]
                 stacked[b].append(outputs[end - fixed :])
         for b, values in enumerate(frame.data):
-            layers = stacked[b][::-1] if params["reverse"] else stacked[b]
+            layers = stacked[b][::-1] if equation.params["reverse"] else stacked[b]
             joined = [jnp.stack(x) for x in zip(*layers, strict=True)]
             values.update(zip(equation.outputs, [*carry[b], *joined], strict=True))
 

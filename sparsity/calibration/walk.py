@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from sparsity.calibration.counts import Count
 from sparsity.core.trees import PyTree
 from sparsity.graph import Use
-from sparsity.programs.program import Equation, Program, Value
+from sparsity.programs.program import Equation, Program
+from sparsity.programs.walk import Interpreter
 
 Steps: TypeAlias = Mapping[Equation, jax.Array]  # the step of each scan around a product
 Sums: TypeAlias = dict[int, PyTree]  # by number of the use: arrays and counts that add up
@@ -25,7 +25,7 @@ def add(one: PyTree, other: PyTree) -> PyTree:
     return jax.tree.map(operator.add, one, other, is_leaf=lambda x: isinstance(x, Count))
 
 
-class Walk:
+class Walk(Interpreter):
     """Runs programs with the sums of some uses beside them.
 
     Args:
@@ -35,17 +35,19 @@ class Walk:
     """
 
     def __init__(self, uses: Mapping[int, Use], sum_up: SumUp, stacks: bool = False) -> None:
+        super().__init__()
         self._uses, self._sum_up, self._stacks = uses, sum_up, stacks
+        self._steps: Steps = {}
         self._at: dict[Equation, list[int]] = {}
         for number, use in uses.items():
             self._at.setdefault(use.equation, []).append(number)
 
     def at(self, equation: Equation) -> Sequence[int]:
-        """The uses, by number, that a product is."""
+        """Returns the uses, by number, that a product is."""
         return self._at.get(equation, ())
 
     def within(self, equation: Equation) -> list[int]:
-        """The uses in the body of a loop or in a branch, in program order."""
+        """Returns the uses in the body of a loop or in a branch, in program order."""
         return [
             number
             for body in equation.bodies
@@ -53,106 +55,50 @@ class Walk:
             for number in (*self.at(inner), *self.within(inner))
         ]
 
-    def evaluate(
-        self, program: Program, inputs: Sequence[Any], steps: Steps | None = None
-    ) -> tuple[list[Any], Sums]:
-        """The outputs of a program or of a part of it, and its sums."""
-        arrays: dict[Value, Any] = dict(zip(program.inputs, inputs, strict=True))
-        sums: Sums = {}
+    def run_with_sums(self, program: Program, inputs: Sequence[Any]) -> tuple[list[Any], Sums]:
+        """Returns the outputs of a program, and its sums."""
+        inside = self.inside()
+        return inside.run(program, inputs), inside.sums
 
-        def read(value: Value) -> Any:
-            return arrays.get(value, value.known)
+    def sums_of(self, equation: Equation, inputs: list[Any]) -> Sums:
+        """Returns the sums of the uses in an equation."""
+        inside = self.inside()
+        inside.evaluate(equation, inputs)
+        return inside.sums
 
-        for equation in program.flat():
-            operands = [read(value) for value in equation.inputs]
-            outputs, more = self.run(equation, operands, steps or {})
-            sums |= more
-            arrays.update(zip(equation.outputs, outputs, strict=True))
-        return [read(value) for value in program.outputs], sums
+    def bind(self, equation: Equation, inputs: list[Any]) -> list[Any]:
+        for number in self.at(equation):
+            x = inputs[1 - self._uses[number].operand]
+            self.sums[number] = self._sum_up(number, x, self._steps)
+        return equation.bind(inputs)
 
-    def run(
-        self, equation: Equation, inputs: list[Any], steps: Steps
-    ) -> tuple[Sequence[Any], Sums]:
-        """The outputs of an equation, and the sums of the uses in it."""
-        if equation.name in _BODIES and self.within(equation):
-            return _BODIES[equation.name](self, equation, inputs, steps)
-        sums = {
-            number: self._sum_up(number, inputs[1 - self._uses[number].operand], steps)
-            for number in self.at(equation)
-        }
-        return equation.bind(inputs), sums
+    def enters(self, equation: Equation) -> bool:
+        return equation.name in ("scan", "cond") and self.sums_up(equation)
 
-    def _scan(
-        self, equation: Equation, inputs: list[Any], steps: Steps
-    ) -> tuple[Sequence[Any], Sums]:
-        params, (body,) = equation.params, equation.bodies
-        fixed, carried = params["num_consts"], params["num_carry"]
-        end = fixed + carried
-        stacked = {
-            number
-            for number in self.within(equation)
-            if self._stacks and equation in self._uses[number].view.scans
-        }
+    def sums_up(self, equation: Equation) -> bool:
+        return bool(self.within(equation))
 
-        def of_step(step: jax.Array, inputs: list[Any]) -> tuple[list[Any], Sums]:
-            return self.evaluate(body, inputs, {**steps, equation: step})
+    def add(self, one: Sums, other: Sums) -> Sums:
+        sums: Sums = add(one, other)
+        return sums
 
-        def run(state: Any, layer: Any) -> Any:
-            (carry, total), (step, xs) = state, layer
-            outputs, sums = of_step(step, [*inputs[:fixed], *carry, *xs])
-            apart = {number: sums.pop(number) for number in stacked}
-            return (outputs[:carried], add(total, sums)), (outputs[carried:], apart)
+    def rows(self, scan: Equation) -> jax.Array:
+        return jnp.arange(scan.params["length"], dtype=jnp.int32)
 
-        structs = [value.struct() for value in body.inputs]
-        shapes = jax.eval_shape(of_step, jax.ShapeDtypeStruct((), jnp.int32), structs)[1]
-        total = _zeros({number: x for number, x in shapes.items() if number not in stacked})
-        how = {key: params[key] for key in ("length", "reverse", "unroll")}
-        layers = jnp.arange(params["length"], dtype=jnp.int32), inputs[end:]
-        (carry, total), (outputs, apart) = lax.scan(run, (inputs[fixed:end], total), layers, **how)
-        return [*carry, *outputs], total | _stacked(apart)
+    def at_step(self, scan: Equation, rows: jax.Array) -> Walk:
+        step = self.inside()
+        step._steps = {**self._steps, scan: rows}
+        return step
 
-    def _cond(
-        self, equation: Equation, inputs: list[Any], steps: Steps
-    ) -> tuple[Sequence[Any], Sums]:
-        index, *operands = inputs
+    def take_stacked(self, scan: Equation) -> Sums:
+        """Removes the sums of the layers of weights that the scan takes apart."""
+        numbers = [n for n in self.sums if self._stacks and scan in self._uses[n].view.scans]
+        return {number: self.sums.pop(number) for number in numbers}
 
-        def branch(body: Program) -> Callable[..., tuple[list[Any], Sums]]:
-            return lambda *operands: self.evaluate(body, operands, steps)
+    def put_stacked(self, sums: Sums) -> None:
+        """Adds sums with leading axes of layers; counts have them behind their digits."""
 
-        def with_zeros(branch: Callable[..., Any]) -> Callable[..., Any]:
-            """A branch that sums nothing for the uses of others."""
+        def moved(x: Any) -> Any:
+            return Count(jnp.moveaxis(x.digits, 0, 1)) if isinstance(x, Count) else x
 
-            def run(*operands: Any) -> Any:
-                outputs, sums = branch(*operands)
-                return outputs, _zeros(shapes) | sums
-
-            return run
-
-        branches = [branch(body) for body in equation.bodies]
-        shapes: Sums = {}
-        for each in branches:
-            shapes |= jax.eval_shape(each, *operands)[1]
-        if index.dtype == jnp.bool_:
-            index = index.astype(jnp.int32)
-        found: tuple[list[Any], Sums] = lax.switch(index, [*map(with_zeros, branches)], *operands)
-        return found
-
-
-def _zeros(shapes: PyTree) -> PyTree:
-    return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
-
-
-def _stacked(sums: Sums) -> Sums:
-    """The sums of the layers of a scan, whose counts have the layers behind the digits."""
-
-    def moved(x: Any) -> Any:
-        return Count(jnp.moveaxis(x.digits, 0, 1)) if isinstance(x, Count) else x
-
-    moved_sums: Sums = jax.tree.map(moved, sums, is_leaf=lambda x: isinstance(x, Count))
-    return moved_sums
-
-
-_BODIES: dict[str, Callable[..., tuple[Sequence[Any], Sums]]] = {
-    "scan": Walk._scan,
-    "cond": Walk._cond,
-}
+        self.sums |= jax.tree.map(moved, sums, is_leaf=lambda x: isinstance(x, Count))

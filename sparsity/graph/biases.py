@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
-from sparsity.graph.uses import MOVES, Factor, Path, Tracker, Use, View
+from sparsity.graph.uses import Factor, Path, Tracker, Use, View, follow
+from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program, Value
 
@@ -29,14 +30,13 @@ def find_biases(program: Program, leaves: Collection[Value], tracker: Tracker) -
             for value in equation.inputs:
                 readers.setdefault(value, []).append(equation)
             if equation.bodies:
-                if equation.name == "scan":
-                    plain |= _within(equation, plain)
+                plain |= _within(equation, plain)
                 continue
             if equation.name in (*_WHOLE, *_SAME) and equation.inputs[0] in plain:
                 plain.add(equation.outputs[0])
-            if any(x in tracker.data for x in equation.inputs):
-                views = [view for x in equation.inputs for view in tracker.views.get(x, [])]
-                reads.update(view.leaf for view in views)
+            facts = [tracker.fact(value) for value in equation.inputs]
+            if any(x.is_data for x in facts):
+                reads.update(view.leaf for x in facts for view in x.views)
         for value in body.outputs:
             readers.setdefault(value, []).append(None)
     found = {}
@@ -49,12 +49,14 @@ def find_biases(program: Program, leaves: Collection[Value], tracker: Tracker) -
     return found
 
 
-def _within(scan: Equation, plain: Collection[Value]) -> set[Value]:
+def _within(equation: Equation, plain: Collection[Value]) -> set[Value]:
     """The inputs of a scan's body that are leaves, or layers of one."""
-    fixed = scan.params["num_consts"]
-    end = fixed + scan.params["num_carry"]
-    pairs = [*zip(scan.inputs, scan.bodies[0].inputs, strict=True)]
-    return {inner for x, inner in (*pairs[:fixed], *pairs[end:]) if x in plain}
+    if equation.name != "scan":
+        return set()
+    (body,) = equation.within()
+    carries = {number for _, number in body.carries}
+    pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))
+    return {inner for i, (value, inner) in pairs if value in plain and i not in carries}
 
 
 def _bodies(program: Program) -> Iterator[Program]:
@@ -76,13 +78,13 @@ def _added(
         (output, *_) = equation.outputs
         if equation.name in ("add", "add_any"):
             (other,) = [x for x in equation.inputs if x is not value]
-            biases = tracker.views.get(other, [])
+            biases = tracker.fact(other).views
             if len(biases) == 1 and other in plain and len(other.shape) == len(output.shape):
                 return biases[0] if _fits(use, view, biases[0]) else None
-            if other not in tracker.data or value.shape != output.shape:
+            if not tracker.fact(other).is_data or value.shape != output.shape:
                 return None
         elif equation.name in _WHOLE:
-            moved = MOVES[equation.name](view, equation, output)
+            moved = follow(view, equation, LAYOUTS[equation.name].relate(equation))
             if moved is None:
                 return None
             view = moved

@@ -10,7 +10,6 @@ from typing import Any
 
 from sparsity.core.polynomials import Polynomial
 from sparsity.graph.coupling import Coupling
-from sparsity.graph.uses import shards
 from sparsity.programs.axes import Axis, size_of
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program
@@ -25,16 +24,9 @@ def cost(program: Program, of_product: Callable[[Equation], Number]) -> Number:
         if equation.name in PRODUCTS:
             total = total + of_product(equation)
         elif equation.bodies:
-            each = [cost(body, of_product) for body in equation.bodies]
-            match equation.name:
-                case "cond":
-                    total = total + functools.reduce(_larger, each)
-                case "scan":
-                    total = total + sum(each) * equation.params["length"]
-                case "shard_map":
-                    total = total + sum(each) * shards(equation)
-                case _:
-                    total = total + sum(each)
+            bodies = equation.within()
+            each = [cost(x.program, of_product) * (x.trips or 1) for x in bodies]
+            total = total + functools.reduce(_larger if equation.is_choice else operator.add, each)
     return total
 
 

@@ -21,13 +21,12 @@ from sparsity.graph.biases import find_biases
 from sparsity.graph.channels import ChannelGroup, Leaf, Refusal, find_channels, positions
 from sparsity.graph.coupling import ANALYSED, Coupling
 from sparsity.graph.layers import layered
-from sparsity.graph.removed import Removed
-from sparsity.graph.uses import Path, Use, track
+from sparsity.graph.proof import Proof
+from sparsity.graph.uses import Path, Tracker, Use
 from sparsity.patterns import NByM, SparsityType, Unstructured
-from sparsity.programs import program as jaxprs
 from sparsity.programs.axes import Axis, Reason
-from sparsity.programs.primitives import NO_PRODUCTS
-from sparsity.programs.products import PRODUCTS, read_product
+from sparsity.programs.products import NO_PRODUCTS, PRODUCTS, read_product
+from sparsity.programs.program import Equation, Program, values_read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +46,7 @@ class Graph:
 
     def __init__(
         self,
-        program: jaxprs.Program,
+        program: Program,
         leaves: Sequence[Leaf],
         carried: Mapping[int, int],
         outputs: Sequence[Path],
@@ -67,7 +66,7 @@ class Graph:
         self.state = {outputs[i]: leaves[number].path for i, number in carried.items()}
         values = program.inputs[: len(self.leaves)]
         self._values = dict(zip(values, range(len(values)), strict=True))
-        self._tracker = track(program, self._values, [leaf.path for leaf in self.leaves])
+        self._tracker = Tracker(program, self._values, [leaf.path for leaf in self.leaves])
         self.uses = self._tracker.uses
 
     def __deepcopy__(self, _: object) -> Graph:
@@ -99,12 +98,12 @@ class Graph:
 
     def cost(self, density: Mapping[Path, N]) -> N:
         """Multiply-adds if of some leaves only a part of the entries counts."""
-        readers: dict[jaxprs.Equation, list[Use]] = {}
+        readers: dict[Equation, list[Use]] = {}
         for use in self.uses:
             if use.primitive in PRODUCTS:
                 readers.setdefault(use.equation, []).append(use)
 
-        def macs(product: jaxprs.Equation) -> costs.Number:
+        def macs(product: Equation) -> costs.Number:
             uses = readers.get(product, ())
             one, other = ([use for use in uses if use.operand == i] for i in range(2))
             return read_product(product).macs * _density(one, density) * _density(other, density)
@@ -225,7 +224,7 @@ class Graph:
 
     def _by_product(self, path: Path) -> list[Use]:
         """For each product that reads a leaf, the use of the largest part of it."""
-        largest: dict[jaxprs.Equation, Use] = {}
+        largest: dict[Equation, Use] = {}
         for use in self.products(path):
             other = largest.setdefault(use.equation, use)
             if use.view.share > other.view.share:
@@ -339,10 +338,10 @@ class Graph:
     @functools.cached_property
     def coupling(self) -> Coupling:
         """The axes of all values."""
-        read = jaxprs.read(self.program)
+        read_values = values_read(self.program)
         coupling = Coupling(self.program, self._values, self.carried)
         for value in self._values:
-            if value not in read:
+            if value not in read_values:
                 coupling.pin(value, Reason(None, "no operation reads it"))
         return coupling
 
@@ -365,7 +364,7 @@ class Graph:
         """The axes whose removal differs from masking these leaves, and why."""
         chosen = set(masked)
         values = [v for v, i in self._values.items() if self.leaves[i].path in chosen]
-        return Removed(self.program, self.coupling, values).refused
+        return Proof(self.program, self.coupling, values).refused
 
     @functools.cached_property
     def _channels(self) -> tuple[list[ChannelGroup], list[Refusal]]:

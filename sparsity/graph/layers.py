@@ -17,8 +17,8 @@ def layered(program: Program, coupling: Coupling) -> dict[Axis, int]:
     for scan in program.flat():
         if scan.name != "scan":
             continue
-        own = scan.params["num_consts"] + scan.params["num_carry"]
-        for value in scan.inputs[own:]:
+        (body,) = scan.within()
+        for value in (scan.inputs[number] for number in body.layers):
             steps, *others = coupling.axes(value)
             for variable in (v for dim in others for v in variables(dim)):
                 if variable.pin is None and variable not in found:
@@ -46,9 +46,9 @@ class _Look:
 
     def _stays(self, equation: Equation) -> bool:
         if equation.name == "scan":
-            own = equation.params["num_consts"] + equation.params["num_carry"]
-            (body,) = equation.bodies
-            if not any(map(self._has, body.inputs[:own])):
+            (body,) = equation.within()
+            own = body.layers.start
+            if not any(map(self._has, body.program.inputs[:own])):
                 stacks = [value for value in equation.inputs[own:] if self._has(value)]
                 return all(self._coupling.axes(x)[0].root is self._steps for x in stacks)
         return all(map(self.is_within, equation.bodies))

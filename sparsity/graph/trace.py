@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +14,16 @@ from sparsity.core.trees import PyTree
 from sparsity.graph.channels import Leaf
 from sparsity.graph.graph import Graph
 from sparsity.graph.uses import Path
-from sparsity.programs import program as jaxprs
 from sparsity.programs.products import PRODUCTS
+from sparsity.programs.program import (
+    Equation,
+    Program,
+    Value,
+    captured_arrays,
+    read_jaxpr,
+    values_read,
+)
+from sparsity.programs.walk import Flow
 
 _ON_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -86,7 +94,7 @@ def trace(
             "It must take the parameters first, then the inputs of the model; bind others by "
             "functools.partial."
         ) from error
-    program = jaxprs.program(closed)
+    program = read_jaxpr(closed)
     found = [Leaf(path, tuple(x.shape), x.dtype) for path, x in zip(paths, leaves, strict=True)]
     _check_constants(program, found, leaves)
     outputs = [trees.path_names(path) for path in trees.leaves_by_path(shapes)]
@@ -106,13 +114,13 @@ def _trace_like(
     return trace(fn, params, *args, state=state)
 
 
-def _check_constants(program: jaxprs.Program, leaves: list[Leaf], given: list[Any]) -> None:
+def _check_constants(program: Program, leaves: list[Leaf], given: list[Any]) -> None:
     """Raises a ValueError if a leaf is not read, but a constant like it."""
-    read = jaxprs.read(program)
+    read_values = values_read(program)
     for value, leaf, array in zip(program.inputs, leaves, given, strict=False):
-        if value in read or len(leaf.shape) < 2:
+        if value in read_values or len(leaf.shape) < 2:
             continue
-        for constant in jaxprs.constants(program):
+        for constant in captured_arrays(program):
             if getattr(constant, "shape", None) != leaf.shape or constant.dtype != leaf.dtype:
                 continue
             is_abstract = isinstance(array, jax.ShapeDtypeStruct)
@@ -125,7 +133,7 @@ def _check_constants(program: jaxprs.Program, leaves: list[Leaf], given: list[An
 
 
 def _carried(
-    program: jaxprs.Program,
+    program: Program,
     outputs: list[Path],
     leaves: list[Leaf],
     state: Mapping[Path | str, Path | str] | None,
@@ -147,7 +155,7 @@ def _carried(
 
         def is_state(output: int, leaf: int) -> bool:
             value = program.outputs[output]
-            is_weight = leaf in sources.multiplied and not sources.reaches(leaf, value)
+            is_weight = leaf in sources.multiplied and leaf not in sources.fact(value)
             return fits(output, leaf) and not is_weight
 
         suffixes = {
@@ -180,51 +188,41 @@ def _carried(
     return carried
 
 
-class _Sources:
+class _Sources(Flow[frozenset[int]]):
     """Follows the leaves through a program, up to its products.
 
+    The facts are numbers of leaves, of which a value is computed without a product between.
+
     Attributes:
-      numbers: by value, those of the leaves that it is computed from without a product between.
       multiplied: numbers of the leaves that reach a product in this way.
     """
 
-    def __init__(self, program: jaxprs.Program, leaves: Sequence[jaxprs.Value]) -> None:
-        self.numbers = {value: frozenset([number]) for number, value in enumerate(leaves)}
+    def __init__(self, program: Program, leaves: Sequence[Value]) -> None:
+        super().__init__()
+        self.facts = {value: frozenset([number]) for number, value in enumerate(leaves)}
         self.multiplied: frozenset[int] = frozenset()
-        self._run(program)
+        self.run(program)
 
-    def reaches(self, leaf: int, value: jaxprs.Value) -> bool:
-        """Whether a value is computed from a leaf without a product between."""
-        return leaf in self._joined([value])
+    def start(self, value: Value) -> frozenset[int]:
+        return frozenset()
 
-    def _joined(self, values: Iterable[jaxprs.Value]) -> frozenset[int]:
-        return frozenset().union(*(self.numbers.get(value, frozenset()) for value in values))
+    def visit(self, equation: Equation) -> None:
+        numbers = frozenset[int]().union(*(self.fact(value) for value in equation.inputs))
+        if equation.name in PRODUCTS:
+            self.multiplied |= numbers
+        else:
+            self.facts.update(dict.fromkeys(equation.outputs, numbers))
 
-    def _run(self, program: jaxprs.Program) -> None:
-        for equation in program.flat():
-            numbers = self._joined(equation.inputs)
-            if equation.name in PRODUCTS:
-                self.multiplied |= numbers
-            elif not equation.bodies:
-                self.numbers.update(dict.fromkeys(equation.outputs, numbers))
-            for body in equation.within():
-                inside, outputs = body.program.inputs, body.program.outputs
-                self._hand_on(body.inputs, inside)
-                self._run(body.program)
-                starts = [inside[number] for _, number in body.carries]
-                while self._hand_on([outputs[number] for number, _ in body.carries], starts):
-                    self._run(body.program)
-                self._hand_on(outputs, body.outputs)
+    def join(
+        self, one: frozenset[int], other: frozenset[int], equation: Equation, target: Value
+    ) -> frozenset[int]:
+        return one | other
 
-    def _hand_on(
-        self, values: Sequence[jaxprs.Value], targets: Sequence[jaxprs.Value | None]
-    ) -> bool:
-        """Adds what values are computed from to that of their targets; says if any of it is new."""
-        is_new = False
-        for value, target in zip(values, targets, strict=True):
-            if target is not None and not self._joined([value]) <= self._joined([target]):
-                self.numbers[target], is_new = self._joined([value, target]), True
-        return is_new
+    def layer(self, fact: frozenset[int], scan: Equation) -> frozenset[int]:
+        return fact
+
+    def stack(self, fact: frozenset[int], scan: Equation) -> frozenset[int]:
+        return fact
 
 
 def _is_named(path: Path) -> bool:

@@ -11,14 +11,15 @@ import functools
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from sparsity.programs import constants
-from sparsity.programs.primitives import ELEMENTWISE
+from sparsity.programs.entrywise import ENTRYWISE, constant_in, constant_of
+from sparsity.programs.layout import LAYOUTS, Place, Relation
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program, Value
+from sparsity.programs.walk import Flow
 
 Path = tuple[str, ...]
 
@@ -134,152 +135,152 @@ class View:
         """With other axes."""
         return dataclasses.replace(self, dims=tuple(map(tuple, dims)))
 
-    def layer(self, axes: Collection[int]) -> View:
-        """One entry of some axes of the array, such as a layer of a stack."""
-        return dataclasses.replace(
-            self,
-            dims=tuple(dim for i, dim in enumerate(self.dims) if i not in axes),
-            stacked=(*self.stacked, *self.axes(axes)),
-            layers=(*self.layers, *(part for i in axes for part in self.dims[i])),
-        )
 
-    def part(self, output: Value, share: Fraction = Fraction(1)) -> View:
-        """The view in an array that has other entries, or in another order, in a share of it."""
-        return dataclasses.replace(self, parts=(*self.parts, output), share=self.share * share)
+@dataclasses.dataclass(frozen=True)
+class Views:
+    """What the tracker knows of an array.
+
+    Attributes:
+      views: those of leaves that the array is.
+      is_data: whether the array depends on more than parameters.
+      constant: the number that all entries are, `None` if they differ.
+    """
+
+    views: tuple[View, ...] = ()
+    is_data: bool = False
+    constant: float | None = None
 
 
-def track(program: Program, leaves: Mapping[Value, int], paths: Sequence[Path]) -> Tracker:
-    """Follows the leaves through the program.
+class Tracker(Flow[Views]):
+    """The views of leaves, and their uses in program order.
 
     Args:
       program: the program.
       leaves: its inputs that are leaves, and their numbers.
       paths: of the leaves, by number.
     """
-    tracker = Tracker(paths)
-    for value in program.inputs:
-        if value in leaves:
-            dims = tuple((Factor(axis, size),) for axis, size in enumerate(value.shape))
-            tracker.views[value] = [View(leaves[value], dims)]
-        else:
-            tracker.data.add(value)
-    tracker.run(program, 1)
-    return tracker
 
-
-class Tracker:
-    """The views of leaves, what depends on more than them, and their uses in program order."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(
+        self, program: Program, leaves: Mapping[Value, int], paths: Sequence[Path]
+    ) -> None:
+        super().__init__()
         self.paths = paths
-        self.views: dict[Value, list[View]] = {}
-        self.data: set[Value] = set()  # depends on more than parameters
         self.uses: list[Use] = []
-        self._constants: dict[Value, float | None] = {}  # the number that all entries are
+        for value in program.inputs:
+            if value in leaves:
+                dims = tuple((Factor(axis, size),) for axis, size in enumerate(value.shape))
+                self.facts[value] = Views((View(leaves[value], dims),))
+            else:
+                self.facts[value] = Views(is_data=True)
+        self.run(program)
 
-    def run(self, program: Program, trips: int | None) -> None:
-        """Follows the leaves through a program that runs so often."""
-        for equation in program.flat():
-            self._visit(equation, trips)
+    def start(self, value: Value) -> Views:
+        return Views(constant=constant_in(value.known))
 
-    def _visit(self, equation: Equation, trips: int | None) -> None:
-        name = equation.name
-        if equation.bodies:
-            self._enter(equation, trips)
-            return
-        is_data = any(value in self.data for value in equation.inputs)
-        if is_data:
-            self.data.update(equation.outputs)
-        views = [self.views.get(value, []) for value in equation.inputs]
-        for output in equation.outputs:
-            self.views[output] = []
-        if not any(views):
-            if not is_data:
-                self._follow_constants(equation)
-            return
+    def join(self, one: Views, other: Views, equation: Equation, target: Value) -> Views:
+        views = one.views
+        if other.views != views:  # later steps, or another branch, read something else
+            views = tuple(_changed(view, target) for view in views)
+        constant = one.constant if one.constant == other.constant else None
+        return Views(views, one.is_data or other.is_data, constant)
+
+    def layer(self, fact: Views, scan: Equation) -> Views:
+        views = [
+            dataclasses.replace(_indexed(view, [0]), scans=(*view.scans, scan))
+            for view in fact.views
+        ]
+        return dataclasses.replace(fact, views=tuple(views))
+
+    def stack(self, fact: Views, scan: Equation) -> Views:
+        return fact
+
+    def shard(self, fact: Views, value: Value, local: Value) -> Views:
+        views = []
+        for view in fact.views:
+            sizes = zip(view.dims, value.shape, local.shape, strict=True)
+            views.append(view.of(_resized(dim, size, new) for dim, size, new in sizes))
+        return dataclasses.replace(fact, views=tuple(views))
+
+    def leave(self, fact: Views, equation: Equation) -> Views:
+        is_chosen = equation.name == "cond" and self.fact(equation.inputs[0]).is_data
+        return Views(is_data=fact.is_data or is_chosen)
+
+    def mark(self) -> int:
+        return len(self.uses)
+
+    def rewind(self, mark: int) -> None:
+        del self.uses[mark:]
+
+    def visit(self, equation: Equation) -> None:
+        name, inputs = equation.name, [self.fact(value) for value in equation.inputs]
+        is_data = any(x.is_data for x in inputs)
+        self.facts.update(dict.fromkeys(equation.outputs, Views(is_data=is_data)))
         if name in PRODUCTS:
-            for operand, of_operand in enumerate(views[:2]):
-                for view in _merged(of_operand):
-                    self._use(equation, operand, view, trips)
+            for operand, x in enumerate(inputs[:2]):
+                for view in _merged(x.views):
+                    self._use(equation, operand, view)
         elif name in _LOOKUPS and is_data:
-            for view in views[0]:
-                self._look_up(equation, view, trips)
-        elif name in ELEMENTWISE:
-            self._elementwise(equation, views)
-        elif name == "concatenate" and not is_data:
-            self._concatenate(equation, views)
-        elif name == "stack" and not is_data:
-            self._stack(equation, views)
-        elif name in MOVES:
-            for output in equation.outputs:
-                moved = [MOVES[name](view, equation, output) for view in views[0]]
-                self.views[output] = [view for view in moved if view is not None]
+            for view in inputs[0].views:
+                self._look_up(equation, view)
+        elif name in ENTRYWISE:
+            self._entrywise(equation, inputs)
+        elif name in LAYOUTS:
+            self._layout(equation, inputs)
 
-    def _constant(self, value: Value) -> float | None:
-        if value not in self._constants:
-            self._constants[value] = constants.value(value.known)
-        return self._constants[value]
-
-    def _follow_constants(self, equation: Equation) -> None:
-        numbers = [self._constant(value) for value in equation.inputs]
-        if equation.name in ELEMENTWISE and len(equation.outputs) == 1:
-            self._constants[equation.outputs[0]] = constants.result(equation, numbers)
-        elif equation.name in ("broadcast_in_dim", "reshape"):
-            self._constants[equation.outputs[0]] = numbers[0]
-
-    def _keeps_zeros(self, equation: Equation, views: Sequence[Sequence[View]], view: View) -> bool:
-        """Whether an entry-by-entry operation gives 0 where the leaf of one of its views is 0."""
-        inputs = zip(equation.inputs, views, strict=True)
-        numbers = [0.0 if view in x else self._constant(value) for value, x in inputs]
-        return constants.result(equation, numbers) == 0
-
-    def _elementwise(self, equation: Equation, views: list[list[View]]) -> None:
-        """The leaf's entries, masked or scaled by what depends on parameters alone."""
-        name, inputs = equation.name, equation.inputs
+    def _entrywise(self, equation: Equation, inputs: Sequence[Views]) -> None:
+        """Follows the leaf's entries, masked or scaled by what depends on parameters alone."""
+        name = equation.name
         if len(equation.outputs) > 1:
-            self.views.update(zip(equation.outputs, views, strict=True))
+            self.facts.update(zip(equation.outputs, inputs, strict=True))
             return
         (output,) = equation.outputs
-        if any(value in self.data for value in inputs[name == "select_n" :]):  # a mask may be data
+        if any(x.is_data for x in inputs[name == "select_n" :]):  # a mask may be data
             return
+        shaped = zip(equation.inputs, inputs, strict=True)
         counts = [
-            Counter(dataclasses.replace(view, keeps_zeros=True) for view in x)
-            for value, x in zip(inputs, views, strict=True)
+            Counter(dataclasses.replace(view, keeps_zeros=True) for view in x.views)
+            for value, x in shaped
             if value.shape == output.shape
         ]
         # What is computed from an array twice, as w + (q(w) - w), is one view.
         full: list[View] = [*functools.reduce(operator.or_, counts, Counter()).elements()]
         largest = max((view.covered for view in full), default=0)
         # A scale that is broadcast to the shape of a leaf is not what the product reads.
-        self.views[output] = [
+        views = [
             dataclasses.replace(
                 view,
-                keeps_zeros=self._keeps_zeros(equation, views, view),
+                keeps_zeros=_keeps_zeros(equation, inputs, view),
                 is_conjugate=view.is_conjugate ^ (name == "conj"),
             )
             for view in full
             if view.covered == largest
         ]
-        self.data.discard(output)
+        is_data = inputs[0].is_data and not full
+        constant = None if full or is_data else constant_of(equation, [x.constant for x in inputs])
+        self.facts[output] = Views(tuple(views), is_data, constant)
 
-    def _concatenate(self, equation: Equation, views: list[list[View]]) -> None:
-        axis, (output,) = equation.params["dimension"], equation.outputs
-        size = output.shape[axis]
-        for value, of_value in zip(equation.inputs, views, strict=True):
-            for view in of_value:
-                dims = list(view.dims)
-                dims[axis] = (Factor(next(iter(view.axes([axis])), None), size),)
-                share = Fraction(value.shape[axis], size)
-                self.views[output].append(view.of(dims).part(output, share))
+    def _layout(self, equation: Equation, inputs: Sequence[Views]) -> None:
+        layout = LAYOUTS[equation.name]
+        relations = layout.relate(equation)
+        for number, output in enumerate(equation.outputs):
+            sources = layout.sources(equation, number)
+            is_data, is_joined = self.facts[output].is_data, len(sources) > 1
+            if is_joined and is_data:
+                continue
+            views = []
+            for i in sources:
+                for view in inputs[i].views:
+                    moved = follow(view, equation, relations, i, number)
+                    if moved is not None and not (is_joined and moved.parts == view.parts):
+                        views.append(moved)
+            constants = {inputs[i].constant for i in sources}
+            constant = constants.pop() if len(constants) == 1 and not is_joined else None
+            if equation.name == "pad" and inputs[1].constant != 0:
+                views = [dataclasses.replace(view, keeps_zeros=False) for view in views]
+            self.facts[output] = Views(tuple(views), is_data, constant)
 
-    def _stack(self, equation: Equation, views: list[list[View]]) -> None:
-        axis, (output,), count = equation.params["axis"], equation.outputs, len(views)
-        for view in (view for of_value in views for view in of_value):
-            dims = (*view.dims[:axis], (Factor(None, count),), *view.dims[axis:])
-            self.views[output].append(view.of(dims).part(output, Fraction(1, count)))
-
-    def _use(self, equation: Equation, operand: int, view: View, trips: int | None) -> None:
-        product = read_product(equation)
+    def _use(self, equation: Equation, operand: int, view: View) -> None:
+        product, trips = read_product(equation), self.trips
         axes = product.operands[operand]
         self.uses.append(
             Use(
@@ -298,177 +299,129 @@ class Tracker:
             )
         )
 
-    def _look_up(self, equation: Equation, view: View, trips: int | None) -> None:
+    def _look_up(self, equation: Equation, view: View) -> None:
         value, params = equation.inputs[0], equation.params
-        whole = [i for i, n in enumerate(params["slice_sizes"]) if n == value.shape[i]]
+        full = [i for i, n in enumerate(params["slice_sizes"]) if n == value.shape[i]]
         source, path, name = equation.source, self.paths[view.leaf], equation.name
-        batch, output = view.stacked, view.axes(whole)
-        use = Use(path, name, (), output, batch, 1, 0, trips, source, view, equation, 0)
+        batch, output = view.stacked, view.axes(full)
+        use = Use(path, name, (), output, batch, 1, 0, self.trips, source, view, equation, 0)
         self.uses.append(use)
 
-    def _enter(self, equation: Equation, trips: int | None) -> None:
-        name, params, inputs = equation.name, equation.params, equation.inputs
-        if name == "scan":
-            fixed, carried = params["num_consts"], params["num_carry"]
-            (body,) = equation.bodies
-            self._bind(inputs, body.inputs)
-            for inner in body.inputs[fixed + carried :]:
-                self.views[inner] = [_layer(view, equation) for view in self.views[inner]]
-            carry = body.inputs[fixed : fixed + carried]
-            for inner, output in zip(carry, body.outputs, strict=False):
-                if output is not inner:  # later steps read something else
-                    self.views[inner] = [
-                        dataclasses.replace(view.part(inner), keeps_zeros=False)
-                        for view in self.views[inner]
-                    ]
-            each = None if trips is None else trips * params["length"]
-            self._repeat(body, carry, each)
-            outputs = body.outputs
-        elif name == "while":
-            condition, body = equation.bodies
-            first = params["cond_nconsts"]
-            carry = params["body_nconsts"]
-            self._bind(inputs[first:], body.inputs)
-            self._bind([*inputs[:first], *inputs[first + carry :]], condition.inputs)
-            self._repeat(body, body.inputs[carry:], None)
-            self.run(condition, None)
-            outputs = body.outputs
-        elif name == "cond":
-            for body in equation.bodies:
-                self._bind(inputs[1:], body.inputs)
-                self.run(body, trips)
-            outputs = [inputs[0], *(o for body in equation.bodies for o in body.outputs)]
-        else:  # shard_map: each device runs it on its part
-            (body,) = equation.bodies
-            self._bind(inputs, body.inputs)
-            for value, inner in zip(inputs, body.inputs, strict=True):
-                self.views[inner] = [_local(v, value, inner) for v in self.views[inner]]
-            self.run(body, None if trips is None else trips * shards(equation))
-            outputs = body.outputs
-        if any(value in self.data for value in outputs):
-            self.data.update(equation.outputs)
 
-    def _bind(self, values: Sequence[Value], inner: Sequence[Value]) -> None:
-        for value, inside in zip(values, inner, strict=True):
-            self.views[inside] = self.views.get(value, [])
-            if value in self.data:
-                self.data.add(inside)
+def follow(
+    view: View,
+    equation: Equation,
+    relations: Sequence[Relation],
+    operand: int = 0,
+    number: int = 0,
+) -> View | None:
+    """Returns a view of an input as an output of a layout primitive has it, `None` if it does not.
 
-    def _repeat(self, body: Program, carry: Sequence[Value], trips: int | None) -> None:
-        """Runs a loop's body until it is known which parts of the carry depend on data."""
-        while True:
-            uses, known = len(self.uses), len(self.data.intersection(carry))
-            self.run(body, trips)
-            after = zip(body.outputs, carry, strict=False)
-            self.data.update(value for output, value in after if output in self.data)
-            if len(self.data.intersection(carry)) == known:
-                return
-            del self.uses[uses:]
-
-
-def shards(equation: Equation) -> int:
-    """In how many parts a `shard_map` cuts its inputs."""
-    entries = [entry for spec in equation.params["in_specs"] for entry in spec if entry]
-    names = {n for entry in entries for n in ([entry] if isinstance(entry, str) else entry)}
-    return math.prod([int(equation.params["mesh"].shape[name]) for name in names])
-
-
-def _layer(view: View, scan: Equation) -> View:
-    """One step of a scan over the first axis of a view."""
-    return dataclasses.replace(view.layer([0]), scans=(*view.scans, scan))
-
-
-def _local(view: View, value: Value, inner: Value) -> View:
-    """The view in an array with fewer or more entries along some axes, as each device has."""
-    dims = []
-    for dim, size, new in zip(view.dims, value.shape, inner.shape, strict=True):
-        if size != new:
-            step = dim[0].step if len(dim) == 1 else 1
-            axes = [factor.axis for factor in dim if factor.axis is not None]
-            dim = (Factor(axes[0] if axes else None, new, step),)
-        dims.append(dim)
-    return view.of(dims)
-
-
-def _transpose(view: View, equation: Equation, _: Value) -> View:
-    return view.of(view.dims[i] for i in equation.params["permutation"])
-
-
-def _squeeze(view: View, equation: Equation, _: Value) -> View:
-    gone = equation.params["dimensions"]
-    return view.of(dim for i, dim in enumerate(view.dims) if i not in gone)
-
-
-def _broadcast(view: View, equation: Equation, output: Value) -> View:
-    shape = equation.inputs[0].shape
+    Args:
+      view: of the input `operand`.
+      equation: the equation.
+      relations: between its axes.
+      operand: which of its inputs.
+      number: which of its outputs.
+    """
+    value, output = equation.inputs[operand], equation.outputs[number]
     dims: list[Sequence[Factor]] = [(Factor(None, size),) for size in output.shape]
-    for i, axis in enumerate(equation.params["broadcast_dimensions"]):
-        if shape[i] == output.shape[axis]:
-            dims[axis] = view.dims[i]
-    return view.of(dims)
+    share, indexed, layers = Fraction(1), list[int](), list[Factor]()
+    is_part = False
+    for relation in relations:
+        sources = [x for x in relation.sources if isinstance(x, Place) and x.array == operand]
+        targets = [x for x in relation.targets if isinstance(x, Place) and x.array == number]
+        kind, is_here = relation.kind, bool(sources and targets)
+        if kind == "mixed" and (targets or sources):
+            return None
+        if kind == "index" and sources:
+            indexed += [place.axis for place in sources]
+        elif kind == "stack" and targets:
+            share, is_part = share / output.shape[targets[0].axis], True
+        elif kind == "product" and is_here:
+            factors = _factors(view, relation)
+            cut = _cut_anew(factors, [output.shape[place.axis] for place in targets])
+            if cut is None:
+                return None
+            for place, dim in zip(targets, cut, strict=True):
+                dims[place.axis] = dim
+        elif kind == "reversed" and is_here:
+            source = view.dims[sources[0].axis]
+            dims[targets[0].axis] = [part._replace(step=-part.step) for part in source]
+        elif is_here:  # a sum, or a cut
+            ((_, axis),), ((_, to),), is_part = sources, targets, True
+            size, new = value.shape[axis], output.shape[to]
+            dims[to] = _resized(view.dims[axis], size, new)
+            if len(relation.sources) > 1:
+                share *= Fraction(size, new)
+            elif new == 1 < size:
+                layers += view.dims[axis]
+    moved = dataclasses.replace(
+        _indexed(view, indexed),
+        dims=tuple(map(tuple, dims)),
+        share=view.share * share,
+        parts=(*view.parts, output) if is_part or indexed else view.parts,
+    )
+    return dataclasses.replace(moved, layers=(*moved.layers, *layers))
 
 
-def _reshape(view: View, equation: Equation, output: Value) -> View | None:
-    """The leaf's axes in row-major order, cut anew; `None` where a cut falls within an axis."""
-    order = equation.params["dimensions"]  # that of the axes before the cut
-    moved = view.dims if order is None else [view.dims[i] for i in order]
-    factors = [factor for dim in moved for factor in dim if factor.size != 1]
-    dims: list[list[Factor]] = []
-    for size in output.shape:
+def _factors(view: View, relation: Relation) -> list[Factor]:
+    """The factors of the sources of a product, without those of one entry."""
+    factors: list[Factor] = []
+    for place in relation.sources:
+        dim = [Factor(None, place)] if isinstance(place, int) else view.dims[place.axis]
+        factors += [factor for factor in dim if factor.size != 1]
+    return factors
+
+
+def _cut_anew(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list[Factor]] | None:
+    """Factors in row-major order, cut to other sizes; `None` where a cut falls within one."""
+    queue, dims = [*factors], list[list[Factor]]()
+    for size in sizes:
         dims.append([])
         while size > 1:
-            if not factors:
+            if not queue:
                 return None
-            factor = factors.pop(0)
+            factor = queue.pop(0)
             if factor.size % size == 0 and factor.size > size:
                 inner = factor._replace(size=factor.size // size)
-                factors.insert(0, inner)
+                queue.insert(0, inner)
                 factor = Factor(factor.axis, size, factor.step * inner.size)
             elif size % factor.size:
                 return None
             dims[-1].append(factor)
             size //= factor.size
-    return view.of(dims)
+    return dims
 
 
-def _part(view: View, equation: Equation, output: Value) -> View | None:
-    """Some of the entries, in a row along the same axes; one of them, as by an index."""
-    if len(output.shape) != len(view.dims):
-        return None
-    (value, *_) = equation.inputs
-    sizes = zip(view.dims, value.shape, output.shape, strict=True)
-    indexed = [factor for dim, size, new in sizes if new == 1 < size for factor in dim]
-    part = _local(view, value, output).part(output)
-    return dataclasses.replace(part, layers=(*view.layers, *indexed))
+def _resized(dim: Sequence[Factor], size: int, new: int) -> Sequence[Factor]:
+    """An axis with fewer or more entries."""
+    if size == new:
+        return dim
+    axes = [factor.axis for factor in dim if factor.axis is not None]
+    return (Factor(axes[0] if axes else None, new, dim[0].step if len(dim) == 1 else 1),)
 
 
-def _pad(view: View, equation: Equation, output: Value) -> View | None:
-    keeps_zeros = view.keeps_zeros and constants.value(equation.inputs[1].known) == 0
-    part = _part(view, equation, output)
-    return part and dataclasses.replace(part, keeps_zeros=keeps_zeros)
-
-
-def _indexed(view: View, equation: Equation, output: Value) -> View | None:
-    """One entry of an axis, such as a layer of a stack, at a place that is no data."""
-    spec = equation.params["dimension_numbers"]
-    if len(spec.offset_dims) != len(output.shape):
-        return None
-    gone, sizes = spec.collapsed_slice_dims, equation.params["slice_sizes"]
-    shape = equation.inputs[0].shape
-    is_layer = all(size == sizes[i] for i, size in enumerate(shape) if i not in gone)
-    return view.layer(gone).part(output) if is_layer else None
-
-
-def _unstack(view: View, equation: Equation, output: Value) -> View:
-    return view.layer([equation.params["axis"]]).part(output)
-
-
-def _reversed(view: View, equation: Equation, _: Value) -> View:
-    turned = equation.params["dimensions"]
-    return view.of(
-        [part._replace(step=-part.step) for part in dim] if i in turned else dim
-        for i, dim in enumerate(view.dims)
+def _indexed(view: View, axes: Sequence[int]) -> View:
+    """One entry of some axes of the array, such as a layer of a stack."""
+    return dataclasses.replace(
+        view,
+        dims=tuple(dim for i, dim in enumerate(view.dims) if i not in axes),
+        stacked=(*view.stacked, *view.axes(axes)),
+        layers=(*view.layers, *(part for i in axes for part in view.dims[i])),
     )
+
+
+def _changed(view: View, target: Value) -> View:
+    """The view in an array that holds other entries in later steps."""
+    parts = view.parts if target in view.parts else (*view.parts, target)
+    return dataclasses.replace(view, parts=parts, keeps_zeros=False)
+
+
+def _keeps_zeros(equation: Equation, inputs: Sequence[Views], view: View) -> bool:
+    """Whether an entry-by-entry operation gives 0 where the leaf of one of its views is 0."""
+    numbers = [0.0 if view in x.views else x.constant for x in inputs]
+    return constant_of(equation, numbers) == 0
 
 
 def _merged(views: Iterable[View]) -> list[View]:
@@ -481,14 +434,3 @@ def _merged(views: Iterable[View]) -> list[View]:
 
 
 _LOOKUPS = frozenset(("gather", "dynamic_slice"))
-MOVES: dict[str, Callable[[View, Equation, Value], View | None]] = {
-    "transpose": _transpose,
-    "squeeze": _squeeze,
-    "broadcast_in_dim": _broadcast,
-    "reshape": _reshape,
-    "gather": _indexed,
-    "unstack": _unstack,
-    "pad": _pad,
-    "rev": _reversed,
-    **dict.fromkeys(("dynamic_slice", "slice", "split"), _part),
-}

@@ -7,11 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 from sparsity.programs.program import Equation, Value
 
-PRODUCTS = frozenset(("conv_general_dilated", "dot_general", "ragged_dot_general"))
+# These are not analysed, and multiply no matrices.
+NO_PRODUCTS = frozenset((
+    "after_all", "all_gather", "all_to_all", "approx_top_k", "axis_index", "create_token",
+    "debug_callback", "debug_print", "empty2", "eq_to", "get", "igamma_grad_a", "le_to", "lt_to",
+    "pmax", "pmin", "polygamma", "ppermute", "psum", "ragged_all_to_all", "random_gamma", "reduce",
+    "rng_bit_generator", "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul",
+    "select_and_gather_add", "select_and_scatter", "select_and_scatter_add", "swap",
+))  # fmt: skip
+
+
+DotNumbers: TypeAlias = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
 
 
 class Operand(NamedTuple):
@@ -40,17 +51,28 @@ class Product:
       right: the axes of the second: of a convolution, the kernel.
       output: for each axis of the result (operand, axis) that it comes from; `None` for axes of
         space and for the experts of a ragged dot that contracts rows.
+      pairs: the axes of both that are summed over, or index products, in step.
+      ordered: axes of which all entries are needed, in order: of space, and of rows and experts;
+        each with the number of its input, 2 for the result.
+      order: what these are, for errors.
       groups: feature groups of a convolution.
       cost: (value, axis) whose sizes multiply to the multiply-adds.
+      text: what it is, for errors.
       inserted: by how much zeros between the entries of an image make these too many.
+      refusal: why no axis can lose entries, `None` if some can.
     """
 
     left: Operand
     right: Operand
     output: tuple[tuple[int, int] | None, ...]
     cost: tuple[tuple[Value, int], ...]
+    pairs: tuple[tuple[int, int], ...]
+    ordered: tuple[tuple[int, int], ...] = ()
+    order: str = ""
+    text: str = "a product"
     groups: int = 1
     inserted: int = 1
+    refusal: str | None = None
 
     @property
     def operands(self) -> tuple[Operand, Operand]:
@@ -65,26 +87,16 @@ class Product:
 
 def read_product(equation: Equation) -> Product:
     """Returns the roles of the axes of a dot, a ragged dot or a convolution."""
-    match equation.name:
-        case "conv_general_dilated":
-            return _convolution(equation)
-        case "dot_general":
-            return _dot(equation, equation.params["dimension_numbers"], (), ())
-    numbers = equation.params["ragged_dot_dimension_numbers"]
-    return _dot(
-        equation,
-        numbers.dot_dimension_numbers,
-        _ints(numbers.lhs_ragged_dimensions),
-        _ints(numbers.rhs_group_dimensions),
-    )
+    return PRODUCTS[equation.name](equation)
 
 
 def _dot(
     equation: Equation,
-    numbers: tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]],
-    ragged: tuple[int, ...],
-    experts: tuple[int, ...],
+    numbers: DotNumbers | None = None,
+    ragged: tuple[int, ...] = (),
+    experts: tuple[int, ...] = (),
 ) -> Product:
+    numbers = numbers or equation.params["dimension_numbers"]
     operands = []
     for value, contracted, batch, own in zip(
         equation.inputs, *numbers, ((), experts), strict=False
@@ -100,7 +112,17 @@ def _dot(
     pairs += [(1, axis) for axis in right.free]
     summed = [(equation.inputs[0], axis) for axis in left.contracted]
     kept = [(equation.outputs[0], axis) for axis in range(len(made), len(made) + len(pairs))]
-    return Product(left, right, (*made, *pairs), (*kept, *summed))
+    axes = zip((*left.contracted, *left.batch), (*right.contracted, *right.batch), strict=True)
+    ordered = [*((0, axis) for axis in ragged), *((1, axis) for axis in experts)]
+    return Product(
+        left,
+        right,
+        (*made, *pairs),
+        (*kept, *summed),
+        tuple(axes),
+        (*ordered, *((2, axis) for axis in range(len(made)))),
+        "rows in the order of their experts",
+    )
 
 
 def _convolution(equation: Equation) -> Product:
@@ -109,15 +131,39 @@ def _convolution(equation: Equation) -> Product:
     (batch, *image), (out, *inputs) = spec.lhs_spec, spec.rhs_spec
     output: list[tuple[int, int] | None] = [None] * len(result.shape)
     output[spec.out_spec[0]], output[spec.out_spec[1]] = (0, batch), (1, out)
+    space = (image[1:], inputs[1:], spec.out_spec[2:])
+    in_batch = "a convolution in groups of the batch"
     return Product(
         Operand(tuple(image), (batch,)),
         Operand(tuple(inputs), (out,)),
         tuple(output),
         (*((result, axis) for axis in range(len(output))), *((kernel, axis) for axis in inputs)),
+        ((image[0], inputs[0]),),
+        tuple((number, axis) for number, axes in enumerate(space) for axis in axes),
+        "an axis of space",
+        "a convolution",
         params["feature_group_count"],
         math.prod(params["lhs_dilation"]),
+        None if params["batch_group_count"] == 1 else in_batch,
+    )
+
+
+def _ragged_dot(equation: Equation) -> Product:
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    return _dot(
+        equation,
+        numbers.dot_dimension_numbers,
+        _ints(numbers.lhs_ragged_dimensions),
+        _ints(numbers.rhs_group_dimensions),
     )
 
 
 def _ints(axes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int(axis) for axis in axes)  # jax.vmap leaves numpy's
+
+
+PRODUCTS: dict[str, Callable[[Equation], Product]] = {
+    "conv_general_dilated": _convolution,
+    "dot_general": _dot,
+    "ragged_dot_general": _ragged_dot,
+}

@@ -25,11 +25,11 @@ __all__ = [
     "Program",
     "Value",
     "Var",
-    "constants",
+    "captured_arrays",
     "evaluate",
     "is_differentiable",
-    "program",
-    "read",
+    "read_jaxpr",
+    "values_read",
 ]
 
 
@@ -186,8 +186,8 @@ class Equation:
         inputs, of_input, of_output = structs
         try:
             if self.name == "custom_jvp_call":
-                return program(jax.make_jaxpr(forward)(inputs, of_input))
-            return program(jax.make_jaxpr(backward)(inputs, of_output))
+                return read_jaxpr(jax.make_jaxpr(forward)(inputs, of_input))
+            return read_jaxpr(jax.make_jaxpr(backward)(inputs, of_output))
         except Exception as error:  # the rule is the user's code
             return error
 
@@ -197,6 +197,11 @@ class Equation:
         inputs = [value for value in self.inputs if is_differentiable(value)]
         return inputs, [value for value in self.outputs if is_differentiable(value)]
 
+    @property
+    def is_choice(self) -> bool:
+        """Whether one of its bodies runs in a call."""
+        return self.name == "cond"
+
     def within(self) -> list[Body]:
         """Its bodies with the values that enter and leave them."""
         params, inputs, outputs = self.params, self.inputs, self.outputs
@@ -204,20 +209,23 @@ class Equation:
             case "scan":
                 first, count = params["num_consts"], params["num_carry"]
                 carries = [(i, first + i) for i in range(count)]
-                return [Body(self.bodies[0], inputs, [*outputs], carries)]
+                layers = range(first + count, len(inputs))
+                return [Body(self.bodies[0], inputs, [*outputs], carries, layers, params["length"])]
             case "while":
                 first = params["cond_nconsts"]
                 second = first + params["body_nconsts"]
                 condition, body = self.bodies
                 carries = [(i, second - first + i) for i in range(len(outputs))]
-                of_condition = [*inputs[:first], *inputs[second:]]
+                carry = body.inputs[second - first :]  # before each step, and after the last one
                 return [
-                    Body(body, inputs[first:], [*outputs], carries),
-                    Body(condition, of_condition, [None], []),
+                    Body(body, inputs[first:], [*outputs], carries, trips=None),
+                    Body(condition, [*inputs[:first], *carry], [None], trips=None),
                 ]
             case "cond":
-                return [Body(body, inputs[1:], [*outputs], []) for body in self.bodies]
-        return [Body(body, inputs, [*outputs], []) for body in self.bodies]
+                return [Body(body, inputs[1:], [*outputs]) for body in self.bodies]
+            case "shard_map":
+                return [Body(self.bodies[0], inputs, [*outputs], trips=_shards(params))]
+        return [Body(body, inputs, [*outputs]) for body in self.bodies]
 
     def bind(self, inputs: Sequence[Any], **changed: Any) -> list[Any]:
         """Its outputs for other inputs, with some of its parameters changed."""
@@ -229,15 +237,19 @@ class Body(NamedTuple):
 
     Attributes:
       program: the program.
-      inputs: for each of its inputs the input of the equation; layers of it, in a scan.
+      inputs: for each of its inputs the value outside.
       outputs: for each of its outputs the output of the equation, `None` for a condition.
       carries: (number of the output, number of the input) of what the next step reads.
+      layers: numbers of the inputs of which each step of a scan reads a layer.
+      trips: how often it runs in a call of the equation; `None` if that depends on data.
     """
 
     program: Program
     inputs: list[Value]
     outputs: list[Value | None]
-    carries: list[tuple[int, int]]
+    carries: Sequence[tuple[int, int]] = ()
+    layers: range = range(0)
+    trips: int | None = 1
 
 
 @dataclasses.dataclass(eq=False)
@@ -288,36 +300,43 @@ _LIBRARIES = re.compile(
 )
 
 
+def _shards(params: dict[str, Any]) -> int:
+    """In how many parts a `shard_map` cuts its inputs."""
+    entries = [entry for spec in params["in_specs"] for entry in spec if entry]
+    names = {n for entry in entries for n in ([entry] if isinstance(entry, str) else entry)}
+    return math.prod([int(params["mesh"].shape[name]) for name in names])
+
+
 def is_differentiable(value: Value) -> bool:
     """Whether a value is of a floating or complex dtype."""
     return value.dtype is not None and bool(jnp.issubdtype(value.dtype, jnp.inexact))
 
 
-def program(closed: ClosedJaxpr) -> Program:
+def read_jaxpr(closed: ClosedJaxpr) -> Program:
     """The program of a traced function.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> double = program(jax.make_jaxpr(jax.jit(lambda x: x * 2))(1.0))
+      >>> double = read_jaxpr(jax.make_jaxpr(jax.jit(lambda x: x * 2))(1.0))
       >>> [equation.name for equation in double.flat()]
       ['mul']
     """
     return _program(closed, [_value(var.aval) for var in closed.jaxpr.invars], ())
 
 
-def read(program: Program) -> set[Value]:
+def values_read(program: Program) -> set[Value]:
     """The values that some equation reads, or that the program returns."""
     found = set(program.outputs)
     for equation in program.flat():
         found.update(equation.inputs)
         for body in equation.bodies:
-            found |= read(body)
+            found |= values_read(body)
     return found
 
 
-def constants(program: Program) -> list[Any]:
+def captured_arrays(program: Program) -> list[Any]:
     """The arrays that the function held when it was traced."""
-    return [value.known for value in read(program) if value.known is not None]
+    return [value.known for value in values_read(program) if value.known is not None]
 
 
 def _program(closed: Any, inputs: list[Value], calls: tuple[Any, ...]) -> Program:

@@ -1,0 +1,269 @@
+"""What stands where channels were masked: the second pass, which proves that they can be removed.
+
+Masking sets a channel's parameters to 0; what later arrays hold at its places follows: 0 after a
+product, 1 after `exp`. Removing the channel gives the same result if every operation that joins its
+entries with others meets the value that changes nothing there: 0 in a sum, -inf in a maximum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from sparsity.graph.coupling import ENTERED, Coupling
+from sparsity.programs import entrywise
+from sparsity.programs.axes import Axis, Reason, variables
+from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS
+from sparsity.programs.layout import LAYOUTS, Layout
+from sparsity.programs.layout import Place as AxisOf
+from sparsity.programs.products import PRODUCTS, read_product
+from sparsity.programs.program import Equation, Program, Value
+from sparsity.programs.walk import Flow
+
+Place = tuple[int, Axis]  # an axis, and the variable whose removed entries are meant
+
+
+class Constants:
+    """The constants that an array holds.
+
+    Attributes:
+      at: constants at removed entries, by place.
+      everywhere: the constant that all entries are, `None` if they differ.
+      may_be_nan: entries may be NaN in place of the constants, as where a lookup is out of range.
+    """
+
+    __slots__ = ("at", "everywhere", "may_be_nan")
+
+    def __init__(
+        self,
+        at: Mapping[Place, float | None] | None = None,
+        everywhere: float | None = None,
+        may_be_nan: bool = False,
+    ):
+        self.at = {place: x for place, x in (at or {}).items() if x is not None}
+        self.everywhere, self.may_be_nan = everywhere, may_be_nan
+
+    def __getitem__(self, place: Place) -> float | None:
+        return self.at.get(place, self.everywhere)
+
+    def moved(self, to: Callable[[int], int | None]) -> Constants:
+        """Returns the constants with other numbers of axes, `None` for an axis that is gone."""
+        moved = {(to(i), v): c for (i, v), c in self.at.items()}
+        at = {(i, v): c for (i, v), c in moved.items() if i is not None}
+        return Constants(at, self.everywhere, self.may_be_nan)
+
+    def meet(self, other: Constants) -> Constants:
+        """Returns what holds of both."""
+        at = {place: c for place, c in self.at.items() if entrywise.is_same(other[place], c)}
+        at |= {place: c for place, c in other.at.items() if entrywise.is_same(self[place], c)}
+        is_same = entrywise.is_same(self.everywhere, other.everywhere)
+        everywhere = self.everywhere if is_same else None
+        return Constants(at, everywhere, self.may_be_nan or other.may_be_nan)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constants) and repr(self._key()) == repr(other._key())
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _key(self) -> tuple[object, ...]:
+        at = sorted((i, id(v), c) for (i, v), c in self.at.items())
+        return self.everywhere, self.may_be_nan, at
+
+
+class Proof(Flow[Constants]):
+    """Follows removed entries through a program.
+
+    Args:
+      program: the program.
+      coupling: its axes.
+      masked: its inputs that are 0 where a channel is removed.
+
+    Attributes:
+      refused: variables that cannot lose entries, and why.
+    """
+
+    def __init__(self, program: Program, coupling: Coupling, masked: Iterable[Value]):
+        super().__init__()
+        self._coupling = coupling
+        self._free: dict[Value, list[list[Axis]]] = {}
+        self.refused: dict[Axis, Reason] = {}
+        for value in masked:
+            self.facts[value] = Constants(dict.fromkeys(self._places(value), 0.0))
+        self.run(program)
+
+    def _variables(self, value: Value) -> list[list[Axis]]:
+        """Of each axis, the variables that the first pass left free."""
+        if value not in self._free:
+            axes = self._coupling.axes(value)
+            self._free[value] = [[v for v in variables(axis) if v.pin is None] for axis in axes]
+        return self._free[value]
+
+    def _places(self, value: Value) -> list[Place]:
+        return [(i, v) for i, free in enumerate(self._variables(value)) for v in free]
+
+    def start(self, value: Value) -> Constants:
+        return Constants(everywhere=entrywise.constant_in(value.known))
+
+    def run(self, program: Program) -> None:
+        super().run(program)
+        for equation in program.with_rules():
+            rule = equation.derivative
+            assert rule is not None  # it has one
+            constants = [self.fact(value) for value in equation.inputs]
+            self.facts.update(zip(rule.inputs, constants, strict=False))
+            if equation.name == "custom_jvp_call":  # what is constant has no tangent
+                tangents = rule.inputs[len(constants) :]
+                for value, tangent in zip(equation.differentiated[0], tangents, strict=True):
+                    self.facts[tangent] = Constants(dict.fromkeys(self.fact(value).at, 0.0))
+            super().run(rule)
+
+    def enters(self, equation: Equation) -> bool:
+        return equation.name in ENTERED
+
+    def join(
+        self, one: Constants, other: Constants, equation: Equation, target: Value
+    ) -> Constants:
+        return one.meet(other)
+
+    def layer(self, fact: Constants, scan: Equation) -> Constants:
+        return fact.moved(lambda i: i - 1 if i else None)
+
+    def stack(self, fact: Constants, scan: Equation) -> Constants:
+        return fact.moved(lambda i: i + 1)
+
+    def visit(self, equation: Equation) -> None:
+        name = equation.name
+        if name in ENTRYWISE:
+            self._entrywise(equation)
+        elif name in REDUCTIONS:
+            self._reduction(equation)
+        elif name in LAYOUTS:
+            self._layout(equation, LAYOUTS[name])
+        elif name in PRODUCTS:
+            self._product(equation)
+        # What else there is makes new entries, or is pinned.
+        if any(self.fact(value).may_be_nan for value in equation.inputs):
+            for output in equation.outputs:
+                constants = self.fact(output)
+                self.facts[output] = Constants(constants.at, constants.everywhere, True)
+
+    def _entrywise(self, equation: Equation) -> None:
+        inputs = [self.fact(value) for value in equation.inputs]
+        if len(equation.outputs) > 1:
+            self.facts.update(zip(equation.outputs, inputs, strict=True))
+            return
+        (output,) = equation.outputs
+        if any(x.may_be_nan for x in inputs) and entrywise.tells_nan(equation):
+            self.facts[output] = Constants()
+            return
+        at: dict[Place, float | None] = {}
+        results: dict[tuple[float | None, ...], float | None] = {}
+        for place in (place for x in inputs for place in x.at if place not in at):
+            arguments = tuple([x[place] for x in inputs])
+            if arguments not in results:
+                results[arguments] = entrywise.constant_of(equation, arguments)
+            at[place] = results[arguments]
+        everywhere = entrywise.constant_of(equation, [x.everywhere for x in inputs])
+        self.facts[output] = Constants(at, everywhere)
+
+    def _reduction(self, equation: Equation) -> None:
+        (value,), axes, rule = equation.inputs, equation.params["axes"], REDUCTIONS[equation.name]
+        constants = self.fact(value)
+        neutral = None if rule.neutral is None else rule.neutral(value.dtype)
+        for axis in axes:
+            for variable in self._variables(value)[axis]:
+                constant = constants[axis, variable]
+                if neutral is None or constant != neutral:
+                    reason = _not_neutral(equation, constant, neutral)
+                    self.refused.setdefault(variable, reason)
+        stay = [i for i in range(len(value.shape)) if i not in axes]
+        moved = constants.moved(lambda i: stay.index(i) if i in stay else None)
+        is_empty = 0 in [value.shape[axis] for axis in axes]
+        self.facts[equation.outputs[0]] = Constants() if is_empty else _joined(equation.name, moved)
+
+    def _layout(self, equation: Equation, layout: Layout) -> None:
+        relations, reduction = layout.relate(equation), layout.joins(equation)
+        sources: dict[AxisOf, list[AxisOf]] = {}
+        for relation in relations:
+            for place in relation.targets if relation.may_lose_entries else ():
+                if not isinstance(place, int):
+                    axes = [x for x in relation.sources if not isinstance(x, int)]
+                    sources.setdefault(place, []).extend(axes)
+        for number, output in enumerate(equation.outputs):
+            numbers = layout.sources(equation, number)
+            inputs = {i: equation.inputs[i] for i in numbers}
+            at: dict[Place, float | None] = {}
+            for axis, variable in self._places(output):
+                axes = sources.get(AxisOf(number, axis), [])
+                at[axis, variable] = self._agreed(inputs, axes, variable)
+            uniform = [self.fact(value).everywhere for value in inputs.values()]
+            is_uniform = bool(uniform) and all(x is not None and x == uniform[0] for x in uniform)
+            constants = Constants(at, uniform[0] if is_uniform else None)
+            if reduction is not None:
+                constants = _joined(reduction, constants)
+            self.facts[output] = _filled(constants, layout.fill(equation))
+
+    def _agreed(
+        self, inputs: Mapping[int, Value], axes: Sequence[AxisOf], variable: Axis
+    ) -> float | None:
+        """The constant that all entries of the inputs at removed entries of a variable are."""
+        constants = [
+            self.fact(inputs[number])[axis, variable]
+            for number, axis in axes
+            if number in inputs and variable in self._variables(inputs[number])[axis]
+        ]
+        # A scalar, as what pads, lies at the places of all variables, too.
+        constants += [self.fact(value).everywhere for value in inputs.values() if not value.shape]
+        if any(x is not None and x != x for x in constants):
+            return math.nan
+        return constants[0] if constants and all(x == constants[0] for x in constants) else None
+
+    def _product(self, equation: Equation) -> None:
+        roles, values = read_product(equation), equation.inputs
+        constants = [self.fact(value) for value in values]
+        for i, j in zip(roles.left.contracted, roles.right.contracted, strict=True):
+            for variable in self._variables(values[1])[j]:
+                factors = constants[0][i, variable], constants[1][j, variable]
+                if entrywise.product(*factors) != 0:
+                    self.refused.setdefault(variable, _not_zero(equation, factors))
+        at: dict[Place, float | None] = {}
+        partners = dict(zip(roles.left.batch, roles.right.batch, strict=True))
+        for place, source in enumerate(roles.output):
+            for variable in self._variables(equation.outputs[0])[place] if source else ():
+                operand, axis = source or (0, 0)
+                other = None
+                if operand == 0 and axis in partners:
+                    other = constants[1][partners[axis], variable]
+                elif operand == 1 and roles.groups > 1:
+                    other = constants[0][roles.left.contracted[0], variable]
+                factor = constants[operand][axis, variable]
+                at[place, variable] = entrywise.sum_of_products(factor, other)
+        self.facts[equation.outputs[0]] = Constants(at)
+
+
+def _joined(name: str, constants: Constants) -> Constants:
+    """What a reduction makes of entries that are alike."""
+    return Constants({place: entrywise.joined(name, x) for place, x in constants.at.items()})
+
+
+def _filled(constants: Constants, fill: float | None) -> Constants:
+    """The constants beside one that stands in for entries out of range."""
+    if fill is None:
+        return constants
+    if math.isnan(fill):
+        return Constants(constants.at, constants.everywhere, may_be_nan=True)
+    return constants.meet(Constants(everywhere=fill))
+
+
+def _not_neutral(equation: Equation, constant: float | None, neutral: float | None) -> Reason:
+    if neutral is None:
+        return Reason(equation, "it tells where in the axis an entry lies")
+    shown = "not known" if constant is None else f"{constant:g}"
+    text = f"it joins entries that are {shown} where channels are masked, not {neutral:g}"
+    return Reason(equation, text)
+
+
+def _not_zero(equation: Equation, factors: tuple[float | None, float | None]) -> Reason:
+    shown = ["not known" if x is None else f"{x:g}" for x in factors]
+    text = f"it sums products whose factors are {' and '.join(shown)} where channels are masked"
+    return Reason(equation, text)

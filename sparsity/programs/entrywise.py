@@ -1,0 +1,272 @@
+"""Entrywise primitives and reductions, and what they make of constants, without any array.
+
+Each primitive is one entry of `ENTRYWISE` or `REDUCTIONS`. A constant is used only if every
+implementation gives it: what numpy computes with the same bits, and of functions that are rounded,
+values such as exp(0) = 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.lax import GatherScatterMode
+
+from sparsity.programs.program import Equation, is_differentiable
+
+_LARGEST = 1 << 16  # entries of a constant that are looked at
+
+
+@dataclasses.dataclass(frozen=True)
+class Entrywise:
+    """A primitive of which an output depends on the inputs' entries at the same place.
+
+    Attributes:
+      compute: what numpy computes; `None` if no constant is told.
+      is_exact: whether every implementation gives the bits of numpy.
+      is_copy: whether it returns its input, in another dtype at most.
+      tells_nan: whether NaN makes it a number.
+    """
+
+    compute: Callable[..., Any] | None = None
+    is_exact: bool = True
+    is_copy: bool = False
+    tells_nan: bool = False
+
+
+def _divided(one: np.ndarray, other: np.ndarray) -> Any:
+    """A quotient; of integers it is cut towards 0."""
+    if one.dtype.kind not in "iu":
+        return np.divide(one, other)
+    return math.trunc(Fraction(int(one), int(other))) if other else math.nan
+
+
+_EXACT: dict[str, Callable[..., Any]] = {
+    "abs": np.abs, "add": np.add, "add_any": np.add, "and": np.bitwise_and, "ceil": np.ceil,
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high), "conj": np.conj,
+    "div": _divided, "floor": np.floor, "max": np.maximum, "min": np.minimum, "mul": np.multiply,
+    "not": np.invert, "neg": np.negative, "or": np.bitwise_or, "real": np.real, "round": np.round,
+    "sign": np.sign, "sqrt": np.sqrt, "square": np.square, "sub": np.subtract,
+    "xor": np.bitwise_xor,
+}  # fmt: skip
+_COMPARISONS: dict[str, Callable[..., Any]] = {
+    "eq": np.equal, "ge": np.greater_equal, "gt": np.greater, "is_finite": np.isfinite,
+    "le": np.less_equal, "lt": np.less, "ne": np.not_equal,
+}  # fmt: skip
+# Of these, only results that every implementation gives are used.
+_ROUNDED: dict[str, Callable[..., Any]] = {
+    "acos": np.arccos, "acosh": np.arccosh, "asin": np.arcsin, "asinh": np.arcsinh,
+    "atan": np.arctan, "atanh": np.arctanh, "cbrt": np.cbrt, "cos": np.cos, "cosh": np.cosh,
+    "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log1p": np.log1p,
+    "logistic": lambda x: 1 / (1 + np.exp(-x)), "rsqrt": lambda x: 1 / np.sqrt(x), "sin": np.sin,
+    "sinh": np.sinh, "tan": np.tan, "tanh": np.tanh, "pow": np.power, "erf": np.vectorize(math.erf),
+    "erfc": np.vectorize(math.erfc),
+}  # fmt: skip
+_COPIES = (
+    "convert_element_type", "copy", "copy_p", "device_put", "mesh_cast", "name", "pvary",
+    "optimization_barrier", "reshard", "sharding_constraint", "stop_gradient",
+)  # fmt: skip
+_OTHERS = (  # of `integer_pow` and `select_n`, see `constant_of`
+    "atan2", "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "clz", "complex", "digamma",
+    "erf_inv", "igamma", "igammac", "imag", "integer_pow", "lgamma", "nextafter",
+    "population_count", "reduce_precision", "regularized_incomplete_beta", "rem", "select_n",
+    "shift_left", "shift_right_arithmetic", "shift_right_logical", "zeta",
+)  # fmt: skip
+
+ENTRYWISE: dict[str, Entrywise] = {
+    **{name: Entrywise(compute) for name, compute in _EXACT.items()},
+    **{name: Entrywise(compute, tells_nan=True) for name, compute in _COMPARISONS.items()},
+    **{name: Entrywise(compute, is_exact=False) for name, compute in _ROUNDED.items()},
+    **{name: Entrywise(is_copy=True) for name in _COPIES},
+    **{name: Entrywise() for name in _OTHERS},
+}
+# They make entries of their own, whatever the place.
+SOURCES = frozenset((
+    "iota", "random_bits", "random_clone", "random_fold_in", "random_seed", "random_split",
+    "random_unwrap", "random_wrap", "rng_uniform", "threefry2x32",
+))  # fmt: skip
+
+
+def constant_in(array: Any) -> float | None:
+    """Returns the one value of all entries of an array, `None` if they differ or it is `None`."""
+    dtype = getattr(array, "dtype", np.result_type(type(array)) if array is not None else None)
+    if dtype is None or not isinstance(dtype, np.dtype) or np.size(array) > _LARGEST:
+        return None
+    entries = np.asarray(array).reshape(-1)
+    if not entries.size or np.iscomplexobj(entries) or (entries != entries[0]).any():
+        return None
+    return _number(entries[0])
+
+
+def constant_of(equation: Equation, inputs: Sequence[float | None]) -> float | None:
+    """Returns what an entrywise equation makes of constants, `None` if that is not told."""
+    name, rule = equation.name, ENTRYWISE[equation.name]
+    if any(x is not None and x != x for x in inputs):
+        return math.nan
+    if name in ("mul", "and") and None in inputs:
+        return product(*inputs)
+    if name == "div" and inputs[0] == 0:
+        return math.nan if inputs[1] == 0 else 0.0
+    if name == "select_n":
+        which, *cases = inputs
+        if which is not None:
+            return cases[int(which)]
+        return cases[0] if all(c == cases[0] for c in cases) else None
+    if None in inputs:
+        return None
+    if rule.is_copy:
+        return _cast(inputs[0], equation.outputs[0].dtype)
+    compute = rule.compute
+    if name == "integer_pow":
+        compute = lambda x: x ** equation.params["y"]  # noqa: E731
+    arguments = [
+        np.asarray(x).astype(v.dtype) for x, v in zip(inputs, equation.inputs, strict=True)
+    ]
+    is_half = name == "round" and arguments[0] % 1 == 0.5  # rounded in two ways
+    if compute is None or is_half or any(x.dtype.kind == "c" for x in arguments):
+        return None
+    with np.errstate(all="ignore"):
+        if rule.is_exact:
+            constant = _computed(compute, arguments)
+        else:
+            constant = float(compute(*arguments))
+            if constant not in (-1.0, 0.0, 0.5, 1.0) and math.isfinite(constant):
+                return None
+    # The sign of a 0 is not followed, so that the sign of its inverse is not known.
+    by_zero = name in ("div", "rsqrt", "integer_pow", "pow") and math.isinf(constant or 0)
+    return math.nan if by_zero else constant
+
+
+def tells_nan(equation: Equation) -> bool:
+    """Whether an entrywise equation makes a number of NaN."""
+    return ENTRYWISE[equation.name].tells_nan or not is_differentiable(equation.outputs[0])
+
+
+def is_same(one: float | None, other: float | None) -> bool:
+    """Whether two constants are the same; NaN is NaN."""
+    return one == other or (one is not None and other is not None and one != one and other != other)
+
+
+def product(one: float | None, other: float | None) -> float | None:
+    """0 if one of them is, and the other is finite as far as that is told."""
+    pair = (one, other)
+    if any(x is not None and not math.isfinite(x) for x in pair):
+        return math.nan
+    if 0 in pair:
+        return 0.0
+    return None if None in pair else float(one or 0) * float(other or 0)
+
+
+def sum_of_products(one: float | None, other: float | None) -> float | None:
+    """A sum of products of these factors: their number is not told, so that only 0 stays."""
+    factor = product(one, other)
+    return factor if factor is None or factor == 0 or factor != factor else None
+
+
+def _computed(fn: Callable[..., Any], arguments: Sequence[np.ndarray]) -> float | None:
+    """The result of a function; `None` where compilers may round it otherwise than numpy."""
+    constant = _number(fn(*arguments))
+    if arguments[0].dtype.kind in "fV" and arguments[0].dtype.itemsize < 4:
+        # They may compute in a wider dtype: in bfloat16, 1 + 2**-9 - 1 is 0 or 2**-9.
+        exact = float(fn(*(x.astype(np.float64) for x in arguments)))
+        return constant if is_same(constant, exact) else None
+    return constant
+
+
+def _number(value: Any) -> float | None:
+    """A value as a float, `None` if it is an integer that no float is equal to."""
+    value = np.asarray(value).item()  # Python compares integers and floats exactly
+    return float(value) if value != value or float(value) == value else None
+
+
+def _cast(constant: float | None, dtype: Any) -> float | None:
+    """A constant in another dtype, `None` where the result is not defined."""
+    if constant is None or np.dtype(dtype).kind not in "fbiuV":
+        return None
+    if jnp.issubdtype(dtype, jnp.integer):
+        limits = jnp.iinfo(dtype)
+        return float(int(constant)) if limits.min <= constant <= limits.max else None
+    with np.errstate(over="ignore", under="ignore"):
+        cast = float(np.asarray(constant).astype(dtype))
+    # A compiler may leave out a cast to a narrow dtype and back.
+    return cast if np.dtype(dtype).itemsize >= 4 or cast == constant else None
+
+
+# Reductions.
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """A primitive that joins all entries along some axes.
+
+    Attributes:
+      neutral: from a dtype to the constant that changes nothing, as 0 in a sum; `None` if entries
+        cannot be left out.
+      stays: whether entries that are all this constant are joined to it, as zeros are in a sum.
+    """
+
+    neutral: Callable[[Any], float] | None = None
+    stays: Callable[[float], bool] = lambda constant: False
+
+
+class _Limits(NamedTuple):
+    """The smallest and the largest value of a dtype."""
+
+    min: float
+    max: float
+
+
+def _limits(dtype: Any) -> _Limits:
+    if dtype == jnp.bool_:
+        return _Limits(0, 1)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return _Limits(jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+    return _Limits(-math.inf, math.inf)
+
+
+def _all_bits(dtype: Any) -> float:
+    return -1.0 if jnp.issubdtype(dtype, jnp.signedinteger) else float(_limits(dtype).max)
+
+
+def _any_constant(constant: float) -> bool:
+    return True
+
+
+REDUCTIONS: dict[str, Reduction] = {
+    "argmax": Reduction(),
+    "argmin": Reduction(),
+    "reduce_and": Reduction(_all_bits, _any_constant),
+    "reduce_max": Reduction(lambda dtype: float(_limits(dtype).min), _any_constant),
+    "reduce_min": Reduction(lambda dtype: float(_limits(dtype).max), _any_constant),
+    "reduce_or": Reduction(lambda dtype: 0.0, _any_constant),
+    "reduce_prod": Reduction(lambda dtype: 1.0, lambda constant: constant in (0, 1)),
+    "reduce_sum": Reduction(lambda dtype: 0.0, lambda constant: constant == 0),
+    "reduce_xor": Reduction(lambda dtype: 0.0),
+}
+
+
+def joined(name: str, constant: float) -> float | None:
+    """Returns what a reduction makes of entries that are all one constant, `None` if not told."""
+    if name not in REDUCTIONS:
+        return None
+    if not math.isfinite(constant) and REDUCTIONS[name].stays is not _any_constant:
+        return math.nan
+    return constant if REDUCTIONS[name].stays(constant) else None
+
+
+def fill_of_gather(equation: Equation) -> float | None:
+    """Returns what a gather puts where an index is out of range, `None` if it puts nothing."""
+    if equation.params["mode"] != GatherScatterMode.FILL_OR_DROP:
+        return None
+    dtype, value = equation.outputs[0].dtype, equation.params["fill_value"]
+    if value is not None:
+        return float(abs(value) if jnp.issubdtype(dtype, jnp.complexfloating) else value)
+    if is_differentiable(equation.outputs[0]):
+        return math.nan
+    limits = _limits(dtype)
+    return float(limits.min if jnp.issubdtype(dtype, jnp.signedinteger) else limits.max)

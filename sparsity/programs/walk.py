@@ -1,0 +1,302 @@
+"""Walks through programs: the only place that knows how loops and branches hand values on.
+
+A `Flow` follows facts about values, such as the axes that they have. A subclass says what an
+equation makes of facts, and what holds of a value that has one of two facts. An `Interpreter` runs
+programs on arrays; a subclass says what an equation computes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any, Generic, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparsity.core.trees import PyTree
+from sparsity.programs.program import CALLS, Body, Equation, Program, Value
+
+Fact = TypeVar("Fact")
+
+
+class Flow(Generic[Fact]):
+    """Follows facts about the values of a program, in the order in which its equations run.
+
+    Attributes:
+      facts: by value.
+      trips: how often the program that is visited runs in one call; `None` within a `while`.
+    """
+
+    def __init__(self) -> None:
+        self.facts: dict[Value, Fact] = {}
+        self.trips: int | None = 1
+
+    # What a subclass says.
+
+    def start(self, value: Value) -> Fact:
+        """Returns the fact of a value that no equation has made."""
+        raise NotImplementedError
+
+    def visit(self, equation: Equation) -> None:
+        """Sets the facts of the outputs of an equation that has no bodies, or is not entered."""
+        raise NotImplementedError
+
+    def join(self, one: Fact, other: Fact, equation: Equation, target: Value) -> Fact:
+        """Returns the fact of what has one of two: of branches, or before and after a step.
+
+        It is equal to `one` if `other` adds nothing, so that loops end.
+
+        Args:
+          one: a fact.
+          other: another one.
+          equation: the loop, or the branches.
+          target: the value that has the facts.
+        """
+        raise NotImplementedError
+
+    def layer(self, fact: Fact, scan: Equation) -> Fact:
+        """Returns the fact of what a step of a scan reads of an array with an axis of steps."""
+        raise NotImplementedError
+
+    def stack(self, fact: Fact, scan: Equation) -> Fact:
+        """Returns the fact of the array of what all steps of a scan return."""
+        raise NotImplementedError
+
+    def shard(self, fact: Fact, value: Value, local: Value) -> Fact:
+        """Returns the fact of the part of an array that a device has in a `shard_map`."""
+        return fact
+
+    def leave(self, fact: Fact, equation: Equation) -> Fact:
+        """Returns the fact of an output of an equation, from that of the value in its body."""
+        return fact
+
+    def enters(self, equation: Equation) -> bool:
+        """Whether to follow the bodies of a loop, of branches or of a `shard_map`."""
+        return True
+
+    def mark(self) -> int:
+        """Returns how much was noted, before a step of a loop is followed."""
+        return 0
+
+    def rewind(self, mark: int) -> None:
+        """Forgets what was noted since the mark: the step is followed again with other facts."""
+
+    # What all have in common.
+
+    def fact(self, value: Value) -> Fact:
+        """Returns the fact of a value."""
+        if value not in self.facts:
+            self.facts[value] = self.start(value)
+        return self.facts[value]
+
+    def run(self, program: Program) -> None:
+        """Follows the facts through a program, whose calls are those of their bodies."""
+        for equation in program.flat():
+            if equation.bodies and self.enters(equation):
+                self._enter(equation)
+            else:
+                self.visit(equation)
+
+    def _enter(self, equation: Equation) -> None:
+        trips, results = self.trips, dict[Value, Fact]()
+        for body in equation.within():
+            self.trips = None if trips is None or body.trips is None else trips * body.trips
+            self._hand_in(equation, body)
+            self._repeat(equation, body)
+            for number, output in enumerate(body.outputs):
+                if output is not None:
+                    fact = self.leave(self._result(equation, body, number), equation)
+                    if output in results:
+                        fact = self.join(results[output], fact, equation, output)
+                    results[output] = fact
+        self.facts.update(results)
+        self.trips = trips
+
+    def _hand_in(self, equation: Equation, body: Body) -> None:
+        for number, (value, inner) in enumerate(zip(body.inputs, body.program.inputs, strict=True)):
+            fact = self.fact(value)
+            if number in body.layers:
+                fact = self.layer(fact, equation)
+            elif equation.name == "shard_map":
+                fact = self.shard(fact, value, inner)
+            self.facts[inner] = fact
+
+    def _repeat(self, equation: Equation, body: Body) -> None:
+        """Follows a body until the facts of its carry hold before and after every step."""
+        is_stable = False
+        while not is_stable:
+            is_stable, mark = True, self.mark()
+            self.run(body.program)
+            for output, number in body.carries:
+                value = body.program.inputs[number]
+                fact = self.fact(body.program.outputs[output])
+                joined = self.join(self.facts[value], fact, equation, value)
+                is_stable = is_stable and joined == self.facts[value]
+                self.facts[value] = joined
+            if not is_stable:
+                self.rewind(mark)
+
+    def _result(self, equation: Equation, body: Body, number: int) -> Fact:
+        inner, carries = body.program.outputs[number], dict(body.carries)
+        if number in carries:
+            return self.facts[body.program.inputs[carries[number]]]
+        if equation.name == "scan":
+            return self.stack(self.fact(inner), equation)
+        return self.fact(inner)
+
+
+class Interpreter:
+    """Runs programs, equation by equation, on arrays.
+
+    A subclass says what an equation computes, and may sum up arrays beside the outputs.
+
+    Attributes:
+      sums: what was summed up, by any key: trees of arrays.
+    """
+
+    sums: dict[int, PyTree]
+
+    def __init__(self) -> None:
+        self.sums = {}
+
+    # What a subclass says.
+
+    def bind(self, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
+        """Returns the outputs of an equation that has no bodies, or is not entered."""
+        return equation.bind(inputs)
+
+    def call(self, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
+        """Returns the outputs of a call."""
+        return self.run(equation.bodies[0], inputs)
+
+    def read(self, value: Value) -> Any:
+        """Returns a constant, or a value that no equation has made."""
+        return value.known
+
+    def define(self, value: Value, array: Any) -> Any:
+        """Returns what the output of an equation becomes."""
+        return array
+
+    def enters(self, equation: Equation) -> bool:
+        """Whether to run the bodies of a loop or of branches equation by equation."""
+        return equation.name in ("scan", "while", "cond")
+
+    def rows(self, scan: Equation) -> PyTree:
+        """Returns arrays of which each step of a scan gets a layer, in `at_step`."""
+        return ()
+
+    def at_step(self, scan: Equation, rows: PyTree) -> Self:
+        """Returns the interpreter of a step of a scan, without sums."""
+        return self.inside()
+
+    def inside(self) -> Self:
+        """Returns an interpreter of the body of a loop or of a branch, without sums."""
+        inside = copy.copy(self)
+        inside.sums = {}
+        return inside
+
+    def sums_up(self, equation: Equation) -> bool:
+        """Whether arrays are summed up within a loop or a branch."""
+        return False
+
+    def add(self, one: PyTree, other: PyTree) -> PyTree:
+        """Returns the sums of two steps together."""
+        return jax.tree.map(operator.add, one, other)
+
+    def take_stacked(self, scan: Equation) -> PyTree:
+        """Removes the sums that each step of a scan keeps apart, and returns them."""
+        return ()
+
+    def put_stacked(self, sums: PyTree) -> None:
+        """Adds the sums that the steps of a scan kept apart, stacked along a first axis."""
+
+    # What all have in common.
+
+    def run(self, program: Program, inputs: Sequence[Any]) -> list[Any]:
+        """Returns the outputs of a program."""
+        arrays: dict[Value, Any] = dict(zip(program.inputs, inputs, strict=True))
+
+        def read(value: Value) -> Any:
+            if value not in arrays:
+                arrays[value] = self.read(value)
+            return arrays[value]
+
+        for equation in program.equations:
+            outputs = self.evaluate(equation, [read(value) for value in equation.inputs])
+            for value, output in zip(equation.outputs, outputs, strict=True):
+                arrays[value] = self.define(value, output)
+        return [read(value) for value in program.outputs]
+
+    def evaluate(self, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
+        """Returns the outputs of an equation."""
+        if equation.name in CALLS:
+            return self.call(equation, inputs)
+        if not equation.bodies or not self.enters(equation):
+            return self.bind(equation, inputs)
+        match equation.name:
+            case "scan":
+                return self._scan(equation, inputs)
+            case "while":
+                return self._while(equation, inputs)
+        return self._cond(equation, inputs)
+
+    def _scan(self, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
+        (body,), params = equation.within(), equation.params
+        carried, end = len(body.carries), body.layers.start
+        fixed = end - carried
+
+        def step(state: Any, layers: Any) -> Any:
+            (carry, total), (arrays, rows) = state, layers
+            inside = self.at_step(equation, rows)
+            outputs = inside.run(body.program, [*inputs[:fixed], *carry, *arrays])
+            apart = inside.take_stacked(equation)
+            sums = inside.sums if total is None else self.add(total, inside.sums)
+            return (outputs[:carried], sums), (outputs[carried:], apart)
+
+        layers, carry, total = (inputs[end:], self.rows(equation)), inputs[fixed:end], {}
+        if self.sums_up(equation):
+            first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers)
+            total = _zeros(jax.eval_shape(step, (carry, None), first)[0][1])
+        how = {key: params[key] for key in ("length", "reverse", "unroll")}
+        (carry, total), (stacked, apart) = lax.scan(step, (carry, total), layers, **how)
+        self.sums |= total
+        self.put_stacked(apart)
+        return [*carry, *stacked]
+
+    def _while(self, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
+        body, condition = equation.within()
+        first = len(condition.program.inputs) - len(body.carries)
+        second = len(inputs) - len(body.carries)
+        outputs: list[Any] = lax.while_loop(
+            lambda carry: self.run(condition.program, [*inputs[:first], *carry])[0],
+            lambda carry: self.run(body.program, [*inputs[first:second], *carry]),
+            inputs[second:],
+        )
+        return outputs
+
+    def _cond(self, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
+        index, *operands = inputs
+        zeros: dict[int, PyTree] = {}
+
+        def branch(program: Program, *operands: Any) -> tuple[list[Any], dict[int, PyTree]]:
+            inside = self.inside()
+            outputs = inside.run(program, operands)
+            return outputs, _zeros(zeros) | inside.sums
+
+        branches = [functools.partial(branch, body) for body in equation.bodies]
+        if self.sums_up(equation):  # a branch sums nothing for the uses of others
+            for each in branches:
+                zeros |= jax.eval_shape(each, *operands)[1]
+        index = jnp.asarray(index).astype(jnp.int32)  # of two branches it may be a bool
+        outputs: list[Any]
+        outputs, sums = lax.switch(index, branches, *operands)
+        self.sums |= sums
+        return outputs
+
+
+def _zeros(shapes: PyTree) -> PyTree:
+    return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
