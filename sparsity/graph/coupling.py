@@ -210,5 +210,5 @@ def _relate(
     unify(one, other, reason)
 
 
-ANALYSED = frozenset((*ENTRYWISE, *REDUCTIONS, *SOURCES, *LAYOUTS, *PRODUCTS))
+TABLES: tuple[Collection[str], ...] = (ENTRYWISE, REDUCTIONS, SOURCES, LAYOUTS, PRODUCTS)
 ENTERED = frozenset(("scan", "while", "cond"))

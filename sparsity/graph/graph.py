@@ -19,7 +19,7 @@ from sparsity.core.trees import PyTree
 from sparsity.graph import costs, report
 from sparsity.graph.biases import find_biases
 from sparsity.graph.channels import ChannelGroup, Leaf, Refusal, find_channels, positions
-from sparsity.graph.coupling import ANALYSED, Coupling
+from sparsity.graph.coupling import TABLES, Coupling
 from sparsity.graph.layers import layered
 from sparsity.graph.proof import Proof
 from sparsity.graph.uses import Path, Tracker, Use
@@ -160,7 +160,8 @@ class Graph:
         for program in programs:  # grows by the bodies that are found
             for equation in program.flat():
                 programs += equation.bodies
-                if not equation.bodies and equation.name not in ANALYSED | NO_PRODUCTS:
+                tables = (*TABLES, NO_PRODUCTS)
+                if not equation.bodies and not any(equation.name in names for names in tables):
                     sources.setdefault(equation.name, equation.source)
         return sources
 

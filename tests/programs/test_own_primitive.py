@@ -1,0 +1,84 @@
+"""A primitive that jax does not have: one entry, and every analysis follows it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+import sparsity
+from sparsity.programs.entrywise import ENTRYWISE, Entrywise
+from sparsity.programs.layout import LAYOUTS, Layout, same
+
+
+def primitive(name, fn):
+    """A primitive that computes `fn`, which is linear."""
+    own = Primitive(name)
+    own.def_impl(fn)
+    own.def_abstract_eval(lambda x: jax.core.ShapedArray(jax.eval_shape(fn, x).shape, x.dtype))
+    mlir.register_lowering(own, mlir.lower_fun(fn, multiple_results=False))
+    ad.deflinear2(own, lambda ct, x: [jax.linear_transpose(fn, x.aval)(ct)[0]])
+    batching.primitive_batchers[own] = lambda args, axes: (jax.vmap(fn)(*args), 0)
+    return own
+
+
+TWICE = primitive("twice", lambda x: x * 2)
+SWAP = primitive("swap_ends", lambda x: jnp.swapaxes(x, 0, -1))
+
+
+def _swap(equation):
+    last = len(equation.inputs[0].shape) - 1
+    axes = [last, *range(1, last), 0]
+    return [same((0, axis), (0, i), "a swap of axes") for i, axis in enumerate(axes)]
+
+
+def model(params, x):
+    hidden = TWICE.bind(jax.nn.relu(x @ SWAP.bind(params["up"])))
+    return hidden @ params["down"]
+
+
+@pytest.fixture
+def entries(monkeypatch):
+    monkeypatch.setitem(ENTRYWISE, "twice", Entrywise(np.positive))  # 0 stays 0
+    monkeypatch.setitem(LAYOUTS, "swap_ends", Layout(_swap))
+
+
+@pytest.fixture
+def params():
+    keys = jax.random.split(jax.random.key(0))
+    shapes = {"up": (8, 4), "down": (8, 3)}
+    return {k: jax.random.normal(key, shapes[k]) for k, key in zip(shapes, keys, strict=True)}
+
+
+def test_without_an_entry_a_primitive_keeps_all_that_it_touches(params):
+    graph = sparsity.trace(model, params, jnp.ones((5, 4)))
+    assert graph.groups == []
+    assert {refusal.primitive for refusal in graph.refused if refusal.path == ("up",)} == {
+        "swap_ends"
+    }
+    assert {*graph.uncounted} == {"twice", "swap_ends"}
+
+
+def test_with_one_entry_it_is_traced_shrunk_and_calibrated(entries, params):
+    x = jax.random.normal(jax.random.key(1), (5, 4))
+    graph = sparsity.trace(model, params, x)
+    (group,) = graph.groups
+    assert [*group.members] == [(("down",), 0), (("up",), 0)]
+    assert [(use.path, use.contracting) for use in graph.uses] == [
+        (("up",), (1,)),
+        (("down",), (0,)),
+    ]
+    assert graph.uncounted == {}
+
+    keep = np.array([1, 0, 1, 1, 0, 1, 0, 1], np.uint8)
+    masks = {name: np.broadcast_to(keep[:, None], w.shape) for name, w in params.items()}
+    small = sparsity.shrink(graph, params, masks)
+    assert small.params["up"].shape == (5, 4)
+    masked = jax.tree.map(jnp.multiply, params, masks)
+    np.testing.assert_allclose(small.apply(small.params, x), model(masked, x), rtol=1e-5)
+
+    statistics = sparsity.calibrate(model, params, [x], kind="squares")
+    np.testing.assert_allclose(statistics["up",].squares, np.square(x).sum(0), rtol=1e-5)
+    hidden = 2 * np.maximum(x @ params["up"].T, 0)
+    np.testing.assert_allclose(statistics["down",].squares, np.square(hidden).sum(0), rtol=1e-5)
