@@ -82,7 +82,8 @@ class Refusal:
     Attributes:
       path: of the leaf.
       axis: the axis.
-      primitive: what needs all of its entries; 'input' or 'output' of the model.
+      primitive: what needs all of its entries: a primitive, or 'input', 'output' or 'state' of the
+        model; 'unread' if nothing reads the leaf, 'axis' if its entries cannot be told apart.
       source: the line of the model.
       reason: in words.
     """
@@ -118,9 +119,11 @@ def find_channels(
                 if variable.pin is not None:
                     refusals[variable] = variable.pin
                 elif variable not in refusals and labels(dim, variable) is None:
-                    refusals[variable] = Reason(None, "an axis of pairs of its own entries")
+                    refusals[variable] = Reason(None, "an axis of pairs of its own entries", "axis")
                 elif variable not in refusals and is_single:
-                    refusals[variable] = Reason(None, "an axis that is cut into single entries")
+                    refusals[variable] = Reason(
+                        None, "an axis that is cut into single entries", "axis"
+                    )
                 if variable.size > 1 or is_single:
                     members.setdefault(variable, []).append((leaf, axis, dim))
     groups, refused = [], []
@@ -158,6 +161,6 @@ def positions(
 
 def _refusal(leaf: Leaf, axis: int, reason: Reason) -> Refusal:
     equation = reason.equation
-    primitive = reason.text.split()[1] if equation is None else equation.name
+    primitive = reason.kind if equation is None else equation.name
     source = "" if equation is None else equation.source
     return Refusal(leaf.path, axis, primitive, source, reason.text)

@@ -37,14 +37,14 @@ class Coupling(Flow[list[Axis]]):
         self._steps: dict[Equation, Axis] = {}
         for value in program.inputs:
             if value not in free:
-                self.pin(value, Reason(None, "an input of the model"))
+                self.pin(value, Reason(None, "an input of the model", "input"))
         self.run(program)
         for number, value in enumerate(program.outputs):
             if number in carried:
-                reason = Reason(None, "a state that is carried to the next call")
+                reason = Reason(None, "a state that is carried to the next call", "state")
                 self._same(value, program.inputs[carried[number]], reason)
             else:
-                self.pin(value, Reason(None, "an output of the model"))
+                self.pin(value, Reason(None, "an output of the model", "output"))
 
     def axes(self, value: Value) -> list[Axis]:
         """Returns the axes of a value."""

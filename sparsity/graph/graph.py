@@ -177,7 +177,8 @@ class Graph:
         Returns:
           Text of several lines.
         """
-        return report.table(self, masks)
+        left = None if masks is None else self.macs(masks)
+        return report.table(self._rows(masks), self.macs(), left, self.uncounted)
 
     def plot(self, masks: PyTree | None = None, ax: Axes | None = None) -> Axes:
         """Draws the multiply-adds of every leaf: dense in light, what masks leave in dark.
@@ -189,7 +190,26 @@ class Graph:
         Returns:
           The matplotlib axes.
         """
-        return report.plot(self, masks, ax)
+        return report.plot(self._rows(masks), self.macs(), masks is not None, ax)
+
+    def _rows(self, masks: PyTree | None) -> list[report.Row]:
+        """What tables and pictures show of each leaf, in tree order."""
+        density, rows = self.densities(masks), []
+        for leaf in self.leaves:
+            uses = [use for use in self.uses if use.path == leaf.path]
+            axes = {axis for use in uses for axis in use.contracting}
+            groups = [
+                (axis, number)
+                for number, group in enumerate(self.groups)
+                for path, axis in group.members
+                if path == leaf.path
+            ]
+            dense = self.macs_of(leaf.path)
+            left = round(dense * density.get(leaf.path, 1))
+            names = tuple(dict.fromkeys(use.primitive for use in uses))
+            row = report.Row(leaf, names, tuple(sorted(axes)), dense, left, tuple(sorted(groups)))
+            rows.append(row)
+        return rows
 
     # For pruners.
 
@@ -343,7 +363,7 @@ class Graph:
         coupling = Coupling(self.program, self._values, self.carried)
         for value in self._values:
             if value not in read_values:
-                coupling.pin(value, Reason(None, "no operation reads it"))
+                coupling.pin(value, Reason(None, "no operation reads it", "unread"))
         return coupling
 
     @functools.cached_property

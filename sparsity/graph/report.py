@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from sparsity.core import extras
 from sparsity.core.pictures import DARK, LIGHT, add_legend, label_rows, new_axes
-from sparsity.core.trees import PyTree
+from sparsity.graph.channels import Leaf
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from sparsity.graph.channels import Leaf
-    from sparsity.graph.graph import Graph
 
 
 class Row(NamedTuple):
@@ -38,63 +35,48 @@ class Row(NamedTuple):
     groups: tuple[tuple[int, int], ...]
 
 
-def rows(graph: Graph, masks: PyTree | None = None) -> list[Row]:
-    """What the table shows, in tree order."""
-    density = graph.densities(masks)
-    found = []
-    for leaf in graph.leaves:
-        uses = [use for use in graph.uses if use.path == leaf.path]
-        axes = {axis for use in uses for axis in use.contracting}
-        groups = [
-            (axis, number)
-            for number, group in enumerate(graph.groups)
-            for path, axis in group.members
-            if path == leaf.path
-        ]
-        dense = graph.macs_of(leaf.path)
-        left = round(dense * density.get(leaf.path, 1))
-        names = tuple(dict.fromkeys(use.primitive for use in uses))
-        found.append(Row(leaf, names, tuple(sorted(axes)), dense, left, tuple(sorted(groups))))
-    return found
+def table(rows: Sequence[Row], total: int, left: int | None, uncounted: Mapping[str, str]) -> str:
+    """Returns `Graph.table`.
 
-
-def table(graph: Graph, masks: PyTree | None) -> str:
-    """`Graph.table`."""
-    costs = ("MACs", *(["left"] if masks is not None else []), "share")
+    Args:
+      rows: of the leaves, in tree order.
+      total: multiply-adds of a call.
+      left: those that are left by masks, `None` without masks.
+      uncounted: primitives that do not count, with a line of the model.
+    """
+    costs = ("MACs", *(["left"] if left is not None else []), "share")
     shown = extras.table(("leaf", "shape", "read by", "contracts"), costs)
     shown.add_column("axis: group")
-    total = graph.macs()
 
-    def add(name: str, texts: Sequence[str], dense: int, left: int, groups: str) -> None:
-        macs = [f"{dense:,}", *([f"{left:,}"] if masks is not None else [])]
+    def add(name: str, texts: Sequence[str], dense: int, left_of_row: int, groups: str) -> None:
+        macs = [f"{dense:,}", *([f"{left_of_row:,}"] if left is not None else [])]
         shown.add_row(name, *texts, *macs, f"{dense / max(total, 1):.1%}", groups)
 
-    found = rows(graph, masks)
-    for row in found:
+    for row in rows:
         shape = "x".join(map(str, row.leaf.shape)) or "scalar"
         by = ", ".join(_SHORT.get(name, name) for name in row.primitives) or "no product"
         axes = ", ".join(map(str, row.contracting))
         groups = ", ".join(f"{axis}: {number}" for axis, number in row.groups)
         add(row.leaf.name, (shape, by, axes), row.dense, row.left, groups)
     shown.add_section()
-    if (others := total - sum(row.dense for row in found)) > 0:
+    if (others := total - sum(row.dense for row in rows)) > 0:
         add("products of activations", ("", "", ""), others, others, "")
-    add("dots and convolutions", ("", "", ""), total, graph.macs(masks), "")
+    add("dots and convolutions", ("", "", ""), total, total if left is None else left, "")
     text = extras.as_text(shown)
-    if graph.uncounted:
-        names = [f"{name} {source}".rstrip() for name, source in graph.uncounted.items()]
+    if uncounted:
+        names = [f"{name} {source}".rstrip() for name, source in uncounted.items()]
         text += f"\n\nNot counted: {', '.join(names)}."
     return text
 
 
-def plot(graph: Graph, masks: PyTree | None, ax: Axes | None) -> Axes:
-    """`Graph.plot`."""
-    found = [row for row in rows(graph, masks) if row.dense]
+def plot(rows: Sequence[Row], total: int, has_masks: bool, ax: Axes | None) -> Axes:
+    """Draws `Graph.plot`; the arguments are those of `table`."""
+    shown = [row for row in rows if row.dense]
     if ax is None:
-        (ax,) = new_axes(len(found))
-    names, dense = [row.leaf.name for row in found], [row.dense for row in found]
-    left = None if masks is None else [row.left for row in found]
-    bars(ax, "multiply-adds", names, dense, left, graph.macs())
+        (ax,) = new_axes(len(shown))
+    names, dense = [row.leaf.name for row in shown], [row.dense for row in shown]
+    left = [row.left for row in shown] if has_masks else None
+    bars(ax, "multiply-adds", names, dense, left, total)
     return ax
 
 

@@ -27,10 +27,18 @@ Kind: TypeAlias = Literal["product", "sum"]
 
 
 class Reason(NamedTuple):
-    """Why an axis cannot lose entries: the equation that needs them all, and in words."""
+    """Why an axis cannot lose entries.
+
+    Attributes:
+      equation: what needs all entries, `None` if no equation does.
+      text: in words.
+      kind: without an equation: 'input', 'output', 'state', 'unread', or 'axis' for entries that
+        cannot be told apart.
+    """
 
     equation: Equation | None
     text: str
+    kind: str = ""
 
 
 class Axis:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sparsity.core import extras, trees
+from sparsity.core import extras
 from sparsity.core.pictures import new_axes
 from sparsity.graph.report import bars
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from sparsity.shrinking.shrink import Small
 
 Pair = tuple[int, int]  # before and after
 
@@ -38,49 +35,28 @@ class Row(NamedTuple):
     macs: Pair
 
 
-def rows(small: Small) -> list[Row]:
-    """What is shown of each leaf, in tree order."""
-    found = []
-    for leaf in small.before.leaves:
-        shape = small.plan.shape_left(leaf.path, leaf.shape)
-        sizes = leaf.size, math.prod(shape)
-        nbytes = sizes[0] * leaf.dtype.itemsize, sizes[1] * leaf.dtype.itemsize
-        macs = small.before.macs_of(leaf.path), small.macs(leaf.path)
-        found.append(Row(leaf.name, (leaf.shape, shape), sizes, nbytes, macs))
-    return found
+def table(
+    rows: Sequence[Row], macs: Pair, notes: Sequence[str], seconds: Mapping[str, Sequence[float]]
+) -> str:
+    """Returns `Small.report`.
 
-
-def table(small: Small, seconds: Mapping[str, Sequence[float]]) -> str:
-    """`Small.report`."""
+    Args:
+      rows: of the leaves, in tree order.
+      macs: multiply-adds of a call, before and after.
+      notes: lines below the table.
+      seconds: of programs, before and after, by name.
+    """
     leaves = extras.table(
         ("leaf", "shape", "smaller"), ("parameters", "left", "bytes", "left", "MACs", "left")
     )
-    found = rows(small)
-    for row in found:
+    for row in rows:
         shapes = ["x".join(map(str, shape)) or "scalar" for shape in row.shapes]
         numbers = (*row.parameters, *row.nbytes, *row.macs)
         leaves.add_row(row.name, *shapes, *(f"{n:,}" for n in numbers))
-    sums = np.sum([(*row.parameters, *row.nbytes) for row in found], axis=0, dtype=object)
+    sums = np.sum([(*row.parameters, *row.nbytes) for row in rows], axis=0, dtype=object)
     leaves.add_section()
-    leaves.add_row("all", "", "", *(f"{n:,}" for n in (*sums, small.before.macs(), small.macs())))
-    parts = [extras.as_text(leaves)]
-    if small.replicated:
-        names = [f"{'/'.join(path)}:{axis}" for path, axis in small.replicated]
-        parts.append(
-            f"{trees.listed(names)}: what is left does not divide among the devices of the mesh "
-            "that held it, and lies on each of them. "
-            f"Coupled(round_to={math.lcm(*small.replicated.values())}) keeps it sharded."
-        )
-    if small.update_error is not None:
-        parts.append(
-            "The optimizer goes on as on the masked model: the updates that were compared differ "
-            f"by {small.update_error:.1g} of their largest entry at most."
-        )
-    elif small.opt_state is not None:
-        parts.append(
-            "Whether the optimizer goes on as on the masked model was not checked: shrink(..., "
-            "opt_state, tx) compares updates."
-        )
+    leaves.add_row("all", "", "", *(f"{n:,}" for n in (*sums, *macs)))
+    parts = [extras.as_text(leaves), *notes]
     if seconds:
         times = extras.table(("time",), ("before", "after", "ratio"))
         for name, (before, after) in seconds.items():
@@ -90,15 +66,14 @@ def table(small: Small, seconds: Mapping[str, Sequence[float]]) -> str:
     return "\n\n".join(parts)
 
 
-def plot(small: Small, axes: Sequence[Axes] | None) -> Sequence[Axes]:
-    """`Small.plot`."""
-    found = rows(small)
-    shown = [row for row in found if row.macs[0] or len(row.shapes[0]) > 1]
+def plot(rows: Sequence[Row], macs: int, axes: Sequence[Axes] | None) -> Sequence[Axes]:
+    """Draws `Small.plot`; `macs` are those of the model before."""
+    shown = [row for row in rows if row.macs[0] or len(row.shapes[0]) > 1]
     names = [row.name for row in shown]
     axes = new_axes(len(shown), 2) if axes is None else axes
     columns = (
-        ("multiply-adds", [row.macs for row in shown], small.before.macs()),
-        ("parameters", [row.parameters for row in shown], sum(r.parameters[0] for r in found)),
+        ("multiply-adds", [row.macs for row in shown], macs),
+        ("parameters", [row.parameters for row in shown], sum(r.parameters[0] for r in rows)),
     )
     for ax, (what, pairs, total) in zip(axes, columns, strict=True):
         bars(ax, what, names, [n for n, _ in pairs], [n for _, n in pairs], total)

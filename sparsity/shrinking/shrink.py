@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from sparsity.reports import time_in_turn
 from sparsity.shrinking import report
 from sparsity.shrinking.cutting import check_updates, cut_params, cut_state
 from sparsity.shrinking.plan import Plan, check_proven, chosen_by, plan_of
+from sparsity.shrinking.report import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -110,7 +112,8 @@ class Small:
         Returns:
           Text of several lines.
         """
-        return report.table(self, seconds or {})
+        macs = self.before.macs(), self.macs()
+        return report.table(self._rows(), macs, self._notes(), seconds or {})
 
     def plot(self, axes: Sequence[Axes] | None = None) -> Sequence[Axes]:
         """Draws multiply-adds and parameters of every leaf: before in light, what is left in dark.
@@ -123,7 +126,39 @@ class Small:
         Returns:
           The matplotlib axes.
         """
-        return report.plot(self, axes)
+        return report.plot(self._rows(), self.before.macs(), axes)
+
+    def _rows(self) -> list[Row]:
+        """What tables and pictures show of each leaf, in tree order."""
+        rows = []
+        for leaf in self.before.leaves:
+            shape = self.plan.shape_left(leaf.path, leaf.shape)
+            sizes = leaf.size, math.prod(shape)
+            nbytes = sizes[0] * leaf.dtype.itemsize, sizes[1] * leaf.dtype.itemsize
+            macs = self.before.macs_of(leaf.path), self.macs(leaf.path)
+            rows.append(Row(leaf.name, (leaf.shape, shape), sizes, nbytes, macs))
+        return rows
+
+    def _notes(self) -> list[str]:
+        notes = []
+        if self.replicated:
+            names = [f"{'/'.join(path)}:{axis}" for path, axis in self.replicated]
+            notes.append(
+                f"{trees.listed(names)}: what is left does not divide among the devices of the "
+                "mesh that held it, and lies on each of them. "
+                f"Coupled(round_to={math.lcm(*self.replicated.values())}) keeps it sharded."
+            )
+        if self.update_error is not None:
+            notes.append(
+                "The optimizer continues as on the masked model: the updates that were compared "
+                f"differ by {self.update_error:.1g} of their largest entry at most."
+            )
+        elif self.opt_state is not None:
+            notes.append(
+                "Whether the optimizer continues as on the masked model was not checked: shrink("
+                "..., opt_state, tx) compares updates."
+            )
+        return notes
 
     @functools.cached_property
     def _left(self) -> dict[Axis, int]:
