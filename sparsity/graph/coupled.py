@@ -25,7 +25,7 @@ from sparsity.masks import Pattern, TopkFn
 from sparsity.masks.costs import best_that_fit
 from sparsity.programs.axes import Axis
 from sparsity.selection import Leaf, Scores, computed, moved_masks, topk_masks
-from sparsity.selection.scores import stored
+from sparsity.selection.cpu.kernels import stored
 
 
 @dataclasses.dataclass(frozen=True)

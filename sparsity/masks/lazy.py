@@ -26,7 +26,7 @@ from sparsity.masks.bits import apply_mask
 from sparsity.masks.sites import Sites
 from sparsity.selection import Scores
 from sparsity.selection.counting import use_flat
-from sparsity.selection.scores import scalars
+from sparsity.selection.cpu.kernels import scalars
 
 Hook = TypeVar("Hook", bound=Callable[..., object])
 

@@ -23,9 +23,10 @@ from sparsity.core.names import Registry
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import KeyPath, PyTree, path_names
 from sparsity.masks.costs import total_cost, within_budget
+from sparsity.masks.norms import norms
 from sparsity.masks.sites import Pattern, Site, TopkFn
-from sparsity.selection import Leaf, Scores, computed, moved_masks, norms, topk_masks
-from sparsity.selection.scores import scalars
+from sparsity.selection import Leaf, Scores, computed, moved_masks, topk_masks
+from sparsity.selection.cpu.kernels import scalars
 
 
 class Wanted(NamedTuple):

@@ -3,7 +3,6 @@
 from sparsity.core.exact import num_kept
 from sparsity.core.hashing import hash_scores
 from sparsity.selection.nm import nm_mask
-from sparsity.selection.norms import norms
 from sparsity.selection.scores import Leaf, Scores, computed
 from sparsity.selection.topk import global_topk_mask, moved_masks, topk_mask, topk_masks
 
@@ -15,7 +14,6 @@ __all__ = [
     "hash_scores",
     "moved_masks",
     "nm_mask",
-    "norms",
     "num_kept",
     "topk_mask",
     "topk_masks",

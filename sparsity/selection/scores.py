@@ -12,7 +12,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from sparsity.core.hashing import flat_index
 from sparsity.core.sharding import shard_like
@@ -189,41 +188,6 @@ class Recipe(NamedTuple):
         for allowed in (self.eligible(arrays), own):
             keys = keys if allowed is None else jnp.where(allowed, keys, lowest)
         return keys
-
-
-def at_runtime(number: int) -> jax.Array:
-    """The number, int32, read from a constant that the compiler does not see through.
-
-    Programs that differ in nothing else then share a kernel. The constant has another entry, or it
-    would be seen through all the same.
-    """
-    number_of: jax.Array = lax.optimization_barrier(jnp.array([number, -1], jnp.int32))[0]
-    return number_of
-
-
-def stored(x: Sequence[jax.Array]) -> list[jax.Array]:
-    """Floats, computed once: what is cheap, XLA:CPU computes in every kernel that reads it.
-
-    What a branch returns is no part of a kernel; this one is always taken.
-    """
-    held: list[jax.Array] = lax.cond(at_runtime(1) > 0, list, lambda x: [0 * leaf for leaf in x], x)
-    return held
-
-
-def part_of(x: jax.Array, start: int, count: int) -> jax.Array:
-    """x[start : start + count], read by the same kernel wherever it starts."""
-    if count == len(x):
-        return x
-    part: jax.Array = lax.dynamic_slice(
-        x, (at_runtime(start),), (count,), allow_negative_indices=False
-    )
-    return part
-
-
-def scalars(x: jax.Array) -> list[jax.Array]:
-    """The entries of x[count], each read by the same kernel."""
-    held = lax.optimization_barrier(x)
-    return [part_of(held, i, 1)[0] for i in range(len(x))]
 
 
 @functools.lru_cache

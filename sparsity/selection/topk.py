@@ -21,7 +21,8 @@ from sparsity.core import exact, sharding
 from sparsity.core.checks import is_traced
 from sparsity.core.exact import Words, zero_like
 from sparsity.core.trees import PyTree
-from sparsity.selection import counting, threshold
+from sparsity.selection import counting
+from sparsity.selection.cpu import threshold
 from sparsity.selection.scores import Leaf, Scores, number_of
 
 

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from sparsity.selection import sorting
+from sparsity.selection.cpu import sorting
 
 
 def _with(most):

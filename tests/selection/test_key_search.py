@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from sparsity.core import exact as exact_counts
-from sparsity.selection import counting, key_search, visits
+from sparsity.selection import counting
+from sparsity.selection.cpu import key_search, visits
 from sparsity.selection.keys import key_range, to_keys
 from sparsity.selection.scores import Leaf, Scores
 from tests.selection_oracle import any_bits, ranks

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from sparsity.core import exact as exact_counts
-from sparsity.selection import counting, key_search, threshold, visits
+from sparsity.selection import counting
+from sparsity.selection.cpu import key_search, threshold, visits
 from sparsity.selection.scores import Leaf, Scores
 from tests.selection_oracle import best_first
 

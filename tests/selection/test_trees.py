@@ -10,7 +10,8 @@ import pytest
 from sparsity import selection
 from sparsity.core import exact
 from sparsity.core.hashing import hash_scores
-from sparsity.selection import counting, key_search
+from sparsity.selection import counting
+from sparsity.selection.cpu import key_search
 from sparsity.selection.scores import Leaf, Scores
 from sparsity.selection.topk import topk_masks
 from tests.selection_oracle import best_first

@@ -14,7 +14,8 @@ from jax import lax
 
 from sparsity.core import exact
 from sparsity.selection import counting
-from sparsity.selection.scores import Scores, scalars, stored
+from sparsity.selection.cpu.kernels import scalars, stored
+from sparsity.selection.scores import Scores
 
 _BITS = 30  # of a square as a fraction of about the largest; what is less counts as nothing
 _ROWS = 64  # of a leaf that may be reshaped, for threads to share

@@ -21,13 +21,15 @@ from jax import lax
 
 from sparsity.core import exact
 from sparsity.core.exact import Words, zero_like
-from sparsity.selection import counting, key_search, sorting
+from sparsity.selection import counting
 from sparsity.selection.counting import NaturalRows
-from sparsity.selection.key_search import Bracket, Found, Groups
+from sparsity.selection.cpu import key_search, sorting
+from sparsity.selection.cpu.kernels import part_of
+from sparsity.selection.cpu.key_search import Bracket, Found, Groups
+from sparsity.selection.cpu.rows import rows_of
+from sparsity.selection.cpu.visits import MOST, Parts, arrange
 from sparsity.selection.keys import key_range
-from sparsity.selection.rows import rows_of
-from sparsity.selection.scores import Leaf, part_of
-from sparsity.selection.visits import MOST, Parts, arrange
+from sparsity.selection.scores import Leaf
 
 # Of all leaves together every 256th key is sampled, so that sorting costs less than a pass,
 _SAMPLE_SHIFT = 8

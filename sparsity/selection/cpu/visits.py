@@ -18,8 +18,8 @@ import numpy as np
 from jax import lax
 
 from sparsity.core.exact import zero_like
-from sparsity.selection import key_search, rows
-from sparsity.selection.rows import LARGE, Rows, pad, rows_of
+from sparsity.selection.cpu import key_search, rows
+from sparsity.selection.cpu.rows import LARGE, Rows, pad, rows_of
 from sparsity.selection.scores import Leaf
 
 _ROWS = 1024  # of a large segment, for threads to share

@@ -16,7 +16,8 @@ import numpy as np
 from jax import lax
 
 from sparsity.selection import counting
-from sparsity.selection.scores import Leaf, Recipe, part_of
+from sparsity.selection.cpu.kernels import part_of
+from sparsity.selection.scores import Leaf, Recipe
 
 LARGE = 16_384  # entries of a segment from which on more of its keys are sampled
 _SAMPLED = (256, 1024)  # keys to sample of a small segment, of a large one
