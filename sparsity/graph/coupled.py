@@ -24,8 +24,8 @@ from sparsity.graph.uses import Path
 from sparsity.masks import Pattern, TopkFn
 from sparsity.masks.costs import best_that_fit
 from sparsity.programs.axes import Axis
-from sparsity.selection import Leaf, Scores, computed, moved_masks, topk_masks
-from sparsity.selection.cpu.kernels import stored
+from sparsity.selection import Ranked, Scores, computed, moved_masks, topk_masks
+from sparsity.selection.cpu.kernels import compute_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,7 +304,7 @@ class Coupled:
         if self.order == 2:
             powers = [jnp.square(x) for x in exact.scaled(powers)]
         by_path = dict(zip(scores, powers, strict=True))
-        return stored([self._of_group(group, by_path) for group in groups])
+        return compute_once([self._of_group(group, by_path) for group in groups])
 
     def _of_group(self, group: PlacedGroup, powers: Mapping[KeyPath, jax.Array]) -> jax.Array:
         parts, layers = [], group.channels.layers
@@ -405,6 +405,6 @@ def _best(
     return topk_masks([_channels(x) for x in importance], (low & 0, low))
 
 
-def _channels(importance: jax.Array, active: jax.Array | None = None) -> Leaf:
+def _channels(importance: jax.Array, active: jax.Array | None = None) -> Ranked:
     """The channels of a group as a search takes them: the layers of a scan are slices."""
-    return Leaf(Scores.of(importance), active, importance.ndim - 1)
+    return Ranked(Scores.of(importance), active, importance.ndim - 1)

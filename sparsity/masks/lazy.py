@@ -26,7 +26,7 @@ from sparsity.masks.bits import apply_mask
 from sparsity.masks.sites import Sites
 from sparsity.selection import Scores
 from sparsity.selection.counting import use_flat
-from sparsity.selection.cpu.kernels import scalars
+from sparsity.selection.cpu.kernels import unstack
 
 Hook = TypeVar("Hook", bound=Callable[..., object])
 
@@ -72,7 +72,7 @@ def drawing(table: Sites) -> Draw:
         words = np.array([leaf_word(path) for path in leaves], np.uint32)
         # Where XLA may cut arrays, what it reads at places that it does not know moves its cuts.
         each: Callable[[jax.Array], list[jax.Array]] = (
-            scalars if all(map(use_flat, leaves.values())) else list
+            unstack if all(map(use_flat, leaves.values())) else list
         )
         hashed = map(each, hash_words(*seed_words(rng_seed, step), words))
         words_of = dict(zip(leaves, zip(*hashed, strict=True), strict=True))

@@ -14,7 +14,7 @@ from jax import lax
 
 from sparsity.core import exact
 from sparsity.selection import counting
-from sparsity.selection.cpu.kernels import scalars, stored
+from sparsity.selection.cpu.kernels import compute_once, unstack
 from sparsity.selection.scores import Scores
 
 _BITS = 30  # of a square as a fraction of about the largest; what is less counts as nothing
@@ -42,8 +42,8 @@ def norms(scores: Sequence[Scores]) -> jax.Array:
     largest = jnp.max(_stack(rows), axis=1)
     _, exponents = jnp.frexp(largest)
     # In two steps: a single factor may be out of range.
-    scales = stored([jnp.ldexp(jnp.ones((), real), (i - exponents) // 2) for i in (0, 1)])
-    factors = zip(*map(scalars, scales), strict=True)
+    scales = compute_once([jnp.ldexp(jnp.ones((), real), (i - exponents) // 2) for i in (0, 1)])
+    factors = zip(*map(unstack, scales), strict=True)
     summands = max(math.prod(x.shape[i] for i in own) for x, own in zip(leaves, axes, strict=True))
     bits = 31 - max(summands - 1, 1).bit_length()
     sums = [

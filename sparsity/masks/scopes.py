@@ -25,8 +25,8 @@ from sparsity.core.trees import KeyPath, PyTree, path_names
 from sparsity.masks.costs import total_cost, within_budget
 from sparsity.masks.norms import norms
 from sparsity.masks.sites import Pattern, Site, TopkFn
-from sparsity.selection import Leaf, Scores, computed, moved_masks, topk_masks
-from sparsity.selection.cpu.kernels import scalars
+from sparsity.selection import Ranked, Scores, computed, moved_masks, topk_masks
+from sparsity.selection.cpu.kernels import unstack
 
 
 class Wanted(NamedTuple):
@@ -199,7 +199,7 @@ class Global:
             k = exact.total(kept[: len(leaves)])
         high, low = k
         return topk_masks(
-            [Leaf(x) for x in scores], (high.reshape(1), low.reshape(1)), together=True
+            [Ranked(x) for x in scores], (high.reshape(1), low.reshape(1)), together=True
         )
 
     def move(self, leaves: Sequence[Moving], drop_fraction: chex.Numeric) -> list[jax.Array]:
@@ -229,8 +229,8 @@ class Global:
             )
         drop = self._comparable([leaf.drop_scores for leaf in leaves])
         grow = self._comparable([leaf.grow_scores for leaf in leaves])
-        active = [Leaf(x, leaf.mask) for x, leaf in zip(drop, leaves, strict=True)]
-        return moved_masks(active, [Leaf(x) for x in grow], drop_fraction, together=True)
+        active = [Ranked(x, leaf.mask) for x, leaf in zip(drop, leaves, strict=True)]
+        return moved_masks(active, [Ranked(x) for x in grow], drop_fraction, together=True)
 
     def _comparable(self, scores: Sequence[jax.Array | Scores]) -> list[Scores]:
         """Scores of one dtype, divided by their norm where that is asked for."""
@@ -244,7 +244,7 @@ class Global:
             found = norms([lazy[i] for i in divided]) + self.normalization_eps
             # Multiplied, as a compiler may or may not make of a division, from kernel to kernel.
             factors = 1 / jnp.maximum(found, jnp.finfo(found.dtype).tiny)
-            for i, factor in zip(divided, scalars(factors), strict=True):
+            for i, factor in zip(divided, unstack(factors), strict=True):
                 lazy[i] = _scaled(lazy[i], factor)
         dtypes = [score.dtype for score in lazy]
         dtype = functools.reduce(jnp.promote_types, dtypes)
@@ -363,12 +363,12 @@ def _shard(
     return sharding.shard_like(args[0], fn, *args)
 
 
-def _units(site: Site, scores: jax.Array | Scores) -> Leaf:
+def _units(site: Site, scores: jax.Array | Scores) -> Ranked:
     """The scores of a leaf's units."""
     pattern: Any = site.pattern  # it ranks units, and can say what these are
     if not pattern.is_elementwise:
         scores = pattern.pool(scores, site.batch_axes)
-    return Leaf(Scores.of(scores), None, site.batch_axes)
+    return Ranked(Scores.of(scores), None, site.batch_axes)
 
 
 def _entries(site: Site, units: jax.Array, like: jax.Array | Scores) -> jax.Array:

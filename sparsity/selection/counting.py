@@ -19,7 +19,7 @@ from jax import lax
 
 from sparsity.core.exact import zero_like
 from sparsity.core.hashing import flat_index
-from sparsity.selection.scores import Leaf
+from sparsity.selection.scores import Ranked
 
 
 def use_flat(x: jax.Array) -> bool:
@@ -60,7 +60,7 @@ class NaturalRows:
       entries: of each, int32[segments].
     """
 
-    def __init__(self, leaf: Leaf) -> None:
+    def __init__(self, leaf: Ranked) -> None:
         self.leaf, self.recipe = leaf, leaf.recipe
         self.segments = leaf.slices
         self.entries = np.full(self.segments, leaf.size, np.int32)
@@ -115,7 +115,7 @@ class NaturalRows:
         return jnp.stack([x.reshape(-1) for x in sums(masks, self._axes)], axis=-1)[:, None]
 
 
-def varying_zero(leaves: Sequence[Leaf], like: jax.Array) -> jax.Array:
+def varying_zero(leaves: Sequence[Ranked], like: jax.Array) -> jax.Array:
     """An int32 zero that varies over a mesh as all of the data do, as loops want it."""
     zero = zero_like(like.astype(jnp.int32))
     for leaf in leaves:

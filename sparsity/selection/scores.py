@@ -89,7 +89,7 @@ def number_of(array: jax.Array | None, arrays: Sequence[jax.Array]) -> int | Non
     return next((i for i, x in enumerate(arrays) if x is array), None)
 
 
-class Leaf(NamedTuple):
+class Ranked(NamedTuple):
     """Scores, and which of them may be kept."""
 
     scores: Scores
@@ -119,11 +119,11 @@ class Leaf(NamedTuple):
         """Its keys, in its shape, of these arrays: its own ones, or what a barrier made of them."""
         return self.recipe.keys(arrays, self.scores.scalars, flat_index(self.scores.shape))
 
-    def stored(self) -> Leaf:
+    def materialized(self) -> Ranked:
         """The leaf of stored scores."""
         allowed = self.recipe.eligible(self.arrays)
         where = None if allowed is None else allowed.astype(jnp.uint8)
-        return Leaf(Scores.of(self.scores.compute()), where, self.batch_axes)
+        return Ranked(Scores.of(self.scores.compute()), where, self.batch_axes)
 
     @property
     def recipe(self) -> Recipe:
@@ -146,11 +146,11 @@ class Recipe(NamedTuple):
     Attributes:
       fn: as in `Scores`.
       dtype: that of the scores.
-      dtypes: those of the arrays of `Leaf.arrays`, then of the scalars.
+      dtypes: those of the arrays of `Ranked.arrays`, then of the scalars.
       arrays: how many of the arrays `fn` takes.
       where: which of the arrays says which entries are eligible; None: all are.
       uses_index: as in `Scores`.
-      excludes: as in `Leaf`.
+      excludes: as in `Ranked`.
     """
 
     fn: Callable[..., jax.Array]
@@ -177,7 +177,7 @@ class Recipe(NamedTuple):
         """Keys of some entries, of any shape; the lowest one where an entry is not eligible.
 
         Args:
-          arrays: entries of `Leaf.arrays`.
+          arrays: entries of `Ranked.arrays`.
           scalars: those of the scores, to be broadcast against the entries.
           index: flat index of the entries in their leaf.
           own: which of the entries there are; None: all.

@@ -23,7 +23,7 @@ from sparsity.core.exact import Words, zero_like
 from sparsity.core.trees import PyTree
 from sparsity.selection import counting
 from sparsity.selection.cpu import threshold
-from sparsity.selection.scores import Leaf, Scores, number_of
+from sparsity.selection.scores import Ranked, Scores, number_of
 
 
 def topk_mask(
@@ -63,11 +63,11 @@ def topk_mask(
         raise ValueError(f"where must have shape {shape}, got where.shape = {jnp.shape(where)}.")
     words = _k_words(k, math.prod(shape[batch_axes:]), shape[:batch_axes])
     allowed = None if where is None else jnp.asarray(where)
-    return topk_masks([Leaf(lazy, allowed, batch_axes)], words)[0]
+    return topk_masks([Ranked(lazy, allowed, batch_axes)], words)[0]
 
 
 def topk_masks(
-    leaves: Sequence[Leaf], k: Words | np.ndarray, *, together: bool = False
+    leaves: Sequence[Ranked], k: Words | np.ndarray, *, together: bool = False
 ) -> list[jax.Array]:
     """Masks of the k highest scores of every slice of many leaves, found in one search.
 
@@ -88,7 +88,11 @@ def topk_masks(
 
 
 def moved_masks(
-    drop: Sequence[Leaf], grow: Sequence[Leaf], fraction: chex.Numeric, *, together: bool = False
+    drop: Sequence[Ranked],
+    grow: Sequence[Ranked],
+    fraction: chex.Numeric,
+    *,
+    together: bool = False,
 ) -> list[jax.Array]:
     """Masks with a fraction of their active entries replaced, by two searches.
 
@@ -136,7 +140,7 @@ def global_topk_mask(
     trees, treedef = jax.tree.flatten(tree)
     allowed = [None] * len(trees) if where is None else treedef.flatten_up_to(where)
     leaves = [
-        Leaf(Scores.of(x), None if own is None else jnp.asarray(own))
+        Ranked(Scores.of(x), None if own is None else jnp.asarray(own))
         for x, own in zip(trees, allowed, strict=True)
     ]
     dtypes = sorted({str(leaf.scores.dtype) for leaf in leaves})
@@ -200,7 +204,7 @@ def _check_shape(k: chex.Numeric, shape: tuple[int, ...]) -> None:
 
 
 # ------------------------------------------------------------------ the k best
-def _taken_apart(leaves: Sequence[Leaf]) -> tuple[tuple[Any, ...], list[Any]]:
+def _taken_apart(leaves: Sequence[Ranked]) -> tuple[tuple[Any, ...], list[Any]]:
     """What is known of leaves while a function is traced, and their arrays."""
     meant, stored = [], []
     for leaf in leaves:
@@ -211,14 +215,14 @@ def _taken_apart(leaves: Sequence[Leaf]) -> tuple[tuple[Any, ...], list[Any]]:
     return tuple(meant), stored
 
 
-def _put_together(meant: tuple[Any, ...], stored: Sequence[Any]) -> list[Leaf]:
+def _put_together(meant: tuple[Any, ...], stored: Sequence[Any]) -> list[Ranked]:
     stored = jax.tree.map(lax.stop_gradient, stored)  # a mask has no derivatives
     leaves = []
     for (fn, uses_index, uses_arrays, batch_axes, number), (arrays, scalars, where) in zip(
         meant, stored, strict=True
     ):
         scores = Scores(fn, arrays, scalars, uses_index, uses_arrays)
-        leaves.append(Leaf(scores, where if number is None else arrays[number], batch_axes))
+        leaves.append(Ranked(scores, where if number is None else arrays[number], batch_axes))
     return leaves
 
 
@@ -269,7 +273,7 @@ def _moved_masks(
 
 
 def _select(
-    leaves: Sequence[Leaf], k: Words | chex.Numeric, together: bool
+    leaves: Sequence[Ranked], k: Words | chex.Numeric, together: bool
 ) -> tuple[list[jax.Array], Words]:
     """Masks, by one search for the leaves of each recipe, and how many entries were eligible.
 
@@ -284,7 +288,7 @@ def _select(
         if leaf.scores.size:
             kinds.setdefault(leaf.recipe, []).append(i)
     if together and len(kinds) > 1:
-        leaves = [leaf.stored() if leaf.scores.size else leaf for leaf in leaves]
+        leaves = [leaf.materialized() if leaf.scores.size else leaf for leaf in leaves]
         kinds = {None: sorted(i for members in kinds.values() for i in members)}
     masks = [jnp.zeros(leaf.scores.shape, jnp.uint8) for leaf in leaves]
     n = jnp.zeros(1 if together else ends[-1], jnp.uint32)

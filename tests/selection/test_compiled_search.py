@@ -9,7 +9,7 @@ import pytest
 
 import sparsity
 from sparsity import selection
-from sparsity.selection import Leaf, Scores
+from sparsity.selection import Ranked, Scores
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +19,7 @@ def compiled(shapes, together=False):
 
     def masks(leaves):
         k = jnp.full(1 if together else len(leaves), 1000, jnp.uint32)
-        lazy = [Leaf(Scores(jnp.abs, (x,))) for x in leaves]
+        lazy = [Ranked(Scores(jnp.abs, (x,))) for x in leaves]
         return selection.topk_masks(lazy, (k & 0, k), together=together)
 
     return jax.jit(masks).lower(leaves).compile()

@@ -12,7 +12,7 @@ from sparsity.core import exact as exact_counts
 from sparsity.selection import counting
 from sparsity.selection.cpu import key_search, visits
 from sparsity.selection.keys import key_range, to_keys
-from sparsity.selection.scores import Leaf, Scores
+from sparsity.selection.scores import Ranked, Scores
 from tests.selection_oracle import any_bits, ranks
 
 pytestmark = pytest.mark.usefixtures("searched")
@@ -77,7 +77,7 @@ def test_counts_are_of_eligible_keys_strictly_above():
         scores = [rng.integers(-9, 9, s).astype(np.int32) for s in shapes]
         where = [rng.integers(0, 2, s).astype(np.uint8) if masked else None for s in shapes]
         leaves = [
-            Leaf(Scores.of(x), None if own is None else jnp.asarray(own), batch_axes=1)
+            Ranked(Scores.of(x), None if own is None else jnp.asarray(own), batch_axes=1)
             for x, own in zip(scores, where, strict=True)
         ]
         parts, first = visits.arrange(leaves)
@@ -111,7 +111,7 @@ def test_counts_are_of_eligible_keys_strictly_above():
 @pytest.mark.parametrize("count", [1, 2], ids=["one leaf", "in turn"])
 def test_only_rows_with_keys_of_the_bracket_are_read_if_these_are_few(count):
     scores = np.random.default_rng(0).integers(0, 1000, (1024, 1024)).astype(np.int32)
-    leaves = [Leaf(Scores.of(x)) for x in (scores, scores[::-1])[:count]]
+    leaves = [Ranked(Scores.of(x)) for x in (scores, scores[::-1])[:count]]
     (part,), _ = visits.arrange(leaves)
     pivots = np.array([100, 500, 997], np.int32)
     for few in (32, 256, 257):

@@ -10,7 +10,7 @@ import pytest
 from sparsity.core import exact as exact_counts
 from sparsity.selection import counting
 from sparsity.selection.cpu import key_search, threshold, visits
-from sparsity.selection.scores import Leaf, Scores
+from sparsity.selection.scores import Ranked, Scores
 from tests.selection_oracle import best_first
 
 pytestmark = pytest.mark.usefixtures("searched")
@@ -31,7 +31,7 @@ def select(leaves, k, flat=True, fixed=False):
 
 
 def leaf_of(scores, where=None):
-    return Leaf(Scores.of(scores), where)
+    return Ranked(Scores.of(scores), where)
 
 
 def check(leaves, ks, *, at_most=None, name="", **variant):

@@ -12,7 +12,7 @@ from sparsity.core import exact
 from sparsity.core.hashing import hash_scores
 from sparsity.selection import counting
 from sparsity.selection.cpu import key_search
-from sparsity.selection.scores import Leaf, Scores
+from sparsity.selection.scores import Ranked, Scores
 from sparsity.selection.topk import topk_masks
 from tests.selection_oracle import best_first
 
@@ -64,7 +64,7 @@ def masks_of(scores, where, ks, flat=True, fixed=False):
         patch.setattr(counting, "use_flat", lambda x: flat)
         patch.setattr(key_search, "loops_wait_on_host", lambda: fixed)
         where = where or [None] * len(scores)
-        leaves = [Leaf(Scores.of(x), own) for x, own in zip(scores, where, strict=True)]
+        leaves = [Ranked(Scores.of(x), own) for x, own in zip(scores, where, strict=True)]
         return topk_masks(leaves, words(ks))
 
 
@@ -107,7 +107,7 @@ def test_slices_of_stacked_leaves_are_ranked_by_themselves():
     shapes = [(3, 130, 128), (200, 9, 11), (2, 2, 5), (4, 3, 20_011)]  # large; short; small; padded
     axes = [1, 1, 2, 2]
     scores = [np.round(rng.standard_normal(s), 1).astype(np.float32) for s in shapes]
-    leaves = [Leaf(Scores.of(x), None, n) for x, n in zip(scores, axes, strict=True)]
+    leaves = [Ranked(Scores.of(x), None, n) for x, n in zip(scores, axes, strict=True)]
     ks = [rng.integers(0, np.prod(s[n:]), s[:n]) for s, n in zip(shapes, axes, strict=True)]
     found = jax.jit(lambda: topk_masks(leaves, words(ks)))()
     for x, n, k, mask in zip(scores, axes, ks, found, strict=True):
@@ -129,7 +129,7 @@ def test_lazy_scores_are_those_that_they_compute():
 
     lazy = [Scores(masked, (w, m), (s,)) for w, m, s in zip(weights, masks, scales, strict=True)]
     ks = [30_000, 500, 2]
-    found = jax.jit(lambda: topk_masks([Leaf(x) for x in lazy], words(ks)))()
+    found = jax.jit(lambda: topk_masks([Ranked(x) for x in lazy], words(ks)))()
     for x, k, mask in zip(lazy, ks, found, strict=True):
         np.testing.assert_array_equal(mask, expected(x.compute(), k))
     together = jax.jit(lambda: selection.global_topk_mask(lazy, 20_000))()
@@ -145,7 +145,7 @@ def test_scores_that_depend_on_the_index_are_those_of_the_whole_leaf():
         return (index.astype(jnp.uint32) + word) * jnp.uint32(2654435761)
 
     leaves = [
-        Leaf(Scores(hashed, (jnp.zeros(s),), (jnp.uint32(i),), uses_index=True), None, len(s) > 1)
+        Ranked(Scores(hashed, (jnp.zeros(s),), (jnp.uint32(i),), uses_index=True), None, len(s) > 1)
         for i, s in enumerate(shapes)
     ]
     ks = [np.full(x.scores.shape[: x.batch_axes], 31) for x in leaves]
@@ -163,7 +163,7 @@ def test_a_mapped_search_gives_the_masks_of_each():
     ks = jnp.asarray([[x[0].size // (i + 2) for x in scores] for i in range(3)])
 
     def of_one(scores, ks):
-        return topk_masks([Leaf(Scores.of(x)) for x in scores], words(ks))
+        return topk_masks([Ranked(Scores.of(x)) for x in scores], words(ks))
 
     mapped = jax.jit(jax.vmap(of_one))(scores, ks)
     for i in range(3):
@@ -179,7 +179,7 @@ def test_a_search_may_stand_in_a_function_that_is_differentiated():
 
     def loss(x):
         masks = topk_masks(
-            [Leaf(Scores(jnp.abs, (x,))), Leaf(Scores(jnp.abs, (x + 1,)))], words([9, 9])
+            [Ranked(Scores(jnp.abs, (x,))), Ranked(Scores(jnp.abs, (x + 1,)))], words([9, 9])
         )
         return jnp.sum(x**2 * masks[0])
 

@@ -17,7 +17,7 @@ def at_runtime(number: int) -> jax.Array:
     return number_of
 
 
-def stored(x: Sequence[jax.Array]) -> list[jax.Array]:
+def compute_once(x: Sequence[jax.Array]) -> list[jax.Array]:
     """Floats, computed once: what is cheap, XLA:CPU computes in every kernel that reads it.
 
     What a branch returns is no part of a kernel; this one is always taken.
@@ -36,7 +36,7 @@ def part_of(x: jax.Array, start: int, count: int) -> jax.Array:
     return part
 
 
-def scalars(x: jax.Array) -> list[jax.Array]:
+def unstack(x: jax.Array) -> list[jax.Array]:
     """The entries of x[count], each read by the same kernel."""
     held = lax.optimization_barrier(x)
     return [part_of(held, i, 1)[0] for i in range(len(x))]

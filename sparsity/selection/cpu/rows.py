@@ -17,7 +17,7 @@ from jax import lax
 
 from sparsity.selection import counting
 from sparsity.selection.cpu.kernels import part_of
-from sparsity.selection.scores import Leaf, Recipe
+from sparsity.selection.scores import Ranked, Recipe
 
 LARGE = 16_384  # entries of a segment from which on more of its keys are sampled
 _SAMPLED = (256, 1024)  # keys to sample of a small segment, of a large one
@@ -272,7 +272,7 @@ def _joined(x: Sequence[jax.Array]) -> jax.Array:
     return held
 
 
-def rows_of(leaves: Sequence[Leaf], rows: int, width: int) -> Rows:
+def rows_of(leaves: Sequence[Ranked], rows: int, width: int) -> Rows:
     """Leaves as segments of rows; copied only if there is more than one, or padding."""
     counts = [leaf.slices for leaf in leaves]
     sizes = np.repeat([leaf.size for leaf in leaves], counts)

@@ -15,12 +15,12 @@ import numpy as np
 
 from sparsity.core import exact
 from sparsity.core.exact import Words, zero_like
-from sparsity.selection.scores import Leaf
+from sparsity.selection.scores import Ranked
 
 MOST = 2048  # entries, once slices are padded to one size: from there on counting is faster
 
 
-def is_small(leaves: Sequence[Leaf], *, together: bool) -> bool:
+def is_small(leaves: Sequence[Ranked], *, together: bool) -> bool:
     """Whether leaves should be sorted."""
     if together:
         return sum(leaf.scores.size for leaf in leaves) <= MOST
@@ -28,7 +28,7 @@ def is_small(leaves: Sequence[Leaf], *, together: bool) -> bool:
 
 
 def select(
-    leaves: Sequence[Leaf], k: Words | chex.Numeric, *, together: bool
+    leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool
 ) -> tuple[list[jax.Array], Words]:
     """Masks, and how many entries could be kept; arguments as of `threshold.select`."""
     keys, allowed = (_in_rows(x, together) for x in zip(*map(_keys, leaves), strict=True))
@@ -45,7 +45,7 @@ def select(
     return _of_leaves(best.astype(jnp.uint8), leaves, together), words
 
 
-def _keys(leaf: Leaf) -> tuple[jax.Array, jax.Array]:
+def _keys(leaf: Ranked) -> tuple[jax.Array, jax.Array]:
     """Keys of a leaf, and which of them may be kept, both [slices, size]."""
     keys, allowed = leaf.keys(leaf.arrays), leaf.recipe.eligible(leaf.arrays)
     allowed = jnp.ones(keys.shape, bool) if allowed is None else allowed
@@ -63,7 +63,7 @@ def _in_rows(slices: Sequence[jax.Array], together: bool) -> jax.Array:
     )
 
 
-def _of_leaves(best: jax.Array, leaves: Sequence[Leaf], together: bool) -> list[jax.Array]:
+def _of_leaves(best: jax.Array, leaves: Sequence[Ranked], together: bool) -> list[jax.Array]:
     if together:
         ends = np.cumsum([leaf.scores.size for leaf in leaves])[:-1]
         own = jnp.split(best[0], ends)

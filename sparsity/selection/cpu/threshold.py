@@ -29,7 +29,7 @@ from sparsity.selection.cpu.key_search import Bracket, Found, Groups
 from sparsity.selection.cpu.rows import rows_of
 from sparsity.selection.cpu.visits import MOST, Parts, arrange
 from sparsity.selection.keys import key_range
-from sparsity.selection.scores import Leaf
+from sparsity.selection.scores import Ranked
 
 # Of all leaves together every 256th key is sampled, so that sorting costs less than a pass,
 _SAMPLE_SHIFT = 8
@@ -50,7 +50,7 @@ class Selected(NamedTuple):
     passes: jax.Array
 
 
-def select(leaves: Sequence[Leaf], k: Words | chex.Numeric, *, together: bool) -> Selected:
+def select(leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool) -> Selected:
     """Masks of the k best eligible entries, or of all if there are fewer.
 
     Args:
@@ -260,7 +260,7 @@ def _ends_by_search(
 
 
 # ------------------------------------------------------------------ masks
-def _mask(leaf: Leaf, key: jax.Array, end: jax.Array, flat: bool) -> jax.Array:
+def _mask(leaf: Ranked, key: jax.Array, end: jax.Array, flat: bool) -> jax.Array:
     """Mask of keys above the key, and of those equal to it whose flat index is below the end."""
     if flat:
         rows = rows_of([leaf], 1, leaf.size)

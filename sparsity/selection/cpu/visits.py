@@ -20,7 +20,7 @@ from jax import lax
 from sparsity.core.exact import zero_like
 from sparsity.selection.cpu import key_search, rows
 from sparsity.selection.cpu.rows import LARGE, Rows, pad, rows_of
-from sparsity.selection.scores import Leaf
+from sparsity.selection.scores import Ranked
 
 _ROWS = 1024  # of a large segment, for threads to share
 MOST = 2**31 - _ROWS  # entries of a leaf, so that it can be padded to whole rows
@@ -35,7 +35,7 @@ _BRANCHES = 16  # of one switch
 Parts = Sequence["Rows | Visits"]
 
 
-def arrange(leaves: Sequence[Leaf]) -> tuple[Parts, list[int]]:
+def arrange(leaves: Sequence[Ranked]) -> tuple[Parts, list[int]]:
     """The segments of leaves of one recipe, and the number of each leaf's first segment."""
     kinds: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
