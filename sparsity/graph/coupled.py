@@ -23,8 +23,9 @@ from sparsity.graph.graph import Graph
 from sparsity.graph.uses import Path
 from sparsity.masks import Pattern, TopkFn
 from sparsity.masks.costs import best_that_fit
+from sparsity.masks.moves import moved_masks
 from sparsity.programs.axes import Axis
-from sparsity.selection import Ranked, Scores, computed, moved_masks, topk_masks
+from sparsity.selection import Ranked, Scores, computed, topk_masks
 from sparsity.selection.cpu.kernels import compute_once
 
 

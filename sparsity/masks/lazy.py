@@ -25,8 +25,7 @@ from sparsity.core.trees import PyTree
 from sparsity.masks.bits import apply_mask
 from sparsity.masks.sites import Sites
 from sparsity.selection import Scores
-from sparsity.selection.counting import use_flat
-from sparsity.selection.cpu.kernels import unstack
+from sparsity.selection.cpu.kernels import unstack, use_flat
 
 Hook = TypeVar("Hook", bound=Callable[..., object])
 

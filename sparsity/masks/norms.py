@@ -13,9 +13,9 @@ import numpy as np
 from jax import lax
 
 from sparsity.core import exact
-from sparsity.selection import counting
-from sparsity.selection.cpu.kernels import compute_once, unstack
+from sparsity.selection.cpu.kernels import compute_once, unstack, use_flat
 from sparsity.selection.scores import Scores
+from sparsity.selection.search import sums
 
 _BITS = 30  # of a square as a fraction of about the largest; what is less counts as nothing
 _ROWS = 64  # of a leaf that may be reshaped, for threads to share
@@ -61,7 +61,7 @@ def norms(scores: Sequence[Scores]) -> jax.Array:
 
 def _in_rows(scores: Scores) -> tuple[Scores, range]:
     """The scores, those that may be reshaped as [rows, width]; and the axes to sum over."""
-    if scores.uses_index or not all(map(counting.use_flat, scores.arrays)):
+    if scores.uses_index or not all(map(use_flat, scores.arrays)):
         return scores, range(scores.ndim)
     rows = next(rows for rows in range(_ROWS, 0, -1) if scores.size % rows == 0)
     arrays = tuple(x.reshape(rows, -1) for x in scores.arrays)
@@ -86,7 +86,7 @@ def _digits(
     whole = jnp.round(values * values * 2.0**_BITS).astype(jnp.int32)
     whole = jnp.minimum(whole, 2**_BITS - 1)
     parts = [(whole >> shift) & ((1 << bits) - 1) for shift in range(0, _BITS, bits)]
-    return counting.sums(parts, axes)
+    return sums(parts, axes)
 
 
 def _values(fn: Fn, real: np.dtype, stored: Stored) -> jax.Array:

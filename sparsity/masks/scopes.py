@@ -23,9 +23,10 @@ from sparsity.core.names import Registry
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import KeyPath, PyTree, path_names
 from sparsity.masks.costs import total_cost, within_budget
+from sparsity.masks.moves import moved_masks
 from sparsity.masks.norms import norms
 from sparsity.masks.sites import Pattern, Site, TopkFn
-from sparsity.selection import Ranked, Scores, computed, moved_masks, topk_masks
+from sparsity.selection import Ranked, Scores, computed, topk_masks
 from sparsity.selection.cpu.kernels import unstack
 
 
@@ -341,7 +342,7 @@ def _move_ranked(drop_fraction: chex.Numeric, leaves: Sequence[Moving]) -> list[
     ) -> list[jax.Array]:
         active = [
             # A unit is all ones or all zeros.
-            _units(site, scores)._replace(where=_units(site, mask).scores.compute())
+            dataclasses.replace(_units(site, scores), where=_units(site, mask).scores.compute())
             for site, scores, mask in zip(sites, drop, masks, strict=True)
         ]
         others = [_units(*x) for x in zip(sites, grow, strict=True)]

@@ -4,7 +4,7 @@ from sparsity.core.exact import num_kept
 from sparsity.core.hashing import hash_scores
 from sparsity.selection.nm import nm_mask
 from sparsity.selection.scores import Ranked, Scores, computed
-from sparsity.selection.topk import global_topk_mask, moved_masks, topk_mask, topk_masks
+from sparsity.selection.topk import global_topk_mask, topk_mask, topk_masks
 
 __all__ = [
     "Ranked",
@@ -12,7 +12,6 @@ __all__ = [
     "computed",
     "global_topk_mask",
     "hash_scores",
-    "moved_masks",
     "nm_mask",
     "num_kept",
     "topk_mask",

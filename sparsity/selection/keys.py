@@ -85,3 +85,13 @@ def to_keys(scores: jax.Array) -> jax.Array:
     else:  # a format without -0, whose bits mean NaN
         nan = raw == jnp.array(low, key)
     return jnp.where(nan, jnp.array(low, key), signed)
+
+
+def eligible_keys(scores: jax.Array, *masks: jax.Array | None) -> jax.Array:
+    """Keys of the scores; the lowest key where one of the masks, None aside, is False."""
+    scores = readable(scores)
+    keys = to_keys(scores)
+    lowest = jnp.array(key_range(scores.dtype).low, keys.dtype)
+    for mask in masks:
+        keys = keys if mask is None else jnp.where(mask, keys, lowest)
+    return keys

@@ -6,17 +6,16 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core.hashing import flat_index
 from sparsity.core.sharding import shard_like
 from sparsity.core.trees import PyTree
-from sparsity.selection.keys import key_range, readable, to_keys
+from sparsity.selection.keys import eligible_keys, readable
 
 
 def _itself(scores: jax.Array) -> jax.Array:
@@ -64,11 +63,14 @@ class Scores:
     def ndim(self) -> int:
         return len(self.shape)
 
-    @property
+    @functools.cached_property
     def dtype(self) -> np.dtype:
-        """That of the scores."""
-        own = tuple(x.dtype for x in (*self.arrays, *self.scalars))
-        return _score_dtype(self.fn, own, self.uses_index)
+        """The dtype of the scores, as the search reads them."""
+        values = [jax.ShapeDtypeStruct((), x.dtype) for x in (*self.arrays, *self.scalars)]
+        index = [jax.ShapeDtypeStruct((), np.int32)] * self.uses_index
+        scores = jax.eval_shape(lambda *x: readable(self.fn(*x)), *values, *index)
+        dtype: np.dtype = scores.dtype
+        return dtype
 
     def compute(self) -> jax.Array:
         """The scores as an array."""
@@ -84,116 +86,81 @@ def computed(scores: PyTree) -> PyTree:
     return scores.compute() if isinstance(scores, Scores) else scores
 
 
-def number_of(array: jax.Array | None, arrays: Sequence[jax.Array]) -> int | None:
-    """Which of the arrays is this very one, `None` if it is none of them."""
-    return next((i for i, x in enumerate(arrays) if x is array), None)
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ranked:
+    """Scores of one parameter, and which entries are eligible; a pytree of its arrays.
 
-
-class Ranked(NamedTuple):
-    """Scores, and which of them may be kept."""
+    Attributes:
+      scores: the scores.
+      where: an entry is eligible where this array is not zero; None: all are. Or the position of
+        this array among those of the scores, as in what `jax.tree` makes of a `Ranked`.
+      batch_axes: how many leading axes index separate slices.
+      excludes: an entry is eligible where `where` is zero.
+    """
 
     scores: Scores
-    where: jax.Array | None = None  # not zero: eligible; None: all are
-    batch_axes: int = 0  # how many leading axes index separate slices
-    excludes: bool = False  # `where` says the opposite: zero is eligible
+    where: jax.Array | int | None = None
+    batch_axes: int = 0
+    excludes: bool = False
 
     @property
     def slices(self) -> int:
-        """How many slices there are."""
+        """The number of slices."""
         return math.prod(self.scores.shape[: self.batch_axes])
 
     @property
     def size(self) -> int:
-        """Entries of a slice."""
+        """The number of entries of a slice."""
         return math.prod(self.scores.shape[self.batch_axes :])
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
-        """All that is stored of the leaf and is read, nothing twice."""
-        own = self.scores.arrays
-        if self.where is None or number_of(self.where, own) is not None:
-            return own
-        return (*own, self.where) if self.scores.uses_arrays else (self.where,)
-
-    def keys(self, arrays: tuple[jax.Array, ...]) -> jax.Array:
-        """Its keys, in its shape, of these arrays: its own ones, or what a barrier made of them."""
-        return self.recipe.keys(arrays, self.scores.scalars, flat_index(self.scores.shape))
-
-    def materialized(self) -> Ranked:
-        """The leaf of stored scores."""
-        allowed = self.recipe.eligible(self.arrays)
-        where = None if allowed is None else allowed.astype(jnp.uint8)
-        return Ranked(Scores.of(self.scores.compute()), where, self.batch_axes)
+        """The arrays that a search reads, each of them once: those of the scores, then `where`."""
+        arrays, where = self.scores.arrays, self._where
+        if where is None or isinstance(where, int):
+            return arrays
+        return (*arrays, where) if self.scores.uses_arrays else (where,)
 
     @property
-    def recipe(self) -> Recipe:
-        """How its keys are computed; leaves of one recipe can be ranked by one search."""
-        scores, arrays = self.scores, self.arrays
-        return Recipe(
-            fn=scores.fn,
-            dtype=scores.dtype,
-            dtypes=tuple(x.dtype for x in (*arrays, *scores.scalars)),
-            arrays=min(len(scores.arrays), len(arrays)),
-            where=number_of(self.where, arrays),
-            uses_index=scores.uses_index,
-            excludes=self.excludes,
-        )
+    def where_at(self) -> int | None:
+        """The position of `where` in `arrays`; None: all entries are eligible."""
+        where = self._where
+        return where if where is None or isinstance(where, int) else len(self.arrays) - 1
 
+    @property
+    def _where(self) -> jax.Array | int | None:
+        """`where`, or its position among the arrays of the scores if it is one of them."""
+        if not isinstance(self.where, jax.Array):
+            return self.where
+        same = (i for i, x in enumerate(self.scores.arrays) if x is self.where)
+        return next(same, self.where)
 
-class Recipe(NamedTuple):
-    """How keys are computed from what is stored.
-
-    Attributes:
-      fn: as in `Scores`.
-      dtype: that of the scores.
-      dtypes: those of the arrays of `Ranked.arrays`, then of the scalars.
-      arrays: how many of the arrays `fn` takes.
-      where: which of the arrays says which entries are eligible; None: all are.
-      uses_index: as in `Scores`.
-      excludes: as in `Ranked`.
-    """
-
-    fn: Callable[..., jax.Array]
-    dtype: np.dtype
-    dtypes: tuple[np.dtype, ...]
-    arrays: int
-    where: int | None
-    uses_index: bool
-    excludes: bool
-
-    def eligible(self, arrays: tuple[jax.Array, ...]) -> jax.Array | None:
-        """Which entries may be kept, None if all are."""
-        if self.where is None:
+    def eligible(self, arrays: Sequence[jax.Array]) -> jax.Array | None:
+        """Which entries are eligible, by values of `self.arrays`; None: all are."""
+        if self.where_at is None:
             return None
-        return arrays[self.where] == 0 if self.excludes else arrays[self.where] != 0
+        where = arrays[self.where_at]
+        return where == 0 if self.excludes else where != 0
 
-    def keys(
-        self,
-        arrays: tuple[jax.Array, ...],
-        scalars: tuple[jax.Array, ...],
-        index: jax.Array,
-        own: jax.Array | None = None,
-    ) -> jax.Array:
-        """Keys of some entries, of any shape; the lowest one where an entry is not eligible.
+    def keys(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """Keys in the shape of the scores, by values of `self.arrays`."""
+        scores = self.scores
+        index = [flat_index(scores.shape)] if scores.uses_index else []
+        values = *arrays[: len(scores.arrays)], *scores.scalars, *index
+        return eligible_keys(scores.fn(*values), self.eligible(arrays))
 
-        Args:
-          arrays: entries of `Ranked.arrays`.
-          scalars: those of the scores, to be broadcast against the entries.
-          index: flat index of the entries in their leaf.
-          own: which of the entries there are; None: all.
-        """
-        values = (*arrays[: self.arrays], *scalars, *[index][: self.uses_index])
-        keys = to_keys(readable(self.fn(*values)))
-        lowest = jnp.array(key_range(self.dtype).low, keys.dtype)
-        for allowed in (self.eligible(arrays), own):
-            keys = keys if allowed is None else jnp.where(allowed, keys, lowest)
-        return keys
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """The arrays, and all else; an array that is used twice is one argument of a program."""
+        x, where = self.scores, self._where
+        at, where = (where, None) if isinstance(where, int) else (None, where)
+        static = x.fn, x.uses_index, x.uses_arrays, at, self.batch_axes, self.excludes
+        return (x.arrays, x.scalars, where), static
 
-
-@functools.lru_cache
-def _score_dtype(
-    fn: Callable[..., jax.Array], dtypes: tuple[np.dtype, ...], uses_index: bool
-) -> np.dtype:
-    values = [jax.ShapeDtypeStruct((), dtype) for dtype in (*dtypes, *[np.int32] * uses_index)]
-    dtype: np.dtype = jax.eval_shape(lambda *x: readable(fn(*x)), *values).dtype
-    return dtype
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> Ranked:
+        """The inverse of `tree_flatten`."""
+        fn, uses_index, uses_arrays, at, batch_axes, excludes = static
+        arrays, scalars, where = children
+        scores = Scores(fn, arrays, scalars, uses_index, uses_arrays)
+        return cls(scores, where if at is None else at, batch_axes, excludes)

@@ -8,7 +8,7 @@ checks arguments and maps over slices; `threshold` selects.
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import chex
@@ -21,9 +21,8 @@ from sparsity.core import exact, sharding
 from sparsity.core.checks import is_traced
 from sparsity.core.exact import Words, zero_like
 from sparsity.core.trees import PyTree
-from sparsity.selection import counting
-from sparsity.selection.cpu import threshold
-from sparsity.selection.scores import Ranked, Scores, number_of
+from sparsity.selection import cpu, search
+from sparsity.selection.scores import Ranked, Scores
 
 
 def topk_mask(
@@ -80,38 +79,10 @@ def topk_masks(
     Returns:
         uint8 masks, each of its leaf's shape and sharding, 1 = keep.
     """
-    meant, stored = _taken_apart(leaves)
-    search = functools.partial(_topk_masks, meant, together)
+    search = functools.partial(_topk_masks, together=together)
     likes = [leaf.scores.arrays[0] for leaf in leaves]
-    with jax.transfer_guard("allow"):  # of a known k; to send it before takes 0.1 ms
-        return sharding.shard_like(likes, search, stored, k)
-
-
-def moved_masks(
-    drop: Sequence[Ranked],
-    grow: Sequence[Ranked],
-    fraction: chex.Numeric,
-    *,
-    together: bool = False,
-) -> list[jax.Array]:
-    """Masks with a fraction of their active entries replaced, by two searches.
-
-    Of the n active entries of every slice num_kept(n, fraction) stay, those with the highest drop
-    scores, and as many as were dropped grow: those with the highest grow scores of all others.
-
-    Args:
-        drop: Drop scores; `where` is the present mask.
-        grow: Grow scores, without `where`.
-        fraction: In [0, 1], a scalar.
-        together: Whether all leaves compete; the total stays then.
-
-    Returns:
-        uint8 masks, each of its leaf's shape and sharding.
-    """
-    (of_drop, drops), (of_grow, grows) = _taken_apart(drop), _taken_apart(grow)
-    move = functools.partial(_moved_masks, of_drop, of_grow, together)
-    likes = [leaf.scores.arrays[0] for leaf in drop]
-    return sharding.shard_like(likes, move, drops, grows, fraction)
+    with jax.transfer_guard("allow"):  # of a constant k; to send it before takes 0.1 ms
+        return sharding.shard_like(likes, search, leaves, k)
 
 
 def global_topk_mask(
@@ -203,107 +174,47 @@ def _check_shape(k: chex.Numeric, shape: tuple[int, ...]) -> None:
         raise ValueError(f"k must broadcast against {shape}, got k.shape = {np.shape(k)}.")
 
 
-# ------------------------------------------------------------------ the k best
-def _taken_apart(leaves: Sequence[Ranked]) -> tuple[tuple[Any, ...], list[Any]]:
-    """What is known of leaves while a function is traced, and their arrays."""
-    meant, stored = [], []
-    for leaf in leaves:
-        scores, where = leaf.scores, leaf.where
-        number = number_of(where, scores.arrays)
-        meant.append((scores.fn, scores.uses_index, scores.uses_arrays, leaf.batch_axes, number))
-        stored.append((scores.arrays, scores.scalars, where if number is None else None))
-    return tuple(meant), stored
-
-
-def _put_together(meant: tuple[Any, ...], stored: Sequence[Any]) -> list[Ranked]:
-    stored = jax.tree.map(lax.stop_gradient, stored)  # a mask has no derivatives
-    leaves = []
-    for (fn, uses_index, uses_arrays, batch_axes, number), (arrays, scalars, where) in zip(
-        meant, stored, strict=True
-    ):
-        scores = Scores(fn, arrays, scalars, uses_index, uses_arrays)
-        leaves.append(Ranked(scores, where if number is None else arrays[number], batch_axes))
-    return leaves
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
+# ------------------------------------------------------------------ the search
+@functools.partial(jax.jit, static_argnames="together")
 def _topk_masks(
-    meant: tuple[Any, ...], together: bool, stored: Sequence[Any], k: Words | np.ndarray
+    leaves: Sequence[Ranked], k: Words | np.ndarray, *, together: bool
 ) -> list[jax.Array]:
-    leaves = _put_together(meant, stored)
     slices = 1 if together else sum(leaf.slices for leaf in leaves)
     high, low = (jnp.broadcast_to(word, (slices,)) for word in k)
-    return _select(leaves, (high, low), together)[0]
+    return select(leaves, (high, low), together=together)[0]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _moved_masks(
-    of_drop: tuple[Any, ...],
-    of_grow: tuple[Any, ...],
-    together: bool,
-    drops: Sequence[Any],
-    grows: Sequence[Any],
-    fraction: chex.Numeric,
-) -> list[jax.Array]:
-    drop, grow = _put_together(of_drop, drops), _put_together(of_grow, grows)
-    moves = lax.optimization_barrier(jnp.asarray(fraction) > 0)
-    # Branches must vary over a mesh alike: as all of the data do.
-    zero = counting.varying_zero([*drop, *grow], moves)
-
-    def dropped() -> tuple[list[jax.Array], Words]:
-        kept, active = _select(drop, fraction, together)
-        return kept, exact.minus(active, exact.num_kept_of_words(active, fraction))
-
-    def present() -> tuple[list[jax.Array], Words]:
-        n = jnp.zeros(1 if together else sum(leaf.slices for leaf in drop), jnp.uint32)
-        return [jnp.asarray(leaf.where != 0, jnp.uint8) for leaf in drop], (n, n)
-
-    def varying(branch: Callable[[], Any]) -> Callable[[], Any]:
-        return lambda: jax.tree.map(lambda x: x + zero.astype(x.dtype), branch())
-
-    def grown(kept: list[jax.Array], lost: Words) -> list[jax.Array]:
-        pairs = zip(grow, kept, strict=True)
-        free = [leaf._replace(where=mask, excludes=True) for leaf, mask in pairs]
-        return [a | b for a, b in zip(kept, _select(free, lost, together)[0], strict=True)]
-
-    # The results of a branch are stored; all that reads them would else compute them again.
-    kept, lost = lax.cond(moves, varying(dropped), varying(present))
-    masks: list[jax.Array] = lax.cond(moves, grown, lambda kept, _: kept, kept, lost)
-    return masks
-
-
-def _select(
-    leaves: Sequence[Ranked], k: Words | chex.Numeric, together: bool
+def select(
+    leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool
 ) -> tuple[list[jax.Array], Words]:
-    """Masks, by one search for the leaves of each recipe, and how many entries were eligible.
+    """`search.select` of parameters of any dtypes, some of which may be empty; not compiled.
 
-    Args:
-        leaves: Some of them may be empty.
-        k: As in `threshold.select`.
-        together: Whether all entries compete.
+    The only place that decides which search runs. The masks are the same.
     """
+    leaves = jax.tree.map(lax.stop_gradient, leaves)  # a mask has no derivatives
+    on_host = cpu.is_supported(leaves)
+    one_search = cpu.select if on_host else search.select
     ends = np.cumsum([leaf.slices for leaf in leaves])
     kinds: dict[Hashable, list[int]] = {}
     for i, leaf in enumerate(leaves):
+        kind = None if together else cpu.Recipe.of(leaf) if on_host else leaf.scores.dtype
         if leaf.scores.size:
-            kinds.setdefault(leaf.recipe, []).append(i)
-    if together and len(kinds) > 1:
-        leaves = [leaf.materialized() if leaf.scores.size else leaf for leaf in leaves]
-        kinds = {None: sorted(i for members in kinds.values() for i in members)}
+            kinds.setdefault(kind, []).append(i)
     masks = [jnp.zeros(leaf.scores.shape, jnp.uint8) for leaf in leaves]
     n = jnp.zeros(1 if together else ends[-1], jnp.uint32)
     eligible = n, n
     for members in kinds.values():
-        own = [leaves[i] for i in members]
         slices = np.concatenate([np.arange(ends[i] - leaves[i].slices, ends[i]) for i in members])
         is_all = together or len(slices) == ends[-1]
-        wanted = (k[0][slices], k[1][slices]) if isinstance(k, tuple) and not is_all else k
-        found = threshold.select(own, wanted, together=together)
-        for i, mask in zip(members, found.masks, strict=True):
+        each_k = (k[0][slices], k[1][slices]) if isinstance(k, tuple) and not is_all else k
+        ranked = [leaves[i] for i in members]
+        kind_masks, kind_eligible = one_search(ranked, each_k, together=together)
+        for i, mask in zip(members, kind_masks, strict=True):
             masks[i] = mask
         if is_all:
-            eligible = found.eligible
+            eligible = kind_eligible
         else:
-            high, low = (x.at[slices].set(y) for x, y in zip(eligible, found.eligible, strict=True))
+            words = zip(eligible, kind_eligible, strict=True)
+            high, low = (x.at[slices].set(y) for x, y in words)
             eligible = high, low
     return masks, eligible

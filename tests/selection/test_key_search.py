@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 
 from sparsity.core import exact as exact_counts
-from sparsity.selection import counting
+from sparsity.selection import search as portable
 from sparsity.selection.cpu import key_search, visits
 from sparsity.selection.keys import key_range, to_keys
 from sparsity.selection.scores import Ranked, Scores
 from tests.selection_oracle import any_bits, ranks
-
-pytestmark = pytest.mark.usefixtures("searched")
 
 FLOATS = [
     "float32",
@@ -95,7 +93,7 @@ def test_counts_are_of_eligible_keys_strictly_above():
             return [jnp.concatenate(x) for x in zip(*found, strict=True)]
 
         above, eligible = count()
-        natural = [counting.NaturalRows(leaf) for leaf in leaves]
+        natural = [portable.Slices(leaf) for leaf in leaves]
         for start, part, x, own in zip(first, natural, scores, where, strict=True):
             own = np.ones_like(x) if own is None else own
             expected = [[np.sum((x > p) & (own > 0), 1) for p in pivots], np.sum(own, 1)]
@@ -103,8 +101,8 @@ def test_counts_are_of_eligible_keys_strictly_above():
             np.testing.assert_array_equal(above[here].T, expected[0])
             np.testing.assert_array_equal(eligible[here], expected[1])
             alike = part.above(jnp.broadcast_to(pivots, (len(x), 4)))
-            np.testing.assert_array_equal(alike[:, 0].T, expected[0])
-            np.testing.assert_array_equal(part.eligible()[:, 0], expected[1])
+            np.testing.assert_array_equal(alike.T, expected[0])
+            np.testing.assert_array_equal(part.eligible(), expected[1])
 
 
 @pytest.mark.slow
@@ -139,15 +137,17 @@ def worst_counts(pivots, low, high):
     return max(itertools.pairwise(edges), key=lambda e: e[1] - e[0])
 
 
-def bracket_of(count, low, high, rows, k, bits=32):
-    """The bracket that a search of one bracket ends with."""
+def key_of(count, low, high, rows, k):
+    """The key that a search of one bracket ends with, and its passes."""
     groups = key_search.Groups((len(rows[0]),), together=True)
     k = tuple(jnp.asarray(word).reshape(1) for word in k)
-    ends = jnp.array([low], jnp.int32), jnp.array([high], jnp.int32)
-    b = key_search.Bracket.of(*ends, groups.totals(rows), sharp=False)
-    start = key_search.Found(b, rows, [x & 0 for x in rows])
-    found = key_search.search(count, groups, k, start, bits=bits, max_misses=2)
-    return jax.tree.map(lambda x: x[0], found.bracket)
+    b = key_search.Bracket.of(
+        *(jnp.array([x], jnp.int32) for x in (low, high)), groups.totals(rows)
+    )
+    start = key_search.State(b, rows, [x & 0 for x in rows])
+    first = jax.vmap(key_search.even_pivots)(b)
+    end = key_search.search(count, groups, k, start, first, max_misses=2, is_float=False)
+    return end.bracket.high[0], end.bracket.passes[0]
 
 
 @pytest.mark.slow
@@ -155,12 +155,12 @@ def bracket_of(count, low, high, rows, k, bits=32):
 def test_the_search_keeps_its_bound_against_an_adversary(max_misses):
     # The adversary answers every pass so that the largest part of the bracket remains.
     narrow = jax.jit(key_search.narrow)
-    even = jax.jit(functools.partial(key_search.even_pivots, log2_parts=3))
+    even = jax.jit(key_search.even_pivots)
     guess = jax.jit(functools.partial(key_search.guessed_pivots, is_float=True))
     _, low, high = key_range(np.dtype(np.float32))
     k = (jnp.uint32(0), jnp.uint32(2**29))
     bracket = key_search.Bracket.of(
-        jnp.int32(low), jnp.int32(high), (jnp.uint32(0), jnp.uint32(2**30)), sharp=False
+        jnp.int32(low), jnp.int32(high), (jnp.uint32(0), jnp.uint32(2**30))
     )
     pivots = even(bracket)
     while int(bracket.low) < int(bracket.high):
@@ -182,35 +182,41 @@ def test_a_search_over_more_than_2_to_32_weights_finds_the_key():
     keys = np.sort(np.random.default_rng(0).integers(-(2**30), 2**30, (3, 1000)).astype(np.int32))
     _, low, high = key_range(np.dtype(np.int32))
 
-    def count(pivots, _):
+    def count(pivots, _=None):
         above = [1000 - jnp.searchsorted(row, pivots[0], side="right") for row in jnp.asarray(keys)]
         return [jnp.stack(above)[:, None].astype(jnp.int32) * 2**21]
 
+    def above(pivots):
+        return portable.totals([x[:, 0] for x in count(pivots)], together=True)
+
     @jax.jit
-    def search(k):
-        return bracket_of(count, low, high, [jnp.full((3, 1), 1000 * 2**21, jnp.int32)], k)
+    def both(k):
+        words = tuple(jnp.asarray(word).reshape(1) for word in k)
+        fixed = portable._kth_highest(above, words, jnp.array([low], jnp.int32), 32)
+        return fixed[0], *key_of(count, low, high, [jnp.full((3, 1), 1000 * 2**21, jnp.int32)], k)
 
     for place in (1, 700, 2_100, 2_999):  # the last of them beyond 2**32
-        found = search(exact_counts.split(place * 2**21 + 7))
-        assert int(found.high) == np.sort(keys.ravel())[::-1][place]
-        assert int(found.passes) <= 13
+        fixed, guessed, passes = both(exact_counts.split(place * 2**21 + 7))
+        assert int(fixed) == int(guessed) == np.sort(keys.ravel())[::-1][place]
+        assert int(passes) <= 13
 
 
-@pytest.mark.slow
-def test_a_fixed_search_takes_a_pass_for_every_four_bits(monkeypatch):
-    monkeypatch.setattr(key_search, "loops_wait_on_host", lambda: True)
-    keys = np.sort(np.random.default_rng(0).integers(0, 2**16, 1000).astype(np.int32))
+@pytest.mark.parametrize("bits", [1, 4, 13, 16, 31])
+def test_the_portable_search_takes_a_pass_for_every_four_bits(bits):
+    # The keys -2**bits to -1; as pivots are no higher than the dtype holds, no count is wrong.
+    keys = np.unique(np.random.default_rng(0).integers(-(2**bits) + 1, 0, 1000))
+    asked = []
 
-    def count(pivots, _):
-        above = 1000 - jnp.searchsorted(keys, pivots[0], side="right")
-        return [above[None, None].astype(jnp.int32)]
+    def above(pivots):
+        asked.append(np.asarray(pivots, np.int64))
+        counts = np.sum(keys > asked[-1][..., None], axis=-1)
+        return jnp.zeros(counts.shape, jnp.uint32), jnp.asarray(counts, jnp.uint32)
 
-    @jax.jit
-    def search(k):
-        return bracket_of(count, 0, 2**16 - 1, [jnp.full((1, 1), 1000, jnp.int32)], k, bits=16)
-
-    for k in (1, 333, 1000):
-        found = search(exact_counts.split(k))
-        assert np.sum(keys > int(found.high)) <= k <= np.sum(keys >= int(found.low))
-        assert int(found.low) == int(found.high)
-        assert int(found.passes) <= 4
+    for k in {1, len(keys) // 3 + 1, len(keys)}:
+        asked.clear()
+        words = jnp.zeros(1, jnp.uint32), jnp.full(1, k, jnp.uint32)
+        with jax.disable_jit():
+            key = portable._kth_highest(above, words, jnp.full(1, -(2**bits), jnp.int32), bits)
+        assert key.tolist() == [keys[-k]]
+        assert len(asked) == -(-bits // 4)
+        assert all(pivots.min() >= -(2**bits) and np.all(np.diff(pivots) > 0) for pivots in asked)

@@ -18,7 +18,7 @@ from tests.selection_oracle import any_bits, best, ranks
     "dtype",
     ["bfloat16", "float8_e8m0fnu", "float4_e2m1fn", "uint32", "int4", "bool"],
 )
-def test_keeps_exactly_the_k_best(dtype, both_ways):
+def test_keeps_exactly_the_k_best(dtype, every_search):
     scores = any_bits(dtype, 300)
     for k in (0, 1, 60, 150, 299, 300):
         np.testing.assert_array_equal(selection.topk_mask(scores, k), best(scores, k))
@@ -26,13 +26,13 @@ def test_keeps_exactly_the_k_best(dtype, both_ways):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "uint64"])
-def test_keeps_exactly_the_k_best_of_64_bit_dtypes(dtype, both_ways):
+def test_keeps_exactly_the_k_best_of_64_bit_dtypes(dtype, every_search):
     with jax.enable_x64(True):
-        test_keeps_exactly_the_k_best(dtype, both_ways)
+        test_keeps_exactly_the_k_best(dtype, every_search)
 
 
 @pytest.mark.slow
-def test_where_limits_the_choice_whatever_the_other_scores_are(both_ways):
+def test_where_limits_the_choice_whatever_the_other_scores_are(every_search):
     scores = any_bits("float32", 300)
     where = (np.random.default_rng(1).random(300) < 0.4).astype(np.uint8)
     for k in (0, 1, 60, int(where.sum()), 300):
@@ -47,14 +47,14 @@ def test_where_limits_the_choice_whatever_the_other_scores_are(both_ways):
     fraction=st.floats(0, 1),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_float32_values_are_ordered_exactly(both_ways, scores, fraction):
+def test_any_float32_values_are_ordered_exactly(every_search, scores, fraction):
     scores = np.resize(np.array(scores, np.float32), 40)  # one shape: compiled once
     k = round(fraction * 40)
     np.testing.assert_array_equal(selection.topk_mask(scores, k), best(scores, k))
 
 
 @pytest.mark.slow
-def test_ties_go_to_the_lowest_index_and_nan_ranks_last(both_ways):
+def test_ties_go_to_the_lowest_index_and_nan_ranks_last(every_search):
     tiny = np.float32(1e-45)
     scores = jnp.array([0.0, np.nan, -0.0, tiny, -tiny, -np.inf, np.nan, np.inf])
     for k, kept in enumerate([[], [7], [3, 7], [0, 3, 7], [0, 2, 3, 7], [0, 2, 3, 4, 7]]):
@@ -63,7 +63,7 @@ def test_ties_go_to_the_lowest_index_and_nan_ranks_last(both_ways):
 
 
 @pytest.mark.slow
-def test_empty_and_scalar_scores(both_ways):
+def test_empty_and_scalar_scores(every_search):
     assert selection.topk_mask(jnp.zeros((0, 3)), 0).shape == (0, 3)
     assert selection.topk_mask(jnp.zeros((2, 0)), 0, batch_axes=1).shape == (2, 0)
     assert selection.topk_mask(jnp.float32(3.0), 1) == 1
@@ -72,7 +72,7 @@ def test_empty_and_scalar_scores(both_ways):
 
 
 @pytest.mark.slow
-def test_mask_is_uint8_of_the_same_shape(both_ways):
+def test_mask_is_uint8_of_the_same_shape(every_search):
     mask = selection.topk_mask(np.arange(24.0).reshape(2, 3, 4), 5)
     assert (mask.shape, mask.dtype) == ((2, 3, 4), jnp.uint8)
 
@@ -84,7 +84,7 @@ def test_concrete_k_out_of_range_is_refused():
 
 
 @pytest.mark.slow
-def test_traced_k_is_clamped(both_ways):
+def test_traced_k_is_clamped(every_search):
     mask = jax.jit(selection.topk_mask)
     assert int(mask(jnp.arange(4.0), -3).sum()) == 0
     assert int(mask(jnp.arange(4.0), 9).sum()) == 4
@@ -108,7 +108,7 @@ def test_wrong_shapes_and_batch_axes_are_refused():
 
 
 @pytest.mark.slow
-def test_batch_axes_select_in_every_slice(both_ways):
+def test_batch_axes_select_in_every_slice(every_search):
     scores = np.round(np.random.default_rng(0).normal(size=(3, 2, 5, 4)), 1)
     mask = selection.topk_mask(scores.astype(np.float32), np.array([7, 20]), batch_axes=2)
     for i, j in np.ndindex(3, 2):
@@ -116,7 +116,7 @@ def test_batch_axes_select_in_every_slice(both_ways):
 
 
 @pytest.mark.slow
-def test_vmap_and_scan_give_what_a_loop_gives(both_ways):
+def test_vmap_and_scan_give_what_a_loop_gives(every_search):
     scores = np.round(np.random.default_rng(0).normal(size=(4, 6, 10)), 1).astype(np.float32)
     where = (np.random.default_rng(1).random(scores.shape) < 0.7).astype(np.uint8)
     k = np.array([0, 7, 30, 60], np.int32)
@@ -150,7 +150,7 @@ def test_temporaries_stay_below_a_twentieth_of_a_byte_a_weight():
 
 # ------------------------------------------------------------------ global_topk_mask
 @pytest.mark.slow
-def test_one_threshold_for_all_leaves_with_ties_in_tree_order(both_ways):
+def test_one_threshold_for_all_leaves_with_ties_in_tree_order(every_search):
     tree = {"a": jnp.array([3, 1, 3]), "b": [jnp.array([[3, 2]]), None, jnp.int32(3)]}
     for k, kept in [(0, [[0, 0, 0], [[0, 0]], 0]), (2, [[1, 0, 1], [[0, 0]], 0])]:
         mask = selection.global_topk_mask(tree, k)
@@ -161,7 +161,7 @@ def test_one_threshold_for_all_leaves_with_ties_in_tree_order(both_ways):
 
 
 @pytest.mark.slow
-def test_a_tree_is_masked_like_its_concatenation(both_ways):
+def test_a_tree_is_masked_like_its_concatenation(every_search):
     rng = np.random.default_rng(0)
     shapes = [(5,), (300, 230), (0, 3), (), (17, 3), (70_000,), (2, 2)]  # some are merged
     tree = [np.round(rng.normal(size=s), 1).astype(np.float32) for s in shapes]
@@ -173,7 +173,7 @@ def test_a_tree_is_masked_like_its_concatenation(both_ways):
 
 
 @pytest.mark.slow
-def test_global_k_may_be_two_words_traced_or_clamped(both_ways):
+def test_global_k_may_be_two_words_traced_or_clamped(every_search):
     tree = [jnp.array([4.0, 1.0]), jnp.array([3.0])]
     two = (jnp.uint32(0), jnp.uint32(2))
     for k in (2, np.int64(2), two):
@@ -186,7 +186,7 @@ def test_global_k_may_be_two_words_traced_or_clamped(both_ways):
         selection.global_topk_mask(tree, (jnp.uint32(1), jnp.uint32(0)))
 
 
-def test_global_refuses_mixed_dtypes_and_accepts_no_leaves(both_ways):
+def test_global_refuses_mixed_dtypes_and_accepts_no_leaves(every_search):
     with pytest.raises(ValueError, match="float32, int32"):
         selection.global_topk_mask([jnp.ones(2), jnp.ones(2, jnp.int32)], 1)
     assert selection.global_topk_mask({"a": None}, 0) == {"a": None}
@@ -258,13 +258,13 @@ def test_nm_refuses_groups_that_do_not_fit():
 
 
 # ------------------------------------------------------------------ num_kept
-def test_num_kept_words_are_a_k_for_a_global_mask(both_ways):
+def test_num_kept_words_are_a_k_for_a_global_mask(every_search):
     with pytest.raises(ValueError, match="k must be in"):
         selection.global_topk_mask([jnp.ones(3)], selection.num_kept(2**32, jnp.float32(0)))
 
 
 @pytest.mark.slow
-def test_num_kept_of_every_slice_is_a_k_of_every_slice(both_ways):
+def test_num_kept_of_every_slice_is_a_k_of_every_slice(every_search):
     rng = np.random.default_rng(0)
     scores = np.round(rng.normal(size=(3, 2, 20)), 1).astype(np.float32)
     where = (rng.random(scores.shape) < 0.6).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Masks of the k best of several leaves, on every path: how many passes, ties, temporaries."""
+"""Masks of the k best of several leaves by both searches: ties, hostile scores, passes."""
 
 import functools
 
@@ -8,71 +8,76 @@ import numpy as np
 import pytest
 
 from sparsity.core import exact as exact_counts
-from sparsity.selection import counting
+from sparsity.selection import search as portable
 from sparsity.selection.cpu import key_search, threshold, visits
 from sparsity.selection.scores import Ranked, Scores
 from tests.selection_oracle import best_first
 
-pytestmark = pytest.mark.usefixtures("searched")
-
-PATHS = pytest.mark.parametrize("flat", [True, False], ids=["flat", "natural"])
-LOOPS = pytest.mark.parametrize("fixed", [False, True], ids=["looking", "fixed"])
+SEARCHES = pytest.mark.parametrize("search", ["portable", "cpu"])
 
 
-@functools.partial(jax.jit, static_argnames=("flat", "fixed"))
-def select(leaves, k, flat=True, fixed=False):
-    """Masks and passes of one variant of the search."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(counting, "use_flat", lambda x: flat)
-        patch.setattr(key_search, "loops_wait_on_host", lambda: fixed)
-        k = tuple(jnp.asarray(word).reshape(1) for word in k)
-        found = threshold.select([leaf_of(*leaf) for leaf in leaves], k, together=True)
-        return found.masks, found.passes
+@functools.partial(jax.jit, static_argnames="name")
+def select(leaves, k, name):
+    """Masks by a search of that name, and its passes, which the portable one does not count."""
+    k = tuple(jnp.asarray(word).reshape(1) for word in k)
+    leaves = [leaf_of(*leaf) for leaf in leaves]
+    if name == "portable":
+        return portable.select(leaves, k, together=True)[0], 0
+    found = threshold.select(leaves, k, together=True)
+    return found.masks, found.passes
 
 
 def leaf_of(scores, where=None):
     return Ranked(Scores.of(scores), where)
 
 
-def check(leaves, ks, *, at_most=None, name="", **variant):
+def check(leaves, ks, search, *, at_most=None, name=""):
     """Masks must be those of the concatenation, found in at most so many passes."""
     joined = [np.concatenate([x.ravel() for x in arrays]) for arrays in zip(*leaves, strict=True)]
     order = best_first(*joined)
     for k in ks:
         expected = np.zeros(joined[0].size, np.uint8)
         expected[order[:k]] = 1
-        masks, passes = select(leaves, exact_counts.split(k), **variant)
+        masks, passes = select(leaves, exact_counts.split(k), search)
         found = np.concatenate([np.ravel(x) for x in masks])
         np.testing.assert_array_equal(found, expected, err_msg=f"{name}, {k}")
         assert at_most is None or int(passes) <= at_most, (name, k)
 
 
 @pytest.mark.slow
-@LOOPS
-@PATHS
-def test_leaves_are_masked_like_their_concatenation(flat, fixed):
+@SEARCHES
+def test_leaves_are_masked_like_their_concatenation(search):
     rng = np.random.default_rng(0)
     shapes = [(5,), (257, 256), (), (17, 3), (1100,), (2, 2)]
     where = [(rng.random(s) < 0.9).astype(np.uint8) for s in shapes]
     total = sum(int(x.sum()) for x in where)
     scores = [np.round(rng.normal(size=s), 1).astype(np.float32) for s in shapes]
     ks = (0, 1, 3, 30_000, 50_000, total - 2, total, total + 9)
-    check(list(zip(scores, where, strict=True)), ks, flat=flat, fixed=fixed)
+    check(list(zip(scores, where, strict=True)), ks, search)
     # Ties are cut anywhere in any leaf: of constant scores the first k are kept.
     ks = (0, 1, 4, 5, 6, 300, *range(total - 1100, total, 137), *range(total - 60, total, 7))
     scores = [np.ones(s, np.float32) for s in shapes]
-    check(list(zip(scores, where, strict=True)), ks, flat=flat, fixed=fixed)
+    check(list(zip(scores, where, strict=True)), ks, search)
 
 
 @pytest.mark.slow
-def test_masks_are_those_of_sorting_where_few_rows_are_read_again():
+@SEARCHES
+def test_masks_are_those_of_sorting_where_few_rows_are_read_again(search):
     rng = np.random.default_rng(0)
     scores = [rng.normal(size=(1024, 1024)).astype(np.float32) for _ in range(2)]
     where = [(rng.random(x.shape) < 0.9).astype(np.uint8) for x in scores]
     where[0][5:] = 0  # few rows from the start
-    check(list(zip(scores, where, strict=True)), (1, 4000, 105_000, 900_000))
+    check(
+        list(zip(scores, where, strict=True)),
+        (1, 4000, 105_000, 900_000) if search == "cpu" else (4000,),
+        search,
+    )
     rounded = [np.round(x, 3) for x in scores]
-    check(list(zip(rounded, where, strict=True)), (4000, 105_000))
+    check(
+        list(zip(rounded, where, strict=True)),
+        (4000, 105_000) if search == "cpu" else (4000,),
+        search,
+    )
 
 
 # ------------------------------------------------------------------ passes
@@ -109,14 +114,14 @@ def split(scores, leaves):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("leaves", [1, 3])
-@PATHS
-def test_float32_takes_at_most_24_passes_whatever_the_scores(flat, leaves):
+@SEARCHES
+def test_float32_takes_at_most_20_passes_whatever_the_scores(search, leaves):
     n = 65_600
     for name, scores in hostile(n).items():
         scores = np.asarray(scores, np.float32)
         nonzero = int(np.sum(scores > 0))
         ks = {1, n // 100, n // 5, n // 2, n - 10, nonzero - nonzero // 20, nonzero - 5, nonzero}
-        check(split(scores, leaves), ks & set(range(n)), at_most=24, name=name, flat=flat)
+        check(split(scores, leaves), ks & set(range(n)), search, at_most=20, name=name)
 
 
 @pytest.mark.slow
@@ -126,48 +131,47 @@ def test_k_just_below_the_number_of_nonzeros_takes_at_most_six_passes():
         scores = np.abs(rng.normal(size=300_000)).astype(np.float32)
         scores[rng.random(scores.size) < 0.8] = 0
         nonzero = int(np.sum(scores > 0))
-        check([(scores,)], [nonzero - 5, nonzero - 425, nonzero], at_most=6, name=str(seed))
+        check([(scores,)], [nonzero - 5, nonzero - 425, nonzero], "cpu", at_most=6, name=str(seed))
 
 
 @pytest.mark.slow
-@PATHS
-def test_float64_takes_at_most_44_passes_whatever_the_scores(flat):
+@SEARCHES
+def test_float64_takes_at_most_30_passes_whatever_the_scores(search):
     n = 10_000
     with jax.enable_x64(True):
         for name, scores in hostile(n).items():
             leaves = split(np.asarray(scores, np.float64), 3)
-            check(leaves, (1, n // 5, n - 10), at_most=44, name=name, flat=flat)
+            check(leaves, (1, n // 5, n - 10), search, at_most=30, name=name)
 
 
 @pytest.mark.slow
-@PATHS
-def test_leaves_of_any_size_ask_for_at_most_24_passes(monkeypatch, flat):
-    # Guesses that may fail, thirds of the bits of keys and of an index, or one pass by rows.
+@SEARCHES
+def test_leaves_of_any_size_ask_for_at_most_20_passes(monkeypatch, search):
+    # Guesses that may fail, and thirds of the bits of keys; or fourths of those, and of an index.
     asked = []
 
-    def search(*args, bits, max_misses=0, **options):
-        asked.append(max_misses + -(-bits // 3))
-        return found(*args, bits=bits, max_misses=max_misses, **options)
+    def guessed(*args, max_misses, **options):
+        asked.append(max_misses + -(-32 // 3))
+        return by_guesses(*args, max_misses=max_misses, **options)
 
-    found = key_search.search
-    monkeypatch.setattr(key_search, "search", search)
-    monkeypatch.setattr(counting, "use_flat", lambda x: flat)
-    big = jax.ShapeDtypeStruct((visits.MOST if flat else 2**31 - 1,), jnp.float32)
+    def fixed(above, k, lowest, bits):
+        asked.append(-(-bits // 4))
+        return by_bits(above, k, lowest, bits)
+
+    by_guesses, by_bits = key_search.search, portable._kth_highest
+    monkeypatch.setattr(key_search, "search", guessed)
+    monkeypatch.setattr(portable, "_kth_highest", fixed)
+    most = 2**31 - 1 if search == "portable" else visits.MAX_ENTRIES
+    big = jax.ShapeDtypeStruct((most,), jnp.float32)
     small = jax.ShapeDtypeStruct((2**30,), jnp.float32)
     k = jax.ShapeDtypeStruct((1,), jnp.uint32)
+    select = portable.select if search == "portable" else threshold.select
     for leaves in ([big], [small], [big, small], [small] * 3):
         asked.clear()
 
         def fresh(leaves, k):  # not a cached trace
-            return threshold.select([leaf_of(x) for x in leaves], k, together=True)
+            return select([leaf_of(x) for x in leaves], k, together=True)[0]
 
         jax.eval_shape(fresh, leaves, (k, k))
-        assert sum(asked) <= 24
-        assert len(asked) == (1 if flat else 2)
-
-
-@pytest.mark.slow
-def test_a_fixed_search_takes_eight_passes_and_those_for_ties():
-    scores = np.round(hostile(4096)["normal"], 1).astype(np.float32)
-    check([(scores,)], [900], at_most=8, flat=True, fixed=True)
-    check([(scores,)], [5, 900], at_most=8 + 3, flat=False, fixed=True)
+        assert sum(asked) <= 20
+        assert len(asked) == (2 if search == "portable" else 1)

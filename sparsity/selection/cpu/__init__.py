@@ -1,1 +1,46 @@
-"""The search that is fast on hosts: the masks are those of the portable one."""
+"""The search that is fast on hosts; its masks are those of `sparsity.selection.search`.
+
+`threshold` counts parameters that lie on one device as `rows`, large ones in `visits`, with the
+pivots of `key_search`; `sorting` sorts what is small. `kernels` keeps programs small.
+"""
+
+from collections.abc import Sequence
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from sparsity.core.exact import Words
+from sparsity.selection.cpu import sorting, threshold
+from sparsity.selection.cpu.kernels import use_flat
+from sparsity.selection.cpu.recipe import Recipe
+from sparsity.selection.cpu.visits import MAX_ENTRIES
+from sparsity.selection.scores import Ranked, Scores
+
+__all__ = ["Recipe", "is_supported", "select"]
+
+
+def is_supported(leaves: Sequence[Ranked]) -> bool:
+    """Whether a program for a host reads these parameters, each of them on one device."""
+    arrays = [x for leaf in leaves for x in leaf.arrays]
+    on_host = jax.default_backend() == "cpu"
+    return on_host and all(x.size <= MAX_ENTRIES and use_flat(x) for x in arrays)
+
+
+def select(
+    leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool
+) -> tuple[list[jax.Array], Words]:
+    """`search.select` of parameters of one recipe, or of any together; none is empty."""
+    if len({Recipe.of(leaf) for leaf in leaves}) > 1:
+        leaves = [_stored(leaf) for leaf in leaves]
+    if sorting.is_small(leaves, together=together):
+        return sorting.select(leaves, k, together=together)
+    masks, eligible, _ = threshold.select(leaves, k, together=together)
+    return masks, eligible
+
+
+def _stored(leaf: Ranked) -> Ranked:
+    """The parameter with its scores computed."""
+    mask = leaf.eligible(leaf.arrays)
+    where = None if mask is None else mask.astype(jnp.uint8)
+    return Ranked(Scores.of(leaf.scores.compute()), where, leaf.batch_axes)

@@ -7,6 +7,12 @@ import jax.numpy as jnp
 from jax import lax
 
 
+def use_flat(x: jax.Array) -> bool:
+    """Whether x may be reshaped freely: it lies on one device, as far as its type tells."""
+    mesh = jax.typeof(x).sharding.mesh
+    return mesh.are_all_axes_manual if not mesh.empty else jax.device_count() == 1
+
+
 def at_runtime(number: int) -> jax.Array:
     """The number, int32, read from a constant that the compiler does not see through.
 

@@ -1,8 +1,7 @@
-"""Search for the k-th highest of integer keys by counting: no sorting, nothing stored.
+"""Search for the k-th highest of integer keys in few passes, by good pivots.
 
 A search narrows a bracket of keys around the k-th one: a pass over the data counts how many keys
-lie above each of a few pivots. On a GPU a loop that looks at its data waits on the host, so that
-the number of passes is fixed there.
+lie above each of a few pivots. The first pivots come from a sample, the next ones from a guess.
 """
 
 import functools
@@ -17,6 +16,7 @@ from jax import lax
 from sparsity.core import exact
 from sparsity.core.exact import Words, zero_like
 from sparsity.selection.keys import to_keys
+from sparsity.selection.search import spread, totals
 
 _EIGHTHS = 3  # log2 of parts, between seven pivots
 _SIXTEENTHS = 4  # the same where the number of passes is fixed: fewer of them, of more comparisons
@@ -36,14 +36,9 @@ _MIN_NOISE = 0.5  # ranks, as these are rounded
 _LOWERED = np.array([0, 0, 0, 1, 0, 0, 0])
 
 
-def loops_wait_on_host() -> bool:
-    """Whether a loop that looks at its data makes the device wait on the host."""
-    return jax.default_backend() not in ("cpu", "tpu")
-
-
 # ------------------------------------------------------------------ pivots
 class Bracket(NamedTuple):
-    """Keys from low to high, the wanted one among them.
+    """Keys from low to high, the k-th highest one among them.
 
     The search is for the k-th highest key, or for any with exactly k keys above it. A search of
     many brackets holds arrays of each field, [brackets].
@@ -59,13 +54,11 @@ class Bracket(NamedTuple):
     passes: jax.Array  # int32
 
     @classmethod
-    def of(
-        cls, low: jax.Array, high: jax.Array, at_least: Words, *, sharp: bool = True
-    ) -> "Bracket":
-        """Brackets before the first pass, with nothing above them; sharp if guesses are good."""
+    def of(cls, low: jax.Array, high: jax.Array, at_least: Words) -> "Bracket":
+        """Brackets before the first pass, with nothing above them."""
         above = zero_like(at_least[0]), zero_like(at_least[1])
         zero = above[1].astype(np.int32)
-        spread = zero.astype(np.float32) + (_SPREAD / _SHARPER if sharp else _SPREAD)
+        spread = zero.astype(np.float32) + _SPREAD / _SHARPER
         return cls(low, high, at_least, above, spread, poor=zero, misses=zero, passes=zero)
 
 
@@ -78,12 +71,12 @@ def _width(low: jax.Array, high: jax.Array) -> jax.Array:
     return _bits(high - low)
 
 
-def even_pivots(b: Bracket, log2_parts: int) -> jax.Array:
-    """Pivots that cut the bracket into equal parts of at most ceil(keys / 2**log2_parts)."""
+def even_pivots(b: Bracket) -> jax.Array:
+    """Seven pivots that cut the bracket into equal parts of at most ceil(keys / 8)."""
     width = _width(b.low, b.high)
-    parts = 1 << log2_parts
+    parts = 1 << _EIGHTHS
     j = jnp.arange(1, parts, dtype=width.dtype)
-    offset = (width >> log2_parts) * j + (((width & (parts - 1)) + 1) * j >> log2_parts)
+    offset = (width >> _EIGHTHS) * j + (((width & (parts - 1)) + 1) * j >> _EIGHTHS)
     return b.low + lax.bitcast_convert_type(offset, b.low.dtype) - 1
 
 
@@ -110,7 +103,7 @@ def guessed_pivots(b: Bracket, k: Words, is_float: bool) -> jax.Array:
     # Scores on a grid end in zero bits: the key with most of them may hold many ties.
     roundest = _roundest(b.low, b.high)
     pivots = jnp.concatenate([pivots, jnp.stack([roundest - 1, roundest])])
-    return jnp.where(spread > _SPREAD, even_pivots(b, _EIGHTHS), pivots)
+    return jnp.where(spread > _SPREAD, even_pivots(b), pivots)
 
 
 def _floats(keys: jax.Array) -> jax.Array:
@@ -134,7 +127,7 @@ def sampled_pivots(keys: jax.Array, n: jax.Array | np.ndarray, k: Words) -> jax.
     Args:
         keys: [brackets, count]; sorted here.
         n: How many keys each bracket has, as floats.
-        k: The rank of the wanted key, of each bracket.
+        k: The rank of the key in each bracket.
     """
     keys = jnp.sort(keys, axis=1)
     count = keys.shape[1]
@@ -150,7 +143,7 @@ class Groups(NamedTuple):
     """Which segments share a bracket: every segment has its own, or all have one.
 
     Attributes:
-        parts: how many segments each part has.
+        parts: number of segments of each part.
         together: whether all share one.
     """
 
@@ -158,22 +151,15 @@ class Groups(NamedTuple):
     together: bool
 
     def totals(self, rows: Sequence[jax.Array]) -> Words:
-        """The sum of int32[segments, rows, ...] of all parts for each bracket."""
-        sums = jnp.concatenate([jnp.sum(x, axis=1, dtype=jnp.int32) for x in rows])
-        if self.together:
-            high, low = exact.total(sums)
-            return high[None], low[None]
-        low = sums.astype(jnp.uint32)
-        return zero_like(low), low
+        """Sums of int32[segments, rows, ...] of all parts for each bracket."""
+        return totals([jnp.sum(x, axis=1, dtype=jnp.int32) for x in rows], self.together)
 
     def spread(self, x: jax.Array) -> list[jax.Array]:
         """x[brackets, ...] for the segments of each part."""
-        if self.together:
-            return [jnp.broadcast_to(x, (count, *x.shape[1:])) for count in self.parts]
-        return jnp.split(x, np.cumsum(self.parts)[:-1])
+        return spread(x, self.parts, self.together)
 
 
-class Found(NamedTuple):
+class State(NamedTuple):
     """The state of a search: its brackets, and what each row counts at their ends.
 
     Attributes:
@@ -186,75 +172,66 @@ class Found(NamedTuple):
     at_least: list[jax.Array]
     above: list[jax.Array]
 
+    @property
+    def is_open(self) -> jax.Array:
+        """bool[brackets]: whether a bracket still holds several keys."""
+        return self.bracket.low < self.bracket.high
+
+
+Count = Callable[[jax.Array, State], list[jax.Array]]
+
 
 def search(
-    count: Callable[[jax.Array, Found], list[jax.Array]],
+    count: Count,
     groups: Groups,
     k: Words,
-    start: Found,
+    start: State,
+    first: jax.Array,
     *,
-    bits: int,
-    max_misses: int = 0,
-    first: jax.Array | None = None,
-    is_float: bool = False,
-) -> Found:
-    """Narrows brackets of at most 2**bits keys to one key each, all of them in the same passes.
+    max_misses: int,
+    is_float: bool,
+) -> State:
+    """Narrows brackets to one key each, all of them in the same passes.
 
-    Where loops may look at their data, a pass that does not leave an eighth of a bracket is a
-    miss, and after max_misses of them there are no more guesses: the number of passes is at most
-    max_misses + ceil(bits / 3). Elsewhere it is ceil(bits / 4).
+    A pass that does not leave an eighth of a bracket is a miss; after max_misses of them there
+    are no more guesses. So the number of passes is at most max_misses + ceil(bits / 3).
 
     Args:
-        count: Maps pivots[brackets, pivots], and what was found so far, to the numbers of keys
-            above each pivot, int32[segments, rows, pivots] of each part, in one pass.
+        count: Maps pivots[brackets, pivots], and the state, to the numbers of keys above each
+            pivot, int32[segments, rows, pivots] of each part, in one pass.
         groups: Which segments share a bracket.
-        k: The rank of the wanted key in each bracket, from 1.
-        start: The brackets.
-        bits: Base-2 logarithm of the number of keys of the largest, rounded up.
-        max_misses: How many guesses may fail.
+        k: The rank of the key in each bracket, from 1.
+        start: The state before the first pass.
         first: Pivots of the first pass, [brackets, pivots].
+        max_misses: How many guesses may fail.
         is_float: Whether keys are those of floats.
 
     Returns:
         The brackets of the k-th keys alone, or of keys with exactly k keys above them.
     """
+    guesses = jax.vmap(functools.partial(guessed_pivots, is_float=is_float))
 
-    def step(found: Found, pivots: jax.Array) -> Found:
-        b = found.bracket
-        busy = b.low < b.high
-        last = jnp.where(busy, b.high - 1, b.high)  # the lowest key has none below
-        pivots = jnp.clip(pivots, b.low[:, None], last[:, None])
-        counts = count(pivots, found)
-        new, at_low, at_high = jax.vmap(narrow)(b, pivots, groups.totals(counts), k)
-        return Found(
-            jax.tree.map(lambda x, old: jnp.where(busy, x, old), new, b),
-            _counts_at(counts, groups.spread(at_low & busy[:, None]), found.at_least),
-            _counts_at(counts, groups.spread(at_high & busy[:, None]), found.above),
-        )
+    def step(carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
+        state = _narrowed(count, groups, k, *carry)
+        may_guess = (state.bracket.misses < max_misses)[:, None]
+        even = jax.vmap(even_pivots)(state.bracket)
+        return state, jnp.where(may_guess, guesses(state.bracket, k), even)
 
-    def even(found: Found, log2_parts: int) -> jax.Array:
-        return jax.vmap(functools.partial(even_pivots, log2_parts=log2_parts))(found.bracket)
+    return lax.while_loop(lambda carry: jnp.any(carry[0].is_open), step, (start, first))[0]
 
-    if loops_wait_on_host():
-        fixed: Found = lax.fori_loop(
-            0,
-            -(-bits // _SIXTEENTHS),
-            lambda _, found: step(found, even(found, _SIXTEENTHS)),
-            start,
-            unroll=sum(groups.parts) == 1,
-        )
-        return fixed
 
-    def body(state: tuple[Found, jax.Array]) -> tuple[Found, jax.Array]:
-        found = step(*state)
-        b = found.bracket
-        guesses = jax.vmap(functools.partial(guessed_pivots, is_float=is_float))(b, k)
-        may_miss = (b.misses < max_misses)[:, None]
-        return found, jnp.where(may_miss, guesses, even(found, _EIGHTHS))
-
-    first = even(start, _EIGHTHS) if first is None else first
-    busy = lambda state: jnp.any(state[0].bracket.low < state[0].bracket.high)  # noqa: E731
-    return lax.while_loop(busy, body, (start, first))[0]
+def _narrowed(count: Count, groups: Groups, k: Words, state: State, pivots: jax.Array) -> State:
+    """The state after one pass; brackets of one key stay."""
+    b, is_open = state.bracket, state.is_open
+    last = jnp.where(is_open, b.high - 1, b.high)  # the lowest key has none below
+    pivots = jnp.clip(pivots, b.low[:, None], last[:, None])
+    counts = count(pivots, state)
+    new, at_low, at_high = jax.vmap(narrow)(b, pivots, groups.totals(counts), k)
+    return State(
+        jax.tree.map(lambda x, old: jnp.where(is_open, x, old), new, b),
+        _counts_at(counts, groups.spread(at_low & is_open[:, None]), state.at_least),
+        _counts_at(counts, groups.spread(at_high & is_open[:, None]), state.above),
+    )
 
 
 def narrow(
@@ -277,8 +254,8 @@ def narrow(
     at_low, at_high = enough & (pivots + 1 == low), (met | ~enough) & (pivots == high)
     # Pivots at the same end are alike, and so are their counts.
     ends = [at_low, at_high]
-    of_ends = [jnp.where(chosen, word, 0) for chosen in ends for word in total]
-    is_low, is_high, *counts = _largest(*(x.astype(jnp.int32) for x in ends), *of_ends)
+    words = [jnp.where(chosen, word, 0) for chosen in ends for word in total]
+    is_low, is_high, *counts = _largest(*(x.astype(jnp.int32) for x in ends), *words)
     at_least = exact.choose(is_low > 0, (counts[0], counts[1]), b.at_least)
     above = exact.choose(is_high > 0, (counts[2], counts[3]), b.above)
     inside, before = exact.minus(at_least, above), exact.minus(b.at_least, b.above)
@@ -301,10 +278,10 @@ def _largest(*values: jax.Array) -> Sequence[jax.Array]:
     """The largest entry of each along its last axis, all in one kernel."""
     lowest = tuple(np.array(np.iinfo(x.dtype).min, x.dtype) for x in values)
     axis = values[0].ndim - 1
-    found: Sequence[jax.Array] = lax.reduce(
+    largest: Sequence[jax.Array] = lax.reduce(
         values, lowest, lambda a, b: tuple(map(lax.max, a, b)), (axis,)
     )
-    return found
+    return largest
 
 
 def _counts_at(
@@ -312,7 +289,7 @@ def _counts_at(
 ) -> list[jax.Array]:
     """Each row's count at the pivot that is chosen for its segment, if there is one."""
     most = [
-        jnp.max(jnp.where(own[:, None], count, -1), axis=2)
-        for count, own in zip(counts, chosen, strict=True)
+        jnp.max(jnp.where(pivots[:, None], count, -1), axis=2)
+        for count, pivots in zip(counts, chosen, strict=True)
     ]
     return [jnp.where(x < 0, old, x) for x, old in zip(most, otherwise, strict=True)]

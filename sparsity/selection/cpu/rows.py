@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.selection import counting
 from sparsity.selection.cpu.kernels import part_of
-from sparsity.selection.scores import Ranked, Recipe
+from sparsity.selection.cpu.recipe import Recipe
+from sparsity.selection.scores import Ranked
+from sparsity.selection.search import sums
 
 LARGE = 16_384  # entries of a segment from which on more of its keys are sampled
 _SAMPLED = (256, 1024)  # keys to sample of a small segment, of a large one
@@ -79,7 +80,7 @@ class Rows:
         if allowed is None:
             return own
         # The barrier keeps the second operand, and with it the fused loop.
-        counted: jax.Array = lax.optimization_barrier(counting.sums([allowed, ~allowed], [2]))[0]
+        counted: jax.Array = lax.optimization_barrier(sums([allowed, ~allowed], [2]))[0]
         if self.sizes is None or not self.recipe.excludes:
             return counted
         return counted - (self.width - own)  # zeros of the padding
@@ -95,7 +96,7 @@ class Rows:
         held = dataclasses.replace(self, arrays=arrays, scalars=scalars)
         keys = held._keys(arrays, self._offset())
         pivots = pivots.astype(keys.dtype)
-        counts = counting.sums(
+        counts = sums(
             [keys > _beside(pivots[:, i], keys.shape) for i in range(pivots.shape[1])], [2]
         )
         return jnp.stack(counts, axis=-1)
@@ -188,9 +189,10 @@ class Rows:
         """uint8 mask of keys above key[segments], and of ties whose place is below the end."""
         offset = self._offset()
         keys = self._keys(self.arrays, offset)
-        wanted = _beside(key.astype(keys.dtype), keys.shape)
-        is_early = offset < _beside(end, keys.shape)
-        return counting.best(keys, wanted, self.recipe.eligible(self.arrays), is_early)
+        key = _beside(key.astype(keys.dtype), keys.shape)
+        eligible, is_early = self.recipe.eligible(self.arrays), offset < _beside(end, keys.shape)
+        ties = keys == key if eligible is None else (keys == key) & eligible
+        return ((keys > key) | (ties & is_early)).astype(jnp.uint8)
 
     @functools.partial(jax.jit, static_argnums=2)
     def _row(self, row: jax.Array, width: int) -> tuple[jax.Array, ...]:
@@ -294,7 +296,7 @@ def rows_of(leaves: Sequence[Ranked], rows: int, width: int) -> Rows:
         arrays=tuple(map(cut, zip(*[leaf.arrays for leaf in leaves], strict=True))),
         scalars=tuple(map(of_segments, zip(*[x.scores.scalars for x in leaves], strict=True))),
         starts=np.concatenate([np.arange(x.slices, dtype=np.int32) * x.size for x in leaves]),
-        recipe=leaves[0].recipe,
+        recipe=Recipe.of(leaves[0]),
         sizes=None if np.all(sizes == rows * width) else tuple(sizes.tolist()),
     )
 

@@ -17,37 +17,37 @@ from sparsity.core import exact
 from sparsity.core.exact import Words, zero_like
 from sparsity.selection.scores import Ranked
 
-MOST = 2048  # entries, once slices are padded to one size: from there on counting is faster
+MAX_SORTED = 2048  # entries, once slices are padded to one size: from there on counting is faster
 
 
 def is_small(leaves: Sequence[Ranked], *, together: bool) -> bool:
     """Whether leaves should be sorted."""
     if together:
-        return sum(leaf.scores.size for leaf in leaves) <= MOST
-    return sum(leaf.slices for leaf in leaves) * max(leaf.size for leaf in leaves) <= MOST
+        return sum(leaf.scores.size for leaf in leaves) <= MAX_SORTED
+    return sum(leaf.slices for leaf in leaves) * max(leaf.size for leaf in leaves) <= MAX_SORTED
 
 
 def select(
     leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool
 ) -> tuple[list[jax.Array], Words]:
-    """Masks, and how many entries could be kept; arguments as of `threshold.select`."""
+    """Masks, and how many entries could be kept; arguments as of `search.select`."""
     keys, allowed = (_in_rows(x, together) for x in zip(*map(_keys, leaves), strict=True))
     n = jnp.sum(allowed, axis=1, dtype=jnp.uint32)
     words = zero_like(n), n
-    wanted = exact.kept_of(words, k)[1].astype(jnp.int32)
+    rank = exact.kept_of(words, k)[1].astype(jnp.int32)
     last = keys.shape[1] - 1
     # Of no entry: the highest key, above which there is none.
-    place = jnp.clip(keys.shape[1] - wanted, 0, last)[:, None]
+    place = jnp.clip(keys.shape[1] - rank, 0, last)[:, None]
     kth = jnp.take_along_axis(jnp.sort(keys, axis=1), place, axis=1)
     above, ties = keys > kth, (keys == kth) & allowed
-    need = wanted - jnp.sum(above, axis=1, dtype=jnp.int32)
+    need = rank - jnp.sum(above, axis=1, dtype=jnp.int32)
     best = above | (ties & (jnp.cumsum(ties, axis=1, dtype=jnp.int32) <= need[:, None]))
     return _of_leaves(best.astype(jnp.uint8), leaves, together), words
 
 
 def _keys(leaf: Ranked) -> tuple[jax.Array, jax.Array]:
     """Keys of a leaf, and which of them may be kept, both [slices, size]."""
-    keys, allowed = leaf.keys(leaf.arrays), leaf.recipe.eligible(leaf.arrays)
+    keys, allowed = leaf.keys(leaf.arrays), leaf.eligible(leaf.arrays)
     allowed = jnp.ones(keys.shape, bool) if allowed is None else allowed
     return keys.reshape(leaf.slices, -1), allowed.reshape(leaf.slices, -1)
 
@@ -66,8 +66,8 @@ def _in_rows(slices: Sequence[jax.Array], together: bool) -> jax.Array:
 def _of_leaves(best: jax.Array, leaves: Sequence[Ranked], together: bool) -> list[jax.Array]:
     if together:
         ends = np.cumsum([leaf.scores.size for leaf in leaves])[:-1]
-        own = jnp.split(best[0], ends)
+        slices = jnp.split(best[0], ends)
     else:
         ends = np.cumsum([leaf.slices for leaf in leaves])[:-1]
-        own = [x[:, : leaf.size] for x, leaf in zip(jnp.split(best, ends), leaves, strict=True)]
-    return [x.reshape(leaf.scores.shape) for x, leaf in zip(own, leaves, strict=True)]
+        slices = [x[:, : leaf.size] for x, leaf in zip(jnp.split(best, ends), leaves, strict=True)]
+    return [x.reshape(leaf.scores.shape) for x, leaf in zip(slices, leaves, strict=True)]

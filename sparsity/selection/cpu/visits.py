@@ -18,12 +18,12 @@ import numpy as np
 from jax import lax
 
 from sparsity.core.exact import zero_like
-from sparsity.selection.cpu import key_search, rows
+from sparsity.selection.cpu import rows
 from sparsity.selection.cpu.rows import LARGE, Rows, pad, rows_of
 from sparsity.selection.scores import Ranked
 
 _ROWS = 1024  # of a large segment, for threads to share
-MOST = 2**31 - _ROWS  # entries of a leaf, so that it can be padded to whole rows
+MAX_ENTRIES = 2**31 - _ROWS  # entries of a leaf, so that it can be padded to whole rows
 _LEAST_WIDTH = 1024  # of these rows
 _MANY = 2**20  # entries of a segment, of which few rows may be read: that is one more kernel
 _FEWER = 4  # of so many rows, one is few: they are copied
@@ -135,8 +135,6 @@ class Visits:
             own = zip(leaves, jnp.split(pivots, ends[:-1]), strict=True)
             return jnp.concatenate([pad(leaf.above(x), self.rows) for leaf, x in own])
 
-        if key_search.loops_wait_on_host():
-            return at_once(self.leaves, busy, pivots)
         if self.segments == 1:
             return _above(self.leaves[0], pivots, at_least, above)
 

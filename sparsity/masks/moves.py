@@ -1,0 +1,78 @@
+"""Masks in which the weakest entries make room for others: two searches, compiled as one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparsity.core import exact, sharding
+from sparsity.core.exact import Words
+from sparsity.selection.scores import Ranked
+from sparsity.selection.search import varying_zero
+from sparsity.selection.topk import select
+
+
+def moved_masks(
+    drop: Sequence[Ranked],
+    grow: Sequence[Ranked],
+    fraction: chex.Numeric,
+    *,
+    together: bool = False,
+) -> list[jax.Array]:
+    """Masks with a fraction of their active entries replaced, by two searches.
+
+    Of the n active entries of every slice num_kept(n, fraction) stay, those with the highest drop
+    scores, and as many as were dropped grow: those with the highest grow scores of all others.
+
+    Args:
+        drop: Drop scores; `where` is the present mask.
+        grow: Grow scores, without `where`.
+        fraction: In [0, 1], a scalar.
+        together: Whether all leaves compete; the total stays then.
+
+    Returns:
+        uint8 masks, each of its leaf's shape and sharding.
+    """
+    move = functools.partial(_moved_masks, together=together)
+    likes = [leaf.scores.arrays[0] for leaf in drop]
+    return sharding.shard_like(likes, move, drop, grow, fraction)
+
+
+@functools.partial(jax.jit, static_argnames="together")
+def _moved_masks(
+    drop: Sequence[Ranked], grow: Sequence[Ranked], fraction: chex.Numeric, *, together: bool
+) -> list[jax.Array]:
+    drop = jax.tree.map(lax.stop_gradient, drop)  # a mask has no derivatives
+    moves = lax.optimization_barrier(jnp.asarray(fraction) > 0)
+    # Branches must vary over a mesh alike: as all of the data do.
+    zero = varying_zero([*drop, *grow], moves)
+
+    def dropped() -> tuple[list[jax.Array], Words]:
+        kept, active = select(drop, fraction, together=together)
+        return kept, exact.minus(active, exact.num_kept_of_words(active, fraction))
+
+    def present() -> tuple[list[jax.Array], Words]:
+        n = jnp.zeros(1 if together else sum(leaf.slices for leaf in drop), jnp.uint32)
+        masks: Any = [leaf.eligible(leaf.arrays) for leaf in drop]
+        return [mask.astype(jnp.uint8) for mask in masks], (n, n)
+
+    def varying(branch: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: jax.tree.map(lambda x: x + zero.astype(x.dtype), branch())
+
+    def grown(kept: list[jax.Array], lost: Words) -> list[jax.Array]:
+        pairs = zip(grow, kept, strict=True)
+        free = [dataclasses.replace(leaf, where=mask, excludes=True) for leaf, mask in pairs]
+        masks, _ = select(free, lost, together=together)
+        return [a | b for a, b in zip(kept, masks, strict=True)]
+
+    # The results of a branch are stored; all that reads them would else compute them again.
+    kept, lost = lax.cond(moves, varying(dropped), varying(present))
+    masks: list[jax.Array] = lax.cond(moves, grown, lambda kept, _: kept, kept, lost)
+    return masks

@@ -1,0 +1,72 @@
+"""How keys are computed: parameters with one recipe are ranked by one search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from sparsity.selection.keys import eligible_keys
+from sparsity.selection.scores import Ranked
+
+
+class Recipe(NamedTuple):
+    """How keys are computed from parts of the arrays of a `Ranked`.
+
+    Attributes:
+      fn: as in `Scores`.
+      dtype: dtype of the scores.
+      dtypes: dtypes of `Ranked.arrays`, then of the scalars.
+      arrays: how many of the arrays `fn` takes.
+      where: position of the array that says which entries are eligible; None: all are.
+      uses_index: as in `Scores`.
+      excludes: as in `Ranked`.
+    """
+
+    fn: Callable[..., jax.Array]
+    dtype: np.dtype
+    dtypes: tuple[np.dtype, ...]
+    arrays: int
+    where: int | None
+    uses_index: bool
+    excludes: bool
+
+    @classmethod
+    def of(cls, leaf: Ranked) -> Recipe:
+        """The recipe of a parameter."""
+        scores, arrays = leaf.scores, leaf.arrays
+        return cls(
+            fn=scores.fn,
+            dtype=scores.dtype,
+            dtypes=tuple(x.dtype for x in (*arrays, *scores.scalars)),
+            arrays=min(len(scores.arrays), len(arrays)),
+            where=leaf.where_at,
+            uses_index=scores.uses_index,
+            excludes=leaf.excludes,
+        )
+
+    def eligible(self, arrays: tuple[jax.Array, ...]) -> jax.Array | None:
+        """Which entries are eligible; None: all are."""
+        if self.where is None:
+            return None
+        return arrays[self.where] == 0 if self.excludes else arrays[self.where] != 0
+
+    def keys(
+        self,
+        arrays: tuple[jax.Array, ...],
+        scalars: tuple[jax.Array, ...],
+        index: jax.Array,
+        is_entry: jax.Array | None,
+    ) -> jax.Array:
+        """Keys of some entries, of any shape; the lowest key where an entry is not eligible.
+
+        Args:
+          arrays: entries of `Ranked.arrays`.
+          scalars: scalars of the scores, to be broadcast against the entries.
+          index: flat index of the entries in their parameter.
+          is_entry: False at padding; None: there is none.
+        """
+        values = (*arrays[: self.arrays], *scalars, *[index][: self.uses_index])
+        return eligible_keys(self.fn(*values), self.eligible(arrays), is_entry)

@@ -1,0 +1,233 @@
+"""The exact search, for any platform and sharding: no sorting, nothing stored, only counts move.
+
+**The threshold.** Scores are read as integers, their keys (`keys`). The number c(t) of eligible
+keys that are at least t falls as t rises; so the k-th highest key is the largest t with
+c(t) >= k, and its digits to the base 16 follow from the highest to the lowest: with the higher
+digits fixed, c(t) >= k holds for the digits 0 to d and for no other, and d is the digit. One pass
+over the data counts for 15 digits at once. All is integers, so that the last digit is exact.
+
+**Ties.** Of the keys equal to the threshold, `need` = k less the keys above must stay: at least
+one, at most all. The second search takes ~index, which falls with the index, as the key of a tie.
+Such keys are distinct: exactly `need` of them reach the `need`-th highest, at the lowest indices.
+Across parameters, earlier ones take their ties first (`tie_shares`).
+
+**Eligibility.** An entry that may not stay has the lowest key, and every count is of keys *above*
+a pivot that is no lower. So it is never counted; ties are masked.
+
+**Overflow.** A parameter has fewer than 2**31 entries, so that its counts fit int32. Counts of
+fewer than 2**16 parameters are added as two words of 32 bits (`exact.total`). Pivots stay within
+[lowest, lowest + 2**bits), which the dtype of keys holds, or just above a range that is narrower.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsity.core import exact
+from sparsity.core.exact import Words, zero_like
+from sparsity.core.hashing import flat_index
+from sparsity.selection.keys import key_range
+from sparsity.selection.scores import Ranked
+
+_BITS = 4  # of a digit: a GPU compares 15 times in about the time that it takes to read an entry
+
+
+def select(
+    leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool
+) -> tuple[list[jax.Array], Words]:
+    """Masks of the k best eligible entries, or of all if there are fewer.
+
+    Args:
+      leaves: one or more parameters whose scores have one dtype, fewer than 2**31 entries each.
+      k: how many to keep: of all together, [1], or of each slice, [slices], in the order of the
+        parameters; clamped from above. Or the fraction of the eligible entries to remove.
+      together: whether all entries compete, or those of each slice.
+
+    Returns:
+      uint8 masks, each of its parameter's shape and sharding; and the number of eligible entries,
+      as words like k.
+    """
+    slices, sizes = [Slices(leaf) for leaf in leaves], [leaf.slices for leaf in leaves]
+    zero = varying_zero(leaves, k[1][0] if isinstance(k, tuple) else jnp.zeros((), jnp.int32))
+    eligible = totals([x.eligible() + zero for x in slices], together)
+    k = exact.kept_of(eligible, k)
+    rank = k[0], k[1] | ((k[0] | k[1]) == 0)  # of k = 0: the highest key, of which no tie stays
+
+    def above(pivots: jax.Array) -> Words:
+        each = zip(slices, spread(pivots, sizes, together), strict=True)
+        return totals([x.above(own) for x, own in each], together)
+
+    dtype, low, top = key_range(leaves[0].scores.dtype)
+    lowest = zero_like(k[1]).astype(dtype) + low
+    key = _kth_highest(above, rank, lowest, (top - low).bit_length())
+    keys = spread(key, sizes, together)
+    counts = [x.above_and_ties(key) for x, key in zip(slices, keys, strict=True)]
+    ties = jnp.concatenate([x[:, 1] for x in counts])
+    need = exact.minus(k, totals([x[:, 0] for x in counts], together))
+    share = tie_shares(ties, need, together)
+
+    def above_among_ties(pivots: jax.Array) -> Words:
+        each = zip(slices, spread(pivots, sizes), keys, strict=True)
+        return totals([x.above(own, key) for x, own, key in each])
+
+    bits = max(leaf.size for leaf in leaves).bit_length()
+    all_ties = zero_like(share) + np.int32(-(1 << bits))  # below every ~index
+    rank = _words(jnp.maximum(share, 1))
+    cut = lax.cond(  # with no slice that keeps some of its ties only, there is nothing to search
+        jnp.any((share > 0) & (share < ties)),
+        lambda: _kth_highest(above_among_ties, rank, all_ties, bits),
+        lambda: all_ties,
+    )
+    cuts = spread(jnp.where(share > 0, cut, 0), sizes)
+    return [x.mask(*ends) for x, *ends in zip(slices, keys, cuts, strict=True)], eligible
+
+
+def _kth_highest(
+    above: Callable[[jax.Array], Words], k: Words, lowest: jax.Array, bits: int
+) -> jax.Array:
+    """The k-th highest key of each bracket, [brackets]; the lowest one if there are fewer.
+
+    The number of passes is fixed: a GPU waits on its host wherever a loop looks at data.
+
+    Args:
+      above: maps pivots[brackets, 15] to the numbers of keys above them.
+      k: the rank of the key in each bracket, from 1.
+      lowest: keys that are not counted, [brackets].
+      bits: all other keys are at most 2**bits - 1 higher.
+    """
+    digits = np.arange(1, 1 << _BITS, dtype=lowest.dtype)
+
+    def step(i: jax.Array, key: jax.Array) -> jax.Array:
+        # The last pass may look at bits again: of digits that reach beyond them none is enough.
+        shift = jnp.maximum(bits - _BITS * (i + 1), 0).astype(key.dtype)
+        counts = above(key[:, None] + (digits << shift) - 1)
+        enough = exact.at_least(counts, (k[0][:, None], k[1][:, None]))
+        return key + (jnp.sum(enough, axis=1, dtype=key.dtype) << shift)
+
+    key: jax.Array = lax.fori_loop(0, -(-bits // _BITS), step, lowest)
+    return key
+
+
+class Slices:
+    """The slices of one parameter, in its shape: sums leave all entries where they lie."""
+
+    def __init__(self, leaf: Ranked) -> None:
+        shape = leaf.scores.shape
+        self._leaf, self._shape = leaf, shape[: leaf.batch_axes] + (1,) * len(shape)
+        self._axes = range(leaf.batch_axes, len(shape))
+        strides = [math.prod(shape[axis + 1 :]) for axis in self._axes]
+        self._strides = [0] * leaf.batch_axes + strides  # of an index within a slice
+
+    def eligible(self) -> jax.Array:
+        """int32[slices]: how many entries are eligible."""
+        mask = self._leaf.eligible(self._leaf.arrays)
+        if mask is None:
+            return jnp.full(self._leaf.slices, self._leaf.size, jnp.int32)
+        # The barrier keeps the second operand, and with it the fused loop.
+        counts: jax.Array = lax.optimization_barrier(self._sums([mask, ~mask]))
+        return counts[:, 0]
+
+    def above(self, pivots: jax.Array, tied: jax.Array | None = None) -> jax.Array:
+        """int32[slices, n]: keys above each of pivots[slices, n].
+
+        With tied[slices], the keys are ~index where they were the tied key, and else the lowest.
+        """
+        # Without a barrier that pivots pass, too, XLA moves keys out of the loop and stores them.
+        state = self._leaf.arrays, pivots, [jnp.int32(stride) for stride in self._strides], tied
+        arrays, pivots, strides, tied = lax.optimization_barrier(state)
+        keys = self._leaf.keys(arrays)
+        if tied is not None:
+            lowest = jnp.int32(np.iinfo(np.int32).min)
+            keys = jnp.where(self._ties(arrays, keys, tied), ~self._index(strides), lowest)
+        return self._sums([keys > self._spread(own) for own in pivots.T])
+
+    def above_and_ties(self, key: jax.Array) -> jax.Array:
+        """int32[slices, 2]: keys above key[slices], and eligible keys equal to it."""
+        arrays = self._leaf.arrays
+        keys = self._leaf.keys(arrays)
+        return self._sums([keys > self._spread(key), self._ties(arrays, keys, key)])
+
+    def mask(self, key: jax.Array, cut: jax.Array) -> jax.Array:
+        """uint8 mask of keys above key[slices], and of its ties with ~index >= cut[slices]."""
+        arrays = self._leaf.arrays
+        keys = self._leaf.keys(arrays)
+        early = ~self._index(self._strides) >= self._spread(cut)
+        mask = (keys > self._spread(key)) | (self._ties(arrays, keys, key) & early)
+        return mask.astype(jnp.uint8)
+
+    def _ties(self, arrays: Sequence[jax.Array], keys: jax.Array, key: jax.Array) -> jax.Array:
+        ties, eligible = keys == self._spread(key), self._leaf.eligible(arrays)
+        return ties if eligible is None else ties & eligible
+
+    def _index(self, strides: Sequence[int | jax.Array]) -> jax.Array:
+        return flat_index(self._leaf.scores.shape, strides)
+
+    def _spread(self, x: jax.Array) -> jax.Array:
+        """x[slices], to be broadcast against the entries."""
+        return x.reshape(self._shape[: self._leaf.scores.ndim])
+
+    def _sums(self, masks: Sequence[jax.Array]) -> jax.Array:
+        """int32[slices, masks]."""
+        return jnp.stack([x.reshape(-1) for x in sums(masks, self._axes)], axis=-1)
+
+
+def sums(masks: Sequence[jax.Array], axes: Sequence[int]) -> list[jax.Array]:
+    """int32 sums of two or more masks, or of partial sums, along axes.
+
+    A reduction of two and more operands compiles to one fused loop. XLA:CPU cuts a reduction of one
+    integer operand into windows, and stores an int32 operand as large as the data first.
+    """
+    counts: list[jax.Array] = lax.reduce(
+        [mask.astype(jnp.int32) for mask in masks],
+        [np.int32(0)] * len(masks),
+        lambda a, b: [x + y for x, y in zip(a, b, strict=True)],
+        tuple(axes),
+    )
+    return counts
+
+
+def totals(counts: Sequence[jax.Array], together: bool = False) -> Words:
+    """Words [brackets, ...] of int32[slices, ...] of each parameter: one sum, or one of each."""
+    joined = jnp.concatenate(counts)
+    if not together:
+        return _words(joined)
+    high, low = exact.total(joined)
+    return high[None], low[None]
+
+
+def spread(x: jax.Array, slices: Sequence[int], together: bool = False) -> list[jax.Array]:
+    """x[brackets, ...] for the slices of each parameter, of so many slices."""
+    if together:
+        return [jnp.broadcast_to(x, (count, *x.shape[1:])) for count in slices]
+    return jnp.split(x, np.cumsum(slices)[:-1])
+
+
+def tie_shares(ties: jax.Array, need: Words, together: bool) -> jax.Array:
+    """int32[slices]: how many of its ties each slice keeps, so that each bracket keeps `need`."""
+    if not together:
+        return need[1].astype(jnp.int32)
+    before = exact.totals_before(ties)
+    room = exact.minus(need, before)
+    fits = jnp.minimum(room[1], ties.astype(jnp.uint32)).astype(jnp.int32)
+    return jnp.where(exact.at_least(need, before), jnp.where(room[0] > 0, ties, fits), 0)
+
+
+def varying_zero(leaves: Sequence[Ranked], like: jax.Array) -> jax.Array:
+    """An int32 zero that varies over a mesh as all of the data do, as the state of a loop must."""
+    zero = zero_like(like.astype(jnp.int32))
+    for leaf in leaves:
+        for x in leaf.arrays:
+            if not jax.typeof(x).sharding.mesh.empty:
+                flags = zero_like((x != 0).astype(jnp.int32))
+                zero += jnp.sum(flags, dtype=jnp.int32)
+    return zero
+
+
+def _words(counts: jax.Array) -> Words:
+    low = counts.astype(jnp.uint32)
+    return zero_like(low), low
