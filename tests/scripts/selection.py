@@ -8,12 +8,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from sparsity import selection
-<<<<<<< HEAD:tests/scripts/selection.py
-from tests.scripts.devices import same, scores, traffic
-=======
 from sparsity.selection import cpu
-from tests.programs.devices import same, scores, traffic
->>>>>>> ce7cf93 (Search by bits on any platform and mesh, and by guesses on hosts only, behind one if):tests/programs/selection.py
+from tests.scripts.devices import same, scores, traffic
 from tests.selection_oracle import best
 
 
