@@ -338,6 +338,8 @@ def follow(
             indexed += [place.axis for place in sources]
         elif kind == "stack" and targets:
             share, is_part = share / output.shape[targets[0].axis], True
+        elif relation.pair and is_here:
+            dims[targets[0].axis] = view.dims[sources[0].axis]
         elif kind == "product" and is_here:
             factors = _factors(view, relation)
             cut = _cut_anew(factors, [output.shape[place.axis] for place in targets])
