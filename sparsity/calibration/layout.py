@@ -13,6 +13,7 @@ import numpy as np
 from sparsity.calibration.statistics import Statistic
 from sparsity.graph import Graph, Use
 from sparsity.graph.uses import Factor
+from sparsity.programs.products import read_product
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _GROUPS = -1  # stands for the groups of a convolution among the axes of a leaf
@@ -139,16 +140,10 @@ def _is_told(use: Use, shape: tuple[int, ...]) -> bool:
 
 def _factors(use: Use) -> list[list[Factor]]:
     """The factors of the operand's axes that are summed over, index products, and are kept."""
-    numbers, dims = use.equation.params["dimension_numbers"], use.view.dims
-    slices: Sequence[int] = ()
-    if use.primitive == "dot_general":
-        contracted, slices = (each[use.operand] for each in numbers)
-    else:
-        contracted = numbers.rhs_spec[1:]
-    outputs = [i for i in range(len(dims)) if i not in (*contracted, *slices)]
+    roles = read_product(use.equation).operands[use.operand]
     return [
-        [part for i in axes for part in dims[i] if part.size != 1]
-        for axes in (contracted, slices, outputs)
+        [part for i in axes for part in use.view.dims[i] if part.size != 1]
+        for axes in (roles.contracted, roles.batch, roles.free)
     ]
 
 

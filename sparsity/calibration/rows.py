@@ -13,6 +13,7 @@ from jax import lax
 from sparsity.calibration.counts import Count
 from sparsity.calibration.layout import Layout
 from sparsity.graph import Use
+from sparsity.programs.products import Operand, read_product
 
 Kind = Literal["squares", "moments", "gram"]
 KINDS = get_args(Kind)
@@ -85,22 +86,19 @@ def _squared(x: jax.Array) -> jax.Array:
 def _num_rows(use: Use, x: jax.Array) -> int:
     """How many rows each slice of a product has."""
     if use.primitive == "dot_general":
-        return math.prod(x.shape[i] for i in _dims_of_dot(use, x)[2])
-    spec, output = use.equation.params["dimension_numbers"].out_spec, use.equation.outputs[0]
-    return math.prod(output.shape[i] for i in (spec[0], *spec[2:]))
+        return math.prod(x.shape[i] for i in _roles(use).free)
+    sources = zip(use.equation.outputs[0].shape, read_product(use.equation).output, strict=True)
+    return math.prod(size for size, source in sources if source is None or source[0] == 0)
 
 
-def _dims_of_dot(use: Use, x: jax.Array) -> tuple[list[int], list[int], list[int]]:
-    """The axes of the inputs, of the slices and of the rows."""
-    inputs, batch = (
-        list(each[1 - use.operand]) for each in use.equation.params["dimension_numbers"]
-    )
-    return inputs, batch, [i for i in range(x.ndim) if i not in inputs and i not in batch]
+def _roles(use: Use) -> Operand:
+    """The roles of the axes of the inputs."""
+    return read_product(use.equation).operands[1 - use.operand]
 
 
 def _rows_of_dot(use: Use, x: jax.Array) -> jax.Array:
     """[*slices, rows, inputs]."""
-    inputs, batch, free = _dims_of_dot(use, x)
+    inputs, free, batch, _ = _roles(use)
     lead = [x.shape[i] for i in batch]
     count, size = (math.prod(x.shape[i] for i in axes) for axes in (free, inputs))
     return x.transpose(*batch, *free, *inputs).reshape(*lead, count, size)
@@ -108,7 +106,7 @@ def _rows_of_dot(use: Use, x: jax.Array) -> jax.Array:
 
 def _sum_of_dot(use: Use, x: jax.Array) -> jax.Array:
     """Sums over the rows, [*slices, inputs]."""
-    inputs, batch, free = _dims_of_dot(use, x)
+    inputs, free, batch, _ = _roles(use)
     left = [i for i in range(x.ndim) if i not in free]
     total = jnp.sum(x, axis=tuple(free)).transpose([left.index(i) for i in (*batch, *inputs)])
     return total.reshape(*[x.shape[i] for i in batch], math.prod(x.shape[i] for i in inputs))
