@@ -131,7 +131,7 @@ def check_resume(make: Callable[[], kd.train.Trainer], steps: int, expected: Any
 
 def check(state: Any, model: Any, pruner: sparsity.BaseUpdater) -> None:
     """Prints what was reached; ends the program if it is not what it should be."""
-    for layer in sparsity.layer_summary(state.params, state.opt_state, pruner):
+    for layer in sparsity.reports.layer_summary(state.params, state.opt_state, pruner):
         if layer.target is not None:
             print(f"{layer.path:52} target {layer.target:.4f} zeros {layer.achieved:.4f}")
             wrong = abs(layer.achieved - layer.target) * math.prod(layer.shape)

@@ -197,7 +197,7 @@ def check_masks(tree: PyTree, masks: PyTree, *, packed: bool, role: str = "param
             f"The mask of {name!r} has shape {got}, but its leaf in the {role} has shape {shape}"
             + (f", and its packed mask {wanted}" if packed else "")
             + ". Masks belong to the model that the optimizer's `init` saw"
-            + ("; sparsity.pack_masks(masks, params) packs them." if packed else ".")
+            + ("; sparsity.masks.pack_masks(masks, params) packs them." if packed else ".")
         )
 
     trees.map_matched(check, tree, masks, role=role)
@@ -207,7 +207,7 @@ def _check_bits(mask: chex.Array, name: str) -> None:
     if mask.dtype != jnp.uint8:
         raise ValueError(
             f"The packed mask of {name!r} has dtype {mask.dtype} and not uint8. Pack masks with "
-            "sparsity.pack_masks(masks, params)."
+            "sparsity.masks.pack_masks(masks, params)."
         )
 
 

@@ -105,7 +105,7 @@ class Small:
 
         Args:
           seconds: measured times to be shown below, `{what: (before, after)}`, as `measure` and
-            `sparsity.time_in_turn` return them.
+            `sparsity.reports.time_in_turn` return them.
 
         Returns:
           Text of several lines.

@@ -145,7 +145,7 @@ def test_what_is_no_state_of_these_params_is_refused(pruned):
     with refused(match=r"tx must be an optax.GradientTransformation"):
         shrink(graph, params, masks, tx.init(params), optax.adam)
     with refused(match=r"sparsity.unpack_masks\(masks, params\)"):
-        shrink(graph, params, sparsity.pack_masks(masks, params))
+        shrink(graph, params, sparsity.masks.pack_masks(masks, params))
 
 
 def attention(params, x):
