@@ -58,7 +58,11 @@ class MovementPruning(BaseUpdater):
                 "MovementPruning scores weights by their gradients, got grads = None. Pass those "
                 "of a step, instant_sparsify(params, grads), or train with wrap_optax."
             )
-        return trees.map_matched(lambda _, param, grad: movement(param, grad), params, grads)
+
+        def score(_: trees.KeyPath, param: jax.Array, grad: Any) -> jax.Array:
+            return movement(param, grad)
+
+        return trees.map_matched(score, params, grads)
 
 
 def movement(param: jax.Array, grad: jax.Array) -> jax.Array:

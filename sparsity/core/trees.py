@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Hashable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +52,58 @@ def path_string(path: KeyPath) -> str:
     return "/".join(path_names(path)) or "params"
 
 
+@overload
 def map_matched(
-    fn: Callable[..., Any],
+    fn: Callable[[KeyPath, Any], object],
+    tree: PyTree,
+    /,
+    *,
+    role: str = ...,
+    others_role: str = ...,
+) -> PyTree: ...
+
+
+@overload
+def map_matched(
+    fn: Callable[[KeyPath, Any, Any | None], object],
+    tree: PyTree,
+    other: PyTree,
+    /,
+    *,
+    role: str = ...,
+    others_role: str = ...,
+) -> PyTree: ...
+
+
+@overload
+def map_matched(
+    fn: Callable[[KeyPath, Any, Any | None, Any | None], object],
+    tree: PyTree,
+    other: PyTree,
+    third: PyTree,
+    /,
+    *,
+    role: str = ...,
+    others_role: str = ...,
+) -> PyTree: ...
+
+
+@overload
+def map_matched(
+    fn: Callable[..., object],
+    tree: PyTree,
+    other: PyTree,
+    third: PyTree,
+    fourth: PyTree,
+    /,
+    *more: PyTree,
+    role: str = ...,
+    others_role: str = ...,
+) -> PyTree: ...
+
+
+def map_matched(
+    fn: Callable[..., object],
     tree: PyTree,
     *others: PyTree,
     role: str = "params",
@@ -71,6 +121,11 @@ def map_matched(
 
     Raises:
       ValueError: a tree of `others` has leaves at paths where `tree` has none; the paths are named.
+
+    Example:
+      >>> scale = lambda path, leaf, factor: leaf if factor is None else leaf * factor
+      >>> map_matched(scale, {"a": 2.0, "b": 3.0}, {"a": 10.0, "b": None})
+      {'a': 20.0, 'b': 3.0}
     """
     pairs, treedef = _flatten(tree)
     known = dict(pairs)
