@@ -1,4 +1,4 @@
-"""Sparsity types by the names that configurations use."""
+"""Reads patterns from the strings of configurations."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _NUMBERS = r"\s*-?\d+\s*(,\s*-?\d+\s*)*"
 
 
 def parse_sparsity_type(text: str) -> SparsityType:
-    """Reads a type from a configuration string.
+    """Reads a pattern from a configuration string.
 
     Args:
       text: 'unstructured', 'nm_n,m', 'nm_n,m,axis', 'n:m', 'block_h,w' or 'channel_axis'.
 
     Raises:
-      ValueError: the string is none of these, or its numbers are not valid for the type.
+      ValueError: the string is none of these, or its numbers are invalid for the pattern.
 
     Example:
       >>> parse_sparsity_type("nm_2,4,-2")
       NByM(n=2, m=4, axis=-2)
     """
-    kind, _, rest = text.strip().partition("_")
+    kind, _, options = text.strip().partition("_")
     if colon := COLON.fullmatch(text):
-        kind, rest = "nm", f"{colon[1]},{colon[2]}"
-    numbers = [int(part) for part in rest.split(",")] if re.fullmatch(_NUMBERS, rest) else []
+        kind, options = "nm", f"{colon[1]},{colon[2]}"
+    numbers = [int(part) for part in options.split(",")] if re.fullmatch(_NUMBERS, options) else []
     match kind, numbers:
-        case "unstructured", [] if not rest:
+        case "unstructured", [] if not options:
             return Unstructured()
         case "nm", [n, m]:
             return NByM(n, m)
