@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from sparsity.base_updater import ALGORITHM_REGISTRY, BaseUpdater, NoPruning
 from sparsity.core.checks import check_fraction
-from sparsity.core.names import known
+from sparsity.core.names import suggest
 from sparsity.masks import SCOPES, Scope
 from sparsity.patterns import parse_sparsity_type
 from sparsity.sparsity_distributions import DISTRIBUTIONS, Distribution
@@ -109,7 +109,7 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
     name = options.pop("algorithm", None)
     if not isinstance(name, str) or name not in ALGORITHM_REGISTRY:
         raise ValueError(
-            f"algorithm: {name!r} is not known. {known(name, ALGORITHM_REGISTRY)} "
+            f"algorithm: {name!r} is not known. {suggest(name, ALGORITHM_REGISTRY)} "
             "sparsity.all_algorithm_names() lists them, sparsity.register_algorithm() adds one."
         )
     algorithm = ALGORITHM_REGISTRY[name]
@@ -141,7 +141,8 @@ def _check_keys(name: str, fields: set[str], options: Options) -> None:
     for key in options:
         if key not in allowed:
             raise ValueError(
-                f"{key!r} is no key of a configuration for {name!r}. {known(key, sorted(allowed))}"
+                f"{key!r} is no key of a configuration for {name!r}. "
+                f"{suggest(key, sorted(allowed))}"
             )
 
 

@@ -353,7 +353,7 @@ def distribute(
     return call(params, **{k: v for k, v in offered.items() if k in named and k not in bound})
 
 
-def overrides_of(distribution_fn: Distribution | None) -> Overrides | None:
+def read_overrides(distribution_fn: Distribution | None) -> Overrides | None:
     """Returns the overrides of a distribution or of a `functools.partial`."""
     if isinstance(distribution_fn, functools.partial):
         return distribution_fn.keywords.get("custom_sparsity_map")

@@ -228,7 +228,7 @@ def update_range(schedule: Schedule) -> tuple[int, int | None] | None:
     return method() if method else (0, None)
 
 
-def values_of(fn: optax.Schedule, schedule: Schedule) -> dict[int, ArrayLike]:
+def boundary_values(fn: optax.Schedule, schedule: Schedule) -> dict[int, ArrayLike]:
     """Returns the values of a function at step 0 and at the first and last update step."""
     start, end = update_range(schedule) or (0, None)
     # A schedule of optax sends its numbers to the device implicitly.

@@ -20,7 +20,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_number, is_traced
 from sparsity.core.trees import PyTree
 from sparsity.masks import apply_mask, in_use, masked_paths
-from sparsity.sparsity_schedules import Schedule, update_range, values_of
+from sparsity.sparsity_schedules import Schedule, boundary_values, update_range
 from sparsity.training.hooks import ExtraArg
 from sparsity.training.state import SparseState
 
@@ -109,7 +109,7 @@ class ADMMPruning(MagnitudePruning):
 
 
 def _check_penalties(fn: optax.Schedule, schedule: Schedule) -> None:
-    for step, rho in values_of(fn, schedule).items():
+    for step, rho in boundary_values(fn, schedule).items():
         if not is_traced(rho):
             check_number(f"rho({step})", float(jax.device_get(rho)), 0)
 

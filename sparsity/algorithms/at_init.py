@@ -25,7 +25,7 @@ from sparsity.algorithms.pruners import SaliencyPruning
 from sparsity.core import trees
 from sparsity.core.checks import check_fraction, check_int, is_traced
 from sparsity.core.exact import Words
-from sparsity.core.names import known
+from sparsity.core.names import suggest
 from sparsity.core.trees import PyTree
 from sparsity.masks import Global, Scope, Sites, apply_masks, are_ones, create_masks
 from sparsity.patterns import Unstructured
@@ -213,7 +213,7 @@ def prune_at_init(
     check_int("rounds", rounds, 1)
     given = {"loss_fn": loss_fn, "batches": batches, "fn": fn, "inputs": inputs}
     if name not in _NEEDS:
-        raise ValueError(f"name: {name!r} is not known. {known(name, _NEEDS)}")
+        raise ValueError(f"name: {name!r} is not known. {suggest(name, _NEEDS)}")
     function, data = needs = _NEEDS[name]
     if missing := [key for key in needs if given[key] is None]:
         raise ValueError(

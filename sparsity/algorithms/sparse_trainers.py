@@ -30,7 +30,7 @@ from sparsity.masks import (
     lazy_scores,
     move_masks,
 )
-from sparsity.sparsity_schedules import update_range, values_of
+from sparsity.sparsity_schedules import boundary_values, update_range
 from sparsity.training.hooks import ExtraArg, call_hook, is_overridden
 from sparsity.training.state import SparseState
 
@@ -143,7 +143,7 @@ class DropAndGrow(SparseTraining):
         raise NotImplementedError(f"{type(self).__name__} must override get_grow_scores.")
 
     def init_state(self, params: PyTree) -> SparseState:
-        for step, fraction in values_of(self.drop_fraction_fn, self.scheduler).items():
+        for step, fraction in boundary_values(self.drop_fraction_fn, self.scheduler).items():
             check_fraction(f"drop_fraction_fn({step})", fraction)
         return super().init_state(params)
 

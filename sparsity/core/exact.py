@@ -53,7 +53,7 @@ def num_kept(n: chex.Numeric, sparsity: chex.Numeric) -> int | jax.Array | Words
         kept: Words = _num_kept(split(int(n)), sparsity)
         return kept
     low = jnp.asarray(n).astype(jnp.uint32)
-    return num_kept_of_words((zero_like(low), low), sparsity)[1].astype(jnp.int32)
+    return num_kept_words((zero_like(low), low), sparsity)[1].astype(jnp.int32)
 
 
 @jax.jit
@@ -76,16 +76,16 @@ def _num_kept(n: Words, sparsity: chex.Numeric) -> Words:
     return choose(at_least(kept, one), kept, one)
 
 
-def num_kept_of_words(n: Words, sparsity: chex.Numeric) -> Words:
+def num_kept_words(n: Words, sparsity: chex.Numeric) -> Words:
     """Returns `num_kept` of a traced number that may be 2**31 and more."""
     kept: Words = _num_kept(n, sparsity)
     return kept
 
 
-def kept_of(n: Words, k: Words | chex.Numeric) -> Words:
+def limit_kept(n: Words, k: Words | chex.Numeric) -> Words:
     """Returns the number of units to keep: `k`, at most n, or n less the fraction `k`."""
     if not isinstance(k, tuple):
-        k = num_kept_of_words(n, k)
+        k = num_kept_words(n, k)
     return choose(at_least(k, n), n, k)
 
 
@@ -105,7 +105,7 @@ def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
     if size > 2**29:
         raise ValueError(f"A sum may have at most 2**29 summands, got {size} of shape {x.shape}.")
     bits = 30 - max(size - 1, 1).bit_length()  # of a digit, so that a sum of digits fits an int32
-    exponents = _halves(jnp.expand_dims(largest_of(x, axis), axis))
+    exponents = _halves(jnp.expand_dims(max_abs(x, axis), axis))
     # The barrier adds a loop: the operand of both loops is not stored between them.
     x, exponents = lax.optimization_barrier((x, exponents))
     remainder, digits = finite(x), []
@@ -134,13 +134,13 @@ def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
 
 def scaled(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Scales all floats by one power of two that takes the largest finite one to [1/2, 1]."""
-    each = [largest_of(x, tuple(range(x.ndim))) for x in arrays]
+    each = [max_abs(x, tuple(range(x.ndim))) for x in arrays]
     most = functools.reduce(jnp.maximum, each)
     one, other = (_two_to(-exponent, most.dtype) for exponent in _halves(most))
     return [x * one.astype(x.dtype) * other.astype(x.dtype) for x in arrays]
 
 
-def largest_of(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
+def max_abs(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
     """Returns the largest finite absolute value along axes."""
     zero = np.zeros((), x.dtype)
     # XLA fuses a reduction of two operands into one loop and stores no array as large as x.
@@ -203,7 +203,7 @@ def total(counts: jax.Array) -> Words:
     return _carry(*(jnp.sum(x, 0, dtype=jnp.uint32) for x in (counts & 0xFFFF, counts >> 16)))
 
 
-def total_of_words(a: Words) -> Words:
+def total_words(a: Words) -> Words:
     """Sums fewer than 2**16 integers along the first axis, to less than 2**64."""
     words = a[1] & 0xFFFF, a[1] >> 16, a[0] & 0xFFFF, a[0] >> 16
     digits = [jnp.sum(x, 0, dtype=jnp.uint32) for x in words]

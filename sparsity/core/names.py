@@ -54,11 +54,11 @@ def nearest(key: object, names: Iterable[str], role: str) -> str:
     )
 
 
-def known(name: object, names: Iterable[str]) -> str:
+def suggest(name: object, names: Iterable[str]) -> str:
     """Returns the end of an error about an unknown name: the nearest name if any, and all names.
 
     Example:
-      >>> known("ridgl", ["magnitude", "rigl"])
+      >>> suggest("ridgl", ["magnitude", "rigl"])
       "Did you mean 'rigl'? Known: magnitude, rigl."
     """
     names = list(names)
@@ -83,7 +83,7 @@ class Registry(dict[str, T]):
     def find(self, name: object) -> T:
         """Returns the entry of a name; a ValueError lists the names and the nearest one."""
         if not isinstance(name, str) or name not in self:
-            raise ValueError(f"{self.role}: {name!r} is not known. {known(name, self)}")
+            raise ValueError(f"{self.role}: {name!r} is not known. {suggest(name, self)}")
         return self[name]
 
     def add(self, name: str, entry: T) -> None:

@@ -40,7 +40,7 @@ class Polynomial:
         self.terms, self.largest = terms, largest
 
     @classmethod
-    def of(cls, value: Number) -> Polynomial:
+    def convert(cls, value: Number) -> Polynomial:
         """Converts a number to a polynomial."""
         return value if isinstance(value, Polynomial) else cls({(): Fraction(value)})
 
@@ -50,17 +50,17 @@ class Polynomial:
         return cls({(number,): Fraction(1)})
 
     @classmethod
-    def largest_of(cls, *values: Number) -> Polynomial:
+    def maximum(cls, *values: Number) -> Polynomial:
         """Returns the largest of the values."""
-        return cls({}, [[cls.of(value) for value in values]])
+        return cls({}, [[cls.convert(value) for value in values]])
 
     def __add__(self, other: Number) -> Polynomial:
-        other = Polynomial.of(other)
+        other = Polynomial.convert(other)
         terms = _sum([*self.terms.items(), *other.terms.items()])
         return Polynomial(terms, [*self.largest, *other.largest])
 
     def __mul__(self, other: Number) -> Polynomial:
-        other = Polynomial.of(other)
+        other = Polynomial.convert(other)
         assert not other.largest  # a size or a number
         pairs = itertools.product(self.terms.items(), other.terms.items())
         terms = _sum((tuple(sorted(x + y)), a * b) for (x, a), (y, b) in pairs)
@@ -115,7 +115,7 @@ class Cost:
             )
         self._node = _Node.build(variable_part, self.unit, len(sizes))
 
-    def of(self, sizes: jax.Array) -> Words:
+    def at(self, sizes: jax.Array) -> Words:
         """Returns the cost of uint32[sizes]."""
         return self._node.evaluate(functools.partial(_exact, jnp.append(sizes, jnp.uint32(1))))
 
@@ -173,7 +173,7 @@ def _exact(factors: jax.Array, table: _Table) -> Words:
     terms = jnp.asarray(table.high), jnp.asarray(table.low)
     for column in table.numbers.T:
         terms = exact.times(terms, factors[column])
-    return exact.total_of_words(terms)
+    return exact.total_words(terms)
 
 
 def _least(most: jax.Array, base: jax.Array, table: _Table) -> Words:

@@ -36,7 +36,7 @@ def shard_like(
       shape: shape of the result if it differs from that of `like`; mesh axes that do not divide the
         shape are dropped.
     """
-    if not any(of_type(jax.typeof(leaf)) for leaf in jax.tree.leaves(like)):
+    if not any(explicit_sharding(jax.typeof(leaf)) for leaf in jax.tree.leaves(like)):
         return fn(*args)
     shardings = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, like)
     if shape is not None:
@@ -45,7 +45,7 @@ def shard_like(
     return result
 
 
-def of_type(aval: object) -> NamedSharding | None:
+def explicit_sharding(aval: object) -> NamedSharding | None:
     """Returns the sharding in the type of an array; `None` without a mesh of Explicit axes."""
     sharding = getattr(aval, "sharding", None)
     if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
@@ -67,7 +67,7 @@ def abstract(tree: PyTree) -> PyTree:
             return leaf
         aval = jax.typeof(leaf)
         return jax.ShapeDtypeStruct(
-            aval.shape, aval.dtype, sharding=of_type(aval), weak_type=aval.weak_type
+            aval.shape, aval.dtype, sharding=explicit_sharding(aval), weak_type=aval.weak_type
         )
 
     return jax.tree.map(struct, tree)
@@ -81,7 +81,7 @@ def resized(struct: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDt
 
 def replicated(fn: Callable[..., T], *arrays: jax.Array) -> T:
     """Calls `fn(*arrays)`; on a mesh with Explicit axes the results are replicated."""
-    if not any(of_type(jax.typeof(array)) for array in arrays):
+    if not any(explicit_sharding(jax.typeof(array)) for array in arrays):
         return fn(*arrays)
     result: T = auto_axes(fn, out_sharding=PartitionSpec())(*arrays)
     return result
@@ -95,7 +95,7 @@ def place_like(like: jax.Array, mask: jax.Array) -> jax.Array:
             return mask
         placed: jax.Array = jax.device_put(mask, fit(sharding, mask.shape))
         return placed
-    if of_type(jax.typeof(mask)):
+    if explicit_sharding(jax.typeof(mask)):
         return mask
     if mask.shape != like.shape:
         rows, count = like.reshape(like.shape or (1,)), mask.shape[-1]

@@ -130,13 +130,13 @@ def map_matched(
     pairs, treedef = _flatten(tree)
     leaves, lookups = dict(pairs), [leaves_by_path(other) for other in others]
     for lookup in lookups:
-        check_known(leaves, lookup, role, others_role)
+        check_paths(leaves, lookup, role, others_role)
     return jax.tree.unflatten(
         treedef, [fn(path, leaf, *(lookup.get(path) for lookup in lookups)) for path, leaf in pairs]
     )
 
 
-def check_known(
+def check_paths(
     leaves: Collection[KeyPath], others: Collection[KeyPath], role: str, others_role: str
 ) -> None:
     """Raises a ValueError that names the paths of `others` that `leaves` lacks."""

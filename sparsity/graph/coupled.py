@@ -327,7 +327,7 @@ class Coupled:
             left = self.graph.bytes_left(sizes, {leaf.path for leaf in leaves})
         else:
             left = self.graph.macs_left(sizes)
-        return Cost(Polynomial.of(left), [group.whole.size for group in groups])
+        return Cost(Polynomial.convert(left), [group.whole.size for group in groups])
 
     def _kept_across(
         self,
@@ -344,7 +344,7 @@ class Coupled:
             rounded = [self._rounded(*x) for x in zip(wholes, counts, strict=True)]
             return jnp.stack([jnp.asarray(n, jnp.uint32) for n in rounded])
 
-        return list(kept(best_that_fit(ranks, lambda n: exact.at_least(limit, cost.of(kept(n))))))
+        return list(kept(best_that_fit(ranks, lambda n: exact.at_least(limit, cost.at(kept(n))))))
 
     def _spread(
         self,

@@ -149,7 +149,7 @@ def _is_kept(mask: chex.Array) -> jax.Array:
 def check_leaves(params: PyTree, masks: PyTree, role: str = "masks") -> None:
     """Raises a ValueError that names a mask without a parameter, or a parameter without a mask."""
     known = trees.leaves_by_path(params)
-    trees.check_known(known, trees.leaves_by_path(masks), "params", role)
+    trees.check_paths(known, trees.leaves_by_path(masks), "params", role)
     covered = trees.covered_paths(masks)
     lacking = [
         trees.path_string(path)

@@ -189,10 +189,10 @@ class Global:
             kept = _kept_of_each(sizes, sparsities).astype(jnp.uint32)
             if total.slope(range(len(leaves))) is None:
                 cost = Cost(total, sizes)
-                limit, fixed = cost.of(kept), kept[len(leaves) :]
+                limit, fixed = cost.at(kept), kept[len(leaves) :]
 
                 def fits(counts: jax.Array) -> jax.Array:
-                    return exact.at_least(limit, cost.of(jnp.concatenate([counts, fixed])))
+                    return exact.at_least(limit, cost.at(jnp.concatenate([counts, fixed])))
 
                 return within_budget(scores, [leaf.site.cost for leaf in leaves], fits)
             k = exact.total(kept[: len(leaves)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from sparsity.core.names import known
+from sparsity.core.names import suggest
 from sparsity.patterns.base import SparsityType, Unstructured
 from sparsity.patterns.blocks import Block, Channel
 from sparsity.patterns.nm import COLON, NByM
@@ -40,7 +40,7 @@ def parse_sparsity_type(text: str) -> SparsityType:
             return Block((rows, columns))
         case "channel", [axis]:
             return Channel(axis)
-    kinds = known(kind, ["unstructured", "nm", "block", "channel"])
+    kinds = suggest(kind, ["unstructured", "nm", "block", "channel"])
     raise ValueError(
         f"Sparsity type {text!r} is not known. {kinds} Use "
         "  'unstructured', 'nm_2,4', 'nm_2,4,-2' (with the axis), '2:4', 'block_4,4' or "

@@ -77,7 +77,7 @@ def select(leaves: Sequence[Leaf], k: Words | chex.Numeric, *, together: bool) -
     zero = counting.varying_zero(leaves, first_k)
     eligible = [part.eligible() + zero for part in parts]
     n = groups.totals(eligible)
-    k = exact.kept_of(n, k)
+    k = exact.limit_kept(n, k)
     found = _kth_keys(parts, table, groups, leaves[0].scores.dtype, k, n, eligible, zero)
 
     ties = [x - y for x, y in zip(found.at_least, found.above, strict=True)]

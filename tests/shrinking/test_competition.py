@@ -197,12 +197,12 @@ def test_costs_are_exact_of_traced_sizes():
                 int(rng.integers(1, 2**20)) * numbers[rng.integers(3)] * numbers[rng.integers(3)]
                 for _ in range(4)
             ),
-            Polynomial.of(10**12),
+            Polynomial.convert(10**12),
         )
         other = numbers[0] * int(rng.integers(1, 2**40)) / 4 + Fraction(1, 3)
-        cost = Polynomial.largest_of(one, other)
+        cost = Polynomial.maximum(one, other)
         table, sizes = Cost(cost, most), [int(rng.integers(1, n)) for n in most]
-        high, low = jax.jit(table.of)(jnp.array(sizes, jnp.uint32))
+        high, low = jax.jit(table.at)(jnp.array(sizes, jnp.uint32))
         least = cost.terms.get((), 0)
         assert (int(high) << 32) + int(low) == (cost.value(sizes) - least) * table.unit
         parts = np.float32(sizes) - np.float32(0.25)
