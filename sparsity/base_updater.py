@@ -427,7 +427,13 @@ ALGORITHM_REGISTRY: Registry[type[BaseUpdater]] = Registry("algorithm")
 
 @dataclasses.dataclass(kw_only=True)
 class NoPruning(BaseUpdater):
-    """Keeps all parameters dense: the reference to compare with."""
+    """Keeps all parameters dense: the reference to compare with.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> NoPruning().instant_sparsify(jnp.array([1.0, 2.0]))
+      (Array([1., 2.], dtype=float32), None)
+    """
 
     regrows: ClassVar[bool | None] = False
 

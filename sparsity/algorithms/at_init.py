@@ -44,6 +44,14 @@ class SnipPruning(SaliencyPruning):
 
     By default that is the first step, before anything is trained, as in the source. Masks that
     already prune, such as those of `wrap_optax(tx, masks=masks)`, stay as well.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsity
+      >>> params = {"a": jnp.ones((1, 2)), "b": jnp.ones((1, 2))}
+      >>> grads = {"a": jnp.array([[4.0, 3.0]]), "b": jnp.array([[2.0, 1.0]])}
+      >>> pruner = SnipPruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
+      >>> {name: mask.tolist() for name, mask in pruner.instant_sparsify(params, grads)[1].items()}
+      {'a': [[1, 1]], 'b': [[0, 0]]}
     """
 
     scheduler: Schedule = OneShotSchedule(0)

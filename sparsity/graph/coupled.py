@@ -58,6 +58,18 @@ class Coupled:
 
     Sources: Fang et al. 2023, "DepGraph"; Molchanov et al. 2019, "Importance Estimation for Neural
     Network Pruning".
+
+    Example:
+      >>> import jax.numpy as jnp, sparsity
+      >>> params = {"up": jnp.array([[1.0, 5.0]]), "down": jnp.array([[2.0], [3.0]])}
+      >>> def model(params, x):
+      ...     return x @ params["up"] @ params["down"]
+      >>> graph = sparsity.trace(model, params, jnp.ones((1, 1)))
+      >>> half = sparsity.Uniform(0.5)
+      >>> pruner = sparsity.MagnitudePruning(scope=Coupled(graph), sparsity_distribution_fn=half)
+      >>> masks = pruner.instant_sparsify(params)[1]
+      >>> masks["up"].tolist(), masks["down"].tolist()  # the importance of the channels is 3 and 8
+      ([[0, 1]], [[0], [1]])
     """
 
     graph: Graph
