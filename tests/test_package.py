@@ -172,6 +172,11 @@ def test_rooms_import_only_from_those_below_them(path):
     assert above == []
 
 
+def test_every_folder_of_the_package_has_a_folder_of_tests():
+    folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert folders - {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")} == set()
+
+
 # Public names and their documentation.
 
 
