@@ -28,7 +28,7 @@ from sparsity.masks import BatchAxes, Overrides, Scope, Site, Sites, TreeScope, 
 _log = logging.getLogger(__name__)
 
 FilterFn = Callable[[tuple[str, ...], jax.Array], bool]
-Selected = dict[trees.KeyPath, tuple[PyTree, int]]  # {path: (parameter, batch axes)}
+Candidates = dict[trees.KeyPath, tuple[PyTree, int]]  # {path: (parameter, batch axes)}
 
 
 class Distribution(Protocol):
@@ -116,13 +116,13 @@ class Uniform:
         sparsities = self._share(selected) | custom
         return trees.map_matched(lambda path, _: sparsities.get(path), params)
 
-    def _share(self, selected: Selected) -> dict[trees.KeyPath, chex.Numeric | None]:
+    def _share(self, selected: Candidates) -> dict[trees.KeyPath, chex.Numeric | None]:
         """Returns the sparsities of the selected parameters: {path: (parameter, batch axes)}."""
         return dict.fromkeys(selected, self.sparsity)
 
     def _select(
         self, params: PyTree, batch_axes: BatchAxes
-    ) -> tuple[Selected, dict[trees.KeyPath, float | None]]:
+    ) -> tuple[Candidates, dict[trees.KeyPath, float | None]]:
         """Returns the filtered parameters with their batch axes, and the overrides, by path."""
         batch_axes = batch_axes if self.batch_axes is None else self.batch_axes
         overrides: dict[names.Key, float | None] = dict((self.custom_sparsity_map or {}).items())
@@ -138,7 +138,7 @@ class Uniform:
                     f"custom_sparsity_map[{key!r}] matches no parameter. "
                     f"{names.nearest(key, labels.values(), 'parameters')}"
                 )
-        selected: Selected = {}
+        selected: Candidates = {}
         custom: dict[trees.KeyPath, float | None] = {}
         for path, param in prunable.items():
             override = names.best_key(overrides, labels[path])
@@ -202,7 +202,7 @@ class ERK(Uniform):
         if is_traced(self.sparsity):
             raise ValueError("erk decides which layers stay dense: sparsity must not be traced.")
 
-    def _share(self, selected: Selected) -> dict[trees.KeyPath, chex.Numeric | None]:
+    def _share(self, selected: Candidates) -> dict[trees.KeyPath, chex.Numeric | None]:
         if self.sparsity is None:
             return {}
         sizes = {path: param.size for path, (param, _) in selected.items()}

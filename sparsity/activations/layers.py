@@ -15,9 +15,9 @@ from sparsity.core import extras, names, trees
 from sparsity.core.checks import check_density
 from sparsity.patterns import NByM, parse_nm
 
-Pattern = float | str | tuple[int, int] | NByM
-Layers = names.Named[Pattern]
-Rule = Callable[[chex.Array], jax.Array]
+OutputPattern = float | str | tuple[int, int] | NByM
+LayerPatterns = names.Named[OutputPattern]
+PruneFn = Callable[[chex.Array], jax.Array]
 P = ParamSpec("P")
 R = TypeVar("R")
 Module = TypeVar("Module")
@@ -27,7 +27,7 @@ _REPORT = "activation_sparsity"
 
 def sparsify_linen(
     apply: Callable[P, R],
-    layers: Layers,
+    layers: LayerPatterns,
     *,
     batch_axes: int = 0,
     straight_through: bool = False,
@@ -95,7 +95,7 @@ def sparsify_linen(
 
 
 def sparsify_nnx(
-    model: Module, layers: Layers, *, batch_axes: int = 0, straight_through: bool = False
+    model: Module, layers: LayerPatterns, *, batch_axes: int = 0, straight_through: bool = False
 ) -> Module:
     """Returns a copy of a flax nnx model with sparse outputs of chosen layers.
 
@@ -128,7 +128,7 @@ def sparsify_nnx(
     modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(copy) if path}
     _check_keys(rules, modules)
 
-    def sparse_class(base: Any, rule: Rule, name: str) -> Any:
+    def sparse_class(base: Any, rule: PruneFn, name: str) -> Any:
         class Sparse(base):  # type: ignore[misc]  # a class that is known at run time only
             def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
                 out, sparsity = _prune_output(rule, super().__call__(*args, **kwargs), name)
@@ -144,10 +144,12 @@ def sparsify_nnx(
     return copy
 
 
-def _rules(layers: Layers, batch_axes: int, straight_through: bool) -> dict[names.Key, Rule]:
+def _rules(
+    layers: LayerPatterns, batch_axes: int, straight_through: bool
+) -> dict[names.Key, PruneFn]:
     """Returns the function that prunes the output of a layer, by key."""
 
-    def rule(key: names.Key, pattern: Pattern) -> Rule:
+    def rule(key: names.Key, pattern: OutputPattern) -> PruneFn:
         if isinstance(pattern, str | tuple | list | NByM):
             kind = parse_nm(f"layers[{key!r}]", pattern)
             return functools.partial(
@@ -172,7 +174,7 @@ def _check_keys(keys: Iterable[names.Key], layers: Iterable[str]) -> None:
             )
 
 
-def _prune_output(rule: Rule, out: trees.PyTree, name: str) -> tuple[jax.Array, jax.Array]:
+def _prune_output(rule: PruneFn, out: trees.PyTree, name: str) -> tuple[jax.Array, jax.Array]:
     """Prunes the output of a layer; returns the output and the fraction of zeros."""
     if not trees.is_prunable(out):
         raise ValueError(

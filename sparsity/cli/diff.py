@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from sparsity.cli import checkpoints
-from sparsity.cli.output import Report, print_json, print_table, shape_text
+from sparsity.cli.output import JsonObject, print_json, print_table, shape_text
 from sparsity.cli.stored import StoredArray
 
 ABOUT = "Show which masks moved and which weights changed between two checkpoints."
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if differing else 0
 
 
-def compare(old: StoredArray | None, new: StoredArray | None) -> Report:
+def compare(old: StoredArray | None, new: StoredArray | None) -> JsonObject:
     """Compares two arrays; reads both once, piece by piece.
 
     Returns:
@@ -55,7 +55,7 @@ def compare(old: StoredArray | None, new: StoredArray | None) -> Report:
       shapes also counts of entries: `kept` are non-zero in both arrays, `dropped` in the old one
       only, `grown` in the new one only; `changed` are kept with another value. NaN equals NaN.
     """
-    report: Report = {"old": _kind(old), "new": _kind(new)}
+    report: JsonObject = {"old": _kind(old), "new": _kind(new)}
     if old is None or new is None or old.shape != new.shape:
         return report
     counts = np.zeros(len(COUNTS), np.int64)
@@ -68,19 +68,19 @@ def compare(old: StoredArray | None, new: StoredArray | None) -> Report:
     return report | dict(zip(COUNTS, counts.tolist(), strict=True))
 
 
-def _kind(leaf: StoredArray | None) -> Report | None:
+def _kind(leaf: StoredArray | None) -> JsonObject | None:
     return None if leaf is None else {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
 
 
-def _differs(leaf: Report) -> bool:
+def _differs(leaf: JsonObject) -> bool:
     return leaf["old"] != leaf["new"] or any(leaf[key] for key in COUNTS[1:])
 
 
-def _cells(leaf: Report) -> list[str]:
+def _cells(leaf: JsonObject) -> list[str]:
     return [_change(leaf), *(f"{leaf[key]:,}" if key in leaf else "" for key in COUNTS)]
 
 
-def _change(leaf: Report) -> str:
+def _change(leaf: JsonObject) -> str:
     """Returns the shape and dtype of an array, or those of both if they differ."""
     if "old" not in leaf:
         return ""

@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsity.cli import checkpoints
 from sparsity.cli.detect import find_patterns
-from sparsity.cli.output import Report, bytes_text, print_json, print_table, shape_text
+from sparsity.cli.output import JsonObject, bytes_text, print_json, print_table, shape_text
 from sparsity.cli.stored import StoredArray
 from sparsity.core import extras
 
@@ -54,7 +54,7 @@ def _load_zstd() -> ModuleType | None:
         return None
 
 
-def describe(leaf: StoredArray, zstd: ModuleType | None) -> Report:
+def describe(leaf: StoredArray, zstd: ModuleType | None) -> JsonObject:
     """Describes an array; reads it once, piece by piece.
 
     Args:
@@ -89,7 +89,7 @@ def describe(leaf: StoredArray, zstd: ModuleType | None) -> Report:
     }
 
 
-def _total(leaves: list[Report]) -> Report:
+def _total(leaves: list[JsonObject]) -> JsonObject:
     size, nonzeros = (sum(leaf[key] for leaf in leaves) for key in ("size", "nonzeros"))
     return {
         "size": size,
@@ -109,7 +109,7 @@ def _sparsity(nonzeros: int, size: int) -> float:
     return (size - nonzeros) / max(size, 1)
 
 
-def _cells(leaf: Report) -> list[str]:
+def _cells(leaf: JsonObject) -> list[str]:
     return [
         shape_text(leaf["shape"]) if "shape" in leaf else f"{leaf['size']:,}",
         leaf.get("dtype", ""),

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
-Report: TypeAlias = dict[str, Any]  # an object of JSON
+JsonObject: TypeAlias = dict[str, Any]  # an object of JSON
 
 
 def print_json(report: object) -> None:

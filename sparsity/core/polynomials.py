@@ -19,7 +19,7 @@ from sparsity.core.exact import Words
 Monomial: TypeAlias = tuple[int, ...]  # numbers of variables, repeated for powers
 Terms: TypeAlias = Mapping[Monomial, Fraction]
 Number: TypeAlias = "Polynomial | int | Fraction"
-Choose: TypeAlias = "Callable[[list[Fraction]], Fraction | int]"
+Reduction: TypeAlias = "Callable[[list[Fraction]], Fraction | int]"
 
 # A float32 times this factor is no more than the number that was rounded to it.
 _MARGIN = 1 - 2.0**-18
@@ -71,7 +71,7 @@ class Polynomial:
 
     __radd__, __rmul__ = __add__, __mul__
 
-    def value(self, sizes: Sequence[Fraction | int], choose: Choose = max) -> Fraction:
+    def value(self, sizes: Sequence[Fraction | int], choose: Reduction = max) -> Fraction:
         """Returns the value at given sizes; `choose` reduces the values of alternatives."""
         products = (a * math.prod(sizes[i] for i in x) for x, a in self.terms.items())
         chosen = (choose([x.value(sizes, choose) for x in each]) for each in self.largest)
