@@ -109,6 +109,7 @@ def test_a_ramp_goes_on_in_the_smaller_model_as_it_would_have(model, options, pa
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-10), left, masked.params)
 
 
+@pytest.mark.slow
 def test_a_ramp_goes_on_however_often_channels_are_cut(model):
     params, x, graph = model
     pruner = sparsity.MagnitudePruning(
