@@ -105,7 +105,7 @@ check() {
 # folder; the doctests of the package with them.
 test_installed() {
   local others=(examples documents.py kill_resume.py runs/test_models.py # need pages or examples
-    test_{baselines,benchmarks,docs,optimizers,package,run_sh,typing}.py)
+    test_{baselines,benchmarks,docs,language,optimizers,package,run_sh,typing}.py)
   folder=$(mktemp -d)
   trap 'rm -rf -- "$folder"' EXIT
   cp -r -- "$root/tests" "$root/pyproject.toml" "$folder"

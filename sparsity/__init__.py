@@ -1,17 +1,19 @@
 """Pruning and sparse training for any optax optimizer."""
 
-from sparsity import (
-    activations,
-    algorithms,
-    base_updater,
-    calibration,
-    compat,
-    masks,
-    selection,
-    sparsity_distributions,
-    sparsity_schedules,
-    sparsity_types,
-)
+# The rooms: not in `__all__`, but reachable as `sparsity.masks` and so on.
+from sparsity import activations as activations
+from sparsity import algorithms as algorithms
+from sparsity import base_updater as base_updater
+from sparsity import calibration as calibration
+from sparsity import compat as compat
+from sparsity import graph as graph
+from sparsity import masks as masks
+from sparsity import reports as reports
+from sparsity import selection as selection
+from sparsity import shrinking as shrinking
+from sparsity import sparsity_distributions as sparsity_distributions
+from sparsity import sparsity_schedules as sparsity_schedules
+from sparsity import sparsity_types as sparsity_types
 from sparsity.activations import (
     prune_act_struct,
     prune_act_unstruct,
@@ -66,23 +68,15 @@ from sparsity.calibration import (
     oneshot,
     owl,
 )
-from sparsity.compat import jaxpruner as mask_calculator
-from sparsity.compat import jaxpruner as utils
-from sparsity.compat.jax_pruning import pruning_act_struct, pruning_act_unstruct
-from sparsity.compat.jaxpruner import apply_mask
 from sparsity.epochs import EpochStrategy, pruning, pruning_apply
 from sparsity.graph import Coupled, Graph, budget, trace
 from sparsity.lora import merge_lora
-from sparsity.masks import Global, Layerwise, Scope, elementwise, pack_masks, unpack_masks
+from sparsity.masks import Global, Layerwise, Scope, elementwise, unpack_masks
 from sparsity.reports import (
-    LayerSummary,
     active_masks,
-    layer_summary,
-    plot_sparsity,
     sparsity_table,
     summarize_intersection,
     summarize_sparsity,
-    time_in_turn,
 )
 from sparsity.shrinking import Plan, Small, shrink
 from sparsity.sparsity_distributions import ERK, Distribution, Uniform
@@ -102,6 +96,12 @@ from sparsity.training.state import (
 )
 
 __version__ = "0.1.0"
+
+# Names of jaxpruner and jax_pruning: not in `__all__` either.
+utils = mask_calculator = compat.jaxpruner
+apply_mask = compat.jaxpruner.apply_mask
+pruning_act_struct = compat.jax_pruning.pruning_act_struct
+pruning_act_unstruct = compat.jax_pruning.pruning_act_unstruct
 
 __all__ = [
     "ACDC",
@@ -124,7 +124,6 @@ __all__ = [
     "GlobalSaliencyPruning",
     "Graph",
     "LampPruning",
-    "LayerSummary",
     "Layerwise",
     "LeastSquares",
     "MagnitudePruning",
@@ -157,57 +156,37 @@ __all__ = [
     "Uniform",
     "Unstructured",
     "WandaPruning",
-    "__version__",
-    "activations",
     "active_masks",
-    "algorithms",
     "all_algorithm_names",
-    "apply_mask",
-    "base_updater",
     "budget",
     "calibrate",
-    "calibration",
-    "compat",
     "create_updater_from_config",
     "elementwise",
     "get_sparse_state",
     "grasp_scores",
-    "layer_summary",
     "lottery_ticket",
-    "mask_calculator",
-    "masks",
     "merge_lora",
     "oneshot",
     "owl",
-    "pack_masks",
-    "plot_sparsity",
     "prune_act_struct",
     "prune_act_unstruct",
     "prune_at_init",
     "pruning",
-    "pruning_act_struct",
-    "pruning_act_unstruct",
     "pruning_apply",
     "register_algorithm",
     "register_distribution",
     "register_schedule",
     "register_scope",
-    "selection",
     "set_sparse_state",
     "sharding_like",
     "shrink",
     "snip_scores",
     "sparsify_linen",
     "sparsify_nnx",
-    "sparsity_distributions",
-    "sparsity_schedules",
     "sparsity_table",
-    "sparsity_types",
     "summarize_intersection",
     "summarize_sparsity",
     "synflow_scores",
-    "time_in_turn",
     "trace",
     "unpack_masks",
-    "utils",
 ]

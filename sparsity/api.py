@@ -1,4 +1,4 @@
-"""Updaters from configurations, and what can be registered for them by name."""
+"""Makes updaters from configurations, and registers names for configurations."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any, Protocol, TypeVar
 
 from sparsity.base_updater import ALGORITHM_REGISTRY, BaseUpdater, NoPruning
 from sparsity.core.checks import check_fraction
-from sparsity.core.names import known
+from sparsity.core.names import suggest
 from sparsity.masks import SCOPES, Scope
 from sparsity.patterns import parse_sparsity_type
 from sparsity.sparsity_distributions import DISTRIBUTIONS, Distribution
 from sparsity.sparsity_schedules import SCHEDULES, Schedule
 
 T = TypeVar("T")
+Options = dict[str, Any]  # keys of a configuration with their values
 
 _log = logging.getLogger(__name__)
 
@@ -24,11 +25,11 @@ class Config(Protocol):
     """A dict, an `ml_collections.ConfigDict` or a `FrozenConfigDict`."""
 
     def items(self) -> Iterable[tuple[str, object]]:
-        """Returns its keys with their values."""
+        """Returns pairs of keys and values."""
 
 
 def all_algorithm_names() -> tuple[str, ...]:
-    """Names that a configuration's `algorithm` may have.
+    """Returns the names for the key `algorithm` of a configuration.
 
     Example:
       >>> "rigl" in all_algorithm_names()
@@ -38,10 +39,10 @@ def all_algorithm_names() -> tuple[str, ...]:
 
 
 def register_algorithm(name: str, algorithm: type[BaseUpdater]) -> None:
-    """Makes a class known to `create_updater_from_config` under `name`.
+    """Registers a class for the key `algorithm` of a configuration.
 
     Raises:
-      ValueError: the name is taken by another class, or the class is not a subclass of BaseUpdater.
+      ValueError: another class has the name, or the class is not a subclass of BaseUpdater.
     """
     if not (isinstance(algorithm, type) and issubclass(algorithm, BaseUpdater)):
         raise ValueError(f"algorithm must be a subclass of BaseUpdater, got {algorithm!r}.")
@@ -49,12 +50,12 @@ def register_algorithm(name: str, algorithm: type[BaseUpdater]) -> None:
 
 
 def register_distribution(name: str, distribution: type[Distribution]) -> None:
-    """Makes a class of distributions known as a `dist_type`.
+    """Registers a class of distributions for the key `dist_type` of a configuration.
 
     Args:
-      name: of the configuration's `dist_type`.
-      distribution: a class, whose instances are distributions; its attribute `config_keys` maps the
-        keys of a configuration that it takes to arguments of the class.
+      name: value of `dist_type`.
+      distribution: a class whose instances are distributions; its attribute `config_keys` maps keys
+        of a configuration to arguments of the class.
 
     Raises:
       ValueError: the name is taken by another class.
@@ -63,17 +64,17 @@ def register_distribution(name: str, distribution: type[Distribution]) -> None:
 
 
 def register_schedule(name: str, schedule: type[Schedule]) -> None:
-    """Makes a class of schedules known as a `schedule_type`; as `register_distribution`."""
+    """Registers a class of schedules for the key `schedule_type`, as `register_distribution`."""
     SCHEDULES.add(name, schedule)
 
 
 def register_scope(name: str, scope: type[Scope]) -> None:
-    """Makes a class of scopes known by name; its dataclass fields are keys of a configuration."""
+    """Registers a class of scopes by name; its dataclass fields are keys of a configuration."""
     SCOPES.add(name, scope)
 
 
 def create_updater_from_config(config: Config) -> BaseUpdater:
-    """Makes an updater from a configuration, which is not changed.
+    """Makes an updater from a configuration; leaves the configuration unchanged.
 
     Args:
       config: an `ml_collections.ConfigDict` or `FrozenConfigDict`, or a dict, with the keys
@@ -81,23 +82,24 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
         - `algorithm`: one of `all_algorithm_names()`.
         - `sparsity`: fraction of the weights to remove, in [0, 1].
         - `dist_type`: 'uniform' (default) or 'erk', with `filter_fn`, `custom_sparsity_map` and,
-          for 'erk', `erk_power_scale`; global pruners have no use for it. A ConfigDict takes
+          for 'erk', `erk_power_scale`; global pruners ignore `dist_type`. A ConfigDict takes
           regular expressions with dots as keys only with `allow_dotted_keys=True`.
         - `update_freq`, `update_start_step`, `update_end_step`: without a start, masks are never
           updated (`NoUpdateSchedule`); with start and end equal, once (`OneShotSchedule`); else by
           a `PolynomialSchedule`, with `power` and `initial_sparsity`. `schedule_type` chooses
-          another: 'none', 'one_shot', 'periodic', 'polynomial'. Algorithms without a use for a ramp
-          get a `PeriodicSchedule`, 'snip' a `OneShotSchedule` at the start, by default at step 0;
-          what they ignore is logged.
-        - `sparsity_type`: a type, or 'nm_2,4', 'nm_2,4,-2', '2:4', 'block_4,4', 'channel_-1'.
-        - `scope`: a scope, as `Coupled(graph)`, 'layerwise' or 'global', with `use_normalization`
-          and `normalization_eps`.
-        - `drop_fraction`: for SET, RigL and SRigL, 0.3 by default; follows a cosine from there to
-          zero at `update_end_step`, and is constant without one. Others have no use for it.
+          another: 'none', 'one_shot', 'periodic', 'polynomial'. Algorithms that ignore ramps get a
+          `PeriodicSchedule`, 'snip' a `OneShotSchedule` at the start, by default at step 0; the
+          ignored keys are logged.
+        - `sparsity_type`: a pattern, or 'nm_2,4', 'nm_2,4,-2', '2:4', 'block_4,4', 'channel_-1'.
+        - `scope`: a scope such as `Coupled(graph)`, or 'layerwise' or 'global', with
+          `use_normalization` and `normalization_eps`.
+        - `drop_fraction`: for SET, RigL and SRigL, 0.3 by default; a cosine takes the fraction to
+          zero at `update_end_step`; without that step the fraction is constant. Other algorithms
+          ignore this key.
         - any other field of the algorithm's class. A key whose value is `None` counts as missing.
 
     Raises:
-      ValueError: a key, a name or a value is not known; what is known is listed.
+      ValueError: a key, a name or a value is unknown; the message lists the known ones.
 
     Example:
       >>> create_updater_from_config({"algorithm": "magnitude", "sparsity": 0.8}).scheduler
@@ -107,11 +109,11 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
     name = options.pop("algorithm", None)
     if not isinstance(name, str) or name not in ALGORITHM_REGISTRY:
         raise ValueError(
-            f"algorithm: {name!r} is not known. {known(name, ALGORITHM_REGISTRY)} "
+            f"algorithm: {name!r} is not known. {suggest(name, ALGORITHM_REGISTRY)} "
             "sparsity.all_algorithm_names() lists them, sparsity.register_algorithm() adds one."
         )
     algorithm = ALGORITHM_REGISTRY[name]
-    fields = _fields_of(algorithm)
+    fields = _field_names(algorithm)
     _check_keys(name, fields, options)
     if isinstance(options.get("sparsity_type"), str):
         options["sparsity_type"] = parse_sparsity_type(options["sparsity_type"])
@@ -125,37 +127,37 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
         check_fraction("drop_fraction", options["drop_fraction"])
     for key in _config_keys(ALGORITHM_REGISTRY.values()) - fields - {*algorithm.config_keys}:
         options.pop(key, None)  # one configuration serves several algorithms
-    arguments: dict[str, Any] = algorithm.read_config(options)
+    arguments: Options = algorithm.read_config(options)
     return algorithm(**arguments)
 
 
-def _check_keys(name: str, fields: set[str], options: Mapping[str, Any]) -> None:
+def _check_keys(name: str, fields: set[str], options: Options) -> None:
     allowed = (
         fields | {"dist_type", "schedule_type", "scope"} | _config_keys(ALGORITHM_REGISTRY.values())
     )
     allowed |= _config_keys(DISTRIBUTIONS.values()) | _config_keys(SCHEDULES.values())
     for scope in SCOPES.values():
-        allowed |= _fields_of(scope)
+        allowed |= _field_names(scope)
     for key in options:
         if key not in allowed:
             raise ValueError(
-                f"{key!r} is no key of a configuration for {name!r}. {known(key, sorted(allowed))}"
+                f"{key!r} is no key of a configuration for {name!r}. "
+                f"{suggest(key, sorted(allowed))}"
             )
 
 
-def _take_scheduler(name: str, algorithm: type[BaseUpdater], options: dict[str, Any]) -> Schedule:
-    """Takes the keys of schedules out of the options and makes the schedule that they ask for."""
-    given = _take(options, _config_keys(SCHEDULES.values()))
+def _take_scheduler(name: str, algorithm: type[BaseUpdater], options: Options) -> Schedule:
+    """Takes the keys of schedules out of the options and makes the schedule."""
+    keys = _take(options, _config_keys(SCHEDULES.values()))
     kind = options.pop("schedule_type", None)
     if "scheduler" in options:
-        if given or kind:
+        if keys or kind:
             raise ValueError(
-                f"{sorted([*given, *(['schedule_type'] if kind else [])])} cannot go with "
-                "scheduler."
+                f"{sorted([*keys, *(['schedule_type'] if kind else [])])} cannot go with scheduler."
             )
         scheduler: Schedule = options.pop("scheduler")
         return scheduler
-    start, end = given.get("update_start_step"), given.get("update_end_step")
+    start, end = keys.get("update_start_step"), keys.get("update_end_step")
     if kind is None:
         if start is None and end is not None:
             raise ValueError(
@@ -167,96 +169,98 @@ def _take_scheduler(name: str, algorithm: type[BaseUpdater], options: dict[str, 
         if start is None or start == end:
             kind = "none" if start is None else "one_shot"
             for unused in ("update_freq", "update_start_step"):
-                given.pop(unused, None)
+                keys.pop(unused, None)
         else:
             kind = "polynomial"
-            if "update_freq" not in given:
+            if "update_freq" not in keys:
                 raise ValueError("update_start_step and update_end_step need an update_freq.")
-        if kind == "none" and not given:
+        if kind == "none" and not keys:
             return algorithm.scheduler
     if kind == "polynomial" and algorithm.schedule_type != kind:
         kind = algorithm.schedule_type
-        given = _without_ramp(name, kind, given)
-    return _make(SCHEDULES.find(kind), given, f"schedule_type {kind!r}")
+        keys = _drop_ramp(name, kind, keys)
+    return _make(SCHEDULES.find(kind), keys, f"schedule_type {kind!r}")
 
 
-def _without_ramp(name: str, kind: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The keys that a schedule of that kind takes, of those of a ramp; logs what is ignored."""
-    given = dict(given)
+def _drop_ramp(name: str, kind: str, keys: Options) -> Options:
+    """Converts the keys of a ramp to those of another kind of schedule; logs ignored keys."""
+    keys = dict(keys)
     if kind == "one_shot":
-        given["update_end_step"] = given.pop("update_start_step", given.get("update_end_step"))
-        given.pop("update_freq", None)
-    ignored = sorted(given.keys() - getattr(SCHEDULES[kind], "config_keys", {}).keys())
+        keys["update_end_step"] = keys.pop("update_start_step", keys.get("update_end_step"))
+        keys.pop("update_freq", None)
+    ignored = sorted(keys.keys() - getattr(SCHEDULES[kind], "config_keys", {}).keys())
     if ignored:
-        what = ", ".join(ignored)
-        _log.warning("%s follows no ramp: its schedule is %r, which ignores %s.", name, kind, what)
-    return {key: value for key, value in given.items() if key not in ignored}
+        listed = ", ".join(ignored)
+        _log.warning(
+            "%s follows no ramp: its schedule is %r, which ignores %s.", name, kind, listed
+        )
+    return {key: value for key, value in keys.items() if key not in ignored}
 
 
-def _take_scope(options: dict[str, Any], fields: set[str]) -> Scope | None:
-    """Takes the keys of scopes out of the options; `None` leaves the scope to the class."""
+def _take_scope(options: Options, fields: set[str]) -> Scope | None:
+    """Takes the keys of scopes out of the options; returns `None` for the default of the class."""
     scope = options.pop("scope", None)
-    own = {key for kind in SCOPES.values() for key in _fields_of(kind)}
-    given = _take(options, own - fields)
+    scope_fields = {key for kind in SCOPES.values() for key in _field_names(kind)}
+    keys = _take(options, scope_fields - fields)
     if scope is not None and "scope" not in fields:
         raise ValueError(f"scope = {scope!r} cannot be given: this algorithm sets its own scope.")
     if scope is None or not isinstance(scope, str):
-        if given:
-            raise ValueError(f"{sorted(given)} needs scope = 'global'.")
+        if keys:
+            raise ValueError(f"{sorted(keys)} needs scope = 'global'.")
         return scope
     kind = SCOPES.find(scope)
-    if strange := sorted(given.keys() - _fields_of(kind)):
+    if strange := sorted(keys.keys() - _field_names(kind)):
         raise ValueError(f"{strange} is no key of scope {scope!r}.")
-    return kind(**given)
+    return kind(**keys)
 
 
 def _take_distribution(
-    name: str, algorithm: type[BaseUpdater], options: dict[str, Any], fields: set[str]
+    name: str, algorithm: type[BaseUpdater], options: Options, fields: set[str]
 ) -> Distribution | None:
-    """Takes the keys of distributions out of the options; `None` leaves it to the class."""
+    """Takes the keys of distributions out of the options; returns `None` for the class's own."""
     kind = options.pop("dist_type", None)
     if kind is not None:
         DISTRIBUTIONS.find(kind)
-    given = _take(options, _config_keys(DISTRIBUTIONS.values()) - fields)
+    keys = _take(options, _config_keys(DISTRIBUTIONS.values()) - fields)
     if algorithm is NoPruning:
-        _make(DISTRIBUTIONS.find(kind or "uniform"), given, "a distribution")  # checks the values
+        _make(DISTRIBUTIONS.find(kind or "uniform"), keys, "a distribution")  # checks the values
         return None
     if "sparsity" in fields:
         if kind not in (None, "uniform"):
             _log.warning("%s ranks all leaves together and has no use for %r.", name, kind)
         missing = "sparsity" not in options
     elif "sparsity_distribution_fn" in options:
-        if given or kind:
+        if keys or kind:
             raise ValueError(
-                f"{sorted([*given, *(['dist_type'] if kind else [])])} cannot go with "
+                f"{sorted([*keys, *(['dist_type'] if kind else [])])} cannot go with "
                 "sparsity_distribution_fn."
             )
         return None
     else:
-        missing = "sparsity" not in given
+        missing = "sparsity" not in keys
     if missing:
         raise ValueError(f"sparsity is missing in the configuration of {name!r}.")
     if "sparsity" in fields:
         return None
-    return _make(DISTRIBUTIONS.find(kind or "uniform"), given, f"dist_type {kind or 'uniform'!r}")
+    return _make(DISTRIBUTIONS.find(kind or "uniform"), keys, f"dist_type {kind or 'uniform'!r}")
 
 
-def _make(kind: Callable[..., T], given: Mapping[str, object], what: str) -> T:
-    """An instance of a class from the keys that it takes."""
+def _make(kind: Callable[..., T], keys: Mapping[str, object], label: str) -> T:
+    """Makes an instance of a class from keys of a configuration."""
     taken: Mapping[str, str] = getattr(kind, "config_keys", {})
-    if strange := sorted(given.keys() - taken.keys()):
+    if strange := sorted(keys.keys() - taken.keys()):
         raise ValueError(
-            f"{strange} is no key of {what}, which takes {', '.join(taken) or 'none'}."
+            f"{strange} is no key of {label}, which takes {', '.join(taken) or 'none'}."
             + _who_takes(strange[0])
         )
     try:
-        return kind(**{taken[key]: value for key, value in given.items()})
+        return kind(**{taken[key]: value for key, value in keys.items()})
     except TypeError as error:
-        raise ValueError(f"{what} cannot be made of {dict(given)}: {error}") from None
+        raise ValueError(f"{label} cannot be made of {dict(keys)}: {error}") from None
 
 
 def _who_takes(key: str) -> str:
-    """Which distributions or schedules take a key, as the end of a message."""
+    """Returns the end of a message: the distributions or schedules that take a key."""
     takers = [
         f"{registry.role} {name!r}"
         for registry in (DISTRIBUTIONS, SCHEDULES)
@@ -266,22 +270,22 @@ def _who_takes(key: str) -> str:
     return f" {key!r} belongs to {' and '.join(takers)}."
 
 
-def _take(options: dict[str, Any], keys: set[str]) -> dict[str, Any]:
+def _take(options: Options, keys: set[str]) -> Options:
     return {key: options.pop(key) for key in keys & options.keys()}
 
 
-def _config_keys(kinds: Iterable[Any]) -> set[str]:
-    """The keys of a configuration that classes take."""
+def _config_keys(kinds: Iterable[object]) -> set[str]:
+    """Returns the keys of a configuration that the classes take."""
     return {key for kind in kinds for key in getattr(kind, "config_keys", ())}
 
 
-def _fields_of(kind: Any) -> set[str]:
-    """Names of the arguments of a dataclass."""
+def _field_names(kind: type) -> set[str]:
+    """Returns the names of the arguments of a dataclass."""
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     return {field.name for field in fields if field.init}
 
 
-def _as_dict(config: Config) -> dict[str, Any]:
+def _as_dict(config: Config) -> Options:
     if not isinstance(config, Mapping) and not hasattr(config, "items"):
         raise ValueError(f"config must be a ConfigDict or a dict, got {config!r}.")
     return {

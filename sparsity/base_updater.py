@@ -23,7 +23,7 @@ from sparsity.core.sharding import on_device, ones_like
 from sparsity.core.trees import PyTree
 from sparsity.masks import BatchAxes, Layerwise, Pattern, Scope, Sites, TopkFn
 from sparsity.patterns import Unstructured
-from sparsity.sparsity_distributions import Distribution, overrides_of, target_sparsities, uniform
+from sparsity.sparsity_distributions import Distribution, read_overrides, target_sparsities, uniform
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training import step
 from sparsity.training.fields import check_fields, check_names, hash_of_fields, have_equal_fields
@@ -401,7 +401,7 @@ class BaseUpdater:
     def sites(self, params: PyTree) -> Sites:
         """Returns the table of the prunable leaves: each with its pattern and batch axes."""
         distribution_fn = self.get_distribution_fn()
-        overrides: Any = overrides_of(distribution_fn)
+        overrides: Any = read_overrides(distribution_fn)
         budget: Any = distribution_fn if hasattr(distribution_fn, "cost") else None
         return Sites(params, self.sparsity_type, self.batch_axes, overrides, budget=budget)
 
@@ -413,7 +413,7 @@ class BaseUpdater:
         table = self.sites(scores)
         if table.covers(scores):
             return table
-        overrides = overrides_of(self.get_distribution_fn())
+        overrides = read_overrides(self.get_distribution_fn())
         return Sites(scores, self.sparsity_type, self.batch_axes, overrides, of_scores=True)
 
     def _target_sparsities(self, params: PyTree) -> PyTree:
@@ -427,7 +427,13 @@ ALGORITHM_REGISTRY: Registry[type[BaseUpdater]] = Registry("algorithm")
 
 @dataclasses.dataclass(kw_only=True)
 class NoPruning(BaseUpdater):
-    """Keeps all parameters dense: the reference to compare with."""
+    """Keeps all parameters dense: the reference to compare with.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> NoPruning().instant_sparsify(jnp.array([1.0, 2.0]))
+      (Array([1., 2.], dtype=float32), None)
+    """
 
     regrows: ClassVar[bool | None] = False
 

@@ -1,11 +1,9 @@
-"""Adapters of low rank, merged into pruned weights without making them dense.
+"""Merges adapters of low rank into pruned weights without making the weights dense.
 
 Source of the adapters: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import chex
 import jax
@@ -18,27 +16,27 @@ from sparsity.masks import apply_mask, read_masks
 
 
 def merge_lora(params: PyTree, lora: PyTree, masks: PyTree, *, scale: chex.Numeric = 1.0) -> PyTree:
-    """Returns the weights with their adapters merged, under the masks: mask * (W + scale * A @ B).
+    """Merges adapters into weights under the masks: mask * (W + scale * A @ B).
 
-    The sum without its mask is dense. To train what will be merged, use this function in the
-    forward pass, too.
+    The sum without a mask is dense. Use this function in the forward pass, too, so that adapters
+    train as they will be merged.
 
     Args:
       params: tree of weights W, of shape [*batch, *in, *out].
       lora: tree like `params` with a tuple (A, B) in the place of each adapted weight: A of shape
-        [*batch, *in, rank], B of shape [*batch, rank, *out]; `None` in the place of others. How
-        many axes are batch axes follows from the numbers of axes.
-      masks: tree of masks, packed or not, `None` for a dense weight: those of `get_sparse_state(
-        opt_state)`, or the second result of `instant_sparsify`.
+        [*batch, *in, rank], B of shape [*batch, rank, *out]; `None` in the place of others. The
+        numbers of axes determine the number of batch axes.
+      masks: tree of masks, packed or not, `None` for a dense weight: the masks of
+        `get_sparse_state(opt_state)`, or the second result of `instant_sparsify`.
       scale: factor of A @ B, often alpha / rank.
 
     Returns:
-      Tree like `params`, with pruned weights at exactly 0.0. A merged weight is summed in float32
-      or wider and rounded once, to the dtype of W; where there is no adapter, W is only masked.
+      Tree like `params`, with pruned weights at exactly 0.0. Sums are taken in float32 or wider and
+      rounded once, to the dtype of W. A weight without an adapter is only masked.
 
     Raises:
-      ValueError: an adapter has no weight, is no tuple (A, B) or has shapes that do not fit; or a
-        weight has neither a mask nor `None`. Its path is named.
+      ValueError: an adapter has no weight, is no tuple (A, B) or has shapes that do not fit, or a
+        weight has neither a mask nor `None`. The message names the path.
 
     Example:
       >>> params = {"kernel": jnp.array([[1.0, 0.0], [0.0, 2.0]])}
@@ -50,7 +48,7 @@ def merge_lora(params: PyTree, lora: PyTree, masks: PyTree, *, scale: chex.Numer
     """
     factors = trees.leaves_by_path(lora)
 
-    def merge(path: trees.KeyPath, param: Any, mask: Any) -> Any:
+    def merge(path: trees.KeyPath, param: jax.Array, mask: jax.Array | None) -> jax.Array:
         a, b = (factors.pop((*path, SequenceKey(i)), None) for i in range(2))
         if a is None and b is None:
             return apply_mask(param, mask)
@@ -81,14 +79,14 @@ def _merge(
 
 
 def _batch_axes(param: jax.Array, a: jax.Array, b: jax.Array) -> int:
-    """How many leading axes all three share: A and B have their other axes, and rank twice."""
+    """Returns the number of leading axes that W, A and B share."""
     return a.ndim + b.ndim - 2 - param.ndim
 
 
-def _check(name: str, param: jax.Array, a: Any, b: Any) -> None:
-    """Raises a ValueError that names the weight unless A and B fit it."""
+def _check(name: str, param: jax.Array, a: jax.Array | None, b: jax.Array | None) -> None:
+    """Raises a ValueError that names the weight unless A and B fit."""
     shapes = [None if factor is None else jnp.shape(factor) for factor in (a, b)]
-    if None not in shapes:
+    if a is not None and b is not None:
         batch = _batch_axes(param, a, b)
         if 0 <= batch < min(a.ndim, b.ndim):
             fits = a.shape[:-1] + b.shape[batch + 1 :] == param.shape

@@ -1,6 +1,6 @@
-"""How sparse each parameter becomes: from a parameter tree to a tree of sparsities.
+"""Distributions: functions from a parameter tree to a tree of sparsities.
 
-A distribution is any function of the parameters (arrays, or anything with `shape`, `ndim` and
+A distribution is any function of the parameters (arrays, or objects with `shape`, `ndim` and
 `dtype`) that returns a tree of sparsities in [0, 1] with `None` for the leaves that stay dense.
 `Uniform(0.8)` and `ERK(0.8)` are such functions as frozen objects; `uniform` and `erk` are plain
 functions, for `functools.partial(uniform, sparsity=0.8)`.
@@ -14,7 +14,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import chex
 import jax
@@ -28,16 +28,24 @@ from sparsity.masks import BatchAxes, Overrides, Scope, Site, Sites, TreeScope, 
 _log = logging.getLogger(__name__)
 
 FilterFn = Callable[[tuple[str, ...], jax.Array], bool]
+Candidates = dict[trees.KeyPath, tuple[PyTree, int]]  # {path: (parameter, batch axes)}
 
 
 class Distribution(Protocol):
-    """What `sparsity_distribution_fn` must offer.
+    """Interface of `sparsity_distribution_fn`.
 
     A distribution may name three more parameters, which the updater passes: `batch_axes`, `sites`
-    (the table of patterns) and `scope`. Leaves that its attribute `custom_sparsity_map` names are
-    set apart: a global scope does not rank them with the others. If it has a method
-    `cost(path, param)`, that scope ranks by score per cost and keeps no more than the sparsities of
-    all leaves cost together: the sum over all weights, or what a method `total` says.
+    (the table of patterns) and `scope`. A global scope ranks the leaves that an attribute
+    `custom_sparsity_map` names apart from the others. With a method `cost(path, param)` a global
+    scope ranks by score per cost and keeps no more than the sparsities of all leaves cost together:
+    the sum over all weights, or the result of a method `total`.
+
+    Example:
+      >>> def half(params):
+      ...     return jax.tree.map(lambda param: 0.5, params)
+      >>> distribution: Distribution = half
+      >>> distribution({"kernel": 1.0})
+      {'kernel': 0.5}
     """
 
     def __call__(self, params: PyTree, /) -> PyTree:
@@ -51,13 +59,13 @@ class Uniform:
     Attributes:
       sparsity: fraction of the weights to remove, in [0, 1]; `None` keeps all of them dense.
       filter_fn: `filter_fn(path, param) -> bool` selects parameters; `path` is a tuple of strings.
-        By default those with more than one axis beyond the batch axes. Leaves that are not floating
-        or complex are never selected.
+        By default parameters with more than one axis beyond the batch axes. Only floating and
+        complex leaves are ever selected.
       custom_sparsity_map: sparsities (or `None`) for single parameters, selected by the filter or
         not. A key is a path as a tuple, the path joined by '/', a regular expression that matches
         the whole joined path, or a compiled pattern, which is searched in it.
       batch_axes: number of leading axes that index separate matrices (scanned layers, experts), or
-        a function of (path, param); `None` means those of the updater, and 0 without one.
+        a function of (path, param); `None` means the `batch_axes` of the updater, or 0 without one.
 
     Example:
       >>> import numpy as np
@@ -71,7 +79,7 @@ class Uniform:
     custom_sparsity_map: Overrides | None = None
     batch_axes: BatchAxes | None = None
 
-    # The keys of a configuration that it takes, and the fields that they set.
+    # Keys of a configuration, and the fields that they set.
     config_keys: ClassVar[Mapping[str, str]] = {
         "sparsity": "sparsity",
         "filter_fn": "filter_fn",
@@ -99,7 +107,7 @@ class Uniform:
 
         Args:
           params: a parameter tree, or a single array.
-          batch_axes: those of the updater; the field of that name takes precedence.
+          batch_axes: `batch_axes` of the updater; the field takes precedence.
 
         Raises:
           ValueError: an override matches no parameter, or nothing is selected for a sparsity.
@@ -108,14 +116,14 @@ class Uniform:
         sparsities = self._share(selected) | custom
         return trees.map_matched(lambda path, _: sparsities.get(path), params)
 
-    def _share(self, selected: dict[trees.KeyPath, tuple[Any, int]]) -> dict[trees.KeyPath, Any]:
-        """Sparsities of the selected parameters, which come with their batch axes."""
+    def _share(self, selected: Candidates) -> dict[trees.KeyPath, chex.Numeric | None]:
+        """Returns the sparsities of the selected parameters: {path: (parameter, batch axes)}."""
         return dict.fromkeys(selected, self.sparsity)
 
     def _select(
         self, params: PyTree, batch_axes: BatchAxes
-    ) -> tuple[dict[trees.KeyPath, tuple[Any, int]], dict[trees.KeyPath, float | None]]:
-        """The filtered parameters with their batch axes, and the overrides, both by path."""
+    ) -> tuple[Candidates, dict[trees.KeyPath, float | None]]:
+        """Returns the filtered parameters with their batch axes, and the overrides, by path."""
         batch_axes = batch_axes if self.batch_axes is None else self.batch_axes
         overrides: dict[names.Key, float | None] = dict((self.custom_sparsity_map or {}).items())
         prunable = {
@@ -123,19 +131,19 @@ class Uniform:
             for path, leaf in trees.leaves_by_path(params).items()
             if trees.is_prunable(leaf)
         }
-        known = {path: trees.path_string(path) for path in prunable}
+        labels = {path: trees.path_string(path) for path in prunable}
         for key in overrides:
-            if prunable and not any(names.matches(key, name) for name in known.values()):
+            if prunable and not any(names.matches(key, label) for label in labels.values()):
                 raise ValueError(
                     f"custom_sparsity_map[{key!r}] matches no parameter. "
-                    f"{names.nearest(key, known.values(), 'parameters')}"
+                    f"{names.nearest(key, labels.values(), 'parameters')}"
                 )
-        selected: dict[trees.KeyPath, tuple[Any, int]] = {}
+        selected: Candidates = {}
         custom: dict[trees.KeyPath, float | None] = {}
         for path, param in prunable.items():
-            own = names.best_key(overrides, known[path])
-            if own is not None:
-                custom[path] = overrides[own]
+            override = names.best_key(overrides, labels[path])
+            if override is not None:
+                custom[path] = overrides[override]
                 continue
             name = trees.path_names(path)
             axes = leading_axes(batch_axes, name, param)
@@ -143,18 +151,19 @@ class Uniform:
                 selected[path] = (param, axes)
         removes = self.sparsity is not None and (is_traced(self.sparsity) or self.sparsity > 0)
         if prunable and removes and not selected and not custom:
-            raise ValueError(self._nothing_selected(list(known.values())))
+            raise ValueError(self._nothing_selected(list(labels.values())))
         return selected, custom
 
-    def _nothing_selected(self, known: list[str]) -> str:
-        by_whom = (
+    def _nothing_selected(self, labels: list[str]) -> str:
+        """Returns the error of a filter that selects no parameter."""
+        reason = (
             "filter_fn selects no parameter"
             if self.filter_fn
             else "No parameter has more than one axis beyond its batch axes"
         )
         return (
-            f"{by_whom}, so sparsity = {self.sparsity} has nothing to remove. The parameters are "
-            f"{trees.listed(known)}. Select some with filter_fn(path, param), path a tuple of "
+            f"{reason}, so sparsity = {self.sparsity} has nothing to remove. The parameters are "
+            f"{trees.listed(labels)}. Select some with filter_fn(path, param), path a tuple of "
             "strings, or name them in custom_sparsity_map; a wrapper that flattens parameters "
             "belongs inside wrap_optax."
         )
@@ -165,12 +174,12 @@ class ERK(Uniform):
     """Gives small layers more density than large ones: the Erdos-Renyi-Kernel distribution.
 
     The density of a parameter of shape `s` is `eps * (sum(s) / prod(s)) ** power_scale`, with one
-    `eps` for all, such that as many weights are kept as `Uniform` would keep. Parameters whose
-    density would exceed 1 are dense, and the others share what remains. Parameters with an override
-    are excluded. A stack of layers counts by the shape of one of them.
+    `eps` for all, such that as many weights are kept as by `Uniform`. Parameters whose density
+    would exceed 1 are dense; the others share the remaining weights. Parameters with an override
+    are excluded. A stack of layers counts by the shape of one layer.
 
     Attributes:
-      power_scale: below 1 the distribution is closer to the uniform one; 0 is uniform.
+      power_scale: exponent; smaller values are closer to the uniform distribution, 0 is uniform.
 
     Source: Evci et al. 2020, "Rigging the Lottery", section 3.
 
@@ -193,7 +202,7 @@ class ERK(Uniform):
         if is_traced(self.sparsity):
             raise ValueError("erk decides which layers stay dense: sparsity must not be traced.")
 
-    def _share(self, selected: dict[trees.KeyPath, tuple[Any, int]]) -> dict[trees.KeyPath, Any]:
+    def _share(self, selected: Candidates) -> dict[trees.KeyPath, chex.Numeric | None]:
         if self.sparsity is None:
             return {}
         sizes = {path: param.size for path, (param, _) in selected.items()}
@@ -253,7 +262,7 @@ def erk(
       sparsity: fraction of all selected weights to remove, in [0, 1]; `None` keeps them dense.
       filter_fn: as in `Uniform`.
       custom_sparsity_map: as in `Uniform`.
-      erk_power_scale: below 1 the distribution is closer to the uniform one; 0 is uniform.
+      erk_power_scale: `power_scale` of `ERK`.
       batch_axes: as in `Uniform`.
 
     Returns:
@@ -267,8 +276,10 @@ def erk(
       >>> erk({"a": np.ones((10, 10)), "b": np.ones((50, 50))}, 0.5)
       {'a': 0.0, 'b': 0.52}
     """
-    made = ERK(sparsity, filter_fn, custom_sparsity_map, batch_axes, power_scale=erk_power_scale)
-    return made(params)
+    distribution = ERK(
+        sparsity, filter_fn, custom_sparsity_map, batch_axes, power_scale=erk_power_scale
+    )
+    return distribution(params)
 
 
 DISTRIBUTIONS: Registry[Callable[..., Distribution]] = Registry(
@@ -283,18 +294,19 @@ def target_sparsities(
     scope: Scope | TreeScope,
     batch_axes: BatchAxes = 0,
 ) -> PyTree:
-    """Sparsities of a distribution, checked; `None` for leaves that cannot be pruned.
+    """Returns the checked sparsities of a distribution, `None` for leaves that cannot be pruned.
 
-    A target that the pattern of its leaf cannot reach is logged.
+    Logs targets that the pattern of their leaf cannot reach.
 
     Raises:
-      ValueError: a sparsity lies outside [0, 1], or a pattern does not fit its leaf or the scope;
-        the leaf is named.
+      ValueError: a sparsity lies outside [0, 1], or a pattern does not fit its leaf or the scope.
     """
     if distribution_fn is None:
         return None
 
-    def check(path: trees.KeyPath, param: Any, target: Any) -> Any:
+    def check(
+        path: trees.KeyPath, param: PyTree, target: chex.Numeric | None
+    ) -> chex.Numeric | None:
         if target is None or not trees.is_prunable(param):
             return None
         name = trees.path_string(path)
@@ -330,19 +342,19 @@ def distribute(
     table: Sites | None = None,
     scope: Scope | TreeScope | None = None,
 ) -> PyTree:
-    """Calls a distribution with what it names and does not have: batch axes, sites, the scope."""
-    given = distribution_fn.keywords if isinstance(distribution_fn, functools.partial) else {}
+    """Calls a distribution with those of `batch_axes`, `sites` and `scope` that it names."""
+    bound = distribution_fn.keywords if isinstance(distribution_fn, functools.partial) else {}
     try:
         named = set(inspect.signature(distribution_fn).parameters)
     except (TypeError, ValueError):  # a builtin
         named = set()
     offered = {"batch_axes": batch_axes, "sites": table, "scope": scope}
     call: Callable[..., PyTree] = distribution_fn
-    return call(params, **{k: v for k, v in offered.items() if k in named and k not in given})
+    return call(params, **{k: v for k, v in offered.items() if k in named and k not in bound})
 
 
-def overrides_of(distribution_fn: Distribution | None) -> Overrides | None:
-    """The overrides of a distribution, of a `functools.partial` too."""
+def read_overrides(distribution_fn: Distribution | None) -> Overrides | None:
+    """Returns the overrides of a distribution or of a `functools.partial`."""
     if isinstance(distribution_fn, functools.partial):
         return distribution_fn.keywords.get("custom_sparsity_map")
     return getattr(distribution_fn, "custom_sparsity_map", None)
@@ -351,7 +363,7 @@ def overrides_of(distribution_fn: Distribution | None) -> Overrides | None:
 def _scale_to_total(
     raw: dict[trees.KeyPath, float], sizes: dict[trees.KeyPath, int], budget: float
 ) -> dict[trees.KeyPath, float]:
-    """Densities `min(1, eps * raw)` that keep `budget` weights in total."""
+    """Returns the densities `min(1, eps * raw)` that keep `budget` weights in total."""
     densities: dict[trees.KeyPath, float] = {}
     open_paths = sorted(raw, key=lambda path: raw[path])
     weighted = math.fsum(raw[path] * sizes[path] for path in open_paths)

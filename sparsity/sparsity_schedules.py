@@ -1,4 +1,4 @@
-"""At which steps masks change, and how sparse they are then.
+"""Schedules: the steps that update masks, and the sparsities at these steps.
 
 A schedule is any object with the two methods of `Schedule`. Steps count calls of the optimizer's
 `update`, from 0; all methods take Python ints as well as traced int32 scalars.
@@ -24,10 +24,22 @@ _LAST_STEP = 2**31 - 1  # the count of steps is an int32
 
 
 class Schedule(Protocol):
-    """What `scheduler` must offer; those of this module also say their `update_range`."""
+    """Interface of `scheduler`. A schedule may also have `update_range`, as those of this module.
+
+    Example:
+      >>> class EvenSteps:
+      ...     def get_sparsity_at_step(self, target_sparsities, step):
+      ...         return target_sparsities
+      ...
+      ...     def is_mask_update_iter(self, step):
+      ...         return step % 2 == 0
+      >>> schedule: Schedule = EvenSteps()
+      >>> [step for step in range(5) if schedule.is_mask_update_iter(step)]
+      [0, 2, 4]
+    """
 
     def get_sparsity_at_step(self, target_sparsities: PyTree, step: chex.Numeric) -> PyTree:
-        """Returns the tree of sparsities for masks that are made at `step`."""
+        """Returns the tree of sparsities of masks that are made at `step`."""
 
     def is_mask_update_iter(self, step: chex.Numeric | None) -> chex.Numeric:
         """Returns whether masks are updated at `step`: a bool, or a traced bool scalar."""
@@ -35,13 +47,18 @@ class Schedule(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class NoUpdateSchedule:
-    """Masks stay as they were initialized."""
+    """Never updates masks.
 
-    # The keys of a configuration that it takes, and the fields that they set.
+    Example:
+      >>> NoUpdateSchedule().is_mask_update_iter(0)
+      False
+    """
+
+    # Keys of a configuration, and the fields that they set.
     config_keys: ClassVar[Mapping[str, str]] = {}
 
     def get_sparsity_at_step(self, target_sparsities: PyTree, step: chex.Numeric) -> PyTree:
-        """Returns the sparsities for masks that are made at `step`.
+        """Returns the sparsities of masks that are made at `step`.
 
         Args:
           target_sparsities: tree of sparsities in [0, 1]; `None` marks dense leaves.
@@ -59,13 +76,19 @@ class NoUpdateSchedule:
         return False
 
     def update_range(self) -> tuple[int, int | None] | None:
-        """Returns the first and the last step with an update: `None` for never, or for no end."""
+        """Returns the first and the last update step, `None` for no last one; `None` for never."""
         return None
 
 
 @dataclasses.dataclass(frozen=True)
 class OneShotSchedule(NoUpdateSchedule):
-    """Masks are updated once, at `target_step`."""
+    """Updates masks once, at `target_step`.
+
+    Example:
+      >>> schedule = OneShotSchedule(target_step=3)
+      >>> [step for step in range(9) if schedule.is_mask_update_iter(step)]
+      [3]
+    """
 
     target_step: int
 
@@ -83,13 +106,13 @@ class OneShotSchedule(NoUpdateSchedule):
 
 @dataclasses.dataclass(frozen=True)
 class PeriodicSchedule(NoUpdateSchedule):
-    """Masks are updated at the start step, every `update_freq` steps after it, and at the end step.
+    """Updates masks at the start step, every `update_freq` steps from there, and at the end step.
 
     Attributes:
       update_freq: steps from one update to the next, at least 1.
-      update_start_step: first step with an update.
-      update_end_step: last step with an update, also when `update_freq` does not divide the range;
-        `None` goes on for ever.
+      update_start_step: first update step.
+      update_end_step: last update step, whether or not `update_freq` divides the range; `None` for
+        no end.
 
     Example:
       >>> schedule = PeriodicSchedule(update_freq=4, update_start_step=2, update_end_step=9)
@@ -175,9 +198,9 @@ class PolynomialSchedule(PeriodicSchedule):
         assert self.update_end_step is not None
         step = jnp.asarray(step)
         length = max(self.update_end_step - self.update_start_step, 1)
-        left = jnp.clip(self.update_end_step - step, 0, length)
-        # Compiled, `left / length` may miss 1 by a bit; both ends have to be exact.
-        remaining = (left.astype(jnp.float32) / length) ** self.power
+        steps = jnp.clip(self.update_end_step - step, 0, length)
+        # Compiled, `steps / length` may miss 1 by a bit; both ends must be exact.
+        remaining = (steps.astype(jnp.float32) / length) ** self.power
         remaining = jnp.where(step <= self.update_start_step, 1.0, remaining)
         remaining = jnp.where(step >= self.update_end_step, 0.0, remaining)
 
@@ -200,14 +223,14 @@ SCHEDULES: Registry[type[Schedule]] = Registry(
 
 
 def update_range(schedule: Schedule) -> tuple[int, int | None] | None:
-    """The first and the last step with an update; (0, None) where a schedule does not say."""
-    own = getattr(schedule, "update_range", None)
-    return own() if own else (0, None)
+    """Returns the first and the last update step; (0, None) without a method `update_range`."""
+    method = getattr(schedule, "update_range", None)
+    return method() if method else (0, None)
 
 
-def values_of(fn: optax.Schedule, schedule: Schedule) -> dict[int, ArrayLike]:
-    """What a function of the step returns where updates begin and end."""
+def boundary_values(fn: optax.Schedule, schedule: Schedule) -> dict[int, ArrayLike]:
+    """Returns the values of a function at step 0 and at the first and last update step."""
     start, end = update_range(schedule) or (0, None)
-    # A schedule of optax sends its numbers to the device in its own way.
+    # A schedule of optax sends its numbers to the device implicitly.
     with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
         return {step: fn(step) for step in {0, start, start if end is None else end}}

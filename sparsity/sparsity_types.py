@@ -1,4 +1,4 @@
-"""Which entries of a tensor are kept or removed together; `sparsity.patterns` says how."""
+"""Patterns by the import path of jaxpruner; see `sparsity.patterns`."""
 
 from sparsity.patterns import (
     Block,
@@ -10,7 +10,7 @@ from sparsity.patterns import (
     parse_sparsity_type,
 )
 
-NbyM = NByM  # as one of jaxpruner's documents spells it
+NbyM = NByM  # the spelling of one of jaxpruner's documents
 
 __all__ = [
     "Block",

@@ -162,7 +162,7 @@ def test_whole_equinox_modules_train_and_are_reported_on(name):
     seen = updater.pre_forward_update(model, state)
     assert seen.activation is model.activation
     seen(jnp.ones(8))
-    rows = sparsity.layer_summary(seen, state, updater)
+    rows = sparsity.reports.layer_summary(seen, state, updater)
     paths = [f"layers/{layer}/{part}" for layer in (0, 1) for part in ("weight", "bias")]
     assert [row.path for row in rows] == paths
     assert "layers/0/weight" in sparsity.sparsity_table(seen, state, updater)

@@ -143,7 +143,7 @@ state = sparsity.get_sparse_state(opt_state)
 opt_state = sparsity.set_sparse_state(opt_state, state._replace(masks=state.masks))
 rows: jax.Array = state.masks["kernel"]
 masked: jax.Array = sparsity.apply_mask(params["kernel"], rows)
-for layer in sparsity.layer_summary(params, opt_state, careful):
+for layer in sparsity.reports.layer_summary(params, opt_state, careful):
     reached: bool = layer.target is None or layer.achieved >= layer.target
 '''
 # By names of files.

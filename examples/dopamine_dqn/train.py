@@ -56,7 +56,9 @@ def main() -> None:
 
 def check(agent: SparseDQNAgent, returns: list[float]) -> None:
     """Prints what was reached; ends the program if it is not what it should be."""
-    layers = sparsity.layer_summary(agent.online_params, agent.optimizer_state, agent.pruner)
+    layers = sparsity.reports.layer_summary(
+        agent.online_params, agent.optimizer_state, agent.pruner
+    )
     for layer in layers:
         if layer.target is not None:
             print(f"{layer.path:26} target {layer.target:.4f} zeros {layer.achieved:.4f}")

@@ -89,10 +89,13 @@ def main() -> None:
         state, _ = algorithm.apply(state, sampler.sample())
 
     metrics = fedjax.evaluate_model(model, state.params, test.padded_batch(batch_size=200))
-    check(sparsity.layer_summary(state.params, state.opt_state, pruner), float(metrics["accuracy"]))
+    check(
+        sparsity.reports.layer_summary(state.params, state.opt_state, pruner),
+        float(metrics["accuracy"]),
+    )
 
 
-def check(layers: list[sparsity.LayerSummary], accuracy: float) -> None:
+def check(layers: list[sparsity.reports.LayerSummary], accuracy: float) -> None:
     """Prints what was reached; ends the program if it is not what it should be."""
     for layer in layers:
         if layer.target is not None:

@@ -1,4 +1,4 @@
-"""A small vision transformer gets sparse in kauldron's Trainer and goes on from a checkpoint."""
+"""A small vision transformer becomes sparse in kauldron's Trainer and resumes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def make_trainer(workdir: str, pruner: sparsity.BaseUpdater, steps: int) -> kd.t
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1000, help="steps of training")
-    parser.add_argument("--workdir", help="keep checkpoints here; a second start goes on from them")
+    parser.add_argument("--workdir", help="keep checkpoints here; a second start resumes from them")
     options = parser.parse_args()
     pruner = make_pruner(options.steps)
     make = functools.partial(make_trainer, pruner=pruner, steps=options.steps)
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def check_resume(make: Callable[[], kd.train.Trainer], steps: int, expected: Any) -> None:
-    """Stops on the way up the ramp, goes on from the checkpoint, and compares with `expected`."""
+    """Stops during the ramp, resumes from the checkpoint, and compares with `expected`."""
     make().replace(stop_after_steps=steps * 3 // 5).train()
     trainer = make()
     print(f"going on from the checkpoint of step {trainer.checkpointer.latest_step}")
@@ -131,7 +131,7 @@ def check_resume(make: Callable[[], kd.train.Trainer], steps: int, expected: Any
 
 def check(state: Any, model: Any, pruner: sparsity.BaseUpdater) -> None:
     """Prints what was reached; ends the program if it is not what it should be."""
-    for layer in sparsity.layer_summary(state.params, state.opt_state, pruner):
+    for layer in sparsity.reports.layer_summary(state.params, state.opt_state, pruner):
         if layer.target is not None:
             print(f"{layer.path:52} target {layer.target:.4f} zeros {layer.achieved:.4f}")
             wrong = abs(layer.achieved - layer.target) * math.prod(layer.shape)

@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 
 
 class Checkpoint(NamedTuple):
-    """What a run goes on from."""
+    """The state from which a run resumes."""
 
     step: int  # steps taken so far; with the configuration's seed it gives the order of the data
     state: Any  # tree of arrays: weights, optimizer states with masks
@@ -65,7 +65,7 @@ class Checkpoints:
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Writes a checkpoint in the background; a kill leaves it whole or not there at all."""
-        # Copies, since training goes on with the memory of the state and with the history.
+        # Copies: training continues to use the memory of the state and of the history.
         leaves = {name: np.array(leaf) for name, leaf in _by_name(checkpoint.state).items()}
         meta = copy.deepcopy({"config": self._config, "history": checkpoint.history})
         meta["digest"] = _digest(leaves, meta)

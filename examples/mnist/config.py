@@ -85,7 +85,7 @@ FLAGS = {
         flags.DEFINE_string,
         None,
         "folder for checkpoints, pictures and events; by default runs/mnist/ALGORITHM in the"
-        " project, with a scope SCOPE_ALGORITHM. A run that is found there goes on",
+        " project, with a scope SCOPE_ALGORITHM. An existing run resumes",
     ),
     "restart": (flags.DEFINE_bool, False, "forget the run in the run folder and start afresh"),
     "tensorboard": (flags.DEFINE_bool, False, "write events for TensorBoard to the run folder"),

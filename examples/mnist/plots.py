@@ -123,7 +123,9 @@ def draw_accuracy(history: dict[str, list[Any]], names: dict[str, str]) -> Figur
 
 def draw_layers(network: Network, state: TrainState) -> Figure:
     """Sparsity of every layer beside its target."""
-    ax = sparsity.plot_sparsity(network.used_params(state), state.opt_state, network.updater)
+    ax = sparsity.reports.plot_sparsity(
+        network.used_params(state), state.opt_state, network.updater
+    )
     ax.grid(visible=False)
     return ax.figure
 

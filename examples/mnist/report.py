@@ -41,7 +41,7 @@ def print_report(
     masks = [sparsity.get_sparse_state(state.opt_state).masks for state in trained.values()]
     accuracies = [network.accuracy(trained[role], test) for role, network in networks.items()]
     steps = [stepping(network, trained[role], batch) for role, network in networks.items()]
-    seconds = dict(zip(networks, sparsity.time_in_turn(*steps, rounds=30), strict=True))
+    seconds = dict(zip(networks, sparsity.reports.time_in_turn(*steps, rounds=30), strict=True))
 
     table = numbers("", *(network.name for network in networks.values()))
     table.add_row("test accuracy", *(f"{accuracy:.1%}" for accuracy in accuracies))
@@ -64,7 +64,7 @@ def print_cut(
     steps = [stepping(network, network.init(), batch) for network in (before, after)]
     images = test.images[:1000]
     seconds = {
-        "training step": sparsity.time_in_turn(*steps, rounds=30),
+        "training step": sparsity.reports.time_in_turn(*steps, rounds=30),
         f"inference of {len(images):,} images": small.measure(before.model.init(), images),
     }
     print(small.report(seconds))

@@ -63,7 +63,7 @@ def make_smaller(
 
 
 def cut(network: Network, state: TrainState, plan: sparsity.Plan, smaller: Network) -> TrainState:
-    """Returns what training goes on from: weights and moments that are left, and the counters."""
+    """Returns the smaller weights and moments, and the counters, from which training continues."""
     small = sparsity.shrink(
         network.updater.scope.graph, state.params, plan, state.opt_state.inner_state
     )

@@ -1,4 +1,4 @@
-"""Events for TensorBoard: `tensorboard --logdir RUN_DIR` shows them while training goes on."""
+"""Events for TensorBoard: `tensorboard --logdir RUN_DIR` shows them during training."""
 
 from __future__ import annotations
 

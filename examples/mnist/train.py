@@ -1,7 +1,7 @@
 """Trains a small network on real images, dense and sparse side by side, and compares the two.
 
-A run that was stopped goes on from its last checkpoint and ends with the same bits as one that was
-not: all that a step depends on is in the checkpoint or follows from the configuration.
+A stopped run resumes from its last checkpoint and ends with the same bits as an uninterrupted one:
+a step depends on the checkpoint and the configuration alone.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def fit(
         is_evaluated = (step + 1) % experiment.eval_every == 0 or step + 1 == num_steps
         if isinstance(sparse.updater, sparsity.EpochStrategy):  # right after each pruning, too
             is_evaluated |= sparse.updater.scheduler.is_mask_update_iter(step)
-        # Masks that are made anew in every step are looked at when the network is evaluated.
+        # Masks that every step makes are examined when the network is evaluated.
         is_update = sparse.updater.scheduler.is_mask_update_iter(step)
         if has_masks and (is_update if stores_masks else is_evaluated):
             moved, row = moves.look(moved, sparse, trained["sparse"])
@@ -299,7 +299,7 @@ def main() -> None:
     try:
         end = fit(*run)
     except KeyboardInterrupt:
-        sys.exit("stopped; the same command goes on from the last checkpoint")
+        sys.exit("stopped; the same command resumes from the last checkpoint")
     run.checkpoints.close()
     finish(run.experiment, end, options.run_dir)
 

@@ -200,7 +200,7 @@ def trained_loss(trainer: peft_trainer.PeftTrainer) -> float:
 def check(trainer: peft_trainer.PeftTrainer, pruner: sparsity.BaseUpdater, steps: int) -> str:
     """Returns what was reached; ends the program if it is not what it should be."""
     weights, opt_state = nnx.state(trainer.model, nnx.Param), trainer.optimizer.opt_state
-    for layer in sparsity.layer_summary(weights, opt_state, pruner):
+    for layer in sparsity.reports.layer_summary(weights, opt_state, pruner):
         # Of coupled channels the scope decides how many zeros a matrix has; `shrink` looks.
         if layer.target is not None and not isinstance(pruner.scope, sparsity.Coupled):
             wrong = abs(layer.achieved - layer.target) * math.prod(layer.shape)

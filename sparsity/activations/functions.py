@@ -32,9 +32,9 @@ def prune_act_unstruct(
     Args:
       x: [*batch, ...] array of any floating or complex dtype.
       density: fraction to keep, in (0, 1]; may be traced.
-      batch_axes: number of leading axes whose slices each keep their own share; by default the
-        share is one of the whole array.
-      straight_through: let the gradient pass everywhere, not only where an entry is kept.
+      batch_axes: number of leading axes that index separate slices, each of which keeps `density`;
+        by default the array is one slice.
+      straight_through: pass the gradient to all entries, not only to kept ones.
 
     Returns:
       Array of the shape, dtype and sharding of `x`.
@@ -65,13 +65,13 @@ def prune_act_struct(
 ) -> jax.Array:
     """Keeps the n largest magnitudes of every m consecutive entries, with their sign.
 
-    A shorter last group keeps n entries as well, or all that it has. Ties go to the lowest index.
+    A shorter last group keeps n entries, or all if it has fewer. Ties go to the lowest index.
 
     Args:
       x: array of any floating or complex dtype with at least one axis.
-      pattern: (n, m), 'n:m', or an `NByM`, which has an axis of its own; n in [1, m].
-      axis: the axis along which groups lie.
-      straight_through: let the gradient pass everywhere, not only where an entry is kept.
+      pattern: (n, m), 'n:m', or an `NByM`; n in [1, m].
+      axis: the axis of the groups; an `NByM` has its own.
+      straight_through: pass the gradient to all entries, not only to kept ones.
 
     Returns:
       Array of the shape, dtype and sharding of `x`.

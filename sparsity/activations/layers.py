@@ -15,9 +15,9 @@ from sparsity.core import extras, names, trees
 from sparsity.core.checks import check_density
 from sparsity.patterns import NByM, parse_nm
 
-Pattern = float | str | tuple[int, int] | NByM
-Layers = names.Named[Pattern]
-Rule = Callable[[chex.Array], jax.Array]
+OutputPattern = float | str | tuple[int, int] | NByM
+LayerPatterns = names.Named[OutputPattern]
+PruneFn = Callable[[chex.Array], jax.Array]
 P = ParamSpec("P")
 R = TypeVar("R")
 Module = TypeVar("Module")
@@ -27,28 +27,28 @@ _REPORT = "activation_sparsity"
 
 def sparsify_linen(
     apply: Callable[P, R],
-    layers: Layers,
+    layers: LayerPatterns,
     *,
     batch_axes: int = 0,
     straight_through: bool = False,
 ) -> Callable[P, R]:
     """Returns the `apply` of a flax linen model with sparse outputs of chosen layers.
 
-    A method interceptor sees to it while the model runs; the model is not edited. Apply it with
-    `mutable=["intermediates"]` to read how sparse each output was.
+    A method interceptor prunes the outputs while the model runs; the model is not edited. Apply
+    with `mutable=["intermediates"]` to read the sparsity of each output.
 
     Args:
-      apply: `model.apply` (or `model.init`), not jitted, as a compiled function calls no layers.
-      layers: a density in (0, 1] or a pattern (n, m) for each layer. Layers are named by their
-        path, joined by '/' or as a tuple, by a regular expression that matches all of it, or by a
-        compiled pattern, which is searched in it. The first key that matches a layer counts; a full
-        path comes before all patterns.
+      apply: `model.apply` (or `model.init`), not jitted: a compiled function calls no layers.
+      layers: a density in (0, 1] or a pattern (n, m) for each key. A key is the path of a layer,
+        joined by '/' or as a tuple, a regular expression that matches the complete path, or a
+        compiled pattern that is searched in the path. A full path comes before all patterns, then
+        the first match counts.
       batch_axes: as in `prune_act_unstruct`.
       straight_through: as in `prune_act_unstruct`.
 
     Returns:
-      A function with the arguments and results of `apply`. It raises a ValueError if a key names
-      none of the layers that ran, or if a layer does not return one array.
+      A function with the arguments and results of `apply`. The function raises a ValueError if a
+      key matches none of the layers that ran, or if a layer does not return one array.
 
     Raises:
       ValueError: a density or a pattern is out of range.
@@ -95,13 +95,13 @@ def sparsify_linen(
 
 
 def sparsify_nnx(
-    model: Module, layers: Layers, *, batch_axes: int = 0, straight_through: bool = False
+    model: Module, layers: LayerPatterns, *, batch_axes: int = 0, straight_through: bool = False
 ) -> Module:
     """Returns a copy of a flax nnx model with sparse outputs of chosen layers.
 
-    The copy has the same parameters at the same paths; the model itself is not changed. As nnx has
-    no interceptors, a chosen layer of the copy is an instance of a subclass whose call intercepts
-    that of its class. `nnx.capture(copy, nnx.Intermediate)` returns how sparse each output was.
+    The copy has the same parameters at the same paths; the model stays unchanged. Because nnx has
+    no interceptors, a chosen layer of the copy is an instance of a subclass that prunes the output
+    of its class. `nnx.capture(copy, nnx.Intermediate)` returns the sparsity of each output.
 
     Args:
       model: an `nnx.Module`.
@@ -128,7 +128,7 @@ def sparsify_nnx(
     modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(copy) if path}
     _check_keys(rules, modules)
 
-    def sparse_class(base: Any, rule: Rule, name: str) -> Any:
+    def sparse_class(base: Any, rule: PruneFn, name: str) -> Any:
         class Sparse(base):  # type: ignore[misc]  # a class that is known at run time only
             def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
                 out, sparsity = _prune_output(rule, super().__call__(*args, **kwargs), name)
@@ -144,10 +144,12 @@ def sparsify_nnx(
     return copy
 
 
-def _rules(layers: Layers, batch_axes: int, straight_through: bool) -> dict[names.Key, Rule]:
-    """What to do with the output of a layer, by the key that names it."""
+def _rules(
+    layers: LayerPatterns, batch_axes: int, straight_through: bool
+) -> dict[names.Key, PruneFn]:
+    """Returns the function that prunes the output of a layer, by key."""
 
-    def rule(key: names.Key, pattern: Pattern) -> Rule:
+    def rule(key: names.Key, pattern: OutputPattern) -> PruneFn:
         if isinstance(pattern, str | tuple | list | NByM):
             kind = parse_nm(f"layers[{key!r}]", pattern)
             return functools.partial(
@@ -172,8 +174,8 @@ def _check_keys(keys: Iterable[names.Key], layers: Iterable[str]) -> None:
             )
 
 
-def _prune_output(rule: Rule, out: Any, name: str) -> tuple[jax.Array, jax.Array]:
-    """The output of a layer, pruned, and its fraction of zeros."""
+def _prune_output(rule: PruneFn, out: trees.PyTree, name: str) -> tuple[jax.Array, jax.Array]:
+    """Prunes the output of a layer; returns the output and the fraction of zeros."""
     if not trees.is_prunable(out):
         raise ValueError(
             f"Layer {name!r} returns {type(out).__name__}, but a layer with sparse activations "

@@ -27,6 +27,19 @@ class ACDC(MagnitudePruning):
     give a `PeriodicSchedule` with an end. In a dense phase the others start at zero, with a fresh
     optimizer state, and train from that step on; the source keeps the optimizer's momentum, which
     here has seen no gradient of them since they were pruned.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, sparsity
+      >>> schedule = sparsity.PeriodicSchedule(2, update_start_step=2, update_end_step=6)
+      >>> pruner = ACDC(scheduler=schedule, sparsity_distribution_fn=sparsity.Uniform(0.5))
+      >>> tx = pruner.wrap_optax(optax.sgd(0.1))
+      >>> weights = jnp.arange(1.0, 11.0).reshape(2, 5)
+      >>> state, kept = tx.init(weights), []
+      >>> for step in range(8):
+      ...     _, state = jax.jit(tx.update)(weights, state, weights)
+      ...     kept.append(int(state.masks.sum()))
+      >>> kept
+      [10, 10, 5, 5, 10, 10, 5, 5]
     """
 
     is_sparse_gradients: bool = True

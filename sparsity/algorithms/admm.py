@@ -20,7 +20,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_number, is_traced
 from sparsity.core.trees import PyTree
 from sparsity.masks import apply_mask, in_use, masked_paths
-from sparsity.sparsity_schedules import Schedule, update_range, values_of
+from sparsity.sparsity_schedules import Schedule, boundary_values, update_range
 from sparsity.training.hooks import ExtraArg
 from sparsity.training.state import SparseState
 
@@ -40,6 +40,18 @@ class ADMMPruning(MagnitudePruning):
       rho: the penalty, above 0, or a function of the step. `None` lets it rise linearly, from 0
         at step 0 to 0.1 at the end step, which suits networks: first the loss decides which weights
         are large, then z does. While rho is small beside the loss's curvature, z keeps changing.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, sparsity
+      >>> weights = jnp.array([[1.0, -3.0], [2.0, 0.5]])
+      >>> schedule = sparsity.PeriodicSchedule(10, update_end_step=100)
+      >>> half = sparsity.Uniform(0.5)
+      >>> pruner = ADMMPruning(rho=1.0, scheduler=schedule, sparsity_distribution_fn=half)
+      >>> tx = pruner.wrap_optax(optax.sgd(0.5))
+      >>> state = tx.init(weights)  # z = [[0, -3], [2, 0]]
+      >>> pruner.modify_gradients(jnp.zeros((2, 2)), weights, state)
+      Array([[1. , 0. ],
+             [0. , 0.5]], dtype=float32)
     """
 
     rho: float | optax.Schedule | None = None
@@ -109,7 +121,7 @@ class ADMMPruning(MagnitudePruning):
 
 
 def _check_penalties(fn: optax.Schedule, schedule: Schedule) -> None:
-    for step, rho in values_of(fn, schedule).items():
+    for step, rho in boundary_values(fn, schedule).items():
         if not is_traced(rho):
             check_number(f"rho({step})", float(jax.device_get(rho)), 0)
 

@@ -25,7 +25,7 @@ from sparsity.algorithms.pruners import SaliencyPruning
 from sparsity.core import trees
 from sparsity.core.checks import check_fraction, check_int, is_traced
 from sparsity.core.exact import Words
-from sparsity.core.names import known
+from sparsity.core.names import suggest
 from sparsity.core.trees import PyTree
 from sparsity.masks import Global, Scope, Sites, apply_masks, are_ones, create_masks
 from sparsity.patterns import Unstructured
@@ -44,6 +44,14 @@ class SnipPruning(SaliencyPruning):
 
     By default that is the first step, before anything is trained, as in the source. Masks that
     already prune, such as those of `wrap_optax(tx, masks=masks)`, stay as well.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsity
+      >>> params = {"a": jnp.ones((1, 2)), "b": jnp.ones((1, 2))}
+      >>> grads = {"a": jnp.array([[4.0, 3.0]]), "b": jnp.array([[2.0, 1.0]])}
+      >>> pruner = SnipPruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
+      >>> {name: mask.tolist() for name, mask in pruner.instant_sparsify(params, grads)[1].items()}
+      {'a': [[1, 1]], 'b': [[0, 0]]}
     """
 
     scheduler: Schedule = OneShotSchedule(0)
@@ -213,7 +221,7 @@ def prune_at_init(
     check_int("rounds", rounds, 1)
     given = {"loss_fn": loss_fn, "batches": batches, "fn": fn, "inputs": inputs}
     if name not in _NEEDS:
-        raise ValueError(f"name: {name!r} is not known. {known(name, _NEEDS)}")
+        raise ValueError(f"name: {name!r} is not known. {suggest(name, _NEEDS)}")
     function, data = needs = _NEEDS[name]
     if missing := [key for key in needs if given[key] is None]:
         raise ValueError(

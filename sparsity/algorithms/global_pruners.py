@@ -98,4 +98,13 @@ class GlobalMagnitudePruning(GlobalPruning, MagnitudePruning):
 
 @dataclasses.dataclass(kw_only=True)
 class GlobalSaliencyPruning(GlobalPruning, SaliencyPruning):
-    """Ranks |weight * gradient| across all layers, divided as in `GlobalMagnitudePruning`."""
+    """Ranks |weight * gradient| across all layers, divided as in `GlobalMagnitudePruning`.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsity
+      >>> params = {"a": jnp.ones((1, 2)), "b": jnp.ones((1, 2))}
+      >>> grads = {"a": jnp.array([[4.0, 3.0]]), "b": jnp.array([[2.0, 1.0]])}
+      >>> pruner = GlobalSaliencyPruning(sparsity=0.5, use_normalization=False)
+      >>> {name: mask.tolist() for name, mask in pruner.instant_sparsify(params, grads)[1].items()}
+      {'a': [[1, 1]], 'b': [[0, 0]]}
+    """

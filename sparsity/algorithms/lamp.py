@@ -26,6 +26,13 @@ class LampPruning(BaseUpdater):
     its own included; of equal magnitudes the one with the lower index ranks higher. The largest
     weight of a leaf scores 1, so that no layer vanishes while there are as many places as layers.
     A leaf is sorted to be scored, which gathers it where it is sharded.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsity
+      >>> params = {"large": jnp.array([[100.0, 400.0]]), "small": jnp.array([[1.0, 4.0]])}
+      >>> pruner = LampPruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
+      >>> {name: mask.tolist() for name, mask in pruner.instant_sparsify(params)[1].items()}
+      {'large': [[0, 1]], 'small': [[0, 1]]}
     """
 
     regrows: ClassVar[bool | None] = False  # a pruned weight is 0, which scores lowest

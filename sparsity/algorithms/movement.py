@@ -28,6 +28,13 @@ class MovementPruning(BaseUpdater):
     The published code trains the sums by an Adam of their own, and pruned weights keep their
     values. Its soft variant, with a threshold in place of a rank, is not offered: how many weights
     pass the threshold depends on the rate of that Adam and on a penalty, so no target would be met.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsity
+      >>> weights, grads = jnp.array([[2.0, 1.0]]), jnp.array([[1.0, -1.0]])
+      >>> pruner = MovementPruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
+      >>> pruner.instant_sparsify(weights, grads)[0]  # descent enlarges the second
+      Array([[0., 1.]], dtype=float32)
     """
 
     regrows: ClassVar[bool | None] = True
@@ -58,7 +65,11 @@ class MovementPruning(BaseUpdater):
                 "MovementPruning scores weights by their gradients, got grads = None. Pass those "
                 "of a step, instant_sparsify(params, grads), or train with wrap_optax."
             )
-        return trees.map_matched(lambda _, param, grad: movement(param, grad), params, grads)
+
+        def score(_: trees.KeyPath, param: jax.Array, grad: Any) -> jax.Array:
+            return movement(param, grad)
+
+        return trees.map_matched(score, params, grads)
 
 
 def movement(param: jax.Array, grad: jax.Array) -> jax.Array:

@@ -23,6 +23,14 @@ class MagnitudePruning(BaseUpdater):
     """Keeps the weights of the largest magnitude.
 
     Source: Zhu & Gupta 2017, "To prune, or not to prune", with a `PolynomialSchedule`.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsity
+      >>> weights = jnp.array([[1.0, -3.0], [2.0, 0.5]])
+      >>> pruner = MagnitudePruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
+      >>> pruner.instant_sparsify(weights)[0]
+      Array([[ 0., -3.],
+             [ 2.,  0.]], dtype=float32)
     """
 
     regrows: ClassVar[bool | None] = False  # a pruned weight is 0, which scores lowest
@@ -40,6 +48,13 @@ class SaliencyPruning(BaseUpdater):
 
     Source: Molchanov et al. 2016, "Pruning Convolutional Neural Networks for Resource Efficient
     Inference", equation 6.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsity
+      >>> weights, grads = jnp.array([[1.0, -3.0]]), jnp.array([[4.0, 1.0]])
+      >>> pruner = SaliencyPruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
+      >>> pruner.instant_sparsify(weights, grads)[0]
+      Array([[1., 0.]], dtype=float32)
     """
 
     @elementwise
@@ -69,6 +84,12 @@ class RandomPruning(BaseUpdater):
     """Keeps a random subset fixed by `rng_seed` and the leaf's path.
 
     Masks are nested as the sparsity rises: a pruned weight stays pruned.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsity
+      >>> pruner = RandomPruning(rng_seed=1, sparsity_distribution_fn=sparsity.Uniform(0.5))
+      >>> int(pruner.instant_sparsify(jnp.ones((4, 5)))[1].sum())
+      10
     """
 
     regrows: ClassVar[bool | None] = False

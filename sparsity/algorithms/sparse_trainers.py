@@ -30,7 +30,7 @@ from sparsity.masks import (
     lazy_scores,
     move_masks,
 )
-from sparsity.sparsity_schedules import update_range, values_of
+from sparsity.sparsity_schedules import boundary_values, update_range
 from sparsity.training.hooks import ExtraArg, call_hook, is_overridden
 from sparsity.training.state import SparseState
 
@@ -97,7 +97,16 @@ class SparseTraining(BaseUpdater):
 
 @dataclasses.dataclass(kw_only=True)
 class StaticRandomSparse(SparseTraining):
-    """Trains within one mask: a random one, or that of `wrap_optax(tx, masks=masks)`."""
+    """Trains within one mask: a random one, or that of `wrap_optax(tx, masks=masks)`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, sparsity
+      >>> weights, mask = jnp.array([[1.0, 0.0, 3.0]]), jnp.array([[1, 0, 1]])
+      >>> tx = StaticRandomSparse().wrap_optax(optax.sgd(0.5), masks=mask)
+      >>> updates, _ = tx.update(jnp.ones((1, 3)), tx.init(weights), weights)
+      >>> optax.apply_updates(weights, updates)
+      Array([[0.5, 0. , 2.5]], dtype=float32)
+    """
 
     regrows: ClassVar[bool | None] = False
 
@@ -143,7 +152,7 @@ class DropAndGrow(SparseTraining):
         raise NotImplementedError(f"{type(self).__name__} must override get_grow_scores.")
 
     def init_state(self, params: PyTree) -> SparseState:
-        for step, fraction in values_of(self.drop_fraction_fn, self.scheduler).items():
+        for step, fraction in boundary_values(self.drop_fraction_fn, self.scheduler).items():
             check_fraction(f"drop_fraction_fn({step})", fraction)
         return super().init_state(params)
 
@@ -202,6 +211,18 @@ class SET(DropAndGrow):
 
     Source: Mocanu et al. 2018, "Scalable training of artificial neural networks with adaptive
     sparse connectivity inspired by network science".
+
+    Example:
+      >>> import jax.numpy as jnp, optax, sparsity
+      >>> weights = jnp.arange(1.0, 21.0).reshape(4, 5)
+      >>> half = sparsity.Uniform(0.5)
+      >>> pruner = SET(scheduler=sparsity.PeriodicSchedule(100), sparsity_distribution_fn=half)
+      >>> tx = pruner.wrap_optax(optax.sgd(0.1))
+      >>> before = tx.init(weights)
+      >>> _, after = tx.update(weights, before, weights)  # step 0 moves the mask
+      >>> kept = int((before.masks & after.masks).sum())
+      >>> kept, int(after.masks.sum())  # of 10 active weights 3 are dropped, and 3 may grow again
+      (7, 10)
     """
 
     def get_grow_scores(
@@ -223,6 +244,20 @@ class RigL(DropAndGrow):
     Fields and behaviour are those of `SET`, but for what grows.
 
     Source: Evci et al. 2020, "Rigging the Lottery: Making All Tickets Winners", algorithm 1.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, sparsity
+      >>> weights, mask = jnp.array([[1.0, 2.0, 0.0, 0.0]]), jnp.array([[1, 1, 0, 0]])
+      >>> pruner = RigL(
+      ...     scheduler=sparsity.PeriodicSchedule(100),
+      ...     drop_fraction_fn=optax.constant_schedule(0.5),
+      ...     sparsity_distribution_fn=sparsity.Uniform(0.5),
+      ... )
+      >>> tx = pruner.wrap_optax(optax.sgd(0.1), masks=mask)
+      >>> grads = jnp.array([[0.0, 0.0, 1.0, -5.0]])
+      >>> _, state = tx.update(grads, tx.init(weights), weights)  # step 0 moves the mask
+      >>> state.masks
+      Array([[0, 1, 0, 1]], dtype=uint8)
     """
 
     @elementwise
@@ -234,6 +269,16 @@ class RigL(DropAndGrow):
 
 @dataclasses.dataclass(kw_only=True)
 class GlobalRigL(RigL):
-    """RigL whose layers trade weights: the total stays, and each layer finds its own density."""
+    """RigL whose layers trade weights: the total stays, and each layer finds its own density.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, sparsity
+      >>> params = {"a": jnp.ones((4, 5)), "b": jnp.ones((2, 5))}
+      >>> schedule, half = sparsity.PeriodicSchedule(100), sparsity.Uniform(0.5)
+      >>> pruner = GlobalRigL(scheduler=schedule, sparsity_distribution_fn=half)
+      >>> masks = pruner.wrap_optax(optax.sgd(0.1)).init(params).masks
+      >>> int(masks["a"].sum() + masks["b"].sum())
+      15
+    """
 
     scope: Scope = Global()

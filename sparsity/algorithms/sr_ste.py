@@ -27,6 +27,15 @@ class SRSTE(StraightThrough, MagnitudePruning):
 
     Attributes:
       decay: of masked weights, at least 0; 2e-4 in the source.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, sparsity
+      >>> weights = jnp.array([[1.0, -3.0], [2.0, 0.5]])
+      >>> pruner = SRSTE(decay=0.5, sparsity_distribution_fn=sparsity.Uniform(0.5))
+      >>> state = pruner.wrap_optax(optax.sgd(0.1)).init(weights)
+      >>> pruner.modify_gradients(jnp.zeros((2, 2)), weights, state)
+      Array([[0.5 , 0.  ],
+             [0.  , 0.25]], dtype=float32)
     """
 
     decay: float = 2e-4

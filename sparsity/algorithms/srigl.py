@@ -39,6 +39,14 @@ class SRigL(RigL):
     Attributes:
       min_salient: a neuron with fewer salient weights than this fraction of the mean fan-in is
         removed, in [0, 1]; 0.3 in the source, 0.95 for transformers.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, sparsity
+      >>> half = sparsity.Uniform(0.5)
+      >>> pruner = SRigL(scheduler=sparsity.PeriodicSchedule(100), sparsity_distribution_fn=half)
+      >>> state = pruner.wrap_optax(optax.sgd(0.1)).init(jnp.ones((4, 3)))
+      >>> state.masks.sum(axis=0).tolist()  # weights of each neuron
+      [2, 2, 2]
     """
 
     min_salient: float = 0.3

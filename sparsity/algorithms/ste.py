@@ -98,12 +98,31 @@ class StraightThrough(BaseUpdater):
 
 @dataclasses.dataclass(kw_only=True)
 class SteMagnitudePruning(StraightThrough, MagnitudePruning):
-    """Uses the weights of the largest magnitude in the forward pass and trains all of them."""
+    """Uses the weights of the largest magnitude in the forward pass and trains all of them.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, sparsity
+      >>> weights = jnp.array([[1.0, -3.0], [2.0, 0.5]])
+      >>> pruner = SteMagnitudePruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
+      >>> state = pruner.wrap_optax(optax.sgd(0.1)).init(weights)
+      >>> pruner.pre_forward_update(weights, state)
+      Array([[ 0., -3.],
+             [ 2.,  0.]], dtype=float32)
+    """
 
 
 @dataclasses.dataclass(kw_only=True)
 class SteRandomPruning(StraightThrough, RandomPruning):
-    """Uses other random weights in every forward pass and trains all of them."""
+    """Uses other random weights in every forward pass and trains all of them.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, sparsity
+      >>> weights = jnp.ones((4, 5))
+      >>> pruner = SteRandomPruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
+      >>> state = pruner.wrap_optax(optax.sgd(0.1)).init(weights)
+      >>> int((pruner.pre_forward_update(weights, state) != 0).sum())
+      10
+    """
 
     def calculate_scores(
         self,

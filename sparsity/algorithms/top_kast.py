@@ -40,6 +40,18 @@ class TopKast(StraightThrough, MagnitudePruning):
       backward_sparsity: fraction of the weights outside of B, at most the target; a leaf whose own
         target is lower has B = A. `None` makes B twice as large as A.
       regularization: of the exploration, at least 0; 1e-4 in the source.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, sparsity
+      >>> weights = jnp.array([[1.0, -3.0], [2.0, 0.5]])
+      >>> pruner = TopKast(sparsity_distribution_fn=sparsity.Uniform(0.75), backward_sparsity=0.5)
+      >>> state = pruner.wrap_optax(optax.sgd(0.1)).init(weights)
+      >>> pruner.pre_forward_update(weights, state)  # A
+      Array([[ 0., -3.],
+             [ 0.,  0.]], dtype=float32)
+      >>> state.algorithm_state  # B
+      Array([[0, 1],
+             [1, 0]], dtype=uint8)
     """
 
     store_masks: bool = dataclasses.field(default=True, init=False)

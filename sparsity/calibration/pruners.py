@@ -153,6 +153,15 @@ class RIAPruning(CalibratedPruning):
 
     Source: Zhang et al. 2024, "Plug-and-Play: An Efficient Post-training Pruning Method for Large
     Language Models", equation 4 with a = 0.5.
+
+    Example:
+      >>> from sparsity.sparsity_distributions import Uniform
+      >>> seen = Statistic(squares=jnp.ones(2), count=8, contracting=(0,), output=(1,))
+      >>> kernel = jnp.array([[1.0, 3.0], [1.0, 1.0]])
+      >>> pruner = RIAPruning(sparsity_distribution_fn=Uniform(0.5))
+      >>> pruner.instant_sparsify(kernel, statistics={(): seen})[1]  # shares 0.75, 1.5, 1, 0.75
+      Array([[0, 1],
+             [1, 0]], dtype=uint8)
     """
 
     def score(self, weights: jax.Array, squares: jax.Array) -> jax.Array:

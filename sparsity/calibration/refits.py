@@ -110,6 +110,16 @@ class ADMM:
     Source: Boza 2024, "Fast and Effective Weight Update for Pruned Large Language Models",
     algorithms 1 and 2. A version of its code starts at the full sparsity and lets N:M ramp.
     Inputs that were always 0 keep the pruner's weights.
+
+    Example:
+      >>> x = jnp.array([[1.0, 1.0], [1.0, 0.0]])
+      >>> seen = Statistic(gram=x.T @ x, count=2, contracting=(0,), output=(1,))
+      >>> mask = jnp.array([[1], [0]], jnp.uint8)
+      >>> dense, pruned = jnp.array([[2.0], [4.0]]), jnp.array([[2.0], [0.0]])
+      >>> refit = ADMM(iterations=50, damping=0.0)
+      >>> refit(dense, pruned, mask, seen, select=None)[0].round(3)  # 2 + 4 x 1 / 2
+      Array([[4.],
+             [0.]], dtype=float32)
     """
 
     iterations: int = 20

@@ -165,7 +165,7 @@ class Statistic:
         )
 
     def innermost(self, axis: int, shape: tuple[int, ...]) -> Statistic:
-        """Returns it with a contracting axis as the last one, whose entries are then neighbours."""
+        """Returns a copy whose last contracting axis is `axis`: inputs along it are adjacent."""
         order = (*(own for own in self.contracting if own != axis), axis)
         if order == self.contracting:
             return self

@@ -1,4 +1,4 @@
-"""The command `sparsity`: inspects, prunes and compares checkpoints without unpickling anything."""
+"""The command `sparsity` inspects, prunes and compares checkpoints, and unpickles nothing."""
 
 from sparsity.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Checkpoints by path: which format one has, reading it lazily, writing a copy at once or not."""
+"""Checkpoints by path: detects the format, reads lazily, writes a copy completely or not at all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 
 from sparsity.cli import msgpack, npz, orbax, safetensors
-from sparsity.cli.leaf import Leaf, reading
+from sparsity.cli.stored import StoredArray, reading
 from sparsity.core import trees
 from sparsity.core.checks import unique_keys
 from sparsity.core.names import matches
@@ -21,19 +21,19 @@ FORMATS = {".safetensors": safetensors, ".npz": npz, ".msgpack": msgpack}
 
 
 def read(path: Path) -> PyTree:
-    """Returns the tree of a checkpoint with a `Leaf` for each array, and without other values.
+    """Returns the tree of a checkpoint: a `StoredArray` for each array, and no other values.
 
     Raises:
-      ValueError: there is nothing at the path, or it is damaged or of no known format.
+      ValueError: the path does not exist, or its checkpoint is damaged or of an unknown format.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist. Give the path of a checkpoint.")
-    file_format = _format_of(path)
+    file_format = _find_format(path)
     with reading(path):
         return file_format.read(path)
 
 
-def leaves_by_name(tree: PyTree) -> dict[str, Leaf]:
+def leaves_by_name(tree: PyTree) -> dict[str, StoredArray]:
     """Returns the leaves of a tree by their paths, joined by '/'.
 
     Raises:
@@ -43,11 +43,11 @@ def leaves_by_name(tree: PyTree) -> dict[str, Leaf]:
     return unique_keys((trees.path_string(path), leaf) for path, leaf in leaves.items())
 
 
-def select(leaves: dict[str, Leaf], key: str | None) -> dict[str, Leaf]:
-    """Returns the leaves that a filter names, all of them without one.
+def select(leaves: dict[str, StoredArray], key: str | None) -> dict[str, StoredArray]:
+    """Returns the leaves that a filter names; all leaves without a filter.
 
     Raises:
-      ValueError: the filter names none; the nearest is in the message.
+      ValueError: the filter names no leaf; the message has the nearest name.
     """
     selected = {name: leaf for name, leaf in leaves.items() if key is None or matches(key, name)}
     if key is not None and not selected:
@@ -60,7 +60,7 @@ def select(leaves: dict[str, Leaf], key: str | None) -> dict[str, Leaf]:
 def check_target(source: Path, target: Path, overwrite: bool) -> None:
     """Raises a ValueError if a copy of a checkpoint cannot be written to a path.
 
-    Only a checkpoint of the same format that was recognised is replaced, and only as a whole.
+    A copy replaces only a whole checkpoint that is recognised and has the same format.
     """
     exists = os.path.lexists(target)  # links that lead nowhere, too
     if exists and not overwrite:
@@ -83,18 +83,18 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
 
 
 def write(
-    source: Path, target: Path, changed: list[tuple[Leaf, np.ndarray]], *, overwrite: bool
+    source: Path, target: Path, changed: list[tuple[StoredArray, np.ndarray]], *, overwrite: bool
 ) -> None:
-    """Writes a copy of a checkpoint with other values for some leaves: complete, or not at all.
+    """Writes a copy of a checkpoint with other values for some leaves, completely or not at all.
 
-    The copy is made beside the target, whose place it takes when it is complete. If the process is
-    killed while a folder is replaced, the old one lies in a hidden folder beside it.
+    The copy is written next to the target and moved there when complete. If the process is killed
+    while it replaces a folder, the old folder lies in a hidden folder next to the target.
     """
     folder = target.absolute().parent
-    with tempfile.TemporaryDirectory(prefix=".sparsity-", dir=folder) as beside:
-        new, old = Path(beside) / f"new{target.suffix}", Path(beside) / "old"
+    with tempfile.TemporaryDirectory(prefix=".sparsity-", dir=folder) as temporary:
+        new, old = Path(temporary) / f"new{target.suffix}", Path(temporary) / "old"
         with reading(source):
-            _format_of(source).write(source, new, changed)
+            _find_format(source).write(source, new, changed)
         check_target(source, target, overwrite)  # again: another program may have written there
         try:
             if target.is_dir():  # no folder takes the place of one that is not empty
@@ -107,7 +107,7 @@ def write(
 
 
 def _check_replaced(source: Path, target: Path) -> None:
-    """Raises a ValueError if a path is no checkpoint of a format, and that alone."""
+    """Raises a ValueError unless a path holds a checkpoint like the source, and nothing else."""
     if target.is_dir() and Path.cwd().is_relative_to(target.resolve()):
         raise ValueError(f"{target} contains the current folder. Change to another one first.")
     try:
@@ -124,7 +124,7 @@ def _check_replaced(source: Path, target: Path) -> None:
         ) from error
 
 
-def _format_of(path: Path) -> ModuleType:
+def _find_format(path: Path) -> ModuleType:
     if path.is_dir():
         return orbax
     if path.suffix not in FORMATS or not path.is_file():

@@ -1,6 +1,6 @@
-"""Patterns that a mask has, whoever made it: N:M, blocks, channels.
+"""Detects the patterns of a mask: N:M, blocks, channels.
 
-A mask is given as bits, one for each entry, so that even that of a large array fits in memory.
+Masks are packed to one bit an entry, so that the mask of a large array fits in memory.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-GROUPS = (2, 4, 8, 16, 32)  # sizes of groups that N:M patterns are looked for with
-TILE = 1 << 20  # entries that are unpacked at once
+GROUPS = (2, 4, 8, 16, 32)  # the sizes M of the N:M patterns to look for
+TILE = 1 << 20  # entries to unpack at once
 
 
 def find_patterns(bits: np.ndarray, shape: tuple[int, ...]) -> list[str]:
@@ -19,12 +19,12 @@ def find_patterns(bits: np.ndarray, shape: tuple[int, ...]) -> list[str]:
 
     Args:
       bits: [ceil(size / 8)] uint8, the mask as `numpy.packbits` packs it, 1 = kept.
-      shape: that of the mask.
+      shape: shape of the mask.
 
     Returns:
-      The channels that are kept or removed as a whole; else the largest blocks that are, and for
-      each axis the N:M pattern that holds: a group of M has at most N ones, and there are too many
-      ones for fewer. Nothing for a mask of ones or of zeros.
+      The channel pattern, if channels are kept or removed as a whole. Otherwise the largest block
+      pattern, and for each axis the N:M pattern with the smallest N that the number of ones allows.
+      An empty list for a mask of ones or of zeros.
 
     Example:
       >>> mask = np.array([[1, 0, 1, 0], [0, 0, 1, 1]])
@@ -34,17 +34,17 @@ def find_patterns(bits: np.ndarray, shape: tuple[int, ...]) -> list[str]:
     ones = int(np.bitwise_count(bits).sum())
     if ones in (0, math.prod(shape)):
         return []
-    found = _find_units(bits, shape)
-    if found and found[0].startswith("channel"):
-        return found
+    patterns = _find_units(bits, shape)
+    if patterns and patterns[0].startswith("channel"):
+        return patterns
     for axis in range(-len(shape), 0):
         if best := _find_groups(bits, shape, axis, ones):
-            found.append(f"nm_{best[0]},{best[1]},{axis}")
-    return found
+            patterns.append(f"nm_{best[0]},{best[1]},{axis}")
+    return patterns
 
 
 def _find_units(bits: np.ndarray, shape: tuple[int, ...]) -> list[str]:
-    """The channels, else the blocks, of which a mask consists."""
+    """Returns the channel pattern of a mask, or its block pattern."""
     steps = [_step_of_changes(bits, shape, axis) for axis in range(len(shape))]
     moving = [axis - len(shape) for axis, step in enumerate(steps) if step]
     if len(moving) == 1 and len(shape) > 1:
@@ -54,7 +54,10 @@ def _find_units(bits: np.ndarray, shape: tuple[int, ...]) -> list[str]:
 
 
 def _step_of_changes(bits: np.ndarray, shape: tuple[int, ...], axis: int) -> int:
-    """The largest step such that a mask changes along an axis at its multiples only; 0 = never."""
+    """Returns the largest step whose multiples are the only places where a mask changes; 0 = none.
+
+    Places are counted along an axis.
+    """
     size, width = shape[axis], math.prod(shape[axis + 1 :])
     before, step = np.empty(width, np.uint8), 0
     for start, columns, tile in _tiles(bits, math.prod(shape[: axis + 1]), width):
@@ -70,10 +73,10 @@ def _step_of_changes(bits: np.ndarray, shape: tuple[int, ...], axis: int) -> int
 def _find_groups(
     bits: np.ndarray, shape: tuple[int, ...], axis: int, ones: int
 ) -> tuple[int, int] | None:
-    """The sparsest N:M that a mask has along an axis, of those the one with the smallest M."""
+    """Returns the sparsest N:M pattern of a mask along an axis; on ties the smallest M."""
     size, width = shape[axis], math.prod(shape[len(shape) + axis + 1 :])
     most = {m: 0 for m in GROUPS if size % m == 0}
-    fewest = {m: -(-ones * m // math.prod(shape)) for m in most}  # that any group of M must keep
+    fewest = {m: -(-ones * m // math.prod(shape)) for m in most}  # ones in the fullest group
     for _, _, tile in _tiles(bits, math.prod(shape) // width, width):
         counts = tile
         for m in most:
@@ -86,9 +89,9 @@ def _find_groups(
 
 
 def _tiles(bits: np.ndarray, rows: int, width: int) -> Iterator[tuple[int, slice, np.ndarray]]:
-    """Parts of the mask as a matrix of that many rows: first row, columns, uint8 entries.
+    """Yields tiles of the mask as a matrix [rows, width]: first row, columns, uint8 entries.
 
-    They hold whole groups of 32 rows, and all columns unless these can be split at bytes.
+    A tile holds complete groups of 32 rows, and all columns unless bytes divide them.
     """
     step = max(TILE // width // 32, 1) * 32
     for start in range(0, rows, step):
@@ -99,6 +102,6 @@ def _tiles(bits: np.ndarray, rows: int, width: int) -> Iterator[tuple[int, slice
             yield start, slice(None), entries.reshape(count, width)
             continue
         part = part.reshape(count, width // 8)
-        for left in range(0, width // 8, TILE // 256):
-            right = min(left + TILE // 256, width // 8)
-            yield start, slice(8 * left, 8 * right), np.unpackbits(part[:, left:right], axis=1)
+        for first in range(0, width // 8, TILE // 256):
+            last = min(first + TILE // 256, width // 8)
+            yield start, slice(8 * first, 8 * last), np.unpackbits(part[:, first:last], axis=1)

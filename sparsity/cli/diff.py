@@ -1,16 +1,15 @@
-"""`sparsity diff`: which masks moved and which weights changed between two checkpoints."""
+"""`sparsity diff` shows which masks moved and which weights changed between two checkpoints."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from sparsity.cli import checkpoints
-from sparsity.cli.leaf import Leaf
-from sparsity.cli.output import print_json, print_table, shape_text
+from sparsity.cli.output import JsonObject, print_json, print_table, shape_text
+from sparsity.cli.stored import StoredArray
 
 ABOUT = "Show which masks moved and which weights changed between two checkpoints."
 EXAMPLES = """\
@@ -28,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints where two checkpoints differ; returns 1 if they do, else 0."""
+    """Prints the differences of two checkpoints; returns 1 if there are any, else 0."""
     old, new = (
         checkpoints.leaves_by_name(checkpoints.read(path))
         for path in (arguments.old, arguments.new)
@@ -48,16 +47,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if differing else 0
 
 
-def compare(old: Leaf | None, new: Leaf | None) -> dict[str, Any]:
-    """Returns how an array differs; both are read once, piece by piece.
+def compare(old: StoredArray | None, new: StoredArray | None) -> JsonObject:
+    """Compares two arrays; reads both once, piece by piece.
 
     Returns:
-      `old` and `new`, each with `shape` and `dtype`, or `None` where there is no such array. If the
-      shapes are equal, numbers of entries, too: `kept` are not zero in both, `dropped` in the old
-      one only, `grown` in the new one only; `changed` are those kept with another value. A NaN
-      equals a NaN.
+      `old` and `new`: the `shape` and `dtype` of each array, `None` for a missing one. For equal
+      shapes also counts of entries: `kept` are non-zero in both arrays, `dropped` in the old one
+      only, `grown` in the new one only; `changed` are kept with another value. NaN equals NaN.
     """
-    report: dict[str, Any] = {"old": _kind(old), "new": _kind(new)}
+    report: JsonObject = {"old": _kind(old), "new": _kind(new)}
     if old is None or new is None or old.shape != new.shape:
         return report
     counts = np.zeros(len(COUNTS), np.int64)
@@ -70,20 +68,20 @@ def compare(old: Leaf | None, new: Leaf | None) -> dict[str, Any]:
     return report | dict(zip(COUNTS, counts.tolist(), strict=True))
 
 
-def _kind(leaf: Leaf | None) -> dict[str, Any] | None:
+def _kind(leaf: StoredArray | None) -> JsonObject | None:
     return None if leaf is None else {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
 
 
-def _differs(leaf: dict[str, Any]) -> bool:
+def _differs(leaf: JsonObject) -> bool:
     return leaf["old"] != leaf["new"] or any(leaf[key] for key in COUNTS[1:])
 
 
-def _cells(leaf: dict[str, Any]) -> list[str]:
+def _cells(leaf: JsonObject) -> list[str]:
     return [_change(leaf), *(f"{leaf[key]:,}" if key in leaf else "" for key in COUNTS)]
 
 
-def _change(leaf: dict[str, Any]) -> str:
-    """What kind of array it is, or was and has become."""
+def _change(leaf: JsonObject) -> str:
+    """Returns the shape and dtype of an array, or those of both if they differ."""
     if "old" not in leaf:
         return ""
     kinds = [

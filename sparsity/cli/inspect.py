@@ -1,4 +1,4 @@
-"""`sparsity inspect`: how sparse a checkpoint is, in which pattern, and what it takes of a disk."""
+"""`sparsity inspect` shows the sparsity, the patterns and the bytes of a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import argparse
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
 from sparsity.cli import checkpoints
 from sparsity.cli.detect import find_patterns
-from sparsity.cli.leaf import Leaf
-from sparsity.cli.output import bytes_text, print_json, print_table, shape_text
+from sparsity.cli.output import JsonObject, bytes_text, print_json, print_table, shape_text
+from sparsity.cli.stored import StoredArray
 from sparsity.core import extras
 
 ABOUT = "Show what a checkpoint holds: sparsity, patterns, bytes."
@@ -31,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what is in a checkpoint."""
+    """Prints a row for each array of a checkpoint, and their sum."""
     leaves_by_name = checkpoints.leaves_by_name(checkpoints.read(arguments.path))
     selected = checkpoints.select(leaves_by_name, arguments.filter)
     zstd = _load_zstd()
@@ -47,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _load_zstd() -> ModuleType | None:
-    """Returns the package that compresses; without it, says once how to get it."""
+    """Returns the package `zstandard`; if it is missing, prints the remedy and returns `None`."""
     try:
         return extras.load("zstandard", "cli")
     except ImportError as error:
@@ -55,17 +54,16 @@ def _load_zstd() -> ModuleType | None:
         return None
 
 
-def describe(leaf: Leaf, zstd: ModuleType | None) -> dict[str, Any]:
-    """Returns what is known of an array; it is read once, piece by piece.
+def describe(leaf: StoredArray, zstd: ModuleType | None) -> JsonObject:
+    """Describes an array; reads it once, piece by piece.
 
     Args:
       leaf: the array.
       zstd: the package `zstandard`, `None` where it is not installed.
 
     Returns:
-      `shape`, `dtype`, `size`, `nonzeros`, `sparsity`, `patterns`, and the `bytes` that it takes:
-      `dense`; `bitmask`, a bit for each entry beside the non-zeros; `zstd`, compressed, `None`
-      without the package.
+      `shape`, `dtype`, `size`, `nonzeros`, `sparsity`, `patterns`, and `bytes`: `dense`; `bitmask`,
+      the non-zeros and a bit for each entry; `zstd`, compressed, `None` without the package.
     """
     packed = [np.empty(0, np.uint8)]
     compressor = zstd.ZstdCompressor().compressobj() if zstd else None
@@ -91,7 +89,7 @@ def describe(leaf: Leaf, zstd: ModuleType | None) -> dict[str, Any]:
     }
 
 
-def _total(leaves: list[dict[str, Any]]) -> dict[str, Any]:
+def _total(leaves: list[JsonObject]) -> JsonObject:
     size, nonzeros = (sum(leaf[key] for leaf in leaves) for key in ("size", "nonzeros"))
     return {
         "size": size,
@@ -102,7 +100,7 @@ def _total(leaves: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _sum(counts: list[int | None]) -> int | None:
-    """Returns the sum of numbers of bytes, `None` if one is not known."""
+    """Returns the sum of numbers of bytes, `None` if one is unknown."""
     numbers = [count for count in counts if count is not None]
     return sum(numbers) if len(numbers) == len(counts) else None
 
@@ -111,7 +109,7 @@ def _sparsity(nonzeros: int, size: int) -> float:
     return (size - nonzeros) / max(size, 1)
 
 
-def _cells(leaf: dict[str, Any]) -> list[str]:
+def _cells(leaf: JsonObject) -> list[str]:
     return [
         shape_text(leaf["shape"]) if "shape" in leaf else f"{leaf['size']:,}",
         leaf.get("dtype", ""),

@@ -1,4 +1,4 @@
-"""The arguments of the command `sparsity`, and how its errors end it."""
+"""The command `sparsity`: its arguments, and its errors as exit codes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-      argv: its arguments; those of the process by default.
+      argv: arguments of the command; by default those of the process.
 
     Returns:
-      The exit code: 0, 1 if `diff` found differences, 2 for an error, which is one line of stderr.
+      The exit code: 0, 1 if `diff` finds differences, 2 after an error, one line on stderr.
     """
     try:
         arguments = _parser().parse_args(argv)
@@ -67,5 +67,5 @@ def _parser() -> _Parser:
 
 
 def _examples(*names: str) -> str:
-    """The end of a help text."""
+    """Returns the end of a help text."""
     return "examples:\n" + "".join(COMMANDS[name].EXAMPLES for name in names) + NOTES

@@ -11,19 +11,19 @@ import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import numpy as np
 
-from sparsity.cli.leaf import PIECE, Leaf, split
+from sparsity.cli.stored import PIECE, StoredArray, split
 from sparsity.core.checks import unique_keys
 
-MAX_RATIO = 1032  # of bytes that deflate makes to those that it reads
-MANY = 0xFFFF  # stands for as many files or more
+MAX_RATIO = 1032  # the most bytes that deflate expands one byte to
+MANY = 0xFFFF  # stands for this number of files and any larger one
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
-def read(path: Path) -> dict[str, Leaf]:
+def read(path: Path) -> dict[str, StoredArray]:
     """Returns the arrays of an archive by their names."""
     leaves = {}
     with zipfile.ZipFile(path) as archive:
@@ -40,14 +40,14 @@ def read(path: Path) -> dict[str, Leaf]:
                 shape, _, dtype = _read_header(file)
                 nbytes = size - file.tell()
             pieces = functools.partial(_pieces, path, member)
-            leaf = Leaf(path, member, shape, dtype, pieces)
+            leaf = StoredArray(path, member, shape, dtype, pieces)
             if leaf.nbytes != nbytes:
                 raise ValueError(f"{member!r} has {nbytes} bytes of entries, not {leaf.nbytes}")
             leaves[member.removesuffix(".npy")] = leaf
     return leaves
 
 
-def write(source: Path, target: Path, changed: list[tuple[Leaf, np.ndarray]]) -> None:
+def write(source: Path, target: Path, changed: list[tuple[StoredArray, np.ndarray]]) -> None:
     """Copies an archive with other values for some of its arrays."""
     values = {leaf.key: array for leaf, array in changed}
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
@@ -74,14 +74,14 @@ def _pieces(path: Path, member: str) -> Iterator[np.ndarray]:
 
 
 def _count(path: Path, archive: zipfile.ZipFile) -> int:
-    """Returns the number of files that the end of an archive tells, which `zipfile` ignores."""
+    """Returns the number of files in the last record of an archive, which `zipfile` ignores."""
     with path.open("rb") as file:
         file.seek(-12 - len(archive.comment), os.SEEK_END)
         return int.from_bytes(file.read(2), "little")
 
 
-def _read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Returns shape, order and dtype of a file .npy, which is left where its entries start."""
+def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Reads the header of a .npy file: shape, whether in Fortran order, dtype."""
     version = np.lib.format.read_magic(file)
     if version not in HEADERS:
         raise ValueError(f"the version {version} of a file .npy is not that of numbers")

@@ -1,8 +1,8 @@
-"""Checkpoints of Orbax: a folder that has the tree in `_METADATA` and arrays in TensorStore.
+"""Checkpoints of Orbax: a folder with the tree in `_METADATA` and the arrays in TensorStore.
 
-TensorStore, in which Orbax keeps arrays, reads and writes one array at a time here. Orbax itself
-opens all of them at once, reports the failures of some from other threads, and needs the devices on
-which an array was. A copy keeps all that does not change: shardings, random keys, text, scalars.
+Here TensorStore reads and writes one array at a time. Orbax itself opens all arrays at once,
+reports some failures from other threads, and needs the devices on which an array was. A copy keeps
+everything else: shardings, random keys, text, scalars.
 Format: https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpoint_format.html
 """
 
@@ -15,17 +15,19 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparsity.cli.leaf import Leaf, split
+from sparsity.cli.stored import StoredArray, split
 from sparsity.core import extras
 from sparsity.core.checks import unique_keys
+from sparsity.core.trees import PyTree
 
 ARRAYS = {"jax.Array", "np.ndarray", "scalar"}  # types of values that are arrays
 SEQUENCE = 1  # the type of a key that is an index
-# Names of files: beside arrays, of a database of all arrays, of the folder of one array.
+# Names of files: descriptions, the database of all arrays, the folder of one array.
 DESCRIPTIONS = (
     r"(_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|checkpoint|commit_success\.txt"
     r"|array_metadatas/process_\d+)"
@@ -44,13 +46,13 @@ class _Entry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """Where a checkpoint keeps its arrays.
+    """The place of the arrays of a checkpoint.
 
     Attributes:
       path: the folder, absolute.
-      driver: with which TensorStore reads an array, 'zarr' or 'zarr3'.
-      is_database: whether all arrays are in one database, OCDBT, or each is in a folder.
-      has_zeros: whether entries that are all zero are stored, so that missing ones are an error.
+      driver: the driver of TensorStore, 'zarr' or 'zarr3'.
+      is_database: whether one OCDBT database holds all arrays, or a folder each array.
+      has_zeros: whether chunks of zeros are stored, so that a missing chunk is an error.
     """
 
     path: Path
@@ -70,23 +72,23 @@ class Folder:
         """Opens an array.
 
         Raises:
-          ValueError: it is damaged, or its chunks are larger than the array: TensorStore ends the
-            process when it allocates what a wrong size asks for.
+          ValueError: the array is damaged, or its chunks are larger than the array: TensorStore
+            ends the process when it allocates memory for a wrong size.
         """
         zeros = {"fill_missing_data_reads": not self.has_zeros}
         spec = {"driver": self.driver, "kvstore": self.store(name)} | zeros
         spec["store_data_equal_to_fill_value"] = True
         array = _tensorstore().open(spec, open=True, **options).result()
-        chunk = array.chunk_layout.write_chunk.shape or ()  # of a scalar it is None
+        chunk = array.chunk_layout.write_chunk.shape or ()  # None for a scalar
         if any(n > max(size, 1) for n, size in zip(chunk, array.shape, strict=True)):
             raise ValueError(f"the chunks {chunk} of {name!r} are larger than its {array.shape}")
         return array
 
 
-def read(path: Path) -> Any:
+def read(path: Path) -> PyTree:
     """Returns the tree of a folder: nested dictionaries of its arrays."""
     folder, entries = _describe(path)
-    tree: dict[str | int, Any] = {}
+    tree: dict[str | int, PyTree] = {}
     for keys, name, kind in entries:
         if kind in ARRAYS:
             array = folder.open(name)
@@ -95,12 +97,12 @@ def read(path: Path) -> Any:
                 node = node.setdefault(key, {})
             pieces = functools.partial(_pieces, array)
             dtype = array.dtype.numpy_dtype
-            node[keys[-1]] = Leaf(folder.path, name, tuple(array.shape), dtype, pieces)
+            node[keys[-1]] = StoredArray(folder.path, name, tuple(array.shape), dtype, pieces)
     return tree
 
 
-def write(source: Path, target: Path, changed: list[tuple[Leaf, np.ndarray]]) -> None:
-    """Copies a folder, with other values for some of its arrays, and without other files."""
+def write(source: Path, target: Path, changed: list[tuple[StoredArray, np.ndarray]]) -> None:
+    """Copies the checkpoint in a folder, with other values for some of its arrays."""
     folder, entries = _describe(source)
     copy = dataclasses.replace(folder, path=target.absolute())
     for file in _files(folder.path):
@@ -108,7 +110,7 @@ def write(source: Path, target: Path, changed: list[tuple[Leaf, np.ndarray]]) ->
             (target / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder.path / file, target / file)
     tensorstore = _tensorstore()
-    context = tensorstore.Context()  # shared: what is written is seen before it is committed
+    context = tensorstore.Context()  # shared, so that writes are seen before they are committed
     old = tensorstore.KvStore.open(folder.store()).result()
     new = tensorstore.KvStore.open(copy.store(), context=context).result()
     with tensorstore.Transaction() as transaction:
@@ -123,7 +125,7 @@ def write(source: Path, target: Path, changed: list[tuple[Leaf, np.ndarray]]) ->
 
 
 def foreign_files(path: Path) -> list[str]:
-    """Returns the files of a folder that are not of its checkpoint, relative to the folder."""
+    """Returns the files of a folder that are not part of its checkpoint, by relative path."""
     folder, entries = _describe(path)
     arrays = "|".join(re.escape(entry.name) for entry in entries)
     arrays = DATABASE if folder.is_database else f"({arrays})/{ZARR}"
@@ -142,7 +144,7 @@ def _files(path: Path) -> list[str]:
 
 
 def _describe(path: Path) -> tuple[Folder, list[_Entry]]:
-    """Returns where a folder keeps its arrays, and the values of its tree."""
+    """Returns the place of the arrays of a folder, and the entries of its tree."""
     path = path.absolute()
     if not (path / "_METADATA").is_file():
         raise ValueError("it has no _METADATA; name the folder of an item, such as STEP/default")
@@ -165,5 +167,5 @@ def _describe(path: Path) -> tuple[Folder, list[_Entry]]:
     return folder, entries
 
 
-def _tensorstore() -> Any:
+def _tensorstore() -> ModuleType:
     return extras.load("tensorstore", "cli")

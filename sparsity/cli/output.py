@@ -1,10 +1,13 @@
-"""What commands print: tables for people, JSON for programs."""
+"""Prints tables for people and JSON for programs."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+JsonObject: TypeAlias = dict[str, Any]  # an object of JSON
 
 
 def print_json(report: object) -> None:
@@ -19,10 +22,10 @@ def print_table(
     """Prints a table.
 
     Args:
-      columns: what stands above them.
+      columns: headings.
       rows: a cell for each column.
-      total: the last row, set off.
-      text: how many columns from the left are aligned to the left.
+      total: the last row, set off by a rule.
+      text: number of columns, from the first, that are aligned to the left.
     """
     lines = [[printable(cell) for cell in row] for row in (columns, *rows, total)]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
@@ -36,7 +39,7 @@ def print_table(
 
 
 def printable(cell: str) -> str:
-    """Returns a text with escapes for characters that a terminal obeys.
+    """Escapes the characters of a text that a terminal would obey.
 
     Example:
       >>> print(printable("red \\x1b[31m"))
@@ -46,7 +49,7 @@ def printable(cell: str) -> str:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """A shape for a table.
+    """Returns a shape as text for a table.
 
     Example:
       >>> shape_text((3, 4)), shape_text(())
@@ -56,7 +59,7 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def bytes_text(count: int | None) -> str:
-    """Returns a number of bytes for a table, '-' for one that is not known.
+    """Returns a number of bytes as text for a table, '-' for an unknown one.
 
     Example:
       >>> bytes_text(999), bytes_text(2_500_000), bytes_text(None)

@@ -1,10 +1,9 @@
-"""`sparsity prune`: a copy of a checkpoint in which `instant_sparsify` has pruned weights."""
+"""`sparsity prune` writes a copy of a checkpoint that `instant_sparsify` has pruned."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes a pruned copy and prints the sparsity of what was pruned."""
+    """Writes a pruned copy and prints the sparsity of its pruned leaves."""
     checkpoints.check_target(arguments.source, arguments.target, arguments.overwrite)
     config = {
         "algorithm": arguments.algorithm,
@@ -58,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     params = trees.map_matched(
         lambda path, leaf: leaf.load() if trees.path_string(path) in selected else None, tree
     )
-    # Without it jax would make 32 bits of 64.
+    # Without x64 jax would round 64 bits to 32.
     with jax.enable_x64(any(array.dtype.name in WIDE for array in jax.tree.leaves(params))):
         params = trees.map_matched(_to_native, params)
         try:
@@ -86,7 +85,7 @@ def _to_native(path: KeyPath, array: np.ndarray) -> np.ndarray:
     """Returns an array in the byte order of this machine, the only one that jax takes.
 
     Raises:
-      ValueError: it could have a mask, and jax does not hold its values or zero exactly.
+      ValueError: the array could have a mask, but jax cannot hold its values or zero exactly.
     """
     dtype = array.dtype.newbyteorder("=")
     if trees.is_prunable(array) and not _is_exact(dtype):
@@ -97,8 +96,8 @@ def _to_native(path: KeyPath, array: np.ndarray) -> np.ndarray:
     return array.astype(dtype, copy=False)
 
 
-def _is_exact(dtype: np.dtype[Any]) -> bool:
-    """Returns whether jax holds values of a dtype as they are, and the dtype has a zero."""
+def _is_exact(dtype: np.dtype) -> bool:
+    """Returns whether jax holds the values of a dtype exactly, and the dtype has a zero."""
     try:
         zero = np.asarray(jnp.zeros((), dtype))
     except (TypeError, RuntimeError):  # jax does not know it, or the compiler does not

@@ -1,7 +1,7 @@
 """Checkpoints in safetensors: a header in JSON, then the bytes of all arrays.
 
-The package of that name checks a file: offsets, sizes, overlaps, holes. Bytes are read where the
-header says, for the package gives numpy no float8. Format:
+The package `safetensors` checks the offsets, sizes, overlaps and holes of a file. The bytes are
+read here, because the package returns no float8 arrays. Format:
 https://huggingface.co/docs/safetensors, section "Format".
 """
 
@@ -13,15 +13,14 @@ import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from sparsity.cli.leaf import PIECE, Leaf
+from sparsity.cli.stored import PIECE, StoredArray
 from sparsity.core import extras
 from sparsity.core.checks import unique_keys
 
-MAX_HEADER = 100_000_000  # bytes, as the package has it
+MAX_HEADER = 100_000_000  # bytes, the limit of the package
 
 DTYPES = {
     "BOOL": "bool",
@@ -46,7 +45,7 @@ DTYPES = {
 }
 
 
-def read(path: Path) -> dict[str, Leaf]:
+def read(path: Path) -> dict[str, StoredArray]:
     """Returns the arrays of a file by their names."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -61,18 +60,18 @@ def read(path: Path) -> dict[str, Leaf]:
         if entry["dtype"] not in DTYPES:
             raise ValueError(f"array {name!r} has the unknown dtype {entry['dtype']!r}")
     with extras.load("safetensors", "cli").safe_open(path, framework="np"):
-        pass  # all entries are checked when a file is opened
+        pass  # opening a file checks all entries
     leaves = {}
     for name, entry in entries.items():
         offset = 8 + length + entry["data_offsets"][0]
         shape, dtype = tuple(entry["shape"]), np.dtype(DTYPES[entry["dtype"]])
         pieces = functools.partial(_pieces, path, offset, math.prod(shape), dtype)
-        leaves[name] = Leaf(path, offset, shape, dtype, pieces)
+        leaves[name] = StoredArray(path, offset, shape, dtype, pieces)
     return leaves
 
 
-def write(source: Path, target: Path, changed: list[tuple[Leaf, np.ndarray]]) -> None:
-    """Copies a file and puts other values in the place of some of its arrays."""
+def write(source: Path, target: Path, changed: list[tuple[StoredArray, np.ndarray]]) -> None:
+    """Copies a file with other values for some of its arrays."""
     shutil.copyfile(source, target)
     with target.open("r+b") as file:
         for leaf, values in changed:
@@ -80,7 +79,7 @@ def write(source: Path, target: Path, changed: list[tuple[Leaf, np.ndarray]]) ->
             values.tofile(file)
 
 
-def _pieces(path: Path, offset: int, size: int, dtype: np.dtype[Any]) -> Iterator[np.ndarray]:
+def _pieces(path: Path, offset: int, size: int, dtype: np.dtype) -> Iterator[np.ndarray]:
     for start in range(0, size, PIECE):
         count = min(PIECE, size - start)
         yield np.fromfile(path, dtype, count, offset=offset + start * dtype.itemsize)

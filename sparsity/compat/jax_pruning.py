@@ -1,6 +1,6 @@
-"""Names that programs written for jax_pruning use.
+"""Names for programs that were written for jax_pruning.
 
-Densities are fractions that stay, as its README says.
+A density is the fraction that stays, as in the README of jax_pruning.
 """
 
 from sparsity.activations import prune_act_struct, prune_act_unstruct

@@ -1,7 +1,7 @@
-"""Names that programs written for jaxpruner use.
+"""Names for programs that were written for jaxpruner.
 
-`import sparsity as jaxpruner` finds the classes at the top, and the functions of its modules
-`utils` and `mask_calculator` here.
+`import sparsity as jaxpruner` has the classes at the top. The functions of the modules `utils` and
+`mask_calculator` are here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FIELDS = ("masks", "inner_state", "target_sparsities", "count")
 
 
 def KERNEL_FILTER_FN(path: tuple[str, ...], param: chex.Array) -> bool:
-    """Selects parameters that are called 'kernel'."""
+    """Selects parameters with the name 'kernel'."""
     return bool(path) and path[-1] == "kernel"
 
 
@@ -46,16 +46,16 @@ def NOT_DIM_ONE_FILTER_FN(path: tuple[str, ...], param: chex.Array) -> bool:
 
 
 def apply_mask(param: PyTree, mask: PyTree, is_packed: bool = False) -> PyTree:
-    """Returns a parameter, or a tree of them, with pruned entries at exactly 0.0."""
+    """Returns a parameter, or a tree of parameters, with pruned entries at exactly 0.0."""
     return apply_masks(param, read_masks(mask, param, is_packed))
 
 
 def convert_state(state: PyTree, params: PyTree) -> SparseState:
-    """Converts jaxpruner's state of a wrapped optimizer, restored as it was saved.
+    """Converts the state of an optimizer that jaxpruner wrapped.
 
     Args:
       state: a tuple or a mapping of masks, inner_state, target_sparsities and count. Masks may be
-        packed in jaxpruner's way, each leaf as one row of bits.
+        packed as in jaxpruner, each leaf as one row of bits.
       params: tree of parameters.
 
     Returns:
@@ -84,17 +84,18 @@ def convert_state(state: PyTree, params: PyTree) -> SparseState:
 
 
 def get_topk_fn(sparsity_type: SparsityType) -> Callable[[chex.Array, chex.Numeric], jax.Array]:
-    """Returns the function from scores and a sparsity to the mask of a type.
+    """Returns the function from scores and a sparsity to the mask of a pattern.
 
     Args:
       sparsity_type: an instance, or a class that needs no arguments.
 
     Raises:
-      ValueError: it is neither. The function itself raises one if the type does not fit the scores.
+      ValueError: `sparsity_type` is neither. The returned function raises a ValueError if the
+        pattern does not fit the scores.
     """
     kind = sparsity_type
     if isinstance(sparsity_type, type) and issubclass(sparsity_type, SparsityType):
-        with contextlib.suppress(TypeError):  # of one that needs arguments
+        with contextlib.suppress(TypeError):  # a class that needs arguments
             kind = sparsity_type()
     if not is_pattern(kind):
         raise ValueError(

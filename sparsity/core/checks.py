@@ -1,4 +1,4 @@
-"""Checks of arguments: each names the argument and the value that it got."""
+"""Checks of arguments; each error names the argument and its value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ V = TypeVar("V")
 
 
 def is_traced(value: object) -> bool:
-    """Whether the value is not known yet."""
+    """Returns whether jax traces the value, so that it has no number yet."""
     return isinstance(value, jax.core.Tracer)
 
 
@@ -63,10 +63,10 @@ def check_density(name: str, value: object) -> None:
 
 
 def unique_keys(pairs: Iterable[tuple[K, V]]) -> dict[K, V]:
-    """Returns a dict of pairs, as parsers of JSON and msgpack ask for by `object_pairs_hook`.
+    """Returns a dict of the pairs; an `object_pairs_hook` for parsers of JSON and msgpack.
 
     Raises:
-      ValueError: a key comes twice.
+      ValueError: a key occurs twice.
 
     Example:
       >>> unique_keys([("a", 1), ("a", 2)])
@@ -82,6 +82,6 @@ def unique_keys(pairs: Iterable[tuple[K, V]]) -> dict[K, V]:
 
 
 def _as_float(value: Any) -> float:
-    """The value of a real scalar, NaN for anything else."""
+    """Returns the value of a real scalar, NaN for anything else."""
     is_number = np.ndim(value) == 0 and jnp.issubdtype(np.asarray(value).dtype, jnp.number)
     return float(value) if is_number else math.nan

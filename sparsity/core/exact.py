@@ -1,4 +1,4 @@
-"""Exact integers below 2**64 without 64-bit types, how many weights a sparsity keeps, exact sums.
+"""Exact integers below 2**64 without 64-bit types, exact sums, and the number of kept weights.
 
 An integer is two uint32 words, (high, low): jax holds no wider ones unless x64 is enabled, and a
 tree may have more than 2**32 weights. The functions work elementwise and trust that results are
@@ -22,13 +22,13 @@ Words = tuple[jax.Array, jax.Array]  # uint32 (high, low): an integer below 2**6
 
 
 def num_kept(n: chex.Numeric, sparsity: chex.Numeric) -> int | jax.Array | Words:
-    """k = max(1, round_half_even(n * (1 - float32(sparsity)))), exact; 0 for n = 0.
+    """Returns k = max(1, round_half_even(n * (1 - float32(sparsity)))), exact; 0 for n = 0.
 
     >>> num_kept(5, 0.5), num_kept(7, 0.5), num_kept(10, 1.0)
     (2, 4, 1)
 
     Args:
-        n: How many weights there are: an int up to 2**40, or integers below 2**31 in an array.
+        n: Number of weights: an int up to 2**40, or an array of integers below 2**31.
         sparsity: Fraction to remove, in [0, 1]. Traced: clamped, and NaN removes nothing.
 
     Returns:
@@ -53,7 +53,7 @@ def num_kept(n: chex.Numeric, sparsity: chex.Numeric) -> int | jax.Array | Words
         kept: Words = _num_kept(split(int(n)), sparsity)
         return kept
     low = jnp.asarray(n).astype(jnp.uint32)
-    return num_kept_of_words((zero_like(low), low), sparsity)[1].astype(jnp.int32)
+    return num_kept_words((zero_like(low), low), sparsity)[1].astype(jnp.int32)
 
 
 @jax.jit
@@ -68,24 +68,24 @@ def _num_kept(n: Words, sparsity: chex.Numeric) -> Words:
     doubled = _shift_right(removed, shift)
     # Some bit below the half is set just if one less has the same quotient.
     bit = zero_like(n[0]), zero_like(n[1]) | 1
-    rest = equal(_shift_right(minus(removed, bit), shift), doubled)
+    is_above_half = equal(_shift_right(minus(removed, bit), shift), doubled)
     kept = minus(n, (doubled[0] >> 1, (doubled[1] >> 1) | (doubled[0] << 31)))
-    down = ((doubled[1] & 1) == 1) & (rest | ((kept[1] & 1) == 1))
+    down = ((doubled[1] & 1) == 1) & (is_above_half | ((kept[1] & 1) == 1))
     kept = minus(kept, (zero_like(n[0]), down.astype(jnp.uint32)))
     one = (zero_like(n[0]), jnp.minimum(n[0] | n[1], 1))
     return choose(at_least(kept, one), kept, one)
 
 
-def num_kept_of_words(n: Words, sparsity: chex.Numeric) -> Words:
-    """`num_kept` of a traced number that may be 2**31 and more."""
+def num_kept_words(n: Words, sparsity: chex.Numeric) -> Words:
+    """Returns `num_kept` of a traced number that may be 2**31 and more."""
     kept: Words = _num_kept(n, sparsity)
     return kept
 
 
-def kept_of(n: Words, k: Words | chex.Numeric) -> Words:
-    """How many of n to keep: k, but no more than there are; or what a fraction removed leaves."""
+def limit_kept(n: Words, k: Words | chex.Numeric) -> Words:
+    """Returns the number of units to keep: `k`, at most n, or n less the fraction `k`."""
     if not isinstance(k, tuple):
-        k = num_kept_of_words(n, k)
+        k = num_kept_words(n, k)
     return choose(at_least(k, n), n, k)
 
 
@@ -98,24 +98,24 @@ def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
       axis: axes to reduce, to sums of at most 2**29 summands.
 
     Returns:
-      The sums; each summand counts to within 2**-32 (2**-60) of the largest one of its sum, where
-      the device does not take numbers below the smallest normal one for 0.
+      The sums. A summand is rounded to 2**-32 (float64: 2**-60) of the largest one of its sum, on
+      devices that do not flush subnormal numbers to 0.
     """
     size = math.prod(x.shape[i] for i in axis)
     if size > 2**29:
         raise ValueError(f"A sum may have at most 2**29 summands, got {size} of shape {x.shape}.")
-    bits = 30 - max(size - 1, 1).bit_length()  # of each summand's digits, whose sum fits an int32
-    exponents = _halves(jnp.expand_dims(largest_of(x, axis), axis))
-    # One more loop: what both read is not stored between them.
+    bits = 30 - max(size - 1, 1).bit_length()  # of a digit, so that a sum of digits fits an int32
+    exponents = _halves(jnp.expand_dims(max_abs(x, axis), axis))
+    # The barrier adds a loop: the operand of both loops is not stored between them.
     x, exponents = lax.optimization_barrier((x, exponents))
-    rest, digits = finite(x), []
+    remainder, digits = finite(x), []
     for exponent in exponents:
-        rest = rest * _two_to(-exponent, x.dtype)
+        remainder = remainder * _two_to(-exponent, x.dtype)
     for _ in range(-(-(60 if x.dtype == jnp.float64 else 32) // bits)):
-        rest = rest * 2.0**bits
-        whole = jnp.trunc(rest)
-        rest = rest - whole
-        digits.append(whole.astype(jnp.int32))
+        remainder = remainder * 2.0**bits
+        digit = jnp.trunc(remainder)
+        remainder = remainder - digit
+        digits.append(digit.astype(jnp.int32))
     others = jnp.where(jnp.isfinite(x), 0, x)
     *sums, other = lax.reduce(
         [*digits, others],
@@ -128,22 +128,22 @@ def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
         total = total + count.astype(x.dtype) * 2.0 ** (-i * bits)
     for exponent in exponents:
         total = total * _two_to(jnp.squeeze(exponent, axis), x.dtype)
-    # Exactly 0 unless something is not finite; then infinite or NaN, in whatever order.
+    # `other` is exactly 0 unless a summand is not finite; then infinite or NaN, in any order.
     return jnp.where(other == 0, total, other)
 
 
 def scaled(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Floats times one power of two, so that the largest finite one of all is from 1/2 to 1."""
-    each = [largest_of(x, tuple(range(x.ndim))) for x in arrays]
+    """Scales all floats by one power of two that takes the largest finite one to [1/2, 1]."""
+    each = [max_abs(x, tuple(range(x.ndim))) for x in arrays]
     most = functools.reduce(jnp.maximum, each)
     one, other = (_two_to(-exponent, most.dtype) for exponent in _halves(most))
     return [x * one.astype(x.dtype) * other.astype(x.dtype) for x in arrays]
 
 
-def largest_of(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
-    """The largest finite absolute value along axes."""
+def max_abs(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
+    """Returns the largest finite absolute value along axes."""
     zero = np.zeros((), x.dtype)
-    # Reductions of two and more operands make a fused loop: nothing as large as x is stored.
+    # XLA fuses a reduction of two operands into one loop and stores no array as large as x.
     low, high = lax.reduce(
         [finite(x)] * 2,
         [zero] * 2,
@@ -154,7 +154,7 @@ def largest_of(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
 
 
 def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Integers with the sum e, where x < 2**e: as an exponent e may be out of range."""
+    """Returns two integers with the sum e, where x < 2**e; 2**e itself may overflow."""
     kind = jnp.finfo(x.dtype)
     bits = lax.bitcast_convert_type(x, np.dtype(f"int{kind.bits}"))
     e = (bits >> kind.nmant) - (kind.maxexp - 2)
@@ -162,27 +162,27 @@ def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _two_to(exponent: jax.Array, dtype: np.dtype) -> jax.Array:
-    """2**exponent."""
+    """Returns 2**exponent."""
     kind = jnp.finfo(dtype)
     return lax.bitcast_convert_type((exponent + (kind.maxexp - 1)) << kind.nmant, dtype)
 
 
 def finite(x: jax.Array) -> jax.Array:
-    """0 where a float is not finite."""
+    """Replaces floats that are not finite by 0."""
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
 def zero_like(x: jax.Array) -> jax.Array:
-    """Zeros of the shape and dtype of integers x, sharded and mapped as x is.
+    """Returns zeros of the shape and dtype of integers x, sharded and mapped as x is.
 
-    So the state of a loop or a branch can start from them: `jnp.zeros_like` would not know an axis
-    that `vmap` maps over, nor its sharding.
+    The state of a loop or a branch can start from these zeros; `jnp.zeros_like` knows neither the
+    sharding nor an axis that `vmap` maps over.
     """
     return x & 0
 
 
 def as_words(k: int | jax.Array | Words) -> Words:
-    """What `num_kept` returns, as words."""
+    """Converts a result of `num_kept` to words."""
     if isinstance(k, tuple):
         return k
     if not is_traced(k) and isinstance(k, int):
@@ -193,18 +193,18 @@ def as_words(k: int | jax.Array | Words) -> Words:
 
 
 def split(k: int) -> tuple[np.uint32, np.uint32]:
-    """The words of a Python integer."""
+    """Returns the words of a Python integer."""
     return np.uint32(k >> 32), np.uint32(k & 0xFFFFFFFF)
 
 
 def total(counts: jax.Array) -> Words:
-    """Sum of fewer than 2**16 counts (int32) along the first axis."""
+    """Sums fewer than 2**16 counts (int32) along the first axis."""
     counts = counts.astype(jnp.uint32)
     return _carry(*(jnp.sum(x, 0, dtype=jnp.uint32) for x in (counts & 0xFFFF, counts >> 16)))
 
 
-def total_of_words(a: Words) -> Words:
-    """Sum of fewer than 2**16 along the first axis, below 2**64."""
+def total_words(a: Words) -> Words:
+    """Sums fewer than 2**16 integers along the first axis, to less than 2**64."""
     words = a[1] & 0xFFFF, a[1] >> 16, a[0] & 0xFFFF, a[0] >> 16
     digits = [jnp.sum(x, 0, dtype=jnp.uint32) for x in words]
     for i in (1, 2, 3):
@@ -214,24 +214,24 @@ def total_of_words(a: Words) -> Words:
 
 
 def totals_before(counts: jax.Array) -> Words:
-    """Sums of the counts (int32[leaves]) before each."""
+    """Returns for each count (int32[leaves]) the sum of those before it."""
     counts = counts.astype(jnp.uint32)
     return _carry(*(jnp.cumsum(x, dtype=jnp.uint32) - x for x in (counts & 0xFFFF, counts >> 16)))
 
 
 def minus(a: Words, b: Words) -> Words:
-    """a - b."""
+    """Returns a - b."""
     return a[0] - b[0] - (a[1] < b[1]).astype(jnp.uint32), a[1] - b[1]
 
 
 def plus(a: Words, b: Words) -> Words:
-    """a + b."""
+    """Returns a + b."""
     low = a[1] + b[1]
     return a[0] + b[0] + (low < a[1]).astype(jnp.uint32), low
 
 
 def times(a: Words, b: jax.Array) -> Words:
-    """a * b, by halves of 16 bits."""
+    """Returns a * b, by halves of 16 bits."""
     x, y, u, v = a[1] & 0xFFFF, a[1] >> 16, b & 0xFFFF, b >> 16
     middle = y * u + (x * u >> 16)
     other = x * v + (middle & 0xFFFF)
@@ -239,40 +239,40 @@ def times(a: Words, b: jax.Array) -> Words:
 
 
 def shift_left(a: Words, by: int) -> Words:
-    """a * 2**by, by from 0 to 63."""
+    """Returns a * 2**by for by in [0, 63]."""
     if by >= 32:
         return a[1] << (by - 32), zero_like(a[1])
     return a if by == 0 else ((a[0] << by) | (a[1] >> (32 - by)), a[1] << by)
 
 
 def at_least(a: Words, b: Words) -> jax.Array:
-    """a >= b."""
+    """Returns a >= b."""
     return (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] >= b[1]))
 
 
 def equal(a: Words, b: Words) -> jax.Array:
-    """a == b."""
+    """Returns a == b."""
     return (a[0] == b[0]) & (a[1] == b[1])
 
 
 def choose(condition: jax.Array, a: Words, b: Words) -> Words:
-    """a where the condition holds, else b."""
+    """Returns a where the condition holds, else b."""
     return jnp.where(condition, a[0], b[0]), jnp.where(condition, a[1], b[1])
 
 
 def to_float(a: Words) -> jax.Array:
-    """Nearly a, in float32."""
+    """Converts a to float32, rounded."""
     high: jax.Array = a[0].astype(jnp.float32) * jnp.float32(2.0**32)
     return high + a[1].astype(jnp.float32)
 
 
 def _carry(low: jax.Array, high: jax.Array) -> Words:
-    """high * 2**16 + low."""
+    """Returns high * 2**16 + low."""
     return (high + (low >> 16)) >> 16, (high << 16) + low
 
 
 def _shift_right(a: Words, by: jax.Array) -> Words:
-    """a // 2**by for by in [1, 64]."""
+    """Returns a // 2**by for by in [1, 64]."""
     small, large = jnp.clip(by, 1, 31), jnp.clip(by, 32, 63) - 32
     near = (a[0] >> small, (a[1] >> small) | (a[0] << (32 - small)))
     far = (zero_like(a[0]), jnp.where(by > 63, 0, a[0] >> large))

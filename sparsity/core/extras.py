@@ -1,4 +1,4 @@
-"""Packages that only some functions need, imported when they do."""
+"""Imports packages that only some functions need."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def load(module: str, extra: str) -> types.ModuleType:
       The module.
 
     Raises:
-      ImportError: the module is not there; the message says how to install it. An error within a
-        package that is there, such as another module that it lacks, stays what it is.
+      ImportError: the module is missing; the message has the command that installs it. Errors from
+        inside an installed package, such as a missing dependency, pass unchanged.
 
     Example:
       >>> load("json.decoder", "config").__name__
@@ -33,7 +33,7 @@ def load(module: str, extra: str) -> types.ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # The name is that of the module or of a package around it, unless their code imports more.
+        # Another name is an import that fails inside an installed package.
         if not error.name or not f"{module}.".startswith(f"{error.name}."):
             raise
         package = module.partition(".")[0]
@@ -42,15 +42,15 @@ def load(module: str, extra: str) -> types.ModuleType:
 
 
 def table(texts: Sequence[str], numbers: Sequence[str]) -> Any:
-    """An empty table of rich: columns of texts, then columns of numbers."""
-    found = load("rich.table", "summary").Table(*texts, box=load("rich.box", "summary").SIMPLE)
+    """Returns an empty table of rich: columns of texts, then columns of numbers."""
+    new = load("rich.table", "summary").Table(*texts, box=load("rich.box", "summary").SIMPLE)
     for column in numbers:
-        found.add_column(column, justify="right")
-    return found
+        new.add_column(column, justify="right")
+    return new
 
 
 def as_text(table: object) -> str:
-    """A table of rich as text of several lines, without colours."""
+    """Renders a table of rich as text of several lines, without colours."""
     console = load("rich.console", "summary").Console(
         file=io.StringIO(), width=200, color_system=None, force_jupyter=False
     )

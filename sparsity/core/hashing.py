@@ -4,7 +4,6 @@ import functools
 import math
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import chex
 import jax
@@ -21,7 +20,7 @@ _GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio
 
 
 def hash_scores(shape: Sequence[int], *words: chex.Numeric) -> jax.Array:
-    """Pseudo-random uint32 scores: a hash of the words and of each entry's flat index.
+    """Returns pseudo-random uint32 scores: a hash of the words and of each entry's flat index.
 
     The same words give the same scores, whatever the sharding.
 
@@ -30,17 +29,17 @@ def hash_scores(shape: Sequence[int], *words: chex.Numeric) -> jax.Array:
 
     Args:
         shape: Shape of the scores, fewer than 2**31 entries.
-        *words: Integers (of which 32 bits count) or integer scalars, traced or not: a seed, a
-            step, the number of a leaf.
+        *words: Integers or integer scalars, traced or not, such as a seed, a step, the number of a
+            leaf; the low 32 bits count.
 
     Returns:
-        uint32 scores of that shape.
+        uint32 scores of the given shape.
     """
     return hash_entries(flat_index(tuple(shape)), *hash_words(*words))
 
 
 def hash_words(*words: chex.Numeric) -> tuple[jax.Array, jax.Array]:
-    """What `hash_entries` needs of the words of `hash_scores`: two uint32 scalars."""
+    """Hashes the words of `hash_scores` to two uint32 scalars for `hash_entries`."""
     state = jnp.uint32(_GOLDEN)
     for word in words:
         word = jnp.uint32(word & 0xFFFFFFFF) if isinstance(word, int) else jnp.asarray(word)
@@ -49,19 +48,19 @@ def hash_words(*words: chex.Numeric) -> tuple[jax.Array, jax.Array]:
 
 
 def hash_entries(index: jax.Array, state: jax.Array, offset: jax.Array) -> jax.Array:
-    """The scores of entries of any shape, from their flat indices and the hashed words."""
+    """Returns the scores of entries of any shape, from flat indices and the hashed words."""
     return _mix(_mix(index.astype(jnp.uint32) ^ state) + offset)
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """Bijection of uint32 whose every output bit depends on every input bit (murmur3's fmix32)."""
+    """Permutes uint32 so that each output bit depends on all input bits (murmur3's fmix32)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 
 def flat_index(shape: tuple[int, ...], strides: Sequence[int | jax.Array] = ()) -> jax.Array:
-    """int32 flat index of each entry of an array of that shape."""
+    """Returns the int32 flat index of each entry of an array of the shape."""
     strides = strides or [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     index = jnp.zeros(shape, jnp.int32)
     for axis, stride in enumerate(strides):
@@ -88,7 +87,7 @@ def generate_random_scores(
     """
     shared = seed_words(rng_seed, step)
 
-    def draw(path: trees.KeyPath, param: Any) -> jax.Array:
+    def draw(path: trees.KeyPath, param: jax.Array) -> jax.Array:
         draw_shape = functools.partial(_hash_scores, jnp.shape(param))
         scores = shard_like(param, draw_shape, *shared, on_device(leaf_word(path), np.uint32))
         # Inside jit XLA places them where they are used.
@@ -98,7 +97,7 @@ def generate_random_scores(
 
 
 def leaf_word(path: trees.KeyPath) -> np.uint32:
-    """The last of the words of `hash_scores` that are a leaf's seed, after `seed_words`."""
+    """Returns the word of `hash_scores` that tells leaves apart; `seed_words` come before."""
     return np.uint32(zlib.crc32(trees.path_string(path).encode()))
 
 
@@ -106,7 +105,7 @@ _hash_scores = jax.jit(hash_scores, static_argnums=0)
 
 
 def seed_words(rng_seed: int | jax.Array, step: chex.Numeric = 0) -> tuple[chex.Numeric, ...]:
-    """The words of `hash_scores` that all leaves share."""
+    """Returns the words of `hash_scores` that all leaves share."""
     return *_seed_words(rng_seed), on_device(step, np.uint32)
 
 

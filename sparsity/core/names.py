@@ -1,4 +1,4 @@
-"""Names that users write: keys for leaves of a tree, and registries of things known by name."""
+"""Names that users write: keys for leaves of a tree, and registries by name."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 T = TypeVar("T")
-Key = str | tuple[str, ...] | re.Pattern[str]  # how users name a leaf; see `matches`
-# What is said of named leaves; a checker takes a dict of strings for no mapping of keys.
+Key = str | tuple[str, ...] | re.Pattern[str]  # names leaves; see `matches`
+# Values by key. A type checker rejects a dict of strings where a mapping of `Key` is meant.
 Named = (
     Mapping[str, T] | Mapping[tuple[str, ...], T] | Mapping[re.Pattern[str], T] | Mapping[Key, T]
 )
@@ -28,12 +28,12 @@ def best_key(keys: Iterable[Key], name: str) -> Key | None:
 
 
 def matches(key: Key, name: str) -> bool:
-    """Whether a key names a path that is joined by '/'.
+    """Returns whether a key names a path.
 
     Args:
       key: a path as a tuple, the path joined by '/', a regular expression that matches the whole
         joined path, or a compiled pattern, which is searched in it.
-      name: the joined path.
+      name: the path, joined by '/'.
     """
     if isinstance(key, re.Pattern):
         return key.search(name) is not None
@@ -41,7 +41,7 @@ def matches(key: Key, name: str) -> bool:
 
 
 def nearest(key: object, names: Iterable[str], role: str) -> str:
-    """Returns the end of a message on a key that names nothing: the nearest name, and all names.
+    """Returns the end of an error about a key without a match: the nearest name, and all names.
 
     Example:
       >>> nearest("dens", ["conv", "dense"], "layers")
@@ -54,11 +54,11 @@ def nearest(key: object, names: Iterable[str], role: str) -> str:
     )
 
 
-def known(name: object, names: Iterable[str]) -> str:
-    """Returns the end of a message on an unknown name: one that was perhaps meant, and all.
+def suggest(name: object, names: Iterable[str]) -> str:
+    """Returns the end of an error about an unknown name: the nearest name if any, and all names.
 
     Example:
-      >>> known("ridgl", ["magnitude", "rigl"])
+      >>> suggest("ridgl", ["magnitude", "rigl"])
       "Did you mean 'rigl'? Known: magnitude, rigl."
     """
     names = list(names)
@@ -67,7 +67,7 @@ def known(name: object, names: Iterable[str]) -> str:
 
 
 class Registry(dict[str, T]):
-    """Things by name, in the order in which they were registered.
+    """Entries by name, in the order of registration.
 
     Example:
       >>> shapes = Registry("shape", {"circle": 1})
@@ -81,13 +81,13 @@ class Registry(dict[str, T]):
         self.role = role
 
     def find(self, name: object) -> T:
-        """Returns what has that name; a ValueError lists the known names and the nearest."""
+        """Returns the entry of a name; a ValueError lists the names and the nearest one."""
         if not isinstance(name, str) or name not in self:
-            raise ValueError(f"{self.role}: {name!r} is not known. {known(name, self)}")
+            raise ValueError(f"{self.role}: {name!r} is not known. {suggest(name, self)}")
         return self[name]
 
     def add(self, name: str, entry: T) -> None:
-        """Registers `entry`; a ValueError says that another thing has the name."""
+        """Registers `entry`; raises a ValueError if another entry has the name."""
         if name in self and self[name] is not entry:
             taken = getattr(self[name], "__name__", repr(self[name]))
             raise ValueError(f"The name {name!r} is taken by {taken}.")
@@ -95,7 +95,7 @@ class Registry(dict[str, T]):
 
 
 def _text(key: object) -> str:
-    """The key as a joined path or a pattern's text."""
+    """Returns the joined path, or the text of a pattern."""
     if isinstance(key, tuple):
         return "/".join(map(str, key)) or "params"
     return str(getattr(key, "pattern", key))
@@ -104,5 +104,5 @@ def _text(key: object) -> str:
 def _fullmatch(key: str, name: str) -> bool:
     try:
         return re.fullmatch(key, name) is not None
-    except re.error:  # a path that is no pattern, or a slip: then it matches nothing
+    except re.error:  # a path that is no regular expression
         return False

@@ -1,8 +1,8 @@
-"""Which leaves of an optimizer's state belong to which parameter.
+"""Assigns the leaves of an optimizer state to parameters.
 
-An optimizer keeps trees that look like the parameters (moments, averages) inside containers of its
-own. They are found from the top: the first node on the way down whose leaves lie just where the
-parameters' do. So a parameter called `mu`, or a tuple of moments, cannot be mistaken for another.
+An optimizer keeps trees that look like the parameters (moments, averages) inside its containers.
+The search goes down from the root to the first node whose leaves have the paths of the parameters.
+So a parameter called `mu`, or a tuple of moments, is never mistaken for another.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from sparsity.core import trees
 from sparsity.core.trees import KeyPath, PyTree
 
 
-def map_owned(fn: Callable[..., Any], params: PyTree, state: PyTree, *others: PyTree) -> PyTree:
+def map_owned(fn: Callable[..., object], params: PyTree, state: PyTree, *others: PyTree) -> PyTree:
     """Maps `fn(owner, leaf, *other_leaves)` over an optimizer state.
 
-    The owner of a state leaf is the leaf of `params` at the same place of a subtree that looks like
-    `params`, or `None`. It may have another shape: factored second moments (adafactor) and
-    histories (lbfgs) have owners, too.
+    The owner of a state leaf is the leaf of `params` at the same path of a subtree that looks like
+    `params`, or `None`. Shapes may differ: factored second moments (adafactor) and histories
+    (lbfgs) have owners, too.
 
     Args:
       fn: a function of leaves.
       params: tree with the parameters' paths; its leaves may be `None`.
       state: an optimizer state.
-      *others: trees of its structure.
+      *others: trees of the structure of `state`.
 
     Example:
       >>> map_owned(lambda owner, leaf: owner, {"w": 1.0}, [{"count": 0, "mu": {"w": 2.0}}])
@@ -41,15 +41,15 @@ def map_owned(fn: Callable[..., Any], params: PyTree, state: PyTree, *others: Py
     ]
     treedef: Any  # jax has no types for its methods
     leaves, treedef = jax.tree.flatten(state)
-    rest = [treedef.flatten_up_to(other) for other in others]
-    return treedef.unflatten(map(fn, owners, leaves, *rest))
+    columns = [treedef.flatten_up_to(other) for other in others]
+    return treedef.unflatten(map(fn, owners, leaves, *columns))
 
 
 def replace_where(state: PyTree, fresh: PyTree, chosen: PyTree) -> PyTree:
-    """Takes entries of `fresh` into an optimizer state where the parameters' `chosen` is true.
+    """Replaces entries of an optimizer state by those of `fresh` where `chosen` is true.
 
-    Leaves without an owner (see `map_owned`) or of another shape, and those that are neither
-    floating nor complex, stay.
+    Leaves without an owner (see `map_owned`), leaves of another shape than their owner, and leaves
+    that are neither floating nor complex stay.
 
     Args:
       state: an optimizer state.
@@ -57,7 +57,7 @@ def replace_where(state: PyTree, fresh: PyTree, chosen: PyTree) -> PyTree:
       chosen: tree like the parameters of bool arrays; `None` keeps all state of that parameter.
     """
 
-    def replace(where: Any, old: Any, new: Any) -> Any:
+    def replace(where: jax.Array | None, old: PyTree, new: PyTree) -> PyTree:
         if where is None or jnp.shape(old) != jnp.shape(where) or not trees.is_prunable(old):
             return old
         return jnp.where(where, new, old)
@@ -65,22 +65,22 @@ def replace_where(state: PyTree, fresh: PyTree, chosen: PyTree) -> PyTree:
     return map_owned(replace, chosen, state, fresh)
 
 
-def _places(node: Any, paths: set[KeyPath]) -> list[KeyPath | None]:
-    """For each leaf of a state its path within a subtree like the parameters, or `None`."""
-    own = trees.leaves_by_path(node)
-    if own and _looks_like(node, paths):
-        return list(own)
+def _places(node: PyTree, paths: set[KeyPath]) -> list[KeyPath | None]:
+    """Returns for each leaf its path within a subtree like the parameters, or `None`."""
+    leaves = trees.leaves_by_path(node)
+    if leaves and _looks_like(node, paths):
+        return list(leaves)
     below = trees.children(node)
     if not below:
-        return [None] * len(own)
+        return [None] * len(leaves)
     return [place for _, child in below for place in _places(child, paths)]
 
 
-def _looks_like(node: Any, paths: set[KeyPath]) -> bool:
-    """Whether the leaves and placeholders of a node lie just where those of the parameters do."""
+def _looks_like(node: PyTree, paths: set[KeyPath]) -> bool:
+    """Returns whether the leaves and placeholders of a node have the parameters' paths."""
     covered = trees.covered_paths(node)
 
-    # A placeholder may stand for a whole subtree of the parameters, and the other way round.
+    # A placeholder may stand for a subtree of the parameters, and the other way round.
     return (
         all(trees.is_within(path, covered) for path in paths)
         and all(

@@ -1,4 +1,4 @@
-"""What pictures of bars share: a row for each leaf, its name on the left, a text on the right."""
+"""Shared parts of bar charts: a row for each leaf, named on the left, with a text on the right."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from sparsity.core import extras
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LIGHT, DARK = "#A6CEE3", "#0072B2"  # of what was before, and of what is left
+LIGHT, DARK = "#A6CEE3", "#0072B2"  # before, after
 
 
 def new_axes(num_rows: int, num_columns: int = 1) -> list[Axes]:
-    """Matplotlib axes side by side that share their rows."""
+    """Makes matplotlib axes side by side that share their rows."""
     figsize = (3.5 + 3.5 * num_columns, 1.2 + 0.32 * max(num_rows, 1))
     _, axes = extras.load("matplotlib.pyplot", "summary").subplots(
         1, num_columns, figsize=figsize, layout="constrained", sharey=True, squeeze=False
@@ -33,5 +33,5 @@ def label_rows(ax: Axes, names: Sequence[str], texts: Sequence[str]) -> None:
 
 
 def add_legend(ax: Axes) -> None:
-    """Says above the bars what they are."""
+    """Adds a legend above the bars."""
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)

@@ -16,52 +16,52 @@ import numpy as np
 from sparsity.core import exact
 from sparsity.core.exact import Words
 
-Monomial: TypeAlias = tuple[int, ...]  # numbers of variables, each as often as it is a factor
+Monomial: TypeAlias = tuple[int, ...]  # numbers of variables, repeated for powers
 Terms: TypeAlias = Mapping[Monomial, Fraction]
 Number: TypeAlias = "Polynomial | int | Fraction"
-Choose: TypeAlias = "Callable[[list[Fraction]], Fraction | int]"
+Reduction: TypeAlias = "Callable[[list[Fraction]], Fraction | int]"
 
-# The part of a float32 that is surely no more than what it was rounded from.
+# A float32 times this factor is no more than the number that was rounded to it.
 _MARGIN = 1 - 2.0**-18
-_MOST = 2**62  # that two words hold, with room for a sum
+_MOST = 2**62  # fits two words, with room for a sum
 
 
 class Polynomial:
-    """A polynomial with coefficients of at least 0, plus the largest of some, perhaps repeatedly.
+    """A polynomial with coefficients >= 0, plus maxima of polynomials.
 
-    It is added like a number, and multiplied by numbers and by others that have no largest ones.
+    Sums take any two; products only take a second factor without maxima.
 
     Attributes:
       terms: coefficients by monomial.
-      largest: of each of these lists of polynomials the largest counts.
+      largest: lists of polynomials; the largest of each list is added.
     """
 
     def __init__(self, terms: Terms, largest: Sequence[Sequence[Polynomial]] = ()) -> None:
         self.terms, self.largest = terms, largest
 
     @classmethod
-    def of(cls, value: Number) -> Polynomial:
-        """A number as a polynomial."""
+    def convert(cls, value: Number) -> Polynomial:
+        """Converts a number to a polynomial."""
         return value if isinstance(value, Polynomial) else cls({(): Fraction(value)})
 
     @classmethod
     def variable(cls, number: int) -> Polynomial:
-        """The variable of that number."""
+        """Returns the variable with a number."""
         return cls({(number,): Fraction(1)})
 
     @classmethod
-    def largest_of(cls, *values: Number) -> Polynomial:
-        """The largest of some."""
-        return cls({}, [[cls.of(value) for value in values]])
+    def maximum(cls, *values: Number) -> Polynomial:
+        """Returns the largest of the values."""
+        return cls({}, [[cls.convert(value) for value in values]])
 
     def __add__(self, other: Number) -> Polynomial:
-        other = Polynomial.of(other)
+        other = Polynomial.convert(other)
         terms = _sum([*self.terms.items(), *other.terms.items()])
         return Polynomial(terms, [*self.largest, *other.largest])
 
     def __mul__(self, other: Number) -> Polynomial:
-        other = Polynomial.of(other)
-        assert not other.largest  # it is a size or a number
+        other = Polynomial.convert(other)
+        assert not other.largest  # a size or a number
         pairs = itertools.product(self.terms.items(), other.terms.items())
         terms = _sum((tuple(sorted(x + y)), a * b) for (x, a), (y, b) in pairs)
         return Polynomial(terms, [[x * other for x in each] for each in self.largest])
@@ -71,21 +71,21 @@ class Polynomial:
 
     __radd__, __rmul__ = __add__, __mul__
 
-    def value(self, sizes: Sequence[Fraction | int], choose: Choose = max) -> Fraction:
-        """Its value, of known sizes; `choose` takes the values of alternatives."""
+    def value(self, sizes: Sequence[Fraction | int], choose: Reduction = max) -> Fraction:
+        """Returns the value at given sizes; `choose` reduces the values of alternatives."""
         products = (a * math.prod(sizes[i] for i in x) for x, a in self.terms.items())
         chosen = (choose([x.value(sizes, choose) for x in each]) for each in self.largest)
         return sum(products, Fraction(0)) + sum(chosen, Fraction(0))
 
     def slope(self, variables: Collection[int]) -> Fraction | None:
-        """Returns what 1 more of any of these variables adds, `None` if that is not one number."""
+        """Returns the common slope of these variables, `None` if there is no such constant."""
         slopes = {self.terms.get((i,), Fraction(0)) for i in variables}
         products = [monomial for monomial in self.terms if len(monomial) > 1]
         is_linear = not self.largest and not any(i in x for x in products for i in variables)
         return slopes.pop() if is_linear and len(slopes) == 1 else None
 
     def denominators(self) -> Iterator[int]:
-        """Those of its coefficients."""
+        """Yields the denominators of all coefficients."""
         yield from (a.denominator for a in self.terms.values())
         for each in self.largest:
             for x in each:
@@ -93,34 +93,34 @@ class Polynomial:
 
 
 class Cost:
-    """A cost of traced sizes, in integers, without what is constant.
+    """A cost of traced sizes, in integers, without the constant term.
 
     Attributes:
-      unit: how many of these integers make 1.
-      each: what one entry less of each size saves, if all branches run.
+      unit: number of integer steps in 1.
+      each: the saving of one entry less of each size, if all branches run.
     """
 
     def __init__(self, polynomial: Polynomial, sizes: Sequence[int]) -> None:
-        """Of a polynomial, and the largest sizes."""
+        """Prepares the tables of a polynomial, for sizes of at most `sizes`."""
         less = [[n - (i == j) for j, n in enumerate(sizes)] for i in range(len(sizes))]
-        whole = polynomial.value(sizes, sum)
-        self.each = [whole - polynomial.value(x, sum) for x in less]
+        full = polynomial.value(sizes, sum)
+        self.each = [full - polynomial.value(x, sum) for x in less]
         terms = {monomial: a for monomial, a in polynomial.terms.items() if monomial}
-        rest = Polynomial(terms, polynomial.largest)
-        self.unit = math.lcm(*rest.denominators())
-        if rest.value(sizes, sum) * self.unit >= _MOST:
+        variable_part = Polynomial(terms, polynomial.largest)
+        self.unit = math.lcm(*variable_part.denominators())
+        if variable_part.value(sizes, sum) * self.unit >= _MOST:
             raise ValueError(
-                f"The model costs {float(whole):.3g}, more than can be counted exactly. Trace it "
+                f"The model costs {float(full):.3g}, more than can be counted exactly. Trace it "
                 "with smaller inputs, or let no groups or leaves compete."
             )
-        self._node = _Node.of(rest, self.unit, len(sizes))
+        self._node = _Node.build(variable_part, self.unit, len(sizes))
 
-    def of(self, sizes: jax.Array) -> Words:
-        """That of uint32[sizes]."""
+    def at(self, sizes: jax.Array) -> Words:
+        """Returns the cost of uint32[sizes]."""
         return self._node.evaluate(functools.partial(_exact, jnp.append(sizes, jnp.uint32(1))))
 
     def limit(self, sizes: jax.Array) -> Words:
-        """That of float32[sizes], rounded down; exact if these are whole."""
+        """Returns the cost of float32[sizes], rounded down; exact for integers."""
         one = jnp.float32(1)
         most, base = jnp.append(sizes, one), jnp.append(jnp.floor(sizes), one)
         return self._node.evaluate(functools.partial(_least, most, base))
@@ -132,8 +132,8 @@ class _Table(NamedTuple):
     Attributes:
       high: uint32[terms], the high words of the coefficients.
       low: their low words.
-      numbers: int32[terms, most], which sizes they are multiplied by; one that does not count is 1
-        and comes after all sizes.
+      numbers: int32[terms, most], the sizes that multiply each term, filled up with the number
+        after all sizes, which stands for the factor 1.
     """
 
     high: np.ndarray
@@ -141,7 +141,7 @@ class _Table(NamedTuple):
     numbers: np.ndarray
 
     @classmethod
-    def of(cls, terms: Terms, unit: int, count: int) -> _Table:
+    def build(cls, terms: Terms, unit: int, count: int) -> _Table:
         terms = terms or {(): Fraction(0)}
         most = max(map(len, terms))
         numbers = [[*x, *[count] * (most - len(x))] for x in terms]
@@ -157,15 +157,15 @@ class _Node(NamedTuple):
     largest: list[list[_Node]]
 
     @classmethod
-    def of(cls, polynomial: Polynomial, unit: int, count: int) -> _Node:
-        nodes = [[cls.of(x, unit, count) for x in each] for each in polynomial.largest]
-        return cls(_Table.of(polynomial.terms, unit, count), nodes)
+    def build(cls, polynomial: Polynomial, unit: int, count: int) -> _Node:
+        nodes = [[cls.build(x, unit, count) for x in each] for each in polynomial.largest]
+        return cls(_Table.build(polynomial.terms, unit, count), nodes)
 
-    def evaluate(self, of_table: Callable[[_Table], Words]) -> Words:
-        total = of_table(self.table)
+    def evaluate(self, sum_terms: Callable[[_Table], Words]) -> Words:
+        total = sum_terms(self.table)
         for each in self.largest:
-            found = [node.evaluate(of_table) for node in each]
-            total = exact.plus(total, functools.reduce(_larger, found))
+            values = [node.evaluate(sum_terms) for node in each]
+            total = exact.plus(total, functools.reduce(_larger, values))
         return total
 
 
@@ -173,12 +173,12 @@ def _exact(factors: jax.Array, table: _Table) -> Words:
     terms = jnp.asarray(table.high), jnp.asarray(table.low)
     for column in table.numbers.T:
         terms = exact.times(terms, factors[column])
-    return exact.total_of_words(terms)
+    return exact.total_words(terms)
 
 
 def _least(most: jax.Array, base: jax.Array, table: _Table) -> Words:
-    # How much larger the products are than at the base, which is whole: a sum of what is not
-    # negative, so that its rounding is a part of the difference alone.
+    # The excess of the products over those at the base, which are integers. No summand is negative,
+    # so that the rounding is relative to the excess alone.
     product = jnp.ones(len(table.numbers), jnp.float32)
     more = product - 1
     for column in table.numbers.T:
@@ -197,7 +197,7 @@ def _larger(a: Words, b: Words) -> Words:
 
 
 def _sum(terms: Iterable[tuple[Monomial, Fraction]]) -> Terms:
-    found: dict[Monomial, Fraction] = {}
+    sums: dict[Monomial, Fraction] = {}
     for monomial, coefficient in terms:
-        found[monomial] = found.get(monomial, Fraction(0)) + coefficient
-    return {monomial: a for monomial, a in found.items() if a}
+        sums[monomial] = sums.get(monomial, Fraction(0)) + coefficient
+    return {monomial: a for monomial, a in sums.items() if a}

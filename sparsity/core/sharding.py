@@ -1,11 +1,11 @@
-"""One array sharded as another, on meshes of Auto and of Explicit axes, inside jit and outside."""
+"""Shards arrays like others, on meshes of Auto and of Explicit axes, inside jit and outside."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import chex
 import jax
@@ -24,19 +24,19 @@ def shard_like(
     *args: PyTree,
     shape: tuple[int, ...] | None = None,
 ) -> T:
-    """Calls `fn(*args)`; on a mesh with Explicit axes its result is sharded as `like`.
+    """Calls `fn(*args)`; on a mesh with Explicit axes the result is sharded as `like`.
 
-    Explicit axes put the sharding into an array's type, so that each reshape and each new array
-    would have to name one; inside `fn` they are Auto axes, where XLA chooses.
+    Explicit axes make the sharding a part of an array's type, so that each reshape and each new
+    array would have to name one. Inside `fn` the axes are Auto: XLA chooses the shardings.
 
     Args:
-      like: array that gives the sharding of the result, or a tree of arrays for a tree of results.
+      like: array with the sharding of the result, or a tree of arrays for a tree of results.
       fn: function of arrays.
-      *args: arrays and scalars; `fn` closes over none.
-      shape: shape of the result, if it is not that of `like`; axes of the mesh that do not divide
-        it are left out.
+      *args: all arrays and scalars that `fn` reads; a closure would not be converted.
+      shape: shape of the result if it differs from that of `like`; mesh axes that do not divide the
+        shape are dropped.
     """
-    if not any(of_type(jax.typeof(leaf)) for leaf in jax.tree.leaves(like)):
+    if not any(explicit_sharding(jax.typeof(leaf)) for leaf in jax.tree.leaves(like)):
         return fn(*args)
     shardings = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, like)
     if shape is not None:
@@ -45,13 +45,13 @@ def shard_like(
     return result
 
 
-def of_type(aval: Any) -> NamedSharding | None:
-    """The sharding in the type of an array, on a mesh with Explicit axes; elsewhere `None`."""
+def explicit_sharding(aval: object) -> NamedSharding | None:
+    """Returns the sharding in the type of an array; `None` without a mesh of Explicit axes."""
     sharding = getattr(aval, "sharding", None)
     if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
         return None
-    own: NamedSharding = sharding
-    return own
+    explicit: NamedSharding = sharding
+    return explicit
 
 
 def abstract(tree: PyTree) -> PyTree:
@@ -62,12 +62,12 @@ def abstract(tree: PyTree) -> PyTree:
       {'name': 'relu', 'w': ShapeDtypeStruct(shape=(2, 3), dtype=float32)}
     """
 
-    def struct(leaf: Any) -> Any:
+    def struct(leaf: PyTree) -> PyTree:
         if not is_array(leaf):
             return leaf
         aval = jax.typeof(leaf)
         return jax.ShapeDtypeStruct(
-            aval.shape, aval.dtype, sharding=of_type(aval), weak_type=aval.weak_type
+            aval.shape, aval.dtype, sharding=explicit_sharding(aval), weak_type=aval.weak_type
         )
 
     return jax.tree.map(struct, tree)
@@ -75,54 +75,54 @@ def abstract(tree: PyTree) -> PyTree:
 
 def resized(struct: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     """Returns the struct with another shape, sharded along the axes that still divide."""
-    own = struct.sharding and fit(struct.sharding, shape)
-    return jax.ShapeDtypeStruct(shape, struct.dtype, sharding=own, weak_type=struct.weak_type)
+    sharding = struct.sharding and fit(struct.sharding, shape)
+    return jax.ShapeDtypeStruct(shape, struct.dtype, sharding=sharding, weak_type=struct.weak_type)
 
 
 def replicated(fn: Callable[..., T], *arrays: jax.Array) -> T:
-    """Calls `fn(*arrays)`; on a mesh with Explicit axes its results lie whole on every device."""
-    if not any(of_type(jax.typeof(array)) for array in arrays):
+    """Calls `fn(*arrays)`; on a mesh with Explicit axes the results are replicated."""
+    if not any(explicit_sharding(jax.typeof(array)) for array in arrays):
         return fn(*arrays)
     result: T = auto_axes(fn, out_sharding=PartitionSpec())(*arrays)
     return result
 
 
 def place_like(like: jax.Array, mask: jax.Array) -> jax.Array:
-    """Returns the mask, packed or not, sharded as `like`, on which its values need not depend."""
+    """Returns the mask, packed or not, sharded as `like`; only the sharding of `like` is read."""
     if not isinstance(mask, jax.core.Tracer):
         sharding = getattr(like, "sharding", None)
         if not isinstance(sharding, NamedSharding):
             return mask
         placed: jax.Array = jax.device_put(mask, fit(sharding, mask.shape))
         return placed
-    if of_type(jax.typeof(mask)):
+    if explicit_sharding(jax.typeof(mask)):
         return mask
     if mask.shape != like.shape:
         rows, count = like.reshape(like.shape or (1,)), mask.shape[-1]
-        # A compiler's cut of the entries is one of the bytes only where it surely divides them.
+        # Shards of entries are shards of bytes only if the devices divide the bytes.
         divides = rows.shape[-1] == 8 * count and count % jax.device_count() == 0
         ends = rows.reshape(*mask.shape, 8)[..., 0] if divides else rows[..., :1]
         like = jnp.broadcast_to(ends, mask.shape)
-    # XLA shards the operands of a selection alike, and does not know that one is never chosen.
+    # XLA shards both operands of a selection alike; behind the barrier it cannot drop one.
     never = jax.lax.optimization_barrier(jnp.zeros((), bool))
     return jnp.where(never, (like != 0).astype(mask.dtype), mask)
 
 
 def spread(array: jax.Array, axes: Iterable[int]) -> jax.Array:
-    """Cuts an array that lies whole on every device of a mesh, along one of the axes if it can."""
-    whole = getattr(array, "sharding", None)
-    if isinstance(whole, NamedSharding) and whole.is_fully_replicated:
-        count = whole.mesh.size
+    """Shards a replicated array along the first of the axes that the mesh divides."""
+    sharding = getattr(array, "sharding", None)
+    if isinstance(sharding, NamedSharding) and sharding.is_fully_replicated:
+        count = sharding.mesh.size
         for axis in axes if count > 1 else ():
             if array.shape[axis] % count == 0:
-                spec = PartitionSpec(*[None] * axis, whole.mesh.axis_names)
-                placed: jax.Array = jax.device_put(array, whole.update(spec=spec))
+                spec = PartitionSpec(*[None] * axis, sharding.mesh.axis_names)
+                placed: jax.Array = jax.device_put(array, sharding.update(spec=spec))
                 return placed
     return array
 
 
 def on_device(value: chex.Numeric, dtype: type[np.generic] = np.float32) -> jax.Array:
-    """A scalar as an array, sent to the device explicitly, as a transfer guard may demand."""
+    """Converts a scalar to an array by an explicit transfer, as a transfer guard may demand."""
     if isinstance(value, jax.Array):
         return value.astype(dtype)
     sent: jax.Array = jax.device_put(np.asarray(value, dtype))
@@ -131,12 +131,12 @@ def on_device(value: chex.Numeric, dtype: type[np.generic] = np.float32) -> jax.
 
 @jax.jit
 def ones_like(array: jax.Array) -> jax.Array:
-    """uint8 ones of the shape of an array; compiled, as its constant need not be sent then."""
+    """Returns uint8 ones of the shape of an array; compiled, so that no constant is sent."""
     return jnp.ones_like(array, dtype=jnp.uint8)
 
 
 def zeros_like(array: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Zeros of the shape of an array, sharded as it is; compiled as `ones_like`."""
+    """Returns zeros of the shape and sharding of an array; compiled as `ones_like`."""
     return place_like(array, _zeros(array, dtype))
 
 
@@ -158,7 +158,7 @@ def fit(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
 
 
 def num_devices(sharding: NamedSharding, ndim: int) -> list[int]:
-    """Among how many devices each axis of an array is cut."""
+    """Returns for each axis of an array the number of devices that share it."""
     spec = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]  # a spec may be short
-    names = [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in spec]
-    return [math.prod(sharding.mesh.shape[name] for name in of_axis) for of_axis in names]
+    names = [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in spec]
+    return [math.prod(sharding.mesh.shape[name] for name in axes) for axes in names]

@@ -1,17 +1,17 @@
-"""Trees by path: naming leaves, meeting two trees leaf by leaf, finding a node in a nested state.
+"""Trees by path: names leaves, matches two trees leaf by leaf, finds nodes in nested states.
 
 Parameters may be any pytree, and a mask tree, a gradient tree or an optimizer state need not have
 the same treedef as the parameters: a subtree may be `None` or `optax.MaskedNode`, and flax's nnx
 wraps leaves in variables at `init` but not at `update`. So leaves meet by *path*: a tuple of
 `jax.tree_util` key entries (compared as entries, so that the key `'mu'` of a dictionary is not the
-field `.mu` of Adam's state), without the entry by which an nnx variable holds its value.
+field `.mu` of Adam's state), without the entry of an nnx variable's value.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Hashable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ PyTree: TypeAlias = Any  # a tree of arrays, as jax takes it: jax has no type fo
 KeyPath: TypeAlias = tuple[Hashable, ...]  # of jax's key entries
 
 
-def leaves_by_path(tree: PyTree) -> dict[KeyPath, Any]:
+def leaves_by_path(tree: PyTree) -> dict[KeyPath, PyTree]:
     """Returns `{path: leaf}` in tree order; `None` and other empty nodes have no leaf.
 
     Example:
@@ -32,28 +32,78 @@ def leaves_by_path(tree: PyTree) -> dict[KeyPath, Any]:
     return dict(_flatten(tree)[0])
 
 
-def leaves_and_none(tree: PyTree) -> dict[KeyPath, Any]:
-    """As `leaves_by_path`, with an entry for each `None`."""
+def leaves_and_none(tree: PyTree) -> dict[KeyPath, PyTree]:
+    """Returns `leaves_by_path` with an entry for each `None`."""
     return dict(_flatten(tree, is_leaf=lambda node: node is None)[0])
 
 
 def covered_paths(tree: PyTree) -> set[KeyPath]:
-    """Paths of leaves, and of what stands for all that could be below: `None`, `MaskedNode`."""
+    """Returns the paths of leaves and of placeholders for subtrees: `None`, `MaskedNode`."""
     return {path for path, _ in _flatten(tree, is_leaf=_is_placeholder)[0]}
 
 
 def path_names(path: KeyPath) -> tuple[str, ...]:
-    """The path as users see it: one string for each key, index or attribute; `()` at the root."""
+    """Returns the path as users see it: a string a key, index or attribute; `()` at the root."""
     return tuple(_entry_name(entry) for entry in path)
 
 
 def path_string(path: KeyPath) -> str:
-    """The path joined by '/', as it is written in messages and tables; 'params' at the root."""
+    """Returns the path joined by '/', for messages and tables; 'params' at the root."""
     return "/".join(path_names(path)) or "params"
 
 
+@overload
 def map_matched(
-    fn: Callable[..., Any],
+    fn: Callable[[KeyPath, Any], object],
+    tree: PyTree,
+    /,
+    *,
+    role: str = ...,
+    others_role: str = ...,
+) -> PyTree: ...
+
+
+@overload
+def map_matched(
+    fn: Callable[[KeyPath, Any, Any | None], object],
+    tree: PyTree,
+    other: PyTree,
+    /,
+    *,
+    role: str = ...,
+    others_role: str = ...,
+) -> PyTree: ...
+
+
+@overload
+def map_matched(
+    fn: Callable[[KeyPath, Any, Any | None, Any | None], object],
+    tree: PyTree,
+    other: PyTree,
+    third: PyTree,
+    /,
+    *,
+    role: str = ...,
+    others_role: str = ...,
+) -> PyTree: ...
+
+
+@overload
+def map_matched(
+    fn: Callable[..., object],
+    tree: PyTree,
+    other: PyTree,
+    third: PyTree,
+    fourth: PyTree,
+    /,
+    *more: PyTree,
+    role: str = ...,
+    others_role: str = ...,
+) -> PyTree: ...
+
+
+def map_matched(
+    fn: Callable[..., object],
     tree: PyTree,
     *others: PyTree,
     role: str = "params",
@@ -71,36 +121,40 @@ def map_matched(
 
     Raises:
       ValueError: a tree of `others` has leaves at paths where `tree` has none; the paths are named.
+
+    Example:
+      >>> scale = lambda path, leaf, factor: leaf if factor is None else leaf * factor
+      >>> map_matched(scale, {"a": 2.0, "b": 3.0}, {"a": 10.0, "b": None})
+      {'a': 20.0, 'b': 3.0}
     """
     pairs, treedef = _flatten(tree)
-    known = dict(pairs)
-    lookups = [leaves_by_path(other) for other in others]
+    leaves, lookups = dict(pairs), [leaves_by_path(other) for other in others]
     for lookup in lookups:
-        check_known(known, lookup, role, others_role)
+        check_paths(leaves, lookup, role, others_role)
     return jax.tree.unflatten(
         treedef, [fn(path, leaf, *(lookup.get(path) for lookup in lookups)) for path, leaf in pairs]
     )
 
 
-def check_known(
-    known: dict[KeyPath, Any], others: dict[KeyPath, Any], role: str, others_role: str
+def check_paths(
+    leaves: Collection[KeyPath], others: Collection[KeyPath], role: str, others_role: str
 ) -> None:
-    """Raises a ValueError that names the paths of `others` which are not known."""
-    if missing := [path_string(path) for path in others if path not in known]:
+    """Raises a ValueError that names the paths of `others` that `leaves` lacks."""
+    if missing := [path_string(path) for path in others if path not in leaves]:
         raise ValueError(
             f"The {role} have no leaf at {listed(missing)}, which the {others_role} have. "
-            f"The {role} have: {listed([path_string(path) for path in known])}. Both "
+            f"The {role} have: {listed([path_string(path) for path in leaves])}. Both "
             "must be made for the same model."
         )
 
 
 def is_within(path: KeyPath, paths: Collection[KeyPath]) -> bool:
-    """Whether the path, or one that leads to it, is among the paths."""
+    """Returns whether the path, or one that leads to it, is among the paths."""
     return any(path[:end] in paths for end in range(len(path), -1, -1))
 
 
 def is_prunable(leaf: object) -> bool:
-    """Whether a leaf can have a mask: a floating-point or complex array."""
+    """Returns whether a leaf can have a mask: whether it is a floating or complex array."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
@@ -108,11 +162,11 @@ def is_prunable(leaf: object) -> bool:
 def prunable(tree: PyTree, like: PyTree | None = None) -> PyTree:
     """Returns the tree with `None` for leaves that can never have a mask.
 
-    Random keys, integers and functions cannot; hooks that map over all leaves never meet them.
+    These are random keys, integers and functions; hooks that map over all leaves never see one.
 
     Args:
       tree: any tree.
-      like: tree whose leaves decide, with the same paths; `tree` itself by default.
+      like: tree of the same paths whose leaves decide; by default `tree` itself.
     """
     if like is None:
         if all(map(is_prunable, jax.tree.leaves(tree))):
@@ -125,12 +179,12 @@ def prunable(tree: PyTree, like: PyTree | None = None) -> PyTree:
 
 
 def is_array(leaf: object) -> bool:
-    """Whether a leaf is an array, or stands for one by shape and dtype."""
+    """Returns whether a leaf is an array, or stands for one by shape and dtype."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The arrays of a tree, and a function that puts others in their places.
+def split_arrays(tree: PyTree) -> tuple[list[PyTree], Callable[[Sequence[object]], PyTree]]:
+    """Returns the arrays of a tree, and a function that puts others in their places.
 
     Example:
       >>> arrays, rebuild = split_arrays({"w": jnp.ones(2), "name": "relu"})
@@ -141,7 +195,7 @@ def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     leaves, treedef = jax.tree.flatten(tree)
     at = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
 
-    def rebuild(arrays: list[Any]) -> Any:
+    def rebuild(arrays: Sequence[object]) -> PyTree:
         filled = list(leaves)
         for i, array in zip(at, arrays, strict=True):
             filled[i] = array
@@ -151,15 +205,15 @@ def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 
 
 def are_alike(one: PyTree, other: PyTree) -> bool:
-    """Whether two abstract trees have one structure, equal types, and equal leaves otherwise.
+    """Returns whether two abstract trees have one structure, and leaves of equal type and value.
 
-    Numbers are alike if their types are, too: a program traced with 1 is not that of 1.0 or True.
+    A program that was traced with 1 differs from one with 1.0 or True.
 
     Example:
       >>> are_alike({"train": True}, {"train": 1})
       False
     """
-    structures: list[Any] = [jax.tree.structure(tree) for tree in (one, other)]
+    structures: list[PyTree] = [jax.tree.structure(tree) for tree in (one, other)]
     if structures[0] != structures[1]:
         return False
     return all(
@@ -168,38 +222,38 @@ def are_alike(one: PyTree, other: PyTree) -> bool:
     )
 
 
-def find_nodes(tree: Any, kind: Any) -> list[tuple[KeyPath, Any]]:
-    """All nodes of the NamedTuple `kind` in a pytree with their paths, nested ones included."""
-    found: list[tuple[KeyPath, Any]] = []
+def find_nodes(tree: PyTree, kind: Any) -> list[tuple[KeyPath, PyTree]]:
+    """Returns all nodes of the NamedTuple `kind` with their paths, nested ones included."""
+    nodes: list[tuple[KeyPath, PyTree]] = []
     for path, node in jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda node: isinstance(node, kind)
     ):
         if isinstance(node, kind):
-            found.append((path, node))
+            nodes.append((path, node))
             for field, child in zip(node._fields, node, strict=True):
-                found += [
+                nodes += [
                     ((*path, GetAttrKey(field), *below), inside)
                     for below, inside in find_nodes(child, kind)
                 ]
-    return found
+    return nodes
 
 
-def children(node: Any) -> list[tuple[KeyPath, Any]]:
-    """The nodes one level below, with the paths to them; those of a variable are its value's."""
+def children(node: PyTree) -> list[tuple[KeyPath, PyTree]]:
+    """Returns the nodes one level below, with their paths; those of a variable are its value's."""
     below = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda child: child is not node)
     return [((), child) if _is_variable(node) else (path, child) for path, child in below if path]
 
 
 def listed(names: list[str], most: int = 8) -> str:
-    """Names for a message, the first few of many."""
+    """Joins names for a message, the first few of many."""
     shown = ", ".join(repr(name) for name in names[:most])
     return (shown or "nothing") + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _flatten(
-    tree: Any, is_leaf: Callable[[Any], bool] | None = None
-) -> tuple[list[tuple[KeyPath, Any]], Any]:
-    """Paths with leaves, and the treedef; variables are not in the paths."""
+    tree: PyTree, is_leaf: Callable[[object], bool] | None = None
+) -> tuple[list[tuple[KeyPath, PyTree]], PyTree]:
+    """Returns paths with leaves, without the entries of variables, and the treedef."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     if _variable_class() is None:
         return pairs, treedef
@@ -213,16 +267,16 @@ def _flatten(
 
 
 def _variable_class() -> Any:
-    """The class of nnx's variables, `None` where nobody has imported nnx."""
+    """Returns the class of nnx's variables, `None` if nnx is not imported."""
     return getattr(sys.modules.get("flax.nnx"), "Variable", None)
 
 
-def _is_variable(node: Any) -> bool:
+def _is_variable(node: object) -> bool:
     kind = _variable_class()
     return kind is not None and isinstance(node, kind)
 
 
-def _is_placeholder(node: Any) -> bool:
+def _is_placeholder(node: object) -> bool:
     return node is None or isinstance(node, optax.MaskedNode)
 
 

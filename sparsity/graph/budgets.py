@@ -64,7 +64,7 @@ class Budget:
         if self.macs is None:
             return sum((kept[leaf.path] * leaf.dtype.itemsize for leaf in known), Polynomial({}))
         shares = {leaf.path: kept[leaf.path] / leaf.size for leaf in known if leaf.size}
-        return Polynomial.of(self.graph.cost(shares))
+        return Polynomial.convert(self.graph.cost(shares))
 
     def __call__(
         self,

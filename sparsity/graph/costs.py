@@ -48,5 +48,5 @@ def entries_left(dims: Iterable[Axis], left: Mapping[Axis, Number]) -> Number:
 
 def _larger(one: Number, other: Number) -> Number:
     if isinstance(one, Polynomial) or isinstance(other, Polynomial):
-        return Polynomial.largest_of(one, other)
+        return Polynomial.maximum(one, other)
     return max(one, other)

@@ -59,6 +59,18 @@ class Coupled:
 
     Sources: Fang et al. 2023, "DepGraph"; Molchanov et al. 2019, "Importance Estimation for Neural
     Network Pruning".
+
+    Example:
+      >>> import jax.numpy as jnp, sparsity
+      >>> params = {"up": jnp.array([[1.0, 5.0]]), "down": jnp.array([[2.0], [3.0]])}
+      >>> def model(params, x):
+      ...     return x @ params["up"] @ params["down"]
+      >>> graph = sparsity.trace(model, params, jnp.ones((1, 1)))
+      >>> half = sparsity.Uniform(0.5)
+      >>> pruner = sparsity.MagnitudePruning(scope=Coupled(graph), sparsity_distribution_fn=half)
+      >>> masks = pruner.instant_sparsify(params)[1]
+      >>> masks["up"].tolist(), masks["down"].tolist()  # the importance of the channels is 3 and 8
+      ([[0, 1]], [[0], [1]])
     """
 
     graph: Graph
@@ -328,7 +340,7 @@ class Coupled:
             left = self.graph.bytes_left(sizes, {leaf.path for leaf in leaves})
         else:
             left = self.graph.macs_left(sizes)
-        return Cost(Polynomial.of(left), [group.whole.size for group in groups])
+        return Cost(Polynomial.convert(left), [group.whole.size for group in groups])
 
     def _kept_across(
         self,
@@ -345,7 +357,7 @@ class Coupled:
             rounded = [self._rounded(*x) for x in zip(wholes, counts, strict=True)]
             return jnp.stack([jnp.asarray(n, jnp.uint32) for n in rounded])
 
-        return list(kept(best_that_fit(ranks, lambda n: exact.at_least(limit, cost.of(kept(n))))))
+        return list(kept(best_that_fit(ranks, lambda n: exact.at_least(limit, cost.at(kept(n))))))
 
     def _spread(
         self,

@@ -42,6 +42,17 @@ class Graph:
       leaves: its parameters, in tree order.
       uses: every product, convolution and lookup that reads one.
       state: what the model returns for its next call: {path in the output: path in params}.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsity
+      >>> params = {"up": jnp.ones((8, 16)), "down": jnp.ones((16, 4))}
+      >>> def model(params, x):
+      ...     return x @ params["up"] @ params["down"]
+      >>> graph = sparsity.trace(model, params, jnp.ones((1, 8)))
+      >>> graph.macs(), graph.groups[0].size
+      (192, 16)
+      >>> graph.uses[0].path, graph.uses[0].contracting
+      (('up',), (0,))
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Masks as they are stored, read and applied.
+"""Masks: stored, packed, read and applied.
 
 A mask is a uint8 array of its parameter's shape, 1 where the weight is kept. A packed mask holds
-one bit a weight: `packbits` along the last axis, each row padded to whole bytes, so that leading
-axes and their sharding stay as they are. Whether masks are packed is known where they are read
-(`use_packed_masks`), or told by the shapes of their parameters.
+one bit a weight: `packbits` along the last axis, each row padded to full bytes, so that leading
+axes keep their sharding. The field `use_packed_masks`, or the shapes of the parameters, tell packed
+masks from others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Kept = TypeVar("Kept", bound=chex.Array)
 
 
 def packed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the packed mask of a tensor of `shape`."""
+    """Returns the shape of the packed mask of an array of a shape."""
     return (*shape[:-1], -(-shape[-1] // 8)) if shape else (1,)
 
 
@@ -32,8 +32,8 @@ def pack(mask: chex.Array, like: chex.Array) -> jax.Array:
 
     Args:
       mask: a mask of the shape of `like`.
-      like: the parameter; the leading axes of the packed mask are sharded as its are, the last one
-        if its bytes divide.
+      like: the parameter. The packed mask has the sharding of its leading axes, and of the last
+        axis if the devices divide the bytes.
 
     Example:
       >>> pack(jnp.array([[1, 0, 0, 0, 0, 0, 0, 0, 1]], jnp.uint8), jnp.zeros((1, 9)))
@@ -50,7 +50,7 @@ def pack(mask: chex.Array, like: chex.Array) -> jax.Array:
 
 
 def unpack(bits: chex.Array, like: chex.Array) -> jax.Array:
-    """Undoes `pack`: uint8 in the shape and sharding of the parameter `like`."""
+    """Undoes `pack`; returns uint8 of the shape and sharding of the parameter `like`."""
     shape = jnp.shape(like)
     if 0 in shape:
         return jnp.zeros(shape, jnp.uint8)
@@ -78,13 +78,13 @@ def unpack_masks(masks: PyTree, params: PyTree) -> PyTree:
 
 
 def are_packed(masks: PyTree, likes: PyTree) -> bool:
-    """Whether masks are packed to bits, as their shapes tell.
+    """Returns whether masks have the shapes of packed masks.
 
     A mask whose last axis has one entry is a byte a weight, packed or not.
 
     Args:
       masks: tree of masks.
-      likes: tree of arrays of the shapes of the parameters; some may be missing.
+      likes: tree of arrays with the shapes of parameters; some may be missing.
     """
     arrays = trees.leaves_by_path(likes)
     return any(
@@ -100,23 +100,23 @@ def place_masks(masks: PyTree, params: PyTree) -> PyTree:
 
 
 def read_masks(masks: PyTree, params: PyTree, packed: bool, role: str = "masks") -> PyTree:
-    """Masks that a hook or a user hands in, as uint8 masks of zeros and ones.
+    """Converts masks of a hook or a user to uint8 masks of zeros and ones.
 
     Args:
-      masks: tree of masks of any real dtype; what is not zero is kept.
+      masks: tree of masks of any real dtype; non-zero entries are kept.
       params: tree of parameters.
-      packed: whether they may be packed: by `pack_masks`, or each as one row of bits, as
-        `jax.tree.map(jnp.packbits, masks)` does.
-      role: what they are, for the message.
+      packed: whether masks may be packed: by `pack_masks`, or each as one row of bits, as by
+        `jax.tree.map(jnp.packbits, masks)`.
+      role: name of the masks in messages.
 
     Raises:
-      ValueError: a mask has no parameter or does not fit it, or a parameter has neither a mask nor
-        `None`; its path is named.
+      ValueError: a mask has no parameter or another shape, or a parameter has neither a mask nor
+        `None`.
     """
     check_leaves(params, masks, role)
     likes = trees.leaves_by_path(params)
 
-    def read(path: trees.KeyPath, mask: Any) -> jax.Array:
+    def read(path: trees.KeyPath, mask: jax.Array) -> jax.Array:
         shape = jnp.shape(likes[path])
         if jnp.shape(mask) == shape:
             # A row of one weight is one byte, packed or not.
@@ -148,12 +148,12 @@ def _is_kept(mask: chex.Array) -> jax.Array:
 
 def check_leaves(params: PyTree, masks: PyTree, role: str = "masks") -> None:
     """Raises a ValueError that names a mask without a parameter, or a parameter without a mask."""
-    known = trees.leaves_by_path(params)
-    trees.check_known(known, trees.leaves_by_path(masks), "params", role)
+    leaves = trees.leaves_by_path(params)
+    trees.check_paths(leaves, trees.leaves_by_path(masks), "params", role)
     covered = trees.covered_paths(masks)
     lacking = [
         trees.path_string(path)
-        for path, leaf in known.items()
+        for path, leaf in leaves.items()
         if trees.is_prunable(leaf) and not trees.is_within(path, covered)
     ]
     if lacking:
@@ -164,40 +164,40 @@ def check_leaves(params: PyTree, masks: PyTree, role: str = "masks") -> None:
 
 
 def check_masks(tree: PyTree, masks: PyTree, *, packed: bool, role: str = "params") -> None:
-    """Raises a ValueError that names a leaf whose mask does not fit it.
+    """Raises a ValueError that names a leaf whose mask has another shape.
 
     Args:
-      tree: parameters, or gradients of them.
+      tree: parameters or gradients.
       masks: tree of masks.
-      packed: whether they are packed.
-      role: what `tree` is, for the message; each parameter needs a mask or `None`.
+      packed: whether masks are packed.
+      role: name of `tree` in messages; each parameter needs a mask or `None`.
     """
     if role == "params":
         check_leaves(tree, masks)
 
-    def check(path: trees.KeyPath, leaf: Any, mask: Any) -> None:
+    def check(path: trees.KeyPath, leaf: PyTree, mask: jax.Array | None) -> None:
         if mask is None:
             return
         shape, got, name = jnp.shape(leaf), jnp.shape(mask), trees.path_string(path)
-        wanted, other = shape, packed_shape(shape)
+        expected, other = shape, packed_shape(shape)
         if packed:
-            wanted, other = other, wanted
-        if got == wanted:
+            expected, other = other, expected
+        if got == expected:
             if packed:
                 _check_bits(mask, name)
             return
         if got == other:
             raise ValueError(
                 f"The mask of {name!r} has shape {got}, but with use_packed_masks={packed} it "
-                f"needs {wanted}. Restore a state with the setting that it was saved with, or "
-                f"convert its masks with sparsity.{'pack' if packed else 'unpack'}_masks(masks, "
-                "params)."
+                f"needs {expected}. Restore a state with the setting that it was saved with, or "
+                f"convert its masks with sparsity.masks.{'pack' if packed else 'unpack'}_masks("
+                "masks, params)."
             )
         raise ValueError(
             f"The mask of {name!r} has shape {got}, but its leaf in the {role} has shape {shape}"
-            + (f", and its packed mask {wanted}" if packed else "")
+            + (f", and its packed mask {expected}" if packed else "")
             + ". Masks belong to the model that the optimizer's `init` saw"
-            + ("; sparsity.pack_masks(masks, params) packs them." if packed else ".")
+            + ("; sparsity.masks.pack_masks(masks, params) packs them." if packed else ".")
         )
 
     trees.map_matched(check, tree, masks, role=role)
@@ -207,28 +207,28 @@ def _check_bits(mask: chex.Array, name: str) -> None:
     if mask.dtype != jnp.uint8:
         raise ValueError(
             f"The packed mask of {name!r} has dtype {mask.dtype} and not uint8. Pack masks with "
-            "sparsity.pack_masks(masks, params)."
+            "sparsity.masks.pack_masks(masks, params)."
         )
 
 
 def apply_masks(
     tree: PyTree, masks: PyTree, *, packed: bool = False, role: str = "params"
 ) -> PyTree:
-    """Applies masks by path; leaves without a mask are returned as they are.
+    """Applies masks by path; leaves without a mask stay unchanged.
 
     Raises:
-      ValueError: a mask does not fit its leaf in `tree` (which plays the `role`).
+      ValueError: a mask has another shape than its leaf in `tree`, which messages call `role`.
     """
     check_masks(tree, masks, packed=packed, role=role)
 
-    def apply(_: trees.KeyPath, leaf: Any, mask: Any) -> Any:
+    def apply(_: trees.KeyPath, leaf: PyTree, mask: jax.Array | None) -> PyTree:
         return apply_mask(leaf, unpack(mask, leaf) if packed and mask is not None else mask)
 
     return trees.map_matched(apply, tree, masks, role=role)
 
 
 def are_ones(masks: PyTree) -> jax.Array:
-    """Whether masks, not packed, remove nothing: a bool scalar."""
+    """Returns whether unpacked masks remove nothing, a bool scalar."""
     return jnp.all(jnp.stack([jnp.all(mask > 0) for mask in jax.tree.leaves(masks)] or [True]))
 
 
@@ -237,7 +237,7 @@ def apply_mask(param: chex.Array, mask: chex.Array) -> jax.Array: ...
 @overload
 def apply_mask(param: Kept, mask: None) -> Kept: ...
 def apply_mask(param: chex.Array, mask: chex.Array | None) -> chex.Array:
-    """Selects: kept entries as they are, all others exactly 0.0, were they NaN, inf or -0.0.
+    """Selects kept entries; all others become exactly 0.0, also NaN, inf and -0.0.
 
     Args:
       param: array of any shape and dtype.
@@ -250,7 +250,7 @@ def apply_mask(param: chex.Array, mask: chex.Array | None) -> chex.Array:
 
 @jax.custom_jvp
 def apply_mask_straight_through(param: chex.Array, mask: chex.Array) -> jax.Array:
-    """`apply_mask` whose gradient with respect to `param` is the identity."""
+    """Applies a mask; the gradient with respect to `param` is the identity."""
     return apply_mask(param, mask)
 
 

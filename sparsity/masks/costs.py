@@ -1,4 +1,4 @@
-"""What stays of weights and channels that cost differently: the best per cost, within a budget."""
+"""Selects weights and channels by score per cost, within a budget."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from sparsity.selection.keys import to_keys
 
 
 class Budget(Protocol):
-    """What a distribution offers so that a global scope keeps within a budget."""
+    """Interface of a distribution with a budget for global scopes."""
 
     def cost(self, path: tuple[str, ...], param: jax.Array) -> float:
-        """Returns what a weight of a leaf costs: by this the scope divides its score."""
+        """Returns the cost of a weight of a leaf; the scope divides scores by this cost."""
 
     def total(self, leaves: Sequence[tuple[tuple[str, ...], jax.Array]]) -> Polynomial:
-        """Returns the cost of masks, in the numbers of weights that they keep of each leaf.
+        """Returns the cost of masks as a polynomial in the numbers of kept weights of each leaf.
 
-        It may be left out: then the costs of all weights that are kept add up.
+        Optional: by default the costs of all kept weights add up.
         """
 
 
 def total_cost(budget: Budget, leaves: Sequence[tuple[tuple[str, ...], jax.Array]]) -> Polynomial:
-    """Returns the cost of masks of some leaves, in the numbers of weights that they keep."""
+    """Returns the cost of masks of leaves, a polynomial in the numbers of kept weights."""
     if hasattr(budget, "total"):
         return budget.total(leaves)
     costs = [Fraction(float(np.float32(budget.cost(*leaf)))) for leaf in leaves]
@@ -44,21 +44,20 @@ def within_budget(
     """Keeps the highest scores per cost, of all leaves under one threshold.
 
     Args:
-      scores: of each leaf; they rank as float32, NaN lowest.
-      costs: of one weight of each leaf.
-      fits: from uint32[leaves] to bool: whether a budget allows so many weights of each leaf; if it
-        does not, it does not allow more.
+      scores: scores of each leaf; they rank as float32, NaN lowest.
+      costs: cost of one weight of each leaf.
+      fits: returns whether a budget allows the numbers of weights uint32[leaves]; must be monotone.
 
     Returns:
-      uint8 masks. Of weights that tie at the threshold, those of the lowest indices in their leaves
-      stay, as far as the budget goes.
+      uint8 masks. Weights that tie at the threshold stay by the lowest index in their leaf, as far
+      as the budget allows.
     """
     limits = jnp.iinfo(jnp.int32)
 
     def keys() -> list[jax.Array]:
-        found = zip(scores, costs, strict=True)
+        pairs = zip(scores, costs, strict=True)
         # A weight that costs nothing ranks above all others.
-        return [to_keys(x.compute().astype(jnp.float32) / jnp.float32(cost)) for x, cost in found]
+        return [to_keys(x.compute().astype(jnp.float32) / jnp.float32(cost)) for x, cost in pairs]
 
     def allowed(masks: Iterable[jax.Array]) -> jax.Array:
         return fits(jnp.stack([jnp.sum(mask, dtype=jnp.uint32) for mask in masks]))
@@ -69,7 +68,7 @@ def within_budget(
     threshold = first_that_fits(lambda x: allowed(above(x)), limits.min, limits.max)
 
     def with_ties(first: jax.Array) -> list[jax.Array]:
-        """And of those at the threshold the entries before an index, given with a minus."""
+        """Adds the entries at the threshold before the index `-first`."""
         return [
             (key > threshold) | ((key == threshold) & (flat_index(key.shape) < -first))
             for key in keys()
@@ -83,12 +82,12 @@ def within_budget(
 def best_that_fit(
     ranks: Sequence[jax.Array], fits: Callable[[list[jax.Array]], jax.Array]
 ) -> list[jax.Array]:
-    """How many of each array are among the highest of all, if these are as many as fit.
+    """Returns the number of entries of each array among the highest of all, as many as fit.
 
     Args:
-      ranks: of one axis each. Of equal ones those of the first arrays come first; those that are 0
-        or NaN do not count, unless all are.
-      fits: whether so many of each do; if not, more do not either.
+      ranks: arrays of one axis. Of equal entries those of the first arrays come first; entries that
+        are 0 or NaN do not count, unless all are.
+      fits: returns whether the numbers of entries fit; must be monotone.
     """
     joined = jnp.concatenate(ranks)
     place = jnp.argsort(jnp.argsort(-joined))
@@ -105,7 +104,7 @@ def best_that_fit(
 def first_that_fits(
     fits: Callable[[jax.Array], jax.Array], low: int | jax.Array, high: int
 ) -> jax.Array:
-    """The lowest int32 that fits, if all above it do: 32 bisections between two bounds."""
+    """Returns the lowest int32 that fits, by 32 bisections between two bounds."""
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
@@ -113,6 +112,6 @@ def first_that_fits(
         fitting = fits(middle)
         return jnp.where(fitting, low, middle + 1), jnp.where(fitting, middle, high)
 
-    found: jax.Array
-    found, _ = lax.fori_loop(0, 32, halve, (jnp.int32(low), jnp.int32(high)))
-    return found
+    lowest: jax.Array
+    lowest, _ = lax.fori_loop(0, 32, halve, (jnp.int32(low), jnp.int32(high)))
+    return lowest

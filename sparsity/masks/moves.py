@@ -56,7 +56,7 @@ def _moved_masks(
 
     def dropped() -> tuple[list[jax.Array], Words]:
         kept, active = select(drop, fraction, together=together)
-        return kept, exact.minus(active, exact.num_kept_of_words(active, fraction))
+        return kept, exact.minus(active, exact.num_kept_words(active, fraction))
 
     def present() -> tuple[list[jax.Array], Words]:
         n = jnp.zeros(1 if together else sum(leaf.slices for leaf in drop), jnp.uint32)

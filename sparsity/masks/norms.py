@@ -72,7 +72,7 @@ def _in_rows(scores: Scores) -> tuple[Scores, range]:
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _largest(fn: Fn, real: np.dtype, axes: range, stored: Stored) -> jax.Array:
     """The largest finite absolute value of each row."""
-    return exact.largest_of(_values(fn, real, stored), tuple(axes))
+    return exact.max_abs(_values(fn, real, stored), tuple(axes))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))

@@ -52,7 +52,25 @@ L = TypeVar("L", Wanted, Moving)
 
 
 class Scope(Protocol):
-    """What `scope` must offer: `Layerwise()`, `Global()`, or a class of your own."""
+    """What `scope` must offer: `Layerwise()`, `Global()`, or a class of your own.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsity
+      >>> class AboveOne:
+      ...     def check(self, pattern, batch_axes, topk_fn):
+      ...         pass
+      ...
+      ...     def select(self, leaves, topk_fn):
+      ...         return [(leaf.scores > 1).astype(jnp.uint8) for leaf in leaves]
+      ...
+      ...     def move(self, leaves, drop_fraction):
+      ...         raise NotImplementedError
+      >>> half = sparsity.Uniform(0.5)
+      >>> pruner = sparsity.MagnitudePruning(scope=AboveOne(), sparsity_distribution_fn=half)
+      >>> pruner.instant_sparsify(jnp.array([[1.0, -3.0], [2.0, 0.5]]))[1]
+      Array([[0, 1],
+             [1, 0]], dtype=uint8)
+    """
 
     def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
         """Raises a ValueError if it cannot make masks of these; called when an updater is made."""
@@ -88,6 +106,14 @@ class Layerwise:
     """Every leaf by itself, at its own sparsity; with batch axes, every slice of it.
 
     A subclass with a `select` of its own gets leaves whose leading `site.batch_axes` index slices.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsity
+      >>> params = {"large": jnp.array([[10.0, 40.0]]), "small": jnp.array([[1.0, 4.0]])}
+      >>> half = sparsity.Uniform(0.5)
+      >>> pruner = sparsity.MagnitudePruning(scope=Layerwise(), sparsity_distribution_fn=half)
+      >>> {name: mask.tolist() for name, mask in pruner.instant_sparsify(params)[1].items()}
+      {'large': [[0, 1]], 'small': [[0, 1]]}
     """
 
     takes_lazy_scores: ClassVar[bool] = True
@@ -142,6 +168,15 @@ class Global:
     stay as the budget allows.
 
     Source: Lee et al. 2023, "JaxPruner", for the normalization.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsity
+      >>> params = {"large": jnp.array([[10.0, 40.0]]), "small": jnp.array([[1.0, 4.0]])}
+      >>> scope = Global(use_normalization=False)
+      >>> half = sparsity.Uniform(0.5)
+      >>> pruner = sparsity.MagnitudePruning(scope=scope, sparsity_distribution_fn=half)
+      >>> {name: mask.tolist() for name, mask in pruner.instant_sparsify(params)[1].items()}
+      {'large': [[1, 1]], 'small': [[0, 0]]}
     """
 
     use_normalization: bool = True
@@ -191,10 +226,10 @@ class Global:
             kept = _kept_of_each(sizes, sparsities).astype(jnp.uint32)
             if total.slope(range(len(leaves))) is None:
                 cost = Cost(total, sizes)
-                limit, fixed = cost.of(kept), kept[len(leaves) :]
+                limit, fixed = cost.at(kept), kept[len(leaves) :]
 
                 def fits(counts: jax.Array) -> jax.Array:
-                    return exact.at_least(limit, cost.of(jnp.concatenate([counts, fixed])))
+                    return exact.at_least(limit, cost.at(jnp.concatenate([counts, fixed])))
 
                 return within_budget(scores, [leaf.site.cost for leaf in leaves], fits)
             k = exact.total(kept[: len(leaves)])

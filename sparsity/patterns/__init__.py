@@ -1,4 +1,4 @@
-"""What is kept or removed together: each pattern checks, pools, expands and selects for itself."""
+"""Patterns: units of entries that are kept or removed together."""
 
 from sparsity.patterns.base import SparsityType, Unstructured
 from sparsity.patterns.blocks import Block, Channel

@@ -1,8 +1,8 @@
-"""The base of sparsity types: what is kept or removed together is pooled, selected and expanded.
+"""The base of patterns: pools scores of entries to units, selects units, expands the mask.
 
-A type is a frozen value, checked when it is made. Axes count within a slice: for stacked weights
-(`batch_axes`) axis 0 is the first one after the leading axes. A type of your own is one class: say
-how the scores of its units come from the entries', and how a mask of units covers the entries.
+A pattern is a frozen value, checked when it is made. Axes count within a slice: for stacked weights
+(`batch_axes`) axis 0 is the first one after the leading axes. A new pattern is one class: `pool`
+computes the scores of units from those of entries, `expand` covers the entries of each unit.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ REMEDY = (
 
 
 class SparsityType:
-    """What is kept or removed together; by default every entry on its own.
+    """Base of patterns, the units that are kept or removed together; here each entry is a unit.
 
     A subclass with units of several entries overrides `pool` and `expand`, and `check` if it does
-    not fit every shape. All pruners and sparse trainers take it then. `select` and `move` work on
-    units; a type with another idea of them, as N:M, overrides these.
+    not fit every shape. All pruners and sparse trainers take the subclass. `select` keeps the best
+    units, `move` replaces the worst; a pattern with another rule, such as N:M, overrides both.
 
     Example:
       >>> @dataclasses.dataclass(frozen=True)
@@ -46,40 +46,40 @@ class SparsityType:
              [1, 1]], dtype=uint8)
     """
 
-    # Whether every entry is a unit of its own, so that it can compete with those of other leaves.
+    # Whether each entry is a unit, so that entries of all leaves can compete.
     is_elementwise: bool = False
-    # Whether masks are those of the best units, so that one search finds those of many leaves. A
-    # class with a `select` or a `move` of its own is taken to have another idea of them.
+    # Whether a mask keeps the best units, so that one search serves many leaves. False for classes
+    # that define `select` or `move`.
     ranks_units: ClassVar[bool] = True
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        own = vars(cls)
-        if "ranks_units" not in own and own.keys() & {"select", "move"}:
+        attributes = vars(cls)
+        if "ranks_units" not in attributes and attributes.keys() & {"select", "move"}:
             cls.ranks_units = False
 
     def check(self, shape: tuple[int, ...], batch_axes: int = 0, name: str = "params") -> None:
-        """Raises a ValueError that names the parameter if the type does not fit its shape.
+        """Raises a ValueError that names the parameter if the pattern does not fit its shape.
 
         Args:
-          shape: that of the parameter, its batch axes included.
+          shape: shape of the parameter, batch axes included.
           batch_axes: number of leading axes that index separate slices.
           name: the parameter's path, joined by '/'.
         """
         del shape, batch_axes, name
 
     def pool(self, scores: jax.Array, batch_axes: int = 0) -> jax.Array:
-        """Returns the scores of the units, [*batch, ...units], from those of the entries."""
+        """Pools the scores of the entries to scores of the units, [*batch, ...units]."""
         del batch_axes
         return scores
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
-        """Returns the mask of the entries, of that shape, from the mask of the units."""
+        """Expands the mask of the units to the mask of the entries, of shape `shape`."""
         del shape, batch_axes
         return units
 
     def final_sparsity(self, target: float) -> float:
-        """Returns the sparsity that a mask has at the end of a ramp to `target`."""
+        """Returns the sparsity of a mask at the end of a ramp to `target`."""
         return target
 
     def select(
@@ -98,10 +98,10 @@ class SparsityType:
         Args:
           scores: [*batch, ...] array of any real dtype.
           sparsity: scalar in [0, 1], Python or traced.
-          target: where a ramp ends, for types whose density is fixed.
+          target: end of the ramp, for patterns with a fixed density.
           batch_axes: number of leading axes that index separate slices.
-          topk_fn: `topk_fn(scores, sparsity) -> mask` replaces the selection; it gets the units of
-            one slice.
+          topk_fn: `topk_fn(scores, sparsity) -> mask` replaces the selection; its scores are the
+            units of one slice.
 
         Returns:
           uint8 mask of the shape of `scores`.
@@ -134,9 +134,9 @@ class SparsityType:
         """Returns the mask with a fraction of its active units replaced by as many others.
 
         Args:
-          mask: [*batch, ...] uint8 array, the present mask.
-          drop_scores: same shape; the units with the lowest are dropped.
-          grow_scores: same shape; of all units that were not kept, those with the highest grow.
+          mask: [*batch, ...] uint8 array, the current mask.
+          drop_scores: same shape; active units with the lowest scores are dropped.
+          grow_scores: same shape; of all units that are not kept, those with the highest grow.
           drop_fraction: scalar in [0, 1].
           batch_axes: number of leading axes that index separate slices.
 
@@ -159,39 +159,44 @@ class SparsityType:
 def keep_active(
     active: jax.Array, scores: jax.Array, drop_fraction: chex.Numeric, batch_axes: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Mask of the units that stay active, and how many of each slice do not."""
+    """Returns the mask of the units that stay active, and the number dropped in each slice."""
     n = _count(active, batch_axes)
     k = jnp.asarray(selection.num_kept(n, drop_fraction))
     return selection.topk_mask(scores, k, where=active, batch_axes=batch_axes), n - k
 
 
 def _count(active: jax.Array, batch_axes: int) -> jax.Array:
-    """How many of each slice are not zero, int32[*batch]."""
+    """Counts the non-zero units of each slice, int32[*batch]."""
     axes = range(batch_axes, active.ndim)
-    # The barrier keeps the second operand, and with it the fused loop.
+    # The barrier keeps the second operand, so that XLA fuses the loop.
     counted: jax.Array = jax.lax.optimization_barrier(sums([active > 0, active <= 0], axes))[0]
     return counted
 
 
 def pooled_dtype(scores: chex.Array) -> jnp.dtype:
-    """float64 where the scores are, else float32: sums of float16 overflow."""
+    """Returns float64 for scores of float64, else float32: sums of float16 overflow."""
     dtype: jnp.dtype = jnp.dtype(jnp.float64 if scores.dtype == jnp.float64 else jnp.float32)
     return dtype
 
 
 def absolute_axis(axis: int, batch_axes: int, ndim: int) -> int:
-    """The axis of a whole tensor, from 0, by its axis within a slice."""
+    """Converts an axis within a slice to a non-negative axis of the array."""
     return (axis if axis < 0 else axis + batch_axes) % ndim
 
 
-def of_what(shape: tuple[int, ...], batch_axes: int, name: str) -> str:
-    """A parameter, for messages."""
+def describe_parameter(shape: tuple[int, ...], batch_axes: int, name: str) -> str:
+    """Describes a parameter for messages."""
     batch = f" (of which {batch_axes} leading are batch axes)" if batch_axes else ""
     return f"parameter {name!r} of shape {shape}{batch}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Unstructured(SparsityType):
-    """Every entry on its own."""
+    """Keeps or removes each entry by itself.
+
+    Example:
+      >>> Unstructured().select(jnp.array([1.0, 3.0, 2.0, 0.0]), 0.5)
+      Array([0, 1, 1, 0], dtype=uint8)
+    """
 
     is_elementwise = True

@@ -11,22 +11,32 @@ import numpy as np
 
 from sparsity.core import exact
 from sparsity.core.checks import check_bool, check_int, is_traced
-from sparsity.patterns.base import REMEDY, SparsityType, absolute_axis, of_what, pooled_dtype
+from sparsity.patterns.base import (
+    REMEDY,
+    SparsityType,
+    absolute_axis,
+    describe_parameter,
+    pooled_dtype,
+)
 from sparsity.patterns.nm import check_axis
 
 
 @dataclasses.dataclass(frozen=True)
 class Block(SparsityType):
-    """Rectangles of the last two axes are kept or removed as a whole; ragged edges included.
+    """Keeps or removes rectangles of the last two axes, ragged edges included.
 
-    A sparsity is a share of the blocks. Blocks at ragged edges are smaller and count as much as
-    others, so that the share of entries may differ from it there.
+    A sparsity is a fraction of the blocks. A smaller block at a ragged edge counts as one, so that
+    the fraction of entries may differ.
 
     Attributes:
-      block_shape: rows and columns of a block; a block that exceeds the array is cut at its edge.
-      use_avg_pooling: a block's score is the mean of its entries' scores; otherwise their maximum.
+      block_shape: rows and columns of a block; the edges of the array cut larger blocks.
+      use_avg_pooling: score a block by the mean of its entries' scores, not by their maximum.
 
     Source: Narang et al. 2017, "Block-Sparse Recurrent Neural Networks".
+
+    Example:
+      >>> Block((1, 2)).select(jnp.array([[1.0, 2.0, 4.0, 0.0]]), 0.5)
+      Array([[0, 0, 1, 1]], dtype=uint8)
     """
 
     block_shape: tuple[int, int]
@@ -43,14 +53,14 @@ class Block(SparsityType):
 
     def check(self, shape: tuple[int, ...], batch_axes: int = 0, name: str = "params") -> None:
         if len(shape) - batch_axes < 1:
-            what = of_what(shape, batch_axes, name)
-            raise ValueError(f"{self} needs at least one axis; {what} has none. {REMEDY}")
+            parameter = describe_parameter(shape, batch_axes, name)
+            raise ValueError(f"{self} needs at least one axis; {parameter} has none. {REMEDY}")
 
     def pool(self, scores: jax.Array, batch_axes: int = 0) -> jax.Array:
         scores = scores.astype(pooled_dtype(scores))
-        grid = _Grid.of(self.block_shape, scores.shape, batch_axes)
+        grid = _Grid.cover(self.block_shape, scores.shape, batch_axes)
         if not self.use_avg_pooling:
-            # Repeating the last row and column changes no maximum.
+            # Repeated edge rows and columns change no maximum.
             return grid.reduce(scores, jnp.max, "edge")
         total = grid.reduce(scores, exact.ordered_sum, "constant")
         entries = np.outer(*grid.entries()).astype(total.dtype)
@@ -58,15 +68,22 @@ class Block(SparsityType):
         return total / jnp.broadcast_to(entries, total.shape)
 
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
-        return _Grid.of(self.block_shape, shape, batch_axes).spread(units).reshape(shape)
+        return _Grid.cover(self.block_shape, shape, batch_axes).spread(units).reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Channel(SparsityType):
-    """All entries with the same index along `axis` are kept or removed together.
+    """Keeps or removes together all entries with the same index along `axis`.
+
+    The score of a channel is the sum of its entries' scores.
 
     Attributes:
-      axis: the channel axis; a channel's score is the sum of its entries' scores.
+      axis: the channel axis.
+
+    Example:
+      >>> Channel(axis=-1).select(jnp.array([[1.0, 2.0], [3.0, 0.0]]), 0.5)
+      Array([[1, 0],
+             [1, 0]], dtype=uint8)
     """
 
     axis: int = -1
@@ -101,7 +118,8 @@ class _Grid:
     sizes: tuple[int, int]  # the last two axes
 
     @classmethod
-    def of(cls, block_shape: tuple[int, int], shape: tuple[int, ...], batch_axes: int) -> _Grid:
+    def cover(cls, block_shape: tuple[int, int], shape: tuple[int, ...], batch_axes: int) -> _Grid:
+        """Returns the grid of blocks that covers arrays of a shape."""
         height, width = (1, *shape[batch_axes:])[-2:]
         rows, columns = (
             max(1, min(b, s)) for b, s in zip(block_shape, (height, width), strict=True)
@@ -111,7 +129,7 @@ class _Grid:
         return cls((rows, columns), lead, counts, (height, width))
 
     def reduce(self, scores: jax.Array, reduce: Callable[..., jax.Array], mode: str) -> jax.Array:
-        """[*lead, rows, columns] of blocks; ragged edges are filled up by `jnp.pad` in a mode."""
+        """Reduces each block to [*lead, rows, columns]; `jnp.pad` fills ragged edges in `mode`."""
         scores = scores.reshape(*self.lead, *self.sizes)
         spare = [n * b - s for n, b, s in zip(self.counts, self.block, self.sizes, strict=True)]
         if any(spare):
@@ -121,14 +139,14 @@ class _Grid:
         return reduce(blocks, (blocks.ndim - 3, blocks.ndim - 1))
 
     def entries(self) -> list[np.ndarray]:
-        """How many rows, and columns, of the array the blocks have."""
+        """Returns the heights of the rows of blocks, and the widths of the columns."""
         return [
             np.minimum(step, size - step * np.arange(count))
             for step, size, count in zip(self.block, self.sizes, self.counts, strict=True)
         ]
 
     def spread(self, units: jax.Array) -> jax.Array:
-        """Undoes `reduce`, every entry with the value of its block."""
+        """Expands blocks to entries, each with the value of its block."""
         (rows, columns), (height, width) = self.counts, self.block
         wide = jnp.broadcast_to(
             units[..., :, None, :, None], (*self.lead, rows, height, columns, width)

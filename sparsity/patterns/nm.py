@@ -1,4 +1,4 @@
-"""N:M: n of every m consecutive entries along an axis."""
+"""N:M patterns: n of every m consecutive entries along an axis."""
 
 from __future__ import annotations
 
@@ -14,20 +14,26 @@ import jax.numpy as jnp
 from sparsity import selection
 from sparsity.core import sharding
 from sparsity.core.checks import check_int
-from sparsity.patterns.base import REMEDY, SparsityType, absolute_axis, keep_active, of_what
+from sparsity.patterns.base import (
+    REMEDY,
+    SparsityType,
+    absolute_axis,
+    describe_parameter,
+    keep_active,
+)
 
 COLON = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*")
 
 
 @dataclasses.dataclass(frozen=True)
 class NByM(SparsityType):
-    """At most `n` non-zeros among every `m` consecutive entries along an axis; density n / m.
+    """Keeps at most `n` of every `m` consecutive entries along an axis; density n / m.
 
     Attributes:
       n: entries kept in each group, in [0, m].
       m: size of a group; must divide the axis.
-      axis: the axis along which groups lie. Hardware wants the contraction axis, which is -2 for
-        flax kernels of shape [in, out].
+      axis: the axis of the groups. Hardware skips zeros along the contraction axis, -2 for flax
+        kernels of shape [in, out].
 
     Source: Mishra et al. 2021, "Accelerating Sparse Deep Neural Networks".
 
@@ -55,8 +61,8 @@ class NByM(SparsityType):
         size = shape[absolute_axis(self.axis, batch_axes, len(shape))]
         if size % self.m:
             raise ValueError(
-                f"{self}: axis {self.axis} of {of_what(shape, batch_axes, name)} has {size} "
-                f"entries, which m = {self.m} does not divide. {REMEDY}"
+                f"{self}: axis {self.axis} of {describe_parameter(shape, batch_axes, name)} has "
+                f"{size} entries, which m = {self.m} does not divide. {REMEDY}"
             )
 
     def final_sparsity(self, target: float) -> float:
@@ -72,13 +78,13 @@ class NByM(SparsityType):
         batch_axes: int = 0,
         topk_fn: Callable[[jax.Array, chex.Numeric], chex.Array] | None = None,
     ) -> jax.Array:
-        """Returns the mask of the n highest of each group; more of them before the target.
+        """Returns the mask of the n highest entries of each group, of more before the target.
 
         Args:
           scores: [*batch, ...] array of any real dtype.
           sparsity: scalar in [0, 1], Python or traced.
-          target: the sparsity at which n of m are reached: a lower `sparsity` keeps more of each
-            group, in proportion. `None` means `sparsity` itself.
+          target: the sparsity that keeps n of m; a lower `sparsity` keeps more of each group, in
+            proportion. `None` means `sparsity` itself.
           batch_axes: number of leading axes that index separate slices.
           topk_fn: not used; groups are ranked one by one.
         """
@@ -102,7 +108,7 @@ class NByM(SparsityType):
         *,
         batch_axes: int = 0,
     ) -> jax.Array:
-        """Returns the mask in which each group has regrown as many entries as it lost."""
+        """Returns the mask after each group has dropped entries and grown equally many."""
 
         def move(
             mask: jax.Array, drop: jax.Array, grow: jax.Array, fraction: chex.Numeric
@@ -118,7 +124,7 @@ class NByM(SparsityType):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _kept(n: int, m: int, sparsity: chex.Numeric, target: chex.Numeric) -> jax.Array:
-    """max(n, ceil(m * (1 - sparsity / target * (1 - n / m)))), exactly n at the target."""
+    """Returns max(n, ceil(m * (1 - sparsity / target * (1 - n / m)))), exactly n at the target."""
     sparsity, target = jnp.float32(sparsity), jnp.float32(target)
     reached = jnp.where(target > 0, sparsity / jnp.where(target > 0, target, 1), 0)
     removed = jnp.floor(reached * (m - n)).astype(jnp.int32)
@@ -128,20 +134,20 @@ def _kept(n: int, m: int, sparsity: chex.Numeric, target: chex.Numeric) -> jax.A
 def check_axis(
     kind: SparsityType, axis: int, shape: tuple[int, ...], batch_axes: int, name: str
 ) -> None:
-    """Raises a ValueError that names the parameter if a slice of it has no such axis."""
+    """Raises a ValueError that names the parameter if its slices have no such axis."""
     ndim = len(shape) - batch_axes
     if not -ndim <= axis < ndim:
-        what = of_what(shape, batch_axes, name)
-        raise ValueError(f"{kind}: {what} has no axis {axis}. {REMEDY}")
+        parameter = describe_parameter(shape, batch_axes, name)
+        raise ValueError(f"{kind}: {parameter} has no axis {axis}. {REMEDY}")
 
 
 def parse_nm(name: str, pattern: object, axis: int = -1) -> NByM:
     """Reads a pattern that keeps at least one entry of a group.
 
     Args:
-      name: what the pattern is called in messages.
-      pattern: (n, m), 'n:m', or an `NByM`, which has an axis of its own.
-      axis: the axis of the first two.
+      name: name of the pattern in messages.
+      pattern: (n, m), 'n:m', or an `NByM`.
+      axis: the axis for (n, m) and 'n:m'.
 
     Raises:
       ValueError: the pattern is none of these, or n is not in [1, m].
@@ -150,16 +156,16 @@ def parse_nm(name: str, pattern: object, axis: int = -1) -> NByM:
       >>> parse_nm("pattern", "1:4")
       NByM(n=1, m=4, axis=-1)
     """
-    given = pattern
-    if isinstance(given, str) and (colon := COLON.fullmatch(given)):
-        given = int(colon[1]), int(colon[2])
+    parsed = pattern
+    if isinstance(parsed, str) and (colon := COLON.fullmatch(parsed)):
+        parsed = int(colon[1]), int(colon[2])
     try:
-        if isinstance(given, tuple | list):
-            n, m = given
-            given = NByM(n, m, axis)
-        if not isinstance(given, NByM):
+        if isinstance(parsed, tuple | list):
+            n, m = parsed
+            parsed = NByM(n, m, axis)
+        if not isinstance(parsed, NByM):
             raise ValueError("A pattern is (n, m), 'n:m' or NByM(n, m, axis).")
-        check_int("n", given.n, 1)
+        check_int("n", parsed.n, 1)
     except ValueError as error:
         raise ValueError(f"{name} = {pattern!r} is no pattern. {error}") from None
-    return given
+    return parsed

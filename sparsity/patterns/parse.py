@@ -1,10 +1,10 @@
-"""Sparsity types by the names that configurations use."""
+"""Reads patterns from the strings of configurations."""
 
 from __future__ import annotations
 
 import re
 
-from sparsity.core.names import known
+from sparsity.core.names import suggest
 from sparsity.patterns.base import SparsityType, Unstructured
 from sparsity.patterns.blocks import Block, Channel
 from sparsity.patterns.nm import COLON, NByM
@@ -13,24 +13,24 @@ _NUMBERS = r"\s*-?\d+\s*(,\s*-?\d+\s*)*"
 
 
 def parse_sparsity_type(text: str) -> SparsityType:
-    """Reads a type from a configuration string.
+    """Reads a pattern from a configuration string.
 
     Args:
       text: 'unstructured', 'nm_n,m', 'nm_n,m,axis', 'n:m', 'block_h,w' or 'channel_axis'.
 
     Raises:
-      ValueError: the string is none of these, or its numbers are not valid for the type.
+      ValueError: the string is none of these, or its numbers are invalid for the pattern.
 
     Example:
       >>> parse_sparsity_type("nm_2,4,-2")
       NByM(n=2, m=4, axis=-2)
     """
-    kind, _, rest = text.strip().partition("_")
+    kind, _, options = text.strip().partition("_")
     if colon := COLON.fullmatch(text):
-        kind, rest = "nm", f"{colon[1]},{colon[2]}"
-    numbers = [int(part) for part in rest.split(",")] if re.fullmatch(_NUMBERS, rest) else []
+        kind, options = "nm", f"{colon[1]},{colon[2]}"
+    numbers = [int(part) for part in options.split(",")] if re.fullmatch(_NUMBERS, options) else []
     match kind, numbers:
-        case "unstructured", [] if not rest:
+        case "unstructured", [] if not options:
             return Unstructured()
         case "nm", [n, m]:
             return NByM(n, m)
@@ -40,7 +40,7 @@ def parse_sparsity_type(text: str) -> SparsityType:
             return Block((rows, columns))
         case "channel", [axis]:
             return Channel(axis)
-    kinds = known(kind, ["unstructured", "nm", "block", "channel"])
+    kinds = suggest(kind, ["unstructured", "nm", "block", "channel"])
     raise ValueError(
         f"Sparsity type {text!r} is not known. {kinds} Use "
         "  'unstructured', 'nm_2,4', 'nm_2,4,-2' (with the axis), '2:4', 'block_4,4' or "

@@ -378,4 +378,4 @@ def _with_inputs(closed: Any, calls: tuple[Any, ...]) -> Program:
 
 def _value(aval: Any, known: Any = None) -> Value:
     shape, dtype = tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None)
-    return Value(shape, dtype, known, sharding.of_type(aval))
+    return Value(shape, dtype, known, sharding.explicit_sharding(aval))

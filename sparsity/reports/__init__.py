@@ -1,4 +1,4 @@
-"""What a sparse network looks like and costs: sparsity by layer, tables, plots, measured times."""
+"""Reports on sparse networks: sparsity by layer, tables, plots, measured times."""
 
 from sparsity.reports.layers import LayerSummary, layer_summary, plot_sparsity, sparsity_table
 from sparsity.reports.summary import active_masks, summarize_intersection, summarize_sparsity

@@ -1,4 +1,4 @@
-"""The layers of a sparse network: as a list, a table and a plot."""
+"""The layers of a sparse network as a list, a table and a plot."""
 
 from __future__ import annotations
 
@@ -19,15 +19,20 @@ if TYPE_CHECKING:
 
 
 class LayerSummary(NamedTuple):
-    """What `sparsity_table` shows of a leaf.
+    """A row of `sparsity_table`.
 
     Attributes:
-      path: joined by '/'.
-      shape: of the parameter.
-      type: its sparsity type, '' for a dense leaf.
-      target: sparsity that is aimed at, `None` for a dense leaf.
+      path: path of the leaf, joined by '/'.
+      shape: shape of the parameter.
+      type: the pattern, '' for a dense leaf.
+      target: target sparsity, `None` for a dense leaf.
       achieved: fraction of zeros.
-      mask_bytes: bytes that its mask takes.
+      mask_bytes: bytes of the mask.
+
+    Example:
+      >>> row = LayerSummary("kernel", (4, 8), "Unstructured", 0.5, 0.5, 32)
+      >>> row.achieved == row.target
+      True
     """
 
     path: str
@@ -41,10 +46,10 @@ class LayerSummary(NamedTuple):
 def sparsity_table(params: PyTree, opt_state: optax.OptState, updater: Updater) -> str:
     """Returns a table of all leaves: path, shape, type, target, achieved sparsity, mask bytes.
 
-    Its last row sums up the leaves that have a target.
+    The last row sums up the leaves with a target.
 
     Args:
-      params: tree of parameters, as they are used (masked ones for straight-through methods).
+      params: tree of parameters as the model uses them (masked for straight-through methods).
       opt_state: optimizer state with one SparseState.
       updater: the updater that wrapped the optimizer.
 
@@ -75,7 +80,7 @@ def sparsity_table(params: PyTree, opt_state: optax.OptState, updater: Updater) 
 def layer_summary(
     params: PyTree, opt_state: optax.OptState, updater: Updater
 ) -> list[LayerSummary]:
-    """Returns what `sparsity_table` shows: a `LayerSummary` for each array, in tree order."""
+    """Returns the rows of `sparsity_table`: a `LayerSummary` for each array, in tree order."""
     state = get_sparse_state(opt_state)
     targets = trees.leaves_by_path(state.target_sparsities)
     masks = trees.leaves_by_path(state.masks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import chex
 import jax
@@ -16,8 +16,8 @@ from sparsity.core.trees import PyTree
 from sparsity.masks import packed_shape, read_masks
 from sparsity.training.state import SparseState, get_sparse_state
 
-# A leaf that is `None` has the value `None`, and inside `jit` values are float32 arrays; with all
-# that in the type, no number of a summary could be used as one without a cast.
+# Also `None` for a leaf that is `None`, and float32 arrays inside `jit`. A type with all three
+# would force users to cast each number.
 Summary: TypeAlias = dict[str, float]
 
 
@@ -25,25 +25,25 @@ def summarize_sparsity(param_tree: PyTree, only_total_sparsity: bool = False) ->
     """Returns the fraction of zeros of every leaf and of the whole tree.
 
     Args:
-      param_tree: tree of parameters or masks, or an optimizer state whose masks are meant.
-      only_total_sparsity: leave out the entries of the single leaves.
+      param_tree: tree of parameters or masks, or an optimizer state with masks.
+      only_total_sparsity: omit the entries of single leaves.
 
     Returns:
-      A dictionary with `_total_sparsity`, `_nparams` and `_nparams_nnz` (non-zeros), which are
-      exact for trees of any size, and a sparsity for each path, joined by '/'; `None` for a leaf
-      that is `None`. Inside `jit` the values are float32 arrays.
+      A dictionary with `_total_sparsity`, `_nparams` and `_nparams_nnz` (non-zeros), exact for
+      trees of any size, and a sparsity for each path, joined by '/'; `None` for a leaf that is
+      `None`. Inside `jit` the values are float32 arrays.
 
     Raises:
-      ValueError: an optimizer state holds more than one SparseState, or its masks are packed, as
-        its moments tell; or a uint8 leaf has bytes above 1, as packed masks do. Inside `jit` such
-        bytes make NaN. Packed masks whose bytes are all 0 or 1, of an optimizer without moments,
-        cannot be told from others: summarize the parameters.
+      ValueError: an optimizer state holds more than one SparseState or packed masks, or a uint8
+        leaf has bytes above 1, as packed masks do. Inside `jit` such bytes make NaN. Packed masks
+        with only bytes 0 and 1, of an optimizer without moments, look like unpacked ones: summarize
+        the parameters instead.
 
     Example:
       >>> summarize_sparsity({"a": jnp.array([1.0, 0.0]), "b": jnp.zeros(2)})["_total_sparsity"]
       0.75
     """
-    leaves = trees.leaves_and_none(_masks_of(param_tree, packed=False))
+    leaves = trees.leaves_and_none(_find_masks(param_tree, packed=False))
     leaves = {path: leaf for path, leaf in leaves.items() if leaf is None or _is_array(leaf)}
     sizes = {path: jnp.size(leaf) for path, leaf in leaves.items() if leaf is not None}
     nonzeros = _fetch({path: jnp.count_nonzero(leaves[path]) for path in sizes})
@@ -60,13 +60,12 @@ def summarize_sparsity(param_tree: PyTree, only_total_sparsity: bool = False) ->
 def summarize_intersection(
     mask_tree1: PyTree, mask_tree2: PyTree, only_total_intersection: bool = False
 ) -> Summary:
-    """Returns which fraction of the ones of the first masks are ones of the second, too.
+    """Returns the fraction of the ones of the first masks that are ones of the second, too.
 
     Args:
-      mask_tree1: tree of masks, or an optimizer state that holds them; packed masks are counted by
-        their bits.
+      mask_tree1: tree of masks, or an optimizer state with masks; packed masks count by bits.
       mask_tree2: as `mask_tree1`, with the same paths.
-      only_total_intersection: leave out the entries of the single leaves.
+      only_total_intersection: omit the entries of single leaves.
 
     Returns:
       A dictionary with `_total_intersection`, exact for trees of any size, and a fraction for each
@@ -74,14 +73,16 @@ def summarize_intersection(
       arrays.
 
     Raises:
-      ValueError: the trees have different paths or shapes; they are named. Or an optimizer state
-        holds more than one SparseState.
+      ValueError: the trees differ in paths or shapes, or an optimizer state holds more than one
+        SparseState.
 
     Example:
       >>> summarize_intersection({"a": jnp.array([1, 1])}, {"a": jnp.array([0, 1])})
       {'a': 0.5, '_total_intersection': 0.5}
     """
-    leaves1, leaves2 = (trees.leaves_and_none(_masks_of(tree)) for tree in (mask_tree1, mask_tree2))
+    leaves1, leaves2 = (
+        trees.leaves_and_none(_find_masks(tree)) for tree in (mask_tree1, mask_tree2)
+    )
     shapes = {p: (_shape(leaves1.get(p)), _shape(leaves2.get(p))) for p in leaves1 | leaves2}
     if differing := {path: pair for path, pair in shapes.items() if pair[0] != pair[1]}:
         raise ValueError(
@@ -98,17 +99,17 @@ def summarize_intersection(
 
 
 def active_masks(params: PyTree, opt_state: optax.OptState) -> PyTree:
-    """Returns which weights are in use, however an algorithm keeps its masks.
+    """Returns the masks of the weights in use, for every algorithm.
 
-    Two of them, before and after some steps, show with `summarize_intersection` how masks moved.
+    `summarize_intersection` compares the masks of two steps.
 
     Args:
-      params: tree of parameters, as they are used (masked ones for straight-through methods).
+      params: tree of parameters as the model uses them (masked for straight-through methods).
       opt_state: optimizer state with one SparseState.
 
     Returns:
-      Tree like `params`: uint8, never packed, 1 = in use; `None` for a dense leaf. Where no mask is
-      stored, weights in use are those that are not zero.
+      Tree like `params`: uint8, never packed, 1 = in use; `None` for a dense leaf. Without a stored
+      mask the non-zero weights are in use.
 
     Example:
       >>> state = SparseState(target_sparsities={"a": jnp.float32(0.5)})
@@ -118,7 +119,9 @@ def active_masks(params: PyTree, opt_state: optax.OptState) -> PyTree:
     state = get_sparse_state(opt_state)
     masks = None if state.masks is None else read_masks(state.masks, params, packed=True)
 
-    def active(_: trees.KeyPath, param: Any, target: Any, mask: Any) -> Any:
+    def active(
+        _: trees.KeyPath, param: jax.Array, target: jax.Array | None, mask: jax.Array | None
+    ) -> jax.Array | None:
         if mask is not None:
             return mask
         return None if target is None else (param != 0).astype(jnp.uint8)
@@ -126,8 +129,8 @@ def active_masks(params: PyTree, opt_state: optax.OptState) -> PyTree:
     return trees.map_matched(active, params, state.target_sparsities, masks)
 
 
-def _masks_of(tree: Any, packed: bool = True) -> PyTree:
-    """The masks of an optimizer state; other trees as they are."""
+def _find_masks(tree: PyTree, packed: bool = True) -> PyTree:
+    """Returns the masks of an optimizer state, other trees unchanged."""
     if not trees.find_nodes(tree, SparseState):
         return tree
     state = get_sparse_state(tree)
@@ -142,7 +145,7 @@ def _masks_of(tree: Any, packed: bool = True) -> PyTree:
 
 
 def _is_packed(state: SparseState) -> bool:
-    """Whether masks are packed, as far as arrays of the optimizer tell what shape they are for."""
+    """Returns whether masks have packed shapes of arrays in the optimizer state."""
     ends: dict[trees.KeyPath, tuple[int, ...]] = {}
     for path, leaf in trees.leaves_by_path((state.inner_state, state.algorithm_state)).items():
         ends |= {path[start:]: jnp.shape(leaf) for start in range(len(path))}
@@ -154,16 +157,16 @@ def _is_packed(state: SparseState) -> bool:
 
 
 def _refuse_bytes(
-    leaves: dict[trees.KeyPath, Any], counts: dict[trees.KeyPath, Any]
-) -> dict[trees.KeyPath, Any]:
-    """Raises for uint8 leaves that are no masks; while tracing their counts become NaN."""
+    leaves: dict[trees.KeyPath, PyTree], counts: dict[trees.KeyPath, PyTree]
+) -> dict[trees.KeyPath, PyTree]:
+    """Raises for uint8 leaves that are no masks; while tracing returns NaN for their counts."""
     checked = {}
-    found = {
+    largest_bytes = {
         path: jnp.max(leaf)
         for path, leaf in leaves.items()
         if getattr(leaf, "dtype", None) == jnp.uint8 and leaf.size
     }
-    for path, largest in _fetch(found).items():
+    for path, largest in _fetch(largest_bytes).items():
         if is_traced(largest):
             checked[path] = jnp.where(largest > 1, jnp.nan, counts[path])
         elif largest > 1:
@@ -175,8 +178,8 @@ def _refuse_bytes(
     return checked
 
 
-def _is_array(leaf: Any) -> bool:
-    """Whether a leaf has entries to count: no random key, no function."""
+def _is_array(leaf: object) -> bool:
+    """Returns whether a leaf has entries to count; random keys and functions have none."""
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
         return isinstance(leaf, bool | int | float | complex)
@@ -184,32 +187,32 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _count_ones(*masks: chex.Array) -> jax.Array:
-    """Number of entries that are not zero in all masks; of bits where masks are uint8."""
+    """Counts the entries that are non-zero in all masks; bits where masks are uint8."""
     if all(mask.dtype == jnp.uint8 for mask in masks):
         bits = functools.reduce(jnp.bitwise_and, masks)
         return jnp.sum(jax.lax.population_count(bits), dtype=jnp.int32)
     return jnp.count_nonzero(functools.reduce(jnp.logical_and, [mask != 0 for mask in masks]))
 
 
-def _named(by_path: dict[trees.KeyPath, Any]) -> dict[str, Any]:
+def _named(by_path: dict[trees.KeyPath, PyTree]) -> dict[str, PyTree]:
     return {trees.path_string(path): value for path, value in by_path.items()}
 
 
-def _shape(leaf: Any) -> Any:
+def _shape(leaf: PyTree) -> tuple[int, ...] | None:
     return None if leaf is None else jnp.shape(leaf)
 
 
-def _fetch(counts: dict[trees.KeyPath, jax.Array]) -> dict[trees.KeyPath, Any]:
-    """Counts as Python ints, which do not overflow; float32 while tracing."""
+def _fetch(counts: dict[trees.KeyPath, jax.Array]) -> dict[trees.KeyPath, PyTree]:
+    """Returns counts as Python ints, which do not overflow; as float32 while tracing."""
     if any(is_traced(count) for count in counts.values()):
         return {path: count.astype(jnp.float32) for path, count in counts.items()}
     counts = dict(zip(counts, jax.device_get(list(counts.values())), strict=True))
     return {path: int(count) for path, count in counts.items()}
 
 
-def _total(counts: dict[trees.KeyPath, Any]) -> Any:
+def _total(counts: dict[trees.KeyPath, PyTree]) -> PyTree:
     return sum(counts.values())
 
 
-def _at_least_one(count: Any) -> Any:
+def _at_least_one(count: PyTree) -> PyTree:
     return jnp.maximum(count, 1) if isinstance(count, jax.Array) else max(count, 1)

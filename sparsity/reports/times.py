@@ -1,4 +1,4 @@
-"""How long programs take, measured side by side."""
+"""Measures the times of programs side by side."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _WARM_UP = 2  # calls: the first compiles, the second fills caches
 def time_in_turn(*programs: Callable[[], object], rounds: int = 20) -> list[float]:
     """Returns the median seconds of each program, all measured in turn in one process.
 
-    In turn, so that what else the machine does slows all of them alike: their ratio is steadier
-    than the times are. Before that, each runs twice to compile and to fill caches.
+    Other work of the machine slows programs that take turns alike, so that the ratio of their times
+    is steadier than the times. Each program first runs twice, to compile and to fill caches.
 
     Args:
-      programs: functions without arguments. What they return is waited for, asynchronous arrays
-        included. A training step keeps its state itself, where it donates it.
-      rounds: how often each is measured.
+      programs: functions without arguments. The measurement waits for their results, asynchronous
+        arrays included. A training step that donates its state keeps the new one itself.
+      rounds: number of measurements of each program.
 
     Returns:
       Seconds, in the order of the programs.
@@ -32,8 +32,8 @@ def time_in_turn(*programs: Callable[[], object], rounds: int = 20) -> list[floa
       >>> import jax.numpy as jnp
       >>> square = jax.jit(lambda x: x @ x)
       >>> large, small = jnp.ones((512, 512)), jnp.ones((64, 64))
-      >>> dense, shrunken = time_in_turn(lambda: square(large), lambda: square(small))
-      >>> print(f"{shrunken / dense:.2f}x of the time")  # doctest: +SKIP
+      >>> before, after = time_in_turn(lambda: square(large), lambda: square(small))
+      >>> print(f"{after / before:.2f}x of the time")  # doctest: +SKIP
       0.04x of the time
     """
     if rounds < 1:

@@ -55,7 +55,7 @@ def select(
     slices, sizes = [Slices(leaf) for leaf in leaves], [leaf.slices for leaf in leaves]
     zero = varying_zero(leaves, k[1][0] if isinstance(k, tuple) else jnp.zeros((), jnp.int32))
     eligible = totals([x.eligible() + zero for x in slices], together)
-    k = exact.kept_of(eligible, k)
+    k = exact.limit_kept(eligible, k)
     rank = k[0], k[1] | ((k[0] | k[1]) == 0)  # of k = 0: the highest key, of which no tie stays
 
     def above(pivots: jax.Array) -> Words:

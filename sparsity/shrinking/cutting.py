@@ -238,7 +238,7 @@ def _cut(array: Any, axes: Mapping[int, np.ndarray]) -> Any:
     own = None if is_traced(array) else getattr(array, "sharding", None)
     shape = shape_left(jnp.shape(array), axes)
     index = {axis: jnp.asarray(index) for axis, index in axes.items()}
-    if isinstance(own, NamedSharding) and not sharding.of_type(array):
+    if isinstance(own, NamedSharding) and not sharding.explicit_sharding(array):
         return _taken(array, index, sharding.fit(own, shape))
     return sharding.shard_like(array, _taken, array, index, shape=shape)
 

@@ -246,7 +246,7 @@ def _fault(index: np.ndarray, axis: int, shape: tuple[int, ...]) -> str | None:
 
 
 def shape_left(shape: tuple[int, ...], kept: Mapping[int, np.ndarray]) -> tuple[int, ...]:
-    """What is left of a shape of whose axes some keep only these indices."""
+    """Returns the shape after `kept` selects indices along some axes."""
     return tuple(kept[i].shape[-1] if i in kept else size for i, size in enumerate(shape))
 
 

@@ -43,6 +43,17 @@ class Small:
       update_error: how far updates of the smaller parameters are from those of the masked ones, as
         a part of the largest entry of an array; `None` if `shrink` got no `tx`.
       graph: that of the smaller one.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsity
+      >>> params = {"up": jnp.array([[1.0, 5.0]]), "down": jnp.array([[2.0], [3.0]])}
+      >>> masks = {"up": jnp.array([[0, 1]]), "down": jnp.array([[0], [1]])}
+      >>> def model(params, x):
+      ...     return x @ params["up"] @ params["down"]
+      >>> graph = sparsity.trace(model, params, jnp.ones((1, 1)))
+      >>> small = sparsity.shrink(graph, params, masks)
+      >>> small.params["up"], small.apply(small.params, jnp.ones((1, 1)))
+      (Array([[5.]], dtype=float32), Array([[15.]], dtype=float32))
     """
 
     params: PyTree
@@ -107,7 +118,7 @@ class Small:
 
         Args:
           seconds: measured times to be shown below, `{what: (before, after)}`, as `measure` and
-            `sparsity.time_in_turn` return them.
+            `sparsity.reports.time_in_turn` return them.
 
         Returns:
           Text of several lines.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core.checks import check_bool, check_int, is_traced
-from sparsity.core.names import known
+from sparsity.core.names import suggest
 from sparsity.masks import SCOPES, TreeScope, is_pattern
 from sparsity.training.hooks import Updater
 
@@ -36,7 +36,7 @@ def check_names(cls: type, names: Iterable[str]) -> None:
                 f"{RENAMED[name]}=True."
             )
         if name not in fields:
-            raise TypeError(f"{cls.__name__} has no argument {name!r}. {known(name, fields)}")
+            raise TypeError(f"{cls.__name__} has no argument {name!r}. {suggest(name, fields)}")
 
 
 def check_fields(updater: Updater) -> None:

@@ -29,10 +29,11 @@ def restart_regrown(
     Returns:
       The new state and the packed mask of the weights that have grown.
     """
-    grown = trees.map_matched(
-        lambda _, mask, before: mask & (1 - before), new.masks, old.masks, role="new masks"
-    )
-    grown = pack_masks(grown, params)
+
+    def grow(_: trees.KeyPath, mask: Any, before: Any) -> Any:
+        return mask & (1 - before)
+
+    grown = pack_masks(trees.map_matched(grow, new.masks, old.masks, role="new masks"), params)
     regrown = unpack_masks(grown, params)
     # All that follows reads the packed mask of what has grown, and so do the new masks: thus the
     # compiler sees that the old masks are read no more, and writes the new ones in their place.

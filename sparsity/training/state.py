@@ -24,6 +24,12 @@ class SparseState(NamedTuple):
       target_sparsities: tree like the params of float32 scalars, `None` for dense leaves.
       count: int32 scalar, number of updates so far.
       algorithm_state: tree of arrays that the algorithm remembers; `None` for most.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> state = SparseState(masks={"w": jnp.array([1, 0], jnp.uint8)}, count=jnp.int32(3))
+      >>> state.masks["w"].tolist(), int(state.count)
+      ([1, 0], 3)
     """
 
     masks: PyTree = None

@@ -245,6 +245,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_another_process_has_the_same_fingerprints_wherever_the_code_lies(tmp_path):
     def identity(seed, factor=2, before=""):
         script = tmp_path / f"script{seed}.py"

@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 import sparsity
-from sparsity.cli import checkpoints, leaf, main
+from sparsity.cli import checkpoints, main, stored
 from tests import helpers
 from tests.cli.checkpoints import FORMATS, save_orbax, weights
 
@@ -185,7 +185,7 @@ def test_entries_in_the_order_of_fortran_are_read(tmp_path, capsys):
 @pytest.mark.slow
 def test_an_array_that_flax_splits_is_one(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 100)
-    monkeypatch.setattr(leaf, "PIECE", 16)
+    monkeypatch.setattr(stored, "PIECE", 16)
     tree = {"w": helpers.normal(9, 9), "x": {"y": helpers.normal(3)}}
     path = tmp_path / "a.msgpack"
     path.write_bytes(flax.serialization.msgpack_serialize(tree))

@@ -83,7 +83,7 @@ def test_an_override_and_its_mask_reach_a_field_called_value(kind):
     }
     assert kept == {names["query"]: 8, names["value"]: 12}
     state = pruner.wrap_optax(optax.sgd(0.1)).init(params)
-    rows = {row.path: row for row in sparsity.layer_summary(pruned, state, pruner)}
+    rows = {row.path: row for row in sparsity.reports.layer_summary(pruned, state, pruner)}
     assert rows.keys() == {*names.values()}
     assert rows[names["value"]].target == rows[names["value"]].achieved == 0.25
     assert rows[names["key"]].target is None

@@ -135,7 +135,7 @@ def test_batch_axes_give_every_slice_its_own_mask():
 def test_tables_show_the_last_type_and_target_of_each_layer():
     params = jax.tree.map(jnp.asarray, parameters())
     updater = EpochStrategy(MIXED | strategy(8, "str_local", {"Dense_1-kernel": (2, 4)}), 1)
-    rows = sparsity.layer_summary(params, updater.init_state(params), updater)
+    rows = sparsity.reports.layer_summary(params, updater.init_state(params), updater)
     found = {row.path: (row.type, row.target) for row in rows}
     assert found["Dense_1/kernel"] == ("NByM(n=2, m=4, axis=-1)", 0.5)
     assert found["Conv_0/kernel"] == ("Unstructured", 0.5)

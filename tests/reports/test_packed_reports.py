@@ -99,8 +99,8 @@ def test_the_masks_in_use_are_those_that_were_given(packed):
 def test_layers_are_summed_up_as_named_tuples(packed):
     params, state, trainer = _state(packed)
     pruned = trainer.post_gradient_update(params, state)
-    rows = sparsity.layer_summary(pruned, state, trainer)
-    assert all(type(row) is sparsity.LayerSummary for row in rows)
+    rows = sparsity.reports.layer_summary(pruned, state, trainer)
+    assert all(type(row) is sparsity.reports.LayerSummary for row in rows)
     bias, kernel = rows
     assert bias == ("b", (10,), "", None, 0.0, 0)
     assert kernel.path == "w"

@@ -102,9 +102,9 @@ def test_summaries_work_inside_jit():
 
 @pytest.mark.slow
 def test_layers_are_listed_with_type_target_and_what_was_achieved(trained):
-    rows = sparsity.layer_summary(*trained)
+    rows = sparsity.reports.layer_summary(*trained)
     assert [row.path for row in rows] == ["a/bias", "a/kernel", "b/bias", "b/kernel"]
-    assert rows[0] == sparsity.LayerSummary(
+    assert rows[0] == sparsity.reports.LayerSummary(
         path="a/bias", shape=(8,), type="", target=None, achieved=1.0, mask_bytes=0
     )
     assert [rows[i].type for i in (1, 3)] == ["Unstructured", "NByM(n=2, m=4, axis=-1)"]
@@ -129,13 +129,13 @@ def test_the_table_has_a_line_a_leaf_and_a_sum_of_sparse_ones(trained):
 
 
 def test_the_plot_shows_what_was_achieved_and_the_target(trained):
-    ax = sparsity.plot_sparsity(*trained)
+    ax = sparsity.reports.plot_sparsity(*trained)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["a/kernel", "b/kernel"]
     assert [bar.get_width() for bar in ax.patches] == [0.75, 0.5]
     assert ax.lines[0].get_xdata() == pytest.approx([0.75, 0.5])
     assert ax.get_legend() is not None
     own = matplotlib.figure.Figure().subplots()
-    assert sparsity.plot_sparsity(*trained, ax=own) is own
+    assert sparsity.reports.plot_sparsity(*trained, ax=own) is own
     matplotlib.pyplot.close("all")
 
 

@@ -28,7 +28,7 @@ def test_programs_run_in_turn_and_medians_leave_the_first_two_calls_out(clock):
         return run
 
     slow, fast = program("slow", 90, 80, 4, 9, 5), program("fast", 70, 60, 1, 1, 30)
-    assert sparsity.time_in_turn(slow, fast, rounds=3) == [5, 1]
+    assert sparsity.reports.time_in_turn(slow, fast, rounds=3) == [5, 1]
     assert called == ["slow", "fast"] * 5
 
 
@@ -37,9 +37,9 @@ def test_what_a_program_returns_is_waited_for(clock):
         def block_until_ready(self):
             clock[0] += 2
 
-    assert sparsity.time_in_turn(lambda: {"loss": Pending()}, rounds=1) == [2]
+    assert sparsity.reports.time_in_turn(lambda: {"loss": Pending()}, rounds=1) == [2]
 
 
 def test_there_must_be_a_round():
     with pytest.raises(ValueError, match=r"rounds.*0"):
-        sparsity.time_in_turn(rounds=0)
+        sparsity.reports.time_in_turn(rounds=0)

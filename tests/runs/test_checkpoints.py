@@ -82,7 +82,7 @@ def test_a_state_of_another_packing_is_an_error_with_the_remedy():
         state = _init(_make("rigl", saved), _PARAMS)
         with pytest.raises(ValueError, match=f"'layer/kernel'.*use_packed_masks={used}") as error:
             _go_on(_make("rigl", used), _PARAMS, state, [0])
-        assert f"sparsity.{'pack' if used else 'unpack'}_masks" in str(error.value)
+        assert f"sparsity.masks.{'pack' if used else 'unpack'}_masks" in str(error.value)
 
 
 def test_a_state_of_another_model_is_an_error_that_says_what_differs():

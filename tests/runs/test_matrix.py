@@ -241,7 +241,10 @@ _CASES = {
 }
 # Each algorithm has one of them by default or neither; gradients are less precise than weights.
 _OPTIONS = {
-    "dense bfloat16 gradients, not skipped": {"is_sparse_gradients": False, "skip_gradients": False},
+    "dense bfloat16 gradients, not skipped": {
+        "is_sparse_gradients": False,
+        "skip_gradients": False,
+    },
     "sparse bfloat16 gradients, skipped": {"is_sparse_gradients": True, "skip_gradients": True},
 }
 

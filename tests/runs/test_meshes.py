@@ -7,7 +7,6 @@ from tests.eight_devices import KINDS, run
 pytestmark = pytest.mark.slow
 
 
-
 @KINDS
 def test_masks_weights_and_placement_on_a_mesh_are_those_of_one_device(kind):
     run("updates", kind)

@@ -12,8 +12,6 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 import sparsity
 from sparsity.core import trees
@@ -29,6 +27,9 @@ _KERNELS = {(64, 64): 819, (64, 10): 128, (10, 64): 128}  # weights kept of 4096
 
 @functools.cache
 def _digits():
+    from sklearn.datasets import load_digits  # here: every worker imports this module to collect it
+    from sklearn.model_selection import train_test_split
+
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(np.float32(images / 16), labels, random_state=0, test_size=0.25)
     return [jnp.asarray(part) for part in split]

@@ -1,7 +1,5 @@
 """Two processes that train together, save together, lose one of them, and start again."""
 
-import pytest
-
 import os
 import signal
 import socket
@@ -9,6 +7,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 from tests.helpers import ROOT
 

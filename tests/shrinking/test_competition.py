@@ -57,6 +57,7 @@ def test_they_come_as_close_to_a_budget_as_channels_allow(name):
             assert max(more) > part * cost({})
 
 
+@pytest.mark.slow
 def test_a_budget_that_channels_meet_is_met():
     params = draw(a=(3, 64), b=(64, 2), c=(3, 64), d=(64, 2))
     params["a"] *= 3
@@ -93,6 +94,7 @@ def test_channels_that_were_removed_do_not_come_back():
     jax.tree.map(lambda one, more: np.testing.assert_array_less(more, one + 1), masks, again)
 
 
+@pytest.mark.slow
 def test_a_scan_competes_as_its_layers_do_one_by_one():
     def block(x, up, down):
         return x + relu(x @ up) @ down
@@ -116,6 +118,7 @@ def test_a_scan_competes_as_its_layers_do_one_by_one():
     assert left(trace(scanned, params, x), params, Uniform(0.5)) == [8, 8]
 
 
+@pytest.mark.slow
 def test_multiples_may_be_a_function_of_arrays():
     params = draw(a=(3, 64), b=(64, 2), c=(3, 16), d=(16, 2))
     graph = trace(two, params, jnp.ones((1, 3)))
@@ -187,6 +190,7 @@ def test_what_cannot_be_kept_is_refused():
         pruner.create_masks(params, jax.tree.map(lambda _: 1.5, params))
 
 
+@pytest.mark.slow
 def test_costs_are_exact_of_traced_sizes():
     rng = np.random.default_rng(0)
     most = [5000, 64, 70_000]
@@ -197,12 +201,12 @@ def test_costs_are_exact_of_traced_sizes():
                 int(rng.integers(1, 2**20)) * numbers[rng.integers(3)] * numbers[rng.integers(3)]
                 for _ in range(4)
             ),
-            Polynomial.of(10**12),
+            Polynomial.convert(10**12),
         )
         other = numbers[0] * int(rng.integers(1, 2**40)) / 4 + Fraction(1, 3)
-        cost = Polynomial.largest_of(one, other)
+        cost = Polynomial.maximum(one, other)
         table, sizes = Cost(cost, most), [int(rng.integers(1, n)) for n in most]
-        high, low = jax.jit(table.of)(jnp.array(sizes, jnp.uint32))
+        high, low = jax.jit(table.at)(jnp.array(sizes, jnp.uint32))
         least = cost.terms.get((), 0)
         assert (int(high) << 32) + int(low) == (cost.value(sizes) - least) * table.unit
         parts = np.float32(sizes) - np.float32(0.25)
@@ -212,6 +216,7 @@ def test_costs_are_exact_of_traced_sizes():
         assert exact - step * Fraction(1, 10**4) - 1 <= (int(high) << 32) + int(low) <= exact
 
 
+@pytest.mark.slow
 def test_of_many_branches_the_costliest_count():
     def network(params, i, x):
         return relu(x @ params[i][0]) @ params[i][1]
@@ -240,6 +245,7 @@ def test_of_many_branches_the_costliest_count():
     assert small.macs() == 0.5 * graph.macs()
 
 
+@pytest.mark.slow
 def test_channels_of_a_branch_that_costs_less_have_a_price():
     def model(params, x):
         b, d = ((lambda x, n=n: relu(x @ params[n][0]) @ params[n][1]) for n in "bd")

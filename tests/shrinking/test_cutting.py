@@ -109,6 +109,7 @@ def test_a_ramp_goes_on_in_the_smaller_model_as_it_would_have(model, options, pa
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-10), left, masked.params)
 
 
+@pytest.mark.slow
 def test_a_ramp_goes_on_however_often_channels_are_cut(model):
     params, x, graph = model
     pruner = sparsity.MagnitudePruning(
@@ -145,7 +146,7 @@ def test_what_is_no_state_of_these_params_is_refused(pruned):
     with refused(match=r"tx must be an optax.GradientTransformation"):
         shrink(graph, params, masks, tx.init(params), optax.adam)
     with refused(match=r"sparsity.unpack_masks\(masks, params\)"):
-        shrink(graph, params, sparsity.pack_masks(masks, params))
+        shrink(graph, params, sparsity.masks.pack_masks(masks, params))
 
 
 def attention(params, x):

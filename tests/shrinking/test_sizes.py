@@ -237,6 +237,7 @@ def test_scans_of_different_depth_are_cut(depths):
     np.testing.assert_allclose(small.apply(small.params, x), model(masked, x), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_heads_and_their_sizes_keep_their_numbers_while_they_move():
     """Two groups lie along one axis: what one removes says nothing of the other."""
     model = SMALL["language_model"]()

@@ -75,7 +75,7 @@ def test_masks_of_any_dtype_keep_what_is_not_zero(form, packed):
 @pytest.mark.parametrize(
     "pack",
     [
-        lambda masks: sparsity.pack_masks(masks, _params()),
+        lambda masks: sparsity.masks.pack_masks(masks, _params()),
         lambda masks: {"w": jnp.packbits(masks["w"]), "b": None},
     ],
     ids=["pack_masks", "packbits"],

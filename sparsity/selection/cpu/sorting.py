@@ -34,7 +34,7 @@ def select(
     keys, allowed = (_in_rows(x, together) for x in zip(*map(_keys, leaves), strict=True))
     n = jnp.sum(allowed, axis=1, dtype=jnp.uint32)
     words = zero_like(n), n
-    rank = exact.kept_of(words, k)[1].astype(jnp.int32)
+    rank = exact.limit_kept(words, k)[1].astype(jnp.int32)
     last = keys.shape[1] - 1
     # Of no entry: the highest key, above which there is none.
     place = jnp.clip(keys.shape[1] - rank, 0, last)[:, None]

@@ -63,7 +63,7 @@ def select(leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool)
     zero = varying_zero(leaves, first_k)
     eligible = [part.eligible() + zero for part in parts]
     n = groups.totals(eligible)
-    k = exact.kept_of(n, k)
+    k = exact.limit_kept(n, k)
     state = _kth_keys(parts, groups, leaves[0].scores.dtype, k, n, eligible, zero)
 
     ties = [x - y for x, y in zip(state.at_least, state.above, strict=True)]

@@ -1,4 +1,4 @@
-"""Arrays of a checkpoint, read piece by piece where the format allows that."""
+"""Arrays of a checkpoint, read piece by piece where the format allows."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ PIECE = 1 << 20  # entries of a piece; a multiple of 8, so that packed bits join
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class StoredArray:
     """An array of a checkpoint.
 
     Attributes:
       path: the file or folder.
-      key: where the format finds the array in it.
-      shape: of the array.
-      dtype: of its entries.
-      read: returns the pieces, as `pieces` does; may raise whatever a damaged file leads to.
+      key: position or name of the array in the file or folder.
+      shape: shape of the array.
+      dtype: dtype of the entries.
+      read: returns the pieces; may raise any exception that a damaged file leads to.
     """
 
     path: Path
     key: Any
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype
     read: Callable[[], Iterable[np.ndarray]]
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class Leaf:
         return self.size * self.dtype.itemsize
 
     def pieces(self) -> Iterator[np.ndarray]:
-        """Yields the entries in C order, flat: `PIECE` at a time, fewer in the end.
+        """Yields the entries in C order, flat, `PIECE` at a time and fewer at the end.
 
         Raises:
           ValueError: the file is damaged; its path is named.
@@ -79,21 +79,22 @@ class Leaf:
 
 def split(array: np.ndarray) -> Iterator[np.ndarray]:
     """Yields the pieces of an array."""
-    # Of an array in another order, only a piece is copied.
-    entries: Any = array.reshape(-1) if array.flags.c_contiguous else array.flat
+    # An array in another order is copied piece by piece.
+    entries: np.ndarray | np.flatiter[np.ndarray]
+    entries = array.reshape(-1) if array.flags.c_contiguous else array.flat
     yield from (entries[start : start + PIECE] for start in range(0, array.size, PIECE))
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns whatever a parser raises into one error that names the file."""
+    """Turns any exception of a parser into a ValueError that names the file."""
     try:
         yield
     except (ImportError, OSError):
         raise
     except Exception as error:  # damaged bytes reach any line of a parser
-        # TensorStore adds many lines that say how it was called.
-        what = str(error).partition(" [tensorstore_spec=")[0].rstrip(".") or type(error).__name__
+        # TensorStore appends its arguments, many lines.
+        reason = str(error).partition(" [tensorstore_spec=")[0].rstrip(".") or type(error).__name__
         raise ValueError(
-            f"{path} cannot be read: {what}. If it is damaged, save it again."
+            f"{path} cannot be read: {reason}. If it is damaged, save it again."
         ) from error

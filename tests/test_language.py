@@ -1,0 +1,186 @@
+"""The language of the package, as far as it can be counted: names, docstrings, types, examples.
+
+Rooms that are not rewritten yet have a ceiling, which may only shrink.
+"""
+
+import ast
+import collections
+import functools
+import inspect
+import re
+
+import pytest
+
+import sparsity
+from tests.documents import PAGES
+from tests.helpers import ROOT
+
+PACKAGE = ROOT / "sparsity"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+# A value is named for what it is, a function for what it does.
+FILLERS = {"found", "given", "known", "left", "own", "rest", "wanted", "whole"}
+# A docstring begins with a verb, that of a class or a property also with a noun.
+OPENINGS = {"as", "how", "of", "that", "those", "what", "whether", "which"}
+ARTICLES = {"a", "an", "the", "its"}
+# A native reader stops at these.
+ODD_WORDS = re.compile(r"\b(anew|dearer|goes on|mend|mended|shrunken)\b", re.IGNORECASE)
+
+
+def room(path):
+    """Returns the folder or file directly below the package that holds a source file."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return "core/jaxprs" if parts == ("core", "jaxprs") else parts[0]
+
+
+@functools.cache
+def syntax(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def bound_names(tree):
+    """Yields the bound names of a program: variables, attributes, arguments, functions, imports."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name
+            case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.alias(asname=str(name)) | ast.MatchAs(name=str(name)):
+                yield name
+            case ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
+                yield name
+
+
+def is_filler(name):
+    words = name.lower().strip("_").split("_")
+    is_named_by_relation = "of" in (words[0], words[-1])  # `of_leaf`, `shape_of`
+    return name != "shift_left" and (is_named_by_relation or bool(FILLERS.intersection(words)))
+
+
+def is_property(node):
+    names = {getattr(part, "attr", getattr(part, "id", "")) for part in node.decorator_list}
+    return any(name.endswith("property") for name in names)
+
+
+def odd_openings(tree):
+    """Yields the docstrings that should begin with a verb or, where allowed, a noun, and do not."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            continue
+        first = re.match(r"\w*", ast.get_docstring(node) or "")[0]
+        is_noun = not isinstance(node, ast.FunctionDef) or is_property(node)
+        if first.lower() in (OPENINGS if is_noun else OPENINGS | ARTICLES):
+            yield f"{getattr(node, 'name', 'module')}: {first}"
+
+
+def odd_words(tree):
+    """Yields the words in docstrings that a native reader stops at."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            yield from ODD_WORDS.findall(ast.get_docstring(node) or "")
+
+
+def lines_with_any(tree):
+    """Returns the numbers of the lines with `Any`, except imports."""
+    return {
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name | ast.Attribute)
+        and getattr(node, "id", getattr(node, "attr", "")) == "Any"
+    }
+
+
+# Ceilings by room; 0 for all other rooms.
+MOST_FILLERS = {
+    "algorithms": 7, "base_updater": 2, "calibration": 107, "core/jaxprs": 12, "epochs": 4,
+    "graph": 129, "masks": 19, "selection": 84, "shrinking": 44, "training": 15,
+}  # fmt: skip
+MOST_ODD_OPENINGS = {
+    "algorithms": 12, "calibration": 87, "core/jaxprs": 14, "epochs": 7, "graph": 101,
+    "masks": 15, "selection": 54, "shrinking": 30, "training": 7,
+}  # fmt: skip
+MOST_ODD_WORDS = {"algorithms": 2, "calibration": 3, "graph": 4, "shrinking": 3}
+MOST_LINES_WITH_ANY = {
+    "activations": 3, "algorithms": 26, "api": 1, "base_updater": 3, "calibration": 59, "cli": 6,
+    "core": 10, "core/jaxprs": 23, "epochs": 3, "graph": 24, "masks": 17, "selection": 20,
+    "shrinking": 45, "training": 10,
+}  # fmt: skip
+
+
+def excess(find, ceilings):
+    """What rooms have beyond their ceilings: {room: (ceiling, all that it has)}."""
+    cases = collections.defaultdict(list)
+    for path in SOURCES:
+        name = path.relative_to(PACKAGE)
+        cases[room(path)] += [f"{name}: {case}" for case in find(syntax(path))]
+    limits = {name: ceilings.get(name, 0) for name in cases}
+    return {
+        name: (limit, cases[name]) for name, limit in limits.items() if len(cases[name]) > limit
+    }
+
+
+def test_values_are_named_for_what_they_are_and_functions_for_what_they_do():
+    def fillers(tree):
+        return [name for name in bound_names(tree) if is_filler(name)]
+
+    assert excess(fillers, MOST_FILLERS) == {}
+
+
+def test_docstrings_begin_with_a_verb():
+    assert excess(odd_openings, MOST_ODD_OPENINGS) == {}
+
+
+def test_docstrings_use_no_word_that_a_native_reader_stops_at():
+    assert excess(odd_words, MOST_ODD_WORDS) == {}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_use_no_word_that_a_native_reader_stops_at(page):
+    assert ODD_WORDS.findall(PAGES[page]) == []
+
+
+def test_any_is_said_on_few_lines():
+    assert excess(lines_with_any, MOST_LINES_WITH_ANY) == {}
+
+
+CLASSES = [name for name in sparsity.__all__ if inspect.isclass(getattr(sparsity, name))]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_public_class_has_an_example(name):
+    assert "\n    Example:\n" in getattr(sparsity, name).__doc__
+
+
+PROGRAM = """
+import a as found
+def of_leaf(given, *, kept): "What it is."; self.whole = left_mask = shape_of = kept
+class Mask:
+    "What it keeps."
+    @functools.cached_property
+    def size(self): "The number of entries."
+    def grow(self) -> Any: "The mask, anew."
+"""
+
+
+def test_the_counts_find_names_openings_words_and_any():
+    tree = ast.parse(PROGRAM)
+    fillers = [name for name in bound_names(tree) if is_filler(name)]
+    assert sorted(fillers) == ["found", "given", "left_mask", "of_leaf", "shape_of", "whole"]
+    assert sorted(odd_openings(tree)) == ["Mask: What", "grow: The", "of_leaf: What"]
+    assert list(odd_words(tree)) == ["anew"]
+    assert len(lines_with_any(tree)) == 1
+
+
+# Names that still stand for two classes.
+TWICE = {"Budget", "Leaf", "Row"}
+
+
+def test_no_two_classes_have_one_name():
+    names = collections.Counter(
+        node.name
+        for path in SOURCES
+        for node in syntax(path).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert {name for name, count in names.items() if count > 1} <= TWICE
