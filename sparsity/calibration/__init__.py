@@ -2,17 +2,20 @@
 
 from sparsity.calibration.capture import calibrate
 from sparsity.calibration.counts import Count
-from sparsity.calibration.flap import FLAPPruning
 from sparsity.calibration.memory import check_memory
 from sparsity.calibration.oneshot import oneshot
-from sparsity.calibration.osscar import OSSCARPruning
 from sparsity.calibration.prune import prune
-from sparsity.calibration.pruners import RIAPruning, WandaPruning
+from sparsity.calibration.pruners import (
+    FLAPPruning,
+    OSSCARPruning,
+    RIAPruning,
+    SparseGPTPruning,
+    WandaPruning,
+)
 from sparsity.calibration.rates import Rates, owl
 from sparsity.calibration.refits import ADMM, LeastSquares, Refit
 from sparsity.calibration.report import LayerReport, Report
 from sparsity.calibration.sensitivity import Sensitivity
-from sparsity.calibration.sparsegpt import SparseGPTPruning
 from sparsity.calibration.statistics import (
     Statistic,
     output_error,

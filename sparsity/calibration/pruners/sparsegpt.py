@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from sparsity import masks as masks_lib
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.pruners import check_groups, check_prunes_at_once
+from sparsity.calibration.pruners.scored import check_groups, check_prunes_at_once
+from sparsity.calibration.pruners.sweep import sweep
 from sparsity.calibration.rows import Kind
 from sparsity.calibration.statistics import (
     Statistic,
@@ -22,7 +23,6 @@ from sparsity.calibration.statistics import (
     statistic_of,
     warn_of_few_rows,
 )
-from sparsity.calibration.sweep import sweep
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_int, check_number
 from sparsity.core.trees import KeyPath, PyTree

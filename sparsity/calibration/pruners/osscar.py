@@ -14,9 +14,9 @@ import numpy as np
 
 from sparsity import masks as masks_lib
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.exchange import Reader, choose
-from sparsity.calibration.pruners import check_prunes_at_once
-from sparsity.calibration.readers import Readers
+from sparsity.calibration.pruners.channels import Readers
+from sparsity.calibration.pruners.exchange import Reader, choose
+from sparsity.calibration.pruners.scored import check_prunes_at_once
 from sparsity.calibration.refits import LeastSquares
 from sparsity.calibration.statistics import (
     Statistic,

@@ -13,8 +13,8 @@ import numpy as np
 from sparsity import masks as masks_lib
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.counts import Count
-from sparsity.calibration.pruners import check_prunes_at_once
-from sparsity.calibration.readers import Readers
+from sparsity.calibration.pruners.channels import Readers
+from sparsity.calibration.pruners.scored import check_prunes_at_once
 from sparsity.calibration.statistics import Statistic, Statistics, statistic_of
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_bool
