@@ -9,7 +9,9 @@ from sparsity.calibration.pruners import (
     FLAPPruning,
     OSSCARPruning,
     RIAPruning,
+    ScoredPruning,
     SparseGPTPruning,
+    StatisticsPruning,
     WandaPruning,
 )
 from sparsity.calibration.rates import Rates, owl
@@ -33,9 +35,11 @@ __all__ = [
     "Rates",
     "Refit",
     "Report",
+    "ScoredPruning",
     "Sensitivity",
     "SparseGPTPruning",
     "Statistic",
+    "StatisticsPruning",
     "WandaPruning",
     "calibrate",
     "check_memory",

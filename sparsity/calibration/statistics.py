@@ -319,21 +319,33 @@ def warn_of_zeros(statistic: Statistic, name: str) -> None:
         )
 
 
-def check_real(name: str, param: jax.Array) -> None:
-    """Raises a ValueError for complex weights: Gram matrices are those of real inputs."""
+def check_solvable(
+    statistic: Statistic, param: jax.Array, name: str, damping: float | None = None
+) -> None:
+    """Checks that a Gram matrix can reconstruct weights, and warns of directions without data.
+
+    Args:
+      statistic: of the inputs.
+      param: the weights.
+      name: of the parameter.
+      damping: what is added to the diagonal, for the message; `None` where nothing is.
+
+    Raises:
+      ValueError: the weights are complex: Gram matrices are those of real inputs.
+    """
     if jnp.issubdtype(param.dtype, jnp.complexfloating):
         raise ValueError(
             f"{name!r} is {param.dtype}, and only real weights can be reconstructed. Keep it "
             "dense, or prune it with WandaPruning and no refit."
         )
-
-
-def warn_of_few_rows(statistic: Statistic, inputs: int, name: str, remedy: str) -> None:
-    """Warns that fewer rows than inputs leave directions in which the data say nothing."""
+    inputs = statistic.inputs(param.shape)
     if any(map(is_traced, jax.tree.leaves(statistic.count))):
         return
     rows = int(np.min(np.asarray(statistic.count)))
     if rows < inputs:
+        remedy = "Weights that the data leave free stay near those of the pruner."
+        if damping:
+            remedy = f"What the data do not say, damping = {damping} decides."
         warnings.warn(
             f"The statistic of {name!r} has {rows} rows for {inputs} inputs, so that its Gram "
             f"matrix is singular. {remedy} More calibration data would say more.",

@@ -1,21 +1,21 @@
-"""A scope in which channels are worth what the products that read them lose."""
+"""Channels that are worth what the products that read them lose: a scope, and a base of pruners."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.base_updater import BaseUpdater
+from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.core import exact, trees
 from sparsity.core.checks import is_traced
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph import Coupled, Graph
 from sparsity.graph.uses import Path
 
@@ -29,21 +29,6 @@ class Readers(Coupled):
     With `across`, importance is standardized within each group, or each layer of it: groups differ
     in scale by far. Channels without any importance stay out.
     """
-
-    @classmethod
-    def of(cls, pruner: BaseUpdater) -> Readers:
-        """The pruner's coupled channels, as their readers see them.
-
-        Raises:
-          ValueError: its scope is another one.
-        """
-        scope = pruner.scope
-        if not isinstance(scope, Coupled):
-            raise ValueError(
-                f"{type(pruner).__name__} removes channels and needs scope = "
-                f"Coupled(sparsity.trace(fn, params, batch)), got scope = {scope!r}."
-            )
-        return cls(**{field.name: getattr(scope, field.name) for field in dataclasses.fields(cls)})
 
     def is_scored(self, graph: Graph, path: Path, axis: int) -> bool:
         return any(use.path == path and axis in use.contracting for use in graph.uses)
@@ -78,6 +63,32 @@ class Readers(Coupled):
                     "matter more. Raise min_channels of Coupled, or leave it out with filter_fn.",
                     stacklevel=3,
                 )
+
+
+@dataclasses.dataclass(kw_only=True)
+class ChannelPruning(StatisticsPruning):
+    """Removes coupled channels by statistics of the products that read them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.scope, Coupled):
+            raise ValueError(
+                f"{type(self).__name__} removes channels and needs scope = "
+                f"Coupled(sparsity.trace(fn, params, batch)), got scope = {self.scope!r}."
+            )
+
+    @property
+    def readers(self) -> Readers:
+        """The coupled channels, as the products that read them see them."""
+        fields = dataclasses.fields(Readers)
+        return Readers(**{field.name: getattr(self.scope, field.name) for field in fields})
+
+    def calibrated_paths(self, params: PyTree, targets: PyTree) -> Iterable[KeyPath]:
+        """Returns the paths of the parameters that read channels which have a sparsity."""
+        readers = self.readers.scored(params, targets)
+        return [
+            path for path in trees.leaves_by_path(params) if path in readers
+        ]  # a set: any order
 
 
 def _standardized(importance: jax.Array) -> jax.Array:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sparsity import masks as masks_lib
-from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.counts import Count
-from sparsity.calibration.pruners.channels import Readers
-from sparsity.calibration.pruners.scored import check_prunes_at_once
-from sparsity.calibration.statistics import Statistic, Statistics, statistic_of
+from sparsity.calibration.pruners.base import Problem
+from sparsity.calibration.pruners.channels import ChannelPruning
+from sparsity.calibration.rows import Kind
+from sparsity.calibration.statistics import Statistic, Statistics
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_bool
 from sparsity.core.trees import KeyPath, PyTree
@@ -24,7 +24,7 @@ from sparsity.training.state import SparseState
 
 
 @dataclasses.dataclass(kw_only=True)
-class FLAPPruning(BaseUpdater):
+class FLAPPruning(ChannelPruning):
     """Removes the channels whose readers lose least if they become constant.
 
     A channel's importance is its variance x the sum of squares of the weights that read it, over
@@ -61,11 +61,12 @@ class FLAPPruning(BaseUpdater):
 
     compensate: bool = True
 
+    statistics_kind: ClassVar[Kind] = "moments"
+    corrects: ClassVar[str | None] = "biases"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_bool("compensate", self.compensate)
-        Readers.of(self)
-        check_prunes_at_once(self, "biases")
 
     def calculate_scores(
         self,
@@ -75,107 +76,76 @@ class FLAPPruning(BaseUpdater):
         statistics: Statistics | None = None,
     ) -> PyTree:
         def score(path: KeyPath, param: jax.Array) -> jax.Array:
-            own = (statistics or {}).get(trees.path_names(path))
-            if own is None or own.sums is None:  # of no reader, or instant_sparsify has refused it
+            statistic = (statistics or {}).get(trees.path_names(path))
+            if statistic is None or statistic.sums is None:  # it reads no channels
                 return sharding.zeros_like(param, np.dtype(np.float32))
-
-            def of(param: jax.Array, own: Statistic) -> jax.Array:
-                squares = jnp.square(jnp.abs(own.matrices(param)))
-                return own.leaf(squares * _variances(own)[..., None, :], param.shape)
-
-            return sharding.place_like(param, sharding.shard_like(param, of, param, own))
+            scores = sharding.shard_like(param, _fluctuations, param, statistic)
+            return sharding.place_like(param, scores)
 
         return trees.map_matched(score, params)
 
     def create_masks(
         self, scores: PyTree, sparsities: PyTree, target_sparsities: PyTree | None = None
     ) -> PyTree:
-        return Readers.of(self).select_tree(scores, sparsities)
+        return self.readers.select_tree(scores, sparsities)
 
-    def instant_sparsify(
+    def solve_tree(
         self,
         params: PyTree,
-        grads: PyTree | None = None,
-        *,
-        statistics: Statistics | None = None,
-        **extra_args: ExtraArg,
+        targets: PyTree,
+        problems: Mapping[KeyPath, Problem],
+        **hook_args: ExtraArg,
     ) -> tuple[PyTree, PyTree]:
-        """Prunes and compensates at once.
+        biases = self._biases(params, problems) if self.compensate else {}
+        statistics = {trees.path_names(path): x.statistic for path, x in problems.items()}
+        masks = self.masks_by_scores(params, targets, **hook_args | {"statistics": statistics})
+        pruned = trees.leaves_by_path(masks_lib.apply_masks(params, masks))
 
-        Args:
-          params: tree of parameters.
-          grads: not used.
-          statistics: `{path: Statistic}` with squares and sums of the leaves that read channels.
-          **extra_args: not used.
-
-        Returns:
-          (pruned and compensated params, masks); the masks are packed with `use_packed_masks`.
-
-        Raises:
-          ValueError: a statistic is missing or has no sums, or a leaf that loses inputs has no
-            bias; the leaf is named.
-        """
-        table = self.sites(params)
-        with masks_lib.in_use(self, table):
-            readers = Readers.of(self).scored(params, self._target_sparsities(params))
-        leaves = trees.leaves_by_path(params)
-        seen = {
-            path: statistic_of(
-                statistics, table[path], leaves[path].shape, "moments", "FLAPPruning"
-            )
-            for path in readers
-        }
-        biases = self._biases(params, readers) if self.compensate else {}
-        for path, added in biases.items():
-            _check_holds(path, leaves, added, seen)
-        given = {trees.path_names(path): own for path, own in seen.items()}
-        pruned, masks = super().instant_sparsify(params, grads, statistics=given, **extra_args)
-        if not biases:
-            return pruned, masks
-        after = trees.leaves_by_path(pruned)
-
-        def compensate(path: KeyPath, leaf: Any) -> Any:
+        def compensate(path: KeyPath, bias: Any) -> Any:
             for reader in biases.get(path, ()):
-                given = leaf, leaves[reader], after[reader], seen[reader]
-                leaf = sharding.place_like(leaf, sharding.shard_like(leaf, _compensated, *given))
-            return leaf
+                _, dense, statistic, _ = problems[reader]
+                lost = dense, pruned[reader], statistic
+                compensated = sharding.shard_like(bias, _compensated, bias, *lost)
+                bias = sharding.place_like(bias, compensated)
+            return bias
 
-        whole = masks_lib.read_masks(masks, params, self.use_packed_masks)
-        return masks_lib.apply_masks(trees.map_matched(compensate, pruned), whole), masks
+        return trees.map_matched(compensate, params), masks
 
-    def _biases(self, params: PyTree, readers: Iterable[KeyPath]) -> dict[KeyPath, list[KeyPath]]:
+    def _biases(
+        self, params: PyTree, problems: Mapping[KeyPath, Problem]
+    ) -> dict[KeyPath, list[KeyPath]]:
         """{bias: the readers to whose outputs it is added}."""
-        graph = Readers.of(self).graph
-        known = graph.leaves_of(params)
-        places = {leaf.path: path for path, leaf in known.items()}
-        found: dict[KeyPath, list[KeyPath]] = {}
-        for reader in readers:
-            own = known[reader]
-            if (bias := places.get(graph.biases.get(own.path, ()))) is None:
+        graph, arrays = self.readers.graph, trees.leaves_by_path(params)
+        leaves = graph.leaves_of(params)
+        paths = {leaf.path: path for path, leaf in leaves.items()}
+        biases: dict[KeyPath, list[KeyPath]] = {}
+        for reader, problem in problems.items():
+            leaf = leaves[reader]
+            if (bias := paths.get(graph.biases.get(leaf.path, ()))) is None:
                 raise ValueError(
-                    f"{own.name!r} reads channels that are removed, and the model adds no bias of "
+                    f"{leaf.name!r} reads channels that are removed, and the model adds no bias of "
                     "its own to its outputs, so that what they were on average cannot be kept. "
                     "Give it a bias of zeros, or compensate=False."
                 )
-            found.setdefault(bias, []).append(reader)
-        return found
+            _check_holds(bias, arrays[bias], problem)
+            biases.setdefault(bias, []).append(reader)
+        return biases
 
 
-def _check_holds(
-    bias: KeyPath,
-    leaves: Mapping[KeyPath, jax.Array],
-    readers: Iterable[KeyPath],
-    statistics: Mapping[KeyPath, Statistic],
-) -> None:
+def _check_holds(path: KeyPath, bias: jax.Array, reader: Problem) -> None:
     """Raises a ValueError if a real bias would lose the imaginary parts of what is added."""
-    for path in readers:
-        is_complex = jnp.iscomplexobj(leaves[path]) or jnp.iscomplexobj(statistics[path].sums)
-        if is_complex and not jnp.iscomplexobj(leaves[bias]):
-            raise ValueError(
-                f"{trees.path_string(path)!r} has complex outputs, whose means "
-                f"{trees.path_string(bias)!r}, {leaves[bias].dtype}, cannot hold. Give the model a "
-                "complex bias, or compensate=False."
-            )
+    is_complex = jnp.iscomplexobj(reader.param) or jnp.iscomplexobj(reader.statistic.sums)
+    if is_complex and not jnp.iscomplexobj(bias):
+        raise ValueError(
+            f"{reader.site.name!r} has complex outputs, whose means {trees.path_string(path)!r}, "
+            f"{bias.dtype}, cannot hold. Give the model a complex bias, or compensate=False."
+        )
+
+
+def _fluctuations(weights: jax.Array, statistic: Statistic) -> jax.Array:
+    """Returns each weight's share of its channel's importance, variance x |weight|^2."""
+    squares = jnp.square(jnp.abs(statistic.matrices(weights)))
+    return statistic.leaf(squares * _variances(statistic)[..., None, :], weights.shape)
 
 
 def _compensated(
