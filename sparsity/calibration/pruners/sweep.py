@@ -1,12 +1,14 @@
 """The sweep of SparseGPT over the inputs of a matrix: prune one, correct all that come after it.
 
-Sources: Frantar & Alistarh 2023, "SparseGPT: Massive Language Models Can Be Accurately Pruned in
-One-Shot", algorithm 1. Removing weights of input i and correcting the later inputs optimally adds
-the squares of (weight / U_ii) to the output error, U the upper Cholesky factor of the inverse Gram.
+Source: Frantar & Alistarh 2023, "SparseGPT: Massive Language Models Can Be Accurately Pruned in
+One-Shot" (arXiv 2301.00774), algorithm 1. Comments carry its symbols: weights W, mask M, errors E,
+blocks of B inputs, masks for B_s inputs at once, and H^-1 for the upper Cholesky factor of the
+inverse Gram matrix, by which it replaces the inverse. Matrices are transposed: [inputs, outputs].
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import chex
@@ -17,7 +19,7 @@ from jax import lax
 
 from sparsity import selection
 
-# Inputs that are corrected together: few fit a cache, many make a fast product.
+# B: inputs that are corrected together; few fit a cache, many make a fast product.
 _SIZES = (8, 32, 128)
 
 
@@ -25,9 +27,9 @@ class Swept(NamedTuple):
     """What a sweep leaves of a matrix: [inputs, outputs] each.
 
     Attributes:
-      weights: pruned ones are 0.
-      mask: bool.
-      errors: what each weight lost, in units of the root of the output error that it adds.
+      weights: W; pruned ones are 0.
+      mask: M, bool.
+      errors: E; the sum of squares is the output error that pruning adds.
     """
 
     weights: jax.Array
@@ -48,7 +50,7 @@ def sweep(
     Args:
       weights: [inputs, outputs].
       gram: [inputs, inputs].
-      unit: consecutive inputs whose weights are chosen when the first of them is reached.
+      unit: B_s, consecutive inputs whose weights are chosen when the first of them is reached.
       n: how many of these each output keeps. `None`: the outputs compete, and through each block
         num_kept of the entries so far stay.
       sparsity: scalar; at 0 all stay.
@@ -58,51 +60,66 @@ def sweep(
     live = jnp.diagonal(gram) > 0
     weights = jnp.where(live[:, None], weights, 0)
     sizes = _sizes(unit, inputs)
-    missing = -inputs % sizes[0]
-    upper = jnp.pad(_inverse_factor(gram, live, damping), (0, missing))
-    upper += jnp.diag(jnp.arange(inputs + missing) >= inputs).astype(upper.dtype)
-    ends = np.minimum(np.arange(0, inputs + missing + 1, unit), inputs)
-    kept = jnp.diff(jnp.asarray(selection.num_kept(ends * outputs, sparsity)))
+    padding = -inputs % sizes[0]
+    factor = jnp.pad(_inverse_factor(gram, live, damping), (0, padding))
+    factor += jnp.diag(jnp.arange(inputs + padding) >= inputs).astype(factor.dtype)
+    ends = np.minimum(np.arange(0, inputs + padding + 1, unit), inputs)
+    counts = jnp.diff(jnp.asarray(selection.num_kept(ends * outputs, sparsity)))
 
     def choose(scores: jax.Array, rows: jax.Array) -> jax.Array:
+        """Returns M of the B_s inputs `rows`."""
         if n is not None:
             return (selection.nm_mask(scores, n, unit, axis=0) > 0) | (sparsity <= 0)
-        real = jnp.broadcast_to(rows[:, None] < inputs, scores.shape)
-        return selection.topk_mask(scores, kept[rows[0] // unit], where=real) > 0
+        is_real = jnp.broadcast_to(rows[:, None] < inputs, scores.shape)
+        return selection.topk_mask(scores, counts[rows[0] // unit], where=is_real) > 0
 
-    def swept(
-        weights: jax.Array,
-        upper: jax.Array,
-        rows: jax.Array,
-        mask: jax.Array,
-        sizes: tuple[int, ...],
-    ) -> Swept:
-        """The inputs `rows`, with their square of the factor; mask is that of the block around."""
-        if not sizes:
-            lost = jnp.where(mask, 0, weights)
-            return Swept(weights - lost, mask, lost / upper)
-        size, *smaller = sizes
+    weights = jnp.pad(weights, ((0, padding), (0, 0)))
+    rows, mask = jnp.arange(inputs + padding), jnp.zeros(weights.shape, bool)
+    swept = _sweep_blocks(choose, unit, sizes, weights, factor, rows, mask)
+    return Swept(*(x[:inputs] for x in swept))
 
-        def step(weights: jax.Array, part: tuple[jax.Array, ...]) -> tuple[jax.Array, Swept]:
-            start, upper, rows, mask = part
-            own = lax.dynamic_slice_in_dim(weights, start, size)
-            square = lax.dynamic_slice_in_dim(upper, start, size, axis=1)
-            if size == unit:
-                mask = choose(jnp.square(own / jnp.diagonal(square)[:, None]), rows)
-            done = swept(own, square, rows, mask, tuple(smaller))
-            # Of inputs before these the factor is 0; they themselves are not read again.
-            spread = jnp.dot(upper.T, done.errors, precision=lax.Precision.HIGHEST)
-            return weights - spread, done
 
-        count = len(rows) // size
-        parts = jax.tree.map(lambda x: x.reshape(count, size, *x.shape[1:]), (upper, rows, mask))
-        _, done = lax.scan(step, weights, (size * jnp.arange(count), *parts))
-        return Swept(*(x.reshape(-1, outputs) for x in done))
+def _sweep_blocks(
+    choose: Callable[[jax.Array, jax.Array], jax.Array],
+    unit: int,
+    sizes: tuple[int, ...],
+    weights: jax.Array,
+    factor: jax.Array,
+    rows: jax.Array,
+    mask: jax.Array,
+) -> Swept:
+    """Sweeps some inputs block by block, each block in smaller blocks, down to single inputs.
 
-    rows = jnp.arange(inputs + missing)
-    weights = jnp.pad(weights, ((0, missing), (0, 0)))
-    done = swept(weights, upper, rows, jnp.zeros(weights.shape, bool), sizes)
-    return Swept(*(x[:inputs] for x in done))
+    Args:
+      choose: from scores and inputs to their mask.
+      unit: B_s, one of the sizes or larger than all.
+      sizes: B of the blocks, and of the blocks within these.
+      weights: W of the inputs, corrected for all inputs before them.
+      factor: H^-1 of the inputs among themselves, [inputs, inputs].
+      rows: the inputs, by their number in the matrix.
+      mask: M of the inputs, where they are fewer than B_s.
+    """
+    if not sizes:  # one input j
+        lost = jnp.where(mask, 0, weights)  # (1 - M_j) W_j
+        return Swept(weights - lost, mask, lost / factor)  # E_j = (1 - M_j) W_j / H^-1_jj
+    size, *smaller = sizes
+
+    def sweep_block(weights: jax.Array, block: tuple[jax.Array, ...]) -> tuple[jax.Array, Swept]:
+        start, factor, rows, mask = block  # i, H^-1_i:(i+B),:
+        block_weights = lax.dynamic_slice_in_dim(weights, start, size)
+        square = lax.dynamic_slice_in_dim(factor, start, size, axis=1)  # H^-1_i:(i+B),i:(i+B)
+        if size == unit:  # M <- the weights w_c of the largest w_c^2 / (H^-1_cc)^2
+            mask = choose(jnp.square(block_weights / jnp.diagonal(square)[:, None]), rows)
+        swept = _sweep_blocks(choose, unit, tuple(smaller), block_weights, square, rows, mask)
+        # W_(i+B): <- W_(i+B): - E H^-1_i:(i+B),(i+B):. Inputs before i meet zeros of the factor;
+        # those of the block are changed, too, and not read again.
+        update = jnp.dot(factor.T, swept.errors, precision=lax.Precision.HIGHEST)
+        return weights - update, swept
+
+    count = len(rows) // size
+    blocks = jax.tree.map(lambda x: x.reshape(count, size, *x.shape[1:]), (factor, rows, mask))
+    _, swept = lax.scan(sweep_block, weights, (size * jnp.arange(count), *blocks))
+    return Swept(*(x.reshape(-1, weights.shape[1]) for x in swept))
 
 
 def _sizes(unit: int, inputs: int) -> tuple[int, ...]:
@@ -117,7 +134,7 @@ def _sizes(unit: int, inputs: int) -> tuple[int, ...]:
 
 
 def _inverse_factor(gram: jax.Array, live: jax.Array, damping: chex.Numeric) -> jax.Array:
-    """The upper triangular U with U^T U = (gram + damping)^-1."""
+    """Returns the upper triangular U with U^T U = (gram + damping)^-1, algorithm 1's H^-1."""
     diagonal = jnp.diagonal(gram)
     mean = jnp.sum(diagonal) / jnp.maximum(jnp.sum(live), 1)
     shift = damping * mean + jnp.where(live, 0, 1)
