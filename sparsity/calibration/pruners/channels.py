@@ -45,23 +45,27 @@ class Readers(Coupled):
             for x, place in zip(standardized, jnp.split(places, ends[:-1]), strict=True)
         ]
 
-    def warn_of_few(self, masks: PyTree) -> None:
-        """Warns of groups that keep less than a twentieth of their channels."""
-        leaves = [(trees.path_names(path), x) for path, x in trees.leaves_by_path(masks).items()]
-        for group in self.graph.groups:
-            (path, axis), positions = group.members[0], group.positions[0]
-            # The tree may be a part of what was traced.
-            mask = next((x for names, x in leaves if path[len(path) - len(names) :] == names), None)
-            if mask is None or is_traced(mask) or mask.shape[axis] <= positions.max(initial=0):
+    def select_tree(self, scores: PyTree, sparsities: PyTree) -> PyTree:
+        masks = super().select_tree(scores, sparsities)
+        if self.across:
+            self._warn_of_few(masks, sparsities)
+        return masks
+
+    def _warn_of_few(self, masks: PyTree, sparsities: PyTree) -> None:
+        """Warns of groups that keep less than a twentieth of their channels in some layer."""
+        by_path = trees.leaves_by_path(masks)
+        for group in self._groups(masks, sparsities):
+            (path, axis, positions), layers = group.members[0], group.channels.layers
+            if is_traced(by_path[path]):
                 continue
-            rows = np.moveaxis(np.asarray(mask), axis, -1)
-            rows = rows.reshape(group.layers or 1, -1, rows.shape[-1]).max(axis=1)
-            kept = int(rows[:, positions].max(axis=-1).sum(axis=-1).min())
-            if kept * _FEW < group.size:
+            rows = np.moveaxis(np.asarray(by_path[path]), axis, -1)
+            stays = rows.reshape(layers or 1, -1, rows.shape[-1]).max(axis=1)[:, positions]
+            kept, size = int(stays.max(axis=-1).sum(axis=-1).min()), group.whole.size
+            if kept * _FEW < size:
                 warnings.warn(
-                    f"The group {group.name!r} keeps {kept} of {group.size} channels, as others "
+                    f"The group {group.channels.name!r} keeps {kept} of {size} channels, as others "
                     "matter more. Raise min_channels of Coupled, or leave it out with filter_fn.",
-                    stacklevel=3,
+                    stacklevel=2,
                 )
 
 

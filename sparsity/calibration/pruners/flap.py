@@ -28,9 +28,10 @@ class FLAPPruning(ChannelPruning):
     """Removes the channels whose readers lose least if they become constant.
 
     A channel's importance is its variance x the sum of squares of the weights that read it, over
-    all products that do. `scope=Coupled(graph)` says which channels there are; groups compete by
-    themselves, or per multiply-add with its `across`. What a channel was on average is added to the
-    biases of its readers. `sparsity.shrink` then cuts it out.
+    all products that do. `scope=Coupled(graph)` says which channels there are. Groups compete by
+    themselves; with its `across` all channels do, by importance standardized within their group or
+    their layer of it, and a group that keeps less than a twentieth is a warning. What a channel was
+    on average is added to the biases of its readers. `sparsity.shrink` then cuts it out.
 
     It changes biases as well as masks, so it prunes at once and not along a schedule:
     `instant_sparsify(params, statistics=sparsity.calibrate(fn, params, batches, "moments"))`.
@@ -39,9 +40,9 @@ class FLAPPruning(ChannelPruning):
       compensate: add the means to biases. A reader without a bias is an error then.
 
     Source: An et al. 2024, "Fluctuation-based Adaptive Structured Pruning for Large Language
-    Models", equations 5 and 6. Its standardized scores are not needed: groups do not share a
-    threshold. A variance that rounding hides counts as 0: in float32, where the mean is more than
-    about 700 standard deviations.
+    Models", arXiv 2312.11983; the metric WIFV and, with `across`, the structure AL-AM of its code.
+    A variance that rounding hides counts as 0: in float32, where the mean is more than about 700
+    standard deviations.
 
     Example:
       >>> import sparsity
