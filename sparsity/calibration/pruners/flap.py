@@ -144,7 +144,8 @@ def _check_holds(path: KeyPath, bias: jax.Array, reader: Problem) -> None:
 
 
 def _fluctuations(weights: jax.Array, statistic: Statistic) -> jax.Array:
-    """Returns each weight's share of its channel's importance, variance x |weight|^2."""
+    """Returns the shares of weights in the importance of their channels."""
+    # WIFV_j = sum_i |W_ij|^2 x variance of X_j; the channel sums over its entries of all readers
     squares = jnp.square(jnp.abs(statistic.matrices(weights)))
     return statistic.leaf(squares * _variances(statistic)[..., None, :], weights.shape)
 
@@ -152,9 +153,9 @@ def _fluctuations(weights: jax.Array, statistic: Statistic) -> jax.Array:
 def _compensated(
     bias: jax.Array, dense: jax.Array, pruned: jax.Array, statistic: Statistic
 ) -> jax.Array:
-    """The bias plus what the weights that are gone gave on average."""
+    """Returns the bias plus what the weights that are gone gave on average."""
     lost = statistic.matrices(dense - pruned)
-    added = jnp.sum(lost * _means(statistic)[..., None, :], axis=-1)
+    added = jnp.sum(lost * _means(statistic)[..., None, :], axis=-1)  # W_lost mean(X)
     return (bias + added.reshape(bias.shape)).astype(bias.dtype)
 
 

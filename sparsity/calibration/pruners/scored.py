@@ -142,7 +142,7 @@ class WandaPruning(ScoredPruning):
     is_per_output: ClassVar[bool] = True
 
     def score(self, weights: jax.Array, squares: jax.Array) -> jax.Array:
-        return weights * jnp.sqrt(squares)
+        return weights * jnp.sqrt(squares)  # S_ij = |W_ij| ||X_j||_2
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -157,6 +157,7 @@ class RIAPruning(ScoredPruning):
     """
 
     def score(self, weights: jax.Array, squares: jax.Array) -> jax.Array:
+        # RI_ij = |W_ij| / sum_j |W_ij| + |W_ij| / sum_i |W_ij|; RIA_ij = RI_ij ||X_j||_2^a
         return (_share(weights, -1) + _share(weights, -2)) * jnp.sqrt(jnp.sqrt(squares))
 
 
@@ -176,6 +177,6 @@ def check_groups(site: Site, statistic: Statistic, shape: tuple[int, ...]) -> No
 
 
 def _share(weights: jax.Array, axis: int) -> jax.Array:
-    """Each weight divided by the sum along an axis, 0 where that is 0."""
+    """Returns each weight divided by the sum along an axis, 0 where that is 0."""
     total = jnp.expand_dims(ordered_sum(weights, (axis % weights.ndim,)), axis)
     return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), 0)

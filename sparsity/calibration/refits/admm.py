@@ -1,4 +1,9 @@
-"""ADMM as a refit: it alternates between the outputs of a layer and the support of its weights."""
+"""ADMM as a refit: it alternates between the outputs of a layer and the support of its weights.
+
+Source: Boza 2024, arXiv 2401.02938, algorithms 1 and 2. Comments carry the symbols of the paper and
+its code: W weights, Z those on the support, U scaled duals, XX the damped Gram matrix of inputs of
+unit norm, XY = XX W.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +22,9 @@ from sparsity.core.checks import check_int, check_number
 @dataclasses.dataclass(frozen=True)
 class ADMM:
     """Alternates between the outputs and the support, by the alternating direction of multipliers.
+
+    This refit, for `refit=` of `oneshot` and `prune`, solves the layers of a trained model without
+    training; the algorithm `sparsity.ADMMPruning` uses the same method while a network trains.
 
     Inputs are scaled to unit norm, so that weights compare as Wanda's do. With `gradual`, the
     pruner gives sparsity, pattern and batch axes, and its mask does not matter: the first
@@ -62,7 +70,7 @@ class ADMM:
         step = functools.partial(_step, self.rho)
         for i in range(self.iterations):
             if i < self.gradual:
-                share = 1 - (1 - (i + 1) / self.gradual) ** 3
+                share = 1 - (1 - (i + 1) / self.gradual) ** 3  # of the target sparsity
                 mask = select(jnp.abs(weights + duals), share)
             state = (weights, duals, mask, wanted, inverse)
             weights, duals = sharding.shard_like((dense, dense), step, *state, statistic)
@@ -74,12 +82,12 @@ class ADMM:
 def _start(
     rho: float, damping: float, dense: jax.Array, statistic: Statistic
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The scaled weights, their products with the scaled Gram, and the inverse of that plus rho."""
+    """Returns W, XY and inv(XX + rho I): the last [*batch, inputs, inputs], others as the leaf."""
     norms, inverse_norms = _norms(statistic)
     gram = statistic.real_grams().astype(jnp.promote_types(dense.dtype, norms.dtype))
     gram *= inverse_norms[..., :, None] * inverse_norms[..., None, :]
     eye = jnp.eye(gram.shape[-1], dtype=gram.dtype)
-    gram += damping * eye
+    gram += damping * eye  # XX
     weights = statistic.matrices(dense).astype(gram.dtype) * norms[..., None, :]
     inverse = jnp.linalg.inv(gram + rho * eye)
     shape = dense.shape
@@ -96,23 +104,23 @@ def _step(
     inverse: jax.Array,
     statistic: Statistic,
 ) -> tuple[jax.Array, jax.Array]:
-    """One iteration: the support, its duals, the outputs."""
-    sparse = jnp.where(mask > 0, weights + duals, 0)
-    duals = duals + weights - sparse
+    """Returns W and U after one iteration."""
+    sparse = jnp.where(mask > 0, weights + duals, 0)  # Z = (W + U) M
+    duals = duals + weights - sparse  # U = U + W - Z
     pull = statistic.matrices(wanted + rho * (sparse - duals))
-    return statistic.leaf(dot(pull, inverse), mask.shape), duals
+    return statistic.leaf(dot(pull, inverse), mask.shape), duals  # W = XXinv (XY + rho (Z - U))
 
 
 @jax.jit
 def _end(weights: jax.Array, pruned: jax.Array, mask: jax.Array, statistic: Statistic) -> jax.Array:
-    """The weights on the support, in the scale of the leaf."""
+    """Returns the weights on the support, in the scale of the leaf."""
     _, inverse_norms = _norms(statistic)
     scale = inverse_norms[..., None, :]
-    own = jnp.where(scale > 0, statistic.matrices(weights) * scale, statistic.matrices(pruned))
-    return jnp.where(mask > 0, statistic.leaf(own, mask.shape), 0).astype(pruned.dtype)
+    live = jnp.where(scale > 0, statistic.matrices(weights) * scale, statistic.matrices(pruned))
+    return jnp.where(mask > 0, statistic.leaf(live, mask.shape), 0).astype(pruned.dtype)
 
 
 def _norms(statistic: Statistic) -> tuple[jax.Array, jax.Array]:
-    """Norms of the inputs, and 1 / norm; 0 for inputs that were always 0."""
+    """Returns norms of the inputs, and 1 / norm; 0 for inputs that were always 0."""
     norms = jnp.sqrt(jnp.diagonal(statistic.real_grams(), axis1=-2, axis2=-1))
     return norms, jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)
