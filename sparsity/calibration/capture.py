@@ -50,7 +50,8 @@ def calibrate(
     Returns:
       {path: Statistic}: sums in promote_types(dtype, float32) over all rows of all batches, with
       leading axes for scanned layers and experts; of a loop over all its steps. Weights that are
-      read in a `while`, by slices, stacked with others, or within `shard_map` have no entry.
+      read in a `while`, by slices, by `ragged_dot`, stacked with others, or within `shard_map` have
+      no entry; a pruner that needs one names the weight.
 
     Raises:
       ValueError: there are no batches, the sums of one are not finite, or a Gram matrix does not

@@ -320,6 +320,14 @@ class _Run:
                 "often it runs nor what its steps see. Write the loop as a scan, or leave the leaf "
                 "out of the distribution: filter_fn, or custom_sparsity_map={path: None}."
             )
+        ragged = [use for use in uses if use.primitive.startswith("ragged_dot")]
+        if ragged:
+            return (
+                f"{name!r}, which has a sparsity, is read by {ragged[0].primitive} at "
+                f"{ragged[0].source}, whose groups of rows have no statistics of their own. Write "
+                "the groups as a batch axis of einsum, or leave the leaf out of the distribution: "
+                "filter_fn, or custom_sparsity_map={path: None}."
+            )
         how = f" ({uses[0].primitive} at {uses[0].source})" if uses else ""
         return (
             f"No product reads {name!r}, which has a sparsity, as a whole{how}: it is read in "

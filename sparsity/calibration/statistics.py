@@ -214,8 +214,8 @@ def statistic_of(
     if path not in statistics:
         raise ValueError(
             f"{who}: statistics has no entry {path} for {name!r}, which has a sparsity. No product "
-            "of the model reads it, or the calibration saw another model. Keep it dense with "
-            "filter_fn or custom_sparsity_map={path: None}."
+            "of the model reads it, one reads parts of it or is a ragged_dot, or the calibration "
+            "saw another model. Keep it dense with filter_fn or custom_sparsity_map={path: None}."
         )
     own = statistics[path]
     check(own, shape, name)
