@@ -92,27 +92,36 @@ def test_an_empty_parameter_is_not_solved():
     assert pruned.shape == masks.shape == (3, 0)
 
 
-class Wrong(StatisticsPruning):
+class WrongMask(StatisticsPruning):
     def solve(self, site, param, statistic, target):
         return param, jnp.ones(3)
+
+
+class WrongWeights(StatisticsPruning):
+    def solve(self, site, param, statistic, target):
+        return param.T, jnp.ones_like(param)
 
 
 def test_what_no_hook_can_do_is_refused_by_name():
     options = {"sparsity_distribution_fn": helpers.half}
     seen = {(): sparsity.Statistic(gram=jnp.eye(2), count=9, contracting=(0,), output=(1,))}
-    with pytest.raises(ValueError, match=r"Wrong.solve must return .*'params', \(2, 1\), got .*3"):
-        Wrong(**options).instant_sparsify(jnp.ones((2, 1)), statistics=seen)
+    with pytest.raises(ValueError, match=r"mask of 'params' .* shape \(3,\), .* shape \(2, 1\)"):
+        WrongMask(**options).instant_sparsify(jnp.ones((2, 1)), statistics=seen)
+    with pytest.raises(ValueError, match=r"params.*\(1, 2\)"):
+        WrongWeights(**options).instant_sparsify(jnp.ones((2, 1)), statistics=seen)
     with pytest.raises(NotImplementedError, match="StatisticsPruning must override solve"):
         StatisticsPruning(**options).instant_sparsify(jnp.ones((2, 1)), statistics=seen)
     with pytest.raises(
         ValueError, match=r"Scaled solves each parameter by itself.*got scope = Glo"
     ):
         Scaled(scope=sparsity.Global(), **options)
+    with pytest.raises(ValueError, match=r"Scaled solves each .*and topk_fn = None, got .*lambda"):
+        Scaled(topk_fn=lambda scores, sparsity: scores > 0, **options)
     with pytest.raises(ValueError, match=r"Scaled changes weights when it prunes.*OneShotSchedule"):
         Scaled(scheduler=sparsity.OneShotSchedule(3), **options)
     squares = sparsity.Statistic(squares=jnp.ones(2), count=9, contracting=(0,), output=(1,))
-    with pytest.raises(ValueError, match=r"Wrong needs the Gram matrix of 'params'"):
-        Wrong(**options).instant_sparsify(jnp.ones((2, 1)), statistics={(): squares})
+    with pytest.raises(ValueError, match=r"WrongMask needs the Gram matrix of 'params'"):
+        WrongMask(**options).instant_sparsify(jnp.ones((2, 1)), statistics={(): squares})
 
 
 class Inputs(ScoredPruning):

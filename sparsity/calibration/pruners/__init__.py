@@ -3,8 +3,13 @@
 from sparsity.calibration.pruners.base import StatisticsPruning, statistics_kind
 from sparsity.calibration.pruners.flap import FLAPPruning
 from sparsity.calibration.pruners.osscar import OSSCARPruning
-from sparsity.calibration.pruners.scored import RIAPruning, ScoredPruning, WandaPruning
-from sparsity.calibration.pruners.slices import Within, is_per_slice
+from sparsity.calibration.pruners.scored import (
+    RIAPruning,
+    ScoredPruning,
+    WandaPruning,
+    Within,
+    is_per_slice,
+)
 from sparsity.calibration.pruners.sparsegpt import SparseGPTPruning
 
 __all__ = [

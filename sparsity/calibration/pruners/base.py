@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import chex
 import jax
@@ -17,14 +17,13 @@ import jax.numpy as jnp
 
 from sparsity import masks as masks_lib
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.pruners.slices import is_per_slice
 from sparsity.calibration.rows import Kind
 from sparsity.calibration.statistics import Statistic, Statistics, statistic_of
 from sparsity.core import sharding, trees
 from sparsity.core.trees import KeyPath, PyTree
-from sparsity.masks import Site
+from sparsity.masks import Layerwise, Site
 from sparsity.sparsity_schedules import update_range
-from sparsity.training.hooks import ExtraArg, call_hook
+from sparsity.training.hooks import ExtraArg
 
 
 class Problem(NamedTuple):
@@ -34,6 +33,9 @@ class Problem(NamedTuple):
     param: jax.Array
     statistic: Statistic
     target: Any  # a sparsity, or `None` where only parameters beside this one have one
+
+
+Problems: TypeAlias = Mapping[KeyPath, Problem]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -67,19 +69,13 @@ class StatisticsPruning(BaseUpdater):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name = type(self).__name__
         if self.corrects and update_range(self.scheduler) is not None:
             raise ValueError(
-                f"{name} changes {self.corrects} when it prunes, which no step of an optimizer "
-                f"can, got scheduler = {self.scheduler!r}. Prune with instant_sparsify, and train "
-                "with wrap_optax(tx, masks=masks)."
+                f"{type(self).__name__} changes {self.corrects} when it prunes, which no step of "
+                f"an optimizer can, got scheduler = {self.scheduler!r}. Prune with "
+                "instant_sparsify, and train with wrap_optax(tx, masks=masks)."
             )
-        solves_each = type(self).solve_tree is StatisticsPruning.solve_tree
-        if solves_each and not is_per_slice(self.scope):
-            raise ValueError(
-                f"{name} solves each parameter by itself and needs scope = Layerwise(), got "
-                f"scope = {self.scope!r}."
-            )
+        self._check_scope()
 
     def solve(
         self, site: Site, param: jax.Array, statistic: Statistic, target: chex.Numeric
@@ -99,11 +95,7 @@ class StatisticsPruning(BaseUpdater):
         raise NotImplementedError(f"{type(self).__name__} must override solve.")
 
     def solve_tree(
-        self,
-        params: PyTree,
-        targets: PyTree,
-        problems: Mapping[KeyPath, Problem],
-        **hook_args: ExtraArg,
+        self, params: PyTree, targets: PyTree, problems: Problems
     ) -> tuple[PyTree, PyTree]:
         """Returns (weights, masks) of a tree; `solve` treats each parameter by itself.
 
@@ -113,7 +105,6 @@ class StatisticsPruning(BaseUpdater):
           params: tree of parameters.
           targets: tree of sparsities, `None` for parameters that stay dense.
           problems: by path, of `calibrated_paths`.
-          **hook_args: the other arguments of `instant_sparsify`.
         """
         solved = {path: self._solved(problem) for path, problem in problems.items()}
         weights = trees.map_matched(lambda path, leaf: solved.get(path, (leaf,))[0], params)
@@ -122,15 +113,6 @@ class StatisticsPruning(BaseUpdater):
     def calibrated_paths(self, params: PyTree, targets: PyTree) -> Iterable[KeyPath]:
         """Returns the paths of the parameters whose statistics count: those with a sparsity."""
         return trees.leaves_by_path(targets)
-
-    def masks_by_scores(
-        self, params: PyTree, targets: PyTree, grads: PyTree | None = None, **extra_args: ExtraArg
-    ) -> PyTree:
-        """Returns the masks that `calculate_scores` and `create_masks` give."""
-        prunable = trees.prunable(params)
-        grads = None if grads is None else trees.prunable(grads, params)
-        scores = call_hook(self.calculate_scores, prunable, grads=grads, extra=extra_args)
-        return call_hook(self.create_masks, scores, targets, extra=extra_args)
 
     def instant_sparsify(
         self,
@@ -144,10 +126,10 @@ class StatisticsPruning(BaseUpdater):
 
         Args:
           params: tree of parameters, or a single array.
-          grads: tree of gradients, for hooks that score by them.
+          grads: not used.
           statistics: `{path: Statistic}` of the kind `statistics_kind`, for each parameter that has
             a sparsity; of pruners of channels, for each that reads them.
-          **extra_args: `calculate_scores` and `create_masks` get those that they name.
+          **extra_args: not used.
 
         Returns:
           (pruned and corrected params, masks); the masks are packed with `use_packed_masks`.
@@ -165,8 +147,7 @@ class StatisticsPruning(BaseUpdater):
                 site, param = table[path], leaves[path]
                 statistic = self.statistic(statistics, site, param.shape)
                 problems[path] = Problem(site, param, statistic, sparsities.get(path))
-            hook_args = {"grads": grads, "statistics": statistics, **extra_args}
-            weights, masks = self.solve_tree(params, targets, problems, **hook_args)
+            weights, masks = self.solve_tree(params, targets, problems)
         masks = masks_lib.read_masks(masks, params, self.use_packed_masks)
         pruned = masks_lib.apply_masks(weights, masks)
         return pruned, masks_lib.pack_masks(masks, params) if self.use_packed_masks else masks
@@ -178,18 +159,23 @@ class StatisticsPruning(BaseUpdater):
         return statistic_of(statistics, site, shape, self.statistics_kind, type(self).__name__)
 
     def _solved(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
-        """The weights and the mask of a parameter, in its dtype and placed as it is."""
-        site, param, *_ = problem
+        """Returns the weights and the mask of a parameter, in its dtype and placed as it is."""
+        param = problem.param
         if not param.size:
             return param, jnp.ones(param.shape, jnp.uint8)
         weights, mask = self.solve(*problem)
-        if weights.shape != param.shape or mask.shape != param.shape:
-            raise ValueError(
-                f"{type(self).__name__}.solve must return weights and a mask of the shape of "
-                f"{site.name!r}, {param.shape}, got {weights.shape} and {mask.shape}."
-            )
         weights = sharding.place_like(param, weights.astype(param.dtype))
         return weights, sharding.place_like(param, mask)
+
+    def _check_scope(self) -> None:
+        """Raises a ValueError for a scope or a topk_fn, which `solve` would not ask."""
+        has_select = getattr(type(self.scope), "select", None) is not Layerwise.select
+        if has_select or self.topk_fn is not None:
+            raise ValueError(
+                f"{type(self).__name__} solves each parameter by itself and needs scope = "
+                f"Layerwise() and topk_fn = None, got scope = {self.scope!r}, topk_fn = "
+                f"{self.topk_fn!r}."
+            )
 
 
 def statistics_kind(pruner: BaseUpdater) -> Kind:

@@ -73,8 +73,7 @@ class Readers(Coupled):
 class ChannelPruning(StatisticsPruning):
     """Removes coupled channels by statistics of the products that read them."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_scope(self) -> None:
         if not isinstance(self.scope, Coupled):
             raise ValueError(
                 f"{type(self).__name__} removes channels and needs scope = "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -12,14 +11,13 @@ import numpy as np
 
 from sparsity import masks as masks_lib
 from sparsity.calibration.counts import Count
-from sparsity.calibration.pruners.base import Problem
+from sparsity.calibration.pruners.base import Problem, Problems
 from sparsity.calibration.pruners.channels import ChannelPruning
 from sparsity.calibration.rows import Kind
 from sparsity.calibration.statistics import Statistic, Statistics
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_bool
 from sparsity.core.trees import KeyPath, PyTree
-from sparsity.training.hooks import ExtraArg
 from sparsity.training.state import SparseState
 
 
@@ -91,15 +89,12 @@ class FLAPPruning(ChannelPruning):
         return self.readers.select_tree(scores, sparsities)
 
     def solve_tree(
-        self,
-        params: PyTree,
-        targets: PyTree,
-        problems: Mapping[KeyPath, Problem],
-        **hook_args: ExtraArg,
+        self, params: PyTree, targets: PyTree, problems: Problems
     ) -> tuple[PyTree, PyTree]:
         biases = self._biases(params, problems) if self.compensate else {}
         statistics = {trees.path_names(path): x.statistic for path, x in problems.items()}
-        masks = self.masks_by_scores(params, targets, **hook_args | {"statistics": statistics})
+        scores = self.calculate_scores(trees.prunable(params), statistics=statistics)
+        masks = self.create_masks(scores, targets)
         pruned = trees.leaves_by_path(masks_lib.apply_masks(params, masks))
 
         def compensate(path: KeyPath, bias: Any) -> Any:
@@ -112,9 +107,7 @@ class FLAPPruning(ChannelPruning):
 
         return trees.map_matched(compensate, params), masks
 
-    def _biases(
-        self, params: PyTree, problems: Mapping[KeyPath, Problem]
-    ) -> dict[KeyPath, list[KeyPath]]:
+    def _biases(self, params: PyTree, problems: Problems) -> dict[KeyPath, list[KeyPath]]:
         """{bias: the readers to whose outputs it is added}."""
         graph, arrays = self.readers.graph, trees.leaves_by_path(params)
         leaves = graph.leaves_of(params)

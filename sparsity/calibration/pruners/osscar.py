@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity import masks as masks_lib
-from sparsity.calibration.pruners.base import Problem
+from sparsity.calibration.pruners.base import Problem, Problems
 from sparsity.calibration.pruners.channels import ChannelPruning
 from sparsity.calibration.pruners.exchange import Reader, choose
 from sparsity.calibration.refits import LeastSquares
@@ -23,7 +23,6 @@ from sparsity.core.checks import check_int, check_number
 from sparsity.core.sharding import place_like
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph.channels import PlacedGroup
-from sparsity.training.hooks import ExtraArg
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -80,11 +79,7 @@ class OSSCARPruning(ChannelPruning):
             )
 
     def solve_tree(
-        self,
-        params: PyTree,
-        targets: PyTree,
-        problems: Mapping[KeyPath, Problem],
-        **hook_args: ExtraArg,
+        self, params: PyTree, targets: PyTree, problems: Problems
     ) -> tuple[PyTree, PyTree]:
         for problem in problems.values():
             self._check(problem)

@@ -8,23 +8,22 @@ statistics=statistics)` along a schedule.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, TypeGuard
 
 import jax
 import jax.numpy as jnp
 
-from sparsity.calibration.pruners.base import Problem, StatisticsPruning
-from sparsity.calibration.pruners.slices import Within, is_per_slice
+from sparsity.base_updater import BaseUpdater
+from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.calibration.rows import Kind
 from sparsity.calibration.statistics import Statistic, Statistics
 from sparsity.core import sharding, trees
 from sparsity.core.exact import ordered_sum
 from sparsity.core.trees import KeyPath, PyTree
-from sparsity.masks import Site, create_masks
+from sparsity.masks import Layerwise, Scope, Site, TopkFn, Wanted, create_masks
 from sparsity.patterns import NByM
 from sparsity.patterns.base import absolute_axis
-from sparsity.training.hooks import ExtraArg
 from sparsity.training.state import SparseState
 
 
@@ -43,6 +42,12 @@ class ScoredPruning(StatisticsPruning):
     is_per_output: ClassVar[bool] = False
     statistics_kind: ClassVar[Kind] = "squares"
     corrects: ClassVar[str | None] = None
+
+    # Masks come from scores, as in every updater: at once, along a schedule, and in any scope.
+    instant_sparsify = BaseUpdater.instant_sparsify
+
+    def _check_scope(self) -> None:
+        pass
 
     def score(self, weights: jax.Array, squares: jax.Array) -> jax.Array:
         """Returns the scores of matrices, [*batch, outputs, inputs].
@@ -109,15 +114,6 @@ class ScoredPruning(StatisticsPruning):
         scope = Within(self.scope, apart) if is_per_slice(self.scope) else self.scope
         return create_masks(scope, table, scores, sparsities, target_sparsities, self.topk_fn)
 
-    def solve_tree(
-        self,
-        params: PyTree,
-        targets: PyTree,
-        problems: Mapping[KeyPath, Problem],
-        **hook_args: ExtraArg,
-    ) -> tuple[PyTree, PyTree]:
-        return params, self.masks_by_scores(params, targets, **hook_args)
-
 
 @dataclasses.dataclass(kw_only=True)
 class WandaPruning(ScoredPruning):
@@ -174,6 +170,44 @@ def check_groups(site: Site, statistic: Statistic, shape: tuple[int, ...]) -> No
             f"{statistic.contracting}. Give one of these as the axis of NByM; sparsity_type may be "
             "a function of (path, param)."
         )
+
+
+def is_per_slice(scope: object) -> TypeGuard[Scope]:
+    """Returns whether each slice of a leaf has a mask that depends on its own scores alone."""
+    return getattr(scope, "per_slice", False) is True
+
+
+@dataclasses.dataclass(frozen=True)
+class Within(Layerwise):
+    """A scope of slices whose entries compete where they agree along some axes.
+
+    Attributes:
+      scope: what selects within a slice.
+      apart: these axes, by path.
+    """
+
+    scope: Scope
+    apart: Mapping[KeyPath, tuple[int, ...]]
+
+    def select(self, leaves: Sequence[Wanted], topk_fn: TopkFn | None) -> list[jax.Array]:
+        """Returns a mask for each leaf."""
+        masks = self.scope.select([self._moved(leaf) for leaf in leaves], topk_fn)
+        return [
+            jnp.moveaxis(mask, range(len(axes)), axes)
+            for axes, mask in zip(map(self._axes, leaves), masks, strict=True)
+        ]
+
+    def _moved(self, leaf: Wanted) -> Wanted:
+        """The leaf with the axes in front."""
+        axes = self._axes(leaf)
+        if not axes:
+            return leaf
+        scores = jnp.moveaxis(jnp.asarray(leaf.scores), axes, range(len(axes)))
+        return leaf._replace(scores=scores, site=leaf.site._replace(batch_axes=len(axes)))
+
+    def _axes(self, leaf: Wanted) -> tuple[int, ...]:
+        """The axes that separate single entries; units of several have an order of their own."""
+        return self.apart[leaf.site.path] if leaf.site.pattern.is_elementwise else ()
 
 
 def _share(weights: jax.Array, axis: int) -> jax.Array:

@@ -15,7 +15,7 @@ from sparsity.calibration.pruners.sweep import sweep
 from sparsity.calibration.statistics import Statistic, check_solvable, is_finite
 from sparsity.core import sharding
 from sparsity.core.checks import check_int, check_number
-from sparsity.masks import Layerwise, Site
+from sparsity.masks import Site
 from sparsity.patterns import NByM, Unstructured
 from sparsity.patterns.base import absolute_axis
 
@@ -58,12 +58,6 @@ class SparseGPTPruning(StatisticsPruning):
         super().__post_init__()
         check_int("block_size", self.block_size, 1)
         check_number("damping", self.damping, 0)
-        own_select = getattr(type(self.scope), "select", None) is not Layerwise.select
-        if own_select or self.topk_fn is not None:
-            raise ValueError(
-                "SparseGPTPruning selects within blocks of a layer and needs scope = Layerwise() "
-                f"and topk_fn = None, got scope = {self.scope!r}, topk_fn = {self.topk_fn!r}."
-            )
 
     def solve(
         self, site: Site, param: jax.Array, statistic: Statistic, target: chex.Numeric
