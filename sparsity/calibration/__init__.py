@@ -1,10 +1,11 @@
-"""Pruning what is trained already, by statistics of the inputs that each weight meets."""
+"""Pruning what is trained already, by statistics of the inputs that each weight meets.
 
-from sparsity.calibration.capture import calibrate
-from sparsity.calibration.counts import Count
-from sparsity.calibration.memory import check_memory
-from sparsity.calibration.oneshot import oneshot
-from sparsity.calibration.prune import prune
+- `statistics`: what `calibrate` sums up over the rows of each product, as a model runs.
+- `pruners`: from a weight and its statistic to a mask and corrected weights.
+- `refits`: what the weights that stay become.
+- `run`: `oneshot`, which puts these together layer by layer, and its report.
+"""
+
 from sparsity.calibration.pruners import (
     FLAPPruning,
     OSSCARPruning,
@@ -16,10 +17,12 @@ from sparsity.calibration.pruners import (
 )
 from sparsity.calibration.rates import Rates, owl
 from sparsity.calibration.refits import ADMM, LeastSquares, Refit
-from sparsity.calibration.report import LayerReport, Report
-from sparsity.calibration.sensitivity import Sensitivity
+from sparsity.calibration.run import LayerReport, Report, Sensitivity, oneshot, prune
 from sparsity.calibration.statistics import (
+    Count,
     Statistic,
+    calibrate,
+    check_memory,
     output_error,
     relative_error,
 )

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import sparsity
-from sparsity.calibration import check_memory, memory, output_error, prune
+from sparsity.calibration import check_memory, output_error, prune
+from sparsity.calibration.statistics import memory
 from tests import helpers
 from tests.calibration import oracles
 
@@ -341,7 +342,7 @@ def test_gram_matrices_are_made_only_for_what_needs_them(monkeypatch, sequential
     def refuse(grams, copies):
         raise ValueError(f"{copies} copies of {[x.shape for x in grams.values()]}")
 
-    for module in ("capture", "oneshot"):
+    for module in ("statistics.capture", "run.oneshot"):
         monkeypatch.setattr(sys.modules[f"sparsity.calibration.{module}"], "check_memory", refuse)
     params = {
         "a": jax.random.normal(jax.random.key(0), (6, 8)),

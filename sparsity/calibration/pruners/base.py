@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from sparsity import masks as masks_lib
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.rows import Kind
 from sparsity.calibration.statistics import Statistic, Statistics, statistic_of
+from sparsity.calibration.statistics.rows import Kind
 from sparsity.core import sharding, trees
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.masks import Layerwise, Site

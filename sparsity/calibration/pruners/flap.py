@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity import masks as masks_lib
-from sparsity.calibration.counts import Count
 from sparsity.calibration.pruners.base import Problem, Problems
 from sparsity.calibration.pruners.channels import ChannelPruning
-from sparsity.calibration.rows import Kind
 from sparsity.calibration.statistics import Statistic, Statistics
+from sparsity.calibration.statistics.counts import Count
+from sparsity.calibration.statistics.rows import Kind
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_bool
 from sparsity.core.trees import KeyPath, PyTree

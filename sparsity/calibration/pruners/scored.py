@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.pruners.base import StatisticsPruning
-from sparsity.calibration.rows import Kind
 from sparsity.calibration.statistics import Statistic, Statistics
+from sparsity.calibration.statistics.rows import Kind
 from sparsity.core import sharding, trees
 from sparsity.core.exact import ordered_sum
 from sparsity.core.trees import KeyPath, PyTree

@@ -16,10 +16,15 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from sparsity.calibration.capture import Calibration, are_alike, check_structure, is_finite
-from sparsity.calibration.rows import sum_outputs
 from sparsity.calibration.statistics import Path, Statistic, not_finite
-from sparsity.calibration.walk import Steps, Walk, add
+from sparsity.calibration.statistics.capture import (
+    Calibration,
+    are_alike,
+    check_structure,
+    is_finite,
+)
+from sparsity.calibration.statistics.rows import sum_outputs
+from sparsity.calibration.statistics.walk import Steps, Walk, add
 from sparsity.core import sharding, trees
 from sparsity.core.jaxprs import Equation, Program, Value
 from sparsity.core.trees import PyTree

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparsity.calibration.counts import Count
+from sparsity.calibration.statistics.counts import Count
 from sparsity.core.jaxprs import Equation, Program, Value
 from sparsity.core.trees import PyTree
 from sparsity.graph import Use

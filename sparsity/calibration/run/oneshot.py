@@ -21,23 +21,23 @@ import numpy as np
 from jax import lax
 
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.capture import Calibration, Collector, calibrate, collect
-from sparsity.calibration.lockstep import Cut, Lockstep, Place
-from sparsity.calibration.memory import check_memory
-from sparsity.calibration.prune import check_runs
 from sparsity.calibration.pruners import is_per_slice, statistics_kind
 from sparsity.calibration.refits import Refit
-from sparsity.calibration.report import LayerReport, Report
-from sparsity.calibration.resume import Finished, Layer, identify
-from sparsity.calibration.rows import Kind, sum_outputs
-from sparsity.calibration.solve import Solved, solve
+from sparsity.calibration.run.lockstep import Cut, Lockstep, Place
+from sparsity.calibration.run.prune import check_runs
+from sparsity.calibration.run.report import LayerReport, Report
+from sparsity.calibration.run.resume import Finished, Layer, identify
+from sparsity.calibration.run.solve import Solved, solve
 from sparsity.calibration.statistics import (
     Path,
     Statistic,
     Statistics,
     warn_of_zeros,
 )
-from sparsity.calibration.walk import Steps
+from sparsity.calibration.statistics.capture import Calibration, Collector, calibrate, collect
+from sparsity.calibration.statistics.memory import check_memory
+from sparsity.calibration.statistics.rows import Kind, sum_outputs
+from sparsity.calibration.statistics.walk import Steps
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_bool
 from sparsity.core.trees import KeyPath, PyTree

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.calibration.counts import Count
-from sparsity.calibration.layout import Layout, layout_of
-from sparsity.calibration.memory import check_memory
-from sparsity.calibration.rows import KINDS, Kind, RowSums, sum_up
-from sparsity.calibration.statistics import Path, Statistic, not_finite
-from sparsity.calibration.walk import Steps, Sums, Walk, add
+from sparsity.calibration.statistics.counts import Count
+from sparsity.calibration.statistics.layout import Layout, layout_of
+from sparsity.calibration.statistics.memory import check_memory
+from sparsity.calibration.statistics.rows import KINDS, Kind, RowSums, sum_up
+from sparsity.calibration.statistics.statistic import Path, Statistic, not_finite
+from sparsity.calibration.statistics.walk import Steps, Sums, Walk, add
 from sparsity.core import extras, sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph, Leaf, Use, trace

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.calibration.counts import Count
+from sparsity.calibration.statistics.counts import Count
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
