@@ -35,6 +35,8 @@ class ADMMPruning(MagnitudePruning):
     prunes; without an end it stays dense. u is not scaled anew when rho changes.
 
     This follows the idea of ELSA, not its code: any optimizer minimizes, with its own steps.
+    It prunes while a network trains; the refit `sparsity.ADMM` uses the same method to solve the
+    layers of a trained model without training.
 
     Attributes:
       rho: the penalty, above 0, or a function of the step. `None` lets it rise linearly, from 0

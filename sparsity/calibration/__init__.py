@@ -1,20 +1,28 @@
-"""Pruning what is trained already, by statistics of the inputs that each weight meets."""
+"""Pruning what is trained already, by statistics of the inputs that each weight meets.
 
-from sparsity.calibration.capture import calibrate
-from sparsity.calibration.counts import Count
-from sparsity.calibration.flap import FLAPPruning
-from sparsity.calibration.memory import check_memory
-from sparsity.calibration.oneshot import oneshot
-from sparsity.calibration.osscar import OSSCARPruning
-from sparsity.calibration.prune import prune
-from sparsity.calibration.pruners import RIAPruning, WandaPruning
+- `statistics`: what `calibrate` sums up over the rows of each product, as a model runs.
+- `pruners`: from a weight and its statistic to a mask and corrected weights.
+- `refits`: what the weights that stay become.
+- `run`: `oneshot`, which puts these together layer by layer, and its report.
+"""
+
+from sparsity.calibration.pruners import (
+    FLAPPruning,
+    OSSCARPruning,
+    RIAPruning,
+    ScoredPruning,
+    SparseGPTPruning,
+    StatisticsPruning,
+    WandaPruning,
+)
 from sparsity.calibration.rates import Rates, owl
 from sparsity.calibration.refits import ADMM, LeastSquares, Refit
-from sparsity.calibration.report import LayerReport, Report
-from sparsity.calibration.sensitivity import Sensitivity
-from sparsity.calibration.sparsegpt import SparseGPTPruning
+from sparsity.calibration.run import LayerReport, Report, Sensitivity, oneshot, prune
 from sparsity.calibration.statistics import (
+    Count,
     Statistic,
+    calibrate,
+    check_memory,
     output_error,
     relative_error,
 )
@@ -30,9 +38,11 @@ __all__ = [
     "Rates",
     "Refit",
     "Report",
+    "ScoredPruning",
     "Sensitivity",
     "SparseGPTPruning",
     "Statistic",
+    "StatisticsPruning",
     "WandaPruning",
     "calibrate",
     "check_memory",

@@ -84,28 +84,16 @@ def owl(
     check_fraction("sparsity", sparsity)
     check_number("threshold", threshold, 0)
     check_number("spread", spread, 0)
-    leaves = {trees.path_names(path): leaf for path, leaf in trees.leaves_by_path(params).items()}
-    if unknown := ["/".join(path) for path in statistics if path not in leaves]:
-        raise ValueError(
-            f"The statistics have entries for {trees.listed(unknown)}, where the params have no "
-            "leaf. Both must be of the same model."
-        )
-    chosen = [path for path in statistics if filter_fn is None or filter_fn(path, leaves[path])]
-    if not chosen:
-        raise ValueError("owl: filter_fn selects no leaf that has a statistic.")
-    for path in chosen:
-        check(statistics[path], leaves[path].shape, "/".join(path))
-    found = [_outliers(leaves[path], statistics[path], threshold) for path in chosen]
-    shares = [float(share) for share in jax.device_get(found)]
-    low, high = min(shares), max(shares)
-    unit = [(share - low) / (high - low) if high > low else 0.0 for share in shares]
-    sizes = [leaves[path].size for path in chosen]
-    mean = float(np.average(unit, weights=sizes))
-    rates = {
-        path: float(sparsity - 2 * spread * (own - mean))
-        for path, own in zip(chosen, unit, strict=True)
-    }
-    for path, rate in rates.items():
+    leaves = _select_leaves(statistics, params, filter_fn)
+    shares = jax.device_get(
+        [_outliers(leaf, statistics[path], threshold) for path, leaf in leaves.items()]
+    )
+    low, high = float(min(shares)), float(max(shares))
+    unit = [(float(x) - low) / (high - low) if high > low else 0.0 for x in shares]
+    mean = float(np.average(unit, weights=[leaf.size for leaf in leaves.values()]))
+    rates = {}
+    for path, x in zip(leaves, unit, strict=True):
+        rate = rates[path] = float(sparsity - 2 * spread * (x - mean))
         if not 0 <= rate <= 1:
             raise ValueError(
                 f"owl gives {'/'.join(path)!r} the sparsity {rate:.4f}, outside [0, 1], at "
@@ -114,10 +102,32 @@ def owl(
     return Rates(rates)
 
 
+def _select_leaves(
+    statistics: Statistics, params: PyTree, filter_fn: FilterFn | None
+) -> dict[Path, jax.Array]:
+    """Returns the leaves that have a statistic and are selected, by path, checked against it."""
+    leaves = {trees.path_names(path): leaf for path, leaf in trees.leaves_by_path(params).items()}
+    if unknown := ["/".join(path) for path in statistics if path not in leaves]:
+        raise ValueError(
+            f"The statistics have entries for {trees.listed(unknown)}, where the params have no "
+            "leaf. Both must be of the same model."
+        )
+    selected = {
+        path: leaves[path]
+        for path in statistics
+        if filter_fn is None or filter_fn(path, leaves[path])
+    }
+    if not selected:
+        raise ValueError("owl: filter_fn selects no leaf that has a statistic.")
+    for path, leaf in selected.items():
+        check(statistics[path], leaf.shape, "/".join(path))
+    return selected
+
+
 @jax.jit
 def _outliers(param: jax.Array, statistic: Statistic, threshold: float) -> Any:
-    """Share of the scores above `threshold` times the mean of their matrix, float32."""
+    """Returns D, the share of the scores above `threshold` times the mean of their matrix."""
     squares = statistic.sums_of_squares()
-    scores = jnp.abs(statistic.matrices(param)) * jnp.sqrt(squares)[..., None, :]
+    scores = jnp.abs(statistic.matrices(param)) * jnp.sqrt(squares)[..., None, :]  # A
     mean = jnp.mean(scores, axis=(-2, -1), keepdims=True)
-    return jnp.mean(scores > threshold * mean, dtype=jnp.float32)
+    return jnp.mean(scores > threshold * mean, dtype=jnp.float32)  # A_ij > M mean(A)

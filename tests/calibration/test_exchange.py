@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsity.calibration.exchange import Reader, choose
+from sparsity.calibration.pruners.exchange import Reader, choose
 from tests.calibration import oracles
 
 CHANNELS = 10

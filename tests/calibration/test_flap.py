@@ -181,3 +181,64 @@ def test_a_variance_that_rounding_hides_counts_as_none():
     pruned, masks = pruner.instant_sparsify(params, statistics=seen)
     assert masks["down"].T.tolist() == [[0, 1]]
     np.testing.assert_allclose(pruned["bias"], 3e4, rtol=1e-4)
+
+
+def two_groups(params, x):
+    """Channels `a` and `b` cost the same: one input each, and one output."""
+    a, b = x @ params["up_a"], x @ params["up_b"]
+    return a @ params["down_a"] + b @ params["down_b"] + params["bias"]
+
+
+def of_two_groups(importance_a, importance_b):
+    """Parameters of these importances: orthogonal inputs of one variance, weights their roots."""
+    count = len(importance_a)
+    params = {"up_a": jnp.eye(count), "up_b": jnp.eye(count), "bias": jnp.zeros(1)}
+    params |= {"down_a": jnp.sqrt(jnp.array(importance_a))[:, None]}
+    params |= {"down_b": jnp.sqrt(jnp.array(importance_b))[:, None]}
+    rows = np.array([[1]])
+    while len(rows) < count + 1:
+        rows = np.block([[rows, rows], [rows, -rows]])  # columns of +-1, all but one of mean 0
+    return params, jnp.asarray(rows[:, 1 : count + 1], jnp.float32)
+
+
+def standardized(x):
+    """As the source does: torch.std divides by n - 1."""
+    return (np.asarray(x) - np.mean(x)) / np.std(x, ddof=1)
+
+
+@pytest.mark.parametrize("across", [True, "nbytes"])
+def test_across_groups_channels_compete_by_standardized_importance(across):
+    importance = [1.0, 2.0, 3.0, 10.0, 11.0, 12.0], [5e3, 1e3, 4e3, 2e3, 9e3, 1.1e3]
+    params, x = of_two_groups(*importance)
+    statistics = sparsity.calibrate(two_groups, params, [x], "moments")
+    pruner = flap(trace(two_groups, params, x), scope={"across": across})
+    masks = pruner.instant_sparsify(params, statistics=statistics)[1]
+    scores = np.concatenate([standardized(x) for x in importance])
+    kept = np.zeros(12)
+    kept[np.argsort(-scores)[:6]] = 1  # all of `b` without, [3, 4, 5] and [6, 8, 10] with
+    np.testing.assert_array_equal(masks["down_a"][:, 0], kept[:6])
+    np.testing.assert_array_equal(masks["down_b"][:, 0], kept[6:])
+
+
+FEW = [1.0] * 39 + [1e4], [1.0] + [1e2] * 39  # standardized, only one of `a` stands out
+
+
+def test_a_group_of_which_few_channels_stay_is_a_warning_that_names_it():
+    params, x = of_two_groups(*FEW)
+    statistics = sparsity.calibrate(two_groups, params, [x], "moments")
+    graph = trace(two_groups, params, x)
+    with pytest.warns(UserWarning, match=r"'up_a.*' keeps 1 of 40 channels.*min_channels of Coup"):
+        masks = flap(graph, scope={"across": True}).instant_sparsify(params, statistics=statistics)[
+            1
+        ]
+    assert (int(masks["down_a"].sum()), int(masks["down_b"].sum())) == (1, 39)
+
+
+def test_few_channels_are_no_warning_where_they_are_asked_for():
+    params, x = of_two_groups(*FEW)
+    statistics = sparsity.calibrate(two_groups, params, [x], "moments")
+    graph = trace(two_groups, params, x)
+    uniform = Uniform(0.98, filter_fn=graph.is_weight)
+    pruner = FLAPPruning(scope=Coupled(graph), sparsity_distribution_fn=uniform)
+    masks = pruner.instant_sparsify(params, statistics=statistics)[1]
+    assert int(masks["down_a"].sum()) == 1

@@ -357,6 +357,26 @@ def flatten(params):
     return {tuple(entry.key for entry in path): leaf for path, leaf in leaves}
 
 
+@pytest.mark.parametrize("cell", [nnx.GRUCell, nnx.SimpleCell, nnx.OptimizedLSTMCell])
+def test_statistics_of_fused_cells_of_nnx_are_those_of_a_loop(cell):
+    definition, params = nnx.split(nnx.RNN(cell(4, 8, rngs=nnx.Rngs(0))))
+    model = lambda params, x: nnx.merge(definition, params)(x)  # noqa: E731
+    statistics = sparsity.calibrate(model, params, ROWS)
+    squares = np.zeros(8)
+    for batch in ROWS:
+        step, zeros = cell(4, 8, rngs=nnx.Rngs(0)), jnp.zeros((6, 8))
+        carry = (zeros, zeros) if cell is nnx.OptimizedLSTMCell else zeros  # (c, h) of an LSTM
+        for i in range(batch.shape[1]):
+            hidden = carry[1] if isinstance(carry, tuple) else carry
+            squares += (np.asarray(hidden, np.float64) ** 2).sum(0)
+            carry = step(carry, batch[:, i])[0]
+    of_inputs, of_hidden = (statistics["cell", name, "kernel"] for name in ("dense_i", "dense_h"))
+    inputs = sum((np.asarray(x, np.float64) ** 2).sum((0, 1)) for x in ROWS)
+    np.testing.assert_allclose(of_inputs.squares, inputs, rtol=1e-5)
+    np.testing.assert_allclose(of_hidden.squares, squares, rtol=1e-5)
+    assert int(of_inputs.count) == int(of_hidden.count) == 60
+
+
 @pytest.mark.slow
 def test_recurrent_cells_of_nnx_see_all_steps():
     definition, params = nnx.split(nnx.RNN(nnx.LSTMCell(4, 8, rngs=nnx.Rngs(0))))

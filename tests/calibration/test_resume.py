@@ -13,7 +13,7 @@ import pytest
 
 import sparsity
 from sparsity.calibration import Report
-from sparsity.calibration.resume import Finished
+from sparsity.calibration.run.resume import Finished
 from tests import helpers
 
 PRUNER = sparsity.WandaPruning(sparsity_distribution_fn=helpers.half)
@@ -223,7 +223,7 @@ PROGRAM = """
 import functools, json, sys
 import jax, jax.numpy as jnp
 import sparsity
-from sparsity.calibration import resume
+from sparsity.calibration.run import resume
 
 FACTOR = {factor}
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import sparsity
-from sparsity.calibration.sweep import sweep
+from sparsity.calibration.pruners.sweep import sweep
 from tests import helpers
 from tests.calibration import oracles
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import sparsity
-from sparsity.calibration import check_memory, memory, output_error, prune
+from sparsity.calibration import check_memory, output_error, prune
+from sparsity.calibration.statistics import memory
 from tests import helpers
 from tests.calibration import oracles
 
@@ -234,6 +235,33 @@ def test_batch_axes_that_cut_through_inputs_are_refused():
         )
 
 
+def experts(params, x):
+    """Rows 0 to 3 meet the first expert, the others the second one."""
+    hidden = jnp.tanh(x @ params["router"])
+    return jax.lax.ragged_dot(hidden, params["experts"], jnp.array([4, 8]))
+
+
+def test_weights_of_ragged_products_are_named_and_others_are_calibrated():
+    params = {"router": jnp.eye(3), "experts": jnp.ones((2, 3, 5))}
+    x = jnp.ones((12, 3))
+    statistics = sparsity.calibrate(experts, params, [x])
+    assert list(statistics) == [("router",)]
+    pruner = sparsity.WandaPruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
+    for sequential in (True, False):
+        with pytest.raises(
+            ValueError, match=r"'experts', .*read by ragged_dot.*test_statistics.py"
+        ):
+            sparsity.oneshot(pruner, experts, params, [x], sequential=sequential)
+    with pytest.raises(ValueError, match=r"no entry \('experts',\).*ragged_dot"):
+        pruner.instant_sparsify(params, statistics=statistics)
+    router = sparsity.Uniform(0.5, custom_sparsity_map={"experts": None})
+    pruned, _, report = sparsity.oneshot(
+        sparsity.WandaPruning(sparsity_distribution_fn=router), experts, params, [x]
+    )
+    assert list(report) == [("router",)]
+    np.testing.assert_array_equal(pruned["experts"], params["experts"])
+
+
 def test_gram_matrices_that_fit_nowhere_are_refused_with_their_bytes():
     small = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     check_memory({"small": small})
@@ -314,7 +342,7 @@ def test_gram_matrices_are_made_only_for_what_needs_them(monkeypatch, sequential
     def refuse(grams, copies):
         raise ValueError(f"{copies} copies of {[x.shape for x in grams.values()]}")
 
-    for module in ("capture", "oneshot"):
+    for module in ("statistics.capture", "run.oneshot"):
         monkeypatch.setattr(sys.modules[f"sparsity.calibration.{module}"], "check_memory", refuse)
     params = {
         "a": jax.random.normal(jax.random.key(0), (6, 8)),

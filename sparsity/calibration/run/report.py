@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.sensitivity import Sensitivity, measure
+from sparsity.calibration.run.sensitivity import Sensitivity, measure
 from sparsity.calibration.statistics import Path
 from sparsity.core import extras
 from sparsity.core.pictures import DARK, LIGHT, add_legend, label_rows, new_axes

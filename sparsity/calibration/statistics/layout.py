@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.calibration.statistics import Statistic
+from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.graph import Graph, Use
 from sparsity.graph.uses import Factor
 from sparsity.programs.products import read_product

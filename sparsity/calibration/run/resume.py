@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.fingerprint import fingerprint, fingerprint_program
 from sparsity.calibration.refits import Refit
-from sparsity.calibration.report import LayerReport
+from sparsity.calibration.run.fingerprint import fingerprint, fingerprint_program
+from sparsity.calibration.run.report import LayerReport
 from sparsity.core import extras, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import trace

@@ -1,14 +1,13 @@
-"""Pruners that score weights by the inputs they meet.
+"""Wanda and RIA: pruners that score each weight by its size and the inputs that it meets.
 
-They are updaters whose hooks take one more argument, `statistics`, as `sparsity.calibrate` returns
-it: `instant_sparsify(params, statistics=statistics)`, or `tx.update(grads, state, params,
+Their hooks take one more argument, `statistics`, as `sparsity.calibrate` returns it:
+`instant_sparsify(params, statistics=statistics)`, or `tx.update(grads, state, params,
 statistics=statistics)` along a schedule.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, TypeGuard
 
@@ -16,36 +15,39 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.rows import Kind
-from sparsity.calibration.statistics import Statistic, Statistics, statistic_of
+from sparsity.calibration.pruners.base import StatisticsPruning
+from sparsity.calibration.statistics import Statistic, Statistics
+from sparsity.calibration.statistics.rows import Kind
 from sparsity.core import sharding, trees
 from sparsity.core.exact import ordered_sum
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.masks import Layerwise, Scope, Site, TopkFn, Wanted, create_masks
 from sparsity.patterns import NByM
 from sparsity.patterns.base import absolute_axis
-from sparsity.sparsity_schedules import update_range
 from sparsity.training.state import SparseState
 
 
-def check_prunes_at_once(pruner: BaseUpdater, what: str) -> None:
-    """Raises a ValueError if a pruner that changes `what` has a schedule."""
-    if update_range(pruner.scheduler) is not None:
-        raise ValueError(
-            f"{type(pruner).__name__} changes {what} when it prunes, which no step of an optimizer "
-            f"can, got scheduler = {pruner.scheduler!r}. Prune with instant_sparsify, and train "
-            "with wrap_optax(tx, masks=masks)."
-        )
-
-
 @dataclasses.dataclass(kw_only=True)
-class CalibratedPruning(BaseUpdater):
-    """Scores each weight by its magnitude and the sum of squares of its input."""
+class ScoredPruning(StatisticsPruning):
+    """Scores weights by their magnitudes and the sums of squares of their inputs.
 
-    # Whether the weights of each output compete by themselves, or those of all its outputs.
+    A subclass overrides `score` alone. Its masks follow schedules and scopes as those of every
+    updater that scores weights; weights that stay do not change.
+
+    Attributes:
+      is_per_output: of a class: the weights of each output compete by themselves, or those of all
+        outputs of a matrix.
+    """
+
     is_per_output: ClassVar[bool] = False
-    # What `oneshot` calibrates with, as `kind` of `sparsity.calibrate`.
     statistics_kind: ClassVar[Kind] = "squares"
+    corrects: ClassVar[str | None] = None
+
+    # Masks come from scores, as in every updater: at once, along a schedule, and in any scope.
+    instant_sparsify = BaseUpdater.instant_sparsify
+
+    def _check_scope(self) -> None:
+        pass
 
     def score(self, weights: jax.Array, squares: jax.Array) -> jax.Array:
         """Returns the scores of matrices, [*batch, outputs, inputs].
@@ -68,15 +70,15 @@ class CalibratedPruning(BaseUpdater):
         def score(path: KeyPath, param: jax.Array) -> jax.Array | None:
             if statistics is not None and trees.path_names(path) not in statistics:
                 return None  # it stays dense, or create_masks says what it lacks
-            own = self._statistic(statistics, table[path], param.shape)
+            statistic = self.statistic(statistics, table[path], param.shape)
 
-            def of(param: jax.Array, squares: jax.Array) -> jax.Array:
-                weights = jnp.abs(own.matrices(param))
+            def score_leaf(param: jax.Array, squares: jax.Array) -> jax.Array:
+                weights = jnp.abs(statistic.matrices(param))
                 weights = weights.astype(jnp.promote_types(weights.dtype, squares.dtype))
                 scores = self.score(weights, squares.astype(weights.dtype)[..., None, :])
-                return own.leaf(scores, param.shape)
+                return statistic.leaf(scores, param.shape)
 
-            return sharding.shard_like(param, of, param, own.sums_of_squares())
+            return sharding.shard_like(param, score_leaf, param, statistic.sums_of_squares())
 
         return trees.map_matched(score, params)
 
@@ -105,21 +107,16 @@ class CalibratedPruning(BaseUpdater):
         apart = {}
         for path in trees.leaves_by_path(sparsities):
             shape = getattr(shapes.get(path), "shape", ())
-            own = self._statistic(statistics, table[path], shape)
+            statistic = self.statistic(statistics, table[path], shape)
             if self.is_per_output:
-                check_groups(table[path], own, shape)
-            apart[path] = (*own.batch, *(own.output if self.is_per_output else ()))
+                check_groups(table[path], statistic, shape)
+            apart[path] = (*statistic.batch, *(statistic.output if self.is_per_output else ()))
         scope = Within(self.scope, apart) if is_per_slice(self.scope) else self.scope
         return create_masks(scope, table, scores, sparsities, target_sparsities, self.topk_fn)
 
-    def _statistic(
-        self, statistics: Statistics | None, site: Site, shape: tuple[int, ...]
-    ) -> Statistic:
-        return statistic_of(statistics, site, shape, "squares", type(self).__name__)
-
 
 @dataclasses.dataclass(kw_only=True)
-class WandaPruning(CalibratedPruning):
+class WandaPruning(ScoredPruning):
     """Keeps the largest |weight| x norm of its input, of each output separately.
 
     Source: Sun et al. 2023, "A Simple and Effective Pruning Approach for Large Language Models",
@@ -141,11 +138,11 @@ class WandaPruning(CalibratedPruning):
     is_per_output: ClassVar[bool] = True
 
     def score(self, weights: jax.Array, squares: jax.Array) -> jax.Array:
-        return weights * jnp.sqrt(squares)
+        return weights * jnp.sqrt(squares)  # S_ij = |W_ij| ||X_j||_2
 
 
 @dataclasses.dataclass(kw_only=True)
-class RIAPruning(CalibratedPruning):
+class RIAPruning(ScoredPruning):
     """Keeps the largest relative importance x root of the norm of the input, over the layer.
 
     A weight's relative importance is its share of its output's magnitudes plus its share of its
@@ -165,22 +162,8 @@ class RIAPruning(CalibratedPruning):
     """
 
     def score(self, weights: jax.Array, squares: jax.Array) -> jax.Array:
+        # RI_ij = |W_ij| / sum_j |W_ij| + |W_ij| / sum_i |W_ij|; RIA_ij = RI_ij ||X_j||_2^a
         return (_share(weights, -1) + _share(weights, -2)) * jnp.sqrt(jnp.sqrt(squares))
-
-
-def statistics_kind(pruner: BaseUpdater) -> Kind:
-    """The kind of statistics that a pruner needs: Gram matrices unless it says or takes none."""
-    kind: Kind | None = getattr(pruner, "statistics_kind", None)
-    if kind is not None:
-        return kind
-    parameters = [
-        parameter
-        for hook in (pruner.calculate_scores, pruner.create_masks)
-        for parameter in inspect.signature(hook).parameters.values()
-    ]
-    takes = any(x.name == "statistics" or x.kind is x.VAR_KEYWORD for x in parameters)
-    prunes_itself = type(pruner).instant_sparsify is not BaseUpdater.instant_sparsify
-    return "gram" if takes or prunes_itself else "squares"
 
 
 def check_groups(site: Site, statistic: Statistic, shape: tuple[int, ...]) -> None:
@@ -199,7 +182,7 @@ def check_groups(site: Site, statistic: Statistic, shape: tuple[int, ...]) -> No
 
 
 def is_per_slice(scope: object) -> TypeGuard[Scope]:
-    """Whether each slice of a leaf has a mask that depends on its own scores alone."""
+    """Returns whether each slice of a leaf has a mask that depends on its own scores alone."""
     return getattr(scope, "per_slice", False) is True
 
 
@@ -219,8 +202,8 @@ class Within(Layerwise):
         """Returns a mask for each leaf."""
         masks = self.scope.select([self._moved(leaf) for leaf in leaves], topk_fn)
         return [
-            jnp.moveaxis(mask, range(len(own)), own)
-            for own, mask in zip(map(self._axes, leaves), masks, strict=True)
+            jnp.moveaxis(mask, range(len(axes)), axes)
+            for axes, mask in zip(map(self._axes, leaves), masks, strict=True)
         ]
 
     def _moved(self, leaf: Wanted) -> Wanted:
@@ -237,6 +220,6 @@ class Within(Layerwise):
 
 
 def _share(weights: jax.Array, axis: int) -> jax.Array:
-    """Each weight divided by the sum along an axis, 0 where that is 0."""
+    """Returns each weight divided by the sum along an axis, 0 where that is 0."""
     total = jnp.expand_dims(ordered_sum(weights, (axis % weights.ndim,)), axis)
     return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), 0)

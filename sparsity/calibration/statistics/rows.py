@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparsity.calibration.counts import Count
-from sparsity.calibration.layout import Layout
+from sparsity.calibration.statistics.counts import Count
+from sparsity.calibration.statistics.layout import Layout
 from sparsity.graph import Use
 from sparsity.programs.products import Operand, read_product
 

@@ -4,6 +4,10 @@ A channel is some inputs of each matrix that reads it. One table for each matrix
 that are in, the inverse Gram matrix among them and the least-squares weights; of inputs that are
 out, the Gram matrix of what the others leave of them and its products with what is still missing.
 One pivot (a principal pivot transform) brings a channel from one side to the other and back.
+
+Source: Meng et al. 2024, arXiv 2403.12983. Comments carry the names of its code: weights W, the
+Gram matrix XTX, and XTY, its products with the dense weights; S are the inputs that are in, c those
+of a channel. The code computes inv(XTX_S) anew for each exchange; here pivots update it.
 """
 
 from __future__ import annotations
@@ -39,7 +43,9 @@ class _State(NamedTuple):
     """Which channels are in, the tables of all readers, and the error."""
 
     inside: jax.Array
-    tables: list[jax.Array]  # [matrices, inputs, inputs + outputs]
+    # [matrices, inputs, inputs + outputs]. Of S: inv(XTX_S) and W_S = inv(XTX_S) XTY_S; of an input
+    # c that is out: C = XTX_cc - XTX_cS inv(XTX_S) XTX_Sc and G = XTY_c - XTX_cS W_S.
+    tables: list[jax.Array]
     error: jax.Array
 
 
@@ -122,6 +128,7 @@ def _values(tables: Sequence[jax.Array], places: Sequence[jax.Array]) -> jax.Arr
     total = jnp.zeros((), jnp.result_type(*tables))
     for table, own in zip(tables, places, strict=True):
         inputs = table.shape[-2]
+        # in S: W_c^T inv(inv(XTX_S)_cc) W_c, summed over outputs; out: G^T inv(C) G
         squares = table[:, own[:, :, None], own[:, None, :]]
         rows = table[:, own, inputs:]
         total = total + jnp.sum(_matmul(_inverse(squares), rows) * rows, (0, 2, 3))

@@ -1,21 +1,22 @@
-"""A scope in which channels are worth what the products that read them lose."""
+"""Channels that are worth what the products that read them lose: a scope, and a base of pruners."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.base_updater import BaseUpdater
+from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.core import exact, trees
 from sparsity.core.checks import is_traced
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph import Coupled, Graph
 from sparsity.graph.uses import Path
 
@@ -29,21 +30,6 @@ class Readers(Coupled):
     With `across`, importance is standardized within each group, or each layer of it: groups differ
     in scale by far. Channels without any importance stay out.
     """
-
-    @classmethod
-    def of(cls, pruner: BaseUpdater) -> Readers:
-        """The pruner's coupled channels, as their readers see them.
-
-        Raises:
-          ValueError: its scope is another one.
-        """
-        scope = pruner.scope
-        if not isinstance(scope, Coupled):
-            raise ValueError(
-                f"{type(pruner).__name__} removes channels and needs scope = "
-                f"Coupled(sparsity.trace(fn, params, batch)), got scope = {scope!r}."
-            )
-        return cls(**{field.name: getattr(scope, field.name) for field in dataclasses.fields(cls)})
 
     def is_scored(self, graph: Graph, path: Path, axis: int) -> bool:
         return any(use.path == path and axis in use.contracting for use in graph.uses)
@@ -60,24 +46,53 @@ class Readers(Coupled):
             for x, place in zip(standardized, jnp.split(places, ends[:-1]), strict=True)
         ]
 
-    def warn_of_few(self, masks: PyTree) -> None:
-        """Warns of groups that keep less than a twentieth of their channels."""
-        leaves = [(trees.path_names(path), x) for path, x in trees.leaves_by_path(masks).items()]
-        for group in self.graph.groups:
-            (path, axis), positions = group.members[0], group.positions[0]
-            # The tree may be a part of what was traced.
-            mask = next((x for names, x in leaves if path[len(path) - len(names) :] == names), None)
-            if mask is None or is_traced(mask) or mask.shape[axis] <= positions.max(initial=0):
+    def select_tree(self, scores: PyTree, sparsities: PyTree) -> PyTree:
+        masks = super().select_tree(scores, sparsities)
+        if self.across:
+            self._warn_of_few(masks, sparsities)
+        return masks
+
+    def _warn_of_few(self, masks: PyTree, sparsities: PyTree) -> None:
+        """Warns of groups that keep less than a twentieth of their channels in some layer."""
+        by_path = trees.leaves_by_path(masks)
+        for group in self._groups(masks, sparsities):
+            (path, axis, positions), layers = group.members[0], group.channels.layers
+            if is_traced(by_path[path]):
                 continue
-            rows = np.moveaxis(np.asarray(mask), axis, -1)
-            rows = rows.reshape(group.layers or 1, -1, rows.shape[-1]).max(axis=1)
-            kept = int(rows[:, positions].max(axis=-1).sum(axis=-1).min())
-            if kept * _FEW < group.size:
+            rows = np.moveaxis(np.asarray(by_path[path]), axis, -1)
+            stays = rows.reshape(layers or 1, -1, rows.shape[-1]).max(axis=1)[:, positions]
+            kept, size = int(stays.max(axis=-1).sum(axis=-1).min()), group.whole.size
+            if kept * _FEW < size:
                 warnings.warn(
-                    f"The group {group.name!r} keeps {kept} of {group.size} channels, as others "
+                    f"The group {group.channels.name!r} keeps {kept} of {size} channels, as others "
                     "matter more. Raise min_channels of Coupled, or leave it out with filter_fn.",
-                    stacklevel=3,
+                    stacklevel=2,
                 )
+
+
+@dataclasses.dataclass(kw_only=True)
+class ChannelPruning(StatisticsPruning):
+    """Removes coupled channels by statistics of the products that read them."""
+
+    def _check_scope(self) -> None:
+        if not isinstance(self.scope, Coupled):
+            raise ValueError(
+                f"{type(self).__name__} removes channels and needs scope = "
+                f"Coupled(sparsity.trace(fn, params, batch)), got scope = {self.scope!r}."
+            )
+
+    @property
+    def readers(self) -> Readers:
+        """The coupled channels, as the products that read them see them."""
+        fields = dataclasses.fields(Readers)
+        return Readers(**{field.name: getattr(self.scope, field.name) for field in fields})
+
+    def calibrated_paths(self, params: PyTree, targets: PyTree) -> Iterable[KeyPath]:
+        """Returns the paths of the parameters that read channels which have a sparsity."""
+        readers = self.readers.scored(params, targets)
+        return [
+            path for path in trees.leaves_by_path(params) if path in readers
+        ]  # a set: any order
 
 
 def _standardized(importance: jax.Array) -> jax.Array:

@@ -14,9 +14,8 @@ from sparsity.calibration.refits import Refit, Select
 from sparsity.calibration.statistics import (
     Statistic,
     Statistics,
-    check_real,
+    check_solvable,
     statistic_of,
-    warn_of_few_rows,
 )
 from sparsity.core import trees
 from sparsity.core.sharding import place_like
@@ -102,28 +101,24 @@ def reconstruct(
       ValueError: a statistic is missing, does not fit its leaf, or has no Gram matrix.
     """
     masks = masks_lib.read_masks(masks, params, pruner.use_packed_masks)
-    table = pruner.sites(params)
-    targets = target_sparsities(
-        pruner.get_distribution_fn(), params, table, pruner.scope, pruner.batch_axes
+    table, scope = pruner.sites(params), pruner.scope
+    distribution_fn = pruner.get_distribution_fn()
+    targets = trees.leaves_by_path(
+        target_sparsities(distribution_fn, params, table, scope, pruner.batch_axes)
     )
-    targets_by_path = trees.leaves_by_path(targets)
     refitted: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
 
     def refit_leaf(path: KeyPath, dense: Any, before: Any, mask: Any) -> None:
         if mask is None:
             return
-        is_free = path not in targets_by_path and trees.path_names(path) not in statistics
+        is_free = path not in targets and trees.path_names(path) not in statistics
         if is_free or not dense.size:  # a bias of coupled channels, or nothing
             refitted[path] = before, mask
             return
         site = table[path]
-        check_real(site.name, dense)
         own = statistic_of(statistics, site, dense.shape, "gram", type(refit).__name__)
-        remedy = "Weights that the data leave free stay near those of the pruner."
-        if damping := getattr(refit, "damping", None):
-            remedy = f"What the data do not say, damping = {damping} decides."
-        warn_of_few_rows(own, own.inputs(dense.shape), site.name, remedy)
-        select = _selection(pruner, site, own, targets_by_path.get(path, 0.0))
+        check_solvable(own, dense, site.name, getattr(refit, "damping", None))
+        select = _selection(pruner, site, own, targets.get(path, 0.0))
         new = refit(dense, before, mask, own, select)
         refitted[path] = place_like(dense, new[0]), place_like(dense, new[1])
 

@@ -9,9 +9,9 @@ import chex
 import jax
 
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.lockstep import Cut
-from sparsity.calibration.prune import prune, reconstruct
 from sparsity.calibration.refits import Refit
+from sparsity.calibration.run.lockstep import Cut
+from sparsity.calibration.run.prune import prune, reconstruct
 from sparsity.calibration.statistics import Statistic, relative_error
 from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree

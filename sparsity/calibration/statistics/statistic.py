@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.calibration.counts import Count
+from sparsity.calibration.statistics.counts import Count
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
@@ -214,8 +214,8 @@ def statistic_of(
     if path not in statistics:
         raise ValueError(
             f"{who}: statistics has no entry {path} for {name!r}, which has a sparsity. No product "
-            "of the model reads it, or the calibration saw another model. Keep it dense with "
-            "filter_fn or custom_sparsity_map={path: None}."
+            "of the model reads it, one reads parts of it or is a ragged_dot, or the calibration "
+            "saw another model. Keep it dense with filter_fn or custom_sparsity_map={path: None}."
         )
     own = statistics[path]
     check(own, shape, name)
@@ -319,21 +319,33 @@ def warn_of_zeros(statistic: Statistic, name: str) -> None:
         )
 
 
-def check_real(name: str, param: jax.Array) -> None:
-    """Raises a ValueError for complex weights: Gram matrices are those of real inputs."""
+def check_solvable(
+    statistic: Statistic, param: jax.Array, name: str, damping: float | None = None
+) -> None:
+    """Checks that a Gram matrix can reconstruct weights, and warns of directions without data.
+
+    Args:
+      statistic: of the inputs.
+      param: the weights.
+      name: of the parameter.
+      damping: what is added to the diagonal, for the message; `None` where nothing is.
+
+    Raises:
+      ValueError: the weights are complex: Gram matrices are those of real inputs.
+    """
     if jnp.issubdtype(param.dtype, jnp.complexfloating):
         raise ValueError(
             f"{name!r} is {param.dtype}, and only real weights can be reconstructed. Keep it "
             "dense, or prune it with WandaPruning and no refit."
         )
-
-
-def warn_of_few_rows(statistic: Statistic, inputs: int, name: str, remedy: str) -> None:
-    """Warns that fewer rows than inputs leave directions in which the data say nothing."""
+    inputs = statistic.inputs(param.shape)
     if any(map(is_traced, jax.tree.leaves(statistic.count))):
         return
     rows = int(np.min(np.asarray(statistic.count)))
     if rows < inputs:
+        remedy = "Weights that the data leave free stay near those of the pruner."
+        if damping:
+            remedy = f"What the data do not say, damping = {damping} decides."
         warnings.warn(
             f"The statistic of {name!r} has {rows} rows for {inputs} inputs, so that its Gram "
             f"matrix is singular. {remedy} More calibration data would say more.",

@@ -21,23 +21,23 @@ import numpy as np
 from jax import lax
 
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.capture import Calibration, Collector, calibrate, collect
-from sparsity.calibration.lockstep import Cut, Lockstep, Place
-from sparsity.calibration.memory import check_memory
-from sparsity.calibration.prune import check_runs
 from sparsity.calibration.pruners import is_per_slice, statistics_kind
 from sparsity.calibration.refits import Refit
-from sparsity.calibration.report import LayerReport, Report
-from sparsity.calibration.resume import Finished, Layer, identify
-from sparsity.calibration.rows import Kind, sum_outputs
-from sparsity.calibration.solve import Solved, solve
+from sparsity.calibration.run.lockstep import Cut, Lockstep, Place
+from sparsity.calibration.run.prune import check_runs
+from sparsity.calibration.run.report import LayerReport, Report
+from sparsity.calibration.run.resume import Finished, Layer, identify
+from sparsity.calibration.run.solve import Solved, solve
 from sparsity.calibration.statistics import (
     Path,
     Statistic,
     Statistics,
     warn_of_zeros,
 )
-from sparsity.calibration.walk import Steps
+from sparsity.calibration.statistics.capture import Calibration, Collector, calibrate, collect
+from sparsity.calibration.statistics.memory import check_memory
+from sparsity.calibration.statistics.rows import Kind, sum_outputs
+from sparsity.calibration.statistics.walk import Steps
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_bool
 from sparsity.core.trees import KeyPath, PyTree
@@ -319,6 +319,14 @@ class _Run:
                 f"{name!r}, which has a sparsity, is read in a while loop, which says neither how "
                 "often it runs nor what its steps see. Write the loop as a scan, or leave the leaf "
                 "out of the distribution: filter_fn, or custom_sparsity_map={path: None}."
+            )
+        ragged = [use for use in uses if use.primitive.startswith("ragged_dot")]
+        if ragged:
+            return (
+                f"{name!r}, which has a sparsity, is read by {ragged[0].primitive} at "
+                f"{ragged[0].source}, whose groups of rows have no statistics of their own. Write "
+                "the groups as a batch axis of einsum, or leave the leaf out of the distribution: "
+                "filter_fn, or custom_sparsity_map={path: None}."
             )
         how = f" ({uses[0].primitive} at {uses[0].source})" if uses else ""
         return (

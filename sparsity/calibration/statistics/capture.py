@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.calibration.counts import Count
-from sparsity.calibration.layout import Layout, layout_of
-from sparsity.calibration.memory import check_memory
-from sparsity.calibration.rows import KINDS, Kind, RowSums, sum_up
-from sparsity.calibration.statistics import Path, Statistic, not_finite
-from sparsity.calibration.walk import Steps, Sums, Walk, add
+from sparsity.calibration.statistics.counts import Count
+from sparsity.calibration.statistics.layout import Layout, layout_of
+from sparsity.calibration.statistics.memory import check_memory
+from sparsity.calibration.statistics.rows import KINDS, Kind, RowSums, sum_up
+from sparsity.calibration.statistics.statistic import Path, Statistic, not_finite
+from sparsity.calibration.statistics.walk import Steps, Sums, Walk, add
 from sparsity.core import extras, sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph, Leaf, Use, trace
@@ -50,7 +50,8 @@ def calibrate(
     Returns:
       {path: Statistic}: sums in promote_types(dtype, float32) over all rows of all batches, with
       leading axes for scanned layers and experts; of a loop over all its steps. Weights that are
-      read in a `while`, by slices, stacked with others, or within `shard_map` have no entry.
+      read in a `while`, by slices, by `ragged_dot`, stacked with others, or within `shard_map` have
+      no entry; a pruner that needs one names the weight.
 
     Raises:
       ValueError: there are no batches, the sums of one are not finite, or a Gram matrix does not

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.capture import calibrate
-from sparsity.calibration.prune import check_runs, prune
 from sparsity.calibration.rates import Rates
+from sparsity.calibration.run.prune import check_runs, prune
 from sparsity.calibration.statistics import Path
+from sparsity.calibration.statistics.capture import calibrate
 from sparsity.core import trees
 from sparsity.core.checks import check_fraction
 from sparsity.core.trees import PyTree

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from sparsity.calibration.counts import Count
+from sparsity.calibration.statistics.counts import Count
 from sparsity.core.trees import PyTree
 from sparsity.graph import Use
 from sparsity.programs.program import Equation, Program

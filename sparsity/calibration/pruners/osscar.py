@@ -13,30 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity import masks as masks_lib
-from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.exchange import Reader, choose
-from sparsity.calibration.pruners import check_prunes_at_once
-from sparsity.calibration.readers import Readers
+from sparsity.calibration.pruners.base import Problem, Problems
+from sparsity.calibration.pruners.channels import ChannelPruning
+from sparsity.calibration.pruners.exchange import Reader, choose
 from sparsity.calibration.refits import LeastSquares
-from sparsity.calibration.statistics import (
-    Statistic,
-    Statistics,
-    check_real,
-    is_finite,
-    statistic_of,
-    warn_of_few_rows,
-)
+from sparsity.calibration.statistics import Statistic, check_solvable, is_finite
 from sparsity.core import trees
 from sparsity.core.checks import check_int, check_number
 from sparsity.core.sharding import place_like
 from sparsity.core.trees import KeyPath, PyTree
-from sparsity.graph import Use
 from sparsity.graph.channels import PlacedGroup
-from sparsity.training.hooks import ExtraArg
 
 
 @dataclasses.dataclass(kw_only=True)
-class OSSCARPruning(BaseUpdater):
+class OSSCARPruning(ChannelPruning):
     """Chooses channels together, so that what reads them can make up for those that go.
 
     The channels that stay are to minimize sum((X W - X B)^2) over all weights B that read no
@@ -81,79 +71,47 @@ class OSSCARPruning(BaseUpdater):
         super().__post_init__()
         check_int("swap", self.swap, 0)
         check_number("damping", self.damping, 0)
-        check_prunes_at_once(self, "weights")
-        scope = Readers.of(self)
+        scope = self.readers
         if scope.across or scope.normalize or scope.order != 1:
             raise ValueError(
                 "OSSCARPruning compares whole sets of channels, which have no scores: leave order, "
                 f"normalize and across of Coupled as they are, got scope = {self.scope!r}."
             )
 
-    def instant_sparsify(
-        self,
-        params: PyTree,
-        grads: PyTree | None = None,
-        *,
-        statistics: Statistics | None = None,
-        **extra_args: ExtraArg,
+    def solve_tree(
+        self, params: PyTree, targets: PyTree, problems: Problems
     ) -> tuple[PyTree, PyTree]:
-        """Prunes and refits at once.
+        for problem in problems.values():
+            self._check(problem)
+        choose = functools.partial(_choose, list(problems), self.swap, self.damping)
+        statistics = [problem.statistic for problem in problems.values()]
+        masks = self.readers.masks_by(choose, params, targets, statistics)
 
-        Args:
-          params: tree of parameters.
-          grads: not used.
-          statistics: `{path: Statistic}` with a Gram matrix for each leaf that reads channels.
-          **extra_args: not used.
+        def refit(path: KeyPath, pruned: Any, mask: Any) -> Any:
+            if path not in problems:
+                return pruned
+            _, dense, statistic, _ = problems[path]
+            return place_like(dense, LeastSquares()(dense, pruned, mask, statistic, None)[0])
 
-        Returns:
-          (pruned and refitted params, masks); the masks are packed with `use_packed_masks`.
+        return trees.map_matched(refit, masks_lib.apply_masks(params, masks), masks), masks
 
-        Raises:
-          ValueError: a statistic is missing or has no Gram matrix, or a leaf that reads channels
-            does more than that; the leaf is named.
-        """
-        table, scope = self.sites(params), Readers.of(self)
-        with masks_lib.in_use(self, table):
-            targets = self._target_sparsities(params)
-        readers = scope.scored(params, targets)
-        seen: dict[KeyPath, Statistic] = {}
-        for path, leaf in trees.leaves_by_path(params).items():
-            if path not in readers:
-                continue
-            shape, name = leaf.shape, table[path].name
-            check_real(name, leaf)
-            if not is_finite(leaf):
+    def _check(self, reader: Problem) -> None:
+        """Raises a ValueError for a parameter that least squares cannot refit."""
+        site, param, statistic, _ = reader
+        check_solvable(statistic, param, site.name, self.damping)
+        if not is_finite(param):
+            raise ValueError(
+                f"{site.name!r} has weights that are not finite, and cannot be refitted."
+            )
+        for use in self.readers.graph.uses:
+            is_other = sorted(use.contracting) != sorted(statistic.contracting)
+            if use.path == trees.path_names(site.path) and is_other:
                 raise ValueError(
-                    f"{name!r} has weights that are not finite, and cannot be refitted."
+                    f"{site.name!r} reads channels along axes {statistic.contracting}, and a "
+                    f"{use.primitive} at {use.source} reads it along {use.contracting}: weights "
+                    "that are refitted for the one would change the other. Leave its channels out "
+                    "with filter_fn, or use FLAPPruning."
                 )
-            seen[path] = statistic_of(statistics, table[path], shape, "gram", "OSSCARPruning")
-            remedy = f"What the data do not say, damping = {self.damping} decides."
-            warn_of_few_rows(seen[path], seen[path].inputs(shape), name, remedy)
-            for use in scope.graph.uses:
-                if use.path == trees.path_names(path):
-                    _check_use(use, seen[path], name)
-        choose = functools.partial(_choose, list(seen), self.swap, self.damping)
-        masks = scope.masks_by(choose, params, targets, list(seen.values()))
-        pruned = masks_lib.apply_masks(params, masks)
-
-        def refit(path: KeyPath, dense: Any, before: Any, mask: Any) -> Any:
-            if path not in seen:
-                return before
-            after = LeastSquares()(dense, before, mask, seen[path], None)[0]
-            return place_like(dense, after)
-
-        pruned = trees.map_matched(refit, params, pruned, masks)
-        return pruned, masks_lib.pack_masks(masks, params) if self.use_packed_masks else masks
-
-
-def _check_use(use: Use, statistic: Statistic, name: str) -> None:
-    """Raises a ValueError if a leaf that is refitted for one product is read otherwise, too."""
-    if sorted(use.contracting) != sorted(statistic.contracting):
-        raise ValueError(
-            f"{name!r} reads channels along axes {statistic.contracting}, and a {use.primitive} at "
-            f"{use.source} reads it along {use.contracting}: weights that are refitted for the one "
-            "would change the other. Leave its channels out with filter_fn, or use FLAPPruning."
-        )
 
 
 def _choose(

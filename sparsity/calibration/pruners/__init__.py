@@ -1,0 +1,26 @@
+"""One-shot pruners: what each removes of a weight, by statistics of the inputs that it meets."""
+
+from sparsity.calibration.pruners.base import StatisticsPruning, statistics_kind
+from sparsity.calibration.pruners.flap import FLAPPruning
+from sparsity.calibration.pruners.osscar import OSSCARPruning
+from sparsity.calibration.pruners.scored import (
+    RIAPruning,
+    ScoredPruning,
+    WandaPruning,
+    Within,
+    is_per_slice,
+)
+from sparsity.calibration.pruners.sparsegpt import SparseGPTPruning
+
+__all__ = [
+    "FLAPPruning",
+    "OSSCARPruning",
+    "RIAPruning",
+    "ScoredPruning",
+    "SparseGPTPruning",
+    "StatisticsPruning",
+    "WandaPruning",
+    "Within",
+    "is_per_slice",
+    "statistics_kind",
+]

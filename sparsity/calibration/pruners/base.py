@@ -1,0 +1,188 @@
+"""The base of pruners that need statistics of the inputs of each weight.
+
+A pruner overrides one hook: `solve`, which prunes and corrects one parameter. What all of them
+repeat is here: patterns, sparsities and checked statistics by parameter, masks and their packing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from sparsity import masks as masks_lib
+from sparsity.base_updater import BaseUpdater
+from sparsity.calibration.statistics import Statistic, Statistics, statistic_of
+from sparsity.calibration.statistics.rows import Kind
+from sparsity.core import sharding, trees
+from sparsity.core.trees import KeyPath, PyTree
+from sparsity.masks import Layerwise, Site
+from sparsity.sparsity_schedules import update_range
+from sparsity.training.hooks import ExtraArg
+
+
+class Problem(NamedTuple):
+    """A parameter to prune: the arguments of `solve`."""
+
+    site: Site
+    param: jax.Array
+    statistic: Statistic
+    target: Any  # a sparsity, or `None` where only parameters beside this one have one
+
+
+Problems: TypeAlias = Mapping[KeyPath, Problem]
+
+
+@dataclasses.dataclass(kw_only=True)
+class StatisticsPruning(BaseUpdater):
+    """Prunes at once by statistics of the inputs; a subclass overrides `solve`.
+
+    `instant_sparsify(params, statistics=sparsity.calibrate(fn, params, batches, kind))` prunes all
+    parameters by the same statistics, `sparsity.oneshot` one after the other.
+
+    Attributes:
+      statistics_kind: of a class: what `solve` needs, as `kind` of `sparsity.calibrate`.
+      corrects: of a class: what changes beside the masks, so that no step of an optimizer can prune
+        along a schedule; `None` for masks alone.
+
+    Example:
+      >>> class InputPruning(StatisticsPruning):
+      ...     statistics_kind = "squares"
+      ...     def solve(self, site, param, statistic, target):
+      ...         squares = statistic.sums_of_squares()[..., None, :]
+      ...         scores = statistic.leaf(statistic.matrices(param) ** 2 * squares, param.shape)
+      ...         return param, site.pattern.select(scores, target)
+      >>> from sparsity.sparsity_distributions import Uniform
+      >>> seen = Statistic(squares=jnp.array([9.0, 1.0]), count=2, contracting=(0,), output=(1,))
+      >>> pruner = InputPruning(sparsity_distribution_fn=Uniform(0.5))
+      >>> pruner.instant_sparsify(jnp.array([[1.0], [2.0]]), statistics={(): seen})[0].T
+      Array([[1., 0.]], dtype=float32)
+    """
+
+    statistics_kind: ClassVar[Kind] = "gram"
+    corrects: ClassVar[str | None] = "weights"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.corrects and update_range(self.scheduler) is not None:
+            raise ValueError(
+                f"{type(self).__name__} changes {self.corrects} when it prunes, which no step of "
+                f"an optimizer can, got scheduler = {self.scheduler!r}. Prune with "
+                "instant_sparsify, and train with wrap_optax(tx, masks=masks)."
+            )
+        self._check_scope()
+
+    def solve(
+        self, site: Site, param: jax.Array, statistic: Statistic, target: chex.Numeric
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the weights of a parameter, corrected for those that go, and its mask.
+
+        Args:
+          site: the parameter: its name, pattern and batch axes.
+          param: its weights, not empty.
+          statistic: of its inputs, checked. `statistic.matrices(param)` is [*batch, outputs,
+            inputs]; `statistic.leaf(matrices, param.shape)` goes back.
+          target: its sparsity, a scalar in [0, 1].
+
+        Returns:
+          (weights, mask) of the parameter's shape. Entries outside the mask become 0.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override solve.")
+
+    def solve_tree(
+        self, params: PyTree, targets: PyTree, problems: Problems
+    ) -> tuple[PyTree, PyTree]:
+        """Returns (weights, masks) of a tree; `solve` treats each parameter by itself.
+
+        Pruners that compare parameters, as those of channels do, override it.
+
+        Args:
+          params: tree of parameters.
+          targets: tree of sparsities, `None` for parameters that stay dense.
+          problems: by path, of `calibrated_paths`.
+        """
+        solved = {path: self._solved(problem) for path, problem in problems.items()}
+        weights = trees.map_matched(lambda path, leaf: solved.get(path, (leaf,))[0], params)
+        return weights, trees.map_matched(lambda path, _: solved.get(path, (0, None))[1], params)
+
+    def calibrated_paths(self, params: PyTree, targets: PyTree) -> Iterable[KeyPath]:
+        """Returns the paths of the parameters whose statistics count: those with a sparsity."""
+        return trees.leaves_by_path(targets)
+
+    def instant_sparsify(
+        self,
+        params: PyTree,
+        grads: PyTree | None = None,
+        *,
+        statistics: Statistics | None = None,
+        **extra_args: ExtraArg,
+    ) -> tuple[PyTree, PyTree]:
+        """Prunes and corrects at once.
+
+        Args:
+          params: tree of parameters, or a single array.
+          grads: not used.
+          statistics: `{path: Statistic}` of the kind `statistics_kind`, for each parameter that has
+            a sparsity; of pruners of channels, for each that reads them.
+          **extra_args: not used.
+
+        Returns:
+          (pruned and corrected params, masks); the masks are packed with `use_packed_masks`.
+
+        Raises:
+          ValueError: a statistic is missing or does not fit, or the pruner cannot prune a parameter
+            so; the parameter is named.
+        """
+        table = self.sites(params)
+        with masks_lib.in_use(self, table):
+            targets = self._target_sparsities(params)
+            leaves, sparsities = map(trees.leaves_by_path, (params, targets))
+            problems = {}
+            for path in self.calibrated_paths(params, targets):
+                site, param = table[path], leaves[path]
+                statistic = self.statistic(statistics, site, param.shape)
+                problems[path] = Problem(site, param, statistic, sparsities.get(path))
+            weights, masks = self.solve_tree(params, targets, problems)
+        masks = masks_lib.read_masks(masks, params, self.use_packed_masks)
+        pruned = masks_lib.apply_masks(weights, masks)
+        return pruned, masks_lib.pack_masks(masks, params) if self.use_packed_masks else masks
+
+    def statistic(
+        self, statistics: Statistics | None, site: Site, shape: tuple[int, ...]
+    ) -> Statistic:
+        """Returns the checked statistic of a parameter of that shape."""
+        return statistic_of(statistics, site, shape, self.statistics_kind, type(self).__name__)
+
+    def _solved(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+        """Returns the weights and the mask of a parameter, in its dtype and placed as it is."""
+        param = problem.param
+        if not param.size:
+            return param, jnp.ones(param.shape, jnp.uint8)
+        weights, mask = self.solve(*problem)
+        weights = sharding.place_like(param, weights.astype(param.dtype))
+        return weights, sharding.place_like(param, mask)
+
+    def _check_scope(self) -> None:
+        """Raises a ValueError for a scope or a topk_fn, which `solve` would not ask."""
+        has_select = getattr(type(self.scope), "select", None) is not Layerwise.select
+        if has_select or self.topk_fn is not None:
+            raise ValueError(
+                f"{type(self).__name__} solves each parameter by itself and needs scope = "
+                f"Layerwise() and topk_fn = None, got scope = {self.scope!r}, topk_fn = "
+                f"{self.topk_fn!r}."
+            )
+
+
+def statistics_kind(pruner: BaseUpdater) -> Kind:
+    """Returns the kind that a pruner states, or Gram matrices if it takes statistics."""
+    hooks = [inspect.signature(x) for x in (pruner.calculate_scores, pruner.create_masks)]
+    parameters = [x for hook in hooks for x in hook.parameters.values()]
+    takes = any(x.name == "statistics" or x.kind is x.VAR_KEYWORD for x in parameters)
+    prunes_itself = type(pruner).instant_sparsify is not BaseUpdater.instant_sparsify
+    kind: Kind = getattr(pruner, "statistics_kind", "gram" if takes or prunes_itself else "squares")
+    return kind

@@ -1,0 +1,173 @@
+"""FLAP: removes whole channels by how much they vary, and adds what they were on average."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsity import masks as masks_lib
+from sparsity.calibration.pruners.base import Problem, Problems
+from sparsity.calibration.pruners.channels import ChannelPruning
+from sparsity.calibration.statistics import Statistic, Statistics
+from sparsity.calibration.statistics.counts import Count
+from sparsity.calibration.statistics.rows import Kind
+from sparsity.core import sharding, trees
+from sparsity.core.checks import check_bool
+from sparsity.core.trees import KeyPath, PyTree
+from sparsity.training.state import SparseState
+
+
+@dataclasses.dataclass(kw_only=True)
+class FLAPPruning(ChannelPruning):
+    """Removes the channels whose readers lose least if they become constant.
+
+    A channel's importance is its variance x the sum of squares of the weights that read it, over
+    all products that do. `scope=Coupled(graph)` says which channels there are. Groups compete by
+    themselves; with its `across` all channels do, by importance standardized within their group or
+    their layer of it, and a group that keeps less than a twentieth is a warning. What a channel was
+    on average is added to the biases of its readers. `sparsity.shrink` then cuts it out.
+
+    It changes biases as well as masks, so it prunes at once and not along a schedule:
+    `instant_sparsify(params, statistics=sparsity.calibrate(fn, params, batches, "moments"))`.
+
+    Attributes:
+      compensate: add the means to biases. A reader without a bias is an error then.
+
+    Source: An et al. 2024, "Fluctuation-based Adaptive Structured Pruning for Large Language
+    Models", arXiv 2312.11983; the metric WIFV and, with `across`, the structure AL-AM of its code.
+    A variance that rounding hides counts as 0: in float32, where the mean is more than about 700
+    standard deviations.
+
+    Example:
+      >>> import sparsity
+      >>> params = {"up": jnp.eye(2), "down": jnp.ones((2, 1)), "bias": jnp.zeros(1)}
+      >>> def model(params, x):
+      ...     return jax.nn.relu(x @ params["up"]) @ params["down"] + params["bias"]
+      >>> x = jnp.array([[0.0, 5.0], [2.0, 5.0]])  # the second channel is large, but constant
+      >>> pruner = FLAPPruning(
+      ...     scope=sparsity.Coupled(sparsity.trace(model, params, x)),
+      ...     sparsity_distribution_fn=sparsity.Uniform(0.5),
+      ... )
+      >>> seen = sparsity.calibrate(model, params, [x], "moments")
+      >>> pruned, masks = pruner.instant_sparsify(params, statistics=seen)
+      >>> model(pruned, x).T - model(params, x).T
+      Array([[0., 0.]], dtype=float32)
+    """
+
+    compensate: bool = True
+
+    statistics_kind: ClassVar[Kind] = "moments"
+    corrects: ClassVar[str | None] = "biases"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_bool("compensate", self.compensate)
+
+    def calculate_scores(
+        self,
+        params: PyTree,
+        sparse_state: SparseState | None = None,
+        grads: PyTree | None = None,
+        statistics: Statistics | None = None,
+    ) -> PyTree:
+        def score(path: KeyPath, param: jax.Array) -> jax.Array:
+            statistic = (statistics or {}).get(trees.path_names(path))
+            if statistic is None or statistic.sums is None:  # it reads no channels
+                return sharding.zeros_like(param, np.dtype(np.float32))
+            scores = sharding.shard_like(param, _fluctuations, param, statistic)
+            return sharding.place_like(param, scores)
+
+        return trees.map_matched(score, params)
+
+    def create_masks(
+        self, scores: PyTree, sparsities: PyTree, target_sparsities: PyTree | None = None
+    ) -> PyTree:
+        return self.readers.select_tree(scores, sparsities)
+
+    def solve_tree(
+        self, params: PyTree, targets: PyTree, problems: Problems
+    ) -> tuple[PyTree, PyTree]:
+        biases = self._biases(params, problems) if self.compensate else {}
+        statistics = {trees.path_names(path): x.statistic for path, x in problems.items()}
+        scores = self.calculate_scores(trees.prunable(params), statistics=statistics)
+        masks = self.create_masks(scores, targets)
+        pruned = trees.leaves_by_path(masks_lib.apply_masks(params, masks))
+
+        def compensate(path: KeyPath, bias: Any) -> Any:
+            for reader in biases.get(path, ()):
+                _, dense, statistic, _ = problems[reader]
+                lost = dense, pruned[reader], statistic
+                compensated = sharding.shard_like(bias, _compensated, bias, *lost)
+                bias = sharding.place_like(bias, compensated)
+            return bias
+
+        return trees.map_matched(compensate, params), masks
+
+    def _biases(self, params: PyTree, problems: Problems) -> dict[KeyPath, list[KeyPath]]:
+        """{bias: the readers to whose outputs it is added}."""
+        graph, arrays = self.readers.graph, trees.leaves_by_path(params)
+        leaves = graph.leaves_of(params)
+        paths = {leaf.path: path for path, leaf in leaves.items()}
+        biases: dict[KeyPath, list[KeyPath]] = {}
+        for reader, problem in problems.items():
+            leaf = leaves[reader]
+            if (bias := paths.get(graph.biases.get(leaf.path, ()))) is None:
+                raise ValueError(
+                    f"{leaf.name!r} reads channels that are removed, and the model adds no bias of "
+                    "its own to its outputs, so that what they were on average cannot be kept. "
+                    "Give it a bias of zeros, or compensate=False."
+                )
+            _check_holds(bias, arrays[bias], problem)
+            biases.setdefault(bias, []).append(reader)
+        return biases
+
+
+def _check_holds(path: KeyPath, bias: jax.Array, reader: Problem) -> None:
+    """Raises a ValueError if a real bias would lose the imaginary parts of what is added."""
+    is_complex = jnp.iscomplexobj(reader.param) or jnp.iscomplexobj(reader.statistic.sums)
+    if is_complex and not jnp.iscomplexobj(bias):
+        raise ValueError(
+            f"{reader.site.name!r} has complex outputs, whose means {trees.path_string(path)!r}, "
+            f"{bias.dtype}, cannot hold. Give the model a complex bias, or compensate=False."
+        )
+
+
+def _fluctuations(weights: jax.Array, statistic: Statistic) -> jax.Array:
+    """Returns the shares of weights in the importance of their channels."""
+    # WIFV_j = sum_i |W_ij|^2 x variance of X_j; the channel sums over its entries of all readers
+    squares = jnp.square(jnp.abs(statistic.matrices(weights)))
+    return statistic.leaf(squares * _variances(statistic)[..., None, :], weights.shape)
+
+
+def _compensated(
+    bias: jax.Array, dense: jax.Array, pruned: jax.Array, statistic: Statistic
+) -> jax.Array:
+    """Returns the bias plus what the weights that are gone gave on average."""
+    lost = statistic.matrices(dense - pruned)
+    added = jnp.sum(lost * _means(statistic)[..., None, :], axis=-1)  # W_lost mean(X)
+    return (bias + added.reshape(bias.shape)).astype(bias.dtype)
+
+
+def _means(statistic: Statistic) -> jax.Array:
+    """Means of the inputs, [*batch, inputs]."""
+    return jnp.asarray(statistic.sums) / _counts(statistic)
+
+
+def _variances(statistic: Statistic) -> jax.Array:
+    """Their unbiased variances, 0 where they cannot be told from rounding."""
+    count, squares = _counts(statistic), statistic.sums_of_squares()
+    spread = squares - jnp.square(jnp.abs(_means(statistic))) * count
+    is_seen = spread > 16 * jnp.finfo(squares.dtype).eps * squares
+    return jnp.where(is_seen, spread, 0) / jnp.maximum(count - 1, 1)
+
+
+def _counts(statistic: Statistic) -> jax.Array:
+    """Numbers of rows, at least 1, that broadcast to [*batch, inputs]."""
+    rows = statistic.count
+    count = rows.as_float() if isinstance(rows, Count) else jnp.asarray(rows, jnp.float32)
+    missing = statistic.sums_of_squares().ndim - count.ndim
+    return jnp.maximum(count.reshape(*count.shape, *[1] * missing), 1)

@@ -1,0 +1,116 @@
+"""SparseGPT: prunes the weights of a layer and corrects those that stay."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from sparsity.calibration.pruners.base import StatisticsPruning
+from sparsity.calibration.pruners.scored import check_groups
+from sparsity.calibration.pruners.sweep import sweep
+from sparsity.calibration.statistics import Statistic, check_solvable, is_finite
+from sparsity.core import sharding
+from sparsity.core.checks import check_int, check_number
+from sparsity.masks import Site
+from sparsity.patterns import NByM, Unstructured
+from sparsity.patterns.base import absolute_axis
+
+
+@dataclasses.dataclass(kw_only=True)
+class SparseGPTPruning(StatisticsPruning):
+    """Prunes block by block of the inputs, each time correcting the weights that come after.
+
+    It changes weights as well as masks, so it prunes at once and not along a schedule:
+    `instant_sparsify(params, statistics=statistics)`. Training goes on from its masks:
+    `pruner.wrap_optax(tx, masks=masks)`.
+
+    Within a block of inputs the weights of all outputs compete; through each block num_kept of the
+    entries so far stay. An N:M group is chosen when its first input is reached, so that blocks do
+    not matter. Weights of inputs that were always 0 go first. Grouped convolutions and batch axes
+    are separate matrices. The inputs come in the order of the leaf, the axis of N:M groups last.
+
+    Attributes:
+      block_size: inputs whose weights are chosen at once.
+      damping: added to the diagonal of the Gram matrix, in units of its mean over the inputs that
+        were not always 0.
+
+    Source: Frantar & Alistarh 2023, "SparseGPT: Massive Language Models Can Be Accurately Pruned in
+    One-Shot". Its code keeps a weight more or less by blocks, and takes ties otherwise.
+
+    Example:
+      >>> from sparsity.sparsity_distributions import Uniform
+      >>> x = jnp.array([[1.0, 1.0], [1.0, 0.0]])
+      >>> seen = Statistic(gram=x.T @ x, count=2, contracting=(0,), output=(1,))
+      >>> pruner = SparseGPTPruning(sparsity_distribution_fn=Uniform(0.5), damping=0.0)
+      >>> pruner.instant_sparsify(jnp.array([[1.0], [4.0]]), statistics={(): seen})[0]
+      Array([[0.],
+             [5.]], dtype=float32)
+    """
+
+    block_size: int = 128
+    damping: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("block_size", self.block_size, 1)
+        check_number("damping", self.damping, 0)
+
+    def solve(
+        self, site: Site, param: jax.Array, statistic: Statistic, target: chex.Numeric
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns a parameter pruned and corrected, and its mask.
+
+        Args:
+          site: the parameter; its pattern is `Unstructured` or `NByM`.
+          param: its weights.
+          statistic: with a Gram matrix.
+          target: its sparsity; above 0 an N:M parameter keeps n of m.
+
+        Raises:
+          ValueError: the pattern is another one, or does not lie along the inputs; the weights are
+            complex; the Gram matrix is singular.
+        """
+        size, n = min(self.block_size, statistic.inputs(param.shape)), None
+        if isinstance(pattern := site.pattern, NByM):
+            check_groups(site, statistic, param.shape)
+            axis = absolute_axis(pattern.axis, site.batch_axes, param.ndim)
+            statistic = statistic.innermost(axis, param.shape)
+            size, n = pattern.m, pattern.n
+        elif not isinstance(pattern, Unstructured):
+            raise ValueError(
+                "SparseGPTPruning removes single weights, of sparsity_type = Unstructured() or "
+                f"NByM(n, m, axis), got {pattern} for {site.name!r}. Use WandaPruning and a refit."
+            )
+        check_solvable(statistic, param, site.name, self.damping)
+        prune = functools.partial(_prune, size, n)
+        weights, mask = sharding.shard_like(
+            (param, param), prune, param, statistic, target, self.damping
+        )
+        if not is_finite(weights):
+            raise ValueError(
+                f"SparseGPTPruning found no finite weights for {site.name!r}: its Gram matrix is "
+                f"singular with damping = {self.damping}. Raise it, or calibrate with more rows "
+                "than inputs."
+            )
+        return weights, mask
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _prune(
+    size: int,
+    n: int | None,
+    param: jax.Array,
+    statistic: Statistic,
+    sparsity: chex.Numeric,
+    damping: chex.Numeric,
+) -> tuple[jax.Array, jax.Array]:
+    def of_matrix(weights: jax.Array, gram: jax.Array) -> tuple[jax.Array, jax.Array]:
+        swept = sweep(weights.T, gram, size, n, sparsity, damping)
+        return swept.weights.T, swept.mask.T
+
+    pruned, mask = statistic.solve(of_matrix, param)
+    return pruned.astype(param.dtype), mask.astype(jnp.uint8)

@@ -1,0 +1,148 @@
+"""The sweep of SparseGPT over the inputs of a matrix: prune one, correct all that come after it.
+
+Source: Frantar & Alistarh 2023, "SparseGPT: Massive Language Models Can Be Accurately Pruned in
+One-Shot" (arXiv 2301.00774), algorithm 1. Comments carry its symbols: weights W, mask M, errors E,
+blocks of B inputs, masks for B_s inputs at once, and H^-1 for the upper Cholesky factor of the
+inverse Gram matrix, by which it replaces the inverse. Matrices are transposed: [inputs, outputs].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsity import selection
+
+# B: inputs that are corrected together; few fit a cache, many make a fast product.
+_SIZES = (8, 32, 128)
+
+
+class Swept(NamedTuple):
+    """What a sweep leaves of a matrix: [inputs, outputs] each.
+
+    Attributes:
+      weights: W; pruned ones are 0.
+      mask: M, bool.
+      errors: E; the sum of squares is the output error that pruning adds.
+    """
+
+    weights: jax.Array
+    mask: jax.Array
+    errors: jax.Array
+
+
+def sweep(
+    weights: jax.Array,
+    gram: jax.Array,
+    unit: int,
+    n: int | None,
+    sparsity: chex.Numeric,
+    damping: chex.Numeric,
+) -> Swept:
+    """Prunes a matrix and corrects what stays.
+
+    Args:
+      weights: [inputs, outputs].
+      gram: [inputs, inputs].
+      unit: B_s, consecutive inputs whose weights are chosen when the first of them is reached.
+      n: how many of these each output keeps. `None`: the outputs compete, and through each block
+        num_kept of the entries so far stay.
+      sparsity: scalar; at 0 all stay.
+      damping: added to the diagonal, in units of its mean over live inputs.
+    """
+    inputs, outputs = weights.shape
+    live = jnp.diagonal(gram) > 0
+    weights = jnp.where(live[:, None], weights, 0)
+    sizes = _sizes(unit, inputs)
+    padding = -inputs % sizes[0]
+    factor = jnp.pad(_inverse_factor(gram, live, damping), (0, padding))
+    factor += jnp.diag(jnp.arange(inputs + padding) >= inputs).astype(factor.dtype)
+    ends = np.minimum(np.arange(0, inputs + padding + 1, unit), inputs)
+    counts = jnp.diff(jnp.asarray(selection.num_kept(ends * outputs, sparsity)))
+
+    def choose(scores: jax.Array, rows: jax.Array) -> jax.Array:
+        """Returns M of the B_s inputs `rows`."""
+        if n is not None:
+            return (selection.nm_mask(scores, n, unit, axis=0) > 0) | (sparsity <= 0)
+        is_real = jnp.broadcast_to(rows[:, None] < inputs, scores.shape)
+        return selection.topk_mask(scores, counts[rows[0] // unit], where=is_real) > 0
+
+    weights = jnp.pad(weights, ((0, padding), (0, 0)))
+    rows, mask = jnp.arange(inputs + padding), jnp.zeros(weights.shape, bool)
+    swept = _sweep_blocks(choose, unit, sizes, weights, factor, rows, mask)
+    return Swept(*(x[:inputs] for x in swept))
+
+
+def _sweep_blocks(
+    choose: Callable[[jax.Array, jax.Array], jax.Array],
+    unit: int,
+    sizes: tuple[int, ...],
+    weights: jax.Array,
+    factor: jax.Array,
+    rows: jax.Array,
+    mask: jax.Array,
+) -> Swept:
+    """Sweeps some inputs block by block, each block in smaller blocks, down to single inputs.
+
+    Args:
+      choose: from scores and inputs to their mask.
+      unit: B_s, one of the sizes or larger than all.
+      sizes: B of the blocks, and of the blocks within these.
+      weights: W of the inputs, corrected for all inputs before them.
+      factor: H^-1 of the inputs among themselves, [inputs, inputs].
+      rows: the inputs, by their number in the matrix.
+      mask: M of the inputs, where they are fewer than B_s.
+    """
+    if not sizes:  # one input j
+        lost = jnp.where(mask, 0, weights)  # (1 - M_j) W_j
+        return Swept(weights - lost, mask, lost / factor)  # E_j = (1 - M_j) W_j / H^-1_jj
+    size, *smaller = sizes
+
+    def sweep_block(weights: jax.Array, block: tuple[jax.Array, ...]) -> tuple[jax.Array, Swept]:
+        start, factor, rows, mask = block  # i, H^-1_i:(i+B),:
+        block_weights = lax.dynamic_slice_in_dim(weights, start, size)
+        square = lax.dynamic_slice_in_dim(factor, start, size, axis=1)  # H^-1_i:(i+B),i:(i+B)
+        if size == unit:  # M <- the weights w_c of the largest w_c^2 / (H^-1_cc)^2
+            mask = choose(jnp.square(block_weights / jnp.diagonal(square)[:, None]), rows)
+        swept = _sweep_blocks(choose, unit, tuple(smaller), block_weights, square, rows, mask)
+        # W_(i+B): <- W_(i+B): - E H^-1_i:(i+B),(i+B):. Inputs before i meet zeros of the factor;
+        # those of the block are changed, too, and not read again.
+        update = jnp.dot(factor.T, swept.errors, precision=lax.Precision.HIGHEST)
+        return weights - update, swept
+
+    count = len(rows) // size
+    blocks = jax.tree.map(lambda x: x.reshape(count, size, *x.shape[1:]), (factor, rows, mask))
+    _, swept = lax.scan(sweep_block, weights, (size * jnp.arange(count), *blocks))
+    return Swept(*(x.reshape(-1, weights.shape[1]) for x in swept))
+
+
+def _sizes(unit: int, inputs: int) -> tuple[int, ...]:
+    """Sizes of the blocks that are swept one within the other; each divides the one before."""
+    sizes = [unit]
+    for most in reversed(_SIZES):
+        if most < sizes[-1]:
+            sizes.append(max(n for n in range(1, most + 1) if sizes[-1] % n == 0))
+    for most in _SIZES:
+        sizes.insert(0, sizes[0] * max(1, most // sizes[0]))
+    return tuple(sorted({n for n in (*sizes, 1) if n < inputs or n == unit}, reverse=True))
+
+
+def _inverse_factor(gram: jax.Array, live: jax.Array, damping: chex.Numeric) -> jax.Array:
+    """Returns the upper triangular U with U^T U = (gram + damping)^-1, algorithm 1's H^-1."""
+    diagonal = jnp.diagonal(gram)
+    mean = jnp.sum(diagonal) / jnp.maximum(jnp.sum(live), 1)
+    shift = damping * mean + jnp.where(live, 0, 1)
+    damped = gram + jnp.diag(shift)
+    # From the last input to the first, so that gram = R R^T with R upper, and U is its inverse.
+    lower = lax.linalg.cholesky(damped[::-1, ::-1], symmetrize_input=False)
+    eye = jnp.eye(len(gram), dtype=gram.dtype)
+    inverse: jax.Array = lax.linalg.triangular_solve(
+        lower[::-1, ::-1], eye, left_side=True, lower=False
+    )
+    return inverse

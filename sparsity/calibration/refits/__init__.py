@@ -1,0 +1,7 @@
+"""Refits: the weights that stay take over what the pruned ones did, layer by layer."""
+
+from sparsity.calibration.refits.admm import ADMM
+from sparsity.calibration.refits.base import Refit, Select
+from sparsity.calibration.refits.least_squares import LeastSquares
+
+__all__ = ["ADMM", "LeastSquares", "Refit", "Select"]

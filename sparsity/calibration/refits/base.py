@@ -1,0 +1,46 @@
+"""Refits: the weights that stay take over what the pruned ones did, layer by layer.
+
+A refit gets a leaf before and after pruning, its mask, the Gram matrix of its inputs, and a way to
+select a new mask. The error of an output is sum((X d)^2), d what was lost of its weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparsity.calibration.statistics import Statistic
+
+# From scores of the leaf and a share of its target sparsity to a mask.
+Select: TypeAlias = Callable[[jax.Array, float], jax.Array]
+
+dot = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+
+
+class Refit(Protocol):
+    """What `refit` must offer: `LeastSquares()`, `ADMM()`, or a class of your own."""
+
+    def __call__(
+        self,
+        dense: jax.Array,
+        pruned: jax.Array,
+        mask: jax.Array,
+        statistic: Statistic,
+        select: Select,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the weights of a leaf, 0 where they are pruned, and their mask.
+
+        Args:
+          dense: the leaf before it was pruned, whose outputs are wanted.
+          pruned: the leaf as the pruner left it.
+          mask: uint8 mask of the same shape.
+          statistic: with a Gram matrix, as `statistic_of` returns it.
+          select: `select(scores, share) -> mask` keeps the highest scores of each matrix, all its
+            outputs together, at a share of the leaf's target sparsity, in the pruner's pattern: of
+            N:M n of m at every share. Raises a ValueError under a scope that compares leaves.
+        """

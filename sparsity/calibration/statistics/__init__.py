@@ -1,0 +1,37 @@
+"""Statistics of the inputs that each weight meets, and how a run of a model sums them up."""
+
+from sparsity.calibration.statistics.capture import calibrate
+from sparsity.calibration.statistics.counts import Count
+from sparsity.calibration.statistics.memory import check_memory
+from sparsity.calibration.statistics.rows import Kind
+from sparsity.calibration.statistics.statistic import (
+    Path,
+    Statistic,
+    Statistics,
+    check,
+    check_solvable,
+    is_finite,
+    not_finite,
+    output_error,
+    relative_error,
+    statistic_of,
+    warn_of_zeros,
+)
+
+__all__ = [
+    "Count",
+    "Kind",
+    "Path",
+    "Statistic",
+    "Statistics",
+    "calibrate",
+    "check",
+    "check_memory",
+    "check_solvable",
+    "is_finite",
+    "not_finite",
+    "output_error",
+    "relative_error",
+    "statistic_of",
+    "warn_of_zeros",
+]

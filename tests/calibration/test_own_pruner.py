@@ -1,0 +1,149 @@
+"""A pruner of one's own: `solve` gets checked statistics; masks, dtypes and packing are settled."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparsity
+from sparsity.calibration import ScoredPruning, StatisticsPruning
+from tests import helpers
+
+
+@dataclasses.dataclass
+class Scaled(StatisticsPruning):
+    """Keeps the weights of the largest w^2 x square of the input, twice as large."""
+
+    statistics_kind = "squares"
+    factor: float = 2.0
+
+    def solve(self, site, param, statistic, target):
+        squares = statistic.sums_of_squares()[..., None, :]
+        scores = statistic.leaf(statistic.matrices(param) ** 2 * squares, param.shape)
+        mask = site.pattern.select(scores, target, batch_axes=site.batch_axes)
+        return self.factor * param.astype(jnp.float32), mask > 0
+
+
+def model(params, x):
+    return jnp.tanh(x @ params["up"]) @ params["down"] + params["bias"]
+
+
+PARAMS = {
+    "up": jnp.array([[1.0, -4.0], [2.0, 3.0]]),
+    "down": jnp.array([[1.0], [2.0]]),
+    "bias": jnp.ones(1),
+}
+X = jnp.array([[3.0, 0.0], [0.0, 1.0]])  # squares 9 and 1: scores 9, 144, 4, 9 of `up`
+
+
+def test_solve_gets_one_parameter_after_the_other_and_the_rest_stays():
+    pruner = Scaled(sparsity_distribution_fn=sparsity.Uniform(0.5))
+    statistics = sparsity.calibrate(model, PARAMS, [X])
+    pruned, masks = pruner.instant_sparsify(PARAMS, statistics=statistics)
+    np.testing.assert_array_equal(masks["up"], [[1, 1], [0, 0]])
+    np.testing.assert_array_equal(pruned["up"], [[2, -8], [0, 0]])
+    hidden = np.tanh(X @ PARAMS["up"])
+    kept = np.argmax((np.asarray(PARAMS["down"]).T * hidden**2).sum(0) * [1, 2])
+    assert np.flatnonzero(masks["down"]) == [kept]
+    np.testing.assert_array_equal(pruned["bias"], [1])
+    assert masks["bias"] is None
+
+
+def test_masks_are_packed_and_weights_keep_their_dtype():
+    params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), PARAMS)
+    statistics = sparsity.calibrate(model, PARAMS, [X])
+    pruner = Scaled(sparsity_distribution_fn=sparsity.Uniform(0.5), use_packed_masks=True)
+    pruned, masks = pruner.instant_sparsify(params, statistics=statistics)
+    assert pruned["up"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(pruned["up"], [[2, -8], [0, 0]])
+    np.testing.assert_array_equal(sparsity.unpack_masks(masks, params)["up"], [[1, 1], [0, 0]])
+
+
+def test_oneshot_calibrates_what_the_class_states_and_solves_layer_by_layer():
+    pruner = Scaled(sparsity_distribution_fn=sparsity.Uniform(0.5))
+    pruned, _, report = sparsity.oneshot(pruner, model, PARAMS, [X])
+    np.testing.assert_array_equal(pruned["up"], [[2, -8], [0, 0]])
+    hidden = np.tanh(np.asarray(X) @ [[2, -8], [0, 0]])  # of the pruned layer
+    kept = np.argmax((np.asarray(PARAMS["down"]) ** 2).T * (hidden**2).sum(0))
+    assert np.flatnonzero(pruned["down"]) == [kept]
+    assert list(report) == [("up",), ("down",)]
+
+
+def test_slices_of_a_stack_are_solved_with_their_own_statistics():
+    stack = jnp.array([[[1.0], [2.0]], [[1.0], [2.0]]])
+    seen = sparsity.Statistic(
+        squares=jnp.array([[9.0, 1.0], [1.0, 1.0]]),
+        count=2,
+        batch=(0,),
+        contracting=(1,),
+        output=(2,),
+    )
+    pruner = Scaled(sparsity_distribution_fn=helpers.half, batch_axes=1)
+    pruned = pruner.instant_sparsify(stack, statistics={(): seen})[0]
+    np.testing.assert_array_equal(pruned[..., 0], [[2, 0], [0, 4]])
+
+
+def test_an_empty_parameter_is_not_solved():
+    seen = sparsity.Statistic(squares=jnp.ones(3), count=2, contracting=(0,), output=(1,))
+    pruner = Scaled(sparsity_distribution_fn=helpers.half)
+    pruned, masks = pruner.instant_sparsify(jnp.ones((3, 0)), statistics={(): seen})
+    assert pruned.shape == masks.shape == (3, 0)
+
+
+class WrongMask(StatisticsPruning):
+    def solve(self, site, param, statistic, target):
+        return param, jnp.ones(3)
+
+
+class WrongWeights(StatisticsPruning):
+    def solve(self, site, param, statistic, target):
+        return param.T, jnp.ones_like(param)
+
+
+def test_what_no_hook_can_do_is_refused_by_name():
+    options = {"sparsity_distribution_fn": helpers.half}
+    seen = {(): sparsity.Statistic(gram=jnp.eye(2), count=9, contracting=(0,), output=(1,))}
+    with pytest.raises(ValueError, match=r"mask of 'params' .* shape \(3,\), .* shape \(2, 1\)"):
+        WrongMask(**options).instant_sparsify(jnp.ones((2, 1)), statistics=seen)
+    with pytest.raises(ValueError, match=r"params.*\(1, 2\)"):
+        WrongWeights(**options).instant_sparsify(jnp.ones((2, 1)), statistics=seen)
+    with pytest.raises(NotImplementedError, match="StatisticsPruning must override solve"):
+        StatisticsPruning(**options).instant_sparsify(jnp.ones((2, 1)), statistics=seen)
+    with pytest.raises(
+        ValueError, match=r"Scaled solves each parameter by itself.*got scope = Glo"
+    ):
+        Scaled(scope=sparsity.Global(), **options)
+    with pytest.raises(ValueError, match=r"Scaled solves each .*and topk_fn = None, got .*lambda"):
+        Scaled(topk_fn=lambda scores, sparsity: scores > 0, **options)
+    with pytest.raises(ValueError, match=r"Scaled changes weights when it prunes.*OneShotSchedule"):
+        Scaled(scheduler=sparsity.OneShotSchedule(3), **options)
+    squares = sparsity.Statistic(squares=jnp.ones(2), count=9, contracting=(0,), output=(1,))
+    with pytest.raises(ValueError, match=r"WrongMask needs the Gram matrix of 'params'"):
+        WrongMask(**options).instant_sparsify(jnp.ones((2, 1)), statistics={(): squares})
+
+
+class Inputs(ScoredPruning):
+    def score(self, weights, squares):
+        return weights**0 * squares
+
+
+def test_a_score_of_ones_own_follows_global_scopes_and_extra_arguments_reach_its_hooks():
+    seen = {
+        (name,): sparsity.Statistic(squares=squares, count=9, contracting=(0,), output=(1,))
+        for name, squares in (("a", jnp.array([1.0, 2.0])), ("b", jnp.array([3.0, 4.0])))
+    }
+    params = {"a": jnp.ones((2, 1)), "b": jnp.ones((2, 1))}
+
+    class Boosted(Inputs):
+        def calculate_scores(self, params, sparse_state=None, grads=None, statistics=None, boost=1):
+            scores = super().calculate_scores(params, sparse_state, grads, statistics)
+            return scores | {"a": scores["a"] * boost}
+
+    scope = sparsity.Global(use_normalization=False)
+    pruner = Boosted(scope=scope, sparsity_distribution_fn=helpers.half)
+    masks = pruner.instant_sparsify(params, statistics=seen)[1]
+    assert [int(masks[name].sum()) for name in "ab"] == [0, 2]
+    masks = pruner.instant_sparsify(params, statistics=seen, boost=9)[1]
+    assert [int(masks[name].sum()) for name in "ab"] == [2, 0]
