@@ -7,7 +7,6 @@ import itertools
 import warnings
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from typing import Any
 
 import jax
 import jax.numpy as jnp

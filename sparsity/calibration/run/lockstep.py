@@ -92,7 +92,7 @@ class Frame:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Stop:
     """Where the program reaches a weight: a product, or the loop or branch that has it.
 
     Attributes:
@@ -136,8 +136,8 @@ class Place:
         """Returns the sums of |y|^2 over the outputs y of each of some matrices of the weight."""
 
         def of_use(number: int, x: jax.Array, steps: Steps, given: PyTree) -> jax.Array:
-            use, layout = self.calibration.uses[number], self.calibration.layouts[number]
-            return sharding.replicated(functools.partial(sum_outputs, use, layout), x, *given)
+            use, alignment = self.calibration.uses[number], self.calibration.alignments[number]
+            return sharding.replicated(functools.partial(sum_outputs, use, alignment), x, *given)
 
         sums = [total for each in self._sums(of_use, matrices) for total in each.values()]
         total: jax.Array = functools.reduce(jnp.add, sums)
@@ -185,7 +185,7 @@ class Lockstep:
       batches: all of one shape.
       read: `read(number, *layers)` returns a parameter as it is now, or a layer of it.
       is_done: `is_done(path, cut)` says whether a weight needs no stop.
-      prune: `prune(path, cut, place)` is called at each stop; it may change parameters.
+      prune: `prune(path, cut, stop)` is called at each stop; it may change parameters.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Lockstep:
         batches: Sequence[PyTree],
         read: Callable[..., Any],
         is_done: Callable[[Path, Cut], bool],
-        prune: Callable[[Path, Cut, Place], None],
+        prune: Callable[[Path, Cut, Stop], None],
     ) -> None:
         self._calibration, self._batches = calibration, batches
         self._read, self._is_done, self._prune = read, is_done, prune
@@ -313,7 +313,7 @@ class Lockstep:
                 frame, equation = own, loop
                 break
         numbers = self._uses.within(equation) if equation.bodies else [number]
-        place = Place(self._calibration, frame, equation, self._alike(numbers, use, cut, frame))
+        place = Stop(self._calibration, frame, equation, self._alike(numbers, use, cut, frame))
         self._prune(use.path, cut, place)
         for each in self._frames:
             each.forget()

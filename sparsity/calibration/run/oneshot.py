@@ -23,7 +23,7 @@ from jax import lax
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.pruners import is_per_slice, statistics_kind
 from sparsity.calibration.refits import Refit
-from sparsity.calibration.run.lockstep import Cut, Lockstep, Place
+from sparsity.calibration.run.lockstep import Cut, Lockstep, Stop
 from sparsity.calibration.run.prune import check_runs
 from sparsity.calibration.run.report import LayerReport, Report
 from sparsity.calibration.run.resume import Finished, Layer, identify
@@ -120,10 +120,10 @@ class _Losses(Collector):
     stacks = False
 
     def sum_up(self, number: int, x: jax.Array, steps: Steps, given: PyTree) -> jax.Array:
-        use, layout = self.uses[number], self.layouts[number]
+        use, alignment = self.uses[number], self.alignments[number]
         layer = tuple(steps[scan] for scan in use.view.scans)
         matrices = [each[layer] for each in given[use.path]]
-        return sharding.replicated(functools.partial(sum_outputs, use, layout), x, *matrices)
+        return sharding.replicated(functools.partial(sum_outputs, use, alignment), x, *matrices)
 
 
 class _Run:
@@ -225,15 +225,15 @@ class _Run:
             how = by_grams if self._kind == "gram" else by_outputs
             self._prune(path, (), functools.partial(how, path))
 
-    def _prune_at(self, path: Path, cut: Cut, place: Place) -> None:
+    def _prune_at(self, path: Path, cut: Cut, stop: Stop) -> None:
         """Prunes a leaf, or one layer of it, where the program reaches it."""
 
         def solved() -> tuple[Solved, Errors]:
             name = self.sites[path].name + "".join(f"[{index}]" for _, index in cut)
-            own = self._solve(path, cut, name, place.statistic(name))
+            own = self._solve(path, cut, name, stop.statistic(name))
             if self._kind == "gram":
                 return own, own.errors()
-            return own, _share(place.losses(*own.matrices()))
+            return own, _share(stop.losses(*own.matrices()))
 
         self._prune(path, cut, solved)
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsity.calibration.statistics.alignment import Alignment, align
 from sparsity.calibration.statistics.counts import Count
-from sparsity.calibration.statistics.layout import Layout, layout_of
 from sparsity.calibration.statistics.memory import check_memory
 from sparsity.calibration.statistics.rows import KINDS, Kind, RowSums, sum_up
 from sparsity.calibration.statistics.statistic import Path, Statistic, not_finite
@@ -158,12 +158,12 @@ class Collector:
         leaves = {leaf.path: leaf for leaf in graph.leaves}
         self.graph = graph
         self.uses: dict[int, Use] = {}
-        self.layouts: dict[int, Layout] = {}  # of one layer, where scans run over several
+        self.alignments: dict[int, Alignment] = {}  # of one layer, where scans run over several
         for number, use in enumerate(graph.uses):
             if filter_fn is None or filter_fn(use.path, leaves[use.path]):
-                layout = layout_of(use, graph, of_layer=True)
-                if layout is not None and layout_of(use, graph) is not None:
-                    self.uses[number], self.layouts[number] = use, layout
+                alignment = align(use, graph, of_layer=True)
+                if alignment is not None and align(use, graph) is not None:
+                    self.uses[number], self.alignments[number] = use, alignment
         self.jitted = jax.jit(self._run)
 
     def sum_up(self, number: int, x: jax.Array, steps: Steps, given: PyTree) -> PyTree:
@@ -198,18 +198,18 @@ class Calibration(Collector):
         """The Gram matrices of all leaves, by name; of one layer of each stack, if asked for."""
         grams = {}
         for number, use in self.uses.items():
-            layout, shape = self.layouts[number], self.graph.shape_of(use.path)
+            alignment, shape = self.alignments[number], self.graph.shape_of(use.path)
             stacked = [] if of_layer else [shape[axis] for axis in use.view.stacked]
-            inputs = layout.axes.inputs(layout.shape)
+            inputs = alignment.axes.inputs(alignment.shape)
             dtype = jnp.promote_types(use.equation.inputs[1 - use.operand].dtype, jnp.float32)
-            lead = (*stacked, *layout.axes.lead(layout.shape))
+            lead = (*stacked, *alignment.axes.lead(alignment.shape))
             grams[_name(use.path)] = jax.ShapeDtypeStruct((*lead, inputs, inputs), dtype)
         return grams
 
     def sum_up(
         self, number: int, x: jax.Array, steps: Steps | None = None, given: PyTree = None
     ) -> RowSums:
-        of_use = functools.partial(sum_up, self.uses[number], self.layouts[number], self.kind)
+        of_use = functools.partial(sum_up, self.uses[number], self.alignments[number], self.kind)
         return sharding.replicated(of_use, x)
 
     def statistics(self, total: Sums) -> dict[Path, Statistic]:
@@ -229,10 +229,10 @@ class Calibration(Collector):
 
     def statistic(self, number: int, summed: RowSums, of_layer: bool = False) -> Statistic:
         """The statistic of a use from its sums; of one layer of its leaf, if asked for."""
-        layout = self.layouts[number] if of_layer else layout_of(self.uses[number], self.graph)
-        assert layout is not None  # or there would be none of a layer
+        alignment = self.alignments[number] if of_layer else align(self.uses[number], self.graph)
+        assert alignment is not None  # or there would be none of a layer
         sums: Mapping[str, Any] = summed[0]
-        return dataclasses.replace(layout.axes, count=summed[1], **sums)
+        return dataclasses.replace(alignment.axes, count=summed[1], **sums)
 
 
 def are_alike(one: Statistic, other: Statistic) -> bool:

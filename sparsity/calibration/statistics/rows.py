@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparsity.calibration.statistics.alignment import Alignment
 from sparsity.calibration.statistics.counts import Count
-from sparsity.calibration.statistics.layout import Layout
 from sparsity.graph import Use
 from sparsity.programs.products import Operand, read_product
 
@@ -22,12 +22,12 @@ RowSums: TypeAlias = tuple[dict[str, jax.Array], Count]  # fields of a `Statisti
 _HIGHEST = lax.Precision.HIGHEST
 
 
-def sum_up(use: Use, layout: Layout, kind: Kind, x: jax.Array) -> RowSums:
+def sum_up(use: Use, alignment: Alignment, kind: Kind, x: jax.Array) -> RowSums:
     """The sums of a product over its rows, and how many rows there are.
 
     Args:
       use: the product.
-      layout: of the use, without the axes that scans took apart.
+      alignment: of the use, without the axes that scans took apart.
       kind: what is summed.
       x: the operand that its weight is multiplied with.
 
@@ -39,28 +39,28 @@ def sum_up(use: Use, layout: Layout, kind: Kind, x: jax.Array) -> RowSums:
     if kind == "gram":
         rows = _rows_of_dot(use, x) if is_dot else _patches(use, x)
         grams = jnp.einsum("...mk,...ml->...kl", jnp.conj(rows), rows, precision=_HIGHEST)
-        sums = {"gram": layout.sums(grams, 2)}
+        sums = {"gram": alignment.sums(grams, 2)}
     else:
         total = functools.partial(_sum_of_dot if is_dot else _sum_of_convolution, use)
-        sums = {"squares": layout.sums(total(_squared(x)), 1)}
+        sums = {"squares": alignment.sums(total(_squared(x)), 1)}
         if kind == "moments":
-            sums["sums"] = layout.sums(total(x), 1)
-    return sums, Count.of(_num_rows(use, x) * layout.repeats)
+            sums["sums"] = alignment.sums(total(x), 1)
+    return sums, Count.of(_num_rows(use, x) * alignment.repeats)
 
 
-def sum_outputs(use: Use, layout: Layout, x: jax.Array, *matrices: jax.Array) -> jax.Array:
+def sum_outputs(use: Use, alignment: Alignment, x: jax.Array, *matrices: jax.Array) -> jax.Array:
     """The sums of |y|^2 over the outputs y that matrices make of the rows: [number of matrices].
 
     Args:
       use: the product.
-      layout: of the use, without the axes that scans took apart.
+      alignment: of the use, without the axes that scans took apart.
       x: the operand that its weight is multiplied with.
       *matrices: [*batch, outputs, inputs] in the order of the leaf.
     """
     x = _wide(x)
 
     def total(matrices: jax.Array) -> jax.Array:
-        weights = layout.operand(matrices.astype(jnp.promote_types(matrices.dtype, x.dtype)))
+        weights = alignment.operand(matrices.astype(jnp.promote_types(matrices.dtype, x.dtype)))
         if use.primitive == "dot_general":
             rows = _rows_of_dot(use, x)
             rows = rows.reshape(len(weights), *rows.shape[-2:])

@@ -20,7 +20,7 @@ _GROUPS = -1  # stands for the groups of a convolution among the axes of a leaf
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Layout:
+class Alignment:
     """Where the sums of a product, in the order of its operand, belong in the order of its leaf.
 
     Attributes:
@@ -71,8 +71,8 @@ class Layout:
         return flat if _is_identity(self.inputs) else flat[..., np.argsort(self.inputs)]
 
 
-def layout_of(use: Use, graph: Graph, of_layer: bool = False) -> Layout | None:
-    """Returns the layout of a use, or `None` where its inputs cannot be told entry by entry.
+def align(use: Use, graph: Graph, of_layer: bool = False) -> Alignment | None:
+    """Returns the alignment of a use, or `None` where its inputs cannot be told entry by entry.
 
     Args:
       use: the product.
@@ -107,7 +107,7 @@ def layout_of(use: Use, graph: Graph, of_layer: bool = False) -> Layout | None:
         return None
     number = {axis: i for i, axis in enumerate(a for a in range(len(shape)) if a not in gone)}
     sizes = {**dict(enumerate(shape)), _GROUPS: groups}
-    return Layout(
+    return Alignment(
         axes=Statistic(
             count=0,
             contracting=tuple(number[axis] for axis in use.contracting),
