@@ -171,6 +171,24 @@ def test_every_folder_of_the_package_has_a_folder_of_tests():
     assert folders - {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")} == set()
 
 
+def modules_imported_by(path, names):
+    """Modules of the package that a source file imports anywhere, also for types alone."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sparsity"):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in names else node.module
+
+
+def test_no_imports_run_in_a_circle():
+    dotted = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES}
+    names = {path: name.removesuffix(".__init__") for path, name in dotted.items()}
+    imports = {name: set(modules_imported_by(path, names.values())) for path, name in names.items()}
+    while leaves := {name for name, modules in imports.items() if not modules - {name}}:
+        imports = {name: x - leaves for name, x in imports.items() if name not in leaves}
+    assert imports == {}
+
+
 # Public names and their documentation.
 
 
