@@ -36,7 +36,7 @@ from sparsity.masks import (
     unpack_masks,
 )
 from sparsity.sparsity_schedules import update_range
-from sparsity.training.hooks import ExtraArg, Updater, call_hook, is_overridden
+from sparsity.training.hooks import ExtraArg, call_hook, is_overridden
 from sparsity.training.regrow import (
     check_resettable,
     hidden_by,
@@ -45,6 +45,7 @@ from sparsity.training.regrow import (
     without_grown,
 )
 from sparsity.training.state import SparseState
+from sparsity.training.updater import Updater
 
 T = TypeVar("T")
 
