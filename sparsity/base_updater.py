@@ -105,7 +105,7 @@ class BaseUpdater(Updater):
             cls._assumes_dense_weights = False
         elif overrides("post_gradient_update", "apply_masks"):
             cls.keeps_dense_weights = cls._assumes_dense_weights = True
-        hooks = "calculate_scores", "create_masks", "update_state"
+        hooks = "calculate_scores", "create_masks", "new_masks", "update_state"
         if "regrows" not in own and not cls.regrows and overrides(*hooks):
             cls.regrows = None
         # Otherwise @dataclass writes an __eq__ of its own and, with it, a __hash__ of None.
@@ -155,30 +155,43 @@ class BaseUpdater(Updater):
         Returns:
           (pruned params, masks); the masks are packed with `use_packed_masks`.
         """
-        with masks_lib.in_use(self, self.sites(params)):
-            targets = self._target_sparsities(params)
-            scores = call_hook(
-                self.calculate_scores,
-                trees.prunable(params),
-                grads=None if grads is None else trees.prunable(grads, params),
-                extra=extra_args,
-            )
-            masks = call_hook(self.create_masks, scores, targets, extra=extra_args)
+        sites = self.sites(params)
+        targets = self._target_sparsities(params, sites)
+        scores = call_hook(
+            self.calculate_scores,
+            trees.prunable(params),
+            grads=None if grads is None else trees.prunable(grads, params),
+            extra=extra_args,
+            named={"sites": sites},
+        )
+        masks = call_hook(
+            self.create_masks, scores, targets, extra=extra_args, named={"sites": sites}
+        )
         masks = masks_lib.read_masks(masks, params, self.use_packed_masks)
         pruned = masks_lib.apply_masks(params, masks)
         return pruned, masks_lib.pack_masks(masks, params) if self.use_packed_masks else masks
 
-    def init_state(self, params: PyTree) -> SparseState:
+    def init_state(self, params: PyTree, *, sites: Sites | None = None) -> SparseState:
         """Returns the state that a wrapped optimizer starts with, without the inner state.
+
+        Args:
+          params: tree of parameters.
+          sites: `self.sites(params)`, which is the default.
 
         Raises:
           ValueError: a sparsity lies outside [0, 1] or a type does not fit; the leaf is named.
         """
-        with masks_lib.in_use(self, self.sites(params)):
-            targets = self._target_sparsities(params)
-            if targets is not None:
-                targets = jax.tree.map(on_device, targets)
-            masks = self.get_initial_masks(trees.prunable(params), targets)
+        sites = self.sites(params) if sites is None else sites
+        targets = self._target_sparsities(params, sites)
+        if targets is not None:
+            targets = jax.tree.map(on_device, targets)
+        masks = call_hook(
+            self.get_initial_masks,
+            trees.prunable(params),
+            targets,
+            extra={},
+            named={"sites": sites},
+        )
         packed = self.use_packed_masks
         masks = masks_lib.read_masks(masks, params, packed)
         return SparseState(
@@ -246,21 +259,9 @@ class BaseUpdater(Updater):
         budget: Any = distribution_fn if hasattr(distribution_fn, "cost") else None
         return Sites(params, self.sparsity_type, self.batch_axes, overrides, budget=budget)
 
-    def sites_of(self, scores: PyTree) -> Sites:
-        """Returns the table of the parameters whose hooks run now, or one of the scores."""
-        table = masks_lib.table_in_use(self)
-        if table is not None and table.covers(scores):
-            return table
-        table = self.sites(scores)
-        if table.covers(scores):
-            return table
-        overrides = overrides_of(self.get_distribution_fn())
-        return Sites(scores, self.sparsity_type, self.batch_axes, overrides, of_scores=True)
-
-    def _target_sparsities(self, params: PyTree) -> PyTree:
-        table = masks_lib.table_in_use(self) or self.sites(params)
+    def _target_sparsities(self, params: PyTree, sites: Sites) -> PyTree:
         distribution_fn = self.get_distribution_fn()
-        return target_sparsities(distribution_fn, params, table, self.scope, self.batch_axes)
+        return target_sparsities(distribution_fn, params, sites, self.scope, self.batch_axes)
 
 
 ALGORITHM_REGISTRY: Registry[type[BaseUpdater]] = Registry("algorithm")

@@ -32,7 +32,7 @@ from sparsity.patterns import Unstructured
 from sparsity.selection import global_topk_mask, num_kept
 from sparsity.sparsity_distributions import Uniform
 from sparsity.sparsity_schedules import OneShotSchedule, PolynomialSchedule, Schedule
-from sparsity.training.hooks import ExtraArg
+from sparsity.training.hooks import Inputs
 from sparsity.training.state import SparseState
 
 LossFn = Callable[[PyTree, PyTree], jax.Array]  # of params and a batch
@@ -60,17 +60,14 @@ class SnipPruning(SaliencyPruning):
                 "scope=Global(use_normalization=False), which follows a ramp."
             )
 
-    def update_state(
-        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
-    ) -> SparseState:
-        new = super().update_state(sparse_state, params, grads, **extra_args)
+    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> PyTree:
+        pruned = super().new_masks(sparse_state, inputs)
         is_first = are_ones(sparse_state.masks)
-        masks = trees.map_matched(
+        return trees.map_matched(
             lambda _, mask, old: None if old is None else jnp.where(is_first, mask, old),
-            new.masks,
+            pruned,
             sparse_state.masks,
         )
-        return new._replace(masks=masks)
 
 
 def snip_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[PyTree]) -> PyTree:

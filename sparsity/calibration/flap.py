@@ -88,7 +88,12 @@ class FLAPPruning(BaseUpdater):
         return trees.map_matched(score, params)
 
     def create_masks(
-        self, scores: PyTree, sparsities: PyTree, target_sparsities: PyTree | None = None
+        self,
+        scores: PyTree,
+        sparsities: PyTree,
+        target_sparsities: PyTree | None = None,
+        *,
+        sites: masks_lib.Sites | None = None,
     ) -> PyTree:
         return Readers.of(self).select_tree(scores, sparsities)
 
@@ -116,8 +121,7 @@ class FLAPPruning(BaseUpdater):
             bias; the leaf is named.
         """
         table = self.sites(params)
-        with masks_lib.in_use(self, table):
-            readers = Readers.of(self).scored(params, self._target_sparsities(params))
+        readers = Readers.of(self).scored(params, self._target_sparsities(params, table))
         leaves = trees.leaves_by_path(params)
         seen = {
             path: statistic_of(

@@ -113,8 +113,7 @@ class OSSCARPruning(BaseUpdater):
             does more than that; the leaf is named.
         """
         table, scope = self.sites(params), Readers.of(self)
-        with masks_lib.in_use(self, table):
-            targets = self._target_sparsities(params)
+        targets = self._target_sparsities(params, table)
         readers = scope.scored(params, targets)
         seen: dict[KeyPath, Statistic] = {}
         for path, leaf in trees.leaves_by_path(params).items():

@@ -104,8 +104,7 @@ class SparseGPTPruning(BaseUpdater):
             nor `NByM` along an axis that is contracted; the leaf is named.
         """
         table = self.sites(params)
-        with masks_lib.in_use(self, table):
-            targets = self._target_sparsities(params)
+        targets = self._target_sparsities(params, table)
         solved: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
 
         def prune(path: KeyPath, param: Any, target: Any) -> None:

@@ -24,7 +24,7 @@ from sparsity.graph.graph import Graph
 from sparsity.graph.uses import Path
 from sparsity.masks import Pattern, TopkFn
 from sparsity.masks.costs import best_that_fit
-from sparsity.selection import Leaf, Scores, computed, moved_masks, topk_masks
+from sparsity.selection import Leaf, Scores, moved_masks, topk_masks
 from sparsity.selection.scores import stored
 
 
@@ -284,7 +284,7 @@ class Coupled:
                 )
         paths = list(dict.fromkeys(path for group in groups for path, _, _ in group.members))
         by_path = [trees.leaves_by_path(x) for x in trees_of_members]
-        members = [[computed(leaves[path]) for path in paths] for leaves in by_path]
+        members = [[leaves[path] for path in paths] for leaves in by_path]
 
         def of_members(members: list[list[jax.Array]], how: Any) -> list[jax.Array]:
             leaves = [dict(zip(paths, x, strict=True)) for x in members]

@@ -29,14 +29,13 @@ from sparsity.masks import (
     apply_masks,
     check_given,
     check_masks,
-    in_use,
     pack_masks,
     place_masks,
     read_masks,
     unpack_masks,
 )
 from sparsity.sparsity_schedules import update_range
-from sparsity.training.hooks import ExtraArg, call_hook, is_overridden
+from sparsity.training.hooks import ExtraArg, Inputs, call_hook
 from sparsity.training.regrow import (
     check_resettable,
     hidden_by,
@@ -45,7 +44,7 @@ from sparsity.training.regrow import (
     without_grown,
 )
 from sparsity.training.state import SparseState
-from sparsity.training.updater import Updater
+from sparsity.training.updater import Updater, is_overridden
 
 T = TypeVar("T")
 
@@ -76,17 +75,17 @@ def wrap(
             count = jnp.zeros([], jnp.int32)
             return SparseState(0, inner.init(params), 0, count, own)
         table = updater.sites(params)
-        with in_use(updater, table):
-            state = updater.init_state(params)
+        state = call_hook(updater.init_state, params, extra={}, named={"sites": table})
         first = read_masks(state.masks, params, packed, "initial masks")
         if masks is not None:
             first, targets = _given_masks(updater, masks, state.target_sparsities, params, table)
             state = state._replace(target_sparsities=targets)
-        starts_dense = not is_overridden(updater.get_initial_masks) and masks is None
+        starts_dense = not is_overridden(updater, "get_initial_masks") and masks is None
         warn_of_idle(updater, state.target_sparsities, first, starts_dense)
         own = state.algorithm_state
         if own is None:
-            own = updater.init_algorithm_state(trees.prunable(params), first)
+            args = trees.prunable(params), first
+            own = call_hook(updater.init_algorithm_state, *args, extra={}, named={"sites": table})
         # A hook may have made the state by hand, of Python numbers.
         state = SparseState(
             masks=place_masks(pack_masks(first, params) if packed else first, params),
@@ -107,8 +106,8 @@ def wrap(
             optax.add_decayed_weights(0.0).update(updates, optax.EmptyState(), None)
         check_masks(params, state.masks, packed=packed)
         check_gradients(updates, params, state.masks)
-        grads = trees.prunable(updates, params)
-        table = updater.sites(params)
+        inputs = Inputs(params, updates, updater.sites(params), extra_args)
+        grads = inputs.grads
         regrows = may_regrow and hidden_by(params, state.inner_state) is None
 
         def plain(state: SparseState) -> SparseState:
@@ -122,16 +121,16 @@ def wrap(
             return apply_masks(params, masks) if keeps_zeros else params
 
         def call(hook: Callable[..., T], *args: PyTree) -> T:
-            with in_use(updater, table):
-                return call_hook(hook, *args, extra=extra_args)
+            return inputs.call(hook, *args)
 
         def refresh(state: SparseState) -> tuple[SparseState, PyTree]:
             old = plain(state)
             seen = masked(old.masks)
-            if keeps_zeros:
-                table.remember(seen, params, old.masks)
-            new = call(updater.update_state, old, trees.prunable(seen), grads)
-            table.forget()
+            if is_overridden(updater, "update_state"):
+                new = call(updater.update_state, old, trees.prunable(seen), grads)
+            else:
+                under = old.masks if keeps_zeros else None
+                new = old._replace(masks=updater.new_masks(old, inputs._replace(masks=under)))
             new = new._replace(masks=take_masks(new.masks, old.masks, params, packed))
             if not regrows:
                 return kept(new), None
@@ -142,7 +141,7 @@ def wrap(
             grown = pack_masks(plain(state).masks, params) if regrows else None
             return state, jax.tree.map(jnp.zeros_like, grown)
 
-        if is_overridden(updater.accumulate):
+        if is_overridden(updater, "accumulate"):
             old = plain(state)
             new = call(updater.accumulate, old, trees.prunable(masked(old.masks)), grads)
             state = state._replace(
@@ -161,7 +160,7 @@ def wrap(
             is_update = bool(is_update)
             state, grown = refresh(state) if is_update else (state, None)
         now = plain(state)
-        if is_overridden(updater.modify_gradients):
+        if is_overridden(updater, "modify_gradients"):
             seen = trees.prunable(masked(now.masks))
             modified = call(updater.modify_gradients, grads, seen, now)
             updates = trees.map_matched(

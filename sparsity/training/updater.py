@@ -6,17 +6,31 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import chex
 import jax
+import jax.numpy as jnp
 import optax
 
 from sparsity import masks as masks_lib
 from sparsity.core import trees
+from sparsity.core.hashing import generate_random_scores
 from sparsity.core.sharding import ones_like
 from sparsity.core.trees import PyTree
-from sparsity.masks import BatchAxes, Layerwise, Pattern, Scope, Sites, TopkFn, TreeScope
+from sparsity.masks import (
+    BatchAxes,
+    Draw,
+    Layerwise,
+    Pattern,
+    Scope,
+    Sites,
+    TopkFn,
+    TreeScope,
+    drawing,
+    lazy_scores,
+)
 from sparsity.patterns import Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
-from sparsity.training.hooks import ExtraArg, call_hook, default_hook, is_overridden
+from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.state import SparseState, get_sparse_state
 
 
@@ -43,16 +57,13 @@ class Updater:
         """Returns the table of the prunable leaves: each with its pattern and batch axes."""
         raise NotImplementedError
 
-    def sites_of(self, scores: PyTree) -> Sites:
-        """Returns the table of the parameters whose hooks run now, or one of the scores."""
-        raise NotImplementedError
-
-    def init_state(self, params: PyTree) -> SparseState:
+    def init_state(self, params: PyTree, *, sites: Sites | None = None) -> SparseState:
         """Returns the state that a wrapped optimizer starts with, without the inner state."""
         raise NotImplementedError
 
     # Hooks that algorithms override. None of them ever sees packed masks, or leaves that can have
-    # no mask: random keys, integers and functions are None in the trees that hooks get.
+    # no mask: random keys, integers and functions are None in the trees that hooks get. A hook
+    # that names an argument `sites` gets the table that was resolved from the parameters.
 
     def calculate_scores(
         self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
@@ -66,7 +77,6 @@ class Updater:
         """
         raise NotImplementedError(f"{type(self).__name__} must override calculate_scores.")
 
-    @default_hook
     def get_initial_masks(self, params: PyTree, target_sparsities: PyTree) -> PyTree:
         """Returns the masks that the optimizer starts with: by default, all ones.
 
@@ -82,9 +92,13 @@ class Updater:
 
         return trees.map_matched(start, params)
 
-    @default_hook
     def create_masks(
-        self, scores: PyTree, sparsities: PyTree, target_sparsities: PyTree | None = None
+        self,
+        scores: PyTree,
+        sparsities: PyTree,
+        target_sparsities: PyTree | None = None,
+        *,
+        sites: Sites | None = None,
     ) -> PyTree:
         """Returns masks that keep the highest scores of every leaf, or of all, as the scope says.
 
@@ -92,17 +106,60 @@ class Updater:
           scores: tree of scores.
           sparsities: tree of sparsities, `None` for leaves that stay dense.
           target_sparsities: where a ramp ends, for N:M types; `sparsities` by default.
+          sites: `self.sites(params)`. By default they are resolved from the scores: a function of
+            (path, param) sees scores in place of parameters.
 
         Raises:
           ValueError: a sparsity lies outside [0, 1] or a type does not fit; the leaf is named.
         """
-        table = self.sites_of(scores)
+        if sites is None:
+            sites = self.sites(jax.tree.map(_as_weights, scores))
+        sparsities = self._sparsity_tree(sparsities, scores)
         return masks_lib.create_masks(
-            self.scope, table, scores, sparsities, target_sparsities, self.topk_fn
+            self.scope, sites, scores, sparsities, target_sparsities, self.topk_fn
         )
 
+    def _sparsity_tree(self, sparsities: PyTree, scores: PyTree) -> PyTree:
+        """Returns the sparsities that `create_masks` got as a tree like the scores."""
+        return sparsities
+
+    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> PyTree:
+        """Returns the masks of a mask update; a step calls it unless `update_state` is overridden.
+
+        Lazy scores read parameters and masks as they are stored, so that no masked parameters need
+        to be stored beside them.
+
+        Args:
+          sparse_state: the present state.
+          inputs: those of the step.
+        """
+        targets = sparse_state.target_sparsities
+        sparsities = self.scheduler.get_sparsity_at_step(targets, sparse_state.count)
+        weights, grads = inputs.weights, inputs.grads
+        scores: PyTree | None = None
+        draw: Draw = generate_random_scores
+        if not is_overridden(self, "create_masks"):  # which takes lazy scores; others get arrays
+            scores = lazy_scores(self.calculate_scores, weights, inputs.masks, grads)
+            draw = drawing(weights)
+        if scores is None:
+            scores = inputs.call(
+                self.calculate_scores,
+                inputs.seen,
+                sparse_state=sparse_state,
+                grads=grads,
+                named={"draw": draw},
+            )
+        extra = {"target_sparsities": targets}
+        return inputs.call(self.create_masks, scores, sparsities, extra=extra)
+
     def update_state(
-        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
+        self,
+        sparse_state: SparseState,
+        params: PyTree,
+        grads: PyTree,
+        *,
+        sites: Sites | None = None,
+        **extra_args: ExtraArg,
     ) -> SparseState:
         """Returns the state with new masks; called in the steps that the scheduler chooses.
 
@@ -110,25 +167,14 @@ class Updater:
           sparse_state: the present state.
           params: tree of parameters, as in `calculate_scores`.
           grads: tree of gradients.
+          sites: `self.sites(params)`, which is the default.
           **extra_args: what the training loop passed to `update` beside these; `calculate_scores`
             and `create_masks` get those that they name.
         """
-        targets = sparse_state.target_sparsities
-        sparsities = self.scheduler.get_sparsity_at_step(targets, sparse_state.count)
-        scores = None
-        if not is_overridden(self.create_masks):
-            table = self.sites_of(params)
-            hook = self.calculate_scores
-            scores = masks_lib.lazy_scores(hook, table, sparse_state, params, grads)
-        if scores is None:
-            state = {"sparse_state": sparse_state, "grads": grads}
-            scores = call_hook(self.calculate_scores, params, **state, extra=extra_args)
-        extra = {**extra_args, "target_sparsities": targets}
-        with masks_lib.in_use(self, self.sites_of(params)):
-            masks = call_hook(self.create_masks, scores, sparsities, extra=extra)
+        sites = self.sites(params) if sites is None else sites
+        masks = self.new_masks(sparse_state, Inputs(params, grads, sites, extra_args))
         return sparse_state._replace(masks=masks)
 
-    @default_hook
     def init_algorithm_state(self, params: PyTree, masks: PyTree) -> PyTree:
         """Returns the first `algorithm_state`: a tree of arrays, by default nothing.
 
@@ -137,7 +183,6 @@ class Updater:
           masks: the masks that training starts from.
         """
 
-    @default_hook
     def accumulate(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> SparseState:
         """Returns the state with a new `algorithm_state`; called first in every step.
 
@@ -150,7 +195,6 @@ class Updater:
         """
         return sparse_state
 
-    @default_hook
     def modify_gradients(self, grads: PyTree, params: PyTree, sparse_state: SparseState) -> PyTree:
         """Returns the gradients for the inner optimizer; called in every step under the new masks.
 
@@ -197,3 +241,15 @@ class Updater:
         state = get_sparse_state(sparse_state)
         masks_lib.check_masks(params, state.masks, packed=self.use_packed_masks)
         return self.apply_masks(params, state.masks)
+
+
+def is_overridden(updater: Updater, name: str) -> bool:
+    """Whether the class of an updater overrides a hook of `Updater`."""
+    return getattr(type(updater), name) is not getattr(Updater, name)
+
+
+def _as_weights(scores: chex.Array) -> chex.Array | jax.ShapeDtypeStruct:
+    """Returns scores in the place of their weights: the weights of integer scores are floats."""
+    if trees.is_prunable(scores):
+        return scores
+    return jax.ShapeDtypeStruct(jnp.shape(scores), jnp.float32)
