@@ -9,10 +9,11 @@ hooks see plain ones.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +38,7 @@ from sparsity.training.checks import (
     take_masks,
     warn_of_idle,
 )
-from sparsity.training.hooks import ExtraArg, Inputs, call_hook
+from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.regrow import (
     check_resettable,
     hidden_by,
@@ -49,7 +50,199 @@ from sparsity.training.skip import update_unless
 from sparsity.training.state import SparseState
 from sparsity.training.updater import Updater, is_overridden
 
-T = TypeVar("T")
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A wrapped optimizer: `init`, and `update` with its phases.
+
+    Attributes:
+      updater: says which masks there are, and when they change.
+      inner: the optimizer.
+      masks: masks to start from; `None` leaves them to the updater.
+      packed: whether the state holds packed masks.
+      lands_on_zeros: whether updates put pruned weights at exactly 0.0.
+      keeps_zeros: whether pruned weights are 0 between steps, so that hooks see them there.
+      may_regrow: whether weights that come back into a mask restart.
+    """
+
+    updater: Updater
+    inner: optax.GradientTransformationExtraArgs
+    masks: PyTree | None
+    packed: bool
+    lands_on_zeros: bool
+    keeps_zeros: bool
+    may_regrow: bool
+
+    @classmethod
+    def wrap(
+        cls, updater: Updater, inner: optax.GradientTransformation, masks: PyTree | None
+    ) -> Step:
+        """Returns the step of an updater around an optimizer."""
+        lands = updater.is_sparse_updates
+        if lands is None:
+            lands = not updater.keeps_dense_weights
+        keeps_zeros = lands or not updater.keeps_dense_weights
+        may_regrow = keeps_zeros if updater.regrows is None else updater.regrows
+        inner = optax.with_extra_args_support(inner)
+        packed = updater.use_packed_masks
+        return cls(updater, inner, masks, packed, lands, keeps_zeros, may_regrow)
+
+    def init(self, params: PyTree) -> SparseState:
+        """Returns the first state."""
+        updater = self.updater
+        if _is_placeholder(params):
+            # Masks and targets are no parameters for optax.tree.map_params: each is one leaf.
+            memory = updater.init_algorithm_state(params, params)
+            return SparseState(0, self.inner.init(params), 0, jnp.zeros([], jnp.int32), memory)
+        inputs = Inputs(params, None, updater.sites(params), {})
+        state = inputs.call(updater.init_state, params)
+        masks = read_masks(state.masks, params, self.packed, "initial masks")
+        targets, memory = state.target_sparsities, state.algorithm_state
+        if self.masks is not None:
+            masks, targets = take_initial_masks(updater, self.masks, targets, params, inputs.sites)
+        starts_dense = not is_overridden(updater, "get_initial_masks") and self.masks is None
+        warn_of_idle(updater, targets, masks, starts_dense)
+        if memory is None:
+            memory = inputs.call(updater.init_algorithm_state, inputs.weights, masks)
+        # A hook may have made the state by hand, of Python numbers.
+        state = SparseState(
+            masks=place_masks(self._stored(masks, params), params),
+            inner_state=self.inner.init(params),
+            target_sparsities=jax.tree.map(on_device, targets),
+            count=on_device(0 if state.count is None else state.count, np.int32),
+            algorithm_state=memory,
+        )
+        if self.may_regrow:
+            name, is_sure = type(updater).__name__, bool(updater.regrows)
+            check_resettable(params, state.inner_state, name, is_sure)
+        return state
+
+    def update(
+        self,
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree | None = None,
+        **extra_args: ExtraArg,
+    ) -> tuple[PyTree, SparseState]:
+        """Returns the updates of a step, from gradients, and the next state."""
+        inputs = self.check(updates, state, params, extra_args)
+        state = self.accumulate(state, inputs)
+        state, change = self.refresh(state, inputs)
+        steps, state = self.transform(state, inputs, change)
+        return self.land(steps, state, inputs, change), state
+
+    def check(
+        self, updates: PyTree, state: SparseState, params: PyTree | None, extra: dict[str, ExtraArg]
+    ) -> Inputs:
+        """Returns the inputs of a step; an error names what does not fit."""
+        if params is None:  # optax says what is missing, in its own words
+            optax.add_decayed_weights(0.0).update(updates, optax.EmptyState(), None)
+        check_masks(params, state.masks, packed=self.packed)
+        check_gradients(updates, params, state.masks)
+        return Inputs(params, updates, self.updater.sites(params), extra)
+
+    def accumulate(self, state: SparseState, inputs: Inputs) -> SparseState:
+        """Lets the algorithm take the step into its `algorithm_state`."""
+        if not is_overridden(self.updater, "accumulate"):
+            return state
+        plain, inputs = self._read(state, inputs)
+        new = inputs.call(self.updater.accumulate, plain, inputs.seen, inputs.grads)
+        memory = same_structure(new.algorithm_state, state.algorithm_state)
+        return state._replace(algorithm_state=memory)
+
+    def refresh(self, state: SparseState, inputs: Inputs) -> tuple[SparseState, Change]:
+        """Updates the masks, in the steps that the scheduler chooses."""
+        regrows = self.may_regrow and hidden_by(inputs.params, state.inner_state) is None
+
+        def renew(state: SparseState) -> tuple[SparseState, Change]:
+            return self.renew(state, inputs, regrows)
+
+        def go_on(state: SparseState) -> tuple[SparseState, Change]:
+            grown = None
+            if regrows:
+                plain, _ = self._read(state, inputs)
+                grown = jax.tree.map(jnp.zeros_like, pack_masks(plain.masks, inputs.params))
+            return state, Change(False, grown)
+
+        is_update = self.updater.scheduler.is_mask_update_iter(state.count)
+        if is_traced(is_update):
+            # `is_update` is returned, and thereby stored: else every kernel that reads it would
+            # compute it again.
+            result: tuple[SparseState, Change] = jax.lax.cond(is_update, renew, go_on, state)
+            return result
+        return renew(state) if is_update else (state, Change(False))
+
+    def renew(
+        self, state: SparseState, inputs: Inputs, regrows: bool
+    ) -> tuple[SparseState, Change]:
+        """Returns the state with new masks, and what they change."""
+        updater, params = self.updater, inputs.params
+        old, inputs = self._read(state, inputs)
+        if is_overridden(updater, "update_state"):
+            new = inputs.call(updater.update_state, old, inputs.seen, inputs.grads)
+        else:
+            new = old._replace(masks=updater.new_masks(old, inputs))
+        new = new._replace(masks=take_masks(new.masks, old.masks, params, self.packed))
+        grown = None
+        if regrows:
+            seen = apply_masks(params, old.masks) if self.keeps_zeros else params
+            new, grown = restart_regrown(old, new, params, self.inner.init(seen))
+        return new._replace(masks=self._stored(new.masks, params)), Change(True, grown)
+
+    def transform(
+        self, state: SparseState, inputs: Inputs, change: Change
+    ) -> tuple[PyTree, SparseState]:
+        """Runs the inner optimizer on gradients that the algorithm modifies and masks."""
+        updater, updates = self.updater, inputs.gradients
+        plain, inputs = self._read(state, inputs)
+        if is_overridden(updater, "modify_gradients"):
+            modified = inputs.call(updater.modify_gradients, inputs.grads, inputs.seen, plain)
+            updates = trees.map_matched(
+                lambda _, grad, new: grad if new is None else new, updates, modified
+            )
+        if updater.is_sparse_gradients:
+            updates = apply_masks(updates, plain.masks, role="gradients")
+        params = without_grown(inputs.params, change.grown) if self.keeps_zeros else inputs.params
+        steps, inner_state = update_unless(
+            change.is_update if updater.skip_gradients else False,
+            functools.partial(self.inner.update, **inputs.extra),
+            updates,
+            state.inner_state,
+            params,
+        )
+        count = optax.safe_increment(state.count)
+        return steps, state._replace(inner_state=inner_state, count=count)
+
+    def land(self, steps: PyTree, state: SparseState, inputs: Inputs, change: Change) -> PyTree:
+        """Makes updates that start grown weights from 0, and take pruned ones there."""
+        if self.keeps_zeros:
+            steps = start_from_zero(steps, inputs.params, change.grown)
+        if self.lands_on_zeros:
+            plain, _ = self._read(state, inputs)
+            steps = land_on_zeros(steps, inputs.params, plain.masks)
+        return steps
+
+    def _read(self, state: SparseState, inputs: Inputs) -> tuple[SparseState, Inputs]:
+        """Returns the state and the inputs as hooks see them: plain masks, weights under them."""
+        if self.packed:
+            state = state._replace(masks=unpack_masks(state.masks, inputs.params))
+        return state, inputs._replace(masks=state.masks if self.keeps_zeros else None)
+
+    def _stored(self, masks: PyTree, params: PyTree) -> PyTree:
+        """Returns plain masks as the state holds them."""
+        return pack_masks(masks, params) if self.packed else masks
+
+
+class Change(NamedTuple):
+    """What the refresh of a step has changed.
+
+    Attributes:
+      is_update: whether masks were updated, a bool or a traced one.
+      grown: tree of packed masks of the weights that came back; `None` where none can.
+    """
+
+    is_update: chex.Numeric
+    grown: PyTree | None = None
 
 
 def wrap(
@@ -62,132 +255,8 @@ def wrap(
       inner: any optax transformation.
       masks: masks to start from; `None` leaves them to the updater.
     """
-    inner = optax.with_extra_args_support(inner)
-    packed = updater.use_packed_masks
-    # Whether updates put pruned weights at zero, and whether these are zero between steps.
-    lands_on_zeros = updater.is_sparse_updates
-    if lands_on_zeros is None:
-        lands_on_zeros = not updater.keeps_dense_weights
-    keeps_zeros = lands_on_zeros or not updater.keeps_dense_weights
-    may_regrow = keeps_zeros if updater.regrows is None else updater.regrows
-
-    def init_fn(params: PyTree) -> SparseState:
-        if _is_placeholder(params):
-            # Masks and targets are no parameters for optax.tree.map_params: each is one leaf.
-            own = updater.init_algorithm_state(params, params)
-            count = jnp.zeros([], jnp.int32)
-            return SparseState(0, inner.init(params), 0, count, own)
-        table = updater.sites(params)
-        state = call_hook(updater.init_state, params, extra={}, named={"sites": table})
-        first = read_masks(state.masks, params, packed, "initial masks")
-        if masks is not None:
-            first, targets = take_initial_masks(
-                updater, masks, state.target_sparsities, params, table
-            )
-            state = state._replace(target_sparsities=targets)
-        starts_dense = not is_overridden(updater, "get_initial_masks") and masks is None
-        warn_of_idle(updater, state.target_sparsities, first, starts_dense)
-        own = state.algorithm_state
-        if own is None:
-            args = trees.prunable(params), first
-            own = call_hook(updater.init_algorithm_state, *args, extra={}, named={"sites": table})
-        # A hook may have made the state by hand, of Python numbers.
-        state = SparseState(
-            masks=place_masks(pack_masks(first, params) if packed else first, params),
-            inner_state=inner.init(params),
-            target_sparsities=jax.tree.map(on_device, state.target_sparsities),
-            count=on_device(0 if state.count is None else state.count, np.int32),
-            algorithm_state=own,
-        )
-        if may_regrow:
-            name, is_sure = type(updater).__name__, bool(updater.regrows)
-            check_resettable(params, state.inner_state, name, is_sure)
-        return state
-
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: ExtraArg
-    ) -> tuple[PyTree, SparseState]:
-        if params is None:  # optax says what is missing, in its own words
-            optax.add_decayed_weights(0.0).update(updates, optax.EmptyState(), None)
-        check_masks(params, state.masks, packed=packed)
-        check_gradients(updates, params, state.masks)
-        inputs = Inputs(params, updates, updater.sites(params), extra_args)
-        grads = inputs.grads
-        regrows = may_regrow and hidden_by(params, state.inner_state) is None
-
-        def plain(state: SparseState) -> SparseState:
-            """The state as hooks see it."""
-            return state._replace(masks=unpack_masks(state.masks, params)) if packed else state
-
-        def kept(state: SparseState) -> SparseState:
-            return state._replace(masks=pack_masks(state.masks, params)) if packed else state
-
-        def masked(masks: PyTree) -> PyTree:
-            return apply_masks(params, masks) if keeps_zeros else params
-
-        def call(hook: Callable[..., T], *args: PyTree) -> T:
-            return inputs.call(hook, *args)
-
-        def refresh(state: SparseState) -> tuple[SparseState, PyTree]:
-            old = plain(state)
-            seen = masked(old.masks)
-            if is_overridden(updater, "update_state"):
-                new = call(updater.update_state, old, trees.prunable(seen), grads)
-            else:
-                under = old.masks if keeps_zeros else None
-                new = old._replace(masks=updater.new_masks(old, inputs._replace(masks=under)))
-            new = new._replace(masks=take_masks(new.masks, old.masks, params, packed))
-            if not regrows:
-                return kept(new), None
-            new, grown = restart_regrown(old, new, params, inner.init(seen))
-            return kept(new), grown
-
-        def go_on(state: SparseState) -> tuple[SparseState, PyTree]:
-            grown = pack_masks(plain(state).masks, params) if regrows else None
-            return state, jax.tree.map(jnp.zeros_like, grown)
-
-        if is_overridden(updater, "accumulate"):
-            old = plain(state)
-            new = call(updater.accumulate, old, trees.prunable(masked(old.masks)), grads)
-            state = state._replace(
-                algorithm_state=same_structure(new.algorithm_state, state.algorithm_state)
-            )
-        is_update = updater.scheduler.is_mask_update_iter(state.count)
-        if is_traced(is_update):
-            # Returned, it is stored: else every kernel that reads it would compute it again.
-            state, grown, is_update = jax.lax.cond(
-                is_update,
-                lambda state: (*refresh(state), True),
-                lambda state: (*go_on(state), False),
-                state,
-            )
-        else:
-            is_update = bool(is_update)
-            state, grown = refresh(state) if is_update else (state, None)
-        now = plain(state)
-        if is_overridden(updater, "modify_gradients"):
-            seen = trees.prunable(masked(now.masks))
-            modified = call(updater.modify_gradients, grads, seen, now)
-            updates = trees.map_matched(
-                lambda _, given, own: given if own is None else own, updates, modified
-            )
-        if updater.is_sparse_gradients:
-            updates = apply_masks(updates, now.masks, role="gradients")
-        steps, inner_state = update_unless(
-            is_update if updater.skip_gradients else False,
-            functools.partial(inner.update, **extra_args),
-            updates,
-            state.inner_state,
-            without_grown(params, grown) if keeps_zeros else params,
-        )
-        if keeps_zeros:
-            steps = start_from_zero(steps, params, grown)
-        if lands_on_zeros:
-            steps = land_on_zeros(steps, params, now.masks)
-        count = optax.safe_increment(state.count)
-        return steps, state._replace(inner_state=inner_state, count=count)
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    step = Step.wrap(updater, inner, masks)
+    return optax.GradientTransformationExtraArgs(step.init, step.update)
 
 
 def wrap_dense(
