@@ -208,17 +208,11 @@ def prune_at_init(
     """
     check_fraction("sparsity", sparsity)
     check_int("rounds", rounds, 1)
-    given = {"loss_fn": loss_fn, "batches": batches, "fn": fn, "inputs": inputs}
-    if name not in _NEEDS:
-        raise ValueError(f"name: {name!r} is not known. {known(name, _NEEDS)}")
-    function, data = needs = _NEEDS[name]
-    if missing := [key for key in needs if given[key] is None]:
-        raise ValueError(
-            f"{name!r} scores weights by {function} and {data}, got {missing[0]} = None: call "
-            f"prune_at_init({name!r}, params, sparsity, {function}=..., {data}=...)."
-        )
-    score = functools.partial(_SCORES[name], given[function])
-    scores = score(params, given[data])
+    sources = {"loss_fn": loss_fn, "batches": batches, "fn": fn, "inputs": inputs}
+    _check_sources(name, sources)
+    function, data = (sources[key] for key in _NEEDS[name])
+    score = functools.partial(_SCORES[name], function)
+    scores = score(params, data)
     _check_scores(name, scores, Uniform(sparsity)(params))
     if name == "synflow":
         masks = _in_rounds(score, params, inputs, sparsity, rounds)
@@ -279,6 +273,18 @@ _NEEDS = {
     "grasp": ("loss_fn", "batches"),
     "synflow": ("fn", "inputs"),
 }
+
+
+def _check_sources(name: str, sources: dict[str, Any]) -> None:
+    """Raises a ValueError for unknown scores, or for a function or data that they lack."""
+    if name not in _NEEDS:
+        raise ValueError(f"name: {name!r} is not known. {known(name, _NEEDS)}")
+    function, data = needs = _NEEDS[name]
+    if missing := [key for key in needs if sources[key] is None]:
+        raise ValueError(
+            f"{name!r} scores weights by {function} and {data}, got {missing[0]} = None: call "
+            f"prune_at_init({name!r}, params, sparsity, {function}=..., {data}=...)."
+        )
 
 
 def _check_scores(name: str, scores: PyTree, targets: PyTree) -> None:

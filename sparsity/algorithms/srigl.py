@@ -150,11 +150,7 @@ def constant_fan_in(
         mask, drop_scores, grow_scores, drop_fraction, pattern, batch_axes=batch_axes
     )
     counts = jnp.sum(salient, inner, jnp.int32)
-    # A table of products by Python: a compiled one may round to another integer.
-    bounds = np.maximum(np.floor(min_salient * np.arange(inputs + 1)), 1).astype(np.int32)
-    fewest = jnp.minimum(neurons, budget // inputs + 1)
-    reached = jnp.take(jnp.sort(counts, descending=True), fewest - 1, axis=-1)
-    stays = counts >= jnp.minimum(jnp.asarray(bounds)[budget // neurons], reached)[..., None]
+    stays = _neurons_that_stay(counts, inputs, budget, min_salient)
     fan_in = jnp.minimum(inputs, budget // jnp.sum(stays, -1, jnp.int32))
 
     active = jnp.sum(mask, (*inner, mask.ndim - 1), jnp.int32)
@@ -168,6 +164,18 @@ def constant_fan_in(
     lacking = most - jnp.sum(kept, tuple(range(batch_axes + 1, kept.ndim)), jnp.int32)
     grown = topk_mask(grow, lacking, where=1 - kept, batch_axes=batch_axes + 1)
     return jnp.moveaxis(kept | grown, batch_axes, -1)
+
+
+def _neurons_that_stay(
+    counts: jax.Array, inputs: int, budget: jax.Array, min_salient: float
+) -> jax.Array:
+    """Returns which neurons stay, bool[*batch, neurons], from their numbers of salient weights."""
+    neurons = counts.shape[-1]
+    # A table of products by Python: a compiled one may round to another integer.
+    bounds = np.maximum(np.floor(min_salient * np.arange(inputs + 1)), 1).astype(np.int32)
+    fewest = jnp.minimum(neurons, budget // inputs + 1)
+    reached = jnp.take(jnp.sort(counts, descending=True), fewest - 1, axis=-1)
+    return counts >= jnp.minimum(jnp.asarray(bounds)[budget // neurons], reached)[..., None]
 
 
 def _random_fan_in(batch_axes: int, scores: jax.Array, sparsity: chex.Numeric) -> jax.Array:
