@@ -17,7 +17,6 @@ import numpy as np
 import optax
 
 from sparsity import masks as masks_lib
-from sparsity.core import trees
 from sparsity.core.names import Registry
 from sparsity.core.sharding import on_device
 from sparsity.core.trees import PyTree
@@ -25,7 +24,7 @@ from sparsity.masks import Sites
 from sparsity.sparsity_distributions import Distribution, overrides_of, target_sparsities, uniform
 from sparsity.training import step
 from sparsity.training.fields import check_fields, check_names, hash_of_fields, have_equal_fields
-from sparsity.training.hooks import ExtraArg, call_hook
+from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.state import SparseState
 from sparsity.training.updater import Updater
 
@@ -155,18 +154,10 @@ class BaseUpdater(Updater):
         Returns:
           (pruned params, masks); the masks are packed with `use_packed_masks`.
         """
-        sites = self.sites(params)
-        targets = self._target_sparsities(params, sites)
-        scores = call_hook(
-            self.calculate_scores,
-            trees.prunable(params),
-            grads=None if grads is None else trees.prunable(grads, params),
-            extra=extra_args,
-            named={"sites": sites},
-        )
-        masks = call_hook(
-            self.create_masks, scores, targets, extra=extra_args, named={"sites": sites}
-        )
+        inputs = Inputs(params, grads, self.sites(params), extra_args)
+        targets = self._target_sparsities(params, inputs.sites)
+        scores = inputs.call(self.calculate_scores, inputs.weights, grads=inputs.grads)
+        masks = inputs.call(self.create_masks, scores, targets)
         masks = masks_lib.read_masks(masks, params, self.use_packed_masks)
         pruned = masks_lib.apply_masks(params, masks)
         return pruned, masks_lib.pack_masks(masks, params) if self.use_packed_masks else masks
@@ -181,17 +172,11 @@ class BaseUpdater(Updater):
         Raises:
           ValueError: a sparsity lies outside [0, 1] or a type does not fit; the leaf is named.
         """
-        sites = self.sites(params) if sites is None else sites
-        targets = self._target_sparsities(params, sites)
+        inputs = Inputs(params, None, self.sites(params) if sites is None else sites, {})
+        targets = self._target_sparsities(params, inputs.sites)
         if targets is not None:
             targets = jax.tree.map(on_device, targets)
-        masks = call_hook(
-            self.get_initial_masks,
-            trees.prunable(params),
-            targets,
-            extra={},
-            named={"sites": sites},
-        )
+        masks = inputs.call(self.get_initial_masks, inputs.weights, targets)
         packed = self.use_packed_masks
         masks = masks_lib.read_masks(masks, params, packed)
         return SparseState(

@@ -32,7 +32,7 @@ from sparsity.masks import (
     move_masks,
 )
 from sparsity.sparsity_schedules import update_range, values_of
-from sparsity.training.hooks import ExtraArg, Inputs, call_hook
+from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.state import SparseState
 from sparsity.training.updater import is_overridden
 
@@ -85,13 +85,11 @@ class SparseTraining(BaseUpdater):
     def get_initial_masks(
         self, params: PyTree, target_sparsities: PyTree, *, sites: Sites | None = None
     ) -> PyTree:
-        is_plain = not is_overridden(self, "create_masks")  # others get arrays
-        draw = drawing(params) if is_plain else generate_random_scores
+        takes_arrays = is_overridden(self, "create_masks")
+        draw = generate_random_scores if takes_arrays else drawing(params)
         scores = draw(params, self.rng_seed)
-        sites = self.sites(params) if sites is None else sites
-        return call_hook(
-            self.create_masks, scores, target_sparsities, extra={}, named={"sites": sites}
-        )
+        inputs = Inputs(params, None, self.sites(params) if sites is None else sites, {})
+        return inputs.call(self.create_masks, scores, target_sparsities)
 
     def instant_sparsify(
         self, params: PyTree, grads: PyTree | None = None, **extra_args: ExtraArg

@@ -237,7 +237,10 @@ class EpochStrategy(BaseUpdater):
         masks = None
         for stage in self._stages(params):
             seen = trees.prunable(apply_masks(params, masks))
-            scores = call_hook(self.calculate_scores, seen, grads=grads, extra=extra_args)
+            named = {"sites": self.sites(params)}
+            scores = call_hook(
+                self.calculate_scores, seen, grads=grads, extra=extra_args, named=named
+            )
             masks = _masks(stage, scores, masks)
         pruned = apply_masks(params, masks)
         return pruned, pack_masks(masks, params) if self.use_packed_masks else masks

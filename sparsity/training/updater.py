@@ -138,7 +138,7 @@ class Updater:
         weights, grads = inputs.weights, inputs.grads
         scores: PyTree | None = None
         draw: Draw = generate_random_scores
-        if not is_overridden(self, "create_masks"):  # which takes lazy scores; others get arrays
+        if not is_overridden(self, "create_masks"):  # overrides get arrays
             scores = lazy_scores(self.calculate_scores, weights, inputs.masks, grads)
             draw = drawing(weights)
         if scores is None:
@@ -244,8 +244,9 @@ class Updater:
 
 
 def is_overridden(updater: Updater, name: str) -> bool:
-    """Whether the class of an updater overrides a hook of `Updater`."""
-    return getattr(type(updater), name) is not getattr(Updater, name)
+    """Whether an updater has another hook than `Updater`."""
+    hook = getattr(updater, name)
+    return getattr(hook, "__func__", hook) is not getattr(Updater, name)
 
 
 def _as_weights(scores: chex.Array) -> chex.Array | jax.ShapeDtypeStruct:
