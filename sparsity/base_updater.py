@@ -1,4 +1,4 @@
-"""The base of all algorithms: options, hooks and entry points.
+"""The base of all algorithms: the entry points; its fields and hooks are in `training.updater`.
 
 `BaseUpdater.wrap_optax` turns any optax transformation into one that keeps masks in its state. An
 algorithm overrides a hook, usually `calculate_scores`; `sparsity.training` calls the hooks in each
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import jax
@@ -17,22 +17,20 @@ import numpy as np
 import optax
 
 from sparsity import masks as masks_lib
-from sparsity.core import trees
 from sparsity.core.names import Registry
-from sparsity.core.sharding import on_device, ones_like
+from sparsity.core.sharding import on_device
 from sparsity.core.trees import PyTree
-from sparsity.masks import BatchAxes, Layerwise, Pattern, Scope, Sites, TopkFn
-from sparsity.patterns import Unstructured
+from sparsity.masks import Sites
 from sparsity.sparsity_distributions import Distribution, read_overrides, target_sparsities, uniform
-from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training import step
 from sparsity.training.fields import check_fields, check_names, hash_of_fields, have_equal_fields
-from sparsity.training.hooks import ExtraArg, call_hook, default_hook, is_overridden
-from sparsity.training.state import SparseState, get_sparse_state
+from sparsity.training.hooks import ExtraArg, Inputs
+from sparsity.training.state import SparseState
+from sparsity.training.updater import Updater
 
 
 @dataclasses.dataclass(kw_only=True)
-class BaseUpdater:
+class BaseUpdater(Updater):
     """Wraps an optimizer with sparsity; subclasses say what a weight is worth.
 
     Updaters compare and hash by their class and their fields, so that they serve as static
@@ -84,20 +82,9 @@ class BaseUpdater:
       >>> tx = pruner.wrap_optax(optax.sgd(0.1))
     """
 
-    scheduler: Schedule = NoUpdateSchedule()
-    skip_gradients: bool = False
-    is_sparse_gradients: bool = False
-    sparsity_type: Pattern | Callable[[tuple[str, ...], jax.Array], Pattern] = Unstructured()
+    # The others are in `Updater`; distributions are on the floor of `training`.
     sparsity_distribution_fn: Distribution | None = uniform
-    scope: Scope | masks_lib.TreeScope = Layerwise()
-    rng_seed: int | jax.Array = 8
-    use_packed_masks: bool = False
-    topk_fn: TopkFn | None = None
-    is_sparse_updates: bool | None = None
-    batch_axes: BatchAxes = 0
 
-    regrows: ClassVar[bool | None] = None
-    keeps_dense_weights: ClassVar[bool] = False
     _assumes_dense_weights: ClassVar[bool] = False  # and does not state it
     config_keys: ClassVar[tuple[str, ...]] = ()
     schedule_type: ClassVar[str] = "polynomial"
@@ -117,7 +104,7 @@ class BaseUpdater:
             cls._assumes_dense_weights = False
         elif overrides("post_gradient_update", "apply_masks"):
             cls.keeps_dense_weights = cls._assumes_dense_weights = True
-        hooks = "calculate_scores", "create_masks", "update_state"
+        hooks = "calculate_scores", "create_masks", "new_masks", "update_state"
         if "regrows" not in own and not cls.regrows and overrides(*hooks):
             cls.regrows = None
         # Otherwise @dataclass writes an __eq__ of its own and, with it, a __hash__ of None.
@@ -139,156 +126,9 @@ class BaseUpdater:
     def __hash__(self) -> int:
         return hash_of_fields(self)
 
-    # Hooks that algorithms override. None of them ever sees packed masks, or leaves that can have
-    # no mask: random keys, integers and functions are None in the trees that hooks get.
-
-    def calculate_scores(
-        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
-    ) -> PyTree:
-        """Returns what each weight is worth: a tree like `params`; the highest scores are kept.
-
-        Args:
-          params: tree of parameters, with the present masks applied where pruned weights stay zero.
-          sparse_state: the present state, `None` in `instant_sparsify`.
-          grads: tree of gradients, where there are any.
-        """
-        raise NotImplementedError(f"{type(self).__name__} must override calculate_scores.")
-
     def get_distribution_fn(self) -> Distribution | None:
         """Returns the function from params to target sparsities, `None` if all stays dense."""
         return self.sparsity_distribution_fn
-
-    @default_hook
-    def get_initial_masks(self, params: PyTree, target_sparsities: PyTree) -> PyTree:
-        """Returns the masks that the optimizer starts with: by default, all ones.
-
-        Args:
-          params: tree of parameters.
-          target_sparsities: tree of sparsities, `None` for leaves that stay dense.
-        """
-
-        masked = masks_lib.masked_paths(self.scope, params, target_sparsities)
-
-        def start(path: trees.KeyPath, param: Any) -> Any:
-            return ones_like(param) if path in masked else None
-
-        return trees.map_matched(start, params)
-
-    @default_hook
-    def create_masks(
-        self, scores: PyTree, sparsities: PyTree, target_sparsities: PyTree | None = None
-    ) -> PyTree:
-        """Returns masks that keep the highest scores of every leaf, or of all, as the scope says.
-
-        Args:
-          scores: tree of scores.
-          sparsities: tree of sparsities, `None` for leaves that stay dense.
-          target_sparsities: where a ramp ends, for N:M types; `sparsities` by default.
-
-        Raises:
-          ValueError: a sparsity lies outside [0, 1] or a type does not fit; the leaf is named.
-        """
-        table = self.sites_of(scores)
-        return masks_lib.create_masks(
-            self.scope, table, scores, sparsities, target_sparsities, self.topk_fn
-        )
-
-    def update_state(
-        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
-    ) -> SparseState:
-        """Returns the state with new masks; called in the steps that the scheduler chooses.
-
-        Args:
-          sparse_state: the present state.
-          params: tree of parameters, as in `calculate_scores`.
-          grads: tree of gradients.
-          **extra_args: what the training loop passed to `update` beside these; `calculate_scores`
-            and `create_masks` get those that they name.
-        """
-        targets = sparse_state.target_sparsities
-        sparsities = self.scheduler.get_sparsity_at_step(targets, sparse_state.count)
-        scores = None
-        if not is_overridden(self.create_masks):
-            table = self.sites_of(params)
-            hook = self.calculate_scores
-            scores = masks_lib.lazy_scores(hook, table, sparse_state, params, grads)
-        if scores is None:
-            state = {"sparse_state": sparse_state, "grads": grads}
-            scores = call_hook(self.calculate_scores, params, **state, extra=extra_args)
-        extra = {**extra_args, "target_sparsities": targets}
-        with masks_lib.in_use(self, self.sites_of(params)):
-            masks = call_hook(self.create_masks, scores, sparsities, extra=extra)
-        return sparse_state._replace(masks=masks)
-
-    @default_hook
-    def init_algorithm_state(self, params: PyTree, masks: PyTree) -> PyTree:
-        """Returns the first `algorithm_state`: a tree of arrays, by default nothing.
-
-        Args:
-          params: tree of parameters.
-          masks: the masks that training starts from.
-        """
-
-    @default_hook
-    def accumulate(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> SparseState:
-        """Returns the state with a new `algorithm_state`; called first in every step.
-
-        Free when not overridden. Other fields of the result are not used.
-
-        Args:
-          sparse_state: the present state.
-          params: tree of parameters, as in `calculate_scores`.
-          grads: tree of gradients.
-        """
-        return sparse_state
-
-    @default_hook
-    def modify_gradients(self, grads: PyTree, params: PyTree, sparse_state: SparseState) -> PyTree:
-        """Returns the gradients for the inner optimizer; called in every step under the new masks.
-
-        Free when not overridden. With `is_sparse_gradients` the masks are applied to the result.
-
-        Args:
-          grads: tree of gradients.
-          params: tree of parameters, as in `calculate_scores`.
-          sparse_state: the state with the masks of this step.
-        """
-        return grads
-
-    def apply_masks(self, params: PyTree, masks: PyTree, is_packed: bool | None = None) -> PyTree:
-        """Returns `params` with pruned entries at exactly 0.0.
-
-        Args:
-          params: tree of parameters (or gradients, or scores).
-          masks: tree of masks, `None` for leaves that are returned as they are.
-          is_packed: whether the masks are packed; `None` means as `use_packed_masks` says, or not.
-
-        Raises:
-          ValueError: a mask has no leaf in `params`, or one of another shape.
-        """
-        may_be_packed = self.use_packed_masks if is_packed is None else is_packed
-        read = masks_lib.read_masks(masks, params, may_be_packed)
-        return masks_lib.apply_masks(params, read)
-
-    def pre_forward_update(self, params: PyTree, opt_state: optax.OptState) -> PyTree:
-        """Returns the parameters for the forward pass; by default as they are.
-
-        Args:
-          params: tree of parameters.
-          opt_state: a SparseState, or an optimizer state that holds one.
-        """
-        return params
-
-    def post_gradient_update(self, params: PyTree, sparse_state: optax.OptState) -> PyTree:
-        """Returns the parameters after a step, pruned weights at exactly 0.0.
-
-        Args:
-          params: tree of parameters.
-          sparse_state: a SparseState, or an optimizer state that holds one.
-        """
-        state = get_sparse_state(sparse_state)
-        masks_lib.check_masks(params, state.masks, packed=self.use_packed_masks)
-        return self.apply_masks(params, state.masks)
 
     @classmethod
     def read_config(cls, options: Mapping[str, object]) -> dict[str, object]:
@@ -314,30 +154,29 @@ class BaseUpdater:
         Returns:
           (pruned params, masks); the masks are packed with `use_packed_masks`.
         """
-        with masks_lib.in_use(self, self.sites(params)):
-            targets = self._target_sparsities(params)
-            scores = call_hook(
-                self.calculate_scores,
-                trees.prunable(params),
-                grads=None if grads is None else trees.prunable(grads, params),
-                extra=extra_args,
-            )
-            masks = call_hook(self.create_masks, scores, targets, extra=extra_args)
+        inputs = Inputs(params, grads, self.sites(params), extra_args)
+        targets = self._target_sparsities(params, inputs.sites)
+        scores = inputs.call(self.calculate_scores, inputs.weights, grads=inputs.grads)
+        masks = inputs.call(self.create_masks, scores, targets)
         masks = masks_lib.read_masks(masks, params, self.use_packed_masks)
         pruned = masks_lib.apply_masks(params, masks)
         return pruned, masks_lib.pack_masks(masks, params) if self.use_packed_masks else masks
 
-    def init_state(self, params: PyTree) -> SparseState:
+    def init_state(self, params: PyTree, *, sites: Sites | None = None) -> SparseState:
         """Returns the state that a wrapped optimizer starts with, without the inner state.
+
+        Args:
+          params: tree of parameters.
+          sites: `self.sites(params)`, which is the default.
 
         Raises:
           ValueError: a sparsity lies outside [0, 1] or a type does not fit; the leaf is named.
         """
-        with masks_lib.in_use(self, self.sites(params)):
-            targets = self._target_sparsities(params)
-            if targets is not None:
-                targets = jax.tree.map(on_device, targets)
-            masks = self.get_initial_masks(trees.prunable(params), targets)
+        inputs = Inputs(params, None, self.sites(params) if sites is None else sites, {})
+        targets = self._target_sparsities(params, inputs.sites)
+        if targets is not None:
+            targets = jax.tree.map(on_device, targets)
+        masks = inputs.call(self.get_initial_masks, inputs.weights, targets)
         packed = self.use_packed_masks
         masks = masks_lib.read_masks(masks, params, packed)
         return SparseState(
@@ -405,21 +244,9 @@ class BaseUpdater:
         budget: Any = distribution_fn if hasattr(distribution_fn, "cost") else None
         return Sites(params, self.sparsity_type, self.batch_axes, overrides, budget=budget)
 
-    def sites_of(self, scores: PyTree) -> Sites:
-        """Returns the table of the parameters whose hooks run now, or one of the scores."""
-        table = masks_lib.table_in_use(self)
-        if table is not None and table.covers(scores):
-            return table
-        table = self.sites(scores)
-        if table.covers(scores):
-            return table
-        overrides = read_overrides(self.get_distribution_fn())
-        return Sites(scores, self.sparsity_type, self.batch_axes, overrides, of_scores=True)
-
-    def _target_sparsities(self, params: PyTree) -> PyTree:
-        table = masks_lib.table_in_use(self) or self.sites(params)
+    def _target_sparsities(self, params: PyTree, sites: Sites) -> PyTree:
         distribution_fn = self.get_distribution_fn()
-        return target_sparsities(distribution_fn, params, table, self.scope, self.batch_axes)
+        return target_sparsities(distribution_fn, params, sites, self.scope, self.batch_axes)
 
 
 ALGORITHM_REGISTRY: Registry[type[BaseUpdater]] = Registry("algorithm")

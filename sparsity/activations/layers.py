@@ -72,23 +72,10 @@ def sparsify_linen(
 
     @functools.wraps(apply)
     def sparse_apply(*args: P.args, **kwargs: P.kwargs) -> R:
-        seen: dict[str, None] = {}  # the names of all layers that run, in order
-
-        def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-            out = call(*args, **kwargs)
-            name = "/".join(context.module.path)
-            if context.method_name != "__call__" or not name:
-                return out
-            seen[name] = None
-            if (key := names.best_key(rules, name)) is None:
-                return out
-            out, sparsity = _prune_output(rules[key], out, name)
-            context.module.sow("intermediates", _REPORT, sparsity)
-            return out
-
-        with linen.intercept_methods(intercept):
+        layer_names: list[str] = []
+        with linen.intercept_methods(functools.partial(_intercept, rules, layer_names)):
             result = apply(*args, **kwargs)
-        _check_keys(rules, seen)
+        _check_keys(rules, dict.fromkeys(layer_names))
         return result
 
     return sparse_apply
@@ -164,6 +151,27 @@ def _rules(
         )
 
     return {key: rule(key, pattern) for key, pattern in layers.items()}
+
+
+def _intercept(
+    rules: dict[names.Key, PruneFn],
+    layer_names: list[str],
+    call: Any,
+    args: Any,
+    kwargs: Any,
+    context: Any,
+) -> Any:
+    """Calls a method of a linen module; prunes the output of a chosen layer, and notes its name."""
+    out = call(*args, **kwargs)
+    name = "/".join(context.module.path)
+    if context.method_name != "__call__" or not name:
+        return out
+    layer_names.append(name)
+    if (key := names.best_key(rules, name)) is None:
+        return out
+    out, sparsity = _prune_output(rules[key], out, name)
+    context.module.sow("intermediates", _REPORT, sparsity)
+    return out
 
 
 def _check_keys(keys: Iterable[names.Key], layers: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ from sparsity.algorithms.pruners import MagnitudePruning
 from sparsity.core.trees import PyTree
 from sparsity.masks import are_ones
 from sparsity.sparsity_schedules import update_range
-from sparsity.training.hooks import ExtraArg
+from sparsity.training.hooks import Inputs
 from sparsity.training.state import SparseState
 
 
@@ -47,13 +47,11 @@ class ACDC(MagnitudePruning):
     regrows: ClassVar[bool | None] = True
     schedule_type: ClassVar[str] = "periodic"
 
-    def update_state(
-        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
-    ) -> SparseState:
+    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> PyTree:
         _, end = update_range(self.scheduler) or (0, None)
         is_sparse = are_ones(sparse_state.masks)
         if end is not None:
             is_sparse |= sparse_state.count == end
-        pruned = super().update_state(sparse_state, params, grads, **extra_args)
+        pruned = super().new_masks(sparse_state, inputs)
         others = 1 - is_sparse.astype("uint8")
-        return pruned._replace(masks=jax.tree.map(lambda mask: mask | others, pruned.masks))
+        return jax.tree.map(lambda mask: mask | others, pruned)

@@ -19,9 +19,9 @@ from sparsity.algorithms.pruners import MagnitudePruning
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_number, is_traced
 from sparsity.core.trees import PyTree
-from sparsity.masks import apply_mask, in_use, masked_paths
+from sparsity.masks import Sites, apply_mask, masked_paths
 from sparsity.sparsity_schedules import Schedule, boundary_values, update_range
-from sparsity.training.hooks import ExtraArg
+from sparsity.training.hooks import ExtraArg, call_hook
 from sparsity.training.state import SparseState
 
 
@@ -67,21 +67,30 @@ class ADMMPruning(MagnitudePruning):
             if self.rho == 0:
                 raise ValueError("rho must be above 0, got rho = 0: no weight would be pulled.")
 
-    def init_algorithm_state(self, params: PyTree, masks: PyTree) -> PyTree:
+    def init_algorithm_state(
+        self, params: PyTree, masks: PyTree, *, sites: Sites | None = None
+    ) -> PyTree:
         if callable(self.rho):
             _check_penalties(self.rho, self.scheduler)
-        with in_use(self, self.sites(params)):
-            targets = self._target_sparsities(params)
-            masked = masked_paths(self.scope, params, targets)
-            start = trees.map_matched(lambda at, w: _wide(w) if at in masked else None, params)
-            z, _ = self._project(start, targets)
+        sites = self.sites(params) if sites is None else sites
+        targets = self._target_sparsities(params, sites)
+        masked = masked_paths(self.scope, params, targets)
+        start = trees.map_matched(lambda at, w: _wide(w) if at in masked else None, params)
+        z, _ = self._project(start, targets, sites)
         return {"z": z, "u": jax.tree.map(lambda w: sharding.zeros_like(w, w.dtype), start)}
 
     def update_state(
-        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
+        self,
+        sparse_state: SparseState,
+        params: PyTree,
+        grads: PyTree,
+        *,
+        sites: Sites | None = None,
+        **extra_args: ExtraArg,
     ) -> SparseState:
+        sites = self.sites(params) if sites is None else sites
         moved = trees.map_matched(_sum, params, sparse_state.algorithm_state["u"])
-        z, support = self._project(moved, sparse_state.target_sparsities)
+        z, support = self._project(moved, sparse_state.target_sparsities, sites)
         u = jax.tree.map(jnp.subtract, moved, z)
         _, end = update_range(self.scheduler) or (0, None)
         ends = sparse_state.count == (-1 if end is None else end)
@@ -116,9 +125,10 @@ class ADMMPruning(MagnitudePruning):
         rho = jnp.asarray(rho, jnp.float32)
         return rho if end is None else jnp.where(step < end, rho, 0)
 
-    def _project(self, weights: PyTree, targets: PyTree) -> tuple[PyTree, PyTree]:
-        """The nearest sparse weights, and their support."""
-        support = self.create_masks(self.calculate_scores(weights), targets)
+    def _project(self, weights: PyTree, targets: PyTree, sites: Sites) -> tuple[PyTree, PyTree]:
+        """Returns the nearest sparse weights, and their support."""
+        scores, named = self.calculate_scores(weights), {"sites": sites}
+        support = call_hook(self.create_masks, scores, targets, extra={}, named=named)
         return trees.map_matched(_masked, weights, support), support
 
 

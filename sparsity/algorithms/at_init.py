@@ -32,7 +32,7 @@ from sparsity.patterns import Unstructured
 from sparsity.selection import global_topk_mask, num_kept
 from sparsity.sparsity_distributions import Uniform
 from sparsity.sparsity_schedules import OneShotSchedule, PolynomialSchedule, Schedule
-from sparsity.training.hooks import ExtraArg
+from sparsity.training.hooks import Inputs
 from sparsity.training.state import SparseState
 
 LossFn = Callable[[PyTree, PyTree], jax.Array]  # of params and a batch
@@ -68,17 +68,14 @@ class SnipPruning(SaliencyPruning):
                 "scope=Global(use_normalization=False), which follows a ramp."
             )
 
-    def update_state(
-        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
-    ) -> SparseState:
-        new = super().update_state(sparse_state, params, grads, **extra_args)
+    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> PyTree:
+        pruned = super().new_masks(sparse_state, inputs)
         is_first = are_ones(sparse_state.masks)
-        masks = trees.map_matched(
+        return trees.map_matched(
             lambda _, mask, old: None if old is None else jnp.where(is_first, mask, old),
-            new.masks,
+            pruned,
             sparse_state.masks,
         )
-        return new._replace(masks=masks)
 
 
 def snip_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[PyTree]) -> PyTree:
@@ -219,17 +216,11 @@ def prune_at_init(
     """
     check_fraction("sparsity", sparsity)
     check_int("rounds", rounds, 1)
-    given = {"loss_fn": loss_fn, "batches": batches, "fn": fn, "inputs": inputs}
-    if name not in _NEEDS:
-        raise ValueError(f"name: {name!r} is not known. {suggest(name, _NEEDS)}")
-    function, data = needs = _NEEDS[name]
-    if missing := [key for key in needs if given[key] is None]:
-        raise ValueError(
-            f"{name!r} scores weights by {function} and {data}, got {missing[0]} = None: call "
-            f"prune_at_init({name!r}, params, sparsity, {function}=..., {data}=...)."
-        )
-    score = functools.partial(_SCORES[name], given[function])
-    scores = score(params, given[data])
+    sources = {"loss_fn": loss_fn, "batches": batches, "fn": fn, "inputs": inputs}
+    _check_sources(name, sources)
+    function, data = (sources[key] for key in _NEEDS[name])
+    score = functools.partial(_SCORES[name], function)
+    scores = score(params, data)
     _check_scores(name, scores, Uniform(sparsity)(params))
     if name == "synflow":
         masks = _in_rounds(score, params, inputs, sparsity, rounds)
@@ -290,6 +281,18 @@ _NEEDS = {
     "grasp": ("loss_fn", "batches"),
     "synflow": ("fn", "inputs"),
 }
+
+
+def _check_sources(name: str, sources: dict[str, Any]) -> None:
+    """Raises a ValueError for unknown scores, or for a function or data that they lack."""
+    if name not in _NEEDS:
+        raise ValueError(f"name: {name!r} is not known. {suggest(name, _NEEDS)}")
+    function, data = needs = _NEEDS[name]
+    if missing := [key for key in needs if sources[key] is None]:
+        raise ValueError(
+            f"{name!r} scores weights by {function} and {data}, got {missing[0]} = None: call "
+            f"prune_at_init({name!r}, params, sparsity, {function}=..., {data}=...)."
+        )
 
 
 def _check_scores(name: str, scores: PyTree, targets: PyTree) -> None:

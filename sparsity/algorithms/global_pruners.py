@@ -22,7 +22,6 @@ from sparsity.sparsity_distributions import (
     distribute,
     uniform,
 )
-from sparsity.training.hooks import default_hook
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -58,21 +57,12 @@ class GlobalPruning(BaseUpdater):
     def get_distribution_fn(self) -> Distribution | None:
         return Uniform(self.sparsity, self.filter_fn, self.custom_sparsity_map)
 
-    @default_hook
-    def create_masks(
-        self, scores: PyTree, target_sparsity: PyTree, target_sparsities: PyTree | None = None
-    ) -> PyTree:
-        """Returns masks that keep the highest scores of all leaves together.
-
-        Args:
-          scores: tree of scores.
-          target_sparsity: tree of sparsities, or one scalar for all leaves that are selected.
-          target_sparsities: not used.
-        """
-        if jax.tree_util.all_leaves([target_sparsity]):
-            share = Uniform(target_sparsity, self.filter_fn, self.custom_sparsity_map)
-            target_sparsity = distribute(share, scores, self.batch_axes)
-        return super().create_masks(scores, target_sparsity, target_sparsities)
+    def _sparsity_tree(self, sparsities: PyTree, scores: PyTree) -> PyTree:
+        """Gives one sparsity to all leaves that are selected, as documents of jaxpruner do."""
+        if not jax.tree_util.all_leaves([sparsities]):
+            return sparsities
+        share = Uniform(sparsities, self.filter_fn, self.custom_sparsity_map)
+        return distribute(share, scores, self.batch_axes)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -25,14 +25,16 @@ from sparsity.masks import (
     Draw,
     Global,
     Scope,
+    Sites,
     drawing,
     elementwise,
     lazy_scores,
     move_masks,
 )
 from sparsity.sparsity_schedules import boundary_values, update_range
-from sparsity.training.hooks import ExtraArg, call_hook, is_overridden
+from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.state import SparseState
+from sparsity.training.updater import is_overridden
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +82,14 @@ class SparseTraining(BaseUpdater):
 
     is_sparse_gradients: bool = True
 
-    def get_initial_masks(self, params: PyTree, target_sparsities: PyTree) -> PyTree:
-        draw: Draw = generate_random_scores
-        if not is_overridden(self.create_masks):
-            draw = drawing(self.sites_of(params))
-        return self.create_masks(draw(params, self.rng_seed), target_sparsities)
+    def get_initial_masks(
+        self, params: PyTree, target_sparsities: PyTree, *, sites: Sites | None = None
+    ) -> PyTree:
+        takes_arrays = is_overridden(self, "create_masks")
+        draw = generate_random_scores if takes_arrays else drawing(params)
+        scores = draw(params, self.rng_seed)
+        inputs = Inputs(params, None, self.sites(params) if sites is None else sites, {})
+        return inputs.call(self.create_masks, scores, target_sparsities)
 
     def instant_sparsify(
         self, params: PyTree, grads: PyTree | None = None, **extra_args: ExtraArg
@@ -151,31 +156,27 @@ class DropAndGrow(SparseTraining):
         """Returns scores by which weights that were not kept grow."""
         raise NotImplementedError(f"{type(self).__name__} must override get_grow_scores.")
 
-    def init_state(self, params: PyTree) -> SparseState:
+    def init_state(self, params: PyTree, *, sites: Sites | None = None) -> SparseState:
         for step, fraction in boundary_values(self.drop_fraction_fn, self.scheduler).items():
             check_fraction(f"drop_fraction_fn({step})", fraction)
-        return super().init_state(params)
+        return super().init_state(params, sites=sites)
 
-    def update_state(
-        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
-    ) -> SparseState:
-        table = self.sites_of(params)
-
+    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> PyTree:
         def scores(hook: Callable[..., PyTree]) -> PyTree:
-            lazy = lazy_scores(hook, table, sparse_state, params, grads)
+            lazy = lazy_scores(hook, inputs.weights, inputs.masks, inputs.grads)
             if lazy is not None:
                 return lazy
-            return call_hook(hook, sparse_state, params, grads, extra=extra_args)
+            args = sparse_state, inputs.seen, inputs.grads
+            return inputs.call(hook, *args, named={"draw": drawing(inputs.weights)})
 
-        masks = move_masks(
+        return move_masks(
             self.scope,
-            table,
+            inputs.sites,
             sparse_state.masks,
             scores(self.get_drop_scores),
             scores(self.get_grow_scores),
             self._drop_fraction(sparse_state.count),
         )
-        return sparse_state._replace(masks=masks)
 
     def _drop_fraction(self, step: chex.Numeric) -> Any:
         """The fraction of active weights to replace at a step."""

@@ -20,10 +20,10 @@ from sparsity.algorithms.sparse_trainers import RigL
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_fraction, is_traced
 from sparsity.core.trees import PyTree
-from sparsity.masks import Layerwise, Pattern, drop_and_grow
+from sparsity.masks import Layerwise, Pattern, Sites, drop_and_grow
 from sparsity.patterns import Unstructured
 from sparsity.selection import num_kept, topk_mask
-from sparsity.training.hooks import ExtraArg
+from sparsity.training.hooks import Inputs
 from sparsity.training.state import SparseState
 
 
@@ -61,9 +61,11 @@ class SRigL(RigL):
                 f"SRigL moves within each layer and needs scope = Layerwise(), got {self.scope!r}."
             )
 
-    def init_state(self, params: PyTree) -> SparseState:
-        sites, leaves = self.sites_of(params), trees.leaves_by_path(params)
-        for path, target in trees.leaves_by_path(self._target_sparsities(params)).items():
+    def init_state(self, params: PyTree, *, sites: Sites | None = None) -> SparseState:
+        sites = self.sites(params) if sites is None else sites
+        leaves = trees.leaves_by_path(params)
+        targets = self._target_sparsities(params, sites)
+        for path, target in trees.leaves_by_path(targets).items():
             site = sites[path]
             _check_pattern(site.pattern, f" for {site.name!r}")
             shape = leaves[path].shape[site.batch_axes :] or (1,)
@@ -73,41 +75,42 @@ class SRigL(RigL):
                     f"leaves {site.name!r} of shape {leaves[path].shape} fewer than its "
                     f"{shape[-1]} neurons. Lower it with dist_type='erk' or custom_sparsity_map."
                 )
-        return super().init_state(params)
+        return super().init_state(params, sites=sites)
 
-    def get_initial_masks(self, params: PyTree, target_sparsities: PyTree) -> PyTree:
-        sites, scores = self.sites_of(params), generate_random_scores(params, self.rng_seed)
+    def get_initial_masks(
+        self, params: PyTree, target_sparsities: PyTree, *, sites: Sites | None = None
+    ) -> PyTree:
+        table = self.sites(params) if sites is None else sites
+        scores = generate_random_scores(params, self.rng_seed)
 
         def draw(path: trees.KeyPath, score: Any, target: Any) -> Any:
             if target is None:
                 return None
-            start = functools.partial(_random_fan_in, sites[path].batch_axes)
+            start = functools.partial(_random_fan_in, table[path].batch_axes)
             return sharding.place_like(score, sharding.shard_like(score, start, score, target))
 
         return trees.map_matched(draw, scores, target_sparsities)
 
-    def update_state(
-        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
-    ) -> SparseState:
-        sites, fraction = self.sites_of(params), self._drop_fraction(sparse_state.count)
+    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> PyTree:
+        fraction = self._drop_fraction(sparse_state.count)
 
         def move(path: trees.KeyPath, drop: Any, grow: Any, mask: Any, target: Any) -> Any:
             if mask is None:
                 return None
+            batch_axes = inputs.sites[path].batch_axes
             update = functools.partial(
-                constant_fan_in, min_salient=self.min_salient, batch_axes=sites[path].batch_axes
+                constant_fan_in, min_salient=self.min_salient, batch_axes=batch_axes
             )
             new = sharding.shard_like(mask, update, mask, drop, grow, fraction, target)
             return sharding.place_like(mask, new)
 
-        masks = trees.map_matched(
+        return trees.map_matched(
             move,
-            self.get_drop_scores(sparse_state, params, grads),
-            self.get_grow_scores(sparse_state, params, grads),
+            self.get_drop_scores(sparse_state, inputs.seen, inputs.grads),
+            self.get_grow_scores(sparse_state, inputs.seen, inputs.grads),
             sparse_state.masks,
             sparse_state.target_sparsities,
         )
-        return sparse_state._replace(masks=masks)
 
 
 def constant_fan_in(
@@ -155,11 +158,7 @@ def constant_fan_in(
         mask, drop_scores, grow_scores, drop_fraction, pattern, batch_axes=batch_axes
     )
     counts = jnp.sum(salient, inner, jnp.int32)
-    # A table of products by Python: a compiled one may round to another integer.
-    bounds = np.maximum(np.floor(min_salient * np.arange(inputs + 1)), 1).astype(np.int32)
-    fewest = jnp.minimum(neurons, budget // inputs + 1)
-    reached = jnp.take(jnp.sort(counts, descending=True), fewest - 1, axis=-1)
-    stays = counts >= jnp.minimum(jnp.asarray(bounds)[budget // neurons], reached)[..., None]
+    stays = _neurons_that_stay(counts, inputs, budget, min_salient)
     fan_in = jnp.minimum(inputs, budget // jnp.sum(stays, -1, jnp.int32))
 
     active = jnp.sum(mask, (*inner, mask.ndim - 1), jnp.int32)
@@ -173,6 +172,18 @@ def constant_fan_in(
     lacking = most - jnp.sum(kept, tuple(range(batch_axes + 1, kept.ndim)), jnp.int32)
     grown = topk_mask(grow, lacking, where=1 - kept, batch_axes=batch_axes + 1)
     return jnp.moveaxis(kept | grown, batch_axes, -1)
+
+
+def _neurons_that_stay(
+    counts: jax.Array, inputs: int, budget: jax.Array, min_salient: float
+) -> jax.Array:
+    """Returns which neurons stay, bool[*batch, neurons], from their numbers of salient weights."""
+    neurons = counts.shape[-1]
+    # A table of products by Python: a compiled one may round to another integer.
+    bounds = np.maximum(np.floor(min_salient * np.arange(inputs + 1)), 1).astype(np.int32)
+    fewest = jnp.minimum(neurons, budget // inputs + 1)
+    reached = jnp.take(jnp.sort(counts, descending=True), fewest - 1, axis=-1)
+    return counts >= jnp.minimum(jnp.asarray(bounds)[budget // neurons], reached)[..., None]
 
 
 def _random_fan_in(batch_axes: int, scores: jax.Array, sparsity: chex.Numeric) -> jax.Array:

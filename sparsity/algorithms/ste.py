@@ -19,10 +19,17 @@ from sparsity.algorithms.pruners import MagnitudePruning, RandomPruning, generat
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import trees
 from sparsity.core.trees import PyTree
-from sparsity.masks import Draw, apply_mask_straight_through, check_masks, in_use, unpack_masks
+from sparsity.masks import (
+    Draw,
+    Sites,
+    apply_mask_straight_through,
+    check_masks,
+    unpack_masks,
+)
 from sparsity.sparsity_schedules import update_range
-from sparsity.training.hooks import ExtraArg, default_hook
+from sparsity.training.hooks import Inputs
 from sparsity.training.state import SparseState, get_sparse_state
+from sparsity.training.updater import is_overridden
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -53,8 +60,7 @@ class StraightThrough(BaseUpdater):
                 check_masks(params, masks, packed=False)
         else:
             seen = jax.lax.stop_gradient(trees.prunable(params))
-            with in_use(self, self.sites(params)):
-                masks = super().update_state(state, seen, None).masks
+            masks = super().new_masks(state, Inputs(seen, None, self.sites(params), {}))
             masks = jax.tree.map(lambda mask: self._in_force(mask, state.count), masks)
 
         def apply(_: trees.KeyPath, param: Any, mask: Any) -> Any:
@@ -67,11 +73,11 @@ class StraightThrough(BaseUpdater):
         start, _ = update_range(self.scheduler) or (0, None)
         return jnp.where(step < start, jnp.ones_like(mask), mask) if start else mask
 
-    @default_hook
-    def get_initial_masks(self, params: PyTree, target_sparsities: PyTree) -> PyTree:
-        if self.store_masks:
-            return super().get_initial_masks(params, target_sparsities)
-        return jax.tree.map(lambda _: None, params)
+    def init_state(self, params: PyTree, *, sites: Sites | None = None) -> SparseState:
+        state = super().init_state(params, sites=sites)
+        if self.store_masks or is_overridden(self, "get_initial_masks"):
+            return state
+        return state._replace(masks=jax.tree.map(lambda _: None, params))
 
     def wrap_optax(
         self, inner: optax.GradientTransformation, masks: PyTree | None = None
@@ -84,12 +90,10 @@ class StraightThrough(BaseUpdater):
             )
         return super().wrap_optax(inner, masks)
 
-    def update_state(
-        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
-    ) -> SparseState:
+    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> PyTree:
         if self.store_masks:
-            return super().update_state(sparse_state, params, grads, **extra_args)
-        return sparse_state
+            return super().new_masks(sparse_state, inputs)
+        return sparse_state.masks
 
     def post_gradient_update(self, params: PyTree, sparse_state: optax.OptState) -> PyTree:
         """Returns `params`: the weights stay dense."""

@@ -68,8 +68,7 @@ def lottery_ticket(
     """
     check_int("rounds", rounds, 0)
     check_fraction("rate", rate)
-    targets = Uniform(rate)(params)
-    ones = trees.map_matched(_ones, params, targets)
+    ones = trees.map_matched(_ones, params, Uniform(rate)(params))
     origin = params if rewind_params is None else rewind_params
     _check_like("rewind_params must have the leaves of params,", origin, params)
     for role, tree in (("params", params), ("rewind_params", origin)):
@@ -78,13 +77,7 @@ def lottery_ticket(
     for r, ticket in enumerate(tickets):
         _check_done(r, ticket, params, ones, rate)
     for r in range(len(tickets), rounds + 1):
-        if r == 0:
-            masks, start = ones, params
-        else:
-            _, old, trained = tickets[-1]
-            _check_finite(f"what train_fn returned in round {r - 1}", trained, old)
-            masks = _pruned(old, trained, rate, r)
-            start = apply_masks(origin, masks)
+        start, masks = _rewound(tickets[-1], origin, rate, r) if r else (params, ones)
         # Of copies, which may be donated.
         trained = train_fn(*jax.tree.map(jnp.copy, (start, masks)))
         _check_like("train_fn must return the parameters that it got,", trained, params)
@@ -147,6 +140,14 @@ def _check_done(r: int, ticket: Ticket, params: PyTree, ones: PyTree, rate: floa
 
 def _ones(_: trees.KeyPath, param: Any, target: Any) -> Any:
     return None if target is None else jnp.ones_like(param, jnp.uint8)
+
+
+def _rewound(ticket: Ticket, origin: PyTree, rate: float, r: int) -> tuple[PyTree, PyTree]:
+    """Returns what round r starts from, and its masks, by the ticket of the round before."""
+    _, masks, trained = ticket
+    _check_finite(f"what train_fn returned in round {r - 1}", trained, masks)
+    masks = _pruned(masks, trained, rate, r)
+    return apply_masks(origin, masks), masks
 
 
 def _pruned(masks: PyTree, trained: PyTree, rate: float, r: int) -> PyTree:

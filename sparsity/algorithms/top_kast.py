@@ -20,8 +20,8 @@ from sparsity.core import trees
 from sparsity.core.checks import check_fraction, check_number, is_traced
 from sparsity.core.sharding import on_device
 from sparsity.core.trees import PyTree
-from sparsity.masks import apply_mask, apply_masks, in_use
-from sparsity.training.hooks import ExtraArg
+from sparsity.masks import Sites, apply_mask, apply_masks
+from sparsity.training.hooks import ExtraArg, call_hook
 from sparsity.training.state import SparseState
 
 
@@ -66,25 +66,37 @@ class TopKast(StraightThrough, MagnitudePruning):
         if self.backward_sparsity is not None:
             check_fraction("backward_sparsity", self.backward_sparsity)
 
-    def get_initial_masks(self, params: PyTree, target_sparsities: PyTree) -> PyTree:
-        return self.create_masks(self.calculate_scores(params), target_sparsities)
+    def get_initial_masks(
+        self, params: PyTree, target_sparsities: PyTree, *, sites: Sites | None = None
+    ) -> PyTree:
+        sites = self.sites(params) if sites is None else sites
+        return self._create(self.calculate_scores(params), target_sparsities, sites)
 
-    def init_algorithm_state(self, params: PyTree, masks: PyTree) -> PyTree:
-        with in_use(self, self.sites(params)):
-            targets = self._target_sparsities(params)
-            _check_backward(self.backward_sparsity, targets)
-            backward = self._backward(self.calculate_scores(params), masks, targets)
+    def init_algorithm_state(
+        self, params: PyTree, masks: PyTree, *, sites: Sites | None = None
+    ) -> PyTree:
+        sites = self.sites(params) if sites is None else sites
+        targets = self._target_sparsities(params, sites)
+        _check_backward(self.backward_sparsity, targets)
+        backward = self._backward(self.calculate_scores(params), masks, targets, sites)
         # A leaf may have been given a mask without a target.
         return trees.map_matched(
             lambda _, param, mask, own: mask if own is None else own, params, masks, backward
         )
 
     def update_state(
-        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
+        self,
+        sparse_state: SparseState,
+        params: PyTree,
+        grads: PyTree,
+        *,
+        sites: Sites | None = None,
+        **extra_args: ExtraArg,
     ) -> SparseState:
+        sites = self.sites(params) if sites is None else sites
         scores, targets = self.calculate_scores(params), sparse_state.target_sparsities
-        masks = self.create_masks(scores, targets)
-        backward = self._backward(scores, masks, targets)
+        masks = self._create(scores, targets, sites)
+        backward = self._backward(scores, masks, targets, sites)
         return sparse_state._replace(masks=masks, algorithm_state=backward)
 
     def modify_gradients(self, grads: PyTree, params: PyTree, sparse_state: SparseState) -> PyTree:
@@ -108,7 +120,7 @@ class TopKast(StraightThrough, MagnitudePruning):
 
         return optax.GradientTransformationExtraArgs(tx.init, update)
 
-    def _backward(self, scores: PyTree, masks: PyTree, targets: PyTree) -> PyTree:
+    def _backward(self, scores: PyTree, masks: PyTree, targets: PyTree, sites: Sites) -> PyTree:
         """The masks of B: those of A, and of the largest weights beside them."""
         targets = jax.tree.map(on_device, targets)
         given = self.backward_sparsity
@@ -116,7 +128,13 @@ class TopKast(StraightThrough, MagnitudePruning):
         first = trees.map_matched(
             lambda _, score, mask: score if mask is None else _raised(score, mask), scores, masks
         )
-        return self.create_masks(first, sparsities, targets)
+        return self._create(first, sparsities, sites, targets)
+
+    def _create(
+        self, scores: PyTree, sparsities: PyTree, sites: Sites, targets: PyTree | None = None
+    ) -> PyTree:
+        optional = {"sites": sites, "target_sparsities": targets}
+        return call_hook(self.create_masks, scores, sparsities, extra={}, named=optional)
 
 
 # Both are compiled, as eager ones would send their constants to the device.

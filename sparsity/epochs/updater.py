@@ -184,10 +184,21 @@ class EpochStrategy(BaseUpdater):
         return Sites(params, last, self.batch_axes, checked=False)
 
     def update_state(
-        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
+        self,
+        sparse_state: SparseState,
+        params: PyTree,
+        grads: PyTree,
+        *,
+        sites: Sites | None = None,
+        **extra_args: ExtraArg,
     ) -> SparseState:
         scores = call_hook(
-            self.calculate_scores, params, sparse_state=sparse_state, grads=grads, extra=extra_args
+            self.calculate_scores,
+            params,
+            sparse_state=sparse_state,
+            grads=grads,
+            extra=extra_args,
+            named={"sites": self.sites(params) if sites is None else sites},
         )
         stages = self._stages(params)
         paths = list(dict.fromkeys(path for stage in stages for path in stage.sites))
@@ -226,7 +237,10 @@ class EpochStrategy(BaseUpdater):
         masks = None
         for stage in self._stages(params):
             seen = trees.prunable(apply_masks(params, masks))
-            scores = call_hook(self.calculate_scores, seen, grads=grads, extra=extra_args)
+            named = {"sites": self.sites(params)}
+            scores = call_hook(
+                self.calculate_scores, seen, grads=grads, extra=extra_args, named=named
+            )
             masks = _masks(stage, scores, masks)
         pruned = apply_masks(params, masks)
         return pruned, pack_masks(masks, params) if self.use_packed_masks else masks

@@ -25,7 +25,7 @@ from sparsity.masks import Pattern, TopkFn
 from sparsity.masks.costs import best_that_fit
 from sparsity.masks.moves import moved_masks
 from sparsity.programs.axes import Axis
-from sparsity.selection import Ranked, Scores, computed, topk_masks
+from sparsity.selection import Ranked, Scores, topk_masks
 from sparsity.selection.cpu.kernels import compute_once
 
 
@@ -297,7 +297,7 @@ class Coupled:
                 )
         paths = list(dict.fromkeys(path for group in groups for path, _, _ in group.members))
         by_path = [trees.leaves_by_path(x) for x in trees_of_members]
-        members = [[computed(leaves[path]) for path in paths] for leaves in by_path]
+        members = [[leaves[path] for path in paths] for leaves in by_path]
 
         def of_members(members: list[list[jax.Array]], how: Any) -> list[jax.Array]:
             leaves = [dict(zip(paths, x, strict=True)) for x in members]

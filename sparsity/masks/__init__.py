@@ -41,10 +41,8 @@ from sparsity.masks.sites import (
     Site,
     Sites,
     TopkFn,
-    in_use,
     is_pattern,
     leading_axes,
-    table_in_use,
 )
 
 __all__ = [
@@ -75,7 +73,6 @@ __all__ = [
     "drawing",
     "drop_and_grow",
     "elementwise",
-    "in_use",
     "is_pattern",
     "lazy_scores",
     "leading_axes",
@@ -86,7 +83,6 @@ __all__ = [
     "packed_shape",
     "place_masks",
     "read_masks",
-    "table_in_use",
     "unpack",
     "unpack_masks",
 ]

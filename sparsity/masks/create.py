@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import chex
@@ -93,7 +93,7 @@ def create_masks(
     Args:
       scope: what competes with what.
       table: the sites of the parameters.
-      scores: tree of scores.
+      scores: tree of scores, stored or lazy.
       sparsities: tree of sparsities, `None` for leaves that stay dense.
       targets: where a ramp ends, for N:M; `sparsities` by default.
       topk_fn: as in `create_mask`.
@@ -105,15 +105,14 @@ def create_masks(
       ValueError: a sparsity lies outside [0, 1] or a pattern does not fit; the leaf is named.
     """
     if isinstance(scope, TreeScope):
-        return scope.select_tree(scores, sparsities)
+        return scope.select_tree(jax.tree.map(computed, scores), sparsities)
     leaves: list[Wanted] = []
-    store = _stores(scope, "select")
 
     def collect(path: trees.KeyPath, score: Any, sparsity: Any, target: Any) -> None:
         if sparsity is not None:
             check_fraction(f"the sparsity of {trees.path_string(path)!r}", sparsity)
             target = sparsity if target is None else target
-            leaves.append(Wanted(table[path], store(score), sparsity, target))
+            leaves.append(Wanted(table[path], score, sparsity, target))
 
     trees.map_matched(collect, scores, sparsities, targets, role="scores")
     masks = _by_path([leaf.site.path for leaf in leaves], scope.select(leaves, topk_fn))
@@ -134,8 +133,8 @@ def move_masks(
       scope: what competes with what.
       table: the sites of the parameters.
       masks: tree of the present masks.
-      drop_scores: tree of scores; the lowest of active weights are dropped.
-      grow_scores: tree of scores; the highest of those that were not kept grow.
+      drop_scores: tree of scores, stored or lazy; the lowest of active weights are dropped.
+      grow_scores: tree of scores, stored or lazy; the highest of those that were not kept grow.
       drop_fraction: scalar in [0, 1].
 
     Returns:
@@ -143,13 +142,13 @@ def move_masks(
     """
     check_fraction("drop_fraction", drop_fraction)
     if isinstance(scope, TreeScope):
+        drop_scores, grow_scores = jax.tree.map(computed, (drop_scores, grow_scores))
         return scope.move_tree(masks, drop_scores, grow_scores, drop_fraction)
     leaves: list[Moving] = []
-    store = _stores(scope, "move")
 
     def collect(path: trees.KeyPath, drop: Any, grow: Any, mask: Any) -> None:
         if mask is not None:
-            leaves.append(Moving(table[path], mask, store(drop), store(grow)))
+            leaves.append(Moving(table[path], mask, drop, grow))
 
     trees.map_matched(collect, drop_scores, grow_scores, masks, role="drop scores")
     moved = _by_path([leaf.site.path for leaf in leaves], scope.move(leaves, drop_fraction))
@@ -185,16 +184,6 @@ def check_given(
             f"The masks of wrap_optax have one for {name!r}, which has no target sparsity, but no "
             f"other could be made for it later. Give None for it there, or fix this: {error}"
         ) from error
-
-
-def _stores(scope: Scope, method: str) -> Callable[[Any], Any]:
-    """Makes scores that a method of the scope takes: one of the user's gets arrays."""
-    owner = next((cls for cls in type(scope).__mro__ if method in vars(cls)), type(scope))
-    return _as_is if vars(owner).get("takes_lazy_scores", False) else computed
-
-
-def _as_is(scores: Any) -> Any:
-    return scores
 
 
 def _by_path(paths: list[trees.KeyPath], masks: list[jax.Array]) -> dict[trees.KeyPath, jax.Array]:

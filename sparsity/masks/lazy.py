@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -23,7 +22,6 @@ from sparsity.core.hashing import (
 )
 from sparsity.core.trees import PyTree
 from sparsity.masks.bits import apply_mask
-from sparsity.masks.sites import Sites
 from sparsity.selection import Scores
 from sparsity.selection.cpu.kernels import unstack, use_flat
 
@@ -50,19 +48,21 @@ def elementwise(hook: Hook) -> Hook:
 
 
 class Draw(Protocol):
-    """What random scores are drawn with: `generate_random_scores`, or what does it lazily."""
+    """Draws random scores: `generate_random_scores`, or one that `drawing` returns."""
 
     def __call__(
         self, params: PyTree, rng_seed: int | jax.Array, step: chex.Numeric = 0
     ) -> PyTree: ...
 
 
-def drawing(table: Sites) -> Draw:
-    """Returns what draws the scores of `generate_random_scores`, not computed yet if traced.
+def drawing(stored: PyTree) -> Draw:
+    """Returns a `generate_random_scores` whose scores are not computed yet if they are traced.
 
     Args:
-      table: says which stored arrays the parameters were computed from.
+      stored: tree of the parameters as they are stored. Scores of a leaf are drawn in its shape
+        and read nothing else, so that masked parameters need not be computed.
     """
+    likes = trees.leaves_by_path(stored)
 
     def draw(params: PyTree, rng_seed: int | jax.Array, step: chex.Numeric = 0) -> PyTree:
         if not any(map(is_traced, jax.tree.leaves(params))):  # nobody else would place the masks
@@ -76,9 +76,10 @@ def drawing(table: Sites) -> Draw:
         hashed = map(each, hash_words(*seed_words(rng_seed, step), words))
         words_of = dict(zip(leaves, zip(*hashed, strict=True), strict=True))
 
-        def lazy(path: trees.KeyPath, param: Any) -> Scores:
-            like = table.stored(path, param)[:1]
-            return Scores(_drawn, like, words_of[path], uses_index=True, uses_arrays=False)
+        def lazy(path: trees.KeyPath, _: Any) -> Scores:
+            return Scores(
+                _drawn, (likes[path],), words_of[path], uses_index=True, uses_arrays=False
+            )
 
         return trees.map_matched(lazy, params)
 
@@ -90,47 +91,38 @@ def _drawn(_: jax.Array, state: jax.Array, offset: jax.Array, index: jax.Array) 
 
 
 def lazy_scores(
-    hook: Callable[..., PyTree],
-    table: Sites,
-    sparse_state: object,
-    params: PyTree,
-    grads: PyTree | None,
+    hook: Callable[..., PyTree], params: PyTree, masks: PyTree | None, grads: PyTree | None
 ) -> PyTree | None:
-    """The scores of a hook, not computed yet: a tree like `params` of `Scores`.
+    """Returns the scores of an `elementwise` hook, not computed yet: a tree of `Scores`.
 
-    Those of an `elementwise` hook, or of one that takes what it draws with as an argument `draw`.
-    None if the hook is no such one, if it reads arrays of its own, or if a gradient is missing,
-    which the hook can say better.
+    They are `None` if the hook is not marked, if it reads arrays of its own, or if a gradient is
+    missing, which the hook can say better.
 
     Args:
       hook: takes params, sparse_state and grads by these names.
-      table: says which stored arrays the parameters were computed from.
-      sparse_state: the present state.
-      params: tree of parameters.
+      params: tree of parameters as they are stored.
+      masks: tree of the masks under which the hook sees the parameters; `None` for no masks.
       grads: tree of gradients.
     """
-    if "draw" in inspect.signature(hook).parameters:
-        return hook(params=params, sparse_state=sparse_state, grads=grads, draw=drawing(table))
     if not getattr(hook, "is_elementwise", False):
         return None
     if grads is not None and trees.leaves_by_path(params).keys() - trees.leaves_by_path(grads):
         return None
-    fns: dict[tuple[Any, ...], _OfEntries] = {}
+    fns: dict[tuple[Any, ...], _EntryScore] = {}
 
-    def lazy(path: trees.KeyPath, param: Any, grad: Any) -> Any:
-        stored = table.stored(path, param)
-        values = (*stored, *([] if grad is None else [grad]))
-        kind = len(stored) > 1, tuple(x.dtype for x in values)
+    def lazy(path: trees.KeyPath, param: Any, mask: Any, grad: Any) -> Any:
+        values = [x for x in (param, mask, grad) if x is not None]
+        kind = mask is not None, tuple(x.dtype for x in values)
         if kind not in fns:
-            fns[kind] = _OfEntries.of(hook, *kind)
+            fns[kind] = _EntryScore.trace(hook, *kind)
         return Scores(fns[kind], tuple(values[i] for i in fns[kind].read))
 
-    scores: PyTree = trees.map_matched(lazy, params, grads)
+    scores: PyTree = trees.map_matched(lazy, params, masks, grads)
     return None if any(fn.program.consts for fn in fns.values()) else scores
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfEntries:
+class _EntryScore:
     """The hook as a function of an entry's weight, its mask if there is one, and its gradient.
 
     Two are equal if they compute the same: hooks of other objects then share what is compiled.
@@ -138,10 +130,10 @@ class _OfEntries:
     Attributes:
       hook: as in `lazy_scores`.
       masked: whether there is a mask.
-      dtypes: of these values.
-      read: which of the values are given; the hook does not read the others.
-      program: what the hook computes from all of them; kept, as `formula` names what it holds.
-      formula: its text.
+      dtypes: those of weight, mask and gradient.
+      read: the numbers of the values that the hook reads; calls take these alone.
+      program: the traced hook; kept, as `formula` names the objects that it holds.
+      formula: the text of the program.
     """
 
     hook: Callable[..., Any] = dataclasses.field(compare=False)
@@ -152,23 +144,22 @@ class _OfEntries:
     formula: str = ""
 
     @classmethod
-    def of(cls, hook: Callable[..., Any], masked: bool, dtypes: tuple[Any, ...]) -> _OfEntries:
-        """Traces the hook; `read` is the weight if it reads none."""
-        whole = cls(hook, masked, dtypes, tuple(range(len(dtypes))))
-        program = jax.make_jaxpr(whole)(*(jax.ShapeDtypeStruct((), x) for x in dtypes))
+    def trace(cls, hook: Callable[..., Any], masked: bool, dtypes: tuple[Any, ...]) -> _EntryScore:
+        """Traces the hook; `read` is the weight if the hook reads no value."""
+        complete = cls(hook, masked, dtypes, tuple(range(len(dtypes))))
+        program = jax.make_jaxpr(complete)(*(jax.ShapeDtypeStruct((), x) for x in dtypes))
         used = {id(x) for eqn in program.jaxpr.eqns for x in eqn.invars}
         used |= {*map(id, program.jaxpr.outvars)}
         read = tuple(i for i, x in enumerate(program.jaxpr.invars) if id(x) in used) or (0,)
         return cls(hook, masked, dtypes, read, program, str(program))
 
-    def __call__(self, *given: jax.Array) -> jax.Array:
-        values = [jnp.zeros_like(given[0], dtype) for dtype in self.dtypes]
-        for i, value in zip(self.read, given, strict=True):
+    def __call__(self, *inputs: jax.Array) -> jax.Array:
+        values = [jnp.zeros_like(inputs[0], dtype) for dtype in self.dtypes]
+        for i, value in zip(self.read, inputs, strict=True):
             values[i] = value
-        weight, *rest = values
+        weight, *others = values
         if self.masked:
-            weight = apply_mask(weight, rest.pop(0))
-        scores: jax.Array = self.hook(
-            params=weight, sparse_state=None, grads=rest[0] if rest else None
-        )
+            weight = apply_mask(weight, others.pop(0))
+        grads = others[0] if others else None
+        scores: jax.Array = self.hook(params=weight, sparse_state=None, grads=grads)
         return scores

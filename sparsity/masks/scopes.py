@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -31,21 +30,53 @@ from sparsity.selection.cpu.kernels import unstack
 
 
 class Wanted(NamedTuple):
-    """A leaf that needs a mask: its site, scores, present sparsity, and where a ramp ends."""
+    """A leaf that needs a mask.
+
+    Attributes:
+      site: its path, pattern and batch axes.
+      lazy_scores: its scores, or how the search computes them where it reads them.
+      sparsity: at this step.
+      target: the sparsity at the end of a ramp.
+    """
 
     site: Site
-    scores: jax.Array | Scores
+    lazy_scores: jax.Array | Scores
     sparsity: chex.Numeric
     target: chex.Numeric
 
+    @property
+    def scores(self) -> jax.Array:
+        """The scores as an array."""
+        scores: jax.Array = computed(self.lazy_scores)
+        return scores
+
 
 class Moving(NamedTuple):
-    """A leaf whose mask moves: its site, mask, and the scores to drop and to grow by."""
+    """A leaf whose mask moves.
+
+    Attributes:
+      site: its path, pattern and batch axes.
+      mask: the present mask.
+      lazy_drop_scores: scores to drop by, or how the search computes them.
+      lazy_grow_scores: scores to grow by, or how the search computes them.
+    """
 
     site: Site
     mask: jax.Array
-    drop_scores: jax.Array | Scores
-    grow_scores: jax.Array | Scores
+    lazy_drop_scores: jax.Array | Scores
+    lazy_grow_scores: jax.Array | Scores
+
+    @property
+    def drop_scores(self) -> jax.Array:
+        """The scores to drop by as an array."""
+        scores: jax.Array = computed(self.lazy_drop_scores)
+        return scores
+
+    @property
+    def grow_scores(self) -> jax.Array:
+        """The scores to grow by as an array."""
+        scores: jax.Array = computed(self.lazy_grow_scores)
+        return scores
 
 
 L = TypeVar("L", Wanted, Moving)
@@ -76,10 +107,20 @@ class Scope(Protocol):
         """Raises a ValueError if it cannot make masks of these; called when an updater is made."""
 
     def select(self, leaves: Sequence[Wanted], topk_fn: TopkFn | None) -> list[jax.Array]:
-        """Returns a mask for each leaf."""
+        """Returns a mask for each leaf: uint8, of the shape of its scores.
+
+        Args:
+          leaves: each with a `site`, `scores`, the present `sparsity`, and the `target` of a ramp.
+          topk_fn: that of the updater, if it has one.
+        """
 
     def move(self, leaves: Sequence[Moving], drop_fraction: chex.Numeric) -> list[jax.Array]:
-        """Returns each leaf's mask with a fraction of the active weights replaced."""
+        """Returns each leaf's mask with a fraction of the active weights replaced.
+
+        Args:
+          leaves: each with a `site`, its `mask`, `drop_scores` and `grow_scores`.
+          drop_fraction: in [0, 1], of the active weights.
+        """
 
 
 @runtime_checkable
@@ -116,7 +157,6 @@ class Layerwise:
       {'large': [[0, 1]], 'small': [[0, 1]]}
     """
 
-    takes_lazy_scores: ClassVar[bool] = True
     # Whether a mask depends on the scores of its slice alone, so that slices are pruned one by one.
     per_slice: ClassVar[bool] = True
 
@@ -129,7 +169,7 @@ class Layerwise:
         def one(leaf: Wanted) -> jax.Array:
             site = leaf.site
             return site.pattern.select(
-                computed(leaf.scores),
+                leaf.scores,
                 leaf.sparsity,
                 target=leaf.target,
                 batch_axes=site.batch_axes,
@@ -143,10 +183,8 @@ class Layerwise:
 
         def one(leaf: Moving) -> jax.Array:
             site = leaf.site
-            drop, grow = computed(leaf.drop_scores), computed(leaf.grow_scores)
-            return site.pattern.move(
-                leaf.mask, drop, grow, drop_fraction, batch_axes=site.batch_axes
-            )
+            scores = leaf.drop_scores, leaf.grow_scores
+            return site.pattern.move(leaf.mask, *scores, drop_fraction, batch_axes=site.batch_axes)
 
         return _by_kind(leaves, functools.partial(_move_ranked, drop_fraction), one)
 
@@ -182,8 +220,6 @@ class Global:
     use_normalization: bool = True
     normalization_eps: float = 1e-8
 
-    takes_lazy_scores: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         check_bool("use_normalization", self.use_normalization)
         check_number("normalization_eps", self.normalization_eps, 0)
@@ -215,10 +251,10 @@ class Global:
         if not leaves:
             return []
         self._check_sites([leaf.site for leaf in leaves])
-        scores = self._comparable([leaf.scores for leaf in leaves])
+        scores = self._comparable([leaf.lazy_scores for leaf in leaves])
         everyone = [*leaves, *alone]
         total = _total_cost(everyone)
-        sizes = [math.prod(leaf.scores.shape) for leaf in everyone]
+        sizes = [leaf.lazy_scores.size for leaf in everyone]
         sparsities = [leaf.sparsity for leaf in everyone]
         if total is None:
             k = _kept_of_all(sizes[: len(leaves)], sparsities[: len(leaves)])
@@ -263,8 +299,8 @@ class Global:
                 "Under a global scope weights move between leaves whose weights cost differently, "
                 "so that no budget would be kept. Use scope=Layerwise() with this budget."
             )
-        drop = self._comparable([leaf.drop_scores for leaf in leaves])
-        grow = self._comparable([leaf.grow_scores for leaf in leaves])
+        drop = self._comparable([leaf.lazy_drop_scores for leaf in leaves])
+        grow = self._comparable([leaf.lazy_grow_scores for leaf in leaves])
         active = [Ranked(x, leaf.mask) for x, leaf in zip(drop, leaves, strict=True)]
         return moved_masks(active, [Ranked(x) for x in grow], drop_fraction, together=True)
 
@@ -362,7 +398,8 @@ def _select_ranked(leaves: Sequence[Wanted]) -> list[jax.Array]:
         masks = topk_masks(units, k)
         return [_entries(*x) for x in zip(sites, masks, scores, strict=True)]
 
-    return _shard(sites, select, [leaf.scores for leaf in leaves], [x.sparsity for x in leaves])
+    scores = [leaf.lazy_scores for leaf in leaves]
+    return _shard(sites, select, scores, [leaf.sparsity for leaf in leaves])
 
 
 def _move_ranked(drop_fraction: chex.Numeric, leaves: Sequence[Moving]) -> list[jax.Array]:
@@ -385,7 +422,8 @@ def _move_ranked(drop_fraction: chex.Numeric, leaves: Sequence[Moving]) -> list[
         return [_entries(*x) for x in zip(sites, moved, masks, strict=True)]
 
     masks = [leaf.mask for leaf in leaves]
-    drop, grow = [leaf.drop_scores for leaf in leaves], [leaf.grow_scores for leaf in leaves]
+    drop = [leaf.lazy_drop_scores for leaf in leaves]
+    grow = [leaf.lazy_grow_scores for leaf in leaves]
     return _shard(sites, move, masks, drop, grow, drop_fraction)
 
 
@@ -439,7 +477,9 @@ def _total_cost(leaves: Sequence[Wanted | Moving]) -> Polynomial | None:
     budget = leaves[0].site.budget
     if budget is None:
         return None
-    scores = (leaf.scores if isinstance(leaf, Wanted) else leaf.drop_scores for leaf in leaves)
+    scores = (
+        leaf.lazy_scores if isinstance(leaf, Wanted) else leaf.lazy_drop_scores for leaf in leaves
+    )
     sites = (leaf.site for leaf in leaves)
     names: Any = [(path_names(site.path), x) for site, x in zip(sites, scores, strict=True)]
     return total_cost(budget, names)

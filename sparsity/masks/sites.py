@@ -6,8 +6,6 @@ A site is resolved once, from the parameter: functions that a user gives as `spa
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -97,7 +95,6 @@ class Sites(Mapping[trees.KeyPath, Site]):
       batch_axes: number of leading axes that index separate matrices, or a function.
       overrides: keys of the leaves that have a sparsity of their own.
       checked: raise a ValueError for a leaf that its pattern does not fit.
-      of_scores: `params` are scores, which may be integers.
       budget: says what weights cost; `None` if all cost the same.
     """
 
@@ -108,18 +105,14 @@ class Sites(Mapping[trees.KeyPath, Site]):
         batch_axes: BatchAxes = 0,
         overrides: Overrides | None = None,
         checked: bool = True,
-        of_scores: bool = False,
         budget: Budget | None = None,
     ) -> None:
         leaves = trees.leaves_by_path(params)
-        self._params = {
-            path: leaf for path, leaf in leaves.items() if of_scores or trees.is_prunable(leaf)
-        }
+        self._params = {path: leaf for path, leaf in leaves.items() if trees.is_prunable(leaf)}
         self._pattern, self._batch_axes = pattern, batch_axes
         self._overrides, self._checked = overrides or {}, checked
         self._budget = budget
         self._sites: dict[trees.KeyPath, Site] = {}
-        self._seen: dict[trees.KeyPath, tuple[jax.Array, tuple[jax.Array, ...]]] = {}
 
     def __iter__(self) -> Iterator[trees.KeyPath]:
         return iter(self._params)
@@ -147,29 +140,6 @@ class Sites(Mapping[trees.KeyPath, Site]):
             self._sites[path] = Site(path, pattern, axes, own, cost, budget)
         return self._sites[path]
 
-    def covers(self, tree: PyTree) -> bool:
-        """Whether scores or masks are those of the table's parameters, by paths and shapes."""
-        return all(
-            path in self._params and getattr(leaf, "shape", ()) == self._params[path].shape
-            for path, leaf in trees.leaves_by_path(tree).items()
-        )
-
-    def remember(self, seen: PyTree, params: PyTree, masks: PyTree) -> None:
-        """Notes that the parameters that hooks see are `params` with the masks applied."""
-        lookups = [trees.leaves_by_path(tree) for tree in (params, masks)]
-        for path, leaf in trees.leaves_by_path(seen).items():
-            if path in lookups[1]:
-                self._seen[path] = leaf, (lookups[0][path], lookups[1][path])
-
-    def forget(self) -> None:
-        """Ends `remember`: what was seen may belong to a trace that is over."""
-        self._seen.clear()
-
-    def stored(self, path: trees.KeyPath, param: jax.Array) -> tuple[jax.Array, ...]:
-        """What a parameter that a hook sees is computed from: weights and mask, or itself."""
-        seen, stored = self._seen.get(path, (None, ()))
-        return stored if seen is param else (param,)
-
 
 def is_pattern(value: object) -> bool:
     """Whether a value can be a `sparsity_type`: an instance, not the class itself."""
@@ -185,22 +155,3 @@ def leading_axes(batch_axes: BatchAxes, path: Path, param: jax.Array) -> int:
             f"{'/'.join(path)!r} of shape {param.shape}."
         )
     return min(axes, param.ndim)  # one number for all: a bias has fewer axes
-
-
-# The tables of the updaters whose hooks run: scores do not say what their parameters are.
-_IN_USE: contextvars.ContextVar[Mapping[int, Sites]] = contextvars.ContextVar("sites")
-
-
-@contextlib.contextmanager
-def in_use(owner: object, table: Sites) -> Iterator[None]:
-    """Lets hooks of `owner` that get no parameters find the table that was resolved from them."""
-    token = _IN_USE.set({**_IN_USE.get({}), id(owner): table})
-    try:
-        yield
-    finally:
-        _IN_USE.reset(token)
-
-
-def table_in_use(owner: object) -> Sites | None:
-    """The table whose hooks run now."""
-    return _IN_USE.get({}).get(id(owner))

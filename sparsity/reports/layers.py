@@ -11,8 +11,8 @@ from sparsity.core import extras, trees
 from sparsity.core.pictures import DARK, add_legend, label_rows, new_axes
 from sparsity.core.trees import PyTree
 from sparsity.reports.summary import summarize_sparsity
-from sparsity.training.hooks import Updater
 from sparsity.training.state import get_sparse_state
+from sparsity.training.updater import Updater
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,7 +15,7 @@ import numpy as np
 from sparsity.core.checks import check_bool, check_int, is_traced
 from sparsity.core.names import suggest
 from sparsity.masks import SCOPES, TreeScope, is_pattern
-from sparsity.training.hooks import Updater
+from sparsity.training.updater import Updater
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

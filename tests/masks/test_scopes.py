@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import sparsity
+from sparsity.core import trees
 from sparsity.masks import Layerwise as LayerwiseScope
 from sparsity.masks import Wanted
 
@@ -420,3 +421,51 @@ def test_a_select_of_a_subclass_gets_arrays_in_a_step():
     tx = pruner.wrap_optax(optax.sgd(0.1))
     state = tx.update(jnp.zeros_like(params), tx.init(params), params)[1]
     np.testing.assert_array_equal(state.masks, [[0, 1], [1, 1]])
+
+
+class Reversed(sparsity.Layerwise):
+    """Ranks by other scores, which the record takes in the place of its own."""
+
+    def select(self, leaves, topk_fn):
+        return super().select([x._replace(lazy_scores=-x.scores) for x in leaves], topk_fn)
+
+
+@dataclasses.dataclass(frozen=True)
+class Everything:
+    """Says which leaves get masks, and sees the scores of all of them."""
+
+    def check(self, pattern, batch_axes, topk_fn):
+        pass
+
+    def masked(self, params, sparsities):
+        return set(trees.leaves_by_path(params))
+
+    def select_tree(self, scores, sparsities):
+        assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(scores))
+        return jax.tree.map(lambda x: (x > 2).astype(jnp.uint8), scores)
+
+    def move_tree(self, masks, drop, grow, drop_fraction):
+        assert all(isinstance(x, jax.Array) for x in jax.tree.leaves((drop, grow)))
+        return jax.tree.map(lambda x: (x > 2).astype(jnp.uint8), grow)
+
+
+@pytest.mark.parametrize(
+    ("cls", "scope", "expected"),
+    [
+        (sparsity.MagnitudePruning, Reversed(), [[1, 0], [0, 1]]),
+        (sparsity.MagnitudePruning, Everything(), [[0, 1], [1, 0]]),
+        (sparsity.RigL, Everything(), [[0, 1], [1, 0]]),
+    ],
+    ids=["replaced", "tree", "moved"],
+)
+def test_scopes_of_users_get_arrays_where_scores_are_lazy(cls, scope, expected):
+    updater = cls(
+        scope=scope,
+        scheduler=sparsity.OneShotSchedule(0),
+        sparsity_distribution_fn=sparsity.Uniform(0.5),
+    )
+    params = jnp.array([[1.0, -4.0], [3.0, 2.0]])
+    ones = jnp.ones((2, 2), jnp.uint8)
+    tx = updater.wrap_optax(optax.sgd(0.1), masks=ones)
+    _, state = jax.jit(tx.update)(params, tx.init(params), params)
+    np.testing.assert_array_equal(state.masks, expected)

@@ -259,3 +259,65 @@ def test_global_pruners_hand_on_batch_axes_given_by_a_function():
     masks = pruner.instant_sparsify({"kernel": jnp.ones((4, 6)), "bias": jnp.ones((2, 6))})[1]
     assert masks["bias"] is None  # its one axis beyond the batch axes: not selected
     assert int(masks["kernel"].sum()) == 12
+
+
+# Hooks that make masks get the sites by name.
+
+
+def _paths_and_patterns(sites):
+    return {site.name: site.pattern for site in map(sites.__getitem__, sites)}
+
+
+def test_hooks_that_name_sites_get_those_of_the_parameters():
+    seen = {}
+
+    class Asking(sparsity.MagnitudePruning):
+        def get_initial_masks(self, params, target_sparsities, sites=None):
+            seen["initial"] = _paths_and_patterns(sites)
+            return super().get_initial_masks(params, target_sparsities)
+
+        def calculate_scores(self, params, sparse_state=None, grads=None, *, sites):
+            seen["scores"] = _paths_and_patterns(sites)
+            return jax.tree.map(lambda x: (100 * jnp.abs(x)).astype(jnp.int32), params)
+
+        def create_masks(self, scores, sparsities, *, sites):
+            seen["masks"] = _paths_and_patterns(sites)
+            return super().create_masks(scores, sparsities, sites=sites)
+
+    def kind(path, param):
+        return sparsity.NByM(2, 4) if param.dtype == jnp.bfloat16 else sparsity.Unstructured()
+
+    updater = Asking(
+        sparsity_type=kind,
+        sparsity_distribution_fn=sparsity.Uniform(0.5),
+        scheduler=sparsity.OneShotSchedule(0),
+    )
+    tx = updater.wrap_optax(optax.sgd(0.1))
+    state = tx.init(_params())
+    _, state = tx.update(_grads(), state, _params())
+    expected = {
+        "half": sparsity.NByM(2, 4),
+        "full": sparsity.Unstructured(),
+        "bias": sparsity.NByM(2, 4),
+    }
+    assert seen == {"initial": expected, "scores": expected, "masks": expected}
+    # The scores are integers: without the sites, `half` would be no N:M leaf.
+    assert np.all(np.asarray(state.masks["half"]).reshape(-1, 4).sum(axis=1) == 2)
+    instant = updater.instant_sparsify(_params())[1]
+    np.testing.assert_array_equal(instant["half"], state.masks["half"])
+
+
+def test_a_hook_that_takes_all_keywords_gets_those_of_the_loop_alone():
+    seen = {}
+
+    class Taking(sparsity.MagnitudePruning):
+        def calculate_scores(self, params, sparse_state=None, grads=None, **extra):
+            seen.update(extra)
+            return jax.tree.map(jnp.abs, params)
+
+    updater = Taking(
+        sparsity_distribution_fn=sparsity.Uniform(0.5), scheduler=sparsity.OneShotSchedule(0)
+    )
+    tx = updater.wrap_optax(optax.sgd(0.1))
+    tx.update(_grads(), tx.init(_params()), _params(), value=3)
+    assert seen == {"value": 3}

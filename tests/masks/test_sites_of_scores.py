@@ -30,3 +30,25 @@ def test_update_state_called_by_hand_resolves_types_from_the_parameters():
     np.testing.assert_array_equal(mask.reshape(-1, 2).sum(axis=1), [1, 1, 1, 1])
     scores = np.asarray(generate_random_scores(PARAMS, 8)["kernel"]).reshape(-1, 2)
     np.testing.assert_array_equal(mask.reshape(-1, 2).argmax(axis=1), scores.argmax(axis=1))
+
+
+def test_integer_scores_without_sites_keep_the_budget():
+    # The masks of `small` cost 1 a weight, those of `large` 3: 24 weights cost 48.
+    class Budget:
+        def __call__(self, params):
+            return {"small": 0.5, "large": 0.5}
+
+        def cost(self, path, param):
+            return {"small": 1.0, "large": 3.0}[path[-1]]
+
+    updater = sparsity.RandomPruning(scope=sparsity.Global(), sparsity_distribution_fn=Budget())
+    params = {"small": jnp.ones((2, 6)), "large": jnp.ones((2, 6))}
+    scores = {name: jnp.arange(12, dtype=jnp.uint32).reshape(2, 6) for name in params}
+    by_hand = updater.create_masks(scores, {"small": 0.5, "large": 0.5})
+    expected = updater.create_masks(
+        scores, {"small": 0.5, "large": 0.5}, sites=updater.sites(params)
+    )
+    for name in params:
+        np.testing.assert_array_equal(by_hand[name], expected[name])
+    cost = int(by_hand["small"].sum()) + 3 * int(by_hand["large"].sum())
+    assert cost <= 6 + 3 * 6

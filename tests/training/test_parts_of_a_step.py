@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 
+import sparsity
 from sparsity.training import hooks, regrow
 from sparsity.training import step as step_lib
 from sparsity.training.state import SparseState
@@ -35,6 +36,46 @@ def test_a_hook_that_names_no_extra_argument_gets_none():
         1,
         5,
     )
+
+
+# Step
+
+
+@pytest.mark.parametrize(
+    ("updater", "answers"),
+    [
+        # lands on zeros, keeps zeros, may regrow
+        (sparsity.MagnitudePruning(), (True, True, False)),
+        (sparsity.SaliencyPruning(), (True, True, True)),
+        (sparsity.MagnitudePruning(is_sparse_updates=False), (False, True, False)),
+        (sparsity.RigL(), (True, True, True)),
+        (sparsity.SteMagnitudePruning(), (False, False, False)),
+        (sparsity.SteMagnitudePruning(is_sparse_updates=True), (True, True, True)),
+    ],
+)
+def test_a_step_answers_once_how_pruned_weights_are_kept(updater, answers):
+    step = step_lib.Step.wrap(updater, optax.sgd(0.1), None)
+    assert (step.lands_on_zeros, step.keeps_zeros, step.may_regrow) == answers
+
+
+def test_the_phases_of_a_step_can_be_called_alone():
+    updater = sparsity.MagnitudePruning(
+        sparsity_distribution_fn=sparsity.Uniform(0.5), scheduler=sparsity.OneShotSchedule(0)
+    )
+    step = step_lib.Step.wrap(updater, optax.sgd(0.5), None)
+    params, grads = jnp.array([[1.0, -3.0], [2.0, 0.5]]), jnp.ones((2, 2))
+    state = step.init(params)
+    inputs = step.check(grads, state, params, {})
+    assert step.accumulate(state, inputs) is state
+    refreshed, change = step.refresh(state, inputs)
+    np.testing.assert_array_equal(refreshed.masks, [[0, 1], [1, 0]])
+    assert change == (True, None)
+    assert int(refreshed.count) == 0
+    steps, after = step.transform(refreshed, inputs, change)
+    np.testing.assert_array_equal(steps, np.full((2, 2), -0.5))
+    assert int(after.count) == 1
+    landed = step.land(steps, after, inputs, change)
+    np.testing.assert_array_equal(landed, [[-1.0, -0.5], [-0.5, -0.5]])
 
 
 # land_on_zeros

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from sparsity.training import step as step_lib
+from sparsity.training.skip import update_unless
 
 
 class _Pair(NamedTuple):
@@ -63,7 +63,7 @@ def test_a_skipped_update_changes_nothing_whatever_the_state_is_made_of(name, sk
     params = {"a": jnp.array([5.0, 6.0]), "b": jnp.array([7.0])}
     grads = {"a": jnp.array([0.5, -0.25]), "b": jnp.array([4.0])}
     state = tx.init(params)
-    steps, new_state = jax.jit(functools.partial(step_lib.update_unless, update=tx.update))(
+    steps, new_state = jax.jit(functools.partial(update_unless, update=tx.update))(
         jnp.bool_(skip), updates=grads, state=state, params=params
     )
     if skip:
@@ -135,7 +135,7 @@ def test_skipping_agrees_with_selecting_between_the_states_of_any_optimizer(name
         steps, new_state = update(grads, state, params)
         steps = jax.tree.map(lambda step: jnp.where(skip, jnp.zeros_like(step), step), steps)
         new_state = jax.tree.map(functools.partial(jnp.where, skip), state, new_state)
-        return (steps, new_state), step_lib.update_unless(skip, update, grads, state, params)
+        return (steps, new_state), update_unless(skip, update, grads, state, params)
 
     state = tx.init(params)
     for skip in skips:
@@ -163,4 +163,4 @@ def test_a_choice_known_when_the_code_is_traced_leaves_nothing_in_the_program():
 
 
 def _unless(skip, update, grads, state, params):
-    return step_lib.update_unless(skip, update, grads, state, params)
+    return update_unless(skip, update, grads, state, params)

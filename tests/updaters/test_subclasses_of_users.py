@@ -234,3 +234,12 @@ def test_a_class_whose_masks_only_shrink_may_wrap_flatten():
     shrinking.wrap_optax(flat).init(PARAMS)
     with pytest.raises(ValueError, match=r"cannot wrap optax\.flatten"):
         sparsity.RigL(**HALF, **ONCE).wrap_optax(flat).init(PARAMS)
+
+
+def test_a_hook_that_an_object_overrides_is_called():
+    updater = sparsity.MagnitudePruning(**HALF, **ONCE)
+    kept = {"k": jnp.ones((4, 8), jnp.uint8).at[0].set(0), "b": None}
+    updater.update_state = lambda state, params, grads: state._replace(masks=kept)
+    tx = updater.wrap_optax(optax.sgd(0.1))
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    np.testing.assert_array_equal(state.masks["k"], kept["k"])

@@ -138,16 +138,15 @@ class StatisticsPruning(BaseUpdater):
           ValueError: a statistic is missing or does not fit, or the pruner cannot prune a parameter
             so; the parameter is named.
         """
-        table = self.sites(params)
-        with masks_lib.in_use(self, table):
-            targets = self._target_sparsities(params)
-            leaves, sparsities = map(trees.leaves_by_path, (params, targets))
-            problems = {}
-            for path in self.calibrated_paths(params, targets):
-                site, param = table[path], leaves[path]
-                statistic = self.statistic(statistics, site, param.shape)
-                problems[path] = Problem(site, param, statistic, sparsities.get(path))
-            weights, masks = self.solve_tree(params, targets, problems)
+        sites = self.sites(params)
+        targets = self._target_sparsities(params, sites)
+        leaves, sparsities = map(trees.leaves_by_path, (params, targets))
+        problems = {}
+        for path in self.calibrated_paths(params, targets):
+            site, param = sites[path], leaves[path]
+            statistic = self.statistic(statistics, site, param.shape)
+            problems[path] = Problem(site, param, statistic, sparsities.get(path))
+        weights, masks = self.solve_tree(params, targets, problems)
         masks = masks_lib.read_masks(masks, params, self.use_packed_masks)
         pruned = masks_lib.apply_masks(weights, masks)
         return pruned, masks_lib.pack_masks(masks, params) if self.use_packed_masks else masks

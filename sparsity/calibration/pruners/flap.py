@@ -84,7 +84,12 @@ class FLAPPruning(ChannelPruning):
         return trees.map_matched(score, params)
 
     def create_masks(
-        self, scores: PyTree, sparsities: PyTree, target_sparsities: PyTree | None = None
+        self,
+        scores: PyTree,
+        sparsities: PyTree,
+        target_sparsities: PyTree | None = None,
+        *,
+        sites: masks_lib.Sites | None = None,
     ) -> PyTree:
         return self.readers.select_tree(scores, sparsities)
 

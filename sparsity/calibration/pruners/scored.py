@@ -21,7 +21,7 @@ from sparsity.calibration.statistics.rows import Kind
 from sparsity.core import sharding, trees
 from sparsity.core.exact import ordered_sum
 from sparsity.core.trees import KeyPath, PyTree
-from sparsity.masks import Layerwise, Scope, Site, TopkFn, Wanted, create_masks
+from sparsity.masks import Layerwise, Scope, Site, Sites, TopkFn, Wanted, create_masks
 from sparsity.patterns import NByM
 from sparsity.patterns.base import absolute_axis
 from sparsity.training.state import SparseState
@@ -64,8 +64,10 @@ class ScoredPruning(StatisticsPruning):
         sparse_state: SparseState | None = None,
         grads: PyTree | None = None,
         statistics: Statistics | None = None,
+        *,
+        sites: Sites | None = None,
     ) -> PyTree:
-        table = self.sites_of(params)
+        table = self.sites(params) if sites is None else sites
 
         def score(path: KeyPath, param: jax.Array) -> jax.Array | None:
             if statistics is not None and trees.path_names(path) not in statistics:
@@ -88,6 +90,8 @@ class ScoredPruning(StatisticsPruning):
         sparsities: PyTree,
         target_sparsities: PyTree | None = None,
         statistics: Statistics | None = None,
+        *,
+        sites: Sites | None = None,
     ) -> PyTree:
         """Returns masks that keep the highest scores among those that compete.
 
@@ -98,12 +102,14 @@ class ScoredPruning(StatisticsPruning):
           sparsities: tree of sparsities, `None` for leaves that stay dense.
           target_sparsities: where a ramp ends, for N:M types; `sparsities` by default.
           statistics: those that the scores were computed from.
+          sites: as in every updater.
 
         Raises:
           ValueError: a leaf that has a sparsity has no statistic, or N:M groups do not lie along
             its inputs.
         """
-        table, shapes = self.sites_of(scores), trees.leaves_by_path(scores)
+        table = self.sites(scores) if sites is None else sites
+        shapes = trees.leaves_by_path(scores)
         apart = {}
         for path in trees.leaves_by_path(sparsities):
             shape = getattr(shapes.get(path), "shape", ())
@@ -212,7 +218,7 @@ class Within(Layerwise):
         if not axes:
             return leaf
         scores = jnp.moveaxis(jnp.asarray(leaf.scores), axes, range(len(axes)))
-        return leaf._replace(scores=scores, site=leaf.site._replace(batch_axes=len(axes)))
+        return leaf._replace(lazy_scores=scores, site=leaf.site._replace(batch_axes=len(axes)))
 
     def _axes(self, leaf: Wanted) -> tuple[int, ...]:
         """The axes that separate single entries; units of several have an order of their own."""

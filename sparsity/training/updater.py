@@ -1,0 +1,256 @@
+"""Fields and hooks of an updater: all that a training step asks of one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from sparsity import masks as masks_lib
+from sparsity.core import trees
+from sparsity.core.hashing import generate_random_scores
+from sparsity.core.sharding import ones_like
+from sparsity.core.trees import PyTree
+from sparsity.masks import (
+    BatchAxes,
+    Draw,
+    Layerwise,
+    Pattern,
+    Scope,
+    Sites,
+    TopkFn,
+    TreeScope,
+    drawing,
+    lazy_scores,
+)
+from sparsity.patterns import Unstructured
+from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
+from sparsity.training.hooks import ExtraArg, Inputs
+from sparsity.training.state import SparseState, get_sparse_state
+
+
+@dataclasses.dataclass(kw_only=True)
+class Updater:
+    """Fields and hooks of `BaseUpdater`, whose documentation explains the fields."""
+
+    scheduler: Schedule = NoUpdateSchedule()
+    skip_gradients: bool = False
+    is_sparse_gradients: bool = False
+    sparsity_type: Pattern | Callable[[tuple[str, ...], jax.Array], Pattern] = Unstructured()
+    sparsity_distribution_fn: Callable[..., PyTree] | None = None
+    scope: Scope | TreeScope = Layerwise()
+    rng_seed: int | jax.Array = 8
+    use_packed_masks: bool = False
+    topk_fn: TopkFn | None = None
+    is_sparse_updates: bool | None = None
+    batch_axes: BatchAxes = 0
+
+    regrows: ClassVar[bool | None] = None
+    keeps_dense_weights: ClassVar[bool] = False
+
+    def sites(self, params: PyTree) -> Sites:
+        """Returns the table of the prunable leaves: each with its pattern and batch axes."""
+        raise NotImplementedError
+
+    def init_state(self, params: PyTree, *, sites: Sites | None = None) -> SparseState:
+        """Returns the state that a wrapped optimizer starts with, without the inner state."""
+        raise NotImplementedError
+
+    # Hooks that algorithms override. None of them ever sees packed masks, or leaves that can have
+    # no mask: random keys, integers and functions are None in the trees that hooks get. A hook
+    # that names an argument `sites` gets the table that was resolved from the parameters.
+
+    def calculate_scores(
+        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
+    ) -> PyTree:
+        """Returns what each weight is worth: a tree like `params`; the highest scores are kept.
+
+        Args:
+          params: tree of parameters, with the present masks applied where pruned weights stay zero.
+          sparse_state: the present state, `None` in `instant_sparsify`.
+          grads: tree of gradients, where there are any.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override calculate_scores.")
+
+    def get_initial_masks(self, params: PyTree, target_sparsities: PyTree) -> PyTree:
+        """Returns the masks that the optimizer starts with: by default, all ones.
+
+        Args:
+          params: tree of parameters.
+          target_sparsities: tree of sparsities, `None` for leaves that stay dense.
+        """
+
+        masked = masks_lib.masked_paths(self.scope, params, target_sparsities)
+
+        def start(path: trees.KeyPath, param: Any) -> Any:
+            return ones_like(param) if path in masked else None
+
+        return trees.map_matched(start, params)
+
+    def create_masks(
+        self,
+        scores: PyTree,
+        sparsities: PyTree,
+        target_sparsities: PyTree | None = None,
+        *,
+        sites: Sites | None = None,
+    ) -> PyTree:
+        """Returns masks that keep the highest scores of every leaf, or of all, as the scope says.
+
+        Args:
+          scores: tree of scores.
+          sparsities: tree of sparsities, `None` for leaves that stay dense.
+          target_sparsities: where a ramp ends, for N:M types; `sparsities` by default.
+          sites: `self.sites(params)`. By default they are resolved from the scores: a function of
+            (path, param) sees scores in place of parameters.
+
+        Raises:
+          ValueError: a sparsity lies outside [0, 1] or a type does not fit; the leaf is named.
+        """
+        if sites is None:
+            sites = self.sites(jax.tree.map(_as_weights, scores))
+        sparsities = self._sparsity_tree(sparsities, scores)
+        return masks_lib.create_masks(
+            self.scope, sites, scores, sparsities, target_sparsities, self.topk_fn
+        )
+
+    def _sparsity_tree(self, sparsities: PyTree, scores: PyTree) -> PyTree:
+        """Returns the sparsities that `create_masks` got as a tree like the scores."""
+        return sparsities
+
+    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> PyTree:
+        """Returns the masks of a mask update; a step calls it unless `update_state` is overridden.
+
+        Lazy scores read parameters and masks as they are stored, so that no masked parameters need
+        to be stored beside them.
+
+        Args:
+          sparse_state: the present state.
+          inputs: those of the step.
+        """
+        targets = sparse_state.target_sparsities
+        sparsities = self.scheduler.get_sparsity_at_step(targets, sparse_state.count)
+        weights, grads = inputs.weights, inputs.grads
+        scores: PyTree | None = None
+        draw: Draw = generate_random_scores
+        if not is_overridden(self, "create_masks"):  # overrides get arrays
+            scores = lazy_scores(self.calculate_scores, weights, inputs.masks, grads)
+            draw = drawing(weights)
+        if scores is None:
+            scores = inputs.call(
+                self.calculate_scores,
+                inputs.seen,
+                sparse_state=sparse_state,
+                grads=grads,
+                named={"draw": draw},
+            )
+        extra = {"target_sparsities": targets}
+        return inputs.call(self.create_masks, scores, sparsities, extra=extra)
+
+    def update_state(
+        self,
+        sparse_state: SparseState,
+        params: PyTree,
+        grads: PyTree,
+        *,
+        sites: Sites | None = None,
+        **extra_args: ExtraArg,
+    ) -> SparseState:
+        """Returns the state with new masks; called in the steps that the scheduler chooses.
+
+        Args:
+          sparse_state: the present state.
+          params: tree of parameters, as in `calculate_scores`.
+          grads: tree of gradients.
+          sites: `self.sites(params)`, which is the default.
+          **extra_args: what the training loop passed to `update` beside these; `calculate_scores`
+            and `create_masks` get those that they name.
+        """
+        sites = self.sites(params) if sites is None else sites
+        masks = self.new_masks(sparse_state, Inputs(params, grads, sites, extra_args))
+        return sparse_state._replace(masks=masks)
+
+    def init_algorithm_state(self, params: PyTree, masks: PyTree) -> PyTree:
+        """Returns the first `algorithm_state`: a tree of arrays, by default nothing.
+
+        Args:
+          params: tree of parameters.
+          masks: the masks that training starts from.
+        """
+
+    def accumulate(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> SparseState:
+        """Returns the state with a new `algorithm_state`; called first in every step.
+
+        Free when not overridden. Other fields of the result are not used.
+
+        Args:
+          sparse_state: the present state.
+          params: tree of parameters, as in `calculate_scores`.
+          grads: tree of gradients.
+        """
+        return sparse_state
+
+    def modify_gradients(self, grads: PyTree, params: PyTree, sparse_state: SparseState) -> PyTree:
+        """Returns the gradients for the inner optimizer; called in every step under the new masks.
+
+        Free when not overridden. With `is_sparse_gradients` the masks are applied to the result.
+
+        Args:
+          grads: tree of gradients.
+          params: tree of parameters, as in `calculate_scores`.
+          sparse_state: the state with the masks of this step.
+        """
+        return grads
+
+    def apply_masks(self, params: PyTree, masks: PyTree, is_packed: bool | None = None) -> PyTree:
+        """Returns `params` with pruned entries at exactly 0.0.
+
+        Args:
+          params: tree of parameters (or gradients, or scores).
+          masks: tree of masks, `None` for leaves that are returned as they are.
+          is_packed: whether the masks are packed; `None` means as `use_packed_masks` says, or not.
+
+        Raises:
+          ValueError: a mask has no leaf in `params`, or one of another shape.
+        """
+        may_be_packed = self.use_packed_masks if is_packed is None else is_packed
+        read = masks_lib.read_masks(masks, params, may_be_packed)
+        return masks_lib.apply_masks(params, read)
+
+    def pre_forward_update(self, params: PyTree, opt_state: optax.OptState) -> PyTree:
+        """Returns the parameters for the forward pass; by default as they are.
+
+        Args:
+          params: tree of parameters.
+          opt_state: a SparseState, or an optimizer state that holds one.
+        """
+        return params
+
+    def post_gradient_update(self, params: PyTree, sparse_state: optax.OptState) -> PyTree:
+        """Returns the parameters after a step, pruned weights at exactly 0.0.
+
+        Args:
+          params: tree of parameters.
+          sparse_state: a SparseState, or an optimizer state that holds one.
+        """
+        state = get_sparse_state(sparse_state)
+        masks_lib.check_masks(params, state.masks, packed=self.use_packed_masks)
+        return self.apply_masks(params, state.masks)
+
+
+def is_overridden(updater: Updater, name: str) -> bool:
+    """Whether an updater has another hook than `Updater`."""
+    hook = getattr(updater, name)
+    return getattr(hook, "__func__", hook) is not getattr(Updater, name)
+
+
+def _as_weights(scores: chex.Array) -> chex.Array | jax.ShapeDtypeStruct:
+    """Returns scores in the place of their weights: the weights of integer scores are floats."""
+    if trees.is_prunable(scores):
+        return scores
+    return jax.ShapeDtypeStruct(jnp.shape(scores), jnp.float32)
