@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import sparsity
-from sparsity.calibration import prune, refits, relative_error
+from sparsity.calibration import prune, relative_error
+from sparsity.calibration.refits import least_squares
 from tests import helpers
 from tests.calibration import oracles
 
@@ -31,7 +32,7 @@ def refitted(pruner, refit, weights, x):
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_least_squares_are_those_of_the_normal_equations(kind, direct, monkeypatch):
-    monkeypatch.setattr(refits, "_MOST_DIRECT", 4096 if direct else 0)
+    monkeypatch.setattr(least_squares, "_MOST_DIRECT", 4096 if direct else 0)
     weights, x, _ = oracles.layer()
     with jax.enable_x64(True):
         pruned, mask = refitted(wanda(kind), sparsity.LeastSquares(), weights, x)
@@ -56,9 +57,9 @@ def test_least_squares_take_masks_with_outputs_of_any_number_of_weights():
 @pytest.mark.slow
 @pytest.mark.parametrize("most", [0, 4096])
 def test_outputs_that_keep_the_same_inputs_are_factored_once_and_exactly(most, monkeypatch):
-    monkeypatch.setattr(refits, "_MOST_DIRECT", most)
-    monkeypatch.delattr(refits, "_by_factors")  # one by one
-    monkeypatch.delattr(refits, "_by_gradients")
+    monkeypatch.setattr(least_squares, "_MOST_DIRECT", most)
+    monkeypatch.delattr(least_squares, "_by_factors")  # one by one
+    monkeypatch.delattr(least_squares, "_by_gradients")
     weights, x, _ = oracles.layer()
     mask = np.outer(np.arange(16) % 5 > 0, np.arange(24) % 3 > 0).astype(np.uint8)
     with jax.enable_x64(True):
@@ -71,7 +72,7 @@ def test_outputs_that_keep_the_same_inputs_are_factored_once_and_exactly(most, m
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_output_gets_worse_where_rows_are_few_and_inputs_dead(dtype, direct, monkeypatch):
-    monkeypatch.setattr(refits, "_MOST_DIRECT", 4096 if direct else 0)
+    monkeypatch.setattr(least_squares, "_MOST_DIRECT", 4096 if direct else 0)
     weights, x, _ = oracles.layer(rows=10, dtype=np.float32)
     x[:, [1, 5]] = 0
     kernel = jnp.asarray(weights.T, dtype)

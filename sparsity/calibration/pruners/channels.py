@@ -88,14 +88,12 @@ class ChannelPruning(StatisticsPruning):
 
     def calibrated_paths(self, params: PyTree, targets: PyTree) -> Iterable[KeyPath]:
         """Returns the paths of the parameters that read channels which have a sparsity."""
-        readers = self.readers.scored(params, targets)
-        return [
-            path for path in trees.leaves_by_path(params) if path in readers
-        ]  # a set: any order
+        readers = self.readers.scored(params, targets)  # a set, whose order differs by process
+        return [path for path in trees.leaves_by_path(params) if path in readers]
 
 
 def _standardized(importance: jax.Array) -> jax.Array:
-    """(x - mean) / deviation, [channels]; the means of each rank over layers, the largest first.
+    """Returns (x - mean) / deviation, [channels]; of layers, the means of each rank in order.
 
     Args:
       importance: [channels] or [layers, channels]. What is 0 or NaN becomes -inf.

@@ -7,7 +7,7 @@ One pivot (a principal pivot transform) brings a channel from one side to the ot
 
 Source: Meng et al. 2024, arXiv 2403.12983. Comments carry the names of its code: weights W, the
 Gram matrix XTX, and XTY, its products with the dense weights; S are the inputs that are in, c those
-of a channel. The code computes inv(XTX_S) anew for each exchange; here pivots update it.
+of a channel. The code computes inv(XTX_S) again for each exchange; here pivots update it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class SparseGPTPruning(StatisticsPruning):
     """Prunes block by block of the inputs, each time correcting the weights that come after.
 
     It changes weights as well as masks, so it prunes at once and not along a schedule:
-    `instant_sparsify(params, statistics=statistics)`. Training goes on from its masks:
+    `instant_sparsify(params, statistics=statistics)`. Training continues from its masks:
     `pruner.wrap_optax(tx, masks=masks)`.
 
     Within a block of inputs the weights of all outputs compete; through each block num_kept of the

@@ -71,8 +71,8 @@ def oneshot(
       refit: `LeastSquares()`, `ADMM()`, or `None`.
       sequential: each layer sees what the pruned layers before it produce; otherwise all see the
         inputs that the dense model gives them.
-      folder: each layer is saved there when it is finished; the same call goes on from the last
-        one if it was interrupted. Needs orbax, and a pruner and a refit that are the same in
+      folder: each layer is saved there when it is finished; the same call continues after the
+        last one if it was interrupted. Needs orbax, and a pruner and a refit that are the same in
         another process: of numbers, text, arrays, functions, and objects of these.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The finished layers of a one-shot run, in a folder: an interrupted run goes on from there."""
+"""The finished layers of a one-shot run, in a folder: an interrupted run continues there."""
 
 from __future__ import annotations
 
