@@ -35,14 +35,24 @@ def _readable_dtype(dtype: np.dtype) -> np.dtype:
 
 
 class KeyRange(NamedTuple):
-    """Keys of a dtype: their dtype, the lowest (which is that of NaN, if there is one), the top.
+    """The keys of a dtype of scores.
 
-    Keys of narrow dtypes are int32 all the same, which is faster.
+    Attributes:
+      dtype: int32 or int64; int32 for narrow scores, too, which is faster.
+      low: the lowest key, that of NaN if there is one.
+      top: the highest key.
+      is_float: whether scores are floats of 32 bits or more.
     """
 
     dtype: np.dtype
     low: int
     top: int
+    is_float: bool = False
+
+    @property
+    def bits(self) -> int:
+        """The number of bits that tell the keys apart."""
+        return (self.top - self.low).bit_length()
 
 
 @functools.lru_cache
@@ -57,7 +67,7 @@ def key_range(dtype: np.dtype) -> KeyRange:
     top = np.full(1, np.inf).astype(dtype)
     if not np.isinf(top.astype(np.float32))[0]:  # a format without inf
         top = np.full(1, jnp.finfo(dtype).max, dtype)
-    return KeyRange(key, low, int(top.view(bits)[0]))
+    return KeyRange(key, low, int(top.view(bits)[0]), is_float=bits.itemsize >= 4)
 
 
 def _bits(dtype: np.dtype) -> np.dtype:
@@ -70,7 +80,7 @@ def _bits(dtype: np.dtype) -> np.dtype:
 def to_keys(scores: jax.Array) -> jax.Array:
     """Signed integers in the order of the scores."""
     dtype = scores.dtype
-    bits, (key, low, top) = _bits(dtype), key_range(dtype)
+    bits, (key, low, top, _) = _bits(dtype), key_range(dtype)
     if jnp.issubdtype(dtype, jnp.unsignedinteger):
         unsigned = np.dtype(f"uint{bits.itemsize * 8}")
         moved = scores.astype(unsigned) ^ jnp.array(-low, unsigned)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,10 @@ from sparsity.core.hashing import flat_index
 from sparsity.core.sharding import shard_like
 from sparsity.core.trees import PyTree
 from sparsity.selection.keys import eligible_keys, readable
+
+# Dtypes of scores by those of values, for every function in use: `jax.eval_shape` takes 1 ms.
+_DTYPES: weakref.WeakKeyDictionary[Callable[..., Any], dict[Any, np.dtype]]
+_DTYPES = weakref.WeakKeyDictionary()
 
 
 def _itself(scores: jax.Array) -> jax.Array:
@@ -63,14 +68,15 @@ class Scores:
     def ndim(self) -> int:
         return len(self.shape)
 
-    @functools.cached_property
+    @property
     def dtype(self) -> np.dtype:
         """The dtype of the scores, as the search reads them."""
-        values = [jax.ShapeDtypeStruct((), x.dtype) for x in (*self.arrays, *self.scalars)]
-        index = [jax.ShapeDtypeStruct((), np.int32)] * self.uses_index
-        scores = jax.eval_shape(lambda *x: readable(self.fn(*x)), *values, *index)
-        dtype: np.dtype = scores.dtype
-        return dtype
+        values = *(x.dtype for x in (*self.arrays, *self.scalars)), *[np.int32] * self.uses_index
+        dtypes = _DTYPES.setdefault(self.fn, {})
+        if values not in dtypes:
+            structs = [jax.ShapeDtypeStruct((), dtype) for dtype in values]
+            dtypes[values] = jax.eval_shape(lambda *x: readable(self.fn(*x)), *structs).dtype
+        return dtypes[values]
 
     def compute(self) -> jax.Array:
         """The scores as an array."""

@@ -31,14 +31,47 @@ from jax import lax
 from sparsity.core import exact
 from sparsity.core.exact import Words, zero_like
 from sparsity.core.hashing import flat_index
-from sparsity.selection.keys import key_range
+from sparsity.selection.keys import KeyRange, key_range
 from sparsity.selection.scores import Ranked
 
+State = tuple[jax.Array, jax.Array, jax.Array]
+Above = Callable[[jax.Array], Words]
+Thresholds = Callable[[Above, Words, jax.Array, KeyRange], jax.Array]
 _BITS = 4  # of a digit: a GPU compares 15 times in about the time that it takes to read an entry
 
 
+def thresholds(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) -> jax.Array:
+    """A key t of each bracket with at most k keys above t, and at least k that are t or above.
+
+    Args:
+      above: maps pivots[brackets, n] to the numbers of keys above them.
+      k: [brackets]; of fewer keys t is the lowest key, of k = 0 it is above all.
+      lowest: `keys.low`, [brackets], which is not counted.
+      keys: the range of the keys.
+    """
+    bits, digits = keys.bits, np.arange(1, 1 << _BITS, dtype=lowest.dtype)
+    is_some = (k[0] | k[1]) > 0
+    highest = lowest + np.array((1 << bits) - 1).astype(lowest.dtype)
+    state = zero_like(k[1][0]), jnp.where(is_some, lowest, highest), is_some
+
+    def step(state: State) -> State:
+        i, key, is_open = state
+        # The last pass may look at bits again: of digits that reach beyond them none is enough.
+        shift = jnp.maximum(bits - _BITS * (i.astype(jnp.int32) + 1), 0).astype(key.dtype)
+        counts, rank = above(key[:, None] + (digits << shift) - 1), (k[0][:, None], k[1][:, None])
+        digit = jnp.sum(exact.at_least(counts, rank), axis=1, dtype=key.dtype)
+        is_met = jnp.any(exact.equal(counts, rank), axis=1)  # then no lower digit changes the mask
+        return i + 1, jnp.where(is_open, key + (digit << shift), key), is_open & ~is_met
+
+    return lax.while_loop(lambda x: (x[0] * _BITS < bits) & jnp.any(x[2]), step, state)[1]
+
+
 def select(
-    leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool
+    leaves: Sequence[Ranked],
+    k: Words | chex.Numeric,
+    *,
+    together: bool,
+    thresholds: Thresholds = thresholds,
 ) -> tuple[list[jax.Array], Words]:
     """Masks of the k best eligible entries, or of all if there are fewer.
 
@@ -47,6 +80,7 @@ def select(
       k: how many to keep: of all together, [1], or of each slice, [slices], in the order of the
         parameters; clamped from above. Or the fraction of the eligible entries to remove.
       together: whether all entries compete, or those of each slice.
+      thresholds: another function that finds what `thresholds` does.
 
     Returns:
       uint8 masks, each of its parameter's shape and sharding; and the number of eligible entries,
@@ -55,17 +89,15 @@ def select(
     slices, sizes = [Slices(leaf) for leaf in leaves], [leaf.slices for leaf in leaves]
     zero = varying_zero(leaves, k[1][0] if isinstance(k, tuple) else jnp.zeros((), jnp.int32))
     eligible = totals([x.eligible() + zero for x in slices], together)
-    k = exact.limit_kept(eligible, k)
-    rank = k[0], k[1] | ((k[0] | k[1]) == 0)  # of k = 0: the highest key, of which no tie stays
+    k = exact.kept_of(eligible, k)
 
     def above(pivots: jax.Array) -> Words:
         each = zip(slices, spread(pivots, sizes, together), strict=True)
         return totals([x.above(own) for x, own in each], together)
 
-    dtype, low, top = key_range(leaves[0].scores.dtype)
-    lowest = zero_like(k[1]).astype(dtype) + low
-    key = _kth_highest(above, rank, lowest, (top - low).bit_length())
-    keys = spread(key, sizes, together)
+    score_keys = key_range(leaves[0].scores.dtype)
+    lowest = zero_like(k[1]).astype(score_keys.dtype) + score_keys.low
+    keys = spread(thresholds(above, k, lowest, score_keys), sizes, together)
     counts = [x.above_and_ties(key) for x, key in zip(slices, keys, strict=True)]
     ties = jnp.concatenate([x[:, 1] for x in counts])
     need = exact.minus(k, totals([x[:, 0] for x in counts], together))
@@ -75,42 +107,15 @@ def select(
         each = zip(slices, spread(pivots, sizes), keys, strict=True)
         return totals([x.above(own, key) for x, own, key in each])
 
-    bits = max(leaf.size for leaf in leaves).bit_length()
-    all_ties = zero_like(share) + np.int32(-(1 << bits))  # below every ~index
-    rank = _words(jnp.maximum(share, 1))
+    tie_keys = KeyRange(np.dtype(np.int32), -1 - max(leaf.size for leaf in leaves), -1)
+    all_ties = zero_like(share) + np.int32(tie_keys.low)  # below every ~index
     cut = lax.cond(  # with no slice that keeps some of its ties only, there is nothing to search
         jnp.any((share > 0) & (share < ties)),
-        lambda: _kth_highest(above_among_ties, rank, all_ties, bits),
+        lambda: thresholds(above_among_ties, _words(share), all_ties, tie_keys),
         lambda: all_ties,
     )
     cuts = spread(jnp.where(share > 0, cut, 0), sizes)
     return [x.mask(*ends) for x, *ends in zip(slices, keys, cuts, strict=True)], eligible
-
-
-def _kth_highest(
-    above: Callable[[jax.Array], Words], k: Words, lowest: jax.Array, bits: int
-) -> jax.Array:
-    """The k-th highest key of each bracket, [brackets]; the lowest one if there are fewer.
-
-    The number of passes is fixed: a GPU waits on its host wherever a loop looks at data.
-
-    Args:
-      above: maps pivots[brackets, 15] to the numbers of keys above them.
-      k: the rank of the key in each bracket, from 1.
-      lowest: keys that are not counted, [brackets].
-      bits: all other keys are at most 2**bits - 1 higher.
-    """
-    digits = np.arange(1, 1 << _BITS, dtype=lowest.dtype)
-
-    def step(i: jax.Array, key: jax.Array) -> jax.Array:
-        # The last pass may look at bits again: of digits that reach beyond them none is enough.
-        shift = jnp.maximum(bits - _BITS * (i + 1), 0).astype(key.dtype)
-        counts = above(key[:, None] + (digits << shift) - 1)
-        enough = exact.at_least(counts, (k[0][:, None], k[1][:, None]))
-        return key + (jnp.sum(enough, axis=1, dtype=key.dtype) << shift)
-
-    key: jax.Array = lax.fori_loop(0, -(-bits // _BITS), step, lowest)
-    return key
 
 
 class Slices:

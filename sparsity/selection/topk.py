@@ -8,7 +8,7 @@ checks arguments and maps over slices; `threshold` selects.
 
 import functools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import chex
@@ -184,22 +184,28 @@ def _topk_masks(
     return select(leaves, (high, low), together=together)[0]
 
 
+def search_for(leaves: Sequence[Ranked]) -> Callable[..., tuple[list[jax.Array], Words]]:
+    """The only place that decides which search runs, by platform and sharding; masks are alike."""
+    if jax.default_backend() != "cpu":
+        return search.select
+    arrays = [x for leaf in leaves for x in leaf.arrays]
+    if all(x.size <= cpu.MAX_ENTRIES and cpu.use_flat(x) for x in arrays):
+        return cpu.select
+    return functools.partial(search.select, thresholds=cpu.thresholds)
+
+
 def select(
     leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool
 ) -> tuple[list[jax.Array], Words]:
-    """`search.select` of parameters of any dtypes, some of which may be empty; not compiled.
-
-    The only place that decides which search runs. The masks are the same.
-    """
+    """`search.select` of parameters of any dtypes, some of which may be empty; not compiled."""
     leaves = jax.tree.map(lax.stop_gradient, leaves)  # a mask has no derivatives
-    on_host = cpu.is_supported(leaves)
-    one_search = cpu.select if on_host else search.select
+    one_search = search_for(leaves)
     ends = np.cumsum([leaf.slices for leaf in leaves])
     kinds: dict[Hashable, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        kind = None if together else cpu.Recipe.of(leaf) if on_host else leaf.scores.dtype
         if leaf.scores.size:
-            kinds.setdefault(kind, []).append(i)
+            kind = cpu.Recipe.of(leaf) if one_search is cpu.select else leaf.scores.dtype
+            kinds.setdefault(None if together else kind, []).append(i)
     masks = [jnp.zeros(leaf.scores.shape, jnp.uint8) for leaf in leaves]
     n = jnp.zeros(1 if together else ends[-1], jnp.uint32)
     eligible = n, n

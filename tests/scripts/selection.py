@@ -1,15 +1,12 @@
 """Selection of sharded scores: what is found, where it lies, and what leaves a device."""
 
-from unittest import mock
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from sparsity import selection
-from sparsity.selection import cpu
-from tests.scripts.devices import same, scores, traffic
+from tests.programs.devices import same, scores, traffic
 from tests.selection_oracle import best
 
 
@@ -92,13 +89,6 @@ def shards_are_selected_from_within_shard_map(devices):
             np.testing.assert_array_equal(found, expected)
 
 
-def shards_are_selected_from_by_the_portable_search(devices):
-    with mock.patch.object(cpu, "is_supported", return_value=False):
-        jax.clear_caches()
-        shards_are_selected_from_within_shard_map(devices)
-    jax.clear_caches()
-
-
 def only_counts_leave_a_device(devices):
     for spec in (("a", "b"), (("a", "b"), None), (None, ("a", "b"))):
         x = jax.ShapeDtypeStruct((4096, 4096), jnp.float32, sharding=devices.sharding(*spec))
@@ -131,7 +121,6 @@ CASES = {
     "Auto": [
         *_BOTH,
         shards_are_selected_from_within_shard_map,
-        shards_are_selected_from_by_the_portable_search,
         hash_scores_shard_without_communication,
     ],
     "Explicit": _BOTH,

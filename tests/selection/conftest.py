@@ -3,21 +3,22 @@
 import jax
 import pytest
 
-from sparsity.selection import cpu
+from sparsity.selection import cpu, search, topk
 from sparsity.selection.cpu import sorting
 
 
-def _with(search):
+def _with(name):
+    select = search.select if name == "portable" else cpu.select
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "is_supported", lambda leaves: search != "portable")
-        patch.setattr(sorting, "MAX_SORTED", 2**18 if search == "sorted" else 0)
+        patch.setattr(topk, "search_for", lambda leaves: select)
+        patch.setattr(sorting, "MAX_SORTED", 2**18 if name == "sorted" else 0)
         jax.clear_caches()
-        yield search
+        yield name
     jax.clear_caches()
 
 
 @pytest.fixture(scope="module", params=["portable", "cpu"])
-def search(request):
+def both_searches(request):
     """The portable search, then that for hosts, which sorts nothing, however small."""
     yield from _with(request.param)
 

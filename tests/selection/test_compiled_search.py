@@ -36,7 +36,7 @@ def test_a_leaf_adds_some_instructions_and_no_search(shape, most, together):
     assert (many - few) / 20 < most
 
 
-def test_large_leaves_are_counted_where_they_are(search):
+def test_large_leaves_are_counted_where_they_are(both_searches):
     program = compiled([(512, 500)] * 8)
     assert program.memory_analysis().temp_size_in_bytes < 0.02 * 8 * 512 * 500
 

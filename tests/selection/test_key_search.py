@@ -11,7 +11,7 @@ import pytest
 from sparsity.core import exact as exact_counts
 from sparsity.selection import search as portable
 from sparsity.selection.cpu import key_search, visits
-from sparsity.selection.keys import key_range, to_keys
+from sparsity.selection.keys import KeyRange, key_range, to_keys
 from sparsity.selection.scores import Ranked, Scores
 from tests.selection_oracle import any_bits, ranks
 
@@ -38,7 +38,7 @@ def test_keys_are_in_the_order_of_scores_of_every_dtype(dtype):
     with jax.enable_x64(dtype in WIDE):
         scores = any_bits(dtype, 3000)
         keys = np.asarray(to_keys(jnp.asarray(scores)))
-        key, low, top = key_range(np.dtype(scores.dtype))
+        key, low, top, _ = key_range(np.dtype(scores.dtype))
     rank = ranks(scores)
     order = np.argsort(rank, kind="stable")
     np.testing.assert_array_equal(np.argsort(keys, kind="stable"), order)
@@ -55,7 +55,7 @@ def test_keys_are_in_the_order_of_scores_of_every_dtype(dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_the_range_of_keys_is_from_nan_to_the_highest_score(dtype):
     dtype = jnp.dtype(dtype)
-    low, top = key_range(dtype)[1:]
+    _, low, top, _ = key_range(dtype)
     highest = np.full(1, np.inf).astype(dtype)
     if not np.isinf(highest.astype(np.float32)):
         highest = np.full(1, jnp.finfo(dtype).max, dtype)
@@ -157,7 +157,7 @@ def test_the_search_keeps_its_bound_against_an_adversary(max_misses):
     narrow = jax.jit(key_search.narrow)
     even = jax.jit(key_search.even_pivots)
     guess = jax.jit(functools.partial(key_search.guessed_pivots, is_float=True))
-    _, low, high = key_range(np.dtype(np.float32))
+    _, low, high, _ = key_range(np.dtype(np.float32))
     k = (jnp.uint32(0), jnp.uint32(2**29))
     bracket = key_search.Bracket.of(
         jnp.int32(low), jnp.int32(high), (jnp.uint32(0), jnp.uint32(2**30))
@@ -180,7 +180,7 @@ def test_the_search_keeps_its_bound_against_an_adversary(max_misses):
 def test_a_search_over_more_than_2_to_32_weights_finds_the_key():
     # Three leaves of a thousand distinct keys, each of which stands for 2**21 equal weights.
     keys = np.sort(np.random.default_rng(0).integers(-(2**30), 2**30, (3, 1000)).astype(np.int32))
-    _, low, high = key_range(np.dtype(np.int32))
+    _, low, high, _ = key_range(np.dtype(np.int32))
 
     def count(pivots, _=None):
         above = [1000 - jnp.searchsorted(row, pivots[0], side="right") for row in jnp.asarray(keys)]
@@ -192,7 +192,8 @@ def test_a_search_over_more_than_2_to_32_weights_finds_the_key():
     @jax.jit
     def both(k):
         words = tuple(jnp.asarray(word).reshape(1) for word in k)
-        fixed = portable._kth_highest(above, words, jnp.array([low], jnp.int32), 32)
+        all_keys, lowest = key_range(np.dtype(np.int32)), jnp.array([low], jnp.int32)
+        fixed = portable.thresholds(above, words, lowest, all_keys)
         return fixed[0], *key_of(count, low, high, [jnp.full((3, 1), 1000 * 2**21, jnp.int32)], k)
 
     for place in (1, 700, 2_100, 2_999):  # the last of them beyond 2**32
@@ -216,7 +217,9 @@ def test_the_portable_search_takes_a_pass_for_every_four_bits(bits):
         asked.clear()
         words = jnp.zeros(1, jnp.uint32), jnp.full(1, k, jnp.uint32)
         with jax.disable_jit():
-            key = portable._kth_highest(above, words, jnp.full(1, -(2**bits), jnp.int32), bits)
-        assert key.tolist() == [keys[-k]]
-        assert len(asked) == -(-bits // 4)
+            lowest = jnp.full(1, -(2**bits), jnp.int32)
+            all_keys = KeyRange(np.dtype(np.int32), -(2**bits), -1)
+            key = int(portable.thresholds(above, words, lowest, all_keys)[0])
+        assert np.sum(keys > key) <= k <= np.sum(keys >= key)
+        assert len(asked) <= -(-bits // 4)
         assert all(pivots.min() >= -(2**bits) and np.all(np.diff(pivots) > 0) for pivots in asked)

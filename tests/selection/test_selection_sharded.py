@@ -8,5 +8,6 @@ pytestmark = pytest.mark.slow
 
 
 @KINDS
-def test_sharded_scores_are_selected_where_they_are(kind):
-    run("selection", kind)
+@pytest.mark.parametrize("program", ["selection", "portable_selection"])
+def test_sharded_scores_are_selected_where_they_are(program, kind):
+    run(program, kind)

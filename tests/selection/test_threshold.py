@@ -13,7 +13,7 @@ from sparsity.selection.cpu import key_search, threshold, visits
 from sparsity.selection.scores import Ranked, Scores
 from tests.selection_oracle import best_first
 
-SEARCHES = pytest.mark.parametrize("search", ["portable", "cpu"])
+SEARCHES = pytest.mark.parametrize("search", ["portable", "mesh", "cpu"])
 
 
 @functools.partial(jax.jit, static_argnames="name")
@@ -21,8 +21,9 @@ def select(leaves, k, name):
     """Masks by a search of that name, and its passes, which the portable one does not count."""
     k = tuple(jnp.asarray(word).reshape(1) for word in k)
     leaves = [leaf_of(*leaf) for leaf in leaves]
-    if name == "portable":
-        return portable.select(leaves, k, together=True)[0], 0
+    if name != "cpu":
+        thresholds = key_search.thresholds if name == "mesh" else portable.thresholds
+        return portable.select(leaves, k, together=True, thresholds=thresholds)[0], 0
     found = threshold.select(leaves, k, together=True)
     return found.masks, found.passes
 
@@ -146,7 +147,7 @@ def test_float64_takes_at_most_30_passes_whatever_the_scores(search):
 
 @pytest.mark.slow
 @SEARCHES
-def test_leaves_of_any_size_ask_for_at_most_20_passes(monkeypatch, search):
+def test_leaves_of_any_size_ask_for_at_most_26_passes(monkeypatch, search):
     # Guesses that may fail, and thirds of the bits of keys; or fourths of those, and of an index.
     asked = []
 
@@ -154,18 +155,21 @@ def test_leaves_of_any_size_ask_for_at_most_20_passes(monkeypatch, search):
         asked.append(max_misses + -(-32 // 3))
         return by_guesses(*args, max_misses=max_misses, **options)
 
-    def fixed(above, k, lowest, bits):
-        asked.append(-(-bits // 4))
-        return by_bits(above, k, lowest, bits)
+    def on_mesh(above, k, lowest, keys):
+        asked.append(
+            (2 if search == "mesh" else 0) + -(-keys.bits // (3 if search == "mesh" else 4))
+        )
+        return thresholds(above, k, lowest, keys)
 
-    by_guesses, by_bits = key_search.search, portable._kth_highest
+    by_guesses = key_search.search
+    thresholds = key_search.thresholds if search == "mesh" else portable.thresholds
     monkeypatch.setattr(key_search, "search", guessed)
-    monkeypatch.setattr(portable, "_kth_highest", fixed)
-    most = 2**31 - 1 if search == "portable" else visits.MAX_ENTRIES
+    most = visits.MAX_ENTRIES if search == "cpu" else 2**31 - 1
     big = jax.ShapeDtypeStruct((most,), jnp.float32)
     small = jax.ShapeDtypeStruct((2**30,), jnp.float32)
     k = jax.ShapeDtypeStruct((1,), jnp.uint32)
-    select = portable.select if search == "portable" else threshold.select
+    select = functools.partial(portable.select, thresholds=on_mesh)
+    select = threshold.select if search == "cpu" else select
     for leaves in ([big], [small], [big, small], [small] * 3):
         asked.clear()
 
@@ -173,5 +177,5 @@ def test_leaves_of_any_size_ask_for_at_most_20_passes(monkeypatch, search):
             return select([leaf_of(x) for x in leaves], k, together=True)[0]
 
         jax.eval_shape(fresh, leaves, (k, k))
-        assert sum(asked) <= 20
-        assert len(asked) == (2 if search == "portable" else 1)
+        assert sum(asked) <= 26
+        assert len(asked) == (1 if search == "cpu" else 2)

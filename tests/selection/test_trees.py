@@ -12,7 +12,7 @@ from sparsity.selection.scores import Ranked, Scores
 from sparsity.selection.topk import topk_masks
 from tests.selection_oracle import best_first
 
-pytestmark = pytest.mark.usefixtures("search")
+pytestmark = pytest.mark.usefixtures("both_searches")
 
 # Padded to each of three sizes; whole rows; rows of another number; padded itself.
 SHAPES = [(7,), (), (1, 64), (33, 31), (4096,), (90, 100), (128, 130), (20_011,), (300, 70)]

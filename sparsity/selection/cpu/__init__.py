@@ -1,7 +1,8 @@
 """The search that is fast on hosts; its masks are those of `sparsity.selection.search`.
 
 `threshold` counts parameters that lie on one device as `rows`, large ones in `visits`, with the
-pivots of `key_search`; `sorting` sorts what is small. `kernels` keeps programs small.
+pivots of `key_search`; `sorting` sorts what is small; `kernels` keeps programs small. On a mesh the
+portable search counts, and `thresholds` chooses its pivots.
 """
 
 from collections.abc import Sequence
@@ -13,18 +14,12 @@ import jax.numpy as jnp
 from sparsity.core.exact import Words
 from sparsity.selection.cpu import sorting, threshold
 from sparsity.selection.cpu.kernels import use_flat
+from sparsity.selection.cpu.key_search import thresholds
 from sparsity.selection.cpu.recipe import Recipe
 from sparsity.selection.cpu.visits import MAX_ENTRIES
 from sparsity.selection.scores import Ranked, Scores
 
-__all__ = ["Recipe", "is_supported", "select"]
-
-
-def is_supported(leaves: Sequence[Ranked]) -> bool:
-    """Whether a program for a host reads these parameters, each of them on one device."""
-    arrays = [x for leaf in leaves for x in leaf.arrays]
-    on_host = jax.default_backend() == "cpu"
-    return on_host and all(x.size <= MAX_ENTRIES and use_flat(x) for x in arrays)
+__all__ = ["MAX_ENTRIES", "Recipe", "select", "thresholds", "use_flat"]
 
 
 def select(

@@ -15,11 +15,11 @@ from jax import lax
 
 from sparsity.core import exact
 from sparsity.core.exact import Words, zero_like
-from sparsity.selection.keys import to_keys
-from sparsity.selection.search import spread, totals
+from sparsity.selection.keys import KeyRange, to_keys
+from sparsity.selection.search import Above, spread, totals
 
 _EIGHTHS = 3  # log2 of parts, between seven pivots
-_SIXTEENTHS = 4  # the same where the number of passes is fixed: fewer of them, of more comparisons
+_MAX_MISSES_ON_MESH = 2
 
 _SPREAD = np.float32(1 / 12)  # of guessed pivots, in brackets; if wider, eighths are better
 _SHARPER = 16  # divides the spread after a hit: a guess in a smaller bracket is a better one
@@ -52,6 +52,11 @@ class Bracket(NamedTuple):
     poor: jax.Array  # int32: passes that left more than an eighth of the counted keys
     misses: jax.Array  # int32: passes that left more than an eighth of the bracket
     passes: jax.Array  # int32
+
+    @property
+    def is_open(self) -> jax.Array:
+        """Whether a bracket still holds several keys."""
+        return self.low < self.high
 
     @classmethod
     def of(cls, low: jax.Array, high: jax.Array, at_least: Words) -> "Bracket":
@@ -172,11 +177,6 @@ class State(NamedTuple):
     at_least: list[jax.Array]
     above: list[jax.Array]
 
-    @property
-    def is_open(self) -> jax.Array:
-        """bool[brackets]: whether a bracket still holds several keys."""
-        return self.bracket.low < self.bracket.high
-
 
 Count = Callable[[jax.Array, State], list[jax.Array]]
 
@@ -209,28 +209,58 @@ def search(
     Returns:
         The brackets of the k-th keys alone, or of keys with exactly k keys above them.
     """
-    guesses = jax.vmap(functools.partial(guessed_pivots, is_float=is_float))
 
     def step(carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
         state = _narrowed(count, groups, k, *carry)
-        may_guess = (state.bracket.misses < max_misses)[:, None]
-        even = jax.vmap(even_pivots)(state.bracket)
-        return state, jnp.where(may_guess, guesses(state.bracket, k), even)
+        return state, _next_pivots(state.bracket, k, max_misses, is_float)
 
-    return lax.while_loop(lambda carry: jnp.any(carry[0].is_open), step, (start, first))[0]
+    return lax.while_loop(lambda carry: jnp.any(carry[0].bracket.is_open), step, (start, first))[0]
+
+
+def thresholds(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) -> jax.Array:
+    """`search.thresholds` by guesses, for parameters that lie on a mesh of hosts.
+
+    The first pass counts all keys, too: its first pivot is the lowest key.
+    """
+    is_some = (k[0] | k[1]) > 0
+    highest = lowest + np.array(keys.top - keys.low).astype(lowest.dtype)
+    b = Bracket.of(jnp.where(is_some, lowest, highest), highest, k)
+    first = jnp.concatenate([lowest[:, None], jax.vmap(even_pivots)(b)[:, 1:]], axis=1)
+
+    def step(carry: tuple[Bracket, jax.Array]) -> tuple[Bracket, jax.Array]:
+        b, pivots = carry
+        pivots = _inside(b, pivots)
+        new, *_ = jax.vmap(narrow)(b, pivots, above(pivots), k)
+        b = jax.tree.map(lambda x, old: jnp.where(b.is_open, x, old), new, b)
+        return b, _next_pivots(b, k, _MAX_MISSES_ON_MESH, keys.is_float)
+
+    b, _ = lax.while_loop(lambda carry: jnp.any(carry[0].is_open), step, (b, first))
+    # A pivot with exactly k keys above is no such key; the next one is.
+    return b.high + (is_some & exact.equal(b.above, k)).astype(b.high.dtype)
+
+
+def _next_pivots(b: Bracket, k: Words, max_misses: int, is_float: bool) -> jax.Array:
+    """Guesses, or even pivots once so many guesses failed, [brackets, pivots]."""
+    guesses = jax.vmap(functools.partial(guessed_pivots, is_float=is_float))(b, k)
+    return jnp.where((b.misses < max_misses)[:, None], guesses, jax.vmap(even_pivots)(b))
+
+
+def _inside(b: Bracket, pivots: jax.Array) -> jax.Array:
+    """Pivots from low to below high: the lowest key of a dtype has none below."""
+    last = jnp.where(b.is_open, b.high - 1, b.high)
+    return jnp.clip(pivots, b.low[:, None], last[:, None])
 
 
 def _narrowed(count: Count, groups: Groups, k: Words, state: State, pivots: jax.Array) -> State:
     """The state after one pass; brackets of one key stay."""
-    b, is_open = state.bracket, state.is_open
-    last = jnp.where(is_open, b.high - 1, b.high)  # the lowest key has none below
-    pivots = jnp.clip(pivots, b.low[:, None], last[:, None])
+    b = state.bracket
+    pivots = _inside(b, pivots)
     counts = count(pivots, state)
     new, at_low, at_high = jax.vmap(narrow)(b, pivots, groups.totals(counts), k)
     return State(
-        jax.tree.map(lambda x, old: jnp.where(is_open, x, old), new, b),
-        _counts_at(counts, groups.spread(at_low & is_open[:, None]), state.at_least),
-        _counts_at(counts, groups.spread(at_high & is_open[:, None]), state.above),
+        jax.tree.map(lambda x, old: jnp.where(b.is_open, x, old), new, b),
+        _counts_at(counts, groups.spread(at_low & b.is_open[:, None]), state.at_least),
+        _counts_at(counts, groups.spread(at_high & b.is_open[:, None]), state.above),
     )
 
 

@@ -92,15 +92,15 @@ def _kth_keys(
     zero: jax.Array,
 ) -> State:
     """The k-th key of every bracket, of n eligible entries, which are as many in each row."""
-    _, lowest, top = key_range(dtype)
+    key_dtype, lowest, top, is_float = key_range(dtype)
     is_empty = (k[0] | k[1]) == 0
     is_full = exact.equal(k, n) & ~is_empty
-    ends = zero_like(k[1]).astype(np.int64 if dtype.itemsize == 8 else np.int32)
+    ends = zero_like(k[1]).astype(key_dtype)
     low, high = ends + lowest, ends + top
     b = Bracket.of(jnp.where(is_empty, high, low), jnp.where(is_full, low, high), n)
 
     def count(pivots: jax.Array, state: State) -> list[jax.Array]:
-        each = map(groups.spread, (pivots, state.is_open))
+        each = map(groups.spread, (pivots, state.bracket.is_open))
         args = zip(parts, *each, state.at_least, state.above, strict=True)
         return [part.above(*values) + zero for part, *values in args]
 
@@ -111,7 +111,7 @@ def _kth_keys(
         State(b, eligible, [zero_like(x) for x in eligible]),
         _first_pivots(parts, groups, k).astype(low.dtype),
         max_misses=_MAX_MISSES,
-        is_float=jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 4,
+        is_float=is_float,
     )
 
 

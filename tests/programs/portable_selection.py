@@ -1,0 +1,17 @@
+"""Selection of sharded scores, as on a platform that is no host."""
+
+from unittest import mock
+
+from sparsity.selection import search, topk
+from tests.programs.selection import CASES as _CASES
+from tests.programs.selection import hash_scores_shard_without_communication
+
+
+def by_the_portable_search(devices):
+    with mock.patch.object(topk, "search_for", return_value=search.select):
+        for case in _CASES["Explicit" if devices.is_explicit else "Auto"]:
+            if case is not hash_scores_shard_without_communication:
+                case(devices)
+
+
+CASES = {kind: [by_the_portable_search] for kind in _CASES}
