@@ -132,6 +132,21 @@ def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
     return jnp.where(other == 0, total, other)
 
 
+def sums(masks: Sequence[jax.Array], axes: Sequence[int]) -> list[jax.Array]:
+    """int32 sums of two or more masks, or of partial sums, along axes.
+
+    A reduction of two and more operands compiles to one fused loop. XLA:CPU cuts a reduction of one
+    integer operand into windows, and stores an int32 operand as large as the data first.
+    """
+    counts: list[jax.Array] = lax.reduce(
+        [mask.astype(jnp.int32) for mask in masks],
+        [np.int32(0)] * len(masks),
+        lambda a, b: [x + y for x, y in zip(a, b, strict=True)],
+        tuple(axes),
+    )
+    return counts
+
+
 def scaled(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Scales all floats by one power of two that takes the largest finite one to [1/2, 1]."""
     each = [max_abs(x, tuple(range(x.ndim))) for x in arrays]
@@ -181,6 +196,15 @@ def zero_like(x: jax.Array) -> jax.Array:
     return x & 0
 
 
+def varying_zero(arrays: Sequence[jax.Array], like: jax.Array) -> jax.Array:
+    """An int32 zero that varies over a mesh as all arrays do, as the state of a loop must."""
+    zero = zero_like(like.astype(jnp.int32))
+    for x in arrays:
+        if not jax.typeof(x).sharding.mesh.empty:
+            zero += jnp.sum(zero_like((x != 0).astype(jnp.int32)), dtype=jnp.int32)
+    return zero
+
+
 def as_words(k: int | jax.Array | Words) -> Words:
     """Converts a result of `num_kept` to words."""
     if isinstance(k, tuple):
@@ -188,8 +212,10 @@ def as_words(k: int | jax.Array | Words) -> Words:
     if not is_traced(k) and isinstance(k, int):
         words = split(k)
         return jnp.asarray(words[0]), jnp.asarray(words[1])
-    low = jnp.asarray(k).astype(jnp.uint32)
-    return low & 0, low
+    k = jnp.asarray(k)
+    low = k.astype(jnp.uint32)
+    is_wide = jnp.issubdtype(k.dtype, jnp.integer) and k.dtype.itemsize == 8
+    return (k >> 32).astype(jnp.uint32) if is_wide else low & 0, low
 
 
 def split(k: int) -> tuple[np.uint32, np.uint32]:

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparsity.core import exact, sharding
-from sparsity.core.exact import Words
+from sparsity.core.exact import Words, varying_zero
 from sparsity.selection.scores import Ranked
-from sparsity.selection.search import varying_zero
 from sparsity.selection.topk import select
 
 
@@ -52,7 +51,7 @@ def _moved_masks(
     drop = jax.tree.map(lax.stop_gradient, drop)  # a mask has no derivatives
     moves = lax.optimization_barrier(jnp.asarray(fraction) > 0)
     # Branches must vary over a mesh alike: as all of the data do.
-    zero = varying_zero([*drop, *grow], moves)
+    zero = varying_zero([x for leaf in (*drop, *grow) for x in leaf.arrays], moves)
 
     def dropped() -> tuple[list[jax.Array], Words]:
         kept, active = select(drop, fraction, together=together)

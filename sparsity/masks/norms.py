@@ -13,9 +13,9 @@ import numpy as np
 from jax import lax
 
 from sparsity.core import exact
+from sparsity.core.exact import sums
 from sparsity.selection.cpu.kernels import compute_once, unstack, use_flat
 from sparsity.selection.scores import Scores
-from sparsity.selection.search import sums
 
 _BITS = 30  # of a square as a fraction of about the largest; what is less counts as nothing
 _ROWS = 64  # of a leaf that may be reshaped, for threads to share

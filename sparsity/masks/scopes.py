@@ -456,20 +456,21 @@ def _entries(site: Site, units: jax.Array, like: jax.Array | Scores) -> jax.Arra
 
 def _scaled(scores: Scores, factor: jax.Array) -> Scores:
     """Scores times a number."""
-    fn = _scaling(scores.fn, len(scores.arrays) + len(scores.scalars))
+    fn = _Scaled(scores.fn, len(scores.arrays) + len(scores.scalars))
     return dataclasses.replace(scores, fn=fn, scalars=(*scores.scalars, factor))
 
 
-@functools.lru_cache
-def _scaling(fn: Callable[..., jax.Array], count: int) -> Callable[..., jax.Array]:
-    """fn of so many values, times the next one: one function for all leaves."""
+@dataclasses.dataclass(frozen=True)
+class _Scaled:
+    """fn of `count` values, times the next value; equal for all parameters with one fn."""
 
-    def scale(*values: jax.Array) -> jax.Array:
-        score = fn(*values[:count], *values[count + 1 :])
+    fn: Callable[..., jax.Array]
+    count: int
+
+    def __call__(self, *values: jax.Array) -> jax.Array:
+        score = self.fn(*values[: self.count], *values[self.count + 1 :])
         wide = score.astype(jnp.promote_types(score.dtype, jnp.float32))
-        return wide * values[count].astype(wide.dtype)
-
-    return scale
+        return wide * values[self.count].astype(wide.dtype)
 
 
 def _total_cost(leaves: Sequence[Wanted | Moving]) -> Polynomial | None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from sparsity import selection
 from sparsity.core import sharding
-from sparsity.selection.search import sums
+from sparsity.core.exact import sums
 
 REMEDY = (
     "Give another axis, make sparsity_type a function of (path, param), or keep this parameter "

@@ -35,19 +35,12 @@ def _readable_dtype(dtype: np.dtype) -> np.dtype:
 
 
 class KeyRange(NamedTuple):
-    """The keys of a dtype of scores.
+    """The keys of a dtype of scores."""
 
-    Attributes:
-      dtype: int32 or int64; int32 for narrow scores, too, which is faster.
-      low: the lowest key, that of NaN if there is one.
-      top: the highest key.
-      is_float: whether scores are floats of 32 bits or more.
-    """
-
-    dtype: np.dtype
-    low: int
+    dtype: np.dtype  # int32 for narrow scores, too, which is faster
+    low: int  # that of NaN if there is one
     top: int
-    is_float: bool = False
+    is_float: bool = False  # of 32 bits or more
 
     @property
     def bits(self) -> int:

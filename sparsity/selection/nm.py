@@ -51,11 +51,8 @@ def nm_mask(
         raise ValueError(f"n must be in [0, {m}], got n = {n}.")
     if keep is not None and jnp.shape(keep) != scores.shape:
         raise ValueError(f"keep must have shape {scores.shape}, got {jnp.shape(keep)}.")
-    mask: jax.Array = (
-        _nm_mask_of_traced_n(scores, n, keep, m, axis)
-        if is_traced(n)
-        else _nm_mask(scores, int(n), keep, m, axis)
-    )
+    fn, n = (_nm_mask_of_traced_n, n) if is_traced(n) else (_nm_mask, int(n))
+    mask: jax.Array = fn(scores, n, keep, m, axis)
     return mask
 
 
@@ -72,14 +69,14 @@ def _grouped_mask(
         x = jnp.pad(x, missing, constant_values=fill).reshape(groups)
         return jnp.expand_dims(x, axis + 2), jnp.expand_dims(x, axis + 1)
 
-    own, other = pairs(to_keys(scores), key_range(scores.dtype).low)
+    entry, other = pairs(to_keys(scores), key_range(scores.dtype).low)
     # Compared iotas vectorise, where a constant table would be read entry by entry.
     row, column = (lax.broadcasted_iota(jnp.int32, (m, m), d) for d in (0, 1))
     earlier = (column < row).reshape(*[1] * (axis + 1), m, m, *[1] * (len(shape) - axis - 1))
-    beaten = (other > own) | ((other == own) & earlier)
+    beaten = (other > entry) | ((other == entry) & earlier)
     if keep is not None:
-        own_kept, other_kept = pairs(keep != 0, False)
-        beaten = (other_kept & ~own_kept) | ((other_kept == own_kept) & beaten)
+        entry_kept, other_kept = pairs(keep != 0, False)
+        beaten = (other_kept & ~entry_kept) | ((other_kept == entry_kept) & beaten)
     rank = jnp.sum(beaten, axis=axis + 2, dtype=jnp.int8 if m < 128 else jnp.int32)
     if is_traced(n):
         n = jnp.clip(n, 0, m).astype(rank.dtype)
@@ -89,7 +86,7 @@ def _grouped_mask(
     return mask if explicit.mesh.empty else jax.sharding.reshard(mask, explicit)
 
 
-_nm_mask = jax.jit(_grouped_mask, static_argnums=(1, 3, 4))  # a known n is three times faster
+_nm_mask = jax.jit(_grouped_mask, static_argnums=(1, 3, 4))  # a constant n is three times faster
 _nm_mask_of_traced_n = jax.jit(_grouped_mask, static_argnums=(3, 4))
 
 
@@ -100,6 +97,6 @@ def _with_whole_groups(x: jax.Array, m: int, axis: int) -> jax.Array:
     shards = math.prod(mesh.shape[name] for name in np.atleast_1d(names or ()))
     if shards == 1 or x.shape[axis] % (m * shards) == 0:
         return x
-    whole = jax.sharding.PartitionSpec(*spec[:axis], None, *spec[axis + 1 :])
-    gathered: jax.Array = jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, whole))
+    spec = jax.sharding.PartitionSpec(*spec[:axis], None, *spec[axis + 1 :])
+    gathered: jax.Array = jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, spec))
     return gathered

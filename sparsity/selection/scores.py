@@ -19,12 +19,11 @@ from sparsity.core.trees import PyTree
 from sparsity.selection.keys import eligible_keys, readable
 
 # Dtypes of scores by those of values, for every function in use: `jax.eval_shape` takes 1 ms.
-_DTYPES: weakref.WeakKeyDictionary[Callable[..., Any], dict[Any, np.dtype]]
-_DTYPES = weakref.WeakKeyDictionary()
+_DTYPES: Any = weakref.WeakKeyDictionary()
 
 
-def _itself(scores: jax.Array) -> jax.Array:
-    return scores
+def _itself(x: jax.Array) -> jax.Array:
+    return x
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,7 +75,8 @@ class Scores:
         if values not in dtypes:
             structs = [jax.ShapeDtypeStruct((), dtype) for dtype in values]
             dtypes[values] = jax.eval_shape(lambda *x: readable(self.fn(*x)), *structs).dtype
-        return dtypes[values]
+        dtype: np.dtype = dtypes[values]
+        return dtype
 
     def compute(self) -> jax.Array:
         """The scores as an array."""
@@ -112,12 +112,10 @@ class Ranked:
 
     @property
     def slices(self) -> int:
-        """The number of slices."""
         return math.prod(self.scores.shape[: self.batch_axes])
 
     @property
-    def size(self) -> int:
-        """The number of entries of a slice."""
+    def size(self) -> int:  # of a slice
         return math.prod(self.scores.shape[self.batch_axes :])
 
     @property
@@ -153,8 +151,8 @@ class Ranked:
         """Keys in the shape of the scores, by values of `self.arrays`."""
         scores = self.scores
         index = [flat_index(scores.shape)] if scores.uses_index else []
-        values = *arrays[: len(scores.arrays)], *scores.scalars, *index
-        return eligible_keys(scores.fn(*values), self.eligible(arrays))
+        x = scores.fn(*arrays[: len(scores.arrays)], *scores.scalars, *index)
+        return eligible_keys(x, self.eligible(arrays))
 
     def tree_flatten(self) -> tuple[Any, Any]:
         """The arrays, and all else; an array that is used twice is one argument of a program."""

@@ -1,14 +1,15 @@
 """The exact search, for any platform and sharding: no sorting, nothing stored, only counts move.
 
 **The threshold.** Scores are read as integers, their keys (`keys`). The number c(t) of eligible
-keys that are at least t falls as t rises; so the k-th highest key is the largest t with
-c(t) >= k, and its digits to the base 16 follow from the highest to the lowest: with the higher
-digits fixed, c(t) >= k holds for the digits 0 to d and for no other, and d is the digit. One pass
-over the data counts for 15 digits at once. All is integers, so that the last digit is exact.
+keys that are at least t never rises with t; so the k-th highest key is the largest t with
+c(t) >= k, and its digits to the base 16 follow, the highest first: with the higher digits fixed,
+c(t) >= k holds for the digits 0 to d and for no other, and d is the digit. One pass over the data
+counts for 15 digits at once. All is integers: the last digit is exact. Where c(t) = k, the mask is
+that of all keys from t on, and lower digits do not matter.
 
-**Ties.** Of the keys equal to the threshold, `need` = k less the keys above must stay: at least
-one, at most all. The second search takes ~index, which falls with the index, as the key of a tie.
-Such keys are distinct: exactly `need` of them reach the `need`-th highest, at the lowest indices.
+**Ties.** Of the keys equal to the threshold, `need` = k less the keys above must stay, and at
+most all. The second search takes ~index, which falls with the index, as the key of a tie. Such keys
+are distinct: exactly `need` of them reach the `need`-th highest, those of the lowest indices.
 Across parameters, earlier ones take their ties first (`tie_shares`).
 
 **Eligibility.** An entry that may not stay has the lowest key, and every count is of keys *above*
@@ -29,7 +30,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.core import exact
-from sparsity.core.exact import Words, zero_like
+from sparsity.core.exact import Words, sums, varying_zero, zero_like
 from sparsity.core.hashing import flat_index
 from sparsity.selection.keys import KeyRange, key_range
 from sparsity.selection.scores import Ranked
@@ -87,7 +88,8 @@ def select(
       as words like k.
     """
     slices, sizes = [Slices(leaf) for leaf in leaves], [leaf.slices for leaf in leaves]
-    zero = varying_zero(leaves, k[1][0] if isinstance(k, tuple) else jnp.zeros((), jnp.int32))
+    like = k[1][0] if isinstance(k, tuple) else jnp.zeros((), jnp.int32)
+    zero = varying_zero([x for leaf in leaves for x in leaf.arrays], like)
     eligible = totals([x.eligible() + zero for x in slices], together)
     k = exact.kept_of(eligible, k)
 
@@ -111,7 +113,7 @@ def select(
     all_ties = zero_like(share) + np.int32(tie_keys.low)  # below every ~index
     cut = lax.cond(  # with no slice that keeps some of its ties only, there is nothing to search
         jnp.any((share > 0) & (share < ties)),
-        lambda: thresholds(above_among_ties, _words(share), all_ties, tie_keys),
+        lambda: thresholds(above_among_ties, exact.as_words(share), all_ties, tie_keys),
         lambda: all_ties,
     )
     cuts = spread(jnp.where(share > 0, cut, 0), sizes)
@@ -123,7 +125,7 @@ class Slices:
 
     def __init__(self, leaf: Ranked) -> None:
         shape = leaf.scores.shape
-        self._leaf, self._shape = leaf, shape[: leaf.batch_axes] + (1,) * len(shape)
+        self._leaf, self._entries = leaf, shape
         self._axes = range(leaf.batch_axes, len(shape))
         strides = [math.prod(shape[axis + 1 :]) for axis in self._axes]
         self._strides = [0] * leaf.batch_axes + strides  # of an index within a slice
@@ -145,62 +147,42 @@ class Slices:
         # Without a barrier that pivots pass, too, XLA moves keys out of the loop and stores them.
         state = self._leaf.arrays, pivots, [jnp.int32(stride) for stride in self._strides], tied
         arrays, pivots, strides, tied = lax.optimization_barrier(state)
-        keys = self._leaf.keys(arrays)
-        if tied is not None:
-            lowest = jnp.int32(np.iinfo(np.int32).min)
-            keys = jnp.where(self._ties(arrays, keys, tied), ~self._index(strides), lowest)
-        return self._sums([keys > self._spread(own) for own in pivots.T])
+        if tied is None:
+            keys = self._leaf.keys(arrays)
+        else:
+            ties, index = self._compared(arrays, tied)[1], flat_index(self._entries, strides)
+            keys = jnp.where(ties, ~index, np.int32(-(2**31)))
+        return self._sums([keys > self._spread(pivot) for pivot in pivots.T])
 
     def above_and_ties(self, key: jax.Array) -> jax.Array:
         """int32[slices, 2]: keys above key[slices], and eligible keys equal to it."""
-        arrays = self._leaf.arrays
-        keys = self._leaf.keys(arrays)
-        return self._sums([keys > self._spread(key), self._ties(arrays, keys, key)])
+        return self._sums(self._compared(self._leaf.arrays, key))
 
     def mask(self, key: jax.Array, cut: jax.Array) -> jax.Array:
         """uint8 mask of keys above key[slices], and of its ties with ~index >= cut[slices]."""
-        arrays = self._leaf.arrays
-        keys = self._leaf.keys(arrays)
-        early = ~self._index(self._strides) >= self._spread(cut)
-        mask = (keys > self._spread(key)) | (self._ties(arrays, keys, key) & early)
-        return mask.astype(jnp.uint8)
+        above, ties = self._compared(self._leaf.arrays, key)
+        is_early = ~flat_index(self._entries, self._strides) >= self._spread(cut)
+        return (above | (ties & is_early)).astype(jnp.uint8)
 
-    def _ties(self, arrays: Sequence[jax.Array], keys: jax.Array, key: jax.Array) -> jax.Array:
-        ties, eligible = keys == self._spread(key), self._leaf.eligible(arrays)
-        return ties if eligible is None else ties & eligible
-
-    def _index(self, strides: Sequence[int | jax.Array]) -> jax.Array:
-        return flat_index(self._leaf.scores.shape, strides)
+    def _compared(self, arrays: Sequence[jax.Array], key: jax.Array) -> list[jax.Array]:
+        """Masks of keys above key[slices], and of eligible keys equal to it."""
+        keys, key, where = self._leaf.keys(arrays), self._spread(key), self._leaf.eligible(arrays)
+        return [keys > key, keys == key if where is None else (keys == key) & where]
 
     def _spread(self, x: jax.Array) -> jax.Array:
         """x[slices], to be broadcast against the entries."""
-        return x.reshape(self._shape[: self._leaf.scores.ndim])
+        return x.reshape(self._entries[: self._axes.start] + (1,) * len(self._axes))
 
     def _sums(self, masks: Sequence[jax.Array]) -> jax.Array:
         """int32[slices, masks]."""
         return jnp.stack([x.reshape(-1) for x in sums(masks, self._axes)], axis=-1)
 
 
-def sums(masks: Sequence[jax.Array], axes: Sequence[int]) -> list[jax.Array]:
-    """int32 sums of two or more masks, or of partial sums, along axes.
-
-    A reduction of two and more operands compiles to one fused loop. XLA:CPU cuts a reduction of one
-    integer operand into windows, and stores an int32 operand as large as the data first.
-    """
-    counts: list[jax.Array] = lax.reduce(
-        [mask.astype(jnp.int32) for mask in masks],
-        [np.int32(0)] * len(masks),
-        lambda a, b: [x + y for x, y in zip(a, b, strict=True)],
-        tuple(axes),
-    )
-    return counts
-
-
 def totals(counts: Sequence[jax.Array], together: bool = False) -> Words:
     """Words [brackets, ...] of int32[slices, ...] of each parameter: one sum, or one of each."""
     joined = jnp.concatenate(counts)
     if not together:
-        return _words(joined)
+        return exact.as_words(joined)
     high, low = exact.total(joined)
     return high[None], low[None]
 
@@ -220,19 +202,3 @@ def tie_shares(ties: jax.Array, need: Words, together: bool) -> jax.Array:
     room = exact.minus(need, before)
     fits = jnp.minimum(room[1], ties.astype(jnp.uint32)).astype(jnp.int32)
     return jnp.where(exact.at_least(need, before), jnp.where(room[0] > 0, ties, fits), 0)
-
-
-def varying_zero(leaves: Sequence[Ranked], like: jax.Array) -> jax.Array:
-    """An int32 zero that varies over a mesh as all of the data do, as the state of a loop must."""
-    zero = zero_like(like.astype(jnp.int32))
-    for leaf in leaves:
-        for x in leaf.arrays:
-            if not jax.typeof(x).sharding.mesh.empty:
-                flags = zero_like((x != 0).astype(jnp.int32))
-                zero += jnp.sum(flags, dtype=jnp.int32)
-    return zero
-
-
-def _words(counts: jax.Array) -> Words:
-    low = counts.astype(jnp.uint32)
-    return zero_like(low), low

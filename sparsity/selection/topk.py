@@ -1,11 +1,11 @@
-"""Which k entries of a tensor, or of a whole tree, score highest: exact, large ones not sorted.
+"""Masks of the k highest scores of a tensor, or of a whole tree: exact, large ones not sorted.
 
 A mask keeps exactly k entries. Ties go to the lowest flat index (across leaves: tree order), NaN
-ranks below every number, -0.0 equals 0.0, and subnormals keep their order. Scores stay where they
-are: only counts leave a device, and nothing is stored that is as large as the scores. This module
-checks arguments and maps over slices; `threshold` selects.
+ranks below every number, -0.0 equals 0.0, and subnormals keep their order. This module checks
+arguments, and chooses between the portable search and that for hosts.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -19,7 +19,7 @@ from jax import lax
 
 from sparsity.core import exact, sharding
 from sparsity.core.checks import is_traced
-from sparsity.core.exact import Words, zero_like
+from sparsity.core.exact import Words
 from sparsity.core.trees import PyTree
 from sparsity.selection import cpu, search
 from sparsity.selection.scores import Ranked, Scores
@@ -61,8 +61,8 @@ def topk_mask(
     if where is not None and jnp.shape(where) != shape:
         raise ValueError(f"where must have shape {shape}, got where.shape = {jnp.shape(where)}.")
     words = _k_words(k, math.prod(shape[batch_axes:]), shape[:batch_axes])
-    allowed = None if where is None else jnp.asarray(where)
-    return topk_masks([Ranked(lazy, allowed, batch_axes)], words)[0]
+    ranked = Ranked(lazy, None if where is None else jnp.asarray(where), batch_axes)
+    return topk_masks([ranked], words)[0]
 
 
 def topk_masks(
@@ -71,7 +71,7 @@ def topk_masks(
     """Masks of the k highest scores of every slice of many leaves, found in one search.
 
     Args:
-        leaves: Of any shapes and dtypes; those of one recipe are searched together.
+        leaves: Of any shapes and dtypes.
         k: How many to keep of each slice, [slices], in the order of leaves, or of all leaves
             together, [1]: two uint32 words (high, low), or these in one array.
         together: Whether all leaves compete; their scores have one dtype then.
@@ -108,40 +108,34 @@ def global_topk_mask(
         ValueError: If leaves are complex or of several dtypes, or if a concrete k is out of range.
     """
     treedef: Any  # jax has no types for its methods
-    trees, treedef = jax.tree.flatten(tree)
-    allowed = [None] * len(trees) if where is None else treedef.flatten_up_to(where)
-    leaves = [
-        Ranked(Scores.of(x), None if own is None else jnp.asarray(own))
-        for x, own in zip(trees, allowed, strict=True)
-    ]
+    scores, treedef = jax.tree.flatten(tree)
+    masks = [None] * len(scores) if where is None else treedef.flatten_up_to(where)
+    masks = [None if mask is None else jnp.asarray(mask) for mask in masks]
+    leaves = [Ranked(Scores.of(x), mask) for x, mask in zip(scores, masks, strict=True)]
     dtypes = sorted({str(leaf.scores.dtype) for leaf in leaves})
     if len(dtypes) > 1:
         raise ValueError(
             f"Cannot rank scores of dtypes {', '.join(dtypes)} together. Cast the leaves to one."
         )
     words = _k_words(k, sum(leaf.scores.size for leaf in leaves), (1,))
-    masks = topk_masks(leaves, words, together=True)
-    return jax.tree.unflatten(treedef, masks)
+    return jax.tree.unflatten(treedef, topk_masks(leaves, words, together=True))
 
 
 # ------------------------------------------------------------------ arguments
 def _k_words(k: chex.Numeric | Words, n: int, shape: tuple[int, ...]) -> Words | np.ndarray:
-    """The words of k, each for all slices of this shape, [slices], or [1] if they have one k.
+    """The words of k, [slices], or [1] if slices of this shape and of n entries have one k.
 
-    Args:
-        k: Checked if concrete, else clamped from below (selection clamps it from above).
-        n: Entries of a slice.
-        shape: That of the slices.
+    A concrete k is checked, a traced one is clamped from below; the search clamps from above.
     """
     if isinstance(k, int) and 0 <= k <= n:  # the checks of numpy take as long as a small search
         return np.array(exact.split(k)).reshape(2, 1)
     words: Any = k if isinstance(k, tuple) else (k,)
-    if isinstance(k, tuple) and len(k) != 2:
+    if len(words) != (2 if isinstance(k, tuple) else 1):
         raise ValueError(f"k must be an integer or two words, got k = {k}.")
     if any(map(is_traced, words)):
         _check_shape(words[-1], shape)
-        of_all = words if isinstance(k, tuple) else _split(*words)
-        arrays = [jnp.broadcast_to(jnp.asarray(x, jnp.uint32), shape) for x in of_all]
+        words = words if isinstance(k, tuple) else exact.as_words(jnp.maximum(words[0], 0))
+        arrays = [jnp.broadcast_to(jnp.asarray(x, jnp.uint32), shape) for x in words]
         return arrays[0].reshape(-1), arrays[1].reshape(-1)
     counts = np.asarray(words[-1])
     if isinstance(k, tuple):
@@ -156,22 +150,11 @@ def _k_words(k: chex.Numeric | Words, n: int, shape: tuple[int, ...]) -> Words |
     return np.stack([each >> 32, each & 0xFFFFFFFF]).astype(np.uint32)
 
 
-def _split(k: jax.Array) -> Words:
-    """The words of a traced k, 0 if it is negative."""
-    k = jnp.maximum(k, 0)
-    if jnp.issubdtype(k.dtype, jnp.integer) and k.dtype.itemsize == 8:
-        return (k >> 32).astype(jnp.uint32), k.astype(jnp.uint32)
-    low = k.astype(jnp.uint32)
-    return zero_like(low), low
-
-
 def _check_shape(k: chex.Numeric, shape: tuple[int, ...]) -> None:
-    try:
-        fits = np.broadcast_shapes(np.shape(k), shape) == shape
-    except ValueError:
-        fits = False
-    if not fits:
-        raise ValueError(f"k must broadcast against {shape}, got k.shape = {np.shape(k)}.")
+    with contextlib.suppress(ValueError):
+        if np.broadcast_shapes(np.shape(k), shape) == shape:
+            return
+    raise ValueError(f"k must broadcast against {shape}, got k.shape = {np.shape(k)}.")
 
 
 # ------------------------------------------------------------------ the search
@@ -200,27 +183,23 @@ def select(
     """`search.select` of parameters of any dtypes, some of which may be empty; not compiled."""
     leaves = jax.tree.map(lax.stop_gradient, leaves)  # a mask has no derivatives
     one_search = search_for(leaves)
-    ends = np.cumsum([leaf.slices for leaf in leaves])
     kinds: dict[Hashable, list[int]] = {}
     for i, leaf in enumerate(leaves):
         if leaf.scores.size:
             kind = cpu.Recipe.of(leaf) if one_search is cpu.select else leaf.scores.dtype
             kinds.setdefault(None if together else kind, []).append(i)
+    ends = np.cumsum([leaf.slices for leaf in leaves])
     masks = [jnp.zeros(leaf.scores.shape, jnp.uint8) for leaf in leaves]
-    n = jnp.zeros(1 if together else ends[-1], jnp.uint32)
-    eligible = n, n
+    eligible = (jnp.zeros(1 if together else ends[-1], jnp.uint32),) * 2
     for members in kinds.values():
         slices = np.concatenate([np.arange(ends[i] - leaves[i].slices, ends[i]) for i in members])
         is_all = together or len(slices) == ends[-1]
-        each_k = (k[0][slices], k[1][slices]) if isinstance(k, tuple) and not is_all else k
+        kind_k = (k[0][slices], k[1][slices]) if isinstance(k, tuple) and not is_all else k
         ranked = [leaves[i] for i in members]
-        kind_masks, kind_eligible = one_search(ranked, each_k, together=together)
+        kind_masks, n = one_search(ranked, kind_k, together=together)
         for i, mask in zip(members, kind_masks, strict=True):
             masks[i] = mask
-        if is_all:
-            eligible = kind_eligible
-        else:
-            words = zip(eligible, kind_eligible, strict=True)
-            high, low = (x.at[slices].set(y) for x, y in words)
-            eligible = high, low
+        if not is_all:
+            n = eligible[0].at[slices].set(n[0]), eligible[1].at[slices].set(n[1])
+        eligible = n
     return masks, eligible

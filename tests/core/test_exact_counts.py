@@ -95,3 +95,10 @@ def test_num_kept_refuses_concrete_and_clamps_traced_sparsities():
     for n in (2**41, -1, np.array([3, -1]), np.array([2**31])):
         with pytest.raises(ValueError, match="n must be in"):
             num_kept(n, 0.5)
+
+
+def test_words_of_64_bit_integers_hold_all_their_bits():
+    with jax.enable_x64(True):
+        for k in (7, 2**32 - 1, 2**40 + 3):
+            high, low = jax.jit(exact_counts.as_words)(jnp.int64(k))
+            assert (int(high) << 32) + int(low) == k

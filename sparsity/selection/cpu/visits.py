@@ -24,13 +24,17 @@ from sparsity.selection.scores import Ranked
 
 _ROWS = 1024  # of a large segment, for threads to share
 MAX_ENTRIES = 2**31 - _ROWS  # entries of a leaf, so that it can be padded to whole rows
-_LEAST_WIDTH = 1024  # of these rows
-_MANY = 2**20  # entries of a segment, of which few rows may be read: that is one more kernel
-_FEWER = 4  # of so many rows, one is few: they are copied
-_AT_ONCE = 32  # rows that are copied at once
+_LEAST_WIDTH = 1024  # of these rows: seven counts of a row are then less than 1 % of its entries
+_MANY = (
+    2**20
+)  # entries of a segment from which on a pass costs more than one more kernel to compile
+_FEWER = 4  # rows are copied if one in so many is read: a copy reads and writes, and is read again
+_AT_ONCE = (
+    32  # rows that are copied at once: a fourth of the least _MANY / _LEAST_WIDTH / _FEWER + 1
+)
 _WIDTH = 1024  # of a row of small segments
-_PADDED = (1024, 4096, LARGE)  # the sizes to which these are padded
-_BRANCHES = 16  # of one switch
+_PADDED = (1024, 4096, LARGE)  # sizes to which these are padded: by less than 4 times, in 3 kernels
+_BRANCHES = 16  # of one switch, whose time to compile grows with the square of them
 
 Parts = Sequence["Rows | Visits"]
 
@@ -146,17 +150,7 @@ class Visits:
             starts = jnp.concatenate([leaf.starts for leaf in leaves])
             tables = slice_of, tuple(map(jnp.concatenate, scalars)), starts, pivots, rows
 
-            def branch(leaf: Rows) -> Callable[..., jax.Array]:
-                def run(
-                    within: jax.Array, scalars: Any, start: jax.Array, own: jax.Array, rows: Any
-                ) -> jax.Array:
-                    rows = [x[:, : leaf.rows] for x in rows]
-                    counts = _above(leaf.segment(within[0], scalars, start), own, *rows)
-                    return pad(counts, self.rows)
-
-                return run
-
-            branches = [branch(leaf) for leaf in leaves]
+            branches = [functools.partial(self._branch, leaf) for leaf in leaves]
 
             def visit(at: jax.Array) -> jax.Array:
                 def here(x: jax.Array) -> jax.Array:
@@ -184,8 +178,15 @@ class Visits:
         numbers = busy, jnp.asarray(leaf_of, jnp.int32), jnp.asarray(slice_of, jnp.int32)
         # All arrays are arguments: a rule may not close over mapped ones.
         leaves = [dataclasses.replace(x, starts=jnp.asarray(x.starts)) for x in self.leaves]
-        found: jax.Array = visits(leaves, numbers, pivots, at_least, above)
-        return found
+        counts: jax.Array = visits(leaves, numbers, pivots, at_least, above)
+        return counts
+
+    def _branch(
+        self, leaf: Rows, number: jax.Array, scalars: Any, start: jax.Array, pivots: Any, rows: Any
+    ) -> jax.Array:
+        """Counts of one segment of a leaf."""
+        rows = [x[:, : leaf.rows] for x in rows]
+        return pad(_above(leaf.segment(number[0], scalars, start), pivots, *rows), self.rows)
 
     @property
     def _counts(self) -> list[int]:
