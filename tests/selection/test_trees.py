@@ -1,5 +1,8 @@
 """Many leaves in one search: each gets the mask that it would get by itself."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -173,3 +176,19 @@ def test_hashes_are_searched_like_any_scores():
     scores = hash_scores((128, 200), 7)
     mask = selection.topk_mask(scores, 1000)
     np.testing.assert_array_equal(mask, expected(scores, 1000))
+
+
+def test_no_cache_keeps_a_function_that_computes_scores():
+    scale = jnp.float32(2)
+
+    def doubled(x):
+        return x * scale
+
+    scores = Scores(doubled, (jnp.arange(5.0),))
+    assert topk_masks([Ranked(scores)], words([2]))[0].tolist() == [0, 0, 0, 1, 1]
+    assert scores.dtype == jnp.float32
+    gone = weakref.ref(doubled)
+    del doubled, scores
+    jax.clear_caches()  # what is compiled of the function is known by it
+    gc.collect()
+    assert gone() is None

@@ -20,13 +20,10 @@ from sparsity.selection.search import Above, spread, totals
 
 # The numbers of passes below are means over 13 kinds of 65,600 float32 scores, the hostile ones of
 # tests/selection/test_threshold.py, at five to seven k each: 3.5 as it is, at most 16.
-_EIGHTHS = (
-    3  # log2 of parts between seven pivots: 9 cost a fifth more a pass, 3 need half more passes
-)
+# Log2 of parts between seven pivots: 15 take twice as long a pass, 3 need half more passes.
+_EIGHTHS = 3
 
-_SPREAD = np.float32(
-    1 / 12
-)  # of guesses, in brackets: 5 teeth of it reach the ends; 1/24: 3.7 passes
+_SPREAD = np.float32(1 / 12)  # of guesses: five on either side span 5/6 of a bracket; 1/24: 3.7
 _SHARPER = 16  # divides the spread after a hit, as a smaller bracket is more linear; 1: 3.6 passes
 # In spreads around a guess: near ones leave little if it is good, far ones catch the k-th key if it
 # is not; 2 instead of 5 took as many passes, 20 took 3.7.
@@ -41,9 +38,7 @@ _MIN_NOISE = 0.5  # ranks are rounded by as much
 # The middle pivot is one lower: the ties of its key lie between two pivots; else 4.1 passes.
 _LOWERED = np.array([0, 0, 0, 1, 0, 0, 0])
 
-_MAX_MISSES_ON_MESH = (
-    2  # a guess costs as much as an even pass: float32 takes at most 2 + 11 passes
-)
+_MAX_MISSES_ON_MESH = 2  # bounds the passes: by 2 + 11 for 32 bits, 2 + 22 for 64
 
 
 # ------------------------------------------------------------------ pivots

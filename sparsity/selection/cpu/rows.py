@@ -21,10 +21,8 @@ from sparsity.selection.cpu.recipe import Recipe
 from sparsity.selection.scores import Ranked
 
 LARGE = 16_384  # entries of a segment from which on 1024 samples are at most a sixteenth of it
-_SAMPLED = (
-    256,
-    1024,
-)  # keys to sample of a small segment, of a large one: 256 take 3.7 passes, not 3.5
+# Keys to sample of a small segment, of a large one: with 256 a search took 3.7 passes, not 3.5.
+_SAMPLED = (256, 1024)
 _DRIFT = 0.99  # of a stride: 1024 samples of a (1024, 1024) matrix would all be of its first column
 
 _static = functools.partial(dataclasses.field, metadata={"static": True})

@@ -25,15 +25,11 @@ from sparsity.selection.scores import Ranked
 _ROWS = 1024  # of a large segment, for threads to share
 MAX_ENTRIES = 2**31 - _ROWS  # entries of a leaf, so that it can be padded to whole rows
 _LEAST_WIDTH = 1024  # of these rows: seven counts of a row are then less than 1 % of its entries
-_MANY = (
-    2**20
-)  # entries of a segment from which on a pass costs more than one more kernel to compile
+_MANY = 2**20  # entries of a segment from which on one more kernel saves up to 0.2 ms a pass
 _FEWER = 4  # rows are copied if one in so many is read: a copy reads and writes, and is read again
-_AT_ONCE = (
-    32  # rows that are copied at once: a fourth of the least _MANY / _LEAST_WIDTH / _FEWER + 1
-)
+_AT_ONCE = 32  # rows that are copied at once: 128 KiB of 1024 floats each, which a cache holds
 _WIDTH = 1024  # of a row of small segments
-_PADDED = (1024, 4096, LARGE)  # sizes to which these are padded: by less than 4 times, in 3 kernels
+_PADDED = (1024, 4096, LARGE)  # sizes to which these are padded: three kernels count any of them
 _BRANCHES = 16  # of one switch, whose time to compile grows with the square of them
 
 Parts = Sequence["Rows | Visits"]
