@@ -38,7 +38,7 @@ from sparsity.selection.scores import Ranked
 State = tuple[jax.Array, jax.Array, jax.Array]
 Above = Callable[[jax.Array], Words]
 Thresholds = Callable[[Above, Words, jax.Array, KeyRange], jax.Array]
-_BITS = 4  # of a digit: a GPU compares 15 times in about the time that it takes to read an entry
+_BITS = 4  # of a digit: for 1e7 floats 4 take 76 ms of one CPU core, 3 take 87, and 2 take 97
 
 
 def thresholds(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) -> jax.Array:
@@ -95,7 +95,7 @@ def select(
 
     def above(pivots: jax.Array) -> Words:
         each = zip(slices, spread(pivots, sizes, together), strict=True)
-        return totals([x.above(own) for x, own in each], together)
+        return totals([x.above(rows) for x, rows in each], together)
 
     score_keys = key_range(leaves[0].scores.dtype)
     lowest = zero_like(k[1]).astype(score_keys.dtype) + score_keys.low
@@ -107,7 +107,7 @@ def select(
 
     def above_among_ties(pivots: jax.Array) -> Words:
         each = zip(slices, spread(pivots, sizes), keys, strict=True)
-        return totals([x.above(own, key) for x, own, key in each])
+        return totals([x.above(rows, key) for x, rows, key in each])
 
     tie_keys = KeyRange(np.dtype(np.int32), -1 - max(leaf.size for leaf in leaves), -1)
     all_ties = zero_like(share) + np.int32(tie_keys.low)  # below every ~index

@@ -76,15 +76,15 @@ class Rows:
     def eligible(self) -> jax.Array:
         """int32[segments, rows]: how many entries may be kept."""
         room = self.entries[:, None] - (self.row_ends - self.width)
-        own = jnp.asarray(np.clip(room, 0, self.width), jnp.int32)
+        entries = jnp.asarray(np.clip(room, 0, self.width), jnp.int32)
         allowed = self.recipe.eligible(self.arrays)
         if allowed is None:
-            return own
+            return entries
         # The barrier keeps the second operand, and with it the fused loop.
         counted: jax.Array = lax.optimization_barrier(sums([allowed, ~allowed], [2]))[0]
         if self.sizes is None or not self.recipe.excludes:
             return counted
-        return counted - (self.width - own)  # zeros of the padding
+        return counted - (self.width - entries)  # zeros of the padding
 
     def above(self, pivots: jax.Array, *_: jax.Array) -> jax.Array:
         """int32[segments, rows, pivots]: eligible keys above each of pivots[segments, pivots]."""
@@ -139,9 +139,9 @@ class Rows:
         shape = len(self.starts), *offset.shape[1:]
         scalars = tuple(_beside(x, shape) for x in self.scalars)
         index = _beside(self.starts, shape) + offset if self.recipe.uses_index else offset
-        return self.recipe.keys(arrays, scalars, index, self._own(offset))
+        return self.recipe.keys(arrays, scalars, index, self._is_entry(offset))
 
-    def _own(self, offset: jax.Array) -> jax.Array | None:
+    def _is_entry(self, offset: jax.Array) -> jax.Array | None:
         """Which places of their segments are not padding, None if all are."""
         if self.sizes is None:
             return None
@@ -247,7 +247,7 @@ def cut(leaves: Sequence[Rows], row: jax.Array, key: jax.Array, need: jax.Array)
     every = _chosen(leaves, np.arange(len(widths)))
     keys = every._keys(arrays, offset)
     ties = (keys == key[:, None].astype(keys.dtype)) & (place < widths[:, None])
-    for allowed in (every.recipe.eligible(arrays), every._own(offset)):
+    for allowed in (every.recipe.eligible(arrays), every._is_entry(offset)):
         ties = ties if allowed is None else ties & allowed
     return row * widths + places(ties, need)
 
@@ -323,8 +323,8 @@ def places(ties: jax.Array, need: jax.Array) -> jax.Array:
 
     at, before = place(jnp.sum(blocks, 1, dtype=jnp.int32), need & 0)
     at = jnp.minimum(at, len(blocks) - 1)
-    own = lax.dynamic_index_in_dim(blocks, at, keepdims=False)
-    return at * block + place(own.astype(jnp.int32), before)[0] + 1
+    block_ties = lax.dynamic_index_in_dim(blocks, at, keepdims=False)
+    return at * block + place(block_ties.astype(jnp.int32), before)[0] + 1
 
 
 def _beside(x: Any, shape: tuple[int, ...]) -> jax.Array:

@@ -52,17 +52,17 @@ def arrange(leaves: Sequence[Ranked]) -> tuple[Parts, list[int]]:
         for i in members:
             first[i] = number
             number += leaves[i].slices
-        own = [leaves[i] for i in members]
+        group = [leaves[i] for i in members]
         if kind is None:
-            counts = [_row_count(leaf.size) for leaf in own]
-            each = zip(own, counts, strict=True)
+            counts = [_row_count(leaf.size) for leaf in group]
+            each = zip(group, counts, strict=True)
             parts.append(Visits([rows_of([x], n, -(-x.size // n)) for x, n in each]))
         elif isinstance(kind, int):
-            parts.append(rows_of(own, kind // _WIDTH, _WIDTH))
+            parts.append(rows_of(group, kind // _WIDTH, _WIDTH))
         else:
-            size = own[0].size
+            size = group[0].size
             rows = _divisor(size, 1 << size.bit_length() // 2)
-            parts.append(rows_of(own, rows, size // rows))
+            parts.append(rows_of(group, rows, size // rows))
     return parts, first
 
 
@@ -132,8 +132,8 @@ class Visits:
         ends = np.cumsum(self._counts)
 
         def at_once(leaves: Sequence[Rows], _: Any, pivots: jax.Array, *__: jax.Array) -> jax.Array:
-            own = zip(leaves, jnp.split(pivots, ends[:-1]), strict=True)
-            return jnp.concatenate([pad(leaf.above(x), self.rows) for leaf, x in own])
+            pairs = zip(leaves, jnp.split(pivots, ends[:-1]), strict=True)
+            return jnp.concatenate([pad(leaf.above(x), self.rows) for leaf, x in pairs])
 
         if self.segments == 1:
             return _above(self.leaves[0], pivots, at_least, above)
@@ -205,12 +205,12 @@ def _above(leaf: Rows, pivots: jax.Array, at_least: jax.Array, above: jax.Array)
             # Without a barrier XLA:CPU turns all of a bfloat16 leaf into float32 before the loop.
             arrays, rows = lax.optimization_barrier((leaf.arrays, rows))
             few = dataclasses.replace(leaf, arrays=arrays).some(rows)
-            own = few.above(jnp.broadcast_to(pivots, (_AT_ONCE, pivots.shape[1])))
-            return counts.at[0, rows].set(own[:, 0])
+            row_counts = few.above(jnp.broadcast_to(pivots, (_AT_ONCE, pivots.shape[1])))
+            return counts.at[0, rows].set(row_counts[:, 0])
 
         wide = jnp.broadcast_to(above[..., None], (*above.shape, pivots.shape[1]))
-        found: jax.Array = lax.fori_loop(0, -(-count // _AT_ONCE), some, wide)
-        return found
+        few_counts: jax.Array = lax.fori_loop(0, -(-count // _AT_ONCE), some, wide)
+        return few_counts
 
     counts: jax.Array = lax.cond(count <= leaf.rows // _FEWER, of_few, lambda: leaf.above(pivots))
     return counts
@@ -229,8 +229,8 @@ def _switch(number: jax.Array, branches: Sequence[Callable[..., Any]], *args: An
     if len(branches) <= _BRANCHES:
         return lax.switch(number, branches, *args)
 
-    def group(own: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-        return lambda args: lax.switch(number % _BRANCHES, own, *args)
+    def group(members: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+        return lambda args: lax.switch(number % _BRANCHES, members, *args)
 
     starts = range(0, len(branches), _BRANCHES)
     groups = [group(branches[start : start + _BRANCHES]) for start in starts]
@@ -243,9 +243,9 @@ def _for_each(
     """visit(number) of each number that is chosen, one after another; zeros of the others."""
     todo = _numbers(chosen)
 
-    def step(i: jax.Array, found: jax.Array) -> jax.Array:
-        more: jax.Array = lax.dynamic_update_index_in_dim(found, visit(todo[i]), todo[i], 0)
-        return more
+    def step(i: jax.Array, results: jax.Array) -> jax.Array:
+        updated: jax.Array = lax.dynamic_update_index_in_dim(results, visit(todo[i]), todo[i], 0)
+        return updated
 
-    found: jax.Array = lax.fori_loop(0, jnp.sum(chosen, dtype=jnp.int32), step, zeros)
-    return found
+    results: jax.Array = lax.fori_loop(0, jnp.sum(chosen, dtype=jnp.int32), step, zeros)
+    return results
