@@ -91,7 +91,7 @@ def select(
     like = k[1][0] if isinstance(k, tuple) else jnp.zeros((), jnp.int32)
     zero = varying_zero([x for leaf in leaves for x in leaf.arrays], like)
     eligible = totals([x.eligible() + zero for x in slices], together)
-    k = exact.kept_of(eligible, k)
+    k = exact.limit_kept(eligible, k)
 
     def above(pivots: jax.Array) -> Words:
         each = zip(slices, spread(pivots, sizes, together), strict=True)

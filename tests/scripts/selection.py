@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from sparsity import selection
-from tests.programs.devices import same, scores, traffic
+from tests.scripts.devices import same, scores, traffic
 from tests.selection_oracle import best
 
 
