@@ -154,7 +154,7 @@ class Ranked:
         x = scores.fn(*arrays[: len(scores.arrays)], *scores.scalars, *index)
         return eligible_keys(x, self.eligible(arrays))
 
-    def tree_flatten(self) -> tuple[Any, Any]:
+    def tree_flatten(self) -> tuple[PyTree, PyTree]:
         """The arrays, and all else; an array that is used twice is one argument of a program."""
         x, where = self.scores, self._where
         at, where = (where, None) if isinstance(where, int) else (None, where)
@@ -162,7 +162,7 @@ class Ranked:
         return (x.arrays, x.scalars, where), static
 
     @classmethod
-    def tree_unflatten(cls, static: Any, children: Any) -> Ranked:
+    def tree_unflatten(cls, static: PyTree, children: PyTree) -> Ranked:
         """The inverse of `tree_flatten`."""
         fn, uses_index, uses_arrays, at, batch_axes, excludes = static
         arrays, scalars, where = children
