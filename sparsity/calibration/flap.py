@@ -146,7 +146,7 @@ class FLAPPruning(BaseUpdater):
     def _biases(self, params: PyTree, readers: Iterable[KeyPath]) -> dict[KeyPath, list[KeyPath]]:
         """{bias: the readers to whose outputs it is added}."""
         graph = Readers.of(self).graph
-        known = graph.leaves_of(params)
+        known = graph.match_parameters(params)
         places = {leaf.path: path for path, leaf in known.items()}
         found: dict[KeyPath, list[KeyPath]] = {}
         for reader in readers:
