@@ -1,7 +1,7 @@
-"""What a model does with every weight, in any framework: uses, costs, and coupled channels."""
+"""Queries about a traced model, in any framework: uses of weights, costs, coupled channels."""
 
 from sparsity.graph.budgets import Budget, budget
-from sparsity.graph.channels import ChannelGroup, Leaf, Refusal
+from sparsity.graph.channels import ChannelGroup, Parameter, Refusal
 from sparsity.graph.coupled import Coupled
 from sparsity.graph.graph import Graph
 from sparsity.graph.trace import trace
@@ -12,7 +12,7 @@ __all__ = [
     "ChannelGroup",
     "Coupled",
     "Graph",
-    "Leaf",
+    "Parameter",
     "Refusal",
     "Use",
     "View",

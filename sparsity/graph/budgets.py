@@ -1,11 +1,11 @@
-"""Budgets: how sparse each leaf becomes, such that what is left costs no more than is allowed."""
+"""Budgets: sparsities of all parameters, such that the cost of the model stays within a limit."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
 import chex
@@ -18,7 +18,7 @@ from sparsity.core.checks import check_density
 from sparsity.core.exact import num_kept
 from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import PyTree
-from sparsity.graph.channels import Leaf
+from sparsity.graph.channels import Parameter
 from sparsity.graph.coupled import Coupled
 from sparsity.graph.graph import Graph
 from sparsity.masks import BatchAxes, Overrides, Pattern, Sites
@@ -31,13 +31,13 @@ _LOWEST, _HIGHEST = (int(np.float32(x).view(np.int32)) for x in (np.finfo(np.flo
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """A distribution whose masks leave a part of a model's cost. Made by `budget`.
+    """Distribution with masks that leave a part of a model's cost. Made by `budget`.
 
     Attributes:
       graph: the graph of the model.
       macs: the part of its multiply-adds that is left, `None` for a budget of bytes.
       nbytes: the part of its bytes that is left, `None` for a budget of multiply-adds.
-      distribution: how the sparsities relate: its own sparsity is what the budget decides.
+      distribution: the relation between the sparsities; the budget decides the sparsity itself.
     """
 
     graph: Graph
@@ -51,20 +51,23 @@ class Budget:
         return self.distribution.custom_sparsity_map
 
     def cost(self, path: tuple[str, ...], param: chex.Array) -> float:
-        """What a weight of a leaf costs: multiply-adds, or bytes."""
-        leaf = self.graph.leaf(path, param, may_be_smaller=True)
+        """Returns the cost of a weight of a parameter: multiply-adds, or bytes."""
+        leaf = self.graph.find_parameter(path, param, may_be_smaller=True)
         if self.macs is None:
             return float(leaf.dtype.itemsize)
-        return self.graph.macs_of(leaf.path) / max(leaf.size, 1)
+        return self.graph.count_macs(leaf.path) / max(leaf.size, 1)
 
     def total(self, leaves: Sequence[tuple[tuple[str, ...], chex.Array]]) -> Polynomial:
-        """What masks of some leaves cost, in the numbers of weights that they keep."""
-        known = [self.graph.leaf(path, param, may_be_smaller=True) for path, param in leaves]
-        kept = {leaf.path: Polynomial.variable(i) for i, leaf in enumerate(known)}
+        """Returns the cost of some parameters as a polynomial in the numbers of weights kept."""
+        parameters = [
+            self.graph.find_parameter(path, param, may_be_smaller=True) for path, param in leaves
+        ]
+        kept = {leaf.path: Polynomial.variable(i) for i, leaf in enumerate(parameters)}
         if self.macs is None:
-            return sum((kept[leaf.path] * leaf.dtype.itemsize for leaf in known), Polynomial({}))
-        shares = {leaf.path: kept[leaf.path] / leaf.size for leaf in known if leaf.size}
-        return Polynomial.convert(self.graph.cost(shares))
+            nbytes = (kept[leaf.path] * leaf.dtype.itemsize for leaf in parameters)
+            return sum(nbytes, Polynomial({}))
+        shares = {leaf.path: kept[leaf.path] / leaf.size for leaf in parameters if leaf.size}
+        return Polynomial.convert(self.graph.count_sparse_macs(shares))
 
     def __call__(
         self,
@@ -77,53 +80,34 @@ class Budget:
 
         Args:
           params: tree of parameters.
-          batch_axes: those of the updater.
-          sites: its table, with patterns; by default weights are removed one by one.
-          scope: its scope; of `Coupled` the cost is that of the smaller arrays.
+          batch_axes: the batch axes of the updater.
+          sites: the table of the updater, with patterns; by default weights are removed one by one.
+          scope: the scope of the updater; with `Coupled` smaller arrays are counted.
 
         Raises:
           ValueError: even without any of the selected weights the model costs more.
         """
-        by_bytes = self.macs is None
-        name, share = ("nbytes", self.nbytes) if by_bytes else ("macs", self.macs)
-        assert share is not None  # one of them is given
+        (name, share), by_bytes = self._limit, self.macs is None
         if isinstance(scope, Coupled) and scope.across and (scope.across == "nbytes") != by_bytes:
             raise ValueError(
                 f"across = {scope.across!r} keeps what all groups cost, but not the {name} of "
                 f"this budget. Use across = {'nbytes' if by_bytes else True!r}."
             )
         table = Sites(params, Unstructured(), batch_axes) if sites is None else sites
-        leaves = self.graph.leaves_of(params)
-        arrays = trees.leaves_by_path(params)
-        dense = self._cost(leaves, {})
+        leaves = self.graph.match_parameters(params)
+        if isinstance(scope, Coupled):
+            count = self._channel_counter(params, leaves, scope)
+        else:
+            count = self._mask_counter(params, leaves, table)
+        dense = self._count(leaves, {})
         allowed = Fraction(share) * dense
 
         def spread(sparsity: float) -> PyTree:
-            own = dataclasses.replace(self.distribution, sparsity=sparsity)
-            return own(params, batch_axes)
+            distribution = dataclasses.replace(self.distribution, sparsity=sparsity)
+            return distribution(params, batch_axes)
 
-        paths = {leaf.path for leaf in leaves.values()}
-        is_whole = by_bytes or isinstance(self.graph.macs_left({}), int)
-
-        def cost_of(targets: PyTree) -> Fraction:
-            if isinstance(scope, Coupled):
-                left, graph = scope.left(params, targets), self.graph
-                smaller = graph.bytes_left(left, paths) if by_bytes else graph.macs_left(left)
-                # Between whole numbers of channels there are costs that none has, if all are whole.
-                return Fraction(math.floor(smaller)) if scope.across and is_whole else smaller
-            kept = {
-                path: _kept_by(
-                    table[path].pattern, arrays[path].shape, table[path].batch_axes, float(target)
-                )
-                for path, target in trees.leaves_by_path(targets).items()
-            }
-            return self._cost(leaves, kept)
-
-        def cost(sparsity: float) -> Fraction:
-            return cost_of(spread(sparsity))
-
-        if cost(1.0) > allowed:
-            least = float(cost(1.0) / dense)
+        if (cost := count(spread(1.0))) > allowed:
+            least = float(cost / dense)
             fewest = "without any of the weights that the distribution selects"
             if isinstance(scope, Coupled):
                 fewest = "with the fewest channels that may stay"
@@ -135,23 +119,70 @@ class Budget:
         low, high = _LOWEST - 1, _HIGHEST  # the lowest sparsity that costs no more, by its bits
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if cost(_float(middle)) <= allowed else (middle + 1, high)
-        found = spread(_float(low))
-        if low >= _LOWEST:  # what is left of the budget serves leaf by leaf
+            fits = count(spread(_float(middle))) <= allowed
+            low, high = (low, middle) if fits else (middle + 1, high)
+        targets = spread(_float(low))
+        if low >= _LOWEST:  # the remaining budget serves one parameter after the other
             for path, lower in trees.leaves_by_path(spread(_float(low - 1))).items():
-                more = _with(found, path, lower)
-                found = more if cost_of(more) <= allowed else found
-        return trees.map_matched(  # of patterns with a density of their own, that density
-            lambda path, x: table[path].pattern.final_sparsity(x), found
+                more = _with(targets, path, lower)
+                targets = more if count(more) <= allowed else targets
+        return trees.map_matched(  # some patterns fix the density
+            lambda path, x: table[path].pattern.final_sparsity(x), targets
         )
 
-    def _cost(
-        self, leaves: Mapping[trees.KeyPath, Leaf], kept: Mapping[trees.KeyPath, int]
+    @property
+    def _limit(self) -> tuple[str, float]:
+        """Name and value of the argument that limits the cost."""
+        if self.macs is not None:
+            return "macs", self.macs
+        assert self.nbytes is not None  # `budget` checks it
+        return "nbytes", self.nbytes
+
+    def _channel_counter(
+        self, params: PyTree, leaves: Mapping[trees.KeyPath, Parameter], scope: Coupled
+    ) -> Callable[[PyTree], Fraction]:
+        """Returns a function from sparsities to the cost of the smaller arrays."""
+        graph, by_bytes = self.graph, self.macs is None
+        paths = {leaf.path for leaf in leaves.values()}
+        has_integral_costs = by_bytes or isinstance(graph.count_small_macs({}), int)
+
+        def count(targets: PyTree) -> Fraction:
+            sizes = scope.count_kept(params, targets)
+            if by_bytes:
+                cost = graph.count_small_bytes(sizes, paths)
+            else:
+                cost = graph.count_small_macs(sizes)
+            # A number of channels that is no integer may cost more than the integer below.
+            return Fraction(math.floor(cost)) if scope.across and has_integral_costs else cost
+
+        return count
+
+    def _mask_counter(
+        self, params: PyTree, leaves: Mapping[trees.KeyPath, Parameter], table: Sites
+    ) -> Callable[[PyTree], Fraction]:
+        """Returns a function from sparsities to the cost of the masked arrays."""
+        arrays = trees.leaves_by_path(params)
+
+        def count(targets: PyTree) -> Fraction:
+            kept = {
+                path: _count_weights(
+                    table[path].pattern, arrays[path].shape, table[path].batch_axes, float(target)
+                )
+                for path, target in trees.leaves_by_path(targets).items()
+            }
+            return self._count(leaves, kept)
+
+        return count
+
+    def _count(
+        self, leaves: Mapping[trees.KeyPath, Parameter], kept: Mapping[trees.KeyPath, int]
     ) -> Fraction:
-        """The cost if of some leaves only so many weights are left, under masks."""
+        """Returns the cost if masks keep only some weights of the parameters in `kept`."""
         if self.macs is not None:
             each = ((leaves[path], n) for path, n in kept.items())
-            macs: Fraction = self.graph.cost({x.path: Fraction(n, x.size) for x, n in each})
+            macs: Fraction = self.graph.count_sparse_macs(
+                {x.path: Fraction(n, x.size) for x, n in each}
+            )
             return macs
         nbytes = [
             kept[path] * leaf.dtype.itemsize + math.ceil(leaf.size / 8)
@@ -168,18 +199,18 @@ def budget(
     nbytes: float | None = None,
     distribution: Uniform | None = None,
 ) -> Budget:
-    """A distribution whose masks leave a given part of a model's cost, and never more.
+    """Returns a distribution with masks that leave at most a part of a model's cost.
 
     Under a `Global` scope weights are then ranked by score per multiply-add.
 
     Args:
       graph: the graph of the model, from `sparsity.trace`.
-      macs: the part of the model's multiply-adds that may be left, in (0, 1]; dots and convolutions
-        count, those that read no parameter, too.
+      macs: the part of the model's multiply-adds that may be left, in (0, 1]; all dots and
+        convolutions count, also products of activations.
       nbytes: the part of the parameters' bytes that may be left, in (0, 1]: kept values, and a bit
-        for each weight of a leaf with a mask.
+        for each weight of a parameter with a mask.
       distribution: `Uniform()` or `ERK()`, without a sparsity: filter, overrides and power of the
-        spread. Its filter is `graph.is_weight` unless it has one.
+        spread. The default filter is `graph.is_weight`.
 
     Returns:
       A `sparsity_distribution_fn`.
@@ -197,10 +228,10 @@ def budget(
       >>> budget(graph, macs=0.25)(params)
       {'down': 0.7484375..., 'up': 0.7484375...}
     """
-    given = [(name, x) for name, x in (("macs", macs), ("nbytes", nbytes)) if x is not None]
-    if len(given) != 1:
+    limits = [(name, x) for name, x in (("macs", macs), ("nbytes", nbytes)) if x is not None]
+    if len(limits) != 1:
         raise ValueError(f"Give one of macs and nbytes, got macs = {macs}, nbytes = {nbytes}.")
-    check_density(*given[0])
+    check_density(*limits[0])
     macs, nbytes = (None if x is None else float(x) for x in (macs, nbytes))
     distribution = Uniform() if distribution is None else distribution
     if distribution.filter_fn is None:
@@ -214,15 +245,17 @@ def budget(
 
 
 def _with(targets: PyTree, path: trees.KeyPath, target: float) -> PyTree:
-    return trees.map_matched(lambda at, known: target if at == path else known, targets)
+    return trees.map_matched(lambda at, other: target if at == path else other, targets)
 
 
 def _float(bits: int) -> float:
     return float(np.int32(bits).view(np.float32)) if bits >= _LOWEST else 0.0
 
 
-def _kept_by(pattern: Pattern, shape: tuple[int, ...], batch_axes: int, sparsity: float) -> int:
-    """How many weights a mask of that sparsity keeps, at most."""
+def _count_weights(
+    pattern: Pattern, shape: tuple[int, ...], batch_axes: int, sparsity: float
+) -> int:
+    """Returns the largest number of weights that a mask of a sparsity keeps."""
     slices, size = math.prod(shape[:batch_axes]), math.prod(shape[batch_axes:])
     if pattern.is_elementwise:
         return slices * _num_kept(size, sparsity)
@@ -240,7 +273,7 @@ def _num_kept(n: int, sparsity: float) -> int:
 
 @functools.lru_cache
 def _units(pattern: SparsityType, shape: tuple[int, ...], batch_axes: int) -> tuple[int, int]:
-    """How many units a slice has, and how many entries the first one, which is whole."""
+    """Returns the number of units of a slice, and of entries of the first unit (no ragged edge)."""
     scores = jax.ShapeDtypeStruct(shape, np.float32)
     units = jax.eval_shape(lambda scores: pattern.pool(scores, batch_axes), scores).shape
     first = np.zeros(units, np.uint8)

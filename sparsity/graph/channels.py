@@ -1,4 +1,4 @@
-"""Groups of channels, from the axes of a model's leaves, and what keeps the other axes whole."""
+"""Groups of channels from the axes of parameters, and refusals for all other axes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparsity.programs.axes import Axis, Reason, labels, variables
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class Parameter:
     """A parameter: its path, shape and dtype."""
 
     path: Path
@@ -37,12 +37,12 @@ class ChannelGroup:
     """Channels that live and die together: removing one leaves the function that masking it gives.
 
     Attributes:
-      name: the leaf and the axis that make them.
+      name: the parameter and the axis that make the channels.
       size: number of channels.
-      members: (path, axis) of all that goes with a channel.
+      members: (path, axis) of all entries that go with a channel.
       positions: for each member int[size, n]: where each channel lies along its axis.
       variable: the axis itself.
-      layers: of a scan, where each of them may keep channels of its own: their stacked axis is the
+      layers: number of layers of a scan that may keep different channels: the stacked axis is the
         first one of every member. 0: the same channels everywhere.
     """
 
@@ -60,15 +60,15 @@ class PlacedGroup:
 
     Attributes:
       channels: the group.
-      whole: the same before the model was shrunken.
-      members: (path, axis, positions) of all that goes with a channel.
-      scored: of those that add to its importance.
-      entries: how many entries of each of these make a channel of `whole`, in a layer.
-      sparsity: of the group.
+      full: the same group before the model was cut.
+      members: (path, axis, positions) of all entries that go with a channel.
+      scored: the members that add to the importance of a channel.
+      entries: for each scored member the number of entries of a channel of `full`, in a layer.
+      sparsity: the sparsity of the group.
     """
 
     channels: ChannelGroup
-    whole: ChannelGroup
+    full: ChannelGroup
     members: list[tuple[KeyPath, int, np.ndarray]]
     scored: list[tuple[KeyPath, int, np.ndarray]]
     entries: list[int]
@@ -77,15 +77,15 @@ class PlacedGroup:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """An axis of a leaf that cannot lose entries, and why.
+    """An axis of a parameter that cannot lose entries, and why.
 
     Attributes:
-      path: of the leaf.
+      path: path of the parameter.
       axis: the axis.
-      primitive: what needs all of its entries: a primitive, or 'input', 'output' or 'state' of the
-        model; 'unread' if nothing reads the leaf, 'axis' if its entries cannot be told apart.
+      primitive: the primitive that needs all entries, or 'input', 'output' or 'state' of the
+        model; 'unread' if nothing reads the parameter, 'axis' if entries cannot be told apart.
       source: the line of the model.
-      reason: in words.
+      reason: the reason in words.
     """
 
     path: Path
@@ -96,26 +96,26 @@ class Refusal:
 
 
 def find_channels(
-    axes: Sequence[tuple[Leaf, Sequence[Axis]]],
+    axes: Sequence[tuple[Parameter, Sequence[Axis]]],
     unproven: Mapping[Axis, Reason],
     made: Mapping[Path, set[int]],
     layers: Mapping[Axis, int],
 ) -> tuple[list[ChannelGroup], list[Refusal]]:
-    """The groups that can be removed, and the axes that cannot lose entries, both in tree order.
+    """Returns the groups that can be removed and the refused axes, both in tree order.
 
     Args:
-      axes: the leaves with their axes.
+      axes: the parameters with their axes.
       unproven: variables whose removal would differ from masking them, and why.
-      made: of each leaf the axes that become outputs of a product.
-      layers: variables of which each layer has entries of its own, and how many layers.
+      made: {path: the axes of the parameter that become outputs of a product}.
+      layers: {variable: number of layers} where layers may keep different entries.
     """
     refusals = dict(unproven)
-    members: dict[Axis, list[tuple[Leaf, int, Axis]]] = {}
+    members: dict[Axis, list[tuple[Parameter, int, Axis]]] = {}
     for leaf, dims in axes:
         for axis, dim in enumerate(dims):
-            found = dict.fromkeys(variables(dim))
-            is_single = leaf.shape[axis] > 1 and all(variable.size == 1 for variable in found)
-            for variable in found:
+            parts = dict.fromkeys(variables(dim))
+            is_single = leaf.shape[axis] > 1 and all(variable.size == 1 for variable in parts)
+            for variable in parts:
                 if variable.pin is not None:
                     refusals[variable] = variable.pin
                 elif variable not in refusals and labels(dim, variable) is None:
@@ -132,8 +132,8 @@ def find_channels(
         if variable in refusals:
             refused += [_refusal(leaf, axis, refusals[variable]) for leaf, axis, _ in places]
             continue
-        of_output = [place for place in places if place[1] in made.get(place[0].path, ())]
-        leaf, axis, _ = (of_output or places)[0]
+        outputs = [place for place in places if place[1] in made.get(place[0].path, ())]
+        leaf, axis, _ = (outputs or places)[0]
         name = f"{leaf.name}:{axis}"
         names[name] = names.get(name, 0) + 1
         groups.append(
@@ -152,14 +152,14 @@ def find_channels(
 def positions(
     dim: Axis, variable: Axis, sizes: Mapping[Axis, int] = types.MappingProxyType({})
 ) -> np.ndarray:
-    """int[size, n]: where each entry of a variable lies along an axis, at sizes that are left."""
+    """Returns int[size, n]: where each entry of a variable lies along an axis, at these sizes."""
     entries = labels(dim, variable, sizes)
     assert entries is not None  # refused before
     order = np.argsort(entries, kind="stable")[np.count_nonzero(entries < 0) :]
     return order.reshape(sizes.get(variable, variable.size), -1)
 
 
-def _refusal(leaf: Leaf, axis: int, reason: Reason) -> Refusal:
+def _refusal(leaf: Parameter, axis: int, reason: Reason) -> Refusal:
     equation = reason.equation
     primitive = reason.kind if equation is None else equation.name
     source = "" if equation is None else equation.source

@@ -1,4 +1,4 @@
-"""`Coupled`: a scope in which whole channels compete, with all that belongs to them."""
+"""`Coupled`: a scope in which whole channels compete, with all their entries."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from sparsity.selection.cpu.kernels import compute_once
 
 @dataclasses.dataclass(frozen=True)
 class Coupled:
-    """Channels that live and die together are kept or removed as a whole, by all their members.
+    """Scope that keeps or removes coupled channels as a whole, in all their members.
 
     A channel's importance is the sum of its entries' scores over all members: kernels in and out,
-    biases, scales and shifts. Of a group of n channels at sparsity s `num_kept(n, s)` stay, where s
-    is the largest sparsity among its members that have one; all members get masks. Each layer of a
-    scan chooses its own channels, where they live within a layer. What is masked can be cut by
-    `sparsity.shrink`; n is that of `graph` in the smaller model, too, so that a ramp goes on.
+    biases, scales and shifts. A group of n channels at sparsity s keeps `num_kept(n, s)` channels,
+    where s is the largest sparsity among its members; all members get masks. Each layer of a scan
+    chooses channels for itself, where channels live within a layer. `sparsity.shrink` cuts masked
+    channels; in the smaller model, n remains the size in `graph`, so that a ramp continues.
 
     SET and RigL keep the number of channels. One that grows starts at 0 on both sides; where its
     activation maps 0 to 0, as ReLU does, no gradient reaches it from there. Choose a pruner then.
@@ -46,16 +46,16 @@ class Coupled:
       graph: the graph of the model, from `sparsity.trace`.
       order: 1 sums scores, with their sign where an algorithm has one (|w g| becomes the absolute
         value of the sum of w g); 2 takes the root of the sum of squares.
-      normalize: divide what a member adds by its number of entries in a channel.
-      across: let groups compete by importance per multiply-add, or per byte ("nbytes"). All
-        together may cost what n (1 - s) channels of every group would, were there parts of
-        channels, or the fewest that may stay; they are the best that fit. A sparsity of a group's
-        own changes that sum alone. Channels without any importance stay out.
-      round_to: the number of channels that stay is rounded up to a multiple of it, with `across` as
-        far as the cost allows; or a function of that number, which may be traced.
-      min_channels: at least so many stay in every group.
-      plan: how the model was cut, for parameters that are smaller than those of `graph`. Shapes
-        tell it, unless an axis joins channels of two groups that lie on no other axis.
+      normalize: divide the score of a member by its number of entries in a channel.
+      across: let groups compete by importance per multiply-add, or per byte ("nbytes"). The best
+        channels stay whose total cost is at most that of n (1 - s) channels of every group, or of
+        the fewest channels that may stay. The sparsity of a group changes only that total.
+        Channels of importance 0 are removed.
+      round_to: the number of channels that stay is rounded up to a multiple of `round_to`, with
+        `across` as far as the cost allows; or a function of that number, which may be traced.
+      min_channels: smallest number of channels that stay in every group.
+      plan: the cut of the model, for parameters that are smaller than those of `graph`. By default
+        shapes tell the cut, unless an axis joins channels of two groups that lie on no other axis.
 
     Sources: Fang et al. 2023, "DepGraph"; Molchanov et al. 2019, "Importance Estimation for Neural
     Network Pruning".
@@ -101,7 +101,7 @@ class Coupled:
             raise ValueError(f"plan must be a sparsity.Plan or None, got plan = {self.plan!r}.")
 
     def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
-        """Raises a ValueError for what selects by itself: patterns, batch axes, a topk_fn."""
+        """Raises a ValueError for other ways to select: patterns, batch axes, a topk_fn."""
         if isinstance(pattern, Pattern) and not pattern.is_elementwise:
             raise ValueError(
                 "Coupled removes whole channels and needs sparsity_type = Unstructured(), got "
@@ -114,17 +114,17 @@ class Coupled:
             )
 
     def is_scored(self, graph: Graph, path: Path, axis: int) -> bool:
-        """Whether a member of a group adds to its importance; all do, unless a subclass differs."""
+        """Returns whether a member of a group adds to its importance; by default all members do."""
         return True
 
     def ranks(self, importance: Sequence[jax.Array], costs: Sequence[Fraction]) -> list[jax.Array]:
-        """Returns what the channels of groups compete by with `across`, [channels] each.
+        """Returns the ranks of the channels of each group with `across`, [channels] each.
 
-        Layers keep equally many: what counts are their channels of each rank together.
+        Layers keep equally many channels: channels of equal rank in all layers count together.
 
         Args:
           importance: [channels] of each group, or [layers, channels].
-          costs: of one channel of each group, in all layers.
+          costs: cost of one channel of each group, in all layers.
         """
         totals = [
             exact.ordered_sum(-jnp.sort(-x, axis=1), (0,)) if x.ndim == 2 else x for x in importance
@@ -132,60 +132,64 @@ class Coupled:
         return [total / jnp.float32(cost) for total, cost in zip(totals, costs, strict=True)]
 
     def masked(self, params: PyTree, sparsities: PyTree) -> set[KeyPath]:
-        """Paths of the leaves that get masks: all members of groups that have a sparsity."""
+        """Returns paths of the leaves that get masks: all members of groups with a sparsity."""
         groups = self._groups(params, sparsities)
         return {path for group in groups for path, _, _ in group.members}
 
     def scored(self, params: PyTree, sparsities: PyTree) -> set[KeyPath]:
-        """Paths of the leaves that add to the importance of groups that have a sparsity."""
+        """Returns paths of the leaves that add to the importance of groups with a sparsity."""
         groups = self._groups(params, sparsities)
         return {path for group in groups for path, _, _ in group.scored}
 
-    def left(self, params: PyTree, sparsities: PyTree) -> dict[Axis, Fraction]:
-        """How many channels stay of each group of the model of `graph`, of Python numbers.
+    def count_kept(self, params: PyTree, sparsities: PyTree) -> dict[Axis, Fraction]:
+        """Counts the channels that stay of each group of `graph`, for sparsities in Python.
 
-        With `across`, how many would cost as much as may stay: parts of channels, too.
+        With `across`, counts are fractions that cost as much as the channels that may stay.
         """
         groups = self._groups(params, sparsities)
         numbers = zip(groups, self._numbers(groups), strict=True)
-        return {group.whole.variable: Fraction(float(n)) for group, n in numbers}
+        return {group.full.variable: Fraction(float(n)) for group, n in numbers}
 
     def select_tree(self, scores: PyTree, sparsities: PyTree) -> PyTree:
         """Returns masks of all members; the channels of the highest importance stay."""
         groups = self._groups(scores, sparsities)
         cost = self._cost(groups, scores) if self.across else None
 
-        def select(leaves: Mapping[KeyPath, jax.Array], numbers: list[Any]) -> list[jax.Array]:
+        def select(
+            leaves: Mapping[KeyPath, jax.Array], numbers: Sequence[chex.Numeric]
+        ) -> list[jax.Array]:
             importance = self._importance(groups, leaves)
             if cost is not None:
-                numbers = self._kept_across(groups, importance, cost, numbers)
-            return _best(groups, importance, numbers)
+                numbers = self._compete(groups, importance, cost, numbers)
+            return _keep_best(groups, importance, numbers)
 
         return self._masks(groups, scores, select, [scores], self._numbers(groups))
 
     def masks_by(
-        self, choose: Choose, tree: PyTree, sparsities: PyTree, given: PyTree = None
+        self, choose: Choose, tree: PyTree, sparsities: PyTree, extra: PyTree = None
     ) -> PyTree:
         """Returns masks of all members, of the channels that a function chooses.
 
         Args:
-          choose: `choose(groups, leaves, kept, given)` returns uint8[channels] for each group, or
-            [layers, channels]; it gets the leaves of all members, and how many channels stay by
-            group.
-          tree: of these leaves.
-          sparsities: tree of sparsities, `None` for leaves that have none.
-          given: arrays that `choose` needs beside.
+          choose: `choose(groups, leaves, counts, extra)` returns uint8[channels] for each group,
+            or [layers, channels], from the leaves of all members and the numbers of channels that
+            stay by group.
+          tree: tree of these leaves.
+          sparsities: tree of sparsities, `None` for leaves without one.
+          extra: more arrays for `choose`.
         """
         groups = self._groups(tree, sparsities)
-        how = [self._kept(group) for group in groups], given
-        return self._masks(
-            groups, tree, lambda leaves, how: choose(groups, leaves, *how), [tree], how
-        )
+        counts = [self._count(group) for group in groups]
+
+        def select(leaves: Mapping[KeyPath, jax.Array], arrays: PyTree) -> list[jax.Array]:
+            return choose(groups, leaves, *arrays)
+
+        return self._masks(groups, tree, select, [tree], (counts, extra))
 
     def move_tree(
         self, masks: PyTree, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
     ) -> PyTree:
-        """Returns masks with as many channels of each group as before, some of them replaced."""
+        """Returns masks of as many channels of each group as before, some of them replaced."""
         present = trees.leaves_by_path(masks)
         sparsities = trees.map_matched(lambda path, _: 0.0 if path in present else None, drop)
         groups = [
@@ -208,61 +212,61 @@ class Coupled:
 
         return self._masks(groups, masks, move, [masks, drop, grow], drop_fraction)
 
-    # What follows works on the groups as they lie in a tree.
+    # Groups as they lie in a tree.
 
     def _groups(self, tree: PyTree, sparsities: PyTree) -> list[PlacedGroup]:
-        """The groups that have a sparsity, with what is left of them in a tree."""
+        """Returns the groups that have a sparsity, at their sizes in a tree."""
         graph, arrays = self.graph, trees.leaves_by_path(tree)
-        leaves = graph.leaves_of(tree)
+        leaves = graph.match_parameters(tree)
         shapes = {leaf.path: arrays[path].shape for path, leaf in leaves.items()}
-        sizes = solve_sizes(graph.axes(), shapes, self.plan)
+        sizes = solve_sizes(graph.list_axes(), shapes, self.plan)
         places = {
             leaf.path: path
             for path, leaf in leaves.items()
             if jnp.issubdtype(leaf.dtype, jnp.inexact)  # others can have no mask
         }
-        wanted = trees.leaves_by_path(sparsities)
-        found = []
-        for whole, group in zip(graph.groups, graph.resized(sizes), strict=True):
+        targets = trees.leaves_by_path(sparsities)
+        groups = []
+        for full, group in zip(graph.groups, graph.resize_groups(sizes), strict=True):
             members, scored, entries = [], [], []
             for i, (path, axis) in enumerate(group.members):
                 if path in places:
                     members.append((places[path], axis, group.positions[i]))
                     if self.is_scored(graph, path, axis):
                         scored.append(members[-1])
-                        entries.append(self._entries(whole, i))
-            own = [wanted[path] for path, _, _ in members if wanted.get(path) is not None]
-            if own:
-                largest = own[0] if len(own) == 1 else _largest(own)
-                found.append(PlacedGroup(group, whole, members, scored, entries, largest))
-        return found
+                        entries.append(self._entries(full, i))
+            rates = [targets[path] for path, _, _ in members if targets.get(path) is not None]
+            if rates:
+                largest = rates[0] if len(rates) == 1 else _largest(rates)
+                groups.append(PlacedGroup(group, full, members, scored, entries, largest))
+        return groups
 
     def _entries(self, group: ChannelGroup, member: int) -> int:
-        """How many entries of a member belong to a channel of a layer."""
+        """Counts the entries of a member that belong to a channel of a layer."""
         (path, axis), positions = group.members[member], group.positions[member]
-        shape = self.graph.shape_of(path)
+        shape = self.graph.find_shape(path)
         return math.prod(shape) // (shape[axis] * max(group.layers, 1)) * int(positions.shape[1])
 
-    def _numbers(self, groups: Sequence[PlacedGroup]) -> list[Any]:
-        """How many channels stay of each group, or may stay under `across`."""
-        return [self._allowed(x) if self.across else self._kept(x) for x in groups]
+    def _numbers(self, groups: Sequence[PlacedGroup]) -> list[chex.Numeric]:
+        """Counts the channels that stay of each group, or may stay under `across`."""
+        return [self._allow(x) if self.across else self._count(x) for x in groups]
 
-    def _kept(self, group: PlacedGroup) -> Any:
-        """How many channels of a group stay, of those that the model of `graph` has."""
-        return self._rounded(group.whole, exact.num_kept(group.whole.size, group.sparsity))
+    def _count(self, group: PlacedGroup) -> chex.Numeric:
+        """Counts the channels of a group of `graph` that stay."""
+        return self._round(group.full, exact.num_kept(group.full.size, group.sparsity))
 
-    def _allowed(self, group: PlacedGroup) -> Any:
-        """The same under `across`: parts of channels count, as float32."""
-        sparsity, n = group.sparsity, np.float32(group.whole.size)
-        least = np.float32(self._rounded(group.whole, 0))
+    def _allow(self, group: PlacedGroup) -> chex.Numeric:
+        """Counts the channels that may stay under `across`, as float32 with fractions."""
+        sparsity, n = group.sparsity, np.float32(group.full.size)
+        least = np.float32(self._round(group.full, 0))
         if not is_traced(sparsity):
-            exact.num_kept(group.whole.size, sparsity)  # which checks it
+            exact.num_kept(group.full.size, sparsity)  # which checks it
             return max(n * (1 - np.float32(sparsity)), least)
         sparsity = jnp.where(sparsity > 0, jnp.minimum(sparsity, 1), 0).astype(jnp.float32)
         return jnp.maximum(n * (1 - sparsity), least)
 
-    def _rounded(self, channels: ChannelGroup, kept: Any) -> Any:
-        """A number of channels as `round_to` and `min_channels` make it."""
+    def _round(self, channels: ChannelGroup, kept: Any) -> chex.Numeric:
+        """Applies `round_to` and `min_channels` to a number of channels."""
         n, least = channels.size, min(self.min_channels, channels.size)
         if is_traced(kept):
             return jnp.clip(self._multiple(channels, jnp.maximum(kept, least)), least, n)
@@ -286,9 +290,9 @@ class Coupled:
         tree: PyTree,
         choose: Callable[..., list[jax.Array]],
         trees_of_members: Sequence[PyTree],
-        how: Any,
+        extra: PyTree,
     ) -> PyTree:
-        """The masks of a tree, from those of channels that `choose` makes of trees by path."""
+        """Returns the masks of a tree from masks of channels, which `choose` returns."""
         for group in groups:
             if not group.scored:
                 raise ValueError(
@@ -299,62 +303,63 @@ class Coupled:
         by_path = [trees.leaves_by_path(x) for x in trees_of_members]
         members = [[leaves[path] for path in paths] for leaves in by_path]
 
-        def of_members(members: list[list[jax.Array]], how: Any) -> list[jax.Array]:
+        def mask(members: list[list[jax.Array]], extra: PyTree) -> list[jax.Array]:
             leaves = [dict(zip(paths, x, strict=True)) for x in members]
-            return self._spread(groups, choose(*leaves, how), leaves[0])
+            return self._spread(groups, choose(*leaves, extra), leaves[0])
 
-        found = sharding.shard_like(members[0], of_members, members, how) if paths else []
-        placed = map(sharding.place_like, members[0], found)
-        masks = dict(zip(paths, placed, strict=True))
-        return trees.map_matched(lambda path, _: masks.get(path), tree)
+        masks = sharding.shard_like(members[0], mask, members, extra) if paths else []
+        placed = map(sharding.place_like, members[0], masks)
+        masks_by_path = dict(zip(paths, placed, strict=True))
+        return trees.map_matched(lambda path, _: masks_by_path.get(path), tree)
 
     def _importance(
         self, groups: Sequence[PlacedGroup], leaves: Mapping[KeyPath, jax.Array]
     ) -> list[jax.Array]:
-        """[channels] of each group, or [layers, channels]."""
+        """Returns the importance of each group: [channels], or [layers, channels]."""
         scores = {path: leaves[path] for group in groups for path, _, _ in group.scored}
         powers = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in scores.values()]
         if self.order == 2:
             powers = [jnp.square(x) for x in exact.scaled(powers)]
         by_path = dict(zip(scores, powers, strict=True))
-        return compute_once([self._of_group(group, by_path) for group in groups])
+        return compute_once([self._sum_members(group, by_path) for group in groups])
 
-    def _of_group(self, group: PlacedGroup, powers: Mapping[KeyPath, jax.Array]) -> jax.Array:
+    def _sum_members(self, group: PlacedGroup, powers: Mapping[KeyPath, jax.Array]) -> jax.Array:
         parts, layers = [], group.channels.layers
         for (path, axis, positions), entries in zip(group.scored, group.entries, strict=True):
             score = powers[path]
             others = tuple(i for i in range(bool(layers), score.ndim) if i != axis)
             part = exact.ordered_sum(score, others) if others else score
-            if not _is_whole(positions, score.shape[axis]):
+            if not _is_full_axis(positions, score.shape[axis]):
                 part = exact.ordered_sum(part[..., positions], (part.ndim,))
             parts.append(part / entries if self.normalize else part)
         total = exact.ordered_sum(jnp.stack(parts), (0,)) if len(parts) > 1 else parts[0]
-        found: jax.Array = jnp.abs(total) if self.order == 1 else jnp.sqrt(total)
-        return found
+        importance: jax.Array = jnp.abs(total) if self.order == 1 else jnp.sqrt(total)
+        return importance
 
     def _cost(self, groups: Sequence[PlacedGroup], tree: PyTree) -> Cost:
-        """What the model costs, in multiply-adds or in bytes of the leaves of a tree."""
-        sizes = {group.whole.variable: Polynomial.variable(i) for i, group in enumerate(groups)}
+        """Returns the cost of the model: multiply-adds, or bytes of the leaves of a tree."""
+        sizes = {group.full.variable: Polynomial.variable(i) for i, group in enumerate(groups)}
         if self.across == "nbytes":
-            leaves = self.graph.leaves_of(tree).values()
-            left = self.graph.bytes_left(sizes, {leaf.path for leaf in leaves})
+            leaves = self.graph.match_parameters(tree).values()
+            cost = self.graph.count_small_bytes(sizes, {leaf.path for leaf in leaves})
         else:
-            left = self.graph.macs_left(sizes)
-        return Cost(Polynomial.convert(left), [group.whole.size for group in groups])
+            cost = self.graph.count_small_macs(sizes)
+        return Cost(Polynomial.convert(cost), [group.full.size for group in groups])
 
-    def _kept_across(
+    def _compete(
         self,
         groups: Sequence[PlacedGroup],
         importance: Sequence[jax.Array],
         cost: Cost,
         allowed: Sequence[chex.Numeric],
     ) -> list[jax.Array]:
-        """How many channels of each group stay: the best per cost, no dearer than allowed ones."""
-        wholes, ranks = [group.whole for group in groups], self.ranks(importance, cost.each)
+        """Counts the channels that stay of each group: the best per cost, within a cost."""
+        ranks = self.ranks(importance, cost.each)
         limit = cost.limit(jnp.stack([jnp.asarray(n, jnp.float32) for n in allowed]))
 
         def kept(counts: Sequence[jax.Array]) -> jax.Array:
-            rounded = [self._rounded(*x) for x in zip(wholes, counts, strict=True)]
+            pairs = zip(groups, counts, strict=True)
+            rounded = [self._round(group.full, n) for group, n in pairs]
             return jnp.stack([jnp.asarray(n, jnp.uint32) for n in rounded])
 
         return list(kept(best_that_fit(ranks, lambda n: exact.at_least(limit, cost.at(kept(n))))))
@@ -365,8 +370,8 @@ class Coupled:
         masks: Sequence[jax.Array],
         leaves: Mapping[KeyPath, jax.Array],
     ) -> list[jax.Array]:
-        """The masks of leaves from those of channels."""
-        found = {path: jnp.ones(leaf.shape, jnp.uint8) for path, leaf in leaves.items()}
+        """Returns the masks of leaves from masks of channels."""
+        spread = {path: jnp.ones(leaf.shape, jnp.uint8) for path, leaf in leaves.items()}
         for group, mask in zip(groups, masks, strict=True):
             size, layers = group.channels.size, group.channels.layers
             for path, axis, positions in group.members:
@@ -376,19 +381,19 @@ class Coupled:
                 # Read by index: XLA would shard leaves as each other, were these the mask itself.
                 along = jnp.where(label < 0, jnp.uint8(1), mask[..., np.maximum(label, 0)])
                 wide = [n if i == axis else 1 for i, n in enumerate(shape)]
-                found[path] *= along.reshape([layers, *wide[1:]] if layers else wide)
-        return list(found.values())
+                spread[path] *= along.reshape([layers, *wide[1:]] if layers else wide)
+        return list(spread.values())
 
 
-# From groups, the leaves of their members, how many channels stay, and more, to their masks.
+# From groups, the leaves of their members, numbers of channels that stay, and more, to masks.
 Choose: TypeAlias = Callable[
     [Sequence[PlacedGroup], Mapping[KeyPath, jax.Array], Sequence[chex.Numeric], PyTree],
     list[jax.Array],
 ]
 
 
-def _is_whole(positions: np.ndarray, size: int) -> bool:
-    """Whether the channels are the entries of an axis of that size, in order."""
+def _is_full_axis(positions: np.ndarray, size: int) -> bool:
+    """Returns whether the channels are all entries of an axis, in order."""
     return np.array_equal(positions, np.arange(size)[:, None])
 
 
@@ -399,18 +404,18 @@ def _largest(sparsities: Sequence[chex.Numeric]) -> chex.Numeric:
 
 
 def _stays(group: PlacedGroup, masks: Mapping[KeyPath, jax.Array]) -> jax.Array:
-    """uint8[channels]: which channels of a group have entries that stay, in its first member."""
+    """Returns uint8[channels]: 1 where entries stay in the first member of a group."""
     path, axis, positions = group.members[0]
     mask = masks[path]
-    own = (0, axis) if group.channels.layers else (axis,)
-    others = tuple(i for i in range(mask.ndim) if i not in own)
+    indexing = (0, axis) if group.channels.layers else (axis,)
+    others = tuple(i for i in range(mask.ndim) if i not in indexing)
     return jnp.max(jnp.max(mask, axis=others)[..., positions], axis=-1)
 
 
-def _best(
-    groups: Sequence[PlacedGroup], importance: Sequence[jax.Array], kept: Sequence[Any]
+def _keep_best(
+    groups: Sequence[PlacedGroup], importance: Sequence[jax.Array], kept: Sequence[chex.Numeric]
 ) -> list[jax.Array]:
-    """Masks of the most important channels of each group, and of each layer."""
+    """Returns masks of the most important channels of each group, and of each layer."""
     sizes = [group.channels.size for group in groups]
     counts = [jnp.minimum(jnp.asarray(k, jnp.uint32), n) for k, n in zip(kept, sizes, strict=True)]
     times = [group.channels.layers or 1 for group in groups]
@@ -419,5 +424,5 @@ def _best(
 
 
 def _channels(importance: jax.Array, active: jax.Array | None = None) -> Ranked:
-    """The channels of a group as a search takes them: the layers of a scan are slices."""
+    """Returns the channels of a group as a search ranks them: layers of a scan are slices."""
     return Ranked(Scores.of(importance), active, importance.ndim - 1)

@@ -1,8 +1,7 @@
-"""Which axes of a program lose entries together.
+"""Couples the axes of a program that lose entries together.
 
-The first of two passes: every equation makes one (`unify`) the axes along which it runs in step,
-and pins those of which it needs all entries. A primitive that `sparsity.programs` does not know
-pins all that it touches.
+The first of two passes: every equation unifies the axes along which it runs in step, and pins axes
+of which it needs all entries. An unknown primitive pins all axes of its inputs and outputs.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ class Coupling(Flow[list[Axis]]):
 
     Args:
       program: the program.
-      free: its inputs that may lose entries; others are inputs of the model.
-      carried: outputs, by number, that become the inputs of these numbers in the next call.
+      free: inputs of the program that may lose entries; all others are inputs of the model.
+      carried: {number of an output: number of the input that it becomes in the next call}.
 
     Attributes:
-      feature_groups: the axis of the feature groups of each convolution that has some.
+      feature_groups: the axis of the feature groups of each grouped convolution.
     """
 
     def __init__(self, program: Program, free: Collection[Value], carried: Mapping[int, int]):
@@ -51,7 +50,7 @@ class Coupling(Flow[list[Axis]]):
         return self.fact(value)
 
     def pin(self, value: Value, reason: Reason) -> None:
-        """Says why no axis of a value can lose entries."""
+        """Pins all axes of a value, for a reason."""
         for axis in self.axes(value):
             pin(axis, reason)
 
@@ -61,7 +60,7 @@ class Coupling(Flow[list[Axis]]):
     def run(self, program: Program) -> None:
         super().run(program)
         for equation in program.with_rules():
-            self._derivative(equation)
+            self._couple_rule(equation)
 
     def enters(self, equation: Equation) -> bool:
         return equation.name != "shard_map"  # entries that share a device stay together
@@ -79,13 +78,13 @@ class Coupling(Flow[list[Axis]]):
         steps, *axes = fact
         reason = Reason(scan, _STEPS)
         pin(steps, reason)
-        unify(steps, self._steps_of(scan), reason)
+        unify(steps, self._scan_steps(scan), reason)
         return axes
 
     def stack(self, fact: list[Axis], scan: Equation) -> list[Axis]:
-        return [self._steps_of(scan), *fact]
+        return [self._scan_steps(scan), *fact]
 
-    def _steps_of(self, scan: Equation) -> Axis:
+    def _scan_steps(self, scan: Equation) -> Axis:
         if scan not in self._steps:
             self._steps[scan] = Axis(scan.params["length"], pin=Reason(scan, _STEPS))
         return self._steps[scan]
@@ -116,8 +115,8 @@ class Coupling(Flow[list[Axis]]):
         for a, b in zip(self.axes(one), self.axes(other), strict=True):
             unify(a, b, reason)
 
-    def _derivative(self, equation: Equation) -> None:
-        """Couples what a rule for derivatives does: tangents have the axes of their values."""
+    def _couple_rule(self, equation: Equation) -> None:
+        """Couples the axes of a rule for derivatives: tangents have the axes of their values."""
         rule = equation.derivative
         assert rule is not None  # it has one
         inputs, outputs = equation.differentiated
@@ -174,17 +173,17 @@ class Coupling(Flow[list[Axis]]):
             return
         reason = Reason(equation, roles.text)
         values = (*equation.inputs[:2], result)
-        left, right = (self.axes(value) for value in values[:2])
+        lhs, rhs = (self.axes(value) for value in values[:2])
         group: list[Axis] = []
         if roles.groups > 1:
             group = [self.feature_groups.setdefault(equation, Axis(roles.groups))]
-            (outs,) = roles.right.free
-            unify(right[outs], product([*group, Axis(right[outs].size // roles.groups)]), reason)
+            (outs,) = roles.rhs.free
+            unify(rhs[outs], product([*group, Axis(rhs[outs].size // roles.groups)]), reason)
         for i, j in roles.pairs:
-            unify(left[i], product([*group, right[j]]) if group else right[j], reason)
+            unify(lhs[i], product([*group, rhs[j]]) if group else rhs[j], reason)
         for place, source in enumerate(roles.output):
             if source is not None:
-                self.axes(result)[place] = (left, right)[source[0]][source[1]]
+                self.axes(result)[place] = (lhs, rhs)[source[0]][source[1]]
         for number, axis in roles.ordered:
             pin(self.axes(values[number])[axis], Reason(equation, roles.order))
         for value in equation.inputs[2:]:
@@ -194,7 +193,7 @@ class Coupling(Flow[list[Axis]]):
 def _relate(
     relation: Relation, sources: Sequence[Axis], targets: Sequence[Axis], reason: Reason
 ) -> None:
-    """Makes the sources and the targets of a relation one, or pins both."""
+    """Unifies the sources and the targets of a relation, or pins both."""
     if not relation.may_lose_entries:
         for axis in (*sources, *targets):
             pin(axis, reason)

@@ -1,4 +1,4 @@
-"""Cuts of a model: which channels are left, from what its parameters keep or from their shapes."""
+"""Cuts of a model: the channels that are left, from kept indices or shapes of parameters."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from sparsity.core import trees
-from sparsity.graph.channels import Leaf
+from sparsity.graph.channels import Parameter
 from sparsity.graph.uses import Path
-from sparsity.programs.axes import Axis, kept_by_layer, labels, size_of, variables
+from sparsity.programs.axes import Axis, count_entries, find_kept_by_layer, labels, variables
 
-Axes = Sequence[tuple[Leaf, Sequence[Axis]]]  # the parameters of a model, with their axes
+Axes = Sequence[tuple[Parameter, Sequence[Axis]]]  # the parameters of a model, with their axes
 Sizes = dict[Axis, int]
 
 
 @runtime_checkable
 class Cut(Protocol):
-    """What a `sparsity.Plan` says: the indices that stay along the axes that lose some.
+    """The indices that stay along all axes that lose some, such as a `sparsity.Plan`.
 
     Attributes:
-      kept: {path of the leaf: {axis: indices}}, [layers, indices] where layers keep their own.
-      shapes: of these leaves before.
+      kept: {path: {axis: indices}}, [layers, indices] where layers keep different ones.
+      shapes: {path: shape before the cut}.
     """
 
     @property
@@ -32,36 +32,34 @@ class Cut(Protocol):
     def shapes(self) -> Mapping[Path, tuple[int, ...]]: ...
 
 
-def kept_of_leaves(
-    axes: Axes, chosen: Mapping[Axis, np.ndarray]
-) -> dict[Path, dict[int, np.ndarray]]:
-    """Returns `Cut.kept` from the entries that stay of each variable that loses some."""
+def spread_kept(axes: Axes, chosen: Mapping[Axis, np.ndarray]) -> dict[Path, dict[int, np.ndarray]]:
+    """Returns `Cut.kept` from the kept entries of each variable that loses some."""
     kept: dict[Path, dict[int, np.ndarray]] = {}
     for leaf, dims in axes:
         for axis, dim in enumerate(dims):
-            index = kept_by_layer(dim, dict(chosen))
+            index = find_kept_by_layer(dim, dict(chosen))
             if index is not None:
                 kept.setdefault(leaf.path, {})[axis] = index
     return kept
 
 
-def kept_of_variables(axes: Axes, cut: Cut) -> dict[Axis, np.ndarray]:
-    """Returns what a cut, made at another batch size perhaps, keeps of each variable.
+def solve_kept(axes: Axes, cut: Cut) -> dict[Axis, np.ndarray]:
+    """Returns the entries that a cut keeps of each variable, at any batch size.
 
     Raises:
-      ValueError: the cut is of a leaf that the model does not have, or of another shape, or keeps
-        what cannot be kept alone.
+      ValueError: the cut has a parameter that the model does not have, or of another shape, or
+        keeps only some of the indices that belong together.
     """
     chosen: dict[Axis, np.ndarray] = {}
     by_path = {leaf.path: (leaf, dims) for leaf, dims in axes}
-    for path, of_leaf in cut.kept.items():
+    for path, indices in cut.kept.items():
         if path not in by_path or by_path[path][0].shape != cut.shapes[path]:
             raise ValueError(
                 f"The plan is of another model: it has {'/'.join(path)!r} of shape "
                 f"{cut.shapes[path]}, the graph has "
                 f"{by_path[path][0].shape if path in by_path else 'no such leaf'}."
             )
-        for axis, index in of_leaf.items():
+        for axis, index in indices.items():
             dim = by_path[path][1][axis]
             for variable in variables(dim):
                 entries = labels(dim, variable)
@@ -70,7 +68,7 @@ def kept_of_variables(axes: Axes, cut: Cut) -> dict[Axis, np.ndarray]:
                     if len({len(row) for row in rows}) == 1:
                         chosen[variable] = np.stack(rows) if index.ndim == 2 else rows[0]
     chosen = {v: index for v, index in chosen.items() if index.shape[-1] < v.size}
-    implied = kept_of_leaves(axes, chosen)
+    implied = spread_kept(axes, chosen)
     for path in {**cut.kept, **implied}:
         one, other = cut.kept.get(path, {}), implied.get(path, {})
         for axis in {**one, **other}:
@@ -90,15 +88,15 @@ def kept_of_variables(axes: Axes, cut: Cut) -> dict[Axis, np.ndarray]:
 def solve_sizes(
     axes: Axes, shapes: Mapping[Path, tuple[int, ...]], cut: Cut | None = None
 ) -> Sizes:
-    """Returns how many entries each variable has left; those that are not in it have all.
+    """Returns the sizes of all variables that lose entries.
 
-    Each axis of a smaller parameter is an equation: its size is a sum or a product of the sizes
-    that are left. An equation with one unknown is solved, until none is left.
+    Each axis of a smaller parameter is an equation: its size is a sum or a product of sizes of
+    variables. Equations with one unknown are solved until no such equation is left.
 
     Args:
       axes: the parameters of the model, with their axes.
-      shapes: of the parameters of the smaller model, by path; some may be missing.
-      cut: for variables that the shapes do not tell apart, as two parts of one axis.
+      shapes: {path: shape} in the smaller model; some parameters may be missing.
+      cut: decides where shapes are ambiguous, as for two parts of one axis.
 
     Raises:
       ValueError: no sizes give these shapes, or several do; the parameter is named.
@@ -123,17 +121,17 @@ def solve_sizes(
             missing, ones = unknowns(dim), dict.fromkeys(unknowns(dim), 1)
             if size == leaf.shape[axis]:
                 sizes |= {variable: variable.size for variable in missing}
-            elif size == size_of(dim, sizes | ones):
+            elif size == count_entries(dim, sizes | ones):
                 sizes |= ones
             elif len(missing) == 1:
                 sizes |= {missing[0]: _solve(dim, missing[0], sizes, size)}
     open_axes = [(leaf, axis) for leaf, axis, dim, _ in equations if unknowns(dim)]
     if cut is not None:
-        kept = {v: index.shape[-1] for v, index in kept_of_variables(axes, cut).items()}
+        kept = {v: index.shape[-1] for v, index in solve_kept(axes, cut).items()}
         for _, _, dim, _ in equations:
             sizes |= {variable: kept.get(variable, variable.size) for variable in unknowns(dim)}
     for leaf, axis, dim, size in equations:
-        if not unknowns(dim) and size_of(dim, sizes) != size:
+        if not unknowns(dim) and count_entries(dim, sizes) != size:
             raise ValueError(
                 f"The params have {leaf.name!r} of shape {shapes[leaf.path]}, the graph was traced "
                 f"with {leaf.shape}, and no channels that go together leave {size} of axis {axis}. "
@@ -150,10 +148,10 @@ def solve_sizes(
 
 
 def _solve(dim: Axis, variable: Axis, sizes: Sizes, size: int) -> int:
-    """The size of a variable that makes an axis so long; the nearest one if none does."""
+    """Returns the size of a variable at which an axis has this size, or the nearest one."""
     low, high = 1, variable.size
     while low < high:
         middle = (low + high) // 2
-        longer = size_of(dim, {**sizes, variable: middle}) < size
+        longer = count_entries(dim, {**sizes, variable: middle}) < size
         low, high = (middle + 1, high) if longer else (low, middle)
     return low

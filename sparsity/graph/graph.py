@@ -1,4 +1,4 @@
-"""The graph of a model: what `sparsity.trace` returns."""
+"""The graph of a model, which `sparsity.trace` returns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import PyTree
 from sparsity.graph import costs, report
 from sparsity.graph.biases import find_biases
-from sparsity.graph.channels import ChannelGroup, Leaf, Refusal, find_channels, positions
+from sparsity.graph.channels import ChannelGroup, Parameter, Refusal, find_channels, positions
 from sparsity.graph.coupling import TABLES, Coupling
 from sparsity.graph.layers import layered
 from sparsity.graph.proof import Proof
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MOST_RETRACED = 15  # graphs for other arguments that are kept
-N = TypeVar("N", int, Fraction, Polynomial)  # how many entries are left
+N = TypeVar("N", int, Fraction, Polynomial)  # a number of entries
 
 
 class Graph:
-    """What a model does with every weight. Made by `sparsity.trace`.
+    """Graph of a model: uses, costs and coupled channels of its weights. Made by `sparsity.trace`.
 
     Attributes:
-      leaves: its parameters, in tree order.
-      uses: every product, convolution and lookup that reads one.
-      state: what the model returns for its next call: {path in the output: path in params}.
+      leaves: the parameters, in tree order.
+      uses: every product, convolution and lookup that reads a parameter.
+      state: outputs that the next call reads: {path in the output: path in params}.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -58,7 +58,7 @@ class Graph:
     def __init__(
         self,
         program: Program,
-        leaves: Sequence[Leaf],
+        leaves: Sequence[Parameter],
         carried: Mapping[int, int],
         outputs: Sequence[Path],
         output_tree: jax.tree_util.PyTreeDef,
@@ -68,9 +68,11 @@ class Graph:
     ) -> None:
         self.program, self.leaves = program, list(leaves)
         self.carried, self.output_tree = dict(carried), output_tree
-        self._fn, self._example, self._retrace = fn, example, retrace
-        self._retraced: list[tuple[PyTree, Graph]] = []
-        self._by_end: dict[Path, list[Leaf]] = {}  # by what paths end in, the shortest path first
+        self._fn, self._example, self._trace = fn, example, retrace
+        self._traces: list[tuple[PyTree, Graph]] = []
+        self._by_end: dict[
+            Path, list[Parameter]
+        ] = {}  # {end of paths: parameters, shortest path first}
         for leaf in sorted(self.leaves, key=lambda leaf: len(leaf.path)):
             for start in range(len(leaf.path) + 1):
                 self._by_end.setdefault(leaf.path[start:], []).append(leaf)
@@ -84,8 +86,8 @@ class Graph:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        """A pickle holds the function, by its name, and the shapes: the model is traced again."""
-        return self._retrace, (self._fn, *self._example)
+        """Pickles the function by its name, and the shapes: unpickling traces the model again."""
+        return self._trace, (self._fn, *self._example)
 
     def __repr__(self) -> str:
         return (
@@ -96,19 +98,22 @@ class Graph:
     # Costs.
 
     def macs(self, masks: PyTree | None = None) -> int:
-        """Multiply-adds of all dots and convolutions of a call, a batch as it was traced.
+        """Counts multiply-adds of all dots and convolutions of a call, at the traced batch size.
 
-        Of branches the costliest counts, of a `while` one trip.
+        The costliest branch of a `cond` counts, and one trip of a `while`.
 
         Args:
-          masks: tree of masks, `None` for dense leaves: a product of a masked leaf costs its
-            density. All are dense by default.
+          masks: tree of masks, `None` for dense leaves: a product of a masked parameter costs
+            its density. All parameters are dense by default.
+
+        Returns:
+          The number of multiply-adds.
         """
-        macs: Fraction = self.cost(self.densities(masks))
+        macs: Fraction = self.count_sparse_macs(self._densities(masks))
         return round(macs)
 
-    def cost(self, density: Mapping[Path, N]) -> N:
-        """Multiply-adds if of some leaves only a part of the entries counts."""
+    def count_sparse_macs(self, density: Mapping[Path, N]) -> N:
+        """Counts multiply-adds if only a part of the entries of some parameters differs from 0."""
         readers: dict[Equation, list[Use]] = {}
         for use in self.uses:
             if use.primitive in PRODUCTS:
@@ -116,59 +121,61 @@ class Graph:
 
         def macs(product: Equation) -> costs.Number:
             uses = readers.get(product, ())
-            one, other = ([use for use in uses if use.operand == i] for i in range(2))
-            return read_product(product).macs * _density(one, density) * _density(other, density)
+            lhs, rhs = ([use for use in uses if use.operand == i] for i in range(2))
+            return read_product(product).macs * _density(lhs, density) * _density(rhs, density)
 
-        total: N = costs.cost(self.program, macs)
+        total: N = costs.sum_products(self.program, macs)
         return total
 
-    def macs_left(self, left: Mapping[Axis, N], path: Path | None = None) -> N:
-        """Multiply-adds if only so many entries are left of some axes; of one leaf's products."""
-        of_product = costs.macs_left(self.coupling, left)
-        found: N
+    def count_small_macs(self, sizes: Mapping[Axis, N], path: Path | None = None) -> N:
+        """Counts multiply-adds at smaller sizes of some axes: of a call, or of one parameter."""
+        count = costs.product_counter(self.coupling, sizes)
+        macs: N
         if path is None:
-            found = costs.cost(self.program, of_product)
+            macs = costs.sum_products(self.program, count)
         else:
-            found = sum(
-                (1 if use.trips is None else use.trips) * use.view.share * of_product(use.equation)
+            macs = sum(
+                (1 if use.trips is None else use.trips) * use.view.share * count(use.equation)
                 for use in self._by_product(path)
             )
-        return found
+        return macs
 
-    def bytes_left(self, left: Mapping[Axis, N], paths: Container[Path]) -> N:
-        """Bytes of some leaves if only so many entries are left of some axes."""
-        found: N = sum(
-            costs.entries_left(dims, left) * leaf.dtype.itemsize
-            for leaf, dims in self.axes()
+    def count_small_bytes(self, sizes: Mapping[Axis, N], paths: Container[Path]) -> N:
+        """Counts bytes of some parameters at smaller sizes of some axes."""
+        nbytes: N = sum(
+            costs.multiply_sizes(dims, sizes) * leaf.dtype.itemsize
+            for leaf, dims in self.list_axes()
             if leaf.path in paths
         )
-        return found
+        return nbytes
 
-    def shape_of(self, path: Path) -> tuple[int, ...]:
-        """The shape of a leaf."""
+    def find_shape(self, path: Path) -> tuple[int, ...]:
+        """Returns the shape of a parameter."""
         return self._by_end[path][0].shape
 
-    def macs_of(self, path: Path) -> int:
-        """Multiply-adds of all products of a leaf; those that read it twice count once."""
+    def count_macs(self, path: Path) -> int:
+        """Counts multiply-adds of all products of a parameter; each product counts once."""
         return sum(use.macs for use in self._by_product(path))
 
-    def densities(self, masks: PyTree | None) -> dict[Path, Fraction]:
-        """The part of the entries that masks keep of each leaf that has one."""
-        found = {}
+    def _densities(self, masks: PyTree | None) -> dict[Path, Fraction]:
+        """Returns the part of the entries that masks keep, for each masked parameter."""
+        densities = {}
         for key, mask in trees.leaves_by_path(masks).items():
-            leaf = self.leaf(trees.path_names(key), mask, "masks")
-            found[leaf.path] = Fraction(int(np.count_nonzero(np.asarray(mask))), max(leaf.size, 1))
-        return found
+            leaf = self.find_parameter(trees.path_names(key), mask, "masks")
+            densities[leaf.path] = Fraction(
+                int(np.count_nonzero(np.asarray(mask))), max(leaf.size, 1)
+            )
+        return densities
 
     @functools.cached_property
     def uncounted(self) -> dict[str, str]:
-        """Primitives whose multiply-adds do not count, each with the first line that uses it.
+        """Primitives whose multiply-adds do not count, each with the first line that uses them.
 
         Kernels (Pallas), sparse products (BCOO), calls of foreign code, decompositions.
         """
         programs = [self.program]
         sources: dict[str, str] = {}
-        for program in programs:  # grows by the bodies that are found
+        for program in programs:  # grows by the bodies of its equations
             for equation in program.flat():
                 programs += equation.bodies
                 tables = (*TABLES, NO_PRODUCTS)
@@ -177,22 +184,22 @@ class Graph:
         return sources
 
     def table(self, masks: PyTree | None = None) -> str:
-        """Returns a table of all leaves: shape, what reads it, contracted axes, MACs, channels.
+        """Returns a table of all parameters: shape, readers, contracted axes, MACs, channels.
 
-        The last column gives the axes that can lose channels, and their groups, by number. A line
-        below names primitives whose multiply-adds do not count.
+        The last column gives the axes that can lose channels, and the numbers of their groups. A
+        line below names primitives whose multiply-adds do not count.
 
         Args:
-          masks: tree of masks; with it the table shows what they leave of the MACs.
+          masks: tree of masks; with masks the table shows the MACs that are left, too.
 
         Returns:
           Text of several lines.
         """
-        left = None if masks is None else self.macs(masks)
-        return report.table(self._rows(masks), self.macs(), left, self.uncounted)
+        masked = None if masks is None else self.macs(masks)
+        return report.table(self._rows(masks), self.macs(), masked, self.uncounted)
 
     def plot(self, masks: PyTree | None = None, ax: Axes | None = None) -> Axes:
-        """Draws the multiply-adds of every leaf: dense in light, what masks leave in dark.
+        """Draws the multiply-adds of every parameter: dense in light, masked in dark.
 
         Args:
           masks: tree of masks, `None` for a dense model.
@@ -204,8 +211,8 @@ class Graph:
         return report.plot(self._rows(masks), self.macs(), masks is not None, ax)
 
     def _rows(self, masks: PyTree | None) -> list[report.Row]:
-        """What tables and pictures show of each leaf, in tree order."""
-        density, rows = self.densities(masks), []
+        """Returns the rows of tables and pictures, in tree order."""
+        density, rows = self._densities(masks), []
         for leaf in self.leaves:
             uses = [use for use in self.uses if use.path == leaf.path]
             axes = {axis for use in uses for axis in use.contracting}
@@ -215,140 +222,147 @@ class Graph:
                 for path, axis in group.members
                 if path == leaf.path
             ]
-            dense = self.macs_of(leaf.path)
-            left = round(dense * density.get(leaf.path, 1))
+            dense = self.count_macs(leaf.path)
+            masked = round(dense * density.get(leaf.path, 1))
             names = tuple(dict.fromkeys(use.primitive for use in uses))
-            row = report.Row(leaf, names, tuple(sorted(axes)), dense, left, tuple(sorted(groups)))
+            row = report.Row(leaf, names, tuple(sorted(axes)), dense, masked, tuple(sorted(groups)))
             rows.append(row)
         return rows
 
     # For pruners.
 
     def is_weight(self, path: Path, param: chex.Array) -> bool:
-        """Whether a dot or a convolution contracts the leaf: a `filter_fn`.
+        """Returns whether a dot or a convolution contracts the parameter: a `filter_fn`.
 
         Embeddings that are only looked up, scales, shifts and positional tables are no weights.
         """
-        leaf = self.leaf(path, param, may_be_smaller=True)
-        return any(use.contracting for use in self.products(leaf.path))
+        leaf = self.find_parameter(path, param, may_be_smaller=True)
+        return any(use.contracting for use in self.find_products(leaf.path))
 
     def nm(self, n: int, m: int) -> Callable[[Path, chex.Array], SparsityType]:
-        """N:M along the axis that each leaf's products contract: a `sparsity_type`.
+        """Returns N:M along the contracted axis of each parameter: a `sparsity_type`.
 
-        The last contracted axis that m divides is taken, of a convolution the input channels.
-        Leaves that no product contracts are unstructured.
+        The pattern takes the last contracted axis that m divides, of a convolution the input
+        channels. Parameters that no product contracts are unstructured.
 
         Args:
-          n: how many of m consecutive weights stay.
+          n: number of weights that stay of m consecutive ones.
           m: group size.
 
         Returns:
-          A function of (path, param); it raises a ValueError that names the leaf if m divides none
+          A function of (path, param); it raises a ValueError that names the path if m divides none
           of its input channels, if groups of m would lie across a product (a reshape made a part of
           the axis an output), or if two products contract different axes.
         """
-
         return AlongInputs(self, n, m)
 
-    def products(self, path: Path) -> list[Use]:
-        """The dots and convolutions that read a leaf."""
+    def find_products(self, path: Path) -> list[Use]:
+        """Returns the dots and convolutions that read a parameter."""
         return [use for use in self.uses if use.path == path and use.primitive in PRODUCTS]
 
     def _by_product(self, path: Path) -> list[Use]:
-        """For each product that reads a leaf, the use of the largest part of it."""
+        """Returns one use for each product of a parameter: that of the largest part."""
         largest: dict[Equation, Use] = {}
-        for use in self.products(path):
+        for use in self.find_products(path):
             other = largest.setdefault(use.equation, use)
             if use.view.share > other.view.share:
                 largest[use.equation] = use
         return list(largest.values())
 
-    def leaf(
+    def find_parameter(
         self, path: Path, array: object, role: str = "params", may_be_smaller: bool = False
-    ) -> Leaf:
-        """The leaf of a path; of a tree that is a part of what was traced, of the path's end.
+    ) -> Parameter:
+        """Returns the parameter of a path, in the traced tree or in a part of that tree.
 
-        Of leaves whose paths end alike, that with the shortest path is meant: of a part such as
-        `variables["params"]`, `a/w` is `params/a/w` rather than `params/layer/a/w`. An array of a
-        smaller model may be smaller along axes that can lose channels, if this is allowed.
+        The path may lack the first names of the traced path. The shortest traced path wins: in
+        `variables["params"]`, `a/w` is `params/a/w` rather than `params/layer/a/w`.
+
+        Args:
+          path: path of the array.
+          array: the array.
+          role: the name of the tree in errors.
+          may_be_smaller: allow the smaller shapes of a model that has lost channels.
 
         Raises:
-          ValueError: there is no such leaf, more than one, or one of another shape than the array.
+          ValueError: no parameter or several have this path, or the shape differs.
         """
         shape = tuple(getattr(array, "shape", ()))
         ends = self._by_end.get(path, [])
-        found = [leaf for leaf in ends if len(leaf.path) == len(ends[0].path)]
-        if len(found) != 1:
+        matches = [leaf for leaf in ends if len(leaf.path) == len(ends[0].path)]
+        if len(matches) != 1:
             raise ValueError(
                 f"The {role} have a leaf {'/'.join(path)!r} of shape {shape}, of which the graph "
-                f"has {len(found)}: it knows {trees.listed([x.name for x in self.leaves])}."
+                f"has {len(matches)}: it knows {trees.listed([x.name for x in self.leaves])}."
             )
-        if found[0].shape != shape and not (may_be_smaller and self._fits(found[0], shape)):
+        leaf = matches[0]
+        if leaf.shape != shape and not (may_be_smaller and self._fits(leaf, shape)):
             remedy = "Trace the model with these parameters."
             if role == "masks":
                 remedy = "Unpack packed masks: sparsity.unpack_masks(masks, params)."
             raise ValueError(
                 f"The {role} have shape {shape} at {'/'.join(path)!r}, the graph was traced with "
-                f"{found[0].shape}. {remedy}"
+                f"{leaf.shape}. {remedy}"
             )
-        return found[0]
+        return leaf
 
-    def _fits(self, leaf: Leaf, shape: tuple[int, ...]) -> bool:
-        """Whether a leaf may have this shape in a smaller model."""
+    def _fits(self, leaf: Parameter, shape: tuple[int, ...]) -> bool:
+        """Returns whether a parameter may have this shape in a smaller model."""
         cut = {axis for x in self.groups for path, axis in x.members if path == leaf.path}
         return len(shape) == len(leaf.shape) and all(
             new == old or (axis in cut and 0 < new < old)
             for axis, (new, old) in enumerate(zip(shape, leaf.shape, strict=True))
         )
 
-    def leaves_of(self, tree: PyTree) -> dict[trees.KeyPath, Leaf]:
-        """The leaves that the arrays of a tree of params are, by the paths of the tree.
+    def match_parameters(self, tree: PyTree) -> dict[trees.KeyPath, Parameter]:
+        """Returns {path in the tree: parameter} for a tree of params.
 
         The params may be those of a smaller model.
         """
         return {
-            path: self.leaf(trees.path_names(path), array, may_be_smaller=True)
+            path: self.find_parameter(trees.path_names(path), array, may_be_smaller=True)
             for path, array in trees.leaves_by_path(tree).items()
             if hasattr(array, "shape")
         }
 
-    def retraced(self, params: PyTree, *args: PyTree) -> Graph:
-        """The graph of the model for these arguments; itself if they are like those of the trace.
+    def retrace(self, params: PyTree, *args: PyTree) -> Graph:
+        """Returns the graph of the model for other arguments, or this graph if they are alike.
 
-        Arguments are alike if their trees, their shapes and dtypes, and the leaves that are no
-        arrays (flags, numbers, functions) are.
+        Arguments are alike if trees, shapes, dtypes and all leaves that are no arrays (flags,
+        numbers, functions) are equal.
 
         Args:
-          params: the parameters, in other dtypes or containers, perhaps.
+          params: the parameters; dtypes and containers may differ from those of the trace.
           *args: inputs of the model.
         """
         example = sharding.abstract((params, args))
         if trees.are_alike(example, self._example):
             return self
-        for earlier, graph in self._retraced:
+        for earlier, graph in self._traces:
             if trees.are_alike(example, earlier):
                 return graph
-        graph = self._retrace(self._fn, *example)
+        graph = self._trace(self._fn, *example)
         # A number that changes from call to call must not fill the memory.
-        self._retraced = [*self._retraced[-_MOST_RETRACED:], (example, graph)]
+        self._traces = [*self._traces[-_MOST_RETRACED:], (example, graph)]
         return graph
 
-    def at_shapes(self, fn: Callable[..., PyTree], shapes: Mapping[Path, tuple[int, ...]]) -> Graph:
-        """The graph of a function like the model, at other shapes of its parameters."""
+    def trace_at_shapes(
+        self, fn: Callable[..., PyTree], shapes: Mapping[Path, tuple[int, ...]]
+    ) -> Graph:
+        """Returns the graph of a function like the model, at other shapes of the parameters."""
         params, args = self._example
         arrays, rebuild = trees.split_arrays(params)
         leaves = zip(arrays, self.leaves, strict=True)
         structs = [sharding.resized(array, shapes[leaf.path]) for array, leaf in leaves]
-        return self._retrace(fn, rebuild(structs), args)
+        return self._trace(fn, rebuild(structs), args)
 
-    def resized(self, sizes: Mapping[Axis, int]) -> list[ChannelGroup]:
-        """The groups of channels in a smaller model, where so many entries are left of some axes.
+    def resize_groups(self, sizes: Mapping[Axis, int]) -> list[ChannelGroup]:
+        """Returns the groups of channels in a smaller model, at these sizes of some axes.
 
-        There is one for each group of this model, in the same order, even if one channel is left.
+        Every group of this model has one, in the same order, even if one channel is left.
         """
         if not sizes:
             return self.groups
-        dims = {leaf.path: of_leaf for leaf, of_leaf in self.axes()}
+        dims = {leaf.path: axes for leaf, axes in self.list_axes()}
         return [
             dataclasses.replace(
                 group,
@@ -363,13 +377,13 @@ class Graph:
 
     # Channels.
 
-    def axes(self) -> list[tuple[Leaf, list[Axis]]]:
-        """The leaves with their axes."""
+    def list_axes(self) -> list[tuple[Parameter, list[Axis]]]:
+        """Returns the parameters with their axes."""
         return [(self.leaves[i], self.coupling.axes(v)) for v, i in self._values.items()]
 
     @functools.cached_property
     def coupling(self) -> Coupling:
-        """The axes of all values."""
+        """The axes of all values of the program."""
         read_values = values_read(self.program)
         coupling = Coupling(self.program, self._values, self.carried)
         for value in self._values:
@@ -389,11 +403,11 @@ class Graph:
 
     @functools.cached_property
     def biases(self) -> dict[Path, Path]:
-        """The leaf that is added to the outputs of a weight, and to nothing else, by weight."""
+        """{weight: parameter that is added to the outputs of the weight, and to nothing else}."""
         return find_biases(self.program, self._values, self._tracker)
 
-    def unproven(self, masked: Sequence[Path]) -> dict[Axis, Reason]:
-        """The axes whose removal differs from masking these leaves, and why."""
+    def find_unproven(self, masked: Sequence[Path]) -> dict[Axis, Reason]:
+        """Returns the axes whose removal differs from masking these parameters, and why."""
         chosen = set(masked)
         values = [v for v, i in self._values.items() if self.leaves[i].path in chosen]
         return Proof(self.program, self.coupling, values).refused
@@ -412,16 +426,16 @@ class Graph:
             if use.primitive in PRODUCTS:
                 made.setdefault(use.path, set()).update(use.output)
         layers = layered(self.program, self.coupling)
-        return find_channels(self.axes(), self.unproven(masked), made, layers)
+        return find_channels(self.list_axes(), self.find_unproven(masked), made, layers)
 
 
 @dataclasses.dataclass(frozen=True)
 class AlongInputs:
-    """N:M along the axis that each leaf's products contract. Made by `Graph.nm`.
+    """N:M along the contracted axis of each parameter. Made by `Graph.nm`.
 
     Attributes:
-      graph: of the model.
-      n: how many of m consecutive weights stay.
+      graph: the graph of the model.
+      n: number of weights that stay of m consecutive ones.
       m: group size.
     """
 
@@ -433,9 +447,9 @@ class AlongInputs:
         NByM(self.n, self.m)  # which checks them
 
     def __call__(self, path: Path, param: chex.Array) -> SparsityType:
-        """Returns the pattern of a leaf, or of that of a smaller model."""
-        leaf, m = self.graph.leaf(path, param, may_be_smaller=True), self.m
-        uses = [use for use in self.graph.products(leaf.path) if use.contracting]
+        """Returns the pattern of a parameter, in this model or in a smaller one."""
+        leaf, m = self.graph.find_parameter(path, param, may_be_smaller=True), self.m
+        uses = [use for use in self.graph.find_products(leaf.path) if use.contracting]
         axes = {use.channels for use in uses}
         if not axes:
             return Unstructured()
@@ -462,13 +476,13 @@ class AlongInputs:
 
 
 def _density(uses: Sequence[Use], density: Mapping[Path, costs.Number]) -> costs.Number:
-    """The part of the entries of an operand that may differ from 0.
+    """Returns the part of the entries of an operand that may differ from 0.
 
-    Leaves that were joined add up. Of those that were multiplied each bounds the others: one that
-    has a density counts.
+    Parameters that were joined add up. Parameters that were multiplied bound each other: a
+    parameter with a density counts.
     """
     total: costs.Number = Fraction(0)
-    free = Fraction(1)  # the part of the operand that no leaf before has
+    free = Fraction(1)  # the part of the operand that no earlier parameter has
     for use in sorted(uses, key=lambda use: use.path not in density or not use.view.keeps_zeros):
         share = min(use.view.share, free)
         free -= share

@@ -1,7 +1,7 @@
 """Channels that each layer of a scan may choose for itself.
 
 A scan runs one program on layer after layer of stacked arrays. Channels that live within a layer,
-as hidden units do, need not be the same ones in all layers; those of the carry must.
+as hidden units do, may differ between layers; channels of the carry may not.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from sparsity.programs.program import Equation, Program, Value
 
 
 def layered(program: Program, coupling: Coupling) -> dict[Axis, int]:
-    """Variables of which each layer of a scan has entries of its own, and how many layers."""
-    found: dict[Axis, int] = {}
+    """Returns {variable: number of layers} where layers of a scan may keep different entries."""
+    layers: dict[Axis, int] = {}
     for scan in program.flat():
         if scan.name != "scan":
             continue
@@ -21,21 +21,21 @@ def layered(program: Program, coupling: Coupling) -> dict[Axis, int]:
         for value in (scan.inputs[number] for number in body.layers):
             steps, *others = coupling.axes(value)
             for variable in (v for dim in others for v in variables(dim)):
-                if variable.pin is None and variable not in found:
+                if variable.pin is None and variable not in layers:
                     look = _Look(coupling, variable, steps.root)
                     if look.is_within(program):
-                        found[variable] = scan.params["length"]
-    return found
+                        layers[variable] = scan.params["length"]
+    return layers
 
 
 class _Look:
-    """Looks for a variable outside of the layers of a scan."""
+    """A search for a variable outside of the layers of a scan."""
 
     def __init__(self, coupling: Coupling, variable: Axis, steps: Axis) -> None:
         self._coupling, self._variable, self._steps = coupling, variable, steps
 
     def is_within(self, program: Program) -> bool:
-        """Whether all arrays that have it are stacks, or lie within the layers."""
+        """Returns whether all arrays with the variable are stacks, or lie within the layers."""
         values = {*program.inputs, *program.outputs}
         for equation in program.flat():
             values.update(equation.inputs, equation.outputs)
@@ -47,9 +47,9 @@ class _Look:
     def _stays(self, equation: Equation) -> bool:
         if equation.name == "scan":
             (body,) = equation.within()
-            own = body.layers.start
-            if not any(map(self._has, body.program.inputs[:own])):
-                stacks = [value for value in equation.inputs[own:] if self._has(value)]
+            first = body.layers.start
+            if not any(map(self._has, body.program.inputs[:first])):
+                stacks = [value for value in equation.inputs[first:] if self._has(value)]
                 return all(self._coupling.axes(x)[0].root is self._steps for x in stacks)
         return all(map(self.is_within, equation.bodies))
 

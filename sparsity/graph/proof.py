@@ -1,8 +1,9 @@
-"""What stands where channels were masked: the second pass, which proves that they can be removed.
+"""Proves that masked channels can be removed: the second pass.
 
-Masking sets a channel's parameters to 0; what later arrays hold at its places follows: 0 after a
-product, 1 after `exp`. Removing the channel gives the same result if every operation that joins its
-entries with others meets the value that changes nothing there: 0 in a sum, -inf in a maximum.
+Masking sets the parameters of a channel to 0. The constants of later arrays at removed entries
+follow: 0 after a product, 1 after `exp`. Removing the channel gives the same result if every
+operation that joins removed entries with others meets a neutral constant: 0 in a sum, -inf in a
+maximum.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program, Value
 from sparsity.programs.walk import Flow
 
-Place = tuple[int, Axis]  # an axis, and the variable whose removed entries are meant
+Place = tuple[int, Axis]  # an axis, and the variable that loses entries
 
 
 class Constants:
@@ -53,7 +54,7 @@ class Constants:
         return Constants(at, self.everywhere, self.may_be_nan)
 
     def meet(self, other: Constants) -> Constants:
-        """Returns what holds of both."""
+        """Returns the constants that both have."""
         at = {place: c for place, c in self.at.items() if entrywise.is_same(other[place], c)}
         at |= {place: c for place, c in other.at.items() if entrywise.is_same(self[place], c)}
         is_same = entrywise.is_same(self.everywhere, other.everywhere)
@@ -75,8 +76,8 @@ class Proof(Flow[Constants]):
 
     Args:
       program: the program.
-      coupling: its axes.
-      masked: its inputs that are 0 where a channel is removed.
+      coupling: the axes of the program.
+      masked: inputs of the program that are 0 where a channel is removed.
 
     Attributes:
       refused: variables that cannot lose entries, and why.
@@ -92,7 +93,7 @@ class Proof(Flow[Constants]):
         self.run(program)
 
     def _variables(self, value: Value) -> list[list[Axis]]:
-        """Of each axis, the variables that the first pass left free."""
+        """Returns for each axis the variables that the first pass did not pin."""
         if value not in self._free:
             axes = self._coupling.axes(value)
             self._free[value] = [[v for v in variables(axis) if v.pin is None] for axis in axes]
@@ -102,7 +103,7 @@ class Proof(Flow[Constants]):
         return [(i, v) for i, free in enumerate(self._variables(value)) for v in free]
 
     def start(self, value: Value) -> Constants:
-        return Constants(everywhere=entrywise.constant_in(value.known))
+        return Constants(everywhere=entrywise.constant_in(value.constant))
 
     def run(self, program: Program) -> None:
         super().run(program)
@@ -111,7 +112,7 @@ class Proof(Flow[Constants]):
             assert rule is not None  # it has one
             constants = [self.fact(value) for value in equation.inputs]
             self.facts.update(zip(rule.inputs, constants, strict=False))
-            if equation.name == "custom_jvp_call":  # what is constant has no tangent
+            if equation.name == "custom_jvp_call":  # constants have no tangents
                 tangents = rule.inputs[len(constants) :]
                 for value, tangent in zip(equation.differentiated[0], tangents, strict=True):
                     self.facts[tangent] = Constants(dict.fromkeys(self.fact(value).at, 0.0))
@@ -141,7 +142,7 @@ class Proof(Flow[Constants]):
             self._layout(equation, LAYOUTS[name])
         elif name in PRODUCTS:
             self._product(equation)
-        # What else there is makes new entries, or is pinned.
+        # All other primitives make new entries, or are pinned.
         if any(self.fact(value).may_be_nan for value in equation.inputs):
             for output in equation.outputs:
                 constants = self.fact(output)
@@ -161,9 +162,9 @@ class Proof(Flow[Constants]):
         for place in (place for x in inputs for place in x.at if place not in at):
             arguments = tuple([x[place] for x in inputs])
             if arguments not in results:
-                results[arguments] = entrywise.constant_of(equation, arguments)
+                results[arguments] = entrywise.fold_constant(equation, arguments)
             at[place] = results[arguments]
-        everywhere = entrywise.constant_of(equation, [x.everywhere for x in inputs])
+        everywhere = entrywise.fold_constant(equation, [x.everywhere for x in inputs])
         self.facts[output] = Constants(at, everywhere)
 
     def _reduction(self, equation: Equation) -> None:
@@ -179,7 +180,7 @@ class Proof(Flow[Constants]):
         stay = [i for i in range(len(value.shape)) if i not in axes]
         moved = constants.moved(lambda i: stay.index(i) if i in stay else None)
         is_empty = 0 in [value.shape[axis] for axis in axes]
-        self.facts[equation.outputs[0]] = Constants() if is_empty else _joined(equation.name, moved)
+        self.facts[equation.outputs[0]] = Constants() if is_empty else _reduce(equation.name, moved)
 
     def _layout(self, equation: Equation, layout: Layout) -> None:
         relations, reduction = layout.relate(equation), layout.joins(equation)
@@ -195,24 +196,24 @@ class Proof(Flow[Constants]):
             at: dict[Place, float | None] = {}
             for axis, variable in self._places(output):
                 axes = sources.get(AxisOf(number, axis), [])
-                at[axis, variable] = self._agreed(inputs, axes, variable)
+                at[axis, variable] = self._meet_inputs(inputs, axes, variable)
             uniform = [self.fact(value).everywhere for value in inputs.values()]
             is_uniform = bool(uniform) and all(x is not None and x == uniform[0] for x in uniform)
             constants = Constants(at, uniform[0] if is_uniform else None)
             if reduction is not None:
-                constants = _joined(reduction, constants)
-            self.facts[output] = _filled(constants, layout.fill(equation))
+                constants = _reduce(reduction, constants)
+            self.facts[output] = _fill(constants, layout.fill(equation))
 
-    def _agreed(
+    def _meet_inputs(
         self, inputs: Mapping[int, Value], axes: Sequence[AxisOf], variable: Axis
     ) -> float | None:
-        """The constant that all entries of the inputs at removed entries of a variable are."""
+        """Returns the constant of all inputs at removed entries of a variable, if there is one."""
         constants = [
             self.fact(inputs[number])[axis, variable]
             for number, axis in axes
             if number in inputs and variable in self._variables(inputs[number])[axis]
         ]
-        # A scalar, as what pads, lies at the places of all variables, too.
+        # A scalar, such as a padding value, lies at the places of all variables, too.
         constants += [self.fact(value).everywhere for value in inputs.values() if not value.shape]
         if any(x is not None and x != x for x in constants):
             return math.nan
@@ -221,13 +222,13 @@ class Proof(Flow[Constants]):
     def _product(self, equation: Equation) -> None:
         roles, values = read_product(equation), equation.inputs
         constants = [self.fact(value) for value in values]
-        for i, j in zip(roles.left.contracted, roles.right.contracted, strict=True):
+        for i, j in zip(roles.lhs.contracted, roles.rhs.contracted, strict=True):
             for variable in self._variables(values[1])[j]:
                 factors = constants[0][i, variable], constants[1][j, variable]
                 if entrywise.product(*factors) != 0:
                     self.refused.setdefault(variable, _not_zero(equation, factors))
         at: dict[Place, float | None] = {}
-        partners = dict(zip(roles.left.batch, roles.right.batch, strict=True))
+        partners = dict(zip(roles.lhs.batch, roles.rhs.batch, strict=True))
         for place, source in enumerate(roles.output):
             for variable in self._variables(equation.outputs[0])[place] if source else ():
                 operand, axis = source or (0, 0)
@@ -235,19 +236,19 @@ class Proof(Flow[Constants]):
                 if operand == 0 and axis in partners:
                     other = constants[1][partners[axis], variable]
                 elif operand == 1 and roles.groups > 1:
-                    other = constants[0][roles.left.contracted[0], variable]
+                    other = constants[0][roles.lhs.contracted[0], variable]
                 factor = constants[operand][axis, variable]
                 at[place, variable] = entrywise.sum_of_products(factor, other)
         self.facts[equation.outputs[0]] = Constants(at)
 
 
-def _joined(name: str, constants: Constants) -> Constants:
-    """What a reduction makes of entries that are alike."""
+def _reduce(name: str, constants: Constants) -> Constants:
+    """Returns the constants of a reduction along entries that are equal."""
     return Constants({place: entrywise.joined(name, x) for place, x in constants.at.items()})
 
 
-def _filled(constants: Constants, fill: float | None) -> Constants:
-    """The constants beside one that stands in for entries out of range."""
+def _fill(constants: Constants, fill: float | None) -> Constants:
+    """Returns the constants if `fill` may take the place of entries that are out of range."""
     if fill is None:
         return constants
     if math.isnan(fill):

@@ -9,47 +9,47 @@ import numpy as np
 
 from sparsity.core import extras
 from sparsity.core.pictures import DARK, LIGHT, add_legend, label_rows, new_axes
-from sparsity.graph.channels import Leaf
+from sparsity.graph.channels import Parameter
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
 class Row(NamedTuple):
-    """What the table shows of a leaf.
+    """A row of the table: a parameter.
 
     Attributes:
       leaf: path, shape and dtype.
-      primitives: what reads it.
-      contracting: the axes that its products contract.
-      dense: multiply-adds of its products.
-      left: those that are left by the masks.
-      groups: (axis, number) of the channel groups that it belongs to.
+      primitives: the primitives that read the parameter.
+      contracting: the axes that products contract.
+      dense: multiply-adds of the products.
+      masked: multiply-adds that masks leave.
+      groups: (axis, number) of channel groups.
     """
 
-    leaf: Leaf
+    leaf: Parameter
     primitives: tuple[str, ...]
     contracting: tuple[int, ...]
     dense: int
-    left: int
+    masked: int
     groups: tuple[tuple[int, int], ...]
 
 
-def table(rows: Sequence[Row], total: int, left: int | None, uncounted: Mapping[str, str]) -> str:
+def table(rows: Sequence[Row], total: int, masked: int | None, uncounted: Mapping[str, str]) -> str:
     """Returns `Graph.table`.
 
     Args:
-      rows: of the leaves, in tree order.
+      rows: rows of the parameters, in tree order.
       total: multiply-adds of a call.
-      left: those that are left by masks, `None` without masks.
+      masked: multiply-adds that masks leave, `None` without masks.
       uncounted: primitives that do not count, with a line of the model.
     """
-    costs = ("MACs", *(["left"] if left is not None else []), "share")
+    costs = ("MACs", *(["left"] if masked is not None else []), "share")
     shown = extras.table(("leaf", "shape", "read by", "contracts"), costs)
     shown.add_column("axis: group")
 
-    def add(name: str, texts: Sequence[str], dense: int, left_of_row: int, groups: str) -> None:
-        macs = [f"{dense:,}", *([f"{left_of_row:,}"] if left is not None else [])]
+    def add(name: str, texts: Sequence[str], dense: int, sparse: int, groups: str) -> None:
+        macs = [f"{dense:,}", *([f"{sparse:,}"] if masked is not None else [])]
         shown.add_row(name, *texts, *macs, f"{dense / max(total, 1):.1%}", groups)
 
     for row in rows:
@@ -57,11 +57,11 @@ def table(rows: Sequence[Row], total: int, left: int | None, uncounted: Mapping[
         by = ", ".join(_SHORT.get(name, name) for name in row.primitives) or "no product"
         axes = ", ".join(map(str, row.contracting))
         groups = ", ".join(f"{axis}: {number}" for axis, number in row.groups)
-        add(row.leaf.name, (shape, by, axes), row.dense, row.left, groups)
+        add(row.leaf.name, (shape, by, axes), row.dense, row.masked, groups)
     shown.add_section()
     if (others := total - sum(row.dense for row in rows)) > 0:
         add("products of activations", ("", "", ""), others, others, "")
-    add("dots and convolutions", ("", "", ""), total, total if left is None else left, "")
+    add("dots and convolutions", ("", "", ""), total, total if masked is None else masked, "")
     text = extras.as_text(shown)
     if uncounted:
         names = [f"{name} {source}".rstrip() for name, source in uncounted.items()]
@@ -75,29 +75,29 @@ def plot(rows: Sequence[Row], total: int, has_masks: bool, ax: Axes | None) -> A
     if ax is None:
         (ax,) = new_axes(len(shown))
     names, dense = [row.leaf.name for row in shown], [row.dense for row in shown]
-    left = [row.left for row in shown] if has_masks else None
-    bars(ax, "multiply-adds", names, dense, left, total)
+    masked = [row.masked for row in shown] if has_masks else None
+    bars(ax, "multiply-adds", names, dense, masked, total)
     return ax
 
 
 def bars(
     ax: Axes,
-    what: str,
+    quantity: str,
     names: Sequence[str],
     dense: Sequence[int],
-    left: Sequence[int] | None,
+    sparse: Sequence[int] | None,
     total: int,
 ) -> None:
-    """Draws a light bar for what each leaf costs, a dark one for what is left, and the shares."""
+    """Draws light bars for dense costs, dark bars for sparse costs, and the shares."""
     position = np.arange(len(names))
     ax.barh(position, np.divide(dense, 1e6), color=LIGHT, label="dense")
     shares = [f"{x / max(total, 1):.1%}" for x in dense]
-    if left is not None:
-        ax.barh(position, np.divide(left, 1e6), color=DARK, label="left")
-        pairs = zip(shares, left, strict=True)
+    if sparse is not None:
+        ax.barh(position, np.divide(sparse, 1e6), color=DARK, label="left")
+        pairs = zip(shares, sparse, strict=True)
         shares = [f"{share} to {x / max(total, 1):.1%}" for share, x in pairs]
     label_rows(ax, names, shares)
-    ax.set_xlabel(f"million {what}")
+    ax.set_xlabel(f"million {quantity}")
     ax.locator_params(axis="x", nbins=5)
     add_legend(ax)
 

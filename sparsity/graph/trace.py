@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
-from sparsity.graph.channels import Leaf
+from sparsity.graph.channels import Parameter
 from sparsity.graph.graph import Graph
 from sparsity.graph.uses import Path
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import (
+    ClosedJaxpr,
     Equation,
     Program,
     Value,
@@ -39,7 +39,7 @@ def trace(
     *args: PyTree,
     state: Mapping[Path | str, Path | str] | None = None,
 ) -> Graph:
-    """Traces `fn(params, *args)` and returns what it does with every weight.
+    """Traces `fn(params, *args)` and returns the graph of all uses of its weights.
 
     Nothing is computed: leaves may be arrays or `jax.ShapeDtypeStruct`s. The model may be written
     with linen, nnx, haiku, equinox or plain functions.
@@ -49,17 +49,18 @@ def trace(
         by `functools.partial`.
       params: any tree of parameters; leaves that are no arrays are static.
       *args: inputs of the model, any trees.
-      state: what `fn` returns for its next call, as `{path in the output: path in params}`, each a
-        tuple of strings or joined by '/', of a leaf or of all leaves below it. `None` finds them:
-        leaves of the output whose path ends in that of a parameter of the same shape and dtype,
-        if it has a name, not only a number; of weights, those computed from them without a product.
+      state: outputs that the next call reads, as `{path in the output: path in params}`, each a
+        tuple of strings or joined by '/', of a leaf or of all leaves below the path. `None` finds
+        them: an output becomes a parameter of the same shape and dtype if its path ends in the
+        path of the parameter, and that path has a name, not only numbers. The next value of a
+        weight must be computed from the weight without a product.
 
     Returns:
       The graph: uses, costs, and the channels that can be removed.
 
     Raises:
       ValueError: the function cannot be traced with these arguments, depends on their values, reads
-        its parameters from elsewhere, or `state` names what is not there.
+        its parameters from elsewhere, or `state` names missing paths.
 
     Example:
       >>> import jax.numpy as jnp
@@ -71,16 +72,45 @@ def trace(
       >>> [(group.name, group.size) for group in graph.groups]
       [('up:1', 8)]
     """
-    leaves, rebuild = trees.split_arrays(params)
+    leaves = trees.split_arrays(params)[0]
     by_path = trees.leaves_by_path(params).items()
     paths = [trees.path_names(path) for path, leaf in by_path if trees.is_array(leaf)]
+    closed, shapes = _make_jaxpr(fn, params, args, paths)
+    program = read_jaxpr(closed)
+    pairs = zip(paths, leaves, strict=True)
+    parameters = [Parameter(path, tuple(x.shape), x.dtype) for path, x in pairs]
+    _check_constants(program, parameters, leaves)
+    outputs = [trees.path_names(path) for path in trees.leaves_by_path(shapes)]
+    find = _find_carried if state is None else functools.partial(_read_state, state)
+    carried = find(program, outputs, parameters)
+    return Graph(
+        program,
+        parameters,
+        carried,
+        outputs,
+        jax.tree.structure(shapes),
+        fn,
+        sharding.abstract((params, args)),
+        functools.partial(_trace_like, state),
+    )
+
+
+def _make_jaxpr(
+    fn: Callable[..., PyTree], params: PyTree, args: tuple[PyTree, ...], paths: Sequence[Path]
+) -> tuple[ClosedJaxpr, PyTree]:
+    """Returns the jaxpr of `fn`, and the shapes of its outputs.
+
+    Raises:
+      ValueError: the function depends on values, or cannot be traced with these arguments.
+    """
+    leaves, rebuild = trees.split_arrays(params)
     inputs, rebuild_args = trees.split_arrays(args)
 
-    def flat(leaves: list[Any], inputs: list[Any]) -> Any:
+    def flat(leaves: list[jax.Array], inputs: list[jax.Array]) -> PyTree:
         return fn(rebuild(leaves), *rebuild_args(inputs))
 
     try:
-        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(leaves, inputs)
+        return jax.make_jaxpr(flat, return_shape=True)(leaves, inputs)
     except _ON_VALUES as error:
         raise ValueError(
             "fn depends on the values of its arguments, so that no program serves them all: use "
@@ -94,15 +124,6 @@ def trace(
             "It must take the parameters first, then the inputs of the model; bind others by "
             "functools.partial."
         ) from error
-    program = read_jaxpr(closed)
-    found = [Leaf(path, tuple(x.shape), x.dtype) for path, x in zip(paths, leaves, strict=True)]
-    _check_constants(program, found, leaves)
-    outputs = [trees.path_names(path) for path in trees.leaves_by_path(shapes)]
-    carried = _carried(program, outputs, found, state)
-
-    retrace = functools.partial(_trace_like, state)
-    example = sharding.abstract((params, args))
-    return Graph(program, found, carried, outputs, jax.tree.structure(shapes), fn, example, retrace)
 
 
 def _trace_like(
@@ -114,10 +135,12 @@ def _trace_like(
     return trace(fn, params, *args, state=state)
 
 
-def _check_constants(program: Program, leaves: list[Leaf], given: list[Any]) -> None:
-    """Raises a ValueError if a leaf is not read, but a constant like it."""
+def _check_constants(
+    program: Program, leaves: Sequence[Parameter], arrays: Sequence[jax.Array]
+) -> None:
+    """Raises a ValueError if a constant stands in for a parameter that is not read."""
     read_values = values_read(program)
-    for value, leaf, array in zip(program.inputs, leaves, given, strict=False):
+    for value, leaf, array in zip(program.inputs, leaves, arrays, strict=False):
         if value in read_values or len(leaf.shape) < 2:
             continue
         for constant in captured_arrays(program):
@@ -132,37 +155,40 @@ def _check_constants(program: Program, leaves: list[Leaf], given: list[Any]) -> 
                 )
 
 
-def _carried(
-    program: Program,
-    outputs: list[Path],
-    leaves: list[Leaf],
-    state: Mapping[Path | str, Path | str] | None,
+def _find_carried(
+    program: Program, outputs: Sequence[Path], leaves: Sequence[Parameter]
 ) -> dict[int, int]:
-    """Which outputs, by number, become which leaves in the next call.
+    """Returns {number of an output: number of the parameter that it becomes in the next call}.
 
     Places and shapes do not tell: a hidden layer may be returned in a tuple like that of the
-    parameters, and have the shape of a weight. So a state has a name; and what is multiplied is a
-    state only if its next value is computed from it without a product between, as a cache is.
+    parameters, and have the shape of a weight. So a state has a name; and a multiplied parameter is
+    a state only if the output is computed from it without a product between, as a cache is.
     """
     numbers = {leaf.path: i for i, leaf in enumerate(leaves)}
+    sources = _Sources(program, program.inputs[: len(leaves)])
+    carried: dict[int, int] = {}
+    for i, path in enumerate(outputs):
+        ends = (numbers[end] for end in _ends(path) if end in numbers and _is_named(end))
+        leaf, value = next(ends, None), program.outputs[i]
+        if leaf is None or not _fits(value, leaves[leaf]):
+            continue
+        if leaf not in sources.multiplied or leaf in sources.fact(value):
+            carried[i] = leaf
+    return carried
 
-    def fits(output: int, leaf: int) -> bool:
-        value = program.outputs[output]
-        return (value.shape, value.dtype) == (leaves[leaf].shape, leaves[leaf].dtype)
 
-    if state is None:
-        sources = _Sources(program, program.inputs[: len(leaves)])
+def _read_state(
+    state: Mapping[Path | str, Path | str],
+    program: Program,
+    outputs: Sequence[Path],
+    leaves: Sequence[Parameter],
+) -> dict[int, int]:
+    """Reads the argument `state`: returns the same dictionary as `_find_carried`.
 
-        def is_state(output: int, leaf: int) -> bool:
-            value = program.outputs[output]
-            is_weight = leaf in sources.multiplied and leaf not in sources.fact(value)
-            return fits(output, leaf) and not is_weight
-
-        suffixes = {
-            i: next((numbers[x] for x in _ends(path) if x in numbers and _is_named(x)), None)
-            for i, path in enumerate(outputs)
-        }
-        return {i: leaf for i, leaf in suffixes.items() if leaf is not None and is_state(i, leaf)}
+    Raises:
+      ValueError: the state names an output or a parameter that does not exist or does not fit.
+    """
+    numbers = {leaf.path: i for i, leaf in enumerate(leaves)}
     carried: dict[int, int] = {}
     for key, target in state.items():
         source, into = (tuple(x.split("/")) if isinstance(x, str) else x for x in (key, target))
@@ -178,7 +204,7 @@ def _carried(
                 f"{trees.listed([leaf.name for leaf in leaves])}."
             )
         for i, leaf in matched.items():
-            if not fits(i, leaf):
+            if not _fits(program.outputs[i], leaves[leaf]):
                 raise ValueError(
                     f"state[{key!r}] = {target!r}: the output {'/'.join(outputs[i])!r} of shape "
                     f"{program.outputs[i].shape}, {program.outputs[i].dtype}, cannot become "
@@ -188,13 +214,17 @@ def _carried(
     return carried
 
 
-class _Sources(Flow[frozenset[int]]):
-    """Follows the leaves through a program, up to its products.
+def _fits(value: Value, leaf: Parameter) -> bool:
+    return (value.shape, value.dtype) == (leaf.shape, leaf.dtype)
 
-    The facts are numbers of leaves, of which a value is computed without a product between.
+
+class _Sources(Flow[frozenset[int]]):
+    """Follows the parameters through a program, up to the products.
+
+    A fact is the numbers of the parameters from which a value is computed without a product.
 
     Attributes:
-      multiplied: numbers of the leaves that reach a product in this way.
+      multiplied: numbers of the parameters that reach a product in this way.
     """
 
     def __init__(self, program: Program, leaves: Sequence[Value]) -> None:
@@ -226,10 +256,10 @@ class _Sources(Flow[frozenset[int]]):
 
 
 def _is_named(path: Path) -> bool:
-    """Whether a path has more than the numbers of places in lists and tuples."""
+    """Returns whether a path has a name, not only numbers of places in lists and tuples."""
     return any(not name.isdecimal() for name in path)
 
 
 def _ends(path: Path) -> list[Path]:
-    """The path and what is left of it without its first names, down to its last one."""
+    """Returns the path and all its ends, the longest first."""
     return [path[start:] for start in range(len(path))]

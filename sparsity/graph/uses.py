@@ -1,7 +1,7 @@
-"""What reads each leaf: its products and lookups, along which of its axes, and what they cost.
+"""Uses of parameters: products and lookups that read them, along which axes, and their costs.
 
-A leaf is followed through casts, transposes, reshapes, masks and scaling, as long as what comes out
-is a view of it: an array that depends on parameters alone and holds the leaf's entries.
+A parameter is followed through casts, transposes, reshapes, masks and scaling, as long as the
+result is a view: an array that depends on parameters alone and holds entries of the parameter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from sparsity.programs.entrywise import ENTRYWISE, constant_in, constant_of
+from sparsity.programs.entrywise import ENTRYWISE, constant_in, fold_constant
 from sparsity.programs.layout import LAYOUTS, Place, Relation
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program, Value
@@ -25,12 +25,12 @@ Path = tuple[str, ...]
 
 
 class Factor(NamedTuple):
-    """A part of an axis of an array: entries of a leaf along one of the leaf's axes.
+    """A part of an axis of an array: entries along an axis of a parameter.
 
     Attributes:
-      axis: of the leaf, `None` where the array repeats entries or has those of others.
-      size: how many entries.
-      step: how far apart they lie along the leaf's axis, below 0 if they are reversed.
+      axis: axis of the parameter, `None` for repeated entries and entries of other arrays.
+      size: number of entries.
+      step: distance of entries along the axis of the parameter, below 0 in reverse.
     """
 
     axis: int | None
@@ -40,21 +40,21 @@ class Factor(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Use:
-    """A product or a lookup that reads a leaf.
+    """A product or a lookup that reads a parameter.
 
     Attributes:
-      path: of the leaf.
+      path: path of the parameter.
       primitive: 'dot_general', 'conv_general_dilated', or 'gather' for a lookup.
-      contracting: the leaf's axes that a product sums over.
-      output: those that become axes of the result.
-      batch: those that index separate products, layers of a scan among them.
+      contracting: axes of the parameter that a product sums over.
+      output: axes of the parameter that become axes of the result.
+      batch: axes of the parameter that index separate products, such as layers of a scan.
       groups: feature groups of a convolution, else 1.
-      macs: multiply-adds of all trips together; of one trip where their number is not known.
-      trips: how often it runs, `None` in a `while`.
+      macs: multiply-adds of all trips together; of one trip in a `while`.
+      trips: number of runs in a call, `None` in a `while`.
       source: the line of the model.
-      view: how what the product reads lies in the leaf.
+      view: the array that the product reads, as a view of the parameter.
       equation: the product.
-      operand: which of its inputs is the leaf.
+      operand: number of the input that is the view.
     """
 
     path: Path
@@ -72,16 +72,16 @@ class Use:
 
     @property
     def channels(self) -> tuple[int, ...]:
-        """The contracted axes that are no window: of a convolution the input channels."""
+        """Contracted axes without windows: of a convolution the input channels."""
         if self.primitive != "conv_general_dilated":
             return self.contracting
         axis = read_product(self.equation).operands[self.operand].contracted[0]
         return tuple(sorted(self.view.axes([axis]))) or self.contracting
 
     def is_along(self, axis: int, m: int) -> bool:
-        """Whether groups of m consecutive entries along an axis of the leaf are summed together.
+        """Returns whether the product sums groups of m consecutive entries along an axis.
 
-        Where the axis was taken apart, parts of it may be outputs, or index layers.
+        Where the axis was split, parts may be outputs, or index layers.
         """
         contracted = read_product(self.equation).operands[self.operand].contracted
         dims = [dim for i, dim in enumerate(self.view.dims) if i not in contracted]
@@ -91,18 +91,18 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """An array that holds entries of a leaf.
+    """An array that holds entries of a parameter.
 
     Attributes:
-      leaf: number of the leaf.
-      dims: of each axis, the leaf's axes that it runs over, the last one fastest.
-      stacked: the leaf's axes that are indexed by layers, the outermost first.
-      scans: the scans that took them apart; fewer than these where a layer is read by its number.
-      layers: the parts of these axes that are indexed.
-      share: the part of the array that belongs to the leaf, where it was joined with others.
-      parts: the arrays on the way in which entries of the leaf are missing, joined with others, or
-        in another order. Views with the same ones hold the same entries at the same places.
-      keeps_zeros: whether the array is 0 where the leaf is.
+      leaf: number of the parameter.
+      dims: for each axis the axes of the parameter, the last one fastest.
+      stacked: axes of the parameter that layers index, the outermost first.
+      scans: the scans that index `stacked`; fewer where the model reads a layer by its number.
+      layers: the indexed parts of the axes `stacked`.
+      share: the part of the array that belongs to the parameter, below 1 in a join.
+      parts: earlier arrays that miss entries of the parameter, join other entries, or have another
+        order. Views with equal parts hold the same entries at the same places.
+      keeps_zeros: whether the array is 0 where the parameter is 0.
       is_conjugate: whether the array holds the complex conjugates of the entries.
     """
 
@@ -118,30 +118,30 @@ class View:
 
     @property
     def is_part(self) -> bool:
-        """Whether it holds other entries than the leaf, or in another order."""
+        """True if the array holds other entries than the parameter, or in another order."""
         return bool(self.parts)
 
     @property
     def covered(self) -> int:
-        """How many entries of the array differ: those along axes of the leaf."""
+        """Number of entries along axes of the parameter; all others repeat these entries."""
         return math.prod(part.size for dim in self.dims for part in dim if part.axis is not None)
 
     def axes(self, dims: Iterable[int]) -> tuple[int, ...]:
-        """The leaf's axes of these axes of the array."""
+        """Returns the axes of the parameter that lie along axes of the array."""
         axes = [part.axis for i in dims for part in self.dims[i] if part.axis is not None]
         return tuple(dict.fromkeys(axes))
 
-    def of(self, dims: Iterable[Sequence[Factor]]) -> View:
-        """With other axes."""
+    def with_dims(self, dims: Iterable[Sequence[Factor]]) -> View:
+        """Returns the view with other axes."""
         return dataclasses.replace(self, dims=tuple(map(tuple, dims)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Views:
-    """What the tracker knows of an array.
+    """Facts about an array.
 
     Attributes:
-      views: those of leaves that the array is.
+      views: the array as views of parameters.
       is_data: whether the array depends on more than parameters.
       constant: the number that all entries are, `None` if they differ.
     """
@@ -152,12 +152,12 @@ class Views:
 
 
 class Tracker(Flow[Views]):
-    """The views of leaves, and their uses in program order.
+    """Views of parameters, and uses in program order.
 
     Args:
       program: the program.
-      leaves: its inputs that are leaves, and their numbers.
-      paths: of the leaves, by number.
+      leaves: {input of the program: number of the parameter}.
+      paths: paths of the parameters, by number.
     """
 
     def __init__(
@@ -175,19 +175,18 @@ class Tracker(Flow[Views]):
         self.run(program)
 
     def start(self, value: Value) -> Views:
-        return Views(constant=constant_in(value.known))
+        return Views(constant=constant_in(value.constant))
 
     def join(self, one: Views, other: Views, equation: Equation, target: Value) -> Views:
         views = one.views
         if other.views != views:  # later steps, or another branch, read something else
-            views = tuple(_changed(view, target) for view in views)
+            views = tuple(_change(view, target) for view in views)
         constant = one.constant if one.constant == other.constant else None
         return Views(views, one.is_data or other.is_data, constant)
 
     def layer(self, fact: Views, scan: Equation) -> Views:
         views = [
-            dataclasses.replace(_indexed(view, [0]), scans=(*view.scans, scan))
-            for view in fact.views
+            dataclasses.replace(_index(view, [0]), scans=(*view.scans, scan)) for view in fact.views
         ]
         return dataclasses.replace(fact, views=tuple(views))
 
@@ -198,7 +197,7 @@ class Tracker(Flow[Views]):
         views = []
         for view in fact.views:
             sizes = zip(view.dims, value.shape, local.shape, strict=True)
-            views.append(view.of(_resized(dim, size, new) for dim, size, new in sizes))
+            views.append(view.with_dims(_resize(dim, size, new) for dim, size, new in sizes))
         return dataclasses.replace(fact, views=tuple(views))
 
     def leave(self, fact: Views, equation: Equation) -> Views:
@@ -217,7 +216,7 @@ class Tracker(Flow[Views]):
         self.facts.update(dict.fromkeys(equation.outputs, Views(is_data=is_data)))
         if name in PRODUCTS:
             for operand, x in enumerate(inputs[:2]):
-                for view in _merged(x.views):
+                for view in _merge(x.views):
                     self._use(equation, operand, view)
         elif name in _LOOKUPS and is_data:
             for view in inputs[0].views:
@@ -228,7 +227,7 @@ class Tracker(Flow[Views]):
             self._layout(equation, inputs)
 
     def _entrywise(self, equation: Equation, inputs: Sequence[Views]) -> None:
-        """Follows the leaf's entries, masked or scaled by what depends on parameters alone."""
+        """Follows entries of parameters that other functions of parameters mask or scale."""
         name = equation.name
         if len(equation.outputs) > 1:
             self.facts.update(zip(equation.outputs, inputs, strict=True))
@@ -242,10 +241,10 @@ class Tracker(Flow[Views]):
             for value, x in shaped
             if value.shape == output.shape
         ]
-        # What is computed from an array twice, as w + (q(w) - w), is one view.
+        # Two views of one array, as in w + (q(w) - w), count as one.
         full: list[View] = [*functools.reduce(operator.or_, counts, Counter()).elements()]
         largest = max((view.covered for view in full), default=0)
-        # A scale that is broadcast to the shape of a leaf is not what the product reads.
+        # A scale that is broadcast to the shape of a parameter is no operand of the product.
         views = [
             dataclasses.replace(
                 view,
@@ -256,7 +255,9 @@ class Tracker(Flow[Views]):
             if view.covered == largest
         ]
         is_data = inputs[0].is_data and not full
-        constant = None if full or is_data else constant_of(equation, [x.constant for x in inputs])
+        constant = (
+            None if full or is_data else fold_constant(equation, [x.constant for x in inputs])
+        )
         self.facts[output] = Views(tuple(views), is_data, constant)
 
     def _layout(self, equation: Equation, inputs: Sequence[Views]) -> None:
@@ -315,14 +316,14 @@ def follow(
     operand: int = 0,
     number: int = 0,
 ) -> View | None:
-    """Returns a view of an input as an output of a layout primitive has it, `None` if it does not.
+    """Returns an output of a layout primitive as a view, `None` if it is no view.
 
     Args:
-      view: of the input `operand`.
+      view: the view that the input `operand` is.
       equation: the equation.
-      relations: between its axes.
-      operand: which of its inputs.
-      number: which of its outputs.
+      relations: the relations between the axes of the equation.
+      operand: number of the input.
+      number: number of the output.
     """
     value, output = equation.inputs[operand], equation.outputs[number]
     dims: list[Sequence[Factor]] = [(Factor(None, size),) for size in output.shape]
@@ -342,7 +343,7 @@ def follow(
             dims[targets[0].axis] = view.dims[sources[0].axis]
         elif kind == "product" and is_here:
             factors = _factors(view, relation)
-            cut = _cut_anew(factors, [output.shape[place.axis] for place in targets])
+            cut = _split_factors(factors, [output.shape[place.axis] for place in targets])
             if cut is None:
                 return None
             for place, dim in zip(targets, cut, strict=True):
@@ -353,13 +354,13 @@ def follow(
         elif is_here:  # a sum, or a cut
             ((_, axis),), ((_, to),), is_part = sources, targets, True
             size, new = value.shape[axis], output.shape[to]
-            dims[to] = _resized(view.dims[axis], size, new)
+            dims[to] = _resize(view.dims[axis], size, new)
             if len(relation.sources) > 1:
                 share *= Fraction(size, new)
             elif new == 1 < size:
                 layers += view.dims[axis]
     moved = dataclasses.replace(
-        _indexed(view, indexed),
+        _index(view, indexed),
         dims=tuple(map(tuple, dims)),
         share=view.share * share,
         parts=(*view.parts, output) if is_part or indexed else view.parts,
@@ -368,7 +369,7 @@ def follow(
 
 
 def _factors(view: View, relation: Relation) -> list[Factor]:
-    """The factors of the sources of a product, without those of one entry."""
+    """Returns the factors of the sources of a product, without factors of one entry."""
     factors: list[Factor] = []
     for place in relation.sources:
         dim = [Factor(None, place)] if isinstance(place, int) else view.dims[place.axis]
@@ -376,8 +377,8 @@ def _factors(view: View, relation: Relation) -> list[Factor]:
     return factors
 
 
-def _cut_anew(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list[Factor]] | None:
-    """Factors in row-major order, cut to other sizes; `None` where a cut falls within one."""
+def _split_factors(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list[Factor]] | None:
+    """Splits factors in row-major order into axes; `None` where a cut falls within a factor."""
     queue, dims = [*factors], list[list[Factor]]()
     for size in sizes:
         dims.append([])
@@ -396,16 +397,16 @@ def _cut_anew(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list[Fact
     return dims
 
 
-def _resized(dim: Sequence[Factor], size: int, new: int) -> Sequence[Factor]:
-    """An axis with fewer or more entries."""
+def _resize(dim: Sequence[Factor], size: int, new: int) -> Sequence[Factor]:
+    """Returns an axis with fewer or more entries."""
     if size == new:
         return dim
     axes = [factor.axis for factor in dim if factor.axis is not None]
     return (Factor(axes[0] if axes else None, new, dim[0].step if len(dim) == 1 else 1),)
 
 
-def _indexed(view: View, axes: Sequence[int]) -> View:
-    """One entry of some axes of the array, such as a layer of a stack."""
+def _index(view: View, axes: Sequence[int]) -> View:
+    """Returns the view of one entry along some axes, such as a layer of a stack."""
     return dataclasses.replace(
         view,
         dims=tuple(dim for i, dim in enumerate(view.dims) if i not in axes),
@@ -414,20 +415,20 @@ def _indexed(view: View, axes: Sequence[int]) -> View:
     )
 
 
-def _changed(view: View, target: Value) -> View:
-    """The view in an array that holds other entries in later steps."""
+def _change(view: View, target: Value) -> View:
+    """Returns the view of an array that holds other entries in later steps."""
     parts = view.parts if target in view.parts else (*view.parts, target)
     return dataclasses.replace(view, parts=parts, keeps_zeros=False)
 
 
 def _keeps_zeros(equation: Equation, inputs: Sequence[Views], view: View) -> bool:
-    """Whether an entry-by-entry operation gives 0 where the leaf of one of its views is 0."""
+    """Returns whether an entrywise operation is 0 where the parameter of a view is 0."""
     numbers = [0.0 if view in x.views else x.constant for x in inputs]
-    return constant_of(equation, numbers) == 0
+    return fold_constant(equation, numbers) == 0
 
 
-def _merged(views: Iterable[View]) -> list[View]:
-    """The views of an operand, one of each kind: the shares of parts that were joined add up."""
+def _merge(views: Iterable[View]) -> list[View]:
+    """Merges the views of an operand that differ only in shares, which add up."""
     shares: dict[View, Fraction] = {}
     for view in views:
         kind = dataclasses.replace(view, share=Fraction(1))

@@ -1,10 +1,10 @@
 """Axes that are bound together: unification of axes that reshapes, splits and joins take apart.
 
-Every axis of every array in a program is a `Axis`. An operation that runs along two axes in step
-makes them one (`unify`). A reshape says that an axis is a product of others, a concatenation that
-it is a sum of them; a split or a slice takes an axis apart in the same way. What cannot be taken
-apart is a variable: an index set of channels that live and die together. A variable is pinned, with
-a reason, where an operation depends on all of its entries or on their order.
+Every axis of every array in a program is an `Axis`. An operation that runs along two axes in step
+makes the axes one (`unify`). By a reshape an axis is a product of others, by a concatenation a sum;
+a split or a slice takes an axis apart in the same way. A variable is an axis that no operation
+takes apart: an index set of channels that live and die together. An operation that depends on all
+entries of a variable, or on their order, pins the variable, with a reason.
 """
 
 from __future__ import annotations
@@ -15,23 +15,26 @@ import operator
 import types
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from fractions import Fraction
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core.checks import is_traced
+from sparsity.core.polynomials import Polynomial
 from sparsity.programs.program import Equation
 
 Kind: TypeAlias = Literal["product", "sum"]
+N = TypeVar("N", int, Fraction, Polynomial)  # a number of entries
 
 
 class Reason(NamedTuple):
-    """Why an axis cannot lose entries.
+    """A reason why an axis cannot lose entries.
 
     Attributes:
-      equation: what needs all entries, `None` if no equation does.
-      text: in words.
+      equation: the equation that needs all entries, `None` if no equation does.
+      text: the reason in words.
       kind: without an equation: 'input', 'output', 'state', 'unread', or 'axis' for entries that
         cannot be told apart.
     """
@@ -46,9 +49,9 @@ class Axis:
 
     Attributes:
       size: number of entries.
-      kind: what it is made of its parts; `None` for a variable.
-      parts: the axes that it is made of.
-      pin: why a variable cannot lose entries, `None` if it can.
+      kind: the relation of the axis to its parts; `None` for a variable.
+      parts: the axes that make up this axis.
+      pin: why a variable cannot lose entries, `None` if entries can go.
     """
 
     __slots__ = ("_same", "kind", "parts", "pin", "size")
@@ -65,7 +68,7 @@ class Axis:
 
     @property
     def root(self) -> Axis:
-        """The axis that stands for all that were made one with this one."""
+        """Representative of all axes that were unified with this axis."""
         dim = self
         while dim._same is not None:
             if dim._same._same is not None:
@@ -74,19 +77,19 @@ class Axis:
         return dim
 
     def become(self, other: Axis) -> None:
-        """Makes this root one with another."""
+        """Unifies this root with another root."""
         if self is not other:
             self._same = other
 
     def take_apart(self, kind: Kind, sizes: Iterable[int]) -> list[Axis]:
-        """Makes a variable of new variables, which inherit its pin; returns them."""
+        """Splits a variable into new variables, which inherit its pin, and returns them."""
         parts = [Axis(size, pin=self.pin) for size in sizes]
         self.kind, self.parts, self.pin = kind, tuple(parts), None
         return parts
 
 
 def variables(dim: Axis) -> list[Axis]:
-    """The variables that an axis is made of, in order."""
+    """Returns the variables that make up an axis, in order."""
     root = dim.root
     if root.kind is None:
         return [root]
@@ -94,14 +97,14 @@ def variables(dim: Axis) -> list[Axis]:
 
 
 def pin(dim: Axis, reason: Reason) -> None:
-    """Says why an axis cannot lose entries; the first reason stays."""
+    """Pins the variables of an axis for a reason; earlier reasons stay."""
     for variable in variables(dim):
         if variable.pin is None:
             variable.pin = reason
 
 
 def product(parts: Iterable[Axis]) -> Axis:
-    """An axis that runs over combinations, the last part fastest."""
+    """Returns an axis that runs over combinations of entries, the last part fastest."""
     factors = [factor for part in parts for factor in _factors(part)]
     if len(factors) == 1:
         return factors[0]
@@ -111,15 +114,15 @@ def product(parts: Iterable[Axis]) -> Axis:
 
 
 def total(parts: Iterable[Axis]) -> Axis:
-    """An axis that runs over one part after the other."""
+    """Returns an axis that runs over one part after the other."""
     terms = [term for part in parts for term in _terms(part)]
     return terms[0] if len(terms) == 1 else Axis(sum(term.size for term in terms), "sum", terms)
 
 
 def unify(one: Axis, other: Axis, reason: Reason) -> None:
-    """Makes two axes one, or pins both with the reason where their parts do not fit.
+    """Unifies two axes, or pins both with the reason where their parts do not fit.
 
-    An axis of size 1 beside a longer one is broadcast: nothing follows.
+    An axis of size 1 that is broadcast along a longer axis is ignored.
     """
     a, b = one.root, other.root
     if a is b or (a.size != b.size and 1 in (a.size, b.size)):
@@ -145,10 +148,10 @@ def unify(one: Axis, other: Axis, reason: Reason) -> None:
 def labels(
     dim: Axis, variable: Axis, sizes: Mapping[Axis, int] = types.MappingProxyType({})
 ) -> np.ndarray | None:
-    """int[size]: which entry of a variable each entry of an axis belongs to, -1 for none of them.
+    """Returns int[size]: for each entry of an axis the entry of a variable, -1 if there is none.
 
-    `None` where the axis runs over pairs of the variable's entries. `sizes` are those of variables
-    in a smaller model.
+    Returns `None` where the axis runs over pairs of entries of the variable. `sizes` are sizes of
+    variables in a smaller model.
     """
     root = dim.root
     size = sizes.get(root, root.size)
@@ -159,26 +162,26 @@ def labels(
     below = [labels(part, variable, sizes) for part in root.parts]
     if any(x is None for x in below):
         return None
-    known = [x for x in below if x is not None]
+    parts = [x for x in below if x is not None]
     if root.kind == "sum":
-        return np.concatenate(known)
-    involved = [i for i, x in enumerate(known) if (x >= 0).any()]
+        return np.concatenate(parts)
+    involved = [i for i, x in enumerate(parts) if (x >= 0).any()]
     if len(involved) > 1:
         return None
     if not involved:
-        return np.full(math.prod(map(len, known)), -1)
+        return np.full(math.prod(map(len, parts)), -1)
     (at,) = involved
-    before = math.prod(len(x) for x in known[:at])
-    after = math.prod(len(x) for x in known[at + 1 :])
-    return np.tile(np.repeat(known[at], after), before)
+    before = math.prod(len(x) for x in parts[:at])
+    after = math.prod(len(x) for x in parts[at + 1 :])
+    return np.tile(np.repeat(parts[at], after), before)
 
 
-def kept(dim: Axis, plan: dict[Axis, np.ndarray]) -> np.ndarray | None:
-    """Which entries of an axis stay, in order, if of variables only some do; `None` for all."""
+def find_kept(dim: Axis, plan: dict[Axis, np.ndarray]) -> np.ndarray | None:
+    """Returns the entries of an axis that stay, in order, under a plan; `None` for all."""
     root = dim.root
     if root.kind is None:
         return plan.get(root)
-    parts = [kept(part, plan) for part in root.parts]
+    parts = [find_kept(part, plan) for part in root.parts]
     if all(part is None for part in parts):
         return None
     sizes = [part.root.size for part in root.parts]
@@ -187,23 +190,23 @@ def kept(dim: Axis, plan: dict[Axis, np.ndarray]) -> np.ndarray | None:
         starts = np.cumsum([0, *sizes[:-1]])
         moved = [x + start for x, start in zip(each, starts, strict=True)]
         # The row of a layer that runs is traced.
-        whole: np.ndarray = (jnp if any(map(is_traced, each)) else np).concatenate(moved)
-        return whole
+        joined: np.ndarray = (jnp if any(map(is_traced, each)) else np).concatenate(moved)
+        return joined
     index = np.zeros(1, int)
     for x, n in zip(each, sizes, strict=True):
         index = (index[:, None] * n + x).reshape(-1)
     return index
 
 
-def kept_by_layer(dim: Axis, plan: dict[Axis, np.ndarray]) -> np.ndarray | None:
-    """As `kept`, [layers, entries] where the plan of a variable has a row for each layer."""
+def find_kept_by_layer(dim: Axis, plan: dict[Axis, np.ndarray]) -> np.ndarray | None:
+    """Returns `find_kept`, as [layers, entries] where the plan has a row for each layer."""
     plan = {v: plan[v] for v in variables(dim) if v in plan}
     layers = {len(index) for index in plan.values() if index.ndim == 2}
     if not layers:
-        return kept(dim, plan)
+        return find_kept(dim, plan)
     rows = []
     for layer in range(layers.pop()):
-        row = kept(
+        row = find_kept(
             dim, {v: index[layer] if index.ndim == 2 else index for v, index in plan.items()}
         )
         assert row is not None  # one of its variables has a plan
@@ -211,13 +214,14 @@ def kept_by_layer(dim: Axis, plan: dict[Axis, np.ndarray]) -> np.ndarray | None:
     return np.stack(rows)
 
 
-def size_of(dim: Axis, left: Mapping[Axis, Any]) -> Any:
-    """How many entries of an axis are left, if of some variables only so many: ints, or traced."""
+def count_entries(dim: Axis, sizes: Mapping[Axis, N]) -> N | int:
+    """Counts the entries of an axis, at smaller sizes of some variables."""
     root = dim.root
     if not root.parts:
-        return left.get(root, root.size)
+        return sizes.get(root, root.size)
     join = operator.add if root.kind == "sum" else operator.mul
-    return functools.reduce(join, [size_of(part, left) for part in root.parts])
+    count: N | int = functools.reduce(join, [count_entries(part, sizes) for part in root.parts])
+    return count
 
 
 def _factors(dim: Axis) -> list[Axis]:
@@ -234,19 +238,19 @@ def _terms(dim: Axis) -> list[Axis]:
     return [root] if root.size else []
 
 
-def _define(variable: Axis, as_what: Axis, reason: Reason) -> None:
-    """Makes a variable one with another axis."""
-    if as_what.kind and any(x is variable for x in variables(as_what)):
-        pin(as_what, reason._replace(text=f"{reason.text}: an axis that is a part of itself"))
+def _define(variable: Axis, axis: Axis, reason: Reason) -> None:
+    """Unifies a variable with another axis."""
+    if axis.kind and any(x is variable for x in variables(axis)):
+        pin(axis, reason._replace(text=f"{reason.text}: an axis that is a part of itself"))
         return
     why = variable.pin
-    variable.become(as_what)
+    variable.become(axis)
     if why is not None:
-        pin(as_what, why)
+        pin(axis, why)
 
 
 def _align(kind: Kind, one: Axis, other: Axis, reason: Reason) -> bool:
-    """Makes the parts of two axes one, from the first on; the larger is cut where sizes differ."""
+    """Unifies the parts of two axes, from the first on; cuts the larger where sizes differ."""
     parts = _factors if kind == "product" else _terms
     ones, others = deque(parts(one)), deque(parts(other))
     while ones and others:
@@ -268,7 +272,7 @@ def _align(kind: Kind, one: Axis, other: Axis, reason: Reason) -> bool:
 
 
 def _cut(kind: Kind, large: Axis, size: int, reason: Reason) -> list[Axis] | None:
-    """A first part of that size, and the rest; `None` where the axis cannot be cut there."""
+    """Returns a first part of this size, and the remainder; `None` where there is no such cut."""
     if large.kind is None and kind == "sum":
         return large.take_apart(kind, (size, large.size - size))
     if kind == "product":
@@ -283,14 +287,14 @@ def _cut(kind: Kind, large: Axis, size: int, reason: Reason) -> list[Axis] | Non
     return [_repeated(n // inner.size, inner, reason) for n in (size, large.size - size)]
 
 
-def _align_mixed(of_sum: Axis, of_product: Axis, reason: Reason) -> bool:
-    """A stack seen as parts in a row, (3, D) as D + D + D, which lose the same entries."""
-    slowest, *others = _factors(of_product)
+def _align_mixed(terms: Axis, factors: Axis, reason: Reason) -> bool:
+    """Unifies a stack with parts in a row, (3, D) with D + D + D, which lose equal entries."""
+    slowest, *others = _factors(factors)
     inner = product(others)
-    if any(term.size % inner.size for term in _terms(of_sum)):
+    if any(term.size % inner.size for term in _terms(terms)):
         return False
     pin(slowest, reason._replace(text=f"{reason.text}: parts that follow one another"))
-    for term in _terms(of_sum):
+    for term in _terms(terms):
         unify(term, _repeated(term.size // inner.size, inner, reason), reason)
     return True
 

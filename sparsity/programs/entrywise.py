@@ -1,8 +1,8 @@
-"""Entrywise primitives and reductions, and what they make of constants, without any array.
+"""Entrywise primitives and reductions, and their results on constants, without any array.
 
-Each primitive is one entry of `ENTRYWISE` or `REDUCTIONS`. A constant is used only if every
-implementation gives it: what numpy computes with the same bits, and of functions that are rounded,
-values such as exp(0) = 1.
+Each primitive is one entry of `ENTRYWISE` or `REDUCTIONS`. A constant counts only if every
+implementation returns the same bits: results of exact functions as numpy computes them, and values
+of rounded functions such as exp(0) = 1.
 """
 
 from __future__ import annotations
@@ -11,55 +11,60 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherScatterMode
+from jax.typing import DTypeLike
 
 from sparsity.programs.program import Equation, is_differentiable
+
+Scalar: TypeAlias = np.generic | np.ndarray | int | float
+Function: TypeAlias = Callable[..., Any]  # of numpy
 
 _LARGEST = 1 << 16  # entries of a constant that are looked at
 
 
 @dataclasses.dataclass(frozen=True)
 class Entrywise:
-    """A primitive of which an output depends on the inputs' entries at the same place.
+    """A primitive whose output at a place depends on the entries of its inputs at that place.
 
     Attributes:
-      compute: what numpy computes; `None` if no constant is told.
-      is_exact: whether every implementation gives the bits of numpy.
-      is_copy: whether it returns its input, in another dtype at most.
-      tells_nan: whether NaN makes it a number.
+      compute: the same function in numpy; `None` if constants are not followed.
+      is_exact: whether every implementation returns the bits of numpy.
+      is_copy: whether the primitive returns its input, in another dtype at most.
+      tells_nan: whether NaN gives a number, as in a comparison.
     """
 
-    compute: Callable[..., Any] | None = None
+    compute: Function | None = None
     is_exact: bool = True
     is_copy: bool = False
     tells_nan: bool = False
 
 
-def _divided(one: np.ndarray, other: np.ndarray) -> Any:
-    """A quotient; of integers it is cut towards 0."""
+def _divide(one: np.ndarray, other: np.ndarray) -> Scalar:
+    """Returns a quotient, truncated towards 0 for integers."""
     if one.dtype.kind not in "iu":
-        return np.divide(one, other)
+        quotient: np.ndarray = np.divide(one, other)
+        return quotient
     return math.trunc(Fraction(int(one), int(other))) if other else math.nan
 
 
-_EXACT: dict[str, Callable[..., Any]] = {
+_EXACT: dict[str, Function] = {
     "abs": np.abs, "add": np.add, "add_any": np.add, "and": np.bitwise_and, "ceil": np.ceil,
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high), "conj": np.conj,
-    "div": _divided, "floor": np.floor, "max": np.maximum, "min": np.minimum, "mul": np.multiply,
+    "div": _divide, "floor": np.floor, "max": np.maximum, "min": np.minimum, "mul": np.multiply,
     "not": np.invert, "neg": np.negative, "or": np.bitwise_or, "real": np.real, "round": np.round,
     "sign": np.sign, "sqrt": np.sqrt, "square": np.square, "sub": np.subtract,
     "xor": np.bitwise_xor,
 }  # fmt: skip
-_COMPARISONS: dict[str, Callable[..., Any]] = {
+_COMPARISONS: dict[str, Function] = {
     "eq": np.equal, "ge": np.greater_equal, "gt": np.greater, "is_finite": np.isfinite,
     "le": np.less_equal, "lt": np.less, "ne": np.not_equal,
 }  # fmt: skip
 # Of these, only results that every implementation gives are used.
-_ROUNDED: dict[str, Callable[..., Any]] = {
+_ROUNDED: dict[str, Function] = {
     "acos": np.arccos, "acosh": np.arccosh, "asin": np.arcsin, "asinh": np.arcsinh,
     "atan": np.arctan, "atanh": np.arctanh, "cbrt": np.cbrt, "cos": np.cos, "cosh": np.cosh,
     "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log1p": np.log1p,
@@ -71,7 +76,7 @@ _COPIES = (
     "convert_element_type", "copy", "copy_p", "device_put", "mesh_cast", "name", "pvary",
     "optimization_barrier", "reshard", "sharding_constraint", "stop_gradient",
 )  # fmt: skip
-_OTHERS = (  # of `integer_pow` and `select_n`, see `constant_of`
+_OTHERS = (  # of `integer_pow` and `select_n`, see `fold_constant`
     "atan2", "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "clz", "complex", "digamma",
     "erf_inv", "igamma", "igammac", "imag", "integer_pow", "lgamma", "nextafter",
     "population_count", "reduce_precision", "regularized_incomplete_beta", "rem", "select_n",
@@ -103,8 +108,8 @@ def constant_in(array: Any) -> float | None:
     return _number(entries[0])
 
 
-def constant_of(equation: Equation, inputs: Sequence[float | None]) -> float | None:
-    """Returns what an entrywise equation makes of constants, `None` if that is not told."""
+def fold_constant(equation: Equation, inputs: Sequence[float | None]) -> float | None:
+    """Returns the constant that an entrywise equation computes, `None` if it is uncertain."""
     name, rule = equation.name, ENTRYWISE[equation.name]
     if any(x is not None and x != x for x in inputs):
         return math.nan
@@ -132,7 +137,7 @@ def constant_of(equation: Equation, inputs: Sequence[float | None]) -> float | N
         return None
     with np.errstate(all="ignore"):
         if rule.is_exact:
-            constant = _computed(compute, arguments)
+            constant = _compute(compute, arguments)
         else:
             constant = float(compute(*arguments))
             if constant not in (-1.0, 0.0, 0.5, 1.0) and math.isfinite(constant):
@@ -143,17 +148,17 @@ def constant_of(equation: Equation, inputs: Sequence[float | None]) -> float | N
 
 
 def tells_nan(equation: Equation) -> bool:
-    """Whether an entrywise equation makes a number of NaN."""
+    """Returns whether an entrywise equation may turn NaN into a number."""
     return ENTRYWISE[equation.name].tells_nan or not is_differentiable(equation.outputs[0])
 
 
 def is_same(one: float | None, other: float | None) -> bool:
-    """Whether two constants are the same; NaN is NaN."""
+    """Returns whether two constants are equal; NaN equals NaN."""
     return one == other or (one is not None and other is not None and one != one and other != other)
 
 
 def product(one: float | None, other: float | None) -> float | None:
-    """0 if one of them is, and the other is finite as far as that is told."""
+    """Returns the product of two constants: 0 if one is 0, unless the other is infinite or NaN."""
     pair = (one, other)
     if any(x is not None and not math.isfinite(x) for x in pair):
         return math.nan
@@ -163,13 +168,13 @@ def product(one: float | None, other: float | None) -> float | None:
 
 
 def sum_of_products(one: float | None, other: float | None) -> float | None:
-    """A sum of products of these factors: their number is not told, so that only 0 stays."""
+    """Returns a sum of unknown length of products of two constants: only 0 stays 0."""
     factor = product(one, other)
     return factor if factor is None or factor == 0 or factor != factor else None
 
 
-def _computed(fn: Callable[..., Any], arguments: Sequence[np.ndarray]) -> float | None:
-    """The result of a function; `None` where compilers may round it otherwise than numpy."""
+def _compute(fn: Function, arguments: Sequence[np.ndarray]) -> float | None:
+    """Returns the result of a function; `None` where compilers may round unlike numpy."""
     constant = _number(fn(*arguments))
     if arguments[0].dtype.kind in "fV" and arguments[0].dtype.itemsize < 4:
         # They may compute in a wider dtype: in bfloat16, 1 + 2**-9 - 1 is 0 or 2**-9.
@@ -178,14 +183,14 @@ def _computed(fn: Callable[..., Any], arguments: Sequence[np.ndarray]) -> float 
     return constant
 
 
-def _number(value: Any) -> float | None:
-    """A value as a float, `None` if it is an integer that no float is equal to."""
+def _number(value: Scalar) -> float | None:
+    """Returns a value as a float, `None` for an integer that no float is equal to."""
     value = np.asarray(value).item()  # Python compares integers and floats exactly
     return float(value) if value != value or float(value) == value else None
 
 
-def _cast(constant: float | None, dtype: Any) -> float | None:
-    """A constant in another dtype, `None` where the result is not defined."""
+def _cast(constant: float | None, dtype: DTypeLike) -> float | None:
+    """Returns a constant in another dtype, `None` where the result is undefined."""
     if constant is None or np.dtype(dtype).kind not in "fbiuV":
         return None
     if jnp.issubdtype(dtype, jnp.integer):
@@ -205,12 +210,12 @@ class Reduction:
     """A primitive that joins all entries along some axes.
 
     Attributes:
-      neutral: from a dtype to the constant that changes nothing, as 0 in a sum; `None` if entries
-        cannot be left out.
+      neutral: returns the constant of a dtype that changes nothing, as 0 in a sum; `None` if
+        entries cannot be removed.
       stays: whether entries that are all this constant are joined to it, as zeros are in a sum.
     """
 
-    neutral: Callable[[Any], float] | None = None
+    neutral: Callable[[DTypeLike], float] | None = None
     stays: Callable[[float], bool] = lambda constant: False
 
 
@@ -221,7 +226,7 @@ class _Limits(NamedTuple):
     max: float
 
 
-def _limits(dtype: Any) -> _Limits:
+def _limits(dtype: DTypeLike) -> _Limits:
     if dtype == jnp.bool_:
         return _Limits(0, 1)
     if jnp.issubdtype(dtype, jnp.integer):
@@ -229,7 +234,7 @@ def _limits(dtype: Any) -> _Limits:
     return _Limits(-math.inf, math.inf)
 
 
-def _all_bits(dtype: Any) -> float:
+def _all_bits(dtype: DTypeLike) -> float:
     return -1.0 if jnp.issubdtype(dtype, jnp.signedinteger) else float(_limits(dtype).max)
 
 
@@ -251,7 +256,7 @@ REDUCTIONS: dict[str, Reduction] = {
 
 
 def joined(name: str, constant: float) -> float | None:
-    """Returns what a reduction makes of entries that are all one constant, `None` if not told."""
+    """Returns the reduction of entries that are all one constant, `None` if it is uncertain."""
     if name not in REDUCTIONS:
         return None
     if not math.isfinite(constant) and REDUCTIONS[name].stays is not _any_constant:
@@ -259,8 +264,8 @@ def joined(name: str, constant: float) -> float | None:
     return constant if REDUCTIONS[name].stays(constant) else None
 
 
-def fill_of_gather(equation: Equation) -> float | None:
-    """Returns what a gather puts where an index is out of range, `None` if it puts nothing."""
+def gather_fill(equation: Equation) -> float | None:
+    """Returns the constant of a gather where an index is out of range, `None` if there is none."""
     if equation.params["mode"] != GatherScatterMode.FILL_OR_DROP:
         return None
     dtype, value = equation.outputs[0].dtype, equation.params["fill_value"]

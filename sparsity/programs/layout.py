@@ -1,22 +1,24 @@
-"""Layout primitives: which axes of their inputs become which axes of their outputs.
+"""Layout primitives: relations between the axes of inputs and of outputs.
 
-Each primitive is one entry of `LAYOUTS`, a list of relations between axes. All else follows from
-it: which axes lose entries together, how a weight lies in what is made of it, which constants stand
-at removed places, and the smaller shape. What has no entry needs all entries of what it touches.
+Each primitive is one entry of `LAYOUTS`, a list of relations between axes. Every analysis follows
+from the relations: axes that lose entries together, views of weights, constants at removed places,
+and smaller shapes. A primitive without an entry needs all entries of its inputs and outputs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
+import jax
 from jax import lax
 
-from sparsity.programs.entrywise import fill_of_gather
+from sparsity.programs.entrywise import gather_fill
 from sparsity.programs.program import Equation, Value
 
 Kind: TypeAlias = Literal["product", "sum", "cut", "reversed", "index", "stack", "mixed"]
+Arrays: TypeAlias = Sequence[jax.Array]
 
 
 class Place(NamedTuple):
@@ -30,15 +32,15 @@ class Relation(NamedTuple):
     """Axes of inputs that become axes of outputs.
 
     Attributes:
-      kind: 'product': combinations of the entries of the sources, the last axis fastest, are those
-        of the targets. 'sum': the sources one after the other are the targets one after the other.
-        Along other axes all entries are needed. 'cut': the target holds some entries of the source
-        in a row, or more around them. 'reversed': the target has them in reverse. 'index': one
-        entry of the source is read. 'stack': each entry of the target is an array. 'mixed': entries
-        depend on others along the axis.
+      kind: 'product': combinations of entries of the sources, the last axis fastest, are the
+        combinations of entries of the targets. 'sum': the sources one after the other are the
+        targets one after the other. All other kinds need all entries. 'cut': the target holds some
+        entries of the source in a row, or more around them. 'reversed': the target reverses the
+        source. 'index': one entry of the source is read. 'stack': each entry of the target is an
+        array. 'mixed': entries depend on others along the axis.
       sources: axes of inputs, or numbers of repeated entries.
       targets: axes of outputs, or numbers of entries that no output has.
-      text: what the primitive does, for errors.
+      text: the operation, for errors.
     """
 
     kind: Kind
@@ -48,12 +50,12 @@ class Relation(NamedTuple):
 
     @property
     def may_lose_entries(self) -> bool:
-        """Whether entries may be removed from the sources and the targets alike."""
+        """True if entries may be removed from the sources and the targets alike."""
         return self.kind in ("product", "sum")
 
     @property
     def pair(self) -> tuple[Place, Place] | None:
-        """The source and the target if one axis becomes one axis, entry by entry."""
+        """Source and target if one axis becomes one axis, entry by entry."""
         if self.kind == "product" and len(self.sources) == len(self.targets) == 1:
             source, target = self.sources[0], self.targets[0]
             if isinstance(source, Place) and isinstance(target, Place):
@@ -62,13 +64,13 @@ class Relation(NamedTuple):
 
 
 class Sizes(Protocol):
-    """What is left of the arrays of a program that has lost channels."""
+    """The sizes of arrays of a program that has lost channels."""
 
     def shape(self, value: Value) -> tuple[int, ...]:
-        """Returns the shape that is left of a value."""
+        """Returns the smaller shape of a value."""
 
     def count_below(self, value: Value, axis: int, end: int) -> int:
-        """Returns how many of the first `end` entries along an axis are left."""
+        """Counts the entries that are left of the first `end` ones along an axis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,26 +78,26 @@ class Layout:
     """A layout primitive.
 
     Attributes:
-      relate: the relations between the axes of an equation. Inputs and outputs without any are
-        indices and scalars.
+      relate: returns the relations between the axes of an equation. Inputs and outputs without
+        relations are indices and scalars.
       resize: `resize(equation, arrays, sizes)` returns the outputs for smaller inputs; `None` if
         the parameters of the equation hold no sizes.
-      sources: `sources(equation, number)` returns the inputs, by number, whose entries an output
-        has: the first one by default.
-      joins: the reduction by which entries of the mixed axes are joined, `None` if they are not,
-        'unknown' if nothing follows from constants.
-      fill: the constant that may stand beside entries of the sources, `None` if there is none.
+      sources: `sources(equation, number)` returns the numbers of the inputs whose entries an
+        output has: the first one by default.
+      joins: the reduction that joins entries of mixed axes, `None` if there is none, 'unknown' if
+        nothing follows from constants.
+      fill: the constant that may take the place of entries of the sources, `None` if there is none.
     """
 
     relate: Callable[[Equation], list[Relation]]
-    resize: Callable[[Equation, Sequence[Any], Sizes], list[Any]] | None = None
+    resize: Callable[[Equation, Arrays, Sizes], list[jax.Array]] | None = None
     sources: Callable[[Equation, int], Sequence[int]] = lambda equation, number: (0,)
     joins: Callable[[Equation], str | None] = lambda equation: None
     fill: Callable[[Equation], float | None] = lambda equation: None
 
 
 def same(source: tuple[int, int], target: tuple[int, int], text: str) -> Relation:
-    """An axis of an output that is an axis of an input, entry by entry."""
+    """Returns the relation of an axis of an output that is an axis of an input."""
     return Relation("product", (Place(*source),), (Place(*target),), text)
 
 
@@ -120,7 +122,7 @@ def _broadcast(equation: Equation) -> list[Relation]:
 
 
 def _reshape(equation: Equation) -> list[Relation]:
-    """The shortest runs of axes with the same number of entries are products of each other."""
+    """Relates the shortest runs of axes with equal numbers of entries."""
     text = "a reshape that takes channels apart"
     (value, *_), (output,) = equation.inputs, equation.outputs
     order = equation.params["dimensions"] or range(len(value.shape))
@@ -216,7 +218,7 @@ _IN_ORDER = "an operation that needs all entries of the axis, in order"
 
 
 def _along(kind: Kind, axes: Callable[[Equation], Sequence[int]]) -> Callable[..., list[Relation]]:
-    """Relations of what works along some axes of the first input, and entry by entry elsewhere."""
+    """Returns the relations of a primitive that works along some axes of its first input."""
 
     def relate(equation: Equation) -> list[Relation]:
         worked, shape = axes(equation), equation.inputs[0].shape
@@ -247,7 +249,7 @@ def _windows(equation: Equation) -> list[int]:
 
 
 def _sort(equation: Equation) -> list[Relation]:
-    """All inputs are sorted by some of them."""
+    """Relates all inputs to all outputs along the sorted axis."""
     first = _along("mixed", lambda equation: [equation.params["dimension"]])(equation)
     each = [
         relation._replace(sources=tuple(Place(target.array, target.axis) for target in targets))
@@ -274,7 +276,7 @@ def _update(equation: Equation) -> list[Relation]:
 def _gather(equation: Equation) -> list[Relation]:
     spec, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     (operand, indices), (output,) = equation.inputs, equation.outputs
-    looked_up, of_indices = "an axis in which entries are looked up", "an axis of indices"
+    looked_up, indexing = "an axis in which entries are looked up", "an axis of indices"
     gone = sorted({*spec.collapsed_slice_dims, *spec.operand_batching_dims})
     sliced = [axis for axis in range(len(operand.shape)) if axis not in gone]
     made = [i for i in range(len(output.shape)) if i not in spec.offset_dims]
@@ -287,31 +289,31 @@ def _gather(equation: Equation) -> list[Relation]:
             else Relation("cut", (Place(0, axis),), (Place(0, to),), looked_up)
             for axis, to in zip(sliced, spec.offset_dims, strict=True)
         ),
-        Relation("mixed", places, tuple(Place(0, i) for i in made), of_indices),
+        Relation("mixed", places, tuple(Place(0, i) for i in made), indexing),
     ]
 
 
 # Smaller shapes.
 
 
-def _resize_reshape(equation: Equation, arrays: Sequence[Any], sizes: Sizes) -> list[Any]:
+def _resize_reshape(equation: Equation, arrays: Arrays, sizes: Sizes) -> list[jax.Array]:
     (output,), shape = equation.outputs, sizes.shape(equation.outputs[0])
     order = equation.params["dimensions"]
     return [lax.reshape(arrays[0], shape, order, out_sharding=output.struct(shape).sharding)]
 
 
-def _resize_broadcast(equation: Equation, arrays: Sequence[Any], sizes: Sizes) -> list[Any]:
+def _resize_broadcast(equation: Equation, arrays: Arrays, sizes: Sizes) -> list[jax.Array]:
     (output,), shape = equation.outputs, sizes.shape(equation.outputs[0])
     axes, sharding = equation.params["broadcast_dimensions"], output.struct(shape).sharding
     return [lax.broadcast_in_dim(arrays[0], shape, axes, out_sharding=sharding)]
 
 
-def _resize_split(equation: Equation, arrays: Sequence[Any], sizes: Sizes) -> list[Any]:
+def _resize_split(equation: Equation, arrays: Arrays, sizes: Sizes) -> list[jax.Array]:
     axis = equation.params["axis"]
     return list(lax.split(arrays[0], [sizes.shape(x)[axis] for x in equation.outputs], axis))
 
 
-def _resize_slice(equation: Equation, arrays: Sequence[Any], sizes: Sizes) -> list[Any]:
+def _resize_slice(equation: Equation, arrays: Arrays, sizes: Sizes) -> list[jax.Array]:
     params, (value,) = equation.params, equation.inputs
     starts, limits = (
         [sizes.count_below(value, axis, end) for axis, end in enumerate(params[name])]
@@ -320,12 +322,12 @@ def _resize_slice(equation: Equation, arrays: Sequence[Any], sizes: Sizes) -> li
     return [lax.slice(arrays[0], starts, limits, params["strides"])]
 
 
-def _resize_dynamic_slice(equation: Equation, arrays: Sequence[Any], sizes: Sizes) -> list[Any]:
+def _resize_dynamic_slice(equation: Equation, arrays: Arrays, sizes: Sizes) -> list[jax.Array]:
     array, *starts = arrays
     return [lax.dynamic_slice(array, starts, sizes.shape(equation.outputs[0]))]
 
 
-def _resize_gather(equation: Equation, arrays: Sequence[Any], sizes: Sizes) -> list[Any]:
+def _resize_gather(equation: Equation, arrays: Arrays, sizes: Sizes) -> list[jax.Array]:
     full = zip(equation.params["slice_sizes"], equation.inputs[0].shape, strict=True)
     slices = [
         smaller if size == before else size
@@ -339,7 +341,7 @@ def _all_inputs(equation: Equation, number: int) -> Sequence[int]:
 
 
 def _may_be_empty(equation: Equation) -> bool:
-    """Whether a window may hold none of the entries."""
+    """Returns whether a window may hold none of the entries."""
     names = ("window_dimensions", "padding", "base_dilation", "window_dilation")
     return any(
         max(*pads, holes - 1) >= size or step > 1
@@ -347,7 +349,7 @@ def _may_be_empty(equation: Equation) -> bool:
     )
 
 
-def _reduction_of_window(equation: Equation) -> str:
+def _window_reduction(equation: Equation) -> str:
     return "unknown" if _may_be_empty(equation) else equation.name.replace("window_", "")
 
 
@@ -369,7 +371,7 @@ LAYOUTS: dict[str, Layout] = {
     "slice": Layout(_slice, _resize_slice),
     "dynamic_slice": Layout(_along("cut", lambda equation: ()), _resize_dynamic_slice),
     "dynamic_update_slice": Layout(_update, sources=lambda equation, number: (0, 1)),
-    "gather": Layout(_gather, _resize_gather, fill=fill_of_gather),
+    "gather": Layout(_gather, _resize_gather, fill=gather_fill),
     "pad": Layout(_along("cut", _padded), sources=_all_inputs),
     "rev": Layout(_along("reversed", lambda equation: equation.params["dimensions"])),
     "sort": Layout(_sort, sources=lambda equation, number: (number,)),
@@ -384,7 +386,7 @@ LAYOUTS: dict[str, Layout] = {
     **_cumulative("cumlogsumexp", "unknown"),
     "reduce_window": Layout(_along("mixed", _windows), joins=lambda equation: "unknown"),
     **{
-        f"reduce_window_{name}": Layout(_along("mixed", _windows), joins=_reduction_of_window)
+        f"reduce_window_{name}": Layout(_along("mixed", _windows), joins=_window_reduction)
         for name in ("max", "min", "sum")
     },
 }

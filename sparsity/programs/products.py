@@ -29,11 +29,11 @@ class Operand(NamedTuple):
     """The axes of one operand.
 
     Attributes:
-      contracted: those that are summed over, in step with those of the other operand; of a
-        convolution the input channels first, then the axes of space.
-      free: those that become axes of the result, in its order.
-      batch: those that index separate products, in step with those of the other operand.
-      experts: those that index the matrices of a ragged dot, of which each row meets one.
+      contracted: axes that the product sums over, in step with the other operand; of a convolution
+        the input channels first, then the axes of space.
+      free: axes that become axes of the result, in the order of the result.
+      batch: axes that index separate products, in step with the other operand.
+      experts: axes that index the matrices of a ragged dot; each row meets one matrix.
     """
 
     contracted: tuple[int, ...]
@@ -44,26 +44,26 @@ class Operand(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """How an equation multiplies its first two inputs.
+    """A multiplication of the first two inputs of an equation.
 
     Attributes:
-      left: the axes of the first.
-      right: the axes of the second: of a convolution, the kernel.
-      output: for each axis of the result (operand, axis) that it comes from; `None` for axes of
-        space and for the experts of a ragged dot that contracts rows.
-      pairs: the axes of both that are summed over, or index products, in step.
-      ordered: axes of which all entries are needed, in order: of space, and of rows and experts;
-        each with the number of its input, 2 for the result.
-      order: what these are, for errors.
+      lhs: the axes of the first input.
+      rhs: the axes of the second input: of a convolution, the kernel.
+      output: for each axis of the result its source (operand, axis); `None` for axes of space and
+        for the experts of a ragged dot that contracts rows.
+      pairs: (axis of lhs, axis of rhs) that are summed over, or index products, in step.
+      ordered: (input, axis) that need all entries in order, such as space, rows and experts; input
+        2 is the result.
+      order: name of the ordered axes, for errors.
       groups: feature groups of a convolution.
-      cost: (value, axis) whose sizes multiply to the multiply-adds.
-      text: what it is, for errors.
-      inserted: by how much zeros between the entries of an image make these too many.
+      cost: (value, axis): the product of these sizes is the number of multiply-adds.
+      text: name of the operation, for errors.
+      inserted: factor of `cost` that is due to zeros between the entries of an image.
       refusal: why no axis can lose entries, `None` if some can.
     """
 
-    left: Operand
-    right: Operand
+    lhs: Operand
+    rhs: Operand
     output: tuple[tuple[int, int] | None, ...]
     cost: tuple[tuple[Value, int], ...]
     pairs: tuple[tuple[int, int], ...]
@@ -76,8 +76,8 @@ class Product:
 
     @property
     def operands(self) -> tuple[Operand, Operand]:
-        """The left one and the right one."""
-        return self.left, self.right
+        """The axes of both inputs."""
+        return self.lhs, self.rhs
 
     @property
     def macs(self) -> int:
@@ -98,25 +98,25 @@ def _dot(
 ) -> Product:
     numbers = numbers or equation.params["dimension_numbers"]
     operands = []
-    for value, contracted, batch, own in zip(
+    for value, contracted, batch, indices in zip(
         equation.inputs, *numbers, ((), experts), strict=False
     ):
         roles = _ints(contracted), _ints(batch)
-        taken = {*roles[0], *roles[1], *own}
+        taken = {*roles[0], *roles[1], *indices}
         free = tuple(axis for axis in range(len(value.shape)) if axis not in taken)
-        operands.append(Operand(roles[0], free, roles[1], own))
-    left, right = operands
+        operands.append(Operand(roles[0], free, roles[1], indices))
+    lhs, rhs = operands
     # The experts of a ragged dot that contracts rows are the first axis of its result.
-    made = [None] if {*ragged} & {*left.contracted} else []
-    pairs = [(0, axis) for axis in (*left.batch, *left.free)]
-    pairs += [(1, axis) for axis in right.free]
-    summed = [(equation.inputs[0], axis) for axis in left.contracted]
+    made = [None] if {*ragged} & {*lhs.contracted} else []
+    pairs = [(0, axis) for axis in (*lhs.batch, *lhs.free)]
+    pairs += [(1, axis) for axis in rhs.free]
+    summed = [(equation.inputs[0], axis) for axis in lhs.contracted]
     kept = [(equation.outputs[0], axis) for axis in range(len(made), len(made) + len(pairs))]
-    axes = zip((*left.contracted, *left.batch), (*right.contracted, *right.batch), strict=True)
+    axes = zip((*lhs.contracted, *lhs.batch), (*rhs.contracted, *rhs.batch), strict=True)
     ordered = [*((0, axis) for axis in ragged), *((1, axis) for axis in experts)]
     return Product(
-        left,
-        right,
+        lhs,
+        rhs,
         (*made, *pairs),
         (*kept, *summed),
         tuple(axes),

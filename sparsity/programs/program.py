@@ -1,4 +1,4 @@
-"""The programs that jax traces: evaluated again, with a say in what their variables become."""
+"""The programs that jax traces, as equations between values."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Literal, Primitive, Var
 
 from sparsity.core import sharding
+
+Arrays: TypeAlias = list[jax.Array]
+Tracebacks: TypeAlias = tuple[Any, ...]  # of jax, the innermost first
 
 __all__ = [
     "CALLS",
@@ -36,18 +39,18 @@ __all__ = [
 def evaluate(
     closed: ClosedJaxpr,
     arguments: Sequence[jax.Array],
-    define: Callable[[Var, Any], Any] = lambda var, value: value,
-) -> list[Any]:
+    define: Callable[[Var, jax.Array], jax.Array] = lambda var, value: value,
+) -> list[jax.Array]:
     """Runs a program equation by equation.
 
     Args:
       closed: the program, as `jax.make_jaxpr` returns it.
-      arguments: one for each of its inputs.
-      define: `define(variable, value)` returns what the variable becomes where an equation defines
-        it; all that is computed later reads that. Inputs and constants stay as they are.
+      arguments: the inputs of the program.
+      define: `define(variable, value)` returns the value of a variable that an equation computes;
+        all later equations read that value. Inputs and constants stay as they are.
 
     Returns:
-      The values of its outputs.
+      The outputs of the program.
 
     Example:
       >>> import jax.numpy as jnp
@@ -56,10 +59,10 @@ def evaluate(
       [Array(7., dtype=float32)]
     """
     jaxpr = closed.jaxpr
-    values: dict[Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    values: dict[Var, jax.Array] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(jaxpr.invars, arguments, strict=True))
 
-    def read(atom: Var | Literal) -> Any:
+    def read(atom: Var | Literal) -> jax.Array:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for equation in jaxpr.eqns:
@@ -70,8 +73,10 @@ def evaluate(
     return [read(var) for var in jaxpr.outvars]
 
 
-def _bind(primitive: Any, params: dict[str, Any], context: Any, inputs: Iterable[Any]) -> list[Any]:
-    """The outputs of a primitive, under jax's settings of another place."""
+def _bind(
+    primitive: Primitive, params: dict[str, Any], context: Any, inputs: Iterable[jax.Array]
+) -> list[jax.Array]:
+    """Returns the outputs of a primitive, under the jax settings of an equation."""
     bound = primitive.get_bind_params(params)
     functions, static = bound if isinstance(bound, tuple) else ((), bound)
     with context.manager:
@@ -81,18 +86,18 @@ def _bind(primitive: Any, params: dict[str, Any], context: Any, inputs: Iterable
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """What an equation reads or writes.
+    """A value that equations read or write.
 
     Attributes:
-      shape: its shape.
-      dtype: its dtype.
-      known: its value, if that is known.
-      sharding: on a mesh with Explicit axes, where it is a part of the type.
+      shape: the shape.
+      dtype: the dtype.
+      constant: the array itself if the program holds it, else `None`.
+      sharding: the sharding on a mesh with Explicit axes, where it is a part of the type.
     """
 
     shape: tuple[int, ...]
     dtype: Any
-    known: Any = None
+    constant: Any = None
     sharding: jax.sharding.NamedSharding | None = None
 
     @property
@@ -100,10 +105,10 @@ class Value:
         return math.prod(self.shape)
 
     def struct(self, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
-        """Its type, or with another shape: sharded along the axes whose size still divides."""
+        """Returns the type, perhaps with another shape, sharded along axes that still divide."""
         shape = self.shape if shape is None else shape
-        own = self.sharding and sharding.fit(self.sharding, shape)
-        return jax.ShapeDtypeStruct(shape, self.dtype, sharding=own)
+        fitted = self.sharding and sharding.fit(self.sharding, shape)
+        return jax.ShapeDtypeStruct(shape, self.dtype, sharding=fitted)
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,32 +116,33 @@ class Equation:
     """One step of a program.
 
     Attributes:
-      primitive: jax's primitive.
-      params: its parameters.
-      inputs: the values that it reads.
-      outputs: the values that it writes.
-      bodies: its programs. A call (jit, remat, custom derivatives) has one, whose inputs and
-        outputs are those of the call itself; those of loops, branches and shard_map are their own.
-      tracebacks: where the model's code made it, and the calls around it, from the innermost on.
-      context: jax's settings where it was made.
+      primitive: the primitive of jax.
+      params: the parameters of the primitive.
+      inputs: the values that the equation reads.
+      outputs: the values that the equation writes.
+      bodies: inner programs. A call (jit, remat, custom derivatives) has one and shares its inputs
+        and outputs; loops, branches and shard_map share no values with their bodies.
+      tracebacks: lines of the model that made the equation and the calls around it, the innermost
+        first.
+      context: the settings of jax where the equation was made.
     """
 
-    primitive: Any
+    primitive: Primitive
     params: dict[str, Any]
     inputs: list[Value]
     outputs: list[Value]
     bodies: tuple[Program, ...]
-    tracebacks: tuple[Any, ...]
+    tracebacks: Tracebacks
     context: Any
 
     @property
     def name(self) -> str:
-        """The primitive's name."""
+        """Name of the primitive."""
         return str(self.primitive.name)
 
     @property
     def source(self) -> str:
-        """Where the model's code made it: 'file:line (function)', '' if that is not known."""
+        """Line of the model that made the equation: 'file:line (function)', '' if unknown."""
         for frame in (frame for each in self.tracebacks if each for frame in each.frames):
             if not _LIBRARIES.search(frame.file_name) and not frame.file_name.startswith(_PACKAGE):
                 return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
@@ -144,17 +150,17 @@ class Equation:
 
     @property
     def derivative(self) -> Program | None:
-        """What a call's own rule for derivatives computes; `None` where there is none that works.
+        """Program of the custom rule for derivatives of a call; `None` where no rule works.
 
-        Of a `custom_jvp_call` from inputs and tangents to outputs and tangents; of a
-        `custom_vjp_call` from inputs and cotangents of outputs to cotangents of inputs. Tangents
-        and cotangents are those of the values in `differentiated`.
+        The rule of a `custom_jvp_call` maps inputs and tangents to outputs and tangents; that of a
+        `custom_vjp_call` maps inputs and cotangents of outputs to cotangents of inputs. Only
+        values in `differentiated` have tangents and cotangents.
         """
         return None if isinstance(self._rule, Exception) else self._rule
 
     @property
     def rule_error(self) -> Exception | None:
-        """What a call's own rule for derivatives raises: the function has none."""
+        """Error of a custom rule for derivatives: the function has no derivative."""
         return self._rule if isinstance(self._rule, Exception) else None
 
     @functools.cached_property
@@ -164,46 +170,48 @@ class Equation:
         structs = [
             [value.struct() for value in values] for values in (self.inputs, *self.differentiated)
         ]
-        of_inputs = [is_differentiable(value) for value in self.inputs]
+        is_floating = [is_differentiable(value) for value in self.inputs]
 
-        def call(floating: list[Any], others: list[Any]) -> list[Any]:
-            rest, given = iter(others), iter(floating)
-            outputs = self.bind([next(given if use else rest) for use in of_inputs])
+        def call(floating: Arrays, others: Arrays) -> Arrays:
+            queues = {True: iter(floating), False: iter(others)}
+            outputs = self.bind([next(queues[is_one]) for is_one in is_floating])
             return [x for x, v in zip(outputs, self.outputs, strict=True) if is_differentiable(v)]
 
-        def parts(inputs: list[Any]) -> tuple[list[Any], list[Any]]:
-            pairs = list(zip(inputs, of_inputs, strict=True))
-            return [x for x, use in pairs if use], [x for x, use in pairs if not use]
+        def split(inputs: Arrays) -> tuple[Arrays, Arrays]:
+            pairs = list(zip(inputs, is_floating, strict=True))
+            return [x for x, is_one in pairs if is_one], [x for x, is_one in pairs if not is_one]
 
-        def forward(inputs: list[Any], tangents: list[Any]) -> Any:
-            floating, others = parts(inputs)
+        def forward(inputs: Arrays, tangents: Arrays) -> tuple[Arrays, Arrays]:
+            floating, others = split(inputs)
             return jax.jvp(lambda *x: call(list(x), others), floating, tangents)
 
-        def backward(inputs: list[Any], cotangents: list[Any]) -> Any:
-            floating, others = parts(inputs)
-            return jax.vjp(lambda *x: call(list(x), others), *floating)[1](cotangents)
+        def backward(inputs: Arrays, cotangents: Arrays) -> tuple[jax.Array, ...]:
+            floating, others = split(inputs)
+            _, pull_back = jax.vjp(lambda *x: call(list(x), others), *floating)
+            gradients: tuple[jax.Array, ...] = pull_back(cotangents)
+            return gradients
 
-        inputs, of_input, of_output = structs
+        inputs, tangents, cotangents = structs
         try:
             if self.name == "custom_jvp_call":
-                return read_jaxpr(jax.make_jaxpr(forward)(inputs, of_input))
-            return read_jaxpr(jax.make_jaxpr(backward)(inputs, of_output))
+                return read_jaxpr(jax.make_jaxpr(forward)(inputs, tangents))
+            return read_jaxpr(jax.make_jaxpr(backward)(inputs, cotangents))
         except Exception as error:  # the rule is the user's code
             return error
 
     @property
     def differentiated(self) -> tuple[list[Value], list[Value]]:
-        """The inputs and the outputs that have derivatives."""
+        """Inputs and outputs that have derivatives."""
         inputs = [value for value in self.inputs if is_differentiable(value)]
         return inputs, [value for value in self.outputs if is_differentiable(value)]
 
     @property
     def is_choice(self) -> bool:
-        """Whether one of its bodies runs in a call."""
+        """True if a call runs one of the bodies."""
         return self.name == "cond"
 
     def within(self) -> list[Body]:
-        """Its bodies with the values that enter and leave them."""
+        """Returns the bodies with the values that enter and leave them."""
         params, inputs, outputs = self.params, self.inputs, self.outputs
         match self.name:
             case "scan":
@@ -227,21 +235,21 @@ class Equation:
                 return [Body(self.bodies[0], inputs, [*outputs], trips=_shards(params))]
         return [Body(body, inputs, [*outputs]) for body in self.bodies]
 
-    def bind(self, inputs: Sequence[Any], **changed: Any) -> list[Any]:
-        """Its outputs for other inputs, with some of its parameters changed."""
+    def bind(self, inputs: Sequence[jax.Array], **changed: object) -> list[jax.Array]:
+        """Returns the outputs for other inputs, with some parameters changed."""
         return _bind(self.primitive, {**self.params, **changed}, self.context, inputs)
 
 
 class Body(NamedTuple):
-    """A program within an equation, and how its values are those of the equation.
+    """A program within an equation, and the values of the equation that enter and leave.
 
     Attributes:
       program: the program.
-      inputs: for each of its inputs the value outside.
-      outputs: for each of its outputs the output of the equation, `None` for a condition.
-      carries: (number of the output, number of the input) of what the next step reads.
+      inputs: for each input of the program the value outside.
+      outputs: for each output of the program the output of the equation, `None` for a condition.
+      carries: (number of the output, number of the input) of values that the next step reads.
       layers: numbers of the inputs of which each step of a scan reads a layer.
-      trips: how often it runs in a call of the equation; `None` if that depends on data.
+      trips: number of runs in a call of the equation; `None` if it depends on data.
     """
 
     program: Program
@@ -261,7 +269,7 @@ class Program:
     outputs: list[Value]
 
     def flat(self) -> Iterator[Equation]:
-        """Its equations, with those of a call in the place of the call."""
+        """Yields all equations, those of a call in the place of the call."""
         for equation in self.equations:
             if equation.name in CALLS:
                 yield from equation.bodies[0].flat()
@@ -269,7 +277,7 @@ class Program:
                 yield equation
 
     def with_rules(self) -> Iterator[Equation]:
-        """Its calls that have rules of their own for derivatives, those within calls, too."""
+        """Yields all calls with a custom rule for derivatives, also calls within calls."""
         for equation in self.equations:
             if equation.name in CALLS:
                 yield from equation.bodies[0].with_rules()
@@ -277,7 +285,7 @@ class Program:
                 yield equation
 
 
-# Calls: their body reads and writes what they read and write.
+# Calls: their bodies share their inputs and outputs.
 CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -301,19 +309,19 @@ _LIBRARIES = re.compile(
 
 
 def _shards(params: dict[str, Any]) -> int:
-    """In how many parts a `shard_map` cuts its inputs."""
+    """Counts the parts into which a `shard_map` cuts its inputs."""
     entries = [entry for spec in params["in_specs"] for entry in spec if entry]
     names = {n for entry in entries for n in ([entry] if isinstance(entry, str) else entry)}
     return math.prod([int(params["mesh"].shape[name]) for name in names])
 
 
 def is_differentiable(value: Value) -> bool:
-    """Whether a value is of a floating or complex dtype."""
+    """Returns whether a value has a floating or complex dtype."""
     return value.dtype is not None and bool(jnp.issubdtype(value.dtype, jnp.inexact))
 
 
 def read_jaxpr(closed: ClosedJaxpr) -> Program:
-    """The program of a traced function.
+    """Returns the program of a traced function.
 
     Example:
       >>> import jax.numpy as jnp
@@ -325,28 +333,28 @@ def read_jaxpr(closed: ClosedJaxpr) -> Program:
 
 
 def values_read(program: Program) -> set[Value]:
-    """The values that some equation reads, or that the program returns."""
-    found = set(program.outputs)
+    """Returns the values that some equation reads, or that the program returns."""
+    values = set(program.outputs)
     for equation in program.flat():
-        found.update(equation.inputs)
+        values.update(equation.inputs)
         for body in equation.bodies:
-            found |= values_read(body)
-    return found
+            values |= values_read(body)
+    return values
 
 
 def captured_arrays(program: Program) -> list[Any]:
-    """The arrays that the function held when it was traced."""
-    return [value.known for value in values_read(program) if value.known is not None]
+    """Returns the arrays that the function held when it was traced."""
+    return [value.constant for value in values_read(program) if value.constant is not None]
 
 
-def _program(closed: Any, inputs: list[Value], calls: tuple[Any, ...]) -> Program:
-    """The program of a closed or an open jaxpr on these inputs, within calls made there."""
+def _program(closed: Any, inputs: list[Value], calls: Tracebacks) -> Program:
+    """Returns the program of a closed or an open jaxpr on these inputs, within these calls."""
     jaxpr, constants = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
-    values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+    values: dict[Var, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
     for var, constant in zip(jaxpr.constvars, constants, strict=True):
         values[var] = _value(var.aval, constant)
 
-    def look_up(atom: Any) -> Value:
+    def look_up(atom: Var | Literal) -> Value:
         return _value(atom.aval, atom.val) if isinstance(atom, Literal) else values[atom]
 
     equations = []
@@ -357,7 +365,7 @@ def _program(closed: Any, inputs: list[Value], calls: tuple[Any, ...]) -> Progra
     return Program(inputs, equations, [look_up(atom) for atom in jaxpr.outvars])
 
 
-def _equation(traced: Any, inputs: list[Value], calls: tuple[Any, ...]) -> Equation:
+def _equation(traced: Any, inputs: list[Value], calls: Tracebacks) -> Equation:
     name, params = traced.primitive.name, traced.params
     calls = (traced.source_info.traceback, *calls)
     bodies: tuple[Program, ...] = ()
@@ -365,17 +373,18 @@ def _equation(traced: Any, inputs: list[Value], calls: tuple[Any, ...]) -> Equat
         bodies = (_program(params[CALLS[name]], inputs, calls),)
         outputs = bodies[0].outputs
     else:
-        found = params["branches"] if name == "cond" else [params[x] for x in _BODIES.get(name, [])]
-        bodies = tuple(_with_inputs(body, calls) for body in found)
+        names = _BODIES.get(name, [])
+        inner = params["branches"] if name == "cond" else [params[x] for x in names]
+        bodies = tuple(_with_inputs(body, calls) for body in inner)
         outputs = [_value(var.aval) for var in traced.outvars]
     return Equation(traced.primitive, params, inputs, outputs, bodies, calls, traced.ctx)
 
 
-def _with_inputs(closed: Any, calls: tuple[Any, ...]) -> Program:
+def _with_inputs(closed: Any, calls: Tracebacks) -> Program:
     jaxpr = getattr(closed, "jaxpr", closed)
     return _program(closed, [_value(var.aval) for var in jaxpr.invars], calls)
 
 
-def _value(aval: Any, known: Any = None) -> Value:
+def _value(aval: Any, constant: Any = None) -> Value:
     shape, dtype = tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None)
-    return Value(shape, dtype, known, sharding.explicit_sharding(aval))
+    return Value(shape, dtype, constant, sharding.explicit_sharding(aval))

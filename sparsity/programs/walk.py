@@ -1,8 +1,8 @@
-"""Walks through programs: the only place that knows how loops and branches hand values on.
+"""Walks through programs: the only place that knows how loops and branches pass values on.
 
-A `Flow` follows facts about values, such as the axes that they have. A subclass says what an
-equation makes of facts, and what holds of a value that has one of two facts. An `Interpreter` runs
-programs on arrays; a subclass says what an equation computes.
+A `Flow` follows facts about values, such as axes. A subclass derives the facts of the outputs of an
+equation, and joins the facts of branches and steps. An `Interpreter` runs programs on arrays; a
+subclass replaces the outputs of equations.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, Generic, Self, TypeVar
+from typing import Generic, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,65 +27,65 @@ class Flow(Generic[Fact]):
     """Follows facts about the values of a program, in the order in which its equations run.
 
     Attributes:
-      facts: by value.
-      trips: how often the program that is visited runs in one call; `None` within a `while`.
+      facts: {value: fact}.
+      trips: number of runs of the visited program in a call; `None` within a `while`.
     """
 
     def __init__(self) -> None:
         self.facts: dict[Value, Fact] = {}
         self.trips: int | None = 1
 
-    # What a subclass says.
+    # Hooks of subclasses.
 
     def start(self, value: Value) -> Fact:
         """Returns the fact of a value that no equation has made."""
         raise NotImplementedError
 
     def visit(self, equation: Equation) -> None:
-        """Sets the facts of the outputs of an equation that has no bodies, or is not entered."""
+        """Sets the facts of the outputs of an equation whose bodies are not entered."""
         raise NotImplementedError
 
     def join(self, one: Fact, other: Fact, equation: Equation, target: Value) -> Fact:
-        """Returns the fact of what has one of two: of branches, or before and after a step.
+        """Returns the fact that follows from either of two, of branches or of steps.
 
-        It is equal to `one` if `other` adds nothing, so that loops end.
+        Must return a fact equal to `one` if `other` adds nothing, so that loops end.
 
         Args:
           one: a fact.
-          other: another one.
+          other: another fact.
           equation: the loop, or the branches.
           target: the value that has the facts.
         """
         raise NotImplementedError
 
     def layer(self, fact: Fact, scan: Equation) -> Fact:
-        """Returns the fact of what a step of a scan reads of an array with an axis of steps."""
+        """Returns the fact of the layer that a step of a scan reads of an array."""
         raise NotImplementedError
 
     def stack(self, fact: Fact, scan: Equation) -> Fact:
-        """Returns the fact of the array of what all steps of a scan return."""
+        """Returns the fact of the array that stacks the outputs of all steps of a scan."""
         raise NotImplementedError
 
     def shard(self, fact: Fact, value: Value, local: Value) -> Fact:
-        """Returns the fact of the part of an array that a device has in a `shard_map`."""
+        """Returns the fact of the part of an array on one device of a `shard_map`."""
         return fact
 
     def leave(self, fact: Fact, equation: Equation) -> Fact:
-        """Returns the fact of an output of an equation, from that of the value in its body."""
+        """Returns the fact of an output of an equation, from the fact of the value in its body."""
         return fact
 
     def enters(self, equation: Equation) -> bool:
-        """Whether to follow the bodies of a loop, of branches or of a `shard_map`."""
+        """Returns whether to follow the bodies of a loop, of branches or of a `shard_map`."""
         return True
 
     def mark(self) -> int:
-        """Returns how much was noted, before a step of a loop is followed."""
+        """Returns the length of the notes before a step of a loop."""
         return 0
 
     def rewind(self, mark: int) -> None:
-        """Forgets what was noted since the mark: the step is followed again with other facts."""
+        """Drops the notes since the mark: the step is followed again with other facts."""
 
-    # What all have in common.
+    # Shared by all subclasses.
 
     def fact(self, value: Value) -> Fact:
         """Returns the fact of a value."""
@@ -94,7 +94,7 @@ class Flow(Generic[Fact]):
         return self.facts[value]
 
     def run(self, program: Program) -> None:
-        """Follows the facts through a program, whose calls are those of their bodies."""
+        """Follows facts through a program; the equations of a call take its place."""
         for equation in program.flat():
             if equation.bodies and self.enters(equation):
                 self._enter(equation)
@@ -152,10 +152,10 @@ class Flow(Generic[Fact]):
 class Interpreter:
     """Runs programs, equation by equation, on arrays.
 
-    A subclass says what an equation computes, and may sum up arrays beside the outputs.
+    A subclass replaces the outputs of equations, and may sum up arrays on the way.
 
     Attributes:
-      sums: what was summed up, by any key: trees of arrays.
+      sums: {any key: tree of arrays}.
     """
 
     sums: dict[int, PyTree]
@@ -163,30 +163,31 @@ class Interpreter:
     def __init__(self) -> None:
         self.sums = {}
 
-    # What a subclass says.
+    # Hooks of subclasses.
 
-    def bind(self, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
-        """Returns the outputs of an equation that has no bodies, or is not entered."""
+    def bind(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
+        """Returns the outputs of an equation whose bodies are not entered."""
         return equation.bind(inputs)
 
-    def call(self, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
+    def call(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
         """Returns the outputs of a call."""
         return self.run(equation.bodies[0], inputs)
 
-    def read(self, value: Value) -> Any:
-        """Returns a constant, or a value that no equation has made."""
-        return value.known
+    def read(self, value: Value) -> jax.Array:
+        """Returns a constant of the program, or another value that no equation computes."""
+        constant: jax.Array = value.constant
+        return constant
 
-    def define(self, value: Value, array: Any) -> Any:
-        """Returns what the output of an equation becomes."""
+    def define(self, value: Value, array: jax.Array) -> jax.Array:
+        """Returns the array that later equations read for the output of an equation."""
         return array
 
     def enters(self, equation: Equation) -> bool:
-        """Whether to run the bodies of a loop or of branches equation by equation."""
+        """Returns whether to run the bodies of a loop or of branches equation by equation."""
         return equation.name in ("scan", "while", "cond")
 
     def rows(self, scan: Equation) -> PyTree:
-        """Returns arrays of which each step of a scan gets a layer, in `at_step`."""
+        """Returns arrays of which `at_step` gets a layer in each step of a scan."""
         return ()
 
     def at_step(self, scan: Equation, rows: PyTree) -> Self:
@@ -200,27 +201,27 @@ class Interpreter:
         return inside
 
     def sums_up(self, equation: Equation) -> bool:
-        """Whether arrays are summed up within a loop or a branch."""
+        """Returns whether a loop or a branch sums up arrays."""
         return False
 
     def add(self, one: PyTree, other: PyTree) -> PyTree:
-        """Returns the sums of two steps together."""
+        """Returns the total of the sums of two steps."""
         return jax.tree.map(operator.add, one, other)
 
     def take_stacked(self, scan: Equation) -> PyTree:
-        """Removes the sums that each step of a scan keeps apart, and returns them."""
+        """Removes and returns the sums that each step of a scan keeps for itself."""
         return ()
 
     def put_stacked(self, sums: PyTree) -> None:
-        """Adds the sums that the steps of a scan kept apart, stacked along a first axis."""
+        """Adds the sums that the steps of a scan kept, stacked along a first axis."""
 
-    # What all have in common.
+    # Shared by all subclasses.
 
-    def run(self, program: Program, inputs: Sequence[Any]) -> list[Any]:
+    def run(self, program: Program, inputs: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the outputs of a program."""
-        arrays: dict[Value, Any] = dict(zip(program.inputs, inputs, strict=True))
+        arrays: dict[Value, jax.Array] = dict(zip(program.inputs, inputs, strict=True))
 
-        def read(value: Value) -> Any:
+        def read(value: Value) -> jax.Array:
             if value not in arrays:
                 arrays[value] = self.read(value)
             return arrays[value]
@@ -231,7 +232,7 @@ class Interpreter:
                 arrays[value] = self.define(value, output)
         return [read(value) for value in program.outputs]
 
-    def evaluate(self, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
+    def evaluate(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
         """Returns the outputs of an equation."""
         if equation.name in CALLS:
             return self.call(equation, inputs)
@@ -244,12 +245,12 @@ class Interpreter:
                 return self._while(equation, inputs)
         return self._cond(equation, inputs)
 
-    def _scan(self, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
+    def _scan(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
         (body,), params = equation.within(), equation.params
         carried, end = len(body.carries), body.layers.start
         fixed = end - carried
 
-        def step(state: Any, layers: Any) -> Any:
+        def step(state: PyTree, layers: PyTree) -> tuple[PyTree, PyTree]:
             (carry, total), (arrays, rows) = state, layers
             inside = self.at_step(equation, rows)
             outputs = inside.run(body.program, [*inputs[:fixed], *carry, *arrays])
@@ -261,38 +262,40 @@ class Interpreter:
         if self.sums_up(equation):
             first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers)
             total = _zeros(jax.eval_shape(step, (carry, None), first)[0][1])
-        how = {key: params[key] for key in ("length", "reverse", "unroll")}
-        (carry, total), (stacked, apart) = lax.scan(step, (carry, total), layers, **how)
+        options = {key: params[key] for key in ("length", "reverse", "unroll")}
+        (carry, total), (stacked, apart) = lax.scan(step, (carry, total), layers, **options)
         self.sums |= total
         self.put_stacked(apart)
         return [*carry, *stacked]
 
-    def _while(self, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
+    def _while(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
         body, condition = equation.within()
         first = len(condition.program.inputs) - len(body.carries)
         second = len(inputs) - len(body.carries)
-        outputs: list[Any] = lax.while_loop(
+        outputs: list[jax.Array] = lax.while_loop(
             lambda carry: self.run(condition.program, [*inputs[:first], *carry])[0],
             lambda carry: self.run(body.program, [*inputs[first:second], *carry]),
             inputs[second:],
         )
         return outputs
 
-    def _cond(self, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
+    def _cond(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
         index, *operands = inputs
         zeros: dict[int, PyTree] = {}
 
-        def branch(program: Program, *operands: Any) -> tuple[list[Any], dict[int, PyTree]]:
+        def branch(
+            program: Program, *operands: jax.Array
+        ) -> tuple[list[jax.Array], dict[int, PyTree]]:
             inside = self.inside()
             outputs = inside.run(program, operands)
             return outputs, _zeros(zeros) | inside.sums
 
         branches = [functools.partial(branch, body) for body in equation.bodies]
-        if self.sums_up(equation):  # a branch sums nothing for the uses of others
+        if self.sums_up(equation):  # other branches have other sums, here 0
             for each in branches:
                 zeros |= jax.eval_shape(each, *operands)[1]
         index = jnp.asarray(index).astype(jnp.int32)  # of two branches it may be a bool
-        outputs: list[Any]
+        outputs: list[jax.Array]
         outputs, sums = lax.switch(index, branches, *operands)
         self.sums |= sums
         return outputs

@@ -1,4 +1,4 @@
-"""What is left of arrays, and of an optimizer's state, by a plan."""
+"""Cuts arrays and an optimizer's state by a plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,106 +19,124 @@ from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
 from sparsity.masks import are_packed, pack_masks, place_masks, unpack_masks
 from sparsity.shrinking.evaluate import take
-from sparsity.shrinking.plan import Plan, shape_left, stays_at
+from sparsity.shrinking.plan import Plan, shrink_shape, stays_at
 from sparsity.training.state import SparseState
 
-_MOST_UPDATES = 64  # that are compared
+_MOST_UPDATES = 64  # in a comparison
 
 
 def cut_params(graph: Graph, plan: Plan, params: PyTree) -> PyTree:
-    """What is left of parameters, or of a part of their tree."""
+    """Cuts parameters, or a part of their tree."""
     return trees.map_matched(lambda path, leaf: _cut(leaf, _axes(graph, plan, path, leaf)), params)
 
 
-def cut_state(graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, state: Any) -> Any:
-    """An optimizer's state with the leaves that belong to cut parameters cut in the same way."""
+def cut_state(
+    graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, state: PyTree
+) -> PyTree:
+    """Cuts the leaves of an optimizer's state that belong to cut parameters.
 
-    def owner_of(path: trees.KeyPath, leaf: Any) -> Any:
+    Raises:
+      ValueError: a leaf cannot be cut, or the state belongs to other parameters; the error names
+        the leaf.
+    """
+
+    def describe(path: trees.KeyPath, leaf: jax.Array) -> _Owner:
         axes = _axes(graph, plan, path, leaf)
         return _Owner(trees.path_string(path), jnp.shape(leaf), axes)
 
-    owners_tree = trees.map_matched(owner_of, params)
-
-    shapes = {owner.shape: owner.name for owner in jax.tree.leaves(owners_tree) if owner.axes}
+    owners_tree = trees.map_matched(describe, params)
     owned = set()  # names of the parameters that have state
-    others = set()  # ids of leaves that belong to none
+    others = set()  # ids of leaves that belong to no parameter
 
-    def cut(owner: _Owner | None, leaf: Any) -> Any:
-        if owner is not None:
-            owned.add(owner.name)
-        else:
+    def cut(owner: _Owner | None, leaf: jax.Array) -> jax.Array:
+        if owner is None:
             others.add(id(leaf))
-        if owner is None or not owner.axes or not hasattr(leaf, "shape"):
             return leaf
-        axes = owner.axes if leaf.shape == owner.shape else _axes_of_average(owner, leaf.shape)
-        if axes is not None:
-            return _cut(leaf, axes)
-        if math.prod(leaf.shape) == 1:  # what an optimizer writes where it keeps no moment
-            return leaf
-        raise ValueError(
-            f"The optimizer's state has a leaf of shape {leaf.shape} for {owner.name!r} of shape "
-            f"{owner.shape}: its entries join several channels, as factored moments do, and the "
-            "smaller model would train otherwise than the masked one. Shrink with an optimizer "
-            "that keeps a moment for each weight, or start its state anew: shrink without "
-            "opt_state, then tx.init(small.params)."
-        )
+        owned.add(owner.name)
+        return _cut_moment(owner, leaf)
 
     # A packed mask has another shape than its parameter: it is cut unpacked.
     nodes = [node for _, node in trees.find_nodes(state, SparseState)]
     packed = [node for node in nodes if are_packed(node.masks, params)]
     for node in packed:
         masks = unpack_masks(node.masks, params)
-        state = _replaced(state, node, node._replace(masks=masks))
+        state = _replace_node(state, node, node._replace(masks=masks))
     before = trees.leaves_by_path(state)
     state = owners.map_owned(cut, owners_tree, state)
-    for path, leaf in before.items():
-        if id(leaf) in others and trees.is_prunable(leaf) and leaf.ndim:
-            if leaf.shape in shapes:
-                raise ValueError(
-                    f"The optimizer's state has a leaf of the shape {leaf.shape} of "
-                    f"{shapes[leaf.shape]!r} in a tree whose leaves are not those of params. Give "
-                    "the state of these params, or start it anew: shrink without opt_state, then "
-                    "tx.init(small.params)."
-                )
-            _check_stays(path, leaf, owners_tree)
+    unowned = {path: leaf for path, leaf in before.items() if id(leaf) in others}
+    _check_unowned(unowned, owners_tree)
     arrays = [x.shape for x in jax.tree.leaves(state) if trees.is_prunable(x) and x.ndim]
-    if shapes and arrays and not owned:
+    if arrays and not owned and any(owner.axes for owner in jax.tree.leaves(owners_tree)):
         raise ValueError(
             f"No leaf of opt_state belongs to one of params, and it has one of shape {arrays[0]}: "
-            "it is the state of other params. Give that of these, or start it anew: shrink without "
-            "opt_state, then tx.init(small.params)."
+            "it is the state of other params. Give that of these, or start a new state: shrink "
+            "without opt_state, then tx.init(small.params)."
         )
     for _, node in trees.find_nodes(state, SparseState) if packed else ():
         masks = place_masks(pack_masks(node.masks, small_params), small_params)
-        state = _replaced(state, node, node._replace(masks=masks))
+        state = _replace_node(state, node, node._replace(masks=masks))
     return state
 
 
-def check_updates(
-    tx: optax.GradientTransformation, graph: Graph, plan: Plan, params: PyTree, state: Any
-) -> float:
-    """Compares updates of what is left with those of the masked model.
+def _cut_moment(owner: _Owner, leaf: jax.Array) -> jax.Array:
+    """Cuts a leaf of an optimizer's state that belongs to a parameter."""
+    if not owner.axes or not hasattr(leaf, "shape"):
+        return leaf
+    axes = owner.axes if leaf.shape == owner.shape else _find_average_axes(owner, leaf.shape)
+    if axes is not None:
+        return _cut(leaf, axes)
+    if math.prod(leaf.shape) == 1:  # optimizers write one entry where they keep no moment
+        return leaf
+    raise ValueError(
+        f"The optimizer's state has a leaf of shape {leaf.shape} for {owner.name!r} of shape "
+        f"{owner.shape}: its entries join several channels, as factored moments do, and the "
+        "smaller model would train otherwise than the masked one. Shrink with an optimizer "
+        "that keeps a moment for each weight, or start a new state: shrink without "
+        "opt_state, then tx.init(small.params)."
+    )
 
-    Four, or as many as it takes until one is not 0, as where `MultiSteps` accumulates gradients.
+
+def _check_unowned(leaves: Mapping[trees.KeyPath, jax.Array], owners_tree: PyTree) -> None:
+    """Raises a ValueError if a leaf of no parameter looks like a moment of a cut parameter."""
+    shapes = {owner.shape: owner.name for owner in jax.tree.leaves(owners_tree) if owner.axes}
+    for path, leaf in leaves.items():
+        if not (trees.is_prunable(leaf) and leaf.ndim):
+            continue
+        if leaf.shape in shapes:
+            raise ValueError(
+                f"The optimizer's state has a leaf of the shape {leaf.shape} of "
+                f"{shapes[leaf.shape]!r} in a tree whose leaves are not those of params. Give "
+                "the state of these params, or start a new state: shrink without opt_state, then "
+                "tx.init(small.params)."
+            )
+        _check_place(path, leaf, owners_tree)
+
+
+def check_updates(
+    tx: optax.GradientTransformation, graph: Graph, plan: Plan, params: PyTree, state: PyTree
+) -> float:
+    """Compares updates of the smaller parameters with updates of the masked parameters.
+
+    Compares four updates, or more until one is not 0, as where `MultiSteps` accumulates gradients.
 
     Returns:
       The largest difference, as a part of the largest entry of its array.
 
     Raises:
-      ValueError: they differ by more than rounding; the leaf and the entry are named.
+      ValueError: updates differ by more than rounding; the error names the leaf and the entry.
     """
     rng = np.random.default_rng(0)
-    if isinstance(state, SparseState) and _is_state_of(tx, params, state.inner_state):
+    if isinstance(state, SparseState) and _fits_optimizer(tx, params, state.inner_state):
         state = state.inner_state
 
-    def masked(path: trees.KeyPath, leaf: Any) -> Any:
-        return _masked(leaf, _axes(graph, plan, path, leaf))
+    def mask(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
+        return _mask(leaf, _axes(graph, plan, path, leaf))
 
-    def gradient(path: trees.KeyPath, leaf: Any) -> Any:
+    def gradient(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
         if not trees.is_prunable(leaf):
             return leaf
         drawn = jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype)
-        return masked(path, sharding.place_like(leaf, drawn))
+        return mask(path, sharding.place_like(leaf, drawn))
 
     # Some transforms ask for the value of the loss.
     update = jax.jit(
@@ -127,7 +144,7 @@ def check_updates(
     )
     largest, is_still = 0.0, True
     params = jax.tree.map(lambda leaf: leaf if trees.is_array(leaf) else None, params)
-    params = trees.map_matched(masked, params)
+    params = trees.map_matched(mask, params)
     small_params = cut_params(graph, plan, params)
     small_state = cut_state(graph, plan, params, small_params, state)
     for step in range(_MOST_UPDATES):
@@ -142,65 +159,65 @@ def check_updates(
             "state": cut_state(graph, plan, params, small_params, state),
             "update": cut_params(graph, plan, updates),
         }
-        found = {"state": small_state, "update": small_updates}
-        largest = max(largest, _compared(expected, found))
+        computed = {"state": small_state, "update": small_updates}
+        largest = max(largest, _compare(expected, computed))
     return largest
 
 
-def _is_state_of(tx: optax.GradientTransformation, params: PyTree, state: Any) -> bool:
-    """Whether a state has the structure that an optimizer's `init` gives it."""
+def _fits_optimizer(tx: optax.GradientTransformation, params: PyTree, state: PyTree) -> bool:
+    """Returns whether a state has the structure that the `init` of an optimizer returns."""
     arrays = jax.tree.map(lambda leaf: leaf if trees.is_array(leaf) else None, params)
     shapes = jax.eval_shape(tx.init, arrays)
-    structures: list[Any] = [jax.tree.structure(tree) for tree in (shapes, state)]
-    return bool(structures[0] == structures[1])
+    structures: list[object] = [jax.tree.structure(tree) for tree in (shapes, state)]
+    return structures[0] == structures[1]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Owner:
-    """A parameter as its optimizer's leaves see it."""
+    """A parameter to which leaves of an optimizer's state belong."""
 
     name: str
     shape: tuple[int, ...]
     axes: Mapping[int, np.ndarray]
 
 
-def _check_stays(path: trees.KeyPath, leaf: jax.Array, owners_tree: PyTree) -> None:
+def _check_place(path: trees.KeyPath, leaf: jax.Array, owners_tree: PyTree) -> None:
     """Raises a ValueError if a leaf of no owner lies below the path of a parameter that is cut."""
     names = trees.path_names(path)
     for place, owner in trees.leaves_by_path(owners_tree).items():
-        own = trees.path_names(place)
-        starts = range(len(names) - len(own) + 1)
-        if owner.axes and any(names[i : i + len(own)] == own for i in starts):
+        part = trees.path_names(place)
+        starts = range(len(names) - len(part) + 1)
+        if owner.axes and any(names[i : i + len(part)] == part for i in starts):
             raise ValueError(
                 f"The optimizer's state has a leaf {trees.path_string(path)!r} of shape "
-                f"{leaf.shape} for {owner.name!r} of shape {owner.shape}, of which it is not known "
-                "what belongs to a channel. Shrink with an optimizer that keeps a moment for each "
-                "weight, or start its state anew: shrink without opt_state, then "
+                f"{leaf.shape} for {owner.name!r} of shape {owner.shape}, and nothing tells which "
+                "entries belong to a channel. Shrink with an optimizer that keeps a moment for "
+                "each weight, or start a new state: shrink without opt_state, then "
                 "tx.init(small.params)."
             )
 
 
-def _axes_of_average(owner: _Owner, shape: tuple[int, ...]) -> Mapping[int, np.ndarray] | None:
-    """Those of a leaf that averages its parameter over one axis, as factored moments do.
+def _find_average_axes(owner: _Owner, shape: tuple[int, ...]) -> Mapping[int, np.ndarray] | None:
+    """Returns the cut axes of a factored moment, which averages its parameter over one axis.
 
-    `None` if that axis loses entries, or if shapes do not tell which one it is.
+    Returns `None` if that axis loses entries, or if shapes do not tell the axis.
     """
-    found = set()
+    candidates = set()
     for axis in range(len(owner.shape)):
         if owner.shape[:axis] + owner.shape[axis + 1 :] == shape:
             by_layer = axis == 0 and any(index.ndim > 1 for index in owner.axes.values())
             if axis in owner.axes or by_layer:
                 return None
-            found.add(tuple(a - (a > axis) for a in owner.axes))
-    if len(found) != 1:
+            candidates.add(tuple(a - (a > axis) for a in owner.axes))
+    if len(candidates) != 1:
         return None
-    return dict(zip(found.pop(), owner.axes.values(), strict=True))
+    return dict(zip(candidates.pop(), owner.axes.values(), strict=True))
 
 
-def _compared(expected: PyTree, found: PyTree) -> float:
-    """The largest difference; raises a ValueError if it is more than rounding."""
+def _compare(expected: PyTree, computed: PyTree) -> float:
+    """Returns the largest difference; raises a ValueError if it is more than rounding."""
     largest = 0.0
-    leaves = zip(trees.leaves_by_path(expected).items(), jax.tree.leaves(found), strict=True)
+    leaves = zip(trees.leaves_by_path(expected).items(), jax.tree.leaves(computed), strict=True)
     for (path, exact), got in leaves:
         if jnp.issubdtype(exact.dtype, jax.dtypes.prng_key) or not exact.size:
             continue
@@ -219,39 +236,47 @@ def _compared(expected: PyTree, found: PyTree) -> float:
                 f"{exact[at].real:.6g} at {[int(i) for i in at]}. It reads the shapes of arrays, "
                 "averages over them, joins moments of removed entries with others, or updates "
                 "masks across groups. Cut when masks are final, use an optimizer that works entry "
-                "by entry, or start it anew: shrink without opt_state, then tx.init(small.params)."
+                "by entry, or start a new state: shrink without opt_state, then "
+                "tx.init(small.params)."
             )
     return largest
 
 
-def _axes(graph: Graph, plan: Plan, path: trees.KeyPath, leaf: Any) -> Mapping[int, np.ndarray]:
-    """The indices that stay along the axes of a leaf that lose some."""
+def _axes(
+    graph: Graph, plan: Plan, path: trees.KeyPath, leaf: jax.Array
+) -> Mapping[int, np.ndarray]:
+    """Returns the indices that stay along each axis of a leaf that loses some."""
     if not hasattr(leaf, "shape"):
         return {}
-    return plan.kept.get(graph.leaf(trees.path_names(path), leaf).path, {})
+    return plan.kept.get(graph.find_parameter(trees.path_names(path), leaf).path, {})
 
 
-def _cut(array: Any, axes: Mapping[int, np.ndarray]) -> Any:
-    """What is left of an array, sharded as it is where the axes of the mesh still divide."""
+def _cut(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:
+    """Cuts an array, and keeps its sharding along axes that the mesh still divides."""
     if not axes:
         return array
-    own = None if is_traced(array) else getattr(array, "sharding", None)
-    shape = shape_left(jnp.shape(array), axes)
+    placed = None if is_traced(array) else getattr(array, "sharding", None)
+    shape = shrink_shape(jnp.shape(array), axes)
     index = {axis: jnp.asarray(index) for axis, index in axes.items()}
-    if isinstance(own, NamedSharding) and not sharding.explicit_sharding(array):
-        return _taken(array, index, sharding.fit(own, shape))
-    return sharding.shard_like(array, _taken, array, index, shape=shape)
+    small: jax.Array
+    if isinstance(placed, NamedSharding) and not sharding.explicit_sharding(array):
+        small = _take(array, index, sharding.fit(placed, shape))
+    else:
+        small = sharding.shard_like(array, _take, array, index, shape=shape)
+    return small
 
 
-@functools.partial(jax.jit, static_argnames="own")
-def _taken(array: jax.Array, axes: Mapping[int, jax.Array], own: Any = None) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="target")
+def _take(
+    array: jax.Array, axes: Mapping[int, jax.Array], target: NamedSharding | None = None
+) -> jax.Array:
     for axis, index in axes.items():
         array = take(array, index, axis)
-    return array if own is None else jax.lax.with_sharding_constraint(array, own)
+    return array if target is None else jax.lax.with_sharding_constraint(array, target)
 
 
-def _masked(array: Any, axes: Mapping[int, np.ndarray]) -> Any:
-    """The array with zeros in the place of what is removed."""
+def _mask(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:
+    """Returns the array with zeros at the removed entries."""
     for axis, index in axes.items():
         stays = stays_at(index, array.shape[axis])
         shape = [1] * array.ndim
@@ -262,6 +287,6 @@ def _masked(array: Any, axes: Mapping[int, np.ndarray]) -> Any:
     return array
 
 
-def _replaced(tree: Any, node: Any, by: Any) -> Any:
-    """The tree with another node in the place of this one."""
+def _replace_node(tree: PyTree, node: PyTree, by: PyTree) -> PyTree:
+    """Replaces a node of a tree."""
     return jax.tree.map(lambda x: by if x is node else x, tree, is_leaf=lambda x: x is node)

@@ -1,10 +1,10 @@
-"""The same program with smaller arrays: every equation evaluated at the sizes that are left."""
+"""Smaller programs: every equation evaluated at the sizes of arrays that have lost channels."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,27 +12,29 @@ import numpy as np
 from jax.sharding import NamedSharding, reshard
 
 from sparsity.core.sharding import fit
+from sparsity.core.trees import PyTree
 from sparsity.graph.coupling import Coupling
-from sparsity.programs.axes import Axis, kept, kept_by_layer, size_of
+from sparsity.programs.axes import Axis, count_entries, find_kept, find_kept_by_layer
 from sparsity.programs.entrywise import SOURCES
 from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program, Value, is_differentiable
 from sparsity.programs.walk import Interpreter
 
-# Of variables that lose entries, the indices that stay; a row for each layer of a scan that has its
-# own.
+# {variable: indices that stay}, with a row for each layer of a scan where layers keep other ones.
 Plan = Mapping[Axis, np.ndarray]
+Arrays: TypeAlias = Sequence[jax.Array]
+Function: TypeAlias = Callable[..., Any]  # of arrays
 
 
 class Smaller(Interpreter):
-    """Evaluates programs whose arrays have lost channels.
+    """Interpreter of programs whose arrays have lost channels.
 
     Args:
-      coupling: the axes of their values.
-      plan: what stays of which variable.
-      keeps_rules: whether calls keep their own rules for derivatives.
-      layer: the rows of the plan of the layer that runs.
+      coupling: the axes of the values.
+      plan: the indices that stay of each variable.
+      keeps_rules: whether calls keep custom rules for derivatives.
+      layer: the rows of the plan for the current layer of a scan.
     """
 
     def __init__(
@@ -45,57 +47,58 @@ class Smaller(Interpreter):
         super().__init__()
         self._coupling, self._plan, self._keeps_rules = coupling, dict(plan), keeps_rules
         self._layer = dict(layer or {})
-        self._left = {variable: index.shape[-1] for variable, index in plan.items()}
+        self._sizes = {variable: index.shape[-1] for variable, index in plan.items()}
 
     def shape(self, value: Value) -> tuple[int, ...]:
-        """Returns the shape that is left of a value."""
-        return tuple(size_of(dim, self._left) for dim in self._coupling.axes(value))
+        """Returns the smaller shape of a value."""
+        return tuple(count_entries(dim, self._sizes) for dim in self._coupling.axes(value))
 
     def count_below(self, value: Value, axis: int, end: int) -> int:
-        """Returns how many of the first `end` entries along an axis are left."""
-        index = kept_by_layer(self._coupling.axes(value)[axis], self._plan)
+        """Counts the entries that are left of the first `end` ones along an axis."""
+        index = find_kept_by_layer(self._coupling.axes(value)[axis], self._plan)
         if index is None:
             return end
         index = index[0] if index.ndim == 2 else index  # layers keep equal numbers
         return int(np.count_nonzero(index < end))
 
-    def cut(self, value: Value, array: Any) -> Any:
-        """Returns what is left of an array."""
+    def cut(self, value: Value, array: jax.Array) -> jax.Array:
+        """Returns the entries of an array that stay."""
         for axis, dim in enumerate(self._coupling.axes(value)):
-            index = kept_by_layer(dim, self._plan)
+            index = find_kept_by_layer(dim, self._plan)
             if index is not None and index.ndim == 2 and self._layer:
-                index = kept(dim, {**self._plan, **self._layer})  # type: ignore[dict-item]
+                index = find_kept(dim, {**self._plan, **self._layer})  # type: ignore[dict-item]
             if index is not None:
                 array = take(array, index, axis)
         return array
 
-    def read(self, value: Value) -> Any:
-        return self.cut(value, value.known) if value.shape else value.known
+    def read(self, value: Value) -> jax.Array:
+        constant: jax.Array = value.constant
+        return self.cut(value, constant) if value.shape else constant
 
-    def define(self, value: Value, array: Any) -> Any:
-        return _placed(value, array)
+    def define(self, value: Value, array: jax.Array) -> jax.Array:
+        return _place(value, array)
 
-    def bind(self, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
+    def bind(self, equation: Equation, inputs: list[jax.Array]) -> Arrays:
         name = equation.name
         values = (*equation.inputs, *equation.outputs)
         if all(self.shape(value) == value.shape for value in values):
             return equation.bind(inputs)
-        if name in SOURCES:  # full-size, so that what is kept does not change
+        if name in SOURCES:  # at full size, so that kept entries do not change
             outputs = zip(equation.outputs, equation.bind(inputs), strict=True)
             return [self.cut(value, array) for value, array in outputs]
         if name in LAYOUTS and (resize := LAYOUTS[name].resize) is not None:
             return resize(equation, inputs, self)
         if name in PRODUCTS and read_product(equation).groups > 1:
-            groups = size_of(self._coupling.feature_groups[equation], self._left)
+            groups = count_entries(self._coupling.feature_groups[equation], self._sizes)
             return equation.bind(inputs, feature_group_count=groups)
         return equation.bind(inputs, **_shardings(equation, self.shape(equation.outputs[0])))
 
-    def call(self, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
-        """Returns the outputs of a call, whose rematerialisation and rules for derivatives stay."""
-        function: Callable[..., Any] = functools.partial(self._apply, equation.bodies[0])
+    def call(self, equation: Equation, inputs: list[jax.Array]) -> Arrays:
+        """Returns the outputs of a call; keeps rematerialisation and rules for derivatives."""
+        function: Function = functools.partial(self._apply, equation.bodies[0])
         if equation.name in ("remat2", "checkpoint"):
-            how = {key: equation.params[key] for key in ("prevent_cse", "policy")}
-            function = jax.checkpoint(function, **how)
+            options = {key: equation.params[key] for key in ("prevent_cse", "policy")}
+            function = jax.checkpoint(function, **options)
         elif equation.derivative is not None and self._keeps_rules:
             function = self._with_rule(equation, function)
         elif equation.rule_error is not None:
@@ -111,51 +114,50 @@ class Smaller(Interpreter):
         return step
 
     def _layered(self, scan: Equation) -> list[Axis]:
-        """The variables of which each layer of a scan keeps entries of its own."""
+        """Returns the variables of which layers of a scan keep different entries."""
         length = scan.params["length"]
         return [v for v, index in self._plan.items() if index.ndim == 2 and len(index) == length]
 
-    def _apply(self, body: Program, *inputs: Any) -> tuple[Any, ...]:
+    def _apply(self, body: Program, *inputs: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(self.run(body, inputs))
 
-    def _with_rule(self, equation: Equation, function: Any) -> Any:
-        """A call with its own rule for derivatives, at the sizes that are left."""
-        rule, (of_inputs, _) = equation.derivative, equation.differentiated
-        assert rule is not None  # asked before
+    def _with_rule(self, equation: Equation, function: Function) -> Function:
+        """Returns a call with its custom rule for derivatives, at the smaller sizes."""
+        rule, (floating, _) = equation.derivative, equation.differentiated
+        assert rule is not None  # the caller checks it
         plain = Smaller(self._coupling, self._plan, keeps_rules=False, layer=self._layer)
-        has = [value in of_inputs for value in equation.inputs]
+        has = [value in floating for value in equation.inputs]
 
         if equation.name == "custom_jvp_call":
 
-            def forward(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-                given = [x for x, use in zip(tangents, has, strict=True) if use]
-                found = plain.run(rule, [*primals, *given])
-                half = len(found) // 2
-                return _filled(found[:half], equation.outputs, function(*primals)), _filled(
-                    found[half:], equation.outputs, None
-                )
+            def forward(primals: Arrays, tangents: Arrays) -> tuple[PyTree, PyTree]:
+                used = [x for x, use in zip(tangents, has, strict=True) if use]
+                computed = plain.run(rule, [*primals, *used])
+                half, values = len(computed) // 2, equation.outputs
+                outputs = _fill(computed[:half], values, function(*primals))
+                return outputs, _fill(computed[half:], values, None)
 
             with_jvp = jax.custom_jvp(function)
             with_jvp.defjvp(forward)
             return with_jvp
 
-        def backward(inputs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-            of_outputs = zip(cotangents, equation.outputs, strict=True)
-            given = [x for x, value in of_outputs if is_differentiable(value)]
-            found = iter(plain.run(rule, [*inputs, *given]))
+        def backward(inputs: Arrays, cotangents: Arrays) -> PyTree:
+            outputs = zip(cotangents, equation.outputs, strict=True)
+            used = [x for x, value in outputs if is_differentiable(value)]
+            computed = iter(plain.run(rule, [*inputs, *used]))
             none = jax.dtypes.float0
             pairs = zip(inputs, has, strict=True)
-            return tuple(next(found) if use else np.zeros(np.shape(x), none) for x, use in pairs)
+            return tuple(next(computed) if use else np.zeros(np.shape(x), none) for x, use in pairs)
 
         with_vjp = jax.custom_vjp(function)
         with_vjp.defvjp(lambda *inputs: (function(*inputs), inputs), backward)
         return with_vjp
 
 
-def _forward_only(function: Callable[..., Any], error: Exception) -> Any:
-    """A function whose derivatives raise what the rule of the model raises."""
+def _forward_only(function: Function, error: Exception) -> Function:
+    """Returns a function whose derivatives raise the error of the model's rule."""
 
-    def forward(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    def forward(primals: Arrays, tangents: Arrays) -> tuple[PyTree, PyTree]:
         raise error
 
     wrapped = jax.custom_jvp(function)
@@ -163,11 +165,11 @@ def _forward_only(function: Callable[..., Any], error: Exception) -> Any:
     return wrapped
 
 
-def _filled(found: Sequence[Any], values: Sequence[Value], others: Sequence[Any] | None) -> Any:
-    """What a rule computes, with something in the places of values without derivatives."""
-    computed = iter(found)
+def _fill(computed: Arrays, values: Sequence[Value], others: Arrays | None) -> PyTree:
+    """Returns the arrays that a rule computes, and others or zeros for all other values."""
+    arrays = iter(computed)
     return tuple(
-        next(computed)
+        next(arrays)
         if is_differentiable(value)
         else np.zeros(value.shape, jax.dtypes.float0)
         if others is None
@@ -176,8 +178,8 @@ def _filled(found: Sequence[Any], values: Sequence[Value], others: Sequence[Any]
     )
 
 
-def take(array: Any, index: np.ndarray | jax.Array, axis: int) -> jax.Array:
-    """Entries along an axis; indices of [layers, entries] are those of each layer of a stack."""
+def take(array: jax.Array, index: np.ndarray | jax.Array, axis: int) -> jax.Array:
+    """Takes entries along an axis; indices of [layers, entries] have a row for each layer."""
     if index.ndim == 1:
         return jnp.take(array, index, axis=axis)
     shape = [1] * array.ndim
@@ -186,14 +188,17 @@ def take(array: Any, index: np.ndarray | jax.Array, axis: int) -> jax.Array:
 
 
 def _shardings(equation: Equation, shape: tuple[int, ...]) -> dict[str, Any]:
-    """The shardings that an equation asks for, without the axes that do not divide the new size."""
-    given = {key: equation.params.get(key) for key in ("sharding", "out_sharding")}
-    return {key: fit(own, shape) for key, own in given.items() if isinstance(own, NamedSharding)}
+    """Returns the shardings of an equation, without axes that do not divide the new sizes."""
+    params = {key: equation.params.get(key) for key in ("sharding", "out_sharding")}
+    return {key: fit(x, shape) for key, x in params.items() if isinstance(x, NamedSharding)}
 
 
-def _placed(value: Value, array: Any) -> Any:
-    """On Explicit axes an array sharded as the value was, where the axes divide what is left."""
+def _place(value: Value, array: jax.Array) -> jax.Array:
+    """Shards an array on Explicit axes like the value, where axes divide the new sizes."""
     if value.sharding is None:
         return array
-    own = value.struct(jnp.shape(array)).sharding
-    return array if jax.typeof(array).sharding == own else reshard(array, own)
+    expected = value.struct(jnp.shape(array)).sharding
+    if jax.typeof(array).sharding == expected:
+        return array
+    placed: jax.Array = reshard(array, expected)
+    return placed

@@ -1,4 +1,4 @@
-"""Plans: which channels of which leaves stay."""
+"""Plans: the channels of each parameter that stay."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,8 +15,8 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import unique_keys
 from sparsity.core.trees import PyTree
 from sparsity.graph import ChannelGroup, Coupled, Graph
-from sparsity.graph.cuts import kept_of_leaves, kept_of_variables
-from sparsity.programs.axes import Axis, kept_by_layer, variables
+from sparsity.graph.cuts import solve_kept, spread_kept
+from sparsity.programs.axes import Axis, find_kept_by_layer, variables
 from sparsity.shrinking.evaluate import Smaller
 
 Path = tuple[str, ...]
@@ -26,16 +25,16 @@ FORMAT = 1  # of the text of a plan
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """Which indices stay along the axes that lose some.
+    """The indices that stay along all axes that lose some.
 
     Attributes:
-      kept: {path of the leaf: {axis: the indices that stay, ascending}}; [layers, indices] where
-        each layer of a stack keeps its own.
-      shapes: of these leaves before.
+      kept: {path: {axis: the indices that stay, ascending}}; [layers, indices] where the layers of
+        a stack keep different ones.
+      shapes: {path: shape before the cut}.
 
     Raises:
-      ValueError: a leaf has no shape, an axis is none of the leaf's, or indices are not those that
-        `kept` says: in range, ascending, none twice, at least one, a row for each layer.
+      ValueError: a path has no shape, a parameter lacks an axis, or indices are not as `kept`
+        describes: in range, ascending, none twice, at least one, a row for each layer.
 
     Example:
       >>> plan = Plan({("up",): {1: np.array([0, 2])}}, {("up",): (3, 4)})
@@ -63,9 +62,9 @@ class Plan:
     def __hash__(self) -> int:
         return hash(self.to_json())
 
-    def shape_left(self, path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What is left of the shape of a leaf."""
-        return shape_left(shape, self.kept.get(path, {}))
+    def shrink_shape(self, path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of a parameter after the cut."""
+        return shrink_shape(shape, self.kept.get(path, {}))
 
     def apply(self, graph: Graph, params: PyTree, *args: PyTree) -> PyTree:
         """Runs the model at its smaller size.
@@ -77,11 +76,11 @@ class Plan:
 
         Raises:
           ValueError: parameters are missing or of another size, or the model needs the channels
-            with these arguments; the parameter is named.
+            with these arguments; the error names the parameter.
         """
         arrays, rebuild = trees.split_arrays(params)
         inputs = trees.split_arrays(args)[0]
-        full = _full_shapes(self, graph, params)
+        full = _find_full_shapes(self, graph, params)
         for array in inputs:
             if not all(isinstance(size, int) for size in array.shape):
                 raise ValueError(
@@ -91,8 +90,8 @@ class Plan:
                 )
         structs = zip(sharding.abstract(arrays), full, strict=True)
         example = rebuild([sharding.resized(*pair) for pair in structs])
-        now = graph.retraced(example, *args)
-        chosen = kept_of_variables(now.axes(), self)
+        now = graph.retrace(example, *args)
+        chosen = solve_kept(now.list_axes(), self)
         if now is not graph:
             check_proven(now, chosen)
         outputs = Smaller(now.coupling, chosen).run(now.program, [*arrays, *inputs])
@@ -102,23 +101,23 @@ class Plan:
         """Returns the graph of the smaller model from that of the model before the cut.
 
         Nothing is computed: a process that has the plan and the smaller parameters traces the model
-        from shapes (`jax.eval_shape` of its init) and goes on from there.
+        from shapes (`jax.eval_shape` of its init) and continues from there.
         """
-        shapes = {leaf.path: self.shape_left(leaf.path, leaf.shape) for leaf in graph.leaves}
-        return graph.at_shapes(functools.partial(self.apply, graph), shapes)
+        shapes = {leaf.path: self.shrink_shape(leaf.path, leaf.shape) for leaf in graph.leaves}
+        return graph.trace_at_shapes(functools.partial(self.apply, graph), shapes)
 
     def updater(self, updater: BaseUpdater) -> BaseUpdater:
-        """Returns an updater of the model before the cut for the smaller model.
+        """Converts an updater of the model before the cut for the smaller model.
 
-        A ramp goes on: numbers of channels are those of the model before. Without it the shapes of
-        the smaller parameters say what is left, unless an axis joins several groups.
+        A ramp continues: numbers of channels refer to the model before. An updater that is not
+        converted must tell the cut from shapes, which fails where an axis joins several groups.
         """
         if not isinstance(updater.scope, Coupled):
             return updater
         return dataclasses.replace(updater, scope=dataclasses.replace(updater.scope, plan=self))
 
     def to_json(self) -> str:
-        """The plan as text, from which `from_json` makes it again."""
+        """Returns the plan as text, which `from_json` reads."""
         leaves = [
             {
                 "path": list(path),
@@ -134,7 +133,7 @@ class Plan:
         """Reads the plan that `to_json` wrote.
 
         Raises:
-          ValueError: the text is no plan; the leaf and the axis are named.
+          ValueError: the text is no plan; the error names the leaf and the axis.
         """
         try:
             stored = json.loads(text, object_pairs_hook=unique_keys)
@@ -158,7 +157,7 @@ class Plan:
         shapes = dict(self.shapes)
         for path, axes in later.kept.items():
             axes_before = kept.setdefault(path, {})
-            shape = shape_left(shapes.setdefault(path, later.shapes[path]), axes_before)
+            shape = shrink_shape(shapes.setdefault(path, later.shapes[path]), axes_before)
             if shape != later.shapes[path]:
                 raise ValueError(
                     f"The later plan has {'/'.join(path)!r} of shape {later.shapes[path]}, this "
@@ -166,12 +165,12 @@ class Plan:
                 )
             for axis, index in axes.items():
                 before = axes_before.get(axis)
-                axes_before[axis] = index if before is None else _composed(before, index)
+                axes_before[axis] = index if before is None else _compose(before, index)
         return Plan(kept, shapes)
 
 
-def _full_shapes(plan: Plan, graph: Graph, params: PyTree) -> list[tuple[int, ...]]:
-    """The shapes before a cut of parameters after it, in their order.
+def _find_full_shapes(plan: Plan, graph: Graph, params: PyTree) -> list[tuple[int, ...]]:
+    """Returns the shapes before a cut of the parameters after the cut, in their order.
 
     Raises:
       ValueError: the parameters are not those of the smaller model.
@@ -188,7 +187,7 @@ def _full_shapes(plan: Plan, graph: Graph, params: PyTree) -> list[tuple[int, ..
             f"{trees.listed(['/'.join(path) for path in sorted(differing)])} differ."
         )
     for path, array in arrays.items():
-        shape = plan.shape_left(path, shapes[path])
+        shape = plan.shrink_shape(path, shapes[path])
         if shape != array.shape:
             raise ValueError(
                 f"small.apply takes the smaller parameters: {'/'.join(path)!r} must have shape "
@@ -197,7 +196,7 @@ def _full_shapes(plan: Plan, graph: Graph, params: PyTree) -> list[tuple[int, ..
     return [shapes[path] for path in arrays]
 
 
-def _parse_leaf(leaf: Any) -> tuple[Path, tuple[int, ...], dict[int, np.ndarray]]:
+def _parse_leaf(leaf: object) -> tuple[Path, tuple[int, ...], dict[int, np.ndarray]]:
     """Returns path, shape and kept indices of a leaf in the text of a plan."""
     if not isinstance(leaf, dict) or leaf.keys() != {"path", "shape", "kept"}:
         raise ValueError(f"the leaf {leaf!r:.80} must have a path, a shape, and what is kept")
@@ -245,12 +244,12 @@ def _fault(index: np.ndarray, axis: int, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def shape_left(shape: tuple[int, ...], kept: Mapping[int, np.ndarray]) -> tuple[int, ...]:
-    """Returns the shape after `kept` selects indices along some axes."""
+def shrink_shape(shape: tuple[int, ...], kept: Mapping[int, np.ndarray]) -> tuple[int, ...]:
+    """Returns a shape after `kept` selects indices along some axes."""
     return tuple(kept[i].shape[-1] if i in kept else size for i, size in enumerate(shape))
 
 
-def _composed(first: np.ndarray, then: np.ndarray) -> np.ndarray:
+def _compose(first: np.ndarray, then: np.ndarray) -> np.ndarray:
     composed: np.ndarray
     if first.ndim == then.ndim == 1:
         composed = first[then]
@@ -262,23 +261,23 @@ def _composed(first: np.ndarray, then: np.ndarray) -> np.ndarray:
 
 
 def stays_at(index: np.ndarray, size: int) -> np.ndarray:
-    """bool[layers, size]: which entries of an axis stay, one row where all layers keep the same."""
+    """Returns bool[layers, size]: the entries of an axis that stay, one row if layers agree."""
     rows = np.atleast_2d(index)
     stays: np.ndarray = np.zeros((len(rows), size), bool)
     np.put_along_axis(stays, rows, True, axis=1)
     return stays
 
 
-def plan_of(graph: Graph, chosen: Mapping[Axis, np.ndarray]) -> Plan:
-    """The plan of variables of which only some entries stay."""
-    kept = kept_of_leaves(graph.axes(), chosen)
+def plan_cut(graph: Graph, chosen: Mapping[Axis, np.ndarray]) -> Plan:
+    """Returns the plan that keeps only some entries of variables."""
+    kept = spread_kept(graph.list_axes(), chosen)
     return Plan(kept, {leaf.path: leaf.shape for leaf in graph.leaves if leaf.path in kept})
 
 
 def check_proven(graph: Graph, chosen: Mapping[Axis, np.ndarray]) -> None:
     """Raises a ValueError if removing entries of a variable differs from masking them."""
     removable = {group.variable for group in graph.groups}
-    for leaf, dims in graph.axes():
+    for leaf, dims in graph.list_axes():
         for axis, dim in enumerate(dims):
             if any(v in chosen and v not in removable for v in variables(dim)):
                 why = _reason(graph, leaf.path, axis)
@@ -288,12 +287,12 @@ def check_proven(graph: Graph, chosen: Mapping[Axis, np.ndarray]) -> None:
                 )
 
 
-def chosen_by(graph: Graph, masks: PyTree) -> dict[Axis, np.ndarray]:
-    """What masks keep of each group of channels.
+def read_masks(graph: Graph, masks: PyTree) -> dict[Axis, np.ndarray]:
+    """Returns the channels of each group that masks keep.
 
     Raises:
       ValueError: a mask is not constant over channels, members of a group differ, a group would
-        vanish, or removing differs from masking; the leaf is named.
+        vanish, or removing differs from masking; the error names the leaf.
     """
     alive = _alive(graph, masks)
     chosen: dict[Axis, np.ndarray] = {}
@@ -325,7 +324,7 @@ def chosen_by(graph: Graph, masks: PyTree) -> dict[Axis, np.ndarray]:
             rows = np.stack([np.flatnonzero(row) for row in stays])
             chosen[group.variable] = rows if group.layers else rows[0]
     _check_places(graph, alive, chosen)
-    unproven = graph.unproven(list(alive))
+    unproven = graph.find_unproven(list(alive))
     for group in graph.groups:
         reason = unproven.get(group.variable) if group.variable in chosen else None
         if reason is not None:
@@ -340,38 +339,39 @@ def chosen_by(graph: Graph, masks: PyTree) -> dict[Axis, np.ndarray]:
 
 
 def _alive(graph: Graph, masks: PyTree) -> dict[Path, list[np.ndarray]]:
-    """For each masked leaf, which indices along each axis have an entry that stays.
+    """Returns for each masked parameter the indices along each axis with an entry that stays.
 
-    Each is [layers, size]: of a leaf whose layers choose for themselves a row for each, else one.
+    Each is bool[layers, size]: with a row for each layer where layers choose for themselves, else
+    with one row.
     """
     stacked = {path for group in graph.groups if group.layers for path, _ in group.members}
     alive = {}
     for key, mask in trees.leaves_by_path(masks).items():
-        leaf = graph.leaf(trees.path_names(key), mask, "masks")
+        leaf = graph.find_parameter(trees.path_names(key), mask, "masks")
         stays = np.asarray(mask) != 0
         layers = stays if leaf.path in stacked else stays[None]
         axes = range(1, layers.ndim)
         along = [layers.any(axis=tuple(a for a in axes if a != axis)) for axis in axes]
-        whole: np.ndarray = np.ones(layers.shape, bool)
-        for axis, of_axis in zip(axes, along, strict=True):
+        expected: np.ndarray = np.ones(layers.shape, bool)
+        for axis, stays_along in zip(axes, along, strict=True):
             shape = [-1 if a in (0, axis) else 1 for a in range(layers.ndim)]
-            whole = whole & of_axis.reshape(
+            expected = expected & stays_along.reshape(
                 [len(layers) if a == 0 else n for a, n in enumerate(shape)]
             )
-        if differing := int(np.count_nonzero(whole != layers)):
-            place = np.argwhere((whole != layers).reshape(stays.shape))[0].tolist()
+        if differing := int(np.count_nonzero(expected != layers)):
+            place = np.argwhere((expected != layers).reshape(stays.shape))[0].tolist()
             raise ValueError(
                 f"The mask of {leaf.name!r} removes single weights, not channels: {differing} of "
                 f"{leaf.size} entries differ, the first at {place}. Only whole channels can be "
                 "cut: prune with scope=sparsity.Coupled(graph)."
             )
-        of_layers = [np.ones((1, len(layers)), bool)] if leaf.path in stacked else []
-        alive[leaf.path] = of_layers + along
+        first = [np.ones((1, len(layers)), bool)] if leaf.path in stacked else []
+        alive[leaf.path] = first + along
     return alive
 
 
 def _vote(alive: np.ndarray, positions: np.ndarray, group: ChannelGroup, path: Path) -> np.ndarray:
-    """[layers, size]: which channels of a group stay in a member."""
+    """Returns bool[layers, size]: the channels of a group that stay in a member."""
     at = alive[:, positions]
     stays: np.ndarray = np.any(at, axis=2)
     if not group.layers and len(stays) > 1:
@@ -388,11 +388,11 @@ def _check_places(
     graph: Graph, alive: Mapping[Path, Sequence[np.ndarray]], chosen: dict[Axis, np.ndarray]
 ) -> None:
     """Raises a ValueError where masked indices are no channels that can be cut."""
-    for leaf, dims in graph.axes():
+    for leaf, dims in graph.list_axes():
         for axis, dim in enumerate(dims if leaf.path in alive else ()):
-            left = kept_by_layer(dim, chosen)
+            index = find_kept_by_layer(dim, chosen)
             size = leaf.shape[axis]
-            expected = stays_at(np.arange(size) if left is None else left, size)
+            expected = stays_at(np.arange(size) if index is None else index, size)
             if (alive[leaf.path][axis] != expected).any():
                 raise ValueError(
                     f"The mask of {leaf.name!r} removes indices of axis {axis} that cannot be cut: "
@@ -401,7 +401,7 @@ def _check_places(
 
 
 def _reason(graph: Graph, path: Path, axis: int) -> str:
-    """Why indices of an axis cannot be cut."""
+    """Returns why indices of an axis cannot be cut."""
     refusals = [r for r in graph.refused if (r.path, r.axis) == (path, axis)]
     if not refusals:
         return "they belong to several groups, or to a part of one"

@@ -1,4 +1,4 @@
-"""What became smaller, as a table and as a picture."""
+"""A smaller model as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Pair = tuple[int, int]  # before and after
 
 
 class Row(NamedTuple):
-    """What is shown of a leaf, before and after.
+    """A row of the table: a parameter before and after the cut.
 
     Attributes:
-      name: its path.
-      shapes: its shape.
-      parameters: number of its entries.
-      nbytes: bytes of its entries.
-      macs: multiply-adds of its products.
+      name: the path.
+      shapes: the shapes.
+      parameters: numbers of entries.
+      nbytes: bytes of the entries.
+      macs: multiply-adds of the products.
     """
 
     name: str
@@ -41,10 +41,10 @@ def table(
     """Returns `Small.report`.
 
     Args:
-      rows: of the leaves, in tree order.
+      rows: rows of the parameters, in tree order.
       macs: multiply-adds of a call, before and after.
       notes: lines below the table.
-      seconds: of programs, before and after, by name.
+      seconds: {name: (seconds before, seconds after)}.
     """
     leaves = extras.table(
         ("leaf", "shape", "smaller"), ("parameters", "left", "bytes", "left", "MACs", "left")
@@ -67,7 +67,7 @@ def table(
 
 
 def plot(rows: Sequence[Row], macs: int, axes: Sequence[Axes] | None) -> Sequence[Axes]:
-    """Draws `Small.plot`; `macs` are those of the model before."""
+    """Draws `Small.plot`; `macs` are the multiply-adds of the model before."""
     shown = [row for row in rows if row.macs[0] or len(row.shapes[0]) > 1]
     names = [row.name for row in shown]
     axes = new_axes(len(shown), 2) if axes is None else axes
@@ -75,6 +75,6 @@ def plot(rows: Sequence[Row], macs: int, axes: Sequence[Axes] | None) -> Sequenc
         ("multiply-adds", [row.macs for row in shown], macs),
         ("parameters", [row.parameters for row in shown], sum(r.parameters[0] for r in rows)),
     )
-    for ax, (what, pairs, total) in zip(axes, columns, strict=True):
-        bars(ax, what, names, [n for n, _ in pairs], [n for _, n in pairs], total)
+    for ax, (quantity, pairs, total) in zip(axes, columns, strict=True):
+        bars(ax, quantity, names, [n for n, _ in pairs], [n for _, n in pairs], total)
     return axes

@@ -16,12 +16,12 @@ from sparsity.base_updater import BaseUpdater
 from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
-from sparsity.graph.cuts import kept_of_variables
+from sparsity.graph.cuts import solve_kept
 from sparsity.programs.axes import Axis
 from sparsity.reports import time_in_turn
 from sparsity.shrinking import report
 from sparsity.shrinking.cutting import check_updates, cut_params, cut_state
-from sparsity.shrinking.plan import Plan, check_proven, chosen_by, plan_of
+from sparsity.shrinking.plan import Plan, check_proven, plan_cut, read_masks
 from sparsity.shrinking.report import Row
 
 if TYPE_CHECKING:
@@ -32,17 +32,17 @@ Path = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Small:
-    """A model that has become smaller. Made by `shrink`.
+    """A smaller model. Made by `shrink`.
 
     Attributes:
       params: the parameters, the same tree with smaller leaves.
-      opt_state: the optimizer's state, cut with them; `None` if none was given.
-      plan: what stays: `plan.to_json()` cuts another checkpoint of the model.
-      before: the graph of the model before.
-      replicated: axes of leaves whose devices, so many, no longer divide what is left of them.
-      update_error: how far updates of the smaller parameters are from those of the masked ones, as
-        a part of the largest entry of an array; `None` if `shrink` got no `tx`.
-      graph: that of the smaller one.
+      opt_state: the optimizer's state, cut like the parameters; `None` without `opt_state`.
+      plan: the channels that stay; `plan.to_json()` cuts another checkpoint of the model.
+      before: the graph of the model before the cut.
+      replicated: {(path, axis): number of devices} where that number no longer divides the axis.
+      update_error: the largest difference between updates of smaller and of masked parameters, as
+        a part of the largest entry of an array; `None` without `tx`.
+      graph: the graph of the smaller model.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -65,13 +65,13 @@ class Small:
 
     @functools.cached_property
     def graph(self) -> Graph:
-        """The graph of the smaller model: channels can be cut again."""
+        """Graph of the smaller model, whose channels can be cut again."""
         return self.plan.graph(self.before)
 
     def apply(self, params: PyTree, *args: PyTree) -> PyTree:
-        """The model at its smaller size: what `fn(params, *args)` of the masked model returns.
+        """Runs the model at its smaller size: returns `fn(params, *args)` of the masked model.
 
-        It can be compiled, differentiated, mapped and exported like `fn`, at any batch size.
+        Can be compiled, differentiated, mapped and exported like `fn`, at any batch size.
 
         Args:
           params: the smaller parameters.
@@ -80,13 +80,12 @@ class Small:
         return self.plan.apply(self.before, params, *args)
 
     def updater(self, updater: BaseUpdater) -> BaseUpdater:
-        """Returns an updater of the model before for the smaller one: see `Plan.updater`."""
+        """Converts an updater of the model before for the smaller model: see `Plan.updater`."""
         return self.plan.updater(updater)
 
     def macs(self, path: Path | None = None) -> int:
-        """Multiply-adds that are left, at the batch size of the trace: of a call, or of a leaf."""
-        found: float = self.before.macs_left(self._left, path)
-        return round(found)
+        """Counts multiply-adds at the batch size of the trace: of a call, or of one parameter."""
+        return round(self.before.count_small_macs(self._sizes, path))
 
     def measure(self, params: PyTree, *args: PyTree, rounds: int = 20) -> list[float]:
         """Measures the model before and after, both compiled and called in turn.
@@ -94,10 +93,10 @@ class Small:
         Args:
           params: the parameters before, as `shrink` got them.
           *args: inputs of the model.
-          rounds: how often each is called.
+          rounds: number of calls of each model.
 
         Returns:
-          Median seconds of a call before, and after: an entry of `report`.
+          Median seconds of a call before and after: an entry of `report`.
         """
 
         def program(plan: Plan, params: PyTree) -> Callable[[], object]:
@@ -110,14 +109,14 @@ class Small:
 
             return functools.partial(run, arrays)
 
-        whole = program(Plan({}, {}), params)
-        return time_in_turn(whole, program(self.plan, self.params), rounds=rounds)
+        full = program(Plan({}, {}), params)
+        return time_in_turn(full, program(self.plan, self.params), rounds=rounds)
 
     def report(self, seconds: Mapping[str, Sequence[float]] | None = None) -> str:
-        """Returns a table of what became smaller: shapes, parameters, bytes and MACs by leaf.
+        """Returns a table of shapes, sizes, bytes and MACs before and after, by parameter.
 
         Args:
-          seconds: measured times to be shown below, `{what: (before, after)}`, as `measure` and
+          seconds: measured times shown below the table, `{name: (before, after)}`, as `measure` and
             `sparsity.reports.time_in_turn` return them.
 
         Returns:
@@ -127,9 +126,9 @@ class Small:
         return report.table(self._rows(), macs, self._notes(), seconds or {})
 
     def plot(self, axes: Sequence[Axes] | None = None) -> Sequence[Axes]:
-        """Draws multiply-adds and parameters of every leaf: before in light, what is left in dark.
+        """Draws multiply-adds and sizes of all parameters: before in light, after in dark.
 
-        Leaves of one axis that no product reads, such as biases, are too small to be seen.
+        Leaves out parameters of one axis that no product reads, such as biases.
 
         Args:
           axes: two matplotlib axes to draw on; new ones side by side by default.
@@ -140,13 +139,13 @@ class Small:
         return report.plot(self._rows(), self.before.macs(), axes)
 
     def _rows(self) -> list[Row]:
-        """What tables and pictures show of each leaf, in tree order."""
+        """Returns the rows of tables and pictures, in tree order."""
         rows = []
         for leaf in self.before.leaves:
-            shape = self.plan.shape_left(leaf.path, leaf.shape)
+            shape = self.plan.shrink_shape(leaf.path, leaf.shape)
             sizes = leaf.size, math.prod(shape)
             nbytes = sizes[0] * leaf.dtype.itemsize, sizes[1] * leaf.dtype.itemsize
-            macs = self.before.macs_of(leaf.path), self.macs(leaf.path)
+            macs = self.before.count_macs(leaf.path), self.macs(leaf.path)
             rows.append(Row(leaf.name, (leaf.shape, shape), sizes, nbytes, macs))
         return rows
 
@@ -172,9 +171,9 @@ class Small:
         return notes
 
     @functools.cached_property
-    def _left(self) -> dict[Axis, int]:
-        """How many entries stay of each variable."""
-        chosen = kept_of_variables(self.before.axes(), self.plan)
+    def _sizes(self) -> dict[Axis, int]:
+        """Sizes of the variables that lose entries."""
+        chosen = solve_kept(self.before.list_axes(), self.plan)
         return {variable: index.shape[-1] for variable, index in chosen.items()}
 
 
@@ -185,32 +184,32 @@ def shrink(
     opt_state: optax.OptState | None = None,
     tx: optax.GradientTransformation | None = None,
 ) -> Small:
-    """Removes the masked channels: of the parameters, of the model, and of the optimizer's state.
+    """Removes masked channels from the parameters, the model and the optimizer's state.
 
-    What is left computes exactly what the masked model computes, gradients included, and training
-    goes on with the state that is returned.
+    The smaller model computes exactly what the masked model computes, gradients included.
+    Training continues from the returned state.
 
     Args:
       graph: the graph of the model, from `sparsity.trace`.
-      params: its parameters, the tree that was traced, or a part of it.
+      params: the parameters, the tree that was traced, or a part of that tree.
       masks: masks of whole channels, as `scope=sparsity.Coupled(graph)` makes them; or a `Plan`.
-      opt_state: state of any optax optimizer of `params`. Moments are cut with their parameters,
-        counters and schedules stay, and a SparseState keeps the masks of what is left. Factored
-        moments that average over removed channels are refused.
-      tx: the optimizer of that state, or the inner one of a SparseState, to check that it trains on
-        as it would the masked model: at least four updates by random gradients are compared. What
-        works entry by entry does, and so does a norm of gradients, to which zeros add nothing
-        (`clip_by_global_norm`, `lars`). A mean
-        over an array (`clip_by_block_rms`), noise, a factor made of the shape (`muon`), or a norm
-        of moments that removed entries still have (`lamb`) does not, and is refused.
+      opt_state: state of any optax optimizer of `params`. Moments are cut like their parameters,
+        counters and schedules stay, and a SparseState keeps the masks of all entries that stay.
+        Factored moments that average over removed channels are refused.
+      tx: the optimizer of that state, or the inner one of a SparseState, to check that training
+        continues as with the masked model: at least four updates by random gradients are compared.
+        Entrywise optimizers pass, and norms of gradients, to which zeros add nothing
+        (`clip_by_global_norm`, `lars`). Refused are means over an array (`clip_by_block_rms`),
+        noise, factors made of the shape (`muon`), and norms of moments that removed entries still
+        have (`lamb`).
 
     Returns:
       The smaller model.
 
     Raises:
-      ValueError: a mask does not remove whole channels, masks belong to another model, a group of
+      ValueError: a mask removes parts of channels, masks belong to another model, a group of
         channels would vanish, a leaf of the optimizer's state cannot be cut, or `tx` would train
-        the smaller model otherwise; the leaf is named.
+        the smaller model otherwise; the error names the leaf.
 
     Example:
       >>> import jax.numpy as jnp
@@ -225,39 +224,45 @@ def shrink(
       >>> small.apply(small.params, jnp.ones((5, 3))).shape
       (5, 2)
     """
+    _check_arguments(masks, opt_state, tx)
+    if isinstance(masks, Plan):
+        plan = masks
+        check_proven(graph, solve_kept(graph.list_axes(), plan))
+    else:
+        plan = plan_cut(graph, read_masks(graph, masks))
+    small_params = cut_params(graph, plan, params)
+    state = None if opt_state is None else cut_state(graph, plan, params, small_params, opt_state)
+    error = None if tx is None else check_updates(tx, graph, plan, params, opt_state)
+    replicated = _replicated(graph, params, small_params)
+    return Small(small_params, state, plan, graph, replicated, error)
+
+
+def _check_arguments(
+    masks: PyTree | Plan,
+    opt_state: optax.OptState | None,
+    tx: optax.GradientTransformation | None,
+) -> None:
+    """Raises a ValueError if arguments of `shrink` are missing or confused."""
     if masks is None:
         raise ValueError("masks is None: nothing would be cut. Give masks of params, or a Plan.")
     if isinstance(opt_state, optax.GradientTransformation):
         raise ValueError("opt_state is an optimizer: give its state, and the optimizer as tx.")
     if tx is not None and not hasattr(tx, "update"):
         raise ValueError(f"tx must be an optax.GradientTransformation, got {tx!r}.")
-    if isinstance(masks, Plan):
-        plan = masks
-        check_proven(graph, kept_of_variables(graph.axes(), plan))
-    else:
-        plan = plan_of(graph, chosen_by(graph, masks))
-    small_params = cut_params(graph, plan, params)
-    state = None if opt_state is None else cut_state(graph, plan, params, small_params, opt_state)
-    small = Small(small_params, state, plan, graph, _replicated(graph, params, small_params))
-    if tx is None:
-        return small
-    if opt_state is None:
+    if tx is not None and opt_state is None:
         raise ValueError("tx is checked with the optimizer's state: give opt_state, too.")
-    return dataclasses.replace(
-        small, update_error=check_updates(tx, graph, plan, params, opt_state)
-    )
 
 
 def _replicated(graph: Graph, params: PyTree, small_params: PyTree) -> dict[tuple[Path, int], int]:
-    """`Small.replicated`."""
-    left = trees.leaves_by_path(small_params)
-    found = {}
+    """Returns `Small.replicated`."""
+    small = trees.leaves_by_path(small_params)
+    replicated = {}
     for key, leaf in trees.leaves_by_path(params).items():
-        own = getattr(leaf, "sharding", None)
-        if isinstance(own, NamedSharding) and leaf.shape != left[key].shape:
-            path = graph.leaf(trees.path_names(key), leaf).path
-            counts = sharding.num_devices(own, leaf.ndim)
+        placed = getattr(leaf, "sharding", None)
+        if isinstance(placed, NamedSharding) and leaf.shape != small[key].shape:
+            path = graph.find_parameter(trees.path_names(key), leaf).path
+            counts = sharding.num_devices(placed, leaf.ndim)
             for axis, count in enumerate(counts):
-                if left[key].shape[axis] % count:
-                    found[path, axis] = count
-    return found
+                if small[key].shape[axis] % count:
+                    replicated[path, axis] = count
+    return replicated

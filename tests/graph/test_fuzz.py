@@ -25,6 +25,6 @@ def test_removing_groups_of_random_programs_leaves_what_masking_gives(first):
 
 @pytest.mark.slow
 def test_the_same_programs_show_it_if_removal_is_not_proven(monkeypatch):
-    monkeypatch.setattr(Graph, "unproven", lambda self, masked: {})
+    monkeypatch.setattr(Graph, "find_unproven", lambda self, masked: {})
     wrong, _ = fuzz.wrong(range(BATCH))
     assert wrong

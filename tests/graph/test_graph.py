@@ -74,7 +74,7 @@ def test_erk_leaves_of_resnet50_what_is_published(rate, left):
             graph.leaves, jax.tree.leaves(rates, is_leaf=lambda x: x is None), strict=True
         ) if rates_at is not None
     }  # fmt: skip
-    assert float(graph.cost(density)) / graph.macs() == pytest.approx(left, abs=1e-3)
+    assert float(graph.count_sparse_macs(density)) / graph.macs() == pytest.approx(left, abs=1e-3)
 
 
 def test_a_masked_product_costs_its_density():
@@ -188,8 +188,8 @@ def test_of_paths_that_end_alike_the_shortest_is_meant_and_two_are_an_error():
     params = models.abstract(shapes)
     fn = lambda p, x: x @ p["params"]["w"] @ p["params"]["layer"]["w"]  # noqa: E731
     graph = trace(fn, params, jax.ShapeDtypeStruct((3, 4), jnp.float32))
-    assert graph.leaf(("w",), jnp.ones((4, 4))).path == ("params", "w")
-    assert graph.leaf(("layer", "w"), jnp.ones((4, 6))).path == ("params", "layer", "w")
+    assert graph.find_parameter(("w",), jnp.ones((4, 4))).path == ("params", "w")
+    assert graph.find_parameter(("layer", "w"), jnp.ones((4, 6))).path == ("params", "layer", "w")
     with pytest.raises(ValueError, match=r"leaf 'b' of shape \(6,\), of which the graph has 2"):
         graph.is_weight(("b",), jnp.ones(6))
 

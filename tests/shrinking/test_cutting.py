@@ -70,7 +70,7 @@ def test_updates_show_whether_an_optimizer_goes_on_as_on_the_masked_model(pruned
     state = tx.init(params)
     assert "not checked" in shrink(graph, params, masks, state).report()
     if name in CHANGED:
-        with pytest.raises(ValueError, match=r"'(update|state)/.*' has .* in place of .*anew"):
+        with pytest.raises(ValueError, match=r"'(update|state)/.*' has .* in place of .*new state"):
             shrink(graph, params, masks, state, tx)
         return
     small = shrink(graph, params, masks, state, tx)

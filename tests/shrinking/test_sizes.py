@@ -22,26 +22,26 @@ from sparsity import (
     trace,
 )
 from sparsity.selection import num_kept
-from sparsity.shrinking.plan import plan_of
+from sparsity.shrinking.plan import plan_cut
 from tests.graph import models
 
 
 def halved(model):
     """Parameters, those that are left, and the share of multiply-adds, from shapes alone."""
     graph = trace(model.fn, models.abstract(model.shapes), *model.inputs)
-    macs = graph.macs_left({group.variable: group.size // 2 for group in graph.groups})
+    macs = graph.count_small_macs({group.variable: group.size // 2 for group in graph.groups})
     return *parameters(graph, graph.groups), macs / graph.macs()
 
 
 def parameters(graph, groups):
     """Parameters, and those that are left when half of the channels of these groups go."""
-    plan = plan_of(graph, {group.variable: np.arange(group.size // 2) for group in groups})
+    plan = plan_cut(graph, {group.variable: np.arange(group.size // 2) for group in groups})
     whole = left = 0
     for leaf in graph.leaves:
         if leaf.path[-1] in ("mean", "var"):  # statistics, which are not trained
             continue
         whole += leaf.size
-        left += math.prod(plan.shape_left(leaf.path, leaf.shape))
+        left += math.prod(plan.shrink_shape(leaf.path, leaf.shape))
     return whole, left
 
 
@@ -131,7 +131,7 @@ def test_a_budget_is_never_exceeded_and_one_more_channel_of_each_group_would(nam
             group.variable: min(group.size, left + 1)
             for group, left in zip(graph.groups, left_of(graph, small), strict=True)
         }
-        assert graph.macs_left(more) >= macs * graph.macs()
+        assert graph.count_small_macs(more) >= macs * graph.macs()
 
 
 def test_what_is_left_of_a_model_knows_the_groups_that_it_was_cut_from():
@@ -140,10 +140,10 @@ def test_what_is_left_of_a_model_knows_the_groups_that_it_was_cut_from():
     assert [group.size for group in graph.groups] == [2, 4, 12]
     assert [group.size for group in small.graph.groups] == [2, 6]
     sparsities = jax.tree.map(lambda _: 0.75, params)
-    assert list(scope.left(params, sparsities).values()) == [1, 1, 3]
+    assert list(scope.count_kept(params, sparsities).values()) == [1, 1, 3]
     scope = dataclasses.replace(scope, plan=small.plan)
-    assert list(scope.left(small.params, sparsities).values()) == [1, 1, 3]
-    assert list(scope.left(params, sparsities).values()) == [1, 1, 3]
+    assert list(scope.count_kept(small.params, sparsities).values()) == [1, 1, 3]
+    assert list(scope.count_kept(params, sparsities).values()) == [1, 1, 3]
 
 
 def test_channels_are_chosen_without_temporaries_as_large_as_the_weights():
@@ -185,8 +185,8 @@ def test_where_shapes_do_not_tell_what_is_left_the_plan_does():
         with pytest.raises(ValueError, match=r"channels of 'v:0', 'w:1' are left.*small.updater"):
             pruner.instant_sparsify(small.params)
         for scope in (small.updater(pruner).scope, Coupled(graph, plan=small.plan)):
-            assert list(scope.left(small.params, sparsities).values()) == [2, 2]
-            assert list(scope.left(params, sparsities).values()) == [2, 2]
+            assert list(scope.count_kept(small.params, sparsities).values()) == [2, 2]
+            assert list(scope.count_kept(params, sparsities).values()) == [2, 2]
         _, masks = small.updater(pruner).instant_sparsify(small.params)
         kept = np.asarray(masks["v"]).reshape(8, 2)[:, 0]
         assert [kept[: 8 - removed[0]].sum(), kept[8 - removed[0] :].sum()] == [2, 2]
@@ -211,9 +211,11 @@ def test_parameters_of_no_smaller_model_are_refused():
     graph = trace(lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"], params, jnp.ones((1, 3)))
     wrong = {"w": jnp.ones((3, 9)), "v": jnp.ones((8, 2))}
     with pytest.raises(ValueError, match=r"no channels that go together leave \d of axis"):
-        Coupled(graph).left(wrong, {"w": 0.5, "v": 0.5})
+        Coupled(graph).count_kept(wrong, {"w": 0.5, "v": 0.5})
     with pytest.raises(ValueError, match=r"shape \(2, 8\) at 'w'.*traced with \(3, 16\)"):
-        Coupled(graph).left({"w": jnp.ones((2, 8)), "v": jnp.ones((8, 2))}, {"w": 0.5, "v": 0.5})
+        Coupled(graph).count_kept(
+            {"w": jnp.ones((2, 8)), "v": jnp.ones((8, 2))}, {"w": 0.5, "v": 0.5}
+        )
 
 
 @pytest.mark.parametrize("depths", [(3, 2), (2, 3), (2, 2)])

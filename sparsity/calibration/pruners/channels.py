@@ -60,7 +60,7 @@ class Readers(Coupled):
                 continue
             rows = np.moveaxis(np.asarray(by_path[path]), axis, -1)
             stays = rows.reshape(layers or 1, -1, rows.shape[-1]).max(axis=1)[:, positions]
-            kept, size = int(stays.max(axis=-1).sum(axis=-1).min()), group.whole.size
+            kept, size = int(stays.max(axis=-1).sum(axis=-1).min()), group.full.size
             if kept * _FEW < size:
                 warnings.warn(
                     f"The group {group.channels.name!r} keeps {kept} of {size} channels, as others "

@@ -115,7 +115,7 @@ class FLAPPruning(ChannelPruning):
     def _biases(self, params: PyTree, problems: Problems) -> dict[KeyPath, list[KeyPath]]:
         """{bias: the readers to whose outputs it is added}."""
         graph, arrays = self.readers.graph, trees.leaves_by_path(params)
-        leaves = graph.leaves_of(params)
+        leaves = graph.match_parameters(params)
         paths = {leaf.path: path for path, leaf in leaves.items()}
         biases: dict[KeyPath, list[KeyPath]] = {}
         for reader, problem in problems.items():

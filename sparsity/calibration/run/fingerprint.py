@@ -64,8 +64,8 @@ def _hash(parts: Iterator[str]) -> str:
 
 def _describe_program(program: Program, numbers: dict[Value, int]) -> Iterator[str]:
     def described(value: Value) -> str:
-        if value.known is not None:
-            return fingerprint(value.known)
+        if value.constant is not None:
+            return fingerprint(value.constant)
         return str(numbers.setdefault(value, len(numbers)))
 
     for value in program.inputs:

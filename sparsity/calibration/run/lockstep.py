@@ -66,7 +66,7 @@ class Frame:
                 return equation.bind([self.free(equation.inputs[0], *layers)])[0]
             outputs = equation.bind([self.free(x) for x in equation.inputs])
             self._free.update(zip(equation.outputs, outputs, strict=True))
-        found = self._free.get(value, value.known)
+        found = self._free.get(value, value.constant)
         return found[layers] if layers else found
 
     def forget(self) -> None:

@@ -79,7 +79,7 @@ def align(use: Use, graph: Graph, of_layer: bool = False) -> Alignment | None:
       graph: of the model.
       of_layer: the sums are those of one layer of a stack, without the axes that scans took apart.
     """
-    view, shape = use.view, graph.shape_of(use.path)
+    view, shape = use.view, graph.find_shape(use.path)
     if not _is_told(use, shape):
         return None
     contracted, slices, outputs = _factors(use)

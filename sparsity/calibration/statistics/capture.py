@@ -19,7 +19,7 @@ from sparsity.calibration.statistics.statistic import Path, Statistic, not_finit
 from sparsity.calibration.statistics.walk import Steps, Sums, Walk, add
 from sparsity.core import extras, sharding, trees
 from sparsity.core.trees import PyTree
-from sparsity.graph import Graph, Leaf, Use, trace
+from sparsity.graph import Graph, Parameter, Use, trace
 
 C = TypeVar("C", bound="Collector")
 
@@ -29,7 +29,7 @@ def calibrate(
     params: PyTree,
     batches: Iterable[PyTree],
     kind: Kind = "squares",
-    filter_fn: Callable[[Path, Leaf], bool] | None = None,
+    filter_fn: Callable[[Path, Parameter], bool] | None = None,
     progress: bool = False,
 ) -> dict[Path, Statistic]:
     """Runs a model on batches and sums up the inputs of each product that reads a weight.
@@ -106,7 +106,7 @@ def collect(
             graph, first = trace(fn, params, batch), batch
         check_structure(batch, first, number)
         inputs = trees.split_arrays(batch)[0]
-        now = graph.retraced(params, batch)
+        now = graph.retrace(params, batch)
         if now not in made:
             made[now] = make(now)
         collector = made[now]
@@ -154,7 +154,9 @@ class Collector:
 
     stacks: ClassVar[bool] = True  # whether the layers of a stacked weight have sums of their own
 
-    def __init__(self, graph: Graph, filter_fn: Callable[[Path, Leaf], bool] | None = None) -> None:
+    def __init__(
+        self, graph: Graph, filter_fn: Callable[[Path, Parameter], bool] | None = None
+    ) -> None:
         leaves = {leaf.path: leaf for leaf in graph.leaves}
         self.graph = graph
         self.uses: dict[int, Use] = {}
@@ -189,7 +191,7 @@ class Calibration(Collector):
     """
 
     def __init__(
-        self, graph: Graph, kind: Kind, filter_fn: Callable[[Path, Leaf], bool] | None = None
+        self, graph: Graph, kind: Kind, filter_fn: Callable[[Path, Parameter], bool] | None = None
     ) -> None:
         super().__init__(graph, filter_fn)
         self.kind = kind
@@ -198,7 +200,7 @@ class Calibration(Collector):
         """The Gram matrices of all leaves, by name; of one layer of each stack, if asked for."""
         grams = {}
         for number, use in self.uses.items():
-            alignment, shape = self.alignments[number], self.graph.shape_of(use.path)
+            alignment, shape = self.alignments[number], self.graph.find_shape(use.path)
             stacked = [] if of_layer else [shape[axis] for axis in use.view.stacked]
             inputs = alignment.axes.inputs(alignment.shape)
             dtype = jnp.promote_types(use.equation.inputs[1 - use.operand].dtype, jnp.float32)
@@ -225,7 +227,7 @@ class Calibration(Collector):
                     "added up. Give each a leaf of its own, or leave it out: filter_fn."
                 )
             found[use.path] = own if before is None else add(before, own)
-        return {path: _counted(own, self.graph.shape_of(path)) for path, own in found.items()}
+        return {path: _counted(own, self.graph.find_shape(path)) for path, own in found.items()}
 
     def statistic(self, number: int, summed: RowSums, of_layer: bool = False) -> Statistic:
         """The statistic of a use from its sums; of one layer of its leaf, if asked for."""

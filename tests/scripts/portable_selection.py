@@ -3,8 +3,8 @@
 from unittest import mock
 
 from sparsity.selection import search, topk
-from tests.programs.selection import CASES as _CASES
-from tests.programs.selection import hash_scores_shard_without_communication
+from tests.scripts.selection import CASES as _CASES
+from tests.scripts.selection import hash_scores_shard_without_communication
 
 
 def by_the_portable_search(devices):
