@@ -197,7 +197,7 @@ def zero_like(x: jax.Array) -> jax.Array:
 
 
 def varying_zero(arrays: Sequence[jax.Array], like: jax.Array) -> jax.Array:
-    """An int32 zero that varies over a mesh as all arrays do, as the state of a loop must."""
+    """Returns an int32 zero that varies over a mesh as all arrays do: a loop needs such a state."""
     zero = zero_like(like.astype(jnp.int32))
     for x in arrays:
         if not jax.typeof(x).sharding.mesh.empty:

@@ -21,7 +21,7 @@ from sparsity.core.trees import PyTree
 from sparsity.graph.channels import Parameter
 from sparsity.graph.coupled import Coupled
 from sparsity.graph.graph import Graph
-from sparsity.masks import BatchAxes, Overrides, Pattern, Sites
+from sparsity.masks import BatchAxes, Overrides, Site, Sites
 from sparsity.patterns import SparsityType, Unstructured
 from sparsity.sparsity_distributions import Uniform
 
@@ -163,13 +163,25 @@ class Budget:
         """Returns a function from sparsities to the cost of the masked arrays."""
         arrays = trees.leaves_by_path(params)
 
+        @functools.cache
+        def count_units(path: trees.KeyPath) -> tuple[int, int]:
+            return _count_units(table[path], arrays[path].shape)
+
+        def count_weights(path: trees.KeyPath, sparsity: float) -> int:
+            """Returns the largest number of weights that a mask of a sparsity keeps."""
+            pattern, batch_axes = table[path].pattern, table[path].batch_axes
+            shape: tuple[int, ...] = arrays[path].shape
+            slices, size = math.prod(shape[:batch_axes]), math.prod(shape[batch_axes:])
+            if pattern.is_elementwise:
+                return slices * _num_kept(size, sparsity)
+            if not (isinstance(pattern, SparsityType) and pattern.ranks_units):
+                return math.ceil(slices * size * (1 - Fraction(pattern.final_sparsity(sparsity))))
+            units, largest = count_units(path)
+            return slices * min(size, _num_kept(units, sparsity) * largest)
+
         def count(targets: PyTree) -> Fraction:
-            kept = {
-                path: _count_weights(
-                    table[path].pattern, arrays[path].shape, table[path].batch_axes, float(target)
-                )
-                for path, target in trees.leaves_by_path(targets).items()
-            }
+            sparsities = trees.leaves_by_path(targets).items()
+            kept = {path: count_weights(path, float(x)) for path, x in sparsities}
             return self._count(leaves, kept)
 
         return count
@@ -252,28 +264,16 @@ def _float(bits: int) -> float:
     return float(np.int32(bits).view(np.float32)) if bits >= _LOWEST else 0.0
 
 
-def _count_weights(
-    pattern: Pattern, shape: tuple[int, ...], batch_axes: int, sparsity: float
-) -> int:
-    """Returns the largest number of weights that a mask of a sparsity keeps."""
-    slices, size = math.prod(shape[:batch_axes]), math.prod(shape[batch_axes:])
-    if pattern.is_elementwise:
-        return slices * _num_kept(size, sparsity)
-    if not (isinstance(pattern, SparsityType) and pattern.ranks_units):
-        return math.ceil(slices * size * (1 - Fraction(pattern.final_sparsity(sparsity))))
-    units, largest = _units(pattern, shape, batch_axes)
-    return slices * min(size, _num_kept(units, sparsity) * largest)
-
-
 def _num_kept(n: int, sparsity: float) -> int:
     kept = num_kept(n, sparsity)
     assert isinstance(kept, int)  # of Python numbers
     return kept
 
 
-@functools.lru_cache
-def _units(pattern: SparsityType, shape: tuple[int, ...], batch_axes: int) -> tuple[int, int]:
+def _count_units(site: Site, shape: tuple[int, ...]) -> tuple[int, int]:
     """Returns the number of units of a slice, and of entries of the first unit (no ragged edge)."""
+    pattern, batch_axes = site.pattern, site.batch_axes
+    assert isinstance(pattern, SparsityType)
     scores = jax.ShapeDtypeStruct(shape, np.float32)
     units = jax.eval_shape(lambda scores: pattern.pool(scores, batch_axes), scores).shape
     first = np.zeros(units, np.uint8)
