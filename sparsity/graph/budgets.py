@@ -228,8 +228,8 @@ def _kept_by(pattern: Pattern, shape: tuple[int, ...], batch_axes: int, sparsity
         return slices * _num_kept(size, sparsity)
     if not (isinstance(pattern, SparsityType) and pattern.ranks_units):
         return math.ceil(slices * size * (1 - Fraction(pattern.final_sparsity(sparsity))))
-    units, largest = _units(pattern, shape, batch_axes)
-    return slices * min(size, _num_kept(units, sparsity) * largest)
+    units, entries = _units(pattern, shape, batch_axes)
+    return slices * min(size, _num_kept(units, sparsity) * entries)
 
 
 def _num_kept(n: int, sparsity: float) -> int:
@@ -240,11 +240,12 @@ def _num_kept(n: int, sparsity: float) -> int:
 
 @functools.lru_cache
 def _units(pattern: SparsityType, shape: tuple[int, ...], batch_axes: int) -> tuple[int, int]:
-    """How many units a slice has, and how many entries the first one, which is whole."""
+    """Returns the units of a group, and the entries of the first, full unit of all groups."""
     scores = jax.ShapeDtypeStruct(shape, np.float32)
     units = jax.eval_shape(lambda scores: pattern.pool(scores, batch_axes), scores).shape
     first = np.zeros(units, np.uint8)
-    first[(0,) * len(units)] = 1
+    leading = batch_axes + pattern.group_axes
+    first[(0,) * batch_axes + (slice(None),) * pattern.group_axes + (0,) * len(units[leading:])] = 1
     with jax.ensure_compile_time_eval():
         entries = np.count_nonzero(pattern.expand(jnp.asarray(first), shape, batch_axes))
-    return math.prod(units[batch_axes:]), int(entries)
+    return math.prod(units[leading:]), int(entries)
