@@ -75,7 +75,6 @@ from sparsity.masks import Global, Layerwise, Scope, elementwise, unpack_masks
 from sparsity.reports import (
     active_masks,
     sparsity_table,
-    summarize_intersection,
     summarize_sparsity,
 )
 from sparsity.shrinking import Plan, Small, shrink
@@ -100,6 +99,7 @@ __version__ = "0.1.0"
 # Names of jaxpruner and jax_pruning: not in `__all__` either.
 utils = mask_calculator = compat.jaxpruner
 apply_mask = compat.jaxpruner.apply_mask
+summarize_intersection = compat.jaxpruner.summarize_intersection
 pruning_act_struct = compat.jax_pruning.pruning_act_struct
 pruning_act_unstruct = compat.jax_pruning.pruning_act_unstruct
 
@@ -184,7 +184,6 @@ __all__ = [
     "sparsify_linen",
     "sparsify_nnx",
     "sparsity_table",
-    "summarize_intersection",
     "summarize_sparsity",
     "synflow_scores",
     "trace",
