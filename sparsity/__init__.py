@@ -86,7 +86,7 @@ from sparsity.sparsity_schedules import (
     PolynomialSchedule,
     Schedule,
 )
-from sparsity.sparsity_types import Block, Channel, NByM, SparsityType, Unstructured
+from sparsity.sparsity_types import Block, Channel, FanIn, NByM, SparsityType, Unstructured
 from sparsity.training.state import (
     SparseState,
     get_sparse_state,
@@ -118,6 +118,7 @@ __all__ = [
     "Distribution",
     "EpochStrategy",
     "FLAPPruning",
+    "FanIn",
     "Global",
     "GlobalMagnitudePruning",
     "GlobalRigL",

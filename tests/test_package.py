@@ -208,7 +208,7 @@ PUBLIC = {
     "BaseUpdater", "SparseState",
     *(algorithm.__name__ for algorithm in sparsity.ALGORITHM_REGISTRY.values()),
     "NoUpdateSchedule", "OneShotSchedule", "PeriodicSchedule", "PolynomialSchedule",
-    "SparsityType", "Unstructured", "NByM", "Block", "Channel",
+    "SparsityType", "Unstructured", "NByM", "Block", "Channel", "FanIn",
     "Uniform", "ERK", "Layerwise", "Global", "Schedule", "Distribution", "Scope",
     "ALGORITHM_REGISTRY",
     "create_updater_from_config", "elementwise", "all_algorithm_names", "register_algorithm",
