@@ -75,7 +75,6 @@ from sparsity.masks import Global, Layerwise, Scope, elementwise, unpack_masks
 from sparsity.reports import (
     active_masks,
     sparsity_table,
-    summarize_intersection,
     summarize_sparsity,
 )
 from sparsity.shrinking import Plan, Small, shrink
@@ -87,7 +86,7 @@ from sparsity.sparsity_schedules import (
     PolynomialSchedule,
     Schedule,
 )
-from sparsity.sparsity_types import Block, Channel, NByM, SparsityType, Unstructured
+from sparsity.sparsity_types import Block, Channel, FanIn, NByM, SparsityType, Unstructured
 from sparsity.training.state import (
     SparseState,
     get_sparse_state,
@@ -100,6 +99,7 @@ __version__ = "0.1.0"
 # Names of jaxpruner and jax_pruning: not in `__all__` either.
 utils = mask_calculator = compat.jaxpruner
 apply_mask = compat.jaxpruner.apply_mask
+summarize_intersection = compat.jaxpruner.summarize_intersection
 pruning_act_struct = compat.jax_pruning.pruning_act_struct
 pruning_act_unstruct = compat.jax_pruning.pruning_act_unstruct
 
@@ -118,6 +118,7 @@ __all__ = [
     "Distribution",
     "EpochStrategy",
     "FLAPPruning",
+    "FanIn",
     "Global",
     "GlobalMagnitudePruning",
     "GlobalRigL",
@@ -184,7 +185,6 @@ __all__ = [
     "sparsify_linen",
     "sparsify_nnx",
     "sparsity_table",
-    "summarize_intersection",
     "summarize_sparsity",
     "synflow_scores",
     "trace",

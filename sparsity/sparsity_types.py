@@ -3,6 +3,7 @@
 from sparsity.patterns import (
     Block,
     Channel,
+    FanIn,
     NByM,
     SparsityType,
     Unstructured,
@@ -15,6 +16,7 @@ NbyM = NByM  # the spelling of one of jaxpruner's documents
 __all__ = [
     "Block",
     "Channel",
+    "FanIn",
     "NByM",
     "NbyM",
     "SparsityType",

@@ -239,13 +239,13 @@ PUBLIC = {
     "BaseUpdater", "SparseState",
     *(algorithm.__name__ for algorithm in sparsity.ALGORITHM_REGISTRY.values()),
     "NoUpdateSchedule", "OneShotSchedule", "PeriodicSchedule", "PolynomialSchedule",
-    "SparsityType", "Unstructured", "NByM", "Block", "Channel",
+    "SparsityType", "Unstructured", "NByM", "Block", "Channel", "FanIn",
     "Uniform", "ERK", "Layerwise", "Global", "Schedule", "Distribution", "Scope",
     "ALGORITHM_REGISTRY",
     "create_updater_from_config", "elementwise", "all_algorithm_names", "register_algorithm",
     "register_distribution", "register_schedule", "register_scope",
     "get_sparse_state", "set_sparse_state", "sharding_like", "active_masks",
-    "summarize_sparsity", "summarize_intersection", "sparsity_table", "unpack_masks",
+    "summarize_sparsity", "sparsity_table", "unpack_masks",
     "pruning", "pruning_apply", "EpochStrategy", "prune_act_unstruct", "prune_act_struct",
     "Graph", "trace", "budget", "Plan", "Small", "shrink", "Coupled", "calibrate", "oneshot",
     "Statistic", "WandaPruning", "RIAPruning", "SparseGPTPruning", "LeastSquares", "ADMM", "owl",
@@ -255,7 +255,12 @@ PUBLIC = {
 }
 # fmt: on
 # Names of jaxpruner and jax_pruning, reachable for the programs that were written for them.
-EARLIER = {"apply_mask", "pruning_act_struct", "pruning_act_unstruct"}
+EARLIER = {
+    "apply_mask",
+    "pruning_act_struct",
+    "pruning_act_unstruct",
+    "summarize_intersection",
+}
 EARLIER_MODULES = ["mask_calculator", "utils"]
 
 

@@ -1,4 +1,4 @@
-"""Detects the patterns of a mask: N:M, blocks, channels.
+"""Detects the patterns of a mask: N:M, blocks, channels, constant fan-in.
 
 Masks are packed to one bit an entry, so that the mask of a large array fits in memory.
 """
@@ -23,7 +23,9 @@ def find_patterns(bits: np.ndarray, shape: tuple[int, ...]) -> list[str]:
 
     Returns:
       The channel pattern, if channels are kept or removed as a whole. Otherwise the largest block
-      pattern, and for each axis the N:M pattern with the smallest N that the number of ones allows.
+      pattern, for each axis the N:M pattern with the smallest N that the number of ones allows, and
+      constant fan-in with its largest groups of outputs: along each axis, all axes but the last,
+      and all but the first, unless a pattern before implies the groups.
       An empty list for a mask of ones or of zeros.
 
     Example:
@@ -37,9 +39,18 @@ def find_patterns(bits: np.ndarray, shape: tuple[int, ...]) -> list[str]:
     patterns = _find_units(bits, shape)
     if patterns and patterns[0].startswith("channel"):
         return patterns
-    for axis in range(-len(shape), 0):
-        if best := _find_groups(bits, shape, axis, ones):
-            patterns.append(f"nm_{best[0]},{best[1]},{axis}")
+    axes = list(range(-len(shape), 0))
+    groups = {axis: _find_groups(bits, shape, axis, ones) for axis in axes}
+    patterns += [f"nm_{best[0]},{best[1]},{axis}" for axis, best in groups.items() if best]
+    inputs: list[tuple[int, ...]] = [(axis,) for axis in axes]
+    inputs += [tuple(axes[:-1]), tuple(axes[1:])] if len(shape) > 2 else []
+    # The largest group of outputs that patterns in the list imply, by contracted axis.
+    implied = {axis: int(groups[axis] is not None) for axis in axes}
+    for contracted in inputs:
+        size = _find_fan_in(bits, shape, contracted, ones)
+        if size > max(implied[axis] for axis in contracted):
+            patterns.append(f"fanin_{size},{','.join(map(str, contracted))}")
+            implied[contracted[0]] = max(implied[contracted[0]], size)
     return patterns
 
 
@@ -86,6 +97,36 @@ def _find_groups(
             return None
     holding = [(n, m) for m, n in most.items() if n == fewest[m] < m]
     return min(holding, key=lambda nm: (nm[0] / nm[1], nm[1]), default=None)
+
+
+def _find_fan_in(
+    bits: np.ndarray, shape: tuple[int, ...], contracted: tuple[int, ...], ones: int
+) -> int:
+    """Returns how many neighbouring outputs read the same inputs; 0 without a constant fan-in.
+
+    Where outputs lie on both sides of the inputs, groups divide the axes behind them.
+    """
+    first = contracted[0] + len(shape)
+    lead, width = math.prod(shape[:first]), math.prod(shape[first + len(contracted) :])
+    outputs = lead * width
+    if outputs == 1 or ones % outputs:
+        return 0
+    size = math.prod(shape) // outputs
+    counts = np.zeros(width, np.int64)
+    for start, columns, tile in _tiles(bits, lead * size, width):
+        end = start + len(tile)
+        cuts = np.arange(start // size * size, end, size)  # the first rows of outputs
+        sums = np.add.reduceat(tile, np.maximum(cuts - start, 0), axis=0, dtype=np.int64)
+        if cuts[0] < start:
+            sums[0] += counts[columns]
+        is_open = end % size > 0
+        if np.any(sums[: len(sums) - is_open] != ones // outputs):
+            return 0
+        counts[columns] = sums[-1]
+    if width == 1:
+        return _step_of_changes(bits, (lead, size), 0) or lead
+    step = _step_of_changes(bits, (lead * size, width), 1) or width
+    return step if lead == 1 else math.gcd(step, width)
 
 
 def _tiles(bits: np.ndarray, rows: int, width: int) -> Iterator[tuple[int, slice, np.ndarray]]:

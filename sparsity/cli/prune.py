@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sparsity", type=float, required=True, help="fraction of the weights to remove, in [0, 1]"
     )
     parser.add_argument(
-        "--type", help="nm_2,4 or nm_2,4,-2 (with the axis), block_4,4, channel_-1, or unstructured"
+        "--type",
+        help="nm_2,4 or nm_2,4,-2 (with the axis), block_4,4, channel_-1, fanin_16 or fanin_16,-2 "
+        "(with one or more axes), or unstructured",
     )
     parser.add_argument(
         "--algorithm", default="magnitude", help="magnitude (default), random, and others"

@@ -271,13 +271,14 @@ def _num_kept(n: int, sparsity: float) -> int:
 
 
 def _count_units(site: Site, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the number of units of a slice, and of entries of the first unit (no ragged edge)."""
+    """Returns the units of a group, and the entries of the first, full unit of all groups."""
     pattern, batch_axes = site.pattern, site.batch_axes
     assert isinstance(pattern, SparsityType)
     scores = jax.ShapeDtypeStruct(shape, np.float32)
     units = jax.eval_shape(lambda scores: pattern.pool(scores, batch_axes), scores).shape
     first = np.zeros(units, np.uint8)
-    first[(0,) * len(units)] = 1
+    leading = batch_axes + pattern.group_axes
+    first[(0,) * batch_axes + (slice(None),) * pattern.group_axes + (0,) * len(units[leading:])] = 1
     with jax.ensure_compile_time_eval():
         entries = np.count_nonzero(pattern.expand(jnp.asarray(first), shape, batch_axes))
-    return math.prod(units[batch_axes:]), int(entries)
+    return math.prod(units[leading:]), int(entries)

@@ -23,7 +23,7 @@ from sparsity.graph.coupling import TABLES, Coupling
 from sparsity.graph.layers import layered
 from sparsity.graph.proof import Proof
 from sparsity.graph.uses import Path, Tracker, Use
-from sparsity.patterns import NByM, SparsityType, Unstructured
+from sparsity.patterns import FanIn, NByM, SparsityType, Unstructured
 from sparsity.programs.axes import Axis, Reason
 from sparsity.programs.products import NO_PRODUCTS, PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program, values_read
@@ -256,6 +256,23 @@ class Graph:
         """
         return AlongInputs(self, n, m)
 
+    def fan_in(self, group: int = 1) -> Callable[[Path, chex.Array], SparsityType]:
+        """Returns a `sparsity_type`: constant fan-in along all axes that products contract.
+
+        Of a convolution these are the input channels and the window. Axes that index separate
+        products count as outputs unless `batch_axes` of the pruner covers them. Leaves that no
+        product contracts are unstructured.
+
+        Args:
+          group: neighbouring outputs that read the same inputs.
+
+        Returns:
+          A function of (path, param) that returns a `FanIn`; it raises a ValueError that names the
+          leaf if two products contract different axes, or if a reshape made a part of a contracted
+          axis an output.
+        """
+        return SharedInputs(self, group)
+
     def find_products(self, path: Path) -> list[Use]:
         """Returns the dots and convolutions that read a parameter."""
         return [use for use in self.uses if use.path == path and use.primitive in PRODUCTS]
@@ -473,6 +490,45 @@ class AlongInputs:
             )
         # From the end: it is the same axis of a slice, whatever the batch axes.
         return NByM(self.n, m, axis=fitting[-1] - len(param.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedInputs:
+    """`FanIn` along the axes that each leaf's products contract. Made by `Graph.fan_in`.
+
+    Attributes:
+      graph: of the model.
+      group: neighbouring outputs that read the same inputs.
+    """
+
+    graph: Graph
+    group: int
+
+    def __post_init__(self) -> None:
+        FanIn(self.group)  # which checks it
+
+    def __call__(self, path: Path, param: chex.Array) -> SparsityType:
+        """Returns the pattern of a leaf, or of that of a smaller model."""
+        leaf = self.graph.find_parameter(path, param, may_be_smaller=True)
+        uses = [use for use in self.graph.find_products(leaf.path) if use.contracting]
+        axes = {tuple(sorted(use.contracting)) for use in uses}
+        if not axes:
+            return Unstructured()
+        shown = f"{leaf.name!r} of shape {param.shape}"
+        if len(axes) > 1:
+            raise ValueError(
+                f"Products contract different axes {sorted(axes)} of {shown}, so that no axes "
+                "serve FanIn. Leave it out with filter_fn."
+            )
+        (inputs,) = axes
+        for axis in inputs:
+            if not all(use.is_along(axis, leaf.shape[axis]) for use in uses):
+                raise ValueError(
+                    f"Products contract a part of axis {axis} of {shown}, which a reshape took "
+                    "apart, so that no axes serve FanIn. Leave it out with filter_fn."
+                )
+        # From the end: they are the same axes of a slice, whatever the batch axes.
+        return FanIn(self.group, tuple(axis - len(param.shape) for axis in inputs))
 
 
 def _density(uses: Sequence[Use], density: Mapping[Path, costs.Number]) -> costs.Number:

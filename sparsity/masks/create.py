@@ -28,7 +28,8 @@ def create_mask(
     """Keeps the highest scores; ties go to the lowest index, NaN scores lowest.
 
     Of the n entries, blocks or channels of every slice exactly
-    `max(1, round_half_even(n * (1 - float32(sparsity))))` are kept.
+    `max(1, round_half_even(n * (1 - float32(sparsity))))` are kept; of `FanIn`, of the n inputs of
+    every group.
 
     Args:
       scores: [*batch, ...] array of any real dtype.
@@ -38,7 +39,7 @@ def create_mask(
         each group, in proportion. `None` means `sparsity` itself.
       batch_axes: number of leading axes that index separate slices.
       topk_fn: `topk_fn(scores, sparsity) -> mask` replaces the selection; it gets one slice's
-        entries, blocks or channels.
+        entries, blocks or channels, or the inputs of one group.
 
     Returns:
       uint8 mask of the shape of `scores`.
@@ -63,7 +64,8 @@ def drop_and_grow(
     Of the n active entries (blocks, channels) of every slice the
     `max(1, round_half_even(n * (1 - float32(drop_fraction))))` with the highest drop scores are
     kept, and as many as were dropped grow: those with the highest grow scores among all that were
-    not kept, so that a dropped weight may come back. For N:M each group grows as many as it lost.
+    not kept, so that a dropped weight may come back. For N:M each group grows as many as it lost;
+    for `FanIn` each group moves by itself.
 
     Args:
       mask: [*batch, ...] uint8 array, the present mask.

@@ -440,9 +440,10 @@ def _shard(
 def _units(site: Site, scores: jax.Array | Scores) -> Ranked:
     """The scores of a leaf's units."""
     pattern: Any = site.pattern  # it ranks units, and can say what these are
-    if not pattern.is_elementwise:
-        scores = pattern.pool(scores, site.batch_axes)
-    return Ranked(Scores.of(scores), None, site.batch_axes)
+    if pattern.is_elementwise:
+        return Ranked(Scores.of(scores), None, site.batch_axes)
+    units = pattern.pool(scores, site.batch_axes)
+    return Ranked(Scores.of(units), None, site.batch_axes + pattern.group_axes)
 
 
 def _entries(site: Site, units: jax.Array, like: jax.Array | Scores) -> jax.Array:

@@ -129,7 +129,7 @@ class Sites(Mapping[trees.KeyPath, Site]):
                 pattern = pattern(trees.path_names(path), param)
             if not is_pattern(pattern):
                 raise ValueError(
-                    "sparsity_type must be Unstructured, NByM, Block, Channel or another "
+                    "sparsity_type must be Unstructured, NByM, Block, Channel, FanIn or another "
                     f"SparsityType, got {pattern!r} for parameter {name!r} of shape {param.shape}."
                 )
             if self._checked:

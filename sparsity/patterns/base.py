@@ -31,7 +31,8 @@ class SparsityType:
 
     A subclass with units of several entries overrides `pool` and `expand`, and `check` if it does
     not fit every shape. All pruners and sparse trainers take the subclass. `select` keeps the best
-    units, `move` replaces the worst; a pattern with another rule, such as N:M, overrides both.
+    units, `move` replaces the worst; a pattern with another rule, such as N:M, overrides both. With
+    `group_axes` units compete within groups, and each group keeps equally many.
 
     Example:
       >>> @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,8 @@ class SparsityType:
     # Whether a mask keeps the best units, so that one search serves many leaves. False for classes
     # that define `select` or `move`.
     ranks_units: ClassVar[bool] = True
+    # Axes of the units, first after the batch axes, that index the groups in which units compete.
+    group_axes: ClassVar[int] = 0
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -69,7 +72,7 @@ class SparsityType:
         del shape, batch_axes, name
 
     def pool(self, scores: jax.Array, batch_axes: int = 0) -> jax.Array:
-        """Pools the scores of the entries to scores of the units, [*batch, ...units]."""
+        """Pools the scores of the entries to scores of the units, [*batch, *groups, ...units]."""
         del batch_axes
         return scores
 
@@ -93,7 +96,8 @@ class SparsityType:
     ) -> jax.Array:
         """Returns a uint8 mask of the best units of each slice.
 
-        Of n units (entries, blocks, channels) `sparsity.selection.num_kept(n, sparsity)` are kept.
+        Of n units (entries, blocks, channels) `sparsity.selection.num_kept(n, sparsity)` are kept;
+        with `group_axes`, of the n units of each group.
 
         Args:
           scores: [*batch, ...] array of any real dtype.
@@ -101,7 +105,7 @@ class SparsityType:
           target: end of the ramp, for patterns with a fixed density.
           batch_axes: number of leading axes that index separate slices.
           topk_fn: `topk_fn(scores, sparsity) -> mask` replaces the selection; its scores are the
-            units of one slice.
+            units of one slice, or of one group.
 
         Returns:
           uint8 mask of the shape of `scores`.
@@ -109,13 +113,13 @@ class SparsityType:
         del target
 
         def create(scores: jax.Array, sparsity: chex.Numeric) -> jax.Array:
-            units = self.pool(scores, batch_axes)
+            units, leading = self.pool(scores, batch_axes), batch_axes + self.group_axes
             if topk_fn is None:
-                kept = selection.num_kept(math.prod(units.shape[batch_axes:]), sparsity)
-                mask = selection.topk_mask(units, kept, batch_axes=batch_axes)
+                kept = selection.num_kept(math.prod(units.shape[leading:]), sparsity)
+                mask = selection.topk_mask(units, kept, batch_axes=leading)
             else:
                 choose = topk_fn
-                for _ in range(batch_axes):
+                for _ in range(leading):
                     choose = jax.vmap(choose, in_axes=(0, None))
                 mask = jnp.asarray(choose(units, sparsity)).astype(jnp.uint8)
             return self.expand(mask, scores.shape, batch_axes)
@@ -149,8 +153,9 @@ class SparsityType:
         ) -> jax.Array:
             # A unit is all ones or all zeros.
             active, drop, grow = (self.pool(x, batch_axes) for x in (mask, drop, grow))
-            kept, lost = keep_active(active, drop, fraction, batch_axes)
-            grown = selection.topk_mask(grow, lost, where=1 - kept, batch_axes=batch_axes)
+            leading = batch_axes + self.group_axes
+            kept, lost = keep_active(active, drop, fraction, leading)
+            grown = selection.topk_mask(grow, lost, where=1 - kept, batch_axes=leading)
             return self.expand(kept | grown, mask.shape, batch_axes)
 
         return sharding.shard_like(mask, move, mask, drop_scores, grow_scores, drop_fraction)

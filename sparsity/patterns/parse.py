@@ -7,6 +7,7 @@ import re
 from sparsity.core.names import suggest
 from sparsity.patterns.base import SparsityType, Unstructured
 from sparsity.patterns.blocks import Block, Channel
+from sparsity.patterns.fan_in import FanIn
 from sparsity.patterns.nm import COLON, NByM
 
 _NUMBERS = r"\s*-?\d+\s*(,\s*-?\d+\s*)*"
@@ -16,7 +17,8 @@ def parse_sparsity_type(text: str) -> SparsityType:
     """Reads a pattern from a configuration string.
 
     Args:
-      text: 'unstructured', 'nm_n,m', 'nm_n,m,axis', 'n:m', 'block_h,w' or 'channel_axis'.
+      text: 'unstructured', 'nm_n,m', 'nm_n,m,axis', 'n:m', 'block_h,w', 'channel_axis',
+        'fanin_group' or 'fanin_group,axis' with one or more axes.
 
     Raises:
       ValueError: the string is none of these, or its numbers are invalid for the pattern.
@@ -40,9 +42,13 @@ def parse_sparsity_type(text: str) -> SparsityType:
             return Block((rows, columns))
         case "channel", [axis]:
             return Channel(axis)
-    kinds = suggest(kind, ["unstructured", "nm", "block", "channel"])
+        case "fanin", [group]:
+            return FanIn(group)
+        case "fanin", [group, *axes]:
+            return FanIn(group, tuple(axes))
+    kinds = suggest(kind, ["unstructured", "nm", "block", "channel", "fanin"])
     raise ValueError(
         f"Sparsity type {text!r} is not known. {kinds} Use "
-        "  'unstructured', 'nm_2,4', 'nm_2,4,-2' (with the axis), '2:4', 'block_4,4' or "
-        "'channel_-1'."
+        "  'unstructured', 'nm_2,4', 'nm_2,4,-2' (with the axis), '2:4', 'block_4,4', "
+        "'channel_-1', 'fanin_16' or 'fanin_16,-2' (with one or more axes)."
     )

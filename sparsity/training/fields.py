@@ -44,8 +44,8 @@ def check_fields(updater: Updater) -> None:
     kind = updater.sparsity_type
     if not is_pattern(kind) and (not callable(kind) or isinstance(kind, type)):
         raise ValueError(
-            "sparsity_type must be Unstructured(), NByM(n, m), Block(shape), Channel(axis) or "
-            f"a function of (path, param), got sparsity_type = {kind!r}."
+            "sparsity_type must be Unstructured(), NByM(n, m), Block(shape), Channel(axis), "
+            f"FanIn(group, axis) or a function of (path, param), got sparsity_type = {kind!r}."
         )
     for name in ("is_mask_update_iter", "get_sparsity_at_step"):
         schedule = updater.scheduler

@@ -294,6 +294,9 @@ def test_training_starts_from_random_masks_of_the_exact_sparsity(name):
         sparsity.Block((3, 5)),
         sparsity.Channel(-1),
         sparsity.Channel(0),
+        sparsity.FanIn(1),
+        sparsity.FanIn(5),
+        sparsity.FanIn(4, axis=-1),
     ],
     ids=str,
 )
@@ -333,6 +336,12 @@ def _units(kind, mask):
         rows = np.moveaxis(mask, kind.axis, 0)
         assert np.all(rows == rows[:, :1])
         return int(rows[:, 0].sum())
+    if isinstance(kind, sparsity.FanIn):
+        rows = np.moveaxis(mask, kind.axis, -1)
+        for start in range(0, len(rows), kind.group):
+            assert np.all(rows[start : start + kind.group] == rows[start])
+        (fan_in,) = {*rows.sum(axis=1).tolist()}
+        return fan_in
     height, width = kind.block_shape
     kept = 0
     for row in range(0, mask.shape[0], height):

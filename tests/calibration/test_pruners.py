@@ -125,6 +125,64 @@ def test_groups_lie_along_the_inputs(pruner):
 
 
 @pytest.mark.slow
+def test_a_constant_fan_in_of_single_outputs_is_what_wanda_keeps_of_each():
+    weights, x, _ = oracles.layer(dtype=np.float32)
+    kernel, statistic = jnp.asarray(weights.T), oracles.of_kernel(x)
+    mask = masks_of(sparsity.WandaPruning, kernel, statistic, 0.7, sparsity_type=sparsity.FanIn())
+    expected = oracles.wanda(weights, np.asarray(statistic.squares), 0.7)
+    np.testing.assert_array_equal(mask.T, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pruner", [sparsity.WandaPruning, sparsity.RIAPruning])
+def test_outputs_that_share_their_inputs_compete_by_sums_of_scores(pruner):
+    weights, x, _ = oracles.layer(24, 10, seed=3)
+    w, squares = np.abs(weights), (x**2).sum(0)
+    scores = w * np.sqrt(squares)
+    if pruner is sparsity.RIAPruning:
+        scores = (w / w.sum(1, keepdims=True) + w / w.sum(0)) * squares**0.25
+    sums = [scores[start : start + 4].sum(0) for start in (0, 4, 8)]
+    rows = [selection_oracle.best(group, helpers.num_kept(24, 0.7)) for group in sums]
+    with jax.enable_x64(True):
+        mask = masks_of(
+            pruner,
+            jnp.asarray(weights.T),
+            oracles.of_kernel(x),
+            0.7,
+            sparsity_type=sparsity.FanIn(4),
+        )
+    np.testing.assert_array_equal(mask.T, np.repeat(rows, [4, 4, 2], axis=0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pruner", [sparsity.WandaPruning, sparsity.RIAPruning])
+def test_oneshot_keeps_the_fan_in_of_every_layer(pruner):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    params = {"up": draw(12, 10), "layers": draw(3, 10, 10), "conv": draw(3, 1, 10)}
+
+    def model(p, x):
+        h = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ p["up"], p["layers"])[0]
+        return jax.lax.conv_general_dilated(
+            h[..., None], p["conv"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        )
+
+    graph = sparsity.trace(model, params, draw(4, 12))
+    updater = pruner(
+        sparsity_type=graph.fan_in(4),
+        sparsity_distribution_fn=helpers.half,
+        batch_axes=lambda path, leaf: int(path[-1] == "layers"),
+    )
+    masks = sparsity.oneshot(updater, model, params, [draw(20, 12)])[1]
+    for name, inputs, kept in (("up", 12, 6), ("layers", 10, 5), ("conv", 3, 2)):
+        each = np.asarray(masks[name]).reshape(-1, inputs, 10)
+        for start in (0, 4, 8):
+            group = each[:, :, start : start + 4]
+            assert (group == group[..., :1]).all()
+        assert (each.sum(axis=1) == kept).all()
+
+
+@pytest.mark.slow
 def test_blocks_and_channels_compete_by_their_scores():
     kernel = jnp.array([[3.0, 1.0], [1.0, 1.0], [2.0, 2.0], [1.0, 1.0]])
     squares = sparsity.Statistic(squares=jnp.array([1.0, 1.0, 1.0, 100.0]), **SEEN)
@@ -153,6 +211,17 @@ def test_groups_along_the_outputs_are_refused_by_what_compares_within_an_output(
     message = r"NByM\(n=2, m=4, axis=-1\) of 'w'.*within an output.*contracts, \(0,\)"
     with pytest.raises(ValueError, match=message):
         masks_of(pruner, jnp.ones((4, 4)), seen, sparsity_type=sparsity.NByM(2, 4))
+
+
+def test_a_fan_in_that_counts_outputs_or_corrects_weights_is_refused():
+    seen = sparsity.Statistic(gram=jnp.eye(4), **SEEN)
+    kind = sparsity.FanIn(2, axis=-1)
+    message = r"FanIn\(group=2, axis=-1\) of 'w'.*within an output.*the axis of FanIn"
+    with pytest.raises(ValueError, match=message):
+        masks_of(sparsity.WandaPruning, jnp.ones((4, 4)), seen, sparsity_type=kind)
+    message = r"SparseGPTPruning.*got FanIn\(group=2, axis=-2\) for 'w'. Use WandaPruning"
+    with pytest.raises(ValueError, match=message):
+        masks_of(sparsity.SparseGPTPruning, jnp.ones((4, 4)), seen, sparsity_type=sparsity.FanIn(2))
 
 
 def test_groups_that_do_not_divide_the_inputs_are_refused():

@@ -46,10 +46,42 @@ def tile(request, monkeypatch):
         ("block_5,3", (50, 31)),  # with ragged columns
         ("block_3,3", (6, 24, 24)),
         ("block_1,6", (96,)),
+        ("fanin_1,-2", (33, 40)),
+        ("fanin_1,-1", (40, 33)),
+        ("fanin_1,-2", (5, 33, 40)),
+        ("fanin_1,-4,-3,-2", (3, 3, 8, 41)),
+        ("fanin_1,-3,-2,-1", (24, 5, 3, 3)),
     ],
 )
 def test_the_pattern_of_a_mask_is_found(kind, shape):
     assert found(made(kind, shape)) == [kind]
+
+
+@pytest.mark.usefixtures("tile")
+@pytest.mark.parametrize(
+    ("kind", "shape", "block"),
+    [
+        ("fanin_16,-2", (50, 64), "block_1,16"),
+        ("fanin_16,-2", (50, 70), "block_1,16"),  # with a smaller last group
+        ("fanin_4,-1", (30, 33), "block_4,1"),
+        ("fanin_8,-4,-3,-2", (3, 3, 8, 24), "block_1,8"),
+        ("fanin_8,-3,-2", (2, 17, 24), "block_1,8"),  # heads that an output joins
+        ("fanin_4,-2", (3, 33, 8), "block_1,4"),  # stacked layers
+        ("fanin_4,-3", (33, 2, 8), "block_1,4"),  # heads that an input is split to
+    ],
+)
+def test_outputs_that_share_their_inputs_are_found(kind, shape, block):
+    assert found(made(kind, shape)) == [block, kind]
+
+
+def test_one_entry_more_is_no_constant_fan_in():
+    mask = np.array(made("fanin_1,-2", (33, 40)))
+    mask[np.flatnonzero(mask[:, 7] == 0)[0], 7] = 1
+    assert found(mask) == []
+
+
+def test_a_mask_of_one_output_reads_no_constant_number_of_inputs():
+    assert found([[1], [0], [0], [1], [1], [1], [0]]) == ["channel_-2"]
 
 
 @pytest.mark.usefixtures("tile")
@@ -93,6 +125,11 @@ def test_what_is_found_holds(seed):
             groups = np.moveaxis(mask, pattern.axis, -1).reshape(-1, pattern.m)
             assert groups.sum(axis=1).max() == pattern.n
             assert mask.sum() > (pattern.n - 1) * len(groups)
+        elif name.startswith("fanin"):
+            rows = np.moveaxis(mask, pattern.axis, -1)
+            assert len({*rows.sum(axis=1).tolist()}) == 1
+            assert all(np.array_equal(row, rows[i - i % pattern.group])
+                       for i, row in enumerate(rows))  # fmt: skip
         else:
             units = pattern.pool(jnp.asarray(mask)) > 0
             assert np.array_equal(pattern.expand(units, mask.shape), mask)

@@ -120,6 +120,16 @@ def test_patterns_of_units_stay_within_the_budget():
     assert 0.27 <= graph.macs(masks) / graph.macs() <= 0.3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [1, 4])
+def test_a_constant_fan_in_meets_the_budget_exactly_with_a_smaller_last_group(group):
+    params = {"w": jax.random.normal(jax.random.key(0), (100, 10))}
+    graph = trace(lambda p, x: x @ p["w"], params, jnp.ones((1, 100)))
+    budget = sparsity.budget(graph, macs=0.25)
+    mask = masks_of(params, budget, sparsity_type=sparsity.FanIn(group))["w"]
+    np.testing.assert_array_equal(mask.sum(axis=0), [25] * 10)
+
+
 def test_what_cannot_be_met_is_said_with_the_least_that_can():
     params, graph = case()
     spread = sparsity.Uniform(filter_fn=lambda path, _: path[0] != "conv")

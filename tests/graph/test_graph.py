@@ -214,6 +214,84 @@ def test_nm_runs_along_the_contracted_axis_of_each_layout():
     assert graph.nm(1, 3)(("heads",), jax.ShapeDtypeStruct((2, 6, 3), jnp.float32)).axis == -2
 
 
+def test_fan_in_runs_along_all_axes_that_each_layout_contracts():
+    def fn(p, x):
+        x = jnp.einsum("bi,oi->bo", x, p["rows"]) @ p["columns"]
+        x = models._conv(x[:, None, None], p["image"])[:, 0, 0] * p["scale"]
+        x = jnp.einsum("bi,ihd->bhd", x, p["split"])
+        return jnp.einsum("bhd,hdo->bo", x, p["heads"])
+
+    shapes = {
+        "rows": (8, 4),
+        "columns": (8, 8),
+        "image": (2, 2, 8, 12),
+        "scale": (12,),
+        "split": (12, 2, 6),
+        "heads": (2, 6, 3),
+    }
+    graph = trace(fn, models.abstract(shapes), jax.ShapeDtypeStruct((3, 4), jnp.float32))
+    assert tree_of(graph, graph.fan_in(16)) == {
+        "rows": sparsity.FanIn(16, axis=-1),
+        "columns": sparsity.FanIn(16, axis=-2),
+        "image": sparsity.FanIn(16, axis=(-4, -3, -2)),
+        "scale": sparsity.Unstructured(),
+        "split": sparsity.FanIn(16, axis=-3),
+        "heads": sparsity.FanIn(16, axis=(-3, -2)),
+    }
+    assert graph.fan_in() == graph.fan_in(1)
+    with pytest.raises(ValueError, match=r"FanIn\.group must be at least 1, got FanIn\.group = 0"):
+        graph.fan_in(0)
+
+
+def test_masks_of_fan_in_hold_along_the_inputs_of_a_convolution():
+    def fn(p, x):
+        return jax.lax.conv_general_dilated(x, p["w"], (1, 1), "SAME")  # NCHW, OIHW
+
+    params = models.draw({"w": (8, 5, 3, 3)})
+    graph = trace(fn, params, jnp.ones((1, 5, 7, 7)))
+    pruner = sparsity.MagnitudePruning(
+        sparsity_distribution_fn=sparsity.Uniform(0.8), sparsity_type=graph.fan_in(4)
+    )
+    mask = np.asarray(pruner.instant_sparsify(params)[1]["w"]).reshape(2, 4, 45)
+    assert (mask == mask[:, :1]).all()
+    sums = np.abs(np.asarray(params["w"], np.float64)).reshape(2, 4, 45).sum(axis=1)
+    for group, scores in zip(mask[:, 0], sums, strict=True):
+        assert {*np.flatnonzero(group)} == {*np.argsort(-scores)[:9]}
+
+
+@pytest.mark.parametrize("batch_axes", [0, 1])
+def test_fan_in_of_stacked_layers_runs_along_the_same_axis_with_batch_axes(batch_axes):
+    params = models.draw({"layers": (3, 4, 6)})
+
+    def fn(x, w):
+        return (x @ w)[:, :4], 0
+
+    graph = trace(lambda p, x: jax.lax.scan(fn, x, p["layers"])[0], params, jnp.ones((2, 4)))
+    pruner = sparsity.MagnitudePruning(
+        sparsity_distribution_fn=sparsity.Uniform(0.5),
+        sparsity_type=graph.fan_in(3),
+        batch_axes=batch_axes,
+    )
+    mask = pruner.instant_sparsify(params)[1]["layers"]
+    assert (mask.sum(axis=1) == 2).all()
+    groups = mask.reshape(3, 4, 2, 3)
+    assert (groups == groups[..., :1]).all()
+
+
+def test_no_fan_in_serves_products_of_different_axes_or_of_a_part_of_an_axis():
+    params = models.abstract({"tied": (4, 4)})
+    graph = trace(lambda p, x: x @ p["tied"] @ p["tied"].T, params, jnp.ones((2, 4)))
+    with pytest.raises(ValueError, match=r"different axes \[\(0,\), \(1,\)\] of 'tied'.*filter_fn"):
+        graph.fan_in(2)(("tied",), params["tied"])
+    params = models.draw({"w": (8, 3)})
+    for fn, inputs in ((parts((0, 1, 2), 1), 2), (parts((0, 1, 2), 0), 4)):
+        graph = trace(fn, params, jnp.ones((5, inputs)))
+        with pytest.raises(
+            ValueError, match=r"a part of axis 0 of 'w' of shape \(8, 3\).*filter_fn"
+        ):
+            graph.fan_in(2)(("w",), params["w"])
+
+
 @pytest.mark.parametrize("batch_axes", [0, 1])
 def test_nm_of_stacked_layers_runs_along_the_same_axis_with_batch_axes(batch_axes):
     params = models.draw({"layers": (3, 4, 6)})

@@ -317,7 +317,9 @@ def test_a_leaf_of_its_own_sparsity_keeps_that_while_masks_move(cls):
 
 
 @pytest.mark.parametrize(
-    "kind", [sparsity.NByM(2, 4), sparsity.Block((2, 2)), sparsity.Channel()], ids=repr
+    "kind",
+    [sparsity.NByM(2, 4), sparsity.Block((2, 2)), sparsity.Channel(), sparsity.FanIn()],
+    ids=repr,
 )
 def test_structured_types_are_refused(kind):
     with pytest.raises(ValueError, match=r"ranks single weights.*got sparsity_type = \w+\("):

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from sparsity import masks
-from sparsity.sparsity_types import Block, Channel, NByM, Unstructured
+from sparsity.sparsity_types import Block, Channel, FanIn, NByM, Unstructured
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,11 @@ from sparsity.sparsity_types import Block, Channel, NByM, Unstructured
         (Channel(), (3,), 0),
         (Channel(1), (3, 4, 5), 1),
         (Channel(-2), (3, 4, 5), 1),
+        (FanIn(), (4, 4), 0),
+        (FanIn(16), (4, 4), 0),
+        (FanIn(1, 0), (4,), 0),
+        (FanIn(2, (0, -1)), (3, 4, 5), 1),
+        (FanIn(), (4, 0), 0),
     ],
     ids=str,
 )
@@ -43,6 +48,11 @@ def test_types_that_fit_pass(kind, shape, batch_axes):
         (Channel(-3), (4, 4), 0, "no axis -3"),
         (Channel(), (), 0, "no axis -1"),
         (Channel(1), (4, 4), 1, "1 leading.*no axis 1"),
+        (FanIn(), (4,), 0, "no axis -2"),
+        (FanIn(4, (0, 2)), (4, 4), 0, "no axis 2"),
+        (FanIn(4, 1), (4, 4), 1, "1 leading.*no axis 1"),
+        (FanIn(4, (0, -2)), (4, 4), 0, "one axis of"),
+        (FanIn(4, (0, -2)), (3, 4, 4), 1, "one axis of.*1 leading"),
         (Block((2, 2)), (), 0, "at least one axis"),
         (Block((2, 2)), (4,), 1, "1 leading"),
     ],
@@ -61,7 +71,7 @@ def test_types_that_do_not_fit_are_errors_with_parameter_shape_and_remedy(
 @pytest.mark.parametrize("kind", ["nm_2,4", None, 4, NByM], ids=repr)
 def test_what_is_no_type_is_an_error_with_the_parameter(kind):
     table = masks.Sites({"net": {"kernel": jnp.ones((3, 4))}}, lambda path, param: kind)
-    with pytest.raises(ValueError, match="Unstructured, NByM, Block, Channel or another") as error:
+    with pytest.raises(ValueError, match="Block, Channel, FanIn or another") as error:
         table[next(iter(table))]
     assert repr(kind) in str(error.value)
     assert "'net/kernel'" in str(error.value)

@@ -144,6 +144,32 @@ def test_a_selection_of_ones_own_gets_the_rows_of_a_slice():
     assert set(shapes) == {(10,)}
 
 
+@dataclasses.dataclass(frozen=True)
+class Pairs(sparsity.SparsityType):
+    """Pairs of neighbours along the last axis compete within each row."""
+
+    group_axes = 1
+
+    def pool(self, scores, batch_axes=0):
+        return jnp.max(scores.reshape(*scores.shape[:-1], -1, 2), axis=-1)
+
+    def expand(self, units, shape, batch_axes=0):
+        return jnp.repeat(units, 2, axis=-1)
+
+
+def test_units_of_a_pattern_with_groups_compete_within_each():
+    scores = jnp.array([[1.0, 9.0, 2.0, 2.0, 8.0, 0.0, 3.0, 3.0], [0.0] * 8])
+    pruner = sparsity.MagnitudePruning(
+        sparsity_type=Pairs(), sparsity_distribution_fn=sparsity.Uniform(0.5)
+    )
+    mask = pruner.instant_sparsify(scores)[1]
+    np.testing.assert_array_equal(mask, [[1, 1, 0, 0, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0]])
+    # Each row drops one of two active pairs, keeps the first, and grows its highest other one.
+    grow = jnp.array([[0.0] * 6 + [3.0, 3.0], [0.0] * 2 + [1.0, 4.0, 5.0, 5.0, 0.0, 0.0]])
+    moved = Pairs().move(mask, scores, grow, 0.5)
+    np.testing.assert_array_equal(moved, [[1, 1, 0, 0, 0, 0, 1, 1], [1, 1, 0, 0, 1, 1, 0, 0]])
+
+
 class NoPool:
     is_elementwise = False
 

@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from sparsity.sparsity_types import Block, Channel, NByM, Unstructured, parse_sparsity_type
+from sparsity.sparsity_types import Block, Channel, FanIn, NByM, Unstructured, parse_sparsity_type
 
 NAN = float("nan")
-ALL = [Unstructured(), NByM(2, 4), Block((4, 4)), Channel(-1)]
+ALL = [Unstructured(), NByM(2, 4), Block((4, 4)), Channel(-1), FanIn(), FanIn(16, (0, 1))]
 
 
 @pytest.mark.parametrize("kind", ALL, ids=repr)
@@ -25,11 +25,18 @@ def test_defaults_are_the_last_axis_and_average_pooling():
     assert NByM(2, 4).axis == -1
     assert Channel().axis == -1
     assert Block((2, 3)).use_avg_pooling is True
+    assert (FanIn().group, FanIn().axis) == (1, -2)
 
 
 def test_a_block_shape_given_as_a_list_compares_like_a_tuple():
     assert Block([2, 3]) == Block((2, 3))
     assert hash(Block([2, 3])) == hash(Block((2, 3)))
+
+
+def test_axes_of_fan_in_compare_in_any_order_and_one_axis_as_an_integer():
+    assert FanIn(4, [2, 0]) == FanIn(4, (0, 2))
+    assert hash(FanIn(4, [2, 0])) == hash(FanIn(4, (0, 2)))
+    assert FanIn(4, (-2,)) == FanIn(4, -2)
 
 
 @pytest.mark.parametrize(("n", "m"), [(0, 1), (0, 4), (4, 4), (1, 1), (np.int64(2), np.int32(4))])
@@ -61,6 +68,15 @@ def test_n_may_be_anything_from_none_to_all_of_m(n, m):
         (lambda: Channel(None), "Channel.axis must be an integer, got Channel.axis = None"),
         (lambda: Channel(0.5), "Channel.axis must be an integer, got Channel.axis = 0.5"),
         (lambda: Channel(True), "Channel.axis must be an integer, got Channel.axis = True"),
+        (lambda: FanIn(0), "FanIn.group must be at least 1, got FanIn.group = 0"),
+        (lambda: FanIn(2.0), "FanIn.group must be an integer, got FanIn.group = 2.0"),
+        (lambda: FanIn(True), "FanIn.group must be an integer, got FanIn.group = True"),
+        (lambda: FanIn(1, None), "FanIn.axis must be an integer, got FanIn.axis = None"),
+        (lambda: FanIn(1, "0"), "FanIn.axis must be an integer, got FanIn.axis = '0'"),
+        (lambda: FanIn(1, (0, 1.0)), "FanIn.axis must be an integer, got FanIn.axis = 1.0"),
+        (lambda: FanIn(1, (0, None)), "FanIn.axis must be an integer, got FanIn.axis = None"),
+        (lambda: FanIn(1, (1, 1)), r"FanIn.axis must be different axes.*\(1, 1\)"),
+        (lambda: FanIn(1, ()), r"FanIn.axis must be different axes.*\(\)"),
     ],
 )
 def test_a_bad_value_is_named_when_the_type_is_made(make, message):
@@ -85,6 +101,12 @@ def test_a_bad_value_is_named_when_the_type_is_made(make, message):
         (" block_4,8 ", Block((4, 8))),
         ("channel_0", Channel(0)),
         ("channel_-1", Channel(-1)),
+        ("fanin_1", FanIn()),
+        ("fanin_16", FanIn(16)),
+        ("fanin_16,-2", FanIn(16, -2)),
+        (" fanin_16, 0 ", FanIn(16, 0)),
+        ("fanin_16,0,1", FanIn(16, (0, 1))),
+        ("fanin_4,-4,-3,-2", FanIn(4, (-4, -3, -2))),
     ],
 )
 def test_configuration_strings_are_read(text, kind):
@@ -97,8 +119,20 @@ UNKNOWN = [
     "nm", "nm_", "nm_2", "nm_2,4,", "nm_2,4,1,1", "nm_2.0,4", "nm_a,b", "2:4:8", "2:", "-2:4",
     "block_4", "block_4,4,4", "block_4x4", "blok_4,4",
     "channel", "channel_", "channel_x", "channel_0,1",
+    "fanin", "fanin_", "fanin_x", "fanin_16,", "fanin_16,(0,1)", "fan_in_16",
 ]
 # fmt: on
+
+
+UNDERSTOOD = (
+    "unstructured",
+    "nm_2,4",
+    "nm_2,4,-2",
+    "2:4",
+    "block_4,4",
+    "channel_-1",
+    "fanin_16,-2",
+)
 
 
 @pytest.mark.parametrize("text", UNKNOWN)
@@ -106,7 +140,7 @@ def test_an_unknown_string_is_shown_beside_what_is_known(text):
     with pytest.raises(ValueError, match="Sparsity type") as error:
         parse_sparsity_type(text)
     assert repr(text) in str(error.value)
-    for known in ("unstructured", "nm_2,4", "nm_2,4,-2", "2:4", "block_4,4", "channel_-1"):
+    for known in UNDERSTOOD:
         assert known in str(error.value)
 
 
@@ -119,6 +153,8 @@ def test_an_unknown_string_is_shown_beside_what_is_known(text):
         ("0:0", "NByM.m"),
         ("nm_-2,4", "NByM.n"),
         ("block_0,4", "block_shape"),
+        ("fanin_0", "FanIn.group"),
+        ("fanin_1,0,0", "FanIn.axis"),
     ],
 )
 def test_numbers_in_a_string_are_checked_like_others(text, message):

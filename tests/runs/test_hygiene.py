@@ -19,6 +19,7 @@ _TYPES = {
     "N:M": sparsity.NByM(1, 4),
     "block": sparsity.Block((2, 3)),
     "channel": sparsity.Channel(-1),
+    "fan_in": sparsity.FanIn(5),
 }
 _PARAMS = helpers.params(shape=(2, 8, 12)) | {"bias": jnp.ones((2, 12))}
 

@@ -28,6 +28,7 @@ _TYPES = {
     "nm": sparsity.NByM(1, 4),
     "block": sparsity.Block((2, 2)),
     "channel": sparsity.Channel(-1),
+    "fan_in": sparsity.FanIn(4),
 }
 
 
@@ -281,6 +282,10 @@ def test_type(name, kind):
         elif kind == "block":
             blocks = mask.reshape(mask.shape[0] // 2, 2, -1, 2).sum(axis=(1, 3))
             assert set(blocks.ravel().tolist()) == {0, 4}
+        elif kind == "fan_in":
+            groups = mask.reshape(mask.shape[0], -1, 4)
+            assert np.all(groups == groups[..., :1])
+            assert {*mask.sum(axis=0).tolist()} == {mask.shape[0] // 4}
         else:
             assert set(mask.sum(axis=0).tolist()) == {0, mask.shape[0]}
 

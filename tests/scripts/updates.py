@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import sparsity
 from tests import helpers
+from tests.scripts.devices import same
 from tests.selection_oracle import best
 
 SPECS = {  # of the kernels of two layers and of the bias
@@ -67,6 +68,22 @@ def every_algorithm_gives_bit_equal_masks(devices):
                     assert mask.sharding.is_equivalent_to(like.sharding, 2), (name, mask)
         for mask, expected in zip(*map(jax.tree.leaves, masks.values()), strict=True):
             np.testing.assert_array_equal(mask, expected, err_msg=name)
+
+
+def groups_of_outputs_share_their_inputs_as_on_one_device(devices):
+    # Groups within a device and across devices, along the first axis and the last.
+    cases = (("magnitude", "fanin_1,0"), ("rigl", "fanin_4,1"), ("rigl", "fanin_24,0"))
+    for name, kind in cases:
+        updater = helpers.make_updater(name, sparsity_type=kind)
+        tx, masks = updater.wrap_optax(optax.identity()), {}
+        for layout in (None, "both"):
+            with on(devices, layout):
+                params, grads = (place(devices, tree(seed), layout) for seed in (0, 1))
+                state = tx.init(params)._replace(count=jnp.int32(3))
+                masks[layout] = jax.jit(tx.update)(grads, state, params)[1].masks
+        for layer in ("in", "out"):
+            both = [masks[layout][layer]["kernel"] for layout in ("both", None)]
+            same(*both, params[layer]["kernel"])
 
 
 def _loss(params, x, y, is_explicit):
@@ -225,6 +242,7 @@ def initial_weights_are_pruned_as_on_one_device(devices):
 _BOTH = [
     initial_weights_are_pruned_as_on_one_device,
     every_algorithm_gives_bit_equal_masks,
+    groups_of_outputs_share_their_inputs_as_on_one_device,
     a_run_agrees_with_one_device_compiles_once_and_keeps_its_placement,
     a_jitted_init_places_masks_as_their_parameters,
     no_array_has_the_size_of_an_unsharded_parameter,

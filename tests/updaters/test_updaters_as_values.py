@@ -53,6 +53,7 @@ def test_updaters_of_a_traced_model_are_pickled_with_the_names_of_its_function()
         {"sparsity_distribution_fn": sparsity.budget(graph, macs=0.5)},
         {"sparsity_distribution_fn": sparsity.Uniform(0.5, filter_fn=graph.is_weight)},
         {"sparsity_type": graph.nm(2, 4)},
+        {"sparsity_type": graph.fan_in(4)},
     ):
         options = {"sparsity_distribution_fn": sparsity.Uniform(0.5), **options}
         updater = sparsity.MagnitudePruning(**options)

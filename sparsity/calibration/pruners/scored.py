@@ -22,7 +22,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.exact import ordered_sum
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.masks import Layerwise, Scope, Site, Sites, TopkFn, Wanted, create_masks
-from sparsity.patterns import NByM
+from sparsity.patterns import FanIn, NByM
 from sparsity.patterns.base import absolute_axis
 from sparsity.training.state import SparseState
 
@@ -105,8 +105,8 @@ class ScoredPruning(StatisticsPruning):
           sites: as in every updater.
 
         Raises:
-          ValueError: a leaf that has a sparsity has no statistic, or N:M groups do not lie along
-            its inputs.
+          ValueError: a leaf that has a sparsity has no statistic, or the groups of N:M or `FanIn`
+            do not lie along its inputs.
         """
         table = self.sites(scores) if sites is None else sites
         shapes = trees.leaves_by_path(scores)
@@ -173,18 +173,18 @@ class RIAPruning(ScoredPruning):
 
 
 def check_groups(site: Site, statistic: Statistic, shape: tuple[int, ...]) -> None:
-    """Raises a ValueError that names the leaf if N:M groups do not lie along its inputs."""
+    """Raises a ValueError that names the leaf if N:M or `FanIn` runs along axes of outputs."""
     pattern = site.pattern
-    if not isinstance(pattern, NByM):
-        return
-    axis = absolute_axis(pattern.axis, site.batch_axes, len(shape))
-    if axis not in statistic.contracting:
-        raise ValueError(
-            f"{pattern} of {site.name!r}, shape {shape}: its weights are compared within an "
-            f"output, and axis {pattern.axis} is none that its product contracts, "
-            f"{statistic.contracting}. Give one of these as the axis of NByM; sparsity_type may be "
-            "a function of (path, param)."
-        )
+    axes = (pattern.axis,) if isinstance(pattern, NByM) else ()
+    for axis in pattern.axes if isinstance(pattern, FanIn) else axes:
+        if absolute_axis(axis, site.batch_axes, len(shape)) not in statistic.contracting:
+            kind = type(pattern).__name__
+            raise ValueError(
+                f"{pattern} of {site.name!r}, shape {shape}: its weights are compared within an "
+                f"output, and axis {axis} is none that its product contracts, "
+                f"{statistic.contracting}. Give one of these as the axis of {kind}; sparsity_type "
+                "may be a function of (path, param)."
+            )
 
 
 def is_per_slice(scope: object) -> TypeGuard[Scope]:
