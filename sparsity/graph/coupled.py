@@ -420,4 +420,4 @@ def _best(
 
 def _channels(importance: jax.Array, active: jax.Array | None = None) -> Ranked:
     """The channels of a group as a search takes them: the layers of a scan are slices."""
-    return Ranked(Scores.of(importance), active, importance.ndim - 1)
+    return Ranked(Scores.wrap(importance), active, importance.ndim - 1)
