@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from sparsity import masks as masks_lib
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.statistics import Statistic, Statistics, statistic_of
+from sparsity.calibration.statistics import Statistic, Statistics, look_up_statistic
 from sparsity.calibration.statistics.rows import Kind
 from sparsity.core import sharding, trees
 from sparsity.core.trees import KeyPath, PyTree
@@ -155,7 +155,7 @@ class StatisticsPruning(BaseUpdater):
         self, statistics: Statistics | None, site: Site, shape: tuple[int, ...]
     ) -> Statistic:
         """Returns the checked statistic of a parameter of that shape."""
-        return statistic_of(statistics, site, shape, self.statistics_kind, type(self).__name__)
+        return look_up_statistic(statistics, site, shape, self.statistics_kind, type(self).__name__)
 
     def _solved(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         """Returns the weights and the mask of a parameter, in its dtype and placed as it is."""

@@ -78,11 +78,15 @@ def choose(
         values = _values(state.tables, places)
         ranked = jnp.where(state.inside == is_out, jnp.where(is_out, -values, values), -jnp.inf)
         # Of equals the lower index stays, or comes.
-        found = jnp.argmax(jnp.where(is_out, ranked[::-1], ranked))
-        found = jnp.where(is_out, channels - 1 - found, found)
-        tables = [_pivoted(x, own[found]) for x, own in zip(state.tables, places, strict=True)]
+        channel = jnp.argmax(jnp.where(is_out, ranked[::-1], ranked))
+        channel = jnp.where(is_out, channels - 1 - channel, channel)
+        tables = [
+            _pivoted(x, indices[channel]) for x, indices in zip(state.tables, places, strict=True)
+        ]
         return _State(
-            state.inside.at[found].set(~state.inside[found]), tables, state.error - ranked[found]
+            state.inside.at[channel].set(~state.inside[channel]),
+            tables,
+            state.error - ranked[channel],
         )
 
     def step(search: _Search) -> _Search:
@@ -95,15 +99,15 @@ def choose(
         count = jnp.where(back == 0, start, jnp.where(is_better, out, out // 2))
         return _Search(state, count, count)
 
-    def of_layer(matrices: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
+    def choose_layer(matrices: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
         tables = [_table(weights, grams, damping) for weights, grams in matrices]
         error = jnp.zeros((), jnp.result_type(*tables))
-        whole = _State(jnp.ones(channels, bool), tables, error)
-        search = _Search(whole, jnp.asarray(channels - kept), jnp.zeros_like(start))
+        complete = _State(jnp.ones(channels, bool), tables, error)
+        search = _Search(complete, jnp.asarray(channels - kept), jnp.zeros_like(start))
         return lax.while_loop(lambda search: search.out > 0, step, search).state.inside
 
-    found: jax.Array = lax.map(of_layer, [(x.weights, x.grams) for x in readers])
-    return found
+    inside: jax.Array = lax.map(choose_layer, [(x.weights, x.grams) for x in readers])
+    return inside
 
 
 def _table(weights: jax.Array, grams: jax.Array, damping: chex.Numeric) -> jax.Array:
@@ -126,23 +130,23 @@ def _table(weights: jax.Array, grams: jax.Array, damping: chex.Numeric) -> jax.A
 def _values(tables: Sequence[jax.Array], places: Sequence[jax.Array]) -> jax.Array:
     """What the error grows by if a channel goes out, or shrinks by if it comes in: [channels]."""
     total = jnp.zeros((), jnp.result_type(*tables))
-    for table, own in zip(tables, places, strict=True):
+    for table, indices in zip(tables, places, strict=True):
         inputs = table.shape[-2]
         # in S: W_c^T inv(inv(XTX_S)_cc) W_c, summed over outputs; out: G^T inv(C) G
-        squares = table[:, own[:, :, None], own[:, None, :]]
-        rows = table[:, own, inputs:]
+        squares = table[:, indices[:, :, None], indices[:, None, :]]
+        rows = table[:, indices, inputs:]
         total = total + jnp.sum(_matmul(_inverse(squares), rows) * rows, (0, 2, 3))
     return total
 
 
-def _pivoted(table: jax.Array, own: jax.Array) -> jax.Array:
+def _pivoted(table: jax.Array, indices: jax.Array) -> jax.Array:
     """The table after inputs have changed sides."""
-    columns = table[:, :, own]
-    inverse = _inverse(columns[:, own])
-    rows = _matmul(inverse, table[:, own])
-    table = (table - _matmul(columns, rows)).at[:, own].set(rows)
-    table = table.at[:, :, own].set(-_matmul(columns, inverse))
-    return table.at[:, own[:, None], own].set(inverse)
+    columns = table[:, :, indices]
+    inverse = _inverse(columns[:, indices])
+    rows = _matmul(inverse, table[:, indices])
+    table = (table - _matmul(columns, rows)).at[:, indices].set(rows)
+    table = table.at[:, :, indices].set(-_matmul(columns, inverse))
+    return table.at[:, indices[:, None], indices].set(inverse)
 
 
 def _inverse(squares: jax.Array) -> jax.Array:

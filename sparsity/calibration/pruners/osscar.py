@@ -148,12 +148,14 @@ def _reader(
             "along several axes, so that no channel has inputs of its own. Leave it out with "
             "filter_fn, or use FLAPPruning."
         )
-    leaf, own, layers = leaves[path], statistics[path], group.channels.layers
-    weights, grams = own.matrices(leaf), own.real_grams()
+    leaf, statistic, layers = leaves[path], statistics[path], group.channels.layers
+    weights, grams = statistic.matrices(leaf), statistic.real_grams()
     if layers:
-        weights, grams = (jnp.moveaxis(x, own.batch.index(0), 0) for x in (weights, grams))
-    sizes = [leaf.shape[x] for x in own.contracting]
-    inputs = np.moveaxis(np.arange(grams.shape[-1]).reshape(sizes), own.contracting.index(axis), 0)
+        weights, grams = (jnp.moveaxis(x, statistic.batch.index(0), 0) for x in (weights, grams))
+    sizes = [leaf.shape[x] for x in statistic.contracting]
+    inputs = np.moveaxis(
+        np.arange(grams.shape[-1]).reshape(sizes), statistic.contracting.index(axis), 0
+    )
     weights, grams = (x.reshape(layers or 1, -1, *x.shape[-2:]) for x in (weights, grams))
     dtype = jnp.promote_types(weights.dtype, grams.dtype)
     places = jnp.asarray(inputs[positions].reshape(len(positions), -1))

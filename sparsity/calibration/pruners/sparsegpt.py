@@ -108,9 +108,9 @@ def _prune(
     sparsity: chex.Numeric,
     damping: chex.Numeric,
 ) -> tuple[jax.Array, jax.Array]:
-    def of_matrix(weights: jax.Array, gram: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def prune_matrix(weights: jax.Array, gram: jax.Array) -> tuple[jax.Array, jax.Array]:
         swept = sweep(weights.T, gram, size, n, sparsity, damping)
         return swept.weights.T, swept.mask.T
 
-    pruned, mask = statistic.solve(of_matrix, param)
+    pruned, mask = statistic.solve(prune_matrix, param)
     return pruned.astype(param.dtype), mask.astype(jnp.uint8)

@@ -39,7 +39,7 @@ class Refit(Protocol):
           dense: the leaf before it was pruned, whose outputs are wanted.
           pruned: the leaf as the pruner left it.
           mask: uint8 mask of the same shape.
-          statistic: with a Gram matrix, as `statistic_of` returns it.
+          statistic: with a Gram matrix, as `look_up_statistic` returns it.
           select: `select(scores, share) -> mask` keeps the highest scores of each matrix, all its
             outputs together, at a share of the leaf's target sparsity, in the pruner's pattern: of
             N:M n of m at every share. Raises a ValueError under a scope that compares leaves.

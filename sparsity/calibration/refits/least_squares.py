@@ -84,7 +84,7 @@ def _least_squares(
     """The refitted leaf; of at most so many weights of an output, or by conjugate gradients."""
     lead, dtype = statistic.lead(dense.shape), dense.dtype
 
-    def of_matrix(
+    def refit_matrix(
         dense: jax.Array, pruned: jax.Array, mask: jax.Array, gram: jax.Array
     ) -> jax.Array:
         kept, lost = mask > 0, dense - pruned
@@ -97,11 +97,11 @@ def _least_squares(
         else:
             gain = _by_factors(gradient, kept, gram, most, math.prod(lead))
         new = (pruned + gain).astype(dtype).astype(gram.dtype)
-        rest = dense - new
-        before, after = jnp.sum(outputs * lost, -1), jnp.sum(dot(rest, gram) * rest, -1)
+        difference = dense - new
+        before, after = jnp.sum(outputs * lost, -1), jnp.sum(dot(difference, gram) * difference, -1)
         return jnp.where((after <= before)[:, None], new, pruned)
 
-    refitted: jax.Array = statistic.solve(of_matrix, dense, pruned, mask)
+    refitted: jax.Array = statistic.solve(refit_matrix, dense, pruned, mask)
     return refitted.astype(dtype)
 
 
@@ -123,17 +123,17 @@ def _by_factor(gradient: jax.Array, kept: jax.Array, gram: jax.Array, most: int)
     diagonal = jnp.diagonal(gram)
     scale = jnp.where(diagonal > 0, lax.rsqrt(jnp.where(diagonal > 0, diagonal, 1)), 0)
     places = jnp.argsort(~kept, stable=True)[:most]
-    own = jnp.where(kept, scale, 0)[places]
-    system = gram[places[:, None], places] * own[:, None] * own
+    scales = jnp.where(kept, scale, 0)[places]
+    system = gram[places[:, None], places] * scales[:, None] * scales
     # Rounding makes a matrix indefinite; the shift that prevents it is taken back below.
-    shift = jnp.where(own > 0, most * jnp.finfo(gram.dtype).eps, 1)
+    shift = jnp.where(scales > 0, most * jnp.finfo(gram.dtype).eps, 1)
     factor = lax.linalg.cholesky(system + jnp.diag(shift), symmetrize_input=False), True
-    own = own.reshape(-1, *[1] * (gradient.ndim - 1))
-    wanted = gradient[places] * own
-    gain = jnp.zeros_like(wanted)
+    scales = scales.reshape(-1, *[1] * (gradient.ndim - 1))
+    target = gradient[places] * scales
+    gain = jnp.zeros_like(target)
     for _ in range(3):
-        gain += cho_solve(factor, wanted - dot(system, gain))
-    return jnp.zeros_like(gradient).at[places].set(gain * own)
+        gain += cho_solve(factor, target - dot(system, gain))
+    return jnp.zeros_like(gradient).at[places].set(gain * scales)
 
 
 def _by_gradients(gradient: jax.Array, kept: jax.Array, gram: jax.Array) -> jax.Array:
@@ -141,7 +141,7 @@ def _by_gradients(gradient: jax.Array, kept: jax.Array, gram: jax.Array) -> jax.
     diagonal = jnp.diagonal(gram)
     scale = jnp.where(diagonal > 0, 1 / jnp.where(diagonal > 0, diagonal, 1), 0)
 
-    def of_output(gradient: jax.Array, kept: jax.Array) -> jax.Array:
+    def refit_output(gradient: jax.Array, kept: jax.Array) -> jax.Array:
         solution: jax.Array = cg(
             lambda x: jnp.where(kept, dot(gram, x), 0),
             gradient,
@@ -151,5 +151,5 @@ def _by_gradients(gradient: jax.Array, kept: jax.Array, gram: jax.Array) -> jax.
         )[0]
         return solution
 
-    gains: jax.Array = jax.vmap(of_output)(gradient, kept)
+    gains: jax.Array = jax.vmap(refit_output)(gradient, kept)
     return gains

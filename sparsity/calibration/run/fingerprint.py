@@ -101,7 +101,7 @@ class _Describer:
     """Describes values; each object once, and one within itself by its depth."""
 
     def __init__(self) -> None:
-        self._known: dict[int, str] = {}
+        self._hashes: dict[int, str] = {}
         self._open: dict[int, int] = {}
         self._alive: list[object] = []  # or an identity would be used again
 
@@ -112,16 +112,16 @@ class _Describer:
         key = id(value)
         if key in self._open:
             return f"around {self._open[key]}"
-        if key not in self._known:
+        if key not in self._hashes:
             self._alive.append(value)
             self._open[key] = len(self._open)
             describe = next(
                 (describe for kind, describe in _KINDS if isinstance(value, kind)),
                 _Describer._object,
             )
-            self._known[key] = _hash(describe(self, value))
+            self._hashes[key] = _hash(describe(self, value))
             del self._open[key]
-        return self._known[key]
+        return self._hashes[key]
 
     def _array(self, value: Any) -> Iterator[str]:
         if isinstance(value, jax.core.Tracer):
@@ -183,7 +183,7 @@ class _Describer:
             return
         yield self.describe(value.__bases__)
         for name, item in vars(value).items():
-            if name not in _OF_CLASSES:
+            if name not in _IGNORED_IN_CLASSES:
                 yield name
                 yield self.describe(item)
 
@@ -254,7 +254,7 @@ class _Describer:
 
 
 # What a class has that does not change what its objects do.
-_OF_CLASSES = {
+_IGNORED_IN_CLASSES = {
     "__annotations__", "__dict__", "__doc__", "__firstlineno__", "__module__", "__weakref__",
     "__static_attributes__", "__dataclass_params__", "__dataclass_fields__", "__match_args__",
     "__abstractmethods__", "_abc_impl", "__annotate_func__", "__annotations_cache__",
@@ -295,10 +295,10 @@ def _version(module: str | None) -> str | None:
     root = (module or "").partition(".")[0]
     if root in sys.stdlib_module_names:
         return f"{sys.version_info.major}.{sys.version_info.minor}"
-    own = sys.modules.get(root)
-    parts = pathlib.PurePath(getattr(own, "__file__", None) or "").parts
+    library = sys.modules.get(root)
+    parts = pathlib.PurePath(getattr(library, "__file__", None) or "").parts
     if root == "sparsity" or {"site-packages", "dist-packages"} & {*parts}:
-        return str(getattr(own, "__version__", ""))
+        return str(getattr(library, "__version__", ""))
     return None
 
 

@@ -66,8 +66,8 @@ class Frame:
                 return equation.bind([self.free(equation.inputs[0], *layers)])[0]
             outputs = equation.bind([self.free(x) for x in equation.inputs])
             self._free.update(zip(equation.outputs, outputs, strict=True))
-        found = self._free.get(value, value.known)
-        return found[layers] if layers else found
+        result = self._free.get(value, value.known)
+        return result[layers] if layers else result
 
     def forget(self) -> None:
         """Drops what was computed from parameters, which have changed."""
@@ -126,7 +126,7 @@ class Stop:
             if not is_batch_finite:
                 raise not_finite(name, batch)
         statistics = [
-            self.calibration.statistic(number, total[number], of_layer=True)
+            self.calibration.statistic(number, total[number], one_layer=True)
             for number in sorted(total)
         ]
         alike = [x for x in statistics if are_alike(x, statistics[0])]
@@ -135,15 +135,19 @@ class Stop:
     def losses(self, *matrices: jax.Array) -> jax.Array:
         """Returns the sums of |y|^2 over the outputs y of each of some matrices of the weight."""
 
-        def of_use(number: int, x: jax.Array, steps: Steps, given: PyTree) -> jax.Array:
+        def sum_use(number: int, x: jax.Array, steps: Steps, arguments: PyTree) -> jax.Array:
             use, alignment = self.calibration.uses[number], self.calibration.alignments[number]
-            return sharding.replicated(functools.partial(sum_outputs, use, alignment), x, *given)
+            return sharding.replicated(
+                functools.partial(sum_outputs, use, alignment), x, *arguments
+            )
 
-        sums = [total for each in self._sums(of_use, matrices) for total in each.values()]
+        sums = [total for each in self._sums(sum_use, matrices) for total in each.values()]
         total: jax.Array = functools.reduce(jnp.add, sums)
         return total
 
-    def _sums(self, sum_up: Callable[..., PyTree], given: PyTree = ()) -> Iterator[dict[int, Any]]:
+    def _sums(
+        self, sum_up: Callable[..., PyTree], arguments: PyTree = ()
+    ) -> Iterator[dict[int, Any]]:
         """The sums of each batch, by number of the use."""
         uses = {number: self.calibration.uses[number] for number in self.layers}
         batches = range(len(self.frame.data))
@@ -154,7 +158,7 @@ class Stop:
                         number,
                         self.frame.read(batch, self.equation.inputs[1 - use.operand]),
                         {},
-                        given,
+                        arguments,
                     )
                     for number, use in uses.items()
                 }
@@ -163,18 +167,18 @@ class Stop:
         indices = {number: [*layers.values()] for number, layers in self.layers.items()}
 
         @jax.jit
-        def run(inputs: list[Any], indices: Any, given: PyTree) -> dict[int, Any]:
-            def of_layer(number: int, x: jax.Array, steps: Steps) -> PyTree:
-                sums = sum_up(number, x, steps, given)
+        def run(inputs: list[Any], indices: Any, arguments: PyTree) -> dict[int, Any]:
+            def sum_layer(number: int, x: jax.Array, steps: Steps) -> PyTree:
+                sums = sum_up(number, x, steps, arguments)
                 for scan, layer in zip(self.layers[number], indices[number], strict=True):
                     is_layer = steps[scan] == layer
                     sums = jax.tree.map(lambda s, on=is_layer: jnp.where(on, s, 0), sums)
                 return sums
 
-            return Walk(uses, of_layer).sums_of(self.equation, inputs)
+            return Walk(uses, sum_layer).sum_equation(self.equation, inputs)
 
         for batch in batches:
-            yield run(self.frame.inputs(batch, self.equation), indices, given)
+            yield run(self.frame.inputs(batch, self.equation), indices, arguments)
 
 
 class Lockstep:
@@ -284,12 +288,12 @@ class Lockstep:
             bound, data = {}, [{} for _ in batches]  # type: ignore[var-annotated]
             for at, (value, inner) in enumerate(zip(body.inputs, body.program.inputs, strict=True)):
                 if not is_data[at]:
-                    of_layer = (layer,) if at >= end else ()
-                    bound[inner] = functools.partial(frame.free, value, *of_layer)
+                    index = (layer,) if at >= end else ()
+                    bound[inner] = functools.partial(frame.free, value, *index)
                     continue
                 for b in batches:
-                    whole = carry[b][at - fixed] if fixed <= at < end else frame.read(b, value)
-                    data[b][inner] = whole[layer] if at >= end else whole
+                    array = carry[b][at - fixed] if fixed <= at < end else frame.read(b, value)
+                    data[b][inner] = array[layer] if at >= end else array
             inside = Frame(body.program, bound, data, {**frame.layers, equation: layer})
             self._run(inside)
             for b in batches:
@@ -308,9 +312,9 @@ class Lockstep:
         if self._is_done(use.path, cut):
             return
         # The outermost loop that reads the same weight in each step.
-        for own, loop in zip(self._frames, frame.layers, strict=False):
+        for outer, loop in zip(self._frames, frame.layers, strict=False):
             if loop not in use.view.scans:
-                frame, equation = own, loop
+                frame, equation = outer, loop
                 break
         numbers = self._uses.within(equation) if equation.bodies else [number]
         place = Stop(self._calibration, frame, equation, self._alike(numbers, use, cut, frame))
@@ -325,11 +329,11 @@ class Lockstep:
             other, index = self._calibration.uses[number], dict(cut)
             if other.path != use.path or {*other.view.stacked} != {*index}:
                 continue
-            of_scans = dict(
+            scan_layers = dict(
                 zip(other.view.scans, (index[axis] for axis in other.view.stacked), strict=True)
             )
-            if all(frame.layers.get(scan, layer) == layer for scan, layer in of_scans.items()):
-                layers[number] = {s: n for s, n in of_scans.items() if s not in frame.layers}
+            if all(frame.layers.get(scan, layer) == layer for scan, layer in scan_layers.items()):
+                layers[number] = {s: n for s, n in scan_layers.items() if s not in frame.layers}
         return layers
 
 

@@ -119,10 +119,10 @@ class _Losses(Collector):
 
     stacks = False
 
-    def sum_up(self, number: int, x: jax.Array, steps: Steps, given: PyTree) -> jax.Array:
+    def sum_up(self, number: int, x: jax.Array, steps: Steps, arguments: PyTree) -> jax.Array:
         use, alignment = self.uses[number], self.alignments[number]
         layer = tuple(steps[scan] for scan in use.view.scans)
-        matrices = [each[layer] for each in given[use.path]]
+        matrices = [each[layer] for each in arguments[use.path]]
         return sharding.replicated(functools.partial(sum_outputs, use, alignment), x, *matrices)
 
 
@@ -152,7 +152,7 @@ class _Run:
             )
         )
         self.sites = {trees.path_names(path): table[path] for path in self.targets}
-        self._own: set[int] = set()  # leaves that are changed in place: copies of those given
+        self._copied: set[int] = set()  # leaves that are changed in place: copies of those given
         self._done: set[tuple[Path, Cut]] = set()
         self._layers: dict[Path, list[LayerReport]] = {}
         self._kind: Kind = "gram" if refit is not None else statistics_kind(pruner)
@@ -186,42 +186,42 @@ class _Run:
         """Runs the model on all batches, and prunes each weight when the run reaches it."""
         calibration = Calibration(self.graph, self._kind, self._is_pruned)
         if self._kind == "gram":
-            for name, gram in calibration.grams(of_layer=True).items():
+            for name, gram in calibration.grams(one_layer=True).items():
                 check_memory({name: gram}, copies=_COPIES)  # one is held at a time
         Lockstep(calibration, self.batches, self._leaf, self._is_done, self._prune_at).run()
 
     def finish(self, fn: Callable[..., PyTree]) -> None:
         """Prunes the leaves that are left by the inputs that the model gives them now."""
-        left, now = [path for path in self.sites if path not in self._layers], self.params()
+        unpruned, now = [path for path in self.sites if path not in self._layers], self.params()
 
         @functools.cache
         def statistics() -> Statistics:
-            return calibrate(fn, now, self.batches, self._kind, lambda path, _: path in left)
+            return calibrate(fn, now, self.batches, self._kind, lambda path, _: path in unpruned)
 
         def solved(path: Path) -> Solved:
             return self._solve(path, (), self.sites[path].name, statistics().get(path))
 
         def by_grams(path: Path) -> tuple[Solved, Errors]:
-            own = solved(path)
-            return own, own.errors()
+            result = solved(path)
+            return result, result.errors()
 
         @functools.cache
         def all_losses() -> dict[Path, tuple[Solved, jax.Array]]:
             """Of all leaves in one run of the model: to solve by squares costs little."""
-            leaves = {path: solved(path) for path in left}
-            matrices = {path: own.matrices() for path, own in leaves.items()}
-            make = functools.partial(_Losses, filter_fn=lambda path, _: path in left)
+            leaves = {path: solved(path) for path in unpruned}
+            matrices = {path: result.matrices() for path, result in leaves.items()}
+            make = functools.partial(_Losses, filter_fn=lambda path, _: path in unpruned)
             losses, sums = collect(fn, now, self.batches, make, matrices)
-            total = dict.fromkeys(left, jnp.zeros(2))
+            total = dict.fromkeys(unpruned, jnp.zeros(2))
             for number, each in sums.items():
                 total[losses.uses[number].path] += each
-            return {path: (own, total[path]) for path, own in leaves.items()}
+            return {path: (result, total[path]) for path, result in leaves.items()}
 
         def by_outputs(path: Path) -> tuple[Solved, Errors]:
-            own, losses = all_losses()[path]
-            return own, _share(losses)
+            result, losses = all_losses()[path]
+            return result, _share(losses)
 
-        for path in left:
+        for path in unpruned:
             how = by_grams if self._kind == "gram" else by_outputs
             self._prune(path, (), functools.partial(how, path))
 
@@ -230,10 +230,10 @@ class _Run:
 
         def solved() -> tuple[Solved, Errors]:
             name = self.sites[path].name + "".join(f"[{index}]" for _, index in cut)
-            own = self._solve(path, cut, name, stop.statistic(name))
+            result = self._solve(path, cut, name, stop.statistic(name))
             if self._kind == "gram":
-                return own, own.errors()
-            return own, _share(stop.losses(*own.matrices()))
+                return result, result.errors()
+            return result, _share(stop.losses(*result.matrices()))
 
         self._prune(path, cut, solved)
 
@@ -243,16 +243,16 @@ class _Run:
         layer = self.finished.read(number, self._dense_at(path, cut)) if self.finished else None
         if layer is None:
             started = time.perf_counter()
-            own, (error, unrefitted) = solved()
+            result, (error, unrefitted) = solved()
             report = LayerReport(
-                sparsity=_num_zeros(own.mask) / max(own.mask.size, 1),
+                sparsity=_num_zeros(result.mask) / max(result.mask.size, 1),
                 error=error,
                 unrefitted=unrefitted,
-                count=_num_rows(own.statistic),
+                count=_num_rows(result.statistic),
                 seconds=time.perf_counter() - started,
             )
             dense = self._dense_at(path, cut)
-            weights, mask = (sharding.place_like(dense, x) for x in (own.refitted, own.mask))
+            weights, mask = (sharding.place_like(dense, x) for x in (result.refitted, result.mask))
             layer = Layer(weights, mask, report)
             if self.finished:
                 self.finished.write(number, layer)
@@ -260,7 +260,7 @@ class _Run:
         self._replace(path, cut, layer)
         layers = self._layers.setdefault(path, [])
         layers.append(layer.report)
-        self.report[path] = LayerReport.of_stack(layers)
+        self.report[path] = LayerReport.combine(layers)
 
     def _is_pruned(self, path: Path, _: object) -> bool:
         return path in self.sites
@@ -276,24 +276,24 @@ class _Run:
             self._leaves[number], self.masks[at] = layer.weights, layer.mask
             return
         if at not in self.masks:
-            whole = self._leaves[number] = jnp.array(self._leaves[number], copy=True)
-            self.masks[at] = sharding.place_like(whole, sharding.ones_like(whole))
-            self._own.add(number)
+            leaf = self._leaves[number] = jnp.array(self._leaves[number], copy=True)
+            self.masks[at] = sharding.place_like(leaf, sharding.ones_like(leaf))
+            self._copied.add(number)
         axes, places = zip(*sorted(cut), strict=True)
         self._leaves[number] = _put(self._leaves[number], layer.weights, axes, places)
         self.masks[at] = _put(self.masks[at], layer.mask, axes, places)
 
     def _leaf(self, number: int, *layers: int) -> Any:
         """A leaf as it is now, or a layer of it; later changes do not reach what it returns."""
-        whole = self._leaves[number]
+        leaf = self._leaves[number]
         if layers:
-            return whole[layers]
-        return jnp.copy(whole) if number in self._own else whole
+            return leaf[layers]
+        return jnp.copy(leaf) if number in self._copied else leaf
 
     def _dense_at(self, path: Path, cut: Cut) -> jax.Array:
         """A leaf before it was pruned, or a layer of it."""
-        whole, index = self._dense[self._numbers[path]], dict(cut)
-        layer: jax.Array = whole[tuple(index.get(axis, slice(None)) for axis in range(whole.ndim))]
+        leaf, index = self._dense[self._numbers[path]], dict(cut)
+        layer: jax.Array = leaf[tuple(index.get(axis, slice(None)) for axis in range(leaf.ndim))]
         return layer
 
     def _solve(self, path: Path, cut: Cut, name: str, statistic: Statistic | None) -> Solved:
@@ -353,7 +353,7 @@ def _num_rows(statistic: Statistic) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
-def _put(whole: jax.Array, part: jax.Array, axes: tuple[int, ...], at: Sequence[int]) -> jax.Array:
+def _put(array: jax.Array, part: jax.Array, axes: tuple[int, ...], at: Sequence[int]) -> jax.Array:
     """An array with a part of it replaced, in the same memory.
 
     Args:
@@ -362,7 +362,7 @@ def _put(whole: jax.Array, part: jax.Array, axes: tuple[int, ...], at: Sequence[
       axes: ascending.
       at: index of the part along each of them.
     """
-    starts = [0] * whole.ndim
+    starts = [0] * array.ndim
     for axis, index in zip(axes, at, strict=True):
         starts[axis] = index
-    return lax.dynamic_update_slice(whole, jnp.expand_dims(part, axes).astype(whole.dtype), starts)
+    return lax.dynamic_update_slice(array, jnp.expand_dims(part, axes).astype(array.dtype), starts)

@@ -15,7 +15,7 @@ from sparsity.calibration.statistics import (
     Statistic,
     Statistics,
     check_solvable,
-    statistic_of,
+    look_up_statistic,
 )
 from sparsity.core import trees
 from sparsity.core.sharding import place_like
@@ -116,10 +116,10 @@ def reconstruct(
             refitted[path] = before, mask
             return
         site = table[path]
-        own = statistic_of(statistics, site, dense.shape, "gram", type(refit).__name__)
-        check_solvable(own, dense, site.name, getattr(refit, "damping", None))
-        select = _selection(pruner, site, own, targets.get(path, 0.0))
-        new = refit(dense, before, mask, own, select)
+        statistic = look_up_statistic(statistics, site, dense.shape, "gram", type(refit).__name__)
+        check_solvable(statistic, dense, site.name, getattr(refit, "damping", None))
+        select = _selection(pruner, site, statistic, targets.get(path, 0.0))
+        new = refit(dense, before, mask, statistic, select)
         refitted[path] = place_like(dense, new[0]), place_like(dense, new[1])
 
     trees.map_matched(refit_leaf, params, pruned, masks)

@@ -39,7 +39,7 @@ class LayerReport:
     seconds: float
 
     @staticmethod
-    def of_stack(layers: Sequence[LayerReport]) -> LayerReport:
+    def combine(layers: Sequence[LayerReport]) -> LayerReport:
         """The report of a leaf from those of its layers."""
         return LayerReport(
             sparsity=float(np.mean([layer.sparsity for layer in layers])),

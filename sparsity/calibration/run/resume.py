@@ -67,8 +67,8 @@ class Finished:
         shape = _tree(Layer(like, like.astype(np.uint8), LayerReport(0.0, 0.0, 0.0, 0, 0.0)))
         how = self._checkpoints.checkpoint_utils.construct_restore_args(shape)
         with self._checkpoints.PyTreeCheckpointer() as checkpointer:
-            found = checkpointer.restore(path, item=shape, restore_args=how)
-        return Layer(found["weights"], found["mask"], LayerReport(**found["report"]))
+            restored = checkpointer.restore(path, item=shape, restore_args=how)
+        return Layer(restored["weights"], restored["mask"], LayerReport(**restored["report"]))
 
     def write(self, number: int, layer: Layer) -> None:
         """Saves a layer; a kill leaves it whole or not there at all."""

@@ -45,7 +45,7 @@ class Sensitivity(dict[Path, dict[float, float]]):
         check_fraction("sparsity", sparsity)
         sizes = {trees.path_names(p): x.size for p, x in trees.leaves_by_path(params).items()}
         total = sum(sizes[path] for path in self)
-        left = sparsity * total  # weights that are still to be removed
+        remaining = sparsity * total  # weights that are still to be removed
         highest = sum(max(curve) * sizes[path] for path, curve in self.items()) / total
         if sparsity > highest:
             raise ValueError(
@@ -59,8 +59,8 @@ class Sensitivity(dict[Path, dict[float, float]]):
         ]
         rates = dict.fromkeys(self, 0.0)
         for _, count, path in sorted(pieces):  # those of a leaf become steeper
-            rates[path] += min(count, left) / sizes[path]
-            left -= min(count, left)
+            rates[path] += min(count, remaining) / sizes[path]
+            remaining -= min(count, remaining)
         return Rates(rates)
 
 
@@ -88,8 +88,8 @@ def measure(
 
     @jax.jit
     def outputs(leaves: list[Any], batch: list[Any]) -> list[jax.Array]:
-        found = jax.tree.leaves(fn(rebuild(leaves), rebuild_batch(batch)))
-        return [x for x in found if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+        results = jax.tree.leaves(fn(rebuild(leaves), rebuild_batch(batch)))
+        return [x for x in results if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
 
     @jax.jit
     def squares(xs: list[jax.Array], ys: list[jax.Array]) -> jax.Array:
@@ -97,16 +97,18 @@ def measure(
         return sum((jnp.sum(jnp.square(part)) for part in parts), jnp.float32(0))
 
     dense = [outputs(leaves, batch) for batch in inputs]
-    norm = sum(float(squares(own, [jnp.zeros_like(x) for x in own])) for own in dense)
-    found = Sensitivity({path: {} for path in paths})
+    norm = sum(
+        float(squares(expected, [jnp.zeros_like(x) for x in expected])) for expected in dense
+    )
+    sensitivity = Sensitivity({path: {} for path in paths})
     for path in paths:
         for rate in rates:
             alone = dataclasses.replace(pruner, sparsity_distribution_fn=Rates({path: rate}))
             pruned = trees.split_arrays(prune(alone, params, statistics)[0])[0]
             each = zip(dense, inputs, strict=True)
-            lost = sum(float(squares(own, outputs(pruned, batch))) for own, batch in each)
-            found[path][rate] = lost / norm if norm else 0.0
-    return found
+            lost = sum(float(squares(expected, outputs(pruned, batch))) for expected, batch in each)
+            sensitivity[path][rate] = lost / norm if norm else 0.0
+    return sensitivity
 
 
 def _pieces(curve: Mapping[float, float]) -> list[tuple[float, float]]:
@@ -117,6 +119,6 @@ def _pieces(curve: Mapping[float, float]) -> list[tuple[float, float]]:
         rate, error = points[end]
         slopes = [(e - error) / (r - rate) for r, e in points[end + 1 :]]
         slope = min(slopes)
-        end += 1 + max(i for i, own in enumerate(slopes) if own == slope)
+        end += 1 + max(i for i, other in enumerate(slopes) if other == slope)
         pieces.append((slope, points[end][0] - rate))
     return pieces

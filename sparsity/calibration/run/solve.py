@@ -97,7 +97,7 @@ def _for_leaf(pruner: BaseUpdater, site: Site, target: Any, cut: Cut, ndim: int)
         return trees.map_matched(lambda path, _: target if path == site.path else None, params)
 
     def without(axis: int) -> int:
-        return axis - sum(own < axis for own, _ in cut)
+        return axis - sum(removed < axis for removed, _ in cut)
 
     pattern: Any = site.pattern
     batch_axes = without(site.batch_axes)

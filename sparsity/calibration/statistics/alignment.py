@@ -43,7 +43,7 @@ class Alignment:
         """How many slices and outputs of the operand are one of the leaf."""
         return self.copies * len(self.slices) // max(math.prod(self.axes.lead(self.shape)), 1)
 
-    def sums(self, found: jax.Array, ndim: int) -> jax.Array:
+    def sums(self, sums: jax.Array, ndim: int) -> jax.Array:
         """Returns sums [*batch, ...] of the leaf from those of the operand.
 
         Args:
@@ -51,16 +51,16 @@ class Alignment:
           ndim: the number of axes of inputs.
         """
         lead = self.axes.lead(self.shape)
-        rest = found.shape[found.ndim - ndim :]
-        flat, slices = found.reshape(len(self.slices), *rest), math.prod(lead)
+        input_shape = sums.shape[sums.ndim - ndim :]
+        flat, slices = sums.reshape(len(self.slices), *input_shape), math.prod(lead)
         if len(self.slices) != slices:
-            flat = jnp.zeros((slices, *rest), flat.dtype).at[self.slices].add(flat)
+            flat = jnp.zeros((slices, *input_shape), flat.dtype).at[self.slices].add(flat)
         elif not _is_identity(self.slices):
             flat = flat[np.argsort(self.slices)]
         if not _is_identity(self.inputs):
             flat = flat[..., self.inputs]
             flat = flat[:, self.inputs] if ndim == 2 else flat
-        flat = flat.reshape(*lead, *rest)
+        flat = flat.reshape(*lead, *input_shape)
         return flat * self.copies if self.copies > 1 else flat
 
     def operand(self, matrices: jax.Array) -> jax.Array:
@@ -71,7 +71,7 @@ class Alignment:
         return flat if _is_identity(self.inputs) else flat[..., np.argsort(self.inputs)]
 
 
-def align(use: Use, graph: Graph, of_layer: bool = False) -> Alignment | None:
+def align(use: Use, graph: Graph, one_layer: bool = False) -> Alignment | None:
     """Returns the alignment of a use, or `None` where its inputs cannot be told entry by entry.
 
     Args:
@@ -83,7 +83,7 @@ def align(use: Use, graph: Graph, of_layer: bool = False) -> Alignment | None:
     if not _is_told(use, shape):
         return None
     contracted, slices, outputs = _factors(use)
-    gone = view.stacked if of_layer else ()
+    gone = view.stacked if one_layer else ()
     group_axes, groups, outputs = _groups(use.groups, outputs, shape)
     lead = [Factor(axis, shape[axis]) for axis in view.stacked if axis not in gone]
     lead += [*slices, *group_axes, *([Factor(_GROUPS, groups)] if groups > 1 else [])]
@@ -198,7 +198,7 @@ def _places(factors: Sequence[Factor], axes: Sequence[int], sizes: Mapping[int, 
     for axis, size, step in factors:
         index = np.arange(size) if step > 0 else np.arange(size)[::-1]
         after = axes[axes.index(axis) + 1 :] if axis is not None else ()
-        inner = math.prod(sizes[own] for own in after) if axis is not None else 0
+        inner = math.prod(sizes[inner_axis] for inner_axis in after) if axis is not None else 0
         places = (places[:, None] + index * abs(step) * inner).reshape(-1)
     return places
 

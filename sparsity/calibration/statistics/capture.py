@@ -83,7 +83,7 @@ def collect(
     params: PyTree,
     batches: Iterable[PyTree],
     make: Callable[[Graph], C],
-    given: PyTree = None,
+    arguments: PyTree = None,
 ) -> tuple[C, Sums]:
     """Runs a model on batches and adds up their sums.
 
@@ -110,7 +110,7 @@ def collect(
         if now not in made:
             made[now] = make(now)
         collector = made[now]
-        sums, finite = collector.jitted(trees.split_arrays(params)[0], inputs, given)
+        sums, finite = collector.jitted(trees.split_arrays(params)[0], inputs, arguments)
         for use, finite_sums in jax.device_get(finite).items():
             if not finite_sums:
                 raise not_finite(_name(collector.uses[use].path), number)
@@ -161,20 +161,20 @@ class Collector:
         self.alignments: dict[int, Alignment] = {}  # of one layer, where scans run over several
         for number, use in enumerate(graph.uses):
             if filter_fn is None or filter_fn(use.path, leaves[use.path]):
-                alignment = align(use, graph, of_layer=True)
+                alignment = align(use, graph, one_layer=True)
                 if alignment is not None and align(use, graph) is not None:
                     self.uses[number], self.alignments[number] = use, alignment
         self.jitted = jax.jit(self._run)
 
-    def sum_up(self, number: int, x: jax.Array, steps: Steps, given: PyTree) -> PyTree:
+    def sum_up(self, number: int, x: jax.Array, steps: Steps, arguments: PyTree) -> PyTree:
         """Returns the sums of a use over the rows of its inputs."""
         raise NotImplementedError
 
     def _run(
-        self, leaves: Sequence[Any], inputs: Sequence[Any], given: PyTree
+        self, leaves: Sequence[Any], inputs: Sequence[Any], arguments: PyTree
     ) -> tuple[Sums, dict[int, jax.Array]]:
         """The sums of a call, and which of them are finite."""
-        walk = Walk(self.uses, functools.partial(self.sum_up, given=given), self.stacks)
+        walk = Walk(self.uses, functools.partial(self.sum_up, arguments=arguments), self.stacks)
         sums = walk.run_with_sums(self.graph.program, [*leaves, *inputs])[1]
         return sums, {number: is_finite(each) for number, each in sums.items()}
 
@@ -194,12 +194,12 @@ class Calibration(Collector):
         super().__init__(graph, filter_fn)
         self.kind = kind
 
-    def grams(self, of_layer: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+    def grams(self, one_layer: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
         """The Gram matrices of all leaves, by name; of one layer of each stack, if asked for."""
         grams = {}
         for number, use in self.uses.items():
             alignment, shape = self.alignments[number], self.graph.shape_of(use.path)
-            stacked = [] if of_layer else [shape[axis] for axis in use.view.stacked]
+            stacked = [] if one_layer else [shape[axis] for axis in use.view.stacked]
             inputs = alignment.axes.inputs(alignment.shape)
             dtype = jnp.promote_types(use.equation.inputs[1 - use.operand].dtype, jnp.float32)
             lead = (*stacked, *alignment.axes.lead(alignment.shape))
@@ -207,29 +207,32 @@ class Calibration(Collector):
         return grams
 
     def sum_up(
-        self, number: int, x: jax.Array, steps: Steps | None = None, given: PyTree = None
+        self, number: int, x: jax.Array, steps: Steps | None = None, arguments: PyTree = None
     ) -> RowSums:
-        of_use = functools.partial(sum_up, self.uses[number], self.alignments[number], self.kind)
-        return sharding.replicated(of_use, x)
+        sum_rows = functools.partial(sum_up, self.uses[number], self.alignments[number], self.kind)
+        return sharding.replicated(sum_rows, x)
 
     def statistics(self, total: Sums) -> dict[Path, Statistic]:
         """The statistics of leaves from the sums of their uses, which are used up."""
-        found: dict[Path, Statistic] = {}
+        statistics: dict[Path, Statistic] = {}
         for number in sorted(total):
-            use, own = self.uses[number], self.statistic(number, total.pop(number))
-            before = found.get(use.path)
-            if before is not None and not are_alike(before, own):
+            use, statistic = self.uses[number], self.statistic(number, total.pop(number))
+            before = statistics.get(use.path)
+            if before is not None and not are_alike(before, statistic):
                 raise ValueError(
                     f"{_name(use.path)!r} is read along other axes by the {use.primitive} at "
                     f"{use.source} than by a product before it, so that their inputs cannot be "
                     "added up. Give each a leaf of its own, or leave it out: filter_fn."
                 )
-            found[use.path] = own if before is None else add(before, own)
-        return {path: _counted(own, self.graph.shape_of(path)) for path, own in found.items()}
+            statistics[use.path] = statistic if before is None else add(before, statistic)
+        return {
+            path: _counted(statistic, self.graph.shape_of(path))
+            for path, statistic in statistics.items()
+        }
 
-    def statistic(self, number: int, summed: RowSums, of_layer: bool = False) -> Statistic:
+    def statistic(self, number: int, summed: RowSums, one_layer: bool = False) -> Statistic:
         """The statistic of a use from its sums; of one layer of its leaf, if asked for."""
-        alignment = self.alignments[number] if of_layer else align(self.uses[number], self.graph)
+        alignment = self.alignments[number] if one_layer else align(self.uses[number], self.graph)
         assert alignment is not None  # or there would be none of a layer
         sums: Mapping[str, Any] = summed[0]
         return dataclasses.replace(alignment.axes, count=summed[1], **sums)
@@ -247,13 +250,15 @@ def _counted(statistic: Statistic, shape: tuple[int, ...]) -> Statistic:
     """The statistic with a scalar count, or one for each slice where they differ."""
     rows = np.asarray(statistic.count)
     if (rows == rows.flat[0]).all():
-        return dataclasses.replace(statistic, count=Count.of(int(rows.flat[0])))
+        return dataclasses.replace(statistic, count=Count.from_number(int(rows.flat[0])))
     lead = statistic.lead(shape)
     wide = rows.reshape(*rows.shape, *[1] * (len(lead) - rows.ndim))
-    return dataclasses.replace(statistic, count=Count.of(np.broadcast_to(wide, lead)))
+    return dataclasses.replace(statistic, count=Count.from_number(np.broadcast_to(wide, lead)))
 
 
 def is_finite(sums: PyTree) -> jax.Array:
     """Whether all arrays of some sums are finite."""
-    found: jax.Array = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(sums)]))
-    return found
+    finite: jax.Array = jnp.all(
+        jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(sums)])
+    )
+    return finite

@@ -25,7 +25,7 @@ class Count:
       digits: uint32[4, ...], in base 2**16 from the lowest on; one may exceed the base.
 
     Example:
-      >>> count = Count.of(2**31)
+      >>> count = Count.from_number(2**31)
       >>> count, int(jax.tree.map(jnp.add, count, count))
       (Count(2147483648), 4294967296)
     """
@@ -33,7 +33,7 @@ class Count:
     digits: chex.Array
 
     @classmethod
-    def of(cls, number: int | np.ndarray) -> Count:
+    def from_number(cls, number: int | np.ndarray) -> Count:
         """Returns the count of an integer, or of an array of integers."""
         wide = np.asarray(number, np.uint64)
         digits = [wide >> np.uint64(_BASE * i) & np.uint64(0xFFFF) for i in range(4)]
@@ -65,8 +65,8 @@ class Count:
         return jnp.asarray(sums) / self.as_float()
 
     def __repr__(self) -> str:
-        is_known = isinstance(self.digits, jax.Array | np.ndarray)
-        return f"Count({np.asarray(self) if is_known else self.digits})"
+        is_concrete = isinstance(self.digits, jax.Array | np.ndarray)
+        return f"Count({np.asarray(self) if is_concrete else self.digits})"
 
 
 def _carried(digits: chex.Array) -> jax.Array:

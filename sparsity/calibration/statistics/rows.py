@@ -45,7 +45,7 @@ def sum_up(use: Use, alignment: Alignment, kind: Kind, x: jax.Array) -> RowSums:
         sums = {"squares": alignment.sums(total(_squared(x)), 1)}
         if kind == "moments":
             sums["sums"] = alignment.sums(total(x), 1)
-    return sums, Count.of(_num_rows(use, x) * alignment.repeats)
+    return sums, Count.from_number(_num_rows(use, x) * alignment.repeats)
 
 
 def sum_outputs(use: Use, alignment: Alignment, x: jax.Array, *matrices: jax.Array) -> jax.Array:
@@ -107,8 +107,8 @@ def _rows_of_dot(use: Use, x: jax.Array) -> jax.Array:
 def _sum_of_dot(use: Use, x: jax.Array) -> jax.Array:
     """Sums over the rows, [*slices, inputs]."""
     inputs, free, batch, _ = _roles(use)
-    left = [i for i in range(x.ndim) if i not in free]
-    total = jnp.sum(x, axis=tuple(free)).transpose([left.index(i) for i in (*batch, *inputs)])
+    kept_axes = [i for i in range(x.ndim) if i not in free]
+    total = jnp.sum(x, axis=tuple(free)).transpose([kept_axes.index(i) for i in (*batch, *inputs)])
     return total.reshape(*[x.shape[i] for i in batch], math.prod(x.shape[i] for i in inputs))
 
 

@@ -138,15 +138,15 @@ class Statistic:
                 f"{self.groups}. Give the number of leading axes that index separate matrices."
             )
         batch = (*self.batch, *new)
-        own = len(self.batch)
+        num_batch = len(self.batch)
 
         def repeat(x: Any, axes: int) -> Any:
             """x[*batch, ...] for each of the new slices."""
             if x is None or (axes == 0 and jnp.ndim(x) == 0):
                 return x
             sizes = [shape[axis] for axis in new]
-            wide = jnp.expand_dims(x, range(own, own + len(new)))
-            return jnp.broadcast_to(wide, (*x.shape[:own], *sizes, *x.shape[own:]))
+            wide = jnp.expand_dims(x, range(num_batch, num_batch + len(new)))
+            return jnp.broadcast_to(wide, (*x.shape[:num_batch], *sizes, *x.shape[num_batch:]))
 
         count: Any = self.count
         if isinstance(count, Count):
@@ -166,12 +166,12 @@ class Statistic:
 
     def innermost(self, axis: int, shape: tuple[int, ...]) -> Statistic:
         """Returns a copy whose last contracting axis is `axis`: inputs along it are adjacent."""
-        order = (*(own for own in self.contracting if own != axis), axis)
+        order = (*(other for other in self.contracting if other != axis), axis)
         if order == self.contracting:
             return self
-        sizes = [shape[own] for own in self.contracting]
+        sizes = [shape[other] for other in self.contracting]
         places = np.arange(math.prod(sizes)).reshape(sizes)
-        moved = places.transpose([self.contracting.index(own) for own in order]).ravel()
+        moved = places.transpose([self.contracting.index(other) for other in order]).ravel()
         squares, sums, gram = self.squares, self.sums, self.gram
         return dataclasses.replace(
             self,
@@ -185,7 +185,7 @@ class Statistic:
 Statistics = Mapping[Path, Statistic]
 
 
-def statistic_of(
+def look_up_statistic(
     statistics: Statistics | None,
     site: Site,
     shape: tuple[int, ...],
@@ -217,20 +217,20 @@ def statistic_of(
             "of the model reads it, one reads parts of it or is a ragged_dot, or the calibration "
             "saw another model. Keep it dense with filter_fn or custom_sparsity_map={path: None}."
         )
-    own = statistics[path]
-    check(own, shape, name)
-    warn_of_zeros(own, name)
-    if kind == "gram" and own.gram is None:
+    statistic = statistics[path]
+    check(statistic, shape, name)
+    warn_of_zeros(statistic, name)
+    if kind == "gram" and statistic.gram is None:
         raise ValueError(
             f"{who} needs the Gram matrix of {name!r}, and its statistic has none. Calibrate with "
             "kind='gram'."
         )
-    if kind == "moments" and (own.sums is None or own.squares is None):
+    if kind == "moments" and (statistic.sums is None or statistic.squares is None):
         raise ValueError(
             f"{who} needs the means of the inputs of {name!r}, and its statistic has none. "
             "Calibrate with kind='moments'."
         )
-    return own.sliced(site, shape)
+    return statistic.sliced(site, shape)
 
 
 def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
@@ -250,16 +250,16 @@ def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
         )
     lead, inputs = statistic.lead(shape), statistic.inputs(shape)
     each = (*lead, inputs)
-    wanted = {"squares": each, "sums": each, "gram": (*each, inputs)}
-    given = {field: getattr(statistic, field) for field in wanted}
-    given = {field: value for field, value in given.items() if value is not None}
-    if not given.keys() - {"sums"}:
+    shapes = {"squares": each, "sums": each, "gram": (*each, inputs)}
+    values = {field: getattr(statistic, field) for field in shapes}
+    values = {field: value for field, value in values.items() if value is not None}
+    if not values.keys() - {"sums"}:
         raise ValueError(f"The statistic of {name!r} has neither squares nor gram.")
     _check_count(statistic.count, name)
-    for field, value in given.items():
-        if value.shape != wanted[field]:
+    for field, value in values.items():
+        if value.shape != shapes[field]:
             raise ValueError(
-                f"The {field} of {name!r}, shape {shape}, must have shape {wanted[field]}, got "
+                f"The {field} of {name!r}, shape {shape}, must have shape {shapes[field]}, got "
                 f"{value.shape}."
             )
         if not is_finite(value):
@@ -370,11 +370,11 @@ def relative_error(statistic: Statistic, dense: jax.Array, pruned: jax.Array) ->
     """Returns tr(D^H G D) / tr(W^H G W), D = W - pruned: the share of the outputs that is lost.
 
     Example:
-      >>> of_kernel = Statistic(gram=jnp.diag(jnp.array([4.0, 1.0])), count=9, contracting=(0,),
-      ...                       output=(1,))
-      >>> relative_error(of_kernel, jnp.array([[2.0], [3.0]]), jnp.array([[2.0], [0.0]]))
+      >>> kernel = Statistic(gram=jnp.diag(jnp.array([4.0, 1.0])), count=9, contracting=(0,),
+      ...                    output=(1,))
+      >>> relative_error(kernel, jnp.array([[2.0], [3.0]]), jnp.array([[2.0], [0.0]]))
       Array(0.36, dtype=float32)
     """
     lost = jnp.sum(output_error(statistic, dense - pruned))
-    whole = jnp.sum(output_error(statistic, dense))
-    return jnp.where(whole > 0, lost / jnp.where(whole > 0, whole, 1), 0)
+    total = jnp.sum(output_error(statistic, dense))
+    return jnp.where(total > 0, lost / jnp.where(total > 0, total, 1), 0)

@@ -60,7 +60,7 @@ class Walk(Interpreter):
         inside = self.inside()
         return inside.run(program, inputs), inside.sums
 
-    def sums_of(self, equation: Equation, inputs: list[Any]) -> Sums:
+    def sum_equation(self, equation: Equation, inputs: list[Any]) -> Sums:
         """Returns the sums of the uses in an equation."""
         inside = self.inside()
         inside.evaluate(equation, inputs)
