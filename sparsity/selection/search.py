@@ -4,16 +4,16 @@
 keys that are at least t never rises with t; so the k-th highest key is the largest t with
 c(t) >= k, and its digits to the base 16 follow, the highest first: with the higher digits fixed,
 c(t) >= k holds for the digits 0 to d and for no other, and d is the digit. One pass over the data
-counts for 15 digits at once. All is integers: the last digit is exact. Where c(t) = k, the mask is
-that of all keys from t on, and lower digits do not matter.
+counts for 15 digits at once. All is integers: the last digit is exact. Where c(t) = k, the mask
+keeps all keys from t on, and lower digits do not matter.
 
 **Ties.** Of the keys equal to the threshold, `need` = k less the keys above must stay, and at
 most all. The second search takes ~index, which falls with the index, as the key of a tie. Such keys
-are distinct: exactly `need` of them reach the `need`-th highest, those of the lowest indices.
+are distinct: exactly `need` of them reach the `need`-th highest, the ties of the lowest indices.
 Across parameters, earlier ones take their ties first (`tie_shares`).
 
 **Eligibility.** An entry that may not stay has the lowest key, and every count is of keys *above*
-a pivot that is no lower. So it is never counted; ties are masked.
+a pivot that is no lower. So such an entry is never counted; ties are masked.
 
 **Overflow.** A parameter has fewer than 2**31 entries, so that its counts fit int32. Counts of
 fewer than 2**16 parameters are added as two words of 32 bits (`exact.total`). Pivots stay within

@@ -1,8 +1,8 @@
-"""ADMM as a refit: it alternates between the outputs of a layer and the support of its weights.
+"""ADMM as a refit: steps for the outputs of a layer alternate with steps for its support.
 
 Source: Boza 2024, arXiv 2401.02938, algorithms 1 and 2. Comments carry the symbols of the paper and
-its code: W weights, Z those on the support, U scaled duals, XX the damped Gram matrix of inputs of
-unit norm, XY = XX W.
+its code: W weights, Z weights on the support, U scaled duals, XX the damped Gram matrix of inputs
+of unit norm, XY = XX W.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ADMM:
     sparsity s (1 - (1 - (i + 1) / gradual)^3), or n of m.
 
     Attributes:
-      iterations: of which each costs one product with the inverse Gram matrix.
+      iterations: number of iterations; each costs one product with the inverse Gram matrix.
       gradual: iterations that choose a mask; 0 keeps the pruner's.
       rho: weight of the support against the outputs.
       damping: added to the diagonal, which is 1.

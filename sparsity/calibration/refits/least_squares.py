@@ -24,12 +24,12 @@ _AT_ONCE = 2**28  # bytes of the matrices that are factored together
 
 @dataclasses.dataclass(frozen=True)
 class LeastSquares:
-    """The weights on the support whose outputs are nearest to the dense ones: exact, per output.
+    """Weights on the support whose outputs are nearest to the dense ones: exact, per output.
 
-    Each output is a system of its own, factored by Cholesky; of many inputs, it is solved by
-    conjugate gradients. Outputs that keep the same inputs, as whole channels do, share one factor.
-    Where the data leave weights free, they stay near the pruner's. No output has a larger error
-    than before.
+    Each output is a linear system. Systems of few inputs are solved by Cholesky factors, others by
+    conjugate gradients. Outputs that keep the same inputs share one factor, as after the pruning of
+    channels. Weights that the data leave free stay near the weights of the pruner. No output has a
+    larger error than before.
 
     Example:
       >>> x = jnp.array([[1.0, 1.0], [1.0, 0.0]])
@@ -59,7 +59,7 @@ class LeastSquares:
 
 
 def _supports(masks: jax.Array) -> tuple[int, bool]:
-    """At least the most inputs that an output keeps, and whether all that keep any keep the same.
+    """Returns a bound on the inputs that an output keeps, and whether all non-empty supports agree.
 
     Args:
       masks: [*batch, outputs, inputs].
@@ -81,7 +81,16 @@ def _least_squares(
     mask: jax.Array,
     statistic: Statistic,
 ) -> jax.Array:
-    """The refitted leaf; of at most so many weights of an output, or by conjugate gradients."""
+    """Returns the refitted leaf.
+
+    Args:
+      most: bound on the inputs that an output keeps; `None`: conjugate gradients solve.
+      is_shared: all non-empty supports agree.
+      dense: the leaf before pruning.
+      pruned: the leaf after pruning.
+      mask: its mask.
+      statistic: with a Gram matrix.
+    """
     lead, dtype = statistic.lead(dense.shape), dense.dtype
 
     def refit_matrix(
@@ -108,7 +117,7 @@ def _least_squares(
 def _by_factors(
     gradient: jax.Array, kept: jax.Array, gram: jax.Array, most: int, matrices: int
 ) -> jax.Array:
-    """What each output gains on its support, [outputs, inputs], by a Cholesky factor for each."""
+    """Returns corrections on the support of each output, [outputs, inputs], by Cholesky factors."""
     at_once = max(1, _AT_ONCE // (most**2 * gram.dtype.itemsize * matrices))
     gains: jax.Array = lax.map(
         lambda x: _by_factor(x[0], x[1], gram, most),
@@ -119,7 +128,7 @@ def _by_factors(
 
 
 def _by_factor(gradient: jax.Array, kept: jax.Array, gram: jax.Array, most: int) -> jax.Array:
-    """What outputs gain on the support that they share, [inputs], or [inputs, outputs]."""
+    """Returns corrections of outputs on a shared support, [inputs] or [inputs, outputs]."""
     diagonal = jnp.diagonal(gram)
     scale = jnp.where(diagonal > 0, lax.rsqrt(jnp.where(diagonal > 0, diagonal, 1)), 0)
     places = jnp.argsort(~kept, stable=True)[:most]
@@ -137,7 +146,7 @@ def _by_factor(gradient: jax.Array, kept: jax.Array, gram: jax.Array, most: int)
 
 
 def _by_gradients(gradient: jax.Array, kept: jax.Array, gram: jax.Array) -> jax.Array:
-    """As `_by_factors`, by conjugate gradients; all outputs share each product with the Gram."""
+    """Does what `_by_factors` does, by conjugate gradients that share products with the Gram."""
     diagonal = jnp.diagonal(gram)
     scale = jnp.where(diagonal > 0, 1 / jnp.where(diagonal > 0, diagonal, 1), 0)
 

@@ -1,10 +1,9 @@
-"""What a model loses if one layer alone is pruned, and rates that follow from it."""
+"""Sensitivity of a model to the pruning of single layers, and the best rates for a sparsity."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +19,10 @@ from sparsity.core.trees import PyTree
 
 
 class Sensitivity(dict[Path, dict[float, float]]):
-    """{path: {rate: error}}: what the model's outputs lose if one leaf is pruned at a rate."""
+    """Errors {path: {rate: error}} of the model's outputs if one leaf is pruned at a rate."""
 
     def distribution(self, params: PyTree, sparsity: float) -> Rates:
-        """Returns the rates of that mean whose errors have the smallest sum: a distribution.
+        """Returns the distribution of that mean whose errors have the smallest sum.
 
         Errors between two rates are interpolated, on the lower convex hull of each curve from 0 on;
         errors of several leaves are taken to add up.
@@ -37,8 +36,8 @@ class Sensitivity(dict[Path, dict[float, float]]):
 
         Example:
           >>> params = {"robust": jnp.ones((4, 4)), "fragile": jnp.ones((4, 4))}
-          >>> found = Sensitivity({("robust",): {0.8: 0.1}, ("fragile",): {0.4: 0.1, 0.8: 0.5}})
-          >>> rates = found.distribution(params, sparsity=0.5)(params)
+          >>> errors = Sensitivity({("robust",): {0.8: 0.1}, ("fragile",): {0.4: 0.1, 0.8: 0.5}})
+          >>> rates = errors.distribution(params, sparsity=0.5)(params)
           >>> {name: round(rate, 3) for name, rate in rates.items()}
           {'fragile': 0.2, 'robust': 0.8}
         """
@@ -58,7 +57,7 @@ class Sensitivity(dict[Path, dict[float, float]]):
             for rise, width in _pieces(curve)
         ]
         rates = dict.fromkeys(self, 0.0)
-        for _, count, path in sorted(pieces):  # those of a leaf become steeper
+        for _, count, path in sorted(pieces):  # the pieces of a leaf become steeper
             rates[path] += min(count, remaining) / sizes[path]
             remaining -= min(count, remaining)
         return Rates(rates)
@@ -72,7 +71,7 @@ def measure(
     paths: Sequence[Path],
     rates: Sequence[float],
 ) -> Sensitivity:
-    """`Report.sensitivity`, of some leaves."""
+    """Does what `Report.sensitivity` does, for some leaves."""
     check_runs(pruner)
     if not len(rates):
         raise ValueError("rates has no rate: give the sparsities to measure, as (0.25, 0.5, 0.75).")
@@ -87,7 +86,7 @@ def measure(
     inputs = [trees.split_arrays(batch)[0] for batch in seen]
 
     @jax.jit
-    def outputs(leaves: list[Any], batch: list[Any]) -> list[jax.Array]:
+    def outputs(leaves: list[jax.Array], batch: list[jax.Array]) -> list[jax.Array]:
         results = jax.tree.leaves(fn(rebuild(leaves), rebuild_batch(batch)))
         return [x for x in results if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
 
@@ -112,7 +111,7 @@ def measure(
 
 
 def _pieces(curve: Mapping[float, float]) -> list[tuple[float, float]]:
-    """(slope, width) of the pieces of a curve's lower convex hull, from no error at rate 0."""
+    """Returns (slope, width) of the pieces of a curve's lower convex hull, from no error at 0."""
     points, end = [(0.0, 0.0), *sorted(curve.items())], 0
     pieces = []
     while end < len(points) - 1:

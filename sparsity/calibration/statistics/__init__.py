@@ -1,4 +1,4 @@
-"""Statistics of the inputs that each weight meets, and how a run of a model sums them up."""
+"""Statistics of the inputs that each weight meets, summed up while a model runs."""
 
 from sparsity.calibration.statistics.capture import calibrate
 from sparsity.calibration.statistics.counts import Count

@@ -16,13 +16,13 @@ _BASE = 16  # bits of a digit
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Count:
-    """A number of rows below 2**63, or an array of them.
+    """Number of rows below 2**63, or an array of such numbers.
 
-    `int(count)` and `np.asarray(count)` read it outside of jit, `count.as_float()` anywhere. Counts
-    go through jit and add up leaf by leaf, up to 2**16 of them before they are added by `+`.
+    `int(count)` and `np.asarray(count)` read a count outside of jit, `count.as_float()` anywhere.
+    Counts pass through jit and add up leaf by leaf, up to 2**16 of them before a `+` of counts.
 
     Attributes:
-      digits: uint32[4, ...], in base 2**16 from the lowest on; one may exceed the base.
+      digits: uint32[4, ...], in base 2**16 from the lowest on; a digit may exceed the base.
 
     Example:
       >>> count = Count.from_number(2**31)
@@ -43,7 +43,7 @@ class Count:
         return Count(_carried(_carried(self.digits) + _carried(other.digits)))
 
     def as_float(self) -> jax.Array:
-        """Returns the nearest float32, or one next to it."""
+        """Returns the nearest float32, or a neighbour of the nearest."""
         low, second, third, high = _carried(self.digits).astype(jnp.float32)
         nearest: jax.Array = ((high * 65536 + third) * 65536 + second) * 65536 + low
         return nearest
@@ -70,7 +70,7 @@ class Count:
 
 
 def _carried(digits: chex.Array) -> jax.Array:
-    """The digits of the same number, each below the base but the last."""
+    """Returns the digits of the same number, all below the base but the last."""
     rows = list(jnp.asarray(digits))
     for i in range(3):
         rows[i + 1] += rows[i] >> _BASE

@@ -1,7 +1,7 @@
-"""Search that is fast on hosts; its masks are those of `sparsity.selection.search`.
+"""Search that is fast on hosts, with the masks of `sparsity.selection.search`.
 
 `threshold` counts parameters that lie on one device as `rows`, large ones in `visits`, with the
-pivots of `key_search`; `sorting` sorts what is small; `kernels` keeps programs small. On a mesh the
+pivots of `key_search`; `sorting` sorts small leaves; `kernels` keeps programs small. On a mesh the
 portable search counts, and `thresholds` chooses its pivots.
 """
 

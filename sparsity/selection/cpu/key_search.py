@@ -45,8 +45,8 @@ _MAX_MISSES_ON_MESH = 2  # bounds the passes: by 2 + 11 for 32 bits, 2 + 22 for 
 class Bracket(NamedTuple):
     """Keys from low to high, the k-th highest one among them.
 
-    The search is for the k-th highest key, or for any with exactly k keys above it. A search of
-    many brackets holds arrays of each field, [brackets].
+    A search ends at the k-th highest key, or at any key with exactly k keys above. A search of many
+    brackets holds arrays of each field, [brackets].
     """
 
     low: jax.Array
@@ -210,7 +210,7 @@ def search(
         start: The state before the first pass.
         first: Pivots of the first pass, [brackets, pivots].
         max_misses: How many guesses may fail.
-        is_float: Whether keys are those of floats.
+        is_float: Whether the scores are floats.
 
     Returns:
         The brackets of the k-th keys alone, or of keys with exactly k keys above them.

@@ -1,9 +1,9 @@
 """Masks of the k best entries of many parameters in one search: k-th keys, ties, comparisons.
 
-`key_search` finds the k-th keys of all brackets in the same passes. Of the keys equal to the k-th,
-those of the lowest flat index are kept, across parameters in their order, so that at most one
-segment of a bracket is partial: it keeps some and not all of its ties. The counts of its rows say
-in which row its ties end, and that row alone is read.
+`key_search` finds the k-th keys of all brackets in the same passes. Keys equal to the k-th
+one are kept from the lowest flat index on, across parameters in their order. So at most one segment
+of a bracket is partial, which means that only some of its ties are kept. The counts of its rows say
+in which row these ties end, and only that row is read.
 """
 
 from __future__ import annotations
