@@ -1,9 +1,9 @@
-"""Pruning what is trained already, by statistics of the inputs that each weight meets.
+"""Pruning of trained models, by statistics of the inputs that each weight meets.
 
-- `statistics`: what `calibrate` sums up over the rows of each product, as a model runs.
-- `pruners`: from a weight and its statistic to a mask and corrected weights.
-- `refits`: what the weights that stay become.
-- `run`: `oneshot`, which puts these together layer by layer, and its report.
+- `statistics`: sums over the rows of each product, which `calibrate` adds up while a model runs.
+- `pruners`: masks and corrected weights from a weight and its statistic.
+- `refits`: new values of the kept weights.
+- `run`: `oneshot`, which prunes and refits layer by layer, and its report.
 """
 
 from sparsity.calibration.pruners import (

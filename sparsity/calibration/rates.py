@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +18,13 @@ from sparsity.sparsity_distributions import FilterFn
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """A distribution that gives each leaf the sparsity it is named with; others stay dense.
+    """Distribution that gives each named leaf its sparsity; others stay dense.
 
     Attributes:
       sparsities: by path, in [0, 1].
 
     Raises:
-      ValueError: a sparsity is out of range; its path is named.
+      ValueError: a sparsity is out of range; the error names its path.
     """
 
     sparsities: Mapping[Path, float]
@@ -125,7 +124,7 @@ def _select_leaves(
 
 
 @jax.jit
-def _outliers(param: jax.Array, statistic: Statistic, threshold: float) -> Any:
+def _outliers(param: jax.Array, statistic: Statistic, threshold: float) -> jax.Array:
     """Returns D, the share of the scores above `threshold` times the mean of their matrix."""
     squares = statistic.sums_of_squares()
     scores = jnp.abs(statistic.matrices(param)) * jnp.sqrt(squares)[..., None, :]  # A

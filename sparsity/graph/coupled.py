@@ -425,4 +425,4 @@ def _keep_best(
 
 def _channels(importance: jax.Array, active: jax.Array | None = None) -> Ranked:
     """Returns the channels of a group as a search ranks them: layers of a scan are slices."""
-    return Ranked(Scores.of(importance), active, importance.ndim - 1)
+    return Ranked(Scores.wrap(importance), active, importance.ndim - 1)

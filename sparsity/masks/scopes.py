@@ -306,7 +306,7 @@ class Global:
 
     def _comparable(self, scores: Sequence[jax.Array | Scores]) -> list[Scores]:
         """Scores of one dtype, divided by their norm where that is asked for."""
-        lazy = [Scores.of(score) for score in scores]
+        lazy = [Scores.wrap(score) for score in scores]
         divided = [
             i
             for i, score in enumerate(lazy)
@@ -321,7 +321,7 @@ class Global:
         dtypes = [score.dtype for score in lazy]
         dtype = functools.reduce(jnp.promote_types, dtypes)
         return [
-            score if score.dtype == dtype else Scores.of(score.compute().astype(dtype))
+            score if score.dtype == dtype else Scores.wrap(score.compute().astype(dtype))
             for score in lazy
         ]
 
@@ -441,9 +441,9 @@ def _units(site: Site, scores: jax.Array | Scores) -> Ranked:
     """The scores of a leaf's units."""
     pattern: Any = site.pattern  # it ranks units, and can say what these are
     if pattern.is_elementwise:
-        return Ranked(Scores.of(scores), None, site.batch_axes)
+        return Ranked(Scores.wrap(scores), None, site.batch_axes)
     units = pattern.pool(scores, site.batch_axes)
-    return Ranked(Scores.of(units), None, site.batch_axes + pattern.group_axes)
+    return Ranked(Scores.wrap(units), None, site.batch_axes + pattern.group_axes)
 
 
 def _entries(site: Site, units: jax.Array, like: jax.Array | Scores) -> jax.Array:

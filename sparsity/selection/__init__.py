@@ -1,4 +1,4 @@
-"""Which entries score highest, in one tensor, in many, or in all together: exact."""
+"""Exact selection of the highest scores: of one tensor, of many, or of all together."""
 
 from sparsity.core.exact import num_kept
 from sparsity.core.hashing import hash_scores

@@ -14,7 +14,7 @@ from jax import lax
 
 
 def readable(scores: chex.Array) -> jax.Array:
-    """Checked scores, of a dtype that has keys."""
+    """Returns checked scores, of a dtype that has keys."""
     scores = scores if isinstance(scores, jax.Array) else jnp.asarray(scores)
     dtype = _readable_dtype(scores.dtype)
     if scores.size >= 2**31:
@@ -35,22 +35,22 @@ def _readable_dtype(dtype: np.dtype) -> np.dtype:
 
 
 class KeyRange(NamedTuple):
-    """The keys of a dtype of scores."""
+    """Range of the keys of a dtype of scores."""
 
     dtype: np.dtype  # int32 for narrow scores, too, which is faster
-    low: int  # that of NaN if there is one
+    low: int  # the key of NaN, if the dtype has NaN
     top: int
     is_float: bool = False  # of 32 bits or more
 
     @property
     def bits(self) -> int:
-        """The number of bits that tell the keys apart."""
+        """Number of bits that tell the keys apart."""
         return (self.top - self.low).bit_length()
 
 
 @functools.lru_cache
 def key_range(dtype: np.dtype) -> KeyRange:
-    """The range of the integer keys that order a dtype."""
+    """Returns the range of the integer keys that order a dtype."""
     bits = _bits(dtype)
     key, low = np.promote_types(bits, np.int32), int(np.iinfo(bits).min)
     if dtype == jnp.bool_:
@@ -64,14 +64,14 @@ def key_range(dtype: np.dtype) -> KeyRange:
 
 
 def _bits(dtype: np.dtype) -> np.dtype:
-    """The signed integers as wide as scores, at least a byte."""
+    """Returns the signed integers as wide as the scores, at least a byte."""
     if jnp.issubdtype(dtype, jnp.floating):
         return np.dtype(f"int{jnp.finfo(dtype).bits}")
     return np.dtype(f"int{8 if dtype == jnp.bool_ else max(8, jnp.iinfo(dtype).bits)}")
 
 
 def to_keys(scores: jax.Array) -> jax.Array:
-    """Signed integers in the order of the scores."""
+    """Returns signed integers in the order of the scores."""
     dtype = scores.dtype
     bits, (key, low, top, _) = _bits(dtype), key_range(dtype)
     if jnp.issubdtype(dtype, jnp.unsignedinteger):
@@ -91,7 +91,7 @@ def to_keys(scores: jax.Array) -> jax.Array:
 
 
 def eligible_keys(scores: jax.Array, *masks: jax.Array | None) -> jax.Array:
-    """Keys of the scores; the lowest key where one of the masks, None aside, is False."""
+    """Returns keys of the scores: the lowest key where one of the masks, None aside, is False."""
     scores = readable(scores)
     keys = to_keys(scores)
     lowest = jnp.array(key_range(scores.dtype).low, keys.dtype)

@@ -1,4 +1,4 @@
-"""Which n of every m consecutive scores are highest: ranks by comparisons within the group."""
+"""Masks of the n highest of every m consecutive scores: comparisons within the group rank them."""
 
 import math
 
@@ -20,16 +20,16 @@ def nm_mask(
     axis: int = -1,
     keep: chex.Array | None = None,
 ) -> jax.Array:
-    """Mask of the n highest of every m consecutive scores along an axis.
+    """Returns the mask of the n highest of every m consecutive scores along an axis.
 
-    If m does not divide the axis, its last group is shorter and keeps n as well, or all it has.
+    If m does not divide the axis, the last group is shorter: it keeps n entries as well, or all.
 
     >>> nm_mask(jnp.array([4, 3, 2, 1, 0, 7, 0, 0]), 2, 4)
     Array([1, 1, 0, 0, 1, 1, 0, 0], dtype=uint8)
 
     Args:
         scores: Real scores or booleans of any shape and dtype.
-        n: How many to keep of each group, in [0, m]. A traced n is clamped.
+        n: Number of entries to keep of each group, in [0, m]. A traced n is clamped.
         m: Size of a group.
         axis: The axis whose consecutive entries form the groups.
         keep: Optional mask of the scores' shape; entries that are not zero there outrank all
@@ -51,7 +51,7 @@ def nm_mask(
         raise ValueError(f"n must be in [0, {m}], got n = {n}.")
     if keep is not None and jnp.shape(keep) != scores.shape:
         raise ValueError(f"keep must have shape {scores.shape}, got {jnp.shape(keep)}.")
-    fn, n = (_nm_mask_of_traced_n, n) if is_traced(n) else (_nm_mask, int(n))
+    fn, n = (_nm_mask_traced, n) if is_traced(n) else (_nm_mask, int(n))
     mask: jax.Array = fn(scores, n, keep, m, axis)
     return mask
 
@@ -64,7 +64,7 @@ def _grouped_mask(
     groups = (*shape[:axis], count, m, *shape[axis + 1 :])
 
     def pairs(x: jax.Array, fill: int) -> tuple[jax.Array, jax.Array]:
-        x = _with_whole_groups(x, m, axis)
+        x = _gather_groups(x, m, axis)
         missing = [(0, 0)] * axis + [(0, count * m - shape[axis])] + [(0, 0)] * (x.ndim - axis - 1)
         x = jnp.pad(x, missing, constant_values=fill).reshape(groups)
         return jnp.expand_dims(x, axis + 2), jnp.expand_dims(x, axis + 1)
@@ -87,11 +87,11 @@ def _grouped_mask(
 
 
 _nm_mask = jax.jit(_grouped_mask, static_argnums=(1, 3, 4))  # a constant n is three times faster
-_nm_mask_of_traced_n = jax.jit(_grouped_mask, static_argnums=(3, 4))
+_nm_mask_traced = jax.jit(_grouped_mask, static_argnums=(3, 4))
 
 
-def _with_whole_groups(x: jax.Array, m: int, axis: int) -> jax.Array:
-    """x, with an explicitly sharded axis gathered if a device holds a part of a group."""
+def _gather_groups(x: jax.Array, m: int, axis: int) -> jax.Array:
+    """Gathers an explicitly sharded axis if a device holds a part of a group."""
     mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
     names = spec[axis] if axis < len(spec) else None
     shards = math.prod(mesh.shape[name] for name in np.atleast_1d(names or ()))

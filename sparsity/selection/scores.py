@@ -7,7 +7,6 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import chex
 import jax
@@ -19,7 +18,9 @@ from sparsity.core.trees import PyTree
 from sparsity.selection.keys import eligible_keys, readable
 
 # Dtypes of scores by those of values, for every function in use: `jax.eval_shape` takes 1 ms.
-_DTYPES: Any = weakref.WeakKeyDictionary()
+_DTYPES: weakref.WeakKeyDictionary[
+    Callable[..., jax.Array], dict[tuple[np.dtype, ...], np.dtype]
+] = weakref.WeakKeyDictionary()
 
 
 def _itself(x: jax.Array) -> jax.Array:
@@ -28,17 +29,17 @@ def _itself(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scores:
-    """Scores that are computed entry by entry, where they are read; nothing is stored.
+    """Scores that are computed entry by entry, where they are read, and never stored.
 
     Leaves whose `fn` is the same object are searched by the same part of the program.
 
     Attributes:
-      fn: from an entry's values in `arrays`, then `scalars`, then its flat index if it
-        `uses_index`, to its score; called with arrays of any shape that broadcast.
-      arrays: what is stored, all of one shape; at least one array.
+      fn: maps an entry's values in `arrays`, then `scalars`, then its flat index if `uses_index`,
+        to its score; called with arrays of any shape that broadcast.
+      arrays: stored arrays, all of one shape; at least one.
       scalars: values that hold for all entries.
-      uses_index: whether `fn` wants the int32 flat index of each entry, too.
-      uses_arrays: whether `fn` reads `arrays`, which else give no more than a shape.
+      uses_index: whether `fn` takes the int32 flat index of each entry, too.
+      uses_arrays: whether `fn` reads `arrays`; otherwise they only give the shape.
     """
 
     fn: Callable[..., jax.Array]
@@ -48,8 +49,8 @@ class Scores:
     uses_arrays: bool = True
 
     @classmethod
-    def of(cls, scores: chex.Array | Scores) -> Scores:
-        """Stored scores, checked, or lazy ones as they are."""
+    def wrap(cls, scores: chex.Array | Scores) -> Scores:
+        """Returns stored scores, checked, or lazy scores as they are."""
         if isinstance(scores, Scores):
             return scores
         scores = readable(scores)
@@ -69,17 +70,17 @@ class Scores:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the scores, as the search reads them."""
-        values = *(x.dtype for x in (*self.arrays, *self.scalars)), *[np.int32] * self.uses_index
+        """Dtype of the scores, as the search reads them."""
+        index = [np.dtype(np.int32)] * self.uses_index
+        values: tuple[np.dtype, ...] = (*(x.dtype for x in (*self.arrays, *self.scalars)), *index)
         dtypes = _DTYPES.setdefault(self.fn, {})
         if values not in dtypes:
             structs = [jax.ShapeDtypeStruct((), dtype) for dtype in values]
             dtypes[values] = jax.eval_shape(lambda *x: readable(self.fn(*x)), *structs).dtype
-        dtype: np.dtype = dtypes[values]
-        return dtype
+        return dtypes[values]
 
     def compute(self) -> jax.Array:
-        """The scores as an array."""
+        """Returns the scores as an array."""
         index: tuple[jax.Array, ...] = ()
         if self.uses_index:  # sharded as the scores shall be, which may depend on nothing else
             like = self.arrays[0]
@@ -88,20 +89,20 @@ class Scores:
 
 
 def computed(scores: PyTree) -> PyTree:
-    """Scores as an array, if they are lazy; anything else as it is."""
+    """Returns lazy scores as an array, and anything else unchanged."""
     return scores.compute() if isinstance(scores, Scores) else scores
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ranked:
-    """Scores of one parameter, and which entries are eligible; a pytree of its arrays.
+    """Scores of one parameter and the mask of its eligible entries, a pytree of its arrays.
 
     Attributes:
       scores: the scores.
       where: an entry is eligible where this array is not zero; None: all are. Or the position of
-        this array among those of the scores, as in what `jax.tree` makes of a `Ranked`.
-      batch_axes: how many leading axes index separate slices.
+        this array among the arrays of the scores, after `jax.tree` rebuilt a `Ranked`.
+      batch_axes: number of leading axes that index separate slices.
       excludes: an entry is eligible where `where` is zero.
     """
 
@@ -120,7 +121,7 @@ class Ranked:
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
-        """The arrays that a search reads, each of them once: those of the scores, then `where`."""
+        """Arrays that a search reads, each of them once: the arrays of the scores, then `where`."""
         arrays, where = self.scores.arrays, self._where
         if where is None or isinstance(where, int):
             return arrays
@@ -128,34 +129,34 @@ class Ranked:
 
     @property
     def where_at(self) -> int | None:
-        """The position of `where` in `arrays`; None: all entries are eligible."""
+        """Position of `where` in `arrays`; None: all entries are eligible."""
         where = self._where
         return where if where is None or isinstance(where, int) else len(self.arrays) - 1
 
     @property
     def _where(self) -> jax.Array | int | None:
-        """`where`, or its position among the arrays of the scores if it is one of them."""
+        """Array `where`, or its position among the arrays of the scores if it is one of them."""
         if not isinstance(self.where, jax.Array):
             return self.where
         same = (i for i, x in enumerate(self.scores.arrays) if x is self.where)
         return next(same, self.where)
 
     def eligible(self, arrays: Sequence[jax.Array]) -> jax.Array | None:
-        """Which entries are eligible, by values of `self.arrays`; None: all are."""
+        """Returns the mask of the eligible entries, by values of `self.arrays`; None: all are."""
         if self.where_at is None:
             return None
         where = arrays[self.where_at]
         return where == 0 if self.excludes else where != 0
 
     def keys(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """Keys in the shape of the scores, by values of `self.arrays`."""
+        """Computes keys in the shape of the scores, by values of `self.arrays`."""
         scores = self.scores
         index = [flat_index(scores.shape)] if scores.uses_index else []
         x = scores.fn(*arrays[: len(scores.arrays)], *scores.scalars, *index)
         return eligible_keys(x, self.eligible(arrays))
 
     def tree_flatten(self) -> tuple[PyTree, PyTree]:
-        """The arrays, and all else; an array that is used twice is one argument of a program."""
+        """Splits off the arrays; an array that is used twice is one argument of a program."""
         x, where = self.scores, self._where
         at, where = (where, None) if isinstance(where, int) else (None, where)
         static = x.fn, x.uses_index, x.uses_arrays, at, self.batch_axes, self.excludes
@@ -163,7 +164,7 @@ class Ranked:
 
     @classmethod
     def tree_unflatten(cls, static: PyTree, children: PyTree) -> Ranked:
-        """The inverse of `tree_flatten`."""
+        """Undoes `tree_flatten`."""
         fn, uses_index, uses_arrays, at, batch_axes, excludes = static
         arrays, scalars, where = children
         scores = Scores(fn, arrays, scalars, uses_index, uses_arrays)

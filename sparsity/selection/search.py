@@ -1,19 +1,19 @@
-"""The exact search, for any platform and sharding: no sorting, nothing stored, only counts move.
+"""Exact search, for any platform and sharding: no sorting, nothing stored, only counts move.
 
 **The threshold.** Scores are read as integers, their keys (`keys`). The number c(t) of eligible
 keys that are at least t never rises with t; so the k-th highest key is the largest t with
 c(t) >= k, and its digits to the base 16 follow, the highest first: with the higher digits fixed,
 c(t) >= k holds for the digits 0 to d and for no other, and d is the digit. One pass over the data
-counts for 15 digits at once. All is integers: the last digit is exact. Where c(t) = k, the mask is
-that of all keys from t on, and lower digits do not matter.
+counts for 15 digits at once. All is integers: the last digit is exact. Where c(t) = k, the mask
+keeps all keys from t on, and lower digits do not matter.
 
 **Ties.** Of the keys equal to the threshold, `need` = k less the keys above must stay, and at
 most all. The second search takes ~index, which falls with the index, as the key of a tie. Such keys
-are distinct: exactly `need` of them reach the `need`-th highest, those of the lowest indices.
+are distinct: exactly `need` of them reach the `need`-th highest, the ties of the lowest indices.
 Across parameters, earlier ones take their ties first (`tie_shares`).
 
 **Eligibility.** An entry that may not stay has the lowest key, and every count is of keys *above*
-a pivot that is no lower. So it is never counted; ties are masked.
+a pivot that is no lower. So such an entry is never counted; ties are masked.
 
 **Overflow.** A parameter has fewer than 2**31 entries, so that its counts fit int32. Counts of
 fewer than 2**16 parameters are added as two words of 32 bits (`exact.total`). Pivots stay within
@@ -42,12 +42,12 @@ _BITS = 4  # of a digit: for 1e7 floats 4 take 76 ms of one CPU core, 3 take 87,
 
 
 def thresholds(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) -> jax.Array:
-    """A key t of each bracket with at most k keys above t, and at least k that are t or above.
+    """Returns a key t of each bracket with at most k keys above t, and at least k from t on.
 
     Args:
       above: maps pivots[brackets, n] to the numbers of keys above them.
-      k: [brackets]; of fewer keys t is the lowest key, of k = 0 it is above all.
-      lowest: `keys.low`, [brackets], which is not counted.
+      k: [brackets]; t is the lowest key if there are fewer than k, and above all keys if k = 0.
+      lowest: `keys.low`, [brackets]; this key is not counted.
       keys: the range of the keys.
     """
     bits, digits = keys.bits, np.arange(1, 1 << _BITS, dtype=lowest.dtype)
@@ -74,14 +74,14 @@ def select(
     together: bool,
     thresholds: Thresholds = thresholds,
 ) -> tuple[list[jax.Array], Words]:
-    """Masks of the k best eligible entries, or of all if there are fewer.
+    """Returns masks of the k best eligible entries, or of all if there are fewer.
 
     Args:
       leaves: one or more parameters whose scores have one dtype, fewer than 2**31 entries each.
-      k: how many to keep: of all together, [1], or of each slice, [slices], in the order of the
-        parameters; clamped from above. Or the fraction of the eligible entries to remove.
-      together: whether all entries compete, or those of each slice.
-      thresholds: another function that finds what `thresholds` does.
+      k: number of entries to keep: of all together, [1], or of each slice, [slices], in the order
+        of the parameters; clamped from above. Or the fraction of the eligible entries to remove.
+      together: whether all entries compete, or the entries of each slice.
+      thresholds: another function with the results of `thresholds`.
 
     Returns:
       uint8 masks, each of its parameter's shape and sharding; and the number of eligible entries,
@@ -121,7 +121,7 @@ def select(
 
 
 class Slices:
-    """The slices of one parameter, in its shape: sums leave all entries where they lie."""
+    """Slices of one parameter, in its shape: sums leave all entries where they lie."""
 
     def __init__(self, leaf: Ranked) -> None:
         shape = leaf.scores.shape
@@ -131,7 +131,7 @@ class Slices:
         self._strides = [0] * leaf.batch_axes + strides  # of an index within a slice
 
     def eligible(self) -> jax.Array:
-        """int32[slices]: how many entries are eligible."""
+        """Counts the eligible entries, int32[slices]."""
         mask = self._leaf.eligible(self._leaf.arrays)
         if mask is None:
             return jnp.full(self._leaf.slices, self._leaf.size, jnp.int32)
@@ -140,9 +140,9 @@ class Slices:
         return counts[:, 0]
 
     def above(self, pivots: jax.Array, tied: jax.Array | None = None) -> jax.Array:
-        """int32[slices, n]: keys above each of pivots[slices, n].
+        """Counts the keys above pivots[slices, n], int32[slices, n].
 
-        With tied[slices], the keys are ~index where they were the tied key, and else the lowest.
+        With tied[slices], ties of that key have ~index as their key, all others the lowest key.
         """
         # Without a barrier that pivots pass, too, XLA moves keys out of the loop and stores them.
         state = self._leaf.arrays, pivots, [jnp.int32(stride) for stride in self._strides], tied
@@ -155,31 +155,31 @@ class Slices:
         return self._sums([keys > self._spread(pivot) for pivot in pivots.T])
 
     def above_and_ties(self, key: jax.Array) -> jax.Array:
-        """int32[slices, 2]: keys above key[slices], and eligible keys equal to it."""
+        """Counts keys above key[slices] and eligible keys equal to it, int32[slices, 2]."""
         return self._sums(self._compared(self._leaf.arrays, key))
 
     def mask(self, key: jax.Array, cut: jax.Array) -> jax.Array:
-        """uint8 mask of keys above key[slices], and of its ties with ~index >= cut[slices]."""
+        """Returns the uint8 mask of keys above the key, and of ties with ~index >= cut[slices]."""
         above, ties = self._compared(self._leaf.arrays, key)
         is_early = ~flat_index(self._entries, self._strides) >= self._spread(cut)
         return (above | (ties & is_early)).astype(jnp.uint8)
 
     def _compared(self, arrays: Sequence[jax.Array], key: jax.Array) -> list[jax.Array]:
-        """Masks of keys above key[slices], and of eligible keys equal to it."""
+        """Returns masks of keys above key[slices], and of eligible keys equal to it."""
         keys, key, where = self._leaf.keys(arrays), self._spread(key), self._leaf.eligible(arrays)
         return [keys > key, keys == key if where is None else (keys == key) & where]
 
     def _spread(self, x: jax.Array) -> jax.Array:
-        """x[slices], to be broadcast against the entries."""
+        """Reshapes x[slices], to be broadcast against the entries."""
         return x.reshape(self._entries[: self._axes.start] + (1,) * len(self._axes))
 
     def _sums(self, masks: Sequence[jax.Array]) -> jax.Array:
-        """int32[slices, masks]."""
+        """Sums up masks: int32[slices, masks]."""
         return jnp.stack([x.reshape(-1) for x in sums(masks, self._axes)], axis=-1)
 
 
 def totals(counts: Sequence[jax.Array], together: bool = False) -> Words:
-    """Words [brackets, ...] of int32[slices, ...] of each parameter: one sum, or one of each."""
+    """Returns int32[slices, ...] of each parameter as words [brackets, ...], summed if together."""
     joined = jnp.concatenate(counts)
     if not together:
         return exact.as_words(joined)
@@ -188,14 +188,14 @@ def totals(counts: Sequence[jax.Array], together: bool = False) -> Words:
 
 
 def spread(x: jax.Array, slices: Sequence[int], together: bool = False) -> list[jax.Array]:
-    """x[brackets, ...] for the slices of each parameter, of so many slices."""
+    """Returns x[brackets, ...] for the slices of each parameter, from their numbers of slices."""
     if together:
         return [jnp.broadcast_to(x, (count, *x.shape[1:])) for count in slices]
     return jnp.split(x, np.cumsum(slices)[:-1])
 
 
 def tie_shares(ties: jax.Array, need: Words, together: bool) -> jax.Array:
-    """int32[slices]: how many of its ties each slice keeps, so that each bracket keeps `need`."""
+    """Returns the number of ties that each slice keeps, so that each bracket keeps `need`."""
     if not together:
         return need[1].astype(jnp.int32)
     before = exact.totals_before(ties)

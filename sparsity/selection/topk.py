@@ -32,7 +32,7 @@ def topk_mask(
     where: chex.Array | None = None,
     batch_axes: int = 0,
 ) -> jax.Array:
-    """Mask of the k highest scores, of every slice along the leading batch_axes axes.
+    """Returns the mask of the k highest scores of every slice along the leading axes.
 
     >>> topk_mask(jnp.array([1.0, 3.0, 2.0, 3.0]), 2)
     Array([0, 1, 0, 1], dtype=uint8)
@@ -41,12 +41,12 @@ def topk_mask(
 
     Args:
         scores: Real scores or booleans of any shape and dtype, fewer than 2**31.
-        k: How many to keep of each slice, in [0, slice size]; broadcasts against
-            `scores.shape[:batch_axes]`. A traced k is clamped. Or two words of it,
+        k: Number of entries to keep of each slice, in [0, slice size]; broadcasts against
+            `scores.shape[:batch_axes]`. A traced k is clamped. Or its two words,
             as in `global_topk_mask`.
         where: Optional bool or integer mask of the scores' shape. Only entries that are not zero
             there may be kept; if there are fewer than k, all of them are.
-        batch_axes: How many leading axes index separate slices.
+        batch_axes: Number of leading axes that index separate slices.
 
     Returns:
         uint8 mask of the scores' shape and sharding, 1 = keep.
@@ -54,7 +54,7 @@ def topk_mask(
     Raises:
         ValueError: If scores are complex, if a concrete k is out of range, or if shapes differ.
     """
-    lazy = Scores.of(scores)
+    lazy = Scores.wrap(scores)
     shape = lazy.shape
     if not 0 <= batch_axes <= lazy.ndim:
         raise ValueError(f"batch_axes must be in [0, {lazy.ndim}], got batch_axes = {batch_axes}.")
@@ -68,12 +68,12 @@ def topk_mask(
 def topk_masks(
     leaves: Sequence[Ranked], k: Words | np.ndarray, *, together: bool = False
 ) -> list[jax.Array]:
-    """Masks of the k highest scores of every slice of many leaves, found in one search.
+    """Returns masks of the k highest scores of every slice of many leaves, by one search.
 
     Args:
-        leaves: Of any shapes and dtypes.
-        k: How many to keep of each slice, [slices], in the order of leaves, or of all leaves
-            together, [1]: two uint32 words (high, low), or these in one array.
+        leaves: Parameters of any shapes and dtypes.
+        k: Number of entries to keep of each slice, [slices], in the order of leaves, or of all
+            leaves together, [1]: two uint32 words (high, low), or these in one array.
         together: Whether all leaves compete; their scores have one dtype then.
 
     Returns:
@@ -88,7 +88,7 @@ def topk_masks(
 def global_topk_mask(
     tree: PyTree, k: chex.Numeric | Words, *, where: PyTree | None = None
 ) -> PyTree:
-    """Masks of the k highest scores of all leaves together: one threshold, nothing concatenated.
+    """Returns masks of the k highest scores of all leaves together, by one threshold.
 
     >>> global_topk_mask({"a": jnp.array([5, 1]), "b": jnp.array([[5, 5]])}, 2)
     {'a': Array([1, 0], dtype=uint8), 'b': Array([[1, 0]], dtype=uint8)}
@@ -96,8 +96,8 @@ def global_topk_mask(
     Args:
         tree: Leaves of real scores of one dtype, of any shapes, fewer than 2**31 each; their total
             may be larger. None stands for no leaf.
-        k: How many to keep, in [0, total size]: an integer, or two uint32 words (high, low) as
-            `num_kept` returns them. A traced k is clamped.
+        k: Number of entries to keep, in [0, total size]: an integer, or two uint32 words (high,
+            low) as `num_kept` returns them. A traced k is clamped.
         where: Optional tree of masks like `tree`. Only entries that are not zero there may be
             kept; if there are fewer than k, all of them are.
 
@@ -111,7 +111,7 @@ def global_topk_mask(
     scores, treedef = jax.tree.flatten(tree)
     masks = [None] * len(scores) if where is None else treedef.flatten_up_to(where)
     masks = [None if mask is None else jnp.asarray(mask) for mask in masks]
-    leaves = [Ranked(Scores.of(x), mask) for x, mask in zip(scores, masks, strict=True)]
+    leaves = [Ranked(Scores.wrap(x), mask) for x, mask in zip(scores, masks, strict=True)]
     dtypes = sorted({str(leaf.scores.dtype) for leaf in leaves})
     if len(dtypes) > 1:
         raise ValueError(
@@ -123,13 +123,13 @@ def global_topk_mask(
 
 # ------------------------------------------------------------------ arguments
 def _k_words(k: chex.Numeric | Words, n: int, shape: tuple[int, ...]) -> Words | np.ndarray:
-    """The words of k, [slices], or [1] if slices of this shape and of n entries have one k.
+    """Returns the words of k, [slices], or [1] if slices of this shape and n entries have one k.
 
     A concrete k is checked, a traced one is clamped from below; the search clamps from above.
     """
     if isinstance(k, int) and 0 <= k <= n:  # the checks of numpy take as long as a small search
         return np.array(exact.split(k)).reshape(2, 1)
-    words: Any = k if isinstance(k, tuple) else (k,)
+    words: tuple[chex.Numeric, ...] = k if isinstance(k, tuple) else (k,)
     if len(words) != (2 if isinstance(k, tuple) else 1):
         raise ValueError(f"k must be an integer or two words, got k = {k}.")
     if any(map(is_traced, words)):
@@ -168,7 +168,7 @@ def _topk_masks(
 
 
 def search_for(leaves: Sequence[Ranked]) -> Callable[..., tuple[list[jax.Array], Words]]:
-    """The only place that decides which search runs, by platform and sharding; masks are alike."""
+    """Chooses the search by platform and sharding, here alone; all searches give the same masks."""
     if jax.default_backend() != "cpu":
         return search.select
     arrays = [x for leaf in leaves for x in leaf.arrays]
@@ -180,13 +180,13 @@ def search_for(leaves: Sequence[Ranked]) -> Callable[..., tuple[list[jax.Array],
 def select(
     leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool
 ) -> tuple[list[jax.Array], Words]:
-    """`search.select` of parameters of any dtypes, some of which may be empty; not compiled."""
+    """Does what `search.select` does, for parameters of any dtypes and sizes; not compiled."""
     leaves = jax.tree.map(lax.stop_gradient, leaves)  # a mask has no derivatives
     one_search = search_for(leaves)
     kinds: dict[Hashable, list[int]] = {}
     for i, leaf in enumerate(leaves):
         if leaf.scores.size:
-            kind = cpu.Recipe.of(leaf) if one_search is cpu.select else leaf.scores.dtype
+            kind = cpu.Recipe.read(leaf) if one_search is cpu.select else leaf.scores.dtype
             kinds.setdefault(None if together else kind, []).append(i)
     ends = np.cumsum([leaf.slices for leaf in leaves])
     masks = [jnp.zeros(leaf.scores.shape, jnp.uint8) for leaf in leaves]

@@ -14,23 +14,23 @@ LARGE = [0, 1, 2**16 - 1, 2**16, 2**31 - 1, 2**31, 3 * 2**32 + 5, 2**61]
 
 @pytest.mark.parametrize("number", LARGE)
 def test_counts_are_exact_through_jit_and_leaf_by_leaf_sums(number):
-    count = Count.of(number)
+    count = Count.from_number(number)
     assert int(count) == int(jax.jit(lambda x: x)(count)) == number
     assert int(count + count) == int(jax.jit(lambda x: x + x)(count)) == 2 * number
     assert int(jax.tree.map(jnp.add, count, count)) == 2 * number
     many = jax.tree.map(lambda digits: jnp.sum(jnp.stack([digits] * 1000), axis=0), count)
     if number < 2**50:
-        assert int(many) == int(many + Count.of(0)) == 1000 * number
+        assert int(many) == int(many + Count.from_number(0)) == 1000 * number
     np.testing.assert_allclose(jax.jit(Count.as_float)(count), float(number), rtol=3e-7)
 
 
 def test_counts_compare_and_divide_as_numbers():
-    count = Count.of(2**31)
+    count = Count.from_number(2**31)
     assert count == 2**31
     assert count != 3
     np.testing.assert_array_equal(count, 2**31)
     np.testing.assert_array_equal(jnp.full(2, 2.0**33) / count, [4, 4])
-    rows = Count.of(np.array([[1, 2**40]]))
+    rows = Count.from_number(np.array([[1, 2**40]]))
     assert np.asarray(rows).tolist() == [[1, 2**40]]
     assert repr(count) == "Count(2147483648)"
 

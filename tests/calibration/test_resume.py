@@ -1,4 +1,4 @@
-"""An interrupted one-shot run goes on from the layers that are finished."""
+"""An interrupted one-shot run continues from the layers that are finished."""
 
 import functools
 import json
@@ -212,7 +212,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path, name, interrupt):
     interrupt(0)
     with pytest.raises(KeyboardInterrupt):
         sparsity.oneshot(**base | one, folder=tmp_path)
-    with pytest.raises(KeyboardInterrupt):  # the same goes on
+    with pytest.raises(KeyboardInterrupt):  # the same run continues
         sparsity.oneshot(**base | one, folder=tmp_path)
     named = name.partition(" ")[0]
     with pytest.raises(ValueError, match=f"holds another run: its .*'{named}'.*differ.*Give anot"):

@@ -75,7 +75,7 @@ def test_counts_are_of_eligible_keys_strictly_above():
         scores = [rng.integers(-9, 9, s).astype(np.int32) for s in shapes]
         where = [rng.integers(0, 2, s).astype(np.uint8) if masked else None for s in shapes]
         leaves = [
-            Ranked(Scores.of(x), None if own is None else jnp.asarray(own), batch_axes=1)
+            Ranked(Scores.wrap(x), None if own is None else jnp.asarray(own), batch_axes=1)
             for x, own in zip(scores, where, strict=True)
         ]
         parts, first = visits.arrange(leaves)
@@ -109,7 +109,7 @@ def test_counts_are_of_eligible_keys_strictly_above():
 @pytest.mark.parametrize("count", [1, 2], ids=["one leaf", "in turn"])
 def test_only_rows_with_keys_of_the_bracket_are_read_if_these_are_few(count):
     scores = np.random.default_rng(0).integers(0, 1000, (1024, 1024)).astype(np.int32)
-    leaves = [Ranked(Scores.of(x)) for x in (scores, scores[::-1])[:count]]
+    leaves = [Ranked(Scores.wrap(x)) for x in (scores, scores[::-1])[:count]]
     (part,), _ = visits.arrange(leaves)
     pivots = np.array([100, 500, 997], np.int32)
     for few in (32, 256, 257):
@@ -141,7 +141,7 @@ def key_of(count, low, high, rows, k):
     """The key that a search of one bracket ends with, and its passes."""
     groups = key_search.Groups((len(rows[0]),), together=True)
     k = tuple(jnp.asarray(word).reshape(1) for word in k)
-    b = key_search.Bracket.of(
+    b = key_search.Bracket.begin(
         *(jnp.array([x], jnp.int32) for x in (low, high)), groups.totals(rows)
     )
     start = key_search.State(b, rows, [x & 0 for x in rows])
@@ -159,7 +159,7 @@ def test_the_search_keeps_its_bound_against_an_adversary(max_misses):
     guess = jax.jit(functools.partial(key_search.guessed_pivots, is_float=True))
     _, low, high, _ = key_range(np.dtype(np.float32))
     k = (jnp.uint32(0), jnp.uint32(2**29))
-    bracket = key_search.Bracket.of(
+    bracket = key_search.Bracket.begin(
         jnp.int32(low), jnp.int32(high), (jnp.uint32(0), jnp.uint32(2**30))
     )
     pivots = even(bracket)

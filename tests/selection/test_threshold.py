@@ -29,7 +29,7 @@ def select(leaves, k, name):
 
 
 def leaf_of(scores, where=None):
-    return Ranked(Scores.of(scores), where)
+    return Ranked(Scores.wrap(scores), where)
 
 
 def check(leaves, ks, search, *, at_most=None, name=""):

@@ -60,7 +60,7 @@ def random_ks(rng, sizes):
 @jax.jit
 def masks_of(scores, where, ks):
     where = where or [None] * len(scores)
-    leaves = [Ranked(Scores.of(x), own) for x, own in zip(scores, where, strict=True)]
+    leaves = [Ranked(Scores.wrap(x), own) for x, own in zip(scores, where, strict=True)]
     return topk_masks(leaves, words(ks))
 
 
@@ -91,7 +91,7 @@ def test_slices_of_stacked_leaves_are_ranked_by_themselves():
     shapes = [(3, 130, 128), (200, 9, 11), (2, 2, 5), (4, 3, 20_011)]  # large; short; small; padded
     axes = [1, 1, 2, 2]
     scores = [np.round(rng.standard_normal(s), 1).astype(np.float32) for s in shapes]
-    leaves = [Ranked(Scores.of(x), None, n) for x, n in zip(scores, axes, strict=True)]
+    leaves = [Ranked(Scores.wrap(x), None, n) for x, n in zip(scores, axes, strict=True)]
     ks = [rng.integers(0, np.prod(s[n:]), s[:n]) for s, n in zip(shapes, axes, strict=True)]
     found = jax.jit(lambda: topk_masks(leaves, words(ks)))()
     for x, n, k, mask in zip(scores, axes, ks, found, strict=True):
@@ -147,7 +147,7 @@ def test_a_mapped_search_gives_the_masks_of_each():
     ks = jnp.asarray([[x[0].size // (i + 2) for x in scores] for i in range(3)])
 
     def of_one(scores, ks):
-        return topk_masks([Ranked(Scores.of(x)) for x in scores], words(ks))
+        return topk_masks([Ranked(Scores.wrap(x)) for x in scores], words(ks))
 
     mapped = jax.jit(jax.vmap(of_one))(scores, ks)
     for i in range(3):

@@ -1,4 +1,4 @@
-"""One-shot pruners: what each removes of a weight, by statistics of the inputs that it meets."""
+"""One-shot pruners, which remove weights by statistics of their inputs."""
 
 from sparsity.calibration.pruners.base import StatisticsPruning, statistics_kind
 from sparsity.calibration.pruners.flap import FLAPPruning

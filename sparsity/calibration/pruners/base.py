@@ -1,7 +1,7 @@
-"""The base of pruners that need statistics of the inputs of each weight.
+"""Base of pruners that need statistics of the inputs of each weight.
 
-A pruner overrides one hook: `solve`, which prunes and corrects one parameter. What all of them
-repeat is here: patterns, sparsities and checked statistics by parameter, masks and their packing.
+A pruner overrides one hook: `solve`, which prunes and corrects one parameter. The base does all
+else: patterns, sparsities and checked statistics by parameter, masks and their packing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from sparsity import masks as masks_lib
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.statistics import Statistic, Statistics, statistic_of
+from sparsity.calibration.statistics import Statistic, Statistics, look_up_statistic
 from sparsity.calibration.statistics.rows import Kind
 from sparsity.core import sharding, trees
 from sparsity.core.trees import KeyPath, PyTree
@@ -46,9 +46,10 @@ class StatisticsPruning(BaseUpdater):
     parameters by the same statistics, `sparsity.oneshot` one after the other.
 
     Attributes:
-      statistics_kind: of a class: what `solve` needs, as `kind` of `sparsity.calibrate`.
-      corrects: of a class: what changes beside the masks, so that no step of an optimizer can prune
-        along a schedule; `None` for masks alone.
+      statistics_kind: class attribute: the kind of statistics that `solve` needs, the `kind` of
+        `sparsity.calibrate`.
+      corrects: class attribute: names the values that change beside the masks, so that no step of
+        an optimizer can prune along a schedule; `None` if only masks change.
 
     Example:
       >>> class InputPruning(StatisticsPruning):
@@ -80,13 +81,13 @@ class StatisticsPruning(BaseUpdater):
     def solve(
         self, site: Site, param: jax.Array, statistic: Statistic, target: chex.Numeric
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the weights of a parameter, corrected for those that go, and its mask.
+        """Returns the weights of a parameter, corrected for the removed ones, and its mask.
 
         Args:
           site: the parameter: its name, pattern and batch axes.
           param: its weights, not empty.
-          statistic: of its inputs, checked. `statistic.matrices(param)` is [*batch, outputs,
-            inputs]; `statistic.leaf(matrices, param.shape)` goes back.
+          statistic: the checked statistic of its inputs. `statistic.matrices(param)` is [*batch,
+            outputs, inputs]; `statistic.leaf(matrices, param.shape)` undoes it.
           target: its sparsity, a scalar in [0, 1].
 
         Returns:
@@ -99,7 +100,7 @@ class StatisticsPruning(BaseUpdater):
     ) -> tuple[PyTree, PyTree]:
         """Returns (weights, masks) of a tree; `solve` treats each parameter by itself.
 
-        Pruners that compare parameters, as those of channels do, override it.
+        Pruners that compare parameters override this method, as pruners of channels do.
 
         Args:
           params: tree of parameters.
@@ -111,7 +112,7 @@ class StatisticsPruning(BaseUpdater):
         return weights, trees.map_matched(lambda path, _: solved.get(path, (0, None))[1], params)
 
     def calibrated_paths(self, params: PyTree, targets: PyTree) -> Iterable[KeyPath]:
-        """Returns the paths of the parameters whose statistics count: those with a sparsity."""
+        """Returns the paths of the parameters that need statistics: all with a sparsity."""
         return trees.leaves_by_path(targets)
 
     def instant_sparsify(
@@ -128,15 +129,15 @@ class StatisticsPruning(BaseUpdater):
           params: tree of parameters, or a single array.
           grads: not used.
           statistics: `{path: Statistic}` of the kind `statistics_kind`, for each parameter that has
-            a sparsity; of pruners of channels, for each that reads them.
+            a sparsity; pruners of channels need one for each parameter that reads them.
           **extra_args: not used.
 
         Returns:
-          (pruned and corrected params, masks); the masks are packed with `use_packed_masks`.
+          (pruned and corrected params, masks); with `use_packed_masks` the masks are packed.
 
         Raises:
-          ValueError: a statistic is missing or does not fit, or the pruner cannot prune a parameter
-            so; the parameter is named.
+          ValueError: a statistic is missing or does not fit, or the pruner cannot prune a
+            parameter; the error names the parameter.
         """
         sites = self.sites(params)
         targets = self._target_sparsities(params, sites)
@@ -155,10 +156,10 @@ class StatisticsPruning(BaseUpdater):
         self, statistics: Statistics | None, site: Site, shape: tuple[int, ...]
     ) -> Statistic:
         """Returns the checked statistic of a parameter of that shape."""
-        return statistic_of(statistics, site, shape, self.statistics_kind, type(self).__name__)
+        return look_up_statistic(statistics, site, shape, self.statistics_kind, type(self).__name__)
 
     def _solved(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
-        """Returns the weights and the mask of a parameter, in its dtype and placed as it is."""
+        """Returns the weights and the mask of a parameter, in its dtype and sharding."""
         param = problem.param
         if not param.size:
             return param, jnp.ones(param.shape, jnp.uint8)
@@ -167,7 +168,7 @@ class StatisticsPruning(BaseUpdater):
         return weights, sharding.place_like(param, mask)
 
     def _check_scope(self) -> None:
-        """Raises a ValueError for a scope or a topk_fn, which `solve` would not ask."""
+        """Raises a ValueError for a scope or a topk_fn, which `solve` would never call."""
         has_select = getattr(type(self.scope), "select", None) is not Layerwise.select
         if has_select or self.topk_fn is not None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Channels that are worth what the products that read them lose: a scope, and a base of pruners."""
+"""Channels scored by the products that read them: a scope, and a base of pruners."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _FEW = 20  # a group that keeps fewer than one of so many channels is worth a wa
 
 @dataclasses.dataclass(frozen=True)
 class Readers(Coupled):
-    """Coupled channels whose importance is that of the leaves that read them.
+    """Coupled channels that the leaves reading them score.
 
-    With `across`, importance is standardized within each group, or each layer of it: groups differ
-    in scale by far. Channels without any importance stay out.
+    With `across`, importance is standardized within each group, or each of its layers: groups
+    differ in scale by far. Channels without any importance stay out.
     """
 
     def is_scored(self, graph: Graph, path: Path, axis: int) -> bool:
@@ -82,21 +82,21 @@ class ChannelPruning(StatisticsPruning):
 
     @property
     def readers(self) -> Readers:
-        """The coupled channels, as the products that read them see them."""
+        """Coupled channels, scored by the products that read them."""
         fields = dataclasses.fields(Readers)
         return Readers(**{field.name: getattr(self.scope, field.name) for field in fields})
 
     def calibrated_paths(self, params: PyTree, targets: PyTree) -> Iterable[KeyPath]:
-        """Returns the paths of the parameters that read channels which have a sparsity."""
+        """Returns the paths of the parameters that read channels with a sparsity."""
         readers = self.readers.scored(params, targets)  # a set, whose order differs by process
         return [path for path in trees.leaves_by_path(params) if path in readers]
 
 
 def _standardized(importance: jax.Array) -> jax.Array:
-    """Returns (x - mean) / deviation, [channels]; of layers, the means of each rank in order.
+    """Returns (x - mean) / deviation, [channels]; for layers, the means of each rank in order.
 
     Args:
-      importance: [channels] or [layers, channels]. What is 0 or NaN becomes -inf.
+      importance: [channels] or [layers, channels]; entries of 0 or NaN become -inf.
     """
     layers = jnp.atleast_2d(importance)
     count = layers.shape[1]

@@ -1,9 +1,10 @@
-"""The choice of OSSCAR: which channels reconstruct best what is computed from all of them.
+"""Choice of channels by OSSCAR: the kept channels reconstruct the outputs of all channels best.
 
-A channel is some inputs of each matrix that reads it. One table for each matrix holds, of inputs
-that are in, the inverse Gram matrix among them and the least-squares weights; of inputs that are
-out, the Gram matrix of what the others leave of them and its products with what is still missing.
-One pivot (a principal pivot transform) brings a channel from one side to the other and back.
+A channel is some inputs of each matrix that reads it. Each matrix has one table. For inputs that
+are in, the table holds their inverse Gram matrix and the least-squares weights. For inputs that are
+out, it holds the Gram matrix of their residuals on the inputs that are in, and the products of
+these residuals with the missing part of the outputs. One pivot (a principal pivot transform) moves
+a channel from one side to the other, a second one moves it back.
 
 Source: Meng et al. 2024, arXiv 2403.12983. Comments carry the names of its code: weights W, the
 Gram matrix XTX, and XTY, its products with the dense weights; S are the inputs that are in, c those
@@ -40,7 +41,7 @@ class Reader(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Which channels are in, the tables of all readers, and the error."""
+    """Mask of the channels that are in, the tables of all readers, and the error."""
 
     inside: jax.Array
     # [matrices, inputs, inputs + outputs]. Of S: inv(XTX_S) and W_S = inv(XTX_S) XTY_S; of an input
@@ -50,7 +51,7 @@ class _State(NamedTuple):
 
 
 class _Search(NamedTuple):
-    """The best state so far, and how many channels go out and come in next."""
+    """Best state so far, and the numbers of channels that go out and come in next."""
 
     state: _State
     out: jax.Array
@@ -61,12 +62,12 @@ class _Search(NamedTuple):
 def choose(
     readers: Sequence[Reader], kept: chex.Numeric, swap: chex.Numeric, damping: chex.Numeric
 ) -> jax.Array:
-    """Returns which channels stay, bool[layers, channels], of each layer by itself.
+    """Returns the mask of the kept channels of each layer, bool[layers, channels].
 
     Args:
       readers: all matrices that read the channels.
-      kept: how many channels stay.
-      swap: how many are exchanged at once at first.
+      kept: the number of channels that stay.
+      swap: the number of channels that are exchanged at once at first.
       damping: added to the diagonals of the Grams, in units of their mean over live inputs.
     """
     places = [reader.places for reader in readers]
@@ -74,19 +75,23 @@ def choose(
     start = jnp.minimum(swap, jnp.minimum(kept, channels - kept))
 
     def move(state: _State, is_out: chex.Numeric) -> _State:
-        """Takes the channel out that costs least, or brings the one in that gains most."""
+        """Takes out the channel that costs least, or brings in the channel that gains most."""
         values = _values(state.tables, places)
         ranked = jnp.where(state.inside == is_out, jnp.where(is_out, -values, values), -jnp.inf)
-        # Of equals the lower index stays, or comes.
-        found = jnp.argmax(jnp.where(is_out, ranked[::-1], ranked))
-        found = jnp.where(is_out, channels - 1 - found, found)
-        tables = [_pivoted(x, own[found]) for x, own in zip(state.tables, places, strict=True)]
+        # Among equals the lower index stays, or comes in.
+        channel = jnp.argmax(jnp.where(is_out, ranked[::-1], ranked))
+        channel = jnp.where(is_out, channels - 1 - channel, channel)
+        tables = [
+            _pivoted(x, indices[channel]) for x, indices in zip(state.tables, places, strict=True)
+        ]
         return _State(
-            state.inside.at[found].set(~state.inside[found]), tables, state.error - ranked[found]
+            state.inside.at[channel].set(~state.inside[channel]),
+            tables,
+            state.error - ranked[channel],
         )
 
     def step(search: _Search) -> _Search:
-        """Takes some out, and brings as many in; fewer the next time if that was no gain."""
+        """Exchanges some channels; fewer the next time if that was no gain."""
         before, out, back = search
         after = lax.fori_loop(0, out + back, lambda i, state: move(state, i < out), before)
         rounding = jnp.sqrt(jnp.finfo(before.error.dtype).eps)
@@ -95,19 +100,19 @@ def choose(
         count = jnp.where(back == 0, start, jnp.where(is_better, out, out // 2))
         return _Search(state, count, count)
 
-    def of_layer(matrices: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
+    def choose_layer(matrices: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
         tables = [_table(weights, grams, damping) for weights, grams in matrices]
         error = jnp.zeros((), jnp.result_type(*tables))
-        whole = _State(jnp.ones(channels, bool), tables, error)
-        search = _Search(whole, jnp.asarray(channels - kept), jnp.zeros_like(start))
+        complete = _State(jnp.ones(channels, bool), tables, error)
+        search = _Search(complete, jnp.asarray(channels - kept), jnp.zeros_like(start))
         return lax.while_loop(lambda search: search.out > 0, step, search).state.inside
 
-    found: jax.Array = lax.map(of_layer, [(x.weights, x.grams) for x in readers])
-    return found
+    inside: jax.Array = lax.map(choose_layer, [(x.weights, x.grams) for x in readers])
+    return inside
 
 
 def _table(weights: jax.Array, grams: jax.Array, damping: chex.Numeric) -> jax.Array:
-    """The table of matrices with all inputs in; inputs are scaled to unit norm."""
+    """Returns the table of matrices with all inputs in, scaled to unit norm."""
     inputs = grams.shape[-1]
     eye = jnp.eye(inputs, dtype=grams.dtype)
     diagonal = jnp.diagonal(grams, axis1=-2, axis2=-1)
@@ -124,29 +129,29 @@ def _table(weights: jax.Array, grams: jax.Array, damping: chex.Numeric) -> jax.A
 
 
 def _values(tables: Sequence[jax.Array], places: Sequence[jax.Array]) -> jax.Array:
-    """What the error grows by if a channel goes out, or shrinks by if it comes in: [channels]."""
+    """Returns the change of the error, [channels]: growth for channels in, reduction for others."""
     total = jnp.zeros((), jnp.result_type(*tables))
-    for table, own in zip(tables, places, strict=True):
+    for table, indices in zip(tables, places, strict=True):
         inputs = table.shape[-2]
         # in S: W_c^T inv(inv(XTX_S)_cc) W_c, summed over outputs; out: G^T inv(C) G
-        squares = table[:, own[:, :, None], own[:, None, :]]
-        rows = table[:, own, inputs:]
+        squares = table[:, indices[:, :, None], indices[:, None, :]]
+        rows = table[:, indices, inputs:]
         total = total + jnp.sum(_matmul(_inverse(squares), rows) * rows, (0, 2, 3))
     return total
 
 
-def _pivoted(table: jax.Array, own: jax.Array) -> jax.Array:
-    """The table after inputs have changed sides."""
-    columns = table[:, :, own]
-    inverse = _inverse(columns[:, own])
-    rows = _matmul(inverse, table[:, own])
-    table = (table - _matmul(columns, rows)).at[:, own].set(rows)
-    table = table.at[:, :, own].set(-_matmul(columns, inverse))
-    return table.at[:, own[:, None], own].set(inverse)
+def _pivoted(table: jax.Array, indices: jax.Array) -> jax.Array:
+    """Returns the table after inputs have changed sides."""
+    columns = table[:, :, indices]
+    inverse = _inverse(columns[:, indices])
+    rows = _matmul(inverse, table[:, indices])
+    table = (table - _matmul(columns, rows)).at[:, indices].set(rows)
+    table = table.at[:, :, indices].set(-_matmul(columns, inverse))
+    return table.at[:, indices[:, None], indices].set(inverse)
 
 
 def _inverse(squares: jax.Array) -> jax.Array:
-    """The inverses of positive matrices."""
+    """Inverts positive definite matrices."""
     if squares.shape[-1] == 1:
         return 1 / squares
     eye = jnp.broadcast_to(jnp.eye(squares.shape[-1], dtype=squares.dtype), squares.shape)

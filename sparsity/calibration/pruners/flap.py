@@ -1,9 +1,9 @@
-"""FLAP: removes whole channels by how much they vary, and adds what they were on average."""
+"""FLAP: removes channels of low variance, and adds their means to biases."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,13 @@ class FLAPPruning(ChannelPruning):
     """Removes the channels whose readers lose least if they become constant.
 
     A channel's importance is its variance x the sum of squares of the weights that read it, over
-    all products that do. `scope=Coupled(graph)` says which channels there are. Groups compete by
-    themselves; with its `across` all channels do, by importance standardized within their group or
-    their layer of it, and a group that keeps less than a twentieth is a warning. What a channel was
-    on average is added to the biases of its readers. `sparsity.shrink` then cuts it out.
+    all products. `scope=Coupled(graph)` names the channels. The channels of a group compete with
+    each other. With `Coupled(graph, across=True)` all channels compete, by importance standardized
+    within their group or its layer; a group that keeps less than a twentieth is a warning. The mean
+    of a removed channel is added to the biases of its readers. `sparsity.shrink` then cuts the
+    channel out.
 
-    It changes biases as well as masks, so it prunes at once and not along a schedule:
+    This pruner changes biases as well as masks, so it prunes at once and not along a schedule:
     `instant_sparsify(params, statistics=sparsity.calibrate(fn, params, batches, "moments"))`.
 
     Attributes:
@@ -39,7 +40,7 @@ class FLAPPruning(ChannelPruning):
 
     Source: An et al. 2024, "Fluctuation-based Adaptive Structured Pruning for Large Language
     Models", arXiv 2312.11983; the metric WIFV and, with `across`, the structure AL-AM of its code.
-    A variance that rounding hides counts as 0: in float32, where the mean is more than about 700
+    A variance that rounding hides counts as 0: in float32, if the mean is more than about 700
     standard deviations.
 
     Example:
@@ -102,7 +103,7 @@ class FLAPPruning(ChannelPruning):
         masks = self.create_masks(scores, targets)
         pruned = trees.leaves_by_path(masks_lib.apply_masks(params, masks))
 
-        def compensate(path: KeyPath, bias: Any) -> Any:
+        def compensate(path: KeyPath, bias: jax.Array) -> jax.Array:
             for reader in biases.get(path, ()):
                 _, dense, statistic, _ = problems[reader]
                 lost = dense, pruned[reader], statistic
@@ -113,7 +114,7 @@ class FLAPPruning(ChannelPruning):
         return trees.map_matched(compensate, params), masks
 
     def _biases(self, params: PyTree, problems: Problems) -> dict[KeyPath, list[KeyPath]]:
-        """{bias: the readers to whose outputs it is added}."""
+        """Returns {bias: the readers whose outputs the bias is added to}."""
         graph, arrays = self.readers.graph, trees.leaves_by_path(params)
         leaves = graph.match_parameters(params)
         paths = {leaf.path: path for path, leaf in leaves.items()}
@@ -123,7 +124,7 @@ class FLAPPruning(ChannelPruning):
             if (bias := paths.get(graph.biases.get(leaf.path, ()))) is None:
                 raise ValueError(
                     f"{leaf.name!r} reads channels that are removed, and the model adds no bias of "
-                    "its own to its outputs, so that what they were on average cannot be kept. "
+                    "its own to its outputs, so that the means of these channels cannot be kept. "
                     "Give it a bias of zeros, or compensate=False."
                 )
             _check_holds(bias, arrays[bias], problem)
@@ -132,7 +133,7 @@ class FLAPPruning(ChannelPruning):
 
 
 def _check_holds(path: KeyPath, bias: jax.Array, reader: Problem) -> None:
-    """Raises a ValueError if a real bias would lose the imaginary parts of what is added."""
+    """Raises a ValueError if a real bias would lose the imaginary parts of the means."""
     is_complex = jnp.iscomplexobj(reader.param) or jnp.iscomplexobj(reader.statistic.sums)
     if is_complex and not jnp.iscomplexobj(bias):
         raise ValueError(
@@ -151,19 +152,19 @@ def _fluctuations(weights: jax.Array, statistic: Statistic) -> jax.Array:
 def _compensated(
     bias: jax.Array, dense: jax.Array, pruned: jax.Array, statistic: Statistic
 ) -> jax.Array:
-    """Returns the bias plus what the weights that are gone gave on average."""
+    """Returns the bias plus the mean outputs of the removed weights."""
     lost = statistic.matrices(dense - pruned)
     added = jnp.sum(lost * _means(statistic)[..., None, :], axis=-1)  # W_lost mean(X)
     return (bias + added.reshape(bias.shape)).astype(bias.dtype)
 
 
 def _means(statistic: Statistic) -> jax.Array:
-    """Means of the inputs, [*batch, inputs]."""
+    """Returns the means of the inputs, [*batch, inputs]."""
     return jnp.asarray(statistic.sums) / _counts(statistic)
 
 
 def _variances(statistic: Statistic) -> jax.Array:
-    """Their unbiased variances, 0 where they cannot be told from rounding."""
+    """Returns the unbiased variances of the inputs, 0 where rounding hides them."""
     count, squares = _counts(statistic), statistic.sums_of_squares()
     spread = squares - jnp.square(jnp.abs(_means(statistic))) * count
     is_seen = spread > 16 * jnp.finfo(squares.dtype).eps * squares
@@ -171,7 +172,7 @@ def _variances(statistic: Statistic) -> jax.Array:
 
 
 def _counts(statistic: Statistic) -> jax.Array:
-    """Numbers of rows, at least 1, that broadcast to [*batch, inputs]."""
+    """Returns the numbers of rows, at least 1, that broadcast to [*batch, inputs]."""
     rows = statistic.count
     count = rows.as_float() if isinstance(rows, Count) else jnp.asarray(rows, jnp.float32)
     missing = statistic.sums_of_squares().ndim - count.ndim

@@ -1,4 +1,4 @@
-"""OSSCAR: removes the channels whose readers can be reconstructed best from those that stay."""
+"""OSSCAR: removes the channels whose readers the kept channels can reconstruct best."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from sparsity.graph.channels import PlacedGroup
 
 @dataclasses.dataclass(kw_only=True)
 class OSSCARPruning(ChannelPruning):
-    """Chooses channels together, so that what reads them can make up for those that go.
+    """Chooses channels together, so that their readers can make up for the removed ones.
 
-    The channels that stay are to minimize sum((X W - X B)^2) over all weights B that read no
-    others, summed over all products that read the group. Channels go one after the other, always
-    the one that then costs least; then some are exchanged while that helps. What reads them gets
-    its exact least-squares weights on those that stay, as `LeastSquares` finds them.
-    `scope=Coupled(graph)` says which channels there are; groups are chosen by themselves, each as
-    if the others stayed whole. `sparsity.shrink` then cuts what is gone.
+    The kept channels minimize sum((X W - X B)^2) over all weights B that read no other channels,
+    summed over all products that read the group. Channels go one after the other, each time the
+    one that costs least; then some are exchanged while that helps. Their readers get the exact
+    least-squares weights on the kept channels, as `LeastSquares` computes them.
+    `scope=Coupled(graph)` names the channels; each group is pruned as if all other groups kept
+    all channels. `sparsity.shrink` then cuts out the removed channels.
 
-    It changes weights as well as masks, so it prunes at once and not along a schedule:
+    This pruner changes weights as well as masks, so it prunes at once and not along a schedule:
     `instant_sparsify(params, statistics=sparsity.calibrate(fn, params, batches, "gram"))`.
 
     Attributes:
-      swap: channels that are exchanged at once; halved while that does not help, down to 1. 0
-        leaves it at removing one after the other.
+      swap: number of channels that are exchanged at once; halved while that does not help, down
+        to 1. 0 exchanges none.
       damping: added to the diagonal of the Gram matrices while channels are chosen, in units of its
         mean over the inputs that were not always 0.
 
@@ -87,7 +87,7 @@ class OSSCARPruning(ChannelPruning):
         statistics = [problem.statistic for problem in problems.values()]
         masks = self.readers.masks_by(choose, params, targets, statistics)
 
-        def refit(path: KeyPath, pruned: Any, mask: Any) -> Any:
+        def refit(path: KeyPath, pruned: jax.Array, mask: Any) -> jax.Array:
             if path not in problems:
                 return pruned
             _, dense, statistic, _ = problems[path]
@@ -123,12 +123,12 @@ def _choose(
     kept: Sequence[chex.Numeric],
     statistics: Sequence[Statistic],
 ) -> list[jax.Array]:
-    """The masks of the channels of each group, from the statistics of leaves."""
+    """Returns the masks of the channels of each group, from the statistics of leaves."""
     seen = dict(zip(paths, statistics, strict=True))
     masks = []
     for group, count in zip(groups, kept, strict=True):
         readers = [_reader(group, place, leaves, seen) for place in group.scored]
-        count = jnp.minimum(count, group.channels.size)  # fewer, after the model was shrunken
+        count = jnp.minimum(count, group.channels.size)  # fewer, after the model was shrunk
         mask = choose(readers, count, swap, damping).astype(jnp.uint8)
         masks.append(mask if group.channels.layers else mask[0])
     return masks
@@ -140,7 +140,7 @@ def _reader(
     leaves: Mapping[KeyPath, jax.Array],
     statistics: Mapping[KeyPath, Statistic],
 ) -> Reader:
-    """A leaf as the matrices that read a group along one of its axes."""
+    """Returns a leaf as the matrices that read a group along one of its axes."""
     path, axis, positions = place
     if [path for path, _, _ in group.scored].count(path) > 1:
         raise ValueError(
@@ -148,12 +148,14 @@ def _reader(
             "along several axes, so that no channel has inputs of its own. Leave it out with "
             "filter_fn, or use FLAPPruning."
         )
-    leaf, own, layers = leaves[path], statistics[path], group.channels.layers
-    weights, grams = own.matrices(leaf), own.real_grams()
+    leaf, statistic, layers = leaves[path], statistics[path], group.channels.layers
+    weights, grams = statistic.matrices(leaf), statistic.real_grams()
     if layers:
-        weights, grams = (jnp.moveaxis(x, own.batch.index(0), 0) for x in (weights, grams))
-    sizes = [leaf.shape[x] for x in own.contracting]
-    inputs = np.moveaxis(np.arange(grams.shape[-1]).reshape(sizes), own.contracting.index(axis), 0)
+        weights, grams = (jnp.moveaxis(x, statistic.batch.index(0), 0) for x in (weights, grams))
+    sizes = [leaf.shape[x] for x in statistic.contracting]
+    inputs = np.moveaxis(
+        np.arange(grams.shape[-1]).reshape(sizes), statistic.contracting.index(axis), 0
+    )
     weights, grams = (x.reshape(layers or 1, -1, *x.shape[-2:]) for x in (weights, grams))
     dtype = jnp.promote_types(weights.dtype, grams.dtype)
     places = jnp.asarray(inputs[positions].reshape(len(positions), -1))

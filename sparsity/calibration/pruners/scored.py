@@ -1,4 +1,4 @@
-"""Wanda and RIA: pruners that score each weight by its size and the inputs that it meets.
+"""Wanda and RIA: pruners that score each weight by its magnitude and its inputs.
 
 Their hooks take one more argument, `statistics`, as `sparsity.calibrate` returns it:
 `instant_sparsify(params, statistics=statistics)`, or `tx.update(grads, state, params,
@@ -31,12 +31,12 @@ from sparsity.training.state import SparseState
 class ScoredPruning(StatisticsPruning):
     """Scores weights by their magnitudes and the sums of squares of their inputs.
 
-    A subclass overrides `score` alone. Its masks follow schedules and scopes as those of every
-    updater that scores weights; weights that stay do not change.
+    A subclass overrides `score` alone. Masks follow schedules and scopes as in every updater that
+    scores weights; kept weights do not change.
 
     Attributes:
-      is_per_output: of a class: the weights of each output compete by themselves, or those of all
-        outputs of a matrix.
+      is_per_output: class attribute: only weights of the same output compete, instead of all
+        weights of a matrix.
     """
 
     is_per_output: ClassVar[bool] = False
@@ -71,7 +71,7 @@ class ScoredPruning(StatisticsPruning):
 
         def score(path: KeyPath, param: jax.Array) -> jax.Array | None:
             if statistics is not None and trees.path_names(path) not in statistics:
-                return None  # it stays dense, or create_masks says what it lacks
+                return None  # stays dense, or create_masks names the missing statistic
             statistic = self.statistic(statistics, table[path], param.shape)
 
             def score_leaf(param: jax.Array, squares: jax.Array) -> jax.Array:
@@ -93,15 +93,15 @@ class ScoredPruning(StatisticsPruning):
         *,
         sites: Sites | None = None,
     ) -> PyTree:
-        """Returns masks that keep the highest scores among those that compete.
+        """Returns masks that keep the highest of the scores that compete.
 
         Blocks and channels compete as in every pruner, and so do all leaves in a global scope.
 
         Args:
           scores: tree of scores.
           sparsities: tree of sparsities, `None` for leaves that stay dense.
-          target_sparsities: where a ramp ends, for N:M types; `sparsities` by default.
-          statistics: those that the scores were computed from.
+          target_sparsities: ends of ramps, for N:M types; `sparsities` by default.
+          statistics: statistics that the scores were computed from.
           sites: as in every updater.
 
         Raises:
@@ -194,11 +194,11 @@ def is_per_slice(scope: object) -> TypeGuard[Scope]:
 
 @dataclasses.dataclass(frozen=True)
 class Within(Layerwise):
-    """A scope of slices whose entries compete where they agree along some axes.
+    """Scope of slices whose entries compete where they agree along some axes.
 
     Attributes:
-      scope: what selects within a slice.
-      apart: these axes, by path.
+      scope: selects within a slice.
+      apart: axes along which entries must agree to compete, by path.
     """
 
     scope: Scope
@@ -213,7 +213,7 @@ class Within(Layerwise):
         ]
 
     def _moved(self, leaf: Wanted) -> Wanted:
-        """The leaf with the axes in front."""
+        """Returns the leaf with the axes in front."""
         axes = self._axes(leaf)
         if not axes:
             return leaf
@@ -221,7 +221,7 @@ class Within(Layerwise):
         return leaf._replace(lazy_scores=scores, site=leaf.site._replace(batch_axes=len(axes)))
 
     def _axes(self, leaf: Wanted) -> tuple[int, ...]:
-        """The axes that separate single entries; units of several have an order of their own."""
+        """Returns the axes that separate single entries; none for units of several entries."""
         return self.apart[leaf.site.path] if leaf.site.pattern.is_elementwise else ()
 
 

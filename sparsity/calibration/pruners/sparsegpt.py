@@ -1,4 +1,4 @@
-"""SparseGPT: prunes the weights of a layer and corrects those that stay."""
+"""SparseGPT: prunes the weights of a layer and corrects the kept ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sparsity.patterns.base import absolute_axis
 class SparseGPTPruning(StatisticsPruning):
     """Prunes block by block of the inputs, each time correcting the weights that come after.
 
-    It changes weights as well as masks, so it prunes at once and not along a schedule:
+    This pruner changes weights as well as masks, so it prunes at once and not along a schedule:
     `instant_sparsify(params, statistics=statistics)`. Training continues from its masks:
     `pruner.wrap_optax(tx, masks=masks)`.
 
@@ -108,9 +108,9 @@ def _prune(
     sparsity: chex.Numeric,
     damping: chex.Numeric,
 ) -> tuple[jax.Array, jax.Array]:
-    def of_matrix(weights: jax.Array, gram: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def prune_matrix(weights: jax.Array, gram: jax.Array) -> tuple[jax.Array, jax.Array]:
         swept = sweep(weights.T, gram, size, n, sparsity, damping)
         return swept.weights.T, swept.mask.T
 
-    pruned, mask = statistic.solve(of_matrix, param)
+    pruned, mask = statistic.solve(prune_matrix, param)
     return pruned.astype(param.dtype), mask.astype(jnp.uint8)

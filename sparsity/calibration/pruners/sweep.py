@@ -1,9 +1,9 @@
-"""The sweep of SparseGPT over the inputs of a matrix: prune one, correct all that come after it.
+"""Sweep of SparseGPT over the inputs of a matrix: each is pruned, and all later ones corrected.
 
 Source: Frantar & Alistarh 2023, "SparseGPT: Massive Language Models Can Be Accurately Pruned in
 One-Shot" (arXiv 2301.00774), algorithm 1. Comments carry its symbols: weights W, mask M, errors E,
 blocks of B inputs, masks for B_s inputs at once, and H^-1 for the upper Cholesky factor of the
-inverse Gram matrix, by which it replaces the inverse. Matrices are transposed: [inputs, outputs].
+inverse Gram matrix, which replaces the inverse. Matrices are transposed: [inputs, outputs].
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SIZES = (8, 32, 128)
 
 
 class Swept(NamedTuple):
-    """What a sweep leaves of a matrix: [inputs, outputs] each.
+    """Matrix after a sweep: [inputs, outputs] each.
 
     Attributes:
       weights: W; pruned ones are 0.
@@ -45,14 +45,14 @@ def sweep(
     sparsity: chex.Numeric,
     damping: chex.Numeric,
 ) -> Swept:
-    """Prunes a matrix and corrects what stays.
+    """Prunes a matrix and corrects the kept weights.
 
     Args:
       weights: [inputs, outputs].
       gram: [inputs, inputs].
       unit: B_s, consecutive inputs whose weights are chosen when the first of them is reached.
-      n: how many of these each output keeps. `None`: the outputs compete, and through each block
-        num_kept of the entries so far stay.
+      n: the number of these that each output keeps. `None`: the outputs compete, and through each
+        block num_kept of the entries so far stay.
       sparsity: scalar; at 0 all stay.
       damping: added to the diagonal, in units of its mean over live inputs.
     """
@@ -123,7 +123,7 @@ def _sweep_blocks(
 
 
 def _sizes(unit: int, inputs: int) -> tuple[int, ...]:
-    """Sizes of the blocks that are swept one within the other; each divides the one before."""
+    """Returns the sizes of nested blocks; each divides the one before."""
     sizes = [unit]
     for most in reversed(_SIZES):
         if most < sizes[-1]:

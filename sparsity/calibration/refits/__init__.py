@@ -1,4 +1,4 @@
-"""Refits: the weights that stay take over what the pruned ones did, layer by layer."""
+"""Refits: the kept weights take over from the pruned ones, layer by layer."""
 
 from sparsity.calibration.refits.admm import ADMM
 from sparsity.calibration.refits.base import Refit, Select

@@ -1,8 +1,8 @@
-"""ADMM as a refit: it alternates between the outputs of a layer and the support of its weights.
+"""ADMM as a refit: steps for the outputs of a layer alternate with steps for its support.
 
 Source: Boza 2024, arXiv 2401.02938, algorithms 1 and 2. Comments carry the symbols of the paper and
-its code: W weights, Z those on the support, U scaled duals, XX the damped Gram matrix of inputs of
-unit norm, XY = XX W.
+its code: W weights, Z weights on the support, U scaled duals, XX the damped Gram matrix of inputs
+of unit norm, XY = XX W.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ADMM:
     sparsity s (1 - (1 - (i + 1) / gradual)^3), or n of m.
 
     Attributes:
-      iterations: of which each costs one product with the inverse Gram matrix.
+      iterations: number of iterations; each costs one product with the inverse Gram matrix.
       gradual: iterations that choose a mask; 0 keeps the pruner's.
       rho: weight of the support against the outputs.
       damping: added to the diagonal, which is 1.
@@ -75,14 +75,14 @@ class ADMM:
     ) -> tuple[jax.Array, jax.Array]:
         like = (dense, dense, statistic.real_grams())
         start = functools.partial(_start, self.rho, self.damping)
-        weights, wanted, inverse = sharding.shard_like(like, start, dense, statistic)
+        weights, products, inverse = sharding.shard_like(like, start, dense, statistic)
         duals = jnp.zeros_like(weights)
         step = functools.partial(_step, self.rho)
         for i in range(self.iterations):
             if i < self.gradual:
                 share = 1 - (1 - (i + 1) / self.gradual) ** 3  # of the target sparsity
                 mask = select(jnp.abs(weights + duals), share)
-            state = (weights, duals, mask, wanted, inverse)
+            state = (weights, duals, mask, products, inverse)
             weights, duals = sharding.shard_like((dense, dense), step, *state, statistic)
         end = sharding.shard_like(dense, _end, weights + duals, pruned, mask, statistic)
         return end, mask
@@ -110,14 +110,14 @@ def _step(
     weights: jax.Array,
     duals: jax.Array,
     mask: jax.Array,
-    wanted: jax.Array,
+    products: jax.Array,
     inverse: jax.Array,
     statistic: Statistic,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns W and U after one iteration."""
     sparse = jnp.where(mask > 0, weights + duals, 0)  # Z = (W + U) M
     duals = duals + weights - sparse  # U = U + W - Z
-    pull = statistic.matrices(wanted + rho * (sparse - duals))
+    pull = statistic.matrices(products + rho * (sparse - duals))
     return statistic.leaf(dot(pull, inverse), mask.shape), duals  # W = XXinv (XY + rho (Z - U))
 
 

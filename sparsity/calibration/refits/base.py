@@ -1,7 +1,7 @@
-"""Refits: the weights that stay take over what the pruned ones did, layer by layer.
+"""Base of refits: the kept weights take over from the pruned ones, layer by layer.
 
 A refit gets a leaf before and after pruning, its mask, the Gram matrix of its inputs, and a way to
-select a new mask. The error of an output is sum((X d)^2), d what was lost of its weights.
+select a new mask. The error of an output is sum((X d)^2) for the changes d of its weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ dot = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 class Refit(Protocol):
-    """What `refit` must offer: `LeastSquares()`, `ADMM()`, or a class of your own."""
+    """Protocol of `refit`: `LeastSquares()`, `ADMM()`, or a class of your own."""
 
     def __call__(
         self,
@@ -36,11 +36,12 @@ class Refit(Protocol):
         """Returns the weights of a leaf, 0 where they are pruned, and their mask.
 
         Args:
-          dense: the leaf before it was pruned, whose outputs are wanted.
+          dense: the leaf before pruning, whose outputs are to be reconstructed.
           pruned: the leaf as the pruner left it.
           mask: uint8 mask of the same shape.
-          statistic: with a Gram matrix, as `statistic_of` returns it.
+          statistic: with a Gram matrix, as `look_up_statistic` returns it.
           select: `select(scores, share) -> mask` keeps the highest scores of each matrix, all its
-            outputs together, at a share of the leaf's target sparsity, in the pruner's pattern: of
-            N:M n of m at every share. Raises a ValueError under a scope that compares leaves.
+            outputs together, at a share of the leaf's target sparsity, in the pruner's pattern; an
+            N:M pattern keeps n of m at every share. Raises a ValueError under a scope that compares
+            leaves.
         """

@@ -24,12 +24,12 @@ _AT_ONCE = 2**28  # bytes of the matrices that are factored together
 
 @dataclasses.dataclass(frozen=True)
 class LeastSquares:
-    """The weights on the support whose outputs are nearest to the dense ones: exact, per output.
+    """Weights on the support whose outputs are nearest to the dense ones: exact, per output.
 
-    Each output is a system of its own, factored by Cholesky; of many inputs, it is solved by
-    conjugate gradients. Outputs that keep the same inputs, as whole channels do, share one factor.
-    Where the data leave weights free, they stay near the pruner's. No output has a larger error
-    than before.
+    Each output is a linear system. Systems of few inputs are solved by Cholesky factors, others by
+    conjugate gradients. Outputs that keep the same inputs share one factor, as after the pruning of
+    channels. Weights that the data leave free stay near the weights of the pruner. No output has a
+    larger error than before.
 
     Example:
       >>> x = jnp.array([[1.0, 1.0], [1.0, 0.0]])
@@ -59,7 +59,7 @@ class LeastSquares:
 
 
 def _supports(masks: jax.Array) -> tuple[int, bool]:
-    """At least the most inputs that an output keeps, and whether all that keep any keep the same.
+    """Returns a bound on the inputs that an output keeps, and whether all non-empty supports agree.
 
     Args:
       masks: [*batch, outputs, inputs].
@@ -81,10 +81,19 @@ def _least_squares(
     mask: jax.Array,
     statistic: Statistic,
 ) -> jax.Array:
-    """The refitted leaf; of at most so many weights of an output, or by conjugate gradients."""
+    """Returns the refitted leaf.
+
+    Args:
+      most: bound on the inputs that an output keeps; `None`: conjugate gradients solve.
+      is_shared: all non-empty supports agree.
+      dense: the leaf before pruning.
+      pruned: the leaf after pruning.
+      mask: its mask.
+      statistic: with a Gram matrix.
+    """
     lead, dtype = statistic.lead(dense.shape), dense.dtype
 
-    def of_matrix(
+    def refit_matrix(
         dense: jax.Array, pruned: jax.Array, mask: jax.Array, gram: jax.Array
     ) -> jax.Array:
         kept, lost = mask > 0, dense - pruned
@@ -97,18 +106,18 @@ def _least_squares(
         else:
             gain = _by_factors(gradient, kept, gram, most, math.prod(lead))
         new = (pruned + gain).astype(dtype).astype(gram.dtype)
-        rest = dense - new
-        before, after = jnp.sum(outputs * lost, -1), jnp.sum(dot(rest, gram) * rest, -1)
+        difference = dense - new
+        before, after = jnp.sum(outputs * lost, -1), jnp.sum(dot(difference, gram) * difference, -1)
         return jnp.where((after <= before)[:, None], new, pruned)
 
-    refitted: jax.Array = statistic.solve(of_matrix, dense, pruned, mask)
+    refitted: jax.Array = statistic.solve(refit_matrix, dense, pruned, mask)
     return refitted.astype(dtype)
 
 
 def _by_factors(
     gradient: jax.Array, kept: jax.Array, gram: jax.Array, most: int, matrices: int
 ) -> jax.Array:
-    """What each output gains on its support, [outputs, inputs], by a Cholesky factor for each."""
+    """Returns corrections on the support of each output, [outputs, inputs], by Cholesky factors."""
     at_once = max(1, _AT_ONCE // (most**2 * gram.dtype.itemsize * matrices))
     gains: jax.Array = lax.map(
         lambda x: _by_factor(x[0], x[1], gram, most),
@@ -119,29 +128,29 @@ def _by_factors(
 
 
 def _by_factor(gradient: jax.Array, kept: jax.Array, gram: jax.Array, most: int) -> jax.Array:
-    """What outputs gain on the support that they share, [inputs], or [inputs, outputs]."""
+    """Returns corrections of outputs on a shared support, [inputs] or [inputs, outputs]."""
     diagonal = jnp.diagonal(gram)
     scale = jnp.where(diagonal > 0, lax.rsqrt(jnp.where(diagonal > 0, diagonal, 1)), 0)
     places = jnp.argsort(~kept, stable=True)[:most]
-    own = jnp.where(kept, scale, 0)[places]
-    system = gram[places[:, None], places] * own[:, None] * own
+    scales = jnp.where(kept, scale, 0)[places]
+    system = gram[places[:, None], places] * scales[:, None] * scales
     # Rounding makes a matrix indefinite; the shift that prevents it is taken back below.
-    shift = jnp.where(own > 0, most * jnp.finfo(gram.dtype).eps, 1)
+    shift = jnp.where(scales > 0, most * jnp.finfo(gram.dtype).eps, 1)
     factor = lax.linalg.cholesky(system + jnp.diag(shift), symmetrize_input=False), True
-    own = own.reshape(-1, *[1] * (gradient.ndim - 1))
-    wanted = gradient[places] * own
-    gain = jnp.zeros_like(wanted)
+    scales = scales.reshape(-1, *[1] * (gradient.ndim - 1))
+    target = gradient[places] * scales
+    gain = jnp.zeros_like(target)
     for _ in range(3):
-        gain += cho_solve(factor, wanted - dot(system, gain))
-    return jnp.zeros_like(gradient).at[places].set(gain * own)
+        gain += cho_solve(factor, target - dot(system, gain))
+    return jnp.zeros_like(gradient).at[places].set(gain * scales)
 
 
 def _by_gradients(gradient: jax.Array, kept: jax.Array, gram: jax.Array) -> jax.Array:
-    """As `_by_factors`, by conjugate gradients; all outputs share each product with the Gram."""
+    """Does what `_by_factors` does, by conjugate gradients that share products with the Gram."""
     diagonal = jnp.diagonal(gram)
     scale = jnp.where(diagonal > 0, 1 / jnp.where(diagonal > 0, diagonal, 1), 0)
 
-    def of_output(gradient: jax.Array, kept: jax.Array) -> jax.Array:
+    def refit_output(gradient: jax.Array, kept: jax.Array) -> jax.Array:
         solution: jax.Array = cg(
             lambda x: jnp.where(kept, dot(gram, x), 0),
             gradient,
@@ -151,5 +160,5 @@ def _by_gradients(gradient: jax.Array, kept: jax.Array, gram: jax.Array) -> jax.
         )[0]
         return solution
 
-    gains: jax.Array = jax.vmap(of_output)(gradient, kept)
+    gains: jax.Array = jax.vmap(refit_output)(gradient, kept)
     return gains

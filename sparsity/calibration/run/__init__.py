@@ -1,4 +1,4 @@
-"""One-shot runs: a tree or a model pruned and refitted, layer by layer, and what that did to it."""
+"""One-shot runs, which prune and refit a tree or a model layer by layer, and their reports."""
 
 from sparsity.calibration.run.oneshot import oneshot
 from sparsity.calibration.run.prune import prune

@@ -1,8 +1,8 @@
 """Fingerprints of programs, functions and objects: the same in every process, or refused.
 
 A function is described by its bytecode, defaults, closure and the globals that it names; an object
-by its class and its state. What a library defines is described by its name and version. Addresses,
-files and lines are left out.
+by its class and its state. A definition of a library is described by its name and the version.
+Addresses, files and lines are left out.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import pathlib
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,13 +31,13 @@ _ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
 
 
 def fingerprint(value: object) -> str:
-    """Returns a hash of all that a value is.
+    """Returns a hash of a value: its type, its state, and the code of its functions.
 
     Args:
       value: numbers, text, arrays, containers, functions, classes, and objects of these.
 
     Raises:
-      ValueError: something in it has no description that another process would share.
+      ValueError: a part of the value has no description that another process would share.
 
     Example:
       >>> scale = lambda factor: lambda x: factor * x
@@ -47,10 +48,11 @@ def fingerprint(value: object) -> str:
 
 
 def fingerprint_program(program: Program) -> str:
-    """Returns a hash of a traced program: its equations, what they read, and its constants.
+    """Returns a hash of a traced program: its equations, their inputs, and its constants.
 
     Raises:
-      ValueError: a parameter of an equation cannot be described; the line of the model is named.
+      ValueError: a parameter of an equation cannot be described; the error names the line in the
+        model.
     """
     return _hash(_describe_program(program, {}))
 
@@ -98,32 +100,32 @@ def _is_program(value: object) -> bool:
 
 
 class _Describer:
-    """Describes values; each object once, and one within itself by its depth."""
+    """Describes values: each object once, an object within itself by its depth."""
 
     def __init__(self) -> None:
-        self._known: dict[int, str] = {}
+        self._hashes: dict[int, str] = {}
         self._open: dict[int, int] = {}
         self._alive: list[object] = []  # or an identity would be used again
 
-    def describe(self, value: Any) -> str:
+    def describe(self, value: object) -> str:
         """Returns a plain value as text, and a hash of any other."""
         if type(value) in _PLAIN:
             return f"{type(value).__name__} {value!r}"
         key = id(value)
         if key in self._open:
             return f"around {self._open[key]}"
-        if key not in self._known:
+        if key not in self._hashes:
             self._alive.append(value)
             self._open[key] = len(self._open)
             describe = next(
                 (describe for kind, describe in _KINDS if isinstance(value, kind)),
                 _Describer._object,
             )
-            self._known[key] = _hash(describe(self, value))
+            self._hashes[key] = _hash(describe(self, value))
             del self._open[key]
-        return self._known[key]
+        return self._hashes[key]
 
-    def _array(self, value: Any) -> Iterator[str]:
+    def _array(self, value: chex.Array) -> Iterator[str]:
         if isinstance(value, jax.core.Tracer):
             raise ValueError("It is traced, and its value is not known yet.")
         weak = bool(getattr(value, "weak_type", False))
@@ -132,15 +134,15 @@ class _Describer:
             value = jax.random.key_data(value)
         yield hashlib.sha256(np.ascontiguousarray(jax.device_get(value)).tobytes()).hexdigest()
 
-    def _sequence(self, value: Any) -> Iterator[str]:
+    def _sequence(self, value: Sequence[object]) -> Iterator[str]:
         yield self.describe(type(value))
         for item in value:
             yield self.describe(item)
 
-    def _set(self, value: Any) -> Iterator[str]:
+    def _set(self, value: Set[object]) -> Iterator[str]:
         yield f"{_name(type(value))} {sorted(map(self.describe, value))}"
 
-    def _mapping(self, value: Mapping[Any, Any]) -> Iterator[str]:
+    def _mapping(self, value: Mapping[Hashable, object]) -> Iterator[str]:
         yield self.describe(type(value))
         for key, item in value.items():
             yield self.describe(key)
@@ -161,7 +163,7 @@ class _Describer:
     def _logger(self, value: logging.Logger) -> Iterator[str]:
         yield f"logger {value.name}"
 
-    def _partial(self, value: functools.partial[Any]) -> Iterator[str]:
+    def _partial(self, value: functools.partial[object]) -> Iterator[str]:
         yield "partial"
         yield self.describe((value.func, value.args, value.keywords))
 
@@ -183,11 +185,11 @@ class _Describer:
             return
         yield self.describe(value.__bases__)
         for name, item in vars(value).items():
-            if name not in _OF_CLASSES:
+            if name not in _IGNORED_IN_CLASSES:
                 yield name
                 yield self.describe(item)
 
-    def _property(self, value: Any) -> Iterator[str]:
+    def _property(self, value: object) -> Iterator[str]:
         functions = ("fget", "fset", "fdel", "__func__", "func")
         yield f"property {_name(type(value))}"
         yield self.describe([getattr(value, name, None) for name in functions])
@@ -221,7 +223,7 @@ class _Describer:
                 yield self.describe(constant)
 
     def _globals(self, value: types.FunctionType) -> Iterator[str]:
-        """The globals that a function names, and what it names of its own modules."""
+        """Describes the globals that a function names, and the names it reads in user modules."""
         names = sorted(_names(value.__code__))
         for name in names:
             if name in value.__globals__:
@@ -233,10 +235,10 @@ class _Describer:
                         if inner in vars(item):
                             yield self.describe(vars(item)[inner])
 
-    def _program(self, value: Any) -> Iterator[str]:
+    def _program(self, value: ClosedJaxpr) -> Iterator[str]:
         yield from _describe_program(read_jaxpr(value), {})
 
-    def _object(self, value: Any) -> Iterator[str]:
+    def _object(self, value: object) -> Iterator[str]:
         wrapped = getattr(value, "__wrapped__", None)
         if callable(wrapped):  # a jitted or cached function
             yield f"wrapped {_name(type(value))}"
@@ -253,8 +255,8 @@ class _Describer:
             raise _no_description(value)
 
 
-# What a class has that does not change what its objects do.
-_OF_CLASSES = {
+# Attributes of a class that do not change the behaviour of its objects.
+_IGNORED_IN_CLASSES = {
     "__annotations__", "__dict__", "__doc__", "__firstlineno__", "__module__", "__weakref__",
     "__static_attributes__", "__dataclass_params__", "__dataclass_fields__", "__match_args__",
     "__abstractmethods__", "_abc_impl", "__annotate_func__", "__annotations_cache__",
@@ -291,25 +293,25 @@ def _name(cls: type) -> str:
 
 
 def _version(module: str | None) -> str | None:
-    """The version of the library that a module belongs to, `None` for a user's module."""
+    """Returns the version of the library that a module belongs to, `None` for a user's module."""
     root = (module or "").partition(".")[0]
     if root in sys.stdlib_module_names:
         return f"{sys.version_info.major}.{sys.version_info.minor}"
-    own = sys.modules.get(root)
-    parts = pathlib.PurePath(getattr(own, "__file__", None) or "").parts
+    library = sys.modules.get(root)
+    parts = pathlib.PurePath(getattr(library, "__file__", None) or "").parts
     if root == "sparsity" or {"site-packages", "dist-packages"} & {*parts}:
-        return str(getattr(own, "__version__", ""))
+        return str(getattr(library, "__version__", ""))
     return None
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """The names of globals and attributes in a function and those within it."""
+    """Returns the names of globals and attributes in a function and its inner functions."""
     inner = (_names(x) for x in code.co_consts if isinstance(x, types.CodeType))
     return {*code.co_names}.union(*inner)
 
 
-def _state(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object without cached ones, `None` if it has none in Python."""
+def _state(value: Any) -> dict[Hashable, object] | None:
+    """Returns the attributes of an object without cached ones, `None` if Python sees none."""
     slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
     names = {name for each in slots for name in ([each] if isinstance(each, str) else each)}
     names |= {field.name for field in dataclasses.fields(value)} if _has_fields(value) else set()

@@ -1,9 +1,9 @@
-"""A model that runs on all batches in lockstep, while its weights are pruned on the way.
+"""Runs of a model on all batches in lockstep, while its weights are pruned on the way.
 
 Each equation runs once, on every batch, after the weights that it reads have been pruned. A scan
-over layers runs one layer at a time. A weight that a loop reads in each of its steps is reached
-with the loop: the loop runs from its start for the sums of that weight, and once more for its
-outputs when all of its weights are pruned.
+over layers runs one layer at a time. A weight that a loop reads in each step is reached with the
+loop: the loop runs from its start for the sums of that weight, and once more for its outputs when
+all of its weights are pruned.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from sparsity.calibration.statistics.capture import (
     is_finite,
 )
 from sparsity.calibration.statistics.rows import sum_outputs
-from sparsity.calibration.statistics.walk import Steps, Walk, add
+from sparsity.calibration.statistics.walk import Steps, Sums, Walk, add
 from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import Use
@@ -35,55 +35,56 @@ Cut: TypeAlias = tuple[tuple[int, int], ...]  # (axis, index) of each axis that 
 
 
 class Frame:
-    """A program that runs on all batches: the values of each that are still needed.
+    """Program that runs on all batches, with the values that are still needed.
 
     Args:
       program: the program.
-      bound: inputs that depend on parameters alone, as functions that compute them, or the part
-        of them that lies at some indices of their first axes.
-      data: for each batch the values of the other inputs.
+      bound: functions that compute the inputs that depend on parameters alone, or their parts at
+        some indices of their first axes.
+      data: the values of the other inputs, for each batch.
       layers: the layer of each scan around the program.
     """
 
     def __init__(
         self,
         program: Program,
-        bound: Mapping[Value, Callable[..., Any]],
-        data: list[dict[Value, Any]],
+        bound: Mapping[Value, Callable[..., jax.Array]],
+        data: list[dict[Value, jax.Array]],
         layers: Layers,
     ) -> None:
         self.program, self.bound, self.data, self.layers = program, bound, data, layers
         self._made_by = {value: e for e in program.flat() for value in e.outputs}
-        self._free: dict[Value, Any] = {}
+        self._free: dict[Value, jax.Array] = {}
 
-    def free(self, value: Value, *layers: int) -> Any:
-        """A value that depends on parameters alone, or a layer of it."""
+    def free(self, value: Value, *layers: int) -> jax.Array:
+        """Returns a value that depends on parameters alone, or one of its layers."""
         if value in self.bound:
             return self.bound[value](*layers)
         if value not in self._free and value in self._made_by:
             equation = self._made_by[value]
             if layers and equation.name == "convert_element_type":  # of a stack: only the layer
-                return equation.bind([self.free(equation.inputs[0], *layers)])[0]
+                layer: jax.Array = equation.bind([self.free(equation.inputs[0], *layers)])[0]
+                return layer
             outputs = equation.bind([self.free(x) for x in equation.inputs])
             self._free.update(zip(equation.outputs, outputs, strict=True))
-        found = self._free.get(value, value.constant)
-        return found[layers] if layers else found
+        result: jax.Array = self._free.get(value, value.constant)
+        return result[layers] if layers else result
 
     def forget(self) -> None:
-        """Drops what was computed from parameters, which have changed."""
+        """Drops values computed from parameters, which have changed."""
         self._free.clear()
 
-    def read(self, batch: int, value: Value) -> Any:
-        """A value for a batch."""
+    def read(self, batch: int, value: Value) -> jax.Array:
+        """Returns a value for a batch."""
         values = self.data[batch]
         return values[value] if value in values else self.free(value)
 
-    def inputs(self, batch: int, equation: Equation) -> list[Any]:
-        """What an equation reads, for a batch."""
+    def inputs(self, batch: int, equation: Equation) -> list[jax.Array]:
+        """Returns the inputs of an equation, for a batch."""
         return [self.read(batch, value) for value in equation.inputs]
 
     def last_uses(self) -> dict[Value, Equation | None]:
-        """After which equation a value is needed no more, `None` for outputs."""
+        """Returns the last equation that needs each value, `None` for outputs."""
         last: dict[Value, Equation | None] = {}
         for equation in self.program.flat():
             last.update(dict.fromkeys(equation.inputs, equation))
@@ -93,14 +94,14 @@ class Frame:
 
 @dataclasses.dataclass(frozen=True)
 class Stop:
-    """Where the program reaches a weight: a product, or the loop or branch that has it.
+    """Place where the program reaches a weight: a product, or the loop or branch around it.
 
     Attributes:
       calibration: sums up inputs.
-      frame: has what the equation reads.
+      frame: holds the inputs of the equation.
       equation: a product, a scan or a cond.
-      layers: of each use of the weight there, by number, the layer of each scan within the equation
-        that takes the weight apart.
+      layers: the layers of the scans within the equation that take the weight apart, by number of
+        the use.
     """
 
     calibration: Calibration
@@ -111,13 +112,14 @@ class Stop:
     def statistic(self, name: str) -> Statistic:
         """Returns the statistic of the inputs in all batches, and in all steps of a loop.
 
-        Of several products in a loop those count that read the weight along the axes of the first.
+        Among several products in a loop, only those count that read the weight along the same axes
+        as the first.
 
         Raises:
-          ValueError: inputs are not finite; the batch is named.
+          ValueError: inputs are not finite; the error names the batch.
         """
         each = self._sums(self.calibration.sum_up)
-        total: dict[int, Any] = {}
+        total: Sums = {}
         finite = []
         for sums in each:
             finite.append(is_finite(sums))
@@ -126,25 +128,27 @@ class Stop:
             if not is_batch_finite:
                 raise not_finite(name, batch)
         statistics = [
-            self.calibration.statistic(number, total[number], of_layer=True)
+            self.calibration.statistic(number, total[number], one_layer=True)
             for number in sorted(total)
         ]
         alike = [x for x in statistics if are_alike(x, statistics[0])]
         return functools.reduce(add, alike)
 
     def losses(self, *matrices: jax.Array) -> jax.Array:
-        """Returns the sums of |y|^2 over the outputs y of each of some matrices of the weight."""
+        """Returns the sums of |y|^2 over the outputs y of each matrix."""
 
-        def of_use(number: int, x: jax.Array, steps: Steps, given: PyTree) -> jax.Array:
+        def sum_use(number: int, x: jax.Array, steps: Steps, arguments: PyTree) -> jax.Array:
             use, alignment = self.calibration.uses[number], self.calibration.alignments[number]
-            return sharding.replicated(functools.partial(sum_outputs, use, alignment), x, *given)
+            return sharding.replicated(
+                functools.partial(sum_outputs, use, alignment), x, *arguments
+            )
 
-        sums = [total for each in self._sums(of_use, matrices) for total in each.values()]
+        sums = [total for each in self._sums(sum_use, matrices) for total in each.values()]
         total: jax.Array = functools.reduce(jnp.add, sums)
         return total
 
-    def _sums(self, sum_up: Callable[..., PyTree], given: PyTree = ()) -> Iterator[dict[int, Any]]:
-        """The sums of each batch, by number of the use."""
+    def _sums(self, sum_up: Callable[..., PyTree], arguments: PyTree = ()) -> Iterator[Sums]:
+        """Yields the sums of each batch, by number of the use."""
         uses = {number: self.calibration.uses[number] for number in self.layers}
         batches = range(len(self.frame.data))
         if not self.equation.bodies:
@@ -154,7 +158,7 @@ class Stop:
                         number,
                         self.frame.read(batch, self.equation.inputs[1 - use.operand]),
                         {},
-                        given,
+                        arguments,
                     )
                     for number, use in uses.items()
                 }
@@ -163,36 +167,36 @@ class Stop:
         indices = {number: [*layers.values()] for number, layers in self.layers.items()}
 
         @jax.jit
-        def run(inputs: list[Any], indices: Any, given: PyTree) -> dict[int, Any]:
-            def of_layer(number: int, x: jax.Array, steps: Steps) -> PyTree:
-                sums = sum_up(number, x, steps, given)
+        def run(inputs: list[jax.Array], indices: PyTree, arguments: PyTree) -> Sums:
+            def sum_layer(number: int, x: jax.Array, steps: Steps) -> PyTree:
+                sums = sum_up(number, x, steps, arguments)
                 for scan, layer in zip(self.layers[number], indices[number], strict=True):
                     is_layer = steps[scan] == layer
                     sums = jax.tree.map(lambda s, on=is_layer: jnp.where(on, s, 0), sums)
                 return sums
 
-            return Walk(uses, of_layer).sums_of(self.equation, inputs)
+            return Walk(uses, sum_layer).sum_equation(self.equation, inputs)
 
         for batch in batches:
-            yield run(self.frame.inputs(batch, self.equation), indices, given)
+            yield run(self.frame.inputs(batch, self.equation), indices, arguments)
 
 
 class Lockstep:
     """Runs a model on all batches, and stops at each weight before its product runs.
 
     Args:
-      calibration: the uses of the weights, and what is summed of their inputs.
+      calibration: the uses of the weights, and the sums of their inputs.
       batches: all of one shape.
-      read: `read(number, *layers)` returns a parameter as it is now, or a layer of it.
-      is_done: `is_done(path, cut)` says whether a weight needs no stop.
-      prune: `prune(path, cut, stop)` is called at each stop; it may change parameters.
+      read: `read(number, *layers)` returns the current value of a parameter, or of its layer.
+      is_done: `is_done(path, cut)` returns whether a weight needs no stop.
+      prune: `prune(path, cut, stop)` is called at each stop, and may change parameters.
     """
 
     def __init__(
         self,
         calibration: Calibration,
         batches: Sequence[PyTree],
-        read: Callable[..., Any],
+        read: Callable[..., jax.Array],
         is_done: Callable[[Path, Cut], bool],
         prune: Callable[[Path, Cut, Stop], None],
     ) -> None:
@@ -237,7 +241,7 @@ class Lockstep:
         self._frames.pop()
 
     def _step(self, frame: Frame, equation: Equation) -> None:
-        """Prunes the weights that an equation reads, and runs it."""
+        """Prunes the weights that an equation reads, and runs the equation."""
         for number in self._uses.at(equation):
             self._reach(frame, equation, number, frame.layers)
         if self._takes_apart(equation, frame.layers):
@@ -250,7 +254,7 @@ class Lockstep:
             values.update(zip(equation.outputs, outputs, strict=True))
 
     def _order(self, bodies: Sequence[Program], layers: Layers) -> Iterator[tuple[int, Layers]]:
-        """The uses in loops and branches, with their layers, in the order in which they run."""
+        """Yields the uses in loops and branches, with their layers, in the order of execution."""
         for equation in (equation for body in bodies for equation in body.flat()):
             for number in self._uses.at(equation):
                 yield number, layers
@@ -261,7 +265,7 @@ class Lockstep:
                 yield from self._order(equation.bodies if within else (), inside)
 
     def _takes_apart(self, equation: Equation, layers: Layers) -> bool:
-        """Whether a scan takes weights apart that are still to be pruned."""
+        """Returns whether a scan takes weights apart that are still to be pruned."""
         return equation.name == "scan" and any(
             equation in (use := self._calibration.uses[number]).view.scans
             and not self._is_done(use.path, _cut(use, inside))
@@ -279,17 +283,17 @@ class Lockstep:
         # A carry depends on the data from the first step on.
         is_data[fixed:end] = [True] * (end - fixed)
         carry = [[frame.read(b, v) for v in equation.inputs[fixed:end]] for b in batches]
-        stacked: list[list[list[Any]]] = [[] for _ in batches]
+        stacked: list[list[list[jax.Array]]] = [[] for _ in batches]
         for layer in _trips(equation):
             bound, data = {}, [{} for _ in batches]  # type: ignore[var-annotated]
             for at, (value, inner) in enumerate(zip(body.inputs, body.program.inputs, strict=True)):
                 if not is_data[at]:
-                    of_layer = (layer,) if at >= end else ()
-                    bound[inner] = functools.partial(frame.free, value, *of_layer)
+                    index = (layer,) if at >= end else ()
+                    bound[inner] = functools.partial(frame.free, value, *index)
                     continue
                 for b in batches:
-                    whole = carry[b][at - fixed] if fixed <= at < end else frame.read(b, value)
-                    data[b][inner] = whole[layer] if at >= end else whole
+                    array = carry[b][at - fixed] if fixed <= at < end else frame.read(b, value)
+                    data[b][inner] = array[layer] if at >= end else array
             inside = Frame(body.program, bound, data, {**frame.layers, equation: layer})
             self._run(inside)
             for b in batches:
@@ -302,15 +306,15 @@ class Lockstep:
             values.update(zip(equation.outputs, [*carry[b], *joined], strict=True))
 
     def _reach(self, frame: Frame, equation: Equation, number: int, layers: Layers) -> None:
-        """Prunes the weight of a use, unless that is done, by what all steps of loops give it."""
+        """Prunes the weight of a use, unless done already, by its inputs in all steps of loops."""
         use = self._calibration.uses[number]
         cut = _cut(use, layers)
         if self._is_done(use.path, cut):
             return
         # The outermost loop that reads the same weight in each step.
-        for own, loop in zip(self._frames, frame.layers, strict=False):
+        for outer, loop in zip(self._frames, frame.layers, strict=False):
             if loop not in use.view.scans:
-                frame, equation = own, loop
+                frame, equation = outer, loop
                 break
         numbers = self._uses.within(equation) if equation.bodies else [number]
         place = Stop(self._calibration, frame, equation, self._alike(numbers, use, cut, frame))
@@ -319,32 +323,32 @@ class Lockstep:
             each.forget()
 
     def _alike(self, numbers: Sequence[int], use: Use, cut: Cut, frame: Frame) -> dict[int, Layers]:
-        """The uses of the same weight, with the layers of the scans within the frame's equation."""
+        """Returns the uses of the same weight, with the layers of the scans inside the frame."""
         layers: dict[int, Layers] = {}
         for number in numbers:
             other, index = self._calibration.uses[number], dict(cut)
             if other.path != use.path or {*other.view.stacked} != {*index}:
                 continue
-            of_scans = dict(
+            scan_layers = dict(
                 zip(other.view.scans, (index[axis] for axis in other.view.stacked), strict=True)
             )
-            if all(frame.layers.get(scan, layer) == layer for scan, layer in of_scans.items()):
-                layers[number] = {s: n for s, n in of_scans.items() if s not in frame.layers}
+            if all(frame.layers.get(scan, layer) == layer for scan, layer in scan_layers.items()):
+                layers[number] = {s: n for s, n in scan_layers.items() if s not in frame.layers}
         return layers
 
 
 def _trips(scan: Equation) -> Sequence[int]:
-    """The layers of a scan, in the order in which they run."""
+    """Returns the layers of a scan, in the order of execution."""
     order = range(scan.params["length"])
     return order[::-1] if scan.params["reverse"] else order
 
 
 def _cut(use: Use, layers: Layers) -> Cut:
-    """The axes that scans take apart, and the layer of each."""
+    """Returns the axes that scans take apart, and the layer of each."""
     return tuple(
         (axis, layers[scan]) for axis, scan in zip(use.view.stacked, use.view.scans, strict=True)
     )
 
 
-def _shapes(arrays: Sequence[Any]) -> str:
+def _shapes(arrays: Sequence[jax.Array]) -> str:
     return ", ".join(f"{jnp.result_type(x)}{list(x.shape)}" for x in arrays)

@@ -1,10 +1,9 @@
-"""`sparsity.oneshot`: a trained model pruned in one pass over calibration data.
+"""`sparsity.oneshot`: pruning of a trained model in one pass over calibration data.
 
-Each layer sees what the pruned layers before it produce: the program runs in lockstep on all
-batches, up to a product, whose inputs are summed up and whose weight is pruned and refitted, and on
-from there with the new weight. Only values that are still needed are kept: memory does not grow
-with depth. Of a weight that lies whole on every device of a mesh, each device solves some of the
-outputs.
+Each layer sees the outputs of the pruned layers before it. The program runs in lockstep on all
+batches up to a product, sums up its inputs, prunes and refits its weight, and continues with the
+new weight. Only values that are still needed are kept, so that memory does not grow with depth. If
+every device of a mesh holds all of a weight, each device solves some of the outputs.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -45,11 +44,9 @@ from sparsity.graph import Graph, trace
 from sparsity.masks import pack_masks
 from sparsity.sparsity_distributions import target_sparsities
 
-Errors: TypeAlias = tuple[
-    float, float
-]  # the share of the outputs that is lost, before a refit, too
+Errors: TypeAlias = tuple[float, float]  # the lost shares of the outputs: after a refit, and before
 
-_COPIES = 5  # arrays of the size of a Gram matrix: SparseGPT makes four of one
+_COPIES = 5  # arrays of the size of a Gram matrix: SparseGPT makes four from one
 
 
 def oneshot(
@@ -66,14 +63,14 @@ def oneshot(
     Args:
       pruner: any updater that prunes at once: magnitude, Wanda, RIA, SparseGPT, ...
       fn: the model, `fn(params, batch)`.
-      params: its parameters; they are not changed.
-      batches: what `fn` takes as its second argument, all of one shape; a generator is read once.
+      params: its parameters, which stay unchanged.
+      batches: second arguments of `fn`, all of one shape; a generator is read once.
       refit: `LeastSquares()`, `ADMM()`, or `None`.
-      sequential: each layer sees what the pruned layers before it produce; otherwise all see the
-        inputs that the dense model gives them.
-      folder: each layer is saved there when it is finished; the same call continues after the
-        last one if it was interrupted. Needs orbax, and a pruner and a refit that are the same in
-        another process: of numbers, text, arrays, functions, and objects of these.
+      sequential: each layer sees the outputs of the pruned layers before it; otherwise all layers
+        see their inputs in the dense model.
+      folder: each finished layer is saved there; after an interruption the same call continues from
+        the last one. Needs orbax, and a pruner and a refit that are the same in another process:
+        numbers, text, arrays, functions, and objects of these.
 
     Returns:
       (pruned params, masks, report): `report[path]` has sparsity, error and rows of a leaf.
@@ -81,7 +78,8 @@ def oneshot(
     Raises:
       ValueError: an argument is none of these, there are no batches, activations are not finite, a
         leaf that has a sparsity is read by no product, a pattern does not fit, or the folder holds
-        another run, or one that cannot be told; the leaf, the batch or what differs is named.
+        another run, or the run has no fingerprint; the error names the leaf, the batch or the
+        difference.
 
     Example:
       >>> from sparsity.algorithms import MagnitudePruning
@@ -115,14 +113,14 @@ def oneshot(
 
 
 class _Losses(Collector):
-    """Sums |y|^2 over the outputs of matrices; `given` has those of each leaf by path."""
+    """Sums |y|^2 over the outputs of matrices; `arguments` holds the matrices by path."""
 
     stacks = False
 
-    def sum_up(self, number: int, x: jax.Array, steps: Steps, given: PyTree) -> jax.Array:
+    def sum_up(self, number: int, x: jax.Array, steps: Steps, arguments: PyTree) -> jax.Array:
         use, alignment = self.uses[number], self.alignments[number]
         layer = tuple(steps[scan] for scan in use.view.scans)
-        matrices = [each[layer] for each in given[use.path]]
+        matrices = [each[layer] for each in arguments[use.path]]
         return sharding.replicated(functools.partial(sum_outputs, use, alignment), x, *matrices)
 
 
@@ -152,7 +150,7 @@ class _Run:
             )
         )
         self.sites = {trees.path_names(path): table[path] for path in self.targets}
-        self._own: set[int] = set()  # leaves that are changed in place: copies of those given
+        self._copied: set[int] = set()  # leaves that are changed in place: copies of the user's
         self._done: set[tuple[Path, Cut]] = set()
         self._layers: dict[Path, list[LayerReport]] = {}
         self._kind: Kind = "gram" if refit is not None else statistics_kind(pruner)
@@ -174,11 +172,11 @@ class _Run:
         self.finished = Finished(folder, identity)
 
     def params(self) -> PyTree:
-        """The parameters as they are now."""
+        """Returns the current parameters."""
         return self._rebuild(self._leaves)
 
     def all_masks(self) -> PyTree:
-        """The masks of all leaves."""
+        """Returns the masks of all leaves."""
         masks = trees.map_matched(lambda path, _: self.masks.get(path), self._tree)
         return pack_masks(masks, self._tree) if self.pruner.use_packed_masks else masks
 
@@ -186,42 +184,42 @@ class _Run:
         """Runs the model on all batches, and prunes each weight when the run reaches it."""
         calibration = Calibration(self.graph, self._kind, self._is_pruned)
         if self._kind == "gram":
-            for name, gram in calibration.grams(of_layer=True).items():
+            for name, gram in calibration.grams(one_layer=True).items():
                 check_memory({name: gram}, copies=_COPIES)  # one is held at a time
         Lockstep(calibration, self.batches, self._leaf, self._is_done, self._prune_at).run()
 
     def finish(self, fn: Callable[..., PyTree]) -> None:
-        """Prunes the leaves that are left by the inputs that the model gives them now."""
-        left, now = [path for path in self.sites if path not in self._layers], self.params()
+        """Prunes all other leaves, by their inputs in the current model."""
+        unpruned, now = [path for path in self.sites if path not in self._layers], self.params()
 
         @functools.cache
         def statistics() -> Statistics:
-            return calibrate(fn, now, self.batches, self._kind, lambda path, _: path in left)
+            return calibrate(fn, now, self.batches, self._kind, lambda path, _: path in unpruned)
 
         def solved(path: Path) -> Solved:
             return self._solve(path, (), self.sites[path].name, statistics().get(path))
 
         def by_grams(path: Path) -> tuple[Solved, Errors]:
-            own = solved(path)
-            return own, own.errors()
+            result = solved(path)
+            return result, result.errors()
 
         @functools.cache
         def all_losses() -> dict[Path, tuple[Solved, jax.Array]]:
-            """Of all leaves in one run of the model: to solve by squares costs little."""
-            leaves = {path: solved(path) for path in left}
-            matrices = {path: own.matrices() for path, own in leaves.items()}
-            make = functools.partial(_Losses, filter_fn=lambda path, _: path in left)
+            """Solves all leaves, and sums up their losses in one run of the model."""
+            leaves = {path: solved(path) for path in unpruned}
+            matrices = {path: result.matrices() for path, result in leaves.items()}
+            make = functools.partial(_Losses, filter_fn=lambda path, _: path in unpruned)
             losses, sums = collect(fn, now, self.batches, make, matrices)
-            total = dict.fromkeys(left, jnp.zeros(2))
+            total = dict.fromkeys(unpruned, jnp.zeros(2))
             for number, each in sums.items():
                 total[losses.uses[number].path] += each
-            return {path: (own, total[path]) for path, own in leaves.items()}
+            return {path: (result, total[path]) for path, result in leaves.items()}
 
         def by_outputs(path: Path) -> tuple[Solved, Errors]:
-            own, losses = all_losses()[path]
-            return own, _share(losses)
+            result, losses = all_losses()[path]
+            return result, _share(losses)
 
-        for path in left:
+        for path in unpruned:
             how = by_grams if self._kind == "gram" else by_outputs
             self._prune(path, (), functools.partial(how, path))
 
@@ -230,10 +228,10 @@ class _Run:
 
         def solved() -> tuple[Solved, Errors]:
             name = self.sites[path].name + "".join(f"[{index}]" for _, index in cut)
-            own = self._solve(path, cut, name, stop.statistic(name))
+            result = self._solve(path, cut, name, stop.statistic(name))
             if self._kind == "gram":
-                return own, own.errors()
-            return own, _share(stop.losses(*own.matrices()))
+                return result, result.errors()
+            return result, _share(stop.losses(*result.matrices()))
 
         self._prune(path, cut, solved)
 
@@ -243,16 +241,16 @@ class _Run:
         layer = self.finished.read(number, self._dense_at(path, cut)) if self.finished else None
         if layer is None:
             started = time.perf_counter()
-            own, (error, unrefitted) = solved()
+            result, (error, unrefitted) = solved()
             report = LayerReport(
-                sparsity=_num_zeros(own.mask) / max(own.mask.size, 1),
+                sparsity=_num_zeros(result.mask) / max(result.mask.size, 1),
                 error=error,
                 unrefitted=unrefitted,
-                count=_num_rows(own.statistic),
+                count=_num_rows(result.statistic),
                 seconds=time.perf_counter() - started,
             )
             dense = self._dense_at(path, cut)
-            weights, mask = (sharding.place_like(dense, x) for x in (own.refitted, own.mask))
+            weights, mask = (sharding.place_like(dense, x) for x in (result.refitted, result.mask))
             layer = Layer(weights, mask, report)
             if self.finished:
                 self.finished.write(number, layer)
@@ -260,13 +258,13 @@ class _Run:
         self._replace(path, cut, layer)
         layers = self._layers.setdefault(path, [])
         layers.append(layer.report)
-        self.report[path] = LayerReport.of_stack(layers)
+        self.report[path] = LayerReport.combine(layers)
 
     def _is_pruned(self, path: Path, _: object) -> bool:
         return path in self.sites
 
     def _is_done(self, path: Path, cut: Cut) -> bool:
-        """Whether a leaf or a layer needs no pruning: it is pruned once, whatever reads it."""
+        """Returns whether a leaf or layer is done: several readers prune it only once."""
         return bool({(path, cut), (path, ())} & self._done) or (not cut and path in self._layers)
 
     def _replace(self, path: Path, cut: Cut, layer: Layer) -> None:
@@ -276,28 +274,28 @@ class _Run:
             self._leaves[number], self.masks[at] = layer.weights, layer.mask
             return
         if at not in self.masks:
-            whole = self._leaves[number] = jnp.array(self._leaves[number], copy=True)
-            self.masks[at] = sharding.place_like(whole, sharding.ones_like(whole))
-            self._own.add(number)
+            leaf = self._leaves[number] = jnp.array(self._leaves[number], copy=True)
+            self.masks[at] = sharding.place_like(leaf, sharding.ones_like(leaf))
+            self._copied.add(number)
         axes, places = zip(*sorted(cut), strict=True)
         self._leaves[number] = _put(self._leaves[number], layer.weights, axes, places)
         self.masks[at] = _put(self.masks[at], layer.mask, axes, places)
 
-    def _leaf(self, number: int, *layers: int) -> Any:
-        """A leaf as it is now, or a layer of it; later changes do not reach what it returns."""
-        whole = self._leaves[number]
+    def _leaf(self, number: int, *layers: int) -> jax.Array:
+        """Returns the current leaf or one of its layers, unaffected by later changes."""
+        leaf: jax.Array = self._leaves[number]
         if layers:
-            return whole[layers]
-        return jnp.copy(whole) if number in self._own else whole
+            return leaf[layers]
+        return jnp.copy(leaf) if number in self._copied else leaf
 
     def _dense_at(self, path: Path, cut: Cut) -> jax.Array:
-        """A leaf before it was pruned, or a layer of it."""
-        whole, index = self._dense[self._numbers[path]], dict(cut)
-        layer: jax.Array = whole[tuple(index.get(axis, slice(None)) for axis in range(whole.ndim))]
+        """Returns a leaf before pruning, or one of its layers."""
+        leaf, index = self._dense[self._numbers[path]], dict(cut)
+        layer: jax.Array = leaf[tuple(index.get(axis, slice(None)) for axis in range(leaf.ndim))]
         return layer
 
     def _solve(self, path: Path, cut: Cut, name: str, statistic: Statistic | None) -> Solved:
-        """Prunes and refits a leaf, or a layer of it."""
+        """Prunes and refits a leaf, or one of its layers."""
         if statistic is None:
             raise ValueError(self._why_unread(path))
         if not _num_rows(statistic):
@@ -311,7 +309,7 @@ class _Run:
         return solve(self.pruner, self.refit, site, target, self._tree, dense, cut, statistic)
 
     def _why_unread(self, path: Path) -> str:
-        """Says why no statistic of a leaf can be made."""
+        """Returns the reason why a leaf can have no statistic."""
         name = self.sites[path].name
         uses = [use for use in self.graph.uses if use.path == path and use.contracting]
         if any(use.trips is None for use in uses):
@@ -338,7 +336,7 @@ class _Run:
 
 
 def _share(losses: jax.Array) -> Errors:
-    """The share of the outputs that is lost, from the squares of what is lost and of all."""
+    """Returns the lost share of the outputs, from the sums of squares of the loss and in total."""
     lost, total = (float(x) for x in jax.device_get(losses))
     return (lost / total if total else 0.0,) * 2
 
@@ -348,21 +346,21 @@ def _num_zeros(mask: jax.Array) -> int:
 
 
 def _num_rows(statistic: Statistic) -> int:
-    """The most rows that a slice has seen."""
+    """Returns the largest number of rows of a slice."""
     return int(np.max(np.asarray(statistic.count)))
 
 
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
-def _put(whole: jax.Array, part: jax.Array, axes: tuple[int, ...], at: Sequence[int]) -> jax.Array:
-    """An array with a part of it replaced, in the same memory.
+def _put(array: jax.Array, part: jax.Array, axes: tuple[int, ...], at: Sequence[int]) -> jax.Array:
+    """Replaces a part of an array in the same memory.
 
     Args:
-      whole: the array; it is used up.
-      part: without the axes.
-      axes: ascending.
-      at: index of the part along each of them.
+      array: the array, which is donated.
+      part: its new part, without the axes.
+      axes: axes that the part lacks, ascending.
+      at: index of the part along each of these axes.
     """
-    starts = [0] * whole.ndim
+    starts = [0] * array.ndim
     for axis, index in zip(axes, at, strict=True):
         starts[axis] = index
-    return lax.dynamic_update_slice(whole, jnp.expand_dims(part, axes).astype(whole.dtype), starts)
+    return lax.dynamic_update_slice(array, jnp.expand_dims(part, axes).astype(array.dtype), starts)

@@ -1,4 +1,4 @@
-"""Pruning and refitting a tree by statistics: the step that one-shot pruning repeats."""
+"""Pruning and refitting of a tree by statistics: the step that one-shot pruning repeats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparsity.calibration.statistics import (
     Statistic,
     Statistics,
     check_solvable,
-    statistic_of,
+    look_up_statistic,
 )
 from sparsity.core import trees
 from sparsity.core.sharding import place_like
@@ -27,7 +27,7 @@ from sparsity.sparsity_distributions import target_sparsities
 def prune(
     pruner: BaseUpdater, params: PyTree, statistics: Statistics, refit: Refit | None = None
 ) -> tuple[PyTree, PyTree]:
-    """Prunes with statistics of the inputs, and refits what stays.
+    """Prunes with statistics of the inputs, and refits the kept weights.
 
     Args:
       pruner: any updater that prunes at once.
@@ -39,8 +39,8 @@ def prune(
       (pruned params, masks), as `pruner.instant_sparsify` returns them.
 
     Raises:
-      ValueError: the pruner or the refit is a class or something else, or a statistic is missing,
-        does not fit its leaf, or has no Gram matrix.
+      ValueError: the pruner is no updater or the refit no `Refit`, either is a class, or a
+        statistic is missing, does not fit its leaf, or has no Gram matrix.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -70,7 +70,7 @@ def check_runs(pruner: object, refit: object = None) -> None:
 
 
 def _got(value: object) -> str:
-    """The end of a message about a value, which may be a class instead of an instance."""
+    """Returns the end of a message about a value, which may be a class instead of an instance."""
     if isinstance(value, type):
         return f"got the class {value.__name__}: make an instance, {value.__name__}(...)"
     return f"got {value!r}"
@@ -84,13 +84,13 @@ def reconstruct(
     masks: PyTree,
     statistics: Statistics,
 ) -> tuple[PyTree, PyTree]:
-    """Refits what a pruner has left.
+    """Refits the weights that a pruner kept.
 
     Args:
       refit: `LeastSquares()`, `ADMM()` or another `Refit`.
       pruner: the updater that has pruned.
-      params: tree of parameters before.
-      pruned: the same after.
+      params: tree of parameters before pruning.
+      pruned: tree of parameters after pruning.
       masks: as the pruner returned them.
       statistics: `{path: Statistic}` for each leaf that has a mask.
 
@@ -108,7 +108,7 @@ def reconstruct(
     )
     refitted: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
 
-    def refit_leaf(path: KeyPath, dense: Any, before: Any, mask: Any) -> None:
+    def refit_leaf(path: KeyPath, dense: jax.Array, before: Any, mask: jax.Array | None) -> None:
         if mask is None:
             return
         is_free = path not in targets and trees.path_names(path) not in statistics
@@ -116,10 +116,10 @@ def reconstruct(
             refitted[path] = before, mask
             return
         site = table[path]
-        own = statistic_of(statistics, site, dense.shape, "gram", type(refit).__name__)
-        check_solvable(own, dense, site.name, getattr(refit, "damping", None))
-        select = _selection(pruner, site, own, targets.get(path, 0.0))
-        new = refit(dense, before, mask, own, select)
+        statistic = look_up_statistic(statistics, site, dense.shape, "gram", type(refit).__name__)
+        check_solvable(statistic, dense, site.name, getattr(refit, "damping", None))
+        select = _selection(pruner, site, statistic, targets.get(path, 0.0))
+        new = refit(dense, before, mask, statistic, select)
         refitted[path] = place_like(dense, new[0]), place_like(dense, new[1])
 
     trees.map_matched(refit_leaf, params, pruned, masks)
@@ -140,7 +140,7 @@ def _selection(
                 f"got {pruner.scope!r}. Give a refit that keeps masks: ADMM(gradual=0)."
             )
         sparsity = share * target
-        # The end of a ramp of its own: N:M keeps n of m at every share.
+        # Both the current and the final sparsity, so that N:M keeps n of m at every share.
         leaf = Wanted(site, scores, sparsity, sparsity)
         matrices = Within(pruner.scope, {site.path: statistic.batch})
         (mask,) = matrices.select([leaf], pruner.topk_fn)

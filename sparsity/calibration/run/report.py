@@ -1,4 +1,4 @@
-"""What one-shot pruning did to each leaf, as a table and as a picture."""
+"""Reports of one-shot pruning: the errors of each leaf, as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class LayerReport:
-    """What pruning did to a leaf.
+    """Results of pruning a leaf.
 
     Attributes:
       sparsity: fraction of its weights that are 0.
-      error: tr(D^T G D) / tr(W^T G W) of what was lost, over the calibration data: of a stack of
-        layers the mean.
-      unrefitted: the same before a refit.
-      count: rows that it has seen.
-      seconds: spent on it.
+      error: tr(D^T G D) / tr(W^T G W) over the calibration data, for the lost weights D; the mean
+        over the layers of a stack.
+      unrefitted: the error before a refit.
+      count: number of rows in the calibration data.
+      seconds: time spent on the leaf.
     """
 
     sparsity: float
@@ -39,8 +39,8 @@ class LayerReport:
     seconds: float
 
     @staticmethod
-    def of_stack(layers: Sequence[LayerReport]) -> LayerReport:
-        """The report of a leaf from those of its layers."""
+    def combine(layers: Sequence[LayerReport]) -> LayerReport:
+        """Returns the report of a leaf from the reports of its layers."""
         return LayerReport(
             sparsity=float(np.mean([layer.sparsity for layer in layers])),
             error=float(np.mean([layer.error for layer in layers])),
@@ -51,7 +51,7 @@ class LayerReport:
 
 
 class Report(dict[Path, LayerReport]):
-    """{path: LayerReport} of the pruned leaves, in the order in which they were pruned."""
+    """Results {path: LayerReport} of the pruned leaves, in the order of pruning."""
 
     def table(self) -> str:
         """Returns a table of the leaves: sparsity, error without and with a refit, seconds."""
@@ -101,17 +101,17 @@ class Report(dict[Path, LayerReport]):
         batches: Iterable[PyTree],
         rates: Sequence[float] = (0.25, 0.5, 0.65, 0.75, 0.85, 0.95),
     ) -> Sensitivity:
-        """Prunes the leaves of the report one at a time, and measures what the model loses.
+        """Prunes the leaves of the report one at a time, and measures the error of the model.
 
         Args:
           pruner: any updater that prunes at once.
           fn: the model, `fn(params, batch)`.
           params: its dense parameters.
-          batches: what `fn` takes as its second argument; their outputs are kept.
+          batches: second arguments of `fn`; their outputs are kept.
           rates: the sparsities that each leaf is pruned at, above 0.
 
         Returns:
           {path: {rate: error}}: the relative squared error of the model's outputs. Its
-          `distribution(params, sparsity)` shares a sparsity out so that the errors are smallest.
+          `distribution(params, sparsity)` distributes a sparsity with the smallest errors.
         """
         return measure(pruner, fn, params, batches, list(self), rates)

@@ -1,4 +1,4 @@
-"""The finished layers of a one-shot run, in a folder: an interrupted run continues there."""
+"""Finished layers of a one-shot run, in a folder from which an interrupted run continues."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from sparsity.graph import trace
 
 
 class Layer(NamedTuple):
-    """A leaf or one layer of it: pruned weights, their mask, and what pruning did."""
+    """Pruned leaf or layer: its weights, their mask, and the report."""
 
     weights: jax.Array
     mask: jax.Array
@@ -30,14 +30,14 @@ class Layer(NamedTuple):
 
 
 class Finished:
-    """The layers that a run has finished, by their number in its order.
+    """Layers that a run has finished, by their number in its order.
 
     Args:
-      folder: it is made if need be.
-      identity: what the run's results depend on, by name.
+      folder: created if missing.
+      identity: fingerprints of all that the results depend on, by name.
 
     Raises:
-      ValueError: the folder holds something else, or there are several processes.
+      ValueError: the folder holds another run or other files, or there are several processes.
     """
 
     def __init__(self, folder: str | os.PathLike[str], identity: Mapping[str, str]) -> None:
@@ -60,34 +60,34 @@ class Finished:
             )
 
     def read(self, number: int, like: jax.Array) -> Layer | None:
-        """Returns a layer, or `None` if it is not finished; its arrays are placed as `like`."""
+        """Returns a layer placed as `like`, or `None` if the layer is not finished."""
         path = self._folder / str(number)
         if not path.exists():
             return None
         shape = _tree(Layer(like, like.astype(np.uint8), LayerReport(0.0, 0.0, 0.0, 0, 0.0)))
         how = self._checkpoints.checkpoint_utils.construct_restore_args(shape)
         with self._checkpoints.PyTreeCheckpointer() as checkpointer:
-            found = checkpointer.restore(path, item=shape, restore_args=how)
-        return Layer(found["weights"], found["mask"], LayerReport(**found["report"]))
+            restored = checkpointer.restore(path, item=shape, restore_args=how)
+        return Layer(restored["weights"], restored["mask"], LayerReport(**restored["report"]))
 
     def write(self, number: int, layer: Layer) -> None:
-        """Saves a layer; a kill leaves it whole or not there at all."""
+        """Saves a layer atomically: a kill leaves all of it or nothing."""
         with self._checkpoints.PyTreeCheckpointer() as checkpointer:
             checkpointer.save(self._folder / str(number), _tree(layer))
 
 
-def _tree(layer: Layer) -> dict[str, Any]:
+def _tree(layer: Layer) -> dict[str, PyTree]:
     return layer._asdict() | {"report": dataclasses.asdict(layer.report)}
 
 
 def _write(path: pathlib.Path, text: str) -> None:
-    """Writes a file as a whole."""
+    """Writes a file atomically."""
     _new(path).write_text(text, encoding="utf-8")
     _new(path).replace(path)
 
 
 def _new(path: pathlib.Path) -> pathlib.Path:
-    """Where a file is written before it is whole."""
+    """Returns the temporary path that a file is written to."""
     return path.with_suffix(".new")
 
 
@@ -102,7 +102,7 @@ def identify(
     """Returns fingerprints of all that the results of a run depend on, by name.
 
     Args:
-      pruner: the updater. What its distribution, patterns and batch axes say of the params belongs
+      pruner: the updater. The sparsities, patterns and batch axes that it gives the params belong
         into `others`.
       refit: or `None`.
       fn: the model; its programs count, one for each shape of a batch.
@@ -111,7 +111,7 @@ def identify(
       **others: more values.
 
     Raises:
-      ValueError: something of these has no description that another process would share.
+      ValueError: one of these has no description that another process would share.
     """
     fields = dict(vars(pruner))
     for name in ("sparsity_distribution_fn", "sparsity_type", "batch_axes", "use_packed_masks"):
@@ -146,6 +146,6 @@ def _refusal(name: str, error: ValueError) -> str:
     )
 
 
-def _arrays(tree: PyTree) -> list[Any]:
-    """The arrays of a tree: a traced program has all else."""
+def _arrays(tree: PyTree) -> list[jax.Array]:
+    """Returns the arrays of a tree: a traced program has all else."""
     return trees.split_arrays(tree)[0]

@@ -1,10 +1,9 @@
-"""What a model loses if one layer alone is pruned, and rates that follow from it."""
+"""Sensitivity of a model to the pruning of single layers, and the best rates for a sparsity."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +19,10 @@ from sparsity.core.trees import PyTree
 
 
 class Sensitivity(dict[Path, dict[float, float]]):
-    """{path: {rate: error}}: what the model's outputs lose if one leaf is pruned at a rate."""
+    """Errors {path: {rate: error}} of the model's outputs if one leaf is pruned at a rate."""
 
     def distribution(self, params: PyTree, sparsity: float) -> Rates:
-        """Returns the rates of that mean whose errors have the smallest sum: a distribution.
+        """Returns the distribution of that mean whose errors have the smallest sum.
 
         Errors between two rates are interpolated, on the lower convex hull of each curve from 0 on;
         errors of several leaves are taken to add up.
@@ -37,15 +36,15 @@ class Sensitivity(dict[Path, dict[float, float]]):
 
         Example:
           >>> params = {"robust": jnp.ones((4, 4)), "fragile": jnp.ones((4, 4))}
-          >>> found = Sensitivity({("robust",): {0.8: 0.1}, ("fragile",): {0.4: 0.1, 0.8: 0.5}})
-          >>> rates = found.distribution(params, sparsity=0.5)(params)
+          >>> errors = Sensitivity({("robust",): {0.8: 0.1}, ("fragile",): {0.4: 0.1, 0.8: 0.5}})
+          >>> rates = errors.distribution(params, sparsity=0.5)(params)
           >>> {name: round(rate, 3) for name, rate in rates.items()}
           {'fragile': 0.2, 'robust': 0.8}
         """
         check_fraction("sparsity", sparsity)
         sizes = {trees.path_names(p): x.size for p, x in trees.leaves_by_path(params).items()}
         total = sum(sizes[path] for path in self)
-        left = sparsity * total  # weights that are still to be removed
+        remaining = sparsity * total  # weights that are still to be removed
         highest = sum(max(curve) * sizes[path] for path, curve in self.items()) / total
         if sparsity > highest:
             raise ValueError(
@@ -58,9 +57,9 @@ class Sensitivity(dict[Path, dict[float, float]]):
             for rise, width in _pieces(curve)
         ]
         rates = dict.fromkeys(self, 0.0)
-        for _, count, path in sorted(pieces):  # those of a leaf become steeper
-            rates[path] += min(count, left) / sizes[path]
-            left -= min(count, left)
+        for _, count, path in sorted(pieces):  # the pieces of a leaf become steeper
+            rates[path] += min(count, remaining) / sizes[path]
+            remaining -= min(count, remaining)
         return Rates(rates)
 
 
@@ -72,7 +71,7 @@ def measure(
     paths: Sequence[Path],
     rates: Sequence[float],
 ) -> Sensitivity:
-    """`Report.sensitivity`, of some leaves."""
+    """Does what `Report.sensitivity` does, for some leaves."""
     check_runs(pruner)
     if not len(rates):
         raise ValueError("rates has no rate: give the sparsities to measure, as (0.25, 0.5, 0.75).")
@@ -87,9 +86,9 @@ def measure(
     inputs = [trees.split_arrays(batch)[0] for batch in seen]
 
     @jax.jit
-    def outputs(leaves: list[Any], batch: list[Any]) -> list[jax.Array]:
-        found = jax.tree.leaves(fn(rebuild(leaves), rebuild_batch(batch)))
-        return [x for x in found if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    def outputs(leaves: list[jax.Array], batch: list[jax.Array]) -> list[jax.Array]:
+        results = jax.tree.leaves(fn(rebuild(leaves), rebuild_batch(batch)))
+        return [x for x in results if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
 
     @jax.jit
     def squares(xs: list[jax.Array], ys: list[jax.Array]) -> jax.Array:
@@ -97,26 +96,28 @@ def measure(
         return sum((jnp.sum(jnp.square(part)) for part in parts), jnp.float32(0))
 
     dense = [outputs(leaves, batch) for batch in inputs]
-    norm = sum(float(squares(own, [jnp.zeros_like(x) for x in own])) for own in dense)
-    found = Sensitivity({path: {} for path in paths})
+    norm = sum(
+        float(squares(expected, [jnp.zeros_like(x) for x in expected])) for expected in dense
+    )
+    sensitivity = Sensitivity({path: {} for path in paths})
     for path in paths:
         for rate in rates:
             alone = dataclasses.replace(pruner, sparsity_distribution_fn=Rates({path: rate}))
             pruned = trees.split_arrays(prune(alone, params, statistics)[0])[0]
             each = zip(dense, inputs, strict=True)
-            lost = sum(float(squares(own, outputs(pruned, batch))) for own, batch in each)
-            found[path][rate] = lost / norm if norm else 0.0
-    return found
+            lost = sum(float(squares(expected, outputs(pruned, batch))) for expected, batch in each)
+            sensitivity[path][rate] = lost / norm if norm else 0.0
+    return sensitivity
 
 
 def _pieces(curve: Mapping[float, float]) -> list[tuple[float, float]]:
-    """(slope, width) of the pieces of a curve's lower convex hull, from no error at rate 0."""
+    """Returns (slope, width) of the pieces of a curve's lower convex hull, from no error at 0."""
     points, end = [(0.0, 0.0), *sorted(curve.items())], 0
     pieces = []
     while end < len(points) - 1:
         rate, error = points[end]
         slopes = [(e - error) / (r - rate) for r, e in points[end + 1 :]]
         slope = min(slopes)
-        end += 1 + max(i for i, own in enumerate(slopes) if own == slope)
+        end += 1 + max(i for i, other in enumerate(slopes) if other == slope)
         pieces.append((slope, points[end][0] - rate))
     return pieces

@@ -1,4 +1,4 @@
-"""One leaf, or one layer of a stack, pruned and refitted by the statistic of its inputs."""
+"""Pruning and refitting of one leaf, or of one layer of a stack."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from sparsity.patterns.base import absolute_axis
 
 
 class Solved(NamedTuple):
-    """A leaf, or one layer of it, as it was pruned and refitted.
+    """Pruned and refitted leaf, or one of its layers.
 
     Attributes:
-      statistic: of its inputs.
-      dense: its weights, cut along a mesh.
-      pruned: after the pruner.
-      refitted: after the refit.
+      statistic: the statistic of its inputs.
+      dense: the weights before pruning, cut along a mesh.
+      pruned: the weights after the pruner.
+      refitted: the weights after the refit.
       mask: uint8.
     """
 
@@ -37,7 +37,7 @@ class Solved(NamedTuple):
     mask: jax.Array
 
     def errors(self) -> tuple[float, float]:
-        """The shares of the outputs that are lost after and before the refit, by Gram matrices."""
+        """Returns the lost shares of the outputs, after and before the refit, by Gram matrices."""
         after, before = (
             float(relative_error(self.statistic, self.dense, x))
             for x in (self.refitted, self.pruned)
@@ -45,7 +45,7 @@ class Solved(NamedTuple):
         return after, before
 
     def matrices(self) -> list[jax.Array]:
-        """What was lost, and the dense weights, [*batch, outputs, inputs] each."""
+        """Returns the lost and the dense weights, [*batch, outputs, inputs] each."""
         return [self.statistic.matrices(x) for x in (self.dense - self.refitted, self.dense)]
 
 
@@ -59,7 +59,7 @@ def solve(
     cut: Cut,
     statistic: Statistic,
 ) -> Solved:
-    """Prunes and refits a leaf, or a layer of it.
+    """Prunes and refits a leaf, or one of its layers.
 
     Args:
       pruner: the updater.
@@ -69,7 +69,7 @@ def solve(
       tree: tree of parameters, of which only the structure matters.
       dense: the leaf, or the layer.
       cut: the axes that the layer does not have.
-      statistic: of its inputs.
+      statistic: the statistic of its inputs.
 
     Raises:
       ValueError: the pattern does not fit the layer.
@@ -86,8 +86,10 @@ def solve(
     return Solved(statistic, dense, pruned, refitted, mask)
 
 
-def _for_leaf(pruner: BaseUpdater, site: Site, target: Any, cut: Cut, ndim: int) -> BaseUpdater:
-    """The pruner for one leaf, or for a layer of it.
+def _for_leaf(
+    pruner: BaseUpdater, site: Site, target: chex.Numeric, cut: Cut, ndim: int
+) -> BaseUpdater:
+    """Returns the pruner for one leaf, or for one of its layers.
 
     Raises:
       ValueError: units of the pattern lie along an axis of layers.
@@ -97,7 +99,7 @@ def _for_leaf(pruner: BaseUpdater, site: Site, target: Any, cut: Cut, ndim: int)
         return trees.map_matched(lambda path, _: target if path == site.path else None, params)
 
     def without(axis: int) -> int:
-        return axis - sum(own < axis for own, _ in cut)
+        return axis - sum(removed < axis for removed, _ in cut)
 
     pattern: Any = site.pattern
     batch_axes = without(site.batch_axes)

@@ -1,4 +1,4 @@
-"""Statistics of the inputs that each weight meets, and how a run of a model sums them up."""
+"""Statistics of the inputs that each weight meets, summed up while a model runs."""
 
 from sparsity.calibration.statistics.capture import calibrate
 from sparsity.calibration.statistics.counts import Count
@@ -11,10 +11,10 @@ from sparsity.calibration.statistics.statistic import (
     check,
     check_solvable,
     is_finite,
+    look_up_statistic,
     not_finite,
     output_error,
     relative_error,
-    statistic_of,
     warn_of_zeros,
 )
 
@@ -29,9 +29,9 @@ __all__ = [
     "check_memory",
     "check_solvable",
     "is_finite",
+    "look_up_statistic",
     "not_finite",
     "output_error",
     "relative_error",
-    "statistic_of",
     "warn_of_zeros",
 ]

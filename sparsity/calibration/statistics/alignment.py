@@ -1,4 +1,4 @@
-"""How the inputs and the slices of a product lie in the leaf that it reads."""
+"""Alignment of the inputs and slices of a product with the leaf that the product reads."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _GROUPS = -1  # stands for the groups of a convolution among the axes of a leaf
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Alignment:
-    """Where the sums of a product, in the order of its operand, belong in the order of its leaf.
+    """Map from sums in the order of a product's operand to the order of its leaf.
 
     Attributes:
       axes: the roles of the leaf's axes, a statistic without sums.
-      shape: of the leaf, or of one layer of it.
-      slices: int[slices of the operand], the slice of the leaf that each is; a weight that is
-        broadcast along a batch axis has several in one place.
-      inputs: int[inputs], where the leaf's inputs are among those of the operand.
+      shape: the shape of the leaf, or of one of its layers.
+      slices: int[slices of the operand], the slice of the leaf for each; a weight that is broadcast
+        along a batch axis has several slices of the operand in one place.
+      inputs: int[inputs], the places of the leaf's inputs among the inputs of the operand.
       copies: how often each output occurs.
     """
 
@@ -40,50 +40,50 @@ class Alignment:
 
     @property
     def repeats(self) -> int:
-        """How many slices and outputs of the operand are one of the leaf."""
+        """Number of slices and outputs of the operand for each one of the leaf."""
         return self.copies * len(self.slices) // max(math.prod(self.axes.lead(self.shape)), 1)
 
-    def sums(self, found: jax.Array, ndim: int) -> jax.Array:
-        """Returns sums [*batch, ...] of the leaf from those of the operand.
+    def sums(self, sums: jax.Array, ndim: int) -> jax.Array:
+        """Returns sums [*batch, ...] in the order of the leaf.
 
         Args:
-          found: [*slices, inputs], or [*slices, inputs, inputs].
+          sums: sums of the operand, [*slices, inputs], or [*slices, inputs, inputs].
           ndim: the number of axes of inputs.
         """
         lead = self.axes.lead(self.shape)
-        rest = found.shape[found.ndim - ndim :]
-        flat, slices = found.reshape(len(self.slices), *rest), math.prod(lead)
+        input_shape = sums.shape[sums.ndim - ndim :]
+        flat, slices = sums.reshape(len(self.slices), *input_shape), math.prod(lead)
         if len(self.slices) != slices:
-            flat = jnp.zeros((slices, *rest), flat.dtype).at[self.slices].add(flat)
+            flat = jnp.zeros((slices, *input_shape), flat.dtype).at[self.slices].add(flat)
         elif not _is_identity(self.slices):
             flat = flat[np.argsort(self.slices)]
         if not _is_identity(self.inputs):
             flat = flat[..., self.inputs]
             flat = flat[:, self.inputs] if ndim == 2 else flat
-        flat = flat.reshape(*lead, *rest)
+        flat = flat.reshape(*lead, *input_shape)
         return flat * self.copies if self.copies > 1 else flat
 
     def operand(self, matrices: jax.Array) -> jax.Array:
-        """Returns matrices as the operand has them, [slices, outputs, inputs]."""
+        """Returns matrices in the order of the operand, [slices, outputs, inputs]."""
         lead = math.prod(matrices.shape[:-2])
         flat = matrices.reshape(lead, *matrices.shape[-2:])
         flat = flat if _is_identity(self.slices) else flat[self.slices]
         return flat if _is_identity(self.inputs) else flat[..., np.argsort(self.inputs)]
 
 
-def align(use: Use, graph: Graph, of_layer: bool = False) -> Alignment | None:
-    """Returns the alignment of a use, or `None` where its inputs cannot be told entry by entry.
+def align(use: Use, graph: Graph, one_layer: bool = False) -> Alignment | None:
+    """Returns the alignment of a use, or `None` if its inputs do not match entries of the leaf.
 
     Args:
       use: the product.
-      graph: of the model.
-      of_layer: the sums are those of one layer of a stack, without the axes that scans took apart.
+      graph: the graph of the model.
+      one_layer: the sums belong to one layer of a stack, without the axes that scans took apart.
     """
     view, shape = use.view, graph.find_shape(use.path)
     if not _is_told(use, shape):
         return None
     contracted, slices, outputs = _factors(use)
-    gone = view.stacked if of_layer else ()
+    gone = view.stacked if one_layer else ()
     group_axes, groups, outputs = _groups(use.groups, outputs, shape)
     lead = [Factor(axis, shape[axis]) for axis in view.stacked if axis not in gone]
     lead += [*slices, *group_axes, *([Factor(_GROUPS, groups)] if groups > 1 else [])]
@@ -123,7 +123,7 @@ def align(use: Use, graph: Graph, of_layer: bool = False) -> Alignment | None:
 
 
 def _is_told(use: Use, shape: tuple[int, ...]) -> bool:
-    """Whether a use is a product of all entries of the leaf, or of one layer in each step."""
+    """Returns whether a use multiplies all entries of the leaf, or of one layer in each step."""
     view = use.view
     if use.primitive not in _PRODUCTS or not use.contracting or use.trips is None:
         return False
@@ -139,7 +139,7 @@ def _is_told(use: Use, shape: tuple[int, ...]) -> bool:
 
 
 def _factors(use: Use) -> list[list[Factor]]:
-    """The factors of the operand's axes that are summed over, index products, and are kept."""
+    """Returns the factors of the operand's contracted, batch and free axes."""
     roles = read_product(use.equation).operands[use.operand]
     return [
         [part for i in axes for part in use.view.dims[i] if part.size != 1]
@@ -150,13 +150,12 @@ def _factors(use: Use) -> list[list[Factor]]:
 def _groups(
     groups: int, outputs: Sequence[Factor], shape: tuple[int, ...]
 ) -> tuple[list[Factor], int, list[Factor]]:
-    """Splits the outputs of a convolution into factors that are groups as a whole, and others.
+    """Splits the outputs of a convolution into factors that are entire groups, and others.
 
-    A convolution whose kernels `vmap` maps over has the mapped axis first, and one axis as it is
-    tiled has copies there.
+    If `vmap` maps over the kernels, the mapped axis comes first; a tiled axis has its copies there.
 
     Returns:
-      (factors that are groups, how many groups the next factor consists of, other factors).
+      (factors that are groups, number of groups within the next factor, other factors).
     """
     others: list[Factor] = [*outputs]
     taken: list[Factor] = []
@@ -177,7 +176,7 @@ def _groups(
 def _begin_with_groups(
     outputs: Sequence[Factor], groups: int, output: Sequence[int], shape: tuple[int, ...]
 ) -> bool:
-    """Whether groups are equal parts of the first output axis, one after the other."""
+    """Returns whether groups are equal parts of the first output axis, one after the other."""
     if not outputs or not output:
         return False
     axis, size, step = outputs[0]
@@ -185,7 +184,7 @@ def _begin_with_groups(
 
 
 def _covers(factors: Sequence[Factor], axes: Iterable[int], shape: tuple[int, ...]) -> bool:
-    """Whether factors run over all entries of some axes."""
+    """Returns whether factors run over all entries of some axes."""
     return all(
         math.prod(part.size for part in factors if part.axis == axis) == shape[axis]
         for axis in axes
@@ -193,12 +192,12 @@ def _covers(factors: Sequence[Factor], axes: Iterable[int], shape: tuple[int, ..
 
 
 def _places(factors: Sequence[Factor], axes: Sequence[int], sizes: Mapping[int, int]) -> np.ndarray:
-    """The place in the row-major order of axes of each combination of factors, in their order."""
+    """Returns the row-major place in the axes of each combination of factors, in their order."""
     places = np.zeros(1, int)
     for axis, size, step in factors:
         index = np.arange(size) if step > 0 else np.arange(size)[::-1]
         after = axes[axes.index(axis) + 1 :] if axis is not None else ()
-        inner = math.prod(sizes[own] for own in after) if axis is not None else 0
+        inner = math.prod(sizes[inner_axis] for inner_axis in after) if axis is not None else 0
         places = (places[:, None] + index * abs(step) * inner).reshape(-1)
     return places
 

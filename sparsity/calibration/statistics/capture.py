@@ -1,4 +1,4 @@
-"""`sparsity.calibrate`: statistics of what each weight is multiplied with, as the model runs."""
+"""`sparsity.calibrate`: statistics of the inputs of each weight, while the model runs."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def calibrate(
 ) -> dict[Path, Statistic]:
     """Runs a model on batches and sums up the inputs of each product that reads a weight.
 
-    The program that `sparsity.trace` reads is run with the sums beside it: no hook, no subclass,
+    The program that `sparsity.trace` reads runs with the sums beside it: no hook, no subclass,
     any framework. A weight with several uses sums over all of them.
 
     Args:
       fn: the model, `fn(params, batch)`.
       params: its parameters.
-      batches: what `fn` takes as its second argument, any trees; a generator is read once.
+      batches: second arguments of `fn`, any trees; a generator is read once.
       kind: 'squares' sums |x|^2 for each input, 'moments' sums |x|^2 and x, 'gram' sums X^T X (of
         complex inputs X^H X).
       filter_fn: `filter_fn(path, leaf)` chooses leaves, by their shape and dtype; by default all
@@ -49,18 +49,19 @@ def calibrate(
 
     Returns:
       {path: Statistic}: sums in promote_types(dtype, float32) over all rows of all batches, with
-      leading axes for scanned layers and experts; of a loop over all its steps. Weights that are
-      read in a `while`, by slices, by `ragged_dot`, stacked with others, or within `shard_map` have
-      no entry; a pruner that needs one names the weight.
+      leading axes for scanned layers and experts; sums run over all steps of a loop. Weights that
+      are read in a `while`, by slices, by `ragged_dot`, stacked with others, or within `shard_map`
+      have no entry; a pruner that needs one names the weight.
 
     Raises:
       ValueError: there are no batches, the sums of one are not finite, or a Gram matrix does not
-        fit into memory; leaf and batch are named.
+        fit into memory; the error names leaf and batch.
 
     Example:
       >>> params = {"kernel": jnp.ones((2, 3))}
-      >>> found = calibrate(lambda p, x: x @ p["kernel"], params, [jnp.array([[1.0, 2.0]])] * 2)
-      >>> found[("kernel",)].squares, int(found[("kernel",)].count)
+      >>> batches = [jnp.array([[1.0, 2.0]])] * 2
+      >>> statistic = calibrate(lambda p, x: x @ p["kernel"], params, batches)[("kernel",)]
+      >>> statistic.squares, int(statistic.count)
       (Array([2., 8.], dtype=float32), 2)
     """
     if kind not in KINDS:
@@ -70,7 +71,7 @@ def calibrate(
     def make(graph: Graph) -> Calibration:
         calibration = Calibration(graph, kind, filter_fn)
         if kind == "gram":
-            # The sums so far, those of a batch, and these in the order of the operand.
+            # The sums so far, the sums of a batch, and the latter in the order of the operand.
             check_memory(calibration.grams(), copies=3)
         return calibration
 
@@ -83,16 +84,16 @@ def collect(
     params: PyTree,
     batches: Iterable[PyTree],
     make: Callable[[Graph], C],
-    given: PyTree = None,
+    arguments: PyTree = None,
 ) -> tuple[C, Sums]:
     """Runs a model on batches and adds up their sums.
 
     Args:
       fn: the model.
       params: its parameters.
-      batches: they may differ in shape.
+      batches: batches, which may differ in shape.
       make: makes the collector of a graph; called once for each shape of a batch.
-      given: arrays that the sums depend on.
+      arguments: arrays that the sums depend on.
 
     Returns:
       (the collector of the last batch, the sums of all batches).
@@ -110,7 +111,7 @@ def collect(
         if now not in made:
             made[now] = make(now)
         collector = made[now]
-        sums, finite = collector.jitted(trees.split_arrays(params)[0], inputs, given)
+        sums, finite = collector.jitted(trees.split_arrays(params)[0], inputs, arguments)
         for use, finite_sums in jax.device_get(finite).items():
             if not finite_sums:
                 raise not_finite(_name(collector.uses[use].path), number)
@@ -124,7 +125,7 @@ _add = jax.jit(add, donate_argnums=0)
 
 
 def _name(path: Path) -> str:
-    """A leaf for messages."""
+    """Returns the name of a leaf for messages."""
     return "/".join(path) or "params"
 
 
@@ -138,18 +139,18 @@ def check_structure(batch: PyTree, first: PyTree, number: int) -> None:
         )
 
 
-def _without_arrays(tree: PyTree) -> tuple[Any, list[Any]]:
-    """The structure of a tree, and those of its leaves that are no arrays."""
+def _without_arrays(tree: PyTree) -> tuple[jax.tree_util.PyTreeDef, list[object]]:
+    """Returns the structure of a tree, and its leaves that are no arrays."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, ["array" if trees.is_array(leaf) else leaf for leaf in leaves]
 
 
 class Collector:
-    """Runs a graph's program with sums beside it; a subclass says what is summed.
+    """Runs a graph's program with sums beside it; a subclass defines the sums.
 
     Args:
       graph: the graph.
-      filter_fn: which leaves; by default all whose inputs can be told.
+      filter_fn: selects leaves; by default all whose inputs match entries of the leaf.
     """
 
     stacks: ClassVar[bool] = True  # whether the layers of a stacked weight have sums of their own
@@ -163,20 +164,20 @@ class Collector:
         self.alignments: dict[int, Alignment] = {}  # of one layer, where scans run over several
         for number, use in enumerate(graph.uses):
             if filter_fn is None or filter_fn(use.path, leaves[use.path]):
-                alignment = align(use, graph, of_layer=True)
+                alignment = align(use, graph, one_layer=True)
                 if alignment is not None and align(use, graph) is not None:
                     self.uses[number], self.alignments[number] = use, alignment
         self.jitted = jax.jit(self._run)
 
-    def sum_up(self, number: int, x: jax.Array, steps: Steps, given: PyTree) -> PyTree:
+    def sum_up(self, number: int, x: jax.Array, steps: Steps, arguments: PyTree) -> PyTree:
         """Returns the sums of a use over the rows of its inputs."""
         raise NotImplementedError
 
     def _run(
-        self, leaves: Sequence[Any], inputs: Sequence[Any], given: PyTree
+        self, leaves: Sequence[jax.Array], inputs: Sequence[jax.Array], arguments: PyTree
     ) -> tuple[Sums, dict[int, jax.Array]]:
-        """The sums of a call, and which of them are finite."""
-        walk = Walk(self.uses, functools.partial(self.sum_up, given=given), self.stacks)
+        """Returns the sums of a call, and whether each is finite."""
+        walk = Walk(self.uses, functools.partial(self.sum_up, arguments=arguments), self.stacks)
         sums = walk.run_with_sums(self.graph.program, [*leaves, *inputs])[1]
         return sums, {number: is_finite(each) for number, each in sums.items()}
 
@@ -186,8 +187,8 @@ class Calibration(Collector):
 
     Args:
       graph: the graph.
-      kind: what is summed.
-      filter_fn: which leaves; by default all whose inputs can be told.
+      kind: the kind of sums.
+      filter_fn: selects leaves; by default all whose inputs match entries of the leaf.
     """
 
     def __init__(
@@ -196,12 +197,12 @@ class Calibration(Collector):
         super().__init__(graph, filter_fn)
         self.kind = kind
 
-    def grams(self, of_layer: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
-        """The Gram matrices of all leaves, by name; of one layer of each stack, if asked for."""
+    def grams(self, one_layer: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shapes of the Gram matrices by name, or of one layer of each stack."""
         grams = {}
         for number, use in self.uses.items():
             alignment, shape = self.alignments[number], self.graph.find_shape(use.path)
-            stacked = [] if of_layer else [shape[axis] for axis in use.view.stacked]
+            stacked = [] if one_layer else [shape[axis] for axis in use.view.stacked]
             inputs = alignment.axes.inputs(alignment.shape)
             dtype = jnp.promote_types(use.equation.inputs[1 - use.operand].dtype, jnp.float32)
             lead = (*stacked, *alignment.axes.lead(alignment.shape))
@@ -209,36 +210,39 @@ class Calibration(Collector):
         return grams
 
     def sum_up(
-        self, number: int, x: jax.Array, steps: Steps | None = None, given: PyTree = None
+        self, number: int, x: jax.Array, steps: Steps | None = None, arguments: PyTree = None
     ) -> RowSums:
-        of_use = functools.partial(sum_up, self.uses[number], self.alignments[number], self.kind)
-        return sharding.replicated(of_use, x)
+        sum_rows = functools.partial(sum_up, self.uses[number], self.alignments[number], self.kind)
+        return sharding.replicated(sum_rows, x)
 
     def statistics(self, total: Sums) -> dict[Path, Statistic]:
-        """The statistics of leaves from the sums of their uses, which are used up."""
-        found: dict[Path, Statistic] = {}
+        """Returns the statistics of leaves, and pops the sums of their uses."""
+        statistics: dict[Path, Statistic] = {}
         for number in sorted(total):
-            use, own = self.uses[number], self.statistic(number, total.pop(number))
-            before = found.get(use.path)
-            if before is not None and not are_alike(before, own):
+            use, statistic = self.uses[number], self.statistic(number, total.pop(number))
+            before = statistics.get(use.path)
+            if before is not None and not are_alike(before, statistic):
                 raise ValueError(
                     f"{_name(use.path)!r} is read along other axes by the {use.primitive} at "
                     f"{use.source} than by a product before it, so that their inputs cannot be "
                     "added up. Give each a leaf of its own, or leave it out: filter_fn."
                 )
-            found[use.path] = own if before is None else add(before, own)
-        return {path: _counted(own, self.graph.find_shape(path)) for path, own in found.items()}
+            statistics[use.path] = statistic if before is None else add(before, statistic)
+        return {
+            path: _counted(statistic, self.graph.find_shape(path))
+            for path, statistic in statistics.items()
+        }
 
-    def statistic(self, number: int, summed: RowSums, of_layer: bool = False) -> Statistic:
-        """The statistic of a use from its sums; of one layer of its leaf, if asked for."""
-        alignment = self.alignments[number] if of_layer else align(self.uses[number], self.graph)
+    def statistic(self, number: int, summed: RowSums, one_layer: bool = False) -> Statistic:
+        """Returns the statistic of a use from its sums, or of one layer of its leaf."""
+        alignment = self.alignments[number] if one_layer else align(self.uses[number], self.graph)
         assert alignment is not None  # or there would be none of a layer
         sums: Mapping[str, Any] = summed[0]
         return dataclasses.replace(alignment.axes, count=summed[1], **sums)
 
 
 def are_alike(one: Statistic, other: Statistic) -> bool:
-    """Whether the sums of two products of a leaf may be added up."""
+    """Returns whether the sums of two products of a leaf may be added up."""
     axes = [
         dataclasses.replace(x, squares=None, sums=None, gram=None, count=0) for x in (one, other)
     ]
@@ -246,16 +250,18 @@ def are_alike(one: Statistic, other: Statistic) -> bool:
 
 
 def _counted(statistic: Statistic, shape: tuple[int, ...]) -> Statistic:
-    """The statistic with a scalar count, or one for each slice where they differ."""
+    """Returns the statistic with one count, or with one for each slice where they differ."""
     rows = np.asarray(statistic.count)
     if (rows == rows.flat[0]).all():
-        return dataclasses.replace(statistic, count=Count.of(int(rows.flat[0])))
+        return dataclasses.replace(statistic, count=Count.from_number(int(rows.flat[0])))
     lead = statistic.lead(shape)
     wide = rows.reshape(*rows.shape, *[1] * (len(lead) - rows.ndim))
-    return dataclasses.replace(statistic, count=Count.of(np.broadcast_to(wide, lead)))
+    return dataclasses.replace(statistic, count=Count.from_number(np.broadcast_to(wide, lead)))
 
 
 def is_finite(sums: PyTree) -> jax.Array:
-    """Whether all arrays of some sums are finite."""
-    found: jax.Array = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(sums)]))
-    return found
+    """Returns whether all arrays of some sums are finite."""
+    finite: jax.Array = jnp.all(
+        jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(sums)])
+    )
+    return finite

@@ -16,16 +16,16 @@ _BASE = 16  # bits of a digit
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Count:
-    """A number of rows below 2**63, or an array of them.
+    """Number of rows below 2**63, or an array of such numbers.
 
-    `int(count)` and `np.asarray(count)` read it outside of jit, `count.as_float()` anywhere. Counts
-    go through jit and add up leaf by leaf, up to 2**16 of them before they are added by `+`.
+    `int(count)` and `np.asarray(count)` read a count outside of jit, `count.as_float()` anywhere.
+    Counts pass through jit and add up leaf by leaf, up to 2**16 of them before a `+` of counts.
 
     Attributes:
-      digits: uint32[4, ...], in base 2**16 from the lowest on; one may exceed the base.
+      digits: uint32[4, ...], in base 2**16 from the lowest on; a digit may exceed the base.
 
     Example:
-      >>> count = Count.of(2**31)
+      >>> count = Count.from_number(2**31)
       >>> count, int(jax.tree.map(jnp.add, count, count))
       (Count(2147483648), 4294967296)
     """
@@ -33,7 +33,7 @@ class Count:
     digits: chex.Array
 
     @classmethod
-    def of(cls, number: int | np.ndarray) -> Count:
+    def from_number(cls, number: int | np.ndarray) -> Count:
         """Returns the count of an integer, or of an array of integers."""
         wide = np.asarray(number, np.uint64)
         digits = [wide >> np.uint64(_BASE * i) & np.uint64(0xFFFF) for i in range(4)]
@@ -43,7 +43,7 @@ class Count:
         return Count(_carried(_carried(self.digits) + _carried(other.digits)))
 
     def as_float(self) -> jax.Array:
-        """Returns the nearest float32, or one next to it."""
+        """Returns the nearest float32, or a neighbour of the nearest."""
         low, second, third, high = _carried(self.digits).astype(jnp.float32)
         nearest: jax.Array = ((high * 65536 + third) * 65536 + second) * 65536 + low
         return nearest
@@ -65,12 +65,12 @@ class Count:
         return jnp.asarray(sums) / self.as_float()
 
     def __repr__(self) -> str:
-        is_known = isinstance(self.digits, jax.Array | np.ndarray)
-        return f"Count({np.asarray(self) if is_known else self.digits})"
+        is_concrete = isinstance(self.digits, jax.Array | np.ndarray)
+        return f"Count({np.asarray(self) if is_concrete else self.digits})"
 
 
 def _carried(digits: chex.Array) -> jax.Array:
-    """The digits of the same number, each below the base but the last."""
+    """Returns the digits of the same number, all below the base but the last."""
     rows = list(jnp.asarray(digits))
     for i in range(3):
         rows[i + 1] += rows[i] >> _BASE

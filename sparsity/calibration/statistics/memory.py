@@ -1,4 +1,4 @@
-"""Whether Gram matrices fit into memory, before they are made."""
+"""Check that Gram matrices fit into memory, before they are allocated."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import jax
 
 
 def check_memory(grams: Mapping[str, jax.ShapeDtypeStruct], copies: int = 1) -> None:
-    """Raises a ValueError that says how many bytes Gram matrices take if no device holds them.
+    """Raises a ValueError with the bytes of Gram matrices if they do not fit into memory.
 
     Args:
       grams: [*batch, inputs, inputs] of all leaves that are held together, by name.
-      copies: arrays of these sizes that are held at once, while sums are added up or solved.
+      copies: number of arrays of these sizes at once, while sums are added up or solved.
     """
     free = free_memory(device := jax.local_devices()[0])
     sizes = {name: math.prod(x.shape) * x.dtype.itemsize for name, x in grams.items()}
@@ -32,7 +32,7 @@ def check_memory(grams: Mapping[str, jax.ShapeDtypeStruct], copies: int = 1) -> 
 
 
 def free_memory(device: jax.Device) -> int:
-    """Returns the bytes that a device has left, of a CPU those of the machine."""
+    """Returns the free bytes of a device, or of the machine for a CPU."""
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))

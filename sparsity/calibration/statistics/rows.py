@@ -1,4 +1,4 @@
-"""Sums over the rows of a product: of its inputs, and of the outputs that weights make of them."""
+"""Sums over the rows of a product: of its inputs, and of the outputs that weights give."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _HIGHEST = lax.Precision.HIGHEST
 
 
 def sum_up(use: Use, alignment: Alignment, kind: Kind, x: jax.Array) -> RowSums:
-    """The sums of a product over its rows, and how many rows there are.
+    """Sums up the inputs of a product over its rows, and counts the rows.
 
     Args:
       use: the product.
-      alignment: of the use, without the axes that scans took apart.
-      kind: what is summed.
-      x: the operand that its weight is multiplied with.
+      alignment: alignment of the use, without the axes that scans took apart.
+      kind: the kind of sums.
+      x: the operand beside the weight.
 
     Returns:
       (fields of a `Statistic` in the order of the leaf, the number of rows).
@@ -45,16 +45,16 @@ def sum_up(use: Use, alignment: Alignment, kind: Kind, x: jax.Array) -> RowSums:
         sums = {"squares": alignment.sums(total(_squared(x)), 1)}
         if kind == "moments":
             sums["sums"] = alignment.sums(total(x), 1)
-    return sums, Count.of(_num_rows(use, x) * alignment.repeats)
+    return sums, Count.from_number(_num_rows(use, x) * alignment.repeats)
 
 
 def sum_outputs(use: Use, alignment: Alignment, x: jax.Array, *matrices: jax.Array) -> jax.Array:
-    """The sums of |y|^2 over the outputs y that matrices make of the rows: [number of matrices].
+    """Sums up |y|^2 over the outputs y of each matrix: [number of matrices].
 
     Args:
       use: the product.
-      alignment: of the use, without the axes that scans took apart.
-      x: the operand that its weight is multiplied with.
+      alignment: alignment of the use, without the axes that scans took apart.
+      x: the operand beside the weight.
       *matrices: [*batch, outputs, inputs] in the order of the leaf.
     """
     x = _wide(x)
@@ -73,18 +73,18 @@ def sum_outputs(use: Use, alignment: Alignment, x: jax.Array, *matrices: jax.Arr
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """The operand as the sums are, in at least float32."""
+    """Returns the operand in the dtype of the sums, at least float32."""
     x = jnp.asarray(x)  # a batch may be of numpy
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _squared(x: jax.Array) -> jax.Array:
-    """|x|^2."""
+    """Returns |x|^2."""
     return jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x)
 
 
 def _num_rows(use: Use, x: jax.Array) -> int:
-    """How many rows each slice of a product has."""
+    """Returns the number of rows in each slice of a product."""
     if use.primitive == "dot_general":
         return math.prod(x.shape[i] for i in _roles(use).free)
     sources = zip(use.equation.outputs[0].shape, read_product(use.equation).output, strict=True)
@@ -92,12 +92,12 @@ def _num_rows(use: Use, x: jax.Array) -> int:
 
 
 def _roles(use: Use) -> Operand:
-    """The roles of the axes of the inputs."""
+    """Returns the roles of the axes of the inputs."""
     return read_product(use.equation).operands[1 - use.operand]
 
 
 def _rows_of_dot(use: Use, x: jax.Array) -> jax.Array:
-    """[*slices, rows, inputs]."""
+    """Returns the rows of a dot product, [*slices, rows, inputs]."""
     inputs, free, batch, _ = _roles(use)
     lead = [x.shape[i] for i in batch]
     count, size = (math.prod(x.shape[i] for i in axes) for axes in (free, inputs))
@@ -105,15 +105,15 @@ def _rows_of_dot(use: Use, x: jax.Array) -> jax.Array:
 
 
 def _sum_of_dot(use: Use, x: jax.Array) -> jax.Array:
-    """Sums over the rows, [*slices, inputs]."""
+    """Sums up the rows, [*slices, inputs]."""
     inputs, free, batch, _ = _roles(use)
-    left = [i for i in range(x.ndim) if i not in free]
-    total = jnp.sum(x, axis=tuple(free)).transpose([left.index(i) for i in (*batch, *inputs)])
+    kept_axes = [i for i in range(x.ndim) if i not in free]
+    total = jnp.sum(x, axis=tuple(free)).transpose([kept_axes.index(i) for i in (*batch, *inputs)])
     return total.reshape(*[x.shape[i] for i in batch], math.prod(x.shape[i] for i in inputs))
 
 
 def _sum_of_convolution(use: Use, x: jax.Array) -> jax.Array:
-    """Sums over the patches, [groups, inputs]: the transpose of the convolution, of ones."""
+    """Sums up the patches, [groups, inputs], by the transposed convolution of ones."""
     spec = use.equation.params["dimension_numbers"].rhs_spec
     # One output for each group.
     shape = list(use.equation.inputs[1].shape)
@@ -129,7 +129,7 @@ def _sum_of_convolution(use: Use, x: jax.Array) -> jax.Array:
 
 
 def _patches(use: Use, x: jax.Array) -> jax.Array:
-    """[groups, patches, inputs]."""
+    """Returns the patches of a convolution, [groups, patches, inputs]."""
     params, kernel = use.equation.params, use.equation.inputs[1]
     spec = params["dimension_numbers"]
     patches = lax.conv_general_dilated_patches(
@@ -149,7 +149,7 @@ def _patches(use: Use, x: jax.Array) -> jax.Array:
 
 
 def _convolved(use: Use, x: jax.Array, weights: jax.Array) -> jax.Array:
-    """The convolution with weights [groups, outputs, inputs]."""
+    """Convolves with weights [groups, outputs, inputs]."""
     spec = use.equation.params["dimension_numbers"].rhs_spec
     kernel = [use.equation.inputs[1].shape[i] for i in spec[1:]]
     ordered = weights.reshape(weights.shape[0] * weights.shape[1], *kernel)
@@ -157,6 +157,6 @@ def _convolved(use: Use, x: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _convolve(use: Use, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """The convolution of a use with another kernel, in the dtype of both."""
+    """Convolves as a use does with another kernel, in the dtype of both."""
     changed = {"preferred_element_type": None, "precision": (_HIGHEST, _HIGHEST)}
     return jnp.asarray(use.equation.bind([x, kernel], **changed)[0])

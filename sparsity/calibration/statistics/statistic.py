@@ -1,8 +1,9 @@
-"""Statistics of the inputs that a weight meets, and how its axes map to them.
+"""Statistics of the inputs that a weight meets, and the roles of its axes.
 
-A product contracts some axes of a leaf with its inputs, makes outputs of others, and repeats over
-the rest (stacked layers, experts). A `Statistic` names these axes, so that pruners and refits see a
-leaf of any layout as matrices [*batch, outputs, inputs] and need nothing else of the model.
+A product contracts some axes of a leaf with its inputs, keeps others as outputs, and repeats over
+all further ones (stacked layers, experts). A `Statistic` names these axes, so that pruners and
+refits see a leaf of any layout as matrices [*batch, outputs, inputs] and need nothing else of the
+model.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ Path = tuple[str, ...]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Statistic:
-    """Sums over the rows of what a weight is multiplied with.
+    """Sums over the rows of the inputs of a weight.
 
-    `inputs` counts the entries of the contracting axes, in the order of `contracting`; `batch` are
-    the sizes of the batch axes in their order, then that of `groups` if there are several. Sums are
-    in promote_types(dtype of the inputs, float32).
+    In shapes, `inputs` is the number of entries of the contracting axes, in the order of
+    `contracting`; `batch` are the sizes of the batch axes in their order, then `groups` if above 1.
+    Sums are in promote_types(dtype of the inputs, float32).
 
     Attributes:
       squares: [*batch, inputs], sums of |x|^2, real; or `None`.
       sums: [*batch, inputs], sums of x; or `None`.
-      gram: [*batch, inputs, inputs], X^T X, of complex inputs X^H X; or `None`.
+      gram: [*batch, inputs, inputs], X^T X, or X^H X for complex inputs; or `None`.
       count: number of rows, an integer or integers [*batch], or an exact `Count` of any size.
       contracting: axes of the leaf that the product sums over, in the leaf's own order.
-      output: axes of the leaf that the result keeps.
+      output: axes of the leaf that the product keeps.
       batch: axes of the leaf that index separate matrices.
-      groups: equal parts of the first output axis that have inputs of their own (grouped and
+      groups: number of equal parts of the first output axis with separate inputs (grouped and
         depthwise convolutions).
 
     Example:
@@ -66,14 +67,14 @@ class Statistic:
     groups: int = dataclasses.field(default=1, metadata={"static": True})
 
     def sums_of_squares(self) -> jax.Array:
-        """Returns the sums of squares, [*batch, inputs]: given, or the diagonals of the Grams."""
+        """Returns the sums of squares, [*batch, inputs]: `squares`, or the diagonals of `gram`."""
         if self.squares is not None:
             return self.squares
         diagonals: jax.Array = jnp.real(jnp.diagonal(self.grams(), axis1=-2, axis2=-1))
         return diagonals
 
     def grams(self) -> jax.Array:
-        """Returns the Gram matrices; a ValueError says that there are none."""
+        """Returns the Gram matrices, or raises a ValueError if there are none."""
         if self.gram is None:
             raise ValueError(
                 "The statistic has no Gram matrix. Calibrate with kind='gram'; oneshot does so for "
@@ -82,7 +83,7 @@ class Statistic:
         return self.gram
 
     def real_grams(self) -> jax.Array:
-        """Returns the Gram matrices that real weights meet: of complex inputs the real parts."""
+        """Returns the real parts of the Gram matrices, which real weights meet."""
         return jnp.real(self.grams())
 
     def lead(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -108,11 +109,11 @@ class Statistic:
         return moved.transpose(np.argsort(axes))
 
     def solve(self, fn: Callable[..., PyTree], *leaves: jax.Array) -> PyTree:
-        """Returns leaves that `fn` makes of each matrix of real ones, and its Gram matrix.
+        """Returns leaves that `fn` computes from each matrix of real leaves, and its Gram matrix.
 
         Args:
           fn: called with [outputs, inputs] of each leaf, floats as wide as the Gram, then the Gram.
-          *leaves: of one shape.
+          *leaves: real leaves of one shape.
         """
         grams = self.real_grams()
         dtype = jnp.promote_types(leaves[0].dtype, grams.dtype)
@@ -123,10 +124,10 @@ class Statistic:
         return jax.tree.map(lambda x: self.leaf(x, leaves[0].shape), solved)
 
     def sliced(self, site: Site, shape: tuple[int, ...]) -> Statistic:
-        """Returns it with all batch axes of the site among its own.
+        """Returns the statistic with all batch axes of the site among its batch axes.
 
         Raises:
-          ValueError: the product sums over one of them.
+          ValueError: the product sums over a batch axis of the site.
         """
         new = [axis for axis in range(site.batch_axes) if axis not in self.batch]
         if not new:
@@ -138,15 +139,15 @@ class Statistic:
                 f"{self.groups}. Give the number of leading axes that index separate matrices."
             )
         batch = (*self.batch, *new)
-        own = len(self.batch)
+        num_batch = len(self.batch)
 
         def repeat(x: Any, axes: int) -> Any:
-            """x[*batch, ...] for each of the new slices."""
+            """Repeats x[*batch, ...] for each of the new slices."""
             if x is None or (axes == 0 and jnp.ndim(x) == 0):
                 return x
             sizes = [shape[axis] for axis in new]
-            wide = jnp.expand_dims(x, range(own, own + len(new)))
-            return jnp.broadcast_to(wide, (*x.shape[:own], *sizes, *x.shape[own:]))
+            wide = jnp.expand_dims(x, range(num_batch, num_batch + len(new)))
+            return jnp.broadcast_to(wide, (*x.shape[:num_batch], *sizes, *x.shape[num_batch:]))
 
         count: Any = self.count
         if isinstance(count, Count):
@@ -166,12 +167,12 @@ class Statistic:
 
     def innermost(self, axis: int, shape: tuple[int, ...]) -> Statistic:
         """Returns a copy whose last contracting axis is `axis`: inputs along it are adjacent."""
-        order = (*(own for own in self.contracting if own != axis), axis)
+        order = (*(other for other in self.contracting if other != axis), axis)
         if order == self.contracting:
             return self
-        sizes = [shape[own] for own in self.contracting]
+        sizes = [shape[other] for other in self.contracting]
         places = np.arange(math.prod(sizes)).reshape(sizes)
-        moved = places.transpose([self.contracting.index(own) for own in order]).ravel()
+        moved = places.transpose([self.contracting.index(other) for other in order]).ravel()
         squares, sums, gram = self.squares, self.sums, self.gram
         return dataclasses.replace(
             self,
@@ -185,7 +186,7 @@ class Statistic:
 Statistics = Mapping[Path, Statistic]
 
 
-def statistic_of(
+def look_up_statistic(
     statistics: Statistics | None,
     site: Site,
     shape: tuple[int, ...],
@@ -198,11 +199,12 @@ def statistic_of(
       statistics: by path.
       site: the leaf.
       shape: its shape.
-      kind: what is needed of it.
-      who: who needs it, for messages.
+      kind: the kind of sums that are needed.
+      who: the pruner or refit, for messages.
 
     Raises:
-      ValueError: there is none, it does not fit the leaf, lacks what is needed, or is not finite.
+      ValueError: there is no statistic, or one that does not fit the leaf, lacks the kind, or is
+        not finite.
     """
     name, path = site.name, trees.path_names(site.path)
     if statistics is None:
@@ -217,24 +219,24 @@ def statistic_of(
             "of the model reads it, one reads parts of it or is a ragged_dot, or the calibration "
             "saw another model. Keep it dense with filter_fn or custom_sparsity_map={path: None}."
         )
-    own = statistics[path]
-    check(own, shape, name)
-    warn_of_zeros(own, name)
-    if kind == "gram" and own.gram is None:
+    statistic = statistics[path]
+    check(statistic, shape, name)
+    warn_of_zeros(statistic, name)
+    if kind == "gram" and statistic.gram is None:
         raise ValueError(
             f"{who} needs the Gram matrix of {name!r}, and its statistic has none. Calibrate with "
             "kind='gram'."
         )
-    if kind == "moments" and (own.sums is None or own.squares is None):
+    if kind == "moments" and (statistic.sums is None or statistic.squares is None):
         raise ValueError(
             f"{who} needs the means of the inputs of {name!r}, and its statistic has none. "
             "Calibrate with kind='moments'."
         )
-    return own.sliced(site, shape)
+    return statistic.sliced(site, shape)
 
 
 def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
-    """Raises a ValueError that names the leaf if a statistic does not fit it or is not finite."""
+    """Raises a ValueError that names the leaf unless its statistic fits and is finite."""
     axes = (*statistic.batch, *statistic.output, *statistic.contracting)
     if sorted(axes) != [*range(len(shape))]:
         raise ValueError(
@@ -250,16 +252,16 @@ def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
         )
     lead, inputs = statistic.lead(shape), statistic.inputs(shape)
     each = (*lead, inputs)
-    wanted = {"squares": each, "sums": each, "gram": (*each, inputs)}
-    given = {field: getattr(statistic, field) for field in wanted}
-    given = {field: value for field, value in given.items() if value is not None}
-    if not given.keys() - {"sums"}:
+    shapes = {"squares": each, "sums": each, "gram": (*each, inputs)}
+    values = {field: getattr(statistic, field) for field in shapes}
+    values = {field: value for field, value in values.items() if value is not None}
+    if not values.keys() - {"sums"}:
         raise ValueError(f"The statistic of {name!r} has neither squares nor gram.")
     _check_count(statistic.count, name)
-    for field, value in given.items():
-        if value.shape != wanted[field]:
+    for field, value in values.items():
+        if value.shape != shapes[field]:
             raise ValueError(
-                f"The {field} of {name!r}, shape {shape}, must have shape {wanted[field]}, got "
+                f"The {field} of {name!r}, shape {shape}, must have shape {shapes[field]}, got "
                 f"{value.shape}."
             )
         if not is_finite(value):
@@ -274,8 +276,8 @@ def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
             )
 
 
-def _check_count(count: Any, name: str) -> None:
-    """Raises a ValueError that names the leaf unless a count is one of rows, as far as known."""
+def _check_count(count: Count | jax.Array | int, name: str) -> None:
+    """Raises a ValueError that names the leaf unless a count, if concrete, counts rows."""
     if any(map(is_traced, jax.tree.leaves(count))):
         return
     rows = np.asarray(count)
@@ -287,7 +289,7 @@ def _check_count(count: Any, name: str) -> None:
 
 
 def not_finite(name: str, batch: int) -> ValueError:
-    """The error of a leaf whose inputs are NaN or infinite in a batch."""
+    """Returns the error of a leaf whose inputs are NaN or infinite in a batch."""
     return ValueError(
         f"The inputs of {name!r} are not all finite in batch {batch}: an activation, or the sum of "
         "its squares, is NaN or infinite. Look at that batch, or calibrate in a wider dtype."
@@ -295,7 +297,7 @@ def not_finite(name: str, batch: int) -> ValueError:
 
 
 def is_finite(value: jax.Array) -> bool:
-    """Whether all entries are finite, as far as they are known yet."""
+    """Returns whether all entries are finite; traced ones pass."""
     if is_traced(value):
         return True
     with jax.ensure_compile_time_eval():  # a constant within a function that is traced
@@ -303,7 +305,7 @@ def is_finite(value: jax.Array) -> bool:
 
 
 def warn_of_zeros(statistic: Statistic, name: str) -> None:
-    """Warns that inputs were 0 in all rows, so that they say nothing about the weights."""
+    """Warns of inputs that were 0 in all rows, which say nothing about the weights."""
     squares = statistic.sums_of_squares()
     if is_traced(squares) or not squares.size:
         return
@@ -325,13 +327,13 @@ def check_solvable(
     """Checks that a Gram matrix can reconstruct weights, and warns of directions without data.
 
     Args:
-      statistic: of the inputs.
+      statistic: the statistic of the inputs.
       param: the weights.
-      name: of the parameter.
-      damping: what is added to the diagonal, for the message; `None` where nothing is.
+      name: the name of the parameter.
+      damping: the addition to the diagonal, for the message; `None`: there is none.
 
     Raises:
-      ValueError: the weights are complex: Gram matrices are those of real inputs.
+      ValueError: the weights are complex.
     """
     if jnp.issubdtype(param.dtype, jnp.complexfloating):
         raise ValueError(
@@ -358,7 +360,7 @@ def output_error(statistic: Statistic, difference: jax.Array) -> jax.Array:
 
     Args:
       statistic: with a Gram matrix.
-      difference: a leaf minus what is compared with it; or a leaf, for the norm of its outputs.
+      difference: the difference of two leaves; or a leaf, for the norm of its outputs.
     """
     grams, rows = statistic.grams(), statistic.matrices(difference)
     rows = rows.astype(jnp.promote_types(rows.dtype, grams.dtype))
@@ -367,14 +369,14 @@ def output_error(statistic: Statistic, difference: jax.Array) -> jax.Array:
 
 
 def relative_error(statistic: Statistic, dense: jax.Array, pruned: jax.Array) -> jax.Array:
-    """Returns tr(D^H G D) / tr(W^H G W), D = W - pruned: the share of the outputs that is lost.
+    """Returns tr(D^H G D) / tr(W^H G W), D = W - pruned: the lost share of the outputs.
 
     Example:
-      >>> of_kernel = Statistic(gram=jnp.diag(jnp.array([4.0, 1.0])), count=9, contracting=(0,),
-      ...                       output=(1,))
-      >>> relative_error(of_kernel, jnp.array([[2.0], [3.0]]), jnp.array([[2.0], [0.0]]))
+      >>> kernel = Statistic(gram=jnp.diag(jnp.array([4.0, 1.0])), count=9, contracting=(0,),
+      ...                    output=(1,))
+      >>> relative_error(kernel, jnp.array([[2.0], [3.0]]), jnp.array([[2.0], [0.0]]))
       Array(0.36, dtype=float32)
     """
     lost = jnp.sum(output_error(statistic, dense - pruned))
-    whole = jnp.sum(output_error(statistic, dense))
-    return jnp.where(whole > 0, lost / jnp.where(whole > 0, whole, 1), 0)
+    total = jnp.sum(output_error(statistic, dense))
+    return jnp.where(total > 0, lost / jnp.where(total > 0, total, 1), 0)

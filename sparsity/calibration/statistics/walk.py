@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,8 @@ class Walk(Interpreter):
     """Runs programs with the sums of some uses beside them.
 
     Args:
-      uses: by number.
-      sum_up: `sum_up(number, x, steps)` returns what a use adds, a tree of arrays and counts.
+      uses: uses by number.
+      sum_up: `sum_up(number, x, steps)` returns the sums of a use, a tree of arrays and counts.
       stacks: keep the sums of each layer of a stacked weight apart, in leading axes.
     """
 
@@ -43,7 +43,7 @@ class Walk(Interpreter):
             self._at.setdefault(use.equation, []).append(number)
 
     def at(self, equation: Equation) -> Sequence[int]:
-        """Returns the uses, by number, that a product is."""
+        """Returns the numbers of the uses that are this product."""
         return self._at.get(equation, ())
 
     def within(self, equation: Equation) -> list[int]:
@@ -55,18 +55,20 @@ class Walk(Interpreter):
             for number in (*self.at(inner), *self.within(inner))
         ]
 
-    def run_with_sums(self, program: Program, inputs: Sequence[Any]) -> tuple[list[Any], Sums]:
-        """Returns the outputs of a program, and its sums."""
+    def run_with_sums(
+        self, program: Program, inputs: Sequence[jax.Array]
+    ) -> tuple[list[jax.Array], Sums]:
+        """Runs a program, and returns its outputs and sums."""
         inside = self.inside()
         return inside.run(program, inputs), inside.sums
 
-    def sums_of(self, equation: Equation, inputs: list[Any]) -> Sums:
-        """Returns the sums of the uses in an equation."""
+    def sum_equation(self, equation: Equation, inputs: list[jax.Array]) -> Sums:
+        """Runs an equation, and returns the sums of its uses."""
         inside = self.inside()
         inside.evaluate(equation, inputs)
         return inside.sums
 
-    def bind(self, equation: Equation, inputs: list[Any]) -> list[Any]:
+    def bind(self, equation: Equation, inputs: list[jax.Array]) -> list[jax.Array]:
         for number in self.at(equation):
             x = inputs[1 - self._uses[number].operand]
             self.sums[number] = self._sum_up(number, x, self._steps)
@@ -98,7 +100,7 @@ class Walk(Interpreter):
     def put_stacked(self, sums: Sums) -> None:
         """Adds sums with leading axes of layers; counts have them behind their digits."""
 
-        def moved(x: Any) -> Any:
+        def moved(x: Count | jax.Array) -> Count | jax.Array:
             return Count(jnp.moveaxis(x.digits, 0, 1)) if isinstance(x, Count) else x
 
         self.sums |= jax.tree.map(moved, sums, is_leaf=lambda x: isinstance(x, Count))

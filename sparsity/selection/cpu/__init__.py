@@ -1,7 +1,7 @@
-"""The search that is fast on hosts; its masks are those of `sparsity.selection.search`.
+"""Search that is fast on hosts, with the masks of `sparsity.selection.search`.
 
 `threshold` counts parameters that lie on one device as `rows`, large ones in `visits`, with the
-pivots of `key_search`; `sorting` sorts what is small; `kernels` keeps programs small. On a mesh the
+pivots of `key_search`; `sorting` sorts small leaves; `kernels` keeps programs small. On a mesh the
 portable search counts, and `thresholds` chooses its pivots.
 """
 
@@ -25,8 +25,11 @@ __all__ = ["MAX_ENTRIES", "Recipe", "select", "thresholds", "use_flat"]
 def select(
     leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool
 ) -> tuple[list[jax.Array], Words]:
-    """`search.select` of parameters of one recipe, or of any together; none is empty."""
-    if len({Recipe.of(leaf) for leaf in leaves}) > 1:
+    """Does what `search.select` does, for parameters of one recipe or any that compete together.
+
+    No parameter may be empty.
+    """
+    if len({Recipe.read(leaf) for leaf in leaves}) > 1:
         leaves = [_stored(leaf) for leaf in leaves]
     if sorting.is_small(leaves, together=together):
         return sorting.select(leaves, k, together=together)
@@ -35,7 +38,7 @@ def select(
 
 
 def _stored(leaf: Ranked) -> Ranked:
-    """The parameter with its scores computed."""
+    """Returns the parameter with its scores computed."""
     mask = leaf.eligible(leaf.arrays)
     where = None if mask is None else mask.astype(jnp.uint8)
-    return Ranked(Scores.of(leaf.scores.compute()), where, leaf.batch_axes)
+    return Ranked(Scores.wrap(leaf.scores.compute()), where, leaf.batch_axes)

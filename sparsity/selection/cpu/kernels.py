@@ -1,4 +1,4 @@
-"""Values that kernels of XLA:CPU read at run time: computed once, and no part of their code."""
+"""Values that kernels of XLA:CPU read at run time: computed once, no part of their code."""
 
 from collections.abc import Sequence
 
@@ -8,13 +8,13 @@ from jax import lax
 
 
 def use_flat(x: jax.Array) -> bool:
-    """Whether x may be reshaped freely: it lies on one device, as far as its type tells."""
+    """Returns whether x may be reshaped freely: its type says that it lies on one device."""
     mesh = jax.typeof(x).sharding.mesh
     return mesh.are_all_axes_manual if not mesh.empty else jax.device_count() == 1
 
 
 def at_runtime(number: int) -> jax.Array:
-    """The number, int32, as a value of the running program.
+    """Returns the number, int32, as a value of the running program.
 
     Slices of one array at 20 constant places compile to 20 kernels; at 20 such numbers, to one.
     XLA folds a barrier around a scalar constant, but not the entry of an array behind a barrier.
@@ -24,17 +24,17 @@ def at_runtime(number: int) -> jax.Array:
 
 
 def compute_once(x: Sequence[jax.Array]) -> list[jax.Array]:
-    """Floats, computed once, as results of a branch that is always taken.
+    """Computes floats once, as results of a branch that is always taken.
 
-    XLA:CPU fuses what is cheap into all kernels that read it: the norms of 100 leaves, each read by
-    one kernel, would be 100 times computed.
+    XLA:CPU fuses a cheap operation into each kernel that reads its result: the norms of 100 leaves,
+    each read by one kernel, would be computed 100 times.
     """
     held: list[jax.Array] = lax.cond(at_runtime(1) > 0, list, lambda x: [0 * leaf for leaf in x], x)
     return held
 
 
-def part_of(x: jax.Array, start: int, count: int) -> jax.Array:
-    """x[start : start + count], read by the same kernel wherever it starts."""
+def read_part(x: jax.Array, start: int, count: int) -> jax.Array:
+    """Returns x[start : start + count], read by the same kernel whatever the start is."""
     if count == len(x):
         return x
     part: jax.Array = lax.dynamic_slice(
@@ -44,6 +44,6 @@ def part_of(x: jax.Array, start: int, count: int) -> jax.Array:
 
 
 def unstack(x: jax.Array) -> list[jax.Array]:
-    """The entries of x[count], each read by the same kernel."""
+    """Returns the entries of x[count], each read by the same kernel."""
     held = lax.optimization_barrier(x)
-    return [part_of(held, i, 1)[0] for i in range(len(x))]
+    return [read_part(held, i, 1)[0] for i in range(len(x))]

@@ -45,8 +45,8 @@ _MAX_MISSES_ON_MESH = 2  # bounds the passes: by 2 + 11 for 32 bits, 2 + 22 for 
 class Bracket(NamedTuple):
     """Keys from low to high, the k-th highest one among them.
 
-    The search is for the k-th highest key, or for any with exactly k keys above it. A search of
-    many brackets holds arrays of each field, [brackets].
+    A search ends at the k-th highest key, or at any key with exactly k keys above. A search of many
+    brackets holds arrays of each field, [brackets].
     """
 
     low: jax.Array
@@ -60,12 +60,12 @@ class Bracket(NamedTuple):
 
     @property
     def is_open(self) -> jax.Array:
-        """Whether a bracket still holds several keys."""
+        """True where a bracket still holds several keys."""
         return self.low < self.high
 
     @classmethod
-    def of(cls, low: jax.Array, high: jax.Array, at_least: Words) -> "Bracket":
-        """Brackets before the first pass, with nothing above them."""
+    def begin(cls, low: jax.Array, high: jax.Array, at_least: Words) -> "Bracket":
+        """Returns brackets before the first pass, with nothing above them."""
         above = zero_like(at_least[0]), zero_like(at_least[1])
         zero = above[1].astype(np.int32)
         spread = zero.astype(np.float32) + _SPREAD / _SHARPER
@@ -73,7 +73,7 @@ class Bracket(NamedTuple):
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Integers read as unsigned ones."""
+    """Returns the bits of integers as unsigned ones."""
     return lax.bitcast_convert_type(x, np.dtype(f"uint{x.dtype.itemsize * 8}"))
 
 
@@ -82,7 +82,7 @@ def _width(low: jax.Array, high: jax.Array) -> jax.Array:
 
 
 def even_pivots(b: Bracket) -> jax.Array:
-    """Seven pivots that cut the bracket into equal parts of at most ceil(keys / 8)."""
+    """Returns seven pivots that cut the bracket into equal parts of at most ceil(keys / 8)."""
     width = _width(b.low, b.high)
     parts = 1 << _EIGHTHS
     j = jnp.arange(1, parts, dtype=width.dtype)
@@ -91,7 +91,7 @@ def even_pivots(b: Bracket) -> jax.Array:
 
 
 def guessed_pivots(b: Bracket, k: Words, is_float: bool) -> jax.Array:
-    """Seven pivots around the place where linear interpolation sees the k-th key."""
+    """Returns seven pivots around the place where linear interpolation sees the k-th key."""
     real = np.dtype(f"float{b.low.dtype.itemsize * 8}")
     inside = exact.to_float(exact.minus(b.at_least, b.above))
     centre = (exact.to_float(exact.minus(b.at_least, k)) + 0.5) / inside
@@ -117,14 +117,14 @@ def guessed_pivots(b: Bracket, k: Words, is_float: bool) -> jax.Array:
 
 
 def _floats(keys: jax.Array) -> jax.Array:
-    """The floats of which these are the keys."""
+    """Returns the floats that have these keys."""
     sign = jnp.array(np.iinfo(keys.dtype).min, keys.dtype)
     raw = jnp.where(keys < 0, sign - keys, keys)
     return lax.bitcast_convert_type(raw, np.dtype(f"float{keys.dtype.itemsize * 8}"))
 
 
 def _roundest(low: jax.Array, high: jax.Array) -> jax.Array:
-    """The key from low to high that ends in most zero bits."""
+    """Returns the key from low to high that ends in most zero bits."""
     differing = _bits(high ^ (low - 1))
     first = differing.dtype.itemsize * 8 - 1 - lax.clz(differing)
     tail = (differing.dtype.type(1) << first) - 1
@@ -132,7 +132,7 @@ def _roundest(low: jax.Array, high: jax.Array) -> jax.Array:
 
 
 def sampled_pivots(keys: jax.Array, n: jax.Array | np.ndarray, k: Words) -> jax.Array:
-    """Seven pivots of each bracket from the order statistics of sampled keys.
+    """Returns seven pivots of each bracket, from the order statistics of sampled keys.
 
     Args:
         keys: [brackets, count]; sorted here.
@@ -150,32 +150,32 @@ def sampled_pivots(keys: jax.Array, n: jax.Array | np.ndarray, k: Words) -> jax.
 
 # ------------------------------------------------------------------ the search
 class Groups(NamedTuple):
-    """Which segments share a bracket: every segment has its own, or all have one.
+    """Assignment of segments to brackets: each segment has a bracket, or all share one.
 
     Attributes:
         parts: number of segments of each part.
-        together: whether all share one.
+        together: whether all segments share one bracket.
     """
 
     parts: tuple[int, ...]
     together: bool
 
     def totals(self, rows: Sequence[jax.Array]) -> Words:
-        """Sums of int32[segments, rows, ...] of all parts for each bracket."""
+        """Sums up int32[segments, rows, ...] of all parts for each bracket."""
         return totals([jnp.sum(x, axis=1, dtype=jnp.int32) for x in rows], self.together)
 
     def spread(self, x: jax.Array) -> list[jax.Array]:
-        """x[brackets, ...] for the segments of each part."""
+        """Returns x[brackets, ...] for the segments of each part."""
         return spread(x, self.parts, self.together)
 
 
 class State(NamedTuple):
-    """The state of a search: its brackets, and what each row counts at their ends.
+    """State of a search: its brackets, and the counts of each row at their ends.
 
     Attributes:
         bracket: [brackets].
-        at_least: int32[segments, rows] of each part: keys >= low.
-        above: The same: keys > high.
+        at_least: number of keys >= low, int32[segments, rows] of each part.
+        above: number of keys > high, int32[segments, rows] of each part.
     """
 
     bracket: Bracket
@@ -198,18 +198,19 @@ def search(
 ) -> State:
     """Narrows brackets to one key each, all of them in the same passes.
 
-    A pass that does not leave an eighth of a bracket is a miss; after max_misses of them there
-    are no more guesses. So the number of passes is at most max_misses + ceil(bits / 3).
+    A pass that leaves more than an eighth of a bracket is a miss. After max_misses misses the
+    pivots are even, no longer guessed, so that a search takes at most max_misses + ceil(bits / 3)
+    passes.
 
     Args:
         count: Maps pivots[brackets, pivots], and the state, to the numbers of keys above each
             pivot, int32[segments, rows, pivots] of each part, in one pass.
-        groups: Which segments share a bracket.
+        groups: The bracket of each segment.
         k: The rank of the key in each bracket, from 1.
         start: The state before the first pass.
         first: Pivots of the first pass, [brackets, pivots].
         max_misses: How many guesses may fail.
-        is_float: Whether keys are those of floats.
+        is_float: Whether the scores are floats.
 
     Returns:
         The brackets of the k-th keys alone, or of keys with exactly k keys above them.
@@ -223,13 +224,13 @@ def search(
 
 
 def thresholds(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) -> jax.Array:
-    """`search.thresholds` by guesses, for parameters that lie on a mesh of hosts.
+    """Does what `search.thresholds` does by guesses, for parameters on a mesh of hosts.
 
-    The first pass counts all keys, too: its first pivot is the lowest key.
+    The first pass also counts all keys, since its first pivot is the lowest key.
     """
     is_some = (k[0] | k[1]) > 0
     highest = lowest + np.array(keys.top - keys.low).astype(lowest.dtype)
-    b = Bracket.of(jnp.where(is_some, lowest, highest), highest, k)
+    b = Bracket.begin(jnp.where(is_some, lowest, highest), highest, k)
     first = jnp.concatenate([lowest[:, None], jax.vmap(even_pivots)(b)[:, 1:]], axis=1)
 
     def step(carry: tuple[Bracket, jax.Array]) -> tuple[Bracket, jax.Array]:
@@ -245,19 +246,19 @@ def thresholds(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) -> jax
 
 
 def _next_pivots(b: Bracket, k: Words, max_misses: int, is_float: bool) -> jax.Array:
-    """Guesses, or even pivots once so many guesses failed, [brackets, pivots]."""
+    """Guesses pivots[brackets, pivots], or returns even ones after max_misses misses."""
     guesses = jax.vmap(functools.partial(guessed_pivots, is_float=is_float))(b, k)
     return jnp.where((b.misses < max_misses)[:, None], guesses, jax.vmap(even_pivots)(b))
 
 
 def _inside(b: Bracket, pivots: jax.Array) -> jax.Array:
-    """Pivots from low to below high: the lowest key of a dtype has none below."""
+    """Moves pivots between low and the key below high: no key lies below the lowest one."""
     last = jnp.where(b.is_open, b.high - 1, b.high)
     return jnp.clip(pivots, b.low[:, None], last[:, None])
 
 
 def _narrowed(count: Count, groups: Groups, k: Words, state: State, pivots: jax.Array) -> State:
-    """The state after one pass; brackets of one key stay."""
+    """Returns the state after one pass, which leaves brackets of one key as they are."""
     b = state.bracket
     pivots = _inside(b, pivots)
     counts = count(pivots, state)
@@ -272,10 +273,16 @@ def _narrowed(count: Count, groups: Groups, k: Words, state: State, pivots: jax.
 def narrow(
     b: Bracket, pivots: jax.Array, total: Words, k: Words
 ) -> tuple[Bracket, jax.Array, jax.Array]:
-    """The part of one bracket that holds the k-th key, by the numbers of keys above the pivots.
+    """Narrows a bracket to the part that holds the k-th key.
+
+    Args:
+        b: One bracket.
+        pivots: Its pivots, [pivots].
+        total: The number of keys above each pivot.
+        k: The rank of the key.
 
     Returns:
-        The bracket; which pivots lie just below its low end; which are its high end.
+        The narrow bracket; masks of the pivots just below its low end and at its high end.
     """
     enough, met = exact.at_least(total, k), exact.equal(total, k)
     low, not_high, hit_at, hit = _largest(
@@ -310,7 +317,7 @@ def narrow(
 
 
 def _largest(*values: jax.Array) -> Sequence[jax.Array]:
-    """The largest entry of each along its last axis, all in one kernel."""
+    """Returns the largest entries along the last axis of each array, all in one kernel."""
     lowest = tuple(np.array(np.iinfo(x.dtype).min, x.dtype) for x in values)
     axis = values[0].ndim - 1
     largest: Sequence[jax.Array] = lax.reduce(
@@ -322,7 +329,7 @@ def _largest(*values: jax.Array) -> Sequence[jax.Array]:
 def _counts_at(
     counts: list[jax.Array], chosen: list[jax.Array], otherwise: list[jax.Array]
 ) -> list[jax.Array]:
-    """Each row's count at the pivot that is chosen for its segment, if there is one."""
+    """Returns the count of each row at the chosen pivot of its segment, `otherwise` without one."""
     most = [
         jnp.max(jnp.where(pivots[:, None], count, -1), axis=2)
         for count, pivots in zip(counts, chosen, strict=True)

@@ -1,4 +1,4 @@
-"""How keys are computed: parameters with one recipe are ranked by one search."""
+"""Recipes of keys: parameters with one recipe are ranked by one search."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sparsity.selection.scores import Ranked
 
 
 class Recipe(NamedTuple):
-    """How keys are computed from parts of the arrays of a `Ranked`.
+    """Recipe that computes keys from parts of the arrays of a `Ranked`.
 
     Attributes:
       fn: as in `Scores`.
       dtype: dtype of the scores.
       dtypes: dtypes of `Ranked.arrays`, then of the scalars.
-      arrays: how many of the arrays `fn` takes.
+      arrays: the number of arrays that `fn` takes.
       where: position of the array that says which entries are eligible; None: all are.
       uses_index: as in `Scores`.
       excludes: as in `Ranked`.
@@ -34,8 +34,8 @@ class Recipe(NamedTuple):
     excludes: bool
 
     @classmethod
-    def of(cls, leaf: Ranked) -> Recipe:
-        """The recipe of a parameter."""
+    def read(cls, leaf: Ranked) -> Recipe:
+        """Returns the recipe of a parameter."""
         scores, arrays = leaf.scores, leaf.arrays
         return cls(
             fn=scores.fn,
@@ -48,7 +48,7 @@ class Recipe(NamedTuple):
         )
 
     def eligible(self, arrays: tuple[jax.Array, ...]) -> jax.Array | None:
-        """Which entries are eligible; None: all are."""
+        """Returns the mask of the eligible entries; None: all are eligible."""
         if self.where is None:
             return None
         return arrays[self.where] == 0 if self.excludes else arrays[self.where] != 0
@@ -60,13 +60,13 @@ class Recipe(NamedTuple):
         index: jax.Array,
         is_entry: jax.Array | None,
     ) -> jax.Array:
-        """Keys of some entries, of any shape; the lowest key where an entry is not eligible.
+        """Computes the keys of some entries, of any shape: the lowest key unless eligible.
 
         Args:
           arrays: entries of `Ranked.arrays`.
           scalars: scalars of the scores, to be broadcast against the entries.
           index: flat index of the entries in their parameter.
-          is_entry: False at padding; None: there is none.
+          is_entry: False at padding; None: there is no padding.
         """
         values = (*arrays[: self.arrays], *scalars, *[index][: self.uses_index])
         return eligible_keys(self.fn(*values), self.eligible(arrays), is_entry)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.core.exact import sums
-from sparsity.selection.cpu.kernels import part_of
+from sparsity.selection.cpu.kernels import read_part
 from sparsity.selection.cpu.recipe import Recipe
 from sparsity.selection.scores import Ranked
 
@@ -34,12 +33,12 @@ class Rows:
     """Segments of equal rows.
 
     Attributes:
-      arrays: what is stored, each [segments, rows, width].
-      scalars: those of the scores, each [segments].
+      arrays: stored arrays, each [segments, rows, width].
+      scalars: scalars of the scores, each [segments].
       starts: int32[segments], flat index in its leaf of each segment's first entry.
-      recipe: how keys are computed.
-      sizes: entries of each segment, what follows them in its rows is padding; one number if there
-        is none.
+      recipe: computes the keys.
+      sizes: number of entries of each segment, followed by padding in its rows; None: there is no
+        padding.
     """
 
     arrays: tuple[jax.Array, ...]
@@ -62,19 +61,19 @@ class Rows:
 
     @property
     def entries(self) -> np.ndarray:
-        """int32[segments]: how many each has."""
+        """Numbers of entries, int32[segments]."""
         sizes = (self.rows * self.width,) * self.segments if self.sizes is None else self.sizes
         return np.array(sizes, np.int32)
 
     @property
     def row_ends(self) -> np.ndarray:
-        """int32[segments, rows]: where in its segment each row ends."""
+        """Ends of rows within their segments, int32[segments, rows]."""
         ends = np.arange(1, self.rows + 1, dtype=np.int32) * self.width
         return np.broadcast_to(ends, (self.segments, self.rows))
 
     @jax.jit
     def eligible(self) -> jax.Array:
-        """int32[segments, rows]: how many entries may be kept."""
+        """Counts the eligible entries, int32[segments, rows]."""
         room = self.entries[:, None] - (self.row_ends - self.width)
         entries = jnp.asarray(np.clip(room, 0, self.width), jnp.int32)
         allowed = self.recipe.eligible(self.arrays)
@@ -87,7 +86,7 @@ class Rows:
         return counted - (self.width - entries)  # zeros of the padding
 
     def above(self, pivots: jax.Array, *_: jax.Array) -> jax.Array:
-        """int32[segments, rows, pivots]: eligible keys above each of pivots[segments, pivots]."""
+        """Counts eligible keys above pivots[segments, pivots]: int32[segments, rows, pivots]."""
         counts: jax.Array = self._counts_above(pivots)
         return counts
 
@@ -103,19 +102,19 @@ class Rows:
         return jnp.stack(counts, axis=-1)
 
     def sample(self) -> jax.Array:
-        """Keys of some entries of every segment, [segments, count]."""
+        """Returns keys of some entries of every segment, [segments, count]."""
         return sample([self])
 
     def sample_every(self, stride: int) -> jax.Array:
-        """Keys of every so many-th entry of each segment, of all in one row."""
+        """Returns the key of every stride-th entry of each segment, all segments in one row."""
         return sample_every([self], stride)
 
     def cut(self, row: jax.Array, key: jax.Array, need: jax.Array) -> jax.Array:
-        """Where in its segment the need-th tie of a row ends, all int32[segments]."""
+        """Returns the place after the need-th tie of a row in its segment, all int32[segments]."""
         return cut([self], row, key, need)
 
     def segment(self, number: jax.Array, scalars: tuple[jax.Array, ...], start: jax.Array) -> Rows:
-        """One segment, of a size that all have."""
+        """Returns one segment; all have one size."""
         arrays, sizes = self.arrays, self.sizes and self.sizes[:1]
         if self.segments > 1:
             arrays = tuple(
@@ -124,32 +123,32 @@ class Rows:
         return Rows(arrays, scalars, start, self.recipe, sizes)
 
     def some(self, numbers: jax.Array) -> Rows:
-        """Some rows of one segment without padding, copied: each is a segment."""
+        """Copies some rows of one segment without padding; each becomes a segment."""
         arrays = tuple(jnp.swapaxes(jnp.take(x, numbers, axis=1), 0, 1) for x in self.arrays)
         scalars = tuple(jnp.broadcast_to(x, numbers.shape) for x in self.scalars)
         return Rows(arrays, scalars, self.starts + numbers * self.width, self.recipe, None)
 
     def _offset(self) -> jax.Array:
-        """int32[1, rows, width]: the place of each entry in its segment."""
+        """Returns the place of each entry in its segment, int32[1, rows, width]."""
         offset = lax.iota(jnp.int32, self.rows * self.width)
         return offset.reshape(1, self.rows, self.width)
 
     def _keys(self, arrays: tuple[jax.Array, ...], offset: jax.Array) -> jax.Array:
-        """Keys of entries at places of their segments."""
+        """Computes keys of entries at places of their segments."""
         shape = len(self.starts), *offset.shape[1:]
         scalars = tuple(_beside(x, shape) for x in self.scalars)
         index = _beside(self.starts, shape) + offset if self.recipe.uses_index else offset
         return self.recipe.keys(arrays, scalars, index, self._is_entry(offset))
 
     def _is_entry(self, offset: jax.Array) -> jax.Array | None:
-        """Which places of their segments are not padding, None if all are."""
+        """Returns the mask of the places that hold entries; None: there is no padding."""
         if self.sizes is None:
             return None
         return offset < _beside(self.entries, (len(self.sizes), *offset.shape[1:]))
 
     @jax.jit
     def _sampled(self) -> tuple[jax.Array, ...]:
-        """What is stored of some entries of every segment, each [segments, count]."""
+        """Reads the arrays at some entries of every segment, each [segments, count]."""
         offset = self._sample_offsets()
         flat = [x.reshape(self.segments, -1) for x in self.arrays]
         if self.sizes is None:
@@ -162,7 +161,7 @@ class Rows:
 
     @functools.partial(jax.jit, static_argnums=1)
     def _every(self, stride: int) -> tuple[jax.Array, ...]:
-        """What is stored of every so many-th entry of each segment, in one row."""
+        """Reads the arrays at every stride-th entry of each segment, in one row."""
         flat = [x.reshape(self.segments, -1) for x in self.arrays]
         if self.sizes is None:
             picked = tuple(x[:, ::stride].reshape(-1) for x in flat)
@@ -173,7 +172,7 @@ class Rows:
         return held
 
     def _sample_offsets(self) -> np.ndarray:
-        """Where in their segments the sampled entries are."""
+        """Returns the places of the sampled entries in their segments."""
         room = self.rows * self.width
         count = min(_SAMPLED[room >= LARGE], room)
         if self.sizes is None:
@@ -187,7 +186,7 @@ class Rows:
 
     @jax.jit
     def best(self, key: jax.Array, end: jax.Array) -> jax.Array:
-        """uint8 mask of keys above key[segments], and of ties whose place is below the end."""
+        """Returns the uint8 mask of keys above key[segments], and of ties before the end."""
         offset = self._offset()
         keys = self._keys(self.arrays, offset)
         key = _beside(key.astype(keys.dtype), keys.shape)
@@ -197,7 +196,7 @@ class Rows:
 
     @functools.partial(jax.jit, static_argnums=2)
     def _row(self, row: jax.Array, width: int) -> tuple[jax.Array, ...]:
-        """What is stored of one row of each segment, each [segments, width]."""
+        """Reads one row of each segment, each array [segments, width]."""
         picked = [
             lax.dynamic_slice_in_dim(x, row[0], 1, 1, allow_negative_indices=False)[:, 0]
             if self.segments == 1
@@ -211,7 +210,7 @@ class Rows:
 # ------------------------------------------------------------------ entries of many
 # Each leaf adds what reads its entries, not what computes their keys.
 def sample(leaves: Sequence[Rows]) -> jax.Array:
-    """`Rows.sample` of leaves that sample as many."""
+    """Does what `Rows.sample` does, for leaves with samples of one size."""
     offset = np.concatenate([leaf._sample_offsets() for leaf in leaves])
     arrays = zip(*[leaf._sampled() for leaf in leaves], strict=True)
     return _chosen(leaves, np.arange(len(offset)))._keys(
@@ -220,25 +219,25 @@ def sample(leaves: Sequence[Rows]) -> jax.Array:
 
 
 def sample_every(leaves: Sequence[Rows], stride: int) -> jax.Array:
-    """`Rows.sample_every` of leaves."""
+    """Does what `Rows.sample_every` does, for several leaves."""
     segment, offset = _every_place(leaves, stride)
     arrays = zip(*[leaf._every(stride) for leaf in leaves], strict=True)
     return _chosen(leaves, segment)._keys(tuple(map(_joined, arrays)), jnp.asarray(offset))
 
 
 def _every_place(leaves: Sequence[Rows], stride: int) -> tuple[np.ndarray, np.ndarray]:
-    """Every so many-th place of each segment: the numbers of segments, and where in these."""
+    """Returns every stride-th place of each segment: numbers of segments, and places in them."""
     each = [np.arange(0, size, stride, dtype=np.int32) for leaf in leaves for size in leaf.entries]
     return np.repeat(range(len(each)), [len(x) for x in each]), np.concatenate(each)
 
 
 def cut(leaves: Sequence[Rows], row: jax.Array, key: jax.Array, need: jax.Array) -> jax.Array:
-    """`Rows.cut` of leaves."""
+    """Does what `Rows.cut` does, for several leaves."""
     widths = np.concatenate([np.full(leaf.segments, leaf.width, np.int32) for leaf in leaves])
     most = int(widths.max())
     starts = np.cumsum([0, *(leaf.segments for leaf in leaves)]).tolist()
     read = [
-        leaf._row(part_of(row, start, leaf.segments), most)
+        leaf._row(read_part(row, start, leaf.segments), most)
         for leaf, start in zip(leaves, starts, strict=False)
     ]
     arrays = tuple(_joined(values) for values in zip(*read, strict=True))
@@ -253,9 +252,9 @@ def cut(leaves: Sequence[Rows], row: jax.Array, key: jax.Array, need: jax.Array)
 
 
 def _chosen(leaves: Sequence[Rows], segment: np.ndarray) -> Rows:
-    """Segments of many leaves, by their numbers, without what is stored of them."""
+    """Returns segments of many leaves, by their numbers, without their arrays."""
     sizes = np.concatenate([leaf.entries for leaf in leaves])
-    is_whole = all(leaf.sizes is None for leaf in leaves)
+    is_unpadded = all(leaf.sizes is None for leaf in leaves)
     is_all = np.array_equal(segment, np.arange(len(sizes)))
     scalars = map(_joined, zip(*[leaf.scalars for leaf in leaves], strict=True))
     return Rows(
@@ -263,20 +262,20 @@ def _chosen(leaves: Sequence[Rows], segment: np.ndarray) -> Rows:
         scalars=tuple(x if is_all else x[segment] for x in scalars),
         starts=np.concatenate([leaf.starts for leaf in leaves])[segment],
         recipe=leaves[0].recipe,
-        sizes=None if is_whole else tuple(sizes[segment].tolist()),
+        sizes=None if is_unpadded else tuple(sizes[segment].tolist()),
     )
 
 
 def _joined(x: Sequence[jax.Array]) -> jax.Array:
-    """All in one array, which is stored: a kernel that read each by itself would be a large one."""
+    """Stores the concatenated arrays: a kernel that read each by itself would be large."""
     if len(x) == 1:
         return x[0]
     held: jax.Array = lax.optimization_barrier(jnp.concatenate(x))
     return held
 
 
-def rows_of(leaves: Sequence[Ranked], rows: int, width: int) -> Rows:
-    """Leaves as segments of rows; copied only if there is more than one, or padding."""
+def cut_rows(leaves: Sequence[Ranked], rows: int, width: int) -> Rows:
+    """Cuts leaves into segments of rows, and copies only several leaves, or ones with padding."""
     counts = [leaf.slices for leaf in leaves]
     sizes = np.repeat([leaf.size for leaf in leaves], counts)
 
@@ -289,21 +288,21 @@ def rows_of(leaves: Sequence[Ranked], rows: int, width: int) -> Rows:
         ]
         return jnp.concatenate(flat).reshape(-1, rows, width)
 
-    def of_segments(values: Sequence[jax.Array]) -> jax.Array:
+    def repeat_by_slices(values: Sequence[jax.Array]) -> jax.Array:
         stacked = jnp.stack(values)
         return stacked if max(counts) == 1 else stacked[np.repeat(range(len(counts)), counts)]
 
     return Rows(
         arrays=tuple(map(cut, zip(*[leaf.arrays for leaf in leaves], strict=True))),
-        scalars=tuple(map(of_segments, zip(*[x.scores.scalars for x in leaves], strict=True))),
+        scalars=tuple(map(repeat_by_slices, zip(*[x.scores.scalars for x in leaves], strict=True))),
         starts=np.concatenate([np.arange(x.slices, dtype=np.int32) * x.size for x in leaves]),
-        recipe=Recipe.of(leaves[0]),
+        recipe=Recipe.read(leaves[0]),
         sizes=None if np.all(sizes == rows * width) else tuple(sizes.tolist()),
     )
 
 
 def pad(x: jax.Array, size: int) -> jax.Array:
-    """x[segments, count, ...] with zeros up to that count."""
+    """Pads x[segments, count, ...] with zeros up to a count."""
     if x.shape[1] == size:
         return x
     return jnp.pad(x, [(0, 0), (0, size - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
@@ -311,7 +310,7 @@ def pad(x: jax.Array, size: int) -> jax.Array:
 
 @jax.vmap
 def places(ties: jax.Array, need: jax.Array) -> jax.Array:
-    """int32 index after the need-th of the ties, bool[width]: first by blocks, then within one."""
+    """Returns the int32 index after the need-th of ties, bool[width]: by blocks, then in one."""
     width = ties.shape[0]
     block = 1 << (width.bit_length() // 2)
     blocks = jnp.pad(ties, (0, -width % block)).reshape(-1, block)
@@ -327,6 +326,6 @@ def places(ties: jax.Array, need: jax.Array) -> jax.Array:
     return at * block + place(block_ties.astype(jnp.int32), before)[0] + 1
 
 
-def _beside(x: Any, shape: tuple[int, ...]) -> jax.Array:
-    """x[segments], at the shape of the entries."""
+def _beside(x: jax.Array | np.ndarray, shape: tuple[int, ...]) -> jax.Array:
+    """Broadcasts x[segments] to the shape of the entries."""
     return lax.broadcast_in_dim(x, shape, (0,))

@@ -21,7 +21,7 @@ MAX_SORTED = 2048  # entries, once slices are padded to one size: from there on 
 
 
 def is_small(leaves: Sequence[Ranked], *, together: bool) -> bool:
-    """Whether leaves should be sorted."""
+    """Returns whether leaves should be sorted."""
     if together:
         return sum(leaf.scores.size for leaf in leaves) <= MAX_SORTED
     return sum(leaf.slices for leaf in leaves) * max(leaf.size for leaf in leaves) <= MAX_SORTED
@@ -30,30 +30,30 @@ def is_small(leaves: Sequence[Ranked], *, together: bool) -> bool:
 def select(
     leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool
 ) -> tuple[list[jax.Array], Words]:
-    """Masks, and how many entries could be kept; arguments as of `search.select`."""
+    """Does what `search.select` does, by sorting."""
     keys, allowed = (_in_rows(x, together) for x in zip(*map(_keys, leaves), strict=True))
     n = jnp.sum(allowed, axis=1, dtype=jnp.uint32)
     words = zero_like(n), n
     rank = exact.limit_kept(words, k)[1].astype(jnp.int32)
     last = keys.shape[1] - 1
-    # Of no entry: the highest key, above which there is none.
+    # To keep none, the threshold is the highest key, which no key exceeds.
     place = jnp.clip(keys.shape[1] - rank, 0, last)[:, None]
     kth = jnp.take_along_axis(jnp.sort(keys, axis=1), place, axis=1)
     above, ties = keys > kth, (keys == kth) & allowed
     need = rank - jnp.sum(above, axis=1, dtype=jnp.int32)
     best = above | (ties & (jnp.cumsum(ties, axis=1, dtype=jnp.int32) <= need[:, None]))
-    return _of_leaves(best.astype(jnp.uint8), leaves, together), words
+    return _split(best.astype(jnp.uint8), leaves, together), words
 
 
 def _keys(leaf: Ranked) -> tuple[jax.Array, jax.Array]:
-    """Keys of a leaf, and which of them may be kept, both [slices, size]."""
+    """Returns keys of a leaf and the mask of the eligible ones, both [slices, size]."""
     keys, allowed = leaf.keys(leaf.arrays), leaf.eligible(leaf.arrays)
     allowed = jnp.ones(keys.shape, bool) if allowed is None else allowed
     return keys.reshape(leaf.slices, -1), allowed.reshape(leaf.slices, -1)
 
 
 def _in_rows(slices: Sequence[jax.Array], together: bool) -> jax.Array:
-    """All slices as rows of one size, padded by what is never kept; together: as one row."""
+    """Returns slices as rows of one size, padded by entries that are never kept, or as one row."""
     if together:
         return jnp.concatenate([x.reshape(1, -1) for x in slices], axis=1)
     size = max(x.shape[1] for x in slices)
@@ -63,7 +63,7 @@ def _in_rows(slices: Sequence[jax.Array], together: bool) -> jax.Array:
     )
 
 
-def _of_leaves(best: jax.Array, leaves: Sequence[Ranked], together: bool) -> list[jax.Array]:
+def _split(best: jax.Array, leaves: Sequence[Ranked], together: bool) -> list[jax.Array]:
     if together:
         ends = np.cumsum([leaf.scores.size for leaf in leaves])[:-1]
         slices = jnp.split(best[0], ends)

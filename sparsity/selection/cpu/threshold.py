@@ -1,9 +1,9 @@
 """Masks of the k best entries of many parameters in one search: k-th keys, ties, comparisons.
 
-`key_search` finds the k-th keys of all brackets in the same passes. Of the keys equal to the k-th,
-those of the lowest flat index are kept, across parameters in their order, so that at most one
-segment of a bracket is partial: it keeps some and not all of its ties. The counts of its rows say
-in which row its ties end, and that row alone is read.
+`key_search` finds the k-th keys of all brackets in the same passes. Keys equal to the k-th
+one are kept from the lowest flat index on, across parameters in their order. So at most one segment
+of a bracket is partial, which means that only some of its ties are kept. The counts of its rows say
+in which row these ties end, and only that row is read.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from jax import lax
 from sparsity.core import exact
 from sparsity.core.exact import Words, varying_zero, zero_like
 from sparsity.selection.cpu import key_search
-from sparsity.selection.cpu.kernels import part_of
+from sparsity.selection.cpu.kernels import read_part
 from sparsity.selection.cpu.key_search import Bracket, Groups, State
-from sparsity.selection.cpu.rows import rows_of
+from sparsity.selection.cpu.rows import cut_rows
 from sparsity.selection.cpu.visits import Parts, arrange
 from sparsity.selection.keys import key_range
 from sparsity.selection.scores import Ranked
@@ -35,12 +35,12 @@ _MAX_MISSES = 8  # bounds the passes: by 8 + 11 for 32 bits, 8 + 22 for 64; 0 ta
 
 
 class Selected(NamedTuple):
-    """The result of a search.
+    """Result of a search.
 
     Attributes:
         masks: uint8, each of its parameter's shape.
         eligible: Number of eligible entries, as words like k.
-        passes: How often the data were read.
+        passes: Number of times that the data were read.
     """
 
     masks: list[jax.Array]
@@ -49,7 +49,7 @@ class Selected(NamedTuple):
 
 
 def select(leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool) -> Selected:
-    """`search.select` of parameters of one recipe that lie on one device; none is empty."""
+    """Does what `search.select` does, for parameters of one recipe on one device; none is empty."""
     parts, first = arrange(leaves)
     # Segments are numbered by parts; this is their order by parameters.
     order = np.concatenate(
@@ -71,8 +71,8 @@ def select(leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool)
     ends = _ends(parts, keys, ties, _shares(groups, ties, need, order))
     key, end = jnp.concatenate(keys), jnp.concatenate(ends)
     masks = [
-        rows_of([leaf], 1, leaf.size)
-        .best(part_of(key, start, leaf.slices), part_of(end, start, leaf.slices))
+        cut_rows([leaf], 1, leaf.size)
+        .best(read_part(key, start, leaf.slices), read_part(end, start, leaf.slices))
         .reshape(leaf.scores.shape)
         for start, leaf in zip(first, leaves, strict=True)
     ]
@@ -90,13 +90,23 @@ def _kth_keys(
     eligible: list[jax.Array],
     zero: jax.Array,
 ) -> State:
-    """The k-th key of every bracket, of n eligible entries, which are as many in each row."""
+    """Finds the k-th key of every bracket.
+
+    Args:
+        parts: The segments.
+        groups: The bracket of each segment.
+        dtype: The dtype of the scores.
+        k: The rank of the key in each bracket.
+        n: Number of eligible entries of each bracket.
+        eligible: The same, int32[segments, rows] of each part.
+        zero: 0, which varies over a mesh as the counts do.
+    """
     key_dtype, lowest, top, is_float = key_range(dtype)
     is_empty = (k[0] | k[1]) == 0
     is_full = exact.equal(k, n) & ~is_empty
     ends = zero_like(k[1]).astype(key_dtype)
     low, high = ends + lowest, ends + top
-    b = Bracket.of(jnp.where(is_empty, high, low), jnp.where(is_full, low, high), n)
+    b = Bracket.begin(jnp.where(is_empty, high, low), jnp.where(is_full, low, high), n)
 
     def count(pivots: jax.Array, state: State) -> list[jax.Array]:
         each = map(groups.spread, (pivots, state.bracket.is_open))
@@ -115,7 +125,7 @@ def _kth_keys(
 
 
 def _first_pivots(parts: Parts, groups: Groups, k: Words) -> jax.Array:
-    """Pivots of the first pass, from sampled keys."""
+    """Returns the pivots of the first pass, from sampled keys."""
     if groups.together:
         total = sum(int(part.entries.sum(dtype=np.int64)) for part in parts)
         least, most = _SAMPLE_SIZES
@@ -136,11 +146,11 @@ def _first_pivots(parts: Parts, groups: Groups, k: Words) -> jax.Array:
 def _shares(
     groups: Groups, ties: Sequence[jax.Array], need: Words, order: np.ndarray
 ) -> list[jax.Array]:
-    """int32[segments] of each part: how many of its ties a segment keeps."""
+    """Returns the number of ties that each segment keeps, int32[segments] of each part."""
     if not groups.together:
         return groups.spread(need[1].astype(jnp.int32))
-    of_segments = jnp.concatenate([jnp.sum(x, axis=1, dtype=jnp.int32) for x in ties])
-    shares = tie_shares(_permuted(of_segments, order), need, together=True)
+    segment_ties = jnp.concatenate([jnp.sum(x, axis=1, dtype=jnp.int32) for x in ties])
+    shares = tie_shares(_permuted(segment_ties, order), need, together=True)
     return groups._replace(together=False).spread(_permuted(shares, np.argsort(order)))
 
 
@@ -150,7 +160,7 @@ def _ends(
     ties: Sequence[jax.Array],
     shares: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """int32[segments] of each part: the flat index in its segment before which ties are kept."""
+    """Returns the flat index before which a segment keeps ties, int32[segments] of each part."""
     ends, cuts, partials = [], [], []
     for part, key, count, share in zip(parts, keys, ties, shares, strict=True):
         before = jnp.cumsum(count, axis=1) - count

@@ -1,7 +1,7 @@
-"""How leaves are cut into segments, and large segments visited one after another.
+"""Leaves cut into segments, of which large ones are visited one after another.
 
-The visits are a loop that leaves out segments that are done. It has a branch for each leaf; those
-of one shape share a kernel, as the number of a segment is read while the program runs. Small
+The visits are a loop that leaves out segments that are done. The loop has a branch for each leaf.
+Leaves of one shape share a kernel, as the number of a segment is read at run time. Small
 segments are padded to one of three sizes and counted at once.
 """
 
@@ -18,8 +18,9 @@ import numpy as np
 from jax import lax
 
 from sparsity.core.exact import zero_like
+from sparsity.core.trees import PyTree
 from sparsity.selection.cpu import rows
-from sparsity.selection.cpu.rows import LARGE, Rows, pad, rows_of
+from sparsity.selection.cpu.rows import LARGE, Rows, cut_rows, pad
 from sparsity.selection.scores import Ranked
 
 _ROWS = 1024  # of a large segment, for threads to share
@@ -33,14 +34,15 @@ _PADDED = (1024, 4096, LARGE)  # sizes to which these are padded: three kernels 
 _BRANCHES = 16  # of one switch, whose time to compile grows with the square of them
 
 Parts = Sequence["Rows | Visits"]
+Numbers = tuple[jax.Array, jax.Array, jax.Array]  # busy segments, their leaves, their slices
 
 
 def arrange(leaves: Sequence[Ranked]) -> tuple[Parts, list[int]]:
-    """The segments of leaves of one recipe, and the number of each leaf's first segment."""
-    kinds: dict[Any, list[int]] = {}
+    """Returns the segments of leaves of one recipe, and the number of each leaf's first segment."""
+    kinds: dict[int | str | None, list[int]] = {}
     for i, leaf in enumerate(leaves):
         if leaf.size >= LARGE:
-            kind: Any = None
+            kind: int | str | None = None
         elif leaf.size * leaf.slices >= LARGE:
             kind = f"leaf {i}"
         else:
@@ -56,18 +58,18 @@ def arrange(leaves: Sequence[Ranked]) -> tuple[Parts, list[int]]:
         if kind is None:
             counts = [_row_count(leaf.size) for leaf in group]
             each = zip(group, counts, strict=True)
-            parts.append(Visits([rows_of([x], n, -(-x.size // n)) for x, n in each]))
+            parts.append(Visits([cut_rows([x], n, -(-x.size // n)) for x, n in each]))
         elif isinstance(kind, int):
-            parts.append(rows_of(group, kind // _WIDTH, _WIDTH))
+            parts.append(cut_rows(group, kind // _WIDTH, _WIDTH))
         else:
             size = group[0].size
             rows = _divisor(size, 1 << size.bit_length() // 2)
-            parts.append(rows_of(group, rows, size // rows))
+            parts.append(cut_rows(group, rows, size // rows))
     return parts, first
 
 
 def _row_count(size: int) -> int:
-    """How many rows a large segment is cut into; if they do not divide it, it is padded."""
+    """Returns the number of rows of a large segment, which is padded if they do not divide it."""
     most = min(_ROWS, size // _LEAST_WIDTH)
     rows = _divisor(size, most)
     return rows if rows >= most // 16 else most
@@ -79,7 +81,7 @@ def _divisor(size: int, most: int) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Visits:
-    """Large segments, visited one after another; it offers what `Rows` does.
+    """Large segments, visited one after another, with the methods of `Rows`.
 
     Attributes:
       leaves: the rows of each leaf, of which every slice is a segment.
@@ -89,49 +91,51 @@ class Visits:
 
     @property
     def segments(self) -> int:
-        """As of `Rows`."""
+        """Same as `Rows.segments`."""
         return sum(self._counts)
 
     @functools.cached_property
     def rows(self) -> int:
-        """As of `Rows`."""
+        """Same as `Rows.rows`."""
         return max(leaf.rows for leaf in self.leaves)
 
     @property
     def entries(self) -> np.ndarray:
-        """As of `Rows`."""
+        """Same as `Rows.entries`."""
         return np.concatenate([leaf.entries for leaf in self.leaves])
 
     @property
     def row_ends(self) -> np.ndarray:
-        """As of `Rows`."""
+        """Same as `Rows.row_ends`."""
         missing = [[(0, 0), (0, self.rows - leaf.rows)] for leaf in self.leaves]
         ends = zip(self.leaves, missing, strict=True)
         return np.concatenate([np.pad(leaf.row_ends, more) for leaf, more in ends])
 
     def eligible(self) -> jax.Array:
-        """As of `Rows`."""
+        """Does what `Rows.eligible` does."""
         return jnp.concatenate([pad(leaf.eligible(), self.rows) for leaf in self.leaves])
 
     def sample(self) -> jax.Array:
-        """As of `Rows`."""
+        """Does what `Rows.sample` does."""
         return rows.sample(self.leaves)
 
     def sample_every(self, stride: int) -> jax.Array:
-        """As of `Rows`."""
+        """Does what `Rows.sample_every` does."""
         return rows.sample_every(self.leaves, stride)
 
     def cut(self, row: jax.Array, key: jax.Array, need: jax.Array) -> jax.Array:
-        """As of `Rows`."""
+        """Does what `Rows.cut` does."""
         return rows.cut(self.leaves, row, key, need)
 
     def above(
         self, pivots: jax.Array, busy: jax.Array, at_least: jax.Array, above: jax.Array
     ) -> jax.Array:
-        """As of `Rows`; of segments that are not busy there are no counts."""
+        """Does what `Rows.above` does; counts of segments that are not busy do not matter."""
         ends = np.cumsum(self._counts)
 
-        def at_once(leaves: Sequence[Rows], _: Any, pivots: jax.Array, *__: jax.Array) -> jax.Array:
+        def at_once(
+            leaves: Sequence[Rows], _: PyTree, pivots: jax.Array, *__: jax.Array
+        ) -> jax.Array:
             pairs = zip(leaves, jnp.split(pivots, ends[:-1]), strict=True)
             return jnp.concatenate([pad(leaf.above(x), self.rows) for leaf, x in pairs])
 
@@ -139,12 +143,12 @@ class Visits:
             return _above(self.leaves[0], pivots, at_least, above)
 
         def in_turn(
-            leaves: Sequence[Rows], numbers: Any, pivots: jax.Array, *rows: jax.Array
+            leaves: Sequence[Rows], numbers: Numbers, pivots: jax.Array, *rows: jax.Array
         ) -> jax.Array:
-            busy, leaf_of, slice_of = numbers
+            busy, leaf_numbers, slice_numbers = numbers
             scalars = zip(*[leaf.scalars for leaf in leaves], strict=True)
             starts = jnp.concatenate([leaf.starts for leaf in leaves])
-            tables = slice_of, tuple(map(jnp.concatenate, scalars)), starts, pivots, rows
+            tables = slice_numbers, tuple(map(jnp.concatenate, scalars)), starts, pivots, rows
 
             branches = [functools.partial(self._branch, leaf) for leaf in leaves]
 
@@ -153,7 +157,7 @@ class Visits:
                     return lax.dynamic_slice_in_dim(x, at, 1, allow_negative_indices=False)
 
                 table = lax.optimization_barrier(jax.tree.map(here, tables))
-                counts: jax.Array = _switch(leaf_of[at], branches, *table)[0]
+                counts: jax.Array = _switch(leaf_numbers[at], branches, *table)[0]
                 return counts
 
             # They vary over a mesh as what is counted.
@@ -165,39 +169,46 @@ class Visits:
         visits: Any = jax.custom_batching.custom_vmap(in_turn)
 
         @visits.def_vmap  # type: ignore[untyped-decorator]
-        def mapped(size: int, is_mapped: Any, *args: Any) -> tuple[jax.Array, bool]:
+        def mapped(size: int, is_mapped: PyTree, *args: PyTree) -> tuple[jax.Array, bool]:
             axes = jax.tree.map(lambda leaf: 0 if leaf else None, tuple(is_mapped))
             return jax.vmap(at_once, in_axes=axes, axis_size=size)(*args), True
 
-        leaf_of = np.repeat(np.arange(len(ends)), self._counts)
-        slice_of = np.arange(ends[-1]) - np.repeat(ends - self._counts, self._counts)
-        numbers = busy, jnp.asarray(leaf_of, jnp.int32), jnp.asarray(slice_of, jnp.int32)
+        leaf_numbers = np.repeat(np.arange(len(ends)), self._counts)
+        slice_numbers = np.arange(ends[-1]) - np.repeat(ends - self._counts, self._counts)
+        numbers = busy, jnp.asarray(leaf_numbers, jnp.int32), jnp.asarray(slice_numbers, jnp.int32)
         # All arrays are arguments: a rule may not close over mapped ones.
         leaves = [dataclasses.replace(x, starts=jnp.asarray(x.starts)) for x in self.leaves]
         counts: jax.Array = visits(leaves, numbers, pivots, at_least, above)
         return counts
 
     def _branch(
-        self, leaf: Rows, number: jax.Array, scalars: Any, start: jax.Array, pivots: Any, rows: Any
+        self,
+        leaf: Rows,
+        number: jax.Array,
+        scalars: tuple[jax.Array, ...],
+        start: jax.Array,
+        pivots: jax.Array,
+        rows: Sequence[jax.Array],
     ) -> jax.Array:
-        """Counts of one segment of a leaf."""
+        """Counts keys of one segment of a leaf."""
         rows = [x[:, : leaf.rows] for x in rows]
         return pad(_above(leaf.segment(number[0], scalars, start), pivots, *rows), self.rows)
 
     @property
     def _counts(self) -> list[int]:
-        """How many segments each leaf has."""
+        """Number of segments of each leaf."""
         return [leaf.segments for leaf in self.leaves]
 
 
 def _above(leaf: Rows, pivots: jax.Array, at_least: jax.Array, above: jax.Array) -> jax.Array:
-    """`Rows.above` of one segment: few rows hold keys of a narrow bracket, no other is read."""
+    """Does what `Rows.above` does for one segment: reads only rows with keys inside the bracket."""
     if leaf.sizes is not None or leaf.rows * leaf.width < _MANY:
         return leaf.above(pivots)
     holds = at_least[0] > above[0]
     count = jnp.sum(holds, dtype=jnp.int32)
+    is_few = count <= leaf.rows // _FEWER
 
-    def of_few() -> jax.Array:
+    def count_few() -> jax.Array:
         numbers = _numbers(holds)
 
         def some(i: jax.Array, counts: jax.Array) -> jax.Array:
@@ -212,35 +223,39 @@ def _above(leaf: Rows, pivots: jax.Array, at_least: jax.Array, above: jax.Array)
         few_counts: jax.Array = lax.fori_loop(0, -(-count // _AT_ONCE), some, wide)
         return few_counts
 
-    counts: jax.Array = lax.cond(count <= leaf.rows // _FEWER, of_few, lambda: leaf.above(pivots))
+    counts: jax.Array = lax.cond(is_few, count_few, lambda: leaf.above(pivots))
     return counts
 
 
 def _numbers(chosen: jax.Array) -> jax.Array:
-    """int32 like bool[count]: the numbers of those that are chosen, in order, then zeros."""
+    """Returns the numbers of the chosen segments in order, then zeros: int32 like bool[count]."""
     place = jnp.cumsum(chosen.astype(jnp.int32))
     numbers = jnp.arange(len(chosen), dtype=jnp.int32)
     todo = jnp.where(chosen, place - 1, len(chosen))
     return (numbers & 0).at[todo].set(numbers, mode="drop")
 
 
-def _switch(number: jax.Array, branches: Sequence[Callable[..., Any]], *args: Any) -> Any:
-    """`lax.switch` in groups: the time to compile one grows with the square of its branches."""
+def _switch(
+    number: jax.Array, branches: Sequence[Callable[..., jax.Array]], *args: PyTree
+) -> jax.Array:
+    """Switches in groups: the time to compile a switch grows with the square of its branches."""
     if len(branches) <= _BRANCHES:
-        return lax.switch(number, branches, *args)
+        result: jax.Array = lax.switch(number, branches, *args)
+        return result
 
-    def group(members: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    def group(members: Sequence[Callable[..., jax.Array]]) -> Callable[..., jax.Array]:
         return lambda args: lax.switch(number % _BRANCHES, members, *args)
 
     starts = range(0, len(branches), _BRANCHES)
     groups = [group(branches[start : start + _BRANCHES]) for start in starts]
-    return lax.switch(number // _BRANCHES, groups, args)
+    group_result: jax.Array = lax.switch(number // _BRANCHES, groups, args)
+    return group_result
 
 
 def _for_each(
     chosen: jax.Array, visit: Callable[[jax.Array], jax.Array], zeros: jax.Array
 ) -> jax.Array:
-    """visit(number) of each number that is chosen, one after another; zeros of the others."""
+    """Calls visit(number) for each chosen number, one after another; the others get zeros."""
     todo = _numbers(chosen)
 
     def step(i: jax.Array, results: jax.Array) -> jax.Array:
