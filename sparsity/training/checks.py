@@ -12,7 +12,7 @@ import numpy as np
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
-from sparsity.masks import Sites, check_given, read_masks
+from sparsity.masks import Sites, check_user_mask, read_masks
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.updater import Updater
 
@@ -56,7 +56,7 @@ def take_initial_masks(
     def target_of(path: trees.KeyPath, param: Any, mask: Any, target: Any) -> Any:
         if mask is None or target is not None:
             return None if mask is None else target
-        check_given(updater.scope, table, path)
+        check_user_mask(updater.scope, table, path)
         return 1 - jnp.mean(mask, dtype=jnp.float32)
 
     first = trees.map_matched(lambda _, param, mask: mask, params, first)
