@@ -264,7 +264,7 @@ def wrap(
 def wrap_dense(
     updater: Updater, inner: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `inner` with a SparseState that has no masks; `params` may be left out."""
+    """Returns `inner` with a SparseState that has no masks; `params` are optional."""
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: PyTree) -> SparseState:

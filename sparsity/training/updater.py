@@ -58,7 +58,7 @@ class Updater:
         raise NotImplementedError
 
     def init_state(self, params: PyTree, *, sites: Sites | None = None) -> SparseState:
-        """Returns the state that a wrapped optimizer starts with, without the inner state."""
+        """Returns the initial state of a wrapped optimizer, without the inner state."""
         raise NotImplementedError
 
     # Hooks that algorithms override. Hooks never see packed masks, or leaves that can have no mask:
