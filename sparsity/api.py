@@ -198,7 +198,7 @@ def _drop_ramp(name: str, kind: str, keys: Options) -> Options:
 
 
 def _take_scope(options: Options, fields: set[str]) -> Scope | None:
-    """Takes the keys of scopes out of the options; returns `None` for the default of the class."""
+    """Takes the keys of scopes out of the options; `None` means the default of the class."""
     scope = options.pop("scope", None)
     scope_fields = {key for kind in SCOPES.values() for key in _field_names(kind)}
     keys = _take(options, scope_fields - fields)
@@ -209,15 +209,15 @@ def _take_scope(options: Options, fields: set[str]) -> Scope | None:
             raise ValueError(f"{sorted(keys)} needs scope = 'global'.")
         return scope
     kind = SCOPES.find(scope)
-    if strange := sorted(keys.keys() - _field_names(kind)):
-        raise ValueError(f"{strange} is no key of scope {scope!r}.")
+    if unknown := sorted(keys.keys() - _field_names(kind)):
+        raise ValueError(f"{unknown} is no key of scope {scope!r}.")
     return kind(**keys)
 
 
 def _take_distribution(
     name: str, algorithm: type[BaseUpdater], options: Options, fields: set[str]
 ) -> Distribution | None:
-    """Takes the keys of distributions out of the options; returns `None` for the class's own."""
+    """Takes the keys of distributions out of the options; `None` means the default of the class."""
     kind = options.pop("dist_type", None)
     if kind is not None:
         DISTRIBUTIONS.find(kind)
@@ -248,10 +248,10 @@ def _take_distribution(
 def _make(kind: Callable[..., T], keys: Mapping[str, object], label: str) -> T:
     """Makes an instance of a class from keys of a configuration."""
     taken: Mapping[str, str] = getattr(kind, "config_keys", {})
-    if strange := sorted(keys.keys() - taken.keys()):
+    if unknown := sorted(keys.keys() - taken.keys()):
         raise ValueError(
-            f"{strange} is no key of {label}, which takes {', '.join(taken) or 'none'}."
-            + _who_takes(strange[0])
+            f"{unknown} is no key of {label}, which takes {', '.join(taken) or 'none'}."
+            + _who_takes(unknown[0])
         )
     try:
         return kind(**{taken[key]: value for key, value in keys.items()})

@@ -1,8 +1,8 @@
-"""The base of all algorithms: the entry points; its fields and hooks are in `training.updater`.
+"""Base of all algorithms: entry points; fields and hooks are in `training.updater`.
 
 `BaseUpdater.wrap_optax` turns any optax transformation into one that keeps masks in its state. An
-algorithm overrides a hook, usually `calculate_scores`; `sparsity.training` calls the hooks in each
-step and takes care of packing, sparse updates, the state of regrown weights and the optimizer.
+algorithm overrides a hook, usually `calculate_scores`. `sparsity.training` calls the hooks in each
+step and handles packing, sparse updates, the state of regrown weights and the optimizer.
 """
 
 from __future__ import annotations
@@ -31,42 +31,43 @@ from sparsity.training.updater import Updater
 
 @dataclasses.dataclass(kw_only=True)
 class BaseUpdater(Updater):
-    """Wraps an optimizer with sparsity; subclasses say what a weight is worth.
+    """Wraps an optimizer with sparsity; subclasses define the scores of weights.
 
-    Updaters compare and hash by their class and their fields, so that they serve as static
-    arguments of compiled functions: one that was changed is another one.
+    Updaters compare and hash by class and fields, so that they serve as static arguments of
+    compiled functions: after a change of a field an updater is another argument.
 
     Attributes:
-      scheduler: when masks are updated and how sparse they are then.
+      scheduler: schedule of the mask updates and their sparsities.
       skip_gradients: leave weights and optimizer state as they are in steps that update masks.
       is_sparse_gradients: apply the masks to the gradients that the inner optimizer sees.
-      sparsity_type: what is kept or removed together: an instance such as `NByM(2, 4)`, or
-        `fn(path, param)` that returns one.
-      sparsity_distribution_fn: from params to a tree of target sparsities; `None` leaves all dense.
-      scope: what competes for a place in the masks: `Layerwise()` (the weights of each leaf) or
-        `Global()` (those of all leaves).
-      rng_seed: an int or a jax random key, for the algorithms that draw; `None` is the default.
+      sparsity_type: pattern of the weights that are kept or removed together: an instance such as
+        `NByM(2, 4)`, or `fn(path, param)` that returns one.
+      sparsity_distribution_fn: function from params to a tree of target sparsities; `None` leaves
+        all parameters dense.
+      scope: decides which weights compete: `Layerwise()` (the weights of each leaf) or `Global()`
+        (the weights of all leaves).
+      rng_seed: an int or a jax random key, for algorithms that draw; `None` means the default.
       use_packed_masks: store one bit a weight instead of a byte.
       topk_fn: `topk_fn(scores, sparsity) -> mask` replaces the exact selection of the highest
-        scores; it is called for each slice.
-      is_sparse_updates: return updates that put pruned weights at exactly 0.0 by themselves, so
-        that a loop without `post_gradient_update` stays sparse. Weights must be finite, and the
-        wrapper the last transformation: scaling or clipping goes inside. `None` means on, unless
-        the class `keeps_dense_weights`.
+        scores, and is called for each slice.
+      is_sparse_updates: return updates that put pruned weights at exactly 0.0, so that a loop
+        without `post_gradient_update` stays sparse. Weights must be finite. The wrapper must be the
+        last transformation: scaling or clipping goes inside. `None` means on, unless the class
+        `keeps_dense_weights`.
       batch_axes: number of leading axes that index separate matrices (scanned layers, experts), or
-        a function of (path, param); each slice has its own exact mask.
-      regrows: of a class: whether pruned weights may come back into the mask. They then start at 0,
-        with the optimizer state that `init` gives. `None` means that they may, unless the class
-        keeps dense weights; it is the value of a class that overrides `calculate_scores`,
-        `create_masks` or `update_state` and states none. `False` makes updates of masks a tenth
+        a function of (path, param); each slice has an exact mask.
+      regrows: class attribute: whether pruned weights may return to the mask. Returning weights
+        start at 0, with the optimizer state of `init`. `None` means that weights may return, unless
+        the class keeps dense weights. `None` is also the default of a class that overrides
+        `calculate_scores`, `create_masks` or `update_state`. `False` makes updates of masks a tenth
         faster.
-      keeps_dense_weights: of a class: whether pruned weights keep their values between steps. A
-        class that overrides `post_gradient_update` or `apply_masks` and does not state this is
-        assumed to keep them; `wrap_optax` warns.
-      schedule_type: of a class: the schedule of a configuration that names none, made from its
-        start, end and frequency.
-      config_keys: of a class: keys of a configuration beyond the fields; `read_config` turns them
-        into fields.
+      keeps_dense_weights: class attribute: whether pruned weights keep their values between steps.
+        A class that overrides `post_gradient_update` or `apply_masks` without this attribute is
+        assumed to keep values; `wrap_optax` warns.
+      schedule_type: class attribute: the schedule of configurations that name no schedule, made
+        from start, end and frequency.
+      config_keys: class attribute: keys of configurations beyond the fields; `read_config` converts
+        these keys to fields.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -82,16 +83,16 @@ class BaseUpdater(Updater):
       >>> tx = pruner.wrap_optax(optax.sgd(0.1))
     """
 
-    # The others are in `Updater`; distributions are on the floor of `training`.
+    # All other fields are in `Updater`, which does not depend on distributions.
     sparsity_distribution_fn: Distribution | None = uniform
 
-    _assumes_dense_weights: ClassVar[bool] = False  # and does not state it
+    _assumes_dense_weights: ClassVar[bool] = False  # without a stated keeps_dense_weights
     config_keys: ClassVar[tuple[str, ...]] = ()
     schedule_type: ClassVar[str] = "polynomial"
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        own = vars(cls)
+        stated = vars(cls)
         parents = [base for base in cls.__bases__ if issubclass(base, BaseUpdater)]
 
         def overrides(*names: str) -> bool:
@@ -100,15 +101,15 @@ class BaseUpdater(Updater):
                 for name in names
             )
 
-        if "keeps_dense_weights" in own:
+        if "keeps_dense_weights" in stated:
             cls._assumes_dense_weights = False
         elif overrides("post_gradient_update", "apply_masks"):
             cls.keeps_dense_weights = cls._assumes_dense_weights = True
         hooks = "calculate_scores", "create_masks", "new_masks", "update_state"
-        if "regrows" not in own and not cls.regrows and overrides(*hooks):
+        if "regrows" not in stated and not cls.regrows and overrides(*hooks):
             cls.regrows = None
-        # Otherwise @dataclass writes an __eq__ of its own and, with it, a __hash__ of None.
-        for name in {"__eq__", "__hash__"} - own.keys():
+        # Otherwise @dataclass writes an __eq__ and, with it, a __hash__ of None.
+        for name in {"__eq__", "__hash__"} - stated.keys():
             setattr(cls, name, getattr(BaseUpdater, name))
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
@@ -127,15 +128,15 @@ class BaseUpdater(Updater):
         return hash_of_fields(self)
 
     def get_distribution_fn(self) -> Distribution | None:
-        """Returns the function from params to target sparsities, `None` if all stays dense."""
+        """Returns the function from params to target sparsities, or `None` for dense parameters."""
         return self.sparsity_distribution_fn
 
     @classmethod
     def read_config(cls, options: Mapping[str, object]) -> dict[str, object]:
-        """Turns keys of a configuration into fields; a class with `config_keys` overrides it.
+        """Converts keys of a configuration to fields; a class with `config_keys` overrides this.
 
         Args:
-          options: the class's own keys, and `scheduler`.
+          options: keys of the class, and `scheduler`.
         """
         return dict(options)
 
@@ -148,8 +149,9 @@ class BaseUpdater(Updater):
 
         Args:
           params: tree of parameters, or a single array.
-          grads: tree of gradients, for algorithms that score by them.
-          **extra_args: `calculate_scores` and `create_masks` get those that they name.
+          grads: tree of gradients, for algorithms that score weights by gradients.
+          **extra_args: `calculate_scores` and `create_masks` get the arguments that their
+            signatures name.
 
         Returns:
           (pruned params, masks); the masks are packed with `use_packed_masks`.
@@ -163,14 +165,15 @@ class BaseUpdater(Updater):
         return pruned, masks_lib.pack_masks(masks, params) if self.use_packed_masks else masks
 
     def init_state(self, params: PyTree, *, sites: Sites | None = None) -> SparseState:
-        """Returns the state that a wrapped optimizer starts with, without the inner state.
+        """Returns the initial state of a wrapped optimizer, without the inner state.
 
         Args:
           params: tree of parameters.
           sites: `self.sites(params)`, which is the default.
 
         Raises:
-          ValueError: a sparsity lies outside [0, 1] or a type does not fit; the leaf is named.
+          ValueError: a sparsity lies outside [0, 1] or a pattern does not fit. The message names
+            the leaf.
         """
         inputs = Inputs(params, None, self.sites(params) if sites is None else sites, {})
         targets = self._target_sparsities(params, inputs.sites)
@@ -193,22 +196,22 @@ class BaseUpdater(Updater):
         """Wraps an optimizer so that pruned weights stay exactly 0.
 
         The wrapper must be the outermost transformation: scaling or clipping its updates would move
-        pruned weights away from 0. Masks live in its state, a `SparseState`.
+        pruned weights away from 0. The state of the wrapper, a `SparseState`, holds the masks.
 
         Args:
           inner: any optax transformation, with its learning rate.
-          masks: masks to start from, for example those of `instant_sparsify` or of an earlier run:
-            an array or `None` for each parameter. `static_sparse` keeps them. By default the
-            algorithm makes its own.
+          masks: initial masks, for example from `instant_sparsify` or an earlier run: an array or
+            `None` for each parameter. `static_sparse` keeps these masks. By default the algorithm
+            creates the masks.
 
         Returns:
-          A transformation whose `update` needs `params` and passes extra arguments on to `inner`
-          and to the hooks that name them.
+          A transformation whose `update` needs `params`, and passes extra arguments to `inner` and
+          to the hooks that name them.
 
         Raises:
-          ValueError: from `init`, where a sparsity lies outside [0, 1], a pattern or a mask does
-            not fit, or regrown weights could have no fresh state; from `update`, where `params` are
-            missing or are those of another model. The parameter is named.
+          ValueError: from `init` if a sparsity lies outside [0, 1], a pattern or a mask does not
+            fit, or regrown weights could have no fresh state. From `update` if `params` are missing
+            or belong to another model. The message names the parameter.
 
         Example:
           >>> import jax.numpy as jnp
@@ -240,7 +243,7 @@ class BaseUpdater(Updater):
     def sites(self, params: PyTree) -> Sites:
         """Returns the table of the prunable leaves: each with its pattern and batch axes."""
         distribution_fn = self.get_distribution_fn()
-        overrides: Any = read_overrides(distribution_fn)
+        overrides = read_overrides(distribution_fn)
         budget: Any = distribution_fn if hasattr(distribution_fn, "cost") else None
         return Sites(params, self.sparsity_type, self.batch_axes, overrides, budget=budget)
 
@@ -254,7 +257,7 @@ ALGORITHM_REGISTRY: Registry[type[BaseUpdater]] = Registry("algorithm")
 
 @dataclasses.dataclass(kw_only=True)
 class NoPruning(BaseUpdater):
-    """Keeps all parameters dense: the reference to compare with.
+    """Keeps all parameters dense, as a baseline.
 
     Example:
       >>> import jax.numpy as jnp
@@ -282,7 +285,7 @@ class NoPruning(BaseUpdater):
     def wrap_optax(
         self, inner: optax.GradientTransformation, masks: PyTree | None = None
     ) -> optax.GradientTransformationExtraArgs:
-        """Returns `inner` with a SparseState around its state; `params` may be left out."""
+        """Returns `inner` with a SparseState around its state; `params` are optional."""
         if masks is not None:
             raise ValueError("NoPruning keeps all parameters dense and takes no masks.")
         return step.wrap_dense(self, inner)

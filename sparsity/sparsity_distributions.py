@@ -312,7 +312,7 @@ def target_sparsities(
         name = trees.path_string(path)
         check_fraction(f"the sparsity of {name!r}", target)
         pattern = table[path].pattern
-        if not table[path].has_own_sparsity:
+        if not table[path].has_override:
             _check_scope(scope, table[path])
         final = None if is_traced(target) else pattern.final_sparsity(float(target))
         if final is not None and not math.isclose(float(target), final, abs_tol=1e-6):

@@ -70,7 +70,7 @@ def prune_act_struct(
     Args:
       x: array of any floating or complex dtype with at least one axis.
       pattern: (n, m), 'n:m', or an `NByM`; n in [1, m].
-      axis: the axis of the groups; an `NByM` has its own.
+      axis: the axis of the groups, unless `pattern` is an `NByM`.
       straight_through: pass the gradient to all entries, not only to kept ones.
 
     Returns:

@@ -41,8 +41,8 @@ def sparsify_linen(
       apply: `model.apply` (or `model.init`), not jitted: a compiled function calls no layers.
       layers: a density in (0, 1] or a pattern (n, m) for each key. A key is the path of a layer,
         joined by '/' or as a tuple, a regular expression that matches the complete path, or a
-        compiled pattern that is searched in the path. A full path comes before all patterns, then
-        the first match counts.
+        compiled pattern that is searched in the path. A complete path takes precedence over
+        patterns; of patterns the first match counts.
       batch_axes: as in `prune_act_unstruct`.
       straight_through: as in `prune_act_unstruct`.
 
@@ -116,8 +116,8 @@ def sparsify_nnx(
     _check_keys(rules, modules)
 
     def sparse_class(base: Any, rule: PruneFn, name: str) -> Any:
-        class Sparse(base):  # type: ignore[misc]  # a class that is known at run time only
-            def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        class Sparse(base):  # type: ignore[misc]  # a class that exists only at run time
+            def __call__(self, *args: trees.PyTree, **kwargs: trees.PyTree) -> jax.Array:
                 out, sparsity = _prune_output(rule, super().__call__(*args, **kwargs), name)
                 if hasattr(self, "__captures__"):  # nnx.capture runs the model
                     self.sow(nnx.Intermediate, _REPORT, sparsity)
@@ -134,7 +134,7 @@ def sparsify_nnx(
 def _rules(
     layers: LayerPatterns, batch_axes: int, straight_through: bool
 ) -> dict[names.Key, PruneFn]:
-    """Returns the function that prunes the output of a layer, by key."""
+    """Returns the functions that prune the outputs of layers, by key."""
 
     def rule(key: names.Key, pattern: OutputPattern) -> PruneFn:
         if isinstance(pattern, str | tuple | list | NByM):
@@ -156,12 +156,12 @@ def _rules(
 def _intercept(
     rules: dict[names.Key, PruneFn],
     layer_names: list[str],
-    call: Any,
-    args: Any,
-    kwargs: Any,
+    call: Callable[..., trees.PyTree],
+    args: tuple[trees.PyTree, ...],
+    kwargs: dict[str, trees.PyTree],
     context: Any,
-) -> Any:
-    """Calls a method of a linen module; prunes the output of a chosen layer, and notes its name."""
+) -> trees.PyTree:
+    """Calls a method of a linen module; prunes and reports the output of a chosen layer."""
     out = call(*args, **kwargs)
     name = "/".join(context.module.path)
     if context.method_name != "__call__" or not name:

@@ -1,4 +1,4 @@
-"""AC/DC: phases of sparse and of dense training in turn, which end in a sparse network.
+"""AC/DC: alternates sparse and dense phases of training, and ends with a sparse network.
 
 Source: Peste et al. 2021, "AC/DC: alternating compressed/decompressed training of deep neural
 networks", algorithm 1.
@@ -21,12 +21,12 @@ from sparsity.training.state import SparseState
 
 @dataclasses.dataclass(kw_only=True)
 class ACDC(MagnitudePruning):
-    """Trains dense until the schedule's start; then every update ends a dense or a sparse phase.
+    """Trains dense until the schedule starts; then each update ends a dense or a sparse phase.
 
-    A sparse phase keeps the weights of the largest magnitude, and the end step begins the last one:
-    give a `PeriodicSchedule` with an end. In a dense phase the others start at zero, with a fresh
-    optimizer state, and train from that step on; the source keeps the optimizer's momentum, which
-    here has seen no gradient of them since they were pruned.
+    A sparse phase keeps the weights of the largest magnitude. The end step begins the last sparse
+    phase: use a `PeriodicSchedule` with an end. In a dense phase the pruned weights restart at
+    zero, with a fresh optimizer state. The source keeps the momentum of the optimizer, which here
+    has seen no gradient of pruned weights.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsity

@@ -1,4 +1,4 @@
-"""ADMM: weights are drawn towards the nearest sparse network until they are replaced by one.
+"""ADMM: pulls weights towards the nearest sparse network, which replaces them in the end.
 
 Sources: Boyd et al. 2011, "Distributed optimization and statistical learning via the alternating
 direction method of multipliers", sections 3.1.1 and 9.1; Zhang et al. 2018, "A systematic DNN
@@ -9,11 +9,12 @@ at high sparsity ELSA, arXiv:2510.01650.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from sparsity.algorithms.pruners import MagnitudePruning
 from sparsity.core import sharding, trees
@@ -29,19 +30,20 @@ from sparsity.training.state import SparseState
 class ADMMPruning(MagnitudePruning):
     """Adds rho * (w - z + u) to the gradient until the schedule's end, then keeps the support of z.
 
-    z is the projection of the weights onto the sparsity, pattern and scope, and u what they lack
-    (the scaled dual), both in `algorithm_state`, at least float32. They start as z = P(w), u = 0;
-    at every update z = P(w + u), then u = u + w - z. Training is dense until the end step, which
-    prunes; without an end it stays dense. u is not scaled anew when rho changes.
+    z is the projection P of the weights onto the sparsity, pattern and scope, and u the scaled
+    dual. Both are in `algorithm_state`, at least float32. They start as z = P(w), u = 0. At every
+    update z = P(w + u), then u = u + w - z. Training is dense until the end step, which prunes;
+    without an end training stays dense. A change of rho does not rescale u.
 
-    This follows the idea of ELSA, not its code: any optimizer minimizes, with its own steps.
-    It prunes while a network trains; the refit `sparsity.ADMM` uses the same method to solve the
-    layers of a trained model without training.
+    The class follows the idea of ELSA, not its code: any optimizer may take the steps. The class
+    prunes while a network trains. The refit `sparsity.ADMM` solves the layers of a trained model
+    by the same method, without training.
 
     Attributes:
-      rho: the penalty, above 0, or a function of the step. `None` lets it rise linearly, from 0
-        at step 0 to 0.1 at the end step, which suits networks: first the loss decides which weights
-        are large, then z does. While rho is small beside the loss's curvature, z keeps changing.
+      rho: penalty above 0, or a function of the step. `None` means a linear rise from 0 at step 0
+        to 0.1 at the end step, which suits networks: first the loss decides which weights are
+        large, then z decides. While rho is small compared with the curvature of the loss, z keeps
+        changing.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsity
@@ -75,7 +77,7 @@ class ADMMPruning(MagnitudePruning):
         sites = self.sites(params) if sites is None else sites
         targets = self._target_sparsities(params, sites)
         masked = masked_paths(self.scope, params, targets)
-        start = trees.map_matched(lambda at, w: _wide(w) if at in masked else None, params)
+        start = trees.map_matched(lambda path, w: _wide(w) if path in masked else None, params)
         z, _ = self._project(start, targets, sites)
         return {"z": z, "u": jax.tree.map(lambda w: sharding.zeros_like(w, w.dtype), start)}
 
@@ -104,19 +106,25 @@ class ADMMPruning(MagnitudePruning):
     def modify_gradients(self, grads: PyTree, params: PyTree, sparse_state: SparseState) -> PyTree:
         rho = self._penalty(sparse_state.count)
 
-        def draw(_: trees.KeyPath, grad: Any, param: Any, z: Any, u: Any) -> Any:
-            if z is None:
+        def draw(
+            _: trees.KeyPath,
+            grad: jax.Array,
+            param: jax.Array,
+            z: jax.Array | None,
+            u: jax.Array | None,
+        ) -> jax.Array:
+            if z is None or u is None:
                 return grad
             force = rho.astype(z.dtype) * (param.astype(z.dtype) - z + u)
             return grad + force.astype(grad.dtype)
 
-        own = sparse_state.algorithm_state
-        return trees.map_matched(draw, grads, params, own["z"], own["u"])
+        memory = sparse_state.algorithm_state
+        return trees.map_matched(draw, grads, params, memory["z"], memory["u"])
 
     def _penalty(self, step: jax.Array) -> jax.Array:
-        """rho until the end step, then 0."""
+        """Returns rho until the end step, then 0."""
         _, end = update_range(self.scheduler) or (0, None)
-        rho: Any = self.rho
+        rho: ArrayLike | optax.Schedule | None = self.rho
         if rho is None:
             rho = 0.1 * step.astype(jnp.float32) / end if end else 0.1
         elif callable(rho):
@@ -126,7 +134,7 @@ class ADMMPruning(MagnitudePruning):
         return rho if end is None else jnp.where(step < end, rho, 0)
 
     def _project(self, weights: PyTree, targets: PyTree, sites: Sites) -> tuple[PyTree, PyTree]:
-        """Returns the nearest sparse weights, and their support."""
+        """Returns the nearest sparse weights and their support."""
         scores, named = self.calculate_scores(weights), {"sites": sites}
         support = call_hook(self.create_masks, scores, targets, extra={}, named=named)
         return trees.map_matched(_masked, weights, support), support
@@ -138,16 +146,16 @@ def _check_penalties(fn: optax.Schedule, schedule: Schedule) -> None:
             check_number(f"rho({step})", float(jax.device_get(rho)), 0)
 
 
-def _wide(param: Any) -> Any:
+def _wide(param: jax.Array) -> jax.Array:
     return param.astype(jnp.promote_types(param.dtype, jnp.float32))
 
 
-def _masked(_: trees.KeyPath, weights: Any, mask: Any) -> Any:
+def _masked(_: trees.KeyPath, weights: jax.Array, mask: jax.Array | None) -> jax.Array | None:
     return None if mask is None else _apply(weights, mask)
 
 
-_apply = jax.jit(apply_mask)  # an eager one would send its zero to the device
+_apply = jax.jit(apply_mask)  # an eager call would send its zero to the device
 
 
-def _sum(_: trees.KeyPath, param: Any, u: Any) -> Any:
+def _sum(_: trees.KeyPath, param: jax.Array, u: jax.Array | None) -> jax.Array | None:
     return None if u is None else param.astype(u.dtype) + u

@@ -1,8 +1,8 @@
-"""Pruning at initialization: weights are chosen once, before they are trained.
+"""Pruning at initialization: chooses weights once, before training.
 
-`snip_scores`, `grasp_scores` and `synflow_scores` say what each weight is worth; `prune_at_init`
-ranks all of them together and makes masks for `wrap_optax(tx, masks=masks)`. SNIP is an updater as
-well, which prunes by the gradient of its first batch.
+`snip_scores`, `grasp_scores` and `synflow_scores` score weights. `prune_at_init` ranks the scores
+of all leaves together and creates masks for `wrap_optax(tx, masks=masks)`. SNIP is also an updater,
+which prunes by the gradient of the first batch.
 
 Sources: SNIP, Lee et al. 2018, "SNIP: single-shot network pruning based on connection sensitivity",
 equation 5; GraSP, Wang et al. 2020, "Picking winning tickets before training by preserving gradient
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import ClassVar
 
 import chex
 import jax
@@ -42,8 +42,8 @@ LossFn = Callable[[PyTree, PyTree], jax.Array]  # of params and a batch
 class SnipPruning(SaliencyPruning):
     """Keeps the weights with the largest |weight * gradient| of one step; the masks then stay.
 
-    By default that is the first step, before anything is trained, as in the source. Masks that
-    already prune, such as those of `wrap_optax(tx, masks=masks)`, stay as well.
+    By default this is the first step, before any training, as in the source. Masks that already
+    prune, such as those of `wrap_optax(tx, masks=masks)`, stay as well.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -84,7 +84,7 @@ def snip_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[PyTree]) -> P
     Args:
       loss_fn: `loss_fn(params, batch)` is the loss of a batch, a scalar.
       params: tree of parameters.
-      batches: any trees of arrays, each of the same weight; read once.
+      batches: any trees of arrays, which count equally; read once.
 
     Returns:
       A tree like `params`, `None` for leaves that are not floating.
@@ -103,11 +103,12 @@ def snip_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[PyTree]) -> P
 
 
 def grasp_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[PyTree]) -> PyTree:
-    """Scores weights by what they add to the gradient flow: weight * (H @ g), of the mean loss.
+    """Scores weights by their share of the gradient flow: weight * (H @ g), of the mean loss.
 
     H is the Hessian and g the gradient. Removing a weight lowers the squared norm of the gradient
-    by twice its score, to first order, so the largest stay. The source ranks -weight * (H @ g) and
-    removes the largest; its code divides logits by a temperature of 200, here there is none.
+    by twice its score, to first order, so that the largest scores stay. The source ranks
+    -weight * (H @ g) and removes the largest. Its code divides logits by a temperature of 200; this
+    function has no temperature.
 
     Args:
       loss_fn: as in `snip_scores`.
@@ -115,7 +116,7 @@ def grasp_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[PyTree]) -> 
       batches: as in `snip_scores`, but held in memory and read twice.
 
     Returns:
-      As `snip_scores`; the scores have signs.
+      A tree as `snip_scores` returns it, of signed scores.
 
     Raises:
       ValueError: as in `snip_scores`.
@@ -130,7 +131,7 @@ def grasp_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[PyTree]) -> 
     gradient = _gradient(loss_fn, params)
     direction = _mean(gradient, [weights], batches)
 
-    def product(weights: PyTree, direction: PyTree, batch: Any) -> PyTree:
+    def product(weights: PyTree, direction: PyTree, batch: PyTree) -> PyTree:
         slope = functools.partial(gradient, batch=batch)
         return jax.jvp(slope, (weights,), (direction,))[1]
 
@@ -143,14 +144,14 @@ def synflow_scores(
 ) -> PyTree:
     """Scores weights by the flow through them, from inputs of ones to the sum of the outputs.
 
-    The score is |weight| times the derivative of the sum of all outputs by |weight|. Where no bias
-    adds to it, the scores of each layer sum to the output. No data is read.
+    The score is |weight| times the derivative of the sum of all outputs by |weight|. Without
+    biases, the scores of each layer sum to the output. The scores depend on no data.
 
     Args:
       fn: `fn(params, inputs)` returns outputs, any tree of arrays.
       params: tree of parameters; the absolute values of all of them are used.
-      inputs: tree of arrays or of `jax.ShapeDtypeStruct`; ones take the place of floating values,
-        integers (tokens) stay. One example is enough.
+      inputs: tree of arrays or of `jax.ShapeDtypeStruct`; ones replace floating values, integers
+        (tokens) stay. One example is enough.
 
     Returns:
       A tree like `params`, `None` for leaves that are not floating.
@@ -186,22 +187,22 @@ def prune_at_init(
     """Prunes by the scores of 'snip', 'grasp' or 'synflow', all matrices and kernels together.
 
     Args:
-      name: which scores.
+      name: name of the scores.
       params: tree of parameters; leaves with one axis stay dense.
       sparsity: fraction of the weights to remove, in [0, 1].
-      loss_fn: of 'snip' and 'grasp'.
-      fn: of 'synflow'.
-      batches: of 'snip' and 'grasp'.
-      inputs: of 'synflow'.
-      rounds: of 'synflow', which prunes to density (1 - sparsity)^(r / rounds) in round r and
-        scores again; what is pruned never returns.
+      loss_fn: argument of 'snip' and 'grasp'.
+      fn: argument of 'synflow'.
+      batches: argument of 'snip' and 'grasp'.
+      inputs: argument of 'synflow'.
+      rounds: argument of 'synflow', which prunes to density (1 - sparsity)^(r / rounds) in round r
+        and scores again; pruned weights never return.
 
     Returns:
       (pruned params, masks), the masks `None` for leaves that stay dense.
 
     Raises:
       ValueError: the name is not known, a function or data is missing, or the scores of a leaf are
-        not finite, or all alike; it is named.
+        not finite or all equal. The message names the leaf.
 
     Example:
       >>> import optax, sparsity
@@ -230,7 +231,7 @@ def prune_at_init(
 
 
 def _masks(scores: PyTree, sparsity: chex.Numeric) -> PyTree:
-    """Masks of the highest scores of all selected leaves together."""
+    """Returns the masks of the highest scores of all selected leaves together."""
     scope, table = Global(use_normalization=False), Sites(scores, Unstructured())
     return create_masks(scope, table, scores, Uniform(sparsity)(scores))
 
@@ -238,7 +239,7 @@ def _masks(scores: PyTree, sparsity: chex.Numeric) -> PyTree:
 def _in_rounds(
     score: Callable[..., PyTree], params: PyTree, inputs: PyTree, sparsity: float, rounds: int
 ) -> PyTree:
-    """Masks of ever fewer weights, scored again in each round."""
+    """Returns the masks after rounds that score the kept weights again and prune more."""
     weights = trees.prunable(params)
     masks = trees.map_matched(
         lambda _, weight, target: None if target is None else jnp.ones_like(weight, jnp.uint8),
@@ -247,21 +248,21 @@ def _in_rounds(
     )
     total = sum(mask.size for mask in jax.tree.leaves(masks))
 
-    def prune(masks: PyTree, now: jax.Array) -> tuple[PyTree, None]:
+    def prune(masks: PyTree, sparsity: jax.Array) -> tuple[PyTree, None]:
         scores = score(_with_leaves(params, apply_masks(weights, masks)), inputs)
-        return highest_within(masks, scores, num_kept(total, now)), None
+        return highest_within(masks, scores, num_kept(total, sparsity)), None
 
     sparsities = [1 - (1 - sparsity) ** (r / rounds) for r in range(1, rounds)]
     return jax.lax.scan(prune, masks, jnp.array([*sparsities, sparsity], jnp.float32))[0]
 
 
 def highest_within(masks: PyTree, scores: PyTree, kept: chex.Numeric | Words) -> PyTree:
-    """Masks of the highest scores of all leaves together, among weights that masks still keep.
+    """Returns the masks of the highest scores of all leaves, among the weights that masks keep.
 
     Args:
-      masks: tree of the masks before, `None` for leaves that stay dense.
-      scores: tree of real scores of any sign; those of leaves without a mask do not count.
-      kept: how many weights stay.
+      masks: tree of the current masks, `None` for leaves that stay dense.
+      scores: tree of real scores of any sign; scores of leaves without a mask do not count.
+      kept: number of weights to keep.
     """
     ranked = trees.map_matched(
         lambda _, score, mask: None if mask is None else score, scores, masks
@@ -283,8 +284,8 @@ _NEEDS = {
 }
 
 
-def _check_sources(name: str, sources: dict[str, Any]) -> None:
-    """Raises a ValueError for unknown scores, or for a function or data that they lack."""
+def _check_sources(name: str, sources: Mapping[str, object]) -> None:
+    """Raises a ValueError for unknown scores, or for a missing function or missing data."""
     if name not in _NEEDS:
         raise ValueError(f"name: {name!r} is not known. {suggest(name, _NEEDS)}")
     function, data = needs = _NEEDS[name]
@@ -296,20 +297,20 @@ def _check_sources(name: str, sources: dict[str, Any]) -> None:
 
 
 def _check_scores(name: str, scores: PyTree, targets: PyTree) -> None:
-    """Raises a ValueError that names a leaf to prune whose scores say nothing."""
+    """Raises a ValueError that names a leaf to prune whose scores are equal or not finite."""
 
-    def check(path: trees.KeyPath, score: Any, target: Any) -> None:
+    def check(path: trees.KeyPath, score: jax.Array, target: chex.Numeric | None) -> None:
         if target is None or is_traced(score):
             return
-        what = f"The {name} scores of {trees.path_string(path)!r}"
+        role = f"The {name} scores of {trees.path_string(path)!r}"
         if not jnp.all(jnp.isfinite(score)):
             raise ValueError(
-                f"{what} are not all finite. Look for NaN in the parameters and the data, or scale "
+                f"{role} are not all finite. Look for NaN in the parameters and the data, or scale "
                 "the model down; jax.config.update('jax_enable_x64', True) widens the range."
             )
         if score.size > 1 and (value := jnp.min(score)) == jnp.max(score):
             raise ValueError(
-                f"{what} are all {value} and rank nothing. Does the leaf take part in the output, "
+                f"{role} are all {value} and rank nothing. Does the leaf take part in the output, "
                 "and is it initialized to values that differ?"
             )
 
@@ -317,9 +318,9 @@ def _check_scores(name: str, scores: PyTree, targets: PyTree) -> None:
 
 
 def _gradient(loss_fn: LossFn, params: PyTree) -> Callable[..., PyTree]:
-    """The gradient of the loss as a function of the floating leaves and a batch."""
+    """Returns the gradient of the loss as a function of the floating leaves and a batch."""
 
-    def loss(weights: PyTree, batch: Any) -> jax.Array:
+    def loss(weights: PyTree, batch: PyTree) -> jax.Array:
         value = loss_fn(_with_leaves(params, weights), batch)
         if not trees.is_prunable(value) or value.shape:
             got = f"a {type(value).__name__}"
@@ -335,15 +336,15 @@ def _gradient(loss_fn: LossFn, params: PyTree) -> Callable[..., PyTree]:
 
 
 def _with_leaves(params: PyTree, weights: PyTree) -> PyTree:
-    """The parameters with other floating leaves."""
+    """Returns the parameters with their floating leaves replaced."""
     return trees.map_matched(lambda _, old, new: old if new is None else new, params, weights)
 
 
 def _mean(fn: Callable[..., PyTree], args: list[PyTree], batches: Iterable[PyTree]) -> PyTree:
-    """The mean of fn(*args, batch) over the batches, summed in at least float32."""
+    """Returns the mean of fn(*args, batch) over the batches, summed in at least float32."""
 
     @jax.jit
-    def add(total: PyTree | None, args: list[PyTree], batch: Any) -> PyTree:
+    def add(total: PyTree | None, args: list[PyTree], batch: PyTree) -> PyTree:
         wide = jax.tree.map(
             lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), fn(*args, batch)
         )

@@ -1,7 +1,7 @@
-"""Global pruners: all layers share one threshold, so that each finds its own sparsity.
+"""Global pruners: all layers share one threshold, which determines the sparsity of each layer.
 
-They are magnitude and saliency pruning with `scope=Global()` and fields of their own for what a
-distribution says elsewhere, as in jaxpruner.
+The classes are magnitude and saliency pruning with `scope=Global()`. As in jaxpruner, their fields
+replace the distribution.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class GlobalPruning(BaseUpdater):
     Attributes:
       sparsity: fraction of the weights of all selected leaves to remove, in [0, 1].
       filter_fn: selects leaves, as in `sparsity_distributions.Uniform`.
-      custom_sparsity_map: leaves that have a sparsity of their own and are not ranked with the
-        others, as in `sparsity_distributions.Uniform`.
+      custom_sparsity_map: sparsities of leaves that are not ranked with the others, as in
+        `sparsity_distributions.Uniform`.
       use_normalization: as in `Global`.
       normalization_eps: as in `Global`.
     """
@@ -52,13 +52,13 @@ class GlobalPruning(BaseUpdater):
                 f"{type(self).__name__} ranks all leaves together and takes no "
                 "sparsity_distribution_fn. Give it sparsity, filter_fn and custom_sparsity_map."
             )
-        self.get_distribution_fn()  # which checks these
+        self.get_distribution_fn()  # checks the fields
 
     def get_distribution_fn(self) -> Distribution | None:
         return Uniform(self.sparsity, self.filter_fn, self.custom_sparsity_map)
 
     def _sparsity_tree(self, sparsities: PyTree, scores: PyTree) -> PyTree:
-        """Gives one sparsity to all leaves that are selected, as documents of jaxpruner do."""
+        """Returns a tree of sparsities; all selected leaves share a single sparsity."""
         if not jax.tree_util.all_leaves([sparsities]):
             return sparsities
         share = Uniform(sparsities, self.filter_fn, self.custom_sparsity_map)
@@ -70,7 +70,7 @@ class GlobalMagnitudePruning(GlobalPruning, MagnitudePruning):
     """Ranks |weight|, divided by the L2 norm of its layer, across all layers.
 
     The division lets layers of different scales compare. `use_normalization=False` ranks |weight|
-    itself: the largest weights of the network stay, and a layer of small ones may vanish.
+    itself: the largest weights of the network stay, and a layer of small weights may vanish.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Layer-adaptive magnitude pruning: one threshold for all layers that asks for no tuning.
+"""Layer-adaptive magnitude pruning: one threshold for all layers, without tuning.
 
 Source: Lee et al. 2021, "Layer-adaptive sparsity for the magnitude-based pruning", equation 4.
 """
@@ -20,12 +20,12 @@ from sparsity.training.state import SparseState
 
 @dataclasses.dataclass(kw_only=True)
 class LampPruning(BaseUpdater):
-    """Keeps the weights with the largest squares, each relative to what outlives it in its layer.
+    """Keeps the weights with the largest squares, relative to the larger weights of their layer.
 
     The score of a weight is its square over the sum of the squares that rank no lower in its leaf,
-    its own included; of equal magnitudes the one with the lower index ranks higher. The largest
-    weight of a leaf scores 1, so that no layer vanishes while there are as many places as layers.
-    A leaf is sorted to be scored, which gathers it where it is sharded.
+    including the square itself. Of equal magnitudes the one with the lower index ranks higher. The
+    largest weight of a leaf scores 1, so that no layer vanishes while at least as many weights are
+    kept as there are layers. Scoring sorts a leaf, which gathers a sharded leaf.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -55,8 +55,8 @@ def lamp_scores(weights: jax.Array) -> jax.Array:
       weights: array of any shape, real or complex.
 
     Returns:
-      Scores in [0, 1] of that shape, at least float32; the same bits on any mesh. Weights that are
-      0 score 0, those that are NaN score NaN.
+      Scores in [0, 1] of the same shape, at least float32; the same bits on any mesh. A weight of 0
+      scores 0, a NaN scores NaN.
 
     Example:
       >>> lamp_scores(jnp.array([1.0, -3.0, 2.0, 2.0]))
@@ -69,7 +69,7 @@ def lamp_scores(weights: jax.Array) -> jax.Array:
     squares = jnp.square(jnp.ldexp(sizes, -exponent))
     order = jnp.argsort(-squares, stable=True)
     ranked = squares[order]
-    # A sum by a fixed tree: a partitioned one would round otherwise.
+    # A sum by a fixed tree: a partitioned sum would round differently.
     totals = jax.lax.associative_scan(jnp.add, ranked)
     scores = jnp.where(ranked == 0, 0, ranked / jnp.where(totals == 0, 1, totals))
     result: jax.Array = jnp.zeros_like(squares).at[order].set(scores).reshape(weights.shape)

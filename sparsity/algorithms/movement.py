@@ -1,4 +1,4 @@
-"""Movement pruning: weights that training moves towards zero are removed.
+"""Movement pruning: removes the weights that training moves towards zero.
 
 Source: Sanh et al. 2020, "Movement pruning: adaptive sparsity by fine-tuning", equation 2.
 """
@@ -6,7 +6,7 @@ Source: Sanh et al. 2020, "Movement pruning: adaptive sparsity by fine-tuning", 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,14 @@ from sparsity.training.state import SparseState
 class MovementPruning(BaseUpdater):
     """Keeps the weights with the largest sum of -weight * gradient over all steps so far.
 
-    The sums are the `algorithm_state`, at least float32; the present step counts. Weights are those
-    under the masks: the sum of a pruned weight stays, and the weight comes back, at zero and with a
-    fresh optimizer state, once the sums of others have fallen below.
+    The sums are the `algorithm_state`, at least float32, and include the current step. Weights are
+    taken under the masks. The sum of a pruned weight stays constant. The weight returns, at zero
+    and with a fresh optimizer state, once enough sums of other weights have fallen below its sum.
 
-    The published code trains the sums by an Adam of their own, and pruned weights keep their
-    values. Its soft variant, with a threshold in place of a rank, is not offered: how many weights
-    pass the threshold depends on the rate of that Adam and on a penalty, so no target would be met.
+    The published code trains the sums by a separate Adam, and pruned weights keep their values. Its
+    soft variant, with a threshold in place of a rank, is not offered: the number of weights above
+    the threshold depends on the rate of the separate Adam and on a penalty, so that no target would
+    be met.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -40,16 +41,18 @@ class MovementPruning(BaseUpdater):
     regrows: ClassVar[bool | None] = True
 
     def init_algorithm_state(self, params: PyTree, masks: PyTree) -> PyTree:
-        def start(_: trees.KeyPath, param: Any, mask: Any) -> Any:
+        def start(_: trees.KeyPath, param: jax.Array, mask: jax.Array | None) -> jax.Array | None:
             if mask is None:
                 return None
-            real = jnp.finfo(param.dtype).dtype  # of a complex weight's parts
+            real = jnp.finfo(param.dtype).dtype  # of the parts of a complex weight
             return sharding.zeros_like(param, jnp.promote_types(real, jnp.float32))
 
         return trees.map_matched(start, params, masks)
 
     def accumulate(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> SparseState:
-        def add(_: trees.KeyPath, param: Any, grad: Any, total: Any) -> Any:
+        def add(
+            _: trees.KeyPath, param: jax.Array, grad: PyTree, total: jax.Array | None
+        ) -> jax.Array | None:
             return None if total is None else total + movement(param, grad)
 
         sums = trees.map_matched(add, params, grads, sparse_state.algorithm_state)
@@ -66,13 +69,13 @@ class MovementPruning(BaseUpdater):
                 "of a step, instant_sparsify(params, grads), or train with wrap_optax."
             )
 
-        def score(_: trees.KeyPath, param: jax.Array, grad: Any) -> jax.Array:
+        def score(_: trees.KeyPath, param: jax.Array, grad: PyTree) -> jax.Array:
             return movement(param, grad)
 
         return trees.map_matched(score, params, grads)
 
 
 def movement(param: jax.Array, grad: jax.Array) -> jax.Array:
-    """-param * grad, at least float32: how much a small step of descent enlarges the weight."""
+    """Returns -param * grad, at least float32: the growth of |param| by a small descent step."""
     dtype = jnp.promote_types(param.dtype, jnp.float32)
     return -jnp.real(param.astype(dtype) * grad.astype(dtype))

@@ -1,9 +1,9 @@
-"""Pruners: training starts dense and becomes sparse; each says what a weight is worth."""
+"""Pruners: training starts dense and becomes sparse; each class scores weights in its way."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ class SaliencyPruning(BaseUpdater):
 
         is_signed = getattr(self.scope, "takes_signed_scores", False)
 
-        def score(path: trees.KeyPath, param: Any, grad: Any) -> Any:
+        def score(path: trees.KeyPath, param: jax.Array, grad: jax.Array | None) -> jax.Array:
             if grad is None:
                 raise ValueError(f"grads has no leaf for {trees.path_string(path)!r}.")
             saliency = param * grad
@@ -81,7 +81,7 @@ class SaliencyPruning(BaseUpdater):
 
 @dataclasses.dataclass(kw_only=True)
 class RandomPruning(BaseUpdater):
-    """Keeps a random subset fixed by `rng_seed` and the leaf's path.
+    """Keeps a random subset, which `rng_seed` and the path of the leaf determine.
 
     Masks are nested as the sparsity rises: a pruned weight stays pruned.
 

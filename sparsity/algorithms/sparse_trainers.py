@@ -39,10 +39,10 @@ from sparsity.training.updater import is_overridden
 
 @dataclasses.dataclass(frozen=True)
 class ConstantFraction:
-    """The same fraction at every step.
+    """Constant fraction.
 
     Attributes:
-      fraction: in [0, 1].
+      fraction: value at every step, in [0, 1].
     """
 
     fraction: float
@@ -57,11 +57,11 @@ class ConstantFraction:
 
 @dataclasses.dataclass(frozen=True)
 class CosineFraction:
-    """A fraction that falls along a cosine to zero.
+    """Fraction that falls along a cosine to zero.
 
     Attributes:
-      fraction: at step 0, in [0, 1].
-      steps: where it reaches zero.
+      fraction: value at step 0, in [0, 1].
+      steps: first step with the value 0.
     """
 
     fraction: float
@@ -102,7 +102,7 @@ class SparseTraining(BaseUpdater):
 
 @dataclasses.dataclass(kw_only=True)
 class StaticRandomSparse(SparseTraining):
-    """Trains within one mask: a random one, or that of `wrap_optax(tx, masks=masks)`.
+    """Trains within one mask: a random mask, or the mask of `wrap_optax(tx, masks=masks)`.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsity
@@ -125,11 +125,13 @@ class StaticRandomSparse(SparseTraining):
 class DropAndGrow(SparseTraining):
     """Moves the mask: drops active weights of the lowest magnitude and grows as many others.
 
-    The number of active entries (blocks, channels) of every leaf never changes; with a global scope
-    that of all leaves. Regrown weights start at zero with a fresh optimizer state.
+    The number of active entries (blocks, channels) of every leaf never changes; with a global
+    scope, the number of all leaves together. Regrown weights start at zero with a fresh optimizer
+    state.
 
     Attributes:
-      drop_fraction_fn: from the step to the fraction of active weights to replace, in [0, 1].
+      drop_fraction_fn: function from the step to the fraction of active weights to replace, in
+        [0, 1].
     """
 
     skip_gradients: bool = True
@@ -149,11 +151,11 @@ class DropAndGrow(SparseTraining):
 
     @elementwise
     def get_drop_scores(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> PyTree:
-        """Returns scores by which active weights are kept."""
+        """Returns drop scores: the active weights with the highest are kept."""
         return jax.tree.map(jnp.abs, params)
 
     def get_grow_scores(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> PyTree:
-        """Returns scores by which weights that were not kept grow."""
+        """Returns grow scores: the weights not kept with the highest grow."""
         raise NotImplementedError(f"{type(self).__name__} must override get_grow_scores.")
 
     def init_state(self, params: PyTree, *, sites: Sites | None = None) -> SparseState:
@@ -179,13 +181,13 @@ class DropAndGrow(SparseTraining):
         )
 
     def _drop_fraction(self, step: chex.Numeric) -> Any:
-        """The fraction of active weights to replace at a step."""
+        """Returns the fraction of active weights to replace at a step."""
         with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix integers and floats
             return self.drop_fraction_fn(step)
 
     @classmethod
     def read_config(cls, options: Mapping[str, object]) -> dict[str, object]:
-        """Turns `drop_fraction` into a function that falls along a cosine until the end step."""
+        """Converts `drop_fraction` to a function that falls along a cosine until the end step."""
         fields: dict[str, Any] = dict(options)
         if "drop_fraction" in fields and "drop_fraction_fn" in fields:
             raise ValueError(
@@ -202,13 +204,13 @@ class DropAndGrow(SparseTraining):
 class SET(DropAndGrow):
     """Drops the active weights of the lowest magnitude and grows as many random ones.
 
-    The number of active weights of a leaf never changes. Regrown weights start at zero with a fresh
-    optimizer state; a step that moves the mask trains nothing, unless `skip_gradients=False`. Give
-    a `PeriodicSchedule`. Masks are random at first.
+    The initial masks are random. The number of active weights of a leaf never changes. Regrown
+    weights start at zero with a fresh optimizer state. A step that moves the mask trains nothing,
+    unless `skip_gradients=False`. Use a `PeriodicSchedule`.
 
     Attributes:
-      drop_fraction_fn: fraction of the active weights that an update replaces, a function of the
-        step; 0.3 by default.
+      drop_fraction_fn: function from the step to the fraction of active weights that an update
+        replaces; 0.3 by default.
 
     Source: Mocanu et al. 2018, "Scalable training of artificial neural networks with adaptive
     sparse connectivity inspired by network science".
@@ -242,7 +244,7 @@ class SET(DropAndGrow):
 class RigL(DropAndGrow):
     """Drops the active weights of the lowest magnitude and grows those with the largest gradient.
 
-    Fields and behaviour are those of `SET`, but for what grows.
+    Fields and behaviour are those of `SET`, except for the weights that grow.
 
     Source: Evci et al. 2020, "Rigging the Lottery: Making All Tickets Winners", algorithm 1.
 
@@ -270,7 +272,7 @@ class RigL(DropAndGrow):
 
 @dataclasses.dataclass(kw_only=True)
 class GlobalRigL(RigL):
-    """RigL whose layers trade weights: the total stays, and each layer finds its own density.
+    """Moves the masks as RigL does, but lets layers trade weights within a constant total.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsity

@@ -1,4 +1,4 @@
-"""SR-STE: a straight-through estimator that lets go of the weights which it masks.
+"""SR-STE: a straight-through estimator with a decay of masked weights.
 
 Source: Zhou et al. 2021, "Learning N:M fine-grained structured sparse neural networks from
 scratch", equation 9.
@@ -7,7 +7,6 @@ scratch", equation 9.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from sparsity.algorithms.pruners import MagnitudePruning
 from sparsity.algorithms.ste import StraightThrough
@@ -19,14 +18,14 @@ from sparsity.training.state import SparseState
 
 @dataclasses.dataclass(kw_only=True)
 class SRSTE(StraightThrough, MagnitudePruning):
-    """Uses the largest weights in the forward pass, trains all, and shrinks those that are masked.
+    """Uses the largest weights in the forward pass, trains all, and decays masked weights.
 
-    The gradient is that of the masked weights, passed straight through, plus `decay` times each
-    masked weight: g + decay * (1 - mask) * w. Masks flip less often than without it. Made for
-    `sparsity_type=NByM(2, 4)`.
+    The gradient g of the masked network is passed straight through, plus `decay` times each masked
+    weight: g + decay * (1 - mask) * w. The decay makes masks flip less often. The method is made
+    for `sparsity_type=NByM(2, 4)`.
 
     Attributes:
-      decay: of masked weights, at least 0; 2e-4 in the source.
+      decay: decay of masked weights, at least 0; 2e-4 in the source.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsity
@@ -48,7 +47,7 @@ class SRSTE(StraightThrough, MagnitudePruning):
         plain = dataclasses.replace(self, use_packed_masks=False)  # as hooks get the masks
         seen = plain.pre_forward_update(params, sparse_state)
 
-        def add(_: trees.KeyPath, grad: Any, param: Any, used: Any) -> Any:
+        def add(_: trees.KeyPath, grad: PyTree, param: PyTree, used: PyTree) -> PyTree:
             if used is param:  # a leaf without a mask
                 return grad
             return grad + (self.decay * (param - used)).astype(grad.dtype)

@@ -1,4 +1,17 @@
-"""SRigL: RigL with as many weights in every neuron, and neurons that are removed when few count.
+"""SRigL: RigL with a constant fan-in, which also removes neurons of few salient weights.
+
+An update of a layer moves the mask in five steps. B is the number of weights that the sparsity of
+the layer keeps, and K = num_kept(active, drop_fraction) of its active weights.
+
+1. Salient are the K active weights with the highest drop scores, and the active - K other weights
+   with the highest grow scores.
+2. Neurons with fewer salient weights than max(1, floor(min_salient * (B // neurons))) are removed.
+   If fewer than min(neurons, B // inputs + 1) neurons would remain, the bound is lowered until at
+   least that many remain.
+3. The fan-in becomes min(inputs, B // remaining neurons).
+4. Of the active weights in remaining neurons the K with the highest drop scores are candidates.
+   Each neuron keeps its highest candidates, at most as many as the fan-in.
+5. Each neuron grows the weights with its highest grow scores up to the fan-in.
 
 Source: Lasby et al. 2024, "Dynamic sparse training with structured sparsity", algorithm 1.
 """
@@ -31,14 +44,14 @@ from sparsity.training.state import SparseState
 class SRigL(RigL):
     """Moves the mask as RigL does, at a constant fan-in: neurons are indices of the last axis.
 
-    It starts from random masks; see `constant_fan_in` for an update. The published code never
-    removes neurons of the last layer: give that one a sparsity of None in `custom_sparsity_map`.
-    It also counts one neuron more among those that stay, and salient weights twice that both
-    scores choose.
+    The initial masks are random; the module `srigl` describes an update. The published code differs
+    in three ways. It never removes neurons of the last layer: set the sparsity of that layer to
+    None in `custom_sparsity_map` for the same effect. It counts one neuron too many among the
+    neurons that stay, and counts a salient weight twice if both scores choose the weight.
 
     Attributes:
-      min_salient: a neuron with fewer salient weights than this fraction of the mean fan-in is
-        removed, in [0, 1]; 0.3 in the source, 0.95 for transformers.
+      min_salient: fraction of the mean fan-in, in [0, 1]; a neuron with fewer salient weights is
+        removed. The source uses 0.3, and 0.95 for transformers.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsity
@@ -83,7 +96,9 @@ class SRigL(RigL):
         table = self.sites(params) if sites is None else sites
         scores = generate_random_scores(params, self.rng_seed)
 
-        def draw(path: trees.KeyPath, score: Any, target: Any) -> Any:
+        def draw(
+            path: trees.KeyPath, score: jax.Array, target: chex.Numeric | None
+        ) -> jax.Array | None:
             if target is None:
                 return None
             start = functools.partial(_random_fan_in, table[path].batch_axes)
@@ -94,7 +109,13 @@ class SRigL(RigL):
     def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> PyTree:
         fraction = self._drop_fraction(sparse_state.count)
 
-        def move(path: trees.KeyPath, drop: Any, grow: Any, mask: Any, target: Any) -> Any:
+        def move(
+            path: trees.KeyPath,
+            drop: jax.Array,
+            grow: jax.Array,
+            mask: jax.Array | None,
+            target: chex.Numeric,
+        ) -> jax.Array | None:
             if mask is None:
                 return None
             batch_axes = inputs.sites[path].batch_axes
@@ -123,24 +144,16 @@ def constant_fan_in(
     min_salient: float = 0.3,
     batch_axes: int = 0,
 ) -> jax.Array:
-    """Moves the mask of a layer: all neurons that stay have as many weights.
+    """Moves the mask of a layer so that all remaining neurons have the same fan-in.
 
-    The budget B of the layer is what its sparsity keeps. Salient are the K = num_kept(active,
-    drop_fraction) active weights with the highest drop scores and, of all others, the active - K
-    with the highest grow scores. Neurons with fewer salient weights than
-    max(1, floor(min_salient * (B // neurons))) are removed; where fewer than
-    min(neurons, B // inputs + 1) would be left, the bound is lowered until they are. The fan-in
-    becomes min(inputs, B // neurons left). Of the active weights in neurons left the K with the
-    highest drop scores are taken, and of these each neuron keeps the highest, at most its fan-in;
-    then it grows its highest grow scores up to the fan-in. Ties go to the lower index. Removed
-    neurons may return.
+    The module describes the steps. Ties go to the lower index. Removed neurons may return.
 
     Args:
-      mask: [*batch, ..., neurons] uint8, the present mask.
+      mask: [*batch, ..., neurons] uint8, the current mask.
       drop_scores: same shape, |weight|.
       grow_scores: same shape, |gradient|.
       drop_fraction: scalar in [0, 1].
-      sparsity: scalar in [0, 1], the target of the layer.
+      sparsity: scalar in [0, 1], the target sparsity of the layer.
       min_salient: as in `SRigL`.
       batch_axes: number of leading axes that index separate layers.
 
@@ -177,9 +190,9 @@ def constant_fan_in(
 def _neurons_that_stay(
     counts: jax.Array, inputs: int, budget: jax.Array, min_salient: float
 ) -> jax.Array:
-    """Returns which neurons stay, bool[*batch, neurons], from their numbers of salient weights."""
+    """Returns the neurons that stay, bool[*batch, neurons], by their numbers of salient weights."""
     neurons = counts.shape[-1]
-    # A table of products by Python: a compiled one may round to another integer.
+    # Products from numpy: a compiled product may round to another integer.
     bounds = np.maximum(np.floor(min_salient * np.arange(inputs + 1)), 1).astype(np.int32)
     fewest = jnp.minimum(neurons, budget // inputs + 1)
     reached = jnp.take(jnp.sort(counts, descending=True), fewest - 1, axis=-1)
@@ -187,7 +200,7 @@ def _neurons_that_stay(
 
 
 def _random_fan_in(batch_axes: int, scores: jax.Array, sparsity: chex.Numeric) -> jax.Array:
-    """The mask of the highest scores of each neuron, as many as all can have within the budget."""
+    """Returns the mask of the highest scores of each neuron, with the largest fan-in in budget."""
     rows = jnp.moveaxis(scores, -1, batch_axes)
     budget = _budget(math.prod(rows.shape[batch_axes:]), sparsity)
     fan_in = budget // max(rows.shape[batch_axes], 1)
@@ -196,7 +209,7 @@ def _random_fan_in(batch_axes: int, scores: jax.Array, sparsity: chex.Numeric) -
 
 
 def _budget(size: int, sparsity: chex.Numeric) -> Any:
-    """How many weights a layer keeps: an int, or int32 if the sparsity is traced."""
+    """Returns the number of weights that a layer keeps; int32 if the sparsity is traced."""
     return num_kept(size, sparsity)
 
 

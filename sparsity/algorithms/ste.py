@@ -8,7 +8,7 @@ Sparse Neural Networks From Scratch".
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import chex
 import jax
@@ -40,9 +40,9 @@ class StraightThrough(BaseUpdater):
     schedule it is sparse from step 0 on.
 
     Attributes:
-      store_masks: keep the masks in the state and refresh them at the scheduler's steps, instead of
-        making fresh ones at every forward pass; other steps then only apply them. As masks are
-        refreshed after the forward pass of a step, the next one is the first to be sparse.
+      store_masks: keep the masks in the state, and refresh them only at the steps of the scheduler
+        instead of at every forward pass. As masks are refreshed after the forward pass of a step,
+        the next forward pass is the first sparse one.
     """
 
     store_masks: bool = False
@@ -61,15 +61,15 @@ class StraightThrough(BaseUpdater):
         else:
             seen = jax.lax.stop_gradient(trees.prunable(params))
             masks = super().new_masks(state, Inputs(seen, None, self.sites(params), {}))
-            masks = jax.tree.map(lambda mask: self._in_force(mask, state.count), masks)
+            masks = jax.tree.map(lambda mask: self._started(mask, state.count), masks)
 
-        def apply(_: trees.KeyPath, param: Any, mask: Any) -> Any:
+        def apply(_: trees.KeyPath, param: chex.Array, mask: chex.Array | None) -> chex.Array:
             return param if mask is None else apply_mask_straight_through(param, mask)
 
         return trees.map_matched(apply, params, masks)
 
-    def _in_force(self, mask: jax.Array, step: chex.Numeric) -> jax.Array:
-        """The mask from the first update on, ones before."""
+    def _started(self, mask: jax.Array, step: chex.Numeric) -> jax.Array:
+        """Returns the mask from the first update on, ones before."""
         start, _ = update_range(self.scheduler) or (0, None)
         return jnp.where(step < start, jnp.ones_like(mask), mask) if start else mask
 
@@ -82,7 +82,7 @@ class StraightThrough(BaseUpdater):
     def wrap_optax(
         self, inner: optax.GradientTransformation, masks: PyTree | None = None
     ) -> optax.GradientTransformationExtraArgs:
-        """Returns `inner` with sparsity; masks to start from need `store_masks`."""
+        """Returns `inner` with sparsity; initial masks need `store_masks`."""
         if masks is not None and not self.store_masks:
             raise ValueError(
                 f"{type(self).__name__} makes new masks in every forward pass and would not use "
@@ -102,7 +102,7 @@ class StraightThrough(BaseUpdater):
 
 @dataclasses.dataclass(kw_only=True)
 class SteMagnitudePruning(StraightThrough, MagnitudePruning):
-    """Uses the weights of the largest magnitude in the forward pass and trains all of them.
+    """Uses the weights of the largest magnitude in the forward pass and trains all weights.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsity
@@ -117,7 +117,7 @@ class SteMagnitudePruning(StraightThrough, MagnitudePruning):
 
 @dataclasses.dataclass(kw_only=True)
 class SteRandomPruning(StraightThrough, RandomPruning):
-    """Uses other random weights in every forward pass and trains all of them.
+    """Uses different random weights in every forward pass and trains all weights.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsity

@@ -1,4 +1,4 @@
-"""Lottery tickets: train, prune the smallest weights, rewind those that are left, and so on.
+"""Lottery tickets: repeats training, pruning of the smallest weights, and rewinding.
 
 Sources: Frankle & Carbin 2019, "The lottery ticket hypothesis", section 1; Frankle et al. 2020,
 "Linear mode connectivity and the lottery ticket hypothesis", algorithm 2, for rewinding to a step.
@@ -7,8 +7,9 @@ Sources: Frankle & Carbin 2019, "The lottery ticket hypothesis", section 1; Fran
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,29 +35,29 @@ def lottery_ticket(
 ) -> list[Ticket]:
     """Finds tickets of fewer and fewer weights, by iterative magnitude pruning.
 
-    Of the n weights of all matrices and kernels round(n * (1 - rate)^r) are left in round r, those
-    that training made largest: one ranking of |weight|, not normalized, ties to the lower index.
-    What is pruned never returns.
+    Of the n weights of all matrices and kernels, round r keeps the round(n * (1 - rate)^r) weights
+    that are largest after training: one ranking of |weight|, not normalized, ties to the lower
+    index. Pruned weights never return.
 
     Args:
-      train_fn: `train_fn(params, masks)` trains a network that starts from `params` and keeps what
-        the masks prune at zero, for example by `StaticRandomSparse().wrap_optax(tx, masks=masks)`;
-        it returns the trained parameters.
-      params: what the dense network starts from.
-      rounds: how often to prune, at least 0.
-      rate: fraction of the weights left that a round removes, in [0, 1].
-      rewind_params: what the pruned networks start from: the dense network a few steps on. `None`
-        means `params`.
+      train_fn: `train_fn(params, masks)` returns trained parameters with pruned weights at zero, as
+        with `StaticRandomSparse().wrap_optax(tx, masks=masks)`.
+      params: initial parameters of the dense network.
+      rounds: number of prunings, at least 0.
+      rate: fraction of the remaining weights that a round removes, in [0, 1].
+      rewind_params: initial parameters of the pruned networks, often the dense network after a few
+        steps. `None` means `params`.
       done: tickets of an earlier call at the same rate, which are not trained again.
 
     Returns:
-      (start, masks, trained) of each round, `rounds` + 1 of them, the first dense. A start has the
-      bits of `rewind_params` where its masks keep them, and zeros elsewhere; masks are `None` for
-      leaves that stay dense.
+      List of `rounds` + 1 tickets (start, masks, trained), the first one dense. A start has the
+      bits of `rewind_params` where its masks keep weights, and zeros elsewhere; masks are `None`
+      for leaves that stay dense.
 
     Raises:
       ValueError: an argument is out of range, parameters differ in structure, weights to rank or to
-        rewind to are not finite, or `done` is of another model or rate; leaf and round are named.
+        rewind to are not finite, or `done` belongs to another model or rate. The message names leaf
+        and round.
 
     Example:
       >>> params = {"w": jnp.array([[1.0, 2.0], [3.0, 4.0]])}
@@ -78,7 +79,7 @@ def lottery_ticket(
         _check_done(r, ticket, params, ones, rate)
     for r in range(len(tickets), rounds + 1):
         start, masks = _rewound(tickets[-1], origin, rate, r) if r else (params, ones)
-        # Of copies, which may be donated.
+        # Copies, because train_fn may donate its arguments.
         trained = train_fn(*jax.tree.map(jnp.copy, (start, masks)))
         _check_like("train_fn must return the parameters that it got,", trained, params)
         tickets.append((start, masks, trained))
@@ -99,9 +100,9 @@ def _check_like(must: str, tree: PyTree, params: PyTree) -> None:
 
 
 def _check_finite(role: str, tree: PyTree, masks: PyTree) -> None:
-    """Raises a ValueError that names a leaf with a mask if weights that it keeps are not finite."""
+    """Raises a ValueError that names a leaf whose kept weights are not finite."""
 
-    def check(path: trees.KeyPath, weights: Any, mask: Any) -> None:
+    def check(path: trees.KeyPath, weights: jax.Array, mask: jax.Array | None) -> None:
         if mask is None or is_traced(weights):
             return
         if not jnp.all(jnp.isfinite(weights) | (mask == 0)):
@@ -114,7 +115,7 @@ def _check_finite(role: str, tree: PyTree, masks: PyTree) -> None:
 
 
 def _check_done(r: int, ticket: Ticket, params: PyTree, ones: PyTree, rate: float) -> None:
-    """Raises a ValueError unless a ticket is one of these parameters, at this rate."""
+    """Raises a ValueError unless a ticket belongs to the parameters and the rate."""
     if not isinstance(ticket, tuple | list) or len(ticket) != 3:
         raise ValueError(
             f"done[{r}] must be (start, masks, trained), as lottery_ticket returns it, got a "
@@ -138,12 +139,12 @@ def _check_done(r: int, ticket: Ticket, params: PyTree, ones: PyTree, rate: floa
         )
 
 
-def _ones(_: trees.KeyPath, param: Any, target: Any) -> Any:
+def _ones(_: trees.KeyPath, param: jax.Array, target: chex.Numeric | None) -> jax.Array | None:
     return None if target is None else jnp.ones_like(param, jnp.uint8)
 
 
 def _rewound(ticket: Ticket, origin: PyTree, rate: float, r: int) -> tuple[PyTree, PyTree]:
-    """Returns what round r starts from, and its masks, by the ticket of the round before."""
+    """Returns the initial parameters and the masks of round r, from the ticket before."""
     _, masks, trained = ticket
     _check_finite(f"what train_fn returned in round {r - 1}", trained, masks)
     masks = _pruned(masks, trained, rate, r)
@@ -151,13 +152,13 @@ def _rewound(ticket: Ticket, origin: PyTree, rate: float, r: int) -> tuple[PyTre
 
 
 def _pruned(masks: PyTree, trained: PyTree, rate: float, r: int) -> PyTree:
-    """The masks of round r, within those of the round before."""
+    """Returns the masks of round r, within the masks of the round before."""
     magnitudes = jax.tree.map(jnp.abs, trees.prunable(trained))
     return highest_within(masks, magnitudes, _num_kept(masks, rate, r))
 
 
 def _num_kept(masks: PyTree, rate: float, r: int) -> int:
-    """The number of weights that round r keeps."""
+    """Returns the number of weights that round r keeps."""
     n = sum(mask.size for mask in jax.tree.leaves(masks))
     kept: int = round(n * (1 - rate) ** r)
     return max(1, kept)

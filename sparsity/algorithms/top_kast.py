@@ -1,4 +1,4 @@
-"""Top-KAST: sparse forward and backward passes, over sets that weights compete for.
+"""Top-KAST: sparse forward and backward passes over sets of the largest weights.
 
 Source: Jayakumar et al. 2020, "Top-KAST: Top-K always sparse training", sections 2.1 and 2.3.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import ClassVar
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,17 +30,17 @@ from sparsity.training.state import SparseState
 class TopKast(StraightThrough, MagnitudePruning):
     """Uses the set A of the largest weights in the forward pass and trains a larger set B.
 
-    A is the masks, which `pre_forward_update` applies; B, of the next largest as well, the
-    `algorithm_state`. Both are chosen at initialization and anew at the schedule's updates. Weights
-    of B get the gradient of the masked network, passed straight through, plus a decay:
-    regularization * w within A, 1 / (1 - sparsity) of that in the rest of B, where a weight has to
-    earn its place. Weights outside of B keep their values, whatever the optimizer: neither its
-    momentum nor its own decay moves them; their moments see gradients of zero.
+    The masks hold A, which `pre_forward_update` applies. The `algorithm_state` holds B, which adds
+    the next largest weights. Both sets are chosen at initialization and again at each update of the
+    schedule. Weights of B get the gradient of the masked network, passed straight through, plus a
+    decay: regularization * w within A, and 1 / (1 - sparsity) times as much in B outside of A,
+    where weights must grow to stay. Weights outside of B keep their values under any optimizer:
+    neither momentum nor weight decay moves them, and their moments see gradients of zero.
 
     Attributes:
-      backward_sparsity: fraction of the weights outside of B, at most the target; a leaf whose own
-        target is lower has B = A. `None` makes B twice as large as A.
-      regularization: of the exploration, at least 0; 1e-4 in the source.
+      backward_sparsity: fraction of the weights outside of B, at most the target; a leaf with a
+        lower target has B = A. `None` makes B twice as large as A.
+      regularization: strength of the decay, at least 0; 1e-4 in the source.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsity
@@ -79,9 +80,12 @@ class TopKast(StraightThrough, MagnitudePruning):
         targets = self._target_sparsities(params, sites)
         _check_backward(self.backward_sparsity, targets)
         backward = self._backward(self.calculate_scores(params), masks, targets, sites)
-        # A leaf may have been given a mask without a target.
+        # A user may pass a mask for a leaf without a target.
         return trees.map_matched(
-            lambda _, param, mask, own: mask if own is None else own, params, masks, backward
+            lambda _, param, mask, chosen: mask if chosen is None else chosen,
+            params,
+            masks,
+            backward,
         )
 
     def update_state(
@@ -108,23 +112,23 @@ class TopKast(StraightThrough, MagnitudePruning):
     def wrap_optax(
         self, inner: optax.GradientTransformation, masks: PyTree | None = None
     ) -> optax.GradientTransformationExtraArgs:
-        """Returns `inner` with sparsity; its updates are zero outside of B."""
+        """Returns `inner` with sparsity; updates outside of B are zero."""
         tx = super().wrap_optax(inner, masks)
 
         def update(
             updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: ExtraArg
-        ) -> tuple[PyTree, Any]:
-            new: Any
+        ) -> tuple[PyTree, PyTree]:
+            new: PyTree
             steps, new = tx.update(updates, state, params, **extra_args)
             return apply_masks(steps, new.algorithm_state, role="updates"), new
 
         return optax.GradientTransformationExtraArgs(tx.init, update)
 
     def _backward(self, scores: PyTree, masks: PyTree, targets: PyTree, sites: Sites) -> PyTree:
-        """The masks of B: those of A, and of the largest weights beside them."""
+        """Returns the masks of B: of A, and of the largest weights outside of A."""
         targets = jax.tree.map(on_device, targets)
-        given = self.backward_sparsity
-        sparsities = jax.tree.map(functools.partial(_backward_sparsity, given), targets)
+        backward_sparsity = functools.partial(_backward_sparsity, self.backward_sparsity)
+        sparsities = jax.tree.map(backward_sparsity, targets)
         first = trees.map_matched(
             lambda _, score, mask: score if mask is None else _raised(score, mask), scores, masks
         )
@@ -137,35 +141,41 @@ class TopKast(StraightThrough, MagnitudePruning):
         return call_hook(self.create_masks, scores, sparsities, extra={}, named=optional)
 
 
-# Both are compiled, as eager ones would send their constants to the device.
+# Both are compiled, as eager calls would send their constants to the device.
 @jax.jit
 def _raised(score: jax.Array, mask: jax.Array) -> jax.Array:
-    """Scores that rank what is in A above all else."""
+    """Returns scores that rank the weights of A above all others."""
     return jnp.where(mask > 0, jnp.inf, score)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _backward_sparsity(given: float | None, target: jax.Array) -> jax.Array:
-    return jnp.maximum(2 * target - 1, 0) if given is None else jnp.minimum(given, target)
+def _backward_sparsity(sparsity: float | None, target: jax.Array) -> jax.Array:
+    return jnp.maximum(2 * target - 1, 0) if sparsity is None else jnp.minimum(sparsity, target)
 
 
 def _explored(
-    decay: float, _: trees.KeyPath, grad: Any, param: Any, mask: Any, backward: Any, sparsity: Any
-) -> Any:
-    """The gradient of B with its decay, and zeros elsewhere."""
+    decay: float,
+    _: trees.KeyPath,
+    grad: jax.Array,
+    param: jax.Array,
+    mask: jax.Array | None,
+    backward: jax.Array,
+    sparsity: chex.Numeric | None,
+) -> jax.Array:
+    """Returns the gradient of B with its decay, and zeros elsewhere."""
     if mask is None:
         return grad
-    # A bias may go with its channel, and a mask may be given, without a sparsity.
+    # A leaf may have a mask without a sparsity: a bias of pruned channels, or a mask of the user.
     kept = jnp.mean(mask, dtype=jnp.float32) if sparsity is None else 1 - sparsity
     density = jnp.maximum(kept, 1 / max(param.size, 1))  # one weight always stays
     share = decay * jnp.where(mask > 0, 1, 1 / density)
     return apply_mask(grad + (share.astype(param.dtype) * param).astype(grad.dtype), backward)
 
 
-def _check_backward(given: float | None, targets: PyTree) -> None:
-    known = [np.float32(t) for t in jax.tree.leaves(targets) if not is_traced(t)]
-    if given is not None and known and np.float32(given) > max(known):
+def _check_backward(sparsity: float | None, targets: PyTree) -> None:
+    forward = [np.float32(t) for t in jax.tree.leaves(targets) if not is_traced(t)]
+    if sparsity is not None and forward and np.float32(sparsity) > max(forward):
         raise ValueError(
-            f"backward_sparsity must not exceed that of the forward pass, which is {max(known):g}, "
-            f"got backward_sparsity = {given}. Lower it, or leave it out."
+            "backward_sparsity must not exceed that of the forward pass, which is "
+            f"{max(forward):g}, got backward_sparsity = {sparsity}. Lower it, or leave it out."
         )

@@ -1,4 +1,4 @@
-"""Epoch strategies: pruning that follows a dictionary {epoch: what to prune, and how far}."""
+"""Epoch strategies: pruning that follows a dictionary {epoch: method and densities}."""
 
 from sparsity.epochs.updater import (
     EpochStrategy,

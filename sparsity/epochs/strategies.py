@@ -1,23 +1,23 @@
-"""Strategies: dictionaries that say at which epoch which layers are pruned, and how far.
+"""Strategies: dictionaries {epoch: method and densities}.
 
     {10: {"method": "str_unified_local", "prune_rate_pattern": (2, 4)},
      20: {"method": "unstr_local", "prune_rate_pattern": {"Dense_0-kernel": 0.1}}}
 
 A method is `unstr` or `str`, then
 
-- `global`: the layers share the density; each finds its own.
+- `global`: all layers are ranked together, under one density in total.
 - `unified_local`: every layer has the same density or pattern.
-- `local`: layers are named, each with its own; others stay as they are. A dictionary under
-  `unified_local` means the same.
+- `local`: a dictionary names layers and their densities or patterns; other layers stay unchanged. A
+  dictionary under `unified_local` means the same.
 
 A density in (0, 1] is the fraction to keep (`unstr`). A pattern is (n, m), 'n:m' or `NByM(n, m,
-axis)` (`str`) and keeps n of every m consecutive weights along an axis, by default the last; a
-shorter last group keeps n as well, or all it has. As it fixes the density of each group, `global`
-and `unified_local` are the same for patterns.
+axis)` (`str`). A pattern keeps n of every m consecutive weights along an axis, by default the last
+axis; a shorter last group also keeps n, or all its weights. As a pattern fixes the density of each
+group, `global` and `unified_local` are the same for patterns.
 
-Where no layers are named, those with more than one axis are pruned (kernels). A layer is named by
-its path, joined by '-' or '/' or as a tuple; the name of a module stands for all its parameters
-that have no name of their own.
+Without names, all layers with more than one axis are pruned (kernels). A layer is named by its
+path, joined by '-' or '/' or as a tuple. The name of a module stands for all its parameters that no
+other key names.
 
 Source: Kao 2022, "JAX-Pruning", whose README describes these strategies; no code is taken from it.
 """
@@ -44,21 +44,21 @@ METHODS = tuple(
 
 
 class Rule(NamedTuple):
-    """What becomes of a layer."""
+    """Pattern and sparsity of a layer."""
 
     kind: SparsityType
     sparsity: float
 
 
 class Entry(NamedTuple):
-    """An entry of a strategy: a rule for all layers or, by the keys that name them, for some."""
+    """Entry of a strategy: one rule for all layers, or rules by the keys that name layers."""
 
     epoch: int
     is_global: bool
     rules: Rule | dict[str | tuple[str, ...], Rule]
 
-    def rule_of(self, names: tuple[str, ...], param: PyTree, batch_axes: int) -> Rule | None:
-        """The rule of a parameter, `None` if it stays as it is."""
+    def find_rule(self, names: tuple[str, ...], param: PyTree, batch_axes: int) -> Rule | None:
+        """Returns the rule of a parameter, or `None` if the parameter stays unchanged."""
         if not trees.is_prunable(param):
             return None
         if isinstance(self.rules, Rule):
@@ -68,7 +68,7 @@ class Entry(NamedTuple):
         return next((self.rules[form] for form in forms if form in self.rules), None)
 
     def check_names(self, params: PyTree) -> None:
-        """Raises a ValueError if a key does not name exactly one layer that no other key names."""
+        """Raises a ValueError unless each key names exactly one layer, and no two keys the same."""
         if isinstance(self.rules, Rule):
             return
         leaves = trees.leaves_by_path(params)
@@ -79,11 +79,11 @@ class Entry(NamedTuple):
             named = [prefix for prefix in prefixes if key in _forms(prefix)]
             where = f"{key!r} in the strategy of epoch {self.epoch}"
             if not named:
-                known = ["/".join(path) for path in paths]
+                layers = ["/".join(path) for path in paths]
                 if isinstance(key, str) and "/" not in key:
-                    known = ["-".join(path) for path in paths]
+                    layers = ["-".join(path) for path in paths]
                 raise ValueError(
-                    f"{where} names no layer. {names_lib.nearest(key, known, 'layers')}"
+                    f"{where} names no layer. {names_lib.nearest(key, layers, 'layers')}"
                 )
             if len(named) > 1:
                 raise ValueError(f"{where} may mean any of {named}. Give the tuple of names.")
@@ -93,7 +93,7 @@ class Entry(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """What happens to given parameters at an epoch: the sites of the layers, their sparsities."""
+    """Stage of a strategy for a tree of parameters: sites and sparsities of the pruned layers."""
 
     is_global: bool
     sites: dict[trees.KeyPath, Site]
@@ -101,12 +101,12 @@ class Stage(NamedTuple):
 
 
 def _forms(names: tuple[str, ...]) -> tuple[str | tuple[str, ...], ...]:
-    """The keys that name a layer."""
+    """Returns the keys that name a layer."""
     return names, "/".join(names), "-".join(names)
 
 
 def parse(strategy: object) -> dict[int, Entry]:
-    """The entries of a strategy by epoch, in order; checked as far as they go without layers."""
+    """Returns the entries of a strategy by epoch, in order; checks all but the names of layers."""
     if not isinstance(strategy, Mapping):
         raise ValueError(
             "A strategy is a dictionary {epoch: {'method': ..., 'prune_rate_pattern': ...}}, got "
@@ -162,10 +162,19 @@ def _entry(epoch: int, entry: object) -> Entry:
     return Entry(epoch, False, rules)
 
 
-def read(strategy: Any, params: PyTree, batch_axes: BatchAxes = 0) -> dict[int, Stage]:
-    """What a strategy, or what `parse` made of it, does to the parameters; all of it is checked."""
-    is_parsed = isinstance(strategy, dict) and all(isinstance(e, Entry) for e in strategy.values())
-    entries: dict[int, Entry] = strategy if is_parsed else parse(strategy)
+def read(strategy: object, params: PyTree, batch_axes: BatchAxes = 0) -> dict[int, Stage]:
+    """Returns the stages of a strategy for the parameters, by epoch; checks the complete strategy.
+
+    Args:
+      strategy: a strategy, or the result of `parse`.
+      params: tree of parameters.
+      batch_axes: number of leading axes that index separate matrices, or a function.
+    """
+    entries: dict[int, Entry] = (
+        strategy
+        if isinstance(strategy, dict) and all(isinstance(e, Entry) for e in strategy.values())
+        else parse(strategy)
+    )
     stages = {}
     for epoch, entry in entries.items():
         entry.check_names(params)
@@ -175,7 +184,7 @@ def read(strategy: Any, params: PyTree, batch_axes: BatchAxes = 0) -> dict[int, 
                 continue
             names = trees.path_names(path)
             axes = leading_axes(batch_axes, names, param)
-            if rule := entry.rule_of(names, param, axes):
+            if rule := entry.find_rule(names, param, axes):
                 if isinstance(rule.kind, NByM) and not (
                     axes - param.ndim <= rule.kind.axis < param.ndim - axes
                 ):

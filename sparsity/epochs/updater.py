@@ -1,8 +1,8 @@
-"""Epoch strategies: pruning that follows a dictionary {epoch: what to prune, and how far}.
+"""Epoch strategies: pruning that follows a dictionary {epoch: method and densities}.
 
-`pruning` and `pruning_apply` follow a strategy from outside of the train step, `EpochStrategy` from
-within it; `strategies` says what a strategy may be. Weights are scored by their magnitude under
-the masks that hold: what was pruned comes back only if a later epoch keeps more, and then at zero.
+`pruning` and `pruning_apply` follow a strategy outside of the train step, `EpochStrategy` follows
+it inside; `strategies` defines strategies. Weights are scored by their magnitude under the current
+masks. A pruned weight returns only if a later epoch keeps more weights, and starts at zero.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 import operator
-from typing import Any, ClassVar
+from typing import ClassVar, TypeAlias
 
 import chex
 import jax
@@ -25,6 +25,7 @@ from sparsity.epochs import strategies
 from sparsity.masks import (
     Global,
     Layerwise,
+    Site,
     Sites,
     TopkFn,
     apply_masks,
@@ -39,7 +40,9 @@ from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training.hooks import ExtraArg, call_hook
 from sparsity.training.state import SparseState
 
-# jax_pruning ranks weights as they are, whatever the scale of their layer.
+_BranchKey: TypeAlias = tuple[bool, tuple[tuple[trees.KeyPath, Site], ...]]  # of a `Stage`
+
+# jax_pruning ranks weights without normalization by layer.
 _GLOBAL = Global(use_normalization=False)
 
 
@@ -49,20 +52,20 @@ def pruning(
     mask_key: PyTree | None = None,
     prune_strategy: strategies.Strategy | None = None,
 ) -> tuple[bool, PyTree]:
-    """Makes the masks that a strategy asks for at an epoch.
+    """Creates the masks of a strategy at an epoch.
 
     Args:
       state: a flax `TrainState`, any object with `params`, or a tree of parameters.
       epoch: the epoch that has just ended.
-      mask_key: the masks that hold so far; `None` before the first.
+      mask_key: the current masks; `None` before the first masks.
       prune_strategy: `{epoch: {"method": ..., "prune_rate_pattern": ...}}`; see `strategies`.
 
     Returns:
-      (mask_updated, mask_key): whether the strategy names this epoch, and the masks that hold now:
-      a tree like the parameters of uint8 masks (1 = keep), `None` for layers that are dense.
+      (mask_updated, mask_key): whether the strategy names this epoch, and the current masks: a tree
+      like the parameters of uint8 masks (1 = keep), `None` for dense layers.
 
     Raises:
-      ValueError: the strategy, at this epoch or another, does not fit itself or the parameters.
+      ValueError: the strategy is invalid or does not fit the parameters, at this epoch or another.
 
     Example:
       >>> params = {"kernel": jnp.array([[4.0, -3.0, 2.0, 1.0]]), "bias": jnp.ones(4)}
@@ -85,14 +88,14 @@ def pruning_apply(state: PyTree, mask_key: PyTree) -> tuple[PyTree, PyTree]:
     """Puts pruned weights at exactly 0.0.
 
     Args:
-      state: as in `pruning`; it is not changed.
-      mask_key: masks as `pruning` returns them; `None` prunes nothing.
+      state: as in `pruning`; not changed.
+      mask_key: masks of `pruning`; `None` prunes nothing.
 
     Returns:
       (state with pruned parameters, mask_key).
 
     Raises:
-      ValueError: a mask has no parameter, or one of another shape.
+      ValueError: a mask has no parameter, or a parameter of another shape.
 
     Example:
       >>> pruning_apply(jnp.array([3.0, 4.0]), jnp.array([0, 1], jnp.uint8))[0]
@@ -117,11 +120,11 @@ class EpochStrategy(BaseUpdater):
     """Follows a strategy within the train step: the masks live in the optimizer state.
 
     After `epoch * steps_per_epoch` updates the masks become those that `pruning` returns for the
-    parameters of that time; they are applied in that very update. All layers that the strategy
-    names, at whatever epoch, have a mask from the start. Targets and types that summaries show are
-    the last ones of each layer. Scheduler, sparsity type, distribution and scope are what the
-    strategy says, and are no arguments. With `batch_axes` each slice has its own mask, and the
-    layers are those with more than one axis beyond these.
+    current parameters; the same update applies the masks. All layers that the strategy names, at
+    any epoch, have a mask from the start. Summaries show the last target and type of each layer.
+    The strategy determines scheduler, sparsity type, distribution and scope, which are no
+    arguments. With `batch_axes` each slice has a separate mask, and kernels are layers with more
+    than one axis beyond the batch axes.
 
     Attributes:
       strategy: `{epoch: {"method": ..., "prune_rate_pattern": ...}}`; see `strategies`.
@@ -141,7 +144,7 @@ class EpochStrategy(BaseUpdater):
     sparsity_distribution_fn: Distribution | None = dataclasses.field(default=None, init=False)
     scope: Layerwise = dataclasses.field(default=Layerwise(), init=False)
     topk_fn: TopkFn | None = dataclasses.field(default=None, init=False)
-    regrows: ClassVar[bool | None] = False  # as in its functions, optimizer states stay
+    regrows: ClassVar[bool | None] = False  # optimizer states stay, as with `pruning_apply`
 
     def __post_init__(self) -> None:
         check_int("steps_per_epoch", self.steps_per_epoch, 1)
@@ -171,12 +174,12 @@ class EpochStrategy(BaseUpdater):
         return last
 
     def sites(self, params: PyTree) -> Sites:
-        """Returns the table of the layers, with the last type of each."""
+        """Returns the table of the layers, each with its last type."""
 
         def last(path: tuple[str, ...], param: jax.Array) -> SparsityType:
             axes = leading_axes(self.batch_axes, path, param)
             for entry in reversed(self._entries.values()):
-                if rule := entry.rule_of(path, param, axes):
+                if rule := entry.find_rule(path, param, axes):
                     return rule.kind
             return Unstructured()
 
@@ -203,15 +206,15 @@ class EpochStrategy(BaseUpdater):
         stages = self._stages(params)
         paths = list(dict.fromkeys(path for stage in stages for path in stage.sites))
         table = [[stage.sparsities.get(path, 0.0) for path in paths] for stage in stages]
-        # Epochs that differ in their sparsities only are one branch, compiled once.
-        keys = [(stage.is_global, tuple(stage.sites.items())) for stage in stages]
+        # Epochs that differ only in their sparsities share one branch, compiled once.
+        keys: list[_BranchKey] = [(stage.is_global, tuple(stage.sites.items())) for stage in stages]
         branches = list(dict.fromkeys(keys))
 
-        def create(key: Any, sparsities: jax.Array) -> PyTree:
-            is_global, sites = key
-            known = dict(zip(paths, sparsities, strict=True))
+        def create(key: _BranchKey, sparsities: jax.Array) -> PyTree:
+            is_global, layers = key
+            by_path = dict(zip(paths, sparsities, strict=True))
             return _masks(
-                strategies.Stage(is_global, dict(sites), known), scores, sparse_state.masks
+                strategies.Stage(is_global, dict(layers), by_path), scores, sparse_state.masks
             )
 
         now = jnp.searchsorted(jnp.array(self._update_steps()), sparse_state.count)
@@ -254,10 +257,10 @@ class EpochStrategy(BaseUpdater):
 
 @dataclasses.dataclass(frozen=True)
 class AtSteps(NoUpdateSchedule):
-    """Masks are updated at each of the steps.
+    """Schedule that updates masks at a list of steps.
 
     Attributes:
-      steps: in order.
+      steps: steps of the updates, in order.
     """
 
     steps: tuple[int, ...]
@@ -272,7 +275,7 @@ class AtSteps(NoUpdateSchedule):
 
 
 def _masks(stage: strategies.Stage, scores: PyTree, masks: PyTree) -> PyTree:
-    """The masks that hold after a stage: new ones of the layers that it names."""
+    """Returns the masks after a stage: new masks for its layers, old masks for all others."""
     named = trees.map_matched(
         lambda path, _: stage.sparsities[path] if path in stage.sites else None, scores
     )

@@ -1,4 +1,4 @@
-"""Masks: how they are stored, which leaves have one, and what competes for a place in them."""
+"""Masks: storage, the leaves that have masks, and the scopes in which weights compete."""
 
 from sparsity.masks.bits import (
     apply_mask,
@@ -17,7 +17,7 @@ from sparsity.masks.bits import (
     unpack_masks,
 )
 from sparsity.masks.create import (
-    check_given,
+    check_user_mask,
     create_mask,
     create_masks,
     drop_and_grow,
@@ -65,9 +65,9 @@ __all__ = [
     "apply_masks",
     "are_ones",
     "are_packed",
-    "check_given",
     "check_leaves",
     "check_masks",
+    "check_user_mask",
     "create_mask",
     "create_masks",
     "drawing",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 import chex
 import jax
@@ -255,5 +255,7 @@ def apply_mask_straight_through(param: chex.Array, mask: chex.Array) -> jax.Arra
 
 
 @apply_mask_straight_through.defjvp
-def _straight_through_jvp(primals: Any, tangents: Any) -> Any:
+def _straight_through_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     return apply_mask_straight_through(*primals), tangents[0]

@@ -1,9 +1,8 @@
-"""Masks made and moved: of single tensors by pattern, of trees by scope."""
+"""Creates and moves masks: of single tensors by pattern, of trees by scope."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import chex
 import jax
@@ -13,7 +12,7 @@ from sparsity.core.checks import check_fraction
 from sparsity.core.trees import PyTree
 from sparsity.masks.scopes import Moving, Scope, TreeScope, Wanted
 from sparsity.masks.sites import Pattern, Site, TopkFn
-from sparsity.selection import computed
+from sparsity.selection import Scores, computed
 
 
 def create_mask(
@@ -34,12 +33,12 @@ def create_mask(
     Args:
       scores: [*batch, ...] array of any real dtype.
       sparsity: scalar in [0, 1], Python or traced.
-      sparsity_type: what is kept or removed together.
-      target: for N:M, the sparsity at which n of m are reached: a lower `sparsity` keeps more of
-        each group, in proportion. `None` means `sparsity` itself.
+      sparsity_type: pattern of the entries that are kept or removed together.
+      target: for N:M, the sparsity at which n of m entries are kept: a lower `sparsity` keeps
+        proportionally more of each group. `None` means `sparsity` itself.
       batch_axes: number of leading axes that index separate slices.
-      topk_fn: `topk_fn(scores, sparsity) -> mask` replaces the selection; it gets one slice's
-        entries, blocks or channels, or the inputs of one group.
+      topk_fn: `topk_fn(scores, sparsity) -> mask` replaces the selection; called with the scores
+        of the entries, blocks or channels of one slice, or of the inputs of one group.
 
     Returns:
       uint8 mask of the shape of `scores`.
@@ -63,13 +62,13 @@ def drop_and_grow(
 
     Of the n active entries (blocks, channels) of every slice the
     `max(1, round_half_even(n * (1 - float32(drop_fraction))))` with the highest drop scores are
-    kept, and as many as were dropped grow: those with the highest grow scores among all that were
-    not kept, so that a dropped weight may come back. For N:M each group grows as many as it lost;
-    for `FanIn` each group moves by itself.
+    kept. As many entries as were dropped grow: the entries with the highest grow scores among all
+    that were not kept. A dropped weight may therefore return. For N:M each group grows as many
+    entries as it lost; for `FanIn` each group moves by itself.
 
     Args:
-      mask: [*batch, ...] uint8 array, the present mask.
-      drop_scores: same shape; the lowest of active weights are dropped.
+      mask: [*batch, ...] uint8 array, the current mask.
+      drop_scores: same shape; the active entries with the lowest scores are dropped.
       grow_scores: same shape.
       drop_fraction: scalar in [0, 1].
       sparsity_type: as in `create_mask`.
@@ -90,14 +89,14 @@ def create_masks(
     targets: PyTree | None = None,
     topk_fn: TopkFn | None = None,
 ) -> PyTree:
-    """Makes the masks of a tree.
+    """Creates the masks of a tree.
 
     Args:
-      scope: what competes with what.
+      scope: decides which weights compete.
       table: the sites of the parameters.
       scores: tree of scores, stored or lazy.
       sparsities: tree of sparsities, `None` for leaves that stay dense.
-      targets: where a ramp ends, for N:M; `sparsities` by default.
+      targets: sparsities at the end of a ramp, for N:M; `sparsities` by default.
       topk_fn: as in `create_mask`.
 
     Returns:
@@ -110,7 +109,12 @@ def create_masks(
         return scope.select_tree(jax.tree.map(computed, scores), sparsities)
     leaves: list[Wanted] = []
 
-    def collect(path: trees.KeyPath, score: Any, sparsity: Any, target: Any) -> None:
+    def collect(
+        path: trees.KeyPath,
+        score: jax.Array | Scores,
+        sparsity: chex.Numeric | None,
+        target: chex.Numeric | None,
+    ) -> None:
         if sparsity is not None:
             check_fraction(f"the sparsity of {trees.path_string(path)!r}", sparsity)
             target = sparsity if target is None else target
@@ -129,14 +133,14 @@ def move_masks(
     grow_scores: PyTree,
     drop_fraction: chex.Numeric,
 ) -> PyTree:
-    """Moves the masks of a tree: as `drop_and_grow`, within the scope.
+    """Moves the masks of a tree as `drop_and_grow` does, within the scope.
 
     Args:
-      scope: what competes with what.
+      scope: decides which weights compete.
       table: the sites of the parameters.
-      masks: tree of the present masks.
-      drop_scores: tree of scores, stored or lazy; the lowest of active weights are dropped.
-      grow_scores: tree of scores, stored or lazy; the highest of those that were not kept grow.
+      masks: tree of the current masks.
+      drop_scores: tree of scores, stored or lazy; the active weights with the lowest are dropped.
+      grow_scores: tree of scores, stored or lazy; the weights not kept with the highest grow.
       drop_fraction: scalar in [0, 1].
 
     Returns:
@@ -148,7 +152,12 @@ def move_masks(
         return scope.move_tree(masks, drop_scores, grow_scores, drop_fraction)
     leaves: list[Moving] = []
 
-    def collect(path: trees.KeyPath, drop: Any, grow: Any, mask: Any) -> None:
+    def collect(
+        path: trees.KeyPath,
+        drop: jax.Array | Scores,
+        grow: PyTree,
+        mask: jax.Array | None,
+    ) -> None:
         if mask is not None:
             leaves.append(Moving(table[path], mask, drop, grow))
 
@@ -160,21 +169,21 @@ def move_masks(
 def masked_paths(
     scope: Scope | TreeScope, params: PyTree, sparsities: PyTree
 ) -> set[trees.KeyPath]:
-    """Paths of the leaves that get masks: those with a sparsity, or what the scope adds to them."""
+    """Returns the paths of the leaves with masks: those with a sparsity, or as `TreeScope` says."""
     if isinstance(scope, TreeScope):
         return scope.masked(params, sparsities)
     return set(trees.leaves_by_path(sparsities))
 
 
-def check_given(
+def check_user_mask(
     scope: Scope | TreeScope, table: Mapping[trees.KeyPath, Site], path: trees.KeyPath
 ) -> None:
-    """Raises a ValueError if a leaf without a target has a mask, but none can be made for it.
+    """Raises a ValueError if a leaf has a mask but no target, and could get no later mask.
 
     Args:
-      scope: what would make the next one.
+      scope: scope that would create the next mask.
       table: the sites of the parameters.
-      path: that of the leaf.
+      path: path of the leaf.
     """
     name = trees.path_string(path)
     try:

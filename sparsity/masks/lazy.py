@@ -1,10 +1,10 @@
-"""Scores of updaters' hooks, computed within the search where a hook works entry by entry."""
+"""Lazy scores: hooks that work entry by entry run within the search."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import chex
 import jax
@@ -26,14 +26,15 @@ from sparsity.selection import Scores
 from sparsity.selection.cpu.kernels import unstack, use_flat
 
 Hook = TypeVar("Hook", bound=Callable[..., object])
+Dtypes: TypeAlias = tuple[np.dtype, ...]  # of weight, mask and gradient, without absent ones
 
 
 def elementwise(hook: Hook) -> Hook:
-    """Marks a hook whose score of a weight depends on that weight and its gradient alone.
+    """Marks a hook whose score of a weight depends only on the weight and its gradient.
 
     Such scores are not stored: the search calls the hook on parts of leaves, with `sparse_state`
-    None, as often as it reads them. The mark goes with the method: a subclass that overrides it
-    sets it again, or gets whole trees.
+    None, at each read. The mark belongs to the method: an override without the mark gets complete
+    trees.
 
     Example:
       >>> import dataclasses, sparsity
@@ -48,7 +49,7 @@ def elementwise(hook: Hook) -> Hook:
 
 
 class Draw(Protocol):
-    """Draws random scores: `generate_random_scores`, or one that `drawing` returns."""
+    """Function that draws random scores: `generate_random_scores`, or a result of `drawing`."""
 
     def __call__(
         self, params: PyTree, rng_seed: int | jax.Array, step: chex.Numeric = 0
@@ -56,11 +57,11 @@ class Draw(Protocol):
 
 
 def drawing(stored: PyTree) -> Draw:
-    """Returns a `generate_random_scores` whose scores are not computed yet if they are traced.
+    """Returns a `generate_random_scores` whose scores are lazy if they are traced.
 
     Args:
-      stored: tree of the parameters as they are stored. Scores of a leaf are drawn in its shape
-        and read nothing else, so that masked parameters need not be computed.
+      stored: tree of the parameters as they are stored. Scores depend only on the shape of a leaf,
+        so that masked parameters need not be computed.
     """
     likes = trees.leaves_by_path(stored)
 
@@ -69,16 +70,16 @@ def drawing(stored: PyTree) -> Draw:
             return generate_random_scores(params, rng_seed, step)
         leaves = trees.leaves_by_path(params)
         words = np.array([leaf_word(path) for path in leaves], np.uint32)
-        # Where XLA may cut arrays, what it reads at places that it does not know moves its cuts.
+        # Where XLA may partition arrays, reads at traced places would change the partition.
         each: Callable[[jax.Array], list[jax.Array]] = (
             unstack if all(map(use_flat, leaves.values())) else list
         )
         hashed = map(each, hash_words(*seed_words(rng_seed, step), words))
-        words_of = dict(zip(leaves, zip(*hashed, strict=True), strict=True))
+        words_by_path = dict(zip(leaves, zip(*hashed, strict=True), strict=True))
 
-        def lazy(path: trees.KeyPath, _: Any) -> Scores:
+        def lazy(path: trees.KeyPath, _: jax.Array) -> Scores:
             return Scores(
-                _drawn, (likes[path],), words_of[path], uses_index=True, uses_arrays=False
+                _drawn, (likes[path],), words_by_path[path], uses_index=True, uses_arrays=False
             )
 
         return trees.map_matched(lazy, params)
@@ -93,13 +94,13 @@ def _drawn(_: jax.Array, state: jax.Array, offset: jax.Array, index: jax.Array) 
 def lazy_scores(
     hook: Callable[..., PyTree], params: PyTree, masks: PyTree | None, grads: PyTree | None
 ) -> PyTree | None:
-    """Returns the scores of an `elementwise` hook, not computed yet: a tree of `Scores`.
+    """Returns the lazy scores of an `elementwise` hook, a tree of `Scores`.
 
-    They are `None` if the hook is not marked, if it reads arrays of its own, or if a gradient is
-    missing, which the hook can say better.
+    The result is `None` if the hook is not marked or holds arrays as constants. The result is also
+    `None` if a gradient is missing, as the error of the hook itself says more.
 
     Args:
-      hook: takes params, sparse_state and grads by these names.
+      hook: function of `params`, `sparse_state` and `grads`, which are passed by name.
       params: tree of parameters as they are stored.
       masks: tree of the masks under which the hook sees the parameters; `None` for no masks.
       grads: tree of gradients.
@@ -108,9 +109,11 @@ def lazy_scores(
         return None
     if grads is not None and trees.leaves_by_path(params).keys() - trees.leaves_by_path(grads):
         return None
-    fns: dict[tuple[Any, ...], _EntryScore] = {}
+    fns: dict[tuple[bool, Dtypes], _EntryScore] = {}
 
-    def lazy(path: trees.KeyPath, param: Any, mask: Any, grad: Any) -> Any:
+    def lazy(
+        path: trees.KeyPath, param: jax.Array, mask: jax.Array | None, grad: jax.Array | None
+    ) -> Scores:
         values = [x for x in (param, mask, grad) if x is not None]
         kind = mask is not None, tuple(x.dtype for x in values)
         if kind not in fns:
@@ -123,29 +126,30 @@ def lazy_scores(
 
 @dataclasses.dataclass(frozen=True)
 class _EntryScore:
-    """The hook as a function of an entry's weight, its mask if there is one, and its gradient.
+    """Hook as a function of the weight of an entry, the mask if any, and the gradient.
 
-    Two are equal if they compute the same: hooks of other objects then share what is compiled.
+    Instances are equal if they compute the same: equal hooks of different objects share compiled
+    programs.
 
     Attributes:
       hook: as in `lazy_scores`.
       masked: whether there is a mask.
-      dtypes: those of weight, mask and gradient.
-      read: the numbers of the values that the hook reads; calls take these alone.
-      program: the traced hook; kept, as `formula` names the objects that it holds.
+      dtypes: dtypes of weight, mask and gradient.
+      read: positions of the values that the hook reads; calls take only these values.
+      program: the traced hook; kept alive, because `formula` names its objects.
       formula: the text of the program.
     """
 
-    hook: Callable[..., Any] = dataclasses.field(compare=False)
+    hook: Callable[..., PyTree] = dataclasses.field(compare=False)
     masked: bool
-    dtypes: tuple[Any, ...]
+    dtypes: Dtypes
     read: tuple[int, ...]
     program: Any = dataclasses.field(default=None, compare=False)
     formula: str = ""
 
     @classmethod
-    def trace(cls, hook: Callable[..., Any], masked: bool, dtypes: tuple[Any, ...]) -> _EntryScore:
-        """Traces the hook; `read` is the weight if the hook reads no value."""
+    def trace(cls, hook: Callable[..., PyTree], masked: bool, dtypes: Dtypes) -> _EntryScore:
+        """Traces the hook; if the hook reads no value, `read` holds the position of the weight."""
         complete = cls(hook, masked, dtypes, tuple(range(len(dtypes))))
         program = jax.make_jaxpr(complete)(*(jax.ShapeDtypeStruct((), x) for x in dtypes))
         used = {id(x) for eqn in program.jaxpr.eqns for x in eqn.invars}

@@ -1,4 +1,4 @@
-"""Masks in which the weakest entries make room for others: two searches, compiled as one."""
+"""Moves masks: two searches, compiled as one, drop the weakest entries and grow others."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from jax import lax
 
 from sparsity.core import exact, sharding
 from sparsity.core.exact import Words, varying_zero
+from sparsity.core.trees import PyTree
 from sparsity.selection.scores import Ranked
 from sparsity.selection.topk import select
 
@@ -25,19 +26,19 @@ def moved_masks(
     *,
     together: bool = False,
 ) -> list[jax.Array]:
-    """Masks with a fraction of their active entries replaced, by two searches.
+    """Returns masks with a fraction of their active entries replaced, by two searches.
 
     Of the n active entries of every slice num_kept(n, fraction) stay, those with the highest drop
-    scores, and as many as were dropped grow: those with the highest grow scores of all others.
+    scores. As many entries as were dropped grow: those with the highest grow scores of all others.
 
     Args:
-        drop: Drop scores; `where` is the present mask.
+        drop: Drop scores; `where` is the current mask.
         grow: Grow scores, without `where`.
         fraction: In [0, 1], a scalar.
-        together: Whether all leaves compete; the total stays then.
+        together: Whether all leaves compete, under a constant total.
 
     Returns:
-        uint8 masks, each of its leaf's shape and sharding.
+        uint8 masks, each with the shape and sharding of its leaf.
     """
     move = functools.partial(_moved_masks, together=together)
     likes = [leaf.scores.arrays[0] for leaf in drop]
@@ -50,7 +51,7 @@ def _moved_masks(
 ) -> list[jax.Array]:
     drop = jax.tree.map(lax.stop_gradient, drop)  # a mask has no derivatives
     moves = lax.optimization_barrier(jnp.asarray(fraction) > 0)
-    # Branches must vary over a mesh alike: as all of the data do.
+    # Branches must vary over the same axes of a mesh: those of all the data.
     zero = varying_zero([x for leaf in (*drop, *grow) for x in leaf.arrays], moves)
 
     def dropped() -> tuple[list[jax.Array], Words]:
@@ -62,7 +63,7 @@ def _moved_masks(
         masks: Any = [leaf.eligible(leaf.arrays) for leaf in drop]
         return [mask.astype(jnp.uint8) for mask in masks], (n, n)
 
-    def varying(branch: Callable[[], Any]) -> Callable[[], Any]:
+    def varying(branch: Callable[[], PyTree]) -> Callable[[], PyTree]:
         return lambda: jax.tree.map(lambda x: x + zero.astype(x.dtype), branch())
 
     def grown(kept: list[jax.Array], lost: Words) -> list[jax.Array]:
@@ -71,7 +72,7 @@ def _moved_masks(
         masks, _ = select(free, lost, together=together)
         return [a | b for a, b in zip(kept, masks, strict=True)]
 
-    # The results of a branch are stored; all that reads them would else compute them again.
+    # The results of a branch are stored; otherwise each reader would compute them again.
     kept, lost = lax.cond(moves, varying(dropped), varying(present))
     masks: list[jax.Array] = lax.cond(moves, grown, lambda kept, _: kept, kept, lost)
     return masks

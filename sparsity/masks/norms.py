@@ -1,4 +1,4 @@
-"""Norms of scores: the same bits in whatever order, and on whatever mesh, they are summed."""
+"""Norms of scores: the bits depend neither on the order of the sum nor on the mesh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparsity.core.exact import sums
 from sparsity.selection.cpu.kernels import compute_once, unstack, use_flat
 from sparsity.selection.scores import Scores
 
-_BITS = 30  # of a square as a fraction of about the largest; what is less counts as nothing
+_BITS = 30  # of a square as a fraction of about the largest; smaller parts count as 0
 _ROWS = 64  # of a leaf that may be reshaped, for threads to share
 
 Fn = tuple[Callable[..., jax.Array], bool]  # of `Scores`, and whether it uses the index
@@ -25,7 +25,7 @@ Stored = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]  # their arrays and
 
 
 def norms(scores: Sequence[Scores]) -> jax.Array:
-    """L2 norms of the finite scores of each leaf.
+    """Returns the L2 norm of the finite scores of each leaf.
 
     Squares are counted in units of 2**-30 of about the largest, so that their sum is an integer.
 
@@ -38,19 +38,21 @@ def norms(scores: Sequence[Scores]) -> jax.Array:
     real = jnp.result_type(jnp.float32, *(x.dtype for x in scores))
     leaves, axes = zip(*map(_in_rows, scores), strict=True)
     parts = [((x.fn, x.uses_index), (x.arrays, x.scalars)) for x in leaves]
-    rows = [_largest(fn, real, own, x) for (fn, x), own in zip(parts, axes, strict=True)]
+    rows = [_largest(fn, real, summed, x) for (fn, x), summed in zip(parts, axes, strict=True)]
     largest = jnp.max(_stack(rows), axis=1)
     _, exponents = jnp.frexp(largest)
     # In two steps: a single factor may be out of range.
     scales = compute_once([jnp.ldexp(jnp.ones((), real), (i - exponents) // 2) for i in (0, 1)])
     factors = zip(*map(unstack, scales), strict=True)
-    summands = max(math.prod(x.shape[i] for i in own) for x, own in zip(leaves, axes, strict=True))
+    summands = max(
+        math.prod(x.shape[i] for i in summed) for x, summed in zip(leaves, axes, strict=True)
+    )
     bits = 31 - max(summands - 1, 1).bit_length()
     sums = [
-        _digits(fn, real, own, bits, x, factor)
-        for (fn, x), own, factor in zip(parts, axes, factors, strict=True)
+        _digits(fn, real, summed, bits, x, factor)
+        for (fn, x), summed, factor in zip(parts, axes, factors, strict=True)
     ]
-    digits = [_stack(own).T for own in zip(*sums, strict=True)]  # each [sums, leaves]
+    digits = [_stack(rows).T for rows in zip(*sums, strict=True)]  # each [sums, leaves]
     total = exact.total(digits[0])
     for i, digit in enumerate(digits[1:], 1):
         total = exact.plus(total, exact.shift_left(exact.total(digit), bits * i))
@@ -60,7 +62,7 @@ def norms(scores: Sequence[Scores]) -> jax.Array:
 
 
 def _in_rows(scores: Scores) -> tuple[Scores, range]:
-    """The scores, those that may be reshaped as [rows, width]; and the axes to sum over."""
+    """Returns scores, as [rows, width] if they may be reshaped, and the axes to sum over."""
     if scores.uses_index or not all(map(use_flat, scores.arrays)):
         return scores, range(scores.ndim)
     rows = next(rows for rows in range(_ROWS, 0, -1) if scores.size % rows == 0)
@@ -71,7 +73,7 @@ def _in_rows(scores: Scores) -> tuple[Scores, range]:
 # Both are traced once for each shape.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _largest(fn: Fn, real: np.dtype, axes: range, stored: Stored) -> jax.Array:
-    """The largest finite absolute value of each row."""
+    """Returns the largest finite absolute value of each row."""
     return exact.max_abs(_values(fn, real, stored), tuple(axes))
 
 
@@ -79,13 +81,13 @@ def _largest(fn: Fn, real: np.dtype, axes: range, stored: Stored) -> jax.Array:
 def _digits(
     fn: Fn, real: np.dtype, axes: range, bits: int, stored: Stored, factors: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """The sums of each row of the digits of scaled squares, of so many bits, the lowest first."""
-    # A fused loop of its own: what `_largest` reads, too, is not stored between them.
+    """Returns the sum of each digit of the scaled squares in each row, the lowest digit first."""
+    # A separate fused loop: without the barrier, values that `_largest` reads too are stored.
     stored = lax.optimization_barrier(stored)
     values = exact.finite(_values(fn, real, stored)) * factors[0] * factors[1]
-    whole = jnp.round(values * values * 2.0**_BITS).astype(jnp.int32)
-    whole = jnp.minimum(whole, 2**_BITS - 1)
-    parts = [(whole >> shift) & ((1 << bits) - 1) for shift in range(0, _BITS, bits)]
+    squares = jnp.round(values * values * 2.0**_BITS).astype(jnp.int32)
+    squares = jnp.minimum(squares, 2**_BITS - 1)
+    parts = [(squares >> shift) & ((1 << bits) - 1) for shift in range(0, _BITS, bits)]
     return sums(parts, axes)
 
 
@@ -94,7 +96,7 @@ def _values(fn: Fn, real: np.dtype, stored: Stored) -> jax.Array:
 
 
 def _stack(rows: Sequence[jax.Array]) -> jax.Array:
-    """[leaves, most rows] of numbers of each leaf's rows, or of the leaf."""
+    """Stacks numbers of each leaf's rows, or of the leaf: [leaves, most rows], padded with 0."""
     flat = [x.reshape(-1) for x in rows]
     most = max(x.size for x in flat)
     return jnp.stack([x if x.size == most else jnp.pad(x, (0, most - x.size)) for x in flat])

@@ -1,7 +1,7 @@
-"""Scopes: what competes with what for a place in the masks.
+"""Scopes decide which weights compete for a place in the masks.
 
-Within a scope as many weights stay as the sparsities ask for, and the scope says which of them are
-compared: those of one leaf, or those of all leaves.
+A scope keeps as many weights as the sparsities ask for, and compares the weights of one leaf or of
+all leaves.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from sparsity.selection.cpu.kernels import unstack
 
 
 class Wanted(NamedTuple):
-    """A leaf that needs a mask.
+    """Leaf that needs a mask.
 
     Attributes:
-      site: its path, pattern and batch axes.
-      lazy_scores: its scores, or how the search computes them where it reads them.
-      sparsity: at this step.
-      target: the sparsity at the end of a ramp.
+      site: path, pattern and batch axes of the leaf.
+      lazy_scores: scores, stored or computed by the search where the search reads them.
+      sparsity: sparsity at this step.
+      target: sparsity at the end of a ramp.
     """
 
     site: Site
@@ -46,19 +46,19 @@ class Wanted(NamedTuple):
 
     @property
     def scores(self) -> jax.Array:
-        """The scores as an array."""
+        """Scores as an array."""
         scores: jax.Array = computed(self.lazy_scores)
         return scores
 
 
 class Moving(NamedTuple):
-    """A leaf whose mask moves.
+    """Leaf whose mask moves.
 
     Attributes:
-      site: its path, pattern and batch axes.
-      mask: the present mask.
-      lazy_drop_scores: scores to drop by, or how the search computes them.
-      lazy_grow_scores: scores to grow by, or how the search computes them.
+      site: path, pattern and batch axes of the leaf.
+      mask: the current mask.
+      lazy_drop_scores: scores to drop by, stored or computed by the search.
+      lazy_grow_scores: scores to grow by, stored or computed by the search.
     """
 
     site: Site
@@ -68,13 +68,13 @@ class Moving(NamedTuple):
 
     @property
     def drop_scores(self) -> jax.Array:
-        """The scores to drop by as an array."""
+        """Scores to drop by as an array."""
         scores: jax.Array = computed(self.lazy_drop_scores)
         return scores
 
     @property
     def grow_scores(self) -> jax.Array:
-        """The scores to grow by as an array."""
+        """Scores to grow by as an array."""
         scores: jax.Array = computed(self.lazy_grow_scores)
         return scores
 
@@ -83,7 +83,7 @@ L = TypeVar("L", Wanted, Moving)
 
 
 class Scope(Protocol):
-    """What `scope` must offer: `Layerwise()`, `Global()`, or a class of your own.
+    """Interface of `scope`: `Layerwise()`, `Global()`, or a custom class.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -104,14 +104,22 @@ class Scope(Protocol):
     """
 
     def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
-        """Raises a ValueError if it cannot make masks of these; called when an updater is made."""
+        """Raises a ValueError if the scope cannot create masks of this pattern.
+
+        Called when an updater is created.
+
+        Args:
+          pattern: `sparsity_type` of the updater.
+          batch_axes: `batch_axes` of the updater.
+          topk_fn: `topk_fn` of the updater, if any.
+        """
 
     def select(self, leaves: Sequence[Wanted], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns a mask for each leaf: uint8, of the shape of its scores.
 
         Args:
-          leaves: each with a `site`, `scores`, the present `sparsity`, and the `target` of a ramp.
-          topk_fn: that of the updater, if it has one.
+          leaves: each with a `site`, `scores`, the current `sparsity`, and the `target` of a ramp.
+          topk_fn: `topk_fn` of the updater, if any.
         """
 
     def move(self, leaves: Sequence[Moving], drop_fraction: chex.Numeric) -> list[jax.Array]:
@@ -119,16 +127,16 @@ class Scope(Protocol):
 
         Args:
           leaves: each with a `site`, its `mask`, `drop_scores` and `grow_scores`.
-          drop_fraction: in [0, 1], of the active weights.
+          drop_fraction: fraction of the active weights to replace, in [0, 1].
         """
 
 
 @runtime_checkable
 class TreeScope(Protocol):
-    """What a scope offers that says which leaves get masks, and sees all of their scores."""
+    """Interface of a scope that selects the leaves with masks, and gets all their scores."""
 
     def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
-        """As in `Scope`."""
+        """Raises a ValueError as `Scope.check` does."""
 
     def masked(self, params: PyTree, sparsities: PyTree) -> set[KeyPath]:
         """Returns the paths of the leaves that get masks."""
@@ -139,14 +147,14 @@ class TreeScope(Protocol):
     def move_tree(
         self, masks: PyTree, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
     ) -> PyTree:
-        """Returns the masks with a fraction of what is active replaced."""
+        """Returns the masks with a fraction of the active weights or channels replaced."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layerwise:
-    """Every leaf by itself, at its own sparsity; with batch axes, every slice of it.
+    """Ranks the weights of each leaf alone, at its sparsity; with batch axes, of each slice.
 
-    A subclass with a `select` of its own gets leaves whose leading `site.batch_axes` index slices.
+    An override of `select` gets leaves whose leading `site.batch_axes` index slices.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -161,10 +169,10 @@ class Layerwise:
     per_slice: ClassVar[bool] = True
 
     def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
-        """Takes everything."""
+        """Accepts all patterns, batch axes and functions."""
 
     def select(self, leaves: Sequence[Wanted], topk_fn: TopkFn | None) -> list[jax.Array]:
-        """Returns a mask for each leaf, by its own pattern."""
+        """Returns a mask for each leaf, by the pattern of the leaf."""
 
         def one(leaf: Wanted) -> jax.Array:
             site = leaf.site
@@ -179,7 +187,7 @@ class Layerwise:
         return _by_kind(leaves, _select_ranked, one, one_by_one=topk_fn is not None)
 
     def move(self, leaves: Sequence[Moving], drop_fraction: chex.Numeric) -> list[jax.Array]:
-        """Returns masks in which every leaf has as many active weights as before."""
+        """Returns masks that keep the number of active weights of each leaf."""
 
         def one(leaf: Moving) -> jax.Array:
             site = leaf.site
@@ -191,16 +199,16 @@ class Layerwise:
 
 @dataclasses.dataclass(frozen=True)
 class Global:
-    """All leaves together under one threshold; the total stays, layers may trade.
+    """Ranks the weights of all leaves under one threshold; layers may trade within a fixed total.
 
-    If all leaves have one sparsity, `num_kept` of all their weights stay; if they differ, as many
-    as the leaves would keep by themselves. A leaf with an entry in `custom_sparsity_map` keeps
-    exactly that and is not ranked with the others.
+    If all leaves have one sparsity, `num_kept` of all their weights stay. If sparsities differ, as
+    many weights stay as the leaves would keep separately. A leaf with an entry in
+    `custom_sparsity_map` keeps exactly that sparsity and is not ranked with the others.
 
     Attributes:
       use_normalization: divide the scores of each leaf by their L2 norm before ranking, so that
         layers of different scales compare. Integer scores (the random ones) are never divided.
-      normalization_eps: added to the norm.
+      normalization_eps: number added to the norm.
 
     With `sparsity.budget` as the distribution, weights are ranked by score per cost, and as many
     stay as the budget allows.
@@ -225,7 +233,7 @@ class Global:
         check_number("normalization_eps", self.normalization_eps, 0)
 
     def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
-        """Raises a ValueError for what ranks inside one leaf: patterns, batch axes, a topk_fn."""
+        """Raises a ValueError for a ranking inside one leaf: by pattern, batch axes or topk_fn."""
         if isinstance(pattern, Pattern):
             self._check_pattern(pattern)
         if topk_fn is not None:
@@ -238,16 +246,16 @@ class Global:
 
     def select(self, leaves: Sequence[Wanted], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns masks that keep the highest scores of all leaves together."""
-        ranked = [leaf for leaf in leaves if not leaf.site.has_own_sparsity]
-        alone = [leaf for leaf in leaves if leaf.site.has_own_sparsity]
+        ranked = [leaf for leaf in leaves if not leaf.site.has_override]
+        alone = [leaf for leaf in leaves if leaf.site.has_override]
         together = iter(self._select_together(ranked, alone))
         apart = iter(Layerwise().select(alone, topk_fn))
-        return [next(apart if leaf.site.has_own_sparsity else together) for leaf in leaves]
+        return [next(apart if leaf.site.has_override else together) for leaf in leaves]
 
     def _select_together(
         self, leaves: Sequence[Wanted], alone: Sequence[Wanted]
     ) -> list[jax.Array]:
-        """Masks of the leaves that compete; those of others cost something, too."""
+        """Returns the masks of the leaves that compete; `alone` counts towards the budget only."""
         if not leaves:
             return []
         self._check_sites([leaf.site for leaf in leaves])
@@ -257,9 +265,9 @@ class Global:
         sizes = [leaf.lazy_scores.size for leaf in everyone]
         sparsities = [leaf.sparsity for leaf in everyone]
         if total is None:
-            k = _kept_of_all(sizes[: len(leaves)], sparsities[: len(leaves)])
+            k = _kept_in_total(sizes[: len(leaves)], sparsities[: len(leaves)])
         else:
-            kept = _kept_of_each(sizes, sparsities).astype(jnp.uint32)
+            kept = _kept_per_leaf(sizes, sparsities).astype(jnp.uint32)
             if total.slope(range(len(leaves))) is None:
                 cost = Cost(total, sizes)
                 limit, fixed = cost.at(kept), kept[len(leaves) :]
@@ -278,14 +286,14 @@ class Global:
         """Returns masks with as many active weights in total as before.
 
         Of the n active weights of all leaves the num_kept(n, drop_fraction) with the highest drop
-        scores are kept, and as many as were dropped grow anywhere. A leaf with a sparsity of its
-        own moves by itself.
+        scores are kept. As many weights as were dropped grow anywhere. A leaf with an entry
+        in `custom_sparsity_map` moves separately.
         """
-        ranked = [leaf for leaf in leaves if not leaf.site.has_own_sparsity]
-        alone = [leaf for leaf in leaves if leaf.site.has_own_sparsity]
+        ranked = [leaf for leaf in leaves if not leaf.site.has_override]
+        alone = [leaf for leaf in leaves if leaf.site.has_override]
         together = iter(self._move_together(ranked, drop_fraction))
         apart = iter(Layerwise().move(alone, drop_fraction))
-        return [next(apart if leaf.site.has_own_sparsity else together) for leaf in leaves]
+        return [next(apart if leaf.site.has_override else together) for leaf in leaves]
 
     def _move_together(
         self, leaves: Sequence[Moving], drop_fraction: chex.Numeric
@@ -305,7 +313,7 @@ class Global:
         return moved_masks(active, [Ranked(x) for x in grow], drop_fraction, together=True)
 
     def _comparable(self, scores: Sequence[jax.Array | Scores]) -> list[Scores]:
-        """Scores of one dtype, divided by their norm where that is asked for."""
+        """Returns scores of one dtype, divided by their norm where `use_normalization` says so."""
         lazy = [Scores.wrap(score) for score in scores]
         divided = [
             i
@@ -313,9 +321,9 @@ class Global:
             if self.use_normalization and jnp.issubdtype(score.dtype, jnp.floating) and score.size
         ]
         if divided:
-            found = norms([lazy[i] for i in divided]) + self.normalization_eps
-            # Multiplied, as a compiler may or may not make of a division, from kernel to kernel.
-            factors = 1 / jnp.maximum(found, jnp.finfo(found.dtype).tiny)
+            scales = norms([lazy[i] for i in divided]) + self.normalization_eps
+            # A product: XLA turns a division into a product in some kernels and not in others.
+            factors = 1 / jnp.maximum(scales, jnp.finfo(scales.dtype).tiny)
             for i, factor in zip(divided, unstack(factors), strict=True):
                 lazy[i] = _scaled(lazy[i], factor)
         dtypes = [score.dtype for score in lazy]
@@ -357,10 +365,10 @@ def _by_kind(
     one: Callable[[L], jax.Array],
     one_by_one: bool = False,
 ) -> list[jax.Array]:
-    """Masks of leaves: of those whose patterns rank units by one search, of others by themselves.
+    """Returns masks: by one search for patterns that rank units, leaf by leaf for all others.
 
-    Patterns of single entries are searched apart from those of blocks and channels: their scores
-    need not be stored.
+    Patterns of single entries are searched apart from those of blocks and channels, because scores
+    of single entries need not be stored.
     """
     masks: dict[int, jax.Array] = {}
     kinds: dict[bool | None, list[int]] = {}
@@ -376,7 +384,7 @@ def _by_kind(
 
 
 def _select_ranked(leaves: Sequence[Wanted]) -> list[jax.Array]:
-    """Masks of the best units of each leaf, or of each slice of it."""
+    """Returns the masks of the highest units of each leaf, or of each slice of a leaf."""
     sites = [leaf.site for leaf in leaves]
 
     def select(
@@ -384,17 +392,16 @@ def _select_ranked(leaves: Sequence[Wanted]) -> list[jax.Array]:
     ) -> list[jax.Array]:
         units = [_units(*x) for x in zip(sites, scores, strict=True)]
         sizes, slices = [leaf.size for leaf in units], [leaf.slices for leaf in units]
-        of_slices = np.repeat(np.arange(len(units)), slices)
+        leaf_index = np.repeat(np.arange(len(units)), slices)  # of each slice
         if any(map(is_traced, sparsities)):
-            of_leaves = jnp.stack([jnp.float32(x) for x in sparsities])
-            kept = jnp.asarray(exact.num_kept(np.array(sizes), of_leaves))
-            low = (kept if len(kept) == len(of_slices) else kept[of_slices]).astype(jnp.uint32)
+            kept = _kept_per_leaf(sizes, sparsities)
+            low = (kept if len(kept) == len(leaf_index) else kept[leaf_index]).astype(jnp.uint32)
             k = low & 0, low
         else:
-            known = zip(sizes, jax.device_get(list(sparsities)), strict=True)
-            each = np.array([exact.num_kept(n, float(x)) for n, x in known], np.uint32)
-            of_each = each[of_slices]
-            k = jax.device_put((of_each & 0, of_each))  # explicitly, as a transfer guard may demand
+            pairs = zip(sizes, jax.device_get(list(sparsities)), strict=True)
+            counts = np.array([exact.num_kept(n, float(x)) for n, x in pairs], np.uint32)
+            counts = counts[leaf_index]
+            k = jax.device_put((counts & 0, counts))  # explicitly, as a transfer guard may demand
         masks = topk_masks(units, k)
         return [_entries(*x) for x in zip(sites, masks, scores, strict=True)]
 
@@ -403,7 +410,7 @@ def _select_ranked(leaves: Sequence[Wanted]) -> list[jax.Array]:
 
 
 def _move_ranked(drop_fraction: chex.Numeric, leaves: Sequence[Moving]) -> list[jax.Array]:
-    """Masks in which some active units of each leaf, or of each slice of it, are replaced."""
+    """Returns masks with some active units of each leaf, or of each slice, replaced."""
     sites = [leaf.site for leaf in leaves]
 
     def move(
@@ -428,9 +435,9 @@ def _move_ranked(drop_fraction: chex.Numeric, leaves: Sequence[Moving]) -> list[
 
 
 def _shard(
-    sites: Sequence[Site], fn: Callable[..., list[jax.Array]], *args: Any
+    sites: Sequence[Site], fn: Callable[..., list[jax.Array]], *args: PyTree
 ) -> list[jax.Array]:
-    """fn(*args), whose units are sharded as XLA chooses; entries stay where they are."""
+    """Returns fn(*args); XLA chooses the sharding of units, entries keep their sharding."""
     if sites[0].pattern.is_elementwise:
         return fn(*args)
     args = jax.tree.map(computed, args)
@@ -438,8 +445,8 @@ def _shard(
 
 
 def _units(site: Site, scores: jax.Array | Scores) -> Ranked:
-    """The scores of a leaf's units."""
-    pattern: Any = site.pattern  # it ranks units, and can say what these are
+    """Returns the scores of the units of a leaf."""
+    pattern: Any = site.pattern  # a pattern that ranks units has `pool` and `expand`
     if pattern.is_elementwise:
         return Ranked(Scores.wrap(scores), None, site.batch_axes)
     units = pattern.pool(scores, site.batch_axes)
@@ -447,23 +454,23 @@ def _units(site: Site, scores: jax.Array | Scores) -> Ranked:
 
 
 def _entries(site: Site, units: jax.Array, like: jax.Array | Scores) -> jax.Array:
-    """The mask of a leaf's entries from that of its units."""
+    """Returns the mask of the entries of a leaf from the mask of its units."""
     pattern: Any = site.pattern
-    whole: jax.Array = units
+    mask: jax.Array = units
     if not pattern.is_elementwise:
-        whole = pattern.expand(units, like.shape, site.batch_axes)
-    return whole
+        mask = pattern.expand(units, like.shape, site.batch_axes)
+    return mask
 
 
 def _scaled(scores: Scores, factor: jax.Array) -> Scores:
-    """Scores times a number."""
+    """Returns scores times a number."""
     fn = _Scaled(scores.fn, len(scores.arrays) + len(scores.scalars))
     return dataclasses.replace(scores, fn=fn, scalars=(*scores.scalars, factor))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Scaled:
-    """fn of `count` values, times the next value; equal for all parameters with one fn."""
+    """Product of `fn` of `count` values and the next value; equal for equal `fn` and `count`."""
 
     fn: Callable[..., jax.Array]
     count: int
@@ -475,7 +482,7 @@ class _Scaled:
 
 
 def _total_cost(leaves: Sequence[Wanted | Moving]) -> Polynomial | None:
-    """The cost of masks in the numbers of weights that they keep; `None` without a budget."""
+    """Returns the cost of masks in the numbers of kept weights; `None` without a budget."""
     budget = leaves[0].site.budget
     if budget is None:
         return None
@@ -483,17 +490,23 @@ def _total_cost(leaves: Sequence[Wanted | Moving]) -> Polynomial | None:
         leaf.lazy_scores if isinstance(leaf, Wanted) else leaf.lazy_drop_scores for leaf in leaves
     )
     sites = (leaf.site for leaf in leaves)
-    names: Any = [(path_names(site.path), x) for site, x in zip(sites, scores, strict=True)]
-    return total_cost(budget, names)
+    named: Any = [(path_names(site.path), x) for site, x in zip(sites, scores, strict=True)]
+    return total_cost(budget, named)
 
 
-def _kept_of_each(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> jax.Array:
-    of_leaves = jnp.stack([jnp.float32(sparsity) for sparsity in sparsities])
-    return jnp.asarray(exact.num_kept(np.array(sizes), of_leaves))
+def _kept_per_leaf(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> jax.Array:
+    return jnp.asarray(exact.num_kept(np.array(sizes), _stacked(sparsities)))
 
 
-def _kept_of_all(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> exact.Words:
-    """How many weights stay in total: of all at one sparsity, or the sum of what each keeps."""
+def _stacked(sparsities: Sequence[chex.Numeric]) -> jax.Array:
+    return jnp.stack([jnp.float32(sparsity) for sparsity in sparsities])
+
+
+def _kept_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> exact.Words:
+    """Returns the number of weights that all leaves keep together, in two words.
+
+    Leaves of one sparsity count as one leaf; otherwise the kept weights of each leaf add up.
+    """
     if not any(map(is_traced, sparsities)):
         shares = [float(np.float32(x)) for x in jax.device_get(list(sparsities))]
         if len({*shares}) == 1:
@@ -501,8 +514,7 @@ def _kept_of_all(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> ex
         k: Any = sum(exact.num_kept(*leaf) for leaf in zip(sizes, shares, strict=True))
         words: exact.Words = jax.device_put(exact.split(k))
         return words
-    of_leaves = jnp.stack([jnp.float32(sparsity) for sparsity in sparsities])
-    each = _kept_of_each(sizes, sparsities)
-    alike = jnp.all(of_leaves == of_leaves[0])
-    together = exact.as_words(exact.num_kept(sum(sizes), of_leaves[0]))
-    return exact.choose(alike, together, exact.total(each))
+    stacked = _stacked(sparsities)
+    alike = jnp.all(stacked == stacked[0])
+    together = exact.as_words(exact.num_kept(sum(sizes), stacked[0]))
+    return exact.choose(alike, together, exact.total(_kept_per_leaf(sizes, sparsities)))

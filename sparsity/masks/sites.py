@@ -1,7 +1,7 @@
 """Sites: the prunable leaves of a tree, each with its pattern and its batch axes.
 
-A site is resolved once, from the parameter: functions that a user gives as `sparsity_type` or
-`batch_axes` are called here and nowhere else. Scores, masks and gradients meet it by path.
+A site is resolved once, from the parameter: functions that a user passes as `sparsity_type` or
+`batch_axes` are called here and nowhere else. Scores, masks and gradients find a site by path.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Overrides = names.Named[float | None]
 
 @runtime_checkable
 class Pattern(Protocol):
-    """What `sparsity_type` must offer; `sparsity.SparsityType` is a base with most of it.
+    """Interface of `sparsity_type`; the base class `sparsity.SparsityType` implements most of it.
 
     Attributes:
-      is_elementwise: whether every entry is a unit of its own.
+      is_elementwise: whether every entry is a unit.
     """
 
     @property
@@ -63,21 +63,22 @@ class Pattern(Protocol):
 
 
 class Site(NamedTuple):
-    """One prunable leaf.
+    """Prunable leaf.
 
     Attributes:
-      path: its key path.
-      pattern: what is kept or removed together.
-      batch_axes: how many leading axes index separate matrices.
-      has_own_sparsity: whether an override names it, so that it competes with no other leaf.
-      cost: what one of its weights costs, where there is a budget.
-      budget: what the masks of all sites may cost together, `None` if there is no budget.
+      path: key path of the leaf.
+      pattern: pattern of the weights that are kept or removed together.
+      batch_axes: number of leading axes that index separate matrices.
+      has_override: whether an override sets the sparsity of the leaf, which then competes with no
+        other leaf.
+      cost: cost of one weight under the budget.
+      budget: budget of the masks of all sites together, `None` if there is no budget.
     """
 
     path: trees.KeyPath
     pattern: Pattern
     batch_axes: int
-    has_own_sparsity: bool = False
+    has_override: bool = False
     cost: float = 1.0
     budget: Budget | None = None
 
@@ -87,15 +88,15 @@ class Site(NamedTuple):
 
 
 class Sites(Mapping[trees.KeyPath, Site]):
-    """The table of a tree; a site is resolved when it is first asked for: dense leaves never are.
+    """Table of the sites of a tree; a site is resolved at its first use, a dense leaf never.
 
     Args:
       params: tree of parameters.
       pattern: a pattern, or a function of (path, param) that returns one.
       batch_axes: number of leading axes that index separate matrices, or a function.
-      overrides: keys of the leaves that have a sparsity of their own.
-      checked: raise a ValueError for a leaf that its pattern does not fit.
-      budget: says what weights cost; `None` if all cost the same.
+      overrides: keys of the leaves whose sparsity an override sets.
+      checked: raise a ValueError for a leaf whose shape does not fit the pattern.
+      budget: defines the costs of weights; `None` if all cost the same.
     """
 
     def __init__(
@@ -134,20 +135,20 @@ class Sites(Mapping[trees.KeyPath, Site]):
                 )
             if self._checked:
                 pattern.check(param.shape, axes, name)
-            own = names.best_key(self._overrides, name) is not None
+            has_override = names.best_key(self._overrides, name) is not None
             budget = self._budget
             cost = 1.0 if budget is None else budget.cost(trees.path_names(path), param)
-            self._sites[path] = Site(path, pattern, axes, own, cost, budget)
+            self._sites[path] = Site(path, pattern, axes, has_override, cost, budget)
         return self._sites[path]
 
 
 def is_pattern(value: object) -> bool:
-    """Whether a value can be a `sparsity_type`: an instance, not the class itself."""
+    """Returns whether a value can be a `sparsity_type`: an instance, not the class itself."""
     return isinstance(value, Pattern) and not isinstance(value, type)
 
 
 def leading_axes(batch_axes: BatchAxes, path: Path, param: jax.Array) -> int:
-    """How many leading axes of a parameter index separate matrices."""
+    """Returns the number of leading axes of a parameter that index separate matrices."""
     axes = batch_axes(path, param) if callable(batch_axes) else batch_axes
     if axes < 0 or (callable(batch_axes) and axes > param.ndim):
         raise ValueError(

@@ -1,1 +1,1 @@
-"""One training step of a wrapped optimizer, and its state."""
+"""Training step of a wrapped optimizer, and the state of the optimizer."""

@@ -1,10 +1,10 @@
-"""Checks of what users and hooks hand to a step: gradients, masks, states and schedules."""
+"""Checks of the inputs of a step: gradients, masks, states and schedules."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,16 +12,16 @@ import numpy as np
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
-from sparsity.masks import Sites, check_given, read_masks
+from sparsity.masks import Sites, check_user_mask, read_masks
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.updater import Updater
 
 
 def check_gradients(updates: PyTree, params: PyTree, masks: PyTree) -> None:
-    """Raises a ValueError that names a masked parameter whose gradient is missing or odd."""
+    """Raises a ValueError that names a masked parameter without a gradient of its shape."""
     likes = trees.leaves_by_path(params)
 
-    def check(path: trees.KeyPath, grad: Any, mask: Any) -> None:
+    def check(path: trees.KeyPath, grad: chex.Array, mask: chex.Array | None) -> None:
         if mask is not None and jnp.shape(grad) != likes[path].shape:
             raise ValueError(
                 f"The gradient of {trees.path_string(path)!r} has shape {jnp.shape(grad)}, but its "
@@ -32,10 +32,10 @@ def check_gradients(updates: PyTree, params: PyTree, masks: PyTree) -> None:
 
 
 def take_masks(masks: PyTree, old: PyTree, params: PyTree, packed: bool) -> PyTree:
-    """The masks of a hook in the containers of the old ones.
+    """Returns the masks of a hook in the containers of the old masks.
 
     Raises:
-      ValueError: a leaf got a mask, or lost it, by the update; it is named.
+      ValueError: a leaf gained or lost a mask by the update. The message names the leaf.
     """
     masks = read_masks(masks, params, packed, "new masks")
     new_paths, old_paths = (trees.leaves_by_path(tree).keys() for tree in (masks, old))
@@ -50,26 +50,31 @@ def take_masks(masks: PyTree, old: PyTree, params: PyTree, packed: bool) -> PyTr
 def take_initial_masks(
     updater: Updater, masks: PyTree, targets: PyTree, params: PyTree, table: Sites
 ) -> tuple[PyTree, PyTree]:
-    """Returns the masks that a user starts from, and a target for each leaf that has one."""
+    """Returns the initial masks of a user, and a target for each leaf with a mask."""
     first = read_masks(masks, params, updater.use_packed_masks, "masks of wrap_optax")
 
-    def target_of(path: trees.KeyPath, param: Any, mask: Any, target: Any) -> Any:
+    def target_sparsity(
+        path: trees.KeyPath,
+        param: chex.Array,
+        mask: chex.Array | None,
+        target: chex.Numeric | None,
+    ) -> chex.Numeric | None:
         if mask is None or target is not None:
             return None if mask is None else target
-        check_given(updater.scope, table, path)
+        check_user_mask(updater.scope, table, path)
         return 1 - jnp.mean(mask, dtype=jnp.float32)
 
     first = trees.map_matched(lambda _, param, mask: mask, params, first)
-    return first, trees.map_matched(target_of, params, first, targets)
+    return first, trees.map_matched(target_sparsity, params, first, targets)
 
 
 def same_structure(new: PyTree, old: PyTree) -> PyTree:
-    """Returns what an algorithm remembers now; a ValueError says that it is of another form."""
-    forms = [jax.tree.structure(tree) for tree in (old, new)]
-    if len({*forms}) > 1:
+    """Returns the new `algorithm_state`; raises a ValueError if its structure differs."""
+    structures = [jax.tree.structure(tree) for tree in (old, new)]
+    if len({*structures}) > 1:
         raise ValueError(
             "accumulate must return an algorithm_state of the structure that init_algorithm_state "
-            f"gave it, {forms[0]}, got {forms[1]}. Override init_algorithm_state."
+            f"gave it, {structures[0]}, got {structures[1]}. Override init_algorithm_state."
         )
     return new
 
@@ -78,16 +83,16 @@ def warn_of_idle(updater: Updater, targets: PyTree, masks: PyTree, starts_dense:
     """Warns of masks that would stay all ones, and of weights that no step would train.
 
     Args:
-      updater: whose masks they are.
+      updater: updater of the masks.
       targets: tree of target sparsities.
       masks: tree of the first masks.
-      starts_dense: whether masks are ones where they are traced, so that their values do not tell.
+      starts_dense: whether traced masks, whose values are unknown, count as all ones.
     """
     steps = update_range(updater.scheduler)
-    wanted = any(is_traced(t) or jax.device_get(t) > 0 for t in jax.tree.leaves(targets))
+    prunes = any(is_traced(t) or jax.device_get(t) > 0 for t in jax.tree.leaves(targets))
     leaves = jax.tree.leaves(masks)
     dense = all(starts_dense if is_traced(mask) else _is_all_ones(mask) for mask in leaves)
-    if steps is None and wanted and leaves and dense:
+    if steps is None and prunes and leaves and dense:
         warnings.warn(
             f"{type(updater).__name__} has target sparsities, but all masks are ones and "
             f"scheduler = {updater.scheduler!r} never updates them: training stays dense. Set a "
@@ -99,8 +104,8 @@ def warn_of_idle(updater: Updater, targets: PyTree, masks: PyTree, starts_dense:
     if updater.skip_gradients and steps is not None:
         start, end = steps
         last = start + 3 if end is None else end
-        looked_at = {start, start + 1, (start + last) // 2}
-        every = all(bool(updater.scheduler.is_mask_update_iter(step)) for step in looked_at)
+        samples = {start, start + 1, (start + last) // 2}
+        every = all(bool(updater.scheduler.is_mask_update_iter(step)) for step in samples)
         if every and last > start + 1:
             warnings.warn(
                 f"{type(updater).__name__} skips the gradients of steps that update masks, and "

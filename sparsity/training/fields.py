@@ -1,4 +1,4 @@
-"""The fields of an updater: their names, their values, and when they are equal."""
+"""Checks and comparisons of the fields of an updater."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ RENAMED = {"is_packed": "use_packed_masks"}  # as a document of jaxpruner calls 
 
 
 def check_names(cls: type, names: Iterable[str]) -> None:
-    """Raises a TypeError for a name that is no field of the class; it names the nearest."""
+    """Raises a TypeError for a name that is no field of the class, and suggests the nearest."""
     parameters = inspect.signature(cls).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return  # an __init__ of its own, which hands them on
+        return  # a custom __init__, which checks its arguments
     fields = list(parameters)
     for name in names:
         if name in RENAMED:
@@ -40,7 +40,7 @@ def check_names(cls: type, names: Iterable[str]) -> None:
 
 
 def check_fields(updater: Updater) -> None:
-    """Raises a ValueError that names the field and its value."""
+    """Raises a ValueError that names an invalid field and its value."""
     kind = updater.sparsity_type
     if not is_pattern(kind) and (not callable(kind) or isinstance(kind, type)):
         raise ValueError(
@@ -64,32 +64,32 @@ def check_fields(updater: Updater) -> None:
     if not callable(updater.batch_axes):
         check_int("batch_axes", updater.batch_axes, 0)
     scope = updater.scope
-    of_trees = isinstance(scope, TreeScope) and not isinstance(scope, type)
-    for name in () if of_trees else ("check", "select", "move"):
+    sees_trees = isinstance(scope, TreeScope) and not isinstance(scope, type)
+    for name in () if sees_trees else ("check", "select", "move"):
         if isinstance(scope, type) or not callable(getattr(scope, name, None)):
             raise ValueError(
                 f"scope must be an object with a method {name}, for example "
-                f"{', '.join(f'{known.__name__}()' for known in SCOPES.values())}; got scope = "
+                f"{', '.join(f'{cls.__name__}()' for cls in SCOPES.values())}; got scope = "
                 f"{scope!r}."
             )
     scope.check(kind, updater.batch_axes, updater.topk_fn)
 
 
-def have_equal_fields(one: DataclassInstance, other: object) -> bool:
-    """Whether two updaters of a class have equal fields; traced seeds are equal to themselves."""
+def have_equal_fields(lhs: DataclassInstance, rhs: object) -> bool:
+    """Returns whether two updaters of a class have equal fields; a traced seed equals itself."""
     return all(
-        _equal(getattr(one, field.name), getattr(other, field.name))
-        for field in dataclasses.fields(one)
+        _equal(getattr(lhs, field.name), getattr(rhs, field.name))
+        for field in dataclasses.fields(lhs)
     )
 
 
 def hash_of_fields(updater: DataclassInstance) -> int:
-    """Returns a hash that updaters of equal fields share; values without a hash do not count."""
+    """Returns a hash that updaters of equal fields share; values without a hash are left out."""
     fields = (getattr(updater, field.name) for field in dataclasses.fields(updater))
     return hash((type(updater), *map(_hash, fields)))
 
 
-def _hash(value: Any) -> int:
+def _hash(value: object) -> int:
     if isinstance(value, functools.partial):
         keywords = sorted(value.keywords)
         return hash((value.func, *map(_hash, value.args), *keywords))
@@ -101,17 +101,17 @@ def _hash(value: Any) -> int:
         return hash(type(value))
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if one is other:
+def _equal(lhs: Any, rhs: Any) -> bool:
+    if lhs is rhs:
         return True
-    if isinstance(one, functools.partial) and isinstance(other, functools.partial):
-        parts = [(part.func, part.args, part.keywords) for part in (one, other)]
+    if isinstance(lhs, functools.partial) and isinstance(rhs, functools.partial):
+        parts = [(part.func, part.args, part.keywords) for part in (lhs, rhs)]
         return bool(parts[0] == parts[1])
-    are_arrays = [isinstance(value, jax.Array | np.ndarray) for value in (one, other)]
+    are_arrays = [isinstance(value, jax.Array | np.ndarray) for value in (lhs, rhs)]
     if any(are_arrays):
-        if not all(are_arrays) or is_traced(one) or is_traced(other) or one.dtype != other.dtype:
+        if not all(are_arrays) or is_traced(lhs) or is_traced(rhs) or lhs.dtype != rhs.dtype:
             return False
-        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
-            one, other = jax.random.key_data(one), jax.random.key_data(other)
-        return np.array_equal(one, other)
-    return bool(one == other)
+        if jnp.issubdtype(lhs.dtype, jax.dtypes.prng_key):
+            lhs, rhs = jax.random.key_data(lhs), jax.random.key_data(rhs)
+        return np.array_equal(lhs, rhs)
+    return bool(lhs == rhs)

@@ -1,4 +1,4 @@
-"""How the hooks of an updater are called."""
+"""Calls of the hooks of an updater."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from sparsity.core.trees import PyTree
 from sparsity.masks import Sites, apply_masks
 
 T = TypeVar("T")
-ExtraArg: TypeAlias = Any  # what a training loop passes on; an override may name its own type
+ExtraArg: TypeAlias = Any  # an argument of the training loop; overrides may narrow the type
 
 
 class Inputs(NamedTuple):
-    """Inputs of one call of `update`, and how hooks see them.
+    """Inputs of one call of `update`, as stored and as hooks see them.
 
     Attributes:
       params: tree of parameters as they are stored.
-      gradients: tree of gradients as the training loop passes them; `None` where there are none.
-      sites: the table that `Updater.sites` resolved from the parameters.
+      gradients: tree of gradients from the training loop; `None` without gradients.
+      sites: table of `Updater.sites`, resolved from the parameters.
       extra: other arguments of the training loop.
       masks: tree of the masks under which hooks see the parameters; `None` for no masks.
     """
@@ -33,17 +33,17 @@ class Inputs(NamedTuple):
 
     @property
     def weights(self) -> PyTree:
-        """The parameters that can have a mask, as they are stored."""
+        """Parameters that can have a mask, as they are stored."""
         return trees.prunable(self.params)
 
     @property
     def grads(self) -> PyTree | None:
-        """The gradients of `weights`."""
+        """Gradients of `weights`."""
         return None if self.gradients is None else trees.prunable(self.gradients, self.params)
 
     @property
     def seen(self) -> PyTree:
-        """The weights under the masks."""
+        """Weights under the masks."""
         return apply_masks(self.weights, self.masks)
 
     def call(
@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
         named: Mapping[str, object] | None = None,
         **kwargs: PyTree,
     ) -> T:
-        """Calls a hook as `call_hook`, with the arguments of the loop and the sites as well."""
+        """Calls a hook by `call_hook`, with the arguments of the training loop and the sites."""
         extra = {**self.extra, **(extra or {})}
         named = {"sites": self.sites, **(named or {})}
         return call_hook(hook, *args, extra=extra, named=named, **kwargs)
@@ -73,8 +73,8 @@ def call_hook(
       hook: the hook.
       *args: arguments that every such hook takes.
       extra: arguments of the training loop, for a hook that names them or takes all keywords.
-      named: arguments of the library, for a hook that names them; they come before `extra`.
-      **kwargs: as `args`, by name.
+      named: arguments of the library, for a hook that names them; they override `extra`.
+      **kwargs: arguments that every such hook takes by name.
     """
     parameters = inspect.signature(hook).parameters
     taken = {*list(parameters)[: len(args)], *kwargs}

@@ -1,10 +1,10 @@
-"""Weights that come back into a mask start at zero, with the state of a fresh optimizer."""
+"""Restarts weights that return to a mask at zero, with the state of a fresh optimizer."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -22,22 +22,22 @@ def restart_regrown(
 
     Args:
       old: the state before the mask update.
-      new: the state after it.
+      new: the state after the mask update.
       params: tree of parameters.
-      fresh: what the inner optimizer's `init` returns.
+      fresh: result of `init` of the inner optimizer.
 
     Returns:
       The new state and the packed mask of the weights that have grown.
     """
 
-    def grow(_: trees.KeyPath, mask: Any, before: Any) -> Any:
-        return mask & (1 - before)
+    def grow(_: trees.KeyPath, mask: PyTree, old_mask: PyTree) -> PyTree:
+        return mask & (1 - old_mask)
 
     grown = pack_masks(trees.map_matched(grow, new.masks, old.masks, role="new masks"), params)
     regrown = unpack_masks(grown, params)
-    # All that follows reads the packed mask of what has grown, and so do the new masks: thus the
-    # compiler sees that the old masks are read no more, and writes the new ones in their place.
-    # Without it every step copies them; tests look for the copies in the compiled program.
+    # All later code, the new masks included, reads the packed mask of grown weights. The compiler
+    # then sees the last read of the old masks, and writes the new masks in their place. Otherwise
+    # every step copies the masks; tests look for the copies in the compiled program.
     masks = trees.map_matched(lambda _, mask, more: mask | more, new.masks, regrown)
     chosen = trees.map_matched(lambda _, param, mask: mask, params, regrown)
     inner_state = owners.replace_where(new.inner_state, fresh, chosen)
@@ -45,20 +45,20 @@ def restart_regrown(
 
 
 def without_grown(params: PyTree, grown: PyTree) -> PyTree:
-    """Parameters with zeros where weights have grown: what the inner optimizer sees."""
+    """Returns the parameters for the inner optimizer: zeros where weights have grown."""
 
-    def zero(_: trees.KeyPath, param: Any, bits: Any) -> Any:
+    def zero(_: trees.KeyPath, param: chex.Array, bits: chex.Array | None) -> chex.Array:
         return param if bits is None else apply_mask(param, 1 - unpack(bits, param))
 
     return trees.map_matched(zero, params, grown)
 
 
 def start_from_zero(steps: PyTree, params: PyTree, grown: PyTree) -> PyTree:
-    """Updates that take weights which have grown from zero, whatever they hold now."""
+    """Returns updates that start grown weights from zero, whatever values are stored."""
 
     likes = trees.leaves_by_path(params)
 
-    def restart(path: trees.KeyPath, step: Any, bits: Any) -> Any:
+    def restart(path: trees.KeyPath, step: jax.Array, bits: chex.Array | None) -> jax.Array:
         if bits is None:
             return step
         return jnp.where(unpack(bits, likes[path]) > 0, step - likes[path], step)
@@ -69,13 +69,13 @@ def start_from_zero(steps: PyTree, params: PyTree, grown: PyTree) -> PyTree:
 def check_resettable(
     params: PyTree, inner_state: optax.OptState, name: str = "", is_sure: bool = True
 ) -> None:
-    """Refuses, or warns of, optimizers whose state hides which entry belongs to which parameter.
+    """Rejects optimizers whose state hides which entry belongs to which parameter.
 
     Args:
       params: tree of parameters.
       inner_state: state of the optimizer.
-      name: the class of the updater.
-      is_sure: whether weights regrow; otherwise they may, and this is a warning.
+      name: name of the class of the updater.
+      is_sure: raise a ValueError, because weights regrow; `False` warns that they may.
     """
     hidden = hidden_by(params, inner_state)
     if hidden is None:
@@ -95,7 +95,7 @@ def check_resettable(
 
 
 def hidden_by(params: PyTree, inner_state: optax.OptState) -> str | None:
-    """Returns the optax function whose state hides what belongs to a parameter, or `None`."""
+    """Returns the optax function whose state hides the entries of parameters, or `None`."""
     arrays = {path: leaf for path, leaf in trees.leaves_by_path(params).items() if _is_array(leaf)}
     size = sum(leaf.size for leaf in arrays.values())
     owned = owners.map_owned(lambda owner, _: owner is not None, arrays and params, inner_state)

@@ -1,4 +1,4 @@
-"""An update of the inner optimizer that a traced flag skips."""
+"""Updates of the inner optimizer that a traced flag skips."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ def update_unless(
 ) -> tuple[PyTree, optax.OptState]:
     """Returns `update(updates, state, params)`, but zero updates and `state` where `skip` holds.
 
-    Selecting between the old and the new state after the update would be slow: the old moments are
-    read once for the new moments and once more for the update, so that XLA cannot write the new
-    ones in place and copies them first. On a CPU that makes a whole step with Adam up to 1.3 times
-    as long, and a branch of `lax.cond`, which copies all that it returns, up to 1.7 times
-    (benchmarks/skipping.py). So the update is traced, and each new moment is replaced by the
-    selection where it is defined; what is computed from it later reads the selected one. No
-    copies, and the same values in steps that are not skipped. Scalars are selected in the end: an
-    old count of 0 would divide by zero on the way, and although no value would show it, gradients
-    would.
+    Selecting between the old and the new state after the update would be slow. XLA could not write
+    the new moments in place, because the old moments are read twice: for the new moments and for
+    the update. On a CPU the copies make a complete step with Adam up to 1.3 times as long. A branch
+    of `lax.cond`, which copies all its results, makes the step up to 1.7 times as long
+    (benchmarks/skipping.py). Therefore the update is traced, and each new moment is selected where
+    it is defined; later equations read the selected moment. Nothing is copied, and steps that are
+    not skipped compute the same values. Scalars are selected at the end: an old count of 0 would
+    divide by zero in between, which gradients would show, although no value would.
 
     Args:
       skip: bool, or a traced bool scalar.
       update: the `update` function of an optax transformation.
       updates: tree of gradients.
-      state: its state; the new one has the same structure.
+      state: state of the transformation; `update` must keep its structure.
       params: tree of parameters.
     """
     if skip is True:
@@ -47,7 +46,7 @@ def update_unless(
     old_leaves = jax.tree.leaves(state)
     outs = program.jaxpr.outvars
     state_vars = outs[len(outs) - len(old_leaves) :]
-    # A leaf that shares its variable, or is an input or a constant, is selected in the end.
+    # A leaf that shares its variable, or is an input or a constant, is selected at the end.
     inputs = {*program.jaxpr.invars, *program.jaxpr.constvars}
     early = {
         var: old

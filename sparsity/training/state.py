@@ -1,8 +1,8 @@
-"""The state of a wrapped optimizer: finding it in a nested state, and its sharding."""
+"""State of a wrapped optimizer: lookup in a nested state, and sharding."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,11 @@ class SparseState(NamedTuple):
 
     Attributes:
       masks: tree like the params; uint8 masks (1 = keep), `None` for dense leaves. With
-        `use_packed_masks` they are bits, eight in a byte along the last axis: shapes tell.
+        `use_packed_masks` masks are bits, eight in a byte along the last axis.
       inner_state: state of the inner optimizer.
       target_sparsities: tree like the params of float32 scalars, `None` for dense leaves.
       count: int32 scalar, number of updates so far.
-      algorithm_state: tree of arrays that the algorithm remembers; `None` for most.
+      algorithm_state: tree of arrays that the algorithm accumulates; `None` for most algorithms.
 
     Example:
       >>> import jax.numpy as jnp
@@ -43,21 +43,21 @@ def get_sparse_state(opt_state: PyTree) -> SparseState:
     """Returns the only `SparseState` in an optimizer state, however nested.
 
     Raises:
-      ValueError: there is none, or more than one; their paths are named.
+      ValueError: the state holds no `SparseState`, or several. The message names their paths.
 
     Example:
       >>> opt_state = ("of clipping", SparseState(masks=None, count=3))
       >>> get_sparse_state(opt_state).count
       3
     """
-    found = trees.find_nodes(opt_state, SparseState)
-    if len(found) == 1:
-        state: SparseState = found[0][1]
+    nodes = trees.find_nodes(opt_state, SparseState)
+    if len(nodes) == 1:
+        state: SparseState = nodes[0][1]
         return state
-    places = ", ".join(repr(jax.tree_util.keystr(path) or "the root") for path, _ in found)
+    places = ", ".join(repr(jax.tree_util.keystr(path) or "the root") for path, _ in nodes)
     raise ValueError(
         "Exactly one SparseState is needed, but the optimizer state holds "
-        + (f"{len(found)}, at {places}" if found else "none")
+        + (f"{len(nodes)}, at {places}" if nodes else "none")
         + ". Pass the state of an optimizer that was wrapped once with wrap_optax, or the part of "
         "it that you mean."
     )
@@ -78,12 +78,13 @@ def set_sparse_state(opt_state: optax.OptState, sparse_state: SparseState) -> op
 
 
 def sharding_like(params: PyTree, opt_state: optax.OptState) -> optax.OptState:
-    """Returns the shardings of an optimizer state: each leaf has that of its parameter.
+    """Returns the shardings of an optimizer state: each leaf has the sharding of its parameter.
 
-    For `out_shardings` of a jitted `init`, which otherwise leaves moments and counts where the
-    compiler likes, and for restoring a checkpoint on a mesh. Packed masks are sharded as their
-    parameters, along the last axis only if its bytes divide. Scalars, and leaves whose shape is not
-    their parameter's (factored moments, histories), are replicated.
+    The result serves as `out_shardings` of a jitted `init`, because the compiler would otherwise
+    place moments and counts freely, and for restoring a checkpoint on a mesh. Packed masks are
+    sharded as their parameters, along the last axis only if the devices divide its bytes. Scalars
+    are replicated, and so are leaves of another shape than their parameter (factored moments,
+    histories).
 
     Args:
       params: tree of arrays, or of `jax.ShapeDtypeStruct` with shardings.
@@ -93,7 +94,7 @@ def sharding_like(params: PyTree, opt_state: optax.OptState) -> optax.OptState:
       A tree like `opt_state` of shardings.
 
     Raises:
-      ValueError: a parameter has no sharding; it is named.
+      ValueError: a parameter has no sharding. The message names the parameter.
 
     Example:
       >>> import optax
@@ -101,7 +102,7 @@ def sharding_like(params: PyTree, opt_state: optax.OptState) -> optax.OptState:
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
       >>> rows = NamedSharding(mesh, PartitionSpec("data"))
       >>> params = {"kernel": jax.device_put(jnp.ones((8, 4)), rows)}
-      >>> tx = optax.adam(0.1)  # or what wrap_optax returns
+      >>> tx = optax.adam(0.1)  # or a result of wrap_optax
       >>> shardings = sharding_like(params, jax.eval_shape(tx.init, params))
       >>> opt_state = jax.jit(tx.init, out_shardings=shardings)(params)
       >>> opt_state[0].mu["kernel"].sharding.spec, opt_state[0].count.sharding.spec
@@ -114,15 +115,15 @@ def sharding_like(params: PyTree, opt_state: optax.OptState) -> optax.OptState:
                 f"{trees.path_string(path)!r} of params has no sharding. Pass arrays, or "
                 "jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
             )
-    given = [leaf.sharding for leaf in leaves.values()]
-    meshes = [own.mesh for own in given if isinstance(own, NamedSharding)]
-    elsewhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else given[0]
+    param_shardings = [leaf.sharding for leaf in leaves.values()]
+    meshes = [each.mesh for each in param_shardings if isinstance(each, NamedSharding)]
+    replicated = NamedSharding(meshes[0], PartitionSpec()) if meshes else param_shardings[0]
 
-    def sharding_of(param: Any, leaf: Any) -> Sharding:
+    def fit(param: jax.Array | None, leaf: PyTree) -> Sharding:
         shape = jnp.shape(leaf)
         if param is None or shape not in (param.shape, packed_shape(param.shape)):
-            return elsewhere
+            return replicated
         return sharding.fit(param.sharding, shape)
 
-    shardings: optax.OptState = owners.map_owned(sharding_of, params, opt_state)
+    shardings: optax.OptState = owners.map_owned(fit, params, opt_state)
     return shardings

@@ -1,17 +1,19 @@
 """One training step: the flow of a wrapped optimizer's `update`.
 
-An algorithm that remembers accumulates; masks are refreshed in the steps that the scheduler
-chooses; gradients are modified and masked; the inner optimizer runs, and its updates are made to
-land on exact zeros. What is known while tracing leaves no trace in the compiled program, and
-nothing here copies an array in steps without a refresh. Masks are packed and unpacked here only:
-hooks see plain ones.
+1. An algorithm with an `algorithm_state` accumulates.
+2. Masks are refreshed in the steps that the scheduler chooses.
+3. Gradients are modified and masked.
+4. The inner optimizer runs, and its updates are made to land on exact zeros.
+
+Choices made while tracing leave no trace in the compiled program. No array is copied in steps
+without a refresh. Only this module packs and unpacks masks: hooks see plain masks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
@@ -53,16 +55,16 @@ from sparsity.training.updater import Updater, is_overridden
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A wrapped optimizer: `init`, and `update` with its phases.
+    """Wrapped optimizer: `init`, and `update` with its phases.
 
     Attributes:
-      updater: says which masks there are, and when they change.
+      updater: decides which masks exist, and when they change.
       inner: the optimizer.
-      masks: masks to start from; `None` leaves them to the updater.
+      masks: initial masks; `None` leaves the choice to the updater.
       packed: whether the state holds packed masks.
       lands_on_zeros: whether updates put pruned weights at exactly 0.0.
-      keeps_zeros: whether pruned weights are 0 between steps, so that hooks see them there.
-      may_regrow: whether weights that come back into a mask restart.
+      keeps_zeros: whether pruned weights are 0 between steps, and so in the inputs of hooks.
+      may_regrow: whether weights that return to a mask restart.
     """
 
     updater: Updater
@@ -104,7 +106,7 @@ class Step:
         warn_of_idle(updater, targets, masks, starts_dense)
         if memory is None:
             memory = inputs.call(updater.init_algorithm_state, inputs.weights, masks)
-        # A hook may have made the state by hand, of Python numbers.
+        # A hook may have created the state from Python numbers.
         state = SparseState(
             masks=place_masks(self._stored(masks, params), params),
             inner_state=self.inner.init(params),
@@ -124,7 +126,7 @@ class Step:
         params: PyTree | None = None,
         **extra_args: ExtraArg,
     ) -> tuple[PyTree, SparseState]:
-        """Returns the updates of a step, from gradients, and the next state."""
+        """Returns the updates of a step, computed from gradients, and the next state."""
         inputs = self.check(updates, state, params, extra_args)
         state = self.accumulate(state, inputs)
         state, change = self.refresh(state, inputs)
@@ -134,15 +136,15 @@ class Step:
     def check(
         self, updates: PyTree, state: SparseState, params: PyTree | None, extra: dict[str, ExtraArg]
     ) -> Inputs:
-        """Returns the inputs of a step; an error names what does not fit."""
-        if params is None:  # optax says what is missing, in its own words
+        """Returns the inputs of a step; raises a ValueError that names an unfit leaf."""
+        if params is None:  # raises the error of optax for missing params
             optax.add_decayed_weights(0.0).update(updates, optax.EmptyState(), None)
         check_masks(params, state.masks, packed=self.packed)
         check_gradients(updates, params, state.masks)
         return Inputs(params, updates, self.updater.sites(params), extra)
 
     def accumulate(self, state: SparseState, inputs: Inputs) -> SparseState:
-        """Lets the algorithm take the step into its `algorithm_state`."""
+        """Returns the state with the `algorithm_state` that the hook `accumulate` returns."""
         if not is_overridden(self.updater, "accumulate"):
             return state
         plain, inputs = self._read(state, inputs)
@@ -151,13 +153,13 @@ class Step:
         return state._replace(algorithm_state=memory)
 
     def refresh(self, state: SparseState, inputs: Inputs) -> tuple[SparseState, Change]:
-        """Updates the masks, in the steps that the scheduler chooses."""
+        """Updates the masks in the steps that the scheduler chooses."""
         regrows = self.may_regrow and hidden_by(inputs.params, state.inner_state) is None
 
         def renew(state: SparseState) -> tuple[SparseState, Change]:
             return self.renew(state, inputs, regrows)
 
-        def go_on(state: SparseState) -> tuple[SparseState, Change]:
+        def keep(state: SparseState) -> tuple[SparseState, Change]:
             grown = None
             if regrows:
                 plain, _ = self._read(state, inputs)
@@ -166,16 +168,16 @@ class Step:
 
         is_update = self.updater.scheduler.is_mask_update_iter(state.count)
         if is_traced(is_update):
-            # `is_update` is returned, and thereby stored: else every kernel that reads it would
-            # compute it again.
-            result: tuple[SparseState, Change] = jax.lax.cond(is_update, renew, go_on, state)
+            # `is_update` is returned and thereby stored: otherwise every kernel that reads it
+            # would compute it again.
+            result: tuple[SparseState, Change] = jax.lax.cond(is_update, renew, keep, state)
             return result
         return renew(state) if is_update else (state, Change(False))
 
     def renew(
         self, state: SparseState, inputs: Inputs, regrows: bool
     ) -> tuple[SparseState, Change]:
-        """Returns the state with new masks, and what they change."""
+        """Returns the state with new masks, and the change."""
         updater, params = self.updater, inputs.params
         old, inputs = self._read(state, inputs)
         if is_overridden(updater, "update_state"):
@@ -192,7 +194,7 @@ class Step:
     def transform(
         self, state: SparseState, inputs: Inputs, change: Change
     ) -> tuple[PyTree, SparseState]:
-        """Runs the inner optimizer on gradients that the algorithm modifies and masks."""
+        """Runs the inner optimizer on modified and masked gradients."""
         updater, updates = self.updater, inputs.gradients
         plain, inputs = self._read(state, inputs)
         if is_overridden(updater, "modify_gradients"):
@@ -214,7 +216,7 @@ class Step:
         return steps, state._replace(inner_state=inner_state, count=count)
 
     def land(self, steps: PyTree, state: SparseState, inputs: Inputs, change: Change) -> PyTree:
-        """Makes updates that start grown weights from 0, and take pruned ones there."""
+        """Returns updates that start grown weights from 0, and take pruned weights to 0."""
         if self.keeps_zeros:
             steps = start_from_zero(steps, inputs.params, change.grown)
         if self.lands_on_zeros:
@@ -234,11 +236,11 @@ class Step:
 
 
 class Change(NamedTuple):
-    """What the refresh of a step has changed.
+    """Change of the masks by one step.
 
     Attributes:
-      is_update: whether masks were updated, a bool or a traced one.
-      grown: tree of packed masks of the weights that came back; `None` where none can.
+      is_update: whether masks were updated; may be traced.
+      grown: tree of packed masks of the weights that returned; `None` if none can return.
     """
 
     is_update: chex.Numeric
@@ -251,9 +253,9 @@ def wrap(
     """Returns `inner` with the masks of `updater` in its state.
 
     Args:
-      updater: says which masks there are, and when they change.
+      updater: decides which masks exist, and when they change.
       inner: any optax transformation.
-      masks: masks to start from; `None` leaves them to the updater.
+      masks: initial masks; `None` leaves the choice to the updater.
     """
     step = Step.wrap(updater, inner, masks)
     return optax.GradientTransformationExtraArgs(step.init, step.update)
@@ -262,7 +264,7 @@ def wrap(
 def wrap_dense(
     updater: Updater, inner: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `inner` with a SparseState that has no masks; `params` may be left out."""
+    """Returns `inner` with a SparseState that has no masks; `params` are optional."""
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: PyTree) -> SparseState:
@@ -282,7 +284,7 @@ def wrap_dense(
 
 
 def land_on_zeros(steps: PyTree, params: PyTree, masks: PyTree) -> PyTree:
-    """Updates that `optax.apply_updates` takes to exactly 0.0 where weights are pruned.
+    """Returns updates by which `optax.apply_updates` sets pruned weights to exactly 0.0.
 
     Args:
       steps: tree of updates.
@@ -290,13 +292,13 @@ def land_on_zeros(steps: PyTree, params: PyTree, masks: PyTree) -> PyTree:
       masks: tree of masks, not packed.
 
     Returns:
-      The tree of updates, masked leaves in the dtype that updates and parameters promote to: a
-      bfloat16 `-p` would miss a float32 `p`.
+      Tree of updates. Masked leaves have the dtype that updates and parameters promote to, because
+      a bfloat16 `-p` would not cancel a float32 `p`.
     """
 
     likes = trees.leaves_by_path(params)
 
-    def land(path: trees.KeyPath, step: Any, mask: Any) -> Any:
+    def land(path: trees.KeyPath, step: jax.Array, mask: chex.Array | None) -> jax.Array:
         if mask is None:
             return step
         param = likes[path]
@@ -307,6 +309,6 @@ def land_on_zeros(steps: PyTree, params: PyTree, masks: PyTree) -> PyTree:
 
 
 def _is_placeholder(params: PyTree) -> bool:
-    """Whether `init` is called by optax.tree.map_params, with a node that has no leaf."""
+    """Returns whether `optax.tree.map_params` calls `init`, with a node that has no leaf."""
     kind = type(params)
     return kind.__module__.startswith("optax.") and kind.__name__ == "_ParamsPlaceholder"

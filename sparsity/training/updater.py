@@ -1,10 +1,10 @@
-"""Fields and hooks of an updater: all that a training step asks of one."""
+"""Fields and hooks of an updater: the interface that a training step uses."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import chex
 import jax
@@ -58,36 +58,35 @@ class Updater:
         raise NotImplementedError
 
     def init_state(self, params: PyTree, *, sites: Sites | None = None) -> SparseState:
-        """Returns the state that a wrapped optimizer starts with, without the inner state."""
+        """Returns the initial state of a wrapped optimizer, without the inner state."""
         raise NotImplementedError
 
-    # Hooks that algorithms override. None of them ever sees packed masks, or leaves that can have
-    # no mask: random keys, integers and functions are None in the trees that hooks get. A hook
-    # that names an argument `sites` gets the table that was resolved from the parameters.
+    # Hooks that algorithms override. Hooks never see packed masks, or leaves that can have no mask:
+    # random keys, integers and functions are None in the trees of arguments. A hook with an
+    # argument `sites` gets the table that was resolved from the parameters.
 
     def calculate_scores(
         self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
     ) -> PyTree:
-        """Returns what each weight is worth: a tree like `params`; the highest scores are kept.
+        """Returns the scores of all weights, a tree like `params`; the highest scores are kept.
 
         Args:
-          params: tree of parameters, with the present masks applied where pruned weights stay zero.
-          sparse_state: the present state, `None` in `instant_sparsify`.
-          grads: tree of gradients, where there are any.
+          params: tree of parameters, with the current masks applied where pruned weights stay zero.
+          sparse_state: the current state, `None` in `instant_sparsify`.
+          grads: tree of gradients, if any.
         """
         raise NotImplementedError(f"{type(self).__name__} must override calculate_scores.")
 
     def get_initial_masks(self, params: PyTree, target_sparsities: PyTree) -> PyTree:
-        """Returns the masks that the optimizer starts with: by default, all ones.
+        """Returns the initial masks of the optimizer: by default, all ones.
 
         Args:
           params: tree of parameters.
           target_sparsities: tree of sparsities, `None` for leaves that stay dense.
         """
-
         masked = masks_lib.masked_paths(self.scope, params, target_sparsities)
 
-        def start(path: trees.KeyPath, param: Any) -> Any:
+        def start(path: trees.KeyPath, param: jax.Array) -> jax.Array | None:
             return ones_like(param) if path in masked else None
 
         return trees.map_matched(start, params)
@@ -100,17 +99,18 @@ class Updater:
         *,
         sites: Sites | None = None,
     ) -> PyTree:
-        """Returns masks that keep the highest scores of every leaf, or of all, as the scope says.
+        """Returns masks that keep the highest scores of each leaf or of all, as the scope says.
 
         Args:
           scores: tree of scores.
           sparsities: tree of sparsities, `None` for leaves that stay dense.
-          target_sparsities: where a ramp ends, for N:M types; `sparsities` by default.
-          sites: `self.sites(params)`. By default they are resolved from the scores: a function of
-            (path, param) sees scores in place of parameters.
+          target_sparsities: sparsities at the end of a ramp, for N:M; `sparsities` by default.
+          sites: `self.sites(params)`. By default sites are resolved from the scores: a function of
+            (path, param) gets scores in place of parameters.
 
         Raises:
-          ValueError: a sparsity lies outside [0, 1] or a type does not fit; the leaf is named.
+          ValueError: a sparsity lies outside [0, 1] or a pattern does not fit. The message names
+            the leaf.
         """
         if sites is None:
             sites = self.sites(jax.tree.map(_as_weights, scores))
@@ -120,18 +120,18 @@ class Updater:
         )
 
     def _sparsity_tree(self, sparsities: PyTree, scores: PyTree) -> PyTree:
-        """Returns the sparsities that `create_masks` got as a tree like the scores."""
+        """Returns the argument `sparsities` of `create_masks` as a tree like the scores."""
         return sparsities
 
     def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> PyTree:
         """Returns the masks of a mask update; a step calls it unless `update_state` is overridden.
 
-        Lazy scores read parameters and masks as they are stored, so that no masked parameters need
-        to be stored beside them.
+        Lazy scores read parameters and masks as they are stored, so that masked parameters need no
+        memory.
 
         Args:
-          sparse_state: the present state.
-          inputs: those of the step.
+          sparse_state: the current state.
+          inputs: inputs of the step.
         """
         targets = sparse_state.target_sparsities
         sparsities = self.scheduler.get_sparsity_at_step(targets, sparse_state.count)
@@ -164,32 +164,32 @@ class Updater:
         """Returns the state with new masks; called in the steps that the scheduler chooses.
 
         Args:
-          sparse_state: the present state.
+          sparse_state: the current state.
           params: tree of parameters, as in `calculate_scores`.
           grads: tree of gradients.
           sites: `self.sites(params)`, which is the default.
-          **extra_args: what the training loop passed to `update` beside these; `calculate_scores`
-            and `create_masks` get those that they name.
+          **extra_args: other arguments of `update`; `calculate_scores` and `create_masks` get the
+            arguments that their signatures name.
         """
         sites = self.sites(params) if sites is None else sites
         masks = self.new_masks(sparse_state, Inputs(params, grads, sites, extra_args))
         return sparse_state._replace(masks=masks)
 
     def init_algorithm_state(self, params: PyTree, masks: PyTree) -> PyTree:
-        """Returns the first `algorithm_state`: a tree of arrays, by default nothing.
+        """Returns the first `algorithm_state`: a tree of arrays, by default `None`.
 
         Args:
           params: tree of parameters.
-          masks: the masks that training starts from.
+          masks: tree of the initial masks.
         """
 
     def accumulate(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> SparseState:
         """Returns the state with a new `algorithm_state`; called first in every step.
 
-        Free when not overridden. Other fields of the result are not used.
+        The hook costs nothing unless overridden. Other fields of the result are ignored.
 
         Args:
-          sparse_state: the present state.
+          sparse_state: the current state.
           params: tree of parameters, as in `calculate_scores`.
           grads: tree of gradients.
         """
@@ -198,7 +198,7 @@ class Updater:
     def modify_gradients(self, grads: PyTree, params: PyTree, sparse_state: SparseState) -> PyTree:
         """Returns the gradients for the inner optimizer; called in every step under the new masks.
 
-        Free when not overridden. With `is_sparse_gradients` the masks are applied to the result.
+        The hook costs nothing unless overridden. With `is_sparse_gradients` the result is masked.
 
         Args:
           grads: tree of gradients.
@@ -213,17 +213,17 @@ class Updater:
         Args:
           params: tree of parameters (or gradients, or scores).
           masks: tree of masks, `None` for leaves that are returned as they are.
-          is_packed: whether the masks are packed; `None` means as `use_packed_masks` says, or not.
+          is_packed: whether masks may be packed; by default `use_packed_masks`.
 
         Raises:
-          ValueError: a mask has no leaf in `params`, or one of another shape.
+          ValueError: a mask has no leaf in `params`, or a leaf of another shape.
         """
         may_be_packed = self.use_packed_masks if is_packed is None else is_packed
         read = masks_lib.read_masks(masks, params, may_be_packed)
         return masks_lib.apply_masks(params, read)
 
     def pre_forward_update(self, params: PyTree, opt_state: optax.OptState) -> PyTree:
-        """Returns the parameters for the forward pass; by default as they are.
+        """Returns the parameters for the forward pass; by default `params`.
 
         Args:
           params: tree of parameters.
@@ -244,13 +244,13 @@ class Updater:
 
 
 def is_overridden(updater: Updater, name: str) -> bool:
-    """Whether an updater has another hook than `Updater`."""
+    """Returns whether an updater overrides a hook of `Updater`."""
     hook = getattr(updater, name)
     return getattr(hook, "__func__", hook) is not getattr(Updater, name)
 
 
 def _as_weights(scores: chex.Array) -> chex.Array | jax.ShapeDtypeStruct:
-    """Returns scores in the place of their weights: the weights of integer scores are floats."""
+    """Returns scores in the place of weights; float32 stands for weights with integer scores."""
     if trees.is_prunable(scores):
         return scores
     return jax.ShapeDtypeStruct(jnp.shape(scores), jnp.float32)

@@ -139,9 +139,9 @@ def test_a_site_is_resolved_once_and_says_what_it_is():
     (path,) = table  # integers and keys have no site
     assert table[path] is table[path]
     assert (table[path].name, table[path].batch_axes) == ("a/w", 1)
-    assert table[path].has_own_sparsity
+    assert table[path].has_override
     assert len(asked.seen["a/w"]) == 1
-    assert not Sites(params, asked, 1, {"b": 0.5})[path].has_own_sparsity
+    assert not Sites(params, asked, 1, {"b": 0.5})[path].has_override
 
 
 def test_a_type_that_is_none_is_an_error_with_the_leaf():

@@ -76,10 +76,9 @@ def oneshot(
       (pruned params, masks, report): `report[path]` has sparsity, error and rows of a leaf.
 
     Raises:
-      ValueError: an argument is none of these, there are no batches, activations are not finite, a
-        leaf that has a sparsity is read by no product, a pattern does not fit, or the folder holds
-        another run, or the run has no fingerprint; the error names the leaf, the batch or the
-        difference.
+      ValueError: there are no batches, activations are not finite, no product reads a leaf that
+        has a sparsity, a pattern does not fit, the folder holds another run, or the run has no
+        fingerprint; the error names the leaf, the batch or the difference.
 
     Example:
       >>> from sparsity.algorithms import MagnitudePruning
