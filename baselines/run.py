@@ -3,7 +3,8 @@
     python -m baselines.run [--tasks NAME ...] [--algorithms NAME ...] [--report]
 
 A result is stored as soon as it is there, with the settings that it was made by. The same command
-goes on where it was stopped, and makes anew what other settings or another code of the task made.
+continues where it was stopped, and repeats the parts that other settings or another code of the
+task made.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main() -> None:
             train_all([tasks[name] for name in options.tasks], options.algorithms)
         report.write(list(tasks.values()))
     except KeyboardInterrupt:
-        sys.exit("\nStopped; the same command goes on from here.")
+        sys.exit("\nStopped; the same command continues from here.")
 
 
 def train_all(tasks: list[Task], names: tuple[str, ...]) -> None:
