@@ -182,6 +182,25 @@ def test_oneshot_keeps_the_fan_in_of_every_layer(pruner):
         assert (each.sum(axis=1) == kept).all()
 
 
+def test_oneshot_keeps_the_fan_in_along_two_axes_of_a_scanned_layer():
+    rng = np.random.default_rng(1)
+    params = jnp.asarray(rng.normal(size=(3, 2, 4, 8)), jnp.float32)  # layers, heads, each, out
+
+    def model(p, x):
+        split = lambda h: h.reshape(*h.shape[:-1], 2, 4)  # noqa: E731
+        step = lambda h, w: (jnp.tanh(jnp.einsum("bhe,heo->bo", split(h), w)), None)  # noqa: E731
+        return jax.lax.scan(step, x, p)[0]
+
+    x = jnp.asarray(rng.normal(size=(20, 8)), jnp.float32)
+    graph = sparsity.trace(model, params, x)
+    updater = sparsity.WandaPruning(
+        sparsity_type=graph.fan_in(4), sparsity_distribution_fn=helpers.half, batch_axes=1
+    )
+    mask = np.asarray(sparsity.oneshot(updater, model, params, [x])[1]).reshape(3, 8, 2, 4)
+    assert (mask == mask[..., :1]).all()
+    assert (mask[..., 0].sum(1) == 4).all()
+
+
 @pytest.mark.slow
 def test_blocks_and_channels_compete_by_their_scores():
     kernel = jnp.array([[3.0, 1.0], [1.0, 1.0], [2.0, 2.0], [1.0, 1.0]])

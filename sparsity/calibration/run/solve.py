@@ -104,13 +104,16 @@ def _for_leaf(
     pattern: Any = site.pattern
     batch_axes = without(site.batch_axes)
     if cut and (axis := getattr(pattern, "axis", None)) is not None:
-        axis = absolute_axis(axis, site.batch_axes, ndim)
-        if axis in dict(cut):
-            raise ValueError(
-                f"{pattern} of {site.name!r} lies along axis {axis}, whose layers are pruned one "
-                "after the other. Give another axis, or sequential=False."
-            )
-        pattern = dataclasses.replace(pattern, axis=without(axis) - batch_axes)
+        axes = axis if isinstance(axis, tuple) else (axis,)
+        axes = tuple(absolute_axis(axis, site.batch_axes, ndim) for axis in axes)
+        for axis in axes:
+            if axis in dict(cut):
+                raise ValueError(
+                    f"{pattern} of {site.name!r} lies along axis {axis}, whose layers are pruned "
+                    "one after the other. Give another axis, or sequential=False."
+                )
+        places = tuple(without(axis) - batch_axes for axis in axes)
+        pattern = dataclasses.replace(pattern, axis=places if len(places) > 1 else places[0])
     return dataclasses.replace(
         pruner,
         sparsity_distribution_fn=distribution,
