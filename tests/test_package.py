@@ -171,6 +171,17 @@ def test_every_folder_of_the_package_has_a_folder_of_tests():
     assert folders - {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")} == set()
 
 
+def test_the_search_of_hosts_is_imported_in_one_place():
+    importing = {
+        str(path.relative_to(PACKAGE))
+        for path in SOURCES
+        if re.search(r"selection\.cpu|selection import cpu", path.read_text(encoding="utf-8"))
+    }
+    assert {name for name in importing if not name.startswith("selection/cpu/")} == {
+        "selection/topk.py"
+    }
+
+
 def modules_imported_by(path, names):
     """Modules of the package that a source file imports anywhere, also for types alone."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

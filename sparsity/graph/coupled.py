@@ -15,6 +15,7 @@ import numpy as np
 
 from sparsity.core import exact, sharding, trees
 from sparsity.core.checks import check_bool, check_int, is_traced
+from sparsity.core.kernels import compute_once
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph.channels import ChannelGroup, PlacedGroup
@@ -26,7 +27,6 @@ from sparsity.masks.costs import best_that_fit
 from sparsity.masks.moves import moved_masks
 from sparsity.programs.axes import Axis
 from sparsity.selection import Ranked, Scores, topk_masks
-from sparsity.selection.cpu.kernels import compute_once
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,10 +20,10 @@ from sparsity.core.hashing import (
     leaf_word,
     seed_words,
 )
+from sparsity.core.kernels import unstack, use_flat
 from sparsity.core.trees import PyTree
 from sparsity.masks.bits import apply_mask
 from sparsity.selection import Scores
-from sparsity.selection.cpu.kernels import unstack, use_flat
 
 Hook = TypeVar("Hook", bound=Callable[..., object])
 Dtypes: TypeAlias = tuple[np.dtype, ...]  # of weight, mask and gradient, without absent ones

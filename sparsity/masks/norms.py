@@ -14,7 +14,7 @@ from jax import lax
 
 from sparsity.core import exact
 from sparsity.core.exact import sums
-from sparsity.selection.cpu.kernels import compute_once, unstack, use_flat
+from sparsity.core.kernels import compute_once, unstack, use_flat
 from sparsity.selection.scores import Scores
 
 _BITS = 30  # of a square as a fraction of about the largest; smaller parts count as 0

@@ -18,6 +18,7 @@ import numpy as np
 
 from sparsity.core import exact, sharding
 from sparsity.core.checks import check_bool, check_number, is_traced
+from sparsity.core.kernels import unstack
 from sparsity.core.names import Registry
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import KeyPath, PyTree, path_names
@@ -26,7 +27,6 @@ from sparsity.masks.moves import moved_masks
 from sparsity.masks.norms import norms
 from sparsity.masks.sites import Pattern, Site, TopkFn
 from sparsity.selection import Ranked, Scores, computed, topk_masks
-from sparsity.selection.cpu.kernels import unstack
 
 
 class Wanted(NamedTuple):

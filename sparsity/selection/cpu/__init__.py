@@ -1,7 +1,7 @@
 """Search that is fast on hosts, with the masks of `sparsity.selection.search`.
 
 `threshold` counts parameters that lie on one device as `rows`, large ones in `visits`, with the
-pivots of `key_search`; `sorting` sorts small leaves; `kernels` keeps programs small. On a mesh the
+pivots of `key_search`; `sorting` sorts small leaves. On a mesh the
 portable search counts, and `thresholds` chooses its pivots.
 """
 
@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.core.exact import Words
+from sparsity.core.kernels import use_flat
 from sparsity.selection.cpu import sorting, threshold
-from sparsity.selection.cpu.kernels import use_flat
 from sparsity.selection.cpu.key_search import thresholds
 from sparsity.selection.cpu.recipe import Recipe
 from sparsity.selection.cpu.visits import MAX_ENTRIES

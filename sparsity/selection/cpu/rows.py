@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.core.exact import sums
-from sparsity.selection.cpu.kernels import read_part
+from sparsity.core.kernels import read_part
 from sparsity.selection.cpu.recipe import Recipe
 from sparsity.selection.scores import Ranked
 

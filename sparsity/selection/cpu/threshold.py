@@ -20,8 +20,8 @@ from jax import lax
 
 from sparsity.core import exact
 from sparsity.core.exact import Words, varying_zero, zero_like
+from sparsity.core.kernels import read_part
 from sparsity.selection.cpu import key_search
-from sparsity.selection.cpu.kernels import read_part
 from sparsity.selection.cpu.key_search import Bracket, Groups, State
 from sparsity.selection.cpu.rows import cut_rows
 from sparsity.selection.cpu.visits import Parts, arrange
