@@ -83,7 +83,7 @@ class BaseUpdater(Updater):
       >>> tx = pruner.wrap_optax(optax.sgd(0.1))
     """
 
-    # All other fields are in `Updater`, which does not depend on distributions.
+    # Declared again for its default: `Updater` stands below the distributions.
     sparsity_distribution_fn: Distribution | None = uniform
 
     _assumes_dense_weights: ClassVar[bool] = False  # without a stated keeps_dense_weights

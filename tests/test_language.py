@@ -168,10 +168,6 @@ def test_the_counts_find_names_openings_words_and_any():
     assert len(lines_with_any(tree)) == 1
 
 
-# Names that still stand for two classes.
-TWICE = {"Budget", "Leaf", "Row"}
-
-
 def test_no_two_classes_have_one_name():
     names = collections.Counter(
         node.name
@@ -179,4 +175,4 @@ def test_no_two_classes_have_one_name():
         for node in syntax(path).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
-    assert {name for name, count in names.items() if count > 1} <= TWICE
+    assert {name for name, count in names.items() if count > 1} == set()

@@ -210,7 +210,7 @@ class Graph:
         """
         return report.plot(self._rows(masks), self.macs(), masks is not None, ax)
 
-    def _rows(self, masks: PyTree | None) -> list[report.Row]:
+    def _rows(self, masks: PyTree | None) -> list[report.CostRow]:
         """Returns the rows of tables and pictures, in tree order."""
         density, rows = self._densities(masks), []
         for leaf in self.leaves:
@@ -225,7 +225,9 @@ class Graph:
             dense = self.count_macs(leaf.path)
             masked = round(dense * density.get(leaf.path, 1))
             names = tuple(dict.fromkeys(use.primitive for use in uses))
-            row = report.Row(leaf, names, tuple(sorted(axes)), dense, masked, tuple(sorted(groups)))
+            row = report.CostRow(
+                leaf, names, tuple(sorted(axes)), dense, masked, tuple(sorted(groups))
+            )
             rows.append(row)
         return rows
 
@@ -497,7 +499,7 @@ class SharedInputs:
     """`FanIn` along the axes that each leaf's products contract. Made by `Graph.fan_in`.
 
     Attributes:
-      graph: of the model.
+      graph: the graph of the model.
       group: neighbouring outputs that read the same inputs.
     """
 
@@ -508,7 +510,7 @@ class SharedInputs:
         FanIn(self.group)  # which checks it
 
     def __call__(self, path: Path, param: chex.Array) -> SparsityType:
-        """Returns the pattern of a leaf, or of that of a smaller model."""
+        """Returns the pattern of a parameter, in this model or in a smaller one."""
         leaf = self.graph.find_parameter(path, param, may_be_smaller=True)
         uses = [use for use in self.graph.find_products(leaf.path) if use.contracting]
         axes = {tuple(sorted(use.contracting)) for use in uses}

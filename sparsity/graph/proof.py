@@ -15,13 +15,12 @@ from sparsity.graph.coupling import ENTERED, Coupling
 from sparsity.programs import entrywise
 from sparsity.programs.axes import Axis, Reason, variables
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS
-from sparsity.programs.layout import LAYOUTS, Layout
-from sparsity.programs.layout import Place as AxisOf
+from sparsity.programs.layout import LAYOUTS, Layout, Place
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program, Value
 from sparsity.programs.walk import Flow
 
-Place = tuple[int, Axis]  # an axis, and the variable that loses entries
+RemovedEntry = tuple[int, Axis]  # an axis, and the variable that loses entries
 
 
 class Constants:
@@ -37,14 +36,14 @@ class Constants:
 
     def __init__(
         self,
-        at: Mapping[Place, float | None] | None = None,
+        at: Mapping[RemovedEntry, float | None] | None = None,
         everywhere: float | None = None,
         may_be_nan: bool = False,
     ):
         self.at = {place: x for place, x in (at or {}).items() if x is not None}
         self.everywhere, self.may_be_nan = everywhere, may_be_nan
 
-    def __getitem__(self, place: Place) -> float | None:
+    def __getitem__(self, place: RemovedEntry) -> float | None:
         return self.at.get(place, self.everywhere)
 
     def moved(self, to: Callable[[int], int | None]) -> Constants:
@@ -99,7 +98,7 @@ class Proof(Flow[Constants]):
             self._free[value] = [[v for v in variables(axis) if v.pin is None] for axis in axes]
         return self._free[value]
 
-    def _places(self, value: Value) -> list[Place]:
+    def _places(self, value: Value) -> list[RemovedEntry]:
         return [(i, v) for i, free in enumerate(self._variables(value)) for v in free]
 
     def start(self, value: Value) -> Constants:
@@ -157,7 +156,7 @@ class Proof(Flow[Constants]):
         if any(x.may_be_nan for x in inputs) and entrywise.tells_nan(equation):
             self.facts[output] = Constants()
             return
-        at: dict[Place, float | None] = {}
+        at: dict[RemovedEntry, float | None] = {}
         results: dict[tuple[float | None, ...], float | None] = {}
         for place in (place for x in inputs for place in x.at if place not in at):
             arguments = tuple([x[place] for x in inputs])
@@ -184,7 +183,7 @@ class Proof(Flow[Constants]):
 
     def _layout(self, equation: Equation, layout: Layout) -> None:
         relations, reduction = layout.relate(equation), layout.joins(equation)
-        sources: dict[AxisOf, list[AxisOf]] = {}
+        sources: dict[Place, list[Place]] = {}
         for relation in relations:
             for place in relation.targets if relation.may_lose_entries else ():
                 if not isinstance(place, int):
@@ -193,9 +192,9 @@ class Proof(Flow[Constants]):
         for number, output in enumerate(equation.outputs):
             numbers = layout.sources(equation, number)
             inputs = {i: equation.inputs[i] for i in numbers}
-            at: dict[Place, float | None] = {}
+            at: dict[RemovedEntry, float | None] = {}
             for axis, variable in self._places(output):
-                axes = sources.get(AxisOf(number, axis), [])
+                axes = sources.get(Place(number, axis), [])
                 at[axis, variable] = self._meet_inputs(inputs, axes, variable)
             uniform = [self.fact(value).everywhere for value in inputs.values()]
             is_uniform = bool(uniform) and all(x is not None and x == uniform[0] for x in uniform)
@@ -205,7 +204,7 @@ class Proof(Flow[Constants]):
             self.facts[output] = _fill(constants, layout.fill(equation))
 
     def _meet_inputs(
-        self, inputs: Mapping[int, Value], axes: Sequence[AxisOf], variable: Axis
+        self, inputs: Mapping[int, Value], axes: Sequence[Place], variable: Axis
     ) -> float | None:
         """Returns the constant of all inputs at removed entries of a variable, if there is one."""
         constants = [
@@ -227,7 +226,7 @@ class Proof(Flow[Constants]):
                 factors = constants[0][i, variable], constants[1][j, variable]
                 if entrywise.product(*factors) != 0:
                     self.refused.setdefault(variable, _not_zero(equation, factors))
-        at: dict[Place, float | None] = {}
+        at: dict[RemovedEntry, float | None] = {}
         partners = dict(zip(roles.lhs.batch, roles.rhs.batch, strict=True))
         for place, source in enumerate(roles.output):
             for variable in self._variables(equation.outputs[0])[place] if source else ():

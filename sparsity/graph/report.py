@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-class Row(NamedTuple):
+class CostRow(NamedTuple):
     """A row of the table: a parameter.
 
     Attributes:
@@ -35,7 +35,9 @@ class Row(NamedTuple):
     groups: tuple[tuple[int, int], ...]
 
 
-def table(rows: Sequence[Row], total: int, masked: int | None, uncounted: Mapping[str, str]) -> str:
+def table(
+    rows: Sequence[CostRow], total: int, masked: int | None, uncounted: Mapping[str, str]
+) -> str:
     """Returns `Graph.table`.
 
     Args:
@@ -69,7 +71,7 @@ def table(rows: Sequence[Row], total: int, masked: int | None, uncounted: Mappin
     return text
 
 
-def plot(rows: Sequence[Row], total: int, has_masks: bool, ax: Axes | None) -> Axes:
+def plot(rows: Sequence[CostRow], total: int, has_masks: bool, ax: Axes | None) -> Axes:
     """Draws `Graph.plot`; the arguments are those of `table`."""
     shown = [row for row in rows if row.dense]
     if ax is None:

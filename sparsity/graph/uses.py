@@ -38,7 +38,7 @@ class Factor(NamedTuple):
     step: int = 1
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Use:
     """A product or a lookup that reads a parameter.
 
@@ -285,28 +285,40 @@ class Tracker(Flow[Views]):
         axes = product.operands[operand]
         self.uses.append(
             Use(
-                self.paths[view.leaf],
-                equation.name,
-                tuple(sorted(view.axes(axes.contracted))),
-                view.axes(axes.free),
-                (*view.stacked, *view.axes((*axes.batch, *axes.experts))),
-                product.groups if operand else 1,
-                round(product.macs * view.share) * (1 if trips is None else trips),
-                trips,
-                equation.source,
-                view,
-                equation,
-                operand,
+                path=self.paths[view.leaf],
+                primitive=equation.name,
+                contracting=tuple(sorted(view.axes(axes.contracted))),
+                output=view.axes(axes.free),
+                batch=(*view.stacked, *view.axes((*axes.batch, *axes.experts))),
+                groups=product.groups if operand else 1,
+                macs=round(product.macs * view.share) * (1 if trips is None else trips),
+                trips=trips,
+                source=equation.source,
+                view=view,
+                equation=equation,
+                operand=operand,
             )
         )
 
     def _look_up(self, equation: Equation, view: View) -> None:
-        value, params = equation.inputs[0], equation.params
-        full = [i for i, n in enumerate(params["slice_sizes"]) if n == value.shape[i]]
-        source, path, name = equation.source, self.paths[view.leaf], equation.name
-        batch, output = view.stacked, view.axes(full)
-        use = Use(path, name, (), output, batch, 1, 0, self.trips, source, view, equation, 0)
-        self.uses.append(use)
+        shape, slices = equation.inputs[0].shape, equation.params["slice_sizes"]
+        full = [i for i, size in enumerate(slices) if size == shape[i]]
+        self.uses.append(
+            Use(
+                path=self.paths[view.leaf],
+                primitive=equation.name,
+                contracting=(),
+                output=view.axes(full),
+                batch=view.stacked,
+                groups=1,
+                macs=0,
+                trips=self.trips,
+                source=equation.source,
+                view=view,
+                equation=equation,
+                operand=0,
+            )
+        )
 
 
 def follow(

@@ -17,7 +17,7 @@ from sparsity.selection import Scores
 from sparsity.selection.keys import to_keys
 
 
-class Budget(Protocol):
+class MaskBudget(Protocol):
     """Interface of a distribution with a budget for global scopes."""
 
     def cost(self, path: tuple[str, ...], param: jax.Array) -> float:
@@ -30,7 +30,9 @@ class Budget(Protocol):
         """
 
 
-def total_cost(budget: Budget, leaves: Sequence[tuple[tuple[str, ...], jax.Array]]) -> Polynomial:
+def total_cost(
+    budget: MaskBudget, leaves: Sequence[tuple[tuple[str, ...], jax.Array]]
+) -> Polynomial:
     """Returns the cost of masks of leaves, a polynomial in the numbers of kept weights."""
     if hasattr(budget, "total"):
         return budget.total(leaves)

@@ -14,7 +14,7 @@ import jax
 
 from sparsity.core import names, trees
 from sparsity.core.trees import PyTree
-from sparsity.masks.costs import Budget
+from sparsity.masks.costs import MaskBudget
 
 Path = tuple[str, ...]
 TopkFn = Callable[[jax.Array, chex.Numeric], chex.Array]
@@ -80,7 +80,7 @@ class Site(NamedTuple):
     batch_axes: int
     has_override: bool = False
     cost: float = 1.0
-    budget: Budget | None = None
+    budget: MaskBudget | None = None
 
     @property
     def name(self) -> str:
@@ -106,7 +106,7 @@ class Sites(Mapping[trees.KeyPath, Site]):
         batch_axes: BatchAxes = 0,
         overrides: Overrides | None = None,
         checked: bool = True,
-        budget: Budget | None = None,
+        budget: MaskBudget | None = None,
     ) -> None:
         leaves = trees.leaves_by_path(params)
         self._params = {path: leaf for path, leaf in leaves.items() if trees.is_prunable(leaf)}

@@ -42,7 +42,7 @@ class Operand(NamedTuple):
     experts: tuple[int, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Product:
     """A multiplication of the first two inputs of an equation.
 
@@ -115,13 +115,13 @@ def _dot(
     axes = zip((*lhs.contracted, *lhs.batch), (*rhs.contracted, *rhs.batch), strict=True)
     ordered = [*((0, axis) for axis in ragged), *((1, axis) for axis in experts)]
     return Product(
-        lhs,
-        rhs,
-        (*made, *pairs),
-        (*kept, *summed),
-        tuple(axes),
-        (*ordered, *((2, axis) for axis in range(len(made)))),
-        "rows in the order of their experts",
+        lhs=lhs,
+        rhs=rhs,
+        output=(*made, *pairs),
+        cost=(*kept, *summed),
+        pairs=tuple(axes),
+        ordered=(*ordered, *((2, axis) for axis in range(len(made)))),
+        order="rows in the order of their experts",
     )
 
 
@@ -134,17 +134,17 @@ def _convolution(equation: Equation) -> Product:
     space = (image[1:], inputs[1:], spec.out_spec[2:])
     in_batch = "a convolution in groups of the batch"
     return Product(
-        Operand(tuple(image), (batch,)),
-        Operand(tuple(inputs), (out,)),
-        tuple(output),
-        (*((result, axis) for axis in range(len(output))), *((kernel, axis) for axis in inputs)),
-        ((image[0], inputs[0]),),
-        tuple((number, axis) for number, axes in enumerate(space) for axis in axes),
-        "an axis of space",
-        "a convolution",
-        params["feature_group_count"],
-        math.prod(params["lhs_dilation"]),
-        None if params["batch_group_count"] == 1 else in_batch,
+        lhs=Operand(tuple(image), (batch,)),
+        rhs=Operand(tuple(inputs), (out,)),
+        output=tuple(output),
+        cost=tuple([(result, i) for i in range(len(output))] + [(kernel, i) for i in inputs]),
+        pairs=((image[0], inputs[0]),),
+        ordered=tuple((number, axis) for number, axes in enumerate(space) for axis in axes),
+        order="an axis of space",
+        text="a convolution",
+        groups=params["feature_group_count"],
+        inserted=math.prod(params["lhs_dilation"]),
+        refusal=None if params["batch_group_count"] == 1 else in_batch,
     )
 
 

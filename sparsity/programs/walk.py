@@ -1,4 +1,4 @@
-"""Walks through programs: the only place that knows how loops and branches pass values on.
+"""Walks through programs, their loops and branches.
 
 A `Flow` follows facts about values, such as axes. A subclass derives the facts of the outputs of an
 equation, and joins the facts of branches and steps. An `Interpreter` runs programs on arrays; a
@@ -155,7 +155,7 @@ class Interpreter:
     A subclass replaces the outputs of equations, and may sum up arrays on the way.
 
     Attributes:
-      sums: {any key: tree of arrays}.
+      sums: {number of a use: tree of arrays}.
     """
 
     sums: dict[int, PyTree]

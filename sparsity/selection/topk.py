@@ -79,10 +79,10 @@ def topk_masks(
     Returns:
         uint8 masks, each of its leaf's shape and sharding, 1 = keep.
     """
-    search = functools.partial(_topk_masks, together=together)
+    topk = functools.partial(_topk_masks, together=together)
     likes = [leaf.scores.arrays[0] for leaf in leaves]
     with jax.transfer_guard("allow"):  # of a constant k; to send it before takes 0.1 ms
-        return sharding.shard_like(likes, search, leaves, k)
+        return sharding.shard_like(likes, topk, leaves, k)
 
 
 def global_topk_mask(

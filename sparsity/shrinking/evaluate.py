@@ -22,7 +22,7 @@ from sparsity.programs.program import Equation, Program, Value, is_differentiabl
 from sparsity.programs.walk import Interpreter
 
 # {variable: indices that stay}, with a row for each layer of a scan where layers keep other ones.
-Plan = Mapping[Axis, np.ndarray]
+KeptIndices = Mapping[Axis, np.ndarray]
 Arrays: TypeAlias = Sequence[jax.Array]
 Function: TypeAlias = Callable[..., Any]  # of arrays
 
@@ -40,7 +40,7 @@ class Smaller(Interpreter):
     def __init__(
         self,
         coupling: Coupling,
-        plan: Plan,
+        plan: KeptIndices,
         keeps_rules: bool = True,
         layer: Mapping[Axis, jax.Array] | None = None,
     ) -> None:

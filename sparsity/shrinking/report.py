@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Pair = tuple[int, int]  # before and after
 
 
-class Row(NamedTuple):
+class SizeRow(NamedTuple):
     """A row of the table: a parameter before and after the cut.
 
     Attributes:
@@ -36,7 +36,10 @@ class Row(NamedTuple):
 
 
 def table(
-    rows: Sequence[Row], macs: Pair, notes: Sequence[str], seconds: Mapping[str, Sequence[float]]
+    rows: Sequence[SizeRow],
+    macs: Pair,
+    notes: Sequence[str],
+    seconds: Mapping[str, Sequence[float]],
 ) -> str:
     """Returns `Small.report`.
 
@@ -66,7 +69,7 @@ def table(
     return "\n\n".join(parts)
 
 
-def plot(rows: Sequence[Row], macs: int, axes: Sequence[Axes] | None) -> Sequence[Axes]:
+def plot(rows: Sequence[SizeRow], macs: int, axes: Sequence[Axes] | None) -> Sequence[Axes]:
     """Draws `Small.plot`; `macs` are the multiply-adds of the model before."""
     shown = [row for row in rows if row.macs[0] or len(row.shapes[0]) > 1]
     names = [row.name for row in shown]

@@ -22,7 +22,7 @@ from sparsity.reports import time_in_turn
 from sparsity.shrinking import report
 from sparsity.shrinking.cutting import check_updates, cut_params, cut_state
 from sparsity.shrinking.plan import Plan, check_proven, plan_cut, read_masks
-from sparsity.shrinking.report import Row
+from sparsity.shrinking.report import SizeRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -138,7 +138,7 @@ class Small:
         """
         return report.plot(self._rows(), self.before.macs(), axes)
 
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> list[SizeRow]:
         """Returns the rows of tables and pictures, in tree order."""
         rows = []
         for leaf in self.before.leaves:
@@ -146,7 +146,7 @@ class Small:
             sizes = leaf.size, math.prod(shape)
             nbytes = sizes[0] * leaf.dtype.itemsize, sizes[1] * leaf.dtype.itemsize
             macs = self.before.count_macs(leaf.path), self.macs(leaf.path)
-            rows.append(Row(leaf.name, (leaf.shape, shape), sizes, nbytes, macs))
+            rows.append(SizeRow(leaf.name, (leaf.shape, shape), sizes, nbytes, macs))
         return rows
 
     def _notes(self) -> list[str]:

@@ -6,7 +6,7 @@
 4. The inner optimizer runs, and its updates are made to land on exact zeros.
 
 Choices made while tracing leave no trace in the compiled program. No array is copied in steps
-without a refresh. Only this module packs and unpacks masks: hooks see plain masks.
+without a refresh. Hooks that compute masks get plain masks: `Step` unpacks and packs them.
 """
 
 from __future__ import annotations

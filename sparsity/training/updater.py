@@ -61,8 +61,9 @@ class Updater:
         """Returns the initial state of a wrapped optimizer, without the inner state."""
         raise NotImplementedError
 
-    # Hooks that algorithms override. Hooks never see packed masks, or leaves that can have no mask:
-    # random keys, integers and functions are None in the trees of arguments. A hook with an
+    # Hooks that algorithms override. Hooks of the step see no packed masks, and no leaves that can
+    # have no mask: random keys, integers and functions are None in the trees of arguments. The two
+    # hooks of the loop, pre_forward_update and post_gradient_update, get its trees. A hook with an
     # argument `sites` gets the table that was resolved from the parameters.
 
     def calculate_scores(

@@ -1,7 +1,8 @@
 """Base of pruners that need statistics of the inputs of each weight.
 
-A pruner overrides one hook: `solve`, which prunes and corrects one parameter. The base does all
-else: patterns, sparsities and checked statistics by parameter, masks and their packing.
+A pruner that treats parameters one by one overrides `solve`, which prunes and corrects one of them;
+pruners of channels override `solve_tree`, pruners by scores `score`. The base does all else:
+patterns, sparsities and checked statistics by parameter, masks and their packing.
 """
 
 from __future__ import annotations

@@ -83,9 +83,9 @@ class OSSCARPruning(ChannelPruning):
     ) -> tuple[PyTree, PyTree]:
         for problem in problems.values():
             self._check(problem)
-        choose = functools.partial(_choose, list(problems), self.swap, self.damping)
+        choose_channels = functools.partial(_choose, list(problems), self.swap, self.damping)
         statistics = [problem.statistic for problem in problems.values()]
-        masks = self.readers.masks_by(choose, params, targets, statistics)
+        masks = self.readers.masks_by(choose_channels, params, targets, statistics)
 
         def refit(path: KeyPath, pruned: jax.Array, mask: Any) -> jax.Array:
             if path not in problems:

@@ -102,7 +102,7 @@ class ScoredPruning(StatisticsPruning):
           sparsities: tree of sparsities, `None` for leaves that stay dense.
           target_sparsities: ends of ramps, for N:M types; `sparsities` by default.
           statistics: statistics that the scores were computed from.
-          sites: as in every updater.
+          sites: table of patterns and batch axes; `None` resolves the table from the scores.
 
         Raises:
           ValueError: a leaf that has a sparsity has no statistic, or the groups of N:M or `FanIn`

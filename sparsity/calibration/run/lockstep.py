@@ -31,7 +31,8 @@ from sparsity.graph import Use
 from sparsity.programs.program import Equation, Program, Value
 
 Layers: TypeAlias = Mapping[Equation, int]  # the layer of each scan, the outermost first
-Cut: TypeAlias = tuple[tuple[int, int], ...]  # (axis, index) of each axis that scans take apart
+# (axis, index) of each axis that scans take apart.
+LayerIndex: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Frame:
@@ -197,8 +198,8 @@ class Lockstep:
         calibration: Calibration,
         batches: Sequence[PyTree],
         read: Callable[..., jax.Array],
-        is_done: Callable[[Path, Cut], bool],
-        prune: Callable[[Path, Cut, Stop], None],
+        is_done: Callable[[Path, LayerIndex], bool],
+        prune: Callable[[Path, LayerIndex, Stop], None],
     ) -> None:
         self._calibration, self._batches = calibration, batches
         self._read, self._is_done, self._prune = read, is_done, prune
@@ -322,7 +323,9 @@ class Lockstep:
         for each in self._frames:
             each.forget()
 
-    def _alike(self, numbers: Sequence[int], use: Use, cut: Cut, frame: Frame) -> dict[int, Layers]:
+    def _alike(
+        self, numbers: Sequence[int], use: Use, cut: LayerIndex, frame: Frame
+    ) -> dict[int, Layers]:
         """Returns the uses of the same weight, with the layers of the scans inside the frame."""
         layers: dict[int, Layers] = {}
         for number in numbers:
@@ -343,7 +346,7 @@ def _trips(scan: Equation) -> Sequence[int]:
     return order[::-1] if scan.params["reverse"] else order
 
 
-def _cut(use: Use, layers: Layers) -> Cut:
+def _cut(use: Use, layers: Layers) -> LayerIndex:
     """Returns the axes that scans take apart, and the layer of each."""
     return tuple(
         (axis, layers[scan]) for axis, scan in zip(use.view.stacked, use.view.scans, strict=True)

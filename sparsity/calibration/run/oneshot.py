@@ -22,7 +22,7 @@ from jax import lax
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.pruners import is_per_slice, statistics_kind
 from sparsity.calibration.refits import Refit
-from sparsity.calibration.run.lockstep import Cut, Lockstep, Stop
+from sparsity.calibration.run.lockstep import LayerIndex, Lockstep, Stop
 from sparsity.calibration.run.prune import check_runs
 from sparsity.calibration.run.report import LayerReport, Report
 from sparsity.calibration.run.resume import Finished, Layer, identify
@@ -150,7 +150,7 @@ class _Run:
         )
         self.sites = {trees.path_names(path): table[path] for path in self.targets}
         self._copied: set[int] = set()  # leaves that are changed in place: copies of the user's
-        self._done: set[tuple[Path, Cut]] = set()
+        self._done: set[tuple[Path, LayerIndex]] = set()
         self._layers: dict[Path, list[LayerReport]] = {}
         self._kind: Kind = "gram" if refit is not None else statistics_kind(pruner)
 
@@ -222,7 +222,7 @@ class _Run:
             how = by_grams if self._kind == "gram" else by_outputs
             self._prune(path, (), functools.partial(how, path))
 
-    def _prune_at(self, path: Path, cut: Cut, stop: Stop) -> None:
+    def _prune_at(self, path: Path, cut: LayerIndex, stop: Stop) -> None:
         """Prunes a leaf, or one layer of it, where the program reaches it."""
 
         def solved() -> tuple[Solved, Errors]:
@@ -234,7 +234,9 @@ class _Run:
 
         self._prune(path, cut, solved)
 
-    def _prune(self, path: Path, cut: Cut, solved: Callable[[], tuple[Solved, Errors]]) -> None:
+    def _prune(
+        self, path: Path, cut: LayerIndex, solved: Callable[[], tuple[Solved, Errors]]
+    ) -> None:
         """Prunes a leaf, or one layer of it, or takes it from the folder."""
         number = len(self._done)
         layer = self.finished.read(number, self._dense_at(path, cut)) if self.finished else None
@@ -262,11 +264,11 @@ class _Run:
     def _is_pruned(self, path: Path, _: object) -> bool:
         return path in self.sites
 
-    def _is_done(self, path: Path, cut: Cut) -> bool:
+    def _is_done(self, path: Path, cut: LayerIndex) -> bool:
         """Returns whether a leaf or layer is done: several readers prune it only once."""
         return bool({(path, cut), (path, ())} & self._done) or (not cut and path in self._layers)
 
-    def _replace(self, path: Path, cut: Cut, layer: Layer) -> None:
+    def _replace(self, path: Path, cut: LayerIndex, layer: Layer) -> None:
         """Puts a layer into a leaf and its mask, in time that does not grow with a stack."""
         number, at = self._numbers[path], self.sites[path].path
         if not cut:
@@ -287,13 +289,13 @@ class _Run:
             return leaf[layers]
         return jnp.copy(leaf) if number in self._copied else leaf
 
-    def _dense_at(self, path: Path, cut: Cut) -> jax.Array:
+    def _dense_at(self, path: Path, cut: LayerIndex) -> jax.Array:
         """Returns a leaf before pruning, or one of its layers."""
         leaf, index = self._dense[self._numbers[path]], dict(cut)
         layer: jax.Array = leaf[tuple(index.get(axis, slice(None)) for axis in range(leaf.ndim))]
         return layer
 
-    def _solve(self, path: Path, cut: Cut, name: str, statistic: Statistic | None) -> Solved:
+    def _solve(self, path: Path, cut: LayerIndex, name: str, statistic: Statistic | None) -> Solved:
         """Prunes and refits a leaf, or one of its layers."""
         if statistic is None:
             raise ValueError(self._why_unread(path))

@@ -10,7 +10,7 @@ import jax
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.refits import Refit
-from sparsity.calibration.run.lockstep import Cut
+from sparsity.calibration.run.lockstep import LayerIndex
 from sparsity.calibration.run.prune import prune, reconstruct
 from sparsity.calibration.statistics import Statistic, relative_error
 from sparsity.core import sharding, trees
@@ -56,16 +56,16 @@ def solve(
     target: chex.Numeric,
     tree: PyTree,
     dense: jax.Array,
-    cut: Cut,
+    cut: LayerIndex,
     statistic: Statistic,
 ) -> Solved:
     """Prunes and refits a leaf, or one of its layers.
 
     Args:
       pruner: the updater.
-      refit: or `None`.
-      site: of the leaf.
-      target: its sparsity.
+      refit: corrects the kept weights; `None` for no correction.
+      site: path, pattern and batch axes of the leaf.
+      target: sparsity of the leaf.
       tree: tree of parameters, of which only the structure matters.
       dense: the leaf, or the layer.
       cut: the axes that the layer does not have.
@@ -87,7 +87,7 @@ def solve(
 
 
 def _for_leaf(
-    pruner: BaseUpdater, site: Site, target: chex.Numeric, cut: Cut, ndim: int
+    pruner: BaseUpdater, site: Site, target: chex.Numeric, cut: LayerIndex, ndim: int
 ) -> BaseUpdater:
     """Returns the pruner for one leaf, or for one of its layers.
 
