@@ -3,7 +3,7 @@
     python -m baselines.topics_oneshot [--report]
 
 The dense networks are those of `topics_transformer`. A result is stored as soon as it is there; the
-same command continues where it was stopped, and repeats the parts that another code has made.
+same command goes on where it was stopped, and makes anew what another code has made.
 """
 
 from __future__ import annotations
