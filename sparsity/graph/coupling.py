@@ -12,7 +12,7 @@ from sparsity.programs.axes import Axis, Reason, pin, product, total, unify, var
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS, SOURCES
 from sparsity.programs.layout import LAYOUTS, Place, Relation
 from sparsity.programs.products import PRODUCTS, read_product
-from sparsity.programs.program import Equation, Program, Value
+from sparsity.programs.program import CONTROL, Equation, Program, Value
 from sparsity.programs.walk import Flow
 
 _STEPS = "the layers, or steps, of a scan"
@@ -63,13 +63,13 @@ class Coupling(Flow[list[Axis]]):
             self._couple_rule(equation)
 
     def enters(self, equation: Equation) -> bool:
-        return equation.name != "shard_map"  # entries that share a device stay together
+        return equation.name in CONTROL  # of a shard_map entries that share a device stay together
 
     def join(
         self, one: list[Axis], other: list[Axis], equation: Equation, target: Value
     ) -> list[Axis]:
-        is_branch = equation.name == "cond"
-        reason = Reason(equation, "the result of a branch" if is_branch else "a carry")
+        text = "the result of a branch" if equation.is_choice else "a carry"
+        reason = Reason(equation, text)
         for a, b in zip(other, one, strict=True):
             unify(a, b, reason)
         return one
@@ -210,4 +210,3 @@ def _relate(
 
 
 TABLES: tuple[Collection[str], ...] = (ENTRYWISE, REDUCTIONS, SOURCES, LAYOUTS, PRODUCTS)
-ENTERED = frozenset(("scan", "while", "cond"))

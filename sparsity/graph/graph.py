@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, TypeVar
 
@@ -469,16 +469,10 @@ class AlongInputs:
         """Returns the pattern of a parameter, in this model or in a smaller one."""
         leaf, m = self.graph.find_parameter(path, param, may_be_smaller=True), self.m
         uses = [use for use in self.graph.find_products(leaf.path) if use.contracting]
-        axes = {use.channels for use in uses}
-        if not axes:
+        if not uses:
             return Unstructured()
         shown = f"{leaf.name!r} of shape {param.shape}"
-        if len(axes) > 1:
-            raise ValueError(
-                f"Products contract different axes {sorted(axes)} of {shown}, so that no axis "
-                "serves N:M. Leave it out with filter_fn."
-            )
-        (channels,) = axes
+        channels = _single({use.channels for use in uses}, shown, "no axis serves N:M")
         sizes = ", ".join(f"axis {axis} of size {param.shape[axis]}" for axis in channels)
         divided = [axis for axis in channels if param.shape[axis] % m == 0]
         fitting = [axis for axis in divided if all(use.is_along(axis, m) for use in uses)]
@@ -513,16 +507,11 @@ class SharedInputs:
         """Returns the pattern of a parameter, in this model or in a smaller one."""
         leaf = self.graph.find_parameter(path, param, may_be_smaller=True)
         uses = [use for use in self.graph.find_products(leaf.path) if use.contracting]
-        axes = {tuple(sorted(use.contracting)) for use in uses}
-        if not axes:
+        if not uses:
             return Unstructured()
         shown = f"{leaf.name!r} of shape {param.shape}"
-        if len(axes) > 1:
-            raise ValueError(
-                f"Products contract different axes {sorted(axes)} of {shown}, so that no axes "
-                "serve FanIn. Leave it out with filter_fn."
-            )
-        (inputs,) = axes
+        axes = {tuple(sorted(use.contracting)) for use in uses}
+        inputs = _single(axes, shown, "no axes serve FanIn")
         for axis in inputs:
             if not all(use.is_along(axis, leaf.shape[axis]) for use in uses):
                 raise ValueError(
@@ -531,6 +520,17 @@ class SharedInputs:
                 )
         # From the end: they are the same axes of a slice, whatever the batch axes.
         return FanIn(self.group, tuple(axis - len(param.shape) for axis in inputs))
+
+
+def _single(axes: Collection[tuple[int, ...]], shown: str, failure: str) -> tuple[int, ...]:
+    """Returns the axes that all products of a parameter contract; raises if they differ."""
+    if len(axes) > 1:
+        raise ValueError(
+            f"Products contract different axes {sorted(axes)} of {shown}, so that {failure}. "
+            "Leave it out with filter_fn."
+        )
+    (contracted,) = axes
+    return contracted
 
 
 def _density(uses: Sequence[Use], density: Mapping[Path, costs.Number]) -> costs.Number:

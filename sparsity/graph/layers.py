@@ -19,8 +19,8 @@ def layered(program: Program, coupling: Coupling) -> dict[Axis, int]:
             continue
         (body,) = scan.within()
         for value in (scan.inputs[number] for number in body.layers):
-            steps, *others = coupling.axes(value)
-            for variable in (v for dim in others for v in variables(dim)):
+            steps, *axes = coupling.axes(value)
+            for variable in (v for dim in axes for v in variables(dim)):
                 if variable.pin is None and variable not in layers:
                     look = _Look(coupling, variable, steps.root)
                     if look.is_within(program):

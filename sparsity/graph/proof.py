@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from sparsity.graph.coupling import ENTERED, Coupling
+from sparsity.graph.coupling import Coupling
 from sparsity.programs import entrywise
 from sparsity.programs.axes import Axis, Reason, variables
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS
 from sparsity.programs.layout import LAYOUTS, Layout, Place
 from sparsity.programs.products import PRODUCTS, read_product
-from sparsity.programs.program import Equation, Program, Value
+from sparsity.programs.program import CONTROL, Equation, Program, Value
 from sparsity.programs.walk import Flow
 
 RemovedEntry = tuple[int, Axis]  # an axis, and the variable that loses entries
@@ -118,7 +118,7 @@ class Proof(Flow[Constants]):
             super().run(rule)
 
     def enters(self, equation: Equation) -> bool:
-        return equation.name in ENTERED
+        return equation.name in CONTROL
 
     def join(
         self, one: Constants, other: Constants, equation: Equation, target: Value

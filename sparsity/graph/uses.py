@@ -201,7 +201,7 @@ class Tracker(Flow[Views]):
         return dataclasses.replace(fact, views=tuple(views))
 
     def leave(self, fact: Views, equation: Equation) -> Views:
-        is_chosen = equation.name == "cond" and self.fact(equation.inputs[0]).is_data
+        is_chosen = equation.is_choice and self.fact(equation.inputs[0]).is_data
         return Views(is_data=fact.is_data or is_chosen)
 
     def mark(self) -> int:
@@ -223,7 +223,7 @@ class Tracker(Flow[Views]):
                 self._look_up(equation, view)
         elif name in ENTRYWISE:
             self._entrywise(equation, inputs)
-        elif name in LAYOUTS:
+        elif name in LAYOUTS and any(x.views or x.constant is not None for x in inputs):
             self._layout(equation, inputs)
 
     def _entrywise(self, equation: Equation, inputs: Sequence[Views]) -> None:

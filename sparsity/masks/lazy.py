@@ -161,9 +161,9 @@ class _EntryScore:
         values = [jnp.zeros_like(inputs[0], dtype) for dtype in self.dtypes]
         for i, value in zip(self.read, inputs, strict=True):
             values[i] = value
-        weight, *others = values
+        weight, *operands = values
         if self.masked:
-            weight = apply_mask(weight, others.pop(0))
-        grads = others[0] if others else None
+            weight = apply_mask(weight, operands.pop(0))
+        grads = operands[0] if operands else None
         scores: jax.Array = self.hook(params=weight, sparse_state=None, grads=grads)
         return scores

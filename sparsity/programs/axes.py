@@ -279,8 +279,8 @@ def _cut(kind: Kind, large: Axis, size: int, reason: Reason) -> list[Axis] | Non
         if large.kind or large.size % size:
             return None
         return large.take_apart(kind, (size, large.size // size))
-    slowest, *others = _factors(large)  # a product, cut along its slowest factor
-    inner = product(others)
+    slowest, *faster = _factors(large)  # a product, cut along its slowest factor
+    inner = product(faster)
     if size % inner.size:
         return None
     pin(slowest, reason._replace(text=f"{reason.text}: a cut between its entries"))
@@ -289,8 +289,8 @@ def _cut(kind: Kind, large: Axis, size: int, reason: Reason) -> list[Axis] | Non
 
 def _align_mixed(terms: Axis, factors: Axis, reason: Reason) -> bool:
     """Unifies a stack with parts in a row, (3, D) with D + D + D, which lose equal entries."""
-    slowest, *others = _factors(factors)
-    inner = product(others)
+    slowest, *faster = _factors(factors)
+    inner = product(faster)
     if any(term.size % inner.size for term in _terms(terms)):
         return False
     pin(slowest, reason._replace(text=f"{reason.text}: parts that follow one another"))

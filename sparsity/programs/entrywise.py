@@ -205,6 +205,21 @@ def _cast(constant: float | None, dtype: DTypeLike) -> float | None:
 # Reductions.
 
 
+def _same(constant: float) -> float:
+    return constant
+
+
+def _only(*constants: float) -> Callable[[float], float | None]:
+    """Returns a `repeat` that tells these constants alone, and NaN of what is not finite."""
+
+    def repeat(constant: float) -> float | None:
+        if not math.isfinite(constant):
+            return math.nan
+        return constant if constant in constants else None
+
+    return repeat
+
+
 @dataclasses.dataclass(frozen=True)
 class Reduction:
     """A primitive that joins all entries along some axes.
@@ -212,11 +227,12 @@ class Reduction:
     Attributes:
       neutral: returns the constant of a dtype that changes nothing, as 0 in a sum; `None` if
         entries cannot be removed.
-      stays: whether entries that are all this constant are joined to it, as zeros are in a sum.
+      repeat: returns the reduction of entries that are all one constant, as 0 of zeros in a sum;
+        `None` if it is uncertain.
     """
 
     neutral: Callable[[DTypeLike], float] | None = None
-    stays: Callable[[float], bool] = lambda constant: False
+    repeat: Callable[[float], float | None] = _only()
 
 
 class _Limits(NamedTuple):
@@ -238,30 +254,22 @@ def _all_bits(dtype: DTypeLike) -> float:
     return -1.0 if jnp.issubdtype(dtype, jnp.signedinteger) else float(_limits(dtype).max)
 
 
-def _any_constant(constant: float) -> bool:
-    return True
-
-
 REDUCTIONS: dict[str, Reduction] = {
     "argmax": Reduction(),
     "argmin": Reduction(),
-    "reduce_and": Reduction(_all_bits, _any_constant),
-    "reduce_max": Reduction(lambda dtype: float(_limits(dtype).min), _any_constant),
-    "reduce_min": Reduction(lambda dtype: float(_limits(dtype).max), _any_constant),
-    "reduce_or": Reduction(lambda dtype: 0.0, _any_constant),
-    "reduce_prod": Reduction(lambda dtype: 1.0, lambda constant: constant in (0, 1)),
-    "reduce_sum": Reduction(lambda dtype: 0.0, lambda constant: constant == 0),
+    "reduce_and": Reduction(_all_bits, _same),
+    "reduce_max": Reduction(lambda dtype: float(_limits(dtype).min), _same),
+    "reduce_min": Reduction(lambda dtype: float(_limits(dtype).max), _same),
+    "reduce_or": Reduction(lambda dtype: 0.0, _same),
+    "reduce_prod": Reduction(lambda dtype: 1.0, _only(0, 1)),
+    "reduce_sum": Reduction(lambda dtype: 0.0, _only(0)),
     "reduce_xor": Reduction(lambda dtype: 0.0),
 }
 
 
 def joined(name: str, constant: float) -> float | None:
     """Returns the reduction of entries that are all one constant, `None` if it is uncertain."""
-    if name not in REDUCTIONS:
-        return None
-    if not math.isfinite(constant) and REDUCTIONS[name].stays is not _any_constant:
-        return math.nan
-    return constant if REDUCTIONS[name].stays(constant) else None
+    return REDUCTIONS[name].repeat(constant) if name in REDUCTIONS else None
 
 
 def gather_fill(equation: Equation) -> float | None:

@@ -143,50 +143,53 @@ def _reshape(equation: Equation) -> list[Relation]:
     return relations
 
 
-def _concatenate(equation: Equation) -> list[Relation]:
-    axis, text, count = equation.params["dimension"], "a concatenation", len(equation.inputs)
-    others = [i for i in range(len(equation.outputs[0].shape)) if i != axis]
-    parts = tuple(Place(number, axis) for number in range(count))
+def _join(axis: int, joined: Value, parts: Sequence[Value], text: str) -> list[Relation]:
+    """Returns the relations of parts that lie one after the other along an axis of one array."""
+    parallel = [i for i in range(len(joined.shape)) if i != axis]
+    places = tuple(Place(number, axis) for number in range(len(parts)))
     return [
-        *(same((number, i), (0, i), text) for number in range(count) for i in others),
-        Relation("sum", parts, (Place(0, axis),), text),
+        *(same((number, i), (0, i), text) for number in range(len(parts)) for i in parallel),
+        Relation("sum", places, (Place(0, axis),), text),
     ]
 
 
-def _split(equation: Equation) -> list[Relation]:
-    axis, text, count = equation.params["axis"], "a split", len(equation.outputs)
-    others = [i for i in range(len(equation.inputs[0].shape)) if i != axis]
-    parts = tuple(Place(number, axis) for number in range(count))
-    return [
-        *(same((0, i), (number, i), text) for number in range(count) for i in others),
-        Relation("sum", (Place(0, axis),), parts, text),
-    ]
-
-
-def _stack(equation: Equation) -> list[Relation]:
-    axis, text = equation.params["axis"], "a stack"
-    others = [i for i in range(len(equation.outputs[0].shape)) if i != axis]
+def _pile(axis: int, stack: Value, layers: Sequence[Value]) -> list[Relation]:
+    """Returns the relations of arrays that are the layers along an axis of a stack."""
+    text, parallel = "a stack", [i for i in range(len(stack.shape)) if i != axis]
     return [
         Relation("stack", (), (Place(0, axis),), text),
         *(
             same((number, i), (0, to), text)
-            for number in range(len(equation.inputs))
-            for i, to in enumerate(others)
+            for number in range(len(layers))
+            for i, to in enumerate(parallel)
         ),
     ]
+
+
+def _flip(relations: Sequence[Relation]) -> list[Relation]:
+    """Returns the relations of the inverse primitive: outputs become inputs."""
+    kinds: dict[Kind, Kind] = {"stack": "index"}
+    return [Relation(kinds.get(x.kind, x.kind), x.targets, x.sources, x.text) for x in relations]
+
+
+def _concatenate(equation: Equation) -> list[Relation]:
+    (output,), axis = equation.outputs, equation.params["dimension"]
+    return _join(axis, output, equation.inputs, "a concatenation")
+
+
+def _split(equation: Equation) -> list[Relation]:
+    (value,), axis = equation.inputs, equation.params["axis"]
+    return _flip(_join(axis, value, equation.outputs, "a split"))
+
+
+def _stack(equation: Equation) -> list[Relation]:
+    (output,) = equation.outputs
+    return _pile(equation.params["axis"], output, equation.inputs)
 
 
 def _unstack(equation: Equation) -> list[Relation]:
-    axis, text = equation.params["axis"], "a stack"
-    others = [i for i in range(len(equation.inputs[0].shape)) if i != axis]
-    return [
-        Relation("index", (Place(0, axis),), (), text),
-        *(
-            same((0, i), (number, to), text)
-            for number in range(len(equation.outputs))
-            for to, i in enumerate(others)
-        ),
-    ]
+    (value,) = equation.inputs
+    return _flip(_pile(equation.params["axis"], value, equation.outputs))
 
 
 def _tile(equation: Equation) -> list[Relation]:

@@ -22,6 +22,7 @@ Tracebacks: TypeAlias = tuple[Any, ...]  # of jax, the innermost first
 
 __all__ = [
     "CALLS",
+    "CONTROL",
     "ClosedJaxpr",
     "Equation",
     "Literal",
@@ -172,8 +173,8 @@ class Equation:
         ]
         is_floating = [is_differentiable(value) for value in self.inputs]
 
-        def call(floating: Arrays, others: Arrays) -> Arrays:
-            queues = {True: iter(floating), False: iter(others)}
+        def call(floating: Arrays, constants: Arrays) -> Arrays:
+            queues = {True: iter(floating), False: iter(constants)}
             outputs = self.bind([next(queues[is_one]) for is_one in is_floating])
             return [x for x, v in zip(outputs, self.outputs, strict=True) if is_differentiable(v)]
 
@@ -182,12 +183,12 @@ class Equation:
             return [x for x, is_one in pairs if is_one], [x for x, is_one in pairs if not is_one]
 
         def forward(inputs: Arrays, tangents: Arrays) -> tuple[Arrays, Arrays]:
-            floating, others = split(inputs)
-            return jax.jvp(lambda *x: call(list(x), others), floating, tangents)
+            floating, constants = split(inputs)
+            return jax.jvp(lambda *x: call(list(x), constants), floating, tangents)
 
         def backward(inputs: Arrays, cotangents: Arrays) -> tuple[jax.Array, ...]:
-            floating, others = split(inputs)
-            _, pull_back = jax.vjp(lambda *x: call(list(x), others), *floating)
+            floating, constants = split(inputs)
+            _, pull_back = jax.vjp(lambda *x: call(list(x), constants), *floating)
             gradients: tuple[jax.Array, ...] = pull_back(cotangents)
             return gradients
 
@@ -302,6 +303,8 @@ _BODIES = {
     "while": ["cond_jaxpr", "body_jaxpr"],
     "shard_map": ["jaxpr"],
 }
+# Their bodies run in loops or as branches.
+CONTROL = frozenset(("scan", "while", "cond"))
 _PACKAGE = str(pathlib.Path(__file__).parents[1]) + os.sep
 _LIBRARIES = re.compile(
     r"[/\\](jax|jaxlib|flax|haiku|equinox|optax|chex)[/\\]|[/\\]contextlib\.py|<"

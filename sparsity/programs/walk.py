@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparsity.core.trees import PyTree
-from sparsity.programs.program import CALLS, Body, Equation, Program, Value
+from sparsity.programs.program import CALLS, CONTROL, Body, Equation, Program, Value
 
 Fact = TypeVar("Fact")
 
@@ -184,7 +184,7 @@ class Interpreter:
 
     def enters(self, equation: Equation) -> bool:
         """Returns whether to run the bodies of a loop or of branches equation by equation."""
-        return equation.name in ("scan", "while", "cond")
+        return equation.name in CONTROL
 
     def rows(self, scan: Equation) -> PyTree:
         """Returns arrays of which `at_step` gets a layer in each step of a scan."""

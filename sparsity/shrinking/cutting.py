@@ -46,11 +46,11 @@ def cut_state(
 
     owners_tree = trees.map_matched(describe, params)
     owned = set()  # names of the parameters that have state
-    others = set()  # ids of leaves that belong to no parameter
+    unowned_ids = set()  # ids of leaves that belong to no parameter
 
     def cut(owner: _Owner | None, leaf: jax.Array) -> jax.Array:
         if owner is None:
-            others.add(id(leaf))
+            unowned_ids.add(id(leaf))
             return leaf
         owned.add(owner.name)
         return _cut_moment(owner, leaf)
@@ -63,7 +63,7 @@ def cut_state(
         state = _replace_node(state, node, node._replace(masks=masks))
     before = trees.leaves_by_path(state)
     state = owners.map_owned(cut, owners_tree, state)
-    unowned = {path: leaf for path, leaf in before.items() if id(leaf) in others}
+    unowned = {path: leaf for path, leaf in before.items() if id(leaf) in unowned_ids}
     _check_unowned(unowned, owners_tree)
     arrays = [x.shape for x in jax.tree.leaves(state) if trees.is_prunable(x) and x.ndim]
     if arrays and not owned and any(owner.axes for owner in jax.tree.leaves(owners_tree)):

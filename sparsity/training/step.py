@@ -196,8 +196,10 @@ class Step:
     ) -> tuple[PyTree, SparseState]:
         """Runs the inner optimizer on modified and masked gradients."""
         updater, updates = self.updater, inputs.gradients
-        plain, inputs = self._read(state, inputs)
-        if is_overridden(updater, "modify_gradients"):
+        modifies = is_overridden(updater, "modify_gradients")
+        if modifies or updater.is_sparse_gradients:  # else the masks may stay packed
+            plain, inputs = self._read(state, inputs)
+        if modifies:
             modified = inputs.call(updater.modify_gradients, inputs.grads, inputs.seen, plain)
             updates = trees.map_matched(
                 lambda _, grad, new: grad if new is None else new, updates, modified
