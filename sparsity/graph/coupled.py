@@ -327,8 +327,8 @@ class Coupled:
         parts, layers = [], group.channels.layers
         for (path, axis, positions), entries in zip(group.scored, group.entries, strict=True):
             score = powers[path]
-            others = tuple(i for i in range(bool(layers), score.ndim) if i != axis)
-            part = exact.ordered_sum(score, others) if others else score
+            summed = tuple(i for i in range(bool(layers), score.ndim) if i != axis)
+            part = exact.ordered_sum(score, summed) if summed else score
             if not _is_full_axis(positions, score.shape[axis]):
                 part = exact.ordered_sum(part[..., positions], (part.ndim,))
             parts.append(part / entries if self.normalize else part)
@@ -408,8 +408,8 @@ def _stays(group: PlacedGroup, masks: Mapping[KeyPath, jax.Array]) -> jax.Array:
     path, axis, positions = group.members[0]
     mask = masks[path]
     indexing = (0, axis) if group.channels.layers else (axis,)
-    others = tuple(i for i in range(mask.ndim) if i not in indexing)
-    return jnp.max(jnp.max(mask, axis=others)[..., positions], axis=-1)
+    pooled = tuple(i for i in range(mask.ndim) if i not in indexing)
+    return jnp.max(jnp.max(mask, axis=pooled)[..., positions], axis=-1)
 
 
 def _keep_best(

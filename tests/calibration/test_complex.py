@@ -34,19 +34,19 @@ def convolved(w, x):
 @pytest.mark.parametrize("model", [dense, convolved])
 @pytest.mark.parametrize("w", [W, W.real], ids=["complex", "real"])
 def test_statistics_of_complex_inputs_are_those_of_numpy(model, w):
-    found = {
+    computed = {
         kind: sparsity.calibrate(model, w, [X], kind)[()] for kind in ("squares", "moments", "gram")
     }
     squares = (np.abs(X) ** 2).sum(0)
-    for statistic in found.values():
+    for statistic in computed.values():
         np.testing.assert_allclose(statistic.sums_of_squares(), squares, rtol=1e-5)
-    assert found["squares"].squares.dtype == found["moments"].squares.dtype == jnp.float32
-    np.testing.assert_allclose(found["moments"].sums, X.sum(0), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(found["gram"].gram, X.conj().T @ X, rtol=1e-4, atol=1e-3)
+    assert computed["squares"].squares.dtype == computed["moments"].squares.dtype == jnp.float32
+    np.testing.assert_allclose(computed["moments"].sums, X.sum(0), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(computed["gram"].gram, X.conj().T @ X, rtol=1e-4, atol=1e-3)
     difference = draw(2, 6, 4) if np.iscomplexobj(w) else draw(2, 6, 4).real
     lost = (np.abs(X @ difference) ** 2).sum(0)
-    np.testing.assert_allclose(output_error(found["gram"], difference), lost, rtol=1e-4)
-    share = relative_error(found["gram"], jnp.asarray(w), jnp.asarray(w - difference))
+    np.testing.assert_allclose(output_error(computed["gram"], difference), lost, rtol=1e-4)
+    share = relative_error(computed["gram"], jnp.asarray(w), jnp.asarray(w - difference))
     np.testing.assert_allclose(share, lost.sum() / (np.abs(X @ w) ** 2).sum(), rtol=1e-4)
 
 

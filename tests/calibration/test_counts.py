@@ -43,9 +43,9 @@ def test_rows_beyond_31_bits_are_counted_in_a_loop_and_over_batches():
         return jax.lax.scan(step, 0.0, None, length=300)[0]
 
     batches = [jnp.ones(2), jnp.ones(2)]
-    found = sparsity.calibrate(model, jnp.ones((2, 1)), batches)[()]
-    assert int(found.count) == 2 * 300 * 2**24 > 2**33
-    both = jax.tree.map(jnp.add, found, found)
+    statistic = sparsity.calibrate(model, jnp.ones((2, 1)), batches)[()]
+    assert int(statistic.count) == 2 * 300 * 2**24 > 2**33
+    both = jax.tree.map(jnp.add, statistic, statistic)
     assert int(both.count) == 4 * 300 * 2**24
     pruner = sparsity.WandaPruning(sparsity_distribution_fn=helpers.half)
     mask = pruner.instant_sparsify(jnp.array([[1.0], [2.0]]), statistics={(): both})[1]
@@ -62,9 +62,9 @@ def test_layers_whose_branches_differ_have_counts_of_their_own():
 
         return jax.lax.scan(layer, x, (jnp.arange(4), params["even"], params["odd"]))[0]
 
-    found = sparsity.calibrate(model, params, [jnp.ones((5, 3))])
-    assert np.asarray(found["even",].count).tolist() == [5, 0, 5, 0]
-    assert np.asarray(found["odd",].count).tolist() == [0, 5, 0, 5]
+    statistics = sparsity.calibrate(model, params, [jnp.ones((5, 3))])
+    assert np.asarray(statistics["even",].count).tolist() == [5, 0, 5, 0]
+    assert np.asarray(statistics["odd",].count).tolist() == [0, 5, 0, 5]
 
 
 @pytest.mark.parametrize("count", [-1, jnp.int32(-5), 1.5, float("nan"), True, "9", [3, -1]])

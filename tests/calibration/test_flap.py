@@ -189,7 +189,7 @@ def two_groups(params, x):
     return a @ params["down_a"] + b @ params["down_b"] + params["bias"]
 
 
-def of_two_groups(importance_a, importance_b):
+def make_two_groups(importance_a, importance_b):
     """Parameters of these importances: orthogonal inputs of one variance, weights their roots."""
     count = len(importance_a)
     params = {"up_a": jnp.eye(count), "up_b": jnp.eye(count), "bias": jnp.zeros(1)}
@@ -202,14 +202,14 @@ def of_two_groups(importance_a, importance_b):
 
 
 def standardized(x):
-    """As the source does: torch.std divides by n - 1."""
+    """Standardizes as the source does: torch.std divides by n - 1."""
     return (np.asarray(x) - np.mean(x)) / np.std(x, ddof=1)
 
 
 @pytest.mark.parametrize("across", [True, "nbytes"])
 def test_across_groups_channels_compete_by_standardized_importance(across):
     importance = [1.0, 2.0, 3.0, 10.0, 11.0, 12.0], [5e3, 1e3, 4e3, 2e3, 9e3, 1.1e3]
-    params, x = of_two_groups(*importance)
+    params, x = make_two_groups(*importance)
     statistics = sparsity.calibrate(two_groups, params, [x], "moments")
     pruner = flap(trace(two_groups, params, x), scope={"across": across})
     masks = pruner.instant_sparsify(params, statistics=statistics)[1]
@@ -224,7 +224,7 @@ FEW = [1.0] * 39 + [1e4], [1.0] + [1e2] * 39  # standardized, only one of `a` st
 
 
 def test_a_group_of_which_few_channels_stay_is_a_warning_that_names_it():
-    params, x = of_two_groups(*FEW)
+    params, x = make_two_groups(*FEW)
     statistics = sparsity.calibrate(two_groups, params, [x], "moments")
     graph = trace(two_groups, params, x)
     with pytest.warns(UserWarning, match=r"'up_a.*' keeps 1 of 40 channels.*min_channels of Coup"):
@@ -235,7 +235,7 @@ def test_a_group_of_which_few_channels_stay_is_a_warning_that_names_it():
 
 
 def test_few_channels_are_no_warning_where_they_are_asked_for():
-    params, x = of_two_groups(*FEW)
+    params, x = make_two_groups(*FEW)
     statistics = sparsity.calibrate(two_groups, params, [x], "moments")
     graph = trace(two_groups, params, x)
     uniform = Uniform(0.98, filter_fn=graph.is_weight)

@@ -142,11 +142,11 @@ def test_statistics_are_those_of_the_derivatives(kind, part):
             if w.size * jax.eval_shape(model, w, x).size > 10**6:
                 continue
             outputs = np.asarray(jax.jacrev(model)(w, x)).reshape(-1, *w.shape)
-            found = sparsity.calibrate(model, w, [x], "gram")
-            if () not in found:  # `oneshot` says so
+            statistics = sparsity.calibrate(model, w, [x], "gram")
+            if () not in statistics:  # `oneshot` says so
                 continue
             told += 1
-            statistic, difference = found[()], rng.normal(size=w.shape)
+            statistic, difference = statistics[()], rng.normal(size=w.shape)
             lost = np.sum(np.tensordot(outputs, difference, w.ndim) ** 2)
             error = np.sum(output_error(statistic, jnp.asarray(difference)))
             np.testing.assert_allclose(error, lost, rtol=1e-9, err_msg=f"{kind}, seed {seed}")

@@ -347,9 +347,9 @@ def test_recurrent_cells_of_linen_see_all_steps(cell, plain):
     names = [path[-2] for path in report]
     assert sorted(names) == sorted(flat)
     expected, errors = unrolled(plain, flat, names, ROWS)
-    found = {path[-2]: leaf for path, leaf in flatten(pruned).items() if path[-1] == "kernel"}
+    kernels = {path[-2]: leaf for path, leaf in flatten(pruned).items() if path[-1] == "kernel"}
     rows = {path[-2]: row for path, row in report.items()}
-    check(found, rows, expected, errors)
+    check(kernels, rows, expected, errors)
 
 
 def flatten(params):
@@ -384,7 +384,7 @@ def test_recurrent_cells_of_nnx_see_all_steps():
     pruned, _, report = sparsity.oneshot(WANDA, model, params, ROWS)
     names = {path: path[1].rstrip("_") for path in report}  # `if` is `if_` there
     flat = {name: params["cell"][path[1]]["kernel"][...] for path, name in names.items()}
-    found = {name: pruned["cell"][path[1]]["kernel"][...] for path, name in names.items()}
+    kernels = {name: pruned["cell"][path[1]]["kernel"][...] for path, name in names.items()}
     rows = {name: report[path] for path, name in names.items()}
-    check(found, rows, *unrolled(plain_lstm, flat, [*flat], ROWS))
+    check(kernels, rows, *unrolled(plain_lstm, flat, [*flat], ROWS))
     assert len(flat) == 8

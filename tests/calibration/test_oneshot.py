@@ -272,7 +272,7 @@ def test_stacked_weights_that_are_carried_along_are_those_that_the_loop_started_
 
 @pytest.mark.slow
 def test_depth_costs_no_memory_beyond_the_weights_and_masks(monkeypatch):
-    pipeline, x, rest = sys.modules["sparsity.calibration.run.solve"], jnp.ones((64, 8)), []
+    pipeline, x, temporaries = sys.modules["sparsity.calibration.run.solve"], jnp.ones((64, 8)), []
 
     def measured(*given):
         held.append(sum(array.nbytes for array in jax.live_arrays()))
@@ -286,8 +286,8 @@ def test_depth_costs_no_memory_beyond_the_weights_and_masks(monkeypatch):
         held = [sum(array.nbytes for array in jax.live_arrays())]
         sparsity.oneshot(PRUNER, scanned, params, [x])
         own = sum(leaf.nbytes + leaf.size for leaf in layers.values())  # a copy, and its masks
-        rest.append(max(held) - held[0] - own)
-    assert rest[1] <= 1.1 * rest[0]
+        temporaries.append(max(held) - held[0] - own)
+    assert temporaries[1] <= 1.1 * temporaries[0]
 
 
 def test_a_leaf_that_a_scan_and_a_product_read_is_pruned_once_and_not_calibrated(model):
