@@ -26,7 +26,7 @@ from sparsity.graph.uses import Path, Tracker, Use
 from sparsity.patterns import FanIn, NByM, SparsityType, Unstructured
 from sparsity.programs.axes import Axis, Reason
 from sparsity.programs.products import NO_PRODUCTS, PRODUCTS, read_product
-from sparsity.programs.program import Equation, Program, values_read
+from sparsity.programs.program import Equation, Program, Value, values_read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -278,6 +278,20 @@ class Graph:
     def find_products(self, path: Path) -> list[Use]:
         """Returns the dots and convolutions that read a parameter."""
         return [use for use in self.uses if use.path == path and use.primitive in PRODUCTS]
+
+    def count_scanned_axes(self) -> dict[Path, int]:
+        """Counts the leading axes of parameters that are layers of scans: {path: number above 0}."""
+        counts: dict[Path, int] = {}
+        for fact in self._tracker.facts.values():
+            for view in fact.views:
+                depth, path = len(view.scans), self.leaves[view.leaf].path
+                if view.stacked[:depth] == tuple(range(depth)):
+                    counts[path] = max(depth, counts.get(path, 0))
+        return {path: count for path, count in counts.items() if count}
+
+    def is_data(self, value: Value) -> bool:
+        """Returns whether a value of the program depends on more than parameters."""
+        return self._tracker.fact(value).is_data
 
     def _by_product(self, path: Path) -> list[Use]:
         """Returns one use for each product of a parameter: that of the largest part."""

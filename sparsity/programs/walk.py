@@ -194,6 +194,10 @@ class Interpreter:
         """Returns the interpreter of a step of a scan, without sums."""
         return self.inside()
 
+    def read_layer(self, array: jax.Array) -> jax.Array:
+        """Returns the layer that a step of a scan reads, from an array whose axis 0 is gone."""
+        return array
+
     def inside(self) -> Self:
         """Returns an interpreter of the body of a loop or of a branch, without sums."""
         inside = copy.copy(self)
@@ -253,6 +257,7 @@ class Interpreter:
         def step(state: PyTree, layers: PyTree) -> tuple[PyTree, PyTree]:
             (carry, total), (arrays, rows) = state, layers
             inside = self.at_step(equation, rows)
+            arrays = map(inside.read_layer, arrays)
             outputs = inside.run(body.program, [*inputs[:fixed], *carry, *arrays])
             apart = inside.take_stacked(equation)
             sums = inside.sums if total is None else self.add(total, inside.sums)

@@ -1,0 +1,209 @@
+"""Programs on kept values: a masked parameter is dense only while an equation reads the parameter.
+
+Casts and scalings apply to the kept values. Other entrywise equations and layouts of parameters are
+deferred to the equation that reads the result, usually a product. A product has a rule for
+derivatives that keeps the kept values and the other operand for the backward pass, and computes the
+dense parameter anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparsity.compacting.kept import Deferred, Kept, Lazy, densify, is_lazy, never_after
+from sparsity.programs.entrywise import ENTRYWISE, constant_in
+from sparsity.programs.layout import LAYOUTS
+from sparsity.programs.products import PRODUCTS
+from sparsity.programs.program import Equation, Program, Value, is_differentiable
+from sparsity.programs.walk import Interpreter
+
+Arrays = list[jax.Array]
+
+
+class Reader(Interpreter):
+    """Interpreter of programs whose inputs may be kept values.
+
+    Args:
+      is_data: whether a value depends on more than parameters.
+      in_turn: whether to let each dense parameter wait for the inputs of its product.
+      record: called with each equation that reads a parameter as a dense array, and the numbers of
+        the inputs.
+    """
+
+    def __init__(
+        self,
+        is_data: Callable[[Value], bool],
+        in_turn: bool,
+        record: Callable[[Equation, Sequence[Lazy]], None] = lambda equation, inputs: None,
+    ) -> None:
+        super().__init__()
+        self._is_data, self._in_turn, self._record = is_data, in_turn, record
+
+    def run(self, program: Program, inputs: Sequence[Lazy]) -> Arrays:
+        return [densify(output) for output in super().run(program, inputs)]
+
+    def evaluate(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
+        if not any(map(is_lazy, inputs)):
+            return equation.bind(inputs)
+        return super().evaluate(equation, inputs)
+
+    def call(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
+        """Returns the outputs of a call; keeps rematerialisation and rules for derivatives."""
+        body = equation.bodies[0]
+        if equation.name in ("remat2", "checkpoint"):
+            options = {key: equation.params[key] for key in ("prevent_cse", "policy")}
+            outputs: Arrays = jax.checkpoint(functools.partial(self.run, body), **options)(inputs)
+            return outputs
+        if equation.name in ("custom_jvp_call", "custom_vjp_call"):
+            return self._read(equation, inputs)
+        return super().run(body, inputs)
+
+    def bind(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
+        moved = _take_layers(equation, inputs) or _map_values(equation, inputs)
+        if moved is not None:
+            return [moved]
+        dense = zip(equation.inputs, inputs, strict=True)
+        has_data = any(self._is_data(value) for value, x in dense if not is_lazy(x))
+        if not has_data and (equation.name in ENTRYWISE or equation.name in LAYOUTS):
+            numbers = range(len(equation.outputs))
+            return [Deferred(equation, number, tuple(inputs)) for number in numbers]
+        if not has_data or equation.name in PRODUCTS or equation.name in LOOKUPS:
+            return self._read(equation, inputs)
+        self._record(equation, inputs)
+        return equation.bind([densify(x) for x in inputs])
+
+    def read_layer(self, array: Lazy) -> Lazy:
+        return array.layer() if isinstance(array, Kept) else array
+
+    def _scan(self, equation: Equation, inputs: list[Lazy]) -> Sequence[jax.Array]:
+        (body,) = equation.within()
+        first, end = body.layers.start - len(body.carries), body.layers.start
+        stacks = [x if _is_stack(x) else self._densify(equation, x) for x in inputs[end:]]
+        carry = [self._densify(equation, x) for x in inputs[first:end]]
+        return super()._scan(equation, [*inputs[:first], *carry, *stacks])
+
+    def _while(self, equation: Equation, inputs: list[Lazy]) -> Sequence[jax.Array]:
+        first = len(inputs) - len(equation.outputs)
+        carry = [self._densify(equation, x) for x in inputs[first:]]
+        return super()._while(equation, [*inputs[:first], *carry])
+
+    def _cond(self, equation: Equation, inputs: list[Lazy]) -> Sequence[jax.Array]:
+        return super()._cond(equation, [densify(inputs[0]), *inputs[1:]])
+
+    def _densify(self, equation: Equation, array: Lazy) -> jax.Array:
+        if is_lazy(array):
+            self._record(equation, [array])
+        return densify(array)
+
+    def _read(self, equation: Equation, inputs: list[Lazy]) -> Arrays:
+        """Returns the outputs of an equation; its rule for derivatives keeps no dense parameter."""
+        self._record(equation, inputs)
+        arrays, structure = jax.tree.flatten(inputs)
+        floating = [is_differentiable(value) for value in equation.outputs]
+
+        def run(arrays: Sequence[jax.Array], after: Sequence[jax.Array]) -> Arrays:
+            never = never_after(after) if self._in_turn else 0
+            return equation.bind([densify(x, never) for x in jax.tree.unflatten(structure, arrays)])
+
+        def forward(*arrays: jax.Array) -> Arrays:
+            inputs = jax.tree.unflatten(structure, arrays)
+            return run(arrays, [x for x in inputs if not is_lazy(x)])
+
+        def backward(arrays: Sequence[jax.Array], cotangents: Arrays) -> tuple[object, ...]:
+            cotangents = [c for c, is_one in zip(cotangents, floating, strict=True) if is_one]
+            gradients: dict[int, jax.Array] = {}
+            for places in _in_steps(equation, inputs):
+
+                def outputs(*chosen: jax.Array, places: Sequence[int] = places) -> Arrays:
+                    replaced = dict(zip(places, chosen, strict=True))
+                    read = [replaced.get(i, x) for i, x in enumerate(arrays)]
+                    computed = run(read, [*gradients.values()] or cotangents)
+                    return [x for x, is_one in zip(computed, floating, strict=True) if is_one]
+
+                pull_back = jax.vjp(outputs, *(arrays[i] for i in places))[1]
+                gradients |= zip(places, pull_back(cotangents), strict=True)
+            return tuple(gradients.get(i) for i in range(len(arrays)))
+
+        read = jax.custom_vjp(forward)
+        read.defvjp(lambda *arrays: (forward(*arrays), arrays), backward)
+        return list(read(*arrays))
+
+
+def _in_steps(equation: Equation, inputs: Sequence[Lazy]) -> list[list[int]]:
+    """Returns the numbers of arrays whose gradients a backward pass computes together.
+
+    Of a product, first those of kept values, for which no dense parameter is needed: the gradient
+    of a dense parameter is gone before the dense parameter itself is built for the other operand.
+    """
+    kept, others, number = list[int](), list[int](), 0
+    for each in inputs:
+        for array in jax.tree.leaves(each):
+            if jnp.issubdtype(array.dtype, jnp.inexact):
+                (kept if is_lazy(each) else others).append(number)
+            number += 1
+    if equation.name in PRODUCTS and sum(map(is_lazy, inputs)) == 1:
+        return [places for places in (kept, others) if places]
+    return [kept + others]
+
+
+def _is_stack(array: Lazy) -> bool:
+    """Returns whether a scan can take the layers of an array."""
+    return not is_lazy(array) or (isinstance(array, Kept) and array.stack > 0)
+
+
+def _map_values(equation: Equation, inputs: Sequence[Lazy]) -> Kept | None:
+    """Returns a cast or a positive multiple of kept values, `None` for other equations."""
+    name, params = equation.name, equation.params
+    kept = inputs[0] if isinstance(inputs[0], Kept) else inputs[-1]
+    if not isinstance(kept, Kept) or params.get("sharding") is not None:
+        return None
+    if name in ("mul", "div") and len(inputs) == 2:
+        at = 0 if kept is inputs[0] else 1
+        other = equation.inputs[1 - at]
+        constant = constant_in(other.constant)
+        is_factor = constant is not None and 0 < constant < math.inf
+        if other.shape or not is_factor or (name == "div" and at == 1):
+            return None
+        pair = [kept.values, inputs[1 - at]]
+        return kept.replace(equation.bind(pair if at == 0 else pair[::-1])[0])
+    if name in _VALUEWISE:
+        return kept.replace(equation.bind([kept.values])[0])
+    return None
+
+
+def _take_layers(equation: Equation, inputs: Sequence[Lazy]) -> Kept | None:
+    """Returns layers of a stack as kept values, `None` for other equations."""
+    kept, params = inputs[0], equation.params
+    if not isinstance(kept, Kept) or not kept.stack:
+        return None
+    stack, shape = kept.stack, equation.outputs[0].shape
+    take: Callable[[jax.Array], jax.Array]
+    match equation.name:
+        case "slice" if shape[stack:] == kept.slice_shape:
+            keys = "start_indices", "limit_indices", "strides"
+            start, limit, steps = (params[key] or (1,) * len(shape) for key in keys)
+            at = tuple(map(slice, start[:stack], limit[:stack], steps[:stack]))
+            take = lambda x: x[at]  # noqa: E731
+        case "dynamic_slice" if shape[stack:] == kept.slice_shape:
+            start = inputs[1 : stack + 1]
+            take = lambda x: lax.dynamic_slice(  # noqa: E731
+                x, [*start, *[0] * (x.ndim - stack)], [*shape[:stack], *x.shape[stack:]]
+            )
+        case "squeeze" if all(axis < stack for axis in params["dimensions"]):
+            stack -= len(params["dimensions"])
+            take = functools.partial(lax.squeeze, dimensions=params["dimensions"])
+        case _:
+            return None
+    arrays = jax.tree.map(take, kept)
+    return dataclasses.replace(arrays, shape=shape, stack=stack)
+
+
+LOOKUPS = ("gather", "dynamic_slice")
+_VALUEWISE = ("convert_element_type", "copy", "copy_p", "name", "stop_gradient")

@@ -1,0 +1,165 @@
+"""Kept values and their positions, and arrays that are computed from them where they are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from sparsity.programs.program import Equation
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kept:
+    """A masked array as the values that the mask keeps.
+
+    A subclass says how the values of a slice lie in memory.
+
+    Attributes:
+      values: [*stack, ...] the kept values of each slice.
+      indices: [*stack, ...] their positions.
+      base: the dense array outside the mask; `None` stands for zeros.
+      shape: shape of the dense array.
+      stack: number of leading axes that index slices.
+    """
+
+    values: jax.Array
+    indices: jax.Array
+    base: jax.Array | None
+    shape: tuple[int, ...]
+    stack: int
+
+    def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
+        """Returns a dense slice, flat.
+
+        Args:
+          values: the kept values of the slice.
+          indices: their positions.
+          outside: flat dense array whose entries stay outside the mask.
+        """
+        raise NotImplementedError
+
+    @property
+    def slice_shape(self) -> tuple[int, ...]:
+        """Shape of a dense slice."""
+        return self.shape[self.stack :]
+
+    def replace(self, values: jax.Array, indices: jax.Array | None = None, **sizes: Any) -> Self:
+        """Returns the array with other values, and perhaps other slices."""
+        indices = self.indices if indices is None else indices
+        return dataclasses.replace(self, values=values, indices=indices, **sizes)
+
+    def densify(self, never: jax.Array | int = 0) -> jax.Array:
+        """Returns the dense array.
+
+        Args:
+          never: an int32 0; no array is allocated before its value exists.
+        """
+        size, dtype = math.prod(self.slice_shape), self.values.dtype
+        zeros = jnp.broadcast_to(jnp.asarray(never).astype(dtype), (size,))
+
+        def build(values: jax.Array, indices: jax.Array, base: jax.Array | None) -> jax.Array:
+            outside = zeros if base is None else lax.stop_gradient(base).astype(dtype).reshape(size)
+            return self.build(values, indices + never, outside)
+
+        for _ in range(self.stack):
+            build = jax.vmap(build)
+        return build(self.values, self.indices, self.base).reshape(self.shape)
+
+    def layer(self) -> Self:
+        """Returns the array of a step of a scan, whose values and positions are of one layer."""
+        return dataclasses.replace(self, shape=self.shape[1:], stack=self.stack - 1)
+
+
+class Flat(Kept):
+    """Kept values [*stack, k] at ascending positions of the flat slice.
+
+    Positions beyond the slice are padding.
+    """
+
+    def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
+        return lax.scatter(
+            outside,
+            indices[:, None],
+            values,
+            lax.ScatterDimensionNumbers((), (0,), (0,)),
+            indices_are_sorted=True,
+            unique_indices=True,
+            mode=lax.GatherScatterMode.FILL_OR_DROP,
+        )
+
+
+class Masked(Kept):
+    """A dense array; `indices` is the mask, of the same shape."""
+
+    def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
+        return jnp.where(indices.reshape(-1) > 0, values.reshape(-1), outside)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Deferred:
+    """An output of an equation that is computed anew by each product that reads the output.
+
+    Attributes:
+      equation: an entrywise equation, or one of layout.
+      number: number of the output.
+      inputs: arrays; some are kept values, or deferred.
+    """
+
+    equation: Equation
+    number: int
+    inputs: tuple[Lazy, ...]
+
+
+Lazy = jax.Array | Kept | Deferred
+
+for kind in (Flat, Masked):
+    jax.tree_util.register_dataclass(kind, ["values", "indices", "base"], ["shape", "stack"])
+jax.tree_util.register_dataclass(Deferred, ["inputs"], ["equation", "number"])
+
+
+def is_lazy(array: Lazy) -> bool:
+    """Returns whether an array is not dense."""
+    return isinstance(array, Kept | Deferred)
+
+
+def densify(array: Lazy, never: jax.Array | int = 0) -> jax.Array:
+    """Returns an array as a dense one; see `Kept.densify`."""
+    if isinstance(array, Kept):
+        return array.densify(never)
+    if isinstance(array, Deferred):
+        inputs = [densify(each, never) for each in array.inputs]
+        return array.equation.bind(inputs)[array.number]
+    return array
+
+
+def never_after(arrays: Sequence[Any]) -> jax.Array | int:
+    """Returns an int32 0 that no compiler computes before one of the arrays exists.
+
+    The schedule of XLA on CPUs begins with all buffers of zeros, of all layers at once. A
+    dependence on the input of a layer keeps one dense parameter at a time; a barrier does not,
+    because XLA removes barriers before scheduling.
+    """
+    for array in arrays:
+        if jnp.issubdtype(jnp.result_type(array), jnp.inexact) and np.size(array):
+            return _exceeds_infinity(lax.stop_gradient(array))
+    return 0
+
+
+@custom_vmap
+def _exceeds_infinity(array: jax.Array) -> jax.Array:
+    first = lax.slice(array, [0] * array.ndim, [1] * array.ndim).reshape(())
+    return (first.real.astype(jnp.float32) > jnp.inf).astype(jnp.int32)
+
+
+@_exceeds_infinity.def_vmap
+def _exceeds_infinity_once(_: int, __: object, array: jax.Array) -> tuple[jax.Array, bool]:
+    """Keeps one dense parameter for all rows of a `vmap`."""
+    return _exceeds_infinity(array[0]), False
