@@ -162,7 +162,7 @@ def _map_values(equation: Equation, inputs: Sequence[Lazy]) -> Kept | None:
     """Returns a cast or a positive multiple of kept values, `None` for other equations."""
     name, params = equation.name, equation.params
     kept = inputs[0] if isinstance(inputs[0], Kept) else inputs[-1]
-    if not isinstance(kept, Kept) or params.get("sharding") is not None:
+    if not isinstance(kept, Kept) or kept.base is not None or params.get("sharding"):
         return None
     if name in ("mul", "div") and len(inputs) == 2:
         at = 0 if kept is inputs[0] else 1
@@ -172,9 +172,10 @@ def _map_values(equation: Equation, inputs: Sequence[Lazy]) -> Kept | None:
         if other.shape or not is_factor or (name == "div" and at == 1):
             return None
         pair = [kept.values, inputs[1 - at]]
-        return kept.replace(equation.bind(pair if at == 0 else pair[::-1])[0])
+        (values,) = equation.bind(pair if at == 0 else pair[::-1])
+        return dataclasses.replace(kept, values=values)
     if name in _VALUEWISE:
-        return kept.replace(equation.bind([kept.values])[0])
+        return dataclasses.replace(kept, values=equation.bind([kept.values])[0])
     return None
 
 

@@ -28,6 +28,7 @@ class Kept:
       base: the dense array outside the mask; `None` stands for zeros.
       shape: shape of the dense array.
       stack: number of leading axes that index slices.
+      name: path of the parameter.
     """
 
     values: jax.Array
@@ -35,6 +36,7 @@ class Kept:
     base: jax.Array | None
     shape: tuple[int, ...]
     stack: int
+    name: str
 
     def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
         """Returns a dense slice, flat.
@@ -50,11 +52,6 @@ class Kept:
     def slice_shape(self) -> tuple[int, ...]:
         """Shape of a dense slice."""
         return self.shape[self.stack :]
-
-    def replace(self, values: jax.Array, indices: jax.Array | None = None, **sizes: Any) -> Self:
-        """Returns the array with other values, and perhaps other slices."""
-        indices = self.indices if indices is None else indices
-        return dataclasses.replace(self, values=values, indices=indices, **sizes)
 
     def densify(self, never: jax.Array | int = 0) -> jax.Array:
         """Returns the dense array.
@@ -121,7 +118,7 @@ class Deferred:
 Lazy = jax.Array | Kept | Deferred
 
 for kind in (Flat, Masked):
-    jax.tree_util.register_dataclass(kind, ["values", "indices", "base"], ["shape", "stack"])
+    jax.tree_util.register_dataclass(kind, ["values", "indices", "base"], ["shape", "stack", "name"])
 jax.tree_util.register_dataclass(Deferred, ["inputs"], ["equation", "number"])
 
 
@@ -138,6 +135,12 @@ def densify(array: Lazy, never: jax.Array | int = 0) -> jax.Array:
         inputs = [densify(each, never) for each in array.inputs]
         return array.equation.bind(inputs)[array.number]
     return array
+
+
+def kept_in(arrays: Sequence[Lazy]) -> list[Kept]:
+    """Returns the kept values from which arrays are computed."""
+    leaves = jax.tree.leaves(list(arrays), is_leaf=lambda node: isinstance(node, Kept))
+    return [leaf for leaf in leaves if isinstance(leaf, Kept)]
 
 
 def never_after(arrays: Sequence[Any]) -> jax.Array | int:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sparsity.compacting.kept import Flat, Kept, Masked
+from sparsity.core import trees
+from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
 
 Path: TypeAlias = tuple[str, ...]
-Format: TypeAlias = Literal["values", "grouped", "dense"]
+Format: TypeAlias = Literal["values", "dense"]
+FORMATS: tuple[Format, ...] = get_args(Format)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +44,16 @@ class Layout:
         """Shape of the kept values."""
         return (*self.shape[: self.stack], *self.sizes)
 
-    def wrap(self, values: jax.Array, indices: jax.Array, base: jax.Array | None = None) -> Kept:
+    def wrap(
+        self,
+        values: jax.Array,
+        indices: jax.Array,
+        base: jax.Array | None = None,
+        name: str = "params",
+    ) -> Kept:
         """Returns kept values with their positions."""
         kind = {"values": Flat, "dense": Masked}[self.format]
-        return kind(values, indices, base, self.shape, self.stack)
+        return kind(values, indices, base, self.shape, self.stack, name)
 
     def take(self, array: np.ndarray, indices: np.ndarray) -> np.ndarray:
         """Returns the entries of a dense array at the positions; padding is 0."""
@@ -81,7 +91,62 @@ def dense_layout(mask: np.ndarray, stack: int) -> tuple[Layout, np.ndarray]:
     return Layout("dense", mask.shape, stack, mask.shape[stack:]), (mask != 0).astype(np.uint8)
 
 
-def count_stack_axes(graph: Graph, masks: Mapping[Path, np.ndarray]) -> dict[Path, int]:
+def make_layouts(
+    graph: Graph, masks: Mapping[Path, np.ndarray], formats: Mapping[Path, Format]
+) -> tuple[dict[Path, Layout], dict[Path, np.ndarray]]:
+    """Returns the layouts of masked parameters, and the positions of their kept values."""
+    layouts, indices = {}, {}
+    for path, stack in _count_stack_axes(graph, masks).items():
+        make = dense_layout if formats.get(path) == "dense" else flat_layout
+        layouts[path], indices[path] = make(masks[path], stack)
+    return layouts, indices
+
+
+def read_masks(graph: Graph, params: PyTree, masks: PyTree) -> dict[Path, np.ndarray]:
+    """Returns the masks by path, without those that are `None`.
+
+    Raises:
+      ValueError: a mask belongs to no parameter, has another shape or other entries than 0 and 1,
+        or its parameter is not floating.
+    """
+    arrays = {}
+    for key, mask in trees.leaves_by_path(masks).items():
+        leaf = graph.find_parameter(trees.path_names(key), mask, "masks")
+        array = np.asarray(mask)
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise ValueError(
+                f"The masks have a leaf at {leaf.name!r}, whose dtype {leaf.dtype} is not "
+                "floating. Give it no mask: None."
+            )
+        if not np.isin(array, (0, 1)).all():
+            raise ValueError(
+                f"The mask of {leaf.name!r} has entries other than 0 and 1, such as "
+                f"{array[~np.isin(array, (0, 1))][0]}. Unpack packed masks: "
+                "sparsity.unpack_masks(masks, params)."
+            )
+        arrays[leaf.path] = array
+    return arrays
+
+
+def read_formats(
+    formats: Mapping[Path | str, Format], masks: Mapping[Path, np.ndarray]
+) -> dict[Path, Format]:
+    """Returns formats by path; raises a ValueError for unknown paths and formats."""
+    chosen = {}
+    for key, name in formats.items():
+        path = tuple(key.split("/")) if isinstance(key, str) else tuple(key)
+        if path not in masks:
+            raise ValueError(
+                f"formats has the path {'/'.join(path)!r}, which has no mask. Masked are "
+                f"{trees.listed(['/'.join(path) for path in masks])}."
+            )
+        if name not in FORMATS:
+            raise ValueError(f"formats[{key!r}] must be one of {FORMATS}, got {name!r}.")
+        chosen[path] = name
+    return chosen
+
+
+def _count_stack_axes(graph: Graph, masks: Mapping[Path, np.ndarray]) -> dict[Path, int]:
     """Returns the number of leading axes of each masked parameter that index slices.
 
     These are the axes over which scans run. Axes that index separate products, as experts do,

@@ -183,6 +183,11 @@ def is_array(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
+def only_arrays(tree: PyTree) -> PyTree:
+    """Returns the tree with `None` for leaves that are no arrays."""
+    return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
+
+
 def split_arrays(tree: PyTree) -> tuple[list[PyTree], Callable[[Sequence[object]], PyTree]]:
     """Returns the arrays of a tree, and a function that puts others in their places.
 

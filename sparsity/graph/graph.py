@@ -82,6 +82,11 @@ class Graph:
         self._tracker = Tracker(program, self._values, [leaf.path for leaf in self.leaves])
         self.uses = self._tracker.uses
 
+    @property
+    def example(self) -> tuple[PyTree, tuple[PyTree, ...]]:
+        """Shapes and dtypes of the parameters and of the inputs that were traced."""
+        return self._example
+
     def __deepcopy__(self, _: object) -> Graph:
         return self
 

@@ -20,9 +20,8 @@ from sparsity.graph import Graph
 from sparsity.masks import are_packed, pack_masks, place_masks, unpack_masks
 from sparsity.shrinking.evaluate import take
 from sparsity.shrinking.plan import Plan, shrink_shape, stays_at
+from sparsity.training import comparison
 from sparsity.training.state import SparseState
-
-_MOST_UPDATES = 64  # in a comparison
 
 
 def cut_params(graph: Graph, plan: Plan, params: PyTree) -> PyTree:
@@ -117,59 +116,31 @@ def check_updates(
 ) -> float:
     """Compares updates of the smaller parameters with updates of the masked parameters.
 
-    Compares four updates, or more until one is not 0, as where `MultiSteps` accumulates gradients.
-
     Returns:
       The largest difference, as a part of the largest entry of its array.
 
     Raises:
       ValueError: updates differ by more than rounding; the error names the leaf and the entry.
     """
-    rng = np.random.default_rng(0)
-    if isinstance(state, SparseState) and _fits_optimizer(tx, params, state.inner_state):
-        state = state.inner_state
 
     def mask(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
         return _mask(leaf, _axes(graph, plan, path, leaf))
 
-    def gradient(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
-        if not trees.is_prunable(leaf):
-            return leaf
-        drawn = jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype)
-        return mask(path, sharding.place_like(leaf, drawn))
+    def cut(tree: PyTree) -> PyTree:
+        return cut_params(graph, plan, tree)
 
-    # Some transforms ask for the value of the loss.
-    update = jax.jit(
-        functools.partial(optax.with_extra_args_support(tx).update, value=jnp.float32(1))
+    masked = trees.map_matched(mask, trees.only_arrays(params))
+    small = cut(masked)
+    return comparison.check_updates(
+        tx,
+        masked,
+        state,
+        mask=mask,
+        cut=cut,
+        cut_state=lambda state: cut_state(graph, plan, masked, small, state),
+        model="smaller model",
+        remedy="start a new state: shrink without opt_state, then tx.init(small.params)",
     )
-    largest, is_still = 0.0, True
-    params = jax.tree.map(lambda leaf: leaf if trees.is_array(leaf) else None, params)
-    params = trees.map_matched(mask, params)
-    small_params = cut_params(graph, plan, params)
-    small_state = cut_state(graph, plan, params, small_params, state)
-    for step in range(_MOST_UPDATES):
-        if step >= 4 and not is_still:
-            break
-        grads = trees.map_matched(gradient, params)
-        updates, state = update(grads, state, params)
-        small_grads = cut_params(graph, plan, grads)
-        small_updates, small_state = update(small_grads, small_state, small_params)
-        is_still = is_still and not any(map(jnp.any, jax.tree.leaves(trees.prunable(updates))))
-        expected = {
-            "state": cut_state(graph, plan, params, small_params, state),
-            "update": cut_params(graph, plan, updates),
-        }
-        computed = {"state": small_state, "update": small_updates}
-        largest = max(largest, _compare(expected, computed))
-    return largest
-
-
-def _fits_optimizer(tx: optax.GradientTransformation, params: PyTree, state: PyTree) -> bool:
-    """Returns whether a state has the structure that the `init` of an optimizer returns."""
-    arrays = jax.tree.map(lambda leaf: leaf if trees.is_array(leaf) else None, params)
-    shapes = jax.eval_shape(tx.init, arrays)
-    structures: list[object] = [jax.tree.structure(tree) for tree in (shapes, state)]
-    return structures[0] == structures[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,34 +183,6 @@ def _find_average_axes(owner: _Owner, shape: tuple[int, ...]) -> Mapping[int, np
     if len(candidates) != 1:
         return None
     return dict(zip(candidates.pop(), owner.axes.values(), strict=True))
-
-
-def _compare(expected: PyTree, computed: PyTree) -> float:
-    """Returns the largest difference; raises a ValueError if it is more than rounding."""
-    largest = 0.0
-    leaves = zip(trees.leaves_by_path(expected).items(), jax.tree.leaves(computed), strict=True)
-    for (path, exact), got in leaves:
-        if jnp.issubdtype(exact.dtype, jax.dtypes.prng_key) or not exact.size:
-            continue
-        # Sums over other numbers of terms round otherwise, and a transform may amplify that.
-        rounding = jnp.finfo(exact.dtype).eps ** 0.6 if trees.is_prunable(exact) else 0.0
-        exact, got = (np.asarray(x).astype(complex) for x in (exact, got))
-        is_same = (exact == got) | (np.isnan(exact) & np.isnan(got))
-        scale = np.abs(exact[np.isfinite(exact)]).max(initial=0) or 1.0
-        apart = np.abs(np.where(is_same, 0, exact) - np.where(is_same, 0, got)) / scale
-        largest = max(largest, float(apart.max()))
-        if not apart.max() <= rounding:
-            at = np.unravel_index(apart.argmax(), apart.shape)
-            raise ValueError(
-                "The optimizer would not train the smaller model as the masked one: "
-                f"{trees.path_string(path)!r} has {got[at].real:.6g} in place of "
-                f"{exact[at].real:.6g} at {[int(i) for i in at]}. It reads the shapes of arrays, "
-                "averages over them, joins moments of removed entries with others, or updates "
-                "masks across groups. Cut when masks are final, use an optimizer that works entry "
-                "by entry, or start a new state: shrink without opt_state, then "
-                "tx.init(small.params)."
-            )
-    return largest
 
 
 def _axes(

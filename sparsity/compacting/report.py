@@ -1,0 +1,68 @@
+"""A compact model as a table and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from sparsity.core import extras
+from sparsity.core.pictures import new_axes
+from sparsity.graph.report import bars
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+class Row(NamedTuple):
+    """A row of the table: one parameter.
+
+    Attributes:
+      name: the path.
+      shape: shape of the parameter.
+      format: format of the kept values, '' without a mask.
+      count: number of kept values.
+      padding: number of stored values that are no entries of the parameter.
+      nbytes: bytes of the parameter when dense.
+      stored: bytes of the values and of their positions.
+      readers: operations other than products that read the parameter as a dense array.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    format: str
+    count: int
+    padding: int
+    nbytes: int
+    stored: tuple[int, int]
+    readers: tuple[str, ...] = ()
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Returns `Compact.report`."""
+    texts = "parameter", "shape", "format"
+    numbers = "kept", "padding", "bytes dense", "values", "positions"
+    parameters = extras.table(texts, numbers)
+    for row in rows:
+        shape = "x".join(map(str, row.shape)) or "scalar"
+        counts = row.count, row.padding, row.nbytes, *row.stored
+        parameters.add_row(row.name, shape, row.format or "no mask", *(f"{n:,}" for n in counts))
+    totals = [sum(column) for column in zip(*map(_numbers, rows), strict=True)]
+    parameters.add_section()
+    parameters.add_row("all", "", "", *(f"{n:,}" for n in totals))
+    notes = [
+        f"{row.name} is made dense by {reader}." for row in rows for reader in row.readers
+    ]
+    return "\n".join([extras.as_text(parameters), *notes])
+
+
+def _numbers(row: Row) -> tuple[int, ...]:
+    return row.count, row.padding, row.nbytes, *row.stored
+
+
+def plot(rows: Sequence[Row], axes: Axes | None) -> Axes:
+    """Draws `Compact.plot`."""
+    shown = [row for row in rows if row.format or len(row.shape) > 1]
+    ax = new_axes(len(shown))[0] if axes is None else axes
+    names, before = [row.name for row in shown], [row.nbytes for row in shown]
+    bars(ax, "bytes", names, before, [sum(row.stored) for row in shown], sum(before))
+    return ax

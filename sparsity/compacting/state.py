@@ -1,0 +1,134 @@
+"""Optimizer states of kept values."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from sparsity.compacting.layouts import Layout
+from sparsity.core import owners, trees
+from sparsity.core.trees import PyTree
+from sparsity.training import comparison
+from sparsity.training.state import SparseState
+
+_REMEDY = "start a new state: compact without opt_state, then tx.init(compact.params)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Owner:
+    """A parameter to which leaves of an optimizer's state belong.
+
+    Attributes:
+      name: the path.
+      layout: the layout of the kept values, `None` for a dense parameter.
+      indices: positions of the kept values.
+    """
+
+    name: str
+    layout: Layout | None
+    indices: jax.Array | np.ndarray | None
+
+    def take(self, leaf: jax.Array) -> jax.Array:
+        """Returns the entries of a dense array that the mask keeps."""
+        if self.layout is None:
+            return leaf
+        return jnp.asarray(self.layout.take(np.asarray(leaf), np.asarray(self.indices)))
+
+    def densify(self, values: jax.Array) -> jax.Array:
+        """Returns kept values as a dense array, with zeros outside the mask."""
+        if self.layout is None:
+            return values
+        return self.layout.wrap(values, jnp.asarray(self.indices)).densify()
+
+
+def take_state(owner_tree: PyTree, state: optax.OptState) -> optax.OptState:
+    """Cuts the moments of masked parameters down to those of kept values.
+
+    Args:
+      owner_tree: tree like the parameters, an `Owner` for each.
+      state: state of an optimizer of the dense parameters; of a SparseState the inner state.
+
+    Raises:
+      ValueError: a leaf holds no moment for each entry, or belongs to no parameter and has the
+        shape of one; the error names the leaf.
+    """
+    while nodes := trees.find_nodes(state, SparseState):
+        state = _replace(state, nodes[0][1])
+    masked = [owner for owner in jax.tree.leaves(owner_tree) if owner.layout is not None]
+    shapes = {owner.layout.shape: owner.name for owner in masked}
+
+    def take(owner: Owner | None, leaf: jax.Array) -> jax.Array:
+        shape = jnp.shape(leaf)
+        if owner is None:
+            if shape and shape in shapes and trees.is_prunable(leaf):
+                raise ValueError(
+                    f"opt_state has a leaf of the shape {shape} of {shapes[shape]!r} in a tree "
+                    f"whose leaves are not those of params. Give the state of these params, or "
+                    f"{_REMEDY}."
+                )
+            return leaf
+        if owner.layout is None or shape == owner.layout.shape:
+            return owner.take(leaf)
+        if np.size(leaf) == 1 or shape == owner.layout.kept_shape:
+            return leaf
+        raise ValueError(
+            f"opt_state has a leaf of shape {shape} for {owner.name!r} of shape "
+            f"{owner.layout.shape}: it holds no moment for each entry, as factored moments, and "
+            "kept values would train otherwise than the masked model. Use an optimizer that works "
+            f"entry by entry, or {_REMEDY}."
+        )
+
+    return owners.map_owned(take, owner_tree, state)
+
+
+def densify_state(owner_tree: PyTree, state: optax.OptState) -> optax.OptState:
+    """Returns the state with dense moments, 0 outside the masks."""
+
+    def densify(owner: Owner | None, leaf: jax.Array) -> jax.Array:
+        layout = None if owner is None else owner.layout
+        is_moment = layout is not None and jnp.shape(leaf) == layout.kept_shape
+        return owner.densify(leaf) if is_moment else leaf
+
+    return owners.map_owned(densify, owner_tree, state)
+
+
+def check_optimizer(
+    tx: optax.GradientTransformation, params: PyTree, owner_tree: PyTree, state: optax.OptState
+) -> float:
+    """Compares updates of kept values with updates of the masked parameters.
+
+    Returns:
+      The largest difference, as a part of the largest entry of its array.
+
+    Raises:
+      ValueError: updates differ by more than rounding; the error names the leaf and the entry.
+    """
+    owned = trees.leaves_by_path(owner_tree)
+
+    def mask(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
+        return owned[path].densify(owned[path].take(leaf))
+
+    def cut(tree: PyTree) -> PyTree:
+        return trees.map_matched(lambda path, leaf: owned[path].take(leaf), tree)
+
+    masked = trees.map_matched(mask, trees.only_arrays(params))
+    return comparison.check_updates(
+        tx,
+        masked,
+        state,
+        mask=mask,
+        cut=cut,
+        cut_state=lambda state: take_state(owner_tree, state),
+        model="kept values",
+        remedy=_REMEDY,
+    )
+
+
+def _replace(state: optax.OptState, node: SparseState) -> optax.OptState:
+    return jax.tree.map(
+        lambda x: x.inner_state if x is node else x, state, is_leaf=lambda x: x is node
+    )

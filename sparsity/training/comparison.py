@@ -1,0 +1,125 @@
+"""Compares an optimizer's updates of a masked model with those of a model without masked entries."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from sparsity.core import sharding, trees
+from sparsity.core.trees import PyTree
+from sparsity.training.state import SparseState
+
+_MOST_UPDATES = 64
+
+
+def check_arguments(
+    masks: PyTree, opt_state: optax.OptState | None, tx: optax.GradientTransformation | None
+) -> None:
+    """Raises a ValueError if masks, state and optimizer are missing or confused."""
+    if masks is None:
+        raise ValueError("masks is None: nothing would be cut. Give masks of params, or a Plan.")
+    if isinstance(opt_state, optax.GradientTransformation):
+        raise ValueError("opt_state is an optimizer: give its state, and the optimizer as tx.")
+    if tx is not None and not hasattr(tx, "update"):
+        raise ValueError(f"tx must be an optax.GradientTransformation, got {tx!r}.")
+    if tx is not None and opt_state is None:
+        raise ValueError("tx is checked with the optimizer's state: give opt_state, too.")
+
+
+def check_updates(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    state: optax.OptState,
+    *,
+    mask: Callable[[trees.KeyPath, jax.Array], jax.Array],
+    cut: Callable[[PyTree], PyTree],
+    cut_state: Callable[[optax.OptState], optax.OptState],
+    model: str,
+    remedy: str,
+) -> float:
+    """Compares updates by random gradients, of masked parameters and of what remains of them.
+
+    Compares four updates, or more until one is not 0, as where `MultiSteps` accumulates gradients.
+
+    Args:
+      tx: the optimizer.
+      params: masked parameters, arrays and `None`.
+      state: the optimizer's state, or a SparseState with the state of `tx`.
+      mask: `mask(path, array)` sets removed entries to 0.
+      cut: removes entries from a tree like the parameters.
+      cut_state: removes entries from a state.
+      model: name of the model without entries, for the error.
+      remedy: last remedy in the error.
+
+    Returns:
+      The largest difference, as a part of the largest entry of its array.
+
+    Raises:
+      ValueError: updates differ by more than rounding; the error names the leaf and the entry.
+    """
+    rng = np.random.default_rng(0)
+    if isinstance(state, SparseState) and _fits_optimizer(tx, params, state.inner_state):
+        state = state.inner_state
+
+    def gradient(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
+        if not trees.is_prunable(leaf):
+            return leaf
+        drawn = jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype)
+        return mask(path, sharding.place_like(leaf, drawn))
+
+    # Some transforms ask for the value of the loss.
+    update = jax.jit(
+        functools.partial(optax.with_extra_args_support(tx).update, value=jnp.float32(1))
+    )
+    largest, is_still = 0.0, True
+    small_params, small_state = cut(params), cut_state(state)
+    for step in range(_MOST_UPDATES):
+        if step >= 4 and not is_still:
+            break
+        grads = trees.map_matched(gradient, params)
+        updates, state = update(grads, state, params)
+        small_updates, small_state = update(cut(grads), small_state, small_params)
+        is_still = is_still and not any(map(jnp.any, jax.tree.leaves(trees.prunable(updates))))
+        expected = {"state": cut_state(state), "update": cut(updates)}
+        computed = {"state": small_state, "update": small_updates}
+        largest = max(largest, _compare(expected, computed, model, remedy))
+    return largest
+
+
+def _fits_optimizer(tx: optax.GradientTransformation, params: PyTree, state: PyTree) -> bool:
+    """Returns whether a state has the structure that the `init` of an optimizer returns."""
+    shapes = jax.eval_shape(tx.init, params)
+    structures: list[object] = [jax.tree.structure(tree) for tree in (shapes, state)]
+    return structures[0] == structures[1]
+
+
+def _compare(expected: PyTree, computed: PyTree, model: str, remedy: str) -> float:
+    """Returns the largest difference; raises a ValueError if it is more than rounding."""
+    largest = 0.0
+    leaves = zip(trees.leaves_by_path(expected).items(), jax.tree.leaves(computed), strict=True)
+    for (path, exact), got in leaves:
+        if jnp.issubdtype(exact.dtype, jax.dtypes.prng_key) or not exact.size:
+            continue
+        # Sums over other numbers of terms round otherwise, and a transform may amplify that.
+        rounding = jnp.finfo(exact.dtype).eps ** 0.6 if trees.is_prunable(exact) else 0.0
+        exact, got = (np.asarray(x).astype(complex) for x in (exact, got))
+        is_same = (exact == got) | (np.isnan(exact) & np.isnan(got))
+        scale = np.abs(exact[np.isfinite(exact)]).max(initial=0) or 1.0
+        apart = np.abs(np.where(is_same, 0, exact) - np.where(is_same, 0, got)) / scale
+        largest = max(largest, float(apart.max()))
+        if not apart.max() <= rounding:
+            at = np.unravel_index(apart.argmax(), apart.shape)
+            raise ValueError(
+                f"The optimizer would not train the {model} as the masked one: "
+                f"{trees.path_string(path)!r} has {got[at].real:.6g} in place of "
+                f"{exact[at].real:.6g} at {[int(i) for i in at]}. It reads the shapes of arrays, "
+                "averages over them, joins moments of removed entries with others, or updates "
+                "masks across groups. Cut when masks are final, use an optimizer that works entry "
+                f"by entry, or {remedy}."
+            )
+    return largest
