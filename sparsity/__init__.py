@@ -5,6 +5,7 @@ from sparsity import activations as activations
 from sparsity import algorithms as algorithms
 from sparsity import base_updater as base_updater
 from sparsity import calibration as calibration
+from sparsity import compacting as compacting
 from sparsity import compat as compat
 from sparsity import graph as graph
 from sparsity import masks as masks
@@ -68,6 +69,7 @@ from sparsity.calibration import (
     oneshot,
     owl,
 )
+from sparsity.compacting import Compact, compact
 from sparsity.epochs import EpochStrategy, pruning, pruning_apply
 from sparsity.graph import Coupled, Graph, budget, trace
 from sparsity.lora import merge_lora
@@ -114,6 +116,7 @@ __all__ = [
     "BaseUpdater",
     "Block",
     "Channel",
+    "Compact",
     "Coupled",
     "Distribution",
     "EpochStrategy",
@@ -161,6 +164,7 @@ __all__ = [
     "all_algorithm_names",
     "budget",
     "calibrate",
+    "compact",
     "create_updater_from_config",
     "elementwise",
     "get_sparse_state",

@@ -12,10 +12,10 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sparsity.compacting import report
 from sparsity.compacting.evaluate import Reader
 from sparsity.compacting.kept import Kept, Lazy, kept_in
 from sparsity.compacting.layouts import Format, Layout, Path, make_layouts, read_formats, read_masks
+from sparsity.compacting.report import Row, plot, table
 from sparsity.compacting.state import Owner, check_optimizer, densify_state, take_state
 from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
@@ -63,7 +63,7 @@ class Compact:
     layouts: tuple[tuple[Path, Layout], ...]
     in_turn: bool
     params: PyTree = None
-    opt_state: optax.OptState | None = None
+    opt_state: PyTree | None = None
     update_error: float | None = None
 
     def __repr__(self) -> str:
@@ -94,7 +94,7 @@ class Compact:
             is_leaf=lambda leaf: isinstance(leaf, Kept),
         )
 
-    def dense_state(self, opt_state: optax.OptState) -> optax.OptState:
+    def dense_state(self, opt_state: PyTree) -> PyTree:
         """Returns the optimizer's state of the dense parameters, with moments 0 outside the masks.
 
         Args:
@@ -125,18 +125,18 @@ class Compact:
         Returns:
           Text of several lines.
         """
-        return report.table(self._rows())
+        return table(self._rows())
 
-    def plot(self, axes: Axes | None = None) -> Axes:
+    def plot(self, ax: Axes | None = None) -> Axes:
         """Draws the bytes of all parameters: dense in light, compact in dark.
 
         Args:
-          axes: matplotlib axes to draw on; new ones by default.
+          ax: matplotlib axes to draw on; new ones by default.
 
         Returns:
           The matplotlib axes.
         """
-        return report.plot(self._rows(), axes)
+        return plot(self._rows(), ax)
 
     @property
     def _layouts(self) -> dict[Path, Layout]:
@@ -170,9 +170,9 @@ class Compact:
         def wrap(
             path: trees.KeyPath, leaf: PyTree, indices: jax.Array | None, base: jax.Array | None
         ) -> PyTree:
-            layout = layouts.pop(trees.path_names(path), None)
-            if layout is None or indices is None:
+            if indices is None:
                 return leaf
+            layout = layouts[trees.path_names(path)]
             name = trees.path_string(path)
             if jnp.shape(leaf) != layout.kept_shape:
                 raise ValueError(
@@ -181,13 +181,11 @@ class Compact:
                 )
             return layout.wrap(leaf, indices, base, name)
 
-        wrapped = trees.map_matched(wrap, params, self.indices, self.base)
-        if layouts:
-            names = trees.listed(["/".join(path) for path in layouts])
-            raise ValueError(f"The params lack {names}. Give all parameters of the model.")
-        return wrapped
+        return trees.map_matched(
+            wrap, params, self.indices, self.base, others_role="positions of kept values"
+        )
 
-    def _rows(self) -> list[report.Row]:
+    def _rows(self) -> list[Row]:
         """Returns the rows of tables and pictures, in tree order."""
         readers = self._find_readers()
         indices = trees.leaves_by_path(self.indices)
@@ -198,14 +196,14 @@ class Compact:
             nbytes = leaf.size * leaf.dtype.itemsize
             if layout is None:
                 stored = nbytes, 0
-                rows.append(report.Row(leaf.name, leaf.shape, "", leaf.size, 0, nbytes, stored))
+                rows.append(Row(leaf.name, leaf.shape, "", leaf.size, 0, nbytes, stored))
                 continue
             index = by_names[leaf.path]
             count = int(np.prod(layout.kept_shape)) - layout.padding
             stored = (count + layout.padding) * leaf.dtype.itemsize, index.nbytes
             where = sorted(readers.get(leaf.name, ()))
             rows.append(
-                report.Row(
+                Row(
                     leaf.name,
                     leaf.shape,
                     layout.format,
@@ -254,7 +252,7 @@ def compact(
     graph: Graph,
     params: PyTree,
     masks: PyTree,
-    opt_state: optax.OptState | None = None,
+    opt_state: PyTree | None = None,
     tx: optax.GradientTransformation | None = None,
     outside: Literal["zero", "frozen"] = "zero",
     formats: Mapping[Path | str, Format] | None = None,
@@ -321,8 +319,11 @@ def compact(
         return None if layout is None else _place(indices[trees.path_names(path)], layout, leaf)
 
     def freeze(path: trees.KeyPath, leaf: PyTree) -> PyTree:
-        is_masked = outside == "frozen" and trees.path_names(path) in layouts
-        return leaf if is_masked else None
+        layout = layouts.get(trees.path_names(path))
+        if layout is None or outside == "zero":
+            return None
+        is_first = layout.order == tuple(range(len(layout.order)))
+        return leaf if is_first else leaf.transpose(layout.order)
 
     def take(path: trees.KeyPath, leaf: PyTree) -> PyTree:
         layout = layouts.get(trees.path_names(path))
@@ -345,7 +346,9 @@ def compact(
         all(_num_devices(leaf) == 1 for leaf in jax.tree.leaves(params)),
         trees.map_matched(take, params),
         None if opt_state is None else take_state(owner_tree, opt_state),
-        None if tx is None else check_optimizer(tx, params, owner_tree, opt_state),
+        None
+        if tx is None or opt_state is None
+        else check_optimizer(tx, params, owner_tree, opt_state),
     )
 
 
@@ -359,7 +362,7 @@ def _check_sharding(name: str, layout: Layout, leaf: PyTree) -> None:
     if not isinstance(placed, NamedSharding):
         return
     counts = sharding.num_devices(placed, len(layout.shape))
-    divided = [axis for axis in range(layout.stack, len(counts)) if counts[axis] > 1]
+    divided = [axis for axis in layout.order[len(layout.stack) :] if counts[axis] > 1]
     if divided and layout.format != "dense":
         raise ValueError(
             f"{name!r} of shape {layout.shape} is sharded along axis {divided[0]} "
@@ -374,6 +377,8 @@ def _place(array: np.ndarray, layout: Layout, like: PyTree) -> jax.Array:
     placed = getattr(like, "sharding", None)
     if not isinstance(placed, NamedSharding):
         return jnp.asarray(array)
-    spec = placed.spec[: len(layout.shape) if layout.format == "dense" else layout.stack]
-    result: jax.Array = jax.device_put(array, placed.update(spec=PartitionSpec(*spec)))
+    entries = [*placed.spec, *[None] * len(layout.shape)]
+    axes = layout.order if layout.format == "dense" else layout.stack
+    spec = PartitionSpec(*(entries[axis] for axis in axes))
+    result: jax.Array = jax.device_put(array, placed.update(spec=spec))
     return result

@@ -27,7 +27,7 @@ from sparsity.programs.walk import Interpreter
 Arrays = list[jax.Array]
 
 
-class Reader(Interpreter):
+class Reader(Interpreter[Lazy]):
     """Interpreter of programs whose inputs may be kept values.
 
     Args:
@@ -46,7 +46,7 @@ class Reader(Interpreter):
         super().__init__()
         self._is_data, self._in_turn, self._record = is_data, in_turn, record
 
-    def run(self, program: Program, inputs: Sequence[Lazy]) -> Arrays:
+    def run(self, program: Program, inputs: Sequence[Lazy]) -> list[Lazy]:
         return [densify(output) for output in super().run(program, inputs)]
 
     def evaluate(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
@@ -66,7 +66,7 @@ class Reader(Interpreter):
         return super().run(body, inputs)
 
     def bind(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
-        moved = _take_layers(equation, inputs) or _map_values(equation, inputs)
+        moved = _move_axes(equation, inputs) or _map_values(equation, inputs)
         if moved is not None:
             return [moved]
         dense = zip(equation.inputs, inputs, strict=True)
@@ -82,19 +82,19 @@ class Reader(Interpreter):
     def read_layer(self, array: Lazy) -> Lazy:
         return array.layer() if isinstance(array, Kept) else array
 
-    def _scan(self, equation: Equation, inputs: list[Lazy]) -> Sequence[jax.Array]:
+    def _scan(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
         (body,) = equation.within()
         first, end = body.layers.start - len(body.carries), body.layers.start
         stacks = [x if _is_stack(x) else self._densify(equation, x) for x in inputs[end:]]
         carry = [self._densify(equation, x) for x in inputs[first:end]]
         return super()._scan(equation, [*inputs[:first], *carry, *stacks])
 
-    def _while(self, equation: Equation, inputs: list[Lazy]) -> Sequence[jax.Array]:
+    def _while(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
         first = len(inputs) - len(equation.outputs)
         carry = [self._densify(equation, x) for x in inputs[first:]]
         return super()._while(equation, [*inputs[:first], *carry])
 
-    def _cond(self, equation: Equation, inputs: list[Lazy]) -> Sequence[jax.Array]:
+    def _cond(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
         return super()._cond(equation, [densify(inputs[0]), *inputs[1:]])
 
     def _densify(self, equation: Equation, array: Lazy) -> jax.Array:
@@ -118,16 +118,17 @@ class Reader(Interpreter):
 
         def backward(arrays: Sequence[jax.Array], cotangents: Arrays) -> tuple[object, ...]:
             cotangents = [c for c, is_one in zip(cotangents, floating, strict=True) if is_one]
+
+            def outputs(places: list[int], after: Arrays, *chosen: jax.Array) -> Arrays:
+                replaced = dict(zip(places, chosen, strict=True))
+                computed = run([replaced.get(i, x) for i, x in enumerate(arrays)], after)
+                return [x for x, is_one in zip(computed, floating, strict=True) if is_one]
+
             gradients: dict[int, jax.Array] = {}
             for places in _in_steps(equation, inputs):
-
-                def outputs(*chosen: jax.Array, places: Sequence[int] = places) -> Arrays:
-                    replaced = dict(zip(places, chosen, strict=True))
-                    read = [replaced.get(i, x) for i, x in enumerate(arrays)]
-                    computed = run(read, [*gradients.values()] or cotangents)
-                    return [x for x, is_one in zip(computed, floating, strict=True) if is_one]
-
-                pull_back = jax.vjp(outputs, *(arrays[i] for i in places))[1]
+                after = [*gradients.values()] or cotangents
+                read = functools.partial(outputs, places, after)
+                pull_back = jax.vjp(read, *(arrays[i] for i in places))[1]
                 gradients |= zip(places, pull_back(cotangents), strict=True)
             return tuple(gradients.get(i) for i in range(len(arrays)))
 
@@ -155,7 +156,9 @@ def _in_steps(equation: Equation, inputs: Sequence[Lazy]) -> list[list[int]]:
 
 def _is_stack(array: Lazy) -> bool:
     """Returns whether a scan can take the layers of an array."""
-    return not is_lazy(array) or (isinstance(array, Kept) and array.stack > 0)
+    return not is_lazy(array) or (
+        isinstance(array, Kept) and array.stack > 0 and array.axes[0] == 0
+    )
 
 
 def _map_values(equation: Equation, inputs: Sequence[Lazy]) -> Kept | None:
@@ -179,31 +182,45 @@ def _map_values(equation: Equation, inputs: Sequence[Lazy]) -> Kept | None:
     return None
 
 
-def _take_layers(equation: Equation, inputs: Sequence[Lazy]) -> Kept | None:
-    """Returns layers of a stack as kept values, `None` for other equations."""
+def _move_axes(equation: Equation, inputs: Sequence[Lazy]) -> Kept | None:
+    """Returns a transpose, or layers of a stack, as kept values; `None` for other equations."""
     kept, params = inputs[0], equation.params
-    if not isinstance(kept, Kept) or not kept.stack:
+    if not isinstance(kept, Kept):
         return None
-    stack, shape = kept.stack, equation.outputs[0].shape
-    take: Callable[[jax.Array], jax.Array]
-    match equation.name:
-        case "slice" if shape[stack:] == kept.slice_shape:
-            keys = "start_indices", "limit_indices", "strides"
-            start, limit, steps = (params[key] or (1,) * len(shape) for key in keys)
-            at = tuple(map(slice, start[:stack], limit[:stack], steps[:stack]))
-            take = lambda x: x[at]  # noqa: E731
-        case "dynamic_slice" if shape[stack:] == kept.slice_shape:
-            start = inputs[1 : stack + 1]
-            take = lambda x: lax.dynamic_slice(  # noqa: E731
-                x, [*start, *[0] * (x.ndim - stack)], [*shape[:stack], *x.shape[stack:]]
-            )
-        case "squeeze" if all(axis < stack for axis in params["dimensions"]):
-            stack -= len(params["dimensions"])
-            take = functools.partial(lax.squeeze, dimensions=params["dimensions"])
-        case _:
-            return None
-    arrays = jax.tree.map(take, kept)
-    return dataclasses.replace(arrays, shape=shape, stack=stack)
+    if equation.name == "transpose":
+        axes = tuple(kept.axes[axis] for axis in params["permutation"])
+        return dataclasses.replace(kept, axes=axes)
+    if not kept.stack or not kept.leads_with_stack:
+        return None
+    stack, shape, axes = kept.stack, equation.outputs[0].shape, kept.axes
+    keeps_slices = shape[stack:] == kept.shape[stack:]
+    if equation.name == "slice" and keeps_slices:
+        keys = "start_indices", "limit_indices", "strides"
+        bounds = zip(*(params[key] or (1,) * len(shape) for key in keys), strict=True)
+        at = tuple(slice(*bound) for bound in [*bounds][:stack])
+        layers = jax.tree.map(lambda x: x[at], kept)
+    elif equation.name == "dynamic_slice" and keeps_slices:
+        layers = _slice_stack(kept, [densify(x) for x in inputs[1 : stack + 1]], shape[:stack])
+    elif equation.name == "squeeze" and all(axis < stack for axis in params["dimensions"]):
+        dropped = params["dimensions"]
+        layers = jax.tree.map(functools.partial(lax.squeeze, dimensions=dropped), kept)
+        stack, axes = stack - len(dropped), tuple(i - len(dropped) for i in axes[len(dropped) :])
+    else:
+        return None
+    sizes = (*shape[:stack], *kept.sizes[kept.stack :])
+    taken: Kept = dataclasses.replace(layers, sizes=sizes, stack=stack, axes=axes)
+    return taken
+
+
+def _slice_stack(kept: Kept, start: Arrays, sizes: tuple[int, ...]) -> Kept:
+    """Returns some layers of a stack, from numbers that may be traced."""
+
+    def take(array: jax.Array) -> jax.Array:
+        others = array.shape[kept.stack :]
+        return lax.dynamic_slice(array, [*start, *[0] * len(others)], [*sizes, *others])
+
+    layers: Kept = jax.tree.map(take, kept)
+    return layers
 
 
 LOOKUPS = ("gather", "dynamic_slice")

@@ -25,17 +25,19 @@ class Kept:
     Attributes:
       values: [*stack, ...] the kept values of each slice.
       indices: [*stack, ...] their positions.
-      base: the dense array outside the mask; `None` stands for zeros.
-      shape: shape of the dense array.
-      stack: number of leading axes that index slices.
+      base: dense slices, for the entries outside the mask; `None` stands for zeros.
+      sizes: [*stack, *slice] sizes of the slices, one after the other.
+      stack: number of axes that index slices.
+      axes: for each axis of the dense array the axis of `sizes`.
       name: path of the parameter.
     """
 
     values: jax.Array
     indices: jax.Array
     base: jax.Array | None
-    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
     stack: int
+    axes: tuple[int, ...]
     name: str
 
     def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
@@ -49,9 +51,14 @@ class Kept:
         raise NotImplementedError
 
     @property
-    def slice_shape(self) -> tuple[int, ...]:
-        """Shape of a dense slice."""
-        return self.shape[self.stack :]
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the dense array."""
+        return tuple(self.sizes[axis] for axis in self.axes)
+
+    @property
+    def leads_with_stack(self) -> bool:
+        """Whether the first axes of the dense array index slices."""
+        return self.axes[: self.stack] == tuple(range(self.stack))
 
     def densify(self, never: jax.Array | int = 0) -> jax.Array:
         """Returns the dense array.
@@ -59,7 +66,7 @@ class Kept:
         Args:
           never: an int32 0; no array is allocated before its value exists.
         """
-        size, dtype = math.prod(self.slice_shape), self.values.dtype
+        size, dtype = math.prod(self.sizes[self.stack :]), self.values.dtype
         zeros = jnp.broadcast_to(jnp.asarray(never).astype(dtype), (size,))
 
         def build(values: jax.Array, indices: jax.Array, base: jax.Array | None) -> jax.Array:
@@ -68,11 +75,13 @@ class Kept:
 
         for _ in range(self.stack):
             build = jax.vmap(build)
-        return build(self.values, self.indices, self.base).reshape(self.shape)
+        slices = build(self.values, self.indices, self.base)
+        return slices.reshape(self.sizes).transpose(self.axes)
 
     def layer(self) -> Self:
         """Returns the array of a step of a scan, whose values and positions are of one layer."""
-        return dataclasses.replace(self, shape=self.shape[1:], stack=self.stack - 1)
+        axes = tuple(axis - 1 for axis in self.axes[1:])
+        return dataclasses.replace(self, sizes=self.sizes[1:], stack=self.stack - 1, axes=axes)
 
 
 class Flat(Kept):
@@ -94,7 +103,7 @@ class Flat(Kept):
 
 
 class Masked(Kept):
-    """A dense array; `indices` is the mask, of the same shape."""
+    """Dense slices; `indices` are their masks."""
 
     def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
         return jnp.where(indices.reshape(-1) > 0, values.reshape(-1), outside)
@@ -118,7 +127,9 @@ class Deferred:
 Lazy = jax.Array | Kept | Deferred
 
 for kind in (Flat, Masked):
-    jax.tree_util.register_dataclass(kind, ["values", "indices", "base"], ["shape", "stack", "name"])
+    jax.tree_util.register_dataclass(
+        kind, ["values", "indices", "base"], ["sizes", "stack", "axes", "name"]
+    )
 jax.tree_util.register_dataclass(Deferred, ["inputs"], ["equation", "number"])
 
 
@@ -133,7 +144,8 @@ def densify(array: Lazy, never: jax.Array | int = 0) -> jax.Array:
         return array.densify(never)
     if isinstance(array, Deferred):
         inputs = [densify(each, never) for each in array.inputs]
-        return array.equation.bind(inputs)[array.number]
+        output: jax.Array = array.equation.bind(inputs)[array.number]
+        return output
     return array
 
 
@@ -152,7 +164,8 @@ def never_after(arrays: Sequence[Any]) -> jax.Array | int:
     """
     for array in arrays:
         if jnp.issubdtype(jnp.result_type(array), jnp.inexact) and np.size(array):
-            return _exceeds_infinity(lax.stop_gradient(array))
+            never: jax.Array = _exceeds_infinity(lax.stop_gradient(array))
+            return never
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias, get_args
 
 import jax
@@ -28,21 +28,26 @@ class Layout:
     Attributes:
       format: 'values', 'grouped' or 'dense'.
       shape: shape of the parameter.
-      stack: number of leading axes that index slices: layers of scans, experts.
-      sizes: shape of the kept values of a slice.
+      stack: axes that index slices: layers of scans, experts.
+      size: shape of the kept values of a slice.
       padding: number of values that are no entries of the parameter, of all slices.
     """
 
     format: Format
     shape: tuple[int, ...]
-    stack: int
-    sizes: tuple[int, ...]
+    stack: tuple[int, ...]
+    size: tuple[int, ...]
     padding: int = 0
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
         """Shape of the kept values."""
-        return (*self.shape[: self.stack], *self.sizes)
+        return (*(self.shape[axis] for axis in self.stack), *self.size)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The axes of the parameter, those that index slices first."""
+        return stack_first(self.stack, len(self.shape))
 
     def wrap(
         self,
@@ -53,13 +58,16 @@ class Layout:
     ) -> Kept:
         """Returns kept values with their positions."""
         kind = {"values": Flat, "dense": Masked}[self.format]
-        return kind(values, indices, base, self.shape, self.stack, name)
+        sizes = tuple(self.shape[axis] for axis in self.order)
+        axes = tuple(self.order.index(axis) for axis in range(len(sizes)))
+        return kind(values, indices, base, sizes, len(self.stack), axes, name)
 
     def take(self, array: np.ndarray, indices: np.ndarray) -> np.ndarray:
         """Returns the entries of a dense array at the positions; padding is 0."""
+        slices = array.transpose(self.order)
         if self.format == "dense":
-            return np.where(indices > 0, array, np.zeros((), array.dtype))
-        rows = array.reshape(-1, math.prod(self.shape[self.stack :]))
+            return np.where(indices > 0, slices, np.zeros((), array.dtype))
+        rows = slices.reshape(math.prod(self.kept_shape[: len(self.stack)]), -1)
         at = indices.reshape(len(rows), -1)
         values = np.take_along_axis(rows, np.minimum(at, rows.shape[1] - 1), axis=1)
         if self.padding:
@@ -67,14 +75,19 @@ class Layout:
         return values.reshape(self.kept_shape)
 
 
-def flat_layout(mask: np.ndarray, stack: int) -> tuple[Layout, np.ndarray]:
+def stack_first(stack: Sequence[int], ndim: int) -> tuple[int, ...]:
+    """Returns the axes of an array, those of the stack first."""
+    return (*stack, *(axis for axis in range(ndim) if axis not in stack))
+
+
+def flat_layout(mask: np.ndarray, stack: tuple[int, ...]) -> tuple[Layout, np.ndarray]:
     """Returns the layout of format 'values', and the positions of the kept entries.
 
     Args:
       mask: the mask, not packed.
-      stack: number of leading axes that index slices.
+      stack: axes that index slices.
     """
-    rows = mask.reshape(math.prod(mask.shape[:stack]), -1)
+    rows = _rows(mask, stack)
     counts = np.count_nonzero(rows, axis=1)
     size, width = int(counts.max(initial=0)), rows.shape[1]
     # Padding counts on, so that all positions of a slice ascend.
@@ -82,13 +95,22 @@ def flat_layout(mask: np.ndarray, stack: int) -> tuple[Layout, np.ndarray]:
     for row, index, count in zip(rows, indices, counts, strict=True):
         index[:count] = np.flatnonzero(row)
         index[count:] -= count
-    layout = Layout("values", mask.shape, stack, (size,), int(size * len(rows) - counts.sum()))
+    padding = int(size * len(rows) - counts.sum())
+    layout = Layout("values", mask.shape, stack, (size,), padding)
     return layout, indices.reshape(layout.kept_shape)
 
 
-def dense_layout(mask: np.ndarray, stack: int) -> tuple[Layout, np.ndarray]:
+def dense_layout(mask: np.ndarray, stack: tuple[int, ...]) -> tuple[Layout, np.ndarray]:
     """Returns the layout of format 'dense', and the mask."""
-    return Layout("dense", mask.shape, stack, mask.shape[stack:]), (mask != 0).astype(np.uint8)
+    slices = np.ascontiguousarray(mask.transpose(stack_first(stack, mask.ndim)) != 0, np.uint8)
+    return Layout("dense", mask.shape, stack, slices.shape[len(stack) :]), slices
+
+
+def _rows(mask: np.ndarray, stack: tuple[int, ...]) -> np.ndarray:
+    """Returns the mask as [slices, entries]."""
+    slices = mask.transpose(stack_first(stack, mask.ndim))
+    rows: np.ndarray = slices.reshape(math.prod(slices.shape[: len(stack)]), -1)
+    return rows
 
 
 def make_layouts(
@@ -96,7 +118,7 @@ def make_layouts(
 ) -> tuple[dict[Path, Layout], dict[Path, np.ndarray]]:
     """Returns the layouts of masked parameters, and the positions of their kept values."""
     layouts, indices = {}, {}
-    for path, stack in _count_stack_axes(graph, masks).items():
+    for path, stack in _find_stacks(graph, masks).items():
         make = dense_layout if formats.get(path) == "dense" else flat_layout
         layouts[path], indices[path] = make(masks[path], stack)
     return layouts, indices
@@ -146,18 +168,19 @@ def read_formats(
     return chosen
 
 
-def _count_stack_axes(graph: Graph, masks: Mapping[Path, np.ndarray]) -> dict[Path, int]:
-    """Returns the number of leading axes of each masked parameter that index slices.
+def _find_stacks(graph: Graph, masks: Mapping[Path, np.ndarray]) -> dict[Path, tuple[int, ...]]:
+    """Returns the axes of each masked parameter that index slices.
 
     These are the axes over which scans run. Axes that index separate products, as experts do,
     follow if all slices keep equally many entries.
     """
-    depths = graph.count_scanned_axes()
     stacks = {}
+    scanned = graph.find_scanned_axes()
     for path, mask in masks.items():
-        stack, batches = depths.get(path, 0), [{*use.batch} for use in graph.find_products(path)]
-        while batches and all(stack in batch for batch in batches) and stack < mask.ndim - 1:
-            stack += 1
-        counts = np.count_nonzero(mask.reshape(math.prod(mask.shape[:stack]), -1), axis=1)
-        stacks[path] = stack if len({*counts.tolist()}) == 1 else depths.get(path, 0)
+        batches = [{*use.batch} for use in graph.find_products(path)]
+        batch = set.intersection(*batches) if batches else set()
+        stack = scanned.get(path, ())
+        slices = (*stack, *sorted(batch - {*stack}))
+        counts = np.count_nonzero(_rows(mask, slices), axis=1)
+        stacks[path] = slices if len({*counts.tolist()}) == 1 else stack
     return stacks

@@ -20,7 +20,7 @@ class Row(NamedTuple):
       name: the path.
       shape: shape of the parameter.
       format: format of the kept values, '' without a mask.
-      count: number of kept values.
+      kept: number of kept values.
       padding: number of stored values that are no entries of the parameter.
       nbytes: bytes of the parameter when dense.
       stored: bytes of the values and of their positions.
@@ -30,7 +30,7 @@ class Row(NamedTuple):
     name: str
     shape: tuple[int, ...]
     format: str
-    count: int
+    kept: int
     padding: int
     nbytes: int
     stored: tuple[int, int]
@@ -44,19 +44,17 @@ def table(rows: Sequence[Row]) -> str:
     parameters = extras.table(texts, numbers)
     for row in rows:
         shape = "x".join(map(str, row.shape)) or "scalar"
-        counts = row.count, row.padding, row.nbytes, *row.stored
-        parameters.add_row(row.name, shape, row.format or "no mask", *(f"{n:,}" for n in counts))
+        counts = (f"{n:,}" for n in _numbers(row))
+        parameters.add_row(row.name, shape, row.format or "no mask", *counts)
     totals = [sum(column) for column in zip(*map(_numbers, rows), strict=True)]
     parameters.add_section()
     parameters.add_row("all", "", "", *(f"{n:,}" for n in totals))
-    notes = [
-        f"{row.name} is made dense by {reader}." for row in rows for reader in row.readers
-    ]
+    notes = [f"{row.name} is made dense by {reader}." for row in rows for reader in row.readers]
     return "\n".join([extras.as_text(parameters), *notes])
 
 
 def _numbers(row: Row) -> tuple[int, ...]:
-    return row.count, row.padding, row.nbytes, *row.stored
+    return row.kept, row.padding, row.nbytes, *row.stored
 
 
 def plot(rows: Sequence[Row], axes: Axes | None) -> Axes:

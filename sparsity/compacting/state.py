@@ -45,7 +45,7 @@ class Owner:
         return self.layout.wrap(values, jnp.asarray(self.indices)).densify()
 
 
-def take_state(owner_tree: PyTree, state: optax.OptState) -> optax.OptState:
+def take_state(owner_tree: PyTree, state: PyTree) -> PyTree:
     """Cuts the moments of masked parameters down to those of kept values.
 
     Args:
@@ -85,19 +85,19 @@ def take_state(owner_tree: PyTree, state: optax.OptState) -> optax.OptState:
     return owners.map_owned(take, owner_tree, state)
 
 
-def densify_state(owner_tree: PyTree, state: optax.OptState) -> optax.OptState:
+def densify_state(owner_tree: PyTree, state: PyTree) -> PyTree:
     """Returns the state with dense moments, 0 outside the masks."""
 
     def densify(owner: Owner | None, leaf: jax.Array) -> jax.Array:
-        layout = None if owner is None else owner.layout
-        is_moment = layout is not None and jnp.shape(leaf) == layout.kept_shape
-        return owner.densify(leaf) if is_moment else leaf
+        if owner is None or owner.layout is None or jnp.shape(leaf) != owner.layout.kept_shape:
+            return leaf
+        return owner.densify(leaf)
 
     return owners.map_owned(densify, owner_tree, state)
 
 
 def check_optimizer(
-    tx: optax.GradientTransformation, params: PyTree, owner_tree: PyTree, state: optax.OptState
+    tx: optax.GradientTransformation, params: PyTree, owner_tree: PyTree, state: PyTree
 ) -> float:
     """Compares updates of kept values with updates of the masked parameters.
 
@@ -110,7 +110,8 @@ def check_optimizer(
     owned = trees.leaves_by_path(owner_tree)
 
     def mask(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
-        return owned[path].densify(owned[path].take(leaf))
+        owner: Owner = owned[path]
+        return owner.densify(owner.take(leaf))
 
     def cut(tree: PyTree) -> PyTree:
         return trees.map_matched(lambda path, leaf: owned[path].take(leaf), tree)
@@ -128,7 +129,7 @@ def check_optimizer(
     )
 
 
-def _replace(state: optax.OptState, node: SparseState) -> optax.OptState:
+def _replace(state: PyTree, node: SparseState) -> PyTree:
     return jax.tree.map(
         lambda x: x.inner_state if x is node else x, state, is_leaf=lambda x: x is node
     )

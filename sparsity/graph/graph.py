@@ -284,15 +284,15 @@ class Graph:
         """Returns the dots and convolutions that read a parameter."""
         return [use for use in self.uses if use.path == path and use.primitive in PRODUCTS]
 
-    def count_scanned_axes(self) -> dict[Path, int]:
-        """Counts the leading axes of parameters that are layers of scans: {path: number above 0}."""
-        counts: dict[Path, int] = {}
+    def find_scanned_axes(self) -> dict[Path, tuple[int, ...]]:
+        """Returns {path: axes of the parameter that are layers of scans, the outermost first}."""
+        axes: dict[Path, tuple[int, ...]] = {}
         for fact in self._tracker.facts.values():
             for view in fact.views:
-                depth, path = len(view.scans), self.leaves[view.leaf].path
-                if view.stacked[:depth] == tuple(range(depth)):
-                    counts[path] = max(depth, counts.get(path, 0))
-        return {path: count for path, count in counts.items() if count}
+                path, scanned = self.leaves[view.leaf].path, view.stacked[: len(view.scans)]
+                if len(scanned) > len(axes.get(path, ())):
+                    axes[path] = scanned
+        return axes
 
     def is_data(self, value: Value) -> bool:
         """Returns whether a value of the program depends on more than parameters."""

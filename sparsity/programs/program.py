@@ -236,7 +236,7 @@ class Equation:
                 return [Body(self.bodies[0], inputs, [*outputs], trips=_shards(params))]
         return [Body(body, inputs, [*outputs]) for body in self.bodies]
 
-    def bind(self, inputs: Sequence[jax.Array], **changed: object) -> list[jax.Array]:
+    def bind(self, inputs: Sequence[Any], **changed: object) -> list[Any]:
         """Returns the outputs for other inputs, with some parameters changed."""
         return _bind(self.primitive, {**self.params, **changed}, self.context, inputs)
 

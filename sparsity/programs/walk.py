@@ -21,6 +21,7 @@ from sparsity.core.trees import PyTree
 from sparsity.programs.program import CALLS, CONTROL, Body, Equation, Program, Value
 
 Fact = TypeVar("Fact")
+Array = TypeVar("Array")  # jax.Array, or what stands for one
 
 
 class Flow(Generic[Fact]):
@@ -149,7 +150,7 @@ class Flow(Generic[Fact]):
         return self.fact(inner)
 
 
-class Interpreter:
+class Interpreter(Generic[Array]):
     """Runs programs, equation by equation, on arrays.
 
     A subclass replaces the outputs of equations, and may sum up arrays on the way.
@@ -165,20 +166,20 @@ class Interpreter:
 
     # Hooks of subclasses.
 
-    def bind(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
+    def bind(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
         """Returns the outputs of an equation whose bodies are not entered."""
         return equation.bind(inputs)
 
-    def call(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
+    def call(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
         """Returns the outputs of a call."""
         return self.run(equation.bodies[0], inputs)
 
-    def read(self, value: Value) -> jax.Array:
+    def read(self, value: Value) -> Array:
         """Returns a constant of the program, or another value that no equation computes."""
-        constant: jax.Array = value.constant
+        constant: Array = value.constant
         return constant
 
-    def define(self, value: Value, array: jax.Array) -> jax.Array:
+    def define(self, value: Value, array: Array) -> Array:
         """Returns the array that later equations read for the output of an equation."""
         return array
 
@@ -194,7 +195,7 @@ class Interpreter:
         """Returns the interpreter of a step of a scan, without sums."""
         return self.inside()
 
-    def read_layer(self, array: jax.Array) -> jax.Array:
+    def read_layer(self, array: Array) -> Array:
         """Returns the layer that a step of a scan reads, from an array whose axis 0 is gone."""
         return array
 
@@ -221,11 +222,11 @@ class Interpreter:
 
     # Shared by all subclasses.
 
-    def run(self, program: Program, inputs: Sequence[jax.Array]) -> list[jax.Array]:
+    def run(self, program: Program, inputs: Sequence[Array]) -> list[Array]:
         """Returns the outputs of a program."""
-        arrays: dict[Value, jax.Array] = dict(zip(program.inputs, inputs, strict=True))
+        arrays: dict[Value, Array] = dict(zip(program.inputs, inputs, strict=True))
 
-        def read(value: Value) -> jax.Array:
+        def read(value: Value) -> Array:
             if value not in arrays:
                 arrays[value] = self.read(value)
             return arrays[value]
@@ -236,7 +237,7 @@ class Interpreter:
                 arrays[value] = self.define(value, output)
         return [read(value) for value in program.outputs]
 
-    def evaluate(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
+    def evaluate(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
         """Returns the outputs of an equation."""
         if equation.name in CALLS:
             return self.call(equation, inputs)
@@ -249,7 +250,7 @@ class Interpreter:
                 return self._while(equation, inputs)
         return self._cond(equation, inputs)
 
-    def _scan(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
+    def _scan(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
         (body,), params = equation.within(), equation.params
         carried, end = len(body.carries), body.layers.start
         fixed = end - carried
@@ -273,24 +274,22 @@ class Interpreter:
         self.put_stacked(apart)
         return [*carry, *stacked]
 
-    def _while(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
+    def _while(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
         body, condition = equation.within()
         first = len(condition.program.inputs) - len(body.carries)
         second = len(inputs) - len(body.carries)
-        outputs: list[jax.Array] = lax.while_loop(
+        outputs: list[Array] = lax.while_loop(
             lambda carry: self.run(condition.program, [*inputs[:first], *carry])[0],
             lambda carry: self.run(body.program, [*inputs[first:second], *carry]),
             inputs[second:],
         )
         return outputs
 
-    def _cond(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
+    def _cond(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
         index, *operands = inputs
         zeros: dict[int, PyTree] = {}
 
-        def branch(
-            program: Program, *operands: jax.Array
-        ) -> tuple[list[jax.Array], dict[int, PyTree]]:
+        def branch(program: Program, *operands: Array) -> tuple[list[Array], dict[int, PyTree]]:
             inside = self.inside()
             outputs = inside.run(program, operands)
             return outputs, _zeros(zeros) | inside.sums
@@ -299,9 +298,9 @@ class Interpreter:
         if self.sums_up(equation):  # other branches have other sums, here 0
             for each in branches:
                 zeros |= jax.eval_shape(each, *operands)[1]
-        index = jnp.asarray(index).astype(jnp.int32)  # of two branches it may be a bool
-        outputs: list[jax.Array]
-        outputs, sums = lax.switch(index, branches, *operands)
+        number = jnp.asarray(index).astype(jnp.int32)  # of two branches it may be a bool
+        outputs: list[Array]
+        outputs, sums = lax.switch(number, branches, *operands)
         self.sums |= sums
         return outputs
 

@@ -27,7 +27,7 @@ Arrays: TypeAlias = Sequence[jax.Array]
 Function: TypeAlias = Callable[..., Any]  # of arrays
 
 
-class Smaller(Interpreter):
+class Smaller(Interpreter[jax.Array]):
     """Interpreter of programs whose arrays have lost channels.
 
     Args:

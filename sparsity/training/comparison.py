@@ -1,4 +1,4 @@
-"""Compares an optimizer's updates of a masked model with those of a model without masked entries."""
+"""Compares updates of a masked model with updates of the same model without masked entries."""
 
 from __future__ import annotations
 
@@ -83,7 +83,14 @@ def check_updates(
             break
         grads = trees.map_matched(gradient, params)
         updates, state = update(grads, state, params)
-        small_updates, small_state = update(cut(grads), small_state, small_params)
+        try:
+            small_updates, small_state = update(cut(grads), small_state, small_params)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"The optimizer would not train the {model} as the masked one: it reads the shapes "
+                f"of arrays, and fails on others. Use an optimizer that works entry by entry, or "
+                f"{remedy}. It says: {error}"
+            ) from error
         is_still = is_still and not any(map(jnp.any, jax.tree.leaves(trees.prunable(updates))))
         expected = {"state": cut_state(state), "update": cut(updates)}
         computed = {"state": small_state, "update": small_updates}

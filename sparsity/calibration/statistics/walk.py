@@ -25,7 +25,7 @@ def add(one: PyTree, other: PyTree) -> PyTree:
     return jax.tree.map(operator.add, one, other, is_leaf=lambda x: isinstance(x, Count))
 
 
-class Walk(Interpreter):
+class Walk(Interpreter[jax.Array]):
     """Runs programs with the sums of some uses beside them.
 
     Args:

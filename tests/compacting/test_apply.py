@@ -1,0 +1,117 @@
+"""A compact model computes what the masked model computes: values, gradients, bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from sparsity import compact, trace
+from tests.compacting.models import FIRST_ORDER, MODELS, masked
+
+
+def loss(apply):
+    """Returns the sum of squares of all outputs, and the outputs."""
+
+    def run(params, x):
+        outputs = apply(params, x)
+        return sum((y**2).sum() for y in jax.tree.leaves(outputs)), outputs
+
+    return run
+
+
+def kept(arrays, masks):
+    """Kept entries by numpy, for masks whose slices are not padded."""
+    return [np.asarray(x)[np.asarray(mask) > 0] for x, mask in zip(arrays, masks, strict=True)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_values_have_the_bits_and_gradients_the_numbers_of_the_masked_model(name):
+    with jax.enable_x64(True):
+        fn, params, masks, x, graph = masked(name)
+        model = compact(graph, params, masks)
+        if name == "while_loop":
+            expected, values = jax.jit(fn)(params, x), jax.jit(model.apply)(model.params, x)
+            np.testing.assert_array_equal(values, expected)
+            return
+        run = jax.jit(jax.grad(loss(fn), (0, 1), has_aux=True))
+        (dense, dense_x), expected = run(params, x)
+        run = jax.jit(jax.grad(loss(model.apply), (0, 1), has_aux=True))
+        (grads, grads_x), values = run(model.params, x)
+        for one, other in zip(jax.tree.leaves(values), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(one, other)
+        np.testing.assert_allclose(grads_x, dense_x, rtol=1e-12, atol=1e-12)
+        grads = kept(model.dense(grads), masks)
+        for one, other in zip(grads, kept(dense, masks), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["scanned_along_axis_1", "split"])
+def test_second_derivatives_are_those_of_the_masked_model(name):
+    assert name not in FIRST_ORDER
+    with jax.enable_x64(True):
+        fn, params, masks, x, graph = masked(name)
+        model = compact(graph, params, masks)
+
+        def second(apply, params):
+            first = jax.grad(lambda params: loss(apply)(params, x)[0])
+            squares = jax.grad(lambda p: sum((g**2).sum() for g in jax.tree.leaves(first(p))))
+            return jax.jvp(first, (params,), (params,))[1], squares(params)
+
+        # Entries outside the masks add to the sum of squares: mask them.
+        held = lambda params, x: fn([w * m for w, m in zip(params, masks, strict=True)], x)  # noqa: E731
+        expected = jax.jit(lambda p: second(held, p))(params)
+        computed = jax.jit(lambda p: second(model.apply, p))(model.params)
+        for tree, dense in zip(computed, expected, strict=True):
+            for one, other in zip(kept(model.dense(tree), masks), kept(dense, masks), strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-11)
+
+
+def test_models_are_mapped_exported_and_run_at_other_batch_sizes():
+    fn, params, masks, x, graph = masked("scanned")
+    model = compact(graph, params, masks)
+    expected = fn(params, x)
+    rows = jax.jit(jax.vmap(lambda row: model.apply(model.params, row[None])[0]))(x)
+    np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(model.apply(model.params, x[:2]), fn(params, x[:2]))
+    call = jax.jit(lambda model, params, x: model.apply(params, x))
+    np.testing.assert_array_equal(call(model, model.params, x), jax.jit(fn)(params, x))
+    exported = export.export(jax.jit(model.apply))(model.params, x)
+    np.testing.assert_array_equal(exported.call(model.params, x), jax.jit(fn)(params, x))
+    pairs = jax.tree.map(lambda values: jnp.stack([values, 2 * values]), model.params)
+    both = jax.vmap(model.apply, (0, None))(pairs, x)
+    twice = fn([2 * w for w in params], x)
+    np.testing.assert_allclose(both, jnp.stack([expected, twice]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.complex64, jnp.float8_e4m3fn])
+def test_narrow_and_complex_parameters_keep_their_bits(dtype):
+    rng = np.random.default_rng(0)
+    mask = (rng.random((8, 8)) < 0.5).astype(np.uint8)
+    params = jnp.where(mask, jnp.asarray(rng.normal(size=(8, 8)), dtype), jnp.zeros((), dtype))
+    x = jnp.asarray(rng.normal(size=(3, 8)), jnp.float32 if dtype == jnp.float8_e4m3fn else dtype)
+
+    def fn(params, x):
+        return x @ params.astype(x.dtype)
+
+    model = compact(trace(fn, params, x), params, mask)
+    assert model.params.dtype == dtype
+    assert model.params.shape == (mask.sum(),)
+    np.testing.assert_array_equal(
+        jax.jit(model.apply)(model.params, x).astype(jnp.complex64),
+        jax.jit(fn)(params, x).astype(jnp.complex64),
+    )
+
+
+def test_frozen_entries_take_part_and_are_not_trained():
+    fn, _, masks, x, graph = masked("scanned_along_axis_1")
+    rng = np.random.default_rng(1)
+    params = [jnp.asarray(rng.normal(size=mask.shape), jnp.float32) for mask in masks]
+    model = compact(graph, params, masks, outside="frozen")
+    np.testing.assert_array_equal(jax.jit(model.apply)(model.params, x), jax.jit(fn)(params, x))
+    grads = jax.grad(lambda p: loss(model.apply)(p, x)[0])(model.params)
+    dense = jax.grad(lambda p: loss(fn)(p, x)[0])(params)
+    moved = model.dense(jax.tree.map(lambda w, g: w - 0.1 * g, model.params, grads))[0]
+    expected = np.where(masks[0] > 0, params[0] - 0.1 * dense[0], params[0])
+    np.testing.assert_allclose(moved, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(moved[masks[0] == 0], params[0][masks[0] == 0])

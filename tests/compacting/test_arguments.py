@@ -1,0 +1,153 @@
+"""Shapes of kept values, their way back, and errors that name the parameter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsity
+from sparsity import compact, trace
+from tests.compacting.models import masked
+
+
+def fn(params, x):
+    return jnp.tanh(x @ params["up"]) @ params["down"]
+
+
+PARAMS = {"up": jnp.arange(1.0, 13.0).reshape(3, 4), "down": jnp.ones((4, 2))}
+MASKS = {"up": np.array([[1, 0, 0, 1], [0, 1, 0, 0], [0, 0, 0, 1]], np.uint8), "down": None}
+X = jnp.ones((5, 3))
+GRAPH = trace(fn, PARAMS, X)
+
+
+def test_kept_values_stand_in_the_order_of_the_parameter():
+    model = compact(GRAPH, PARAMS, MASKS)
+    assert model.params["up"].tolist() == [1, 4, 6, 12]
+    assert model.indices["up"].tolist() == [0, 3, 5, 11]
+    assert model.indices["down"] is None
+    assert model.formats == {("up",): "values"}
+    dense = model.dense(model.params)
+    np.testing.assert_array_equal(dense["up"], PARAMS["up"] * MASKS["up"])
+    np.testing.assert_array_equal(model.masks["up"], MASKS["up"])
+    assert model.masks["up"].dtype == jnp.uint8
+    assert model.masks["down"] is None
+    assert jax.tree.leaves(model)[0] is model.indices["up"]
+    assert len(jax.tree.leaves(model)) == 1
+
+
+def test_slices_that_keep_equally_many_entries_are_rows():
+    for name, shape in (("scanned", (3, 50)), ("scanned_along_axis_1", (3, 50))):
+        _, params, _, _, graph = masked(name)
+        order = (1, 0, 2) if name == "scanned_along_axis_1" else (0, 1, 2)
+        layers = [np.random.default_rng(i).permutation(144).reshape(12, 12) < 50 for i in range(3)]
+        mask = np.stack(layers).transpose(order)
+        model = compact(graph, params, [mask.astype(np.uint8)])
+        assert model.params[0].shape == shape
+        np.testing.assert_array_equal(model.params[0][1], params[0].transpose(order)[1][layers[1]])
+        np.testing.assert_array_equal(model.dense(model.params)[0], params[0] * mask)
+
+
+def test_layers_that_keep_other_numbers_are_padded_and_the_table_says_so():
+    fn, params, masks, x, graph = masked("scanned")
+    masks[0][0, :6] = 0
+    params = [params[0] * masks[0]]
+    model = compact(graph, params, masks)
+    counts = masks[0].reshape(3, -1).sum(1)
+    assert model.params[0].shape == (3, counts.max())
+    padding = 3 * counts.max() - counts.sum()
+    assert padding > 0
+    assert f" {padding} " in model.report()
+    np.testing.assert_array_equal(model.apply(model.params, x), fn(params, x))
+    np.testing.assert_array_equal(model.masks[0], masks[0])
+    tx = optax.lion(0.1, weight_decay=0.1)
+    state = tx.init(model.params)
+    values = model.params
+    for _ in range(2):
+        grads = jax.grad(lambda v: (model.apply(v, x) ** 2).sum())(values)
+        updates, state = tx.update(grads, state, values)
+        values = optax.apply_updates(values, updates)
+    assert np.count_nonzero(values[0]) == counts.sum()
+
+
+def test_a_mask_may_keep_everything_or_nothing():
+    for value in (0, 1):
+        masks = {"up": np.full((3, 4), value, np.uint8)}
+        model = compact(GRAPH, PARAMS, masks)
+        expected = fn({**PARAMS, "up": PARAMS["up"] * value}, X)
+        np.testing.assert_array_equal(model.apply(model.params, X), expected)
+
+
+def test_values_may_be_nan_and_entries_outside_the_masks_are_dropped():
+    params = {**PARAMS, "up": PARAMS["up"].at[0, 0].set(jnp.nan).at[0, 1].set(jnp.inf)}
+    model = compact(GRAPH, params, MASKS)
+    assert jnp.isnan(model.params["up"][0])
+    assert model.dense(model.params)["up"][0, 1] == 0
+
+
+def test_shapes_alone_give_the_shapes_of_kept_values():
+    shapes = jax.eval_shape(lambda: PARAMS)
+    model = compact(GRAPH, shapes, MASKS)
+    assert model.params["up"] == jax.ShapeDtypeStruct((4,), jnp.float32)
+    stored = compact(GRAPH, PARAMS, MASKS)
+    np.testing.assert_array_equal(model.apply(stored.params, X), stored.apply(stored.params, X))
+
+
+def test_the_dense_format_trains_kept_entries_alone():
+    model = compact(GRAPH, PARAMS, MASKS, formats={"up": "dense"})
+    assert model.formats == {("up",): "dense"}
+    assert model.params["up"].shape == (3, 4)
+    grads = jax.grad(lambda p: (model.apply(p, X) ** 2).sum())(model.params)
+    assert not np.any(np.asarray(grads["up"])[MASKS["up"] == 0])
+    np.testing.assert_array_equal(
+        model.apply(model.params, X),
+        compact(GRAPH, PARAMS, MASKS).apply({**PARAMS, "up": jnp.array([1.0, 4, 6, 12])}, X),
+    )
+
+
+def test_an_updater_prunes_and_the_result_is_compact():
+    pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
+    pruned, masks = pruner.instant_sparsify(PARAMS)
+    model = compact(GRAPH, pruned, masks)
+    np.testing.assert_array_equal(model.apply(model.params, X), fn(pruned, X))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"masks": None}, "masks is None"),
+        ({"masks": {"across": MASKS["up"]}}, "'across' of shape .3, 4., of which the graph has 0"),
+        ({"masks": {"up": MASKS["up"][:2]}}, "shape .2, 4. at 'up'"),
+        ({"masks": {"up": 3 * MASKS["up"]}}, "'up' has entries other than 0 and 1, such as 3"),
+        ({"masks": {"up": np.packbits(MASKS["up"], axis=-1)}}, "at 'up'.*Unpack packed masks"),
+        ({"outside": "one"}, "outside = 'one'"),
+        ({"formats": {"up": "csr"}}, "formats.'up'. must be one of .*'csr'"),
+        ({"formats": {"down": "values"}}, "'down', which has no mask. Masked are 'up'"),
+        ({"opt_state": optax.sgd(0.1)}, "opt_state is an optimizer"),
+        ({"tx": optax.sgd(0.1)}, "give opt_state"),
+        ({"params": {"up": jnp.ones(4), "down": PARAMS["down"]}}, "shape .4,. at 'up'"),
+    ],
+)
+def test_errors_name_argument_value_and_parameter(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        compact(GRAPH, **{"params": PARAMS, "masks": MASKS, **arguments})
+
+
+def test_integers_cannot_have_masks():
+    params = {"w": jnp.ones((2, 2)), "q": jnp.ones((2, 2), jnp.int8)}
+    graph = trace(lambda p, x: x @ p["w"] @ p["q"].astype(jnp.float32), params, jnp.ones((1, 2)))
+    with pytest.raises(ValueError, match="'q', whose dtype int8 is not floating"):
+        compact(graph, params, {"q": np.ones((2, 2), np.uint8)})
+
+
+def test_other_parameters_are_refused_by_name():
+    model = compact(GRAPH, PARAMS, MASKS)
+    with pytest.raises(ValueError, match=r"kept values of 'up' have the shape .4,., got .3, 4."):
+        model.apply(PARAMS, X)
+    with pytest.raises(ValueError, match="no leaf at 'up'"):
+        model.apply({"down": PARAMS["down"]}, X)
+
+
+def test_the_state_of_other_parameters_is_refused():
+    with pytest.raises(ValueError, match=r"shape .3, 4. of 'up'"):
+        compact(GRAPH, PARAMS, MASKS, optax.adam(0.1).init([PARAMS["up"], PARAMS["down"]]))

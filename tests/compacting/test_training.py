@@ -1,0 +1,198 @@
+"""Kept values train as the masked model does, in less memory, with any entrywise optimizer."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import schedule_free_adamw
+
+import sparsity
+from sparsity import compact, trace
+from tests.compacting.models import masked
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": optax.adam(0.01),
+    "adamw": optax.adamw(0.01, weight_decay=0.1),
+    "amsgrad": optax.amsgrad(0.01),
+    "lion": optax.lion(0.01),
+    "rmsprop": optax.rmsprop(0.01, momentum=0.9),
+    "adagrad": optax.adagrad(0.01),
+    "adabelief": optax.adabelief(0.01),
+    "radam": optax.radam(0.01),
+    "schedule_free": schedule_free_adamw(0.01),
+    "MultiSteps": optax.MultiSteps(optax.adam(0.01), 2).gradient_transformation(),
+    "chain, ema": optax.chain(optax.clip(1.0), optax.ema(0.9), optax.scale(-0.1)),
+    "masked": optax.masked(optax.adam(0.01), {"w": True, "layers": False, "b": True}),
+    "partition": optax.partition(
+        {"a": optax.adam(0.01), "b": optax.sgd(0.1)}, {"w": "a", "layers": "b", "b": "a"}
+    ),
+    "inject": optax.inject_hyperparams(optax.adam)(learning_rate=0.01),
+}
+
+
+def draw(seed=0):
+    """(function, params with zeros outside masks, masks, input, graph)."""
+    rng = np.random.default_rng(seed)
+    masks = {
+        "w": (rng.random((6, 10)) < 0.4).astype(np.uint8),
+        "layers": np.stack([rng.permutation(100).reshape(10, 10) < 30 for _ in range(3)]).astype(
+            "u1"
+        ),
+        "b": None,
+    }
+    params = {
+        "w": jnp.asarray(rng.normal(size=(6, 10)) * masks["w"], jnp.float32),
+        "layers": jnp.asarray(rng.normal(size=(3, 10, 10)) * masks["layers"], jnp.float32) / 3,
+        "b": jnp.zeros(10),
+    }
+
+    def fn(params, x):
+        h = x @ params["w"] + params["b"]
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, params["layers"])[0]
+
+    x = jnp.asarray(rng.normal(size=(8, 6)), jnp.float32)
+    return fn, params, masks, x, trace(fn, params, x)
+
+
+@functools.cache
+def gradients(step):
+    """Gradients of `draw`, 0 outside the masks."""
+    _, params, masks, _, _ = draw()
+    rng = np.random.default_rng(step)
+    drawn = {name: rng.normal(size=w.shape).astype(np.float32) for name, w in params.items()}
+    return {n: g if masks[n] is None else g * masks[n] for n, g in drawn.items()}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_masked_run_goes_on_bit_for_bit(name):
+    """Moves three steps of a masked run, then compares twenty of both."""
+    tx, (_, params, masks, _, graph) = OPTIMIZERS[name], draw()
+    state, update = tx.init(params), jax.jit(tx.update)
+    for step in range(3):
+        updates, state = update(gradients(step), state, params)
+        params = optax.apply_updates(params, updates)
+    # Decay and averages leave zeros at 0, so that the masked run needs no wrapper here.
+    model = compact(graph, params, masks, state, tx)
+    values, kept_state = model.params, model.opt_state
+    assert model.update_error == 0
+    for step in range(3, 23):
+        updates, state = update(gradients(step), state, params)
+        params = optax.apply_updates(params, updates)
+        grads = compact(graph, gradients(step), masks).params
+        updates, kept_state = update(grads, kept_state, values)
+        values = optax.apply_updates(values, updates)
+    equal = functools.partial(jax.tree.map, np.testing.assert_array_equal)
+    equal(model.dense(values), params)
+    # Outside the masks some optimizers have moments other than 0.
+    equal(compact(graph, params, masks, state).opt_state, kept_state)
+    equal(compact(graph, params, masks, model.dense_state(kept_state)).opt_state, kept_state)
+
+
+def test_the_state_of_a_wrapped_optimizer_goes_on_without_the_wrapper():
+    fn, params, masks, x, graph = draw()
+    pruner = sparsity.StaticRandomSparse(batch_axes=lambda path, param: param.ndim // 3)
+    inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01))
+    wrapped = pruner.wrap_optax(inner, masks=masks)
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def step(apply, tx, params, state):
+        grads = jax.grad(lambda params: (apply(params, x) ** 2).sum())(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = wrapped.init(params)
+    for _ in range(3):
+        params, state = step(fn, wrapped, params, state)
+    model = compact(graph, params, masks, state, inner)
+    assert model.update_error < 1e-6
+    values, kept_state = model.params, model.opt_state
+    assert {leaf.shape for leaf in jax.tree.leaves(kept_state) if leaf.ndim} == {
+        values[name].shape for name in values
+    }
+    for _ in range(20):
+        params, state = step(fn, wrapped, params, state)
+        values, kept_state = step(model.apply, inner, values, kept_state)
+    dense = model.dense(values)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), dense, params)
+
+
+@pytest.mark.parametrize(
+    ("tx", "message"),
+    [
+        (optax.adafactor(0.01, min_dim_size_to_factor=4), "holds no moment for each entry"),
+        (optax.contrib.muon(0.01), "would not train|no moment"),
+        (
+            optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)),
+            "would not train the kept values",
+        ),
+    ],
+)
+def test_optimizers_that_read_more_than_single_entries_are_refused(tx, message):
+    _, params, masks, _, graph = draw()
+    with pytest.raises(ValueError, match=message):
+        compact(graph, params, masks, tx.init(params), tx)
+
+
+@pytest.mark.parametrize(("scanned", "limits"), [(True, (4.2, 3.2)), (False, (3.2, 3.2))])
+def test_a_step_of_adam_holds_one_dense_layer_at_a_time(scanned, limits):
+    """Arguments and temporaries of a donated step, in bytes for each dense weight."""
+    size, layers = 256, 8
+    rng = np.random.default_rng(0)
+    mask = np.zeros((layers, size * size), np.uint8)
+    for row in mask:
+        row[rng.permutation(size * size)[: size * size // 10]] = 1
+    masks = {f"layer{i}": row.reshape(size, size) for i, row in enumerate(mask)}
+    if scanned:
+        masks = {"layers": mask.reshape(layers, size, size)}
+    params = {name: jnp.asarray(each, jnp.float32) for name, each in masks.items()}
+
+    def layer(h, w):
+        return jax.nn.relu(h @ w) + h, None
+
+    def fn(params, x):
+        if scanned:
+            return jax.lax.scan(layer, x, params["layers"])[0]
+        for w in params.values():
+            x = layer(x, w)[0]
+        return x
+
+    x = jnp.ones((4, size))
+    model = compact(trace(fn, params, x), params, masks)
+    tx = optax.adam(0.01)
+
+    def step(params, state, model, x):
+        grads = jax.grad(lambda params: (model.apply(params, x) ** 2).sum())(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(
+        model.params, tx.init(model.params), model, x
+    )
+    memory = compiled.compile().memory_analysis()
+    weights = layers * size * size
+    total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    assert total / weights < limits[not scanned]
+
+
+def test_moved_masks_compile_nothing_anew():
+    fn, params, _, x, graph = masked("scanned")
+    count = 0
+
+    @jax.jit
+    def loss(model, values):
+        nonlocal count
+        count += 1
+        return (model.apply(values, x) ** 2).sum()
+
+    for seed in range(2):
+        rng = np.random.default_rng(seed)
+        mask = np.stack([rng.permutation(144).reshape(12, 12) < 50 for _ in range(3)])
+        model = compact(graph, [params[0] * mask], [mask.astype(np.uint8)])
+        expected = (fn([params[0] * mask], x) ** 2).sum()
+        np.testing.assert_allclose(loss(model, model.params), expected, rtol=1e-5)
+    assert count == 1
