@@ -69,7 +69,7 @@ from sparsity.calibration import (
     oneshot,
     owl,
 )
-from sparsity.compacting import Compact, compact
+from sparsity.compacting import compact
 from sparsity.epochs import EpochStrategy, pruning, pruning_apply
 from sparsity.graph import Coupled, Graph, budget, trace
 from sparsity.lora import merge_lora
@@ -79,7 +79,7 @@ from sparsity.reports import (
     sparsity_table,
     summarize_sparsity,
 )
-from sparsity.shrinking import Plan, Small, shrink
+from sparsity.shrinking import Plan, shrink
 from sparsity.sparsity_distributions import ERK, Distribution, Uniform
 from sparsity.sparsity_schedules import (
     NoUpdateSchedule,
@@ -116,7 +116,6 @@ __all__ = [
     "BaseUpdater",
     "Block",
     "Channel",
-    "Compact",
     "Coupled",
     "Distribution",
     "EpochStrategy",
@@ -147,7 +146,6 @@ __all__ = [
     "SaliencyPruning",
     "Schedule",
     "Scope",
-    "Small",
     "SnipPruning",
     "SparseGPTPruning",
     "SparseState",

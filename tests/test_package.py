@@ -258,7 +258,7 @@ PUBLIC = {
     "get_sparse_state", "set_sparse_state", "sharding_like", "active_masks",
     "summarize_sparsity", "sparsity_table", "unpack_masks",
     "pruning", "pruning_apply", "EpochStrategy", "prune_act_unstruct", "prune_act_struct",
-    "Graph", "trace", "budget", "Plan", "Small", "shrink", "Coupled", "calibrate", "oneshot",
+    "Graph", "trace", "budget", "Plan", "shrink", "compact", "Coupled", "calibrate", "oneshot",
     "Statistic", "WandaPruning", "RIAPruning", "SparseGPTPruning", "LeastSquares", "ADMM", "owl",
     "FLAPPruning", "OSSCARPruning",
     "sparsify_linen", "sparsify_nnx", "merge_lora",

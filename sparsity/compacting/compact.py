@@ -12,11 +12,18 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sparsity.compacting.evaluate import Reader
+from sparsity.compacting.evaluate import Densifier
 from sparsity.compacting.kept import Kept, Lazy, kept_in
-from sparsity.compacting.layouts import Format, Layout, Path, make_layouts, read_formats, read_masks
 from sparsity.compacting.report import Row, plot, table
 from sparsity.compacting.state import Owner, check_optimizer, densify_state, take_state
+from sparsity.compacting.storage import (
+    Format,
+    Path,
+    Storage,
+    make_storages,
+    read_formats,
+    read_masks,
+)
 from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
@@ -40,7 +47,7 @@ class Compact:
       indices: tree like the parameters: positions of the kept values, `None` for dense parameters.
       base: tree like the parameters: entries outside the masks, `None` for zeros.
       graph: the graph of the model.
-      layouts: (path, layout) of each masked parameter.
+      storages: (path, storage) of each masked parameter.
       in_turn: whether each dense parameter waits for the inputs of its product, which limits memory
         on one device.
       params: the parameters to start from: kept values of masked parameters, and dense ones.
@@ -60,7 +67,7 @@ class Compact:
     indices: PyTree
     base: PyTree
     graph: Graph
-    layouts: tuple[tuple[Path, Layout], ...]
+    storages: tuple[tuple[Path, Storage], ...]
     in_turn: bool
     params: PyTree = None
     opt_state: PyTree | None = None
@@ -83,7 +90,7 @@ class Compact:
           ValueError: parameters are missing or have another shape; the error names the parameter.
         """
         graph, inputs = self._retrace(params, args)
-        outputs = Reader(graph.is_data, self.in_turn).run(graph.program, inputs)
+        outputs = Densifier(graph.is_data, self.in_turn).run(graph.program, inputs)
         return jax.tree.unflatten(graph.output_tree, outputs)
 
     def dense(self, params: PyTree) -> PyTree:
@@ -107,15 +114,15 @@ class Compact:
         """Masks like the parameters, uint8, 1 = keep, `None` for dense parameters."""
 
         def mask(path: trees.KeyPath, indices: jax.Array) -> jax.Array:
-            layout = self._layouts[trees.path_names(path)]
-            return layout.wrap(jnp.ones(layout.kept_shape, jnp.uint8), indices).densify()
+            storage = self._storages[trees.path_names(path)]
+            return storage.wrap(jnp.ones(storage.kept_shape, jnp.uint8), indices).densify()
 
         return trees.map_matched(mask, self.indices)
 
     @property
     def formats(self) -> dict[Path, Format]:
         """{path: format} of the masked parameters."""
-        return {path: layout.format for path, layout in self.layouts}
+        return {path: storage.format for path, storage in self.storages}
 
     def report(self) -> str:
         """Returns a table of the parameters: format, kept values, and bytes.
@@ -139,14 +146,14 @@ class Compact:
         return plot(self._rows(), ax)
 
     @property
-    def _layouts(self) -> dict[Path, Layout]:
-        return dict(self.layouts)
+    def _storages(self) -> dict[Path, Storage]:
+        return dict(self.storages)
 
     def _owners(self) -> PyTree:
-        layouts = self._layouts
+        storages = self._storages
 
         def make(path: trees.KeyPath, leaf: PyTree, indices: jax.Array | None) -> Owner:
-            return Owner(trees.path_string(path), layouts.get(trees.path_names(path)), indices)
+            return Owner(trees.path_string(path), storages.get(trees.path_names(path)), indices)
 
         return trees.map_matched(make, self.params, self.indices)
 
@@ -165,21 +172,21 @@ class Compact:
         Raises:
           ValueError: a parameter is missing, or has another shape than its kept values.
         """
-        layouts = self._layouts
+        storages = self._storages
 
         def wrap(
             path: trees.KeyPath, leaf: PyTree, indices: jax.Array | None, base: jax.Array | None
         ) -> PyTree:
             if indices is None:
                 return leaf
-            layout = layouts[trees.path_names(path)]
+            storage = storages[trees.path_names(path)]
             name = trees.path_string(path)
-            if jnp.shape(leaf) != layout.kept_shape:
+            if jnp.shape(leaf) != storage.kept_shape:
                 raise ValueError(
-                    f"The kept values of {name!r} have the shape {layout.kept_shape}, got "
+                    f"The kept values of {name!r} have the shape {storage.kept_shape}, got "
                     f"{jnp.shape(leaf)}. Give parameters like compact.params."
                 )
-            return layout.wrap(leaf, indices, base, name)
+            return storage.wrap(leaf, indices, base, name)
 
         return trees.map_matched(
             wrap, params, self.indices, self.base, others_role="positions of kept values"
@@ -192,23 +199,23 @@ class Compact:
         by_names = {trees.path_names(path): index for path, index in indices.items()}
         rows = []
         for leaf in self.graph.leaves:
-            layout = self._layouts.get(leaf.path)
+            storage = self._storages.get(leaf.path)
             nbytes = leaf.size * leaf.dtype.itemsize
-            if layout is None:
+            if storage is None:
                 stored = nbytes, 0
                 rows.append(Row(leaf.name, leaf.shape, "", leaf.size, 0, nbytes, stored))
                 continue
             index = by_names[leaf.path]
-            count = int(np.prod(layout.kept_shape)) - layout.padding
-            stored = (count + layout.padding) * leaf.dtype.itemsize, index.nbytes
+            count = int(np.prod(storage.kept_shape)) - storage.padding
+            stored = (count + storage.padding) * leaf.dtype.itemsize, index.nbytes
             where = sorted(readers.get(leaf.name, ()))
             rows.append(
                 Row(
                     leaf.name,
                     leaf.shape,
-                    layout.format,
+                    storage.format,
                     count,
-                    layout.padding,
+                    storage.padding,
                     nbytes,
                     stored,
                     tuple(where),
@@ -227,13 +234,13 @@ class Compact:
 
         params, args = self.graph.example
 
-        def run(params: PyTree, args: PyTree) -> list[jax.Array]:
+        def run(params: PyTree, args: PyTree) -> list[Lazy]:
             graph, inputs = self._retrace(params, args)
-            return Reader(graph.is_data, False, record).run(graph.program, inputs)
+            return Densifier(graph.is_data, False, record).run(graph.program, inputs)
 
         def struct(path: trees.KeyPath, leaf: PyTree) -> PyTree:
-            layout = self._layouts.get(trees.path_names(path))
-            return leaf if layout is None else sharding.resized(leaf, layout.kept_shape)
+            storage = self._storages.get(trees.path_names(path))
+            return leaf if storage is None else sharding.resized(leaf, storage.kept_shape)
 
         arrays, rebuild = trees.split_arrays((trees.map_matched(struct, params), args))
         jax.eval_shape(lambda arrays: run(*rebuild(arrays)), arrays)
@@ -243,7 +250,7 @@ class Compact:
 jax.tree_util.register_dataclass(
     Compact,
     ["indices", "base"],
-    ["graph", "layouts", "in_turn"],
+    ["graph", "storages", "in_turn"],
     ["params", "opt_state", "update_error"],
 )
 
@@ -259,9 +266,8 @@ def compact(
 ) -> Compact:
     """Stores masked parameters as their kept values, for training in the memory of these values.
 
-    A mask keeps k entries, so that k values stand for a parameter: in the model, in the gradient
-    and in the optimizer's state. Any optimizer that works entry by entry trains the values:
-    `tx.init(compact.params)`, and `compact.apply` in the loss. The optimizer needs no wrapper.
+    Any optimizer that works entry by entry trains the values: `tx.init(compact.params)`, and
+    `compact.apply` in the loss. The optimizer needs no wrapper.
 
     Args:
       graph: the graph of the model, from `sparsity.trace`.
@@ -269,15 +275,13 @@ def compact(
       masks: masks of any pattern, not packed; `None` for dense parameters.
       opt_state: state of an optimizer of `params`, to continue a run: moments of kept entries and
         counts stay. Of a SparseState the inner state is taken.
-      tx: the optimizer of that state, of a SparseState the inner one, to check that kept values
-        train as the masked model does: at least four updates by random gradients are compared.
+      tx: the (inner) optimizer of that state, to check that kept values train as the masked model:
+        four updates by random gradients are compared.
       outside: 'zero': entries outside the masks are 0. 'frozen': these entries stay as they are in
         `params`, and are not trained.
-      formats: {path: format} of masked parameters, each path a tuple of strings or joined by '/'.
-        'values' stores k values a slice; the parameter is dense while a product reads the
-        parameter. 'dense' stores the parameter itself. Slices are layers of scans, and matrices of
-        separate products, such as experts, if all keep equally many entries. Layers of scans that
-        keep different numbers are padded.
+      formats: {path: format}, each path a tuple of strings or joined by '/'. 'values' stores k
+        values a slice: layers of scans, and experts if all keep equally many entries. Layers that
+        keep different numbers are padded. 'dense' stores the parameter itself.
 
     Returns:
       The compact model.
@@ -289,7 +293,7 @@ def compact(
         parameter.
 
     Example:
-      >>> import jax.numpy as jnp, optax, sparsity
+      >>> import jax, jax.numpy as jnp, sparsity
       >>> params = {"w": jnp.array([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]])}
       >>> masks = {"w": jnp.array([[1, 0, 1], [0, 1, 0]], jnp.uint8)}
       >>> x = jnp.ones((1, 2))
@@ -297,58 +301,70 @@ def compact(
       >>> model = sparsity.compact(graph, params, masks)
       >>> model.params["w"], model.apply(model.params, x)
       (Array([1., 2., 3.], dtype=float32), Array([[1., 3., 2.]], dtype=float32))
-      >>> grads = jax.grad(lambda params: model.apply(params, x).sum())(model.params)
-      >>> updates, _ = optax.sgd(0.5).update(grads, optax.sgd(0.5).init(model.params))
-      >>> model.dense(optax.apply_updates(model.params, updates))["w"]
-      Array([[0.5, 0. , 1.5],
-             [0. , 2.5, 0. ]], dtype=float32)
+      >>> jax.grad(lambda params: model.apply(params, x).sum())(model.params)["w"]
+      Array([1., 1., 1.], dtype=float32)
     """
     comparison.check_arguments(masks, opt_state, tx)
     if outside not in ("zero", "frozen"):
         raise ValueError(f"outside must be 'zero' or 'frozen', got outside = {outside!r}.")
     graph.match_parameters(params)
-    arrays = read_masks(graph, params, masks)
-    layouts, indices = make_layouts(graph, arrays, read_formats(formats or {}, arrays))
+    arrays = read_masks(graph, masks)
+    storages, indices = make_storages(graph, arrays, read_formats(formats or {}, arrays))
 
-    def owner(path: trees.KeyPath, leaf: PyTree) -> Owner:
+    def own(path: trees.KeyPath, leaf: PyTree) -> Owner:
         names = trees.path_names(path)
-        return Owner(trees.path_string(path), layouts.get(names), indices.get(names))
+        return Owner(trees.path_string(path), storages.get(names), indices.get(names))
 
-    def place(path: trees.KeyPath, leaf: PyTree) -> jax.Array | None:
-        layout = layouts.get(trees.path_names(path))
-        return None if layout is None else _place(indices[trees.path_names(path)], layout, leaf)
+    owner_tree = trees.map_matched(own, params)
+    model = _store(graph, params, owner_tree, storages, outside == "frozen")
+    if opt_state is not None:
+        model = dataclasses.replace(model, opt_state=take_state(owner_tree, opt_state))
+    if tx is not None:
+        error = check_optimizer(tx, params, owner_tree, opt_state)
+        model = dataclasses.replace(model, update_error=error)
+    return model
+
+
+def _store(
+    graph: Graph,
+    params: PyTree,
+    owner_tree: PyTree,
+    storages: Mapping[Path, Storage],
+    is_frozen: bool,
+) -> Compact:
+    """Returns the compact model without an optimizer's state."""
+    owners = trees.leaves_by_path(owner_tree)
+
+    def index(path: trees.KeyPath, leaf: PyTree) -> jax.Array | None:
+        owner: Owner = owners[path]
+        if owner.storage is None or owner.indices is None:
+            return None
+        _check_sharding(owner.name, owner.storage, leaf)
+        return _place(np.asarray(owner.indices), owner.storage, leaf)
 
     def freeze(path: trees.KeyPath, leaf: PyTree) -> PyTree:
-        layout = layouts.get(trees.path_names(path))
-        if layout is None or outside == "zero":
+        storage = owners[path].storage
+        if storage is None or not is_frozen:
             return None
-        is_first = layout.order == tuple(range(len(layout.order)))
-        return leaf if is_first else leaf.transpose(layout.order)
+        is_ordered = storage.order == tuple(range(leaf.ndim))
+        return leaf if is_ordered else leaf.transpose(storage.order)
 
     def take(path: trees.KeyPath, leaf: PyTree) -> PyTree:
-        layout = layouts.get(trees.path_names(path))
-        if layout is None:
+        storage = owners[path].storage
+        if storage is None:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            return sharding.resized(leaf, layout.kept_shape)
-        values = layout.take(np.asarray(leaf), indices[trees.path_names(path)])
-        return _place(values, layout, leaf)
+            return sharding.resized(leaf, storage.kept_shape)
+        values = storage.take(np.asarray(leaf), np.asarray(owners[path].indices))
+        return _place(values, storage, leaf)
 
-    for key, leaf in trees.leaves_by_path(params).items():
-        if trees.path_names(key) in layouts:
-            _check_sharding(trees.path_string(key), layouts[trees.path_names(key)], leaf)
-    owner_tree = trees.map_matched(owner, params)
     return Compact(
-        trees.map_matched(place, params),
+        trees.map_matched(index, params),
         trees.map_matched(freeze, params),
         graph,
-        tuple(layouts.items()),
+        tuple(storages.items()),
         all(_num_devices(leaf) == 1 for leaf in jax.tree.leaves(params)),
         trees.map_matched(take, params),
-        None if opt_state is None else take_state(owner_tree, opt_state),
-        None
-        if tx is None or opt_state is None
-        else check_optimizer(tx, params, owner_tree, opt_state),
     )
 
 
@@ -356,29 +372,29 @@ def _num_devices(leaf: PyTree) -> int:
     return len(leaf.sharding.device_set) if getattr(leaf, "sharding", None) is not None else 1
 
 
-def _check_sharding(name: str, layout: Layout, leaf: PyTree) -> None:
+def _check_sharding(name: str, storage: Storage, leaf: PyTree) -> None:
     """Raises a ValueError if a mesh divides an axis that indexes no slices."""
     placed = getattr(leaf, "sharding", None)
     if not isinstance(placed, NamedSharding):
         return
-    counts = sharding.num_devices(placed, len(layout.shape))
-    divided = [axis for axis in layout.order[len(layout.stack) :] if counts[axis] > 1]
-    if divided and layout.format != "dense":
+    counts = sharding.num_devices(placed, len(storage.shape))
+    divided = [axis for axis in storage.order[len(storage.stack) :] if counts[axis] > 1]
+    if divided and storage.format != "dense":
         raise ValueError(
-            f"{name!r} of shape {layout.shape} is sharded along axis {divided[0]} "
+            f"{name!r} of shape {storage.shape} is sharded along axis {divided[0]} "
             f"({placed.spec}), and the parts of its devices keep different numbers of entries. "
             "Shard it along the axes that index slices, or replicate it first: "
             "jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))."
         )
 
 
-def _place(array: np.ndarray, layout: Layout, like: PyTree) -> jax.Array:
+def _place(array: np.ndarray, storage: Storage, like: PyTree) -> jax.Array:
     """Returns an array on the devices of a parameter, sharded along the stack."""
     placed = getattr(like, "sharding", None)
     if not isinstance(placed, NamedSharding):
         return jnp.asarray(array)
-    entries = [*placed.spec, *[None] * len(layout.shape)]
-    axes = layout.order if layout.format == "dense" else layout.stack
+    entries = [*placed.spec, *[None] * len(storage.shape)]
+    axes = storage.order if storage.format == "dense" else storage.stack
     spec = PartitionSpec(*(entries[axis] for axis in axes))
     result: jax.Array = jax.device_put(array, placed.update(spec=spec))
     return result

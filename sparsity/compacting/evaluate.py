@@ -3,7 +3,7 @@
 Casts and scalings apply to the kept values. Other entrywise equations and layouts of parameters are
 deferred to the equation that reads the result, usually a product. A product has a rule for
 derivatives that keeps the kept values and the other operand for the backward pass, and computes the
-dense parameter anew.
+dense parameter again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sparsity.programs.walk import Interpreter
 Arrays = list[jax.Array]
 
 
-class Reader(Interpreter[Lazy]):
+class Densifier(Interpreter[Lazy]):
     """Interpreter of programs whose inputs may be kept values.
 
     Args:

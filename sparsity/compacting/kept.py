@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ class Kept:
 
     @property
     def leads_with_stack(self) -> bool:
-        """Whether the first axes of the dense array index slices."""
+        """True if the first axes of the dense array index slices."""
         return self.axes[: self.stack] == tuple(range(self.stack))
 
     def densify(self, never: jax.Array | int = 0) -> jax.Array:
@@ -111,7 +111,7 @@ class Masked(Kept):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Deferred:
-    """An output of an equation that is computed anew by each product that reads the output.
+    """An output of an equation that is computed again by each product that reads the output.
 
     Attributes:
       equation: an entrywise equation, or one of layout.
@@ -155,7 +155,7 @@ def kept_in(arrays: Sequence[Lazy]) -> list[Kept]:
     return [leaf for leaf in leaves if isinstance(leaf, Kept)]
 
 
-def never_after(arrays: Sequence[Any]) -> jax.Array | int:
+def never_after(arrays: Sequence[jax.Array]) -> jax.Array | int:
     """Returns an int32 0 that no compiler computes before one of the arrays exists.
 
     The schedule of XLA on CPUs begins with all buffers of zeros, of all layers at once. A

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sparsity.compacting.layouts import Layout
+from sparsity.compacting.storage import Storage
 from sparsity.core import owners, trees
 from sparsity.core.trees import PyTree
 from sparsity.training import comparison
@@ -24,25 +24,25 @@ class Owner:
 
     Attributes:
       name: the path.
-      layout: the layout of the kept values, `None` for a dense parameter.
+      storage: the storage of the kept values, `None` for a dense parameter.
       indices: positions of the kept values.
     """
 
     name: str
-    layout: Layout | None
+    storage: Storage | None
     indices: jax.Array | np.ndarray | None
 
     def take(self, leaf: jax.Array) -> jax.Array:
         """Returns the entries of a dense array that the mask keeps."""
-        if self.layout is None:
+        if self.storage is None:
             return leaf
-        return jnp.asarray(self.layout.take(np.asarray(leaf), np.asarray(self.indices)))
+        return jnp.asarray(self.storage.take(np.asarray(leaf), np.asarray(self.indices)))
 
     def densify(self, values: jax.Array) -> jax.Array:
         """Returns kept values as a dense array, with zeros outside the mask."""
-        if self.layout is None:
+        if self.storage is None:
             return values
-        return self.layout.wrap(values, jnp.asarray(self.indices)).densify()
+        return self.storage.wrap(values, jnp.asarray(self.indices)).densify()
 
 
 def take_state(owner_tree: PyTree, state: PyTree) -> PyTree:
@@ -58,8 +58,8 @@ def take_state(owner_tree: PyTree, state: PyTree) -> PyTree:
     """
     while nodes := trees.find_nodes(state, SparseState):
         state = _replace(state, nodes[0][1])
-    masked = [owner for owner in jax.tree.leaves(owner_tree) if owner.layout is not None]
-    shapes = {owner.layout.shape: owner.name for owner in masked}
+    masked = [owner for owner in jax.tree.leaves(owner_tree) if owner.storage is not None]
+    shapes = {owner.storage.shape: owner.name for owner in masked}
 
     def take(owner: Owner | None, leaf: jax.Array) -> jax.Array:
         shape = jnp.shape(leaf)
@@ -71,13 +71,13 @@ def take_state(owner_tree: PyTree, state: PyTree) -> PyTree:
                     f"{_REMEDY}."
                 )
             return leaf
-        if owner.layout is None or shape == owner.layout.shape:
+        if owner.storage is None or shape == owner.storage.shape:
             return owner.take(leaf)
-        if np.size(leaf) == 1 or shape == owner.layout.kept_shape:
+        if np.size(leaf) == 1 or shape == owner.storage.kept_shape:
             return leaf
         raise ValueError(
             f"opt_state has a leaf of shape {shape} for {owner.name!r} of shape "
-            f"{owner.layout.shape}: it holds no moment for each entry, as factored moments, and "
+            f"{owner.storage.shape}: it holds no moment for each entry, as factored moments, and "
             "kept values would train otherwise than the masked model. Use an optimizer that works "
             f"entry by entry, or {_REMEDY}."
         )
@@ -89,7 +89,7 @@ def densify_state(owner_tree: PyTree, state: PyTree) -> PyTree:
     """Returns the state with dense moments, 0 outside the masks."""
 
     def densify(owner: Owner | None, leaf: jax.Array) -> jax.Array:
-        if owner is None or owner.layout is None or jnp.shape(leaf) != owner.layout.kept_shape:
+        if owner is None or owner.storage is None or jnp.shape(leaf) != owner.storage.kept_shape:
             return leaf
         return owner.densify(leaf)
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, Primitive, Var
 
 from sparsity.core import sharding
+from sparsity.core.trees import PyTree
 
 Arrays: TypeAlias = list[jax.Array]
 Tracebacks: TypeAlias = tuple[Any, ...]  # of jax, the innermost first
@@ -236,7 +237,7 @@ class Equation:
                 return [Body(self.bodies[0], inputs, [*outputs], trips=_shards(params))]
         return [Body(body, inputs, [*outputs]) for body in self.bodies]
 
-    def bind(self, inputs: Sequence[Any], **changed: object) -> list[Any]:
+    def bind(self, inputs: Sequence[PyTree], **changed: object) -> list[PyTree]:
         """Returns the outputs for other inputs, with some parameters changed."""
         return _bind(self.primitive, {**self.params, **changed}, self.context, inputs)
 

@@ -1,4 +1,4 @@
-"""How kept values lie in memory, for each masked parameter."""
+"""Formats of kept values: shapes and positions, without values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class Storage:
     """The place of the kept values of one parameter; hashable, without arrays.
 
     Attributes:
@@ -80,8 +80,8 @@ def stack_first(stack: Sequence[int], ndim: int) -> tuple[int, ...]:
     return (*stack, *(axis for axis in range(ndim) if axis not in stack))
 
 
-def flat_layout(mask: np.ndarray, stack: tuple[int, ...]) -> tuple[Layout, np.ndarray]:
-    """Returns the layout of format 'values', and the positions of the kept entries.
+def store_values(mask: np.ndarray, stack: tuple[int, ...]) -> tuple[Storage, np.ndarray]:
+    """Returns the storage of format 'values', and the positions of the kept entries.
 
     Args:
       mask: the mask, not packed.
@@ -96,14 +96,14 @@ def flat_layout(mask: np.ndarray, stack: tuple[int, ...]) -> tuple[Layout, np.nd
         index[:count] = np.flatnonzero(row)
         index[count:] -= count
     padding = int(size * len(rows) - counts.sum())
-    layout = Layout("values", mask.shape, stack, (size,), padding)
-    return layout, indices.reshape(layout.kept_shape)
+    storage = Storage("values", mask.shape, stack, (size,), padding)
+    return storage, indices.reshape(storage.kept_shape)
 
 
-def dense_layout(mask: np.ndarray, stack: tuple[int, ...]) -> tuple[Layout, np.ndarray]:
-    """Returns the layout of format 'dense', and the mask."""
+def store_dense(mask: np.ndarray, stack: tuple[int, ...]) -> tuple[Storage, np.ndarray]:
+    """Returns the storage of format 'dense', and the mask."""
     slices = np.ascontiguousarray(mask.transpose(stack_first(stack, mask.ndim)) != 0, np.uint8)
-    return Layout("dense", mask.shape, stack, slices.shape[len(stack) :]), slices
+    return Storage("dense", mask.shape, stack, slices.shape[len(stack) :]), slices
 
 
 def _rows(mask: np.ndarray, stack: tuple[int, ...]) -> np.ndarray:
@@ -113,18 +113,18 @@ def _rows(mask: np.ndarray, stack: tuple[int, ...]) -> np.ndarray:
     return rows
 
 
-def make_layouts(
+def make_storages(
     graph: Graph, masks: Mapping[Path, np.ndarray], formats: Mapping[Path, Format]
-) -> tuple[dict[Path, Layout], dict[Path, np.ndarray]]:
-    """Returns the layouts of masked parameters, and the positions of their kept values."""
-    layouts, indices = {}, {}
+) -> tuple[dict[Path, Storage], dict[Path, np.ndarray]]:
+    """Returns the storages of masked parameters, and the positions of their kept values."""
+    storages, indices = {}, {}
     for path, stack in _find_stacks(graph, masks).items():
-        make = dense_layout if formats.get(path) == "dense" else flat_layout
-        layouts[path], indices[path] = make(masks[path], stack)
-    return layouts, indices
+        make = store_dense if formats.get(path) == "dense" else store_values
+        storages[path], indices[path] = make(masks[path], stack)
+    return storages, indices
 
 
-def read_masks(graph: Graph, params: PyTree, masks: PyTree) -> dict[Path, np.ndarray]:
+def read_masks(graph: Graph, masks: PyTree) -> dict[Path, np.ndarray]:
     """Returns the masks by path, without those that are `None`.
 
     Raises:
