@@ -1,0 +1,1 @@
+"""Models whose parameters are their kept values."""
