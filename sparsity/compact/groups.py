@@ -10,7 +10,7 @@ from sparsity.core.checks import check_int
 
 Groups: TypeAlias = "tuple[int, np.ndarray]"
 
-# Groups of 1 multiply 128 rows 0.9 times as fast as a dense matrix at 90 %, groups of 4 twice.
+# At 90 % with gradients, groups of 1 are 1.1 to 1.7 times as fast as dense, groups of 4 2.0 to 4.5.
 _LEAST_GROUP = 4
 
 
