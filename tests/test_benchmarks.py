@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import calibration, results, selection, skipping, train_step
+from benchmarks import calibration, grouped, results, selection, skipping, train_step
 from benchmarks import compile as compiling
 
 pytestmark = pytest.mark.slow
@@ -93,3 +93,9 @@ def test_the_trees_are_those_that_the_report_names():
     assert {tree: len(x) for tree, x in sizes.items()} == {"resnet50": 54, "transformer": 224}
     weights = sum(math.prod(x) for x in sizes["resnet50"])
     assert weights == 25_502_912  # with a head of 1000 classes, without biases and norms
+
+
+def test_groups_are_measured_beside_dense_products():
+    ratios = grouped.measure(64, 2, 0.9, 1)
+    assert len(ratios) == 2 * len(grouped.GROUPS)
+    assert min(ratios) > 0
