@@ -309,7 +309,9 @@ def compact(
         raise ValueError(f"outside must be 'zero' or 'frozen', got outside = {outside!r}.")
     graph.match_parameters(params)
     arrays = read_masks(graph, masks)
-    storages, indices = make_storages(graph, arrays, read_formats(formats or {}, arrays))
+    storages, indices = make_storages(
+        graph, arrays, read_formats(formats or {}, arrays), outside == "frozen"
+    )
 
     def own(path: trees.KeyPath, leaf: PyTree) -> Owner:
         names = trees.path_names(path)

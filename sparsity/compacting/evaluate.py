@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparsity.compacting.kept import Deferred, Kept, Lazy, densify, is_lazy, never_after
+from sparsity.compacting.multiply import multiply
 from sparsity.programs.entrywise import ENTRYWISE, constant_in
 from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.products import PRODUCTS
@@ -74,6 +75,9 @@ class Densifier(Interpreter[Lazy]):
         if not has_data and (equation.name in ENTRYWISE or equation.name in LAYOUTS):
             numbers = range(len(equation.outputs))
             return [Deferred(equation, number, tuple(inputs)) for number in numbers]
+        product = multiply(equation, inputs) if equation.name in PRODUCTS else None
+        if product is not None:
+            return [product]
         if not has_data or equation.name in PRODUCTS or equation.name in LOOKUPS:
             return self._read(equation, inputs)
         self._record(equation, inputs)

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from sparsity.compacting import grouped
 from sparsity.programs.program import Equation
 
 
@@ -110,6 +111,24 @@ class Masked(Kept):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Grouped(Kept):
+    """Kept values [*stack, groups, k, group] of slices [*inputs, *outputs].
+
+    Each group of neighbouring outputs reads the k inputs at `indices` [*stack, groups, k].
+
+    Attributes:
+      inputs: number of axes of a slice that products sum over, the first ones.
+    """
+
+    inputs: int
+
+    def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
+        end = self.stack + self.inputs
+        inputs, outputs = math.prod(self.sizes[self.stack : end]), math.prod(self.sizes[end:])
+        return grouped.densify(values, indices, inputs, outputs).reshape(-1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Deferred:
     """An output of an equation that is computed again by each product that reads the output.
 
@@ -126,10 +145,10 @@ class Deferred:
 
 Lazy = jax.Array | Kept | Deferred
 
-for kind in (Flat, Masked):
-    jax.tree_util.register_dataclass(
-        kind, ["values", "indices", "base"], ["sizes", "stack", "axes", "name"]
-    )
+_ARRAYS, _SIZES = ["values", "indices", "base"], ["sizes", "stack", "axes", "name"]
+jax.tree_util.register_dataclass(Flat, _ARRAYS, _SIZES)
+jax.tree_util.register_dataclass(Masked, _ARRAYS, _SIZES)
+jax.tree_util.register_dataclass(Grouped, _ARRAYS, [*_SIZES, "inputs"])
 jax.tree_util.register_dataclass(Deferred, ["inputs"], ["equation", "number"])
 
 

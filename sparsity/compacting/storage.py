@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.compacting.kept import Flat, Kept, Masked
+from sparsity.compacting.groups import find_groups
+from sparsity.compacting.kept import Flat, Grouped, Kept, Masked
 from sparsity.core import trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
 
 Path: TypeAlias = tuple[str, ...]
-Format: TypeAlias = Literal["values", "dense"]
+Format: TypeAlias = Literal["values", "grouped", "dense"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 
@@ -31,6 +32,7 @@ class Storage:
       stack: axes that index slices: layers of scans, experts.
       size: shape of the kept values of a slice.
       padding: number of values that are no entries of the parameter, of all slices.
+      inputs: axes that products sum over, under 'grouped'.
     """
 
     format: Format
@@ -38,6 +40,7 @@ class Storage:
     stack: tuple[int, ...]
     size: tuple[int, ...]
     padding: int = 0
+    inputs: tuple[int, ...] = ()
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
@@ -46,8 +49,8 @@ class Storage:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The axes of the parameter, those that index slices first."""
-        return stack_first(self.stack, len(self.shape))
+        """The axes of the parameter, those that index slices first, then `inputs`."""
+        return _order(self.stack, len(self.shape), self.inputs)
 
     def wrap(
         self,
@@ -57,16 +60,20 @@ class Storage:
         name: str = "params",
     ) -> Kept:
         """Returns kept values with their positions."""
-        kind = {"values": Flat, "dense": Masked}[self.format]
         sizes = tuple(self.shape[axis] for axis in self.order)
         axes = tuple(self.order.index(axis) for axis in range(len(sizes)))
-        return kind(values, indices, base, sizes, len(self.stack), axes, name)
+        arguments = values, indices, base, sizes, len(self.stack), axes, name
+        if self.format == "grouped":
+            return Grouped(*arguments, len(self.inputs))
+        return Masked(*arguments) if self.format == "dense" else Flat(*arguments)
 
     def take(self, array: np.ndarray, indices: np.ndarray) -> np.ndarray:
         """Returns the entries of a dense array at the positions; padding is 0."""
         slices = array.transpose(self.order)
         if self.format == "dense":
             return np.where(indices > 0, slices, np.zeros((), array.dtype))
+        if self.format == "grouped":
+            return self._take_groups(slices, indices)
         rows = slices.reshape(math.prod(self.kept_shape[: len(self.stack)]), -1)
         at = indices.reshape(len(rows), -1)
         values = np.take_along_axis(rows, np.minimum(at, rows.shape[1] - 1), axis=1)
@@ -74,10 +81,22 @@ class Storage:
             values[at >= rows.shape[1]] = 0
         return values.reshape(self.kept_shape)
 
+    def _take_groups(self, slices: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        """Returns values [*stack, groups, k, group] of slices [*stack, *inputs, *outputs]."""
+        *_, groups, k, group = self.kept_shape
+        inputs = math.prod(self.shape[axis] for axis in self.inputs)
+        slices = slices.reshape(math.prod(self.kept_shape[: len(self.stack)]), inputs, -1)
+        missing = groups * group - slices.shape[2]
+        slices = np.pad(slices, ((0, 0), (0, 1), (0, missing)))  # padding reads a row of zeros
+        rows = slices.reshape(len(slices), inputs + 1, groups, group).swapaxes(1, 2)
+        at = indices.reshape(len(slices), groups, k, 1).astype(np.int64)
+        return np.take_along_axis(rows, at, axis=2).reshape(self.kept_shape)
 
-def stack_first(stack: Sequence[int], ndim: int) -> tuple[int, ...]:
-    """Returns the axes of an array, those of the stack first."""
-    return (*stack, *(axis for axis in range(ndim) if axis not in stack))
+
+def _order(stack: Sequence[int], ndim: int, inputs: Sequence[int] = ()) -> tuple[int, ...]:
+    """Returns the axes of an array, those of the stack first, then the inputs."""
+    first = *stack, *inputs
+    return (*first, *(axis for axis in range(ndim) if axis not in first))
 
 
 def store_values(mask: np.ndarray, stack: tuple[int, ...]) -> tuple[Storage, np.ndarray]:
@@ -102,26 +121,84 @@ def store_values(mask: np.ndarray, stack: tuple[int, ...]) -> tuple[Storage, np.
 
 def store_dense(mask: np.ndarray, stack: tuple[int, ...]) -> tuple[Storage, np.ndarray]:
     """Returns the storage of format 'dense', and the mask."""
-    slices = np.ascontiguousarray(mask.transpose(stack_first(stack, mask.ndim)) != 0, np.uint8)
+    slices = np.ascontiguousarray(mask.transpose(_order(stack, mask.ndim)) != 0, np.uint8)
     return Storage("dense", mask.shape, stack, slices.shape[len(stack) :]), slices
 
 
 def _rows(mask: np.ndarray, stack: tuple[int, ...]) -> np.ndarray:
     """Returns the mask as [slices, entries]."""
-    slices = mask.transpose(stack_first(stack, mask.ndim))
+    slices = mask.transpose(_order(stack, mask.ndim))
     rows: np.ndarray = slices.reshape(math.prod(slices.shape[: len(stack)]), -1)
     return rows
 
 
+def store_groups(
+    mask: np.ndarray, stack: tuple[int, ...], inputs: tuple[int, ...], group: int | None = None
+) -> tuple[Storage, np.ndarray] | None:
+    """Returns the storage of format 'grouped', and the inputs that each group reads.
+
+    Args:
+      mask: the mask, not packed.
+      stack: axes that index slices.
+      inputs: axes that products sum over.
+      group: number of outputs that share inputs; by default the largest one, of at least 4.
+
+    Returns:
+      `None` if no neighbouring outputs share their inputs, or too much padding would be stored.
+    """
+    slices = mask.transpose(_order(stack, mask.ndim, inputs))
+    count = math.prod(mask.shape[axis] for axis in inputs)
+    slices = slices.reshape(*slices.shape[: len(stack)], count, -1).swapaxes(-1, -2)
+    groups = find_groups(slices, group)
+    if groups is None:
+        return None
+    group, indices = groups
+    size = (*indices.shape[len(stack) :], group)
+    padding = indices.size * group - int(np.count_nonzero(mask))
+    return Storage("grouped", mask.shape, stack, size, padding, inputs), indices
+
+
 def make_storages(
-    graph: Graph, masks: Mapping[Path, np.ndarray], formats: Mapping[Path, Format]
+    graph: Graph, masks: Mapping[Path, np.ndarray], formats: Mapping[Path, Format], is_frozen: bool
 ) -> tuple[dict[Path, Storage], dict[Path, np.ndarray]]:
-    """Returns the storages of masked parameters, and the positions of their kept values."""
+    """Returns the storages of masked parameters, and the positions of their kept values.
+
+    Raises:
+      ValueError: a parameter cannot have the format that `formats` asks for.
+    """
     storages, indices = {}, {}
     for path, stack in _find_stacks(graph, masks).items():
-        make = store_dense if formats.get(path) == "dense" else store_values
-        storages[path], indices[path] = make(masks[path], stack)
+        mask, chosen = masks[path], formats.get(path)
+        made = None
+        if chosen in (None, "grouped") and not is_frozen:
+            inputs = _find_inputs(graph, path, stack)
+            made = inputs and (
+                store_groups(mask, stack, inputs)
+                or (store_groups(mask, stack, inputs, 1) if chosen else None)
+            )
+        if chosen == "grouped" and not made:
+            raise ValueError(
+                f"formats has 'grouped' for {'/'.join(path)!r} of shape {mask.shape}, but "
+                "neighbouring outputs do not keep the same inputs, products sum over different "
+                "axes, or entries are frozen. Use 'values', or a mask of FanIn."
+            )
+        made = made or (store_dense if chosen == "dense" else store_values)(mask, stack)
+        storages[path], indices[path] = made
     return storages, indices
+
+
+def _find_inputs(graph: Graph, path: Path, stack: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the axes of a parameter over which all its products sum, () if they differ."""
+    uses = graph.find_products(path)
+    axes = {use.contracting for use in uses}
+    groups = {use.groups for use in uses}
+    if len(axes) != 1 or groups != {1}:
+        return ()
+    (inputs,) = axes
+    is_separate = not {*inputs} & {*stack} and len(inputs) + len(stack) < len(
+        graph.find_shape(path)
+    )
+    return inputs if is_separate else ()
 
 
 def read_masks(graph: Graph, masks: PyTree) -> dict[Path, np.ndarray]:
