@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Container, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +13,21 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sparsity.compacting.evaluate import Densifier
-from sparsity.compacting.kept import Kept, Lazy, kept_in
+from sparsity.compacting.kept import Grouped, Kept, Lazy, kept_in
 from sparsity.compacting.report import Row, plot, table
 from sparsity.compacting.state import Owner, check_optimizer, densify_state, take_state
 from sparsity.compacting.storage import (
+    FORMATS,
+    VALUES,
     Format,
     Path,
     Storage,
+    can_be_grouped,
     make_storages,
     read_formats,
     read_masks,
 )
+from sparsity.compacting.tune import choose, measure
 from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
@@ -33,6 +37,8 @@ from sparsity.training import comparison
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+Outside: TypeAlias = Literal["zero", "frozen"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -124,15 +130,62 @@ class Compact:
         """{path: format} of the masked parameters."""
         return {path: storage.format for path, storage in self.storages}
 
-    def report(self) -> str:
+    def measure(
+        self, params: PyTree, *args: PyTree, rounds: int = 10
+    ) -> dict[Path, dict[Format, float]]:
+        """Measures the products of each masked parameter in each format, on this device.
+
+        Formats of one parameter are measured in turn, forward and backward, at the sizes of the
+        inputs. Products of equal shapes are measured once in a process.
+
+        Args:
+          params: parameters like `self.params`.
+          *args: inputs of the model.
+          rounds: number of measurements of each product.
+
+        Returns:
+          {path: {format: median seconds}} with the formats that a parameter can have: an argument
+          of `report`.
+        """
+        dense = self.dense(params)
+        return measure(self._in_all_formats(dense), dense, args, rounds)
+
+    def tune(self, params: PyTree, *args: PyTree, rounds: int = 10) -> Compact:
+        """Returns the model with the fastest format of each parameter, see `measure`.
+
+        Of formats that are equally fast, the one with fewer bytes wins.
+
+        Args:
+          params: parameters like `self.params`.
+          *args: inputs of the model.
+          rounds: number of measurements of each product.
+
+        Returns:
+          A compact model with `params` and `opt_state` in the new formats.
+        """
+        dense = self.dense(params)
+        models = self._in_all_formats(dense)
+        nbytes = {
+            (path, name): sum(row.stored)
+            for name, model in models.items()
+            for row, path in zip(model._rows(), self._paths, strict=True)
+        }
+        chosen = choose(measure(models, dense, args, rounds), nbytes)
+        state = None if self.opt_state is None else self.dense_state(self.opt_state)
+        return compact(self.graph, dense, self.masks, state, None, self._outside, chosen)
+
+    def report(self, seconds: Mapping[Path, Mapping[Format, float]] | None = None) -> str:
         """Returns a table of the parameters: format, kept values, and bytes.
 
-        The last column names operations that read a parameter as a dense array outside of products.
+        Lines below name operations that make a parameter dense outside of products.
+
+        Args:
+          seconds: times from `measure`, shown as columns.
 
         Returns:
           Text of several lines.
         """
-        return table(self._rows())
+        return table(self._rows(), seconds or {})
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draws the bytes of all parameters: dense in light, compact in dark.
@@ -144,6 +197,24 @@ class Compact:
           The matplotlib axes.
         """
         return plot(self._rows(), ax)
+
+    @property
+    def _outside(self) -> Outside:
+        return "frozen" if jax.tree.leaves(self.base) else "zero"
+
+    @property
+    def _paths(self) -> list[Path]:
+        return [leaf.path for leaf in self.graph.leaves]
+
+    def _in_all_formats(self, dense: PyTree) -> dict[Format, Compact]:
+        """Returns the model in each format, where parameters can have the format."""
+        masks, models = self.masks, dict[Format, Compact]()
+        arrays = read_masks(self.graph, masks)
+        groups = can_be_grouped(self.graph, arrays) if self._outside == "zero" else set()
+        for name in FORMATS:
+            formats = {x: name if name != "grouped" or x in groups else VALUES for x in arrays}
+            models[name] = compact(self.graph, dense, masks, None, None, self._outside, formats)
+        return models
 
     @property
     def _storages(self) -> dict[Path, Storage]:
@@ -223,28 +294,57 @@ class Compact:
             )
         return rows
 
+    def _find_refused(self, chosen: Container[Path]) -> list[Path]:
+        """Returns the paths of format 'grouped' that some product reads as a dense array.
+
+        Args:
+          chosen: paths whose format was asked for.
+        """
+        grouped = [path for path, each in self.formats.items() if each == "grouped"]
+        candidates = [path for path in grouped if path not in chosen]
+        readers = self._find_readers() if candidates else {}
+        return [path for path in candidates if "/".join(path) in readers]
+
     def _find_readers(self) -> dict[str, set[str]]:
-        """Returns {name: operations other than products that read the parameter as dense}."""
+        """Returns {name: operations that need a dense array, other than products of values}."""
         readers: dict[str, set[str]] = {}
+        for equation, inputs, is_dense in self.list_reads(*self.graph.example):
+            for kept in kept_in(inputs) if is_dense else ():
+                if equation.name not in PRODUCTS or isinstance(kept, Grouped):
+                    where = f"{equation.name} {equation.source}".strip()
+                    readers.setdefault(kept.name, set()).add(where)
+        return readers
 
-        def record(equation: Equation, inputs: Sequence[Lazy]) -> None:
-            for kept in () if equation.name in PRODUCTS else kept_in(inputs):
-                where = f"{equation.name} {equation.source}".strip()
-                readers.setdefault(kept.name, set()).add(where)
+    def list_reads(
+        self, params: PyTree, args: tuple[PyTree, ...]
+    ) -> list[tuple[Equation, list[Lazy], bool]]:
+        """Returns the equations that read masked parameters.
 
-        params, args = self.graph.example
+        Args:
+          params: the dense parameters, or their shapes.
+          args: inputs of the model, or their shapes.
 
-        def run(params: PyTree, args: PyTree) -> list[Lazy]:
-            graph, inputs = self._retrace(params, args)
-            return Densifier(graph.is_data, False, record).run(graph.program, inputs)
+        Returns:
+          For each equation its inputs as shapes, and whether the parameter is made dense.
+        """
+        params, args = sharding.abstract((params, args))
+        reads: list[tuple[Equation, list[Lazy], bool]] = []
 
-        def struct(path: trees.KeyPath, leaf: PyTree) -> PyTree:
+        def record(equation: Equation, inputs: Sequence[Lazy], is_dense: bool) -> None:
+            reads.append((equation, jax.tree.map(sharding.abstract, list(inputs)), is_dense))
+
+        def shrink(path: trees.KeyPath, leaf: PyTree) -> PyTree:
             storage = self._storages.get(trees.path_names(path))
             return leaf if storage is None else sharding.resized(leaf, storage.kept_shape)
 
-        arrays, rebuild = trees.split_arrays((trees.map_matched(struct, params), args))
-        jax.eval_shape(lambda arrays: run(*rebuild(arrays)), arrays)
-        return readers
+        arrays, rebuild = trees.split_arrays((trees.map_matched(shrink, params), args))
+
+        def run(arrays: list[jax.Array]) -> list[Lazy]:
+            graph, inputs = self._retrace(*rebuild(arrays))
+            return Densifier(graph.is_data, False, record).run(graph.program, inputs)
+
+        jax.eval_shape(run, arrays)
+        return reads
 
 
 jax.tree_util.register_dataclass(
@@ -261,8 +361,8 @@ def compact(
     masks: PyTree,
     opt_state: PyTree | None = None,
     tx: optax.GradientTransformation | None = None,
-    outside: Literal["zero", "frozen"] = "zero",
-    formats: Mapping[Path | str, Format] | None = None,
+    outside: Outside = "zero",
+    formats: Mapping[Path, Format] | Mapping[str, Format] | None = None,
 ) -> Compact:
     """Stores masked parameters as their kept values, for training in the memory of these values.
 
@@ -309,9 +409,8 @@ def compact(
         raise ValueError(f"outside must be 'zero' or 'frozen', got outside = {outside!r}.")
     graph.match_parameters(params)
     arrays = read_masks(graph, masks)
-    storages, indices = make_storages(
-        graph, arrays, read_formats(formats or {}, arrays), outside == "frozen"
-    )
+    chosen = read_formats(formats or {}, arrays)
+    storages, indices = make_storages(graph, arrays, chosen, outside == "frozen")
 
     def own(path: trees.KeyPath, leaf: PyTree) -> Owner:
         names = trees.path_names(path)
@@ -319,6 +418,9 @@ def compact(
 
     owner_tree = trees.map_matched(own, params)
     model = _store(graph, params, owner_tree, storages, outside == "frozen")
+    if refused := model._find_refused(chosen):
+        chosen |= dict.fromkeys(refused, VALUES)
+        return compact(graph, params, masks, opt_state, tx, outside, {**chosen})
     if opt_state is not None:
         model = dataclasses.replace(model, opt_state=take_state(owner_tree, opt_state))
     if tx is not None:

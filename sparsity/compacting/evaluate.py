@@ -34,15 +34,15 @@ class Densifier(Interpreter[Lazy]):
     Args:
       is_data: whether a value depends on more than parameters.
       in_turn: whether to let each dense parameter wait for the inputs of its product.
-      record: called with each equation that reads a parameter as a dense array, and the numbers of
-        the inputs.
+      record: called with each equation that reads a masked parameter, its inputs, and whether the
+        parameter is made dense.
     """
 
     def __init__(
         self,
         is_data: Callable[[Value], bool],
         in_turn: bool,
-        record: Callable[[Equation, Sequence[Lazy]], None] = lambda equation, inputs: None,
+        record: Callable[[Equation, Sequence[Lazy], bool], None] = lambda *_: None,
     ) -> None:
         super().__init__()
         self._is_data, self._in_turn, self._record = is_data, in_turn, record
@@ -77,10 +77,11 @@ class Densifier(Interpreter[Lazy]):
             return [Deferred(equation, number, tuple(inputs)) for number in numbers]
         product = multiply(equation, inputs) if equation.name in PRODUCTS else None
         if product is not None:
+            self._record(equation, inputs, False)
             return [product]
         if not has_data or equation.name in PRODUCTS or equation.name in LOOKUPS:
             return self._read(equation, inputs)
-        self._record(equation, inputs)
+        self._record(equation, inputs, True)
         return equation.bind([densify(x) for x in inputs])
 
     def read_layer(self, array: Lazy) -> Lazy:
@@ -103,12 +104,12 @@ class Densifier(Interpreter[Lazy]):
 
     def _densify(self, equation: Equation, array: Lazy) -> jax.Array:
         if is_lazy(array):
-            self._record(equation, [array])
+            self._record(equation, [array], True)
         return densify(array)
 
     def _read(self, equation: Equation, inputs: list[Lazy]) -> Arrays:
         """Returns the outputs of an equation; its rule for derivatives keeps no dense parameter."""
-        self._record(equation, inputs)
+        self._record(equation, inputs, True)
         arrays, structure = jax.tree.flatten(inputs)
         floating = [is_differentiable(value) for value in equation.outputs]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from sparsity.compacting.storage import FORMATS, Format, Path
 from sparsity.core import extras
 from sparsity.core.pictures import new_axes
 from sparsity.graph.report import bars
@@ -37,19 +38,22 @@ class Row(NamedTuple):
     readers: tuple[str, ...] = ()
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Row], seconds: Mapping[Path, Mapping[Format, float]]) -> str:
     """Returns `Compact.report`."""
-    texts = "parameter", "shape", "format"
-    numbers = "kept", "padding", "bytes dense", "values", "positions"
-    parameters = extras.table(texts, numbers)
+    times = [f"ms {name}" for name in FORMATS] if seconds else []
+    texts, numbers = ("parameter", "shape", "format"), ("kept", "padding", "dense", "values")
+    parameters = extras.table(texts, (*numbers, "positions", *times))
     for row in rows:
         shape = "x".join(map(str, row.shape)) or "scalar"
-        counts = (f"{n:,}" for n in _numbers(row))
-        parameters.add_row(row.name, shape, row.format or "no mask", *counts)
+        counts = [f"{n:,}" for n in _numbers(row)]
+        measured = seconds.get(tuple(row.name.split("/")), {}) if seconds else {}
+        shown = [f"{1000 * measured[x]:.3g}" if x in measured else "" for x in FORMATS]
+        parameters.add_row(row.name, shape, row.format or "no mask", *counts, *shown[: len(times)])
     totals = [sum(column) for column in zip(*map(_numbers, rows), strict=True)]
     parameters.add_section()
-    parameters.add_row("all", "", "", *(f"{n:,}" for n in totals))
-    notes = [f"{row.name} is made dense by {reader}." for row in rows for reader in row.readers]
+    parameters.add_row("all", "", "", *(f"{n:,}" for n in totals), *[""] * len(times))
+    notes = ["Columns dense, values and positions are bytes."]
+    notes += [f"{row.name} is made dense by {reader}." for row in rows for reader in row.readers]
     return "\n".join([extras.as_text(parameters), *notes])
 
 

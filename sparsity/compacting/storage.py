@@ -20,6 +20,7 @@ from sparsity.graph import Graph
 Path: TypeAlias = tuple[str, ...]
 Format: TypeAlias = Literal["values", "grouped", "dense"]
 FORMATS: tuple[Format, ...] = get_args(Format)
+VALUES: Format = "values"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,32 +160,59 @@ def store_groups(
 
 
 def make_storages(
-    graph: Graph, masks: Mapping[Path, np.ndarray], formats: Mapping[Path, Format], is_frozen: bool
+    graph: Graph,
+    masks: Mapping[Path, np.ndarray],
+    formats: Mapping[Path, Format],
+    is_frozen: bool,
 ) -> tuple[dict[Path, Storage], dict[Path, np.ndarray]]:
     """Returns the storages of masked parameters, and the positions of their kept values.
 
+    Args:
+      graph: the graph of the model.
+      masks: masks by path.
+      formats: formats of some parameters; others are 'grouped' where masks have groups of at least
+        4 outputs, else 'values'.
+      is_frozen: whether entries outside the masks are stored, which groups do not allow.
+
     Raises:
-      ValueError: a parameter cannot have the format that `formats` asks for.
+      ValueError: a parameter cannot be 'grouped'.
     """
     storages, indices = {}, {}
     for path, stack in _find_stacks(graph, masks).items():
-        mask, chosen = masks[path], formats.get(path)
-        made = None
+        mask, chosen, made = masks[path], formats.get(path), None
         if chosen in (None, "grouped") and not is_frozen:
-            inputs = _find_inputs(graph, path, stack)
-            made = inputs and (
-                store_groups(mask, stack, inputs)
-                or (store_groups(mask, stack, inputs, 1) if chosen else None)
-            )
-        if chosen == "grouped" and not made:
+            made = _make_groups(graph, path, mask, stack, is_forced=chosen is not None)
+        if chosen == "grouped" and made is None:
             raise ValueError(
-                f"formats has 'grouped' for {'/'.join(path)!r} of shape {mask.shape}, but "
-                "neighbouring outputs do not keep the same inputs, products sum over different "
-                "axes, or entries are frozen. Use 'values', or a mask of FanIn."
+                f"formats has 'grouped' for {'/'.join(path)!r} of shape {mask.shape}, but its "
+                "outputs keep different numbers of inputs, its products sum over different axes, "
+                "or outside = 'frozen'. Use 'values', or masks of FanIn."
             )
-        made = made or (store_dense if chosen == "dense" else store_values)(mask, stack)
+        if made is None:
+            made = store_dense(mask, stack) if chosen == "dense" else store_values(mask, stack)
         storages[path], indices[path] = made
     return storages, indices
+
+
+def can_be_grouped(graph: Graph, masks: Mapping[Path, np.ndarray]) -> set[Path]:
+    """Returns the paths of the masks that can have the format 'grouped'."""
+    stacks = _find_stacks(graph, masks)
+    return {
+        path
+        for path, mask in masks.items()
+        if _make_groups(graph, path, mask, stacks[path], is_forced=True) is not None
+    }
+
+
+def _make_groups(
+    graph: Graph, path: Path, mask: np.ndarray, stack: tuple[int, ...], is_forced: bool
+) -> tuple[Storage, np.ndarray] | None:
+    """Returns the storage of format 'grouped', of groups of one output only if that is forced."""
+    inputs = _find_inputs(graph, path, stack)
+    if not inputs:
+        return None
+    made = store_groups(mask, stack, inputs)
+    return store_groups(mask, stack, inputs, 1) if made is None and is_forced else made
 
 
 def _find_inputs(graph: Graph, path: Path, stack: tuple[int, ...]) -> tuple[int, ...]:
@@ -228,7 +256,7 @@ def read_masks(graph: Graph, masks: PyTree) -> dict[Path, np.ndarray]:
 
 
 def read_formats(
-    formats: Mapping[Path | str, Format], masks: Mapping[Path, np.ndarray]
+    formats: Mapping[Path, Format] | Mapping[str, Format], masks: Mapping[Path, np.ndarray]
 ) -> dict[Path, Format]:
     """Returns formats by path; raises a ValueError for unknown paths and formats."""
     chosen = {}

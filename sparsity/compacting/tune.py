@@ -1,0 +1,126 @@
+"""Measures the formats of kept values on the inputs and the device of the user."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsity.compacting.evaluate import Densifier
+from sparsity.compacting.kept import Kept, Lazy, densify, kept_in
+from sparsity.compacting.storage import Format, Path
+from sparsity.core import trees
+from sparsity.core.trees import PyTree
+from sparsity.programs.program import Equation
+from sparsity.reports import time_in_turn
+
+if TYPE_CHECKING:
+    from sparsity.compacting.compact import Compact
+
+Seconds: TypeAlias = dict[Path, dict[Format, float]]
+Program: TypeAlias = Callable[[], object]
+
+_NOISE = 1.02  # seconds that count as equally fast
+_measured: dict[str, dict[Format, float]] = {}  # by shapes of the products, and device
+
+
+def measure(
+    models: Mapping[Format, Compact], params: PyTree, args: tuple[PyTree, ...], rounds: int
+) -> Seconds:
+    """Returns the seconds of the products of each parameter, forward and backward, by format.
+
+    Args:
+      models: the same model in several formats; parameters that cannot have a format have another.
+      params: the dense parameters.
+      args: inputs of the model.
+      rounds: number of measurements of each product.
+    """
+    programs: dict[Path, dict[Format, list[tuple[str, Program]]]] = {}
+    for name, model in models.items():
+        paths = {"/".join(path): path for path, each in model.formats.items() if each == name}
+        values = {"/".join(path): values for path, values in trees_by_names(model.params).items()}
+        indices = {"/".join(path): index for path, index in trees_by_names(model.indices).items()}
+        for equation, inputs, _ in model.list_reads(params, args):
+            for kept in kept_in(inputs):
+                if kept.name in paths:
+                    made = _make_program(equation, inputs, values, indices)
+                    by_format = programs.setdefault(paths[kept.name], {})
+                    by_format.setdefault(name, []).append(made)
+    return {path: _time(by_format, rounds) for path, by_format in programs.items()}
+
+
+def choose(seconds: Seconds, nbytes: Mapping[tuple[Path, Format], int]) -> dict[Path, Format]:
+    """Returns for each parameter the smallest of the fastest formats."""
+    chosen = {}
+    for path, by_format in seconds.items():
+        fastest = min(by_format.values())
+        fast = [name for name, time in by_format.items() if time <= _NOISE * fastest]
+        chosen[path] = min(fast, key=lambda name: nbytes[path, name])
+    return chosen
+
+
+def trees_by_names(tree: PyTree) -> dict[Path, PyTree]:
+    """Returns the leaves of a tree by the names of their paths."""
+    return {trees.path_names(path): leaf for path, leaf in trees.leaves_by_path(tree).items()}
+
+
+def _time(
+    by_format: Mapping[Format, Sequence[tuple[str, Program]]], rounds: int
+) -> dict[Format, float]:
+    """Returns the seconds of each format, measured in turn; equal shapes are measured once."""
+    key = " | ".join(f"{name}: {text}" for name in by_format for text, _ in by_format[name])
+    if key not in _measured:
+
+        def run(name: Format) -> list[object]:
+            return [program() for _, program in by_format[name]]
+
+        runs = [functools.partial(run, name) for name in by_format]
+        times = time_in_turn(*runs, rounds=rounds)
+        _measured[key] = dict(zip(by_format, times, strict=True))
+    return _measured[key]
+
+
+def _make_program(
+    equation: Equation,
+    inputs: Sequence[Lazy],
+    values: Mapping[str, jax.Array],
+    indices: Mapping[str, jax.Array],
+) -> tuple[str, Program]:
+    """Returns a description of the shapes of a product, and a program that runs both its passes."""
+
+    def fill(leaf: PyTree) -> PyTree:
+        if isinstance(leaf, Kept):
+            arrays = (values[leaf.name], leaf.values), (indices[leaf.name], leaf.indices)
+            filled = [_first_slice(array, like) for array, like in arrays]
+            return dataclasses.replace(leaf, values=filled[0], indices=filled[1], base=None)
+        rng = np.random.default_rng(0)
+        drawn = rng.standard_normal(leaf.shape) if trees.is_prunable(leaf) else np.zeros(leaf.shape)
+        return jnp.asarray(drawn, leaf.dtype)
+
+    filled = jax.tree.map(fill, list(inputs), is_leaf=lambda leaf: isinstance(leaf, Kept))
+    arrays, structure = jax.tree.flatten(filled)
+    places = [i for i, array in enumerate(arrays) if trees.is_prunable(array)]
+
+    def loss(floating: list[jax.Array], arrays: list[jax.Array]) -> jax.Array:
+        replaced = dict(zip(places, floating, strict=True))
+        read = jax.tree.unflatten(structure, [replaced.get(i, x) for i, x in enumerate(arrays)])
+        outputs = Densifier(lambda _: True, in_turn=False).bind(equation, read)
+        arrays = [densify(y) for y in outputs if trees.is_prunable(y)]
+        return sum((jnp.sum(jnp.abs(y) ** 2) for y in arrays), jnp.zeros(()))
+
+    run = jax.jit(jax.grad(loss))
+    shapes = [f"{array.dtype}{list(array.shape)}" for array in arrays]
+    text = f"{jax.default_backend()} {equation.name} {equation.params} {shapes}"
+    return text, functools.partial(run, [arrays[i] for i in places], arrays)
+
+
+def _first_slice(array: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns the first slice of a stack, of the shape and dtype that a product reads."""
+    while array.ndim > len(like.shape):
+        array = array[0]
+    return array[tuple(slice(size) for size in like.shape)].astype(like.dtype)
