@@ -27,7 +27,7 @@ from sparsity.compacting.storage import (
     read_formats,
     read_masks,
 )
-from sparsity.compacting.tune import choose, measure
+from sparsity.compacting.tune import Candidate, choose, measure
 from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
@@ -48,6 +48,16 @@ class Compact:
     A pytree whose leaves are the positions of the values, and frozen entries: give the object to
     compiled functions as an argument, and store it with the values. `params` and `opt_state` are no
     leaves: a compiled function gets them as arguments of their own.
+
+    Formats of a masked parameter, by slice: a layer of a scan, or an expert if all keep equally many
+    entries.
+
+    - 'values': [*stack, k] values in the order of the parameter, padded where layers keep different
+      numbers. A product makes the slice dense, and again in the backward pass: bit-equal to the
+      masked model.
+    - 'grouped': [*stack, groups, k, group] values of groups of neighbouring outputs that keep the
+      same inputs. Products gather inputs, and nothing is made dense: equal up to rounding.
+    - 'dense': the parameter itself. Its gradient is 0 outside the mask.
 
     Attributes:
       indices: tree like the parameters: positions of the kept values, `None` for dense parameters.
@@ -147,8 +157,7 @@ class Compact:
           {path: {format: median seconds}} with the formats that a parameter can have: an argument
           of `report`.
         """
-        dense = self.dense(params)
-        return measure(self._in_all_formats(dense), dense, args, rounds)
+        return self._measure(self._in_all_formats(self.dense(params)), args, rounds)
 
     def tune(self, params: PyTree, *args: PyTree, rounds: int = 10) -> Compact:
         """Returns the model with the fastest format of each parameter, see `measure`.
@@ -170,7 +179,7 @@ class Compact:
             for name, model in models.items()
             for row, path in zip(model._rows(), self._paths, strict=True)
         }
-        chosen = choose(measure(models, dense, args, rounds), nbytes)
+        chosen = choose(self._measure(models, args, rounds), nbytes)
         state = None if self.opt_state is None else self.dense_state(self.opt_state)
         return compact(self.graph, dense, self.masks, state, None, self._outside, chosen)
 
@@ -215,6 +224,21 @@ class Compact:
             formats = {x: name if name != "grouped" or x in groups else VALUES for x in arrays}
             models[name] = compact(self.graph, dense, masks, None, None, self._outside, formats)
         return models
+
+    def _measure(
+        self, models: Mapping[Format, Compact], args: tuple[PyTree, ...], rounds: int
+    ) -> dict[Path, dict[Format, float]]:
+        """Returns `measure` of the model in several formats."""
+        candidates = {}
+        for name, model in models.items():
+            reads = model._list_reads(self.graph.example[0], args)
+            paths = {"/".join(path): path for path, each in model.formats.items() if each == name}
+            by_name = [
+                {trees.path_string(path): leaf for path, leaf in trees.leaves_by_path(tree).items()}
+                for tree in (model.params, model.indices)
+            ]
+            candidates[name] = Candidate(paths, [read[:2] for read in reads], *by_name)
+        return measure(candidates, rounds)
 
     @property
     def _storages(self) -> dict[Path, Storage]:
@@ -308,14 +332,14 @@ class Compact:
     def _find_readers(self) -> dict[str, set[str]]:
         """Returns {name: operations that need a dense array, other than products of values}."""
         readers: dict[str, set[str]] = {}
-        for equation, inputs, is_dense in self.list_reads(*self.graph.example):
+        for equation, inputs, is_dense in self._list_reads(*self.graph.example):
             for kept in kept_in(inputs) if is_dense else ():
                 if equation.name not in PRODUCTS or isinstance(kept, Grouped):
                     where = f"{equation.name} {equation.source}".strip()
                     readers.setdefault(kept.name, set()).add(where)
         return readers
 
-    def list_reads(
+    def _list_reads(
         self, params: PyTree, args: tuple[PyTree, ...]
     ) -> list[tuple[Equation, list[Lazy], bool]]:
         """Returns the equations that read masked parameters.
@@ -379,18 +403,14 @@ def compact(
         four updates by random gradients are compared.
       outside: 'zero': entries outside the masks are 0. 'frozen': these entries stay as they are in
         `params`, and are not trained.
-      formats: {path: format}, each path a tuple of strings or joined by '/'. 'values' stores k
-        values a slice: layers of scans, and experts if all keep equally many entries. Layers that
-        keep different numbers are padded. 'dense' stores the parameter itself.
-
-    Returns:
-      The compact model.
+      formats: {path: format} of some parameters, each path a tuple of strings or joined by '/'; see
+        `Compact`. Others are 'grouped' where 4 or more neighbouring outputs keep the same inputs
+        and all products allow it, else 'values'.
 
     Raises:
-      ValueError: masks or the optimizer's state belong to other parameters, a parameter with a mask
-        is not floating, `tx` would train kept values otherwise, a format or a path is unknown, or a
-        mesh divides an axis of a masked parameter that indexes no slices. The error names the
-        parameter.
+      ValueError: masks or state belong to other parameters, a masked parameter is not floating,
+        `tx` would train kept values otherwise, a format or a path is unknown, or a mesh divides an
+        axis that indexes no slices. The error names the parameter.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsity
@@ -410,23 +430,35 @@ def compact(
     graph.match_parameters(params)
     arrays = read_masks(graph, masks)
     chosen = read_formats(formats or {}, arrays)
-    storages, indices = make_storages(graph, arrays, chosen, outside == "frozen")
-
-    def own(path: trees.KeyPath, leaf: PyTree) -> Owner:
-        names = trees.path_names(path)
-        return Owner(trees.path_string(path), storages.get(names), indices.get(names))
-
-    owner_tree = trees.map_matched(own, params)
-    model = _store(graph, params, owner_tree, storages, outside == "frozen")
-    if refused := model._find_refused(chosen):
-        chosen |= dict.fromkeys(refused, VALUES)
-        return compact(graph, params, masks, opt_state, tx, outside, {**chosen})
+    model, owner_tree = _build(graph, params, arrays, chosen, outside == "frozen")
     if opt_state is not None:
         model = dataclasses.replace(model, opt_state=take_state(owner_tree, opt_state))
     if tx is not None:
         error = check_optimizer(tx, params, owner_tree, opt_state)
         model = dataclasses.replace(model, update_error=error)
     return model
+
+
+def _build(
+    graph: Graph,
+    params: PyTree,
+    masks: Mapping[Path, np.ndarray],
+    formats: Mapping[Path, Format],
+    is_frozen: bool,
+) -> tuple[Compact, PyTree]:
+    """Returns the compact model without an optimizer's state, and the tree of `Owner`s."""
+    storages, indices = make_storages(graph, masks, formats, is_frozen)
+
+    def describe(path: trees.KeyPath, leaf: PyTree) -> Owner:
+        names = trees.path_names(path)
+        return Owner(trees.path_string(path), storages.get(names), indices.get(names))
+
+    owner_tree = trees.map_matched(describe, params)
+    model = _store(graph, params, owner_tree, storages, is_frozen)
+    if refused := model._find_refused(formats):
+        formats = {**formats, **dict.fromkeys(refused, VALUES)}
+        return _build(graph, params, masks, formats, is_frozen)
+    return model, owner_tree
 
 
 def _store(

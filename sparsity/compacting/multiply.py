@@ -61,7 +61,10 @@ def _read_dot(equation: Equation, at: int) -> Contraction:
         tuple(zip(kept.contracted, other.contracted, strict=True)),
         batch,
         other.free,
-        tuple((True, by_axis[i]) if not own and i in by_axis else (own, i) for own, i in result),
+        tuple(
+            (True, by_axis[axis]) if not is_kept and axis in by_axis else (is_kept, axis)
+            for is_kept, axis in result
+        ),
     )
 
 
@@ -100,8 +103,8 @@ def _fits(contraction: Contraction, kept: Grouped) -> bool:
     first, end = kept.stack, kept.stack + kept.inputs
     others = [i for i in range(first, end) if i not in summed]
     batch = sorted(kept.axes[axis] for axis, _ in contraction.batch)
-    is_whole = all(first <= i < end for i in summed) and all(kept.sizes[i] == 1 for i in others)
-    return is_whole and batch == list(range(kept.stack))
+    sums_inputs = all(first <= i < end for i in summed) and all(kept.sizes[i] == 1 for i in others)
+    return sums_inputs and batch == list(range(kept.stack))
 
 
 def _contract(

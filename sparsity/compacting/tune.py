@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,6 @@ from sparsity.core.trees import PyTree
 from sparsity.programs.program import Equation
 from sparsity.reports import time_in_turn
 
-if TYPE_CHECKING:
-    from sparsity.compacting.compact import Compact
-
 Seconds: TypeAlias = dict[Path, dict[Format, float]]
 Program: TypeAlias = Callable[[], object]
 
@@ -29,27 +26,36 @@ _NOISE = 1.02  # seconds that count as equally fast
 _measured: dict[str, dict[Format, float]] = {}  # by shapes of the products, and device
 
 
-def measure(
-    models: Mapping[Format, Compact], params: PyTree, args: tuple[PyTree, ...], rounds: int
-) -> Seconds:
+class Candidate(NamedTuple):
+    """A model in one format, for parameters that can have the format.
+
+    Attributes:
+      paths: {name of a parameter in this format: path}.
+      reads: equations that read a masked parameter, with the shapes of their inputs.
+      values: {name: kept values}.
+      indices: {name: their positions}.
+    """
+
+    paths: Mapping[str, Path]
+    reads: Sequence[tuple[Equation, list[Lazy]]]
+    values: Mapping[str, jax.Array]
+    indices: Mapping[str, jax.Array]
+
+
+def measure(candidates: Mapping[Format, Candidate], rounds: int) -> Seconds:
     """Returns the seconds of the products of each parameter, forward and backward, by format.
 
     Args:
-      models: the same model in several formats; parameters that cannot have a format have another.
-      params: the dense parameters.
-      args: inputs of the model.
+      candidates: the model in each format.
       rounds: number of measurements of each product.
     """
     programs: dict[Path, dict[Format, list[tuple[str, Program]]]] = {}
-    for name, model in models.items():
-        paths = {"/".join(path): path for path, each in model.formats.items() if each == name}
-        values = {"/".join(path): values for path, values in trees_by_names(model.params).items()}
-        indices = {"/".join(path): index for path, index in trees_by_names(model.indices).items()}
-        for equation, inputs, _ in model.list_reads(params, args):
+    for name, candidate in candidates.items():
+        for equation, inputs in candidate.reads:
             for kept in kept_in(inputs):
-                if kept.name in paths:
-                    made = _make_program(equation, inputs, values, indices)
-                    by_format = programs.setdefault(paths[kept.name], {})
+                if kept.name in candidate.paths:
+                    made = _make_program(equation, inputs, candidate)
+                    by_format = programs.setdefault(candidate.paths[kept.name], {})
                     by_format.setdefault(name, []).append(made)
     return {path: _time(by_format, rounds) for path, by_format in programs.items()}
 
@@ -62,11 +68,6 @@ def choose(seconds: Seconds, nbytes: Mapping[tuple[Path, Format], int]) -> dict[
         fast = [name for name, time in by_format.items() if time <= _NOISE * fastest]
         chosen[path] = min(fast, key=lambda name: nbytes[path, name])
     return chosen
-
-
-def trees_by_names(tree: PyTree) -> dict[Path, PyTree]:
-    """Returns the leaves of a tree by the names of their paths."""
-    return {trees.path_names(path): leaf for path, leaf in trees.leaves_by_path(tree).items()}
 
 
 def _time(
@@ -86,18 +87,15 @@ def _time(
 
 
 def _make_program(
-    equation: Equation,
-    inputs: Sequence[Lazy],
-    values: Mapping[str, jax.Array],
-    indices: Mapping[str, jax.Array],
+    equation: Equation, inputs: Sequence[Lazy], candidate: Candidate
 ) -> tuple[str, Program]:
     """Returns a description of the shapes of a product, and a program that runs both its passes."""
 
     def fill(leaf: PyTree) -> PyTree:
         if isinstance(leaf, Kept):
-            arrays = (values[leaf.name], leaf.values), (indices[leaf.name], leaf.indices)
-            filled = [_first_slice(array, like) for array, like in arrays]
-            return dataclasses.replace(leaf, values=filled[0], indices=filled[1], base=None)
+            values = _first_slice(candidate.values[leaf.name], leaf.values)
+            indices = _first_slice(candidate.indices[leaf.name], leaf.indices)
+            return dataclasses.replace(leaf, values=values, indices=indices, base=None)
         rng = np.random.default_rng(0)
         drawn = rng.standard_normal(leaf.shape) if trees.is_prunable(leaf) else np.zeros(leaf.shape)
         return jnp.asarray(drawn, leaf.dtype)
