@@ -49,7 +49,7 @@ class Compact:
     compiled functions as an argument, and store it with the values. `params` and `opt_state` are no
     leaves: a compiled function gets them as arguments of their own.
 
-    Formats of a masked parameter, by slice: a layer of a scan, or an expert if all keep equally many
+    Formats of a masked parameter. Slices are layers of scans, and experts if all keep equally many
     entries.
 
     - 'values': [*stack, k] values in the order of the parameter, padded where layers keep different
