@@ -24,6 +24,7 @@ from sparsity.compacting.storage import (
     Storage,
     can_be_grouped,
     make_storages,
+    name_path,
     read_formats,
     read_masks,
 )
@@ -232,7 +233,7 @@ class Compact:
         candidates = {}
         for name, model in models.items():
             reads = model._list_reads(self.graph.example[0], args)
-            paths = {"/".join(path): path for path, each in model.formats.items() if each == name}
+            paths = {name_path(path): path for path, each in model.formats.items() if each == name}
             by_name = [
                 {trees.path_string(path): leaf for path, leaf in trees.leaves_by_path(tree).items()}
                 for tree in (model.params, model.indices)
@@ -298,7 +299,7 @@ class Compact:
             nbytes = leaf.size * leaf.dtype.itemsize
             if storage is None:
                 stored = nbytes, 0
-                rows.append(Row(leaf.name, leaf.shape, "", leaf.size, 0, nbytes, stored))
+                rows.append(Row(leaf.name, leaf.path, leaf.shape, "", leaf.size, 0, nbytes, stored))
                 continue
             index = by_names[leaf.path]
             count = int(np.prod(storage.kept_shape)) - storage.padding
@@ -307,6 +308,7 @@ class Compact:
             rows.append(
                 Row(
                     leaf.name,
+                    leaf.path,
                     leaf.shape,
                     storage.format,
                     count,
@@ -327,7 +329,7 @@ class Compact:
         grouped = [path for path, each in self.formats.items() if each == "grouped"]
         candidates = [path for path in grouped if path not in chosen]
         readers = self._find_readers() if candidates else {}
-        return [path for path in candidates if "/".join(path) in readers]
+        return [path for path in candidates if name_path(path) in readers]
 
     def _find_readers(self) -> dict[str, set[str]]:
         """Returns {name: operations that need a dense array, other than products of values}."""

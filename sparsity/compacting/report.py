@@ -18,7 +18,8 @@ class Row(NamedTuple):
     """A row of the table: one parameter.
 
     Attributes:
-      name: the path.
+      name: the path as text.
+      path: the path.
       shape: shape of the parameter.
       format: format of the kept values, '' without a mask.
       kept: number of kept values.
@@ -29,6 +30,7 @@ class Row(NamedTuple):
     """
 
     name: str
+    path: Path
     shape: tuple[int, ...]
     format: str
     kept: int
@@ -46,7 +48,7 @@ def table(rows: Sequence[Row], seconds: Mapping[Path, Mapping[Format, float]]) -
     for row in rows:
         shape = "x".join(map(str, row.shape)) or "scalar"
         counts = [f"{n:,}" for n in _numbers(row)]
-        measured = seconds.get(tuple(row.name.split("/")), {}) if seconds else {}
+        measured = seconds.get(row.path, {})
         shown = [f"{1000 * measured[x]:.3g}" if x in measured else "" for x in FORMATS]
         parameters.add_row(row.name, shape, row.format or "no mask", *counts, *shown[: len(times)])
     totals = [sum(column) for column in zip(*map(_numbers, rows), strict=True)]

@@ -94,6 +94,11 @@ class Storage:
         return np.take_along_axis(rows, at, axis=2).reshape(self.kept_shape)
 
 
+def name_path(path: Path) -> str:
+    """Returns the path joined by '/'; 'params' at the root."""
+    return "/".join(path) or "params"
+
+
 def _order(stack: Sequence[int], ndim: int, inputs: Sequence[int] = ()) -> tuple[int, ...]:
     """Returns the axes of an array, those of the stack first, then the inputs."""
     first = *stack, *inputs
@@ -184,7 +189,7 @@ def make_storages(
             made = _make_groups(graph, path, mask, stack, is_forced=chosen is not None)
         if chosen == "grouped" and made is None:
             raise ValueError(
-                f"formats has 'grouped' for {'/'.join(path)!r} of shape {mask.shape}, but its "
+                f"formats has 'grouped' for {name_path(path)!r} of shape {mask.shape}, but its "
                 "outputs keep different numbers of inputs, its products sum over different axes, "
                 "or outside = 'frozen'. Use 'values', or masks of FanIn."
             )
@@ -261,11 +266,11 @@ def read_formats(
     """Returns formats by path; raises a ValueError for unknown paths and formats."""
     chosen = {}
     for key, name in formats.items():
-        path = tuple(key.split("/")) if isinstance(key, str) else tuple(key)
+        path = tuple(filter(None, key.split("/"))) if isinstance(key, str) else tuple(key)
         if path not in masks:
             raise ValueError(
-                f"formats has the path {'/'.join(path)!r}, which has no mask. Masked are "
-                f"{trees.listed(['/'.join(path) for path in masks])}."
+                f"formats has the path {name_path(path)!r}, which has no mask. Masked are "
+                f"{trees.listed([name_path(path) for path in masks])}."
             )
         if name not in FORMATS:
             raise ValueError(f"formats[{key!r}] must be one of {FORMATS}, got {name!r}.")
