@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from sparsity.compacting.evaluate import Densifier
 from sparsity.compacting.kept import Grouped, Kept, Lazy, kept_in
@@ -477,8 +476,7 @@ def _store(
         owner: Owner = owners[path]
         if owner.storage is None or owner.indices is None:
             return None
-        _check_sharding(owner.name, owner.storage, leaf)
-        return _place(np.asarray(owner.indices), owner.storage, leaf)
+        return owner.storage.place(np.asarray(owner.indices), leaf, owner.name)
 
     def freeze(path: trees.KeyPath, leaf: PyTree) -> PyTree:
         storage = owners[path].storage
@@ -488,13 +486,10 @@ def _store(
         return leaf if is_ordered else leaf.transpose(storage.order)
 
     def take(path: trees.KeyPath, leaf: PyTree) -> PyTree:
-        storage = owners[path].storage
-        if storage is None:
-            return leaf
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return sharding.resized(leaf, storage.kept_shape)
-        values = storage.take(np.asarray(leaf), np.asarray(owners[path].indices))
-        return _place(values, storage, leaf)
+        owner: Owner = owners[path]
+        if owner.storage is not None and isinstance(leaf, jax.ShapeDtypeStruct):
+            return sharding.resized(leaf, owner.storage.kept_shape)
+        return owner.take(leaf)
 
     return Compact(
         trees.map_matched(index, params),
@@ -508,31 +503,3 @@ def _store(
 
 def _num_devices(leaf: PyTree) -> int:
     return len(leaf.sharding.device_set) if getattr(leaf, "sharding", None) is not None else 1
-
-
-def _check_sharding(name: str, storage: Storage, leaf: PyTree) -> None:
-    """Raises a ValueError if a mesh divides an axis that indexes no slices."""
-    placed = getattr(leaf, "sharding", None)
-    if not isinstance(placed, NamedSharding):
-        return
-    counts = sharding.num_devices(placed, len(storage.shape))
-    divided = [axis for axis in storage.order[len(storage.stack) :] if counts[axis] > 1]
-    if divided and storage.format != "dense":
-        raise ValueError(
-            f"{name!r} of shape {storage.shape} is sharded along axis {divided[0]} "
-            f"({placed.spec}), and the parts of its devices keep different numbers of entries. "
-            "Shard it along the axes that index slices, or replicate it first: "
-            "jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))."
-        )
-
-
-def _place(array: np.ndarray, storage: Storage, like: PyTree) -> jax.Array:
-    """Returns an array on the devices of a parameter, sharded along the stack."""
-    placed = getattr(like, "sharding", None)
-    if not isinstance(placed, NamedSharding):
-        return jnp.asarray(array)
-    entries = [*placed.spec, *[None] * len(storage.shape)]
-    axes = storage.order if storage.format == "dense" else storage.stack
-    spec = PartitionSpec(*(entries[axis] for axis in axes))
-    result: jax.Array = jax.device_put(array, placed.update(spec=spec))
-    return result

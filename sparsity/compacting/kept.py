@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Self
+from typing import Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
+from jax.sharding import PartitionSpec, auto_axes
 
 from sparsity.compacting import grouped
+from sparsity.core.sharding import explicit_sharding, fit
 from sparsity.programs.program import Equation
+
+Axes: TypeAlias = str | tuple[str, ...] | None  # of a mesh
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,7 +71,29 @@ class Kept:
         Args:
           never: an int32 0; no array is allocated before its value exists.
         """
-        size, dtype = math.prod(self.sizes[self.stack :]), self.values.dtype
+        placed = explicit_sharding(jax.typeof(self.values))
+        if placed is None:
+            return self._densify(self.values, self.indices, self.base, never)
+        entries = [*placed.spec, *[None] * len(self.sizes)]
+        spec = [entries[axis] if axis < self.stack else None for axis in range(len(self.sizes))]
+        spec = self.split(spec, entries)
+        target = placed.update(spec=PartitionSpec(*(spec[axis] for axis in self.axes)))
+        dense = auto_axes(self._densify, out_sharding=fit(target, self.shape))
+        array: jax.Array = dense(self.values, self.indices, self.base, never)
+        return array
+
+    def split(self, spec: list[Axes], values: list[Axes]) -> list[Axes]:
+        """Returns the axes of a mesh that split slices, from those that split the values."""
+        return spec
+
+    def _densify(
+        self,
+        values: jax.Array,
+        indices: jax.Array,
+        base: jax.Array | None,
+        never: jax.Array | int,
+    ) -> jax.Array:
+        size, dtype = math.prod(self.sizes[self.stack :]), values.dtype
         zeros = jnp.broadcast_to(jnp.asarray(never).astype(dtype), (size,))
 
         def build(values: jax.Array, indices: jax.Array, base: jax.Array | None) -> jax.Array:
@@ -76,8 +102,7 @@ class Kept:
 
         for _ in range(self.stack):
             build = jax.vmap(build)
-        slices = build(self.values, self.indices, self.base)
-        return slices.reshape(self.sizes).transpose(self.axes)
+        return build(values, indices, base).reshape(self.sizes).transpose(self.axes)
 
     def layer(self) -> Self:
         """Returns the array of a step of a scan, whose values and positions are of one layer."""
@@ -121,6 +146,10 @@ class Grouped(Kept):
     """
 
     inputs: int
+
+    def split(self, spec: list[Axes], values: list[Axes]) -> list[Axes]:
+        spec[self.stack + self.inputs] = values[self.stack]
+        return spec
 
     def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
         end = self.stack + self.inputs

@@ -36,7 +36,8 @@ class Owner:
         """Returns the entries of a dense array that the mask keeps."""
         if self.storage is None:
             return leaf
-        return jnp.asarray(self.storage.take(np.asarray(leaf), np.asarray(self.indices)))
+        values = self.storage.take(np.asarray(leaf), np.asarray(self.indices))
+        return self.storage.place(values, leaf, self.name)
 
     def densify(self, values: jax.Array) -> jax.Array:
         """Returns kept values as a dense array, with zeros outside the mask."""

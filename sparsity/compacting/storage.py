@@ -10,10 +10,11 @@ from typing import Literal, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from sparsity.compacting.groups import find_groups
 from sparsity.compacting.kept import Flat, Grouped, Kept, Masked
-from sparsity.core import trees
+from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
 
@@ -81,6 +82,36 @@ class Storage:
         if self.padding:
             values[at >= rows.shape[1]] = 0
         return values.reshape(self.kept_shape)
+
+    def place(self, array: np.ndarray, like: jax.Array, name: str) -> jax.Array:
+        """Returns values or positions on the devices of a parameter.
+
+        The stack is sharded as that of the parameter, groups as the first axis of the outputs.
+
+        Raises:
+          ValueError: a mesh divides another axis, so that its devices keep other entries.
+        """
+        placed = getattr(like, "sharding", None)
+        if not isinstance(placed, NamedSharding):
+            return jnp.asarray(array)
+        spec = [*placed.spec, *[None] * (len(self.shape) - len(placed.spec))]
+        axes = list(self.order if self.format == "dense" else self.stack)
+        counts = sharding.num_devices(placed, len(self.shape))
+        if self.format == "grouped":
+            outputs = self.order[len(self.stack) + len(self.inputs)]
+            if self.size[0] % counts[outputs] == 0:
+                axes.append(outputs)
+        divided = [axis for axis in range(len(spec)) if counts[axis] > 1 and axis not in axes]
+        if divided:
+            raise ValueError(
+                f"{name!r} of shape {self.shape} is sharded along axis {divided[0]} ("
+                f"{placed.spec}), and the devices do not keep equal parts of the stored values. "
+                "Shard it along axes that index slices, or along outputs whose groups of FanIn "
+                "the mesh divides, or replicate it: jax.device_put(leaf, NamedSharding(mesh, P()))."
+            )
+        entries = PartitionSpec(*(spec[axis] for axis in axes))
+        result: jax.Array = jax.device_put(array, placed.update(spec=entries))
+        return result
 
     def _take_groups(self, slices: np.ndarray, indices: np.ndarray) -> np.ndarray:
         """Returns values [*stack, groups, k, group] of slices [*stack, *inputs, *outputs]."""

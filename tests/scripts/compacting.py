@@ -1,0 +1,104 @@
+"""Compact models on eight devices: values, gradients, and where the kept values lie."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsity
+
+LAYERS, WIDTH = 4, 16
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(8, WIDTH)).astype(np.float32)
+
+
+def scanned(params, x):
+    def layer(h, w):
+        return jnp.tanh(h @ w), None
+
+    return jax.lax.scan(layer, x @ params["first"], params["layers"])[0]
+
+
+def multiplied(params, x):
+    return jnp.tanh(x @ params["first"])
+
+
+def draw(pattern):
+    """Pruned parameters and masks."""
+    params = {
+        "first": RNG.normal(size=(WIDTH, WIDTH)).astype(np.float32),
+        "layers": RNG.normal(size=(LAYERS, WIDTH, WIDTH)).astype(np.float32) / 4,
+    }
+    pruner = sparsity.MagnitudePruning(
+        sparsity_distribution_fn=sparsity.Uniform(0.75),
+        sparsity_type=pattern,
+        batch_axes=lambda path, param: param.ndim - 2,
+    )
+    return pruner.instant_sparsify(jax.tree.map(jnp.asarray, params))
+
+
+def gradients(apply, params, x):
+    return jax.grad(lambda params: (apply(params, x) ** 2).sum())(params)
+
+
+def check(devices, pattern, specs, name, fn=scanned):
+    """Compares gradients on the mesh with those on one device; returns the model on the mesh."""
+    params, masks = draw(pattern)
+    params, masks = ({key: tree[key] for key in specs} for tree in (params, masks))
+    expected = gradients(fn, params, X)
+    with jax.set_mesh(devices.mesh):
+        there = {key: devices.put(leaf, *specs[key]) for key, leaf in params.items()}
+        x = devices.put(X, "a")
+        graph = sparsity.trace(fn, there, x)
+        state = optax.adam(0.1).init(there)
+        model = sparsity.compact(graph, there, masks, state, optax.adam(0.1))
+        assert set(model.formats.values()) == {name}
+        np.testing.assert_allclose(
+            jax.jit(model.apply)(model.params, x), fn(params, X), rtol=1e-5, atol=1e-5
+        )
+        grads = jax.jit(lambda model, params, x: gradients(model.apply, params, x))(
+            model, model.params, x
+        )
+        dense = model.dense(grads)
+    for key, leaf in dense.items():
+        kept = expected[key] * masks[key]
+        np.testing.assert_allclose(leaf, kept, rtol=1e-4, atol=1e-5)
+    return model
+
+
+def replicated_values_give_the_gradients_of_one_device(devices):
+    specs = {"first": (), "layers": ()}
+    check(devices, sparsity.Unstructured(), specs, "values")
+
+
+def stacks_of_values_stay_sharded_by_layer(devices):
+    specs = {"first": (), "layers": ("b",)}
+    model = check(devices, sparsity.Unstructured(), specs, "values")
+    for leaf in (model.params["layers"], model.indices["layers"], model.opt_state[0].mu["layers"]):
+        assert leaf.sharding.is_equivalent_to(devices.sharding("b"), leaf.ndim), leaf.sharding
+
+
+def groups_stay_sharded_by_output(devices):
+    specs = {"first": (None, "b")}
+    model = check(devices, sparsity.FanIn(4), specs, "grouped", multiplied)
+    for leaf in (model.params["first"], model.indices["first"]):
+        assert leaf.sharding.is_equivalent_to(devices.sharding("b"), leaf.ndim), leaf.sharding
+
+
+def entries_sharded_within_slices_are_refused_with_a_remedy(devices):
+    params, masks = draw(sparsity.Unstructured())
+    with jax.set_mesh(devices.mesh):
+        there = {"first": devices.put(params["first"], None, "b")}
+        graph = sparsity.trace(multiplied, there, devices.put(X, "a"))
+        with pytest.raises(ValueError, match=r"'first' of shape .*is sharded along axis 1"):
+            sparsity.compact(graph, there, {"first": masks["first"]})
+
+
+_BOTH = [
+    replicated_values_give_the_gradients_of_one_device,
+    groups_stay_sharded_by_output,
+    entries_sharded_within_slices_are_refused_with_a_remedy,
+]
+# Explicit axes cannot divide layers of a scan.
+CASES = {"Auto": [*_BOTH, stacks_of_values_stay_sharded_by_layer], "Explicit": _BOTH}
