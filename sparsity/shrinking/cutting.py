@@ -17,17 +17,63 @@ from sparsity.core import owners, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
-from sparsity.masks import are_packed, pack_masks, place_masks, unpack_masks
+from sparsity.masks import apply_mask, are_packed, pack_masks, place_masks, unpack_masks
 from sparsity.shrinking.evaluate import take
 from sparsity.shrinking.plan import Plan, shrink_shape, stays_at
 from sparsity.training.state import SparseState
 
+Path = tuple[str, ...]
 _MOST_UPDATES = 64  # in a comparison
 
 
 def cut_params(graph: Graph, plan: Plan, params: PyTree) -> PyTree:
     """Cuts parameters, or a part of their tree."""
     return trees.map_matched(lambda path, leaf: _cut(leaf, _axes(graph, plan, path, leaf)), params)
+
+
+def read_masks(graph: Graph, masks: PyTree) -> dict[Path, jax.Array]:
+    """Returns {path of the parameter: mask}.
+
+    Raises:
+      ValueError: a mask has no parameter, or another shape; the error names the leaf.
+    """
+    return {
+        graph.find_parameter(trees.path_names(key), mask, "masks").path: mask
+        for key, mask in trees.leaves_by_path(masks).items()
+    }
+
+
+def cut_masks(
+    graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, masks: Mapping[Path, jax.Array]
+) -> PyTree:
+    """Cuts masks like their parameters: uint8, placed like these; `None` where nothing is masked.
+
+    Args:
+      graph: the graph of the model.
+      plan: the channels that stay.
+      params: the parameters, or a part of their tree.
+      small_params: the same after the cut.
+      masks: {path of a parameter: its mask}.
+    """
+    likes = trees.leaves_by_path(small_params)
+
+    def cut(key: trees.KeyPath, leaf: jax.Array) -> jax.Array | None:
+        mask = _find_mask(graph, masks, key, leaf)
+        if mask is None:
+            return None
+        kept = (jnp.asarray(_cut(mask, _axes(graph, plan, key, leaf))) != 0).astype(jnp.uint8)
+        return None if kept.all() else sharding.place_like(likes[key], kept)
+
+    return trees.map_matched(cut, params)
+
+
+def _find_mask(
+    graph: Graph, masks: Mapping[Path, jax.Array], key: trees.KeyPath, leaf: jax.Array
+) -> jax.Array | None:
+    """Returns the mask of a leaf of params, `None` for a dense one."""
+    if not hasattr(leaf, "shape"):
+        return None
+    return masks.get(graph.find_parameter(trees.path_names(key), leaf).path)
 
 
 def cut_state(
@@ -113,11 +159,26 @@ def _check_unowned(leaves: Mapping[trees.KeyPath, jax.Array], owners_tree: PyTre
 
 
 def check_updates(
-    tx: optax.GradientTransformation, graph: Graph, plan: Plan, params: PyTree, state: PyTree
+    tx: optax.GradientTransformation,
+    graph: Graph,
+    plan: Plan,
+    params: PyTree,
+    state: PyTree,
+    masks: Mapping[Path, jax.Array],
 ) -> float:
     """Compares updates of the smaller parameters with updates of the masked parameters.
 
     Compares four updates, or more until one is not 0, as where `MultiSteps` accumulates gradients.
+    Removed entries have no gradient. Those that no mask removes keep their values, as weights of a
+    channel that nothing reads do.
+
+    Args:
+      tx: the optimizer.
+      graph: the graph of the model before.
+      plan: the channels that stay.
+      params: the parameters before.
+      state: the state of the optimizer before, or a SparseState that holds one.
+      masks: {path of a parameter: its mask}; the plan masks parameters that have none.
 
     Returns:
       The largest difference, as a part of the largest entry of its array.
@@ -132,6 +193,10 @@ def check_updates(
     def mask(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
         return _mask(leaf, _axes(graph, plan, path, leaf))
 
+    def masked(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
+        leaf_mask = _find_mask(graph, masks, path, leaf)
+        return mask(path, leaf) if leaf_mask is None else apply_mask(leaf, leaf_mask)
+
     def gradient(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
         if not trees.is_prunable(leaf):
             return leaf
@@ -144,7 +209,7 @@ def check_updates(
     )
     largest, is_still = 0.0, True
     params = jax.tree.map(lambda leaf: leaf if trees.is_array(leaf) else None, params)
-    params = trees.map_matched(mask, params)
+    params = trees.map_matched(masked, params)
     small_params = cut_params(graph, plan, params)
     small_state = cut_state(graph, plan, params, small_params, state)
     for step in range(_MOST_UPDATES):
