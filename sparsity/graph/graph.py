@@ -70,6 +70,7 @@ class Graph:
         self.carried, self.output_tree = dict(carried), output_tree
         self._fn, self._example, self._trace = fn, example, retrace
         self._traces: list[tuple[PyTree, Graph]] = []
+        self._unproven: dict[frozenset[tuple[object, ...]], dict[Axis, Reason]] = {}
         self._by_end: dict[
             Path, list[Parameter]
         ] = {}  # {end of paths: parameters, shortest path first}
@@ -435,9 +436,12 @@ class Graph:
         Args:
           masked: {path: (axis, variable) of all removed entries at which the parameter is 0}.
         """
-        paths = {value: self.leaves[i].path for value, i in self._values.items()}
-        entries = {value: masked[path] for value, path in paths.items() if path in masked}
-        return Proof(self.program, self.coupling, entries).refused
+        key = frozenset((path, *entry) for path, entries in masked.items() for entry in entries)
+        if key not in self._unproven:
+            paths = {value: self.leaves[i].path for value, i in self._values.items()}
+            entries = {value: masked[path] for value, path in paths.items() if path in masked}
+            self._unproven[key] = Proof(self.program, self.coupling, entries).refused
+        return self._unproven[key]
 
     @functools.cached_property
     def updated_state(self) -> set[Path]:

@@ -18,8 +18,9 @@ from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
 from sparsity.masks import apply_mask, are_packed, pack_masks, place_masks, unpack_masks
+from sparsity.shrinking.dead import stays_at
 from sparsity.shrinking.evaluate import take
-from sparsity.shrinking.plan import Plan, shrink_shape, stays_at
+from sparsity.shrinking.plan import Plan, shrink_shape
 from sparsity.training.state import SparseState
 
 Path = tuple[str, ...]

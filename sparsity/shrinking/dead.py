@@ -9,7 +9,7 @@ others, so that the search repeats until it proves no further channel.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -22,8 +22,21 @@ Members: TypeAlias = frozenset[int]  # numbers of members of a group
 Live = Mapping[Path, np.ndarray]  # bool, 1 where an entry is neither masked nor removed
 
 
-def find_kept(graph: Graph, masks: Mapping[Path, jax.Array]) -> dict[Axis, np.ndarray]:
-    """Returns the channels that stay of each group that loses some.
+class Dead(NamedTuple):
+    """The dead channels of a model.
+
+    Attributes:
+      kept: {variable: channels that stay}, [layers, indices] where layers choose for themselves.
+      masked: {path: {axis: bool[layers or 1, size]}}, 1 at removed indices whose entries were all
+        masked, or removed before: what the proofs rely on.
+    """
+
+    kept: dict[Axis, np.ndarray]
+    masked: dict[Path, dict[int, np.ndarray]]
+
+
+def find_dead(graph: Graph, masks: Mapping[Path, jax.Array]) -> Dead:
+    """Returns the channels that stay of each group that loses some, and what the cut relies on.
 
     Layers of a scan that choose for themselves keep equally many channels, and every group keeps
     one: where more channels are dead, the first ones go.
@@ -31,9 +44,6 @@ def find_kept(graph: Graph, masks: Mapping[Path, jax.Array]) -> dict[Axis, np.nd
     Args:
       graph: the graph of the model.
       masks: {path: mask of the shape of the parameter}; parameters without a mask are dense.
-
-    Returns:
-      {variable: indices}, [layers, indices] where layers choose for themselves.
 
     Raises:
       ValueError: masks remove all channels of a group.
@@ -44,14 +54,17 @@ def find_kept(graph: Graph, masks: Mapping[Path, jax.Array]) -> dict[Axis, np.nd
         _check_alive(group, live)
     removed = {group: np.zeros((group.layers or 1, group.size), bool) for group in groups}
     proofs = _Proofs(graph)
+    evidence: dict[Path, dict[int, np.ndarray]] = {}
     changed = set(live)
     while changed:
         affected = [g for g in groups if any(path in changed for path, _ in g.members)]
-        dead = proofs.find_dead({group: _find_masked(group, live) for group in affected})
+        masked = {group: _find_masked(group, live) for group in affected}
+        dead = proofs.find_dead(masked)
         changed = set()
         for group in affected:
             removable = _choose_removable(dead[group], removed[group])
             if removable.any():
+                _note_masked(group, masked[group] & removable[..., None], graph, evidence)
                 removed[group] |= removable
                 changed |= _remove(group, removable, live)
     kept = {}
@@ -59,7 +72,42 @@ def find_kept(graph: Graph, masks: Mapping[Path, jax.Array]) -> dict[Axis, np.nd
         if is_removed.any():
             rows = np.stack([np.flatnonzero(~row) for row in is_removed])
             kept[group.variable] = rows if group.layers else rows[0]
-    return kept
+    return Dead(kept, evidence)
+
+
+def find_undead(
+    graph: Graph,
+    kept: Mapping[Axis, np.ndarray],
+    masked: Mapping[Path, Mapping[int, np.ndarray]],
+) -> ChannelGroup | None:
+    """Returns a group of which a cut removes channels that this model needs, `None` if none.
+
+    Args:
+      graph: a graph of the model for other arguments.
+      kept: {variable: channels that stay}.
+      masked: `Dead.masked` of the graph by which the channels were chosen.
+    """
+    cases, removed = {}, {}
+    for group in graph.groups:
+        if group.variable in kept:
+            is_removed = ~stays_at(kept[group.variable], group.size)
+            is_masked = np.zeros((*is_removed.shape, len(group.members)), bool)
+            members = zip(group.members, group.positions, strict=True)
+            for number, ((path, axis), positions) in enumerate(members):
+                if axis in masked.get(path, {}):
+                    is_masked[..., number] = masked[path][axis][:, positions].all(axis=2)
+            cases[group] = is_masked & is_removed[..., None]
+            removed[group] = is_removed
+    dead = _Proofs(graph).find_dead(cases)
+    return next((group for group in cases if (removed[group] & ~dead[group]).any()), None)
+
+
+def stays_at(index: np.ndarray, size: int) -> np.ndarray:
+    """Returns bool[layers, size]: the entries of an axis that stay, one row if layers agree."""
+    rows = np.atleast_2d(index)
+    stays: np.ndarray = np.zeros((len(rows), size), bool)
+    np.put_along_axis(stays, rows, True, axis=1)
+    return stays
 
 
 class _Proofs:
@@ -151,6 +199,22 @@ def _choose_removable(dead: np.ndarray, removed: np.ndarray) -> np.ndarray:
     count = min(candidates.sum(axis=1).min(), most)
     removable: np.ndarray = candidates & (np.cumsum(candidates, axis=1) <= count)
     return removable
+
+
+def _note_masked(
+    group: ChannelGroup,
+    masked: np.ndarray,
+    graph: Graph,
+    evidence: dict[Path, dict[int, np.ndarray]],
+) -> None:
+    """Adds bool[layers, channels, members] of removed channels to `Dead.masked`."""
+    members = zip(group.members, group.positions, strict=True)
+    for number, ((path, axis), positions) in enumerate(members):
+        size = graph.find_shape(path)[axis]
+        noted = np.zeros((len(masked), size), bool)
+        noted[:, positions] = masked[..., number, None]
+        axes = evidence.setdefault(path, {})
+        axes[axis] = axes.get(axis, np.zeros((1, size), bool)) | noted
 
 
 def _remove(group: ChannelGroup, removable: np.ndarray, live: Live) -> set[Path]:

@@ -17,6 +17,7 @@ from sparsity.core.trees import PyTree
 from sparsity.graph import Coupled, Graph
 from sparsity.graph.cuts import solve_kept, spread_kept
 from sparsity.programs.axes import Axis, variables
+from sparsity.shrinking.dead import Dead, find_undead
 from sparsity.shrinking.evaluate import Smaller
 
 Path = tuple[str, ...]
@@ -31,6 +32,9 @@ class Plan:
       kept: {path: {axis: the indices that stay, ascending}}; [layers, indices] where the layers of
         a stack keep different ones.
       shapes: {path: shape before the cut}.
+      masked: {path: {axis: bool[layers or 1, size]}}, 1 at removed indices that masks removed as a
+        whole. `None`, as in a plan that was read from text or composed, stands for all: the plan
+        removes channels of which everything is masked.
 
     Raises:
       ValueError: a path has no shape, a parameter lacks an axis, or indices are not as `kept`
@@ -44,6 +48,9 @@ class Plan:
 
     kept: Mapping[Path, Mapping[int, np.ndarray]]
     shapes: Mapping[Path, tuple[int, ...]]
+    masked: Mapping[Path, Mapping[int, np.ndarray]] | None = dataclasses.field(
+        default=None, repr=False
+    )
 
     def __post_init__(self) -> None:
         for path, axes in self.kept.items():
@@ -93,7 +100,7 @@ class Plan:
         now = graph.retrace(example, *args)
         chosen = solve_kept(now.list_axes(), self)
         if now is not graph:
-            check_proven(now, chosen)
+            check_proven(now, chosen, self)
         outputs = Smaller(now.coupling, chosen).run(now.program, [*arrays, *inputs])
         return jax.tree.unflatten(now.output_tree, outputs)
 
@@ -260,21 +267,14 @@ def _compose(first: np.ndarray, then: np.ndarray) -> np.ndarray:
     return composed
 
 
-def stays_at(index: np.ndarray, size: int) -> np.ndarray:
-    """Returns bool[layers, size]: the entries of an axis that stay, one row if layers agree."""
-    rows = np.atleast_2d(index)
-    stays: np.ndarray = np.zeros((len(rows), size), bool)
-    np.put_along_axis(stays, rows, True, axis=1)
-    return stays
+def plan_cut(graph: Graph, dead: Dead) -> Plan:
+    """Returns the plan that removes dead channels."""
+    kept = spread_kept(graph.list_axes(), dead.kept)
+    shapes = {leaf.path: leaf.shape for leaf in graph.leaves if leaf.path in kept}
+    return Plan(kept, shapes, dead.masked)
 
 
-def plan_cut(graph: Graph, chosen: Mapping[Axis, np.ndarray]) -> Plan:
-    """Returns the plan that keeps only some entries of variables."""
-    kept = spread_kept(graph.list_axes(), chosen)
-    return Plan(kept, {leaf.path: leaf.shape for leaf in graph.leaves if leaf.path in kept})
-
-
-def check_proven(graph: Graph, chosen: Mapping[Axis, np.ndarray]) -> None:
+def check_proven(graph: Graph, chosen: Mapping[Axis, np.ndarray], plan: Plan) -> None:
     """Raises a ValueError if removing entries of a variable differs from masking them."""
     removable = {group.variable for group in graph.groups}
     for leaf, dims in graph.list_axes():
@@ -285,6 +285,12 @@ def check_proven(graph: Graph, chosen: Mapping[Axis, np.ndarray]) -> None:
                     f"The plan removes indices of axis {axis} of {leaf.name!r}, which this model "
                     f"needs: {why}. It was made for another model, or for other flags."
                 )
+    if plan.masked is not None and (group := find_undead(graph, chosen, plan.masked)):
+        raise ValueError(
+            f"The masks remove channels of {group.name!r} in part, and with these arguments the "
+            "model reads what they leave. Trace the model with these arguments before the cut, or "
+            "mask whole channels: scope=sparsity.Coupled(graph)."
+        )
 
 
 def _reason(graph: Graph, path: Path, axis: int) -> str:

@@ -29,7 +29,7 @@ from sparsity.shrinking.cutting import (
     cut_state,
     read_masks,
 )
-from sparsity.shrinking.dead import find_kept
+from sparsity.shrinking.dead import find_dead
 from sparsity.shrinking.plan import Plan, check_proven, plan_cut
 from sparsity.shrinking.report import SizeRow
 
@@ -258,9 +258,9 @@ def shrink(
     by_path = {} if isinstance(masks, Plan) else read_masks(graph, masks)
     if isinstance(masks, Plan):
         plan = masks
-        check_proven(graph, solve_kept(graph.list_axes(), plan))
+        check_proven(graph, solve_kept(graph.list_axes(), plan), plan)
     else:
-        plan = plan_cut(graph, find_kept(graph, by_path))
+        plan = plan_cut(graph, find_dead(graph, by_path))
     small_params = cut_params(graph, plan, params)
     small_masks = cut_masks(graph, plan, params, small_params, by_path)
     state = None if opt_state is None else cut_state(graph, plan, params, small_params, opt_state)
