@@ -12,7 +12,7 @@ import pytest
 import sparsity
 from sparsity import Coupled, Plan, Uniform, shrink, trace
 from sparsity.core import trees
-from tests.graph import models
+from tests.graph import fuzz, models
 from tests.shrinking.test_models import difference, drawn, gradients
 from tests.shrinking.test_shrink import Network
 
@@ -145,6 +145,7 @@ def test_one_channel_of_a_group_without_readers_stays():
 
 
 def draw_masks(params, seed):
+    """Masks of most parameters, drawn entry by entry, and along each axis slice by slice."""
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
@@ -154,6 +155,7 @@ def draw_masks(params, seed):
         for axis, size in enumerate(leaf.shape):
             shape = [-1 if i == axis else 1 for i in range(leaf.ndim)]
             mask &= (rng.random(size) < 0.7).reshape(shape) | (size < 4)
+        mask.flat[0] = True  # no group vanishes
         return mask.astype(np.uint8)
 
     return trees.map_matched(draw, params)
@@ -169,6 +171,30 @@ def test_models_compute_what_the_masked_models_compute(name):
             small = check(model.fn, params, draw_masks(params, seed), *inputs, tolerance=1e-10)
             assert small.plan.kept
             assert jax.tree.leaves(small.masks)
+
+
+@pytest.mark.slow
+def test_random_programs_compute_what_the_masked_programs_compute():
+    cases = []
+    with jax.enable_x64(True):
+        for seed in range(14):
+            model, params, x = fuzz.make(seed)
+            masks = draw_masks(params, seed)
+            small = shrink(trace(model, params, x), params, masks)
+            if small.plan.kept:
+                cases.append((model, small, masked_by(params, masks), x))
+
+        def run(masked, params):
+            return [
+                (model(one, x), small.apply(other, x))
+                for (model, small, _, x), one, other in zip(cases, masked, params, strict=True)
+            ]
+
+        run = jax.jit(run, compiler_options={"xla_cpu_use_fusion_emitters": False})
+        outputs = run([case[2] for case in cases], [case[1].params for case in cases])
+    assert len(outputs) > 4
+    for expected, computed in outputs:
+        np.testing.assert_allclose(computed, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.slow
