@@ -63,9 +63,12 @@ def cut_masks(
         if mask is None:
             return None
         kept = (jnp.asarray(_cut(mask, _axes(graph, plan, key, leaf))) != 0).astype(jnp.uint8)
-        return None if kept.all() else sharding.place_like(likes[key], kept)
+        if kept.all():
+            return None
+        return kept if is_traced(likes[key]) else sharding.place_like(likes[key], kept)
 
-    return trees.map_matched(cut, params)
+    with jax.ensure_compile_time_eval():  # parameters may be traced, masks are not
+        return trees.map_matched(cut, params)
 
 
 def _find_mask(
@@ -170,16 +173,8 @@ def check_updates(
     """Compares updates of the smaller parameters with updates of the masked parameters.
 
     Compares four updates, or more until one is not 0, as where `MultiSteps` accumulates gradients.
-    Removed entries have no gradient. Those that no mask removes keep their values, as weights of a
-    channel that nothing reads do.
-
-    Args:
-      tx: the optimizer.
-      graph: the graph of the model before.
-      plan: the channels that stay.
-      params: the parameters before.
-      state: the state of the optimizer before, or a SparseState that holds one.
-      masks: {path of a parameter: its mask}; the plan masks parameters that have none.
+    Removed entries have no gradient, but their values unless `masks`, {path: mask}, or the plan of
+    a parameter without a mask set them to 0.
 
     Returns:
       The largest difference, as a part of the largest entry of its array.
@@ -191,26 +186,18 @@ def check_updates(
     if isinstance(state, SparseState) and _fits_optimizer(tx, params, state.inner_state):
         state = state.inner_state
 
-    def mask(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
-        return _mask(leaf, _axes(graph, plan, path, leaf))
-
-    def masked(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
-        leaf_mask = _find_mask(graph, masks, path, leaf)
-        return mask(path, leaf) if leaf_mask is None else apply_mask(leaf, leaf_mask)
-
     def gradient(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
         if not trees.is_prunable(leaf):
             return leaf
         drawn = jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype)
-        return mask(path, sharding.place_like(leaf, drawn))
+        return _mask(sharding.place_like(leaf, drawn), _axes(graph, plan, path, leaf))
 
     # Some transforms ask for the value of the loss.
     update = jax.jit(
         functools.partial(optax.with_extra_args_support(tx).update, value=jnp.float32(1))
     )
     largest, is_still = 0.0, True
-    params = jax.tree.map(lambda leaf: leaf if trees.is_array(leaf) else None, params)
-    params = trees.map_matched(masked, params)
+    params = _mask_params(graph, plan, params, masks)
     small_params = cut_params(graph, plan, params)
     small_state = cut_state(graph, plan, params, small_params, state)
     for step in range(_MOST_UPDATES):
@@ -228,6 +215,21 @@ def check_updates(
         computed = {"state": small_state, "update": small_updates}
         largest = max(largest, _compare(expected, computed))
     return largest
+
+
+def _mask_params(
+    graph: Graph, plan: Plan, params: PyTree, masks: Mapping[Path, jax.Array]
+) -> PyTree:
+    """Returns the arrays of `params` under their masks; the plan masks those that have none."""
+
+    def mask(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
+        leaf_mask = _find_mask(graph, masks, path, leaf)
+        if leaf_mask is not None:
+            return apply_mask(leaf, leaf_mask)
+        return _mask(leaf, _axes(graph, plan, path, leaf))
+
+    arrays = jax.tree.map(lambda leaf: leaf if trees.is_array(leaf) else None, params)
+    return trees.map_matched(mask, arrays)
 
 
 def _fits_optimizer(tx: optax.GradientTransformation, params: PyTree, state: PyTree) -> bool:

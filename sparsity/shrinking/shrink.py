@@ -207,39 +207,31 @@ def shrink(
 ) -> Small:
     """Removes dead channels from the parameters, the model and the optimizer's state.
 
-    A channel is dead if the masked model provably computes the same without it: because all that
-    belongs to the channel is masked, because all that reads it is masked, or because all that makes
-    it is masked and its readers meet a 0. Cutting a channel may leave others dead; these go, too.
-    All other channels stay, and what is masked of them stays masked. The smaller model computes
-    exactly what the masked model computes, gradients of kept entries included. Training continues
-    from the returned state.
+    A channel is dead if the masked model provably computes the same without it, also after others
+    are cut: all that reads it is masked, or all that makes it, and readers meet a 0. All others
+    keep their masks. The smaller model computes exactly what the masked model computes, gradients
+    of kept entries included. Training continues from the returned state.
 
     Args:
       graph: the graph of the model, from `sparsity.trace`.
       params: the parameters, the tree that was traced, or a part of that tree.
-      masks: masks of any pattern, not packed, `None` for dense parameters; or a `Plan`. Masks of
-        whole channels, as `scope=sparsity.Coupled(graph)` makes them, leave nothing masked. Layers
-        of a scan lie in one array and keep equally many channels: a layer with more dead channels
-        than another keeps some of them. One channel of each group always stays.
+      masks: masks of any pattern, not packed, `None` for dense parameters; or a `Plan`. Layers of
+        a scan keep equally many channels, dead ones included; every group keeps one.
       opt_state: state of any optax optimizer of `params`. Moments are cut like their parameters,
         counters and schedules stay, and a SparseState keeps the masks of all entries that stay.
         Factored moments that average over removed channels are refused.
       tx: the optimizer of that state, or the inner one of a SparseState, to check that training
         continues as with the masked model: at least four updates by random gradients are compared.
-        Entrywise optimizers pass, and norms of gradients, to which zeros add nothing
-        (`clip_by_global_norm`, `lars`): gradients of removed entries count as zeros, so that
-        gradients must be masked where norms are taken. Refused are means over an array
-        (`clip_by_block_rms`), noise, factors made of the shape (`muon`), norms of moments that
-        removed entries still have (`lamb`), and norms of weights that removed channels still have
-        (`lars`, where only the readers of a channel are masked).
+        Entrywise optimizers pass, and norms of masked gradients (`clip_by_global_norm`, `lars`).
+        Refused are means over an array (`clip_by_block_rms`), noise, factors made of the shape
+        (`muon`), and norms of moments (`lamb`) or weights that removed entries still have.
 
     Returns:
       The smaller model.
 
     Raises:
-      ValueError: masks belong to another model or are packed, all channels of a group are masked,
-        a leaf of the optimizer's state cannot be cut, or `tx` would train the smaller model
-        otherwise; the error names the leaf.
+      ValueError: masks belong to another model or remove a group, a leaf of the optimizer's state
+        cannot be cut, or `tx` would train the smaller model otherwise; the error names the leaf.
 
     Example:
       >>> import jax.numpy as jnp
@@ -256,18 +248,16 @@ def shrink(
     """
     _check_arguments(masks, opt_state, tx)
     by_path = {} if isinstance(masks, Plan) else read_masks(graph, masks)
-    if isinstance(masks, Plan):
-        plan = masks
+    plan = masks if isinstance(masks, Plan) else plan_cut(graph, find_dead(graph, by_path))
+    if plan is masks:
         check_proven(graph, solve_kept(graph.list_axes(), plan), plan)
-    else:
-        plan = plan_cut(graph, find_dead(graph, by_path))
     small_params = cut_params(graph, plan, params)
     small_masks = cut_masks(graph, plan, params, small_params, by_path)
     state = None if opt_state is None else cut_state(graph, plan, params, small_params, opt_state)
     error = None if tx is None else check_updates(tx, graph, plan, params, opt_state, by_path)
     replicated = _replicated(graph, params, small_params)
-    small_params = apply_masks(small_params, small_masks)
-    return Small(small_params, state, plan, graph, replicated, error, small_masks)
+    masked = apply_masks(small_params, small_masks)
+    return Small(masked, state, plan, graph, replicated, error, small_masks)
 
 
 def _check_arguments(

@@ -371,3 +371,12 @@ def test_packed_masks_are_refused():
     masks = sparsity.masks.pack_masks(jax.tree.map(jnp.ones_like, params), params)
     with pytest.raises(ValueError, match=r"shape \(4, 1\) at 'down'.*unpack_masks"):
         shrink(graph, params, masks)
+
+
+def test_parameters_may_be_traced():
+    fn = lambda params, x: jnp.tanh(x @ params["up"]) @ params["down"]  # noqa: E731
+    params = {"up": jnp.ones((3, 4)), "down": jnp.ones((4, 2))}
+    graph = trace(fn, params, jnp.ones((1, 3)))
+    masks = {"up": jnp.ones((3, 4)).at[0, 1].set(0), "down": jnp.ones((4, 2)).at[0].set(0)}
+    small = jax.jit(lambda params: shrink(graph, params, masks).params)(params)
+    np.testing.assert_array_equal(small["up"], [[0, 1, 1], [1, 1, 1], [1, 1, 1]])
