@@ -17,7 +17,7 @@ from sparsity.core.trees import PyTree
 from sparsity.graph import Coupled, Graph
 from sparsity.graph.cuts import solve_kept, spread_kept
 from sparsity.programs.axes import Axis, variables
-from sparsity.shrinking.dead import Dead, find_undead
+from sparsity.shrinking.dead import find_undead
 from sparsity.shrinking.evaluate import Smaller
 
 Path = tuple[str, ...]
@@ -267,11 +267,14 @@ def _compose(first: np.ndarray, then: np.ndarray) -> np.ndarray:
     return composed
 
 
-def plan_cut(graph: Graph, dead: Dead) -> Plan:
-    """Returns the plan that removes dead channels."""
-    kept = spread_kept(graph.list_axes(), dead.kept)
-    shapes = {leaf.path: leaf.shape for leaf in graph.leaves if leaf.path in kept}
-    return Plan(kept, shapes, dead.masked)
+def plan_cut(
+    graph: Graph,
+    chosen: Mapping[Axis, np.ndarray],
+    masked: Mapping[Path, Mapping[int, np.ndarray]] | None = None,
+) -> Plan:
+    """Returns the plan that keeps only some entries of variables; `masked` as in `Plan`."""
+    kept = spread_kept(graph.list_axes(), chosen)
+    return Plan(kept, {leaf.path: leaf.shape for leaf in graph.leaves if leaf.path in kept}, masked)
 
 
 def check_proven(graph: Graph, chosen: Mapping[Axis, np.ndarray], plan: Plan) -> None:

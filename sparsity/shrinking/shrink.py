@@ -248,7 +248,7 @@ def shrink(
     """
     _check_arguments(masks, opt_state, tx)
     by_path = {} if isinstance(masks, Plan) else read_masks(graph, masks)
-    plan = masks if isinstance(masks, Plan) else plan_cut(graph, find_dead(graph, by_path))
+    plan = masks if isinstance(masks, Plan) else plan_cut(graph, *find_dead(graph, by_path))
     if plan is masks:
         check_proven(graph, solve_kept(graph.list_axes(), plan), plan)
     small_params = cut_params(graph, plan, params)
