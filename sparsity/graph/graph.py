@@ -24,7 +24,7 @@ from sparsity.graph.layers import layered
 from sparsity.graph.proof import Proof
 from sparsity.graph.uses import Path, Tracker, Use
 from sparsity.patterns import FanIn, NByM, SparsityType, Unstructured
-from sparsity.programs.axes import Axis, Reason
+from sparsity.programs.axes import Axis, Reason, variables
 from sparsity.programs.products import NO_PRODUCTS, PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program, Value, values_read
 
@@ -70,6 +70,7 @@ class Graph:
         self.carried, self.output_tree = dict(carried), output_tree
         self._fn, self._example, self._trace = fn, example, retrace
         self._traces: list[tuple[PyTree, Graph]] = []
+        self._unproven: dict[frozenset[tuple[object, ...]], dict[Axis, Reason]] = {}
         self._by_end: dict[
             Path, list[Parameter]
         ] = {}  # {end of paths: parameters, shortest path first}
@@ -444,21 +445,37 @@ class Graph:
         """{weight: parameter that is added to the outputs of the weight, and to nothing else}."""
         return find_biases(self.program, self._values, self._tracker)
 
-    def find_unproven(self, masked: Sequence[Path]) -> dict[Axis, Reason]:
-        """Returns the axes whose removal differs from masking these parameters, and why."""
-        chosen = set(masked)
-        values = [v for v, i in self._values.items() if self.leaves[i].path in chosen]
-        return Proof(self.program, self.coupling, values).refused
+    def find_unproven(
+        self, masked: Mapping[Path, Collection[tuple[int, Axis]]]
+    ) -> dict[Axis, Reason]:
+        """Returns the variables whose removal differs from masking, and why.
+
+        Each variable is proven by itself: masked entries of one tell nothing of another.
+
+        Args:
+          masked: {path: (axis, variable) of all removed entries at which the parameter is 0}.
+        """
+        key = frozenset((path, *entry) for path, entries in masked.items() for entry in entries)
+        if key not in self._unproven:
+            paths = {value: self.leaves[i].path for value, i in self._values.items()}
+            entries = {value: masked[path] for value, path in paths.items() if path in masked}
+            self._unproven[key] = Proof(self.program, self.coupling, entries).refused
+        return self._unproven[key]
+
+    @functools.cached_property
+    def updated_state(self) -> set[Path]:
+        """Paths of the parameters that a call replaces, so that no mask holds."""
+        inputs, outputs = self.program.inputs, self.program.outputs
+        pairs = self.carried.items()
+        return {self.leaves[i].path for out, i in pairs if outputs[out] is not inputs[i]}
 
     @functools.cached_property
     def _channels(self) -> tuple[list[ChannelGroup], list[Refusal]]:
-        inputs, outputs = self.program.inputs, self.program.outputs
-        carried = {leaf for i, leaf in self.carried.items() if outputs[i] is not inputs[leaf]}
-        masked = [
-            leaf.path
-            for i, leaf in enumerate(self.leaves)
-            if i not in carried and jnp.issubdtype(leaf.dtype, jnp.inexact)
-        ]
+        masked = {
+            leaf.path: {(axis, v) for axis, dim in enumerate(dims) for v in variables(dim)}
+            for leaf, dims in self.list_axes()
+            if leaf.path not in self.updated_state and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        }
         made: dict[Path, set[int]] = {}
         for use in self.uses:
             if use.primitive in PRODUCTS:

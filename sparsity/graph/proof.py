@@ -9,7 +9,7 @@ maximum.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from sparsity.graph.coupling import Coupling
 from sparsity.programs import entrywise
@@ -76,19 +76,25 @@ class Proof(Flow[Constants]):
     Args:
       program: the program.
       coupling: the axes of the program.
-      masked: inputs of the program that are 0 where a channel is removed.
+      masked: {input of the program: removed entries at which the input is 0}.
 
     Attributes:
       refused: variables that cannot lose entries, and why.
     """
 
-    def __init__(self, program: Program, coupling: Coupling, masked: Iterable[Value]):
+    def __init__(
+        self,
+        program: Program,
+        coupling: Coupling,
+        masked: Mapping[Value, Collection[RemovedEntry]],
+    ):
         super().__init__()
         self._coupling = coupling
         self._free: dict[Value, list[list[Axis]]] = {}
         self.refused: dict[Axis, Reason] = {}
-        for value in masked:
-            self.facts[value] = Constants(dict.fromkeys(self._places(value), 0.0))
+        for value, entries in masked.items():
+            places = [place for place in self._places(value) if place in entries]
+            self.facts[value] = Constants(dict.fromkeys(places, 0.0))
         self.run(program)
 
     def _variables(self, value: Value) -> list[list[Axis]]:

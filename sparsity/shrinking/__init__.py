@@ -1,4 +1,4 @@
-"""Models that become smaller: masked channels are removed for real."""
+"""Models that become smaller: channels that masks leave dead are removed for real."""
 
 from sparsity.shrinking.plan import Plan
 from sparsity.shrinking.shrink import Small, shrink

@@ -17,16 +17,67 @@ from sparsity.core import owners, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
-from sparsity.masks import are_packed, pack_masks, place_masks, unpack_masks
+from sparsity.masks import apply_mask, are_packed, pack_masks, place_masks, unpack_masks
+from sparsity.shrinking.dead import stays_at
 from sparsity.shrinking.evaluate import take
-from sparsity.shrinking.plan import Plan, shrink_shape, stays_at
+from sparsity.shrinking.plan import Plan, shrink_shape
 from sparsity.training import comparison
 from sparsity.training.state import SparseState
+
+Path = tuple[str, ...]
 
 
 def cut_params(graph: Graph, plan: Plan, params: PyTree) -> PyTree:
     """Cuts parameters, or a part of their tree."""
     return trees.map_matched(lambda path, leaf: _cut(leaf, _axes(graph, plan, path, leaf)), params)
+
+
+def read_masks(graph: Graph, masks: PyTree) -> dict[Path, jax.Array]:
+    """Returns {path of the parameter: mask}.
+
+    Raises:
+      ValueError: a mask has no parameter, or another shape; the error names the leaf.
+    """
+    return {
+        graph.find_parameter(trees.path_names(key), mask, "masks").path: mask
+        for key, mask in trees.leaves_by_path(masks).items()
+    }
+
+
+def cut_masks(
+    graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, masks: Mapping[Path, jax.Array]
+) -> PyTree:
+    """Cuts masks like their parameters: uint8, placed like these; `None` where nothing is masked.
+
+    Args:
+      graph: the graph of the model.
+      plan: the channels that stay.
+      params: the parameters, or a part of their tree.
+      small_params: the same after the cut.
+      masks: {path of a parameter: its mask}.
+    """
+    likes = trees.leaves_by_path(small_params)
+
+    def cut(key: trees.KeyPath, leaf: jax.Array) -> jax.Array | None:
+        mask = _find_mask(graph, masks, key, leaf)
+        if mask is None:
+            return None
+        kept = (jnp.asarray(_cut(mask, _axes(graph, plan, key, leaf))) != 0).astype(jnp.uint8)
+        if kept.all():
+            return None
+        return kept if is_traced(likes[key]) else sharding.place_like(likes[key], kept)
+
+    with jax.ensure_compile_time_eval():  # parameters may be traced, masks are not
+        return trees.map_matched(cut, params)
+
+
+def _find_mask(
+    graph: Graph, masks: Mapping[Path, jax.Array], key: trees.KeyPath, leaf: jax.Array
+) -> jax.Array | None:
+    """Returns the mask of a leaf of params, `None` for a dense one."""
+    if not hasattr(leaf, "shape"):
+        return None
+    return masks.get(graph.find_parameter(trees.path_names(key), leaf).path)
 
 
 def cut_state(
@@ -112,9 +163,17 @@ def _check_unowned(leaves: Mapping[trees.KeyPath, jax.Array], owners_tree: PyTre
 
 
 def check_updates(
-    tx: optax.GradientTransformation, graph: Graph, plan: Plan, params: PyTree, state: PyTree
+    tx: optax.GradientTransformation,
+    graph: Graph,
+    plan: Plan,
+    params: PyTree,
+    state: PyTree,
+    masks: Mapping[Path, jax.Array],
 ) -> float:
     """Compares updates of the smaller parameters with updates of the masked parameters.
+
+    Removed entries have no gradient, but their values unless `masks`, {path: mask}, or the plan of
+    a parameter without a mask set them to 0.
 
     Returns:
       The largest difference, as a part of the largest entry of its array.
@@ -122,25 +181,32 @@ def check_updates(
     Raises:
       ValueError: updates differ by more than rounding; the error names the leaf and the entry.
     """
-
-    def mask(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
-        return _mask(leaf, _axes(graph, plan, path, leaf))
-
-    def cut(tree: PyTree) -> PyTree:
-        return cut_params(graph, plan, tree)
-
-    masked = trees.map_matched(mask, trees.only_arrays(params))
-    small = cut(masked)
+    masked = _mask_params(graph, plan, params, masks)
+    small = cut_params(graph, plan, masked)
     return comparison.check_updates(
         tx,
         masked,
         state,
-        mask=mask,
-        cut=cut,
-        cut_state=lambda state: cut_state(graph, plan, masked, small, state),
+        mask=lambda path, leaf: _mask(leaf, _axes(graph, plan, path, leaf)),
+        cut=functools.partial(cut_params, graph, plan),
+        cut_state=functools.partial(cut_state, graph, plan, masked, small),
         model="smaller model",
         remedy="start a new state: shrink without opt_state, then tx.init(small.params)",
     )
+
+
+def _mask_params(
+    graph: Graph, plan: Plan, params: PyTree, masks: Mapping[Path, jax.Array]
+) -> PyTree:
+    """Returns the arrays of `params` under their masks; the plan masks those that have none."""
+
+    def mask(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
+        leaf_mask = _find_mask(graph, masks, path, leaf)
+        if leaf_mask is not None:
+            return apply_mask(leaf, leaf_mask)
+        return _mask(leaf, _axes(graph, plan, path, leaf))
+
+    return trees.map_matched(mask, trees.only_arrays(params))
 
 
 @dataclasses.dataclass(frozen=True)

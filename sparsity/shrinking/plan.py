@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -14,9 +14,10 @@ from sparsity.base_updater import BaseUpdater
 from sparsity.core import sharding, trees
 from sparsity.core.checks import unique_keys
 from sparsity.core.trees import PyTree
-from sparsity.graph import ChannelGroup, Coupled, Graph
+from sparsity.graph import Coupled, Graph
 from sparsity.graph.cuts import solve_kept, spread_kept
-from sparsity.programs.axes import Axis, find_kept_by_layer, variables
+from sparsity.programs.axes import Axis, variables
+from sparsity.shrinking.dead import find_undead
 from sparsity.shrinking.evaluate import Smaller
 
 Path = tuple[str, ...]
@@ -31,6 +32,9 @@ class Plan:
       kept: {path: {axis: the indices that stay, ascending}}; [layers, indices] where the layers of
         a stack keep different ones.
       shapes: {path: shape before the cut}.
+      masked: {path: {axis: bool[layers or 1, size]}}, 1 at removed indices that masks removed as a
+        whole. `None`, as in a plan that was read from text or composed, stands for all: the plan
+        removes channels of which everything is masked.
 
     Raises:
       ValueError: a path has no shape, a parameter lacks an axis, or indices are not as `kept`
@@ -44,6 +48,9 @@ class Plan:
 
     kept: Mapping[Path, Mapping[int, np.ndarray]]
     shapes: Mapping[Path, tuple[int, ...]]
+    masked: Mapping[Path, Mapping[int, np.ndarray]] | None = dataclasses.field(
+        default=None, repr=False
+    )
 
     def __post_init__(self) -> None:
         for path, axes in self.kept.items():
@@ -93,7 +100,7 @@ class Plan:
         now = graph.retrace(example, *args)
         chosen = solve_kept(now.list_axes(), self)
         if now is not graph:
-            check_proven(now, chosen)
+            check_proven(now, chosen, self)
         outputs = Smaller(now.coupling, chosen).run(now.program, [*arrays, *inputs])
         return jax.tree.unflatten(now.output_tree, outputs)
 
@@ -260,21 +267,17 @@ def _compose(first: np.ndarray, then: np.ndarray) -> np.ndarray:
     return composed
 
 
-def stays_at(index: np.ndarray, size: int) -> np.ndarray:
-    """Returns bool[layers, size]: the entries of an axis that stay, one row if layers agree."""
-    rows = np.atleast_2d(index)
-    stays: np.ndarray = np.zeros((len(rows), size), bool)
-    np.put_along_axis(stays, rows, True, axis=1)
-    return stays
-
-
-def plan_cut(graph: Graph, chosen: Mapping[Axis, np.ndarray]) -> Plan:
-    """Returns the plan that keeps only some entries of variables."""
+def plan_cut(
+    graph: Graph,
+    chosen: Mapping[Axis, np.ndarray],
+    masked: Mapping[Path, Mapping[int, np.ndarray]] | None = None,
+) -> Plan:
+    """Returns the plan that keeps only some entries of variables; `masked` as in `Plan`."""
     kept = spread_kept(graph.list_axes(), chosen)
-    return Plan(kept, {leaf.path: leaf.shape for leaf in graph.leaves if leaf.path in kept})
+    return Plan(kept, {leaf.path: leaf.shape for leaf in graph.leaves if leaf.path in kept}, masked)
 
 
-def check_proven(graph: Graph, chosen: Mapping[Axis, np.ndarray]) -> None:
+def check_proven(graph: Graph, chosen: Mapping[Axis, np.ndarray], plan: Plan) -> None:
     """Raises a ValueError if removing entries of a variable differs from masking them."""
     removable = {group.variable for group in graph.groups}
     for leaf, dims in graph.list_axes():
@@ -285,119 +288,12 @@ def check_proven(graph: Graph, chosen: Mapping[Axis, np.ndarray]) -> None:
                     f"The plan removes indices of axis {axis} of {leaf.name!r}, which this model "
                     f"needs: {why}. It was made for another model, or for other flags."
                 )
-
-
-def read_masks(graph: Graph, masks: PyTree) -> dict[Axis, np.ndarray]:
-    """Returns the channels of each group that masks keep.
-
-    Raises:
-      ValueError: a mask is not constant over channels, members of a group differ, a group would
-        vanish, or removing differs from masking; the error names the leaf.
-    """
-    alive = _alive(graph, masks)
-    chosen: dict[Axis, np.ndarray] = {}
-    for group in graph.groups:
-        votes = {}
-        for (path, axis), positions in zip(group.members, group.positions, strict=True):
-            if path in alive:
-                votes[path, axis] = _vote(alive[path][axis], positions, group, path)
-        if not votes:
-            continue
-        (first, axis), stays = next(iter(votes.items()))
-        for (path, other), vote in votes.items():
-            if differing := np.flatnonzero((vote != stays).any(axis=0)).tolist():
-                raise ValueError(
-                    f"Channels of the group {group.name!r} are masked in one member and not in "
-                    f"another: {trees.listed([str(i) for i in differing])} differ between axis "
-                    f"{axis} of {'/'.join(first)!r} and axis {other} of {'/'.join(path)!r}. Mask "
-                    "whole groups: scope=sparsity.Coupled(graph)."
-                )
-        counts = stays.sum(axis=1)
-        if not counts.all():
-            raise ValueError(f"All {group.size} channels of the group {group.name!r} are masked.")
-        if len(set(counts.tolist())) > 1:
-            raise ValueError(
-                f"The layers of the group {group.name!r} keep different numbers of channels, "
-                f"{sorted(set(counts.tolist()))}, and lie in one array. Let them keep equally many."
-            )
-        if counts[0] < group.size:
-            rows = np.stack([np.flatnonzero(row) for row in stays])
-            chosen[group.variable] = rows if group.layers else rows[0]
-    _check_places(graph, alive, chosen)
-    unproven = graph.find_unproven(list(alive))
-    for group in graph.groups:
-        reason = unproven.get(group.variable) if group.variable in chosen else None
-        if reason is not None:
-            dense = ["/".join(path) for path, _ in group.members if path not in alive]
-            where = f"{reason.equation.name} {reason.equation.source}" if reason.equation else ""
-            raise ValueError(
-                f"Removing channels of {group.name!r} would differ from masking them: {where}: "
-                f"{reason.text}. Members without a mask: {trees.listed(dense)}. Mask whole groups: "
-                "scope=sparsity.Coupled(graph)."
-            )
-    return chosen
-
-
-def _alive(graph: Graph, masks: PyTree) -> dict[Path, list[np.ndarray]]:
-    """Returns for each masked parameter the indices along each axis with an entry that stays.
-
-    Each is bool[layers, size]: with a row for each layer where layers choose for themselves, else
-    with one row.
-    """
-    stacked = {path for group in graph.groups if group.layers for path, _ in group.members}
-    alive = {}
-    for key, mask in trees.leaves_by_path(masks).items():
-        leaf = graph.find_parameter(trees.path_names(key), mask, "masks")
-        stays = np.asarray(mask) != 0
-        layers = stays if leaf.path in stacked else stays[None]
-        axes = range(1, layers.ndim)
-        along = [layers.any(axis=tuple(a for a in axes if a != axis)) for axis in axes]
-        expected: np.ndarray = np.ones(layers.shape, bool)
-        for axis, stays_along in zip(axes, along, strict=True):
-            shape = [-1 if a in (0, axis) else 1 for a in range(layers.ndim)]
-            expected = expected & stays_along.reshape(
-                [len(layers) if a == 0 else n for a, n in enumerate(shape)]
-            )
-        if differing := int(np.count_nonzero(expected != layers)):
-            place = np.argwhere((expected != layers).reshape(stays.shape))[0].tolist()
-            raise ValueError(
-                f"The mask of {leaf.name!r} removes single weights, not channels: {differing} of "
-                f"{leaf.size} entries differ, the first at {place}. Only whole channels can be "
-                "cut: prune with scope=sparsity.Coupled(graph)."
-            )
-        first = [np.ones((1, len(layers)), bool)] if leaf.path in stacked else []
-        alive[leaf.path] = first + along
-    return alive
-
-
-def _vote(alive: np.ndarray, positions: np.ndarray, group: ChannelGroup, path: Path) -> np.ndarray:
-    """Returns bool[layers, size]: the channels of a group that stay in a member."""
-    at = alive[:, positions]
-    stays: np.ndarray = np.any(at, axis=2)
-    if not group.layers and len(stays) > 1:
-        if np.any(stays != stays[:1]):
-            raise ValueError(
-                f"The layers of {'/'.join(path)!r} mask different channels of the group "
-                f"{group.name!r}, which all layers share. Mask the same ones in each."
-            )
-        stays = stays[:1]
-    return stays
-
-
-def _check_places(
-    graph: Graph, alive: Mapping[Path, Sequence[np.ndarray]], chosen: dict[Axis, np.ndarray]
-) -> None:
-    """Raises a ValueError where masked indices are no channels that can be cut."""
-    for leaf, dims in graph.list_axes():
-        for axis, dim in enumerate(dims if leaf.path in alive else ()):
-            index = find_kept_by_layer(dim, chosen)
-            size = leaf.shape[axis]
-            expected = stays_at(np.arange(size) if index is None else index, size)
-            if (alive[leaf.path][axis] != expected).any():
-                raise ValueError(
-                    f"The mask of {leaf.name!r} removes indices of axis {axis} that cannot be cut: "
-                    f"{_reason(graph, leaf.path, axis)}."
-                )
+    if plan.masked is not None and (group := find_undead(graph, chosen, plan.masked)):
+        raise ValueError(
+            f"The masks remove channels of {group.name!r} in part, and with these arguments the "
+            "model reads what they leave. Trace the model with these arguments before the cut, or "
+            "mask whole channels: scope=sparsity.Coupled(graph)."
+        )
 
 
 def _reason(graph: Graph, path: Path, axis: int) -> str:

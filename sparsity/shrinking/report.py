@@ -26,6 +26,7 @@ class SizeRow(NamedTuple):
       parameters: numbers of entries.
       nbytes: bytes of the entries.
       macs: multiply-adds of the products.
+      density: the part of the entries after the cut that masks keep, `None` without a mask.
     """
 
     name: str
@@ -33,6 +34,7 @@ class SizeRow(NamedTuple):
     parameters: Pair
     nbytes: Pair
     macs: Pair
+    density: float | None = None
 
 
 def table(
@@ -49,16 +51,18 @@ def table(
       notes: lines below the table.
       seconds: {name: (seconds before, seconds after)}.
     """
-    leaves = extras.table(
-        ("leaf", "shape", "smaller"), ("parameters", "left", "bytes", "left", "MACs", "left")
-    )
+    is_masked = any(row.density is not None for row in rows)
+    columns = ("parameters", "left", "bytes", "left", "MACs", "left")
+    more = ("density",) if is_masked else ()
+    leaves = extras.table(("leaf", "shape", "smaller"), (*columns, *more))
     for row in rows:
         shapes = ["x".join(map(str, shape)) or "scalar" for shape in row.shapes]
         numbers = (*row.parameters, *row.nbytes, *row.macs)
-        leaves.add_row(row.name, *shapes, *(f"{n:,}" for n in numbers))
+        density = ["" if row.density is None else f"{row.density:.3g}"] if is_masked else []
+        leaves.add_row(row.name, *shapes, *(f"{n:,}" for n in numbers), *density)
     sums = np.sum([(*row.parameters, *row.nbytes) for row in rows], axis=0, dtype=object)
     leaves.add_section()
-    leaves.add_row("all", "", "", *(f"{n:,}" for n in (*sums, *macs)))
+    leaves.add_row("all", "", "", *(f"{n:,}" for n in (*sums, *macs)), *("" for _ in more))
     parts = [extras.as_text(leaves), *notes]
     if seconds:
         times = extras.table(("time",), ("before", "after", "ratio"))

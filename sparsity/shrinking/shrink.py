@@ -1,4 +1,4 @@
-"""`sparsity.shrink`: a model without its masked channels, and the optimizer's state with it."""
+"""`sparsity.shrink`: a model without its dead channels, and the optimizer's state with it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
@@ -17,12 +18,21 @@ from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
 from sparsity.graph.cuts import solve_kept
+from sparsity.masks import apply_masks
 from sparsity.programs.axes import Axis
 from sparsity.reports import time_in_turn
 from sparsity.shrinking import report
-from sparsity.shrinking.cutting import check_updates, cut_params, cut_state
-from sparsity.shrinking.plan import Plan, check_proven, plan_cut, read_masks
+from sparsity.shrinking.cutting import (
+    check_updates,
+    cut_masks,
+    cut_params,
+    cut_state,
+    read_masks,
+)
+from sparsity.shrinking.dead import find_dead
+from sparsity.shrinking.plan import Plan, check_proven, plan_cut
 from sparsity.shrinking.report import SizeRow
+from sparsity.training import comparison
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,13 +45,15 @@ class Small:
     """A smaller model. Made by `shrink`.
 
     Attributes:
-      params: the parameters, the same tree with smaller leaves.
+      params: the parameters, the same tree with smaller leaves; 0 where `masks` are.
       opt_state: the optimizer's state, cut like the parameters; `None` without `opt_state`.
       plan: the channels that stay; `plan.to_json()` cuts another checkpoint of the model.
       before: the graph of the model before the cut.
       replicated: {(path, axis): number of devices} where that number no longer divides the axis.
       update_error: the largest difference between updates of smaller and of masked parameters, as
         a part of the largest entry of an array; `None` without `tx`.
+      masks: uint8 masks of `params`, 1 where an entry stays; `None` for a parameter without masked
+        entries, as all are after a cut by a plan.
       graph: the graph of the smaller model.
 
     Example:
@@ -62,6 +74,7 @@ class Small:
     before: Graph
     replicated: Mapping[tuple[Path, int], int]
     update_error: float | None = None
+    masks: PyTree = None
 
     @functools.cached_property
     def graph(self) -> Graph:
@@ -140,14 +153,23 @@ class Small:
 
     def _rows(self) -> list[SizeRow]:
         """Returns the rows of tables and pictures, in tree order."""
-        rows = []
+        rows, densities = [], self._densities()
         for leaf in self.before.leaves:
             shape = self.plan.shrink_shape(leaf.path, leaf.shape)
             sizes = leaf.size, math.prod(shape)
             nbytes = sizes[0] * leaf.dtype.itemsize, sizes[1] * leaf.dtype.itemsize
             macs = self.before.count_macs(leaf.path), self.macs(leaf.path)
-            rows.append(SizeRow(leaf.name, (leaf.shape, shape), sizes, nbytes, macs))
+            density = densities.get(leaf.path)
+            rows.append(SizeRow(leaf.name, (leaf.shape, shape), sizes, nbytes, macs, density))
         return rows
+
+    def _densities(self) -> dict[Path, float]:
+        """Returns the part of the entries that masks keep, for each parameter with a mask."""
+        densities = {}
+        for key, mask in trees.leaves_by_path(self.masks).items():
+            leaf = self.before.find_parameter(trees.path_names(key), mask, may_be_smaller=True)
+            densities[leaf.path] = float(jnp.mean(mask != 0))
+        return densities
 
     def _notes(self) -> list[str]:
         notes = []
@@ -184,32 +206,33 @@ def shrink(
     opt_state: optax.OptState | None = None,
     tx: optax.GradientTransformation | None = None,
 ) -> Small:
-    """Removes masked channels from the parameters, the model and the optimizer's state.
+    """Removes dead channels from the parameters, the model and the optimizer's state.
 
-    The smaller model computes exactly what the masked model computes, gradients included.
-    Training continues from the returned state.
+    A channel is dead if the masked model provably computes the same without it, also after others
+    are cut: all that reads it is masked, or all that makes it, and readers meet a 0. All others
+    keep their masks. The smaller model computes exactly what the masked model computes, gradients
+    of kept entries included. Training continues from the returned state.
 
     Args:
       graph: the graph of the model, from `sparsity.trace`.
       params: the parameters, the tree that was traced, or a part of that tree.
-      masks: masks of whole channels, as `scope=sparsity.Coupled(graph)` makes them; or a `Plan`.
+      masks: masks of any pattern, not packed, `None` for dense parameters; or a `Plan`. Layers of
+        a scan keep equally many channels, dead ones included; every group keeps one.
       opt_state: state of any optax optimizer of `params`. Moments are cut like their parameters,
         counters and schedules stay, and a SparseState keeps the masks of all entries that stay.
         Factored moments that average over removed channels are refused.
       tx: the optimizer of that state, or the inner one of a SparseState, to check that training
         continues as with the masked model: at least four updates by random gradients are compared.
-        Entrywise optimizers pass, and norms of gradients, to which zeros add nothing
-        (`clip_by_global_norm`, `lars`). Refused are means over an array (`clip_by_block_rms`),
-        noise, factors made of the shape (`muon`), and norms of moments that removed entries still
-        have (`lamb`).
+        Entrywise optimizers pass, and norms of masked gradients (`clip_by_global_norm`, `lars`).
+        Refused are means over an array (`clip_by_block_rms`), noise, factors made of the shape
+        (`muon`), and norms of moments (`lamb`) or weights that removed entries still have.
 
     Returns:
       The smaller model.
 
     Raises:
-      ValueError: a mask removes parts of channels, masks belong to another model, a group of
-        channels would vanish, a leaf of the optimizer's state cannot be cut, or `tx` would train
-        the smaller model otherwise; the error names the leaf.
+      ValueError: masks belong to another model or remove a group, a leaf of the optimizer's state
+        cannot be cut, or `tx` would train the smaller model otherwise; the error names the leaf.
 
     Example:
       >>> import jax.numpy as jnp
@@ -224,33 +247,18 @@ def shrink(
       >>> small.apply(small.params, jnp.ones((5, 3))).shape
       (5, 2)
     """
-    _check_arguments(masks, opt_state, tx)
-    if isinstance(masks, Plan):
-        plan = masks
-        check_proven(graph, solve_kept(graph.list_axes(), plan))
-    else:
-        plan = plan_cut(graph, read_masks(graph, masks))
+    comparison.check_arguments(masks, opt_state, tx)
+    by_path = {} if isinstance(masks, Plan) else read_masks(graph, masks)
+    plan = masks if isinstance(masks, Plan) else plan_cut(graph, *find_dead(graph, by_path))
+    if plan is masks:
+        check_proven(graph, solve_kept(graph.list_axes(), plan), plan)
     small_params = cut_params(graph, plan, params)
+    small_masks = cut_masks(graph, plan, params, small_params, by_path)
     state = None if opt_state is None else cut_state(graph, plan, params, small_params, opt_state)
-    error = None if tx is None else check_updates(tx, graph, plan, params, opt_state)
+    error = None if tx is None else check_updates(tx, graph, plan, params, opt_state, by_path)
     replicated = _replicated(graph, params, small_params)
-    return Small(small_params, state, plan, graph, replicated, error)
-
-
-def _check_arguments(
-    masks: PyTree | Plan,
-    opt_state: optax.OptState | None,
-    tx: optax.GradientTransformation | None,
-) -> None:
-    """Raises a ValueError if arguments of `shrink` are missing or confused."""
-    if masks is None:
-        raise ValueError("masks is None: nothing would be cut. Give masks of params, or a Plan.")
-    if isinstance(opt_state, optax.GradientTransformation):
-        raise ValueError("opt_state is an optimizer: give its state, and the optimizer as tx.")
-    if tx is not None and not hasattr(tx, "update"):
-        raise ValueError(f"tx must be an optax.GradientTransformation, got {tx!r}.")
-    if tx is not None and opt_state is None:
-        raise ValueError("tx is checked with the optimizer's state: give opt_state, too.")
+    masked = apply_masks(small_params, small_masks)
+    return Small(masked, state, plan, graph, replicated, error, small_masks)
 
 
 def _replicated(graph: Graph, params: PyTree, small_params: PyTree) -> dict[tuple[Path, int], int]:

@@ -48,10 +48,10 @@ def mask(params, masks):
     return jax.tree.map(lambda x, mask: x * mask, params, masks)
 
 
-def check(devices, fn, params, specs, x):
-    """Shrinks on one device and on the mesh; returns the latter."""
+def check(devices, fn, params, specs, x, masks=None):
+    """Shrinks on one device and on the mesh, by halves or by masks; returns the latter."""
     graph = sparsity.trace(fn, params, x)
-    masks = halves(graph, params)
+    masks = halves(graph, params) if masks is None else masks
     alone = sparsity.shrink(graph, mask(params, masks), masks)
     expected = jax.grad(lambda params: jnp.sum(jnp.sin(fn(params, x))))(mask(params, masks))
     with jax.set_mesh(devices.mesh):
@@ -60,6 +60,7 @@ def check(devices, fn, params, specs, x):
         small = sparsity.shrink(sparsity.trace(fn, there[0], x), *there)
         assert small.plan == alone.plan
         jax.tree.map(np.testing.assert_array_equal, small.params, alone.params)
+        jax.tree.map(np.testing.assert_array_equal, small.masks, alone.masks)
         found = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(small.apply(p, x)))))(small.params)
     expected = sparsity.shrink(graph, expected, alone.plan).params
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
@@ -78,6 +79,22 @@ def what_is_left_is_that_of_one_device_and_stays_sharded(devices):
     with jax.set_mesh(devices.mesh):  # another batch size
         x = devices.put(np.tile(x, (2, 1)), "a")
         assert jax.jit(small.apply)(small.params, x).shape == (8, 8)
+
+
+def masks_of_single_weights_leave_what_they_leave_on_one_device(devices):
+    x = jax.random.normal(jax.random.key(0), (4, 8))
+    masks = {
+        name: jnp.asarray(np.random.default_rng(0).random(leaf.shape) < 0.7, jnp.uint8)
+        for name, leaf in mlp_params().items()
+    }
+    masks["down"] = masks["down"].at[:8].set(0)
+    small = check(devices, mlp, mlp_params(), MLP, x, masks)
+    assert small.masks["up"].shape == (8, 8)
+    for name in ("up", "bias"):
+        mask, leaf = small.masks[name], small.params[name]
+        assert leaf.sharding.is_equivalent_to(devices.sharding(*MLP[name]), leaf.ndim)
+        assert mask.sharding.is_equivalent_to(leaf.sharding, leaf.ndim), mask.sharding
+        assert not jnp.any(jnp.where(mask, 0, leaf))
 
 
 def layers_of_a_scan_stay_sharded(devices):
@@ -199,6 +216,7 @@ def a_run_goes_on_from_its_plan_and_its_checkpoint(devices):
 
 _BOTH = [
     what_is_left_is_that_of_one_device_and_stays_sharded,
+    masks_of_single_weights_leave_what_they_leave_on_one_device,
     layers_of_a_scan_stay_sharded,
     what_no_longer_divides_lies_on_each_device_and_the_report_says_so,
     coupled_masks_are_those_of_one_device_and_lie_as_their_parameters,

@@ -1,0 +1,230 @@
+"""Finds the channels that masks leave dead: without them the masked model computes the same.
+
+A channel is dead if its removal is proven from the members of its group that are masked there. Two
+cases are typical: all entries that read the channel are masked, or all entries that make it are,
+and the zero that is left reaches its readers as a zero. Removing a channel takes entries from
+others, so that the search repeats until it proves no further channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+
+from sparsity.graph import ChannelGroup, Graph
+from sparsity.programs.axes import Axis
+
+Path = tuple[str, ...]
+Members: TypeAlias = frozenset[int]  # numbers of members of a group
+Live = Mapping[Path, np.ndarray]  # bool, 1 where an entry is neither masked nor removed
+
+
+class Dead(NamedTuple):
+    """The dead channels of a model.
+
+    Attributes:
+      kept: {variable: channels that stay}, [layers, indices] where layers choose for themselves.
+      masked: {path: {axis: bool[layers or 1, size]}}, 1 at removed indices whose entries were all
+        masked, or removed before: what the proofs rely on.
+    """
+
+    kept: dict[Axis, np.ndarray]
+    masked: dict[Path, dict[int, np.ndarray]]
+
+
+def find_dead(graph: Graph, masks: Mapping[Path, jax.Array]) -> Dead:
+    """Returns the channels that stay of each group that loses some, and what the cut relies on.
+
+    Layers of a scan that choose for themselves keep equally many channels, and every group keeps
+    one: where more channels are dead, the first ones go.
+
+    Args:
+      graph: the graph of the model.
+      masks: {path: mask of the shape of the parameter}; parameters without a mask are dense.
+
+    Raises:
+      ValueError: masks remove all channels of a group.
+    """
+    live = {path: np.not_equal(mask, 0) for path, mask in masks.items()}
+    groups = [group for group in graph.groups if any(path in live for path, _ in group.members)]
+    for group in groups:
+        _check_alive(group, live)
+    removed = {group: np.zeros((group.layers or 1, group.size), bool) for group in groups}
+    proofs = _Proofs(graph)
+    evidence: dict[Path, dict[int, np.ndarray]] = {}
+    changed = set(live)
+    while changed:
+        affected = [g for g in groups if any(path in changed for path, _ in g.members)]
+        masked = {group: _find_masked(group, live) for group in affected}
+        dead = proofs.find_dead(masked)
+        changed = set()
+        for group in affected:
+            removable = _choose_removable(dead[group], removed[group])
+            if removable.any():
+                _note_masked(group, masked[group] & removable[..., None], graph, evidence)
+                removed[group] |= removable
+                changed |= _remove(group, removable, live)
+    kept = {}
+    for group, is_removed in removed.items():
+        if is_removed.any():
+            rows = np.stack([np.flatnonzero(~row) for row in is_removed])
+            kept[group.variable] = rows if group.layers else rows[0]
+    return Dead(kept, evidence)
+
+
+def find_undead(
+    graph: Graph,
+    kept: Mapping[Axis, np.ndarray],
+    masked: Mapping[Path, Mapping[int, np.ndarray]],
+) -> ChannelGroup | None:
+    """Returns a group of which a cut removes channels that this model needs, `None` if none.
+
+    Args:
+      graph: a graph of the model for other arguments.
+      kept: {variable: channels that stay}.
+      masked: `Dead.masked` of the graph by which the channels were chosen.
+    """
+    cases, removed = {}, {}
+    for group in graph.groups:
+        if group.variable in kept:
+            is_removed = ~stays_at(kept[group.variable], group.size)
+            is_masked = np.zeros((*is_removed.shape, len(group.members)), bool)
+            members = zip(group.members, group.positions, strict=True)
+            for number, ((path, axis), positions) in enumerate(members):
+                if axis in masked.get(path, {}):
+                    is_masked[..., number] = masked[path][axis][:, positions].all(axis=2)
+            cases[group] = is_masked & is_removed[..., None]
+            removed[group] = is_removed
+    dead = _Proofs(graph).find_dead(cases)
+    return next((group for group in cases if (removed[group] & ~dead[group]).any()), None)
+
+
+def stays_at(index: np.ndarray, size: int) -> np.ndarray:
+    """Returns bool[layers, size]: the entries of an axis that stay, one row if layers agree."""
+    rows = np.atleast_2d(index)
+    stays: np.ndarray = np.zeros((len(rows), size), bool)
+    np.put_along_axis(stays, rows, True, axis=1)
+    return stays
+
+
+class _Proofs:
+    """Proofs that channels are dead, by the members of their group that are masked there."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._verdicts: dict[ChannelGroup, dict[Members, bool]] = {}
+
+    def find_dead(
+        self, masked: Mapping[ChannelGroup, np.ndarray]
+    ) -> dict[ChannelGroup, np.ndarray]:
+        """Returns bool[layers, channels] for each group: the channels whose removal is proven.
+
+        Args:
+          masked: {group: bool[layers, channels, members]}, 1 where all entries are masked.
+        """
+        cases = {}
+        for group, is_masked in masked.items():
+            held = [path not in self._graph.updated_state for path, _ in group.members]
+            rows = (is_masked & held).reshape(-1, len(held))
+            unique, numbers = np.unique(rows, axis=0, return_inverse=True)
+            members = [frozenset(np.flatnonzero(row).tolist()) for row in unique]
+            cases[group] = members, numbers.reshape(is_masked.shape[:2])
+        self._decide({group: members for group, (members, _) in cases.items()})
+        return {
+            group: np.array([self._verdicts[group][m] for m in members])[numbers]
+            for group, (members, numbers) in cases.items()
+        }
+
+    def _decide(self, cases: Mapping[ChannelGroup, Collection[Members]]) -> None:
+        """Proves or refuses each case; one pass over the program serves a case of every group."""
+        while True:
+            trial = {group: self._next_case(group, members) for group, members in cases.items()}
+            trial = {group: members for group, members in trial.items() if members}
+            if not trial:
+                return
+            entries: dict[Path, set[tuple[int, Axis]]] = {}
+            for group, members in trial.items():
+                for path, axis in (group.members[i] for i in members):
+                    entries.setdefault(path, set()).add((axis, group.variable))
+            unproven = self._graph.find_unproven(entries)
+            for group, members in trial.items():
+                self._verdicts[group][members] = group.variable not in unproven
+
+    def _next_case(self, group: ChannelGroup, cases: Collection[Members]) -> Members:
+        """Returns the largest undecided case; none of its members where all are decided.
+
+        Fewer masked members than in a refused case prove nothing: such cases need no pass.
+        """
+        verdicts = self._verdicts.setdefault(group, {frozenset(): False})
+        refused = [members for members, is_proven in verdicts.items() if not is_proven]
+        undecided = [members for members in cases if members not in verdicts]
+        for members in undecided:
+            if any(members < larger for larger in refused):
+                verdicts[members] = False
+        undecided = [members for members in undecided if members not in verdicts]
+        return max(undecided, key=len, default=frozenset())
+
+
+def _check_alive(group: ChannelGroup, live: Live) -> None:
+    """Raises a ValueError if masks remove all channels of a group, or of one of its layers."""
+    masked = _find_masked(group, live)
+    with_mask = [path in live for path, _ in group.members]
+    if masked[..., with_mask].all(axis=(1, 2)).any():
+        raise ValueError(
+            f"All {group.size} channels of the group {group.name!r} are masked. Let at least one "
+            "stay in the masks."
+        )
+
+
+def _find_masked(group: ChannelGroup, live: Live) -> np.ndarray:
+    """Returns bool[layers, channels, members]: 1 where no entry of a member is live."""
+    masked: np.ndarray = np.zeros((group.layers or 1, group.size, len(group.members)), bool)
+    members = zip(group.members, group.positions, strict=True)
+    for number, ((path, axis), positions) in enumerate(members):
+        if path in live:
+            entries = live[path] if group.layers else live[path][None]
+            place = axis if group.layers else axis + 1
+            along = np.any(entries, axis=tuple(i for i in range(1, entries.ndim) if i != place))
+            masked[..., number] = ~along[:, positions].any(axis=2)
+    return masked
+
+
+def _choose_removable(dead: np.ndarray, removed: np.ndarray) -> np.ndarray:
+    """Returns bool[layers, channels]: dead channels to remove, equally many in each layer."""
+    candidates = dead & ~removed
+    most = dead.shape[1] - 1 - removed[0].sum()
+    count = min(candidates.sum(axis=1).min(), most)
+    removable: np.ndarray = candidates & (np.cumsum(candidates, axis=1) <= count)
+    return removable
+
+
+def _note_masked(
+    group: ChannelGroup,
+    masked: np.ndarray,
+    graph: Graph,
+    evidence: dict[Path, dict[int, np.ndarray]],
+) -> None:
+    """Adds bool[layers, channels, members] of removed channels to `Dead.masked`."""
+    members = zip(group.members, group.positions, strict=True)
+    for number, ((path, axis), positions) in enumerate(members):
+        size = graph.find_shape(path)[axis]
+        noted = np.zeros((len(masked), size), bool)
+        noted[:, positions] = masked[..., number, None]
+        axes = evidence.setdefault(path, {})
+        axes[axis] = axes.get(axis, np.zeros((1, size), bool)) | noted
+
+
+def _remove(group: ChannelGroup, removable: np.ndarray, live: Live) -> set[Path]:
+    """Removes entries of channels from live entries; returns the paths of their members."""
+    paths = set()
+    for (path, axis), positions in zip(group.members, group.positions, strict=True):
+        if path in live:
+            entries = live[path] if group.layers else live[path][None]
+            by_layer = np.moveaxis(entries, axis if group.layers else axis + 1, 1)  # a view
+            for layer, row in zip(by_layer, removable, strict=True):
+                layer[positions[row].reshape(-1)] = False
+            paths.add(path)
+    return paths
