@@ -1,8 +1,7 @@
 """Positions of the kept entries of a mask, and the way from one mask to another.
 
 A slice of n entries that keeps at most k has k slots. Slot j holds the position of the j-th kept
-entry; slots beyond the kept entries hold n, which lies outside the slice. Gathers read 0 there, and
-scatters drop the value.
+entry; slots beyond the kept entries hold n, which lies outside the slice.
 """
 
 from __future__ import annotations
@@ -65,6 +64,31 @@ def kept_positions(mask: jax.Array, k: int) -> jax.Array:
     slot = jnp.arange(k, dtype=jnp.int32)
     position = word * _BITS + _find_bit(words.bits[word], slot - words.starts[word])
     return jnp.where(slot < words.total, position, n)
+
+
+def spread(words: Words, values: jax.Array, n: int) -> jax.Array:
+    """Returns [n] with the values of kept entries at their positions, any values elsewhere.
+
+    A scatter needs a buffer of n entries, and XLA runs it in one thread. This program is a loop
+    over entries that XLA fuses with later operations. Words and values must be stored: a fused loop
+    would compute a word for each of its entries.
+
+    Args:
+      words: words of the mask.
+      values: [k], one for each slot.
+      n: number of entries.
+
+    Example:
+      >>> mask = jnp.array([0, 1, 0, 1])
+      >>> jnp.where(mask > 0, spread(read_words(mask), jnp.array([5, 6, 7]), 4), 0)
+      Array([0, 5, 0, 6], dtype=int32)
+    """
+    if not n or not values.shape[0]:
+        return jnp.zeros(n, values.dtype)
+    below = (jnp.uint32(1) << jnp.arange(_BITS, dtype=jnp.uint32)) - 1
+    before = jax.lax.population_count(words.bits[:, None] & below).astype(jnp.int32)
+    slots = (words.starts[:, None] + before).reshape(-1)[:n]
+    return values.at[slots].get(mode="clip")
 
 
 def slots_of_positions(mask: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,9 +1,8 @@
 """One training step whose inner optimizer sees kept entries only (`use_compact_state`).
 
 Parameters, gradients and updates are dense; the state of the inner optimizer has one entry for each
-kept weight. Each step finds the positions of kept entries in the masks, gathers gradients and
-parameters there, and scatters the updates. A step that moves masks takes the state of the entries
-that stay to their new slots.
+kept weight. Each step gathers gradients and parameters at the positions of kept entries, and
+spreads the updates. A step that moves masks takes the state of the entries that stay to their new slots.
 """
 
 from __future__ import annotations
@@ -26,13 +25,14 @@ from sparsity.sparsity_schedules import update_range
 from sparsity.training.entrywise import check_entrywise
 from sparsity.training.hooks import Inputs
 from sparsity.training.kept import (
+    KeptState,
     Layout,
     carry,
     check_sharding,
     find_moves,
     find_positions,
     gather,
-    scatter,
+    land,
 )
 from sparsity.training.regrow import check_resettable
 from sparsity.training.skip import update_unless
@@ -69,8 +69,8 @@ class CompactStep(Step):
         step = super().wrap(updater, inner, masks)
         return cls(**{field.name: getattr(step, field.name) for field in dataclasses.fields(step)})
 
-    def init_inner(self, params: PyTree, masks: PyTree, sites: Sites) -> optax.OptState:
-        """Returns the state of the inner optimizer for the kept entries."""
+    def init_inner(self, params: PyTree, masks: PyTree, sites: Sites) -> KeptState:
+        """Returns the positions of kept entries and the state of the inner optimizer for them."""
         layouts = self.layouts(params, masks, sites)
         for path, layout in trees.leaves_by_path(layouts).items():
             check_sharding(path, trees.leaves_by_path(params)[path], layout.batch_axes)
@@ -80,7 +80,7 @@ class CompactStep(Step):
         state = self.inner.init(kept)
         if self.may_regrow:
             check_resettable(kept, state, type(self.updater).__name__)
-        return state
+        return KeptState(positions, state)
 
     def no_growth(self, state: SparseState, inputs: Inputs) -> PyTree:
         layouts = self.layouts(inputs.params, state.masks, inputs.sites)
@@ -108,8 +108,9 @@ class CompactStep(Step):
         kept = gather(params, positions, params, layouts)
         stays = jax.tree.map(lambda move: move.stays, moves)
         seen = _zero_where_not(stays, kept)
-        inner_state = carry(new.inner_state, self.inner.init(seen), moves)
-        return new._replace(inner_state=inner_state), jax.tree.map(jnp.logical_not, stays)
+        inner_state = carry(new.inner_state.state, self.inner.init(seen), moves)
+        kept_state = KeptState(positions, inner_state)
+        return new._replace(inner_state=kept_state), jax.tree.map(jnp.logical_not, stays)
 
     def transform(
         self, state: SparseState, inputs: Inputs, change: Change
@@ -119,7 +120,7 @@ class CompactStep(Step):
         params = inputs.params
         updates = self.modify(inputs, plain)
         layouts = self.layouts(params, plain.masks, inputs.sites)
-        positions = find_positions(plain.masks, params, layouts)
+        positions, inner_state = state.inner_state
         kept = gather(params, positions, params, layouts)
         grown, seen = change.grown, kept
         if grown is not None:
@@ -128,14 +129,14 @@ class CompactStep(Step):
             change.is_update if self.updater.skip_gradients else False,
             functools.partial(self.inner.update, **inputs.extra),
             gather(updates, positions, params, layouts),
-            state.inner_state,
+            inner_state,
             seen,
         )
         if grown is not None:
             steps = _start_from_zero(steps, kept, grown)
         count = optax.safe_increment(state.count)
-        steps = scatter(steps, positions, params, layouts)
-        return steps, state._replace(inner_state=inner_state, count=count)
+        steps = land(steps, plain.masks, params, layouts, state.count)
+        return steps, state._replace(inner_state=KeptState(positions, inner_state), count=count)
 
     def land(self, steps: PyTree, state: SparseState, inputs: Inputs, change: Change) -> PyTree:
         """Returns the updates, which `transform` has made to land on zeros."""

@@ -172,7 +172,7 @@ class _Comparison:
             for one, other in zip(dense.invars, kept.invars, strict=True)
         ]
         if name in _REDUCTIONS:
-            return result.aval.shape == ()
+            return not result.aval.shape
         if name in ENTRYWISE or name == "broadcast_in_dim":
             full = (result.aval.shape, kept.outvars[0].aval.shape)
             return all(shape in (full, ((), ())) for shape in operands)
