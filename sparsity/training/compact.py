@@ -2,7 +2,8 @@
 
 Parameters, gradients and updates are dense; the state of the inner optimizer has one entry for each
 kept weight. Each step gathers gradients and parameters at the positions of kept entries, and
-spreads the updates. A step that moves masks takes the state of the entries that stay to their new slots.
+spreads the updates. A step that moves masks takes the state of the entries that stay to their new
+slots.
 """
 
 from __future__ import annotations
