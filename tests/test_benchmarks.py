@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import calibration, results, selection, skipping, train_step
+from benchmarks import calibration, compact_state, results, selection, skipping, train_step
 from benchmarks import compile as compiling
 
 pytestmark = pytest.mark.slow
@@ -93,3 +93,9 @@ def test_the_trees_are_those_that_the_report_names():
     assert {tree: len(x) for tree, x in sizes.items()} == {"resnet50": 54, "transformer": 224}
     weights = sum(math.prod(x) for x in sizes["resnet50"])
     assert weights == 25_502_912  # with a head of 1000 classes, without biases and norms
+
+
+def test_compact_states_are_measured_beside_wrapped_ones():
+    rows = compact_state.measure((64, 128), 0.9, 2)
+    # Adam's two moments of 8 bytes, and masks of a byte or a bit; compact: 12 bytes a kept weight.
+    assert [row[2] for row in rows] == ["9.00", "8.13", "2.20", "1.33"]
