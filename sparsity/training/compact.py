@@ -26,8 +26,8 @@ from sparsity.sparsity_schedules import update_range
 from sparsity.training.entrywise import check_entrywise
 from sparsity.training.hooks import Inputs
 from sparsity.training.kept import (
+    KeptLayout,
     KeptState,
-    Layout,
     carry,
     check_sharding,
     find_moves,
@@ -61,7 +61,7 @@ class CompactStep(Step):
     ) -> CompactStep:
         check_rules(updater)
         if masks is None:
-            _check_own_masks(updater)
+            _check_first_masks(updater)
         elif any(map(is_traced, jax.tree.leaves(masks))):
             raise ValueError(
                 "use_compact_state=True needs the numbers of kept weights, but the masks of "
@@ -86,7 +86,7 @@ class CompactStep(Step):
     def no_growth(self, state: SparseState, inputs: Inputs) -> PyTree:
         layouts = self.layouts(inputs.params, state.masks, inputs.sites)
 
-        def none(_: trees.KeyPath, param: jax.Array, layout: Layout | None) -> jax.Array | None:
+        def none(_: trees.KeyPath, param: jax.Array, layout: KeptLayout | None) -> jax.Array | None:
             if layout is None:
                 return None
             fn = functools.partial(_no_slots, layout.num_slots)
@@ -154,7 +154,9 @@ class CompactStep(Step):
             targets = trees.leaves_by_path(self.updater.target_numbers(params, sites))
         user_masks = {} if self.masks is None else trees.leaves_by_path(self.masks)
 
-        def layout(path: trees.KeyPath, param: jax.Array, mask: jax.Array | None) -> Layout | None:
+        def layout(
+            path: trees.KeyPath, param: jax.Array, mask: jax.Array | None
+        ) -> KeptLayout | None:
             if mask is None:
                 return None
             site = sites[path]
@@ -171,7 +173,7 @@ class CompactStep(Step):
                     f"use_compact_state=True: {site.name!r} of shape {param.shape} has slices of "
                     "2**31 entries or more. Set batch_axes, or leave use_compact_state off."
                 )
-            return Layout(param.shape, site.batch_axes, count)
+            return KeptLayout(param.shape, site.batch_axes, count)
 
         return trees.map_matched(layout, params, masks)
 
@@ -210,7 +212,7 @@ def check_rules(updater: Updater) -> None:
         )
 
 
-def _check_own_masks(updater: Updater) -> None:
+def _check_first_masks(updater: Updater) -> None:
     """Raises a ValueError if the first masks of an updater keep numbers that are not static."""
     name = type(updater).__name__
     reason = ""

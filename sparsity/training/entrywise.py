@@ -9,7 +9,7 @@ a decision by the number of axes, a factored moment, a matrix product or noise f
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,10 @@ from sparsity.core.trees import PyTree
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.program import ClosedJaxpr, Literal
 
-Jaxpr: TypeAlias = Any  # jax has no public name for an open program
+# jax has no public names for open programs, their operations and their operands.
+Jaxpr: TypeAlias = PyTree
+Equation: TypeAlias = PyTree
+Atom: TypeAlias = PyTree
 Shape: TypeAlias = tuple[int, ...]
 # Parameters of operations that follow from shapes.
 _SHAPES = {"shape", "broadcast_dimensions", "axes", "sharding", "out_sharding"}
@@ -105,7 +108,7 @@ class _Comparison:
 
     def __init__(self, changed: set[tuple[Shape, Shape]]) -> None:
         self._changed = changed
-        self._partners: dict[Any, Any] = {}
+        self._partners: dict[Atom, Atom] = {}
 
     def compare(self, dense: ClosedJaxpr, kept: ClosedJaxpr) -> str:
         """Returns the first difference, or an empty string."""
@@ -129,7 +132,7 @@ class _Comparison:
             return "its results depend on the number of axes or their sizes"
         return ""
 
-    def _compare_equations(self, dense: Any, kept: Any) -> str:
+    def _compare_equations(self, dense: Equation, kept: Equation) -> str:
         name = dense.primitive.name
         if name != kept.primitive.name or len(dense.invars) != len(kept.invars):
             return f"{name} takes the place of {kept.primitive.name}"
@@ -159,12 +162,12 @@ class _Comparison:
             return f"{name} joins entries"
         return ""
 
-    def _compare_bodies(self, dense: Any, kept: Any) -> str:
+    def _compare_bodies(self, dense: Jaxpr, kept: Jaxpr) -> str:
         if isinstance(dense, ClosedJaxpr):
             return self.compare(dense, kept)
         return self._compare(dense, kept)
 
-    def _is_entrywise(self, name: str, dense: Any, kept: Any) -> bool:
+    def _is_entrywise(self, name: str, dense: Equation, kept: Equation) -> bool:
         """Returns whether the entries of shortened arrays stay apart, or become one number."""
         (result,) = dense.outvars
         operands = [
@@ -178,7 +181,7 @@ class _Comparison:
             return all(shape in (full, ((), ())) for shape in operands)
         return False
 
-    def _are_partners(self, dense: Any, kept: Any) -> bool:
+    def _are_partners(self, dense: Atom, kept: Atom) -> bool:
         if isinstance(dense, Literal) or isinstance(kept, Literal):
             both = isinstance(dense, Literal) and isinstance(kept, Literal)
             return both and _is_same(dense.val, kept.val)
@@ -186,7 +189,7 @@ class _Comparison:
         return partner is kept
 
 
-def _bodies(params: dict[str, Any]) -> Iterator[Any]:
+def _bodies(params: dict[str, object]) -> Iterator[Jaxpr]:
     """Returns the programs among the parameters of an operation."""
     for value in params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
@@ -194,14 +197,14 @@ def _bodies(params: dict[str, Any]) -> Iterator[Any]:
                 yield item
 
 
-def _have_equal_params(dense: dict[str, Any], kept: dict[str, Any], is_short: bool) -> bool:
+def _have_equal_params(dense: dict[str, object], kept: dict[str, object], is_short: bool) -> bool:
     skipped = _SHAPES if is_short else set()
     return dense.keys() == kept.keys() and all(
         key in skipped or repr(dense[key]) == repr(kept[key]) for key in dense
     )
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(one: PyTree, other: PyTree) -> bool:
     """Returns whether two constants have one dtype and value; NaN equals NaN."""
     if jnp.result_type(one) != jnp.result_type(other):
         return False

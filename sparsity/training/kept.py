@@ -38,8 +38,8 @@ class KeptState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """Layout of the kept entries of a parameter; no pytree, so that trees hold it as a leaf.
+class KeptLayout:
+    """KeptLayout of the kept entries of a parameter; no pytree, so that trees hold it as a leaf.
 
     Attributes:
       shape: shape of the parameter.
@@ -96,7 +96,7 @@ class Move:
       stays: bool[*batch, k], whether the old mask kept the entry.
     """
 
-    layout: Layout
+    layout: KeptLayout
     param: jax.Array
     slots: jax.Array
     stays: jax.Array
@@ -112,7 +112,7 @@ def find_positions(masks: PyTree, params: PyTree, layouts: PyTree) -> PyTree:
     """
 
     def find(
-        _: trees.KeyPath, param: jax.Array, mask: jax.Array | None, layout: Layout | None
+        _: trees.KeyPath, param: jax.Array, mask: jax.Array | None, layout: KeptLayout | None
     ) -> jax.Array | None:
         if mask is None or layout is None:
             return None
@@ -142,7 +142,7 @@ def gather(tree: PyTree, positions: PyTree, params: PyTree, layouts: PyTree) -> 
         leaf: jax.Array,
         at: jax.Array | None,
         param: jax.Array,
-        layout: Layout | None,
+        layout: KeptLayout | None,
     ) -> PyTree:
         if at is None or layout is None:
             return leaf
@@ -172,7 +172,7 @@ def land(
         step: jax.Array,
         mask: jax.Array | None,
         param: jax.Array,
-        layout: Layout | None,
+        layout: KeptLayout | None,
     ) -> PyTree:
         if mask is None or layout is None:
             return step
@@ -211,7 +211,7 @@ def find_moves(old_masks: PyTree, positions: PyTree, params: PyTree, layouts: Py
         param: jax.Array,
         mask: jax.Array | None,
         at: jax.Array | None,
-        layout: Layout | None,
+        layout: KeptLayout | None,
     ) -> Move | None:
         if mask is None or at is None or layout is None:
             return None
