@@ -70,6 +70,9 @@ class CompactStep(Step):
         step = super().wrap(updater, inner, masks)
         return cls(**{field.name: getattr(step, field.name) for field in dataclasses.fields(step)})
 
+    def placeholder(self, params: PyTree) -> KeptState:
+        return KeptState(0, self.inner.init(params))
+
     def init_inner(self, params: PyTree, masks: PyTree, sites: Sites) -> KeptState:
         """Returns the positions of kept entries and the state of the inner optimizer for them."""
         layouts = self.layouts(params, masks, sites)

@@ -96,7 +96,8 @@ class Step:
         if _is_placeholder(params):
             # Masks and targets are no parameters for optax.tree.map_params: each is one leaf.
             memory = updater.init_algorithm_state(params, params)
-            return SparseState(0, self.inner.init(params), 0, jnp.zeros([], jnp.int32), memory)
+            inner_state = self.placeholder(params)
+            return SparseState(0, inner_state, 0, jnp.zeros([], jnp.int32), memory)
         inputs = Inputs(params, None, updater.sites(params), {})
         state = inputs.call(updater.init_state, params)
         masks = read_masks(state.masks, params, self.packed, "initial masks")
@@ -115,6 +116,10 @@ class Step:
             count=on_device(0 if state.count is None else state.count, np.int32),
             algorithm_state=memory,
         )
+
+    def placeholder(self, params: PyTree) -> optax.OptState:
+        """Returns the first state of the inner optimizer for the node of `tree.map_params`."""
+        return self.inner.init(params)
 
     def init_inner(self, params: PyTree, masks: PyTree, sites: Sites) -> optax.OptState:
         """Returns the first state of the inner optimizer."""

@@ -74,7 +74,7 @@ def check_bits(one, other):
 # Compiled programs round x * y + z once or twice, as loops are fused; these run by operation.
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weights_are_bit_equal_to_those_of_the_wrapped_optimizer(name):
-    results = [train("rigl", OPTIMIZERS[name](), is_compact) for is_compact in (True, False)]
+    results = [train("rigl", OPTIMIZERS[name](), is_compact, 12) for is_compact in (True, False)]
     check_bits(results[0][0], results[1][0])
     check_bits(results[0][1].masks, results[1][1].masks)
 
@@ -183,6 +183,28 @@ def test_a_restored_state_trains_on_to_the_same_bits():
     empty = jax.tree.map(jnp.zeros_like, tx.init(arrays(7)))
     restored = serialization.from_state_dict(empty, saved)
     check_bits(tx.update(arrays(9), restored, params), tx.update(arrays(9), state, params))
+
+
+def test_map_params_maps_the_state_of_kept_weights():
+    tx = updater("rigl").wrap_optax(optax.adam(0.01))
+    _, state = train("rigl", optax.adam(0.01), True, steps=1)
+    mapped = optax.tree.map_params(tx.init, lambda x: x + 1, state)
+    moments = (each.inner_state.state[0].mu for each in (mapped, state))
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + 1), *moments)
+    check_bits(mapped.inner_state.positions, state.inner_state.positions)
+
+
+def test_a_state_of_kept_weights_is_not_cut_with_channels():
+    params = {"in": jnp.ones((8, 12)), "out": jnp.ones((12, 4))}
+    graph = sparsity.trace(lambda p, x: jnp.tanh(x @ p["in"]) @ p["out"], params, jnp.ones((2, 8)))
+    pruner = sparsity.MagnitudePruning(
+        scope=sparsity.Coupled(graph), sparsity_distribution_fn=sparsity.Uniform(0.5)
+    )
+    _, masks = pruner.instant_sparsify(params)
+    trainer = sparsity.StaticRandomSparse(use_compact_state=True)
+    state = trainer.wrap_optax(optax.adam(0.1), masks=masks).init(params)
+    with pytest.raises(ValueError, match=r"use_compact_state=True.*tx.init\(small.params\)"):
+        sparsity.shrink(graph, params, masks, state)
 
 
 def test_reports_read_a_compact_state():
