@@ -22,7 +22,7 @@ from sparsity.core.sharding import on_device
 from sparsity.core.trees import PyTree
 from sparsity.masks import Sites
 from sparsity.sparsity_distributions import Distribution, read_overrides, target_sparsities, uniform
-from sparsity.training import step
+from sparsity.training import compact, step
 from sparsity.training.fields import check_fields, check_names, hash_of_fields, have_equal_fields
 from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.state import SparseState
@@ -56,6 +56,9 @@ class BaseUpdater(Updater):
         `keeps_dense_weights`.
       batch_axes: number of leading axes that index separate matrices (scanned layers, experts), or
         a function of (path, param); each slice has an exact mask.
+      use_compact_state: keep the optimizer's state of kept weights only, in arrays [*batch, k].
+        The number of kept weights must not change: `static_sparse`, `set`, `rigl`, `srigl`, or
+        final masks given to `wrap_optax` and no schedule, with `is_sparse_gradients=True`.
       regrows: class attribute: whether pruned weights may return to the mask. Returning weights
         start at 0, with the optimizer state of `init`. `None` means that weights may return, unless
         the class keeps dense weights. `None` is also the default of a class that overrides
@@ -64,6 +67,9 @@ class BaseUpdater(Updater):
       keeps_dense_weights: class attribute: whether pruned weights keep their values between steps.
         A class that overrides `post_gradient_update` or `apply_masks` without this attribute is
         assumed to keep values; `wrap_optax` warns.
+      keeps_count: class attribute: whether every mask keeps as many weights of each slice as the
+        first, whose number the target sparsity tells; `None` means at most as many. It is False in
+        a class that overrides a hook that makes masks.
       schedule_type: class attribute: the schedule of configurations that name no schedule, made
         from start, end and frequency.
       config_keys: class attribute: keys of configurations beyond the fields; `read_config` converts
@@ -108,6 +114,8 @@ class BaseUpdater(Updater):
         hooks = "calculate_scores", "create_masks", "new_masks", "update_state"
         if "regrows" not in stated and not cls.regrows and overrides(*hooks):
             cls.regrows = None
+        if "keeps_count" not in stated and overrides(*hooks[1:], "get_initial_masks", "init_state"):
+            cls.keeps_count = False
         # Otherwise @dataclass writes an __eq__ and, with it, a __hash__ of None.
         for name in {"__eq__", "__hash__"} - stated.keys():
             setattr(cls, name, getattr(BaseUpdater, name))
@@ -238,7 +246,8 @@ class BaseUpdater(Updater):
                 "at exactly 0.",
                 stacklevel=2,
             )
-        return step.wrap(self, inner, masks)
+        wrap = compact.wrap if self.use_compact_state else step.wrap
+        return wrap(self, inner, masks)
 
     def sites(self, params: PyTree) -> Sites:
         """Returns the table of the prunable leaves: each with its pattern and batch axes."""
@@ -246,6 +255,10 @@ class BaseUpdater(Updater):
         overrides = read_overrides(distribution_fn)
         budget: Any = distribution_fn if hasattr(distribution_fn, "cost") else None
         return Sites(params, self.sparsity_type, self.batch_axes, overrides, budget=budget)
+
+    def target_numbers(self, params: PyTree, sites: Sites) -> PyTree:
+        """Returns the target sparsities as the distribution returns them, `None` where dense."""
+        return self._target_sparsities(params, sites)
 
     def _target_sparsities(self, params: PyTree, sites: Sites) -> PyTree:
         distribution_fn = self.get_distribution_fn()

@@ -8,7 +8,15 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import calibration, grouped, results, selection, skipping, train_step
+from benchmarks import (
+    calibration,
+    compact_state,
+    grouped,
+    results,
+    selection,
+    skipping,
+    train_step,
+)
 from benchmarks import compile as compiling
 
 pytestmark = pytest.mark.slow
@@ -99,3 +107,9 @@ def test_groups_are_measured_beside_dense_products():
     ratios = grouped.measure(64, 2, 0.9, 1)
     assert len(ratios) == 2 * len(grouped.GROUPS)
     assert min(ratios) > 0
+
+
+def test_compact_states_are_measured_beside_wrapped_ones():
+    rows = compact_state.measure((64, 128), 0.9, 2)
+    # Adam's two moments of 8 bytes, and masks of a byte or a bit; compact: 12 bytes a kept weight.
+    assert [row[2] for row in rows] == ["9.00", "8.13", "2.20", "1.33"]

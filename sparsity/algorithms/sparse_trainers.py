@@ -82,6 +82,8 @@ class SparseTraining(BaseUpdater):
 
     is_sparse_gradients: bool = True
 
+    keeps_count: ClassVar[bool | None] = True
+
     def get_initial_masks(
         self, params: PyTree, target_sparsities: PyTree, *, sites: Sites | None = None
     ) -> PyTree:
@@ -114,6 +116,7 @@ class StaticRandomSparse(SparseTraining):
     """
 
     regrows: ClassVar[bool | None] = False
+    keeps_count: ClassVar[bool | None] = True
 
     def update_state(
         self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
@@ -138,6 +141,7 @@ class DropAndGrow(SparseTraining):
     drop_fraction_fn: optax.Schedule = ConstantFraction(0.3)
 
     regrows: ClassVar[bool | None] = True
+    keeps_count: ClassVar[bool | None] = True
     config_keys: ClassVar[tuple[str, ...]] = ("drop_fraction",)
     schedule_type: ClassVar[str] = "periodic"
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import chex
 import jax
@@ -61,6 +61,8 @@ class SRigL(RigL):
       >>> state.masks.sum(axis=0).tolist()  # weights of each neuron
       [2, 2, 2]
     """
+
+    keeps_count: ClassVar[bool | None] = None  # the fan-in is rounded down
 
     min_salient: float = 0.3
 

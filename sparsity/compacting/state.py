@@ -13,6 +13,7 @@ from sparsity.compacting.storage import Storage
 from sparsity.core import owners, trees
 from sparsity.core.trees import PyTree
 from sparsity.training import comparison
+from sparsity.training.kept import KeptState
 from sparsity.training.state import SparseState
 
 _REMEDY = "start a new state: compact without opt_state, then tx.init(compact.params)"
@@ -58,7 +59,9 @@ def take_state(owner_tree: PyTree, state: PyTree) -> PyTree:
         shape of one; the error names the leaf.
     """
     while nodes := trees.find_nodes(state, SparseState):
-        state = _replace(state, nodes[0][1])
+        state = _replace(state, nodes[0][1], nodes[0][1].inner_state)
+    for _, node in trees.find_nodes(state, KeptState):
+        state = _replace(state, node, node.state)
     masked = [owner for owner in jax.tree.leaves(owner_tree) if owner.storage is not None]
     shapes = {owner.storage.shape: owner.name for owner in masked}
 
@@ -130,7 +133,5 @@ def check_optimizer(
     )
 
 
-def _replace(state: PyTree, node: SparseState) -> PyTree:
-    return jax.tree.map(
-        lambda x: x.inner_state if x is node else x, state, is_leaf=lambda x: x is node
-    )
+def _replace(state: PyTree, node: PyTree, by: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: by if x is node else x, state, is_leaf=lambda x: x is node)

@@ -56,6 +56,13 @@ def num_kept(n: chex.Numeric, sparsity: chex.Numeric) -> int | jax.Array | Words
     return num_kept_words((zero_like(low), low), sparsity)[1].astype(jnp.int32)
 
 
+def num_kept_int(n: int, sparsity: float) -> int:
+    """Returns `num_kept` of Python numbers."""
+    kept = num_kept(n, sparsity)
+    assert isinstance(kept, int)
+    return kept
+
+
 @jax.jit
 def _num_kept(n: Words, sparsity: chex.Numeric) -> Words:
     sparsity = jnp.asarray(sparsity, jnp.float32)

@@ -15,7 +15,7 @@ import numpy as np
 
 from sparsity.core import trees
 from sparsity.core.checks import check_density
-from sparsity.core.exact import num_kept
+from sparsity.core.exact import num_kept_int
 from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import PyTree
 from sparsity.graph.channels import Parameter
@@ -173,11 +173,11 @@ class Budget:
             shape: tuple[int, ...] = arrays[path].shape
             slices, size = math.prod(shape[:batch_axes]), math.prod(shape[batch_axes:])
             if pattern.is_elementwise:
-                return slices * _num_kept(size, sparsity)
+                return slices * num_kept_int(size, sparsity)
             if not (isinstance(pattern, SparsityType) and pattern.ranks_units):
                 return math.ceil(slices * size * (1 - Fraction(pattern.final_sparsity(sparsity))))
             units, largest = count_units(path)
-            return slices * min(size, _num_kept(units, sparsity) * largest)
+            return slices * min(size, num_kept_int(units, sparsity) * largest)
 
         def count(targets: PyTree) -> Fraction:
             sparsities = trees.leaves_by_path(targets).items()
@@ -262,12 +262,6 @@ def _with(targets: PyTree, path: trees.KeyPath, target: float) -> PyTree:
 
 def _float(bits: int) -> float:
     return float(np.int32(bits).view(np.float32)) if bits >= _LOWEST else 0.0
-
-
-def _num_kept(n: int, sparsity: float) -> int:
-    kept = num_kept(n, sparsity)
-    assert isinstance(kept, int)  # of Python numbers
-    return kept
 
 
 def _count_units(site: Site, shape: tuple[int, ...]) -> tuple[int, int]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from sparsity import selection
 from sparsity.core import sharding
-from sparsity.core.exact import sums
+from sparsity.core.exact import num_kept_int, sums
 
 REMEDY = (
     "Give another axis, make sparsity_type a function of (path, param), or keep this parameter "
@@ -60,6 +60,9 @@ class SparsityType:
         attributes = vars(cls)
         if "ranks_units" not in attributes and attributes.keys() & {"select", "move"}:
             cls.ranks_units = False
+        changes = attributes.keys() & {"select", "move", "pool", "expand"}
+        for name in {"count_kept"} - attributes.keys() if changes else ():
+            setattr(cls, name, getattr(SparsityType, name))
 
     def check(self, shape: tuple[int, ...], batch_axes: int = 0, name: str = "params") -> None:
         """Raises a ValueError that names the parameter if the pattern does not fit its shape.
@@ -84,6 +87,22 @@ class SparsityType:
     def final_sparsity(self, target: float) -> float:
         """Returns the sparsity of a mask at the end of a ramp to `target`."""
         return target
+
+    def count_kept(
+        self, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0
+    ) -> int | None:
+        """Returns the number of entries that `select` keeps of each slice, and `move` preserves.
+
+        Returns `None` if the number depends on the scores, which is the default of a pattern with
+        units of its own.
+
+        Args:
+          shape: shape of the parameter, batch axes included.
+          sparsity: fraction to remove, in [0, 1].
+          batch_axes: number of leading axes that index separate slices.
+        """
+        del shape, sparsity, batch_axes
+        return None
 
     def select(
         self,
@@ -205,3 +224,8 @@ class Unstructured(SparsityType):
     """
 
     is_elementwise = True
+
+    def count_kept(
+        self, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0
+    ) -> int | None:
+        return num_kept_int(math.prod(shape[batch_axes:]), sparsity)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
@@ -70,6 +71,15 @@ class Block(SparsityType):
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
         return _Grid.cover(self.block_shape, shape, batch_axes).spread(units).reshape(shape)
 
+    def count_kept(
+        self, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0
+    ) -> int | None:
+        grid = _Grid.cover(self.block_shape, shape, batch_axes)
+        if any(size % block for size, block in zip(grid.sizes, grid.block, strict=True)):
+            return None  # blocks at the edges are smaller
+        size, block = math.prod(shape[batch_axes:]), math.prod(grid.block)
+        return exact.num_kept_int(size // block, sparsity) * block
+
 
 @dataclasses.dataclass(frozen=True)
 class Channel(SparsityType):
@@ -102,6 +112,11 @@ class Channel(SparsityType):
     def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
         others = self._others(len(shape), batch_axes)
         return jnp.broadcast_to(jnp.expand_dims(units, others), shape)
+
+    def count_kept(self, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0) -> int:
+        channels = shape[absolute_axis(self.axis, batch_axes, len(shape))]
+        size = math.prod(shape[batch_axes:])
+        return exact.num_kept_int(channels, sparsity) * (size // max(channels, 1))
 
     def _others(self, ndim: int, batch_axes: int) -> tuple[int, ...]:
         axis = absolute_axis(self.axis, batch_axes, ndim)

@@ -97,6 +97,10 @@ class FanIn(SparsityType):
         rows = jax.lax.slice_in_dim(rows, 0, outputs, axis=batch_axes)
         return rows.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
 
+    def count_kept(self, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0) -> int:
+        _, _, outputs, inputs = self._layout(shape, batch_axes)
+        return outputs * exact.num_kept_int(math.prod(inputs), sparsity)
+
     def _group_size(self, outputs: int) -> int:
         """Returns the outputs of a full group, not more than a slice has."""
         return max(1, min(self.group, outputs))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparsity import selection
 from sparsity.core import sharding
@@ -68,6 +70,10 @@ class NByM(SparsityType):
     def final_sparsity(self, target: float) -> float:
         """Returns 1 - n / m for every target above 0."""
         return 1.0 - self.n / self.m if target > 0 else 0.0
+
+    def count_kept(self, shape: tuple[int, ...], sparsity: float, batch_axes: int = 0) -> int:
+        size = math.prod(shape[batch_axes:])
+        return size // self.m * self.n if np.float32(sparsity) > 0 else size
 
     def select(
         self,

@@ -22,6 +22,7 @@ from sparsity.shrinking.dead import stays_at
 from sparsity.shrinking.evaluate import take
 from sparsity.shrinking.plan import Plan, shrink_shape
 from sparsity.training import comparison
+from sparsity.training.kept import KeptState
 from sparsity.training.state import SparseState
 
 Path = tuple[str, ...]
@@ -105,6 +106,11 @@ def cut_state(
         owned.add(owner.name)
         return _cut_moment(owner, leaf)
 
+    if trees.find_nodes(state, KeptState):
+        raise ValueError(
+            "opt_state is that of use_compact_state=True, whose arrays of kept weights do not tell "
+            "channels. Start a new state: shrink without opt_state, then tx.init(small.params)."
+        )
     # A packed mask has another shape than its parameter: it is cut unpacked.
     nodes = [node for _, node in trees.find_nodes(state, SparseState)]
     packed = [node for node in nodes if are_packed(node.masks, params)]

@@ -15,6 +15,7 @@ import numpy as np
 from sparsity.core.checks import check_bool, check_int, is_traced
 from sparsity.core.names import suggest
 from sparsity.masks import SCOPES, TreeScope, is_pattern
+from sparsity.training.compact import check_rules
 from sparsity.training.updater import Updater
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def check_fields(updater: Updater) -> None:
             raise ValueError(f"{name} must be a function or None, got {value!r}.")
     if not isinstance(updater.rng_seed, jax.Array | np.ndarray):
         check_int("rng_seed", updater.rng_seed)
-    for name in ("skip_gradients", "is_sparse_gradients", "use_packed_masks"):
+    for name in ("skip_gradients", "is_sparse_gradients", "use_packed_masks", "use_compact_state"):
         check_bool(name, getattr(updater, name))
     if updater.is_sparse_updates is not None:
         check_bool("is_sparse_updates", updater.is_sparse_updates)
@@ -73,6 +74,8 @@ def check_fields(updater: Updater) -> None:
                 f"{scope!r}."
             )
     scope.check(kind, updater.batch_axes, updater.topk_fn)
+    if updater.use_compact_state:
+        check_rules(updater)
 
 
 def have_equal_fields(lhs: DataclassInstance, rhs: object) -> bool:

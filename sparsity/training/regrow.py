@@ -90,7 +90,7 @@ def check_resettable(
         f"{name} may regrow weights, and cannot give them a fresh optimizer state: that of "
         f"optax.{hidden} hides which entry belongs to which parameter. State regrows = False in "
         f"the class {name} if its masks only shrink, or leave optax.{hidden} out.",
-        stacklevel=3,
+        stacklevel=4,
     )
 
 

@@ -82,9 +82,9 @@ def sharding_like(params: PyTree, opt_state: optax.OptState) -> optax.OptState:
 
     The result serves as `out_shardings` of a jitted `init`, because the compiler would otherwise
     place moments and counts freely, and for restoring a checkpoint on a mesh. Packed masks are
-    sharded as their parameters, along the last axis only if the devices divide its bytes. Scalars
-    are replicated, and so are leaves of another shape than their parameter (factored moments,
-    histories).
+    sharded as their parameters, along the last axis only if the devices divide its bytes. State of
+    kept entries (`use_compact_state`) is sharded along the batch axes. Scalars are replicated, and
+    so are leaves that share no leading axes with their parameter (histories).
 
     Args:
       params: tree of arrays, or of `jax.ShapeDtypeStruct` with shardings.
@@ -121,8 +121,13 @@ def sharding_like(params: PyTree, opt_state: optax.OptState) -> optax.OptState:
 
     def fit(param: jax.Array | None, leaf: PyTree) -> Sharding:
         shape = jnp.shape(leaf)
-        if param is None or shape not in (param.shape, packed_shape(param.shape)):
+        if param is None:
             return replicated
+        if shape not in (param.shape, packed_shape(param.shape)):
+            leading = shape[:-1]  # of kept entries, [*batch, k]
+            if not leading or leading != param.shape[: len(leading)]:
+                return replicated
+            shape = leading
         return sharding.fit(param.sharding, shape)
 
     shardings: optax.OptState = owners.map_owned(fit, params, opt_state)

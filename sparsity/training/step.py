@@ -26,6 +26,7 @@ from sparsity.core.checks import is_traced
 from sparsity.core.sharding import on_device
 from sparsity.core.trees import PyTree
 from sparsity.masks import (
+    Sites,
     apply_masks,
     check_masks,
     pack_masks,
@@ -95,7 +96,8 @@ class Step:
         if _is_placeholder(params):
             # Masks and targets are no parameters for optax.tree.map_params: each is one leaf.
             memory = updater.init_algorithm_state(params, params)
-            return SparseState(0, self.inner.init(params), 0, jnp.zeros([], jnp.int32), memory)
+            inner_state = self.placeholder(params)
+            return SparseState(0, inner_state, 0, jnp.zeros([], jnp.int32), memory)
         inputs = Inputs(params, None, updater.sites(params), {})
         state = inputs.call(updater.init_state, params)
         masks = read_masks(state.masks, params, self.packed, "initial masks")
@@ -107,16 +109,24 @@ class Step:
         if memory is None:
             memory = inputs.call(updater.init_algorithm_state, inputs.weights, masks)
         # A hook may have created the state from Python numbers.
-        state = SparseState(
+        return SparseState(
             masks=place_masks(self._stored(masks, params), params),
-            inner_state=self.inner.init(params),
+            inner_state=self.init_inner(params, masks, inputs.sites),
             target_sparsities=jax.tree.map(on_device, targets),
             count=on_device(0 if state.count is None else state.count, np.int32),
             algorithm_state=memory,
         )
+
+    def placeholder(self, params: PyTree) -> optax.OptState:
+        """Returns the first state of the inner optimizer for the node of `tree.map_params`."""
+        return self.inner.init(params)
+
+    def init_inner(self, params: PyTree, masks: PyTree, sites: Sites) -> optax.OptState:
+        """Returns the first state of the inner optimizer."""
+        state = self.inner.init(params)
         if self.may_regrow:
-            name, is_sure = type(updater).__name__, bool(updater.regrows)
-            check_resettable(params, state.inner_state, name, is_sure)
+            name, is_sure = type(self.updater).__name__, bool(self.updater.regrows)
+            check_resettable(params, state, name, is_sure)
         return state
 
     def update(
@@ -154,16 +164,13 @@ class Step:
 
     def refresh(self, state: SparseState, inputs: Inputs) -> tuple[SparseState, Change]:
         """Updates the masks in the steps that the scheduler chooses."""
-        regrows = self.may_regrow and hidden_by(inputs.params, state.inner_state) is None
+        regrows = self.can_restart(state, inputs)
 
         def renew(state: SparseState) -> tuple[SparseState, Change]:
             return self.renew(state, inputs, regrows)
 
         def keep(state: SparseState) -> tuple[SparseState, Change]:
-            grown = None
-            if regrows:
-                plain, _ = self._read(state, inputs)
-                grown = jax.tree.map(jnp.zeros_like, pack_masks(plain.masks, inputs.params))
+            grown = self.no_growth(state, inputs) if regrows else None
             return state, Change(False, grown)
 
         is_update = self.updater.scheduler.is_mask_update_iter(state.count)
@@ -187,9 +194,41 @@ class Step:
         new = new._replace(masks=take_masks(new.masks, old.masks, params, self.packed))
         grown = None
         if regrows:
-            seen = apply_masks(params, old.masks) if self.keeps_zeros else params
-            new, grown = restart_regrown(old, new, params, self.inner.init(seen))
+            new, grown = self.restart(old, new, inputs)
         return new._replace(masks=self._stored(new.masks, params)), Change(True, grown)
+
+    def can_restart(self, state: SparseState, inputs: Inputs) -> bool:
+        """Returns whether weights that return to a mask get a fresh state."""
+        return self.may_regrow and hidden_by(inputs.params, state.inner_state) is None
+
+    def no_growth(self, state: SparseState, inputs: Inputs) -> PyTree:
+        """Returns `Change.grown` of a step that leaves the masks as they are."""
+        plain, _ = self._read(state, inputs)
+        return jax.tree.map(jnp.zeros_like, pack_masks(plain.masks, inputs.params))
+
+    def restart(
+        self, old: SparseState, new: SparseState, inputs: Inputs
+    ) -> tuple[SparseState, PyTree]:
+        """Returns the new state with a fresh optimizer state of grown weights, and `grown`."""
+        params = inputs.params
+        seen = apply_masks(params, old.masks) if self.keeps_zeros else params
+        return restart_regrown(old, new, params, self.inner.init(seen))
+
+    def modify(self, inputs: Inputs, plain: SparseState) -> PyTree:
+        """Returns the gradients that the hook `modify_gradients` returns.
+
+        Args:
+          inputs: inputs of the step, as hooks see them.
+          plain: the state with masks that are not packed.
+        """
+        updates = inputs.gradients
+        if not is_overridden(self.updater, "modify_gradients"):
+            return updates
+        hook = self.updater.modify_gradients
+        modified = inputs.call(hook, inputs.grads, inputs.seen, plain)
+        return trees.map_matched(
+            lambda _, grad, new: grad if new is None else new, updates, modified
+        )
 
     def transform(
         self, state: SparseState, inputs: Inputs, change: Change
@@ -200,10 +239,7 @@ class Step:
         if modifies or updater.is_sparse_gradients:  # else the masks may stay packed
             plain, inputs = self._read(state, inputs)
         if modifies:
-            modified = inputs.call(updater.modify_gradients, inputs.grads, inputs.seen, plain)
-            updates = trees.map_matched(
-                lambda _, grad, new: grad if new is None else new, updates, modified
-            )
+            updates = self.modify(inputs, plain)
         if updater.is_sparse_gradients:
             updates = apply_masks(updates, plain.masks, role="gradients")
         params = without_grown(inputs.params, change.grown) if self.keeps_zeros else inputs.params
@@ -242,7 +278,8 @@ class Change(NamedTuple):
 
     Attributes:
       is_update: whether masks were updated; may be traced.
-      grown: tree of packed masks of the weights that returned; `None` if none can return.
+      grown: tree of packed masks of the weights that returned, of bools for kept entries in a
+        compact state; `None` if none can return.
     """
 
     is_update: chex.Numeric

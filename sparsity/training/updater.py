@@ -49,9 +49,11 @@ class Updater:
     topk_fn: TopkFn | None = None
     is_sparse_updates: bool | None = None
     batch_axes: BatchAxes = 0
+    use_compact_state: bool = False
 
     regrows: ClassVar[bool | None] = None
     keeps_dense_weights: ClassVar[bool] = False
+    keeps_count: ClassVar[bool | None] = False
 
     def sites(self, params: PyTree) -> Sites:
         """Returns the table of the prunable leaves: each with its pattern and batch axes."""
@@ -59,6 +61,10 @@ class Updater:
 
     def init_state(self, params: PyTree, *, sites: Sites | None = None) -> SparseState:
         """Returns the initial state of a wrapped optimizer, without the inner state."""
+        raise NotImplementedError
+
+    def target_numbers(self, params: PyTree, sites: Sites) -> PyTree:
+        """Returns the target sparsities as the distribution returns them, `None` where dense."""
         raise NotImplementedError
 
     # Hooks that algorithms override. Hooks of the step see no packed masks, and no leaves that can

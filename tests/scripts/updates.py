@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import PartitionSpec as P
 
 import sparsity
@@ -43,6 +44,41 @@ def place(devices, values, layout):
 
 def on(devices, layout):
     return jax.set_mesh(devices.mesh) if layout else contextlib.nullcontext()
+
+
+def a_compact_state_of_stacked_layers_needs_no_communication(devices):
+    """State of kept weights is sharded as its layers; other shardings are refused by name."""
+
+    def start(algorithm, params, is_compact):
+        updater = helpers.make_updater(
+            algorithm, batch_axes=1, use_compact_state=is_compact, skip_gradients=False
+        )
+        tx = updater.wrap_optax(optax.adam(0.1))
+        shardings = sparsity.sharding_like(params, jax.eval_shape(tx.init, params))
+        return tx, jax.jit(tx.init, out_shardings=shardings)(params)
+
+    draw = np.random.default_rng(0).normal(size=(3, 8, 12, 20)).astype(np.float32)
+    params, *grads = (devices.put(x, ("a", "b")) for x in draw)
+    with jax.set_mesh(devices.mesh):
+        for algorithm in ("static_sparse", "rigl"):
+            landed = []
+            for is_compact in (True, False):
+                tx, state = start(algorithm, params, is_compact)
+                update = jax.jit(tx.update).lower(grads[0], state, params).compile()
+                new = params
+                for grad in grads:
+                    updates, state = update(grad, state, new)
+                    new = optax.apply_updates(new, updates)
+                landed.append(new)
+                moment = jax.tree.leaves(state.inner_state)[-1]
+                assert moment.sharding.spec[0] == ("a", "b"), moment.sharding
+                if algorithm == "static_sparse":
+                    assert not re.search("all-gather|all-reduce|all-to-all", update.as_text())
+            same(*landed, params)
+        cut = devices.put(draw[0], None, "a")
+        updater = helpers.make_updater("rigl", batch_axes=1, use_compact_state=True)
+        with pytest.raises(ValueError, match=r"\(8, 12, 20\).*axes \[1\].*batch_axes"):
+            updater.wrap_optax(optax.adam(0.1)).init(cut)
 
 
 def every_algorithm_gives_bit_equal_masks(devices):
@@ -240,6 +276,7 @@ def initial_weights_are_pruned_as_on_one_device(devices):
 
 
 _BOTH = [
+    a_compact_state_of_stacked_layers_needs_no_communication,
     initial_weights_are_pruned_as_on_one_device,
     every_algorithm_gives_bit_equal_masks,
     groups_of_outputs_share_their_inputs_as_on_one_device,

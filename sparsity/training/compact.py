@@ -1,0 +1,313 @@
+"""One training step whose inner optimizer sees kept entries only (`use_compact_state`).
+
+Parameters, gradients and updates are dense; the state of the inner optimizer has one entry for each
+kept weight. Each step gathers gradients and parameters at the positions of kept entries, and
+spreads the updates. A step that moves masks takes the state of the entries that stay to their new
+slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from sparsity.core import trees
+from sparsity.core.checks import is_traced
+from sparsity.core.trees import PyTree
+from sparsity.masks import Layerwise, Site, Sites, packed_shape
+from sparsity.sparsity_schedules import update_range
+from sparsity.training.entrywise import check_entrywise
+from sparsity.training.hooks import Inputs
+from sparsity.training.kept import (
+    KeptLayout,
+    KeptState,
+    carry,
+    check_sharding,
+    find_moves,
+    find_positions,
+    gather,
+    land,
+)
+from sparsity.training.regrow import check_resettable
+from sparsity.training.skip import update_unless
+from sparsity.training.state import SparseState
+from sparsity.training.step import Change, Step
+from sparsity.training.updater import Updater
+
+
+@dataclasses.dataclass(frozen=True)
+class CompactStep(Step):
+    """Step of an updater with `use_compact_state`; attributes as in `Step`.
+
+    Attributes:
+      counts: number of kept entries by path, shape and batch axes of the masks of `wrap_optax`,
+        which are counted once.
+    """
+
+    counts: dict[tuple[object, ...], int] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    @classmethod
+    def wrap(
+        cls, updater: Updater, inner: optax.GradientTransformation, masks: PyTree | None
+    ) -> CompactStep:
+        check_rules(updater)
+        if masks is None:
+            _check_first_masks(updater)
+        elif any(map(is_traced, jax.tree.leaves(masks))):
+            raise ValueError(
+                "use_compact_state=True needs the numbers of kept weights, but the masks of "
+                "wrap_optax are traced. Call wrap_optax outside of jit, scan and vmap."
+            )
+        step = super().wrap(updater, inner, masks)
+        return cls(**{field.name: getattr(step, field.name) for field in dataclasses.fields(step)})
+
+    def placeholder(self, params: PyTree) -> KeptState:
+        return KeptState(0, self.inner.init(params))
+
+    def init_inner(self, params: PyTree, masks: PyTree, sites: Sites) -> KeptState:
+        """Returns the positions of kept entries and the state of the inner optimizer for them."""
+        layouts = self.layouts(params, masks, sites)
+        for path, layout in trees.leaves_by_path(layouts).items():
+            check_sharding(path, trees.leaves_by_path(params)[path], layout.batch_axes)
+        positions = find_positions(masks, params, layouts)
+        kept = gather(params, positions, params, layouts)
+        check_entrywise(self.inner, params, kept)
+        state = self.inner.init(kept)
+        if self.may_regrow:
+            check_resettable(kept, state, type(self.updater).__name__)
+        return KeptState(positions, state)
+
+    def no_growth(self, state: SparseState, inputs: Inputs) -> PyTree:
+        layouts = self.layouts(inputs.params, state.masks, inputs.sites)
+
+        def none(_: trees.KeyPath, param: jax.Array, layout: KeptLayout | None) -> jax.Array | None:
+            if layout is None:
+                return None
+            fn = functools.partial(_no_slots, layout.num_slots)
+            nothing: jax.Array = layout.map_slices(fn, param, param)
+            return nothing
+
+        return trees.map_matched(none, inputs.params, layouts)
+
+    def can_restart(self, state: SparseState, inputs: Inputs) -> bool:
+        return self.may_regrow
+
+    def restart(
+        self, old: SparseState, new: SparseState, inputs: Inputs
+    ) -> tuple[SparseState, PyTree]:
+        """Carries the state of kept entries to their new slots; grown entries start afresh."""
+        params = inputs.params
+        layouts = self.layouts(params, old.masks, inputs.sites)
+        positions = find_positions(new.masks, params, layouts)
+        moves = find_moves(old.masks, positions, params, layouts)
+        kept = gather(params, positions, params, layouts)
+        stays = jax.tree.map(lambda move: move.stays, moves)
+        seen = _zero_where_not(stays, kept)
+        inner_state = carry(new.inner_state.state, self.inner.init(seen), moves)
+        kept_state = KeptState(positions, inner_state)
+        return new._replace(inner_state=kept_state), jax.tree.map(jnp.logical_not, stays)
+
+    def transform(
+        self, state: SparseState, inputs: Inputs, change: Change
+    ) -> tuple[PyTree, SparseState]:
+        """Runs the inner optimizer on kept entries; returns dense updates that land on zeros."""
+        plain, inputs = self._read(state, inputs)
+        params = inputs.params
+        updates = self.modify(inputs, plain)
+        layouts = self.layouts(params, plain.masks, inputs.sites)
+        positions, inner_state = state.inner_state
+        kept = gather(params, positions, params, layouts)
+        grown, seen = change.grown, kept
+        if grown is not None:
+            seen = _zero_where_not(jax.tree.map(jnp.logical_not, grown), kept)
+        steps, inner_state = update_unless(
+            change.is_update if self.updater.skip_gradients else False,
+            functools.partial(self.inner.update, **inputs.extra),
+            gather(updates, positions, params, layouts),
+            inner_state,
+            seen,
+        )
+        if grown is not None:
+            steps = _start_from_zero(steps, kept, grown)
+        count = optax.safe_increment(state.count)
+        steps = land(steps, plain.masks, params, layouts, state.count)
+        return steps, state._replace(inner_state=KeptState(positions, inner_state), count=count)
+
+    def land(self, steps: PyTree, state: SparseState, inputs: Inputs, change: Change) -> PyTree:
+        """Returns the updates, which `transform` has made to land on zeros."""
+        return steps
+
+    def layouts(self, params: PyTree, masks: PyTree, sites: Sites) -> PyTree:
+        """Returns the layout of the kept entries of each masked parameter.
+
+        Raises:
+          ValueError: the number of kept entries is not static. The message names the parameter.
+        """
+        targets = None
+        if self.masks is None:
+            targets = trees.leaves_by_path(self.updater.target_numbers(params, sites))
+        user_masks = {} if self.masks is None else trees.leaves_by_path(self.masks)
+
+        def layout(
+            path: trees.KeyPath, param: jax.Array, mask: jax.Array | None
+        ) -> KeptLayout | None:
+            if mask is None:
+                return None
+            site = sites[path]
+            if targets is None:
+                key = (path, param.shape, site.batch_axes)
+                if key not in self.counts:
+                    _check_moves(self.updater, site)
+                    self.counts[key] = _count_mask(user_masks[path], param.shape, site)
+                count = self.counts[key]
+            else:
+                count = _count_target(site, param.shape, targets[path])
+            if math.prod(param.shape[site.batch_axes :]) >= 2**31 - 32:
+                raise ValueError(
+                    f"use_compact_state=True: {site.name!r} of shape {param.shape} has slices of "
+                    "2**31 entries or more. Set batch_axes, or leave use_compact_state off."
+                )
+            return KeptLayout(param.shape, site.batch_axes, count)
+
+        return trees.map_matched(layout, params, masks)
+
+
+def check_rules(updater: Updater) -> None:
+    """Raises a ValueError for fields that exclude `use_compact_state`; names field and value."""
+    name, schedule = type(updater).__name__, updater.scheduler
+    refused = "use_compact_state=True stores the optimizer's state for kept weights only"
+    if updater.is_sparse_updates is False or updater.keeps_dense_weights:
+        field = (
+            "is_sparse_updates = False"
+            if updater.is_sparse_updates is False
+            else (f"{name}.keeps_dense_weights = True")
+        )
+        raise ValueError(
+            f"{refused}, but {field}: pruned weights keep values and would be trained. Leave "
+            "use_compact_state off."
+        )
+    if not updater.is_sparse_gradients:
+        raise ValueError(
+            f"{refused}, but is_sparse_gradients = False shows gradients of pruned weights to the "
+            f"optimizer. Give {name} is_sparse_gradients=True too."
+        )
+    if update_range(schedule) is None:
+        return
+    if updater.keeps_count is False:
+        raise ValueError(
+            f"{refused}, but {name} with scheduler = {schedule!r} changes their number. It can be "
+            "had with static_sparse, set, rigl and srigl, or when masks are final: "
+            "scheduler=NoUpdateSchedule() and wrap_optax(tx, masks=masks)."
+        )
+    if not isinstance(updater.scope, Layerwise):
+        raise ValueError(
+            f"{refused}, but under scope = {updater.scope!r} each update of the masks changes the "
+            "numbers of single parameters. Use scope = Layerwise(), or NoUpdateSchedule()."
+        )
+
+
+def _check_first_masks(updater: Updater) -> None:
+    """Raises a ValueError if the first masks of an updater keep numbers that are not static."""
+    name = type(updater).__name__
+    reason = ""
+    if updater.keeps_count is False:
+        reason = f"{name} starts from dense masks"
+    elif not isinstance(updater.scope, Layerwise):
+        reason = f"scope = {updater.scope!r} decides by scores how many weights a parameter keeps"
+    elif updater.topk_fn is not None:
+        reason = f"topk_fn = {updater.topk_fn!r} may keep any number of weights"
+    if reason:
+        raise ValueError(
+            "use_compact_state=True needs the number of kept weights of each parameter, but "
+            f"{reason}. Give the masks: wrap_optax(tx, masks=masks)."
+        )
+
+
+def _count_target(site: Site, shape: tuple[int, ...], target: chex.Numeric) -> int:
+    """Returns the number of entries that the first mask keeps of each slice."""
+    if is_traced(target):
+        raise ValueError(
+            f"use_compact_state=True needs the sparsity of {site.name!r} as a number, but it is "
+            "traced. Make the updater outside of jit, scan and vmap."
+        )
+    count_kept = getattr(site.pattern, "count_kept", None)
+    count = count_kept and count_kept(shape, float(target), site.batch_axes)
+    if count is None:
+        raise ValueError(
+            f"use_compact_state=True: how many entries {site.pattern!r} keeps of {site.name!r} of "
+            f"shape {shape} depends on their scores. Use a pattern whose units have one size: "
+            "Unstructured(), NByM, FanIn, or a Block that divides the axes; or give masks: "
+            "wrap_optax(tx, masks=masks)."
+        )
+    return int(count)
+
+
+def _check_moves(updater: Updater, site: Site) -> None:
+    """Raises a ValueError if updates may keep more entries than a mask of the user."""
+    if update_range(updater.scheduler) is None:
+        return
+    if updater.keeps_count is None or not site.pattern.is_elementwise:
+        raise ValueError(
+            f"use_compact_state=True: {type(updater).__name__} with {site.pattern!r} may keep more "
+            f"entries of {site.name!r} than the mask that wrap_optax got. Leave masks out, use "
+            "NoUpdateSchedule(), or SET or RigL with Unstructured()."
+        )
+
+
+def _count_mask(mask: jax.Array, shape: tuple[int, ...], site: Site) -> int:
+    """Returns the largest number of entries that a mask, perhaps packed, keeps of a slice."""
+    entries = np.asarray(mask)
+    if entries.shape == packed_shape(shape) != shape:
+        entries = np.unpackbits(entries, axis=-1, count=(shape or (1,))[-1])
+    elif entries.shape != shape:
+        entries = np.unpackbits(entries, count=math.prod(shape))
+    by_slice = entries.reshape(*shape[: site.batch_axes], -1)
+    return int(np.count_nonzero(by_slice, axis=-1).max(initial=0))
+
+
+def _no_slots(k: int, values: jax.Array) -> jax.Array:
+    """Returns bool[k], all false; `values` say over which axes of a mesh the result varies."""
+    return jnp.zeros(k, bool)
+
+
+def _zero_where_not(stays: PyTree, kept: PyTree) -> PyTree:
+    """Returns the kept entries with zeros where `stays` is false; other leaves unchanged."""
+
+    def zero(_: trees.KeyPath, values: jax.Array, where: jax.Array | None) -> jax.Array:
+        return values if where is None else jnp.where(where, values, jnp.zeros((), values.dtype))
+
+    return trees.map_matched(zero, kept, stays)
+
+
+def _start_from_zero(steps: PyTree, kept: PyTree, grown: PyTree) -> PyTree:
+    """Returns updates that start grown entries from zero, whatever values are stored."""
+
+    def restart(
+        _: trees.KeyPath, step: jax.Array, value: PyTree, where: jax.Array | None
+    ) -> jax.Array:
+        return step if where is None else jnp.where(where, step - value, step)
+
+    return trees.map_matched(restart, steps, kept, grown, role="updates")
+
+
+def wrap(
+    updater: Updater, inner: optax.GradientTransformation, masks: PyTree | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Returns `inner` with the masks of `updater` in its state, and the state of kept entries.
+
+    Args:
+      updater: decides which masks exist, and when they move.
+      inner: any optax transformation that works entry by entry.
+      masks: initial masks; `None` leaves the choice to the updater.
+    """
+    step = CompactStep.wrap(updater, inner, masks)
+    return optax.GradientTransformationExtraArgs(step.init, step.update)

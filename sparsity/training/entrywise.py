@@ -1,0 +1,215 @@
+"""Proves that an optimizer treats kept entries alone as it treats them among all entries.
+
+The optimizer is traced twice without running: for the parameters, and for their kept entries. Both
+programs must apply the same operations with the same constants in the same order, and operations
+on arrays that became shorter must work entry by entry, or reduce all entries to one number. A mean,
+a decision by the number of axes, a factored moment, a matrix product or noise fails the comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from sparsity.core import sharding, trees
+from sparsity.core.trees import PyTree
+from sparsity.programs.entrywise import ENTRYWISE
+from sparsity.programs.program import ClosedJaxpr, Literal
+
+# jax has no public names for open programs, their operations and their operands.
+Jaxpr: TypeAlias = PyTree
+Equation: TypeAlias = PyTree
+Atom: TypeAlias = PyTree
+Shape: TypeAlias = tuple[int, ...]
+# Parameters of operations that follow from shapes.
+_SHAPES = {"shape", "broadcast_dimensions", "axes", "sharding", "out_sharding"}
+_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"}
+
+
+def check_entrywise(
+    inner: optax.GradientTransformationExtraArgs, params: PyTree, kept: PyTree
+) -> None:
+    """Raises a ValueError for an optimizer that reads more than entries and norms.
+
+    Args:
+      inner: the optimizer.
+      params: tree of parameters.
+      kept: the same tree with kept entries in place of masked parameters.
+    """
+    shapes = [
+        (leaf.shape, short.shape)
+        for leaf, short in zip(jax.tree.leaves(params), jax.tree.leaves(kept), strict=True)
+        if trees.is_array(leaf)
+    ]
+    changed = {pair for pair in shapes if pair[0] != pair[1]}
+    if not changed:
+        return
+    try:
+        dense = _trace(inner, params)
+    except TypeError as error:  # an argument of `update` is missing
+        raise ValueError(
+            "use_compact_state=True checks that the optimizer works entry by entry from gradients, "
+            f"params and value alone; its update fails: {error}"
+        ) from error
+    try:
+        reason = _Comparison(changed).compare(dense, _trace(inner, kept))
+    except (TypeError, ValueError) as error:  # arrays of the optimizer do not fit kept entries
+        reason = str(error)
+    if reason:
+        raise ValueError(
+            "use_compact_state=True shows the optimizer an array of kept entries in place of each "
+            f"masked parameter, and this optimizer would then train otherwise: {reason}. Use an "
+            "optimizer that works entry by entry (global norms may be used), give its masks and "
+            "labels as trees and not as functions of shapes, or leave use_compact_state off."
+        )
+
+
+def _trace(inner: optax.GradientTransformationExtraArgs, params: PyTree) -> ClosedJaxpr:
+    """Returns the program of `init` and an update, for abstract parameters."""
+    structs = jax.tree.map(_without_sharding, sharding.abstract(params))
+    arrays, rebuild = trees.split_arrays(structs)
+    floats = [trees.is_prunable(array) for array in arrays]
+
+    def run(
+        arrays: Sequence[jax.Array], grads: Sequence[jax.Array], value: jax.Array
+    ) -> tuple[PyTree, PyTree]:
+        params = rebuild(arrays)
+        gradients = iter(grads)
+        updates = rebuild(
+            [
+                next(gradients) if is_float else np.zeros(array.shape, jax.dtypes.float0)
+                for array, is_float in zip(arrays, floats, strict=True)
+            ]
+        )
+        state = inner.init(params)
+        steps, state = inner.update(updates, state, params, value=value)
+        return trees.prunable(steps), trees.prunable(state)
+
+    grads = [array for array, is_float in zip(arrays, floats, strict=True) if is_float]
+    value = jax.ShapeDtypeStruct((), jnp.float32)
+    return jax.make_jaxpr(run)(arrays, grads, value)
+
+
+def _without_sharding(leaf: PyTree) -> PyTree:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if trees.is_array(leaf) else leaf
+
+
+class _Comparison:
+    """Comparison of two programs, of which the second has shorter arrays.
+
+    Args:
+      changed: pairs of shapes of a masked parameter and of its kept entries.
+    """
+
+    def __init__(self, changed: set[tuple[Shape, Shape]]) -> None:
+        self._changed = changed
+        self._partners: dict[Atom, Atom] = {}
+
+    def compare(self, dense: ClosedJaxpr, kept: ClosedJaxpr) -> str:
+        """Returns the first difference, or an empty string."""
+        for one, other in zip(dense.consts, kept.consts, strict=False):
+            if np.shape(one) != np.shape(other) or not _is_same(one, other):
+                return "constants differ"
+        return self._compare(dense.jaxpr, kept.jaxpr)
+
+    def _compare(self, dense: Jaxpr, kept: Jaxpr) -> str:
+        for field in ("constvars", "invars", "eqns", "outvars"):
+            if len(getattr(dense, field)) != len(getattr(kept, field)):
+                return "its operations depend on the number of axes or their sizes"
+        for one, other in zip(
+            [*dense.constvars, *dense.invars], [*kept.constvars, *kept.invars], strict=True
+        ):
+            self._partners[one] = other
+        for one, other in zip(dense.eqns, kept.eqns, strict=True):
+            if reason := self._compare_equations(one, other):
+                return reason
+        if not all(map(self._are_partners, dense.outvars, kept.outvars)):
+            return "its results depend on the number of axes or their sizes"
+        return ""
+
+    def _compare_equations(self, dense: Equation, kept: Equation) -> str:
+        name = dense.primitive.name
+        if name != kept.primitive.name or len(dense.invars) != len(kept.invars):
+            return f"{name} takes the place of {kept.primitive.name}"
+        if not all(map(self._are_partners, dense.invars, kept.invars)):
+            return f"{name} reads a number that depends on the size of the array"
+        self._partners.update(zip(dense.outvars, kept.outvars, strict=True))
+        shapes = [
+            (one.aval.shape, other.aval.shape)
+            for one, other in zip(
+                [*dense.invars, *dense.outvars], [*kept.invars, *kept.outvars], strict=True
+            )
+        ]
+        differing = [pair for pair in shapes if pair[0] != pair[1]]
+        if any(pair not in self._changed for pair in differing):
+            return f"{name} makes an array whose shape is not that of the parameter"
+        bodies = list(_bodies(dense.params)), list(_bodies(kept.params))
+        if len(bodies[0]) != len(bodies[1]):
+            return f"{name} depends on the number of axes or their sizes"
+        for one, other in zip(*bodies, strict=True):
+            if reason := self._compare_bodies(one, other):
+                return reason
+        if bodies[0]:
+            return ""
+        if not _have_equal_params(dense.params, kept.params, bool(differing)):
+            return f"{name} has other settings"
+        if differing and not self._is_entrywise(name, dense, kept):
+            return f"{name} joins entries"
+        return ""
+
+    def _compare_bodies(self, dense: Jaxpr, kept: Jaxpr) -> str:
+        if isinstance(dense, ClosedJaxpr):
+            return self.compare(dense, kept)
+        return self._compare(dense, kept)
+
+    def _is_entrywise(self, name: str, dense: Equation, kept: Equation) -> bool:
+        """Returns whether the entries of shortened arrays stay apart, or become one number."""
+        (result,) = dense.outvars
+        operands = [
+            (one.aval.shape, other.aval.shape)
+            for one, other in zip(dense.invars, kept.invars, strict=True)
+        ]
+        if name in _REDUCTIONS:
+            return not result.aval.shape
+        if name in ENTRYWISE or name == "broadcast_in_dim":
+            full = (result.aval.shape, kept.outvars[0].aval.shape)
+            return all(shape in (full, ((), ())) for shape in operands)
+        return False
+
+    def _are_partners(self, dense: Atom, kept: Atom) -> bool:
+        if isinstance(dense, Literal) or isinstance(kept, Literal):
+            both = isinstance(dense, Literal) and isinstance(kept, Literal)
+            return both and _is_same(dense.val, kept.val)
+        partner: object = self._partners.get(dense)
+        return partner is kept
+
+
+def _bodies(params: dict[str, object]) -> Iterator[Jaxpr]:
+    """Returns the programs among the parameters of an operation."""
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(item, "eqns") or hasattr(item, "jaxpr"):
+                yield item
+
+
+def _have_equal_params(dense: dict[str, object], kept: dict[str, object], is_short: bool) -> bool:
+    skipped = _SHAPES if is_short else set()
+    return dense.keys() == kept.keys() and all(
+        key in skipped or repr(dense[key]) == repr(kept[key]) for key in dense
+    )
+
+
+def _is_same(one: PyTree, other: PyTree) -> bool:
+    """Returns whether two constants have one dtype and value; NaN equals NaN."""
+    if jnp.result_type(one) != jnp.result_type(other):
+        return False
+    if jnp.issubdtype(jnp.result_type(one), jax.dtypes.prng_key):
+        one, other = jax.random.key_data(one), jax.random.key_data(other)
+    one, other = np.asarray(one), np.asarray(other)
+    is_nan = one.dtype.kind in "fc" and np.isnan(one) & np.isnan(other)
+    return bool(np.all((one == other) | is_nan))

@@ -1,0 +1,265 @@
+"""Kept entries of masked parameters: gathered, spread over the parameter, moved to new masks.
+
+The kept entries of a parameter form an array [*batch, k], where k is the number of slots of a slice
+(`sparsity.masks.positions`). Trees of positions, kept entries and layouts have the structure of the
+parameters, with `None`, or the leaf itself, where a parameter has no mask.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+
+from sparsity.core import owners, sharding, trees
+from sparsity.core.trees import PyTree
+from sparsity.masks.positions import kept_positions, read_words, slots_of_positions, spread
+
+
+class KeptState(NamedTuple):
+    """State of an inner optimizer that sees kept entries only.
+
+    Attributes:
+      positions: tree like the params of int32[*batch, k], the positions of the kept entries in each
+        slice; `None` for dense leaves. A slot that is not in use holds the size of the slice.
+      state: state of the inner optimizer; a masked leaf has an array [*batch, k].
+    """
+
+    positions: PyTree
+    state: optax.OptState
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptLayout:
+    """KeptLayout of the kept entries of a parameter; no pytree, so that trees hold it as a leaf.
+
+    Attributes:
+      shape: shape of the parameter.
+      batch_axes: number of leading axes that index separate slices.
+      num_slots: number of slots of a slice, at least the number of its kept entries.
+    """
+
+    shape: tuple[int, ...]
+    batch_axes: int
+    num_slots: int
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        return self.shape[: self.batch_axes]
+
+    @property
+    def kept_shape(self) -> tuple[int, ...]:
+        """Shape of the kept entries, [*batch, k]."""
+        return (*self.batch, self.num_slots)
+
+    def slices(self, array: jax.Array) -> jax.Array:
+        """Returns an array of the parameter's shape as [*batch, n]."""
+        return array.reshape(*self.batch, math.prod(self.shape[self.batch_axes :]))
+
+    def map_slices(
+        self, fn: Callable[..., PyTree], like: jax.Array, *args: PyTree, dense: bool = False
+    ) -> PyTree:
+        """Maps `fn` over the slices of arrays [*batch, ...].
+
+        The parameter `like` gives its sharding to the results: arrays [*batch, k], or arrays of
+        the parameter's shape with `dense`.
+        """
+
+        def mapped(*args: PyTree) -> PyTree:
+            by_slice = fn
+            for _ in self.batch:
+                by_slice = jax.vmap(by_slice)
+            flat = jax.tree.map(lambda x: self.slices(x) if x.shape == self.shape else x, args)
+            out = by_slice(*flat)
+            return out.reshape(self.shape) if dense else out
+
+        shape = self.shape if dense else self.batch  # later axes are on every device
+        return sharding.shard_like(like, mapped, *args, shape=shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """Way of the kept entries of a parameter from an old mask to a new one; no pytree.
+
+    Attributes:
+      layout: layout of the kept entries.
+      param: the parameter, for its sharding.
+      slots: int32[*batch, k], the old slot of each new slot.
+      stays: bool[*batch, k], whether the old mask kept the entry.
+    """
+
+    layout: KeptLayout
+    param: jax.Array
+    slots: jax.Array
+    stays: jax.Array
+
+
+def find_positions(masks: PyTree, params: PyTree, layouts: PyTree) -> PyTree:
+    """Returns the positions of kept entries in their slices, int32[*batch, k] for each mask.
+
+    Args:
+      masks: tree of masks, not packed.
+      params: tree of parameters.
+      layouts: tree of layouts.
+    """
+
+    def find(
+        _: trees.KeyPath, param: jax.Array, mask: jax.Array | None, layout: KeptLayout | None
+    ) -> jax.Array | None:
+        if mask is None or layout is None:
+            return None
+        fn = functools.partial(kept_positions, k=layout.num_slots)
+        positions: jax.Array = layout.map_slices(fn, param, mask)
+        return positions
+
+    return trees.map_matched(find, params, masks, layouts)
+
+
+def gather(tree: PyTree, positions: PyTree, params: PyTree, layouts: PyTree) -> PyTree:
+    """Returns the tree with kept entries, [*batch, k], in place of masked leaves.
+
+    Args:
+      tree: parameters or gradients.
+      positions: result of `find_positions`.
+      params: tree of parameters.
+      layouts: tree of layouts.
+    """
+
+    def take(values: jax.Array, positions: jax.Array) -> jax.Array:
+        at = values.at[positions]
+        return at.get(mode="fill", fill_value=0, indices_are_sorted=True, unique_indices=True)
+
+    def kept(
+        _: trees.KeyPath,
+        leaf: jax.Array,
+        at: jax.Array | None,
+        param: jax.Array,
+        layout: KeptLayout | None,
+    ) -> PyTree:
+        if at is None or layout is None:
+            return leaf
+        return layout.map_slices(take, param, leaf, at)
+
+    return trees.map_matched(kept, tree, positions, params, layouts, role="gradients")
+
+
+def land(
+    steps: PyTree, masks: PyTree, params: PyTree, layouts: PyTree, count: chex.Numeric
+) -> PyTree:
+    """Returns dense updates: those of kept entries, and `-param` elsewhere.
+
+    `optax.apply_updates` then sets pruned weights to exactly 0.0. Masked leaves have the dtype that
+    updates and parameters promote to.
+
+    Args:
+      steps: tree of updates, of kept entries for masked leaves.
+      masks: tree of masks, not packed.
+      params: tree of parameters.
+      layouts: tree of layouts.
+      count: number of updates so far.
+    """
+
+    def spread_step(
+        _: trees.KeyPath,
+        step: jax.Array,
+        mask: jax.Array | None,
+        param: jax.Array,
+        layout: KeptLayout | None,
+    ) -> PyTree:
+        if mask is None or layout is None:
+            return step
+        dtype = jnp.promote_types(step.dtype, param.dtype)
+        words = layout.map_slices(read_words, param, mask)
+        words, step = _store((words, step.astype(dtype)), count)
+        fn = functools.partial(spread, n=math.prod(param.shape[layout.batch_axes :]))
+        dense = layout.map_slices(fn, param, words, step, dense=True)
+        return jnp.where(mask > 0, dense, -param.astype(dtype))
+
+    return trees.map_matched(spread_step, steps, masks, params, layouts, role="updates")
+
+
+def _store(arrays: PyTree, count: chex.Numeric) -> PyTree:
+    """Returns the arrays, which the compiler stores and computes once.
+
+    The loop that spreads updates over a parameter would otherwise compute the update of a kept
+    entry again for each of its neighbours, ten times at 90 %. XLA:CPU removes barriers before it
+    fuses loops; operands of a branch stay arrays.
+    """
+    return jax.lax.cond(count >= 0, lambda x: x, lambda x: jax.tree.map(jnp.zeros_like, x), arrays)
+
+
+def find_moves(old_masks: PyTree, positions: PyTree, params: PyTree, layouts: PyTree) -> PyTree:
+    """Returns a `Move` for each masked parameter.
+
+    Args:
+      old_masks: tree of the masks before the update, not packed.
+      positions: positions under the new masks.
+      params: tree of parameters.
+      layouts: tree of layouts.
+    """
+
+    def move(
+        _: trees.KeyPath,
+        param: jax.Array,
+        mask: jax.Array | None,
+        at: jax.Array | None,
+        layout: KeptLayout | None,
+    ) -> Move | None:
+        if mask is None or at is None or layout is None:
+            return None
+        slots, stays = layout.map_slices(slots_of_positions, param, mask, at)
+        return Move(layout, param, slots, stays)
+
+    return trees.map_matched(move, params, old_masks, positions, layouts)
+
+
+def carry(state: PyTree, fresh: PyTree, moves: PyTree) -> PyTree:
+    """Moves the optimizer state of entries that stay to their new slots; others start afresh.
+
+    Args:
+      state: state of the inner optimizer, of kept entries.
+      fresh: the same from `init`, for the new masks.
+      moves: result of `find_moves`.
+    """
+
+    def pick(old: jax.Array, new: jax.Array, slots: jax.Array, stays: jax.Array) -> jax.Array:
+        return jnp.where(stays, old[slots], new)
+
+    def moved(move: Move | None, old: PyTree, new: PyTree) -> PyTree:
+        if move is None or jnp.shape(old) != move.layout.kept_shape:
+            return old
+        return move.layout.map_slices(pick, move.param, old, new, move.slots, move.stays)
+
+    return owners.map_owned(moved, moves, state, fresh)
+
+
+def check_sharding(path: trees.KeyPath, param: jax.Array, batch_axes: int) -> None:
+    """Raises a ValueError if a masked parameter is sharded along another axis than batch axes.
+
+    Flat positions within a slice that lies on several devices would gather it in every step, and
+    its shards keep different numbers of entries.
+    """
+    placed = getattr(jax.typeof(param), "sharding", None) if _is_traced(param) else param.sharding
+    if not isinstance(placed, NamedSharding) or placed.mesh.empty:
+        return
+    counts = sharding.num_devices(placed, param.ndim)
+    cut = [axis for axis in range(batch_axes, param.ndim) if counts[axis] > 1]
+    if cut:
+        raise ValueError(
+            f"use_compact_state=True: {trees.path_string(path)!r} of shape {param.shape} is "
+            f"sharded along axes {cut} ({placed.spec}), where devices keep unequal numbers. "
+            "Shard it along batch_axes only (stacked layers, experts), whose slices keep equally "
+            "many, replicate it, or leave use_compact_state off."
+        )
+
+
+def _is_traced(array: object) -> bool:
+    return isinstance(array, jax.core.Tracer)
