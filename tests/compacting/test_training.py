@@ -196,3 +196,20 @@ def test_moved_masks_compile_nothing_anew():
         expected = (fn([params[0] * mask], x) ** 2).sum()
         np.testing.assert_allclose(loss(model, model.params), expected, rtol=1e-5)
     assert count == 1
+
+
+def test_a_compact_state_of_a_wrapped_optimizer_goes_on():
+    _, params, masks, _, graph = draw()
+    pruner = sparsity.StaticRandomSparse(
+        batch_axes=lambda path, param: param.ndim // 3, use_compact_state=True
+    )
+    wrapped = pruner.wrap_optax(optax.adam(0.01), masks=masks)
+    state = wrapped.init(params)
+    _, state = jax.jit(wrapped.update)(gradients(0), state, params)
+    _, expected = optax.adam(0.01).update(gradients(0), optax.adam(0.01).init(params), params)
+    model = compact(graph, params, masks, state)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-6),
+        model.opt_state,
+        compact(graph, params, masks, expected).opt_state,
+    )
