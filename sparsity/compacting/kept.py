@@ -98,7 +98,9 @@ class Kept:
 
         def build(values: jax.Array, indices: jax.Array, base: jax.Array | None) -> jax.Array:
             outside = zeros if base is None else lax.stop_gradient(base).astype(dtype).reshape(size)
-            return self.build(values, indices + never, outside)
+            # Zeros wait already; frozen entries do not, and groups are built on zeros of their own.
+            waits = base is None and not isinstance(self, Grouped)
+            return self.build(values, indices if waits else indices + never, outside)
 
         for _ in range(self.stack):
             build = jax.vmap(build)
