@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import calibration, grouped, results, selection, skipping, train_step
+from benchmarks import calibration, compact, grouped, results, selection, skipping, train_step
 from benchmarks import compile as compiling
 
 pytestmark = pytest.mark.slow
@@ -99,3 +99,10 @@ def test_groups_are_measured_beside_dense_products():
     ratios = grouped.measure(64, 2, 0.9, 1)
     assert len(ratios) == 2 * len(grouped.GROUPS)
     assert min(ratios) > 0
+
+
+def test_compact_steps_are_measured_beside_masked_and_dense_ones(monkeypatch):
+    monkeypatch.setattr(compact, "SPARSITIES", (0.75,))
+    dense, sparse = compact.measure(2, 32, 4, 1)
+    masked, values, groups = map(float, sparse[2:5])
+    assert groups < values < float(dense[2]) < masked
