@@ -11,6 +11,7 @@ import pytest
 from benchmarks import (
     calibration,
     compact_state,
+    compact_steps,
     grouped,
     results,
     selection,
@@ -113,3 +114,10 @@ def test_compact_states_are_measured_beside_wrapped_ones():
     rows = compact_state.measure((64, 128), 0.9, 2)
     # Adam's two moments of 8 bytes, and masks of a byte or a bit; compact: 12 bytes a kept weight.
     assert [row[2] for row in rows] == ["9.00", "8.13", "2.20", "1.33"]
+
+
+def test_compact_steps_are_measured_beside_masked_and_dense_ones(monkeypatch):
+    monkeypatch.setattr(compact_steps, "SPARSITIES", (0.75,))
+    dense, sparse = compact_steps.measure(2, 32, 4, 1)
+    masked, values, groups = map(float, sparse[2:5])
+    assert groups < values < float(dense[2]) < masked
