@@ -1,17 +1,21 @@
 """Settings of all tests, and fixtures that several test modules share."""
 
+import gc
 import os
 from pathlib import Path
 
 # Most of the time of the tests is the compiler's. The optimized HLO does not depend on these flags.
 os.environ["XLA_FLAGS"] = (
     "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1 "  # a program in one part, not one for each thread
     + os.environ.get("XLA_FLAGS", "")
 )
 # What is compiled is kept for the next run, for all workers and programs that tests start;
 # `pytest --cache-clear` empties the folder.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache/d/jax")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+# Lowered programs do not say where each operation stands in the source.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 import jax
 import pytest
@@ -32,6 +36,12 @@ _LONGEST = (
 def pytest_collection_modifyitems(items):
     ranks = {name: rank for rank, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
+
+def pytest_collection_finish():
+    """Spares garbage collections the modules and tests, which stay to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -48,6 +48,7 @@ class LampPruning(BaseUpdater):
         return jax.tree.map(score, params)
 
 
+@jax.jit  # a scan over the ranks is hundreds of operations
 def lamp_scores(weights: jax.Array) -> jax.Array:
     """Returns the square of each weight over the sum of the squares that rank no lower.
 

@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 
 import sparsity
-
-
-def draw(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+from tests.calibration.models import draw
 
 
 def close(found, expected):

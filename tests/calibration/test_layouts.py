@@ -44,7 +44,7 @@ def moved(rng, w):
 def dot(rng):
     """A random leaf in a random `dot_general`: the model of a leaf, the leaf, and its input."""
     w, seed = rng.normal(size=some_shape(rng)), int(rng.integers(2**31))
-    view = moved(np.random.default_rng(seed), jnp.asarray(w))
+    view = jax.eval_shape(lambda w: moved(np.random.default_rng(seed), w), w)
     axes = [int(axis) for axis in rng.permutation(view.ndim)]
     slices = int(rng.integers(max(view.ndim, 1)))
     inputs = int(rng.integers(slices, view.ndim)) + 1 if view.ndim else 0
@@ -129,6 +129,9 @@ KINDS = {"dot": dot, "convolution": convolution, "repeated": repeated}
 SEEDS = 12
 
 
+matrices = jax.jit(sparsity.Statistic.matrices)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("kind", KINDS)
@@ -141,14 +144,14 @@ def test_statistics_are_those_of_the_derivatives(kind, part):
             w, x = jnp.asarray(w), jnp.asarray(x)
             if w.size * jax.eval_shape(model, w, x).size > 10**6:
                 continue
-            outputs = np.asarray(jax.jacrev(model)(w, x)).reshape(-1, *w.shape)
+            outputs = np.asarray(jax.jit(jax.jacrev(model))(w, x)).reshape(-1, *w.shape)
             statistics = sparsity.calibrate(model, w, [x], "gram")
             if () not in statistics:  # `oneshot` says so
                 continue
             told += 1
             statistic, difference = statistics[()], rng.normal(size=w.shape)
             lost = np.sum(np.tensordot(outputs, difference, w.ndim) ** 2)
-            error = np.sum(output_error(statistic, jnp.asarray(difference)))
+            error = np.sum(jax.jit(output_error)(statistic, difference))
             np.testing.assert_allclose(error, lost, rtol=1e-9, err_msg=f"{kind}, seed {seed}")
             moments = sparsity.calibrate(model, w, [x], "moments")[()]
             for sums, entries in (
@@ -156,7 +159,7 @@ def test_statistics_are_those_of_the_derivatives(kind, part):
                 (moments.squares, outputs**2),
                 (moments.sums, outputs),
             ):
-                each = np.asarray(statistic.matrices(jnp.asarray(entries.sum(0))))
+                each = np.asarray(matrices(statistic, entries.sum(0)))
                 met = np.broadcast_to(np.asarray(sums)[..., None, :], each.shape)
                 np.testing.assert_allclose(met, each, rtol=1e-9, atol=1e-9)
             met = (outputs != 0).sum(0).max(initial=0)

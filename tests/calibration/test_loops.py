@@ -15,13 +15,15 @@ from jax import lax
 
 import sparsity
 from sparsity import LeastSquares, SparseGPTPruning, Uniform, WandaPruning, calibration
+from tests.calibration import models
 
 HALF = {"sparsity_distribution_fn": Uniform(0.5)}
 WANDA = WandaPruning(**HALF)
 
 
 def draw(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape) / np.sqrt(shape[-2:-1] or 1)
+    scale = np.float32(np.sqrt(shape[-2]))
+    return jnp.asarray(models.normal(seed, *shape) / scale)
 
 
 def unrolled(plain, params, names, batches, pruner=WANDA, refit=None):

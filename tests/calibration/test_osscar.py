@@ -8,11 +8,7 @@ import pytest
 import sparsity
 from sparsity import Coupled, OSSCARPruning, Uniform, shrink, trace
 from tests.calibration import oracles
-from tests.calibration.models import ConvNet
-
-
-def draw(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+from tests.calibration.models import conv_net, draw
 
 
 def osscar(graph, filter_fn=None, scope=None, **options):
@@ -123,11 +119,7 @@ MODELS = {
         {name: draw(i, *shape) / 2 for i, (name, shape) in enumerate(SHAPES.items())},
         draw(9, 8, 10, 8),
     ),
-    "convolutions": (
-        ConvNet().apply,
-        ConvNet().init(jax.random.key(0), draw(0, 1, 6, 6, 2)),
-        draw(1, 9, 6, 6, 2),
-    ),
+    "convolutions": conv_net(draw(1, 9, 6, 6, 2)),
     "scan": (
         scanned,
         {"up": draw(0, 2, 4, 6), "shift": draw(1, 2, 6), "down": draw(2, 2, 6, 4)},

@@ -33,6 +33,7 @@ from sparsity.programs.program import Equation, Program, Value
 Layers: TypeAlias = Mapping[Equation, int]  # the layer of each scan, the outermost first
 # (axis, index) of each axis that scans take apart.
 LayerIndex: TypeAlias = tuple[tuple[int, int], ...]
+_is_finite = jax.jit(is_finite)
 
 
 class Frame:
@@ -56,11 +57,16 @@ class Frame:
         self.program, self.bound, self.data, self.layers = program, bound, data, layers
         self._made_by = {value: e for e in program.flat() for value in e.outputs}
         self._free: dict[Value, jax.Array] = {}
+        self._parts: dict[tuple[Value, tuple[int, ...]], jax.Array] = {}
 
     def free(self, value: Value, *layers: int) -> jax.Array:
         """Returns a value that depends on parameters alone, or one of its layers."""
         if value in self.bound:
-            return self.bound[value](*layers)
+            if not self.layers:  # all layers would be held
+                return self.bound[value](*layers)
+            if (value, layers) not in self._parts:  # once for all batches
+                self._parts[value, layers] = self.bound[value](*layers)
+            return self._parts[value, layers]
         if value not in self._free and value in self._made_by:
             equation = self._made_by[value]
             if layers and equation.name == "convert_element_type":  # of a stack: only the layer
@@ -74,6 +80,7 @@ class Frame:
     def forget(self) -> None:
         """Drops values computed from parameters, which have changed."""
         self._free.clear()
+        self._parts.clear()
 
     def read(self, batch: int, value: Value) -> jax.Array:
         """Returns a value for a batch."""
@@ -123,7 +130,7 @@ class Stop:
         total: Sums = {}
         finite = []
         for sums in each:
-            finite.append(is_finite(sums))
+            finite.append(_is_finite(sums))
             total = add(total, sums) if total else sums
         for batch, is_batch_finite in enumerate(jax.device_get(finite)):
             if not is_batch_finite:

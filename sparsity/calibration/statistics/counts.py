@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import chex
 import jax
@@ -44,7 +45,7 @@ class Count:
 
     def as_float(self) -> jax.Array:
         """Returns the nearest float32, or a neighbour of the nearest."""
-        low, second, third, high = _carried(self.digits).astype(jnp.float32)
+        low, second, third, high = jnp.asarray(_carried(self.digits), jnp.float32)
         nearest: jax.Array = ((high * 65536 + third) * 65536 + second) * 65536 + low
         return nearest
 
@@ -69,10 +70,13 @@ class Count:
         return f"Count({np.asarray(self) if is_concrete else self.digits})"
 
 
-def _carried(digits: chex.Array) -> jax.Array:
-    """Returns the digits of the same number, all below the base but the last."""
-    rows = list(jnp.asarray(digits))
+def _carried(digits: chex.Array) -> chex.Array:
+    """Returns the digits of the same number, all below the base but the last.
+
+    Digits of numpy stay there: outside of jit jax would dispatch each operation by itself.
+    """
+    rows: list[Any] = [*(digits if isinstance(digits, np.ndarray) else jnp.asarray(digits))]
     for i in range(3):
-        rows[i + 1] += rows[i] >> _BASE
-        rows[i] &= 0xFFFF
-    return jnp.stack(rows)
+        rows[i + 1] = rows[i + 1] + (rows[i] >> _BASE)
+        rows[i] = rows[i] & 0xFFFF
+    return np.stack(rows) if isinstance(digits, np.ndarray) else jnp.stack(rows)
