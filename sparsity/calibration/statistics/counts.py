@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import chex
 import jax
@@ -75,7 +74,7 @@ def _carried(digits: chex.Array) -> chex.Array:
 
     Digits of numpy stay there: outside of jit jax would dispatch each operation by itself.
     """
-    rows: list[Any] = [*(digits if isinstance(digits, np.ndarray) else jnp.asarray(digits))]
+    rows: list[chex.Array] = [*(digits if isinstance(digits, np.ndarray) else jnp.asarray(digits))]
     for i in range(3):
         rows[i + 1] = rows[i + 1] + (rows[i] >> _BASE)
         rows[i] = rows[i] & 0xFFFF
