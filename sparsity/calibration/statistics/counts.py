@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
+from sparsity.core.trees import PyTree
+
 _BASE = 16  # bits of a digit
 
 
@@ -74,7 +76,7 @@ def _carried(digits: chex.Array) -> chex.Array:
 
     Digits of numpy stay there: outside of jit jax would dispatch each operation by itself.
     """
-    rows: list[chex.Array] = [*(digits if isinstance(digits, np.ndarray) else jnp.asarray(digits))]
+    rows: list[PyTree] = [*(digits if isinstance(digits, np.ndarray) else jnp.asarray(digits))]
     for i in range(3):
         rows[i + 1] = rows[i + 1] + (rows[i] >> _BASE)
         rows[i] = rows[i] & 0xFFFF
