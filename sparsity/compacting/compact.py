@@ -64,8 +64,8 @@ class Compact:
       base: tree like the parameters: entries outside the masks, `None` for zeros.
       graph: the graph of the model.
       storages: (path, storage) of each masked parameter.
-      in_turn: whether each dense parameter waits for the inputs of its product, which limits memory
-        on one device.
+      in_turn: whether each dense parameter waits for the inputs of its product, which bounds memory;
+        among several devices a product would cost a message.
       params: the parameters to start from: kept values of masked parameters, and dense ones.
       opt_state: the optimizer's state to start from, `None` without `opt_state`.
       update_error: the largest difference between updates of kept values and of masked parameters,
@@ -496,10 +496,6 @@ def _store(
         trees.map_matched(freeze, params),
         graph,
         tuple(storages.items()),
-        all(_num_devices(leaf) == 1 for leaf in jax.tree.leaves(params)),
+        jax.device_count() == 1,
         trees.map_matched(take, params),
     )
-
-
-def _num_devices(leaf: PyTree) -> int:
-    return len(leaf.sharding.device_set) if getattr(leaf, "sharding", None) is not None else 1

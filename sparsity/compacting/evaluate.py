@@ -19,6 +19,7 @@ from jax import lax
 
 from sparsity.compacting.kept import Deferred, Kept, Lazy, densify, is_lazy, never_after
 from sparsity.compacting.multiply import multiply
+from sparsity.core import sharding
 from sparsity.programs.entrywise import ENTRYWISE, constant_in
 from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.products import PRODUCTS
@@ -139,7 +140,7 @@ class Densifier(Interpreter[Lazy]):
 
         read = jax.custom_vjp(forward)
         read.defvjp(lambda *arrays: (forward(*arrays), arrays), backward)
-        return list(read(*arrays))
+        return list(read(*sharding.vary_alike(arrays)))
 
 
 def _in_steps(equation: Equation, inputs: Sequence[Lazy]) -> list[list[int]]:
@@ -229,4 +230,4 @@ def _slice_stack(kept: Kept, start: Arrays, sizes: tuple[int, ...]) -> Kept:
 
 
 LOOKUPS = ("gather", "dynamic_slice")
-_VALUEWISE = ("convert_element_type", "copy", "copy_p", "name", "stop_gradient")
+_VALUEWISE = ("convert_element_type", "copy", "copy_p", "name", "pvary", "stop_gradient")

@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes, reshard
 from jax.typing import DTypeLike
 
-from sparsity.core.sharding import explicit_sharding, fit
+from sparsity.core.sharding import explicit_sharding, fit, vary_alike, varying_axes
 
 Carry = TypeVar("Carry")
 Output = TypeVar("Output")
@@ -173,11 +173,7 @@ def _multiply_varying(
     values: jax.Array, indices: jax.Array, x: jax.Array, result: Result
 ) -> jax.Array:
     """Multiplies arrays that vary along the same axes of a `shard_map`, if inside of one."""
-    arrays = values, indices, x
-    axes = frozenset[str]().union(*map(_varying_axes, arrays))
-    values, indices, x = (
-        lax.pcast(a, tuple(axes - _varying_axes(a)), to="varying") for a in arrays
-    )
+    values, indices, x = vary_alike([values, indices, x])
     return _product(values, indices, x, result)
 
 
@@ -214,13 +210,6 @@ def _multiply_shards(
     if y.shape[1] > result.outputs:
         y = reshard(y, NamedSharding(mesh, PartitionSpec(row_axes)))[:, : result.outputs]
     return y
-
-
-def _varying_axes(array: jax.Array) -> frozenset[str]:
-    """Returns the axes of a surrounding `shard_map` along which an array varies."""
-    aval = jax.typeof(array)
-    axes: frozenset[str] = aval.vma if hasattr(aval, "vma") else aval.mat.varying  # before 0.10.2
-    return axes
 
 
 def _split_axes(array: jax.Array) -> list[tuple[str, ...]]:
@@ -288,7 +277,9 @@ def _backward(
 
     chunk = _choose_chunk(values, x, result.outputs)
     _, dvalues = _scan_groups(differentiate_values, None, (indices, dy), chunk)
-    empty = lax.pcast(jnp.zeros((inputs, rows), wide), tuple(_varying_axes(x)), to="varying")
+    empty = lax.pcast(
+        jnp.zeros((inputs, rows), wide), tuple(varying_axes(jax.typeof(x))), to="varying"
+    )
     dxt, _ = _scan_groups(differentiate_inputs, empty, (values, indices, dy), chunk)
     return dvalues, None, dxt.T.astype(x.dtype)
 

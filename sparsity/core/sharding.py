@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import chex
 import jax
@@ -54,6 +54,29 @@ def explicit_sharding(aval: object) -> NamedSharding | None:
     return explicit
 
 
+def varying_axes(aval: Any) -> frozenset[str]:
+    """Returns the axes of a surrounding `shard_map` along which an array of a type varies."""
+    axes: frozenset[str] = aval.mat.varying if hasattr(aval, "mat") else aval.vma
+    return axes
+
+
+def _manual_axes(aval: Any) -> dict[str, Any]:
+    """Returns the argument of `jax.ShapeDtypeStruct` for the axes along which an array varies."""
+    if not varying_axes(aval):
+        return {}
+    return {"manual_axis_type": aval.mat} if hasattr(aval, "mat") else {"vma": aval.vma}
+
+
+def vary_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Lets arrays vary along the same axes of a surrounding `shard_map`, if inside of one."""
+    varying = [varying_axes(jax.typeof(array)) for array in arrays]
+    axes = frozenset[str]().union(*varying)
+    return [
+        jax.lax.pcast(array, tuple(sorted(axes - each)), to="varying") if axes - each else array
+        for array, each in zip(arrays, varying, strict=True)
+    ]
+
+
 def abstract(tree: PyTree) -> PyTree:
     """Returns the tree with `jax.ShapeDtypeStruct`s for arrays; other leaves stay.
 
@@ -67,7 +90,11 @@ def abstract(tree: PyTree) -> PyTree:
             return leaf
         aval = jax.typeof(leaf)
         return jax.ShapeDtypeStruct(
-            aval.shape, aval.dtype, sharding=explicit_sharding(aval), weak_type=aval.weak_type
+            aval.shape,
+            aval.dtype,
+            sharding=aval.sharding if varying_axes(aval) else explicit_sharding(aval),
+            weak_type=aval.weak_type,
+            **_manual_axes(aval),
         )
 
     return jax.tree.map(struct, tree)
@@ -76,7 +103,13 @@ def abstract(tree: PyTree) -> PyTree:
 def resized(struct: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     """Returns the struct with another shape, sharded along the axes that still divide."""
     sharding = struct.sharding and fit(struct.sharding, shape)
-    return jax.ShapeDtypeStruct(shape, struct.dtype, sharding=sharding, weak_type=struct.weak_type)
+    return jax.ShapeDtypeStruct(
+        shape,
+        struct.dtype,
+        sharding=sharding,
+        weak_type=struct.weak_type,
+        **_manual_axes(jax.typeof(struct)),
+    )
 
 
 def replicated(fn: Callable[..., T], *arrays: jax.Array) -> T:

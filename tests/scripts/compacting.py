@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import sparsity
 
@@ -95,7 +96,28 @@ def entries_sharded_within_slices_are_refused_with_a_remedy(devices):
             sparsity.compact(graph, there, {"first": masks["first"]})
 
 
+def models_run_within_shard_map(devices):
+    params, masks = draw(sparsity.Unstructured())
+    expected = gradients(scanned, params, X)
+    graph = sparsity.trace(scanned, params, X)
+    model = sparsity.compact(graph, params, masks)
+    small = sparsity.shrink(graph, params, masks)
+    with jax.set_mesh(devices.mesh):
+        for apply, values in ((model.apply, model.params), (small.apply, small.params)):
+            step = jax.shard_map(
+                lambda values, x, apply=apply: gradients(apply, values, x),
+                in_specs=(P(), P("a")),
+                out_specs=P(),
+            )
+            grads = jax.jit(step)(values, devices.put(X, "a"))
+            grads = model.dense(grads) if values is model.params else grads
+            for key, leaf in grads.items():
+                kept = expected[key] * masks[key]
+                np.testing.assert_allclose(leaf * masks[key], kept, rtol=1e-4, atol=1e-5)
+
+
 _BOTH = [
+    models_run_within_shard_map,
     replicated_values_give_the_gradients_of_one_device,
     groups_stay_sharded_by_output,
     entries_sharded_within_slices_are_refused_with_a_remedy,
