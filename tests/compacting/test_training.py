@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from optax.contrib import schedule_free_adamw
 
@@ -213,3 +214,35 @@ def test_a_compact_state_of_a_wrapped_optimizer_goes_on():
         model.opt_state,
         compact(graph, params, masks, expected).opt_state,
     )
+
+
+def test_a_model_without_dead_channels_is_compact():
+    rng = np.random.default_rng(0)
+    shapes = {"up": (12, 40), "down": (40, 6)}
+    params = {name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()}
+    masks = {name: (rng.random(shape) < 0.06).astype(np.uint8) for name, shape in shapes.items()}
+    x = jnp.asarray(rng.normal(size=(5, 12)))
+
+    def fn(params, x):
+        return jax.nn.relu(x @ params["up"]) @ params["down"]
+
+    small = sparsity.shrink(trace(fn, params, x), params, masks)
+    assert small.params["up"].shape[1] < 40
+    model = compact(small.graph, small.params, small.masks)
+    expected = fn(jax.tree.map(jnp.multiply, params, masks), x)
+    np.testing.assert_allclose(model.apply(model.params, x), expected, rtol=1e-5, atol=1e-6)
+    kept = sum(values.size for values in jax.tree.leaves(model.params))
+    assert kept < sum(int(mask.sum()) for mask in masks.values())
+
+
+def test_values_and_positions_are_saved_and_restored(tmp_path):
+    fn, params, masks, x, graph = draw()
+    model = compact(graph, params, masks)
+    checkpointer = ocp.StandardCheckpointer()
+    checkpointer.save(tmp_path / "step", {"model": model, "params": model.params})
+    checkpointer.wait_until_finished()
+    others = {name: None if m is None else m[..., ::-1, ::-1] for name, m in masks.items()}
+    empty = compact(graph, jax.eval_shape(lambda: params), others)
+    restored = checkpointer.restore(tmp_path / "step", {"model": empty, "params": empty.params})
+    y = jax.jit(lambda model, params: model.apply(params, x))(**restored)
+    np.testing.assert_array_equal(y, jax.jit(fn)(params, x))
