@@ -64,7 +64,7 @@ class Compact:
       base: tree like the parameters: entries outside the masks, `None` for zeros.
       graph: the graph of the model.
       storages: (path, storage) of each masked parameter.
-      in_turn: whether each dense parameter waits for the inputs of its product, which bounds memory;
+      in_turn: whether dense parameters wait for the inputs of their products, which bounds memory;
         among several devices a product would cost a message.
       params: the parameters to start from: kept values of masked parameters, and dense ones.
       opt_state: the optimizer's state to start from, `None` without `opt_state`.
