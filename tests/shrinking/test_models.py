@@ -45,9 +45,10 @@ def gradients(fn, params, args):
 
 def difference(expected, found):
     """The largest difference of any entry, in units of the largest entry of all."""
-    pairs = list(zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True))
-    largest = max(float(jnp.abs(one).max()) for one, _ in pairs)
-    return max(float(jnp.abs(one - other).max()) for one, other in pairs) / largest
+    trees_of_numpy = jax.device_get((expected, found))  # jax would compile for each shape
+    pairs = list(zip(*map(jax.tree.leaves, trees_of_numpy), strict=True))
+    largest = max(float(np.abs(one).max()) for one, _ in pairs)
+    return max(float(np.abs(one - other).max()) for one, other in pairs) / largest
 
 
 def check(fn, params, args, tolerance, is_each_alone=True):
@@ -59,7 +60,9 @@ def check(fn, params, args, tolerance, is_each_alone=True):
     for seed, groups in enumerate(cuts):
         masks = masks_of(graph, params, groups, seed)
         masked = trees.map_matched(
-            lambda _, x, mask: x if mask is None else x * mask, params, masks
+            lambda _, x, mask: x if mask is None else jnp.asarray(np.asarray(x) * mask, x.dtype),
+            params,
+            masks,
         )
         smaller.append((masked, shrink(graph, masked, masks)))
 
