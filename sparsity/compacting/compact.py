@@ -233,12 +233,12 @@ class Compact:
         for name, model in models.items():
             reads = model._list_reads(self.graph.example[0], args)
             paths = {name_path(path): path for path, each in model.formats.items() if each == name}
-            by_name = [
+            values, indices = (
                 {trees.path_string(path): leaf for path, leaf in trees.leaves_by_path(tree).items()}
                 for tree in (model.params, model.indices)
-            ]
+            )
             equations = [read[:2] for read in reads]
-            candidates[name] = Candidate(paths, equations, *by_name, model.in_turn)
+            candidates[name] = Candidate(paths, equations, values, indices, model.in_turn)
         return measure(candidates, rounds)
 
     @property

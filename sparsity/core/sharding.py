@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import chex
 import jax
@@ -54,17 +54,19 @@ def explicit_sharding(aval: object) -> NamedSharding | None:
     return explicit
 
 
-def varying_axes(aval: Any) -> frozenset[str]:
+def varying_axes(aval: object) -> frozenset[str]:
     """Returns the axes of a surrounding `shard_map` along which an array of a type varies."""
-    axes: frozenset[str] = aval.mat.varying if hasattr(aval, "mat") else aval.vma
+    kind = getattr(aval, "mat", None)  # jax before 0.10.2 has `vma`
+    axes: frozenset[str] = getattr(aval, "vma", frozenset()) if kind is None else kind.varying
     return axes
 
 
-def _manual_axes(aval: Any) -> dict[str, Any]:
+def _manual_axes(aval: object) -> dict[str, object]:
     """Returns the argument of `jax.ShapeDtypeStruct` for the axes along which an array varies."""
     if not varying_axes(aval):
         return {}
-    return {"manual_axis_type": aval.mat} if hasattr(aval, "mat") else {"vma": aval.vma}
+    kind = getattr(aval, "mat", None)
+    return {"vma": varying_axes(aval)} if kind is None else {"manual_axis_type": kind}
 
 
 def vary_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
