@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small models, few rounds")
     parser.add_argument("--write", action="store_true", help="renew the sections of RESULTS.md")
     parser.add_argument("--parts", nargs="+", default=list(HEADINGS), choices=HEADINGS)
-    parser.add_argument("--one", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--one", type=int, nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick and options.write:
         parser.error("--write needs the full measurement, without --quick.")
@@ -213,23 +213,24 @@ def measure(case: Case) -> list[list[str]]:
     compiled, spent = compile_in_turn(programs, case.compilations)
     memory = {name: each.memory_analysis() for name, each in compiled.items()}
     nbytes = {x: m.argument_size_in_bytes + m.temp_size_in_bytes for x, m in memory.items()}
-    seconds = run_in_turn(programs, compiled, case.rounds)
+    seconds, used = run_in_turn(programs, compiled, case.rounds)
     return [
         [
             case.name,
             f"{case.rows}",
             name,
             f"{nbytes[name] / weights:.2f}",
-            f"{_ratio(seconds[name], seconds['dense']):.2f}",
+            f"{ratio_in_turn(seconds[name], seconds['dense']):.2f}",
+            f"{ratio_in_turn(used[name], used['dense']):.2f}",
             f"{1000 * statistics.median(seconds[name]):.0f}",
-            f"{_ratio(spent[name], spent['masked']):.2f}",
+            f"{ratio_in_turn(spent[name], spent['masked']):.2f}",
             f"{statistics.median(spent[name]):.2f}",
         ]
         for name in programs
     ]
 
 
-def _ratio(some: Sequence[float], others: Sequence[float]) -> float:
+def ratio_in_turn(some: Sequence[float], others: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(some, others, strict=True))
 
 
@@ -250,40 +251,42 @@ def compile_in_turn(
 
 def run_in_turn(
     programs: dict[str, Program], compiled: dict[str, Any], rounds: int
-) -> dict[str, list[float]]:
-    """Returns the seconds of each step, measured in turn after one that warms up."""
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Returns seconds and CPU-seconds of each step, in turn, after one step that warms up."""
     states = {name: program.state for name, program in programs.items()}
-    seconds = {name: list[float]() for name in programs}
+    seconds, used = ({name: list[float]() for name in programs} for _ in range(2))
     for number in range(rounds + 1):
         for name, program in programs.items():
             jax.block_until_ready(states)
-            start = time.perf_counter()
+            start, start_used = time.perf_counter(), time.process_time()
             states[name] = jax.block_until_ready(compiled[name](states[name], program.inputs))
             if number:
                 seconds[name].append(time.perf_counter() - start)
-    return seconds
+                used[name].append(time.process_time() - start_used)
+    return seconds, used
 
 
 def report_steps(quick: bool) -> str:
     """Measures training steps, and returns their section."""
     size, few, many, blocks, width = (64, 4, 8, 2, 64) if quick else (2048, 128, 2048, 12, 512)
-    rounds, compilations = (1, 1) if quick else (9, 3)
+    rounds, compilations = (1, 1) if quick else (5, 3)
     cases = []
     for is_scanned, rows in itertools.product((True, False), (few, many)):
         name = f"8 {'scanned' if is_scanned else 'unrolled'} layers"
         make = functools.partial(layers, 8, size, rows, is_scanned)
-        at, count = ((0.9, 0.95), rounds) if rows == few else ((0.9,), -(-rounds // 3))
+        at, count = ((0.9, 0.95), rounds) if rows == few else ((0.9,), -(-rounds // 2))
         cases.append(Case(name, rows, make, at, count, compilations))
     make = functools.partial(layers, 8 if quick else 48, size // 8, few, False)
     cases.append(Case("48 small unrolled layers", few, make, (0.9,), 3 * rounds, compilations))
     for tokens in (16, 512):
         make = functools.partial(transformer, blocks, width, tokens)
-        cases.append(Case("transformer", tokens, make, (0.9,), rounds, compilations))
+        count = 3 * rounds if tokens < few else rounds
+        cases.append(Case("transformer", tokens, make, (0.9,), count, compilations))
     table = []
     for case in cases:
         table += measure(case)
         print(*("\t".join(row) for row in table[-len(case.sparsities) - 2 :]), sep="\n", flush=True)
-    head = ["network", "rows", "step", "B a weight", "step / dense", "step, ms"]
+    head = ["network", "rows", "step", "B a weight", "step / dense", "in CPU time", "step, ms"]
     head += ["compile / masked", "compile, CPU s"]
     return (
         f"{HEADINGS['steps']}\n\n{results.measured_on()} Layers of {size} x {size}, small ones of "
@@ -298,7 +301,7 @@ def report_steps(quick: bool) -> str:
 
 def report_tune(quick: bool) -> str:
     """Measures tuned layers, and returns their section."""
-    size, rounds = (64, 1) if quick else (2048, 5)
+    size, rounds = (64, 1) if quick else (2048, 3)
     table = []
     for target, rows in itertools.product(SPARSITIES, ROWS[:2] if quick else ROWS):
         cells = []
@@ -326,10 +329,8 @@ def measure_tuned(
     def fn(params: Params, x: jax.Array) -> jax.Array:
         return x @ params["w"]
 
-    pruner = sparsity.RandomPruning(
-        sparsity_distribution_fn=sparsity.Uniform(target), sparsity_type=sparsity.FanIn(group)
-    )
-    params, masks = pruner.instant_sparsify(params)
+    mask = draw_mask(np.random.default_rng(0), size, target, group)
+    params, masks = {"w": params["w"] * mask}, {"w": mask}
     model = sparsity.compact(sparsity.trace(fn, params, x), params, masks)
     model = model.tune(model.params, x, rounds=rounds)
 
@@ -349,18 +350,30 @@ def measure_tuned(
         start = time.perf_counter()
         jax.block_until_ready(run())
         times.append(time.perf_counter() - start)
-    return _ratio(seconds[1], seconds[0]), model.formats[("w",)]
+    return ratio_in_turn(seconds[1], seconds[0]), model.formats[("w",)]
+
+
+def draw_mask(rng: np.random.Generator, size: int, target: float, group: int) -> np.ndarray:
+    """Returns a random mask of FanIn(group), or of single entries if `group` is 0."""
+    if group == 0:
+        flat = np.arange(size * size) < round(size * size * (1 - target))
+        return rng.permutation(flat).reshape(size, size).astype(np.uint8)
+    kept = np.arange(size) < round(size * (1 - target))
+    units = rng.permuted(np.tile(kept[:, None], (1, size // group)), axis=0)
+    return np.repeat(units, group, axis=1).astype(np.uint8)
 
 
 def report_peak(quick: bool) -> str:
     """Measures `compact` in processes of their own, and returns their section."""
-    cases = [(2, 128)] if quick else [(8, 2048), (32, 1024)]
+    cases = [(2, 128, 0)] if quick else [(8, 2048, 0), (32, 1024, 0), (8, 2048, 16)]
     table = []
-    for count, size in cases:
-        command = [sys.executable, "-m", "benchmarks.compact", "--one", f"{count}", f"{size}"]
+    for case in cases:
+        command = [sys.executable, "-m", "benchmarks.compact", "--one", *map(str, case)]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         figures = json.loads(done.stdout.splitlines()[-1])
-        table.append([f"{count} of {size} x {size}", *(f"{x / 2**20:.1f}" for x in figures)])
+        count, size, group = case
+        name = f"{count} of {size} x {size}{f', groups of {group}' if group else ''}"
+        table.append([name, *(f"{x / 2**20:.1f}" for x in figures)])
         print(*table[-1], sep="\t", flush=True)
     head = ["parameters", "params, MiB", "masks", "result", "one parameter", "peak above params"]
     return (
@@ -371,8 +384,14 @@ def report_peak(quick: bool) -> str:
     )
 
 
-def measure_peak(count: int, size: int) -> list[int]:
-    """Returns bytes: params, masks, the result, one parameter, and the peak of `compact`."""
+def measure_peak(count: int, size: int, group: int) -> list[int]:
+    """Returns bytes: params, masks, the result, one parameter, and the peak of `compact`.
+
+    Args:
+      count: number of parameters.
+      size: inputs and outputs of each.
+      group: outputs that share inputs; 0 draws every entry alone.
+    """
 
     def fn(params: Params, x: jax.Array) -> jax.Array:
         for w in params.values():
@@ -381,11 +400,7 @@ def measure_peak(count: int, size: int) -> list[int]:
 
     def draw(size: int) -> tuple[Params, Params]:
         weights = {f"{i}": jnp.ones((size, size)) for i in range(count)}
-        drawn = {}
-        for name in weights:
-            mask = np.zeros(size * size, np.uint8)
-            mask[rng.permutation(size * size)[: size * size // 10]] = 1
-            drawn[name] = jnp.asarray(mask.reshape(size, size))
+        drawn = {name: jnp.asarray(draw_mask(rng, size, 0.9, group)) for name in weights}
         return weights, drawn
 
     def run(size: int) -> list[int]:
@@ -397,7 +412,7 @@ def measure_peak(count: int, size: int) -> list[int]:
         return [*sizes, result, params["0"].nbytes, peak]
 
     rng = np.random.default_rng(0)
-    run(8)  # starts what the first call starts
+    run(16)  # starts what the first call starts
     return run(size)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import (
     calibration,
+    compact,
     compact_state,
     compact_steps,
     grouped,
@@ -121,3 +122,25 @@ def test_compact_steps_are_measured_beside_masked_and_dense_ones(monkeypatch):
     dense, sparse = compact_steps.measure(2, 32, 4, 1)
     masked, values, groups = map(float, sparse[2:5])
     assert groups < values < float(dense[2]) < masked
+
+
+def test_compact_steps_are_measured_beside_dense_and_masked_ones():
+    case = compact.Case("few", 2, lambda: compact.layers(2, 32, 2, True), (0.9, 0.95), 1, 1)
+    rows = compact.measure(case)
+    assert [row[2] for row in rows] == ["dense", "masked", "compact, 90 %", "compact, 95 %"]
+    assert all(float(cell) >= 0 for row in rows for cell in row[3:])
+    nbytes = [float(row[3]) for row in rows]
+    assert nbytes[3] < nbytes[2] < nbytes[0] < nbytes[1]
+
+
+def test_tuned_formats_are_measured_beside_dense_products():
+    ratio, name = compact.measure_tuned(16, 2, 0.5, 4, 1)
+    assert ratio > 0
+    assert name in ("values", "grouped", "dense")
+
+
+def test_the_peak_of_compact_is_measured():
+    params, masks, result, parameter, peak = compact.measure_peak(2, 64, 0)
+    assert (params, masks, parameter) == (2 * 64 * 64 * 4, 2 * 64 * 64, 64 * 64 * 4)
+    assert result == 2 * 410 * 8
+    assert peak >= 0
