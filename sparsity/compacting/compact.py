@@ -237,7 +237,8 @@ class Compact:
                 {trees.path_string(path): leaf for path, leaf in trees.leaves_by_path(tree).items()}
                 for tree in (model.params, model.indices)
             ]
-            candidates[name] = Candidate(paths, [read[:2] for read in reads], *by_name)
+            equations = [read[:2] for read in reads]
+            candidates[name] = Candidate(paths, equations, *by_name, model.in_turn)
         return measure(candidates, rounds)
 
     @property

@@ -34,12 +34,15 @@ class Candidate(NamedTuple):
       reads: equations that read a masked parameter, with the shapes of their inputs.
       values: {name: kept values}.
       indices: {name: their positions}.
+      in_turn: whether the model lets each dense parameter wait. Without, compilers share the dense
+        parameter of both passes here, but not in a model of many layers.
     """
 
     paths: Mapping[str, Path]
     reads: Sequence[tuple[Equation, list[Lazy]]]
     values: Mapping[str, jax.Array]
     indices: Mapping[str, jax.Array]
+    in_turn: bool
 
 
 def measure(candidates: Mapping[Format, Candidate], rounds: int) -> Seconds:
@@ -107,13 +110,13 @@ def _make_program(
     def loss(floating: list[jax.Array], arrays: list[jax.Array]) -> jax.Array:
         replaced = dict(zip(places, floating, strict=True))
         read = jax.tree.unflatten(structure, [replaced.get(i, x) for i, x in enumerate(arrays)])
-        outputs = Densifier(lambda _: True, in_turn=False).bind(equation, read)
+        outputs = Densifier(lambda _: True, candidate.in_turn).bind(equation, read)
         arrays = [densify(y) for y in outputs if trees.is_prunable(y)]
         return sum((jnp.sum(jnp.abs(y) ** 2) for y in arrays), jnp.zeros(()))
 
     run = jax.jit(jax.grad(loss))
     shapes = [f"{array.dtype}{list(array.shape)}" for array in arrays]
-    text = f"{jax.default_backend()} {equation.name} {equation.params} {shapes}"
+    text = f"{jax.default_backend()} {equation.name} {equation.params} {shapes} {candidate.in_turn}"
     return text, functools.partial(run, [arrays[i] for i in places], arrays)
 
 
