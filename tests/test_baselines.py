@@ -11,7 +11,16 @@ import numpy as np
 import optax
 import pytest
 
-from baselines import channels, digits_cnn, report, run, store, topics_oneshot, training
+from baselines import (
+    channels,
+    compact_transformer,
+    digits_cnn,
+    report,
+    run,
+    store,
+    topics_oneshot,
+    training,
+)
 from tests import helpers
 
 pytestmark = [
@@ -300,3 +309,12 @@ def test_the_page_of_one_shot_pruning_shows_the_stored_results():
         wanda = np.mean(found[f"Wanda, {kind}"])
         for method in ("SparseGPT", "Wanda, least squares", "Wanda, ADMM"):
             assert np.mean(found[f"{method}, {kind}"]) < wanda
+
+
+def test_the_page_of_compact_transformers_shows_what_is_stored():
+    results = json.loads(compact_transformer.RESULTS.read_text(encoding="utf-8"))
+    page = compact_transformer.page(results)
+    assert compact_transformer.PAGE.read_text(encoding="utf-8") == page
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    sparsities = [each for each in results if each.startswith("0.")]
+    assert len(rows) == 3 + 6 * len(sparsities)  # head, rule, dense

@@ -49,6 +49,7 @@ def run_install_cell(path, magics):
 
 def test_every_notebook_has_a_title_for_its_page_of_the_site():
     assert [path.stem for path in PATHS] == [
+        "compact",
         "deep_dive",
         "know_your_model",
         "mnist_pruning",
