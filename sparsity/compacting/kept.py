@@ -82,6 +82,10 @@ class Kept:
         array: jax.Array = dense(self.values, self.indices, self.base, never)
         return array
 
+    def read(self, never: jax.Array | int = 0) -> jax.Array:
+        """Returns the dense array for an equation of the model; see `densify`."""
+        return self.densify(never)
+
     def split(self, spec: list[Axes], values: list[Axes]) -> list[Axes]:
         """Returns the axes of a mesh that split slices, from those that split the values."""
         return spec
@@ -131,10 +135,30 @@ class Flat(Kept):
 
 
 class Masked(Kept):
-    """Dense slices; `indices` are their masks."""
+    """Dense slices; `indices` are their masks, outside of which the values are 0."""
+
+    def read(self, never: jax.Array | int = 0) -> jax.Array:
+        if self.base is not None:
+            return self.densify(never)
+        # To select again would take a pass over the parameter: only gradients are masked.
+        values = _mask_gradient(self.values, self.indices)
+        return values.reshape(self.sizes).transpose(self.axes)
 
     def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
         return jnp.where(indices.reshape(-1) > 0, values.reshape(-1), outside)
+
+
+@jax.custom_vjp
+def _mask_gradient(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns the values; their gradient is 0 outside the mask."""
+    return values
+
+
+def _where_kept(mask: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    return jnp.where(mask > 0, cotangent, jnp.zeros((), cotangent.dtype)), None
+
+
+_mask_gradient.defvjp(lambda values, mask: (values, mask), _where_kept)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -148,6 +172,10 @@ class Grouped(Kept):
     """
 
     inputs: int
+
+    def read(self, never: jax.Array | int = 0) -> jax.Array:
+        """Returns the dense array for an equation of the model; see `densify`."""
+        return self.densify(never)
 
     def split(self, spec: list[Axes], values: list[Axes]) -> list[Axes]:
         spec[self.stack + self.inputs] = values[self.stack]
@@ -189,9 +217,9 @@ def is_lazy(array: Lazy) -> bool:
 
 
 def densify(array: Lazy, never: jax.Array | int = 0) -> jax.Array:
-    """Returns an array as a dense one; see `Kept.densify`."""
+    """Returns an array as a dense one; see `Kept.read`."""
     if isinstance(array, Kept):
-        return array.densify(never)
+        return array.read(never)
     if isinstance(array, Deferred):
         inputs = [densify(each, never) for each in array.inputs]
         output: jax.Array = array.equation.bind(inputs)[array.number]
