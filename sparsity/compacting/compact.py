@@ -123,7 +123,12 @@ class Compact:
         Args:
           opt_state: state of an optimizer of parameters like `self.params`.
         """
-        return densify_state(self._owners(), opt_state)
+        storages = self._storages
+
+        def describe(path: trees.KeyPath, indices: jax.Array) -> Owner:
+            return Owner(trees.path_string(path), storages[trees.path_names(path)], indices)
+
+        return densify_state(trees.map_matched(describe, self.indices), opt_state)
 
     @property
     def masks(self) -> PyTree:
@@ -244,14 +249,6 @@ class Compact:
     @property
     def _storages(self) -> dict[Path, Storage]:
         return dict(self.storages)
-
-    def _owners(self) -> PyTree:
-        storages = self._storages
-
-        def make(path: trees.KeyPath, leaf: PyTree, indices: jax.Array | None) -> Owner:
-            return Owner(trees.path_string(path), storages.get(trees.path_names(path)), indices)
-
-        return trees.map_matched(make, self.params, self.indices)
 
     def _retrace(self, params: PyTree, args: tuple[PyTree, ...]) -> tuple[Graph, list[Lazy]]:
         """Returns the graph of the model for these arguments, and the inputs of its program."""

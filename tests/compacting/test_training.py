@@ -246,3 +246,7 @@ def test_values_and_positions_are_saved_and_restored(tmp_path):
     restored = checkpointer.restore(tmp_path / "step", {"model": empty, "params": empty.params})
     y = jax.jit(lambda model, params: model.apply(params, x))(**restored)
     np.testing.assert_array_equal(y, jax.jit(fn)(params, x))
+    # What came out of a checkpoint or a compiled function has no `params` of its own.
+    state = optax.adam(0.1).init(restored["params"])
+    moments = restored["model"].dense_state(state)[0].mu
+    assert jax.tree.map(jnp.shape, moments) == jax.tree.map(jnp.shape, params)
