@@ -334,7 +334,7 @@ def page(results: dict[str, Any]) -> str:
     return f"""# In less memory
 
 `python -m baselines.compact_transformer` made these results. The character transformer of
-[RESULTS.md](RESULTS.md) at width {WIDTH}, trained by AdamW for {results["steps"]} steps
+`RESULTS.md` at width {WIDTH}, trained by AdamW for {results["steps"]} steps
 of {BATCH} windows of {task.LENGTH} characters, from one seed. The matrices of its layers
 are pruned, along a ramp that ends at half of the steps. State is what a step keeps: parameters,
 moments, positions and masks. Step adds the temporaries: gradients and activations. Steps of
