@@ -57,14 +57,22 @@ def damped(gram, damping=0.01):
     return gram + np.diag(damping * np.diag(gram)[live].mean() + ~live)
 
 
-def sparsegpt(weights, gram, sparsity_=None, nm=None, block=128):
+def sparsegpt(weights, gram, sparsity_=None, nm=None, block=128, group=None):
     """Column by column: weights and mask."""
     w, (outputs, inputs) = weights.copy(), weights.shape
     w[:, np.diag(gram) == 0] = 0
     upper = np.linalg.cholesky(np.linalg.inv(damped(gram))).T
     mask, kept = np.zeros((outputs, inputs), np.uint8), 0
     for j in range(inputs):
-        if nm is None and j % block == 0:
+        if group and j % block == 0:
+            end = min(j + block, inputs)
+            through = helpers.num_kept(end, sparsity_)
+            scores = (w[:, j:end] / np.diag(upper)[j:end]) ** 2
+            for first in range(0, outputs, group):
+                total = scores[first : first + group].sum(0)
+                mask[first : first + group, j:end] = selection_oracle.best(total, through - kept)
+            kept = through
+        elif nm is None and group is None and j % block == 0:
             end = min(j + block, inputs)
             scores = (w[:, j:end] / np.diag(upper)[j:end]) ** 2
             through = helpers.num_kept(outputs * end, sparsity_)

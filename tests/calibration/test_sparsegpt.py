@@ -61,6 +61,20 @@ def test_groups_are_those_of_numpy_whatever_the_block(nm, block):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("group", "block"), [(1, 16), (4, 16), (5, 128)])
+def test_groups_of_outputs_keep_the_inputs_of_numpy(group, block):
+    weights, x, _ = oracles.layer(40, outputs=12, rows=300, rank=20)
+    x[:, 6] = 0
+    pruned, mask = prune(
+        weights, oracles.of_kernel(x), sparsity.FanIn(group), 0.7, block_size=block
+    )
+    expected = oracles.sparsegpt(weights, x.T @ x, 0.7, block=block, group=group)
+    np.testing.assert_array_equal(mask, expected[1])
+    np.testing.assert_allclose(pruned, expected[0], atol=1e-10)
+    assert (mask.sum(1) == helpers.num_kept(40, 0.7)).all()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("unit", "n"), [(32, None), (4, 2)])
 def test_what_weights_lose_adds_up_to_the_error_of_the_outputs(unit, n):
     weights, x, _ = oracles.layer(40, outputs=12, rows=300, rank=20)

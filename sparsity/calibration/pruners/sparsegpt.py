@@ -16,7 +16,7 @@ from sparsity.calibration.statistics import Statistic, check_solvable, is_finite
 from sparsity.core import sharding
 from sparsity.core.checks import check_int, check_number
 from sparsity.masks import Site
-from sparsity.patterns import NByM, Unstructured
+from sparsity.patterns import FanIn, NByM, Unstructured
 from sparsity.patterns.base import absolute_axis
 
 
@@ -30,7 +30,8 @@ class SparseGPTPruning(StatisticsPruning):
 
     Within a block of inputs the weights of all outputs compete; through each block num_kept of the
     entries so far stay. An N:M group is chosen when its first input is reached, so that blocks do
-    not matter. Weights of inputs that were always 0 go first. Grouped convolutions and batch axes
+    not matter. Under `FanIn` each group of outputs keeps num_kept of the inputs so far, by its sums
+    of scores. Weights of inputs that were always 0 go first. Grouped convolutions and batch axes
     are separate matrices. The inputs come in the order of the leaf, the axis of N:M groups last.
 
     Attributes:
@@ -65,7 +66,7 @@ class SparseGPTPruning(StatisticsPruning):
         """Returns a parameter pruned and corrected, and its mask.
 
         Args:
-          site: the parameter; its pattern is `Unstructured` or `NByM`.
+          site: the parameter; its pattern is `Unstructured`, `NByM` or `FanIn`.
           param: its weights.
           statistic: with a Gram matrix.
           target: its sparsity; above 0 an N:M parameter keeps n of m.
@@ -74,19 +75,23 @@ class SparseGPTPruning(StatisticsPruning):
           ValueError: the pattern is another one, or does not lie along the inputs; the weights are
             complex; the Gram matrix is singular.
         """
-        size, n = min(self.block_size, statistic.inputs(param.shape)), None
+        size, n, group = min(self.block_size, statistic.inputs(param.shape)), None, None
         if isinstance(pattern := site.pattern, NByM):
             check_groups(site, statistic, param.shape)
             axis = absolute_axis(pattern.axis, site.batch_axes, param.ndim)
             statistic = statistic.innermost(axis, param.shape)
             size, n = pattern.m, pattern.n
+        elif isinstance(pattern, FanIn):
+            check_groups(site, statistic, param.shape)
+            group = _check_fan_in(pattern, site, statistic, param.shape)
         elif not isinstance(pattern, Unstructured):
             raise ValueError(
-                "SparseGPTPruning removes single weights, of sparsity_type = Unstructured() or "
-                f"NByM(n, m, axis), got {pattern} for {site.name!r}. Use WandaPruning and a refit."
+                "SparseGPTPruning removes single weights, of sparsity_type = Unstructured(), "
+                f"NByM(n, m, axis) or FanIn(group, axis), got {pattern} for {site.name!r}. Use "
+                "WandaPruning and a refit."
             )
         check_solvable(statistic, param, site.name, self.damping)
-        prune = functools.partial(_prune, size, n)
+        prune = functools.partial(_prune, size, n, group)
         weights, mask = sharding.shard_like(
             (param, param), prune, param, statistic, target, self.damping
         )
@@ -99,17 +104,30 @@ class SparseGPTPruning(StatisticsPruning):
         return weights, mask
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+def _check_fan_in(pattern: FanIn, site: Site, statistic: Statistic, shape: tuple[int, ...]) -> int:
+    """Returns the outputs of a group; raises a ValueError where groups are none of a matrix."""
+    inputs = {absolute_axis(axis, site.batch_axes, len(shape)) for axis in pattern.axes}
+    if inputs != {*statistic.contracting} or statistic.groups > 1:
+        raise ValueError(
+            f"{pattern} of {site.name!r}, shape {shape}: SparseGPTPruning prunes whole matrices, "
+            f"but products sum over axes {statistic.contracting} in {statistic.groups} groups. "
+            "Give all these axes to FanIn, or use WandaPruning."
+        )
+    return pattern.group
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _prune(
     size: int,
     n: int | None,
+    group: int | None,
     param: jax.Array,
     statistic: Statistic,
     sparsity: chex.Numeric,
     damping: chex.Numeric,
 ) -> tuple[jax.Array, jax.Array]:
     def prune_matrix(weights: jax.Array, gram: jax.Array) -> tuple[jax.Array, jax.Array]:
-        swept = sweep(weights.T, gram, size, n, sparsity, damping)
+        swept = sweep(weights.T, gram, size, n, sparsity, damping, group)
         return swept.weights.T, swept.mask.T
 
     pruned, mask = statistic.solve(prune_matrix, param)

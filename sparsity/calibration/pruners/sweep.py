@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from sparsity import selection
+from sparsity.patterns import FanIn
 
 # B: inputs that are corrected together; few fit a cache, many make a fast product.
 _SIZES = (8, 32, 128)
@@ -44,6 +45,7 @@ def sweep(
     n: int | None,
     sparsity: chex.Numeric,
     damping: chex.Numeric,
+    group: int | None = None,
 ) -> Swept:
     """Prunes a matrix and corrects the kept weights.
 
@@ -55,6 +57,8 @@ def sweep(
         block num_kept of the entries so far stay.
       sparsity: scalar; at 0 all stay.
       damping: added to the diagonal, in units of its mean over live inputs.
+      group: neighbouring outputs that keep the same inputs, equally many: num_kept of the inputs of
+        the blocks so far. `None`: single weights.
     """
     inputs, outputs = weights.shape
     live = jnp.diagonal(gram) > 0
@@ -64,14 +68,22 @@ def sweep(
     factor = jnp.pad(_inverse_factor(gram, live, damping), (0, padding))
     factor += jnp.diag(jnp.arange(inputs + padding) >= inputs).astype(factor.dtype)
     ends = np.minimum(np.arange(0, inputs + padding + 1, unit), inputs)
-    counts = jnp.diff(jnp.asarray(selection.num_kept(ends * outputs, sparsity)))
+    entries = ends * (outputs if group is None else 1)
+    counts = jnp.diff(jnp.asarray(selection.num_kept(entries, sparsity)))
 
     def choose(scores: jax.Array, rows: jax.Array) -> jax.Array:
         """Returns M of the B_s inputs `rows`."""
         if n is not None:
             return (selection.nm_mask(scores, n, unit, axis=0) > 0) | (sparsity <= 0)
+        count = counts[rows[0] // unit]
+        if group is not None:
+            pattern = FanIn(group, axis=0)
+            units = pattern.pool(scores)
+            is_real = jnp.broadcast_to(rows < inputs, units.shape)
+            units = selection.topk_mask(units, count, where=is_real, batch_axes=1)
+            return pattern.expand(units, scores.shape) > 0
         is_real = jnp.broadcast_to(rows[:, None] < inputs, scores.shape)
-        return selection.topk_mask(scores, counts[rows[0] // unit], where=is_real) > 0
+        return selection.topk_mask(scores, count, where=is_real) > 0
 
     weights = jnp.pad(weights, ((0, padding), (0, 0)))
     rows, mask = jnp.arange(inputs + padding), jnp.zeros(weights.shape, bool)
