@@ -222,8 +222,8 @@ def _slice_stack(kept: Kept, start: Arrays, sizes: tuple[int, ...]) -> Kept:
     """Returns some layers of a stack, from numbers that may be traced."""
 
     def take(array: jax.Array) -> jax.Array:
-        others = array.shape[kept.stack :]
-        return lax.dynamic_slice(array, [*start, *[0] * len(others)], [*sizes, *others])
+        slice_shape = array.shape[kept.stack :]
+        return lax.dynamic_slice(array, [*start, *[0] * len(slice_shape)], [*sizes, *slice_shape])
 
     layers: Kept = jax.tree.map(take, kept)
     return layers

@@ -101,9 +101,11 @@ def _fits(contraction: Contraction, kept: Grouped) -> bool:
     """Returns whether a product sums over all inputs of the groups, and over nothing else."""
     summed = {kept.axes[axis] for axis, _ in contraction.contracted}
     first, end = kept.stack, kept.stack + kept.inputs
-    others = [i for i in range(first, end) if i not in summed]
+    unsummed = [i for i in range(first, end) if i not in summed]
     batch = sorted(kept.axes[axis] for axis, _ in contraction.batch)
-    sums_inputs = all(first <= i < end for i in summed) and all(kept.sizes[i] == 1 for i in others)
+    sums_inputs = all(first <= i < end for i in summed) and all(
+        kept.sizes[i] == 1 for i in unsummed
+    )
     return sums_inputs and batch == list(range(kept.stack))
 
 

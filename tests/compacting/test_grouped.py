@@ -210,13 +210,13 @@ def test_forward_derivatives_of_gradients_are_those_of_the_dense_matrix():
     values, indices, x = case()
     tangents = normal(*values.shape, seed=7), normal(*x.shape, seed=8)
     gradient = jax.grad(lambda values, x: loss(values, indices, x), (0, 1))
-    found = jax.jit(lambda *args: jax.jvp(gradient, args, tangents)[1])(values, x)
+    computed = jax.jit(lambda *args: jax.jvp(gradient, args, tangents)[1])(values, x)
     dense, tangent = matrix(values, indices), matrix(tangents[0], indices)
     y = x @ dense
     dy = np.cos(y)
     ddy = -np.sin(y) * (tangents[1] @ dense + x @ tangent)
     expected = entries(tangents[1].T @ dy + x.T @ ddy, indices), ddy @ dense.T + dy @ tangent.T
-    check(found, expected)
+    check(computed, expected)
 
 
 def test_a_training_step_allocates_no_dense_matrix():

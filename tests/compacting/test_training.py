@@ -241,8 +241,8 @@ def test_values_and_positions_are_saved_and_restored(tmp_path):
     checkpointer = ocp.StandardCheckpointer()
     checkpointer.save(tmp_path / "step", {"model": model, "params": model.params})
     checkpointer.wait_until_finished()
-    others = {name: None if m is None else m[..., ::-1, ::-1] for name, m in masks.items()}
-    empty = compact(graph, jax.eval_shape(lambda: params), others)
+    flipped = {name: None if m is None else m[..., ::-1, ::-1] for name, m in masks.items()}
+    empty = compact(graph, jax.eval_shape(lambda: params), flipped)
     restored = checkpointer.restore(tmp_path / "step", {"model": empty, "params": empty.params})
     y = jax.jit(lambda model, params: model.apply(params, x))(**restored)
     np.testing.assert_array_equal(y, jax.jit(fn)(params, x))

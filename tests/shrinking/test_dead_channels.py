@@ -69,7 +69,7 @@ def draw_network(has_biases, density, seed=0):
 
 
 def connected(masks, sources):
-    """Of each hidden layer, the channels on a path from a source to an output."""
+    """Returns the channels of each hidden layer on a path from a source to an output."""
     ahead, behind = [np.ones(SIZES[0], bool)], [np.ones(SIZES[-1], bool)]
     depth = len(SIZES) - 1
     for i in range(depth - 1):
