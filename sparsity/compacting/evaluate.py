@@ -20,6 +20,7 @@ from jax import lax
 from sparsity.compacting.kept import Deferred, Kept, Lazy, densify, is_lazy, never_after
 from sparsity.compacting.multiply import multiply
 from sparsity.core import sharding
+from sparsity.graph.uses import LOOKUPS
 from sparsity.programs.entrywise import ENTRYWISE, constant_in
 from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.products import PRODUCTS
@@ -59,9 +60,8 @@ class Densifier(Interpreter[Lazy]):
     def call(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
         """Returns the outputs of a call; keeps rematerialisation and rules for derivatives."""
         body = equation.bodies[0]
-        if equation.name in ("remat2", "checkpoint"):
-            options = {key: equation.params[key] for key in ("prevent_cse", "policy")}
-            outputs: Arrays = jax.checkpoint(functools.partial(self.run, body), **options)(inputs)
+        if equation.is_remat:
+            outputs: Arrays = equation.checkpoint(functools.partial(self.run, body))(inputs)
             return outputs
         if equation.name in ("custom_jvp_call", "custom_vjp_call"):
             return self._read(equation, inputs)
@@ -229,5 +229,4 @@ def _slice_stack(kept: Kept, start: Arrays, sizes: tuple[int, ...]) -> Kept:
     return layers
 
 
-LOOKUPS = ("gather", "dynamic_slice")
 _VALUEWISE = ("convert_element_type", "copy", "copy_p", "name", "pvary", "stop_gradient")

@@ -59,9 +59,9 @@ def take_state(owner_tree: PyTree, state: PyTree) -> PyTree:
         shape of one; the error names the leaf.
     """
     while nodes := trees.find_nodes(state, SparseState):
-        state = _replace(state, nodes[0][1], nodes[0][1].inner_state)
+        state = trees.replace_node(state, nodes[0][1], nodes[0][1].inner_state)
     for _, node in trees.find_nodes(state, KeptState):
-        state = _replace(state, node, node.state)
+        state = trees.replace_node(state, node, node.state)
     masked = [owner for owner in jax.tree.leaves(owner_tree) if owner.storage is not None]
     shapes = {owner.storage.shape: owner.name for owner in masked}
 
@@ -131,7 +131,3 @@ def check_optimizer(
         model="kept values",
         remedy=_REMEDY,
     )
-
-
-def _replace(state: PyTree, node: PyTree, by: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: by if x is node else x, state, is_leaf=lambda x: x is node)

@@ -243,6 +243,11 @@ def find_nodes(tree: PyTree, kind: Any) -> list[tuple[KeyPath, PyTree]]:
     return nodes
 
 
+def replace_node(tree: PyTree, node: PyTree, by: PyTree) -> PyTree:
+    """Replaces a node of a tree."""
+    return jax.tree.map(lambda x: by if x is node else x, tree, is_leaf=lambda x: x is node)
+
+
 def children(node: PyTree) -> list[tuple[KeyPath, PyTree]]:
     """Returns the nodes one level below, with their paths; those of a variable are its value's."""
     below = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda child: child is not node)

@@ -218,7 +218,7 @@ class Tracker(Flow[Views]):
             for operand, x in enumerate(inputs[:2]):
                 for view in _merge(x.views):
                     self._use(equation, operand, view)
-        elif name in _LOOKUPS and is_data:
+        elif name in LOOKUPS and is_data:
             for view in inputs[0].views:
                 self._look_up(equation, view)
         elif name in ENTRYWISE:
@@ -448,4 +448,4 @@ def _merge(views: Iterable[View]) -> list[View]:
     return [dataclasses.replace(kind, share=share) for kind, share in shares.items()]
 
 
-_LOOKUPS = frozenset(("gather", "dynamic_slice"))
+LOOKUPS = frozenset(("gather", "dynamic_slice"))

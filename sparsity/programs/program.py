@@ -212,6 +212,17 @@ class Equation:
         """True if a call runs one of the bodies."""
         return self.name == "cond"
 
+    @property
+    def is_remat(self) -> bool:
+        """True if a call computes its values again in the backward pass."""
+        return self.name in ("remat2", "checkpoint")
+
+    def checkpoint(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """Returns a function under the rematerialisation of this call."""
+        options = {key: self.params[key] for key in ("prevent_cse", "policy")}
+        rematerialised: Callable[..., PyTree] = jax.checkpoint(function, **options)
+        return rematerialised
+
     def within(self) -> list[Body]:
         """Returns the bodies with the values that enter and leave them."""
         params, inputs, outputs = self.params, self.inputs, self.outputs

@@ -116,7 +116,7 @@ def cut_state(
     packed = [node for node in nodes if are_packed(node.masks, params)]
     for node in packed:
         masks = unpack_masks(node.masks, params)
-        state = _replace_node(state, node, node._replace(masks=masks))
+        state = trees.replace_node(state, node, node._replace(masks=masks))
     before = trees.leaves_by_path(state)
     state = owners.map_owned(cut, owners_tree, state)
     unowned = {path: leaf for path, leaf in before.items() if id(leaf) in unowned_ids}
@@ -130,7 +130,7 @@ def cut_state(
         )
     for _, node in trees.find_nodes(state, SparseState) if packed else ():
         masks = place_masks(pack_masks(node.masks, small_params), small_params)
-        state = _replace_node(state, node, node._replace(masks=masks))
+        state = trees.replace_node(state, node, node._replace(masks=masks))
     return state
 
 
@@ -300,8 +300,3 @@ def _mask(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:
             shape[0] = len(stays)
         array = jnp.where(stays.reshape(shape), array, 0)
     return array
-
-
-def _replace_node(tree: PyTree, node: PyTree, by: PyTree) -> PyTree:
-    """Replaces a node of a tree."""
-    return jax.tree.map(lambda x: by if x is node else x, tree, is_leaf=lambda x: x is node)

@@ -96,9 +96,8 @@ class Smaller(Interpreter[jax.Array]):
     def call(self, equation: Equation, inputs: list[jax.Array]) -> Arrays:
         """Returns the outputs of a call; keeps rematerialisation and rules for derivatives."""
         function: Function = functools.partial(self._apply, equation.bodies[0])
-        if equation.name in ("remat2", "checkpoint"):
-            options = {key: equation.params[key] for key in ("prevent_cse", "policy")}
-            function = jax.checkpoint(function, **options)
+        if equation.is_remat:
+            function = equation.checkpoint(function)
         elif equation.derivative is not None and self._keeps_rules:
             function = self._with_rule(equation, function)
         elif equation.rule_error is not None:
