@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -180,9 +182,9 @@ class Compact:
         dense = self.dense(params)
         models = self._in_all_formats(dense)
         nbytes = {
-            (path, name): sum(row.stored)
+            (path, name): sum(stored)
             for name, model in models.items()
-            for row, path in zip(model._rows(), self._paths, strict=True)
+            for path, stored in model._count_bytes().items()
         }
         chosen = choose(self._measure(models, args, rounds), nbytes)
         state = None if self.opt_state is None else self.dense_state(self.opt_state)
@@ -216,10 +218,6 @@ class Compact:
     def _outside(self) -> Outside:
         return "frozen" if jax.tree.leaves(self.base) else "zero"
 
-    @property
-    def _paths(self) -> list[Path]:
-        return [leaf.path for leaf in self.graph.leaves]
-
     def _in_all_formats(self, dense: PyTree) -> dict[Format, Compact]:
         """Returns the model in each format, where parameters can have the format."""
         masks, models = self.masks, dict[Format, Compact]()
@@ -246,9 +244,23 @@ class Compact:
             candidates[name] = Candidate(paths, equations, values, indices, model.in_turn)
         return measure(candidates, rounds)
 
-    @property
+    @functools.cached_property
     def _storages(self) -> dict[Path, Storage]:
         return dict(self.storages)
+
+    def _count_bytes(self) -> dict[Path, tuple[int, int]]:
+        """Returns the bytes of the values that stand for each parameter, and of their positions."""
+        indices = {
+            trees.path_names(path): index
+            for path, index in trees.leaves_by_path(self.indices).items()
+        }
+        nbytes = {}
+        for leaf in self.graph.leaves:
+            storage = self._storages.get(leaf.path)
+            size = leaf.size if storage is None else math.prod(storage.kept_shape)
+            positions = 0 if storage is None else indices[leaf.path].nbytes
+            nbytes[leaf.path] = size * leaf.dtype.itemsize, positions
+        return nbytes
 
     def _retrace(self, params: PyTree, args: tuple[PyTree, ...]) -> tuple[Graph, list[Lazy]]:
         """Returns the graph of the model for these arguments, and the inputs of its program."""
@@ -287,34 +299,26 @@ class Compact:
 
     def _rows(self) -> list[Row]:
         """Returns the rows of tables and pictures, in tree order."""
-        readers = self._find_readers()
-        indices = trees.leaves_by_path(self.indices)
-        by_names = {trees.path_names(path): index for path, index in indices.items()}
+        readers, stored = self._find_readers(), self._count_bytes()
         rows = []
         for leaf in self.graph.leaves:
             storage = self._storages.get(leaf.path)
-            nbytes = leaf.size * leaf.dtype.itemsize
-            if storage is None:
-                stored = nbytes, 0
-                rows.append(Row(leaf.name, leaf.path, leaf.shape, "", leaf.size, 0, nbytes, stored))
-                continue
-            index = by_names[leaf.path]
-            count = int(np.prod(storage.kept_shape)) - storage.padding
-            stored = (count + storage.padding) * leaf.dtype.itemsize, index.nbytes
-            where = sorted(readers.get(leaf.name, ()))
-            rows.append(
-                Row(
-                    leaf.name,
-                    leaf.path,
-                    leaf.shape,
-                    storage.format,
-                    count,
-                    storage.padding,
-                    nbytes,
-                    stored,
-                    tuple(where),
-                )
+            name, padding, size = "", 0, leaf.size
+            if storage is not None:
+                name, padding = storage.format, storage.padding
+                size = math.prod(storage.kept_shape) - padding
+            row = Row(
+                name=leaf.name,
+                path=leaf.path,
+                shape=leaf.shape,
+                format=name,
+                kept=size,
+                padding=padding,
+                nbytes=leaf.size * leaf.dtype.itemsize,
+                stored=stored[leaf.path],
+                readers=tuple(sorted(readers.get(leaf.name, ()))),
             )
+            rows.append(row)
         return rows
 
     def _find_refused(self, chosen: Container[Path]) -> list[Path]:
