@@ -25,7 +25,6 @@ from sparsity.compacting.storage import (
     Storage,
     can_be_grouped,
     make_storages,
-    name_path,
     read_formats,
     read_masks,
 )
@@ -235,7 +234,9 @@ class Compact:
         candidates = {}
         for name, model in models.items():
             reads = model._list_reads(self.graph.example[0], args)
-            paths = {name_path(path): path for path, each in model.formats.items() if each == name}
+            paths = {
+                trees.join_names(path): path for path, each in model.formats.items() if each == name
+            }
             values, indices = (
                 {trees.path_string(path): leaf for path, leaf in trees.leaves_by_path(tree).items()}
                 for tree in (model.params, model.indices)
@@ -330,7 +331,7 @@ class Compact:
         grouped = [path for path, each in self.formats.items() if each == "grouped"]
         candidates = [path for path in grouped if path not in chosen]
         readers = self._find_readers() if candidates else {}
-        return [path for path in candidates if name_path(path) in readers]
+        return [path for path in candidates if trees.join_names(path) in readers]
 
     def _find_readers(self) -> dict[str, set[str]]:
         """Returns {name: operations that need a dense array, other than products of values}."""

@@ -125,11 +125,6 @@ class Storage:
         return np.take_along_axis(rows, at, axis=2).reshape(self.kept_shape)
 
 
-def name_path(path: Path) -> str:
-    """Returns the path joined by '/'; 'params' at the root."""
-    return "/".join(path) or "params"
-
-
 def _order(stack: Sequence[int], ndim: int, inputs: Sequence[int] = ()) -> tuple[int, ...]:
     """Returns the axes of an array, those of the stack first, then the inputs."""
     first = *stack, *inputs
@@ -219,8 +214,9 @@ def make_storages(
         if chosen in (None, "grouped") and not is_frozen:
             made = _make_groups(graph, path, mask, stack, is_forced=chosen is not None)
         if chosen == "grouped" and made is None:
+            name = trees.join_names(path)
             raise ValueError(
-                f"formats has 'grouped' for {name_path(path)!r} of shape {mask.shape}, but its "
+                f"formats has 'grouped' for {name!r} of shape {mask.shape}, but its "
                 "outputs keep different numbers of inputs, its products sum over different axes, "
                 "or outside = 'frozen'. Use 'values', or masks of FanIn."
             )
@@ -273,8 +269,7 @@ def read_masks(graph: Graph, masks: PyTree) -> dict[Path, np.ndarray]:
         or its parameter is not floating.
     """
     arrays = {}
-    for key, mask in trees.leaves_by_path(masks).items():
-        leaf = graph.find_parameter(trees.path_names(key), mask, "masks")
+    for leaf, mask in graph.match_masks(masks):
         array = np.asarray(mask)
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ValueError(
@@ -300,8 +295,8 @@ def read_formats(
         path = tuple(filter(None, key.split("/"))) if isinstance(key, str) else tuple(key)
         if path not in masks:
             raise ValueError(
-                f"formats has the path {name_path(path)!r}, which has no mask. Masked are "
-                f"{trees.listed([name_path(path) for path in masks])}."
+                f"formats has the path {trees.join_names(path)!r}, which has no mask. Masked are "
+                f"{trees.listed([trees.join_names(path) for path in masks])}."
             )
         if name not in FORMATS:
             raise ValueError(f"formats[{key!r}] must be one of {FORMATS}, got {name!r}.")

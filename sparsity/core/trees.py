@@ -49,7 +49,12 @@ def path_names(path: KeyPath) -> tuple[str, ...]:
 
 def path_string(path: KeyPath) -> str:
     """Returns the path joined by '/', for messages and tables; 'params' at the root."""
-    return "/".join(path_names(path)) or "params"
+    return join_names(path_names(path))
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Returns names joined by '/'; 'params' for none."""
+    return "/".join(names) or "params"
 
 
 @overload

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import chex
 import numpy as np
 
-from sparsity.core.trees import KeyPath
+from sparsity.core.trees import KeyPath, join_names
 from sparsity.graph.uses import Path
 from sparsity.programs.axes import Axis, Reason, labels, variables
 
@@ -25,7 +25,7 @@ class Parameter:
 
     @property
     def name(self) -> str:
-        return "/".join(self.path) or "params"
+        return join_names(self.path)
 
     @property
     def size(self) -> int:

@@ -165,13 +165,10 @@ class Graph:
 
     def _densities(self, masks: PyTree | None) -> dict[Path, Fraction]:
         """Returns the part of the entries that masks keep, for each masked parameter."""
-        densities = {}
-        for key, mask in trees.leaves_by_path(masks).items():
-            leaf = self.find_parameter(trees.path_names(key), mask, "masks")
-            densities[leaf.path] = Fraction(
-                int(np.count_nonzero(np.asarray(mask))), max(leaf.size, 1)
-            )
-        return densities
+        return {
+            leaf.path: Fraction(int(np.count_nonzero(np.asarray(mask))), max(leaf.size, 1))
+            for leaf, mask in self.match_masks(masks)
+        }
 
     @functools.cached_property
     def uncounted(self) -> dict[str, str]:
@@ -351,6 +348,17 @@ class Graph:
             new == old or (axis in cut and 0 < new < old)
             for axis, (new, old) in enumerate(zip(shape, leaf.shape, strict=True))
         )
+
+    def match_masks(self, masks: PyTree) -> list[tuple[Parameter, PyTree]]:
+        """Returns the masks with their parameters, without those that are `None`.
+
+        Raises:
+          ValueError: a mask belongs to no parameter, or has another shape; the error names both.
+        """
+        return [
+            (self.find_parameter(trees.path_names(path), mask, "masks"), mask)
+            for path, mask in trees.leaves_by_path(masks).items()
+        ]
 
     def match_parameters(self, tree: PyTree) -> dict[trees.KeyPath, Parameter]:
         """Returns {path in the tree: parameter} for a tree of params.

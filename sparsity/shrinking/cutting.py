@@ -33,18 +33,6 @@ def cut_params(graph: Graph, plan: Plan, params: PyTree) -> PyTree:
     return trees.map_matched(lambda path, leaf: _cut(leaf, _axes(graph, plan, path, leaf)), params)
 
 
-def read_masks(graph: Graph, masks: PyTree) -> dict[Path, jax.Array]:
-    """Returns {path of the parameter: mask}.
-
-    Raises:
-      ValueError: a mask has no parameter, or another shape; the error names the leaf.
-    """
-    return {
-        graph.find_parameter(trees.path_names(key), mask, "masks").path: mask
-        for key, mask in trees.leaves_by_path(masks).items()
-    }
-
-
 def cut_masks(
     graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, masks: Mapping[Path, jax.Array]
 ) -> PyTree:

@@ -27,7 +27,6 @@ from sparsity.shrinking.cutting import (
     cut_masks,
     cut_params,
     cut_state,
-    read_masks,
 )
 from sparsity.shrinking.dead import find_dead
 from sparsity.shrinking.plan import Plan, check_proven, plan_cut
@@ -248,7 +247,7 @@ def shrink(
       (5, 2)
     """
     comparison.check_arguments(masks, opt_state, tx)
-    by_path = {} if isinstance(masks, Plan) else read_masks(graph, masks)
+    by_path = {} if isinstance(masks, Plan) else {x.path: m for x, m in graph.match_masks(masks)}
     plan = masks if isinstance(masks, Plan) else plan_cut(graph, *find_dead(graph, by_path))
     if plan is masks:
         check_proven(graph, solve_kept(graph.list_axes(), plan), plan)
