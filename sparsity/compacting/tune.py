@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -17,13 +18,15 @@ from sparsity.compacting.storage import Format, Path
 from sparsity.core import trees
 from sparsity.core.trees import PyTree
 from sparsity.programs.program import Equation
-from sparsity.reports import time_in_turn
+from sparsity.reports.times import rounds_in_turn
 
 Seconds: TypeAlias = dict[Path, dict[Format, float]]
 Program: TypeAlias = Callable[[], object]
 
 _NOISE = 1.02  # seconds that count as equally fast
-_measured: dict[str, dict[Format, float]] = {}  # by shapes of the products, and device
+_MOST_ROUNDS = 5  # times `rounds`, for formats that are nearly as fast as the fastest one
+_MOST_SECONDS = 10.0  # of these further rounds
+_measured: dict[str, dict[Format, float]] = {}  # by shapes of the products, device and rounds
 
 
 class Candidate(NamedTuple):
@@ -50,7 +53,7 @@ def measure(candidates: Mapping[Format, Candidate], rounds: int) -> Seconds:
 
     Args:
       candidates: the model in each format.
-      rounds: number of measurements of each product.
+      rounds: number of measurements of each product; see `time_until_clear`.
     """
     programs: dict[Path, dict[Format, list[tuple[str, Program]]]] = {}
     for name, candidate in candidates.items():
@@ -77,16 +80,52 @@ def _time(
     by_format: Mapping[Format, Sequence[tuple[str, Program]]], rounds: int
 ) -> dict[Format, float]:
     """Returns the seconds of each format, measured in turn; equal shapes are measured once."""
-    key = " | ".join(f"{name}: {text}" for name in by_format for text, _ in by_format[name])
+    described = [f"{name}: {text}" for name in by_format for text, _ in by_format[name]]
+    key = " | ".join([f"{rounds} rounds", *described])
     if key not in _measured:
 
         def run(name: Format) -> list[object]:
             return [program() for _, program in by_format[name]]
 
-        runs = [functools.partial(run, name) for name in by_format]
-        times = time_in_turn(*runs, rounds=rounds)
-        _measured[key] = dict(zip(by_format, times, strict=True))
+        runs = {name: functools.partial(run, name) for name in by_format}
+        _measured[key] = time_until_clear(runs, rounds)
     return _measured[key]
+
+
+def time_until_clear(runs: Mapping[Format, Program], rounds: int) -> dict[Format, float]:
+    """Returns the seconds of each format, from the ratios of each round.
+
+    Other work of the machine slows all formats of a round, so that ratios are steadier than
+    seconds. Formats of which some rounds say that they are as fast as the fastest one, and others
+    that they are slower, are measured in more rounds.
+
+    Args:
+      runs: the products of each format.
+      rounds: number of measurements of each format, and of further ones at a time.
+
+    Returns:
+      {format: median seconds of the fastest format x median ratio to the fastest format}.
+    """
+    seconds: dict[Format, list[float]] = {name: [] for name in runs}
+    unclear, end = list(runs), 0.0
+    for _ in range(_MOST_ROUNDS):
+        times = rounds_in_turn(*(runs[name] for name in unclear), rounds=rounds)
+        end = end or time.perf_counter() + _MOST_SECONDS
+        for name, measured in zip(unclear, times, strict=True):
+            seconds[name] += measured
+        fastest = min(unclear, key=lambda name: float(np.median(seconds[name])))
+        ratios = {name: _ratios(seconds[name], seconds[fastest]) for name in runs}
+        bounds = {name: np.percentile(ratios[name], (25, 75)) for name in unclear}
+        unclear = [x for x in unclear if x == fastest or bounds[x][0] <= _NOISE < bounds[x][1]]
+        if len(unclear) == 1 or time.perf_counter() > end:
+            break
+    return {x: float(np.median(seconds[fastest]) * np.median(ratios[x])) for x in runs}
+
+
+def _ratios(some: Sequence[float], others: Sequence[float]) -> np.ndarray:
+    """Returns the ratios of the rounds that both formats have, which are the first ones."""
+    count = min(len(some), len(others))
+    return np.divide(some[:count], others[:count])
 
 
 def _make_program(

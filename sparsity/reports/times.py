@@ -36,6 +36,11 @@ def time_in_turn(*programs: Callable[[], object], rounds: int = 20) -> list[floa
       >>> print(f"{after / before:.2f}x of the time")  # doctest: +SKIP
       0.04x of the time
     """
+    return [statistics.median(seconds) for seconds in rounds_in_turn(*programs, rounds=rounds)]
+
+
+def rounds_in_turn(*programs: Callable[[], object], rounds: int) -> list[list[float]]:
+    """Returns the seconds of each program in each round; see `time_in_turn`."""
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, not {rounds}.")
     seconds: list[list[float]] = [[] for _ in programs]
@@ -45,4 +50,4 @@ def time_in_turn(*programs: Callable[[], object], rounds: int = 20) -> list[floa
             jax.block_until_ready(program())
             if turn >= 0:
                 measured.append(time.perf_counter() - start)
-    return [statistics.median(measured) for measured in seconds]
+    return seconds
