@@ -8,6 +8,7 @@ import pytest
 
 import sparsity
 from sparsity import compact, trace
+from sparsity.compacting import tune
 
 
 def layer(h, w):
@@ -138,6 +139,23 @@ def test_the_format_that_is_measured_fastest_is_taken_with_values_and_state():
     moments = tuned.dense_state(tuned.opt_state)[0].mu
     jax.tree.map(np.testing.assert_array_equal, moments, state[0].mu)
     np.testing.assert_allclose(tuned.apply(tuned.params, x), fn(pruned, x), rtol=1e-5, atol=1e-6)
+
+
+def test_formats_that_are_nearly_as_fast_are_measured_in_more_rounds(monkeypatch):
+    # A round of the first turn is slow for all formats; 'values' is fast in half of the rounds.
+    first = {"dense": [1, 9, 1, 1], "values": [1.1, 9, 1, 1.1], "grouped": [3, 27, 3, 3]}
+    turns = [first, {"dense": [1] * 4, "values": [1.1] * 4}]
+    measured = []
+
+    def rounds_in_turn(*programs, rounds):
+        assert rounds == 4
+        measured.append([program() for program in programs])
+        return [turns[len(measured) - 1][name] for name in measured[-1]]
+
+    monkeypatch.setattr(tune, "rounds_in_turn", rounds_in_turn)
+    seconds = tune.time_until_clear({name: lambda name=name: name for name in first}, 4)
+    assert measured == [["dense", "values", "grouped"], ["dense", "values"]]
+    assert seconds == pytest.approx({"dense": 1, "values": 1.1, "grouped": 3})
 
 
 def test_the_picture_has_a_bar_for_each_masked_parameter():
