@@ -92,6 +92,7 @@ run_example() {
 # Lints, checks types, and runs the tests that the arguments of pytest choose.
 check() {
   cd -- "$root"
+  unset PYTHONDONTWRITEBYTECODE # all workers and programs of tests read what one of them parsed
   echo "== ruff"
   "$venv/bin/python" -m ruff check .
   "$venv/bin/python" -m ruff format --check .

@@ -13,7 +13,7 @@ os.environ["XLA_FLAGS"] = (
 # What is compiled is kept for the next run, for all workers and programs that tests start;
 # `pytest --cache-clear` empties the folder.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache/d/jax")
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.02"  # storing takes as long
 # Lowered programs do not say where each operation stands in the source.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
@@ -21,8 +21,10 @@ import jax
 import pytest
 
 from sparsity import api
+from tests.lowering import share_contexts
 
 pytest.register_assert_rewrite("tests.helpers")
+share_contexts()
 
 
 # The files that take longest start first, so that no worker waits for another in the end.
@@ -42,6 +44,7 @@ def pytest_collection_finish():
     """Spares garbage collections the modules and tests, which stay to the end."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # traces make many objects, and few cycles
 
 
 @pytest.fixture

@@ -6,11 +6,13 @@ import traceback
 
 import jax
 
+from tests.lowering import share_contexts
 from tests.scripts.devices import Devices
 
 
 def main(program, kind, *names):
     assert jax.device_count() == 8
+    share_contexts()
     failed = []
     for case in importlib.import_module(f"tests.scripts.{program}").CASES[kind]:
         if names and case.__name__ not in names:
