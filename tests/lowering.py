@@ -2,7 +2,7 @@
 
 import threading
 
-from jax._src.interpreters import mlir
+from jax._src.interpreters import mlir  # no public name says how contexts are made
 from jax._src.lib.mlir import ir
 
 _PROGRAMS_PER_CONTEXT = 100  # a context keeps the types and constants of all its programs
@@ -24,7 +24,9 @@ def share_contexts():
     is lowered inside another gets a context of its own: its copies, from which JAX makes the key of
     the cache, would else land in the outer program.
     """
-    make, contexts = mlir.make_ir_context, []
+    make, contexts = getattr(mlir, "make_ir_context", None), []
+    if make is None:  # another version of jax: the tests take longer
+        return
 
     def get_context():
         if _is_lowering() or threading.current_thread() is not threading.main_thread():
