@@ -8,6 +8,7 @@ Making All Tickets Winners", algorithm 1.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -167,13 +168,22 @@ class DropAndGrow(SparseTraining):
             check_fraction(f"drop_fraction_fn({step})", fraction)
         return super().init_state(params, sites=sites)
 
+    def moves_slices(self) -> bool:
+        hooks = self.get_drop_scores, self.get_grow_scores
+        is_standard = type(self).new_masks is DropAndGrow.new_masks
+        return (
+            is_standard and not is_overridden(self, "update_state") and all(map(_is_local, hooks))
+        )
+
     def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> PyTree:
+        draw = inputs.draw or drawing(inputs.weights)
+
         def scores(hook: Callable[..., PyTree]) -> PyTree:
             lazy = lazy_scores(hook, inputs.weights, inputs.masks, inputs.grads)
             if lazy is not None:
                 return lazy
             args = sparse_state, inputs.seen, inputs.grads
-            return inputs.call(hook, *args, named={"draw": drawing(inputs.weights)})
+            return inputs.call(hook, *args, named={"draw": draw})
 
         return move_masks(
             self.scope,
@@ -202,6 +212,11 @@ class DropAndGrow(SparseTraining):
         _, end = update_range(fields["scheduler"]) or (0, None)
         falling = CosineFraction(fraction, end) if end else ConstantFraction(fraction)
         return {"drop_fraction_fn": falling} | fields
+
+
+def _is_local(hook: Callable[..., PyTree]) -> bool:
+    """Returns whether a score depends on its entry alone, and on the entry's place."""
+    return getattr(hook, "is_elementwise", False) or "draw" in inspect.signature(hook).parameters
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -270,7 +285,10 @@ class RigL(DropAndGrow):
     @elementwise
     def get_grow_scores(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> PyTree:
         if grads is None:
-            raise ValueError("RigL grows weights by their gradients, got grads = None: pass them.")
+            raise ValueError(
+                "RigL grows weights by their gradients, got grads = None: pass "
+                "them, or loss to Compact.move."
+            )
         return jax.tree.map(jnp.abs, grads)
 
 

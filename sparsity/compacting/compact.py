@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from sparsity.base_updater import BaseUpdater
+from sparsity.compacting.carry import Carrier, carry_state, check_fresh_state
 from sparsity.compacting.evaluate import Densifier
-from sparsity.compacting.kept import Grouped, Kept, Lazy, kept_in
+from sparsity.compacting.kept import Grouped, Kept, Lazy, Observer, kept_in
+from sparsity.compacting.move import differentiate_directly, make_movers, move_all, move_by_gradient
 from sparsity.compacting.report import Row, plot, table
 from sparsity.compacting.state import Owner, check_optimizer, densify_state, take_state
 from sparsity.compacting.storage import (
@@ -30,6 +34,7 @@ from sparsity.compacting.storage import (
 )
 from sparsity.compacting.tune import Candidate, choose, measure
 from sparsity.core import sharding, trees
+from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
 from sparsity.programs.products import PRODUCTS
@@ -40,6 +45,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Outside: TypeAlias = Literal["zero", "frozen"]
+Loss: TypeAlias = Callable[[Callable[..., PyTree], PyTree], jax.Array]
+_NO_OBSERVERS: Mapping[Path, Observer] = {}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -106,9 +113,78 @@ class Compact:
         Raises:
           ValueError: parameters are missing or have another shape; the error names the parameter.
         """
-        graph, inputs = self._retrace(params, args)
-        outputs = Densifier(graph.is_data, self.in_turn).run(graph.program, inputs)
-        return jax.tree.unflatten(graph.output_tree, outputs)
+        return self._run({}, params, *args)
+
+    def move(
+        self,
+        pruner: BaseUpdater,
+        params: PyTree,
+        opt_state: PyTree,
+        count: chex.Numeric,
+        loss: Loss | None = None,
+        tx: optax.GradientTransformation | None = None,
+    ) -> tuple[Compact, PyTree, PyTree]:
+        """Moves the masks once, as SET, RigL or SRigL do in a step that updates masks.
+
+        No shape changes. Values and moments of entries that stay are untouched, and counts too.
+        Grown entries start at 0 with the state of a new optimizer. Masks are those of the wrapped
+        updater for the same parameters, gradients and count. No gradient of more than one slice is
+        dense at once, if `loss` reads each slice once.
+
+        A call within a compiled function becomes a part of the program. Another call is compiled
+        once for equal shapes and the same `loss`: give batches as `jax.tree_util.Partial(loss,
+        batch=batch)`.
+
+        Args:
+          pruner: SET, RigL, or another updater that keeps the number of entries of each slice.
+            Its schedule is not asked whether a step updates masks.
+          params: parameters like `self.params`.
+          opt_state: state of the optimizer of `params`.
+          count: number of steps so far, for drop fractions and random numbers.
+          loss: `loss(apply, params)` returns a scalar; `apply` is `Compact.apply`. RigL ranks its
+            gradients; SET needs none.
+          tx: the optimizer, for states in which new entries are not 0, as in adagrad.
+
+        Returns:
+          The compact model with the new masks, its parameters, and the optimizer's state.
+
+        Raises:
+          ValueError: an update may change the number of kept entries of a slice, `outside` is
+            'frozen', or the state needs `tx`. The error names the field or the parameter.
+
+        Example:
+          >>> import jax.numpy as jnp, optax, sparsity
+          >>> params = {"w": jnp.array([[1.0], [2.0], [0.0], [0.0]])}
+          >>> masks = {"w": jnp.array([[1], [1], [0], [0]], jnp.uint8)}
+          >>> x, tx = jnp.array([[0.0, 0.0, 1.0, 5.0]]), optax.adam(0.1)
+          >>> graph = sparsity.trace(lambda params, x: x @ params["w"], params, x)
+          >>> model = sparsity.compact(graph, params, masks)
+          >>> half = optax.constant_schedule(0.5)
+          >>> pruner = sparsity.RigL(scheduler=sparsity.PeriodicSchedule(9), drop_fraction_fn=half)
+          >>> state = tx.init(model.params)
+          >>> loss = lambda apply, params: apply(params, x).sum()
+          >>> model, params, state = model.move(pruner, model.params, state, 0, loss)
+          >>> model.indices, params
+          ({'w': Array([1, 3], dtype=int32)}, {'w': Array([2., 0.], dtype=float32)})
+        """
+        if self._outside == "frozen":
+            raise ValueError(
+                "A compact model with outside = 'frozen' has values outside its masks, which "
+                "cannot move. Give compact outside='zero'."
+            )
+        self._wrap(params)
+        if pruner.regrows is False:
+            return self, params, opt_state
+        if tx is None:
+            check_fresh_state(opt_state)
+        leaves, treedef = jax.tree.flatten(loss)
+        arrays = [leaf if trees.is_array(leaf) else None for leaf in leaves]
+        objects = tuple(None if trees.is_array(leaf) else leaf for leaf in leaves)
+        arguments = self, params, opt_state, jnp.asarray(count), arrays
+        is_inside = any(map(is_traced, jax.tree.leaves(arguments)))
+        run = _move if is_inside else _move_compiled
+        model, params, opt_state = run(*arguments, pruner, objects, treedef, tx)
+        return dataclasses.replace(model, params=params, opt_state=opt_state), params, opt_state
 
     def dense(self, params: PyTree) -> PyTree:
         """Returns the dense parameters; outside the masks they are 0, or frozen."""
@@ -264,16 +340,28 @@ class Compact:
             nbytes[leaf.path] = size * leaf.dtype.itemsize, positions
         return nbytes
 
-    def _retrace(self, params: PyTree, args: tuple[PyTree, ...]) -> tuple[Graph, list[Lazy]]:
+    def _run(self, observers: Mapping[Path, Observer], params: PyTree, *args: PyTree) -> PyTree:
+        """Returns what `apply` returns, with gradients of dense parameters for some observers."""
+        graph, inputs = self._retrace(params, args, observers)
+        outputs = Densifier(graph.is_data, self.in_turn).run(graph.program, inputs)
+        return jax.tree.unflatten(graph.output_tree, outputs)
+
+    def _retrace(
+        self,
+        params: PyTree,
+        args: tuple[PyTree, ...],
+        observers: Mapping[Path, Observer] | None = None,
+    ) -> tuple[Graph, list[Lazy]]:
         """Returns the graph of the model for these arguments, and the inputs of its program."""
         arrays, rebuild = trees.split_arrays(params)
-        kept = jax.tree.leaves(self._wrap(params), is_leaf=lambda x: isinstance(x, Kept))
+        wrapped = self._wrap(params, observers or {})
+        kept = jax.tree.leaves(wrapped, is_leaf=lambda x: isinstance(x, Kept))
         kept = [leaf for leaf in kept if isinstance(leaf, Kept) or trees.is_array(leaf)]
         structs = zip(sharding.abstract(arrays), kept, strict=True)
         example = rebuild([sharding.resized(struct, leaf.shape) for struct, leaf in structs])
         return self.graph.retrace(example, *args), [*kept, *trees.split_arrays(args)[0]]
 
-    def _wrap(self, params: PyTree) -> PyTree:
+    def _wrap(self, params: PyTree, observers: Mapping[Path, Observer] = _NO_OBSERVERS) -> PyTree:
         """Returns the parameters with `Kept` for masked ones.
 
         Raises:
@@ -286,14 +374,15 @@ class Compact:
         ) -> PyTree:
             if indices is None:
                 return leaf
-            storage = storages[trees.path_names(path)]
-            name = trees.path_string(path)
+            names, name = trees.path_names(path), trees.path_string(path)
+            storage = storages[names]
             if jnp.shape(leaf) != storage.kept_shape:
                 raise ValueError(
                     f"The kept values of {name!r} have the shape {storage.kept_shape}, got "
                     f"{jnp.shape(leaf)}. Give parameters like compact.params."
                 )
-            return storage.wrap(leaf, indices, base, name)
+            kept = storage.wrap(leaf, indices, base, name)
+            return dataclasses.replace(kept, observer=observers.get(names))
 
         return trees.map_matched(
             wrap, params, self.indices, self.base, others_role="positions of kept values"
@@ -374,6 +463,62 @@ class Compact:
 
         jax.eval_shape(run, arrays)
         return reads
+
+
+def _move(
+    model: Compact,
+    params: PyTree,
+    opt_state: PyTree,
+    count: jax.Array,
+    arrays: list[jax.Array | None],
+    pruner: BaseUpdater,
+    objects: tuple[object, ...],
+    treedef: jax.tree_util.PyTreeDef,
+    tx: optax.GradientTransformation | None,
+) -> tuple[Compact, PyTree, PyTree]:
+    """Returns `Compact.move`; `arrays` and `objects` are the leaves of the loss."""
+    leaves = [x if array is None else array for array, x in zip(arrays, objects, strict=True)]
+    loss: Loss | None = jax.tree.unflatten(treedef, leaves)
+    movers = make_movers(pruner, model.graph.example[0], model._storages)
+    values, indices = _by_path(params), _by_path(model.indices)
+    direct: dict[Path, jax.Array] = {}
+    if loss is not None:
+
+        def apply(params: PyTree, *args: PyTree) -> PyTree:
+            return model.apply(jax.lax.stop_gradient(params), *args)
+
+        masked = {path: values[path] for path in movers}
+        direct = differentiate_directly(
+            lambda chosen: loss(apply, _replace_leaves(params, chosen)), masked
+        )
+    slices = {
+        path: mover.slices(values[path], indices[path], count, direct.get(path))
+        for path, mover in movers.items()
+    }
+    if loss is None:
+        new = move_all(movers, slices)
+    else:
+        new = move_by_gradient(
+            movers, slices, lambda observers: loss(functools.partial(model._run, observers), params)
+        )
+    fresh = None if tx is None else tx.init(jax.tree.map(jnp.zeros_like, params))
+    carriers = {
+        path: Carrier(storage, indices[path], new[path]) for path, storage in model.storages
+    }
+    new, params, opt_state = carry_state(carriers, params, opt_state, fresh)
+    moved = dataclasses.replace(model, indices=_replace_leaves(model.indices, new))
+    return moved, params, opt_state
+
+
+_move_compiled = jax.jit(_move, static_argnums=(5, 6, 7, 8))
+
+
+def _by_path(tree: PyTree) -> dict[Path, PyTree]:
+    return {trees.path_names(path): leaf for path, leaf in trees.leaves_by_path(tree).items()}
+
+
+def _replace_leaves(tree: PyTree, leaves: Mapping[Path, jax.Array]) -> PyTree:
+    return trees.map_matched(lambda path, leaf: leaves.get(trees.path_names(path), leaf), tree)
 
 
 jax.tree_util.register_dataclass(

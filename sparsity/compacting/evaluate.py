@@ -171,7 +171,9 @@ def _map_values(equation: Equation, inputs: Sequence[Lazy]) -> Kept | None:
     """Returns a cast or a positive multiple of kept values, `None` for other equations."""
     name, params = equation.name, equation.params
     kept = inputs[0] if isinstance(inputs[0], Kept) else inputs[-1]
-    if not isinstance(kept, Kept) or kept.base is not None or params.get("sharding"):
+    if not isinstance(kept, Kept) or params.get("sharding"):
+        return None
+    if kept.base is not None or kept.observer is not None:
         return None
     if name in ("mul", "div") and len(inputs) == 2:
         at = 0 if kept is inputs[0] else 1

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self, TypeAlias
 
 import jax
@@ -16,9 +17,75 @@ from jax.sharding import PartitionSpec, auto_axes
 
 from sparsity.compacting import grouped
 from sparsity.core.sharding import explicit_sharding, fit
+from sparsity.core.trees import PyTree
 from sparsity.programs.program import Equation
 
 Axes: TypeAlias = str | tuple[str, ...] | None  # of a mesh
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Observer:
+    """Computes an array from the gradient of each dense slice, where a backward pass has it.
+
+    The array leaves the backward pass as the cotangent of `result`. Kept values get no gradient.
+    Under `vmap` the gradients of all rows are added up first. A slice that is read twice has two
+    gradients, whose results are added up.
+
+    Attributes:
+      function: maps a slice of `arrays` and the gradient of a dense slice to a slice of `result`.
+      arrays: tree of arrays [*stack, ...].
+      result: [*stack, ...] zeros.
+    """
+
+    function: Callable[[PyTree, jax.Array], jax.Array]
+    arrays: PyTree
+    result: jax.Array
+
+    def watch(self, slices: jax.Array, stack: int) -> jax.Array:
+        """Returns the dense slices [*stack, ...], whose gradients are observed."""
+        return _watch(self.function, stack, lax.stop_gradient(slices), self.arrays, self.result)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _watch(
+    function: Callable[[PyTree, jax.Array], jax.Array],
+    stack: int,
+    slices: jax.Array,
+    arrays: PyTree,
+    result: jax.Array,
+) -> jax.Array:
+    return slices
+
+
+def _observe(
+    function: Callable[[PyTree, jax.Array], jax.Array],
+    stack: int,
+    arrays: PyTree,
+    gradient: jax.Array,
+) -> tuple[None, None, jax.Array]:
+    @custom_vmap
+    def observe(arrays: PyTree, gradient: jax.Array) -> jax.Array:
+        def mapped(each: tuple[PyTree, jax.Array]) -> jax.Array:
+            return function(*each)
+
+        for _ in range(stack):
+            mapped = functools.partial(lax.map, mapped)
+        return mapped((arrays, gradient))
+
+    @observe.def_vmap
+    def observe_rows(
+        _: int, batched: PyTree, arrays: PyTree, gradients: jax.Array
+    ) -> tuple[jax.Array, bool]:
+        if any(jax.tree.leaves(batched[0])):  # models in parallel
+            in_axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
+            rows: jax.Array = jax.vmap(observe, in_axes=in_axes)(arrays, gradients)
+            return rows, True
+        return observe(arrays, jnp.sum(gradients, axis=0)), False
+
+    return None, None, observe(arrays, gradient)
+
+
+_watch.defvjp(lambda _, __, slices, arrays, ___: (slices, arrays), _observe)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,6 +102,7 @@ class Kept:
       stack: number of axes that index slices.
       axes: for each axis of the dense array the axis of `sizes`.
       name: path of the parameter.
+      observer: gets the gradients of dense slices, in place of the kept values.
     """
 
     values: jax.Array
@@ -44,6 +112,7 @@ class Kept:
     stack: int
     axes: tuple[int, ...]
     name: str
+    observer: Observer | None = dataclasses.field(default=None, kw_only=True)
 
     def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
         """Returns a dense slice, flat.
@@ -84,7 +153,11 @@ class Kept:
 
     def read(self, never: jax.Array | int = 0) -> jax.Array:
         """Returns the dense array for an equation of the model; see `densify`."""
-        return self.densify(never)
+        dense = self.densify(never)
+        if self.observer is None:
+            return dense
+        slices = dense.transpose(np.argsort(self.axes))
+        return self.observer.watch(slices, self.stack).transpose(self.axes)
 
     def split(self, spec: list[Axes], values: list[Axes]) -> list[Axes]:
         """Returns the axes of a mesh that split slices, from those that split the values."""
@@ -138,8 +211,8 @@ class Masked(Kept):
     """Dense slices; `indices` are their masks, outside of which the values are 0."""
 
     def read(self, never: jax.Array | int = 0) -> jax.Array:
-        if self.base is not None:
-            return self.densify(never)
+        if self.base is not None or self.observer is not None:
+            return super().read(never)
         # To select again would take a pass over the parameter: only gradients are masked.
         values = _mask_gradient(self.values, self.indices)
         return values.reshape(self.sizes).transpose(self.axes)
@@ -173,10 +246,6 @@ class Grouped(Kept):
 
     inputs: int
 
-    def read(self, never: jax.Array | int = 0) -> jax.Array:
-        """Returns the dense array for an equation of the model; see `densify`."""
-        return self.densify(never)
-
     def split(self, spec: list[Axes], values: list[Axes]) -> list[Axes]:
         spec[self.stack + self.inputs] = values[self.stack]
         return spec
@@ -204,7 +273,8 @@ class Deferred:
 
 Lazy = jax.Array | Kept | Deferred
 
-_ARRAYS, _SIZES = ["values", "indices", "base"], ["sizes", "stack", "axes", "name"]
+_ARRAYS, _SIZES = ["values", "indices", "base", "observer"], ["sizes", "stack", "axes", "name"]
+jax.tree_util.register_dataclass(Observer, ["arrays", "result"], ["function"])
 jax.tree_util.register_dataclass(Flat, _ARRAYS, _SIZES)
 jax.tree_util.register_dataclass(Masked, _ARRAYS, _SIZES)
 jax.tree_util.register_dataclass(Grouped, _ARRAYS, [*_SIZES, "inputs"])

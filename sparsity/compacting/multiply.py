@@ -36,7 +36,9 @@ def multiply(equation: Equation, inputs: Sequence[Lazy]) -> jax.Array | None:
     """Returns a product of kept values of groups, `None` for products that need a dense array."""
     at = 0 if isinstance(inputs[0], Grouped) else 1
     kept, other = inputs[at], inputs[1 - at] if len(inputs) == 2 else None
-    if not isinstance(kept, Grouped) or other is None or is_lazy(other) or kept.base is not None:
+    if not isinstance(kept, Grouped) or other is None or is_lazy(other):
+        return None
+    if kept.base is not None or kept.observer is not None:
         return None
     assert isinstance(other, jax.Array)
     contraction = None

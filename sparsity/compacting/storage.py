@@ -17,6 +17,7 @@ from sparsity.compacting.kept import Flat, Grouped, Kept, Masked
 from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
+from sparsity.masks.positions import kept_positions, slots_of_positions
 
 Path: TypeAlias = tuple[str, ...]
 Format: TypeAlias = Literal["values", "grouped", "dense"]
@@ -48,6 +49,11 @@ class Storage:
     def kept_shape(self) -> tuple[int, ...]:
         """Shape of the kept values."""
         return (*(self.shape[axis] for axis in self.stack), *self.size)
+
+    @property
+    def indices_shape(self) -> tuple[int, ...]:
+        """Shape of the positions."""
+        return self.kept_shape[:-1] if self.format == "grouped" else self.kept_shape
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -82,6 +88,51 @@ class Storage:
         if self.padding:
             values[at >= rows.shape[1]] = 0
         return values.reshape(self.kept_shape)
+
+    def locate(self, mask: jax.Array, dtype: np.dtype) -> jax.Array:
+        """Returns the positions of the entries that a mask keeps, for compiled programs.
+
+        Args:
+          mask: uint8 mask of the shape of the parameter; keeps as many entries of each slice as
+            are stored, and has the groups of the format.
+          dtype: dtype of the positions.
+        """
+        if self.format == "dense":
+            return mask.transpose(self.order)
+        slices, shape = mask.transpose(self.order), self.indices_shape
+        if self.format == "grouped":
+            inputs = math.prod(self.shape[axis] for axis in self.inputs)
+            slices = slices.reshape(*slices.shape[: len(self.stack)], inputs, -1)
+            slices = slices[..., :: self.size[-1]].swapaxes(-1, -2)
+        rows = slices.reshape(math.prod(shape[:-1]), -1)
+        size, k = rows.shape[1], shape[-1]
+        positions = jax.vmap(lambda row: kept_positions(row, k))(rows)
+        if self.format == "values" and self.padding:  # the positions of padding ascend, too
+            counts = jnp.sum(positions < size, axis=1, keepdims=True)
+            positions += jnp.maximum(jnp.arange(k) - counts, 0)
+        return positions.astype(dtype).reshape(shape)
+
+    def find_slots(self, old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns where the values of new positions are stored, and whether they are.
+
+        Args:
+          old: positions of stored values, not of the format 'dense'.
+          new: positions of equal shape.
+
+        Returns:
+          int32 and bool arrays of the shape of the positions; the slot of a value that is not
+          stored means nothing.
+        """
+        axes = self.inputs if self.format == "grouped" else self.order[len(self.stack) :]
+        size = math.prod(self.shape[axis] for axis in axes)
+
+        def find(old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
+            kept = jnp.zeros(size, jnp.uint8).at[old].set(1, mode="drop")
+            return slots_of_positions(kept, new.astype(jnp.int32))
+
+        rows = (x.reshape(-1, x.shape[-1]) for x in (old, new))
+        slots, stays = jax.vmap(find)(*rows)
+        return slots.reshape(new.shape), stays.reshape(new.shape)
 
     def place(self, array: np.ndarray, like: jax.Array, name: str) -> jax.Array:
         """Returns values or positions on the devices of a parameter.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from sparsity.core import trees
 from sparsity.core.trees import PyTree
-from sparsity.masks import Sites, apply_masks
+from sparsity.masks import Draw, Sites, apply_masks
 
 T = TypeVar("T")
 ExtraArg: TypeAlias = Any  # an argument of the training loop; overrides may narrow the type
@@ -23,6 +23,7 @@ class Inputs(NamedTuple):
       sites: table of `Updater.sites`, resolved from the parameters.
       extra: other arguments of the training loop.
       masks: tree of the masks under which hooks see the parameters; `None` for no masks.
+      draw: draws random scores; `None` for the default.
     """
 
     params: PyTree
@@ -30,6 +31,7 @@ class Inputs(NamedTuple):
     sites: Sites
     extra: Mapping[str, ExtraArg]
     masks: PyTree | None = None
+    draw: Draw | None = None
 
     @property
     def weights(self) -> PyTree:

@@ -187,10 +187,7 @@ class Step:
         """Returns the state with new masks, and the change."""
         updater, params = self.updater, inputs.params
         old, inputs = self._read(state, inputs)
-        if is_overridden(updater, "update_state"):
-            new = inputs.call(updater.update_state, old, inputs.seen, inputs.grads)
-        else:
-            new = old._replace(masks=updater.new_masks(old, inputs))
+        new = update_masks(updater, old, inputs)
         new = new._replace(masks=take_masks(new.masks, old.masks, params, self.packed))
         grown = None
         if regrows:
@@ -271,6 +268,13 @@ class Step:
     def _stored(self, masks: PyTree, params: PyTree) -> PyTree:
         """Returns plain masks as the state holds them."""
         return pack_masks(masks, params) if self.packed else masks
+
+
+def update_masks(updater: Updater, state: SparseState, inputs: Inputs) -> SparseState:
+    """Returns the state with the masks of a mask update; masks are not packed."""
+    if is_overridden(updater, "update_state"):
+        return inputs.call(updater.update_state, state, inputs.seen, inputs.grads)
+    return state._replace(masks=updater.new_masks(state, inputs))
 
 
 class Change(NamedTuple):

@@ -22,6 +22,7 @@ from sparsity.masks import (
     Layerwise,
     Pattern,
     Scope,
+    Site,
     Sites,
     TopkFn,
     TreeScope,
@@ -147,7 +148,7 @@ class Updater:
         draw: Draw = generate_random_scores
         if not is_overridden(self, "create_masks"):  # overrides get arrays
             scores = lazy_scores(self.calculate_scores, weights, inputs.masks, grads)
-            draw = drawing(weights)
+            draw = inputs.draw or drawing(weights)
         if scores is None:
             scores = inputs.call(
                 self.calculate_scores,
@@ -158,6 +159,28 @@ class Updater:
             )
         extra = {"target_sparsities": targets}
         return inputs.call(self.create_masks, scores, sparsities, extra=extra)
+
+    def count_after_move(
+        self, site: Site, shape: tuple[int, ...], kept: int, target: chex.Numeric | None
+    ) -> int | None:
+        """Returns the number of entries that a slice keeps after a mask update.
+
+        Args:
+          site: pattern and batch axes of the parameter.
+          shape: shape of the parameter.
+          kept: number of entries that each slice keeps before.
+          target: target sparsity of the parameter.
+
+        Returns:
+          `None` if the number depends on scores, as by default where `keeps_count` is not True.
+        """
+        count_kept = getattr(site.pattern, "count_kept", None)
+        has_count = count_kept is not None and count_kept(shape, 0.5, site.batch_axes) is not None
+        return kept if self.keeps_count and has_count else None
+
+    def moves_slices(self) -> bool:
+        """Returns whether the new mask of a slice depends on this slice alone."""
+        return False
 
     def update_state(
         self,

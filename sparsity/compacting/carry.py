@@ -1,0 +1,130 @@
+"""Takes kept values, and the moments of an optimizer like them, to new positions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from sparsity.compacting.move import read_positions
+from sparsity.compacting.storage import Path, Storage
+from sparsity.core import owners, trees
+from sparsity.core.trees import PyTree
+
+
+def check_fresh_state(state: PyTree) -> None:
+    """Raises a ValueError for states in which a new entry is not 0, which only `init` knows."""
+    if nodes := trees.find_nodes(state, optax.ScaleByRssState):
+        raise ValueError(
+            f"opt_state has an {type(nodes[0][1]).__name__}, in which new entries do not start at "
+            "0, as in adagrad. Give the optimizer to move: tx=tx."
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Carrier:
+    """Takes values of a parameter, and moments like them, to new positions.
+
+    Attributes:
+      storage: storage of the kept values.
+      indices: positions of the values.
+      new: the new positions, as `read_positions` takes them.
+    """
+
+    storage: Storage
+    indices: jax.Array
+    new: jax.Array
+
+    def carry(
+        self, arrays: list[tuple[jax.Array, jax.Array | None]]
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Returns the new positions, and arrays of kept values there.
+
+        Args:
+          arrays: pairs of kept values, and values for entries that are new; `None` for 0.
+        """
+        depth = len(self.storage.stack)
+        sizes = self.storage.kept_shape[:depth]
+
+        def flatten(x: jax.Array) -> jax.Array:
+            return x.reshape(-1, *x.shape[depth:])
+
+        new, fresh = jax.tree.map(flatten, (self.new, [start for _, start in arrays]))
+
+        def step(i: jax.Array, stored: list[jax.Array]) -> list[jax.Array]:
+            # Each slice is written where it was read: donated arrays need no second copy.
+            to, (at, *values), starts = jax.tree.map(lambda x: x[i], (new, stored, fresh))
+            to = read_positions(to, at.dtype)
+            moved = [to, *self._carry_slice(at, to, values, starts)]
+            return [x.at[i].set(y) for x, y in zip(stored, moved, strict=True)]
+
+        stored = [flatten(x) for x in (self.indices, *(x for x, _ in arrays))]
+        moved = lax.fori_loop(0, math.prod(sizes), step, stored)
+        indices, *values = (x.reshape(*sizes, *x.shape[1:]) for x in moved)
+        return indices, values
+
+    def _carry_slice(
+        self,
+        old: jax.Array,
+        new: jax.Array,
+        stored: list[jax.Array],
+        fresh: list[jax.Array | None],
+    ) -> list[jax.Array]:
+        slots = None
+        if self.storage.format == "dense":
+            stays = (old > 0) & (new > 0)
+        else:
+            slots, stays = self.storage.find_slots(old, new)
+
+        def pick(values: jax.Array, start: jax.Array | None) -> jax.Array:
+            shape = (*stays.shape, *[1] * (values.ndim - stays.ndim))  # members of groups follow
+            if slots is not None:
+                at = slots.reshape(shape)
+                values = jnp.take_along_axis(values, at, stays.ndim - 1, mode="clip")
+            zero = jnp.zeros((), values.dtype)
+            return jnp.where(stays.reshape(shape), values, zero if start is None else start)
+
+        return [pick(*pair) for pair in zip(stored, fresh, strict=True)]
+
+
+def carry_state(
+    carriers: Mapping[Path, Carrier], params: PyTree, state: PyTree, fresh: PyTree | None
+) -> tuple[dict[Path, jax.Array], PyTree, PyTree]:
+    """Moves parameters and the state of their optimizer to new positions.
+
+    Args:
+      carriers: a carrier for each masked parameter.
+      params: tree of parameters; new entries start at 0.
+      state: state of the optimizer.
+      fresh: state of new entries, `None` for 0.
+
+    Returns:
+      The new positions by path, the parameters, and the state.
+    """
+    owner_tree = trees.map_matched(lambda path, _: carriers.get(trees.path_names(path)), params)
+    arrays: dict[Carrier, list[tuple[jax.Array, jax.Array | None]]] = {}
+
+    def collect(owner: Carrier | None, leaf: jax.Array, start: jax.Array | None = None) -> bool:
+        is_kept = owner is not None and jnp.shape(leaf) == owner.storage.kept_shape
+        if owner is not None and is_kept:
+            arrays.setdefault(owner, []).append((leaf, start))
+        return is_kept
+
+    moves_params = owners.map_owned(collect, owner_tree, params)
+    others = () if fresh is None else (fresh,)
+    moves_state = owners.map_owned(collect, owner_tree, state, *others)
+    indices, moved = {}, {}
+    for path, owner in carriers.items():
+        indices[path], values = owner.carry(arrays[owner])
+        moved[owner] = iter(values)
+
+    def take(owner: Carrier | None, leaf: jax.Array, is_kept: bool) -> jax.Array:
+        return next(moved[owner]) if owner is not None and is_kept else leaf
+
+    params = owners.map_owned(take, owner_tree, params, moves_params)
+    return indices, params, owners.map_owned(take, owner_tree, state, moves_state)

@@ -1,0 +1,407 @@
+"""Moves the masks of a compact model: one mask update of SET or RigL, slice by slice.
+
+RigL ranks the gradient of a dense slice. A backward pass makes this gradient anyway, where it
+computes the gradient of the kept values: an `Observer` finds the new positions there, and no other
+dense gradient exists. The positions leave the backward pass as float32 numbers, in place of the
+gradient of the kept values. Where a loss reads a slice several times, gradients have to be added
+up first: the dense gradient of such a parameter leaves the backward pass, and is ranked afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsity.compacting.kept import Observer, never_after
+from sparsity.compacting.storage import Path, Storage
+from sparsity.core import hashing, sharding, trees
+from sparsity.core.checks import is_traced
+from sparsity.core.trees import PyTree
+from sparsity.masks import Site, Sites
+from sparsity.programs.program import CALLS, Equation, Program, Value, read_jaxpr
+from sparsity.training.hooks import Inputs
+from sparsity.training.state import SparseState
+from sparsity.training.step import update_masks
+from sparsity.training.updater import Updater, is_overridden
+
+_EXACT = 2**24  # integers below are exact in float32
+_BASE = 2**16
+
+
+class Slices(NamedTuple):
+    """Slices of a parameter for a mask update; all arrays are [*stack, ...].
+
+    Attributes:
+      values: kept values.
+      indices: their positions.
+      offset: flat index of the first entry of each slice.
+      step: number of steps so far, for each slice.
+      word: hash of the path of the parameter, for each slice.
+      gradient: gradients of the kept values that a loss reads directly, without `apply`.
+    """
+
+    values: jax.Array
+    indices: jax.Array
+    offset: jax.Array
+    step: jax.Array
+    word: jax.Array
+    gradient: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mover:
+    """Mask update of one parameter.
+
+    Attributes:
+      updater: the updater.
+      example: shapes of the dense parameters.
+      sites: table of the sites of the parameters.
+      targets: target sparsities of the parameters.
+      path: key path of the parameter.
+      storage: storage of the parameter.
+      by_slice: whether slices move one by one, else the parameter moves at once.
+    """
+
+    updater: Updater
+    example: PyTree
+    sites: Sites
+    targets: PyTree
+    path: trees.KeyPath
+    storage: Storage
+    by_slice: bool
+
+    @functools.cached_property
+    def part(self) -> Storage:
+        """Storage of the part that moves at once: a slice with stack axes of size 1, or all."""
+        stack = self.storage.stack if self.by_slice else ()
+        shape = (1 if axis in stack else size for axis, size in enumerate(self.storage.shape))
+        return dataclasses.replace(self.storage, shape=tuple(shape))
+
+    @property
+    def depth(self) -> int:
+        """Number of leading axes of `Slices` that index parts."""
+        return len(self.storage.stack) if self.by_slice else 0
+
+    def kind(self) -> Hashable:
+        """Returns a key that is equal for parameters whose slices move by one program."""
+        site, target = self.sites[self.path], trees.leaves_by_path(self.targets).get(self.path)
+        dtype = trees.leaves_by_path(self.example)[self.path].dtype
+        number = target if target is None or is_traced(target) else float(target)
+        return self.part, site.pattern, site.batch_axes, number, dtype
+
+    def slices(
+        self, values: jax.Array, indices: jax.Array, count: chex.Numeric, gradient: jax.Array | None
+    ) -> Slices:
+        """Returns the slices of the parameter."""
+        shape, stack = self.storage.shape, self.storage.stack[: self.depth]
+        sizes = [shape[axis] for axis in stack]
+        strides = [math.prod(shape[axis + 1 :]) for axis in stack]
+        offset = sum(x * y for x, y in zip(np.indices(sizes), strides, strict=True))
+        return Slices(
+            values,
+            indices,
+            jnp.asarray(np.broadcast_to(offset, sizes).astype(np.int32)),
+            jnp.broadcast_to(jnp.asarray(count, jnp.int32), sizes),
+            jnp.full(sizes, hashing.leaf_word(self.path)),
+            gradient,
+        )
+
+    def move(self, part: Slices, gradient: jax.Array | None = None) -> jax.Array:
+        """Returns the new positions of a part.
+
+        Args:
+          part: the part.
+          gradient: gradient of the dense part, sizes in the order of the storage.
+        """
+        storage = self.part
+        shape, indices = storage.kept_shape, part.indices.reshape(storage.indices_shape)
+        # A dense slice that waits for the gradient is not built before.
+        never = 0 if gradient is None else never_after([gradient])
+
+        def densify(values: jax.Array) -> jax.Array:
+            return storage.wrap(values.reshape(shape), indices).densify(never)
+
+        if gradient is not None:
+            kept = storage.wrap(part.values.reshape(shape), indices)
+            gradient = gradient.reshape(kept.sizes).transpose(kept.axes)
+            if part.gradient is not None:
+                gradient = gradient + densify(part.gradient)
+        param = densify(part.values)
+        mask = densify(jnp.ones(shape, jnp.uint8))
+        state = SparseState(self._tree(mask), None, self.targets, part.step, None)
+        draw = functools.partial(self._draw, part) if self.by_slice else None
+        gradients = None if gradient is None else self._tree(gradient)
+        inputs = Inputs(self._tree(param), gradients, self.sites, {}, draw=draw)
+        masks = update_masks(self.updater, state, inputs).masks
+        new = storage.locate(trees.leaves_by_path(masks)[self.path], part.indices.dtype)
+        return new.reshape(part.indices.shape)
+
+    def _tree(self, array: jax.Array) -> PyTree:
+        """Returns a tree like the parameters with one array."""
+        return trees.map_matched(lambda path, _: array if path == self.path else None, self.example)
+
+    def _draw(
+        self, part: Slices, params: PyTree, rng_seed: int | jax.Array, step: chex.Numeric = 0
+    ) -> PyTree:
+        """Returns the random scores that the entries of a part have in the parameter."""
+        words = hashing.hash_words(*hashing.seed_words(rng_seed, step), part.word)
+        sizes = self.storage.shape
+        strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+        index = hashing.flat_index(self.part.shape, strides) + part.offset
+        return self._tree(hashing.hash_entries(index, *words))
+
+
+def move_all(
+    movers: Mapping[Path, Mover],
+    slices: Mapping[Path, Slices],
+    gradients: Mapping[Path, jax.Array] = MappingProxyType({}),
+) -> dict[Path, jax.Array]:
+    """Returns the new positions of parameters, slice by slice, by one program for equal shapes.
+
+    Args:
+      movers: mask updates by path.
+      slices: slices by path.
+      gradients: dense gradients, where a loss gives them; axes in the order of the storage.
+    """
+    kinds: dict[Hashable, list[Path]] = {}
+    for path, mover in movers.items():
+        arrays = slices[path], gradients.get(path)
+        kind = mover.kind(), jax.tree.structure(arrays)
+        kinds.setdefault(kind if mover.by_slice else path, []).append(path)
+    new: dict[Path, jax.Array] = {}
+    for paths in kinds.values():
+        first = movers[paths[0]]
+
+        def flatten(x: jax.Array, depth: int = first.depth) -> jax.Array:
+            return x.reshape(-1, *x.shape[depth:])
+
+        each = [jax.tree.map(flatten, (slices[path], gradients.get(path))) for path in paths]
+        joined = jax.tree.map(lambda *x: jnp.concatenate(x), *each)
+        moved = lax.map(lambda part, move=first.move: move(*part), joined)
+        counts = [len(part.step) for part, _ in each]
+        parts = jnp.split(moved, np.cumsum(counts)[:-1])
+        new |= {
+            path: part.reshape(slices[path].indices.shape)
+            for path, part in zip(paths, parts, strict=True)
+        }
+    return new
+
+
+def make_movers(
+    updater: Updater, example: PyTree, storages: Mapping[Path, Storage]
+) -> dict[Path, Mover]:
+    """Returns the mask updates of all masked parameters.
+
+    Args:
+      updater: the updater.
+      example: the dense parameters, as shapes.
+      storages: storages of the masked parameters by path.
+
+    Raises:
+      ValueError: the updater, or its pattern for a parameter, may change the number of kept
+        values. The error names the field, or the parameter.
+    """
+    _check_updater(updater)
+    sites = updater.sites(example)
+    targets = updater.target_numbers(example, sites)
+    numbers = trees.leaves_by_path(targets)
+    by_slice, movers = updater.moves_slices(), {}
+    for path in trees.leaves_by_path(example):
+        names = trees.path_names(path)
+        if names in storages:
+            storage = storages[names]
+            _check_site(updater, sites[path], storage, numbers.get(path))
+            movers[names] = Mover(updater, example, sites, targets, path, storage, by_slice)
+    return movers
+
+
+def _check_updater(updater: Updater) -> None:
+    name = type(updater).__name__
+    refused = f"{name} cannot move the masks of a compact model"
+    if not getattr(updater.scope, "per_slice", False):
+        raise ValueError(
+            f"{refused}: under scope = {updater.scope!r} parameters trade entries, and the numbers "
+            "of kept values change. Use scope = Layerwise()."
+        )
+    for hook in ("accumulate", "init_algorithm_state"):
+        if is_overridden(updater, hook):
+            raise ValueError(
+                f"{refused}: its hook {hook} keeps a state from step to step. Wrap an optimizer of "
+                "dense parameters: wrap_optax."
+            )
+
+
+def _check_site(
+    updater: Updater, site: Site, storage: Storage, target: chex.Numeric | None
+) -> None:
+    refused = f"The mask of {site.name!r} of shape {storage.shape} cannot move"
+    inner = [axis for axis in storage.stack if axis >= site.batch_axes]
+    if inner:
+        raise ValueError(
+            f"{refused}: axis {inner[0]} indexes slices, which store equally many values, but the "
+            f"updater has batch_axes = {site.batch_axes} and lets slices trade entries. Give it "
+            f"batch_axes={inner[-1] + 1}, a number or a function of (path, param)."
+        )
+    slices = math.prod(storage.shape[axis] for axis in storage.stack)
+    kept = (math.prod(storage.kept_shape) - storage.padding) // slices
+    if storage.format == "dense":
+        return
+    after = updater.count_after_move(site, storage.shape, kept, target)
+    if after != kept:
+        number = "another number of" if after is None else after
+        raise ValueError(
+            f"{refused}: of {site.pattern!r} {type(updater).__name__} may keep {number} entries of "
+            f"a slice, where {kept} are stored. Use SET or RigL with Unstructured(), NByM, FanIn, "
+            "or a Block that divides the axes, or formats={path: 'dense'}."
+        )
+    if storage.format == "grouped" and not _keeps_groups(site, storage):
+        raise ValueError(
+            f"{refused}: {site.pattern!r} keeps no groups of {storage.size[-1]} outputs that read "
+            f"the same inputs, as the format 'grouped' has. Give compact formats="
+            f"{{{site.name!r}: 'values'}}."
+        )
+
+
+def _keeps_groups(site: Site, storage: Storage) -> bool:
+    """Returns whether all masks of a pattern have the groups of a storage."""
+    axes = getattr(site.pattern, "axes", None)
+    group = getattr(site.pattern, "group", None)
+    if axes is None or group is None:
+        return False
+    ndim = len(storage.shape)
+    inputs = {(axis if axis < 0 else axis + site.batch_axes) % ndim for axis in axes}
+    is_multiple: bool = group % storage.size[-1] == 0
+    return inputs == {*storage.inputs} and is_multiple
+
+
+def move_by_gradient(
+    movers: Mapping[Path, Mover],
+    slices: Mapping[Path, Slices],
+    loss: Callable[[Mapping[Path, Observer]], jax.Array],
+) -> dict[Path, jax.Array]:
+    """Returns the new positions of all parameters, ranked by gradients; see `read_positions`.
+
+    Args:
+      movers: mask updates by path.
+      slices: slices by path.
+      loss: the loss of the model whose parameters have these observers.
+    """
+    observers = {path: _observe_gradient(mover) for path, mover in movers.items()}
+    at_once = {x for x in _find_read_once(loss, observers) if movers[x].by_slice}
+    observers |= {path: _observe_positions(movers[path], slices[path]) for path in at_once}
+    results = jax.grad(lambda results: loss(_with_results(observers, results)))(
+        [each.result for each in observers.values()]
+    )
+    moved = dict(zip(observers, results, strict=True))
+    others = {path: mover for path, mover in movers.items() if path not in at_once}
+    return moved | move_all(others, slices, moved)
+
+
+def _observe_positions(mover: Mover, slices: Slices) -> Observer:
+    """Returns the observer that finds new positions, which leave as float32 numbers."""
+    is_small = math.prod(mover.part.shape) + math.prod(mover.part.kept_shape) < _EXACT
+
+    def find(part: Slices, gradient: jax.Array) -> jax.Array:
+        new = mover.move(part, gradient)
+        digits = [new] if is_small else [new % _BASE, new // _BASE]
+        return jnp.stack(digits, axis=-1).astype(jnp.float32)
+
+    shape = *slices.indices.shape, 1 if is_small else 2
+    return Observer(find, slices, jnp.zeros(shape, jnp.float32))
+
+
+def read_positions(digits: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Returns positions, from positions or from float32 [..., digits]."""
+    if jnp.issubdtype(digits.dtype, jnp.integer):
+        return digits
+    low, *high = (x.astype(jnp.int32) for x in jnp.moveaxis(digits, -1, 0))
+    for each in high:
+        low += each * _BASE
+    return low.astype(dtype)
+
+
+def _observe_gradient(mover: Mover) -> Observer:
+    """Returns the observer that returns dense gradients, axes in the order of the storage."""
+    storage = mover.storage
+    shape = tuple(storage.shape[axis] for axis in storage.order)
+    return Observer(lambda _, gradient: gradient, (), jnp.zeros(shape, jnp.float32))
+
+
+def _with_results(
+    observers: Mapping[Path, Observer], results: Sequence[jax.Array]
+) -> dict[Path, Observer]:
+    pairs = zip(observers.items(), results, strict=True)
+    return {path: dataclasses.replace(each, result=result) for (path, each), result in pairs}
+
+
+def _find_read_once(
+    loss: Callable[[Mapping[Path, Observer]], jax.Array], observers: Mapping[Path, Observer]
+) -> set[Path]:
+    """Returns the paths of the parameters of which a loss reads each slice exactly once."""
+    results = sharding.abstract([each.result for each in observers.values()])
+    traced = jax.make_jaxpr(lambda results: loss(_with_results(observers, results)))(results)
+    program = read_jaxpr(traced)
+    pairs = zip(observers, program.inputs, strict=True)
+    return {path for path, value in pairs if _count_reads(program, value) == 1}
+
+
+def _count_reads(program: Program, value: Value) -> int:
+    """Returns how often a program reads a value; 2 for more, and where the number is unknown."""
+    reads = 2 * sum(output is value for output in program.outputs)
+    for equation in program.equations:
+        if any(each is value for each in equation.inputs):
+            reads += _count_reads_in(equation, value)
+    return min(reads, 2)
+
+
+def _count_reads_in(equation: Equation, value: Value) -> int:
+    if equation.name == "custom_vjp_call":
+        return sum(each is value for each in equation.inputs)
+    if equation.name in CALLS and equation.derivative is None:
+        return _count_reads(equation.bodies[0], value)
+    if equation.name != "scan":
+        return 2
+    (body,) = equation.within()
+    pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))
+    return sum(
+        _count_reads(body.program, inner) * (1 if number in body.layers else 2)
+        for number, (outer, inner) in pairs
+        if outer is value
+    )
+
+
+def differentiate_directly(
+    loss: Callable[[dict[Path, jax.Array]], jax.Array], values: dict[Path, jax.Array]
+) -> dict[Path, jax.Array]:
+    """Returns the gradients of kept values, without those that are zeros in the traced program.
+
+    Args:
+      loss: a function of kept values.
+      values: kept values by path.
+    """
+    gradient = jax.grad(lambda values: loss(dict(zip(paths, values, strict=True))))
+    paths = [*values]
+    program = read_jaxpr(jax.make_jaxpr(gradient)(sharding.abstract([*values.values()])))
+    made = {id(y): each for each in program.flat() for y in each.outputs}
+
+    def is_zero(value: Value) -> bool:
+        equation = made.get(id(value))
+        value = value if equation is None else equation.inputs[0]
+        is_constant = equation is None or equation.name == "broadcast_in_dim"
+        return is_constant and value.constant is not None and not np.any(value.constant)
+
+    places = [i for i, value in enumerate(program.outputs) if not is_zero(value)]
+    if not places:
+        return {}
+    gradients = gradient([*values.values()])
+    return {paths[i]: gradients[i] for i in places}
