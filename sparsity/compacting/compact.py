@@ -173,7 +173,7 @@ class Compact:
                 "cannot move. Give compact outside='zero'."
             )
         self._wrap(params)
-        if pruner.regrows is False:
+        if pruner.keeps_count and pruner.regrows is False:
             return self, params, opt_state
         if tx is None:
             check_fresh_state(opt_state)

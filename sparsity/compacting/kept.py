@@ -28,8 +28,8 @@ class Observer:
     """Computes an array from the gradient of each dense slice, where a backward pass has it.
 
     The array leaves the backward pass as the cotangent of `result`. Kept values get no gradient.
-    Under `vmap` the gradients of all rows are added up first. A slice that is read twice has two
-    gradients, whose results are added up.
+    If a `vmap` maps gradients and no `arrays`, the gradients of all rows are added up first. A
+    slice that is read twice has two gradients, whose results are added up.
 
     Attributes:
       function: maps a slice of `arrays` and the gradient of a dense slice to a slice of `result`.
@@ -63,8 +63,7 @@ def _observe(
     arrays: PyTree,
     gradient: jax.Array,
 ) -> tuple[None, None, jax.Array]:
-    @custom_vmap
-    def observe(arrays: PyTree, gradient: jax.Array) -> jax.Array:
+    def call(arrays: PyTree, gradient: jax.Array) -> jax.Array:
         def mapped(each: tuple[PyTree, jax.Array]) -> jax.Array:
             return function(*each)
 
@@ -72,13 +71,15 @@ def _observe(
             mapped = functools.partial(lax.map, mapped)
         return mapped((arrays, gradient))
 
+    observe = custom_vmap(call)
+
     @observe.def_vmap
     def observe_rows(
         _: int, batched: PyTree, arrays: PyTree, gradients: jax.Array
     ) -> tuple[jax.Array, bool]:
         if any(jax.tree.leaves(batched[0])):  # models in parallel
             in_axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
-            rows: jax.Array = jax.vmap(observe, in_axes=in_axes)(arrays, gradients)
+            rows: jax.Array = jax.vmap(call, in_axes=in_axes)(arrays, gradients)
             return rows, True
         return observe(arrays, jnp.sum(gradients, axis=0)), False
 

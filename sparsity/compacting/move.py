@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -297,14 +297,42 @@ def move_by_gradient(
       loss: the loss of the model whose parameters have these observers.
     """
     observers = {path: _observe_gradient(mover) for path, mover in movers.items()}
-    at_once = {x for x in _find_read_once(loss, observers) if movers[x].by_slice}
-    observers |= {path: _observe_positions(movers[path], slices[path]) for path in at_once}
-    results = jax.grad(lambda results: loss(_with_results(observers, results)))(
-        [each.result for each in observers.values()]
-    )
-    moved = dict(zip(observers, results, strict=True))
-    others = {path: mover for path, mover in movers.items() if path not in at_once}
+
+    def run(results: list[jax.Array]) -> jax.Array:
+        pairs = zip(observers.items(), results, strict=True)
+        return loss({path: dataclasses.replace(each, result=x) for (path, each), x in pairs})
+
+    results = [each.result for each in observers.values()]
+    traced = jax.make_jaxpr(run)(sharding.abstract(results))
+    once = _find_read_once(read_jaxpr(traced), observers)
+    at_once = {path for path in once if movers[path].by_slice}
+    mapped = _zero_from(traced.consts)
+    for path, mover in movers.items():
+        if path in at_once:
+            each = slices[path]
+            observers[path] = _observe_positions(mover, each._replace(step=each.step + mapped))
+        else:
+            sizes = mover.storage.kept_shape[: len(mover.storage.stack)]
+            arrays = jnp.broadcast_to(mapped, sizes)
+            observers[path] = dataclasses.replace(observers[path], arrays=arrays)
+    moved = dict(zip(observers, jax.grad(run)([x.result for x in observers.values()]), strict=True))
+    others = {path: movers[path] for path in movers if path not in at_once}
     return moved | move_all(others, slices, moved)
+
+
+def _zero_from(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns an int32 0 that a `vmap` around a move maps if it maps one of the arrays.
+
+    Observers add up the gradients of rows that a loss maps, and tell them by this number from the
+    gradients of models that move in parallel.
+    """
+    zero = jnp.zeros((), jnp.int32)
+    for array in filter(np.size, arrays):
+        is_key = jnp.issubdtype(jnp.result_type(array), jax.dtypes.prng_key)
+        numbers = jax.random.key_data(array) if is_key else jnp.asarray(array)
+        first = lax.slice(numbers, [0] * numbers.ndim, [1] * numbers.ndim).reshape(())
+        zero += lax.stop_gradient(first).real.astype(jnp.int32) * 0
+    return zero
 
 
 def _observe_positions(mover: Mover, slices: Slices) -> Observer:
@@ -325,9 +353,8 @@ def read_positions(digits: jax.Array, dtype: np.dtype) -> jax.Array:
     if jnp.issubdtype(digits.dtype, jnp.integer):
         return digits
     low, *high = (x.astype(jnp.int32) for x in jnp.moveaxis(digits, -1, 0))
-    for each in high:
-        low += each * _BASE
-    return low.astype(dtype)
+    positions: jax.Array = sum((each * _BASE for each in high), start=low).astype(dtype)
+    return positions
 
 
 def _observe_gradient(mover: Mover) -> Observer:
@@ -337,21 +364,9 @@ def _observe_gradient(mover: Mover) -> Observer:
     return Observer(lambda _, gradient: gradient, (), jnp.zeros(shape, jnp.float32))
 
 
-def _with_results(
-    observers: Mapping[Path, Observer], results: Sequence[jax.Array]
-) -> dict[Path, Observer]:
-    pairs = zip(observers.items(), results, strict=True)
-    return {path: dataclasses.replace(each, result=result) for (path, each), result in pairs}
-
-
-def _find_read_once(
-    loss: Callable[[Mapping[Path, Observer]], jax.Array], observers: Mapping[Path, Observer]
-) -> set[Path]:
-    """Returns the paths of the parameters of which a loss reads each slice exactly once."""
-    results = sharding.abstract([each.result for each in observers.values()])
-    traced = jax.make_jaxpr(lambda results: loss(_with_results(observers, results)))(results)
-    program = read_jaxpr(traced)
-    pairs = zip(observers, program.inputs, strict=True)
+def _find_read_once(program: Program, paths: Iterable[Path]) -> set[Path]:
+    """Returns the paths whose inputs, one for each, a program reads exactly once a slice."""
+    pairs = zip(paths, program.inputs, strict=True)
     return {path for path, value in pairs if _count_reads(program, value) == 1}
 
 
