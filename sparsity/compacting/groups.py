@@ -47,9 +47,9 @@ def find_groups(
     outputs = mask.shape[-2]
     if group is not None:
         check_int("group", group, least=1)
-    differs = (mask[..., 1:, :] != mask[..., :-1, :]).any(-1).reshape(-1, max(outputs - 1, 0))
+    differs = (mask[..., 1:, :] != mask[..., :-1, :]).any(axis=(*range(mask.ndim - 2), -1))
     # A group ends wherever neighbours differ, so that the size divides all these positions.
-    common = int(np.gcd.reduce(1 + np.flatnonzero(differs.any(0))))
+    common = int(np.gcd.reduce(1 + np.flatnonzero(differs)))
     if group is None:
         group = common or max(outputs, 1)
         if group < _LEAST_GROUP:

@@ -296,6 +296,13 @@ def test_masks_of_patterns_are_groups(pattern, size):
     np.testing.assert_array_equal(unfold(size, indices, 128, 64), np.asarray(mask).T)
 
 
+def test_a_matrix_of_one_output_is_one_group_or_none():
+    mask = np.array([[1, 0, 1]])
+    assert grouping.find_groups(mask) is None
+    size, indices = grouping.find_groups(mask, 1)
+    assert (size, indices.tolist()) == (1, [[0, 2]])
+
+
 def test_dead_outputs_are_groups_of_padding():
     mask = np.repeat([[1, 1, 0], [0, 0, 0], [0, 1, 1]], 4, axis=0).astype(np.uint8)
     size, indices = grouping.find_groups(mask)
