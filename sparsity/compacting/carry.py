@@ -13,7 +13,7 @@ from jax import lax
 
 from sparsity.compacting.move import read_positions
 from sparsity.compacting.storage import Path, Storage
-from sparsity.core import owners, trees
+from sparsity.core import owners, sharding, trees
 from sparsity.core.trees import PyTree
 
 
@@ -48,13 +48,21 @@ class Carrier:
         Args:
           arrays: pairs of kept values, and values for entries that are new; `None` for 0.
         """
+        stored = [self.indices, *(x for x, _ in arrays)]
+        fresh = [start for _, start in arrays]
+        indices, *values = sharding.shard_like(stored, self._carry, stored, self.new, fresh)
+        return indices, values
+
+    def _carry(
+        self, stored: list[jax.Array], new: jax.Array, fresh: list[jax.Array | None]
+    ) -> list[jax.Array]:
         depth = len(self.storage.stack)
         sizes = self.storage.kept_shape[:depth]
 
         def flatten(x: jax.Array) -> jax.Array:
             return x.reshape(-1, *x.shape[depth:])
 
-        new, fresh = jax.tree.map(flatten, (self.new, [start for _, start in arrays]))
+        new, fresh, stored = jax.tree.map(flatten, (new, fresh, stored))
 
         def step(i: jax.Array, stored: list[jax.Array]) -> list[jax.Array]:
             # Each slice is written where it was read: donated arrays need no second copy.
@@ -63,10 +71,8 @@ class Carrier:
             moved = [to, *self._carry_slice(at, to, values, starts)]
             return [x.at[i].set(y) for x, y in zip(stored, moved, strict=True)]
 
-        stored = [flatten(x) for x in (self.indices, *(x for x, _ in arrays))]
         moved = lax.fori_loop(0, math.prod(sizes), step, stored)
-        indices, *values = (x.reshape(*sizes, *x.shape[1:]) for x in moved)
-        return indices, values
+        return [x.reshape(*sizes, *x.shape[1:]) for x in moved]
 
     def _carry_slice(
         self,

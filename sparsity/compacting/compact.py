@@ -126,14 +126,13 @@ class Compact:
     ) -> tuple[Compact, PyTree, PyTree]:
         """Moves the masks once, as SET, RigL or SRigL do in a step that updates masks.
 
-        No shape changes. Values and moments of entries that stay are untouched, and counts too.
-        Grown entries start at 0 with the state of a new optimizer. Masks are those of the wrapped
-        updater for the same parameters, gradients and count. No gradient of more than one slice is
-        dense at once, if `loss` reads each slice once.
+        No shape changes. Entries that stay keep values and moments; grown ones start at 0 with the
+        state of a new optimizer; counts stay. Masks are those of the wrapped updater for the same
+        parameters, gradients and count. If `loss` reads each slice once, one dense gradient exists
+        at a time.
 
         A call within a compiled function becomes a part of the program. Another call is compiled
-        once for equal shapes and the same `loss`: give batches as `jax.tree_util.Partial(loss,
-        batch=batch)`.
+        once for the same `loss`: give batches as `jax.tree_util.Partial(loss, batch=batch)`.
 
         Args:
           pruner: SET, RigL, or another updater that keeps the number of entries of each slice.
@@ -141,8 +140,8 @@ class Compact:
           params: parameters like `self.params`.
           opt_state: state of the optimizer of `params`.
           count: number of steps so far, for drop fractions and random numbers.
-          loss: `loss(apply, params)` returns a scalar; `apply` is `Compact.apply`. RigL ranks its
-            gradients; SET needs none.
+          loss: `loss(apply, params)` returns a scalar, and gives `apply`, which is `Compact.apply`,
+            the parameters or a cast of them. RigL ranks its gradients; SET needs none.
           tx: the optimizer, for states in which new entries are not 0, as in adagrad.
 
         Returns:
@@ -154,14 +153,12 @@ class Compact:
 
         Example:
           >>> import jax.numpy as jnp, optax, sparsity
-          >>> params = {"w": jnp.array([[1.0], [2.0], [0.0], [0.0]])}
+          >>> params, x = {"w": jnp.array([[1.0], [2.0], [0.0], [0.0]])}, jnp.arange(4.0)[None]
           >>> masks = {"w": jnp.array([[1], [1], [0], [0]], jnp.uint8)}
-          >>> x, tx = jnp.array([[0.0, 0.0, 1.0, 5.0]]), optax.adam(0.1)
           >>> graph = sparsity.trace(lambda params, x: x @ params["w"], params, x)
           >>> model = sparsity.compact(graph, params, masks)
-          >>> half = optax.constant_schedule(0.5)
-          >>> pruner = sparsity.RigL(scheduler=sparsity.PeriodicSchedule(9), drop_fraction_fn=half)
-          >>> state = tx.init(model.params)
+          >>> pruner = sparsity.RigL(drop_fraction_fn=optax.constant_schedule(0.5))
+          >>> state = optax.adam(0.1).init(model.params)
           >>> loss = lambda apply, params: apply(params, x).sum()
           >>> model, params, state = model.move(pruner, model.params, state, 0, loss)
           >>> model.indices, params
@@ -177,14 +174,7 @@ class Compact:
             return self, params, opt_state
         if tx is None:
             check_fresh_state(opt_state)
-        leaves, treedef = jax.tree.flatten(loss)
-        arrays = [leaf if trees.is_array(leaf) else None for leaf in leaves]
-        objects = tuple(None if trees.is_array(leaf) else leaf for leaf in leaves)
-        arguments = self, params, opt_state, jnp.asarray(count), arrays
-        is_inside = any(map(is_traced, jax.tree.leaves(arguments)))
-        run = _move if is_inside else _move_compiled
-        model, params, opt_state = run(*arguments, pruner, objects, treedef, tx)
-        return dataclasses.replace(model, params=params, opt_state=opt_state), params, opt_state
+        return _call_move((self, params, opt_state, count), pruner, loss, tx)
 
     def dense(self, params: PyTree) -> PyTree:
         """Returns the dense parameters; outside the masks they are 0, or frozen."""
@@ -465,11 +455,27 @@ class Compact:
         return reads
 
 
+def _call_move(
+    arguments: tuple[Compact, PyTree, PyTree, chex.Numeric],
+    pruner: BaseUpdater,
+    loss: Loss | None,
+    tx: optax.GradientTransformation | None,
+) -> tuple[Compact, PyTree, PyTree]:
+    """Calls `_move`; outside of compiled functions, compiled for the arrays that `loss` holds."""
+    leaves, treedef = jax.tree.flatten(loss)
+    arrays = [leaf if trees.is_array(leaf) else None for leaf in leaves]
+    objects = tuple(None if trees.is_array(leaf) else leaf for leaf in leaves)
+    is_inside = any(map(is_traced, jax.tree.leaves((arguments, arrays))))
+    run = _move if is_inside else _move_compiled
+    model, params, opt_state = run(*arguments, arrays, pruner, objects, treedef, tx)
+    return dataclasses.replace(model, params=params, opt_state=opt_state), params, opt_state
+
+
 def _move(
     model: Compact,
     params: PyTree,
     opt_state: PyTree,
-    count: jax.Array,
+    count: chex.Numeric,
     arrays: list[jax.Array | None],
     pruner: BaseUpdater,
     objects: tuple[object, ...],

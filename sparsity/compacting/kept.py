@@ -16,7 +16,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec, auto_axes
 
 from sparsity.compacting import grouped
-from sparsity.core.sharding import explicit_sharding, fit
+from sparsity.core.sharding import explicit_sharding, fit, shard_like
 from sparsity.core.trees import PyTree
 from sparsity.programs.program import Equation
 
@@ -60,16 +60,21 @@ def _watch(
 def _observe(
     function: Callable[[PyTree, jax.Array], jax.Array],
     stack: int,
-    arrays: PyTree,
+    residuals: tuple[PyTree, jax.Array],
     gradient: jax.Array,
 ) -> tuple[None, None, jax.Array]:
-    def call(arrays: PyTree, gradient: jax.Array) -> jax.Array:
+    arrays, result = residuals
+
+    def run(arrays: PyTree, gradient: jax.Array) -> jax.Array:
         def mapped(each: tuple[PyTree, jax.Array]) -> jax.Array:
             return function(*each)
 
         for _ in range(stack):
             mapped = functools.partial(lax.map, mapped)
         return mapped((arrays, gradient))
+
+    def call(arrays: PyTree, gradient: jax.Array) -> jax.Array:
+        return shard_like(result, run, arrays, gradient)
 
     observe = custom_vmap(call)
 
@@ -86,7 +91,7 @@ def _observe(
     return None, None, observe(arrays, gradient)
 
 
-_watch.defvjp(lambda _, __, slices, arrays, ___: (slices, arrays), _observe)
+_watch.defvjp(lambda _, __, slices, arrays, result: (slices, (arrays, result)), _observe)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -38,8 +38,8 @@ _EXACT = 2**24  # integers below are exact in float32
 _BASE = 2**16
 
 
-class Slices(NamedTuple):
-    """Slices of a parameter for a mask update; all arrays are [*stack, ...].
+class Parts(NamedTuple):
+    """Parts of a parameter for a mask update; all arrays are [*stack, ...].
 
     Attributes:
       values: kept values.
@@ -89,7 +89,7 @@ class Mover:
 
     @property
     def depth(self) -> int:
-        """Number of leading axes of `Slices` that index parts."""
+        """Number of leading axes of `Parts` that index parts."""
         return len(self.storage.stack) if self.by_slice else 0
 
     def kind(self) -> Hashable:
@@ -101,13 +101,13 @@ class Mover:
 
     def slices(
         self, values: jax.Array, indices: jax.Array, count: chex.Numeric, gradient: jax.Array | None
-    ) -> Slices:
+    ) -> Parts:
         """Returns the slices of the parameter."""
         shape, stack = self.storage.shape, self.storage.stack[: self.depth]
         sizes = [shape[axis] for axis in stack]
         strides = [math.prod(shape[axis + 1 :]) for axis in stack]
         offset = sum(x * y for x, y in zip(np.indices(sizes), strides, strict=True))
-        return Slices(
+        return Parts(
             values,
             indices,
             jnp.asarray(np.broadcast_to(offset, sizes).astype(np.int32)),
@@ -116,7 +116,7 @@ class Mover:
             gradient,
         )
 
-    def move(self, part: Slices, gradient: jax.Array | None = None) -> jax.Array:
+    def move(self, part: Parts, gradient: jax.Array | None = None) -> jax.Array:
         """Returns the new positions of a part.
 
         Args:
@@ -146,12 +146,25 @@ class Mover:
         new = storage.locate(trees.leaves_by_path(masks)[self.path], part.indices.dtype)
         return new.reshape(part.indices.shape)
 
+    def move_alike(self, each: list[tuple[Parts, jax.Array | None]]) -> list[jax.Array]:
+        """Returns the new positions of parameters of one `kind`, one part after the other."""
+
+        def flatten(x: jax.Array) -> jax.Array:
+            return x.reshape(-1, *x.shape[self.depth :])
+
+        parts = [jax.tree.map(flatten, arrays) for arrays in each]
+        joined = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+        moved = lax.map(lambda part: self.move(*part), joined)
+        ends = np.cumsum([len(part.step) for part, _ in parts])[:-1]
+        pairs = zip(jnp.split(moved, ends), each, strict=True)
+        return [new.reshape(old.indices.shape) for new, (old, _) in pairs]
+
     def _tree(self, array: jax.Array) -> PyTree:
         """Returns a tree like the parameters with one array."""
         return trees.map_matched(lambda path, _: array if path == self.path else None, self.example)
 
     def _draw(
-        self, part: Slices, params: PyTree, rng_seed: int | jax.Array, step: chex.Numeric = 0
+        self, part: Parts, params: PyTree, rng_seed: int | jax.Array, step: chex.Numeric = 0
     ) -> PyTree:
         """Returns the random scores that the entries of a part have in the parameter."""
         words = hashing.hash_words(*hashing.seed_words(rng_seed, step), part.word)
@@ -163,7 +176,7 @@ class Mover:
 
 def move_all(
     movers: Mapping[Path, Mover],
-    slices: Mapping[Path, Slices],
+    slices: Mapping[Path, Parts],
     gradients: Mapping[Path, jax.Array] = MappingProxyType({}),
 ) -> dict[Path, jax.Array]:
     """Returns the new positions of parameters, slice by slice, by one program for equal shapes.
@@ -180,20 +193,10 @@ def move_all(
         kinds.setdefault(kind if mover.by_slice else path, []).append(path)
     new: dict[Path, jax.Array] = {}
     for paths in kinds.values():
-        first = movers[paths[0]]
-
-        def flatten(x: jax.Array, depth: int = first.depth) -> jax.Array:
-            return x.reshape(-1, *x.shape[depth:])
-
-        each = [jax.tree.map(flatten, (slices[path], gradients.get(path))) for path in paths]
-        joined = jax.tree.map(lambda *x: jnp.concatenate(x), *each)
-        moved = lax.map(lambda part, move=first.move: move(*part), joined)
-        counts = [len(part.step) for part, _ in each]
-        parts = jnp.split(moved, np.cumsum(counts)[:-1])
-        new |= {
-            path: part.reshape(slices[path].indices.shape)
-            for path, part in zip(paths, parts, strict=True)
-        }
+        each = [(slices[path], gradients.get(path)) for path in paths]
+        likes = [slices[path].indices for path in paths]
+        moved = sharding.shard_like(likes, movers[paths[0]].move_alike, each)
+        new |= zip(paths, moved, strict=True)
     return new
 
 
@@ -286,7 +289,7 @@ def _keeps_groups(site: Site, storage: Storage) -> bool:
 
 def move_by_gradient(
     movers: Mapping[Path, Mover],
-    slices: Mapping[Path, Slices],
+    slices: Mapping[Path, Parts],
     loss: Callable[[Mapping[Path, Observer]], jax.Array],
 ) -> dict[Path, jax.Array]:
     """Returns the new positions of all parameters, ranked by gradients; see `read_positions`.
@@ -330,16 +333,16 @@ def _zero_from(arrays: Sequence[jax.Array]) -> jax.Array:
     for array in filter(np.size, arrays):
         is_key = jnp.issubdtype(jnp.result_type(array), jax.dtypes.prng_key)
         numbers = jax.random.key_data(array) if is_key else jnp.asarray(array)
-        first = lax.slice(numbers, [0] * numbers.ndim, [1] * numbers.ndim).reshape(())
+        first: jax.Array = sharding.replicated(lambda x: x.reshape(-1)[0], numbers)
         zero += lax.stop_gradient(first).real.astype(jnp.int32) * 0
     return zero
 
 
-def _observe_positions(mover: Mover, slices: Slices) -> Observer:
+def _observe_positions(mover: Mover, slices: Parts) -> Observer:
     """Returns the observer that finds new positions, which leave as float32 numbers."""
     is_small = math.prod(mover.part.shape) + math.prod(mover.part.kept_shape) < _EXACT
 
-    def find(part: Slices, gradient: jax.Array) -> jax.Array:
+    def find(part: Parts, gradient: jax.Array) -> jax.Array:
         new = mover.move(part, gradient)
         digits = [new] if is_small else [new % _BASE, new // _BASE]
         return jnp.stack(digits, axis=-1).astype(jnp.float32)

@@ -116,7 +116,56 @@ def models_run_within_shard_map(devices):
                 np.testing.assert_allclose(leaf * masks[key], kept, rtol=1e-4, atol=1e-5)
 
 
+def masks_move_as_on_one_device(devices):
+    """Compares SET and RigL on a mesh, where groups and values stay sharded, with one device."""
+    cases = [
+        (sparsity.FanIn(4), {"first": (None, "b")}, multiplied),
+        (sparsity.FanIn(4), {"first": (), "layers": ()}, scanned),
+        (sparsity.Unstructured(), {"first": ()}, multiplied),
+    ]
+    if devices.kind == "Auto":
+        cases.append((sparsity.Unstructured(), {"first": (), "layers": ("b",)}, scanned))
+    for (pattern, specs, fn), kind in zip(
+        cases, [sparsity.RigL, sparsity.RigL, sparsity.SET, sparsity.RigL], strict=False
+    ):
+        params, masks = draw(pattern)
+        params, masks = ({key: tree[key] for key in specs} for tree in (params, masks))
+        pruner = kind(
+            scheduler=sparsity.PeriodicSchedule(10),
+            sparsity_type=pattern,
+            batch_axes=lambda path, param: param.ndim - 2,
+        )
+
+        def move(model, values, state, x, pruner=pruner):
+            def loss(apply, values):  # groups of two calls are ranked after the backward pass
+                y = apply(values, x)
+                return jnp.mean(y + apply(values, x) if len(model.storages) == 2 else y)
+
+            return model.move(pruner, values, state, 0, loss)
+
+        def run(params, x, fn=fn, masks=masks, move=move):
+            graph = sparsity.trace(fn, params, x)
+            model = sparsity.compact(graph, params, masks)
+            state = optax.adam(0.1).init(model.params)
+            return model, jax.jit(move)(model, model.params, state, x)
+
+        x = np.round(X)
+        _, expected = run(jax.tree.map(jnp.asarray, params), x)
+        with jax.set_mesh(devices.mesh):
+            there = {key: devices.put(leaf, *specs[key]) for key, leaf in params.items()}
+            model, (moved, values, _) = run(there, devices.put(x, "a"))
+            moved_masks, dense = moved.masks, moved.dense(values)
+        for key, mask in expected[0].masks.items():
+            np.testing.assert_array_equal(moved_masks[key], mask)
+            np.testing.assert_array_equal(dense[key], expected[0].dense(expected[1])[key])
+            assert (moved_masks[key] != masks[key]).any()
+        for key, leaf in model.indices.items():
+            new = moved.indices[key]
+            assert new.sharding.is_equivalent_to(leaf.sharding, leaf.ndim), (new.sharding, leaf)
+
+
 _BOTH = [
+    masks_move_as_on_one_device,
     models_run_within_shard_map,
     replicated_values_give_the_gradients_of_one_device,
     groups_stay_sharded_by_output,
