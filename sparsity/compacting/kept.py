@@ -310,17 +310,17 @@ def kept_in(arrays: Sequence[Lazy]) -> list[Kept]:
 
 
 def never_after(arrays: Sequence[jax.Array]) -> jax.Array | int:
-    """Returns an int32 0 that no compiler computes before one of the arrays exists.
+    """Returns an int32 0 that no compiler computes before the floating arrays exist.
 
     The schedule of XLA on CPUs begins with all buffers of zeros, of all layers at once. A
     dependence on the input of a layer keeps one dense parameter at a time; a barrier does not,
     because XLA removes barriers before scheduling.
     """
+    never: jax.Array | int = 0
     for array in arrays:
         if jnp.issubdtype(jnp.result_type(array), jnp.inexact) and np.size(array):
-            never: jax.Array = _exceeds_infinity(lax.stop_gradient(array))
-            return never
-    return 0
+            never = never + _exceeds_infinity(lax.stop_gradient(array))
+    return never
 
 
 @custom_vmap
