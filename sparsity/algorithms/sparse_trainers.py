@@ -25,6 +25,7 @@ from sparsity.core.trees import PyTree
 from sparsity.masks import (
     Draw,
     Global,
+    Layerwise,
     Scope,
     Sites,
     drawing,
@@ -33,7 +34,7 @@ from sparsity.masks import (
     move_masks,
 )
 from sparsity.sparsity_schedules import boundary_values, update_range
-from sparsity.training.hooks import ExtraArg, Inputs
+from sparsity.training.hooks import ExtraArg, Inputs, SliceRule
 from sparsity.training.state import SparseState
 from sparsity.training.updater import is_overridden
 
@@ -168,12 +169,18 @@ class DropAndGrow(SparseTraining):
             check_fraction(f"drop_fraction_fn({step})", fraction)
         return super().init_state(params, sites=sites)
 
-    def moves_slices(self) -> bool:
-        hooks = self.get_drop_scores, self.get_grow_scores
-        is_standard = type(self).new_masks is DropAndGrow.new_masks
-        return (
-            is_standard and not is_overridden(self, "update_state") and all(map(_is_local, hooks))
+    def slice_rule(self) -> SliceRule | None:
+        is_standard = (
+            type(self).new_masks is DropAndGrow.new_masks
+            and type(self).get_drop_scores is DropAndGrow.get_drop_scores
+            and not is_overridden(self, "update_state")
+            and getattr(type(self.scope), "move", None) is Layerwise.move
         )
+        hook = self.get_grow_scores
+        is_local = getattr(hook, "is_elementwise", False)
+        if not is_standard or not (is_local or "draw" in inspect.signature(hook).parameters):
+            return None
+        return SliceRule(jnp.abs, hook, self._drop_fraction)
 
     def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> PyTree:
         draw = inputs.draw or drawing(inputs.weights)
@@ -212,11 +219,6 @@ class DropAndGrow(SparseTraining):
         _, end = update_range(fields["scheduler"]) or (0, None)
         falling = CosineFraction(fraction, end) if end else ConstantFraction(fraction)
         return {"drop_fraction_fn": falling} | fields
-
-
-def _is_local(hook: Callable[..., PyTree]) -> bool:
-    """Returns whether a score depends on its entry alone, and on the entry's place."""
-    return getattr(hook, "is_elementwise", False) or "draw" in inspect.signature(hook).parameters
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import chex
 import jax
@@ -24,12 +24,15 @@ from jax import lax
 
 from sparsity.compacting.kept import Observer, never_after
 from sparsity.compacting.storage import Path, Storage
+from sparsity.compacting.units import move_units
 from sparsity.core import hashing, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
-from sparsity.masks import Site, Sites
+from sparsity.masks import Site, Sites, lazy_scores
+from sparsity.patterns import FanIn, SparsityType
 from sparsity.programs.program import CALLS, Equation, Program, Value, read_jaxpr
-from sparsity.training.hooks import Inputs
+from sparsity.selection import Scores
+from sparsity.training.hooks import Inputs, SliceRule, call_hook
 from sparsity.training.state import SparseState
 from sparsity.training.step import update_masks
 from sparsity.training.updater import Updater, is_overridden
@@ -69,7 +72,7 @@ class Mover:
       targets: target sparsities of the parameters.
       path: key path of the parameter.
       storage: storage of the parameter.
-      by_slice: whether slices move one by one, else the parameter moves at once.
+      rule: rule by which slices move one by one; `None` if the parameter moves at once.
     """
 
     updater: Updater
@@ -78,23 +81,27 @@ class Mover:
     targets: PyTree
     path: trees.KeyPath
     storage: Storage
-    by_slice: bool
+    rule: SliceRule | None
+
+    @property
+    def site(self) -> Site:
+        return self.sites[self.path]
 
     @functools.cached_property
     def part(self) -> Storage:
         """Storage of the part that moves at once: a slice with stack axes of size 1, or all."""
-        stack = self.storage.stack if self.by_slice else ()
+        stack = () if self.rule is None else self.storage.stack
         shape = (1 if axis in stack else size for axis, size in enumerate(self.storage.shape))
         return dataclasses.replace(self.storage, shape=tuple(shape))
 
     @property
     def depth(self) -> int:
         """Number of leading axes of `Parts` that index parts."""
-        return len(self.storage.stack) if self.by_slice else 0
+        return 0 if self.rule is None else len(self.storage.stack)
 
     def kind(self) -> Hashable:
         """Returns a key that is equal for parameters whose slices move by one program."""
-        site, target = self.sites[self.path], trees.leaves_by_path(self.targets).get(self.path)
+        site, target = self.site, trees.leaves_by_path(self.targets).get(self.path)
         dtype = trees.leaves_by_path(self.example)[self.path].dtype
         number = target if target is None or is_traced(target) else float(target)
         return self.part, site.pattern, site.batch_axes, number, dtype
@@ -136,15 +143,73 @@ class Mover:
             gradient = gradient.reshape(kept.sizes).transpose(kept.axes)
             if part.gradient is not None:
                 gradient = gradient + densify(part.gradient)
-        param = densify(part.values)
-        mask = densify(jnp.ones(shape, jnp.uint8))
+        param = densify(part.values)  # compiled only where a score reads the weight
+        if self.rule is None:
+            mask = densify(jnp.ones(shape, jnp.uint8))
+            new = storage.locate(self._move_parameter(part, param, mask, gradient))
+        elif (rows := self._rows()) is None:
+            mask = densify(jnp.ones(shape, jnp.uint8))
+            grow, fraction = self._grow_scores(part, param, gradient), self.rule.fraction(part.step)
+            axes = self.site.batch_axes
+            mask = self.site.pattern.move(
+                mask, self.rule.drop(param), grow, fraction, batch_axes=axes
+            )
+            new = storage.locate(mask)
+        else:
+            waiting = part._replace(indices=indices + never)
+            new = self._move_units(waiting, rows, param, gradient)
+        return new.astype(part.indices.dtype).reshape(part.indices.shape)
+
+    def _move_parameter(
+        self, part: Parts, param: jax.Array, mask: jax.Array, gradient: jax.Array | None
+    ) -> jax.Array:
+        """Returns the new mask of the parameter, from the hooks of the updater."""
         state = SparseState(self._tree(mask), None, self.targets, part.step, None)
-        draw = functools.partial(self._draw, part) if self.by_slice else None
         gradients = None if gradient is None else self._tree(gradient)
-        inputs = Inputs(self._tree(param), gradients, self.sites, {}, draw=draw)
+        inputs = Inputs(self._tree(param), gradients, self.sites, {})
         masks = update_masks(self.updater, state, inputs).masks
-        new = storage.locate(trees.leaves_by_path(masks)[self.path], part.indices.dtype)
-        return new.reshape(part.indices.shape)
+        new: jax.Array = trees.leaves_by_path(masks)[self.path]
+        return new
+
+    def _rows(self) -> int | None:
+        """Returns the number of rows in which units move; `None` if the pattern moves masks."""
+        storage, pattern = self.part, self.site.pattern
+        if self.site.batch_axes != len(storage.stack):
+            return None
+        if storage.format == "values" and pattern.is_elementwise:
+            return 1 if getattr(pattern, "ranks_units", False) else None
+        if storage.format == "grouped" and getattr(pattern, "group", None) == storage.size[-1]:
+            return storage.size[0]
+        return None
+
+    def _move_units(
+        self, part: Parts, rows: int, param: jax.Array, gradient: jax.Array | None
+    ) -> jax.Array:
+        """Returns the new positions of entries, or of the inputs of groups; see `_rows`."""
+        assert self.rule is not None
+        storage, pattern = self.part, cast(SparsityType, self.site.pattern)
+        drop = self.rule.drop(part.values)
+        if storage.format == "grouped":  # as a matrix of the k inputs that each group keeps
+            _, k, _ = storage.size
+            matrix = drop.reshape(storage.size).swapaxes(0, 1).reshape(k, -1)
+            drop = dataclasses.replace(cast(FanIn, pattern), axis=0).pool(matrix)
+        grow: jax.Array | Scores | None = None
+        if pattern.is_elementwise:
+            flat = [x if x is None else x.reshape(rows, -1) for x in (param, gradient)]
+            grow = lazy_scores(self.rule.grow, flat[0], None, flat[1])
+        if grow is None:
+            scores = self._grow_scores(part, param, gradient)
+            grow = pattern.pool(scores, self.site.batch_axes).reshape(rows, -1)
+        drop, positions = (x.reshape(rows, -1) for x in (drop, part.indices))
+        fraction = self.rule.fraction(part.step)
+        return storage.locate_rows(move_units(drop, grow, positions, fraction))
+
+    def _grow_scores(self, part: Parts, param: jax.Array, grad: jax.Array | None) -> jax.Array:
+        assert self.rule is not None
+        state = SparseState(None, None, None, part.step, None)
+        named = {"draw": functools.partial(self._draw, part), "sites": self.sites}
+        scores: jax.Array = call_hook(self.rule.grow, state, param, grad, extra={}, named=named)
+        return scores
 
     def move_alike(self, each: list[tuple[Parts, jax.Array | None]]) -> list[jax.Array]:
         """Returns the new positions of parameters of one `kind`, one part after the other."""
@@ -171,7 +236,7 @@ class Mover:
         sizes = self.storage.shape
         strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
         index = hashing.flat_index(self.part.shape, strides) + part.offset
-        return self._tree(hashing.hash_entries(index, *words))
+        return hashing.hash_entries(index, *words)
 
 
 def move_all(
@@ -190,7 +255,7 @@ def move_all(
     for path, mover in movers.items():
         arrays = slices[path], gradients.get(path)
         kind = mover.kind(), jax.tree.structure(arrays)
-        kinds.setdefault(kind if mover.by_slice else path, []).append(path)
+        kinds.setdefault(path if mover.rule is None else kind, []).append(path)
     new: dict[Path, jax.Array] = {}
     for paths in kinds.values():
         each = [(slices[path], gradients.get(path)) for path in paths]
@@ -218,13 +283,13 @@ def make_movers(
     sites = updater.sites(example)
     targets = updater.target_numbers(example, sites)
     numbers = trees.leaves_by_path(targets)
-    by_slice, movers = updater.moves_slices(), {}
+    rule, movers = updater.slice_rule(), {}
     for path in trees.leaves_by_path(example):
         names = trees.path_names(path)
         if names in storages:
             storage = storages[names]
             _check_site(updater, sites[path], storage, numbers.get(path))
-            movers[names] = Mover(updater, example, sites, targets, path, storage, by_slice)
+            movers[names] = Mover(updater, example, sites, targets, path, storage, rule)
     return movers
 
 
@@ -308,7 +373,7 @@ def move_by_gradient(
     results = [each.result for each in observers.values()]
     traced = jax.make_jaxpr(run)(sharding.abstract(results))
     once = _find_read_once(read_jaxpr(traced), observers)
-    at_once = {path for path in once if movers[path].by_slice}
+    at_once = {path for path in once if movers[path].rule is not None}
     mapped = _zero_from(traced.consts)
     for path, mover in movers.items():
         if path in at_once:

@@ -89,28 +89,34 @@ class Storage:
             values[at >= rows.shape[1]] = 0
         return values.reshape(self.kept_shape)
 
-    def locate(self, mask: jax.Array, dtype: np.dtype) -> jax.Array:
+    def locate(self, mask: jax.Array) -> jax.Array:
         """Returns the positions of the entries that a mask keeps, for compiled programs.
 
         Args:
           mask: uint8 mask of the shape of the parameter; keeps as many entries of each slice as
             are stored, and has the groups of the format.
-          dtype: dtype of the positions.
         """
+        slices = mask.transpose(self.order)
         if self.format == "dense":
-            return mask.transpose(self.order)
-        slices, shape = mask.transpose(self.order), self.indices_shape
+            return slices
         if self.format == "grouped":
             inputs = math.prod(self.shape[axis] for axis in self.inputs)
             slices = slices.reshape(*slices.shape[: len(self.stack)], inputs, -1)
             slices = slices[..., :: self.size[-1]].swapaxes(-1, -2)
-        rows = slices.reshape(math.prod(shape[:-1]), -1)
-        size, k = rows.shape[1], shape[-1]
+        return self.locate_rows(slices.reshape(math.prod(self.indices_shape[:-1]), -1))
+
+    def locate_rows(self, rows: jax.Array) -> jax.Array:
+        """Returns the positions of units that masks of slices, or of groups of inputs, keep.
+
+        Args:
+          rows: uint8[rows, units].
+        """
+        size, k = rows.shape[1], self.indices_shape[-1]
         positions = jax.vmap(lambda row: kept_positions(row, k))(rows)
         if self.format == "values" and self.padding:  # the positions of padding ascend, too
             counts = jnp.sum(positions < size, axis=1, keepdims=True)
             positions += jnp.maximum(jnp.arange(k) - counts, 0)
-        return positions.astype(dtype).reshape(shape)
+        return positions.reshape(self.indices_shape)
 
     def find_slots(self, old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns where the values of new positions are stored, and whether they are.

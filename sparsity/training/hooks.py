@@ -6,6 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import chex
+import jax
+
 from sparsity.core import trees
 from sparsity.core.trees import PyTree
 from sparsity.masks import Draw, Sites, apply_masks
@@ -60,6 +63,20 @@ class Inputs(NamedTuple):
         extra = {**self.extra, **(extra or {})}
         named = {"sites": self.sites, **(named or {})}
         return call_hook(hook, *args, extra=extra, named=named, **kwargs)
+
+
+class SliceRule(NamedTuple):
+    """Rule by which the mask of each slice moves as `sparsity.drop_and_grow` moves a mask.
+
+    Attributes:
+      drop: maps weights to drop scores, entry by entry.
+      grow: hook that returns grow scores, entry by entry or by its argument `draw`.
+      fraction: maps the step to the fraction of active entries to replace.
+    """
+
+    drop: Callable[[chex.Array], jax.Array]
+    grow: Callable[..., PyTree]
+    fraction: Callable[[chex.Numeric], chex.Numeric]
 
 
 def call_hook(

@@ -31,7 +31,7 @@ from sparsity.masks import (
 )
 from sparsity.patterns import Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
-from sparsity.training.hooks import ExtraArg, Inputs
+from sparsity.training.hooks import ExtraArg, Inputs, SliceRule
 from sparsity.training.state import SparseState, get_sparse_state
 
 
@@ -178,9 +178,9 @@ class Updater:
         has_count = count_kept is not None and count_kept(shape, 0.5, site.batch_axes) is not None
         return kept if self.keeps_count and has_count else None
 
-    def moves_slices(self) -> bool:
-        """Returns whether the new mask of a slice depends on this slice alone."""
-        return False
+    def slice_rule(self) -> SliceRule | None:
+        """Returns the rule by which each slice moves alone; `None` if whole parameters move."""
+        return None
 
     def update_state(
         self,

@@ -82,12 +82,15 @@ def moments_under(state, masks):
     ]
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("pattern", [Unstructured(), FanIn(1), FanIn(4), NByM(1, 4, -2)])
+@pytest.mark.parametrize(
+    ("pattern", "dtype"),
+    [
+        *((x, jnp.float32) for x in (Unstructured(), FanIn(1), FanIn(4), NByM(1, 4, -2))),
+        *((x, jnp.bfloat16) for x in (Unstructured(), FanIn(4))),
+    ],
+)
 @pytest.mark.parametrize("kind", [sparsity.SET, sparsity.RigL])
 def test_masks_values_and_moments_are_those_of_the_wrapped_updater(kind, pattern, dtype):
-    if dtype == jnp.bfloat16 and pattern not in (Unstructured(), FanIn(4)):
-        pytest.skip("the dtype of other patterns is tested by these")
     pruner = make_pruner(kind, pattern)
     params, state, model = start(pruner, dtype)
     x, y = make_inputs().astype(dtype)
@@ -233,10 +236,10 @@ def test_later_moves_and_steps_compile_nothing(caplog):
         caplog.clear()
 
 
-def test_a_move_in_a_scan_of_layers_holds_two_dense_layers_more_than_a_step():
-    layers, width = 8, 128
+def test_a_move_in_a_scan_of_layers_holds_one_dense_layer_more_than_a_step():
+    layers, width = 8, 512
     key = jax.random.key(0)
-    params = {"w": jax.random.normal(key, (layers, width, width)) / 12}
+    params = {"w": jax.random.normal(key, (layers, width, width)) / 23}
 
     def fn(params, x):
         return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["w"])[0]
@@ -264,7 +267,7 @@ def test_a_move_in_a_scan_of_layers_holds_two_dense_layers_more_than_a_step():
     ]
     used = [each.argument_size_in_bytes + each.temp_size_in_bytes for each in compiled]
     dense = 4 * width * width
-    assert used[1] - used[0] <= 2.8 * dense  # of 8 layers: gradient, parameter, masks
+    assert used[1] - used[0] <= 1.1 * dense  # of 8 layers
 
 
 def test_stacks_whose_layers_keep_different_numbers_stay_padded():
