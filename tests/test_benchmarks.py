@@ -11,6 +11,7 @@ import pytest
 from benchmarks import (
     calibration,
     compact,
+    compact_move,
     compact_state,
     compact_steps,
     grouped,
@@ -144,3 +145,10 @@ def test_the_peak_of_compact_is_measured():
     assert (params, masks, parameter) == (2 * 64 * 64 * 4, 2 * 64 * 64, 64 * 64 * 4)
     assert result == 2 * 410 * 8
     assert peak >= 0
+
+
+def test_moves_are_measured_beside_steps():
+    rows = compact_move.measure(compact_move.CASES[2], layers=2, width=32, rounds=2)
+    assert [row[2] for row in rows] == ["masked step that moves", "compact step", "compact move"]
+    assert rows[1][4] == "1.00"
+    assert all(float(cell) > 0 for row in rows for cell in row[3:5])
