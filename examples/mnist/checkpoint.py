@@ -72,11 +72,14 @@ class Checkpoints:
         items = {"state": ocp.args.StandardSave(leaves), "meta": ocp.args.JsonSave(meta)}
         self._manager.save(checkpoint.step, args=ocp.args.Composite(**items))
 
-    def restore(self, like: Callable[[dict[str, list[Any]]], Any]) -> Checkpoint | None:
+    def restore(
+        self, like: Callable[[dict[str, list[Any]], dict[str, np.ndarray]], Any]
+    ) -> Checkpoint | None:
         """Returns the newest checkpoint that is not damaged, or `None` where there is none.
 
         Args:
-          like: from the history of a run to a tree of the structure and shapes of its state.
+          like: from the history of a run, and its arrays by name, to a tree of the structure and
+            shapes of its state.
 
         Raises:
           ValueError: the checkpoint is one of another configuration, or all are damaged.
@@ -96,7 +99,7 @@ class Checkpoints:
             return None
         leaves, meta = found
         self._check_config(meta["config"])
-        state = like(meta["history"])
+        state = like(meta["history"], leaves)
         names = _by_name(state)
         if {n: a.shape for n, a in leaves.items()} != {n: a.shape for n, a in names.items()}:
             raise ValueError(

@@ -36,6 +36,11 @@ CONFIG = {
         "when masks are final, cut what they removed, and go on with the smaller network; needs"
         " sparsity.scope=coupled",
     ),
+    "compact": (
+        False,
+        "train values, gradients and moments of the kept weights only: from the first step with"
+        " rigl, set and static_sparse, after the last mask update with pruners",
+    ),
     "sparsity.algorithm": ("magnitude", ", ".join(ALGORITHMS)),
     "sparsity.strategy": (
         tuple,
@@ -85,7 +90,8 @@ FLAGS = {
         flags.DEFINE_string,
         None,
         "folder for checkpoints, pictures and events; by default runs/mnist/ALGORITHM in the"
-        " project, with a scope SCOPE_ALGORITHM. An existing run resumes",
+        " project, with a scope SCOPE_ALGORITHM, with config.compact compact_ before it. An"
+        " existing run resumes",
     ),
     "restart": (flags.DEFINE_bool, False, "forget the run in the run folder and start afresh"),
     "tensorboard": (flags.DEFINE_bool, False, "write events for TensorBoard to the run folder"),
@@ -148,7 +154,11 @@ def from_command_line() -> Options:
     if rest:
         raise ValueError(f"{rest[0]!r} is no option; write --NAME=VALUE or --config.NAME=VALUE.")
     check(config)
-    name = "_".join(filter(None, (config.sparsity.scope, config.sparsity.algorithm)))
+    names = (
+        "compact" if config.compact else None,
+        *map(config.sparsity.get, ("scope", "algorithm")),
+    )
+    name = "_".join(filter(None, names))
     run_dir = values.run_dir or ROOT / "runs" / "mnist" / name
     return Options(config, values.data_dir, Path(run_dir), values.restart, values.tensorboard)
 
@@ -173,6 +183,10 @@ def check(config: ConfigDict) -> None:
         raise ValueError(
             "--config.shrink cuts whole channels and needs --config.sparsity.scope=coupled, got "
             f"{scope}."
+        )
+    if config.shrink and config.compact:
+        raise ValueError(
+            "--config.shrink and --config.compact train smaller networks in two ways; choose one."
         )
     if scope and algorithm == "epoch_strategy":
         raise ValueError(f"epoch_strategy has no --config.sparsity.scope, got {scope}.")

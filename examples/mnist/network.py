@@ -52,16 +52,25 @@ class Model(NamedTuple):
 class Network(NamedTuple):
     """What can be done with a state: functions only, so that it is made once.
 
-    `train_step` takes over the memory of the state that it gets.
+    A step takes over the memory of the state that it gets. `view` returns the dense parameters of
+    a state, and its masks; `used_params` and `accuracy` take this view.
     """
 
     name: str
     model: Model
     updater: sparsity.BaseUpdater
     init: Callable[[], TrainState]
-    train_step: Callable[[TrainState, Digits], tuple[TrainState, jax.Array]]
+    train_step: Callable[[Any, Digits], tuple[Any, jax.Array]]
     used_params: Callable[[TrainState], Any]  # the parameters that the model computes with
     num_correct: Callable[[Any, Digits], jax.Array]
+    move_step: Callable[[Any, Digits], tuple[Any, jax.Array]] | None = None
+    view: Callable[[Any], TrainState] = lambda state: state
+
+    def step_at(self, step: int) -> Callable[[Any, Digits], tuple[Any, jax.Array]]:
+        """Returns the program of a step; `move_step`, if any, is that of steps that move masks."""
+        if self.move_step and self.updater.scheduler.is_mask_update_iter(step):
+            return self.move_step
+        return self.train_step
 
     def accuracy(self, state: TrainState, digits: Digits) -> float:
         """Returns the share of the images whose label is found."""
@@ -87,12 +96,24 @@ def make_model(seed: int, sparse_layers: sparsity.activations.Layers) -> Model:
     return Model(init, apply)
 
 
+def make_optimizer(config: ConfigDict, num_steps: int) -> optax.GradientTransformation:
+    """Returns the optimizer that the configuration describes, without masks."""
+    return optax.adam(optax.cosine_decay_schedule(config.learning_rate, num_steps))
+
+
+def mean_loss(
+    apply: Callable[[Any, jax.Array], jax.Array], params: Any, batch: Digits
+) -> jax.Array:
+    """Returns the mean cross entropy of a batch."""
+    outputs = apply(params, batch.images)
+    return optax.softmax_cross_entropy_with_integer_labels(outputs, batch.labels).mean()
+
+
 def make_network(
     name: str, model: Model, updater: sparsity.BaseUpdater, config: ConfigDict, num_steps: int
 ) -> Network:
     """Returns what trains a model and makes it sparse."""
-    schedule = optax.cosine_decay_schedule(config.learning_rate, num_steps)
-    tx = updater.wrap_optax(optax.adam(schedule))  # sparsity: wrap the optimizer
+    tx = updater.wrap_optax(make_optimizer(config, num_steps))  # sparsity: wrap the optimizer
 
     def init() -> TrainState:
         params = model.init()
@@ -105,8 +126,7 @@ def make_network(
     def train_step(state: TrainState, batch: Digits) -> tuple[TrainState, jax.Array]:
         def loss_fn(params: Any) -> jax.Array:
             params = used_params(TrainState(params, state.opt_state))
-            outputs = model.apply(params, batch.images)
-            return optax.softmax_cross_entropy_with_integer_labels(outputs, batch.labels).mean()
+            return mean_loss(model.apply, params, batch)
 
         loss, grads = jax.value_and_grad(loss_fn)(state.params)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)

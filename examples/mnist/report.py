@@ -12,6 +12,7 @@ from rich.table import Table
 
 import sparsity
 from examples.mnist import data
+from examples.mnist.compacting import CompactState
 from examples.mnist.network import Network, TrainState
 
 
@@ -26,33 +27,60 @@ def stepping(network: Network, state: TrainState, batch: data.Digits) -> Callabl
     return step
 
 
+def stored_places(state: Any) -> Any:
+    """Returns the masks of a state, or the positions that a compact network has instead."""
+    if isinstance(state, CompactState):
+        return state.model.indices
+    return sparsity.get_sparse_state(state.opt_state).masks
+
+
+def count_bytes(network: Network, state: Any, batch: data.Digits) -> int:
+    """Returns the bytes of a training step: arguments, and temporaries of the compiled program."""
+    memory = network.train_step.lower(state, batch).compile().memory_analysis()
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes
+
+
 def print_report(
     networks: dict[str, Network],
     trained: dict[str, TrainState],
+    steps: list[tuple[Network, Any]],
     batch: data.Digits,
     test: data.Digits,
 ) -> None:
-    """Prints the layers of the sparse network, and all networks side by side."""
+    """Prints the layers of the sparse network, and all networks side by side.
+
+    Args:
+      networks: the trained networks by role.
+      trained: their states, dense with masks.
+      steps: networks, and states as they train, to measure a step: the trained networks first.
+      batch: images of a step.
+      test: images to test with.
+    """
     params = {role: network.used_params(trained[role]) for role, network in networks.items()}
     sparse = trained["sparse"].opt_state, networks["sparse"].updater
     totals = [
         sparsity.summarize_sparsity(tree, only_total_sparsity=True) for tree in params.values()
     ]
-    masks = [sparsity.get_sparse_state(state.opt_state).masks for state in trained.values()]
     accuracies = [network.accuracy(trained[role], test) for role, network in networks.items()]
-    steps = [stepping(network, trained[role], batch) for role, network in networks.items()]
-    seconds = dict(zip(networks, sparsity.reports.time_in_turn(*steps, rounds=30), strict=True))
+    programs = [stepping(network, state, batch) for network, state in steps]
+    seconds = sparsity.reports.time_in_turn(*programs, rounds=30)
 
-    table = numbers("", *(network.name for network in networks.values()))
+    table = numbers("", *(network.name for network, _ in steps))
     table.add_row("test accuracy", *(f"{accuracy:.1%}" for accuracy in accuracies))
     table.add_row("sparsity", *(f"{total['_total_sparsity']:.1%}" for total in totals))
     table.add_row("weights that are not zero", *(f"{total['_nparams_nnz']:,}" for total in totals))
+    places = [stored_places(state) for _, state in steps]
+    what = "masks or positions" if len(steps) > len(networks) else "masks"
     table.add_row(
-        "bytes of masks",
-        *(f"{sum(mask.nbytes for mask in jax.tree.leaves(tree)):,}" for tree in masks),
+        f"bytes of {what}",
+        *(f"{sum(leaf.nbytes for leaf in jax.tree.leaves(tree)):,}" for tree in places),
     )
-    table.add_row("time of a step", *(f"{1000 * time:.1f} ms" for time in seconds.values()))
-    table.add_row("against dense", *(f"{t / seconds['dense']:.2f}x" for t in seconds.values()))
+    if len(steps) > len(networks):
+        sizes = [count_bytes(network, state, batch) for network, state in steps]
+        table.add_row("bytes of a step", *(f"{size:,}" for size in sizes))
+        table.add_row("against dense", *(f"{size / sizes[0]:.2f}x" for size in sizes))
+    table.add_row("time of a step", *(f"{1000 * time:.1f} ms" for time in seconds))
+    table.add_row("against dense", *(f"{time / seconds[0]:.2f}x" for time in seconds))
     print(sparsity.sparsity_table(params["sparse"], *sparse))
     Console().print(table)
 

@@ -6,6 +6,7 @@ a step depends on the checkpoint and the configuration alone.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -14,13 +15,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
 import sparsity
+from examples.mnist import compacting, data, moves, shrinking
 from examples.mnist import config as config_lib
-from examples.mnist import data, moves, shrinking
 from examples.mnist.checkpoint import Checkpoint, Checkpoints
 from examples.mnist.network import Model, Network, TrainState, make_model, make_network
 from sparsity import sparsity_types
@@ -36,12 +38,13 @@ class Experiment(NamedTuple):
     num_steps: int
     eval_every: int
     cut_step: int | None  # the first step of the smaller network
+    compact: compacting.Stage | None  # the compact part of the run
 
 
 class RunState(NamedTuple):
     """All arrays that change in a run."""
 
-    trained: dict[str, TrainState]
+    trained: dict[str, Any]  # a TrainState, or a CompactState, for each role
     moves: moves.Moves  # of the sparse network's masks
 
 
@@ -73,8 +76,10 @@ def make_experiment(config: ConfigDict, data_dir: str | None = None) -> Experime
         for role, model in models.items()
     }
     cut_step = shrinking.cut_step(updater) if config.shrink else None
+    sparse = networks["sparse"]
+    stage = compacting.make_stage(sparse, config, num_steps) if config.compact else None
     eval_every = config.eval_every or epoch
-    return Experiment(networks, train, test, config, num_steps, eval_every, cut_step)
+    return Experiment(networks, train, test, config, num_steps, eval_every, cut_step, stage)
 
 
 def make_updater(config: ConfigDict, num_steps: int, model: Model) -> sparsity.BaseUpdater:
@@ -87,7 +92,8 @@ def make_updater(config: ConfigDict, num_steps: int, model: Model) -> sparsity.B
         options["update_start_step"] = num_steps // 5
     if options["update_end_step"] is None:
         options["update_end_step"] = max(num_steps * 3 // 5, options["update_start_step"])
-    if options["update_end_step"] >= num_steps - config.shrink:  # a step for the smaller network
+    smaller = config.shrink or config.compact  # needs a step
+    if options["update_end_step"] >= num_steps - smaller:
         raise ValueError(
             f"update_end_step must come before the end of training after {num_steps} steps, got "
             f"{options['update_end_step']}."
@@ -122,20 +128,66 @@ def make_epoch_strategy(
 
 
 def start(experiment: Experiment) -> Checkpoint:
-    """Returns where a run begins."""
+    """Returns where a run begins; raises a ValueError if it has masks that cannot move."""
     trained = {role: network.init() for role, network in experiment.networks.items()}
-    state = RunState(trained, moves.start(experiment.networks["sparse"], trained["sparse"]))
-    return Checkpoint(0, state, {"evaluations": [], "mask_updates": [], "cuts": []})
+    moved = moves.start(experiment.networks["sparse"], trained["sparse"])
+    stage, config = experiment.compact, experiment.config
+    if stage and not stage.step:
+        state = compacting.compact(stage.graph, trained["sparse"], moved.active)
+        batch = data.batch(experiment.train, config.batch_size, config.seed, 0)
+        compacting.check_moves(stage, state, batch, config.sparsity.algorithm)
+    history = {kind: [] for kind in ("evaluations", "mask_updates", "cuts", "compactions")}
+    return Checkpoint(0, RunState(trained, moved), history)
 
 
-def after_cuts(experiment: Experiment, history: dict[str, list[Any]]) -> Experiment:
-    """Returns the experiment with the smaller network, if a history says that it was cut."""
+def make_template(
+    experiment: Experiment, history: dict[str, list[Any]], arrays: dict[str, np.ndarray]
+) -> RunState:
+    """Returns a state of the structure and shapes that a run has after a history.
+
+    Args:
+      experiment: the networks.
+      history: what was measured in the run.
+      arrays: arrays of the run by name; the masks give the shapes of a compact network.
+    """
+    state = start(after_changes(experiment, history)).state
+    for row in history["compactions"]:
+        masks = jax.tree.map_with_path(
+            lambda path, _: arrays[f".moves.active{jax.tree_util.keystr(path)}"], state.moves.active
+        )
+        graph, masked = experiment.compact.graph, state.trained["sparse"]
+        state.trained["sparse"] = compacting.compact(graph, masked, masks, row["formats"])
+    return state
+
+
+def after_changes(experiment: Experiment, history: dict[str, list[Any]]) -> Experiment:
+    """Returns the experiment with the smaller or the compact network, if a history has one."""
     networks, config, num_steps = experiment.networks, experiment.config, experiment.num_steps
     for row in history["cuts"]:
         plan = sparsity.Plan.from_json(row["plan"])
         smaller = shrinking.make_smaller(networks["sparse"], plan, config, num_steps)
         networks = networks | {"sparse": smaller}
+    if history["compactions"]:
+        networks = networks | {"sparse": experiment.compact.network}
     return experiment._replace(networks=networks)
+
+
+def change_network(
+    experiment: Experiment, step: int, state: RunState, history: dict[str, list[Any]]
+) -> RunState:
+    """Returns the state of the network that takes over at a step; the history gets a row."""
+    sparse, masked = experiment.networks["sparse"], state.trained["sparse"]
+    if step == experiment.cut_step:
+        plan = shrinking.make_plan(sparse, masked)
+        history["cuts"].append({"step": step, "plan": plan.to_json()})
+        smaller = after_changes(experiment, history).networks["sparse"]
+        trained = state.trained | {"sparse": shrinking.cut(sparse, masked, plan, smaller)}
+        return RunState(trained, moves.start(smaller, trained["sparse"]))
+    masks = moves.active_masks(sparse, masked)
+    compact = compacting.compact(experiment.compact.graph, masked, masks)
+    formats = compacting.formats_by_name(compact.model)
+    history["compactions"].append({"step": step, "formats": formats})
+    return state._replace(trained=state.trained | {"sparse": compact})
 
 
 def fit(
@@ -152,27 +204,26 @@ def fit(
       checkpoints: where to save, if at all.
       board: a `tensorboard.Board`, if events are wanted.
     """
-    networks, config = after_cuts(experiment, begin.history).networks, experiment.config
-    num_steps = experiment.num_steps
+    networks, config = after_changes(experiment, begin.history).networks, experiment.config
+    num_steps, stage = experiment.num_steps, experiment.compact
     trained, moved = dict(begin.state.trained), begin.state.moves
     history = {kind: list(rows) for kind, rows in begin.history.items()}
     losses: dict[str, list[jax.Array]] = {role: [] for role in networks}
     sparse = networks["sparse"]
     stored = sparsity.get_sparse_state(trained["sparse"].opt_state).masks
-    stores_masks, has_masks = bool(jax.tree.leaves(stored)), bool(jax.tree.leaves(moved))
+    stores_masks = bool(stage or jax.tree.leaves(stored))
+    change_steps = {experiment.cut_step, stage.step if stage else None}
     interval = 0.2 if sys.stderr.isatty() else 5  # seconds between two updates of the bar
     bar = tqdm(total=num_steps, initial=begin.step, unit="step", mininterval=interval)
     for step in range(begin.step, num_steps):
-        if step == experiment.cut_step:
-            plan = shrinking.make_plan(sparse, trained["sparse"])
-            history["cuts"].append({"step": step, "plan": plan.to_json()})
-            networks = after_cuts(experiment, history).networks
-            whole, sparse = sparse, networks["sparse"]
-            trained["sparse"] = shrinking.cut(whole, trained["sparse"], plan, sparse)
-            moved, has_masks = moves.start(sparse, trained["sparse"]), False
+        if step in change_steps:
+            state = RunState(trained, moved)
+            trained, moved = change_network(experiment, step, state, history)
+            networks = after_changes(experiment, history).networks
+            sparse = networks["sparse"]
         batch = data.batch(experiment.train, config.batch_size, config.seed, step)
         for role, network in networks.items():
-            trained[role], loss = network.train_step(trained[role], batch)
+            trained[role], loss = network.step_at(step)(trained[role], batch)
             losses[role].append(loss)
         bar.update()
         is_evaluated = (step + 1) % experiment.eval_every == 0 or step + 1 == num_steps
@@ -180,17 +231,18 @@ def fit(
             is_evaluated |= sparse.updater.scheduler.is_mask_update_iter(step)
         # Masks that every step makes are examined when the network is evaluated.
         is_update = sparse.updater.scheduler.is_mask_update_iter(step)
-        if has_masks and (is_update if stores_masks else is_evaluated):
-            moved, row = moves.look(moved, sparse, trained["sparse"])
+        if jax.tree.leaves(moved) and (is_update if stores_masks else is_evaluated):
+            moved, row = moves.look(moved, sparse, sparse.view(trained["sparse"]))
             history["mask_updates"].append({"step": step + 1} | row)
             if board:
                 board.write_mask_update(history["mask_updates"][-1], moved)
         if is_evaluated:
-            row = {"step": step + 1} | evaluate(networks, trained, losses, experiment.test)
+            views = {role: network.view(trained[role]) for role, network in networks.items()}
+            row = {"step": step + 1} | evaluate(networks, views, losses, experiment.test)
             history["evaluations"].append(row)
             losses = {role: [] for role in networks}
             if board:
-                board.write_evaluation(row, networks, trained)
+                board.write_evaluation(row, networks, views)
             if checkpoints:
                 checkpoints.save(Checkpoint(step + 1, RunState(trained, moved), history))
             show(bar, row)
@@ -249,7 +301,7 @@ def prepare(options: config_lib.Options) -> Run:
     identity = json.loads(json.dumps(identity, default=repr))
     checkpoints = Checkpoints(options.run_dir, identity, options.restart)
     try:
-        found = checkpoints.restore(lambda history: start(after_cuts(experiment, history)).state)
+        found = checkpoints.restore(functools.partial(make_template, experiment))
     except ValueError:
         checkpoints.close()
         raise
@@ -268,9 +320,15 @@ def finish(experiment: Experiment, end: Checkpoint, folder: Path) -> None:
     """Prints the results and draws them."""
     from examples.mnist import plots, report  # matplotlib takes a while to load
 
-    networks, trained = after_cuts(experiment, end.history).networks, end.state.trained
+    networks, trained = after_changes(experiment, end.history).networks, end.state.trained
     batch = data.batch(experiment.train, experiment.config.batch_size, seed=0, step=0)
-    report.print_report(networks, trained, batch, experiment.test)
+    steps = [*zip(networks.values(), trained.values(), strict=True)]
+    if end.history["compactions"]:
+        masked = compacting.masked_state(networks["sparse"], trained["sparse"])
+        trained = trained | {"sparse": masked}
+        network = experiment.networks["sparse"]
+        steps.append((network._replace(name=f"{network.name}, masked"), masked))
+    report.print_report(networks, trained, steps, batch, experiment.test)
     before, small = experiment.networks["sparse"], None
     for row in end.history["cuts"]:
         small = shrinking.shrink(before, sparsity.Plan.from_json(row["plan"]))

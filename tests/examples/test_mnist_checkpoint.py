@@ -31,7 +31,7 @@ def state(seed):
     return {"params": params, "opt_state": tx.init(params)}
 
 
-def like(history):
+def like(history, arrays):
     """A state of the same structure, whatever was measured."""
     return state(0)
 
@@ -176,7 +176,7 @@ def test_restart_forgets_the_old_run_and_only_that(tmp_path, opened):
 def test_a_model_of_other_shapes_is_an_error(tmp_path, opened):
     write(tmp_path, 1)
     with pytest.raises(ValueError, match="another model"):
-        opened(tmp_path).restore(lambda history: {"w": np.zeros(3)})
+        opened(tmp_path).restore(lambda history, arrays: {"w": np.zeros(3)})
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path, opened):
