@@ -115,7 +115,7 @@ def draw_accuracy(history: dict[str, list[Any]], names: dict[str, str]) -> Figur
             label = "masks change" if ax is top else None
             ax.axvspan(updates[0], updates[-1], label=label, **span)
         for kind, label in (("cuts", "cut"), ("compactions", "compact from here")):
-            for row in history[kind]:
+            for row in filter(lambda row: row["step"], history[kind]):
                 ax.axvline(row["step"], linestyle=":", label=label if ax is top else None)
         ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=1 if ax is top else 0))
         ax.legend(loc="lower right" if ax is top else "center right")

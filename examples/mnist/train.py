@@ -326,8 +326,7 @@ def finish(experiment: Experiment, end: Checkpoint, folder: Path) -> None:
     if end.history["compactions"]:
         masked = compacting.masked_state(networks["sparse"], trained["sparse"])
         trained = trained | {"sparse": masked}
-        network = experiment.networks["sparse"]
-        steps.append((network._replace(name=f"{network.name}, masked"), masked))
+        steps.append((experiment.networks["sparse"]._replace(name="masked"), masked))
     report.print_report(networks, trained, steps, batch, experiment.test)
     before, small = experiment.networks["sparse"], None
     for row in end.history["cuts"]:

@@ -62,7 +62,8 @@ def test_rigl_holds_kept_values_from_the_first_step_and_moves_masks(rigl_run):
     _, run, end = rigl_run
     assert [row["step"] for row in end.history["compactions"]] == [0]
     assert [row["step"] for row in end.history["mask_updates"]] == [3, 5, 7, 9, 11, 13]
-    assert all(row["churn"]["total"] > 0 for row in end.history["mask_updates"])
+    churn = [row["churn"]["total"] for row in end.history["mask_updates"]]
+    assert min(churn[:-1]) > 0 == churn[-1]  # along a cosine
     state = end.state.trained["sparse"]
     assert state.params["hidden"]["kernel"].shape == (40_141,)  # a tenth of 3136 * 128, rounded
     moments = state.opt_state.inner_state[0].mu
@@ -169,5 +170,5 @@ def test_static_sparse_trains_kept_values_by_groups():
     experiment = train.make_experiment(config)
     end = train.fit(experiment, train.start(experiment))
     assert end.history["compactions"][0]["formats"]["hidden/kernel"] == "grouped"
-    assert end.history["mask_updates"] == []
+    assert {row["churn"]["total"] for row in end.history["mask_updates"]} == {0}
     assert sparsity.get_sparse_state(end.state.trained["sparse"].opt_state).masks is None
