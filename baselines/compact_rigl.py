@@ -336,13 +336,14 @@ def page(results: dict[str, Any]) -> str:
     return f"""# Sparse from the first step
 
 `python -m baselines.compact_rigl` made these results. The character transformer of
-`COMPACT.md`, its {task.LAYERS} layers a scan, trained for {results["steps"]} steps of {wide.BATCH} windows
-by RigL at {100 * SPARSITY:.0f} %: {moves} moves of the masks, one in {EVERY} steps until three quarters
-of the steps. A step that moves masks leaves the weights as they are. Dense and masked runs have one
-program, compact runs one for steps and one for moves. Bytes are those of arguments and temporaries;
-those without activations are of the same programs for one window of {SHORT[1] - 1} characters. Runs of
-a seed train in turn, {EVERY} steps each; their times are sums of all steps and moves, without
-compilation. Masked and compact run of a seed end with {shared} % of their kept entries in common.
+`COMPACT.md`, its {task.LAYERS} layers a scan, trained for {results["steps"]} steps
+of {wide.BATCH} windows by RigL at {100 * SPARSITY:.0f} %: {moves} moves of the masks,
+one in {EVERY} steps until three quarters of the steps. A step that moves masks leaves the weights
+as they are. Dense and masked runs have one program, compact runs one for steps and one for moves.
+Bytes count arguments and temporaries; without activations, they are those of one window
+of {SHORT[1] - 1} characters. Runs of a seed train in turn, {EVERY} steps each; their times are sums
+of all steps and moves, without compilation. Masked and compact run of a seed end with {shared} % of
+their kept entries in common.
 
 {table(results)}
 """

@@ -1,16 +1,18 @@
 """Measures the first steps of grown weights: Adam as it is, and with an age for each weight.
 
-    python -m baselines.grown_weights [--report]
+    python -m baselines.grown_weights [--report] [--seeds N]
 
 A weight that SET or RigL grows has moments of 0 under an old count, so that its first step is
 (1 - b1) / sqrt(1 - b2) = 3.2 learning rates. `aged_adamw` counts the steps of each weight instead.
 Tasks, recipes and seeds are those of `baselines.run`, whose results hold most rows of Adam as it
-is. Other rows are stored once they are complete. --report prints the table, and trains nothing.
+is. Other rows are stored once they are complete, with as many seeds as they were measured with.
+--report prints the table, and trains nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 from typing import Any, NamedTuple
@@ -74,14 +76,15 @@ def aged_adamw(rate: optax.ScalarOrSchedule, weight_decay: float) -> optax.Gradi
     )
 
 
-def train(task: training.Task, algorithm: str, target: float, way: str) -> list[float]:
+def train(task: training.Task, algorithm: str, target: float, way: str, seeds: int) -> list[float]:
     """Returns the metric of each seed."""
+    task = dataclasses.replace(task, seeds=seeds)
     tx = aged_adamw if way == "aged" else optax.adamw
     with mock.patch.object(optax, "adamw", tx):  # the optimizer that recipes name
         return training.run_seeds(task, algorithm, target)["metric"]
 
 
-def measure_all(results: dict[str, Any]) -> None:
+def measure_all(results: dict[str, Any], seeds: int) -> None:
     """Measures all rows that have no result yet."""
     for task in TASKS:
         stored = store.load(task)
@@ -94,7 +97,7 @@ def measure_all(results: dict[str, Any]) -> None:
                     if way == "adam" and (algorithm, target) in stored:
                         results[name] = stored[algorithm, target]["metric"]
                     else:
-                        results[name] = train(task, algorithm, target, way)
+                        results[name] = train(task, algorithm, target, way, seeds)
                     print(name, results[name], flush=True)
                     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
@@ -115,16 +118,19 @@ def table(results: dict[str, Any]) -> str:
 def describe(values: list[float]) -> str:
     if not values:
         return ""
+    if len(values) == 1:
+        return f"{values[0]:.2f} (1 seed)"
     return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--report", action="store_true", help="print the table, train nothing")
+    parser.add_argument("--seeds", type=int, default=3, help="of rows that have no result yet")
     options = parser.parse_args()
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     if not options.report:
-        measure_all(results)
+        measure_all(results, options.seeds)
     print(table(results))
 
 

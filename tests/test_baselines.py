@@ -1,6 +1,7 @@
 """Baselines: seeds side by side in one program, results that belong to their settings, a report."""
 
 import dataclasses
+import functools
 import importlib
 import json
 import sys
@@ -11,10 +12,13 @@ import numpy as np
 import optax
 import pytest
 
+import sparsity
 from baselines import (
     channels,
+    compact_rigl,
     compact_transformer,
     digits_cnn,
+    grown_weights,
     report,
     run,
     store,
@@ -318,3 +322,43 @@ def test_the_page_of_compact_transformers_shows_what_is_stored():
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     sparsities = [each for each in results if each.startswith("0.")]
     assert len(rows) == 3 + 6 * len(sparsities)  # head, rule, dense
+
+
+def test_the_page_of_compact_runs_by_rigl_shows_what_is_stored():
+    results = json.loads(compact_rigl.RESULTS.read_text(encoding="utf-8"))
+    page = compact_rigl.page(results)
+    assert compact_rigl.PAGE.read_text(encoding="utf-8") == page
+    assert all(f"| {text} |" in page for text in compact_rigl.LEGEND.values())
+
+
+def test_scanned_layers_compute_what_the_list_of_layers_does():
+    text = compact_rigl.windows(0, 0)[:2, :9]
+    params = compact_transformer.init(jax.random.key(0))
+    expected = compact_transformer.network(params, text)
+    logits = compact_rigl.network(compact_rigl.init(jax.random.key(0)), text)
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
+
+
+def test_an_age_for_each_weight_takes_the_kick_from_grown_weights():
+    """Adam's first step of a weight that grows late is (1 - b1) sqrt((1 - b2**count) / (1 - b2))."""
+    params, masks = {"w": jnp.ones(4)}, {"w": jnp.array([1, 1, 0, 0], jnp.uint8)}
+    grads, steps = {"w": jnp.ones(4)}, {}
+    for name, make in {"adam": optax.adamw, "aged": grown_weights.aged_adamw}.items():
+        tx = make(1.0, weight_decay=0.0)
+        wrapped = sparsity.SET(
+            scheduler=sparsity.OneShotSchedule(1000),
+            drop_fraction_fn=optax.constant_schedule(0.5),
+        ).wrap_optax(tx, masks=masks)
+
+        def advance(_, carry, wrapped=wrapped):
+            params, state = carry
+            updates, state = wrapped.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        run = jax.jit(functools.partial(jax.lax.fori_loop, 0, 1001, advance))
+        late, state = run((params, wrapped.init(params)))
+        updates, _ = wrapped.update(grads, state, late)
+        steps[name] = -np.asarray(updates["w"])[np.asarray(state.masks["w"]) > 0]
+    kick = 0.1 * np.sqrt((1 - 0.999**1001) / 0.001)
+    np.testing.assert_allclose(sorted(steps["adam"]), [1, kick], rtol=1e-3)
+    np.testing.assert_allclose(steps["aged"], [1, 1], rtol=1e-3)

@@ -121,6 +121,47 @@ def test_masks_values_and_moments_are_those_of_the_wrapped_updater(kind, pattern
     assert moments[0].count == 1
 
 
+@pytest.mark.parametrize("kind", [sparsity.SET, sparsity.RigL])
+def test_a_run_with_moves_is_that_of_the_wrapped_optimizer(kind):
+    pruner = make_pruner(kind, scheduler=sparsity.PeriodicSchedule(10, 10, 20))
+    params, x = make_params(), make_inputs()
+    wrapped, graph = pruner.wrap_optax(ADAM), trace(model_fn, params, x[0])
+    state = wrapped.init(params)
+    params = pruner.post_gradient_update(params, state)
+    model = compact(graph, params, state.masks)
+    carry = model, model.params, ADAM.init(model.params)
+
+    def draw(i):
+        return functools.partial(loss_fn, x=x[0] * jnp.cos(i), y=x[1])
+
+    def step_masked(carry, i):
+        params, state = carry
+        updates, state = wrapped.update(jax.grad(draw(i), 1)(model_fn, params), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    def step(model, values, moments, i):
+        grads = jax.grad(draw(i), 1)(model.apply, values)
+        updates, moments = ADAM.update(grads, moments, values)
+        return model, optax.apply_updates(values, updates), moments
+
+    def step_or_move(carry, i):
+        def move(model, values, moments, i):
+            return model.move(pruner, values, moments, i, draw(i))
+
+        return jax.lax.cond(pruner.scheduler.is_mask_update_iter(i), move, step, *carry, i), None
+
+    first, steps = state.masks, jnp.arange(30)
+    run = jax.jit(jax.lax.scan, static_argnums=0)
+    params, state = run(step_masked, (params, state), steps)[0]
+    model, values, moments = run(step_or_move, carry, steps)[0]
+    assert (state.masks["layers"] != first["layers"]).sum() > 20
+    assert_equal(model.masks, state.masks)
+    assert moments[0].count == state.inner_state[0].count == 28
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=2e-5), model.dense(values), params
+    )
+
+
 def numpy_move(mask, weights, grads, fraction):
     """Drops the smallest kept weights, grows the largest gradients of all others; ties by index."""
     mask, weights, grads = (np.asarray(x, np.float64).ravel() for x in (mask, weights, grads))
