@@ -31,6 +31,7 @@ from baselines import topics_transformer as task
 from benchmarks import compact_steps
 
 SPARSITY, EVERY, SEEDS = 0.9, 15, 2
+DEPTHS = (2, 4)  # at which bytes are counted, too
 ROUNDS = 6  # of measured steps and moves, those of all runs in turn
 SHORT = (1, 9)  # windows with almost no activations
 RESULTS = store.RESULTS / "compact_rigl.json"
@@ -46,9 +47,11 @@ LEGEND = {
 # The network, its layers stacked.
 
 
-def init(key: jax.Array) -> chex.ArrayTree:
+def init(key: jax.Array, layers: int = task.LAYERS) -> chex.ArrayTree:
+    """Returns parameters of `compact_transformer`, layers stacked, and repeated if more."""
     params = wide.init(key)
-    return {**params, "layers": jax.tree.map(lambda *x: jnp.stack(x), *params["layers"])}
+    listed = [params["layers"][i % task.LAYERS] for i in range(layers)]
+    return {**params, "layers": jax.tree.map(lambda *x: jnp.stack(x), *listed)}
 
 
 def network(params: chex.ArrayTree, text: jax.Array) -> jax.Array:
@@ -139,19 +142,24 @@ class Run:
         return sparsity.get_sparse_state(state).masks if model is None else model.masks
 
     def measure(self) -> dict[str, Any]:
-        """Returns bits, megabytes and times."""
+        """Returns bits and times."""
         model, params, _ = self.carry
         apply = network if model is None else model.apply
         text = wide.test_windows()
         loss = jax.jit(functools.partial(cross_entropy, apply))(params, text)
         return {
             "bits": float(loss / np.log(2)),
-            "state": sum(leaf.nbytes for leaf in jax.tree.leaves(self.carry)) / 1e6,
-            "bytes": self.count_bytes(),
-            "bytes_short": self.count_bytes(jax.ShapeDtypeStruct(SHORT, jnp.int32)),
             "cpu": self.cpu,
             "wall": self.wall,
             "compile": self.compile,
+        }
+
+    def measure_bytes(self) -> dict[str, Any]:
+        """Returns megabytes."""
+        return {
+            "state": sum(leaf.nbytes for leaf in jax.tree.leaves(self.carry)) / 1e6,
+            "bytes": self.count_bytes(),
+            "bytes_short": self.count_bytes(jax.ShapeDtypeStruct(SHORT, jnp.int32)),
         }
 
     def repeat(self, number: int) -> Carry:
@@ -208,9 +216,11 @@ def make_pruner(seed: int, steps: int, **options: Any) -> sparsity.RigL:
     )
 
 
-def start(pruner: sparsity.RigL, seed: int, steps: int) -> tuple[Carry, chex.ArrayTree]:
+def start(
+    pruner: sparsity.RigL, seed: int, steps: int, layers: int = task.LAYERS
+) -> tuple[Carry, chex.ArrayTree]:
     """Returns the carry of a masked run before its first step, and its masks."""
-    tx, params = pruner.wrap_optax(wide.optimizer(steps)), init(jax.random.key(seed))
+    tx, params = pruner.wrap_optax(wide.optimizer(steps)), init(jax.random.key(seed), layers)
     masks = sparsity.get_sparse_state(tx.init(params)).masks
     # Fewer inputs: larger weights keep the scale of the outputs.
     scale = (1 - SPARSITY) ** -0.5
@@ -218,15 +228,17 @@ def start(pruner: sparsity.RigL, seed: int, steps: int) -> tuple[Carry, chex.Arr
     return (None, params, tx.init(params)), masks
 
 
-def make_masked(pruner: sparsity.RigL, seed: int, steps: int) -> Run:
+def make_masked(pruner: sparsity.RigL, seed: int, steps: int, layers: int = task.LAYERS) -> Run:
     step = make_step(pruner.wrap_optax(wide.optimizer(steps)), lambda _: network)
-    return Run(start(pruner, seed, steps)[0], step)
+    return Run(start(pruner, seed, steps, layers)[0], step)
 
 
-def make_compact(pruner: sparsity.RigL, seed: int, steps: int, tune: bool) -> Run:
+def make_compact(
+    pruner: sparsity.RigL, seed: int, steps: int, tune: bool = False, layers: int = task.LAYERS
+) -> Run:
     """Returns a run of kept values that starts from the masks and weights of the masked run."""
-    (_, params, _), masks = start(pruner, seed, steps)
-    model, tx = sparsity.compact(trace(), params, masks), wide.optimizer(steps)
+    (_, params, _), masks = start(pruner, seed, steps, layers)
+    model, tx = sparsity.compact(trace(layers), params, masks), wide.optimizer(steps)
     if tune:
         model = model.tune(model.params, windows(0, 0)[:, :-1], rounds=3)
 
@@ -245,11 +257,22 @@ def make_compact(pruner: sparsity.RigL, seed: int, steps: int, tune: bool) -> Ru
 
 
 @functools.cache
-def trace() -> sparsity.Graph:
-    return sparsity.trace(network, jax.eval_shape(init, jax.random.key(0)), windows(0, 0)[:, :-1])
+def trace(layers: int = task.LAYERS) -> sparsity.Graph:
+    params = jax.eval_shape(lambda: init(jax.random.key(0), layers))
+    return sparsity.trace(network, params, windows(0, 0)[:, :-1])
 
 
 # Results.
+
+
+def measure_all(seeds: int, results: dict[str, Any]) -> None:
+    """Measures all seeds and depths that have no result yet."""
+    parts = {"depths": (DEPTHS, measure_depth), "seeds": (range(seeds), measure_seed)}
+    for name, (numbers, measure) in parts.items():
+        for number in numbers:
+            if str(number) not in results[name]:
+                results[name][str(number)] = measure(number, results["steps"])
+                save(results)
 
 
 def measure_seed(seed: int, steps: int) -> dict[str, dict[str, Any]]:
@@ -259,7 +282,7 @@ def measure_seed(seed: int, steps: int) -> dict[str, dict[str, Any]]:
     runs = {
         "dense": make_dense(seed, steps),
         "masked": make_masked(pruner, seed, steps),
-        "values": make_compact(pruner, seed, steps, tune=False),
+        "values": make_compact(pruner, seed, steps),
         "grouped": make_compact(by_groups, seed, steps, tune=True),
     }
     for first in range(0, steps, EVERY):
@@ -267,6 +290,10 @@ def measure_seed(seed: int, steps: int) -> dict[str, dict[str, Any]]:
             run.train(seed, first, min(first + EVERY, steps))
     rows = {name: run.measure() for name, run in runs.items()}
     rows["values"]["shared"] = share_entries(runs["masked"].masks(), runs["values"].masks())
+    if seed > 0:
+        return rows  # bytes, and times of a step, are those of seed 0
+    for name, run in runs.items():
+        rows[name] |= run.measure_bytes()
     formats = list(runs["grouped"].carry[0].formats.values())
     rows["grouped"]["formats"] = {each: formats.count(each) for each in set(formats)}
     places = [(name, i) for name, run in runs.items() for i in range(len(run.programs))]
@@ -274,6 +301,16 @@ def measure_seed(seed: int, steps: int) -> dict[str, dict[str, Any]]:
     for (name, _), seconds in zip(places, compact_steps.time_in_turn(each, ROUNDS), strict=True):
         rows[name].setdefault("seconds", []).append(seconds)
     return rows
+
+
+def measure_depth(layers: int, steps: int) -> dict[str, float]:
+    """Returns megabytes without activations of masked and compact training at a depth."""
+    pruner, text = make_pruner(0, steps), jax.ShapeDtypeStruct(SHORT, jnp.int32)
+    runs = {
+        "masked": make_masked(pruner, 0, steps, layers=layers),
+        "values": make_compact(pruner, 0, steps, layers=layers),
+    }
+    return {name: max(run.count_bytes(text)) for name, run in runs.items()}
 
 
 def share_entries(masks: chex.ArrayTree, others: chex.ArrayTree) -> float:
@@ -289,8 +326,7 @@ def save(results: dict[str, Any]) -> None:
 
 def table(results: dict[str, Any]) -> str:
     """A Markdown table of the results: sizes are those of the first seed, times means of seeds."""
-    seeds = [results[name] for name in results if name != "steps"]
-    rows = []
+    seeds, rows = list(results["seeds"].values()), []
     for name, text in LEGEND.items():
         each, first = [rows[name] for rows in seeds], seeds[0][name]
         bits = ", ".join(f"{row['bits']:.3f}" for row in each)
@@ -300,15 +336,10 @@ def table(results: dict[str, Any]) -> str:
             for key in ("wall", "cpu")
             for other in ("dense", "masked")
         ]
-        steps = [
-            pair(np.array(row["seconds"]) / rows["dense"]["seconds"][0], 2)
-            for row, rows in zip(each, seeds, strict=True)
-        ]
+        steps = pair(np.array(first["seconds"]) / seeds[0]["dense"]["seconds"][0], 2)
         times = [f"{ratio:.2f}" for ratio in ratios]
         compile_seconds = pair(first["compile"], 1)
-        rows.append(
-            [text, bits, f"{first['state']:.1f}", *sizes, steps[0], *times, compile_seconds]
-        )
+        rows.append([text, bits, f"{first['state']:.1f}", *sizes, steps, *times, compile_seconds])
     head = [
         "training",
         "bits of each seed",
@@ -330,8 +361,12 @@ def pair(numbers: Any, digits: int) -> str:
 
 
 def page(results: dict[str, Any]) -> str:
-    seeds = [results[name] for name in results if name != "steps"]
-    shared = pair([100 * rows["values"]["shared"] for rows in seeds], 1)
+    shared = pair([100 * rows["values"]["shared"] for rows in results["seeds"].values()], 1)
+    depths = " ".join(
+        f"At {layers} layers the peak of `rigl (compact)` without activations is"
+        f" {sizes['values'] / sizes['masked']:.2f} of that of `rigl (masked)`."
+        for layers, sizes in results["depths"].items()
+    )
     moves = results["steps"] * 3 // 4 // EVERY
     return f"""# Sparse from the first step
 
@@ -346,6 +381,8 @@ of all steps and moves, without compilation. Masked and compact run of a seed en
 their kept entries in common.
 
 {table(results)}
+
+{depths}
 """
 
 
@@ -357,11 +394,9 @@ def main() -> None:
     options = parser.parse_args()
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     if results.get("steps") != options.steps and not options.report:
-        results = {"steps": options.steps}
-    for seed in () if options.report else range(options.seeds):
-        if str(seed) not in results:
-            results[str(seed)] = measure_seed(seed, options.steps)
-            save(results)
+        results = {"steps": options.steps, "seeds": {}, "depths": {}}
+    if not options.report:
+        measure_all(options.seeds, results)
     PAGE.write_text(page(results), encoding="utf-8")
     print(table(results))
 

@@ -340,7 +340,7 @@ def test_scanned_layers_compute_what_the_list_of_layers_does():
 
 
 def test_an_age_for_each_weight_takes_the_kick_from_grown_weights():
-    """Adam's first step of a weight that grows late is (1 - b1) sqrt((1 - b2**count) / (1 - b2))."""
+    """Compares first steps: (1 - b1) sqrt((1 - b2**count) / (1 - b2)) of Adam, and 1."""
     params, masks = {"w": jnp.ones(4)}, {"w": jnp.array([1, 1, 0, 0], jnp.uint8)}
     grads, steps = {"w": jnp.ones(4)}, {}
     for name, make in {"adam": optax.adamw, "aged": grown_weights.aged_adamw}.items():
