@@ -27,14 +27,15 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.algorithms.sparse_trainers import RigL
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_fraction, is_traced
+from sparsity.core.exact import sums
 from sparsity.core.trees import PyTree
-from sparsity.masks import Layerwise, Pattern, Sites, drop_and_grow
-from sparsity.patterns import Unstructured
+from sparsity.masks import Layerwise, Pattern, Sites
 from sparsity.selection import num_kept, topk_mask
 from sparsity.training.hooks import Inputs
 from sparsity.training.state import SparseState
@@ -168,25 +169,34 @@ def constant_fan_in(
     neurons, inputs = shape[-1], math.prod(shape[:-1])
     inner = tuple(range(batch_axes, mask.ndim - 1))
     budget = jnp.asarray(_budget(neurons * inputs, sparsity))
-    pattern = Unstructured()
-    salient = drop_and_grow(
-        mask, drop_scores, grow_scores, drop_fraction, pattern, batch_axes=batch_axes
-    )
-    counts = jnp.sum(salient, inner, jnp.int32)
-    stays = _neurons_that_stay(counts, inputs, budget, min_salient)
+
+    def by_neuron(mask: jax.Array) -> jax.Array:
+        # Two operands: XLA:CPU takes four times as long for a sum of one.
+        return sums([mask != 0, mask == 0], inner)[0]
+
+    active = jnp.sum(by_neuron(mask), -1, jnp.int32)
+    k = num_kept(active, drop_fraction)
+    kept = topk_mask(drop_scores, k, where=mask, batch_axes=batch_axes)
+    grown = topk_mask(grow_scores, active - k, where=1 - kept, batch_axes=batch_axes)
+    stays = _neurons_that_stay(by_neuron(kept | grown), inputs, budget, min_salient)
     fan_in = jnp.minimum(inputs, budget // jnp.sum(stays, -1, jnp.int32))
 
-    active = jnp.sum(mask, (*inner, mask.ndim - 1), jnp.int32)
     where = mask * jnp.expand_dims(stays, inner).astype(jnp.uint8)
-    k = num_kept(active, drop_fraction)
-    kept = topk_mask(drop_scores, k, where=where, batch_axes=batch_axes)
-    # By neuron: [*batch, neurons, ...].
-    kept, drop, grow = (jnp.moveaxis(x, -1, batch_axes) for x in (kept, drop_scores, grow_scores))
+    kept = lax.cond(  # without a loss the k highest are those of all neurons
+        jnp.any(by_neuron(where) < by_neuron(mask)),
+        lambda: topk_mask(drop_scores, k, where=where, batch_axes=batch_axes),
+        lambda: kept,
+    )
     most = jnp.where(stays, fan_in[..., None], 0)
-    kept = topk_mask(drop, most, where=kept, batch_axes=batch_axes + 1)
-    lacking = most - jnp.sum(kept, tuple(range(batch_axes + 1, kept.ndim)), jnp.int32)
-    grown = topk_mask(grow, lacking, where=1 - kept, batch_axes=batch_axes + 1)
-    return jnp.moveaxis(kept | grown, batch_axes, -1)
+    counts = by_neuron(kept)
+    slices = {"batch_axes": batch_axes, "last_axes": 1}
+    kept = lax.cond(
+        jnp.any(counts > most),
+        lambda: topk_mask(drop_scores, most, where=kept, **slices),
+        lambda: kept,
+    )
+    lacking = jnp.maximum(most - counts, 0)
+    return kept | topk_mask(grow_scores, lacking, where=1 - kept, **slices)
 
 
 def _neurons_that_stay(

@@ -24,7 +24,7 @@ def at_runtime(number: int) -> jax.Array:
 
 
 def compute_once(x: Sequence[jax.Array]) -> list[jax.Array]:
-    """Computes floats once, as results of a branch that is always taken.
+    """Computes arrays once, as results of a branch that is always taken.
 
     XLA:CPU fuses a cheap operation into each kernel that reads its result: the norms of 100 leaves,
     each read by one kernel, would be computed 100 times.

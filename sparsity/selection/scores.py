@@ -103,6 +103,7 @@ class Ranked:
       where: an entry is eligible where this array is not zero; None: all are. Or the position of
         this array among the arrays of the scores, after `jax.tree` rebuilt a `Ranked`.
       batch_axes: number of leading axes that index separate slices.
+      last_axes: number of last axes that index separate slices, too.
       excludes: an entry is eligible where `where` is zero.
     """
 
@@ -110,14 +111,25 @@ class Ranked:
     where: jax.Array | int | None = None
     batch_axes: int = 0
     excludes: bool = False
+    last_axes: int = 0
 
     @property
     def slices(self) -> int:
-        return math.prod(self.scores.shape[: self.batch_axes])
+        shape = self.scores.shape
+        return math.prod(shape[: self.batch_axes] + shape[self._inner.stop :])
 
     @property
     def size(self) -> int:  # of a slice
-        return math.prod(self.scores.shape[self.batch_axes :])
+        return math.prod(self.scores.shape[self._inner])
+
+    @property
+    def axes(self) -> range:
+        """Axes of a slice."""
+        return range(self._inner.start, self._inner.stop)
+
+    @property
+    def _inner(self) -> slice:
+        return slice(self.batch_axes, self.scores.ndim - self.last_axes)
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
@@ -160,12 +172,13 @@ class Ranked:
         x, where = self.scores, self._where
         at, where = (where, None) if isinstance(where, int) else (None, where)
         static = x.fn, x.uses_index, x.uses_arrays, at, self.batch_axes, self.excludes
+        static += (self.last_axes,)
         return (x.arrays, x.scalars, where), static
 
     @classmethod
     def tree_unflatten(cls, static: PyTree, children: PyTree) -> Ranked:
         """Undoes `tree_flatten`."""
-        fn, uses_index, uses_arrays, at, batch_axes, excludes = static
+        fn, uses_index, uses_arrays, at, batch_axes, excludes, last_axes = static
         arrays, scalars, where = children
         scores = Scores(fn, arrays, scalars, uses_index, uses_arrays)
-        return cls(scores, where if at is None else at, batch_axes, excludes)
+        return cls(scores, where if at is None else at, batch_axes, excludes, last_axes)

@@ -126,9 +126,10 @@ class Slices:
     def __init__(self, leaf: Ranked) -> None:
         shape = leaf.scores.shape
         self._leaf, self._entries = leaf, shape
-        self._axes = range(leaf.batch_axes, len(shape))
-        strides = [math.prod(shape[axis + 1 :]) for axis in self._axes]
-        self._strides = [0] * leaf.batch_axes + strides  # of an index within a slice
+        self._axes = axes = leaf.axes
+        strides = [math.prod(shape[axis + 1 : axes.stop]) for axis in axes]
+        # Of an index within a slice.
+        self._strides = [0] * leaf.batch_axes + strides + [0] * leaf.last_axes
 
     def eligible(self) -> jax.Array:
         """Counts the eligible entries, int32[slices]."""
@@ -171,7 +172,9 @@ class Slices:
 
     def _spread(self, x: jax.Array) -> jax.Array:
         """Reshapes x[slices], to be broadcast against the entries."""
-        return x.reshape(self._entries[: self._axes.start] + (1,) * len(self._axes))
+        inner = (1,) * len(self._axes)
+        shape = self._entries[: self._axes.start] + inner + self._entries[self._axes.stop :]
+        return x.reshape(shape)
 
     def _sums(self, masks: Sequence[jax.Array]) -> jax.Array:
         """Sums up masks: int32[slices, masks]."""

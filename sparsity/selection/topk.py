@@ -31,6 +31,7 @@ def topk_mask(
     *,
     where: chex.Array | None = None,
     batch_axes: int = 0,
+    last_axes: int = 0,
 ) -> jax.Array:
     """Returns the mask of the k highest scores of every slice along the leading axes.
 
@@ -42,11 +43,13 @@ def topk_mask(
     Args:
         scores: Real scores or booleans of any shape and dtype, fewer than 2**31.
         k: Number of entries to keep of each slice, in [0, slice size]; broadcasts against
-            `scores.shape[:batch_axes]`. A traced k is clamped. Or its two words,
+            the shape of the slices' axes. A traced k is clamped. Or its two words,
             as in `global_topk_mask`.
         where: Optional bool or integer mask of the scores' shape. Only entries that are not zero
             there may be kept; if there are fewer than k, all of them are.
         batch_axes: Number of leading axes that index separate slices.
+        last_axes: Number of last axes that index separate slices, too; `k` broadcasts against the
+            shape of both.
 
     Returns:
         uint8 mask of the scores' shape and sharding, 1 = keep.
@@ -58,10 +61,16 @@ def topk_mask(
     shape = lazy.shape
     if not 0 <= batch_axes <= lazy.ndim:
         raise ValueError(f"batch_axes must be in [0, {lazy.ndim}], got batch_axes = {batch_axes}.")
+    if not 0 <= last_axes <= lazy.ndim - batch_axes:
+        raise ValueError(
+            f"last_axes must be in [0, {lazy.ndim - batch_axes}], got last_axes = {last_axes}."
+        )
     if where is not None and jnp.shape(where) != shape:
         raise ValueError(f"where must have shape {shape}, got where.shape = {jnp.shape(where)}.")
-    words = _k_words(k, math.prod(shape[batch_axes:]), shape[:batch_axes])
-    ranked = Ranked(lazy, None if where is None else jnp.asarray(where), batch_axes)
+    where = None if where is None else jnp.asarray(where)
+    ranked = Ranked(lazy, where, batch_axes, last_axes=last_axes)
+    axes = ranked.axes
+    words = _k_words(k, ranked.size, shape[: axes.start] + shape[axes.stop :])
     return topk_masks([ranked], words)[0]
 
 

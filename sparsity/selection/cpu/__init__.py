@@ -41,4 +41,5 @@ def _stored(leaf: Ranked) -> Ranked:
     """Returns the parameter with its scores computed."""
     mask = leaf.eligible(leaf.arrays)
     where = None if mask is None else mask.astype(jnp.uint8)
-    return Ranked(Scores.wrap(leaf.scores.compute()), where, leaf.batch_axes)
+    scores = Scores.wrap(leaf.scores.compute())
+    return Ranked(scores, where, leaf.batch_axes, last_axes=leaf.last_axes)

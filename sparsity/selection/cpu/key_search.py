@@ -135,17 +135,23 @@ def sampled_pivots(keys: jax.Array, n: jax.Array | np.ndarray, k: Words) -> jax.
     """Returns seven pivots of each bracket, from the order statistics of sampled keys.
 
     Args:
-        keys: [brackets, count]; sorted here.
+        keys: [brackets, count], or [1, count] of all brackets; sorted here.
         n: How many keys each bracket has, as floats.
         k: The rank of the key in each bracket.
     """
     keys = jnp.sort(keys, axis=1)
     count = keys.shape[1]
     density = jnp.minimum(exact.to_float(k) / n, 1)[:, None]
-    noise = jnp.sqrt(count * density * (1 - density)) + _MIN_NOISE
-    ranks = count * (1 - density) + noise * _SAMPLE_TEETH[None]
+    noise = jnp.sqrt(count * density * (1 - density))
+    if len(keys) < len(n):  # a bracket is itself a sample of all keys
+        noise = noise * np.sqrt(1 + count / n)[:, None]
+    ranks = count * (1 - density) + (noise + _MIN_NOISE) * _SAMPLE_TEETH[None]
     places = jnp.clip(ranks, 0, count - 1).astype(jnp.int32)
-    return jnp.take_along_axis(keys, places, axis=1) - _LOWERED.astype(keys.dtype)[None]
+    if len(keys) < len(n):
+        pivots = keys[0][places]
+    else:
+        pivots = jnp.take_along_axis(keys, places, axis=1)
+    return pivots - _LOWERED.astype(keys.dtype)[None]
 
 
 # ------------------------------------------------------------------ the search

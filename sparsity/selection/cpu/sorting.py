@@ -49,7 +49,14 @@ def _keys(leaf: Ranked) -> tuple[jax.Array, jax.Array]:
     """Returns keys of a leaf and the mask of the eligible ones, both [slices, size]."""
     keys, allowed = leaf.keys(leaf.arrays), leaf.eligible(leaf.arrays)
     allowed = jnp.ones(keys.shape, bool) if allowed is None else allowed
-    return keys.reshape(leaf.slices, -1), allowed.reshape(leaf.slices, -1)
+    return _by_slices(keys, leaf), _by_slices(allowed, leaf)
+
+
+def _by_slices(x: jax.Array, leaf: Ranked) -> jax.Array:
+    """Returns x[slices, size], of entries in the shape of a leaf."""
+    last = range(x.ndim - leaf.last_axes, x.ndim)
+    moved = jnp.moveaxis(x, tuple(last), tuple(leaf.batch_axes + i for i in range(len(last))))
+    return moved.reshape(leaf.slices, -1)
 
 
 def _in_rows(slices: Sequence[jax.Array], together: bool) -> jax.Array:
@@ -70,4 +77,12 @@ def _split(best: jax.Array, leaves: Sequence[Ranked], together: bool) -> list[ja
     else:
         ends = np.cumsum([leaf.slices for leaf in leaves])[:-1]
         slices = [x[:, : leaf.size] for x, leaf in zip(jnp.split(best, ends), leaves, strict=True)]
-    return [x.reshape(leaf.scores.shape) for x, leaf in zip(slices, leaves, strict=True)]
+    return [_entries(x, leaf) for x, leaf in zip(slices, leaves, strict=True)]
+
+
+def _entries(x: jax.Array, leaf: Ranked) -> jax.Array:
+    """Undoes `_by_slices`."""
+    shape, axes = leaf.scores.shape, leaf.axes
+    moved = x.reshape(shape[: axes.start] + shape[axes.stop :] + shape[axes.start : axes.stop])
+    last = range(len(shape) - leaf.last_axes, len(shape))
+    return jnp.moveaxis(moved, tuple(axes.start + i for i in range(len(last))), tuple(last))

@@ -22,15 +22,17 @@ from sparsity.core import exact
 from sparsity.core.exact import Words, varying_zero, zero_like
 from sparsity.core.kernels import read_part
 from sparsity.selection.cpu import key_search
+from sparsity.selection.cpu.columns import in_rows
 from sparsity.selection.cpu.key_search import Bracket, Groups, State
 from sparsity.selection.cpu.rows import cut_rows
 from sparsity.selection.cpu.visits import Parts, arrange
 from sparsity.selection.keys import key_range
 from sparsity.selection.scores import Ranked
-from sparsity.selection.search import tie_shares
+from sparsity.selection.search import Slices, tie_shares
 
 _SAMPLE_SHIFT = 8  # together, every 256th key is sampled: to sort them costs less than a pass,
 _SAMPLE_SIZES = (256, 4096)  # but at least and at most so many: 4096 are sorted in 0.15 ms
+_MANY_SEGMENTS = 256  # from here on they share a sample: that of each would take longer than a pass
 _MAX_MISSES = 8  # bounds the passes: by 8 + 11 for 32 bits, 8 + 22 for 64; 0 takes 4.6, not 3.5
 
 
@@ -50,7 +52,7 @@ class Selected(NamedTuple):
 
 def select(leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool) -> Selected:
     """Does what `search.select` does, for parameters of one recipe on one device; none is empty."""
-    parts, first = arrange(leaves)
+    parts, first = arrange([in_rows(leaf) for leaf in leaves])
     # Segments are numbered by parts; this is their order by parameters.
     order = np.concatenate(
         [start + np.arange(leaf.slices) for start, leaf in zip(first, leaves, strict=True)]
@@ -71,14 +73,19 @@ def select(leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool)
     ends = _ends(parts, keys, ties, _shares(groups, ties, need, order))
     key, end = jnp.concatenate(keys), jnp.concatenate(ends)
     masks = [
-        cut_rows([leaf], 1, leaf.size)
-        .best(read_part(key, start, leaf.slices), read_part(end, start, leaf.slices))
-        .reshape(leaf.scores.shape)
+        _mask(leaf, read_part(key, start, leaf.slices), read_part(end, start, leaf.slices))
         for start, leaf in zip(first, leaves, strict=True)
     ]
     if not together:
         n = _permuted(n[0], order), _permuted(n[1], order)
     return Selected(masks, n, jnp.max(state.bracket.passes))
+
+
+def _mask(leaf: Ranked, key: jax.Array, end: jax.Array) -> jax.Array:
+    """Returns the uint8 mask of keys above key[slices], and of ties before end[slices]."""
+    if leaf.last_axes:
+        return Slices(leaf).mask(key, -end)
+    return cut_rows([leaf], 1, leaf.size).best(key, end).reshape(leaf.scores.shape)
 
 
 def _kth_keys(
@@ -134,12 +141,16 @@ def _first_pivots(parts: Parts, groups: Groups, k: Words) -> jax.Array:
         keys = jnp.concatenate([part.sample_every(stride) for part in parts])
         return key_search.sampled_pivots(keys[None], np.array([total], np.float32), k)
     words = zip(*(groups.spread(word) for word in k), strict=True)
-    return jnp.concatenate(
-        [
-            key_search.sampled_pivots(part.sample(), part.entries.astype(np.float32), part_k)
-            for part, part_k in zip(parts, words, strict=True)
-        ]
-    )
+    pivots = []
+    for part, part_k in zip(parts, words, strict=True):
+        n = part.entries.astype(np.float32)
+        if part.segments < _MANY_SEGMENTS:
+            pivots.append(key_search.sampled_pivots(part.sample(), n, part_k))
+        else:
+            stride = max(int(n.sum()) // _SAMPLE_SIZES[1], 1) | 1
+            keys = part.sample_every(stride)[None]
+            pivots.append(key_search.sampled_pivots(keys, n, part_k))
+    return jnp.concatenate(pivots)
 
 
 # ------------------------------------------------------------------ ties

@@ -63,7 +63,7 @@ def arrange(leaves: Sequence[Ranked]) -> tuple[Parts, list[int]]:
             parts.append(cut_rows(group, kind // _WIDTH, _WIDTH))
         else:
             size = group[0].size
-            rows = _divisor(size, 1 << size.bit_length() // 2)
+            rows = _divisor(size, max(size // _LEAST_WIDTH, 1))
             parts.append(cut_rows(group, rows, size // rows))
     return parts, first
 
