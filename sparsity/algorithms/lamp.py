@@ -9,13 +9,15 @@ import dataclasses
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import sharding
 from sparsity.core.trees import PyTree
 from sparsity.masks import Global, Scope
+from sparsity.masks.lamp import LampScores, lamp_scores
+from sparsity.training.hooks import Inputs
 from sparsity.training.state import SparseState
+from sparsity.training.updater import is_overridden
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -42,36 +44,16 @@ class LampPruning(BaseUpdater):
         self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
     ) -> PyTree:
         def score(param: jax.Array) -> jax.Array:
-            scores = sharding.shard_like(param, lamp_scores, param)
-            return sharding.place_like(param, scores)
+            return sharding.place_like(param, sharding.shard_like(param, lamp_scores, param))
 
         return jax.tree.map(score, params)
 
-
-@jax.jit  # a scan over the ranks is hundreds of operations
-def lamp_scores(weights: jax.Array) -> jax.Array:
-    """Returns the square of each weight over the sum of the squares that rank no lower.
-
-    Args:
-      weights: array of any shape, real or complex.
-
-    Returns:
-      Scores in [0, 1] of the same shape, at least float32; the same bits on any mesh. A weight of 0
-      scores 0, a NaN scores NaN.
-
-    Example:
-      >>> lamp_scores(jnp.array([1.0, -3.0, 2.0, 2.0]))
-      Array([0.05555556, 1.        , 0.30769232, 0.23529412], dtype=float32)
-    """
-    sizes = jnp.abs(weights).reshape(-1)
-    sizes = sizes.astype(jnp.promote_types(sizes.dtype, jnp.float32))
-    # The scores do not depend on the scale of a layer, but their squares may leave the range.
-    _, exponent = jnp.frexp(jnp.nanmax(sizes, initial=0))
-    squares = jnp.square(jnp.ldexp(sizes, -exponent))
-    order = jnp.argsort(-squares, stable=True)
-    ranked = squares[order]
-    # A sum by a fixed tree: a partitioned sum would round differently.
-    totals = jax.lax.associative_scan(jnp.add, ranked)
-    scores = jnp.where(ranked == 0, 0, ranked / jnp.where(totals == 0, 1, totals))
-    result: jax.Array = jnp.zeros_like(squares).at[order].set(scores).reshape(weights.shape)
-    return result
+    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> PyTree:
+        hook = type(self).calculate_scores
+        if hook is not LampPruning.calculate_scores or is_overridden(self, "create_masks"):
+            return super().new_masks(sparse_state, inputs)
+        targets = sparse_state.target_sparsities
+        sparsities = self.scheduler.get_sparsity_at_step(targets, sparse_state.count)
+        scores = jax.tree.map(LampScores, inputs.seen)
+        extra = {"target_sparsities": targets}
+        return inputs.call(self.create_masks, scores, sparsities, extra=extra)

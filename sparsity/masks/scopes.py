@@ -25,6 +25,7 @@ from sparsity.core.trees import KeyPath, PyTree, path_names
 from sparsity.masks.costs import total_cost, within_budget
 from sparsity.masks.moves import moved_masks
 from sparsity.masks.norms import norms
+from sparsity.masks.lamp import LampScores, select_together
 from sparsity.masks.sites import Pattern, Site, TopkFn
 from sparsity.selection import Ranked, Scores, computed, topk_masks
 
@@ -259,14 +260,17 @@ class Global:
         if not leaves:
             return []
         self._check_sites([leaf.site for leaf in leaves])
-        scores = self._comparable([leaf.lazy_scores for leaf in leaves])
         everyone = [*leaves, *alone]
         total = _total_cost(everyone)
         sizes = [leaf.lazy_scores.size for leaf in everyone]
         sparsities = [leaf.sparsity for leaf in everyone]
         if total is None:
             k = _kept_in_total(sizes[: len(leaves)], sparsities[: len(leaves)])
-        else:
+            lamp = [leaf.lazy_scores for leaf in leaves]
+            if all(isinstance(x, LampScores) for x in lamp) and not self.use_normalization:
+                return select_together(lamp, (k[0].reshape(1), k[1].reshape(1)))
+        scores = self._comparable([leaf.lazy_scores for leaf in leaves])
+        if total is not None:
             kept = _kept_per_leaf(sizes, sparsities).astype(jnp.uint32)
             if total.slope(range(len(leaves))) is None:
                 cost = Cost(total, sizes)

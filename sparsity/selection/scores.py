@@ -27,8 +27,16 @@ def _itself(x: jax.Array) -> jax.Array:
     return x
 
 
+class LazyScores:
+    """Base of scores that are computed where somebody needs the array."""
+
+    def compute(self) -> jax.Array:
+        """Returns the scores as an array."""
+        raise NotImplementedError
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class Scores:
+class Scores(LazyScores):
     """Scores that are computed entry by entry, where they are read, and never stored.
 
     Leaves whose `fn` is the same object are searched by the same part of the program.
@@ -49,11 +57,11 @@ class Scores:
     uses_arrays: bool = True
 
     @classmethod
-    def wrap(cls, scores: chex.Array | Scores) -> Scores:
+    def wrap(cls, scores: chex.Array | LazyScores) -> Scores:
         """Returns stored scores, checked, or lazy scores as they are."""
         if isinstance(scores, Scores):
             return scores
-        scores = readable(scores)
+        scores = readable(computed(scores))
         return cls(_itself, (scores,))
 
     @property
@@ -90,7 +98,7 @@ class Scores:
 
 def computed(scores: PyTree) -> PyTree:
     """Returns lazy scores as an array, and anything else unchanged."""
-    return scores.compute() if isinstance(scores, Scores) else scores
+    return scores.compute() if isinstance(scores, LazyScores) else scores
 
 
 @jax.tree_util.register_pytree_node_class
