@@ -5,9 +5,9 @@ squares are integers: a summand is cut to a multiple of 2**-B, where B = 62 - lo
 down to whole digits. So the bits of a score depend neither on the order of the sum nor on the mesh,
 and scores never rise from one rank to the next.
 
-**Masks.** A sample of each layer tells about which square its last kept weight has. Two passes
-count and add the squares above a few pivots, and narrow these brackets together. A third pass adds
-exactly what lies above the brackets. Only the weights inside are sorted; their scores follow from
+**Masks.** A sample of each layer tells about which square its last kept weight has. Passes count
+and add the squares above a few pivots, and narrow the brackets of all layers together. The last
+pass adds exactly what lies above the brackets. Only the weights inside are sorted; their scores follow from
 the exact sum. A mask holds if all weights above a bracket score higher than the last kept one, and
 all below score lower. If that fails, for example because many weights tie, layers are sorted.
 
@@ -36,9 +36,13 @@ _FEW = 4096, 16_384  # least and most weights of a layer to sample, and to sort
 _SHARE = 256  # one in so many weights between these ends
 _ROWS = 1024  # of a layer: float32 sums of a row are then exact to about 1e-5
 _TEETH = np.array([-8, -3, -1, 0, 1, 3, 8], np.float32)  # pivots, in deviations of a sampled rank
-_PARTS = np.arange(1, 8, dtype=np.float32) / 8  # pivots of the second pass in a bracket
+_PARTS = np.arange(1, 8, dtype=np.float32) / 8  # pivots of a later pass in a bracket
+_FULL = 0.75  # of the room for weights inside a bracket: counts of a pass are float32
+_PASSES = 8  # at most: then layers are sorted
 _SLACK = 1e-4  # relative error of a score from float32 sums
 _MARGIN = 1e-5  # of the proof, beyond the rounding of a quotient
+
+_State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # passes, low, high, counts between
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -289,12 +293,26 @@ def _brackets(
     layers: Sequence[_Layer], flat: Sequence[jax.Array], k: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the ends of the brackets, each [layers]; no result depends on their being right."""
+    most = np.array([_few(len(x)) for x in flat], np.float32) * _FULL
+    is_large = np.array([_few(len(x)) < len(x) for x in flat])
     pivots = _sampled_pivots(layers, flat, k)
-    low, high = _narrowed(layers, flat, pivots, k)
-    width = jnp.where(jnp.isfinite(high), high, 1) - jnp.maximum(low, 0)
-    pivots = jnp.maximum(low, 0)[:, None] + width[:, None] * _PARTS
-    ends = jnp.stack([low, high], axis=1)
-    return _narrowed(layers, flat, jnp.concatenate([ends, pivots], axis=1), k)
+    state = jnp.int32(0), *_narrowed(layers, flat, pivots, k)
+
+    def is_wide(state: _State) -> jax.Array:
+        return (state[0] < _PASSES) & jnp.any((state[3] > most) & is_large)
+
+    def step(state: _State) -> _State:
+        passes, low, high, _ = state
+        ends = jnp.stack([low, high], axis=1)
+        # In the order of the floats, which is about that of logarithms.
+        first, last = (lax.bitcast_convert_type(x, jnp.int32) for x in jnp.clip(ends.T, 0, 1))
+        width = (last - first).astype(jnp.float32)
+        places = first[:, None] + (width[:, None] * _PARTS).astype(jnp.int32)
+        pivots = lax.bitcast_convert_type(places, jnp.float32)
+        return passes + 1, *_narrowed(layers, flat, jnp.concatenate([ends, pivots], axis=1), k)
+
+    _, low, high, _ = lax.while_loop(is_wide, step, state)
+    return low, high
 
 
 def _sampled_pivots(
@@ -327,8 +345,8 @@ def _sampled_pivots(
 
 def _narrowed(
     layers: Sequence[_Layer], flat: Sequence[jax.Array], pivots: jax.Array, k: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the pivots next to the square of the last kept weight, below and above."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the pivots next to the square of the last kept weight, and the count between."""
     tables = []
     for layer, x, row in zip(layers, flat, pivots, strict=True):
         counts, sums = _counted(_in_rows(layer.squares(x).astype(jnp.float32)), row)
@@ -345,9 +363,11 @@ def _narrowed(
     t = t[:, 0, 0]
     floor = jnp.max(jnp.where(fewest >= k, t, -1)) * (1 - _SLACK)
     ceiling = jnp.min(jnp.where(most < k, t, np.inf)) * (1 + _SLACK)
-    low = jnp.max(jnp.where(scores <= floor, pivots, -1), axis=1)
-    high = jnp.min(jnp.where(scores > ceiling, pivots, np.inf), axis=1)
-    return low, high
+    is_below, is_above = scores <= floor, scores > ceiling
+    low = jnp.max(jnp.where(is_below, pivots, -1), axis=1)
+    high = jnp.min(jnp.where(is_above, pivots, np.inf), axis=1)
+    reached = jnp.min(jnp.where(is_below, counts, sizes), axis=1)
+    return low, high, reached - jnp.max(jnp.where(is_above, counts, 0), axis=1)
 
 
 def _counted(squares: jax.Array, pivots: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -3,12 +3,15 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import sparsity
-from sparsity.algorithms.lamp import lamp_scores
+from sparsity.masks import lamp
+from sparsity.masks.lamp import lamp_scores
 from tests import helpers
 from tests.algorithms import oracles
+from tests.selection_oracle import best
 
 
 def _scores(weights):
@@ -72,3 +75,59 @@ def test_no_layer_vanishes_where_one_threshold_for_magnitudes_removes_it():
     plain = sparsity.MagnitudePruning(**half, scope=sparsity.Global(use_normalization=False))
     assert [int(mask.sum()) for mask in jax.tree.leaves(masks)] == [5, 3]
     assert int(plain.instant_sparsify(params)[1]["small"].sum()) == 0
+
+
+def _exact_scores(weights):
+    """Equation 4 with the squares and sums of float64; what is not finite scores lowest."""
+    flat = np.abs(np.asarray(weights, np.float64)).ravel()
+    flat[~np.isfinite(flat)] = -1
+    order = np.argsort(-flat, kind="stable")
+    squares = np.maximum(flat[order], 0) ** 2
+    scores = np.zeros(flat.size)
+    scores[order] = squares / np.cumsum(squares)
+    return np.where(flat < 0, -1, scores)
+
+
+def _layers(kind, dtype):
+    rng = np.random.default_rng(7)
+    layers = [rng.normal(size=(150, 200)), 5 * rng.normal(size=300), rng.normal(size=(4, 25, 240))]
+    if kind == "zeros":
+        layers = [x * (rng.random(x.shape) < 0.3) for x in layers]
+    if kind == "ties":
+        layers = [np.round(16 * x) for x in layers]
+    if kind == "nan":
+        layers = [np.where(rng.random(x.shape) < 0.05, np.nan, x) for x in layers]
+    return {f"{i}": jnp.asarray(x, dtype) for i, x in enumerate(layers)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "is_searched"),
+    [
+        ("normal", "float32", True),
+        ("zeros", "float32", True),
+        ("nan", "bfloat16", True),
+        ("ties", "float32", None),
+    ],
+)
+def test_masks_of_large_layers_are_those_of_a_sort_in_numpy(kind, dtype, is_searched):
+    layers = _layers(kind, dtype)
+    scores = np.concatenate([_exact_scores(x) for x in layers.values()])
+    n = scores.size
+    for k in (n // 20, n // 5, int(np.sum(scores > 0)) if kind == "zeros" else n // 2):
+        words = jnp.zeros(1, jnp.uint32), jnp.full(1, k, jnp.uint32)
+        masks, searched = lamp.search([*layers.values()], words)
+        expected = best(scores, k)
+        assert is_searched is None or bool(searched) == is_searched
+        np.testing.assert_array_equal(np.concatenate([x.ravel() for x in masks]), expected)
+
+
+def test_an_update_has_the_masks_of_the_scores():
+    params = _layers("normal", "float32") | {"bias": jnp.ones(7)}
+    updater = sparsity.LampPruning(
+        sparsity_distribution_fn=helpers.uniform(0.8), scheduler=sparsity.OneShotSchedule(0)
+    )
+    tx = updater.wrap_optax(optax.sgd(0.1))
+    _, state = jax.jit(tx.update)(params, tx.init(params), params)
+    expected = updater.instant_sparsify(params)[1]
+    for name in ("0", "2"):
+        np.testing.assert_array_equal(state.masks[name], expected[name], err_msg=name)
