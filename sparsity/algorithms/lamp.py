@@ -27,7 +27,9 @@ class LampPruning(BaseUpdater):
     The score of a weight is its square over the sum of the squares that rank no lower in its leaf,
     including the square itself. Of equal magnitudes the one with the lower index ranks higher. The
     largest weight of a leaf scores 1, so that no layer vanishes while at least as many weights are
-    kept as there are layers. Scoring sorts a leaf, which gathers a sharded leaf.
+    kept as there are layers. On hosts an update
+    searches the masks and sorts only weights near the threshold. `calculate_scores` sorts a leaf,
+    and so does an update on other devices and on a mesh, which gathers a sharded leaf.
 
     Example:
       >>> import jax.numpy as jnp, sparsity

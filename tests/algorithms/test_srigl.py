@@ -164,3 +164,23 @@ def test_settings_out_of_range_are_errors():
     sparse = sparsity.SRigL(sparsity_distribution_fn=helpers.uniform(0.95))
     with pytest.raises(ValueError, match=r"0.95 leaves 'layer/kernel' of shape \(6, 10\).*10 neur"):
         sparse.wrap_optax(optax.sgd(0.1)).init({"layer": {"kernel": jnp.ones((6, 10))}})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ties_zeros_nan_and_stacks_of_large_layers_move_as_in_numpy(dtype):
+    rng = np.random.default_rng(5)
+    shape, target = (2, 3, 30, 40), np.float32(0.8)
+    mask = np.zeros(shape, np.uint8)
+    mask[:, 0, :18] = 1  # 18 of 90 inputs
+    drop = jnp.asarray(np.round(8 * np.abs(rng.normal(size=shape))) / 8 * mask, dtype)
+    grow = np.where(rng.random(shape) < 0.02, np.nan, np.abs(rng.normal(size=shape)))
+    grow = grow * rng.integers(0, 2, shape[-1])  # half of the neurons lose salient weights
+    drop = drop * jnp.asarray(0.2 + rng.integers(0, 2, shape[-1]), dtype)
+    grow = jnp.asarray(grow, dtype)
+    for fraction in (0.0, 0.5):
+        found = _UPDATE(mask, drop, grow, fraction, target, min_salient=0.9, batch_axes=1)
+        for i in range(2):
+            arrays = mask[i], np.asarray(drop[i]), np.asarray(grow[i])
+            expected = _expected(*arrays, fraction, target, 0.9)
+            np.testing.assert_array_equal(found[i], expected)
+    assert np.any(np.asarray(found).sum(axis=(1, 2)) == 0)

@@ -324,3 +324,28 @@ def test_hash_scores_follow_the_flat_index_and_take_traced_words():
     np.testing.assert_array_equal(negative, selection.hash_scores((24,), 2**32 - 1))
     assert selection.hash_scores((), 1).shape == ()
     assert selection.hash_scores((0, 2), 1).shape == (0, 2)
+
+
+# ------------------------------------------------------------------ slices along the last axis
+@pytest.mark.parametrize(
+    ("dtype", "shape", "batch_axes"),
+    [("float32", (40, 9), 0), ("bfloat16", (2, 3, 20, 300), 1), ("int32", (400, 60), 0)],
+)
+def test_columns_keep_their_k_best(dtype, shape, batch_axes, every_search):
+    rng = np.random.default_rng(3)
+    some = any_bits(dtype, 16)[rng.integers(0, 16, shape)]  # ties, NaN and both zeros
+    where = (rng.random(shape) < 0.6).astype(np.uint8)
+    rows = [np.moveaxis(x, -1, batch_axes) for x in (some, where)]
+    rows = [x.reshape(*x.shape[: batch_axes + 1], -1) for x in rows]
+    k = rng.integers(0, rows[0].shape[-1] + 1, rows[0].shape[:-1])
+    for limit in (None, where):
+        mask = selection.topk_mask(some, k, where=limit, batch_axes=batch_axes, last_axes=1)
+        found = np.moveaxis(np.asarray(mask), -1, batch_axes).reshape(rows[0].shape)
+        for at in np.ndindex(k.shape):
+            allowed = None if limit is None else rows[1][at]
+            np.testing.assert_array_equal(found[at], best(rows[0][at], k[at], allowed))
+
+
+def test_last_axes_that_are_none_are_an_error():
+    with pytest.raises(ValueError, match=r"last_axes must be in \[0, 1\], got last_axes = 2"):
+        selection.topk_mask(jnp.ones((2, 3)), 1, batch_axes=1, last_axes=2)
