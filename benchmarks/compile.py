@@ -166,7 +166,6 @@ def measure(tree: str, name: str) -> list[float]:
     weights = sum(math.prod(x) for x in shapes(tree))
     spent = [end - start for start, end in itertools.pairwise(times)]
 
-
     def step(params: Params, state: optax.OptState, grads: Params) -> tuple[optax.Params, ...]:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
@@ -202,7 +201,8 @@ def report(rows: list[list[object]]) -> str:
     return (
         f"{HEADING}\n\n{results.measured_on()} `tx.update` of adam, one process each: a ResNet-50 "
         "(54 kernels, 25.5 M weights) and a transformer (224 matrices of 6 shapes, 92.8 M "
-        "weights); `donated` is a step that also adds the updates, with params and state donated; `coupled` removes whole channels, `argsort` is magnitude pruning by two sorts a "
+        "weights); `donated` is a step with params and state "
+        "donated; `coupled` removes whole channels, `argsort` is magnitude pruning by two sorts a "
         "leaf. CPU-seconds on a shared machine differ by up to 40 % between runs. Traded: all "
         "leaves copy the row in which their ties end, which costs up to 0.02 bytes a weight and "
         "saves a loop with a branch a leaf; SET and RigL store the masks between their two "

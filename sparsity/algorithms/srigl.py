@@ -175,7 +175,7 @@ def constant_fan_in(
         return sums([mask != 0, mask == 0], inner)[0]
 
     active = jnp.sum(by_neuron(mask), -1, jnp.int32)
-    k = num_kept(active, drop_fraction)
+    k: Any = num_kept(active, drop_fraction)
     kept = topk_mask(drop_scores, k, where=mask, batch_axes=batch_axes)
     grown = topk_mask(grow_scores, active - k, where=1 - kept, batch_axes=batch_axes)
     stays = _neurons_that_stay(by_neuron(kept | grown), inputs, budget, min_salient)
@@ -196,7 +196,8 @@ def constant_fan_in(
         lambda: kept,
     )
     lacking = jnp.maximum(most - counts, 0)
-    return kept | topk_mask(grow_scores, lacking, where=1 - kept, **slices)
+    moved: jax.Array = kept | topk_mask(grow_scores, lacking, where=1 - kept, **slices)
+    return moved
 
 
 def _neurons_that_stay(

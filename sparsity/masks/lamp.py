@@ -7,9 +7,10 @@ and scores never rise from one rank to the next.
 
 **Masks.** A sample of each layer tells about which square its last kept weight has. Passes count
 and add the squares above a few pivots, and narrow the brackets of all layers together. The last
-pass adds exactly what lies above the brackets. Only the weights inside are sorted; their scores follow from
-the exact sum. A mask holds if all weights above a bracket score higher than the last kept one, and
-all below score lower. If that fails, for example because many weights tie, layers are sorted.
+pass adds exactly the squares above the brackets. Only the weights inside are sorted; their scores
+follow from the exact sum. A mask holds if all weights above a bracket score higher than the last
+kept one, and all below score lower. If that fails, for example because many weights tie, layers are
+sorted.
 
 Source: Lee et al. 2021, "Layer-adaptive sparsity for the magnitude-based pruning", equation 4.
 """
@@ -17,7 +18,6 @@ Source: Lee et al. 2021, "Layer-adaptive sparsity for the magnitude-based prunin
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -126,8 +126,8 @@ def search(arrays: Sequence[jax.Array], k: Words) -> tuple[list[jax.Array], jax.
     """Returns the masks, and whether the search proved them; otherwise sorting made them."""
     layers = [_Layer.read(x) for x in arrays]
     flat = [x.reshape(-1) for x in arrays]
-    wanted = exact.to_float(k)[0]
-    low, high = _brackets(layers, flat, wanted)
+    total_kept = exact.to_float(k)[0]
+    low, high = _brackets(layers, flat, total_kept)
     few = [_few(x.size) for x in flat]
     low = jnp.stack([v if x.size > m else -1 for v, x, m in zip(low, flat, few, strict=True)])
     high = jnp.stack([v if x.size > m else np.inf for v, x, m in zip(high, flat, few, strict=True)])
@@ -315,9 +315,7 @@ def _brackets(
     return low, high
 
 
-def _sampled_pivots(
-    layers: Sequence[_Layer], flat: Sequence[jax.Array], k: jax.Array
-) -> jax.Array:
+def _sampled_pivots(layers: Sequence[_Layer], flat: Sequence[jax.Array], k: jax.Array) -> jax.Array:
     """Returns pivots[layers, n] about the squares of the last kept weights, by samples."""
     ranked = []
     for layer, x in zip(layers, flat, strict=True):
@@ -329,7 +327,7 @@ def _sampled_pivots(
         ranked.append((squares, squares / jnp.where(totals == 0, 1, totals), share))
     scores = jnp.concatenate([score for _, score, _ in ranked])
     shares = np.concatenate([np.full(len(x), share, np.float32) for x, _, share in ranked])
-    falling, counts = lax.sort((-scores, shares), num_keys=1)
+    falling, counts = lax.sort((-scores, jnp.asarray(shares)), num_keys=1)
     at = jnp.sum(jnp.cumsum(counts) < k, dtype=jnp.int32)
     last = -falling[jnp.minimum(at, len(falling) - 1)]
     pivots = []

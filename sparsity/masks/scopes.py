@@ -23,9 +23,9 @@ from sparsity.core.names import Registry
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import KeyPath, PyTree, path_names
 from sparsity.masks.costs import total_cost, within_budget
+from sparsity.masks.lamp import LampScores, select_together
 from sparsity.masks.moves import moved_masks
 from sparsity.masks.norms import norms
-from sparsity.masks.lamp import LampScores, select_together
 from sparsity.masks.sites import Pattern, Site, TopkFn
 from sparsity.selection import Ranked, Scores, computed, topk_masks
 
@@ -41,7 +41,7 @@ class Wanted(NamedTuple):
     """
 
     site: Site
-    lazy_scores: jax.Array | Scores
+    lazy_scores: jax.Array | Scores | LampScores
     sparsity: chex.Numeric
     target: chex.Numeric
 
@@ -266,8 +266,8 @@ class Global:
         sparsities = [leaf.sparsity for leaf in everyone]
         if total is None:
             k = _kept_in_total(sizes[: len(leaves)], sparsities[: len(leaves)])
-            lamp = [leaf.lazy_scores for leaf in leaves]
-            if all(isinstance(x, LampScores) for x in lamp) and not self.use_normalization:
+            lamp = [x for leaf in leaves if isinstance(x := leaf.lazy_scores, LampScores)]
+            if len(lamp) == len(leaves) and not self.use_normalization:
                 return select_together(lamp, (k[0].reshape(1), k[1].reshape(1)))
         scores = self._comparable([leaf.lazy_scores for leaf in leaves])
         if total is not None:
@@ -316,7 +316,7 @@ class Global:
         active = [Ranked(x, leaf.mask) for x, leaf in zip(drop, leaves, strict=True)]
         return moved_masks(active, [Ranked(x) for x in grow], drop_fraction, together=True)
 
-    def _comparable(self, scores: Sequence[jax.Array | Scores]) -> list[Scores]:
+    def _comparable(self, scores: Sequence[jax.Array | Scores | LampScores]) -> list[Scores]:
         """Returns scores of one dtype, divided by their norm where `use_normalization` says so."""
         lazy = [Scores.wrap(score) for score in scores]
         divided = [

@@ -179,8 +179,15 @@ class Ranked:
         """Splits off the arrays; an array that is used twice is one argument of a program."""
         x, where = self.scores, self._where
         at, where = (where, None) if isinstance(where, int) else (None, where)
-        static = x.fn, x.uses_index, x.uses_arrays, at, self.batch_axes, self.excludes
-        static += (self.last_axes,)
+        static = (
+            x.fn,
+            x.uses_index,
+            x.uses_arrays,
+            at,
+            self.batch_axes,
+            self.excludes,
+            self.last_axes,
+        )
         return (x.arrays, x.scalars, where), static
 
     @classmethod

@@ -7,7 +7,6 @@ arguments, and chooses between the portable search and that for hosts.
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 

@@ -36,7 +36,7 @@ def in_rows(leaf: Ranked) -> Ranked:
 
 
 def _exchanged(keys: jax.Array) -> jax.Array:
-    """Returns the keys with 0 and the highest integer, which is no key, exchanged; undoes itself."""
+    """Exchanges the key 0 with the highest integer, which is no key; undoes itself."""
     return keys ^ jnp.array(np.iinfo(keys.dtype).max, keys.dtype)
 
 
@@ -54,4 +54,5 @@ def _moved(leaf: Ranked, x: jax.Array) -> jax.Array:
     flat = lax.cond(at_runtime(1) > 0, copy, lambda x: 0 * x.reshape(-1), x)
     shape = leaf.scores.shape
     outer = shape[: leaf.batch_axes] + shape[leaf.axes.stop :]
-    return flat.reshape(outer + tuple(shape[axis] for axis in leaf.axes))
+    rows: jax.Array = flat.reshape(outer + tuple(shape[axis] for axis in leaf.axes))
+    return rows

@@ -147,10 +147,8 @@ def sampled_pivots(keys: jax.Array, n: jax.Array | np.ndarray, k: Words) -> jax.
         noise = noise * np.sqrt(1 + count / n)[:, None]
     ranks = count * (1 - density) + (noise + _MIN_NOISE) * _SAMPLE_TEETH[None]
     places = jnp.clip(ranks, 0, count - 1).astype(jnp.int32)
-    if len(keys) < len(n):
-        pivots = keys[0][places]
-    else:
-        pivots = jnp.take_along_axis(keys, places, axis=1)
+    is_shared = len(keys) < len(n)
+    pivots = keys[0][places] if is_shared else jnp.take_along_axis(keys, places, axis=1)
     return pivots - _LOWERED.astype(keys.dtype)[None]
 
 

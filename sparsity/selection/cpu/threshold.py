@@ -85,7 +85,8 @@ def _mask(leaf: Ranked, key: jax.Array, end: jax.Array) -> jax.Array:
     """Returns the uint8 mask of keys above key[slices], and of ties before end[slices]."""
     if leaf.last_axes:
         return Slices(leaf).mask(key, -end)
-    return cut_rows([leaf], 1, leaf.size).best(key, end).reshape(leaf.scores.shape)
+    mask: jax.Array = cut_rows([leaf], 1, leaf.size).best(key, end)
+    return mask.reshape(leaf.scores.shape)
 
 
 def _kth_keys(
