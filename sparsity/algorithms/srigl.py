@@ -175,7 +175,7 @@ def constant_fan_in(
         return sums([mask != 0, mask == 0], inner)[0]
 
     active = jnp.sum(by_neuron(mask), -1, jnp.int32)
-    k: Any = num_kept(active, drop_fraction)
+    k = jnp.asarray(num_kept(active, drop_fraction))
     kept = topk_mask(drop_scores, k, where=mask, batch_axes=batch_axes)
     grown = topk_mask(grow_scores, active - k, where=1 - kept, batch_axes=batch_axes)
     stays = _neurons_that_stay(by_neuron(kept | grown), inputs, budget, min_salient)
@@ -188,16 +188,23 @@ def constant_fan_in(
         lambda: kept,
     )
     most = jnp.where(stays, fan_in[..., None], 0)
-    counts = by_neuron(kept)
-    slices = {"batch_axes": batch_axes, "last_axes": 1}
+    return _filled(kept, by_neuron(kept), most, drop_scores, grow_scores, batch_axes)
+
+
+def _filled(
+    kept: jax.Array,
+    counts: jax.Array,
+    most: jax.Array,
+    drop_scores: jax.Array,
+    grow_scores: jax.Array,
+    batch_axes: int,
+) -> jax.Array:
+    """Returns the mask with `most` weights of each neuron: the best of the kept ones, and grown."""
+    topk = functools.partial(topk_mask, batch_axes=batch_axes, last_axes=1)
     kept = lax.cond(
-        jnp.any(counts > most),
-        lambda: topk_mask(drop_scores, most, where=kept, **slices),
-        lambda: kept,
+        jnp.any(counts > most), lambda: topk(drop_scores, most, where=kept), lambda: kept
     )
-    lacking = jnp.maximum(most - counts, 0)
-    moved: jax.Array = kept | topk_mask(grow_scores, lacking, where=1 - kept, **slices)
-    return moved
+    return kept | topk(grow_scores, jnp.maximum(most - counts, 0), where=1 - kept)
 
 
 def _neurons_that_stay(
