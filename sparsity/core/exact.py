@@ -246,6 +246,14 @@ def total_words(a: Words) -> Words:
     return (top << 16) | high, (middle << 16) | low
 
 
+def running_totals(a: Words) -> Words:
+    """Sums up to each integer along the last axis, of at most 2**16 integers."""
+    words = a[1] & 0xFFFF, a[1] >> 16, a[0] & 0xFFFF, a[0] >> 16
+    digits = [lax.cumsum(x, x.ndim - 1) for x in words]
+    high = digits[2] + (digits[3] << 16)
+    return plus((high, zero_like(high)), _carry(*digits[:2]))
+
+
 def totals_before(counts: jax.Array) -> Words:
     """Returns for each count (int32[leaves]) the sum of those before it."""
     counts = counts.astype(jnp.uint32)

@@ -18,6 +18,8 @@ Source: Lee et al. 2021, "Layer-adaptive sparsity for the magnitude-based prunin
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,12 +30,14 @@ from jax import lax
 
 from sparsity.core import exact, sharding
 from sparsity.core.exact import Words
-from sparsity.core.kernels import compute_once, use_flat
+from sparsity.core.kernels import compute_once, unstack, use_flat
 from sparsity.masks.positions import kept_positions
 from sparsity.selection import LazyScores, Ranked, Scores, topk_masks
 
-_FEW = 4096, 16_384  # least and most weights of a layer to sample, and to sort
-_SHARE = 256  # one in so many weights between these ends
+_ROOM = 4096, 16_384  # least and most weights of a layer to sample, and to sort
+_SHARE = 256  # one in so many weights of the largest layer between these ends
+_WIDTH = 2**16  # scores that are computed at once, and at most so many 16-bit digits to sum
+_GROUP = 16  # layers of a switch, whose time to compile grows with the square of them
 _ROWS = 1024  # of a layer: float32 sums of a row are then exact to about 1e-5
 _TEETH = np.array([-8, -3, -1, 0, 1, 3, 8], np.float32)  # pivots, in deviations of a sampled rank
 _PARTS = np.arange(1, 8, dtype=np.float32) / 8  # pivots of a later pass in a bracket
@@ -69,7 +73,7 @@ class LampScores(LazyScores):
         return sharding.place_like(self.weights, scores)
 
 
-@jax.jit  # a scan over the ranks is hundreds of operations
+@jax.jit
 def lamp_scores(weights: jax.Array) -> jax.Array:
     """Returns the square of each weight over the sum of the squares that rank no lower.
 
@@ -86,10 +90,19 @@ def lamp_scores(weights: jax.Array) -> jax.Array:
     """
     if not weights.size:
         return jnp.zeros(weights.shape, jnp.promote_types(jnp.abs(weights).dtype, jnp.float32))
-    layer = _Layer.read(weights)
-    squares = layer.squares(weights.reshape(-1))
-    zero = jnp.zeros((), jnp.uint32)
-    return _scores(squares, weights.size, (zero, zero))[0].reshape(weights.shape)
+    squares = _Layer.read(weights).squares(weights.reshape(-1))
+    place = lax.iota(jnp.int32, len(squares))
+    falling, order = lax.sort((-squares, place), num_keys=1, is_stable=True)
+    width = min(_WIDTH, len(squares))
+    rows = jnp.pad(falling, (0, -len(squares) % width)).reshape(-1, width)
+
+    def score(above: Words, row: jax.Array) -> tuple[Words, jax.Array]:
+        ranked, sums = _ranked_scores(row, _bits(weights.size), above)
+        return (sums[0][-1], sums[1][-1]), ranked
+
+    zero = rows[0, 0].astype(jnp.uint32) & 0  # varies over a mesh as the weights do
+    ranked = lax.scan(score, (zero, zero), rows)[1].reshape(-1)[: len(squares)]
+    return jnp.zeros_like(squares).at[order].set(ranked).reshape(weights.shape)
 
 
 def select_together(leaves: Sequence[LampScores], k: Words) -> list[jax.Array]:
@@ -102,19 +115,19 @@ def select_together(leaves: Sequence[LampScores], k: Words) -> list[jax.Array]:
       k: number of weights to keep, two words of uint32[1].
     """
     arrays = [leaf.weights for leaf in leaves]
-    is_large = any(x.size > _FEW[1] for x in arrays) and all(x.size for x in arrays)
-    if jax.default_backend() == "cpu" and is_large and all(map(_is_local, arrays)):
+    is_large = any(x.size > _ROOM[1] for x in arrays) and all(x.size for x in arrays)
+    is_uniform = len({_float_type(x) for x in arrays}) == 1
+    is_local = jax.default_backend() == "cpu" and all(map(_is_local, arrays))
+    if is_large and is_uniform and is_local:
         masks: list[jax.Array] = search(arrays, k)[0]
         return masks
     return topk_masks(_ranked([leaf.compute() for leaf in leaves]), k, together=True)
 
 
-def _ranked(scores: Sequence[jax.Array], where: Sequence[jax.Array] | None = None) -> list[Ranked]:
+def _ranked(scores: Sequence[jax.Array]) -> list[Ranked]:
     """Returns scores in one dtype."""
     dtype = jnp.result_type(*scores)
-    masks = [None] * len(scores) if where is None else where
-    pairs = zip(scores, masks, strict=True)
-    return [Ranked(Scores.wrap(x.astype(dtype)), mask) for x, mask in pairs]
+    return [Ranked(Scores.wrap(x.astype(dtype))) for x in scores]
 
 
 def _is_local(x: jax.Array) -> bool:
@@ -126,40 +139,43 @@ def search(arrays: Sequence[jax.Array], k: Words) -> tuple[list[jax.Array], jax.
     """Returns the masks, and whether the search proved them; otherwise sorting made them."""
     layers = [_Layer.read(x) for x in arrays]
     flat = [x.reshape(-1) for x in arrays]
-    total_kept = exact.to_float(k)[0]
-    low, high = _brackets(layers, flat, total_kept)
-    few = [_few(x.size) for x in flat]
-    low = jnp.stack([v if x.size > m else -1 for v, x, m in zip(low, flat, few, strict=True)])
-    high = jnp.stack([v if x.size > m else np.inf for v, x, m in zip(high, flat, few, strict=True)])
-    parts = [_inside(*x) for x in zip(layers, flat, low, high, strict=True)]
+    room = _room(flat)
+    low, high = _brackets(layers, flat, exact.to_float(k)[0], room)
+    is_large = np.array([len(x) > room for x in flat])
+    low, high = jnp.where(is_large, low, -1), jnp.where(is_large, high, np.inf)
+    parts = [_inside(*x, room) for x in zip(layers, flat, low, high, strict=True)]
+    part: _Inside = jax.tree.map(lambda *x: jnp.stack(x), *parts)
 
-    above, count = (jnp.stack(x) for x in zip(*[part.counts for part in parts], strict=True))
-    total_above, total = exact.total(above), exact.total(above + count)
+    bits = np.array([_bits(len(x)) for x in flat])
+    sizes = np.array([len(x) for x in flat], np.int32)[:, None]
+    is_slot = part.positions < sizes
+    scores, sums = _slot_scores(jnp.where(is_slot, part.squares, np.nan), bits, part.sum_above)
+    total_above, total = exact.total(part.above), exact.total(part.above + part.inside)
     is_between = ~exact.at_least(total_above, _scalar(k)) & exact.at_least(total, _scalar(k))
     need = exact.minus(_scalar(k), total_above)
-    slots = [(x.positions < len(w)).astype(jnp.uint8) for x, w in zip(parts, flat, strict=True)]
-    ranked = _ranked([x.scores for x in parts], slots)
-    chosen = topk_masks(ranked, (need[0][None], need[1][None]), together=True)
-    last = jnp.min(jnp.stack([
-        jnp.min(jnp.where(mask > 0, part.scores, np.inf))
-        for mask, part in zip(chosen, parts, strict=True)
-    ]))  # fmt: skip
-    least, most = (jnp.stack(x) for x in zip(*[part.bounds for part in parts], strict=True))
+    slots = Ranked(Scores.wrap(scores), is_slot.astype(jnp.uint8))
+    [chosen] = topk_masks([slots], (need[0][None], need[1][None]), together=True)
+    last = jnp.min(jnp.where(chosen > 0, scores, np.inf))
+    least, most = (
+        square / (exact.to_float(x) * 2.0**-bits).astype(np.float32)
+        for square, x in ((high, part.sum_above), (low, sums))
+    )
+    least = jnp.where(part.above > 0, least, np.inf)
+    most = jnp.where(low < 0, -1, most)
     is_proved = jnp.all(least * (1 - _MARGIN) > last) & jnp.all(most * (1 + _MARGIN) < last)
-    is_sorted = jnp.all(count <= np.array(few))
+    is_searched = is_between & is_proved & jnp.all(part.inside <= room)
 
     def by_search() -> list[jax.Array]:
+        columns = layers, flat, high, part.positions, chosen, arrays
         return [
-            (layer.squares(x) > v).astype(jnp.uint8).at[part.positions].max(mask, mode="drop")
+            (layer.squares(x) > v).astype(jnp.uint8).at[at].max(mask, mode="drop")
             .reshape(array.shape)
-            for layer, x, v, part, mask, array
-            in zip(layers, flat, high, parts, chosen, arrays, strict=True)
+            for layer, x, v, at, mask, array in zip(*columns, strict=True)
         ]  # fmt: skip
 
     def by_sorting() -> list[jax.Array]:
-        return topk_masks(_ranked([*map(lamp_scores, arrays)]), k, together=True)
+        return topk_masks(_ranked(_sorted_scores(arrays)), k, together=True)
 
-    is_searched = is_between & is_proved & is_sorted
     masks: list[jax.Array] = lax.cond(is_searched, by_search, by_sorting)
     return masks, is_searched
 
@@ -168,9 +184,33 @@ def _scalar(k: Words) -> Words:
     return k[0][0], k[1][0]
 
 
-def _few(size: int) -> int:
+def _room(flat: Sequence[jax.Array]) -> int:
     """Returns how many weights of a layer to sample, and to sort."""
-    return min(max(size // _SHARE, _FEW[0]), _FEW[1], size)
+    return min(max(max(map(len, flat)) // _SHARE, _ROOM[0]), _ROOM[1])
+
+
+def _sorted_scores(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns `lamp_scores` of each layer; layers of a size share a program and its buffers."""
+    groups: dict[tuple[int, np.dtype], list[list[int]]] = {}
+    for i, x in enumerate(arrays):
+        group = groups.setdefault((x.size, x.dtype), [[]])
+        if len(group[-1]) == _GROUP:
+            group.append([])
+        group[-1].append(i)
+    scores: dict[int, jax.Array] = {}
+    for members in itertools.chain(*groups.values()):
+        if len(members) == 1:
+            scores[members[0]] = lamp_scores(arrays[members[0]])
+            continue
+        layers = [arrays[i].reshape(-1) for i in members]
+        branches = [functools.partial(lambda i, x: x[i], i) for i in range(len(members))]
+        rows = lax.map(
+            lambda i, b=branches, x=layers: lamp_scores(lax.switch(i, b, x)),
+            jnp.arange(len(members)),
+        )
+        for i, row in zip(members, unstack(rows), strict=True):
+            scores[i] = row.reshape(arrays[i].shape)
+    return [scores[i] for i in range(len(arrays))]
 
 
 class _Layer(NamedTuple):
@@ -196,8 +236,13 @@ class _Layer(NamedTuple):
 
 
 def _sizes(weights: jax.Array) -> jax.Array:
-    sizes = jnp.abs(weights)
-    return sizes.astype(jnp.promote_types(sizes.dtype, jnp.float32))
+    return jnp.abs(weights).astype(_float_type(weights))
+
+
+def _float_type(weights: jax.Array) -> np.dtype:
+    """Returns the dtype of scores."""
+    real = jnp.finfo(weights.dtype).dtype  # of the absolute values
+    return jnp.promote_types(real, jnp.float32)
 
 
 # ------------------------------------------------------------------ exact sums and scores
@@ -206,15 +251,24 @@ def _digits(squares: jax.Array, size: int) -> tuple[list[jax.Array], int]:
 
     A sum of `size` digits fits an int32, and a sum of so many squares fits 62 bits.
     """
-    log_size = max(size - 1, 1).bit_length()
-    bits = min(31 - log_size, 24)
+    bits = _digit_bits(size)
     digits, remainder = [], squares
-    for _ in range((62 - log_size) // bits):
+    for _ in range(_bits(size) // bits):
         remainder = remainder * 2.0**bits
         digit = jnp.trunc(remainder)
         remainder = remainder - digit
         digits.append(digit.astype(jnp.int32))
     return digits, bits
+
+
+def _digit_bits(size: int) -> int:
+    return min(31 - max(size - 1, 1).bit_length(), 24)
+
+
+def _bits(size: int) -> int:
+    """Returns B, the number of bits of a summand of a layer."""
+    bits = _digit_bits(size)
+    return (62 - max(size - 1, 1).bit_length()) // bits * bits
 
 
 def _joined(digits: Sequence[Words], bits: int) -> Words:
@@ -225,61 +279,67 @@ def _joined(digits: Sequence[Words], bits: int) -> Words:
     return total
 
 
-def _scores(squares: jax.Array, size: int, above: Words) -> tuple[jax.Array, Words]:
-    """Returns scores of squares[n] of a layer of a size, and the sum of all squares.
+def _slot_scores(squares: jax.Array, bits: np.ndarray, above: Words) -> tuple[jax.Array, Words]:
+    """Returns scores of squares[layers, n], and the sums of all squares.
 
     Args:
       squares: NaN for entries to leave out.
-      size: number of weights of the layer.
-      above: sum of the squares that are larger than these.
+      bits: the numbers B, [layers].
+      above: sums of the squares that are larger than these, [layers].
     """
-    place = lax.iota(jnp.int32, len(squares))
+    place = lax.broadcasted_iota(jnp.int32, squares.shape, 1)
     falling, order = lax.sort((-squares, place), num_keys=1, is_stable=True)
-    digits, bits = _digits(jnp.where(jnp.isnan(falling), 0, -falling), size)
-    each = _joined([exact.as_words(digit) for digit in digits], bits)
-    sums = exact.plus(lax.associative_scan(exact.plus, each), above)
-    real = squares.dtype
+    ranked, sums = _ranked_scores(falling, bits[:, None], (above[0][:, None], above[1][:, None]))
+    rows = np.arange(len(squares))[:, None]
+    scores = jnp.zeros_like(squares).at[rows, order].set(ranked)
+    return scores, (sums[0][:, -1], sums[1][:, -1])
+
+
+def _ranked_scores(
+    falling: jax.Array, bits: int | np.ndarray, above: Words
+) -> tuple[jax.Array, Words]:
+    """Returns scores and sums of negative squares[..., n] by rank, n at most `_WIDTH`."""
+    real = falling.dtype
+    scaled = jnp.where(jnp.isnan(falling), 0, -falling) * np.exp2(bits).astype(real)
+    high = jnp.trunc(scaled * 2.0**-32)
+    each = high.astype(jnp.uint32), jnp.trunc(scaled - high * 2.0**32).astype(jnp.uint32)
+    sums = exact.plus(exact.running_totals(each), above)
     totals = sums[0].astype(real) * 2.0**32 + sums[1].astype(real)
-    totals = totals * 2.0 ** -(bits * len(digits))
-    ranked = jnp.where(falling == 0, 0, -falling / jnp.where(totals == 0, 1, totals))
-    return jnp.zeros_like(squares).at[order].set(ranked), (sums[0][-1], sums[1][-1])
+    totals = totals * np.exp2(-bits).astype(real)
+    return jnp.where(falling == 0, 0, -falling / jnp.where(totals == 0, 1, totals)), sums
 
 
 class _Inside(NamedTuple):
     """Weights inside a bracket.
 
     Attributes:
-      counts: numbers of weights above and inside the bracket.
-      positions: int32[m], increasing; the size of the layer fills empty slots.
-      scores: [m], NaN in empty slots.
-      bounds: a score that no weight above falls below, and one that no weight below exceeds.
+      above: number of weights above the bracket, int32.
+      inside: number of weights inside, int32.
+      sum_above: sum of the squares above.
+      positions: int32[room], increasing; the size of the layer fills empty slots.
+      squares: [room], anything in empty slots.
     """
 
-    counts: tuple[jax.Array, jax.Array]
+    above: jax.Array
+    inside: jax.Array
+    sum_above: Words
     positions: jax.Array
-    scores: jax.Array
-    bounds: tuple[jax.Array, jax.Array]
+    squares: jax.Array
 
 
-def _inside(layer: _Layer, weights: jax.Array, low: jax.Array, high: jax.Array) -> _Inside:
-    """Scores the weights with squares in (low, high]."""
+def _inside(
+    layer: _Layer, weights: jax.Array, low: jax.Array, high: jax.Array, room: int
+) -> _Inside:
+    """Reads the weights with squares in (low, high]."""
     size = len(weights)
     squares = _in_rows(layer.squares(weights))
     is_above, is_inside = squares > high, (squares > low) & ~(squares > high)
     digits, bits = _digits(jnp.where(is_above, squares, 0), size)
     above, inside, *sums = (exact.total(x) for x in exact.sums([is_above, is_inside, *digits], [1]))
-    total_above = _joined(sums, bits)
-    positions = kept_positions(is_inside.reshape(-1).astype(jnp.uint8), _few(size))
+    positions = kept_positions(is_inside.reshape(-1).astype(jnp.uint8), room)
     picked = layer.squares(weights.at[positions].get(mode="clip"))
-    scores, total = _scores(jnp.where(positions < size, picked, np.nan), size, total_above)
-    scale = 2.0 ** -(bits * len(digits))
-    least, most = (
-        square / (exact.to_float(x) * scale).astype(square.dtype)
-        for square, x in ((high, total_above), (low, total))
-    )
-    least = jnp.where(above[1] > 0, least, np.inf)
     counts = above[1].astype(jnp.int32), inside[1].astype(jnp.int32)
-    return _Inside(counts, positions, scores, (least, jnp.where(low < 0, -1, most)))
+    return _Inside(*counts, _joined(sums, bits), positions, picked)
 
 
 def _in_rows(x: jax.Array) -> jax.Array:
@@ -290,55 +350,58 @@ def _in_rows(x: jax.Array) -> jax.Array:
 
 # ------------------------------------------------------------------ brackets
 def _brackets(
-    layers: Sequence[_Layer], flat: Sequence[jax.Array], k: jax.Array
+    layers: Sequence[_Layer], flat: Sequence[jax.Array], k: jax.Array, room: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the ends of the brackets, each [layers]; no result depends on their being right."""
-    most = np.array([_few(len(x)) for x in flat], np.float32) * _FULL
-    is_large = np.array([_few(len(x)) < len(x) for x in flat])
-    pivots = _sampled_pivots(layers, flat, k)
-    state = jnp.int32(0), *_narrowed(layers, flat, pivots, k)
+    is_large = np.array([len(x) > room for x in flat])
+    low = jnp.full(len(flat), -1, jnp.float32)
+    first = _sampled_pivots(layers, flat, k, room)
 
     def is_wide(state: _State) -> jax.Array:
-        return (state[0] < _PASSES) & jnp.any((state[3] > most) & is_large)
+        return (state[0] < _PASSES) & jnp.any((state[3] > room * _FULL) & is_large)
 
     def step(state: _State) -> _State:
         passes, low, high, _ = state
         ends = jnp.stack([low, high], axis=1)
         # In the order of the floats, which is about that of logarithms.
-        first, last = (lax.bitcast_convert_type(x, jnp.int32) for x in jnp.clip(ends.T, 0, 1))
-        width = (last - first).astype(jnp.float32)
-        places = first[:, None] + (width[:, None] * _PARTS).astype(jnp.int32)
+        start, stop = (lax.bitcast_convert_type(x, jnp.int32) for x in jnp.clip(ends.T, 0, 1))
+        width = (stop - start).astype(jnp.float32)
+        places = start[:, None] + (width[:, None] * _PARTS).astype(jnp.int32)
         pivots = lax.bitcast_convert_type(places, jnp.float32)
-        return passes + 1, *_narrowed(layers, flat, jnp.concatenate([ends, pivots], axis=1), k)
+        pivots = jnp.concatenate([ends, jnp.where(passes == 0, first, pivots)], axis=1)
+        return passes + 1, *_narrowed(layers, flat, pivots, k)
 
-    _, low, high, _ = lax.while_loop(is_wide, step, state)
+    start = jnp.int32(0), low, low + np.inf, low + np.inf
+    _, low, high, _ = lax.while_loop(is_wide, step, start)
     return low, high
 
 
-def _sampled_pivots(layers: Sequence[_Layer], flat: Sequence[jax.Array], k: jax.Array) -> jax.Array:
+def _sampled_pivots(
+    layers: Sequence[_Layer], flat: Sequence[jax.Array], k: jax.Array, room: int
+) -> jax.Array:
     """Returns pivots[layers, n] about the squares of the last kept weights, by samples."""
-    ranked = []
+    rows, lengths = [], []
     for layer, x in zip(layers, flat, strict=True):
-        stride = max(len(x) // _few(len(x)), 1) | 1  # odd: not in step with rows
-        sample = layer.squares(lax.optimization_barrier(x[::stride]))
-        squares = -jnp.sort(-jnp.where(jnp.isnan(sample), 0, sample)).astype(jnp.float32)
-        share = len(x) / len(squares)
-        totals = jnp.cumsum(squares) * share
-        ranked.append((squares, squares / jnp.where(totals == 0, 1, totals), share))
-    scores = jnp.concatenate([score for _, score, _ in ranked])
-    shares = np.concatenate([np.full(len(x), share, np.float32) for x, _, share in ranked])
-    falling, counts = lax.sort((-scores, jnp.asarray(shares)), num_keys=1)
-    at = jnp.sum(jnp.cumsum(counts) < k, dtype=jnp.int32)
+        stride = -(-len(x) // room) | 1  # odd: not in step with rows
+        sample = layer.squares(lax.optimization_barrier(x[::stride])).astype(jnp.float32)
+        lengths.append(len(sample))
+        rows.append(jnp.pad(jnp.where(jnp.isnan(sample), 0, sample), (0, room - len(sample))))
+    length = np.array(lengths, np.int32)[:, None]
+    shares = np.array([[len(x)] for x in flat], np.float32) / length.astype(np.float32)
+    squares = -jnp.sort(-jnp.stack(rows), axis=1)
+    totals = jnp.cumsum(squares, axis=1) * shares
+    scores = squares / jnp.where(totals == 0, 1, totals)
+    counts = np.where(np.arange(room) < length, shares, 0).astype(np.float32)
+    weights = jnp.asarray(counts.reshape(-1))
+    falling, weights = lax.sort((-scores.reshape(-1), weights), num_keys=1)
+    at = jnp.sum(jnp.cumsum(weights) < k, dtype=jnp.int32)
     last = -falling[jnp.minimum(at, len(falling) - 1)]
-    pivots = []
-    for squares, score, _ in ranked:
-        rank = jnp.sum(score >= last, dtype=jnp.int32).astype(jnp.float32)
-        deviation = jnp.sqrt(rank * (1 - rank / len(score)) + 1)
-        places = jnp.round(rank + deviation * _TEETH).astype(jnp.int32)
-        values = squares[jnp.clip(places, 0, len(score) - 1)]
-        values = jnp.where(places < 0, np.inf, jnp.where(places >= len(score), -1, values))
-        pivots.append(values)
-    return jnp.stack(pivots)
+    rank = jnp.sum(scores >= last, axis=1, keepdims=True, dtype=jnp.int32)
+    rank = jnp.minimum(rank, length).astype(jnp.float32)
+    deviation = jnp.sqrt(rank * (1 - rank / length.astype(np.float32)) + 1)
+    places = jnp.round(rank + deviation * _TEETH).astype(jnp.int32)
+    values = jnp.take_along_axis(squares, jnp.clip(places, 0, length - 1), axis=1)
+    return jnp.where(places < 0, np.inf, jnp.where(places >= length, -1, values))
 
 
 def _narrowed(
