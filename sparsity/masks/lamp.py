@@ -30,7 +30,7 @@ from jax import lax
 
 from sparsity.core import exact, sharding
 from sparsity.core.exact import Words
-from sparsity.core.kernels import compute_once, unstack, use_flat
+from sparsity.core.kernels import at_runtime, compute_once, use_flat
 from sparsity.masks.positions import kept_positions
 from sparsity.selection import LazyScores, Ranked, Scores, topk_masks
 
@@ -208,7 +208,8 @@ def _sorted_scores(arrays: Sequence[jax.Array]) -> list[jax.Array]:
             lambda i, b=branches, x=layers: lamp_scores(lax.switch(i, b, x)),
             jnp.arange(len(members)),
         )
-        for i, row in zip(members, unstack(rows), strict=True):
+        for place, i in enumerate(members):
+            row = lax.dynamic_index_in_dim(rows, at_runtime(place), 0, keepdims=False)
             scores[i] = row.reshape(arrays[i].shape)
     return [scores[i] for i in range(len(arrays))]
 
