@@ -90,7 +90,8 @@ def lamp_scores(weights: jax.Array) -> jax.Array:
     """
     if not weights.size:
         return jnp.zeros(weights.shape, jnp.promote_types(jnp.abs(weights).dtype, jnp.float32))
-    squares = _Layer.read(weights).squares(weights.reshape(-1))
+    [layer] = _Layer.read([weights])
+    squares = layer.squares(weights.reshape(-1))
     place = lax.iota(jnp.int32, len(squares))
     falling, order = lax.sort((-squares, place), num_keys=1, is_stable=True)
     width = min(_WIDTH, len(squares))
@@ -137,7 +138,7 @@ def _is_local(x: jax.Array) -> bool:
 @jax.jit
 def search(arrays: Sequence[jax.Array], k: Words) -> tuple[list[jax.Array], jax.Array]:
     """Returns the masks, and whether the search proved them; otherwise sorting made them."""
-    layers = [_Layer.read(x) for x in arrays]
+    layers = _Layer.read(arrays)
     flat = [x.reshape(-1) for x in arrays]
     room = _room(flat)
     low, high = _brackets(layers, flat, exact.to_float(k)[0], room)
@@ -220,14 +221,17 @@ class _Layer(NamedTuple):
     scales: tuple[jax.Array, jax.Array]
 
     @classmethod
-    def read(cls, weights: jax.Array) -> _Layer:
-        """Reads the scale of a layer."""
-        sizes = _sizes(weights)
-        _, exponent = jnp.frexp(exact.max_abs(sizes, tuple(range(sizes.ndim))))
-        one = jnp.ones((), sizes.dtype)
-        # In two steps: a single factor may be out of range.
-        first, second = compute_once([jnp.ldexp(one, (i - exponent) // 2) for i in (0, 1)])
-        return cls((first, second))
+    def read(cls, layers: Sequence[jax.Array]) -> list[_Layer]:
+        """Reads the scales of layers."""
+        scales = []
+        for weights in layers:
+            sizes = _sizes(weights)
+            _, exponent = jnp.frexp(exact.max_abs(sizes, tuple(range(sizes.ndim))))
+            one = jnp.ones((), sizes.dtype)
+            # In two steps: a single factor may be out of range.
+            scales += [jnp.ldexp(one, (i - exponent) // 2) for i in (0, 1)]
+        held = compute_once(scales)
+        return [cls(pair) for pair in zip(held[::2], held[1::2], strict=True)]
 
     def squares(self, weights: jax.Array) -> jax.Array:
         """Returns squares in [0, 1], NaN for weights that are not finite."""
