@@ -14,6 +14,7 @@ from tests.helpers import ROOT
 PATHS = sorted((ROOT / "colabs").glob("*.ipynb"))
 INSTALL = "# Installs what this notebook needs"
 TRAIN_LONG = {"deep_dive", "prune_a_trained_model"}  # optimized code is worth its compilation there
+OPTIMIZED = " --xla_backend_optimization_level=1"  # the last flag of a name holds
 
 
 def read(path):
@@ -67,7 +68,7 @@ def test_a_notebook_runs_and_shows_what_is_stored(path):
     stored, fresh = read(path), read(path)
     flags = os.environ["XLA_FLAGS"]
     if path.stem in TRAIN_LONG:
-        flags += " --xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=true"
+        flags += OPTIMIZED
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     client = NotebookClient(
         fresh, coalesce_streams=True, resources={"metadata": {"path": str(path.parent)}}
