@@ -35,7 +35,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_fraction, is_traced
 from sparsity.core.exact import sums
 from sparsity.core.trees import PyTree
-from sparsity.masks import Layerwise, Pattern, Sites
+from sparsity.masks import Layerwise, Pattern, Site, Sites
 from sparsity.selection import num_kept, topk_mask
 from sparsity.training.hooks import Inputs
 from sparsity.training.state import SparseState
@@ -52,7 +52,8 @@ class SRigL(RigL):
 
     Attributes:
       min_salient: fraction of the mean fan-in, in [0, 1]; a neuron with fewer salient weights is
-        removed. The source uses 0.3, and 0.95 for transformers.
+        removed. The source uses 0.3, and 0.95 for transformers. `None` removes no neuron, so that
+        masks of a compact model can move.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsity
@@ -65,11 +66,12 @@ class SRigL(RigL):
 
     keeps_count: ClassVar[bool | None] = None  # the fan-in is rounded down
 
-    min_salient: float = 0.3
+    min_salient: float | None = 0.3
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fraction("min_salient", self.min_salient)
+        if self.min_salient is not None:
+            check_fraction("min_salient", self.min_salient)
         if isinstance(self.sparsity_type, Pattern):
             _check_pattern(self.sparsity_type)
         if not isinstance(self.scope, Layerwise):
@@ -109,6 +111,16 @@ class SRigL(RigL):
 
         return trees.map_matched(draw, scores, target_sparsities)
 
+    def count_after_move(
+        self, site: Site, shape: tuple[int, ...], kept: int, target: chex.Numeric | None
+    ) -> int | None:
+        if self.min_salient is not None or target is None or is_traced(target):
+            return None
+        size = math.prod(shape[site.batch_axes :])
+        neurons = (shape[site.batch_axes :] or (1,))[-1]
+        fan_in: int = min(size // neurons, _budget(size, target) // neurons)
+        return neurons * fan_in
+
     def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> PyTree:
         fraction = self._drop_fraction(sparse_state.count)
 
@@ -144,7 +156,7 @@ def constant_fan_in(
     drop_fraction: chex.Numeric,
     sparsity: chex.Numeric,
     *,
-    min_salient: float = 0.3,
+    min_salient: float | None = 0.3,
     batch_axes: int = 0,
 ) -> jax.Array:
     """Moves the mask of a layer so that all remaining neurons have the same fan-in.
@@ -208,10 +220,12 @@ def _filled(
 
 
 def _neurons_that_stay(
-    counts: jax.Array, inputs: int, budget: jax.Array, min_salient: float
+    counts: jax.Array, inputs: int, budget: jax.Array, min_salient: float | None
 ) -> jax.Array:
     """Returns the neurons that stay, bool[*batch, neurons], by their numbers of salient weights."""
     neurons = counts.shape[-1]
+    if min_salient is None:
+        return counts >= 0
     # Products from numpy: a compiled product may round to another integer.
     bounds = np.maximum(np.floor(min_salient * np.arange(inputs + 1)), 1).astype(np.int32)
     fewest = jnp.minimum(neurons, budget // inputs + 1)

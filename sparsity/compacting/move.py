@@ -69,7 +69,7 @@ class Mover:
       updater: the updater.
       example: shapes of the dense parameters.
       sites: table of the sites of the parameters.
-      targets: target sparsities of the parameters.
+      target: target sparsity of the parameter.
       path: key path of the parameter.
       storage: storage of the parameter.
       rule: rule by which slices move one by one; `None` if the parameter moves at once.
@@ -78,7 +78,7 @@ class Mover:
     updater: Updater
     example: PyTree
     sites: Sites
-    targets: PyTree
+    target: chex.Numeric | None
     path: trees.KeyPath
     storage: Storage
     rule: SliceRule | None
@@ -101,7 +101,7 @@ class Mover:
 
     def kind(self) -> Hashable:
         """Returns a key that is equal for parameters whose slices move by one program."""
-        site, target = self.site, trees.leaves_by_path(self.targets).get(self.path)
+        site, target = self.site, self.target
         dtype = trees.leaves_by_path(self.example)[self.path].dtype
         number = target if target is None or is_traced(target) else float(target)
         return self.part, site.pattern, site.batch_axes, number, dtype
@@ -164,7 +164,7 @@ class Mover:
         self, part: Parts, param: jax.Array, mask: jax.Array, gradient: jax.Array | None
     ) -> jax.Array:
         """Returns the new mask of the parameter, from the hooks of the updater."""
-        state = SparseState(self._tree(mask), None, self.targets, part.step, None)
+        state = SparseState(self._tree(mask), None, self._tree(self.target), part.step, None)
         gradients = None if gradient is None else self._tree(gradient)
         inputs = Inputs(self._tree(param), gradients, self.sites, {})
         masks = update_masks(self.updater, state, inputs).masks
@@ -224,8 +224,8 @@ class Mover:
         pairs = zip(jnp.split(moved, ends), each, strict=True)
         return [new.reshape(old.indices.shape) for new, (old, _) in pairs]
 
-    def _tree(self, array: jax.Array) -> PyTree:
-        """Returns a tree like the parameters with one array."""
+    def _tree(self, array: chex.Numeric | None) -> PyTree:
+        """Returns a tree like the parameters with one array or number."""
         return trees.map_matched(lambda path, _: array if path == self.path else None, self.example)
 
     def _draw(
@@ -281,15 +281,15 @@ def make_movers(
     """
     _check_updater(updater)
     sites = updater.sites(example)
-    targets = updater.target_numbers(example, sites)
-    numbers = trees.leaves_by_path(targets)
+    targets = trees.leaves_by_path(updater.target_numbers(example, sites))
     rule, movers = updater.slice_rule(), {}
     for path in trees.leaves_by_path(example):
         names = trees.path_names(path)
         if names in storages:
             storage = storages[names]
-            _check_site(updater, sites[path], storage, numbers.get(path))
-            movers[names] = Mover(updater, example, sites, targets, path, storage, rule)
+            target = targets.get(path)
+            _check_site(updater, sites[path], storage, target)
+            movers[names] = Mover(updater, example, sites, target, path, storage, rule)
     return movers
 
 
@@ -330,7 +330,8 @@ def _check_site(
         raise ValueError(
             f"{refused}: of {site.pattern!r} {type(updater).__name__} may keep {number} entries of "
             f"a slice, where {kept} are stored. Use SET or RigL with Unstructured(), NByM, FanIn, "
-            "or a Block that divides the axes, or formats={path: 'dense'}."
+            "or a Block that divides the axes, SRigL with min_salient=None, or "
+            "formats={path: 'dense'}."
         )
     if storage.format == "grouped" and not _keeps_groups(site, storage):
         raise ValueError(

@@ -1,6 +1,7 @@
 """Masks of compact models move as SET and RigL move them, in arrays of unchanged shapes."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from sparsity import FanIn, NByM, Unstructured, compact, trace
 from sparsity.compacting.move import read_positions
 
 ADAM = optax.adam(0.01)
+PATTERNS = [Unstructured(), FanIn(1), FanIn(4), NByM(1, 4, -2)]
 
 
 def layers_first(path, param):
@@ -82,14 +84,14 @@ def moments_under(state, masks):
     ]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "dtype"),
-    [
-        *((x, jnp.float32) for x in (Unstructured(), FanIn(1), FanIn(4), NByM(1, 4, -2))),
-        *((x, jnp.bfloat16) for x in (Unstructured(), FanIn(4))),
-    ],
-)
-@pytest.mark.parametrize("kind", [sparsity.SET, sparsity.RigL])
+MOVES = [
+    *itertools.product([sparsity.SET, sparsity.RigL], PATTERNS, [jnp.float32]),
+    *itertools.product([sparsity.SET, sparsity.RigL], [Unstructured(), FanIn(4)], [jnp.bfloat16]),
+    (functools.partial(sparsity.SRigL, min_salient=None), Unstructured(), jnp.float32),
+]
+
+
+@pytest.mark.parametrize(("kind", "pattern", "dtype"), MOVES)
 def test_masks_values_and_moments_are_those_of_the_wrapped_updater(kind, pattern, dtype):
     pruner = make_pruner(kind, pattern)
     params, state, model = start(pruner, dtype)
@@ -401,6 +403,7 @@ class Rows(sparsity.SparsityType):
         (make_pruner(sparsity.SET, batch_axes=0), {}, r"'layers' .*batch_axes = 0.*batch_axes=1"),
         (make_pruner(sparsity.MagnitudePruning), {}, "MagnitudePruning may keep another number"),
         (make_pruner(sparsity.SET, Rows()), {}, "another number of entries"),
+        (make_pruner(sparsity.SRigL), {}, "SRigL may keep another .*min_salient=None"),
         (make_pruner(sparsity.SET), {"outside": "frozen"}, "outside = 'frozen'"),
     ],
 )
