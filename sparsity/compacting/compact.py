@@ -113,7 +113,7 @@ class Compact:
         Raises:
           ValueError: parameters are missing or have another shape; the error names the parameter.
         """
-        return self._run({}, params, *args)
+        return self._run(_NO_OBSERVERS, params, *args)
 
     def move(
         self,
@@ -318,11 +318,7 @@ class Compact:
 
     def _count_bytes(self) -> dict[Path, tuple[int, int]]:
         """Returns the bytes of the values that stand for each parameter, and of their positions."""
-        indices = {
-            trees.path_names(path): index
-            for path, index in trees.leaves_by_path(self.indices).items()
-        }
-        nbytes = {}
+        indices, nbytes = _by_path(self.indices), {}
         for leaf in self.graph.leaves:
             storage = self._storages.get(leaf.path)
             size = leaf.size if storage is None else math.prod(storage.kept_shape)
@@ -340,11 +336,11 @@ class Compact:
         self,
         params: PyTree,
         args: tuple[PyTree, ...],
-        observers: Mapping[Path, Observer] | None = None,
+        observers: Mapping[Path, Observer] = _NO_OBSERVERS,
     ) -> tuple[Graph, list[Lazy]]:
         """Returns the graph of the model for these arguments, and the inputs of its program."""
         arrays, rebuild = trees.split_arrays(params)
-        wrapped = self._wrap(params, observers or {})
+        wrapped = self._wrap(params, observers)
         kept = jax.tree.leaves(wrapped, is_leaf=lambda x: isinstance(x, Kept))
         kept = [leaf for leaf in kept if isinstance(leaf, Kept) or trees.is_array(leaf)]
         structs = zip(sharding.abstract(arrays), kept, strict=True)

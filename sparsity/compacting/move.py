@@ -30,6 +30,7 @@ from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
 from sparsity.masks import Site, Sites, lazy_scores
 from sparsity.patterns import FanIn, SparsityType
+from sparsity.patterns.base import absolute_axis
 from sparsity.programs.program import CALLS, Equation, Program, Value, read_jaxpr
 from sparsity.selection import Scores
 from sparsity.training.hooks import Inputs, SliceRule, call_hook
@@ -99,6 +100,12 @@ class Mover:
         """Number of leading axes of `Parts` that index parts."""
         return 0 if self.rule is None else len(self.storage.stack)
 
+    @property
+    def strides(self) -> list[int]:
+        """Steps of the flat index of the parameter, for each axis."""
+        sizes = self.storage.shape
+        return [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+
     def kind(self) -> Hashable:
         """Returns a key that is equal for parameters whose slices move by one program."""
         site, target = self.site, self.target
@@ -110,9 +117,9 @@ class Mover:
         self, values: jax.Array, indices: jax.Array, count: chex.Numeric, gradient: jax.Array | None
     ) -> Parts:
         """Returns the slices of the parameter."""
-        shape, stack = self.storage.shape, self.storage.stack[: self.depth]
-        sizes = [shape[axis] for axis in stack]
-        strides = [math.prod(shape[axis + 1 :]) for axis in stack]
+        stack = self.storage.stack[: self.depth]
+        sizes = [self.storage.shape[axis] for axis in stack]
+        strides = [self.strides[axis] for axis in stack]
         offset = sum(x * y for x, y in zip(np.indices(sizes), strides, strict=True))
         return Parts(
             values,
@@ -144,20 +151,13 @@ class Mover:
             if part.gradient is not None:
                 gradient = gradient + densify(part.gradient)
         param = densify(part.values)  # compiled only where a score reads the weight
-        if self.rule is None:
-            mask = densify(jnp.ones(shape, jnp.uint8))
-            new = storage.locate(self._move_parameter(part, param, mask, gradient))
-        elif (rows := self._rows()) is None:
-            mask = densify(jnp.ones(shape, jnp.uint8))
-            grow, fraction = self._grow_scores(part, param, gradient), self.rule.fraction(part.step)
-            axes = self.site.batch_axes
-            mask = self.site.pattern.move(
-                mask, self.rule.drop(param), grow, fraction, batch_axes=axes
-            )
-            new = storage.locate(mask)
-        else:
+        if self.rule is not None and (rows := self._rows()) is not None:
             waiting = part._replace(indices=indices + never)
             new = self._move_units(waiting, rows, param, gradient)
+        else:
+            mask = densify(jnp.ones(shape, jnp.uint8))
+            move = self._move_parameter if self.rule is None else self._move_slice
+            new = storage.locate(move(part, param, mask, gradient))
         return new.astype(part.indices.dtype).reshape(part.indices.shape)
 
     def _move_parameter(
@@ -170,6 +170,15 @@ class Mover:
         masks = update_masks(self.updater, state, inputs).masks
         new: jax.Array = trees.leaves_by_path(masks)[self.path]
         return new
+
+    def _move_slice(
+        self, part: Parts, param: jax.Array, mask: jax.Array, gradient: jax.Array | None
+    ) -> jax.Array:
+        """Returns the new mask of a slice, by the pattern."""
+        assert self.rule is not None
+        grow, fraction = self._grow_scores(part, param, gradient), self.rule.fraction(part.step)
+        axes = self.site.batch_axes
+        return self.site.pattern.move(mask, self.rule.drop(param), grow, fraction, batch_axes=axes)
 
     def _rows(self) -> int | None:
         """Returns the number of rows in which units move; `None` if the pattern moves masks."""
@@ -233,9 +242,7 @@ class Mover:
     ) -> PyTree:
         """Returns the random scores that the entries of a part have in the parameter."""
         words = hashing.hash_words(*hashing.seed_words(rng_seed, step), part.word)
-        sizes = self.storage.shape
-        strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-        index = hashing.flat_index(self.part.shape, strides) + part.offset
+        index = hashing.flat_index(self.part.shape, self.strides) + part.offset
         return hashing.hash_entries(index, *words)
 
 
@@ -348,7 +355,7 @@ def _keeps_groups(site: Site, storage: Storage) -> bool:
     if axes is None or group is None:
         return False
     ndim = len(storage.shape)
-    inputs = {(axis if axis < 0 else axis + site.batch_axes) % ndim for axis in axes}
+    inputs = {absolute_axis(axis, site.batch_axes, ndim) for axis in axes}
     is_multiple: bool = group % storage.size[-1] == 0
     return inputs == {*storage.inputs} and is_multiple
 
@@ -385,8 +392,8 @@ def move_by_gradient(
             arrays = jnp.broadcast_to(mapped, sizes)
             observers[path] = dataclasses.replace(observers[path], arrays=arrays)
     moved = dict(zip(observers, jax.grad(run)([x.result for x in observers.values()]), strict=True))
-    others = {path: movers[path] for path in movers if path not in at_once}
-    return moved | move_all(others, slices, moved)
+    by_dense_gradient = {path: movers[path] for path in movers if path not in at_once}
+    return moved | move_all(by_dense_gradient, slices, moved)
 
 
 def _zero_from(arrays: Sequence[jax.Array]) -> jax.Array:

@@ -10,6 +10,7 @@ import sparsity
 from examples.mnist import config as config_lib
 from examples.mnist import train
 from tests import kill_resume
+from tests.examples.runs import run_in
 
 pytestmark = pytest.mark.slow
 
@@ -24,13 +25,6 @@ def make_config(shrink=True, **options):
         | options
     )
     return config
-
-
-def run_in(folder, config):
-    run = train.prepare(config_lib.Options(config, None, folder, False, False))
-    end = train.fit(*run)
-    run.checkpoints.close()
-    return run, end
 
 
 @pytest.fixture(scope="module")
