@@ -367,7 +367,7 @@ def page(results: dict[str, Any]) -> str:
         f" {sizes['values'] / sizes['masked']:.2f} of that of `rigl (masked)`."
         for layers, sizes in results["depths"].items()
     )
-    others = " ".join(
+    lone_runs = " ".join(
         f"Of seed {seed} these two trained alone: {row['values']:.3f} bits compact,"
         f" {row['masked']:.3f} masked."
         for seed, row in results.get("bits", {}).items()
@@ -387,7 +387,7 @@ their kept entries in common.
 
 {table(results)}
 
-{others} {depths}
+{lone_runs} {depths}
 """
 
 

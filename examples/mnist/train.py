@@ -301,11 +301,11 @@ def prepare(options: config_lib.Options) -> Run:
     identity = json.loads(json.dumps(identity, default=repr))
     checkpoints = Checkpoints(options.run_dir, identity, options.restart)
     try:
-        found = checkpoints.restore(functools.partial(make_template, experiment))
+        restored = checkpoints.restore(functools.partial(make_template, experiment))
     except ValueError:
         checkpoints.close()
         raise
-    begin = found or begin
+    begin = restored or begin
     if begin.step:
         print(f"Going on after step {begin.step} in {options.run_dir}", file=sys.stderr)
     board = None

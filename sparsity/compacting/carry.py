@@ -122,8 +122,8 @@ def carry_state(
         return is_kept
 
     moves_params = owners.map_owned(collect, owner_tree, params)
-    others = () if fresh is None else (fresh,)
-    moves_state = owners.map_owned(collect, owner_tree, state, *others)
+    fresh_states = () if fresh is None else (fresh,)
+    moves_state = owners.map_owned(collect, owner_tree, state, *fresh_states)
     indices, moved = {}, {}
     for path, owner in carriers.items():
         indices[path], values = owner.carry(arrays[owner])

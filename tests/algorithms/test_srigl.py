@@ -178,9 +178,9 @@ def test_ties_zeros_nan_and_stacks_of_large_layers_move_as_in_numpy(dtype):
     drop = drop * jnp.asarray(0.2 + rng.integers(0, 2, shape[-1]), dtype)
     grow = jnp.asarray(grow, dtype)
     for fraction in (0.0, 0.5):
-        found = _UPDATE(mask, drop, grow, fraction, target, min_salient=0.9, batch_axes=1)
+        moved = _UPDATE(mask, drop, grow, fraction, target, min_salient=0.9, batch_axes=1)
         for i in range(2):
             arrays = mask[i], np.asarray(drop[i]), np.asarray(grow[i])
             expected = _expected(*arrays, fraction, target, 0.9)
-            np.testing.assert_array_equal(found[i], expected)
-    assert np.any(np.asarray(found).sum(axis=(1, 2)) == 0)
+            np.testing.assert_array_equal(moved[i], expected)
+    assert np.any(np.asarray(moved).sum(axis=(1, 2)) == 0)

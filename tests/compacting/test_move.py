@@ -189,7 +189,7 @@ def by_microbatches(apply, params, x, y):
     return jax.lax.scan(add, 0.0, (x.reshape(2, 2, -1), y.reshape(2, 2, -1)))[0]
 
 
-def of_two_calls(apply, params, x, y):
+def call_twice(apply, params, x, y):
     return jnp.mean(apply(params, x) * y) + jnp.mean(jnp.square(apply(params, 2 * x)))
 
 
@@ -199,7 +199,7 @@ def with_casts(apply, params, x, y):
 
 
 @pytest.mark.parametrize(
-    "loss", [by_rows, by_microbatches, of_two_calls, jax.checkpoint(by_rows, static_argnums=0)]
+    "loss", [by_rows, by_microbatches, call_twice, jax.checkpoint(by_rows, static_argnums=0)]
 )
 def test_any_loss_ranks_its_complete_gradient(loss):
     pruner = make_pruner(sparsity.RigL, drop_fraction_fn=optax.constant_schedule(0.4))

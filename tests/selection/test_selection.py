@@ -340,10 +340,10 @@ def test_columns_keep_their_k_best(dtype, shape, batch_axes, every_search):
     k = rng.integers(0, rows[0].shape[-1] + 1, rows[0].shape[:-1])
     for limit in (None, where):
         mask = selection.topk_mask(some, k, where=limit, batch_axes=batch_axes, last_axes=1)
-        found = np.moveaxis(np.asarray(mask), -1, batch_axes).reshape(rows[0].shape)
+        mask_rows = np.moveaxis(np.asarray(mask), -1, batch_axes).reshape(rows[0].shape)
         for at in np.ndindex(k.shape):
             allowed = None if limit is None else rows[1][at]
-            np.testing.assert_array_equal(found[at], best(rows[0][at], k[at], allowed))
+            np.testing.assert_array_equal(mask_rows[at], best(rows[0][at], k[at], allowed))
 
 
 def test_last_axes_that_are_none_are_an_error():
