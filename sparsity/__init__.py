@@ -7,6 +7,7 @@ from sparsity import base_updater as base_updater
 from sparsity import calibration as calibration
 from sparsity import compacting as compacting
 from sparsity import compat as compat
+from sparsity import finetuning as finetuning
 from sparsity import graph as graph
 from sparsity import masks as masks
 from sparsity import reports as reports
@@ -71,6 +72,7 @@ from sparsity.calibration import (
 )
 from sparsity.compacting import compact
 from sparsity.epochs import EpochStrategy, pruning, pruning_apply
+from sparsity.finetuning.delta import Delta
 from sparsity.graph import Coupled, Graph, budget, trace
 from sparsity.lora import merge_lora
 from sparsity.masks import Global, Layerwise, Scope, elementwise, unpack_masks

@@ -127,7 +127,7 @@ FLOORS = [
     ["patterns", "masks"],
     ["sparsity_types", "sparsity_distributions", "training", "activations"],
     ["base_updater", "reports", "graph", "lora"],
-    ["algorithms", "epochs", "api", "shrinking", "compacting", "calibration"],
+    ["algorithms", "epochs", "api", "shrinking", "compacting", "calibration", "finetuning"],
     ["cli", "compat"],  # use the package, as baselines and benchmarks do
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -5,18 +5,22 @@ from __future__ import annotations
 import difflib
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 import numpy as np
 
 from sparsity.cli import msgpack, npz, orbax, safetensors
-from sparsity.cli.stored import StoredArray, reading
+from sparsity.cli.stored import StoredArray
 from sparsity.core import trees
 from sparsity.core.checks import unique_keys
+from sparsity.core.files import reading
 from sparsity.core.names import matches
 from sparsity.core.trees import PyTree
 
+T = TypeVar("T")
 FORMATS = {".safetensors": safetensors, ".npz": npz, ".msgpack": msgpack}
 
 
@@ -43,7 +47,7 @@ def leaves_by_name(tree: PyTree) -> dict[str, StoredArray]:
     return unique_keys((trees.path_string(path), leaf) for path, leaf in leaves.items())
 
 
-def select(leaves: dict[str, StoredArray], key: str | None) -> dict[str, StoredArray]:
+def select(leaves: Mapping[str, T], key: str | None) -> dict[str, T]:
     """Returns the leaves that a filter names; all leaves without a filter.
 
     Raises:

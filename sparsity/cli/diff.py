@@ -1,38 +1,53 @@
-"""`sparsity diff` shows which masks moved and which weights changed between two checkpoints."""
+"""`sparsity diff` shows which masks moved and which weights changed; shows and saves deltas."""
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
 from pathlib import Path
 
 import numpy as np
 
 from sparsity.cli import checkpoints
-from sparsity.cli.output import JsonObject, print_json, print_table, shape_text
+from sparsity.cli.output import JsonObject, bytes_text, print_json, print_table, shape_text
 from sparsity.cli.stored import StoredArray
+from sparsity.finetuning.delta import Delta
 
-ABOUT = "Show which masks moved and which weights changed between two checkpoints."
+ABOUT = "Show which masks moved and which weights changed between two checkpoints, or in a delta."
 EXAMPLES = """\
   sparsity diff before.safetensors after.safetensors
   sparsity diff runs/1/default runs/2/default --json
+  sparsity diff base.safetensors tuned.safetensors --save delta.safetensors
+  sparsity diff delta.safetensors
 """
 COUNTS = ("kept", "dropped", "grown", "changed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
-    parser.add_argument("old", type=Path, help="a checkpoint")
-    parser.add_argument("new", type=Path, help="the checkpoint to compare with it")
+    parser.add_argument("old", type=Path, help="a checkpoint, or a delta alone")
+    parser.add_argument("new", type=Path, nargs="?", help="the checkpoint to compare with it")
+    parser.add_argument(
+        "--save", metavar="DELTA", type=Path, help="write the changed entries, for 'sparsity apply'"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, with all leaves")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the differences of two checkpoints; returns 1 if there are any, else 0."""
+    """Prints the differences of two checkpoints, or a delta; returns 1 if there are any, else 0."""
+    if arguments.new is None:
+        return _show_delta(arguments)
+    if arguments.save and os.path.lexists(arguments.save):
+        raise ValueError(f"{arguments.save} exists. Give another path to --save.")
     old, new = (
         checkpoints.leaves_by_name(checkpoints.read(path))
         for path in (arguments.old, arguments.new)
     )
     selected = checkpoints.select(old | new, arguments.filter)
+    if arguments.save:
+        base, params = ({name: x[name] for name in selected if name in x} for x in (old, new))
+        Delta.between(base, params).save(arguments.save)
     leaves = {name: compare(old.get(name), new.get(name)) for name in selected}
     total = {key: sum(leaf.get(key, 0) for leaf in leaves.values()) for key in COUNTS}
     differing = {name: leaf for name, leaf in leaves.items() if _differs(leaf)}
@@ -45,6 +60,50 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(f"No difference in {len(leaves)} leaves.")
     return 1 if differing else 0
+
+
+def _show_delta(arguments: argparse.Namespace) -> int:
+    """Prints the entries of a delta by parameter; returns 1 if there are any, else 0."""
+    if arguments.save:
+        raise ValueError("--save needs two checkpoints. See 'sparsity diff --help'.")
+    delta = Delta.load(arguments.old)
+    selected = checkpoints.select(delta.base, arguments.filter)
+    rows: list[JsonObject] = [
+        {
+            "leaf": name,
+            "shape": list(selected[name].shape),
+            "dtype": selected[name].dtype,
+            "weight": term.weight,
+            "entries": part.count,
+            "density": part.count / math.prod(selected[name].shape),
+            "bytes": part.nbytes,
+            "largest_change": abs(term.weight) * part.largest,
+        }
+        for term in delta.terms
+        for name, part in term.entries.items()
+        if name in selected
+    ]
+    size = sum(math.prod(parameter.shape) for parameter in selected.values())
+    total: JsonObject = {key: sum(row[key] for row in rows) for key in ("entries", "bytes")}
+    if arguments.json:
+        print_json({"changes": rows, "total": {"leaves": len(selected), "size": size} | total})
+    else:
+        last = {"leaf": "total", "shape": [size], "density": total["entries"] / max(size, 1)}
+        columns = ["leaf", "array", "weight", "entries", "density", "bytes", "largest change"]
+        print_table(columns, map(_delta_cells, rows), _delta_cells(last | total), text=2)
+    return 1 if rows else 0
+
+
+def _delta_cells(row: JsonObject) -> list[str]:
+    return [
+        row["leaf"],
+        f"{shape_text(row['shape'])} {row.get('dtype', '')}",
+        f"{row['weight']:g}" if "weight" in row else "",
+        f"{row['entries']:,}",
+        f"{row['density']:.4%}",
+        bytes_text(row["bytes"]),
+        f"{row['largest_change']:.3g}" if "largest_change" in row else "",
+    ]
 
 
 def compare(old: StoredArray | None, new: StoredArray | None) -> JsonObject:

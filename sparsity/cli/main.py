@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 import sparsity
-from sparsity.cli import diff, inspect, prune
+from sparsity.cli import apply, diff, inspect, prune
 from sparsity.cli.output import printable
 
-COMMANDS = {"inspect": inspect, "prune": prune, "diff": diff}
+COMMANDS = {"inspect": inspect, "prune": prune, "diff": diff, "apply": apply}
 NOTES = """
 formats: files that end in .safetensors, .npz or .msgpack (flax), and the folders of Orbax
 exit codes: 0 = done (diff: no difference), 1 = diff found differences, 2 = an error
@@ -51,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> _Parser:
-    about = "Inspects, prunes and compares checkpoints."
+    about = "Inspects, prunes, compares and fine-tunes checkpoints."
     parser = _Parser(prog="sparsity", description=about, epilog=_examples(*COMMANDS))
     parser.add_argument("--version", action="version", version=sparsity.__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -11,6 +10,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import DTypeLike
+
+from sparsity.core.files import reading
 
 PIECE = 1 << 20  # entries of a piece; a multiple of 8, so that packed bits join
 
@@ -76,6 +78,10 @@ class StoredArray:
             start += piece.size
         return array
 
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        """Returns `load()`, so that functions of arrays take checkpoints."""
+        return self.load().astype(dtype or self.dtype, copy=False)
+
 
 def split(array: np.ndarray) -> Iterator[np.ndarray]:
     """Yields the pieces of an array."""
@@ -83,18 +89,3 @@ def split(array: np.ndarray) -> Iterator[np.ndarray]:
     entries: np.ndarray | np.flatiter[np.ndarray]
     entries = array.reshape(-1) if array.flags.c_contiguous else array.flat
     yield from (entries[start : start + PIECE] for start in range(0, array.size, PIECE))
-
-
-@contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turns any exception of a parser into a ValueError that names the file."""
-    try:
-        yield
-    except (ImportError, OSError):
-        raise
-    except Exception as error:  # damaged bytes reach any line of a parser
-        # TensorStore appends its arguments, many lines.
-        reason = str(error).partition(" [tensorstore_spec=")[0].rstrip(".") or type(error).__name__
-        raise ValueError(
-            f"{path} cannot be read: {reason}. If it is damaged, save it again."
-        ) from error

@@ -1,0 +1,41 @@
+"""`sparsity apply` writes a copy of a checkpoint with the entries of a delta."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from sparsity.cli import checkpoints
+from sparsity.finetuning.delta import Delta
+
+ABOUT = "Write a copy of a checkpoint with the changes of a delta."
+EXAMPLES = """\
+  sparsity apply base.safetensors delta.safetensors tuned.safetensors
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    parser.add_argument("source", metavar="base", type=Path, help="the checkpoint before training")
+    parser.add_argument("delta", type=Path, help="a file of sparsity.Delta, or of diff --save")
+    parser.add_argument("target", metavar="out", type=Path, help="where the copy is written")
+    parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint at OUT")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes a copy with the changes of a delta and prints how many leaves changed."""
+    checkpoints.check_target(arguments.source, arguments.target, arguments.overwrite)
+    if arguments.target.resolve() == arguments.delta.resolve():
+        raise ValueError(f"{arguments.target} is the delta. Give another path.")
+    delta = Delta.load(arguments.delta)
+    delta = dataclasses.replace(delta, base=checkpoints.select(delta.base, arguments.filter))
+    leaves = checkpoints.leaves_by_name(checkpoints.read(arguments.source))
+    changed = [
+        (leaves[name], array.astype(leaves[name].dtype))  # the byte order, nothing else
+        for name, array in delta.patches(leaves)
+        if array is not None
+    ]
+    checkpoints.write(arguments.source, arguments.target, changed, overwrite=arguments.overwrite)
+    print(f"{len(changed)} of {len(leaves)} leaves changed.")
+    return 0

@@ -1,0 +1,32 @@
+"""Files: errors of parsers, and files that are written completely or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns any exception of a parser into a ValueError that names the file."""
+    try:
+        yield
+    except (ImportError, OSError):
+        raise
+    except Exception as error:  # damaged bytes reach any line of a parser
+        # TensorStore appends its arguments, many lines.
+        reason = str(error).partition(" [tensorstore_spec=")[0].rstrip(".") or type(error).__name__
+        raise ValueError(
+            f"{path} cannot be read: {reason}. If it is damaged, save it again."
+        ) from error
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a path to write to; moves the file there to `path` if the block raises nothing."""
+    with tempfile.TemporaryDirectory(prefix=".sparsity-", dir=path.absolute().parent) as folder:
+        yield Path(folder) / "new"
+        os.replace(Path(folder) / "new", path)

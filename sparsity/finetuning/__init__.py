@@ -1,0 +1,1 @@
+"""Fine-tuning of chosen entries of a model."""

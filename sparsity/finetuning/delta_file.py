@@ -1,0 +1,109 @@
+"""Deltas as safetensors files.
+
+The metadata describe the base and the terms in JSON. Term i has the arrays `i/gaps/PATH` and
+`i/values/PATH` or `i/differences/PATH` for each changed parameter. Dtypes that the package
+`safetensors` cannot return as numpy arrays are stored as bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from sparsity.core import extras
+from sparsity.core.checks import check_number, unique_keys
+from sparsity.core.files import reading, replacing
+from sparsity.core.trees import PyTree
+from sparsity.finetuning import gaps
+from sparsity.finetuning.entries import Entries, Parameter, Term
+
+FORMAT = "sparsity.delta/1"
+KINDS = {False: "values", True: "differences"}
+# fmt: off
+NUMPY = {
+    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
+    "float16", "bfloat16", "float32", "float64", "complex64",
+}
+# fmt: on
+
+
+def write(path: Path, base: Mapping[str, Parameter], terms: Sequence[Term]) -> None:
+    """Writes a delta, completely or not at all."""
+    save_file = extras.load("safetensors.numpy", "cli").save_file
+    arrays: dict[str, np.ndarray] = {}
+    for number, term in enumerate(terms):
+        for name, part in term.entries.items():
+            is_numpy = part.values.dtype.name in NUMPY
+            values = part.values if is_numpy else part.values.view(np.uint8)
+            arrays[f"{number}/gaps/{name}"] = part.gaps
+            arrays[f"{number}/{KINDS[part.is_difference]}/{name}"] = values
+    described = [
+        {
+            "weight": term.weight,
+            "parameters": {
+                name: [part.is_difference, part.values.dtype.name, part.largest]
+                for name, part in term.entries.items()
+            },
+        }
+        for term in terms
+    ]
+    metadata = {"format": FORMAT, "base": json.dumps(base), "terms": json.dumps(described)}
+    with replacing(path) as new:
+        save_file(arrays, new, metadata=metadata)
+
+
+def read(path: Path) -> tuple[dict[str, Parameter], tuple[Term, ...]]:
+    """Returns the base and the terms of a delta.
+
+    Raises:
+      ValueError: the file is damaged or holds no delta; its path is named.
+    """
+    safetensors = extras.load("safetensors", "cli")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder. Give the path of a file that Delta.save wrote.")
+    with reading(path), safetensors.safe_open(path, framework="np") as file:
+        metadata = file.metadata() or {}
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"its metadata do not say {FORMAT!r}: it holds no delta")
+        described = json.loads(metadata["base"], object_pairs_hook=unique_keys)
+        base = {name: _parameter(name, *fields) for name, fields in described.items()}
+        described = json.loads(metadata["terms"], object_pairs_hook=unique_keys)
+        terms = tuple(_read_term(file, i, base, fields) for i, fields in enumerate(described))
+        if len(file.keys()) != 2 * sum(len(term.entries) for term in terms):
+            raise ValueError("it holds arrays that its metadata do not describe")
+    return base, terms
+
+
+def _parameter(name: str, shape: list[int], dtype: str, fingerprint: str) -> Parameter:
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"{name!r} has the shape {shape}")
+    return Parameter(tuple(shape), np.dtype(dtype).name, fingerprint)
+
+
+def _read_term(file: PyTree, number: int, base: Mapping[str, Parameter], fields: PyTree) -> Term:
+    """Returns a term of an open file; raises unless its entries fit the parameters."""
+    check_number("weight", fields["weight"])
+    entries = {}
+    for name, (is_difference, dtype, largest) in fields["parameters"].items():
+        values = file.get_tensor(f"{number}/{KINDS[is_difference]}/{name}")
+        values = values if values.dtype.name == dtype else values.view(dtype)
+        part = Entries(file.get_tensor(f"{number}/gaps/{name}"), values, is_difference, largest)
+        entries[name] = part
+        _check(name, base[name], part)
+    return Term(fields["weight"], entries)
+
+
+def _check(name: str, parameter: Parameter, part: Entries) -> None:
+    """Raises a ValueError unless entries fit their parameter."""
+    floats = [jnp.issubdtype(d, np.floating) for d in (parameter.dtype, part.values.dtype)]
+    fits = all(floats) if part.is_difference else part.values.dtype.name == parameter.dtype
+    if part.gaps.dtype not in gaps.DTYPES or part.gaps.ndim != 1 or not fits:
+        raise ValueError(f"{name!r} has positions or values of another dtype")
+    positions = gaps.decode(part.gaps)
+    size = int(np.prod(parameter.shape, dtype=object))
+    if positions.shape != part.values.shape or not positions.size or positions[-1] >= size:
+        raise ValueError(f"{name!r} has values without a position in the shape {parameter.shape}")
