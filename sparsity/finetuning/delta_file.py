@@ -2,11 +2,12 @@
 
 The metadata describe the base and the terms in JSON. Term i has the arrays `i/gaps/PATH` and
 `i/values/PATH` or `i/differences/PATH` for each changed parameter. Dtypes that the package
-`safetensors` cannot return as numpy arrays are stored as bytes.
+`safetensors` cannot return as numpy arrays are stored as bytes. A digest covers all of this.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -52,6 +53,7 @@ def write(path: Path, base: Mapping[str, Parameter], terms: Sequence[Term]) -> N
         for term in terms
     ]
     metadata = {"format": FORMAT, "base": json.dumps(base), "terms": json.dumps(described)}
+    metadata["digest"] = _digest(metadata, terms)
     with replacing(path) as new:
         save_file(arrays, new, metadata=metadata)
 
@@ -75,7 +77,19 @@ def read(path: Path) -> tuple[dict[str, Parameter], tuple[Term, ...]]:
         terms = tuple(_read_term(file, i, base, fields) for i, fields in enumerate(described))
         if len(file.keys()) != 2 * sum(len(term.entries) for term in terms):
             raise ValueError("it holds arrays that its metadata do not describe")
+        if metadata["digest"] != _digest(metadata, terms):
+            raise ValueError("its digest is that of other contents")
     return base, terms
+
+
+def _digest(metadata: Mapping[str, str], terms: Sequence[Term]) -> str:
+    """Returns a hash of the descriptions, positions and values."""
+    digest = hashlib.sha256(f"{metadata['base']}\n{metadata['terms']}".encode())
+    for term in terms:
+        for part in term.entries.values():
+            digest.update(part.gaps.data)
+            digest.update(part.values.view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def _parameter(name: str, shape: list[int], dtype: str, fingerprint: str) -> Parameter:
