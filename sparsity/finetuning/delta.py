@@ -316,6 +316,7 @@ def _refuse_base(name: str, reason: str | None) -> None:
 def _place_like(leaf: PyTree, array: np.ndarray) -> PyTree:
     """Returns a new array of the host where a parameter lies."""
     if not isinstance(leaf, jax.Array):
+        array = array.astype(leaf.dtype, copy=False)  # the byte order, nothing else
         return array[()] if isinstance(leaf, np.generic) else array
     with jax.enable_x64(True):  # without x64 jax would round 64 bits to 32
         return jax.device_put(array, leaf.sharding if leaf.committed else None)

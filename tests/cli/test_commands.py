@@ -393,7 +393,7 @@ def error(capsys, *arguments):
     return printed.err.removeprefix("sparsity: error: ").rstrip("\n")
 
 
-@pytest.mark.parametrize("command", [[], ["inspect"], ["prune"], ["diff"]])
+@pytest.mark.parametrize("command", [[], ["inspect"], ["prune"], ["diff"], ["apply"]])
 def test_help_shows_examples_and_exit_codes(command, capsys):
     with pytest.raises(SystemExit) as caught:
         main([*command, "--help"])

@@ -1,0 +1,166 @@
+"""`sparsity apply`, and `sparsity diff` of deltas: every format, exact bits, one line an error."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from sparsity import Delta
+from sparsity.cli import checkpoints, main
+from tests.cli.checkpoints import FORMATS, weights
+
+
+def arrays(path):
+    """Returns the arrays of a checkpoint by name."""
+    return {
+        name: x.load() for name, x in checkpoints.leaves_by_name(checkpoints.read(path)).items()
+    }
+
+
+def bits(tree):
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.tobytes()), tree)
+
+
+def tuned_weights():
+    """Returns the weights with a few other entries in most leaves."""
+    tuned = {name: array.copy() for name, array in weights().items()}
+    for name in ("kernel", "bf16", "double", "count"):
+        tuned[name].flat[3:6] = tuned[name].flat[0:3]
+    tuned["kernel"][0, 0] = -0.0
+    return tuned
+
+
+def error(capsys, *arguments):
+    assert main([*map(str, arguments)]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("sparsity: error: ")
+    assert message.count("\n") == 1
+    return message
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A base, its delta of two leaves, and the tuned weights."""
+    base = {"a/kernel": np.ones((4, 8), np.float32), "a/bias": np.zeros(8, np.float32)}
+    tuned = base | {"a/kernel": base["a/kernel"].copy()}
+    tuned["a/kernel"][1, :2] = [1.5, -2]
+    safetensors.numpy.save_file(base, tmp_path / "base.safetensors")
+    safetensors.numpy.save_file(tuned, tmp_path / "tuned.safetensors")
+    Delta.between(base, tuned).save(tmp_path / "delta.safetensors")
+    return tmp_path / "base.safetensors", tmp_path / "delta.safetensors", tuned
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_delta_of_two_checkpoints_makes_one_from_the_other(tmp_path, capsys, name):
+    save, load = FORMATS[name]
+    for folder, tree in (("old", weights()), ("new", tuned_weights())):
+        (tmp_path / folder).mkdir()
+        save(tmp_path / folder / name, tree)
+    old, new, out = (tmp_path / folder / name for folder in ("old", "new", "."))
+    assert main(["diff", str(old), str(new), "--save", str(tmp_path / "delta")]) == 1
+    assert main(["apply", str(old), str(tmp_path / "delta"), str(out)]) == 0
+    assert "leaves changed." in capsys.readouterr().out
+    assert main(["diff", str(out), str(new)]) == 0
+    assert bits(arrays(out)) == bits(arrays(new))
+    assert bits(arrays(old)) != bits(arrays(new))
+    assert jax.tree.structure(load(out)) == jax.tree.structure(load(new))
+
+
+def test_a_delta_of_a_nested_model_fits_its_flat_checkpoint(files):
+    base, delta, tuned = files
+    nested = {"a": {"kernel": np.ones((4, 8), np.float32), "bias": np.zeros(8, np.float32)}}
+    applied = Delta.load(delta).apply(nested)
+    assert bits(applied["a"]["kernel"]) == bits(tuned["a/kernel"])
+    params = nested | {"a": nested["a"] | {"kernel": tuned["a/kernel"]}}
+    Delta.between(nested, params).save(delta)
+    out = base.parent / "out.safetensors"
+    assert main(["apply", *map(str, (base, delta, out))]) == 0
+    assert bits(arrays(out)) == bits(tuned)
+
+
+def test_the_byte_order_of_a_checkpoint_stays(tmp_path):
+    base, tuned = ({"w": np.array(values, ">f4")} for values in ([1, 2, 3], [1, 4, 3]))
+    np.savez(tmp_path / "a.npz", **base)
+    delta = Delta.between(base, tuned)
+    assert bits(delta.apply(base)) == bits(tuned)
+    delta.save(tmp_path / "d")
+    out = tmp_path / "out.npz"
+    assert main(["apply", *map(str, (tmp_path / "a.npz", tmp_path / "d", out))]) == 0
+    assert bits(arrays(out)) == bits(tuned)
+
+
+def test_a_merged_delta_is_applied(files):
+    base, path, _ = files
+    delta = Delta.load(path)
+    Delta.merge([delta, delta], [0.25, 0.25]).save(path)
+    out = base.parent / "out.safetensors"
+    assert main(["apply", *map(str, (base, path, out))]) == 0
+    np.testing.assert_array_equal(arrays(out)["a/kernel"][1, :2], [1.25, -0.5])
+
+
+def test_a_filter_applies_and_checks_its_leaves_alone(files):
+    base, delta, _ = files
+    out = base.parent / "out.safetensors"
+    assert main(["apply", *map(str, (base, delta, out)), "--filter", ".*bias"]) == 0
+    assert bits(arrays(out)) == bits(arrays(base))
+
+
+def test_diff_shows_a_delta(files, capsys):
+    _, path, _ = files
+    assert main(["diff", str(path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    row = ["a/kernel", "4x8", "float32", "1", "2", "6.2500%", "10", "B", "3"]
+    assert lines[2].split() == row
+    assert lines[-1].split() == ["total", "40", "2", "5.0000%", "10", "B"]
+    delta = Delta.load(path)
+    Delta.merge([delta, delta], [0.5, -2]).save(path)
+    assert main(["diff", str(path), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert [(row["weight"], row["largest_change"]) for row in report["changes"]] == [
+        (0.5, 1.5),
+        (-2.0, 6.0),
+    ]
+    assert report["changes"][0]["density"] == 1 / 16
+    assert report["total"] == {"leaves": 2, "size": 40, "entries": 4, "bytes": 20}
+
+
+def test_an_empty_delta_is_no_difference(files, capsys):
+    base, path, _ = files
+    assert main(["diff", str(base), str(base), "--save", str(path.with_name("none"))]) == 0
+    assert main(["diff", str(path.with_name("none"))]) == 0
+    assert "total" in capsys.readouterr().out
+
+
+def test_another_base_is_refused_by_name_and_nothing_is_written(files, capsys):
+    base, delta, tuned = files
+    out = base.with_name("out.safetensors")
+    safetensors.numpy.save_file(tuned, base)
+    message = error(capsys, "apply", base, delta, out)
+    assert "'a/kernel' has other values. Apply the delta to its base." in message
+    safetensors.numpy.save_file({"a/kernel": tuned["a/kernel"]}, base)
+    assert "'a/bias' is missing" in error(capsys, "apply", base, delta, out)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["apply", "base", "base", "out"], "base.safetensors cannot be read: its metadata do not"),
+        (["apply", "base", "nothing", "out"], "No such file"),
+        (["apply", "base", "delta", "tuned"], "exists. Give another path, or --overwrite"),
+        (["apply", "base", "delta", "delta", "--overwrite"], "is the delta. Give another path"),
+        (["apply", "base", "delta", "out", "--filter", "kernle"], "nearest of 2 is 'a/kernel'"),
+        (["diff", "base"], "it holds no delta"),
+        (["diff", "delta", "--save", "out"], "--save needs two checkpoints"),
+        (["diff", "base", "tuned", "--save", "delta"], "exists. Give another path to --save"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_write_nothing(files, capsys, arguments, message):
+    folder = files[0].parent
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    names = ("base", "delta", "tuned", "out", "nothing")
+    paths = {name: folder / f"{name}.safetensors" for name in names}
+    assert message in error(capsys, *(paths.get(word, word) for word in arguments))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
