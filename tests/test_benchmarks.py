@@ -14,6 +14,7 @@ from benchmarks import (
     compact_move,
     compact_state,
     compact_steps,
+    deltas,
     grouped,
     results,
     selection,
@@ -133,6 +134,16 @@ def test_compact_steps_are_measured_beside_dense_and_masked_ones():
     assert all(float(cell) >= 0 for row in rows for cell in row[3:])
     nbytes = [float(row[3]) for row in rows]
     assert nbytes[3] < nbytes[2] < nbytes[0] < nbytes[1]
+
+
+def test_deltas_are_measured_beside_plain_compression(tmp_path):
+    numbers = [float(cell) for cell in deltas.measure_bytes(20_000, 0.01, tmp_path)[2:]]
+    dense, compressed = numbers[:2]
+    assert dense == 400
+    assert all(number < compressed for number in numbers[2:])
+    rows = deltas.measure_times(2_000, 0.01, 1, tmp_path)
+    assert rows[0][2] == "1.00"
+    assert all(float(cell) >= 0 for row in rows for cell in row[1:])
 
 
 def test_tuned_formats_are_measured_beside_dense_products():

@@ -17,8 +17,8 @@ from sparsity.core.checks import check_number
 from sparsity.core.trees import PyTree
 from sparsity.finetuning import delta_file
 from sparsity.finetuning.entries import (
+    BaseParameter,
     Entries,
-    Parameter,
     Term,
     describe,
     entry_text,
@@ -57,7 +57,7 @@ class Delta:
       [[0.0, 0.25, 0.0], [0.0, 0.0, 0.0]]
     """
 
-    base: Mapping[str, Parameter]
+    base: Mapping[str, BaseParameter]
     terms: tuple[Term, ...]
 
     @classmethod
@@ -93,7 +93,7 @@ class Delta:
         if masks is not None:
             check_masks(params, masks, packed=False)
             kept = named_arrays(masks)
-        parameters: dict[str, Parameter] = {}
+        parameters: dict[str, BaseParameter] = {}
         changes: dict[str, Entries] = {}
         for name in before:
             old, new = to_host(name, before[name]), to_host(name, after[name])
@@ -223,7 +223,9 @@ class Delta:
             if name not in arrays:
                 _refuse_base(name, "is missing")
             leaf = arrays[name]
-            kind = Parameter(tuple(leaf.shape), np.dtype(leaf.dtype).name, parameter.fingerprint)
+            kind = BaseParameter(
+                tuple(leaf.shape), np.dtype(leaf.dtype).name, parameter.fingerprint
+            )
             _refuse_base(name, find_difference(parameter, kind))
         for name, parameter in self.base.items():
             array = to_host(name, arrays[name])

@@ -20,7 +20,7 @@ from sparsity.core.checks import check_number, unique_keys
 from sparsity.core.files import reading, replacing
 from sparsity.core.trees import PyTree
 from sparsity.finetuning import gaps
-from sparsity.finetuning.entries import Entries, Parameter, Term
+from sparsity.finetuning.entries import BaseParameter, Entries, Term
 
 FORMAT = "sparsity.delta/1"
 KINDS = {False: "values", True: "differences"}
@@ -32,7 +32,7 @@ NUMPY = {
 # fmt: on
 
 
-def write(path: Path, base: Mapping[str, Parameter], terms: Sequence[Term]) -> None:
+def write(path: Path, base: Mapping[str, BaseParameter], terms: Sequence[Term]) -> None:
     """Writes a delta, completely or not at all."""
     save_file = extras.load("safetensors.numpy", "cli").save_file
     arrays: dict[str, np.ndarray] = {}
@@ -58,7 +58,7 @@ def write(path: Path, base: Mapping[str, Parameter], terms: Sequence[Term]) -> N
         save_file(arrays, new, metadata=metadata)
 
 
-def read(path: Path) -> tuple[dict[str, Parameter], tuple[Term, ...]]:
+def read(path: Path) -> tuple[dict[str, BaseParameter], tuple[Term, ...]]:
     """Returns the base and the terms of a delta.
 
     Raises:
@@ -92,13 +92,15 @@ def _digest(metadata: Mapping[str, str], terms: Sequence[Term]) -> str:
     return digest.hexdigest()
 
 
-def _parameter(name: str, shape: list[int], dtype: str, fingerprint: str) -> Parameter:
+def _parameter(name: str, shape: list[int], dtype: str, fingerprint: str) -> BaseParameter:
     if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"{name!r} has the shape {shape}")
-    return Parameter(tuple(shape), np.dtype(dtype).name, fingerprint)
+    return BaseParameter(tuple(shape), np.dtype(dtype).name, fingerprint)
 
 
-def _read_term(file: PyTree, number: int, base: Mapping[str, Parameter], fields: PyTree) -> Term:
+def _read_term(
+    file: PyTree, number: int, base: Mapping[str, BaseParameter], fields: PyTree
+) -> Term:
     """Returns a term of an open file; raises unless its entries fit the parameters."""
     check_number("weight", fields["weight"])
     entries = {}
@@ -111,7 +113,7 @@ def _read_term(file: PyTree, number: int, base: Mapping[str, Parameter], fields:
     return Term(fields["weight"], entries)
 
 
-def _check(name: str, parameter: Parameter, part: Entries) -> None:
+def _check(name: str, parameter: BaseParameter, part: Entries) -> None:
     """Raises a ValueError unless entries fit their parameter."""
     floats = [jnp.issubdtype(d, np.floating) for d in (parameter.dtype, part.values.dtype)]
     fits = all(floats) if part.is_difference else part.values.dtype.name == parameter.dtype

@@ -24,7 +24,7 @@ from sparsity.finetuning import gaps
 DIGITS = 32  # of a fingerprint, 128 bits
 
 
-class Parameter(NamedTuple):
+class BaseParameter(NamedTuple):
     """A parameter of a base: shape, name of its dtype, and a fingerprint of its bytes."""
 
     shape: tuple[int, ...]
@@ -85,13 +85,13 @@ def to_host(name: str, leaf: PyTree) -> np.ndarray:
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
-def describe(array: np.ndarray) -> Parameter:
+def describe(array: np.ndarray) -> BaseParameter:
     """Returns shape, dtype and fingerprint of a parameter, however it was sharded."""
     digest = hashlib.sha256(array.reshape(-1).view(np.uint8).data).hexdigest()
-    return Parameter(array.shape, array.dtype.name, digest[:DIGITS])
+    return BaseParameter(array.shape, array.dtype.name, digest[:DIGITS])
 
 
-def find_difference(old: Parameter | None, new: Parameter | None) -> str | None:
+def find_difference(old: BaseParameter | None, new: BaseParameter | None) -> str | None:
     """Describes the difference of two parameters; `None` for equal ones."""
     if old is None or new is None:
         return "is missing"
