@@ -270,13 +270,14 @@ def _check_leaves(base: PyTree, params: PyTree) -> None:
                 f"{role} has no leaf at {trees.listed(sorted(names))}. Both must be of one model."
             )
     for name, leaf in one.items():
-        if isinstance(leaf, int | float | complex) and leaf != other[name]:
+        if trees.is_array(leaf) != trees.is_array(other[name]):
+            raise ValueError(f"{name!r} is an array in only one of base and params.")
+        is_number = isinstance(leaf, int | float | complex) and not trees.is_array(leaf)
+        if is_number and leaf != other[name]:
             raise ValueError(
                 f"{name!r} is {leaf} in base and {other[name]} in params, and no array. Make it an "
                 "array, or leave it out of both."
             )
-        if trees.is_array(leaf) != trees.is_array(other[name]):
-            raise ValueError(f"{name!r} is an array in only one of base and params.")
 
 
 def _check_covered(

@@ -92,6 +92,13 @@ def test_arrays_of_any_shape_have_deltas(shape, tmp_path):
     assert bits(delta.apply({"w": base})) == bits({"w": tuned})
 
 
+def test_scalars_of_numpy_stay_scalars():
+    base, tuned = {"s": np.float64(2), "t": np.float32(1)}, {"s": np.float64(3), "t": np.float32(1)}
+    applied = Delta.between(base, tuned).apply(base)
+    assert applied == tuned
+    assert type(applied["s"]) is np.float64
+
+
 def test_equal_models_have_an_empty_delta(model, tmp_path):
     base = model[0]
     delta = write_and_read(Delta.between(base, base), tmp_path)
