@@ -72,7 +72,7 @@ from sparsity.calibration import (
 )
 from sparsity.compacting import compact
 from sparsity.epochs import EpochStrategy, pruning, pruning_apply
-from sparsity.finetuning.delta import Delta
+from sparsity.finetuning.delta import Delta as Delta
 from sparsity.graph import Coupled, Graph, budget, trace
 from sparsity.lora import merge_lora
 from sparsity.masks import Global, Layerwise, Scope, elementwise, unpack_masks

@@ -66,7 +66,10 @@ def _show_delta(arguments: argparse.Namespace) -> int:
     """Prints the entries of a delta by parameter; returns 1 if there are any, else 0."""
     if arguments.save:
         raise ValueError("--save needs two checkpoints. See 'sparsity diff --help'.")
-    delta = Delta.load(arguments.old)
+    try:
+        delta = Delta.load(arguments.old)
+    except ValueError as error:
+        raise ValueError(f"{error} To compare checkpoints, name two.") from error
     selected = checkpoints.select(delta.base, arguments.filter)
     rows: list[JsonObject] = [
         {

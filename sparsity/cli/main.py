@@ -51,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> _Parser:
-    about = "Inspects, prunes, compares and fine-tunes checkpoints."
+    about = "Inspects, prunes and compares checkpoints, and applies deltas."
     parser = _Parser(prog="sparsity", description=about, epilog=_examples(*COMMANDS))
     parser.add_argument("--version", action="version", version=sparsity.__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

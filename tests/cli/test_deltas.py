@@ -152,7 +152,7 @@ def test_another_base_is_refused_by_name_and_nothing_is_written(files, capsys):
         (["apply", "base", "delta", "tuned"], "exists. Give another path, or --overwrite"),
         (["apply", "base", "delta", "delta", "--overwrite"], "is the delta. Give another path"),
         (["apply", "base", "delta", "out", "--filter", "kernle"], "nearest of 2 is 'a/kernel'"),
-        (["diff", "base"], "it holds no delta"),
+        (["diff", "base"], "it holds no delta. If it is damaged, save it again. To compare ch"),
         (["diff", "delta", "--save", "out"], "--save needs two checkpoints"),
         (["diff", "base", "tuned", "--save", "delta"], "exists. Give another path to --save"),
     ],

@@ -1,6 +1,7 @@
 """Sparse deltas: exact to the bit, small, checked against their base, or refused."""
 
 import os
+import types
 import typing
 
 import jax
@@ -233,6 +234,14 @@ def test_tracers_are_refused(model):
     delta = Delta.between(base, params)
     with pytest.raises(ValueError, match=r"'layer/bias' is traced. .* outside jit"):
         jax.jit(delta.apply)(base)
+
+
+def test_arrays_of_several_processes_are_refused():
+    elsewhere = types.SimpleNamespace(
+        shape=(3,), dtype=np.dtype("float32"), is_fully_addressable=False
+    )
+    with pytest.raises(ValueError, match=r"'w' lies on devices of several processes. Gather it"):
+        Delta.between({"w": elsewhere}, {"w": elsewhere})
 
 
 OTHER_BASES = {
