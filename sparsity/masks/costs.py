@@ -57,9 +57,11 @@ def within_budget(
     limits = jnp.iinfo(jnp.int32)
 
     def keys() -> list[jax.Array]:
-        pairs = zip(scores, costs, strict=True)
+        # A quotient by a constant is rounded otherwise in a loop than after it; a product is not.
         # A weight that costs nothing ranks above all others.
-        return [to_keys(x.compute().astype(jnp.float32) / jnp.float32(cost)) for x, cost in pairs]
+        with np.errstate(divide="ignore"):
+            pairs = zip(scores, np.float32(1) / np.asarray(costs, np.float32), strict=True)
+        return [to_keys(x.compute().astype(jnp.float32) * factor) for x, factor in pairs]
 
     def allowed(masks: Iterable[jax.Array]) -> jax.Array:
         return fits(jnp.stack([jnp.sum(mask, dtype=jnp.uint32) for mask in masks]))
