@@ -11,7 +11,6 @@ All variants are measured in turn in one process; the figures are medians.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 from collections.abc import Callable
@@ -98,12 +97,7 @@ def report(batch_size: int, rows: list[list[str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few steps of a small batch")
-    parser.add_argument("--write", action="store_true", help="renew the section of RESULTS.md")
-    options = parser.parse_args()
-    if options.quick and options.write:
-        parser.error("--write needs the full measurement, without --quick.")
+    options = results.Parser(__doc__, "few steps of a small batch").read()
     batch_size = 10 if options.quick else 100
     text = report(batch_size, measure(batch_size, 5 if options.quick else 40))
     print(text)

@@ -10,7 +10,6 @@ figures are the best ones.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable
@@ -102,12 +101,7 @@ def report(size: int, rows: list[list[str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a small layer")
-    parser.add_argument("--write", action="store_true", help="renew the section of RESULTS.md")
-    options = parser.parse_args()
-    if options.quick and options.write:
-        parser.error("--write needs the full measurement, without --quick.")
+    options = results.Parser(__doc__, "a small layer").read()
     # Read when the first array is made.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
     os.environ |= {"XLA_FLAGS": flags, "OPENBLAS_NUM_THREADS": "1"}

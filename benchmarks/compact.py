@@ -85,14 +85,10 @@ class Case(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="small models, few rounds")
-    parser.add_argument("--write", action="store_true", help="renew the sections of RESULTS.md")
+    parser = results.Parser(__doc__, "small models, few rounds")
     parser.add_argument("--parts", nargs="+", default=list(HEADINGS), choices=HEADINGS)
     parser.add_argument("--one", type=int, nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.quick and options.write:
-        parser.error("--write needs the full measurement, without --quick.")
+    options = parser.read()
     if options.one:
         print(json.dumps(measure_peak(*options.one)))
         return

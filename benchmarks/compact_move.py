@@ -13,7 +13,6 @@ RigL and SET at 90 %, Adam, a stack of layers under one scan, or as many unrolle
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import statistics
@@ -63,12 +62,7 @@ CASES = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds of small layers")
-    parser.add_argument("--write", action="store_true", help="renew the section of RESULTS.md")
-    options = parser.parse_args()
-    if options.quick and options.write:
-        parser.error("--write needs the full measurement, without --quick.")
+    options = results.Parser(__doc__, "few rounds of small layers").read()
     layers, width, rounds = (2, 32, 2) if options.quick else (8, 1024, 8)
     rows = []
     for case in CASES:

@@ -15,7 +15,6 @@ One update of Adam with `apply_updates`, without forward and backward pass, on f
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -54,12 +53,7 @@ class Way(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few updates of small matrices")
-    parser.add_argument("--write", action="store_true", help="renew the section of RESULTS.md")
-    options = parser.parse_args()
-    if options.quick and options.write:
-        parser.error("--write needs the full measurement, without --quick.")
+    options = results.Parser(__doc__, "few updates of small matrices").read()
     shape, count = ((64, 128), 3) if options.quick else ((1024, 2048), 40)
     rows = []
     for target in (0.5, 0.8, 0.9, 0.95):

@@ -11,7 +11,6 @@ depends less on other work of the machine than their duration.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -33,12 +32,7 @@ WAYS = ("masked", "values", "grouped")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="small layers, few rounds")
-    parser.add_argument("--write", action="store_true", help="renew the section of RESULTS.md")
-    options = parser.parse_args()
-    if options.quick and options.write:
-        parser.error("--write needs the full measurement, without --quick.")
+    options = results.Parser(__doc__, "small layers, few rounds").read()
     layers, size, rounds = (2, 64, 2) if options.quick else (4, 1024, 5)
     rows = []
     for count in ROWS[: 1 if options.quick else None]:

@@ -37,14 +37,10 @@ Params: TypeAlias = Mapping[str, jax.Array]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a tree of three kernels")
-    parser.add_argument("--write", action="store_true", help="renew the section of RESULTS.md")
+    parser = results.Parser(__doc__, "a tree of three kernels")
     parser.add_argument("--algorithms", nargs="+", default=ALGORITHMS, choices=ALGORITHMS)
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.quick and options.write:
-        parser.error("--write needs the full measurement, without --quick.")
+    options = parser.read()
     if options.one:
         print(json.dumps(measure(options.one, *options.algorithms)))
         return

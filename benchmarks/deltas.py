@@ -9,7 +9,6 @@ Changed entries lie at random places; the changes are 5 % of the spread of the w
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable
@@ -100,12 +99,7 @@ def report(size: int, sizes: list[list[str]], times: list[list[str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few weights")
-    parser.add_argument("--write", action="store_true", help="renew the section of RESULTS.md")
-    options = parser.parse_args()
-    if options.quick and options.write:
-        parser.error("--write needs the full measurement, without --quick.")
+    options = results.Parser(__doc__, "few weights").read()
     size = 1_000_000 if options.quick else 100_000_000
     with tempfile.TemporaryDirectory() as folder:
         sizes = [measure_bytes(size, density, Path(folder)) for density in DENSITIES]

@@ -11,7 +11,6 @@ turn in one process; the figures are medians of the time of dense over that of g
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import time
@@ -33,12 +32,7 @@ Run = Callable[[], object]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a small layer, few rounds")
-    parser.add_argument("--write", action="store_true", help="renew the section of RESULTS.md")
-    options = parser.parse_args()
-    if options.quick and options.write:
-        parser.error("--write needs the full measurement, without --quick.")
+    options = results.Parser(__doc__, "a small layer, few rounds").read()
     size, rounds = (256, 3) if options.quick else (2048, 9)
     rows = []
     for sparsity, count in itertools.product(SPARSITIES, ROWS):

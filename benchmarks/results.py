@@ -1,5 +1,6 @@
-"""What the benchmarks share: a table, the machine in words, and the file of results."""
+"""What the benchmarks share: flags, a table, the machine in words, and the file of results."""
 
+import argparse
 import datetime
 import os
 import platform
@@ -10,6 +11,27 @@ from pathlib import Path
 import jax
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of the flags --quick and --write.
+
+    Args:
+      doc: docstring of the benchmark, whose first line is the description.
+      quick: help of --quick.
+    """
+
+    def __init__(self, doc: str, quick: str) -> None:
+        super().__init__(description=doc.partition("\n")[0])
+        self.add_argument("--quick", action="store_true", help=quick)
+        self.add_argument("--write", action="store_true", help="renew the section of RESULTS.md")
+
+    def read(self) -> argparse.Namespace:
+        """Returns the flags of the command line; --quick and --write exclude each other."""
+        options = self.parse_args()
+        if options.quick and options.write:
+            self.error("--write needs the full measurement, without --quick.")
+        return options
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

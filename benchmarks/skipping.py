@@ -15,7 +15,6 @@ the compiled program reads; steps of all ways are measured in turn, in one proce
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import statistics
@@ -68,12 +67,7 @@ WAYS: dict[str, Update] = {"never": never, "early": update_unless, "where": wher
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few steps of a small network")
-    parser.add_argument("--write", action="store_true", help="renew the section of RESULTS.md")
-    options = parser.parse_args()
-    if options.quick and options.write:
-        parser.error("--write needs the full measurement, without --quick.")
+    options = results.Parser(__doc__, "few steps of a small network").read()
     networks = {(128, 512, 128): 240, (1024, 4096, 1024): 120}
     if options.quick:
         networks = {(128, 512, 128): 24}

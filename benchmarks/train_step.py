@@ -11,7 +11,6 @@ at another count.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import statistics
@@ -36,13 +35,9 @@ State = tuple[Params, sparsity.SparseState]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few steps of a small network")
-    parser.add_argument("--write", action="store_true", help="renew the section of RESULTS.md")
+    parser = results.Parser(__doc__, "few steps of a small network")
     parser.add_argument("--algorithms", nargs="+", default=sparsity.all_algorithm_names())
-    options = parser.parse_args()
-    if options.quick and options.write:
-        parser.error("--write needs the full measurement, without --quick.")
+    options = parser.read()
     sizes = (128, 512, 128) if options.quick else (1024, 4096, 1024)
     ordinary_steps, update_steps = (10, 3) if options.quick else (60, 9)
     rows = []
