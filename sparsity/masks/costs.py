@@ -55,12 +55,12 @@ def within_budget(
       as the budget allows.
     """
     limits = jnp.iinfo(jnp.int32)
+    # A quotient by a constant is rounded otherwise in a loop than after it; a product is not.
+    with np.errstate(divide="ignore"):  # a weight that costs nothing ranks above all others
+        factors = np.float32(1) / np.asarray(costs, np.float32)
 
     def keys() -> list[jax.Array]:
-        # A quotient by a constant is rounded otherwise in a loop than after it; a product is not.
-        # A weight that costs nothing ranks above all others.
-        with np.errstate(divide="ignore"):
-            pairs = zip(scores, np.float32(1) / np.asarray(costs, np.float32), strict=True)
+        pairs = zip(scores, factors, strict=True)
         return [to_keys(x.compute().astype(jnp.float32) * factor) for x, factor in pairs]
 
     def allowed(masks: Iterable[jax.Array]) -> jax.Array:
