@@ -103,8 +103,7 @@ class Mover:
     @property
     def strides(self) -> list[int]:
         """Steps of the flat index of the parameter, for each axis."""
-        sizes = self.storage.shape
-        return [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+        return hashing.flat_strides(self.storage.shape)
 
     def kind(self) -> Hashable:
         """Returns a key that is equal for parameters whose slices move by one program."""

@@ -59,9 +59,14 @@ def _mix(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
+def flat_strides(shape: tuple[int, ...]) -> list[int]:
+    """Returns the steps of the flat index along each axis of an array of the shape."""
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+
+
 def flat_index(shape: tuple[int, ...], strides: Sequence[int | jax.Array] = ()) -> jax.Array:
     """Returns the int32 flat index of each entry of an array of the shape."""
-    strides = strides or [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    strides = strides or flat_strides(shape)
     index = jnp.zeros(shape, jnp.int32)
     for axis, stride in enumerate(strides):
         index += lax.broadcasted_iota(jnp.int32, shape, axis) * stride
