@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -120,6 +121,6 @@ def _check(name: str, parameter: BaseParameter, part: Entries) -> None:
     if part.gaps.dtype not in gaps.DTYPES or part.gaps.ndim != 1 or not fits:
         raise ValueError(f"{name!r} has positions or values of another dtype")
     positions = gaps.decode(part.gaps)
-    size = int(np.prod(parameter.shape, dtype=object))
+    size = math.prod(parameter.shape)
     if positions.shape != part.values.shape or not positions.size or positions[-1] >= size:
         raise ValueError(f"{name!r} has values without a position in the shape {parameter.shape}")
