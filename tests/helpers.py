@@ -170,6 +170,11 @@ def num_kept(n, sparsity_):
     return min(n, max(1, round(n * (1 - Fraction(float(np.float32(sparsity_)))))))
 
 
+def bits(tree):
+    """The tree with (shape, dtype, bytes) for arrays."""
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, np.asarray(leaf).tobytes()), tree)
+
+
 def is_positive_zero(array):
     """Where all bits are zero."""
     array = np.asarray(array)

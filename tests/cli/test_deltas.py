@@ -10,6 +10,7 @@ import safetensors.numpy
 from sparsity import Delta
 from sparsity.cli import checkpoints, main
 from tests.cli.checkpoints import FORMATS, weights
+from tests.helpers import bits
 
 
 def arrays(path):
@@ -17,10 +18,6 @@ def arrays(path):
     return {
         name: x.load() for name, x in checkpoints.leaves_by_name(checkpoints.read(path)).items()
     }
-
-
-def bits(tree):
-    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.tobytes()), tree)
 
 
 def tuned_weights():

@@ -15,13 +15,10 @@ import sparsity
 from sparsity import Delta
 from sparsity.finetuning import gaps
 from tests.eight_devices import KINDS, run
+from tests.helpers import bits
 
 DTYPES = ["float16", "bfloat16", "float32", "float8_e4m3fn", "complex64", "int8", "bool"]
 ALL_DTYPES = [*DTYPES, "float64", "complex128", "int64", "uint16", "float8_e5m2", "int4"]
-
-
-def bits(tree):
-    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, np.asarray(leaf).tobytes()), tree)
 
 
 def draw(shape=(16, 32), seed=0, dtype="float32"):
