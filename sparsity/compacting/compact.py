@@ -505,7 +505,9 @@ def _move(
         )
     fresh = None if tx is None else tx.init(jax.tree.map(jnp.zeros_like, params))
     carriers = {
-        path: Carrier(storage, indices[path], new[path]) for path, storage in model.storages
+        path: Carrier(storage, indices[path], new[path])
+        for path, storage in model.storages
+        if path in movers
     }
     new, params, opt_state = carry_state(carriers, params, opt_state, fresh)
     moved = dataclasses.replace(model, indices=_replace_leaves(model.indices, new))

@@ -274,7 +274,7 @@ def move_all(
 def make_movers(
     updater: Updater, example: PyTree, storages: Mapping[Path, Storage]
 ) -> dict[Path, Mover]:
-    """Returns the mask updates of all masked parameters.
+    """Returns the mask updates of all masked parameters but those that keep all entries.
 
     Args:
       updater: the updater.
@@ -295,7 +295,8 @@ def make_movers(
             storage = storages[names]
             target = targets.get(path)
             _check_site(updater, sites[path], storage, target)
-            movers[names] = Mover(updater, example, sites, target, path, storage, rule)
+            if not storage.is_full:  # nothing to drop, nothing to grow
+                movers[names] = Mover(updater, example, sites, target, path, storage, rule)
     return movers
 
 
@@ -339,7 +340,7 @@ def _check_site(
             "or a Block that divides the axes, SRigL with min_salient=None, or "
             "formats={path: 'dense'}."
         )
-    if storage.format == "grouped" and not _keeps_groups(site, storage):
+    if storage.format == "grouped" and not (storage.is_full or _keeps_groups(site, storage)):
         raise ValueError(
             f"{refused}: {site.pattern!r} keeps no groups of {storage.size[-1]} outputs that read "
             f"the same inputs, as the format 'grouped' has. Give compact formats="
@@ -355,7 +356,9 @@ def _keeps_groups(site: Site, storage: Storage) -> bool:
         return False
     ndim = len(storage.shape)
     inputs = {absolute_axis(axis, site.batch_axes, ndim) for axis in axes}
-    is_multiple: bool = group % storage.size[-1] == 0
+    outputs = {*range(ndim)} - {*storage.stack, *storage.inputs}
+    largest = min(group, math.prod(storage.shape[axis] for axis in outputs))
+    is_multiple: bool = largest % storage.size[-1] == 0
     return inputs == {*storage.inputs} and is_multiple
 
 

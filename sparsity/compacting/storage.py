@@ -56,6 +56,12 @@ class Storage:
         return self.kept_shape[:-1] if self.format == "grouped" else self.kept_shape
 
     @property
+    def is_full(self) -> bool:
+        """Whether values of all entries are stored, and only these; never under 'dense'."""
+        stored = math.prod(self.kept_shape) - self.padding
+        return self.format != "dense" and stored == math.prod(self.shape)
+
+    @property
     def order(self) -> tuple[int, ...]:
         """The axes of the parameter, those that index slices first, then `inputs`."""
         return _order(self.stack, len(self.shape), self.inputs)

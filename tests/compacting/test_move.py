@@ -420,6 +420,42 @@ def test_groups_that_a_pattern_does_not_keep_are_refused():
         model.move(make_pruner(sparsity.SET), model.params, model.opt_state, 0)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "target"), [(Unstructured(), 0.0), (FanIn(16), 0.0), (FanIn(16), 0.75)]
+)
+def test_all_outputs_of_a_narrow_layer_may_read_the_same_inputs(pattern, target):
+    """Moves a layer of 10 outputs beside one that is pruned, as ERK does with small layers."""
+    rng = np.random.default_rng(0)
+    params = {
+        "hidden": jnp.asarray(rng.normal(size=(8, 16)), jnp.float32),
+        "logits": jnp.asarray(rng.normal(size=(16, 10)), jnp.float32),
+    }
+
+    def fn(params, x):
+        return jnp.tanh(x @ params["hidden"]) @ params["logits"]
+
+    pruner = make_pruner(
+        sparsity.RigL,
+        pattern,
+        sparsity_distribution_fn=lambda params: {"hidden": 0.5, "logits": target},
+    )
+    wrapped, x = pruner.wrap_optax(ADAM), make_inputs()[0]
+    state = wrapped.init(params)
+    params = jax.tree.map(lambda p, m: p * m, params, state.masks)
+    model = compact(trace(fn, params, x), params, state.masks)
+    assert model.formats["logits",] == "grouped"
+    assert model.params["logits"].shape[-1] == 10
+
+    def loss(apply, params):
+        return jnp.mean(jnp.square(apply(params, x) - 1))
+
+    moved, values, _ = model.move(pruner, model.params, ADAM.init(model.params), 0, loss)
+    grads = jax.grad(lambda params: loss(fn, params))(params)
+    _, expected = wrapped.update(grads, state, params)
+    assert_equal(moved.masks, expected.masks)
+    assert_equal(moved.dense(values), jax.tree.map(lambda p, m: p * m, params, expected.masks))
+
+
 def test_parameters_of_another_model_are_refused():
     model = start(make_pruner(sparsity.SET))[2]
     params = {**model.params, "layers": model.params["layers"][:, :5]}
