@@ -361,16 +361,13 @@ def pair(numbers: Any, digits: int) -> str:
 
 
 def page(results: dict[str, Any]) -> str:
-    shared = pair([100 * rows["values"]["shared"] for rows in results["seeds"].values()], 1)
+    shared = " and ".join(
+        f"{100 * rows['values']['shared']:.1f}" for rows in results["seeds"].values()
+    )
     depths = " ".join(
         f"At {layers} layers the peak of `rigl (compact)` without activations is"
         f" {sizes['values'] / sizes['masked']:.2f} of that of `rigl (masked)`."
         for layers, sizes in results["depths"].items()
-    )
-    lone_runs = " ".join(
-        f"Of seed {seed} these two trained alone: {row['values']:.3f} bits compact,"
-        f" {row['masked']:.3f} masked."
-        for seed, row in results.get("bits", {}).items()
     )
     moves = results["steps"] * 3 // 4 // EVERY
     return f"""# Sparse from the first step
@@ -382,12 +379,12 @@ one in {EVERY} steps until three quarters of the steps. A step that moves masks 
 as they are. Dense and masked runs have one program, compact runs one for steps and one for moves.
 Bytes count arguments and temporaries; without activations, they are those of one window
 of {SHORT[1] - 1} characters. Runs of a seed train in turn, {EVERY} steps each; their times are sums
-of all steps and moves, without compilation. Masked and compact run of a seed end with {shared} % of
-their kept entries in common.
+of all steps and moves, without compilation. Masked and compact run of a seed end with
+{shared} % of their kept entries in common.
 
 {table(results)}
 
-{lone_runs} {depths}
+{depths}
 """
 
 

@@ -30,7 +30,7 @@ from baselines import topics_transformer as task
 from benchmarks import compact_steps
 
 WIDTH, GROUP, BATCH, STEPS, LEARNING_RATE = 256, 16, 8, 600, 2e-3
-SPARSITIES = (0.9, 0.95)
+SPARSITIES = (0.8, 0.9, 0.95)
 ROUNDS = 6  # of measured steps, all rows of a sparsity in turn
 RESULTS = store.RESULTS / "compact_transformer.json"
 PAGE = store.FOLDER / "COMPACT.md"
