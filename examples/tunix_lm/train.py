@@ -1,4 +1,4 @@
-"""Trains a small Llama with tunix: dense, 2:4, sparse from the first step, and then cut in half."""
+"""Trains a small Llama with tunix: dense, 2:4, by RigL, on kept values, and then cut in half."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ def batches(codes: np.ndarray, count: int, seed: int) -> Iterator[peft_trainer.T
 
 def model_input(batch: peft_trainer.TrainingInput) -> dict[str, jax.Array]:
     """Adds what the model wants beside the tokens: positions, and who may see whom."""
-    causal = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+    count, length = batch.input_tokens.shape
+    causal = jnp.tril(jnp.ones((length, length), bool))
     return {
         "input_tokens": batch.input_tokens,
         "input_mask": batch.input_mask,
-        "positions": jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH)),
-        "attention_mask": jnp.broadcast_to(causal, (BATCH, LENGTH, LENGTH)),
+        "positions": jnp.broadcast_to(jnp.arange(length), (count, length)),
+        "attention_mask": jnp.broadcast_to(causal, (count, length, length)),
     }
 
 
@@ -116,6 +117,12 @@ def make_pruners(steps: int) -> dict[str, sparsity.BaseUpdater]:
 def train(pruner: sparsity.BaseUpdater, name: str, steps: int) -> peft_trainer.PeftTrainer:
     tx = optax.adamw(optax.cosine_decay_schedule(2e-3, steps))
     tx = pruner.wrap_optax(tx)
+    return run_trainer(make_model(), tx, name, steps, seed=1)
+
+
+def run_trainer(
+    model: nnx.Module, tx: optax.GradientTransformation, name: str, steps: int, seed: int
+) -> peft_trainer.PeftTrainer:
     config = peft_trainer.TrainingConfig(
         eval_every_n_steps=steps,
         max_steps=steps,
@@ -123,10 +130,59 @@ def train(pruner: sparsity.BaseUpdater, name: str, steps: int) -> peft_trainer.P
         gradient_accumulation_steps=ACCUMULATED,
         pbar_description=name,
     )
-    trainer = peft_trainer.PeftTrainer(make_model(), tx, config)
+    trainer = peft_trainer.PeftTrainer(model, tx, config)
     trainer.with_gen_model_input_fn(model_input)
-    trainer.train(batches(load_text()[0], steps * ACCUMULATED, seed=1))
+    trainer.train(batches(load_text()[0], steps * ACCUMULATED, seed))
     return trainer
+
+
+class CompactModel(nnx.Module):
+    """The kept values of a model, with its call: values are trained, their positions are not."""
+
+    def __init__(self, compact: sparsity.Compact) -> None:
+        values, self.weights_structure = jax.tree.flatten(compact.params)
+        positions, self.structure = jax.tree.flatten(compact)
+        self.values = nnx.List(nnx.Param(x) for x in values)
+        self.positions = nnx.List(nnx.Variable(x) for x in positions)
+
+    def read(self) -> tuple[sparsity.Compact, nnx.State]:
+        """Returns the compact model, and its parameters as they are now."""
+        values, positions = ([x[...] for x in each] for each in (self.values, self.positions))
+        weights = jax.tree.unflatten(self.weights_structure, values)
+        return jax.tree.unflatten(self.structure, positions), weights
+
+    def __call__(self, *call: Any) -> Any:
+        compact, weights = self.read()
+        return compact.apply(weights, *call)
+
+
+def train_kept(trainer: peft_trainer.PeftTrainer, graph: sparsity.Graph, steps: int) -> str:
+    """Trains the kept values of a pruned model on, half as long, and puts them back into the model.
+
+    Returns:
+      The memory of a step.
+    """
+    weights = nnx.state(trainer.model, nnx.Param)
+    masks = sparsity.get_sparse_state(trainer.optimizer.opt_state).masks
+    model = CompactModel(sparsity.compact(graph, weights, masks))
+    tuner = run_trainer(model, optax.adamw(5e-4), "kept", steps // 2, seed=5)
+    compact, weights = model.read()
+    nnx.update(trainer.model, compact.dense(weights))
+    return describe_memory(tuner)
+
+
+def describe_memory(trainer: peft_trainer.PeftTrainer) -> str:
+    """Returns the bytes of the compiled step: arguments and temporaries."""
+    step = nnx.jit(trainer.create_train_step_fn(), donate_argnames=("optimizer",))
+    batch = next(batches(load_text()[0], 1, seed=1))
+    short = peft_trainer.TrainingInput(
+        input_tokens=batch.input_tokens[:1, :8], input_mask=batch.input_mask[:1, :8]
+    )
+    sizes = []
+    for each in (batch, short):
+        memory = step.lower(trainer.model, trainer.optimizer, each).compile().memory_analysis()
+        sizes.append((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 1e6)
+    return f"a step takes {sizes[0]:.1f} MB, {sizes[1]:.1f} MB of one short line"
 
 
 def merge_adapters(trainer: peft_trainer.PeftTrainer, steps: int) -> float:
@@ -227,6 +283,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="steps of the optimizer")
     steps = parser.parse_args().steps
     pruners = make_pruners(steps)
+    graph = pruners["halved"].scope.graph
     results = {}
     for name, pruner in pruners.items():
         trainer = train(pruner, name, steps)
@@ -234,8 +291,13 @@ def main() -> None:
         if name == "2:4":
             plain = merge_adapters(trainer, steps)
             results["LoRA"] = check(trainer, pruner, steps) + f" (without masks {plain:.2%})"
-        if isinstance(pruner.scope, sparsity.Coupled):
-            results["cut"] = shrink(trainer, pruner.scope.graph)
+        if name in ("dense", "RigL"):
+            results[name] += f", {describe_memory(trainer)}"
+        if name == "RigL":
+            memory = train_kept(trainer, graph, steps)
+            results["kept"] = f"{check(trainer, pruner, steps)}, {memory}"
+        if name == "halved":
+            results["cut"] = shrink(trainer, graph)
     print(*(f"{name:6}  {result}" for name, result in results.items()), sep="\n")
 
 
