@@ -1,6 +1,6 @@
 """Trains tasks of the baselines on kept values, and by groups of FanIn; writes COMPACT_ROWS.md.
 
-    python -m baselines.compact_rows [--report] [--tasks NAME ...] [--seeds N]
+    python -m baselines.compact_rows [--report] [--tasks NAME ...] [--rows NAME ...] [--seeds N]
 
 Tasks, recipes and seeds are those of `baselines.run`, which has the wrapped rows of all tasks but
 the wide one. A compact row is trained by the loss of its task, in place of `training.fit`: from the
@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -56,13 +55,10 @@ class Row:
 ALGORITHMS = ("no_prune", "magnitude", "static_sparse", "rigl")
 ROWS = {name: Row(name) for name in ALGORITHMS}
 ROWS |= {f"{name} (compact)": Row(name, 0, True) for name in ("static_sparse", "rigl")}
-ROWS |= {
-    f"{name} FanIn({group})" + " (compact)" * (name != "magnitude"): Row(
-        name, group, name != "magnitude"
-    )
-    for group in (16, 1)
-    for name in ("magnitude", "static_sparse", "rigl")
-}
+for size in (16, 1):
+    ROWS[f"magnitude FanIn({size})"] = Row("magnitude", size)
+    ROWS[f"static_sparse FanIn({size}) (compact)"] = Row("static_sparse", size, True)
+    ROWS[f"rigl FanIn({size}) (compact)"] = Row("rigl", size, True)
 
 
 def train_wide(key: jax.Array, updater: sparsity.BaseUpdater) -> training.Metrics:
@@ -174,7 +170,7 @@ class CompactFit:
     ) -> chex.ArrayTree:
         updater = set_groups(updater, self.row.group, self.graph)
         carry, programs = make_compact(self.graph, updater, params, optimizer)
-        self.programs = self.programs or [compile_program(x, carry, key)[0] for x in programs]
+        self.programs = self.programs or [compile_program(x, carry, key) for x in programs]
         for i, step_key in enumerate(jax.random.split(key, steps)):
             is_move = len(programs) > 1 and bool(updater.scheduler.is_mask_update_iter(i))
             carry = self.programs[int(is_move)](carry, np.int32(i), step_key)
@@ -225,18 +221,16 @@ def make_masked(
     return (None, params, tx.init(params)), [step]
 
 
-def compile_program(program: Program, carry: Carry, key: jax.Array) -> tuple[Any, float]:
-    """Returns the compiled program, which donates the carry, and its CPU-seconds of compiling."""
-    lowered = jax.jit(program, donate_argnums=0).lower(carry, np.int32(1), key)
-    start = time.process_time()
-    return lowered.compile(), time.process_time() - start
+def compile_program(program: Program, carry: Carry, key: jax.Array) -> Any:
+    """Returns the compiled program, which donates the carry."""
+    return jax.jit(program, donate_argnums=0).lower(carry, np.int32(1), key).compile()
 
 
 # Steps.
 
 
 def measure_steps(task: training.Task, target: float) -> dict[str, dict[str, list[float]]]:
-    """Returns megabytes, CPU-seconds and CPU-seconds of compiling of step and move, by row."""
+    """Returns megabytes and CPU-seconds of step and move, by row."""
     steps: dict[str, dict[str, list[float]]] = {}
 
     def fit(
@@ -257,13 +251,12 @@ def measure_steps(task: training.Task, target: float) -> dict[str, dict[str, lis
                 carry, programs = make_compact(graph, updater, params, optimizer)
             else:
                 carry, programs = make_masked(updater, params, optimizer, loss_fn)
-            steps[name] = {"bytes": [], "seconds": [], "compile": []}
+            steps[name] = {"bytes": [], "seconds": []}
             for program in programs:
-                compiled, seconds = compile_program(program, carry, key)
+                compiled = compile_program(program, carry, key)
                 memory = compiled.memory_analysis()
                 used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
                 steps[name]["bytes"].append(used / 1e6)
-                steps[name]["compile"].append(seconds)
                 runs.append((name, repeat(compiled, carry, key)))
         seconds = compact_steps.time_in_turn([run for _, run in runs], ROUNDS)
         for (name, _), each in zip(runs, seconds, strict=True):
@@ -290,22 +283,28 @@ def repeat(compiled: Any, carry: Carry, key: jax.Array) -> Callable[[], Carry]:
 # Results.
 
 
-def measure_all(names: list[str], seeds: int | None, results: dict[str, Any]) -> None:
-    """Measures what has no result yet."""
+def measure_all(
+    names: list[str], labels: list[str], seeds: int | None, results: dict[str, Any]
+) -> None:
+    """Measures what has no result yet, one seed of all rows after the other."""
     for name, target in jobs(names):
         task = TASKS[name][0]
         stored = results.setdefault(f"{name} {target}", {"rows": {}})
         if "steps" not in stored:
             stored["steps"] = measure_steps(task, target)
             save(results)
-        trained = store.load(task) if task is not WIDE else {}
+        trained, runs = store.load(task) if task is not WIDE else {}, {}
         for label, row in ROWS.items():
             if (job := (label, 0.0 if label == "no_prune" else target)) in trained:
-                stored["rows"][label] = {key: trained[job][key] for key in ("metric", "sparsity")}
-                continue
-            metrics = stored["rows"].setdefault(label, {"metric": [], "sparsity": []})
-            run = train(task, row, target)
-            for seed in range(len(metrics["metric"]), seeds or task.seeds):
+                metrics = {key: trained[job][key] for key in ("metric", "sparsity")}
+                stored["rows"][label] = metrics
+            elif label in labels:
+                runs[label] = train(task, row, target)
+        for seed in range(seeds or task.seeds):
+            for label, run in runs.items():
+                metrics = stored["rows"].setdefault(label, {"metric": [], "sparsity": []})
+                if len(metrics["metric"]) > seed:
+                    continue
                 for key, value in run(seed).items():
                     metrics[key].append(value)
                 print(name, target, label, metrics["metric"][-1], flush=True)
@@ -343,7 +342,7 @@ def join(numbers: list[float], digits: int) -> str:
 
 def page(results: dict[str, Any]) -> str:
     sections = [
-        f"## {TASKS[name][0].title}, {100 * target:.0f} %\n\n"
+        f"## {TASKS[name][0].title}, {target:.0%}\n\n"
         f"{table(TASKS[name][0], results[f'{name} {target}'])}\n"
         for name, target in jobs(list(TASKS))
         if f"{name} {target}" in results
@@ -352,12 +351,13 @@ def page(results: dict[str, Any]) -> str:
     return f"""# On kept values, and by groups
 
 `python -m baselines.compact_rows` made these results. Tasks, recipes and seeds are those of
-`RESULTS.md`, from which the wrapped rows are; the wide transformer differs by {sizes}.
-Rows named compact train kept values from the first step, from the masks of the wrapped updater,
-which move in the same steps. Magnitude by groups trains with masks, as its ramp
-changes the number of kept values; its step is that of kept values after the ramp. Bytes count
-arguments and temporaries. Steps of a table are measured in turn. A wrapped step of RigL moves
-masks in the same program.
+`RESULTS.md`, which has the wrapped rows. The wide transformer differs by
+{sizes}.
+Rows named compact train kept values from the first step. They start from the masks of the wrapped
+updater, which move in the same steps. Magnitude by groups trains with masks, as its ramp changes
+the number of kept values; its step is that of kept values after the ramp. Megabytes are those of
+arguments and temporaries of a compiled step, activations included. Steps of a table are measured
+in turn. A wrapped step of RigL moves masks in the same program.
 
 {chr(10).join(sections)}"""
 
@@ -366,11 +366,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--report", action="store_true", help="write the page, train nothing")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="NAME")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="NAME")
     parser.add_argument("--seeds", type=int, help="of compact rows and groups; as the task has")
     options = parser.parse_args()
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     if not options.report:
-        measure_all(options.tasks, options.seeds, results)
+        measure_all(options.tasks, options.rows, options.seeds, results)
     PAGE.write_text(page(results), encoding="utf-8")
 
 

@@ -16,6 +16,7 @@ import sparsity
 from baselines import (
     channels,
     compact_rigl,
+    compact_rows,
     compact_transformer,
     digits_cnn,
     grown_weights,
@@ -329,6 +330,36 @@ def test_the_page_of_compact_runs_by_rigl_shows_what_is_stored():
     page = compact_rigl.page(results)
     assert compact_rigl.PAGE.read_text(encoding="utf-8") == page
     assert all(f"| {text} |" in page for text in compact_rigl.LEGEND.values())
+
+
+def test_the_page_of_compact_rows_shows_what_is_stored():
+    results = json.loads(compact_rows.RESULTS.read_text(encoding="utf-8"))
+    page = compact_rows.page(results)
+    assert compact_rows.PAGE.read_text(encoding="utf-8") == page
+    for name, target in compact_rows.jobs(list(compact_rows.TASKS)):
+        assert compact_rows.table(compact_rows.TASKS[name][0], results[f"{name} {target}"]) in page
+
+
+@pytest.mark.parametrize("name", ["digits_cnn 0.9", "topics_transformer 0.8"])
+@pytest.mark.parametrize("algorithm", ["static_sparse", "rigl"])
+def test_compact_rows_agree_with_wrapped_ones_within_seeds(name, algorithm):
+    results = json.loads(compact_rows.RESULTS.read_text(encoding="utf-8"))[name]["rows"]
+    rows = [results[algorithm], results[f"{algorithm} (compact)"]]
+    difference = report.mean(rows[0]) - report.mean(rows[1])
+    assert abs(difference) <= max(map(report.deviation, rows))
+    assert len(rows[1]["metric"]) == 3
+
+
+@pytest.mark.parametrize("row", [("magnitude", 4), ("static_sparse", 4, True), ("rigl", 4, True)])
+def test_outputs_of_a_group_read_the_same_inputs_in_wrapped_and_compact_rows(row):
+    def train_metrics(key, updater):
+        mask = train(key, updater)["mask"]
+        return {"metric": (mask.sum(1) == 4).sum(), "sparsity": 1 - mask.mean()}
+
+    task = dataclasses.replace(TASK, train=train_metrics)
+    run_seed = compact_rows.train(task, compact_rows.Row(*row), 0.75)
+    # 4 outputs read 4 of 16 inputs
+    assert [run_seed(seed) for seed in range(2)] == [{"metric": 4.0, "sparsity": 0.75}] * 2
 
 
 def test_scanned_layers_compute_what_the_list_of_layers_does():

@@ -57,7 +57,7 @@ class Storage:
 
     @property
     def is_full(self) -> bool:
-        """Whether values of all entries are stored, and only these; never under 'dense'."""
+        """Tells whether the values of all entries are stored; never true of the format 'dense'."""
         stored = math.prod(self.kept_shape) - self.padding
         return self.format != "dense" and stored == math.prod(self.shape)
 
