@@ -32,7 +32,11 @@ _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_o
 
 
 def check_entrywise(
-    inner: optax.GradientTransformationExtraArgs, params: PyTree, kept: PyTree
+    inner: optax.GradientTransformationExtraArgs,
+    params: PyTree,
+    kept: PyTree,
+    caller: str = "use_compact_state=True",
+    remedy: str = ", or leave use_compact_state off",
 ) -> None:
     """Raises a ValueError for an optimizer that reads more than entries and norms.
 
@@ -40,6 +44,8 @@ def check_entrywise(
       inner: the optimizer.
       params: tree of parameters.
       kept: the same tree with kept entries in place of masked parameters.
+      caller: what shows kept entries to the optimizer, for the error.
+      remedy: last remedy in the error.
     """
     shapes = [
         (leaf.shape, short.shape)
@@ -53,8 +59,8 @@ def check_entrywise(
         dense = _trace(inner, params)
     except TypeError as error:  # an argument of `update` is missing
         raise ValueError(
-            "use_compact_state=True checks that the optimizer works entry by entry from gradients, "
-            f"params and value alone; its update fails: {error}"
+            f"{caller} checks that the optimizer works entry by entry from gradients, params and "
+            f"value alone; its update fails: {error}"
         ) from error
     try:
         reason = _Comparison(changed).compare(dense, _trace(inner, kept))
@@ -62,10 +68,10 @@ def check_entrywise(
         reason = str(error)
     if reason:
         raise ValueError(
-            "use_compact_state=True shows the optimizer an array of kept entries in place of each "
-            f"masked parameter, and this optimizer would then train otherwise: {reason}. Use an "
-            "optimizer that works entry by entry (global norms may be used), give its masks and "
-            "labels as trees and not as functions of shapes, or leave use_compact_state off."
+            f"{caller} shows the optimizer an array of kept entries in place of each masked "
+            f"parameter, and this optimizer would then train otherwise: {reason}. Use an optimizer "
+            "that works entry by entry (global norms may be used), give its masks and labels as "
+            f"trees and not as functions of shapes{remedy}."
         )
 
 
@@ -206,6 +212,8 @@ def _have_equal_params(dense: dict[str, object], kept: dict[str, object], is_sho
 
 def _is_same(one: PyTree, other: PyTree) -> bool:
     """Returns whether two constants have one dtype and value; NaN equals NaN."""
+    if one is other:  # numbers that a surrounding program computes have no value yet
+        return True
     if jnp.result_type(one) != jnp.result_type(other):
         return False
     if jnp.issubdtype(jnp.result_type(one), jax.dtypes.prng_key):

@@ -64,6 +64,10 @@ class KeptLayout:
         """Returns an array of the parameter's shape as [*batch, n]."""
         return array.reshape(*self.batch, math.prod(self.shape[self.batch_axes :]))
 
+    def join(self, slices: jax.Array) -> jax.Array:
+        """Returns slices [*batch, n] as an array of the parameter's shape."""
+        return slices.reshape(self.shape)
+
     def map_slices(
         self, fn: Callable[..., PyTree], like: jax.Array, *args: PyTree, dense: bool = False
     ) -> PyTree:
@@ -79,7 +83,7 @@ class KeptLayout:
                 by_slice = jax.vmap(by_slice)
             flat = jax.tree.map(lambda x: self.slices(x) if x.shape == self.shape else x, args)
             out = by_slice(*flat)
-            return out.reshape(self.shape) if dense else out
+            return self.join(out) if dense else out
 
         shape = self.shape if dense else self.batch  # later axes are on every device
         return sharding.shard_like(like, mapped, *args, shape=shape)
@@ -134,7 +138,7 @@ def gather(tree: PyTree, positions: PyTree, params: PyTree, layouts: PyTree) -> 
     """
 
     def take(values: jax.Array, positions: jax.Array) -> jax.Array:
-        at = values.at[positions]
+        at = jnp.asarray(values).at[positions]
         return at.get(mode="fill", fill_value=0, indices_are_sorted=True, unique_indices=True)
 
     def kept(
