@@ -42,11 +42,9 @@ from sparsity.algorithms import (
     SteMagnitudePruning,
     SteRandomPruning,
     TopKast,
-    grasp_scores,
     lottery_ticket,
     prune_at_init,
     snip_scores,
-    synflow_scores,
 )
 from sparsity.api import (
     all_algorithm_names,
@@ -73,6 +71,7 @@ from sparsity.calibration import (
 from sparsity.compacting import compact
 from sparsity.epochs import EpochStrategy, pruning, pruning_apply
 from sparsity.finetuning.delta import Delta as Delta
+from sparsity.finetuning.train_only import train_only
 from sparsity.graph import Coupled, Graph, budget, trace
 from sparsity.lora import merge_lora
 from sparsity.masks import Global, Layerwise, Scope, elementwise, unpack_masks
@@ -168,7 +167,6 @@ __all__ = [
     "create_updater_from_config",
     "elementwise",
     "get_sparse_state",
-    "grasp_scores",
     "lottery_ticket",
     "merge_lora",
     "oneshot",
@@ -190,7 +188,7 @@ __all__ = [
     "sparsify_nnx",
     "sparsity_table",
     "summarize_sparsity",
-    "synflow_scores",
     "trace",
+    "train_only",
     "unpack_masks",
 ]

@@ -262,7 +262,7 @@ PUBLIC = {
     "Statistic", "WandaPruning", "RIAPruning", "SparseGPTPruning", "LeastSquares", "ADMM", "owl",
     "FLAPPruning", "OSSCARPruning",
     "sparsify_linen", "sparsify_nnx", "merge_lora",
-    "snip_scores", "grasp_scores", "synflow_scores", "prune_at_init", "lottery_ticket",
+    "train_only", "snip_scores", "prune_at_init", "lottery_ticket",
 }
 # fmt: on
 # Names of jaxpruner and jax_pruning, reachable for the programs that were written for them.

@@ -52,7 +52,7 @@ def _linear(seed):
 def test_snip_and_grasp_scores_are_those_of_a_linear_model():
     snip, grasp = (
         jax.jit(functools.partial(scores, _square_loss))
-        for scores in (sparsity.snip_scores, sparsity.grasp_scores)
+        for scores in (sparsity.snip_scores, sparsity.algorithms.grasp_scores)
     )
     prune = jax.jit(
         lambda name, params, batches: sparsity.prune_at_init(
@@ -93,7 +93,7 @@ def test_grasp_scores_sum_to_the_product_of_weights_hessian_and_gradient():
 
     with jax.enable_x64(True):
         params = jax.tree.map(lambda w: jnp.asarray(w, float), _network(0, bias=0.1))
-        scores = sparsity.grasp_scores(loss_fn, params, batches)
+        scores = sparsity.algorithms.grasp_scores(loss_fn, params, batches)
         total = sum(float(jnp.sum(x)) for x in jax.tree.leaves(scores))
         scaled = jax.jit(lambda t: half_squared_norm(jax.tree.map(lambda w: t * w, params)))
         slope = (float(scaled(1 + 1e-5)) - float(scaled(1 - 1e-5))) / 2e-5
@@ -106,7 +106,7 @@ def test_the_sign_of_grasp_keeps_what_holds_the_gradient_up():
     g = jnp.array([[8.0, -27.0, 1.0, -1.0]])
     loss_fn = lambda params, _: jnp.sum(params["w"] ** 2 / 2 + (g - 1) * params["w"])  # noqa: E731
     params = {"w": jnp.ones((1, 4))}
-    np.testing.assert_array_equal(sparsity.grasp_scores(loss_fn, params, [0])["w"], g)
+    np.testing.assert_array_equal(sparsity.algorithms.grasp_scores(loss_fn, params, [0])["w"], g)
     masks = sparsity.prune_at_init("grasp", params, 0.5, loss_fn=loss_fn, batches=[0])[1]
     np.testing.assert_array_equal(masks["w"], [[1, 0, 1, 0]])
 
@@ -129,7 +129,7 @@ def test_synflow_scores_are_those_of_numpy_and_each_layer_holds_the_whole_flow()
     for seed in oracles.TREES:
         params = _network(seed)
         expected = _flow([np.asarray(layer["w"], np.float64) for layer in params])
-        found = sparsity.synflow_scores(_apply, params, inputs)
+        found = sparsity.algorithms.synflow_scores(_apply, params, inputs)
         for scores, layer in zip(found, expected, strict=True):
             np.testing.assert_allclose(scores["w"], layer, rtol=1e-5)
         flows = [float(np.sum(np.asarray(layer["w"], np.float64))) for layer in found]
@@ -191,7 +191,7 @@ def test_integers_of_the_inputs_stay_and_leaves_that_are_no_weights_have_no_scor
     fn = lambda params, batch: params["table"][batch["token"]] * batch["scale"]  # noqa: E731
     params = {"table": jnp.array([[1.0, 2.0], [-3.0, 4.0]]), "n": jnp.int32(3)}
     inputs = {"token": jnp.array([1]), "scale": jnp.zeros((1, 1))}
-    scores = sparsity.synflow_scores(fn, params, inputs)
+    scores = sparsity.algorithms.synflow_scores(fn, params, inputs)
     np.testing.assert_array_equal(scores["table"], [[0, 0], [3, 4]])
     assert scores["n"] is None
     loss_fn = lambda params, batch: jnp.sum(fn(params, batch)) * params["n"]  # noqa: E731
@@ -288,7 +288,7 @@ def test_what_a_method_lacks_is_named(name, arguments, text):
     ],
 )
 def test_a_loss_that_is_no_scalar_is_an_error_that_says_what_it_is(loss_fn, got):
-    for scores in (sparsity.snip_scores, sparsity.grasp_scores):
+    for scores in (sparsity.snip_scores, sparsity.algorithms.grasp_scores):
         with pytest.raises(ValueError, match=f"scalar, got {got}"):
             scores(loss_fn, _linear(0), _linear_batches(0))
 

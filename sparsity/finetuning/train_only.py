@@ -1,0 +1,326 @@
+"""`sparsity.train_only`: trains the entries that masks keep, in any training loop.
+
+The inner optimizer gets arrays of chosen entries, so its state has one number for each of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+
+from sparsity.core import sharding, trees
+from sparsity.core.checks import is_traced
+from sparsity.core.trees import PyTree
+from sparsity.training.entrywise import check_entrywise
+from sparsity.training.kept import KeptLayout, KeptState, gather
+
+
+@dataclasses.dataclass(frozen=True)
+class PartLayout(KeptLayout):
+    """Layout of the chosen entries of a parameter that devices share along any axes.
+
+    Attributes:
+      parts: number of equal parts along each axis of the parameter.
+    """
+
+    parts: tuple[int, ...] = ()
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The parts, () for a parameter in one part."""
+        return self.parts if math.prod(self.parts) > 1 else ()
+
+    def slices(self, array: PyTree) -> PyTree:
+        """Returns an array of the parameter's shape as [*batch, n], a slice for each part."""
+        if not self.batch:
+            return array.reshape(-1)
+        axes = [*range(0, 2 * len(self.parts), 2), *range(1, 2 * len(self.parts), 2)]
+        return array.reshape(self._split()).transpose(axes).reshape(*self.parts, -1)
+
+    def join(self, slices: jax.Array) -> jax.Array:
+        """Returns slices [*batch, n] as an array of the parameter's shape."""
+        if not self.batch:
+            return slices.reshape(self.shape)
+        sizes, ndim = self._split(), len(self.parts)
+        axes = [axis for i in range(ndim) for axis in (i, ndim + i)]
+        return slices.reshape(*sizes[::2], *sizes[1::2]).transpose(axes).reshape(self.shape)
+
+    def _split(self) -> tuple[int, ...]:
+        """Returns for each axis the number of parts and the size of a part."""
+        pairs = zip(self.parts, self.shape, strict=True)
+        return tuple(size for count, axis in pairs for size in (count, axis // count))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Support:
+    """Chosen entries of a parameter.
+
+    Attributes:
+      layout: layout of the entries; `None` if all entries are chosen.
+      positions: int32[*parts, k], the positions of the entries within each part, ascending. Slots
+        that are not in use hold positions beyond the part.
+      shape: shape of the parameter.
+    """
+
+    layout: PartLayout | None
+    positions: np.ndarray
+    shape: tuple[int, ...]
+
+
+def train_only(
+    tx: optax.GradientTransformation, masks: PyTree
+) -> optax.GradientTransformationExtraArgs:
+    """Trains the entries that masks keep; `optax.apply_updates` leaves all others as they are.
+
+    The state of `tx` holds k numbers for the k chosen entries of a parameter, in a `KeptState` with
+    their positions, int32[k]. A parameter without a mask is frozen and has no state; one whose mask
+    keeps all entries has the state that `tx` gives it. Weight decay, moments and global norms count
+    chosen entries only: an update is the dense one, restricted to the chosen entries.
+
+    Updates of other entries are -0.0, the one number that changes no other in a sum, -0.0 included.
+    So give wrappers that scale, clip or accumulate as `tx`, inside. XLA on CPUs reads subnormal
+    numbers as 0, and quiets signalling NaN, in each sum.
+
+    Args:
+      tx: an optimizer that works entry by entry; global norms may be used.
+      masks: tree like the parameters of masks, 1 = train, not packed; `None` for frozen parameters,
+        which may also be missing. A mask is sharded as its parameter: chosen entries are stored on
+        the devices of the parameter, [*parts, k] for parts along the axes of a mesh, padded to the
+        part that keeps most.
+
+    Returns:
+      An optax transformation for any training loop.
+
+    Raises:
+      ValueError: masks are traced, packed or keep nothing, or `tx` is no optimizer; from `init`:
+        masks belong to other parameters, are sharded otherwise, or `tx` reads more than entries and
+        global norms. The message names the parameter.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, sparsity
+      >>> params = {"w": jnp.array([1.0, -2.0, 3.0]), "b": jnp.ones(3)}
+      >>> tx = sparsity.train_only(optax.sgd(0.5, momentum=0.9), {"w": jnp.array([0, 1, 0])})
+      >>> state = tx.init(params)
+      >>> state.positions["w"], state.state[0].trace["w"]
+      (Array([1], dtype=int32), Array([0.], dtype=float32))
+      >>> grads = {"w": jnp.ones(3), "b": jnp.ones(3)}
+      >>> updates, state = tx.update(grads, state, params)
+      >>> optax.apply_updates(params, updates)["w"]
+      Array([ 1. , -2.5,  3. ], dtype=float32)
+    """
+    if not hasattr(tx, "update"):
+        raise ValueError(f"tx must be an optax.GradientTransformation, got {tx!r}.")
+    trainer = _Trainer(optax.with_extra_args_support(tx), read_supports(masks))
+    return optax.GradientTransformationExtraArgs(trainer.init, trainer.update)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Trainer:
+    """Optimizer of chosen entries.
+
+    Attributes:
+      inner: the optimizer.
+      supports: {path: chosen entries}.
+    """
+
+    inner: optax.GradientTransformationExtraArgs
+    supports: dict[trees.KeyPath, Support]
+
+    def init(self, params: PyTree) -> KeptState:
+        """Returns the positions of the chosen entries, and the optimizer's state for them."""
+        chosen = self._choose(params, "params", params)
+        for path, leaf in trees.leaves_by_path(chosen).items():
+            _check_parameter(path, leaf, self.supports[path])
+
+        def place(path: trees.KeyPath, leaf: jax.Array) -> jax.Array | None:
+            support = self.supports[path]
+            return None if support.layout is None else _place(support.positions, leaf)
+
+        positions = trees.map_matched(place, chosen)
+        kept = gather(chosen, positions, chosen, self._layouts(chosen))
+        check_entrywise(self.inner, chosen, kept, "train_only", "")
+        return KeptState(positions, self.inner.init(kept))
+
+    def update(
+        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: object
+    ) -> tuple[PyTree, KeptState]:
+        """Returns updates of chosen entries, -0.0 for others, and the next state."""
+        positions, inner_state = state
+        grads = self._choose(updates, "gradients", updates if params is None else params)
+        layouts = self._layouts(grads)
+        kept = None
+        if params is not None:
+            chosen = self._choose(params, "params", params)
+            kept = gather(chosen, positions, chosen, layouts)
+        kept_grads = gather(grads, positions, grads, layouts)
+        steps, inner_state = self.inner.update(kept_grads, inner_state, kept, **extra)
+        dense = trees.map_matched(_spread, steps, positions, grads, layouts, role="updates")
+        trained = trees.leaves_by_path(dense)
+        like = trees.leaves_by_path(updates if params is None else params)
+
+        def complete(path: trees.KeyPath, grad: PyTree) -> PyTree:
+            return trained[path] if path in trained else _stay(grad, like.get(path))
+
+        return trees.map_matched(complete, updates), KeptState(positions, inner_state)
+
+    def _choose(self, tree: PyTree, role: str, structure: PyTree) -> PyTree:
+        """Returns the trained leaves of a tree, in another structure with `MaskedNode` elsewhere.
+
+        Args:
+          tree: parameters or gradients.
+          role: what `tree` is, for the error.
+          structure: tree of parameters; gradients may have `None` at frozen ones.
+        """
+        leaves = trees.leaves_by_path(tree)
+        trees.check_paths(leaves, self.supports, role, "masks")
+        for path, support in self.supports.items():
+            if jnp.shape(leaves[path]) != support.shape:
+                raise ValueError(
+                    f"The mask of {trees.path_string(path)!r} has the shape {support.shape}, the "
+                    f"{role} have {jnp.shape(leaves[path])}. Masks are made for these parameters; "
+                    "unpack packed masks: sparsity.unpack_masks(masks, params)."
+                )
+
+        def choose(path: trees.KeyPath, _: PyTree) -> PyTree:
+            return leaves[path] if path in self.supports else optax.MaskedNode()
+
+        return trees.map_matched(choose, structure)
+
+    def _layouts(self, chosen: PyTree) -> PyTree:
+        return trees.map_matched(lambda path, _: self.supports[path].layout, chosen)
+
+
+def read_supports(masks: PyTree) -> dict[trees.KeyPath, Support]:
+    """Returns the chosen entries of each parameter, without those that have none.
+
+    Args:
+      masks: tree of masks, not packed.
+
+    Raises:
+      ValueError: masks are traced, have other entries than 0 and 1, or keep nothing.
+    """
+    supports = {}
+    for path, mask in trees.leaves_by_path(masks).items():
+        name = trees.path_string(path)
+        if is_traced(mask):
+            raise ValueError(
+                f"train_only needs the number of entries that masks keep, but the mask of {name!r} "
+                "is traced. Call train_only outside of jit, scan and vmap."
+            )
+        array = np.asarray(mask)
+        if not np.isin(array, (0, 1)).all():
+            raise ValueError(
+                f"The mask of {name!r} has entries other than 0 and 1, such as "
+                f"{array[~np.isin(array, (0, 1))][0]}. Unpack packed masks: "
+                "sparsity.unpack_masks(masks, params)."
+            )
+        if array.any():
+            supports[path] = _read_support(name, array != 0, getattr(mask, "sharding", None))
+    if not supports:
+        raise ValueError("masks keep no entry, so that train_only has nothing to train.")
+    return supports
+
+
+def _read_support(name: str, mask: np.ndarray, placed: object) -> Support:
+    """Returns the chosen entries of a mask, bool, by the parts that `placed` makes."""
+    if mask.all():
+        return Support(None, np.zeros(0, np.int32), mask.shape)
+    layout = PartLayout(mask.shape, 0, 0, _count_parts(placed, mask.ndim))
+    slices = np.asarray(layout.slices(mask))
+    rows = slices.reshape(-1, slices.shape[-1])
+    counts, n = np.count_nonzero(rows, axis=1), rows.shape[1]
+    k = int(counts.max())
+    if n + k >= 2**31:
+        raise ValueError(
+            f"train_only: {name!r} of shape {mask.shape} has parts of {n} entries, more than "
+            "32-bit positions reach. Shard the parameter and its mask."
+        )
+    # Padding counts on, so that all positions of a part ascend.
+    positions = np.arange(n, n + k, dtype=np.int32) + np.zeros((len(rows), 1), np.int32)
+    for at, row, count in zip(positions, rows, counts, strict=True):
+        at[:count] = np.flatnonzero(row)
+        at[count:] -= count
+    layout = dataclasses.replace(layout, num_slots=k)
+    return Support(layout, positions.reshape(layout.kept_shape), mask.shape)
+
+
+def _count_parts(placed: object, ndim: int) -> tuple[int, ...]:
+    """Returns the number of parts that a sharding makes along each axis."""
+    if not isinstance(placed, NamedSharding) or placed.mesh.empty:
+        return (1,) * ndim
+    return tuple(sharding.num_devices(placed, ndim))
+
+
+def _check_parameter(path: trees.KeyPath, param: jax.Array, support: Support) -> None:
+    """Raises a ValueError if a parameter cannot be trained, or lies on other devices."""
+    name = trees.path_string(path)
+    if not trees.is_prunable(param):
+        raise ValueError(
+            f"The masks have a leaf at {name!r}, whose dtype {param.dtype} is not floating. Give "
+            "it no mask: None."
+        )
+    placed = jax.typeof(param).sharding if is_traced(param) else getattr(param, "sharding", None)
+    parts = _count_parts(placed, param.ndim)
+    is_placed = isinstance(placed, NamedSharding) and not placed.mesh.empty
+    # Axes of the kind Auto are in no type of a traced array.
+    if support.layout is None or not is_placed or (is_traced(param) and math.prod(parts) == 1):
+        return
+    if parts != support.layout.parts:
+        raise ValueError(
+            f"train_only: {name!r} of shape {param.shape} is sharded in {parts} parts, its mask in "
+            f"{support.layout.parts}. Shard the mask as the parameter: "
+            "jax.device_put(mask, param.sharding)."
+        )
+
+
+def _place(positions: np.ndarray, param: jax.Array) -> jax.Array:
+    """Returns positions [*parts, k] on the devices of the parts of a parameter."""
+    array = jnp.asarray(positions)
+    if not is_traced(param):
+        return sharding.place_like(param, array)
+    placed: jax.Array = sharding.shard_like(param, lambda x: x, array, shape=array.shape)
+    return placed
+
+
+def _spread(
+    path: trees.KeyPath,
+    step: jax.Array,
+    positions: jax.Array | None,
+    grad: jax.Array,
+    layout: PartLayout | None,
+) -> jax.Array:
+    """Returns a dense update of the shape and sharding of the gradient, -0.0 at other entries."""
+    if positions is None or layout is None:
+        return step
+    update: jax.Array = layout.map_slices(_spread_slice, grad, step, positions, grad, dense=True)
+    return update
+
+
+def _spread_slice(step: jax.Array, positions: jax.Array, grad: jax.Array) -> jax.Array:
+    # The update takes the memory of the gradient: XLA cannot tell that the condition never holds.
+    never = step[0].real.astype(jnp.float32) > jnp.inf
+    frozen = jnp.where(never, grad.astype(step.dtype), _negative_zero(step.dtype))
+    update: jax.Array = frozen.at[positions].set(
+        step, mode="drop", indices_are_sorted=True, unique_indices=True
+    )
+    return update
+
+
+def _stay(grad: PyTree, like: PyTree) -> PyTree:
+    """Returns an update that changes no bit of a frozen leaf, or the gradient of no number."""
+    if not trees.is_array(like) or not jnp.issubdtype(like.dtype, jnp.number):
+        return grad
+    update: jax.Array = jnp.full_like(like, _negative_zero(like.dtype))
+    return update
+
+
+def _negative_zero(dtype: np.dtype) -> jax.Array:
+    """Returns -0.0, which is the sum of -0.0 and any number; 0 for integers."""
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    return jnp.array(complex(-0.0, -0.0) if is_complex else -0.0, dtype)
