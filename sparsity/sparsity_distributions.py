@@ -18,12 +18,26 @@ from typing import ClassVar, Protocol
 
 import chex
 import jax
+import numpy as np
 
 from sparsity.core import names, trees
-from sparsity.core.checks import check_fraction, check_number, is_traced
+from sparsity.core.checks import check_fraction, check_int, check_number, is_traced
+from sparsity.core.exact import lowest_sparsity, num_kept_int
 from sparsity.core.names import Registry
 from sparsity.core.trees import PyTree
-from sparsity.masks import BatchAxes, Overrides, Scope, Site, Sites, TreeScope, leading_axes
+from sparsity.masks import (
+    BatchAxes,
+    Global,
+    Layerwise,
+    Overrides,
+    Scope,
+    Site,
+    Sites,
+    TreeScope,
+    leading_axes,
+)
+from sparsity.patterns import Unstructured
+from sparsity.patterns.counts import entry_counter
 
 _log = logging.getLogger(__name__)
 
@@ -66,18 +80,23 @@ class Uniform:
         the whole joined path, or a compiled pattern, which is searched in it.
       batch_axes: number of leading axes that index separate matrices (scanned layers, experts), or
         a function of (path, param); `None` means the `batch_axes` of the updater, or 0 without one.
+      entries: the number of entries that all masks together may keep, in place of `sparsity`: as
+        many as float32 sparsities reach, never more. Masks of the overrides count, too.
 
     Example:
       >>> import numpy as np
       >>> params = {"kernel": np.ones((4, 8)), "bias": np.ones(8)}
       >>> Uniform(0.5)(params)
       {'bias': None, 'kernel': 0.5}
+      >>> round(32 * (1 - Uniform(entries=8)(params)["kernel"]))
+      8
     """
 
     sparsity: chex.Numeric | None = None
     filter_fn: FilterFn | None = None
     custom_sparsity_map: Overrides | None = None
     batch_axes: BatchAxes | None = None
+    entries: int | None = dataclasses.field(default=None, kw_only=True)
 
     # Keys of a configuration, and the fields that they set.
     config_keys: ClassVar[Mapping[str, str]] = {
@@ -89,6 +108,13 @@ class Uniform:
     def __post_init__(self) -> None:
         if self.sparsity is not None:
             check_fraction("sparsity", self.sparsity)
+        if self.entries is not None:
+            check_int("entries", self.entries, 1)
+            if self.sparsity is not None:
+                raise ValueError(
+                    f"Give one of sparsity and entries, got sparsity = {self.sparsity} and entries "
+                    f"= {self.entries}."
+                )
         if self.filter_fn is not None and not callable(self.filter_fn):
             raise ValueError(
                 f"filter_fn must be a function of (path, param), got {self.filter_fn!r}."
@@ -102,19 +128,68 @@ class Uniform:
             if value is not None:
                 check_fraction(f"custom_sparsity_map[{key!r}]", value)
 
-    def __call__(self, params: PyTree, batch_axes: BatchAxes = 0) -> PyTree:
+    def __call__(
+        self,
+        params: PyTree,
+        batch_axes: BatchAxes = 0,
+        sites: Sites | None = None,
+        scope: object = None,
+    ) -> PyTree:
         """Returns a tree like `params` of sparsities, `None` where a parameter stays dense.
 
         Args:
           params: a parameter tree, or a single array.
           batch_axes: `batch_axes` of the updater; the field takes precedence.
+          sites: the table of the updater, with patterns; by default entries are removed one by one.
+          scope: the scope of the updater, for `entries`.
 
         Raises:
-          ValueError: an override matches no parameter, or nothing is selected for a sparsity.
+          ValueError: an override matches no parameter, nothing is selected for a sparsity, or the
+            sparsest masks keep more than `entries`.
         """
+        if self.entries is not None:
+            return self._spread_entries(params, batch_axes, sites, scope)
         selected, custom = self._select(params, batch_axes)
         sparsities = self._share(selected) | custom
         return trees.map_matched(lambda path, _: sparsities.get(path), params)
+
+    def _spread_entries(
+        self, params: PyTree, batch_axes: BatchAxes, sites: Sites | None, scope: object
+    ) -> PyTree:
+        """Returns the lowest sparsities whose masks keep no more than `entries`."""
+        if scope is not None and not isinstance(scope, Layerwise | Global):
+            raise ValueError(
+                f"entries = {self.entries} counts under Layerwise() and Global(), but not under "
+                f"scope = {scope!r}. Give a sparsity, or sparsity.budget(graph, nbytes=)."
+            )
+        table = Sites(params, Unstructured(), batch_axes) if sites is None else sites
+        shapes = {path: leaf.shape for path, leaf in trees.leaves_by_path(params).items()}
+
+        @functools.cache
+        def counter(path: trees.KeyPath) -> Callable[[float], int]:
+            return entry_counter(table[path].pattern, shapes[path], table[path].batch_axes)
+
+        def spread(sparsity: float) -> PyTree:
+            return dataclasses.replace(self, sparsity=sparsity, entries=None)(params, batch_axes)
+
+        def count(sparsity: float) -> int:
+            targets = {p: float(x) for p, x in trees.leaves_by_path(spread(sparsity)).items()}
+            ranked = [path for path in targets if not table[path].has_override]
+            together = {float(np.float32(targets[path])) for path in ranked}
+            total = sum(counter(path)(target) for path, target in targets.items())
+            if isinstance(scope, Global) and len(together) == 1:
+                alone = sum(counter(path)(targets[path]) for path in ranked)
+                size = sum(math.prod(shapes[path]) for path in ranked)
+                total += num_kept_int(size, together.pop()) - alone
+            return total
+
+        if (fewest := count(1.0)) > int(self.entries or 0):
+            raise ValueError(
+                f"entries = {self.entries} is less than the {fewest} entries that the sparsest "
+                "masks keep, one unit or more in each matrix. Allow more, or select fewer "
+                "parameters with filter_fn."
+            )
+        return spread(lowest_sparsity(lambda sparsity: count(sparsity) <= int(self.entries or 0)))
 
     def _share(self, selected: Candidates) -> dict[trees.KeyPath, chex.Numeric | None]:
         """Returns the sparsities of the selected parameters: {path: (parameter, batch axes)}."""

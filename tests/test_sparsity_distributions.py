@@ -10,7 +10,8 @@ import optax
 import pytest
 from flax import nnx
 
-from sparsity.sparsity_distributions import erk, uniform
+import sparsity
+from sparsity.sparsity_distributions import ERK, Uniform, erk, uniform
 from tests.helpers import Layer, Module, Pair, arrays
 
 NAN = float("nan")
@@ -218,3 +219,61 @@ def test_batch_axes_may_depend_on_the_parameter(distribution):
 def test_batch_axes_that_do_not_exist_are_named(distribution, batch_axes):
     with pytest.raises(ValueError, match=r"batch_axes.*(-1|3).*'p0'.*\(4, 8\)"):
         distribution(arrays((4, 8)), 0.5, batch_axes=batch_axes)
+
+
+# A number of entries in place of a sparsity.
+
+
+def masks_of(distribution, **options):
+    rng = np.random.default_rng(0)
+    shapes = {"wide": (40, 50), "stack": (3, 20, 10), "bias": (7,)}
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=distribution, **options)
+    return pruner.instant_sparsify(params)[1]
+
+
+@pytest.mark.parametrize("kind", [Uniform, ERK])
+@pytest.mark.parametrize("entries", [4, 301, 2600])
+def test_masks_keep_as_many_entries_as_asked_for(kind, entries):
+    for options in (
+        {"batch_axes": lambda path, _: int(path[-1] == "stack")},
+        {"scope": sparsity.Global()},
+    ):
+        masks = masks_of(kind(entries=entries), **options)
+        kept = sum(int(np.count_nonzero(mask)) for mask in jax.tree.leaves(masks))
+        # Three slices of equal sparsity gain an entry together.
+        assert entries - 2 <= kept <= entries
+    assert masks["bias"] is None
+
+
+@pytest.mark.parametrize(
+    "pattern", [sparsity.FanIn(4), sparsity.Block((4, 4)), sparsity.Channel(-1)]
+)
+def test_masks_of_patterns_keep_no_more_entries_than_asked_for(pattern):
+    masks = masks_of(Uniform(entries=301), sparsity_type=pattern)
+    kept = sum(int(np.count_nonzero(mask)) for mask in jax.tree.leaves(masks))
+    assert 150 < kept <= 301
+
+
+def test_overrides_count_and_billions_of_entries_are_within_rounding():
+    masks = masks_of(Uniform(entries=301, custom_sparsity_map={"bias": 0.0, "wide": None}))
+    assert np.count_nonzero(masks["bias"]) == 7
+    assert masks["wide"] is None
+    assert np.count_nonzero(masks["stack"]) == 294
+    params = {f"layer {i}": jax.ShapeDtypeStruct((4096, 12288), jnp.bfloat16) for i in range(60)}
+    target = Uniform(entries=1_000_000)(params, scope=sparsity.Global())["layer 0"]
+    kept = round(60 * 4096 * 12288 * (1 - float(np.float32(target))))
+    assert 1_000_000 - 60 * 4096 * 12288 * 2**-24 <= kept <= 1_000_000
+
+
+def test_numbers_of_entries_that_cannot_be_kept_are_errors():
+    with pytest.raises(ValueError, match=r"entries = 1 is less than the 2 entries"):
+        masks_of(Uniform(entries=1))
+    with pytest.raises(ValueError, match=r"sparsity = 0.5 and entries = 3"):
+        Uniform(0.5, entries=3)
+    with pytest.raises(ValueError, match="entries must be"):
+        ERK(entries=0)
+    with pytest.raises(ValueError, match=r"entries = 9 counts under .* scope = 'Tree'"):
+        sparsity.sparsity_distributions.distribute(
+            Uniform(entries=9), {"w": np.ones((4, 4))}, 0, scope="Tree"
+        )

@@ -7,7 +7,7 @@ in range, that uint32 wraps around, and that no count is negative.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 import chex
@@ -61,6 +61,25 @@ def num_kept_int(n: int, sparsity: float) -> int:
     kept = num_kept(n, sparsity)
     assert isinstance(kept, int)
     return kept
+
+
+def lowest_sparsity(fits: Callable[[float], bool]) -> float:
+    """Returns the lowest float32 from 0 to 1 that fits, normal numbers and 0 only.
+
+    Args:
+        fits: Whether a sparsity removes enough; true for 1, and above each one that fits.
+    """
+    low, high = (int(np.float32(x).view(np.int32)) for x in (np.finfo(np.float32).tiny, 1))
+    low -= 1  # floats are ordered as their bits; 0 comes before the smallest normal number
+    lowest = low
+
+    def value(bits: int) -> float:
+        return float(np.int32(bits).view(np.float32)) if bits > lowest else 0.0
+
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(value(middle)) else (middle + 1, high)
+    return value(low)
 
 
 @jax.jit

@@ -9,24 +9,20 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
 import chex
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import trees
 from sparsity.core.checks import check_density
-from sparsity.core.exact import num_kept_int
+from sparsity.core.exact import lowest_sparsity
 from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import PyTree
 from sparsity.graph.channels import Parameter
 from sparsity.graph.coupled import Coupled
 from sparsity.graph.graph import Graph
-from sparsity.masks import BatchAxes, Overrides, Site, Sites
-from sparsity.patterns import SparsityType, Unstructured
+from sparsity.masks import BatchAxes, Overrides, Sites
+from sparsity.patterns import Unstructured
+from sparsity.patterns.counts import entry_counter
 from sparsity.sparsity_distributions import Uniform
-
-# The bits of sparsities are ordered as these; smaller ones than these are rounded to 0.
-_LOWEST, _HIGHEST = (int(np.float32(x).view(np.int32)) for x in (np.finfo(np.float32).tiny, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,14 +112,12 @@ class Budget:
                 f"{math.ceil(least * 1e4) / 1e4} of the cost is left. Select more leaves, or allow "
                 "more."
             )
-        low, high = _LOWEST - 1, _HIGHEST  # the lowest sparsity that costs no more, by its bits
-        while low < high:
-            middle = (low + high) // 2
-            fits = count(spread(_float(middle))) <= allowed
-            low, high = (low, middle) if fits else (middle + 1, high)
-        targets = spread(_float(low))
-        if low >= _LOWEST:  # the remaining budget serves one parameter after the other
-            for path, lower in trees.leaves_by_path(spread(_float(low - 1))).items():
+        lowest = lowest_sparsity(lambda sparsity: count(spread(sparsity)) <= allowed)
+        targets = spread(lowest)
+        if lowest:  # the remaining budget serves one parameter after the other
+            previous = np.nextafter(np.float32(lowest), np.float32(0))
+            below = float(previous) if previous >= np.finfo(np.float32).tiny else 0.0
+            for path, lower in trees.leaves_by_path(spread(below)).items():
                 more = _with(targets, path, lower)
                 targets = more if count(more) <= allowed else targets
         return trees.map_matched(  # some patterns fix the density
@@ -164,24 +158,12 @@ class Budget:
         arrays = trees.leaves_by_path(params)
 
         @functools.cache
-        def count_units(path: trees.KeyPath) -> tuple[int, int]:
-            return _count_units(table[path], arrays[path].shape)
-
-        def count_weights(path: trees.KeyPath, sparsity: float) -> int:
-            """Returns the largest number of weights that a mask of a sparsity keeps."""
-            pattern, batch_axes = table[path].pattern, table[path].batch_axes
-            shape: tuple[int, ...] = arrays[path].shape
-            slices, size = math.prod(shape[:batch_axes]), math.prod(shape[batch_axes:])
-            if pattern.is_elementwise:
-                return slices * num_kept_int(size, sparsity)
-            if not (isinstance(pattern, SparsityType) and pattern.ranks_units):
-                return math.ceil(slices * size * (1 - Fraction(pattern.final_sparsity(sparsity))))
-            units, largest = count_units(path)
-            return slices * min(size, num_kept_int(units, sparsity) * largest)
+        def counter(path: trees.KeyPath) -> Callable[[float], int]:
+            return entry_counter(table[path].pattern, arrays[path].shape, table[path].batch_axes)
 
         def count(targets: PyTree) -> Fraction:
             sparsities = trees.leaves_by_path(targets).items()
-            kept = {path: count_weights(path, float(x)) for path, x in sparsities}
+            kept = {path: counter(path)(float(x)) for path, x in sparsities}
             return self._count(leaves, kept)
 
         return count
@@ -248,31 +230,13 @@ def budget(
     distribution = Uniform() if distribution is None else distribution
     if distribution.filter_fn is None:
         distribution = dataclasses.replace(distribution, filter_fn=graph.is_weight)
-    if distribution.sparsity is not None:
+    if distribution.sparsity is not None or distribution.entries is not None:
         raise ValueError(
             f"The budget decides the sparsity: give {type(distribution).__name__}() without one, "
-            f"got sparsity = {distribution.sparsity}."
+            f"got sparsity = {distribution.sparsity}, entries = {distribution.entries}."
         )
     return Budget(graph, macs, nbytes, distribution)
 
 
 def _with(targets: PyTree, path: trees.KeyPath, target: float) -> PyTree:
     return trees.map_matched(lambda at, other: target if at == path else other, targets)
-
-
-def _float(bits: int) -> float:
-    return float(np.int32(bits).view(np.float32)) if bits >= _LOWEST else 0.0
-
-
-def _count_units(site: Site, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the units of a group, and the entries of the first, full unit of all groups."""
-    pattern, batch_axes = site.pattern, site.batch_axes
-    assert isinstance(pattern, SparsityType)
-    scores = jax.ShapeDtypeStruct(shape, np.float32)
-    units = jax.eval_shape(lambda scores: pattern.pool(scores, batch_axes), scores).shape
-    first = np.zeros(units, np.uint8)
-    leading = batch_axes + pattern.group_axes
-    first[(0,) * batch_axes + (slice(None),) * pattern.group_axes + (0,) * len(units[leading:])] = 1
-    with jax.ensure_compile_time_eval():
-        entries = np.count_nonzero(pattern.expand(jnp.asarray(first), shape, batch_axes))
-    return math.prod(units[leading:]), int(entries)
