@@ -17,7 +17,7 @@ import optax
 from sparsity.base_updater import BaseUpdater
 from sparsity.compacting.carry import Carrier, carry_state, check_fresh_state
 from sparsity.compacting.evaluate import Densifier
-from sparsity.compacting.kept import Grouped, Kept, Lazy, Observer, kept_in
+from sparsity.compacting.kept import Grouped, Kept, Lazy, Observer, kept_in, to_bits
 from sparsity.compacting.move import differentiate_directly, make_movers, move_all, move_by_gradient
 from sparsity.compacting.report import Row, plot, table
 from sparsity.compacting.state import Owner, check_optimizer, densify_state, take_state
@@ -69,7 +69,8 @@ class Compact:
 
     Attributes:
       indices: tree like the parameters: positions of the kept values, `None` for dense parameters.
-      base: tree like the parameters: entries outside the masks, `None` for zeros.
+      base: tree like the parameters: entries outside the masks, `None` for zeros. Floats of less
+        than 32 bits are stored as unsigned integers of the same bits; others are those of `params`.
       graph: the graph of the model.
       storages: (path, storage) of each masked parameter.
       in_turn: whether dense parameters wait for the inputs of their products, which bounds memory;
@@ -602,6 +603,12 @@ def _build(
 ) -> tuple[Compact, PyTree]:
     """Returns the compact model without an optimizer's state, and the tree of `Owner`s."""
     storages, indices = make_storages(graph, masks, formats, is_frozen)
+    if is_frozen:
+        leaves = _by_path(params)
+        storages = {
+            path: dataclasses.replace(storage, base_dtype=np.dtype(leaves[path].dtype))
+            for path, storage in storages.items()
+        }
 
     def describe(path: trees.KeyPath, leaf: PyTree) -> Owner:
         names = trees.path_names(path)
@@ -636,7 +643,7 @@ def _store(
         if storage is None or not is_frozen:
             return None
         is_ordered = storage.order == tuple(range(leaf.ndim))
-        return leaf if is_ordered else leaf.transpose(storage.order)
+        return to_bits(leaf if is_ordered else leaf.transpose(storage.order))
 
     def take(path: trees.KeyPath, leaf: PyTree) -> PyTree:
         owner: Owner = owners[path]

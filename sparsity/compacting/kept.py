@@ -103,12 +103,14 @@ class Kept:
     Attributes:
       values: [*stack, ...] the kept values of each slice.
       indices: [*stack, ...] their positions.
-      base: dense slices, for the entries outside the mask; `None` stands for zeros.
+      base: dense slices, for the entries outside the mask; `None` stands for zeros. Numbers of less
+        than 32 bits are unsigned integers of the same bits, see `to_bits`.
       sizes: [*stack, *slice] sizes of the slices, one after the other.
       stack: number of axes that index slices.
       axes: for each axis of the dense array the axis of `sizes`.
       name: path of the parameter.
       observer: gets the gradients of dense slices, in place of the kept values.
+      base_dtype: dtype of the numbers of the base.
     """
 
     values: jax.Array
@@ -119,6 +121,7 @@ class Kept:
     axes: tuple[int, ...]
     name: str
     observer: Observer | None = dataclasses.field(default=None, kw_only=True)
+    base_dtype: np.dtype | None = dataclasses.field(default=None, kw_only=True)
 
     def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
         """Returns a dense slice, flat.
@@ -180,7 +183,9 @@ class Kept:
         zeros = jnp.broadcast_to(jnp.asarray(never).astype(dtype), (size,))
 
         def build(values: jax.Array, indices: jax.Array, base: jax.Array | None) -> jax.Array:
-            outside = zeros if base is None else lax.stop_gradient(base).astype(dtype).reshape(size)
+            outside = zeros if base is None else lax.stop_gradient(base).reshape(size)
+            if base is not None and (self.base_dtype != dtype or not isinstance(self, Flat)):
+                outside = lax.bitcast_convert_type(outside, self.base_dtype).astype(dtype)
             # Zeros wait already; frozen entries do not, and groups are built on zeros of their own.
             waits = base is None and not isinstance(self, Grouped)
             return self.build(values, indices if waits else indices + never, outside)
@@ -202,15 +207,36 @@ class Flat(Kept):
     """
 
     def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
-        return lax.scatter(
-            outside,
-            indices[:, None],
-            values,
-            lax.ScatterDimensionNumbers((), (0,), (0,)),
-            indices_are_sorted=True,
-            unique_indices=True,
-            mode=lax.GatherScatterMode.FILL_OR_DROP,
-        )
+        write = _write if outside.dtype == values.dtype else _write_bits
+        return write(values, indices, outside)
+
+
+def _write(values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
+    """Returns a flat slice with values at some positions."""
+    return lax.scatter(
+        outside,
+        indices[:, None],
+        values,
+        lax.ScatterDimensionNumbers((), (0,), (0,)),
+        indices_are_sorted=True,
+        unique_indices=True,
+        mode=lax.GatherScatterMode.FILL_OR_DROP,
+    )
+
+
+@jax.custom_jvp
+def _write_bits(values: jax.Array, indices: jax.Array, bits: jax.Array) -> jax.Array:
+    """Returns `_write` for entries outside as bits: no slice is widened to float32."""
+    written = _write(lax.bitcast_convert_type(values, bits.dtype), indices, bits)
+    return lax.bitcast_convert_type(written, values.dtype)
+
+
+@_write_bits.defjvp
+def _write_tangents(
+    primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
+    dense = _write_bits(*primals)
+    return dense, _write(tangents[0], primals[1], jnp.zeros_like(dense))
 
 
 class Masked(Kept):
@@ -279,12 +305,28 @@ class Deferred:
 
 Lazy = jax.Array | Kept | Deferred
 
-_ARRAYS, _SIZES = ["values", "indices", "base", "observer"], ["sizes", "stack", "axes", "name"]
+_ARRAYS = ["values", "indices", "base", "observer"]
+_SIZES = ["sizes", "stack", "axes", "name", "base_dtype"]
 jax.tree_util.register_dataclass(Observer, ["arrays", "result"], ["function"])
 jax.tree_util.register_dataclass(Flat, _ARRAYS, _SIZES)
 jax.tree_util.register_dataclass(Masked, _ARRAYS, _SIZES)
 jax.tree_util.register_dataclass(Grouped, _ARRAYS, [*_SIZES, "inputs"])
 jax.tree_util.register_dataclass(Deferred, ["inputs"], ["equation", "number"])
+
+
+def to_bits(array: jax.Array) -> jax.Array:
+    """Returns floats of less than 32 bits as unsigned integers; other arrays unchanged.
+
+    XLA on CPUs has few operations on such floats. It widens the operand of each other one, and
+    would widen all layers of a stack at once where a loop takes a layer. Integers stay narrow.
+    """
+    bits = 8 * array.dtype.itemsize
+    if not jnp.issubdtype(array.dtype, jnp.floating) or bits not in (8, 16):
+        return array
+    dtype = jnp.dtype(f"uint{bits}")
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return array.update(dtype=dtype)
+    return lax.bitcast_convert_type(array, dtype)
 
 
 def is_lazy(array: Lazy) -> bool:

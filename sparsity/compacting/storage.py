@@ -36,6 +36,7 @@ class Storage:
       size: shape of the kept values of a slice.
       padding: number of values that are no entries of the parameter, of all slices.
       inputs: axes that products sum over, under 'grouped'.
+      base_dtype: dtype of the parameter if entries outside the mask are frozen, else `None`.
     """
 
     format: Format
@@ -44,6 +45,7 @@ class Storage:
     size: tuple[int, ...]
     padding: int = 0
     inputs: tuple[int, ...] = ()
+    base_dtype: np.dtype | None = None
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
@@ -79,7 +81,8 @@ class Storage:
         arguments = values, indices, base, sizes, len(self.stack), axes, name
         if self.format == "grouped":
             return Grouped(*arguments, len(self.inputs))
-        return Masked(*arguments) if self.format == "dense" else Flat(*arguments)
+        kind = Masked if self.format == "dense" else Flat
+        return kind(*arguments, base_dtype=self.base_dtype)
 
     def take(self, array: np.ndarray, indices: np.ndarray) -> np.ndarray:
         """Returns the entries of a dense array at the positions; padding is 0."""
