@@ -15,6 +15,7 @@ from benchmarks import (
     compact_state,
     compact_steps,
     deltas,
+    finetuning,
     grouped,
     results,
     selection,
@@ -164,3 +165,10 @@ def test_moves_are_measured_beside_steps():
     assert [row[2] for row in rows] == ["masked step that moves", "compact step", "compact move"]
     assert rows[1][4] == "1.00"
     assert all(float(cell) > 0 for row in rows for cell in row[3:5])
+
+
+def test_steps_that_train_a_few_entries_need_less_than_full_training():
+    rows = {row[0]: [float(cell) for cell in row[1:]] for row in finetuning.measure(2, 32, 16, 1)}
+    assert rows["full"][0] > 4  # two moments in bfloat16
+    assert rows["train_only"][0] < 0.3
+    assert rows["compact, frozen"][1] < rows["full"][1]

@@ -287,6 +287,11 @@ class Compact:
 
     def _in_all_formats(self, dense: PyTree) -> dict[Format, Compact]:
         """Returns the model in each format, where parameters can have the format."""
+        if quantized := [path for path, each in self.storages if each.is_quantized]:
+            raise ValueError(
+                f"{trees.join_names(quantized[0])!r} is quantized, and formats are measured for "
+                "floating parameters only. Give formats."
+            )
         masks, models = self.masks, dict[Format, Compact]()
         arrays = read_masks(self.graph, masks)
         groups = can_be_grouped(self.graph, arrays) if self._outside == "zero" else set()
@@ -344,8 +349,18 @@ class Compact:
         wrapped = self._wrap(params, observers)
         kept = jax.tree.leaves(wrapped, is_leaf=lambda x: isinstance(x, Kept))
         kept = [leaf for leaf in kept if isinstance(leaf, Kept) or trees.is_array(leaf)]
-        structs = zip(sharding.abstract(arrays), kept, strict=True)
-        example = rebuild([sharding.resized(struct, leaf.shape) for struct, leaf in structs])
+        structs = [
+            sharding.resized(struct, leaf.shape)
+            for struct, leaf in zip(sharding.abstract(arrays), kept, strict=True)
+        ]
+        example = rebuild(  # the model casts quantized parameters
+            [
+                sharding.with_dtype(struct, leaf.base_dtype)
+                if isinstance(leaf, Kept) and leaf.is_quantized
+                else struct
+                for struct, leaf in zip(structs, kept, strict=True)
+            ]
+        )
         return self.graph.retrace(example, *args), [*kept, *trees.split_arrays(args)[0]]
 
     def _wrap(self, params: PyTree, observers: Mapping[Path, Observer] = _NO_OBSERVERS) -> PyTree:
@@ -440,7 +455,7 @@ class Compact:
 
         def shrink(path: trees.KeyPath, leaf: PyTree) -> PyTree:
             storage = self._storages.get(trees.path_names(path))
-            return leaf if storage is None else sharding.resized(leaf, storage.kept_shape)
+            return leaf if storage is None else _shrink(leaf, storage)
 
         arrays, rebuild = trees.split_arrays((trees.map_matched(shrink, params), args))
 
@@ -518,6 +533,12 @@ def _move(
 _move_compiled = jax.jit(_move, static_argnums=(5, 6, 7, 8))
 
 
+def _shrink(leaf: jax.ShapeDtypeStruct, storage: Storage) -> jax.ShapeDtypeStruct:
+    """Returns the type of the kept values of a parameter."""
+    values = sharding.resized(leaf, storage.kept_shape)
+    return sharding.with_dtype(values, np.float32) if storage.is_quantized else values
+
+
 def _by_path(tree: PyTree) -> dict[Path, PyTree]:
     return {trees.path_names(path): leaf for path, leaf in trees.leaves_by_path(tree).items()}
 
@@ -557,15 +578,18 @@ def compact(
       tx: the (inner) optimizer of that state, to check that kept values train as the masked model:
         four updates by random gradients are compared.
       outside: 'zero': entries outside the masks are 0. 'frozen': these entries stay as they are in
-        `params`, and are not trained.
+        `params`, and are not trained. Parameters may then be integers of 8 or 16 bits, or float8,
+        that the model casts to a wider float: their values are float32 numbers in the units of the
+        parameter, before any scale. `dense` returns such parameters as floats.
       formats: {path: format} of some parameters, each path a tuple of strings or joined by '/'; see
         `Compact`. Others are 'grouped' where 4 or more neighbouring outputs keep the same inputs
         and all products allow it, else 'values'.
 
     Raises:
       ValueError: masks or state belong to other parameters, a masked parameter is not floating,
-        `tx` would train kept values otherwise, a format or a path is unknown, or a mesh divides an
-        axis that indexes no slices. The error names the parameter.
+        `tx` would train kept values otherwise, a format or a path is unknown, a mesh divides an
+        axis that indexes no slices, or the model reads a quantized parameter without a cast. The
+        error names the parameter.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsity
@@ -583,9 +607,11 @@ def compact(
     if outside not in ("zero", "frozen"):
         raise ValueError(f"outside must be 'zero' or 'frozen', got outside = {outside!r}.")
     graph.match_parameters(params)
-    arrays = read_masks(graph, masks)
+    arrays = read_masks(graph, masks, outside == "frozen")
     chosen = read_formats(formats or {}, arrays)
     model, owner_tree = _build(graph, params, arrays, chosen, outside == "frozen")
+    if any(storage.is_quantized for _, storage in model.storages):
+        model._find_readers()  # raises an error for reads that are no casts
     if opt_state is not None:
         model = dataclasses.replace(model, opt_state=take_state(owner_tree, opt_state))
     if tx is not None:
@@ -648,7 +674,7 @@ def _store(
     def take(path: trees.KeyPath, leaf: PyTree) -> PyTree:
         owner: Owner = owners[path]
         if owner.storage is not None and isinstance(leaf, jax.ShapeDtypeStruct):
-            return sharding.resized(leaf, owner.storage.kept_shape)
+            return _shrink(leaf, owner.storage)
         return owner.take(leaf)
 
     return Compact(

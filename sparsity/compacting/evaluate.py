@@ -17,7 +17,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparsity.compacting.kept import Deferred, Kept, Lazy, densify, is_lazy, never_after
+from sparsity.compacting.kept import (
+    Deferred,
+    Kept,
+    Lazy,
+    densify,
+    is_lazy,
+    is_quantized,
+    kept_in,
+    never_after,
+)
 from sparsity.compacting.multiply import multiply
 from sparsity.core import sharding
 from sparsity.graph.uses import LOOKUPS
@@ -68,6 +77,7 @@ class Densifier(Interpreter[Lazy]):
         return super().run(body, inputs)
 
     def bind(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
+        _check_casts(equation, inputs)
         moved = _move_axes(equation, inputs) or _map_values(equation, inputs)
         if moved is not None:
             return [moved]
@@ -110,6 +120,7 @@ class Densifier(Interpreter[Lazy]):
 
     def _read(self, equation: Equation, inputs: list[Lazy]) -> Arrays:
         """Returns the outputs of an equation; its rule for derivatives keeps no dense parameter."""
+        _check_casts(equation, inputs)
         self._record(equation, inputs, True)
         arrays, structure = jax.tree.flatten(inputs)
         floating = [is_differentiable(value) for value in equation.outputs]
@@ -167,12 +178,36 @@ def _is_stack(array: Lazy) -> bool:
     )
 
 
+def _check_casts(equation: Equation, inputs: Sequence[Lazy]) -> None:
+    """Raises a ValueError if an equation reads quantized values, whose kept ones are floats.
+
+    A cast to a wider float may read them, and equations of layout.
+    """
+    output = equation.outputs[0].dtype
+    is_wide = jnp.issubdtype(output, jnp.floating) and not is_quantized(output)
+    if equation.name in _PLAIN_LAYOUTS or (equation.name == "convert_element_type" and is_wide):
+        return
+    # Loops have as many inputs as values: each body checks its equations.
+    for value, array in zip(equation.inputs, inputs, strict=True):
+        for kept in kept_in([array]) if is_quantized(value.dtype) else ():
+            if kept.is_quantized:
+                raise ValueError(
+                    f"{kept.name!r} is {kept.base_dtype} and read by {equation.name} "
+                    f"{equation.source}. Its trained entries are floats: cast the parameter to a "
+                    "float of 16 bits or more first, or give it no mask: None."
+                )
+
+
 def _map_values(equation: Equation, inputs: Sequence[Lazy]) -> Kept | None:
     """Returns a cast or a positive multiple of kept values, `None` for other equations."""
     name, params = equation.name, equation.params
     kept = inputs[0] if isinstance(inputs[0], Kept) else inputs[-1]
     if not isinstance(kept, Kept) or params.get("sharding"):
         return None
+    is_uncast = kept.is_quantized and is_quantized(equation.inputs[0].dtype)
+    if name == "convert_element_type" and is_uncast:
+        values = kept.values.astype(params["new_dtype"])
+        return dataclasses.replace(kept, values=values)
     if kept.base is not None or kept.observer is not None:
         return None
     if name in ("mul", "div") and len(inputs) == 2:
@@ -231,4 +266,5 @@ def _slice_stack(kept: Kept, start: Arrays, sizes: tuple[int, ...]) -> Kept:
     return layers
 
 
+_PLAIN_LAYOUTS = ("transpose", "reshape", "squeeze", "broadcast_in_dim", "slice", "dynamic_slice")
 _VALUEWISE = ("convert_element_type", "copy", "copy_p", "name", "pvary", "stop_gradient")

@@ -16,7 +16,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec, auto_axes
 
 from sparsity.compacting import grouped
-from sparsity.core.sharding import explicit_sharding, fit, shard_like
+from sparsity.core.sharding import explicit_sharding, fit, shard_like, with_dtype
 from sparsity.core.trees import PyTree
 from sparsity.programs.program import Equation
 
@@ -134,6 +134,11 @@ class Kept:
         raise NotImplementedError
 
     @property
+    def is_quantized(self) -> bool:
+        """True if the values are floats among quantized numbers, which the model casts."""
+        return self.base_dtype is not None and is_quantized(self.base_dtype)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the dense array."""
         return tuple(self.sizes[axis] for axis in self.axes)
@@ -183,9 +188,10 @@ class Kept:
         zeros = jnp.broadcast_to(jnp.asarray(never).astype(dtype), (size,))
 
         def build(values: jax.Array, indices: jax.Array, base: jax.Array | None) -> jax.Array:
-            outside = zeros if base is None else lax.stop_gradient(base).reshape(size)
-            if base is not None and (self.base_dtype != dtype or not isinstance(self, Flat)):
-                outside = lax.bitcast_convert_type(outside, self.base_dtype).astype(dtype)
+            outside = zeros
+            if base is not None and self.base_dtype is not None:
+                numbers = lax.bitcast_convert_type(lax.stop_gradient(base), self.base_dtype)
+                outside = numbers.astype(dtype).reshape(size)
             # Zeros wait already; frozen entries do not, and groups are built on zeros of their own.
             waits = base is None and not isinstance(self, Grouped)
             return self.build(values, indices if waits else indices + never, outside)
@@ -207,36 +213,15 @@ class Flat(Kept):
     """
 
     def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
-        write = _write if outside.dtype == values.dtype else _write_bits
-        return write(values, indices, outside)
-
-
-def _write(values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
-    """Returns a flat slice with values at some positions."""
-    return lax.scatter(
-        outside,
-        indices[:, None],
-        values,
-        lax.ScatterDimensionNumbers((), (0,), (0,)),
-        indices_are_sorted=True,
-        unique_indices=True,
-        mode=lax.GatherScatterMode.FILL_OR_DROP,
-    )
-
-
-@jax.custom_jvp
-def _write_bits(values: jax.Array, indices: jax.Array, bits: jax.Array) -> jax.Array:
-    """Returns `_write` for entries outside as bits: no slice is widened to float32."""
-    written = _write(lax.bitcast_convert_type(values, bits.dtype), indices, bits)
-    return lax.bitcast_convert_type(written, values.dtype)
-
-
-@_write_bits.defjvp
-def _write_tangents(
-    primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
-) -> tuple[jax.Array, jax.Array]:
-    dense = _write_bits(*primals)
-    return dense, _write(tangents[0], primals[1], jnp.zeros_like(dense))
+        return lax.scatter(
+            outside,
+            indices[:, None],
+            values,
+            lax.ScatterDimensionNumbers((), (0,), (0,)),
+            indices_are_sorted=True,
+            unique_indices=True,
+            mode=lax.GatherScatterMode.FILL_OR_DROP,
+        )
 
 
 class Masked(Kept):
@@ -314,7 +299,7 @@ jax.tree_util.register_dataclass(Grouped, _ARRAYS, [*_SIZES, "inputs"])
 jax.tree_util.register_dataclass(Deferred, ["inputs"], ["equation", "number"])
 
 
-def to_bits(array: jax.Array) -> jax.Array:
+def to_bits(array: PyTree) -> PyTree:
     """Returns floats of less than 32 bits as unsigned integers; other arrays unchanged.
 
     XLA on CPUs has few operations on such floats. It widens the operand of each other one, and
@@ -325,8 +310,18 @@ def to_bits(array: jax.Array) -> jax.Array:
         return array
     dtype = jnp.dtype(f"uint{bits}")
     if isinstance(array, jax.ShapeDtypeStruct):
-        return array.update(dtype=dtype)
+        return with_dtype(array, dtype)
     return lax.bitcast_convert_type(array, dtype)
+
+
+def is_quantized(dtype: np.dtype) -> bool:
+    """Returns whether numbers of a dtype are multiplied only after a cast: float8, small integers.
+
+    float32 holds them all.
+    """
+    if jnp.issubdtype(dtype, jnp.integer):
+        return dtype.itemsize <= 2
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize == 1
 
 
 def is_lazy(array: Lazy) -> bool:

@@ -38,6 +38,8 @@ class Owner:
         if self.storage is None:
             return leaf
         values = self.storage.take(np.asarray(leaf), np.asarray(self.indices))
+        if self.storage.is_quantized and values.dtype == self.storage.base_dtype:
+            values = values.astype(np.float32)
         return self.storage.place(values, leaf, self.name)
 
     def densify(self, values: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sparsity.compacting.groups import find_groups
-from sparsity.compacting.kept import Flat, Grouped, Kept, Masked
+from sparsity.compacting.kept import Flat, Grouped, Kept, Masked, is_quantized
 from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
@@ -62,6 +62,11 @@ class Storage:
         """Tells whether the values of all entries are stored; never true of the format 'dense'."""
         stored = math.prod(self.kept_shape) - self.padding
         return self.format != "dense" and stored == math.prod(self.shape)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the values are float32 numbers in place of quantized ones."""
+        return self.base_dtype is not None and is_quantized(self.base_dtype)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -327,8 +332,13 @@ def _find_inputs(graph: Graph, path: Path, stack: tuple[int, ...]) -> tuple[int,
     return inputs if is_separate else ()
 
 
-def read_masks(graph: Graph, masks: PyTree) -> dict[Path, np.ndarray]:
+def read_masks(graph: Graph, masks: PyTree, is_frozen: bool = False) -> dict[Path, np.ndarray]:
     """Returns the masks by path, without those that are `None`.
+
+    Args:
+      graph: the graph of the model.
+      masks: tree of masks.
+      is_frozen: whether entries outside the masks stay, so that parameters may be quantized.
 
     Raises:
       ValueError: a mask belongs to no parameter, has another shape or other entries than 0 and 1,
@@ -337,10 +347,13 @@ def read_masks(graph: Graph, masks: PyTree) -> dict[Path, np.ndarray]:
     arrays = {}
     for leaf, mask in graph.match_masks(masks):
         array = np.asarray(mask)
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact) and not (
+            is_frozen and is_quantized(leaf.dtype)
+        ):
             raise ValueError(
                 f"The masks have a leaf at {leaf.name!r}, whose dtype {leaf.dtype} is not "
-                "floating. Give it no mask: None."
+                "floating. Give it no mask: None. Integers of 8 and 16 bits are trained with "
+                "outside = 'frozen'."
             )
         if not np.isin(array, (0, 1)).all():
             raise ValueError(

@@ -114,6 +114,12 @@ def resized(struct: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDt
     )
 
 
+def with_dtype(struct: jax.ShapeDtypeStruct, dtype: object) -> jax.ShapeDtypeStruct:
+    """Returns the struct with another dtype."""
+    changed: jax.ShapeDtypeStruct = struct.update(dtype=dtype)
+    return changed
+
+
 def replicated(fn: Callable[..., T], *arrays: jax.Array) -> T:
     """Calls `fn(*arrays)`; on a mesh with Explicit axes the results are replicated."""
     if not any(explicit_sharding(jax.typeof(array)) for array in arrays):
