@@ -578,9 +578,8 @@ def compact(
       tx: the (inner) optimizer of that state, to check that kept values train as the masked model:
         four updates by random gradients are compared.
       outside: 'zero': entries outside the masks are 0. 'frozen': these entries stay as they are in
-        `params`, and are not trained. Parameters may then be integers of 8 or 16 bits, or float8,
-        that the model casts to a wider float: their values are float32 numbers in the units of the
-        parameter, before any scale. `dense` returns such parameters as floats.
+        `params`, and are not trained. Parameters may then be small integers or float8 that the model
+        casts to a wider float: values are float32, in the units of the parameter, before any scale.
       formats: {path: format} of some parameters, each path a tuple of strings or joined by '/'; see
         `Compact`. Others are 'grouped' where 4 or more neighbouring outputs keep the same inputs
         and all products allow it, else 'values'.
@@ -588,8 +587,8 @@ def compact(
     Raises:
       ValueError: masks or state belong to other parameters, a masked parameter is not floating,
         `tx` would train kept values otherwise, a format or a path is unknown, a mesh divides an
-        axis that indexes no slices, or the model reads a quantized parameter without a cast. The
-        error names the parameter.
+        axis that indexes no slices, or a quantized parameter is not cast. The error names the
+        parameter.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsity
@@ -610,8 +609,6 @@ def compact(
     arrays = read_masks(graph, masks, outside == "frozen")
     chosen = read_formats(formats or {}, arrays)
     model, owner_tree = _build(graph, params, arrays, chosen, outside == "frozen")
-    if any(storage.is_quantized for _, storage in model.storages):
-        model._find_readers()  # raises an error for reads that are no casts
     if opt_state is not None:
         model = dataclasses.replace(model, opt_state=take_state(owner_tree, opt_state))
     if tx is not None:
@@ -642,6 +639,8 @@ def _build(
 
     owner_tree = trees.map_matched(describe, params)
     model = _store(graph, params, owner_tree, storages, is_frozen)
+    if any(storage.is_quantized for _, storage in model.storages):
+        model._find_readers()  # raises an error for reads that are no casts
     if refused := model._find_refused(formats):
         formats = {**formats, **dict.fromkeys(refused, VALUES)}
         return _build(graph, params, masks, formats, is_frozen)

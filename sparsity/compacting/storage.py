@@ -65,7 +65,7 @@ class Storage:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the values are float32 numbers in place of quantized ones."""
+        """True if the values are float32 numbers in place of quantized ones."""
         return self.base_dtype is not None and is_quantized(self.base_dtype)
 
     @property
