@@ -70,7 +70,7 @@ from sparsity.calibration import (
 )
 from sparsity.compacting import compact
 from sparsity.epochs import EpochStrategy, pruning, pruning_apply
-from sparsity.finetuning.delta import Delta as Delta
+from sparsity.finetuning.delta import Delta
 from sparsity.finetuning.train_only import train_only
 from sparsity.graph import Coupled, Graph, budget, trace
 from sparsity.lora import merge_lora
@@ -118,6 +118,7 @@ __all__ = [
     "Block",
     "Channel",
     "Coupled",
+    "Delta",
     "Distribution",
     "EpochStrategy",
     "FLAPPruning",

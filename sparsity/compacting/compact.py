@@ -578,8 +578,8 @@ def compact(
       tx: the (inner) optimizer of that state, to check that kept values train as the masked model:
         four updates by random gradients are compared.
       outside: 'zero': entries outside the masks are 0. 'frozen': these entries stay as they are in
-        `params`, and are not trained. Parameters may then be small integers or float8 that the model
-        casts to a wider float: values are float32, in the units of the parameter, before any scale.
+        `params`, and are not trained. Parameters may be small integers or float8 that the model
+        casts to a wider float: values are float32, in units of the parameter, before any scale.
       formats: {path: format} of some parameters, each path a tuple of strings or joined by '/'; see
         `Compact`. Others are 'grouped' where 4 or more neighbouring outputs keep the same inputs
         and all products allow it, else 'values'.
