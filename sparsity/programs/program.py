@@ -228,7 +228,7 @@ class Equation:
         params, inputs, outputs = self.params, self.inputs, self.outputs
         match self.name:
             case "scan":
-                first, count = params["num_consts"], params["num_carry"]
+                first, count = _scan_sizes(params)
                 carries = [(i, first + i) for i in range(count)]
                 layers = range(first + count, len(inputs))
                 return [Body(self.bodies[0], inputs, [*outputs], carries, layers, params["length"])]
@@ -321,6 +321,14 @@ _PACKAGE = str(pathlib.Path(__file__).parents[1]) + os.sep
 _LIBRARIES = re.compile(
     r"[/\\](jax|jaxlib|flax|haiku|equinox|optax|chex)[/\\]|[/\\]contextlib\.py|<"
 )
+
+
+def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+    """Counts the constants and the carried values of a scan."""
+    if "ft_in" in params:  # since jax 0.11
+        constants, carry, _ = params["ft_in"].unpack()
+        return len(constants), len(carry)
+    return params["num_consts"], params["num_carry"]
 
 
 def _shards(params: dict[str, Any]) -> int:
