@@ -68,6 +68,7 @@ _ROUNDED: dict[str, Function] = {
     "acos": np.arccos, "acosh": np.arccosh, "asin": np.arcsin, "asinh": np.arcsinh,
     "atan": np.arctan, "atanh": np.arctanh, "cbrt": np.cbrt, "cos": np.cos, "cosh": np.cosh,
     "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log1p": np.log1p,
+    "log2": np.log2, "one_minus_square": lambda x: (1 + x) * (1 - x),
     "logistic": lambda x: 1 / (1 + np.exp(-x)), "rsqrt": lambda x: 1 / np.sqrt(x), "sin": np.sin,
     "sinh": np.sinh, "tan": np.tan, "tanh": np.tanh, "pow": np.power, "erf": np.vectorize(math.erf),
     "erfc": np.vectorize(math.erfc),

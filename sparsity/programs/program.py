@@ -299,17 +299,10 @@ class Program:
 
 
 # Calls: their bodies share their inputs and outputs.
-CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "composite": "jaxpr",
-}
+CALLS = frozenset((
+    "jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call",
+    "custom_vjp_call", "composite", "eval_jaxpr",
+))  # fmt: skip
 _BODIES = {
     "scan": ["jaxpr"],
     "while": ["cond_jaxpr", "body_jaxpr"],
@@ -393,7 +386,8 @@ def _equation(traced: Any, inputs: list[Value], calls: Tracebacks) -> Equation:
     calls = (traced.source_info.traceback, *calls)
     bodies: tuple[Program, ...] = ()
     if name in CALLS:
-        bodies = (_program(params[CALLS[name]], inputs, calls),)
+        body = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+        bodies = (_program(body, inputs, calls),)
         outputs = bodies[0].outputs
     else:
         names = _BODIES.get(name, [])

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.graph import trace
+from tests import helpers
 from tests.graph import removal
 
 ROWS, INPUTS, OUTPUTS = 2, 4, 3
@@ -92,7 +93,7 @@ def wrong(seeds, tolerance=1e-10):
     with jax.enable_x64(True):
         found = {}
         # Most of the time would be spent in compiling fusions.
-        compiled = jax.jit(run, compiler_options={"xla_cpu_use_fusion_emitters": False})
+        compiled = jax.jit(run, compiler_options=helpers.WITHOUT_EMITTERS)
         for case, pair in zip(cases, compiled([case[2] for case in cases]), strict=True):
             if not (error := removal.difference(*pair)) <= tolerance:
                 found[case[0]] = f"differs by {error:.1e}: {case[1].names}"

@@ -8,6 +8,7 @@ import pytest
 from jax import lax
 
 from sparsity.graph import trace
+from tests import helpers
 from tests.graph import models, removal
 
 
@@ -25,7 +26,7 @@ def check(graph, fn, params, args, tolerance):
             for seed, cut in enumerate(cuts)
         ]
 
-    compiled = jax.jit(run, compiler_options={"xla_cpu_use_fusion_emitters": False})
+    compiled = jax.jit(run, compiler_options=helpers.WITHOUT_EMITTERS)
     for cut, pair in zip(cuts, compiled(params), strict=True):
         assert removal.difference(*pair) <= tolerance, [group.name for group in cut]
 

@@ -12,6 +12,7 @@ import pytest
 import sparsity
 from sparsity import Coupled, Plan, Uniform, shrink, trace
 from sparsity.core import trees
+from tests import helpers
 from tests.graph import fuzz, models
 from tests.shrinking.test_models import difference, drawn, gradients
 from tests.shrinking.test_shrink import Network
@@ -31,7 +32,7 @@ def check(fn, params, masks, *args, tolerance=1e-12):
     masked = masked_by(params, masks)
     assert difference(shrink(graph, masked, small.plan).params, small.params) == 0
 
-    @functools.partial(jax.jit, compiler_options={"xla_cpu_use_fusion_emitters": False})
+    @functools.partial(jax.jit, compiler_options=helpers.WITHOUT_EMITTERS)
     def run(masked, params):
         return gradients(fn, masked, args), gradients(small.apply, params, args)
 
@@ -190,7 +191,7 @@ def test_random_programs_compute_what_the_masked_programs_compute():
                 for (model, small, _, x), one, other in zip(cases, masked, params, strict=True)
             ]
 
-        run = jax.jit(run, compiler_options={"xla_cpu_use_fusion_emitters": False})
+        run = jax.jit(run, compiler_options=helpers.WITHOUT_EMITTERS)
         outputs = run([case[2] for case in cases], [case[1].params for case in cases])
     assert len(outputs) > 4
     for expected, computed in outputs:

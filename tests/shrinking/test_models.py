@@ -13,6 +13,7 @@ from flax import nnx
 
 from sparsity import shrink, trace
 from sparsity.core import trees
+from tests import helpers
 from tests.graph import models, removal
 
 pytestmark = pytest.mark.slow
@@ -66,7 +67,7 @@ def check(fn, params, args, tolerance, is_each_alone=True):
         )
         smaller.append((masked, shrink(graph, masked, masks)))
 
-    @functools.partial(jax.jit, compiler_options={"xla_cpu_use_fusion_emitters": False})
+    @functools.partial(jax.jit, compiler_options=helpers.WITHOUT_EMITTERS)
     def run(trees_of_params):
         return [
             (gradients(fn, masked, args), gradients(small.apply, params, args))
