@@ -5,15 +5,16 @@ import os
 from importlib import metadata
 from pathlib import Path
 
-# XLA has no other emitters since jax 0.11, and ends a program that names their flag.
-_EMITTERS = "--xla_cpu_use_fusion_emitters=false "
-if tuple(map(int, metadata.version("jaxlib").split(".")[:2])) >= (0, 11):
-    _EMITTERS = ""
-
 # Most of the time of the tests is the compiler's. The optimized HLO does not depend on these flags.
+# XLA has no other emitters since jax 0.11, and ends a program that names their flag.
 os.environ["XLA_FLAGS"] = (
-    f"--xla_backend_optimization_level=0 {_EMITTERS}"
-    "--xla_cpu_parallel_codegen_split_count=1 "  # a program in one part, not one for each thread
+    "--xla_backend_optimization_level=0 "
+    + (
+        "--xla_cpu_use_fusion_emitters=false "
+        if metadata.version("jaxlib").startswith("0.10.")
+        else ""
+    )
+    + "--xla_cpu_parallel_codegen_split_count=1 "  # a program in one part, not one for each thread
     + os.environ.get("XLA_FLAGS", "")
 )
 # What is compiled is kept for the next run, for all workers and programs that tests start;

@@ -228,7 +228,7 @@ class Equation:
         params, inputs, outputs = self.params, self.inputs, self.outputs
         match self.name:
             case "scan":
-                first, count = _scan_sizes(params)
+                first, count = self._scan_sizes()
                 carries = [(i, first + i) for i in range(count)]
                 layers = range(first + count, len(inputs))
                 return [Body(self.bodies[0], inputs, [*outputs], carries, layers, params["length"])]
@@ -247,6 +247,13 @@ class Equation:
             case "shard_map":
                 return [Body(self.bodies[0], inputs, [*outputs], trips=_shards(params))]
         return [Body(body, inputs, [*outputs]) for body in self.bodies]
+
+    def _scan_sizes(self) -> tuple[int, int]:
+        """Counts the constants and the carried values of a scan."""
+        if "ft_in" in self.params:  # since jax 0.11
+            constants, carry, _ = self.params["ft_in"].unpack()
+            return len(constants), len(carry)
+        return self.params["num_consts"], self.params["num_carry"]
 
     def bind(self, inputs: Sequence[PyTree], **changed: object) -> list[PyTree]:
         """Returns the outputs for other inputs, with some parameters changed."""
@@ -314,14 +321,6 @@ _PACKAGE = str(pathlib.Path(__file__).parents[1]) + os.sep
 _LIBRARIES = re.compile(
     r"[/\\](jax|jaxlib|flax|haiku|equinox|optax|chex)[/\\]|[/\\]contextlib\.py|<"
 )
-
-
-def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
-    """Counts the constants and the carried values of a scan."""
-    if "ft_in" in params:  # since jax 0.11
-        constants, carry, _ = params["ft_in"].unpack()
-        return len(constants), len(carry)
-    return params["num_consts"], params["num_carry"]
 
 
 def _shards(params: dict[str, Any]) -> int:
