@@ -99,7 +99,8 @@ def benchmarks(theme):
     """Bars of the ordinary and the update step of each algorithm; those above 3 end there."""
     _, lines, _, _, ordinary, update = THEMES[theme]
     pattern = r"^\| (\w+) +\| +off \| +([\d.]+) \| +([\d.]+) \|"
-    rows = re.findall(pattern, RESULTS.read_text(encoding="utf-8"), re.MULTILINE)
+    _, section = RESULTS.read_text(encoding="utf-8").split("\n## Training step\n")
+    rows = re.findall(pattern, section.split("\n## ")[0], re.MULTILINE)
     left, unit, top = 150, 96, 34
     height = top + 34 * len(rows) + 4
     content = [
