@@ -83,10 +83,7 @@ def select(leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool)
 
 def _mask(leaf: Ranked, key: jax.Array, end: jax.Array) -> jax.Array:
     """Returns the uint8 mask of keys above key[slices], and of ties before end[slices]."""
-    if leaf.last_axes:
-        return Slices(leaf).mask(key, -end)
-    mask: jax.Array = cut_rows([leaf], 1, leaf.size).best(key, end)
-    return mask.reshape(leaf.scores.shape)
+    return Slices(leaf).mask(key, -end)
 
 
 def _kth_keys(
