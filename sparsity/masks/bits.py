@@ -15,6 +15,8 @@ from typing import TypeVar, overload
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
@@ -44,7 +46,13 @@ def pack(mask: chex.Array, like: chex.Array) -> jax.Array:
         return jnp.zeros(packed_shape(shape), jnp.uint8)
 
     def to_bits(mask: jax.Array) -> jax.Array:
-        return jnp.packbits(mask.astype(bool).reshape(shape or (1,)), axis=-1)
+        # `jnp.packbits` sums in uint32, four bytes for each byte of the result.
+        bits = (mask != 0).astype(jnp.uint8).reshape(shape or (1,))
+        bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, -bits.shape[-1] % 8)])
+        places = np.arange(7, -1, -1, dtype=np.uint8)
+        shifted = bits.reshape(*packed_shape(shape), 8) << places
+        packed: jax.Array = lax.reduce(shifted, np.uint8(0), lax.bitwise_or, (bits.ndim,))
+        return packed
 
     return sharding.shard_like(like, to_bits, mask, shape=packed_shape(shape))
 

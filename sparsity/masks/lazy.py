@@ -152,8 +152,10 @@ class _EntryScore:
         """Traces the hook; if the hook reads no value, `read` holds the position of the weight."""
         complete = cls(hook, masked, dtypes, tuple(range(len(dtypes))))
         program = jax.make_jaxpr(complete)(*(jax.ShapeDtypeStruct((), x) for x in dtypes))
-        used = {id(x) for eqn in program.jaxpr.eqns for x in eqn.invars}
-        used |= {*map(id, program.jaxpr.outvars)}
+        used = {*map(id, program.jaxpr.outvars)}
+        for eqn in reversed(program.jaxpr.eqns):
+            if not used.isdisjoint(map(id, eqn.outvars)):
+                used.update(map(id, eqn.invars))
         read = tuple(i for i, x in enumerate(program.jaxpr.invars) if id(x) in used) or (0,)
         return cls(hook, masked, dtypes, read, program, str(program))
 

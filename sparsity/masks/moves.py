@@ -32,7 +32,7 @@ def moved_masks(
     scores. As many entries as were dropped grow: those with the highest grow scores of all others.
 
     Args:
-        drop: Drop scores; `where` is the current mask.
+        drop: Drop scores; `where` is the current mask, in uint8 of zeros and ones.
         grow: Grow scores, without `where`.
         fraction: In [0, 1], a scalar.
         together: Whether all leaves compete, under a constant total.
@@ -60,8 +60,9 @@ def _moved_masks(
 
     def present() -> tuple[list[jax.Array], Words]:
         n = jnp.zeros(1 if together else sum(leaf.slices for leaf in drop), jnp.uint32)
-        masks: Any = [leaf.eligible(leaf.arrays) for leaf in drop]
-        return [mask.astype(jnp.uint8) for mask in masks], (n, n)
+        masks: Any = [leaf.arrays[leaf.where_at or 0] for leaf in drop]
+        # A branch that returns its operands lets XLA write the results of the other over them.
+        return [x if x.dtype == jnp.uint8 else (x != 0).astype(jnp.uint8) for x in masks], (n, n)
 
     def varying(branch: Callable[[], PyTree]) -> Callable[[], PyTree]:
         return lambda: jax.tree.map(lambda x: x + zero.astype(x.dtype), branch())

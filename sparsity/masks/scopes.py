@@ -424,8 +424,7 @@ def _move_ranked(drop_fraction: chex.Numeric, leaves: Sequence[Moving]) -> list[
         fraction: chex.Numeric,
     ) -> list[jax.Array]:
         active = [
-            # A unit is all ones or all zeros.
-            dataclasses.replace(_units(site, scores), where=_units(site, mask).scores.compute())
+            dataclasses.replace(_units(site, scores), where=_unit_mask(site, mask))
             for site, scores, mask in zip(sites, drop, masks, strict=True)
         ]
         others = [_units(*x) for x in zip(sites, grow, strict=True)]
@@ -455,6 +454,13 @@ def _units(site: Site, scores: jax.Array | Scores) -> Ranked:
         return Ranked(Scores.wrap(scores), None, site.batch_axes)
     units = pattern.pool(scores, site.batch_axes)
     return Ranked(Scores.wrap(units), None, site.batch_axes + pattern.group_axes)
+
+
+def _unit_mask(site: Site, mask: jax.Array) -> jax.Array:
+    """Returns the mask of the units, each of which is all ones or all zeros."""
+    if site.pattern.is_elementwise:
+        return mask
+    return (_units(site, mask).scores.compute() != 0).astype(jnp.uint8)
 
 
 def _entries(site: Site, units: jax.Array, like: jax.Array | Scores) -> jax.Array:

@@ -21,7 +21,7 @@ import optax
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
-from sparsity.masks import Layerwise, Site, Sites, packed_shape
+from sparsity.masks import Layerwise, Site, Sites, packed_shape, unpack_masks
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.entrywise import check_entrywise
 from sparsity.training.hooks import Inputs
@@ -102,13 +102,13 @@ class CompactStep(Step):
         return self.may_regrow
 
     def restart(
-        self, old: SparseState, new: SparseState, inputs: Inputs
+        self, old_bits: PyTree, new: SparseState, inputs: Inputs
     ) -> tuple[SparseState, PyTree]:
         """Carries the state of kept entries to their new slots; grown entries start afresh."""
         params = inputs.params
-        layouts = self.layouts(params, old.masks, inputs.sites)
+        layouts = self.layouts(params, new.masks, inputs.sites)
         positions = find_positions(new.masks, params, layouts)
-        moves = find_moves(old.masks, positions, params, layouts)
+        moves = find_moves(unpack_masks(old_bits, params), positions, params, layouts)
         kept = gather(params, positions, params, layouts)
         stays = jax.tree.map(lambda move: move.stays, moves)
         seen = _zero_where_not(stays, kept)

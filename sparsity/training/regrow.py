@@ -10,18 +10,43 @@ import jax.numpy as jnp
 import optax
 
 from sparsity.core import owners, trees
+from sparsity.core.checks import is_traced
+from sparsity.core.kernels import at_runtime
 from sparsity.core.trees import PyTree
 from sparsity.masks import apply_mask, pack_masks, unpack, unpack_masks
 from sparsity.training.state import SparseState
 
 
+def pack_first(masks: PyTree, params: PyTree, count: chex.Numeric) -> tuple[PyTree, chex.Numeric]:
+    """Returns packed masks, and `count` as a value that exists once the masks are packed.
+
+    New masks depend on the count. So XLA may write the first of them over the old masks, whose last
+    reader is the branch that packs them. XLA:CPU removes barriers before it looks for copies.
+
+    Args:
+      masks: tree of masks, not packed.
+      params: tree of parameters.
+      count: number of updates so far.
+    """
+    if not is_traced(count):
+        return pack_masks(masks, params), count
+
+    def skip(masks: PyTree, count: jax.Array) -> tuple[PyTree, jax.Array]:
+        return jax.tree.map(jnp.zeros_like, pack_masks(masks, params)), count + 1
+
+    bits, count = jax.lax.cond(
+        at_runtime(1) > 0, lambda x, n: (pack_masks(x, params), n), skip, masks, count
+    )
+    return bits, count
+
+
 def restart_regrown(
-    old: SparseState, new: SparseState, params: PyTree, fresh: PyTree
+    old_bits: PyTree, new: SparseState, params: PyTree, fresh: PyTree
 ) -> tuple[SparseState, PyTree]:
     """Gives weights that are new in the mask the state of a fresh optimizer.
 
     Args:
-      old: the state before the mask update.
+      old_bits: tree of the packed masks before the mask update.
       new: the state after the mask update.
       params: tree of parameters.
       fresh: result of `init` of the inner optimizer.
@@ -30,10 +55,10 @@ def restart_regrown(
       The new state and the packed mask of the weights that have grown.
     """
 
-    def grow(_: trees.KeyPath, mask: PyTree, old_mask: PyTree) -> PyTree:
-        return mask & (1 - old_mask)
+    def grow(_: trees.KeyPath, bits: PyTree, old: PyTree) -> PyTree:
+        return bits & ~old
 
-    grown = pack_masks(trees.map_matched(grow, new.masks, old.masks, role="new masks"), params)
+    grown = trees.map_matched(grow, pack_masks(new.masks, params), old_bits, role="new masks")
     regrown = unpack_masks(grown, params)
     # All later code, the new masks included, reads the packed mask of grown weights. The compiler
     # then sees the last read of the old masks, and writes the new masks in their place. Otherwise

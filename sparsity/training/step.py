@@ -45,6 +45,7 @@ from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.regrow import (
     check_resettable,
     hidden_by,
+    pack_first,
     restart_regrown,
     start_from_zero,
     without_grown,
@@ -187,11 +188,15 @@ class Step:
         """Returns the state with new masks, and the change."""
         updater, params = self.updater, inputs.params
         old, inputs = self._read(state, inputs)
+        old_bits = state.masks
+        if regrows and not self.packed:
+            old_bits, count = pack_first(old.masks, params, old.count)
+            old = old._replace(count=count)
         new = update_masks(updater, old, inputs)
         new = new._replace(masks=take_masks(new.masks, old.masks, params, self.packed))
         grown = None
         if regrows:
-            new, grown = self.restart(old, new, inputs)
+            new, grown = self.restart(old_bits, new, inputs)
         return new._replace(masks=self._stored(new.masks, params)), Change(True, grown)
 
     def can_restart(self, state: SparseState, inputs: Inputs) -> bool:
@@ -204,12 +209,19 @@ class Step:
         return jax.tree.map(jnp.zeros_like, pack_masks(plain.masks, inputs.params))
 
     def restart(
-        self, old: SparseState, new: SparseState, inputs: Inputs
+        self, old_bits: PyTree, new: SparseState, inputs: Inputs
     ) -> tuple[SparseState, PyTree]:
-        """Returns the new state with a fresh optimizer state of grown weights, and `grown`."""
-        params = inputs.params
-        seen = apply_masks(params, old.masks) if self.keeps_zeros else params
-        return restart_regrown(old, new, params, self.inner.init(seen))
+        """Returns the new state with a fresh optimizer state of grown weights, and `grown`.
+
+        Args:
+          old_bits: tree of the packed masks before the update.
+          new: the state after the update, with masks that are not packed.
+          inputs: inputs of the step.
+        """
+        params = seen = inputs.params
+        if self.keeps_zeros:
+            seen = apply_masks(params, unpack_masks(old_bits, params))
+        return restart_regrown(old_bits, new, params, self.inner.init(seen))
 
     def modify(self, inputs: Inputs, plain: SparseState) -> PyTree:
         """Returns the gradients that the hook `modify_gradients` returns.

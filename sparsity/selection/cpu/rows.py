@@ -184,16 +184,6 @@ class Rows:
     def _stride(self, count: int) -> int:
         return max(int(self.rows * self.width / count * _DRIFT), 1)
 
-    @jax.jit
-    def best(self, key: jax.Array, end: jax.Array) -> jax.Array:
-        """Returns the uint8 mask of keys above key[segments], and of ties before the end."""
-        offset = self._offset()
-        keys = self._keys(self.arrays, offset)
-        key = _beside(key.astype(keys.dtype), keys.shape)
-        eligible, is_early = self.recipe.eligible(self.arrays), offset < _beside(end, keys.shape)
-        ties = keys == key if eligible is None else (keys == key) & eligible
-        return ((keys > key) | (ties & is_early)).astype(jnp.uint8)
-
     @functools.partial(jax.jit, static_argnums=2)
     def _row(self, row: jax.Array, width: int) -> tuple[jax.Array, ...]:
         """Reads one row of each segment, each array [segments, width]."""

@@ -24,7 +24,6 @@ from sparsity.core.kernels import read_part
 from sparsity.selection.cpu import key_search
 from sparsity.selection.cpu.columns import in_rows
 from sparsity.selection.cpu.key_search import Bracket, Groups, State
-from sparsity.selection.cpu.rows import cut_rows
 from sparsity.selection.cpu.visits import Parts, arrange
 from sparsity.selection.keys import key_range
 from sparsity.selection.scores import Ranked
@@ -73,17 +72,13 @@ def select(leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool)
     ends = _ends(parts, keys, ties, _shares(groups, ties, need, order))
     key, end = jnp.concatenate(keys), jnp.concatenate(ends)
     masks = [
-        _mask(leaf, read_part(key, start, leaf.slices), read_part(end, start, leaf.slices))
+        # In the shape of the parameter: XLA writes a mask over the old one only without a reshape.
+        Slices(leaf).mask(read_part(key, start, leaf.slices), -read_part(end, start, leaf.slices))
         for start, leaf in zip(first, leaves, strict=True)
     ]
     if not together:
         n = _permuted(n[0], order), _permuted(n[1], order)
     return Selected(masks, n, jnp.max(state.bracket.passes))
-
-
-def _mask(leaf: Ranked, key: jax.Array, end: jax.Array) -> jax.Array:
-    """Returns the uint8 mask of keys above key[slices], and of ties before end[slices]."""
-    return Slices(leaf).mask(key, -end)
 
 
 def _kth_keys(
