@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _BITS = 32  # of a word
 
@@ -30,9 +31,11 @@ class Words(NamedTuple):
 
 def read_words(mask: jax.Array) -> Words:
     """Returns the words of a mask, uint8[n]."""
-    rows = jnp.pad(mask > 0, (0, -mask.shape[0] % _BITS)).reshape(-1, _BITS)
-    shifts = jnp.arange(_BITS, dtype=jnp.uint32)
-    bits = jnp.sum(rows.astype(jnp.uint32) << shifts, axis=1, dtype=jnp.uint32)
+    rows = jnp.pad((mask > 0).astype(jnp.uint8), (0, -mask.shape[0] % _BITS)).reshape(-1, 4, 8)
+    # A sum of 32 words would hold each entry of the mask in four bytes.
+    places = np.arange(8, dtype=np.uint8)
+    parts = jax.lax.reduce(rows << places, np.uint8(0), jax.lax.bitwise_or, (2,))
+    bits = jnp.sum(parts.astype(jnp.uint32) << (8 * np.arange(4, dtype=np.uint32)), 1, jnp.uint32)
     counts = jax.lax.population_count(bits).astype(jnp.int32)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     return Words(bits, ends - counts, jnp.sum(counts, dtype=jnp.int32))
