@@ -103,6 +103,26 @@ def test_a_donated_step_without_a_mask_update_copies_no_mask_and_no_moment(algor
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("donated", [True, False])
+@pytest.mark.parametrize(
+    ("algorithm", "most"), [(sparsity.MagnitudePruning, 0.2), (sparsity.RigL, 0.3)]
+)
+def test_a_step_that_may_update_masks_holds_no_second_mask(algorithm, most, donated):
+    updater = algorithm(sparsity_distribution_fn=helpers.half, scheduler=_SCHEDULE)
+    tx = updater.wrap_optax(optax.adam(1e-2))
+    params = {name: jax.ShapeDtypeStruct((256, 512), jnp.float32) for name in "ab"}
+    state = jax.eval_shape(tx.init, params)
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    jitted = jax.jit(step, donate_argnums=(0, 1) if donated else ())
+    memory = jitted.lower(params, state, params).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < most * 2 * 256 * 512  # a mask takes a byte a weight
+
+
+@pytest.mark.slow
 def test_the_search_for_copies_finds_those_of_a_step_that_is_not_donated():
     updater = sparsity.RigL(sparsity_distribution_fn=helpers.half, scheduler=_SCHEDULE)
     assert _large_copies(_compiled(updater, donate=False), least=math.prod(_SHAPE) // 8)
