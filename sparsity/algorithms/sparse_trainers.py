@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 
 from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.base_updater import BaseUpdater
-from sparsity.core.checks import check_fraction, check_int
+from sparsity.core.checks import check_fraction, check_int, is_traced
 from sparsity.core.trees import PyTree
 from sparsity.masks import (
     Draw,
@@ -192,13 +192,17 @@ class DropAndGrow(SparseTraining):
             args = sparse_state, inputs.seen, inputs.grads
             return inputs.call(hook, *args, named={"draw": draw})
 
+        fraction = self._drop_fraction(sparse_state.count)
+        if is_traced(sparse_state.count):
+            # Even a constant fraction must wait for the count (`training.regrow.pack_first`).
+            fraction = jnp.where(sparse_state.count >= 0, fraction, 0.0)
         return move_masks(
             self.scope,
             inputs.sites,
             sparse_state.masks,
             scores(self.get_drop_scores),
             scores(self.get_grow_scores),
-            self._drop_fraction(sparse_state.count),
+            fraction,
         )
 
     def _drop_fraction(self, step: chex.Numeric) -> Any:
