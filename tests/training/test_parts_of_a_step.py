@@ -6,6 +6,7 @@ import optax
 import pytest
 
 import sparsity
+from sparsity import masks
 from sparsity.training import hooks, regrow
 from sparsity.training import step as step_lib
 from sparsity.training.state import SparseState
@@ -142,7 +143,8 @@ def test_grown_weights_take_the_fresh_state_and_others_keep_theirs():
     new = old._replace(masks={"w": jnp.array([1, 0, 0, 1], jnp.uint8)})
     fresh = {"trace": {"w": jnp.full(4, 0.5)}, "count": jnp.int32(0)}
     params = {"w": jnp.array([5.0, 6.0, 7.0, 8.0])}
-    result, grown = regrow.restart_regrown(old, new, params, fresh)
+    old_bits = masks.pack_masks(old.masks, params)
+    result, grown = regrow.restart_regrown(old_bits, new, params, fresh)
     # Only the last weight is new: old mask 0, new mask 1.
     np.testing.assert_array_equal(result.inner_state["trace"]["w"], [1.0, 2.0, 3.0, 0.5])
     assert int(result.inner_state["count"]) == 7
