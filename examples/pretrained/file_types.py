@@ -15,6 +15,7 @@ import onnxruntime
 
 NETWORK = files.MODEL / "model.onnx"
 DENSE = ("MatMul_9",)  # looks bytes up, by a product with one-hot rows
+UNEVEN = ()
 MOST = 9  # test files of each type
 
 

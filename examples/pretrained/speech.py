@@ -26,6 +26,7 @@ Params = dict[str, jax.Array]
 
 PACKAGE = "silero-vad==6.2.3"
 DENSE = ("stft_conv.weight", "final_conv.weight")  # a Fourier transform; a single output
+UNEVEN = ("conv1.weight",)  # 129 inputs, which groups of four do not divide
 RATE = 16_000  # samples a second
 STEP, CONTEXT = 512, 64  # samples that a decision is about, and those before them
 STEPS = 312  # decisions of a clip: 10 seconds
@@ -53,7 +54,11 @@ def load(folder: Path) -> tuple[Params, Path]:
 def save(path: Path, params: Params, target: Path) -> None:
     """Writes a copy of the ONNX file that has these parameters."""
     model = onnx.load(path)
-    names = {"model.": "", "stft.forward_basis_buffer": "stft_conv.weight", "decoder.rnn": "lstm_cell"}
+    names = {
+        "model.": "",
+        "stft.forward_basis_buffer": "stft_conv.weight",
+        "decoder.rnn": "lstm_cell",
+    }
     names |= {f"encoder.{i}.reparam_conv": f"conv{i + 1}" for i in range(4)}
     names |= {"decoder.decoder.2": "final_conv"}
     for tensor in model.graph.initializer:

@@ -108,12 +108,15 @@ def check_onnx(
         sys.exit("error: the JAX function is not the network of onnxruntime")
 
 
-def is_sparse(graph: sparsity.Graph, task: Task, path: tuple[str, ...], param: jax.Array) -> bool:
-    return graph.is_weight(path, param) and path[0] not in task.data.DENSE
+def is_sparse(
+    graph: sparsity.Graph, task: Task, kind: str, path: tuple[str, ...], param: jax.Array
+) -> bool:
+    dense = task.data.DENSE + (task.data.UNEVEN if kind == "2:4" else ())
+    return graph.is_weight(path, param) and path[0] not in dense
 
 
 def make_pruner(graph: sparsity.Graph, task: Task, method: str, kind: str) -> sparsity.BaseUpdater:
-    chosen = functools.partial(is_sparse, graph, task)
+    chosen = functools.partial(is_sparse, graph, task, kind)
     return METHODS[method][0](
         sparsity_distribution_fn=sparsity.Uniform(KINDS[kind], filter_fn=chosen),
         sparsity_type=graph.nm(2, 4) if kind == "2:4" else sparsity.Unstructured(),
@@ -159,7 +162,7 @@ def check_zeros(graph: sparsity.Graph, task: Task, params: Params, kind: str) ->
     """
     for name, param in params.items():
         zeros = float(np.mean(np.asarray(param) == 0))
-        if is_sparse(graph, task, (name,), param) and zeros < KINDS[kind] - 1e-2:
+        if is_sparse(graph, task, kind, (name,), param) and zeros < KINDS[kind] - 1e-2:
             sys.exit(f"error: {name} has {zeros:.2%} zeros at {kind}")
 
 
