@@ -1,4 +1,4 @@
-"""silero-vad, which finds speech in sound: a PyTorch network with an LSTM, and sound to test with."""
+"""silero-vad, which finds speech in sound: a PyTorch network with an LSTM, and sounds."""
 
 from __future__ import annotations
 
