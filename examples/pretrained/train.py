@@ -47,7 +47,7 @@ class Task(NamedTuple):
 
 TASKS = {
     "speech": Task("silero-vad 6.2.3, weights of PyTorch", speech, 4, 8, 32, True),
-    "files": Task("magika 1.0.3, an ONNX file", file_types, 32, 16, 320, False),
+    "files": Task("magika 1.0.3, an ONNX file", file_types, 32, 12, 256, False),
 }
 
 
