@@ -16,7 +16,7 @@ import onnxruntime
 NETWORK = files.MODEL / "model.onnx"
 DENSE = ("MatMul_9",)  # looks bytes up, by a product with one-hot rows
 UNEVEN = ()
-MOST = 9  # test files of each type
+MOST = 16  # test files of each type
 
 
 def load(folder: Path) -> tuple[onnx_model.Params, Path]:
