@@ -41,7 +41,8 @@ class BaseUpdater(Updater):
       skip_gradients: leave weights and optimizer state as they are in steps that update masks.
       is_sparse_gradients: apply the masks to the gradients that the inner optimizer sees.
       sparsity_type: pattern of the weights that are kept or removed together: an instance such as
-        `NByM(2, 4)`, or `fn(path, param)` that returns one.
+        `NByM(2, 4)`, or `fn(path, param)` that returns one, or `None` for a leaf that stays dense
+        whatever the distribution selects.
       sparsity_distribution_fn: function from params to a tree of target sparsities; `None` leaves
         all parameters dense.
       scope: decides which weights compete: `Layerwise()` (the weights of each leaf) or `Global()`

@@ -149,7 +149,7 @@ class Uniform:
         """
         if self.entries is not None:
             return self._spread_entries(params, batch_axes, sites, scope)
-        selected, custom = self._select(params, batch_axes)
+        selected, custom = self._select(params, batch_axes, sites)
         sparsities = self._share(selected) | custom
         return trees.map_matched(lambda path, _: sparsities.get(path), params)
 
@@ -196,7 +196,7 @@ class Uniform:
         return dict.fromkeys(selected, self.sparsity)
 
     def _select(
-        self, params: PyTree, batch_axes: BatchAxes
+        self, params: PyTree, batch_axes: BatchAxes, sites: Sites | None
     ) -> tuple[Candidates, dict[trees.KeyPath, float | None]]:
         """Returns the filtered parameters with their batch axes, and the overrides, by path."""
         batch_axes = batch_axes if self.batch_axes is None else self.batch_axes
@@ -215,6 +215,7 @@ class Uniform:
                 )
         selected: Candidates = {}
         custom: dict[trees.KeyPath, float | None] = {}
+        dense: list[str] = []  # selected by the filter, without a pattern
         for path, param in prunable.items():
             override = names.best_key(overrides, labels[path])
             if override is not None:
@@ -222,15 +223,24 @@ class Uniform:
                 continue
             name = trees.path_names(path)
             axes = leading_axes(batch_axes, name, param)
-            if self.filter_fn(name, param) if self.filter_fn else param.ndim - axes > 1:
+            if not (self.filter_fn(name, param) if self.filter_fn else param.ndim - axes > 1):
+                continue
+            if sites is not None and sites.stays_dense(path):
+                dense.append(labels[path])
+            else:
                 selected[path] = (param, axes)
         removes = self.sparsity is not None and (is_traced(self.sparsity) or self.sparsity > 0)
         if prunable and removes and not selected and not custom:
-            raise ValueError(self._nothing_selected(list(labels.values())))
+            raise ValueError(self._nothing_selected(list(labels.values()), dense))
         return selected, custom
 
-    def _nothing_selected(self, labels: list[str]) -> str:
-        """Returns the error of a filter that selects no parameter."""
+    def _nothing_selected(self, labels: list[str], dense: list[str]) -> str:
+        """Returns the error of a filter and a pattern that select no parameter."""
+        if dense:
+            return (
+                f"sparsity_type keeps all selected parameters dense, {trees.listed(dense)}, so "
+                f"sparsity = {self.sparsity} has nothing to remove. Give another pattern."
+            )
         reason = (
             "filter_fn selects no parameter"
             if self.filter_fn
@@ -296,6 +306,7 @@ def uniform(
     filter_fn: FilterFn | None = None,
     custom_sparsity_map: Overrides | None = None,
     batch_axes: BatchAxes | None = None,
+    sites: Sites | None = None,
 ) -> PyTree:
     """Gives every selected parameter the same sparsity: `Uniform` as a function.
 
@@ -305,6 +316,7 @@ def uniform(
       filter_fn: as in `Uniform`.
       custom_sparsity_map: as in `Uniform`.
       batch_axes: as in `Uniform`.
+      sites: as in `Uniform.__call__`.
 
     Returns:
       A tree like `params` of floats, `None` where a parameter stays dense.
@@ -319,7 +331,8 @@ def uniform(
       >>> uniform(params, 0.5)
       {'bias': None, 'kernel': 0.5}
     """
-    return Uniform(sparsity, filter_fn, custom_sparsity_map, batch_axes)(params)
+    distribution = Uniform(sparsity, filter_fn, custom_sparsity_map, batch_axes)
+    return distribution(params, sites=sites)
 
 
 def erk(
@@ -329,6 +342,7 @@ def erk(
     custom_sparsity_map: Overrides | None = None,
     erk_power_scale: float = 1.0,
     batch_axes: BatchAxes | None = None,
+    sites: Sites | None = None,
 ) -> PyTree:
     """Gives small layers more density than large ones: `ERK` as a function.
 
@@ -339,6 +353,7 @@ def erk(
       custom_sparsity_map: as in `Uniform`.
       erk_power_scale: `power_scale` of `ERK`.
       batch_axes: as in `Uniform`.
+      sites: as in `Uniform.__call__`.
 
     Returns:
       A tree like `params` of floats, `None` where a parameter stays dense.
@@ -354,7 +369,7 @@ def erk(
     distribution = ERK(
         sparsity, filter_fn, custom_sparsity_map, batch_axes, power_scale=erk_power_scale
     )
-    return distribution(params)
+    return distribution(params, sites=sites)
 
 
 DISTRIBUTIONS: Registry[Callable[..., Distribution]] = Registry(
@@ -369,7 +384,7 @@ def target_sparsities(
     scope: Scope | TreeScope,
     batch_axes: BatchAxes = 0,
 ) -> PyTree:
-    """Returns the checked sparsities of a distribution, `None` for leaves that cannot be pruned.
+    """Returns the checked sparsities of a distribution, `None` for leaves that stay dense.
 
     Logs targets that the pattern of their leaf cannot reach.
 
@@ -386,6 +401,8 @@ def target_sparsities(
             return None
         name = trees.path_string(path)
         check_fraction(f"the sparsity of {name!r}", target)
+        if table.stays_dense(path):
+            return None
         pattern = table[path].pattern
         if not table[path].has_override:
             _check_scope(scope, table[path])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +14,11 @@ import numpy as np
 
 from sparsity import api
 from sparsity.cli import checkpoints
-from sparsity.cli.output import print_table, shape_text
+from sparsity.cli.output import print_table, printable, shape_text
 from sparsity.core import trees
 from sparsity.core.trees import KeyPath
+from sparsity.patterns import SparsityType
+from sparsity.patterns.base import REMEDY
 
 ABOUT = "Write a copy of a checkpoint with some of its weights at zero."
 EXAMPLES = """\
@@ -33,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--type",
         help="nm_2,4 or nm_2,4,-2 (with the axis), block_4,4, channel_-1, fanin_16 or fanin_16,-2 "
-        "(with one or more axes), or unstructured",
+        "(with one or more axes), or unstructured; leaves that do not fit stay dense",
     )
     parser.add_argument(
         "--algorithm", default="magnitude", help="magnitude (default), random, and others"
@@ -62,11 +67,14 @@ def run(arguments: argparse.Namespace) -> int:
     # Without x64 jax would round 64 bits to 32.
     with jax.enable_x64(any(array.dtype.name in WIDE for array in jax.tree.leaves(params))):
         params = trees.map_matched(_to_native, params)
+        fitting = _Fitting(updater.sparsity_type)
         try:
+            updater = dataclasses.replace(updater, sparsity_type=fitting)
             pruned, masks = updater.instant_sparsify(params)
         except ValueError as error:
+            reason = "".join(f" {reason}" for reason in fitting.reasons[:1])
             raise ValueError(
-                f"{error} Here --type stands for sparsity_type, --filter for filter_fn."
+                f"{error}{reason} Here --type stands for sparsity_type, --filter for filter_fn."
             ) from None
     leaves, values = trees.leaves_by_path(tree), trees.leaves_by_path(pruned)
     changed = {
@@ -79,8 +87,31 @@ def run(arguments: argparse.Namespace) -> int:
         [(leaves[path], changed[path]) for path in changed],
         overwrite=arguments.overwrite,
     )
+    for reason in fitting.reasons:
+        print(f"sparsity: left dense: {printable(reason)}", file=sys.stderr)
     _print({trees.path_string(path): array for path, array in changed.items()})
     return 0
+
+
+class _Fitting:
+    """`sparsity_type` that keeps leaves dense whose shape does not fit a pattern.
+
+    Attributes:
+      reasons: why each of these leaves does not fit.
+    """
+
+    def __init__(self, pattern: Any) -> None:
+        self._pattern: SparsityType = pattern
+        self.reasons: list[str] = []
+
+    def __call__(self, path: tuple[str, ...], param: jax.Array) -> SparsityType | None:
+        """Returns the pattern, or `None` for a leaf that does not fit."""
+        try:
+            self._pattern.check(param.shape, 0, "/".join(path))
+        except ValueError as error:
+            self.reasons.append(str(error).removesuffix(REMEDY).rstrip())
+            return None
+        return self._pattern
 
 
 def _to_native(path: KeyPath, array: np.ndarray) -> np.ndarray:

@@ -100,7 +100,7 @@ class Budget:
 
         def spread(sparsity: float) -> PyTree:
             distribution = dataclasses.replace(self.distribution, sparsity=sparsity)
-            return distribution(params, batch_axes)
+            return distribution(params, batch_axes, table)
 
         if (cost := count(spread(1.0))) > allowed:
             least = float(cost / dense)

@@ -53,7 +53,9 @@ class Coupled:
         Channels of importance 0 are removed.
       round_to: the number of channels that stay is rounded up to a multiple of `round_to`, with
         `across` as far as the cost allows; or a function of that number, which may be traced.
-      min_channels: smallest number of channels that stay in every group.
+      min_channels: smallest number of channels that stay in every group. By default 1; with
+        `across` a tenth of each group, or the n (1 - s) channels of its sparsity if these are
+        fewer.
       plan: the cut of the model, for parameters that are smaller than those of `graph`. By default
         shapes tell the cut, unless an axis joins channels of two groups that lie on no other axis.
 
@@ -79,7 +81,7 @@ class Coupled:
     normalize: bool = False
     across: bool | Literal["nbytes"] = False
     round_to: int | Callable[[chex.Numeric], chex.Numeric] = 1
-    min_channels: int = 1
+    min_channels: int | None = None
     plan: Cut | None = None
 
     takes_signed_scores: ClassVar[bool] = True
@@ -94,7 +96,8 @@ class Coupled:
             raise ValueError(
                 f"across must be True, False or 'nbytes', got across = {self.across!r}."
             )
-        check_int("min_channels", self.min_channels, 1)
+        if self.min_channels is not None:
+            check_int("min_channels", self.min_channels, 1)
         if not callable(self.round_to):
             check_int("round_to", self.round_to, 1)
         if self.plan is not None and not isinstance(self.plan, Cut):
@@ -156,14 +159,16 @@ class Coupled:
         cost = self._cost(groups, scores) if self.across else None
 
         def select(
-            leaves: Mapping[KeyPath, jax.Array], numbers: Sequence[chex.Numeric]
+            leaves: Mapping[KeyPath, jax.Array],
+            counts: tuple[Sequence[chex.Numeric], Sequence[chex.Numeric]],
         ) -> list[jax.Array]:
-            importance = self._importance(groups, leaves)
+            importance, (numbers, least) = self._importance(groups, leaves), counts
             if cost is not None:
-                numbers = self._compete(groups, importance, cost, numbers)
+                numbers = self._compete(groups, importance, cost, numbers, least)
             return _keep_best(groups, importance, numbers)
 
-        return self._masks(groups, scores, select, [scores], self._numbers(groups))
+        counts = self._numbers(groups), [self._least(group) for group in groups]
+        return self._masks(groups, scores, select, [scores], counts)
 
     def masks_by(
         self, choose: Choose, tree: PyTree, sparsities: PyTree, extra: PyTree = None
@@ -253,22 +258,34 @@ class Coupled:
 
     def _count(self, group: PlacedGroup) -> chex.Numeric:
         """Counts the channels of a group of `graph` that stay."""
-        return self._round(group.full, exact.num_kept(group.full.size, group.sparsity))
+        kept = exact.num_kept(group.full.size, group.sparsity)
+        return self._round(group.full, kept, self._least(group))
 
     def _allow(self, group: PlacedGroup) -> chex.Numeric:
         """Counts the channels that may stay under `across`, as float32 with fractions."""
         sparsity, n = group.sparsity, np.float32(group.full.size)
-        least = np.float32(self._round(group.full, 0))
         if not is_traced(sparsity):
             exact.num_kept(group.full.size, sparsity)  # which checks it
-            return max(n * (1 - np.float32(sparsity)), least)
-        sparsity = jnp.where(sparsity > 0, jnp.minimum(sparsity, 1), 0).astype(jnp.float32)
-        return jnp.maximum(n * (1 - sparsity), least)
+        least = self._round(group.full, 0, self._least(group))
+        if not is_traced(sparsity):
+            return max(n * (1 - np.float32(sparsity)), np.float32(least))
+        return jnp.maximum(n * (1 - _clipped(sparsity)), jnp.float32(least))
 
-    def _round(self, channels: ChannelGroup, kept: Any) -> chex.Numeric:
-        """Applies `round_to` and `min_channels` to a number of channels."""
-        n, least = channels.size, min(self.min_channels, channels.size)
-        if is_traced(kept):
+    def _least(self, group: PlacedGroup) -> chex.Numeric:
+        """Returns the smallest number of channels of a group that stay."""
+        n, sparsity = group.full.size, group.sparsity
+        if self.min_channels is not None or not self.across:
+            return min(self.min_channels or 1, n)
+        tenth = -(-n // 10)
+        if is_traced(sparsity):
+            fewer: jax.Array = jnp.int32(np.float32(n) * (1 - _clipped(sparsity)))
+            return jnp.clip(fewer, 1, tenth)
+        return min(max(int(np.float32(n) * (1 - np.float32(sparsity))), 1), tenth)
+
+    def _round(self, channels: ChannelGroup, kept: Any, least: Any) -> Any:
+        """Applies `round_to` and the smallest number that may stay to a number of channels."""
+        n = channels.size
+        if is_traced(kept) or is_traced(least):
             return jnp.clip(self._multiple(channels, jnp.maximum(kept, least)), least, n)
         with jax.ensure_compile_time_eval():
             return min(max(int(self._multiple(channels, max(int(kept), least))), least), n)
@@ -352,14 +369,15 @@ class Coupled:
         importance: Sequence[jax.Array],
         cost: Cost,
         allowed: Sequence[chex.Numeric],
+        least: Sequence[chex.Numeric],
     ) -> list[jax.Array]:
         """Counts the channels that stay of each group: the best per cost, within a cost."""
         ranks = self.ranks(importance, cost.each)
         limit = cost.limit(jnp.stack([jnp.asarray(n, jnp.float32) for n in allowed]))
 
         def kept(counts: Sequence[jax.Array]) -> jax.Array:
-            pairs = zip(groups, counts, strict=True)
-            rounded = [self._round(group.full, n) for group, n in pairs]
+            each = zip(groups, counts, least, strict=True)
+            rounded = [self._round(group.full, n, fewest) for group, n, fewest in each]
             return jnp.stack([jnp.asarray(n, jnp.uint32) for n in rounded])
 
         return list(kept(best_that_fit(ranks, lambda n: exact.at_least(limit, cost.at(kept(n))))))
@@ -395,6 +413,12 @@ Choose: TypeAlias = Callable[
 def _is_full_axis(positions: np.ndarray, size: int) -> bool:
     """Returns whether the channels are all entries of an axis, in order."""
     return np.array_equal(positions, np.arange(size)[:, None])
+
+
+def _clipped(sparsity: chex.Numeric) -> jax.Array:
+    """Returns a traced sparsity within [0, 1], NaN as 0."""
+    sparsity = jnp.asarray(sparsity)
+    return jnp.where(sparsity > 0, jnp.minimum(sparsity, 1), 0).astype(jnp.float32)
 
 
 def _largest(sparsities: Sequence[chex.Numeric]) -> chex.Numeric:

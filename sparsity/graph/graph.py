@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
 import chex
 import jax
@@ -20,10 +20,11 @@ from sparsity.graph import costs, report
 from sparsity.graph.biases import find_biases
 from sparsity.graph.channels import ChannelGroup, Parameter, Refusal, find_channels, positions
 from sparsity.graph.coupling import TABLES, Coupling
+from sparsity.graph.inputs import AlongInputs, SharedInputs, Weights
 from sparsity.graph.layers import layered
 from sparsity.graph.proof import Proof
 from sparsity.graph.uses import Path, Tracker, Use
-from sparsity.patterns import FanIn, NByM, SparsityType, Unstructured
+from sparsity.patterns import SparsityType
 from sparsity.programs.axes import Axis, Reason, variables
 from sparsity.programs.products import NO_PRODUCTS, PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program, Value, values_read
@@ -236,15 +237,54 @@ class Graph:
 
     # For pruners.
 
-    def is_weight(self, path: Path, param: chex.Array) -> bool:
+    @overload
+    def is_weight(self, path: Path, param: chex.Array) -> bool: ...
+
+    @overload
+    def is_weight(self, *, min_inputs: int) -> Callable[[Path, chex.Array], bool]: ...
+
+    def is_weight(
+        self,
+        path: Path | None = None,
+        param: chex.Array | None = None,
+        *,
+        min_inputs: int | None = None,
+    ) -> bool | Callable[[Path, chex.Array], bool]:
         """Returns whether a dot or a convolution contracts the parameter: a `filter_fn`.
 
         Embeddings that are only looked up, scales, shifts and positional tables are no weights.
+        `is_weight(min_inputs=64)` returns a `filter_fn` that leaves narrow weights dense, too: a
+        3 x 3 convolution of an image has 27 inputs, a depthwise one 9.
+
+        Args:
+          path: path of the parameter.
+          param: the parameter.
+          min_inputs: smallest number of inputs of an output. Of a convolution these are the input
+            channels of a group times the window.
+        """
+        if min_inputs is not None:
+            return Weights(self, min_inputs)
+        if path is None or param is None:
+            raise ValueError(
+                "is_weight is a filter_fn(path, param), or is_weight(min_inputs=n) returns one: "
+                "give both path and param, or min_inputs."
+            )
+        return self.count_inputs(path, param) > 0
+
+    def count_inputs(self, path: Path, param: chex.Array) -> int:
+        """Counts the inputs of each output of a parameter's product, before the model was cut.
+
+        Of several products the one with the most inputs counts; 0 if no product contracts the
+        parameter.
         """
         leaf = self.find_parameter(path, param, may_be_smaller=True)
-        return any(use.contracting for use in self.find_products(leaf.path))
+        return max(
+            (use.num_inputs for use in self.find_products(leaf.path) if use.contracting), default=0
+        )
 
-    def nm(self, n: int, m: int) -> Callable[[Path, chex.Array], SparsityType]:
+    def nm(
+        self, n: int, m: int, *, otherwise: Literal["dense"] | None = None
+    ) -> Callable[[Path, chex.Array], SparsityType | None]:
         """Returns N:M along the contracted axis of each parameter: a `sparsity_type`.
 
         The pattern takes the last contracted axis that m divides, of a convolution the input
@@ -253,15 +293,19 @@ class Graph:
         Args:
           n: number of weights that stay of m consecutive ones.
           m: group size.
+          otherwise: "dense" keeps all parameters dense that cannot have the pattern, whatever the
+            distribution selects, in place of errors and of unstructured masks.
 
         Returns:
           A function of (path, param); it raises a ValueError that names the path if m divides none
           of its input channels, if groups of m would lie across a product (a reshape made a part of
           the axis an output), or if two products contract different axes.
         """
-        return AlongInputs(self, n, m)
+        return AlongInputs(self, n, m, otherwise=otherwise)
 
-    def fan_in(self, group: int = 1) -> Callable[[Path, chex.Array], SparsityType]:
+    def fan_in(
+        self, group: int = 1, *, otherwise: Literal["dense"] | None = None
+    ) -> Callable[[Path, chex.Array], SparsityType | None]:
         """Returns a `sparsity_type`: constant fan-in along all axes that products contract.
 
         Of a convolution these are the input channels and the window. Axes that index separate
@@ -270,13 +314,16 @@ class Graph:
 
         Args:
           group: neighbouring outputs that read the same inputs.
+          otherwise: "dense" keeps all leaves dense that cannot have the pattern, whatever the
+            distribution selects, in place of errors and of unstructured masks. A last group of
+            fewer outputs fits.
 
         Returns:
           A function of (path, param) that returns a `FanIn`; it raises a ValueError that names the
           leaf if two products contract different axes, or if a reshape made a part of a contracted
           axis an output.
         """
-        return SharedInputs(self, group)
+        return SharedInputs(self, group, otherwise=otherwise)
 
     def find_products(self, path: Path) -> list[Use]:
         """Returns the dots and convolutions that read a parameter."""
@@ -490,91 +537,6 @@ class Graph:
                 made.setdefault(use.path, set()).update(use.output)
         layers = layered(self.program, self.coupling)
         return find_channels(self.list_axes(), self.find_unproven(masked), made, layers)
-
-
-@dataclasses.dataclass(frozen=True)
-class AlongInputs:
-    """N:M along the contracted axis of each parameter. Made by `Graph.nm`.
-
-    Attributes:
-      graph: the graph of the model.
-      n: number of weights that stay of m consecutive ones.
-      m: group size.
-    """
-
-    graph: Graph
-    n: int
-    m: int
-
-    def __post_init__(self) -> None:
-        NByM(self.n, self.m)  # which checks them
-
-    def __call__(self, path: Path, param: chex.Array) -> SparsityType:
-        """Returns the pattern of a parameter, in this model or in a smaller one."""
-        leaf, m = self.graph.find_parameter(path, param, may_be_smaller=True), self.m
-        uses = [use for use in self.graph.find_products(leaf.path) if use.contracting]
-        if not uses:
-            return Unstructured()
-        shown = f"{leaf.name!r} of shape {param.shape}"
-        channels = _single({use.channels for use in uses}, shown, "no axis serves N:M")
-        sizes = ", ".join(f"axis {axis} of size {param.shape[axis]}" for axis in channels)
-        divided = [axis for axis in channels if param.shape[axis] % m == 0]
-        fitting = [axis for axis in divided if all(use.is_along(axis, m) for use in uses)]
-        if not fitting:
-            why = f"{m} divides none of the input channels of {shown}: {sizes}"
-            if divided:
-                why = f"Groups of {m} input channels of {shown} ({sizes}) lie across a reshape"
-            raise ValueError(
-                f"{why}. Leave it out with filter_fn, or choose another m. The window of a "
-                "convolution holds no input channels."
-            )
-        # From the end: it is the same axis of a slice, whatever the batch axes.
-        return NByM(self.n, m, axis=fitting[-1] - len(param.shape))
-
-
-@dataclasses.dataclass(frozen=True)
-class SharedInputs:
-    """`FanIn` along the axes that each leaf's products contract. Made by `Graph.fan_in`.
-
-    Attributes:
-      graph: the graph of the model.
-      group: neighbouring outputs that read the same inputs.
-    """
-
-    graph: Graph
-    group: int
-
-    def __post_init__(self) -> None:
-        FanIn(self.group)  # which checks it
-
-    def __call__(self, path: Path, param: chex.Array) -> SparsityType:
-        """Returns the pattern of a parameter, in this model or in a smaller one."""
-        leaf = self.graph.find_parameter(path, param, may_be_smaller=True)
-        uses = [use for use in self.graph.find_products(leaf.path) if use.contracting]
-        if not uses:
-            return Unstructured()
-        shown = f"{leaf.name!r} of shape {param.shape}"
-        axes = {tuple(sorted(use.contracting)) for use in uses}
-        inputs = _single(axes, shown, "no axes serve FanIn")
-        for axis in inputs:
-            if not all(use.is_along(axis, leaf.shape[axis]) for use in uses):
-                raise ValueError(
-                    f"Products contract a part of axis {axis} of {shown}, which a reshape took "
-                    "apart, so that no axes serve FanIn. Leave it out with filter_fn."
-                )
-        # From the end: they are the same axes of a slice, whatever the batch axes.
-        return FanIn(self.group, tuple(axis - len(param.shape) for axis in inputs))
-
-
-def _single(axes: Collection[tuple[int, ...]], shown: str, failure: str) -> tuple[int, ...]:
-    """Returns the axes that all products of a parameter contract; raises if they differ."""
-    if len(axes) > 1:
-        raise ValueError(
-            f"Products contract different axes {sorted(axes)} of {shown}, so that {failure}. "
-            "Leave it out with filter_fn."
-        )
-    (contracted,) = axes
-    return contracted
 
 
 def _density(uses: Sequence[Use], density: Mapping[Path, costs.Number]) -> costs.Number:

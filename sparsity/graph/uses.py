@@ -78,6 +78,13 @@ class Use:
         axis = read_product(self.equation).operands[self.operand].contracted[0]
         return tuple(sorted(self.view.axes([axis]))) or self.contracting
 
+    @property
+    def num_inputs(self) -> int:
+        """Number of entries of the parameter's operand that a product sums for each output."""
+        operand = self.equation.inputs[self.operand]
+        axes = read_product(self.equation).operands[self.operand].contracted
+        return math.prod(operand.shape[axis] for axis in axes)
+
     def is_along(self, axis: int, m: int) -> bool:
         """Returns whether the product sums groups of m consecutive entries along an axis.
 

@@ -7,7 +7,7 @@ A site is resolved once, from the parameter: functions that a user passes as `sp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import chex
 import jax
@@ -92,7 +92,8 @@ class Sites(Mapping[trees.KeyPath, Site]):
 
     Args:
       params: tree of parameters.
-      pattern: a pattern, or a function of (path, param) that returns one.
+      pattern: a pattern, or a function of (path, param) that returns one, `None` for a leaf that
+        stays dense.
       batch_axes: number of leading axes that index separate matrices, or a function.
       overrides: keys of the leaves whose sparsity an override sets.
       checked: raise a ValueError for a leaf whose shape does not fit the pattern.
@@ -102,7 +103,7 @@ class Sites(Mapping[trees.KeyPath, Site]):
     def __init__(
         self,
         params: PyTree,
-        pattern: Pattern | Callable[[Path, jax.Array], Pattern],
+        pattern: Pattern | Callable[[Path, jax.Array], Pattern | None],
         batch_axes: BatchAxes = 0,
         overrides: Overrides | None = None,
         checked: bool = True,
@@ -114,6 +115,7 @@ class Sites(Mapping[trees.KeyPath, Site]):
         self._overrides, self._checked = overrides or {}, checked
         self._budget = budget
         self._sites: dict[trees.KeyPath, Site] = {}
+        self._patterns: dict[trees.KeyPath, Pattern | None] = {}
 
     def __iter__(self) -> Iterator[trees.KeyPath]:
         return iter(self._params)
@@ -125,21 +127,41 @@ class Sites(Mapping[trees.KeyPath, Site]):
         if path not in self._sites:
             param, name = self._params[path], trees.path_string(path)
             axes = leading_axes(self._batch_axes, trees.path_names(path), param)
-            pattern = self._pattern
-            if not isinstance(pattern, Pattern):
-                pattern = pattern(trees.path_names(path), param)
-            if not is_pattern(pattern):
+            pattern = self._find_pattern(path)
+            if pattern is None:
                 raise ValueError(
-                    "sparsity_type must be Unstructured, NByM, Block, Channel, FanIn or another "
-                    f"SparsityType, got {pattern!r} for parameter {name!r} of shape {param.shape}."
+                    f"sparsity_type keeps {name!r} of shape {param.shape} dense, so that it can "
+                    "have no sparsity and no mask of its own. Give None for it, or a pattern."
                 )
             if self._checked:
                 pattern.check(param.shape, axes, name)
-            has_override = names.best_key(self._overrides, name) is not None
             budget = self._budget
             cost = 1.0 if budget is None else budget.cost(trees.path_names(path), param)
-            self._sites[path] = Site(path, pattern, axes, has_override, cost, budget)
+            self._sites[path] = Site(path, pattern, axes, self._has_override(path), cost, budget)
         return self._sites[path]
+
+    def stays_dense(self, path: trees.KeyPath) -> bool:
+        """Returns whether a leaf has no pattern, and no override that asks for one."""
+        return self._find_pattern(path) is None and not self._has_override(path)
+
+    def _has_override(self, path: trees.KeyPath) -> bool:
+        return names.best_key(self._overrides, trees.path_string(path)) is not None
+
+    def _find_pattern(self, path: trees.KeyPath) -> Pattern | None:
+        """Returns the pattern of a leaf; a function of (path, param) is called once."""
+        if path not in self._patterns:
+            param, source = self._params[path], self._pattern
+            pattern: Any = source  # a class is refused below
+            if not isinstance(source, Pattern):
+                pattern = source(trees.path_names(path), param)
+            if pattern is not None and not is_pattern(pattern):
+                raise ValueError(
+                    "sparsity_type must be Unstructured, NByM, Block, Channel, FanIn or another "
+                    f"SparsityType, or None for a leaf that stays dense, got {pattern!r} for "
+                    f"parameter {trees.path_string(path)!r} of shape {param.shape}."
+                )
+            self._patterns[path] = pattern
+        return self._patterns[path]
 
 
 def is_pattern(value: object) -> bool:

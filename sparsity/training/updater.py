@@ -42,7 +42,7 @@ class Updater:
     scheduler: Schedule = NoUpdateSchedule()
     skip_gradients: bool = False
     is_sparse_gradients: bool = False
-    sparsity_type: Pattern | Callable[[tuple[str, ...], jax.Array], Pattern] = Unstructured()
+    sparsity_type: Pattern | Callable[[tuple[str, ...], jax.Array], Pattern | None] = Unstructured()
     sparsity_distribution_fn: Callable[..., PyTree] | None = None
     scope: Scope | TreeScope = Layerwise()
     rng_seed: int | jax.Array = 8

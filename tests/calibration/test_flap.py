@@ -219,11 +219,18 @@ def test_a_group_of_which_few_channels_stay_is_a_warning_that_names_it():
     params, x = make_two_groups(*FEW)
     statistics = sparsity.calibrate(two_groups, params, [x], "moments")
     graph = trace(two_groups, params, x)
+    pruner = flap(graph, scope={"across": True, "min_channels": 1})
     with pytest.warns(UserWarning, match=r"'up_a.*' keeps 1 of 40 channels.*min_channels of Coup"):
-        masks = flap(graph, scope={"across": True}).instant_sparsify(params, statistics=statistics)[
-            1
-        ]
+        masks = pruner.instant_sparsify(params, statistics=statistics)[1]
     assert (int(masks["down_a"].sum()), int(masks["down_b"].sum())) == (1, 39)
+
+
+def test_a_tenth_of_each_group_stays_by_default():
+    params, x = make_two_groups(*FEW)
+    statistics = sparsity.calibrate(two_groups, params, [x], "moments")
+    pruner = flap(trace(two_groups, params, x), scope={"across": True})
+    masks = pruner.instant_sparsify(params, statistics=statistics)[1]
+    assert (int(masks["down_a"].sum()), int(masks["down_b"].sum())) == (4, 36)
 
 
 def test_few_channels_are_no_warning_where_they_are_asked_for():

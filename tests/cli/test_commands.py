@@ -443,6 +443,20 @@ def test_bad_choices_of_pruning_write_nothing(kernels, tmp_path, capsys, options
     assert list(tmp_path.iterdir()) == [kernels]
 
 
+def test_leaves_that_do_not_fit_a_type_stay_dense_and_are_named(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    tree = {"stem": rng.normal(size=(2, 6)), "narrow": rng.normal(size=(2, 8)), "bias": np.ones(6)}
+    np.savez(tmp_path / "a.npz", **tree)
+    files = tmp_path / "a.npz", tmp_path / "b.npz"
+    assert main(["prune", *map(str, files), *HALF, "--type", "nm_2,4"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "left dense" in line
+    assert "'stem' of shape (2, 6) has 6 entries, which m = 4 does not divide" in line
+    pruned = np.load(tmp_path / "b.npz")
+    assert_same(pruned["stem"], tree["stem"])
+    assert (np.count_nonzero(pruned["narrow"].reshape(-1, 4), axis=1) == 2).all()
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [

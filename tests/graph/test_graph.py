@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib as mpl
 import numpy as np
+import optax
 import pytest
 
 import sparsity
@@ -327,6 +328,94 @@ def test_masks_of_nm_hold_along_the_contraction():
     _, masks = pruner.instant_sparsify(params)
     assert (masks["up"].reshape(4, 2, 6).sum(1) == 1).all()
     assert (masks["down"].reshape(4, 3, 2).sum(2) == 1).all()
+
+
+# Leaves that stay dense.
+
+
+def test_weights_with_few_inputs_can_stay_dense():
+    model = models.mobilenet()  # 3 x 3 x 3 inputs of the stem, 3 x 3 of a depthwise output
+    graph = trace(model.fn, models.abstract(model.shapes), *model.inputs)
+    assert select(graph, graph.is_weight(min_inputs=1)) == select(graph, graph.is_weight)
+    assert select(graph, graph.is_weight(min_inputs=9)) == {"stem/kernel", "depthwise/kernel"}
+    assert select(graph, graph.is_weight(min_inputs=10)) == {"stem/kernel"}
+    assert select(graph, graph.is_weight(min_inputs=28)) == set()
+    assert graph.is_weight(min_inputs=9) == graph.is_weight(min_inputs=9)
+    with pytest.raises(ValueError, match="min_inputs must be at least 1, got min_inputs = 0"):
+        graph.is_weight(min_inputs=0)
+    with pytest.raises(ValueError, match="give both path and param, or min_inputs"):
+        graph.is_weight(("stem", "kernel"))
+
+
+def mixed(p, x):
+    """A product of 6 inputs, of 8, a leaf contracted along both axes, and a table."""
+    x = jax.nn.relu(x @ p["six"]) @ p["eight"]
+    return x @ p["both"] @ p["both"].T + p["table"][jnp.array([0, 1])]
+
+
+MIXED = {"six": (6, 8), "eight": (8, 12), "both": (12, 4), "table": (5, 12)}
+
+
+@pytest.mark.parametrize(
+    ("make", "pruned"),
+    [
+        (lambda graph: graph.nm(2, 4, otherwise="dense"), {"eight"}),
+        (lambda graph: graph.fan_in(4, otherwise="dense"), {"six", "eight"}),
+    ],
+    ids=["nm", "fan_in"],
+)
+def test_leaves_that_cannot_have_the_pattern_stay_dense_if_the_user_says_so(make, pruned):
+    params = models.draw(MIXED)
+    graph = trace(mixed, params, x := jnp.ones((2, 6)))
+    pruner = sparsity.MagnitudePruning(
+        sparsity_type=make(graph),
+        sparsity_distribution_fn=sparsity.Uniform(0.5),
+        scheduler=sparsity.OneShotSchedule(0),
+    )
+    sparse, masks = pruner.instant_sparsify(params)
+    assert {name for name, mask in masks.items() if mask is not None} == pruned
+    assert all(np.mean(np.asarray(masks[name])) == 0.5 for name in pruned)
+    assert all(sparse[name] is params[name] for name in params.keys() - pruned)
+    state = pruner.wrap_optax(optax.sgd(0.1)).init(params)
+    assert {name for name, mask in state.masks.items() if mask is not None} == pruned
+    assert {name for name, s in state.target_sparsities.items() if s is not None} == pruned
+    assert "eight" in sparsity.sparsity_table(params, state, pruner)
+    small = sparsity.compact(graph, sparse, masks)
+    np.testing.assert_allclose(small.apply(small.params, x), mixed(sparse, x), rtol=1e-5)
+    _, shot, report = sparsity.oneshot(pruner, mixed, params, [x + jnp.eye(2, 6)])
+    assert {path for (path,) in report} == pruned
+    assert {name for name, mask in shot.items() if mask is not None} == pruned
+
+
+def test_an_error_of_a_pattern_names_the_leaf_and_the_way_to_keep_it_dense():
+    params = models.draw(MIXED)
+    graph = trace(mixed, params, jnp.ones((2, 6)))
+    with pytest.raises(ValueError, match=r"different axes .* of 'both'.*otherwise='dense'"):
+        graph.fan_in()(("both",), params["both"])
+    with pytest.raises(ValueError, match="otherwise must be None or 'dense', got otherwise = 'x'"):
+        graph.nm(2, 4, otherwise="x")
+    with pytest.raises(
+        ValueError, match=r"'six' of shape .* dense, so that it can have no sparsity"
+    ):
+        sparsity.MagnitudePruning(
+            sparsity_type=graph.nm(2, 4, otherwise="dense"),
+            sparsity_distribution_fn=sparsity.Uniform(0.5, custom_sparsity_map={"six": 0.5}),
+        ).instant_sparsify(params)
+
+
+def test_a_distribution_counts_no_leaf_that_its_pattern_keeps_dense():
+    params = {"a": np.ones((10, 10)), "b": np.ones((50, 50)), "dense": np.ones((20, 20))}
+
+    def pattern(path, param):
+        return None if path == ("dense",) else sparsity.Unstructured()
+
+    pruner = sparsity.MagnitudePruning(
+        sparsity_type=pattern, sparsity_distribution_fn=sparsity.ERK(0.5)
+    )
+    masks = pruner.instant_sparsify(jax.tree.map(jnp.asarray, params))[1]
+    assert masks["dense"] is None
+    # 2600 weights at 50 % are 1300: 100 of the dense leaf `a`, and 1200 of `b`.
+    assert (int(masks["a"].sum()), int(masks["b"].sum())) == (100, 1200)
 
 
 # N:M where only a part of an axis is contracted: groups of m lie along a product, or are refused.

@@ -94,6 +94,25 @@ def test_channels_that_were_removed_do_not_come_back():
     jax.tree.map(lambda one, more: np.testing.assert_array_less(more, one + 1), masks, again)
 
 
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_no_group_dies_unless_its_sparsity_asks_for_it(is_traced):
+    params = draw(a=(3, 64), b=(64, 2), c=(3, 64), d=(64, 2))
+    params["a"] *= 1e4  # every channel of the first network ranks above all of the second
+    graph = trace(two, params, jnp.ones((1, 3)))
+
+    def count(sparsity, **options):
+        return [
+            mask.any(axis=0).sum()
+            for name, mask in prune(graph, params, Uniform(sparsity), **options)[1].items()
+            if name in "ac"
+        ]
+
+    run = jax.jit(count, static_argnames="min_channels") if is_traced else count
+    assert [int(n) for n in run(0.5)] == [64 - 7, 7]  # 7 is a tenth of 64
+    assert [int(n) for n in run(0.5, min_channels=1)] == [63, 1]
+    assert [int(n) for n in run(0.9375)] == [4, 4]  # 4 of 64 are what this sparsity leaves
+
+
 @pytest.mark.slow
 def test_a_scan_competes_as_its_layers_do_one_by_one():
     def block(x, up, down):

@@ -1,0 +1,144 @@
+"""Filters and patterns by the inputs that the products of each parameter contract."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import chex
+
+from sparsity.core.checks import check_int
+from sparsity.graph.uses import Path, Use
+from sparsity.patterns import FanIn, NByM, SparsityType, Unstructured
+
+if TYPE_CHECKING:
+    from sparsity.graph.graph import Graph
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """`filter_fn` that selects the weights with enough inputs. Made by `Graph.is_weight`.
+
+    Attributes:
+      graph: the graph of the model.
+      min_inputs: smallest number of inputs of an output.
+    """
+
+    graph: Graph
+    min_inputs: int
+
+    def __post_init__(self) -> None:
+        check_int("min_inputs", self.min_inputs, 1)
+
+    def __call__(self, path: Path, param: chex.Array) -> bool:
+        """Returns whether a product of the parameter has enough inputs."""
+        return self.graph.count_inputs(path, param) >= self.min_inputs
+
+
+@dataclasses.dataclass(frozen=True)
+class _Patterns(abc.ABC):
+    """`sparsity_type` along the inputs of each parameter.
+
+    Attributes:
+      graph: the graph of the model.
+      otherwise: "dense" keeps parameters dense that cannot have the pattern.
+    """
+
+    graph: Graph
+    otherwise: Literal["dense"] | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.otherwise not in (None, "dense"):
+            raise ValueError(
+                f"otherwise must be None or 'dense', got otherwise = {self.otherwise!r}."
+            )
+
+    def __call__(self, path: Path, param: chex.Array) -> SparsityType | None:
+        """Returns the pattern of a parameter, in this model or in a smaller one."""
+        leaf = self.graph.find_parameter(path, param, may_be_smaller=True)
+        uses = [use for use in self.graph.find_products(leaf.path) if use.contracting]
+        if not uses:
+            return None if self.otherwise == "dense" else Unstructured()
+        pattern = self._fit(uses, f"{leaf.name!r} of shape {param.shape}", param.shape)
+        if not isinstance(pattern, str):
+            return pattern
+        if self.otherwise == "dense":
+            return None
+        raise ValueError(
+            f"{pattern} Leave it out with filter_fn, or keep all such parameters dense: "
+            "otherwise='dense'."
+        )
+
+    @abc.abstractmethod
+    def _fit(self, uses: Sequence[Use], shown: str, shape: tuple[int, ...]) -> SparsityType | str:
+        """Returns the pattern, or the reason why a parameter cannot have the pattern."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AlongInputs(_Patterns):
+    """N:M along the contracted axis of each parameter. Made by `Graph.nm`.
+
+    Attributes:
+      n: number of weights that stay of m consecutive ones.
+      m: group size.
+    """
+
+    n: int
+    m: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        NByM(self.n, self.m)  # which checks them
+
+    def _fit(self, uses: Sequence[Use], shown: str, shape: tuple[int, ...]) -> SparsityType | str:
+        axes = {use.channels for use in uses}
+        if len(axes) > 1:
+            return _name_axes(axes, shown, "no axis serves N:M")
+        (channels,) = axes
+        sizes = ", ".join(f"axis {axis} of size {shape[axis]}" for axis in channels)
+        divided = [axis for axis in channels if shape[axis] % self.m == 0]
+        fitting = [axis for axis in divided if all(use.is_along(axis, self.m) for use in uses)]
+        if fitting:
+            # From the end: it is the same axis of a slice, whatever the batch axes.
+            return NByM(self.n, self.m, axis=fitting[-1] - len(shape))
+        why = f"{self.m} divides none of the input channels of {shown}: {sizes}"
+        if divided:
+            why = f"Groups of {self.m} input channels of {shown} ({sizes}) lie across a reshape"
+        return f"{why}. The window of a convolution holds no input channels. Choose another m."
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedInputs(_Patterns):
+    """`FanIn` along the axes that each leaf's products contract. Made by `Graph.fan_in`.
+
+    Attributes:
+      group: neighbouring outputs that read the same inputs.
+    """
+
+    group: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        FanIn(self.group)  # which checks it
+
+    def _fit(self, uses: Sequence[Use], shown: str, shape: tuple[int, ...]) -> SparsityType | str:
+        axes = {tuple(sorted(use.contracting)) for use in uses}
+        if len(axes) > 1:
+            return _name_axes(axes, shown, "no axes serve FanIn")
+        (inputs,) = axes
+        for axis in inputs:
+            full = self.graph.find_shape(uses[0].path)[axis]
+            if not all(use.is_along(axis, full) for use in uses):
+                return (
+                    f"Products contract a part of axis {axis} of {shown}, which a reshape took "
+                    "apart, so that no axes serve FanIn."
+                )
+        # From the end: they are the same axes of a slice, whatever the batch axes.
+        return FanIn(self.group, tuple(axis - len(shape) for axis in inputs))
+
+
+def _name_axes(axes: set[tuple[int, ...]], shown: str, failure: str) -> str:
+    """Returns the reason of products that contract different axes of a parameter."""
+    return f"Products contract different axes {sorted(axes)} of {shown}, so that {failure}."
