@@ -99,6 +99,7 @@ def find_channels(
     axes: Sequence[tuple[Parameter, Sequence[Axis]]],
     unproven: Mapping[Axis, Reason],
     made: Mapping[Path, set[int]],
+    windows: Mapping[Path, set[int]],
     layers: Mapping[Axis, int],
 ) -> tuple[list[ChannelGroup], list[Refusal]]:
     """Returns the groups that can be removed and the refused axes, both in tree order.
@@ -107,6 +108,7 @@ def find_channels(
       axes: the parameters with their axes.
       unproven: variables whose removal would differ from masking them, and why.
       made: {path: the axes of the parameter that become outputs of a product}.
+      windows: {path: the axes of the parameter that are windows of a convolution}.
       layers: {variable: number of layers} where layers may keep different entries.
     """
     refusals = dict(unproven)
@@ -130,7 +132,14 @@ def find_channels(
     names: dict[str, int] = {}
     for variable, places in members.items():
         if variable in refusals:
-            refused += [_refusal(leaf, axis, refusals[variable]) for leaf, axis, _ in places]
+            for leaf, axis, dim in places:
+                others = [refusals.get(v) for v in variables(dim) if v.size > 1]
+                reason = refusals[variable]
+                is_position = reason.kind == "space" and any(
+                    other is None or other.kind != "space" for other in others
+                )
+                if not is_position and axis not in windows.get(leaf.path, ()):
+                    refused.append(_refusal(leaf, axis, reason, None in others))
             continue
         outputs = [place for place in places if place[1] in made.get(place[0].path, ())]
         leaf, axis, _ = (outputs or places)[0]
@@ -159,8 +168,10 @@ def positions(
     return order.reshape(sizes.get(variable, variable.size), -1)
 
 
-def _refusal(leaf: Parameter, axis: int, reason: Reason) -> Refusal:
+def _refusal(leaf: Parameter, axis: int, reason: Reason, is_part: bool) -> Refusal:
+    """Returns the refusal of an axis, or of a part of an axis that has other, free entries."""
     equation = reason.equation
     primitive = reason.kind if equation is None else equation.name
     source = "" if equation is None else equation.source
-    return Refusal(leaf.path, axis, primitive, source, reason.text)
+    text = f"{reason.text}; other entries of the axis can go" if is_part else reason.text
+    return Refusal(leaf.path, axis, primitive, source, text)

@@ -259,7 +259,8 @@ class Coupled:
     def _count(self, group: PlacedGroup) -> chex.Numeric:
         """Counts the channels of a group of `graph` that stay."""
         kept = exact.num_kept(group.full.size, group.sparsity)
-        return self._round(group.full, kept, self._least(group))
+        count: chex.Numeric = self._round(group.full, kept, self._least(group))
+        return count
 
     def _allow(self, group: PlacedGroup) -> chex.Numeric:
         """Counts the channels that may stay under `across`, as float32 with fractions."""

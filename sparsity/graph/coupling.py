@@ -154,7 +154,7 @@ class Coupling(Flow[list[Axis]]):
             return outputs.setdefault(place, Axis(size))
 
         for relation in relations:
-            reason = Reason(equation, relation.text)
+            reason = Reason(equation, relation.text, _window_kind(equation))
             sources = [
                 Axis(x, pin=reason) if isinstance(x, int) else inputs[x.array][x.axis]
                 for x in relation.sources
@@ -185,9 +185,16 @@ class Coupling(Flow[list[Axis]]):
             if source is not None:
                 self.axes(result)[place] = (lhs, rhs)[source[0]][source[1]]
         for number, axis in roles.ordered:
-            pin(self.axes(values[number])[axis], Reason(equation, roles.order))
+            reason = Reason(equation, roles.order, _window_kind(equation))
+            pin(self.axes(values[number])[axis], reason)
         for value in equation.inputs[2:]:
             self.pin(value, Reason(equation, roles.order))
+
+
+def _window_kind(equation: Equation) -> str:
+    """Returns the kind of a reason: 'space' for operations that move a window along axes."""
+    is_windowed = equation.name.startswith(("conv_general_dilated", "reduce_window"))
+    return "space" if is_windowed else ""
 
 
 def _relate(

@@ -492,7 +492,11 @@ class Graph:
 
     @functools.cached_property
     def refused(self) -> list[Refusal]:
-        """The axes that cannot lose entries, in the order of the leaves."""
+        """The axes that cannot lose channels, in the order of the leaves.
+
+        Windows of convolutions, and the positions of an image that is flattened with its channels,
+        are no channels and are left out.
+        """
         return self._channels[1]
 
     @functools.cached_property
@@ -532,11 +536,14 @@ class Graph:
             if leaf.path not in self.updated_state and jnp.issubdtype(leaf.dtype, jnp.inexact)
         }
         made: dict[Path, set[int]] = {}
+        windows: dict[Path, set[int]] = {}
         for use in self.uses:
             if use.primitive in PRODUCTS:
                 made.setdefault(use.path, set()).update(use.output)
+                windows.setdefault(use.path, set()).update({*use.contracting} - {*use.channels})
         layers = layered(self.program, self.coupling)
-        return find_channels(self.list_axes(), self.find_unproven(masked), made, layers)
+        unproven = self.find_unproven(masked)
+        return find_channels(self.list_axes(), unproven, made, windows, layers)
 
 
 def _density(uses: Sequence[Use], density: Mapping[Path, costs.Number]) -> costs.Number:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from sparsity.graph.coupling import Coupling
+from sparsity.graph.words import describe_reduction
 from sparsity.programs import entrywise
 from sparsity.programs.axes import Axis, Reason, variables
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS
@@ -91,6 +92,7 @@ class Proof(Flow[Constants]):
         super().__init__()
         self._coupling = coupling
         self._free: dict[Value, list[list[Axis]]] = {}
+        self._current = program  # the program, or the body, that is being followed
         self.refused: dict[Axis, Reason] = {}
         for value, entries in masked.items():
             places = [place for place in self._places(value) if place in entries]
@@ -111,7 +113,9 @@ class Proof(Flow[Constants]):
         return Constants(everywhere=entrywise.constant_in(value.constant))
 
     def run(self, program: Program) -> None:
+        outer, self._current = self._current, program
         super().run(program)
+        self._current = outer
         for equation in program.with_rules():
             rule = equation.derivative
             assert rule is not None  # it has one
@@ -179,9 +183,11 @@ class Proof(Flow[Constants]):
         for axis in axes:
             for variable in self._variables(value)[axis]:
                 constant = constants[axis, variable]
-                if neutral is None or constant != neutral:
-                    reason = _not_neutral(equation, constant, neutral)
-                    self.refused.setdefault(variable, reason)
+                is_neutral = neutral is not None and constant == neutral
+                if not is_neutral and variable not in self.refused:
+                    what = describe_reduction(self._current, equation)
+                    reason = _not_neutral(equation, what, constant, neutral)
+                    self.refused[variable] = reason
         stay = [i for i in range(len(value.shape)) if i not in axes]
         moved = constants.moved(lambda i: stay.index(i) if i in stay else None)
         is_empty = 0 in [value.shape[axis] for axis in axes]
@@ -261,15 +267,20 @@ def _fill(constants: Constants, fill: float | None) -> Constants:
     return constants.meet(Constants(everywhere=fill))
 
 
-def _not_neutral(equation: Equation, constant: float | None, neutral: float | None) -> Reason:
+def _not_neutral(
+    equation: Equation, what: str, constant: float | None, neutral: float | None
+) -> Reason:
     if neutral is None:
-        return Reason(equation, "it tells where in the axis an entry lies")
+        return Reason(equation, f"{what} (it tells where in the axis an entry lies)")
     shown = "not known" if constant is None else f"{constant:g}"
-    text = f"it joins entries that are {shown} where channels are masked, not {neutral:g}"
+    text = f"{what} (it joins entries that are {shown} where channels are masked, not {neutral:g})"
     return Reason(equation, text)
 
 
 def _not_zero(equation: Equation, factors: tuple[float | None, float | None]) -> Reason:
     shown = ["not known" if x is None else f"{x:g}" for x in factors]
-    text = f"it sums products whose factors are {' and '.join(shown)} where channels are masked"
+    text = (
+        "a product along the channels (it sums products whose factors are "
+        f"{' and '.join(shown)} where channels are masked)"
+    )
     return Reason(equation, text)

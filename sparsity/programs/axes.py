@@ -36,7 +36,7 @@ class Reason(NamedTuple):
       equation: the equation that needs all entries, `None` if no equation does.
       text: the reason in words.
       kind: without an equation: 'input', 'output', 'state', 'unread', or 'axis' for entries that
-        cannot be told apart.
+        cannot be told apart; with an equation 'space' for the axes of a window, else ''.
     """
 
     equation: Equation | None

@@ -239,6 +239,73 @@ def test_what_could_not_be_removed_is_refused_with_leaf_axis_primitive_line_and_
     assert "test_groups.py:" in refusal.source
 
 
+def layer_norm(x):
+    x = x - x.mean(-1, keepdims=True)
+    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1)
+
+
+IN_WORDS = {
+    "a variance over the channels: LayerNorm": layer_norm,
+    "a mean over the channels: LayerNorm": lambda x: jnp.exp(x).mean(-1, keepdims=True) * x,
+    "a mean of squares over the channels: RMSNorm": lambda x: (
+        x / (jnp.exp(x) ** 2).mean(-1)[:, None]
+    ),
+    "a maximum over the channels: softmax": jax.nn.softmax,
+    "a maximum over the channels": lambda x: x * x.max(-1, keepdims=True),
+    "a sum over the channels: softmax": lambda x: jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True),
+    "an argmax over the channels": lambda x: x + x.argmax(-1)[:, None],
+}
+
+
+@pytest.mark.parametrize("words", IN_WORDS)
+def test_a_refusal_names_the_layer_that_needs_all_channels(words):
+    params = models.abstract({"up": (3, 6), "down": (6, 2)})
+    graph = trace(lambda p, x: IN_WORDS[words](x @ p["up"]) @ p["down"], params, jnp.ones((4, 3)))
+    reasons = [r.reason for r in graph.refused if (r.path, r.axis) == (("up",), 1)]
+    assert [reason.partition(" (")[0] for reason in reasons] == [words]
+
+
+def test_windows_and_flattened_positions_are_no_refused_channels():
+    layout = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+
+    def fn(p, x):
+        x = jax.lax.conv_general_dilated(x, p["conv"], (1, 1), "SAME", **layout)
+        x = jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        return jax.nn.relu(x).reshape(len(x), -1) @ p["dense"]
+
+    params = models.abstract({"conv": (3, 3, 2, 5), "dense": (2 * 2 * 5, 7)})
+    graph = trace(fn, params, jnp.ones((1, 4, 4, 2)))
+    refused = [(r.path, r.axis, r.reason) for r in graph.refused]
+    assert refused == [
+        (("conv",), 2, "an input of the model"),
+        (("dense",), 1, "an output of the model"),
+    ]
+    (group,) = graph.groups
+    assert group.members == ((("conv",), 3), (("dense",), 0))
+    np.testing.assert_array_equal(group.positions[1], np.arange(20).reshape(4, 5).T)
+
+
+def test_tokens_that_are_flattened_positions_alone_stay_refused():
+    layout = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+
+    def fn(p, x):
+        x = jax.lax.conv_general_dilated(x, p["conv"], (2, 2), "VALID", **layout)
+        return jnp.einsum("btc,to->boc", x.reshape(1, 4, 5), p["tokens"])
+
+    params = models.abstract({"conv": (2, 2, 2, 5), "tokens": (4, 3)})
+    graph = trace(fn, params, jnp.ones((1, 4, 4, 2)))
+    assert {(r.path, r.axis): r.reason for r in graph.refused}[("tokens",), 0] == "an axis of space"
+
+
+def test_a_refused_part_of_an_axis_says_that_other_entries_can_go():
+    def fn(p, x):
+        return jnp.concatenate([x, jax.nn.relu(x @ p["up"])], axis=-1) @ p["down"]
+
+    graph = trace(fn, models.abstract({"up": (3, 6), "down": (9, 2)}), jnp.ones((4, 3)))
+    reasons = {r.reason for r in graph.refused if (r.path, r.axis) == (("down",), 0)}
+    assert reasons == {"an input of the model; other entries of the axis can go"}
+
+
 def test_an_axis_that_runs_over_pairs_of_one_axis_is_refused():
     def fn(params, x):
         x = x @ params["up"]
