@@ -8,7 +8,10 @@ from sparsity.programs.program import Equation, Program, Value
 _COPIES = (
     "broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "stop_gradient",
 )  # fmt: skip
-_NAMES = {"max": "a maximum", "min": "a minimum", "prod": "a product", "sum": "a sum"}
+_NAMES = {
+    "argmax": "an argmax", "argmin": "an argmin", "max": "a maximum", "min": "a minimum",
+    "prod": "a product", "sum": "a sum",
+}  # fmt: skip
 
 
 def describe_reduction(program: Program, reduction: Equation) -> str:
