@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     # Without x64 jax would round 64 bits to 32.
     with jax.enable_x64(any(array.dtype.name in WIDE for array in jax.tree.leaves(params))):
         params = trees.map_matched(_to_native, params)
-        fitting = _Fitting(updater.sparsity_type)
+        pattern = updater.sparsity_type
+        assert isinstance(pattern, SparsityType)  # a configuration names one for all leaves
+        fitting = _Fitting(pattern)
         try:
             updater = dataclasses.replace(updater, sparsity_type=fitting)
             pruned, masks = updater.instant_sparsify(params)
@@ -100,8 +101,8 @@ class _Fitting:
       reasons: why each of these leaves does not fit.
     """
 
-    def __init__(self, pattern: Any) -> None:
-        self._pattern: SparsityType = pattern
+    def __init__(self, pattern: SparsityType) -> None:
+        self._pattern = pattern
         self.reasons: list[str] = []
 
     def __call__(self, path: tuple[str, ...], param: jax.Array) -> SparsityType | None:

@@ -133,13 +133,9 @@ def find_channels(
     for variable, places in members.items():
         if variable in refusals:
             for leaf, axis, dim in places:
-                others = [refusals.get(v) for v in variables(dim) if v.size > 1]
-                reason = refusals[variable]
-                is_position = reason.kind == "space" and any(
-                    other is None or other.kind != "space" for other in others
-                )
-                if not is_position and axis not in windows.get(leaf.path, ()):
-                    refused.append(_refusal(leaf, axis, reason, None in others))
+                reasons = [refusals.get(v) for v in variables(dim) if v.size > 1]
+                if axis not in windows.get(leaf.path, ()):
+                    refused += _refuse(leaf, axis, refusals[variable], reasons)
             continue
         outputs = [place for place in places if place[1] in made.get(place[0].path, ())]
         leaf, axis, _ = (outputs or places)[0]
@@ -168,10 +164,22 @@ def positions(
     return order.reshape(sizes.get(variable, variable.size), -1)
 
 
-def _refusal(leaf: Parameter, axis: int, reason: Reason, is_part: bool) -> Refusal:
-    """Returns the refusal of an axis, or of a part of an axis that has other, free entries."""
+def _refuse(
+    leaf: Parameter, axis: int, reason: Reason, reasons: Sequence[Reason | None]
+) -> list[Refusal]:
+    """Returns the refusal of a part of an axis; none for positions that lie beside channels.
+
+    Args:
+      leaf: the parameter.
+      axis: the axis.
+      reason: why the part cannot lose entries.
+      reasons: the same for all parts, `None` for those that can.
+    """
+    is_position = reason.kind == "space"
+    if is_position and any(other is None or other.kind != "space" for other in reasons):
+        return []
     equation = reason.equation
     primitive = reason.kind if equation is None else equation.name
     source = "" if equation is None else equation.source
-    text = f"{reason.text}; other entries of the axis can go" if is_part else reason.text
-    return Refusal(leaf.path, axis, primitive, source, text)
+    text = f"{reason.text}; other entries of the axis can go" if None in reasons else reason.text
+    return [Refusal(leaf.path, axis, primitive, source, text)]

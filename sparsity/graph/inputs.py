@@ -5,16 +5,28 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import chex
 
 from sparsity.core.checks import check_int
+from sparsity.graph.channels import Parameter
 from sparsity.graph.uses import Path, Use
 from sparsity.patterns import FanIn, NByM, SparsityType, Unstructured
 
-if TYPE_CHECKING:
-    from sparsity.graph.graph import Graph
+
+class _Graph(Protocol):
+    """Answers of a `Graph` to filters and patterns."""
+
+    def count_inputs(self, path: Path, param: chex.Array) -> int: ...
+
+    def find_parameter(
+        self, path: Path, array: object, role: str = ..., may_be_smaller: bool = ...
+    ) -> Parameter: ...
+
+    def find_products(self, path: Path) -> list[Use]: ...
+
+    def find_shape(self, path: Path) -> tuple[int, ...]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +38,7 @@ class Weights:
       min_inputs: smallest number of inputs of an output.
     """
 
-    graph: Graph
+    graph: _Graph
     min_inputs: int
 
     def __post_init__(self) -> None:
@@ -46,7 +58,7 @@ class _Patterns(abc.ABC):
       otherwise: "dense" keeps parameters dense that cannot have the pattern.
     """
 
-    graph: Graph
+    graph: _Graph
     otherwise: Literal["dense"] | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:

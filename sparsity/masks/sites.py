@@ -7,7 +7,7 @@ A site is resolved once, from the parameter: functions that a user passes as `sp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import chex
 import jax
@@ -151,10 +151,10 @@ class Sites(Mapping[trees.KeyPath, Site]):
         """Returns the pattern of a leaf; a function of (path, param) is called once."""
         if path not in self._patterns:
             param, source = self._params[path], self._pattern
-            pattern: Any = source  # a class is refused below
+            pattern: object = source
             if not isinstance(source, Pattern):
                 pattern = source(trees.path_names(path), param)
-            if pattern is not None and not is_pattern(pattern):
+            if not (pattern is None or is_pattern(pattern)):
                 raise ValueError(
                     "sparsity_type must be Unstructured, NByM, Block, Channel, FanIn or another "
                     f"SparsityType, or None for a leaf that stays dense, got {pattern!r} for "
@@ -164,7 +164,7 @@ class Sites(Mapping[trees.KeyPath, Site]):
         return self._patterns[path]
 
 
-def is_pattern(value: object) -> bool:
+def is_pattern(value: object) -> TypeGuard[Pattern]:
     """Returns whether a value can be a `sparsity_type`: an instance, not the class itself."""
     return isinstance(value, Pattern) and not isinstance(value, type)
 

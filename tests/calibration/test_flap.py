@@ -133,6 +133,20 @@ def test_a_gram_matrix_refits_what_reads_the_channels_that_stay():
     np.testing.assert_allclose(pruned["down"]["kernel"][kept], expected, rtol=1e-3)
 
 
+def test_all_readers_without_a_bias_are_named():
+    params = {name: jnp.ones((4, 4)) for name in ("a", "b", "c")}
+
+    def model(params, x):
+        for name in params:
+            x = jax.nn.relu(x @ params[name])
+        return x
+
+    batch = jnp.ones((2, 4))
+    statistics = sparsity.calibrate(model, params, [batch], "moments")
+    with pytest.raises(ValueError, match=r"no bias of their own to the outputs of 'b', 'c', which"):
+        flap(trace(model, params, batch)).instant_sparsify(params, statistics=statistics)
+
+
 def without_bias(params, x):
     return jax.nn.relu(x @ params["up"]["kernel"]) @ params["down"]["kernel"]
 
@@ -152,7 +166,7 @@ def test_what_cannot_be_is_refused():
         sparsity.oneshot(flap(graph), mlp, PARAMS, BATCHES)
     bare = {name: {"kernel": layer["kernel"]} for name, layer in PARAMS.items()}
     statistics = sparsity.calibrate(without_bias, bare, BATCHES, "moments")
-    with pytest.raises(ValueError, match=r"'down/kernel' reads channels.*compensate=False"):
+    with pytest.raises(ValueError, match=r"outputs of 'down/kernel', which.*compensate=False"):
         flap(trace(without_bias, bare, BATCHES[0])).instant_sparsify(bare, statistics=statistics)
 
 

@@ -12,8 +12,7 @@ import numpy as np
 from sparsity import masks as masks_lib
 from sparsity.calibration.pruners.base import Problem, Problems
 from sparsity.calibration.pruners.channels import ChannelPruning
-from sparsity.calibration.statistics import Statistic, Statistics
-from sparsity.calibration.statistics.counts import Count
+from sparsity.calibration.statistics import Statistic, Statistics, num_rows
 from sparsity.calibration.statistics.rows import Kind
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_bool
@@ -119,14 +118,17 @@ class FLAPPruning(ChannelPruning):
         leaves = graph.match_parameters(params)
         paths = {leaf.path: path for path, leaf in leaves.items()}
         biases: dict[KeyPath, list[KeyPath]] = {}
+        places = {x: paths.get(graph.biases.get(leaves[x].path, ())) for x in problems}
+        if missing := [leaves[reader].name for reader, bias in places.items() if bias is None]:
+            names = trees.listed(missing, len(missing))
+            raise ValueError(
+                f"The model adds no bias of their own to the outputs of {names}, which read "
+                "channels that are removed, so that the means of these channels cannot be kept. "
+                "Give each a bias of zeros, or compensate=False."
+            )
         for reader, problem in problems.items():
-            leaf = leaves[reader]
-            if (bias := paths.get(graph.biases.get(leaf.path, ()))) is None:
-                raise ValueError(
-                    f"{leaf.name!r} reads channels that are removed, and the model adds no bias of "
-                    "its own to its outputs, so that the means of these channels cannot be kept. "
-                    "Give it a bias of zeros, or compensate=False."
-                )
+            bias = places[reader]
+            assert bias is not None
             _check_holds(bias, arrays[bias], problem)
             biases.setdefault(bias, []).append(reader)
         return biases
@@ -173,7 +175,4 @@ def _variances(statistic: Statistic) -> jax.Array:
 
 def _counts(statistic: Statistic) -> jax.Array:
     """Returns the numbers of rows, at least 1, that broadcast to [*batch, inputs]."""
-    rows = statistic.count
-    count = rows.as_float() if isinstance(rows, Count) else jnp.asarray(rows, jnp.float32)
-    missing = statistic.sums_of_squares().ndim - count.ndim
-    return jnp.maximum(count.reshape(*count.shape, *[1] * missing), 1)
+    return num_rows(statistic, statistic.sums_of_squares().ndim)

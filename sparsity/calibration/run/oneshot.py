@@ -9,10 +9,10 @@ every device of a mesh holds all of a weight, each device solves some of the out
 from __future__ import annotations
 
 import functools
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,11 @@ from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.pruners import is_per_slice, statistics_kind
 from sparsity.calibration.refits import Refit
 from sparsity.calibration.run.lockstep import LayerIndex, Lockstep, Stop
+from sparsity.calibration.run.outputs import compare_outputs
 from sparsity.calibration.run.prune import check_runs
 from sparsity.calibration.run.report import LayerReport, Report
 from sparsity.calibration.run.resume import Finished, Layer, identify
-from sparsity.calibration.run.solve import Solved, solve
+from sparsity.calibration.run.solve import Errors, Solved, solve
 from sparsity.calibration.statistics import (
     Path,
     Statistic,
@@ -37,14 +38,12 @@ from sparsity.calibration.statistics.capture import Calibration, Collector, cali
 from sparsity.calibration.statistics.memory import check_memory
 from sparsity.calibration.statistics.rows import Kind, sum_outputs
 from sparsity.calibration.statistics.walk import Steps
-from sparsity.core import sharding, trees
+from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_bool
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph import Graph, trace
 from sparsity.masks import pack_masks
 from sparsity.sparsity_distributions import target_sparsities
-
-Errors: TypeAlias = tuple[float, float]  # the lost shares of the outputs: after a refit, and before
 
 _COPIES = 5  # arrays of the size of a Gram matrix: SparseGPT makes four from one
 
@@ -57,6 +56,10 @@ def oneshot(
     refit: Refit | None = None,
     sequential: bool = True,
     folder: str | os.PathLike[str] | None = None,
+    *,
+    held: Iterable[PyTree] | None = None,
+    metric: Callable[[PyTree], float] | None = None,
+    progress: bool = False,
 ) -> tuple[PyTree, PyTree, Report]:
     """Prunes a trained model by calibration data, layer by layer.
 
@@ -66,14 +69,16 @@ def oneshot(
       params: its parameters, which stay unchanged.
       batches: second arguments of `fn`, all of one shape; a generator is read once.
       refit: `LeastSquares()`, `ADMM()`, or `None`.
-      sequential: each layer sees the outputs of the pruned layers before it; otherwise all layers
-        see their inputs in the dense model.
-      folder: each finished layer is saved there; after an interruption the same call continues from
-        the last one. Needs orbax, and a pruner and a refit that are the same in another process:
-        numbers, text, arrays, functions, and objects of these.
+      sequential: each layer sees outputs of pruned layers; otherwise those of the dense model.
+      folder: saves each layer; the same call continues after an interruption. Needs orbax, and a
+        pruner and a refit of numbers, text, arrays, functions, and objects of these.
+      held: batches for `report.outputs`; by default `batches`, with `()` none.
+      metric: `metric(params) -> number`, for `report.outputs` before and after.
+      progress: show a bar of the layers with the time left. Needs tqdm.
 
     Returns:
-      (pruned params, masks, report): `report[path]` has sparsity, error and rows of a leaf.
+      (pruned params, masks, report): `report[path]` has sparsity and errors of a leaf,
+      `report.outputs` those of the model, `report.table()` both.
 
     Raises:
       ValueError: there are no batches, activations are not finite, no product reads a leaf that
@@ -81,20 +86,35 @@ def oneshot(
         fingerprint; the error names the leaf, the batch or the difference.
 
     Example:
-      >>> from sparsity.algorithms import MagnitudePruning
-      >>> from sparsity.sparsity_distributions import Uniform
+      >>> import sparsity
       >>> params = {"kernel": jnp.array([[4.0], [1.0]])}
-      >>> pruner = MagnitudePruning(sparsity_distribution_fn=Uniform(0.5))
+      >>> pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
       >>> batch = jnp.array([[1.0, 1.0], [1.0, 0.0]])
       >>> pruned, masks, report = oneshot(pruner, lambda p, x: x @ p["kernel"], params, [batch])
       >>> pruned["kernel"].T, round(report[("kernel",)].error, 3)
       (Array([[4., 0.]], dtype=float32), 0.024)
     """
-    check_runs(pruner, refit)
-    check_bool("sequential", sequential)
-    seen = list(batches)
-    if not seen:
+    _check_arguments(pruner, refit, sequential=sequential, progress=progress)
+    if not (seen := list(batches)):
         raise ValueError("batches has no batch: give at least one.")
+    run = _Run(pruner, params, refit, trace(fn, params, seen[0]), seen)
+    if progress:
+        run.show_progress()
+    if folder is not None:
+        run.keep_in(folder, fn, params, sequential)
+    if sequential:
+        run.follow()
+    run.finish(fn)
+    held = seen if held is None else held
+    run.report.outputs = compare_outputs(fn, params, run.params(), held, metric)
+    return run.params(), run.all_masks(), run.report
+
+
+def _check_arguments(pruner: BaseUpdater, refit: Refit | None, **flags: object) -> None:
+    """Raises a ValueError for other types, and if leaves of the pruner compete with each other."""
+    check_runs(pruner, refit)
+    for name, flag in flags.items():
+        check_bool(name, flag)
     if not is_per_slice(pruner.scope):
         raise ValueError(
             "oneshot prunes one leaf after the other and needs scope = Layerwise(), got "
@@ -102,13 +122,6 @@ def oneshot(
             "statistics=statistics). A scope of your own that does not compare leaves says "
             "`per_slice = True`."
         )
-    run = _Run(pruner, params, refit, trace(fn, params, seen[0]), seen)
-    if folder is not None:
-        run.keep_in(folder, fn, params, sequential)
-    if sequential:
-        run.follow()
-    run.finish(fn)
-    return run.params(), run.all_masks(), run.report
 
 
 class _Losses(Collector):
@@ -152,7 +165,10 @@ class _Run:
         self._copied: set[int] = set()  # leaves that are changed in place: copies of the user's
         self._done: set[tuple[Path, LayerIndex]] = set()
         self._layers: dict[Path, list[LayerReport]] = {}
-        self._kind: Kind = "gram" if refit is not None else statistics_kind(pruner)
+        self._advance: Callable[[Path, LayerIndex], None] | None = None  # a progress bar
+        kind: Kind = "gram" if refit is not None else statistics_kind(pruner)
+        # The means of the inputs, which centred errors need, cost a vector more.
+        self._kind: Kind = "moments" if kind == "squares" else kind
 
     def keep_in(
         self,
@@ -169,6 +185,24 @@ class _Run:
         run = {"sequential": sequential, "sparsities": table}
         identity = identify(self.pruner, self.refit, fn, params, self.batches, **run)
         self.finished = Finished(folder, identity)
+
+    def show_progress(self) -> None:
+        """Shows a bar of the layers from now on."""
+        scanned, shapes = self.graph.find_scanned_axes(), self.graph.find_shape
+        sizes = {
+            path: math.prod(shapes(path)[axis] for axis in scanned.get(path, ()))
+            for path in self.sites
+        }
+        tqdm = extras.load("tqdm.auto", "progress").tqdm
+        bar = tqdm(total=sum(sizes.values()), desc="oneshot", unit="layer")
+
+        def advance(path: Path, cut: LayerIndex) -> None:
+            bar.set_postfix_str(f"{self.sites[path].name}, {len(self.batches)} batches")
+            bar.update(1 if cut else sizes[path])
+            if bar.n >= bar.total:
+                bar.close()
+
+        self._advance = advance
 
     def params(self) -> PyTree:
         """Returns the current parameters."""
@@ -216,7 +250,7 @@ class _Run:
 
         def by_outputs(path: Path) -> tuple[Solved, Errors]:
             result, losses = all_losses()[path]
-            return result, _share(losses)
+            return result, result.share(losses)
 
         for path in unpruned:
             how = by_grams if self._kind == "gram" else by_outputs
@@ -230,7 +264,7 @@ class _Run:
             result = self._solve(path, cut, name, stop.statistic(name))
             if self._kind == "gram":
                 return result, result.errors()
-            return result, _share(stop.losses(*result.matrices()))
+            return result, result.share(stop.losses(*result.matrices()))
 
         self._prune(path, cut, solved)
 
@@ -242,11 +276,10 @@ class _Run:
         layer = self.finished.read(number, self._dense_at(path, cut)) if self.finished else None
         if layer is None:
             started = time.perf_counter()
-            result, (error, unrefitted) = solved()
+            result, errors = solved()
             report = LayerReport(
                 sparsity=_num_zeros(result.mask) / max(result.mask.size, 1),
-                error=error,
-                unrefitted=unrefitted,
+                **errors._asdict(),
                 count=_num_rows(result.statistic),
                 seconds=time.perf_counter() - started,
             )
@@ -260,6 +293,8 @@ class _Run:
         layers = self._layers.setdefault(path, [])
         layers.append(layer.report)
         self.report[path] = LayerReport.combine(layers)
+        if self._advance is not None:
+            self._advance(path, cut)
 
     def _is_pruned(self, path: Path, _: object) -> bool:
         return path in self.sites
@@ -334,12 +369,6 @@ class _Run:
             "read it, or leave it out of the distribution: filter_fn, or custom_sparsity_map={path:"
             " None}."
         )
-
-
-def _share(losses: jax.Array) -> Errors:
-    """Returns the lost share of the outputs, from the sums of squares of the loss and in total."""
-    lost, total = (float(x) for x in jax.device_get(losses))
-    return (lost / total if total else 0.0,) * 2
 
 
 def _num_zeros(mask: jax.Array) -> int:

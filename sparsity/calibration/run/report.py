@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sparsity.base_updater import BaseUpdater
+from sparsity.calibration.run.outputs import OutputReport
 from sparsity.calibration.run.sensitivity import Sensitivity, measure
 from sparsity.calibration.statistics import Path
 from sparsity.core import extras
@@ -30,6 +32,9 @@ class LayerReport:
       unrefitted: the error before a refit.
       count: number of rows in the calibration data.
       seconds: time spent on the leaf.
+      centred: the error without the means of the outputs: tr(D^T C D) / tr(W^T C W) with C = G -
+        s s^T / n, for the sum s of n rows. Where it is far above `error` the outputs hardly differ
+        between inputs, and a small error loses their differences.
     """
 
     sparsity: float
@@ -37,6 +42,7 @@ class LayerReport:
     unrefitted: float
     count: int
     seconds: float
+    centred: float = math.nan
 
     @staticmethod
     def combine(layers: Sequence[LayerReport]) -> LayerReport:
@@ -47,18 +53,25 @@ class LayerReport:
             unrefitted=float(np.mean([layer.unrefitted for layer in layers])),
             count=layers[-1].count,
             seconds=sum(layer.seconds for layer in layers),
+            centred=float(np.mean([layer.centred for layer in layers])),
         )
 
 
 class Report(dict[Path, LayerReport]):
-    """Results {path: LayerReport} of the pruned leaves, in the order of pruning."""
+    """Results {path: LayerReport} of the pruned leaves, in the order of pruning.
+
+    Attributes:
+      outputs: errors of the model's outputs, `None` if they were not measured.
+    """
+
+    outputs: OutputReport | None = None
 
     def table(self) -> str:
-        """Returns a table of the leaves: sparsity, error without and with a refit, seconds."""
-        numbers = ("sparsity", "error, not refitted", "error", "rows", "seconds")
+        """Returns a table of the leaves; the last line shows the errors of the model's outputs."""
+        numbers = ("sparsity", "error, not refitted", "error", "centred", "rows", "seconds")
         shown = extras.table(("leaf",), numbers)
         for path, row in self.items():
-            errors = (f"{row.unrefitted:.5f}", f"{row.error:.5f}")
+            errors = [f"{x:.5f}" for x in (row.unrefitted, row.error, row.centred)]
             shown.add_row(
                 "/".join(path),
                 f"{row.sparsity:.4f}",
@@ -66,7 +79,8 @@ class Report(dict[Path, LayerReport]):
                 f"{row.count:,}",
                 f"{row.seconds:.2f}",
             )
-        return extras.as_text(shown)
+        text = extras.as_text(shown)
+        return text if self.outputs is None else f"{text}\n\n{self.outputs}"
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draws the relative output error of each leaf: before a refit in light, after it in dark.

@@ -64,7 +64,7 @@ class Finished:
         path = self._folder / str(number)
         if not path.exists():
             return None
-        shape = _tree(Layer(like, like.astype(np.uint8), LayerReport(0.0, 0.0, 0.0, 0, 0.0)))
+        shape = _tree(Layer(like, like.astype(np.uint8), LayerReport(0.0, 0.0, 0.0, 0, 0.0, 0.0)))
         how = self._checkpoints.checkpoint_utils.construct_restore_args(shape)
         with self._checkpoints.PyTreeCheckpointer() as checkpointer:
             restored = checkpointer.restore(path, item=shape, restore_args=how)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import jax
 import jax.numpy as jnp
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.rates import Rates
+from sparsity.calibration.run.outputs import make_outputs, sum_lost_squares
 from sparsity.calibration.run.prune import check_runs, prune
 from sparsity.calibration.statistics import Path
 from sparsity.calibration.statistics.capture import calibrate
@@ -81,31 +81,21 @@ def measure(
             raise ValueError("rates must be above 0, at which nothing is lost, got a rate of 0.")
     seen = list(batches)
     statistics = calibrate(fn, params, seen, "gram", lambda path, _: path in paths)
-    leaves, rebuild = trees.split_arrays(params)
-    rebuild_batch = trees.split_arrays(seen[0])[1]
-    inputs = [trees.split_arrays(batch)[0] for batch in seen]
-
-    @jax.jit
-    def outputs(leaves: list[jax.Array], batch: list[jax.Array]) -> list[jax.Array]:
-        results = jax.tree.leaves(fn(rebuild(leaves), rebuild_batch(batch)))
-        return [x for x in results if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-
-    @jax.jit
-    def squares(xs: list[jax.Array], ys: list[jax.Array]) -> jax.Array:
-        parts = [jnp.abs(x - y).astype(jnp.float32) for x, y in zip(xs, ys, strict=True)]
-        return sum((jnp.sum(jnp.square(part)) for part in parts), jnp.float32(0))
-
-    dense = [outputs(leaves, batch) for batch in inputs]
+    outputs = make_outputs(fn, params, seen[0])
+    dense = [outputs(params, batch) for batch in seen]
     norm = sum(
-        float(squares(expected, [jnp.zeros_like(x) for x in expected])) for expected in dense
+        float(sum_lost_squares(expected, [jnp.zeros_like(x) for x in expected]))
+        for expected in dense
     )
     sensitivity = Sensitivity({path: {} for path in paths})
     for path in paths:
         for rate in rates:
             alone = dataclasses.replace(pruner, sparsity_distribution_fn=Rates({path: rate}))
-            pruned = trees.split_arrays(prune(alone, params, statistics)[0])[0]
-            each = zip(dense, inputs, strict=True)
-            lost = sum(float(squares(expected, outputs(pruned, batch))) for expected, batch in each)
+            pruned = prune(alone, params, statistics)[0]
+            lost = sum(
+                float(sum_lost_squares(expected, outputs(pruned, batch)))
+                for expected, batch in zip(dense, seen, strict=True)
+            )
             sensitivity[path][rate] = lost / norm if norm else 0.0
     return sensitivity
 

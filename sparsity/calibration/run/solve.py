@@ -7,16 +7,31 @@ from typing import Any, NamedTuple
 
 import chex
 import jax
+import jax.numpy as jnp
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.refits import Refit
 from sparsity.calibration.run.lockstep import LayerIndex
 from sparsity.calibration.run.prune import prune, reconstruct
-from sparsity.calibration.statistics import Statistic, relative_error
+from sparsity.calibration.statistics import Statistic, centre, errors, squared_means
 from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.masks import Site
 from sparsity.patterns.base import absolute_axis
+
+
+class Errors(NamedTuple):
+    """Lost shares of the outputs of a leaf.
+
+    Attributes:
+      error: the share after the refit.
+      unrefitted: the share before the refit.
+      centred: the share after the refit, without the means of the outputs.
+    """
+
+    error: float
+    unrefitted: float
+    centred: float
 
 
 class Solved(NamedTuple):
@@ -36,17 +51,36 @@ class Solved(NamedTuple):
     refitted: jax.Array
     mask: jax.Array
 
-    def errors(self) -> tuple[float, float]:
-        """Returns the lost shares of the outputs, after and before the refit, by Gram matrices."""
-        after, before = (
-            float(relative_error(self.statistic, self.dense, x))
-            for x in (self.refitted, self.pruned)
-        )
-        return after, before
+    def errors(self) -> Errors:
+        """Returns the lost shares of the outputs, by Gram matrices."""
+        leaves = self.dense, self.refitted, self.pruned
+        (after, before), (centred, _) = jax.device_get(_errors(self.statistic, *leaves))
+        return Errors(float(after), float(before), float(centred))
+
+    def share(self, losses: jax.Array) -> Errors:
+        """Returns the lost shares from the sums of squares of the lost and the dense outputs."""
+        error, centred = jax.device_get(_share(self.statistic, losses, self.dense, self.refitted))
+        return Errors(float(error), float(error), float(centred))
 
     def matrices(self) -> list[jax.Array]:
         """Returns the lost and the dense weights, [*batch, outputs, inputs] each."""
         return [self.statistic.matrices(x) for x in (self.dense - self.refitted, self.dense)]
+
+
+_errors = jax.jit(errors)
+
+
+@jax.jit
+def _share(
+    statistic: Statistic, losses: jax.Array, dense: jax.Array, refitted: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the error and the centred error of weights, from the sums of squares of outputs."""
+    lost, total = losses
+    leaves = dense - refitted, dense
+    lost_mean, mean = (jnp.sum(squared_means(statistic, leaf)) for leaf in leaves)
+    return jnp.where(total > 0, lost / jnp.where(total > 0, total, 1), 0), centre(
+        lost, lost_mean, total, mean
+    )
 
 
 def solve(

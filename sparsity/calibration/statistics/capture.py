@@ -42,7 +42,7 @@ def calibrate(
       params: its parameters.
       batches: second arguments of `fn`, any trees; a generator is read once.
       kind: 'squares' sums |x|^2 for each input, 'moments' sums |x|^2 and x, 'gram' sums X^T X (of
-        complex inputs X^H X).
+        complex inputs X^H X) and x.
       filter_fn: `filter_fn(path, leaf)` chooses leaves, by their shape and dtype; by default all
         that products contract.
       progress: show a progress bar.

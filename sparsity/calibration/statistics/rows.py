@@ -39,7 +39,8 @@ def sum_up(use: Use, alignment: Alignment, kind: Kind, x: jax.Array) -> RowSums:
     if kind == "gram":
         rows = _rows_of_dot(use, x) if is_dot else _patches(use, x)
         grams = jnp.einsum("...mk,...ml->...kl", jnp.conj(rows), rows, precision=_HIGHEST)
-        sums = {"gram": alignment.sums(grams, 2)}
+        rows_sum = jnp.sum(rows, axis=-2)
+        sums = {"gram": alignment.sums(grams, 2), "sums": alignment.sums(rows_sum, 1)}
     else:
         total = functools.partial(_sum_of_dot if is_dot else _sum_of_convolution, use)
         sums = {"squares": alignment.sums(total(_squared(x)), 1)}

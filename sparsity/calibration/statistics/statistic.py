@@ -368,6 +368,67 @@ def output_error(statistic: Statistic, difference: jax.Array) -> jax.Array:
     return jnp.real(jnp.sum(outputs * rows, axis=-1))
 
 
+def squared_means(statistic: Statistic, leaf: jax.Array) -> jax.Array:
+    """Returns |sum(X d)|^2 / n over n rows: the part of `output_error` that means make.
+
+    Args:
+      statistic: with `sums`.
+      leaf: the weights d of each output.
+
+    Returns:
+      [*batch, outputs].
+    """
+    sums, rows = jnp.asarray(statistic.sums), statistic.matrices(leaf)
+    rows = rows.astype(jnp.promote_types(rows.dtype, sums.dtype))
+    totals = jnp.matmul(rows, sums[..., None], precision=lax.Precision.HIGHEST)[..., 0]
+    return jnp.square(jnp.abs(totals)) / num_rows(statistic, sums.ndim)
+
+
+def num_rows(statistic: Statistic, ndim: int) -> jax.Array:
+    """Returns the numbers of rows, at least 1, with axes that broadcast to [*batch, ...]."""
+    rows = statistic.count
+    count = rows.as_float() if isinstance(rows, Count) else jnp.asarray(rows, jnp.float32)
+    return jnp.maximum(count.reshape(*count.shape, *[1] * (ndim - count.ndim)), 1)
+
+
+def errors(
+    statistic: Statistic, dense: jax.Array, *others: jax.Array
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Returns the relative errors of some weights, and those after removing the means.
+
+    Args:
+      statistic: with a Gram matrix and `sums`.
+      dense: the leaf before pruning.
+      *others: the leaf after steps of pruning.
+
+    Returns:
+      (errors, centred errors), a scalar each for each of `others`.
+    """
+    leaves = dense, *(dense - other for other in others)
+    total, *lost = (jnp.sum(output_error(statistic, leaf)) for leaf in leaves)
+    mean, *lost_means = (jnp.sum(squared_means(statistic, leaf)) for leaf in leaves)
+    centred = [centre(*pair, total, mean) for pair in zip(lost, lost_means, strict=True)]
+    return [_ratio(x, total) for x in lost], centred
+
+
+def centre(lost: jax.Array, lost_mean: jax.Array, total: jax.Array, mean: jax.Array) -> jax.Array:
+    """Returns the lost share of the outputs' variance, 0 where rounding hides the variance.
+
+    Args:
+      lost: sum of squares of the lost outputs.
+      lost_mean: the part of it that their means make.
+      total: sum of squares of the dense outputs.
+      mean: the part of it that their means make.
+    """
+    noise = 16 * jnp.finfo(total.dtype).eps
+    spread = jnp.where(total - mean > noise * total, total - mean, 0)
+    return _ratio(jnp.maximum(lost - lost_mean, 0), spread)
+
+
+def _ratio(part: jax.Array, total: jax.Array) -> jax.Array:
+    return jnp.where(total > 0, part / jnp.where(total > 0, total, 1), 0)
+
+
 def relative_error(statistic: Statistic, dense: jax.Array, pruned: jax.Array) -> jax.Array:
     """Returns tr(D^H G D) / tr(W^H G W), D = W - pruned: the lost share of the outputs.
 
@@ -378,5 +439,4 @@ def relative_error(statistic: Statistic, dense: jax.Array, pruned: jax.Array) ->
       Array(0.36, dtype=float32)
     """
     lost = jnp.sum(output_error(statistic, dense - pruned))
-    total = jnp.sum(output_error(statistic, dense))
-    return jnp.where(total > 0, lost / jnp.where(total > 0, total, 1), 0)
+    return _ratio(lost, jnp.sum(output_error(statistic, dense)))
