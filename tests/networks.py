@@ -161,11 +161,11 @@ def one_of(rng, *choices):
     return choices[rng.integers(len(choices))]
 
 
-def linen(module):
+def linen_layer(module):
     return Layer(module.init, module.apply)
 
 
-def of_nnx(make_module):
+def nnx_layer(make_module):
     definition = nnx.graphdef(nnx.eval_shape(lambda: make_module(nnx.Rngs(0))))
 
     def init(key, x):
@@ -175,12 +175,12 @@ def of_nnx(make_module):
     return Layer(init, lambda state, x: nnx.merge(definition, state)(x))
 
 
-def of_haiku(make_module):
+def haiku_layer(make_module):
     transformed = hk.without_apply_rng(hk.transform(lambda x: make_module()(x)))
     return Layer(transformed.init, transformed.apply)
 
 
-def of_equinox(make_module, axes, channels_first=False):
+def equinox_layer(make_module, axes, channels_first=False):
     """A layer for one example, mapped over `axes` leading axes."""
 
     def init(key, x):
@@ -201,7 +201,7 @@ def of_equinox(make_module, axes, channels_first=False):
 
 @register(ROWS, IMAGES)
 def linen_dense(rng, inputs, outputs):
-    return linen(nn.Dense(outputs, use_bias=bool(rng.integers(2))))
+    return linen_layer(nn.Dense(outputs, use_bias=bool(rng.integers(2))))
 
 
 @register(ROWS, IMAGES)
@@ -212,19 +212,19 @@ def linen_general(rng, inputs, outputs):
             x = nn.DenseGeneral((2, 3))(x)
             return nn.DenseGeneral(outputs, axis=(-2, -1))(x)
 
-    return linen(Heads())
+    return linen_layer(Heads())
 
 
 @register(ROWS, IMAGES)
 def linen_norm(rng, inputs, outputs):
     module = one_of(rng, nn.LayerNorm, nn.RMSNorm, functools.partial(nn.GroupNorm, num_groups=2))
-    return linen(nn.Sequential([nn.Dense(outputs), module()]))
+    return linen_layer(nn.Sequential([nn.Dense(outputs), module()]))
 
 
 @register(ROWS, IMAGES)
 def linen_batch_norm(rng, inputs, outputs):
     norm = nn.BatchNorm(use_running_average=True, use_scale=bool(rng.integers(2)))
-    return linen(nn.Sequential([nn.Dense(outputs), norm]))
+    return linen_layer(nn.Sequential([nn.Dense(outputs), norm]))
 
 
 @register(ROWS)
@@ -232,31 +232,31 @@ def linen_attention(rng, inputs, outputs):
     module = functools.partial(
         nn.MultiHeadDotProductAttention, num_heads=2, qkv_features=8, out_features=outputs
     )
-    return linen(module(use_bias=bool(rng.integers(2)), normalize_qk=bool(rng.integers(2))))
+    return linen_layer(module(use_bias=bool(rng.integers(2)), normalize_qk=bool(rng.integers(2))))
 
 
 @register(ROWS)
 def linen_recurrent(rng, inputs, outputs):
     cell = one_of(rng, nn.GRUCell, nn.OptimizedLSTMCell, nn.SimpleCell, nn.LSTMCell, nn.MGUCell)
     cell = cell(outputs, param_dtype=jnp.float64)
-    return linen(nn.RNN(cell, reverse=bool(rng.integers(2)), keep_order=True))
+    return linen_layer(nn.RNN(cell, reverse=bool(rng.integers(2)), keep_order=True))
 
 
 @register(ROWS, IMAGES)
 def linen_low_rank(rng, inputs, outputs):
-    return linen(nn.Sequential([nn.Dense(2, use_bias=False), nn.Dense(outputs)]))
+    return linen_layer(nn.Sequential([nn.Dense(2, use_bias=False), nn.Dense(outputs)]))
 
 
 @register(ROWS)
 def linen_convolution_of_rows(rng, inputs, outputs):
     padding = one_of(rng, "SAME", "CAUSAL", "CIRCULAR")
-    return linen(nn.Conv(outputs, (3,), padding=padding, kernel_dilation=one_of(rng, 1, 2)))
+    return linen_layer(nn.Conv(outputs, (3,), padding=padding, kernel_dilation=one_of(rng, 1, 2)))
 
 
 @register(IMAGES)
 def linen_convolution(rng, inputs, outputs):
     groups = one_of(rng, 1, 2)
-    return linen(
+    return linen_layer(
         nn.Conv(
             outputs,
             one_of(rng, (1, 1), (3, 3), (3, 2)),
@@ -269,14 +269,16 @@ def linen_convolution(rng, inputs, outputs):
 
 @register(IMAGES)
 def linen_depthwise(rng, inputs, outputs):
-    return linen(
-        nn.Sequential([nn.Conv(inputs, (3, 3), feature_group_count=inputs), nn.Conv(outputs, (1, 1))])
+    return linen_layer(
+        nn.Sequential(
+            [nn.Conv(inputs, (3, 3), feature_group_count=inputs), nn.Conv(outputs, (1, 1))]
+        )
     )
 
 
 @register(IMAGES)
 def linen_transposed(rng, inputs, outputs):
-    return linen(nn.ConvTranspose(outputs, (2, 2), strides=one_of(rng, (1, 1), (2, 2))))
+    return linen_layer(nn.ConvTranspose(outputs, (2, 2), strides=one_of(rng, (1, 1), (2, 2))))
 
 
 @register(IMAGES)
@@ -288,25 +290,25 @@ def linen_squeeze(rng, inputs, outputs):
             x = x * nn.sigmoid(nn.Dense(inputs)(nn.relu(gate)))
             return nn.Conv(outputs, (1, 1))(x)
 
-    return linen(Squeeze())
+    return linen_layer(Squeeze())
 
 
 @register(IMAGES)
 def linen_pooled(rng, inputs, outputs):
     pool = one_of(rng, nn.avg_pool, nn.max_pool)
     window = functools.partial(pool, window_shape=(2, 2), strides=(1, 1), padding="SAME")
-    return linen(nn.Sequential([nn.Conv(outputs, (3, 3)), window]))
+    return linen_layer(nn.Sequential([nn.Conv(outputs, (3, 3)), window]))
 
 
 @register(ROWS, IMAGES)
 def linen_spectral_norm_of_weights(rng, inputs, outputs):
-    return linen(nn.WeightNorm(nn.Dense(outputs)))
+    return linen_layer(nn.WeightNorm(nn.Dense(outputs)))
 
 
 @register(ROWS, IMAGES)
 def nnx_linear(rng, inputs, outputs):
     bias = bool(rng.integers(2))
-    return of_nnx(lambda rngs: nnx.Linear(inputs, outputs, use_bias=bias, rngs=rngs))
+    return nnx_layer(lambda rngs: nnx.Linear(inputs, outputs, use_bias=bias, rngs=rngs))
 
 
 @register(ROWS, IMAGES)
@@ -321,7 +323,7 @@ def nnx_gated(rng, inputs, outputs):
             gate, up = jnp.split(self.up(self.norm(x)), 2, axis=-1)
             return self.down(nnx.silu(gate) * up)
 
-    return of_nnx(Gated)
+    return nnx_layer(Gated)
 
 
 @register(ROWS)
@@ -335,7 +337,7 @@ def nnx_attention(rng, inputs, outputs):
         def __call__(self, x):
             return self.attention(x)
 
-    return of_nnx(Attention)
+    return nnx_layer(Attention)
 
 
 @register(ROWS, IMAGES)
@@ -347,7 +349,7 @@ def nnx_lora(rng, inputs, outputs):
         def __call__(self, x):
             return self.linear(x)
 
-    return of_nnx(Lora)
+    return nnx_layer(Lora)
 
 
 @register(IMAGES)
@@ -360,24 +362,24 @@ def nnx_batch_norm(rng, inputs, outputs):
         def __call__(self, x):
             return self.norm(self.conv(x))
 
-    return of_nnx(Normed)
+    return nnx_layer(Normed)
 
 
 @register(ROWS, IMAGES)
 def nnx_einsum(rng, inputs, outputs):
-    return of_nnx(
+    return nnx_layer(
         lambda rngs: nnx.Einsum("...i,hio->...o", (2, inputs, outputs), (outputs,), rngs=rngs)
     )
 
 
 @register(ROWS, IMAGES)
 def haiku_linear(rng, inputs, outputs):
-    return of_haiku(lambda: hk.Linear(outputs, with_bias=bool(inputs % 4)))
+    return haiku_layer(lambda: hk.Linear(outputs, with_bias=bool(inputs % 4)))
 
 
 @register(ROWS, IMAGES)
 def haiku_mlp(rng, inputs, outputs):
-    return of_haiku(lambda: hk.nets.MLP([6, outputs]))
+    return haiku_layer(lambda: hk.nets.MLP([6, outputs]))
 
 
 @register(ROWS)
@@ -388,7 +390,7 @@ def haiku_attention(rng, inputs, outputs):
         )
         return lambda x: attention(x, x, x)
 
-    return of_haiku(module)
+    return haiku_layer(module)
 
 
 @register(ROWS)
@@ -401,7 +403,7 @@ def haiku_recurrent(rng, inputs, outputs):
             core, x, core.initial_state(x.shape[0]), time_major=False
         )[0]
 
-    return of_haiku(module)
+    return haiku_layer(module)
 
 
 @register(IMAGES)
@@ -412,7 +414,7 @@ def haiku_convolution(rng, inputs, outputs):
         "transposed": lambda: hk.Conv2DTranspose(outputs, 3, stride=2),
         "depthwise": lambda: hk.DepthwiseConv2D(2, 3),
     }
-    return of_haiku(makers[kind])
+    return haiku_layer(makers[kind])
 
 
 @register(ROWS, IMAGES)
@@ -421,7 +423,7 @@ def haiku_norm(rng, inputs, outputs):
         norm = hk.LayerNorm(-1, create_scale=True, create_offset=True)
         return lambda x: norm(hk.Linear(outputs)(x))
 
-    return of_haiku(module)
+    return haiku_layer(module)
 
 
 @register(ROWS, IMAGES)
@@ -429,18 +431,18 @@ def haiku_bias_and_scale(rng, inputs, outputs):
     def module():
         return hk.Sequential([hk.Linear(outputs, with_bias=False), hk.Bias(bias_dims=[-1])])
 
-    return of_haiku(module)
+    return haiku_layer(module)
 
 
 @register(ROWS)
 def equinox_linear(rng, inputs, outputs):
     bias = bool(rng.integers(2))
-    return of_equinox(lambda key: eqx.nn.Linear(inputs, outputs, use_bias=bias, key=key), 2)
+    return equinox_layer(lambda key: eqx.nn.Linear(inputs, outputs, use_bias=bias, key=key), 2)
 
 
 @register(ROWS)
 def equinox_mlp(rng, inputs, outputs):
-    return of_equinox(lambda key: eqx.nn.MLP(inputs, outputs, 6, 2, key=key), 2)
+    return equinox_layer(lambda key: eqx.nn.MLP(inputs, outputs, 6, 2, key=key), 2)
 
 
 @register(ROWS)
@@ -451,7 +453,7 @@ def equinox_attention(rng, inputs, outputs):
         )
         return SelfAttention(attention)
 
-    return of_equinox(module, 1)
+    return equinox_layer(module, 1)
 
 
 class SelfAttention(eqx.Module):
@@ -480,13 +482,13 @@ class Recurrent(eqx.Module):
 @register(ROWS)
 def equinox_recurrent(rng, inputs, outputs):
     cell = one_of(rng, eqx.nn.GRUCell, eqx.nn.LSTMCell)
-    return of_equinox(lambda key: Recurrent(cell(inputs, outputs, key=key)), 1)
+    return equinox_layer(lambda key: Recurrent(cell(inputs, outputs, key=key)), 1)
 
 
 @register(IMAGES)
 def equinox_convolution(rng, inputs, outputs):
     kernel, stride = one_of(rng, 1, 3), one_of(rng, 1, 2)
-    return of_equinox(
+    return equinox_layer(
         lambda key: eqx.nn.Conv2d(inputs, outputs, kernel, stride, padding=1, key=key), 1, True
     )
 
@@ -500,7 +502,7 @@ def equinox_group_norm(rng, inputs, outputs):
         def __call__(self, x):
             return self.norm(self.conv(x))
 
-    return of_equinox(
+    return equinox_layer(
         lambda key: Normed(
             eqx.nn.Conv2d(inputs, outputs, 1, key=key), eqx.nn.GroupNorm(2, outputs)
         ),
@@ -512,4 +514,4 @@ def equinox_group_norm(rng, inputs, outputs):
 @register(ROWS)
 def equinox_norm(rng, inputs, outputs):
     norm = one_of(rng, eqx.nn.LayerNorm, eqx.nn.RMSNorm)
-    return of_equinox(lambda key: norm(inputs), 2)
+    return equinox_layer(lambda key: norm(inputs), 2)
