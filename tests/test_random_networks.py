@@ -77,13 +77,15 @@ def draw_pruner(rng, graph):
     names = {leaf.path for leaf in graph.leaves if rng.random() < 0.8}
     are_weights = rng.random() < 0.7  # otherwise biases and scales have masks too
     accepts = graph.is_weight if are_weights else lambda path, param: param.ndim > 0
+    kind = kinds[rng.integers(4)] if are_weights else kinds[0]
+    is_global = kind is kinds[0] and rng.random() < 0.4
     return sparsity.RandomPruning(
         sparsity_distribution_fn=sparsity.Uniform(
             float(rng.choice([0.3, 0.5, 0.8])),
             filter_fn=lambda path, param: path in names and accepts(path, param),
         ),
-        sparsity_type=kinds[rng.integers(4)] if are_weights else kinds[0],
-        scope=sparsity.Global() if rng.random() < 0.2 else sparsity.Layerwise(),
+        sparsity_type=kind,
+        scope=sparsity.Global() if is_global else sparsity.Layerwise(),
     )
 
 
@@ -123,7 +125,7 @@ def check_budget(network, graph):
 
 
 def check_oneshot(rng, network, graph):
-    """Checks the zeros of a random pruner in one shot, and that no error is above the outputs."""
+    """Checks the zeros of a random pruner in one shot, and that no refit adds to an error."""
     names = ["WandaPruning", "RIAPruning", "SparseGPTPruning", "MagnitudePruning"]
     pruner = getattr(sparsity, names[rng.integers(4)])(
         sparsity_distribution_fn=sparsity.Uniform(0.5, filter_fn=graph.is_weight),
@@ -139,7 +141,17 @@ def check_oneshot(rng, network, graph):
     for path, one in kept.items():
         assert not np.asarray(leaves[path])[np.asarray(one) == 0].any(), path
         assert np.isfinite(leaves[path]).all(), path
-        assert report[trees.path_names(path)].error <= 1 + TOLERANCE, path
+        layer = report[trees.path_names(path)]
+        assert layer.error <= layer.unrefitted + TOLERANCE, path
+
+
+def unless_refused(check, *args):
+    """Runs a check, which may end with a documented refusal."""
+    try:
+        check(*args)
+    except ValueError as error:
+        if not re.search(REFUSALS, str(error)):
+            raise
 
 
 @pytest.mark.slow
@@ -151,8 +163,5 @@ def test_a_random_network_is_pruned_compacted_and_cut_exactly(seed):
         graph = sparsity.trace(network.apply, network.params, network.x)
         check_compact(rng, network, graph)
         check_shrink(seed, network, graph)
-        for check in (check_budget, lambda *args: check_oneshot(rng, *args)):
-            try:
-                check(network, graph)
-            except ValueError as error:
-                assert re.search(REFUSALS, str(error)), network.names
+        unless_refused(check_budget, network, graph)
+        unless_refused(check_oneshot, rng, network, graph)
