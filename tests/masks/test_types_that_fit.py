@@ -68,7 +68,7 @@ def test_types_that_do_not_fit_are_errors_with_parameter_shape_and_remedy(
         assert part in message
 
 
-@pytest.mark.parametrize("kind", ["nm_2,4", None, 4, NByM], ids=repr)
+@pytest.mark.parametrize("kind", ["nm_2,4", 4, NByM], ids=repr)
 def test_what_is_no_type_is_an_error_with_the_parameter(kind):
     table = masks.Sites({"net": {"kernel": jnp.ones((3, 4))}}, lambda path, param: kind)
     with pytest.raises(ValueError, match="Block, Channel, FanIn or another") as error:
