@@ -279,7 +279,7 @@ def test_later_moves_and_steps_compile_nothing(caplog):
         caplog.clear()
 
 
-def test_a_move_in_a_scan_of_layers_holds_one_dense_layer_more_than_a_step():
+def test_a_move_in_a_scan_of_layers_holds_less_than_two_dense_layers_more_than_a_step():
     layers, width = 8, 512
     key = jax.random.key(0)
     params = {"w": jax.random.normal(key, (layers, width, width)) / 23}
@@ -310,7 +310,7 @@ def test_a_move_in_a_scan_of_layers_holds_one_dense_layer_more_than_a_step():
     ]
     used = [each.argument_size_in_bytes + each.temp_size_in_bytes for each in compiled]
     dense = 4 * width * width
-    assert used[1] - used[0] <= 1.1 * dense  # of 8 layers
+    assert used[1] - used[0] <= 1.8 * dense  # of 8 layers
 
 
 def test_stacks_whose_layers_keep_different_numbers_stay_padded():
