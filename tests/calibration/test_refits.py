@@ -103,6 +103,20 @@ def test_least_squares_refit_what_a_traced_mask_keeps():
 # ADMM
 
 
+def test_a_refit_that_makes_a_leaf_worse_is_not_kept():
+    class Worse:
+        def __call__(self, dense, pruned, mask, statistic, select):
+            return 2 * pruned, 1 - mask
+
+    weights, x, _ = oracles.layer()
+    kernel = jnp.asarray(weights.T, jnp.float32)
+    statistics = {(): oracles.of_kernel(x)}
+    expected = prune(wanda(), kernel, statistics)
+    pruned, mask = prune(wanda(), kernel, statistics, Worse())
+    np.testing.assert_array_equal(pruned, expected[0])
+    np.testing.assert_array_equal(mask, expected[1])
+
+
 @pytest.mark.slow
 def test_admm_on_a_mask_is_that_of_a_plain_program():
     weights, x, _ = oracles.layer()

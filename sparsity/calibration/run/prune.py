@@ -6,6 +6,7 @@ from typing import Any
 
 import chex
 import jax
+import jax.numpy as jnp
 
 from sparsity import masks as masks_lib
 from sparsity.base_updater import BaseUpdater
@@ -16,8 +17,9 @@ from sparsity.calibration.statistics import (
     Statistics,
     check_solvable,
     look_up_statistic,
+    output_error,
 )
-from sparsity.core import trees
+from sparsity.core import sharding, trees
 from sparsity.core.sharding import place_like
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.masks import Site, Wanted
@@ -84,7 +86,7 @@ def reconstruct(
     masks: PyTree,
     statistics: Statistics,
 ) -> tuple[PyTree, PyTree]:
-    """Refits the weights that a pruner kept.
+    """Refits the weights that a pruner kept; a leaf that the refit makes worse stays as it is.
 
     Args:
       refit: `LeastSquares()`, `ADMM()` or another `Refit`.
@@ -120,12 +122,27 @@ def reconstruct(
         check_solvable(statistic, dense, site.name, getattr(refit, "damping", None))
         select = _selection(pruner, site, statistic, targets.get(path, 0.0))
         new = refit(dense, before, mask, statistic, select)
+        like = (dense, dense)
+        new = sharding.shard_like(like, _better, dense, new, (before, mask), statistic)
         refitted[path] = place_like(dense, new[0]), place_like(dense, new[1])
 
     trees.map_matched(refit_leaf, params, pruned, masks)
     pruned = trees.map_matched(lambda path, leaf: refitted.get(path, (leaf,))[0], pruned)
     masks = trees.map_matched(lambda path, _: refitted[path][1], masks)
     return pruned, masks_lib.pack_masks(masks, params) if pruner.use_packed_masks else masks
+
+
+@jax.jit
+def _better(
+    dense: jax.Array,
+    new: tuple[jax.Array, jax.Array],
+    before: tuple[jax.Array, jax.Array],
+    statistic: Statistic,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the weights and the mask that change the outputs of a leaf less."""
+    after, first = (jnp.sum(output_error(statistic, dense - x)) for x, _ in (new, before))
+    weights, mask = (jnp.where(after > first, b, a) for a, b in zip(new, before, strict=True))
+    return weights, mask
 
 
 def _selection(
