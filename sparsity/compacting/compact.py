@@ -547,11 +547,15 @@ def _replace_leaves(tree: PyTree, leaves: Mapping[Path, jax.Array]) -> PyTree:
     return trees.map_matched(lambda path, leaf: leaves.get(trees.path_names(path), leaf), tree)
 
 
-jax.tree_util.register_dataclass(
-    Compact,
-    ["indices", "base"],
-    ["graph", "storages", "in_turn"],
-    ["params", "opt_state", "update_error"],
+def _flatten(model: Compact) -> tuple[list[tuple[jax.tree_util.GetAttrKey, PyTree]], tuple]:
+    names = ("indices", "base")
+    leaves = [(jax.tree_util.GetAttrKey(name), getattr(model, name)) for name in names]
+    return leaves, (model.graph, model.storages, model.in_turn)
+
+
+# `register_dataclass` of jax 0.7 and 0.8 fails for fields that are no part of the pytree.
+jax.tree_util.register_pytree_with_keys(
+    Compact, _flatten, lambda static, leaves: Compact(*leaves, *static)
 )
 
 

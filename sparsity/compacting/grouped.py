@@ -277,9 +277,7 @@ def _backward(
 
     chunk = _choose_chunk(values, x, result.outputs)
     _, dvalues = _scan_groups(differentiate_values, None, (indices, dy), chunk)
-    empty = lax.pcast(
-        jnp.zeros((inputs, rows), wide), tuple(varying_axes(jax.typeof(x))), to="varying"
-    )
+    empty, _ = vary_alike([jnp.zeros((inputs, rows), wide), x])
     dxt, _ = _scan_groups(differentiate_inputs, empty, (values, indices, dy), chunk)
     return dvalues, None, dxt.T.astype(x.dtype)
 

@@ -74,9 +74,16 @@ def vary_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     varying = [varying_axes(jax.typeof(array)) for array in arrays]
     axes = frozenset[str]().union(*varying)
     return [
-        jax.lax.pcast(array, tuple(sorted(axes - each)), to="varying") if axes - each else array
+        _vary(array, tuple(sorted(axes - each))) if axes - each else array
         for array, each in zip(arrays, varying, strict=True)
     ]
+
+
+def _vary(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Lets an array vary along axes of a `shard_map`."""
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(array, axes, to="varying")
+    return jax.lax.pvary(array, axes)  # jax 0.8
 
 
 def abstract(tree: PyTree) -> PyTree:
