@@ -17,7 +17,7 @@ UNCOUNTED = {
     "tridiagonal_solve",
 }  # fmt: skip
 # What these do along axes is not analysed: all that they touch keeps its channels.
-PINNING = NO_PRODUCTS | UNCOUNTED | {"shard_map"}
+PINNING = NO_PRODUCTS | UNCOUNTED | {"shard_map", "xla_pmap"}  # the latter up to jax 0.8
 
 
 def names():
