@@ -547,15 +547,14 @@ def _replace_leaves(tree: PyTree, leaves: Mapping[Path, jax.Array]) -> PyTree:
     return trees.map_matched(lambda path, leaf: leaves.get(trees.path_names(path), leaf), tree)
 
 
-def _flatten(model: Compact) -> tuple[list[tuple[jax.tree_util.GetAttrKey, PyTree]], tuple]:
-    names = ("indices", "base")
-    leaves = [(jax.tree_util.GetAttrKey(name), getattr(model, name)) for name in names]
-    return leaves, (model.graph, model.storages, model.in_turn)
-
-
-# `register_dataclass` of jax 0.7 and 0.8 fails for fields that are no part of the pytree.
+# `register_dataclass` of jax 0.8 fails for fields that are no part of the pytree.
 jax.tree_util.register_pytree_with_keys(
-    Compact, _flatten, lambda static, leaves: Compact(*leaves, *static)
+    Compact,
+    lambda model: (
+        [(jax.tree_util.GetAttrKey(name), getattr(model, name)) for name in ("indices", "base")],
+        (model.graph, model.storages, model.in_turn),
+    ),
+    lambda static, leaves: Compact(*leaves, *static),
 )
 
 

@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes, reshard
 from jax.typing import DTypeLike
 
-from sparsity.core.sharding import explicit_sharding, fit, vary_alike, varying_axes
+from sparsity.core.sharding import explicit_sharding, fit, vary_alike
 
 Carry = TypeVar("Carry")
 Output = TypeVar("Output")

@@ -81,9 +81,12 @@ def vary_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 def _vary(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Lets an array vary along axes of a `shard_map`."""
+    varied: jax.Array
     if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(array, axes, to="varying")
-    return jax.lax.pvary(array, axes)  # jax 0.8
+        varied = jax.lax.pcast(array, axes, to="varying")
+    else:
+        varied = jax.lax.pvary(array, axes)  # type: ignore[attr-defined]  # jax 0.8
+    return varied
 
 
 def abstract(tree: PyTree) -> PyTree:
