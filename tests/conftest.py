@@ -11,7 +11,7 @@ os.environ["XLA_FLAGS"] = (
     "--xla_backend_optimization_level=0 "
     + (
         "--xla_cpu_use_fusion_emitters=false "
-        if metadata.version("jaxlib").startswith("0.10.")
+        if metadata.version("jaxlib").startswith(("0.8.", "0.9.", "0.10."))
         else ""
     )
     + "--xla_cpu_parallel_codegen_split_count=1 "  # a program in one part, not one for each thread

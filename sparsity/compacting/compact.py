@@ -554,7 +554,7 @@ jax.tree_util.register_pytree_with_keys(
         [(jax.tree_util.GetAttrKey(name), getattr(model, name)) for name in ("indices", "base")],
         (model.graph, model.storages, model.in_turn),
     ),
-    lambda static, leaves: Compact(*leaves, *static),
+    lambda static, leaves: Compact(*leaves, *static),  # type: ignore[call-arg]
 )
 
 
