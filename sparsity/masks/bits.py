@@ -45,16 +45,8 @@ def pack(mask: chex.Array, like: chex.Array) -> jax.Array:
     if 0 in shape:
         return jnp.zeros(packed_shape(shape), jnp.uint8)
 
-    def to_bits(mask: jax.Array) -> jax.Array:
-        # `jnp.packbits` sums in uint32, four bytes for each byte of the result.
-        bits = (mask != 0).astype(jnp.uint8).reshape(shape or (1,))
-        bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, -bits.shape[-1] % 8)])
-        places = np.arange(7, -1, -1, dtype=np.uint8)
-        shifted = bits.reshape(*packed_shape(shape), 8) << places
-        packed: jax.Array = lax.reduce(shifted, np.uint8(0), lax.bitwise_or, (bits.ndim,))
-        return packed
-
-    return sharding.shard_like(like, to_bits, mask, shape=packed_shape(shape))
+    packed: jax.Array = sharding.shard_like(like, _to_bits, mask, shape=packed_shape(shape))
+    return packed
 
 
 def unpack(bits: chex.Array, like: chex.Array) -> jax.Array:
@@ -69,6 +61,17 @@ def unpack(bits: chex.Array, like: chex.Array) -> jax.Array:
         return jnp.unpackbits(bits, axis=-1, count=(shape or (1,))[-1]).reshape(shape)
 
     return sharding.shard_like(like, to_bytes, bits)
+
+
+@jax.jit
+def _to_bits(mask: jax.Array) -> jax.Array:
+    # `jnp.packbits` sums in uint32, four bytes for each byte of the result.
+    bits = (mask != 0).astype(jnp.uint8).reshape(mask.shape or (1,))
+    bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, -bits.shape[-1] % 8)])
+    places = np.arange(7, -1, -1, dtype=np.uint8)
+    shifted = bits.reshape(*packed_shape(mask.shape), 8) << places
+    packed: jax.Array = lax.reduce(shifted, np.uint8(0), lax.bitwise_or, (bits.ndim,))
+    return packed
 
 
 def pack_masks(masks: PyTree, params: PyTree) -> PyTree:
