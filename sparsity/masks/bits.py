@@ -16,7 +16,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
@@ -65,13 +64,13 @@ def unpack(bits: chex.Array, like: chex.Array) -> jax.Array:
 
 @jax.jit
 def _to_bits(mask: jax.Array) -> jax.Array:
-    # `jnp.packbits` sums in uint32, four bytes for each byte of the result.
+    # `jnp.packbits` sums in uint32, four bytes for each byte of the result. XLA:CPU adds across
+    # devices, but knows no bitwise or there.
     bits = (mask != 0).astype(jnp.uint8).reshape(mask.shape or (1,))
     bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, -bits.shape[-1] % 8)])
     places = np.arange(7, -1, -1, dtype=np.uint8)
-    shifted = bits.reshape(*packed_shape(mask.shape), 8) << places
-    packed: jax.Array = lax.reduce(shifted, np.uint8(0), lax.bitwise_or, (bits.ndim,))
-    return packed
+    shifted = bits.reshape(*packed_shape(mask.shape), 8) << places[(None,) * bits.ndim]
+    return jnp.sum(shifted, axis=-1, dtype=jnp.uint8)
 
 
 def pack_masks(masks: PyTree, params: PyTree) -> PyTree:

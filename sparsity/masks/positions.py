@@ -34,8 +34,8 @@ def read_words(mask: jax.Array) -> Words:
     rows = jnp.pad((mask > 0).astype(jnp.uint8), (0, -mask.shape[0] % _BITS)).reshape(-1, 4, 8)
     # A sum of 32 words would hold each entry of the mask in four bytes.
     places = np.arange(8, dtype=np.uint8)
-    parts = jax.lax.reduce(rows << places, np.uint8(0), jax.lax.bitwise_or, (2,))
-    bits = jnp.sum(parts.astype(jnp.uint32) << (8 * np.arange(4, dtype=np.uint32)), 1, jnp.uint32)
+    parts = jnp.sum(rows << places[None, None], axis=2, dtype=jnp.uint8).astype(jnp.uint32)
+    bits = jnp.sum(parts << (8 * np.arange(4, dtype=np.uint32))[None], axis=1, dtype=jnp.uint32)
     counts = jax.lax.population_count(bits).astype(jnp.int32)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     return Words(bits, ends - counts, jnp.sum(counts, dtype=jnp.int32))
