@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +59,7 @@ def oneshot(
     folder: str | os.PathLike[str] | None = None,
     *,
     held: Iterable[PyTree] | None = None,
-    metric: Callable[[PyTree], float] | None = None,
+    metric: Callable[[PyTree], chex.Numeric] | None = None,
     progress: bool = False,
 ) -> tuple[PyTree, PyTree, Report]:
     """Prunes a trained model by calibration data, layer by layer.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +50,7 @@ def compare_outputs(
     dense: PyTree,
     pruned: PyTree,
     batches: Iterable[PyTree],
-    metric: Callable[[PyTree], float] | None = None,
+    metric: Callable[[PyTree], chex.Numeric] | None = None,
 ) -> OutputReport | None:
     """Runs a dense and a pruned model on batches, and sums up the differences of their outputs.
 
