@@ -187,7 +187,7 @@ def test_a_class_and_an_object_without_the_methods_are_refused(wrong):
         sparsity.MagnitudePruning(sparsity_type=wrong)
 
 
-@pytest.mark.parametrize("wrong", [Rows, NoPool(), "2:4", None], ids=type_name)
+@pytest.mark.parametrize("wrong", [Rows, NoPool(), "2:4"], ids=type_name)
 def test_a_function_that_returns_no_type_is_an_error_with_the_leaf(wrong):
     pruner = sparsity.MagnitudePruning(
         sparsity_type=lambda path, param: wrong, batch_axes=1, sparsity_distribution_fn=_HALF
