@@ -104,24 +104,28 @@ def train(task: training.Task, row: Row, target: float) -> Callable[[int], dict[
     return lambda seed: {name: float(x) for name, x in run(jnp.int32(seed)).items()}
 
 
-def trace_loss(task: training.Task) -> sparsity.Graph:
-    """Returns the graph of the loss that a task gives to `training.fit`."""
-    graphs = []
+def read_arguments(
+    task: training.Task,
+) -> tuple[jax.Array, chex.ArrayTree, optax.GradientTransformation, Callable[..., jax.Array]]:
+    """Returns the key, parameters, optimizer and loss that a task gives to `training.fit`."""
+    arguments: list[Any] = []
 
     def fit(
-        key: jax.Array,
-        updater: sparsity.BaseUpdater,
-        params: chex.ArrayTree,
-        optimizer: optax.GradientTransformation,
-        loss_fn: Callable[..., jax.Array],
-        *others: Any,
+        key: jax.Array, updater: sparsity.BaseUpdater, params: chex.ArrayTree, *others: Any
     ) -> chex.ArrayTree:
-        graphs.append(sparsity.trace(loss_fn, params, key))
+        arguments.extend((key, params, *others[:2]))
         return params
 
     with mock.patch.object(training, "fit", fit):
         task.train(jax.random.key(0), sparsity.NoPruning())
-    return graphs[0]
+    key, params, optimizer, loss_fn = arguments
+    return key, params, optimizer, loss_fn
+
+
+def trace_loss(task: training.Task) -> sparsity.Graph:
+    """Returns the graph of the loss that a task gives to `training.fit`."""
+    key, params, _, loss_fn = read_arguments(task)
+    return sparsity.trace(loss_fn, params, key)
 
 
 def fit_groups(
@@ -232,39 +236,27 @@ def compile_program(program: Program, carry: Carry, key: jax.Array) -> Any:
 def measure_steps(task: training.Task, target: float) -> dict[str, dict[str, list[float]]]:
     """Returns megabytes and CPU-seconds of step and move, by row."""
     steps: dict[str, dict[str, list[float]]] = {}
-
-    def fit(
-        key: jax.Array,
-        updater: sparsity.BaseUpdater,
-        params: chex.ArrayTree,
-        optimizer: optax.GradientTransformation,
-        loss_fn: Callable[..., jax.Array],
-        *others: Any,
-    ) -> chex.ArrayTree:
-        graph, runs = sparsity.trace(loss_fn, params, key), []
-        for name, row in ROWS.items():
-            updater = training.make_updater(row.algorithm, target, task.settings["steps"], 0)
-            if row.group and not row.is_compact:
-                continue  # a step after the ramp is that of a static mask
-            updater = set_groups(updater, row.group, graph)
-            if row.is_compact:
-                carry, programs = make_compact(graph, updater, params, optimizer)
-            else:
-                carry, programs = make_masked(updater, params, optimizer, loss_fn)
-            steps[name] = {"bytes": [], "seconds": []}
-            for program in programs:
-                compiled = compile_program(program, carry, key)
-                memory = compiled.memory_analysis()
-                used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-                steps[name]["bytes"].append(used / 1e6)
-                runs.append((name, repeat(compiled, carry, key)))
-        seconds = compact_steps.time_in_turn([run for _, run in runs], ROUNDS)
-        for (name, _), each in zip(runs, seconds, strict=True):
-            steps[name]["seconds"].append(each)
-        return params
-
-    with mock.patch.object(training, "fit", fit):
-        task.train(jax.random.key(0), sparsity.NoPruning())
+    key, params, optimizer, loss_fn = read_arguments(task)
+    graph, runs = sparsity.trace(loss_fn, params, key), []
+    for name, row in ROWS.items():
+        if row.group and not row.is_compact:
+            continue  # a step after the ramp is that of a static mask
+        updater = training.make_updater(row.algorithm, target, task.settings["steps"], 0)
+        updater = set_groups(updater, row.group, graph)
+        if row.is_compact:
+            carry, programs = make_compact(graph, updater, params, optimizer)
+        else:
+            carry, programs = make_masked(updater, params, optimizer, loss_fn)
+        steps[name] = {"bytes": [], "seconds": []}
+        for program in programs:
+            compiled = compile_program(program, carry, key)
+            memory = compiled.memory_analysis()
+            used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+            steps[name]["bytes"].append(used / 1e6)
+            runs.append((name, repeat(compiled, carry, key)))
+    seconds = compact_steps.time_in_turn([run for _, run in runs], ROUNDS)
+    for (name, _), each in zip(runs, seconds, strict=True):
+        steps[name]["seconds"].append(each)
     return steps
 
 
