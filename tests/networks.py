@@ -157,7 +157,7 @@ def register(*tables):
     return keep
 
 
-def one_of(rng, *choices):
+def choose(rng, *choices):
     return choices[rng.integers(len(choices))]
 
 
@@ -217,7 +217,7 @@ def linen_general(rng, inputs, outputs):
 
 @register(ROWS, IMAGES)
 def linen_norm(rng, inputs, outputs):
-    module = one_of(rng, nn.LayerNorm, nn.RMSNorm, functools.partial(nn.GroupNorm, num_groups=2))
+    module = choose(rng, nn.LayerNorm, nn.RMSNorm, functools.partial(nn.GroupNorm, num_groups=2))
     return linen_layer(nn.Sequential([nn.Dense(outputs), module()]))
 
 
@@ -237,7 +237,7 @@ def linen_attention(rng, inputs, outputs):
 
 @register(ROWS)
 def linen_recurrent(rng, inputs, outputs):
-    cell = one_of(rng, nn.GRUCell, nn.OptimizedLSTMCell, nn.SimpleCell, nn.LSTMCell, nn.MGUCell)
+    cell = choose(rng, nn.GRUCell, nn.OptimizedLSTMCell, nn.SimpleCell, nn.LSTMCell, nn.MGUCell)
     cell = cell(outputs, param_dtype=jnp.float64)
     return linen_layer(nn.RNN(cell, reverse=bool(rng.integers(2)), keep_order=True))
 
@@ -249,18 +249,18 @@ def linen_low_rank(rng, inputs, outputs):
 
 @register(ROWS)
 def linen_convolution_of_rows(rng, inputs, outputs):
-    padding = one_of(rng, "SAME", "CAUSAL", "CIRCULAR")
-    return linen_layer(nn.Conv(outputs, (3,), padding=padding, kernel_dilation=one_of(rng, 1, 2)))
+    padding = choose(rng, "SAME", "CAUSAL", "CIRCULAR")
+    return linen_layer(nn.Conv(outputs, (3,), padding=padding, kernel_dilation=choose(rng, 1, 2)))
 
 
 @register(IMAGES)
 def linen_convolution(rng, inputs, outputs):
-    groups = one_of(rng, 1, 2)
+    groups = choose(rng, 1, 2)
     return linen_layer(
         nn.Conv(
             outputs,
-            one_of(rng, (1, 1), (3, 3), (3, 2)),
-            strides=one_of(rng, 1, 2),
+            choose(rng, (1, 1), (3, 3), (3, 2)),
+            strides=choose(rng, 1, 2),
             feature_group_count=groups if inputs % groups == outputs % groups == 0 else 1,
             use_bias=bool(rng.integers(2)),
         )
@@ -278,7 +278,7 @@ def linen_depthwise(rng, inputs, outputs):
 
 @register(IMAGES)
 def linen_transposed(rng, inputs, outputs):
-    return linen_layer(nn.ConvTranspose(outputs, (2, 2), strides=one_of(rng, (1, 1), (2, 2))))
+    return linen_layer(nn.ConvTranspose(outputs, (2, 2), strides=choose(rng, (1, 1), (2, 2))))
 
 
 @register(IMAGES)
@@ -295,7 +295,7 @@ def linen_squeeze(rng, inputs, outputs):
 
 @register(IMAGES)
 def linen_pooled(rng, inputs, outputs):
-    pool = one_of(rng, nn.avg_pool, nn.max_pool)
+    pool = choose(rng, nn.avg_pool, nn.max_pool)
     window = functools.partial(pool, window_shape=(2, 2), strides=(1, 1), padding="SAME")
     return linen_layer(nn.Sequential([nn.Conv(outputs, (3, 3)), window]))
 
@@ -395,7 +395,7 @@ def haiku_attention(rng, inputs, outputs):
 
 @register(ROWS)
 def haiku_recurrent(rng, inputs, outputs):
-    cell = one_of(rng, hk.GRU, hk.LSTM, hk.VanillaRNN)
+    cell = choose(rng, hk.GRU, hk.LSTM, hk.VanillaRNN)
 
     def module():
         core = cell(outputs)
@@ -408,7 +408,7 @@ def haiku_recurrent(rng, inputs, outputs):
 
 @register(IMAGES)
 def haiku_convolution(rng, inputs, outputs):
-    kind = one_of(rng, "plain", "transposed", "depthwise")
+    kind = choose(rng, "plain", "transposed", "depthwise")
     makers = {
         "plain": lambda: hk.Conv2D(outputs, 3, rate=2),
         "transposed": lambda: hk.Conv2DTranspose(outputs, 3, stride=2),
@@ -481,13 +481,13 @@ class Recurrent(eqx.Module):
 
 @register(ROWS)
 def equinox_recurrent(rng, inputs, outputs):
-    cell = one_of(rng, eqx.nn.GRUCell, eqx.nn.LSTMCell)
+    cell = choose(rng, eqx.nn.GRUCell, eqx.nn.LSTMCell)
     return equinox_layer(lambda key: Recurrent(cell(inputs, outputs, key=key)), 1)
 
 
 @register(IMAGES)
 def equinox_convolution(rng, inputs, outputs):
-    kernel, stride = one_of(rng, 1, 3), one_of(rng, 1, 2)
+    kernel, stride = choose(rng, 1, 3), choose(rng, 1, 2)
     return equinox_layer(
         lambda key: eqx.nn.Conv2d(inputs, outputs, kernel, stride, padding=1, key=key), 1, True
     )
@@ -513,5 +513,5 @@ def equinox_group_norm(rng, inputs, outputs):
 
 @register(ROWS)
 def equinox_norm(rng, inputs, outputs):
-    norm = one_of(rng, eqx.nn.LayerNorm, eqx.nn.RMSNorm)
+    norm = choose(rng, eqx.nn.LayerNorm, eqx.nn.RMSNorm)
     return equinox_layer(lambda key: norm(inputs), 2)

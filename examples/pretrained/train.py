@@ -61,7 +61,7 @@ class Scores(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What all methods share: the dense network and the inputs to test with."""
+    """Holds the dense network and the inputs to test with, which all methods share."""
 
     task: Task
     params: Params
@@ -99,8 +99,8 @@ def check_onnx(
     """Writes the network as ONNX; ends the program if onnxruntime finds something else in it."""
     target = folder / "dense.onnx"
     task.data.save(path, params, target)
-    found = 1 / (1 + np.exp(-dense)) if task.is_binary else dense
-    differences = np.abs(found - task.data.run_onnx(target, inputs))
+    probabilities = 1 / (1 + np.exp(-dense)) if task.is_binary else dense
+    differences = np.abs(probabilities - task.data.run_onnx(target, inputs))
     print(
         f"{task.title}: JAX and onnxruntime differ by {np.median(differences):.1e} in the median, "
         f"by at most {differences.max():.1e}"

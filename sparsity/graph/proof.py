@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from sparsity.graph.coupling import Coupling
-from sparsity.graph.words import describe_reduction
+from sparsity.graph.words import Reductions
 from sparsity.programs import entrywise
 from sparsity.programs.axes import Axis, Reason, variables
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS
@@ -92,7 +92,7 @@ class Proof(Flow[Constants]):
         super().__init__()
         self._coupling = coupling
         self._free: dict[Value, list[list[Axis]]] = {}
-        self._current = program  # the program, or the body, that is being followed
+        self._reductions = Reductions(program)  # of the program, or the body, being followed
         self.refused: dict[Axis, Reason] = {}
         for value, entries in masked.items():
             places = [place for place in self._places(value) if place in entries]
@@ -113,9 +113,9 @@ class Proof(Flow[Constants]):
         return Constants(everywhere=entrywise.constant_in(value.constant))
 
     def run(self, program: Program) -> None:
-        outer, self._current = self._current, program
+        outer, self._reductions = self._reductions, Reductions(program)
         super().run(program)
-        self._current = outer
+        self._reductions = outer
         for equation in program.with_rules():
             rule = equation.derivative
             assert rule is not None  # it has one
@@ -185,7 +185,7 @@ class Proof(Flow[Constants]):
                 constant = constants[axis, variable]
                 is_neutral = neutral is not None and constant == neutral
                 if not is_neutral and variable not in self.refused:
-                    what = describe_reduction(self._current, equation)
+                    what = self._reductions.describe(equation)
                     reason = _not_neutral(equation, what, constant, neutral)
                     self.refused[variable] = reason
         stay = [i for i in range(len(value.shape)) if i not in axes]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from sparsity.programs.program import Equation, Program, Value
 
 # These pass values on, entry by entry.
@@ -14,54 +16,63 @@ _NAMES = {
 }  # fmt: skip
 
 
-def describe_reduction(program: Program, reduction: Equation) -> str:
-    """Names a reduction over channels by what the program computes before and after.
+class Reductions:
+    """Names reductions over channels by what a program computes before and after.
 
     Args:
-      program: the program, or the body, that holds the reduction.
-      reduction: the equation.
-
-    Returns:
-      Text such as 'a mean over the channels: LayerNorm'.
+      program: the program, or the body, that holds the reductions.
     """
-    name = reduction.name.removeprefix("reduce_")
-    before = _find_maker(program, reduction.inputs[0])
-    after = _list_readers(program, reduction.outputs[0])
-    text, layer = _NAMES.get(name, name), ""
-    if name == "sum" and any(_divides_by_constant(equation) for equation in after):
-        text, layer = "a mean", ": LayerNorm"
-    if before is not None and _is_square(before):
-        centred = _find_maker(program, before.inputs[0])
-        if layer and centred is not None and centred.name == "sub":
-            text = "a variance"
-        else:
-            text, layer = f"{text} of squares", ": RMSNorm" if layer else ""
-    is_exp = text == "a sum" and before is not None and before.name == "exp"
-    if is_exp or (name == "max" and any(equation.name == "sub" for equation in after)):
-        layer = ": softmax"
-    return f"{text} over the channels{layer}"
 
+    def __init__(self, program: Program):
+        self._program = program
 
-def _find_maker(program: Program, value: Value) -> Equation | None:
-    """Returns the equation that computes a value, before copies of it."""
-    makers = {output: equation for equation in program.flat() for output in equation.outputs}
-    maker = makers.get(value)
-    while maker is not None and maker.name in _COPIES:
-        maker = makers.get(maker.inputs[0])
-    return maker
+    def describe(self, reduction: Equation) -> str:
+        """Returns text such as 'a mean over the channels: LayerNorm'."""
+        name = reduction.name.removeprefix("reduce_")
+        before = self._find_maker(reduction.inputs[0])
+        after = self._list_readers(reduction.outputs[0])
+        text, layer = _NAMES.get(name, name), ""
+        if name == "sum" and any(_divides_by_constant(equation) for equation in after):
+            text, layer = "a mean", ": LayerNorm"
+        if before is not None and _is_square(before):
+            centred = self._find_maker(before.inputs[0])
+            if layer and centred is not None and centred.name == "sub":
+                text = "a variance"
+            else:
+                text, layer = f"{text} of squares", ": RMSNorm" if layer else ""
+        is_exp = text == "a sum" and before is not None and before.name == "exp"
+        if is_exp or (name == "max" and any(equation.name == "sub" for equation in after)):
+            layer = ": softmax"
+        return f"{text} over the channels{layer}"
 
+    @functools.cached_property
+    def _makers(self) -> dict[Value, Equation]:
+        return {value: equation for equation in self._program.flat() for value in equation.outputs}
 
-def _list_readers(program: Program, value: Value) -> list[Equation]:
-    """Returns the equations that read a value or a copy of it."""
-    copies, readers = {value}, []
-    for equation in program.flat():
-        if copies & {*equation.inputs}:
-            is_copy = equation.name in _COPIES or _has_constant(equation, "max")
-            if is_copy:
-                copies.update(equation.outputs)
+    @functools.cached_property
+    def _readers(self) -> dict[Value, list[Equation]]:
+        readers: dict[Value, list[Equation]] = {}
+        for equation in self._program.flat():
+            for value in equation.inputs:
+                readers.setdefault(value, []).append(equation)
+        return readers
+
+    def _find_maker(self, value: Value) -> Equation | None:
+        """Returns the equation that computes a value, before copies of it."""
+        maker = self._makers.get(value)
+        while maker is not None and maker.name in _COPIES:
+            maker = self._makers.get(maker.inputs[0])
+        return maker
+
+    def _list_readers(self, value: Value) -> list[Equation]:
+        """Returns the equations that read a value or a copy of it."""
+        readers: list[Equation] = []
+        for equation in self._readers.get(value, ()):
+            if equation.name in _COPIES or _has_constant(equation, "max"):
+                readers += [x for copy in equation.outputs for x in self._list_readers(copy)]
             else:
                 readers.append(equation)
-    return readers
+        return readers
 
 
 def _has_constant(equation: Equation, name: str) -> bool:

@@ -55,8 +55,8 @@ NWC = {"dimension_numbers": ("NWC", "WIO", "NWC")}
 SHAPES = {"conv": (3, 2, 3), "up": (2, 6, 6), "down": (6, 4)}
 
 
-def rows_of(params, batches):
-    """The rows that each layer of a weight meets, as float64: {name: [[rows, inputs], ...]}."""
+def list_rows(params, batches):
+    """Returns the rows that each layer of a weight meets: {name: [float64[rows, inputs], ...]}."""
     x = np.concatenate(batches).astype(np.float64) + 9
     padded = np.pad(x, ((0, 0), (0, 1), (0, 0)))  # SAME of 4 entries, windows of 3, strides of 2
     windows = np.stack([padded[:, i : i + 3].reshape(len(x), -1) for i in (0, 2)], axis=1)
@@ -79,7 +79,7 @@ def test_errors_are_those_of_the_outputs_with_and_without_their_means(by_grams):
     )
     refit = sparsity.LeastSquares() if by_grams else None
     pruned, _, report = sparsity.oneshot(pruner, shifted, params, batches, refit=refit)
-    rows = rows_of(pruned, batches)  # each layer meets what the pruned ones before it return
+    rows = list_rows(pruned, batches)  # each layer meets what the pruned ones before it return
     for name in SHAPES:
         dense, new = (np.float64(x[name]) for x in (params, pruned))
         shape = (6, 3) if name == "conv" else dense.shape[-2:]

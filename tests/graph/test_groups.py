@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from sparsity.graph import trace
+from sparsity.graph import trace, words
 from tests import helpers
 from tests.graph import models, removal
 
@@ -398,3 +398,21 @@ def test_channels_that_change_nothing_can_be_removed(between):
         graph = trace(fn, params, x)
         assert names(graph) == [("up:1", 6)]
         check(graph, fn, params, (x,), 1e-10)
+
+
+@pytest.mark.parametrize("number", [2, 6])
+def test_refusals_of_any_number_of_norms_index_the_program_once(number, monkeypatch):
+    def model(params, x):
+        for kernels in params:
+            x = layer_norm(x @ kernels["up"]) @ kernels["down"]
+        return x
+
+    indexed, init = [], words.Reductions.__init__
+    monkeypatch.setattr(
+        words.Reductions, "__init__", lambda self, x: (indexed.append(x), init(self, x))[1]
+    )
+    layers = [{"up": (3, 5), "down": (5, 3)}] * number
+    graph = trace(model, [models.abstract(layer) for layer in layers], jnp.ones((2, 3)))
+    reasons = [refusal.reason for refusal in graph.refused]
+    assert sum("LayerNorm" in reason for reason in reasons) >= number
+    assert len(indexed) == 2  # for the proof, and for its walk

@@ -118,10 +118,17 @@ def make_outputs(
 
 
 @jax.jit
+def sum_squares(xs: Sequence[jax.Array]) -> jax.Array:
+    """Returns the sum of |x|^2 over arrays."""
+    parts = [jnp.abs(x).astype(jnp.float32) for x in xs]
+    return sum((jnp.sum(jnp.square(part)) for part in parts), jnp.float32(0))
+
+
+@jax.jit
 def sum_lost_squares(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> jax.Array:
     """Returns the sum of |x - y|^2 over pairs of arrays."""
-    parts = [jnp.abs(x - y).astype(jnp.float32) for x, y in zip(xs, ys, strict=True)]
-    return sum((jnp.sum(jnp.square(part)) for part in parts), jnp.float32(0))
+    total: jax.Array = sum_squares([x - y for x, y in zip(xs, ys, strict=True)])
+    return total
 
 
 @jax.jit
@@ -129,12 +136,11 @@ def _sum_up(
     expected: list[jax.Array], returned: list[jax.Array]
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     """Returns the sums of squares, lost and in total, and the sums of outputs by last axis."""
-    zeros = [jnp.zeros_like(x) for x in expected]
     wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in expected]
     sums = [
         jnp.atleast_1d(jnp.sum(x, axis=tuple(range(max(x.ndim - 1, 1))[: x.ndim]))) for x in wide
     ]
-    return sum_lost_squares(expected, returned), sum_lost_squares(expected, zeros), sums
+    return sum_lost_squares(expected, returned), sum_squares(expected), sums
 
 
 def _share(lost: float, total: float) -> float:

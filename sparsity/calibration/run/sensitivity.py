@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import jax.numpy as jnp
-
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.rates import Rates
-from sparsity.calibration.run.outputs import make_outputs, sum_lost_squares
+from sparsity.calibration.run.outputs import make_outputs, sum_lost_squares, sum_squares
 from sparsity.calibration.run.prune import check_runs, prune
 from sparsity.calibration.statistics import Path
 from sparsity.calibration.statistics.capture import calibrate
@@ -83,10 +81,7 @@ def measure(
     statistics = calibrate(fn, params, seen, "gram", lambda path, _: path in paths)
     outputs = make_outputs(fn, params, seen[0])
     dense = [outputs(params, batch) for batch in seen]
-    norm = sum(
-        float(sum_lost_squares(expected, [jnp.zeros_like(x) for x in expected]))
-        for expected in dense
-    )
+    norm = sum(float(sum_squares(expected)) for expected in dense)
     sensitivity = Sensitivity({path: {} for path in paths})
     for path in paths:
         for rate in rates:

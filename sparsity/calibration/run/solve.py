@@ -13,7 +13,7 @@ from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.refits import Refit
 from sparsity.calibration.run.lockstep import LayerIndex
 from sparsity.calibration.run.prune import prune, reconstruct
-from sparsity.calibration.statistics import Statistic, centre, errors, squared_means
+from sparsity.calibration.statistics import Statistic, centre, errors, ratio, squared_means
 from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.masks import Site
@@ -78,9 +78,7 @@ def _share(
     lost, total = losses
     leaves = dense - refitted, dense
     lost_mean, mean = (jnp.sum(squared_means(statistic, leaf)) for leaf in leaves)
-    return jnp.where(total > 0, lost / jnp.where(total > 0, total, 1), 0), centre(
-        lost, lost_mean, total, mean
-    )
+    return ratio(lost, total), centre(lost, lost_mean, total, mean)
 
 
 def solve(

@@ -408,7 +408,7 @@ def errors(
     total, *lost = (jnp.sum(output_error(statistic, leaf)) for leaf in leaves)
     mean, *lost_means = (jnp.sum(squared_means(statistic, leaf)) for leaf in leaves)
     centred = [centre(*pair, total, mean) for pair in zip(lost, lost_means, strict=True)]
-    return [_ratio(x, total) for x in lost], centred
+    return [ratio(x, total) for x in lost], centred
 
 
 def centre(lost: jax.Array, lost_mean: jax.Array, total: jax.Array, mean: jax.Array) -> jax.Array:
@@ -422,10 +422,11 @@ def centre(lost: jax.Array, lost_mean: jax.Array, total: jax.Array, mean: jax.Ar
     """
     noise = 16 * jnp.finfo(total.dtype).eps
     spread = jnp.where(total - mean > noise * total, total - mean, 0)
-    return _ratio(jnp.maximum(lost - lost_mean, 0), spread)
+    return ratio(jnp.maximum(lost - lost_mean, 0), spread)
 
 
-def _ratio(part: jax.Array, total: jax.Array) -> jax.Array:
+def ratio(part: jax.Array, total: jax.Array) -> jax.Array:
+    """Returns part / total, 0 where the total is 0."""
     return jnp.where(total > 0, part / jnp.where(total > 0, total, 1), 0)
 
 
@@ -439,4 +440,4 @@ def relative_error(statistic: Statistic, dense: jax.Array, pruned: jax.Array) ->
       Array(0.36, dtype=float32)
     """
     lost = jnp.sum(output_error(statistic, dense - pruned))
-    return _ratio(lost, jnp.sum(output_error(statistic, dense)))
+    return ratio(lost, jnp.sum(output_error(statistic, dense)))
