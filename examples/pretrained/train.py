@@ -1,4 +1,4 @@
-"""Prunes pretrained networks by several methods, and writes a table of what they still do."""
+"""Prunes and cuts pretrained networks by several methods; writes tables of what they still do."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import functools
 import itertools
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import cut
 import file_types
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import speech
 
 import sparsity
@@ -29,6 +31,10 @@ METHODS: dict[str, tuple[type[sparsity.BaseUpdater], Any]] = {
     "magnitude, ADMM": (sparsity.MagnitudePruning, sparsity.ADMM()),
     "Wanda, ADMM": (sparsity.WandaPruning, sparsity.ADMM()),
 }
+CUT_HEADER = """| MACs | channels by | weights | accuracy | agreement | error | trained: accuracy \
+| agreement | error | call, dense = 1 | seconds |
+| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
+"""
 HEADER = """| sparsity | method | accuracy | agreement | error | first call | again |
 | --- | --- | ---: | ---: | ---: | ---: | ---: |
 """
@@ -44,11 +50,13 @@ class Task(NamedTuple):
     tests: int
     seeds: int  # choices of inputs to calibrate with
     is_binary: bool  # outputs are log odds, not probabilities of classes
+    steps: int  # of distillation
+    learning_rate: float
 
 
 TASKS = {
-    "speech": Task("silero-vad 6.2.3, weights of PyTorch", speech, 4, 8, 32, 3, True),
-    "files": Task("magika 1.0.3, an ONNX file", file_types, 32, 18, 320, 1, False),
+    "speech": Task("silero-vad 6.2.3, weights of PyTorch", speech, 4, 8, 32, 3, True, 600, 2e-3),
+    "files": Task("magika 1.0.3, an ONNX file", file_types, 32, 18, 320, 1, False, 100, 3e-4),
 }
 
 
@@ -67,13 +75,17 @@ class Measured(NamedTuple):
     params: Params
     inputs: list[np.ndarray]
     truth: np.ndarray
-    outputs: Callable[[Params], np.ndarray]
+    dense: np.ndarray  # outputs of the dense network
+
+    def outputs(self, apply: cut.Apply, params: Params) -> np.ndarray:
+        return np.concatenate([apply(params, x) for x in self.inputs])
 
     def decisions(self, outputs: np.ndarray) -> np.ndarray:
         return outputs > 0 if self.task.is_binary else outputs.argmax(1)
 
-    def scores(self, params: Params) -> Scores:
-        outputs, dense = self.outputs(params), self.outputs(self.params)
+    def scores(self, apply: cut.Apply, params: Params) -> Scores:
+        """Measures a network; `apply` is compiled."""
+        outputs, dense = self.outputs(apply, params), self.dense
         decisions = self.decisions(outputs)
         error = np.mean((outputs - dense) ** 2) / dense.var(axis=0).mean()
         agreement = np.mean(decisions == self.decisions(dense))
@@ -84,13 +96,10 @@ def prepare(task: Task, folder: Path) -> Measured:
     """Loads a network, and compares it with onnxruntime."""
     params, path = task.data.load(folder)
     inputs, truth = task.data.record(1, task.tests, seed=0)
-    batches, jitted = np.split(inputs, task.tests // task.batch), jax.jit(task.data.fn)
-
-    def outputs(params: Params) -> np.ndarray:
-        return np.concatenate([jitted(params, x) for x in batches])
-
-    check_onnx(task, outputs(params), inputs, params, path, folder)
-    return Measured(task, params, batches, truth, outputs)
+    batches, apply = np.split(inputs, task.tests // task.batch), jax.jit(task.data.fn)
+    dense = np.concatenate([apply(params, x) for x in batches])
+    check_onnx(task, dense, inputs, params, path, folder)
+    return Measured(task, params, batches, truth, dense)
 
 
 def check_onnx(
@@ -130,15 +139,18 @@ def mean_and_spread(values: list[float]) -> str:
     return f"{100 * np.mean(values):.1f} %" + (f" ± {spread:.1f}" if len(values) > 1 else "")
 
 
+def record_batches(task: Task, seed: int) -> list[np.ndarray]:
+    """Returns batches to calibrate with."""
+    return np.split(task.data.record(0, task.batch * task.batches, seed)[0], task.batches)
+
+
 def table(measured: Measured) -> str:
     """Prunes by every method, to every kind of sparsity, once for each seed."""
     task, params = measured.task, measured.params
-    count = task.batch * task.batches
-    calibrations = [
-        np.split(task.data.record(0, count, seed)[0], task.batches) for seed in range(task.seeds)
-    ]
-    graph = sparsity.trace(task.data.fn, params, calibrations[0][0])
-    rows = [f"| — | dense | {mean_and_spread([measured.scores(params).accuracy])} | | | | |\n"]
+    calibrations = [record_batches(task, seed) for seed in range(task.seeds)]
+    graph, apply = sparsity.trace(task.data.fn, params, calibrations[0][0]), jax.jit(task.data.fn)
+    accuracy = measured.scores(apply, params).accuracy
+    rows = [f"| — | dense | {mean_and_spread([accuracy])} | | | | |\n"]
     for kind, method in itertools.product(KINDS, METHODS):
         pruner, refit = make_pruner(graph, task, method, kind), METHODS[method][1]
         scores, seconds = [], []
@@ -148,12 +160,60 @@ def table(measured: Measured) -> str:
             jax.block_until_ready(pruned)
             seconds.append(time.perf_counter() - started)
             check_zeros(graph, task, pruned, kind)
-            scores.append(measured.scores(pruned))
+            scores.append(measured.scores(apply, pruned))
         cells = [mean_and_spread([*values]) for values in zip(*scores, strict=True)]
         times = [f"{seconds[0]:.1f} s", f"{seconds[-1]:.1f} s" if task.seeds > 1 else ""]
         rows.append("| " + " | ".join([kind, method, *cells, *times]) + " |\n")
         print(rows[-1], end="", flush=True)
     return HEADER + "".join(rows)
+
+
+def cut_table(measured: Measured) -> str:
+    """Cuts channels by every method, and trains the rest to agree with the dense network.
+
+    New weights in the shapes that the last method leaves are trained as long.
+    """
+    task, params = measured.task, measured.params
+    batches, rows = [x for seed in range(3) for x in record_batches(task, seed)], []
+    graph, dense = sparsity.trace(task.data.fn, params, batches[0]), jax.jit(task.data.fn)
+    answers = [dense(params, x) for x in batches]
+    for share in cut.SHARES:
+        cuts = {x: cut.cut(x, share, graph, task.data.fn, params, batches) for x in cut.METHODS}
+        starts = {method: (small, small.params) for method, small in cuts.items()}
+        small = cuts[cut.METHODS[-1]]
+        starts["new weights"] = small, cut.draw_weights(small.params)
+        for method, (small, weights) in starts.items():
+            apply, started = jax.jit(small.apply), time.perf_counter()
+            trained = cut.distil(
+                binary_loss if task.is_binary else class_loss,
+                *(small.apply, weights, batches, answers, task.steps, task.learning_rate),
+            )
+            seconds = time.perf_counter() - started
+            networks = (dense, params), (apply, trained)
+            calls = [functools.partial(fn, x, batches[0]) for fn, x in networks]
+            times = sparsity.reports.time_in_turn(*calls, rounds=15)
+            scores = [*measured.scores(apply, weights), *measured.scores(apply, trained)]
+            macs = small.graph.macs() / graph.macs()
+            cells = [
+                f"{100 * macs:.0f} %",
+                method,
+                f"{sum(x.size for x in weights.values()) / 1e3:.0f},000",
+            ]
+            cells += [f"{100 * x:.1f} %" for x in scores]
+            cells += [f"{times[1] / times[0]:.2f}", f"{seconds:.0f} s"]
+            rows.append("| " + " | ".join(cells) + " |\n")
+            print(rows[-1], end="", flush=True)
+    return CUT_HEADER + "".join(rows)
+
+
+def binary_loss(outputs: jax.Array, answers: jax.Array) -> jax.Array:
+    """Returns the cross entropy of log odds with those of the dense network."""
+    return optax.sigmoid_binary_cross_entropy(outputs, jax.nn.sigmoid(answers)).mean()
+
+
+def class_loss(outputs: jax.Array, answers: jax.Array) -> jax.Array:
+    """Returns the cross entropy of probabilities with those of the dense network."""
+    return -jnp.mean(jnp.sum(answers * jnp.log(outputs + 1e-7), axis=-1))
 
 
 def check_zeros(graph: sparsity.Graph, task: Task, params: Params, kind: str) -> None:
@@ -167,16 +227,23 @@ def check_zeros(graph: sparsity.Graph, task: Task, params: Params, kind: str) ->
             sys.exit(f"error: {name} has {zeros:.2%} zeros at {kind}")
 
 
+TABLES = {"masks": table, "cuts": cut_table}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--networks", nargs="+", choices=TASKS, default=[*TASKS])
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=[*TABLES])
     parser.add_argument("--run_dir", type=Path, default=Path("runs/pretrained"))
     options = parser.parse_args()
     options.run_dir.mkdir(parents=True, exist_ok=True)
     parts = []
     for name in options.networks:
         measured = prepare(TASKS[name], options.run_dir)
-        parts.append(f"## {measured.task.title}\n\n{table(measured)}")
+        tables = "\n".join(
+            make(measured) for name, make in TABLES.items() if name in options.tables
+        )
+        parts.append(f"## {measured.task.title}\n\n{tables}")
     target = options.run_dir / "table.md"
     target.write_text("\n".join(parts), encoding="utf-8")
     print(f"The table is in {target}.")
