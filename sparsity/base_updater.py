@@ -26,7 +26,7 @@ from sparsity.training import compact, step
 from sparsity.training.fields import check_fields, check_names, hash_of_fields, have_equal_fields
 from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.state import SparseState
-from sparsity.training.updater import Updater
+from sparsity.training.updater import Updater, is_overridden
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -167,7 +167,11 @@ class BaseUpdater(Updater):
         """
         inputs = Inputs(params, grads, self.sites(params), extra_args)
         targets = self._target_sparsities(params, inputs.sites)
-        scores = inputs.call(self.calculate_scores, inputs.weights, grads=inputs.grads)
+        scores: PyTree | None = None
+        if not is_overridden(self, "create_masks"):  # overrides get arrays
+            scores = masks_lib.host_scores(self.calculate_scores, inputs.weights, inputs.grads)
+        if scores is None:
+            scores = inputs.call(self.calculate_scores, inputs.weights, grads=inputs.grads)
         masks = inputs.call(self.create_masks, scores, targets)
         masks = masks_lib.read_masks(masks, params, self.use_packed_masks)
         pruned = masks_lib.apply_masks(params, masks)

@@ -24,7 +24,7 @@ from sparsity.masks.create import (
     masked_paths,
     move_masks,
 )
-from sparsity.masks.lazy import Draw, drawing, elementwise, lazy_scores
+from sparsity.masks.lazy import Draw, drawing, elementwise, host_scores, lazy_scores
 from sparsity.masks.scopes import (
     SCOPES,
     Global,
@@ -73,6 +73,7 @@ __all__ = [
     "drawing",
     "drop_and_grow",
     "elementwise",
+    "host_scores",
     "is_pattern",
     "lazy_scores",
     "leading_axes",

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core import sharding, trees
+from sparsity.core import host, sharding, trees
 from sparsity.core.trees import PyTree
 
 Kept = TypeVar("Kept", bound=chex.Array)
@@ -151,6 +151,7 @@ def _unpack_row(shape: tuple[int, ...], bits: jax.Array) -> jax.Array:
     return jnp.unpackbits(bits, count=math.prod(shape)).reshape(shape)
 
 
+@host.instead(lambda mask: np.not_equal(mask, 0, out=host.empty(mask.shape, bool)).view(np.uint8))
 @jax.jit
 def _is_kept(mask: chex.Array) -> jax.Array:
     return (mask != 0).astype(jnp.uint8)
@@ -242,6 +243,20 @@ def are_ones(masks: PyTree) -> jax.Array:
     return jnp.all(jnp.stack([jnp.all(mask > 0) for mask in jax.tree.leaves(masks)] or [True]))
 
 
+def _apply_on_host(param: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Clears the bits of pruned entries: 0.0 has none."""
+    nbytes = param.dtype.itemsize
+    if param.shape != mask.shape or nbytes > 8 or np.zeros((), param.dtype) != 0:
+        return NotImplemented
+    bits = np.dtype(f"int{8 * nbytes}")
+    result = host.empty(param.shape, param.dtype)
+    flat, kept, target = param.view(bits).reshape(-1), mask.reshape(-1), result.view(bits).ravel()
+    for at in host.chunks(len(flat)):
+        ones = np.negative((kept[at] > 0).astype(bits))  # all bits of kept entries
+        np.bitwise_and(flat[at], ones, out=target[at])
+    return result
+
+
 @overload
 def apply_mask(param: chex.Array, mask: chex.Array) -> jax.Array: ...
 @overload
@@ -253,8 +268,11 @@ def apply_mask(param: chex.Array, mask: chex.Array | None) -> chex.Array:
       param: array of any shape and dtype.
       mask: array of the same shape, or `None` for a dense parameter.
     """
-    if mask is None:
-        return param
+    return param if mask is None else _apply(param, mask)
+
+
+@host.instead(_apply_on_host)
+def _apply(param: chex.Array, mask: chex.Array) -> jax.Array:
     return jnp.where(mask > 0, param, jnp.zeros((), param.dtype))
 
 

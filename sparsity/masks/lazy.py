@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core import trees
+from sparsity.core import host, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.hashing import (
     generate_random_scores,
@@ -169,3 +170,31 @@ class _EntryScore:
         grads = operands[0] if operands else None
         scores: jax.Array = self.hook(params=weight, sparse_state=None, grads=grads)
         return scores
+
+    @functools.cached_property
+    def on_host(self) -> Callable[..., np.ndarray] | None:
+        """Function of arrays of numpy with the same bits; `None` if numpy may round otherwise."""
+        program, dtype = self.program.jaxpr, self.dtypes[self.read[0]]
+        steps = program.eqns or [None]
+        outputs = program.invars if steps == [None] else steps[0].outvars
+        name = "copy" if steps == [None] else steps[0].primitive.name
+        if len(steps) > 1 or name not in _ON_HOST or jnp.issubdtype(dtype, jnp.complexfloating):
+            return None
+        return _ON_HOST[name] if program.outvars[0] in outputs else None
+
+
+# XLA rounds no result of these, and does not take subnormal numbers for 0, as it does in products.
+_ON_HOST: dict[str, Callable[..., np.ndarray]] = {
+    "abs": np.abs,
+    "copy": np.asarray,
+    "neg": np.negative,
+}
+
+
+def host_scores(hook: Callable[..., PyTree], params: PyTree, grads: PyTree | None) -> PyTree | None:
+    """Returns `lazy_scores` if numpy computes them from concrete arrays; `None` if not."""
+    if host.find_place(params, grads) is None:
+        return None
+    scores = lazy_scores(hook, params, None, grads)
+    is_on_host = all(score.is_on_host for score in jax.tree.leaves(scores))
+    return scores if is_on_host else None

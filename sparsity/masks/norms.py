@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.core import exact
+from sparsity.core import exact, host
 from sparsity.core.exact import sums
 from sparsity.core.kernels import compute_once, unstack, use_flat
-from sparsity.selection.scores import Scores
+from sparsity.selection.scores import Ranked, Scores
 
 _BITS = 30  # of a square as a fraction of about the largest; smaller parts count as 0
+_LEAST_EXPONENT = -60  # below, XLA may take numbers for 0 that numpy does not
 _ROWS = 64  # of a leaf that may be reshaped, for threads to share
 
 Fn = tuple[Callable[..., jax.Array], bool]  # of `Scores`, and whether it uses the index
@@ -35,6 +36,45 @@ def norms(scores: Sequence[Scores]) -> jax.Array:
     Returns:
         float32[leaves]; float64 if any scores are.
     """
+    return _norms([Ranked(x) for x in scores])
+
+
+def _norms_on_host(leaves: Sequence[Ranked]) -> np.ndarray:
+    """Does what `norms` does: the same integers are summed."""
+    scores = [leaf.scores for leaf in leaves]
+    if not all(x.is_on_host for x in scores):
+        return NotImplemented
+    real = np.dtype(jnp.result_type(jnp.float32, *(x.dtype for x in scores)))
+    squares, exponents = zip(*(_square_on_host(x, real) for x in scores), strict=True)
+    if min(exponents) < _LEAST_EXPONENT:
+        return NotImplemented
+    words = [exact.split(x) for x in squares]
+    high, low = (np.array(x).astype(np.float32) for x in zip(*words, strict=True))
+    square = (high * np.float32(2.0**32) + low).astype(real)
+    return np.ldexp(np.sqrt(np.ldexp(square, -_BITS)), np.array(exponents, np.int32))
+
+
+def _square_on_host(scores: Scores, real: np.dtype) -> tuple[int, int]:
+    """Returns the sum of the squares of a leaf in units of 2**-30, and the exponent of the unit."""
+    arrays = [x.reshape(-1) for x in scores.arrays]
+
+    def read(at: slice) -> np.ndarray:
+        values = np.abs(scores.on_host([x[at] for x in arrays])).astype(real)
+        return values if np.isfinite(values.sum()) else np.where(np.isfinite(values), values, 0)
+
+    chunks = list(host.chunks(scores.size))
+    exponent = int(np.frexp(max(read(at).max() for at in chunks))[1])
+    scale, total = np.ldexp(np.ones(2, real), [(i - exponent) // 2 for i in (0, 1)]), 0
+    for at in chunks:
+        values = read(at) * scale[0] * scale[1]
+        units = np.rint(values * values * real.type(2.0**_BITS))
+        total += int(np.minimum(units, 2**_BITS - 1).sum(dtype=np.float64))
+    return total, exponent
+
+
+@host.instead(_norms_on_host)
+def _norms(ranked: Sequence[Ranked]) -> jax.Array:
+    scores = [leaf.scores for leaf in ranked]
     real = jnp.result_type(jnp.float32, *(x.dtype for x in scores))
     leaves, axes = zip(*map(_in_rows, scores), strict=True)
     parts = [((x.fn, x.uses_index), (x.arrays, x.scalars)) for x in leaves]

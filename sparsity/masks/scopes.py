@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core import exact, sharding
+from sparsity.core import exact, host, sharding
 from sparsity.core.checks import check_bool, check_number, is_traced
 from sparsity.core.kernels import unstack
 from sparsity.core.names import Registry
@@ -281,10 +281,7 @@ class Global:
 
                 return within_budget(scores, [leaf.site.cost for leaf in leaves], fits)
             k = exact.total(kept[: len(leaves)])
-        high, low = k
-        return topk_masks(
-            [Ranked(x) for x in scores], (high.reshape(1), low.reshape(1)), together=True
-        )
+        return topk_masks([Ranked(x) for x in scores], k, together=True)
 
     def move(self, leaves: Sequence[Moving], drop_fraction: chex.Numeric) -> list[jax.Array]:
         """Returns masks with as many active weights in total as before.
@@ -325,10 +322,8 @@ class Global:
             if self.use_normalization and jnp.issubdtype(score.dtype, jnp.floating) and score.size
         ]
         if divided:
-            scales = norms([lazy[i] for i in divided]) + self.normalization_eps
-            # A product: XLA turns a division into a product in some kernels and not in others.
-            factors = 1 / jnp.maximum(scales, jnp.finfo(scales.dtype).tiny)
-            for i, factor in zip(divided, unstack(factors), strict=True):
+            scales = norms([lazy[i] for i in divided])
+            for i, factor in zip(divided, _factors(scales, self.normalization_eps), strict=True):
                 lazy[i] = _scaled(lazy[i], factor)
         dtypes = [score.dtype for score in lazy]
         dtype = functools.reduce(jnp.promote_types, dtypes)
@@ -472,6 +467,18 @@ def _entries(site: Site, units: jax.Array, like: jax.Array | Scores) -> jax.Arra
     return mask
 
 
+def _factors_on_host(scales: np.ndarray, eps: float) -> list[np.ndarray]:
+    factors = 1 / np.maximum(scales + scales.dtype.type(eps), np.finfo(scales.dtype).tiny)
+    return [*factors[:, None]]
+
+
+@host.instead(_factors_on_host)
+def _factors(scales: jax.Array, eps: float) -> list[jax.Array]:
+    """Returns the factor of the scores of each leaf, a number, from their norms."""
+    # A product: XLA turns a division into a product in some kernels and not in others.
+    return unstack(1 / jnp.maximum(scales + eps, jnp.finfo(scales.dtype).tiny))
+
+
 def _scaled(scores: Scores, factor: jax.Array) -> Scores:
     """Returns scores times a number."""
     fn = _Scaled(scores.fn, len(scores.arrays) + len(scores.scalars))
@@ -489,6 +496,17 @@ class _Scaled:
         score = self.fn(*values[: self.count], *values[self.count + 1 :])
         wide = score.astype(jnp.promote_types(score.dtype, jnp.float32))
         return wide * values[self.count].astype(wide.dtype)
+
+    @property
+    def on_host(self) -> Callable[..., np.ndarray] | None:
+        """Function of arrays of numpy with the same bits; `None` if numpy does not know `fn`."""
+        return self._on_host if getattr(self.fn, "on_host", None) else None
+
+    def _on_host(self, *values: np.ndarray) -> np.ndarray:
+        fn: Any = self.fn
+        score = fn.on_host(*values[: self.count], *values[self.count + 1 :])
+        wide = np.dtype(jnp.promote_types(score.dtype, jnp.float32))
+        return host.product(score.astype(wide, copy=False), values[self.count].astype(wide))
 
 
 def _total_cost(leaves: Sequence[Wanted | Moving]) -> Polynomial | None:

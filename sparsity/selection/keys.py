@@ -90,6 +90,28 @@ def to_keys(scores: jax.Array) -> jax.Array:
     return jnp.where(nan, jnp.array(low, key), signed)
 
 
+def numpy_keys(scores: np.ndarray) -> np.ndarray:
+    """Does what `to_keys` does with an array of numpy."""
+    dtype = scores.dtype
+    bits, (key, low, top, _) = _bits(dtype), key_range(dtype)
+    if jnp.issubdtype(dtype, jnp.unsignedinteger):
+        unsigned = np.dtype(f"uint{bits.itemsize * 8}")
+        return (scores.astype(unsigned) ^ unsigned.type(-low)).view(bits).astype(key)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return scores.astype(key)
+    raw = np.ascontiguousarray(scores).view(bits).astype(key, copy=False)
+    if raw.size and raw.min() >= 0 and raw.max() <= top:  # magnitudes are their own keys
+        return raw
+    magnitude = raw & key.type(-low - 1)
+    signed = np.where(raw < 0, -magnitude, magnitude)
+    if int(np.full(1, -0.0).astype(dtype).view(bits)[0]) == low:
+        nan = magnitude > top
+    else:  # a format without -0, whose bits mean NaN
+        nan = raw == low
+    keys: np.ndarray = np.where(nan, key.type(low), signed)
+    return keys
+
+
 def eligible_keys(scores: jax.Array, *masks: jax.Array | None) -> jax.Array:
     """Returns keys of the scores: the lowest key where one of the masks, None aside, is False."""
     scores = readable(scores)

@@ -7,11 +7,13 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import chex
 import jax
 import numpy as np
 
+from sparsity.core import host
 from sparsity.core.hashing import flat_index
 from sparsity.core.sharding import shard_like
 from sparsity.core.trees import PyTree
@@ -23,8 +25,17 @@ _DTYPES: weakref.WeakKeyDictionary[
 ] = weakref.WeakKeyDictionary()
 
 
-def _itself(x: jax.Array) -> jax.Array:
-    return x
+class _Itself:
+    """Function that returns its argument."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def on_host(self, x: np.ndarray) -> np.ndarray:
+        return x
+
+
+_itself = _Itself()
 
 
 class LazyScores:
@@ -87,13 +98,41 @@ class Scores(LazyScores):
             dtypes[values] = jax.eval_shape(lambda *x: readable(self.fn(*x)), *structs).dtype
         return dtypes[values]
 
+    @property
+    def is_on_host(self) -> bool:
+        """Returns whether `on_host` computes the scores."""
+        return getattr(self.fn, "on_host", None) is not None and not self.uses_index
+
+    def on_host(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """Computes scores by numpy.
+
+        Args:
+          arrays: some entries of `self.arrays`, as arrays of numpy, and so are the scalars.
+        """
+        fn: Any = self.fn
+        scores: np.ndarray = fn.on_host(*arrays, *self.scalars)
+        return scores
+
     def compute(self) -> jax.Array:
         """Returns the scores as an array."""
+        return _compute(Ranked(self))
+
+    def _compute(self) -> jax.Array:
         index: tuple[jax.Array, ...] = ()
         if self.uses_index:  # sharded as the scores shall be, which may depend on nothing else
             like = self.arrays[0]
             index = (shard_like(like, functools.partial(flat_index, like.shape)),)
         return self.fn(*self.arrays, *self.scalars, *index)
+
+
+def _compute_on_host(ranked: Ranked) -> np.ndarray:
+    scores = ranked.scores
+    return scores.on_host(scores.arrays) if scores.is_on_host else NotImplemented
+
+
+@host.instead(_compute_on_host)
+def _compute(ranked: Ranked) -> jax.Array:
+    return ranked.scores._compute()
 
 
 def computed(scores: PyTree) -> PyTree:

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.core import exact, sharding
+from sparsity.core import exact, host, sharding
 from sparsity.core.checks import is_traced
 from sparsity.core.exact import Words
 from sparsity.core.trees import PyTree
 from sparsity.selection import cpu, search
+from sparsity.selection.host import select as host_select
 from sparsity.selection.scores import Ranked, Scores
 
 
@@ -166,6 +167,7 @@ def _check_shape(k: chex.Numeric, shape: tuple[int, ...]) -> None:
 
 
 # ------------------------------------------------------------------ the search
+@host.instead(host_select)
 @functools.partial(jax.jit, static_argnames="together")
 def _topk_masks(
     leaves: Sequence[Ranked], k: Words | np.ndarray, *, together: bool

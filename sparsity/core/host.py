@@ -1,0 +1,125 @@
+"""Arrays on the host: numpy computes on concrete arrays of one CPU, for which XLA compiles nothing.
+
+Outside of `jit` each operation of jax is a program of its own for each new shape. A function of
+arrays that numpy computes as fast, and with the same bits, has a second body here: `instead`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+P = ParamSpec("P")
+T = TypeVar("T")
+CHUNK = 1 << 15  # entries that stay in the caches of a core through several operations
+
+
+class Place(NamedTuple):
+    """Place of arrays on a host.
+
+    Attributes:
+      sharding: the device to which arrays are committed; `None` for the default device.
+    """
+
+    sharding: SingleDeviceSharding | None
+
+    def put(self, tree: Any) -> Any:
+        """Returns a tree with jax arrays for the arrays of numpy, which must not change later."""
+        arrays, treedef = jax.tree.flatten(tree)
+        return jax.tree.unflatten(treedef, jax.device_put(arrays, self.sharding))
+
+
+def find_place(*args: object) -> Place | None:
+    """Returns the place of all arrays among arguments; `None` unless one CPU holds all of them.
+
+    Example:
+      >>> find_place(np.ones(3), 1)
+      Place(sharding=None)
+      >>> jax.eval_shape(lambda x: print(find_place(x)), 1.0)
+      None
+    """
+    sharding: SingleDeviceSharding | None = None
+    for x in jax.tree.leaves(args):
+        if isinstance(x, jax.core.Tracer):
+            return None
+        if isinstance(x, jax.Array):
+            if not isinstance(x.sharding, SingleDeviceSharding) or not _is_plain(x):
+                return None
+            if x.committed:
+                if sharding is not None and x.sharding != sharding:
+                    return None
+                sharding = x.sharding
+    if not jax.sharding.get_abstract_mesh().empty:
+        return None
+    return Place(sharding)
+
+
+def _is_plain(x: jax.Array) -> bool:
+    """Returns whether numpy reads an array without a transfer."""
+    (device,) = x.devices()
+    return device.platform == "cpu" and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def to_numpy(tree: Any) -> Any:
+    """Returns a tree with arrays of numpy for those of jax, which share the memory."""
+    return jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, tree)
+
+
+def instead(host_fn: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorates a function of arrays: `host_fn` computes the result where one CPU holds them all.
+
+    Args:
+      host_fn: takes the arguments with arrays of numpy, and returns such arrays with the bits of
+        the decorated function; or `NotImplemented`, and the decorated function is called.
+
+    Example:
+      >>> @instead(lambda x: np.where(x > 0, x, np.float32(0)))
+      ... def positive(x):
+      ...     return jax.numpy.where(x > 0, x, 0)
+      >>> positive(jax.numpy.array([1.0, -1.0]))
+      Array([1., 0.], dtype=float32)
+    """
+
+    def decorate(fn: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(fn)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            place = find_place(args)
+            result = NotImplemented if place is None else host_fn(*to_numpy(args), **kwargs)
+            if place is None or result is NotImplemented:
+                return fn(*args, **kwargs)
+            placed: T = place.put(result)
+            return placed
+
+        return call
+
+    return decorate
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Returns an uninitialized array at an address from which jax takes an array without a copy."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    array: np.ndarray = memory[start : start + nbytes].view(dtype).reshape(shape)
+    return array
+
+
+def chunks(size: int) -> Iterator[slice]:
+    """Yields slices that cover an array of one axis."""
+    return (slice(start, min(start + CHUNK, size)) for start in range(0, size, CHUNK))
+
+
+def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Returns a * b with the bits of XLA:CPU, which takes subnormal numbers for 0."""
+    return _flushed(_flushed(a) * _flushed(b))
+
+
+def _flushed(x: np.ndarray) -> np.ndarray:
+    is_small = np.abs(x) < np.finfo(x.dtype).tiny
+    return np.where(is_small, x.dtype.type(0), x) if is_small.any() else x

@@ -1,0 +1,204 @@
+"""Search by numpy, with the masks of `sparsity.selection.search`: outside of `jit` nothing compiles.
+
+A sample of the keys brackets the threshold. One pass over the entries keeps those above the bracket
+and collects those within, about a hundredth; among these the threshold is selected exactly. Where
+the bracket misses the threshold, a second pass collects all entries. Short slices are sorted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from sparsity.core import host
+from sparsity.selection.keys import numpy_keys
+from sparsity.selection.scores import Ranked, Scores
+
+_SAMPLE = 1 << 13
+_SHORT = 1 << 12  # entries of slices that are sorted, many at a time
+
+
+def select(
+    leaves: Sequence[Ranked], k: Sequence[np.ndarray], *, together: bool
+) -> list[np.ndarray]:
+    """Does what `search.select` does, for parameters in arrays of numpy; returns masks alone.
+
+    Returns `NotImplemented` if only jax computes the scores.
+    """
+    if not all(leaf.scores.is_on_host for leaf in leaves):
+        return NotImplemented
+    slices = 1 if together else sum(leaf.slices for leaf in leaves)
+    high, low = (np.broadcast_to(np.asarray(word, np.int64), (slices,)) for word in k)
+    counts = (high << 32) | low
+    rows = [_Rows.read(leaf) for leaf in leaves]
+    if together:
+        _select_best([x.entries(0) for x in rows], counts[0])
+    else:
+        ends = np.cumsum([leaf.slices for leaf in leaves])
+        for x, end in zip(rows, ends, strict=True):
+            x.select(counts[end - len(x.mask) : end])
+    return [x.as_leaf(leaf) for x, leaf in zip(rows, leaves, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Leaf whose slices are rows.
+
+    Attributes:
+      scores: the scores; arrays are read from `arrays`.
+      arrays: [slices, size] each.
+      eligible: bool[slices, size]; `None` for all entries.
+      mask: uint8[slices, size], to be written.
+    """
+
+    scores: Scores
+    arrays: Sequence[np.ndarray]
+    eligible: np.ndarray | None
+    mask: np.ndarray
+
+    @classmethod
+    def read(cls, leaf: Ranked) -> _Rows:
+        shape = leaf.slices, leaf.size
+        arrays = [x.transpose(_order(leaf)).reshape(shape) for x in leaf.arrays]
+        stored = arrays[: len(leaf.scores.arrays)]
+        return cls(leaf.scores, stored, leaf.eligible(arrays), host.empty(shape, np.uint8))
+
+    def as_leaf(self, leaf: Ranked) -> np.ndarray:
+        """Returns the mask in the shape of the leaf."""
+        order = _order(leaf)
+        mask = self.mask.reshape([leaf.scores.shape[axis] for axis in order])
+        return mask.transpose(np.argsort(order))
+
+    def select(self, counts: np.ndarray) -> None:
+        """Writes the mask of the best entries of each row."""
+        if self.mask.shape[1] > _SHORT or len(self.mask) == 1:
+            for i, count in enumerate(counts):
+                _select_best([self.entries(i)], count)
+            return
+        step = max(1, host.CHUNK // max(self.mask.shape[1], 1))
+        for start in range(0, len(self.mask), step):
+            at = slice(start, start + step)
+            eligible = None if self.eligible is None else self.eligible[at]
+            keys = numpy_keys(self.scores.on_host([x[at] for x in self.arrays]))
+            self.mask[at] = _sorted_masks(keys, eligible, counts[at, None])
+
+    def entries(self, row: int) -> _Entries:
+        """Returns the entries of a row."""
+        eligible = None if self.eligible is None else np.flatnonzero(self.eligible[row])
+        return _Entries(self.scores, [x[row] for x in self.arrays], eligible, self.mask[row])
+
+
+def _order(leaf: Ranked) -> list[int]:
+    """Returns the axes of a leaf: those that index slices first."""
+    axes = leaf.axes
+    return [*range(axes.start), *range(axes.stop, leaf.scores.ndim), *axes]
+
+
+def _sorted_masks(keys: np.ndarray, eligible: np.ndarray | None, counts: np.ndarray) -> np.ndarray:
+    """Returns masks of the `counts` best entries of each row, by sorting, bool[rows, size]."""
+    size = keys.shape[1]
+    if eligible is not None:
+        counts = np.minimum(counts, eligible.sum(axis=1, keepdims=True))
+        keys = np.where(eligible, keys, np.iinfo(keys.dtype).min)
+    places = np.clip(size - counts, 0, size - 1)
+    threshold = np.take_along_axis(np.sort(keys, axis=1), places, axis=1)
+    mask: np.ndarray = keys > threshold
+    ties = keys == threshold
+    if eligible is not None:
+        ties &= eligible
+    need = counts - mask.sum(axis=1, keepdims=True)
+    mask |= ties & (np.cumsum(ties, axis=1, dtype=np.int32) <= need)
+    return mask
+
+
+class _Entries:
+    """Entries that compete, of one row.
+
+    Args:
+      scores: scores of the leaf.
+      arrays: arrays of the row.
+      index: the eligible entries; `None` for all.
+      row: the mask of the row, to be written.
+    """
+
+    def __init__(
+        self,
+        scores: Scores,
+        arrays: Sequence[np.ndarray],
+        index: np.ndarray | None,
+        row: np.ndarray,
+    ) -> None:
+        self._arrays = arrays if index is None else [x[index] for x in arrays]
+        self._scores, self._index, self._row = scores, index, row
+        self.mask = row if index is None else np.empty(len(index), np.uint8)
+
+    def keys(self, at: slice | np.ndarray) -> np.ndarray:
+        """Returns the keys of some entries."""
+        return numpy_keys(self._scores.on_host([x[at] for x in self._arrays]))
+
+    def finish(self) -> None:
+        """Writes the mask to the row."""
+        if self._index is not None:
+            self._row[:] = 0
+            self._row[self._index] = self.mask
+
+
+def _select_best(parts: Sequence[_Entries], count: int) -> None:
+    """Writes the masks of the `count` best entries of all parts together."""
+    total = sum(len(part.mask) for part in parts)
+    if 0 < count < total:
+        bracket = _bracket(parts, count / total) if total > _SAMPLE else None
+        if bracket is None or not _select_within(parts, count, *bracket):
+            _select_within(parts, count, None, None)
+    else:
+        for part in parts:
+            part.mask[:] = count > 0
+    for part in parts:
+        part.finish()
+
+
+def _bracket(parts: Sequence[_Entries], share: float) -> tuple[int, int]:
+    """Returns two keys that probably bracket the highest `share` of all entries, from a sample."""
+    draw, total = np.random.default_rng(0), sum(len(part.mask) for part in parts)
+    drawn = [-(-len(part.mask) * _SAMPLE // total) for part in parts]
+    sizes = [len(part.mask) for part in parts]
+    keys = [x.keys(draw.integers(0, n, m)) for x, n, m in zip(parts, sizes, drawn, strict=True)]
+    sample = np.sort(np.concatenate(keys))[::-1]
+    spread = 4 * math.sqrt(len(sample) * share * (1 - share)) + 8
+    first, last = (round(len(sample) * share + sign * spread) for sign in (-1, 1))
+    highest, lowest = np.iinfo(sample.dtype).max, np.iinfo(sample.dtype).min
+    low = lowest if last >= len(sample) else int(sample[last])
+    return low, highest if first < 0 else int(sample[first])
+
+
+def _select_within(
+    parts: Sequence[_Entries], count: int, low: int | None, high: int | None
+) -> bool:
+    """Does what `_select_best` does, if the threshold lies in [low, high]; returns whether."""
+    above, keys, places = 0, [], []
+    for part in parts:
+        at_part = []
+        for at in host.chunks(len(part.mask)):
+            chunk = part.keys(at)
+            if low is None or high is None:
+                inside = np.arange(len(chunk))
+                part.mask[at] = 0
+            else:
+                kept = np.greater(chunk, high, out=part.mask[at].view(bool))
+                above += np.count_nonzero(kept)
+                inside = np.flatnonzero((chunk >= low) ^ kept)
+            keys.append(chunk[inside])
+            at_part.append((inside + at.start).astype(np.int32))
+        places.append(np.concatenate([*at_part, np.zeros(0, np.int32)]))
+    inside_keys = np.concatenate(keys)
+    need = count - above
+    if not 0 <= need <= len(inside_keys):
+        return False
+    kept = _sorted_masks(inside_keys[None], None, np.array([[need]]))[0]
+    for part, at in zip(parts, places, strict=True):
+        part.mask[at] = kept[: len(at)]
+        kept = kept[len(at) :]
+    return True
