@@ -7,7 +7,7 @@ in range, that uint32 wraps around, and that no count is negative.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
 
 import chex
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsity.core import host
 from sparsity.core.checks import is_traced
 
 Words = tuple[jax.Array, jax.Array]  # uint32 (high, low): an integer below 2**64
@@ -115,6 +116,54 @@ def limit_kept(n: Words, k: Words | chex.Numeric) -> Words:
     return choose(at_least(k, n), n, k)
 
 
+def _ordered_sum_on_host(x: np.ndarray, axis: tuple[int, ...]) -> np.ndarray:
+    """Does what `ordered_sum` does: the same integers are summed."""
+    axes = {i % x.ndim for i in axis}
+    size, kept = math.prod(x.shape[i] for i in axes), [i for i in range(x.ndim) if i not in axes]
+    if size > 2**29 or not x.size or x.dtype not in (np.float32, np.float64):
+        return NotImplemented
+    rows, summed = _join_axes(x, axes)
+    step = max(1, host.CHUNK * len(rows) // rows.size)
+    parts = [slice(i, i + step) for i in range(0, len(rows), step)]
+    maxima = [np.abs(rows[at]).max(summed, keepdims=True) for at in parts]
+    largest = np.max(maxima, axis=0) if 0 in summed else np.concatenate(maxima)
+    # XLA may take numbers for 0 that numpy does not; a NaN is the largest number.
+    if not np.all((largest == 0) | ((largest > 2.0**-60) & (largest < np.inf))):
+        return NotImplemented
+    exponents, bits = np.frexp(largest)[1], 30 - max(size - 1, 1).bit_length()
+    scales, one = np.ldexp(x.dtype.type(1), -exponents), x.dtype.type(2.0**bits)
+    counts: list[list[np.ndarray]] = []
+    for at in parts:
+        remainder, digits = rows[at] * (scales if 0 in summed else scales[at]), []
+        for _ in range(-(-(60 if x.dtype == np.float64 else 32) // bits)):
+            remainder *= one
+            digit = np.trunc(remainder)
+            remainder -= digit
+            digits.append(digit.astype(np.int32).sum(summed, dtype=np.int32, keepdims=True))
+        counts.append(digits)
+    total = np.zeros(largest.shape, x.dtype)
+    for i, parts_of_digit in enumerate(zip(*counts, strict=True), 1):
+        count = sum(parts_of_digit) if 0 in summed else np.concatenate(parts_of_digit)
+        total += count.astype(x.dtype) * x.dtype.type(2.0 ** (-i * bits))
+    for exponent in (exponents >> 1, exponents - (exponents >> 1)):
+        total *= np.ldexp(x.dtype.type(1), exponent)
+    return total.reshape([x.shape[i] for i in kept])
+
+
+def _join_axes(x: np.ndarray, summed: Collection[int]) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Joins adjacent axes that are summed alike; returns the array, and its axes to sum."""
+    shape: list[int] = []
+    are_summed: list[bool] = []
+    for i, size in enumerate(x.shape):
+        if are_summed and are_summed[-1] == (i in summed):
+            shape[-1] *= size
+        elif size > 1 or i == x.ndim - 1:
+            shape.append(size)
+            are_summed.append(i in summed)
+    return x.reshape(shape), tuple(i for i, is_summed in enumerate(are_summed) if is_summed)
+
+
+@host.instead(_ordered_sum_on_host)
 @functools.partial(jax.jit, static_argnums=1)
 def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
     """Sums floats with the same bits in any order, so that sharding cannot change a mask.

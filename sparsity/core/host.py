@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
@@ -71,6 +72,11 @@ def to_numpy(tree: Any) -> Any:
     return jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, tree)
 
 
+def namespace(arrays: Iterable[object]) -> Any:
+    """Returns `jax.numpy` if there is an array of jax, else `numpy`."""
+    return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
+
+
 def instead(host_fn: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorates a function of arrays: `host_fn` computes the result where one CPU holds them all.
 
@@ -81,8 +87,8 @@ def instead(host_fn: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[
     Example:
       >>> @instead(lambda x: np.where(x > 0, x, np.float32(0)))
       ... def positive(x):
-      ...     return jax.numpy.where(x > 0, x, 0)
-      >>> positive(jax.numpy.array([1.0, -1.0]))
+      ...     return jnp.where(x > 0, x, 0)
+      >>> positive(jnp.array([1.0, -1.0]))
       Array([1., 0.], dtype=float32)
     """
 

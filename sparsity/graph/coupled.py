@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.core import exact, sharding, trees
+from sparsity.core import exact, host, sharding, trees
 from sparsity.core.checks import check_bool, check_int, is_traced
 from sparsity.core.kernels import compute_once
 from sparsity.core.polynomials import Cost, Polynomial
@@ -168,7 +168,7 @@ class Coupled:
             return _keep_best(groups, importance, numbers)
 
         counts = self._numbers(groups), [self._least(group) for group in groups]
-        return self._masks(groups, scores, select, [scores], counts)
+        return self._masks(groups, scores, select, [scores], counts, is_on_host=self.order == 1)
 
     def masks_by(
         self, choose: Choose, tree: PyTree, sparsities: PyTree, extra: PyTree = None
@@ -309,8 +309,12 @@ class Coupled:
         choose: Callable[..., list[jax.Array]],
         trees_of_members: Sequence[PyTree],
         extra: PyTree,
+        is_on_host: bool = False,
     ) -> PyTree:
-        """Returns the masks of a tree from masks of channels, which `choose` returns."""
+        """Returns the masks of a tree from masks of channels, which `choose` returns.
+
+        With `is_on_host`, `choose` takes arrays of numpy where these are concrete on one CPU.
+        """
         for group in groups:
             if not group.scored:
                 raise ValueError(
@@ -325,8 +329,12 @@ class Coupled:
             leaves = [dict(zip(paths, x, strict=True)) for x in members]
             return self._spread(groups, choose(*leaves, extra), leaves[0])
 
-        masks = sharding.shard_like(members[0], mask, members, extra) if paths else []
-        placed = map(sharding.place_like, members[0], masks)
+        place = host.find_place(members, extra) if is_on_host else None
+        if place is not None:
+            placed = place.put(mask(*host.to_numpy((members, extra))))
+        else:
+            masks = sharding.shard_like(members[0], mask, members, extra) if paths else []
+            placed = map(sharding.place_like, members[0], masks)
         masks_by_path = dict(zip(paths, placed, strict=True))
         return trees.map_matched(lambda path, _: masks_by_path.get(path), tree)
 
@@ -335,23 +343,24 @@ class Coupled:
     ) -> list[jax.Array]:
         """Returns the importance of each group: [channels], or [layers, channels]."""
         scores = {path: leaves[path] for group in groups for path, _, _ in group.scored}
-        powers = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in scores.values()]
+        powers = [_at_least_float32(x) for x in scores.values()]
         if self.order == 2:
             powers = [jnp.square(x) for x in exact.scaled(powers)]
         by_path = dict(zip(scores, powers, strict=True))
-        return compute_once([self._sum_members(group, by_path) for group in groups])
+        importance = [self._sum_members(group, by_path) for group in groups]
+        return importance if host.namespace(powers) is np else compute_once(importance)
 
     def _sum_members(self, group: PlacedGroup, powers: Mapping[KeyPath, jax.Array]) -> jax.Array:
-        parts, layers = [], group.channels.layers
+        parts, layers, xp = [], group.channels.layers, host.namespace(powers.values())
         for (path, axis, positions), entries in zip(group.scored, group.entries, strict=True):
             score = powers[path]
             summed = tuple(i for i in range(bool(layers), score.ndim) if i != axis)
-            part = exact.ordered_sum(score, summed) if summed else score
+            part = xp.asarray(exact.ordered_sum(score, summed) if summed else score)
             if not _is_full_axis(positions, score.shape[axis]):
-                part = exact.ordered_sum(part[..., positions], (part.ndim,))
+                part = xp.asarray(exact.ordered_sum(part[..., positions], (part.ndim,)))
             parts.append(part / entries if self.normalize else part)
-        total = exact.ordered_sum(jnp.stack(parts), (0,)) if len(parts) > 1 else parts[0]
-        importance: jax.Array = jnp.abs(total) if self.order == 1 else jnp.sqrt(total)
+        total = exact.ordered_sum(xp.stack(parts), (0,)) if len(parts) > 1 else parts[0]
+        importance: jax.Array = xp.abs(total) if self.order == 1 else xp.sqrt(total)
         return importance
 
     def _cost(self, groups: Sequence[PlacedGroup], tree: PyTree) -> Cost:
@@ -390,7 +399,8 @@ class Coupled:
         leaves: Mapping[KeyPath, jax.Array],
     ) -> list[jax.Array]:
         """Returns the masks of leaves from masks of channels."""
-        spread = {path: jnp.ones(leaf.shape, jnp.uint8) for path, leaf in leaves.items()}
+        xp = host.namespace(leaves.values())
+        spread = {path: xp.ones(leaf.shape, np.uint8) for path, leaf in leaves.items()}
         for group, mask in zip(groups, masks, strict=True):
             size, layers = group.channels.size, group.channels.layers
             for path, axis, positions in group.members:
@@ -398,7 +408,8 @@ class Coupled:
                 label = np.full(shape[axis], -1)
                 label[positions] = np.arange(size)[:, None]
                 # Read by index: XLA would shard leaves as each other, were these the mask itself.
-                along = jnp.where(label < 0, jnp.uint8(1), mask[..., np.maximum(label, 0)])
+                chosen = xp.asarray(mask)[..., np.maximum(label, 0)]
+                along = xp.where(label < 0, np.uint8(1), chosen)
                 wide = [n if i == axis else 1 for i, n in enumerate(shape)]
                 spread[path] *= along.reshape([layers, *wide[1:]] if layers else wide)
         return list(spread.values())
@@ -414,6 +425,11 @@ Choose: TypeAlias = Callable[
 def _is_full_axis(positions: np.ndarray, size: int) -> bool:
     """Returns whether the channels are all entries of an axis, in order."""
     return np.array_equal(positions, np.arange(size)[:, None])
+
+
+def _at_least_float32(x: jax.Array) -> jax.Array:
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    return x if x.dtype == dtype else x.astype(dtype)
 
 
 def _clipped(sparsity: chex.Numeric) -> jax.Array:
@@ -441,10 +457,11 @@ def _keep_best(
     groups: Sequence[PlacedGroup], importance: Sequence[jax.Array], kept: Sequence[chex.Numeric]
 ) -> list[jax.Array]:
     """Returns masks of the most important channels of each group, and of each layer."""
-    sizes = [group.channels.size for group in groups]
-    counts = [jnp.minimum(jnp.asarray(k, jnp.uint32), n) for k, n in zip(kept, sizes, strict=True)]
+    sizes, xp = [group.channels.size for group in groups], host.namespace([*importance, *kept])
+    counts = [xp.minimum(xp.asarray(k, np.uint32), n) for k, n in zip(kept, sizes, strict=True)]
     times = [group.channels.layers or 1 for group in groups]
-    low = jnp.stack([k for k, n in zip(counts, times, strict=True) for _ in range(n)])
+    low = xp.stack([k for k, n in zip(counts, times, strict=True) for _ in range(n)])
+    importance = jax.device_put(list(importance)) if xp is np else importance
     return topk_masks([_channels(x) for x in importance], (low & 0, low))
 
 

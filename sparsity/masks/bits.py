@@ -130,7 +130,7 @@ def read_masks(masks: PyTree, params: PyTree, packed: bool, role: str = "masks")
         shape = jnp.shape(likes[path])
         if jnp.shape(mask) == shape:
             # A row of one weight is one byte, packed or not.
-            kept: jax.Array = _is_kept(mask)
+            kept: jax.Array = are_kept(mask)
             return kept
         if packed and jnp.shape(mask) == packed_shape(shape):
             _check_bits(mask, trees.path_string(path))
@@ -151,9 +151,14 @@ def _unpack_row(shape: tuple[int, ...], bits: jax.Array) -> jax.Array:
     return jnp.unpackbits(bits, count=math.prod(shape)).reshape(shape)
 
 
-@host.instead(lambda mask: np.not_equal(mask, 0, out=host.empty(mask.shape, bool)).view(np.uint8))
+def _are_kept_on_host(mask: np.ndarray) -> np.ndarray:
+    return np.not_equal(mask, 0, out=host.empty(mask.shape, bool)).view(np.uint8)
+
+
+@host.instead(_are_kept_on_host)
 @jax.jit
-def _is_kept(mask: chex.Array) -> jax.Array:
+def are_kept(mask: chex.Array) -> jax.Array:
+    """Returns uint8 ones where a mask of any real dtype is not zero."""
     return (mask != 0).astype(jnp.uint8)
 
 

@@ -74,6 +74,8 @@ class _Rows:
 
     def select(self, counts: np.ndarray) -> None:
         """Writes the mask of the best entries of each row."""
+        if not self.mask.size:
+            return
         if self.mask.shape[1] > _SHORT or len(self.mask) == 1:
             for i, count in enumerate(counts):
                 _select_best([self.entries(i)], count)

@@ -13,11 +13,18 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from sparsity.core import owners, sharding, trees
+from sparsity.core import host, owners, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
-from sparsity.masks import apply_mask, are_packed, pack_masks, place_masks, unpack_masks
+from sparsity.masks import (
+    apply_mask,
+    are_kept,
+    are_packed,
+    pack_masks,
+    place_masks,
+    unpack_masks,
+)
 from sparsity.shrinking.dead import stays_at
 from sparsity.shrinking.evaluate import take
 from sparsity.shrinking.plan import Plan, shrink_shape
@@ -51,8 +58,8 @@ def cut_masks(
         mask = _find_mask(graph, masks, key, leaf)
         if mask is None:
             return None
-        kept = (jnp.asarray(_cut(mask, _axes(graph, plan, key, leaf))) != 0).astype(jnp.uint8)
-        if kept.all():
+        kept = are_kept(_cut(mask, _axes(graph, plan, key, leaf)))
+        if np.asarray(kept).all():
             return None
         return kept if is_traced(likes[key]) else sharding.place_like(likes[key], kept)
 
@@ -260,18 +267,35 @@ def _cut(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:
         return array
     placed = None if is_traced(array) else getattr(array, "sharding", None)
     shape = shrink_shape(jnp.shape(array), axes)
-    index = {axis: jnp.asarray(index) for axis, index in axes.items()}
     small: jax.Array
     if isinstance(placed, NamedSharding) and not sharding.explicit_sharding(array):
-        small = _take(array, index, sharding.fit(placed, shape))
+        small = _take(array, axes, sharding.fit(placed, shape))
     else:
-        small = sharding.shard_like(array, _take, array, index, shape=shape)
+        small = sharding.shard_like(array, _take, array, axes, shape=shape)
+    return small
+
+
+def _take_on_host(
+    array: np.ndarray, axes: Mapping[int, np.ndarray], target: NamedSharding | None = None
+) -> np.ndarray:
+    if target is not None:
+        return NotImplemented  # of a mesh
+    for axis, index in axes.items():
+        array = take(array, index, axis)
+    return array
+
+
+@host.instead(_take_on_host)
+def _take(
+    array: jax.Array, axes: Mapping[int, np.ndarray], target: NamedSharding | None = None
+) -> jax.Array:
+    small: jax.Array = _take_compiled(array, jax.tree.map(jnp.asarray, dict(axes)), target)
     return small
 
 
 @functools.partial(jax.jit, static_argnames="target")
-def _take(
-    array: jax.Array, axes: Mapping[int, jax.Array], target: NamedSharding | None = None
+def _take_compiled(
+    array: jax.Array, axes: Mapping[int, jax.Array], target: NamedSharding | None
 ) -> jax.Array:
     for axis, index in axes.items():
         array = take(array, index, axis)

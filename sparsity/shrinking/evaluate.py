@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, reshard
 
+from sparsity.core import host
 from sparsity.core.sharding import fit
 from sparsity.core.trees import PyTree
 from sparsity.graph.coupling import Coupling
@@ -179,11 +180,12 @@ def _fill(computed: Arrays, values: Sequence[Value], others: Arrays | None) -> P
 
 def take(array: jax.Array, index: np.ndarray | jax.Array, axis: int) -> jax.Array:
     """Takes entries along an axis; indices of [layers, entries] have a row for each layer."""
+    xp = host.namespace([array, index])
     if index.ndim == 1:
-        return jnp.take(array, index, axis=axis)
+        return xp.take(array, index, axis=axis)
     shape = [1] * array.ndim
     shape[0], shape[axis] = index.shape
-    return jnp.take_along_axis(jnp.asarray(array), jnp.asarray(index).reshape(shape), axis=axis)
+    return xp.take_along_axis(xp.asarray(array), xp.asarray(index).reshape(shape), axis=axis)
 
 
 def _shardings(equation: Equation, shape: tuple[int, ...]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
@@ -167,7 +168,7 @@ class Small:
         densities = {}
         for key, mask in trees.leaves_by_path(self.masks).items():
             leaf = self.before.find_parameter(trees.path_names(key), mask, may_be_smaller=True)
-            densities[leaf.path] = float(jnp.mean(mask != 0))
+            densities[leaf.path] = np.count_nonzero(mask) / mask.size
         return densities
 
     def _notes(self) -> list[str]:
