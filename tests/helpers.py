@@ -1,5 +1,6 @@
 """What many test modules share: parameters, distributions, a training loop, oracles of counts."""
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -19,6 +20,29 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Compiles programs as before the emitters of fusions, the only ones since jax 0.11.
 WITHOUT_EMITTERS = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
 SHAPE = (6, 10)  # of the kernel that `params` makes
+
+
+_COUNTS: list[list[int]] = []
+
+
+def _count_program(event, duration, **kwargs):
+    if event == "/jax/core/compile/backend_compile_duration":
+        for count in _COUNTS:
+            count[0] += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_program)
+
+
+@contextlib.contextmanager
+def counted_programs():
+    """Yields a list whose entry is the number of programs that were compiled in the context."""
+    count = [0]
+    _COUNTS.append(count)
+    try:
+        yield count
+    finally:
+        _COUNTS.remove(count)
 
 
 # Containers of parameters.

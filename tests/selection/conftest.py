@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from sparsity.core import host
 from sparsity.selection import cpu, search, topk
 from sparsity.selection.cpu import sorting
 
@@ -10,6 +11,8 @@ from sparsity.selection.cpu import sorting
 def _with(name):
     select = search.select if name == "portable" else cpu.select
     with pytest.MonkeyPatch.context() as patch:
+        if name != "numpy":
+            patch.setattr(host, "find_place", lambda *args: None)
         patch.setattr(topk, "search_for", lambda leaves: select)
         patch.setattr(sorting, "MAX_SORTED", 2**18 if name == "sorted" else 0)
         jax.clear_caches()
@@ -23,7 +26,7 @@ def both_searches(request):
     yield from _with(request.param)
 
 
-@pytest.fixture(scope="module", params=["portable", "cpu", "sorted"])
+@pytest.fixture(scope="module", params=["portable", "cpu", "sorted", "numpy"])
 def every_search(request):
-    """The same, then that for hosts, which sorts all."""
+    """The same, then that for hosts, which sorts all, then that by numpy."""
     yield from _with(request.param)

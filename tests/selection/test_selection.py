@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsity import selection
+from tests.helpers import counted_programs
 from tests.selection_oracle import any_bits, best, ranks
 
 
@@ -132,13 +133,35 @@ def test_vmap_and_scan_give_what_a_loop_gives(every_search):
     np.testing.assert_array_equal(shared, np.stack([best(scores[0], j) for j in k]))
 
 
-def test_eager_calls_compile_once_for_all_k():
-    scores = jnp.arange(37.0)
-    selection.topk_mask(scores, 1)
-    before = selection.topk._topk_masks._cache_size()
-    for k in (2, 3, np.int32(4), jnp.int32(5)):
-        selection.topk_mask(scores, k)
-    assert selection.topk._topk_masks._cache_size() == before
+def test_eager_calls_compile_nothing():
+    scores, ks = jnp.arange(37.0), (1, 2, np.int32(4), jnp.int32(5))
+    with counted_programs() as count:
+        for k in ks:
+            selection.topk_mask(scores, k)
+    assert count == [0]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.999, 1.0])
+@pytest.mark.parametrize("kind", ["normal", "ties", "heavy ties", "nan", "sorted"])
+def test_large_leaves_of_numpy_keep_the_k_best(kind, share):
+    draw = np.random.default_rng(0)
+    scores = draw.normal(size=(300, 100)).astype(np.float32)
+    if kind == "ties":
+        scores = np.round(scores, 1)
+    elif kind == "heavy ties":
+        scores = np.where(scores < 1, 0, scores)
+    elif kind == "nan":
+        scores[draw.random(scores.shape) < 0.4] = np.nan
+    elif kind == "sorted":
+        scores = np.sort(scores.ravel()).reshape(scores.shape)
+    where = (draw.random(scores.shape) < 0.5).astype(np.uint8)
+    k = round(share * scores.size)
+    np.testing.assert_array_equal(selection.topk_mask(jnp.asarray(scores), k), best(scores, k))
+    masked = selection.topk_mask(jnp.asarray(scores), k, where=jnp.asarray(where))
+    np.testing.assert_array_equal(masked, best(scores, k, where))
+    halves = {"a": jnp.asarray(scores[:100]), "b": jnp.asarray(scores[100:])}
+    joined = np.concatenate([*selection.global_topk_mask(halves, k).values()])
+    np.testing.assert_array_equal(joined, best(scores, k))
 
 
 @pytest.mark.slow

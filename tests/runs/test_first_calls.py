@@ -1,0 +1,88 @@
+"""First calls outside of `jit` compile nothing where numpy computes the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparsity
+from sparsity.core import exact
+from tests.graph.models import draw, small_resnet
+from tests.helpers import counted_programs
+
+SHAPES = {"a": (3, 40), "b": (7,), "c": (2, 3, 5, 4)}
+
+
+def kernels(dtype, kind, seed=0):
+    """Arrays of three shapes, hard to rank: with ties, or over the range of a dtype."""
+    rng = np.random.default_rng(seed)
+    arrays = {}
+    for name, shape in SHAPES.items():
+        values = rng.normal(size=shape)
+        if kind == "ties":
+            values = np.round(values)
+        elif kind == "wide":
+            values = values * 10.0 ** rng.uniform(-44, 35, shape)
+        elif kind == "odd":
+            odd = np.array([np.nan, np.inf, -np.inf, -0.0, 0.0, 1e-40])
+            values = np.where(rng.random(shape) < 0.3, rng.choice(odd, shape), values)
+        arrays[name] = jnp.asarray(values.astype(np.float32)).astype(dtype)
+    return arrays
+
+
+def assert_same_bits(tree, other):
+    for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
+        assert (x.dtype, x.shape, x.committed) == (y.dtype, y.shape, y.committed)
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("scope", [sparsity.Layerwise(), sparsity.Global(), sparsity.Global(False)])
+def test_masks_have_the_bits_of_the_compiled_program(scope, dtype):
+    pruner = sparsity.MagnitudePruning(
+        scope=scope, sparsity_distribution_fn=sparsity.Uniform(0.4, filter_fn=lambda *_: True)
+    )
+    compiled = jax.jit(pruner.instant_sparsify)
+    for kind in ("normal", "ties", "wide", "odd"):
+        params = kernels(dtype, kind)
+        with counted_programs() as count:
+            pruned = pruner.instant_sparsify(params)
+        assert count == [0]
+        assert_same_bits(pruned, compiled(params))
+
+
+@pytest.mark.parametrize("axes", [(0,), (1,), (0, 1), (0, 1, 3), (0, 1, 2, 3)])
+def test_ordered_sums_have_the_bits_of_the_compiled_program(axes):
+    compiled = jax.jit(lambda x: exact.ordered_sum(x, axes))
+    for kind in ("normal", "ties", "wide", "odd"):
+        x = kernels("float32", kind)["c"]
+        assert_same_bits(exact.ordered_sum(x, axes), compiled(x))
+
+
+def test_results_lie_where_the_parameters_were_committed():
+    params = jax.device_put(kernels("float32", "normal"), jax.devices()[0])
+    pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
+    for x in jax.tree.leaves(pruner.instant_sparsify(params)):
+        assert x.committed
+        assert x.devices() == {jax.devices()[0]}
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_coupled_masks_and_cuts_have_the_bits_of_the_compiled_program(normalize):
+    model = small_resnet()
+    params = jax.tree.map(jax.device_put, draw(model.shapes))
+    graph = sparsity.trace(model.fn, params, *model.inputs)
+    pruner = sparsity.MagnitudePruning(
+        scope=sparsity.Coupled(graph, normalize=normalize),
+        sparsity_distribution_fn=sparsity.Uniform(0.5),
+    )
+    counts = []
+    for _ in range(2):
+        with counted_programs() as count:
+            pruned, masks = pruner.instant_sparsify(params)
+            small = sparsity.shrink(graph, pruned, masks)
+        counts += count
+    assert counts == [0, 0]
+    assert_same_bits((pruned, masks), jax.jit(pruner.instant_sparsify)(params))
+    cut = jax.jit(lambda params: sparsity.shrink(graph, params, small.plan).params)(pruned)
+    assert_same_bits(small.params, cut)
