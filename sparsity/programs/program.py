@@ -13,9 +13,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, Primitive, Var
 
 from sparsity.core import sharding
+from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
 
 Arrays: TypeAlias = list[jax.Array]
@@ -34,8 +36,11 @@ __all__ = [
     "evaluate",
     "is_differentiable",
     "read_jaxpr",
+    "share",
     "values_read",
 ]
+_COMPILED: dict[tuple[str, ...], Callable[[Arrays], Arrays]] = {}  # by text and constants
+_LARGEST = 1 << 16  # bytes of a constant of a program that is shared
 
 
 def evaluate(
@@ -73,6 +78,45 @@ def evaluate(
         for var, value in zip(equation.outvars, outputs, strict=True):
             values[var] = define(var, value)
     return [read(var) for var in jaxpr.outvars]
+
+
+def share(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., PyTree]:
+    """Compiles a function as one program, which functions that trace to the same text share.
+
+    Args:
+      fn: function of arrays; results that do not depend on `args` are returned as they are.
+      *args: arguments of the shapes and dtypes of later calls; for traced ones the result is `fn`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> double = share(lambda x: (x * 2, "text"), jnp.float32(1.0))
+      >>> double(jnp.float32(3.0))
+      (Array(6., dtype=float32), 'text')
+    """
+    if any(map(is_traced, jax.tree.leaves(args))):
+        return fn
+    results: list[object] = []
+    structure: list[jax.tree_util.PyTreeDef] = []
+
+    def traced(*args: PyTree) -> list[jax.Array]:
+        leaves, treedef = jax.tree.flatten(fn(*args))
+        results[:] = [None if is_traced(x) else x for x in leaves]
+        structure[:] = [treedef]
+        return [x for x in leaves if is_traced(x)]
+
+    closed = jax.make_jaxpr(traced)(*args)
+    if any(x.nbytes > _LARGEST for x in closed.consts):
+        return fn
+    constants = (f"{x.dtype}{x.shape}{np.asarray(x).tobytes()!r}" for x in closed.consts)
+    key = str(closed), *constants
+    compiled = _COMPILED.setdefault(key, jax.jit(functools.partial(evaluate, closed)))
+
+    def call(*args: PyTree) -> PyTree:
+        outputs = iter(compiled(jax.tree.leaves(args)))
+        leaves = [next(outputs) if x is None else x for x in results]
+        return jax.tree.unflatten(structure[0], leaves)
+
+    return call
 
 
 def _bind(

@@ -13,17 +13,19 @@ from typing import ClassVar, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.calibration.statistics import Statistic, Statistics
 from sparsity.calibration.statistics.rows import Kind
-from sparsity.core import sharding, trees
+from sparsity.core import host, sharding, trees
 from sparsity.core.exact import ordered_sum
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.masks import Layerwise, Scope, Site, Sites, TopkFn, Wanted, create_masks
 from sparsity.patterns import FanIn, NByM
 from sparsity.patterns.base import absolute_axis
+from sparsity.programs.program import share
 from sparsity.training.state import SparseState
 
 
@@ -80,7 +82,8 @@ class ScoredPruning(StatisticsPruning):
                 scores = self.score(weights, squares.astype(weights.dtype)[..., None, :])
                 return statistic.leaf(scores, param.shape)
 
-            return sharding.shard_like(param, score_leaf, param, statistic.sums_of_squares())
+            squares = statistic.sums_of_squares()
+            return sharding.shard_like(param, share(score_leaf, param, squares), param, squares)
 
         return trees.map_matched(score, params)
 
@@ -208,7 +211,7 @@ class Within(Layerwise):
         """Returns a mask for each leaf."""
         masks = self.scope.select([self._moved(leaf) for leaf in leaves], topk_fn)
         return [
-            jnp.moveaxis(mask, range(len(axes)), axes)
+            _move_axes(mask, tuple(range(len(axes))), axes)
             for axes, mask in zip(map(self._axes, leaves), masks, strict=True)
         ]
 
@@ -217,12 +220,17 @@ class Within(Layerwise):
         axes = self._axes(leaf)
         if not axes:
             return leaf
-        scores = jnp.moveaxis(jnp.asarray(leaf.scores), axes, range(len(axes)))
+        scores = _move_axes(jnp.asarray(leaf.scores), axes, tuple(range(len(axes))))
         return leaf._replace(lazy_scores=scores, site=leaf.site._replace(batch_axes=len(axes)))
 
     def _axes(self, leaf: Wanted) -> tuple[int, ...]:
         """Returns the axes that separate single entries; none for units of several entries."""
         return self.apart[leaf.site.path] if leaf.site.pattern.is_elementwise else ()
+
+
+@host.instead(np.moveaxis)
+def _move_axes(x: jax.Array, source: tuple[int, ...], target: tuple[int, ...]) -> jax.Array:
+    return jnp.moveaxis(x, source, target)
 
 
 def _share(weights: jax.Array, axis: int) -> jax.Array:

@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparsity.calibration.statistics import Path, Statistic, not_finite
 from sparsity.calibration.statistics.capture import (
@@ -25,15 +26,21 @@ from sparsity.calibration.statistics.capture import (
 )
 from sparsity.calibration.statistics.rows import sum_outputs
 from sparsity.calibration.statistics.walk import Steps, Sums, Walk, add
-from sparsity.core import sharding, trees
+from sparsity.core import host, sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import Use
-from sparsity.programs.program import Equation, Program, Value
+from sparsity.programs.program import Equation, Program, Value, share
 
 Layers: TypeAlias = Mapping[Equation, int]  # the layer of each scan, the outermost first
 # (axis, index) of each axis that scans take apart.
 LayerIndex: TypeAlias = tuple[tuple[int, int], ...]
-_is_finite = jax.jit(is_finite)
+
+
+def _is_finite_on_host(sums: Sums) -> np.ndarray:
+    return np.array(all(np.isfinite(x).all() for x in jax.tree.leaves(sums)))
+
+
+_is_finite = host.instead(_is_finite_on_host)(jax.jit(is_finite))
 
 
 class Frame:
@@ -160,16 +167,18 @@ class Stop:
         uses = {number: self.calibration.uses[number] for number in self.layers}
         batches = range(len(self.frame.data))
         if not self.equation.bodies:
+            compiled: dict[int, Callable[..., PyTree]] = {}
             for batch in batches:
-                yield {
-                    number: sum_up(
-                        number,
-                        self.frame.read(batch, self.equation.inputs[1 - use.operand]),
-                        {},
-                        arguments,
-                    )
-                    for number, use in uses.items()
-                }
+                sums = {}
+                for number, use in uses.items():
+                    x = self.frame.read(batch, self.equation.inputs[1 - use.operand])
+                    if not batch:
+                        alone = functools.partial(sum_up, number, steps={})
+                        compiled[number] = share(
+                            lambda x, more, alone=alone: alone(x, arguments=more), x, arguments
+                        )
+                    sums[number] = compiled[number](x, arguments)
+                yield sums
             return
         # Indices are arguments, so that the layers of a stack share what is compiled.
         indices = {number: [*layers.values()] for number, layers in self.layers.items()}

@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 
 import chex
 import jax
-import jax.numpy as jnp
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.refits import Refit
 from sparsity.calibration.run.lockstep import LayerIndex
 from sparsity.calibration.run.prune import prune, reconstruct
 from sparsity.calibration.statistics import Statistic, centre, errors, ratio, squared_means
-from sparsity.core import sharding, trees
+from sparsity.core import host, sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.masks import Site
 from sparsity.patterns.base import absolute_axis
@@ -64,21 +63,32 @@ class Solved(NamedTuple):
 
     def matrices(self) -> list[jax.Array]:
         """Returns the lost and the dense weights, [*batch, outputs, inputs] each."""
-        return [self.statistic.matrices(x) for x in (self.dense - self.refitted, self.dense)]
+        return _matrices(self.statistic, self.dense, self.refitted)
 
 
 _errors = jax.jit(errors)
 
 
-@jax.jit
-def _share(
+def _lost_and_dense(
+    statistic: Statistic, dense: jax.Array, refitted: jax.Array
+) -> list[jax.Array]:
+    return [statistic.matrices(x) for x in (dense - refitted, dense)]
+
+
+_matrices = host.instead(_lost_and_dense)(_lost_and_dense)
+
+
+def _share_sums(
     statistic: Statistic, losses: jax.Array, dense: jax.Array, refitted: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the error and the centred error of weights, from the sums of squares of outputs."""
     lost, total = losses
     leaves = dense - refitted, dense
-    lost_mean, mean = (jnp.sum(squared_means(statistic, leaf)) for leaf in leaves)
+    lost_mean, mean = (squared_means(statistic, leaf).sum() for leaf in leaves)
     return ratio(lost, total), centre(lost, lost_mean, total, mean)
+
+
+_share = host.instead(_share_sums)(jax.jit(_share_sums))
 
 
 def solve(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
+from sparsity.core import host
 from sparsity.core.trees import PyTree
 
 _BASE = 16  # bits of a digit
@@ -46,7 +47,8 @@ class Count:
 
     def as_float(self) -> jax.Array:
         """Returns the nearest float32, or a neighbour of the nearest."""
-        low, second, third, high = jnp.asarray(_carried(self.digits), jnp.float32)
+        xp = host.namespace([self.digits])
+        low, second, third, high = xp.asarray(_carried(self.digits), np.float32)
         nearest: jax.Array = ((high * 65536 + third) * 65536 + second) * 65536 + low
         return nearest
 

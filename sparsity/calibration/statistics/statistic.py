@@ -9,6 +9,7 @@ model.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.calibration.statistics.counts import Count
-from sparsity.core import trees
+from sparsity.core import host, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
 from sparsity.masks import Site
@@ -301,7 +302,18 @@ def is_finite(value: jax.Array) -> bool:
     if is_traced(value):
         return True
     with jax.ensure_compile_time_eval():  # a constant within a function that is traced
-        return bool(jnp.all(jnp.isfinite(value)))
+        return bool(_all_finite(value))
+
+
+@host.instead(lambda value: np.isfinite(value).all())
+def _all_finite(value: jax.Array) -> jax.Array:
+    return jnp.all(jnp.isfinite(value))
+
+
+@host.instead(lambda x: (x == 0).all(axis=-1))
+def _are_zeros(x: jax.Array) -> jax.Array:
+    """Returns whether all entries along the last axis are 0."""
+    return jnp.all(x == 0, axis=-1)
 
 
 def warn_of_zeros(statistic: Statistic, name: str) -> None:
@@ -310,7 +322,7 @@ def warn_of_zeros(statistic: Statistic, name: str) -> None:
     if is_traced(squares) or not squares.size:
         return
     with jax.ensure_compile_time_eval():
-        is_zero = np.asarray(jax.device_get(jnp.all(squares == 0, axis=-1)))
+        is_zero = np.asarray(jax.device_get(_are_zeros(squares)))
     if is_zero.any():
         where = "All inputs of" if is_zero.all() else f"Slices {np.argwhere(is_zero).tolist()} of"
         warnings.warn(
@@ -378,17 +390,20 @@ def squared_means(statistic: Statistic, leaf: jax.Array) -> jax.Array:
     Returns:
       [*batch, outputs].
     """
-    sums, rows = jnp.asarray(statistic.sums), statistic.matrices(leaf)
+    xp = host.namespace([leaf])
+    dot = np.matmul if xp is np else functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    sums, rows = xp.asarray(statistic.sums), statistic.matrices(leaf)
     rows = rows.astype(jnp.promote_types(rows.dtype, sums.dtype))
-    totals = jnp.matmul(rows, sums[..., None], precision=lax.Precision.HIGHEST)[..., 0]
-    return jnp.square(jnp.abs(totals)) / num_rows(statistic, sums.ndim)
+    totals = dot(rows, sums[..., None])[..., 0]
+    return xp.square(xp.abs(totals)) / num_rows(statistic, sums.ndim)
 
 
 def num_rows(statistic: Statistic, ndim: int) -> jax.Array:
     """Returns the numbers of rows, at least 1, with axes that broadcast to [*batch, ...]."""
     rows = statistic.count
-    count = rows.as_float() if isinstance(rows, Count) else jnp.asarray(rows, jnp.float32)
-    return jnp.maximum(count.reshape(*count.shape, *[1] * (ndim - count.ndim)), 1)
+    xp = host.namespace(jax.tree.leaves(rows))
+    count = rows.as_float() if isinstance(rows, Count) else xp.asarray(rows, np.float32)
+    return xp.maximum(count.reshape(*count.shape, *[1] * (ndim - count.ndim)), 1)
 
 
 def errors(
@@ -420,14 +435,15 @@ def centre(lost: jax.Array, lost_mean: jax.Array, total: jax.Array, mean: jax.Ar
       total: sum of squares of the dense outputs.
       mean: the part of it that their means make.
     """
-    noise = 16 * jnp.finfo(total.dtype).eps
-    spread = jnp.where(total - mean > noise * total, total - mean, 0)
-    return ratio(jnp.maximum(lost - lost_mean, 0), spread)
+    xp, noise = host.namespace([total]), 16 * jnp.finfo(total.dtype).eps
+    spread = xp.where(total - mean > noise * total, total - mean, 0)
+    return ratio(xp.maximum(lost - lost_mean, 0), spread)
 
 
 def ratio(part: jax.Array, total: jax.Array) -> jax.Array:
     """Returns part / total, 0 where the total is 0."""
-    return jnp.where(total > 0, part / jnp.where(total > 0, total, 1), 0)
+    xp = host.namespace([total])
+    return xp.where(total > 0, part / xp.where(total > 0, total, 1), 0)
 
 
 def relative_error(statistic: Statistic, dense: jax.Array, pruned: jax.Array) -> jax.Array:
