@@ -16,6 +16,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from sparsity.calibration.statistics import Path, Statistic, not_finite
 from sparsity.calibration.statistics.capture import (
@@ -29,6 +30,8 @@ from sparsity.calibration.statistics.walk import Steps, Sums, Walk, add
 from sparsity.core import host, sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import Use
+from sparsity.programs.entrywise import ENTRYWISE
+from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.program import Equation, Program, Value, share
 
 Layers: TypeAlias = Mapping[Equation, int]  # the layer of each scan, the outermost first
@@ -248,14 +251,57 @@ class Lockstep:
     def _run(self, frame: Frame) -> None:
         self._frames.append(frame)
         last = frame.last_uses()
-        for equation in frame.program.flat():
-            if any(value in frame.data[0] for value in equation.inputs):
-                self._step(frame, equation)
-            for value in {*equation.inputs, *equation.outputs}:
-                if last.get(value, equation) is equation:
-                    for values in frame.data:
-                        values.pop(value, None)
+        for equations in self._stretches(frame):
+            if len(equations) > 1:
+                self._run_stretch(frame, equations, last)
+            else:
+                self._step(frame, equations[0])
+            inside = {*equations}
+            for equation in equations:
+                for value in {*equation.inputs, *equation.outputs}:
+                    if last.get(value, equation) in inside:
+                        for values in frame.data:
+                            values.pop(value, None)
         self._frames.pop()
+
+    def _stretches(self, frame: Frame) -> Iterator[list[Equation]]:
+        """Yields the equations that read data: entrywise ones and layouts in a row together."""
+        from_data, stretch = {*frame.data[0]}, list[Equation]()
+        for equation in frame.program.flat():
+            if from_data.isdisjoint(equation.inputs):
+                continue
+            from_data.update(equation.outputs)
+            is_plain = equation.name in ENTRYWISE or equation.name in LAYOUTS
+            if is_plain and not equation.bodies and not self._uses.at(equation):
+                stretch.append(equation)
+                continue
+            yield from [stretch] if stretch else []
+            yield [equation]
+            stretch = []
+        yield from [stretch] if stretch else []
+
+    def _run_stretch(
+        self, frame: Frame, equations: list[Equation], last: Mapping[Value, Equation | None]
+    ) -> None:
+        """Runs equations in a row as one program, with the bits of one program each."""
+        made = dict.fromkeys(value for equation in equations for value in equation.outputs)
+        read = dict.fromkeys(value for equation in equations for value in equation.inputs)
+        inputs, inside = [value for value in read if value not in made], {*equations}
+        needed = [value for value in made if last.get(value, equations[0]) not in inside]
+
+        def run(arrays: list[jax.Array]) -> list[jax.Array]:
+            values = dict(zip(inputs, arrays, strict=True))
+            for equation in equations:
+                outputs = equation.bind([values[x] for x in equation.inputs])
+                # Fused, a sum of products would be rounded once.
+                values.update(zip(equation.outputs, lax.optimization_barrier(outputs), strict=True))
+            return [values[x] for x in needed]
+
+        compiled: Callable[..., list[jax.Array]] | None = None
+        for batch, values in enumerate(frame.data):
+            arrays = [frame.read(batch, value) for value in inputs]
+            compiled = share(run, arrays) if compiled is None else compiled
+            values.update(zip(needed, compiled(arrays), strict=True))
 
     def _step(self, frame: Frame, equation: Equation) -> None:
         """Prunes the weights that an equation reads, and runs the equation."""
