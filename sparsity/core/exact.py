@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
+from typing import Any
 
 import chex
 import jax
@@ -116,7 +117,7 @@ def limit_kept(n: Words, k: Words | chex.Numeric) -> Words:
     return choose(at_least(k, n), n, k)
 
 
-def _ordered_sum_on_host(x: np.ndarray, axis: tuple[int, ...]) -> np.ndarray:
+def _ordered_sum_on_host(x: np.ndarray, axis: tuple[int, ...]) -> Any:
     """Does what `ordered_sum` does: the same integers are summed."""
     axes = {i % x.ndim for i in axis}
     size, kept = math.prod(x.shape[i] for i in axes), [i for i in range(x.ndim) if i not in axes]

@@ -64,7 +64,7 @@ def find_place(*args: object) -> Place | None:
 def _is_plain(x: jax.Array) -> bool:
     """Returns whether numpy reads an array without a transfer."""
     (device,) = x.devices()
-    return device.platform == "cpu" and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+    return device.platform == "cpu" and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 def to_numpy(tree: Any) -> Any:
@@ -123,7 +123,15 @@ def chunks(size: int) -> Iterator[slice]:
 
 def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Returns a * b with the bits of XLA:CPU, which takes subnormal numbers for 0."""
-    return _flushed(_flushed(a) * _flushed(b))
+    result: np.ndarray = _flushed(_flushed(a) * _flushed(b))
+    return result
+
+
+def add(a: np.ndarray, b: np.ndarray) -> Any:
+    """Returns a + b with the bits of XLA:CPU, or `NotImplemented` unless both are real floats."""
+    if a.dtype.kind != "f" or b.dtype.kind != "f":
+        return NotImplemented
+    return _flushed(_flushed(a) + _flushed(b))
 
 
 def _flushed(x: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ def norms(scores: Sequence[Scores]) -> jax.Array:
     return _norms([Ranked(x) for x in scores])
 
 
-def _norms_on_host(leaves: Sequence[Ranked]) -> np.ndarray:
+def _norms_on_host(leaves: Sequence[Ranked]) -> Any:
     """Does what `norms` does: the same integers are summed."""
     scores = [leaf.scores for leaf in leaves]
     if not all(x.is_on_host for x in scores):
@@ -56,7 +57,7 @@ def _norms_on_host(leaves: Sequence[Ranked]) -> np.ndarray:
 
 def _square_on_host(scores: Scores, real: np.dtype) -> tuple[int, int]:
     """Returns the sum of the squares of a leaf in units of 2**-30, and the exponent of the unit."""
-    arrays = [x.reshape(-1) for x in scores.arrays]
+    arrays: list[Any] = [x.reshape(-1) for x in scores.arrays]
 
     def read(at: slice) -> np.ndarray:
         values = np.abs(scores.on_host([x[at] for x in arrays])).astype(real)

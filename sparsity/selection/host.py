@@ -1,4 +1,4 @@
-"""Search by numpy, with the masks of `sparsity.selection.search`: outside of `jit` nothing compiles.
+"""Search by numpy, with the masks of `sparsity.selection.search`, for which nothing compiles.
 
 A sample of the keys brackets the threshold. One pass over the entries keeps those above the bracket
 and collects those within, about a hundredth; among these the threshold is selected exactly. Where
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +22,7 @@ _SAMPLE = 1 << 13
 _SHORT = 1 << 12  # entries of slices that are sorted, many at a time
 
 
-def select(
-    leaves: Sequence[Ranked], k: Sequence[np.ndarray], *, together: bool
-) -> list[np.ndarray]:
+def select(leaves: Sequence[Ranked], k: Sequence[np.ndarray], *, together: bool) -> Any:
     """Does what `search.select` does, for parameters in arrays of numpy; returns masks alone.
 
     Returns `NotImplemented` if only jax computes the scores.
@@ -62,9 +61,10 @@ class _Rows:
     @classmethod
     def read(cls, leaf: Ranked) -> _Rows:
         shape = leaf.slices, leaf.size
-        arrays = [x.transpose(_order(leaf)).reshape(shape) for x in leaf.arrays]
+        arrays: list[Any] = [x.transpose(_order(leaf)).reshape(shape) for x in leaf.arrays]
         stored = arrays[: len(leaf.scores.arrays)]
-        return cls(leaf.scores, stored, leaf.eligible(arrays), host.empty(shape, np.uint8))
+        eligible: Any = leaf.eligible(arrays)
+        return cls(leaf.scores, stored, eligible, host.empty(shape, np.uint8))
 
     def as_leaf(self, leaf: Ranked) -> np.ndarray:
         """Returns the mask in the shape of the leaf."""
@@ -190,7 +190,7 @@ def _select_within(
                 part.mask[at] = 0
             else:
                 kept = np.greater(chunk, high, out=part.mask[at].view(bool))
-                above += np.count_nonzero(kept)
+                above += int(np.count_nonzero(kept))
                 inside = np.flatnonzero((chunk >= low) ^ kept)
             keys.append(chunk[inside])
             at_part.append((inside + at.start).astype(np.int32))
@@ -200,7 +200,7 @@ def _select_within(
     if not 0 <= need <= len(inside_keys):
         return False
     kept = _sorted_masks(inside_keys[None], None, np.array([[need]]))[0]
-    for part, at in zip(parts, places, strict=True):
-        part.mask[at] = kept[: len(at)]
-        kept = kept[len(at) :]
+    for part, index in zip(parts, places, strict=True):
+        part.mask[index] = kept[: len(index)]
+        kept = kept[len(index) :]
     return True

@@ -96,7 +96,8 @@ def numpy_keys(scores: np.ndarray) -> np.ndarray:
     bits, (key, low, top, _) = _bits(dtype), key_range(dtype)
     if jnp.issubdtype(dtype, jnp.unsignedinteger):
         unsigned = np.dtype(f"uint{bits.itemsize * 8}")
-        return (scores.astype(unsigned) ^ unsigned.type(-low)).view(bits).astype(key)
+        moved: np.ndarray = scores.astype(unsigned) ^ unsigned.type(-low)
+        return moved.view(bits).astype(key)
     if not jnp.issubdtype(dtype, jnp.floating):
         return scores.astype(key)
     raw = np.ascontiguousarray(scores).view(bits).astype(key, copy=False)

@@ -103,7 +103,7 @@ class Scores(LazyScores):
         """Returns whether `on_host` computes the scores."""
         return getattr(self.fn, "on_host", None) is not None and not self.uses_index
 
-    def on_host(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    def on_host(self, arrays: Sequence[Any]) -> np.ndarray:
         """Computes scores by numpy.
 
         Args:
@@ -125,7 +125,7 @@ class Scores(LazyScores):
         return self.fn(*self.arrays, *self.scalars, *index)
 
 
-def _compute_on_host(ranked: Ranked) -> np.ndarray:
+def _compute_on_host(ranked: Ranked) -> Any:
     scores = ranked.scores
     return scores.on_host(scores.arrays) if scores.is_on_host else NotImplemented
 

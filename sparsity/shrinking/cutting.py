@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from sparsity.core import host, owners, sharding, trees
 from sparsity.core.checks import is_traced
@@ -276,8 +277,8 @@ def _cut(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:
 
 
 def _take_on_host(
-    array: np.ndarray, axes: Mapping[int, np.ndarray], target: NamedSharding | None = None
-) -> np.ndarray:
+    array: Any, axes: Mapping[int, np.ndarray], target: Sharding | None = None
+) -> Any:
     if target is not None:
         return NotImplemented  # of a mesh
     for axis, index in axes.items():
@@ -287,7 +288,7 @@ def _take_on_host(
 
 @host.instead(_take_on_host)
 def _take(
-    array: jax.Array, axes: Mapping[int, np.ndarray], target: NamedSharding | None = None
+    array: jax.Array, axes: Mapping[int, np.ndarray], target: Sharding | None = None
 ) -> jax.Array:
     small: jax.Array = _take_compiled(array, jax.tree.map(jnp.asarray, dict(axes)), target)
     return small
@@ -295,7 +296,7 @@ def _take(
 
 @functools.partial(jax.jit, static_argnames="target")
 def _take_compiled(
-    array: jax.Array, axes: Mapping[int, jax.Array], target: NamedSharding | None
+    array: jax.Array, axes: Mapping[int, jax.Array], target: Sharding | None
 ) -> jax.Array:
     for axis, index in axes.items():
         array = take(array, index, axis)

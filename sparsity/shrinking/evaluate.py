@@ -181,11 +181,15 @@ def _fill(computed: Arrays, values: Sequence[Value], others: Arrays | None) -> P
 def take(array: jax.Array, index: np.ndarray | jax.Array, axis: int) -> jax.Array:
     """Takes entries along an axis; indices of [layers, entries] have a row for each layer."""
     xp = host.namespace([array, index])
+    taken: jax.Array
     if index.ndim == 1:
-        return xp.take(array, index, axis=axis)
-    shape = [1] * array.ndim
-    shape[0], shape[axis] = index.shape
-    return xp.take_along_axis(xp.asarray(array), xp.asarray(index).reshape(shape), axis=axis)
+        taken = xp.take(array, index, axis=axis)
+    else:
+        shape = [1] * array.ndim
+        shape[0], shape[axis] = index.shape
+        rows = xp.asarray(index).reshape(shape)
+        taken = xp.take_along_axis(xp.asarray(array), rows, axis=axis)
+    return taken
 
 
 def _shardings(equation: Equation, shape: tuple[int, ...]) -> dict[str, Any]:

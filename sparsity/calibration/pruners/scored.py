@@ -83,7 +83,10 @@ class ScoredPruning(StatisticsPruning):
                 return statistic.leaf(scores, param.shape)
 
             squares = statistic.sums_of_squares()
-            return sharding.shard_like(param, share(score_leaf, param, squares), param, squares)
+            scores: jax.Array = sharding.shard_like(
+                param, share(score_leaf, param, squares), param, squares
+            )
+            return scores
 
         return trees.map_matched(score, params)
 

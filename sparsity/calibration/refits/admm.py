@@ -73,10 +73,9 @@ class ADMM:
         statistic: Statistic,
         select: Select,
     ) -> tuple[jax.Array, jax.Array]:
-        like = (dense, dense, statistic.real_grams())
+        like = (dense, dense, dense, statistic.real_grams())
         start = functools.partial(_start, self.rho, self.damping)
-        weights, products, inverse = sharding.shard_like(like, start, dense, statistic)
-        duals = jnp.zeros_like(weights)
+        weights, duals, products, inverse = sharding.shard_like(like, start, dense, statistic)
         step = functools.partial(_step, self.rho)
         for i in range(self.iterations):
             if i < self.gradual:
@@ -84,15 +83,15 @@ class ADMM:
                 mask = select(jnp.abs(weights + duals), share)
             state = (weights, duals, mask, products, inverse)
             weights, duals = sharding.shard_like((dense, dense), step, *state, statistic)
-        end = sharding.shard_like(dense, _end, weights + duals, pruned, mask, statistic)
+        end = sharding.shard_like(dense, _end, weights, duals, pruned, mask, statistic)
         return end, mask
 
 
 @jax.jit
 def _start(
     rho: float, damping: float, dense: jax.Array, statistic: Statistic
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns W, XY and inv(XX + rho I): the last [*batch, inputs, inputs], others as the leaf."""
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns W, U, XY and inv(XX + rho I): the last [*batch, inputs, inputs], others as leaves."""
     norms, inverse_norms = _norms(statistic)
     gram = statistic.real_grams().astype(jnp.promote_types(dense.dtype, norms.dtype))
     gram *= inverse_norms[..., :, None] * inverse_norms[..., None, :]
@@ -101,7 +100,8 @@ def _start(
     weights = statistic.matrices(dense).astype(gram.dtype) * norms[..., None, :]
     inverse = jnp.linalg.inv(gram + rho * eye)
     shape = dense.shape
-    return statistic.leaf(weights, shape), statistic.leaf(dot(weights, gram), shape), inverse
+    start = statistic.leaf(weights, shape)
+    return start, jnp.zeros_like(start), statistic.leaf(dot(weights, gram), shape), inverse
 
 
 @jax.jit
@@ -122,8 +122,15 @@ def _step(
 
 
 @jax.jit
-def _end(weights: jax.Array, pruned: jax.Array, mask: jax.Array, statistic: Statistic) -> jax.Array:
+def _end(
+    weights: jax.Array,
+    duals: jax.Array,
+    pruned: jax.Array,
+    mask: jax.Array,
+    statistic: Statistic,
+) -> jax.Array:
     """Returns the weights on the support, in the scale of the leaf."""
+    weights = weights + duals
     _, inverse_norms = _norms(statistic)
     scale = inverse_norms[..., None, :]
     live = jnp.where(scale > 0, statistic.matrices(weights) * scale, statistic.matrices(pruned))

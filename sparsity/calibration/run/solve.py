@@ -66,12 +66,10 @@ class Solved(NamedTuple):
         return _matrices(self.statistic, self.dense, self.refitted)
 
 
-_errors = jax.jit(errors)
+_errors = host.instead(errors)(jax.jit(errors))
 
 
-def _lost_and_dense(
-    statistic: Statistic, dense: jax.Array, refitted: jax.Array
-) -> list[jax.Array]:
+def _lost_and_dense(statistic: Statistic, dense: jax.Array, refitted: jax.Array) -> list[jax.Array]:
     return [statistic.matrices(x) for x in (dense - refitted, dense)]
 
 

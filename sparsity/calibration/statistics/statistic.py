@@ -9,7 +9,6 @@ model.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -71,7 +70,7 @@ class Statistic:
         """Returns the sums of squares, [*batch, inputs]: `squares`, or the diagonals of `gram`."""
         if self.squares is not None:
             return self.squares
-        diagonals: jax.Array = jnp.real(jnp.diagonal(self.grams(), axis1=-2, axis2=-1))
+        diagonals: jax.Array = _diagonals(self.grams())
         return diagonals
 
     def grams(self) -> jax.Array:
@@ -85,7 +84,8 @@ class Statistic:
 
     def real_grams(self) -> jax.Array:
         """Returns the real parts of the Gram matrices, which real weights meet."""
-        return jnp.real(self.grams())
+        grams = self.grams()
+        return jnp.real(grams) if jnp.iscomplexobj(grams) else grams
 
     def lead(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the sizes of `batch` and `groups` for a leaf of that shape."""
@@ -182,6 +182,11 @@ class Statistic:
             gram=None if gram is None else gram[..., moved[:, None], moved],
             contracting=order,
         )
+
+
+@host.instead(lambda grams: np.real(np.diagonal(grams, axis1=-2, axis2=-1)))
+def _diagonals(grams: jax.Array) -> jax.Array:
+    return jnp.real(jnp.diagonal(grams, axis1=-2, axis2=-1))
 
 
 Statistics = Mapping[Path, Statistic]
@@ -376,8 +381,8 @@ def output_error(statistic: Statistic, difference: jax.Array) -> jax.Array:
     """
     grams, rows = statistic.grams(), statistic.matrices(difference)
     rows = rows.astype(jnp.promote_types(rows.dtype, grams.dtype))
-    outputs = jnp.matmul(jnp.conj(rows), grams, precision=lax.Precision.HIGHEST)
-    return jnp.real(jnp.sum(outputs * rows, axis=-1))
+    outputs = _dot(rows.conj(), grams)
+    return (outputs * rows).sum(axis=-1).real
 
 
 def squared_means(statistic: Statistic, leaf: jax.Array) -> jax.Array:
@@ -391,11 +396,17 @@ def squared_means(statistic: Statistic, leaf: jax.Array) -> jax.Array:
       [*batch, outputs].
     """
     xp = host.namespace([leaf])
-    dot = np.matmul if xp is np else functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
     sums, rows = xp.asarray(statistic.sums), statistic.matrices(leaf)
     rows = rows.astype(jnp.promote_types(rows.dtype, sums.dtype))
-    totals = dot(rows, sums[..., None])[..., 0]
-    return xp.square(xp.abs(totals)) / num_rows(statistic, sums.ndim)
+    totals = _dot(rows, sums[..., None])[..., 0]
+    squares: jax.Array = xp.square(xp.abs(totals)) / num_rows(statistic, sums.ndim)
+    return squares
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    xp, options = host.namespace([a, b]), {"precision": lax.Precision.HIGHEST}
+    product: jax.Array = xp.matmul(a, b, **({} if xp is np else options))
+    return product
 
 
 def num_rows(statistic: Statistic, ndim: int) -> jax.Array:
@@ -403,7 +414,8 @@ def num_rows(statistic: Statistic, ndim: int) -> jax.Array:
     rows = statistic.count
     xp = host.namespace(jax.tree.leaves(rows))
     count = rows.as_float() if isinstance(rows, Count) else xp.asarray(rows, np.float32)
-    return xp.maximum(count.reshape(*count.shape, *[1] * (ndim - count.ndim)), 1)
+    wide: jax.Array = xp.maximum(count.reshape(*count.shape, *[1] * (ndim - count.ndim)), 1)
+    return wide
 
 
 def errors(
@@ -420,8 +432,8 @@ def errors(
       (errors, centred errors), a scalar each for each of `others`.
     """
     leaves = dense, *(dense - other for other in others)
-    total, *lost = (jnp.sum(output_error(statistic, leaf)) for leaf in leaves)
-    mean, *lost_means = (jnp.sum(squared_means(statistic, leaf)) for leaf in leaves)
+    total, *lost = (output_error(statistic, leaf).sum() for leaf in leaves)
+    mean, *lost_means = (squared_means(statistic, leaf).sum() for leaf in leaves)
     centred = [centre(*pair, total, mean) for pair in zip(lost, lost_means, strict=True)]
     return [ratio(x, total) for x in lost], centred
 
@@ -443,7 +455,8 @@ def centre(lost: jax.Array, lost_mean: jax.Array, total: jax.Array, mean: jax.Ar
 def ratio(part: jax.Array, total: jax.Array) -> jax.Array:
     """Returns part / total, 0 where the total is 0."""
     xp = host.namespace([total])
-    return xp.where(total > 0, part / xp.where(total > 0, total, 1), 0)
+    share: jax.Array = xp.where(total > 0, part / xp.where(total > 0, total, 1), 0)
+    return share
 
 
 def relative_error(statistic: Statistic, dense: jax.Array, pruned: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.calibration.statistics.counts import Count
+from sparsity.core import host
 from sparsity.core.trees import PyTree
 from sparsity.graph import Use
 from sparsity.programs.program import Equation, Program
@@ -22,7 +23,14 @@ SumUp: TypeAlias = Callable[[int, jax.Array, Steps], PyTree]
 
 def add(one: PyTree, other: PyTree) -> PyTree:
     """Adds trees of arrays and counts."""
-    return jax.tree.map(operator.add, one, other, is_leaf=lambda x: isinstance(x, Count))
+    return jax.tree.map(_plus, one, other, is_leaf=lambda x: isinstance(x, Count))
+
+
+def _plus(one: PyTree, other: PyTree) -> PyTree:
+    return one + other if isinstance(one, Count) else _sum(one, other)
+
+
+_sum = host.instead(host.add)(operator.add)
 
 
 class Walk(Interpreter[jax.Array]):
