@@ -9,7 +9,6 @@ import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
-from typing import Any
 
 import chex
 import jax
@@ -19,6 +18,7 @@ from jax import lax
 
 from sparsity.core import host
 from sparsity.core.checks import is_traced
+from sparsity.core.trees import PyTree
 
 Words = tuple[jax.Array, jax.Array]  # uint32 (high, low): an integer below 2**64
 
@@ -117,7 +117,7 @@ def limit_kept(n: Words, k: Words | chex.Numeric) -> Words:
     return choose(at_least(k, n), n, k)
 
 
-def _ordered_sum_on_host(x: np.ndarray, axis: tuple[int, ...]) -> Any:
+def _ordered_sum_on_host(x: np.ndarray, axis: tuple[int, ...]) -> PyTree:
     """Does what `ordered_sum` does: the same integers are summed."""
     axes = {i % x.ndim for i in axis}
     size, kept = math.prod(x.shape[i] for i in axes), [i for i in range(x.ndim) if i not in axes]

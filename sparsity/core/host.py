@@ -9,20 +9,22 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from sparsity.core.trees import PyTree
+
 P = ParamSpec("P")
 T = TypeVar("T")
 CHUNK = 1 << 15  # entries that stay in the caches of a core through several operations
 
 
-class Place(NamedTuple):
-    """Place of arrays on a host.
+class HostPlace(NamedTuple):
+    """HostPlace of arrays on a host.
 
     Attributes:
       sharding: the device to which arrays are committed; `None` for the default device.
@@ -30,18 +32,18 @@ class Place(NamedTuple):
 
     sharding: SingleDeviceSharding | None
 
-    def put(self, tree: Any) -> Any:
+    def put(self, tree: PyTree) -> PyTree:
         """Returns a tree with jax arrays for the arrays of numpy, which must not change later."""
         arrays, treedef = jax.tree.flatten(tree)
         return jax.tree.unflatten(treedef, jax.device_put(arrays, self.sharding))
 
 
-def find_place(*args: object) -> Place | None:
+def find_place(*args: object) -> HostPlace | None:
     """Returns the place of all arrays among arguments; `None` unless one CPU holds all of them.
 
     Example:
       >>> find_place(np.ones(3), 1)
-      Place(sharding=None)
+      HostPlace(sharding=None)
       >>> jax.eval_shape(lambda x: print(find_place(x)), 1.0)
       None
     """
@@ -58,7 +60,7 @@ def find_place(*args: object) -> Place | None:
                 sharding = x.sharding
     if not jax.sharding.get_abstract_mesh().empty:
         return None
-    return Place(sharding)
+    return HostPlace(sharding)
 
 
 def _is_plain(x: jax.Array) -> bool:
@@ -67,17 +69,17 @@ def _is_plain(x: jax.Array) -> bool:
     return device.platform == "cpu" and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-def to_numpy(tree: Any) -> Any:
+def to_numpy(tree: PyTree) -> PyTree:
     """Returns a tree with arrays of numpy for those of jax, which share the memory."""
     return jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, tree)
 
 
-def namespace(arrays: Iterable[object]) -> Any:
+def namespace(arrays: Iterable[object]) -> PyTree:
     """Returns `jax.numpy` if there is an array of jax, else `numpy`."""
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
-def instead(host_fn: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def instead(host_fn: Callable[..., PyTree]) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorates a function of arrays: `host_fn` computes the result where one CPU holds them all.
 
     Args:
@@ -107,7 +109,7 @@ def instead(host_fn: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[
     return decorate
 
 
-def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def empty(shape: tuple[int, ...], dtype: PyTree) -> np.ndarray:
     """Returns an uninitialized array at an address from which jax takes an array without a copy."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(nbytes + 64, np.uint8)
@@ -127,7 +129,7 @@ def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return result
 
 
-def add(a: np.ndarray, b: np.ndarray) -> Any:
+def add(a: np.ndarray, b: np.ndarray) -> PyTree:
     """Returns a + b with the bits of XLA:CPU, or `NotImplemented` unless both are real floats."""
     if a.dtype.kind != "f" or b.dtype.kind != "f":
         return NotImplemented

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 import chex
 import jax
@@ -151,7 +151,7 @@ def _unpack_row(shape: tuple[int, ...], bits: jax.Array) -> jax.Array:
     return jnp.unpackbits(bits, count=math.prod(shape)).reshape(shape)
 
 
-def _are_kept_on_host(mask: np.ndarray) -> Any:
+def _are_kept_on_host(mask: np.ndarray) -> PyTree:
     return np.not_equal(mask, 0, out=host.empty(mask.shape, bool)).view(np.uint8)
 
 
@@ -248,7 +248,7 @@ def are_ones(masks: PyTree) -> jax.Array:
     return jnp.all(jnp.stack([jnp.all(mask > 0) for mask in jax.tree.leaves(masks)] or [True]))
 
 
-def _apply_on_host(param: np.ndarray, mask: np.ndarray) -> Any:
+def _apply_on_host(param: np.ndarray, mask: np.ndarray) -> PyTree:
     """Clears the bits of pruned entries: 0.0 has none."""
     nbytes = param.dtype.itemsize
     if param.shape != mask.shape or nbytes > 8 or np.zeros((), param.dtype) != 0:

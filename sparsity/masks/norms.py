@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jax import lax
 from sparsity.core import exact, host
 from sparsity.core.exact import sums
 from sparsity.core.kernels import compute_once, unstack, use_flat
+from sparsity.core.trees import PyTree
 from sparsity.selection.scores import Ranked, Scores
 
 _BITS = 30  # of a square as a fraction of about the largest; smaller parts count as 0
@@ -40,7 +40,7 @@ def norms(scores: Sequence[Scores]) -> jax.Array:
     return _norms([Ranked(x) for x in scores])
 
 
-def _norms_on_host(leaves: Sequence[Ranked]) -> Any:
+def _norms_on_host(leaves: Sequence[Ranked]) -> PyTree:
     """Does what `norms` does: the same integers are summed."""
     scores = [leaf.scores for leaf in leaves]
     if not all(x.is_on_host for x in scores):
@@ -57,7 +57,7 @@ def _norms_on_host(leaves: Sequence[Ranked]) -> Any:
 
 def _square_on_host(scores: Scores, real: np.dtype) -> tuple[int, int]:
     """Returns the sum of the squares of a leaf in units of 2**-30, and the exponent of the unit."""
-    arrays: list[Any] = [x.reshape(-1) for x in scores.arrays]
+    arrays: list[PyTree] = [x.reshape(-1) for x in scores.arrays]
 
     def read(at: slice) -> np.ndarray:
         values = np.abs(scores.on_host([x[at] for x in arrays])).astype(real)

@@ -503,7 +503,7 @@ class _Scaled:
         return self._on_host if getattr(self.fn, "on_host", None) else None
 
     def _on_host(self, *values: np.ndarray) -> np.ndarray:
-        fn: Any = self.fn
+        fn: PyTree = self.fn
         score = fn.on_host(*values[: self.count], *values[self.count + 1 :])
         wide = np.dtype(jnp.promote_types(score.dtype, jnp.float32))
         return host.product(score.astype(wide, copy=False), values[self.count].astype(wide))

@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from sparsity.core import host
+from sparsity.core.trees import PyTree
 from sparsity.selection.keys import numpy_keys
 from sparsity.selection.scores import Ranked, Scores
 
@@ -22,7 +22,7 @@ _SAMPLE = 1 << 13
 _SHORT = 1 << 12  # entries of slices that are sorted, many at a time
 
 
-def select(leaves: Sequence[Ranked], k: Sequence[np.ndarray], *, together: bool) -> Any:
+def select(leaves: Sequence[Ranked], k: Sequence[np.ndarray], *, together: bool) -> PyTree:
     """Does what `search.select` does, for parameters in arrays of numpy; returns masks alone.
 
     Returns `NotImplemented` if only jax computes the scores.
@@ -61,9 +61,9 @@ class _Rows:
     @classmethod
     def read(cls, leaf: Ranked) -> _Rows:
         shape = leaf.slices, leaf.size
-        arrays: list[Any] = [x.transpose(_order(leaf)).reshape(shape) for x in leaf.arrays]
+        arrays: list[PyTree] = [x.transpose(_order(leaf)).reshape(shape) for x in leaf.arrays]
         stored = arrays[: len(leaf.scores.arrays)]
-        eligible: Any = leaf.eligible(arrays)
+        eligible: PyTree = leaf.eligible(arrays)
         return cls(leaf.scores, stored, eligible, host.empty(shape, np.uint8))
 
     def as_leaf(self, leaf: Ranked) -> np.ndarray:

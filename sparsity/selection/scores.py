@@ -7,7 +7,6 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import chex
 import jax
@@ -103,13 +102,13 @@ class Scores(LazyScores):
         """Returns whether `on_host` computes the scores."""
         return getattr(self.fn, "on_host", None) is not None and not self.uses_index
 
-    def on_host(self, arrays: Sequence[Any]) -> np.ndarray:
+    def on_host(self, arrays: Sequence[chex.Array]) -> np.ndarray:
         """Computes scores by numpy.
 
         Args:
           arrays: some entries of `self.arrays`, as arrays of numpy, and so are the scalars.
         """
-        fn: Any = self.fn
+        fn: PyTree = self.fn
         scores: np.ndarray = fn.on_host(*arrays, *self.scalars)
         return scores
 
@@ -125,7 +124,7 @@ class Scores(LazyScores):
         return self.fn(*self.arrays, *self.scalars, *index)
 
 
-def _compute_on_host(ranked: Ranked) -> Any:
+def _compute_on_host(ranked: Ranked) -> PyTree:
     scores = ranked.scores
     return scores.on_host(scores.arrays) if scores.is_on_host else NotImplemented
 

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -277,8 +276,8 @@ def _cut(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:
 
 
 def _take_on_host(
-    array: Any, axes: Mapping[int, np.ndarray], target: Sharding | None = None
-) -> Any:
+    array: PyTree, axes: Mapping[int, np.ndarray], target: Sharding | None = None
+) -> PyTree:
     if target is not None:
         return NotImplemented  # of a mesh
     for axis, index in axes.items():
