@@ -16,6 +16,7 @@ from benchmarks import (
     compact_steps,
     deltas,
     finetuning,
+    first_calls,
     grouped,
     results,
     selection,
@@ -53,6 +54,14 @@ def test_rivals_of_the_selection_keep_the_same_entries():
         selection.selection.topk_mask(x, 200),
     ]
     assert all((mask == masks[0]).all() and mask.sum() == 200 for mask in masks)
+
+
+@pytest.mark.parametrize("case", ["magnitude", "coupled and shrink", "oneshot"])
+def test_first_calls_are_measured(case):
+    first, programs, again, more = first_calls.measure("few", case)
+    assert programs == 0 or case == "oneshot"
+    rows = [[case, first, programs, again, more, first]]
+    assert case in first_calls.report(rows)
 
 
 def test_selection_is_measured_beside_its_rivals():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 
+import jax
 import pytest
 import setuptools
 
@@ -32,8 +33,21 @@ LINKS = [
 # Code and commands.
 
 
+@pytest.fixture
+def programs_are_kept_as_before():
+    names = [
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    ]
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("registry")
+@pytest.mark.usefixtures("registry", "programs_are_kept_as_before")
 @pytest.mark.parametrize("place", PROGRAMS)
 def test_a_program_runs(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
