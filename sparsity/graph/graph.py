@@ -17,12 +17,13 @@ from sparsity.core import sharding, trees
 from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import PyTree
 from sparsity.graph import costs, report
+from sparsity.graph.alike import Alike
 from sparsity.graph.biases import find_biases
 from sparsity.graph.channels import ChannelGroup, Parameter, Refusal, find_channels, positions
 from sparsity.graph.coupling import TABLES, Coupling
 from sparsity.graph.inputs import AlongInputs, SharedInputs, Weights
 from sparsity.graph.layers import layered
-from sparsity.graph.proof import Proof
+from sparsity.graph.proof import Proof, Proven
 from sparsity.graph.uses import Path, Tracker, Use
 from sparsity.patterns import SparsityType
 from sparsity.programs.axes import Axis, Reason, variables
@@ -71,7 +72,7 @@ class Graph:
         self.carried, self.output_tree = dict(carried), output_tree
         self._fn, self._example, self._trace = fn, example, retrace
         self._traces: list[tuple[PyTree, Graph]] = []
-        self._unproven: dict[frozenset[tuple[object, ...]], dict[Axis, Reason]] = {}
+        self._proofs: dict[frozenset[tuple[object, ...]], Proven] = {}
         self._by_end: dict[
             Path, list[Parameter]
         ] = {}  # {end of paths: parameters, shortest path first}
@@ -514,12 +515,22 @@ class Graph:
         Args:
           masked: {path: (axis, variable) of all removed entries at which the parameter is 0}.
         """
+        return self._prove(masked).refused
+
+    @property
+    def alike(self) -> dict[Equation, Alike]:
+        """Removed entries that the smaller program adds to sums over all that is left."""
+        return self._prove(self._maskable).alike
+
+    def _prove(self, masked: Mapping[Path, Collection[tuple[int, Axis]]]) -> Proven:
+        """Returns what a proof tells of channels whose entries are 0 where they are removed."""
         key = frozenset((path, *entry) for path, entries in masked.items() for entry in entries)
-        if key not in self._unproven:
+        if key not in self._proofs:
             paths = {value: self.leaves[i].path for value, i in self._values.items()}
             entries = {value: masked[path] for value, path in paths.items() if path in masked}
-            self._unproven[key] = Proof(self.program, self.coupling, entries).refused
-        return self._unproven[key]
+            proof = Proof(self.program, self.coupling, entries)
+            self._proofs[key] = Proven(proof.refused, proof.alike)
+        return self._proofs[key]
 
     @functools.cached_property
     def updated_state(self) -> set[Path]:
@@ -529,12 +540,16 @@ class Graph:
         return {self.leaves[i].path for out, i in pairs if outputs[out] is not inputs[i]}
 
     @functools.cached_property
-    def _channels(self) -> tuple[list[ChannelGroup], list[Refusal]]:
-        masked = {
+    def _maskable(self) -> dict[Path, set[tuple[int, Axis]]]:
+        """Entries that masking all channels sets to 0, as `find_unproven` takes them."""
+        return {
             leaf.path: {(axis, v) for axis, dim in enumerate(dims) for v in variables(dim)}
             for leaf, dims in self.list_axes()
             if leaf.path not in self.updated_state and jnp.issubdtype(leaf.dtype, jnp.inexact)
         }
+
+    @functools.cached_property
+    def _channels(self) -> tuple[list[ChannelGroup], list[Refusal]]:
         made: dict[Path, set[int]] = {}
         windows: dict[Path, set[int]] = {}
         for use in self.uses:
@@ -542,7 +557,7 @@ class Graph:
                 made.setdefault(use.path, set()).update(use.output)
                 windows.setdefault(use.path, set()).update({*use.contracting} - {*use.channels})
         layers = layered(self.program, self.coupling)
-        unproven = self.find_unproven(masked)
+        unproven = self.find_unproven(self._maskable)
         return find_channels(self.list_axes(), unproven, made, windows, layers)
 
 

@@ -3,14 +3,17 @@
 Masking sets the parameters of a channel to 0. The constants of later arrays at removed entries
 follow: 0 after a product, 1 after `exp`. Removing the channel gives the same result if every
 operation that joins removed entries with others meets a neutral constant: 0 in a sum, -inf in a
-maximum.
+maximum. A sum may also meet entries that are alike in all removed channels, which the smaller
+program adds: see `alike`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
+from sparsity.graph.alike import Alike, Makers, Search, find_makers
 from sparsity.graph.coupling import Coupling
 from sparsity.graph.words import Reductions
 from sparsity.programs import entrywise
@@ -71,6 +74,13 @@ class Constants:
         return self.everywhere, self.may_be_nan, at
 
 
+class Proven(NamedTuple):
+    """The result of a `Proof`, whose attributes these are."""
+
+    refused: dict[Axis, Reason]
+    alike: dict[Equation, Alike]
+
+
 class Proof(Flow[Constants]):
     """Follows removed entries through a program.
 
@@ -81,6 +91,7 @@ class Proof(Flow[Constants]):
 
     Attributes:
       refused: variables that cannot lose entries, and why.
+      alike: {sum along channels: removed entries that a smaller program adds}.
     """
 
     def __init__(
@@ -93,11 +104,15 @@ class Proof(Flow[Constants]):
         self._coupling = coupling
         self._free: dict[Value, list[list[Axis]]] = {}
         self._reductions = Reductions(program)  # of the program, or the body, being followed
+        self._makers: dict[Equation, Makers] = {}  # of the same program
+        self._unscaled: dict[Axis, Reason] = {}  # variables of `alike` that no scale masks so far
         self.refused: dict[Axis, Reason] = {}
+        self.alike: dict[Equation, Alike] = {}
         for value, entries in masked.items():
             places = [place for place in self._places(value) if place in entries]
             self.facts[value] = Constants(dict.fromkeys(places, 0.0))
         self.run(program)
+        self.refused |= self._unscaled
 
     def _variables(self, value: Value) -> list[list[Axis]]:
         """Returns for each axis the variables that the first pass did not pin."""
@@ -113,9 +128,10 @@ class Proof(Flow[Constants]):
         return Constants(everywhere=entrywise.constant_in(value.constant))
 
     def run(self, program: Program) -> None:
-        outer, self._reductions = self._reductions, Reductions(program)
+        outer = self._reductions, self._makers
+        self._reductions, self._makers = Reductions(program), find_makers(program)
         super().run(program)
-        self._reductions = outer
+        self._reductions, self._makers = outer
         for equation in program.with_rules():
             rule = equation.derivative
             assert rule is not None  # it has one
@@ -175,6 +191,8 @@ class Proof(Flow[Constants]):
             at[place] = results[arguments]
         everywhere = entrywise.fold_constant(equation, [x.everywhere for x in inputs])
         self.facts[output] = Constants(at, everywhere)
+        if equation.name == "mul" and self._unscaled:
+            self._note_scale(equation)
 
     def _reduction(self, equation: Equation) -> None:
         (value,), axes, rule = equation.inputs, equation.params["axes"], REDUCTIONS[equation.name]
@@ -187,11 +205,54 @@ class Proof(Flow[Constants]):
                 if not is_neutral and variable not in self.refused:
                     what = self._reductions.describe(equation)
                     reason = _not_neutral(equation, what, constant, neutral)
-                    self.refused[variable] = reason
+                    if constant is None and self._adds_alike(equation, axis, variable):
+                        self._unscaled.setdefault(variable, reason)
+                    else:
+                        self.refused[variable] = reason
         stay = [i for i in range(len(value.shape)) if i not in axes]
         moved = constants.moved(lambda i: stay.index(i) if i in stay else None)
         is_empty = 0 in [value.shape[axis] for axis in axes]
         self.facts[equation.outputs[0]] = Constants() if is_empty else _reduce(equation.name, moved)
+
+    def _adds_alike(self, reduction: Equation, axis: int, variable: Axis) -> bool:
+        """Notes the entries that a smaller program adds to a sum; returns whether it can."""
+        (value,) = reduction.inputs
+        axes = self._coupling.axes(value)
+        is_single = [variable in variables(dim) for dim in axes].count(True) == 1
+        if reduction.name != "reduce_sum" or axes[axis].root is not variable or not is_single:
+            return False
+        alike = self._find_alike(reduction, value, axis, variable)
+        if alike is None or self.alike.get(reduction, alike).axis != axis:
+            return False
+        self.alike[reduction] = alike
+        return True
+
+    def _find_alike(
+        self, equation: Equation, value: Value, axis: int, variable: Axis
+    ) -> Alike | None:
+        """Returns what the removed entries of an input of an equation are if they are alike."""
+
+        def constant(value: Value, axis: int) -> float | None:
+            fact = self.fact(value)
+            return fact.everywhere if axis < 0 else fact[axis, variable]
+
+        search = Search(
+            self._makers.get(equation, {}), constant, lambda value: self.fact(value).may_be_nan
+        )
+        return search.find(value, axis)
+
+    def _note_scale(self, scale: Equation) -> None:
+        """Notes a product of masked entries with alike ones, which makes the channels 0 again.
+
+        Only norms with a scale lose channels. Groups between products that a norm without one
+        joins would be exact, too, but differ in what masking them saves.
+        """
+        for axis, variable in self._places(scale.outputs[0]):
+            factors = [self.fact(value)[axis, variable] for value in scale.inputs]
+            if variable in self._unscaled and 0 in factors and None in factors:
+                value = scale.inputs[factors.index(None)]
+                if self._find_alike(scale, value, axis, variable) is not None:
+                    del self._unscaled[variable]
 
     def _layout(self, equation: Equation, layout: Layout) -> None:
         relations, reduction = layout.relate(equation), layout.joins(equation)

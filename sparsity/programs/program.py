@@ -261,6 +261,11 @@ class Equation:
         """True if a call computes its values again in the backward pass."""
         return self.name in ("remat2", "checkpoint")
 
+    @property
+    def is_inline(self) -> bool:
+        """True for a call whose values are those of the program around the call."""
+        return self.name in CALLS and not (self.is_remat or self.name.startswith("custom_"))
+
     def checkpoint(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Returns a function under the rematerialisation of this call."""
         options = {key: self.params[key] for key in ("prevent_cse", "policy")}

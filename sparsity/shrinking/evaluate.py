@@ -9,11 +9,13 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, reshard
 
 from sparsity.core import host
 from sparsity.core.sharding import fit
 from sparsity.core.trees import PyTree
+from sparsity.graph.alike import Alike
 from sparsity.graph.coupling import Coupling
 from sparsity.programs.axes import Axis, count_entries, find_kept, find_kept_by_layer
 from sparsity.programs.entrywise import SOURCES
@@ -34,6 +36,7 @@ class Smaller(Interpreter[jax.Array]):
     Args:
       coupling: the axes of the values.
       plan: the indices that stay of each variable.
+      alike: {sum: the entries that it loses}, which are added again.
       keeps_rules: whether calls keep custom rules for derivatives.
       layer: the rows of the plan for the current layer of a scan.
     """
@@ -42,12 +45,15 @@ class Smaller(Interpreter[jax.Array]):
         self,
         coupling: Coupling,
         plan: KeptIndices,
+        alike: Mapping[Equation, Alike],
         keeps_rules: bool = True,
         layer: Mapping[Axis, jax.Array] | None = None,
     ) -> None:
         super().__init__()
         self._coupling, self._plan, self._keeps_rules = coupling, dict(plan), keeps_rules
-        self._layer = dict(layer or {})
+        self._layer, self._alike = dict(layer or {}), alike
+        self._needed = {value for entry in alike.values() for value in entry.list_values()}
+        self._rows: dict[Value, jax.Array] = {}  # of these, within the body or call that runs
         self._sizes = {variable: index.shape[-1] for variable, index in plan.items()}
 
     def shape(self, value: Value) -> tuple[int, ...]:
@@ -77,7 +83,19 @@ class Smaller(Interpreter[jax.Array]):
         return self.cut(value, constant) if value.shape else constant
 
     def define(self, value: Value, array: jax.Array) -> jax.Array:
-        return _place(value, array)
+        array = _place(value, array)
+        if value in self._needed:
+            self._rows[value] = array
+        return array
+
+    def run(self, program: Program, inputs: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the outputs of a program, whose rows no other program reads."""
+        pairs = zip(program.inputs, inputs, strict=True)
+        outer = self._rows
+        self._rows = {value: array for value, array in pairs if value in self._needed}
+        outputs = super().run(program, inputs)
+        self._rows = outer
+        return outputs
 
     def bind(self, equation: Equation, inputs: list[jax.Array]) -> Arrays:
         name = equation.name
@@ -92,10 +110,37 @@ class Smaller(Interpreter[jax.Array]):
         if name in PRODUCTS and read_product(equation).groups > 1:
             groups = count_entries(self._coupling.feature_groups[equation], self._sizes)
             return equation.bind(inputs, feature_group_count=groups)
-        return equation.bind(inputs, **_shardings(equation, self.shape(equation.outputs[0])))
+        outputs = equation.bind(inputs, **_shardings(equation, self.shape(equation.outputs[0])))
+        if equation in self._alike:
+            outputs = [outputs[0] + self._sum_lost(equation, self._alike[equation])]
+        return outputs
+
+    def _sum_lost(self, equation: Equation, entry: Alike) -> jax.Array:
+        """Returns what the entries that are removed along an axis would add to a sum."""
+        axis = self._coupling.axes(entry.value)[entry.axis].root
+        count = axis.size - self._sizes.get(axis, axis.size)
+        total: jax.Array = equation.bind([self._evaluate(entry)])[0]
+        return count * total
+
+    def _evaluate(self, entry: Alike) -> jax.Array:
+        """Returns the entry of all removed channels: 1 entry along its axis."""
+        value, maker = entry.value, entry.maker
+        shape = [1 if i == entry.axis else n for i, n in enumerate(self.shape(value))]
+        if entry.constant is not None:
+            return _place(value, jnp.full(shape, entry.constant, value.dtype))
+        if maker is None:
+            return self._rows[value] if value.constant is None else self.read(value)
+        inputs = [self._evaluate(x) for x in entry.inputs]
+        if maker.name == "broadcast_in_dim":
+            axes = maker.params["broadcast_dimensions"]
+            return _place(value, lax.broadcast_in_dim(inputs[0], shape, axes))
+        inputs = [jnp.broadcast_to(x, shape) if x.shape else x for x in inputs]
+        return maker.bind(inputs, **_shardings(maker, tuple(shape)))[0]
 
     def call(self, equation: Equation, inputs: list[jax.Array]) -> Arrays:
         """Returns the outputs of a call; keeps rematerialisation and rules for derivatives."""
+        if equation.is_inline:
+            return super().run(equation.bodies[0], inputs)
         function: Function = functools.partial(self._apply, equation.bodies[0])
         if equation.is_remat:
             function = equation.checkpoint(function)
@@ -125,7 +170,7 @@ class Smaller(Interpreter[jax.Array]):
         """Returns a call with its custom rule for derivatives, at the smaller sizes."""
         rule, (floating, _) = equation.derivative, equation.differentiated
         assert rule is not None  # the caller checks it
-        plain = Smaller(self._coupling, self._plan, keeps_rules=False, layer=self._layer)
+        plain = Smaller(self._coupling, self._plan, self._alike, False, self._layer)
         has = [value in floating for value in equation.inputs]
 
         if equation.name == "custom_jvp_call":

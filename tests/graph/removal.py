@@ -44,9 +44,8 @@ def outputs(graph, fn, params, args, groups, stay):
             return leaf
         return jnp.where(jnp.asarray(mask, bool), leaf, jnp.zeros_like(leaf))
 
-    smaller = Smaller(
-        graph.coupling, {g.variable: index for g, index in zip(groups, stay, strict=True)}
-    )
+    kept = {group.variable: index for group, index in zip(groups, stay, strict=True)}
+    smaller = Smaller(graph.coupling, kept, graph.alike)
     arrays = [leaf for leaf in jax.tree.leaves(params) if hasattr(leaf, "shape")]
     cut = [smaller.cut(value, leaf) for value, leaf in zip(given, arrays, strict=False)]
     expected = jax.tree.leaves(fn(trees.map_matched(masked, params), *args))

@@ -1,0 +1,124 @@
+"""Entries that are alike along all removed channels: what a smaller program adds to its sums.
+
+The variance of LayerNorm sums squares of x - mean(x). Where channels are masked, x is 0 and each
+term is the square of -mean(x): no constant, but the same number in all masked channels. A smaller
+program adds this number as often as channels were removed, so that the sum stays exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from sparsity.programs import entrywise
+from sparsity.programs.entrywise import ENTRYWISE
+from sparsity.programs.program import CALLS, Equation, Program, Value
+
+# {value that is at hand where an equation runs: the equation that makes the value, if one does}
+Makers = Mapping[Value, Equation | None]
+_MOST = 64  # equations that a smaller program evaluates for one sum
+_BY_ZERO = ("atan2", "div", "nextafter", "pow", "rem")  # they read the sign of a second 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Alike:
+    """What all removed entries along an axis of a value are.
+
+    Without a constant and a maker, the entry is the value itself, which has one entry along the
+    axis, or no such axis.
+
+    Attributes:
+      value: the value.
+      axis: the axis, -1 if the value has no such axis.
+      constant: the entry, if it is a constant.
+      maker: the equation that computes the entry from those of its inputs.
+      inputs: the entries of the inputs of the maker.
+    """
+
+    value: Value
+    axis: int
+    constant: float | None = None
+    maker: Equation | None = None
+    inputs: Sequence[Alike] = ()
+
+    def list_values(self) -> list[Value]:
+        """Returns the values of the program from which the entry is computed."""
+        if self.constant is None and self.maker is None:
+            return [self.value]
+        return [value for entry in self.inputs for value in entry.list_values()]
+
+
+class Search:
+    """Searches for values whose entries are alike along removed channels.
+
+    Args:
+      makers: the values that are at hand.
+      constant: returns the constant of a value at removed entries along an axis, or of a scalar;
+        `None` if it is not known.
+      may_be_nan: returns whether a value may be NaN in the place of its constants.
+    """
+
+    def __init__(
+        self,
+        makers: Makers,
+        constant: Callable[[Value, int], float | None],
+        may_be_nan: Callable[[Value], bool],
+    ):
+        self._makers, self._constant, self._may_be_nan = makers, constant, may_be_nan
+        self._results: dict[tuple[Value, int], Alike | None] = {}
+
+    def find(self, value: Value, axis: int) -> Alike | None:
+        """Returns what all removed entries along an axis are, `None` if they may differ."""
+        key = value, axis
+        if key not in self._results:
+            is_small = len(self._results) < _MOST
+            self._results[key] = self._find(value, axis) if is_small else None
+        return self._results[key]
+
+    def _find(self, value: Value, axis: int) -> Alike | None:
+        constant = self._constant(value, axis)
+        if constant is not None:
+            return None if math.isnan(constant) else Alike(value, axis, constant)
+        if axis < 0 or value.shape[axis] == 1:
+            is_at_hand = value in self._makers or value.constant is not None
+            return Alike(value, axis) if is_at_hand else None
+        maker = self._makers.get(value)
+        if maker is None:
+            return None
+        if maker.name == "broadcast_in_dim":
+            (source, *_), axes = maker.inputs, maker.params["broadcast_dimensions"]
+            places = [(source, axes.index(axis) if axis in axes else -1)]
+        elif maker.name in ENTRYWISE and len(maker.outputs) == 1:
+            if any(map(self._may_be_nan, maker.inputs)) and entrywise.tells_nan(maker):
+                return None
+            places = [(x, axis if x.shape else -1) for x in maker.inputs]
+        else:
+            return None
+        inputs = [alike for place in places if (alike := self.find(*place)) is not None]
+        by_zero = maker.name in _BY_ZERO and [x.constant for x in inputs[1:]] == [0]
+        is_complete = len(inputs) == len(places) and not by_zero
+        return Alike(value, axis, maker=maker, inputs=inputs) if is_complete else None
+
+
+def find_makers(program: Program) -> dict[Equation, Makers]:
+    """Returns the values that are at hand for each equation of a program, calls entered.
+
+    Values do not leave rematerialised calls and calls with a rule for derivatives, and do not enter
+    them, other than as inputs and outputs.
+    """
+    by_equation: dict[Equation, Makers] = {}
+
+    def enter(program: Program, makers: dict[Value, Equation | None]) -> None:
+        for equation in program.equations:
+            by_equation[equation] = makers
+            if equation.is_inline:
+                enter(equation.bodies[0], makers)
+            elif equation.name in CALLS:
+                enter(equation.bodies[0], dict.fromkeys(equation.bodies[0].inputs))
+                makers.update(dict.fromkeys(equation.outputs))
+            else:
+                makers.update(dict.fromkeys(equation.outputs, equation))
+
+    enter(program, dict.fromkeys(program.inputs))
+    return by_equation
