@@ -57,12 +57,12 @@ class Model:
         return choices[self.rng.integers(len(choices))]
 
 
-def make(seed):
-    """A model of a few random steps, its parameters, and an input."""
+def make(seed, steps=None):
+    """A model of a few random steps, its parameters, and an input; of all steps by default."""
     model = Model(np.random.default_rng(seed))
     count = model.rng.integers(3, 7)
     while len(model.steps) < count:
-        name = model.one_of(["dense"] if not model.steps else sorted(STEPS))
+        name = model.one_of(["dense"] if not model.steps else steps or sorted(STEPS))
         made = STEPS[name](model, model.value())
         if made is not None:
             size, step = made
@@ -75,14 +75,14 @@ def make(seed):
     return model, params, jnp.asarray(model.rng.normal(size=(ROWS, INPUTS)))
 
 
-def wrong(seeds, tolerance=1e-10):
+def wrong(seeds, tolerance=1e-10, steps=None):
     """Cuts channels of random programs, all groups of one or some of them.
 
     Returns:
       {seed: what is wrong} of the programs whose outputs differ from those of masking, relative to
       their largest entry, by more than the tolerance; the number of groups that were cut.
     """
-    cases = [case for seed in seeds if (case := _case(seed))[-1]]
+    cases = [case for seed in seeds if (case := _case(seed, steps))[-1]]
 
     def run(params):
         return [
@@ -100,9 +100,9 @@ def wrong(seeds, tolerance=1e-10):
     return found, sum(len(case[-1]) for case in cases)
 
 
-def _case(seed):
+def _case(seed, steps):
     with jax.enable_x64(True):
-        model, params, x = make(seed)
+        model, params, x = make(seed, steps)
         graph = trace(model, params, x)
         some = np.random.default_rng(seed).random(len(graph.groups)) < (0.4 if seed % 2 else 1.1)
         groups = [group for group, is_cut in zip(graph.groups, some, strict=True) if is_cut]
@@ -224,6 +224,41 @@ def _fast_layer_norm(model, i):
     def step(p, v):
         mean, square = v[i].mean(-1, keepdims=True), (v[i] ** 2).mean(-1, keepdims=True)
         return (v[i] - mean) * lax.rsqrt(jnp.abs(square - mean**2) + 1e-3) * p[scale]
+
+    return model.sizes[i], step
+
+
+def _norm_with_scale(model, i):
+    """Statistics of centred values, whose parts may lie within calls of their own."""
+    scale, bias = model.weight(model.sizes[i]), model.weight(model.sizes[i])
+    measure = model.one_of([jnp.square, jnp.abs, lambda x: jnp.exp(-x), lambda x: jnp.cos(x) - x])
+    calls = [lambda fn: fn, lambda fn: fn, jax.jit, jax.jit, jax.checkpoint]
+    inside, between = model.one_of(calls), model.one_of(calls)
+    offset = model.one_of([jnp.mean, jnp.sum])
+
+    def step(p, v):
+        centred = inside(lambda x: x - offset(jnp.tanh(x), axis=-1, keepdims=True))(v[i])
+        spread = between(lambda x: measure(x).mean(-1, keepdims=True))(centred)
+        return centred / (1 + jnp.abs(spread)) * p[scale] + p[bias]
+
+    return model.sizes[i], step
+
+
+def _block(model, i):
+    """A layer of a residual stream: two products after a norm, in a scan or not."""
+    _, norm = model.one_of([_rms_norm, _fast_layer_norm, _norm_with_scale, _norm_with_scale])(
+        model, i
+    )
+    up, down = model.weight(model.sizes[i], 6), model.weight(6, model.sizes[i])
+    around = model.one_of([lambda fn: fn, jax.checkpoint])
+    steps = model.one_of([0, 2])
+
+    def step(p, v):
+        def layer(x, _=None):
+            values = [*v[:i], x, *v[i + 1 :]]
+            return x + jnp.tanh(norm(p, values) @ p[up]) @ p[down], None
+
+        return lax.scan(around(layer), v[i], length=steps)[0] if steps else around(layer)(v[i])[0]
 
     return model.sizes[i], step
 
@@ -453,8 +488,11 @@ STEPS = {
     for fn in (
         _dense, _dense_and_bias, _transposed, _residual, _activation, _softmax, _scale, _shift,
         _product, _concatenation, _gate, _slice, _heads, _shuffle, _rms_norm, _layer_norm,
-        _fast_layer_norm, _group_norm, _grouped_product, _convolution, _attention, _fused, _rotary,
+        _fast_layer_norm, _norm_with_scale, _block, _group_norm, _grouped_product, _convolution,
+        _attention, _fused, _rotary,
         _scan, _recurrence, _while, _cond, _remat, _outer, _inner, _of_all, _any_or_all, _where,
         _masked_softmax, _positions, _moved, _repeated, _log_of_sums, _lookup, _stack,
     )
 }  # fmt: skip
+# Programs of these have a residual stream.
+STREAM = ("block", "dense_and_bias", "norm_with_scale", "residual", "scale", "scan", "shift")

@@ -203,7 +203,7 @@ def vit(layers=2, width=8, heads=2, hidden=12, patches=4, classes=3):
         "head": (width, classes), **{f"layer{i}": layer for i in range(layers)},
     }  # fmt: skip
     inputs = (jax.ShapeDtypeStruct((2, patches, 5), jnp.float32),)
-    return Model(fn, shapes, inputs, 3 * layers)
+    return Model(fn, shapes, inputs, 3 * layers + 1)
 
 
 def scanned(layers=3, width=6, hidden=8):

@@ -24,6 +24,15 @@ def test_removing_groups_of_random_programs_leaves_what_masking_gives(first):
 
 
 @pytest.mark.slow
+def test_residual_streams_of_random_programs_leave_what_masking_gives(monkeypatch):
+    wrong, groups = fuzz.wrong(range(BATCH), steps=fuzz.STREAM)
+    assert wrong == {}
+    assert groups > 40
+    monkeypatch.setattr(Graph, "alike", {})  # norms without what the removed channels add
+    assert fuzz.wrong(range(BATCH), steps=fuzz.STREAM)[0]
+
+
+@pytest.mark.slow
 def test_the_same_programs_show_it_if_removal_is_not_proven(monkeypatch):
     monkeypatch.setattr(Graph, "find_unproven", lambda self, masked: {})
     wrong, _ = fuzz.wrong(range(BATCH))

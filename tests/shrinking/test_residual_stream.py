@@ -1,0 +1,186 @@
+"""The residual stream under norms: channels that are 0 in all writers go, norms stay exact."""
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import sparsity
+from sparsity import shrink, trace
+from tests.shrinking import test_models
+
+WIDTH, HIDDEN, WORDS, LAYERS = 8, 6, 7, 2
+TOKENS = np.random.default_rng(0).integers(0, WORDS, (2, 3))
+
+
+def mean(x):
+    return jnp.mean(x, -1, keepdims=True)
+
+
+# Norms as people write them: functions of {name: parameter of a shape}, and the names.
+SPELLINGS = {
+    "mean of x * x": lambda p, x: x * lax.rsqrt(mean(x * x) + 1e-6) * p["scale"],
+    "sum / shape": lambda p, x: x / jnp.sqrt(
+        jnp.sum(x**2, -1, keepdims=True) / x.shape[-1] + 1e-6) * p["scale"],
+    "norm": lambda p, x: x / (jnp.linalg.norm(x, axis=-1, keepdims=True) + 1e-6) * p["scale"],
+    "offset scale": lambda p, x: x * lax.rsqrt(mean(jnp.square(x)) + 1e-6) * (1 + p["scale"]),
+    "squared difference": lambda p, x: (x - mean(x)) * lax.rsqrt(
+        mean((x - mean(x)) ** 2) + 1e-6) * p["scale"] + p["bias"],
+    "var": lambda p, x: (x - mean(x)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-6) * p["scale"],
+    "std of n - 1": lambda p, x: (x - mean(x)) / (
+        x.std(-1, keepdims=True, ddof=1) + 1e-6) * p["scale"] + p["bias"],
+    "standardize": lambda p, x: jax.nn.standardize(x, -1) * p["scale"] + p["bias"],
+    "one row at a time": lambda p, x: jax.vmap(jax.vmap(
+        lambda row: (row - row.mean()) * lax.rsqrt(row.var() + 1e-6)))(x) * p["scale"],
+    "mean deviation": lambda p, x: (x - mean(x)) / mean(jnp.abs(x - mean(x))) * p["scale"],
+}  # fmt: skip
+LAYER_NORM = SPELLINGS["squared difference"]
+
+
+def make_packaged():
+    """{name: (norm, its parameters)} of the norms of four packages."""
+    x = jnp.ones((1, 1, WIDTH))
+    norms = {}
+    for name, module in {
+        "linen LayerNorm": nn.LayerNorm(use_fast_variance=False),
+        "linen LayerNorm, fast": nn.LayerNorm(),
+        "linen LayerNorm, scale": nn.LayerNorm(use_fast_variance=False, use_bias=False),
+        "linen RMSNorm": nn.RMSNorm(),
+    }.items():
+        norms[name] = module.apply, module.init(jax.random.key(0), x)
+    for name, make in {
+        "haiku LayerNorm": lambda: hk.LayerNorm(-1, True, True),
+        "haiku RMSNorm": lambda: hk.RMSNorm(-1),
+    }.items():
+        module = hk.without_apply_rng(hk.transform(lambda x, make=make: make()(x)))
+        norms[name] = module.apply, module.init(jax.random.key(0), x)
+    for name, module in {
+        "nnx LayerNorm": nnx.LayerNorm(WIDTH, use_fast_variance=False, rngs=nnx.Rngs(0)),
+        "nnx RMSNorm": nnx.RMSNorm(WIDTH, rngs=nnx.Rngs(0)),
+    }.items():
+        definition, state = nnx.split(module)
+        norms[name] = (lambda p, x, d=definition: nnx.merge(d, p)(x)), state
+    for name, module in {
+        "equinox LayerNorm": eqx.nn.LayerNorm(WIDTH),
+        "equinox RMSNorm": eqx.nn.RMSNorm(WIDTH),
+    }.items():
+        params, static = eqx.partition(module, eqx.is_array)
+        norms[name] = (lambda p, x, s=static: jax.vmap(jax.vmap(eqx.combine(p, s)))(x)), params
+    return norms
+
+
+def block(norm, x, p):
+    """A layer of a stream: two products after a norm, added to what they read."""
+    return x + jnp.tanh(norm(p["norm"], x) @ p["up"]) @ p["down"]
+
+
+def draw(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def layer(norm_params, seed):
+    """The parameters of a layer; those of the norm at random values."""
+    norm = jax.tree.map(lambda x: jnp.asarray(draw(seed, *x.shape) + 1), norm_params)
+    return {
+        "norm": norm,
+        "up": draw(seed + 1, WIDTH, HIDDEN),
+        "down": draw(seed + 2, HIDDEN, WIDTH),
+    }
+
+
+def named(*names):
+    return {name: jnp.ones(WIDTH) for name in names}
+
+
+def stream(graph):
+    """The groups of the stream."""
+    return [group for group in graph.groups if (("embed",), 1) in group.members]
+
+
+def chain(norms):
+    """A stream through a layer with each of these norms: (function, parameters)."""
+
+    def fn(params, tokens):
+        x = jnp.take(params["embed"], tokens, axis=0)
+        for (norm, _), p in zip(norms, params["layers"], strict=True):
+            x = block(norm, x, p)
+        return x @ params["embed"].T
+
+    layers = [layer(p, 3 * i) for i, (_, p) in enumerate(norms)]
+    return fn, jax.tree.map(jnp.asarray, {"embed": draw(9, WORDS, WIDTH), "layers": layers})
+
+
+@pytest.mark.parametrize("kind", ["spellings", "packages"])
+def test_a_stream_is_cut_under_every_norm_with_a_scale(kind):
+    with jax.enable_x64(True):
+        norms = list(make_packaged().values())
+        if kind == "spellings":
+            norms = [(norm, named("scale", "bias")) for norm in SPELLINGS.values()]
+        fn, params = chain(norms)
+        assert len(stream(trace(fn, params, TOKENS))) == 1
+        test_models.check(fn, params, (TOKENS,), 1e-10, is_each_alone=False)
+
+
+# Layers in a scan.
+
+
+def scanned(norm, params, tokens):
+    """Layers in a scan, computed again in the backward pass, with a norm at the end."""
+
+    @jax.checkpoint
+    def step(x, p):
+        return block(norm, x, p), None
+
+    x, _ = lax.scan(step, params["embed"][tokens], params["layers"])
+    return norm(params["last"], x) @ params["head"]
+
+
+def draw_scanned():
+    layers = [layer(named("scale", "bias"), 3 * i) for i in range(LAYERS)]
+    params = {
+        "embed": draw(9, WORDS, WIDTH), "head": draw(8, WIDTH, 3), "last": layers[0]["norm"],
+        "layers": jax.tree.map(lambda *x: jnp.stack(x), *layers),
+    }  # fmt: skip
+    return jax.tree.map(jnp.asarray, params)
+
+
+def layer_norm_scanned(params, tokens):
+    return scanned(LAYER_NORM, params, tokens)
+
+
+def test_a_scanned_stream_is_cut_along_a_ramp_within_a_budget():
+    with jax.enable_x64(True):
+        params = draw_scanned()
+        graph = trace(layer_norm_scanned, params, TOKENS)
+        test_models.check(layer_norm_scanned, params, (TOKENS,), 1e-10, is_each_alone=False)
+        pruner = sparsity.MagnitudePruning(
+            scope=sparsity.Coupled(graph),
+            sparsity_distribution_fn=sparsity.budget(graph, macs=0.3),
+            scheduler=sparsity.PolynomialSchedule(1, 0, 2),
+        )
+        tx = pruner.wrap_optax(optax.sgd(0.0))
+        state = tx.init(params)
+        for _ in range(2):
+            updates, state = tx.update(params, state, params)
+            params = optax.apply_updates(params, updates)
+        masks = sparsity.get_sparse_state(state).masks
+        small = shrink(graph, params, masks, state)
+        assert 3 < small.params["embed"].shape[1] < WIDTH
+        rows = small.apply(small.params, TOKENS)
+        np.testing.assert_allclose(rows, layer_norm_scanned(params, TOKENS), atol=1e-10)
+        # The ramp ends in the smaller model as in the larger one.
+        tx = small.updater(pruner).wrap_optax(optax.sgd(0.0))
+        _, state = tx.update(small.params, small.opt_state, small.params)
+        ended = shrink(small.graph, small.params, sparsity.get_sparse_state(state).masks)
+        assert ended.params["embed"].shape[1] < small.params["embed"].shape[1]
+        macs = ended.macs()
+        assert (
+            macs == ended.graph.macs() == small.graph.macs(sparsity.get_sparse_state(state).masks)
+        )
+        assert macs <= 0.3 * graph.macs()
