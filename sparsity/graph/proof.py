@@ -131,7 +131,6 @@ class Proof(Flow[Constants]):
         outer = self._reductions, self._makers
         self._reductions, self._makers = Reductions(program), find_makers(program)
         super().run(program)
-        self._reductions, self._makers = outer
         for equation in program.with_rules():
             rule = equation.derivative
             assert rule is not None  # it has one
@@ -141,7 +140,9 @@ class Proof(Flow[Constants]):
                 tangents = rule.inputs[len(constants) :]
                 for value, tangent in zip(equation.differentiated[0], tangents, strict=True):
                     self.facts[tangent] = Constants(dict.fromkeys(self.fact(value).at, 0.0))
+            self._makers = find_makers(rule)
             super().run(rule)
+        self._reductions, self._makers = outer
 
     def enters(self, equation: Equation) -> bool:
         return equation.name in CONTROL

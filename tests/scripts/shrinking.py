@@ -105,6 +105,20 @@ def layers_of_a_scan_stay_sharded(devices):
     assert up.sharding.is_equivalent_to(devices.sharding(None, None, "b"), 3), up.sharding
 
 
+def a_norm_over_channels_on_several_devices_counts_removed_ones(devices):
+    def model(params, x):
+        x = x @ params["up"]
+        centred = x - x.mean(-1, keepdims=True)
+        spread = jnp.square(centred).mean(-1, keepdims=True)
+        return centred * jax.lax.rsqrt(spread + 1) * params["scale"] @ params["down"]
+
+    params = models.draw({"up": (8, 16), "scale": (16,), "down": (16, 8)})
+    specs, x = MLP | {"scale": P("b")}, jax.random.normal(jax.random.key(0), (4, 8))
+    specs.pop("bias")
+    small = check(devices, model, params, specs, x)
+    assert small.params["scale"].shape == (8,)
+
+
 def what_no_longer_divides_lies_on_each_device_and_the_report_says_so(devices):
     x = jax.random.normal(jax.random.key(0), (4, 8))
     small = check(devices, mlp, mlp_params(12), MLP, x)
@@ -218,6 +232,7 @@ _BOTH = [
     what_is_left_is_that_of_one_device_and_stays_sharded,
     masks_of_single_weights_leave_what_they_leave_on_one_device,
     layers_of_a_scan_stay_sharded,
+    a_norm_over_channels_on_several_devices_counts_removed_ones,
     what_no_longer_divides_lies_on_each_device_and_the_report_says_so,
     coupled_masks_are_those_of_one_device_and_lie_as_their_parameters,
     a_run_goes_on_from_its_plan_and_its_checkpoint,

@@ -127,6 +127,45 @@ def test_a_stream_is_cut_under_every_norm_with_a_scale(kind):
         test_models.check(fn, params, (TOKENS,), 1e-10, is_each_alone=False)
 
 
+TABLE = draw(5, 3, WIDTH)  # of positions, which is no parameter
+VARIANCE = "a variance over the channels: LayerNorm"
+REFUSED = {
+    "no scale": (lambda p, x: (x - mean(x)) / mean((x - mean(x)) ** 2), VARIANCE),
+    "no scale but a bias": (
+        lambda p, x: (x - mean(x)) / mean((x - mean(x)) ** 2) + p["bias"], VARIANCE),
+    "a dot": (lambda p, x: (x - mean(x)) / jnp.einsum("btc,btc->bt", x - mean(x), x - mean(x))[
+        ..., None] * p["scale"], "a product along the channels"),
+    "an offset of its own": (lambda p, x: LAYER_NORM(p, x + TABLE), "a mean over the channels"),
+    "a variance in a call of its own": (lambda p, x: (x - mean(x)) / jax.checkpoint(
+        lambda c: mean(c**2))(x - mean(x)) * p["scale"], VARIANCE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_stream_is_refused_under_norms_whose_removed_entries_are_not_known(name):
+    norm, words = REFUSED[name]
+    fn, params = chain([(norm, named("scale", "bias"))])
+    graph = trace(fn, params, TOKENS)
+    assert stream(graph) == []
+    (reason,) = {r.reason for r in graph.refused if (r.path, r.axis) == (("embed",), 1)}
+    assert reason.startswith(words)
+
+
+def test_a_stream_is_cut_under_a_norm_with_a_rule_for_derivatives():
+    @jax.custom_jvp
+    def norm(x, scale):
+        return LAYER_NORM({"scale": scale, "bias": 0.0}, x)
+
+    @norm.defjvp
+    def rule(inputs, tangents):
+        return jax.jvp(lambda *x: LAYER_NORM({"scale": x[1], "bias": 0.0}, x[0]), inputs, tangents)
+
+    with jax.enable_x64(True):
+        fn, params = chain([(lambda p, x: norm(x, p["scale"]), named("scale"))])
+        assert len(stream(trace(fn, params, TOKENS))) == 1
+        test_models.check(fn, params, (TOKENS,), 1e-10, is_each_alone=False)
+
+
 # Layers in a scan.
 
 
