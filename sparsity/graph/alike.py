@@ -23,17 +23,17 @@ _BY_ZERO = ("atan2", "div", "nextafter", "pow", "rem")  # they read the sign of 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Alike:
-    """What all removed entries along an axis of a value are.
+    """An entry that all removed channels share along an axis of a value.
 
-    Without a constant and a maker, the entry is the value itself, which has one entry along the
-    axis, or no such axis.
+    Without a constant and a maker, the entry is the value itself, which has size 1 along the axis,
+    or no such axis.
 
     Attributes:
       value: the value.
       axis: the axis, -1 if the value has no such axis.
-      constant: the entry, if it is a constant.
-      maker: the equation that computes the entry from those of its inputs.
-      inputs: the entries of the inputs of the maker.
+      constant: the entry if it is a constant.
+      maker: the equation that computes the entry from entries of its inputs.
+      inputs: these entries.
     """
 
     value: Value
@@ -50,12 +50,12 @@ class Alike:
 
 
 class Search:
-    """Searches for values whose entries are alike along removed channels.
+    """Searches for entries that removed channels share.
 
     Args:
       makers: the values that are at hand.
-      constant: returns the constant of a value at removed entries along an axis, or of a scalar;
-        `None` if it is not known.
+      constant: returns the constant of a value at removed entries along an axis, or everywhere for
+        the axis -1; `None` if there is none.
       may_be_nan: returns whether a value may be NaN in the place of its constants.
     """
 
@@ -69,7 +69,7 @@ class Search:
         self._results: dict[tuple[Value, int], Alike | None] = {}
 
     def find(self, value: Value, axis: int) -> Alike | None:
-        """Returns what all removed entries along an axis are, `None` if they may differ."""
+        """Returns the entry of all removed channels along an axis, `None` if they may differ."""
         key = value, axis
         if key not in self._results:
             is_small = len(self._results) < _MOST
@@ -102,10 +102,9 @@ class Search:
 
 
 def find_makers(program: Program) -> dict[Equation, Makers]:
-    """Returns the values that are at hand for each equation of a program, calls entered.
+    """Returns the values that are at hand for each equation of a program, and of its calls.
 
-    Values do not leave rematerialised calls and calls with a rule for derivatives, and do not enter
-    them, other than as inputs and outputs.
+    Only inputs and outputs enter and leave a call that is not inline: jax traces it by itself.
     """
     by_equation: dict[Equation, Makers] = {}
 

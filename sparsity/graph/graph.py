@@ -519,7 +519,7 @@ class Graph:
 
     @property
     def alike(self) -> dict[Equation, Alike]:
-        """Removed entries that the smaller program adds to sums over all that is left."""
+        """{sum along channels: the entry that removed channels share}, which a cut model adds."""
         return self._prove(self._maskable).alike
 
     def _prove(self, masked: Mapping[Path, Collection[tuple[int, Axis]]]) -> Proven:

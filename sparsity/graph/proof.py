@@ -3,8 +3,8 @@
 Masking sets the parameters of a channel to 0. The constants of later arrays at removed entries
 follow: 0 after a product, 1 after `exp`. Removing the channel gives the same result if every
 operation that joins removed entries with others meets a neutral constant: 0 in a sum, -inf in a
-maximum. A sum may also meet entries that are alike in all removed channels, which the smaller
-program adds: see `alike`.
+maximum. A sum may also meet an entry that all removed channels share, which the smaller program
+adds: see `alike`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from sparsity.graph.alike import Alike, Makers, Search, find_makers
+from sparsity.graph.alike import Alike, Search, find_makers
 from sparsity.graph.coupling import Coupling
 from sparsity.graph.words import Reductions
 from sparsity.programs import entrywise
@@ -21,7 +21,7 @@ from sparsity.programs.axes import Axis, Reason, variables
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS
 from sparsity.programs.layout import LAYOUTS, Layout, Place
 from sparsity.programs.products import PRODUCTS, read_product
-from sparsity.programs.program import CONTROL, Equation, Program, Value
+from sparsity.programs.program import CONTROL, Equation, Program, Value, is_differentiable
 from sparsity.programs.walk import Flow
 
 RemovedEntry = tuple[int, Axis]  # an axis, and the variable that loses entries
@@ -91,7 +91,8 @@ class Proof(Flow[Constants]):
 
     Attributes:
       refused: variables that cannot lose entries, and why.
-      alike: {sum along channels: removed entries that a smaller program adds}.
+      alike: {sum along channels: the entry that removed channels share}, which a smaller program
+        adds for each of them.
     """
 
     def __init__(
@@ -104,8 +105,8 @@ class Proof(Flow[Constants]):
         self._coupling = coupling
         self._free: dict[Value, list[list[Axis]]] = {}
         self._reductions = Reductions(program)  # of the program, or the body, being followed
-        self._makers: dict[Equation, Makers] = {}  # of the same program
-        self._unscaled: dict[Axis, Reason] = {}  # variables of `alike` that no scale masks so far
+        self._makers = find_makers(program)  # of the same program
+        self._unscaled: dict[Axis, Reason] = {}  # variables of sums that no scale has followed yet
         self.refused: dict[Axis, Reason] = {}
         self.alike: dict[Equation, Alike] = {}
         for value, entries in masked.items():
@@ -216,11 +217,12 @@ class Proof(Flow[Constants]):
         self.facts[equation.outputs[0]] = Constants() if is_empty else _reduce(equation.name, moved)
 
     def _adds_alike(self, reduction: Equation, axis: int, variable: Axis) -> bool:
-        """Notes the entries that a smaller program adds to a sum; returns whether it can."""
+        """Notes the entry that a smaller program adds to a sum; returns whether there is one."""
         (value,) = reduction.inputs
         axes = self._coupling.axes(value)
         is_single = [variable in variables(dim) for dim in axes].count(True) == 1
-        if reduction.name != "reduce_sum" or axes[axis].root is not variable or not is_single:
+        is_sum = reduction.name == "reduce_sum" and is_differentiable(value)
+        if not is_sum or axes[axis].root is not variable or not is_single:
             return False
         alike = self._find_alike(reduction, value, axis, variable)
         if alike is None or self.alike.get(reduction, alike).axis != axis:
@@ -231,7 +233,7 @@ class Proof(Flow[Constants]):
     def _find_alike(
         self, equation: Equation, value: Value, axis: int, variable: Axis
     ) -> Alike | None:
-        """Returns what the removed entries of an input of an equation are if they are alike."""
+        """Returns the entry that removed channels share in an input of an equation, if they do."""
 
         def constant(value: Value, axis: int) -> float | None:
             fact = self.fact(value)
@@ -243,10 +245,9 @@ class Proof(Flow[Constants]):
         return search.find(value, axis)
 
     def _note_scale(self, scale: Equation) -> None:
-        """Notes a product of masked entries with alike ones, which makes the channels 0 again.
+        """Notes that a masked scale makes shared entries 0 again.
 
-        Only norms with a scale lose channels. Groups between products that a norm without one
-        joins would be exact, too, but differ in what masking them saves.
+        Only norms with a scale lose channels: a sum that no scale follows stays refused.
         """
         for axis, variable in self._places(scale.outputs[0]):
             factors = [self.fact(value)[axis, variable] for value in scale.inputs]

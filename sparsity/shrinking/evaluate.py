@@ -36,7 +36,7 @@ class Smaller(Interpreter[jax.Array]):
     Args:
       coupling: the axes of the values.
       plan: the indices that stay of each variable.
-      alike: {sum: the entries that it loses}, which are added again.
+      alike: {sum along channels: the entry that removed channels share}, as `Graph.alike`.
       keeps_rules: whether calls keep custom rules for derivatives.
       layer: the rows of the plan for the current layer of a scan.
     """
@@ -116,14 +116,14 @@ class Smaller(Interpreter[jax.Array]):
         return outputs
 
     def _sum_lost(self, equation: Equation, entry: Alike) -> jax.Array:
-        """Returns what the entries that are removed along an axis would add to a sum."""
+        """Returns the sum of the entries that a sum has lost, which are all alike."""
         axis = self._coupling.axes(entry.value)[entry.axis].root
         count = axis.size - self._sizes.get(axis, axis.size)
         total: jax.Array = equation.bind([self._evaluate(entry)])[0]
         return count * total
 
     def _evaluate(self, entry: Alike) -> jax.Array:
-        """Returns the entry of all removed channels: 1 entry along its axis."""
+        """Returns the entry that all removed channels share, at size 1 along its axis."""
         value, maker = entry.value, entry.maker
         shape = [1 if i == entry.axis else n for i, n in enumerate(self.shape(value))]
         if entry.constant is not None:

@@ -101,7 +101,8 @@ class Plan:
         chosen = solve_kept(now.list_axes(), self)
         if now is not graph:
             check_proven(now, chosen, self)
-        outputs = Smaller(now.coupling, chosen, now.alike).run(now.program, [*arrays, *inputs])
+        smaller = Smaller(now.coupling, chosen, now.alike if chosen else {})
+        outputs = smaller.run(now.program, [*arrays, *inputs])
         return jax.tree.unflatten(now.output_tree, outputs)
 
     def graph(self, graph: Graph) -> Graph:
