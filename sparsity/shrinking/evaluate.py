@@ -110,19 +110,19 @@ class Smaller(Interpreter[jax.Array]):
         if name in PRODUCTS and read_product(equation).groups > 1:
             groups = count_entries(self._coupling.feature_groups[equation], self._sizes)
             return equation.bind(inputs, feature_group_count=groups)
-        outputs = equation.bind(inputs, **_shardings(equation, self.shape(equation.outputs[0])))
+        bound = equation.bind(inputs, **_shardings(equation, self.shape(equation.outputs[0])))
         if equation in self._alike:
-            outputs = [outputs[0] + self._sum_lost(equation, self._alike[equation])]
-        return outputs
+            bound[0] += self._sum_lost(equation, self._alike[equation])
+        return bound
 
     def _sum_lost(self, equation: Equation, entry: Alike) -> jax.Array:
         """Returns the sum of the entries that a sum has lost, which are all alike."""
         axis = self._coupling.axes(entry.value)[entry.axis].root
         count = axis.size - self._sizes.get(axis, axis.size)
-        total: jax.Array = equation.bind([self._evaluate(entry)])[0]
-        return count * total
+        lost: jax.Array = count * equation.bind([self._compute_entry(entry)])[0]
+        return lost
 
-    def _evaluate(self, entry: Alike) -> jax.Array:
+    def _compute_entry(self, entry: Alike) -> jax.Array:
         """Returns the entry that all removed channels share, at size 1 along its axis."""
         value, maker = entry.value, entry.maker
         shape = [1 if i == entry.axis else n for i, n in enumerate(self.shape(value))]
@@ -130,12 +130,13 @@ class Smaller(Interpreter[jax.Array]):
             return _place(value, jnp.full(shape, entry.constant, value.dtype))
         if maker is None:
             return self._rows[value] if value.constant is None else self.read(value)
-        inputs = [self._evaluate(x) for x in entry.inputs]
+        inputs = [self._compute_entry(x) for x in entry.inputs]
         if maker.name == "broadcast_in_dim":
             axes = maker.params["broadcast_dimensions"]
             return _place(value, lax.broadcast_in_dim(inputs[0], shape, axes))
         inputs = [jnp.broadcast_to(x, shape) if x.shape else x for x in inputs]
-        return maker.bind(inputs, **_shardings(maker, tuple(shape)))[0]
+        made: jax.Array = maker.bind(inputs, **_shardings(maker, tuple(shape)))[0]
+        return made
 
     def call(self, equation: Equation, inputs: list[jax.Array]) -> Arrays:
         """Returns the outputs of a call; keeps rematerialisation and rules for derivatives."""
