@@ -24,8 +24,8 @@ import sparsity
 from baselines import channels, digits_cnn, report, store, training
 from baselines.grown_weights import describe
 
-STEPS, TUNING, BATCH, RATE, SEEDS = 600, 200, 100, 2e-3, 3
-SHARES = (0.3, 0.1)  # of the multiply-adds
+STEPS, TUNING, BATCH, RATE, SEEDS = 400, 100, 50, 2e-3, 3
+SHARES = (0.3,)  # of the multiply-adds
 WAYS = {"as many of every group": False, "`across=True`": True}
 RESULTS = store.RESULTS / "across.json"
 

@@ -14,6 +14,7 @@ import pytest
 
 import sparsity
 from baselines import (
+    across,
     channels,
     compact_rigl,
     compact_rows,
@@ -368,6 +369,13 @@ def test_scanned_layers_compute_what_the_list_of_layers_does():
     expected = compact_transformer.network(params, text)
     logits = compact_rigl.network(compact_rigl.init(jax.random.key(0)), text)
     np.testing.assert_allclose(logits, expected, atol=1e-5)
+
+
+def test_the_page_on_shrinking_shows_what_competing_channels_keep():
+    results = json.loads(across.RESULTS.read_text(encoding="utf-8"))
+    assert len(results) == across.SEEDS
+    page = (helpers.ROOT / "docs/howto/shrink.md").read_text(encoding="utf-8")
+    assert across.table(results) in page
 
 
 def test_an_age_for_each_weight_takes_the_kick_from_grown_weights():
