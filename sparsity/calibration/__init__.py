@@ -16,7 +16,7 @@ from sparsity.calibration.pruners import (
     WandaPruning,
 )
 from sparsity.calibration.rates import Rates, owl
-from sparsity.calibration.refits import ADMM, LeastSquares, Refit
+from sparsity.calibration.refits import ADMM, LeastSquares, Means, Refit
 from sparsity.calibration.run import LayerReport, Report, Sensitivity, oneshot, prune
 from sparsity.calibration.statistics import (
     Count,
@@ -33,6 +33,7 @@ __all__ = [
     "FLAPPruning",
     "LayerReport",
     "LeastSquares",
+    "Means",
     "OSSCARPruning",
     "RIAPruning",
     "Rates",

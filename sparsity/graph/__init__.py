@@ -1,5 +1,6 @@
 """Queries about a traced model, in any framework: uses of weights, costs, coupled channels."""
 
+from sparsity.graph.biases import Bias
 from sparsity.graph.budgets import Budget, budget
 from sparsity.graph.channels import ChannelGroup, Parameter, Refusal
 from sparsity.graph.coupled import Coupled
@@ -8,6 +9,7 @@ from sparsity.graph.trace import trace
 from sparsity.graph.uses import Use, View
 
 __all__ = [
+    "Bias",
     "Budget",
     "ChannelGroup",
     "Coupled",

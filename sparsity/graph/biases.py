@@ -1,9 +1,18 @@
-"""Biases: leaves that a model adds to the outputs of a weight, and to nothing else."""
+"""Biases: leaves that a model adds to the outputs of a weight, and to nothing else.
+
+The running mean of a BatchNorm that follows is such a leaf, which the model subtracts; so is its
+shift if the mean is no parameter, behind the scale.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from sparsity.graph.uses import Factor, Path, Tracker, Use, View, follow
 from sparsity.programs.layout import LAYOUTS
@@ -11,15 +20,69 @@ from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program, Value
 
 
-def find_biases(program: Program, leaves: Collection[Value], tracker: Tracker) -> dict[Path, Path]:
+class Scale(NamedTuple):
+    """Factor of the outputs of a weight, a function of parameters alone.
+
+    Attributes:
+      value: a value of the program.
+      axes: for each axis of the value the axis of the bias, `None` for an axis of one entry.
+      divides: whether the outputs are divided by the value.
+    """
+
+    value: Value
+    axes: tuple[int | None, ...]
+    divides: bool
+
+    def expand(self, array: jax.Array, ndim: int) -> jax.Array:
+        """Returns the value's array with the axes of the bias, or axes of one entry."""
+        axes = [axis for axis in self.axes if axis is not None]
+        sizes = [
+            size for size, axis in zip(array.shape, self.axes, strict=True) if axis is not None
+        ]
+        ordered = array.reshape(sizes).transpose(sorted(range(len(axes)), key=axes.__getitem__))
+        return jnp.expand_dims(ordered, [axis for axis in range(ndim) if axis not in axes])
+
+
+@dataclasses.dataclass(frozen=True)
+class Bias:
+    """Parameter that shifts the outputs of a weight.
+
+    Attributes:
+      path: path of the parameter.
+      is_subtracted: whether the model subtracts it, as the running mean of a BatchNorm.
+      scales: factors of the outputs between the product and the parameter.
+    """
+
+    path: Path
+    is_subtracted: bool = False
+    scales: tuple[Scale, ...] = ()
+
+    def shift(self, bias: jax.Array, outputs: jax.Array, scales: Sequence[jax.Array]) -> jax.Array:
+        """Returns the parameter that adds an array to the outputs of the weight.
+
+        Args:
+          bias: the parameter.
+          outputs: the array, with as many entries as `bias`, in the same order.
+          scales: the arrays of `scales`.
+        """
+        added = outputs.reshape(bias.shape)
+        for scale, array in zip(self.scales, scales, strict=True):
+            factor = scale.expand(array, bias.ndim)
+            added = added / factor if scale.divides else added * factor
+        return (bias - added if self.is_subtracted else bias + added).astype(bias.dtype)
+
+
+def find_biases(
+    program: Program, leaves: Mapping[Value, int], tracker: Tracker
+) -> dict[Path, Bias]:
     """Returns the bias of each weight that has one, and a single product.
 
     A bias has an axis for each output axis of the weight, in the same order; in a stack of layers
-    both are stacked.
+    both are stacked. The nearest to the product counts.
 
     Args:
       program: the program.
-      leaves: the inputs of the program that are parameters.
+      leaves: {input of the program: number of the parameter}.
       tracker: the views of these parameters.
     """
     readers: dict[Value, list[Equation | None]] = {}  # `None`: the program returns the value
@@ -39,13 +102,25 @@ def find_biases(program: Program, leaves: Collection[Value], tracker: Tracker) -
                 reads.update(view.leaf for x in facts for view in x.views)
         for value in body.outputs:
             readers.setdefault(value, []).append(None)
+    made_by = {value: equation for equation in program.flat() for value in equation.outputs}
+    values = {number: value for value, number in leaves.items()}
+    free = {*leaves, *made_by}  # values outside loops
     biases = {}
     for use in tracker.uses:
         is_plain = use.equation.inputs[use.operand] in plain
         if use.primitive in PRODUCTS and reads[use.view.leaf] == 1 and is_plain:
-            bias = _find_added(use, readers, plain, tracker)
-            if bias is not None and reads[bias.leaf] == 1:
-                biases[use.path] = tracker.paths[bias.leaf]
+            shift = _find_shift(use, readers, plain, tracker)
+            if shift is None or reads[number := shift.bias.leaf] > 1:
+                continue
+            axes = _match_axes(use, shift.outputs, shift.bias)
+            if axes is None or len(readers[values[number]]) > 1:
+                continue
+            shape = values[use.view.leaf].shape
+            scales = [_make_scale(x, axes, shape, made_by, free) for x in shift.factors]
+            if None not in scales:
+                biases[use.path] = Bias(
+                    tracker.paths[number], shift.is_subtracted, tuple(filter(None, scales))
+                )
     return biases
 
 
@@ -66,23 +141,46 @@ def _bodies(program: Program) -> Iterator[Program]:
             yield from _bodies(body)
 
 
-def _find_added(
+class _Factor(NamedTuple):
+    """Value that scales the outputs of a use, and the view that the outputs are there."""
+
+    value: Value
+    outputs: View
+    divides: bool
+
+
+class _Shift(NamedTuple):
+    """View of a parameter that shifts the outputs of a use, and what comes before."""
+
+    bias: View
+    outputs: View
+    is_subtracted: bool
+    factors: list[_Factor]
+
+
+def _find_shift(
     use: Use,
     readers: Mapping[Value, list[Equation | None]],
     plain: Collection[Value],
     tracker: Tracker,
-) -> View | None:
-    """Returns the view that is added to the outputs of a use, axis by axis."""
+) -> _Shift | None:
+    """Follows the outputs of a use to the first parameter that is added to or subtracted."""
     value, view = use.equation.outputs[0], _view_output(use)
+    factors: list[_Factor] = []
     while len(reader := readers.get(value, [])) == 1 and (equation := reader[0]) is not None:
         (output, *_) = equation.outputs
-        if equation.name in ("add", "add_any"):
+        if equation.name in (*_SUMS, *_SCALES):
             (other,) = [x for x in equation.inputs if x is not value]
-            biases = tracker.fact(other).views
-            if len(biases) == 1 and other in plain and len(other.shape) == len(output.shape):
-                return biases[0] if _fits(use, view, biases[0]) else None
-            if not tracker.fact(other).is_data or value.shape != output.shape:
+            biases, is_data = tracker.fact(other).views, tracker.fact(other).is_data
+            if equation.name in ("sub", "div") and equation.inputs[0] is not value:
                 return None
+            is_bias = len(biases) == 1 and other in plain and len(other.shape) == len(output.shape)
+            if equation.name in _SUMS and is_bias:
+                return _Shift(biases[0], view, equation.name == "sub", factors)
+            if value.shape != output.shape or (is_data and equation.name in _SCALES):
+                return None
+            if equation.name in _SCALES:
+                factors.append(_Factor(other, view, equation.name == "div"))
         elif equation.name in _MOVES:
             moved = follow(view, equation, LAYOUTS[equation.name].relate(equation))
             if moved is None:
@@ -92,6 +190,38 @@ def _find_added(
             return None
         value = output
     return None
+
+
+def _make_scale(
+    factor: _Factor,
+    axes: Mapping[int, int],
+    shape: tuple[int, ...],
+    made_by: Mapping[Value, Equation],
+    free: Collection[Value],
+) -> Scale | None:
+    """Returns a factor along the axes of the bias, `None` where other axes matter.
+
+    Args:
+      factor: the factor.
+      axes: {axis of the weight: axis of the bias}.
+      shape: the shape of the weight.
+      made_by: the equations that make values outside loops.
+      free: the values outside loops.
+    """
+    value, dims = factor.value, [*factor.outputs.dims]
+    while value in made_by and made_by[value].name == "broadcast_in_dim":
+        dims = [dims[i] for i in made_by[value].params["broadcast_dimensions"]]
+        value = made_by[value].inputs[0]
+    if value.constant is None and value not in free:
+        return None
+    places: list[int | None] = []
+    for size, dim in zip(value.shape, dims[: len(value.shape)], strict=True):
+        parts = [part for part in dim if part.size > 1]
+        axis = parts[0].axis if len(parts) == 1 else None
+        if size > 1 and (axis is None or shape[axis] != size or parts[0].step != 1):
+            return None
+        places.append(None if size == 1 or axis is None else axes[axis])
+    return Scale(value, tuple(places), factor.divides)
 
 
 def _view_output(use: Use) -> View:
@@ -108,10 +238,10 @@ def _view_output(use: Use) -> View:
     return view.with_dims(dims)
 
 
-def _fits(use: Use, outputs: View, bias: View) -> bool:
-    """Returns whether a bias has the axes of the outputs in the weight's order, by layer."""
+def _match_axes(use: Use, outputs: View, bias: View) -> dict[int, int] | None:
+    """Returns {axis of the weight: axis of the bias}, `None` where order or layers differ."""
     if bias.is_part or use.view.is_part or bias.scans != use.view.scans:
-        return False
+        return None
     axes = dict(zip(use.view.stacked, bias.stacked, strict=True))
     for dim, other in zip(outputs.dims, bias.dims, strict=True):
         pairs = [
@@ -119,13 +249,15 @@ def _fits(use: Use, outputs: View, bias: View) -> bool:
             for parts in (dim, other)
         ]
         if [part[1:] for part in pairs[0]] != [part[1:] for part in pairs[1]]:
-            return False
+            return None
         for (axis, *_), (bias_axis, *_) in zip(*pairs, strict=True):
             if axes.setdefault(axis, bias_axis) != bias_axis:
-                return False
+                return None
     order = [axes[axis] for axis in (*use.batch, *sorted(use.output)) if axis in axes]
-    return order == sorted(set(order))
+    return axes if order == sorted(set(order)) else None
 
 
+_SUMS = ("add", "add_any", "sub")
+_SCALES = ("mul", "div")
 _MOVES = ("transpose", "reshape", "squeeze", "broadcast_in_dim")
 _COPIES = ("convert_element_type", "copy", "sharding_constraint")

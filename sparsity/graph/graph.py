@@ -18,7 +18,7 @@ from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import PyTree
 from sparsity.graph import costs, report
 from sparsity.graph.alike import Alike
-from sparsity.graph.biases import find_biases
+from sparsity.graph.biases import Bias, find_biases
 from sparsity.graph.channels import ChannelGroup, Parameter, Refusal, find_channels, positions
 from sparsity.graph.coupling import TABLES, Coupling
 from sparsity.graph.inputs import AlongInputs, SharedInputs, Weights
@@ -501,9 +501,40 @@ class Graph:
         return self._channels[1]
 
     @functools.cached_property
-    def biases(self) -> dict[Path, Path]:
-        """{weight: parameter that is added to the outputs of the weight, and to nothing else}."""
+    def biases(self) -> dict[Path, Bias]:
+        """{weight: parameter that shifts the outputs of the weight, and nothing else}."""
         return find_biases(self.program, self._values, self._tracker)
+
+    def reader(self, arrays: Mapping[Path, jax.Array]) -> Callable[[Value], jax.Array]:
+        """Returns a function that computes values of the program from parameters alone.
+
+        Args:
+          arrays: the parameters by path.
+
+        Raises:
+          ValueError: the function needs a parameter that is missing or of another shape.
+        """
+        made_by = {value: e for e in self.program.flat() for value in e.outputs}
+
+        def read(value: Value) -> jax.Array:
+            if value in self._values:
+                leaf = self.leaves[self._values[value]]
+                shape = jnp.shape(arrays[leaf.path]) if leaf.path in arrays else None
+                if shape != leaf.shape:
+                    raise ValueError(
+                        f"The scale of a bias depends on {leaf.name!r}, which has shape "
+                        f"{leaf.shape} in the graph and {shape} in the params. Trace the model "
+                        "with the params, and give all of them."
+                    )
+                return arrays[leaf.path]
+            if value not in made_by:
+                return jnp.asarray(value.constant)
+            equation = made_by[value]
+            outputs = equation.bind([read(x) for x in equation.inputs])
+            result: jax.Array = outputs[equation.outputs.index(value)]
+            return result
+
+        return read
 
     def find_unproven(
         self, masked: Mapping[Path, Collection[tuple[int, Axis]]]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from sparsity import trace
+from sparsity.graph.biases import Bias
 
 PARAMS = {"w": jnp.ones((4, 3)), "b": jnp.ones(3), "square": jnp.ones((3, 3))}
 X = jnp.ones((5, 4))
@@ -26,10 +27,43 @@ MODELS = {
 }
 
 
+NORMED = {  # what shifts the outputs, whether it is subtracted, and the number of scales
+    "a running mean": (lambda p, x: (x @ p["w"] - p["b"]) * p["scale"], ("b", True, 0)),
+    "a shift": (lambda p, x: (x @ p["w"] - 3.0) * p["scale"] + p["b"], ("b", False, 1)),
+    "behind two scales": (
+        lambda p, x: x @ p["w"] * jax.lax.rsqrt(p["scale"]) / 2 + p["b"],
+        ("b", False, 2),
+    ),
+    "behind a sum of parameters": (
+        lambda p, x: x @ p["w"] + 2 * p["scale"] + p["b"],
+        ("b", False, 0),
+    ),
+    "subtracted from": (lambda p, x: p["b"] - x @ p["w"], None),
+    "scaled along the rows": (lambda p, x: x[:3] @ p["w"] * p["scale"][:, None] + p["b"], None),
+    "scaled by data": (lambda p, x: x @ p["w"] * x[:, :3] + p["b"], None),
+    "in a scale, too": (lambda p, x: x @ p["w"] * jnp.sum(p["b"] ** 2) + p["b"], None),
+    "of this batch": (lambda p, x: (x @ p["w"] - (x @ p["w"]).mean(0)) + p["b"], None),
+    "scaled in a loop": (
+        lambda p, x: jax.lax.fori_loop(
+            0, 2, lambda _, y: (x @ p["w"]) * (2 * p["scale"]) + p["b"] + y, x[:, :3]
+        ),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_what_shifts_normalized_outputs_is_found_where_it_is_exact(name):
+    model, expected = NORMED[name]
+    bias = trace(model, {**PARAMS, "scale": jnp.ones(3)}, X).biases.get(("w",))
+    seen = bias and (*bias.path, bias.is_subtracted, len(bias.scales))
+    assert seen == expected
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_bias_is_found_where_it_is_one(name):
     model, is_bias = MODELS[name]
-    assert (trace(model, PARAMS, X).biases.get(("w",)) == ("b",)) == is_bias
+    assert (trace(model, PARAMS, X).biases.get(("w",)) == Bias(("b",))) == is_bias
 
 
 def test_a_bias_in_another_order_than_the_outputs_is_none():
@@ -59,5 +93,5 @@ def test_biases_of_scanned_layers_heads_and_experts():
         return jnp.einsum("rek,eko->ero", x, p["w"]) + p["b"][:, None]
 
     assert trace(model, params, jnp.ones((6, 3))).biases == {
-        (name, "w"): (name, "b") for name in params
+        (name, "w"): Bias((name, "b")) for name in params
     }

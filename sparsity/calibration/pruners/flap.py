@@ -12,11 +12,13 @@ import numpy as np
 from sparsity import masks as masks_lib
 from sparsity.calibration.pruners.base import Problem, Problems
 from sparsity.calibration.pruners.channels import ChannelPruning
+from sparsity.calibration.refits import loses_imaginary, shift_bias
 from sparsity.calibration.statistics import Statistic, Statistics, num_rows
 from sparsity.calibration.statistics.rows import Kind
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_bool
 from sparsity.core.trees import KeyPath, PyTree
+from sparsity.graph import Bias
 from sparsity.training.state import SparseState
 
 
@@ -28,14 +30,15 @@ class FLAPPruning(ChannelPruning):
     all products. `scope=Coupled(graph)` names the channels. The channels of a group compete with
     each other. With `Coupled(graph, across=True)` all channels compete, by importance standardized
     within their group or its layer; a group that keeps less than a twentieth is a warning. The mean
-    of a removed channel is added to the biases of its readers. `sparsity.shrink` then cuts the
-    channel out.
+    of a removed channel is added to the biases of its readers, or to a BatchNorm in inference mode
+    that follows: to its running mean, if that is among the params, or its shift. `sparsity.shrink`
+    then cuts the channel out.
 
     This pruner changes biases as well as masks, so it prunes at once and not along a schedule:
     `instant_sparsify(params, statistics=sparsity.calibrate(fn, params, batches, "moments"))`.
 
     Attributes:
-      compensate: add the means to biases. A reader without a bias is an error then.
+      compensate: add the means to biases. A reader without a bias and a BatchNorm is an error then.
 
     Source: An et al. 2024, "Fluctuation-based Adaptive Structured Pruning for Large Language
     Models", arXiv 2312.11983; the metric WIFV and, with `across`, the structure AL-AM of its code.
@@ -97,47 +100,54 @@ class FLAPPruning(ChannelPruning):
         self, params: PyTree, targets: PyTree, problems: Problems
     ) -> tuple[PyTree, PyTree]:
         biases = self._biases(params, problems) if self.compensate else {}
+        graph, leaves = self.readers.graph, trees.leaves_by_path(params)
+        names = {path: leaf.path for path, leaf in graph.match_parameters(params).items()}
+        read = graph.reader({name: leaves[path] for path, name in names.items()})
         statistics = {trees.path_names(path): x.statistic for path, x in problems.items()}
         scores = self.calculate_scores(trees.prunable(params), statistics=statistics)
         masks = self.create_masks(scores, targets)
         pruned = trees.leaves_by_path(masks_lib.apply_masks(params, masks))
 
         def compensate(path: KeyPath, bias: jax.Array) -> jax.Array:
-            for reader in biases.get(path, ()):
+            for reader, place in biases.get(path, ()):
                 _, dense, statistic, _ = problems[reader]
-                lost = dense, pruned[reader], statistic
-                compensated = sharding.shard_like(bias, _compensated, bias, *lost)
-                bias = sharding.place_like(bias, compensated)
+                bias = shift_bias(place, bias, dense, pruned[reader], statistic, read)
             return bias
 
         return trees.map_matched(compensate, params), masks
 
-    def _biases(self, params: PyTree, problems: Problems) -> dict[KeyPath, list[KeyPath]]:
+    def _biases(
+        self, params: PyTree, problems: Problems
+    ) -> dict[KeyPath, list[tuple[KeyPath, Bias]]]:
         """Returns {bias: the readers whose outputs the bias is added to}."""
         graph, arrays = self.readers.graph, trees.leaves_by_path(params)
         leaves = graph.match_parameters(params)
         paths = {leaf.path: path for path, leaf in leaves.items()}
-        biases: dict[KeyPath, list[KeyPath]] = {}
-        places = {x: paths.get(graph.biases.get(leaves[x].path, ())) for x in problems}
-        if missing := [leaves[reader].name for reader, bias in places.items() if bias is None]:
+        biases: dict[KeyPath, list[tuple[KeyPath, Bias]]] = {}
+        places = {x: graph.biases.get(leaves[x].path) for x in problems}
+        if missing := [
+            leaves[x].name
+            for x, place in places.items()
+            if place is None or place.path not in paths
+        ]:
             names = trees.listed(missing, len(missing))
             raise ValueError(
                 f"The model adds no bias of their own to the outputs of {names}, which read "
                 "channels that are removed, so that the means of these channels cannot be kept. "
-                "Give each a bias of zeros, or compensate=False."
+                "Give each a bias of zeros, or compensate=False. A BatchNorm in inference mode "
+                "serves if its running mean or its shift is among the params."
             )
-        for reader, problem in problems.items():
-            bias = places[reader]
-            assert bias is not None
-            _check_holds(bias, arrays[bias], problem)
-            biases.setdefault(bias, []).append(reader)
+        for reader, place in places.items():
+            assert place is not None
+            bias = paths[place.path]
+            _check_holds(bias, arrays[bias], problems[reader])
+            biases.setdefault(bias, []).append((reader, place))
         return biases
 
 
 def _check_holds(path: KeyPath, bias: jax.Array, reader: Problem) -> None:
     """Raises a ValueError if a real bias would lose the imaginary parts of the means."""
-    is_complex = jnp.iscomplexobj(reader.param) or jnp.iscomplexobj(reader.statistic.sums)
-    if is_complex and not jnp.iscomplexobj(bias):
+    if loses_imaginary(bias, reader.param, reader.statistic):
         raise ValueError(
             f"{reader.site.name!r} has complex outputs, whose means {trees.path_string(path)!r}, "
             f"{bias.dtype}, cannot hold. Give the model a complex bias, or compensate=False."
@@ -149,15 +159,6 @@ def _fluctuations(weights: jax.Array, statistic: Statistic) -> jax.Array:
     # WIFV_j = sum_i |W_ij|^2 x variance of X_j; the channel sums over its entries of all readers
     squares = jnp.square(jnp.abs(statistic.matrices(weights)))
     return statistic.leaf(squares * _variances(statistic)[..., None, :], weights.shape)
-
-
-def _compensated(
-    bias: jax.Array, dense: jax.Array, pruned: jax.Array, statistic: Statistic
-) -> jax.Array:
-    """Returns the bias plus the mean outputs of the removed weights."""
-    lost = statistic.matrices(dense - pruned)
-    added = jnp.sum(lost * _means(statistic)[..., None, :], axis=-1)  # W_lost mean(X)
-    return (bias + added.reshape(bias.shape)).astype(bias.dtype)
 
 
 def _means(statistic: Statistic) -> jax.Array:

@@ -3,5 +3,14 @@
 from sparsity.calibration.refits.admm import ADMM
 from sparsity.calibration.refits.base import Refit, Select
 from sparsity.calibration.refits.least_squares import LeastSquares
+from sparsity.calibration.refits.means import Means, loses_imaginary, shift_bias
 
-__all__ = ["ADMM", "LeastSquares", "Refit", "Select"]
+__all__ = [
+    "ADMM",
+    "LeastSquares",
+    "Means",
+    "Refit",
+    "Select",
+    "loses_imaginary",
+    "shift_bias",
+]

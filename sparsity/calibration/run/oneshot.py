@@ -12,6 +12,7 @@ import functools
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 import chex
@@ -22,7 +23,7 @@ from jax import lax
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.pruners import is_per_slice, statistics_kind
-from sparsity.calibration.refits import Refit
+from sparsity.calibration.refits import Means, Refit, shift_bias
 from sparsity.calibration.run.lockstep import LayerIndex, Lockstep, Stop
 from sparsity.calibration.run.outputs import compare_outputs
 from sparsity.calibration.run.prune import check_runs
@@ -42,7 +43,7 @@ from sparsity.calibration.statistics.walk import Steps
 from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_bool
 from sparsity.core.trees import KeyPath, PyTree
-from sparsity.graph import Graph, trace
+from sparsity.graph import Bias, Graph, trace
 from sparsity.masks import pack_masks
 from sparsity.sparsity_distributions import target_sparsities
 
@@ -54,7 +55,7 @@ def oneshot(
     fn: Callable[..., PyTree],
     params: PyTree,
     batches: Iterable[PyTree],
-    refit: Refit | None = None,
+    refit: Refit | Means | None = None,
     sequential: bool = True,
     folder: str | os.PathLike[str] | None = None,
     *,
@@ -69,7 +70,7 @@ def oneshot(
       fn: the model, `fn(params, batch)`.
       params: its parameters, which stay unchanged.
       batches: second arguments of `fn`, all of one shape; a generator is read once.
-      refit: `LeastSquares()`, `ADMM()`, or `None`.
+      refit: `ADMM()`, `LeastSquares()`, `Means()`, or `None`.
       sequential: each layer sees outputs of pruned layers; otherwise those of the dense model.
       folder: saves each layer; the same call continues after an interruption. Needs orbax, and a
         pruner and a refit of numbers, text, arrays, functions, and objects of these.
@@ -111,7 +112,7 @@ def oneshot(
     return run.params(), run.all_masks(), run.report
 
 
-def _check_arguments(pruner: BaseUpdater, refit: Refit | None, **flags: object) -> None:
+def _check_arguments(pruner: BaseUpdater, refit: Refit | Means | None, **flags: object) -> None:
     """Raises a ValueError for other types, and if leaves of the pruner compete with each other."""
     check_runs(pruner, refit)
     for name, flag in flags.items():
@@ -144,7 +145,7 @@ class _Run:
         self,
         pruner: BaseUpdater,
         params: PyTree,
-        refit: Refit | None,
+        refit: Refit | Means | None,
         graph: Graph,
         batches: Sequence[PyTree],
     ) -> None:
@@ -167,7 +168,10 @@ class _Run:
         self._done: set[tuple[Path, LayerIndex]] = set()
         self._layers: dict[Path, list[LayerReport]] = {}
         self._advance: Callable[[Path, LayerIndex], None] | None = None  # a progress bar
-        kind: Kind = "gram" if refit is not None else statistics_kind(pruner)
+        self._biases = self._find_biases() if isinstance(refit, Means) else {}
+        kind = statistics_kind(pruner)
+        if refit is not None and kind != "gram":
+            kind = getattr(refit, "statistics_kind", "gram")
         # The means of the inputs, which centred errors need, cost a vector more.
         self._kind: Kind = "moments" if kind == "squares" else kind
 
@@ -274,7 +278,10 @@ class _Run:
     ) -> None:
         """Prunes a leaf, or one layer of it, or takes it from the folder."""
         number = len(self._done)
-        layer = self.finished.read(number, self._dense_at(path, cut)) if self.finished else None
+        bias = self._find_bias_at(path, cut)
+        before = None if bias is None else self._part(self._leaves, *bias)
+        dense = self._part(self._dense, path, cut)
+        layer = self.finished.read(number, dense, before) if self.finished else None
         if layer is None:
             started = time.perf_counter()
             result, errors = solved()
@@ -284,13 +291,15 @@ class _Run:
                 count=_num_rows(result.statistic),
                 seconds=time.perf_counter() - started,
             )
-            dense = self._dense_at(path, cut)
             weights, mask = (sharding.place_like(dense, x) for x in (result.refitted, result.mask))
-            layer = Layer(weights, mask, report)
+            after = None if before is None else self._shift(path, before, result)
+            layer = Layer(weights, mask, report, after)
             if self.finished:
                 self.finished.write(number, layer)
         self._done.add((path, cut))
         self._replace(path, cut, layer)
+        if bias is not None and layer.bias is not None:
+            self._replace_leaf(*bias, layer.bias)
         layers = self._layers.setdefault(path, [])
         layers.append(layer.report)
         self.report[path] = LayerReport.combine(layers)
@@ -306,17 +315,28 @@ class _Run:
 
     def _replace(self, path: Path, cut: LayerIndex, layer: Layer) -> None:
         """Puts a layer into a leaf and its mask, in time that does not grow with a stack."""
-        number, at = self._numbers[path], self.sites[path].path
+        leaf, at = self._replace_leaf(path, cut, layer.weights), self.sites[path].path
         if not cut:
-            self._leaves[number], self.masks[at] = layer.weights, layer.mask
+            self.masks[at] = layer.mask
             return
         if at not in self.masks:
-            leaf = self._leaves[number] = jnp.array(self._leaves[number], copy=True)
             self.masks[at] = sharding.place_like(leaf, sharding.ones_like(leaf))
+        axes, places = zip(*sorted(cut), strict=True)
+        self.masks[at] = _put(self.masks[at], layer.mask, axes, places)
+
+    def _replace_leaf(self, path: Path, cut: LayerIndex, part: jax.Array) -> jax.Array:
+        """Puts a layer into a leaf, and returns the leaf."""
+        number = self._numbers[path]
+        if not cut:
+            self._leaves[number] = part
+            return part
+        if number not in self._copied:
+            self._leaves[number] = jnp.array(self._leaves[number], copy=True)
             self._copied.add(number)
         axes, places = zip(*sorted(cut), strict=True)
-        self._leaves[number] = _put(self._leaves[number], layer.weights, axes, places)
-        self.masks[at] = _put(self.masks[at], layer.mask, axes, places)
+        leaf: jax.Array = _put(self._leaves[number], part, axes, places)
+        self._leaves[number] = leaf
+        return leaf
 
     def _leaf(self, number: int, *layers: int) -> jax.Array:
         """Returns the current leaf or one of its layers, unaffected by later changes."""
@@ -325,9 +345,9 @@ class _Run:
             return leaf[layers]
         return jnp.copy(leaf) if number in self._copied else leaf
 
-    def _dense_at(self, path: Path, cut: LayerIndex) -> jax.Array:
-        """Returns a leaf before pruning, or one of its layers."""
-        leaf, index = self._dense[self._numbers[path]], dict(cut)
+    def _part(self, leaves: Sequence[jax.Array], path: Path, cut: LayerIndex) -> jax.Array:
+        """Returns one of the leaves, or one of its layers."""
+        leaf, index = leaves[self._numbers[path]], dict(cut)
         layer: jax.Array = leaf[tuple(index.get(axis, slice(None)) for axis in range(leaf.ndim))]
         return layer
 
@@ -340,10 +360,46 @@ class _Run:
                 f"No row of the batches reaches {name!r}: they are empty, or the model takes other "
                 "branches. Give batches that reach it, or keep it dense with filter_fn."
             )
-        site, dense = self.sites[path], self._dense_at(path, cut)
+        site, dense = self.sites[path], self._part(self._dense, path, cut)
         warn_of_zeros(statistic, site.name)
         target = self.targets[site.path]
-        return solve(self.pruner, self.refit, site, target, self._tree, dense, cut, statistic)
+        refit = None if isinstance(self.refit, Means) else self.refit
+        solved = solve(self.pruner, refit, site, target, self._tree, dense, cut, statistic)
+        return solved._replace(keeps_means=path in self._biases)
+
+    def _find_biases(self) -> dict[Path, Bias]:
+        """Returns the biases of the leaves to prune, and warns of leaves without one."""
+        dtypes = {leaf.path: leaf.dtype for leaf in self.graph.leaves}
+        biases = {path: self.graph.biases[path] for path in self.sites if path in self.graph.biases}
+        for path, bias in [*biases.items()]:
+            outputs = [use.equation.outputs[0].dtype for use in self.graph.find_products(path)]
+            is_complex = any(jnp.issubdtype(x, jnp.complexfloating) for x in outputs)
+            if is_complex and not jnp.issubdtype(dtypes[bias.path], jnp.complexfloating):
+                del biases[path]  # which would lose the imaginary parts
+        if missing := [site.name for path, site in self.sites.items() if path not in biases]:
+            warnings.warn(
+                f"Means leaves {trees.listed(missing, len(missing))} as the pruner does: the model "
+                "adds no bias of their own to their outputs. A BatchNorm in inference mode serves "
+                "if its running mean or its shift is among the params.",
+                stacklevel=4,
+            )
+        return biases
+
+    def _find_bias_at(self, path: Path, cut: LayerIndex) -> tuple[Path, LayerIndex] | None:
+        """Returns the bias of a leaf, and its layer of the same number."""
+        if path not in self._biases:
+            return None
+        place = self._biases[path].path
+        axes = self.graph.find_scanned_axes().get(place, ())
+        return place, tuple((axis, layer) for axis, (_, layer) in zip(axes, cut, strict=False))
+
+    def _shift(self, path: Path, bias: jax.Array, solved: Solved) -> jax.Array:
+        """Returns the bias of a leaf that keeps the means of its outputs."""
+        read = self.graph.reader(
+            {leaf.path: array for leaf, array in zip(self.graph.leaves, self._leaves, strict=True)}
+        )
+        lost = solved.dense, solved.refitted, solved.statistic
+        return shift_bias(self._biases[path], bias, *lost, read)
 
     def _why_unread(self, path: Path) -> str:
         """Returns the reason why a leaf can have no statistic."""

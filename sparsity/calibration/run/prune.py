@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from sparsity import masks as masks_lib
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.pruners import Within, is_per_slice
-from sparsity.calibration.refits import Refit, Select
+from sparsity.calibration.refits import Means, Refit, Select
 from sparsity.calibration.statistics import (
     Statistic,
     Statistics,
@@ -54,6 +54,11 @@ def prune(
       Array([[5., 0.]], dtype=float32)
     """
     check_runs(pruner, refit)
+    if isinstance(refit, Means):
+        raise ValueError(
+            "Means changes the biases that follow weights, which only the program of a model "
+            "shows: give refit = Means() to oneshot."
+        )
     pruned, masks = pruner.instant_sparsify(params, statistics=statistics)
     if refit is None:
         return pruned, masks
@@ -67,7 +72,8 @@ def check_runs(pruner: object, refit: object = None) -> None:
             "pruner must be an updater, for example "
             f"WandaPruning(sparsity_distribution_fn=Uniform(0.5)), {_got(pruner)}."
         )
-    if refit is not None and (isinstance(refit, type) or not callable(refit)):
+    is_refit = callable(refit) or isinstance(refit, Means)
+    if refit is not None and (isinstance(refit, type) or not is_refit):
         raise ValueError(f"refit must be None, LeastSquares(), ADMM() or a `Refit`, {_got(refit)}.")
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.refits import Refit
+from sparsity.calibration.refits import Means, Refit
 from sparsity.calibration.run.fingerprint import fingerprint, fingerprint_program
 from sparsity.calibration.run.report import LayerReport
 from sparsity.core import extras, trees
@@ -22,11 +22,12 @@ from sparsity.graph import trace
 
 
 class Layer(NamedTuple):
-    """Pruned leaf or layer: its weights, their mask, and the report."""
+    """Pruned leaf or layer: its weights, their mask, the report, and the bias if it moved."""
 
     weights: jax.Array
     mask: jax.Array
     report: LayerReport
+    bias: jax.Array | None = None
 
 
 class Finished:
@@ -59,16 +60,17 @@ class Finished:
                 "another folder, or delete this one to start afresh."
             )
 
-    def read(self, number: int, like: jax.Array) -> Layer | None:
-        """Returns a layer placed as `like`, or `None` if the layer is not finished."""
+    def read(self, number: int, like: jax.Array, bias: jax.Array | None = None) -> Layer | None:
+        """Returns a layer placed as `like` and `bias`, or `None` if the layer is not finished."""
         path = self._folder / str(number)
         if not path.exists():
             return None
-        shape = _tree(Layer(like, like.astype(np.uint8), LayerReport(0.0, 0.0, 0.0, 0, 0.0, 0.0)))
+        report = LayerReport(0.0, 0.0, 0.0, 0, 0.0, 0.0)
+        shape = _tree(Layer(like, like.astype(np.uint8), report, bias))
         how = self._checkpoints.checkpoint_utils.construct_restore_args(shape)
         with self._checkpoints.PyTreeCheckpointer() as checkpointer:
             restored = checkpointer.restore(path, item=shape, restore_args=how)
-        return Layer(restored["weights"], restored["mask"], LayerReport(**restored["report"]))
+        return Layer(**restored | {"report": LayerReport(**restored["report"])})
 
     def write(self, number: int, layer: Layer) -> None:
         """Saves a layer atomically: a kill leaves all of it or nothing."""
@@ -77,7 +79,8 @@ class Finished:
 
 
 def _tree(layer: Layer) -> dict[str, PyTree]:
-    return layer._asdict() | {"report": dataclasses.asdict(layer.report)}
+    arrays = {name: value for name, value in layer._asdict().items() if value is not None}
+    return arrays | {"report": dataclasses.asdict(layer.report)}
 
 
 def _write(path: pathlib.Path, text: str) -> None:
@@ -93,7 +96,7 @@ def _new(path: pathlib.Path) -> pathlib.Path:
 
 def identify(
     pruner: BaseUpdater,
-    refit: Refit | None,
+    refit: Refit | Means | None,
     fn: Callable[..., PyTree],
     params: PyTree,
     batches: Sequence[PyTree],

@@ -12,7 +12,14 @@ from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.refits import Refit
 from sparsity.calibration.run.lockstep import LayerIndex
 from sparsity.calibration.run.prune import prune, reconstruct
-from sparsity.calibration.statistics import Statistic, centre, errors, ratio, squared_means
+from sparsity.calibration.statistics import (
+    Statistic,
+    centre,
+    errors,
+    output_error,
+    ratio,
+    squared_means,
+)
 from sparsity.core import host, sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.masks import Site
@@ -42,6 +49,7 @@ class Solved(NamedTuple):
       pruned: the weights after the pruner.
       refitted: the weights after the refit.
       mask: uint8.
+      keeps_means: whether a bias takes over the means of the lost outputs.
     """
 
     statistic: Statistic
@@ -49,17 +57,23 @@ class Solved(NamedTuple):
     pruned: jax.Array
     refitted: jax.Array
     mask: jax.Array
+    keeps_means: bool = False
 
     def errors(self) -> Errors:
         """Returns the lost shares of the outputs, by Gram matrices."""
+        if self.keeps_means:
+            leaves = self.dense - self.refitted, self.dense
+            losses = [jnp.sum(output_error(self.statistic, x)) for x in leaves]
+            return self.share(jnp.stack(losses))
         leaves = self.dense, self.refitted, self.pruned
         (after, before), (centred, _) = jax.device_get(_errors(self.statistic, *leaves))
         return Errors(float(after), float(before), float(centred))
 
     def share(self, losses: jax.Array) -> Errors:
         """Returns the lost shares from the sums of squares of the lost and the dense outputs."""
-        error, centred = jax.device_get(_share(self.statistic, losses, self.dense, self.refitted))
-        return Errors(float(error), float(error), float(centred))
+        shares = jax.device_get(_share(self.statistic, losses, self.dense, self.refitted))
+        error, without_means, centred = map(float, shares)
+        return Errors(without_means if self.keeps_means else error, error, centred)
 
     def matrices(self) -> list[jax.Array]:
         """Returns the lost and the dense weights, [*batch, outputs, inputs] each."""
@@ -78,12 +92,16 @@ _matrices = host.instead(_lost_and_dense)(_lost_and_dense)
 
 def _share_sums(
     statistic: Statistic, losses: jax.Array, dense: jax.Array, refitted: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the error and the centred error of weights, from the sums of squares of outputs."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns errors of weights from the sums of squares of outputs.
+
+    They are the error, the error if a bias keeps the means of the outputs, and the centred error.
+    """
     lost, total = losses
     leaves = dense - refitted, dense
     lost_mean, mean = (squared_means(statistic, leaf).sum() for leaf in leaves)
-    return ratio(lost, total), centre(lost, lost_mean, total, mean)
+    without_means = ratio((lost - lost_mean).clip(0), total)
+    return ratio(lost, total), without_means, centre(lost, lost_mean, total, mean)
 
 
 _share = host.instead(_share_sums)(jax.jit(_share_sums))

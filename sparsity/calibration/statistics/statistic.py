@@ -409,6 +409,18 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return product
 
 
+def mean_outputs(statistic: Statistic, leaf: jax.Array) -> jax.Array:
+    """Returns the means of the outputs over the rows, [*batch, outputs].
+
+    Args:
+      statistic: with `sums`.
+      leaf: the weights of each output.
+    """
+    sums = jnp.asarray(statistic.sums)
+    means = sums / num_rows(statistic, sums.ndim)
+    return jnp.sum(statistic.matrices(leaf) * means[..., None, :], axis=-1)
+
+
 def num_rows(statistic: Statistic, ndim: int) -> jax.Array:
     """Returns the numbers of rows, at least 1, with axes that broadcast to [*batch, ...]."""
     rows = statistic.count

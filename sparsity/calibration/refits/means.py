@@ -1,0 +1,79 @@
+"""Means: biases take over what pruned weights added to the outputs on average."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from sparsity.calibration.statistics import Statistic, mean_outputs
+from sparsity.calibration.statistics.rows import Kind
+from sparsity.core import sharding
+from sparsity.graph import Bias
+from sparsity.programs.program import Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Means:
+    """Adds the means of the lost outputs to biases: the cheapest refit, for `refit=` of `oneshot`.
+
+    The bias of a layer becomes b + (W - W_pruned) mean(x), so that pruning keeps the mean of each
+    output. Weights stay as the pruner leaves them, and no Gram matrix is needed. A BatchNorm in
+    inference mode that follows a layer serves as well: its running mean, if that is among the
+    params, or its shift, times the scale before. Leaves without either are pruned and named in a
+    warning.
+
+    `ADMM` and `LeastSquares` gain more; `Means` costs one product with a vector, and suits networks
+    of one-sided activations.
+
+    Example:
+      >>> import sparsity
+      >>> params = {"kernel": jnp.array([[4.0], [1.0]]), "bias": jnp.zeros(1)}
+      >>> pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
+      >>> batch = jnp.array([[1.0, 2.0], [1.0, 4.0]])
+      >>> model = lambda p, x: x @ p["kernel"] + p["bias"]
+      >>> pruned, _, _ = sparsity.oneshot(pruner, model, params, [batch], refit=Means())
+      >>> pruned["kernel"].T, pruned["bias"]  # the mean of the lost input is 3
+      (Array([[4., 0.]], dtype=float32), Array([3.], dtype=float32))
+    """
+
+    statistics_kind: ClassVar[Kind] = "moments"
+
+
+def shift_bias(
+    place: Bias,
+    bias: jax.Array,
+    dense: jax.Array,
+    pruned: jax.Array,
+    statistic: Statistic,
+    read: Callable[[Value], jax.Array],
+) -> jax.Array:
+    """Returns the bias that keeps the means of the outputs of a weight, in dtype and sharding.
+
+    Args:
+      place: how the model adds the bias.
+      bias: the bias, or its layer.
+      dense: the weight before pruning.
+      pruned: the weight after pruning.
+      statistic: with `sums`.
+      read: returns the array of a value that depends on parameters alone.
+    """
+
+    def shift(
+        bias: jax.Array, lost: jax.Array, statistic: Statistic, *scales: jax.Array
+    ) -> jax.Array:
+        return place.shift(bias, mean_outputs(statistic, lost), scales)
+
+    scales = [read(scale.value) for scale in place.scales]
+    return sharding.place_like(
+        bias, sharding.shard_like(bias, shift, bias, dense - pruned, statistic, *scales)
+    )
+
+
+def loses_imaginary(bias: jax.Array, weight: jax.Array, statistic: Statistic) -> bool:
+    """Returns whether a real bias would lose the imaginary parts of the means of outputs."""
+    is_complex = jnp.iscomplexobj(weight) or jnp.iscomplexobj(statistic.sums)
+    return is_complex and not jnp.iscomplexobj(bias)
