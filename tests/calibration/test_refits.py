@@ -32,7 +32,7 @@ def refitted(pruner, refit, weights, x):
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_least_squares_are_those_of_the_normal_equations(kind, direct, monkeypatch):
-    monkeypatch.setattr(least_squares, "_MOST_DIRECT", 4096 if direct else 0)
+    monkeypatch.setattr(least_squares, "_count_steps", lambda inputs: 0 if direct else 4096)
     weights, x, _ = oracles.layer()
     with jax.enable_x64(True):
         pruned, mask = refitted(wanda(kind), sparsity.LeastSquares(), weights, x)
@@ -55,11 +55,38 @@ def test_least_squares_take_masks_with_outputs_of_any_number_of_weights():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("most", [0, 4096])
-def test_outputs_that_keep_the_same_inputs_are_factored_once_and_exactly(most, monkeypatch):
-    monkeypatch.setattr(least_squares, "_MOST_DIRECT", most)
-    monkeypatch.delattr(least_squares, "_by_factors")  # one by one
-    monkeypatch.delattr(least_squares, "_by_gradients")
+def test_supports_of_more_than_two_blocks_are_factored_exactly(monkeypatch):
+    monkeypatch.setattr(least_squares, "_count_steps", lambda inputs: 0)
+    weights, x, _ = oracles.layer(600, 3, 900)
+    with jax.enable_x64(True):
+        pruned, mask = refitted(wanda(), sparsity.LeastSquares(), weights, x)
+    np.testing.assert_allclose(pruned, oracles.least_squares(weights, mask, x.T @ x), rtol=1e-7)
+
+
+@pytest.mark.slow
+def test_only_outputs_that_conjugate_gradients_leave_unsolved_are_factored(monkeypatch):
+    weights, x, _ = oracles.layer()
+    weights[::2] = 0  # solved at once
+    chosen = {}
+
+    def solve(gradient, kept, gram, steps):
+        _, is_solved = by_gradients(gradient, kept, gram, 0)
+        chosen["solved"] = is_solved
+        return jnp.where(is_solved[:, None], 0, jnp.full_like(gradient, jnp.nan)), is_solved
+
+    by_gradients = least_squares._by_gradients
+    monkeypatch.setattr(least_squares, "_by_gradients", solve)
+    gram = jnp.asarray(x.T @ x, jnp.float32)
+    gradient = jnp.asarray(weights @ x.T @ x, jnp.float32)
+    gains = least_squares._by_output(gradient, gradient == gradient, gram, 24, 0, 1)
+    assert chosen["solved"].tolist() == [True, False] * 8
+    np.testing.assert_array_equal(gains[::2], 0)
+    np.testing.assert_allclose(gains[1::2], weights[1::2], rtol=0.05, atol=0.01)
+
+
+@pytest.mark.slow
+def test_outputs_that_keep_the_same_inputs_are_factored_once_and_exactly(monkeypatch):
+    monkeypatch.delattr(least_squares, "_by_output")  # one by one
     weights, x, _ = oracles.layer()
     mask = np.outer(np.arange(16) % 5 > 0, np.arange(24) % 3 > 0).astype(np.uint8)
     with jax.enable_x64(True):
@@ -72,7 +99,7 @@ def test_outputs_that_keep_the_same_inputs_are_factored_once_and_exactly(most, m
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_output_gets_worse_where_rows_are_few_and_inputs_dead(dtype, direct, monkeypatch):
-    monkeypatch.setattr(least_squares, "_MOST_DIRECT", 4096 if direct else 0)
+    monkeypatch.setattr(least_squares, "_count_steps", lambda inputs: 0 if direct else 4096)
     weights, x, _ = oracles.layer(rows=10, dtype=np.float32)
     x[:, [1, 5]] = 0
     kernel = jnp.asarray(weights.T, dtype)
