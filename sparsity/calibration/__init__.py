@@ -17,7 +17,7 @@ from sparsity.calibration.pruners import (
 )
 from sparsity.calibration.rates import Rates, owl
 from sparsity.calibration.refits import ADMM, LeastSquares, Means, Refit
-from sparsity.calibration.run import LayerReport, Report, Sensitivity, oneshot, prune
+from sparsity.calibration.run import Estimate, LayerReport, Report, Sensitivity, oneshot, prune
 from sparsity.calibration.statistics import (
     Count,
     Statistic,
@@ -30,6 +30,7 @@ from sparsity.calibration.statistics import (
 __all__ = [
     "ADMM",
     "Count",
+    "Estimate",
     "FLAPPruning",
     "LayerReport",
     "LeastSquares",

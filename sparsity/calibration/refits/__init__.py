@@ -2,7 +2,7 @@
 
 from sparsity.calibration.refits.admm import ADMM
 from sparsity.calibration.refits.base import Refit, Select
-from sparsity.calibration.refits.least_squares import LeastSquares
+from sparsity.calibration.refits.least_squares import LeastSquares, count_bytes
 from sparsity.calibration.refits.means import Means, loses_imaginary, shift_bias
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Means",
     "Refit",
     "Select",
+    "count_bytes",
     "loses_imaginary",
     "shift_bias",
 ]

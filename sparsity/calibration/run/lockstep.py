@@ -44,6 +44,7 @@ def _is_finite_on_host(sums: Sums) -> np.ndarray:
 
 
 _is_finite = host.instead(_is_finite_on_host)(jax.jit(is_finite))
+_add = jax.jit(add, donate_argnums=0)
 
 
 class Frame:
@@ -101,14 +102,6 @@ class Frame:
         """Returns the inputs of an equation, for a batch."""
         return [self.read(batch, value) for value in equation.inputs]
 
-    def last_uses(self) -> dict[Value, Equation | None]:
-        """Returns the last equation that needs each value, `None` for outputs."""
-        last: dict[Value, Equation | None] = {}
-        for equation in self.program.flat():
-            last.update(dict.fromkeys(equation.inputs, equation))
-        last.update(dict.fromkeys(self.program.outputs))
-        return last
-
 
 @dataclasses.dataclass(frozen=True)
 class Stop:
@@ -141,7 +134,7 @@ class Stop:
         finite = []
         for sums in each:
             finite.append(_is_finite(sums))
-            total = add(total, sums) if total else sums
+            total = _add(total, sums) if total else sums
         for batch, is_batch_finite in enumerate(jax.device_get(finite)):
             if not is_batch_finite:
                 raise not_finite(name, batch)
@@ -250,18 +243,14 @@ class Lockstep:
 
     def _run(self, frame: Frame) -> None:
         self._frames.append(frame)
-        last = frame.last_uses()
+        last = last_uses(frame.program)
         for equations in self._stretches(frame):
             if len(equations) > 1:
                 self._run_stretch(frame, equations, last)
             else:
-                self._step(frame, equations[0])
-            inside = {*equations}
-            for equation in equations:
-                for value in {*equation.inputs, *equation.outputs}:
-                    if last.get(value, equation) in inside:
-                        for values in frame.data:
-                            values.pop(value, None)
+                self._step(frame, equations[0], last)
+                for values in frame.data:
+                    _forget(values, equations[0], last)
         self._frames.pop()
 
     def _stretches(self, frame: Frame) -> Iterator[list[Equation]]:
@@ -302,8 +291,12 @@ class Lockstep:
             arrays = [frame.read(batch, value) for value in inputs]
             compiled = share(run, arrays) if compiled is None else compiled
             values.update(zip(needed, compiled(arrays), strict=True))
+            for equation in equations:
+                _forget(values, equation, last)  # before the next batch needs memory
 
-    def _step(self, frame: Frame, equation: Equation) -> None:
+    def _step(
+        self, frame: Frame, equation: Equation, last: Mapping[Value, Equation | None]
+    ) -> None:
         """Prunes the weights that an equation reads, and runs the equation."""
         for number in self._uses.at(equation):
             self._reach(frame, equation, number, frame.layers)
@@ -315,6 +308,7 @@ class Lockstep:
         for batch, values in enumerate(frame.data):
             outputs = equation.bind(frame.inputs(batch, equation))
             values.update(zip(equation.outputs, outputs, strict=True))
+            _forget(values, equation, last)  # before the next batch needs memory
 
     def _order(self, bodies: Sequence[Program], layers: Layers) -> Iterator[tuple[int, Layers]]:
         """Yields the uses in loops and branches, with their layers, in the order of execution."""
@@ -400,6 +394,24 @@ class Lockstep:
             if all(frame.layers.get(scan, layer) == layer for scan, layer in scan_layers.items()):
                 layers[number] = {s: n for s, n in scan_layers.items() if s not in frame.layers}
         return layers
+
+
+def last_uses(program: Program) -> dict[Value, Equation | None]:
+    """Returns the last equation that needs each value, `None` for outputs."""
+    last: dict[Value, Equation | None] = {}
+    for equation in program.flat():
+        last.update(dict.fromkeys(equation.inputs, equation))
+    last.update(dict.fromkeys(program.outputs))
+    return last
+
+
+def _forget(
+    values: dict[Value, jax.Array], equation: Equation, last: Mapping[Value, Equation | None]
+) -> None:
+    """Drops the values of a batch that no equation after this one needs."""
+    for value in {*equation.inputs, *equation.outputs}:
+        if last.get(value, equation) is equation:
+            values.pop(value, None)
 
 
 def _trips(scan: Equation) -> Sequence[int]:

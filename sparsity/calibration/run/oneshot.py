@@ -14,6 +14,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, overload
 
 import chex
 import jax
@@ -22,8 +23,9 @@ import numpy as np
 from jax import lax
 
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.pruners import is_per_slice, statistics_kind
-from sparsity.calibration.refits import Means, Refit, shift_bias
+from sparsity.calibration.pruners import SparseGPTPruning, is_per_slice, statistics_kind
+from sparsity.calibration.refits import ADMM, LeastSquares, Means, Refit, count_bytes, shift_bias
+from sparsity.calibration.run.estimate import Estimate, Meter
 from sparsity.calibration.run.lockstep import LayerIndex, Lockstep, Stop
 from sparsity.calibration.run.outputs import compare_outputs
 from sparsity.calibration.run.prune import check_runs
@@ -47,7 +49,37 @@ from sparsity.graph import Bias, Graph, trace
 from sparsity.masks import pack_masks
 from sparsity.sparsity_distributions import target_sparsities
 
-_COPIES = 5  # arrays of the size of a Gram matrix: SparseGPT makes four from one
+# Arrays of the size of a Gram matrix that are held at once, the matrix included.
+_GRAMS = {SparseGPTPruning: 5, ADMM: 3, LeastSquares: 2}
+
+
+@overload
+def oneshot(
+    pruner: BaseUpdater,
+    fn: Callable[..., PyTree],
+    params: PyTree,
+    batches: Iterable[PyTree],
+    refit: Refit | Means | None = None,
+    sequential: bool = True,
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    held: Iterable[PyTree] | None = None,
+    metric: Callable[[PyTree], chex.Numeric] | None = None,
+    progress: bool = False,
+    estimate: Literal[False] = False,
+) -> tuple[PyTree, PyTree, Report]: ...
+
+
+@overload
+def oneshot(
+    pruner: BaseUpdater,
+    fn: Callable[..., PyTree],
+    params: PyTree,
+    batches: Iterable[PyTree],
+    refit: Refit | Means | None = None,
+    *,
+    estimate: Literal[True],
+) -> Estimate: ...
 
 
 def oneshot(
@@ -62,7 +94,8 @@ def oneshot(
     held: Iterable[PyTree] | None = None,
     metric: Callable[[PyTree], chex.Numeric] | None = None,
     progress: bool = False,
-) -> tuple[PyTree, PyTree, Report]:
+    estimate: bool = False,
+) -> tuple[PyTree, PyTree, Report] | Estimate:
     """Prunes a trained model by calibration data, layer by layer.
 
     Args:
@@ -77,10 +110,12 @@ def oneshot(
       held: batches for `report.outputs`; by default `batches`, with `()` none.
       metric: `metric(params) -> number`, for `report.outputs` before and after.
       progress: show a bar of the layers with the time left. Needs tqdm.
+      estimate: run nothing, and return the bytes that a sequential run needs. Params and batches
+        may be `jax.ShapeDtypeStruct`s.
 
     Returns:
       (pruned params, masks, report): `report[path]` has sparsity and errors of a leaf,
-      `report.outputs` those of the model, `report.table()` both.
+      `report.outputs` those of the model, `report.table()` both. With `estimate` an `Estimate`.
 
     Raises:
       ValueError: there are no batches, activations are not finite, no product reads a leaf that
@@ -96,10 +131,14 @@ def oneshot(
       >>> pruned["kernel"].T, round(report[("kernel",)].error, 3)
       (Array([[4., 0.]], dtype=float32), 0.024)
     """
-    _check_arguments(pruner, refit, sequential=sequential, progress=progress)
+    _check_arguments(pruner, refit, sequential=sequential, progress=progress, estimate=estimate)
     if not (seen := list(batches)):
         raise ValueError("batches has no batch: give at least one.")
     run = _Run(pruner, params, refit, trace(fn, params, seen[0]), seen)
+    if estimate:
+        if not sequential:
+            raise ValueError("estimate follows a sequential run, got sequential = False.")
+        return run.estimate()
     if progress:
         run.show_progress()
     if folder is not None:
@@ -223,8 +262,22 @@ class _Run:
         calibration = Calibration(self.graph, self._kind, self._is_pruned)
         if self._kind == "gram":
             for name, gram in calibration.grams(one_layer=True).items():
-                check_memory({name: gram}, copies=_COPIES)  # one is held at a time
+                check_memory({name: gram}, copies=self._count_grams())  # one is held at a time
         Lockstep(calibration, self.batches, self._leaf, self._is_done, self._prune_at).run()
+
+    def estimate(self) -> Estimate:
+        """Returns the bytes of a sequential run, from shapes alone."""
+        calibration = Calibration(self.graph, self._kind, self._is_pruned)
+        grams = self._count_grams() if self._kind == "gram" else 0
+        solving = count_bytes if isinstance(self.refit, LeastSquares) else None
+        return Meter(calibration, self.batches, grams, solving).estimate()
+
+    def _count_grams(self) -> int:
+        """Returns the number of arrays of the size of a Gram matrix that a layer needs at once."""
+        methods: list[object] = [] if self.refit is None else [self.refit]
+        if statistics_kind(self.pruner) == "gram":
+            methods.append(self.pruner)
+        return max(_GRAMS.get(type(method), max(_GRAMS.values())) for method in methods)
 
     def finish(self, fn: Callable[..., PyTree]) -> None:
         """Prunes all other leaves, by their inputs in the current model."""

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sparsity.base_updater import BaseUpdater
+from sparsity.calibration.pruners import statistics_kind
 from sparsity.calibration.rates import Rates
 from sparsity.calibration.run.outputs import make_outputs, sum_lost_squares, sum_squares
 from sparsity.calibration.run.prune import check_runs, prune
@@ -78,7 +79,8 @@ def measure(
         if rate == 0:
             raise ValueError("rates must be above 0, at which nothing is lost, got a rate of 0.")
     seen = list(batches)
-    statistics = calibrate(fn, params, seen, "gram", lambda path, _: path in paths)
+    kind = statistics_kind(pruner)
+    statistics = calibrate(fn, params, seen, kind, lambda path, _: path in paths)
     outputs = make_outputs(fn, params, seen[0])
     dense = [outputs(params, batch) for batch in seen]
     norm = sum(float(sum_squares(expected)) for expected in dense)

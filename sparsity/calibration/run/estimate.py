@@ -1,0 +1,179 @@
+"""Bytes that a one-shot run needs, from shapes alone.
+
+The walk over the program is that of `lockstep`: values live from the equation that makes them to
+the last one that reads them, for all batches at once; each weight stops the run for its sums and
+its solution. Temporary values within a product, a loop that runs as a whole, or a solution of a
+layer count for one batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from sparsity.calibration.run.lockstep import last_uses
+from sparsity.calibration.statistics import Path
+from sparsity.calibration.statistics.capture import Calibration
+from sparsity.calibration.statistics.walk import Walk
+from sparsity.core import trees
+from sparsity.core.trees import PyTree
+from sparsity.graph import Use
+from sparsity.programs.program import Equation, Program, Value
+
+_WEIGHTS = 6  # arrays of the size of a layer: dense, scores, pruned, refitted, their differences
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Bytes of a one-shot run, which `oneshot(..., estimate=True)` returns.
+
+    Attributes:
+      model: the params, and the pruned leaves and masks when the run ends.
+      activations: the batches and the values of all batches that live at the peak.
+      gram: the Gram matrix of the largest layer, 0 where sums of squares are enough.
+      peak: all that lives at once at most.
+      leaf: the leaf that sets the peak.
+    """
+
+    model: int
+    activations: int
+    gram: int
+    peak: int
+    leaf: str
+
+    def __repr__(self) -> str:
+        sizes = {"model": self.model, "activations": self.activations, "gram": self.gram}
+        parts = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sizes.items())
+        return f"Estimate({parts}; peak {self.peak / 1e6:.1f} MB at {self.leaf!r})"
+
+
+class Meter:
+    """Follows the bytes of a run.
+
+    Args:
+      calibration: the uses of the weights that are pruned.
+      batches: the batches, arrays or shapes.
+      grams: arrays of the size of a Gram matrix that a layer needs at once, 0 without one.
+      solving: `solving(outputs, inputs)` returns the bytes of a solution beside one Gram matrix.
+    """
+
+    def __init__(
+        self,
+        calibration: Calibration,
+        batches: Sequence[PyTree],
+        grams: int,
+        solving: Callable[[int, int], int] | None = None,
+    ) -> None:
+        self._graph, self._uses = calibration.graph, calibration.uses
+        self._copies, self._solving, self._batches = grams, solving, len(batches)
+        self._walk = Walk(calibration.uses, calibration.sum_up)
+        sizes = {name: _bytes(x) for name, x in calibration.grams(one_layer=True).items()}
+        self._grams = {path: sizes["/".join(path) or "params"] for path in self._paths()}
+        self._held = sum(_bytes(x) for batch in batches for x in trees.split_arrays(batch)[0])
+        self._params = sum(leaf.size * leaf.dtype.itemsize for leaf in self._graph.leaves)
+        self._pruned: dict[Path, int] = {}
+        self._peak = (0, 0, "")  # bytes in all, bytes of activations, leaf
+
+    def estimate(self) -> Estimate:
+        """Returns the bytes of the run."""
+        program = self._graph.program
+        # The batches themselves stay with the caller.
+        self._run(program, self._held, free={*program.inputs})
+        peak, activations, leaf = self._peak
+        gram = max(self._grams.values(), default=0) if self._copies else 0
+        model = self._params + sum(self._pruned.values())
+        return Estimate(model, activations, gram, peak, leaf)
+
+    def _paths(self) -> set[Path]:
+        return {use.path for use in self._uses.values()}
+
+    def _run(self, program: Program, held: int, free: set[Value]) -> None:
+        """Follows a program.
+
+        Args:
+          program: the program.
+          held: bytes of activations around it.
+          free: inputs of the program that share memory with values around it.
+        """
+        last, live = last_uses(program), dict[Value, int]()
+        for value in program.inputs:
+            if self._graph.is_data(value) and value not in free:
+                live[value] = self._batches * _bytes(value)
+        for equation in program.flat():
+            dead = {x for x in equation.inputs if last.get(x) is equation}
+            if any(map(self._graph.is_data, equation.inputs)):
+                ends = sum(live.get(value, 0) for value in dead) // self._batches
+                self._step(equation, held + sum(live.values()), ends)
+                for value in equation.outputs:
+                    live[value] = self._batches * _bytes(value)
+            for value in {*dead, *equation.outputs} & live.keys():
+                if last.get(value, equation) is equation:
+                    del live[value]
+
+    def _step(self, equation: Equation, held: int, ends: int) -> None:
+        """Follows an equation and the weights that it stops at.
+
+        Args:
+          equation: the equation.
+          held: bytes that live before it.
+          ends: bytes of a batch that the equation is the last to read.
+        """
+        for number in self._walk.at(equation):
+            self._stop(self._uses[number], held)
+        within = self._walk.within(equation)
+        if equation.name == "scan" and any(equation in self._uses[n].view.scans for n in within):
+            (body,) = equation.within()
+            pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))
+            fixed = body.layers.start - len(body.carries)
+            free = {inner for i, (_, inner) in pairs if i < fixed}
+            stacked = self._batches * sum(map(_bytes, equation.outputs))
+            for _ in range(2):  # a first layer copies the leaves, and all others find the copies
+                self._run(body.program, held + stacked, free)
+            return
+        for number in within:
+            self._stop(self._uses[number], held)
+        inside = sum(_bytes(v) for body in equation.bodies for e in body.flat() for v in e.outputs)
+        made = sum(map(_bytes, equation.outputs))
+        later = (self._batches - 1) * max(made - ends, 0)  # what batch after batch adds
+        self._note(held + made + later + inside, held + later, "")
+
+    def _stop(self, use: Use, held: int) -> None:
+        """Follows the sums and the solution of a weight."""
+        leaf = next(x for x in self._graph.leaves if x.path == use.path)
+        self._pruned.setdefault(use.path, leaf.size * (leaf.dtype.itemsize + 1))
+        layers = math.prod(leaf.shape[axis] for axis in use.view.stacked)
+        part = 4 * leaf.size // max(layers, 1)
+        x, y = (_wide(v) for v in (use.equation.inputs[1 - use.operand], use.equation.outputs[0]))
+        if self._copies:
+            gram, inputs = self._grams[use.path], max(use.num_inputs, 1)
+            outputs = part // 4 // inputs
+            is_convolution = use.primitive == "conv_general_dilated"
+            # Patches are made, brought into order, and split into groups.
+            rows = 3 * y // max(outputs, 1) * inputs * use.groups if is_convolution else x
+            solution = self._copies * gram
+            if self._solving is not None:
+                solution = max(solution, gram + self._solving(outputs, inputs))
+            work = max(rows + 2 * gram, solution + _WEIGHTS * part)
+        else:
+            work = max(2 * x, x + 2 * y) + _WEIGHTS * part
+        self._note(held + work, held, leaf.name)
+
+    def _note(self, bytes_: int, activations: int, leaf: str) -> None:
+        """Notes the bytes beside the model at a point of the run."""
+        now = self._params + sum(self._pruned.values()) + bytes_
+        if now > self._peak[0]:
+            self._peak = now, activations, leaf or self._peak[2]
+
+
+def _bytes(x: Value | jax.ShapeDtypeStruct) -> int:
+    """Returns the bytes of an array of that type."""
+    return math.prod(x.shape) * int(jnp.dtype(x.dtype).itemsize)
+
+
+def _wide(value: Value) -> int:
+    """Returns the bytes of a value in the dtype of sums, at least four each."""
+    return value.size * max(int(jnp.dtype(value.dtype).itemsize), 4)
