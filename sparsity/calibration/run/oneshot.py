@@ -45,7 +45,7 @@ from sparsity.calibration.statistics.walk import Steps
 from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_bool
 from sparsity.core.trees import KeyPath, PyTree
-from sparsity.graph import Bias, Graph, trace
+from sparsity.graph import Bias, trace
 from sparsity.masks import pack_masks
 from sparsity.sparsity_distributions import target_sparsities
 
@@ -110,17 +110,15 @@ def oneshot(
       held: batches for `report.outputs`; by default `batches`, with `()` none.
       metric: `metric(params) -> number`, for `report.outputs` before and after.
       progress: show a bar of the layers with the time left. Needs tqdm.
-      estimate: run nothing, and return the bytes that a sequential run needs. Params and batches
-        may be `jax.ShapeDtypeStruct`s.
+      estimate: only return the bytes of a sequential run; arrays may be `jax.ShapeDtypeStruct`s.
 
     Returns:
       (pruned params, masks, report): `report[path]` has sparsity and errors of a leaf,
-      `report.outputs` those of the model, `report.table()` both. With `estimate` an `Estimate`.
+      `report.outputs` those of the model, `report.table()` both; or an `Estimate`.
 
     Raises:
-      ValueError: there are no batches, activations are not finite, no product reads a leaf that
-        has a sparsity, a pattern does not fit, the folder holds another run, or the run has no
-        fingerprint; the error names the leaf, the batch or the difference.
+      ValueError: there are no batches, activations are not finite, no product reads a leaf that has
+        a sparsity, a pattern does not fit, or the folder holds another run; the error names which.
 
     Example:
       >>> import sparsity
@@ -132,12 +130,8 @@ def oneshot(
       (Array([[4., 0.]], dtype=float32), 0.024)
     """
     _check_arguments(pruner, refit, sequential=sequential, progress=progress, estimate=estimate)
-    if not (seen := list(batches)):
-        raise ValueError("batches has no batch: give at least one.")
-    run = _Run(pruner, params, refit, trace(fn, params, seen[0]), seen)
+    run = _Run(pruner, params, refit, fn, _read(batches))
     if estimate:
-        if not sequential:
-            raise ValueError("estimate follows a sequential run, got sequential = False.")
         return run.estimate()
     if progress:
         run.show_progress()
@@ -146,9 +140,15 @@ def oneshot(
     if sequential:
         run.follow()
     run.finish(fn)
-    held = seen if held is None else held
-    run.report.outputs = compare_outputs(fn, params, run.params(), held, metric)
+    run.compare(fn, held, metric)
     return run.params(), run.all_masks(), run.report
+
+
+def _read(batches: Iterable[PyTree]) -> list[PyTree]:
+    """Returns all batches, or raises a ValueError if there are none."""
+    if not (seen := list(batches)):
+        raise ValueError("batches has no batch: give at least one.")
+    return seen
 
 
 def _check_arguments(pruner: BaseUpdater, refit: Refit | Means | None, **flags: object) -> None:
@@ -156,6 +156,8 @@ def _check_arguments(pruner: BaseUpdater, refit: Refit | Means | None, **flags: 
     check_runs(pruner, refit)
     for name, flag in flags.items():
         check_bool(name, flag)
+    if flags["estimate"] and not flags["sequential"]:
+        raise ValueError("estimate follows a sequential run, got sequential = False.")
     if not is_per_slice(pruner.scope):
         raise ValueError(
             "oneshot prunes one leaf after the other and needs scope = Layerwise(), got "
@@ -185,17 +187,18 @@ class _Run:
         pruner: BaseUpdater,
         params: PyTree,
         refit: Refit | Means | None,
-        graph: Graph,
+        fn: Callable[..., PyTree],
         batches: Sequence[PyTree],
     ) -> None:
-        self.pruner, self.refit, self.graph, self.batches = pruner, refit, graph, batches
+        self.pruner, self.refit, self.batches = pruner, refit, batches
+        self.graph = trace(fn, params, batches[0])
         self.report = Report()
         self.finished: Finished | None = None
         self.masks: dict[KeyPath, jax.Array] = {}
         self._tree = params
         self._leaves, self._rebuild = trees.split_arrays(params)
         self._dense = list(self._leaves)
-        self._numbers = {leaf.path: i for i, leaf in enumerate(graph.leaves)}
+        self._numbers = {leaf.path: i for i, leaf in enumerate(self.graph.leaves)}
         table = pruner.sites(params)
         self.targets = trees.leaves_by_path(
             target_sparsities(
@@ -313,6 +316,17 @@ class _Run:
         for path in unpruned:
             how = by_grams if self._kind == "gram" else by_outputs
             self._prune(path, (), functools.partial(how, path))
+
+    def compare(
+        self,
+        fn: Callable[..., PyTree],
+        held: Iterable[PyTree] | None,
+        metric: Callable[[PyTree], chex.Numeric] | None,
+    ) -> None:
+        """Reports the errors of the model's outputs on batches, by default those of the run."""
+        batches = self.batches if held is None else held
+        pruned = self.params()
+        self.report.outputs = compare_outputs(fn, self._tree, pruned, batches, metric)
 
     def _prune_at(self, path: Path, cut: LayerIndex, stop: Stop) -> None:
         """Prunes a leaf, or one layer of it, where the program reaches it."""
