@@ -27,7 +27,7 @@ from sparsity.compacting.storage import (
     Format,
     Path,
     Storage,
-    can_be_grouped,
+    list_formats,
     make_storages,
     read_formats,
     read_masks,
@@ -65,6 +65,8 @@ class Compact:
       masked model.
     - 'grouped': [*stack, groups, k, group] values of groups of neighbouring outputs that keep the
       same inputs. Products gather inputs, and nothing is made dense: equal up to rounding.
+    - 'slices': [*stack, ...] whole slices along one axis, such as channels and heads, among frozen
+      entries. The parameter is made dense, but the gradient is a product of the slices alone.
     - 'dense': the parameter itself. Its gradient is 0 outside the mask.
 
     Attributes:
@@ -294,9 +296,9 @@ class Compact:
             )
         masks, models = self.masks, dict[Format, Compact]()
         arrays = read_masks(self.graph, masks)
-        groups = can_be_grouped(self.graph, arrays) if self._outside == "zero" else set()
+        possible = list_formats(self.graph, arrays, self._outside == "frozen")
         for name in FORMATS:
-            formats = {x: name if name != "grouped" or x in groups else VALUES for x in arrays}
+            formats = {x: name if name in possible[x] else VALUES for x in arrays}
             models[name] = compact(self.graph, dense, masks, None, None, self._outside, formats)
         return models
 
@@ -585,7 +587,8 @@ def compact(
         casts to a wider float: values are float32, in units of the parameter, before any scale.
       formats: {path: format} of some parameters, each path a tuple of strings or joined by '/'; see
         `Compact`. Others are 'grouped' where 4 or more neighbouring outputs keep the same inputs
-        and all products allow it, else 'values'.
+        and all products allow it, 'slices' where frozen entries surround whole slices, else
+        'values'.
 
     Raises:
       ValueError: masks or state belong to other parameters, a masked parameter is not floating,

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparsity.compacting import slices
 from sparsity.compacting.kept import (
     Deferred,
     Kept,
@@ -142,7 +143,14 @@ class Densifier(Interpreter[Lazy]):
                 return [x for x, is_one in zip(computed, floating, strict=True) if is_one]
 
             gradients: dict[int, jax.Array] = {}
-            for places in _in_steps(equation, inputs):
+            steps = _in_steps(equation, inputs)
+            if len(steps) > 1:  # a product, whose kept values come first
+                read_again = jax.tree.unflatten(structure, arrays)
+                gradient = slices.differentiate(equation, read_again, cotangents)
+                if gradient is not None:
+                    ((values, *_), *steps) = steps
+                    gradients[values] = gradient
+            for places in steps:
                 after = [*gradients.values()] or cotangents
                 read = functools.partial(outputs, places, after)
                 pull_back = jax.vjp(read, *(arrays[i] for i in places))[1]
@@ -204,7 +212,8 @@ def _map_values(equation: Equation, inputs: Sequence[Lazy]) -> Kept | None:
     kept = inputs[0] if isinstance(inputs[0], Kept) else inputs[-1]
     if not isinstance(kept, Kept) or params.get("sharding"):
         return None
-    is_uncast = kept.is_quantized and is_quantized(equation.inputs[0].dtype)
+    # A second cast would round the frozen entries once only.
+    is_uncast = kept.base_dtype == equation.inputs[0].dtype and kept.observer is None
     if name == "convert_element_type" and is_uncast:
         values = kept.values.astype(params["new_dtype"])
         return dataclasses.replace(kept, values=values)

@@ -56,13 +56,13 @@ def find_groups(
             return None
     elif common % group:
         return None
-    indices = _list_inputs(mask[..., ::group, :])
+    indices = list_kept(mask[..., ::group, :])
     num_kept = np.count_nonzero(mask)
     return None if indices.size * group - num_kept > most_padding * num_kept else (group, indices)
 
 
-def _list_inputs(rows: np.ndarray) -> np.ndarray:
-    """Returns the kept inputs of bool[*stack, groups, inputs]: [*stack, groups, k], padded."""
+def list_kept(rows: np.ndarray) -> np.ndarray:
+    """Returns the kept inputs of bool[..., inputs], padded: [..., k]."""
     *shape, inputs = rows.shape
     rows = rows.reshape(-1, inputs)
     counts = np.count_nonzero(rows, axis=1)

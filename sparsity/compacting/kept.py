@@ -238,6 +238,25 @@ class Masked(Kept):
         return jnp.where(indices.reshape(-1) > 0, values.reshape(-1), outside)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sliced(Kept):
+    """Whole slices of each slice of the stack, along one axis, at `indices` [*stack, k].
+
+    Values have the axes of the dense array, and size k along this axis. Positions beyond the axis
+    are padding.
+
+    Attributes:
+      axis: the axis, after those of the stack.
+    """
+
+    axis: int
+
+    def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
+        places = (*(slice(None) for _ in range(self.axis)), indices.astype(jnp.int32))
+        dense = outside.reshape(self.sizes[self.stack :])
+        return dense.at[places].set(values, mode="drop").reshape(-1)
+
+
 @jax.custom_vjp
 def _mask_gradient(values: jax.Array, mask: jax.Array) -> jax.Array:
     """Returns the values; their gradient is 0 outside the mask."""
@@ -296,6 +315,7 @@ jax.tree_util.register_dataclass(Observer, ["arrays", "result"], ["function"])
 jax.tree_util.register_dataclass(Flat, _ARRAYS, _SIZES)
 jax.tree_util.register_dataclass(Masked, _ARRAYS, _SIZES)
 jax.tree_util.register_dataclass(Grouped, _ARRAYS, [*_SIZES, "inputs"])
+jax.tree_util.register_dataclass(Sliced, _ARRAYS, [*_SIZES, "axis"])
 jax.tree_util.register_dataclass(Deferred, ["inputs"], ["equation", "number"])
 
 

@@ -42,18 +42,19 @@ class Row(NamedTuple):
 
 def table(rows: Sequence[Row], seconds: Mapping[Path, Mapping[Format, float]]) -> str:
     """Returns `Compact.report`."""
-    times = [f"ms {name}" for name in FORMATS] if seconds else []
+    measured_formats = {name for times in seconds.values() for name in times}
+    columns = [name for name in FORMATS if name in measured_formats]
     texts, numbers = ("parameter", "shape", "format"), ("kept", "padding", "dense", "values")
-    parameters = extras.table(texts, (*numbers, "positions", *times))
+    parameters = extras.table(texts, (*numbers, "positions", *(f"ms {name}" for name in columns)))
     for row in rows:
         shape = "x".join(map(str, row.shape)) or "scalar"
         counts = [f"{n:,}" for n in _numbers(row)]
         measured = seconds.get(row.path, {})
-        shown = [f"{1000 * measured[x]:.3g}" if x in measured else "" for x in FORMATS]
-        parameters.add_row(row.name, shape, row.format or "no mask", *counts, *shown[: len(times)])
+        shown = [f"{1000 * measured[x]:.3g}" if x in measured else "" for x in columns]
+        parameters.add_row(row.name, shape, row.format or "no mask", *counts, *shown)
     totals = [sum(column) for column in zip(*map(_numbers, rows), strict=True)]
     parameters.add_section()
-    parameters.add_row("all", "", "", *(f"{n:,}" for n in totals), *[""] * len(times))
+    parameters.add_row("all", "", "", *(f"{n:,}" for n in totals), *[""] * len(columns))
     notes = ["Columns dense, values and positions are bytes."]
     notes += [f"{row.name} is made dense by {reader}." for row in rows for reader in row.readers]
     return "\n".join([extras.as_text(parameters), *notes])

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sparsity.compacting.groups import find_groups
-from sparsity.compacting.kept import Flat, Grouped, Kept, Masked, is_quantized
+from sparsity.compacting.groups import find_groups, list_kept
+from sparsity.compacting.kept import Flat, Grouped, Kept, Masked, Sliced, is_quantized
 from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
 from sparsity.masks.positions import kept_positions, slots_of_positions
 
 Path: TypeAlias = tuple[str, ...]
-Format: TypeAlias = Literal["values", "grouped", "dense"]
+Format: TypeAlias = Literal["values", "grouped", "slices", "dense"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 VALUES: Format = "values"
 
@@ -30,12 +30,13 @@ class Storage:
     """The place of the kept values of one parameter; hashable, without arrays.
 
     Attributes:
-      format: 'values', 'grouped' or 'dense'.
+      format: 'values', 'grouped', 'slices' or 'dense'.
       shape: shape of the parameter.
       stack: axes that index slices: layers of scans, experts.
       size: shape of the kept values of a slice.
       padding: number of values that are no entries of the parameter, of all slices.
       inputs: axes that products sum over, under 'grouped'.
+      axis: axis of the parameter whose slices are kept whole, under 'slices'.
       base_dtype: dtype of the parameter if entries outside the mask are frozen, else `None`.
     """
 
@@ -45,6 +46,7 @@ class Storage:
     size: tuple[int, ...]
     padding: int = 0
     inputs: tuple[int, ...] = ()
+    axis: int = 0
     base_dtype: np.dtype | None = None
 
     @property
@@ -55,6 +57,8 @@ class Storage:
     @property
     def indices_shape(self) -> tuple[int, ...]:
         """Shape of the positions."""
+        if self.format == "slices":
+            return (*self.kept_shape[: len(self.stack)], self.kept_shape[self._axis])
         return self.kept_shape[:-1] if self.format == "grouped" else self.kept_shape
 
     @property
@@ -73,6 +77,11 @@ class Storage:
         """The axes of the parameter, those that index slices first, then `inputs`."""
         return _order(self.stack, len(self.shape), self.inputs)
 
+    @property
+    def _axis(self) -> int:
+        """The axis of kept values, and of a parameter in the order of the storage, of 'slices'."""
+        return self.order.index(self.axis)
+
     def wrap(
         self,
         values: jax.Array,
@@ -86,6 +95,9 @@ class Storage:
         arguments = values, indices, base, sizes, len(self.stack), axes, name
         if self.format == "grouped":
             return Grouped(*arguments, len(self.inputs))
+        if self.format == "slices":
+            axis = self._axis - len(self.stack)
+            return Sliced(*arguments, axis, base_dtype=self.base_dtype)
         kind = Masked if self.format == "dense" else Flat
         return kind(*arguments, base_dtype=self.base_dtype)
 
@@ -96,6 +108,8 @@ class Storage:
             return np.where(indices > 0, slices, np.zeros((), array.dtype))
         if self.format == "grouped":
             return self._take_groups(slices, indices)
+        if self.format == "slices":
+            return self._take_slices(slices, indices)
         rows = slices.reshape(math.prod(self.kept_shape[: len(self.stack)]), -1)
         at = indices.reshape(len(rows), -1)
         values = np.take_along_axis(rows, np.minimum(at, rows.shape[1] - 1), axis=1)
@@ -184,6 +198,14 @@ class Storage:
         result: jax.Array = jax.device_put(array, placed.update(spec=entries))
         return result
 
+    def _take_slices(self, slices: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        """Returns values [*stack, ..., k, ...] of slices [*stack, ..., size, ...]."""
+        size, depth = slices.shape[self._axis], len(self.stack)
+        others = [i for i in range(depth, slices.ndim) if i != self._axis]
+        at = np.expand_dims(indices.astype(np.int64), others)
+        values = np.take_along_axis(slices, np.minimum(at, size - 1), self._axis)
+        return np.where(at < size, values, np.zeros((), slices.dtype))
+
     def _take_groups(self, slices: np.ndarray, indices: np.ndarray) -> np.ndarray:
         """Returns values [*stack, groups, k, group] of slices [*stack, *inputs, *outputs]."""
         *_, groups, k, group = self.kept_shape
@@ -235,6 +257,35 @@ def _rows(mask: np.ndarray, stack: tuple[int, ...]) -> np.ndarray:
     return rows
 
 
+def store_slices(mask: np.ndarray, stack: tuple[int, ...]) -> tuple[Storage, np.ndarray] | None:
+    """Returns the storage of format 'slices', and the positions of the slices along their axis.
+
+    Args:
+      mask: the mask, not packed.
+      stack: axes that index slices.
+
+    Returns:
+      `None` if some slice is kept in part, all or none are kept, or too much padding would be
+      stored: of layers that keep different numbers.
+    """
+    slices, depth = mask.transpose(_order(stack, mask.ndim)) != 0, len(stack)
+    if slices.all() or not slices.any() or slices.ndim < depth + 2:
+        return None
+    for axis in range(depth, mask.ndim):
+        others = tuple(i for i in range(depth, mask.ndim) if i != axis)
+        rows = slices.any(axis=others, keepdims=True)
+        if (slices == rows).all():
+            indices = list_kept(rows.squeeze(others))
+            size = [*slices.shape[depth:]]
+            size[axis - depth] = indices.shape[-1]
+            kept = int(np.count_nonzero(mask))
+            padding = math.prod([*slices.shape[:depth], *size]) - kept
+            along = _order(stack, mask.ndim)[axis]
+            storage = Storage("slices", mask.shape, stack, tuple(size), padding, axis=along)
+            return None if padding > kept else (storage, indices)
+    return None
+
+
 def store_groups(
     mask: np.ndarray, stack: tuple[int, ...], inputs: tuple[int, ...], group: int | None = None
 ) -> tuple[Storage, np.ndarray] | None:
@@ -273,17 +324,20 @@ def make_storages(
       graph: the graph of the model.
       masks: masks by path.
       formats: formats of some parameters; others are 'grouped' where masks have groups of at least
-        4 outputs, else 'values'.
-      is_frozen: whether entries outside the masks are stored, which groups do not allow.
+        4 outputs, 'slices' where frozen entries surround whole slices, else 'values'.
+      is_frozen: whether entries outside the masks are stored: needed for slices, and refused for
+        groups.
 
     Raises:
-      ValueError: a parameter cannot be 'grouped'.
+      ValueError: a parameter cannot be 'grouped', or 'slices'.
     """
     storages, indices = {}, {}
     for path, stack in _find_stacks(graph, masks).items():
         mask, chosen, made = masks[path], formats.get(path), None
         if chosen in (None, "grouped") and not is_frozen:
             made = _make_groups(graph, path, mask, stack, is_forced=chosen is not None)
+        elif chosen in (None, "slices") and is_frozen:
+            made = store_slices(mask, stack)
         if chosen == "grouped" and made is None:
             name = trees.join_names(path)
             raise ValueError(
@@ -291,20 +345,32 @@ def make_storages(
                 "outputs keep different numbers of inputs, its products sum over different axes, "
                 "or outside = 'frozen'. Use 'values', or masks of FanIn."
             )
+        if chosen == "slices" and made is None:
+            name = trees.join_names(path)
+            raise ValueError(
+                f"formats has 'slices' for {name!r} of shape {mask.shape}, but its mask keeps no "
+                "whole slices along one axis, layers keep too different numbers, or outside = "
+                "'zero'. Use 'values', or masks of channels: scope=Coupled(graph)."
+            )
         if made is None:
             made = store_dense(mask, stack) if chosen == "dense" else store_values(mask, stack)
         storages[path], indices[path] = made
     return storages, indices
 
 
-def can_be_grouped(graph: Graph, masks: Mapping[Path, np.ndarray]) -> set[Path]:
-    """Returns the paths of the masks that can have the format 'grouped'."""
-    stacks = _find_stacks(graph, masks)
-    return {
-        path
-        for path, mask in masks.items()
-        if _make_groups(graph, path, mask, stacks[path], is_forced=True) is not None
-    }
+def list_formats(
+    graph: Graph, masks: Mapping[Path, np.ndarray], is_frozen: bool
+) -> dict[Path, list[Format]]:
+    """Returns the formats that each masked parameter can have."""
+    stacks, formats = _find_stacks(graph, masks), {}
+    for path, mask in masks.items():
+        if is_frozen:
+            missing = {"grouped"} | ({"slices"} if store_slices(mask, stacks[path]) is None else {*()})
+        else:
+            groups = _make_groups(graph, path, mask, stacks[path], is_forced=True)
+            missing = {"slices"} | ({"grouped"} if groups is None else {*()})
+        formats[path] = [name for name in FORMATS if name not in missing]
+    return formats
 
 
 def _make_groups(
