@@ -5,66 +5,34 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import pydoc_data.topics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-import qwix
 from flax import nnx
-from tunix.models.llama3 import model as llama
+from tiny_llama import (
+    ALPHA,
+    RANK,
+    CompactModel,
+    add_adapters,
+    batches,
+    load_text,
+    make_call,
+    make_model,
+    model_input,
+    num_weights,
+    read_adapters,
+)
 from tunix.sft import peft_trainer
 
 import sparsity
 from sparsity import sparsity_distributions
 
-LENGTH, BATCH, ACCUMULATED = 64, 16, 2  # characters a line, lines a batch, batches a step
-RANK, ALPHA = 4, 8.0  # of adapters
+ACCUMULATED = 2  # batches a step
 HIGHEST_LOSS = 2.1  # nats a character, which every model has to undercut; chance is 4.85
-
-
-def load_text() -> tuple[np.ndarray, np.ndarray]:
-    """Returns the help texts of Python as ASCII codes: to train with, and to test with."""
-    text = "".join(pydoc_data.topics.topics.values()).encode("ascii", "replace")
-    codes = np.frombuffer(text, np.uint8).astype(np.int32)
-    return codes[:-20_000], codes[-20_000:]
-
-
-def batches(codes: np.ndarray, count: int, seed: int) -> Iterator[peft_trainer.TrainingInput]:
-    rng = np.random.default_rng(seed)
-    for _ in range(count):
-        starts = rng.integers(0, len(codes) - LENGTH, (BATCH, 1))
-        lines = codes[starts + np.arange(LENGTH)]
-        yield peft_trainer.TrainingInput(input_tokens=lines, input_mask=np.ones_like(lines, bool))
-
-
-def model_input(batch: peft_trainer.TrainingInput) -> dict[str, jax.Array]:
-    """Adds what the model wants beside the tokens: positions, and who may see whom."""
-    count, length = batch.input_tokens.shape
-    causal = jnp.tril(jnp.ones((length, length), bool))
-    return {
-        "input_tokens": batch.input_tokens,
-        "input_mask": batch.input_mask,
-        "positions": jnp.broadcast_to(jnp.arange(length), (count, length)),
-        "attention_mask": jnp.broadcast_to(causal, (count, length, length)),
-    }
-
-
-def make_model() -> llama.Llama3:
-    sizes = {"num_layers": 2, "vocab_size": 128, "embed_dim": 128, "hidden_dim": 256}
-    heads = {"num_heads": 4, "head_dim": 32, "num_kv_heads": 2}
-    config = llama.ModelConfig(**sizes, **heads, rope_theta=10_000, norm_eps=1e-5)
-    rngs, draw = nnx.Rngs(0), nnx.initializers.lecun_normal()
-    model = llama.Llama3(config, rngs=rngs)
-    # tunix expects weights from a checkpoint and makes these zeros, of which nothing can be learnt.
-    for layer in model.layers:
-        for linear in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
-            linear.kernel[...] = draw(rngs.params(), linear.kernel.shape)
-    return model
 
 
 def in_layers(path: tuple[str, ...], param: jax.Array) -> bool:
@@ -80,18 +48,9 @@ def two_of_four(path: tuple[str, ...], param: jax.Array) -> sparsity.NByM:
     return sparsity.NByM(2, 4, axis=-3 if path[-2] in ("q_proj", "k_proj", "v_proj") else -2)
 
 
-def make_graph() -> sparsity.Graph:
-    """Traces the model as a function of its weights and of what its call takes."""
-    definition, weights = nnx.split(make_model(), nnx.Param)
-    inputs = model_input(next(batches(load_text()[0], 1, seed=1)))
-    call = (inputs["input_tokens"], inputs["positions"], None, inputs["attention_mask"])
-    return sparsity.trace(
-        lambda weights, *call: nnx.merge(definition, weights)(*call), weights, *call
-    )
-
-
 def make_pruners(steps: int) -> dict[str, sparsity.BaseUpdater]:
-    graph = make_graph()
+    fn, weights, call = make_call()
+    graph = sparsity.trace(fn, weights, *call)
     uniform = functools.partial(sparsity_distributions.uniform, filter_fn=in_layers)
     start, end = steps // 10, steps * 2 // 3
     return {
@@ -136,26 +95,6 @@ def run_trainer(
     return trainer
 
 
-class CompactModel(nnx.Module):
-    """The kept values of a model, with its call: values are trained, their positions are not."""
-
-    def __init__(self, compact: sparsity.Compact) -> None:
-        values, self.weights_structure = jax.tree.flatten(compact.params)
-        positions, self.structure = jax.tree.flatten(compact)
-        self.values = nnx.List(nnx.Param(x) for x in values)
-        self.positions = nnx.List(nnx.Variable(x) for x in positions)
-
-    def read(self) -> tuple[sparsity.Compact, nnx.State]:
-        """Returns the compact model, and its parameters as they are now."""
-        values, positions = ([x[...] for x in each] for each in (self.values, self.positions))
-        weights = jax.tree.unflatten(self.weights_structure, values)
-        return jax.tree.unflatten(self.structure, positions), weights
-
-    def __call__(self, *call: Any) -> Any:
-        compact, weights = self.read()
-        return compact.apply(weights, *call)
-
-
 def train_kept(trainer: peft_trainer.PeftTrainer, graph: sparsity.Graph, steps: int) -> str:
     """Trains the kept values of a pruned model on, half as long, and puts them back into the model.
 
@@ -191,29 +130,15 @@ def merge_adapters(trainer: peft_trainer.PeftTrainer, steps: int) -> float:
     Returns:
       The sparsity that its layers would have without masks.
     """
-    inputs = model_input(next(batches(load_text()[0], 1, seed=3)))
-    del inputs["input_mask"]  # only the loss wants it
-    provider = qwix.LoraProvider(module_path="layers/.*", rank=RANK, alpha=ALPHA)
-    adapted = qwix.apply_lora_to_model(
-        trainer.model, provider, rngs=nnx.Rngs(3), cache=None, **inputs
-    )
+    adapted = add_adapters(trainer.model, seed=3)
     config = peft_trainer.TrainingConfig(eval_every_n_steps=steps, max_steps=steps)
     tuner = peft_trainer.PeftTrainer(adapted, optax.adamw(2e-3), config)
     tuner.with_gen_model_input_fn(model_input)
     tuner.train(batches(load_text()[0], steps, seed=4))
 
-    factors = dict(nnx.to_flat_state(nnx.state(tuner.model, nnx.LoRAParam)))
-    pairs = {
-        (*path[:-1], name.removesuffix("_lora_a")): (
-            a[...],
-            factors[*path[:-1], f"{name.removesuffix('_lora_a')}_lora_b"][...],
-        )
-        for path, a in factors.items()
-        if (name := path[-1]).endswith("_lora_a")
-    }
     weights = nnx.state(trainer.model, nnx.Param)
     masks = sparsity.get_sparse_state(trainer.optimizer.opt_state).masks
-    lora = nnx.traversals.unflatten_mapping(pairs)
+    lora = read_adapters(tuner.model)
     no_masks = jax.tree.map(lambda _: None, weights)
     plain = sparsity.merge_lora(weights, lora, no_masks, scale=ALPHA / RANK)
     nnx.update(trainer.model, sparsity.merge_lora(weights, lora, masks, scale=ALPHA / RANK))
@@ -236,10 +161,6 @@ def shrink(trainer: peft_trainer.PeftTrainer, graph: sparsity.Graph) -> str:
         sys.exit(f"error: the loss is {masked:.4f}, that of the smaller model {loss:.4f}")
     macs, size = small.macs() / graph.macs(), num_weights(small.params) / num_weights(weights)
     return f"loss {loss:.3f}, cut: {macs:.0%} of the multiply-adds, {size:.0%} of the weights"
-
-
-def num_weights(tree: nnx.State) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
 def test_loss(loss_fn: Callable[..., jax.Array], model: Any) -> float:

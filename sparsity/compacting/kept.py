@@ -190,6 +190,12 @@ class Kept:
         def build(values: jax.Array, indices: jax.Array, base: jax.Array | None) -> jax.Array:
             outside = zeros
             if base is not None and self.base_dtype is not None:
+                if dtype == self.base_dtype and isinstance(self, Flat):
+                    unsigned = jnp.dtype(f"uint{8 * dtype.itemsize}")
+                    bits = lax.bitcast_convert_type(lax.stop_gradient(base), unsigned)
+                    # Frozen entries wait, too: their copy is made when a product needs the slice.
+                    waiting = bits.reshape(size) + jnp.asarray(never).astype(unsigned)
+                    return _write(values, indices, waiting)
                 numbers = lax.bitcast_convert_type(lax.stop_gradient(base), self.base_dtype)
                 outside = numbers.astype(dtype).reshape(size)
             # Zeros wait already; frozen entries do not, and groups are built on zeros of their own.
@@ -213,15 +219,38 @@ class Flat(Kept):
     """
 
     def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
-        return lax.scatter(
-            outside,
-            indices[:, None],
-            values,
-            lax.ScatterDimensionNumbers((), (0,), (0,)),
-            indices_are_sorted=True,
-            unique_indices=True,
-            mode=lax.GatherScatterMode.FILL_OR_DROP,
-        )
+        return _scatter(outside, indices, values)
+
+
+def _scatter(outside: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
+    return lax.scatter(
+        outside,
+        indices[:, None],
+        values,
+        lax.ScatterDimensionNumbers((), (0,), (0,)),
+        indices_are_sorted=True,
+        unique_indices=True,
+        mode=lax.GatherScatterMode.FILL_OR_DROP,
+    )
+
+
+@jax.custom_jvp
+def _write(values: jax.Array, indices: jax.Array, bits: jax.Array) -> jax.Array:
+    """Returns a flat slice of frozen entries with values at ascending positions.
+
+    The bits are written: XLA on CPUs would widen both arrays to write floats of 16 bits.
+    """
+    written = _scatter(bits, indices, lax.bitcast_convert_type(values, bits.dtype))
+    return lax.bitcast_convert_type(written, values.dtype)
+
+
+@_write.defjvp
+def _write_tangents(
+    primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
+    values, indices, bits = primals
+    zeros = jnp.zeros(bits.shape, values.dtype)
+    return _write(values, indices, bits), _scatter(zeros, indices, tangents[0])
 
 
 class Masked(Kept):
