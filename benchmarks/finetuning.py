@@ -1,10 +1,13 @@
 """Steps that train a few entries beside a step of full training.
 
-Adam, 12 scanned blocks of a transformer in bfloat16, 1 % of the entries by random masks:
+Adam, 12 scanned blocks of a transformer in bfloat16, 1 % of the entries by random masks, or a tenth
+of the heads and of the hidden channels as a whole:
 
 - memory: of the compiled step, donated, in bytes for each weight: arguments beyond the weights, and
   temporaries. A second column takes the temporaries at few tokens and at four times as many, and
   extrapolates to none, which leaves what activations do not cost.
+- operations: floating-point ones of the backward pass, over those of full training: of the compiled
+  gradient less those of the compiled loss.
 - time: medians of the ratio to a step of full training that is measured in turn, in one process.
 
     python -m benchmarks.finetuning [--quick] [--write]
@@ -19,7 +22,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +34,7 @@ from benchmarks import results
 HEADING = "## Fine-tuning of a few entries"
 HEAD = [
     "step", "arguments beyond weights, B/weight", "temporaries, B/weight",
-    "of these without activations", "time, full steps",
+    "of these without activations", "backward operations, full", "time, full steps",
 ]  # fmt: skip
 TX = optax.adam(1e-3)
 HEADS = 8
@@ -71,8 +74,34 @@ def loss(apply: Callable[..., jax.Array], params: Any, x: jax.Array) -> jax.Arra
     return jnp.mean(jnp.square(apply(params, x).astype(jnp.float32) - 1))
 
 
-def make_steps(layers: int, width: int, x: jax.Array) -> dict[str, tuple[Any, Any]]:
-    """Returns {name: (step, its arguments)}; values and state are the first two arguments."""
+class Step(NamedTuple):
+    """A way to train.
+
+    Attributes:
+      arguments: values, the optimizer's state, inputs, and the model if there is one.
+      gradient: returns the gradients, for these arguments.
+      run: returns new values and the new state, for these arguments.
+    """
+
+    arguments: tuple[Any, ...]
+    gradient: Callable[..., Any]
+    run: Callable[..., Any]
+
+
+def make_step(tx: optax.GradientTransformation, params: Any, *others: Any) -> Step:
+    def gradient(params: Any, state: Any, x: jax.Array, *models: Any) -> Any:
+        apply = models[0].apply if models else network
+        return jax.grad(functools.partial(loss, apply))(params, x)
+
+    def step(params: Any, state: Any, *others: Any) -> Any:
+        updates, state = tx.update(gradient(params, state, *others), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return Step((params, tx.init(params), *others), gradient, step)
+
+
+def make_steps(layers: int, width: int, x: jax.Array) -> dict[str, Step]:
+    """Returns the ways to train by name."""
     shapes = {
         "qkv": (width, 3 * width),
         "mixed": (width, width),
@@ -83,60 +112,60 @@ def make_steps(layers: int, width: int, x: jax.Array) -> dict[str, tuple[Any, An
         name: jax.random.normal(jax.random.key(0), (layers, *shape), jnp.bfloat16) / shape[0] ** 0.5
         for name, shape in shapes.items()
     }
-    pruner = sparsity.RandomPruning(batch_axes=1, sparsity_distribution_fn=sparsity.Uniform(0.99))
-    masks = pruner.instant_sparsify(params)[1]
-    model = sparsity.compact(sparsity.trace(network, params, x), params, masks, outside="frozen")
-
-    def make(tx: Any) -> Any:
-        def step(params: Any, state: Any, x: jax.Array) -> Any:
-            grads = jax.grad(functools.partial(loss, network))(params, x)
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        return step
-
-    def frozen_step(values: Any, state: Any, x: jax.Array, model: Any) -> Any:
-        grads = jax.grad(functools.partial(loss, model.apply))(values, x)
-        updates, state = TX.update(grads, state, values)
-        return optax.apply_updates(values, updates), state
-
-    only = sparsity.train_only(TX, masks)
-    return {
-        "full": (make(TX), (params, TX.init(params), x)),
-        "train_only": (make(only), (params, only.init(params), x)),
-        "compact, frozen": (frozen_step, (model.params, TX.init(model.params), x, model)),
-    }
+    graph = sparsity.trace(network, params, x)
+    entries = sparsity.RandomPruning(batch_axes=1, sparsity_distribution_fn=sparsity.Uniform(0.99))
+    channels = sparsity.RandomPruning(
+        scope=sparsity.Coupled(graph), sparsity_distribution_fn=sparsity.Uniform(0.9)
+    )
+    steps = {"full": make_step(TX, params, x)}
+    masks = entries.instant_sparsify(params)[1]
+    steps["train_only"] = make_step(sparsity.train_only(TX, masks), params, x)
+    for name, pruner in {"entries": entries, "channels": channels}.items():
+        masks = pruner.instant_sparsify(params)[1]
+        model = sparsity.compact(graph, params, masks, outside="frozen")
+        steps[f"compact, {name}"] = make_step(TX, model.params, x, model)
+    return steps
 
 
 def measure(layers: int, width: int, tokens: int, rounds: int) -> list[list[str]]:
     """Returns a row for each step."""
     few, many = (jnp.ones((2, count // 2, width), jnp.bfloat16) for count in (tokens, 4 * tokens))
     small, large = (make_steps(layers, width, x) for x in (few, many))
-    weights = sum(leaf.size for leaf in jax.tree.leaves(large["full"][1][0]))
-    memory, runs = {}, {}
-    for name, (step, arguments) in large.items():
-        compiled = compile_step(step, arguments)
-        at_many, at_few = (
-            program.memory_analysis().temp_size_in_bytes / weights
-            for program in (compiled, compile_step(*small[name]))
-        )
-        nbytes = compiled.memory_analysis().argument_size_in_bytes / weights
-        memory[name] = nbytes - 2, at_many, at_few - (at_many - at_few) / 3
-        runs[name] = jax.jit(step)
-        jax.block_until_ready(runs[name](*arguments))
+    params = large["full"].arguments[0]
+    weights = sum(leaf.size for leaf in jax.tree.leaves(params))
+    forward = count_operations(functools.partial(loss, network), (params, many))
+    columns, runs = {}, {}
+    for name, step in large.items():
+        programs = [
+            jax.jit(each.run, donate_argnums=(0, 1)).lower(*each.arguments).compile()
+            for each in (step, small[name])
+        ]
+        memory = [program.memory_analysis() for program in programs]
+        at_many, at_few = (each.temp_size_in_bytes / weights for each in memory)
+        columns[name] = [
+            memory[0].argument_size_in_bytes / weights - 2,
+            at_many,
+            at_few - (at_many - at_few) / 3,
+            count_operations(step.gradient, step.arguments) - forward,
+        ]
+        runs[name] = jax.jit(step.run)
+        jax.block_until_ready(runs[name](*step.arguments))
     seconds: dict[str, list[float]] = {name: [] for name in large}
     for _ in range(rounds):
-        for name, (_, arguments) in large.items():
+        for name, step in large.items():
             start = time.perf_counter()
-            jax.block_until_ready(runs[name](*arguments))
+            jax.block_until_ready(runs[name](*step.arguments))
             seconds[name].append(time.perf_counter() - start)
-    return [
-        [name, *(f"{x:.2f}" for x in memory[name]), f"{ratio(seconds, name):.2f}"] for name in large
-    ]
+    backward = columns["full"][-1]
+    for name, column in columns.items():
+        column[-1:] = column[-1] / backward, ratio(seconds, name)
+    return [[name, *(f"{x:.2f}" for x in column)] for name, column in columns.items()]
 
 
-def compile_step(step: Any, arguments: Any) -> Any:
-    return jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
+def count_operations(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
+    """Returns the floating-point operations of a compiled function; each loop runs once."""
+    count: float = jax.jit(fn).lower(*arguments).compile().cost_analysis()["flops"]
+    return count
 
 
 def ratio(seconds: dict[str, list[float]], name: str) -> float:
@@ -151,8 +180,8 @@ def report(rows: list[list[str]], layers: int, width: int, tokens: int) -> str:
             HEADING,
             "",
             f"{results.measured_on()} {layers} scanned blocks of width {width} in bfloat16, 1 % of "
-            f"the entries at random, Adam, {4 * tokens} tokens. Without activations: temporaries "
-            f"extrapolated from {tokens} and {4 * tokens} tokens to none. Times: medians of the "
+            f"the entries at random or 10 % of heads and channels, Adam, {4 * tokens} tokens. "
+            f"Without activations: temporaries extrapolated from {tokens} and {4 * tokens} tokens to none. Times: medians of the "
             "ratio to a step of full training that is measured in turn, not donated.",
             "",
             results.table(HEAD, rows),
