@@ -181,8 +181,9 @@ def report(rows: list[list[str]], layers: int, width: int, tokens: int) -> str:
             "",
             f"{results.measured_on()} {layers} scanned blocks of width {width} in bfloat16, 1 % of "
             f"the entries at random or 10 % of heads and channels, Adam, {4 * tokens} tokens. "
-            f"Without activations: temporaries extrapolated from {tokens} and {4 * tokens} tokens to none. Times: medians of the "
-            "ratio to a step of full training that is measured in turn, not donated.",
+            f"Without activations: temporaries extrapolated from {tokens} and {4 * tokens} tokens "
+            "to none. Times: medians of the ratio to a step of full training that is measured in "
+            "turn, not donated.",
             "",
             results.table(HEAD, rows),
         ]

@@ -52,6 +52,7 @@ def test_every_notebook_has_a_title_for_its_page_of_the_site():
     assert [path.stem for path in PATHS] == [
         "compact",
         "deep_dive",
+        "fine_tune",
         "know_your_model",
         "mnist_pruning",
         "prune_a_trained_model",
