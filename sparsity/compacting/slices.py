@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from sparsity.compacting.kept import Lazy, Sliced, is_lazy
+from sparsity.compacting.kept import Deferred, Kept, Lazy, Sliced, is_lazy
 from sparsity.core.sharding import explicit_sharding
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation
@@ -37,7 +37,9 @@ def differentiate(
     if equation.name not in PRODUCTS or not isinstance(kept, Sliced) or len(inputs) != 2:
         return None
     other, (cotangent,) = inputs[1 - at], cotangents
-    if is_lazy(other) or any(explicit_sharding(jax.typeof(x)) for x in (other, cotangent)):
+    if isinstance(other, Kept | Deferred) or any(
+        explicit_sharding(jax.typeof(x)) for x in (other, cotangent)
+    ):
         return None
     product = read_product(equation)
     if product.groups > 1 or product.refusal or equation.params.get("out_sharding") is not None:
@@ -60,13 +62,11 @@ def differentiate(
         result: jax.Array = equation.bind(operands if at == 0 else operands[::-1])[0]
         return result
 
-    (gradient,) = jax.vjp(multiply, kept.values)[1](for_result)
+    gradient: jax.Array = jax.vjp(multiply, kept.values)[1](for_result)[0]
     return gradient
 
 
-def _take(
-    array: jax.Array, indices: jax.Array, axis: int, stack: Sequence[int]
-) -> jax.Array:
+def _take(array: jax.Array, indices: jax.Array, axis: int, stack: Sequence[int]) -> jax.Array:
     """Returns slices of an array along an axis; those at padding are 0.
 
     Args:

@@ -365,7 +365,9 @@ def list_formats(
     stacks, formats = _find_stacks(graph, masks), {}
     for path, mask in masks.items():
         if is_frozen:
-            missing = {"grouped"} | ({"slices"} if store_slices(mask, stacks[path]) is None else {*()})
+            missing = {"grouped"} | (
+                {"slices"} if store_slices(mask, stacks[path]) is None else {*()}
+            )
         else:
             groups = _make_groups(graph, path, mask, stacks[path], is_forced=True)
             missing = {"slices"} | ({"grouped"} if groups is None else {*()})

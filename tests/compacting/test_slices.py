@@ -1,4 +1,4 @@
-"""Whole slices among frozen entries: their gradient is a product of the slices alone, as in S2FT."""
+"""Whole slices among frozen entries have a gradient that is a product of the slices alone."""
 
 import functools
 
@@ -117,7 +117,8 @@ def test_the_backward_pass_of_a_tenth_of_the_channels_takes_fewer_operations(dty
     )
     masks = chooser.instant_sparsify(params)[1]
     model = compact(graph, params, masks, outside="frozen")
-    assert model.params["up"].shape == (2, 40, 8) and model.params["down"].shape == (2, 8, 40)
+    assert model.params["up"].shape == (2, 40, 8)
+    assert model.params["down"].shape == (2, 8, 40)
 
     def count(fn, *arguments):
         return jax.jit(fn).lower(*arguments).compile().cost_analysis()["flops"]
@@ -152,7 +153,7 @@ def test_masks_of_parts_of_slices_keep_values_and_are_no_slices_by_request():
 
 
 def test_slices_train_with_the_moments_of_a_full_run_and_under_vmap():
-    fn, w, mask, x, graph = draw("scanned")
+    _, w, mask, x, graph = draw("scanned")
     model = compact(graph, w, mask, outside="frozen")
     moments = np.random.default_rng(1).normal(size=w.shape).astype(np.float32)
     (taken,) = compact(graph, w, mask, (moments,), outside="frozen").opt_state
