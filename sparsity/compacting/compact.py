@@ -587,8 +587,7 @@ def compact(
         casts to a wider float: values are float32, in units of the parameter, before any scale.
       formats: {path: format} of some parameters, each path a tuple of strings or joined by '/'; see
         `Compact`. Others are 'grouped' where 4 or more neighbouring outputs keep the same inputs
-        and all products allow it, 'slices' where frozen entries surround whole slices, else
-        'values'.
+        and all products allow it, 'slices' for whole slices if others are frozen, else 'values'.
 
     Raises:
       ValueError: masks or state belong to other parameters, a masked parameter is not floating,

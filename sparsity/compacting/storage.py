@@ -365,13 +365,12 @@ def list_formats(
     stacks, formats = _find_stacks(graph, masks), {}
     for path, mask in masks.items():
         if is_frozen:
-            missing = {"grouped"} | (
-                {"slices"} if store_slices(mask, stacks[path]) is None else {*()}
-            )
+            possible = {"slices": store_slices(mask, stacks[path]) is not None}
         else:
-            groups = _make_groups(graph, path, mask, stacks[path], is_forced=True)
-            missing = {"slices"} | ({"grouped"} if groups is None else {*()})
-        formats[path] = [name for name in FORMATS if name not in missing]
+            made = _make_groups(graph, path, mask, stacks[path], is_forced=True)
+            possible = {"grouped": made is not None}
+        possible |= {"values": True, "dense": True}
+        formats[path] = [name for name in FORMATS if possible.get(name)]
     return formats
 
 
