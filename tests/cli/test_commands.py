@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tracemalloc
+from importlib import metadata
 
 import flax.serialization
 import jax
@@ -18,6 +19,8 @@ from tests import helpers
 from tests.cli.checkpoints import FORMATS, save_orbax, weights
 
 HALF = ["--sparsity", "0.5"]
+# Flax refuses maps with keys that are numbers before 0.12.8.
+READS_NUMBERED_MAPS = tuple(map(int, metadata.version("flax").split(".")[:3])) >= (0, 12, 8)
 
 
 @pytest.fixture(params=FORMATS)
@@ -97,7 +100,7 @@ def test_values_of_msgpack_that_are_no_arrays_are_kept(tmp_path, capsys):
         "bytes": b"b",
         "list": [1, 2.5, None, True],
         "complex": 3j,
-        "numbers": {5: -7},
+        "numbers": {5: -7} if READS_NUMBERED_MAPS else {},
         "scalar": np.float32(2),
         "of another": msgpack.ExtType(42, b"data"),
     }

@@ -1,6 +1,7 @@
 """Every dtype of every format: a copy holds the same values of the same dtype, or there is none."""
 
 import flax.serialization
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -20,19 +21,21 @@ PRUNED = {
     "a.msgpack": [*COMMON, "complex128", *NARROW, "float8_e4m3b11fnuz", "float4_e2m1fn"],
     "a": [*COMMON, "complex128", *NARROW],
 }
+# The compiler does not know it; jax counts it among the numbers since 0.10.
+FLOAT6 = ["float6_e2m3fn"] if jax.__version_info__ >= (0, 10) else []
 OTHERS = ["bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))]
 # Formats, and dtypes that have no mask, or none that jax can make.
 KEPT = {
     "a.safetensors": OTHERS,
     "a.npz": [*OTHERS, ">i2", ">u8", "longdouble", "clongdouble"],
-    "a.msgpack": [*OTHERS, "int4", "uint2", "longdouble", "float8_e8m0fnu", "float6_e2m3fn"],
+    "a.msgpack": [*OTHERS, "int4", "uint2", "longdouble", "float8_e8m0fnu", *FLOAT6],
     "a": [*OTHERS, "int4"],
 }
 REFUSED = [
     ("a.npz", "longdouble"),
     ("a.npz", "clongdouble"),
     ("a.msgpack", "longdouble"),
-    ("a.msgpack", "float6_e2m3fn"),  # the compiler does not know it
+    *(("a.msgpack", name) for name in FLOAT6),
     ("a.msgpack", "float8_e8m0fnu"),  # has no zero
 ]
 
