@@ -17,7 +17,7 @@ def read(name, file):
 
 
 def test_every_trainer_has_its_example():
-    trainers = ["dopamine_dqn", "fedjax_mnist", "kauldron_vit", "tunix_lm"]
+    trainers = ["dopamine_dqn", "easydel_lm", "fedjax_mnist", "kauldron_vit", "tunix_lm"]
     assert sorted(trainers + UNTRAINED) == NAMES
 
 
@@ -37,8 +37,9 @@ def test_the_program_prunes_in_one_line(name):
     tree = ast.parse(read(name, "train.py"))
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     names = [call.attr for call in calls if isinstance(call, ast.Attribute)]
-    trained, untrained = names.count("wrap_optax"), names.count("oneshot")
-    assert (trained, untrained) == ((0, 1) if name in UNTRAINED else (1, 0))
+    keywords = [node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword)]
+    trained = names.count("wrap_optax") + keywords.count("pruning_module")
+    assert (trained, names.count("oneshot")) == ((0, 1) if name in UNTRAINED else (1, 0))
 
 
 @pytest.mark.parametrize("name", NAMES)
