@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from sparsity.base_updater import ALGORITHM_REGISTRY, BaseUpdater, NoPruning
-from sparsity.core.checks import check_fraction
+from sparsity.core.checks import check_fraction, check_function
 from sparsity.core.names import suggest
 from sparsity.masks import SCOPES, Scope
 from sparsity.patterns import parse_sparsity_type
@@ -60,16 +60,20 @@ def register_distribution(name: str, distribution: type[Distribution]) -> None:
     Raises:
       ValueError: the name is taken by another class.
     """
+    check_function("distribution", distribution, "the fields of a distribution, such as its class,")
     DISTRIBUTIONS.add(name, distribution)
 
 
 def register_schedule(name: str, schedule: type[Schedule]) -> None:
     """Registers a class of schedules for the key `schedule_type`, as `register_distribution`."""
+    check_function("schedule", schedule, "the fields of a schedule, such as its class,")
     SCHEDULES.add(name, schedule)
 
 
 def register_scope(name: str, scope: type[Scope]) -> None:
     """Registers a class of scopes by name; its dataclass fields are keys of a configuration."""
+    if not (isinstance(scope, type) and dataclasses.is_dataclass(scope)):
+        raise ValueError(f"scope must be a dataclass, got scope = {scope!r}.")
     SCOPES.add(name, scope)
 
 

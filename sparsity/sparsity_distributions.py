@@ -119,6 +119,8 @@ class Uniform:
             raise ValueError(
                 f"filter_fn must be a function of (path, param), got {self.filter_fn!r}."
             )
+        if self.batch_axes is not None and not callable(self.batch_axes):
+            check_int("batch_axes", self.batch_axes)
         overrides = {} if self.custom_sparsity_map is None else self.custom_sparsity_map
         if not isinstance(overrides, Mapping):
             raise ValueError(
@@ -292,10 +294,15 @@ class ERK(Uniform):
             return {}
         sizes = {path: param.size for path, (param, _) in selected.items()}
         raw = {
-            path: (sum(shape) / math.prod(shape)) ** self.power_scale
+            path: _power(sum(shape) / math.prod(shape), self.power_scale)
             for path, (param, axes) in selected.items()
             if math.prod(shape := param.shape[axes:] or (1,)) and param.size
         }
+        if not all(0 < density < math.inf for density in raw.values()):
+            raise ValueError(
+                f"erk_power_scale = {self.power_scale} is too large: densities of these shapes "
+                "leave the range of floats. 1 is the exponent of the source."
+            )
         densities = _scale_to_total(raw, sizes, (1.0 - self.sparsity) * sum(sizes.values()))
         return {path: 1.0 - densities.get(path, 1.0) for path in selected}
 
@@ -450,6 +457,14 @@ def read_overrides(distribution_fn: Distribution | None) -> Overrides | None:
     if isinstance(distribution_fn, functools.partial):
         return distribution_fn.keywords.get("custom_sparsity_map")
     return getattr(distribution_fn, "custom_sparsity_map", None)
+
+
+def _power(base: float, exponent: float) -> float:
+    """Returns base ** exponent, infinity where Python has an error."""
+    try:
+        return float(base**exponent)
+    except OverflowError:
+        return math.inf
 
 
 def _scale_to_total(

@@ -8,10 +8,11 @@ from collections.abc import Callable
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparsity import selection
 from sparsity.core import trees
-from sparsity.core.checks import check_density
+from sparsity.core.checks import check_bool, check_density, check_int, check_kind
 from sparsity.core.sharding import shard_like
 from sparsity.masks import apply_mask, apply_mask_straight_through, create_mask
 from sparsity.patterns import NByM, Unstructured, parse_nm
@@ -47,6 +48,7 @@ def prune_act_unstruct(
       Array([ 0., -4.,  0.,  3.], dtype=float32)
     """
     check_density("density", density)
+    check_int("batch_axes", batch_axes, 0)
     create = functools.partial(
         create_mask,
         sparsity=1 - density,
@@ -95,6 +97,8 @@ def prune_act_struct(
 
 
 def _keep(x: chex.Array, create: Callable[[jax.Array], jax.Array], everywhere: bool) -> jax.Array:
+    check_bool("straight_through", everywhere)
+    check_kind("x", x, jax.Array | np.ndarray | np.generic | list | tuple | float, "an array")
     x = jnp.asarray(x)
     if not trees.is_prunable(x):
         raise ValueError(f"x must be an array of floating or complex numbers, got {x.dtype}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import chex
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from sparsity.activations.functions import prune_act_struct, prune_act_unstruct
 from sparsity.core import extras, names, trees
-from sparsity.core.checks import check_density
+from sparsity.core.checks import check_bool, check_density, check_function, check_int, check_kind
 from sparsity.patterns import NByM, parse_nm
 
 OutputPattern = float | str | tuple[int, int] | NByM
@@ -69,6 +69,7 @@ def sparsify_linen(
             "program would stay in its cache. Pass model.apply itself, and jit the result."
         )
     rules = _rules(layers, batch_axes, straight_through)
+    check_function("apply", apply, "the variables and the inputs, such as model.apply")
 
     @functools.wraps(apply)
     def sparse_apply(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -111,6 +112,7 @@ def sparsify_nnx(
     """
     nnx = extras.load("flax.nnx", "flax")
     rules = _rules(layers, batch_axes, straight_through)
+    check_kind("model", model, nnx.Module, "an nnx.Module")
     copy: Module = nnx.merge(*nnx.split(model))
     modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(copy) if path}
     _check_keys(rules, modules)
@@ -135,6 +137,10 @@ def _rules(
     layers: LayerPatterns, batch_axes: int, straight_through: bool
 ) -> dict[names.Key, PruneFn]:
     """Returns the functions that prune the outputs of layers, by key."""
+
+    check_kind("layers", layers, Mapping, "a dict {name of a layer: pattern or density}")
+    check_int("batch_axes", batch_axes, 0)
+    check_bool("straight_through", straight_through)
 
     def rule(key: names.Key, pattern: OutputPattern) -> PruneFn:
         if isinstance(pattern, str | tuple | list | NByM):

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike
 
@@ -143,7 +144,7 @@ class ADMMPruning(MagnitudePruning):
 def _check_penalties(fn: optax.Schedule, schedule: Schedule) -> None:
     for step, rho in boundary_values(fn, schedule).items():
         if not is_traced(rho):
-            check_number(f"rho({step})", float(jax.device_get(rho)), 0)
+            check_number(f"rho({step})", np.asarray(jax.device_get(rho))[()], 0)
 
 
 def _wide(param: jax.Array) -> jax.Array:

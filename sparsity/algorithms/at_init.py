@@ -23,7 +23,13 @@ import jax.numpy as jnp
 
 from sparsity.algorithms.pruners import SaliencyPruning
 from sparsity.core import trees
-from sparsity.core.checks import check_fraction, check_int, is_traced
+from sparsity.core.checks import (
+    check_fraction,
+    check_function,
+    check_int,
+    check_iterable,
+    is_traced,
+)
 from sparsity.core.exact import Words
 from sparsity.core.names import suggest
 from sparsity.core.trees import PyTree
@@ -162,6 +168,7 @@ def synflow_scores(
       {'w': Array([[1.],
              [2.]], dtype=float32)}
     """
+    check_function("fn", fn, "(params, inputs)")
     ones = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype) if trees.is_prunable(x) else x, inputs)
     sizes = jax.tree.map(jnp.abs, trees.prunable(params))
 
@@ -286,7 +293,7 @@ _NEEDS = {
 
 def _check_sources(name: str, sources: Mapping[str, object]) -> None:
     """Raises a ValueError for unknown scores, or for a missing function or missing data."""
-    if name not in _NEEDS:
+    if not isinstance(name, str) or name not in _NEEDS:
         raise ValueError(f"name: {name!r} is not known. {suggest(name, _NEEDS)}")
     function, data = needs = _NEEDS[name]
     if missing := [key for key in needs if sources[key] is None]:
@@ -320,6 +327,8 @@ def _check_scores(name: str, scores: PyTree, targets: PyTree) -> None:
 def _gradient(loss_fn: LossFn, params: PyTree) -> Callable[..., PyTree]:
     """Returns the gradient of the loss as a function of the floating leaves and a batch."""
 
+    check_function("loss_fn", loss_fn, "(params, batch)")
+
     def loss(weights: PyTree, batch: PyTree) -> jax.Array:
         value = loss_fn(_with_leaves(params, weights), batch)
         if not trees.is_prunable(value) or value.shape:
@@ -350,6 +359,7 @@ def _mean(fn: Callable[..., PyTree], args: list[PyTree], batches: Iterable[PyTre
         )
         return wide if total is None else jax.tree.map(jnp.add, total, wide)
 
+    check_iterable("batches", batches)
     total, count = None, 0
     for batch in batches:
         total, count = add(total, args, batch), count + 1

@@ -18,6 +18,7 @@ import optax
 from sparsity.algorithms.pruners import MagnitudePruning, RandomPruning, generate_random_scores
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import trees
+from sparsity.core.checks import check_bool
 from sparsity.core.trees import PyTree
 from sparsity.masks import (
     Draw,
@@ -48,6 +49,10 @@ class StraightThrough(BaseUpdater):
     store_masks: bool = False
 
     keeps_dense_weights: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_bool("store_masks", self.store_masks)
 
     def pre_forward_update(self, params: PyTree, opt_state: optax.OptState) -> PyTree:
         """Returns masked parameters, with an identity gradient, inside or outside of `jax.grad`."""

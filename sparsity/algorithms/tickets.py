@@ -16,7 +16,13 @@ import numpy as np
 
 from sparsity.algorithms.at_init import highest_within
 from sparsity.core import trees
-from sparsity.core.checks import check_fraction, check_int, is_traced
+from sparsity.core.checks import (
+    check_fraction,
+    check_function,
+    check_int,
+    check_iterable,
+    is_traced,
+)
 from sparsity.core.trees import PyTree
 from sparsity.masks import apply_masks
 from sparsity.sparsity_distributions import Uniform
@@ -67,8 +73,7 @@ def lottery_ticket(
       [[[1, 1], [1, 1]], [[0, 1], [1, 0]], [[0, 1], [0, 0]]]
       >>> tickets = lottery_ticket(train_fn, params, rounds=3, rate=0.5, done=tickets)
     """
-    check_int("rounds", rounds, 0)
-    check_fraction("rate", rate)
+    _check_arguments(train_fn, rounds, rate, done)
     ones = trees.map_matched(_ones, params, Uniform(rate)(params))
     origin = params if rewind_params is None else rewind_params
     _check_like("rewind_params must have the leaves of params,", origin, params)
@@ -84,6 +89,14 @@ def lottery_ticket(
         _check_like("train_fn must return the parameters that it got,", trained, params)
         tickets.append((start, masks, trained))
     return tickets
+
+
+def _check_arguments(train_fn: object, rounds: object, rate: object, done: object) -> None:
+    """Raises a ValueError for arguments of other types, or out of range."""
+    check_function("train_fn", train_fn, "(params, masks)")
+    check_int("rounds", rounds, 0)
+    check_fraction("rate", rate)
+    check_iterable("done", done)
 
 
 def _check_like(must: str, tree: PyTree, params: PyTree) -> None:

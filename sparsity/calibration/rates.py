@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsity.calibration.statistics import Path, Statistic, Statistics, check
 from sparsity.core import trees
-from sparsity.core.checks import check_fraction, check_number
+from sparsity.core.checks import check_fraction, check_function, check_kind, check_number
 from sparsity.core.trees import PyTree
 from sparsity.sparsity_distributions import FilterFn
 
@@ -105,11 +105,17 @@ def _select_leaves(
     statistics: Statistics, params: PyTree, filter_fn: FilterFn | None
 ) -> dict[Path, jax.Array]:
     """Returns the leaves that have a statistic and are selected, by path, checked against it."""
-    leaves = {trees.path_names(path): leaf for path, leaf in trees.leaves_by_path(params).items()}
+    check_kind("statistics", statistics, Mapping, "a dict {path: Statistic}")
+    check_function("filter_fn", filter_fn, "(path, param)", optional=True)
+    leaves = {
+        trees.path_names(path): leaf
+        for path, leaf in trees.leaves_by_path(params).items()
+        if trees.is_array(leaf)
+    }
     if unknown := ["/".join(path) for path in statistics if path not in leaves]:
         raise ValueError(
             f"The statistics have entries for {trees.listed(unknown)}, where the params have no "
-            "leaf. Both must be of the same model."
+            "array. Both must be of the same model."
         )
     selected = {
         path: leaves[path]

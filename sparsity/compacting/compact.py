@@ -607,7 +607,7 @@ def compact(
       >>> jax.grad(lambda params: model.apply(params, x).sum())(model.params)["w"]
       Array([1., 1., 1.], dtype=float32)
     """
-    comparison.check_arguments(masks, opt_state, tx)
+    comparison.check_arguments(graph, masks, opt_state, tx)
     if outside not in ("zero", "frozen"):
         raise ValueError(f"outside must be 'zero' or 'frozen', got outside = {outside!r}.")
     graph.match_parameters(params)

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from sparsity.compacting.groups import find_groups, list_kept
 from sparsity.compacting.kept import Flat, Grouped, Kept, Masked, Sliced, is_quantized
 from sparsity.core import sharding, trees
+from sparsity.core.checks import check_kind
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph
 from sparsity.masks.positions import kept_positions, slots_of_positions
@@ -436,8 +437,10 @@ def read_formats(
     formats: Mapping[Path, Format] | Mapping[str, Format], masks: Mapping[Path, np.ndarray]
 ) -> dict[Path, Format]:
     """Returns formats by path; raises a ValueError for unknown paths and formats."""
+    check_kind("formats", formats, Mapping, "a dict {path: format}")
     chosen = {}
     for key, name in formats.items():
+        check_kind("a path of formats", key, str | tuple, "text or a tuple of strings")
         path = tuple(filter(None, key.split("/"))) if isinstance(key, str) else tuple(key)
         if path not in masks:
             raise ValueError(

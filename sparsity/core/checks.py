@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable
+from types import UnionType
 from typing import Any, TypeVar
 
 import jax
@@ -48,6 +49,34 @@ def check_bool(name: str, value: object) -> None:
         raise ValueError(f"{name} must be True or False, got {name} = {value!r}.")
 
 
+def check_kind(name: str, value: object, kind: type | UnionType, expected: str) -> None:
+    """Raises a ValueError that names the argument unless it is an instance of a class.
+
+    Args:
+      name: name of the argument.
+      value: value of the argument.
+      kind: a class, or a union of classes.
+      expected: describes what the argument must be.
+    """
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be {expected}, got {name} = {value!r}.")
+
+
+def check_function(name: str, value: object, arguments: str, *, optional: bool = False) -> None:
+    """Raises a ValueError that names the argument unless it can be called."""
+    if not callable(value) and not (optional and value is None):
+        raise ValueError(
+            f"{name} must be a function of {arguments}{' or None' if optional else ''}, got {name} "
+            f"= {value!r}."
+        )
+
+
+def check_iterable(name: str, value: object) -> None:
+    """Raises a ValueError that names the argument unless a loop can run over it."""
+    if not (isinstance(value, Iterable) or hasattr(value, "__getitem__")):
+        raise ValueError(f"{name} must be a list or an iterator, got {name} = {value!r}.")
+
+
 def check_fraction(name: str, value: object) -> None:
     """Raises a ValueError that names the argument unless it is a number in [0, 1]; tracers pass."""
     if not is_traced(value) and not 0 <= _as_float(value) <= 1:
@@ -83,5 +112,6 @@ def unique_keys(pairs: Iterable[tuple[K, V]]) -> dict[K, V]:
 
 def _as_float(value: Any) -> float:
     """Returns the value of a real scalar, NaN for anything else."""
-    is_number = np.ndim(value) == 0 and jnp.issubdtype(np.asarray(value).dtype, jnp.number)
-    return float(value) if is_number else math.nan
+    dtype = np.asarray(value).dtype if np.ndim(value) == 0 else np.dtype(bool)
+    is_real = any(jnp.issubdtype(dtype, kind) for kind in (np.integer, np.floating))
+    return float(value) if is_real else math.nan

@@ -87,7 +87,9 @@ class Registry(dict[str, T]):
         return self[name]
 
     def add(self, name: str, entry: T) -> None:
-        """Registers `entry`; raises a ValueError if another entry has the name."""
+        """Registers `entry`; raises a ValueError unless its name is text that no entry has."""
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"name must be text for the key {self.role}, got name = {name!r}.")
         if name in self and self[name] is not entry:
             taken = getattr(self[name], "__name__", repr(self[name]))
             raise ValueError(f"The name {name!r} is taken by {taken}.")

@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from sparsity.core import trees
-from sparsity.core.checks import check_number
+from sparsity.core.checks import check_iterable, check_kind, check_number
 from sparsity.core.trees import PyTree
 from sparsity.finetuning import delta_file
 from sparsity.finetuning.entries import (
@@ -117,6 +117,7 @@ class Delta:
         Raises:
           ValueError: the file is damaged, or holds no delta; its path is named.
         """
+        check_kind("path", path, str | os.PathLike, "a path")
         return cls(*delta_file.read(Path(path)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -133,6 +134,7 @@ class Delta:
           ...     Delta.load(f"{folder}/delta.safetensors").apply({"w": np.zeros(3)})
           {'w': array([0., 1., 2.])}
         """
+        check_kind("path", path, str | os.PathLike, "a path")
         delta_file.write(Path(path), self.base, self.terms)
 
     @classmethod
@@ -158,12 +160,16 @@ class Delta:
           >>> Delta.merge([Delta.between(base, p) for p in tuned], [1.0, 0.5]).apply(base)
           {'w': array([1. , 1.5, 4. ])}
         """
+        check_iterable("deltas", deltas)
+        if weights is not None:
+            check_iterable("weights", weights)
         if not deltas:
             raise ValueError("deltas must hold at least one delta, got none.")
         weights = [1.0] * len(deltas) if weights is None else list(weights)
         if len(weights) != len(deltas):
             raise ValueError(f"weights must have {len(deltas)} numbers, one a delta: {weights}.")
         for number, (delta, weight) in enumerate(zip(deltas, weights, strict=True)):
+            check_kind(f"deltas[{number}]", delta, Delta, "a Delta")
             check_number(f"weights[{number}]", weight)
             for name in {**deltas[0].base, **delta.base}:
                 if reason := find_difference(deltas[0].base.get(name), delta.base.get(name)):

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from sparsity.core import sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
+from sparsity.training.checks import check_optimizer
 from sparsity.training.entrywise import check_entrywise
 from sparsity.training.kept import KeptLayout, KeptState, gather
 
@@ -114,8 +115,7 @@ def train_only(
       >>> optax.apply_updates(params, updates)["w"]
       Array([ 1. , -2.5,  3. ], dtype=float32)
     """
-    if not hasattr(tx, "update"):
-        raise ValueError(f"tx must be an optax.GradientTransformation, got {tx!r}.")
+    check_optimizer("tx", tx)
     trainer = _Trainer(optax.with_extra_args_support(tx), read_supports(masks))
     return optax.GradientTransformationExtraArgs(trainer.init, trainer.update)
 

@@ -12,7 +12,7 @@ import chex
 import numpy as np
 
 from sparsity.core import trees
-from sparsity.core.checks import check_density
+from sparsity.core.checks import check_density, check_kind
 from sparsity.core.exact import lowest_sparsity
 from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import PyTree
@@ -227,7 +227,9 @@ def budget(
         raise ValueError(f"Give one of macs and nbytes, got macs = {macs}, nbytes = {nbytes}.")
     check_density(*limits[0])
     macs, nbytes = (None if x is None else float(x) for x in (macs, nbytes))
+    check_kind("graph", graph, Graph, "made by sparsity.trace")
     distribution = Uniform() if distribution is None else distribution
+    check_kind("distribution", distribution, Uniform, "Uniform() or ERK()")
     if distribution.filter_fn is None:
         distribution = dataclasses.replace(distribution, filter_fn=graph.is_weight)
     if distribution.sparsity is not None or distribution.entries is not None:

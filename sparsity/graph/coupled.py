@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import exact, host, sharding, trees
-from sparsity.core.checks import check_bool, check_int, is_traced
+from sparsity.core.checks import check_bool, check_int, check_number, is_traced
 from sparsity.core.kernels import compute_once
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import KeyPath, PyTree
@@ -89,8 +89,7 @@ class Coupled:
     def __post_init__(self) -> None:
         if not isinstance(self.graph, Graph):
             raise ValueError(f"graph must be made by sparsity.trace, got {self.graph!r}.")
-        if self.order not in (1, 2):
-            raise ValueError(f"order must be 1 or 2, got order = {self.order!r}.")
+        check_int("order", self.order, 1, 2)
         check_bool("normalize", self.normalize)
         if not (isinstance(self.across, bool) or self.across == "nbytes"):
             raise ValueError(
@@ -293,7 +292,10 @@ class Coupled:
 
     def _multiple(self, channels: ChannelGroup, kept: Any) -> Any:
         if callable(self.round_to):
-            return self.round_to(kept)
+            rounded = self.round_to(kept)
+            if not is_traced(rounded):
+                check_number(f"round_to({kept})", np.asarray(rounded)[()])
+            return rounded
         if self.round_to > channels.size:
             raise ValueError(
                 f"round_to = {self.round_to} cannot be met by the group {channels.name!r} of "

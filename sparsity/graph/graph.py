@@ -413,11 +413,17 @@ class Graph:
 
         The params may be those of a smaller model.
         """
-        return {
+        matched = {
             path: self.find_parameter(trees.path_names(path), array, may_be_smaller=True)
             for path, array in trees.leaves_by_path(tree).items()
             if hasattr(array, "shape")
         }
+        if self.leaves and not matched:
+            raise ValueError(
+                "The params have no array that the graph knows: it knows "
+                f"{trees.listed([leaf.name for leaf in self.leaves])}."
+            )
+        return matched
 
     def retrace(self, params: PyTree, *args: PyTree) -> Graph:
         """Returns the graph of the model for other arguments, or this graph if they are alike.

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from sparsity.core import sharding, trees
+from sparsity.core.checks import check_function, check_kind
 from sparsity.core.trees import PyTree
 from sparsity.graph.channels import Parameter
 from sparsity.graph.graph import Graph
@@ -103,6 +104,7 @@ def _make_jaxpr(
     Raises:
       ValueError: the function depends on values, or cannot be traced with these arguments.
     """
+    check_function("fn", fn, "the parameters and the inputs")
     leaves, rebuild = trees.split_arrays(params)
     inputs, rebuild_args = trees.split_arrays(args)
 
@@ -190,7 +192,10 @@ def _read_state(
     """
     numbers = {leaf.path: i for i, leaf in enumerate(leaves)}
     carried: dict[int, int] = {}
+    check_kind("state", state, Mapping, "a dict {path of an output: path of a parameter}")
     for key, target in state.items():
+        for path in (key, target):
+            check_kind("a path of state", path, str | tuple, "text or a tuple of strings")
         source, into = (tuple(x.split("/")) if isinstance(x, str) else x for x in (key, target))
         matched = {
             i: numbers[into + path[len(source) :]]

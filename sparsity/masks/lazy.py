@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -45,6 +46,8 @@ def elementwise(hook: Hook) -> Hook:
       ...     def calculate_scores(self, params, sparse_state=None, grads=None):
       ...         return jax.tree.map(jnp.square, params)
     """
+    if not inspect.isfunction(hook):
+        raise ValueError(f"elementwise marks a method of a class, got hook = {hook!r}.")
     vars(hook)["is_elementwise"] = True
     return hook
 

@@ -13,6 +13,7 @@ import chex
 import jax
 
 from sparsity.core import names, trees
+from sparsity.core.checks import check_int
 from sparsity.core.trees import PyTree
 from sparsity.masks.costs import MaskBudget
 
@@ -172,6 +173,7 @@ def is_pattern(value: object) -> TypeGuard[Pattern]:
 def leading_axes(batch_axes: BatchAxes, path: Path, param: jax.Array) -> int:
     """Returns the number of leading axes of a parameter that index separate matrices."""
     axes = batch_axes(path, param) if callable(batch_axes) else batch_axes
+    check_int(f"batch_axes of {'/'.join(path)!r}", axes)
     if axes < 0 or (callable(batch_axes) and axes > param.ndim):
         raise ValueError(
             f"batch_axes must lie between 0 and the number of axes, got {axes} for "

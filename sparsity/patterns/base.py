@@ -140,7 +140,13 @@ class SparsityType:
                 choose = topk_fn
                 for _ in range(leading):
                     choose = jax.vmap(choose, in_axes=(0, None))
-                mask = jnp.asarray(choose(units, sparsity)).astype(jnp.uint8)
+                chosen = choose(units, sparsity)
+                if jnp.shape(chosen) != units.shape:
+                    raise ValueError(
+                        f"topk_fn must return a mask of the shape of its scores, "
+                        f"{units.shape[leading:]}, got {chosen!r} for topk_fn = {topk_fn!r}."
+                    )
+                mask = jnp.asarray(chosen).astype(jnp.uint8)
             return self.expand(mask, scores.shape, batch_axes)
 
         return sharding.shard_like(scores, create, scores, sparsity)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from sparsity.core import extras, trees
+from sparsity.core.checks import check_kind
 from sparsity.core.pictures import DARK, add_legend, label_rows, new_axes
 from sparsity.core.trees import PyTree
 from sparsity.reports.summary import summarize_sparsity
@@ -81,9 +82,11 @@ def layer_summary(
     params: PyTree, opt_state: optax.OptState, updater: Updater
 ) -> list[LayerSummary]:
     """Returns the rows of `sparsity_table`: a `LayerSummary` for each array, in tree order."""
+    check_kind("updater", updater, Updater, "the updater that wrapped the optimizer")
     state = get_sparse_state(opt_state)
     targets = trees.leaves_by_path(state.target_sparsities)
     masks = trees.leaves_by_path(state.masks)
+    trees.check_paths(trees.leaves_by_path(params), masks, "params", "masks of the state")
     achieved = summarize_sparsity(params)
     sites = updater.sites(params)
     rows = []

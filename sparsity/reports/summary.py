@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from sparsity.core import trees
-from sparsity.core.checks import is_traced
+from sparsity.core.checks import check_bool, is_traced
 from sparsity.core.trees import PyTree
 from sparsity.masks import packed_shape, read_masks
 from sparsity.training.state import SparseState, get_sparse_state
@@ -43,6 +43,7 @@ def summarize_sparsity(param_tree: PyTree, only_total_sparsity: bool = False) ->
       >>> summarize_sparsity({"a": jnp.array([1.0, 0.0]), "b": jnp.zeros(2)})["_total_sparsity"]
       0.75
     """
+    check_bool("only_total_sparsity", only_total_sparsity)
     leaves = trees.leaves_and_none(_find_masks(param_tree, packed=False))
     leaves = {path: leaf for path, leaf in leaves.items() if leaf is None or _is_array(leaf)}
     sizes = {path: jnp.size(leaf) for path, leaf in leaves.items() if leaf is not None}

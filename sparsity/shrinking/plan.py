@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import sharding, trees
-from sparsity.core.checks import unique_keys
+from sparsity.core.checks import check_kind, unique_keys
 from sparsity.core.trees import PyTree
 from sparsity.graph import Coupled, Graph
 from sparsity.graph.cuts import solve_kept, spread_kept
@@ -53,9 +53,14 @@ class Plan:
     )
 
     def __post_init__(self) -> None:
+        for name in ("kept", "shapes"):
+            check_kind(name, getattr(self, name), Mapping, "a dict with a path as each key")
+        check_kind("masked", self.masked, Mapping | None, "a dict with a path as each key, or None")
         for path, axes in self.kept.items():
             if path not in self.shapes:
                 raise ValueError(f"The plan has no shape of the leaf {'/'.join(path)!r}.")
+            check_kind(f"kept[{path!r}]", axes, Mapping, "a dict {axis: indices}")
+            check_kind(f"shapes[{path!r}]", self.shapes[path], tuple, "a tuple of sizes")
             for axis, index in axes.items():
                 if fault := _fault(index, axis, self.shapes[path]):
                     raise ValueError(
@@ -237,7 +242,7 @@ def _are_sizes(values: object) -> bool:
 
 def _fault(index: np.ndarray, axis: int, shape: tuple[int, ...]) -> str | None:
     """Says why an axis of a leaf cannot keep these indices; `None` where nothing is wrong."""
-    if not 0 <= axis < len(shape):
+    if not isinstance(axis, int) or isinstance(axis, bool) or not 0 <= axis < len(shape):
         return "there is no such axis"
     if getattr(index, "ndim", 0) not in (1, 2) or index.dtype.kind not in "iu":
         return f"{index!r}, which is no array of indices, or of indices for each layer"

@@ -246,7 +246,7 @@ def shrink(
       >>> small.apply(small.params, jnp.ones((5, 3))).shape
       (5, 2)
     """
-    comparison.check_arguments(masks, opt_state, tx)
+    comparison.check_arguments(graph, masks, opt_state, tx)
     by_path = {} if isinstance(masks, Plan) else {x.path: m for x, m in graph.match_masks(masks)}
     plan = masks if isinstance(masks, Plan) else plan_cut(graph, *find_dead(graph, by_path))
     if plan is masks:

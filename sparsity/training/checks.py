@@ -17,6 +17,15 @@ from sparsity.sparsity_schedules import update_range
 from sparsity.training.updater import Updater
 
 
+def check_optimizer(name: str, value: object) -> None:
+    """Raises a ValueError that names the argument unless it is a transformation of optax."""
+    if isinstance(value, type) or not (hasattr(value, "init") and hasattr(value, "update")):
+        raise ValueError(
+            f"{name} must be an optax.GradientTransformation such as optax.adam(1e-3), got {name} "
+            f"= {value!r}."
+        )
+
+
 def check_gradients(updates: PyTree, params: PyTree, masks: PyTree) -> None:
     """Raises a ValueError that names a masked parameter without a gradient of its shape."""
     likes = trees.leaves_by_path(params)

@@ -23,6 +23,7 @@ from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
 from sparsity.masks import Layerwise, Site, Sites, packed_shape, unpack_masks
 from sparsity.sparsity_schedules import update_range
+from sparsity.training.checks import check_optimizer
 from sparsity.training.entrywise import check_entrywise
 from sparsity.training.hooks import Inputs
 from sparsity.training.kept import (
@@ -309,5 +310,6 @@ def wrap(
       inner: any optax transformation that works entry by entry.
       masks: initial masks; `None` leaves the choice to the updater.
     """
+    check_optimizer("inner", inner)
     step = CompactStep.wrap(updater, inner, masks)
     return optax.GradientTransformationExtraArgs(step.init, step.update)

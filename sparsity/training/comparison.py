@@ -12,21 +12,27 @@ import optax
 
 from sparsity.core import sharding, trees
 from sparsity.core.trees import PyTree
+from sparsity.training.checks import check_optimizer
 from sparsity.training.state import SparseState
 
 _MOST_UPDATES = 64
 
 
 def check_arguments(
-    masks: PyTree, opt_state: optax.OptState | None, tx: optax.GradientTransformation | None
+    graph: object,
+    masks: PyTree,
+    opt_state: optax.OptState | None,
+    tx: optax.GradientTransformation | None,
 ) -> None:
-    """Raises a ValueError if masks, state and optimizer are missing or confused."""
+    """Raises a ValueError if graph, masks, state and optimizer are missing or confused."""
+    if not hasattr(graph, "match_masks"):
+        raise ValueError(f"graph must be made by sparsity.trace, got graph = {graph!r}.")
     if masks is None:
         raise ValueError("masks is None: nothing would be cut. Give masks of params, or a Plan.")
     if isinstance(opt_state, optax.GradientTransformation):
         raise ValueError("opt_state is an optimizer: give its state, and the optimizer as tx.")
-    if tx is not None and not hasattr(tx, "update"):
-        raise ValueError(f"tx must be an optax.GradientTransformation, got {tx!r}.")
+    if tx is not None:
+        check_optimizer("tx", tx)
     if tx is not None and opt_state is None:
         raise ValueError("tx is checked with the optimizer's state: give opt_state, too.")
 

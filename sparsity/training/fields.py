@@ -56,8 +56,7 @@ def check_fields(updater: Updater) -> None:
         value = getattr(updater, name)
         if value is not None and not callable(value):
             raise ValueError(f"{name} must be a function or None, got {value!r}.")
-    if not isinstance(updater.rng_seed, jax.Array | np.ndarray):
-        check_int("rng_seed", updater.rng_seed)
+    _check_seed(updater.rng_seed)
     for name in ("skip_gradients", "is_sparse_gradients", "use_packed_masks", "use_compact_state"):
         check_bool(name, getattr(updater, name))
     if updater.is_sparse_updates is not None:
@@ -76,6 +75,19 @@ def check_fields(updater: Updater) -> None:
     scope.check(kind, updater.batch_axes, updater.topk_fn)
     if updater.use_compact_state:
         check_rules(updater)
+
+
+def _check_seed(seed: int | jax.Array | np.ndarray) -> None:
+    """Raises a ValueError unless a seed is an integer, also in an array, or a random key."""
+    if not isinstance(seed, jax.Array | np.ndarray):
+        check_int("rng_seed", seed)
+    elif not jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) and not jnp.issubdtype(
+        seed.dtype, np.integer
+    ):
+        raise ValueError(
+            f"rng_seed must be an integer or a random key, got an array of {seed.dtype}: "
+            f"rng_seed = {seed!r}."
+        )
 
 
 def have_equal_fields(lhs: DataclassInstance, rhs: object) -> bool:

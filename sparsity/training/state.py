@@ -10,6 +10,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from sparsity.core import owners, sharding, trees
+from sparsity.core.checks import check_kind
 from sparsity.core.trees import PyTree
 from sparsity.masks import packed_shape
 
@@ -66,6 +67,7 @@ def get_sparse_state(opt_state: PyTree) -> SparseState:
 def set_sparse_state(opt_state: optax.OptState, sparse_state: SparseState) -> optax.OptState:
     """Returns `opt_state` with its only `SparseState` replaced; raises as `get_sparse_state`."""
     get_sparse_state(opt_state)
+    check_kind("sparse_state", sparse_state, SparseState, "a SparseState")
 
     def is_state(node: object) -> bool:
         return isinstance(node, SparseState)
@@ -115,6 +117,8 @@ def sharding_like(params: PyTree, opt_state: optax.OptState) -> optax.OptState:
                 f"{trees.path_string(path)!r} of params has no sharding. Pass arrays, or "
                 "jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
             )
+    if not leaves:
+        raise ValueError(f"params hold no array, got params = {params!r}.")
     param_shardings = [leaf.sharding for leaf in leaves.values()]
     meshes = [each.mesh for each in param_shardings if isinstance(each, NamedSharding)]
     replicated = NamedSharding(meshes[0], PartitionSpec()) if meshes else param_shardings[0]

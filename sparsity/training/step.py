@@ -36,6 +36,7 @@ from sparsity.masks import (
 )
 from sparsity.training.checks import (
     check_gradients,
+    check_optimizer,
     same_structure,
     take_initial_masks,
     take_masks,
@@ -312,6 +313,7 @@ def wrap(
       inner: any optax transformation.
       masks: initial masks; `None` leaves the choice to the updater.
     """
+    check_optimizer("inner", inner)
     step = Step.wrap(updater, inner, masks)
     return optax.GradientTransformationExtraArgs(step.init, step.update)
 
@@ -320,6 +322,7 @@ def wrap_dense(
     updater: Updater, inner: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `inner` with a SparseState that has no masks; `params` are optional."""
+    check_optimizer("inner", inner)
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: PyTree) -> SparseState:

@@ -43,7 +43,7 @@ from sparsity.calibration.statistics.memory import check_memory
 from sparsity.calibration.statistics.rows import Kind, sum_outputs
 from sparsity.calibration.statistics.walk import Steps
 from sparsity.core import extras, sharding, trees
-from sparsity.core.checks import check_bool
+from sparsity.core.checks import check_bool, check_function, check_iterable, check_kind
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph import Bias, trace
 from sparsity.masks import pack_masks
@@ -130,7 +130,7 @@ def oneshot(
       (Array([[4., 0.]], dtype=float32), 0.024)
     """
     _check_arguments(pruner, refit, sequential=sequential, progress=progress, estimate=estimate)
-    run = _Run(pruner, params, refit, fn, _read(batches))
+    run = _Run(pruner, params, refit, fn, _read_data(batches, held, metric, folder))
     if estimate:
         return run.estimate()
     if progress:
@@ -142,13 +142,6 @@ def oneshot(
     run.finish(fn)
     run.compare(fn, held, metric)
     return run.params(), run.all_masks(), run.report
-
-
-def _read(batches: Iterable[PyTree]) -> list[PyTree]:
-    """Returns all batches, or raises a ValueError if there are none."""
-    if not (seen := list(batches)):
-        raise ValueError("batches has no batch: give at least one.")
-    return seen
 
 
 def _check_arguments(pruner: BaseUpdater, refit: Refit | Means | None, **flags: object) -> None:
@@ -165,6 +158,20 @@ def _check_arguments(pruner: BaseUpdater, refit: Refit | Means | None, **flags: 
             "statistics=statistics). A scope of your own that does not compare leaves says "
             "`per_slice = True`."
         )
+
+
+def _read_data(
+    batches: Iterable[PyTree], held: object, metric: object, folder: object
+) -> list[PyTree]:
+    """Returns the batches; raises a ValueError without any, or for arguments of other types."""
+    check_iterable("batches", batches)
+    if held is not None:
+        check_iterable("held", held)
+    check_function("metric", metric, "params", optional=True)
+    check_kind("folder", folder, str | os.PathLike | None, "a path or None")
+    if not (seen := list(batches)):
+        raise ValueError("batches has no batch: give at least one.")
+    return seen
 
 
 class _Losses(Collector):

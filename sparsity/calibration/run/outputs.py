@@ -87,9 +87,18 @@ def compare_outputs(
         error=_share(lost, total),
         unexplained=_share(lost, max(total - means, 0.0)),
         batches=count,
-        dense_metric=None if metric is None else float(metric(dense)),
-        metric=None if metric is None else float(metric(pruned)),
+        dense_metric=None if metric is None else _measure(metric, dense),
+        metric=None if metric is None else _measure(metric, pruned),
     )
+
+
+def _measure(metric: Callable[[PyTree], chex.Numeric], params: PyTree) -> float:
+    """Returns the number that a metric returns; raises a ValueError for anything else."""
+    value = metric(params)
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"metric must return a number, got metric(params) = {value!r}.") from error
 
 
 def make_outputs(

@@ -18,6 +18,7 @@ from sparsity.calibration.statistics.rows import KINDS, Kind, RowSums, sum_up
 from sparsity.calibration.statistics.statistic import Path, Statistic, not_finite
 from sparsity.calibration.statistics.walk import Steps, Sums, Walk, add
 from sparsity.core import extras, sharding, trees
+from sparsity.core.checks import check_bool, check_function, check_iterable
 from sparsity.core.trees import PyTree
 from sparsity.graph import Graph, Parameter, Use, trace
 
@@ -66,6 +67,9 @@ def calibrate(
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {KINDS}, got kind = {kind!r}.")
+    check_iterable("batches", batches)
+    check_function("filter_fn", filter_fn, "(path, leaf)", optional=True)
+    check_bool("progress", progress)
     shown = extras.load("tqdm.auto", "progress").tqdm(batches) if progress else batches
 
     def make(graph: Graph) -> Calibration:
