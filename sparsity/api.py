@@ -13,7 +13,7 @@ from sparsity.core.names import suggest
 from sparsity.masks import SCOPES, Scope
 from sparsity.patterns import parse_sparsity_type
 from sparsity.sparsity_distributions import DISTRIBUTIONS, Distribution
-from sparsity.sparsity_schedules import SCHEDULES, Schedule
+from sparsity.sparsity_schedules import SCHEDULES, Schedule, check_schedule
 
 T = TypeVar("T")
 Options = dict[str, Any]  # keys of a configuration with their values
@@ -122,7 +122,8 @@ def create_updater_from_config(config: Config) -> BaseUpdater:
     if isinstance(options.get("sparsity_type"), str):
         options["sparsity_type"] = parse_sparsity_type(options["sparsity_type"])
     options["scheduler"] = _take_scheduler(name, algorithm, options)
-    if scope := _take_scope(options, fields):
+    scope = _take_scope(options, fields)
+    if scope is not None:
         options["scope"] = scope
     distribution = _take_distribution(name, algorithm, options, fields)
     if distribution is not None:
@@ -160,6 +161,7 @@ def _take_scheduler(name: str, algorithm: type[BaseUpdater], options: Options) -
                 f"{sorted([*keys, *(['schedule_type'] if kind else [])])} cannot go with scheduler."
             )
         scheduler: Schedule = options.pop("scheduler")
+        check_schedule(scheduler)
         return scheduler
     start, end = keys.get("update_start_step"), keys.get("update_end_step")
     if kind is None:

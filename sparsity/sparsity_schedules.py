@@ -222,6 +222,13 @@ SCHEDULES: Registry[type[Schedule]] = Registry(
 )
 
 
+def check_schedule(schedule: object) -> None:
+    """Raises a ValueError unless an object has the methods of a schedule."""
+    for name in ("is_mask_update_iter", "get_sparsity_at_step"):
+        if isinstance(schedule, type) or not callable(getattr(schedule, name, None)):
+            raise ValueError(f"scheduler must have a method {name}, got scheduler = {schedule!r}.")
+
+
 def update_range(schedule: Schedule) -> tuple[int, int | None] | None:
     """Returns the first and the last update step; (0, None) without a method `update_range`."""
     method = getattr(schedule, "update_range", None)

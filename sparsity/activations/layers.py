@@ -63,7 +63,7 @@ def sparsify_linen(
       (Array(0.75, dtype=float32),)
     """
     linen = extras.load("flax.linen", "flax")
-    if hasattr(getattr(apply, "func", apply), "lower"):
+    if callable(apply) and hasattr(getattr(apply, "func", apply), "lower"):
         raise ValueError(
             "apply is compiled by jax.jit: its layers run once, while it is traced, and the sparse "
             "program would stay in its cache. Pass model.apply itself, and jit the result."

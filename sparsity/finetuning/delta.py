@@ -256,7 +256,10 @@ def _floating(dtype: DTypeLike | None) -> np.dtype | None:
     """Returns the dtype of differences; raises unless it is `None` or real and floating."""
     if dtype is None:
         return None
-    number = np.dtype(dtype)
+    try:
+        number = np.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(f"dtype must be a floating dtype, got dtype = {dtype!r}.") from error
     if not jnp.issubdtype(number, np.floating) or number.type is np.longdouble:
         raise ValueError(
             f"dtype must be None (exact values) or a floating dtype, got dtype = {dtype!r}."

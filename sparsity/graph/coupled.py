@@ -91,7 +91,7 @@ class Coupled:
             raise ValueError(f"graph must be made by sparsity.trace, got {self.graph!r}.")
         check_int("order", self.order, 1, 2)
         check_bool("normalize", self.normalize)
-        if not (isinstance(self.across, bool) or self.across == "nbytes"):
+        if not isinstance(self.across, bool) and repr(self.across) != repr("nbytes"):
             raise ValueError(
                 f"across must be True, False or 'nbytes', got across = {self.across!r}."
             )

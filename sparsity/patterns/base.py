@@ -141,7 +141,7 @@ class SparsityType:
                 for _ in range(leading):
                     choose = jax.vmap(choose, in_axes=(0, None))
                 chosen = choose(units, sparsity)
-                if jnp.shape(chosen) != units.shape:
+                if getattr(chosen, "shape", None) != units.shape:
                     raise ValueError(
                         f"topk_fn must return a mask of the shape of its scores, "
                         f"{units.shape[leading:]}, got {chosen!r} for topk_fn = {topk_fn!r}."

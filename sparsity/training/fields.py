@@ -15,6 +15,7 @@ import numpy as np
 from sparsity.core.checks import check_bool, check_int, is_traced
 from sparsity.core.names import suggest
 from sparsity.masks import SCOPES, TreeScope, is_pattern
+from sparsity.sparsity_schedules import check_schedule
 from sparsity.training.compact import check_rules
 from sparsity.training.updater import Updater
 
@@ -48,10 +49,7 @@ def check_fields(updater: Updater) -> None:
             "sparsity_type must be Unstructured(), NByM(n, m), Block(shape), Channel(axis), "
             f"FanIn(group, axis) or a function of (path, param), got sparsity_type = {kind!r}."
         )
-    for name in ("is_mask_update_iter", "get_sparsity_at_step"):
-        schedule = updater.scheduler
-        if isinstance(schedule, type) or not callable(getattr(schedule, name, None)):
-            raise ValueError(f"scheduler must have a method {name}, got scheduler = {schedule!r}.")
+    check_schedule(updater.scheduler)
     for name in ("sparsity_distribution_fn", "topk_fn"):
         value = getattr(updater, name)
         if value is not None and not callable(value):
