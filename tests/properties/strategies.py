@@ -112,8 +112,8 @@ def fits(pattern, shape):
 
 
 def finite(rng, shape, dtype="float32"):
-    """Returns finite values with ties and zeros."""
-    return jnp.asarray(np.round(rng.normal(size=shape), 1), dtype)
+    """Returns finite values with ties and zeros, multiples of 1 / 8."""
+    return jnp.asarray(np.round(8 * rng.normal(size=shape)) / 8, dtype)
 
 
 def equal_bits(one, other):

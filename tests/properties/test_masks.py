@@ -29,7 +29,7 @@ def magnitudes(leaf):
     return np.asarray(jnp.abs(leaf)).astype(np.float64)
 
 
-@draws.examples(25)
+@draws.examples(15)
 @hypothesis.given(draws.trees(), draws.sparsities)
 def test_each_leaf_keeps_its_exact_count_of_the_largest(params, target):
     pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=draws.everything(target))
@@ -43,7 +43,7 @@ def test_each_leaf_keeps_its_exact_count_of_the_largest(params, target):
         assert np.asarray(after).tobytes() == kept.tobytes()
 
 
-@draws.examples(25)
+@draws.examples(15)
 @hypothesis.given(draws.trees(dtypes=draws.DTYPES[:3]), draws.sparsities)
 def test_all_leaves_together_keep_the_exact_count_of_the_largest(params, target):
     pruner = sparsity.MagnitudePruning(
@@ -57,7 +57,7 @@ def test_all_leaves_together_keep_the_exact_count_of_the_largest(params, target)
     np.testing.assert_array_equal(np.concatenate([np.ravel(mask) for mask in masks]), expected)
 
 
-@draws.examples(25)
+@draws.examples(8)
 @hypothesis.given(
     draws.seeds,
     st.sampled_from(draws.SHAPES),
@@ -77,7 +77,7 @@ def test_masks_shrink_along_a_ramp_of_frozen_scores(seed, shape, dtype, pattern,
         np.testing.assert_array_equal(mask, jitted(scores, jnp.float32(s)))
 
 
-@draws.examples(25)
+@draws.examples(15)
 @hypothesis.given(
     draws.seeds,
     st.sampled_from(draws.SHAPES),
@@ -99,7 +99,7 @@ def test_a_pattern_keeps_whole_units_and_the_count_that_it_states(seed, shape, p
         assert ((groups > 0).sum(-1) == helpers.num_kept(n, target)).all()
 
 
-@draws.examples(15)
+@draws.examples(5)
 @hypothesis.given(draws.trees(dtypes=draws.DTYPES[:3]), draws.sparsities, st.booleans())
 def test_packed_masks_are_the_same_masks(params, target, is_global):
     options = {
@@ -112,7 +112,7 @@ def test_packed_masks_are_the_same_masks(params, target, is_global):
     assert draws.equal_bits(plain[1], sparsity.unpack_masks(packed[1], params))
 
 
-@draws.examples(15)
+@draws.examples(5)
 @hypothesis.given(
     draws.seeds,
     st.sampled_from([shape for shape in draws.SHAPES if len(shape) > 1]),
@@ -121,14 +121,17 @@ def test_packed_masks_are_the_same_masks(params, target, is_global):
     draws.sparsities,
     st.sampled_from(draws.DTYPES[:3]),
 )
-def test_a_move_keeps_the_count_and_drops_the_smallest(seed, shape, pattern, target, drop, dtype):
+def test_a_move_keeps_the_number_of_units_and_drops_the_smallest(
+    seed, shape, pattern, target, drop, dtype
+):
     hypothesis.assume(draws.fits(pattern, shape))
     rng = np.random.default_rng(seed)
     start, lows, highs = (jnp.abs(draws.values(rng, shape, dtype)) for _ in range(3))
     mask = pattern.select(start, target, target=target)
     moved = np.asarray(pattern.move(mask, lows, highs, drop))
     before = np.asarray(mask)
-    assert moved.sum() == before.sum()
+    units = [pattern.pool(jnp.asarray(x, jnp.float32)) > 0 for x in (before, moved)]
+    assert units[0].sum() == units[1].sum()
     if pattern.is_elementwise:
         kept = helpers.num_kept(int(before.sum()), drop) if before.any() else 0
         scores = np.where(before > 0, np.asarray(lows, np.float64), -1).reshape(-1)
@@ -142,7 +145,7 @@ def test_a_move_keeps_the_count_and_drops_the_smallest(seed, shape, pattern, tar
         np.testing.assert_array_equal(moved.reshape(-1), stays | grown)
 
 
-@draws.examples(10)
+@draws.examples(6)
 @hypothesis.given(draws.trees(), draws.sparsities)
 def test_a_distribution_with_overrides_keeps_them(params, target):
     leaves = trees.leaves_by_path(params)

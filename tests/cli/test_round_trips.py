@@ -1,0 +1,80 @@
+"""Pruning, inspecting and comparing checkpoints agree, for every format and dtype."""
+
+import json
+
+import flax.serialization
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import safetensors.numpy
+
+from sparsity.cli import main
+from tests import helpers
+from tests.cli.checkpoints import FORMATS
+from tests.properties import strategies as draws
+
+DTYPES = {
+    ".safetensors": ["float16", "bfloat16", "float32", "float64", "complex64", "int32"],
+    ".npz": ["float16", "float32", "float64", "complex64", "int32"],
+    ".msgpack": ["float16", "bfloat16", "float32", "float64", "complex64", "int32"],
+}
+SHAPES = [shape for shape in draws.SHAPES if len(shape) > 1]
+READ = {
+    ".safetensors": safetensors.numpy.load_file,
+    ".npz": lambda path: dict(np.load(path)),
+    ".msgpack": lambda path: flax.serialization.msgpack_restore(path.read_bytes()),
+}
+
+
+def save(path, tree):
+    if path.suffix == ".msgpack":
+        path.write_bytes(flax.serialization.msgpack_serialize(tree))
+    else:
+        FORMATS[f"a{path.suffix}"][0](path, tree)
+
+
+def run(capsys, *command):
+    code = main([*map(str, command)])
+    out, error = capsys.readouterr()
+    assert "Traceback" not in error
+    return code, out, error
+
+
+@draws.examples(20)
+@hypothesis.given(st.sampled_from([*DTYPES]), draws.seeds, draws.sparsities, st.data())
+def test_prune_inspect_and_diff_agree(tmp_path_factory, capsys, ending, seed, target, data):
+    rng, folder = np.random.default_rng(seed), tmp_path_factory.mktemp("files")
+    dtypes = data.draw(st.lists(st.sampled_from(DTYPES[ending]), min_size=1, max_size=4))
+    tree = {}
+    for number, dtype in enumerate(dtypes):
+        shape = data.draw(st.sampled_from(SHAPES))
+        drawn = np.nan_to_num(np.asarray(draws.values(rng, shape, "float32")), posinf=1, neginf=-1)
+        with np.errstate(all="ignore"):
+            tree[f"w{number}"] = drawn.clip(-1e3, 1e3).astype(draws.jnp.dtype(dtype))
+    before, after = folder / f"before{ending}", folder / f"after{ending}"
+    save(before, tree)
+    code, _, error = run(capsys, "prune", before, after, "--sparsity", repr(target))
+    if all(dtype == "int32" for dtype in dtypes):
+        assert code == 0 or error.count("\n") == 1
+        return
+    assert (code, error) == (0, "")
+    pruned = READ[ending](after)
+    listed = json.loads(run(capsys, "inspect", after, "--json")[1])["leaves"]
+    code, out, _ = run(capsys, "diff", before, after, "--json")
+    moved = json.loads(out)["leaves"]
+    assert pruned.keys() == tree.keys() == listed.keys() == moved.keys()
+    for name, leaf in tree.items():
+        new = np.asarray(pruned[name])
+        assert (new.shape, new.dtype) == (leaf.shape, leaf.dtype)
+        nonzeros = np.count_nonzero(new)
+        assert listed[name]["nonzeros"] == nonzeros
+        assert moved[name]["dropped"] == np.count_nonzero(leaf) - nonzeros
+        assert (moved[name]["grown"], moved[name]["changed"]) == (0, 0)
+        if leaf.dtype.kind == "i":
+            assert new.tobytes() == leaf.tobytes()
+        else:
+            assert ((new == 0) | (new == leaf)).all()
+            kept = helpers.num_kept(leaf.size, target) if leaf.size else 0
+            assert nonzeros == min(np.count_nonzero(leaf), kept)
+    assert code == any(leaf["dropped"] for leaf in moved.values())
+    assert run(capsys, "diff", after, after)[0] == 0
