@@ -16,7 +16,7 @@ from sparsity.cli import msgpack, npz, orbax, safetensors
 from sparsity.cli.stored import StoredArray
 from sparsity.core import trees
 from sparsity.core.checks import unique_keys
-from sparsity.core.files import reading
+from sparsity.core.files import reading, writing
 from sparsity.core.names import matches
 from sparsity.core.trees import PyTree
 
@@ -97,7 +97,7 @@ def write(
     folder = target.absolute().parent
     with tempfile.TemporaryDirectory(prefix=".sparsity-", dir=folder) as temporary:
         new, old = Path(temporary) / f"new{target.suffix}", Path(temporary) / "old"
-        with reading(source):
+        with writing(target), reading(source):
             _find_format(source).write(source, new, changed)
         check_target(source, target, overwrite)  # again: another program may have written there
         try:

@@ -25,6 +25,16 @@ def reading(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an error of the system, such as a full disk, into an OSError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise OSError(f"{path} cannot be written: {reason}. Nothing there has changed.") from error
+
+
+@contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a path to write to; moves the file there to `path` if the block raises nothing."""
     with tempfile.TemporaryDirectory(prefix=".sparsity-", dir=path.absolute().parent) as folder:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,14 @@ import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 
+import sparsity
 from sparsity.cli import checkpoints, main
+from tests.cli.checkpoints import FORMATS, weights
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 HALF = ["--sparsity", "0.5"]
 WEIGHTS = {"w": np.arange(1, 17, dtype=np.float32).reshape(4, 4)}
@@ -197,3 +205,44 @@ def test_a_fifo_is_no_checkpoint(tmp_path, capsys):
     os.mkfifo(tmp_path / "a.npz")
     assert main(["inspect", str(tmp_path / "a.npz")]) == 2
     assert "has no known format" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(resource is None, reason="limits of files are of Unix")
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_full_disk_is_one_line_and_leaves_the_old_checkpoint(tmp_path, capsys, name):
+    source, target = tmp_path / name, tmp_path / f"target{(tmp_path / name).suffix}"
+    for path in (source, target):
+        FORMATS[name][0](path, weights())
+    files = [target] if target.is_file() else [x for x in target.rglob("*") if x.is_file()]
+    before = {file: file.read_bytes() for file in files}
+    command = ["prune", str(source), str(target), "--sparsity", "0.5", "--overwrite"]
+    assert run_on_a_full_disk(lambda: main(command)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"sparsity: error: {target} cannot be written: File too large.")
+    assert error.count("\n") == 1
+    assert {file: file.read_bytes() for file in files} == before
+    assert {path.name for path in tmp_path.iterdir()} == {source.name, target.name}
+
+
+@pytest.mark.skipif(resource is None, reason="limits of files are of Unix")
+def test_a_full_disk_leaves_the_old_delta(tmp_path):
+    path, base = tmp_path / "delta.safetensors", {"w": np.zeros(500)}
+    delta = sparsity.Delta.between(base, {"w": np.ones(500)})
+    delta.save(path)
+    before = path.read_bytes()
+    with pytest.raises(OSError, match=r"delta\.safetensors cannot be written: .*too large"):
+        run_on_a_full_disk(lambda: delta.save(path))
+    assert path.read_bytes() == before
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def run_on_a_full_disk(run):
+    """Runs a function while no file may hold more than a few bytes."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        return run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
