@@ -83,6 +83,7 @@ def test_masks_of_a_budget_leave_no_more_than_the_budget(network, kind, part, sc
         assert total <= part * nbytes(params, {})
 
 
+@pytest.mark.slow
 @draws.examples(3)
 @pytest.mark.filterwarnings("ignore:.*skips the gradients of steps")
 @hypothesis.given(networks(), st.floats(0.375, 1, width=32), st.sampled_from(["set", "rigl"]))

@@ -137,6 +137,7 @@ def test_packing_changes_no_bit(problem, name, schedule, target):
         assert draws.equal_bits(state.masks, sparsity.unpack_masks(packed_state.masks, params))
 
 
+@pytest.mark.slow
 @draws.examples(4)
 @hypothesis.given(problems(), algorithms, schedules, st.sampled_from([0.5, 0.9]))
 def test_masks_are_the_same_eager_jitted_and_scanned(problem, name, schedule, target):
