@@ -125,11 +125,9 @@ class Storage:
         Args:
           rows: uint8[rows, units].
         """
-        size, k = rows.shape[1], self.indices_shape[-1]
-        positions = jax.vmap(lambda row: kept_positions(row, k))(rows)
-        if self.format == "values" and self.padding:  # the positions of padding ascend, too
-            counts = jnp.sum(positions < size, axis=1, keepdims=True)
-            positions += jnp.maximum(jnp.arange(k) - counts, 0)
+        positions = jax.vmap(lambda row: kept_positions(row, self.indices_shape[-1]))(rows)
+        if self.format == "grouped":  # whose padding is the number of inputs, in 16 bits perhaps
+            positions = jnp.minimum(positions, rows.shape[1])
         return positions.reshape(self.indices_shape)
 
     def find_slots(self, old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:

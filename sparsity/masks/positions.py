@@ -1,7 +1,8 @@
 """Positions of the kept entries of a mask, and the way from one mask to another.
 
 A slice of n entries that keeps at most k has k slots. Slot j holds the position of the j-th kept
-entry; slots beyond the kept entries hold n, which lies outside the slice.
+entry; slots beyond the kept entries hold n, n + 1, ..., which lie outside the slice, so that all
+positions of a slice ascend.
 """
 
 from __future__ import annotations
@@ -44,29 +45,28 @@ def read_words(mask: jax.Array) -> Words:
 def kept_positions(mask: jax.Array, k: int) -> jax.Array:
     """Returns the positions of the kept entries in increasing order, int32[k].
 
-    `jnp.nonzero(mask, size=k, fill_value=n)` returns the same, in ten times the time: its loops
-    visit entries, these visit words and slots.
+    Slots that are not in use hold n, n + 1, ... `jnp.nonzero(mask, size=k)` returns the kept
+    entries, too, in ten times the time: its loops visit entries, these visit words and slots.
 
     Args:
       mask: uint8[n] with at most `k` kept entries.
-      k: number of slots.
+      k: number of slots, less than 2**31 - n if some are not in use.
 
     Example:
-      >>> kept_positions(jnp.array([0, 1, 0, 1, 1], jnp.uint8), 4)
-      Array([1, 3, 4, 5], dtype=int32)
+      >>> kept_positions(jnp.array([0, 1, 0, 1, 1], jnp.uint8), 5)
+      Array([1, 3, 4, 5, 6], dtype=int32)
     """
-    n = mask.shape[0]
+    n, slot = mask.shape[0], jnp.arange(k, dtype=jnp.int32)
     if not n or not k:
-        return jnp.full(k, n, jnp.int32)
+        return slot + n
     words = read_words(mask)
     # The first slot of each word that keeps entries names the word; later slots repeat the name.
     is_empty = words.bits == 0
     first = jnp.where(is_empty, k, words.starts)
     names = jnp.arange(words.bits.shape[0], dtype=jnp.int32)
     word = jax.lax.cummax(jnp.zeros(k, jnp.int32).at[first].set(names, mode="drop"))
-    slot = jnp.arange(k, dtype=jnp.int32)
     position = word * _BITS + _find_bit(words.bits[word], slot - words.starts[word])
-    return jnp.where(slot < words.total, position, n)
+    return jnp.where(slot < words.total, position, slot + (n - words.total))
 
 
 def spread(words: Words, values: jax.Array, n: int) -> jax.Array:
@@ -99,7 +99,7 @@ def slots_of_positions(mask: jax.Array, positions: jax.Array) -> tuple[jax.Array
 
     Args:
       mask: uint8[n].
-      positions: int32[k] in [0, n]; n is in no mask.
+      positions: int32[k]; those of n or more are in no mask.
 
     Returns:
       int32[k] and bool[k]; the slot of an entry that is not kept means nothing.

@@ -171,10 +171,12 @@ class CompactStep(Step):
                 count = self.counts[key]
             else:
                 count = _count_target(site, param.shape, targets[path])
-            if math.prod(param.shape[site.batch_axes :]) >= 2**31 - 32:
+            unused = 0 if targets is not None else count  # slots with positions beyond the slice
+            if math.prod(param.shape[site.batch_axes :]) + unused >= 2**31 - 32:
                 raise ValueError(
                     f"use_compact_state=True: {site.name!r} of shape {param.shape} has slices of "
-                    "2**31 entries or more. Set batch_axes, or leave use_compact_state off."
+                    "more entries than 32-bit positions reach. Set batch_axes, or leave "
+                    "use_compact_state off."
                 )
             return KeptLayout(param.shape, site.batch_axes, count)
 

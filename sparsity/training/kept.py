@@ -28,8 +28,9 @@ class KeptState(NamedTuple):
     """State of an inner optimizer that sees kept entries only.
 
     Attributes:
-      positions: tree like the params of int32[*batch, k], the positions of the kept entries in each
-        slice; `None` for dense leaves. A slot that is not in use holds the size of the slice.
+      positions: tree like the params of int32[*batch, k], the ascending positions of the kept entries
+        in each slice; `None` for dense leaves. Slots that are not in use count on from the size of
+        the slice.
       state: state of the inner optimizer; a masked leaf has an array [*batch, k].
     """
 
@@ -39,7 +40,7 @@ class KeptState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class KeptLayout:
-    """KeptLayout of the kept entries of a parameter; no pytree, so that trees hold it as a leaf.
+    """Layout of a parameter's kept entries. Not a pytree, so trees hold it as a leaf.
 
     Attributes:
       shape: shape of the parameter.

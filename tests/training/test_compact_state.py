@@ -275,7 +275,7 @@ def test_positions_words_and_slots_are_those_of_numpy(n, density):
     mask, new = ((rng.random(n) < density).astype(np.uint8) for _ in range(2))
     kept = np.flatnonzero(mask)
     positions = np.asarray(kept_positions(jnp.asarray(mask), len(kept) + 2))
-    np.testing.assert_array_equal(positions, [*kept, n, n])
+    np.testing.assert_array_equal(positions, [*kept, n, n + 1])
     values = np.arange(100, 100 + len(kept))
     if len(kept):
         dense = spread(read_words(jnp.asarray(mask)), jnp.asarray(values), n)
