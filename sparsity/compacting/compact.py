@@ -40,6 +40,7 @@ from sparsity.graph import Graph
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation
 from sparsity.training import comparison
+from sparsity.training.kept import spread_state
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -577,7 +578,7 @@ def compact(
       params: the parameters, the tree that was traced.
       masks: masks of any pattern, not packed; `None` for dense parameters.
       opt_state: state of an optimizer of `params`, to continue a run: moments of kept entries and
-        counts stay. Of a SparseState the inner state is taken.
+        counts stay. Of a SparseState the inner state is taken, with `use_compact_state` too.
       tx: the (inner) optimizer of that state, to check that kept values train as the masked model:
         four updates by random gradients are compared.
       outside: 'zero': entries outside the masks are 0. 'frozen': these entries stay as they are in
@@ -613,6 +614,7 @@ def compact(
     chosen = read_formats(formats or {}, arrays)
     model, owner_tree = _build(graph, params, arrays, chosen, outside == "frozen")
     if opt_state is not None:
+        opt_state = spread_state(opt_state, params)
         model = dataclasses.replace(model, opt_state=take_state(owner_tree, opt_state))
     if tx is not None:
         error = check_optimizer(tx, params, owner_tree, opt_state)
