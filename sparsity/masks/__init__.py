@@ -33,6 +33,7 @@ from sparsity.masks.scopes import (
     Scope,
     TreeScope,
     Wanted,
+    is_per_slice,
 )
 from sparsity.masks.sites import (
     BatchAxes,
@@ -74,6 +75,7 @@ __all__ = [
     "drop_and_grow",
     "elementwise",
     "is_pattern",
+    "is_per_slice",
     "lazy_scores",
     "leading_axes",
     "masked_paths",

@@ -212,7 +212,7 @@ def check_rules(updater: Updater) -> None:
         )
     if not isinstance(updater.scope, Layerwise):
         raise ValueError(
-            f"{refused}, but under scope = {updater.scope!r} each update of the masks changes the "
+            f"{refused}, but under scope = {updater.scope!r} an update of the masks may change the "
             "numbers of single parameters. Use scope = Layerwise(), or NoUpdateSchedule()."
         )
 
@@ -224,7 +224,7 @@ def _check_first_masks(updater: Updater) -> None:
     if updater.keeps_count is False:
         reason = f"{name} starts from dense masks"
     elif not isinstance(updater.scope, Layerwise):
-        reason = f"scope = {updater.scope!r} decides by scores how many weights a parameter keeps"
+        reason = f"scope = {updater.scope!r} may keep any number of weights of a parameter"
     elif updater.topk_fn is not None:
         reason = f"topk_fn = {updater.topk_fn!r} may keep any number of weights"
     if reason:

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.pruners import is_per_slice, statistics_kind
+from sparsity.calibration.pruners import statistics_kind
 from sparsity.calibration.refits import Refit
 from sparsity.calibration.run.lockstep import LayerIndex, Lockstep, Stop
 from sparsity.calibration.run.outputs import compare_outputs
@@ -43,7 +43,7 @@ from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_bool
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph import Graph, trace
-from sparsity.masks import pack_masks
+from sparsity.masks import is_per_slice, pack_masks
 from sparsity.sparsity_distributions import target_sparsities
 
 _COPIES = 5  # arrays of the size of a Gram matrix: SparseGPT makes four from one

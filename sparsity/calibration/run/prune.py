@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from sparsity import masks as masks_lib
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.pruners import Within, is_per_slice
+from sparsity.calibration.pruners import Within
 from sparsity.calibration.refits import Refit, Select
 from sparsity.calibration.statistics import (
     Statistic,
@@ -22,7 +22,7 @@ from sparsity.calibration.statistics import (
 from sparsity.core import sharding, trees
 from sparsity.core.sharding import place_like
 from sparsity.core.trees import KeyPath, PyTree
-from sparsity.masks import Site, Wanted
+from sparsity.masks import Site, Wanted, is_per_slice
 from sparsity.sparsity_distributions import target_sparsities
 
 
