@@ -29,9 +29,9 @@ class KeptState(NamedTuple):
     """State of an inner optimizer that sees kept entries only.
 
     Attributes:
-      positions: tree like the params of int32[*batch, k], the ascending positions of the kept entries
-        in each slice; `None` for dense leaves. Slots that are not in use count on from the size of
-        the slice.
+      positions: tree like the params of int32[*batch, k], the positions of the kept entries in each
+        slice, ascending; `None` for dense leaves. Slots that are not in use count on from the size
+        of the slice.
       state: state of the inner optimizer; a masked leaf has an array [*batch, k].
     """
 
@@ -314,7 +314,8 @@ def _spread_on_host(positions: np.ndarray, shape: tuple[int, ...], kept: jax.Arr
     rows, at = (np.asarray(x).reshape(count, k) for x in (kept, positions))
     dense = np.zeros((count, n + 1), rows.dtype)  # slots that are not in use write the last column
     np.put_along_axis(dense, np.minimum(at, n), rows, axis=1)
-    return sharding.place_like(kept, dense[:, :n].reshape(shape))
+    array: PyTree = dense[:, :n].reshape(shape)  # stays on the host without a mesh
+    return sharding.place_like(kept, array)
 
 
 def _is_traced(array: object) -> bool:
