@@ -166,7 +166,7 @@ class BaseUpdater(Updater):
           (pruned params, masks); the masks are packed with `use_packed_masks`.
         """
         inputs = Inputs(params, grads, self.sites(params), extra_args)
-        targets = self._target_sparsities(params, inputs.sites)
+        targets = self.target_numbers(params, inputs.sites)
         scores = inputs.call(self.calculate_scores, inputs.weights, grads=inputs.grads)
         masks = inputs.call(self.create_masks, scores, targets)
         masks = masks_lib.read_masks(masks, params, self.use_packed_masks)
@@ -185,7 +185,7 @@ class BaseUpdater(Updater):
             the leaf.
         """
         inputs = Inputs(params, None, self.sites(params) if sites is None else sites, {})
-        targets = self._target_sparsities(params, inputs.sites)
+        targets = self.target_numbers(params, inputs.sites)
         if targets is not None:
             targets = jax.tree.map(on_device, targets)
         masks = inputs.call(self.get_initial_masks, inputs.weights, targets)
@@ -259,9 +259,6 @@ class BaseUpdater(Updater):
 
     def target_numbers(self, params: PyTree, sites: Sites) -> PyTree:
         """Returns the target sparsities as the distribution returns them, `None` where dense."""
-        return self._target_sparsities(params, sites)
-
-    def _target_sparsities(self, params: PyTree, sites: Sites) -> PyTree:
         distribution_fn = self.get_distribution_fn()
         return target_sparsities(distribution_fn, params, sites, self.scope, self.batch_axes)
 

@@ -44,7 +44,6 @@ from sparsity.core.checks import check_bool
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph import Graph, trace
 from sparsity.masks import is_per_slice, pack_masks
-from sparsity.sparsity_distributions import target_sparsities
 
 _COPIES = 5  # arrays of the size of a Gram matrix: SparseGPT makes four from one
 
@@ -157,11 +156,7 @@ class _Run:
         self._dense = list(self._leaves)
         self._numbers = {leaf.path: i for i, leaf in enumerate(graph.leaves)}
         table = pruner.sites(params)
-        self.targets = trees.leaves_by_path(
-            target_sparsities(
-                pruner.get_distribution_fn(), params, table, pruner.scope, pruner.batch_axes
-            )
-        )
+        self.targets = trees.leaves_by_path(pruner.target_numbers(params, table))
         self.sites = {trees.path_names(path): table[path] for path in self.targets}
         self._copied: set[int] = set()  # leaves that are changed in place: copies of the user's
         self._done: set[tuple[Path, LayerIndex]] = set()
