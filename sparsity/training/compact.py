@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Self
 
 import chex
 import jax
@@ -58,7 +59,7 @@ class CompactStep(Step):
     @classmethod
     def wrap(
         cls, updater: Updater, inner: optax.GradientTransformation, masks: PyTree | None
-    ) -> CompactStep:
+    ) -> Self:
         check_rules(updater)
         if masks is None:
             _check_first_masks(updater)
@@ -67,8 +68,7 @@ class CompactStep(Step):
                 "use_compact_state=True needs the numbers of kept weights, but the masks of "
                 "wrap_optax are traced. Call wrap_optax outside of jit, scan and vmap."
             )
-        step = super().wrap(updater, inner, masks)
-        return cls(**{field.name: getattr(step, field.name) for field in dataclasses.fields(step)})
+        return super().wrap(updater, inner, masks)
 
     def placeholder(self, params: PyTree) -> KeptState:
         return KeptState(0, self.inner.init(params))
