@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.calibration.statistics import Path, Statistic, Statistics, check
+from sparsity.calibration.statistics import Statistic, Statistics, check
 from sparsity.core import trees
 from sparsity.core.checks import check_fraction, check_number
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.sparsity_distributions import FilterFn
 
 

@@ -25,7 +25,6 @@ from sparsity.compacting.storage import (
     FORMATS,
     VALUES,
     Format,
-    Path,
     Storage,
     can_be_grouped,
     make_storages,
@@ -35,7 +34,7 @@ from sparsity.compacting.storage import (
 from sparsity.compacting.tune import Candidate, choose, measure
 from sparsity.core import sharding, trees
 from sparsity.core.checks import is_traced
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation

@@ -23,11 +23,11 @@ import numpy as np
 from jax import lax
 
 from sparsity.compacting.kept import Observer, never_after
-from sparsity.compacting.storage import Path, Storage
+from sparsity.compacting.storage import Storage
 from sparsity.compacting.units import move_units
 from sparsity.core import hashing, sharding, trees
 from sparsity.core.checks import is_traced
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.masks import Site, Sites, is_per_slice, lazy_scores
 from sparsity.patterns import FanIn, SparsityType
 from sparsity.patterns.base import absolute_axis

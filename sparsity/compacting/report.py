@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from sparsity.compacting.storage import FORMATS, Format, Path
+from sparsity.compacting.storage import FORMATS, Format
 from sparsity.core import extras
 from sparsity.core.pictures import new_axes
+from sparsity.core.trees import Path
 from sparsity.graph.report import bars
 
 if TYPE_CHECKING:

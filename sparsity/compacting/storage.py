@@ -15,11 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from sparsity.compacting.groups import find_groups
 from sparsity.compacting.kept import Flat, Grouped, Kept, Masked, is_quantized
 from sparsity.core import sharding, trees
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
 from sparsity.masks.positions import kept_positions, slots_of_positions
 
-Path: TypeAlias = tuple[str, ...]
 Format: TypeAlias = Literal["values", "grouped", "dense"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 VALUES: Format = "values"

@@ -14,9 +14,9 @@ import numpy as np
 
 from sparsity.compacting.evaluate import Densifier
 from sparsity.compacting.kept import Kept, Lazy, densify, kept_in
-from sparsity.compacting.storage import Format, Path
+from sparsity.compacting.storage import Format
 from sparsity.core import trees
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.programs.program import Equation
 from sparsity.reports.times import rounds_in_turn
 

@@ -20,6 +20,7 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 PyTree: TypeAlias = Any  # a tree of arrays, as jax takes it: jax has no type for it
 KeyPath: TypeAlias = tuple[Hashable, ...]  # of jax's key entries
+Path: TypeAlias = tuple[str, ...]  # the same as users see it, see `path_names`
 
 
 def leaves_by_path(tree: PyTree) -> dict[KeyPath, PyTree]:
@@ -42,7 +43,7 @@ def covered_paths(tree: PyTree) -> set[KeyPath]:
     return {path for path, _ in _flatten(tree, is_leaf=_is_placeholder)[0]}
 
 
-def path_names(path: KeyPath) -> tuple[str, ...]:
+def path_names(path: KeyPath) -> Path:
     """Returns the path as users see it: a string a key, index or attribute; `()` at the root."""
     return tuple(_entry_name(entry) for entry in path)
 

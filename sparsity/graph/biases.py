@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
-from sparsity.graph.uses import Factor, Path, Tracker, Use, View, follow
+from sparsity.core.trees import Path
+from sparsity.graph.uses import Factor, Tracker, Use, View, follow
 from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program, Value

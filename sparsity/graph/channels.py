@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 import chex
 import numpy as np
 
-from sparsity.core.trees import KeyPath, join_names
-from sparsity.graph.uses import Path
+from sparsity.core.trees import KeyPath, Path, join_names
 from sparsity.programs.axes import Axis, Reason, labels, variables
 
 

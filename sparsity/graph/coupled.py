@@ -17,11 +17,10 @@ from sparsity.core import exact, sharding, trees
 from sparsity.core.checks import check_bool, check_int, is_traced
 from sparsity.core.kernels import compute_once
 from sparsity.core.polynomials import Cost, Polynomial
-from sparsity.core.trees import KeyPath, PyTree
+from sparsity.core.trees import KeyPath, Path, PyTree
 from sparsity.graph.channels import ChannelGroup, PlacedGroup
 from sparsity.graph.cuts import Cut, solve_sizes
 from sparsity.graph.graph import Graph
-from sparsity.graph.uses import Path
 from sparsity.masks import Pattern, TopkFn
 from sparsity.masks.costs import best_that_fit
 from sparsity.masks.moves import moved_masks

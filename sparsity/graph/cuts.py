@@ -8,8 +8,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from sparsity.core import trees
+from sparsity.core.trees import Path
 from sparsity.graph.channels import Parameter
-from sparsity.graph.uses import Path
 from sparsity.programs.axes import Axis, count_entries, find_kept_by_layer, labels, variables
 
 Axes = Sequence[tuple[Parameter, Sequence[Axis]]]  # the parameters of a model, with their axes

@@ -15,7 +15,7 @@ import numpy as np
 
 from sparsity.core import sharding, trees
 from sparsity.core.polynomials import Polynomial
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.graph import costs, report
 from sparsity.graph.biases import find_biases
 from sparsity.graph.channels import ChannelGroup, Parameter, Refusal, find_channels, positions
@@ -23,7 +23,7 @@ from sparsity.graph.coupling import TABLES, Coupling
 from sparsity.graph.inputs import AlongInputs, SharedInputs, Weights
 from sparsity.graph.layers import layered
 from sparsity.graph.proof import Proof
-from sparsity.graph.uses import Path, Tracker, Use
+from sparsity.graph.uses import Tracker, Use
 from sparsity.patterns import SparsityType
 from sparsity.programs.axes import Axis, Reason, variables
 from sparsity.programs.products import NO_PRODUCTS, PRODUCTS, read_product

@@ -10,8 +10,9 @@ from typing import Literal, Protocol
 import chex
 
 from sparsity.core.checks import check_int
+from sparsity.core.trees import Path
 from sparsity.graph.channels import Parameter
-from sparsity.graph.uses import Path, Use
+from sparsity.graph.uses import Use
 from sparsity.patterns import FanIn, NByM, SparsityType, Unstructured
 
 

@@ -9,10 +9,9 @@ import jax
 import numpy as np
 
 from sparsity.core import sharding, trees
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.graph.channels import Parameter
 from sparsity.graph.graph import Graph
-from sparsity.graph.uses import Path
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import (
     ClosedJaxpr,

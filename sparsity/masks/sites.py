@@ -13,10 +13,9 @@ import chex
 import jax
 
 from sparsity.core import names, trees
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.masks.costs import MaskBudget
 
-Path = tuple[str, ...]
 TopkFn = Callable[[jax.Array, chex.Numeric], chex.Array]
 BatchAxes = int | Callable[[Path, jax.Array], int]
 Overrides = names.Named[float | None]

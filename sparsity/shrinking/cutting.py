@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from sparsity.core import owners, sharding, trees
 from sparsity.core.checks import is_traced
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
 from sparsity.masks import apply_mask, are_packed, pack_masks, place_masks, unpack_masks
 from sparsity.shrinking.dead import stays_at
@@ -24,8 +24,6 @@ from sparsity.shrinking.plan import Plan, shrink_shape
 from sparsity.training import comparison
 from sparsity.training.kept import KeptState
 from sparsity.training.state import SparseState
-
-Path = tuple[str, ...]
 
 
 def cut_params(graph: Graph, plan: Plan, params: PyTree) -> PyTree:

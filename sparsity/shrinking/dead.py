@@ -14,10 +14,10 @@ from typing import NamedTuple, TypeAlias
 import jax
 import numpy as np
 
+from sparsity.core.trees import Path
 from sparsity.graph import ChannelGroup, Graph
 from sparsity.programs.axes import Axis
 
-Path = tuple[str, ...]
 Members: TypeAlias = frozenset[int]  # numbers of members of a group
 Live = Mapping[Path, np.ndarray]  # bool, 1 where an entry is neither masked nor removed
 

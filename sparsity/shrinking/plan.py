@@ -13,14 +13,13 @@ import numpy as np
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import sharding, trees
 from sparsity.core.checks import unique_keys
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Coupled, Graph
 from sparsity.graph.cuts import solve_kept, spread_kept
 from sparsity.programs.axes import Axis, variables
 from sparsity.shrinking.dead import find_undead
 from sparsity.shrinking.evaluate import Smaller
 
-Path = tuple[str, ...]
 FORMAT = 1  # of the text of a plan
 
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import sharding, trees
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
 from sparsity.graph.cuts import solve_kept
 from sparsity.masks import apply_masks
@@ -35,8 +35,6 @@ from sparsity.training import comparison
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-Path = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -15,9 +15,8 @@ import numpy as np
 from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.core import exact, trees
 from sparsity.core.checks import is_traced
-from sparsity.core.trees import KeyPath, PyTree
+from sparsity.core.trees import KeyPath, Path, PyTree
 from sparsity.graph import Coupled, Graph
-from sparsity.graph.uses import Path
 
 _FEW = 20  # a group that keeps fewer than one of so many channels is worth a warning
 

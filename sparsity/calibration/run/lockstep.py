@@ -16,7 +16,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from sparsity.calibration.statistics import Path, Statistic, not_finite
+from sparsity.calibration.statistics import Statistic, not_finite
 from sparsity.calibration.statistics.capture import (
     Calibration,
     are_alike,
@@ -26,7 +26,7 @@ from sparsity.calibration.statistics.capture import (
 from sparsity.calibration.statistics.rows import sum_outputs
 from sparsity.calibration.statistics.walk import Steps, Sums, Walk, add
 from sparsity.core import sharding, trees
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Use
 from sparsity.programs.program import Equation, Program, Value
 

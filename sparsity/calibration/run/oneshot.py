@@ -29,19 +29,14 @@ from sparsity.calibration.run.prune import check_runs
 from sparsity.calibration.run.report import LayerReport, Report
 from sparsity.calibration.run.resume import Finished, Layer, identify
 from sparsity.calibration.run.solve import Errors, Solved, solve
-from sparsity.calibration.statistics import (
-    Path,
-    Statistic,
-    Statistics,
-    warn_of_zeros,
-)
+from sparsity.calibration.statistics import Statistic, Statistics, warn_of_zeros
 from sparsity.calibration.statistics.capture import Calibration, Collector, calibrate, collect
 from sparsity.calibration.statistics.memory import check_memory
 from sparsity.calibration.statistics.rows import Kind, sum_outputs
 from sparsity.calibration.statistics.walk import Steps
 from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_bool
-from sparsity.core.trees import KeyPath, PyTree
+from sparsity.core.trees import KeyPath, Path, PyTree
 from sparsity.graph import Graph, trace
 from sparsity.masks import is_per_slice, pack_masks
 

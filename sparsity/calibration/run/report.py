@@ -12,10 +12,9 @@ import numpy as np
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.run.outputs import OutputReport
 from sparsity.calibration.run.sensitivity import Sensitivity, measure
-from sparsity.calibration.statistics import Path
 from sparsity.core import extras
 from sparsity.core.pictures import DARK, LIGHT, add_legend, label_rows, new_axes
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

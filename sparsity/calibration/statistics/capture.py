@@ -15,10 +15,10 @@ from sparsity.calibration.statistics.alignment import Alignment, align
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.memory import check_memory
 from sparsity.calibration.statistics.rows import KINDS, Kind, RowSums, sum_up
-from sparsity.calibration.statistics.statistic import Path, Statistic, not_finite
+from sparsity.calibration.statistics.statistic import Statistic, not_finite
 from sparsity.calibration.statistics.walk import Steps, Sums, Walk, add
 from sparsity.core import extras, sharding, trees
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph, Parameter, Use, trace
 
 C = TypeVar("C", bound="Collector")
