@@ -108,7 +108,7 @@ class _Fitting:
     def __call__(self, path: tuple[str, ...], param: jax.Array) -> SparsityType | None:
         """Returns the pattern, or `None` for a leaf that does not fit."""
         try:
-            self._pattern.check(param.shape, 0, "/".join(path))
+            self._pattern.check(param.shape, 0, trees.join_names(path))
         except ValueError as error:
             self.reasons.append(str(error).removesuffix(REMEDY).rstrip())
             return None

@@ -55,7 +55,7 @@ def solve_kept(axes: Axes, cut: Cut) -> dict[Axis, np.ndarray]:
     for path, indices in cut.kept.items():
         if path not in by_path or by_path[path][0].shape != cut.shapes[path]:
             raise ValueError(
-                f"The plan is of another model: it has {'/'.join(path)!r} of shape "
+                f"The plan is of another model: it has {trees.join_names(path)!r} of shape "
                 f"{cut.shapes[path]}, the graph has "
                 f"{by_path[path][0].shape if path in by_path else 'no such leaf'}."
             )
@@ -74,13 +74,13 @@ def solve_kept(axes: Axes, cut: Cut) -> dict[Axis, np.ndarray]:
         for axis in {**one, **other}:
             if axis not in one:
                 raise ValueError(
-                    f"The plan cuts channels that {'/'.join(path)!r} has along axis {axis}, and "
-                    "leaves that axis as it is: it was made for another model."
+                    f"The plan cuts channels that {trees.join_names(path)!r} has along axis "
+                    f"{axis}, and leaves that axis as it is: it was made for another model."
                 )
             if axis not in other or not np.array_equal(one[axis], other[axis]):
                 raise ValueError(
-                    f"The plan keeps indices of {'/'.join(path)!r} along axis {axis} that do not "
-                    "go together in this model: it was made for another one."
+                    f"The plan keeps indices of {trees.join_names(path)!r} along axis {axis} that "
+                    "do not go together in this model: it was made for another one."
                 )
     return chosen
 

@@ -374,8 +374,8 @@ class Graph:
         matches = [leaf for leaf in ends if len(leaf.path) == len(ends[0].path)]
         if len(matches) != 1:
             raise ValueError(
-                f"The {role} have a leaf {'/'.join(path)!r} of shape {shape}, of which the graph "
-                f"has {len(matches)}: it knows {trees.listed([x.name for x in self.leaves])}."
+                f"The {role} have a leaf {trees.join_names(path)!r} of shape {shape}, of which the "
+                f"graph has {len(matches)}: it knows {trees.listed([x.name for x in self.leaves])}."
             )
         leaf = matches[0]
         if leaf.shape != shape and not (may_be_smaller and self._fits(leaf, shape)):
@@ -383,8 +383,8 @@ class Graph:
             if role == "masks":
                 remedy = "Unpack packed masks: sparsity.unpack_masks(masks, params)."
             raise ValueError(
-                f"The {role} have shape {shape} at {'/'.join(path)!r}, the graph was traced with "
-                f"{leaf.shape}. {remedy}"
+                f"The {role} have shape {shape} at {trees.join_names(path)!r}, the graph was "
+                f"traced with {leaf.shape}. {remedy}"
             )
         return leaf
 

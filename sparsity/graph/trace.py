@@ -117,9 +117,10 @@ def _make_jaxpr(
             f"{error}"
         ) from error
     except (TypeError, AttributeError, KeyError, IndexError) as error:
+        names = trees.listed([trees.join_names(path) for path in paths])
         raise ValueError(
             f"fn(params, *args) fails with {len(args)} arguments after params, which have "
-            f"{trees.listed(['/'.join(path) for path in paths])}: {type(error).__name__}: {error}. "
+            f"{names}: {type(error).__name__}: {error}. "
             "It must take the parameters first, then the inputs of the model; bind others by "
             "functools.partial."
         ) from error

@@ -174,6 +174,6 @@ def leading_axes(batch_axes: BatchAxes, path: Path, param: jax.Array) -> int:
     if axes < 0 or (callable(batch_axes) and axes > param.ndim):
         raise ValueError(
             f"batch_axes must lie between 0 and the number of axes, got {axes} for "
-            f"{'/'.join(path)!r} of shape {param.shape}."
+            f"{trees.join_names(path)!r} of shape {param.shape}."
         )
     return min(axes, param.ndim)  # one number for all: a bias has fewer axes

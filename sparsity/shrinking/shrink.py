@@ -171,7 +171,7 @@ class Small:
     def _notes(self) -> list[str]:
         notes = []
         if self.replicated:
-            names = [f"{'/'.join(path)}:{axis}" for path, axis in self.replicated]
+            names = [f"{trees.join_names(path)}:{axis}" for path, axis in self.replicated]
             notes.append(
                 f"{trees.listed(names)}: what is left does not divide among the devices of the "
                 "mesh that held it, and lies on each of them. "
