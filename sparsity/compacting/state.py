@@ -62,17 +62,12 @@ def take_state(owner_tree: PyTree, state: PyTree) -> PyTree:
     while nodes := trees.find_nodes(state, SparseState):
         state = trees.replace_node(state, nodes[0][1], nodes[0][1].inner_state)
     masked = [owner for owner in jax.tree.leaves(owner_tree) if owner.storage is not None]
-    shapes = {owner.storage.shape: owner.name for owner in masked}
+    names = {owner.storage.shape: owner.name for owner in masked}
 
     def take(owner: Owner | None, leaf: jax.Array) -> jax.Array:
         shape = jnp.shape(leaf)
         if owner is None:
-            if shape and shape in shapes and trees.is_prunable(leaf):
-                raise ValueError(
-                    f"opt_state has a leaf of the shape {shape} of {shapes[shape]!r} in a tree "
-                    f"whose leaves are not those of params. Give the state of these params, or "
-                    f"{_REMEDY}."
-                )
+            owners.check_stray(leaf, names, _REMEDY)
             return leaf
         if owner.storage is None or shape == owner.storage.shape:
             return owner.take(leaf)
