@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sparsity.compacting.storage import FORMATS, Format
 from sparsity.core import extras
-from sparsity.core.pictures import new_axes
+from sparsity.core.pictures import bars, new_axes
 from sparsity.core.trees import Path
-from sparsity.graph.report import bars
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sparsity.core import extras
-from sparsity.core.pictures import new_axes
-from sparsity.graph.report import bars
+from sparsity.core.pictures import bars, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
