@@ -13,7 +13,7 @@ import numpy as np
 
 from sparsity import api
 from sparsity.cli import checkpoints
-from sparsity.cli.output import print_table, printable, shape_text
+from sparsity.cli.output import print_table, printable
 from sparsity.core import trees
 from sparsity.core.trees import KeyPath
 from sparsity.patterns import SparsityType
@@ -145,7 +145,7 @@ def _print(pruned: dict[str, np.ndarray]) -> None:
     print_table(
         ["leaf", "shape", "sparsity"],
         [
-            [name, shape_text(array.shape), f"{zeros[name] / max(array.size, 1):.4f}"]
+            [name, trees.shape_text(array.shape), f"{zeros[name] / max(array.size, 1):.4f}"]
             for name, array in pruned.items()
         ],
         [f"{len(pruned)} pruned", f"{size:,}", f"{sum(zeros.values()) / max(size, 1):.4f}"],

@@ -260,6 +260,16 @@ def children(node: PyTree) -> list[tuple[KeyPath, PyTree]]:
     return [((), child) if _is_variable(node) else (path, child) for path, child in below if path]
 
 
+def shape_text(shape: Sequence[int]) -> str:
+    """Returns a shape as text for a table.
+
+    Example:
+      >>> shape_text((3, 4)), shape_text(())
+      ('3x4', 'scalar')
+    """
+    return "x".join(map(str, shape)) or "scalar"
+
+
 def listed(names: list[str], most: int = 8) -> str:
     """Joins names for a message, the first few of many."""
     shown = ", ".join(repr(name) for name in names[:most])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from sparsity.core import extras
+from sparsity.core import extras, trees
 from sparsity.core.pictures import bars, new_axes
 from sparsity.graph.channels import Parameter
 
@@ -53,7 +53,7 @@ def table(
         shown.add_row(name, *texts, *macs, f"{dense / max(total, 1):.1%}", groups)
 
     for row in rows:
-        shape = "x".join(map(str, row.leaf.shape)) or "scalar"
+        shape = trees.shape_text(row.leaf.shape)
         by = ", ".join(_SHORT.get(name, name) for name in row.primitives) or "no product"
         axes = ", ".join(map(str, row.contracting))
         groups = ", ".join(f"{axis}: {number}" for axis, number in row.groups)
