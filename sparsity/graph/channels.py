@@ -163,6 +163,35 @@ def positions(
     return order.reshape(sizes.get(variable, variable.size), -1)
 
 
+def resize_groups(
+    groups: list[ChannelGroup],
+    axes: Sequence[tuple[Parameter, Sequence[Axis]]],
+    sizes: Mapping[Axis, int],
+) -> list[ChannelGroup]:
+    """Returns the groups of channels in a smaller model, at these sizes of some axes.
+
+    Every group has one, in the same order, even if one channel is left.
+
+    Args:
+      groups: groups of the full model.
+      axes: the parameters with their axes.
+      sizes: {axis: size in the smaller model}.
+    """
+    if not sizes:
+        return groups
+    dims = {leaf.path: each for leaf, each in axes}
+    return [
+        dataclasses.replace(
+            group,
+            size=sizes.get(group.variable, group.size),
+            positions=tuple(
+                positions(dims[path][axis], group.variable, sizes) for path, axis in group.members
+            ),
+        )
+        for group in groups
+    ]
+
+
 def _refuse(
     leaf: Parameter, axis: int, reason: Reason, reasons: Sequence[Reason | None]
 ) -> list[Refusal]:
