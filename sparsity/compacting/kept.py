@@ -347,11 +347,12 @@ def kept_in(arrays: Sequence[Lazy]) -> list[Kept]:
 
 
 def never_after(arrays: Sequence[jax.Array]) -> jax.Array | int:
-    """Returns an int32 0 that no compiler computes before the floating arrays exist.
+    """Returns an int32 0 that depends on the floating `arrays`.
 
-    The schedule of XLA on CPUs begins with all buffers of zeros, of all layers at once. A
-    dependence on the input of a layer keeps one dense parameter at a time; a barrier does not,
-    because XLA removes barriers before scheduling.
+    A buffer of zeros made from this 0 is not allocated before the arrays. The schedule of XLA on
+    CPUs begins with all buffers of zeros, of all layers at once. A dependence on the input of a
+    layer keeps one dense parameter at a time; a barrier does not, because XLA removes barriers
+    before scheduling.
     """
     never: jax.Array | int = 0
     for array in arrays:

@@ -137,8 +137,8 @@ class Storage:
           new: positions of equal shape.
 
         Returns:
-          int32 and bool arrays of the shape of the positions; the slot of a value that is not
-          stored means nothing.
+          int32 and bool arrays of the shape of the positions; ignore the slot where the flag is
+          false.
         """
         axes = self.inputs if self.format == "grouped" else self.order[len(self.stack) :]
         size = math.prod(self.shape[axis] for axis in axes)

@@ -96,8 +96,7 @@ def time_until_clear(runs: Mapping[Format, Program], rounds: int) -> dict[Format
     """Returns the seconds of each format, from the ratios of each round.
 
     Other work of the machine slows all formats of a round, so that ratios are steadier than
-    seconds. Formats of which some rounds say that they are as fast as the fastest one, and others
-    that they are slower, are measured in more rounds.
+    seconds. Formats whose ratios straddle the noise limit get more rounds.
 
     Args:
       runs: the products of each format.

@@ -102,7 +102,7 @@ def slots_of_positions(mask: jax.Array, positions: jax.Array) -> tuple[jax.Array
       positions: int32[k]; those of n or more are in no mask.
 
     Returns:
-      int32[k] and bool[k]; the slot of an entry that is not kept means nothing.
+      int32[k] and bool[k]; ignore the slot where the flag is false.
 
     Example:
       >>> slots_of_positions(jnp.array([0, 1, 0, 1, 1], jnp.uint8), jnp.array([0, 3, 4, 5]))

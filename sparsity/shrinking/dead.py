@@ -80,7 +80,7 @@ def find_undead(
     kept: Mapping[Axis, np.ndarray],
     masked: Mapping[Path, Mapping[int, np.ndarray]],
 ) -> ChannelGroup | None:
-    """Returns a group of which a cut removes channels that this model needs, `None` if none.
+    """Returns a group that still needs removed channels, or `None`.
 
     Args:
       graph: a graph of the model for other arguments.

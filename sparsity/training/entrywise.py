@@ -1,4 +1,4 @@
-"""Proves that an optimizer treats kept entries alone as it treats them among all entries.
+"""Proves that an optimizer updates kept entries exactly as it would inside the full parameter.
 
 The optimizer is traced twice without running: for the parameters, and for their kept entries. Both
 programs must apply the same operations with the same constants in the same order, and operations

@@ -23,7 +23,7 @@ _FEW = 20  # a group that keeps fewer than one of so many channels is worth a wa
 
 @dataclasses.dataclass(frozen=True)
 class Readers(Coupled):
-    """Coupled channels that the leaves reading them score.
+    """Scope of coupled channels in which only the parameters that read a channel score it.
 
     With `across`, importance is standardized within each group, or each of its layers: groups
     differ in scale by far. Channels without any importance stay out.

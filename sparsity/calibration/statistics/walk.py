@@ -26,7 +26,7 @@ def add(one: PyTree, other: PyTree) -> PyTree:
 
 
 class Walk(Interpreter[jax.Array]):
-    """Runs programs with the sums of some uses beside them.
+    """Runs a program and sums the inputs of chosen uses on the way.
 
     Args:
       uses: uses by number.
