@@ -588,10 +588,9 @@ def compact(
         and all products allow it, else 'values'.
 
     Raises:
-      ValueError: masks or state belong to other parameters, a masked parameter is not floating,
-        `tx` would train kept values otherwise, a format or a path is unknown, a mesh divides an
-        axis that indexes no slices, or a quantized parameter is not cast. The error names the
-        parameter.
+      ValueError: masks or state do not fit `params`, a masked parameter is not floating, `tx`
+        would train kept values otherwise, a format or a path is unknown, a mesh divides an axis
+        that indexes no slices, or a quantized parameter is not cast. Errors name the parameter.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsity
