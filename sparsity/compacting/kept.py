@@ -20,7 +20,7 @@ from sparsity.core.sharding import explicit_sharding, fit, shard_like, with_dtyp
 from sparsity.core.trees import PyTree
 from sparsity.programs.program import Equation
 
-Axes: TypeAlias = str | tuple[str, ...] | None  # of a mesh
+MeshAxes: TypeAlias = str | tuple[str, ...] | None  # of a mesh
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -173,7 +173,7 @@ class Kept:
         slices = dense.transpose(np.argsort(self.axes))
         return self.observer.watch(slices, self.stack).transpose(self.axes)
 
-    def split(self, spec: list[Axes], values: list[Axes]) -> list[Axes]:
+    def split(self, spec: list[MeshAxes], values: list[MeshAxes]) -> list[MeshAxes]:
         """Returns the axes of a mesh that split slices, from those that split the values."""
         return spec
 
@@ -263,7 +263,7 @@ class Grouped(Kept):
 
     inputs: int
 
-    def split(self, spec: list[Axes], values: list[Axes]) -> list[Axes]:
+    def split(self, spec: list[MeshAxes], values: list[MeshAxes]) -> list[MeshAxes]:
         spec[self.stack + self.inputs] = values[self.stack]
         return spec
 

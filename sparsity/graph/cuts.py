@@ -12,7 +12,9 @@ from sparsity.core.trees import Path
 from sparsity.graph.channels import Parameter
 from sparsity.programs.axes import Axis, count_entries, find_kept_by_layer, labels, variables
 
-Axes = Sequence[tuple[Parameter, Sequence[Axis]]]  # the parameters of a model, with their axes
+ParameterAxes = Sequence[
+    tuple[Parameter, Sequence[Axis]]
+]  # the parameters of a model, with their axes
 Sizes = dict[Axis, int]
 
 
@@ -32,7 +34,9 @@ class Cut(Protocol):
     def shapes(self) -> Mapping[Path, tuple[int, ...]]: ...
 
 
-def spread_kept(axes: Axes, chosen: Mapping[Axis, np.ndarray]) -> dict[Path, dict[int, np.ndarray]]:
+def spread_kept(
+    axes: ParameterAxes, chosen: Mapping[Axis, np.ndarray]
+) -> dict[Path, dict[int, np.ndarray]]:
     """Returns `Cut.kept` from the kept entries of each variable that loses some."""
     kept: dict[Path, dict[int, np.ndarray]] = {}
     for leaf, dims in axes:
@@ -43,7 +47,7 @@ def spread_kept(axes: Axes, chosen: Mapping[Axis, np.ndarray]) -> dict[Path, dic
     return kept
 
 
-def solve_kept(axes: Axes, cut: Cut) -> dict[Axis, np.ndarray]:
+def solve_kept(axes: ParameterAxes, cut: Cut) -> dict[Axis, np.ndarray]:
     """Returns the entries that a cut keeps of each variable, at any batch size.
 
     Raises:
@@ -86,7 +90,7 @@ def solve_kept(axes: Axes, cut: Cut) -> dict[Axis, np.ndarray]:
 
 
 def solve_sizes(
-    axes: Axes, shapes: Mapping[Path, tuple[int, ...]], cut: Cut | None = None
+    axes: ParameterAxes, shapes: Mapping[Path, tuple[int, ...]], cut: Cut | None = None
 ) -> Sizes:
     """Returns the sizes of all variables that lose entries.
 

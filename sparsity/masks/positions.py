@@ -16,7 +16,7 @@ import numpy as np
 _BITS = 32  # of a word
 
 
-class Words(NamedTuple):
+class MaskWords(NamedTuple):
     """Bits of the mask of a slice, in words of 32 entries.
 
     Attributes:
@@ -30,7 +30,7 @@ class Words(NamedTuple):
     total: jax.Array
 
 
-def read_words(mask: jax.Array) -> Words:
+def read_words(mask: jax.Array) -> MaskWords:
     """Returns the words of a mask, uint8[n]."""
     rows = jnp.pad((mask > 0).astype(jnp.uint8), (0, -mask.shape[0] % _BITS)).reshape(-1, 4, 8)
     # A sum of 32 words would hold each entry of the mask in four bytes.
@@ -39,7 +39,7 @@ def read_words(mask: jax.Array) -> Words:
     bits = jnp.sum(parts << (8 * np.arange(4, dtype=np.uint32))[None], axis=1, dtype=jnp.uint32)
     counts = jax.lax.population_count(bits).astype(jnp.int32)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
-    return Words(bits, ends - counts, jnp.sum(counts, dtype=jnp.int32))
+    return MaskWords(bits, ends - counts, jnp.sum(counts, dtype=jnp.int32))
 
 
 def kept_positions(mask: jax.Array, k: int) -> jax.Array:
@@ -69,7 +69,7 @@ def kept_positions(mask: jax.Array, k: int) -> jax.Array:
     return jnp.where(slot < words.total, position, slot + (n - words.total))
 
 
-def spread(words: Words, values: jax.Array, n: int) -> jax.Array:
+def spread(words: MaskWords, values: jax.Array, n: int) -> jax.Array:
     """Returns [n] with the values of kept entries at their positions, any values elsewhere.
 
     A scatter needs a buffer of n entries, and XLA runs it in one thread. This program is a loop

@@ -244,8 +244,8 @@ class _Run:
             return result, result.share(losses)
 
         for path in unpruned:
-            how = by_grams if self._kind == "gram" else by_outputs
-            self._prune(path, (), functools.partial(how, path))
+            measure = by_grams if self._kind == "gram" else by_outputs
+            self._prune(path, (), functools.partial(measure, path))
 
     def _prune_at(self, path: Path, cut: LayerIndex, stop: Stop) -> None:
         """Prunes a leaf, or one layer of it, where the program reaches it."""
@@ -353,9 +353,9 @@ class _Run:
                 "the groups as a batch axis of einsum, or leave the leaf out of the distribution: "
                 "filter_fn, or custom_sparsity_map={path: None}."
             )
-        how = f" ({uses[0].primitive} at {uses[0].source})" if uses else ""
+        reader = f" ({uses[0].primitive} at {uses[0].source})" if uses else ""
         return (
-            f"No product reads {name!r}, which has a sparsity, as a whole{how}: it is read in "
+            f"No product reads {name!r}, which has a sparsity, as a whole{reader}: it is read in "
             "parts, joined with others, in another shape, or not at all. Store it as its products "
             "read it, or leave it out of the distribution: filter_fn, or custom_sparsity_map={path:"
             " None}."

@@ -65,9 +65,9 @@ class Finished:
         if not path.exists():
             return None
         shape = _tree(Layer(like, like.astype(np.uint8), LayerReport(0.0, 0.0, 0.0, 0, 0.0, 0.0)))
-        how = self._checkpoints.checkpoint_utils.construct_restore_args(shape)
+        restore_args = self._checkpoints.checkpoint_utils.construct_restore_args(shape)
         with self._checkpoints.PyTreeCheckpointer() as checkpointer:
-            restored = checkpointer.restore(path, item=shape, restore_args=how)
+            restored = checkpointer.restore(path, item=shape, restore_args=restore_args)
         return Layer(restored["weights"], restored["mask"], LayerReport(**restored["report"]))
 
     def write(self, number: int, layer: Layer) -> None:

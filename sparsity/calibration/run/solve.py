@@ -107,7 +107,9 @@ def solve(
       ValueError: the pattern does not fit the layer.
     """
     pruner = _for_leaf(pruner, site, target, cut, dense.ndim + len(cut))
-    dense = sharding.spread(dense, (*statistic.batch, *statistic.output))  # a part on each device
+    dense = sharding.shard_along(
+        dense, (*statistic.batch, *statistic.output)
+    )  # a part on each device
     alone = trees.map_matched(lambda path, _: dense if path == site.path else None, tree)
     statistics = {trees.path_names(site.path): statistic}
     first, masks = prune(pruner, alone, statistics)
