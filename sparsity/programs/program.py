@@ -29,50 +29,11 @@ __all__ = [
     "Literal",
     "Program",
     "Value",
-    "Var",
     "captured_arrays",
-    "evaluate",
     "is_differentiable",
     "read_jaxpr",
     "values_read",
 ]
-
-
-def evaluate(
-    closed: ClosedJaxpr,
-    arguments: Sequence[jax.Array],
-    define: Callable[[Var, jax.Array], jax.Array] = lambda var, value: value,
-) -> list[jax.Array]:
-    """Runs a program equation by equation.
-
-    Args:
-      closed: the program, as `jax.make_jaxpr` returns it.
-      arguments: the inputs of the program.
-      define: `define(variable, value)` returns the value of a variable that an equation computes;
-        all later equations read that value. Inputs and constants stay as they are.
-
-    Returns:
-      The outputs of the program.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> double = jax.make_jaxpr(lambda x: x * 2)(1.0)
-      >>> evaluate(double, [jnp.float32(3.0)], lambda var, value: value + 1)
-      [Array(7., dtype=float32)]
-    """
-    jaxpr = closed.jaxpr
-    values: dict[Var, jax.Array] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    values.update(zip(jaxpr.invars, arguments, strict=True))
-
-    def read(atom: Var | Literal) -> jax.Array:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for equation in jaxpr.eqns:
-        inputs = map(read, equation.invars)
-        outputs = _bind(equation.primitive, equation.params, equation.ctx, inputs)
-        for var, value in zip(equation.outvars, outputs, strict=True):
-            values[var] = define(var, value)
-    return [read(var) for var in jaxpr.outvars]
 
 
 def _bind(
