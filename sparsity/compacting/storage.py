@@ -17,7 +17,12 @@ from sparsity.compacting.kept import Flat, Grouped, Kept, Masked, is_quantized
 from sparsity.core import sharding, trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
-from sparsity.masks.positions import kept_positions, slots_of_positions
+from sparsity.masks.positions import (
+    check_entries,
+    kept_positions,
+    list_positions,
+    slots_of_positions,
+)
 
 Format: TypeAlias = Literal["values", "grouped", "dense"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -206,16 +211,9 @@ def store_values(mask: np.ndarray, stack: tuple[int, ...]) -> tuple[Storage, np.
       mask: the mask, not packed.
       stack: axes that index slices.
     """
-    rows = _rows(mask, stack)
-    counts = np.count_nonzero(rows, axis=1)
-    size, width = int(counts.max(initial=0)), rows.shape[1]
-    # Padding counts on, so that all positions of a slice ascend.
-    indices = np.arange(width, width + size, dtype=np.int32) + np.zeros((len(rows), 1), np.int32)
-    for row, index, count in zip(rows, indices, counts, strict=True):
-        index[:count] = np.flatnonzero(row)
-        index[count:] -= count
-    padding = int(size * len(rows) - counts.sum())
-    storage = Storage("values", mask.shape, stack, (size,), padding)
+    indices = list_positions(_rows(mask, stack))
+    padding = indices.size - int(np.count_nonzero(mask))
+    storage = Storage("values", mask.shape, stack, indices.shape[1:], padding)
     return storage, indices.reshape(storage.kept_shape)
 
 
@@ -352,12 +350,7 @@ def read_masks(graph: Graph, masks: PyTree, is_frozen: bool = False) -> dict[Pat
                 "floating. Give it no mask: None. Integers of 8 and 16 bits are trained with "
                 "outside = 'frozen'."
             )
-        if not np.isin(array, (0, 1)).all():
-            raise ValueError(
-                f"The mask of {leaf.name!r} has entries other than 0 and 1, such as "
-                f"{array[~np.isin(array, (0, 1))][0]}. Unpack packed masks: "
-                "sparsity.unpack_masks(masks, params)."
-            )
+        check_entries(array, leaf.name)
         arrays[leaf.path] = array
     return arrays
 

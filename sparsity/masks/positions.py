@@ -69,6 +69,39 @@ def kept_positions(mask: jax.Array, k: int) -> jax.Array:
     return jnp.where(slot < words.total, position, slot + (n - words.total))
 
 
+def check_entries(mask: np.ndarray, name: str) -> None:
+    """Raises a ValueError if a mask has other entries than 0 and 1, as packed masks have."""
+    is_other = ~np.isin(mask, (0, 1))
+    if is_other.any():
+        raise ValueError(
+            f"The mask of {name!r} has entries other than 0 and 1, such as {mask[is_other][0]}. "
+            "Unpack packed masks: sparsity.unpack_masks(masks, params)."
+        )
+
+
+def list_positions(rows: np.ndarray) -> np.ndarray:
+    """Returns `kept_positions` of each row of a mask on the host.
+
+    Args:
+      rows: bool or uint8 [rows, n].
+
+    Returns:
+      int32[rows, k] for the largest number k of kept entries of a row.
+
+    Example:
+      >>> list_positions(np.array([[0, 1, 1], [1, 0, 0]]))
+      array([[1, 2],
+             [0, 3]], dtype=int32)
+    """
+    counts, n = np.count_nonzero(rows, axis=1), rows.shape[1]
+    k = int(counts.max(initial=0))
+    positions = np.arange(n, n + k, dtype=np.int32) + np.zeros((len(rows), 1), np.int32)
+    for at, row, count in zip(positions, rows, counts, strict=True):
+        at[:count] = np.flatnonzero(row)
+        at[count:] -= count
+    return positions
+
+
 def spread(words: MaskWords, values: jax.Array, n: int) -> jax.Array:
     """Returns [n] with the values of kept entries at their positions, any values elsewhere.
 
