@@ -34,7 +34,7 @@ class BaseUpdater(Updater):
     """Wraps an optimizer with sparsity; subclasses define the scores of weights.
 
     Updaters compare and hash by class and fields, so that they serve as static arguments of
-    compiled functions: after a change of a field an updater is another argument.
+    compiled functions: changing a field makes a new static argument, so functions recompile.
 
     Attributes:
       scheduler: schedule of the mask updates and their sparsities.
@@ -68,9 +68,9 @@ class BaseUpdater(Updater):
       keeps_dense_weights: class attribute: whether pruned weights keep their values between steps.
         A class that overrides `post_gradient_update` or `apply_masks` without this attribute is
         assumed to keep values; `wrap_optax` warns.
-      keeps_count: class attribute: whether every mask keeps as many weights of each slice as the
-        first, whose number the target sparsity tells; `None` means at most as many. It is False in
-        a class that overrides a hook that makes masks.
+      keeps_count: class attribute. True: each slice keeps the number that the target sparsity
+        gives. `None`: at most that number. False: any number, the default of a class that overrides
+        a hook that makes masks.
       schedule_type: class attribute: the schedule of configurations that name no schedule, made
         from start, end and frequency.
       config_keys: class attribute: keys of configurations beyond the fields; `read_config` converts
@@ -166,7 +166,7 @@ class BaseUpdater(Updater):
           (pruned params, masks); the masks are packed with `use_packed_masks`.
         """
         inputs = Inputs(params, grads, self.sites(params), extra_args)
-        targets = self._target_sparsities(params, inputs.sites)
+        targets = self.target_numbers(params, inputs.sites)
         scores: PyTree | None = None
         if not is_overridden(self, "create_masks"):  # overrides get arrays
             scores = masks_lib.host_scores(self.calculate_scores, inputs.weights, inputs.grads)
@@ -189,7 +189,7 @@ class BaseUpdater(Updater):
             the leaf.
         """
         inputs = Inputs(params, None, self.sites(params) if sites is None else sites, {})
-        targets = self._target_sparsities(params, inputs.sites)
+        targets = self.target_numbers(params, inputs.sites)
         if targets is not None:
             targets = jax.tree.map(on_device, targets)
         masks = inputs.call(self.get_initial_masks, inputs.weights, targets)
@@ -263,9 +263,6 @@ class BaseUpdater(Updater):
 
     def target_numbers(self, params: PyTree, sites: Sites) -> PyTree:
         """Returns the target sparsities as the distribution returns them, `None` where dense."""
-        return self._target_sparsities(params, sites)
-
-    def _target_sparsities(self, params: PyTree, sites: Sites) -> PyTree:
         distribution_fn = self.get_distribution_fn()
         return target_sparsities(distribution_fn, params, sites, self.scope, self.batch_axes)
 

@@ -387,7 +387,7 @@ DISTRIBUTIONS: Registry[Callable[..., Distribution]] = Registry(
 def target_sparsities(
     distribution_fn: Distribution | None,
     params: PyTree,
-    table: Sites,
+    sites: Sites,
     scope: Scope | TreeScope,
     batch_axes: BatchAxes = 0,
 ) -> PyTree:
@@ -408,11 +408,11 @@ def target_sparsities(
             return None
         name = trees.path_string(path)
         check_fraction(f"the sparsity of {name!r}", target)
-        if table.stays_dense(path):
+        if sites.stays_dense(path):
             return None
-        pattern = table[path].pattern
-        if not table[path].has_override:
-            _check_scope(scope, table[path])
+        pattern = sites[path].pattern
+        if not sites[path].has_override:
+            _check_scope(scope, sites[path])
         final = None if is_traced(target) else pattern.final_sparsity(float(target))
         if final is not None and not math.isclose(float(target), final, abs_tol=1e-6):
             message = "%s ends at sparsity %g, not at the target %g of %r."
@@ -422,7 +422,7 @@ def target_sparsities(
     return trees.map_matched(
         check,
         params,
-        distribute(distribution_fn, params, batch_axes, table, scope),
+        distribute(distribution_fn, params, batch_axes, sites, scope),
         others_role="sparsities that sparsity_distribution_fn returns",
     )
 
@@ -438,7 +438,7 @@ def distribute(
     distribution_fn: Distribution,
     params: PyTree,
     batch_axes: BatchAxes,
-    table: Sites | None = None,
+    sites: Sites | None = None,
     scope: Scope | TreeScope | None = None,
 ) -> PyTree:
     """Calls a distribution with those of `batch_axes`, `sites` and `scope` that it names."""
@@ -447,7 +447,7 @@ def distribute(
         named = set(inspect.signature(distribution_fn).parameters)
     except (TypeError, ValueError):  # a builtin
         named = set()
-    offered = {"batch_axes": batch_axes, "sites": table, "scope": scope}
+    offered = {"batch_axes": batch_axes, "sites": sites, "scope": scope}
     call: Callable[..., PyTree] = distribution_fn
     return call(params, **{k: v for k, v in offered.items() if k in named and k not in bound})
 

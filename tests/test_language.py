@@ -19,7 +19,7 @@ PACKAGE = ROOT / "sparsity"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # A value is named for what it is, a function for what it does.
-FILLERS = {"found", "given", "known", "left", "own", "rest", "wanted", "whole"}
+FILLERS = {"found", "given", "how", "known", "left", "own", "rest", "wanted", "whole"}
 # A docstring begins with a verb, that of a class or a property also with a noun.
 OPENINGS = {"as", "how", "of", "that", "those", "what", "whether", "which"}
 ARTICLES = {"a", "an", "the", "its"}

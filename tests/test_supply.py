@@ -62,7 +62,16 @@ def test_importing_and_pruning_open_no_socket():
 
 # Run text as code, or read files that name what is to be run.
 CODE_FROM_TEXT = {"eval", "exec", "compile", "__import__"}
-UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+UNSAFE_MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "marshal",
+    "shelve",
+    "joblib",
+}
 NETWORK_MODULES = {"socket", "ssl", "urllib", "http", "requests", "httpx", "aiohttp", "ftplib"}
 
 

@@ -76,7 +76,7 @@ class ADMMPruning(MagnitudePruning):
         if callable(self.rho):
             _check_penalties(self.rho, self.scheduler)
         sites = self.sites(params) if sites is None else sites
-        targets = self._target_sparsities(params, sites)
+        targets = self.target_numbers(params, sites)
         masked = masked_paths(self.scope, params, targets)
         start = trees.map_matched(lambda path, w: _wide(w) if path in masked else None, params)
         z, _ = self._project(start, targets, sites)
@@ -107,7 +107,7 @@ class ADMMPruning(MagnitudePruning):
     def modify_gradients(self, grads: PyTree, params: PyTree, sparse_state: SparseState) -> PyTree:
         rho = self._penalty(sparse_state.count)
 
-        def draw(
+        def pull(
             _: trees.KeyPath,
             grad: jax.Array,
             param: jax.Array,
@@ -120,7 +120,7 @@ class ADMMPruning(MagnitudePruning):
             return grad + force.astype(grad.dtype)
 
         memory = sparse_state.algorithm_state
-        return trees.map_matched(draw, grads, params, memory["z"], memory["u"])
+        return trees.map_matched(pull, grads, params, memory["z"], memory["u"])
 
     def _penalty(self, step: jax.Array) -> jax.Array:
         """Returns rho until the end step, then 0."""

@@ -183,7 +183,7 @@ class DropAndGrow(SparseTraining):
         return SliceRule(jnp.abs, hook, self._drop_fraction)
 
     def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> PyTree:
-        draw = inputs.draw or drawing(inputs.weights)
+        draw = drawing(inputs.weights)
 
         def scores(hook: Callable[..., PyTree]) -> PyTree:
             lazy = lazy_scores(hook, inputs.weights, inputs.masks, inputs.grads)

@@ -77,7 +77,7 @@ class TopKast(StraightThrough, MagnitudePruning):
         self, params: PyTree, masks: PyTree, *, sites: Sites | None = None
     ) -> PyTree:
         sites = self.sites(params) if sites is None else sites
-        targets = self._target_sparsities(params, sites)
+        targets = self.target_numbers(params, sites)
         _check_backward(self.backward_sparsity, targets)
         backward = self._backward(self.calculate_scores(params), masks, targets, sites)
         # A user may pass a mask for a leaf without a target.

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.calibration.statistics import Path, Statistic, Statistics, check
+from sparsity.calibration.statistics import Statistic, Statistics, check
 from sparsity.core import trees
 from sparsity.core.checks import check_fraction, check_function, check_kind, check_number
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.sparsity_distributions import FilterFn
 
 
@@ -31,7 +31,7 @@ class Rates:
 
     def __post_init__(self) -> None:
         for path, sparsity in self.sparsities.items():
-            check_fraction(f"the sparsity of {'/'.join(path)!r}", sparsity)
+            check_fraction(f"the sparsity of {trees.join_names(path)!r}", sparsity)
 
     def __call__(self, params: PyTree) -> PyTree:
         """Returns a tree like `params` of sparsities, `None` for leaves that stay dense."""
@@ -95,7 +95,7 @@ def owl(
         rate = rates[path] = float(sparsity - 2 * spread * (x - mean))
         if not 0 <= rate <= 1:
             raise ValueError(
-                f"owl gives {'/'.join(path)!r} the sparsity {rate:.4f}, outside [0, 1], at "
+                f"owl gives {trees.join_names(path)!r} the sparsity {rate:.4f}, outside [0, 1], at "
                 f"sparsity = {sparsity}, spread = {spread}. Lower the spread."
             )
     return Rates(rates)
@@ -112,7 +112,7 @@ def _select_leaves(
         for path, leaf in trees.leaves_by_path(params).items()
         if trees.is_array(leaf)
     }
-    if unknown := ["/".join(path) for path in statistics if path not in leaves]:
+    if unknown := [trees.join_names(path) for path in statistics if path not in leaves]:
         raise ValueError(
             f"The statistics have entries for {trees.listed(unknown)}, where the params have no "
             "array. Both must be of the same model."
@@ -125,7 +125,7 @@ def _select_leaves(
     if not selected:
         raise ValueError("owl: filter_fn selects no leaf that has a statistic.")
     for path, leaf in selected.items():
-        check(statistics[path], leaf.shape, "/".join(path))
+        check(statistics[path], leaf.shape, trees.join_names(path))
     return selected
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from sparsity.cli import checkpoints
-from sparsity.cli.output import JsonObject, bytes_text, print_json, print_table, shape_text
+from sparsity.cli.output import JsonObject, bytes_text, print_json, print_table
 from sparsity.cli.stored import StoredArray
+from sparsity.core import trees
 from sparsity.finetuning.delta import Delta
 
 ABOUT = "Show which masks moved and which weights changed between two checkpoints, or in a delta."
@@ -100,7 +101,7 @@ def _show_delta(arguments: argparse.Namespace) -> int:
 def _delta_cells(row: JsonObject) -> list[str]:
     return [
         row["leaf"],
-        f"{shape_text(row['shape'])} {row.get('dtype', '')}",
+        f"{trees.shape_text(row['shape'])} {row.get('dtype', '')}",
         f"{row['weight']:g}" if "weight" in row else "",
         f"{row['entries']:,}",
         f"{row['density']:.4%}",
@@ -147,7 +148,7 @@ def _change(leaf: JsonObject) -> str:
     if "old" not in leaf:
         return ""
     kinds = [
-        f"{shape_text(kind['shape'])} {kind['dtype']}" if kind else "nothing"
+        f"{trees.shape_text(kind['shape'])} {kind['dtype']}" if kind else "nothing"
         for kind in (leaf["old"], leaf["new"])
     ]
     return kinds[0] if kinds[0] == kinds[1] else " -> ".join(kinds)

@@ -11,9 +11,9 @@ import numpy as np
 
 from sparsity.cli import checkpoints
 from sparsity.cli.detect import find_patterns
-from sparsity.cli.output import JsonObject, bytes_text, print_json, print_table, shape_text
+from sparsity.cli.output import JsonObject, bytes_text, print_json, print_table
 from sparsity.cli.stored import StoredArray
-from sparsity.core import extras
+from sparsity.core import extras, trees
 
 ABOUT = "Show what a checkpoint holds: sparsity, patterns, bytes."
 EXAMPLES = """\
@@ -111,7 +111,7 @@ def _sparsity(nonzeros: int, size: int) -> float:
 
 def _cells(leaf: JsonObject) -> list[str]:
     return [
-        shape_text(leaf["shape"]) if "shape" in leaf else f"{leaf['size']:,}",
+        trees.shape_text(leaf["shape"]) if "shape" in leaf else f"{leaf['size']:,}",
         leaf.get("dtype", ""),
         " ".join(leaf.get("patterns", [])),
         f"{leaf['sparsity']:.4f}",

@@ -48,16 +48,6 @@ def printable(cell: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cell)
 
 
-def shape_text(shape: Sequence[int]) -> str:
-    """Returns a shape as text for a table.
-
-    Example:
-      >>> shape_text((3, 4)), shape_text(())
-      ('3x4', 'scalar')
-    """
-    return "x".join(map(str, shape)) or "scalar"
-
-
 def bytes_text(count: int | None) -> str:
     """Returns a number of bytes as text for a table, '-' for an unknown one.
 

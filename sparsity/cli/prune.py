@@ -13,7 +13,7 @@ import numpy as np
 
 from sparsity import api
 from sparsity.cli import checkpoints
-from sparsity.cli.output import print_table, printable, shape_text
+from sparsity.cli.output import print_table, printable
 from sparsity.core import trees
 from sparsity.core.trees import KeyPath
 from sparsity.patterns import SparsityType
@@ -108,7 +108,7 @@ class _Fitting:
     def __call__(self, path: tuple[str, ...], param: jax.Array) -> SparsityType | None:
         """Returns the pattern, or `None` for a leaf that does not fit."""
         try:
-            self._pattern.check(param.shape, 0, "/".join(path))
+            self._pattern.check(param.shape, 0, trees.join_names(path))
         except ValueError as error:
             self.reasons.append(str(error).removesuffix(REMEDY).rstrip())
             return None
@@ -145,7 +145,7 @@ def _print(pruned: dict[str, np.ndarray]) -> None:
     print_table(
         ["leaf", "shape", "sparsity"],
         [
-            [name, shape_text(array.shape), f"{zeros[name] / max(array.size, 1):.4f}"]
+            [name, trees.shape_text(array.shape), f"{zeros[name] / max(array.size, 1):.4f}"]
             for name, array in pruned.items()
         ],
         [f"{len(pruned)} pruned", f"{size:,}", f"{sum(zeros.values()) / max(size, 1):.4f}"],

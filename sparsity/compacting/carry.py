@@ -12,9 +12,9 @@ import optax
 from jax import lax
 
 from sparsity.compacting.move import read_positions
-from sparsity.compacting.storage import Path, Storage
+from sparsity.compacting.storage import Storage
 from sparsity.core import owners, sharding, trees
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 
 
 def check_fresh_state(state: PyTree) -> None:

@@ -25,7 +25,6 @@ from sparsity.compacting.storage import (
     FORMATS,
     VALUES,
     Format,
-    Path,
     Storage,
     list_formats,
     make_storages,
@@ -35,11 +34,12 @@ from sparsity.compacting.storage import (
 from sparsity.compacting.tune import Candidate, choose, measure
 from sparsity.core import sharding, trees
 from sparsity.core.checks import is_traced
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation
 from sparsity.training import comparison
+from sparsity.training.kept import spread_state
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -579,7 +579,7 @@ def compact(
       params: the parameters, the tree that was traced.
       masks: masks of any pattern, not packed; `None` for dense parameters.
       opt_state: state of an optimizer of `params`, to continue a run: moments of kept entries and
-        counts stay. Of a SparseState the inner state is taken.
+        counts stay. Of a SparseState the inner state is taken, with `use_compact_state` too.
       tx: the (inner) optimizer of that state, to check that kept values train as the masked model:
         four updates by random gradients are compared.
       outside: 'zero': entries outside the masks are 0. 'frozen': these entries stay as they are in
@@ -590,10 +590,9 @@ def compact(
         and all products allow it, 'slices' for whole slices if others are frozen, else 'values'.
 
     Raises:
-      ValueError: masks or state belong to other parameters, a masked parameter is not floating,
-        `tx` would train kept values otherwise, a format or a path is unknown, a mesh divides an
-        axis that indexes no slices, or a quantized parameter is not cast. The error names the
-        parameter.
+      ValueError: masks or state do not fit `params`, a masked parameter is not floating, `tx`
+        would train kept values otherwise, a format or a path is unknown, a mesh divides an axis
+        that indexes no slices, or a quantized parameter is not cast. Errors name the parameter.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsity
@@ -615,6 +614,7 @@ def compact(
     chosen = read_formats(formats or {}, arrays)
     model, owner_tree = _build(graph, params, arrays, chosen, outside == "frozen")
     if opt_state is not None:
+        opt_state = spread_state(opt_state, params)
         model = dataclasses.replace(model, opt_state=take_state(owner_tree, opt_state))
     if tx is not None:
         error = check_optimizer(tx, params, owner_tree, opt_state)

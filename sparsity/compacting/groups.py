@@ -12,11 +12,10 @@ Groups: TypeAlias = "tuple[int, np.ndarray]"
 
 # At 90 % with gradients, groups of 1 are 1.1 to 1.7 times as fast as dense, groups of 4 2.0 to 4.5.
 _LEAST_GROUP = 4
+_MOST_PADDING = 1.25  # ratio of stored entries that are not kept to kept entries
 
 
-def find_groups(
-    mask: np.ndarray, group: int | None = None, most_padding: float = 1.25
-) -> Groups | None:
+def find_groups(mask: np.ndarray, group: int | None = None) -> Groups | None:
     """Finds the largest groups of neighbouring outputs that keep the same inputs.
 
     Outputs g * group to g * group + group - 1 are group g; the last one may be ragged. The size is
@@ -26,7 +25,6 @@ def find_groups(
       mask: bool or uint8 [*stack, outputs, inputs], 1 = kept. All matrices of a stack get the same
         group and k.
       group: the size, if only this one will do; by default the largest one of at least 4.
-      most_padding: largest ratio of stored entries that are not kept to kept entries.
 
     Returns:
       The size, and indices [*stack, groups, k]: sorted, uint16 where `inputs` fits, and `inputs`
@@ -58,7 +56,7 @@ def find_groups(
         return None
     indices = list_kept(mask[..., ::group, :])
     num_kept = np.count_nonzero(mask)
-    return None if indices.size * group - num_kept > most_padding * num_kept else (group, indices)
+    return None if indices.size * group - num_kept > _MOST_PADDING * num_kept else (group, indices)
 
 
 def list_kept(rows: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from sparsity.core.sharding import explicit_sharding, fit, shard_like, with_dtyp
 from sparsity.core.trees import PyTree
 from sparsity.programs.program import Equation
 
-Axes: TypeAlias = str | tuple[str, ...] | None  # of a mesh
+MeshAxes: TypeAlias = str | tuple[str, ...] | None  # of a mesh
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -173,7 +173,7 @@ class Kept:
         slices = dense.transpose(np.argsort(self.axes))
         return self.observer.watch(slices, self.stack).transpose(self.axes)
 
-    def split(self, spec: list[Axes], values: list[Axes]) -> list[Axes]:
+    def split(self, spec: list[MeshAxes], values: list[MeshAxes]) -> list[MeshAxes]:
         """Returns the axes of a mesh that split slices, from those that split the values."""
         return spec
 
@@ -311,7 +311,7 @@ class Grouped(Kept):
 
     inputs: int
 
-    def split(self, spec: list[Axes], values: list[Axes]) -> list[Axes]:
+    def split(self, spec: list[MeshAxes], values: list[MeshAxes]) -> list[MeshAxes]:
         spec[self.stack + self.inputs] = values[self.stack]
         return spec
 
@@ -396,11 +396,12 @@ def kept_in(arrays: Sequence[Lazy]) -> list[Kept]:
 
 
 def never_after(arrays: Sequence[jax.Array]) -> jax.Array | int:
-    """Returns an int32 0 that no compiler computes before the floating arrays exist.
+    """Returns an int32 0 that depends on the floating `arrays`.
 
-    The schedule of XLA on CPUs begins with all buffers of zeros, of all layers at once. A
-    dependence on the input of a layer keeps one dense parameter at a time; a barrier does not,
-    because XLA removes barriers before scheduling.
+    A buffer of zeros made from this 0 is not allocated before the arrays. The schedule of XLA on
+    CPUs begins with all buffers of zeros, of all layers at once. A dependence on the input of a
+    layer keeps one dense parameter at a time; a barrier does not, because XLA removes barriers
+    before scheduling.
     """
     never: jax.Array | int = 0
     for array in arrays:

@@ -23,12 +23,12 @@ import numpy as np
 from jax import lax
 
 from sparsity.compacting.kept import Observer, never_after
-from sparsity.compacting.storage import Path, Storage
+from sparsity.compacting.storage import Storage
 from sparsity.compacting.units import move_units
 from sparsity.core import hashing, sharding, trees
 from sparsity.core.checks import is_traced
-from sparsity.core.trees import PyTree
-from sparsity.masks import Site, Sites, lazy_scores
+from sparsity.core.trees import Path, PyTree
+from sparsity.masks import Site, Sites, is_per_slice, lazy_scores
 from sparsity.patterns import FanIn, SparsityType
 from sparsity.patterns.base import absolute_axis
 from sparsity.programs.program import CALLS, Equation, Program, Value, read_jaxpr
@@ -303,7 +303,7 @@ def make_movers(
 def _check_updater(updater: Updater) -> None:
     name = type(updater).__name__
     refused = f"{name} cannot move the masks of a compact model"
-    if not getattr(updater.scope, "per_slice", False):
+    if not is_per_slice(updater.scope):
         raise ValueError(
             f"{refused}: under scope = {updater.scope!r} parameters trade entries, and the numbers "
             "of kept values change. Use scope = Layerwise()."

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from sparsity.compacting.storage import FORMATS, Format, Path
-from sparsity.core import extras
-from sparsity.core.pictures import new_axes
-from sparsity.graph.report import bars
+from sparsity.compacting.storage import FORMATS, Format
+from sparsity.core import extras, trees
+from sparsity.core.pictures import bars, new_axes
+from sparsity.core.trees import Path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +47,7 @@ def table(rows: Sequence[Row], seconds: Mapping[Path, Mapping[Format, float]]) -
     texts, numbers = ("parameter", "shape", "format"), ("kept", "padding", "dense", "values")
     parameters = extras.table(texts, (*numbers, "positions", *(f"ms {name}" for name in columns)))
     for row in rows:
-        shape = "x".join(map(str, row.shape)) or "scalar"
+        shape = trees.shape_text(row.shape)
         counts = [f"{n:,}" for n in _numbers(row)]
         measured = seconds.get(row.path, {})
         shown = [f"{1000 * measured[x]:.3g}" if x in measured else "" for x in columns]

@@ -13,7 +13,6 @@ from sparsity.compacting.storage import Storage
 from sparsity.core import owners, trees
 from sparsity.core.trees import PyTree
 from sparsity.training import comparison
-from sparsity.training.kept import KeptState
 from sparsity.training.state import SparseState
 
 _REMEDY = "start a new state: compact without opt_state, then tx.init(compact.params)"
@@ -54,7 +53,7 @@ def take_state(owner_tree: PyTree, state: PyTree) -> PyTree:
 
     Args:
       owner_tree: tree like the parameters, an `Owner` for each.
-      state: state of an optimizer of the dense parameters; of a SparseState the inner state.
+      state: state of an optimizer, with dense moments; of a SparseState the inner state.
 
     Raises:
       ValueError: a leaf holds no moment for each entry, or belongs to no parameter and has the
@@ -62,24 +61,17 @@ def take_state(owner_tree: PyTree, state: PyTree) -> PyTree:
     """
     while nodes := trees.find_nodes(state, SparseState):
         state = trees.replace_node(state, nodes[0][1], nodes[0][1].inner_state)
-    for _, node in trees.find_nodes(state, KeptState):
-        state = trees.replace_node(state, node, node.state)
     masked = [owner for owner in jax.tree.leaves(owner_tree) if owner.storage is not None]
-    shapes = {owner.storage.shape: owner.name for owner in masked}
+    names = {owner.storage.shape: owner.name for owner in masked}
 
     def take(owner: Owner | None, leaf: jax.Array) -> jax.Array:
         shape = jnp.shape(leaf)
         if owner is None:
-            if shape and shape in shapes and trees.is_prunable(leaf):
-                raise ValueError(
-                    f"opt_state has a leaf of the shape {shape} of {shapes[shape]!r} in a tree "
-                    f"whose leaves are not those of params. Give the state of these params, or "
-                    f"{_REMEDY}."
-                )
+            owners.check_stray(leaf, names, _REMEDY)
             return leaf
         if owner.storage is None or shape == owner.storage.shape:
             return owner.take(leaf)
-        if np.size(leaf) == 1 or shape == owner.storage.kept_shape:
+        if np.size(leaf) == 1:
             return leaf
         raise ValueError(
             f"opt_state has a leaf of shape {shape} for {owner.name!r} of shape "

@@ -16,11 +16,15 @@ from sparsity.compacting.groups import find_groups, list_kept
 from sparsity.compacting.kept import Flat, Grouped, Kept, Masked, Sliced, is_quantized
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
-from sparsity.masks.positions import kept_positions, slots_of_positions
+from sparsity.masks.positions import (
+    check_entries,
+    kept_positions,
+    list_positions,
+    slots_of_positions,
+)
 
-Path: TypeAlias = tuple[str, ...]
 Format: TypeAlias = Literal["values", "grouped", "slices", "dense"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 VALUES: Format = "values"
@@ -140,11 +144,9 @@ class Storage:
         Args:
           rows: uint8[rows, units].
         """
-        size, k = rows.shape[1], self.indices_shape[-1]
-        positions = jax.vmap(lambda row: kept_positions(row, k))(rows)
-        if self.format == "values" and self.padding:  # the positions of padding ascend, too
-            counts = jnp.sum(positions < size, axis=1, keepdims=True)
-            positions += jnp.maximum(jnp.arange(k) - counts, 0)
+        positions = jax.vmap(lambda row: kept_positions(row, self.indices_shape[-1]))(rows)
+        if self.format == "grouped":  # whose padding is the number of inputs, in 16 bits perhaps
+            positions = jnp.minimum(positions, rows.shape[1])
         return positions.reshape(self.indices_shape)
 
     def find_slots(self, old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -155,8 +157,8 @@ class Storage:
           new: positions of equal shape.
 
         Returns:
-          int32 and bool arrays of the shape of the positions; the slot of a value that is not
-          stored means nothing.
+          int32 and bool arrays of the shape of the positions; ignore the slot where the flag is
+          false.
         """
         axes = self.inputs if self.format == "grouped" else self.order[len(self.stack) :]
         size = math.prod(self.shape[axis] for axis in axes)
@@ -232,16 +234,9 @@ def store_values(mask: np.ndarray, stack: tuple[int, ...]) -> tuple[Storage, np.
       mask: the mask, not packed.
       stack: axes that index slices.
     """
-    rows = _rows(mask, stack)
-    counts = np.count_nonzero(rows, axis=1)
-    size, width = int(counts.max(initial=0)), rows.shape[1]
-    # Padding counts on, so that all positions of a slice ascend.
-    indices = np.arange(width, width + size, dtype=np.int32) + np.zeros((len(rows), 1), np.int32)
-    for row, index, count in zip(rows, indices, counts, strict=True):
-        index[:count] = np.flatnonzero(row)
-        index[count:] -= count
-    padding = int(size * len(rows) - counts.sum())
-    storage = Storage("values", mask.shape, stack, (size,), padding)
+    indices = list_positions(_rows(mask, stack))
+    padding = indices.size - int(np.count_nonzero(mask))
+    storage = Storage("values", mask.shape, stack, indices.shape[1:], padding)
     return storage, indices.reshape(storage.kept_shape)
 
 
@@ -423,12 +418,7 @@ def read_masks(graph: Graph, masks: PyTree, is_frozen: bool = False) -> dict[Pat
                 "floating. Give it no mask: None. Integers of 8 and 16 bits are trained with "
                 "outside = 'frozen'."
             )
-        if not np.isin(array, (0, 1)).all():
-            raise ValueError(
-                f"The mask of {leaf.name!r} has entries other than 0 and 1, such as "
-                f"{array[~np.isin(array, (0, 1))][0]}. Unpack packed masks: "
-                "sparsity.unpack_masks(masks, params)."
-            )
+        check_entries(array, leaf.name)
         arrays[leaf.path] = array
     return arrays
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from sparsity.compacting.evaluate import Densifier
 from sparsity.compacting.kept import Kept, Lazy, densify, kept_in
-from sparsity.compacting.storage import Format, Path
+from sparsity.compacting.storage import Format
 from sparsity.core import trees
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.programs.program import Equation
 from sparsity.reports.times import rounds_in_turn
 
@@ -96,8 +96,7 @@ def time_until_clear(runs: Mapping[Format, Program], rounds: int) -> dict[Format
     """Returns the seconds of each format, from the ratios of each round.
 
     Other work of the machine slows all formats of a round, so that ratios are steadier than
-    seconds. Formats of which some rounds say that they are as fast as the fastest one, and others
-    that they are slower, are measured in more rounds.
+    seconds. Formats whose ratios straddle the noise limit get more rounds.
 
     Args:
       runs: the products of each format.

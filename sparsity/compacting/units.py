@@ -15,7 +15,7 @@ from sparsity.selection import Ranked, Scores, num_kept, topk
 def move_units(
     drop: jax.Array, grow: jax.Array | Scores, positions: jax.Array, drop_fraction: chex.Numeric
 ) -> jax.Array:
-    """Returns the mask of each row after an update; see `sparsity.drop_and_grow`.
+    """Returns the mask of each row after an update; see `sparsity.masks.drop_and_grow`.
 
     Args:
       drop: [rows, k] scores of the stored units; those with the lowest are dropped.

@@ -7,7 +7,7 @@ So a parameter called `mu`, or a tuple of moments, is never mistaken for another
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -63,6 +63,22 @@ def replace_where(state: PyTree, fresh: PyTree, chosen: PyTree) -> PyTree:
         return jnp.where(where, new, old)
 
     return map_owned(replace, chosen, state, fresh)
+
+
+def check_stray(leaf: PyTree, names: Mapping[tuple[int, ...], str], remedy: str) -> None:
+    """Raises a ValueError if a leaf of an optimizer state that has no owner looks like a moment.
+
+    Args:
+      leaf: the leaf.
+      names: {shape: name} of the parameters whose moments change.
+      remedy: last remedy in the error.
+    """
+    if trees.is_prunable(leaf) and leaf.ndim and leaf.shape in names:
+        raise ValueError(
+            f"The optimizer's state has a leaf of the shape {leaf.shape} of {names[leaf.shape]!r} "
+            "in a tree whose leaves are not those of params. Give the state of these params, or "
+            f"{remedy}."
+        )
 
 
 def _places(node: PyTree, paths: set[KeyPath]) -> list[KeyPath | None]:

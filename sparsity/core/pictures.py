@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from sparsity.core import extras
 
 if TYPE_CHECKING:
@@ -20,6 +22,28 @@ def new_axes(num_rows: int, num_columns: int = 1) -> list[Axes]:
         1, num_columns, figsize=figsize, layout="constrained", sharey=True, squeeze=False
     )
     return list(axes[0])
+
+
+def bars(
+    ax: Axes,
+    quantity: str,
+    names: Sequence[str],
+    dense: Sequence[int],
+    sparse: Sequence[int] | None,
+    total: int,
+) -> None:
+    """Draws light bars for dense costs, dark bars for sparse costs, and the shares."""
+    position = np.arange(len(names))
+    ax.barh(position, np.divide(dense, 1e6), color=LIGHT, label="dense")
+    shares = [f"{x / max(total, 1):.1%}" for x in dense]
+    if sparse is not None:
+        ax.barh(position, np.divide(sparse, 1e6), color=DARK, label="left")
+        pairs = zip(shares, sparse, strict=True)
+        shares = [f"{share} to {x / max(total, 1):.1%}" for share, x in pairs]
+    label_rows(ax, names, shares)
+    ax.set_xlabel(f"million {quantity}")
+    ax.locator_params(axis="x", nbins=5)
+    add_legend(ax)
 
 
 def label_rows(ax: Axes, names: Sequence[str], texts: Sequence[str]) -> None:

@@ -159,7 +159,7 @@ def place_like(like: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(never, (like != 0).astype(mask.dtype), mask)
 
 
-def spread(array: jax.Array, axes: Iterable[int]) -> jax.Array:
+def shard_along(array: jax.Array, axes: Iterable[int]) -> jax.Array:
     """Shards a replicated array along the first of the axes that the mesh divides."""
     sharding = getattr(array, "sharding", None)
     if isinstance(sharding, NamedSharding) and sharding.is_fully_replicated:

@@ -20,6 +20,7 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 PyTree: TypeAlias = Any  # a tree of arrays, as jax takes it: jax has no type for it
 KeyPath: TypeAlias = tuple[Hashable, ...]  # of jax's key entries
+Path: TypeAlias = tuple[str, ...]  # the same as users see it, see `path_names`
 
 
 def leaves_by_path(tree: PyTree) -> dict[KeyPath, PyTree]:
@@ -42,7 +43,7 @@ def covered_paths(tree: PyTree) -> set[KeyPath]:
     return {path for path, _ in _flatten(tree, is_leaf=_is_placeholder)[0]}
 
 
-def path_names(path: KeyPath) -> tuple[str, ...]:
+def path_names(path: KeyPath) -> Path:
     """Returns the path as users see it: a string a key, index or attribute; `()` at the root."""
     return tuple(_entry_name(entry) for entry in path)
 
@@ -257,6 +258,16 @@ def children(node: PyTree) -> list[tuple[KeyPath, PyTree]]:
     """Returns the nodes one level below, with their paths; those of a variable are its value's."""
     below = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda child: child is not node)
     return [((), child) if _is_variable(node) else (path, child) for path, child in below if path]
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """Returns a shape as text for a table.
+
+    Example:
+      >>> shape_text((3, 4)), shape_text(())
+      ('3x4', 'scalar')
+    """
+    return "x".join(map(str, shape)) or "scalar"
 
 
 def listed(names: list[str], most: int = 8) -> str:

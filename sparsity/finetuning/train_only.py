@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from sparsity.core import sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
+from sparsity.masks.positions import check_entries, list_positions
 from sparsity.training.checks import check_optimizer
 from sparsity.training.entrywise import check_entrywise
 from sparsity.training.kept import KeptLayout, KeptState, gather
@@ -214,12 +215,7 @@ def read_supports(masks: PyTree) -> dict[trees.KeyPath, Support]:
                 "is traced. Call train_only outside of jit, scan and vmap."
             )
         array = np.asarray(mask)
-        if not np.isin(array, (0, 1)).all():
-            raise ValueError(
-                f"The mask of {name!r} has entries other than 0 and 1, such as "
-                f"{array[~np.isin(array, (0, 1))][0]}. Unpack packed masks: "
-                "sparsity.unpack_masks(masks, params)."
-            )
+        check_entries(array, name)
         if array.any():
             supports[path] = _read_support(name, array != 0, getattr(mask, "sharding", None))
     if not supports:
@@ -234,20 +230,14 @@ def _read_support(name: str, mask: np.ndarray, placed: object) -> Support:
     layout = PartLayout(mask.shape, 0, 0, _count_parts(placed, mask.ndim))
     slices = np.asarray(layout.slices(mask))
     rows = slices.reshape(-1, slices.shape[-1])
-    counts, n = np.count_nonzero(rows, axis=1), rows.shape[1]
-    k = int(counts.max())
+    n, k = rows.shape[1], int(np.count_nonzero(rows, axis=1).max())
     if n + k >= 2**31:
         raise ValueError(
             f"train_only: {name!r} of shape {mask.shape} has parts of {n} entries, more than "
             "32-bit positions reach. Shard the parameter and its mask."
         )
-    # Padding counts on, so that all positions of a part ascend.
-    positions = np.arange(n, n + k, dtype=np.int32) + np.zeros((len(rows), 1), np.int32)
-    for at, row, count in zip(positions, rows, counts, strict=True):
-        at[:count] = np.flatnonzero(row)
-        at[count:] -= count
     layout = dataclasses.replace(layout, num_slots=k)
-    return Support(layout, positions.reshape(layout.kept_shape), mask.shape)
+    return Support(layout, list_positions(rows).reshape(layout.kept_shape), mask.shape)
 
 
 def _count_parts(placed: object, ndim: int) -> tuple[int, ...]:

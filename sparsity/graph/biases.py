@@ -14,7 +14,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sparsity.graph.uses import Factor, Path, Tracker, Use, View, follow
+from sparsity.core.trees import Path
+from sparsity.graph.uses import Factor, Tracker, Use, View, follow
 from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program, Value

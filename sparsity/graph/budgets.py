@@ -152,14 +152,14 @@ class Budget:
         return count
 
     def _mask_counter(
-        self, params: PyTree, leaves: Mapping[trees.KeyPath, Parameter], table: Sites
+        self, params: PyTree, leaves: Mapping[trees.KeyPath, Parameter], sites: Sites
     ) -> Callable[[PyTree], Fraction]:
         """Returns a function from sparsities to the cost of the masked arrays."""
         arrays = trees.leaves_by_path(params)
 
         @functools.cache
         def counter(path: trees.KeyPath) -> Callable[[float], int]:
-            return entry_counter(table[path].pattern, arrays[path].shape, table[path].batch_axes)
+            return entry_counter(sites[path].pattern, arrays[path].shape, sites[path].batch_axes)
 
         def count(targets: PyTree) -> Fraction:
             sparsities = trees.leaves_by_path(targets).items()

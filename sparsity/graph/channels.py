@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 import chex
 import numpy as np
 
-from sparsity.core.trees import KeyPath, join_names
-from sparsity.graph.uses import Path
+from sparsity.core.trees import KeyPath, Path, join_names
 from sparsity.programs.axes import Axis, Reason, labels, variables
 
 
@@ -162,6 +161,35 @@ def positions(
     assert entries is not None  # refused before
     order = np.argsort(entries, kind="stable")[np.count_nonzero(entries < 0) :]
     return order.reshape(sizes.get(variable, variable.size), -1)
+
+
+def resize_groups(
+    groups: list[ChannelGroup],
+    axes: Sequence[tuple[Parameter, Sequence[Axis]]],
+    sizes: Mapping[Axis, int],
+) -> list[ChannelGroup]:
+    """Returns the groups of channels in a smaller model, at these sizes of some axes.
+
+    Every group has one, in the same order, even if one channel is left.
+
+    Args:
+      groups: groups of the full model.
+      axes: the parameters with their axes.
+      sizes: {axis: size in the smaller model}.
+    """
+    if not sizes:
+        return groups
+    dims = {leaf.path: each for leaf, each in axes}
+    return [
+        dataclasses.replace(
+            group,
+            size=sizes.get(group.variable, group.size),
+            positions=tuple(
+                positions(dims[path][axis], group.variable, sizes) for path, axis in group.members
+            ),
+        )
+        for group in groups
+    ]
 
 
 def _refuse(

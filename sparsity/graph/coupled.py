@@ -17,11 +17,10 @@ from sparsity.core import exact, host, sharding, trees
 from sparsity.core.checks import check_bool, check_int, check_number, is_traced
 from sparsity.core.kernels import compute_once
 from sparsity.core.polynomials import Cost, Polynomial
-from sparsity.core.trees import KeyPath, PyTree
-from sparsity.graph.channels import ChannelGroup, PlacedGroup
+from sparsity.core.trees import KeyPath, Path, PyTree
+from sparsity.graph.channels import ChannelGroup, PlacedGroup, resize_groups
 from sparsity.graph.cuts import Cut, solve_sizes
 from sparsity.graph.graph import Graph
-from sparsity.graph.uses import Path
 from sparsity.masks import Pattern, TopkFn
 from sparsity.masks.costs import best_that_fit
 from sparsity.masks.moves import moved_masks
@@ -223,7 +222,8 @@ class Coupled:
         graph, arrays = self.graph, trees.leaves_by_path(tree)
         leaves = graph.match_parameters(tree)
         shapes = {leaf.path: arrays[path].shape for path, leaf in leaves.items()}
-        sizes = solve_sizes(graph.list_axes(), shapes, self.plan)
+        axes = graph.list_axes()
+        sizes = solve_sizes(axes, shapes, self.plan)
         places = {
             leaf.path: path
             for path, leaf in leaves.items()
@@ -231,7 +231,7 @@ class Coupled:
         }
         targets = trees.leaves_by_path(sparsities)
         groups = []
-        for full, group in zip(graph.groups, graph.resize_groups(sizes), strict=True):
+        for full, group in zip(graph.groups, resize_groups(graph.groups, axes, sizes), strict=True):
             members, scored, entries = [], [], []
             for i, (path, axis) in enumerate(group.members):
                 if path in places:

@@ -8,11 +8,13 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from sparsity.core import trees
+from sparsity.core.trees import Path
 from sparsity.graph.channels import Parameter
-from sparsity.graph.uses import Path
 from sparsity.programs.axes import Axis, count_entries, find_kept_by_layer, labels, variables
 
-Axes = Sequence[tuple[Parameter, Sequence[Axis]]]  # the parameters of a model, with their axes
+ParameterAxes = Sequence[
+    tuple[Parameter, Sequence[Axis]]
+]  # the parameters of a model, with their axes
 Sizes = dict[Axis, int]
 
 
@@ -32,7 +34,9 @@ class Cut(Protocol):
     def shapes(self) -> Mapping[Path, tuple[int, ...]]: ...
 
 
-def spread_kept(axes: Axes, chosen: Mapping[Axis, np.ndarray]) -> dict[Path, dict[int, np.ndarray]]:
+def spread_kept(
+    axes: ParameterAxes, chosen: Mapping[Axis, np.ndarray]
+) -> dict[Path, dict[int, np.ndarray]]:
     """Returns `Cut.kept` from the kept entries of each variable that loses some."""
     kept: dict[Path, dict[int, np.ndarray]] = {}
     for leaf, dims in axes:
@@ -43,7 +47,7 @@ def spread_kept(axes: Axes, chosen: Mapping[Axis, np.ndarray]) -> dict[Path, dic
     return kept
 
 
-def solve_kept(axes: Axes, cut: Cut) -> dict[Axis, np.ndarray]:
+def solve_kept(axes: ParameterAxes, cut: Cut) -> dict[Axis, np.ndarray]:
     """Returns the entries that a cut keeps of each variable, at any batch size.
 
     Raises:
@@ -55,7 +59,7 @@ def solve_kept(axes: Axes, cut: Cut) -> dict[Axis, np.ndarray]:
     for path, indices in cut.kept.items():
         if path not in by_path or by_path[path][0].shape != cut.shapes[path]:
             raise ValueError(
-                f"The plan is of another model: it has {'/'.join(path)!r} of shape "
+                f"The plan is of another model: it has {trees.join_names(path)!r} of shape "
                 f"{cut.shapes[path]}, the graph has "
                 f"{by_path[path][0].shape if path in by_path else 'no such leaf'}."
             )
@@ -74,19 +78,19 @@ def solve_kept(axes: Axes, cut: Cut) -> dict[Axis, np.ndarray]:
         for axis in {**one, **other}:
             if axis not in one:
                 raise ValueError(
-                    f"The plan cuts channels that {'/'.join(path)!r} has along axis {axis}, and "
-                    "leaves that axis as it is: it was made for another model."
+                    f"The plan cuts channels that {trees.join_names(path)!r} has along axis "
+                    f"{axis}, and leaves that axis as it is: it was made for another model."
                 )
             if axis not in other or not np.array_equal(one[axis], other[axis]):
                 raise ValueError(
-                    f"The plan keeps indices of {'/'.join(path)!r} along axis {axis} that do not "
-                    "go together in this model: it was made for another one."
+                    f"The plan keeps indices of {trees.join_names(path)!r} along axis {axis} that "
+                    "do not go together in this model: it was made for another one."
                 )
     return chosen
 
 
 def solve_sizes(
-    axes: Axes, shapes: Mapping[Path, tuple[int, ...]], cut: Cut | None = None
+    axes: ParameterAxes, shapes: Mapping[Path, tuple[int, ...]], cut: Cut | None = None
 ) -> Sizes:
     """Returns the sizes of all variables that lose entries.
 

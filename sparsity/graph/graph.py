@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from fractions import Fraction
@@ -15,16 +14,16 @@ import numpy as np
 
 from sparsity.core import sharding, trees
 from sparsity.core.polynomials import Polynomial
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.graph import costs, report
 from sparsity.graph.alike import Alike
 from sparsity.graph.biases import Bias, find_biases
-from sparsity.graph.channels import ChannelGroup, Parameter, Refusal, find_channels, positions
+from sparsity.graph.channels import ChannelGroup, Parameter, Refusal, find_channels
 from sparsity.graph.coupling import TABLES, Coupling
 from sparsity.graph.inputs import AlongInputs, SharedInputs, Weights
 from sparsity.graph.layers import layered
 from sparsity.graph.proof import Proof, Proven
-from sparsity.graph.uses import Path, Tracker, Use
+from sparsity.graph.uses import Tracker, Use
 from sparsity.patterns import SparsityType
 from sparsity.programs.axes import Axis, Reason, variables
 from sparsity.programs.products import NO_PRODUCTS, PRODUCTS, read_product
@@ -270,18 +269,7 @@ class Graph:
                 "is_weight is a filter_fn(path, param), or is_weight(min_inputs=n) returns one: "
                 "give both path and param, or min_inputs."
             )
-        return self.count_inputs(path, param) > 0
-
-    def count_inputs(self, path: Path, param: chex.Array) -> int:
-        """Counts the inputs of each output of a parameter's product, before the model was cut.
-
-        Of several products the one with the most inputs counts; 0 if no product contracts the
-        parameter.
-        """
-        leaf = self.find_parameter(path, param, may_be_smaller=True)
-        return max(
-            (use.num_inputs for use in self.find_products(leaf.path) if use.contracting), default=0
-        )
+        return Weights(self, 1)(path, param)
 
     def nm(
         self, n: int, m: int, *, otherwise: Literal["dense"] | None = None
@@ -375,8 +363,8 @@ class Graph:
         matches = [leaf for leaf in ends if len(leaf.path) == len(ends[0].path)]
         if len(matches) != 1:
             raise ValueError(
-                f"The {role} have a leaf {'/'.join(path)!r} of shape {shape}, of which the graph "
-                f"has {len(matches)}: it knows {trees.listed([x.name for x in self.leaves])}."
+                f"The {role} have a leaf {trees.join_names(path)!r} of shape {shape}, of which the "
+                f"graph has {len(matches)}: it knows {trees.listed([x.name for x in self.leaves])}."
             )
         leaf = matches[0]
         if leaf.shape != shape and not (may_be_smaller and self._fits(leaf, shape)):
@@ -384,8 +372,8 @@ class Graph:
             if role == "masks":
                 remedy = "Unpack packed masks: sparsity.unpack_masks(masks, params)."
             raise ValueError(
-                f"The {role} have shape {shape} at {'/'.join(path)!r}, the graph was traced with "
-                f"{leaf.shape}. {remedy}"
+                f"The {role} have shape {shape} at {trees.join_names(path)!r}, the graph was "
+                f"traced with {leaf.shape}. {remedy}"
             )
         return leaf
 
@@ -455,26 +443,6 @@ class Graph:
         leaves = zip(arrays, self.leaves, strict=True)
         structs = [sharding.resized(array, shapes[leaf.path]) for array, leaf in leaves]
         return self._trace(fn, rebuild(structs), args)
-
-    def resize_groups(self, sizes: Mapping[Axis, int]) -> list[ChannelGroup]:
-        """Returns the groups of channels in a smaller model, at these sizes of some axes.
-
-        Every group of this model has one, in the same order, even if one channel is left.
-        """
-        if not sizes:
-            return self.groups
-        dims = {leaf.path: axes for leaf, axes in self.list_axes()}
-        return [
-            dataclasses.replace(
-                group,
-                size=sizes.get(group.variable, group.size),
-                positions=tuple(
-                    positions(dims[path][axis], group.variable, sizes)
-                    for path, axis in group.members
-                ),
-            )
-            for group in self.groups
-        ]
 
     # Channels.
 

@@ -10,15 +10,14 @@ from typing import Literal, Protocol
 import chex
 
 from sparsity.core.checks import check_int
+from sparsity.core.trees import Path
 from sparsity.graph.channels import Parameter
-from sparsity.graph.uses import Path, Use
+from sparsity.graph.uses import Use
 from sparsity.patterns import FanIn, NByM, SparsityType, Unstructured
 
 
 class _Graph(Protocol):
     """Answers of a `Graph` to filters and patterns."""
-
-    def count_inputs(self, path: Path, param: chex.Array) -> int: ...
 
     def find_parameter(
         self, path: Path, array: object, role: str = ..., may_be_smaller: bool = ...
@@ -45,8 +44,10 @@ class Weights:
         check_int("min_inputs", self.min_inputs, 1)
 
     def __call__(self, path: Path, param: chex.Array) -> bool:
-        """Returns whether a product of the parameter has enough inputs."""
-        return self.graph.count_inputs(path, param) >= self.min_inputs
+        """Returns whether a product has enough inputs for each output, before the model was cut."""
+        leaf = self.graph.find_parameter(path, param, may_be_smaller=True)
+        uses = [use for use in self.graph.find_products(leaf.path) if use.contracting]
+        return any(use.num_inputs >= self.min_inputs for use in uses)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
-from sparsity.core import extras
-from sparsity.core.pictures import DARK, LIGHT, add_legend, label_rows, new_axes
+from sparsity.core import extras, trees
+from sparsity.core.pictures import bars, new_axes
 from sparsity.graph.channels import Parameter
 
 if TYPE_CHECKING:
@@ -55,7 +53,7 @@ def table(
         shown.add_row(name, *texts, *macs, f"{dense / max(total, 1):.1%}", groups)
 
     for row in rows:
-        shape = "x".join(map(str, row.leaf.shape)) or "scalar"
+        shape = trees.shape_text(row.leaf.shape)
         by = ", ".join(_SHORT.get(name, name) for name in row.primitives) or "no product"
         axes = ", ".join(map(str, row.contracting))
         groups = ", ".join(f"{axis}: {number}" for axis, number in row.groups)
@@ -80,28 +78,6 @@ def plot(rows: Sequence[CostRow], total: int, has_masks: bool, ax: Axes | None) 
     masked = [row.masked for row in shown] if has_masks else None
     bars(ax, "multiply-adds", names, dense, masked, total)
     return ax
-
-
-def bars(
-    ax: Axes,
-    quantity: str,
-    names: Sequence[str],
-    dense: Sequence[int],
-    sparse: Sequence[int] | None,
-    total: int,
-) -> None:
-    """Draws light bars for dense costs, dark bars for sparse costs, and the shares."""
-    position = np.arange(len(names))
-    ax.barh(position, np.divide(dense, 1e6), color=LIGHT, label="dense")
-    shares = [f"{x / max(total, 1):.1%}" for x in dense]
-    if sparse is not None:
-        ax.barh(position, np.divide(sparse, 1e6), color=DARK, label="left")
-        pairs = zip(shares, sparse, strict=True)
-        shares = [f"{share} to {x / max(total, 1):.1%}" for share, x in pairs]
-    label_rows(ax, names, shares)
-    ax.set_xlabel(f"million {quantity}")
-    ax.locator_params(axis="x", nbins=5)
-    add_legend(ax)
 
 
 _SHORT = {

@@ -10,10 +10,9 @@ import numpy as np
 
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_function, check_kind
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.graph.channels import Parameter
 from sparsity.graph.graph import Graph
-from sparsity.graph.uses import Path
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import (
     ClosedJaxpr,
@@ -120,9 +119,10 @@ def _make_jaxpr(
             f"{error}"
         ) from error
     except (TypeError, AttributeError, KeyError, IndexError) as error:
+        names = trees.listed([trees.join_names(path) for path in paths])
         raise ValueError(
             f"fn(params, *args) fails with {len(args)} arguments after params, which have "
-            f"{trees.listed(['/'.join(path) for path in paths])}: {type(error).__name__}: {error}. "
+            f"{names}: {type(error).__name__}: {error}. "
             "It must take the parameters first, then the inputs of the model; bind others by "
             "functools.partial."
         ) from error

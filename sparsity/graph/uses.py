@@ -15,13 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from sparsity.core.trees import Path
 from sparsity.programs.entrywise import ENTRYWISE, constant_in, fold_constant
 from sparsity.programs.layout import LAYOUTS, Place, Relation
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program, Value
 from sparsity.programs.walk import Flow
-
-Path = tuple[str, ...]
 
 
 class Factor(NamedTuple):

@@ -34,6 +34,7 @@ from sparsity.masks.scopes import (
     Scope,
     TreeScope,
     Wanted,
+    is_per_slice,
 )
 from sparsity.masks.sites import (
     BatchAxes,
@@ -77,6 +78,7 @@ __all__ = [
     "elementwise",
     "host_scores",
     "is_pattern",
+    "is_per_slice",
     "lazy_scores",
     "leading_axes",
     "masked_paths",

@@ -227,20 +227,14 @@ def _check_bits(mask: chex.Array, name: str) -> None:
         )
 
 
-def apply_masks(
-    tree: PyTree, masks: PyTree, *, packed: bool = False, role: str = "params"
-) -> PyTree:
-    """Applies masks by path; leaves without a mask stay unchanged.
+def apply_masks(tree: PyTree, masks: PyTree, *, role: str = "params") -> PyTree:
+    """Applies unpacked masks by path; leaves without a mask stay unchanged.
 
     Raises:
       ValueError: a mask has another shape than its leaf in `tree`, which messages call `role`.
     """
-    check_masks(tree, masks, packed=packed, role=role)
-
-    def apply(_: trees.KeyPath, leaf: PyTree, mask: jax.Array | None) -> PyTree:
-        return apply_mask(leaf, unpack(mask, leaf) if packed and mask is not None else mask)
-
-    return trees.map_matched(apply, tree, masks, role=role)
+    check_masks(tree, masks, packed=False, role=role)
+    return trees.map_matched(lambda _, leaf, mask: apply_mask(leaf, mask), tree, masks, role=role)
 
 
 def are_ones(masks: PyTree) -> jax.Array:

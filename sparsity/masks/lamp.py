@@ -132,7 +132,8 @@ def _ranked(scores: Sequence[jax.Array]) -> list[Ranked]:
 
 
 def _is_local(x: jax.Array) -> bool:
-    return use_flat(x) and jax.typeof(x).sharding.mesh.empty
+    has_room = x.size + _ROOM[1] < 2**31  # positions are int32
+    return has_room and use_flat(x) and jax.typeof(x).sharding.mesh.empty
 
 
 @jax.jit
@@ -321,7 +322,7 @@ class _Inside(NamedTuple):
       above: number of weights above the bracket, int32.
       inside: number of weights inside, int32.
       sum_above: sum of the squares above.
-      positions: int32[room], increasing; the size of the layer fills empty slots.
+      positions: int32[room], increasing; empty slots hold the size of the layer or more.
       squares: [room], anything in empty slots.
     """
 

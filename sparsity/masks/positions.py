@@ -1,7 +1,8 @@
 """Positions of the kept entries of a mask, and the way from one mask to another.
 
 A slice of n entries that keeps at most k has k slots. Slot j holds the position of the j-th kept
-entry; slots beyond the kept entries hold n, which lies outside the slice.
+entry; slots beyond the kept entries hold n, n + 1, ..., which lie outside the slice, so that all
+positions of a slice ascend.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 _BITS = 32  # of a word
 
 
-class Words(NamedTuple):
+class MaskWords(NamedTuple):
     """Bits of the mask of a slice, in words of 32 entries.
 
     Attributes:
@@ -29,7 +30,7 @@ class Words(NamedTuple):
     total: jax.Array
 
 
-def read_words(mask: jax.Array) -> Words:
+def read_words(mask: jax.Array) -> MaskWords:
     """Returns the words of a mask, uint8[n]."""
     rows = jnp.pad((mask > 0).astype(jnp.uint8), (0, -mask.shape[0] % _BITS)).reshape(-1, 4, 8)
     # A sum of 32 words would hold each entry of the mask in four bytes.
@@ -38,38 +39,70 @@ def read_words(mask: jax.Array) -> Words:
     bits = jnp.sum(parts << (8 * np.arange(4, dtype=np.uint32))[None], axis=1, dtype=jnp.uint32)
     counts = jax.lax.population_count(bits).astype(jnp.int32)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
-    return Words(bits, ends - counts, jnp.sum(counts, dtype=jnp.int32))
+    return MaskWords(bits, ends - counts, jnp.sum(counts, dtype=jnp.int32))
 
 
 def kept_positions(mask: jax.Array, k: int) -> jax.Array:
     """Returns the positions of the kept entries in increasing order, int32[k].
 
-    `jnp.nonzero(mask, size=k, fill_value=n)` returns the same, in ten times the time: its loops
-    visit entries, these visit words and slots.
+    Slots that are not in use hold n, n + 1, ... `jnp.nonzero(mask, size=k)` returns the kept
+    entries, too, in ten times the time: its loops visit entries, these visit words and slots.
 
     Args:
       mask: uint8[n] with at most `k` kept entries.
-      k: number of slots.
+      k: number of slots, less than 2**31 - n if some are not in use.
 
     Example:
-      >>> kept_positions(jnp.array([0, 1, 0, 1, 1], jnp.uint8), 4)
-      Array([1, 3, 4, 5], dtype=int32)
+      >>> kept_positions(jnp.array([0, 1, 0, 1, 1], jnp.uint8), 5)
+      Array([1, 3, 4, 5, 6], dtype=int32)
     """
-    n = mask.shape[0]
+    n, slot = mask.shape[0], jnp.arange(k, dtype=jnp.int32)
     if not n or not k:
-        return jnp.full(k, n, jnp.int32)
+        return slot + n
     words = read_words(mask)
     # The first slot of each word that keeps entries names the word; later slots repeat the name.
     is_empty = words.bits == 0
     first = jnp.where(is_empty, k, words.starts)
     names = jnp.arange(words.bits.shape[0], dtype=jnp.int32)
     word = jax.lax.cummax(jnp.zeros(k, jnp.int32).at[first].set(names, mode="drop"))
-    slot = jnp.arange(k, dtype=jnp.int32)
     position = word * _BITS + _find_bit(words.bits[word], slot - words.starts[word])
-    return jnp.where(slot < words.total, position, n)
+    return jnp.where(slot < words.total, position, slot + (n - words.total))
 
 
-def spread(words: Words, values: jax.Array, n: int) -> jax.Array:
+def check_entries(mask: np.ndarray, name: str) -> None:
+    """Raises a ValueError if a mask has other entries than 0 and 1, as packed masks have."""
+    is_other = ~np.isin(mask, (0, 1))
+    if is_other.any():
+        raise ValueError(
+            f"The mask of {name!r} has entries other than 0 and 1, such as {mask[is_other][0]}. "
+            "Unpack packed masks: sparsity.unpack_masks(masks, params)."
+        )
+
+
+def list_positions(rows: np.ndarray) -> np.ndarray:
+    """Returns `kept_positions` of each row of a mask on the host.
+
+    Args:
+      rows: bool or uint8 [rows, n].
+
+    Returns:
+      int32[rows, k] for the largest number k of kept entries of a row.
+
+    Example:
+      >>> list_positions(np.array([[0, 1, 1], [1, 0, 0]]))
+      array([[1, 2],
+             [0, 3]], dtype=int32)
+    """
+    counts, n = np.count_nonzero(rows, axis=1), rows.shape[1]
+    k = int(counts.max(initial=0))
+    positions = np.arange(n, n + k, dtype=np.int32) + np.zeros((len(rows), 1), np.int32)
+    for at, row, count in zip(positions, rows, counts, strict=True):
+        at[:count] = np.flatnonzero(row)
+        at[count:] -= count
+    return positions
+
+
+def spread(words: MaskWords, values: jax.Array, n: int) -> jax.Array:
     """Returns [n] with the values of kept entries at their positions, any values elsewhere.
 
     A scatter needs a buffer of n entries, and XLA runs it in one thread. This program is a loop
@@ -99,10 +132,10 @@ def slots_of_positions(mask: jax.Array, positions: jax.Array) -> tuple[jax.Array
 
     Args:
       mask: uint8[n].
-      positions: int32[k] in [0, n]; n is in no mask.
+      positions: int32[k]; those of n or more are in no mask.
 
     Returns:
-      int32[k] and bool[k]; the slot of an entry that is not kept means nothing.
+      int32[k] and bool[k]; ignore the slot where the flag is false.
 
     Example:
       >>> slots_of_positions(jnp.array([0, 1, 0, 1, 1], jnp.uint8), jnp.array([0, 3, 4, 5]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import chex
 import jax
@@ -353,6 +353,11 @@ class Global:
             f"its own: batch_axes must be 0, {got}. Use scope=Layerwise(), or leave stacked biases "
             "out with filter_fn."
         )
+
+
+def is_per_slice(scope: object) -> TypeGuard[Scope]:
+    """Returns whether each slice of a leaf has a mask that depends on its own scores alone."""
+    return getattr(scope, "per_slice", False) is True
 
 
 SCOPES: Registry[type[Scope]] = Registry("scope", {"layerwise": Layerwise, "global": Global})

@@ -14,10 +14,9 @@ import jax
 
 from sparsity.core import names, trees
 from sparsity.core.checks import check_int
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.masks.costs import MaskBudget
 
-Path = tuple[str, ...]
 TopkFn = Callable[[jax.Array, chex.Numeric], chex.Array]
 BatchAxes = int | Callable[[Path, jax.Array], int]
 Overrides = names.Named[float | None]
@@ -177,6 +176,6 @@ def leading_axes(batch_axes: BatchAxes, path: Path, param: jax.Array) -> int:
     if axes < 0 or (callable(batch_axes) and axes > param.ndim):
         raise ValueError(
             f"batch_axes must lie between 0 and the number of axes, got {axes} for "
-            f"{'/'.join(path)!r} of shape {param.shape}."
+            f"{trees.join_names(path)!r} of shape {param.shape}."
         )
     return min(axes, param.ndim)  # one number for all: a bias has fewer axes

@@ -176,12 +176,12 @@ def labels(
     return np.tile(np.repeat(parts[at], after), before)
 
 
-def find_kept(dim: Axis, plan: dict[Axis, np.ndarray]) -> np.ndarray | None:
-    """Returns the entries of an axis that stay, in order, under a plan; `None` for all."""
+def find_kept(dim: Axis, kept_indices: dict[Axis, np.ndarray]) -> np.ndarray | None:
+    """Returns the entries of an axis that stay, in order, `None` for all."""
     root = dim.root
     if root.kind is None:
-        return plan.get(root)
-    parts = [find_kept(part, plan) for part in root.parts]
+        return kept_indices.get(root)
+    parts = [find_kept(part, kept_indices) for part in root.parts]
     if all(part is None for part in parts):
         return None
     sizes = [part.root.size for part in root.parts]
@@ -198,18 +198,19 @@ def find_kept(dim: Axis, plan: dict[Axis, np.ndarray]) -> np.ndarray | None:
     return index
 
 
-def find_kept_by_layer(dim: Axis, plan: dict[Axis, np.ndarray]) -> np.ndarray | None:
-    """Returns `find_kept`, as [layers, entries] where the plan has a row for each layer."""
-    plan = {v: plan[v] for v in variables(dim) if v in plan}
-    layers = {len(index) for index in plan.values() if index.ndim == 2}
+def find_kept_by_layer(dim: Axis, kept_indices: dict[Axis, np.ndarray]) -> np.ndarray | None:
+    """Returns `find_kept`, as [layers, entries] where the indices have a row for each layer."""
+    kept_indices = {v: kept_indices[v] for v in variables(dim) if v in kept_indices}
+    layers = {len(index) for index in kept_indices.values() if index.ndim == 2}
     if not layers:
-        return find_kept(dim, plan)
+        return find_kept(dim, kept_indices)
     rows = []
     for layer in range(layers.pop()):
         row = find_kept(
-            dim, {v: index[layer] if index.ndim == 2 else index for v, index in plan.items()}
+            dim,
+            {v: index[layer] if index.ndim == 2 else index for v, index in kept_indices.items()},
         )
-        assert row is not None  # one of its variables has a plan
+        assert row is not None  # one of its variables has indices
         rows.append(row)
     return np.stack(rows)
 

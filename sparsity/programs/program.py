@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, Primitive, Var
+from jax.extend.core import ClosedJaxpr, Literal, Primitive, Var, jaxpr_as_fun
 
 from sparsity.core import sharding
 from sparsity.core.checks import is_traced
@@ -31,53 +31,15 @@ __all__ = [
     "Literal",
     "Program",
     "Value",
-    "Var",
     "captured_arrays",
-    "evaluate",
     "is_differentiable",
     "read_jaxpr",
     "share",
     "values_read",
 ]
-_COMPILED: dict[tuple[str, ...], Callable[[Arrays], Arrays]] = {}  # by text and constants
+_COMPILED: dict[tuple[str, ...], Callable[..., Arrays]] = {}  # by text and constants
+_MOST = 256  # programs, of which the oldest goes first
 _LARGEST = 1 << 16  # bytes of a constant of a program that is shared
-
-
-def evaluate(
-    closed: ClosedJaxpr,
-    arguments: Sequence[jax.Array],
-    define: Callable[[Var, jax.Array], jax.Array] = lambda var, value: value,
-) -> list[jax.Array]:
-    """Runs a program equation by equation.
-
-    Args:
-      closed: the program, as `jax.make_jaxpr` returns it.
-      arguments: the inputs of the program.
-      define: `define(variable, value)` returns the value of a variable that an equation computes;
-        all later equations read that value. Inputs and constants stay as they are.
-
-    Returns:
-      The outputs of the program.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> double = jax.make_jaxpr(lambda x: x * 2)(1.0)
-      >>> evaluate(double, [jnp.float32(3.0)], lambda var, value: value + 1)
-      [Array(7., dtype=float32)]
-    """
-    jaxpr = closed.jaxpr
-    values: dict[Var, jax.Array] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    values.update(zip(jaxpr.invars, arguments, strict=True))
-
-    def read(atom: Var | Literal) -> jax.Array:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for equation in jaxpr.eqns:
-        inputs = map(read, equation.invars)
-        outputs = _bind(equation.primitive, equation.params, equation.ctx, inputs)
-        for var, value in zip(equation.outvars, outputs, strict=True):
-            values[var] = define(var, value)
-    return [read(var) for var in jaxpr.outvars]
 
 
 def share(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., PyTree]:
@@ -109,10 +71,14 @@ def share(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., PyTree]:
         return fn
     constants = (f"{x.dtype}{x.shape}{np.asarray(x).tobytes()!r}" for x in closed.consts)
     key = str(closed), *constants
-    compiled = _COMPILED.setdefault(key, jax.jit(functools.partial(evaluate, closed)))
+    if key not in _COMPILED:
+        if len(_COMPILED) == _MOST:
+            del _COMPILED[next(iter(_COMPILED))]
+        _COMPILED[key] = jax.jit(jaxpr_as_fun(closed))
+    compiled = _COMPILED[key]
 
     def call(*args: PyTree) -> PyTree:
-        outputs = iter(compiled(jax.tree.leaves(args)))
+        outputs = iter(compiled(*jax.tree.leaves(args)))
         leaves = [next(outputs) if x is None else x for x in results]
         return jax.tree.unflatten(structure[0], leaves)
 

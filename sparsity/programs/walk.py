@@ -188,7 +188,7 @@ class Interpreter(Generic[Array]):
         return equation.name in CONTROL
 
     def rows(self, scan: Equation) -> PyTree:
-        """Returns arrays of which `at_step` gets a layer in each step of a scan."""
+        """Returns arrays [length, ...]; step i passes layer i to `at_step`."""
         return ()
 
     def at_step(self, scan: Equation, rows: PyTree) -> Self:

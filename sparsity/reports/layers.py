@@ -60,7 +60,7 @@ def sparsity_table(params: PyTree, opt_state: optax.OptState, updater: Updater) 
     table = extras.table(("path", "shape", "type"), ("target", "achieved", "mask bytes"))
     rows = layer_summary(params, opt_state, updater)
     for row in rows:
-        shape = "x".join(map(str, row.shape)) or "scalar"
+        shape = trees.shape_text(row.shape)
         numbers = ("dense", "") if row.target is None else (row.target, row.achieved)
         shown = [f"{n:.4f}" if isinstance(n, float) else n for n in numbers]
         table.add_row(row.path, shape, row.type, *shown, f"{row.mask_bytes:,}")

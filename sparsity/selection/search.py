@@ -94,19 +94,19 @@ def select(
     k = exact.limit_kept(eligible, k)
 
     def above(pivots: jax.Array) -> Words:
-        each = zip(slices, spread(pivots, sizes, together), strict=True)
+        each = zip(slices, per_leaf(pivots, sizes, together), strict=True)
         return totals([x.above(rows) for x, rows in each], together)
 
     score_keys = key_range(leaves[0].scores.dtype)
     lowest = zero_like(k[1]).astype(score_keys.dtype) + score_keys.low
-    keys = spread(thresholds(above, k, lowest, score_keys), sizes, together)
+    keys = per_leaf(thresholds(above, k, lowest, score_keys), sizes, together)
     counts = [x.above_and_ties(key) for x, key in zip(slices, keys, strict=True)]
     ties = jnp.concatenate([x[:, 1] for x in counts])
     need = exact.minus(k, totals([x[:, 0] for x in counts], together))
     share = tie_shares(ties, need, together)
 
     def above_among_ties(pivots: jax.Array) -> Words:
-        each = zip(slices, spread(pivots, sizes), keys, strict=True)
+        each = zip(slices, per_leaf(pivots, sizes), keys, strict=True)
         return totals([x.above(rows, key) for x, rows, key in each])
 
     tie_keys = KeyRange(np.dtype(np.int32), -1 - max(leaf.size for leaf in leaves), -1)
@@ -116,7 +116,7 @@ def select(
         lambda: thresholds(above_among_ties, exact.as_words(share), all_ties, tie_keys),
         lambda: all_ties,
     )
-    cuts = spread(jnp.where(share > 0, cut, 0), sizes)
+    cuts = per_leaf(jnp.where(share > 0, cut, 0), sizes)
     return [x.mask(*ends) for x, *ends in zip(slices, keys, cuts, strict=True)], eligible
 
 
@@ -190,7 +190,7 @@ def totals(counts: Sequence[jax.Array], together: bool = False) -> Words:
     return high[None], low[None]
 
 
-def spread(x: jax.Array, slices: Sequence[int], together: bool = False) -> list[jax.Array]:
+def per_leaf(x: jax.Array, slices: Sequence[int], together: bool = False) -> list[jax.Array]:
     """Returns x[brackets, ...] for the slices of each parameter, from their numbers of slices."""
     if together:
         return [jnp.broadcast_to(x, (count, *x.shape[1:])) for count in slices]

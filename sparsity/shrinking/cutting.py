@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from sparsity.core import host, owners, sharding, trees
 from sparsity.core.checks import is_traced
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
 from sparsity.masks import (
     apply_mask,
@@ -32,7 +32,7 @@ from sparsity.training import comparison
 from sparsity.training.kept import KeptState
 from sparsity.training.state import SparseState
 
-Path = tuple[str, ...]
+_REMEDY = "start a new state: shrink without opt_state, then tx.init(small.params)"
 
 
 def cut_params(graph: Graph, plan: Plan, params: PyTree) -> PyTree:
@@ -120,8 +120,7 @@ def cut_state(
     if arrays and not owned and any(owner.axes for owner in jax.tree.leaves(owners_tree)):
         raise ValueError(
             f"No leaf of opt_state belongs to one of params, and it has one of shape {arrays[0]}: "
-            "it is the state of other params. Give that of these, or start a new state: shrink "
-            "without opt_state, then tx.init(small.params)."
+            f"it is the state of other params. Give that of these, or {_REMEDY}."
         )
     for _, node in trees.find_nodes(state, SparseState) if packed else ():
         masks = place_masks(pack_masks(node.masks, small_params), small_params)
@@ -142,25 +141,17 @@ def _cut_moment(owner: _Owner, leaf: jax.Array) -> jax.Array:
         f"The optimizer's state has a leaf of shape {leaf.shape} for {owner.name!r} of shape "
         f"{owner.shape}: its entries join several channels, as factored moments do, and the "
         "smaller model would train otherwise than the masked one. Shrink with an optimizer "
-        "that keeps a moment for each weight, or start a new state: shrink without "
-        "opt_state, then tx.init(small.params)."
+        f"that keeps a moment for each weight, or {_REMEDY}."
     )
 
 
 def _check_unowned(leaves: Mapping[trees.KeyPath, jax.Array], owners_tree: PyTree) -> None:
     """Raises a ValueError if a leaf of no parameter looks like a moment of a cut parameter."""
-    shapes = {owner.shape: owner.name for owner in jax.tree.leaves(owners_tree) if owner.axes}
+    names = {owner.shape: owner.name for owner in jax.tree.leaves(owners_tree) if owner.axes}
     for path, leaf in leaves.items():
-        if not (trees.is_prunable(leaf) and leaf.ndim):
-            continue
-        if leaf.shape in shapes:
-            raise ValueError(
-                f"The optimizer's state has a leaf of the shape {leaf.shape} of "
-                f"{shapes[leaf.shape]!r} in a tree whose leaves are not those of params. Give "
-                "the state of these params, or start a new state: shrink without opt_state, then "
-                "tx.init(small.params)."
-            )
-        _check_place(path, leaf, owners_tree)
+        owners.check_stray(leaf, names, _REMEDY)
+        if trees.is_prunable(leaf) and leaf.ndim:
+            _check_place(path, leaf, owners_tree)
 
 
 def check_updates(
@@ -192,7 +183,7 @@ def check_updates(
         cut=functools.partial(cut_params, graph, plan),
         cut_state=functools.partial(cut_state, graph, plan, masked, small),
         model="smaller model",
-        remedy="start a new state: shrink without opt_state, then tx.init(small.params)",
+        remedy=_REMEDY,
     )
 
 
@@ -230,8 +221,7 @@ def _check_place(path: trees.KeyPath, leaf: jax.Array, owners_tree: PyTree) -> N
                 f"The optimizer's state has a leaf {trees.path_string(path)!r} of shape "
                 f"{leaf.shape} for {owner.name!r} of shape {owner.shape}, and nothing tells which "
                 "entries belong to a channel. Shrink with an optimizer that keeps a moment for "
-                "each weight, or start a new state: shrink without opt_state, then "
-                "tx.init(small.params)."
+                f"each weight, or {_REMEDY}."
             )
 
 

@@ -14,10 +14,10 @@ from typing import NamedTuple, TypeAlias
 import jax
 import numpy as np
 
+from sparsity.core.trees import Path
 from sparsity.graph import ChannelGroup, Graph
 from sparsity.programs.axes import Axis
 
-Path = tuple[str, ...]
 Members: TypeAlias = frozenset[int]  # numbers of members of a group
 Live = Mapping[Path, np.ndarray]  # bool, 1 where an entry is neither masked nor removed
 
@@ -80,7 +80,7 @@ def find_undead(
     kept: Mapping[Axis, np.ndarray],
     masked: Mapping[Path, Mapping[int, np.ndarray]],
 ) -> ChannelGroup | None:
-    """Returns a group of which a cut removes channels that this model needs, `None` if none.
+    """Returns a group that still needs removed channels, or `None`.
 
     Args:
       graph: a graph of the model for other arguments.

@@ -13,14 +13,13 @@ import numpy as np
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind, unique_keys
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Coupled, Graph
 from sparsity.graph.cuts import solve_kept, spread_kept
 from sparsity.programs.axes import Axis, variables
 from sparsity.shrinking.dead import find_undead
 from sparsity.shrinking.evaluate import Smaller
 
-Path = tuple[str, ...]
 FORMAT = 1  # of the text of a plan
 
 
@@ -58,13 +57,13 @@ class Plan:
         check_kind("masked", self.masked, Mapping | None, "a dict with a path as each key, or None")
         for path, axes in self.kept.items():
             if path not in self.shapes:
-                raise ValueError(f"The plan has no shape of the leaf {'/'.join(path)!r}.")
+                raise ValueError(f"The plan has no shape of the leaf {trees.join_names(path)!r}.")
             check_kind(f"kept[{path!r}]", axes, Mapping, "a dict {axis: indices}")
             check_kind(f"shapes[{path!r}]", self.shapes[path], tuple, "a tuple of sizes")
             for axis, index in axes.items():
                 if fault := _fault(index, axis, self.shapes[path]):
                     raise ValueError(
-                        f"The plan keeps of the leaf {'/'.join(path)!r}, shape "
+                        f"The plan keeps of the leaf {trees.join_names(path)!r}, shape "
                         f"{self.shapes[path]}, along axis {axis}: {fault}."
                     )
 
@@ -173,8 +172,8 @@ class Plan:
             shape = shrink_shape(shapes.setdefault(path, later.shapes[path]), axes_before)
             if shape != later.shapes[path]:
                 raise ValueError(
-                    f"The later plan has {'/'.join(path)!r} of shape {later.shapes[path]}, this "
-                    f"plan leaves {shape}. Compose plans in the order of the cuts."
+                    f"The later plan has {trees.join_names(path)!r} of shape {later.shapes[path]}, "
+                    f"this plan leaves {shape}. Compose plans in the order of the cuts."
                 )
             for axis, index in axes.items():
                 before = axes_before.get(axis)
@@ -197,14 +196,14 @@ def _find_full_shapes(plan: Plan, graph: Graph, params: PyTree) -> list[tuple[in
     if differing := shapes.keys() ^ arrays.keys():
         raise ValueError(
             "small.apply takes all parameters of the model, and no others: "
-            f"{trees.listed(['/'.join(path) for path in sorted(differing)])} differ."
+            f"{trees.listed([trees.join_names(path) for path in sorted(differing)])} differ."
         )
     for path, array in arrays.items():
         shape = plan.shrink_shape(path, shapes[path])
         if shape != array.shape:
             raise ValueError(
-                f"small.apply takes the smaller parameters: {'/'.join(path)!r} must have shape "
-                f"{shape}, got {array.shape}."
+                f"small.apply takes the smaller parameters: {trees.join_names(path)!r} must have "
+                f"shape {shape}, got {array.shape}."
             )
     return [shapes[path] for path in arrays]
 
@@ -216,7 +215,7 @@ def _parse_leaf(leaf: object) -> tuple[Path, tuple[int, ...], dict[int, np.ndarr
     path, shape, kept = leaf["path"], leaf["shape"], leaf["kept"]
     if not isinstance(path, list) or not all(isinstance(name, str) for name in path):
         raise ValueError(f"the path {path!r} is no list of strings")
-    name = "/".join(path)
+    name = trees.join_names(path)
     if not _are_sizes(shape):
         raise ValueError(f"the shape {shape!r} of the leaf {name!r} is no list of sizes")
     if not isinstance(kept, dict):

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sparsity.core import extras
-from sparsity.core.pictures import new_axes
-from sparsity.graph.report import bars
+from sparsity.core import extras, trees
+from sparsity.core.pictures import bars, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +55,7 @@ def table(
     more = ("density",) if is_masked else ()
     leaves = extras.table(("leaf", "shape", "smaller"), (*columns, *more))
     for row in rows:
-        shapes = ["x".join(map(str, shape)) or "scalar" for shape in row.shapes]
+        shapes = [trees.shape_text(shape) for shape in row.shapes]
         numbers = (*row.parameters, *row.nbytes, *row.macs)
         density = ["" if row.density is None else f"{row.density:.3g}"] if is_masked else []
         leaves.add_row(row.name, *shapes, *(f"{n:,}" for n in numbers), *density)

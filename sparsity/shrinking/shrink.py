@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import sharding, trees
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
 from sparsity.graph.cuts import solve_kept
 from sparsity.masks import apply_masks
@@ -35,8 +35,6 @@ from sparsity.training import comparison
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-Path = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -173,7 +171,7 @@ class Small:
     def _notes(self) -> list[str]:
         notes = []
         if self.replicated:
-            names = [f"{'/'.join(path)}:{axis}" for path, axis in self.replicated]
+            names = [f"{trees.join_names(path)}:{axis}" for path, axis in self.replicated]
             notes.append(
                 f"{trees.listed(names)}: what is left does not divide among the devices of the "
                 "mesh that held it, and lies on each of them. "

@@ -57,7 +57,7 @@ def take_masks(masks: PyTree, old: PyTree, params: PyTree, packed: bool) -> PyTr
 
 
 def take_initial_masks(
-    updater: Updater, masks: PyTree, targets: PyTree, params: PyTree, table: Sites
+    updater: Updater, masks: PyTree, targets: PyTree, params: PyTree, sites: Sites
 ) -> tuple[PyTree, PyTree]:
     """Returns the initial masks of a user, and a target for each leaf with a mask."""
     first = read_masks(masks, params, updater.use_packed_masks, "masks of wrap_optax")
@@ -70,7 +70,7 @@ def take_initial_masks(
     ) -> chex.Numeric | None:
         if mask is None or target is not None:
             return None if mask is None else target
-        check_user_mask(updater.scope, table, path)
+        check_user_mask(updater.scope, sites, path)
         return 1 - jnp.mean(mask, dtype=jnp.float32)
 
     first = trees.map_matched(lambda _, param, mask: mask, params, first)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Self
 
 import chex
 import jax
@@ -59,7 +60,7 @@ class CompactStep(Step):
     @classmethod
     def wrap(
         cls, updater: Updater, inner: optax.GradientTransformation, masks: PyTree | None
-    ) -> CompactStep:
+    ) -> Self:
         check_rules(updater)
         if masks is None:
             _check_first_masks(updater)
@@ -68,8 +69,7 @@ class CompactStep(Step):
                 "use_compact_state=True needs the numbers of kept weights, but the masks of "
                 "wrap_optax are traced. Call wrap_optax outside of jit, scan and vmap."
             )
-        step = super().wrap(updater, inner, masks)
-        return cls(**{field.name: getattr(step, field.name) for field in dataclasses.fields(step)})
+        return super().wrap(updater, inner, masks)
 
     def placeholder(self, params: PyTree) -> KeptState:
         return KeptState(0, self.inner.init(params))
@@ -172,10 +172,12 @@ class CompactStep(Step):
                 count = self.counts[key]
             else:
                 count = _count_target(site, param.shape, targets[path])
-            if math.prod(param.shape[site.batch_axes :]) >= 2**31 - 32:
+            unused = 0 if targets is not None else count  # slots with positions beyond the slice
+            if math.prod(param.shape[site.batch_axes :]) + unused >= 2**31 - 32:
                 raise ValueError(
                     f"use_compact_state=True: {site.name!r} of shape {param.shape} has slices of "
-                    "2**31 entries or more. Set batch_axes, or leave use_compact_state off."
+                    "more entries than 32-bit positions reach. Set batch_axes, or leave "
+                    "use_compact_state off."
                 )
             return KeptLayout(param.shape, site.batch_axes, count)
 
@@ -211,7 +213,7 @@ def check_rules(updater: Updater) -> None:
         )
     if not isinstance(updater.scope, Layerwise):
         raise ValueError(
-            f"{refused}, but under scope = {updater.scope!r} each update of the masks changes the "
+            f"{refused}, but under scope = {updater.scope!r} an update of the masks may change the "
             "numbers of single parameters. Use scope = Layerwise(), or NoUpdateSchedule()."
         )
 
@@ -223,7 +225,7 @@ def _check_first_masks(updater: Updater) -> None:
     if updater.keeps_count is False:
         reason = f"{name} starts from dense masks"
     elif not isinstance(updater.scope, Layerwise):
-        reason = f"scope = {updater.scope!r} decides by scores how many weights a parameter keeps"
+        reason = f"scope = {updater.scope!r} may keep any number of weights of a parameter"
     elif updater.topk_fn is not None:
         reason = f"topk_fn = {updater.topk_fn!r} may keep any number of weights"
     if reason:

@@ -11,7 +11,7 @@ import jax
 
 from sparsity.core import trees
 from sparsity.core.trees import PyTree
-from sparsity.masks import Draw, Sites, apply_masks
+from sparsity.masks import Sites, apply_masks
 
 T = TypeVar("T")
 ExtraArg: TypeAlias = Any  # an argument of the training loop; overrides may narrow the type
@@ -26,7 +26,6 @@ class Inputs(NamedTuple):
       sites: table of `Updater.sites`, resolved from the parameters.
       extra: other arguments of the training loop.
       masks: tree of the masks under which hooks see the parameters; `None` for no masks.
-      draw: draws random scores; `None` for the default.
     """
 
     params: PyTree
@@ -34,7 +33,6 @@ class Inputs(NamedTuple):
     sites: Sites
     extra: Mapping[str, ExtraArg]
     masks: PyTree | None = None
-    draw: Draw | None = None
 
     @property
     def weights(self) -> PyTree:
@@ -66,7 +64,7 @@ class Inputs(NamedTuple):
 
 
 class SliceRule(NamedTuple):
-    """Rule by which the mask of each slice moves as `sparsity.drop_and_grow` moves a mask.
+    """Rule by which the mask of each slice moves as `sparsity.masks.drop_and_grow` moves a mask.
 
     Attributes:
       drop: maps weights to drop scores, entry by entry.

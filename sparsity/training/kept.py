@@ -16,6 +16,7 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
@@ -29,7 +30,8 @@ class KeptState(NamedTuple):
 
     Attributes:
       positions: tree like the params of int32[*batch, k], the positions of the kept entries in each
-        slice; `None` for dense leaves. A slot that is not in use holds the size of the slice.
+        slice, ascending; `None` for dense leaves. Slots that are not in use count on from the size
+        of the slice.
       state: state of the inner optimizer; a masked leaf has an array [*batch, k].
     """
 
@@ -39,7 +41,7 @@ class KeptState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class KeptLayout:
-    """KeptLayout of the kept entries of a parameter; no pytree, so that trees hold it as a leaf.
+    """Layout of a parameter's kept entries. Not a pytree, so trees hold it as a leaf.
 
     Attributes:
       shape: shape of the parameter.
@@ -245,6 +247,44 @@ def carry(state: PyTree, fresh: PyTree, moves: PyTree) -> PyTree:
     return owners.map_owned(moved, moves, state, fresh)
 
 
+def spread_state(state: PyTree, params: PyTree) -> PyTree:
+    """Returns an optimizer state with arrays like the parameters in place of kept entries.
+
+    Each `KeptState` becomes the state of its inner optimizer, with 0 for entries that are not kept.
+    Runs on the host.
+
+    Args:
+      state: state of an optimizer.
+      params: tree of parameters.
+
+    Raises:
+      ValueError: a mesh divides the kept entries along other axes than the first ones. The message
+        names the parameter.
+    """
+
+    def describe(
+        path: trees.KeyPath, param: jax.Array, positions: jax.Array | None
+    ) -> Callable[[jax.Array], PyTree] | None:
+        if positions is None:
+            return None
+        shape, batch = jnp.shape(param), positions.shape[:-1]
+        if batch != shape[: len(batch)]:
+            raise ValueError(
+                f"opt_state has positions of the shape {positions.shape} for "
+                f"{trees.path_string(path)!r} of shape {shape}: a mesh divides its kept entries. "
+                "Start a new state."
+            )
+        return functools.partial(_spread_on_host, np.asarray(positions), shape)
+
+    for _, node in trees.find_nodes(state, KeptState):
+        spreaders = trees.map_matched(describe, params, node.positions)
+        dense = owners.map_owned(
+            lambda spread, leaf: leaf if spread is None else spread(leaf), spreaders, node.state
+        )
+        state = trees.replace_node(state, node, dense)
+    return state
+
+
 def check_sharding(path: trees.KeyPath, param: jax.Array, batch_axes: int) -> None:
     """Raises a ValueError if a masked parameter is sharded along another axis than batch axes.
 
@@ -263,6 +303,19 @@ def check_sharding(path: trees.KeyPath, param: jax.Array, batch_axes: int) -> No
             "Shard it along batch_axes only (stacked layers, experts), whose slices keep equally "
             "many, replicate it, or leave use_compact_state off."
         )
+
+
+def _spread_on_host(positions: np.ndarray, shape: tuple[int, ...], kept: jax.Array) -> PyTree:
+    """Returns kept entries as an array of a shape, placed as they are; other leaves unchanged."""
+    if jnp.shape(kept) != positions.shape:
+        return kept
+    *batch, k = positions.shape
+    count, n = math.prod(batch), math.prod(shape[len(batch) :])
+    rows, at = (np.asarray(x).reshape(count, k) for x in (kept, positions))
+    dense = np.zeros((count, n + 1), rows.dtype)  # slots that are not in use write the last column
+    np.put_along_axis(dense, np.minimum(at, n), rows, axis=1)
+    array: PyTree = dense[:, :n].reshape(shape)  # stays on the host without a mesh
+    return sharding.place_like(kept, array)
 
 
 def _is_traced(array: object) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import chex
 import jax
@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from sparsity.core.trees import PyTree
-from sparsity.programs import program as jaxprs
+from sparsity.programs.program import Equation, Value, read_jaxpr
+from sparsity.programs.walk import Interpreter
 
 
 def update_unless(
@@ -42,32 +43,43 @@ def update_unless(
         return jax.tree.map(jnp.zeros_like, updates), state
     if skip is False:
         return update(updates, state, params)
-    program, out_shape = jax.make_jaxpr(update, return_shape=True)(updates, state, params)
-    old_leaves = jax.tree.leaves(state)
-    outs = program.jaxpr.outvars
-    state_vars = outs[len(outs) - len(old_leaves) :]
-    # A leaf that shares its variable, or is an input or a constant, is selected at the end.
-    inputs = {*program.jaxpr.invars, *program.jaxpr.constvars}
+    traced, out_shape = jax.make_jaxpr(update, return_shape=True)(updates, state, params)
+    program, old_leaves = read_jaxpr(traced), jax.tree.leaves(state)
+    count = len(program.outputs) - len(old_leaves)
+    new_values, inputs = program.outputs[count:], {*program.inputs}
+    # A leaf that shares its value, or is an input or a constant, is selected at the end.
     early = {
-        var: old
-        for var, old in zip(state_vars, old_leaves, strict=True)
+        value: old
+        for value, old in zip(new_values, old_leaves, strict=True)
         if jnp.ndim(old)
-        and not isinstance(var, jaxprs.Literal)
-        and var not in inputs
-        and state_vars.count(var) == 1
+        and value.constant is None
+        and value not in inputs
+        and new_values.count(value) == 1
     }
-
-    def define(var: jaxprs.Var, value: jax.Array) -> jax.Array:
-        return jnp.where(skip, early[var], value) if var in early else value
-
-    values = jaxprs.evaluate(program, jax.tree.leaves((updates, state, params)), define)
-    steps, new_leaves = values[: -len(old_leaves) or None], values[len(outs) - len(old_leaves) :]
-    steps = [jnp.where(skip, jnp.zeros_like(step), step) for step in steps]
-    new_leaves = [
-        new if not isinstance(var, jaxprs.Literal) and var in early else jnp.where(skip, old, new)
-        for var, old, new in zip(state_vars, old_leaves, new_leaves, strict=True)
+    outputs = _Skipping(skip, early).run(program, jax.tree.leaves((updates, state, params)))
+    steps = [jnp.where(skip, jnp.zeros_like(step), step) for step in outputs[:count]]
+    leaves = [
+        new if value in early else jnp.where(skip, old, new)
+        for value, old, new in zip(new_values, old_leaves, outputs[count:], strict=True)
     ]
     result: tuple[PyTree, optax.OptState] = jax.tree.unflatten(
-        jax.tree.structure(out_shape), steps + new_leaves
+        jax.tree.structure(out_shape), steps + leaves
     )
     return result
+
+
+class _Skipping(Interpreter[jax.Array]):
+    """Runs an update whose new state is selected where it is defined; calls run as they are."""
+
+    def __init__(self, skip: chex.Numeric, early: Mapping[Value, jax.Array]) -> None:
+        super().__init__()
+        self._skip, self._early = skip, early
+
+    def call(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
+        return self.bind(equation, inputs)
+
+    def enters(self, equation: Equation) -> bool:
+        return False
+
+    def define(self, value: Value, array: jax.Array) -> jax.Array:
+        return jnp.where(self._skip, self._early[value], array) if value in self._early else array

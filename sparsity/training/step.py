@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import chex
 import jax
@@ -81,7 +81,7 @@ class Step:
     @classmethod
     def wrap(
         cls, updater: Updater, inner: optax.GradientTransformation, masks: PyTree | None
-    ) -> Step:
+    ) -> Self:
         """Returns the step of an updater around an optimizer."""
         lands = updater.is_sparse_updates
         if lands is None:

@@ -148,7 +148,7 @@ class Updater:
         draw: Draw = generate_random_scores
         if not is_overridden(self, "create_masks"):  # overrides get arrays
             scores = lazy_scores(self.calculate_scores, weights, inputs.masks, grads)
-            draw = inputs.draw or drawing(weights)
+            draw = drawing(weights)
         if scores is None:
             scores = inputs.call(
                 self.calculate_scores,

@@ -216,6 +216,40 @@ def test_a_compact_state_of_a_wrapped_optimizer_goes_on():
     )
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"batch_axes": 1, "use_packed_masks": True},
+        {"sparsity_type": sparsity.NByM(2, 4), "batch_axes": 1},
+    ],
+)
+def test_slots_of_a_compact_state_go_to_those_of_the_kept_values(options):
+    rng = np.random.default_rng(0)
+    params, grads = ({"w": jnp.asarray(rng.normal(size=(4, 4, 8)), jnp.float32)} for _ in range(2))
+    x = jnp.ones((4, 3, 4))
+
+    def fn(params, x):  # experts along axis 1, so that kept values are [expert, ...]
+        return jnp.einsum("ebi,ieo->ebo", x, params["w"])
+
+    tx = optax.chain(optax.clip(1.0), optax.adam(0.01))
+    graph, opt_states = trace(fn, params, x), []
+    for use_compact_state in (False, True):
+        pruner = sparsity.StaticRandomSparse(
+            sparsity_distribution_fn=sparsity.Uniform(0.5),
+            use_compact_state=use_compact_state,
+            **options,
+        )
+        wrapped = pruner.wrap_optax(tx)
+        updates, state = jax.jit(wrapped.update)(grads, wrapped.init(params), params)
+        packed = "use_packed_masks" in options
+        masks = sparsity.unpack_masks(state.masks, params) if packed else state.masks
+        model = compact(graph, optax.apply_updates(params, updates), masks, state, tx)
+        opt_states.append(model.opt_state)
+    equal = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+    jax.tree.map(equal, *opt_states)
+
+
 def test_a_model_without_dead_channels_is_compact():
     rng = np.random.default_rng(0)
     shapes = {"up": (12, 40), "down": (40, 6)}

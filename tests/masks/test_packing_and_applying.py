@@ -1,7 +1,5 @@
 """Masks packed to bits, and masks applied to weights and straight through."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,6 +65,11 @@ def test_a_shape_and_dtype_is_enough_to_pack_and_unpack():
 MASK = np.array([1, 0, 1, 0, 0], np.uint8)
 
 
+def read(mask, param, packed):
+    """The mask, after packing and unpacking or as it is."""
+    return masks.unpack(masks.pack(mask, param), param) if packed else mask
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     ("values", "dtype"),
@@ -83,8 +86,8 @@ MASK = np.array([1, 0, 1, 0, 0], np.uint8)
 )
 def test_kept_entries_pass_and_others_are_zero_in_the_same_dtype(values, dtype, packed):
     param = jnp.asarray(values, dtype)
-    mask = masks.pack(jnp.asarray(MASK), param) if packed else jnp.asarray(MASK)
-    masked = masks.apply_masks(param, mask, packed=packed)
+    mask = read(jnp.asarray(MASK), param, packed)
+    masked = masks.apply_masks(param, mask)
     assert masked.dtype == param.dtype
     np.testing.assert_array_equal(masked, jnp.asarray([values[0], 0, values[2], 0, 0], dtype))
 
@@ -93,8 +96,8 @@ def test_kept_entries_pass_and_others_are_zero_in_the_same_dtype(values, dtype, 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64], ids=str)
 def test_nan_inf_and_minus_zero_become_plus_zero_where_pruned(dtype, packed):
     param = jnp.array([NAN, NAN, -INF, INF, -0.0], dtype)
-    mask = masks.pack(jnp.asarray(MASK), param) if packed else jnp.asarray(MASK)
-    masked = np.asarray(masks.apply_masks(param, mask, packed=packed)).astype(np.complex64)
+    mask = read(jnp.asarray(MASK), param, packed)
+    masked = np.asarray(masks.apply_masks(param, mask)).astype(np.complex64)
     assert np.isnan(masked[0])
     assert masked[2] == -INF
     np.testing.assert_array_equal(masked[[1, 3, 4]], 0)
@@ -111,8 +114,9 @@ def test_a_kept_minus_zero_stays():
 def test_packed_and_unpacked_masks_do_the_same(shape):
     param = jnp.asarray(draw(shape)) + 1000
     mask = jnp.asarray(random_mask(shape))
-    apply = functools.partial(masks.apply_masks, packed=True)
-    packed = jax.jit(apply)(param, masks.pack(mask, param))
+    packed = jax.jit(lambda param, bits: masks.apply_masks(param, masks.unpack(bits, param)))(
+        param, masks.pack(mask, param)
+    )
     np.testing.assert_array_equal(packed, masks.apply_mask(param, mask))
     np.testing.assert_array_equal(packed, np.where(mask, param, 0))
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsity.programs import program as jaxprs
+from sparsity.programs.program import read_jaxpr
+from sparsity.programs.walk import Interpreter
 
 
 @jax.jit
@@ -72,12 +73,30 @@ _PROGRAMS = {
 _X = jnp.array([0.5, -1.5, 2.5])
 
 
+class _Outer(Interpreter):
+    """Runs the equations of a program, calls and loops each as one."""
+
+    def __init__(self, define):
+        super().__init__()
+        self.define = define
+
+    def call(self, equation, inputs):
+        return self.bind(equation, inputs)
+
+    def enters(self, equation):
+        return False
+
+
+def _evaluate(program, x, define=lambda value, array: array):
+    return _Outer(define).run(program, [x])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _PROGRAMS)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "compiled"])
 def test_a_program_evaluates_to_the_function(name, wrap):
-    program = jax.make_jaxpr(_PROGRAMS[name])(_X)
-    found = wrap(lambda x: jaxprs.evaluate(program, [x]))(_X)
+    program = read_jaxpr(jax.make_jaxpr(_PROGRAMS[name])(_X))
+    found = wrap(lambda x: _evaluate(program, x))(_X)
     expected = jax.tree.leaves(_PROGRAMS[name](_X))
     assert len(found) == len(expected)
     for got, want in zip(found, expected, strict=True):
@@ -90,8 +109,8 @@ def test_gradients_go_through_with_the_rules_of_the_function(name):
     def total(fn):
         return lambda x: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(fn(x)))
 
-    program = jax.make_jaxpr(_PROGRAMS[name])(_X)
-    found = jax.grad(total(lambda x: jaxprs.evaluate(program, [x])))(_X)
+    program = read_jaxpr(jax.make_jaxpr(_PROGRAMS[name])(_X))
+    found = jax.grad(total(lambda x: _evaluate(program, x)))(_X)
     np.testing.assert_allclose(found, jax.grad(total(_PROGRAMS[name]))(_X), rtol=1e-6)
     if name == "custom_jvp":
         np.testing.assert_array_equal(found, [7, 7, 7])
@@ -100,13 +119,9 @@ def test_gradients_go_through_with_the_rules_of_the_function(name):
 @pytest.mark.slow
 def test_the_program_is_mapped_as_the_function_is():
     xs = jnp.stack([_X, -_X])
-    program = jax.make_jaxpr(_cond)(_X)
+    program = read_jaxpr(jax.make_jaxpr(_cond)(_X))
     (found,) = jax.vmap(functools.partial(_evaluate, program))(xs)
     np.testing.assert_array_equal(found, jax.vmap(_cond)(xs))
-
-
-def _evaluate(program, x):
-    return jaxprs.evaluate(program, [x])
 
 
 def test_what_a_variable_becomes_is_read_by_all_that_follows():
@@ -114,31 +129,31 @@ def test_what_a_variable_becomes_is_read_by_all_that_follows():
         first = x + 1
         return first, first * 10, x * 3
 
-    program = jax.make_jaxpr(fn)(2.0)
-    chosen = program.jaxpr.outvars[0]
-    found = jaxprs.evaluate(
-        program, [jnp.float32(2)], lambda var, value: value + 4 if var is chosen else value
+    program = read_jaxpr(jax.make_jaxpr(fn)(2.0))
+    chosen = program.outputs[0]
+    found = _evaluate(
+        program, jnp.float32(2), lambda value, array: array + 4 if value is chosen else array
     )
     # first = 3 + 4; then 70; the third does not depend on it.
     assert list(map(float, found)) == [7, 70, 6]
 
 
 def test_inputs_and_constants_are_not_redefined():
-    program = jax.make_jaxpr(lambda x: (x, x + _TABLE))(_X)
+    program = read_jaxpr(jax.make_jaxpr(lambda x: (x, x + _TABLE))(_X))
     seen = []
 
-    def define(var, value):
-        seen.append(var)
-        return value * 0
+    def define(value, array):
+        seen.append(value)
+        return array * 0
 
-    same, total = jaxprs.evaluate(program, [_X], define)
+    same, total = _evaluate(program, _X, define)
     np.testing.assert_array_equal(same, _X)
     np.testing.assert_array_equal(total, [0, 0, 0])
-    assert seen == [program.jaxpr.outvars[1]]
+    assert seen == [program.outputs[1]]
 
 
 def test_each_variable_of_the_outer_program_is_defined_once_and_in_order():
-    program = jax.make_jaxpr(lambda x: _compiled(_cond(x)) + 1)(_X)
+    program = read_jaxpr(jax.make_jaxpr(lambda x: _compiled(_cond(x)) + 1)(_X))
     seen = []
-    jaxprs.evaluate(program, [_X], lambda var, value: (seen.append(var), value)[1])
-    assert seen == [var for equation in program.jaxpr.eqns for var in equation.outvars]
+    _evaluate(program, _X, lambda value, array: (seen.append(value), array)[1])
+    assert seen == [value for equation in program.equations for value in equation.outputs]

@@ -220,6 +220,15 @@ def test_optimizers_that_read_more_than_entries_are_refused(name):
         updater("static_sparse").wrap_optax(REFUSED[name]()).init(arrays(0))
 
 
+@pytest.mark.parametrize("change", [lambda x: x.at[0].set(0), lambda x: x.at[0].add(1)])
+def test_optimizers_that_change_an_entry_by_its_place_are_refused(change):
+    inner = optax.stateless(lambda updates, _: jax.tree.map(change, updates))
+    pruner = sparsity.StaticRandomSparse(use_compact_state=True)
+    tx = pruner.wrap_optax(inner, masks=jnp.array([0, 1, 1, 0], jnp.uint8))
+    with pytest.raises(ValueError, match=r"scatter.* joins entries"):
+        tx.init(jnp.arange(4.0))
+
+
 def test_a_ramp_is_refused_with_the_field_the_schedule_and_the_remedy():
     ramp = {"update_freq": 2, "update_start_step": 0, "update_end_step": 8}
     config = {"algorithm": "magnitude", "sparsity": 0.5, "is_sparse_gradients": True, **ramp}
@@ -275,7 +284,7 @@ def test_positions_words_and_slots_are_those_of_numpy(n, density):
     mask, new = ((rng.random(n) < density).astype(np.uint8) for _ in range(2))
     kept = np.flatnonzero(mask)
     positions = np.asarray(kept_positions(jnp.asarray(mask), len(kept) + 2))
-    np.testing.assert_array_equal(positions, [*kept, n, n])
+    np.testing.assert_array_equal(positions, [*kept, n, n + 1])
     values = np.arange(100, 100 + len(kept))
     if len(kept):
         dense = spread(read_words(jnp.asarray(mask)), jnp.asarray(values), n)

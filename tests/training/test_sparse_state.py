@@ -108,8 +108,8 @@ def test_an_optimizer_that_is_wrapped_twice_is_an_error():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_masks_are_applied_by_path(packed):
-    masks = pack_masks(MASKS, PARAMS) if packed else MASKS
-    masked = apply_masks(PARAMS, masks, packed=packed)
+    masks = unpack_masks(pack_masks(MASKS, PARAMS), PARAMS) if packed else MASKS
+    masked = apply_masks(PARAMS, masks)
     assert jax.tree.structure(masked) == jax.tree.structure(PARAMS)
     np.testing.assert_array_equal(masked["dense"]["kernel"], 3.0 * KERNEL_MASK)
     np.testing.assert_array_equal(masked["head"][0], [0, 1, 1])

@@ -3,13 +3,7 @@
 from sparsity.calibration.pruners.base import StatisticsPruning, statistics_kind
 from sparsity.calibration.pruners.flap import FLAPPruning
 from sparsity.calibration.pruners.osscar import OSSCARPruning
-from sparsity.calibration.pruners.scored import (
-    RIAPruning,
-    ScoredPruning,
-    WandaPruning,
-    Within,
-    is_per_slice,
-)
+from sparsity.calibration.pruners.scored import RIAPruning, ScoredPruning, WandaPruning, Within
 from sparsity.calibration.pruners.sparsegpt import SparseGPTPruning
 
 __all__ = [
@@ -21,6 +15,5 @@ __all__ = [
     "StatisticsPruning",
     "WandaPruning",
     "Within",
-    "is_per_slice",
     "statistics_kind",
 ]

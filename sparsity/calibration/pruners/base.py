@@ -141,7 +141,7 @@ class StatisticsPruning(BaseUpdater):
             parameter; the error names the parameter.
         """
         sites = self.sites(params)
-        targets = self._target_sparsities(params, sites)
+        targets = self.target_numbers(params, sites)
         leaves, sparsities = map(trees.leaves_by_path, (params, targets))
         problems = {}
         for path in self.calibrated_paths(params, targets):

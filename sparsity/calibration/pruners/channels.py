@@ -15,16 +15,15 @@ import numpy as np
 from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.core import exact, trees
 from sparsity.core.checks import is_traced
-from sparsity.core.trees import KeyPath, PyTree
+from sparsity.core.trees import KeyPath, Path, PyTree
 from sparsity.graph import Coupled, Graph
-from sparsity.graph.uses import Path
 
 _FEW = 20  # a group that keeps fewer than one of so many channels is worth a warning
 
 
 @dataclasses.dataclass(frozen=True)
 class Readers(Coupled):
-    """Coupled channels that the leaves reading them score.
+    """Scope of coupled channels in which only the parameters that read a channel score it.
 
     With `across`, importance is standardized within each group, or each of its layers: groups
     differ in scale by far. Channels without any importance stay out.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, TypeGuard
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,16 @@ from sparsity.calibration.statistics.rows import Kind
 from sparsity.core import host, sharding, trees
 from sparsity.core.exact import ordered_sum
 from sparsity.core.trees import KeyPath, PyTree
-from sparsity.masks import Layerwise, Scope, Site, Sites, TopkFn, Wanted, create_masks
+from sparsity.masks import (
+    Layerwise,
+    Scope,
+    Site,
+    Sites,
+    TopkFn,
+    Wanted,
+    create_masks,
+    is_per_slice,
+)
 from sparsity.patterns import FanIn, NByM
 from sparsity.patterns.base import absolute_axis
 from sparsity.programs.program import share
@@ -191,11 +200,6 @@ def check_groups(site: Site, statistic: Statistic, shape: tuple[int, ...]) -> No
                 f"{statistic.contracting}. Give one of these as the axis of {kind}; sparsity_type "
                 "may be a function of (path, param)."
             )
-
-
-def is_per_slice(scope: object) -> TypeGuard[Scope]:
-    """Returns whether each slice of a leaf has a mask that depends on its own scores alone."""
-    return getattr(scope, "per_slice", False) is True
 
 
 @dataclasses.dataclass(frozen=True)

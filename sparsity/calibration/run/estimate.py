@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.calibration.run.lockstep import last_uses
-from sparsity.calibration.statistics import Path
 from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.walk import Walk
 from sparsity.core import trees
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Use
 from sparsity.programs.program import Equation, Program, Value
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.calibration.statistics import Path, Statistic, not_finite
+from sparsity.calibration.statistics import Statistic, not_finite
 from sparsity.calibration.statistics.capture import (
     Calibration,
     are_alike,
@@ -28,7 +28,7 @@ from sparsity.calibration.statistics.capture import (
 from sparsity.calibration.statistics.rows import sum_outputs
 from sparsity.calibration.statistics.walk import Steps, Sums, Walk, add
 from sparsity.core import host, sharding, trees
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Use
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.layout import LAYOUTS

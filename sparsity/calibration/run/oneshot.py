@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.pruners import SparseGPTPruning, is_per_slice, statistics_kind
+from sparsity.calibration.pruners import SparseGPTPruning, statistics_kind
 from sparsity.calibration.refits import ADMM, LeastSquares, Means, Refit, count_bytes, shift_bias
 from sparsity.calibration.run.estimate import Estimate, Meter
 from sparsity.calibration.run.lockstep import LayerIndex, Lockstep, Stop
@@ -32,22 +32,16 @@ from sparsity.calibration.run.prune import check_runs
 from sparsity.calibration.run.report import LayerReport, Report
 from sparsity.calibration.run.resume import Finished, Layer, identify
 from sparsity.calibration.run.solve import Errors, Solved, solve
-from sparsity.calibration.statistics import (
-    Path,
-    Statistic,
-    Statistics,
-    warn_of_zeros,
-)
+from sparsity.calibration.statistics import Statistic, Statistics, warn_of_zeros
 from sparsity.calibration.statistics.capture import Calibration, Collector, calibrate, collect
 from sparsity.calibration.statistics.memory import check_memory
 from sparsity.calibration.statistics.rows import Kind, sum_outputs
 from sparsity.calibration.statistics.walk import Steps
 from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_bool, check_function, check_iterable, check_kind
-from sparsity.core.trees import KeyPath, PyTree
+from sparsity.core.trees import KeyPath, Path, PyTree
 from sparsity.graph import Bias, trace
-from sparsity.masks import pack_masks
-from sparsity.sparsity_distributions import target_sparsities
+from sparsity.masks import is_per_slice, pack_masks
 
 # Arrays of the size of a Gram matrix that are held at once, the matrix included.
 _GRAMS = {SparseGPTPruning: 5, ADMM: 3, LeastSquares: 2}
@@ -207,11 +201,7 @@ class _Run:
         self._dense = list(self._leaves)
         self._numbers = {leaf.path: i for i, leaf in enumerate(self.graph.leaves)}
         table = pruner.sites(params)
-        self.targets = trees.leaves_by_path(
-            target_sparsities(
-                pruner.get_distribution_fn(), params, table, pruner.scope, pruner.batch_axes
-            )
-        )
+        self.targets = trees.leaves_by_path(pruner.target_numbers(params, table))
         self.sites = {trees.path_names(path): table[path] for path in self.targets}
         self._copied: set[int] = set()  # leaves that are changed in place: copies of the user's
         self._done: set[tuple[Path, LayerIndex]] = set()
@@ -321,8 +311,8 @@ class _Run:
             return result, result.share(losses)
 
         for path in unpruned:
-            how = by_grams if self._kind == "gram" else by_outputs
-            self._prune(path, (), functools.partial(how, path))
+            measure = by_grams if self._kind == "gram" else by_outputs
+            self._prune(path, (), functools.partial(measure, path))
 
     def compare(
         self,
@@ -493,9 +483,9 @@ class _Run:
                 "the groups as a batch axis of einsum, or leave the leaf out of the distribution: "
                 "filter_fn, or custom_sparsity_map={path: None}."
             )
-        how = f" ({uses[0].primitive} at {uses[0].source})" if uses else ""
+        reader = f" ({uses[0].primitive} at {uses[0].source})" if uses else ""
         return (
-            f"No product reads {name!r}, which has a sparsity, as a whole{how}: it is read in "
+            f"No product reads {name!r}, which has a sparsity, as a whole{reader}: it is read in "
             "parts, joined with others, in another shape, or not at all. Store it as its products "
             "read it, or leave it out of the distribution: filter_fn, or custom_sparsity_map={path:"
             " None}."

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from sparsity import masks as masks_lib
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.pruners import Within, is_per_slice
+from sparsity.calibration.pruners import Within
 from sparsity.calibration.refits import Means, Refit, Select
 from sparsity.calibration.statistics import (
     Statistic,
@@ -22,8 +22,7 @@ from sparsity.calibration.statistics import (
 from sparsity.core import sharding, trees
 from sparsity.core.sharding import place_like
 from sparsity.core.trees import KeyPath, PyTree
-from sparsity.masks import Site, Wanted
-from sparsity.sparsity_distributions import target_sparsities
+from sparsity.masks import Site, Wanted, is_per_slice
 
 
 def prune(
@@ -109,11 +108,8 @@ def reconstruct(
       ValueError: a statistic is missing, does not fit its leaf, or has no Gram matrix.
     """
     masks = masks_lib.read_masks(masks, params, pruner.use_packed_masks)
-    table, scope = pruner.sites(params), pruner.scope
-    distribution_fn = pruner.get_distribution_fn()
-    targets = trees.leaves_by_path(
-        target_sparsities(distribution_fn, params, table, scope, pruner.batch_axes)
-    )
+    table = pruner.sites(params)
+    targets = trees.leaves_by_path(pruner.target_numbers(params, table))
     refitted: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
 
     def refit_leaf(path: KeyPath, dense: jax.Array, before: Any, mask: jax.Array | None) -> None:

@@ -12,10 +12,9 @@ import numpy as np
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.run.outputs import OutputReport
 from sparsity.calibration.run.sensitivity import Sensitivity, measure
-from sparsity.calibration.statistics import Path
-from sparsity.core import extras
+from sparsity.core import extras, trees
 from sparsity.core.pictures import DARK, LIGHT, add_legend, label_rows, new_axes
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,7 +72,7 @@ class Report(dict[Path, LayerReport]):
         for path, row in self.items():
             errors = [f"{x:.5f}" for x in (row.unrefitted, row.error, row.centred)]
             shown.add_row(
-                "/".join(path),
+                trees.join_names(path),
                 f"{row.sparsity:.4f}",
                 *errors,
                 f"{row.count:,}",
@@ -101,7 +100,7 @@ class Report(dict[Path, LayerReport]):
         after = [100 * row.error for row in rows]
         ax.barh(position, after, color=DARK, label="refitted" if is_refitted else "pruned")
         texts = [f"{row.sparsity:.1%} pruned" for row in rows]
-        label_rows(ax, ["/".join(path) for path in self], texts)
+        label_rows(ax, [trees.join_names(path) for path in self], texts)
         ax.set_xlabel("relative output error in percent")
         if is_refitted:
             add_legend(ax)

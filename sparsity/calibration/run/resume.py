@@ -67,9 +67,9 @@ class Finished:
             return None
         report = LayerReport(0.0, 0.0, 0.0, 0, 0.0, 0.0)
         shape = _tree(Layer(like, like.astype(np.uint8), report, bias))
-        how = self._checkpoints.checkpoint_utils.construct_restore_args(shape)
+        restore_args = self._checkpoints.checkpoint_utils.construct_restore_args(shape)
         with self._checkpoints.PyTreeCheckpointer() as checkpointer:
-            restored = checkpointer.restore(path, item=shape, restore_args=how)
+            restored = checkpointer.restore(path, item=shape, restore_args=restore_args)
         return Layer(**restored | {"report": LayerReport(**restored["report"])})
 
     def write(self, number: int, layer: Layer) -> None:

@@ -10,11 +10,10 @@ from sparsity.calibration.pruners import statistics_kind
 from sparsity.calibration.rates import Rates
 from sparsity.calibration.run.outputs import make_outputs, sum_lost_squares, sum_squares
 from sparsity.calibration.run.prune import check_runs, prune
-from sparsity.calibration.statistics import Path
 from sparsity.calibration.statistics.capture import calibrate
 from sparsity.core import trees
 from sparsity.core.checks import check_fraction
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 
 
 class Sensitivity(dict[Path, dict[float, float]]):

@@ -63,8 +63,8 @@ class Solved(NamedTuple):
     def errors(self) -> Errors:
         """Returns the lost shares of the outputs, by Gram matrices."""
         if self.keeps_means:
-            leaves = self.dense - self.refitted, self.dense
-            losses = [jnp.sum(output_error(self.statistic, x)) for x in leaves]
+            pair = self.dense - self.refitted, self.dense
+            losses = [jnp.sum(output_error(self.statistic, x)) for x in pair]
             return self.share(jnp.stack(losses))
         leaves = self.dense, self.refitted, self.pruned
         (after, before), (centred, _) = jax.device_get(_errors(self.statistic, *leaves))
@@ -134,7 +134,9 @@ def solve(
       ValueError: the pattern does not fit the layer.
     """
     pruner = _for_leaf(pruner, site, target, cut, dense.ndim + len(cut))
-    dense = sharding.spread(dense, (*statistic.batch, *statistic.output))  # a part on each device
+    dense = sharding.shard_along(
+        dense, (*statistic.batch, *statistic.output)
+    )  # a part on each device
     alone = trees.map_matched(lambda path, _: dense if path == site.path else None, tree)
     statistics = {trees.path_names(site.path): statistic}
     first, masks = prune(pruner, alone, statistics)

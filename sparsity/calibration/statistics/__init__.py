@@ -5,7 +5,6 @@ from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.memory import check_memory
 from sparsity.calibration.statistics.rows import Kind
 from sparsity.calibration.statistics.statistic import (
-    Path,
     Statistic,
     Statistics,
     centre,
@@ -27,7 +26,6 @@ from sparsity.calibration.statistics.statistic import (
 __all__ = [
     "Count",
     "Kind",
-    "Path",
     "Statistic",
     "Statistics",
     "calibrate",

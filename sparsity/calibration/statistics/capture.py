@@ -15,11 +15,11 @@ from sparsity.calibration.statistics.alignment import Alignment, align
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.memory import check_memory
 from sparsity.calibration.statistics.rows import KINDS, Kind, RowSums, sum_up
-from sparsity.calibration.statistics.statistic import Path, Statistic, not_finite
+from sparsity.calibration.statistics.statistic import Statistic, not_finite
 from sparsity.calibration.statistics.walk import Steps, Sums, Walk, add
 from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_bool, check_function, check_iterable
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph, Parameter, Use, trace
 
 C = TypeVar("C", bound="Collector")
@@ -118,7 +118,7 @@ def collect(
         sums, finite = collector.jitted(trees.split_arrays(params)[0], inputs, arguments)
         for use, finite_sums in jax.device_get(finite).items():
             if not finite_sums:
-                raise not_finite(_name(collector.uses[use].path), number)
+                raise not_finite(trees.join_names(collector.uses[use].path), number)
         total = _add(total, sums) if total else sums
     if graph is None:
         raise ValueError("batches has no batch: give at least one.")
@@ -126,11 +126,6 @@ def collect(
 
 
 _add = jax.jit(add, donate_argnums=0)
-
-
-def _name(path: Path) -> str:
-    """Returns the name of a leaf for messages."""
-    return "/".join(path) or "params"
 
 
 def check_structure(batch: PyTree, first: PyTree, number: int) -> None:
@@ -210,7 +205,7 @@ class Calibration(Collector):
             inputs = alignment.axes.inputs(alignment.shape)
             dtype = jnp.promote_types(use.equation.inputs[1 - use.operand].dtype, jnp.float32)
             lead = (*stacked, *alignment.axes.lead(alignment.shape))
-            grams[_name(use.path)] = jax.ShapeDtypeStruct((*lead, inputs, inputs), dtype)
+            grams[trees.join_names(use.path)] = jax.ShapeDtypeStruct((*lead, inputs, inputs), dtype)
         return grams
 
     def sum_up(
@@ -227,9 +222,10 @@ class Calibration(Collector):
             before = statistics.get(use.path)
             if before is not None and not are_alike(before, statistic):
                 raise ValueError(
-                    f"{_name(use.path)!r} is read along other axes by the {use.primitive} at "
-                    f"{use.source} than by a product before it, so that their inputs cannot be "
-                    "added up. Give each a leaf of its own, or leave it out: filter_fn."
+                    f"{trees.join_names(use.path)!r} is read along other axes by the "
+                    f"{use.primitive} at {use.source} than by a product before it, so that their "
+                    "inputs cannot be added up. Give each a leaf of its own, or leave it out: "
+                    "filter_fn."
                 )
             statistics[use.path] = statistic if before is None else add(before, statistic)
         return {

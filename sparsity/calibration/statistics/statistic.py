@@ -22,10 +22,8 @@ from jax import lax
 from sparsity.calibration.statistics.counts import Count
 from sparsity.core import host, trees
 from sparsity.core.checks import is_traced
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Path, PyTree
 from sparsity.masks import Site
-
-Path = tuple[str, ...]
 
 
 @jax.tree_util.register_dataclass

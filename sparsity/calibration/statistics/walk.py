@@ -34,7 +34,7 @@ _sum = host.instead(host.add)(operator.add)
 
 
 class Walk(Interpreter[jax.Array]):
-    """Runs programs with the sums of some uses beside them.
+    """Runs a program and sums the inputs of chosen uses on the way.
 
     Args:
       uses: uses by number.

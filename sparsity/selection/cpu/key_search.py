@@ -16,7 +16,7 @@ from jax import lax
 from sparsity.core import exact
 from sparsity.core.exact import Words, zero_like
 from sparsity.selection.keys import KeyRange, to_keys
-from sparsity.selection.search import Above, spread, totals
+from sparsity.selection.search import Above, per_leaf, totals
 
 # The numbers of passes below are means over 13 kinds of 65,600 float32 scores, the hostile ones of
 # tests/selection/test_threshold.py, at five to seven k each: 3.5 as it is, at most 16.
@@ -170,7 +170,7 @@ class Groups(NamedTuple):
 
     def spread(self, x: jax.Array) -> list[jax.Array]:
         """Returns x[brackets, ...] for the segments of each part."""
-        return spread(x, self.parts, self.together)
+        return per_leaf(x, self.parts, self.together)
 
 
 class State(NamedTuple):
