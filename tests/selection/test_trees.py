@@ -178,6 +178,9 @@ def test_hashes_are_searched_like_any_scores():
     np.testing.assert_array_equal(mask, expected(scores, 1000))
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 9), reason="jax 0.8 keeps the structures of the arguments of jit"
+)
 def test_no_cache_keeps_a_function_that_computes_scores():
     scale = jnp.float32(2)
 
