@@ -76,7 +76,7 @@ NETWORK_MODULES = {"socket", "ssl", "urllib", "http", "requests", "httpx", "aioh
 
 
 def breaches(source):
-    """Lines of a source that run text, import modules of pickles or the network, or allow pickles."""
+    """Lines that run text, import modules of pickles or of the network, or allow pickles."""
     lines = []
     for node in ast.walk(ast.parse(source)):
         imported = []
