@@ -46,7 +46,7 @@ def make_model() -> easydel.LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=LENGTH,
-        initializer_range=0.09,  # about 1 / sqrt(hidden_size), without which so few steps are too few
+        initializer_range=0.09,  # 1 / sqrt(hidden_size), to learn in few steps
         attn_mechanism="vanilla",  # the others want a GPU or a TPU
     )
     return easydel.LlamaForCausalLM(
