@@ -114,7 +114,12 @@ def sparsify_nnx(
     rules = _rules(layers, batch_axes, straight_through)
     check_kind("model", model, nnx.Module, "an nnx.Module")
     copy: Module = nnx.merge(*nnx.split(model))
-    modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(copy) if path}
+    nodes = nnx.iter_graph(copy)
+    modules = {
+        "/".join(map(str, path)): node
+        for path, node in nodes
+        if path and isinstance(node, nnx.Module)
+    }
     _check_keys(rules, modules)
 
     def sparse_class(base: Any, rule: PruneFn, name: str) -> Any:
