@@ -116,6 +116,7 @@ def chain(norms):
     return fn, jax.tree.map(jnp.asarray, {"embed": draw(9, WORDS, WIDTH), "layers": layers})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["spellings", "packages"])
 def test_a_stream_is_cut_under_every_norm_with_a_scale(kind):
     with jax.enable_x64(True):
@@ -193,6 +194,7 @@ def layer_norm_scanned(params, tokens):
     return scanned(LAYER_NORM, params, tokens)
 
 
+@pytest.mark.slow
 def test_a_scanned_stream_is_cut_along_a_ramp_within_a_budget():
     with jax.enable_x64(True):
         params = draw_scanned()
