@@ -47,7 +47,8 @@ def share(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., PyTree]:
 
     Args:
       fn: function of arrays; results that do not depend on `args` are returned as they are.
-      *args: arguments of the shapes and dtypes of later calls; for traced ones the result is `fn`.
+      *args: arguments of the shapes and dtypes of later calls. If one is traced, or lies on a mesh
+        with Explicit axes, the result is `fn` itself.
 
     Example:
       >>> import jax.numpy as jnp
@@ -55,7 +56,8 @@ def share(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., PyTree]:
       >>> double(jnp.float32(3.0))
       (Array(6., dtype=float32), 'text')
     """
-    if any(map(is_traced, jax.tree.leaves(args))):
+    leaves = jax.tree.leaves(args)
+    if any(is_traced(x) or sharding.explicit_sharding(jax.typeof(x)) for x in leaves):
         return fn
     results: list[object] = []
     structure: list[jax.tree_util.PyTreeDef] = []
