@@ -341,7 +341,10 @@ def test_a_failure_while_writing_leaves_nothing_and_no_change(
         target.write_bytes(kernels.read_bytes())
     files = sorted(tmp_path.iterdir())
     assert main(["prune", str(kernels), str(target), *HALF, "--overwrite"]) == 2
-    assert capsys.readouterr().err == "sparsity: error: No space left on device\n"
+    assert capsys.readouterr().err == (
+        f"sparsity: error: {target} cannot be written: No space left on device. Nothing there has "
+        "changed.\n"
+    )
     assert sorted(tmp_path.iterdir()) == files
     assert not exists or target.read_bytes() == kernels.read_bytes()
 

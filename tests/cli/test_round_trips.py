@@ -49,8 +49,10 @@ def test_prune_inspect_and_diff_agree(tmp_path_factory, capsys, ending, seed, ta
     for number, dtype in enumerate(dtypes):
         shape = data.draw(st.sampled_from(SHAPES))
         drawn = np.nan_to_num(np.asarray(draws.values(rng, shape, "float32")), posinf=1, neginf=-1)
+        # The magnitude of a complex denormal is 0 for the compiler.
+        normal = np.where(np.abs(drawn) < 1e-30, 0, drawn) if dtype == "complex64" else drawn
         with np.errstate(all="ignore"):
-            tree[f"w{number}"] = drawn.clip(-1e3, 1e3).astype(draws.jnp.dtype(dtype))
+            tree[f"w{number}"] = normal.clip(-1e3, 1e3).astype(draws.jnp.dtype(dtype))
     before, after = folder / f"before{ending}", folder / f"after{ending}"
     save(before, tree)
     code, _, error = run(capsys, "prune", before, after, "--sparsity", repr(target))
