@@ -98,8 +98,9 @@ def make(tree: str, case: str) -> Callable[[], object]:
     params = {f"{i}": jax.device_put(x.astype(np.float32)) for i, x in enumerate(drawn)}
     model, inputs = trees.MODELS[tree]
     batch = jax.device_put(rng.standard_normal(inputs, dtype=np.float32))
-    half = sparsity.Uniform(0.5)
-    if narrow > 1 or case.startswith("oneshot"):
+    read_in_parts = {"2": None} if tree == "few" else None
+    half = sparsity.Uniform(0.5, custom_sparsity_map=read_in_parts)
+    if case.startswith("oneshot"):
         refit = sparsity.ADMM() if "ADMM" in case else None
         pruner = sparsity.WandaPruning(sparsity_distribution_fn=half)
         return lambda: sparsity.oneshot(pruner, model, params, [batch] * 2, refit=refit)[:2]
