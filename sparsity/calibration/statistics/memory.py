@@ -26,8 +26,8 @@ def check_memory(grams: Mapping[str, jax.ShapeDtypeStruct], copies: int = 1) -> 
             f"The Gram matrices of the inputs take {total:,} bytes ({copies} of each at once), "
             f"and {device.device_kind} has {free:,} free; the largest is that of {name!r}, shape "
             f"{grams[name].shape}, with {sizes[name]:,}. Keep such leaves dense with filter_fn, or "
-            "prune by MagnitudePruning, WandaPruning or RIAPruning without a refit, or with "
-            "calibration.Means(), for which sums are enough."
+            "prune by MagnitudePruning, WandaPruning or RIAPruning without a refit, "
+            "for which kind='squares' is enough, or with calibration.Means()."
         )
 
 
