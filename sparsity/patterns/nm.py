@@ -133,6 +133,8 @@ def _kept(n: int, m: int, sparsity: chex.Numeric, target: chex.Numeric) -> jax.A
     """Returns max(n, ceil(m * (1 - sparsity / target * (1 - n / m)))), exactly n at the target."""
     sparsity, target = jnp.float32(sparsity), jnp.float32(target)
     reached = jnp.where(target > 0, sparsity / jnp.where(target > 0, target, 1), 0)
+    # A division by a constant is a product with a rounded reciprocal once it is compiled.
+    reached = jnp.where((target > 0) & (sparsity >= target), 1, reached)
     removed = jnp.floor(reached * (m - n)).astype(jnp.int32)
     return jnp.maximum(n, m - removed)
 

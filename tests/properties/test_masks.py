@@ -158,3 +158,10 @@ def test_a_distribution_with_overrides_keeps_them(params, target):
     ).instant_sparsify(params)[1]
     mask = trees.leaves_by_path(masks)[path]
     assert int(mask.sum()) == helpers.num_kept(mask.size, 0.25)
+
+
+def test_a_constant_target_is_reached_in_a_compiled_program():
+    target = 0.8769266605377197
+    select = jax.jit(lambda x, s: sparsity.NByM(2, 4).select(x, s, target=target))
+    mask = select(jnp.arange(32.0).reshape(4, 8), jnp.float32(target))
+    assert int(mask.sum()) == 16
