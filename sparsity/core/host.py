@@ -98,8 +98,11 @@ def instead(host_fn: Callable[..., PyTree]) -> Callable[[Callable[P, T]], Callab
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             place = find_place(args)
-            result = NotImplemented if place is None else host_fn(*to_numpy(args), **kwargs)
-            if place is None or result is NotImplemented:
+            if place is None:
+                return fn(*args, **kwargs)
+            with np.errstate(all="ignore"):  # XLA computes with infinities and NaN in silence
+                result = host_fn(*to_numpy(args), **kwargs)
+            if result is NotImplemented:
                 return fn(*args, **kwargs)
             placed: T = place.put(result)
             return placed

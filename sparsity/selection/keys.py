@@ -91,8 +91,9 @@ def to_keys(scores: jax.Array) -> jax.Array:
 
 
 def numpy_keys(scores: np.ndarray) -> np.ndarray:
-    """Does what `to_keys` does with an array of numpy."""
-    dtype = scores.dtype
+    """Does what `readable` and `to_keys` do with an array of numpy."""
+    dtype = _readable_dtype(scores.dtype)
+    scores = scores.astype(dtype, copy=False)
     bits, (key, low, top, _) = _bits(dtype), key_range(dtype)
     if jnp.issubdtype(dtype, jnp.unsignedinteger):
         unsigned = np.dtype(f"uint{bits.itemsize * 8}")

@@ -18,10 +18,10 @@ def read(name, file):
 
 def test_every_trainer_has_its_example():
     trainers = ["dopamine_dqn", "easydel_lm", "fedjax_mnist", "kauldron_vit", "tunix_lm"]
-    assert sorted(trainers + UNTRAINED) == NAMES
+    assert sorted([*trainers, *UNTRAINED, "tunix_finetune"]) == NAMES
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "tunix_finetune"])
 def test_every_package_is_pinned(name):
     lines = [
         line for line in read(name, "requirements.txt").splitlines() if line and line[0] != "#"
@@ -32,7 +32,12 @@ def test_every_package_is_pinned(name):
     assert {"jax", "jaxlib", "optax", "chex", "numpy"} <= set(packages)  # what the project needs
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_fine_tuning_needs_what_the_other_example_of_its_trainer_needs():
+    lines = read("tunix_finetune", "requirements.txt").splitlines()
+    assert [line for line in lines if line[0] != "#"] == ["-r ../tunix_lm/requirements.txt"]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "tunix_finetune"])
 def test_the_program_prunes_in_one_line(name):
     tree = ast.parse(read(name, "train.py"))
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]

@@ -125,6 +125,7 @@ WRONG = {
     "scheduler": (None, 3, "polynomial", sparsity.OneShotSchedule, *OBJECTS),
     "schedule": (None, 3, ODD),
     "scope": (None, 3, "global", sparsity.Global, *OBJECTS),
+    "estimate": BOOLEAN,
     "sequential": BOOLEAN,
     "shapes": (None, 3, [], ODD, {("w",): 3}, {("w",): "ab"}),
     "skip_gradients": BOOLEAN,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import sparsity
+from sparsity import selection
 from sparsity.core import exact
 from tests.graph.models import draw, small_resnet
 from tests.helpers import counted_programs
@@ -49,6 +50,16 @@ def test_masks_have_the_bits_of_the_compiled_program(scope, dtype):
             pruned = pruner.instant_sparsify(params)
         assert count == [0]
         assert_same_bits(pruned, compiled(params))
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float4_e2m1fn", "float8_e8m0fnu", "float8_e4m3fn", "int8", "uint8"]
+)
+def test_masks_of_scores_that_are_widened_have_the_bits_of_the_compiled_program(dtype):
+    scores = jnp.asarray(np.array([[1, 4, 2], [2, 3, 1]]).astype(dtype))
+    compiled = jax.jit(selection.topk_mask, static_argnums=1)
+    for k in range(1, 6):
+        assert_same_bits(selection.topk_mask(scores, k), compiled(scores, k))
 
 
 @pytest.mark.parametrize("axes", [(0,), (1,), (0, 1), (0, 1, 3), (0, 1, 2, 3)])

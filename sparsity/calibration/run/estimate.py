@@ -151,8 +151,7 @@ class Meter:
             gram, inputs = self._grams[use.path], max(use.num_inputs, 1)
             outputs = part // 4 // inputs
             is_convolution = use.primitive == "conv_general_dilated"
-            # Patches are made, brought into order, and split into groups.
-            rows = 3 * y // max(outputs, 1) * inputs * use.groups if is_convolution else x
+            rows = y // max(outputs, 1) * inputs * use.groups if is_convolution else x  # patches
             solution = self._copies * gram
             if self._solving is not None:
                 solution = max(solution, gram + self._solving(outputs, inputs))

@@ -33,6 +33,7 @@ class Sensitivity(dict[Path, dict[float, float]]):
           ValueError: the mean cannot be reached with the rates that were measured.
 
         Example:
+          >>> import jax.numpy as jnp
           >>> params = {"robust": jnp.ones((4, 4)), "fragile": jnp.ones((4, 4))}
           >>> errors = Sensitivity({("robust",): {0.8: 0.1}, ("fragile",): {0.4: 0.1, 0.8: 0.5}})
           >>> rates = errors.distribution(params, sparsity=0.5)(params)
