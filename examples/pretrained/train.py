@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import sys
@@ -34,6 +35,9 @@ METHODS: dict[str, tuple[type[sparsity.BaseUpdater], Any]] = {
 CUT_HEADER = """| MACs | channels by | weights | accuracy | agreement | error | trained: accuracy \
 | agreement | error | call, dense = 1 | seconds |
 | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
+"""
+RATES_HEADER = """| rates by | sparsities of layers | refit | accuracy | agreement | error |
+| --- | --- | --- | ---: | ---: | ---: |
 """
 HEADER = """| sparsity | method | accuracy | agreement | error | first call | again |
 | --- | --- | ---: | ---: | ---: | ---: | ---: |
@@ -144,6 +148,15 @@ def record_batches(task: Task, seed: int) -> list[np.ndarray]:
     return np.split(task.data.record(0, task.batch * task.batches, seed)[0], task.batches)
 
 
+def prune(
+    measured: Measured, pruner: sparsity.BaseUpdater, batches: list[np.ndarray], refit: Any = None
+) -> tuple[Params, Any]:
+    """Returns the pruned parameters and the report."""
+    fn, params = measured.task.data.fn, measured.params
+    pruned, _, report = sparsity.oneshot(pruner, fn, params, batches, refit=refit, held=())
+    return jax.block_until_ready(pruned), report
+
+
 def table(measured: Measured) -> str:
     """Prunes by every method, to every kind of sparsity, once for each seed."""
     task, params = measured.task, measured.params
@@ -156,8 +169,7 @@ def table(measured: Measured) -> str:
         scores, seconds = [], []
         for batches in calibrations:
             started = time.perf_counter()
-            pruned, *_ = sparsity.oneshot(pruner, task.data.fn, params, batches, refit=refit)
-            jax.block_until_ready(pruned)
+            pruned, _ = prune(measured, pruner, batches, refit)
             seconds.append(time.perf_counter() - started)
             check_zeros(graph, task, pruned, kind)
             scores.append(measured.scores(apply, pruned))
@@ -206,6 +218,33 @@ def cut_table(measured: Measured) -> str:
     return CUT_HEADER + "".join(rows)
 
 
+def rates_table(measured: Measured) -> str:
+    """Prunes by Wanda to 70 %, shared out among the layers in three ways."""
+    task, params, rows = measured.task, measured.params, []
+    batches = record_batches(task, 0)
+    graph, apply = sparsity.trace(task.data.fn, params, batches[0]), jax.jit(task.data.fn)
+    pruner, share = make_pruner(graph, task, "Wanda", "70 %"), KINDS["70 %"]
+    chosen = functools.partial(is_sparse, graph, task, "70 %")
+    statistics = sparsity.calibrate(task.data.fn, params, batches, "squares", chosen)
+    _, report = prune(measured, pruner, batches)
+    sensitivity = report.sensitivity(pruner, task.data.fn, params, batches)
+    distributions = {
+        "one for all": pruner.sparsity_distribution_fn,
+        "`owl`": sparsity.owl(statistics, params, share),
+        "`report.sensitivity`": sensitivity.distribution(params, share),
+    }
+    for (name, rates), refit in itertools.product(distributions.items(), ("none", "ADMM")):
+        updater = dataclasses.replace(pruner, sparsity_distribution_fn=rates)
+        pruned, _ = prune(measured, updater, batches, sparsity.ADMM() if refit == "ADMM" else None)
+        scores = measured.scores(apply, pruned)
+        each = [float(rate) for rate in rates(params).values() if rate is not None]
+        cells = [name, f"{100 * min(each):.0f} to {100 * max(each):.0f} %", refit]
+        cells += [f"{100 * x:.1f} %" for x in scores]
+        rows.append("| " + " | ".join(cells) + " |\n")
+        print(rows[-1], end="", flush=True)
+    return RATES_HEADER + "".join(rows)
+
+
 def binary_loss(outputs: jax.Array, answers: jax.Array) -> jax.Array:
     """Returns the cross entropy of log odds with those of the dense network."""
     return optax.sigmoid_binary_cross_entropy(outputs, jax.nn.sigmoid(answers)).mean()
@@ -227,7 +266,7 @@ def check_zeros(graph: sparsity.Graph, task: Task, params: Params, kind: str) ->
             sys.exit(f"error: {name} has {zeros:.2%} zeros at {kind}")
 
 
-TABLES = {"masks": table, "cuts": cut_table}
+TABLES = {"masks": table, "rates": rates_table, "cuts": cut_table}
 
 
 def main() -> None:
