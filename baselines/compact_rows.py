@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -61,17 +62,11 @@ for size in (16, 1):
     ROWS[f"rigl FanIn({size}) (compact)"] = Row("rigl", size, True)
 
 
-def train_wide(key: jax.Array, updater: sparsity.BaseUpdater) -> training.Metrics:
-    with mock.patch.multiple(topics_transformer, **SIZES):
-        return topics_transformer.train(key, updater)
-
-
 WIDE = dataclasses.replace(
     topics_transformer.TASK,
     name="topics_wide",
     title=f"{topics_transformer.TASK.title}, {SIZES['WIDTH']} wide",
     settings={"steps": SIZES["STEPS"], "batch": SIZES["BATCH"], "width": SIZES["WIDTH"]},
-    train=train_wide,
 )
 TASKS = {
     task.name: (task, sparsities)
@@ -281,26 +276,39 @@ def measure_all(
     """Measures what has no result yet, one seed of all rows after the other."""
     for name, target in jobs(names):
         task = TASKS[name][0]
-        stored = results.setdefault(f"{name} {target}", {"rows": {}})
-        if "steps" not in stored:
-            stored["steps"] = measure_steps(task, target)
+        sizes = SIZES if task is WIDE else {}
+        with mock.patch.multiple(topics_transformer, **sizes) if sizes else nullcontext():
+            measure_task(task, target, labels, seeds, results)
+
+
+def measure_task(
+    task: training.Task,
+    target: float,
+    labels: list[str],
+    seeds: int | None,
+    results: dict[str, Any],
+) -> None:
+    """Measures what has no result yet of a task at a sparsity."""
+    stored = results.setdefault(f"{task.name} {target}", {"rows": {}})
+    if "steps" not in stored:
+        stored["steps"] = measure_steps(task, target)
+        save(results)
+    trained, runs = store.load(task) if task is not WIDE else {}, {}
+    for label, row in ROWS.items():
+        if (job := (label, 0.0 if label == "no_prune" else target)) in trained:
+            metrics = {key: trained[job][key] for key in ("metric", "sparsity")}
+            stored["rows"][label] = metrics
+        elif label in labels:
+            runs[label] = train(task, row, target)
+    for seed in range(seeds or task.seeds):
+        for label, run in runs.items():
+            metrics = stored["rows"].setdefault(label, {"metric": [], "sparsity": []})
+            if len(metrics["metric"]) > seed:
+                continue
+            for key, value in run(seed).items():
+                metrics[key].append(value)
+            print(task.name, target, label, metrics["metric"][-1], flush=True)
             save(results)
-        trained, runs = store.load(task) if task is not WIDE else {}, {}
-        for label, row in ROWS.items():
-            if (job := (label, 0.0 if label == "no_prune" else target)) in trained:
-                metrics = {key: trained[job][key] for key in ("metric", "sparsity")}
-                stored["rows"][label] = metrics
-            elif label in labels:
-                runs[label] = train(task, row, target)
-        for seed in range(seeds or task.seeds):
-            for label, run in runs.items():
-                metrics = stored["rows"].setdefault(label, {"metric": [], "sparsity": []})
-                if len(metrics["metric"]) > seed:
-                    continue
-                for key, value in run(seed).items():
-                    metrics[key].append(value)
-                print(name, target, label, metrics["metric"][-1], flush=True)
-                save(results)
 
 
 def jobs(names: list[str]) -> Iterator[tuple[str, float]]:

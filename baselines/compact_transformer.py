@@ -1,11 +1,11 @@
 """Trains a wider character transformer in less memory, in several ways; writes COMPACT.md.
 
-    python -m baselines.compact_transformer [--report] [--steps N]
+    python -m baselines.compact_transformer [--report] [--steps N] [--seeds N]
 
 The text and the recipe are those of `topics_transformer`, at width 256. Pruners follow a ramp to
 half of the steps. The second half trains what the row names: masked parameters, their kept values,
-or a network without the masked channels. Rows of a sparsity are stored once they are complete, and
-are not measured again.
+or a network without the masked channels. Bytes and times are those of seed 0. Rows of a sparsity
+and a seed are stored once they are complete, and are not measured again.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from benchmarks import compact_steps
 
 WIDTH, GROUP, BATCH, STEPS, LEARNING_RATE = 256, 16, 8, 600, 2e-3
 SPARSITIES = (0.8, 0.9, 0.95)
+SEEDS = 3
 ROUNDS = 6  # of measured steps, all rows of a sparsity in turn
 RESULTS = store.RESULTS / "compact_transformer.json"
 PAGE = store.FOLDER / "COMPACT.md"
@@ -55,6 +56,7 @@ class Run:
       params: parameters.
       state: state of the optimizer.
       model: an argument of `apply`: a `Compact`, or nothing.
+      seed: of the parameters and of the windows.
     """
 
     apply: Callable[..., jax.Array]
@@ -62,6 +64,7 @@ class Run:
     params: chex.ArrayTree
     state: chex.ArrayTree
     model: Any = None
+    seed: int = 0
 
     @functools.cached_property
     def step(self) -> tuple[Any, float]:
@@ -76,7 +79,7 @@ class Run:
 
         start = time.process_time()
         lowered = jax.jit(step, donate_argnums=(0, 1)).lower(
-            self.params, self.state, self.model, draw(0)
+            self.params, self.state, self.model, draw(0, self.seed)
         )
         compiled = lowered.compile()
         return compiled, time.process_time() - start
@@ -88,18 +91,23 @@ class Run:
         return self
 
     def advance(self, i: int) -> chex.ArrayTree:
-        self.params, self.state = self.step[0](self.params, self.state, self.model, draw(i))
+        self.params, self.state = self.step[0](
+            self.params, self.state, self.model, draw(i, self.seed)
+        )
         return self.params
+
+    def count_bits(self) -> float:
+        """Returns the bits per character of the text to test on."""
+        loss = jax.jit(functools.partial(cross_entropy, self.apply))
+        return float(loss(self.model, self.params, test_windows()) / np.log(2))
 
     def measure(self) -> dict[str, float]:
         """Returns bits, megabytes of a step, and CPU-seconds of compiling."""
         compiled, seconds = self.step
         memory = compiled.memory_analysis()
         stored = jax.tree.leaves((self.params, self.state, self.model))
-        loss = jax.jit(functools.partial(cross_entropy, self.apply))
-        bits = loss(self.model, self.params, test_windows()) / np.log(2)
         return {
-            "bits": float(bits),
+            "bits": self.count_bits(),
             "state": sum(leaf.nbytes for leaf in stored) / 1e6,
             "step": (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 1e6,
             "compile": seconds,
@@ -159,10 +167,12 @@ def cross_entropy(
     return training.cross_entropy(apply(model, params, windows[:, :-1]), windows[:, 1:])
 
 
-def draw(i: int) -> jax.Array:
+def draw(i: int, seed: int = 0) -> jax.Array:
     """Windows [batch, length + 1] of step i."""
     text = task.data()[0]
-    starts = np.random.default_rng(i).integers(len(text) - task.LENGTH, size=BATCH)
+    starts = np.random.default_rng((seed, i) if seed else i).integers(
+        len(text) - task.LENGTH, size=BATCH
+    )
     return jnp.asarray(text[starts[:, None] + np.arange(task.LENGTH + 1)])
 
 
@@ -185,11 +195,11 @@ def is_pruned(path: Any, param: chex.Array) -> bool:
     return path[0] == "layers" and path[-1] == "kernel"
 
 
-def start(params: chex.ArrayTree, tx: optax.GradientTransformation) -> Run:
-    return Run(apply_dense, tx, params, tx.init(params))
+def start(params: chex.ArrayTree, tx: optax.GradientTransformation, seed: int) -> Run:
+    return Run(apply_dense, tx, params, tx.init(params), seed=seed)
 
 
-def prune(graph: sparsity.Graph, target: float, steps: int, **options: Any) -> Run:
+def prune(graph: sparsity.Graph, target: float, steps: int, seed: int, **options: Any) -> Run:
     """Trains half of the steps along a ramp that ends just before."""
     first, last = steps // 10, steps // 2 - 1
     ramp = sparsity.PolynomialSchedule(max(1, (last - first) // 20), first, last)
@@ -197,8 +207,8 @@ def prune(graph: sparsity.Graph, target: float, steps: int, **options: Any) -> R
     fields = {"sparsity_distribution_fn": uniform, "scheduler": ramp, **options}
     # Norms of gradients count kept entries only, as they do in a compact model.
     pruner = sparsity.MagnitudePruning(is_sparse_gradients=True, **fields)
-    params = init(jax.random.key(0))
-    return start(params, pruner.wrap_optax(optimizer(steps))).train(0, steps // 2)
+    params = init(jax.random.key(seed))
+    return start(params, pruner.wrap_optax(optimizer(steps)), seed).train(0, steps // 2)
 
 
 def compacted(graph: sparsity.Graph, run: Run, steps: int, tune: bool) -> Run:
@@ -209,28 +219,29 @@ def compacted(graph: sparsity.Graph, run: Run, steps: int, tune: bool) -> Run:
     model = sparsity.compact(graph, params, masks, state, tx)
     if tune:
         model = model.tune(model.params, draw(0)[:, :-1], rounds=3)
-    return Run(apply_compact, tx, model.params, model.opt_state, model)
+    return Run(apply_compact, tx, model.params, model.opt_state, model, run.seed)
 
 
-def static(graph: sparsity.Graph, target: float, steps: int) -> Run:
+def static(graph: sparsity.Graph, target: float, steps: int, seed: int) -> Run:
     """Returns a run of kept values from the first step."""
     pruner = sparsity.RandomPruning(
         sparsity_distribution_fn=sparsity.Uniform(target, filter_fn=is_pruned),
         sparsity_type=graph.fan_in(GROUP),
+        rng_seed=8 + seed,
     )
-    params, masks = pruner.instant_sparsify(init(jax.random.key(0)))
+    params, masks = pruner.instant_sparsify(init(jax.random.key(seed)))
     # Fewer inputs: larger weights keep the scale of the outputs.
     params = jax.tree.map(lambda p, m: p if m is None else p / (1 - target) ** 0.5, params, masks)
     model, tx = sparsity.compact(graph, params, masks), optimizer(steps)
     model = model.tune(model.params, draw(0)[:, :-1], rounds=3)
-    return Run(apply_compact, tx, model.params, tx.init(model.params), model)
+    return Run(apply_compact, tx, model.params, tx.init(model.params), model, seed)
 
 
-def shrunk(graph: sparsity.Graph, target: float, steps: int) -> Run:
+def shrunk(graph: sparsity.Graph, target: float, steps: int, seed: int) -> Run:
     """Returns a run without the masked channels that continues a masked one."""
     budget = sparsity.budget(graph, macs=1 - target)
     options = {"scope": sparsity.Coupled(graph), "sparsity_distribution_fn": budget}
-    run, tx = prune(graph, target, steps, **options), optimizer(steps)
+    run, tx = prune(graph, target, steps, seed, **options), optimizer(steps)
     masks = sparsity.get_sparse_state(run.state).masks
     small = sparsity.shrink(graph, run.params, masks, run.state)
     state = sparsity.get_sparse_state(small.opt_state).inner_state
@@ -238,10 +249,10 @@ def shrunk(graph: sparsity.Graph, target: float, steps: int) -> Run:
     def apply(model: None, params: chex.ArrayTree, text: jax.Array) -> jax.Array:
         return small.apply(params, text)
 
-    return Run(apply, tx, small.params, state)
+    return Run(apply, tx, small.params, state, seed=seed)
 
 
-def smaller(nbytes: float, steps: int) -> Run:
+def smaller(nbytes: float, steps: int, seed: int) -> Run:
     """Returns a run of a dense network whose parameters and state have about that many bytes."""
 
     def size(width: int) -> int:
@@ -249,16 +260,16 @@ def smaller(nbytes: float, steps: int) -> Run:
         return 12 * sum(leaf.size for leaf in jax.tree.leaves(tree))
 
     width = min(range(task.HEADS, WIDTH + 1, task.HEADS), key=lambda w: abs(size(w) - nbytes))
-    return start(init(jax.random.key(0), width), optimizer(steps))
+    return start(init(jax.random.key(seed), width), optimizer(steps), seed)
 
 
 # Results.
 
 
-def measure_all(steps: int, results: dict[str, Any]) -> None:
+def measure_all(steps: int, seeds: int, results: dict[str, Any]) -> None:
     """Measures all rows that have no result yet."""
     graph = sparsity.trace(network, jax.eval_shape(init, jax.random.key(0)), draw(0)[:, :-1])
-    dense = start(init(jax.random.key(0)), optimizer(steps))
+    dense = start_dense(steps, 0)
     if "dense" not in results:
         results["dense"] = dense.train(0, steps).measure()
         save(results)
@@ -266,22 +277,43 @@ def measure_all(steps: int, results: dict[str, Any]) -> None:
         if str(target) not in results:
             results[str(target)] = measure_sparsity(graph, target, steps, dense)
             save(results)
+    for seed in range(1, seeds):
+        bits = results.setdefault("seeds", {}).setdefault(str(seed), {})
+        if "dense" not in bits:
+            bits["dense"] = start_dense(steps, seed).train(0, steps).count_bits()
+            save(results)
+        for target in SPARSITIES:
+            if str(target) not in bits:
+                runs = train_all(graph, target, steps, seed)
+                bits[str(target)] = {name: run.count_bits() for name, run in runs.items()}
+                print(seed, target, bits[str(target)], flush=True)
+                save(results)
+
+
+def start_dense(steps: int, seed: int) -> Run:
+    return start(init(jax.random.key(seed)), optimizer(steps), seed)
+
+
+def train_all(graph: sparsity.Graph, target: float, steps: int, seed: int) -> dict[str, Run]:
+    """Trains the rows of a sparsity from one seed."""
+    half = steps // 2
+    masked = prune(graph, target, steps, seed)
+    runs = {"values": compacted(graph, masked, steps, tune=False).train(half, steps)}
+    runs["masked"] = masked.train(half, steps)
+    fan_in = prune(graph, target, steps, seed, sparsity_type=graph.fan_in(GROUP))
+    runs["grouped"] = compacted(graph, fan_in, steps, tune=True).train(half, steps)
+    runs["static"] = static(graph, target, steps, seed).train(0, steps)
+    runs["channels"] = shrunk(graph, target, steps, seed).train(half, steps)
+    nbytes = 1e6 * runs["static"].measure()["state"]
+    runs["small"] = smaller(nbytes, steps, seed).train(0, steps)
+    return runs
 
 
 def measure_sparsity(
     graph: sparsity.Graph, target: float, steps: int, dense: Run
 ) -> dict[str, dict[str, Any]]:
     """Returns the rows of a sparsity; the times of all steps are measured in turn."""
-    half = steps // 2
-    masked = prune(graph, target, steps)
-    runs = {"values": compacted(graph, masked, steps, tune=False).train(half, steps)}
-    runs["masked"] = masked.train(half, steps)
-    fan_in = prune(graph, target, steps, sparsity_type=graph.fan_in(GROUP))
-    runs["grouped"] = compacted(graph, fan_in, steps, tune=True).train(half, steps)
-    runs["static"] = static(graph, target, steps).train(0, steps)
-    runs["channels"] = shrunk(graph, target, steps).train(half, steps)
-    nbytes = 1e6 * runs["static"].measure()["state"]
-    runs["small"] = smaller(nbytes, steps).train(0, steps)
+    runs = train_all(graph, target, steps, 0)
     rows: dict[str, dict[str, Any]] = {name: run.measure() for name, run in runs.items()}
     for name, row in rows.items():
         print(target, name, row, flush=True)
@@ -305,11 +337,15 @@ def table(results: dict[str, Any]) -> str:
     """A Markdown table of the results."""
     measured = [results[str(x)] for x in SPARSITIES if str(x) in results]
     first = min(each["masked"]["dense_seconds"] for each in measured)
+    seeds = results.get("seeds", {}).values()
     dense = {**results["dense"], "time": 1.0}
-    rows = [cells("", "dense", dense)]
-    for target in sorted(SPARSITIES):
-        each = results.get(str(target), {})
-        rows += [cells(f"{100 * target:.0f} %", x, each[x]) for x in LEGEND if x in each]
+    rows = [cells("", "dense", dense, [each["dense"] for each in seeds if "dense" in each])]
+    for target in map(str, sorted(SPARSITIES)):
+        each = results.get(target, {})
+        for name in LEGEND:
+            if name in each:
+                bits = [seed[target][name] for seed in seeds if target in seed]
+                rows.append(cells(f"{100 * float(target):.0f} %", name, each[name], bits))
     head = [
         "sparsity",
         "what trains in the second half",
@@ -322,20 +358,25 @@ def table(results: dict[str, Any]) -> str:
     return report.table(head, rows)
 
 
-def cells(target: str, name: str, row: dict[str, Any]) -> list[str]:
+def cells(target: str, name: str, row: dict[str, Any], bits: list[float]) -> list[str]:
+    """The cells of a row, from the numbers of seed 0 and the bits of other seeds."""
     text = LEGEND[name]
     if "width" in row:
         text = f"{text.partition(',')[0]} of width {row['width']}, all steps"
-    numbers = (f"{row['bits']:.2f}", f"{row['state']:.1f}", f"{row['step']:.1f}")
+    metric = f"{row['bits']:.2f}"
+    if bits:
+        metric = report.cell({"metric": [row["bits"], *bits]})
+    numbers = (metric, f"{row['state']:.1f}", f"{row['step']:.1f}")
     return [target, text, *numbers, f"{row['time']:.2f}", f"{row['compile']:.1f}"]
 
 
 def page(results: dict[str, Any]) -> str:
+    seeds = 1 + len(results.get("seeds", {}))
     return f"""# In less memory
 
 `python -m baselines.compact_transformer` made these results. The character transformer of
 `RESULTS.md` at width {WIDTH}, trained by AdamW for {results["steps"]} steps
-of {BATCH} windows of {task.LENGTH} characters, from one seed. The matrices of its layers
+of {BATCH} windows of {task.LENGTH} characters, from {seeds} seeds. The matrices of its layers
 are pruned, along a ramp that ends at half of the steps. State is what a step keeps: parameters,
 moments, positions and masks. Step adds the temporaries: gradients and activations. Steps of
 a sparsity are measured in turn, in CPU time, as other programs ran.
@@ -348,12 +389,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--report", action="store_true", help="write the page, train nothing")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
     options = parser.parse_args()
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     if results.get("steps") != options.steps and not options.report:
         results = {"steps": options.steps}
     if not options.report:
-        measure_all(options.steps, results)
+        measure_all(options.steps, options.seeds, results)
     PAGE.write_text(page(results), encoding="utf-8")
     print(table(results))
 
