@@ -337,14 +337,14 @@ def table(results: dict[str, Any]) -> str:
     """A Markdown table of the results."""
     measured = [results[str(x)] for x in SPARSITIES if str(x) in results]
     first = min(each["masked"]["dense_seconds"] for each in measured)
-    seeds = results.get("seeds", {}).values()
+    seeds = complete_seeds(results)
     dense = {**results["dense"], "time": 1.0}
-    rows = [cells("", "dense", dense, [each["dense"] for each in seeds if "dense" in each])]
+    rows = [cells("", "dense", dense, [each["dense"] for each in seeds])]
     for target in map(str, sorted(SPARSITIES)):
         each = results.get(target, {})
         for name in LEGEND:
             if name in each:
-                bits = [seed[target][name] for seed in seeds if target in seed]
+                bits = [seed[target][name] for seed in seeds]
                 rows.append(cells(f"{100 * float(target):.0f} %", name, each[name], bits))
     head = [
         "sparsity",
@@ -356,6 +356,12 @@ def table(results: dict[str, Any]) -> str:
         "compile, CPU s",
     ]
     return report.table(head, rows)
+
+
+def complete_seeds(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the bits of the seeds after the first that trained all rows."""
+    seeds = results.get("seeds", {}).values()
+    return [bits for bits in seeds if all(str(target) in bits for target in SPARSITIES)]
 
 
 def cells(target: str, name: str, row: dict[str, Any], bits: list[float]) -> list[str]:
@@ -371,12 +377,13 @@ def cells(target: str, name: str, row: dict[str, Any], bits: list[float]) -> lis
 
 
 def page(results: dict[str, Any]) -> str:
-    seeds = 1 + len(results.get("seeds", {}))
+    count = 1 + len(complete_seeds(results))
+    seeds = "one seed" if count == 1 else f"{count} seeds"
     return f"""# In less memory
 
 `python -m baselines.compact_transformer` made these results. The character transformer of
 `RESULTS.md` at width {WIDTH}, trained by AdamW for {results["steps"]} steps
-of {BATCH} windows of {task.LENGTH} characters, from {seeds} seeds. The matrices of its layers
+of {BATCH} windows of {task.LENGTH} characters, from {seeds}. The matrices of its layers
 are pruned, along a ramp that ends at half of the steps. State is what a step keeps: parameters,
 moments, positions and masks. Step adds the temporaries: gradients and activations. Steps of
 a sparsity are measured in turn, in CPU time, as other programs ran.
