@@ -2,14 +2,16 @@
 
 import ast
 import os
+import pathlib
 import subprocess
 import sys
 
 import pytest
 
+import sparsity
 from tests.helpers import ROOT
 
-SOURCES = sorted((ROOT / "sparsity").rglob("*.py"))
+SOURCES = sorted(pathlib.Path(sparsity.__file__).parent.rglob("*.py"))
 
 # Fails at the first socket or look-up of a name, during imports or a run.
 PROGRAM = """

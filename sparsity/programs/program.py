@@ -69,10 +69,12 @@ def share(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., PyTree]:
         return [x for x in leaves if is_traced(x)]
 
     closed = jax.make_jaxpr(traced)(*args)
-    if any(x.nbytes > _LARGEST for x in closed.consts):
+    if any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in closed.consts):
+        return fn  # keys of random numbers have no bytes to compare
+    constants = [np.asarray(x) for x in closed.consts]
+    if any(x.nbytes > _LARGEST for x in constants):
         return fn
-    constants = (f"{x.dtype}{x.shape}{np.asarray(x).tobytes()!r}" for x in closed.consts)
-    key = str(closed), *constants
+    key = str(closed), *(f"{x.dtype}{x.shape}{x.tobytes()!r}" for x in constants)
     if key not in _COMPILED:
         if len(_COMPILED) == _MOST:
             del _COMPILED[next(iter(_COMPILED))]
