@@ -69,7 +69,7 @@ def share(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., PyTree]:
         return [x for x in leaves if is_traced(x)]
 
     closed = jax.make_jaxpr(traced)(*args)
-    if any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in closed.consts):
+    if any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in closed.consts):
         return fn  # keys of random numbers have no bytes to compare
     constants = [np.asarray(x) for x in closed.consts]
     if any(x.nbytes > _LARGEST for x in constants):

@@ -107,7 +107,8 @@ def sharding_like(params: PyTree, opt_state: optax.OptState) -> optax.OptState:
       >>> tx = optax.adam(0.1)  # or a result of wrap_optax
       >>> shardings = sharding_like(params, jax.eval_shape(tx.init, params))
       >>> opt_state = jax.jit(tx.init, out_shardings=shardings)(params)
-      >>> opt_state[0].mu["kernel"].sharding == rows, opt_state[0].count.sharding.spec == PartitionSpec()
+      >>> adam = opt_state[0]
+      >>> adam.mu["kernel"].sharding == rows, adam.count.sharding.spec == PartitionSpec()
       (True, True)
     """
     leaves = trees.leaves_by_path(params)
