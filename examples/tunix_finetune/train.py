@@ -61,7 +61,7 @@ class Run(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a run reached: see `COLUMNS`."""
+    """Holds the measures of a run, those of `COLUMNS`."""
 
     values: float
     bits: float

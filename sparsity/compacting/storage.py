@@ -204,8 +204,8 @@ class Storage:
     def _take_slices(self, slices: np.ndarray, indices: np.ndarray) -> np.ndarray:
         """Returns values [*stack, ..., k, ...] of slices [*stack, ..., size, ...]."""
         size, depth = slices.shape[self._axis], len(self.stack)
-        others = [i for i in range(depth, slices.ndim) if i != self._axis]
-        at = np.expand_dims(indices.astype(np.int64), others)
+        full_axes = [i for i in range(depth, slices.ndim) if i != self._axis]
+        at = np.expand_dims(indices.astype(np.int64), full_axes)
         values = np.take_along_axis(slices, np.minimum(at, size - 1), self._axis)
         return np.where(at < size, values, np.zeros((), slices.dtype))
 
@@ -268,10 +268,10 @@ def store_slices(mask: np.ndarray, stack: tuple[int, ...]) -> tuple[Storage, np.
     if slices.all() or not slices.any() or slices.ndim < depth + 2:
         return None
     for axis in range(depth, mask.ndim):
-        others = tuple(i for i in range(depth, mask.ndim) if i != axis)
-        rows = slices.any(axis=others, keepdims=True)
+        full_axes = tuple(i for i in range(depth, mask.ndim) if i != axis)
+        rows = slices.any(axis=full_axes, keepdims=True)
         if (slices == rows).all():
-            indices = list_kept(rows.squeeze(others))
+            indices = list_kept(rows.squeeze(full_axes))
             size = [*slices.shape[depth:]]
             size[axis - depth] = indices.shape[-1]
             kept = int(np.count_nonzero(mask))
@@ -334,15 +334,14 @@ def make_storages(
             made = _make_groups(graph, path, mask, stack, is_forced=chosen is not None)
         elif chosen in (None, "slices") and is_frozen:
             made = store_slices(mask, stack)
+        name = trees.join_names(path)
         if chosen == "grouped" and made is None:
-            name = trees.join_names(path)
             raise ValueError(
                 f"formats has 'grouped' for {name!r} of shape {mask.shape}, but its "
                 "outputs keep different numbers of inputs, its products sum over different axes, "
                 "or outside = 'frozen'. Use 'values', or masks of FanIn."
             )
         if chosen == "slices" and made is None:
-            name = trees.join_names(path)
             raise ValueError(
                 f"formats has 'slices' for {name!r} of shape {mask.shape}, but its mask keeps no "
                 "whole slices along one axis, layers keep too different numbers, or outside = "

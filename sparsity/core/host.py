@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
 
 P = ParamSpec("P")
@@ -24,7 +25,7 @@ CHUNK = 1 << 15  # entries that stay in the caches of a core through several ope
 
 
 class HostPlace(NamedTuple):
-    """HostPlace of arrays on a host.
+    """Place of arrays on a host.
 
     Attributes:
       sharding: the device to which arrays are committed; `None` for the default device.
@@ -49,7 +50,7 @@ def find_place(*args: object) -> HostPlace | None:
     """
     sharding: SingleDeviceSharding | None = None
     for x in jax.tree.leaves(args):
-        if isinstance(x, jax.core.Tracer):
+        if is_traced(x):
             return None
         if isinstance(x, jax.Array):
             if not isinstance(x.sharding, SingleDeviceSharding) or not _is_plain(x):

@@ -96,10 +96,10 @@ def _evaluate(program, x, define=lambda value, array: array):
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "compiled"])
 def test_a_program_evaluates_to_the_function(name, wrap):
     program = read_jaxpr(jax.make_jaxpr(_PROGRAMS[name])(_X))
-    found = wrap(lambda x: _evaluate(program, x))(_X)
+    outputs = wrap(lambda x: _evaluate(program, x))(_X)
     expected = jax.tree.leaves(_PROGRAMS[name](_X))
-    assert len(found) == len(expected)
-    for got, want in zip(found, expected, strict=True):
+    assert len(outputs) == len(expected)
+    for got, want in zip(outputs, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
@@ -110,18 +110,18 @@ def test_gradients_go_through_with_the_rules_of_the_function(name):
         return lambda x: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(fn(x)))
 
     program = read_jaxpr(jax.make_jaxpr(_PROGRAMS[name])(_X))
-    found = jax.grad(total(lambda x: _evaluate(program, x)))(_X)
-    np.testing.assert_allclose(found, jax.grad(total(_PROGRAMS[name]))(_X), rtol=1e-6)
+    grads = jax.grad(total(lambda x: _evaluate(program, x)))(_X)
+    np.testing.assert_allclose(grads, jax.grad(total(_PROGRAMS[name]))(_X), rtol=1e-6)
     if name == "custom_jvp":
-        np.testing.assert_array_equal(found, [7, 7, 7])
+        np.testing.assert_array_equal(grads, [7, 7, 7])
 
 
 @pytest.mark.slow
 def test_the_program_is_mapped_as_the_function_is():
     xs = jnp.stack([_X, -_X])
     program = read_jaxpr(jax.make_jaxpr(_cond)(_X))
-    (found,) = jax.vmap(functools.partial(_evaluate, program))(xs)
-    np.testing.assert_array_equal(found, jax.vmap(_cond)(xs))
+    (outputs,) = jax.vmap(functools.partial(_evaluate, program))(xs)
+    np.testing.assert_array_equal(outputs, jax.vmap(_cond)(xs))
 
 
 def test_what_a_variable_becomes_is_read_by_all_that_follows():
@@ -131,11 +131,11 @@ def test_what_a_variable_becomes_is_read_by_all_that_follows():
 
     program = read_jaxpr(jax.make_jaxpr(fn)(2.0))
     chosen = program.outputs[0]
-    found = _evaluate(
+    outputs = _evaluate(
         program, jnp.float32(2), lambda value, array: array + 4 if value is chosen else array
     )
     # first = 3 + 4; then 70; the third does not depend on it.
-    assert list(map(float, found)) == [7, 70, 6]
+    assert list(map(float, outputs)) == [7, 70, 6]
 
 
 def test_inputs_and_constants_are_not_redefined():

@@ -1,4 +1,4 @@
-"""What the properties draw: trees, shapes, dtypes, values, sparsities, patterns, schedules.
+"""Draws for the properties: trees, shapes, dtypes, values, sparsities, patterns, schedules.
 
 Shapes come from a small pool, because each one compiles programs of its own.
 """

@@ -94,11 +94,6 @@ def run(updater, optimizer, problem, mode="jit"):
     return steps
 
 
-def masks_of(state, params):
-    masks = sparsity.get_sparse_state(state).masks
-    return trees.leaves_by_path(masks)
-
-
 @draws.examples(6)
 @hypothesis.given(
     problems(), algorithms, optimizers, schedules, draws.sparsities, st.sampled_from(PATTERNS)

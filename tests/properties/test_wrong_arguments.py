@@ -336,7 +336,7 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_argument(name):
 # Keys of configurations; None stands for a missing key.
 
 
-def keys_of(algorithm):
+def list_keys(algorithm):
     """Keys that a configuration of an algorithm takes, without the choices of names."""
     fields = api._field_names(sparsity.ALGORITHM_REGISTRY[algorithm])
     tables = api.DISTRIBUTIONS, api.SCHEDULES, sparsity.ALGORITHM_REGISTRY
@@ -363,7 +363,7 @@ CONFIG = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("algorithm", ["magnitude", "rigl", "global_magnitude", "srigl", "admm"])
 def test_a_wrong_value_of_a_configuration_is_refused_by_its_key(algorithm):
-    for key in sorted(keys_of(algorithm)):
+    for key in sorted(list_keys(algorithm)):
         config = {"algorithm": algorithm, "sparsity": 0.5, "dist_type": "erk"}
         if key in ("power", "initial_sparsity", "update_freq") or key.startswith("update"):
             ramp = {"update_freq": 2, "update_start_step": 1, "update_end_step": 9}
