@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from sparsity.compacting.move import read_positions
+from sparsity.compacting.gradients import read_positions
 from sparsity.compacting.storage import Storage
 from sparsity.core import owners, sharding, trees
 from sparsity.core.trees import Path, PyTree

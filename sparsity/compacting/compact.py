@@ -17,8 +17,10 @@ import optax
 from sparsity.base_updater import BaseUpdater
 from sparsity.compacting.carry import Carrier, carry_state, check_fresh_state
 from sparsity.compacting.evaluate import Densifier
-from sparsity.compacting.kept import Grouped, Kept, Lazy, Observer, kept_in, to_bits
-from sparsity.compacting.move import differentiate_directly, make_movers, move_all, move_by_gradient
+from sparsity.compacting.gradients import differentiate_directly, move_by_gradient
+from sparsity.compacting.kept import Grouped, Kept, Lazy, kept_in, to_bits
+from sparsity.compacting.movers import make_movers, move_all
+from sparsity.compacting.observer import Observer
 from sparsity.compacting.report import Row, plot, table
 from sparsity.compacting.state import Owner, check_optimizer, densify_state, take_state
 from sparsity.compacting.storage import (

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparsity.compacting import slices
+from sparsity.compacting.formats import slices
+from sparsity.compacting.formats.grouped import multiply
 from sparsity.compacting.kept import (
     Deferred,
     Kept,
@@ -28,7 +29,6 @@ from sparsity.compacting.kept import (
     kept_in,
     never_after,
 )
-from sparsity.compacting.multiply import multiply
 from sparsity.core import sharding
 from sparsity.graph.uses import LOOKUPS
 from sparsity.programs.entrywise import ENTRYWISE, constant_in

@@ -11,7 +11,7 @@ import pytest
 
 import sparsity
 from sparsity import FanIn, NByM, Unstructured, compact, trace
-from sparsity.compacting.move import read_positions
+from sparsity.compacting.gradients import read_positions
 
 ADAM = optax.adam(0.01)
 PATTERNS = [Unstructured(), FanIn(1), FanIn(4), NByM(1, 4, -2)]

@@ -1,18 +1,11 @@
-"""Moves the masks of a compact model: one mask update of SET or RigL, slice by slice.
-
-RigL ranks the gradient of a dense slice. A backward pass makes this gradient anyway, where it
-computes the gradient of the kept values: an `Observer` finds the new positions there, and no other
-dense gradient exists. The positions leave the backward pass as float32 numbers, in place of the
-gradient of the kept values. Where a loss reads a slice several times, gradients have to be added
-up first: the dense gradient of such a parameter leaves the backward pass, and is ranked afterwards.
-"""
+"""Moves the masks of a compact model: one mask update of SET or RigL, slice by slice."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, cast
 
@@ -22,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.kept import Observer, never_after
+from sparsity.compacting.kept import never_after
 from sparsity.compacting.storage import Storage
 from sparsity.compacting.units import move_units
 from sparsity.core import hashing, sharding, trees
@@ -31,15 +24,11 @@ from sparsity.core.trees import Path, PyTree
 from sparsity.masks import Site, Sites, is_per_slice, lazy_scores
 from sparsity.patterns import FanIn, SparsityType
 from sparsity.patterns.base import absolute_axis
-from sparsity.programs.program import CALLS, Equation, Program, Value, read_jaxpr
 from sparsity.selection import Scores
 from sparsity.training.hooks import Inputs, SliceRule, call_hook
 from sparsity.training.state import SparseState
 from sparsity.training.step import update_masks
 from sparsity.training.updater import Updater, is_overridden
-
-_EXACT = 2**24  # integers below are exact in float32
-_BASE = 2**16
 
 
 class Parts(NamedTuple):
@@ -360,141 +349,3 @@ def _keeps_groups(site: Site, storage: Storage) -> bool:
     largest = min(group, math.prod(storage.shape[axis] for axis in outputs))
     is_multiple: bool = largest % storage.size[-1] == 0
     return inputs == {*storage.inputs} and is_multiple
-
-
-def move_by_gradient(
-    movers: Mapping[Path, Mover],
-    slices: Mapping[Path, Parts],
-    loss: Callable[[Mapping[Path, Observer]], jax.Array],
-) -> dict[Path, jax.Array]:
-    """Returns the new positions of all parameters, ranked by gradients; see `read_positions`.
-
-    Args:
-      movers: mask updates by path.
-      slices: slices by path.
-      loss: the loss of the model whose parameters have these observers.
-    """
-    observers = {path: _observe_gradient(mover) for path, mover in movers.items()}
-
-    def run(results: list[jax.Array]) -> jax.Array:
-        pairs = zip(observers.items(), results, strict=True)
-        return loss({path: dataclasses.replace(each, result=x) for (path, each), x in pairs})
-
-    results = [each.result for each in observers.values()]
-    traced = jax.make_jaxpr(run)(sharding.abstract(results))
-    once = _find_read_once(read_jaxpr(traced), observers)
-    at_once = {path for path in once if movers[path].rule is not None}
-    mapped = _zero_from(traced.consts)
-    for path, mover in movers.items():
-        if path in at_once:
-            each = slices[path]
-            observers[path] = _observe_positions(mover, each._replace(step=each.step + mapped))
-        else:
-            sizes = mover.storage.kept_shape[: len(mover.storage.stack)]
-            arrays = jnp.broadcast_to(mapped, sizes)
-            observers[path] = dataclasses.replace(observers[path], arrays=arrays)
-    moved = dict(zip(observers, jax.grad(run)([x.result for x in observers.values()]), strict=True))
-    by_dense_gradient = {path: movers[path] for path in movers if path not in at_once}
-    return moved | move_all(by_dense_gradient, slices, moved)
-
-
-def _zero_from(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Returns an int32 0 that a `vmap` around a move maps if it maps one of the arrays.
-
-    Observers add up the gradients of rows that a loss maps, and tell them by this number from the
-    gradients of models that move in parallel.
-    """
-    zero = jnp.zeros((), jnp.int32)
-    for array in filter(np.size, arrays):
-        is_key = jnp.issubdtype(jnp.result_type(array), jax.dtypes.prng_key)
-        numbers = jax.random.key_data(array) if is_key else jnp.asarray(array)
-        first: jax.Array = sharding.replicated(lambda x: x.reshape(-1)[0], numbers)
-        zero += lax.stop_gradient(first).real.astype(jnp.int32) * 0
-    return zero
-
-
-def _observe_positions(mover: Mover, slices: Parts) -> Observer:
-    """Returns the observer that finds new positions, which leave as float32 numbers."""
-    is_small = math.prod(mover.part.shape) + math.prod(mover.part.kept_shape) < _EXACT
-
-    def find(part: Parts, gradient: jax.Array) -> jax.Array:
-        new = mover.move(part, gradient)
-        digits = [new] if is_small else [new % _BASE, new // _BASE]
-        return jnp.stack(digits, axis=-1).astype(jnp.float32)
-
-    shape = *slices.indices.shape, 1 if is_small else 2
-    return Observer(find, slices, jnp.zeros(shape, jnp.float32))
-
-
-def read_positions(digits: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Returns positions, from positions or from float32 [..., digits]."""
-    if jnp.issubdtype(digits.dtype, jnp.integer):
-        return digits
-    low, *high = (x.astype(jnp.int32) for x in jnp.moveaxis(digits, -1, 0))
-    positions: jax.Array = sum((each * _BASE for each in high), start=low).astype(dtype)
-    return positions
-
-
-def _observe_gradient(mover: Mover) -> Observer:
-    """Returns the observer that returns dense gradients, axes in the order of the storage."""
-    storage = mover.storage
-    shape = tuple(storage.shape[axis] for axis in storage.order)
-    return Observer(lambda _, gradient: gradient, (), jnp.zeros(shape, jnp.float32))
-
-
-def _find_read_once(program: Program, paths: Iterable[Path]) -> set[Path]:
-    """Returns the paths whose inputs, one for each, a program reads exactly once a slice."""
-    pairs = zip(paths, program.inputs, strict=True)
-    return {path for path, value in pairs if _count_reads(program, value) == 1}
-
-
-def _count_reads(program: Program, value: Value) -> int:
-    """Returns how often a program reads a value; 2 for more, and where the number is unknown."""
-    reads = 2 * sum(output is value for output in program.outputs)
-    for equation in program.equations:
-        if any(each is value for each in equation.inputs):
-            reads += _count_reads_in(equation, value)
-    return min(reads, 2)
-
-
-def _count_reads_in(equation: Equation, value: Value) -> int:
-    if equation.name == "custom_vjp_call":
-        return sum(each is value for each in equation.inputs)
-    if equation.name in CALLS and equation.derivative is None:
-        return _count_reads(equation.bodies[0], value)
-    if equation.name != "scan":
-        return 2
-    (body,) = equation.within()
-    pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))
-    return sum(
-        _count_reads(body.program, inner) * (1 if number in body.layers else 2)
-        for number, (outer, inner) in pairs
-        if outer is value
-    )
-
-
-def differentiate_directly(
-    loss: Callable[[dict[Path, jax.Array]], jax.Array], values: dict[Path, jax.Array]
-) -> dict[Path, jax.Array]:
-    """Returns the gradients of kept values, without those that are zeros in the traced program.
-
-    Args:
-      loss: a function of kept values.
-      values: kept values by path.
-    """
-    gradient = jax.grad(lambda values: loss(dict(zip(paths, values, strict=True))))
-    paths = [*values]
-    program = read_jaxpr(jax.make_jaxpr(gradient)(sharding.abstract([*values.values()])))
-    made = {id(y): each for each in program.flat() for y in each.outputs}
-
-    def is_zero(value: Value) -> bool:
-        equation = made.get(id(value))
-        value = value if equation is None else equation.inputs[0]
-        is_constant = equation is None or equation.name == "broadcast_in_dim"
-        return is_constant and value.constant is not None and not np.any(value.constant)
-
-    places = [i for i, value in enumerate(program.outputs) if not is_zero(value)]
-    if not places:
-        return {}
-    gradients = gradient([*values.values()])
-    return {paths[i]: gradients[i] for i in places}

@@ -1,0 +1,1 @@
+"""Formats of kept values: one class each."""
