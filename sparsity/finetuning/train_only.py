@@ -17,46 +17,10 @@ from jax.sharding import NamedSharding
 from sparsity.core import sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
-from sparsity.masks.positions import check_entries, list_positions
+from sparsity.masks.positions import check_entries
 from sparsity.training.checks import check_optimizer
 from sparsity.training.entrywise import check_entrywise
 from sparsity.training.kept import KeptLayout, KeptState, gather
-
-
-@dataclasses.dataclass(frozen=True)
-class PartLayout(KeptLayout):
-    """Layout of the chosen entries of a parameter that devices share along any axes.
-
-    Attributes:
-      parts: number of equal parts along each axis of the parameter.
-    """
-
-    parts: tuple[int, ...] = ()
-
-    @property
-    def batch(self) -> tuple[int, ...]:
-        """The parts, () for a parameter in one part."""
-        return self.parts if math.prod(self.parts) > 1 else ()
-
-    def slices(self, array: PyTree) -> PyTree:
-        """Returns an array of the parameter's shape as [*batch, n], a slice for each part."""
-        if not self.batch:
-            return array.reshape(-1)
-        axes = [*range(0, 2 * len(self.parts), 2), *range(1, 2 * len(self.parts), 2)]
-        return array.reshape(self._split()).transpose(axes).reshape(*self.parts, -1)
-
-    def join(self, slices: jax.Array) -> jax.Array:
-        """Returns slices [*batch, n] as an array of the parameter's shape."""
-        if not self.batch:
-            return slices.reshape(self.shape)
-        sizes, ndim = self._split(), len(self.parts)
-        axes = [axis for i in range(ndim) for axis in (i, ndim + i)]
-        return slices.reshape(*sizes[::2], *sizes[1::2]).transpose(axes).reshape(self.shape)
-
-    def _split(self) -> tuple[int, ...]:
-        """Returns for each axis the number of parts and the size of a part."""
-        pairs = zip(self.parts, self.shape, strict=True)
-        return tuple(size for count, axis in pairs for size in (count, axis // count))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,11 +32,13 @@ class Support:
       positions: int32[*parts, k], the positions of the entries within each part, ascending. Slots
         that are not in use hold positions beyond the part.
       shape: shape of the parameter.
+      parts: number of equal parts along each axis of the parameter, which devices share.
     """
 
-    layout: PartLayout | None
+    layout: KeptLayout | None
     positions: np.ndarray
     shape: tuple[int, ...]
+    parts: tuple[int, ...]
 
 
 def train_only(
@@ -225,19 +191,18 @@ def read_supports(masks: PyTree) -> dict[trees.KeyPath, Support]:
 
 def _read_support(name: str, mask: np.ndarray, placed: object) -> Support:
     """Returns the chosen entries of a mask, bool, by the parts that `placed` makes."""
+    parts = _count_parts(placed, mask.ndim)
     if mask.all():
-        return Support(None, np.zeros(0, np.int32), mask.shape)
-    layout = PartLayout(mask.shape, 0, 0, _count_parts(placed, mask.ndim))
-    slices = np.asarray(layout.slices(mask))
-    rows = slices.reshape(-1, slices.shape[-1])
-    n, k = rows.shape[1], int(np.count_nonzero(rows, axis=1).max())
+        return Support(None, np.zeros(0, np.int32), mask.shape, parts)
+    layout = KeptLayout.in_parts(mask.shape, parts)
+    n, k = layout.slice_size, int(np.count_nonzero(layout.slices(mask), axis=-1).max())
     if n + k >= 2**31:
         raise ValueError(
             f"train_only: {name!r} of shape {mask.shape} has parts of {n} entries, more than "
             "32-bit positions reach. Shard the parameter and its mask."
         )
     layout = dataclasses.replace(layout, num_slots=k)
-    return Support(layout, list_positions(rows).reshape(layout.kept_shape), mask.shape)
+    return Support(layout, layout.list_positions(mask), mask.shape, parts)
 
 
 def _count_parts(placed: object, ndim: int) -> tuple[int, ...]:
@@ -261,10 +226,10 @@ def _check_parameter(path: trees.KeyPath, param: jax.Array, support: Support) ->
     # Axes of the kind Auto are in no type of a traced array.
     if support.layout is None or not is_placed or (is_traced(param) and math.prod(parts) == 1):
         return
-    if parts != support.layout.parts:
+    if parts != support.parts:
         raise ValueError(
             f"train_only: {name!r} of shape {param.shape} is sharded in {parts} parts, its mask in "
-            f"{support.layout.parts}. Shard the mask as the parameter: "
+            f"{support.parts}. Shard the mask as the parameter: "
             "jax.device_put(mask, param.sharding)."
         )
 
@@ -283,7 +248,7 @@ def _spread(
     step: jax.Array,
     positions: jax.Array | None,
     grad: jax.Array,
-    layout: PartLayout | None,
+    layout: KeptLayout | None,
 ) -> jax.Array:
     """Returns a dense update of the shape and sharding of the gradient, -0.0 at other entries."""
     if positions is None or layout is None:

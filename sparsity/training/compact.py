@@ -78,7 +78,7 @@ class CompactStep(Step):
         """Returns the positions of kept entries and the state of the inner optimizer for them."""
         layouts = self.layouts(params, masks, sites)
         for path, layout in trees.leaves_by_path(layouts).items():
-            check_sharding(path, trees.leaves_by_path(params)[path], layout.batch_axes)
+            check_sharding(path, trees.leaves_by_path(params)[path], len(layout.stack))
         positions = find_positions(masks, params, layouts)
         kept = gather(params, positions, params, layouts)
         check_entrywise(self.inner, params, kept)
@@ -179,7 +179,7 @@ class CompactStep(Step):
                     "more entries than 32-bit positions reach. Set batch_axes, or leave "
                     "use_compact_state off."
                 )
-            return KeptLayout(param.shape, site.batch_axes, count)
+            return KeptLayout(param.shape, tuple(range(site.batch_axes)), num_slots=count)
 
         return trees.map_matched(layout, params, masks)
 

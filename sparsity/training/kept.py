@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from jax.sharding import NamedSharding
 
 from sparsity.core import owners, sharding, trees
 from sparsity.core.trees import PyTree
+from sparsity.masks.layout import Layout
 from sparsity.masks.positions import kept_positions, read_words, slots_of_positions, spread
 
 
@@ -40,35 +40,19 @@ class KeptState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class KeptLayout:
-    """Layout of a parameter's kept entries. Not a pytree, so trees hold it as a leaf.
+class KeptLayout(Layout):
+    """Layout of a parameter's kept entries; attributes as in `Layout`.
 
     Attributes:
-      shape: shape of the parameter.
-      batch_axes: number of leading axes that index separate slices.
       num_slots: number of slots of a slice, at least the number of its kept entries.
     """
 
-    shape: tuple[int, ...]
-    batch_axes: int
-    num_slots: int
-
-    @property
-    def batch(self) -> tuple[int, ...]:
-        return self.shape[: self.batch_axes]
+    num_slots: int = 0
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
         """Shape of the kept entries, [*batch, k]."""
         return (*self.batch, self.num_slots)
-
-    def slices(self, array: jax.Array) -> jax.Array:
-        """Returns an array of the parameter's shape as [*batch, n]."""
-        return array.reshape(*self.batch, math.prod(self.shape[self.batch_axes :]))
-
-    def join(self, slices: jax.Array) -> jax.Array:
-        """Returns slices [*batch, n] as an array of the parameter's shape."""
-        return slices.reshape(self.shape)
 
     def map_slices(
         self, fn: Callable[..., PyTree], like: jax.Array, *args: PyTree, dense: bool = False
@@ -185,7 +169,7 @@ def land(
         dtype = jnp.promote_types(step.dtype, param.dtype)
         words = layout.map_slices(read_words, param, mask)
         words, step = _store((words, step.astype(dtype)), count)
-        fn = functools.partial(spread, n=math.prod(param.shape[layout.batch_axes :]))
+        fn = functools.partial(spread, n=layout.slice_size)
         dense = layout.map_slices(fn, param, words, step, dense=True)
         return jnp.where(mask > 0, dense, -param.astype(dtype))
 
@@ -309,12 +293,8 @@ def _spread_on_host(positions: np.ndarray, shape: tuple[int, ...], kept: jax.Arr
     """Returns kept entries as an array of a shape, placed as they are; other leaves unchanged."""
     if jnp.shape(kept) != positions.shape:
         return kept
-    *batch, k = positions.shape
-    count, n = math.prod(batch), math.prod(shape[len(batch) :])
-    rows, at = (np.asarray(x).reshape(count, k) for x in (kept, positions))
-    dense = np.zeros((count, n + 1), rows.dtype)  # slots that are not in use write the last column
-    np.put_along_axis(dense, np.minimum(at, n), rows, axis=1)
-    array: PyTree = dense[:, :n].reshape(shape)  # stays on the host without a mesh
+    layout = Layout(shape, tuple(range(positions.ndim - 1)))
+    array = layout.put(np.asarray(kept), positions)  # stays on the host without a mesh
     return sharding.place_like(kept, array)
 
 

@@ -1,0 +1,106 @@
+"""The layout of kept entries: a parameter as slices, each of which stores its entries in slots.
+
+`sparsity.masks.positions` says which entry of a slice a slot holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Self, TypeVar
+
+import jax
+import numpy as np
+
+from sparsity.masks.positions import list_positions
+
+AnyArray = TypeVar("AnyArray", jax.Array, np.ndarray)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A parameter as slices of one size. Hashable and no pytree, so trees hold it as a leaf.
+
+    Attributes:
+      shape: shape of the parameter.
+      stack: axes that index slices: layers of scans, experts.
+      split: shape as which the parameter is read, whose axes `stack` counts; by default its shape.
+
+    Example:
+      >>> layout = Layout((2, 3), stack=(1,))
+      >>> layout.slices(np.array([[0, 1, 2], [3, 4, 5]]))
+      array([[0, 3],
+             [1, 4],
+             [2, 5]])
+    """
+
+    shape: tuple[int, ...]
+    stack: tuple[int, ...] = ()
+    split: tuple[int, ...] | None = None
+
+    @classmethod
+    def in_parts(cls, shape: tuple[int, ...], parts: tuple[int, ...]) -> Self:
+        """Returns the layout of a parameter whose slices are the equal parts along each axis."""
+        if math.prod(parts) == 1:
+            return cls(shape)
+        pairs = zip(parts, shape, strict=True)
+        split = tuple(size for count, axis in pairs for size in (count, axis // count))
+        return cls(shape, tuple(range(0, len(split), 2)), split)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of the axes of the parameter as it is read."""
+        return self.shape if self.split is None else self.split
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The axes of the parameter, those that index slices first."""
+        return (*self.stack, *(i for i in range(len(self.sizes)) if i not in self.stack))
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """Sizes of the axes that index slices."""
+        return tuple(self.sizes[axis] for axis in self.stack)
+
+    @property
+    def slice_shape(self) -> tuple[int, ...]:
+        """Sizes of a slice, in the order of the layout."""
+        return tuple(self.sizes[axis] for axis in self.order[len(self.stack) :])
+
+    @property
+    def slice_size(self) -> int:
+        """Number of entries of a slice."""
+        return math.prod(self.slice_shape)
+
+    def slices(self, array: AnyArray) -> AnyArray:
+        """Returns an array of the parameter's shape as [*batch, n]."""
+        ordered = array.reshape(self.sizes).transpose(self.order)
+        return ordered.reshape(*self.batch, self.slice_size)
+
+    def join(self, slices: AnyArray) -> AnyArray:
+        """Returns slices [*batch, n] as an array of the parameter's shape."""
+        ordered = slices.reshape(*self.batch, *self.slice_shape)
+        return ordered.transpose(np.argsort(self.order)).reshape(self.shape)
+
+    def list_positions(self, mask: np.ndarray) -> np.ndarray:
+        """Returns the positions of the entries that a mask keeps of each slice, int32[*batch, k].
+
+        Slots that are not in use hold positions beyond the slice.
+        """
+        rows = self.slices(mask).reshape(math.prod(self.batch), self.slice_size)
+        positions = list_positions(rows)
+        return positions.reshape(*self.batch, positions.shape[1])
+
+    def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Returns the entries of an array at positions; 0 in slots that are not in use."""
+        slices, n = self.slices(array), self.slice_size
+        values = np.take_along_axis(slices, np.minimum(positions, n - 1), axis=-1)
+        values[positions >= n] = 0
+        return values
+
+    def put(self, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Returns an array of the parameter's shape with values at positions, and 0 elsewhere."""
+        n = self.slice_size
+        padded = np.zeros((*self.batch, n + 1), values.dtype)  # unused slots write the last column
+        np.put_along_axis(padded, np.minimum(positions, n), values, axis=-1)
+        return self.join(padded[..., :n])
