@@ -56,8 +56,8 @@ class Carrier:
     def _carry(
         self, stored: list[jax.Array], new: jax.Array, fresh: list[jax.Array | None]
     ) -> list[jax.Array]:
-        depth = len(self.storage.stack)
-        sizes = self.storage.kept_shape[:depth]
+        sizes = self.storage.batch
+        depth = len(sizes)
 
         def flatten(x: jax.Array) -> jax.Array:
             return x.reshape(-1, *x.shape[depth:])
@@ -81,11 +81,7 @@ class Carrier:
         stored: list[jax.Array],
         fresh: list[jax.Array | None],
     ) -> list[jax.Array]:
-        slots = None
-        if self.storage.format == "dense":
-            stays = (old > 0) & (new > 0)
-        else:
-            slots, stays = self.storage.find_slots(old, new)
+        slots, stays = self.storage.find_slots(old, new)
 
         def pick(values: jax.Array, start: jax.Array | None) -> jax.Array:
             shape = (*stays.shape, *[1] * (values.ndim - stays.ndim))  # members of groups follow

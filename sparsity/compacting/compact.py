@@ -3,43 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from sparsity.base_updater import BaseUpdater
-from sparsity.compacting.carry import Carrier, carry_state, check_fresh_state
-from sparsity.compacting.evaluate import Densifier
-from sparsity.compacting.gradients import differentiate_directly, move_by_gradient
-from sparsity.compacting.kept import Grouped, Kept, Lazy, kept_in, to_bits
-from sparsity.compacting.movers import make_movers, move_all
-from sparsity.compacting.observer import Observer
-from sparsity.compacting.report import Row, plot, table
+from sparsity.compacting.building import build, list_formats, read_formats, read_masks
+from sparsity.compacting.formats import ANY_MASK, FORMATS
+from sparsity.compacting.move import Loss, move
+from sparsity.compacting.report import plot, table
 from sparsity.compacting.state import Owner, check_optimizer, densify_state, take_state
-from sparsity.compacting.storage import (
-    FORMATS,
-    VALUES,
-    Format,
-    Storage,
-    list_formats,
-    make_storages,
-    read_formats,
-    read_masks,
-)
-from sparsity.compacting.tune import Candidate, choose, measure
-from sparsity.core import sharding, trees
-from sparsity.core.checks import is_traced
+from sparsity.compacting.storage import Kept
+from sparsity.compacting.stored import StoredModel
+from sparsity.compacting.tune import choose, measure
+from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
-from sparsity.programs.products import PRODUCTS
-from sparsity.programs.program import Equation
 from sparsity.training import comparison
 from sparsity.training.kept import spread_state
 
@@ -47,12 +30,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Outside: TypeAlias = Literal["zero", "frozen"]
-Loss: TypeAlias = Callable[[Callable[..., PyTree], PyTree], jax.Array]
-_NO_OBSERVERS: Mapping[Path, Observer] = {}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Compact:
+class Compact(StoredModel):
     """A model whose masked parameters are their kept values. Made by `compact`.
 
     A pytree whose leaves are the positions of the values, and frozen entries: give the object to
@@ -93,12 +74,6 @@ class Compact:
       ({'w': Array([0, 3], dtype=int32)}, {'w': Array([1., 2.], dtype=float32)})
     """
 
-    indices: PyTree
-    base: PyTree
-    graph: Graph
-    storages: tuple[tuple[Path, Storage], ...]
-    in_turn: bool
-    params: PyTree = None
     opt_state: PyTree | None = None
     update_error: float | None = None
 
@@ -118,7 +93,7 @@ class Compact:
         Raises:
           ValueError: parameters are missing or have another shape; the error names the parameter.
         """
-        return self._run(_NO_OBSERVERS, params, *args)
+        return self.run(params, *args)
 
     def move(
         self,
@@ -174,18 +149,18 @@ class Compact:
                 "A compact model with outside = 'frozen' has values outside its masks, which "
                 "cannot move. Give compact outside='zero'."
             )
-        self._wrap(params)
+        self.wrap(params)
         if pruner.keeps_count and pruner.regrows is False:
             return self, params, opt_state
-        if tx is None:
-            check_fresh_state(opt_state)
-        return _call_move((self, params, opt_state, count), pruner, loss, tx)
+        indices, params, opt_state = move((self, params, opt_state, count), pruner, loss, tx)
+        moved = dataclasses.replace(self, indices=indices, params=params, opt_state=opt_state)
+        return moved, params, opt_state
 
     def dense(self, params: PyTree) -> PyTree:
         """Returns the dense parameters; outside the masks they are 0, or frozen."""
         return jax.tree.map(
             lambda leaf: leaf.densify() if isinstance(leaf, Kept) else leaf,
-            self._wrap(params),
+            self.wrap(params),
             is_leaf=lambda leaf: isinstance(leaf, Kept),
         )
 
@@ -195,10 +170,11 @@ class Compact:
         Args:
           opt_state: state of an optimizer of parameters like `self.params`.
         """
-        storages = self._storages
 
         def describe(path: trees.KeyPath, indices: jax.Array) -> Owner:
-            return Owner(trees.path_string(path), storages[trees.path_names(path)], indices)
+            return Owner(
+                trees.path_string(path), self.storage_by_path[trees.path_names(path)], indices
+            )
 
         return densify_state(trees.map_matched(describe, self.indices), opt_state)
 
@@ -207,19 +183,19 @@ class Compact:
         """Masks like the parameters, uint8, 1 = keep, `None` for dense parameters."""
 
         def mask(path: trees.KeyPath, indices: jax.Array) -> jax.Array:
-            storage = self._storages[trees.path_names(path)]
+            storage = self.storage_by_path[trees.path_names(path)]
             return storage.wrap(jnp.ones(storage.kept_shape, jnp.uint8), indices).densify()
 
         return trees.map_matched(mask, self.indices)
 
     @property
-    def formats(self) -> dict[Path, Format]:
+    def formats(self) -> dict[Path, str]:
         """{path: format} of the masked parameters."""
         return {path: storage.format for path, storage in self.storages}
 
     def measure(
         self, params: PyTree, *args: PyTree, rounds: int = 10
-    ) -> dict[Path, dict[Format, float]]:
+    ) -> dict[Path, dict[str, float]]:
         """Measures the products of each masked parameter in each format, on this device.
 
         Formats of one parameter are measured in turn, forward and backward, at the sizes of the
@@ -235,7 +211,7 @@ class Compact:
           {path: {format: median seconds}} with the formats that a parameter can have: an argument
           of `report`.
         """
-        return self._measure(self._in_all_formats(self.dense(params)), args, rounds)
+        return measure(self._in_all_formats(self.dense(params)), args, rounds)
 
     def tune(self, params: PyTree, *args: PyTree, rounds: int = 10) -> Compact:
         """Returns the model with the fastest format of each parameter, see `measure`.
@@ -255,13 +231,13 @@ class Compact:
         nbytes = {
             (path, name): sum(stored)
             for name, model in models.items()
-            for path, stored in model._count_bytes().items()
+            for path, stored in model.count_bytes().items()
         }
-        chosen = choose(self._measure(models, args, rounds), nbytes)
+        chosen = choose(measure(models, args, rounds), nbytes)
         state = None if self.opt_state is None else self.dense_state(self.opt_state)
         return compact(self.graph, dense, self.masks, state, None, self._outside, chosen)
 
-    def report(self, seconds: Mapping[Path, Mapping[Format, float]] | None = None) -> str:
+    def report(self, seconds: Mapping[Path, Mapping[str, float]] | None = None) -> str:
         """Returns a table of the parameters: format, kept values, and bytes.
 
         Lines below name operations that make a parameter dense outside of products.
@@ -272,7 +248,7 @@ class Compact:
         Returns:
           Text of several lines.
         """
-        return table(self._rows(), seconds or {})
+        return table(self.rows(), seconds or {})
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draws the bytes of all parameters: dense in light, compact in dark.
@@ -283,272 +259,26 @@ class Compact:
         Returns:
           The matplotlib axes.
         """
-        return plot(self._rows(), ax)
+        return plot(self.rows(), ax)
 
     @property
     def _outside(self) -> Outside:
         return "frozen" if jax.tree.leaves(self.base) else "zero"
 
-    def _in_all_formats(self, dense: PyTree) -> dict[Format, Compact]:
+    def _in_all_formats(self, dense: PyTree) -> dict[str, Compact]:
         """Returns the model in each format, where parameters can have the format."""
         if quantized := [path for path, each in self.storages if each.is_quantized]:
             raise ValueError(
                 f"{trees.join_names(quantized[0])!r} is quantized, and formats are measured for "
                 "floating parameters only. Give formats."
             )
-        masks, models = self.masks, dict[Format, Compact]()
+        masks, models = self.masks, dict[str, Compact]()
         arrays = read_masks(self.graph, masks)
         possible = list_formats(self.graph, arrays, self._outside == "frozen")
         for name in FORMATS:
-            formats = {x: name if name in possible[x] else VALUES for x in arrays}
+            formats = {x: name if name in possible[x] else ANY_MASK for x in arrays}
             models[name] = compact(self.graph, dense, masks, None, None, self._outside, formats)
         return models
-
-    def _measure(
-        self, models: Mapping[Format, Compact], args: tuple[PyTree, ...], rounds: int
-    ) -> dict[Path, dict[Format, float]]:
-        """Returns `measure` of the model in several formats."""
-        candidates = {}
-        for name, model in models.items():
-            reads = model._list_reads(self.graph.example[0], args)
-            paths = {
-                trees.join_names(path): path for path, each in model.formats.items() if each == name
-            }
-            values, indices = (
-                {trees.path_string(path): leaf for path, leaf in trees.leaves_by_path(tree).items()}
-                for tree in (model.params, model.indices)
-            )
-            equations = [read[:2] for read in reads]
-            candidates[name] = Candidate(paths, equations, values, indices, model.in_turn)
-        return measure(candidates, rounds)
-
-    @functools.cached_property
-    def _storages(self) -> dict[Path, Storage]:
-        return dict(self.storages)
-
-    def _count_bytes(self) -> dict[Path, tuple[int, int]]:
-        """Returns the bytes of the values that stand for each parameter, and of their positions."""
-        indices, nbytes = _by_path(self.indices), {}
-        for leaf in self.graph.leaves:
-            storage = self._storages.get(leaf.path)
-            size = leaf.size if storage is None else math.prod(storage.kept_shape)
-            positions = 0 if storage is None else indices[leaf.path].nbytes
-            nbytes[leaf.path] = size * leaf.dtype.itemsize, positions
-        return nbytes
-
-    def _run(self, observers: Mapping[Path, Observer], params: PyTree, *args: PyTree) -> PyTree:
-        """Returns what `apply` returns, with gradients of dense parameters for some observers."""
-        graph, inputs = self._retrace(params, args, observers)
-        outputs = Densifier(graph.is_data, self.in_turn).run(graph.program, inputs)
-        return jax.tree.unflatten(graph.output_tree, outputs)
-
-    def _retrace(
-        self,
-        params: PyTree,
-        args: tuple[PyTree, ...],
-        observers: Mapping[Path, Observer] = _NO_OBSERVERS,
-    ) -> tuple[Graph, list[Lazy]]:
-        """Returns the graph of the model for these arguments, and the inputs of its program."""
-        arrays, rebuild = trees.split_arrays(params)
-        wrapped = self._wrap(params, observers)
-        kept = jax.tree.leaves(wrapped, is_leaf=lambda x: isinstance(x, Kept))
-        kept = [leaf for leaf in kept if isinstance(leaf, Kept) or trees.is_array(leaf)]
-        structs = [
-            sharding.resized(struct, leaf.shape)
-            for struct, leaf in zip(sharding.abstract(arrays), kept, strict=True)
-        ]
-        example = rebuild(  # the model casts quantized parameters
-            [
-                sharding.with_dtype(struct, leaf.base_dtype)
-                if isinstance(leaf, Kept) and leaf.is_quantized
-                else struct
-                for struct, leaf in zip(structs, kept, strict=True)
-            ]
-        )
-        return self.graph.retrace(example, *args), [*kept, *trees.split_arrays(args)[0]]
-
-    def _wrap(self, params: PyTree, observers: Mapping[Path, Observer] = _NO_OBSERVERS) -> PyTree:
-        """Returns the parameters with `Kept` for masked ones.
-
-        Raises:
-          ValueError: a parameter is missing, or has another shape than its kept values.
-        """
-        storages = self._storages
-
-        def wrap(
-            path: trees.KeyPath, leaf: PyTree, indices: jax.Array | None, base: jax.Array | None
-        ) -> PyTree:
-            if indices is None:
-                return leaf
-            names, name = trees.path_names(path), trees.path_string(path)
-            storage = storages[names]
-            if jnp.shape(leaf) != storage.kept_shape:
-                raise ValueError(
-                    f"The kept values of {name!r} have the shape {storage.kept_shape}, got "
-                    f"{jnp.shape(leaf)}. Give parameters like compact.params."
-                )
-            kept = storage.wrap(leaf, indices, base, name)
-            return dataclasses.replace(kept, observer=observers.get(names))
-
-        return trees.map_matched(
-            wrap, params, self.indices, self.base, others_role="positions of kept values"
-        )
-
-    def _rows(self) -> list[Row]:
-        """Returns the rows of tables and pictures, in tree order."""
-        readers, stored = self._find_readers(), self._count_bytes()
-        rows = []
-        for leaf in self.graph.leaves:
-            storage = self._storages.get(leaf.path)
-            name, padding, size = "", 0, leaf.size
-            if storage is not None:
-                name, padding = storage.format, storage.padding
-                size = math.prod(storage.kept_shape) - padding
-            row = Row(
-                name=leaf.name,
-                path=leaf.path,
-                shape=leaf.shape,
-                format=name,
-                kept=size,
-                padding=padding,
-                nbytes=leaf.size * leaf.dtype.itemsize,
-                stored=stored[leaf.path],
-                readers=tuple(sorted(readers.get(leaf.name, ()))),
-            )
-            rows.append(row)
-        return rows
-
-    def _find_refused(self, chosen: Container[Path]) -> list[Path]:
-        """Returns the paths of format 'grouped' that some product reads as a dense array.
-
-        Args:
-          chosen: paths whose format was asked for.
-        """
-        grouped = [path for path, each in self.formats.items() if each == "grouped"]
-        candidates = [path for path in grouped if path not in chosen]
-        readers = self._find_readers() if candidates else {}
-        return [path for path in candidates if trees.join_names(path) in readers]
-
-    def _find_readers(self) -> dict[str, set[str]]:
-        """Returns {name: operations that need a dense array, other than products of values}."""
-        readers: dict[str, set[str]] = {}
-        for equation, inputs, is_dense in self._list_reads(*self.graph.example):
-            for kept in kept_in(inputs) if is_dense else ():
-                if equation.name not in PRODUCTS or isinstance(kept, Grouped):
-                    where = f"{equation.name} {equation.source}".strip()
-                    readers.setdefault(kept.name, set()).add(where)
-        return readers
-
-    def _list_reads(
-        self, params: PyTree, args: tuple[PyTree, ...]
-    ) -> list[tuple[Equation, list[Lazy], bool]]:
-        """Returns the equations that read masked parameters.
-
-        Args:
-          params: the dense parameters, or their shapes.
-          args: inputs of the model, or their shapes.
-
-        Returns:
-          For each equation its inputs as shapes, and whether the parameter is made dense.
-        """
-        params, args = sharding.abstract((params, args))
-        reads: list[tuple[Equation, list[Lazy], bool]] = []
-
-        def record(equation: Equation, inputs: Sequence[Lazy], is_dense: bool) -> None:
-            reads.append((equation, jax.tree.map(sharding.abstract, list(inputs)), is_dense))
-
-        def shrink(path: trees.KeyPath, leaf: PyTree) -> PyTree:
-            storage = self._storages.get(trees.path_names(path))
-            return leaf if storage is None else _shrink(leaf, storage)
-
-        arrays, rebuild = trees.split_arrays((trees.map_matched(shrink, params), args))
-
-        def run(arrays: list[jax.Array]) -> list[Lazy]:
-            graph, inputs = self._retrace(*rebuild(arrays))
-            return Densifier(graph.is_data, False, record).run(graph.program, inputs)
-
-        jax.eval_shape(run, arrays)
-        return reads
-
-
-def _call_move(
-    arguments: tuple[Compact, PyTree, PyTree, chex.Numeric],
-    pruner: BaseUpdater,
-    loss: Loss | None,
-    tx: optax.GradientTransformation | None,
-) -> tuple[Compact, PyTree, PyTree]:
-    """Calls `_move`; outside of compiled functions, compiled for the arrays that `loss` holds."""
-    leaves, treedef = jax.tree.flatten(loss)
-    arrays = [leaf if trees.is_array(leaf) else None for leaf in leaves]
-    objects = tuple(None if trees.is_array(leaf) else leaf for leaf in leaves)
-    is_inside = any(map(is_traced, jax.tree.leaves((arguments, arrays))))
-    run = _move if is_inside else _move_compiled
-    model, params, opt_state = run(*arguments, arrays, pruner, objects, treedef, tx)
-    return dataclasses.replace(model, params=params, opt_state=opt_state), params, opt_state
-
-
-def _move(
-    model: Compact,
-    params: PyTree,
-    opt_state: PyTree,
-    count: chex.Numeric,
-    arrays: list[jax.Array | None],
-    pruner: BaseUpdater,
-    objects: tuple[object, ...],
-    treedef: jax.tree_util.PyTreeDef,
-    tx: optax.GradientTransformation | None,
-) -> tuple[Compact, PyTree, PyTree]:
-    """Returns `Compact.move`; `arrays` and `objects` are the leaves of the loss."""
-    leaves = [x if array is None else array for array, x in zip(arrays, objects, strict=True)]
-    loss: Loss | None = jax.tree.unflatten(treedef, leaves)
-    movers = make_movers(pruner, model.graph.example[0], model._storages)
-    values, indices = _by_path(params), _by_path(model.indices)
-    direct: dict[Path, jax.Array] = {}
-    if loss is not None:
-
-        def apply(params: PyTree, *args: PyTree) -> PyTree:
-            return model.apply(jax.lax.stop_gradient(params), *args)
-
-        masked = {path: values[path] for path in movers}
-        direct = differentiate_directly(
-            lambda chosen: loss(apply, _replace_leaves(params, chosen)), masked
-        )
-    slices = {
-        path: mover.slices(values[path], indices[path], count, direct.get(path))
-        for path, mover in movers.items()
-    }
-    if loss is None:
-        new = move_all(movers, slices)
-    else:
-        new = move_by_gradient(
-            movers, slices, lambda observers: loss(functools.partial(model._run, observers), params)
-        )
-    fresh = None if tx is None else tx.init(jax.tree.map(jnp.zeros_like, params))
-    carriers = {
-        path: Carrier(storage, indices[path], new[path])
-        for path, storage in model.storages
-        if path in movers
-    }
-    new, params, opt_state = carry_state(carriers, params, opt_state, fresh)
-    moved = dataclasses.replace(model, indices=_replace_leaves(model.indices, new))
-    return moved, params, opt_state
-
-
-_move_compiled = jax.jit(_move, static_argnums=(5, 6, 7, 8))
-
-
-def _shrink(leaf: jax.ShapeDtypeStruct, storage: Storage) -> jax.ShapeDtypeStruct:
-    """Returns the type of the kept values of a parameter."""
-    values = sharding.resized(leaf, storage.kept_shape)
-    return sharding.with_dtype(values, np.float32) if storage.is_quantized else values
-
-
-def _by_path(tree: PyTree) -> dict[Path, PyTree]:
-    return {trees.path_names(path): leaf for path, leaf in trees.leaves_by_path(tree).items()}
-
-
-def _replace_leaves(tree: PyTree, leaves: Mapping[Path, jax.Array]) -> PyTree:
-    return trees.map_matched(lambda path, leaf: leaves.get(trees.path_names(path), leaf), tree)
 
 
 # `register_dataclass` of jax 0.8 fails for fields that are no part of the pytree.
@@ -569,7 +299,7 @@ def compact(
     opt_state: PyTree | None = None,
     tx: optax.GradientTransformation | None = None,
     outside: Outside = "zero",
-    formats: Mapping[Path, Format] | Mapping[str, Format] | None = None,
+    formats: Mapping[Path, str] | Mapping[str, str] | None = None,
 ) -> Compact:
     """Stores masked parameters as their kept values, for training in the memory of these values.
 
@@ -614,80 +344,12 @@ def compact(
     graph.match_parameters(params)
     arrays = read_masks(graph, masks, outside == "frozen")
     chosen = read_formats(formats or {}, arrays)
-    model, owner_tree = _build(graph, params, arrays, chosen, outside == "frozen")
+    stored, owner_tree = build(graph, params, arrays, chosen, outside == "frozen")
+    state = error = None
     if opt_state is not None:
         opt_state = spread_state(opt_state, params)
-        model = dataclasses.replace(model, opt_state=take_state(owner_tree, opt_state))
+        state = take_state(owner_tree, opt_state)
     if tx is not None:
         error = check_optimizer(tx, params, owner_tree, opt_state)
-        model = dataclasses.replace(model, update_error=error)
-    return model
-
-
-def _build(
-    graph: Graph,
-    params: PyTree,
-    masks: Mapping[Path, np.ndarray],
-    formats: Mapping[Path, Format],
-    is_frozen: bool,
-) -> tuple[Compact, PyTree]:
-    """Returns the compact model without an optimizer's state, and the tree of `Owner`s."""
-    storages, indices = make_storages(graph, masks, formats, is_frozen)
-    if is_frozen:
-        leaves = _by_path(params)
-        storages = {
-            path: dataclasses.replace(storage, base_dtype=np.dtype(leaves[path].dtype))
-            for path, storage in storages.items()
-        }
-
-    def describe(path: trees.KeyPath, leaf: PyTree) -> Owner:
-        names = trees.path_names(path)
-        return Owner(trees.path_string(path), storages.get(names), indices.get(names))
-
-    owner_tree = trees.map_matched(describe, params)
-    model = _store(graph, params, owner_tree, storages, is_frozen)
-    if any(storage.is_quantized for _, storage in model.storages):
-        model._find_readers()  # raises an error for reads that are no casts
-    if refused := model._find_refused(formats):
-        formats = {**formats, **dict.fromkeys(refused, VALUES)}
-        return _build(graph, params, masks, formats, is_frozen)
-    return model, owner_tree
-
-
-def _store(
-    graph: Graph,
-    params: PyTree,
-    owner_tree: PyTree,
-    storages: Mapping[Path, Storage],
-    is_frozen: bool,
-) -> Compact:
-    """Returns the compact model without an optimizer's state."""
-    owners = trees.leaves_by_path(owner_tree)
-
-    def index(path: trees.KeyPath, leaf: PyTree) -> jax.Array | None:
-        owner: Owner = owners[path]
-        if owner.storage is None or owner.indices is None:
-            return None
-        return owner.storage.place(np.asarray(owner.indices), leaf, owner.name)
-
-    def freeze(path: trees.KeyPath, leaf: PyTree) -> PyTree:
-        storage = owners[path].storage
-        if storage is None or not is_frozen:
-            return None
-        is_ordered = storage.order == tuple(range(leaf.ndim))
-        return to_bits(leaf if is_ordered else leaf.transpose(storage.order))
-
-    def take(path: trees.KeyPath, leaf: PyTree) -> PyTree:
-        owner: Owner = owners[path]
-        if owner.storage is not None and isinstance(leaf, jax.ShapeDtypeStruct):
-            return _shrink(leaf, owner.storage)
-        return owner.take(leaf)
-
-    return Compact(
-        trees.map_matched(index, params),
-        trees.map_matched(freeze, params),
-        graph,
-        tuple(storages.items()),
-        jax.device_count() == 1,
-        trees.map_matched(take, params),
-    )
+    fields = (getattr(stored, field.name) for field in dataclasses.fields(stored))
+    return Compact(*fields, state, error)

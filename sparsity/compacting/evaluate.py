@@ -17,18 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparsity.compacting.formats import slices
-from sparsity.compacting.formats.grouped import multiply
-from sparsity.compacting.kept import (
-    Deferred,
-    Kept,
-    Lazy,
-    densify,
-    is_lazy,
-    is_quantized,
-    kept_in,
-    never_after,
-)
+from sparsity.compacting.lazy import Deferred, Lazy, densify, is_lazy, kept_in, never_after
+from sparsity.compacting.storage import Kept, is_quantized
 from sparsity.core import sharding
 from sparsity.graph.uses import LOOKUPS
 from sparsity.programs.entrywise import ENTRYWISE, constant_in
@@ -87,10 +77,12 @@ class Densifier(Interpreter[Lazy]):
         if not has_data and (equation.name in ENTRYWISE or equation.name in LAYOUTS):
             numbers = range(len(equation.outputs))
             return [Deferred(equation, number, tuple(inputs)) for number in numbers]
-        product = multiply(equation, inputs) if equation.name in PRODUCTS else None
-        if product is not None:
-            self._record(equation, inputs, False)
-            return [product]
+        if operands := _find_operands(equation, inputs):
+            _, kept, _ = operands
+            product = kept.storage.multiply(equation, *operands)
+            if product is not None:
+                self._record(equation, inputs, False)
+                return [product]
         if not has_data or equation.name in PRODUCTS or equation.name in LOOKUPS:
             return self._read(equation, inputs)
         self._record(equation, inputs, True)
@@ -144,9 +136,10 @@ class Densifier(Interpreter[Lazy]):
 
             gradients: dict[int, jax.Array] = {}
             steps = _in_steps(equation, inputs)
-            if len(steps) > 1:  # a product, whose kept values come first
-                read_again = jax.tree.unflatten(structure, arrays)
-                gradient = slices.differentiate(equation, read_again, cotangents)
+            operands = _find_operands(equation, jax.tree.unflatten(structure, arrays))
+            if operands and len(steps) > 1:  # kept values come first
+                _, kept, _ = operands
+                gradient = kept.storage.differentiate(equation, *operands, *cotangents)
                 if gradient is not None:
                     ((values, *_), *steps) = steps
                     gradients[values] = gradient
@@ -160,6 +153,24 @@ class Densifier(Interpreter[Lazy]):
         read = jax.custom_vjp(forward)
         read.defvjp(lambda *arrays: (forward(*arrays), arrays), backward)
         return list(read(*sharding.vary_alike(arrays)))
+
+
+def _find_operands(
+    equation: Equation, inputs: Sequence[Lazy]
+) -> tuple[int, Kept, jax.Array] | None:
+    """Returns the operands of a product of kept values and a dense array.
+
+    Returns:
+      The number of the operand that is kept values, this operand, and the other one; `None` for
+      other equations.
+    """
+    if equation.name not in PRODUCTS or len(inputs) != 2:
+        return None
+    at = 0 if is_lazy(inputs[0]) else 1
+    kept, other = inputs[at], inputs[1 - at]
+    if not isinstance(kept, Kept) or isinstance(other, Kept | Deferred):
+        return None
+    return at, kept, other
 
 
 def _in_steps(equation: Equation, inputs: Sequence[Lazy]) -> list[list[int]]:
@@ -198,9 +209,9 @@ def _check_casts(equation: Equation, inputs: Sequence[Lazy]) -> None:
     # Loops have as many inputs as values: each body checks its equations.
     for value, array in zip(equation.inputs, inputs, strict=True):
         for kept in kept_in([array]) if is_quantized(value.dtype) else ():
-            if kept.is_quantized:
+            if kept.storage.is_quantized:
                 raise ValueError(
-                    f"{kept.name!r} is {kept.base_dtype} and read by {equation.name} "
+                    f"{kept.name!r} is {kept.storage.base_dtype} and read by {equation.name} "
                     f"{equation.source}. Its trained entries are floats: cast the parameter to a "
                     "float of 16 bits or more first, or give it no mask: None."
                 )
@@ -213,11 +224,11 @@ def _map_values(equation: Equation, inputs: Sequence[Lazy]) -> Kept | None:
     if not isinstance(kept, Kept) or params.get("sharding"):
         return None
     # A second cast would round the frozen entries once only.
-    is_uncast = kept.base_dtype == equation.inputs[0].dtype and kept.observer is None
+    is_uncast = kept.storage.base_dtype == equation.inputs[0].dtype and kept.observer is None
     if name == "convert_element_type" and is_uncast:
         values = kept.values.astype(params["new_dtype"])
         return dataclasses.replace(kept, values=values)
-    if kept.base is not None or kept.observer is not None:
+    if not kept.is_plain:
         return None
     if name in ("mul", "div") and len(inputs) == 2:
         at = 0 if kept is inputs[0] else 1
@@ -244,24 +255,22 @@ def _move_axes(equation: Equation, inputs: Sequence[Lazy]) -> Kept | None:
         return dataclasses.replace(kept, axes=axes)
     if not kept.stack or not kept.leads_with_stack:
         return None
-    stack, shape, axes = kept.stack, equation.outputs[0].shape, kept.axes
+    stack, shape = kept.stack, equation.outputs[0].shape
     keeps_slices = shape[stack:] == kept.shape[stack:]
     if equation.name == "slice" and keeps_slices:
         keys = "start_indices", "limit_indices", "strides"
         bounds = zip(*(params[key] or (1,) * len(shape) for key in keys), strict=True)
         at = tuple(slice(*bound) for bound in [*bounds][:stack])
-        layers = jax.tree.map(lambda x: x[at], kept)
-    elif equation.name == "dynamic_slice" and keeps_slices:
-        layers = _slice_stack(kept, [densify(x) for x in inputs[1 : stack + 1]], shape[:stack])
-    elif equation.name == "squeeze" and all(axis < stack for axis in params["dimensions"]):
+        layers: Kept = jax.tree.map(lambda x: x[at], kept)
+        return layers
+    if equation.name == "dynamic_slice" and keeps_slices:
+        return _slice_stack(kept, [densify(x) for x in inputs[1 : stack + 1]], shape[:stack])
+    if equation.name == "squeeze" and all(axis < stack for axis in params["dimensions"]):
         dropped = params["dimensions"]
         layers = jax.tree.map(functools.partial(lax.squeeze, dimensions=dropped), kept)
-        stack, axes = stack - len(dropped), tuple(i - len(dropped) for i in axes[len(dropped) :])
-    else:
-        return None
-    sizes = (*shape[:stack], *kept.sizes[kept.stack :])
-    taken: Kept = dataclasses.replace(layers, sizes=sizes, stack=stack, axes=axes)
-    return taken
+        axes = tuple(axis - len(dropped) for axis in kept.axes[len(dropped) :])
+        return dataclasses.replace(layers, axes=axes)
+    return None
 
 
 def _slice_stack(kept: Kept, start: Arrays, sizes: tuple[int, ...]) -> Kept:

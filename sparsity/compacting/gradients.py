@@ -56,8 +56,7 @@ def move_by_gradient(
             each = slices[path]
             observers[path] = _observe_positions(mover, each._replace(step=each.step + mapped))
         else:
-            sizes = mover.storage.kept_shape[: len(mover.storage.stack)]
-            arrays = jnp.broadcast_to(mapped, sizes)
+            arrays = jnp.broadcast_to(mapped, mover.storage.batch)
             observers[path] = dataclasses.replace(observers[path], arrays=arrays)
     moved = dict(zip(observers, jax.grad(run)([x.result for x in observers.values()]), strict=True))
     by_dense_gradient = {path: movers[path] for path in movers if path not in at_once}
@@ -104,7 +103,7 @@ def read_positions(digits: jax.Array, dtype: np.dtype) -> jax.Array:
 def _observe_gradient(mover: Mover) -> Observer:
     """Returns the observer that returns dense gradients, axes in the order of the storage."""
     storage = mover.storage
-    shape = tuple(storage.shape[axis] for axis in storage.order)
+    shape = *storage.batch, *storage.slice_shape
     return Observer(lambda _, gradient: gradient, (), jnp.zeros(shape, jnp.float32))
 
 

@@ -15,15 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.kept import never_after
+from sparsity.compacting.lazy import never_after
 from sparsity.compacting.storage import Storage
 from sparsity.compacting.units import move_units
 from sparsity.core import hashing, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Path, PyTree
 from sparsity.masks import Site, Sites, is_per_slice, lazy_scores
-from sparsity.patterns import FanIn, SparsityType
-from sparsity.patterns.base import absolute_axis
+from sparsity.patterns import SparsityType
 from sparsity.selection import Scores
 from sparsity.training.hooks import Inputs, SliceRule, call_hook
 from sparsity.training.state import SparseState
@@ -170,14 +169,8 @@ class Mover:
 
     def _rows(self) -> int | None:
         """Returns the number of rows in which units move; `None` if the pattern moves masks."""
-        storage, pattern = self.part, self.site.pattern
-        if self.site.batch_axes != len(storage.stack):
-            return None
-        if storage.format == "values" and pattern.is_elementwise:
-            return 1 if getattr(pattern, "ranks_units", False) else None
-        if storage.format == "grouped" and getattr(pattern, "group", None) == storage.size[-1]:
-            return storage.size[0]
-        return None
+        is_stack = self.site.batch_axes == len(self.part.stack)
+        return self.part.count_rows(self.site.pattern) if is_stack else None
 
     def _move_units(
         self, part: Parts, rows: int, param: jax.Array, gradient: jax.Array | None
@@ -185,11 +178,7 @@ class Mover:
         """Returns the new positions of entries, or of the inputs of groups; see `_rows`."""
         assert self.rule is not None
         storage, pattern = self.part, cast(SparsityType, self.site.pattern)
-        drop = self.rule.drop(part.values)
-        if storage.format == "grouped":  # as a matrix of the k inputs that each group keeps
-            _, k, _ = storage.size
-            matrix = drop.reshape(storage.size).swapaxes(0, 1).reshape(k, -1)
-            drop = dataclasses.replace(cast(FanIn, pattern), axis=0).pool(matrix)
+        drop = storage.pool(self.rule.drop(part.values), pattern)
         grow: jax.Array | Scores | None = None
         if pattern.is_elementwise:
             flat = [x if x is None else x.reshape(rows, -1) for x in (param, gradient)]
@@ -316,10 +305,9 @@ def _check_site(
             f"updater has batch_axes = {site.batch_axes} and lets slices trade entries. Give it "
             f"batch_axes={inner[-1] + 1}, a number or a function of (path, param)."
         )
-    slices = math.prod(storage.shape[axis] for axis in storage.stack)
-    kept = (math.prod(storage.kept_shape) - storage.padding) // slices
-    if storage.format == "dense":
+    if storage.stores_all:
         return
+    kept = storage.num_kept // math.prod(storage.batch)
     after = updater.count_after_move(site, storage.shape, kept, target)
     if after != kept:
         number = "another number of" if after is None else after
@@ -329,23 +317,5 @@ def _check_site(
             "or a Block that divides the axes, SRigL with min_salient=None, or "
             "formats={path: 'dense'}."
         )
-    if storage.format == "grouped" and not (storage.is_full or _keeps_groups(site, storage)):
-        raise ValueError(
-            f"{refused}: {site.pattern!r} keeps no groups of {storage.size[-1]} outputs that read "
-            f"the same inputs, as the format 'grouped' has. Give compact formats="
-            f"{{{site.name!r}: 'values'}}."
-        )
-
-
-def _keeps_groups(site: Site, storage: Storage) -> bool:
-    """Returns whether all masks of a pattern have the groups of a storage."""
-    axes = getattr(site.pattern, "axes", None)
-    group = getattr(site.pattern, "group", None)
-    if axes is None or group is None:
-        return False
-    ndim = len(storage.shape)
-    inputs = {absolute_axis(axis, site.batch_axes, ndim) for axis in axes}
-    outputs = {*range(ndim)} - {*storage.stack, *storage.inputs}
-    largest = min(group, math.prod(storage.shape[axis] for axis in outputs))
-    is_multiple: bool = largest % storage.size[-1] == 0
-    return inputs == {*storage.inputs} and is_multiple
+    if reason := storage.refuse(site):
+        raise ValueError(f"{refused}: {reason}")

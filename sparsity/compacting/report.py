@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from sparsity.compacting.storage import FORMATS, Format
+from sparsity.compacting.formats import FORMATS
 from sparsity.core import extras, trees
 from sparsity.core.pictures import bars, new_axes
 from sparsity.core.trees import Path
@@ -40,7 +40,7 @@ class Row(NamedTuple):
     readers: tuple[str, ...] = ()
 
 
-def table(rows: Sequence[Row], seconds: Mapping[Path, Mapping[Format, float]]) -> str:
+def table(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]]) -> str:
     """Returns `Compact.report`."""
     measured_formats = {name for times in seconds.values() for name in times}
     columns = [name for name in FORMATS if name in measured_formats]

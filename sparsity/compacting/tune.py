@@ -6,67 +6,49 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sparsity.compacting.evaluate import Densifier
-from sparsity.compacting.kept import Kept, Lazy, densify, kept_in
-from sparsity.compacting.storage import Format
+from sparsity.compacting.lazy import densify, kept_in
+from sparsity.compacting.storage import Kept
+from sparsity.compacting.stored import Read, StoredModel
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
-from sparsity.programs.program import Equation
 from sparsity.reports.times import rounds_in_turn
 
-Seconds: TypeAlias = dict[Path, dict[Format, float]]
+Seconds: TypeAlias = dict[Path, dict[str, float]]
 Program: TypeAlias = Callable[[], object]
 
 _NOISE = 1.02  # seconds that count as equally fast
 _MOST_ROUNDS = 5  # times `rounds`, for formats that are nearly as fast as the fastest one
 _MOST_SECONDS = 10.0  # of these further rounds
-_measured: dict[str, dict[Format, float]] = {}  # by shapes of the products, device and rounds
+_measured: dict[str, dict[str, float]] = {}  # by shapes of the products, device and rounds
 
 
-class Candidate(NamedTuple):
-    """A model in one format, for parameters that can have the format.
-
-    Attributes:
-      paths: {name of a parameter in this format: path}.
-      reads: equations that read a masked parameter, with the shapes of their inputs.
-      values: {name: kept values}.
-      indices: {name: their positions}.
-      in_turn: whether the model lets each dense parameter wait. Without, compilers share the dense
-        parameter of both passes here, but not in a model of many layers.
-    """
-
-    paths: Mapping[str, Path]
-    reads: Sequence[tuple[Equation, list[Lazy]]]
-    values: Mapping[str, jax.Array]
-    indices: Mapping[str, jax.Array]
-    in_turn: bool
-
-
-def measure(candidates: Mapping[Format, Candidate], rounds: int) -> Seconds:
+def measure(models: Mapping[str, StoredModel], args: tuple[PyTree, ...], rounds: int) -> Seconds:
     """Returns the seconds of the products of each parameter, forward and backward, by format.
 
     Args:
-      candidates: the model in each format.
+      models: the model in each format, for parameters that can have the format.
+      args: inputs of the model.
       rounds: number of measurements of each product; see `time_until_clear`.
     """
-    programs: dict[Path, dict[Format, list[tuple[str, Program]]]] = {}
-    for name, candidate in candidates.items():
-        for equation, inputs in candidate.reads:
-            for kept in kept_in(inputs):
-                if kept.name in candidate.paths:
-                    made = _make_program(equation, inputs, candidate)
-                    by_format = programs.setdefault(candidate.paths[kept.name], {})
-                    by_format.setdefault(name, []).append(made)
+    programs: dict[Path, dict[str, list[tuple[str, Program]]]] = {}
+    for name, model in models.items():
+        paths = {trees.join_names(x): x for x, each in model.storages if each.format == name}
+        for read in model.list_reads(model.graph.example[0], args):
+            for kept in kept_in(read.inputs):
+                if kept.name in paths:
+                    by_format = programs.setdefault(paths[kept.name], {})
+                    by_format.setdefault(name, []).append(_make_program(read, model))
     return {path: _time(by_format, rounds) for path, by_format in programs.items()}
 
 
-def choose(seconds: Seconds, nbytes: Mapping[tuple[Path, Format], int]) -> dict[Path, Format]:
+def choose(seconds: Seconds, nbytes: Mapping[tuple[Path, str], int]) -> dict[Path, str]:
     """Returns for each parameter the smallest of the fastest formats."""
     chosen = {}
     for path, by_format in seconds.items():
@@ -76,15 +58,13 @@ def choose(seconds: Seconds, nbytes: Mapping[tuple[Path, Format], int]) -> dict[
     return chosen
 
 
-def _time(
-    by_format: Mapping[Format, Sequence[tuple[str, Program]]], rounds: int
-) -> dict[Format, float]:
+def _time(by_format: Mapping[str, Sequence[tuple[str, Program]]], rounds: int) -> dict[str, float]:
     """Returns the seconds of each format, measured in turn; equal shapes are measured once."""
     described = [f"{name}: {text}" for name in by_format for text, _ in by_format[name]]
     key = " | ".join([f"{rounds} rounds", *described])
     if key not in _measured:
 
-        def run(name: Format) -> list[object]:
+        def run(name: str) -> list[object]:
             return [program() for _, program in by_format[name]]
 
         runs = {name: functools.partial(run, name) for name in by_format}
@@ -92,7 +72,7 @@ def _time(
     return _measured[key]
 
 
-def time_until_clear(runs: Mapping[Format, Program], rounds: int) -> dict[Format, float]:
+def time_until_clear(runs: Mapping[str, Program], rounds: int) -> dict[str, float]:
     """Returns the seconds of each format, from the ratios of each round.
 
     Other work of the machine slows all formats of a round, so that ratios are steadier than
@@ -105,7 +85,7 @@ def time_until_clear(runs: Mapping[Format, Program], rounds: int) -> dict[Format
     Returns:
       {format: median seconds of the fastest format x median ratio to the fastest format}.
     """
-    seconds: dict[Format, list[float]] = {name: [] for name in runs}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
     unclear, end = list(runs), 0.0
     for _ in range(_MOST_ROUNDS):
         times = rounds_in_turn(*(runs[name] for name in unclear), rounds=rounds)
@@ -127,34 +107,42 @@ def _ratios(some: Sequence[float], others: Sequence[float]) -> np.ndarray:
     return np.divide(some[:count], others[:count])
 
 
-def _make_program(
-    equation: Equation, inputs: Sequence[Lazy], candidate: Candidate
-) -> tuple[str, Program]:
+def _make_program(read: Read, model: StoredModel) -> tuple[str, Program]:
     """Returns a description of the shapes of a product, and a program that runs both its passes."""
+    equation, inputs, _ = read
+    values, indices = (
+        {trees.path_string(path): leaf for path, leaf in trees.leaves_by_path(tree).items()}
+        for tree in (model.params, model.indices)
+    )
 
     def fill(leaf: PyTree) -> PyTree:
         if isinstance(leaf, Kept):
-            values = _first_slice(candidate.values[leaf.name], leaf.values)
-            indices = _first_slice(candidate.indices[leaf.name], leaf.indices)
-            return dataclasses.replace(leaf, values=values, indices=indices, base=None)
+            pair = (
+                _first_slice(values[leaf.name], leaf.values),
+                _first_slice(indices[leaf.name], leaf.indices),
+            )
+            return dataclasses.replace(leaf, values=pair[0], indices=pair[1], base=None)
         rng = np.random.default_rng(0)
         drawn = rng.standard_normal(leaf.shape) if trees.is_prunable(leaf) else np.zeros(leaf.shape)
         return jnp.asarray(drawn, leaf.dtype)
 
-    filled = jax.tree.map(fill, list(inputs), is_leaf=lambda leaf: isinstance(leaf, Kept))
+    filled = jax.tree.map(fill, inputs, is_leaf=lambda leaf: isinstance(leaf, Kept))
     arrays, structure = jax.tree.flatten(filled)
     places = [i for i, array in enumerate(arrays) if trees.is_prunable(array)]
 
     def loss(floating: list[jax.Array], arrays: list[jax.Array]) -> jax.Array:
         replaced = dict(zip(places, floating, strict=True))
-        read = jax.tree.unflatten(structure, [replaced.get(i, x) for i, x in enumerate(arrays)])
-        outputs = Densifier(lambda _: True, candidate.in_turn).bind(equation, read)
+        operands = [replaced.get(i, x) for i, x in enumerate(arrays)]
+        # Without turns, compilers share the dense parameter of both passes here, but not in a model
+        # of many layers.
+        interpreter = Densifier(lambda _: True, model.in_turn)
+        outputs = interpreter.bind(equation, jax.tree.unflatten(structure, operands))
         arrays = [densify(y) for y in outputs if trees.is_prunable(y)]
         return sum((jnp.sum(jnp.abs(y) ** 2) for y in arrays), jnp.zeros(()))
 
     run = jax.jit(jax.grad(loss))
     shapes = [f"{array.dtype}{list(array.shape)}" for array in arrays]
-    text = f"{jax.default_backend()} {equation.name} {equation.params} {shapes} {candidate.in_turn}"
+    text = f"{jax.default_backend()} {equation.name} {equation.params} {shapes} {model.in_turn}"
     return text, functools.partial(run, [arrays[i] for i in places], arrays)
 
 

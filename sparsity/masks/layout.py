@@ -18,7 +18,7 @@ AnyArray = TypeVar("AnyArray", jax.Array, np.ndarray)
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class SliceLayout:
     """A parameter as slices of one size. Hashable and no pytree, so trees hold it as a leaf.
 
     Attributes:
@@ -27,7 +27,7 @@ class Layout:
       split: shape as which the parameter is read, whose axes `stack` counts; by default its shape.
 
     Example:
-      >>> layout = Layout((2, 3), stack=(1,))
+      >>> layout = SliceLayout((2, 3), stack=(1,))
       >>> layout.slices(np.array([[0, 1, 2], [3, 4, 5]]))
       array([[0, 3],
              [1, 4],

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 
 from sparsity.core import owners, sharding, trees
 from sparsity.core.trees import PyTree
-from sparsity.masks.layout import Layout
+from sparsity.masks.layout import SliceLayout
 from sparsity.masks.positions import kept_positions, read_words, slots_of_positions, spread
 
 
@@ -40,8 +40,8 @@ class KeptState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class KeptLayout(Layout):
-    """Layout of a parameter's kept entries; attributes as in `Layout`.
+class KeptLayout(SliceLayout):
+    """Layout of a parameter's kept entries; attributes as in `SliceLayout`.
 
     Attributes:
       num_slots: number of slots of a slice, at least the number of its kept entries.
@@ -293,8 +293,8 @@ def _spread_on_host(positions: np.ndarray, shape: tuple[int, ...], kept: jax.Arr
     """Returns kept entries as an array of a shape, placed as they are; other leaves unchanged."""
     if jnp.shape(kept) != positions.shape:
         return kept
-    layout = Layout(shape, tuple(range(positions.ndim - 1)))
-    array = layout.put(np.asarray(kept), positions)  # stays on the host without a mesh
+    layout = SliceLayout(shape, tuple(range(positions.ndim - 1)))
+    array: PyTree = layout.put(np.asarray(kept), positions)  # stays on the host without a mesh
     return sharding.place_like(kept, array)
 
 

@@ -1,19 +1,172 @@
-"""Products that read kept values of groups, without any dense parameter."""
+"""The format 'grouped': neighbouring outputs that keep the same inputs, and their products."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self, cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from sparsity.compacting.grouped import grouped_product
-from sparsity.compacting.kept import Grouped, Lazy, is_lazy
+from sparsity.compacting import grouped
+from sparsity.compacting.groups import find_groups
+from sparsity.compacting.storage import Kept, MaskedParameter, MeshAxes, Storage
+from sparsity.masks import Pattern, Site
+from sparsity.masks.layout import AnyArray
+from sparsity.patterns import FanIn
+from sparsity.patterns.base import absolute_axis
 from sparsity.programs.products import read_product
 from sparsity.programs.program import Equation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grouped(Storage):
+    """Kept values [*stack, groups, k, group] of slices [*inputs, *outputs].
+
+    Each group of neighbouring outputs reads the k inputs at the positions [*stack, groups, k].
+
+    Attributes:
+      inputs: axes of the parameter that products sum over.
+    """
+
+    format = "grouped"
+    refusal = (
+        "its outputs keep different numbers of inputs, its products sum over different axes, or "
+        "outside = 'frozen'. Use 'values', or masks of FanIn."
+    )
+    multiplies = True
+
+    inputs: tuple[int, ...]
+
+    @classmethod
+    def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
+        """Returns the storage and the inputs that each group reads.
+
+        Groups have at least 4 outputs, or 1 output if the format is chosen.
+        """
+        mask, stack, inputs = parameter.mask, parameter.stack, parameter.inputs
+        if parameter.is_frozen or not inputs:
+            return None
+        storage = cls(mask.shape, stack, size=(), inputs=inputs)
+        matrices = storage.matrices(mask).swapaxes(-1, -2)
+        groups = find_groups(matrices)
+        if groups is None and parameter.is_chosen:
+            groups = find_groups(matrices, 1)
+        if groups is None:
+            return None
+        group, indices = groups
+        size = (*indices.shape[len(stack) :], group)
+        padding = indices.size * group - int(np.count_nonzero(mask))
+        return dataclasses.replace(storage, size=size, padding=padding), indices
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The axes of the parameter: those that index slices, inputs, and outputs."""
+        first = *self.stack, *self.inputs
+        return (*first, *(axis for axis in range(len(self.shape)) if axis not in first))
+
+    @property
+    def indices_shape(self) -> tuple[int, ...]:
+        return self.kept_shape[:-1]
+
+    @property
+    def num_units(self) -> int:
+        """Number of inputs."""
+        return math.prod(self.shape[axis] for axis in self.inputs)
+
+    def matrices(self, array: AnyArray) -> AnyArray:
+        """Returns an array of the shape of the parameter as [*stack, inputs, outputs]."""
+        outputs = math.prod(self.slice_shape[len(self.inputs) :])
+        return self.slices(array).reshape(*self.batch, self.num_units, outputs)
+
+    def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        groups, k, group = self.size
+        matrices = self.matrices(array)
+        inputs, outputs = matrices.shape[-2:]
+        count, missing = math.prod(self.batch), groups * group - outputs
+        matrices = matrices.reshape(count, inputs, outputs)
+        matrices = np.pad(matrices, ((0, 0), (0, 1), (0, missing)))  # padding reads a row of zeros
+        rows = matrices.reshape(count, inputs + 1, groups, group).swapaxes(1, 2)
+        at = positions.reshape(count, groups, k, 1).astype(np.int64)
+        return np.take_along_axis(rows, at, axis=2).reshape(self.kept_shape)
+
+    def densify(
+        self,
+        values: jax.Array,
+        indices: jax.Array,
+        base: jax.Array | None,
+        never: jax.Array | int,
+    ) -> jax.Array:
+        outputs = math.prod(self.slice_shape[len(self.inputs) :])
+        return grouped.densify(values, indices + never, self.num_units, outputs).reshape(-1)
+
+    def multiply(
+        self, equation: Equation, at: int, kept: Kept, other: jax.Array
+    ) -> jax.Array | None:
+        contraction = None
+        if not kept.is_plain:
+            return None
+        if equation.name == "dot_general" and equation.params.get("out_sharding") is None:
+            contraction = _read_dot(equation, at)
+        elif equation.name == "conv_general_dilated" and at == 1 and _is_pointwise(equation):
+            contraction = _read_pointwise(equation)
+            other = _stride(equation, other)
+        num_inputs = len(self.inputs)
+        if contraction is None or not _fits(contraction, kept, num_inputs):
+            return None
+        return _contract(equation, contraction, kept, num_inputs, other)
+
+    def rows(self, mask: jax.Array) -> jax.Array:
+        units = self.matrices(mask)[..., :: self.size[-1]].swapaxes(-1, -2)
+        return units.reshape(math.prod(self.indices_shape[:-1]), self.num_units)
+
+    def locate_rows(self, rows: jax.Array) -> jax.Array:
+        # Padding is the number of inputs, which 16 bits hold.
+        return jnp.minimum(super().locate_rows(rows), self.num_units)
+
+    def count_rows(self, pattern: Pattern) -> int | None:
+        return self.size[0] if getattr(pattern, "group", None) == self.size[-1] else None
+
+    def pool(self, scores: jax.Array, pattern: Pattern) -> jax.Array:
+        """Returns the scores of the inputs that groups keep, as those of a matrix [k, outputs]."""
+        _, k, _ = self.size
+        matrix = scores.reshape(self.size).swapaxes(0, 1).reshape(k, -1)
+        return dataclasses.replace(cast(FanIn, pattern), axis=0).pool(matrix)
+
+    def refuse(self, site: Site) -> str:
+        if self.is_full or self._has_groups(site):
+            return ""
+        return (
+            f"{site.pattern!r} keeps no groups of {self.size[-1]} outputs that read the same "
+            "inputs, as the format 'grouped' has. "
+            f"Give compact formats={{{site.name!r}: 'values'}}."
+        )
+
+    def _has_groups(self, site: Site) -> bool:
+        """Returns whether all masks of a pattern have the groups of the storage."""
+        axes = getattr(site.pattern, "axes", None)
+        group = getattr(site.pattern, "group", None)
+        if axes is None or group is None:
+            return False
+        ndim = len(self.shape)
+        inputs = {absolute_axis(axis, site.batch_axes, ndim) for axis in axes}
+        largest = min(group, math.prod(self.slice_shape[len(self.inputs) :]))
+        is_multiple: bool = largest % self.size[-1] == 0
+        return inputs == {*self.inputs} and is_multiple
+
+    def shared_axes(self, counts: list[int]) -> tuple[int, ...]:
+        outputs = self.order[len(self.stack) + len(self.inputs)]
+        return (*self.stack, outputs) if self.size[0] % counts[outputs] == 0 else self.stack
+
+    def split_slices(
+        self, spec: list[MeshAxes], values: list[MeshAxes], stack: int
+    ) -> list[MeshAxes]:
+        spec[stack + len(self.inputs)] = values[stack]
+        return spec
 
 
 class Contraction(NamedTuple):
@@ -30,26 +183,6 @@ class Contraction(NamedTuple):
     batch: tuple[tuple[int, int], ...]
     free: tuple[int, ...]
     result: tuple[tuple[bool, int], ...]
-
-
-def multiply(equation: Equation, inputs: Sequence[Lazy]) -> jax.Array | None:
-    """Returns a product of kept values of groups, `None` for products that need a dense array."""
-    at = 0 if isinstance(inputs[0], Grouped) else 1
-    kept, other = inputs[at], inputs[1 - at] if len(inputs) == 2 else None
-    if not isinstance(kept, Grouped) or other is None or is_lazy(other):
-        return None
-    if kept.base is not None or kept.observer is not None:
-        return None
-    assert isinstance(other, jax.Array)
-    contraction = None
-    if equation.name == "dot_general" and equation.params.get("out_sharding") is None:
-        contraction = _read_dot(equation, at)
-    elif equation.name == "conv_general_dilated" and at == 1 and _is_pointwise(equation):
-        contraction = _read_pointwise(equation)
-        other = _stride(equation, other)
-    if contraction is None or not _fits(contraction, kept):
-        return None
-    return _contract(equation, contraction, kept, other)
 
 
 def _read_dot(equation: Equation, at: int) -> Contraction:
@@ -99,10 +232,10 @@ def _stride(equation: Equation, image: jax.Array) -> jax.Array:
     return lax.slice(image, [0] * image.ndim, image.shape, steps)
 
 
-def _fits(contraction: Contraction, kept: Grouped) -> bool:
+def _fits(contraction: Contraction, kept: Kept, num_inputs: int) -> bool:
     """Returns whether a product sums over all inputs of the groups, and over nothing else."""
     summed = {kept.axes[axis] for axis, _ in contraction.contracted}
-    first, end = kept.stack, kept.stack + kept.inputs
+    first, end = kept.stack, kept.stack + num_inputs
     unsummed = [i for i in range(first, end) if i not in summed]
     batch = sorted(kept.axes[axis] for axis, _ in contraction.batch)
     sums_inputs = all(first <= i < end for i in summed) and all(
@@ -112,7 +245,7 @@ def _fits(contraction: Contraction, kept: Grouped) -> bool:
 
 
 def _contract(
-    equation: Equation, contraction: Contraction, kept: Grouped, other: jax.Array
+    equation: Equation, contraction: Contraction, kept: Kept, num_inputs: int, other: jax.Array
 ) -> jax.Array:
     """Brings the other operand to [*stack, rows, inputs], and the result to its own axes."""
     stored = {kept.axes[axis]: axis_of_other for axis, axis_of_other in contraction.contracted}
@@ -125,12 +258,12 @@ def _contract(
     x = other.transpose([axis for axes in order for axis in axes])
     stack = x.shape[: kept.stack]
     rows = x.shape[kept.stack : kept.stack + len(contraction.free)]
-    end = kept.stack + kept.inputs
+    end = kept.stack + num_inputs
     outputs = kept.sizes[end:]
     count = math.prod(outputs)
     precision = equation.params["precision"]
     run = functools.partial(
-        grouped_product,
+        grouped.grouped_product,
         outputs=count,
         precision=precision,
         preferred_element_type=equation.params["preferred_element_type"],
@@ -144,6 +277,6 @@ def _contract(
     # Axes of y: the stack, the free axes of the other operand, the outputs of the parameter.
     places = {(True, axis): kept.axes[axis] for axis, _ in contraction.batch}
     places |= {(False, axis): kept.stack + i for i, axis in enumerate(contraction.free)}
-    shift = len(rows) - kept.inputs
+    shift = len(rows) - num_inputs
     places |= {(True, axis): i + shift for axis, i in enumerate(kept.axes) if i >= end}
     return y.transpose([places[source] for source in contraction.result])

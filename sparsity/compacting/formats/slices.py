@@ -1,69 +1,128 @@
-"""Gradients of whole slices of a parameter, as products of these slices alone.
+"""The format 'slices': whole slices along one axis, such as channels and heads.
 
-A slice is a channel, a head, or an input with all its entries. S2FT (Yang et al. 2024, section 3.2)
-trains such a dense part of each matrix: the backward pass multiplies the part of the activations,
-or of their gradient, that meets the slices.
+The gradient of the slices is a product of these alone. S2FT (Yang et al. 2024, section 3.2) trains
+such a dense part of each matrix: the backward pass multiplies the part of the activations, or of
+their gradient, that meets the slices.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
+from typing import Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from sparsity.compacting.kept import Deferred, Kept, Lazy, Sliced, is_lazy
+from sparsity.compacting.groups import list_kept
+from sparsity.compacting.storage import Kept, MaskedParameter, Storage
 from sparsity.core.sharding import explicit_sharding
-from sparsity.programs.products import PRODUCTS, read_product
+from sparsity.programs.products import read_product
 from sparsity.programs.program import Equation
 
 
-def differentiate(
-    equation: Equation, inputs: Sequence[Lazy], cotangents: Sequence[jax.Array]
-) -> jax.Array | None:
-    """Returns the gradient of the kept slices of a product.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sliced(Storage):
+    """Whole slices of each slice of the stack, along one axis, at positions [*stack, k].
 
-    Args:
-      equation: the product.
-      inputs: its inputs; one is lazy.
-      cotangents: the gradient of its result.
+    Values have the axes of the dense array, and size k along this axis. Positions beyond the axis
+    are padding. Entries outside are frozen, so that masks do not move.
 
-    Returns:
-      `None` if the product needs the dense gradient: one of an expression of the slices, of ragged
-      rows, of groups of features, along an axis of space, or of arrays on Explicit axes.
+    Attributes:
+      axis: the axis, after those of the stack.
     """
-    at = next(i for i, x in enumerate(inputs) if is_lazy(x))
-    kept = inputs[at]
-    if equation.name not in PRODUCTS or not isinstance(kept, Sliced) or len(inputs) != 2:
-        return None
-    other, (cotangent,) = inputs[1 - at], cotangents
-    if isinstance(other, Kept | Deferred) or any(
-        explicit_sharding(jax.typeof(x)) for x in (other, cotangent)
-    ):
-        return None
-    product = read_product(equation)
-    if product.groups > 1 or product.refusal or equation.params.get("out_sharding") is not None:
-        return None
-    partners = {pair[at]: pair[1 - at] for pair in product.pairs}
-    batch = dict(zip(product.operands[at].batch, product.operands[1 - at].batch, strict=True))
-    places = {source: i for i, source in enumerate(product.output) if source is not None}
-    results = {axis: places[at, axis] for axis in product.operands[at].free}
-    results |= {axis: places[0, axis if at == 0 else batch[axis]] for axis in batch}
-    axis, *stack = (kept.axes.index(i) for i in (kept.stack + kept.axis, *range(kept.stack)))
-    if not {*stack} <= {*batch} or not (axis in partners or axis in results):
-        return None
-    for_other, for_result = (
-        _take(array, kept.indices, axes[axis], [axes[i] for i in stack]) if axis in axes else array
-        for array, axes in ((other, partners), (cotangent, results))
+
+    format = "slices"
+    refusal = (
+        "its mask keeps no whole slices along one axis, layers keep too different numbers, or "
+        "outside = 'zero'. Use 'values', or masks of channels: scope=Coupled(graph)."
     )
 
-    def multiply(slices: jax.Array) -> jax.Array:
-        operands = [slices.transpose(kept.axes), for_other]
-        result: jax.Array = equation.bind(operands if at == 0 else operands[::-1])[0]
-        return result
+    axis: int
 
-    gradient: jax.Array = jax.vjp(multiply, kept.values)[1](for_result)[0]
-    return gradient
+    @classmethod
+    def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
+        """Returns the storage and the positions of the slices along their axis.
+
+        Returns:
+          `None` if entries outside are no frozen ones, some slice is kept in part, all or none are
+          kept, or too much padding would be stored: of layers that keep different numbers.
+        """
+        mask, stack = parameter.mask, parameter.stack
+        slices = mask.transpose(cls(mask.shape, stack, size=(), axis=0).order) != 0
+        depth, is_partial = len(stack), slices.any() and not slices.all()
+        if not parameter.is_frozen or not is_partial or slices.ndim < depth + 2:
+            return None
+        for axis in range(depth, slices.ndim):
+            full_axes = tuple(i for i in range(depth, slices.ndim) if i != axis)
+            rows = slices.any(axis=full_axes, keepdims=True)
+            if (slices == rows).all():
+                indices = list_kept(rows.squeeze(full_axes))
+                shape = [*slices.shape]
+                shape[axis] = indices.shape[-1]
+                kept = int(np.count_nonzero(mask))
+                padding = math.prod(shape) - kept
+                size, along = tuple(shape[depth:]), axis - depth
+                storage = cls(mask.shape, stack, size=size, padding=padding, axis=along)
+                return None if padding > kept else (storage, indices)
+        return None
+
+    @property
+    def indices_shape(self) -> tuple[int, ...]:
+        return (*self.batch, self.size[self.axis])
+
+    def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        slices, depth = array.transpose(self.order), len(self.stack)
+        axis = depth + self.axis
+        at = np.expand_dims(
+            positions.astype(np.int64), [i for i in range(depth, slices.ndim) if i != axis]
+        )
+        values = np.take_along_axis(slices, np.minimum(at, slices.shape[axis] - 1), axis)
+        return np.where(at < slices.shape[axis], values, np.zeros((), slices.dtype))
+
+    def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
+        places = (*(slice(None) for _ in range(self.axis)), indices.astype(jnp.int32))
+        dense = outside.reshape(self.slice_shape)
+        return dense.at[places].set(values, mode="drop").reshape(-1)
+
+    def differentiate(
+        self, equation: Equation, at: int, kept: Kept, other: jax.Array, cotangent: jax.Array
+    ) -> jax.Array | None:
+        """Returns the gradient of the kept slices; see `Storage`.
+
+        Returns:
+          `None` for a product of ragged rows, of groups of features, along an axis of space, or of
+          arrays on Explicit axes.
+        """
+        if any(explicit_sharding(jax.typeof(x)) for x in (other, cotangent)):
+            return None
+        product = read_product(equation)
+        if product.groups > 1 or product.refusal or equation.params.get("out_sharding") is not None:
+            return None
+        partners = {pair[at]: pair[1 - at] for pair in product.pairs}
+        batch = dict(zip(product.operands[at].batch, product.operands[1 - at].batch, strict=True))
+        places = {source: i for i, source in enumerate(product.output) if source is not None}
+        results = {axis: places[at, axis] for axis in product.operands[at].free}
+        results |= {axis: places[0, axis if at == 0 else batch[axis]] for axis in batch}
+        axis, *stack = (kept.axes.index(i) for i in (kept.stack + self.axis, *range(kept.stack)))
+        if not {*stack} <= {*batch} or not (axis in partners or axis in results):
+            return None
+        for_other, for_result = (
+            _take(array, kept.indices, axes[axis], [axes[i] for i in stack])
+            if axis in axes
+            else array
+            for array, axes in ((other, partners), (cotangent, results))
+        )
+
+        def multiply(slices: jax.Array) -> jax.Array:
+            operands = [slices.transpose(kept.axes), for_other]
+            result: jax.Array = equation.bind(operands if at == 0 else operands[::-1])[0]
+            return result
+
+        gradient: jax.Array = jax.vjp(multiply, kept.values)[1](for_result)[0]
+        return gradient
 
 
 def _take(array: jax.Array, indices: jax.Array, axis: int, stack: Sequence[int]) -> jax.Array:

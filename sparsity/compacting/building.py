@@ -1,0 +1,234 @@
+"""Builds a model of kept values from a graph and masks: formats, positions and values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsity.compacting.formats import ANY_MASK, FORMATS
+from sparsity.compacting.state import Owner
+from sparsity.compacting.storage import MaskedParameter, Storage, is_quantized, to_bits
+from sparsity.compacting.stored import StoredModel, by_path
+from sparsity.core import trees
+from sparsity.core.checks import check_kind
+from sparsity.core.trees import Path, PyTree
+from sparsity.graph import Graph
+from sparsity.masks.layout import SliceLayout
+from sparsity.masks.positions import check_entries
+
+
+def build(
+    graph: Graph,
+    params: PyTree,
+    masks: Mapping[Path, np.ndarray],
+    formats: Mapping[Path, str],
+    is_frozen: bool,
+) -> tuple[StoredModel, PyTree]:
+    """Returns the model of kept values, and a tree of `Owner`s like the parameters.
+
+    Args:
+      graph: the graph of the model.
+      params: the parameters.
+      masks: masks by path.
+      formats: chosen formats by path.
+      is_frozen: whether entries outside the masks are stored.
+
+    Raises:
+      ValueError: a parameter cannot have the chosen format, a mesh divides its values, or an
+        equation reads quantized values.
+    """
+    storages, indices = _make_storages(graph, masks, formats, is_frozen)
+    if is_frozen:
+        leaves = by_path(params)
+        storages = {
+            path: dataclasses.replace(storage, base_dtype=np.dtype(leaves[path].dtype))
+            for path, storage in storages.items()
+        }
+
+    def describe(path: trees.KeyPath, leaf: PyTree) -> Owner:
+        names = trees.path_names(path)
+        return Owner(trees.path_string(path), storages.get(names), indices.get(names))
+
+    owner_tree = trees.map_matched(describe, params)
+    model = _store(graph, params, owner_tree, storages, is_frozen)
+    if any(storage.is_quantized for _, storage in model.storages):
+        model.find_readers()  # raises an error for reads that are no casts
+    if refused := _find_refused(model, formats):
+        formats = {**formats, **dict.fromkeys(refused, ANY_MASK)}
+        return build(graph, params, masks, formats, is_frozen)
+    return model, owner_tree
+
+
+def _store(
+    graph: Graph,
+    params: PyTree,
+    owner_tree: PyTree,
+    storages: Mapping[Path, Storage],
+    is_frozen: bool,
+) -> StoredModel:
+    """Returns the model with positions, frozen entries and values on the devices of `params`."""
+    owners = trees.leaves_by_path(owner_tree)
+
+    def index(path: trees.KeyPath, leaf: PyTree) -> jax.Array | None:
+        owner: Owner = owners[path]
+        if owner.storage is None or owner.indices is None:
+            return None
+        return owner.storage.place(np.asarray(owner.indices), leaf, owner.name)
+
+    def freeze(path: trees.KeyPath, leaf: PyTree) -> PyTree:
+        storage = owners[path].storage
+        if storage is None or not is_frozen:
+            return None
+        is_ordered = storage.order == tuple(range(leaf.ndim))
+        return to_bits(leaf if is_ordered else leaf.transpose(storage.order))
+
+    def take(path: trees.KeyPath, leaf: PyTree) -> PyTree:
+        owner: Owner = owners[path]
+        if owner.storage is not None and isinstance(leaf, jax.ShapeDtypeStruct):
+            return owner.storage.shrink(leaf)
+        return owner.take(leaf)
+
+    return StoredModel(
+        trees.map_matched(index, params),
+        trees.map_matched(freeze, params),
+        graph,
+        tuple(storages.items()),
+        jax.device_count() == 1,
+        trees.map_matched(take, params),
+    )
+
+
+def _find_refused(model: StoredModel, formats: Mapping[Path, str]) -> list[Path]:
+    """Returns the paths that some product reads as a dense array, although the format needs none.
+
+    Args:
+      model: the model.
+      formats: chosen formats, which stay.
+    """
+    paths = [path for path, each in model.storages if each.multiplies and path not in formats]
+    readers = model.find_readers() if paths else {}
+    return [path for path in paths if trees.join_names(path) in readers]
+
+
+def _make_storages(
+    graph: Graph, masks: Mapping[Path, np.ndarray], formats: Mapping[Path, str], is_frozen: bool
+) -> tuple[dict[Path, Storage], dict[Path, np.ndarray]]:
+    """Returns the storages of masked parameters, and the positions of their kept values.
+
+    Raises:
+      ValueError: a parameter cannot have the chosen format.
+    """
+    storages, indices = {}, {}
+    for path, parameter in _describe(graph, masks, is_frozen):
+        if path in formats:
+            chosen = FORMATS[formats[path]]
+            made = chosen.make(parameter._replace(is_chosen=True))
+            if made is None:
+                raise ValueError(
+                    f"formats has {chosen.format!r} for {trees.join_names(path)!r} of shape "
+                    f"{parameter.mask.shape}, but {chosen.refusal}"
+                )
+        else:
+            makes = (each.make(parameter) for each in reversed(FORMATS.values()))
+            made = next(filter(None, makes))
+        storages[path], indices[path] = made
+    return storages, indices
+
+
+def list_formats(
+    graph: Graph, masks: Mapping[Path, np.ndarray], is_frozen: bool
+) -> dict[Path, list[str]]:
+    """Returns the formats that each masked parameter can have."""
+    return {
+        path: [
+            name
+            for name, each in FORMATS.items()
+            if each.make(parameter._replace(is_chosen=True)) is not None
+        ]
+        for path, parameter in _describe(graph, masks, is_frozen)
+    }
+
+
+def _describe(
+    graph: Graph, masks: Mapping[Path, np.ndarray], is_frozen: bool
+) -> Iterator[tuple[Path, MaskedParameter]]:
+    """Yields the masked parameters by path.
+
+    Slices are layers of scans. Axes that index separate products, as experts do, follow if all
+    slices keep equally many entries.
+    """
+    scanned = graph.find_scanned_axes()
+    for path, mask in masks.items():
+        batches = [{*use.batch} for use in graph.find_products(path)]
+        batch = set.intersection(*batches) if batches else set()
+        stack = scanned.get(path, ())
+        slices = (*stack, *sorted(batch - {*stack}))
+        counts = np.count_nonzero(SliceLayout(mask.shape, slices).slices(mask), axis=-1)
+        stack = slices if len({*counts.ravel().tolist()}) == 1 else stack
+        yield path, MaskedParameter(mask, stack, _find_inputs(graph, path, stack), is_frozen)
+
+
+def _find_inputs(graph: Graph, path: Path, stack: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the axes of a parameter over which all its products sum, () if they differ."""
+    uses = graph.find_products(path)
+    axes = {use.contracting for use in uses}
+    groups = {use.groups for use in uses}
+    if len(axes) != 1 or groups != {1}:
+        return ()
+    (inputs,) = axes
+    is_separate = not {*inputs} & {*stack} and len(inputs) + len(stack) < len(
+        graph.find_shape(path)
+    )
+    return inputs if is_separate else ()
+
+
+def read_masks(graph: Graph, masks: PyTree, is_frozen: bool = False) -> dict[Path, np.ndarray]:
+    """Returns the masks by path, without those that are `None`.
+
+    Args:
+      graph: the graph of the model.
+      masks: tree of masks.
+      is_frozen: whether entries outside the masks stay, so that parameters may be quantized.
+
+    Raises:
+      ValueError: a mask belongs to no parameter, has another shape or other entries than 0 and 1,
+        or its parameter is not floating.
+    """
+    arrays = {}
+    for leaf, mask in graph.match_masks(masks):
+        array = np.asarray(mask)
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact) and not (
+            is_frozen and is_quantized(leaf.dtype)
+        ):
+            raise ValueError(
+                f"The masks have a leaf at {leaf.name!r}, whose dtype {leaf.dtype} is not "
+                "floating. Give it no mask: None. Integers of 8 and 16 bits are trained with "
+                "outside = 'frozen'."
+            )
+        check_entries(array, leaf.name)
+        arrays[leaf.path] = array
+    return arrays
+
+
+def read_formats(
+    formats: Mapping[Path, str] | Mapping[str, str], masks: Mapping[Path, np.ndarray]
+) -> dict[Path, str]:
+    """Returns formats by path; raises a ValueError for unknown paths and formats."""
+    check_kind("formats", formats, Mapping, "a dict {path: format}")
+    chosen = {}
+    for key, name in formats.items():
+        check_kind("a path of formats", key, str | tuple, "text or a tuple of strings")
+        path = tuple(filter(None, key.split("/"))) if isinstance(key, str) else tuple(key)
+        if path not in masks:
+            raise ValueError(
+                f"formats has the path {trees.join_names(path)!r}, which has no mask. Masked are "
+                f"{trees.listed([trees.join_names(path) for path in masks])}."
+            )
+        if name not in FORMATS:
+            raise ValueError(f"formats[{key!r}] must be one of {(*FORMATS,)}, got {name!r}.")
+        chosen[path] = name
+    return chosen

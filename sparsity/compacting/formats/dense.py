@@ -1,0 +1,61 @@
+"""The format 'dense': the parameter itself, whose gradient is masked."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsity.compacting.storage import Kept, MaskedParameter, Storage
+
+
+class Dense(Storage):
+    """Dense slices; positions are their masks, outside of which the values are 0."""
+
+    format = "dense"
+    stores_all = True
+
+    @classmethod
+    def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
+        if not parameter.is_chosen:
+            return None
+        storage = cls(parameter.mask.shape, parameter.stack, size=())
+        slices = np.ascontiguousarray(parameter.mask.transpose(storage.order) != 0, np.uint8)
+        return cls(storage.shape, storage.stack, size=storage.slice_shape), slices
+
+    def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        return np.where(positions > 0, array.transpose(self.order), np.zeros((), array.dtype))
+
+    def read(self, kept: Kept, never: jax.Array | int) -> jax.Array:
+        if not kept.is_plain:
+            return super().read(kept, never)
+        # To select again would take a pass over the parameter: only gradients are masked.
+        values = _mask_gradient(kept.values, kept.indices)
+        return values.reshape(kept.sizes).transpose(kept.axes)
+
+    def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
+        return jnp.where(indices.reshape(-1) > 0, values.reshape(-1), outside)
+
+    def locate(self, mask: jax.Array) -> jax.Array:
+        return mask.transpose(self.order)
+
+    def find_slots(self, old: jax.Array, new: jax.Array) -> tuple[None, jax.Array]:
+        return None, (old > 0) & (new > 0)
+
+    def shared_axes(self, counts: list[int]) -> tuple[int, ...]:
+        return self.order
+
+
+@jax.custom_vjp
+def _mask_gradient(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns the values; their gradient is 0 outside the mask."""
+    return values
+
+
+def _where_kept(mask: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    return jnp.where(mask > 0, cotangent, jnp.zeros((), cotangent.dtype)), None
+
+
+_mask_gradient.defvjp(lambda values, mask: (values, mask), _where_kept)

@@ -1,0 +1,86 @@
+"""The format 'values': kept values in the order of the parameter, of any mask."""
+
+from __future__ import annotations
+
+import math
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsity.compacting.storage import MaskedParameter, Storage
+from sparsity.masks import Pattern
+
+
+class Values(Storage):
+    """Kept values [*stack, k] at ascending positions of the flat slice.
+
+    Positions beyond the slice are padding.
+    """
+
+    format = "values"
+
+    @classmethod
+    def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray]:
+        mask, stack = parameter.mask, parameter.stack
+        storage = cls(mask.shape, stack, size=())
+        indices = storage.list_positions(mask)
+        padding = indices.size - int(np.count_nonzero(mask))
+        return cls(mask.shape, stack, size=indices.shape[-1:], padding=padding), indices
+
+    def densify(
+        self,
+        values: jax.Array,
+        indices: jax.Array,
+        base: jax.Array | None,
+        never: jax.Array | int,
+    ) -> jax.Array:
+        if base is None or values.dtype != self.base_dtype:
+            return super().densify(values, indices, base, never)
+        unsigned = jnp.dtype(f"uint{8 * values.dtype.itemsize}")
+        bits = lax.bitcast_convert_type(lax.stop_gradient(base), unsigned)
+        # Frozen entries wait, too: their copy is made when a product needs the slice.
+        waiting = bits.reshape(self.slice_size) + jnp.asarray(never).astype(unsigned)
+        return _write(values, indices, waiting)
+
+    def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
+        return _scatter(outside, indices, values)
+
+    def rows(self, mask: jax.Array) -> jax.Array:
+        return self.slices(mask).reshape(math.prod(self.batch), self.num_units)
+
+    def count_rows(self, pattern: Pattern) -> int | None:
+        return 1 if pattern.is_elementwise and getattr(pattern, "ranks_units", False) else None
+
+
+def _scatter(outside: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
+    return lax.scatter(
+        outside,
+        indices[:, None],
+        values,
+        lax.ScatterDimensionNumbers((), (0,), (0,)),
+        indices_are_sorted=True,
+        unique_indices=True,
+        mode=lax.GatherScatterMode.FILL_OR_DROP,
+    )
+
+
+@jax.custom_jvp
+def _write(values: jax.Array, indices: jax.Array, bits: jax.Array) -> jax.Array:
+    """Returns a flat slice of frozen entries with values at ascending positions.
+
+    The bits are written: XLA on CPUs would widen both arrays to write floats of 16 bits.
+    """
+    written = _scatter(bits, indices, lax.bitcast_convert_type(values, bits.dtype))
+    return lax.bitcast_convert_type(written, values.dtype)
+
+
+@_write.defjvp
+def _write_tangents(
+    primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
+    values, indices, bits = primals
+    zeros = jnp.zeros(bits.shape, values.dtype)
+    return _write(values, indices, bits), _scatter(zeros, indices, tangents[0])

@@ -1,0 +1,84 @@
+"""Arrays of a program that are computed where an equation reads them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from sparsity.compacting.storage import Kept
+from sparsity.programs.program import Equation
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Deferred:
+    """An output of an equation that is computed again by each product that reads the output.
+
+    Attributes:
+      equation: an entrywise equation, or one of layout.
+      number: number of the output.
+      inputs: arrays; some are kept values, or deferred.
+    """
+
+    equation: Equation
+    number: int
+    inputs: tuple[Lazy, ...]
+
+
+Lazy = jax.Array | Kept | Deferred
+
+jax.tree_util.register_dataclass(Deferred, ["inputs"], ["equation", "number"])
+
+
+def is_lazy(array: Lazy) -> bool:
+    """Returns whether an array is not dense."""
+    return isinstance(array, Kept | Deferred)
+
+
+def densify(array: Lazy, never: jax.Array | int = 0) -> jax.Array:
+    """Returns an array as a dense one; see `Kept.read`."""
+    if isinstance(array, Kept):
+        return array.read(never)
+    if isinstance(array, Deferred):
+        inputs = [densify(each, never) for each in array.inputs]
+        output: jax.Array = array.equation.bind(inputs)[array.number]
+        return output
+    return array
+
+
+def kept_in(arrays: Sequence[Lazy]) -> list[Kept]:
+    """Returns the kept values from which arrays are computed."""
+    leaves = jax.tree.leaves(list(arrays), is_leaf=lambda node: isinstance(node, Kept))
+    return [leaf for leaf in leaves if isinstance(leaf, Kept)]
+
+
+def never_after(arrays: Sequence[jax.Array]) -> jax.Array | int:
+    """Returns an int32 0 that depends on the floating `arrays`.
+
+    A buffer of zeros made from this 0 is not allocated before the arrays. The schedule of XLA on
+    CPUs begins with all buffers of zeros, of all layers at once. A dependence on the input of a
+    layer keeps one dense parameter at a time; a barrier does not, because XLA removes barriers
+    before scheduling.
+    """
+    never: jax.Array | int = 0
+    for array in arrays:
+        if jnp.issubdtype(jnp.result_type(array), jnp.inexact) and np.size(array):
+            never = never + _exceeds_infinity(lax.stop_gradient(array))
+    return never
+
+
+@custom_vmap
+def _exceeds_infinity(array: jax.Array) -> jax.Array:
+    first = lax.slice(array, [0] * array.ndim, [1] * array.ndim).reshape(())
+    return (first.real.astype(jnp.float32) > jnp.inf).astype(jnp.int32)
+
+
+@_exceeds_infinity.def_vmap
+def _exceeds_infinity_once(_: int, __: object, array: jax.Array) -> tuple[jax.Array, bool]:
+    """Keeps one dense parameter for all rows of a `vmap`."""
+    return _exceeds_infinity(array[0]), False

@@ -1,0 +1,109 @@
+"""One mask update of a compact model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from sparsity.base_updater import BaseUpdater
+from sparsity.compacting.carry import Carrier, carry_state, check_fresh_state
+from sparsity.compacting.gradients import differentiate_directly, move_by_gradient
+from sparsity.compacting.movers import make_movers, move_all
+from sparsity.compacting.stored import StoredModel, by_path
+from sparsity.core import trees
+from sparsity.core.checks import is_traced
+from sparsity.core.trees import Path, PyTree
+
+Loss: TypeAlias = Callable[[Callable[..., PyTree], PyTree], jax.Array]
+
+
+def move(
+    arguments: tuple[StoredModel, PyTree, PyTree, chex.Numeric],
+    pruner: BaseUpdater,
+    loss: Loss | None,
+    tx: optax.GradientTransformation | None,
+) -> tuple[PyTree, PyTree, PyTree]:
+    """Moves masks; outside of compiled functions, compiled for the arrays that `loss` holds.
+
+    Args:
+      arguments: the model, and parameters, state and count as in `Compact.move`.
+      pruner: the updater.
+      loss: ranks entries by gradient.
+      tx: the optimizer, for states in which new entries are not 0.
+
+    Returns:
+      The new positions, the parameters, and the optimizer's state.
+
+    Raises:
+      ValueError: the state needs `tx`, or masks cannot move, see `make_movers`.
+    """
+    if tx is None:
+        check_fresh_state(arguments[2])
+    leaves, treedef = jax.tree.flatten(loss)
+    arrays = [leaf if trees.is_array(leaf) else None for leaf in leaves]
+    objects = tuple(None if trees.is_array(leaf) else leaf for leaf in leaves)
+    is_inside = any(map(is_traced, jax.tree.leaves((arguments, arrays))))
+    run = _move if is_inside else _move_compiled
+    moved: tuple[PyTree, PyTree, PyTree] = run(*arguments, arrays, pruner, objects, treedef, tx)
+    return moved
+
+
+def _move(
+    model: StoredModel,
+    params: PyTree,
+    opt_state: PyTree,
+    count: chex.Numeric,
+    arrays: list[jax.Array | None],
+    pruner: BaseUpdater,
+    objects: tuple[object, ...],
+    treedef: jax.tree_util.PyTreeDef,
+    tx: optax.GradientTransformation | None,
+) -> tuple[PyTree, PyTree, PyTree]:
+    """Returns `move`; `arrays` and `objects` are the leaves of the loss."""
+    leaves = [x if array is None else array for array, x in zip(arrays, objects, strict=True)]
+    loss: Loss | None = jax.tree.unflatten(treedef, leaves)
+    movers = make_movers(pruner, model.graph.example[0], model.storage_by_path)
+    values, indices = by_path(params), by_path(model.indices)
+    direct: dict[Path, jax.Array] = {}
+    if loss is not None:
+
+        def apply(params: PyTree, *args: PyTree) -> PyTree:
+            return model.run(jax.lax.stop_gradient(params), *args)
+
+        masked = {path: values[path] for path in movers}
+        direct = differentiate_directly(
+            lambda chosen: loss(apply, _replace_leaves(params, chosen)), masked
+        )
+    slices = {
+        path: mover.slices(values[path], indices[path], count, direct.get(path))
+        for path, mover in movers.items()
+    }
+    if loss is None:
+        new = move_all(movers, slices)
+    else:
+        new = move_by_gradient(
+            movers,
+            slices,
+            lambda observers: loss(functools.partial(model.run, observers=observers), params),
+        )
+    fresh = None if tx is None else tx.init(jax.tree.map(jnp.zeros_like, params))
+    carriers = {
+        path: Carrier(storage, indices[path], new[path])
+        for path, storage in model.storages
+        if path in movers
+    }
+    new, params, opt_state = carry_state(carriers, params, opt_state, fresh)
+    return _replace_leaves(model.indices, new), params, opt_state
+
+
+_move_compiled = jax.jit(_move, static_argnums=(5, 6, 7, 8))
+
+
+def _replace_leaves(tree: PyTree, leaves: Mapping[Path, jax.Array]) -> PyTree:
+    return trees.map_matched(lambda path, leaf: leaves.get(trees.path_names(path), leaf), tree)
