@@ -345,11 +345,14 @@ def compact(
     arrays = read_masks(graph, masks, outside == "frozen")
     chosen = read_formats(formats or {}, arrays)
     stored, owner_tree = build(graph, params, arrays, chosen, outside == "frozen")
-    state = error = None
-    if opt_state is not None:
-        opt_state = spread_state(opt_state, params)
-        state = take_state(owner_tree, opt_state)
-    if tx is not None:
-        error = check_optimizer(tx, params, owner_tree, opt_state)
-    fields = (getattr(stored, field.name) for field in dataclasses.fields(stored))
-    return Compact(*fields, state, error)
+    opt_state = spread_state(opt_state, params)
+    return Compact(
+        stored.indices,
+        stored.base,
+        graph,
+        stored.storages,
+        stored.in_turn,
+        stored.params,
+        take_state(owner_tree, opt_state),
+        None if tx is None else check_optimizer(tx, params, owner_tree, opt_state),
+    )

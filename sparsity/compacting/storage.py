@@ -163,8 +163,9 @@ class Storage(SliceLayout):
             zeros = jnp.broadcast_to(jnp.asarray(never).astype(dtype), (size,))
             return self.build(values, indices, zeros)
         numbers = lax.bitcast_convert_type(lax.stop_gradient(base), self.base_dtype)
+        outside = numbers.astype(dtype).reshape(size)
         # Frozen entries do not wait as zeros do, so positions wait.
-        return self.build(values, indices + never, numbers.astype(dtype).reshape(size))
+        return self.build(values, indices + never, outside)
 
     def read(self, kept: Kept, never: jax.Array | int) -> jax.Array:
         """Returns the dense array for an equation of the model."""
