@@ -17,13 +17,12 @@ from jax import lax
 
 from sparsity.compacting.lazy import never_after
 from sparsity.compacting.storage import Storage
-from sparsity.compacting.units import move_units
 from sparsity.core import hashing, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Path, PyTree
 from sparsity.masks import Site, Sites, is_per_slice, lazy_scores
 from sparsity.patterns import SparsityType
-from sparsity.selection import Scores
+from sparsity.selection import Ranked, Scores, num_kept, topk
 from sparsity.training.hooks import Inputs, SliceRule, call_hook
 from sparsity.training.state import SparseState
 from sparsity.training.step import update_masks
@@ -188,7 +187,7 @@ class Mover:
             grow = pattern.pool(scores, self.site.batch_axes).reshape(rows, -1)
         drop, positions = (x.reshape(rows, -1) for x in (drop, part.indices))
         fraction = self.rule.fraction(part.step)
-        return storage.locate_rows(move_units(drop, grow, positions, fraction))
+        return storage.locate_rows(_drop_and_grow(drop, grow, positions, fraction))
 
     def _grow_scores(self, part: Parts, param: jax.Array, grad: jax.Array | None) -> jax.Array:
         assert self.rule is not None
@@ -319,3 +318,42 @@ def _check_site(
         )
     if reason := storage.refuse(site):
         raise ValueError(f"{refused}: {reason}")
+
+
+def _drop_and_grow(
+    drop: jax.Array, grow: jax.Array | Scores, positions: jax.Array, drop_fraction: chex.Numeric
+) -> jax.Array:
+    """Returns the mask of each row after an update; see `sparsity.masks.drop_and_grow`.
+
+    A unit is an entry, or an input of a group of outputs. Scores of stored units are never dense.
+
+    Args:
+      drop: [rows, k] scores of the stored units; those with the lowest are dropped.
+      grow: [rows, units] scores; of all units that are not kept, those with the highest grow.
+      positions: [rows, k] places of the stored units, `units` or more for padding.
+      drop_fraction: scalar in [0, 1].
+
+    Returns:
+      uint8[rows, units].
+    """
+    is_stored = positions < grow.shape[1]
+    stored = jnp.sum(is_stored, axis=1, dtype=jnp.int32)
+    stay = jnp.asarray(num_kept(stored, drop_fraction))
+    flags = _select(drop, stay, is_stored)
+    # Zeros that wait for the positions: XLA would make those of all parameters at once.
+    zero = jnp.min(positions, axis=1, keepdims=True, initial=0)
+    empty = jnp.broadcast_to(zero.astype(jnp.uint8), grow.shape)
+    kept = jax.vmap(lambda row, at, flag: row.at[at].set(flag, mode="drop"))(
+        empty, positions, flags
+    )
+    mask: jax.Array = kept | _select(grow, stored - stay, kept == 0)
+    return mask
+
+
+def _select(scores: jax.Array | Scores, k: jax.Array, where: jax.Array) -> jax.Array:
+    """Returns the mask of the k highest scores of each row, uint8[rows, n]."""
+    leaf = Ranked(Scores.wrap(scores), where, batch_axes=1)
+    counts = k.astype(jnp.uint32)
+    masks, _ = topk.select([leaf], (counts & 0, counts), together=False)
+    mask: jax.Array = masks[0]
+    return mask

@@ -143,29 +143,21 @@ class Storage(SliceLayout):
 
     # Programs
 
-    def densify(
-        self,
-        values: jax.Array,
-        indices: jax.Array,
-        base: jax.Array | None,
-        never: jax.Array | int,
-    ) -> jax.Array:
+    def densify(self, kept: Kept, never: jax.Array | int) -> jax.Array:
         """Returns a dense slice, flat.
 
         Args:
-          values: the kept values of the slice.
-          indices: their positions.
-          base: the dense slice with frozen entries, `None` for zeros outside the mask.
+          kept: the kept values of the slice, without an observer.
           never: an int32 0; no array is allocated before its value exists.
         """
-        size, dtype = self.slice_size, values.dtype
-        if base is None or self.base_dtype is None:
+        size, dtype = self.slice_size, kept.values.dtype
+        if kept.base is None or self.base_dtype is None:
             zeros = jnp.broadcast_to(jnp.asarray(never).astype(dtype), (size,))
-            return self.build(values, indices, zeros)
-        numbers = lax.bitcast_convert_type(lax.stop_gradient(base), self.base_dtype)
+            return self.build(kept.values, kept.indices, zeros)
+        numbers = lax.bitcast_convert_type(lax.stop_gradient(kept.base), self.base_dtype)
         outside = numbers.astype(dtype).reshape(size)
         # Frozen entries do not wait as zeros do, so positions wait.
-        return self.build(values, indices + never, outside)
+        return self.build(kept.values, kept.indices + never, outside)
 
     def read(self, kept: Kept, never: jax.Array | int) -> jax.Array:
         """Returns the dense array for an equation of the model."""
@@ -348,14 +340,15 @@ class Kept:
           never: an int32 0; no array is allocated before its value exists.
         """
         placed = sharding.explicit_sharding(jax.typeof(self.values))
+        kept = dataclasses.replace(self, observer=None)
         if placed is None:
-            return self._densify(self.values, self.indices, self.base, never)
+            return self._densify(kept, never)
         entries = [*placed.spec, *[None] * len(self.sizes)]
         spec = [entries[axis] if axis < self.stack else None for axis in range(len(self.sizes))]
         spec = self.storage.split_slices(spec, entries, self.stack)
         target = placed.update(spec=PartitionSpec(*(spec[axis] for axis in self.axes)))
         dense = auto_axes(self._densify, out_sharding=sharding.fit(target, self.shape))
-        array: jax.Array = dense(self.values, self.indices, self.base, never)
+        array: jax.Array = dense(kept, never)
         return array
 
     def read(self, never: jax.Array | int = 0) -> jax.Array:
@@ -366,17 +359,11 @@ class Kept:
         slices = dense.transpose(np.argsort(self.axes))
         return self.observer.watch(slices, self.stack).transpose(self.axes)
 
-    def _densify(
-        self,
-        values: jax.Array,
-        indices: jax.Array,
-        base: jax.Array | None,
-        never: jax.Array | int,
-    ) -> jax.Array:
+    def _densify(self, kept: Self, never: jax.Array | int) -> jax.Array:
         build = functools.partial(self.storage.densify, never=never)
         for _ in range(self.stack):
             build = jax.vmap(build)
-        return build(values, indices, base).reshape(self.sizes).transpose(self.axes)
+        return build(kept).reshape(self.sizes).transpose(self.axes)
 
     def layer(self) -> Self:
         """Returns the array of a step of a scan, whose values and positions are of one layer."""

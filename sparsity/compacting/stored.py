@@ -167,18 +167,16 @@ class StoredModel:
         wrapped = self.wrap(params, observers)
         kept = jax.tree.leaves(wrapped, is_leaf=lambda x: isinstance(x, Kept))
         kept = [leaf for leaf in kept if isinstance(leaf, Kept) or trees.is_array(leaf)]
-        structs = [
-            sharding.resized(struct, leaf.shape)
-            for struct, leaf in zip(sharding.abstract(arrays), kept, strict=True)
-        ]
-        example = rebuild(  # the model casts quantized parameters
-            [
-                sharding.with_dtype(struct, leaf.storage.base_dtype)
-                if isinstance(leaf, Kept) and leaf.storage.is_quantized
-                else struct
-                for struct, leaf in zip(structs, kept, strict=True)
-            ]
-        )
+
+        def describe(struct: jax.ShapeDtypeStruct, leaf: jax.Array | Kept) -> jax.ShapeDtypeStruct:
+            dense = sharding.resized(struct, leaf.shape)
+            if (
+                isinstance(leaf, Kept) and leaf.storage.is_quantized
+            ):  # the model casts the parameter
+                return sharding.with_dtype(dense, leaf.storage.base_dtype)
+            return dense
+
+        example = rebuild([*map(describe, sharding.abstract(arrays), kept)])
         return self.graph.retrace(example, *args), [*kept, *trees.split_arrays(args)[0]]
 
 

@@ -94,15 +94,10 @@ class Grouped(Storage):
         at = positions.reshape(count, groups, k, 1).astype(np.int64)
         return np.take_along_axis(rows, at, axis=2).reshape(self.kept_shape)
 
-    def densify(
-        self,
-        values: jax.Array,
-        indices: jax.Array,
-        base: jax.Array | None,
-        never: jax.Array | int,
-    ) -> jax.Array:
+    def densify(self, kept: Kept, never: jax.Array | int) -> jax.Array:
         outputs = math.prod(self.slice_shape[len(self.inputs) :])
-        return grouped.densify(values, indices + never, self.num_units, outputs).reshape(-1)
+        indices = kept.indices + never  # as the zeros that groups are built on do not wait
+        return grouped.densify(kept.values, indices, self.num_units, outputs).reshape(-1)
 
     def multiply(
         self, equation: Equation, at: int, kept: Kept, other: jax.Array

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.storage import MaskedParameter, Storage
+from sparsity.compacting.storage import Kept, MaskedParameter, Storage
 from sparsity.masks import Pattern
 
 
@@ -30,20 +30,14 @@ class Values(Storage):
         padding = indices.size - int(np.count_nonzero(mask))
         return cls(mask.shape, stack, size=indices.shape[-1:], padding=padding), indices
 
-    def densify(
-        self,
-        values: jax.Array,
-        indices: jax.Array,
-        base: jax.Array | None,
-        never: jax.Array | int,
-    ) -> jax.Array:
-        if base is None or values.dtype != self.base_dtype:
-            return super().densify(values, indices, base, never)
-        unsigned = jnp.dtype(f"uint{8 * values.dtype.itemsize}")
-        bits = lax.bitcast_convert_type(lax.stop_gradient(base), unsigned)
+    def densify(self, kept: Kept, never: jax.Array | int) -> jax.Array:
+        if kept.base is None or kept.values.dtype != self.base_dtype:
+            return super().densify(kept, never)
+        unsigned = jnp.dtype(f"uint{8 * kept.values.dtype.itemsize}")
+        bits = lax.bitcast_convert_type(lax.stop_gradient(kept.base), unsigned)
         # Frozen entries wait, too: their copy is made when a product needs the slice.
         waiting = bits.reshape(self.slice_size) + jnp.asarray(never).astype(unsigned)
-        return _write(values, indices, waiting)
+        return _write(kept.values, kept.indices, waiting)
 
     def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
         return _scatter(outside, indices, values)
