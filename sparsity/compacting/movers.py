@@ -21,6 +21,7 @@ from sparsity.core import hashing, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Path, PyTree
 from sparsity.masks import Site, Sites, is_per_slice, lazy_scores
+from sparsity.masks.positions import map_rows, put
 from sparsity.patterns import SparsityType
 from sparsity.selection import Ranked, Scores, num_kept, topk
 from sparsity.training.hooks import Inputs, SliceRule, call_hook
@@ -340,12 +341,7 @@ def _drop_and_grow(
     stored = jnp.sum(is_stored, axis=1, dtype=jnp.int32)
     stay = jnp.asarray(num_kept(stored, drop_fraction))
     flags = _select(drop, stay, is_stored)
-    # Zeros that wait for the positions: XLA would make those of all parameters at once.
-    zero = jnp.min(positions, axis=1, keepdims=True, initial=0)
-    empty = jnp.broadcast_to(zero.astype(jnp.uint8), grow.shape)
-    kept = jax.vmap(lambda row, at, flag: row.at[at].set(flag, mode="drop"))(
-        empty, positions, flags
-    )
+    kept = map_rows(functools.partial(put, grow.shape[1]), positions, flags)
     mask: jax.Array = kept | _select(grow, stored - stay, kept == 0)
     return mask
 

@@ -22,7 +22,7 @@ from sparsity.core import sharding
 from sparsity.core.trees import PyTree
 from sparsity.masks import Pattern, Site
 from sparsity.masks.layout import SliceLayout
-from sparsity.masks.positions import kept_positions, slots_of_positions
+from sparsity.masks.positions import kept_positions, map_rows, put, slots_of_positions
 from sparsity.programs.program import Equation
 
 MeshAxes: TypeAlias = str | tuple[str, ...] | None  # of a mesh
@@ -203,7 +203,7 @@ class Storage(SliceLayout):
 
     def locate_rows(self, rows: jax.Array) -> jax.Array:
         """Returns the positions of the units that `rows` keep."""
-        positions = jax.vmap(lambda row: kept_positions(row, self.indices_shape[-1]))(rows)
+        positions = map_rows(lambda row: kept_positions(row, self.indices_shape[-1]), rows)
         return positions.reshape(self.indices_shape)
 
     def find_slots(self, old: jax.Array, new: jax.Array) -> tuple[jax.Array | None, jax.Array]:
@@ -219,11 +219,12 @@ class Storage(SliceLayout):
         """
 
         def find(old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
-            kept = jnp.zeros(self.num_units, jnp.uint8).at[old].set(1, mode="drop")
+            old = old + jnp.min(new, initial=0).astype(old.dtype)  # 0, which waits for a move
+            kept = put(self.num_units, old, jnp.uint8(1))
             return slots_of_positions(kept, new.astype(jnp.int32))
 
         rows = (x.reshape(-1, x.shape[-1]) for x in (old, new))
-        slots, stays = jax.vmap(find)(*rows)
+        slots, stays = map_rows(find, *rows)
         return slots.reshape(new.shape), stays.reshape(new.shape)
 
     def count_rows(self, pattern: Pattern) -> int | None:

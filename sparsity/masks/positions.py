@@ -7,11 +7,15 @@ positions of a slice ascend.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from sparsity.core.trees import PyTree
 
 _BITS = 32  # of a word
 
@@ -64,9 +68,32 @@ def kept_positions(mask: jax.Array, k: int) -> jax.Array:
     is_empty = words.bits == 0
     first = jnp.where(is_empty, k, words.starts)
     names = jnp.arange(words.bits.shape[0], dtype=jnp.int32)
-    word = jax.lax.cummax(jnp.zeros(k, jnp.int32).at[first].set(names, mode="drop"))
+    named = put(k, first, names)
+    word = jax.lax.cummax(named)
     position = word * _BITS + _find_bit(words.bits[word], slot - words.starts[word])
     return jnp.where(slot < words.total, position, slot + (n - words.total))
+
+
+def put(n: int, positions: jax.Array, values: chex.Numeric) -> jax.Array:
+    """Returns zeros [n] with values at some positions.
+
+    The zeros wait for the positions: XLA on CPUs begins a program with its buffers of zeros, and
+    would hold those of all parameters at once.
+
+    Args:
+      n: number of entries.
+      positions: int32[k]; those of n or more are left out.
+      values: [k], or a scalar.
+    """
+    zero = jnp.min(positions, initial=0).astype(jnp.result_type(values))
+    return jnp.broadcast_to(zero, n).at[positions].set(values, mode="drop")
+
+
+def map_rows(fn: Callable[..., PyTree], *rows: jax.Array) -> PyTree:
+    """Returns `vmap(fn)` of arrays [rows, ...]; a single row has no positions of rows to store."""
+    if len(rows[0]) != 1:
+        return jax.vmap(fn)(*rows)
+    return jax.tree.map(lambda x: x[None], fn(*(x[0] for x in rows)))
 
 
 def check_entries(mask: np.ndarray, name: str) -> None:
