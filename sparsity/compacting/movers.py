@@ -124,6 +124,15 @@ class Mover:
           part: the part.
           gradient: gradient of the dense part, sizes in the order of the storage.
         """
+        # Before a loop XLA computes, and stores, all that its rounds share, such as the flat
+        # indices of entries. Out of a branch XLA takes nothing.
+        always = jnp.min(part.indices, initial=0) >= 0
+        moved: jax.Array = lax.cond(
+            always, lambda: self._move(part, gradient), lambda: part.indices
+        )
+        return moved
+
+    def _move(self, part: Parts, gradient: jax.Array | None) -> jax.Array:
         storage = self.part
         shape, indices = storage.kept_shape, part.indices.reshape(storage.indices_shape)
         # A dense slice that waits for the gradient is not built before.
@@ -204,8 +213,15 @@ class Mover:
             return x.reshape(-1, *x.shape[self.depth :])
 
         parts = [jax.tree.map(flatten, arrays) for arrays in each]
-        joined = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-        moved = lax.map(lambda part: self.move(*part), joined)
+        joined, gradients = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+
+        def move(i: jax.Array, indices: jax.Array) -> jax.Array:
+            # Positions are written where they are read, so that they are stored once.
+            part, gradient = jax.tree.map(lambda x: x[i], (joined, gradients))
+            new = self.move(part._replace(indices=indices[i]), gradient)
+            return indices.at[i].set(new)
+
+        moved = lax.fori_loop(0, len(joined.step), move, joined.indices)
         ends = np.cumsum([len(part.step) for part, _ in parts])[:-1]
         pairs = zip(jnp.split(moved, ends), each, strict=True)
         return [new.reshape(old.indices.shape) for new, (old, _) in pairs]
