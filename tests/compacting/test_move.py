@@ -279,13 +279,16 @@ def test_later_moves_and_steps_compile_nothing(caplog):
         caplog.clear()
 
 
-def test_a_move_in_a_scan_of_layers_holds_less_than_two_dense_layers_more_than_a_step():
-    layers, width = 8, 512
-    key = jax.random.key(0)
-    params = {"w": jax.random.normal(key, (layers, width, width)) / 23}
+@pytest.mark.parametrize("is_scanned", [True, False])
+def test_a_move_holds_little_more_than_one_dense_layer_above_a_step(is_scanned):
+    layers, width = 8 if is_scanned else 4, 512
+    w = jax.random.normal(jax.random.key(0), (layers, width, width)) / 23
+    params = {"w": w} if is_scanned else {str(i): x for i, x in enumerate(w)}
 
     def fn(params, x):
-        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["w"])[0]
+        if is_scanned:
+            return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["w"])[0]
+        return functools.reduce(lambda h, w: jnp.tanh(h @ w), params.values(), x)
 
     x = jnp.ones((4, width))
     pruner = make_pruner(sparsity.RigL, sparsity_distribution_fn=sparsity.Uniform(0.9))
@@ -310,7 +313,7 @@ def test_a_move_in_a_scan_of_layers_holds_less_than_two_dense_layers_more_than_a
     ]
     used = [each.argument_size_in_bytes + each.temp_size_in_bytes for each in compiled]
     dense = 4 * width * width
-    assert used[1] - used[0] <= 1.8 * dense  # of 8 layers
+    assert used[1] - used[0] <= (1.1 if is_scanned else 1.5) * dense
 
 
 def test_stacks_whose_layers_keep_different_numbers_stay_padded():
