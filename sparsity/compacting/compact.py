@@ -346,13 +346,6 @@ def compact(
     chosen = read_formats(formats or {}, arrays)
     stored, owner_tree = build(graph, params, arrays, chosen, outside == "frozen")
     opt_state = spread_state(opt_state, params)
-    return Compact(
-        stored.indices,
-        stored.base,
-        graph,
-        stored.storages,
-        stored.in_turn,
-        stored.params,
-        take_state(owner_tree, opt_state),
-        None if tx is None else check_optimizer(tx, params, owner_tree, opt_state),
-    )
+    error = None if tx is None else check_optimizer(tx, params, owner_tree, opt_state)
+    parts = stored.indices, stored.base, graph, stored.storages, stored.in_turn, stored.params
+    return Compact(*parts, take_state(owner_tree, opt_state), error)
