@@ -18,7 +18,7 @@ import numpy as np
 
 from sparsity.core import extras
 from sparsity.core.checks import check_number, unique_keys
-from sparsity.core.files import reading, replacing, writing
+from sparsity.core.files import reading, replacing
 from sparsity.core.trees import PyTree
 from sparsity.finetuning import gaps
 from sparsity.finetuning.entries import BaseParameter, Entries, Term
@@ -55,7 +55,7 @@ def write(path: Path, base: Mapping[str, BaseParameter], terms: Sequence[Term]) 
     ]
     metadata = {"format": FORMAT, "base": json.dumps(base), "terms": json.dumps(described)}
     metadata["digest"] = _digest(metadata, terms)
-    with replacing(path) as new, writing(path):
+    with replacing(path) as new:
         try:
             save_file(arrays, new, metadata=metadata)
         except extras.load("safetensors", "cli").SafetensorError as error:
