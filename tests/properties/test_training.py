@@ -30,6 +30,7 @@ OPTIMIZERS = {
     "lion": lambda: optax.lion(0.01),
     "clipped": lambda: optax.chain(optax.clip(0.5), optax.rmsprop(0.1)),
 }
+REFUSED = "SRigL keeps a weight of every neuron at least"
 EXACT = ("sgd", "momentum")  # without any rounding, which compilers do in their own ways
 PATTERNS = (sparsity.Unstructured(), sparsity.NByM(1, 2), sparsity.Block((2, 2)), sparsity.FanIn())
 SPARSE = [name for name in helpers.names_of(helpers.prunes) if name != "top_kast"]
@@ -74,8 +75,12 @@ def problems(draw):
 def run(updater, optimizer, problem, mode="jit"):
     """Returns the parameters and states after each step."""
     params, grads = problem
-    tx = updater.wrap_optax(OPTIMIZERS[optimizer]())
-    state, steps = tx.init(params), []
+    tx, steps = updater.wrap_optax(OPTIMIZERS[optimizer]()), []
+    try:
+        state = tx.init(params)
+    except ValueError as error:
+        assert REFUSED in str(error)  # noqa: PT017
+        hypothesis.reject()
     if mode == "scan":
 
         def body(carry, grads):
@@ -161,7 +166,8 @@ def test_regrown_weights_start_at_zero_with_fresh_moments_and_counts_stay(
     params, before = problem[0], tx.init(problem[0])
     for count, (after_params, state) in enumerate(run(updater, "adam", problem)):
         old, new = (np.asarray(x.masks["layers"][0]["w"]) for x in (before, state))
-        assert new.sum() == old.sum()
+        units = [pattern.pool(jnp.asarray(mask, jnp.float32)) > 0 for mask in (old, new)]
+        assert units[0].sum() == units[1].sum()  # of blocks at an edge, entries may differ
         grown, lost = (new > old), (new < old)
         if count % 2:
             assert not (grown | lost).any()
