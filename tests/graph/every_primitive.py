@@ -71,7 +71,7 @@ def along(axis):
         "reduce_sum": lambda x: jnp.sum(x, axis, keepdims=True),
         "reduce_xor": lambda x: jnp.expand_dims(lax.reduce_xor(integers(x), (axis,)), axis),
     }
-    window, padding = (1, 3)[::axis * 2 - 1], [((0, 0), (1, 1))[i != axis] for i in (0, 1)][::-1]
+    window, padding = (1, 3)[:: axis * 2 - 1], [((0, 0), (1, 1))[i != axis] for i in (0, 1)][::-1]
     options = {"window_dimensions": window, "window_strides": (1, 1), "padding": padding}
 
     def start(value, x):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import sparsity
@@ -185,18 +186,34 @@ def test_regrown_weights_start_at_zero_with_fresh_moments_and_counts_stay(
         params, before = after_params, state
 
 
-@draws.examples(3)
+def restore_by_pickle(saved, folder):
+    return jax.tree.map(jnp.asarray, pickle.loads(pickle.dumps(jax.device_get(saved))))
+
+
+def restore_by_orbax(saved, folder):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "step", saved)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "step", jax.eval_shape(lambda: saved))
+
+
+@draws.examples(4)
 @hypothesis.given(
-    problems(), algorithms, optimizers, schedules, st.integers(0, STEPS - 1), st.booleans()
+    problems(),
+    algorithms,
+    optimizers,
+    schedules,
+    st.integers(0, STEPS - 1),
+    st.booleans(),
+    st.sampled_from([restore_by_pickle, restore_by_orbax]),
 )
 def test_saving_and_restoring_at_any_step_changes_nothing(
-    problem, name, optimizer, schedule, at, packed
+    tmp_path_factory, problem, name, optimizer, schedule, at, packed, restore
 ):
     updater = make(name, 0.5, schedule, use_packed_masks=packed)
     tx = updater.wrap_optax(OPTIMIZERS[optimizer]())
     steps = run(updater, optimizer, problem)
-    params, state = pickle.loads(pickle.dumps(jax.device_get(steps[at])))
-    params, state = jax.tree.map(jnp.asarray, (params, state))
+    params, state = restore(steps[at], tmp_path_factory.mktemp("run"))
     again = make(name, 0.5, schedule, use_packed_masks=packed).wrap_optax(OPTIMIZERS[optimizer]())
     assert jax.tree.structure(state) == jax.tree.structure(again.init(params))
     update = jax.jit(tx.update)
