@@ -4,6 +4,8 @@ A function takes rows [2, size] and returns an array of that shape. Those of `WI
 weight [size, size], too.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,13 +126,20 @@ _BELOW_ONE = ("acos", "asin", "atanh", "erf_inv")
 _ABOVE_ONE = ("acosh", "digamma", "lgamma", "log", "log1p", "rsqrt", "sqrt")
 _COMPARISONS = ("eq", "ge", "gt", "le", "lt", "ne")
 
+
+def _apply(fn, prepare, x):
+    return fn(prepare(x))
+
+
+def _choose(compare, x):
+    return x * compare(x, jnp.zeros_like(x))
+
+
 FUNCTIONS = {
     **{name: getattr(lax, name) for name in _UNARY},
-    **{name: lambda x, fn=getattr(lax, name): fn(below_one(x)) for name in _BELOW_ONE},
-    **{name: lambda x, fn=getattr(lax, name): fn(above_one(x)) for name in _ABOVE_ONE},
-    **{
-        name: lambda x, fn=getattr(lax, name): x * fn(x, jnp.zeros_like(x)) for name in _COMPARISONS
-    },
+    **{name: functools.partial(_apply, getattr(lax, name), below_one) for name in _BELOW_ONE},
+    **{name: functools.partial(_apply, getattr(lax, name), above_one) for name in _ABOVE_ONE},
+    **{name: functools.partial(_choose, getattr(lax, name)) for name in _COMPARISONS},
     **along(1),
     "add": lambda x: x + 1,
     "add_any": jax.grad(lambda x: jnp.sum(jnp.sin(x) * x)),

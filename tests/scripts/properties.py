@@ -3,7 +3,6 @@
 import hypothesis
 import hypothesis.strategies as st
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -74,7 +73,7 @@ def steps_of_random_trees_are_those_of_one_device(devices):
             try:
                 state = tx.init(params)
             except ValueError as error:  # of SRigL
-                assert "keeps a weight of every neuron" in str(error)
+                assert "keeps a weight of every neuron" in str(error)  # noqa: PT017
                 return None
             update = jax.jit(tx.update)
             for grad in grads:
@@ -88,11 +87,9 @@ def steps_of_random_trees_are_those_of_one_device(devices):
         ]
         expected = run(params, grads)
         placed = place(devices, rng, params)
-        on_mesh = lambda tree: jax.tree.map(
-            lambda x, p: jax.device_put(x, p.sharding), tree, placed
-        )  # noqa: E731
+        placements = jax.tree.map(lambda x: x.sharding, placed)
         with jax.set_mesh(devices.mesh):
-            computed = run(placed, [on_mesh(grad) for grad in grads])
+            computed = run(placed, [jax.device_put(grad, placements) for grad in grads])
         assert (expected is None) == (computed is None)
         if expected is not None:
             assert draws.equal_bits(expected, computed)
