@@ -1,6 +1,6 @@
 """Kills a training run again and again, and compares how it ends with a run that was not killed.
 
-    python tests/kill_resume.py [NUMBER OF KILLS] [SEED] [masked|shrunken|compact]
+    python -m tests.kill_resume [NUMBER OF KILLS] [SEED] [masked|shrunken|compact]
 
 Each kill is a SIGKILL at a random moment: while the program starts, trains or writes a checkpoint
 (the run writes one every few steps). Weights, masks, optimizer states and the history of the
@@ -22,11 +22,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # for `python tests/kill_resume.py`
-
-from examples.mnist import config as config_lib  # noqa: E402
-from examples.mnist import train  # noqa: E402
+from examples.mnist import config as config_lib
+from examples.mnist import train
+from tests.helpers import ROOT
 
 OPTIONS = {"epochs": 1, "batch_size": 100, "eval_every": 4, "sparsity.update_freq": 3}
 KINDS = {

@@ -1,6 +1,6 @@
 """Kills every command and function that writes files, at random moments, again and again.
 
-    python tests/kill_writes.py [NUMBER OF KILLS] [SEED]
+    python -m tests.kill_writes [NUMBER OF KILLS] [SEED]
 
 A process writes two contents in turn to each path, forever, and is killed. Then each path must hold
 one of the two, complete, whatever was being written. A one-shot run with a folder is killed, too,
@@ -20,16 +20,14 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # for `python tests/kill_writes.py`
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-
-import sparsity  # noqa: E402
-from sparsity.cli import main as command  # noqa: E402
-from tests.cli.test_dtypes import load, save  # noqa: E402
+import sparsity
+from sparsity.cli import main as command
+from tests.cli.test_dtypes import load, save
+from tests.helpers import ROOT
 
 ENDINGS = (".safetensors", ".npz", ".msgpack", "")
 LAYERS = 6
@@ -138,7 +136,7 @@ def kill(folder: Path, kind: str, seconds: float) -> float:
     for name in ("ready", "finished"):
         (folder / name).unlink(missing_ok=True)
     process = subprocess.Popen(
-        [sys.executable, __file__, kind, str(folder)],
+        [sys.executable, "-m", "tests.kill_writes", kind, str(folder)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.DEVNULL,

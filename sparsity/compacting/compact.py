@@ -97,7 +97,7 @@ class Compact:
     storages: tuple[tuple[Path, Storage], ...]
     in_turn: bool
     params: PyTree = None
-    opt_state: PyTree | None = None
+    opt_state: PyTree = None
     update_error: float | None = None
 
     def __repr__(self) -> str:
