@@ -12,7 +12,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -97,7 +96,7 @@ def _digest(metadata: Mapping[str, str], terms: Sequence[Term]) -> str:
     return digest.hexdigest()
 
 
-def _unpack(name: str, fields: PyTree, *kinds: type) -> list[Any]:
+def _unpack(name: str, fields: PyTree, *kinds: type) -> PyTree:
     """Returns what describes a parameter; raises a ValueError unless its kinds are these."""
     if not isinstance(fields, list) or [type(field) for field in fields] != [*kinds]:
         expected = ", ".join(kind.__name__ for kind in kinds)

@@ -229,9 +229,8 @@ def shrink(
       The smaller model.
 
     Raises:
-      ValueError: masks belong to another model, have other entries than 0 and 1 or remove a group,
-        a leaf of the optimizer's state cannot be cut, or `tx` would train the smaller model
-        otherwise; the error names the leaf.
+      ValueError: masks are of another model, hold other entries than 0 and 1 or remove a group, the
+        optimizer's state cannot be cut, or `tx` would train otherwise; the error names the leaf.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A training run that is killed ends with the bits of one that is not; see kill_resume.py."""
+"""A training run that is killed ends with the bits of one that is not; see `kill_resume`."""
 
 import random
 
