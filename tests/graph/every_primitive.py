@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives
 from jax.scipy.special import betainc
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 # Primitives that only programs on meshes have, see tests/scripts, and one that no function binds.
 NOT_DRAWN = {"copy_p", "mesh_cast", "pvary", "reshard"}
@@ -51,7 +51,7 @@ def random_as(x, key):
 
 
 def on_mesh(x):
-    mesh = jax.make_mesh((1,), ("a",), devices=jax.devices()[:1])
+    mesh = jax.make_mesh((1,), ("a",), (AxisType.Auto,), devices=jax.devices()[:1])
     return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
 
 
