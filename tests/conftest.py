@@ -34,6 +34,8 @@ pytest.register_assert_rewrite("tests.helpers")
 share_contexts()
 
 
+collect_ignore = ["typing"]  # programs of users, for checkers of types
+
 # The files that take longest start first, so that no worker waits for another in the end.
 _LONGEST = (
     "test_colabs", "test_meshes", "test_examples", "test_matrix", "test_kills", "test_baselines",

@@ -1,6 +1,6 @@
 """Kills a training run again and again, and compares how it ends with a run that was not killed.
 
-    python tests/kill_resume.py [NUMBER OF KILLS] [SEED]
+    python -m tests.kill_resume [NUMBER OF KILLS] [SEED] [masked|shrunken|compact]
 
 Each kill is a SIGKILL at a random moment: while the program starts, trains or writes a checkpoint
 (the run writes one every few steps). Weights, masks, optimizer states and the history of the
@@ -22,25 +22,21 @@ from pathlib import Path
 import jax
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # for `python tests/kill_resume.py`
+from examples.mnist import config as config_lib
+from examples.mnist import train
+from tests.helpers import ROOT
 
-from examples.mnist import config as config_lib  # noqa: E402
-from examples.mnist import train  # noqa: E402
-
-OPTIONS = {
-    "epochs": 1,
-    "batch_size": 100,
-    "eval_every": 4,
-    "sparsity.algorithm": "rigl",
-    "sparsity.update_freq": 3,
-    "sparsity.use_packed_masks": True,
+OPTIONS = {"epochs": 1, "batch_size": 100, "eval_every": 4, "sparsity.update_freq": 3}
+KINDS = {
+    "masked": {"sparsity.algorithm": "rigl", "sparsity.use_packed_masks": True},
+    "shrunken": {"shrink": True, "sparsity.scope": "coupled"},
+    "compact": {"compact": True, "sparsity.algorithm": "rigl"},
 }
 
 
-def start(run_dir: Path) -> subprocess.Popen:
+def start(run_dir: Path, kind: str) -> subprocess.Popen:
     """Starts the trainer in a process group of its own."""
-    flags = [f"--config.{name}={value}" for name, value in OPTIONS.items()]
+    flags = [f"--config.{name}={value}" for name, value in (OPTIONS | KINDS[kind]).items()]
     return subprocess.Popen(
         [sys.executable, "-m", "examples.mnist.train", f"--run_dir={run_dir}", *flags],
         cwd=ROOT,
@@ -52,9 +48,9 @@ def start(run_dir: Path) -> subprocess.Popen:
     )
 
 
-def kill(run_dir: Path, is_time: Callable[[], bool]) -> bool:
+def kill(run_dir: Path, is_time: Callable[[], bool], kind: str = "masked") -> bool:
     """Starts the trainer and kills it when it is time; returns whether it was running then."""
-    process = start(run_dir)
+    process = start(run_dir, kind)
     while not is_time():
         if process.poll() is not None:
             if process.returncode:
@@ -77,11 +73,11 @@ def last_step(run_dir: Path) -> int:
     return max(steps, default=0)
 
 
-def run_here(run_dir: Path) -> train.Checkpoint:
+def run_here(run_dir: Path, kind: str = "masked") -> train.Checkpoint:
     """Goes on to the end of a run in this process; returns how it has ended."""
     config = config_lib.get_config()
     with config.unlocked():
-        config.update_from_flattened_dict(OPTIONS)
+        config.update_from_flattened_dict(OPTIONS | KINDS[kind])
     run = train.prepare(config_lib.Options(config, None, run_dir, False, False))
     end = train.fit(*run)
     run.checkpoints.close()
@@ -99,31 +95,31 @@ def differences(one: train.Checkpoint, other: train.Checkpoint) -> list[str]:
     return names
 
 
-def main(kills: int = 10, seed: int | None = None) -> None:
+def main(kills: int = 10, seed: int | None = None, kind: str = "masked") -> None:
     seed = random.SystemRandom().randrange(10**6) if seed is None else seed
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
-        expected = run_here(Path(folder, "unbroken"))
+        expected = run_here(Path(folder, "unbroken"), kind)
         runs, number = [Path(folder, "0")], 0
         begin = time.monotonic()
-        assert kill(runs[0], lambda: last_step(runs[0]) == expected.step)
+        assert kill(runs[0], lambda: last_step(runs[0]) == expected.step, kind)
         seconds = time.monotonic() - begin
         print(f"seed {seed}; a run of {seconds:.1f} s to step {expected.step}, then killed")
         while number < kills:
             if last_step(runs[-1]) == expected.step:
                 runs.append(Path(folder, str(len(runs))))  # it has come to its end: kill a new one
             moment, begin = rng.uniform(0, seconds), time.monotonic()
-            if kill(runs[-1], lambda end=begin + moment: time.monotonic() > end):
+            if kill(runs[-1], lambda end=begin + moment: time.monotonic() > end, kind):
                 number += 1
                 writes = "".join(f", writing {name}" for name in unfinished_writes(runs[-1]))
                 print(
                     f"kill {number}: after {moment:5.2f} s, at step {last_step(runs[-1])}{writes}"
                 )
         for run in runs:
-            if wrong := differences(run_here(run), expected):
+            if wrong := differences(run_here(run, kind), expected):
                 sys.exit(f"run {run.name} differs in {', '.join(wrong)}")
     print(f"{kills} kills in {len(runs)} runs: all ended with the bits of the unbroken one")
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[1:3]), *sys.argv[3:])

@@ -72,15 +72,16 @@ def _activate(apply, activation, params, x):
 
 
 def draw(rng, shapes, dtype):
-    """Returns random parameters; vectors are near 1, so that norms divide by no small variance."""
+    """Returns random parameters; vectors and variances of norms are near 1."""
 
-    def one(leaf):
+    def one(path, leaf):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return jnp.zeros(leaf.shape, leaf.dtype)
-        scale, start = (0.2, 1) if leaf.ndim < 2 else (0.6, 0)
+        is_variance = "'var'" in jax.tree_util.keystr(path)  # a scan stacks them
+        scale, start = (0.2, 1) if leaf.ndim < 2 or is_variance else (0.6, 0)
         return jnp.asarray(start + scale * rng.normal(size=leaf.shape), dtype)
 
-    return jax.tree.map(one, shapes)
+    return jax.tree_util.tree_map_with_path(one, shapes)
 
 
 # Wrappers.

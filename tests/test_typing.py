@@ -1,12 +1,14 @@
 """Programs of users, as a type checker sees them that knows the package as an installed one.
 
 The checker is basedpyright in its mode `standard`, which is that of pyright; it brings all that it
-needs, so that nothing is downloaded.
+needs, so that nothing is downloaded. The programs of `tests/typing` pass mypy and pyright in their
+strict modes, but for functions of jax and optax whose types are unknown.
 """
 
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -160,30 +162,48 @@ MISTAKES = {
 }
 
 
+STRICT = sorted((ROOT / "tests/typing").glob("*.py"))
+
+
 @pytest.fixture(scope="module")
-def errors(tmp_path_factory):
-    """(line, rule, message) of all errors of each program, by its name."""
-    installed, folder = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("programs")
+def installed(tmp_path_factory):
+    """A folder with the package, as where packages are installed."""
+    folder = tmp_path_factory.mktemp("installed")
     ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "sparsity", installed / "sparsity", ignore=ignored)
-    (folder / "pyrightconfig.json").write_text(json.dumps(SETTINGS))
-    mistakes = {name: f"import sparsity\n{line}\n" for name, (line, _) in MISTAKES.items()}
-    for name, program in (PROGRAMS | mistakes).items():
-        (folder / f"{name}.py").write_text(program, encoding="utf-8")
+    shutil.copytree(ROOT / "sparsity", folder / "sparsity", ignore=ignored)
+    return folder
+
+
+def check_by_pyright(folder, installed, settings):
+    """Yields (path, line, text, rule, message) of all errors of the programs in a folder."""
+    (folder / "pyrightconfig.json").write_text(json.dumps(settings))
     checker = [sys.executable, "-m", "basedpyright"]
     done = subprocess.run(
         [*checker, "--project", folder, "--pythonpath", sys.executable, "--outputjson"],
         env=os.environ | {"PYTHONPATH": str(installed)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert done.stdout, done.stderr
-    found = {name: [] for name in PROGRAMS | mistakes}
     for error in json.loads(done.stdout)["generalDiagnostics"]:
         if error["severity"] == "error":
-            line = error["range"]["start"]["line"] + 1
-            found[Path(error["file"]).stem].append((line, error.get("rule"), error["message"]))
+            path, start = Path(error["file"]), error["range"]["start"]
+            text = path.read_text(encoding="utf-8").splitlines()[start["line"]]
+            text = text[start["character"] :]
+            yield path, start["line"] + 1, text, error.get("rule"), error["message"]
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory, installed):
+    """(line, rule, message) of all errors of each program, by its name."""
+    folder = tmp_path_factory.mktemp("programs")
+    mistakes = {name: f"import sparsity\n{line}\n" for name, (line, _) in MISTAKES.items()}
+    for name, program in (PROGRAMS | mistakes).items():
+        (folder / f"{name}.py").write_text(program, encoding="utf-8")
+    found = {name: [] for name in PROGRAMS | mistakes}
+    for path, line, _, rule, message in check_by_pyright(folder, installed, SETTINGS):
+        found[path.stem].append((line, rule, message))
     return found
 
 
@@ -206,3 +226,33 @@ def test_the_program_of_a_user_runs():
     names = {"__name__": "user"}
     exec(compile(USER, "user.py", "exec"), names)
     assert names["total"] == 16 / 36
+
+
+@pytest.mark.slow
+def test_programs_of_users_pass_pyright_in_its_strict_mode(tmp_path, installed):
+    for path in STRICT:
+        shutil.copy(path, tmp_path)
+    strict = SETTINGS | {"typeCheckingMode": "strict"}
+    faults = check_by_pyright(tmp_path, installed, strict)
+    assert [fault for fault in faults if not re.match(r"(jax|jnp|optax)\b", fault[2])] == []
+
+
+@pytest.mark.slow
+def test_programs_of_users_pass_mypy_in_its_strict_mode(tmp_path, installed):
+    (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-optax.*]\nignore_missing_imports = true\n")
+    checker = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent"]
+    done = subprocess.run(
+        [*checker, "--python-executable", sys.executable, *STRICT],
+        cwd=tmp_path,
+        env=os.environ | {"MYPYPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", STRICT, ids=[path.stem for path in STRICT])
+def test_a_program_of_a_user_runs(path):
+    runpy.run_path(str(path))

@@ -22,6 +22,8 @@ __all__ = ["MagnitudePruning", "RandomPruning", "SaliencyPruning", "generate_ran
 class MagnitudePruning(BaseUpdater):
     """Keeps the weights of the largest magnitude.
 
+    The magnitude of a complex weight whose parts are subnormal counts as 0, as in `jax.numpy.abs`.
+
     Source: Zhu & Gupta 2017, "To prune, or not to prune", with a `PolynomialSchedule`.
 
     Example:

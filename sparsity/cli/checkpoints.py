@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +15,7 @@ from sparsity.cli import msgpack, npz, orbax, safetensors
 from sparsity.cli.stored import StoredArray
 from sparsity.core import trees
 from sparsity.core.checks import unique_keys
-from sparsity.core.files import reading, writing
+from sparsity.core.files import reading, temporary_folder, writing
 from sparsity.core.names import matches
 from sparsity.core.trees import PyTree
 
@@ -94,10 +93,9 @@ def write(
     The copy is written next to the target and moved there when complete. If the process is killed
     while it replaces a folder, the old folder lies in a hidden folder next to the target.
     """
-    folder = target.absolute().parent
-    with tempfile.TemporaryDirectory(prefix=".sparsity-", dir=folder) as temporary:
-        new, old = Path(temporary) / f"new{target.suffix}", Path(temporary) / "old"
-        with writing(target), reading(source):
+    with writing(target), temporary_folder(target) as folder:
+        new, old = folder / f"new{target.suffix}", folder / "old"
+        with reading(source):
             _find_format(source).write(source, new, changed)
         check_target(source, target, overwrite)  # again: another program may have written there
         try:

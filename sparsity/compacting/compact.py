@@ -74,7 +74,7 @@ class Compact(StoredModel):
       ({'w': Array([0, 3], dtype=int32)}, {'w': Array([1., 2.], dtype=float32)})
     """
 
-    opt_state: PyTree | None = None
+    opt_state: PyTree = None
     update_error: float | None = None
 
     def __repr__(self) -> str:

@@ -36,7 +36,18 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a path to write to; moves the file there to `path` if the block raises nothing."""
+    """Yields a path to write to; moves the file there to `path` if the block raises nothing.
+
+    Raises:
+      OSError: nothing can be written there; the message names `path`.
+    """
+    with writing(path), temporary_folder(path) as folder:
+        yield folder / "new"
+        os.replace(folder / "new", path)
+
+
+@contextlib.contextmanager
+def temporary_folder(path: Path) -> Iterator[Path]:
+    """Yields a new hidden folder next to a path, and removes it."""
     with tempfile.TemporaryDirectory(prefix=".sparsity-", dir=path.absolute().parent) as folder:
-        yield Path(folder) / "new"
-        os.replace(Path(folder) / "new", path)
+        yield Path(folder)

@@ -18,7 +18,7 @@ import numpy as np
 
 from sparsity.core import extras
 from sparsity.core.checks import check_number, unique_keys
-from sparsity.core.files import reading, replacing, writing
+from sparsity.core.files import reading, replacing
 from sparsity.core.trees import PyTree
 from sparsity.finetuning import gaps
 from sparsity.finetuning.entries import BaseParameter, Entries, Term
@@ -55,7 +55,7 @@ def write(path: Path, base: Mapping[str, BaseParameter], terms: Sequence[Term]) 
     ]
     metadata = {"format": FORMAT, "base": json.dumps(base), "terms": json.dumps(described)}
     metadata["digest"] = _digest(metadata, terms)
-    with replacing(path) as new, writing(path):
+    with replacing(path) as new:
         try:
             save_file(arrays, new, metadata=metadata)
         except extras.load("safetensors", "cli").SafetensorError as error:
@@ -76,7 +76,7 @@ def read(path: Path) -> tuple[dict[str, BaseParameter], tuple[Term, ...]]:
         if metadata.get("format") != FORMAT:
             raise ValueError(f"its metadata do not say {FORMAT!r}: it holds no delta")
         described = json.loads(metadata["base"], object_pairs_hook=unique_keys)
-        base = {name: _parameter(name, *fields) for name, fields in described.items()}
+        base = {name: _parameter(name, fields) for name, fields in described.items()}
         described = json.loads(metadata["terms"], object_pairs_hook=unique_keys)
         terms = tuple(_read_term(file, i, base, fields) for i, fields in enumerate(described))
         if len(file.keys()) != 2 * sum(len(term.entries) for term in terms):
@@ -96,7 +96,16 @@ def _digest(metadata: Mapping[str, str], terms: Sequence[Term]) -> str:
     return digest.hexdigest()
 
 
-def _parameter(name: str, shape: list[int], dtype: str, fingerprint: str) -> BaseParameter:
+def _unpack(name: str, fields: PyTree, *kinds: type) -> PyTree:
+    """Returns what describes a parameter; raises a ValueError unless its kinds are these."""
+    if not isinstance(fields, list) or [type(field) for field in fields] != [*kinds]:
+        expected = ", ".join(kind.__name__ for kind in kinds)
+        raise ValueError(f"{name!r} is described by {fields!r:.80}, not by [{expected}]")
+    return fields
+
+
+def _parameter(name: str, fields: PyTree) -> BaseParameter:
+    shape, dtype, fingerprint = _unpack(name, fields, list, str, str)
     if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"{name!r} has the shape {shape}")
     return BaseParameter(tuple(shape), np.dtype(dtype).name, fingerprint)
@@ -108,7 +117,10 @@ def _read_term(
     """Returns a term of an open file; raises unless its entries fit the parameters."""
     check_number("weight", fields["weight"])
     entries = {}
-    for name, (is_difference, dtype, largest) in fields["parameters"].items():
+    for name, described in fields["parameters"].items():
+        is_difference, dtype, largest = _unpack(name, described, bool, str, float)
+        if not 0 <= largest < math.inf:
+            raise ValueError(f"{name!r} has {largest} as its largest change")
         values = file.get_tensor(f"{number}/{KINDS[is_difference]}/{name}")
         values = values if values.dtype.name == dtype else values.view(dtype)
         part = Entries(file.get_tensor(f"{number}/gaps/{name}"), values, is_difference, largest)

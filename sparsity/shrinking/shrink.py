@@ -19,6 +19,7 @@ from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
 from sparsity.graph.cuts import solve_kept
 from sparsity.masks import apply_masks
+from sparsity.masks.positions import check_entries
 from sparsity.programs.axes import Axis
 from sparsity.reports import time_in_turn
 from sparsity.shrinking import report
@@ -228,8 +229,8 @@ def shrink(
       The smaller model.
 
     Raises:
-      ValueError: masks belong to another model or remove a group, a leaf of the optimizer's state
-        cannot be cut, or `tx` would train the smaller model otherwise; the error names the leaf.
+      ValueError: masks are of another model, hold other entries than 0 and 1 or remove a group, the
+        optimizer's state cannot be cut, or `tx` would train otherwise; the error names the leaf.
 
     Example:
       >>> import jax.numpy as jnp
@@ -245,7 +246,7 @@ def shrink(
       (5, 2)
     """
     comparison.check_arguments(graph, masks, opt_state, tx)
-    by_path = {} if isinstance(masks, Plan) else {x.path: m for x, m in graph.match_masks(masks)}
+    by_path = {} if isinstance(masks, Plan) else _read_masks(graph, masks)
     plan = masks if isinstance(masks, Plan) else plan_cut(graph, *find_dead(graph, by_path))
     if plan is masks:
         check_proven(graph, solve_kept(graph.list_axes(), plan), plan)
@@ -256,6 +257,14 @@ def shrink(
     replicated = _replicated(graph, params, small_params)
     masked = apply_masks(small_params, small_masks)
     return Small(masked, state, plan, graph, replicated, error, small_masks)
+
+
+def _read_masks(graph: Graph, masks: PyTree) -> dict[Path, PyTree]:
+    """Returns the masks by the paths of their parameters; raises unless all are of 0 and 1."""
+    by_path = {parameter.path: mask for parameter, mask in graph.match_masks(masks)}
+    for path, mask in by_path.items():
+        check_entries(np.asarray(mask), trees.join_names(path))
+    return by_path
 
 
 def _replicated(graph: Graph, params: PyTree, small_params: PyTree) -> dict[tuple[Path, int], int]:

@@ -290,6 +290,12 @@ def test_what_another_process_could_not_recognize_is_refused_before_anything_is_
         sparsity.oneshot(PRUNER, with_callback, PARAMS, BATCHES, folder=tmp_path / "run")
 
 
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"file/run cannot be written: Not a directory"):
+        sparsity.oneshot(PRUNER, model, PARAMS, BATCHES, folder=tmp_path / "file" / "run")
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ValueError, match="holds other files"):

@@ -3,8 +3,10 @@
 import os
 import shutil
 import signal
+import tempfile
 from pathlib import Path
 
+import flax.serialization
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -30,6 +32,8 @@ def save(path):
         np.savez(path, **WEIGHTS)
     elif path.suffix == ".safetensors":
         safetensors.numpy.save_file(WEIGHTS, path)
+    elif path.suffix == ".msgpack":
+        path.write_bytes(flax.serialization.msgpack_serialize(WEIGHTS))
     else:
         ocp.PyTreeCheckpointer().save(path, WEIGHTS)
     return path
@@ -234,6 +238,60 @@ def test_a_full_disk_leaves_the_old_delta(tmp_path):
         run_on_a_full_disk(lambda: delta.save(path))
     assert path.read_bytes() == before
     assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.fixture
+def read_only():
+    """Returns a function that makes a folder read-only, also for the superuser, to the end."""
+    users, folders = os.geteuid(), []
+
+    def close(folder):
+        folders.append(folder)
+        for path in folder.rglob("*"):
+            path.chmod(0o755)
+        folder.chmod(0o555)
+        if users == 0:
+            os.seteuid(65534)
+
+    yield close
+    os.seteuid(users)
+    for folder in folders:
+        folder.chmod(0o755)
+
+
+@pytest.fixture
+def open_path():
+    """Returns a folder that every user reaches."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@pytest.mark.skipif(resource is None, reason="users are of Unix")
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_read_only_folder_leaves_the_old_checkpoint(open_path, capsys, read_only, name):
+    source = save(open_path / f"source{Path(name).suffix}")
+    target = save(open_path / f"target{Path(name).suffix}")
+    delta = open_path / "delta.safetensors"
+    sparsity.Delta.between(WEIGHTS, {"w": 2 * WEIGHTS["w"]}).save(delta)
+    before = files(open_path)
+    read_only(open_path)
+    new = str(open_path / f"new{target.suffix}")
+    for command, path in [
+        (["prune", str(source), str(target), *HALF, "--overwrite"], str(target)),
+        (["prune", str(source), new, *HALF], new),
+        (["apply", str(source), str(delta), str(target), "--overwrite"], str(target)),
+        (["diff", str(source), str(target), "--save", new], new),
+    ]:
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert error == (
+            f"sparsity: error: {path} cannot be written: Permission denied. Nothing there has "
+            "changed.\n"
+        )
+    with pytest.raises(OSError, match=r"delta\.safetensors cannot be written: Permission denied"):
+        sparsity.Delta.load(delta).save(delta)
+    assert files(open_path) == before
 
 
 def run_on_a_full_disk(run):

@@ -7,6 +7,7 @@ of groups and compares with masking.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -16,7 +17,7 @@ from jax import lax
 
 from sparsity.graph import trace
 from tests import helpers
-from tests.graph import removal
+from tests.graph import every_primitive, removal
 
 ROWS, INPUTS, OUTPUTS = 2, 4, 3
 WIDTHS = (4, 6, 8)
@@ -57,13 +58,19 @@ class Model:
         return choices[self.rng.integers(len(choices))]
 
 
-def make(seed, steps=None):
-    """A model of a few random steps, its parameters, and an input; of all steps by default."""
+def make(seed, steps=None, second=None):
+    """A model of a few random steps, its parameters, and an input; of all steps by default.
+
+    `second` names the primitive of the second step, see `every_primitive`.
+    """
     model = Model(np.random.default_rng(seed))
     count = model.rng.integers(3, 7)
     while len(model.steps) < count:
         name = model.one_of(["dense"] if not model.steps else steps or sorted(STEPS))
-        made = STEPS[name](model, model.value())
+        step = STEPS[name]
+        if second and len(model.steps) == 1:
+            name, step = second, functools.partial(_primitive, second)
+        made = step(model, model.value())
         if made is not None:
             size, step = made
             model.names.append(name)
@@ -75,14 +82,17 @@ def make(seed, steps=None):
     return model, params, jnp.asarray(model.rng.normal(size=(ROWS, INPUTS)))
 
 
-def wrong(seeds, tolerance=1e-10, steps=None):
+def wrong(seeds, tolerance=1e-10, steps=None, second=None):
     """Cuts channels of random programs, all groups of one or some of them.
+
+    `second`: {seed: name of a primitive}, see `make`.
 
     Returns:
       {seed: what is wrong} of the programs whose outputs differ from those of masking, relative to
       their largest entry, by more than the tolerance; the number of groups that were cut.
     """
-    cases = [case for seed in seeds if (case := _case(seed, steps))[-1]]
+    second = second or {}
+    cases = [case for seed in seeds if (case := _case(seed, steps, second.get(seed)))[-1]]
 
     def run(params):
         return [
@@ -100,9 +110,9 @@ def wrong(seeds, tolerance=1e-10, steps=None):
     return found, sum(len(case[-1]) for case in cases)
 
 
-def _case(seed, steps):
+def _case(seed, steps, second):
     with jax.enable_x64(True):
-        model, params, x = make(seed, steps)
+        model, params, x = make(seed, steps, second)
         graph = trace(model, params, x)
         some = np.random.default_rng(seed).random(len(graph.groups)) < (0.4 if seed % 2 else 1.1)
         groups = [group for group, is_cut in zip(graph.groups, some, strict=True) if is_cut]
@@ -477,6 +487,15 @@ def _lookup(model, i):
         return jnp.where(jnp.isnan(rows), 1.0, rows)
 
     return model.sizes[i], step
+
+
+def _primitive(name, model, i):
+    along_rows = every_primitive.ALONG_ROWS if model.rng.random() < 0.3 else {}
+    fn = along_rows.get(name) or every_primitive.FUNCTIONS[name]
+    if name in every_primitive.WITH_WEIGHT:
+        kernel = model.weight(model.sizes[i], model.sizes[i])
+        return model.sizes[i], lambda p, v: fn(v[i], p[kernel])
+    return model.sizes[i], lambda p, v: fn(v[i])
 
 
 def _stack(model, i):

@@ -2,10 +2,12 @@
 
 import os
 
+import jax
+import numpy as np
 import pytest
 
-from sparsity.graph import Graph
-from tests.graph import fuzz
+from sparsity.graph import Graph, coupling
+from tests.graph import every_primitive, fuzz
 
 # The long profile: SPARSITY_FUZZ=2000 python -m pytest tests/graph/test_fuzz.py
 PROGRAMS = int(os.environ.get("SPARSITY_FUZZ", 300))
@@ -30,6 +32,36 @@ def test_residual_streams_of_random_programs_leave_what_masking_gives(monkeypatc
     assert groups > 40
     monkeypatch.setattr(Graph, "alike", {})  # norms without what the removed channels add
     assert fuzz.wrong(range(BATCH), steps=fuzz.STREAM)[0]
+
+
+# Steps after a primitive, between which its channels may go or not.
+AROUND = ("dense", "dense_and_bias", "product", "residual", "rms_norm", "scale", "shift")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, len(every_primitive.FUNCTIONS), BATCH))
+def test_removing_groups_around_any_primitive_leaves_what_masking_gives(first):
+    names = sorted(every_primitive.FUNCTIONS)[first : first + BATCH]
+    rounds, wrong, groups = 1 + PROGRAMS // 300, {}, 0
+    for number in range(rounds):
+        seeds = range(1000 * number + first, 1000 * number + first + len(names))
+        second = dict(zip(seeds, names, strict=True))
+        found, count = fuzz.wrong(seeds, steps=AROUND, second=second)
+        wrong, groups = wrong | found, groups + count
+    assert wrong == {}
+    assert groups > 10
+
+
+def test_each_primitive_of_the_tables_is_drawn():
+    tables = set().union(*coupling.TABLES)
+    assert tables == every_primitive.FUNCTIONS.keys() | every_primitive.NOT_DRAWN
+    x, weight = np.linspace(-1.2, 2, 12).reshape(2, 6), np.ones((6, 6))
+    with jax.enable_x64(True):
+        for functions in (every_primitive.FUNCTIONS, every_primitive.ALONG_ROWS):
+            for name, fn in functions.items():
+                args = (x, weight) if name in every_primitive.WITH_WEIGHT else (x,)
+                drawn = every_primitive.names_in(fn, *args)
+                assert name in drawn | every_primitive.OF_SOME_VERSIONS, name
 
 
 @pytest.mark.slow

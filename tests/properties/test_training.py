@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import sparsity
@@ -30,6 +31,7 @@ OPTIMIZERS = {
     "lion": lambda: optax.lion(0.01),
     "clipped": lambda: optax.chain(optax.clip(0.5), optax.rmsprop(0.1)),
 }
+REFUSED = "SRigL keeps a weight of every neuron at least"
 EXACT = ("sgd", "momentum")  # without any rounding, which compilers do in their own ways
 PATTERNS = (sparsity.Unstructured(), sparsity.NByM(1, 2), sparsity.Block((2, 2)), sparsity.FanIn())
 SPARSE = [name for name in helpers.names_of(helpers.prunes) if name != "top_kast"]
@@ -74,8 +76,12 @@ def problems(draw):
 def run(updater, optimizer, problem, mode="jit"):
     """Returns the parameters and states after each step."""
     params, grads = problem
-    tx = updater.wrap_optax(OPTIMIZERS[optimizer]())
-    state, steps = tx.init(params), []
+    tx, steps = updater.wrap_optax(OPTIMIZERS[optimizer]()), []
+    try:
+        state = tx.init(params)
+    except ValueError as error:
+        assert REFUSED in str(error)  # noqa: PT017
+        hypothesis.reject()
     if mode == "scan":
 
         def body(carry, grads):
@@ -161,7 +167,8 @@ def test_regrown_weights_start_at_zero_with_fresh_moments_and_counts_stay(
     params, before = problem[0], tx.init(problem[0])
     for count, (after_params, state) in enumerate(run(updater, "adam", problem)):
         old, new = (np.asarray(x.masks["layers"][0]["w"]) for x in (before, state))
-        assert new.sum() == old.sum()
+        units = [pattern.pool(jnp.asarray(mask, jnp.float32)) > 0 for mask in (old, new)]
+        assert units[0].sum() == units[1].sum()  # of blocks at an edge, entries may differ
         grown, lost = (new > old), (new < old)
         if count % 2:
             assert not (grown | lost).any()
@@ -179,18 +186,34 @@ def test_regrown_weights_start_at_zero_with_fresh_moments_and_counts_stay(
         params, before = after_params, state
 
 
-@draws.examples(3)
+def restore_by_pickle(saved, folder):
+    return jax.tree.map(jnp.asarray, pickle.loads(pickle.dumps(jax.device_get(saved))))
+
+
+def restore_by_orbax(saved, folder):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "step", saved)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "step", jax.eval_shape(lambda: saved))
+
+
+@draws.examples(4)
 @hypothesis.given(
-    problems(), algorithms, optimizers, schedules, st.integers(0, STEPS - 1), st.booleans()
+    problems(),
+    algorithms,
+    optimizers,
+    schedules,
+    st.integers(0, STEPS - 1),
+    st.booleans(),
+    st.sampled_from([restore_by_pickle, restore_by_orbax]),
 )
 def test_saving_and_restoring_at_any_step_changes_nothing(
-    problem, name, optimizer, schedule, at, packed
+    tmp_path_factory, problem, name, optimizer, schedule, at, packed, restore
 ):
     updater = make(name, 0.5, schedule, use_packed_masks=packed)
     tx = updater.wrap_optax(OPTIMIZERS[optimizer]())
     steps = run(updater, optimizer, problem)
-    params, state = pickle.loads(pickle.dumps(jax.device_get(steps[at])))
-    params, state = jax.tree.map(jnp.asarray, (params, state))
+    params, state = restore(steps[at], tmp_path_factory.mktemp("run"))
     again = make(name, 0.5, schedule, use_packed_masks=packed).wrap_optax(OPTIMIZERS[optimizer]())
     assert jax.tree.structure(state) == jax.tree.structure(again.init(params))
     update = jax.jit(tx.update)

@@ -369,6 +369,13 @@ def test_columns_keep_their_k_best(dtype, shape, batch_axes, every_search):
             np.testing.assert_array_equal(mask_rows[at], best(rows[0][at], k[at], allowed))
 
 
+def test_columns_of_booleans_keep_their_k_best(every_search):
+    some = np.random.default_rng(3).random((40, 9)) < 0.5
+    mask = np.asarray(selection.topk_mask(some, 15, last_axes=1))
+    for column, kept in zip(some.T, mask.T, strict=True):
+        np.testing.assert_array_equal(kept, best(column, 15))
+
+
 def test_last_axes_that_are_none_are_an_error():
     with pytest.raises(ValueError, match=r"last_axes must be in \[0, 1\], got last_axes = 2"):
         selection.topk_mask(jnp.ones((2, 3)), 1, batch_axes=1, last_axes=2)

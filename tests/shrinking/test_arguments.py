@@ -30,6 +30,16 @@ def mlp():
     return params, jax.random.normal(keys[2], (6, 5))
 
 
+def test_a_mask_of_other_entries_than_0_and_1_is_refused():
+    params, x = mlp()
+    graph = trace(lambda params, x: jnp.tanh(x @ params["up"]) @ params["down"], params, x)
+    mask = np.ones((5, 8), np.uint8)
+    for value in (2, 255):
+        mask[0, 0] = value
+        with pytest.raises(ValueError, match=f"mask of 'up' has entries .* such as {value}"):
+            shrink(graph, params, {"up": mask, "down": None})
+
+
 def test_a_flag_and_a_number_that_are_no_arrays_are_those_of_the_call():
     def fn(params, x, t, train):
         hidden = jnp.tanh(t * (x @ params["up"]))

@@ -17,6 +17,7 @@ from sparsity.calibration.refits import Means, Refit
 from sparsity.calibration.run.fingerprint import fingerprint, fingerprint_program
 from sparsity.calibration.run.report import LayerReport
 from sparsity.core import extras, trees
+from sparsity.core.files import writing
 from sparsity.core.trees import PyTree
 from sparsity.graph import trace
 
@@ -50,8 +51,9 @@ class Finished:
         if not about.exists():
             if self._folder.exists() and any(x != _new(about) for x in self._folder.iterdir()):
                 raise ValueError(f"folder = {folder} holds other files. Give a new or empty one.")
-            self._folder.mkdir(parents=True, exist_ok=True)
-            _write(about, json.dumps(identity, indent=2))
+            with writing(self._folder):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                _write(about, json.dumps(identity, indent=2))
         before = json.loads(about.read_text(encoding="utf-8"))
         names = before | identity
         if differ := [name for name in names if before.get(name) != identity.get(name)]:
@@ -74,8 +76,9 @@ class Finished:
 
     def write(self, number: int, layer: Layer) -> None:
         """Saves a layer atomically: a kill leaves all of it or nothing."""
-        with self._checkpoints.PyTreeCheckpointer() as checkpointer:
-            checkpointer.save(self._folder / str(number), _tree(layer))
+        path = self._folder / str(number)
+        with writing(path), self._checkpoints.PyTreeCheckpointer() as checkpointer:
+            checkpointer.save(path, _tree(layer))
 
 
 def _tree(layer: Layer) -> dict[str, PyTree]:

@@ -51,7 +51,8 @@ def _moved(leaf: Ranked, x: jax.Array) -> jax.Array:
 
     # A branch stores what it reads and what it returns: XLA:CPU copies a stored array five times as
     # fast as a computed one, and would copy once for each kernel that reads the copy.
-    flat = lax.cond(at_runtime(1) > 0, copy, lambda x: 0 * x.reshape(-1), x)
+    zero = jnp.zeros((), x.dtype)  # 0 times a boolean is an integer
+    flat = lax.cond(at_runtime(1) > 0, copy, lambda x: zero * x.reshape(-1), x)
     shape = leaf.scores.shape
     outer = shape[: leaf.batch_axes] + shape[leaf.axes.stop :]
     rows: jax.Array = flat.reshape(outer + tuple(shape[axis] for axis in leaf.axes))

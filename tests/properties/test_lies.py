@@ -1,0 +1,234 @@
+"""Files whose descriptions lie are read as they say, or refused by name; memory stays bounded."""
+
+import hashlib
+import json
+import re
+import tracemalloc
+import zipfile
+
+import jax.numpy as jnp
+import msgpack
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+
+import sparsity
+from sparsity.cli import main
+from tests.graph import removal
+from tests.lies import lie
+from tests.properties.strategies import EXAMPLES
+
+FILES = EXAMPLES or 60
+LIMIT = 16 << 20  # bytes that reading a file of a few hundred bytes may take
+BASE = {
+    "w": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "b": np.ones(5, np.float16),
+    "n": np.arange(3),
+}
+
+
+@pytest.fixture
+def run(capsys):
+    """Returns a function that runs a command, which takes little memory and prints one error."""
+
+    def check(*arguments):
+        tracemalloc.start()
+        try:
+            code = main([*map(str, arguments)])
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        error = capsys.readouterr().err
+        assert error.count("\n") == error.count("sparsity: error: ") == (code == 2), error
+        assert peak < LIMIT, (arguments, peak)
+        return code
+
+    return check
+
+
+# Deltas, with the digest of what they hold.
+
+
+def digest(metadata, arrays):
+    """Returns the digest that `Delta.save` would write, of as much as is there."""
+    hashed = hashlib.sha256(f"{metadata['base']}\n{metadata['terms']}".encode())
+    try:
+        for number, term in enumerate(json.loads(metadata["terms"])):
+            for name, fields in term["parameters"].items():
+                kind = "differences" if fields[0] else "values"
+                for part in (f"{number}/gaps/{name}", f"{number}/{kind}/{name}"):
+                    hashed.update(arrays[part].tobytes())
+    except (KeyError, TypeError, AttributeError, IndexError):
+        pass
+    return hashed.hexdigest()
+
+
+def change(rng, array):
+    """Returns other entries, another dtype, length or shape of an array."""
+    dtypes = [np.uint8, np.uint16, np.uint32, np.int64, np.float32, bool]
+    match rng.integers(4):
+        case 0:
+            drawn = rng.integers(0, 256, array.nbytes, np.uint8)
+            return drawn.view(array.dtype).reshape(array.shape)
+        case 1:
+            return array.astype(dtypes[rng.integers(len(dtypes))])
+        case 2:
+            return array[: rng.integers(len(array) + 1)]
+    return np.concatenate([array, array])
+
+
+def save_lie(rng, source, target):
+    with safetensors.safe_open(source, "np") as file:
+        metadata = file.metadata()
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    part = str(rng.choice(["base", "terms", "arrays"]))
+    if part == "arrays":
+        name = str(rng.choice(sorted(arrays)))
+        arrays[name] = change(rng, arrays[name])
+    else:
+        metadata[part] = json.dumps(lie(rng, json.loads(metadata[part])))
+    metadata["digest"] = digest(metadata, arrays)
+    safetensors.numpy.save_file(arrays, target, metadata=metadata)
+
+
+def deltas():
+    tuned = {name: array.copy() for name, array in BASE.items()}
+    tuned["w"][0, 1], tuned["w"][2, 3], tuned["b"][2], tuned["n"][1] = 9, 7, 3, 7
+    floats = [{name: tree[name] for name in "wb"} for tree in (BASE, tuned)]
+    exact = sparsity.Delta.between(BASE, tuned)
+    rounded = sparsity.Delta.between(*floats, dtype="float32")
+    return exact, rounded, sparsity.Delta.merge([rounded, rounded], [0.5, 2.0])
+
+
+def test_a_delta_that_lies_is_refused_or_changes_what_it_describes(tmp_path, run):
+    rng, results = np.random.default_rng(0), set()
+    base, path, target = (tmp_path / f"{name}.safetensors" for name in ("base", "lie", "out"))
+    safetensors.numpy.save_file(BASE, base)
+    for number, delta in enumerate(deltas()):
+        delta.save(tmp_path / f"{number}.safetensors")
+    for number in range(FILES):
+        save_lie(rng, tmp_path / f"{number % 3}.safetensors", path)
+        try:
+            delta = sparsity.Delta.load(path)
+            delta.apply(BASE)
+            result = "applied"
+        except ValueError as error:
+            result = "refused"
+            message = str(error)
+            assert re.search(r"lie\.safetensors cannot be|is not the one|not finite", message)
+        assert run("apply", base, path, target, "--overwrite") == (2 if result == "refused" else 0)
+        assert run("diff", path, "--json") in ((0, 1) if result == "applied" else (0, 1, 2))
+        results.add(result)
+    assert results == {"applied", "refused"}
+
+
+@pytest.mark.parametrize("largest", ["x", [1], True, -1.0, float("nan"), float("inf")])
+def test_a_largest_change_that_is_no_number_is_refused(tmp_path, largest):
+    path = tmp_path / "delta.safetensors"
+    sparsity.Delta.between({"w": np.zeros(3)}, {"w": np.ones(3)}).save(path)
+    with safetensors.safe_open(path, "np") as file:
+        metadata = file.metadata()
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    terms = json.loads(metadata["terms"])
+    terms[0]["parameters"]["w"][2] = largest
+    metadata["terms"] = json.dumps(terms)
+    metadata["digest"] = digest(metadata, arrays)
+    safetensors.numpy.save_file(arrays, path, metadata=metadata)
+    with pytest.raises(ValueError, match=r"delta\.safetensors cannot be read: 'w' (has|is desc)"):
+        sparsity.Delta.load(path)
+
+
+# Plans.
+
+
+def model(params, x):
+    return jnp.tanh(jnp.tanh(x @ params["up"] + params["bias"]) @ params["mid"]) @ params["down"]
+
+
+def test_a_plan_that_lies_is_refused_or_cuts_what_it_describes():
+    draw, rng, cuts = np.random.default_rng(1).normal, np.random.default_rng(0), 0
+    shapes = {"up": (3, 4), "bias": (4,), "mid": (4, 6), "down": (6, 2)}
+    params = {name: jnp.asarray(draw(size=shape), jnp.float32) for name, shape in shapes.items()}
+    x = jnp.asarray(draw(size=(5, 3)), jnp.float32)
+    graph = sparsity.trace(model, params, x)
+    masks = removal.masks_of(graph, graph.groups, removal.choose(graph.groups, 0))
+    masks = {path[0]: mask for path, mask in masks.items()}
+    text = sparsity.shrink(graph, params, masks).plan.to_json()
+    for number in range(FILES):
+        try:
+            plan = sparsity.Plan.from_json(json.dumps(lie(rng, json.loads(text))))
+        except ValueError as error:
+            assert "Not a plan written by Plan.to_json" in str(error)  # noqa: PT017
+            continue
+        try:
+            small = sparsity.shrink(graph, params, plan)
+        except ValueError:
+            continue
+        cuts += 1
+        for path, axes in small.plan.kept.items():
+            shape = list(params[path[0]].shape)
+            for axis, index in axes.items():
+                shape[axis] = len(index)
+            assert small.params[path[0]].shape == tuple(shape), number
+        masked = {
+            name: jnp.zeros_like(leaf)
+            .at[np.ix_(*kept_of(plan, name, leaf))]
+            .set(leaf[np.ix_(*kept_of(plan, name, leaf))])
+            for name, leaf in params.items()
+        }
+        np.testing.assert_allclose(small.apply(small.params, x), model(masked, x), atol=1e-5)
+    assert cuts or number < 100
+
+
+def kept_of(plan, name, leaf):
+    axes = plan.kept.get((name,), {})
+    return [axes.get(axis, np.arange(size)) for axis, size in enumerate(leaf.shape)]
+
+
+# Headers of checkpoints.
+
+
+def save_safetensors(rng, path):
+    entry = {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]}
+    header = {"__metadata__": {"a": "b"}, "w": entry}
+    header["v"] = {"dtype": "I16", "shape": [4], "data_offsets": [48, 56]}
+    text = json.dumps(lie(rng, header)).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(56))
+
+
+def save_npz(rng, path):
+    header = lie(rng, {"descr": "<f4", "fortran_order": bool(rng.integers(2)), "shape": [3, 4]})
+    if isinstance(header.get("shape"), list):
+        header["shape"] = tuple(header["shape"])
+    text = f"{header}\n".encode()
+    with zipfile.ZipFile(path, "w") as archive:
+        start = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little")
+        archive.writestr("w.npy", start + text + bytes(48))
+
+
+def save_msgpack(rng, path):
+    array = msgpack.packb(lie(rng, [[3, 4], "float32", bytes(48)], times=1))
+    kind = int(rng.choice([1, 1, 2, 3]))  # of flax: array, complex number, number of numpy
+    other = msgpack.packb([[2], "int8", bytes(2)])
+    tree = {"w": msgpack.ExtType(kind, array), "v": msgpack.ExtType(1, other)}
+    path.write_bytes(msgpack.packb(tree))
+
+
+SAVE = {"safetensors": save_safetensors, "npz": save_npz, "msgpack": save_msgpack}
+
+
+@pytest.mark.parametrize("ending", SAVE)
+def test_a_header_that_lies_is_refused_or_read(tmp_path, run, ending):
+    rng, codes = np.random.default_rng(0), set()
+    path, target = tmp_path / f"a.{ending}", tmp_path / f"b.{ending}"
+    for _ in range(FILES):
+        SAVE[ending](rng, path)
+        code = run("inspect", path, "--json")
+        pruned = run("prune", path, target, "--sparsity", "0.5", "--overwrite")
+        assert pruned in (code, 2)
+        codes.add(code)
+        if pruned == 0:
+            assert run("inspect", target) == 0
+            target.unlink()
+    assert codes == {0, 2}

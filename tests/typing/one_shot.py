@@ -1,0 +1,25 @@
+"""Prunes in one shot."""
+
+import jax
+import jax.numpy as jnp
+
+import sparsity
+
+Params = dict[str, jax.Array]
+
+
+def model(params: Params, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ params["up"]) @ params["down"]
+
+
+params: Params = {"up": jnp.ones((4, 8)), "down": jnp.ones((8, 2))}
+batches = [jnp.ones((16, 4))]
+pruner = sparsity.WandaPruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
+pruned, masks, report = sparsity.oneshot(
+    pruner, model, params, batches, refit=sparsity.ADMM(iterations=2)
+)
+kernel: jax.Array = pruned["up"]
+mask: jax.Array = masks["up"]
+error: float = report[("up",)].error
+statistics = sparsity.calibrate(model, params, batches, kind="gram")
+gram = statistics[("up",)].gram
