@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.core.trees import Path
-from sparsity.graph.uses import Factor, Tracker, Use, View, follow
+from sparsity.graph.uses import Tracker, Use
+from sparsity.graph.views import Factor, View, follow
 from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program, Value
