@@ -1,16 +1,9 @@
-"""Squares relative to the larger squares of their layer: scores of LAMP, ranked without sorting.
+"""Squares relative to the larger squares of their layer: the scores of LAMP.
 
-**Scores.** A square is a float, scaled so that the largest of its layer lies in [1/4, 1]. Sums of
+A square is a float, scaled so that the largest of its layer lies in [1/4, 1]. Sums of
 squares are integers: a summand is cut to a multiple of 2**-B, where B = 62 - log2(size) rounded
 down to whole digits. So the bits of a score depend neither on the order of the sum nor on the mesh,
 and scores never rise from one rank to the next.
-
-**Masks.** A sample of each layer tells about which square its last kept weight has. Passes count
-and add the squares above a few pivots, and narrow the brackets of all layers together. The last
-pass adds exactly the squares above the brackets. Only the weights inside are sorted; their scores
-follow from the exact sum. A mask holds if all weights above a bracket score higher than the last
-kept one, and all below score lower. If that fails, for example because many weights tie, layers are
-sorted.
 
 Source: Lee et al. 2021, "Layer-adaptive sparsity for the magnitude-based pruning", equation 4.
 """
@@ -18,8 +11,6 @@ Source: Lee et al. 2021, "Layer-adaptive sparsity for the magnitude-based prunin
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,23 +21,10 @@ from jax import lax
 
 from sparsity.core import exact, sharding
 from sparsity.core.exact import Words
-from sparsity.core.kernels import at_runtime, compute_once, use_flat
-from sparsity.masks.positions import kept_positions
-from sparsity.selection import LazyScores, Ranked, Scores, topk_masks
+from sparsity.core.kernels import compute_once
+from sparsity.selection import LazyScores
 
-_ROOM = 4096, 16_384  # least and most weights of a layer to sample, and to sort
-_SHARE = 256  # one in so many weights of the largest layer between these ends
 _WIDTH = 2**16  # scores that are computed at once, and at most so many 16-bit digits to sum
-_GROUP = 16  # layers of a switch, whose time to compile grows with the square of them
-_ROWS = 1024  # of a layer: float32 sums of a row are then exact to about 1e-5
-_TEETH = np.array([-8, -3, -1, 0, 1, 3, 8], np.float32)  # pivots, in deviations of a sampled rank
-_PARTS = np.arange(1, 8, dtype=np.float32) / 8  # pivots of a later pass in a bracket
-_FULL = 0.75  # of the room for weights inside a bracket: counts of a pass are float32
-_PASSES = 8  # at most: then layers are sorted
-_SLACK = 1e-4  # relative error of a score from float32 sums
-_MARGIN = 1e-5  # of the proof, beyond the rounding of a quotient
-
-_State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # passes, low, high, counts between
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,7 +68,7 @@ def lamp_scores(weights: jax.Array) -> jax.Array:
     """
     if not weights.size:
         return jnp.zeros(weights.shape, jnp.promote_types(jnp.abs(weights).dtype, jnp.float32))
-    [layer] = _Layer.read([weights])
+    [layer] = ScaledLayer.read([weights])
     squares = layer.squares(weights.reshape(-1))
     place = lax.iota(jnp.int32, len(squares))
     falling, order = lax.sort((-squares, place), num_keys=1, is_stable=True)
@@ -98,7 +76,7 @@ def lamp_scores(weights: jax.Array) -> jax.Array:
     rows = jnp.pad(falling, (0, -len(squares) % width)).reshape(-1, width)
 
     def score(above: Words, row: jax.Array) -> tuple[Words, jax.Array]:
-        ranked, sums = _ranked_scores(row, _bits(weights.size), above)
+        ranked, sums = score_ranks(row, count_bits(weights.size), above)
         return (sums[0][-1], sums[1][-1]), ranked
 
     zero = rows[0, 0].astype(jnp.uint32) & 0  # varies over a mesh as the weights do
@@ -106,123 +84,13 @@ def lamp_scores(weights: jax.Array) -> jax.Array:
     return jnp.zeros_like(squares).at[order].set(ranked).reshape(weights.shape)
 
 
-def select_together(leaves: Sequence[LampScores], k: Words) -> list[jax.Array]:
-    """Returns uint8 masks of the k highest scores of all layers.
-
-    Ties go to the lowest index, of the first layer.
-
-    Args:
-      leaves: the layers.
-      k: number of weights to keep, two words of uint32[1].
-    """
-    arrays = [leaf.weights for leaf in leaves]
-    is_large = any(x.size > _ROOM[1] for x in arrays) and all(x.size for x in arrays)
-    is_uniform = len({_float_type(x) for x in arrays}) == 1
-    is_local = jax.default_backend() == "cpu" and all(map(_is_local, arrays))
-    if is_large and is_uniform and is_local:
-        masks: list[jax.Array] = search(arrays, k)[0]
-        return masks
-    return topk_masks(_ranked([leaf.compute() for leaf in leaves]), k, together=True)
-
-
-def _ranked(scores: Sequence[jax.Array]) -> list[Ranked]:
-    """Returns scores in one dtype."""
-    dtype = jnp.result_type(*scores)
-    return [Ranked(Scores.wrap(x.astype(dtype))) for x in scores]
-
-
-def _is_local(x: jax.Array) -> bool:
-    has_room = x.size + _ROOM[1] < 2**31  # positions are int32
-    return has_room and use_flat(x) and jax.typeof(x).sharding.mesh.empty
-
-
-@jax.jit
-def search(arrays: Sequence[jax.Array], k: Words) -> tuple[list[jax.Array], jax.Array]:
-    """Returns the masks, and whether the search proved them; otherwise sorting made them."""
-    layers = _Layer.read(arrays)
-    flat = [x.reshape(-1) for x in arrays]
-    room = _room(flat)
-    low, high = _brackets(layers, flat, exact.to_float(k)[0], room)
-    is_large = np.array([len(x) > room for x in flat])
-    low, high = jnp.where(is_large, low, -1), jnp.where(is_large, high, np.inf)
-    parts = [_inside(*x, room) for x in zip(layers, flat, low, high, strict=True)]
-    part: _Inside = jax.tree.map(lambda *x: jnp.stack(x), *parts)
-
-    bits = np.array([_bits(len(x)) for x in flat])
-    sizes = np.array([len(x) for x in flat], np.int32)[:, None]
-    is_slot = part.positions < sizes
-    scores, sums = _slot_scores(jnp.where(is_slot, part.squares, np.nan), bits, part.sum_above)
-    total_above, total = exact.total(part.above), exact.total(part.above + part.inside)
-    is_between = ~exact.at_least(total_above, _scalar(k)) & exact.at_least(total, _scalar(k))
-    need = exact.minus(_scalar(k), total_above)
-    slots = Ranked(Scores.wrap(scores), is_slot.astype(jnp.uint8))
-    [chosen] = topk_masks([slots], (need[0][None], need[1][None]), together=True)
-    last = jnp.min(jnp.where(chosen > 0, scores, np.inf))
-    least, most = (
-        square / (exact.to_float(x) * 2.0**-bits).astype(np.float32)
-        for square, x in ((high, part.sum_above), (low, sums))
-    )
-    least = jnp.where(part.above > 0, least, np.inf)
-    most = jnp.where(low < 0, -1, most)
-    is_proved = jnp.all(least * (1 - _MARGIN) > last) & jnp.all(most * (1 + _MARGIN) < last)
-    is_searched = is_between & is_proved & jnp.all(part.inside <= room)
-
-    def by_search() -> list[jax.Array]:
-        columns = layers, flat, high, part.positions, chosen, arrays
-        return [
-            (layer.squares(x) > v).astype(jnp.uint8).at[at].max(mask, mode="drop")
-            .reshape(array.shape)
-            for layer, x, v, at, mask, array in zip(*columns, strict=True)
-        ]  # fmt: skip
-
-    def by_sorting() -> list[jax.Array]:
-        return topk_masks(_ranked(_sorted_scores(arrays)), k, together=True)
-
-    masks: list[jax.Array] = lax.cond(is_searched, by_search, by_sorting)
-    return masks, is_searched
-
-
-def _scalar(k: Words) -> Words:
-    return k[0][0], k[1][0]
-
-
-def _room(flat: Sequence[jax.Array]) -> int:
-    """Returns how many weights of a layer to sample, and to sort."""
-    return min(max(max(map(len, flat)) // _SHARE, _ROOM[0]), _ROOM[1])
-
-
-def _sorted_scores(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns `lamp_scores` of each layer; layers of a size share a program and its buffers."""
-    groups: dict[tuple[int, np.dtype], list[list[int]]] = {}
-    for i, x in enumerate(arrays):
-        group = groups.setdefault((x.size, x.dtype), [[]])
-        if len(group[-1]) == _GROUP:
-            group.append([])
-        group[-1].append(i)
-    scores: dict[int, jax.Array] = {}
-    for members in itertools.chain(*groups.values()):
-        if len(members) == 1:
-            scores[members[0]] = lamp_scores(arrays[members[0]])
-            continue
-        layers = [arrays[i].reshape(-1) for i in members]
-        branches = [functools.partial(lambda i, x: x[i], i) for i in range(len(members))]
-        rows = lax.map(
-            lambda i, b=branches, x=layers: lamp_scores(lax.switch(i, b, x)),
-            jnp.arange(len(members)),
-        )
-        for place, i in enumerate(members):
-            row = lax.dynamic_index_in_dim(rows, at_runtime(place), 0, keepdims=False)
-            scores[i] = row.reshape(arrays[i].shape)
-    return [scores[i] for i in range(len(arrays))]
-
-
-class _Layer(NamedTuple):
+class ScaledLayer(NamedTuple):
     """Powers of two whose product takes the largest finite weight of a layer to [1/2, 1]."""
 
     scales: tuple[jax.Array, jax.Array]
 
     @classmethod
-    def read(cls, layers: Sequence[jax.Array]) -> list[_Layer]:
+    def read(cls, layers: Sequence[jax.Array]) -> list[ScaledLayer]:
         """Reads the scales of layers."""
         scales = []
         for weights in layers:
@@ -242,66 +110,26 @@ class _Layer(NamedTuple):
 
 
 def _sizes(weights: jax.Array) -> jax.Array:
-    return jnp.abs(weights).astype(_float_type(weights))
+    return jnp.abs(weights).astype(float_type(weights))
 
 
-def _float_type(weights: jax.Array) -> np.dtype:
+def float_type(weights: jax.Array) -> np.dtype:
     """Returns the dtype of scores."""
     real = jnp.finfo(weights.dtype).dtype  # of the absolute values
     return jnp.promote_types(real, jnp.float32)
 
 
-# ------------------------------------------------------------------ exact sums and scores
-def _digits(squares: jax.Array, size: int) -> tuple[list[jax.Array], int]:
-    """Returns digits of squares, int32, the highest first, and their bits.
-
-    A sum of `size` digits fits an int32, and a sum of so many squares fits 62 bits.
-    """
-    bits = _digit_bits(size)
-    digits, remainder = [], squares
-    for _ in range(_bits(size) // bits):
-        remainder = remainder * 2.0**bits
-        digit = jnp.trunc(remainder)
-        remainder = remainder - digit
-        digits.append(digit.astype(jnp.int32))
-    return digits, bits
-
-
-def _digit_bits(size: int) -> int:
+def count_digit_bits(size: int) -> int:
     return min(31 - max(size - 1, 1).bit_length(), 24)
 
 
-def _bits(size: int) -> int:
+def count_bits(size: int) -> int:
     """Returns B, the number of bits of a summand of a layer."""
-    bits = _digit_bits(size)
+    bits = count_digit_bits(size)
     return (62 - max(size - 1, 1).bit_length()) // bits * bits
 
 
-def _joined(digits: Sequence[Words], bits: int) -> Words:
-    """Returns the integer of some digits, the highest first."""
-    total = digits[0]
-    for digit in digits[1:]:
-        total = exact.plus(exact.shift_left(total, bits), digit)
-    return total
-
-
-def _slot_scores(squares: jax.Array, bits: np.ndarray, above: Words) -> tuple[jax.Array, Words]:
-    """Returns scores of squares[layers, n], and the sums of all squares.
-
-    Args:
-      squares: NaN for entries to leave out.
-      bits: the numbers B, [layers].
-      above: sums of the squares that are larger than these, [layers].
-    """
-    place = lax.broadcasted_iota(jnp.int32, squares.shape, 1)
-    falling, order = lax.sort((-squares, place), num_keys=1, is_stable=True)
-    ranked, sums = _ranked_scores(falling, bits[:, None], (above[0][:, None], above[1][:, None]))
-    rows = np.arange(len(squares))[:, None]
-    scores = jnp.zeros_like(squares).at[rows, order].set(ranked)
-    return scores, (sums[0][:, -1], sums[1][:, -1])
-
-
-def _ranked_scores(
+def score_ranks(
     falling: jax.Array, bits: int | np.ndarray, above: Words
 ) -> tuple[jax.Array, Words]:
     """Returns scores and sums of negative squares[..., n] by rank, n at most `_WIDTH`."""
@@ -313,140 +141,3 @@ def _ranked_scores(
     totals = sums[0].astype(real) * 2.0**32 + sums[1].astype(real)
     totals = totals * np.exp2(-bits).astype(real)
     return jnp.where(falling == 0, 0, -falling / jnp.where(totals == 0, 1, totals)), sums
-
-
-class _Inside(NamedTuple):
-    """Weights inside a bracket.
-
-    Attributes:
-      above: number of weights above the bracket, int32.
-      inside: number of weights inside, int32.
-      sum_above: sum of the squares above.
-      positions: int32[room], increasing; empty slots hold the size of the layer or more.
-      squares: [room], anything in empty slots.
-    """
-
-    above: jax.Array
-    inside: jax.Array
-    sum_above: Words
-    positions: jax.Array
-    squares: jax.Array
-
-
-def _inside(
-    layer: _Layer, weights: jax.Array, low: jax.Array, high: jax.Array, room: int
-) -> _Inside:
-    """Reads the weights with squares in (low, high]."""
-    size = len(weights)
-    squares = _in_rows(layer.squares(weights))
-    is_above, is_inside = squares > high, (squares > low) & ~(squares > high)
-    digits, bits = _digits(jnp.where(is_above, squares, 0), size)
-    above, inside, *sums = (exact.total(x) for x in exact.sums([is_above, is_inside, *digits], [1]))
-    positions = kept_positions(is_inside.reshape(-1).astype(jnp.uint8), room)
-    picked = layer.squares(weights.at[positions].get(mode="clip"))
-    counts = above[1].astype(jnp.int32), inside[1].astype(jnp.int32)
-    return _Inside(*counts, _joined(sums, bits), positions, picked)
-
-
-def _in_rows(x: jax.Array) -> jax.Array:
-    """Returns x[n] as rows, for threads to share."""
-    most = min(_ROWS, len(x))
-    return x.reshape(next(rows for rows in range(most, 0, -1) if len(x) % rows == 0), -1)
-
-
-# ------------------------------------------------------------------ brackets
-def _brackets(
-    layers: Sequence[_Layer], flat: Sequence[jax.Array], k: jax.Array, room: int
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the ends of the brackets, each [layers]; no result depends on their being right."""
-    is_large = np.array([len(x) > room for x in flat])
-    low = jnp.full(len(flat), -1, jnp.float32)
-    first = _sampled_pivots(layers, flat, k, room)
-
-    def is_wide(state: _State) -> jax.Array:
-        return (state[0] < _PASSES) & jnp.any((state[3] > room * _FULL) & is_large)
-
-    def step(state: _State) -> _State:
-        passes, low, high, _ = state
-        ends = jnp.stack([low, high], axis=1)
-        # In the order of the floats, which is about that of logarithms.
-        start, stop = (lax.bitcast_convert_type(x, jnp.int32) for x in jnp.clip(ends.T, 0, 1))
-        width = (stop - start).astype(jnp.float32)
-        places = start[:, None] + (width[:, None] * _PARTS).astype(jnp.int32)
-        pivots = lax.bitcast_convert_type(places, jnp.float32)
-        pivots = jnp.concatenate([ends, jnp.where(passes == 0, first, pivots)], axis=1)
-        return passes + 1, *_narrowed(layers, flat, pivots, k)
-
-    start = jnp.int32(0), low, low + np.inf, low + np.inf
-    _, low, high, _ = lax.while_loop(is_wide, step, start)
-    return low, high
-
-
-def _sampled_pivots(
-    layers: Sequence[_Layer], flat: Sequence[jax.Array], k: jax.Array, room: int
-) -> jax.Array:
-    """Returns pivots[layers, n] about the squares of the last kept weights, by samples."""
-    rows, lengths = [], []
-    for layer, x in zip(layers, flat, strict=True):
-        stride = -(-len(x) // room) | 1  # odd: not in step with rows
-        sample = layer.squares(lax.optimization_barrier(x[::stride])).astype(jnp.float32)
-        lengths.append(len(sample))
-        rows.append(jnp.pad(jnp.where(jnp.isnan(sample), 0, sample), (0, room - len(sample))))
-    length = np.array(lengths, np.int32)[:, None]
-    shares = np.array([[len(x)] for x in flat], np.float32) / length.astype(np.float32)
-    squares = -jnp.sort(-jnp.stack(rows), axis=1)
-    totals = jnp.cumsum(squares, axis=1) * shares
-    scores = squares / jnp.where(totals == 0, 1, totals)
-    counts = np.where(np.arange(room) < length, shares, 0).astype(np.float32)
-    weights = jnp.asarray(counts.reshape(-1))
-    falling, weights = lax.sort((-scores.reshape(-1), weights), num_keys=1)
-    at = jnp.sum(jnp.cumsum(weights) < k, dtype=jnp.int32)
-    last = -falling[jnp.minimum(at, len(falling) - 1)]
-    rank = jnp.sum(scores >= last, axis=1, keepdims=True, dtype=jnp.int32)
-    rank = jnp.minimum(rank, length).astype(jnp.float32)
-    deviation = jnp.sqrt(rank * (1 - rank / length.astype(np.float32)) + 1)
-    places = jnp.round(rank + deviation * _TEETH).astype(jnp.int32)
-    values = jnp.take_along_axis(squares, jnp.clip(places, 0, length - 1), axis=1)
-    return jnp.where(places < 0, np.inf, jnp.where(places >= length, -1, values))
-
-
-def _narrowed(
-    layers: Sequence[_Layer], flat: Sequence[jax.Array], pivots: jax.Array, k: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the pivots next to the square of the last kept weight, and the count between."""
-    tables = []
-    for layer, x, row in zip(layers, flat, pivots, strict=True):
-        counts, sums = _counted(_in_rows(layer.squares(x).astype(jnp.float32)), row)
-        tables.append((counts, sums))
-    counts, sums = (jnp.stack(x).astype(jnp.float32) for x in zip(*tables, strict=True))
-    # The score of the last weight above a pivot, and of the first below: about the same.
-    scores = jnp.where(counts > 0, pivots / jnp.maximum(sums, 1e-37), np.inf)
-    scores = jnp.where(pivots < 0, -1, scores)
-    sizes = np.array([len(x) for x in flat], np.float32)[:, None]
-    t = scores.reshape(-1)[:, None, None]
-    is_above = scores[None] > t
-    fewest = jnp.sum(jnp.max(jnp.where(is_above, counts, 0), axis=2), axis=1)
-    most = jnp.sum(jnp.min(jnp.where(is_above, sizes, counts), axis=2), axis=1)
-    t = t[:, 0, 0]
-    floor = jnp.max(jnp.where(fewest >= k, t, -1)) * (1 - _SLACK)
-    ceiling = jnp.min(jnp.where(most < k, t, np.inf)) * (1 + _SLACK)
-    is_below, is_above = scores <= floor, scores > ceiling
-    low = jnp.max(jnp.where(is_below, pivots, -1), axis=1)
-    high = jnp.min(jnp.where(is_above, pivots, np.inf), axis=1)
-    reached = jnp.min(jnp.where(is_below, counts, sizes), axis=1)
-    return low, high, reached - jnp.max(jnp.where(is_above, counts, 0), axis=1)
-
-
-def _counted(squares: jax.Array, pivots: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns numbers and sums of squares[rows, width] above pivots[n], int32[n] and float32[n]."""
-    held, pivots = lax.optimization_barrier((squares, pivots))
-    masks = [held > pivot for pivot in pivots]
-    n = len(masks)
-    rows = lax.reduce(
-        [x.astype(jnp.int32) for x in masks] + [jnp.where(x, held, 0) for x in masks],
-        [np.int32(0)] * n + [np.float32(0)] * n,
-        lambda a, b: [x + y for x, y in zip(a, b, strict=True)],
-        (1,),
-    )
-    counts = [jnp.sum(x, dtype=jnp.int32) for x in rows[:n]]
-    return jnp.stack(counts), jnp.stack([jnp.sum(x) for x in rows[n:]])

@@ -23,7 +23,8 @@ from sparsity.core.names import Registry
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import KeyPath, PyTree, path_names
 from sparsity.masks.costs import total_cost, within_budget
-from sparsity.masks.lamp import LampScores, select_together
+from sparsity.masks.lamp import LampScores
+from sparsity.masks.lamp_search import select_together
 from sparsity.masks.moves import moved_masks
 from sparsity.masks.norms import norms
 from sparsity.masks.sites import Pattern, Site, TopkFn
