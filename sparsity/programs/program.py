@@ -9,7 +9,7 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from sparsity.core import sharding
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
 
+T = TypeVar("T")
 Arrays: TypeAlias = list[jax.Array]
 Tracebacks: TypeAlias = tuple[Any, ...]  # of jax, the innermost first
 
@@ -297,6 +298,12 @@ class Body(NamedTuple):
     carries: Sequence[tuple[int, int]] = ()
     layers: range = range(0)
     trips: int | None = 1
+
+    def split(self, inputs: list[T]) -> tuple[list[T], list[T], list[T]]:
+        """Splits the inputs of a scan into constants, carried values and stacks of layers."""
+        end = self.layers.start
+        first = end - len(self.carries)
+        return inputs[:first], inputs[first:end], inputs[end:]
 
 
 @dataclasses.dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -49,7 +50,6 @@ class Smaller(Interpreter[jax.Array]):
         keeps_rules: bool = True,
         layer: Mapping[Axis, jax.Array] | None = None,
     ) -> None:
-        super().__init__()
         self._coupling, self._plan, self._keeps_rules = coupling, dict(plan), keeps_rules
         self._layer, self._alike = dict(layer or {}), alike
         self._needed = {value for entry in alike.values() for value in entry.list_values()}
@@ -155,7 +155,7 @@ class Smaller(Interpreter[jax.Array]):
         return [jnp.asarray(self._plan[variable]) for variable in self._layered(scan)]
 
     def at_step(self, scan: Equation, rows: Sequence[jax.Array]) -> Smaller:
-        step = self.inside()
+        step = copy.copy(self)
         step._layer = self._layer | dict(zip(self._layered(scan), rows, strict=True))
         return step
 

@@ -72,7 +72,6 @@ class _Skipping(Interpreter[jax.Array]):
     """Runs an update whose new state is selected where it is defined; calls run as they are."""
 
     def __init__(self, skip: chex.Numeric, early: Mapping[Value, jax.Array]) -> None:
-        super().__init__()
         self._skip, self._early = skip, early
 
     def call(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
