@@ -32,7 +32,8 @@ from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Use
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.layout import LAYOUTS
-from sparsity.programs.program import Equation, Program, Value, share
+from sparsity.programs.program import Equation, Program, Value
+from sparsity.programs.share import share
 
 Layers: TypeAlias = Mapping[Equation, int]  # the layer of each scan, the outermost first
 # (axis, index) of each axis that scans take apart.
