@@ -1,5 +1,6 @@
 """Masks: storage, the leaves that have masks, and the scopes in which weights compete."""
 
+from sparsity.core.names import Registry
 from sparsity.masks.bits import (
     apply_mask,
     apply_mask_straight_through,
@@ -25,17 +26,10 @@ from sparsity.masks.create import (
     masked_paths,
     move_masks,
 )
+from sparsity.masks.global_scope import Global
+from sparsity.masks.layerwise import Layerwise
 from sparsity.masks.lazy import Draw, drawing, elementwise, host_scores, lazy_scores
-from sparsity.masks.scopes import (
-    SCOPES,
-    Global,
-    Layerwise,
-    Moving,
-    Scope,
-    TreeScope,
-    Wanted,
-    is_per_slice,
-)
+from sparsity.masks.scopes import Moving, Scope, TreeScope, Wanted, is_per_slice
 from sparsity.masks.sites import (
     BatchAxes,
     Overrides,
@@ -46,6 +40,8 @@ from sparsity.masks.sites import (
     is_pattern,
     leading_axes,
 )
+
+SCOPES: Registry[type[Scope]] = Registry("scope", {"layerwise": Layerwise, "global": Global})
 
 __all__ = [
     "SCOPES",
