@@ -308,7 +308,7 @@ class Compact:
         """Returns `measure` of the model in several formats."""
         candidates = {}
         for name, model in models.items():
-            reads = model._list_reads(self.graph.example[0], args)
+            reads = model._list_reads(self.graph.model.example[0], args)
             paths = {
                 trees.join_names(path): path for path, each in model.formats.items() if each == name
             }
@@ -337,8 +337,8 @@ class Compact:
     def _run(self, observers: Mapping[Path, Observer], params: PyTree, *args: PyTree) -> PyTree:
         """Returns what `apply` returns, with gradients of dense parameters for some observers."""
         graph, inputs = self._retrace(params, args, observers)
-        outputs = Densifier(graph.is_data, self.in_turn).run(graph.program, inputs)
-        return jax.tree.unflatten(graph.output_tree, outputs)
+        outputs = Densifier(graph.tracker.is_data, self.in_turn).run(graph.model.program, inputs)
+        return jax.tree.unflatten(graph.model.output_tree, outputs)
 
     def _retrace(
         self,
@@ -430,7 +430,7 @@ class Compact:
     def _find_readers(self) -> dict[str, set[str]]:
         """Returns {name: operations that need a dense array, other than products of values}."""
         readers: dict[str, set[str]] = {}
-        for equation, inputs, is_dense in self._list_reads(*self.graph.example):
+        for equation, inputs, is_dense in self._list_reads(*self.graph.model.example):
             for kept in kept_in(inputs) if is_dense else ():
                 if equation.name not in PRODUCTS or isinstance(kept, Grouped):
                     where = f"{equation.name} {equation.source}".strip()
@@ -463,7 +463,7 @@ class Compact:
 
         def run(arrays: list[jax.Array]) -> list[Lazy]:
             graph, inputs = self._retrace(*rebuild(arrays))
-            return Densifier(graph.is_data, False, record).run(graph.program, inputs)
+            return Densifier(graph.tracker.is_data, False, record).run(graph.model.program, inputs)
 
         jax.eval_shape(run, arrays)
         return reads
@@ -499,7 +499,7 @@ def _move(
     """Returns `Compact.move`; `arrays` and `objects` are the leaves of the loss."""
     leaves = [x if array is None else array for array, x in zip(arrays, objects, strict=True)]
     loss: Loss | None = jax.tree.unflatten(treedef, leaves)
-    movers = make_movers(pruner, model.graph.example[0], model._storages)
+    movers = make_movers(pruner, model.graph.model.example[0], model._storages)
     values, indices = _by_path(params), _by_path(model.indices)
     direct: dict[Path, jax.Array] = {}
     if loss is not None:
@@ -609,7 +609,7 @@ def compact(
     comparison.check_arguments(graph, masks, opt_state, tx)
     if outside not in ("zero", "frozen"):
         raise ValueError(f"outside must be 'zero' or 'frozen', got outside = {outside!r}.")
-    graph.match_parameters(params)
+    graph.parameters.match(params)
     arrays = read_masks(graph, masks, outside == "frozen")
     chosen = read_formats(formats or {}, arrays)
     model, owner_tree = _build(graph, params, arrays, chosen, outside == "frozen")

@@ -48,22 +48,22 @@ class Budget:
 
     def cost(self, path: tuple[str, ...], param: chex.Array) -> float:
         """Returns the cost of a weight of a parameter: multiply-adds, or bytes."""
-        leaf = self.graph.find_parameter(path, param, may_be_smaller=True)
+        leaf = self.graph.parameters.find(path, param, may_be_smaller=True)
         if self.macs is None:
             return float(leaf.dtype.itemsize)
-        return self.graph.count_macs(leaf.path) / max(leaf.size, 1)
+        return self.graph.costs.count_macs(leaf.path) / max(leaf.size, 1)
 
     def total(self, leaves: Sequence[tuple[tuple[str, ...], chex.Array]]) -> Polynomial:
         """Returns the cost of some parameters as a polynomial in the numbers of weights kept."""
         parameters = [
-            self.graph.find_parameter(path, param, may_be_smaller=True) for path, param in leaves
+            self.graph.parameters.find(path, param, may_be_smaller=True) for path, param in leaves
         ]
         kept = {leaf.path: Polynomial.variable(i) for i, leaf in enumerate(parameters)}
         if self.macs is None:
             nbytes = (kept[leaf.path] * leaf.dtype.itemsize for leaf in parameters)
             return sum(nbytes, Polynomial({}))
         shares = {leaf.path: kept[leaf.path] / leaf.size for leaf in parameters if leaf.size}
-        return Polynomial.convert(self.graph.count_sparse_macs(shares))
+        return Polynomial.convert(self.graph.costs.count_sparse_macs(shares))
 
     def __call__(
         self,
@@ -90,7 +90,7 @@ class Budget:
                 f"this budget. Use across = {'nbytes' if by_bytes else True!r}."
             )
         table = Sites(params, Unstructured(), batch_axes) if sites is None else sites
-        leaves = self.graph.match_parameters(params)
+        leaves = self.graph.parameters.match(params)
         if isinstance(scope, Coupled):
             count = self._channel_counter(params, leaves, scope)
         else:
@@ -138,14 +138,14 @@ class Budget:
         """Returns a function from sparsities to the cost of the smaller arrays."""
         graph, by_bytes = self.graph, self.macs is None
         paths = {leaf.path for leaf in leaves.values()}
-        has_integral_costs = by_bytes or isinstance(graph.count_small_macs({}), int)
+        has_integral_costs = by_bytes or isinstance(graph.costs.count_small_macs({}), int)
 
         def count(targets: PyTree) -> Fraction:
             sizes = scope.count_kept(params, targets)
             if by_bytes:
-                cost = graph.count_small_bytes(sizes, paths)
+                cost = graph.costs.count_small_bytes(sizes, paths)
             else:
-                cost = graph.count_small_macs(sizes)
+                cost = graph.costs.count_small_macs(sizes)
             # A number of channels that is no integer may cost more than the integer below.
             return Fraction(math.floor(cost)) if scope.across and has_integral_costs else cost
 
@@ -174,7 +174,7 @@ class Budget:
         """Returns the cost if masks keep only some weights of the parameters in `kept`."""
         if self.macs is not None:
             each = ((leaves[path], n) for path, n in kept.items())
-            macs: Fraction = self.graph.count_sparse_macs(
+            macs: Fraction = self.graph.costs.count_sparse_macs(
                 {x.path: Fraction(n, x.size) for x, n in each}
             )
             return macs

@@ -220,9 +220,9 @@ class Coupled:
     def _groups(self, tree: PyTree, sparsities: PyTree) -> list[PlacedGroup]:
         """Returns the groups that have a sparsity, at their sizes in a tree."""
         graph, arrays = self.graph, trees.leaves_by_path(tree)
-        leaves = graph.match_parameters(tree)
+        leaves = graph.parameters.match(tree)
         shapes = {leaf.path: arrays[path].shape for path, leaf in leaves.items()}
-        axes = graph.list_axes()
+        axes = graph.removal.list_axes()
         sizes = solve_sizes(axes, shapes, self.plan)
         places = {
             leaf.path: path
@@ -248,7 +248,7 @@ class Coupled:
     def _entries(self, group: ChannelGroup, member: int) -> int:
         """Counts the entries of a member that belong to a channel of a layer."""
         (path, axis), positions = group.members[member], group.positions[member]
-        shape = self.graph.find_shape(path)
+        shape = self.graph.parameters.find_shape(path)
         return math.prod(shape) // (shape[axis] * max(group.layers, 1)) * int(positions.shape[1])
 
     def _numbers(self, groups: Sequence[PlacedGroup]) -> list[chex.Numeric]:
@@ -369,10 +369,10 @@ class Coupled:
         """Returns the cost of the model: multiply-adds, or bytes of the leaves of a tree."""
         sizes = {group.full.variable: Polynomial.variable(i) for i, group in enumerate(groups)}
         if self.across == "nbytes":
-            leaves = self.graph.match_parameters(tree).values()
-            cost = self.graph.count_small_bytes(sizes, {leaf.path for leaf in leaves})
+            leaves = self.graph.parameters.match(tree).values()
+            cost = self.graph.costs.count_small_bytes(sizes, {leaf.path for leaf in leaves})
         else:
-            cost = self.graph.count_small_macs(sizes)
+            cost = self.graph.costs.count_small_macs(sizes)
         return Cost(Polynomial.convert(cost), [group.full.size for group in groups])
 
     def _compete(

@@ -13,6 +13,7 @@ from sparsity.core.checks import check_function, check_kind
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph.channels import Parameter
 from sparsity.graph.graph import Graph
+from sparsity.graph.model import Model
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import (
     ClosedJaxpr,
@@ -83,16 +84,10 @@ def trace(
     outputs = [trees.path_names(path) for path in trees.leaves_by_path(shapes)]
     find = _find_carried if state is None else functools.partial(_read_state, state)
     carried = find(program, outputs, parameters)
-    return Graph(
-        program,
-        parameters,
-        carried,
-        outputs,
-        jax.tree.structure(shapes),
-        fn,
-        sharding.abstract((params, args)),
-        functools.partial(_trace_like, state),
-    )
+    example = sharding.abstract((params, args))
+    structure = jax.tree.structure(shapes)
+    model = Model(program, parameters, carried, outputs, structure, fn, example)
+    return Graph(model, functools.partial(_trace_like, state))
 
 
 def _make_jaxpr(

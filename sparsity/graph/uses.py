@@ -103,6 +103,26 @@ class Tracker(Flow[Views]):
                 self.facts[value] = Views(is_data=True)
         self.run(program)
 
+    def find_products(self, path: Path) -> list[Use]:
+        """Returns the dots and convolutions that read a parameter."""
+        return [use for use in self.uses if use.path == path and use.primitive in PRODUCTS]
+
+    def find_scanned_axes(self) -> dict[Path, tuple[int, ...]]:
+        """Returns {path: axes of the parameter that are layers of scans, the outermost first}."""
+        axes: dict[Path, tuple[int, ...]] = {}
+        for fact in self.facts.values():
+            for view in fact.views:
+                path, scanned = self.paths[view.leaf], view.stacked[: len(view.scans)]
+                if len(scanned) > len(axes.get(path, ())):
+                    axes[path] = scanned
+        return axes
+
+    def is_data(self, value: Value) -> bool:
+        """Returns whether a value of the program depends on more than parameters."""
+        return self.fact(value).is_data
+
+    # Hooks of the walk.
+
     def start(self, value: Value) -> Views:
         return Views(constant=constant_in(value.constant))
 

@@ -73,7 +73,7 @@ def _find_mask(
     """Returns the mask of a leaf of params, `None` for a dense one."""
     if not hasattr(leaf, "shape"):
         return None
-    return masks.get(graph.find_parameter(trees.path_names(key), leaf).path)
+    return masks.get(graph.parameters.find(trees.path_names(key), leaf).path)
 
 
 def cut_state(
@@ -248,7 +248,7 @@ def _axes(
     """Returns the indices that stay along each axis of a leaf that loses some."""
     if not hasattr(leaf, "shape"):
         return {}
-    return plan.kept.get(graph.find_parameter(trees.path_names(path), leaf).path, {})
+    return plan.kept.get(graph.parameters.find(trees.path_names(path), leaf).path, {})
 
 
 def _cut(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:

@@ -37,7 +37,7 @@ class Smaller(Interpreter[jax.Array]):
     Args:
       coupling: the axes of the values.
       plan: the indices that stay of each variable.
-      alike: {sum along channels: the entry that removed channels share}, as `Graph.alike`.
+      alike: {sum along channels: the entry that removed channels share}, as `Removal.alike`.
       keeps_rules: whether calls keep custom rules for derivatives.
       layer: the rows of the plan for the current layer of a scan.
     """

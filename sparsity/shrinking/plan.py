@@ -102,12 +102,12 @@ class Plan:
         structs = zip(sharding.abstract(arrays), full, strict=True)
         example = rebuild([sharding.resized(*pair) for pair in structs])
         now = graph.retrace(example, *args)
-        chosen = solve_kept(now.list_axes(), self)
+        chosen = solve_kept(now.removal.list_axes(), self)
         if now is not graph:
             check_proven(now, chosen, self)
-        smaller = Smaller(now.coupling, chosen, now.alike if chosen else {})
-        outputs = smaller.run(now.program, [*arrays, *inputs])
-        return jax.tree.unflatten(now.output_tree, outputs)
+        smaller = Smaller(now.removal.coupling, chosen, now.removal.alike if chosen else {})
+        outputs = smaller.run(now.model.program, [*arrays, *inputs])
+        return jax.tree.unflatten(now.model.output_tree, outputs)
 
     def graph(self, graph: Graph) -> Graph:
         """Returns the graph of the smaller model from that of the model before the cut.
@@ -278,14 +278,14 @@ def plan_cut(
     masked: Mapping[Path, Mapping[int, np.ndarray]] | None = None,
 ) -> Plan:
     """Returns the plan that keeps only some entries of variables; `masked` as in `Plan`."""
-    kept = spread_kept(graph.list_axes(), chosen)
+    kept = spread_kept(graph.removal.list_axes(), chosen)
     return Plan(kept, {leaf.path: leaf.shape for leaf in graph.leaves if leaf.path in kept}, masked)
 
 
 def check_proven(graph: Graph, chosen: Mapping[Axis, np.ndarray], plan: Plan) -> None:
     """Raises a ValueError if removing entries of a variable differs from masking them."""
     removable = {group.variable for group in graph.groups}
-    for leaf, dims in graph.list_axes():
+    for leaf, dims in graph.removal.list_axes():
         for axis, dim in enumerate(dims):
             if any(v in chosen and v not in removable for v in variables(dim)):
                 why = _reason(graph, leaf.path, axis)

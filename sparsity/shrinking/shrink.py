@@ -95,7 +95,7 @@ class Small:
 
     def macs(self, path: Path | None = None) -> int:
         """Counts multiply-adds at the batch size of the trace: of a call, or of one parameter."""
-        return round(self.before.count_small_macs(self._sizes, path))
+        return round(self.before.costs.count_small_macs(self._sizes, path))
 
     def measure(self, params: PyTree, *args: PyTree, rounds: int = 20) -> list[float]:
         """Measures the model before and after, both compiled and called in turn.
@@ -155,7 +155,7 @@ class Small:
             shape = self.plan.shrink_shape(leaf.path, leaf.shape)
             sizes = leaf.size, math.prod(shape)
             nbytes = sizes[0] * leaf.dtype.itemsize, sizes[1] * leaf.dtype.itemsize
-            macs = self.before.count_macs(leaf.path), self.macs(leaf.path)
+            macs = self.before.costs.count_macs(leaf.path), self.macs(leaf.path)
             density = densities.get(leaf.path)
             rows.append(SizeRow(leaf.name, (leaf.shape, shape), sizes, nbytes, macs, density))
         return rows
@@ -164,7 +164,7 @@ class Small:
         """Returns the part of the entries that masks keep, for each parameter with a mask."""
         densities = {}
         for key, mask in trees.leaves_by_path(self.masks).items():
-            leaf = self.before.find_parameter(trees.path_names(key), mask, may_be_smaller=True)
+            leaf = self.before.parameters.find(trees.path_names(key), mask, may_be_smaller=True)
             densities[leaf.path] = np.count_nonzero(mask) / mask.size
         return densities
 
@@ -192,7 +192,7 @@ class Small:
     @functools.cached_property
     def _sizes(self) -> dict[Axis, int]:
         """Sizes of the variables that lose entries."""
-        chosen = solve_kept(self.before.list_axes(), self.plan)
+        chosen = solve_kept(self.before.removal.list_axes(), self.plan)
         return {variable: index.shape[-1] for variable, index in chosen.items()}
 
 
@@ -245,10 +245,14 @@ def shrink(
       (5, 2)
     """
     comparison.check_arguments(graph, masks, opt_state, tx)
-    by_path = {} if isinstance(masks, Plan) else {x.path: m for x, m in graph.match_masks(masks)}
+    by_path = (
+        {}
+        if isinstance(masks, Plan)
+        else {x.path: m for x, m in graph.parameters.match_masks(masks)}
+    )
     plan = masks if isinstance(masks, Plan) else plan_cut(graph, *find_dead(graph, by_path))
     if plan is masks:
-        check_proven(graph, solve_kept(graph.list_axes(), plan), plan)
+        check_proven(graph, solve_kept(graph.removal.list_axes(), plan), plan)
     small_params = cut_params(graph, plan, params)
     small_masks = cut_masks(graph, plan, params, small_params, by_path)
     state = None if opt_state is None else cut_state(graph, plan, params, small_params, opt_state)
@@ -265,7 +269,7 @@ def _replicated(graph: Graph, params: PyTree, small_params: PyTree) -> dict[tupl
     for key, leaf in trees.leaves_by_path(params).items():
         placed = getattr(leaf, "sharding", None)
         if isinstance(placed, NamedSharding) and leaf.shape != small[key].shape:
-            path = graph.find_parameter(trees.path_names(key), leaf).path
+            path = graph.parameters.find(trees.path_names(key), leaf).path
             counts = sharding.num_devices(placed, leaf.ndim)
             for axis, count in enumerate(counts):
                 if small[key].shape[axis] % count:

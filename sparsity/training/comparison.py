@@ -25,7 +25,7 @@ def check_arguments(
     tx: optax.GradientTransformation | None,
 ) -> None:
     """Raises a ValueError if graph, masks, state and optimizer are missing or confused."""
-    if not hasattr(graph, "match_masks"):
+    if not hasattr(graph, "parameters"):
         raise ValueError(f"graph must be made by sparsity.trace, got graph = {graph!r}.")
     if masks is None:
         raise ValueError("masks is None: nothing would be cut. Give masks of params, or a Plan.")
