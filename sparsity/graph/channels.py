@@ -7,10 +7,9 @@ import math
 import types
 from collections.abc import Mapping, Sequence
 
-import chex
 import numpy as np
 
-from sparsity.core.trees import KeyPath, Path, join_names
+from sparsity.core.trees import Path, join_names
 from sparsity.programs.axes import Axis, Reason, labels, variables
 
 
@@ -51,27 +50,6 @@ class ChannelGroup:
     positions: tuple[np.ndarray, ...]
     variable: Axis = dataclasses.field(repr=False)
     layers: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class PlacedGroup:
-    """A group as it lies in a tree.
-
-    Attributes:
-      channels: the group.
-      full: the same group before the model was cut.
-      members: (path, axis, positions) of all entries that go with a channel.
-      scored: the members that add to the importance of a channel.
-      entries: for each scored member the number of entries of a channel of `full`, in a layer.
-      sparsity: the sparsity of the group.
-    """
-
-    channels: ChannelGroup
-    full: ChannelGroup
-    members: list[tuple[KeyPath, int, np.ndarray]]
-    scored: list[tuple[KeyPath, int, np.ndarray]]
-    entries: list[int]
-    sparsity: chex.Numeric
 
 
 @dataclasses.dataclass(frozen=True)
