@@ -20,8 +20,8 @@ from sparsity import masks as masks_lib
 from sparsity.core.names import Registry
 from sparsity.core.sharding import on_device
 from sparsity.core.trees import PyTree
-from sparsity.masks import Sites
-from sparsity.sparsity_distributions import Distribution, read_overrides, target_sparsities, uniform
+from sparsity.masks import Sites, read_overrides, target_sparsities
+from sparsity.sparsity_distributions import Distribution, uniform
 from sparsity.training import compact, step
 from sparsity.training.fields import check_fields, check_names, hash_of_fields, have_equal_fields
 from sparsity.training.hooks import ExtraArg, Inputs

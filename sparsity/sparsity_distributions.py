@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Protocol
@@ -30,16 +28,11 @@ from sparsity.masks import (
     Global,
     Layerwise,
     Overrides,
-    Scope,
-    Site,
     Sites,
-    TreeScope,
     leading_axes,
 )
 from sparsity.patterns import Unstructured
 from sparsity.patterns.counts import entry_counter
-
-_log = logging.getLogger(__name__)
 
 FilterFn = Callable[[tuple[str, ...], jax.Array], bool]
 Candidates = dict[trees.KeyPath, tuple[PyTree, int]]  # {path: (parameter, batch axes)}
@@ -382,81 +375,6 @@ def erk(
 DISTRIBUTIONS: Registry[Callable[..., Distribution]] = Registry(
     "dist_type", {"uniform": Uniform, "erk": ERK}
 )
-
-
-def target_sparsities(
-    distribution_fn: Distribution | None,
-    params: PyTree,
-    sites: Sites,
-    scope: Scope | TreeScope,
-    batch_axes: BatchAxes = 0,
-) -> PyTree:
-    """Returns the checked sparsities of a distribution, `None` for leaves that stay dense.
-
-    Logs targets that the pattern of their leaf cannot reach.
-
-    Raises:
-      ValueError: a sparsity lies outside [0, 1], or a pattern does not fit its leaf or the scope.
-    """
-    if distribution_fn is None:
-        return None
-
-    def check(
-        path: trees.KeyPath, param: PyTree, target: chex.Numeric | None
-    ) -> chex.Numeric | None:
-        if target is None or not trees.is_prunable(param):
-            return None
-        name = trees.path_string(path)
-        check_fraction(f"the sparsity of {name!r}", target)
-        if sites.stays_dense(path):
-            return None
-        pattern = sites[path].pattern
-        if not sites[path].has_override:
-            _check_scope(scope, sites[path])
-        final = None if is_traced(target) else pattern.final_sparsity(float(target))
-        if final is not None and not math.isclose(float(target), final, abs_tol=1e-6):
-            message = "%s ends at sparsity %g, not at the target %g of %r."
-            _log.warning(message, pattern, final, float(target), name)
-        return target
-
-    return trees.map_matched(
-        check,
-        params,
-        distribute(distribution_fn, params, batch_axes, sites, scope),
-        others_role="sparsities that sparsity_distribution_fn returns",
-    )
-
-
-def _check_scope(scope: Scope | TreeScope, site: Site) -> None:
-    try:
-        scope.check(site.pattern, site.batch_axes, None)
-    except ValueError as error:
-        raise ValueError(f"{site.name!r}: {error}") from None
-
-
-def distribute(
-    distribution_fn: Distribution,
-    params: PyTree,
-    batch_axes: BatchAxes,
-    sites: Sites | None = None,
-    scope: Scope | TreeScope | None = None,
-) -> PyTree:
-    """Calls a distribution with those of `batch_axes`, `sites` and `scope` that it names."""
-    bound = distribution_fn.keywords if isinstance(distribution_fn, functools.partial) else {}
-    try:
-        named = set(inspect.signature(distribution_fn).parameters)
-    except (TypeError, ValueError):  # a builtin
-        named = set()
-    offered = {"batch_axes": batch_axes, "sites": sites, "scope": scope}
-    call: Callable[..., PyTree] = distribution_fn
-    return call(params, **{k: v for k, v in offered.items() if k in named and k not in bound})
-
-
-def read_overrides(distribution_fn: Distribution | None) -> Overrides | None:
-    """Returns the overrides of a distribution or of a `functools.partial`."""
-    if isinstance(distribution_fn, functools.partial):
-        return distribution_fn.keywords.get("custom_sparsity_map")
-    return getattr(distribution_fn, "custom_sparsity_map", None)
 
 
 def _power(base: float, exponent: float) -> float:

@@ -14,12 +14,11 @@ import jax
 from sparsity.algorithms.pruners import MagnitudePruning, SaliencyPruning
 from sparsity.base_updater import BaseUpdater
 from sparsity.core.trees import PyTree
-from sparsity.masks import Global, Layerwise, Overrides, Scope
+from sparsity.masks import Global, Layerwise, Overrides, Scope, distribute
 from sparsity.sparsity_distributions import (
     Distribution,
     FilterFn,
     Uniform,
-    distribute,
     uniform,
 )
 

@@ -40,6 +40,7 @@ from sparsity.masks.sites import (
     is_pattern,
     leading_axes,
 )
+from sparsity.masks.targets import distribute, read_overrides, target_sparsities
 
 SCOPES: Registry[type[Scope]] = Registry("scope", {"layerwise": Layerwise, "global": Global})
 
@@ -69,6 +70,7 @@ __all__ = [
     "check_user_mask",
     "create_mask",
     "create_masks",
+    "distribute",
     "drawing",
     "drop_and_grow",
     "elementwise",
@@ -84,6 +86,8 @@ __all__ = [
     "packed_shape",
     "place_masks",
     "read_masks",
+    "read_overrides",
+    "target_sparsities",
     "unpack",
     "unpack_masks",
 ]
