@@ -20,7 +20,7 @@ from sparsity import masks as masks_lib
 from sparsity.core.names import Registry
 from sparsity.core.sharding import on_device
 from sparsity.core.trees import PyTree
-from sparsity.masks import Sites, read_overrides, target_sparsities
+from sparsity.masks import Sites, compute_targets, read_overrides
 from sparsity.sparsity_distributions import Distribution, uniform
 from sparsity.training import compact, step
 from sparsity.training.fields import check_fields, check_names, hash_of_fields, have_equal_fields
@@ -264,7 +264,7 @@ class BaseUpdater(Updater):
     def target_numbers(self, params: PyTree, sites: Sites) -> PyTree:
         """Returns the target sparsities as the distribution returns them, `None` where dense."""
         distribution_fn = self.get_distribution_fn()
-        return target_sparsities(distribution_fn, params, sites, self.scope, self.batch_axes)
+        return compute_targets(distribution_fn, params, sites, self.scope, self.batch_axes)
 
 
 ALGORITHM_REGISTRY: Registry[type[BaseUpdater]] = Registry("algorithm")

@@ -14,7 +14,7 @@ import jax
 from sparsity.algorithms.pruners import MagnitudePruning, SaliencyPruning
 from sparsity.base_updater import BaseUpdater
 from sparsity.core.trees import PyTree
-from sparsity.masks import Global, Layerwise, Overrides, Scope, distribute
+from sparsity.masks import Global, Layerwise, Overrides, Scope, call_distribution
 from sparsity.sparsity_distributions import (
     Distribution,
     FilterFn,
@@ -61,7 +61,7 @@ class GlobalPruning(BaseUpdater):
         if not jax.tree_util.all_leaves([sparsities]):
             return sparsities
         share = Uniform(sparsities, self.filter_fn, self.custom_sparsity_map)
-        return distribute(share, scores, self.batch_axes)
+        return call_distribution(share, scores, self.batch_axes)
 
 
 @dataclasses.dataclass(kw_only=True)

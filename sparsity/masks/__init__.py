@@ -40,7 +40,7 @@ from sparsity.masks.sites import (
     is_pattern,
     leading_axes,
 )
-from sparsity.masks.targets import distribute, read_overrides, target_sparsities
+from sparsity.masks.targets import call_distribution, compute_targets, read_overrides
 
 SCOPES: Registry[type[Scope]] = Registry("scope", {"layerwise": Layerwise, "global": Global})
 
@@ -65,12 +65,13 @@ __all__ = [
     "are_kept",
     "are_ones",
     "are_packed",
+    "call_distribution",
     "check_leaves",
     "check_masks",
     "check_user_mask",
+    "compute_targets",
     "create_mask",
     "create_masks",
-    "distribute",
     "drawing",
     "drop_and_grow",
     "elementwise",
@@ -87,7 +88,6 @@ __all__ = [
     "place_masks",
     "read_masks",
     "read_overrides",
-    "target_sparsities",
     "unpack",
     "unpack_masks",
 ]

@@ -23,7 +23,7 @@ DistributionFn: TypeAlias = Callable[..., PyTree]  # `sparsity_distributions.Dis
 _log = logging.getLogger(__name__)
 
 
-def target_sparsities(
+def compute_targets(
     distribution_fn: DistributionFn | None,
     params: PyTree,
     sites: Sites,
@@ -61,12 +61,12 @@ def target_sparsities(
     return trees.map_matched(
         check,
         params,
-        distribute(distribution_fn, params, batch_axes, sites, scope),
+        call_distribution(distribution_fn, params, batch_axes, sites, scope),
         others_role="sparsities that sparsity_distribution_fn returns",
     )
 
 
-def distribute(
+def call_distribution(
     distribution_fn: DistributionFn,
     params: PyTree,
     batch_axes: BatchAxes,
