@@ -39,7 +39,7 @@ from sparsity.graph import Graph
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation
 from sparsity.training import comparison
-from sparsity.training.kept import spread_state
+from sparsity.training.kept_state import spread_state
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -29,7 +29,7 @@ from sparsity.graph.placed import (
     sum_importance,
 )
 from sparsity.masks import Pattern, TopkFn
-from sparsity.masks.costs import best_that_fit
+from sparsity.masks.affordable import best_that_fit
 from sparsity.masks.moves import moved_masks
 from sparsity.programs.axes import Axis
 

@@ -11,9 +11,9 @@ from sparsity.core.trees import Path
 from sparsity.graph.alike import Alike
 from sparsity.graph.channels import ChannelGroup, Parameter, Refusal, find_channels
 from sparsity.graph.coupling import Coupling
-from sparsity.graph.layers import layered
 from sparsity.graph.model import Model
 from sparsity.graph.proof import Proof, Proven
+from sparsity.graph.scanned import layered
 from sparsity.graph.uses import Use
 from sparsity.programs.axes import Axis, Reason, variables
 from sparsity.programs.products import PRODUCTS

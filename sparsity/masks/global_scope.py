@@ -17,7 +17,7 @@ from sparsity.core.checks import check_bool, check_number, is_traced
 from sparsity.core.kernels import unstack
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import PyTree, path_names
-from sparsity.masks.costs import total_cost, within_budget
+from sparsity.masks.affordable import total_cost, within_budget
 from sparsity.masks.lamp import LampScores
 from sparsity.masks.lamp_search import select_together
 from sparsity.masks.layerwise import Layerwise, count_kept, stack_sparsities

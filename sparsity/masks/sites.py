@@ -15,7 +15,7 @@ import jax
 from sparsity.core import names, trees
 from sparsity.core.checks import check_int
 from sparsity.core.trees import Path, PyTree
-from sparsity.masks.costs import MaskBudget
+from sparsity.masks.affordable import MaskBudget
 
 TopkFn = Callable[[jax.Array, chex.Numeric], chex.Array]
 BatchAxes = int | Callable[[Path, jax.Array], int]

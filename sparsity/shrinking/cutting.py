@@ -26,10 +26,10 @@ from sparsity.masks import (
     unpack_masks,
 )
 from sparsity.shrinking.dead import stays_at
-from sparsity.shrinking.evaluate import take
 from sparsity.shrinking.plan import Plan, shrink_shape
+from sparsity.shrinking.smaller import take
 from sparsity.training import comparison
-from sparsity.training.kept import KeptState
+from sparsity.training.kept_state import KeptState
 from sparsity.training.state import SparseState
 
 _REMEDY = "start a new state: shrink without opt_state, then tx.init(small.params)"

@@ -18,7 +18,7 @@ from sparsity.graph import Coupled, Graph
 from sparsity.graph.cuts import solve_kept, spread_kept
 from sparsity.programs.axes import Axis, variables
 from sparsity.shrinking.dead import find_undead
-from sparsity.shrinking.evaluate import Smaller
+from sparsity.shrinking.smaller import Smaller
 
 FORMAT = 1  # of the text of a plan
 

@@ -27,7 +27,7 @@ from sparsity.sparsity_schedules import update_range
 from sparsity.training.checks import check_optimizer
 from sparsity.training.entrywise import check_entrywise
 from sparsity.training.hooks import Inputs
-from sparsity.training.kept import (
+from sparsity.training.kept_state import (
     KeptLayout,
     KeptState,
     carry,

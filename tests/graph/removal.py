@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import trees
-from sparsity.shrinking.evaluate import Smaller
+from sparsity.shrinking.smaller import Smaller
 
 
 def choose(groups, seed=0):
