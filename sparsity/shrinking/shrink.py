@@ -245,14 +245,13 @@ def shrink(
       (5, 2)
     """
     comparison.check_arguments(graph, masks, opt_state, tx)
-    by_path = (
-        {}
-        if isinstance(masks, Plan)
-        else {x.path: m for x, m in graph.parameters.match_masks(masks)}
-    )
-    plan = masks if isinstance(masks, Plan) else plan_cut(graph, *find_dead(graph, by_path))
-    if plan is masks:
+    by_path: dict[Path, jax.Array] = {}
+    if isinstance(masks, Plan):
+        plan = masks
         check_proven(graph, solve_kept(graph.removal.list_axes(), plan), plan)
+    else:
+        by_path = {leaf.path: mask for leaf, mask in graph.parameters.match_masks(masks)}
+        plan = plan_cut(graph, *find_dead(graph, by_path))
     small_params = cut_params(graph, plan, params)
     small_masks = cut_masks(graph, plan, params, small_params, by_path)
     state = None if opt_state is None else cut_state(graph, plan, params, small_params, opt_state)
