@@ -245,13 +245,7 @@ def shrink(
       (5, 2)
     """
     comparison.check_arguments(graph, masks, opt_state, tx)
-    by_path: dict[Path, jax.Array] = {}
-    if isinstance(masks, Plan):
-        plan = masks
-        check_proven(graph, solve_kept(graph.removal.list_axes(), plan), plan)
-    else:
-        by_path = {leaf.path: mask for leaf, mask in graph.parameters.match_masks(masks)}
-        plan = plan_cut(graph, *find_dead(graph, by_path))
+    plan, by_path = _read_plan(graph, masks)
     small_params = cut_params(graph, plan, params)
     small_masks = cut_masks(graph, plan, params, small_params, by_path)
     state = None if opt_state is None else cut_state(graph, plan, params, small_params, opt_state)
@@ -259,6 +253,15 @@ def shrink(
     replicated = _replicated(graph, params, small_params)
     masked = apply_masks(small_params, small_masks)
     return Small(masked, state, plan, graph, replicated, error, small_masks)
+
+
+def _read_plan(graph: Graph, masks: PyTree | Plan) -> tuple[Plan, dict[Path, jax.Array]]:
+    """Returns a checked plan that removes what masks remove, and the masks by path."""
+    if isinstance(masks, Plan):
+        check_proven(graph, solve_kept(graph.removal.list_axes(), masks), masks)
+        return masks, {}
+    by_path = {leaf.path: mask for leaf, mask in graph.parameters.match_masks(masks)}
+    return plan_cut(graph, *find_dead(graph, by_path)), by_path
 
 
 def _replicated(graph: Graph, params: PyTree, small_params: PyTree) -> dict[tuple[Path, int], int]:
