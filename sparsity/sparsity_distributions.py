@@ -22,7 +22,7 @@ from sparsity.core import names, trees
 from sparsity.core.checks import check_fraction, check_int, check_number, is_traced
 from sparsity.core.exact import lowest_sparsity, num_kept_int
 from sparsity.core.names import Registry
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Params, PyTree, Sparsities
 from sparsity.masks import (
     BatchAxes,
     Global,
@@ -55,7 +55,7 @@ class Distribution(Protocol):
       {'kernel': 0.5}
     """
 
-    def __call__(self, params: PyTree, /) -> PyTree:
+    def __call__(self, params: Params, /) -> Sparsities:
         """Returns a tree of sparsities in [0, 1], `None` for leaves that stay dense."""
 
 
@@ -125,11 +125,11 @@ class Uniform:
 
     def __call__(
         self,
-        params: PyTree,
+        params: Params,
         batch_axes: BatchAxes = 0,
         sites: Sites | None = None,
         scope: object = None,
-    ) -> PyTree:
+    ) -> Sparsities:
         """Returns a tree like `params` of sparsities, `None` where a parameter stays dense.
 
         Args:
@@ -149,7 +149,7 @@ class Uniform:
         return trees.map_matched(lambda path, _: sparsities.get(path), params)
 
     def _spread_entries(
-        self, params: PyTree, batch_axes: BatchAxes, sites: Sites | None, scope: object
+        self, params: Params, batch_axes: BatchAxes, sites: Sites | None, scope: object
     ) -> PyTree:
         """Returns the lowest sparsities whose masks keep no more than `entries`."""
         if scope is not None and not isinstance(scope, Layerwise | Global):
@@ -191,7 +191,7 @@ class Uniform:
         return dict.fromkeys(selected, self.sparsity)
 
     def _select(
-        self, params: PyTree, batch_axes: BatchAxes, sites: Sites | None
+        self, params: Params, batch_axes: BatchAxes, sites: Sites | None
     ) -> tuple[Candidates, dict[trees.KeyPath, float | None]]:
         """Returns the filtered parameters with their batch axes, and the overrides, by path."""
         batch_axes = batch_axes if self.batch_axes is None else self.batch_axes
@@ -301,13 +301,13 @@ class ERK(Uniform):
 
 
 def uniform(
-    params: PyTree,
+    params: Params,
     sparsity: chex.Numeric | None = None,
     filter_fn: FilterFn | None = None,
     custom_sparsity_map: Overrides | None = None,
     batch_axes: BatchAxes | None = None,
     sites: Sites | None = None,
-) -> PyTree:
+) -> Sparsities:
     """Gives every selected parameter the same sparsity: `Uniform` as a function.
 
     Args:
@@ -336,14 +336,14 @@ def uniform(
 
 
 def erk(
-    params: PyTree,
+    params: Params,
     sparsity: chex.Numeric | None = None,
     filter_fn: FilterFn | None = None,
     custom_sparsity_map: Overrides | None = None,
     erk_power_scale: float = 1.0,
     batch_axes: BatchAxes | None = None,
     sites: Sites | None = None,
-) -> PyTree:
+) -> Sparsities:
     """Gives small layers more density than large ones: `ERK` as a function.
 
     Args:

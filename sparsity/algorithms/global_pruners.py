@@ -13,7 +13,7 @@ import jax
 
 from sparsity.algorithms.pruners import MagnitudePruning, SaliencyPruning
 from sparsity.base_updater import BaseUpdater
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import PyTree, ScoreTree, Sparsities
 from sparsity.masks import Global, Layerwise, Overrides, Scope, call_distribution
 from sparsity.sparsity_distributions import (
     Distribution,
@@ -56,7 +56,7 @@ class GlobalPruning(BaseUpdater):
     def get_distribution_fn(self) -> Distribution | None:
         return Uniform(self.sparsity, self.filter_fn, self.custom_sparsity_map)
 
-    def _sparsity_tree(self, sparsities: PyTree, scores: PyTree) -> PyTree:
+    def _sparsity_tree(self, sparsities: Sparsities, scores: ScoreTree) -> PyTree:
         """Returns a tree of sparsities; all selected leaves share a single sparsity."""
         if not jax.tree_util.all_leaves([sparsities]):
             return sparsities

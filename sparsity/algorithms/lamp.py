@@ -12,7 +12,7 @@ import jax
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import sharding
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Grads, Masks, Params, ScoreTree
 from sparsity.masks import Global, Scope
 from sparsity.masks.lamp import LampScores, lamp_scores
 from sparsity.training.hooks import Inputs
@@ -43,14 +43,14 @@ class LampPruning(BaseUpdater):
     scope: Scope = Global(use_normalization=False)
 
     def calculate_scores(
-        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
-    ) -> PyTree:
+        self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None
+    ) -> ScoreTree:
         def score(param: jax.Array) -> jax.Array:
             return sharding.place_like(param, sharding.shard_like(param, lamp_scores, param))
 
         return jax.tree.map(score, params)
 
-    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> PyTree:
+    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
         hook = type(self).calculate_scores
         if hook is not LampPruning.calculate_scores or is_overridden(self, "create_masks"):
             return super().new_masks(sparse_state, inputs)

@@ -15,7 +15,7 @@ from sparsity.core import trees
 from sparsity.core.checks import check_density, check_kind
 from sparsity.core.exact import lowest_sparsity
 from sparsity.core.polynomials import Polynomial
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Params, PyTree, Sparsities
 from sparsity.graph.channels import Parameter
 from sparsity.graph.coupled import Coupled
 from sparsity.graph.graph import Graph
@@ -67,11 +67,11 @@ class Budget:
 
     def __call__(
         self,
-        params: PyTree,
+        params: Params,
         batch_axes: BatchAxes = 0,
         sites: Sites | None = None,
         scope: object = None,
-    ) -> PyTree:
+    ) -> Sparsities:
         """Returns a tree like `params` of sparsities, `None` where a parameter stays dense.
 
         Args:
@@ -133,14 +133,14 @@ class Budget:
         return "nbytes", self.nbytes
 
     def _channel_counter(
-        self, params: PyTree, leaves: Mapping[trees.KeyPath, Parameter], scope: Coupled
+        self, params: Params, leaves: Mapping[trees.KeyPath, Parameter], scope: Coupled
     ) -> Callable[[PyTree], Fraction]:
         """Returns a function from sparsities to the cost of the smaller arrays."""
         graph, by_bytes = self.graph, self.macs is None
         paths = {leaf.path for leaf in leaves.values()}
         has_integral_costs = by_bytes or isinstance(graph.costs.count_small_macs({}), int)
 
-        def count(targets: PyTree) -> Fraction:
+        def count(targets: Sparsities) -> Fraction:
             sizes = scope.count_kept(params, targets)
             if by_bytes:
                 cost = graph.costs.count_small_bytes(sizes, paths)
@@ -152,7 +152,7 @@ class Budget:
         return count
 
     def _mask_counter(
-        self, params: PyTree, leaves: Mapping[trees.KeyPath, Parameter], sites: Sites
+        self, params: Params, leaves: Mapping[trees.KeyPath, Parameter], sites: Sites
     ) -> Callable[[PyTree], Fraction]:
         """Returns a function from sparsities to the cost of the masked arrays."""
         arrays = trees.leaves_by_path(params)
@@ -161,7 +161,7 @@ class Budget:
         def counter(path: trees.KeyPath) -> Callable[[float], int]:
             return entry_counter(sites[path].pattern, arrays[path].shape, sites[path].batch_axes)
 
-        def count(targets: PyTree) -> Fraction:
+        def count(targets: Sparsities) -> Fraction:
             sparsities = trees.leaves_by_path(targets).items()
             kept = {path: counter(path)(float(x)) for path, x in sparsities}
             return self._count(leaves, kept)
@@ -240,5 +240,5 @@ def budget(
     return Budget(graph, macs, nbytes, distribution)
 
 
-def _with(targets: PyTree, path: trees.KeyPath, target: float) -> PyTree:
+def _with(targets: Sparsities, path: trees.KeyPath, target: float) -> PyTree:
     return trees.map_matched(lambda at, other: target if at == path else other, targets)

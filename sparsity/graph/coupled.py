@@ -16,7 +16,7 @@ import numpy as np
 from sparsity.core import exact, host, sharding, trees
 from sparsity.core.checks import check_bool, check_int, check_number, is_traced
 from sparsity.core.polynomials import Cost, Polynomial
-from sparsity.core.trees import KeyPath, Path, PyTree
+from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, ScoreTree, Sparsities
 from sparsity.graph.channels import ChannelGroup, resize_groups
 from sparsity.graph.cuts import Cut, solve_sizes
 from sparsity.graph.graph import Graph
@@ -138,17 +138,17 @@ class Coupled:
         ]
         return [total / jnp.float32(cost) for total, cost in zip(totals, costs, strict=True)]
 
-    def masked(self, params: PyTree, sparsities: PyTree) -> set[KeyPath]:
+    def masked(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
         """Returns paths of the leaves that get masks: all members of groups with a sparsity."""
         groups = self._groups(params, sparsities)
         return {path for group in groups for path, _, _ in group.members}
 
-    def scored(self, params: PyTree, sparsities: PyTree) -> set[KeyPath]:
+    def scored(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
         """Returns paths of the leaves that add to the importance of groups with a sparsity."""
         groups = self._groups(params, sparsities)
         return {path for group in groups for path, _, _ in group.scored}
 
-    def count_kept(self, params: PyTree, sparsities: PyTree) -> dict[Axis, Fraction]:
+    def count_kept(self, params: Params, sparsities: Sparsities) -> dict[Axis, Fraction]:
         """Counts the channels that stay of each group of `graph`, for sparsities in Python.
 
         With `across`, counts are fractions that cost as much as the channels that may stay.
@@ -157,7 +157,7 @@ class Coupled:
         numbers = zip(groups, self._numbers(groups), strict=True)
         return {group.full.variable: Fraction(float(n)) for group, n in numbers}
 
-    def select_tree(self, scores: PyTree, sparsities: PyTree) -> PyTree:
+    def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:
         """Returns masks of all members; the channels of the highest importance stay."""
         groups = self._groups(scores, sparsities)
         cost = self._cost(groups, scores) if self.across else None
@@ -175,8 +175,8 @@ class Coupled:
         return self._masks(groups, scores, select, [scores], counts, is_on_host=self.order == 1)
 
     def masks_by(
-        self, choose: Choose, tree: PyTree, sparsities: PyTree, extra: PyTree = None
-    ) -> PyTree:
+        self, choose: Choose, tree: PyTree, sparsities: Sparsities, extra: PyTree = None
+    ) -> Masks:
         """Returns masks of all members, of the channels that a function chooses.
 
         Args:
@@ -196,8 +196,8 @@ class Coupled:
         return self._masks(groups, tree, select, [tree], (counts, extra))
 
     def move_tree(
-        self, masks: PyTree, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
-    ) -> PyTree:
+        self, masks: Masks, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
+    ) -> Masks:
         """Returns masks of as many channels of each group as before, some of them replaced."""
         present = trees.leaves_by_path(masks)
         sparsities = trees.map_matched(lambda path, _: 0.0 if path in present else None, drop)
@@ -223,7 +223,7 @@ class Coupled:
 
     # Groups as they lie in a tree.
 
-    def _groups(self, tree: PyTree, sparsities: PyTree) -> list[PlacedGroup]:
+    def _groups(self, tree: PyTree, sparsities: Sparsities) -> list[PlacedGroup]:
         """Returns the groups that have a sparsity, at their sizes in a tree."""
         graph, arrays = self.graph, trees.leaves_by_path(tree)
         leaves = graph.parameters.match(tree)

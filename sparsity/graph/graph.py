@@ -11,7 +11,7 @@ import chex
 import numpy as np
 
 from sparsity.core import sharding, trees
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph import report
 from sparsity.graph.biases import Bias, find_biases
 from sparsity.graph.channels import ChannelGroup, Refusal
@@ -83,7 +83,7 @@ class Graph:
 
     # Costs.
 
-    def macs(self, masks: PyTree | None = None) -> int:
+    def macs(self, masks: Masks | None = None) -> int:
         """Counts multiply-adds of all dots and convolutions of a call, at the traced batch size.
 
         The costliest branch of a `cond` counts, and one trip of a `while`.
@@ -98,7 +98,7 @@ class Graph:
         macs: Fraction = self.costs.count_sparse_macs(self._densities(masks))
         return round(macs)
 
-    def _densities(self, masks: PyTree | None) -> dict[Path, Fraction]:
+    def _densities(self, masks: Masks | None) -> dict[Path, Fraction]:
         """Returns the part of the entries that masks keep, for each masked parameter."""
         return {
             leaf.path: Fraction(int(np.count_nonzero(np.asarray(mask))), max(leaf.size, 1))
@@ -113,7 +113,7 @@ class Graph:
         """
         return self.costs.uncounted
 
-    def table(self, masks: PyTree | None = None) -> str:
+    def table(self, masks: Masks | None = None) -> str:
         """Returns a table of all parameters: shape, readers, contracted axes, MACs, channels.
 
         The last column gives the axes that can lose channels, and the numbers of their groups. A
@@ -128,7 +128,7 @@ class Graph:
         masked = None if masks is None else self.macs(masks)
         return report.table(self._rows(masks), self.macs(), masked, self.costs.uncounted)
 
-    def plot(self, masks: PyTree | None = None, ax: Axes | None = None) -> Axes:
+    def plot(self, masks: Masks | None = None, ax: Axes | None = None) -> Axes:
         """Draws the multiply-adds of every parameter: dense in light, masked in dark.
 
         Args:
@@ -140,7 +140,7 @@ class Graph:
         """
         return report.plot(self._rows(masks), self.macs(), masks is not None, ax)
 
-    def _rows(self, masks: PyTree | None) -> list[report.CostRow]:
+    def _rows(self, masks: Masks | None) -> list[report.CostRow]:
         """Returns the rows of tables and pictures, in tree order."""
         density, rows = self._densities(masks), []
         for leaf in self.leaves:
@@ -263,7 +263,7 @@ class Graph:
 
     # Other arguments.
 
-    def retrace(self, params: PyTree, *args: PyTree) -> Graph:
+    def retrace(self, params: Params, *args: PyTree) -> Graph:
         """Returns the graph of the model for other arguments, or this graph if they are alike.
 
         Arguments are alike if trees, shapes, dtypes and all leaves that are no arrays (flags,

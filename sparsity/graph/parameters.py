@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from sparsity.core import trees
-from sparsity.core.trees import KeyPath, Path, PyTree
+from sparsity.core.trees import KeyPath, Masks, Path, PyTree
 from sparsity.graph.channels import Parameter
 
 
@@ -70,7 +70,7 @@ class Parameters:
             )
         return leaf
 
-    def match_masks(self, masks: PyTree) -> list[tuple[Parameter, PyTree]]:
+    def match_masks(self, masks: Masks) -> list[tuple[Parameter, PyTree]]:
         """Returns the masks with their parameters, without those that are `None`.
 
         Raises:

@@ -10,7 +10,7 @@ import numpy as np
 
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_function, check_kind
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph.channels import Parameter
 from sparsity.graph.graph import Graph
 from sparsity.graph.model import Model
@@ -36,7 +36,7 @@ _ON_VALUES = (
 
 def trace(
     fn: Callable[..., PyTree],
-    params: PyTree,
+    params: Params,
     *args: PyTree,
     state: Mapping[Path | str, Path | str] | None = None,
 ) -> Graph:
@@ -91,7 +91,7 @@ def trace(
 
 
 def _make_jaxpr(
-    fn: Callable[..., PyTree], params: PyTree, args: tuple[PyTree, ...], paths: Sequence[Path]
+    fn: Callable[..., PyTree], params: Params, args: tuple[PyTree, ...], paths: Sequence[Path]
 ) -> tuple[ClosedJaxpr, PyTree]:
     """Returns the jaxpr of `fn`, and the shapes of its outputs.
 
@@ -126,7 +126,7 @@ def _make_jaxpr(
 def _trace_like(
     state: Mapping[Path | str, Path | str] | None,
     fn: Callable[..., PyTree],
-    params: PyTree,
+    params: Params,
     args: tuple[PyTree, ...],
 ) -> Graph:
     return trace(fn, params, *args, state=state)

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
 import chex
 import jax
 
-from sparsity.core.trees import KeyPath, PyTree
+from sparsity.core.trees import KeyPath, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks.lamp import LampScores
 from sparsity.masks.sites import Site, TopkFn
 from sparsity.selection import Scores, computed
@@ -124,15 +124,15 @@ class TreeScope(Protocol):
     def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
         """Raises a ValueError as `Scope.check` does."""
 
-    def masked(self, params: PyTree, sparsities: PyTree) -> set[KeyPath]:
+    def masked(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
         """Returns the paths of the leaves that get masks."""
 
-    def select_tree(self, scores: PyTree, sparsities: PyTree) -> PyTree:
+    def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:
         """Returns a tree of masks, `None` for leaves that stay dense."""
 
     def move_tree(
-        self, masks: PyTree, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
-    ) -> PyTree:
+        self, masks: Masks, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
+    ) -> Masks:
         """Returns the masks with a fraction of the active weights or channels replaced."""
 
 

@@ -13,7 +13,7 @@ import chex
 
 from sparsity.core import trees
 from sparsity.core.checks import check_fraction, is_traced
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Params, PyTree, Sparsities
 from sparsity.masks.scopes import Scope, TreeScope
 from sparsity.masks.sites import BatchAxes, Overrides, Site, Sites
 
@@ -25,11 +25,11 @@ _log = logging.getLogger(__name__)
 
 def compute_targets(
     distribution_fn: DistributionFn | None,
-    params: PyTree,
+    params: Params,
     sites: Sites,
     scope: Scope | TreeScope,
     batch_axes: BatchAxes = 0,
-) -> PyTree:
+) -> Sparsities:
     """Returns the checked sparsities of a distribution, `None` for leaves that stay dense.
 
     Logs targets that the pattern of their leaf cannot reach.
@@ -68,11 +68,11 @@ def compute_targets(
 
 def call_distribution(
     distribution_fn: DistributionFn,
-    params: PyTree,
+    params: Params,
     batch_axes: BatchAxes,
     sites: Sites | None = None,
     scope: Scope | TreeScope | None = None,
-) -> PyTree:
+) -> Sparsities:
     """Calls a distribution with those of `batch_axes`, `sites` and `scope` that it names."""
     bound = distribution_fn.keywords if isinstance(distribution_fn, functools.partial) else {}
     try:

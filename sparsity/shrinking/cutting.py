@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from sparsity.core import host, owners, sharding, trees
 from sparsity.core.checks import is_traced
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph import Graph
 from sparsity.masks import (
     apply_mask,
@@ -35,14 +35,14 @@ from sparsity.training.state import SparseState
 _REMEDY = "start a new state: shrink without opt_state, then tx.init(small.params)"
 
 
-def cut_params(graph: Graph, plan: Plan, params: PyTree) -> PyTree:
+def cut_params(graph: Graph, plan: Plan, params: Params) -> Params:
     """Cuts parameters, or a part of their tree."""
     return trees.map_matched(lambda path, leaf: _cut(leaf, _axes(graph, plan, path, leaf)), params)
 
 
 def cut_masks(
-    graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, masks: Mapping[Path, jax.Array]
-) -> PyTree:
+    graph: Graph, plan: Plan, params: Params, small_params: Params, masks: Mapping[Path, jax.Array]
+) -> Masks:
     """Cuts masks like their parameters: uint8, placed like these; `None` where nothing is masked.
 
     Args:
@@ -77,7 +77,7 @@ def _find_mask(
 
 
 def cut_state(
-    graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, state: PyTree
+    graph: Graph, plan: Plan, params: Params, small_params: Params, state: PyTree
 ) -> PyTree:
     """Cuts the leaves of an optimizer's state that belong to cut parameters.
 
@@ -158,7 +158,7 @@ def check_updates(
     tx: optax.GradientTransformation,
     graph: Graph,
     plan: Plan,
-    params: PyTree,
+    params: Params,
     state: PyTree,
     masks: Mapping[Path, jax.Array],
 ) -> float:
@@ -188,7 +188,7 @@ def check_updates(
 
 
 def _mask_params(
-    graph: Graph, plan: Plan, params: PyTree, masks: Mapping[Path, jax.Array]
+    graph: Graph, plan: Plan, params: Params, masks: Mapping[Path, jax.Array]
 ) -> PyTree:
     """Returns the arrays of `params` under their masks; the plan masks those that have none."""
 

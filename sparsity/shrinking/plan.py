@@ -13,7 +13,7 @@ import numpy as np
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind, unique_keys
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Coupled, Graph
 from sparsity.graph.cuts import solve_kept, spread_kept
 from sparsity.programs.axes import Axis, variables
@@ -77,7 +77,7 @@ class Plan:
         """Returns the shape of a parameter after the cut."""
         return shrink_shape(shape, self.kept.get(path, {}))
 
-    def apply(self, graph: Graph, params: PyTree, *args: PyTree) -> PyTree:
+    def apply(self, graph: Graph, params: Params, *args: PyTree) -> PyTree:
         """Runs the model at its smaller size.
 
         Args:
@@ -181,7 +181,7 @@ class Plan:
         return Plan(kept, shapes)
 
 
-def _find_full_shapes(plan: Plan, graph: Graph, params: PyTree) -> list[tuple[int, ...]]:
+def _find_full_shapes(plan: Plan, graph: Graph, params: Params) -> list[tuple[int, ...]]:
     """Returns the shapes before a cut of the parameters after the cut, in their order.
 
     Raises:

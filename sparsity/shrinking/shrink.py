@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import sharding, trees
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph import Graph
 from sparsity.graph.cuts import solve_kept
 from sparsity.masks import apply_masks
@@ -65,20 +65,20 @@ class Small:
       (Array([[5.]], dtype=float32), Array([[15.]], dtype=float32))
     """
 
-    params: PyTree
+    params: Params
     opt_state: optax.OptState | None
     plan: Plan
     before: Graph
     replicated: Mapping[tuple[Path, int], int]
     update_error: float | None = None
-    masks: PyTree = None
+    masks: Masks = None
 
     @functools.cached_property
     def graph(self) -> Graph:
         """Graph of the smaller model, whose channels can be cut again."""
         return self.plan.graph(self.before)
 
-    def apply(self, params: PyTree, *args: PyTree) -> PyTree:
+    def apply(self, params: Params, *args: PyTree) -> PyTree:
         """Runs the model at its smaller size: returns `fn(params, *args)` of the masked model.
 
         Can be compiled, differentiated, mapped and exported like `fn`, at any batch size.
@@ -97,7 +97,7 @@ class Small:
         """Counts multiply-adds at the batch size of the trace: of a call, or of one parameter."""
         return round(self.before.costs.count_small_macs(self._sizes, path))
 
-    def measure(self, params: PyTree, *args: PyTree, rounds: int = 20) -> list[float]:
+    def measure(self, params: Params, *args: PyTree, rounds: int = 20) -> list[float]:
         """Measures the model before and after, both compiled and called in turn.
 
         Args:
@@ -109,7 +109,7 @@ class Small:
           Median seconds of a call before and after: an entry of `report`.
         """
 
-        def program(plan: Plan, params: PyTree) -> Callable[[], object]:
+        def program(plan: Plan, params: Params) -> Callable[[], object]:
             arrays, rebuild = trees.split_arrays((params, args))
 
             @jax.jit
@@ -198,8 +198,8 @@ class Small:
 
 def shrink(
     graph: Graph,
-    params: PyTree,
-    masks: PyTree | Plan,
+    params: Params,
+    masks: Masks | Plan,
     opt_state: optax.OptState | None = None,
     tx: optax.GradientTransformation | None = None,
 ) -> Small:
@@ -255,7 +255,7 @@ def shrink(
     return Small(masked, state, plan, graph, replicated, error, small_masks)
 
 
-def _read_plan(graph: Graph, masks: PyTree | Plan) -> tuple[Plan, dict[Path, jax.Array]]:
+def _read_plan(graph: Graph, masks: Masks | Plan) -> tuple[Plan, dict[Path, jax.Array]]:
     """Returns a checked plan that removes what masks remove, and the masks by path."""
     if isinstance(masks, Plan):
         check_proven(graph, solve_kept(graph.removal.list_axes(), masks), masks)
@@ -264,7 +264,7 @@ def _read_plan(graph: Graph, masks: PyTree | Plan) -> tuple[Plan, dict[Path, jax
     return plan_cut(graph, *find_dead(graph, by_path)), by_path
 
 
-def _replicated(graph: Graph, params: PyTree, small_params: PyTree) -> dict[tuple[Path, int], int]:
+def _replicated(graph: Graph, params: Params, small_params: Params) -> dict[tuple[Path, int], int]:
     """Returns `Small.replicated`."""
     small = trees.leaves_by_path(small_params)
     replicated = {}

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from sparsity.core import sharding, trees
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.training.checks import check_optimizer
 from sparsity.training.state import SparseState
 
@@ -20,7 +20,7 @@ _MOST_UPDATES = 64
 
 def check_arguments(
     graph: object,
-    masks: PyTree,
+    masks: Masks,
     opt_state: optax.OptState | None,
     tx: optax.GradientTransformation | None,
 ) -> None:
@@ -39,7 +39,7 @@ def check_arguments(
 
 def check_updates(
     tx: optax.GradientTransformation,
-    params: PyTree,
+    params: Params,
     state: optax.OptState,
     *,
     mask: Callable[[trees.KeyPath, jax.Array], jax.Array],
@@ -111,7 +111,7 @@ def _refusing(update: Callable[..., PyTree], model: str, remedy: str) -> Callabl
     return run
 
 
-def _fits_optimizer(tx: optax.GradientTransformation, params: PyTree, state: PyTree) -> bool:
+def _fits_optimizer(tx: optax.GradientTransformation, params: Params, state: PyTree) -> bool:
     """Returns whether a state has the structure that the `init` of an optimizer returns."""
     shapes = jax.eval_shape(tx.init, params)
     structures: list[object] = [jax.tree.structure(tree) for tree in (shapes, state)]

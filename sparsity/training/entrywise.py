@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from sparsity.core import sharding, trees
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Params, PyTree
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.program import CALLS, Equation, Program, Value, read_jaxpr
 
@@ -29,7 +29,7 @@ _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_o
 
 def check_entrywise(
     inner: optax.GradientTransformationExtraArgs,
-    params: PyTree,
+    params: Params,
     kept: PyTree,
     caller: str = "use_compact_state=True",
     remedy: str = ", or leave use_compact_state off",
@@ -71,7 +71,7 @@ def check_entrywise(
         )
 
 
-def _trace(inner: optax.GradientTransformationExtraArgs, params: PyTree) -> Program:
+def _trace(inner: optax.GradientTransformationExtraArgs, params: Params) -> Program:
     """Returns the program of `init` and an update, for abstract parameters."""
     structs = jax.tree.map(_without_sharding, sharding.abstract(params))
     arrays, rebuild = trees.split_arrays(structs)
