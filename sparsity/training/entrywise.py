@@ -4,6 +4,10 @@ The optimizer is traced twice without running: for the parameters, and for their
 programs must apply the same operations with the same constants in the same order, and operations
 on arrays that became shorter must work entry by entry, or reduce all entries to one number. A mean,
 a decision by the number of axes, a factored moment, a matrix product or noise fails the comparison.
+
+Works before the first step, on shapes alone, and for every value. `training.comparison` runs
+updates instead: it serves cut models, which have arrays and a state, and accepts optimizers that no
+text proves, such as those that accumulate gradients or reduce along axes that are not cut.
 """
 
 from __future__ import annotations

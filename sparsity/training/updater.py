@@ -134,15 +134,22 @@ class Updater:
     def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
         """Returns the masks of a mask update; a step calls it unless `update_state` is overridden.
 
-        Lazy scores read parameters and masks as they are stored, so that masked parameters need no
-        memory.
-
         Args:
           sparse_state: the current state.
           inputs: inputs of the step.
         """
         targets = sparse_state.target_sparsities
         sparsities = self.scheduler.get_sparsity_at_step(targets, sparse_state.count)
+        scores = self.score_update(sparse_state, inputs)
+        extra = {"target_sparsities": targets}
+        return inputs.call(self.create_masks, scores, sparsities, extra=extra)
+
+    def score_update(self, sparse_state: SparseState, inputs: Inputs) -> ScoreTree:
+        """Returns the scores of a mask update: arrays, or recipes that the search computes.
+
+        Lazy scores read parameters and masks as they are stored, so that masked parameters need no
+        memory.
+        """
         weights, grads = inputs.weights, inputs.grads
         scores: ScoreTree | None = None
         draw: Draw = generate_random_scores
@@ -157,8 +164,7 @@ class Updater:
                 grads=grads,
                 named={"draw": draw},
             )
-        extra = {"target_sparsities": targets}
-        return inputs.call(self.create_masks, scores, sparsities, extra=extra)
+        return scores
 
     def count_after_move(
         self, site: Site, shape: tuple[int, ...], kept: int, target: chex.Numeric | None
