@@ -180,8 +180,10 @@ def _entries(site: Site, units: jax.Array, like: jax.Array | Scores) -> jax.Arra
 
 
 def count_kept(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> jax.Array:
+    """Counts the units that stay of each leaf."""
     return jnp.asarray(exact.num_kept(np.array(sizes), stack_sparsities(sparsities)))
 
 
 def stack_sparsities(sparsities: Sequence[chex.Numeric]) -> jax.Array:
+    """Returns the sparsities of leaves as float32[leaves]."""
     return jnp.stack([jnp.float32(sparsity) for sparsity in sparsities])
