@@ -6,6 +6,7 @@ import dataclasses
 import math
 import types
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -28,6 +29,10 @@ class Parameter:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+
+# The parameters of a model, with their axes.
+ParameterAxes: TypeAlias = Sequence[tuple[Parameter, Sequence[Axis]]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,7 +78,7 @@ class Refusal:
 
 
 def find_channels(
-    axes: Sequence[tuple[Parameter, Sequence[Axis]]],
+    parameters: ParameterAxes,
     unproven: Mapping[Axis, Reason],
     made: Mapping[Path, set[int]],
     windows: Mapping[Path, set[int]],
@@ -82,7 +87,7 @@ def find_channels(
     """Returns the groups that can be removed and the refused axes, both in tree order.
 
     Args:
-      axes: the parameters with their axes.
+      parameters: the parameters with their axes.
       unproven: variables whose removal would differ from masking them, and why.
       made: {path: the axes of the parameter that become outputs of a product}.
       windows: {path: the axes of the parameter that are windows of a convolution}.
@@ -90,40 +95,40 @@ def find_channels(
     """
     refusals = dict(unproven)
     members: dict[Axis, list[tuple[Parameter, int, Axis]]] = {}
-    for leaf, dims in axes:
-        for axis, dim in enumerate(dims):
-            parts = dict.fromkeys(variables(dim))
-            is_single = leaf.shape[axis] > 1 and all(variable.size == 1 for variable in parts)
+    for leaf, axes in parameters:
+        for number, axis in enumerate(axes):
+            parts = dict.fromkeys(variables(axis))
+            is_single = leaf.shape[number] > 1 and all(variable.size == 1 for variable in parts)
             for variable in parts:
                 if variable.pin is not None:
                     refusals[variable] = variable.pin
-                elif variable not in refusals and labels(dim, variable) is None:
+                elif variable not in refusals and labels(axis, variable) is None:
                     refusals[variable] = Reason(None, "an axis of pairs of its own entries", "axis")
                 elif variable not in refusals and is_single:
                     refusals[variable] = Reason(
                         None, "an axis that is cut into single entries", "axis"
                     )
                 if variable.size > 1 or is_single:
-                    members.setdefault(variable, []).append((leaf, axis, dim))
+                    members.setdefault(variable, []).append((leaf, number, axis))
     groups, refused = [], []
     names: dict[str, int] = {}
     for variable, places in members.items():
         if variable in refusals:
-            for leaf, axis, dim in places:
-                reasons = [refusals.get(v) for v in variables(dim) if v.size > 1]
-                if axis not in windows.get(leaf.path, ()):
-                    refused += _refuse(leaf, axis, refusals[variable], reasons)
+            for leaf, number, axis in places:
+                reasons = [refusals.get(v) for v in variables(axis) if v.size > 1]
+                if number not in windows.get(leaf.path, ()):
+                    refused += _refuse(leaf, number, refusals[variable], reasons)
             continue
         outputs = [place for place in places if place[1] in made.get(place[0].path, ())]
-        leaf, axis, _ = (outputs or places)[0]
-        name = f"{leaf.name}:{axis}"
+        leaf, number, _ = (outputs or places)[0]
+        name = f"{leaf.name}:{number}"
         names[name] = names.get(name, 0) + 1
         groups.append(
             ChannelGroup(
                 name if names[name] == 1 else f"{name}.{names[name]}",
                 variable.size,
-                tuple((leaf.path, axis) for leaf, axis, _ in places),
-                tuple(positions(dim, variable) for _, _, dim in places),
+                tuple((leaf.path, number) for leaf, number, _ in places),
+                tuple(positions(axis, variable) for _, _, axis in places),
                 variable,
                 layers.get(variable, 0),
             )
@@ -132,10 +137,10 @@ def find_channels(
 
 
 def positions(
-    dim: Axis, variable: Axis, sizes: Mapping[Axis, int] = types.MappingProxyType({})
+    axis: Axis, variable: Axis, sizes: Mapping[Axis, int] = types.MappingProxyType({})
 ) -> np.ndarray:
     """Returns int[size, n]: where each entry of a variable lies along an axis, at these sizes."""
-    entries = labels(dim, variable, sizes)
+    entries = labels(axis, variable, sizes)
     assert entries is not None  # refused before
     order = np.argsort(entries, kind="stable")[np.count_nonzero(entries < 0) :]
     return order.reshape(sizes.get(variable, variable.size), -1)
@@ -143,7 +148,7 @@ def positions(
 
 def resize_groups(
     groups: list[ChannelGroup],
-    axes: Sequence[tuple[Parameter, Sequence[Axis]]],
+    parameters: ParameterAxes,
     sizes: Mapping[Axis, int],
 ) -> list[ChannelGroup]:
     """Returns the groups of channels in a smaller model, at these sizes of some axes.
@@ -152,18 +157,19 @@ def resize_groups(
 
     Args:
       groups: groups of the full model.
-      axes: the parameters with their axes.
+      parameters: the parameters with their axes.
       sizes: {axis: size in the smaller model}.
     """
     if not sizes:
         return groups
-    dims = {leaf.path: each for leaf, each in axes}
+    axes = {leaf.path: each for leaf, each in parameters}
     return [
         dataclasses.replace(
             group,
             size=sizes.get(group.variable, group.size),
             positions=tuple(
-                positions(dims[path][axis], group.variable, sizes) for path, axis in group.members
+                positions(axes[path][number], group.variable, sizes)
+                for path, number in group.members
             ),
         )
         for group in groups
@@ -171,13 +177,13 @@ def resize_groups(
 
 
 def _refuse(
-    leaf: Parameter, axis: int, reason: Reason, reasons: Sequence[Reason | None]
+    leaf: Parameter, number: int, reason: Reason, reasons: Sequence[Reason | None]
 ) -> list[Refusal]:
     """Returns the refusal of a part of an axis; none for positions that lie beside channels.
 
     Args:
       leaf: the parameter.
-      axis: the axis.
+      number: the axis.
       reason: why the part cannot lose entries.
       reasons: the same for all parts, `None` for those that can.
     """
@@ -188,4 +194,4 @@ def _refuse(
     primitive = reason.kind if equation is None else equation.name
     source = "" if equation is None else equation.source
     text = f"{reason.text}; other entries of the axis can go" if None in reasons else reason.text
-    return [Refusal(leaf.path, axis, primitive, source, text)]
+    return [Refusal(leaf.path, number, primitive, source, text)]

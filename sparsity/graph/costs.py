@@ -73,8 +73,8 @@ class Costs:
     def count_small_bytes(self, sizes: Mapping[Axis, N], paths: Container[Path]) -> N:
         """Counts bytes of some parameters at smaller sizes of some axes."""
         nbytes: N = sum(
-            multiply_sizes(dims, sizes) * leaf.dtype.itemsize
-            for leaf, dims in self._removal.list_axes()
+            multiply_sizes(axes, sizes) * leaf.dtype.itemsize
+            for leaf, axes in self._removal.list_axes()
             if leaf.path in paths
         )
         return nbytes
@@ -128,9 +128,9 @@ def product_counter(
     return count
 
 
-def multiply_sizes(dims: Iterable[Axis], sizes: Mapping[Axis, Number]) -> Number:
+def multiply_sizes(axes: Iterable[Axis], sizes: Mapping[Axis, Number]) -> Number:
     """Returns the product of the sizes of axes, at smaller sizes of some variables."""
-    return functools.reduce(operator.mul, [count_entries(dim, sizes) for dim in dims], 1)
+    return functools.reduce(operator.mul, [count_entries(axis, sizes) for axis in axes], 1)
 
 
 def _larger(one: Number, other: Number) -> Number:

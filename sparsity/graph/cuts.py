@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from sparsity.core import trees
 from sparsity.core.trees import Path
-from sparsity.graph.channels import Parameter
+from sparsity.graph.channels import ParameterAxes
 from sparsity.programs.axes import Axis, count_entries, find_kept_by_layer, labels, variables
 
-ParameterAxes = Sequence[
-    tuple[Parameter, Sequence[Axis]]
-]  # the parameters of a model, with their axes
 Sizes = dict[Axis, int]
 
 
@@ -35,19 +32,19 @@ class Cut(Protocol):
 
 
 def spread_kept(
-    axes: ParameterAxes, chosen: Mapping[Axis, np.ndarray]
+    parameters: ParameterAxes, chosen: Mapping[Axis, np.ndarray]
 ) -> dict[Path, dict[int, np.ndarray]]:
     """Returns `Cut.kept` from the kept entries of each variable that loses some."""
     kept: dict[Path, dict[int, np.ndarray]] = {}
-    for leaf, dims in axes:
-        for axis, dim in enumerate(dims):
-            index = find_kept_by_layer(dim, dict(chosen))
+    for leaf, axes in parameters:
+        for number, axis in enumerate(axes):
+            index = find_kept_by_layer(axis, dict(chosen))
             if index is not None:
-                kept.setdefault(leaf.path, {})[axis] = index
+                kept.setdefault(leaf.path, {})[number] = index
     return kept
 
 
-def solve_kept(axes: ParameterAxes, cut: Cut) -> dict[Axis, np.ndarray]:
+def solve_kept(parameters: ParameterAxes, cut: Cut) -> dict[Axis, np.ndarray]:
     """Returns the entries that a cut keeps of each variable, at any batch size.
 
     Raises:
@@ -55,7 +52,7 @@ def solve_kept(axes: ParameterAxes, cut: Cut) -> dict[Axis, np.ndarray]:
         keeps only some of the indices that belong together.
     """
     chosen: dict[Axis, np.ndarray] = {}
-    by_path = {leaf.path: (leaf, dims) for leaf, dims in axes}
+    by_path = {leaf.path: (leaf, axes) for leaf, axes in parameters}
     for path, indices in cut.kept.items():
         if path not in by_path or by_path[path][0].shape != cut.shapes[path]:
             raise ValueError(
@@ -63,34 +60,34 @@ def solve_kept(axes: ParameterAxes, cut: Cut) -> dict[Axis, np.ndarray]:
                 f"{cut.shapes[path]}, the graph has "
                 f"{by_path[path][0].shape if path in by_path else 'no such leaf'}."
             )
-        for axis, index in indices.items():
-            dim = by_path[path][1][axis]
-            for variable in variables(dim):
-                entries = labels(dim, variable)
+        for number, index in indices.items():
+            axis = by_path[path][1][number]
+            for variable in variables(axis):
+                entries = labels(axis, variable)
                 if entries is not None and variable.size > 1:
                     rows = [np.unique(x[x >= 0]) for x in np.atleast_2d(entries[index])]
                     if len({len(row) for row in rows}) == 1:
                         chosen[variable] = np.stack(rows) if index.ndim == 2 else rows[0]
     chosen = {v: index for v, index in chosen.items() if index.shape[-1] < v.size}
-    implied = spread_kept(axes, chosen)
+    implied = spread_kept(parameters, chosen)
     for path in {**cut.kept, **implied}:
         one, other = cut.kept.get(path, {}), implied.get(path, {})
-        for axis in {**one, **other}:
-            if axis not in one:
+        for number in {**one, **other}:
+            if number not in one:
                 raise ValueError(
                     f"The plan cuts channels that {trees.join_names(path)!r} has along axis "
-                    f"{axis}, and leaves that axis as it is: it was made for another model."
+                    f"{number}, and leaves that axis as it is: it was made for another model."
                 )
-            if axis not in other or not np.array_equal(one[axis], other[axis]):
+            if number not in other or not np.array_equal(one[number], other[number]):
                 raise ValueError(
-                    f"The plan keeps indices of {trees.join_names(path)!r} along axis {axis} that "
-                    "do not go together in this model: it was made for another one."
+                    f"The plan keeps indices of {trees.join_names(path)!r} along axis {number} "
+                    "that do not go together in this model: it was made for another one."
                 )
     return chosen
 
 
 def solve_sizes(
-    axes: ParameterAxes, shapes: Mapping[Path, tuple[int, ...]], cut: Cut | None = None
+    parameters: ParameterAxes, shapes: Mapping[Path, tuple[int, ...]], cut: Cut | None = None
 ) -> Sizes:
     """Returns the sizes of all variables that lose entries.
 
@@ -98,7 +95,7 @@ def solve_sizes(
     variables. Equations with one unknown are solved until no such equation is left.
 
     Args:
-      axes: the parameters of the model, with their axes.
+      parameters: the parameters of the model, with their axes.
       shapes: {path: shape} in the smaller model; some parameters may be missing.
       cut: decides where shapes are ambiguous, as for two parts of one axis.
 
@@ -107,42 +104,42 @@ def solve_sizes(
     """
     sizes: Sizes = {}
     equations = [
-        (leaf, axis, dim, shapes[leaf.path][axis])
-        for leaf, dims in axes
+        (leaf, number, axis, shapes[leaf.path][number])
+        for leaf, axes in parameters
         if leaf.path in shapes
-        for axis, dim in enumerate(dims)
+        for number, axis in enumerate(axes)
     ]
-    if all(leaf.shape[axis] == size for leaf, axis, _, size in equations):
+    if all(leaf.shape[number] == size for leaf, number, _, size in equations):
         return sizes
 
-    def unknowns(dim: Axis) -> list[Axis]:
-        return [v for v in dict.fromkeys(variables(dim)) if v.pin is None and v not in sizes]
+    def unknowns(axis: Axis) -> list[Axis]:
+        return [v for v in dict.fromkeys(variables(axis)) if v.pin is None and v not in sizes]
 
     count = -1
     while count < len(sizes):
         count = len(sizes)
-        for leaf, axis, dim, size in equations:
-            missing, ones = unknowns(dim), dict.fromkeys(unknowns(dim), 1)
-            if size == leaf.shape[axis]:
+        for leaf, number, axis, size in equations:
+            missing, ones = unknowns(axis), dict.fromkeys(unknowns(axis), 1)
+            if size == leaf.shape[number]:
                 sizes |= {variable: variable.size for variable in missing}
-            elif size == count_entries(dim, sizes | ones):
+            elif size == count_entries(axis, sizes | ones):
                 sizes |= ones
             elif len(missing) == 1:
-                sizes |= {missing[0]: _solve(dim, missing[0], sizes, size)}
-    open_axes = [(leaf, axis) for leaf, axis, dim, _ in equations if unknowns(dim)]
+                sizes |= {missing[0]: _solve(axis, missing[0], sizes, size)}
+    open_axes = [(leaf, number) for leaf, number, axis, _ in equations if unknowns(axis)]
     if cut is not None:
-        kept = {v: index.shape[-1] for v, index in solve_kept(axes, cut).items()}
-        for _, _, dim, _ in equations:
-            sizes |= {variable: kept.get(variable, variable.size) for variable in unknowns(dim)}
-    for leaf, axis, dim, size in equations:
-        if not unknowns(dim) and count_entries(dim, sizes) != size:
+        kept = {v: index.shape[-1] for v, index in solve_kept(parameters, cut).items()}
+        for _, _, axis, _ in equations:
+            sizes |= {variable: kept.get(variable, variable.size) for variable in unknowns(axis)}
+    for leaf, number, axis, size in equations:
+        if not unknowns(axis) and count_entries(axis, sizes) != size:
             raise ValueError(
                 f"The params have {leaf.name!r} of shape {shapes[leaf.path]}, the graph was traced "
-                f"with {leaf.shape}, and no channels that go together leave {size} of axis {axis}. "
-                "Trace the model with these parameters."
+                f"with {leaf.shape}, and no channels that go together leave {size} of axis "
+                f"{number}. Trace the model with these parameters."
             )
-    if any(unknowns(dim) for _, _, dim, _ in equations):
-        names = [f"{leaf.name}:{axis}" for leaf, axis in open_axes]
+    if any(unknowns(axis) for _, _, axis, _ in equations):
+        names = [f"{leaf.name}:{number}" for leaf, number in open_axes]
         raise ValueError(
             "The params are those of a smaller model, and shapes do not tell which channels of "
             f"{trees.listed(names)} are left. Use small.updater(pruner), which knows the cut, or "
@@ -151,11 +148,11 @@ def solve_sizes(
     return {variable: size for variable, size in sizes.items() if size < variable.size}
 
 
-def _solve(dim: Axis, variable: Axis, sizes: Sizes, size: int) -> int:
+def _solve(axis: Axis, variable: Axis, sizes: Sizes, size: int) -> int:
     """Returns the size of a variable at which an axis has this size, or the nearest one."""
     low, high = 1, variable.size
     while low < high:
         middle = (low + high) // 2
-        longer = count_entries(dim, {**sizes, variable: middle}) < size
+        longer = count_entries(axis, {**sizes, variable: middle}) < size
         low, high = (middle + 1, high) if longer else (low, middle)
     return low

@@ -220,7 +220,7 @@ class Proof(Flow[Constants]):
         """Notes the entry that a smaller program adds to a sum; returns whether there is one."""
         (value,) = reduction.inputs
         axes = self._coupling.axes(value)
-        is_single = [variable in variables(dim) for dim in axes].count(True) == 1
+        is_single = [variable in variables(other) for other in axes].count(True) == 1
         is_sum = reduction.name == "reduce_sum" and is_differentiable(value)
         if not is_sum or axes[axis].root is not variable or not is_single:
             return False

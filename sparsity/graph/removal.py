@@ -100,8 +100,8 @@ class Removal:
     def _maskable(self) -> dict[Path, set[tuple[int, Axis]]]:
         """Entries that masking all channels sets to 0, as `find_unproven` takes them."""
         return {
-            leaf.path: {(axis, v) for axis, dim in enumerate(dims) for v in variables(dim)}
-            for leaf, dims in self.list_axes()
+            leaf.path: {(i, v) for i, axis in enumerate(axes) for v in variables(axis)}
+            for leaf, axes in self.list_axes()
             if leaf.path not in self.updated_state and jnp.issubdtype(leaf.dtype, jnp.inexact)
         }
 

@@ -20,7 +20,7 @@ def layered(program: Program, coupling: Coupling) -> dict[Axis, int]:
         (body,) = scan.within()
         for value in (scan.inputs[number] for number in body.layers):
             steps, *axes = coupling.axes(value)
-            for variable in (v for dim in axes for v in variables(dim)):
+            for variable in (v for axis in axes for v in variables(axis)):
                 if variable.pin is None and variable not in layers:
                     look = _Look(coupling, variable, steps.root)
                     if look.is_within(program):
@@ -54,7 +54,7 @@ class _Look:
         return all(map(self.is_within, equation.bodies))
 
     def _has(self, value: Value) -> bool:
-        return any(self._variable in variables(dim) for dim in self._coupling.axes(value))
+        return any(self._variable in variables(axis) for axis in self._coupling.axes(value))
 
     def _is_stack(self, value: Value) -> bool:
         if not self._has(value):

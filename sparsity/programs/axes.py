@@ -69,12 +69,12 @@ class Axis:
     @property
     def root(self) -> Axis:
         """Representative of all axes that were unified with this axis."""
-        dim = self
-        while dim._same is not None:
-            if dim._same._same is not None:
-                dim._same = dim._same._same
-            dim = dim._same
-        return dim
+        axis = self
+        while axis._same is not None:
+            if axis._same._same is not None:
+                axis._same = axis._same._same
+            axis = axis._same
+        return axis
 
     def become(self, other: Axis) -> None:
         """Unifies this root with another root."""
@@ -88,17 +88,17 @@ class Axis:
         return parts
 
 
-def variables(dim: Axis) -> list[Axis]:
+def variables(axis: Axis) -> list[Axis]:
     """Returns the variables that make up an axis, in order."""
-    root = dim.root
+    root = axis.root
     if root.kind is None:
         return [root]
     return [variable for part in root.parts for variable in variables(part)]
 
 
-def pin(dim: Axis, reason: Reason) -> None:
+def pin(axis: Axis, reason: Reason) -> None:
     """Pins the variables of an axis for a reason; earlier reasons stay."""
-    for variable in variables(dim):
+    for variable in variables(axis):
         if variable.pin is None:
             variable.pin = reason
 
@@ -146,14 +146,14 @@ def unify(one: Axis, other: Axis, reason: Reason) -> None:
 
 
 def labels(
-    dim: Axis, variable: Axis, sizes: Mapping[Axis, int] = types.MappingProxyType({})
+    axis: Axis, variable: Axis, sizes: Mapping[Axis, int] = types.MappingProxyType({})
 ) -> np.ndarray | None:
     """Returns int[size]: for each entry of an axis the entry of a variable, -1 if there is none.
 
     Returns `None` where the axis runs over pairs of entries of the variable. `sizes` are sizes of
     variables in a smaller model.
     """
-    root = dim.root
+    root = axis.root
     size = sizes.get(root, root.size)
     if root is variable:
         return np.arange(size)
@@ -176,9 +176,9 @@ def labels(
     return np.tile(np.repeat(parts[at], after), before)
 
 
-def find_kept(dim: Axis, kept_indices: dict[Axis, np.ndarray]) -> np.ndarray | None:
+def find_kept(axis: Axis, kept_indices: dict[Axis, np.ndarray]) -> np.ndarray | None:
     """Returns the entries of an axis that stay, in order, `None` for all."""
-    root = dim.root
+    root = axis.root
     if root.kind is None:
         return kept_indices.get(root)
     parts = [find_kept(part, kept_indices) for part in root.parts]
@@ -198,16 +198,16 @@ def find_kept(dim: Axis, kept_indices: dict[Axis, np.ndarray]) -> np.ndarray | N
     return index
 
 
-def find_kept_by_layer(dim: Axis, kept_indices: dict[Axis, np.ndarray]) -> np.ndarray | None:
+def find_kept_by_layer(axis: Axis, kept_indices: dict[Axis, np.ndarray]) -> np.ndarray | None:
     """Returns `find_kept`, as [layers, entries] where the indices have a row for each layer."""
-    kept_indices = {v: kept_indices[v] for v in variables(dim) if v in kept_indices}
+    kept_indices = {v: kept_indices[v] for v in variables(axis) if v in kept_indices}
     layers = {len(index) for index in kept_indices.values() if index.ndim == 2}
     if not layers:
-        return find_kept(dim, kept_indices)
+        return find_kept(axis, kept_indices)
     rows = []
     for layer in range(layers.pop()):
         row = find_kept(
-            dim,
+            axis,
             {v: index[layer] if index.ndim == 2 else index for v, index in kept_indices.items()},
         )
         assert row is not None  # one of its variables has indices
@@ -215,9 +215,9 @@ def find_kept_by_layer(dim: Axis, kept_indices: dict[Axis, np.ndarray]) -> np.nd
     return np.stack(rows)
 
 
-def count_entries(dim: Axis, sizes: Mapping[Axis, N]) -> N | int:
+def count_entries(axis: Axis, sizes: Mapping[Axis, N]) -> N | int:
     """Counts the entries of an axis, at smaller sizes of some variables."""
-    root = dim.root
+    root = axis.root
     if not root.parts:
         return sizes.get(root, root.size)
     join = operator.add if root.kind == "sum" else operator.mul
@@ -225,15 +225,15 @@ def count_entries(dim: Axis, sizes: Mapping[Axis, N]) -> N | int:
     return count
 
 
-def _factors(dim: Axis) -> list[Axis]:
-    root = dim.root
+def _factors(axis: Axis) -> list[Axis]:
+    root = axis.root
     if root.kind == "product":
         return [factor for part in root.parts for factor in _factors(part)]
     return [root] if root.size != 1 else []
 
 
-def _terms(dim: Axis) -> list[Axis]:
-    root = dim.root
+def _terms(axis: Axis) -> list[Axis]:
+    root = axis.root
     if root.kind == "sum":
         return [term for part in root.parts for term in _terms(part)]
     return [root] if root.size else []

@@ -285,12 +285,12 @@ def plan_cut(
 def check_proven(graph: Graph, chosen: Mapping[Axis, np.ndarray], plan: Plan) -> None:
     """Raises a ValueError if removing entries of a variable differs from masking them."""
     removable = {group.variable for group in graph.groups}
-    for leaf, dims in graph.removal.list_axes():
-        for axis, dim in enumerate(dims):
-            if any(v in chosen and v not in removable for v in variables(dim)):
-                why = _reason(graph, leaf.path, axis)
+    for leaf, axes in graph.removal.list_axes():
+        for number, axis in enumerate(axes):
+            if any(v in chosen and v not in removable for v in variables(axis)):
+                why = _reason(graph, leaf.path, number)
                 raise ValueError(
-                    f"The plan removes indices of axis {axis} of {leaf.name!r}, which this model "
+                    f"The plan removes indices of axis {number} of {leaf.name!r}, which this model "
                     f"needs: {why}. It was made for another model, or for other flags."
                 )
     if plan.masked is not None and (group := find_undead(graph, chosen, plan.masked)):

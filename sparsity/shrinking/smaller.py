@@ -58,7 +58,7 @@ class Smaller(Interpreter[jax.Array]):
 
     def shape(self, value: Value) -> tuple[int, ...]:
         """Returns the smaller shape of a value."""
-        return tuple(count_entries(dim, self._sizes) for dim in self._coupling.axes(value))
+        return tuple(count_entries(axis, self._sizes) for axis in self._coupling.axes(value))
 
     def count_below(self, value: Value, axis: int, end: int) -> int:
         """Counts the entries that are left of the first `end` ones along an axis."""
@@ -70,12 +70,12 @@ class Smaller(Interpreter[jax.Array]):
 
     def cut(self, value: Value, array: jax.Array) -> jax.Array:
         """Returns the entries of an array that stay."""
-        for axis, dim in enumerate(self._coupling.axes(value)):
-            index = find_kept_by_layer(dim, self._plan)
+        for number, axis in enumerate(self._coupling.axes(value)):
+            index = find_kept_by_layer(axis, self._plan)
             if index is not None and index.ndim == 2 and self._layer:
-                index = find_kept(dim, {**self._plan, **self._layer})  # type: ignore[dict-item]
+                index = find_kept(axis, {**self._plan, **self._layer})  # type: ignore[dict-item]
             if index is not None:
-                array = take(array, index, axis)
+                array = take(array, index, number)
         return array
 
     def read(self, value: Value) -> jax.Array:
