@@ -1,4 +1,4 @@
-"""What can be removed from a model: coupled axes, and proofs that channels may go."""
+"""Removal of channels: coupled axes, and proofs that the channels may go."""
 
 from __future__ import annotations
 
