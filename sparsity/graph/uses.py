@@ -75,8 +75,10 @@ class Use:
         Where the axis was split, parts may be outputs, or index layers.
         """
         contracted = read_product(self.equation).operands[self.operand].contracted
-        dims = [dim for i, dim in enumerate(self.view.dims) if i not in contracted]
-        others = [part for dim in (*dims, self.view.layers) for part in dim if part.axis == axis]
+        by_axis = [parts for i, parts in enumerate(self.view.factors) if i not in contracted]
+        others = [
+            part for parts in (*by_axis, self.view.layers) for part in parts if part.axis == axis
+        ]
         return all(part.step % m == 0 for part in others)
 
 
@@ -97,8 +99,8 @@ class Tracker(Flow[Views]):
         self.uses: list[Use] = []
         for value in program.inputs:
             if value in leaves:
-                dims = tuple((Factor(axis, size),) for axis, size in enumerate(value.shape))
-                self.facts[value] = Views((View(leaves[value], dims),))
+                by_axis = tuple((Factor(axis, size),) for axis, size in enumerate(value.shape))
+                self.facts[value] = Views((View(leaves[value], by_axis),))
             else:
                 self.facts[value] = Views(is_data=True)
         self.run(program)
@@ -145,8 +147,8 @@ class Tracker(Flow[Views]):
     def shard(self, fact: Views, value: Value, local: Value) -> Views:
         views = []
         for view in fact.views:
-            sizes = zip(view.dims, value.shape, local.shape, strict=True)
-            views.append(view.with_dims(resize(dim, size, new) for dim, size, new in sizes))
+            sizes = zip(view.factors, value.shape, local.shape, strict=True)
+            views.append(view.with_factors(resize(parts, size, new) for parts, size, new in sizes))
         return dataclasses.replace(fact, views=tuple(views))
 
     def leave(self, fact: Views, equation: Equation) -> Views:

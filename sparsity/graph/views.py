@@ -32,7 +32,7 @@ class View:
 
     Attributes:
       leaf: number of the parameter.
-      dims: for each axis the axes of the parameter, the last one fastest.
+      factors: for each axis its factors, the last one fastest.
       stacked: axes of the parameter that layers index, the outermost first.
       scans: the scans that index `stacked`; fewer where the model reads a layer by its number.
       layers: the indexed parts of the axes `stacked`.
@@ -44,7 +44,7 @@ class View:
     """
 
     leaf: int
-    dims: tuple[tuple[Factor, ...], ...]
+    factors: tuple[tuple[Factor, ...], ...]
     stacked: tuple[int, ...] = ()
     scans: tuple[Equation, ...] = ()
     layers: tuple[Factor, ...] = ()
@@ -61,16 +61,18 @@ class View:
     @property
     def covered(self) -> int:
         """Number of entries along axes of the parameter; all others repeat these entries."""
-        return math.prod(part.size for dim in self.dims for part in dim if part.axis is not None)
+        return math.prod(
+            part.size for parts in self.factors for part in parts if part.axis is not None
+        )
 
-    def axes(self, dims: Iterable[int]) -> tuple[int, ...]:
+    def axes(self, numbers: Iterable[int]) -> tuple[int, ...]:
         """Returns the axes of the parameter that lie along axes of the array."""
-        axes = [part.axis for i in dims for part in self.dims[i] if part.axis is not None]
+        axes = [part.axis for i in numbers for part in self.factors[i] if part.axis is not None]
         return tuple(dict.fromkeys(axes))
 
-    def with_dims(self, dims: Iterable[Sequence[Factor]]) -> View:
-        """Returns the view with other axes."""
-        return dataclasses.replace(self, dims=tuple(map(tuple, dims)))
+    def with_factors(self, by_axis: Iterable[Sequence[Factor]]) -> View:
+        """Returns the view with other factors of its axes."""
+        return dataclasses.replace(self, factors=tuple(map(tuple, by_axis)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +107,7 @@ def follow(
       number: number of the output.
     """
     value, output = equation.inputs[operand], equation.outputs[number]
-    dims: list[Sequence[Factor]] = [(Factor(None, size),) for size in output.shape]
+    by_axis: list[Sequence[Factor]] = [(Factor(None, size),) for size in output.shape]
     share, indexed, layers = Fraction(1), list[int](), list[Factor]()
     is_part = False
     for relation in relations:
@@ -119,28 +121,28 @@ def follow(
         elif kind == "stack" and targets:
             share, is_part = share / output.shape[targets[0].axis], True
         elif relation.pair and is_here:
-            dims[targets[0].axis] = view.dims[sources[0].axis]
+            by_axis[targets[0].axis] = view.factors[sources[0].axis]
         elif kind == "product" and is_here:
             factors = _factors(view, relation)
             cut = _split_factors(factors, [output.shape[place.axis] for place in targets])
             if cut is None:
                 return None
-            for place, dim in zip(targets, cut, strict=True):
-                dims[place.axis] = dim
+            for place, parts in zip(targets, cut, strict=True):
+                by_axis[place.axis] = parts
         elif kind == "reversed" and is_here:
-            source = view.dims[sources[0].axis]
-            dims[targets[0].axis] = [part._replace(step=-part.step) for part in source]
+            source = view.factors[sources[0].axis]
+            by_axis[targets[0].axis] = [part._replace(step=-part.step) for part in source]
         elif is_here:  # a sum, or a cut
             ((_, axis),), ((_, to),), is_part = sources, targets, True
             size, new = value.shape[axis], output.shape[to]
-            dims[to] = resize(view.dims[axis], size, new)
+            by_axis[to] = resize(view.factors[axis], size, new)
             if len(relation.sources) > 1:
                 share *= Fraction(size, new)
             elif new == 1 < size:
-                layers += view.dims[axis]
+                layers += view.factors[axis]
     moved = dataclasses.replace(
         index(view, indexed),
-        dims=tuple(map(tuple, dims)),
+        factors=tuple(map(tuple, by_axis)),
         share=view.share * share,
         parts=(*view.parts, output) if is_part or indexed else view.parts,
     )
@@ -151,16 +153,16 @@ def _factors(view: View, relation: Relation) -> list[Factor]:
     """Returns the factors of the sources of a product, without factors of one entry."""
     factors: list[Factor] = []
     for place in relation.sources:
-        dim = [Factor(None, place)] if isinstance(place, int) else view.dims[place.axis]
-        factors += [factor for factor in dim if factor.size != 1]
+        parts = [Factor(None, place)] if isinstance(place, int) else view.factors[place.axis]
+        factors += [factor for factor in parts if factor.size != 1]
     return factors
 
 
 def _split_factors(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list[Factor]] | None:
     """Splits factors in row-major order into axes; `None` where a cut falls within a factor."""
-    queue, dims = [*factors], list[list[Factor]]()
+    queue, by_axis = [*factors], list[list[Factor]]()
     for size in sizes:
-        dims.append([])
+        by_axis.append([])
         while size > 1:
             if not queue:
                 return None
@@ -171,26 +173,26 @@ def _split_factors(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list
                 factor = Factor(factor.axis, size, factor.step * inner.size)
             elif size % factor.size:
                 return None
-            dims[-1].append(factor)
+            by_axis[-1].append(factor)
             size //= factor.size
-    return dims
+    return by_axis
 
 
-def resize(dim: Sequence[Factor], size: int, new: int) -> Sequence[Factor]:
+def resize(parts: Sequence[Factor], size: int, new: int) -> Sequence[Factor]:
     """Returns an axis with fewer or more entries."""
     if size == new:
-        return dim
-    axes = [factor.axis for factor in dim if factor.axis is not None]
-    return (Factor(axes[0] if axes else None, new, dim[0].step if len(dim) == 1 else 1),)
+        return parts
+    axes = [factor.axis for factor in parts if factor.axis is not None]
+    return (Factor(axes[0] if axes else None, new, parts[0].step if len(parts) == 1 else 1),)
 
 
 def index(view: View, axes: Sequence[int]) -> View:
     """Returns the view of one entry along some axes, such as a layer of a stack."""
     return dataclasses.replace(
         view,
-        dims=tuple(dim for i, dim in enumerate(view.dims) if i not in axes),
+        factors=tuple(parts for i, parts in enumerate(view.factors) if i not in axes),
         stacked=(*view.stacked, *view.axes(axes)),
-        layers=(*view.layers, *(part for i in axes for part in view.dims[i])),
+        layers=(*view.layers, *(part for i in axes for part in view.factors[i])),
     )
 
 

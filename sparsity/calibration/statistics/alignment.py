@@ -142,7 +142,7 @@ def _factors(use: Use) -> list[list[Factor]]:
     """Returns the factors of the operand's contracted, batch and free axes."""
     roles = read_product(use.equation).operands[use.operand]
     return [
-        [part for i in axes for part in use.view.dims[i] if part.size != 1]
+        [part for i in axes for part in use.view.factors[i] if part.size != 1]
         for axes in (roles.contracted, roles.batch, roles.free)
     ]
 
