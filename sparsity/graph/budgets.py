@@ -48,21 +48,25 @@ class Budget:
 
     def cost(self, path: tuple[str, ...], param: chex.Array) -> float:
         """Returns the cost of a weight of a parameter: multiply-adds, or bytes."""
-        leaf = self.graph.parameters.find(path, param, may_be_smaller=True)
+        parameter = self.graph.parameters.find(path, param, may_be_smaller=True)
         if self.macs is None:
-            return float(leaf.dtype.itemsize)
-        return self.graph.costs.count_macs(leaf.path) / max(leaf.size, 1)
+            return float(parameter.dtype.itemsize)
+        return self.graph.costs.count_macs(parameter.path) / max(parameter.size, 1)
 
     def total(self, leaves: Sequence[tuple[tuple[str, ...], chex.Array]]) -> Polynomial:
         """Returns the cost of some parameters as a polynomial in the numbers of weights kept."""
         parameters = [
             self.graph.parameters.find(path, param, may_be_smaller=True) for path, param in leaves
         ]
-        kept = {leaf.path: Polynomial.variable(i) for i, leaf in enumerate(parameters)}
+        kept = {parameter.path: Polynomial.variable(i) for i, parameter in enumerate(parameters)}
         if self.macs is None:
-            nbytes = (kept[leaf.path] * leaf.dtype.itemsize for leaf in parameters)
+            nbytes = (kept[parameter.path] * parameter.dtype.itemsize for parameter in parameters)
             return sum(nbytes, Polynomial({}))
-        shares = {leaf.path: kept[leaf.path] / leaf.size for leaf in parameters if leaf.size}
+        shares = {
+            parameter.path: kept[parameter.path] / parameter.size
+            for parameter in parameters
+            if parameter.size
+        }
         return Polynomial.convert(self.graph.costs.count_sparse_macs(shares))
 
     def __call__(
@@ -137,7 +141,7 @@ class Budget:
     ) -> Callable[[PyTree], Fraction]:
         """Returns a function from sparsities to the cost of the smaller arrays."""
         graph, by_bytes = self.graph, self.macs is None
-        paths = {leaf.path for leaf in leaves.values()}
+        paths = {parameter.path for parameter in leaves.values()}
         has_integral_costs = by_bytes or isinstance(graph.costs.count_small_macs({}), int)
 
         def count(targets: Sparsities) -> Fraction:
@@ -179,10 +183,10 @@ class Budget:
             )
             return macs
         nbytes = [
-            kept[path] * leaf.dtype.itemsize + math.ceil(leaf.size / 8)
+            kept[path] * parameter.dtype.itemsize + math.ceil(parameter.size / 8)
             if path in kept
-            else leaf.size * leaf.dtype.itemsize
-            for path, leaf in leaves.items()
+            else parameter.size * parameter.dtype.itemsize
+            for path, parameter in leaves.items()
         ]
         return Fraction(sum(nbytes))
 

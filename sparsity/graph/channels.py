@@ -95,10 +95,12 @@ def find_channels(
     """
     refusals = dict(unproven)
     members: dict[Axis, list[tuple[Parameter, int, Axis]]] = {}
-    for leaf, axes in parameters:
+    for parameter, axes in parameters:
         for number, axis in enumerate(axes):
             parts = dict.fromkeys(variables(axis))
-            is_single = leaf.shape[number] > 1 and all(variable.size == 1 for variable in parts)
+            is_single = parameter.shape[number] > 1 and all(
+                variable.size == 1 for variable in parts
+            )
             for variable in parts:
                 if variable.pin is not None:
                     refusals[variable] = variable.pin
@@ -109,25 +111,25 @@ def find_channels(
                         None, "an axis that is cut into single entries", "axis"
                     )
                 if variable.size > 1 or is_single:
-                    members.setdefault(variable, []).append((leaf, number, axis))
+                    members.setdefault(variable, []).append((parameter, number, axis))
     groups, refused = [], []
     names: dict[str, int] = {}
     for variable, places in members.items():
         if variable in refusals:
-            for leaf, number, axis in places:
+            for parameter, number, axis in places:
                 reasons = [refusals.get(v) for v in variables(axis) if v.size > 1]
-                if number not in windows.get(leaf.path, ()):
-                    refused += _refuse(leaf, number, refusals[variable], reasons)
+                if number not in windows.get(parameter.path, ()):
+                    refused += _refuse(parameter, number, refusals[variable], reasons)
             continue
         outputs = [place for place in places if place[1] in made.get(place[0].path, ())]
-        leaf, number, _ = (outputs or places)[0]
-        name = f"{leaf.name}:{number}"
+        parameter, number, _ = (outputs or places)[0]
+        name = f"{parameter.name}:{number}"
         names[name] = names.get(name, 0) + 1
         groups.append(
             ChannelGroup(
                 name if names[name] == 1 else f"{name}.{names[name]}",
                 variable.size,
-                tuple((leaf.path, number) for leaf, number, _ in places),
+                tuple((parameter.path, number) for parameter, number, _ in places),
                 tuple(positions(axis, variable) for _, _, axis in places),
                 variable,
                 layers.get(variable, 0),
@@ -162,7 +164,7 @@ def resize_groups(
     """
     if not sizes:
         return groups
-    axes = {leaf.path: each for leaf, each in parameters}
+    axes = {parameter.path: each for parameter, each in parameters}
     return [
         dataclasses.replace(
             group,
@@ -177,12 +179,12 @@ def resize_groups(
 
 
 def _refuse(
-    leaf: Parameter, number: int, reason: Reason, reasons: Sequence[Reason | None]
+    parameter: Parameter, number: int, reason: Reason, reasons: Sequence[Reason | None]
 ) -> list[Refusal]:
     """Returns the refusal of a part of an axis; none for positions that lie beside channels.
 
     Args:
-      leaf: the parameter.
+      parameter: the parameter.
       number: the axis.
       reason: why the part cannot lose entries.
       reasons: the same for all parts, `None` for those that can.
@@ -194,4 +196,4 @@ def _refuse(
     primitive = reason.kind if equation is None else equation.name
     source = "" if equation is None else equation.source
     text = f"{reason.text}; other entries of the axis can go" if None in reasons else reason.text
-    return [Refusal(leaf.path, number, primitive, source, text)]
+    return [Refusal(parameter.path, number, primitive, source, text)]

@@ -73,9 +73,9 @@ class Costs:
     def count_small_bytes(self, sizes: Mapping[Axis, N], paths: Container[Path]) -> N:
         """Counts bytes of some parameters at smaller sizes of some axes."""
         nbytes: N = sum(
-            multiply_sizes(axes, sizes) * leaf.dtype.itemsize
-            for leaf, axes in self._removal.list_axes()
-            if leaf.path in paths
+            multiply_sizes(axes, sizes) * parameter.dtype.itemsize
+            for parameter, axes in self._removal.list_axes()
+            if parameter.path in paths
         )
         return nbytes
 

@@ -227,13 +227,13 @@ class Coupled:
         """Returns the groups that have a sparsity, at their sizes in a tree."""
         graph, arrays = self.graph, trees.leaves_by_path(tree)
         leaves = graph.parameters.match(tree)
-        shapes = {leaf.path: arrays[path].shape for path, leaf in leaves.items()}
+        shapes = {parameter.path: arrays[path].shape for path, parameter in leaves.items()}
         axes = graph.removal.list_axes()
         sizes = solve_sizes(axes, shapes, self.plan)
         places = {
-            leaf.path: path
-            for path, leaf in leaves.items()
-            if jnp.issubdtype(leaf.dtype, jnp.inexact)  # others can have no mask
+            parameter.path: path
+            for path, parameter in leaves.items()
+            if jnp.issubdtype(parameter.dtype, jnp.inexact)  # others can have no mask
         }
         targets = trees.leaves_by_path(sparsities)
         groups = []
@@ -356,7 +356,9 @@ class Coupled:
         sizes = {group.full.variable: Polynomial.variable(i) for i, group in enumerate(groups)}
         if self.across == "nbytes":
             leaves = self.graph.parameters.match(tree).values()
-            cost = self.graph.costs.count_small_bytes(sizes, {leaf.path for leaf in leaves})
+            cost = self.graph.costs.count_small_bytes(
+                sizes, {parameter.path for parameter in leaves}
+            )
         else:
             cost = self.graph.costs.count_small_macs(sizes)
         return Cost(Polynomial.convert(cost), [group.full.size for group in groups])

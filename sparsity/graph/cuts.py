@@ -36,11 +36,11 @@ def spread_kept(
 ) -> dict[Path, dict[int, np.ndarray]]:
     """Returns `Cut.kept` from the kept entries of each variable that loses some."""
     kept: dict[Path, dict[int, np.ndarray]] = {}
-    for leaf, axes in parameters:
+    for parameter, axes in parameters:
         for number, axis in enumerate(axes):
             index = find_kept_by_layer(axis, dict(chosen))
             if index is not None:
-                kept.setdefault(leaf.path, {})[number] = index
+                kept.setdefault(parameter.path, {})[number] = index
     return kept
 
 
@@ -52,7 +52,7 @@ def solve_kept(parameters: ParameterAxes, cut: Cut) -> dict[Axis, np.ndarray]:
         keeps only some of the indices that belong together.
     """
     chosen: dict[Axis, np.ndarray] = {}
-    by_path = {leaf.path: (leaf, axes) for leaf, axes in parameters}
+    by_path = {parameter.path: (parameter, axes) for parameter, axes in parameters}
     for path, indices in cut.kept.items():
         if path not in by_path or by_path[path][0].shape != cut.shapes[path]:
             raise ValueError(
@@ -104,12 +104,12 @@ def solve_sizes(
     """
     sizes: Sizes = {}
     equations = [
-        (leaf, number, axis, shapes[leaf.path][number])
-        for leaf, axes in parameters
-        if leaf.path in shapes
+        (parameter, number, axis, shapes[parameter.path][number])
+        for parameter, axes in parameters
+        if parameter.path in shapes
         for number, axis in enumerate(axes)
     ]
-    if all(leaf.shape[number] == size for leaf, number, _, size in equations):
+    if all(parameter.shape[number] == size for parameter, number, _, size in equations):
         return sizes
 
     def unknowns(axis: Axis) -> list[Axis]:
@@ -118,28 +118,28 @@ def solve_sizes(
     count = -1
     while count < len(sizes):
         count = len(sizes)
-        for leaf, number, axis, size in equations:
+        for parameter, number, axis, size in equations:
             missing, ones = unknowns(axis), dict.fromkeys(unknowns(axis), 1)
-            if size == leaf.shape[number]:
+            if size == parameter.shape[number]:
                 sizes |= {variable: variable.size for variable in missing}
             elif size == count_entries(axis, sizes | ones):
                 sizes |= ones
             elif len(missing) == 1:
                 sizes |= {missing[0]: _solve(axis, missing[0], sizes, size)}
-    open_axes = [(leaf, number) for leaf, number, axis, _ in equations if unknowns(axis)]
+    open_axes = [(parameter, number) for parameter, number, axis, _ in equations if unknowns(axis)]
     if cut is not None:
         kept = {v: index.shape[-1] for v, index in solve_kept(parameters, cut).items()}
         for _, _, axis, _ in equations:
             sizes |= {variable: kept.get(variable, variable.size) for variable in unknowns(axis)}
-    for leaf, number, axis, size in equations:
+    for parameter, number, axis, size in equations:
         if not unknowns(axis) and count_entries(axis, sizes) != size:
             raise ValueError(
-                f"The params have {leaf.name!r} of shape {shapes[leaf.path]}, the graph was traced "
-                f"with {leaf.shape}, and no channels that go together leave {size} of axis "
-                f"{number}. Trace the model with these parameters."
+                f"The params have {parameter.name!r} of shape {shapes[parameter.path]}, the graph "
+                f"was traced with {parameter.shape}, and no channels that go together leave {size} "
+                f"of axis {number}. Trace the model with these parameters."
             )
     if any(unknowns(axis) for _, _, axis, _ in equations):
-        names = [f"{leaf.name}:{number}" for leaf, number in open_axes]
+        names = [f"{parameter.name}:{number}" for parameter, number in open_axes]
         raise ValueError(
             "The params are those of a smaller model, and shapes do not tell which channels of "
             f"{trees.listed(names)} are left. Use small.updater(pruner), which knows the cut, or "

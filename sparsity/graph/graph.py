@@ -62,7 +62,9 @@ class Graph:
         self.model, self.leaves, self.state = model, list(model.leaves), model.state
         self._trace = trace
         self._traces: list[tuple[PyTree, Graph]] = []
-        self.tracker = Tracker(model.program, model.values, [leaf.path for leaf in self.leaves])
+        self.tracker = Tracker(
+            model.program, model.values, [parameter.path for parameter in self.leaves]
+        )
         self.uses = self.tracker.uses
         self.removal = Removal(model, self.uses)
         self.costs = Costs(model, self.tracker, self.removal)
@@ -101,8 +103,10 @@ class Graph:
     def _densities(self, masks: Masks | None) -> dict[Path, Fraction]:
         """Returns the part of the entries that masks keep, for each masked parameter."""
         return {
-            leaf.path: Fraction(int(np.count_nonzero(np.asarray(mask))), max(leaf.size, 1))
-            for leaf, mask in self.parameters.match_masks(masks)
+            parameter.path: Fraction(
+                int(np.count_nonzero(np.asarray(mask))), max(parameter.size, 1)
+            )
+            for parameter, mask in self.parameters.match_masks(masks)
         }
 
     @property
@@ -143,20 +147,20 @@ class Graph:
     def _rows(self, masks: Masks | None) -> list[report.CostRow]:
         """Returns the rows of tables and pictures, in tree order."""
         density, rows = self._densities(masks), []
-        for leaf in self.leaves:
-            uses = [use for use in self.uses if use.path == leaf.path]
+        for parameter in self.leaves:
+            uses = [use for use in self.uses if use.path == parameter.path]
             axes = {axis for use in uses for axis in use.contracting}
             groups = [
                 (axis, number)
                 for number, group in enumerate(self.groups)
                 for path, axis in group.members
-                if path == leaf.path
+                if path == parameter.path
             ]
-            dense = self.costs.count_macs(leaf.path)
-            masked = round(dense * density.get(leaf.path, 1))
+            dense = self.costs.count_macs(parameter.path)
+            masked = round(dense * density.get(parameter.path, 1))
             names = tuple(dict.fromkeys(use.primitive for use in uses))
             row = report.CostRow(
-                leaf, names, tuple(sorted(axes)), dense, masked, tuple(sorted(groups))
+                parameter, names, tuple(sorted(axes)), dense, masked, tuple(sorted(groups))
             )
             rows.append(row)
         return rows
@@ -291,5 +295,5 @@ class Graph:
         params, args = self.model.example
         arrays, rebuild = trees.split_arrays(params)
         leaves = zip(arrays, self.leaves, strict=True)
-        structs = [sharding.resized(array, shapes[leaf.path]) for array, leaf in leaves]
+        structs = [sharding.resized(array, shapes[parameter.path]) for array, parameter in leaves]
         return self._trace(fn, rebuild(structs), args)

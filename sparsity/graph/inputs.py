@@ -40,8 +40,8 @@ class Weights:
 
     def __call__(self, path: Path, param: chex.Array) -> bool:
         """Returns whether a product has enough inputs for each output, before the model was cut."""
-        leaf = self.graph.parameters.find(path, param, may_be_smaller=True)
-        uses = [use for use in self.graph.tracker.find_products(leaf.path) if use.contracting]
+        parameter = self.graph.parameters.find(path, param, may_be_smaller=True)
+        uses = [use for use in self.graph.tracker.find_products(parameter.path) if use.contracting]
         return any(use.num_inputs >= self.min_inputs for use in uses)
 
 
@@ -65,11 +65,11 @@ class _Patterns(abc.ABC):
 
     def __call__(self, path: Path, param: chex.Array) -> SparsityType | None:
         """Returns the pattern of a parameter, in this model or in a smaller one."""
-        leaf = self.graph.parameters.find(path, param, may_be_smaller=True)
-        uses = [use for use in self.graph.tracker.find_products(leaf.path) if use.contracting]
+        parameter = self.graph.parameters.find(path, param, may_be_smaller=True)
+        uses = [use for use in self.graph.tracker.find_products(parameter.path) if use.contracting]
         if not uses:
             return None if self.otherwise == "dense" else Unstructured()
-        pattern = self._fit(uses, f"{leaf.name!r} of shape {param.shape}", param.shape)
+        pattern = self._fit(uses, f"{parameter.name!r} of shape {param.shape}", param.shape)
         if not isinstance(pattern, str):
             return pattern
         if self.otherwise == "dense":

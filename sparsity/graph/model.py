@@ -44,7 +44,7 @@ class Model:
     @property
     def state(self) -> dict[Path, Path]:
         """Outputs that the next call reads: {path in the output: path in params}."""
-        return {self.outputs[i]: self.leaves[leaf].path for i, leaf in self.carried.items()}
+        return {self.outputs[i]: self.leaves[n].path for i, n in self.carried.items()}
 
     def reader(self, arrays: Mapping[Path, jax.Array]) -> Callable[[Value], jax.Array]:
         """Returns a function that computes values of the program from parameters alone.
@@ -59,15 +59,15 @@ class Model:
 
         def read(value: Value) -> jax.Array:
             if value in self.values:
-                leaf = self.leaves[self.values[value]]
-                shape = jnp.shape(arrays[leaf.path]) if leaf.path in arrays else None
-                if shape != leaf.shape:
+                parameter = self.leaves[self.values[value]]
+                shape = jnp.shape(arrays[parameter.path]) if parameter.path in arrays else None
+                if shape != parameter.shape:
                     raise ValueError(
-                        f"The scale of a bias depends on {leaf.name!r}, which has shape "
-                        f"{leaf.shape} in the graph and {shape} in the params. Trace the model "
-                        "with the params, and give all of them."
+                        f"The scale of a bias depends on {parameter.name!r}, which has shape "
+                        f"{parameter.shape} in the graph and {shape} in the params. Trace the "
+                        "model with the params, and give all of them."
                     )
-                return arrays[leaf.path]
+                return arrays[parameter.path]
             if value not in made_by:
                 return jnp.asarray(value.constant)
             equation = made_by[value]

@@ -25,9 +25,9 @@ class Parameters:
         self._leaves, self._list_removable = leaves, list_removable
         # {end of paths: parameters, shortest path first}
         self._by_end: dict[Path, list[Parameter]] = {}
-        for leaf in sorted(leaves, key=lambda leaf: len(leaf.path)):
-            for start in range(len(leaf.path) + 1):
-                self._by_end.setdefault(leaf.path[start:], []).append(leaf)
+        for parameter in sorted(leaves, key=lambda parameter: len(parameter.path)):
+            for start in range(len(parameter.path) + 1):
+                self._by_end.setdefault(parameter.path[start:], []).append(parameter)
 
     def find_shape(self, path: Path) -> tuple[int, ...]:
         """Returns the shape of a parameter."""
@@ -52,23 +52,23 @@ class Parameters:
         """
         shape = tuple(getattr(array, "shape", ()))
         ends = self._by_end.get(path, [])
-        matches = [leaf for leaf in ends if len(leaf.path) == len(ends[0].path)]
+        matches = [parameter for parameter in ends if len(parameter.path) == len(ends[0].path)]
         if len(matches) != 1:
             raise ValueError(
                 f"The {role} have a leaf {trees.join_names(path)!r} of shape {shape}, of which the "
                 f"graph has {len(matches)}: it knows "
-                f"{trees.listed([leaf.name for leaf in self._leaves])}."
+                f"{trees.listed([parameter.name for parameter in self._leaves])}."
             )
-        leaf = matches[0]
-        if leaf.shape != shape and not (may_be_smaller and self._fits(leaf, shape)):
+        parameter = matches[0]
+        if parameter.shape != shape and not (may_be_smaller and self._fits(parameter, shape)):
             remedy = "Trace the model with these parameters."
             if role == "masks":
                 remedy = "Unpack packed masks: sparsity.unpack_masks(masks, params)."
             raise ValueError(
                 f"The {role} have shape {shape} at {trees.join_names(path)!r}, the graph was "
-                f"traced with {leaf.shape}. {remedy}"
+                f"traced with {parameter.shape}. {remedy}"
             )
-        return leaf
+        return parameter
 
     def match_masks(self, masks: Masks) -> list[tuple[Parameter, PyTree]]:
         """Returns the masks with their parameters, without those that are `None`.
@@ -94,14 +94,14 @@ class Parameters:
         if self._leaves and not matched:
             raise ValueError(
                 "The params have no array that the graph knows: it knows "
-                f"{trees.listed([leaf.name for leaf in self._leaves])}."
+                f"{trees.listed([parameter.name for parameter in self._leaves])}."
             )
         return matched
 
-    def _fits(self, leaf: Parameter, shape: tuple[int, ...]) -> bool:
+    def _fits(self, parameter: Parameter, shape: tuple[int, ...]) -> bool:
         """Returns whether a parameter may have this shape in a smaller model."""
-        cut = {axis for path, axis in self._list_removable() if path == leaf.path}
-        return len(shape) == len(leaf.shape) and all(
+        cut = {axis for path, axis in self._list_removable() if path == parameter.path}
+        return len(shape) == len(parameter.shape) and all(
             new == old or (axis in cut and 0 < new < old)
-            for axis, (new, old) in enumerate(zip(shape, leaf.shape, strict=True))
+            for axis, (new, old) in enumerate(zip(shape, parameter.shape, strict=True))
         )

@@ -100,9 +100,10 @@ class Removal:
     def _maskable(self) -> dict[Path, set[tuple[int, Axis]]]:
         """Entries that masking all channels sets to 0, as `find_unproven` takes them."""
         return {
-            leaf.path: {(i, v) for i, axis in enumerate(axes) for v in variables(axis)}
-            for leaf, axes in self.list_axes()
-            if leaf.path not in self.updated_state and jnp.issubdtype(leaf.dtype, jnp.inexact)
+            parameter.path: {(i, v) for i, axis in enumerate(axes) for v in variables(axis)}
+            for parameter, axes in self.list_axes()
+            if parameter.path not in self.updated_state
+            and jnp.issubdtype(parameter.dtype, jnp.inexact)
         }
 
     @functools.cached_property

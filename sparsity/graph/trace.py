@@ -133,22 +133,25 @@ def _trace_like(
 
 
 def _check_constants(
-    program: Program, leaves: Sequence[Parameter], arrays: Sequence[jax.Array]
+    program: Program, parameters: Sequence[Parameter], arrays: Sequence[jax.Array]
 ) -> None:
     """Raises a ValueError if a constant stands in for a parameter that is not read."""
     read_values = values_read(program)
-    for value, leaf, array in zip(program.inputs, leaves, arrays, strict=False):
-        if value in read_values or len(leaf.shape) < 2:
+    for value, parameter, array in zip(program.inputs, parameters, arrays, strict=False):
+        if value in read_values or len(parameter.shape) < 2:
             continue
         for constant in captured_arrays(program):
-            if getattr(constant, "shape", None) != leaf.shape or constant.dtype != leaf.dtype:
+            if (
+                getattr(constant, "shape", None) != parameter.shape
+                or constant.dtype != parameter.dtype
+            ):
                 continue
             is_abstract = isinstance(array, jax.ShapeDtypeStruct)
             if is_abstract or constant is array or np.array_equal(constant, array):
                 raise ValueError(
-                    f"fn does not read params at {leaf.name!r}, but holds a constant of its shape "
-                    f"{leaf.shape}: it closes over its parameters. Let it take them as its first "
-                    "argument."
+                    f"fn does not read params at {parameter.name!r}, but holds a constant of its "
+                    f"shape {parameter.shape}: it closes over its parameters. Let it take them as "
+                    "its first argument."
                 )
 
 
@@ -214,8 +217,8 @@ def _read_state(
     return carried
 
 
-def _fits(value: Value, leaf: Parameter) -> bool:
-    return (value.shape, value.dtype) == (leaf.shape, leaf.dtype)
+def _fits(value: Value, parameter: Parameter) -> bool:
+    return (value.shape, value.dtype) == (parameter.shape, parameter.dtype)
 
 
 class _Sources(Flow[frozenset[int]]):
