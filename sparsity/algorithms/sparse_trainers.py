@@ -28,9 +28,9 @@ from sparsity.masks import (
     Layerwise,
     Scope,
     Sites,
-    drawing,
     elementwise,
     lazy_scores,
+    make_draw,
     move_masks,
 )
 from sparsity.sparsity_schedules import boundary_values, update_range
@@ -90,7 +90,7 @@ class SparseTraining(BaseUpdater):
         self, params: Params, target_sparsities: Sparsities, *, sites: Sites | None = None
     ) -> Masks:
         takes_arrays = is_overridden(self, "create_masks")
-        draw = generate_random_scores if takes_arrays else drawing(params)
+        draw = generate_random_scores if takes_arrays else make_draw(params)
         scores = draw(params, self.rng_seed)
         inputs = Inputs(params, None, self.sites(params) if sites is None else sites, {})
         return inputs.call(self.create_masks, scores, target_sparsities)
@@ -183,7 +183,7 @@ class DropAndGrow(SparseTraining):
         return SliceRule(jnp.abs, hook, self._drop_fraction)
 
     def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
-        draw = drawing(inputs.weights)
+        draw = make_draw(inputs.weights)
 
         def scores(hook: Callable[..., PyTree]) -> PyTree:
             lazy = lazy_scores(hook, inputs.weights, inputs.masks, inputs.grads)

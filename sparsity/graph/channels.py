@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 
 from sparsity.core.trees import Path, join_names
-from sparsity.programs.axes import Axis, Reason, labels, variables
+from sparsity.programs.axes import Axis, Reason, label_entries, list_variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,14 +97,14 @@ def find_channels(
     members: dict[Axis, list[tuple[Parameter, int, Axis]]] = {}
     for parameter, axes in parameters:
         for number, axis in enumerate(axes):
-            parts = dict.fromkeys(variables(axis))
+            parts = dict.fromkeys(list_variables(axis))
             is_single = parameter.shape[number] > 1 and all(
                 variable.size == 1 for variable in parts
             )
             for variable in parts:
                 if variable.pin is not None:
                     refusals[variable] = variable.pin
-                elif variable not in refusals and labels(axis, variable) is None:
+                elif variable not in refusals and label_entries(axis, variable) is None:
                     refusals[variable] = Reason(None, "an axis of pairs of its own entries", "axis")
                 elif variable not in refusals and is_single:
                     refusals[variable] = Reason(
@@ -117,7 +117,7 @@ def find_channels(
     for variable, places in members.items():
         if variable in refusals:
             for parameter, number, axis in places:
-                reasons = [refusals.get(v) for v in variables(axis) if v.size > 1]
+                reasons = [refusals.get(v) for v in list_variables(axis) if v.size > 1]
                 if number not in windows.get(parameter.path, ()):
                     refused += _refuse(parameter, number, refusals[variable], reasons)
             continue
@@ -130,7 +130,7 @@ def find_channels(
                 name if names[name] == 1 else f"{name}.{names[name]}",
                 variable.size,
                 tuple((parameter.path, number) for parameter, number, _ in places),
-                tuple(positions(axis, variable) for _, _, axis in places),
+                tuple(find_positions(axis, variable) for _, _, axis in places),
                 variable,
                 layers.get(variable, 0),
             )
@@ -138,11 +138,11 @@ def find_channels(
     return groups, list(dict.fromkeys(refused))
 
 
-def positions(
+def find_positions(
     axis: Axis, variable: Axis, sizes: Mapping[Axis, int] = types.MappingProxyType({})
 ) -> np.ndarray:
     """Returns int[size, n]: where each entry of a variable lies along an axis, at these sizes."""
-    entries = labels(axis, variable, sizes)
+    entries = label_entries(axis, variable, sizes)
     assert entries is not None  # refused before
     order = np.argsort(entries, kind="stable")[np.count_nonzero(entries < 0) :]
     return order.reshape(sizes.get(variable, variable.size), -1)
@@ -170,7 +170,7 @@ def resize_groups(
             group,
             size=sizes.get(group.variable, group.size),
             positions=tuple(
-                positions(axes[path][number], group.variable, sizes)
+                find_positions(axes[path][number], group.variable, sizes)
                 for path, number in group.members
             ),
         )

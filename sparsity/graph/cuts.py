@@ -10,7 +10,13 @@ import numpy as np
 from sparsity.core import trees
 from sparsity.core.trees import Path
 from sparsity.graph.channels import ParameterAxes
-from sparsity.programs.axes import Axis, count_entries, find_kept_by_layer, labels, variables
+from sparsity.programs.axes import (
+    Axis,
+    count_entries,
+    find_kept_by_layer,
+    label_entries,
+    list_variables,
+)
 
 Sizes = dict[Axis, int]
 
@@ -62,8 +68,8 @@ def solve_kept(parameters: ParameterAxes, cut: Cut) -> dict[Axis, np.ndarray]:
             )
         for number, index in indices.items():
             axis = by_path[path][1][number]
-            for variable in variables(axis):
-                entries = labels(axis, variable)
+            for variable in list_variables(axis):
+                entries = label_entries(axis, variable)
                 if entries is not None and variable.size > 1:
                     rows = [np.unique(x[x >= 0]) for x in np.atleast_2d(entries[index])]
                     if len({len(row) for row in rows}) == 1:
@@ -113,7 +119,7 @@ def solve_sizes(
         return sizes
 
     def unknowns(axis: Axis) -> list[Axis]:
-        return [v for v in dict.fromkeys(variables(axis)) if v.pin is None and v not in sizes]
+        return [v for v in dict.fromkeys(list_variables(axis)) if v.pin is None and v not in sizes]
 
     count = -1
     while count < len(sizes):

@@ -13,9 +13,9 @@ from sparsity.graph.channels import ChannelGroup, Parameter, Refusal, find_chann
 from sparsity.graph.coupling import Coupling
 from sparsity.graph.model import Model
 from sparsity.graph.proof import Proof, Proven
-from sparsity.graph.scanned import layered
+from sparsity.graph.scanned import find_layered
 from sparsity.graph.uses import Use
-from sparsity.programs.axes import Axis, Reason, variables
+from sparsity.programs.axes import Axis, Reason, list_variables
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation, values_read
 
@@ -100,7 +100,7 @@ class Removal:
     def _maskable(self) -> dict[Path, set[tuple[int, Axis]]]:
         """Entries that masking all channels sets to 0, as `find_unproven` takes them."""
         return {
-            parameter.path: {(i, v) for i, axis in enumerate(axes) for v in variables(axis)}
+            parameter.path: {(i, v) for i, axis in enumerate(axes) for v in list_variables(axis)}
             for parameter, axes in self.list_axes()
             if parameter.path not in self.updated_state
             and jnp.issubdtype(parameter.dtype, jnp.inexact)
@@ -114,6 +114,6 @@ class Removal:
             if use.primitive in PRODUCTS:
                 made.setdefault(use.path, set()).update(use.output)
                 windows.setdefault(use.path, set()).update({*use.contracting} - {*use.channels})
-        layers = layered(self._model.program, self.coupling)
+        layers = find_layered(self._model.program, self.coupling)
         unproven = self.find_unproven(self._maskable)
         return find_channels(self.list_axes(), unproven, made, windows, layers)

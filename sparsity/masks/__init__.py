@@ -28,7 +28,7 @@ from sparsity.masks.create import (
 )
 from sparsity.masks.global_scope import Global
 from sparsity.masks.layerwise import Layerwise
-from sparsity.masks.lazy import Draw, drawing, elementwise, host_scores, lazy_scores
+from sparsity.masks.lazy import Draw, elementwise, host_scores, lazy_scores, make_draw
 from sparsity.masks.scopes import Moving, Scope, TreeScope, Wanted, is_per_slice
 from sparsity.masks.sites import (
     BatchAxes,
@@ -72,7 +72,6 @@ __all__ = [
     "compute_targets",
     "create_mask",
     "create_masks",
-    "drawing",
     "drop_and_grow",
     "elementwise",
     "host_scores",
@@ -80,6 +79,7 @@ __all__ = [
     "is_per_slice",
     "lazy_scores",
     "leading_axes",
+    "make_draw",
     "masked_paths",
     "move_masks",
     "pack",

@@ -53,14 +53,14 @@ def elementwise(hook: Hook) -> Hook:
 
 
 class Draw(Protocol):
-    """Function that draws random scores: `generate_random_scores`, or a result of `drawing`."""
+    """Function that draws random scores: `generate_random_scores`, or a result of `make_draw`."""
 
     def __call__(
         self, params: Params, rng_seed: int | jax.Array, step: chex.Numeric = 0
     ) -> PyTree: ...
 
 
-def drawing(stored: PyTree) -> Draw:
+def make_draw(stored: PyTree) -> Draw:
     """Returns a `generate_random_scores` whose scores are lazy if they are traced.
 
     Args:

@@ -88,17 +88,17 @@ class Axis:
         return parts
 
 
-def variables(axis: Axis) -> list[Axis]:
+def list_variables(axis: Axis) -> list[Axis]:
     """Returns the variables that make up an axis, in order."""
     root = axis.root
     if root.kind is None:
         return [root]
-    return [variable for part in root.parts for variable in variables(part)]
+    return [variable for part in root.parts for variable in list_variables(part)]
 
 
 def pin(axis: Axis, reason: Reason) -> None:
     """Pins the variables of an axis for a reason; earlier reasons stay."""
-    for variable in variables(axis):
+    for variable in list_variables(axis):
         if variable.pin is None:
             variable.pin = reason
 
@@ -145,7 +145,7 @@ def unify(one: Axis, other: Axis, reason: Reason) -> None:
         pin(b, reason._replace(text=f"{reason.text}: a ragged reshape or join"))
 
 
-def labels(
+def label_entries(
     axis: Axis, variable: Axis, sizes: Mapping[Axis, int] = types.MappingProxyType({})
 ) -> np.ndarray | None:
     """Returns int[size]: for each entry of an axis the entry of a variable, -1 if there is none.
@@ -159,7 +159,7 @@ def labels(
         return np.arange(size)
     if root.kind is None:
         return np.full(size, -1)
-    below = [labels(part, variable, sizes) for part in root.parts]
+    below = [label_entries(part, variable, sizes) for part in root.parts]
     if any(x is None for x in below):
         return None
     parts = [x for x in below if x is not None]
@@ -200,7 +200,7 @@ def find_kept(axis: Axis, kept_indices: dict[Axis, np.ndarray]) -> np.ndarray | 
 
 def find_kept_by_layer(axis: Axis, kept_indices: dict[Axis, np.ndarray]) -> np.ndarray | None:
     """Returns `find_kept`, as [layers, entries] where the indices have a row for each layer."""
-    kept_indices = {v: kept_indices[v] for v in variables(axis) if v in kept_indices}
+    kept_indices = {v: kept_indices[v] for v in list_variables(axis) if v in kept_indices}
     layers = {len(index) for index in kept_indices.values() if index.ndim == 2}
     if not layers:
         return find_kept(axis, kept_indices)
@@ -241,7 +241,7 @@ def _terms(axis: Axis) -> list[Axis]:
 
 def _define(variable: Axis, axis: Axis, reason: Reason) -> None:
     """Unifies a variable with another axis."""
-    if axis.kind and any(x is variable for x in variables(axis)):
+    if axis.kind and any(x is variable for x in list_variables(axis)):
         pin(axis, reason._replace(text=f"{reason.text}: an axis that is a part of itself"))
         return
     why = variable.pin

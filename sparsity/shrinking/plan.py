@@ -16,7 +16,7 @@ from sparsity.core.checks import check_kind, unique_keys
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Coupled, Graph
 from sparsity.graph.cuts import solve_kept, spread_kept
-from sparsity.programs.axes import Axis, variables
+from sparsity.programs.axes import Axis, list_variables
 from sparsity.shrinking.dead import find_undead
 from sparsity.shrinking.smaller import Smaller
 
@@ -287,7 +287,7 @@ def check_proven(graph: Graph, chosen: Mapping[Axis, np.ndarray], plan: Plan) ->
     removable = {group.variable for group in graph.groups}
     for leaf, axes in graph.removal.list_axes():
         for number, axis in enumerate(axes):
-            if any(v in chosen and v not in removable for v in variables(axis)):
+            if any(v in chosen and v not in removable for v in list_variables(axis)):
                 why = _reason(graph, leaf.path, number)
                 raise ValueError(
                     f"The plan removes indices of axis {number} of {leaf.name!r}, which this model "

@@ -26,8 +26,8 @@ from sparsity.masks import (
     Sites,
     TopkFn,
     TreeScope,
-    drawing,
     lazy_scores,
+    make_draw,
 )
 from sparsity.patterns import Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
@@ -155,7 +155,7 @@ class Updater:
         draw: Draw = generate_random_scores
         if not is_overridden(self, "create_masks"):  # overrides get arrays
             scores = lazy_scores(self.calculate_scores, weights, inputs.masks, grads)
-            draw = drawing(weights)
+            draw = make_draw(weights)
         if scores is None:
             scores = inputs.call(
                 self.calculate_scores,
