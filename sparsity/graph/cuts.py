@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from sparsity.core import trees
 from sparsity.core.trees import Path
-from sparsity.graph.channels import ParameterAxes
+from sparsity.graph.channels import Parameter, ParameterAxes
 from sparsity.programs.axes import (
     Axis,
     count_entries,
@@ -108,50 +108,73 @@ def solve_sizes(
     Raises:
       ValueError: no sizes give these shapes, or several do; the parameter is named.
     """
-    sizes: Sizes = {}
     equations = [
-        (parameter, number, axis, shapes[parameter.path][number])
+        _Equation(parameter, number, axis, shapes[parameter.path][number])
         for parameter, axes in parameters
         if parameter.path in shapes
         for number, axis in enumerate(axes)
     ]
-    if all(parameter.shape[number] == size for parameter, number, _, size in equations):
-        return sizes
-
-    def unknowns(axis: Axis) -> list[Axis]:
-        return [v for v in dict.fromkeys(list_variables(axis)) if v.pin is None and v not in sizes]
-
-    count = -1
-    while count < len(sizes):
-        count = len(sizes)
-        for parameter, number, axis, size in equations:
-            missing, ones = unknowns(axis), dict.fromkeys(unknowns(axis), 1)
-            if size == parameter.shape[number]:
-                sizes |= {variable: variable.size for variable in missing}
-            elif size == count_entries(axis, sizes | ones):
-                sizes |= ones
-            elif len(missing) == 1:
-                sizes |= {missing[0]: _solve(axis, missing[0], sizes, size)}
-    open_axes = [(parameter, number) for parameter, number, axis, _ in equations if unknowns(axis)]
+    if all(equation.is_full for equation in equations):
+        return {}
+    sizes = _solve_equations(equations)
+    ambiguous = [equation for equation in equations if equation.list_unknowns(sizes)]
     if cut is not None:
         kept = {v: index.shape[-1] for v, index in solve_kept(parameters, cut).items()}
-        for _, _, axis, _ in equations:
-            sizes |= {variable: kept.get(variable, variable.size) for variable in unknowns(axis)}
-    for parameter, number, axis, size in equations:
-        if not unknowns(axis) and count_entries(axis, sizes) != size:
+        for equation in equations:
+            sizes |= {v: kept.get(v, v.size) for v in equation.list_unknowns(sizes)}
+    for equation in equations:
+        parameter, number, axis, size = equation
+        if not equation.list_unknowns(sizes) and count_entries(axis, sizes) != size:
             raise ValueError(
                 f"The params have {parameter.name!r} of shape {shapes[parameter.path]}, the graph "
                 f"was traced with {parameter.shape}, and no channels that go together leave {size} "
                 f"of axis {number}. Trace the model with these parameters."
             )
-    if any(unknowns(axis) for _, _, axis, _ in equations):
-        names = [f"{parameter.name}:{number}" for parameter, number in open_axes]
+    if any(equation.list_unknowns(sizes) for equation in equations):
+        names = [f"{parameter.name}:{number}" for parameter, number, _, _ in ambiguous]
         raise ValueError(
             "The params are those of a smaller model, and shapes do not tell which channels of "
             f"{trees.listed(names)} are left. Use small.updater(pruner), which knows the cut, or "
             "Coupled(graph, plan=plan); give the inner optimizer as tx of shrink."
         )
     return {variable: size for variable, size in sizes.items() if size < variable.size}
+
+
+class _Equation(NamedTuple):
+    """An axis of a smaller parameter, whose variables have this size together."""
+
+    parameter: Parameter
+    number: int
+    axis: Axis
+    size: int
+
+    @property
+    def is_full(self) -> bool:
+        """True if the axis has lost no entries."""
+        return self.parameter.shape[self.number] == self.size
+
+    def list_unknowns(self, sizes: Sizes) -> list[Axis]:
+        """Returns the variables that may lose entries and whose sizes are not solved yet."""
+        variables = dict.fromkeys(list_variables(self.axis))
+        return [v for v in variables if v.pin is None and v not in sizes]
+
+
+def _solve_equations(equations: Sequence[_Equation]) -> Sizes:
+    """Returns the sizes that follow from equations with one unknown, one after the other."""
+    sizes: Sizes = {}
+    count = -1
+    while count < len(sizes):
+        count = len(sizes)
+        for equation in equations:
+            unknowns = equation.list_unknowns(sizes)
+            ones = dict.fromkeys(unknowns, 1)
+            if equation.is_full:
+                sizes |= {variable: variable.size for variable in unknowns}
+            elif equation.size == count_entries(equation.axis, sizes | ones):
+                sizes |= ones
+            elif len(unknowns) == 1:
+                sizes |= {unknowns[0]: _solve(equation.axis, unknowns[0], sizes, equation.size)}
+    return sizes
 
 
 def _solve(axis: Axis, variable: Axis, sizes: Sizes, size: int) -> int:
