@@ -30,7 +30,7 @@ from sparsity.graph.placed import (
 )
 from sparsity.masks import Pattern, TopkFn
 from sparsity.masks.affordable import best_that_fit
-from sparsity.masks.moves import moved_masks
+from sparsity.masks.moves import move_units
 from sparsity.programs.axes import Axis
 
 
@@ -217,7 +217,7 @@ class Coupled:
             drops = zip(self._importance(groups, drop), active, strict=True)
             ranked = [rank_channels(importance, on) for importance, on in drops]
             others = [rank_channels(x) for x in self._importance(groups, grow)]
-            return moved_masks(ranked, others, fraction)
+            return move_units(ranked, others, fraction)
 
         return self._masks(groups, masks, move, [masks, drop, grow], drop_fraction)
 
@@ -247,7 +247,7 @@ class Coupled:
                         entries.append(self._entries(full, i))
             rates = [targets[path] for path, _, _ in members if targets.get(path) is not None]
             if rates:
-                largest = rates[0] if len(rates) == 1 else _largest(rates)
+                largest = rates[0] if len(rates) == 1 else _find_largest(rates)
                 groups.append(PlacedGroup(group, full, members, scored, entries, largest))
         return groups
 
@@ -275,7 +275,7 @@ class Coupled:
         least = self._round(group.full, 0, self._least(group))
         if not is_traced(sparsity):
             return max(n * (1 - np.float32(sparsity)), np.float32(least))
-        return jnp.maximum(n * (1 - _clipped(sparsity)), jnp.float32(least))
+        return jnp.maximum(n * (1 - _clip(sparsity)), jnp.float32(least))
 
     def _least(self, group: PlacedGroup) -> chex.Numeric:
         """Returns the smallest number of channels of a group that stay."""
@@ -284,7 +284,7 @@ class Coupled:
             return min(self.min_channels or 1, n)
         tenth = -(-n // 10)
         if is_traced(sparsity):
-            fewer: jax.Array = jnp.int32(np.float32(n) * (1 - _clipped(sparsity)))
+            fewer: jax.Array = jnp.int32(np.float32(n) * (1 - _clip(sparsity)))
             return jnp.clip(fewer, 1, tenth)
         return min(max(int(np.float32(n) * (1 - np.float32(sparsity))), 1), tenth)
 
@@ -390,13 +390,13 @@ Choose: TypeAlias = Callable[
 ]
 
 
-def _clipped(sparsity: chex.Numeric) -> jax.Array:
+def _clip(sparsity: chex.Numeric) -> jax.Array:
     """Returns a traced sparsity within [0, 1], NaN as 0."""
     sparsity = jnp.asarray(sparsity)
     return jnp.where(sparsity > 0, jnp.minimum(sparsity, 1), 0).astype(jnp.float32)
 
 
-def _largest(sparsities: Sequence[chex.Numeric]) -> chex.Numeric:
+def _find_largest(sparsities: Sequence[chex.Numeric]) -> chex.Numeric:
     if any(map(is_traced, sparsities)):
         return jnp.max(jnp.stack([jnp.float32(x) for x in sparsities]))
     return max(float(x) for x in jax.device_get(list(sparsities)))

@@ -320,7 +320,9 @@ class Proof(Flow[Constants]):
 
 def _reduce(name: str, constants: Constants) -> Constants:
     """Returns the constants of a reduction along entries that are equal."""
-    return Constants({place: entrywise.joined(name, x) for place, x in constants.at.items()})
+    return Constants(
+        {place: entrywise.repeat_constant(name, x) for place, x in constants.at.items()}
+    )
 
 
 def _fill(constants: Constants, fill: float | None) -> Constants:

@@ -12,7 +12,7 @@ from sparsity.core.checks import check_fraction
 from sparsity.core.trees import Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks.scopes import Moving, Scope, TreeScope, Wanted
 from sparsity.masks.sites import Pattern, Site, TopkFn
-from sparsity.selection import Scores, computed
+from sparsity.selection import Scores, compute_array
 
 
 def create_mask(
@@ -106,7 +106,7 @@ def create_masks(
       ValueError: a sparsity lies outside [0, 1] or a pattern does not fit; the leaf is named.
     """
     if isinstance(scope, TreeScope):
-        return scope.select_tree(jax.tree.map(computed, scores), sparsities)
+        return scope.select_tree(jax.tree.map(compute_array, scores), sparsities)
     leaves: list[Wanted] = []
 
     def collect(
@@ -148,7 +148,7 @@ def move_masks(
     """
     check_fraction("drop_fraction", drop_fraction)
     if isinstance(scope, TreeScope):
-        drop_scores, grow_scores = jax.tree.map(computed, (drop_scores, grow_scores))
+        drop_scores, grow_scores = jax.tree.map(compute_array, (drop_scores, grow_scores))
         return scope.move_tree(masks, drop_scores, grow_scores, drop_fraction)
     leaves: list[Moving] = []
 

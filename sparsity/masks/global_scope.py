@@ -21,7 +21,7 @@ from sparsity.masks.affordable import total_cost, within_budget
 from sparsity.masks.lamp import LampScores
 from sparsity.masks.lamp_search import select_together
 from sparsity.masks.layerwise import Layerwise, count_kept, stack_sparsities
-from sparsity.masks.moves import moved_masks
+from sparsity.masks.moves import move_units
 from sparsity.masks.norms import norms
 from sparsity.masks.scopes import Moving, Wanted
 from sparsity.masks.sites import Pattern, Site, TopkFn
@@ -91,15 +91,15 @@ class Global:
             return []
         self._check_sites([leaf.site for leaf in leaves])
         everyone = [*leaves, *alone]
-        total = _total_cost(everyone)
+        total = _find_cost(everyone)
         sizes = [leaf.lazy_scores.size for leaf in everyone]
         sparsities = [leaf.sparsity for leaf in everyone]
         if total is None:
-            k = _kept_in_total(sizes[: len(leaves)], sparsities[: len(leaves)])
+            k = _count_kept_in_total(sizes[: len(leaves)], sparsities[: len(leaves)])
             lamp = [x for leaf in leaves if isinstance(x := leaf.lazy_scores, LampScores)]
             if len(lamp) == len(leaves) and not self.use_normalization:
                 return select_together(lamp, (k[0].reshape(1), k[1].reshape(1)))
-        scores = self._comparable([leaf.lazy_scores for leaf in leaves])
+        scores = self._make_comparable([leaf.lazy_scores for leaf in leaves])
         if total is not None:
             kept = count_kept(sizes, sparsities).astype(jnp.uint32)
             if total.slope(range(len(leaves))) is None:
@@ -132,18 +132,18 @@ class Global:
         if not leaves:
             return []
         self._check_sites([leaf.site for leaf in leaves])
-        total = _total_cost(leaves)
+        total = _find_cost(leaves)
         if total is not None and total.slope(range(len(leaves))) is None:
             raise ValueError(
                 "Under a global scope weights move between leaves whose weights cost differently, "
                 "so that no budget would be kept. Use scope=Layerwise() with this budget."
             )
-        drop = self._comparable([leaf.lazy_drop_scores for leaf in leaves])
-        grow = self._comparable([leaf.lazy_grow_scores for leaf in leaves])
+        drop = self._make_comparable([leaf.lazy_drop_scores for leaf in leaves])
+        grow = self._make_comparable([leaf.lazy_grow_scores for leaf in leaves])
         active = [Ranked(x, leaf.mask) for x, leaf in zip(drop, leaves, strict=True)]
-        return moved_masks(active, [Ranked(x) for x in grow], drop_fraction, together=True)
+        return move_units(active, [Ranked(x) for x in grow], drop_fraction, together=True)
 
-    def _comparable(self, scores: Sequence[jax.Array | Scores | LampScores]) -> list[Scores]:
+    def _make_comparable(self, scores: Sequence[jax.Array | Scores | LampScores]) -> list[Scores]:
         """Returns scores of one dtype, divided by their norm where `use_normalization` says so."""
         lazy = [Scores.wrap(score) for score in scores]
         divided = [
@@ -153,8 +153,10 @@ class Global:
         ]
         if divided:
             scales = norms([lazy[i] for i in divided])
-            for i, factor in zip(divided, _factors(scales, self.normalization_eps), strict=True):
-                lazy[i] = _scaled(lazy[i], factor)
+            for i, factor in zip(
+                divided, _compute_factors(scales, self.normalization_eps), strict=True
+            ):
+                lazy[i] = _scale(lazy[i], factor)
         dtypes = [score.dtype for score in lazy]
         dtype = functools.reduce(jnp.promote_types, dtypes)
         return [
@@ -185,7 +187,7 @@ class Global:
         )
 
 
-def _kept_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> exact.Words:
+def _count_kept_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> exact.Words:
     """Returns the number of weights that all leaves keep together, in two words.
 
     Leaves of one sparsity count as one leaf; otherwise the kept weights of each leaf add up.
@@ -203,7 +205,7 @@ def _kept_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> 
     return exact.choose(alike, together, exact.total(count_kept(sizes, sparsities)))
 
 
-def _total_cost(leaves: Sequence[Wanted | Moving]) -> Polynomial | None:
+def _find_cost(leaves: Sequence[Wanted | Moving]) -> Polynomial | None:
     """Returns the cost of masks in the numbers of kept weights; `None` without a budget."""
     budget = leaves[0].site.budget
     if budget is None:
@@ -216,19 +218,19 @@ def _total_cost(leaves: Sequence[Wanted | Moving]) -> Polynomial | None:
     return total_cost(budget, named)
 
 
-def _factors_on_host(scales: np.ndarray, eps: float) -> list[np.ndarray]:
+def _compute_factors_on_host(scales: np.ndarray, eps: float) -> list[np.ndarray]:
     factors = 1 / np.maximum(scales + scales.dtype.type(eps), np.finfo(scales.dtype).tiny)
     return [*factors[:, None]]
 
 
-@host.instead(_factors_on_host)
-def _factors(scales: jax.Array, eps: float) -> list[jax.Array]:
+@host.instead(_compute_factors_on_host)
+def _compute_factors(scales: jax.Array, eps: float) -> list[jax.Array]:
     """Returns the factor of the scores of each leaf, a number, from their norms."""
     # A product: XLA turns a division into a product in some kernels and not in others.
     return unstack(1 / jnp.maximum(scales + eps, jnp.finfo(scales.dtype).tiny))
 
 
-def _scaled(scores: Scores, factor: jax.Array) -> Scores:
+def _scale(scores: Scores, factor: jax.Array) -> Scores:
     """Returns scores times a number."""
     fn = _Scaled(scores.fn, len(scores.arrays) + len(scores.scalars))
     return dataclasses.replace(scores, fn=fn, scalars=(*scores.scalars, factor))

@@ -63,7 +63,7 @@ def select_together(leaves: Sequence[LampScores], k: Words) -> list[jax.Array]:
     if is_large and is_uniform and is_local:
         masks: list[jax.Array] = search(arrays, k)[0]
         return masks
-    return topk_masks(_ranked([leaf.compute() for leaf in leaves]), k, together=True)
+    return topk_masks(_rank([leaf.compute() for leaf in leaves]), k, together=True)
 
 
 @jax.jit
@@ -72,16 +72,16 @@ def search(arrays: Sequence[jax.Array], k: Words) -> tuple[list[jax.Array], jax.
     layers = ScaledLayer.read(arrays)
     flat = [x.reshape(-1) for x in arrays]
     room = _room(flat)
-    low, high = _brackets(layers, flat, exact.to_float(k)[0], room)
+    low, high = _find_brackets(layers, flat, exact.to_float(k)[0], room)
     is_large = np.array([len(x) > room for x in flat])
     low, high = jnp.where(is_large, low, -1), jnp.where(is_large, high, np.inf)
-    parts = [_inside(*x, room) for x in zip(layers, flat, low, high, strict=True)]
+    parts = [_read_inside(*x, room) for x in zip(layers, flat, low, high, strict=True)]
     part: _Inside = jax.tree.map(lambda *x: jnp.stack(x), *parts)
 
     bits = np.array([count_bits(len(x)) for x in flat])
     sizes = np.array([len(x) for x in flat], np.int32)[:, None]
     is_slot = part.positions < sizes
-    scores, sums = _slot_scores(jnp.where(is_slot, part.squares, np.nan), bits, part.sum_above)
+    scores, sums = _score_slots(jnp.where(is_slot, part.squares, np.nan), bits, part.sum_above)
     total_above, total = exact.total(part.above), exact.total(part.above + part.inside)
     is_between = ~exact.at_least(total_above, _scalar(k)) & exact.at_least(total, _scalar(k))
     need = exact.minus(_scalar(k), total_above)
@@ -106,13 +106,13 @@ def search(arrays: Sequence[jax.Array], k: Words) -> tuple[list[jax.Array], jax.
         ]  # fmt: skip
 
     def by_sorting() -> list[jax.Array]:
-        return topk_masks(_ranked(_sorted_scores(arrays)), k, together=True)
+        return topk_masks(_rank(_sorted_scores(arrays)), k, together=True)
 
     masks: list[jax.Array] = lax.cond(is_searched, by_search, by_sorting)
     return masks, is_searched
 
 
-def _ranked(scores: Sequence[jax.Array]) -> list[Ranked]:
+def _rank(scores: Sequence[jax.Array]) -> list[Ranked]:
     """Returns scores in one dtype."""
     dtype = jnp.result_type(*scores)
     return [Ranked(Scores.wrap(x.astype(dtype))) for x in scores]
@@ -157,7 +157,7 @@ def _sorted_scores(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     return [scores[i] for i in range(len(arrays))]
 
 
-def _slot_scores(squares: jax.Array, bits: np.ndarray, above: Words) -> tuple[jax.Array, Words]:
+def _score_slots(squares: jax.Array, bits: np.ndarray, above: Words) -> tuple[jax.Array, Words]:
     """Returns scores of squares[layers, n], and the sums of all squares.
 
     Args:
@@ -191,19 +191,19 @@ class _Inside(NamedTuple):
     squares: jax.Array
 
 
-def _inside(
+def _read_inside(
     layer: ScaledLayer, weights: jax.Array, low: jax.Array, high: jax.Array, room: int
 ) -> _Inside:
     """Reads the weights with squares in (low, high]."""
     size = len(weights)
     squares = _in_rows(layer.squares(weights))
     is_above, is_inside = squares > high, (squares > low) & ~(squares > high)
-    digits, bits = _digits(jnp.where(is_above, squares, 0), size)
+    digits, bits = _split_digits(jnp.where(is_above, squares, 0), size)
     above, inside, *sums = (exact.total(x) for x in exact.sums([is_above, is_inside, *digits], [1]))
     positions = kept_positions(is_inside.reshape(-1).astype(jnp.uint8), room)
     picked = layer.squares(weights.at[positions].get(mode="clip"))
     counts = above[1].astype(jnp.int32), inside[1].astype(jnp.int32)
-    return _Inside(*counts, _joined(sums, bits), positions, picked)
+    return _Inside(*counts, _join_digits(sums, bits), positions, picked)
 
 
 def _in_rows(x: jax.Array) -> jax.Array:
@@ -212,13 +212,13 @@ def _in_rows(x: jax.Array) -> jax.Array:
     return x.reshape(next(rows for rows in range(most, 0, -1) if len(x) % rows == 0), -1)
 
 
-def _brackets(
+def _find_brackets(
     layers: Sequence[ScaledLayer], flat: Sequence[jax.Array], k: jax.Array, room: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the ends of the brackets, each [layers]; no result depends on their being right."""
     is_large = np.array([len(x) > room for x in flat])
     low = jnp.full(len(flat), -1, jnp.float32)
-    first = _sampled_pivots(layers, flat, k, room)
+    first = _sample_pivots(layers, flat, k, room)
 
     def is_wide(state: _State) -> jax.Array:
         return (state[0] < _PASSES) & jnp.any((state[3] > room * _FULL) & is_large)
@@ -232,14 +232,14 @@ def _brackets(
         places = start[:, None] + (width[:, None] * _PARTS).astype(jnp.int32)
         pivots = lax.bitcast_convert_type(places, jnp.float32)
         pivots = jnp.concatenate([ends, jnp.where(passes == 0, first, pivots)], axis=1)
-        return passes + 1, *_narrowed(layers, flat, pivots, k)
+        return passes + 1, *_narrow_brackets(layers, flat, pivots, k)
 
     start = jnp.int32(0), low, low + np.inf, low + np.inf
     _, low, high, _ = lax.while_loop(is_wide, step, start)
     return low, high
 
 
-def _sampled_pivots(
+def _sample_pivots(
     layers: Sequence[ScaledLayer], flat: Sequence[jax.Array], k: jax.Array, room: int
 ) -> jax.Array:
     """Returns pivots[layers, n] about the squares of the last kept weights, by samples."""
@@ -267,13 +267,13 @@ def _sampled_pivots(
     return jnp.where(places < 0, np.inf, jnp.where(places >= length, -1, values))
 
 
-def _narrowed(
+def _narrow_brackets(
     layers: Sequence[ScaledLayer], flat: Sequence[jax.Array], pivots: jax.Array, k: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the pivots next to the square of the last kept weight, and the count between."""
     tables = []
     for layer, x, row in zip(layers, flat, pivots, strict=True):
-        counts, sums = _counted(_in_rows(layer.squares(x).astype(jnp.float32)), row)
+        counts, sums = _count_above(_in_rows(layer.squares(x).astype(jnp.float32)), row)
         tables.append((counts, sums))
     counts, sums = (jnp.stack(x).astype(jnp.float32) for x in zip(*tables, strict=True))
     # The score of the last weight above a pivot, and of the first below: about the same.
@@ -294,7 +294,7 @@ def _narrowed(
     return low, high, reached - jnp.max(jnp.where(is_above, counts, 0), axis=1)
 
 
-def _counted(squares: jax.Array, pivots: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _count_above(squares: jax.Array, pivots: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns numbers and sums of squares[rows, width] above pivots[n], int32[n] and float32[n]."""
     held, pivots = lax.optimization_barrier((squares, pivots))
     masks = [held > pivot for pivot in pivots]
@@ -309,7 +309,7 @@ def _counted(squares: jax.Array, pivots: jax.Array) -> tuple[jax.Array, jax.Arra
     return jnp.stack(counts), jnp.stack([jnp.sum(x) for x in rows[n:]])
 
 
-def _digits(squares: jax.Array, size: int) -> tuple[list[jax.Array], int]:
+def _split_digits(squares: jax.Array, size: int) -> tuple[list[jax.Array], int]:
     """Returns digits of squares, int32, the highest first, and their bits.
 
     A sum of `size` digits fits an int32, and a sum of so many squares fits 62 bits.
@@ -324,7 +324,7 @@ def _digits(squares: jax.Array, size: int) -> tuple[list[jax.Array], int]:
     return digits, bits
 
 
-def _joined(digits: Sequence[Words], bits: int) -> Words:
+def _join_digits(digits: Sequence[Words], bits: int) -> Words:
     """Returns the integer of some digits, the highest first."""
     total = digits[0]
     for digit in digits[1:]:

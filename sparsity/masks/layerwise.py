@@ -15,10 +15,10 @@ import numpy as np
 from sparsity.core import exact, sharding
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
-from sparsity.masks.moves import moved_masks
+from sparsity.masks.moves import move_units
 from sparsity.masks.scopes import Moving, Wanted
 from sparsity.masks.sites import Site, TopkFn
-from sparsity.selection import Ranked, Scores, computed, topk_masks
+from sparsity.selection import Ranked, Scores, compute_array, topk_masks
 
 L = TypeVar("L", Wanted, Moving)
 
@@ -135,7 +135,7 @@ def _move_ranked(drop_fraction: chex.Numeric, leaves: Sequence[Moving]) -> list[
             for site, scores, mask in zip(sites, drop, masks, strict=True)
         ]
         others = [_units(*x) for x in zip(sites, grow, strict=True)]
-        moved = moved_masks(active, others, fraction)
+        moved = move_units(active, others, fraction)
         return [_entries(*x) for x in zip(sites, moved, masks, strict=True)]
 
     masks = [leaf.mask for leaf in leaves]
@@ -150,7 +150,7 @@ def _shard(
     """Returns fn(*args); XLA chooses the sharding of units, entries keep their sharding."""
     if sites[0].pattern.is_elementwise:
         return fn(*args)
-    args = jax.tree.map(computed, args)
+    args = jax.tree.map(compute_array, args)
     return sharding.shard_like(args[0], fn, *args)
 
 

@@ -15,7 +15,7 @@ import jax
 from sparsity.core.trees import KeyPath, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks.lamp import LampScores
 from sparsity.masks.sites import Site, TopkFn
-from sparsity.selection import Scores, computed
+from sparsity.selection import Scores, compute_array
 
 
 class Wanted(NamedTuple):
@@ -36,7 +36,7 @@ class Wanted(NamedTuple):
     @property
     def scores(self) -> jax.Array:
         """Scores as an array."""
-        scores: jax.Array = computed(self.lazy_scores)
+        scores: jax.Array = compute_array(self.lazy_scores)
         return scores
 
 
@@ -58,13 +58,13 @@ class Moving(NamedTuple):
     @property
     def drop_scores(self) -> jax.Array:
         """Scores to drop by as an array."""
-        scores: jax.Array = computed(self.lazy_drop_scores)
+        scores: jax.Array = compute_array(self.lazy_drop_scores)
         return scores
 
     @property
     def grow_scores(self) -> jax.Array:
         """Scores to grow by as an array."""
-        scores: jax.Array = computed(self.lazy_grow_scores)
+        scores: jax.Array = compute_array(self.lazy_grow_scores)
         return scores
 
 

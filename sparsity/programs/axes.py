@@ -285,7 +285,7 @@ def _cut(kind: Kind, large: Axis, size: int, reason: Reason) -> list[Axis] | Non
     if size % inner.size:
         return None
     pin(slowest, reason._replace(text=f"{reason.text}: a cut between its entries"))
-    return [_repeated(n // inner.size, inner, reason) for n in (size, large.size - size)]
+    return [_repeat(n // inner.size, inner, reason) for n in (size, large.size - size)]
 
 
 def _align_mixed(terms: Axis, factors: Axis, reason: Reason) -> bool:
@@ -296,11 +296,11 @@ def _align_mixed(terms: Axis, factors: Axis, reason: Reason) -> bool:
         return False
     pin(slowest, reason._replace(text=f"{reason.text}: parts that follow one another"))
     for term in _terms(terms):
-        unify(term, _repeated(term.size // inner.size, inner, reason), reason)
+        unify(term, _repeat(term.size // inner.size, inner, reason), reason)
     return True
 
 
-def _repeated(times: int, inner: Axis, reason: Reason) -> Axis:
+def _repeat(times: int, inner: Axis, reason: Reason) -> Axis:
     if times == 1:
         return inner
     return product([Axis(times, pin=reason._replace(text=f"{reason.text}: a repetition")), inner])

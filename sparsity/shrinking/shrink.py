@@ -250,7 +250,7 @@ def shrink(
     small_masks = cut_masks(graph, plan, params, small_params, by_path)
     state = None if opt_state is None else cut_state(graph, plan, params, small_params, opt_state)
     error = None if tx is None else check_updates(tx, graph, plan, params, opt_state, by_path)
-    replicated = _replicated(graph, params, small_params)
+    replicated = _find_replicated(graph, params, small_params)
     masked = apply_masks(small_params, small_masks)
     return Small(masked, state, plan, graph, replicated, error, small_masks)
 
@@ -264,7 +264,9 @@ def _read_plan(graph: Graph, masks: Masks | Plan) -> tuple[Plan, dict[Path, jax.
     return plan_cut(graph, *find_dead(graph, by_path)), by_path
 
 
-def _replicated(graph: Graph, params: Params, small_params: Params) -> dict[tuple[Path, int], int]:
+def _find_replicated(
+    graph: Graph, params: Params, small_params: Params
+) -> dict[tuple[Path, int], int]:
     """Returns `Small.replicated`."""
     small = trees.leaves_by_path(small_params)
     replicated = {}

@@ -83,7 +83,7 @@ def check_updates(
     update = jax.jit(
         functools.partial(optax.with_extra_args_support(tx).update, value=jnp.float32(1))
     )
-    small_update = _refusing(update, model, remedy)
+    small_update = _explain_errors(update, model, remedy)
     largest, is_still = 0.0, True
     small_params, small_state = cut(params), cut_state(state)
     for step in range(_MOST_UPDATES):
@@ -99,7 +99,9 @@ def check_updates(
     return largest
 
 
-def _refusing(update: Callable[..., PyTree], model: str, remedy: str) -> Callable[..., PyTree]:
+def _explain_errors(
+    update: Callable[..., PyTree], model: str, remedy: str
+) -> Callable[..., PyTree]:
     """Returns the update of an optimizer with an error for optimizers that read shapes."""
 
     def run(*args: PyTree) -> PyTree:
