@@ -18,7 +18,7 @@ from sparsity.core.kernels import unstack
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import PyTree, path_names
 from sparsity.masks.affordable import total_cost, within_budget
-from sparsity.masks.lamp import LampScores
+from sparsity.masks.lamp_scores import LampScores
 from sparsity.masks.lamp_search import select_together
 from sparsity.masks.layerwise import Layerwise, count_kept, stack_sparsities
 from sparsity.masks.moves import move_units

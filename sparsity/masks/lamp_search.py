@@ -22,7 +22,7 @@ from jax import lax
 from sparsity.core import exact
 from sparsity.core.exact import Words
 from sparsity.core.kernels import at_runtime, use_flat
-from sparsity.masks.lamp import (
+from sparsity.masks.lamp_scores import (
     LampScores,
     ScaledLayer,
     count_bits,

@@ -13,7 +13,7 @@ import chex
 import jax
 
 from sparsity.core.trees import KeyPath, Masks, Params, PyTree, ScoreTree, Sparsities
-from sparsity.masks.lamp import LampScores
+from sparsity.masks.lamp_scores import LampScores
 from sparsity.masks.sites import Site, TopkFn
 from sparsity.selection import Scores, compute_array
 

@@ -8,7 +8,7 @@ import pytest
 
 import sparsity
 from sparsity.masks import lamp_search
-from sparsity.masks.lamp import lamp_scores
+from sparsity.masks.lamp_scores import lamp_scores
 from tests import helpers
 from tests.algorithms import oracles
 from tests.selection_oracle import best
