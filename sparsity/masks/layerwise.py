@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
 import chex
 import jax
@@ -68,6 +68,20 @@ class Layerwise:
             return site.pattern.move(leaf.mask, *scores, drop_fraction, batch_axes=site.batch_axes)
 
         return _by_kind(leaves, functools.partial(_move_ranked, drop_fraction), one)
+
+
+@runtime_checkable
+class _UnitPattern(Protocol):
+    """A pattern that ranks units of several entries, such as blocks."""
+
+    @property
+    def group_axes(self) -> int: ...
+
+    def pool(self, scores: jax.Array | Scores, batch_axes: int = 0) -> jax.Array: ...
+
+    def expand(
+        self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0
+    ) -> jax.Array: ...
 
 
 def _by_kind(
@@ -156,9 +170,10 @@ def _shard(
 
 def _units(site: Site, scores: jax.Array | Scores) -> Ranked:
     """Returns the scores of the units of a leaf."""
-    pattern: Any = site.pattern  # a pattern that ranks units has `pool` and `expand`
+    pattern = site.pattern
     if pattern.is_elementwise:
         return Ranked(Scores.wrap(scores), None, site.batch_axes)
+    assert isinstance(pattern, _UnitPattern)  # as it `ranks_units`
     units = pattern.pool(scores, site.batch_axes)
     return Ranked(Scores.wrap(units), None, site.batch_axes + pattern.group_axes)
 
@@ -172,11 +187,11 @@ def _unit_mask(site: Site, mask: jax.Array) -> jax.Array:
 
 def _entries(site: Site, units: jax.Array, like: jax.Array | Scores) -> jax.Array:
     """Returns the mask of the entries of a leaf from the mask of its units."""
-    pattern: Any = site.pattern
-    mask: jax.Array = units
-    if not pattern.is_elementwise:
-        mask = pattern.expand(units, like.shape, site.batch_axes)
-    return mask
+    pattern = site.pattern
+    if pattern.is_elementwise:
+        return units
+    assert isinstance(pattern, _UnitPattern)  # as it `ranks_units`
+    return pattern.expand(units, like.shape, site.batch_axes)
 
 
 def count_kept(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> jax.Array:

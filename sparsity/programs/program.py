@@ -8,7 +8,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -36,17 +36,6 @@ __all__ = [
     "read_jaxpr",
     "values_read",
 ]
-
-
-def _bind(
-    primitive: Primitive, params: dict[str, Any], context: Any, inputs: Iterable[jax.Array]
-) -> list[jax.Array]:
-    """Returns the outputs of a primitive, under the jax settings of an equation."""
-    bound = primitive.get_bind_params(params)
-    functions, static = bound if isinstance(bound, tuple) else ((), bound)
-    with context.manager:
-        outputs = primitive.bind(*functions, *inputs, **static)
-    return list(outputs) if primitive.multiple_results else [outputs]
 
 
 @dataclasses.dataclass(eq=False)
@@ -225,7 +214,11 @@ class Equation:
 
     def bind(self, inputs: Sequence[PyTree], **changed: object) -> list[PyTree]:
         """Returns the outputs for other inputs, with some parameters changed."""
-        return _bind(self.primitive, {**self.params, **changed}, self.context, inputs)
+        bound = self.primitive.get_bind_params({**self.params, **changed})
+        functions, static = bound if isinstance(bound, tuple) else ((), bound)
+        with self.context.manager:  # the jax settings of the equation
+            outputs = self.primitive.bind(*functions, *inputs, **static)
+        return list(outputs) if self.primitive.multiple_results else [outputs]
 
 
 class Body(NamedTuple):
