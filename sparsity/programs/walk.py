@@ -220,7 +220,7 @@ class Interpreter(Generic[Array]):
 
     def _scan(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
         (body,) = equation.within()
-        constants, carry, layers = body.split(inputs)
+        constants, carry, stacks = body.split(inputs)
 
         def step(carry: list[Array], layers: PyTree) -> tuple[list[Array], list[Array]]:
             arrays, rows = layers
@@ -229,7 +229,7 @@ class Interpreter(Generic[Array]):
             outputs = inside.run(body.program, [*constants, *carry, *read])
             return outputs[: len(carry)], outputs[len(carry) :]
 
-        carry, stacked = scan_like(equation, step, carry, (layers, self.rows(equation)))
+        carry, stacked = scan_like(equation, step, carry, (stacks, self.rows(equation)))
         return [*carry, *stacked]
 
     def _while(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
