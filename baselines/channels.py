@@ -69,7 +69,9 @@ def channel_task(
         graph = sparsity.trace(model, params, inputs)
         updater = with_channels(updater, graph)
         targets = updater.sparsity_distribution_fn(params, scope=updater.scope)
-        share = graph.count_small_macs(updater.scope.count_kept(params, targets)) / graph.macs()
+        share = (
+            graph.costs.count_small_macs(updater.scope.count_kept(params, targets)) / graph.macs()
+        )
         return base.train(key, updater) | {"sparsity": jnp.float32(1 - share)}
 
     return ChannelTask(

@@ -19,9 +19,9 @@ import optax
 from sparsity import masks as masks_lib
 from sparsity.core.names import Registry
 from sparsity.core.sharding import on_device
-from sparsity.core.trees import PyTree
-from sparsity.masks import Sites
-from sparsity.sparsity_distributions import Distribution, read_overrides, target_sparsities, uniform
+from sparsity.core.trees import Grads, Masks, Params, ScoreTree, Sparsities
+from sparsity.masks import Sites, compute_targets, read_overrides
+from sparsity.sparsity_distributions import Distribution, uniform
 from sparsity.training import compact, step
 from sparsity.training.fields import check_fields, check_names, hash_of_fields, have_equal_fields
 from sparsity.training.hooks import ExtraArg, Inputs
@@ -152,8 +152,8 @@ class BaseUpdater(Updater):
     # Entry points.
 
     def instant_sparsify(
-        self, params: PyTree, grads: PyTree | None = None, **extra_args: ExtraArg
-    ) -> tuple[PyTree, PyTree]:
+        self, params: Params, grads: Grads | None = None, **extra_args: ExtraArg
+    ) -> tuple[Params, Masks]:
         """Prunes at once, without an optimizer.
 
         Args:
@@ -167,7 +167,7 @@ class BaseUpdater(Updater):
         """
         inputs = Inputs(params, grads, self.sites(params), extra_args)
         targets = self.target_numbers(params, inputs.sites)
-        scores: PyTree | None = None
+        scores: ScoreTree | None = None
         if not is_overridden(self, "create_masks"):  # overrides get arrays
             scores = masks_lib.host_scores(self.calculate_scores, inputs.weights, inputs.grads)
         if scores is None:
@@ -177,7 +177,7 @@ class BaseUpdater(Updater):
         pruned = masks_lib.apply_masks(params, masks)
         return pruned, masks_lib.pack_masks(masks, params) if self.use_packed_masks else masks
 
-    def init_state(self, params: PyTree, *, sites: Sites | None = None) -> SparseState:
+    def init_state(self, params: Params, *, sites: Sites | None = None) -> SparseState:
         """Returns the initial state of a wrapped optimizer, without the inner state.
 
         Args:
@@ -204,7 +204,7 @@ class BaseUpdater(Updater):
         )
 
     def wrap_optax(
-        self, inner: optax.GradientTransformation, masks: PyTree | None = None
+        self, inner: optax.GradientTransformation, masks: Masks | None = None
     ) -> optax.GradientTransformationExtraArgs:
         """Wraps an optimizer so that pruned weights stay exactly 0.
 
@@ -254,17 +254,17 @@ class BaseUpdater(Updater):
         wrap = compact.wrap if self.use_compact_state else step.wrap
         return wrap(self, inner, masks)
 
-    def sites(self, params: PyTree) -> Sites:
+    def sites(self, params: Params) -> Sites:
         """Returns the table of the prunable leaves: each with its pattern and batch axes."""
         distribution_fn = self.get_distribution_fn()
         overrides = read_overrides(distribution_fn)
         budget: Any = distribution_fn if hasattr(distribution_fn, "cost") else None
         return Sites(params, self.sparsity_type, self.batch_axes, overrides, budget=budget)
 
-    def target_numbers(self, params: PyTree, sites: Sites) -> PyTree:
+    def target_numbers(self, params: Params, sites: Sites) -> Sparsities:
         """Returns the target sparsities as the distribution returns them, `None` where dense."""
         distribution_fn = self.get_distribution_fn()
-        return target_sparsities(distribution_fn, params, sites, self.scope, self.batch_axes)
+        return compute_targets(distribution_fn, params, sites, self.scope, self.batch_axes)
 
 
 ALGORITHM_REGISTRY: Registry[type[BaseUpdater]] = Registry("algorithm")
@@ -284,21 +284,21 @@ class NoPruning(BaseUpdater):
 
     sparsity_distribution_fn: Distribution | None = None
 
-    def get_initial_masks(self, params: PyTree, target_sparsities: PyTree) -> PyTree:
+    def get_initial_masks(self, params: Params, target_sparsities: Sparsities) -> Masks:
         return jax.tree.map(lambda _: None, params)
 
     def update_state(
-        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
+        self, sparse_state: SparseState, params: Params, grads: Grads, **extra_args: ExtraArg
     ) -> SparseState:
         return sparse_state
 
     def instant_sparsify(
-        self, params: PyTree, grads: PyTree | None = None, **extra_args: ExtraArg
-    ) -> tuple[PyTree, PyTree]:
+        self, params: Params, grads: Grads | None = None, **extra_args: ExtraArg
+    ) -> tuple[Params, Masks]:
         return params, self.get_initial_masks(params, None)
 
     def wrap_optax(
-        self, inner: optax.GradientTransformation, masks: PyTree | None = None
+        self, inner: optax.GradientTransformation, masks: Masks | None = None
     ) -> optax.GradientTransformationExtraArgs:
         """Returns `inner` with a SparseState around its state; `params` are optional."""
         if masks is not None:

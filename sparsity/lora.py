@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax.tree_util import SequenceKey
 
 from sparsity.core import sharding, trees
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import apply_mask, read_masks
 
 
-def merge_lora(params: PyTree, lora: PyTree, masks: PyTree, *, scale: chex.Numeric = 1.0) -> PyTree:
+def merge_lora(params: Params, lora: PyTree, masks: Masks, *, scale: chex.Numeric = 1.0) -> Params:
     """Merges adapters into weights under the masks: mask * (W + scale * A @ B).
 
     The sum without a mask is dense. Use this function in the forward pass, too, so that adapters

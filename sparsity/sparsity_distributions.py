@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Protocol
@@ -24,22 +22,17 @@ from sparsity.core import names, trees
 from sparsity.core.checks import check_fraction, check_int, check_number, is_traced
 from sparsity.core.exact import lowest_sparsity, num_kept_int
 from sparsity.core.names import Registry
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Params, PyTree, Sparsities
 from sparsity.masks import (
     BatchAxes,
     Global,
     Layerwise,
     Overrides,
-    Scope,
-    Site,
     Sites,
-    TreeScope,
     leading_axes,
 )
 from sparsity.patterns import Unstructured
 from sparsity.patterns.counts import entry_counter
-
-_log = logging.getLogger(__name__)
 
 FilterFn = Callable[[tuple[str, ...], jax.Array], bool]
 Candidates = dict[trees.KeyPath, tuple[PyTree, int]]  # {path: (parameter, batch axes)}
@@ -62,7 +55,7 @@ class Distribution(Protocol):
       {'kernel': 0.5}
     """
 
-    def __call__(self, params: PyTree, /) -> PyTree:
+    def __call__(self, params: Params, /) -> Sparsities:
         """Returns a tree of sparsities in [0, 1], `None` for leaves that stay dense."""
 
 
@@ -132,11 +125,11 @@ class Uniform:
 
     def __call__(
         self,
-        params: PyTree,
+        params: Params,
         batch_axes: BatchAxes = 0,
         sites: Sites | None = None,
         scope: object = None,
-    ) -> PyTree:
+    ) -> Sparsities:
         """Returns a tree like `params` of sparsities, `None` where a parameter stays dense.
 
         Args:
@@ -156,7 +149,7 @@ class Uniform:
         return trees.map_matched(lambda path, _: sparsities.get(path), params)
 
     def _spread_entries(
-        self, params: PyTree, batch_axes: BatchAxes, sites: Sites | None, scope: object
+        self, params: Params, batch_axes: BatchAxes, sites: Sites | None, scope: object
     ) -> PyTree:
         """Returns the lowest sparsities whose masks keep no more than `entries`."""
         if scope is not None and not isinstance(scope, Layerwise | Global):
@@ -198,7 +191,7 @@ class Uniform:
         return dict.fromkeys(selected, self.sparsity)
 
     def _select(
-        self, params: PyTree, batch_axes: BatchAxes, sites: Sites | None
+        self, params: Params, batch_axes: BatchAxes, sites: Sites | None
     ) -> tuple[Candidates, dict[trees.KeyPath, float | None]]:
         """Returns the filtered parameters with their batch axes, and the overrides, by path."""
         batch_axes = batch_axes if self.batch_axes is None else self.batch_axes
@@ -308,13 +301,13 @@ class ERK(Uniform):
 
 
 def uniform(
-    params: PyTree,
+    params: Params,
     sparsity: chex.Numeric | None = None,
     filter_fn: FilterFn | None = None,
     custom_sparsity_map: Overrides | None = None,
     batch_axes: BatchAxes | None = None,
     sites: Sites | None = None,
-) -> PyTree:
+) -> Sparsities:
     """Gives every selected parameter the same sparsity: `Uniform` as a function.
 
     Args:
@@ -343,14 +336,14 @@ def uniform(
 
 
 def erk(
-    params: PyTree,
+    params: Params,
     sparsity: chex.Numeric | None = None,
     filter_fn: FilterFn | None = None,
     custom_sparsity_map: Overrides | None = None,
     erk_power_scale: float = 1.0,
     batch_axes: BatchAxes | None = None,
     sites: Sites | None = None,
-) -> PyTree:
+) -> Sparsities:
     """Gives small layers more density than large ones: `ERK` as a function.
 
     Args:
@@ -382,81 +375,6 @@ def erk(
 DISTRIBUTIONS: Registry[Callable[..., Distribution]] = Registry(
     "dist_type", {"uniform": Uniform, "erk": ERK}
 )
-
-
-def target_sparsities(
-    distribution_fn: Distribution | None,
-    params: PyTree,
-    sites: Sites,
-    scope: Scope | TreeScope,
-    batch_axes: BatchAxes = 0,
-) -> PyTree:
-    """Returns the checked sparsities of a distribution, `None` for leaves that stay dense.
-
-    Logs targets that the pattern of their leaf cannot reach.
-
-    Raises:
-      ValueError: a sparsity lies outside [0, 1], or a pattern does not fit its leaf or the scope.
-    """
-    if distribution_fn is None:
-        return None
-
-    def check(
-        path: trees.KeyPath, param: PyTree, target: chex.Numeric | None
-    ) -> chex.Numeric | None:
-        if target is None or not trees.is_prunable(param):
-            return None
-        name = trees.path_string(path)
-        check_fraction(f"the sparsity of {name!r}", target)
-        if sites.stays_dense(path):
-            return None
-        pattern = sites[path].pattern
-        if not sites[path].has_override:
-            _check_scope(scope, sites[path])
-        final = None if is_traced(target) else pattern.final_sparsity(float(target))
-        if final is not None and not math.isclose(float(target), final, abs_tol=1e-6):
-            message = "%s ends at sparsity %g, not at the target %g of %r."
-            _log.warning(message, pattern, final, float(target), name)
-        return target
-
-    return trees.map_matched(
-        check,
-        params,
-        distribute(distribution_fn, params, batch_axes, sites, scope),
-        others_role="sparsities that sparsity_distribution_fn returns",
-    )
-
-
-def _check_scope(scope: Scope | TreeScope, site: Site) -> None:
-    try:
-        scope.check(site.pattern, site.batch_axes, None)
-    except ValueError as error:
-        raise ValueError(f"{site.name!r}: {error}") from None
-
-
-def distribute(
-    distribution_fn: Distribution,
-    params: PyTree,
-    batch_axes: BatchAxes,
-    sites: Sites | None = None,
-    scope: Scope | TreeScope | None = None,
-) -> PyTree:
-    """Calls a distribution with those of `batch_axes`, `sites` and `scope` that it names."""
-    bound = distribution_fn.keywords if isinstance(distribution_fn, functools.partial) else {}
-    try:
-        named = set(inspect.signature(distribution_fn).parameters)
-    except (TypeError, ValueError):  # a builtin
-        named = set()
-    offered = {"batch_axes": batch_axes, "sites": sites, "scope": scope}
-    call: Callable[..., PyTree] = distribution_fn
-    return call(params, **{k: v for k, v in offered.items() if k in named and k not in bound})
-
-
-def read_overrides(distribution_fn: Distribution | None) -> Overrides | None:
-    """Returns the overrides of a distribution or of a `functools.partial`."""
-    if isinstance(distribution_fn, functools.partial):
-        return distribution_fn.keywords.get("custom_sparsity_map")
-    return getattr(distribution_fn, "custom_sparsity_map", None)
 
 
 def _power(base: float, exponent: float) -> float:

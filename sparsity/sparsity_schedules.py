@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from sparsity.core.checks import check_fraction, check_int, check_number
 from sparsity.core.names import Registry
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Sparsities
 
 _LAST_STEP = 2**31 - 1  # the count of steps is an int32
 
@@ -38,7 +38,7 @@ class Schedule(Protocol):
       [0, 2, 4]
     """
 
-    def get_sparsity_at_step(self, target_sparsities: PyTree, step: chex.Numeric) -> PyTree:
+    def get_sparsity_at_step(self, target_sparsities: Sparsities, step: chex.Numeric) -> Sparsities:
         """Returns the tree of sparsities of masks that are made at `step`."""
 
     def is_mask_update_iter(self, step: chex.Numeric | None) -> chex.Numeric:
@@ -57,7 +57,7 @@ class NoUpdateSchedule:
     # Keys of a configuration, and the fields that they set.
     config_keys: ClassVar[Mapping[str, str]] = {}
 
-    def get_sparsity_at_step(self, target_sparsities: PyTree, step: chex.Numeric) -> PyTree:
+    def get_sparsity_at_step(self, target_sparsities: Sparsities, step: chex.Numeric) -> Sparsities:
         """Returns the sparsities of masks that are made at `step`.
 
         Args:
@@ -194,7 +194,7 @@ class PolynomialSchedule(PeriodicSchedule):
             raise ValueError(f"power must be positive, got power = {self.power}.")
         check_fraction("initial_sparsity", self.initial_sparsity)
 
-    def get_sparsity_at_step(self, target_sparsities: PyTree, step: chex.Numeric) -> PyTree:
+    def get_sparsity_at_step(self, target_sparsities: Sparsities, step: chex.Numeric) -> Sparsities:
         assert self.update_end_step is not None
         step = jnp.asarray(step)
         length = max(self.update_end_step - self.update_start_step, 1)

@@ -5,7 +5,7 @@
 layer reports the sparsity of its output as the intermediate `activation_sparsity`.
 """
 
+from sparsity.activations.flax_layers import sparsify_linen, sparsify_nnx
 from sparsity.activations.functions import prune_act_struct, prune_act_unstruct
-from sparsity.activations.layers import sparsify_linen, sparsify_nnx
 
 __all__ = ["prune_act_struct", "prune_act_unstruct", "sparsify_linen", "sparsify_nnx"]

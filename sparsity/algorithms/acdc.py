@@ -12,7 +12,7 @@ from typing import ClassVar
 import jax
 
 from sparsity.algorithms.pruners import MagnitudePruning
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Masks
 from sparsity.masks import are_ones
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.hooks import Inputs
@@ -47,7 +47,7 @@ class ACDC(MagnitudePruning):
     regrows: ClassVar[bool | None] = True
     schedule_type: ClassVar[str] = "periodic"
 
-    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> PyTree:
+    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
         _, end = update_range(self.scheduler) or (0, None)
         is_sparse = are_ones(sparse_state.masks)
         if end is not None:

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 from sparsity.algorithms.pruners import MagnitudePruning
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_number, is_traced
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Grads, Masks, Params, PyTree, Sparsities
 from sparsity.masks import Sites, apply_mask, masked_paths
 from sparsity.sparsity_schedules import Schedule, boundary_values, update_range
 from sparsity.training.hooks import ExtraArg, call_hook
@@ -71,7 +71,7 @@ class ADMMPruning(MagnitudePruning):
                 raise ValueError("rho must be above 0, got rho = 0: no weight would be pulled.")
 
     def init_algorithm_state(
-        self, params: PyTree, masks: PyTree, *, sites: Sites | None = None
+        self, params: Params, masks: Masks, *, sites: Sites | None = None
     ) -> PyTree:
         if callable(self.rho):
             _check_penalties(self.rho, self.scheduler)
@@ -85,8 +85,8 @@ class ADMMPruning(MagnitudePruning):
     def update_state(
         self,
         sparse_state: SparseState,
-        params: PyTree,
-        grads: PyTree,
+        params: Params,
+        grads: Grads,
         *,
         sites: Sites | None = None,
         **extra_args: ExtraArg,
@@ -104,7 +104,7 @@ class ADMMPruning(MagnitudePruning):
         )
         return sparse_state._replace(masks=masks, algorithm_state={"z": z, "u": u})
 
-    def modify_gradients(self, grads: PyTree, params: PyTree, sparse_state: SparseState) -> PyTree:
+    def modify_gradients(self, grads: Grads, params: Params, sparse_state: SparseState) -> Grads:
         rho = self._penalty(sparse_state.count)
 
         def pull(
@@ -134,7 +134,7 @@ class ADMMPruning(MagnitudePruning):
         rho = jnp.asarray(rho, jnp.float32)
         return rho if end is None else jnp.where(step < end, rho, 0)
 
-    def _project(self, weights: PyTree, targets: PyTree, sites: Sites) -> tuple[PyTree, PyTree]:
+    def _project(self, weights: Params, targets: Sparsities, sites: Sites) -> tuple[PyTree, PyTree]:
         """Returns the nearest sparse weights and their support."""
         scores, named = self.calculate_scores(weights), {"sites": sites}
         support = call_hook(self.create_masks, scores, targets, extra={}, named=named)

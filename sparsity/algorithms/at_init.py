@@ -32,7 +32,7 @@ from sparsity.core.checks import (
 )
 from sparsity.core.exact import Words
 from sparsity.core.names import suggest
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks import Global, Scope, Sites, apply_masks, are_ones, create_masks
 from sparsity.patterns import Unstructured
 from sparsity.selection import global_topk_mask, num_kept
@@ -74,7 +74,7 @@ class SnipPruning(SaliencyPruning):
                 "scope=Global(use_normalization=False), which follows a ramp."
             )
 
-    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> PyTree:
+    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
         pruned = super().new_masks(sparse_state, inputs)
         is_first = are_ones(sparse_state.masks)
         return trees.map_matched(
@@ -84,7 +84,7 @@ class SnipPruning(SaliencyPruning):
         )
 
 
-def snip_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[PyTree]) -> PyTree:
+def snip_scores(loss_fn: LossFn, params: Params, batches: Iterable[PyTree]) -> ScoreTree:
     """Scores weights by their effect on the loss: |weight * mean gradient|.
 
     Args:
@@ -108,7 +108,7 @@ def snip_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[PyTree]) -> P
     return jax.tree.map(lambda w, g: jnp.abs(w * g), weights, grads)
 
 
-def grasp_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[PyTree]) -> PyTree:
+def grasp_scores(loss_fn: LossFn, params: Params, batches: Iterable[PyTree]) -> ScoreTree:
     """Scores weights by their share of the gradient flow: weight * (H @ g), of the mean loss.
 
     H is the Hessian and g the gradient. Removing a weight lowers the squared norm of the gradient
@@ -137,7 +137,7 @@ def grasp_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[PyTree]) -> 
     gradient = _gradient(loss_fn, params)
     direction = _mean(gradient, [weights], batches)
 
-    def product(weights: PyTree, direction: PyTree, batch: PyTree) -> PyTree:
+    def product(weights: Params, direction: PyTree, batch: PyTree) -> PyTree:
         slope = functools.partial(gradient, batch=batch)
         return jax.jvp(slope, (weights,), (direction,))[1]
 
@@ -146,8 +146,8 @@ def grasp_scores(loss_fn: LossFn, params: PyTree, batches: Iterable[PyTree]) -> 
 
 
 def synflow_scores(
-    fn: Callable[[PyTree, PyTree], PyTree], params: PyTree, inputs: PyTree
-) -> PyTree:
+    fn: Callable[[PyTree, PyTree], PyTree], params: Params, inputs: PyTree
+) -> ScoreTree:
     """Scores weights by the flow through them, from inputs of ones to the sum of the outputs.
 
     The score is |weight| times the derivative of the sum of all outputs by |weight|. Without
@@ -182,7 +182,7 @@ def synflow_scores(
 
 def prune_at_init(
     name: str,
-    params: PyTree,
+    params: Params,
     sparsity: float,
     *,
     loss_fn: LossFn | None = None,
@@ -190,7 +190,7 @@ def prune_at_init(
     batches: Iterable[PyTree] | None = None,
     inputs: PyTree | None = None,
     rounds: int = 100,
-) -> tuple[PyTree, PyTree]:
+) -> tuple[Params, Masks]:
     """Prunes by the scores of 'snip', 'grasp' or 'synflow', all matrices and kernels together.
 
     Args:
@@ -237,14 +237,14 @@ def prune_at_init(
     return apply_masks(params, masks), masks
 
 
-def _masks(scores: PyTree, sparsity: chex.Numeric) -> PyTree:
+def _masks(scores: ScoreTree, sparsity: chex.Numeric) -> Masks:
     """Returns the masks of the highest scores of all selected leaves together."""
     scope, table = Global(use_normalization=False), Sites(scores, Unstructured())
     return create_masks(scope, table, scores, Uniform(sparsity)(scores))
 
 
 def _in_rounds(
-    score: Callable[..., PyTree], params: PyTree, inputs: PyTree, sparsity: float, rounds: int
+    score: Callable[..., PyTree], params: Params, inputs: PyTree, sparsity: float, rounds: int
 ) -> PyTree:
     """Returns the masks after rounds that score the kept weights again and prune more."""
     weights = trees.prunable(params)
@@ -255,7 +255,7 @@ def _in_rounds(
     )
     total = sum(mask.size for mask in jax.tree.leaves(masks))
 
-    def prune(masks: PyTree, sparsity: jax.Array) -> tuple[PyTree, None]:
+    def prune(masks: Masks, sparsity: jax.Array) -> tuple[PyTree, None]:
         scores = score(_with_leaves(params, apply_masks(weights, masks)), inputs)
         return highest_within(masks, scores, num_kept(total, sparsity)), None
 
@@ -263,7 +263,7 @@ def _in_rounds(
     return jax.lax.scan(prune, masks, jnp.array([*sparsities, sparsity], jnp.float32))[0]
 
 
-def highest_within(masks: PyTree, scores: PyTree, kept: chex.Numeric | Words) -> PyTree:
+def highest_within(masks: Masks, scores: ScoreTree, kept: chex.Numeric | Words) -> Masks:
     """Returns the masks of the highest scores of all leaves, among the weights that masks keep.
 
     Args:
@@ -303,7 +303,7 @@ def _check_sources(name: str, sources: Mapping[str, object]) -> None:
         )
 
 
-def _check_scores(name: str, scores: PyTree, targets: PyTree) -> None:
+def _check_scores(name: str, scores: ScoreTree, targets: Sparsities) -> None:
     """Raises a ValueError that names a leaf to prune whose scores are equal or not finite."""
 
     def check(path: trees.KeyPath, score: jax.Array, target: chex.Numeric | None) -> None:
@@ -324,12 +324,12 @@ def _check_scores(name: str, scores: PyTree, targets: PyTree) -> None:
     trees.map_matched(check, scores, targets)
 
 
-def _gradient(loss_fn: LossFn, params: PyTree) -> Callable[..., PyTree]:
+def _gradient(loss_fn: LossFn, params: Params) -> Callable[..., PyTree]:
     """Returns the gradient of the loss as a function of the floating leaves and a batch."""
 
     check_function("loss_fn", loss_fn, "(params, batch)")
 
-    def loss(weights: PyTree, batch: PyTree) -> jax.Array:
+    def loss(weights: Params, batch: PyTree) -> jax.Array:
         value = loss_fn(_with_leaves(params, weights), batch)
         if not trees.is_prunable(value) or value.shape:
             got = f"a {type(value).__name__}"
@@ -344,7 +344,7 @@ def _gradient(loss_fn: LossFn, params: PyTree) -> Callable[..., PyTree]:
     return jax.grad(loss)
 
 
-def _with_leaves(params: PyTree, weights: PyTree) -> PyTree:
+def _with_leaves(params: Params, weights: Params) -> Params:
     """Returns the parameters with their floating leaves replaced."""
     return trees.map_matched(lambda _, old, new: old if new is None else new, params, weights)
 

@@ -13,13 +13,12 @@ import jax
 
 from sparsity.algorithms.pruners import MagnitudePruning, SaliencyPruning
 from sparsity.base_updater import BaseUpdater
-from sparsity.core.trees import PyTree
-from sparsity.masks import Global, Layerwise, Overrides, Scope
+from sparsity.core.trees import PyTree, ScoreTree, Sparsities
+from sparsity.masks import Global, Layerwise, Overrides, Scope, call_distribution
 from sparsity.sparsity_distributions import (
     Distribution,
     FilterFn,
     Uniform,
-    distribute,
     uniform,
 )
 
@@ -57,12 +56,12 @@ class GlobalPruning(BaseUpdater):
     def get_distribution_fn(self) -> Distribution | None:
         return Uniform(self.sparsity, self.filter_fn, self.custom_sparsity_map)
 
-    def _sparsity_tree(self, sparsities: PyTree, scores: PyTree) -> PyTree:
+    def _sparsity_tree(self, sparsities: Sparsities, scores: ScoreTree) -> PyTree:
         """Returns a tree of sparsities; all selected leaves share a single sparsity."""
         if not jax.tree_util.all_leaves([sparsities]):
             return sparsities
         share = Uniform(sparsities, self.filter_fn, self.custom_sparsity_map)
-        return distribute(share, scores, self.batch_axes)
+        return call_distribution(share, scores, self.batch_axes)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -12,9 +12,9 @@ import jax
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import sharding
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Grads, Params, ScoreTree
 from sparsity.masks import Global, Scope
-from sparsity.masks.lamp import LampScores, lamp_scores
+from sparsity.masks.lamp_scores import LampScores, lamp_scores
 from sparsity.training.hooks import Inputs
 from sparsity.training.state import SparseState
 from sparsity.training.updater import is_overridden
@@ -27,9 +27,9 @@ class LampPruning(BaseUpdater):
     The score of a weight is its square over the sum of the squares that rank no lower in its leaf,
     including the square itself. Of equal magnitudes the one with the lower index ranks higher. The
     largest weight of a leaf scores 1, so that no layer vanishes while at least as many weights are
-    kept as there are layers. On hosts an update
-    searches the masks and sorts only weights near the threshold. `calculate_scores` sorts a leaf,
-    and so does an update on other devices and on a mesh, which gathers a sharded leaf.
+    kept as there are layers. On hosts an update searches the masks and sorts only weights near the
+    threshold. `calculate_scores` sorts a leaf, and so does an update on other devices and on a
+    mesh, which gathers a sharded leaf.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -43,19 +43,15 @@ class LampPruning(BaseUpdater):
     scope: Scope = Global(use_normalization=False)
 
     def calculate_scores(
-        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
-    ) -> PyTree:
+        self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None
+    ) -> ScoreTree:
         def score(param: jax.Array) -> jax.Array:
             return sharding.place_like(param, sharding.shard_like(param, lamp_scores, param))
 
         return jax.tree.map(score, params)
 
-    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> PyTree:
+    def score_update(self, sparse_state: SparseState, inputs: Inputs) -> ScoreTree:
         hook = type(self).calculate_scores
         if hook is not LampPruning.calculate_scores or is_overridden(self, "create_masks"):
-            return super().new_masks(sparse_state, inputs)
-        targets = sparse_state.target_sparsities
-        sparsities = self.scheduler.get_sparsity_at_step(targets, sparse_state.count)
-        scores = jax.tree.map(LampScores, inputs.seen)
-        extra = {"target_sparsities": targets}
-        return inputs.call(self.create_masks, scores, sparsities, extra=extra)
+            return super().score_update(sparse_state, inputs)
+        return jax.tree.map(LampScores, inputs.seen)

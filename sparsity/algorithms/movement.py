@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import sharding, trees
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree
 from sparsity.training.state import SparseState
 
 
@@ -40,7 +40,7 @@ class MovementPruning(BaseUpdater):
 
     regrows: ClassVar[bool | None] = True
 
-    def init_algorithm_state(self, params: PyTree, masks: PyTree) -> PyTree:
+    def init_algorithm_state(self, params: Params, masks: Masks) -> PyTree:
         def start(_: trees.KeyPath, param: jax.Array, mask: jax.Array | None) -> jax.Array | None:
             if mask is None:
                 return None
@@ -49,7 +49,7 @@ class MovementPruning(BaseUpdater):
 
         return trees.map_matched(start, params, masks)
 
-    def accumulate(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> SparseState:
+    def accumulate(self, sparse_state: SparseState, params: Params, grads: Grads) -> SparseState:
         def add(
             _: trees.KeyPath, param: jax.Array, grad: PyTree, total: jax.Array | None
         ) -> jax.Array | None:
@@ -59,8 +59,8 @@ class MovementPruning(BaseUpdater):
         return sparse_state._replace(algorithm_state=sums)
 
     def calculate_scores(
-        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
-    ) -> PyTree:
+        self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None
+    ) -> ScoreTree:
         if sparse_state is not None:
             return sparse_state.algorithm_state
         if grads is None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import trees
 from sparsity.core.hashing import generate_random_scores
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Grads, Params, ScoreTree
 from sparsity.masks import Draw, elementwise
 from sparsity.training.state import SparseState
 
@@ -39,8 +39,8 @@ class MagnitudePruning(BaseUpdater):
 
     @elementwise
     def calculate_scores(
-        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
-    ) -> PyTree:
+        self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None
+    ) -> ScoreTree:
         return jax.tree.map(jnp.abs, params)
 
 
@@ -61,8 +61,8 @@ class SaliencyPruning(BaseUpdater):
 
     @elementwise
     def calculate_scores(
-        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
-    ) -> PyTree:
+        self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None
+    ) -> ScoreTree:
         if grads is None:
             raise ValueError(
                 f"{type(self).__name__} scores weights by their gradients, got grads = None. Pass "
@@ -98,10 +98,10 @@ class RandomPruning(BaseUpdater):
 
     def calculate_scores(
         self,
-        params: PyTree,
+        params: Params,
         sparse_state: SparseState | None = None,
-        grads: PyTree | None = None,
+        grads: Grads | None = None,
         *,
         draw: Draw = generate_random_scores,
-    ) -> PyTree:
+    ) -> ScoreTree:
         return draw(params, self.rng_seed)

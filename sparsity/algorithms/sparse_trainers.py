@@ -21,16 +21,16 @@ from jax.typing import ArrayLike
 from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.base_updater import BaseUpdater
 from sparsity.core.checks import check_fraction, check_int, is_traced
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks import (
     Draw,
     Global,
     Layerwise,
     Scope,
     Sites,
-    drawing,
     elementwise,
     lazy_scores,
+    make_draw,
     move_masks,
 )
 from sparsity.sparsity_schedules import boundary_values, update_range
@@ -87,17 +87,17 @@ class SparseTraining(BaseUpdater):
     keeps_count: ClassVar[bool | None] = True
 
     def get_initial_masks(
-        self, params: PyTree, target_sparsities: PyTree, *, sites: Sites | None = None
-    ) -> PyTree:
+        self, params: Params, target_sparsities: Sparsities, *, sites: Sites | None = None
+    ) -> Masks:
         takes_arrays = is_overridden(self, "create_masks")
-        draw = generate_random_scores if takes_arrays else drawing(params)
+        draw = generate_random_scores if takes_arrays else make_draw(params)
         scores = draw(params, self.rng_seed)
         inputs = Inputs(params, None, self.sites(params) if sites is None else sites, {})
         return inputs.call(self.create_masks, scores, target_sparsities)
 
     def instant_sparsify(
-        self, params: PyTree, grads: PyTree | None = None, **extra_args: ExtraArg
-    ) -> tuple[PyTree, PyTree]:
+        self, params: Params, grads: Grads | None = None, **extra_args: ExtraArg
+    ) -> tuple[Params, Masks]:
         raise RuntimeError(
             f"{type(self).__name__} trains sparse from the start and has no instant_sparsify; wrap "
             "an optimizer with wrap_optax, or prune with MagnitudePruning or RandomPruning."
@@ -121,7 +121,7 @@ class StaticRandomSparse(SparseTraining):
     keeps_count: ClassVar[bool | None] = True
 
     def update_state(
-        self, sparse_state: SparseState, params: PyTree, grads: PyTree, **extra_args: ExtraArg
+        self, sparse_state: SparseState, params: Params, grads: Grads, **extra_args: ExtraArg
     ) -> SparseState:
         return sparse_state
 
@@ -156,15 +156,15 @@ class DropAndGrow(SparseTraining):
             )
 
     @elementwise
-    def get_drop_scores(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> PyTree:
+    def get_drop_scores(self, sparse_state: SparseState, params: Params, grads: Grads) -> ScoreTree:
         """Returns drop scores: the active weights with the highest are kept."""
         return jax.tree.map(jnp.abs, params)
 
-    def get_grow_scores(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> PyTree:
+    def get_grow_scores(self, sparse_state: SparseState, params: Params, grads: Grads) -> ScoreTree:
         """Returns grow scores: the weights not kept with the highest grow."""
         raise NotImplementedError(f"{type(self).__name__} must override get_grow_scores.")
 
-    def init_state(self, params: PyTree, *, sites: Sites | None = None) -> SparseState:
+    def init_state(self, params: Params, *, sites: Sites | None = None) -> SparseState:
         for step, fraction in boundary_values(self.drop_fraction_fn, self.scheduler).items():
             check_fraction(f"drop_fraction_fn({step})", fraction)
         return super().init_state(params, sites=sites)
@@ -182,8 +182,8 @@ class DropAndGrow(SparseTraining):
             return None
         return SliceRule(jnp.abs, hook, self._drop_fraction)
 
-    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> PyTree:
-        draw = drawing(inputs.weights)
+    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
+        draw = make_draw(inputs.weights)
 
         def scores(hook: Callable[..., PyTree]) -> PyTree:
             lazy = lazy_scores(hook, inputs.weights, inputs.masks, inputs.grads)
@@ -256,8 +256,8 @@ class SET(DropAndGrow):
     def get_grow_scores(
         self,
         sparse_state: SparseState,
-        params: PyTree,
-        grads: PyTree,
+        params: Params,
+        grads: Grads,
         *,
         draw: Draw = generate_random_scores,
     ) -> PyTree:
@@ -289,7 +289,7 @@ class RigL(DropAndGrow):
     """
 
     @elementwise
-    def get_grow_scores(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> PyTree:
+    def get_grow_scores(self, sparse_state: SparseState, params: Params, grads: Grads) -> ScoreTree:
         if grads is None:
             raise ValueError(
                 "RigL grows weights by their gradients, got grads = None: pass "

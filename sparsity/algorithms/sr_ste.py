@@ -12,7 +12,7 @@ from sparsity.algorithms.pruners import MagnitudePruning
 from sparsity.algorithms.ste import StraightThrough
 from sparsity.core import trees
 from sparsity.core.checks import check_number
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Grads, Params, PyTree
 from sparsity.training.state import SparseState
 
 
@@ -43,7 +43,7 @@ class SRSTE(StraightThrough, MagnitudePruning):
         super().__post_init__()
         check_number("decay", self.decay, 0)
 
-    def modify_gradients(self, grads: PyTree, params: PyTree, sparse_state: SparseState) -> PyTree:
+    def modify_gradients(self, grads: Grads, params: Params, sparse_state: SparseState) -> Grads:
         plain = dataclasses.replace(self, use_packed_masks=False)  # as hooks get the masks
         seen = plain.pre_forward_update(params, sparse_state)
 

@@ -34,7 +34,7 @@ from sparsity.algorithms.sparse_trainers import RigL
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_fraction, is_traced
 from sparsity.core.exact import sums
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Masks, Params, Sparsities
 from sparsity.masks import Layerwise, Pattern, Site, Sites
 from sparsity.selection import num_kept, topk_mask
 from sparsity.training.hooks import Inputs
@@ -79,7 +79,7 @@ class SRigL(RigL):
                 f"SRigL moves within each layer and needs scope = Layerwise(), got {self.scope!r}."
             )
 
-    def init_state(self, params: PyTree, *, sites: Sites | None = None) -> SparseState:
+    def init_state(self, params: Params, *, sites: Sites | None = None) -> SparseState:
         sites = self.sites(params) if sites is None else sites
         leaves = trees.leaves_by_path(params)
         targets = self.target_numbers(params, sites)
@@ -96,8 +96,8 @@ class SRigL(RigL):
         return super().init_state(params, sites=sites)
 
     def get_initial_masks(
-        self, params: PyTree, target_sparsities: PyTree, *, sites: Sites | None = None
-    ) -> PyTree:
+        self, params: Params, target_sparsities: Sparsities, *, sites: Sites | None = None
+    ) -> Masks:
         table = self.sites(params) if sites is None else sites
         scores = generate_random_scores(params, self.rng_seed)
 
@@ -121,7 +121,7 @@ class SRigL(RigL):
         fan_in: int = min(size // neurons, _budget(size, target) // neurons)
         return neurons * fan_in
 
-    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> PyTree:
+    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
         fraction = self._drop_fraction(sparse_state.count)
 
         def move(

@@ -19,7 +19,7 @@ from sparsity.algorithms.pruners import MagnitudePruning, RandomPruning, generat
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import trees
 from sparsity.core.checks import check_bool
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Grads, Masks, Params, ScoreTree
 from sparsity.masks import (
     Draw,
     Sites,
@@ -54,7 +54,7 @@ class StraightThrough(BaseUpdater):
         super().__post_init__()
         check_bool("store_masks", self.store_masks)
 
-    def pre_forward_update(self, params: PyTree, opt_state: optax.OptState) -> PyTree:
+    def pre_forward_update(self, params: Params, opt_state: optax.OptState) -> Params:
         """Returns masked parameters, with an identity gradient, inside or outside of `jax.grad`."""
         state = get_sparse_state(opt_state)
         masks = state.masks
@@ -78,14 +78,14 @@ class StraightThrough(BaseUpdater):
         start, _ = update_range(self.scheduler) or (0, None)
         return jnp.where(step < start, jnp.ones_like(mask), mask) if start else mask
 
-    def init_state(self, params: PyTree, *, sites: Sites | None = None) -> SparseState:
+    def init_state(self, params: Params, *, sites: Sites | None = None) -> SparseState:
         state = super().init_state(params, sites=sites)
         if self.store_masks or is_overridden(self, "get_initial_masks"):
             return state
         return state._replace(masks=jax.tree.map(lambda _: None, params))
 
     def wrap_optax(
-        self, inner: optax.GradientTransformation, masks: PyTree | None = None
+        self, inner: optax.GradientTransformation, masks: Masks | None = None
     ) -> optax.GradientTransformationExtraArgs:
         """Returns `inner` with sparsity; initial masks need `store_masks`."""
         if masks is not None and not self.store_masks:
@@ -95,12 +95,12 @@ class StraightThrough(BaseUpdater):
             )
         return super().wrap_optax(inner, masks)
 
-    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> PyTree:
+    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
         if self.store_masks:
             return super().new_masks(sparse_state, inputs)
         return sparse_state.masks
 
-    def post_gradient_update(self, params: PyTree, sparse_state: optax.OptState) -> PyTree:
+    def post_gradient_update(self, params: Params, sparse_state: optax.OptState) -> Params:
         """Returns `params`: the weights stay dense."""
         return params
 
@@ -135,11 +135,11 @@ class SteRandomPruning(StraightThrough, RandomPruning):
 
     def calculate_scores(
         self,
-        params: PyTree,
+        params: Params,
         sparse_state: SparseState | None = None,
-        grads: PyTree | None = None,
+        grads: Grads | None = None,
         *,
         draw: Draw = generate_random_scores,
-    ) -> PyTree:
+    ) -> ScoreTree:
         step = 0 if sparse_state is None else sparse_state.count
         return draw(params, self.rng_seed, step)

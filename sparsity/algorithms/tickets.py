@@ -23,7 +23,7 @@ from sparsity.core.checks import (
     check_iterable,
     is_traced,
 )
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import apply_masks
 from sparsity.sparsity_distributions import Uniform
 
@@ -32,10 +32,10 @@ Ticket: TypeAlias = tuple[PyTree, PyTree, PyTree]  # start, masks, trained
 
 def lottery_ticket(
     train_fn: Callable[[PyTree, PyTree], PyTree],
-    params: PyTree,
+    params: Params,
     rounds: int,
     rate: float = 0.2,
-    rewind_params: PyTree | None = None,
+    rewind_params: Params | None = None,
     *,
     done: Sequence[Ticket] = (),
 ) -> list[Ticket]:
@@ -99,7 +99,7 @@ def _check_arguments(train_fn: object, rounds: object, rate: object, done: objec
     check_iterable("done", done)
 
 
-def _check_like(must: str, tree: PyTree, params: PyTree) -> None:
+def _check_like(must: str, tree: PyTree, params: Params) -> None:
     """Raises a ValueError unless a tree has the leaves of the parameters."""
     shapes = [
         [
@@ -112,7 +112,7 @@ def _check_like(must: str, tree: PyTree, params: PyTree) -> None:
         raise ValueError(f"{must} {trees.listed(shapes[0])}, got {trees.listed(shapes[1])}.")
 
 
-def _check_finite(role: str, tree: PyTree, masks: PyTree) -> None:
+def _check_finite(role: str, tree: PyTree, masks: Masks) -> None:
     """Raises a ValueError that names a leaf whose kept weights are not finite."""
 
     def check(path: trees.KeyPath, weights: jax.Array, mask: jax.Array | None) -> None:
@@ -127,7 +127,7 @@ def _check_finite(role: str, tree: PyTree, masks: PyTree) -> None:
     trees.map_matched(check, tree, masks)
 
 
-def _check_done(r: int, ticket: Ticket, params: PyTree, ones: PyTree, rate: float) -> None:
+def _check_done(r: int, ticket: Ticket, params: Params, ones: PyTree, rate: float) -> None:
     """Raises a ValueError unless a ticket belongs to the parameters and the rate."""
     if not isinstance(ticket, tuple | list) or len(ticket) != 3:
         raise ValueError(
@@ -164,13 +164,13 @@ def _rewound(ticket: Ticket, origin: PyTree, rate: float, r: int) -> tuple[PyTre
     return apply_masks(origin, masks), masks
 
 
-def _pruned(masks: PyTree, trained: PyTree, rate: float, r: int) -> PyTree:
+def _pruned(masks: Masks, trained: PyTree, rate: float, r: int) -> Masks:
     """Returns the masks of round r, within the masks of the round before."""
     magnitudes = jax.tree.map(jnp.abs, trees.prunable(trained))
     return highest_within(masks, magnitudes, _num_kept(masks, rate, r))
 
 
-def _num_kept(masks: PyTree, rate: float, r: int) -> int:
+def _num_kept(masks: Masks, rate: float, r: int) -> int:
     """Returns the number of weights that round r keeps."""
     n = sum(mask.size for mask in jax.tree.leaves(masks))
     kept: int = round(n * (1 - rate) ** r)

@@ -20,7 +20,7 @@ from sparsity.algorithms.ste import StraightThrough
 from sparsity.core import trees
 from sparsity.core.checks import check_fraction, check_number, is_traced
 from sparsity.core.sharding import on_device
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks import Sites, apply_mask, apply_masks
 from sparsity.training.hooks import ExtraArg, call_hook
 from sparsity.training.state import SparseState
@@ -68,13 +68,13 @@ class TopKast(StraightThrough, MagnitudePruning):
             check_fraction("backward_sparsity", self.backward_sparsity)
 
     def get_initial_masks(
-        self, params: PyTree, target_sparsities: PyTree, *, sites: Sites | None = None
-    ) -> PyTree:
+        self, params: Params, target_sparsities: Sparsities, *, sites: Sites | None = None
+    ) -> Masks:
         sites = self.sites(params) if sites is None else sites
         return self._create(self.calculate_scores(params), target_sparsities, sites)
 
     def init_algorithm_state(
-        self, params: PyTree, masks: PyTree, *, sites: Sites | None = None
+        self, params: Params, masks: Masks, *, sites: Sites | None = None
     ) -> PyTree:
         sites = self.sites(params) if sites is None else sites
         targets = self.target_numbers(params, sites)
@@ -91,8 +91,8 @@ class TopKast(StraightThrough, MagnitudePruning):
     def update_state(
         self,
         sparse_state: SparseState,
-        params: PyTree,
-        grads: PyTree,
+        params: Params,
+        grads: Grads,
         *,
         sites: Sites | None = None,
         **extra_args: ExtraArg,
@@ -103,20 +103,20 @@ class TopKast(StraightThrough, MagnitudePruning):
         backward = self._backward(scores, masks, targets, sites)
         return sparse_state._replace(masks=masks, algorithm_state=backward)
 
-    def modify_gradients(self, grads: PyTree, params: PyTree, sparse_state: SparseState) -> PyTree:
+    def modify_gradients(self, grads: Grads, params: Params, sparse_state: SparseState) -> Grads:
         masks, backward = sparse_state.masks, sparse_state.algorithm_state
         targets = sparse_state.target_sparsities
         explored = functools.partial(_explored, self.regularization)
         return trees.map_matched(explored, grads, params, masks, backward, targets)
 
     def wrap_optax(
-        self, inner: optax.GradientTransformation, masks: PyTree | None = None
+        self, inner: optax.GradientTransformation, masks: Masks | None = None
     ) -> optax.GradientTransformationExtraArgs:
         """Returns `inner` with sparsity; updates outside of B are zero."""
         tx = super().wrap_optax(inner, masks)
 
         def update(
-            updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: ExtraArg
+            updates: PyTree, state: PyTree, params: Params | None = None, **extra_args: ExtraArg
         ) -> tuple[PyTree, PyTree]:
             new: PyTree
             steps, new = tx.update(updates, state, params, **extra_args)
@@ -124,7 +124,9 @@ class TopKast(StraightThrough, MagnitudePruning):
 
         return optax.GradientTransformationExtraArgs(tx.init, update)
 
-    def _backward(self, scores: PyTree, masks: PyTree, targets: PyTree, sites: Sites) -> PyTree:
+    def _backward(
+        self, scores: ScoreTree, masks: Masks, targets: Sparsities, sites: Sites
+    ) -> PyTree:
         """Returns the masks of B: of A, and of the largest weights outside of A."""
         targets = jax.tree.map(on_device, targets)
         backward_sparsity = functools.partial(_backward_sparsity, self.backward_sparsity)
@@ -135,7 +137,11 @@ class TopKast(StraightThrough, MagnitudePruning):
         return self._create(first, sparsities, sites, targets)
 
     def _create(
-        self, scores: PyTree, sparsities: PyTree, sites: Sites, targets: PyTree | None = None
+        self,
+        scores: ScoreTree,
+        sparsities: Sparsities,
+        sites: Sites,
+        targets: Sparsities | None = None,
     ) -> PyTree:
         optional = {"sites": sites, "target_sparsities": targets}
         return call_hook(self.create_masks, scores, sparsities, extra={}, named=optional)
@@ -172,7 +178,7 @@ def _explored(
     return apply_mask(grad + (share.astype(param.dtype) * param).astype(grad.dtype), backward)
 
 
-def _check_backward(sparsity: float | None, targets: PyTree) -> None:
+def _check_backward(sparsity: float | None, targets: Sparsities) -> None:
     forward = [np.float32(t) for t in jax.tree.leaves(targets) if not is_traced(t)]
     if sparsity is not None and forward and np.float32(sparsity) > max(forward):
         raise ValueError(

@@ -24,7 +24,7 @@ from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
 from sparsity.training import comparison
-from sparsity.training.kept import spread_state
+from sparsity.training.kept_state import spread_state
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -341,7 +341,7 @@ def compact(
     comparison.check_arguments(graph, masks, opt_state, tx)
     if outside not in ("zero", "frozen"):
         raise ValueError(f"outside must be 'zero' or 'frozen', got outside = {outside!r}.")
-    graph.match_parameters(params)
+    graph.parameters.match(params)
     arrays = read_masks(graph, masks, outside == "frozen")
     chosen = read_formats(formats or {}, arrays)
     stored, owner_tree = build(graph, params, arrays, chosen, outside == "frozen")

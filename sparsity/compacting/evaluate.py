@@ -46,7 +46,6 @@ class Densifier(Interpreter[Lazy]):
         in_turn: bool,
         record: Callable[[Equation, Sequence[Lazy], bool], None] = lambda *_: None,
     ) -> None:
-        super().__init__()
         self._is_data, self._in_turn, self._record = is_data, in_turn, record
 
     def run(self, program: Program, inputs: Sequence[Lazy]) -> list[Lazy]:
@@ -93,10 +92,10 @@ class Densifier(Interpreter[Lazy]):
 
     def _scan(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
         (body,) = equation.within()
-        first, end = body.layers.start - len(body.carries), body.layers.start
-        stacks = [x if _is_stack(x) else self._densify(equation, x) for x in inputs[end:]]
-        carry = [self._densify(equation, x) for x in inputs[first:end]]
-        return super()._scan(equation, [*inputs[:first], *carry, *stacks])
+        constants, carry, layers = body.split(inputs)
+        stacks = [x if _is_stack(x) else self._densify(equation, x) for x in layers]
+        dense = [self._densify(equation, x) for x in carry]
+        return super()._scan(equation, [*constants, *dense, *stacks])
 
     def _while(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
         first = len(inputs) - len(equation.outputs)

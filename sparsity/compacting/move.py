@@ -68,7 +68,7 @@ def _move(
     """Returns `move`; `arrays` and `objects` are the leaves of the loss."""
     leaves = [x if array is None else array for array, x in zip(arrays, objects, strict=True)]
     loss: Loss | None = jax.tree.unflatten(treedef, leaves)
-    movers = make_movers(pruner, model.graph.example[0], model.storage_by_path)
+    movers = make_movers(pruner, model.graph.model.example[0], model.storage_by_path)
     values, indices = by_path(params), by_path(model.indices)
     direct: dict[Path, jax.Array] = {}
     if loss is not None:

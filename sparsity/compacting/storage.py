@@ -203,7 +203,9 @@ class Storage(SliceLayout):
 
     def locate_rows(self, rows: jax.Array) -> jax.Array:
         """Returns the positions of the units that `rows` keep."""
-        positions = map_rows(lambda row: kept_positions(row, self.indices_shape[-1]), rows)
+        positions: jax.Array = map_rows(
+            lambda row: kept_positions(row, self.indices_shape[-1]), rows
+        )
         return positions.reshape(self.indices_shape)
 
     def find_slots(self, old: jax.Array, new: jax.Array) -> tuple[jax.Array | None, jax.Array]:

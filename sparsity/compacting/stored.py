@@ -61,8 +61,8 @@ class StoredModel:
     ) -> PyTree:
         """Returns `Compact.apply`, with gradients of dense parameters for some observers."""
         graph, inputs = self._retrace(params, args, observers)
-        outputs = Densifier(graph.is_data, self.in_turn).run(graph.program, inputs)
-        return jax.tree.unflatten(graph.output_tree, outputs)
+        outputs = Densifier(graph.tracker.is_data, self.in_turn).run(graph.model.program, inputs)
+        return jax.tree.unflatten(graph.model.output_tree, outputs)
 
     def wrap(self, params: PyTree, observers: Mapping[Path, Observer] = _NO_OBSERVERS) -> PyTree:
         """Returns the parameters with `Kept` for masked ones.
@@ -92,7 +92,7 @@ class StoredModel:
     def find_readers(self) -> dict[str, set[str]]:
         """Returns {name: operations that need a dense array, other than products of values}."""
         readers: dict[str, set[str]] = {}
-        for equation, inputs, is_dense in self.list_reads(*self.graph.example):
+        for equation, inputs, is_dense in self.list_reads(*self.graph.model.example):
             for kept in kept_in(inputs) if is_dense else ():
                 if equation.name not in PRODUCTS or kept.storage.multiplies:
                     where = f"{equation.name} {equation.source}".strip()
@@ -121,7 +121,7 @@ class StoredModel:
 
         def run(arrays: list[jax.Array]) -> list[Lazy]:
             graph, inputs = self._retrace(*rebuild(arrays))
-            return Densifier(graph.is_data, False, record).run(graph.program, inputs)
+            return Densifier(graph.tracker.is_data, False, record).run(graph.model.program, inputs)
 
         jax.eval_shape(run, arrays)
         return reads

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import chex
 import jax
 
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Params, PyTree
 from sparsity.masks import apply_masks, create_mask, is_pattern, read_masks
 from sparsity.patterns import Block, NByM, SparsityType, Unstructured
 from sparsity.reports import summarize_intersection, summarize_sparsity
@@ -50,7 +50,7 @@ def apply_mask(param: PyTree, mask: PyTree, is_packed: bool = False) -> PyTree:
     return apply_masks(param, read_masks(mask, param, is_packed))
 
 
-def convert_state(state: PyTree, params: PyTree) -> SparseState:
+def convert_state(state: PyTree, params: Params) -> SparseState:
     """Converts the state of an optimizer that jaxpruner wrapped.
 
     Args:

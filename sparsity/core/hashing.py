@@ -14,7 +14,7 @@ from jax import lax
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.sharding import on_device, place_like, shard_like
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Params, PyTree
 
 _GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio
 
@@ -74,7 +74,7 @@ def flat_index(shape: tuple[int, ...], strides: Sequence[int | jax.Array] = ()) 
 
 
 def generate_random_scores(
-    params: PyTree, rng_seed: int | jax.Array, step: chex.Numeric = 0
+    params: Params, rng_seed: int | jax.Array, step: chex.Numeric = 0
 ) -> PyTree:
     """Returns uint32 scores: a hash of seed, step, path and index, without communication.
 

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.core import trees
-from sparsity.core.trees import KeyPath, PyTree
+from sparsity.core.trees import KeyPath, Params, PyTree
 
 
-def map_owned(fn: Callable[..., object], params: PyTree, state: PyTree, *others: PyTree) -> PyTree:
+def map_owned(fn: Callable[..., object], params: Params, state: PyTree, *others: PyTree) -> PyTree:
     """Maps `fn(owner, leaf, *other_leaves)` over an optimizer state.
 
     The owner of a state leaf is the leaf of `params` at the same path of a subtree that looks like

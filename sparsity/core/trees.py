@@ -19,6 +19,12 @@ import optax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 PyTree: TypeAlias = Any  # a tree of arrays, as jax takes it: jax has no type for it
+# Trees by what they hold; trees that go with params may have `None` in the place of a parameter.
+Params: TypeAlias = PyTree  # parameters of a model in any containers, and leaves that are no arrays
+Grads: TypeAlias = PyTree  # gradients of the parameters
+Masks: TypeAlias = PyTree  # uint8, 1 for kept weights, or packed bits; `None` for a dense parameter
+Sparsities: TypeAlias = PyTree  # the fraction of removed weights; `None` for a dense parameter
+ScoreTree: TypeAlias = PyTree  # scores of all weights, of which the highest are kept
 KeyPath: TypeAlias = tuple[Hashable, ...]  # of jax's key entries
 Path: TypeAlias = tuple[str, ...]  # the same as users see it, see `path_names`
 

@@ -32,7 +32,7 @@ import chex
 from sparsity.core import names as names_lib
 from sparsity.core import trees
 from sparsity.core.checks import check_density, check_int
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Params, PyTree
 from sparsity.masks import BatchAxes, Site, leading_axes
 from sparsity.patterns import NByM, SparsityType, Unstructured, parse_nm
 
@@ -67,7 +67,7 @@ class Entry(NamedTuple):
         forms = (form for prefix in prefixes for form in _forms(prefix))
         return next((self.rules[form] for form in forms if form in self.rules), None)
 
-    def check_names(self, params: PyTree) -> None:
+    def check_names(self, params: Params) -> None:
         """Raises a ValueError unless each key names exactly one layer, and no two keys the same."""
         if isinstance(self.rules, Rule):
             return
@@ -162,7 +162,7 @@ def _entry(epoch: int, entry: object) -> Entry:
     return Entry(epoch, False, rules)
 
 
-def read(strategy: object, params: PyTree, batch_axes: BatchAxes = 0) -> dict[int, Stage]:
+def read(strategy: object, params: Params, batch_axes: BatchAxes = 0) -> dict[int, Stage]:
     """Returns the stages of a strategy for the parameters, by epoch; checks the complete strategy.
 
     Args:

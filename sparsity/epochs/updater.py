@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import trees
 from sparsity.core.checks import check_int
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree
 from sparsity.epochs import strategies
 from sparsity.masks import (
     Global,
@@ -158,14 +158,14 @@ class EpochStrategy(BaseUpdater):
         super().__post_init__()
 
     def calculate_scores(
-        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
-    ) -> PyTree:
+        self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None
+    ) -> ScoreTree:
         return jax.tree.map(jnp.abs, params)
 
     def get_distribution_fn(self) -> Distribution | None:
         """Returns the function from params to the last sparsity of every layer."""
 
-        def last(params: PyTree) -> PyTree:
+        def last(params: Params) -> PyTree:
             sparsities: dict[trees.KeyPath, chex.Numeric] = {}
             for stage in self._stages(params):
                 sparsities |= stage.sparsities
@@ -173,7 +173,7 @@ class EpochStrategy(BaseUpdater):
 
         return last
 
-    def sites(self, params: PyTree) -> Sites:
+    def sites(self, params: Params) -> Sites:
         """Returns the table of the layers, each with its last type."""
 
         def last(path: tuple[str, ...], param: jax.Array) -> SparsityType:
@@ -189,8 +189,8 @@ class EpochStrategy(BaseUpdater):
     def update_state(
         self,
         sparse_state: SparseState,
-        params: PyTree,
-        grads: PyTree,
+        params: Params,
+        grads: Grads,
         *,
         sites: Sites | None = None,
         **extra_args: ExtraArg,
@@ -226,8 +226,8 @@ class EpochStrategy(BaseUpdater):
         return sparse_state._replace(masks=masks)
 
     def instant_sparsify(
-        self, params: PyTree, grads: PyTree | None = None, **extra_args: ExtraArg
-    ) -> tuple[PyTree, PyTree]:
+        self, params: Params, grads: Grads | None = None, **extra_args: ExtraArg
+    ) -> tuple[Params, Masks]:
         """Applies all stages of the strategy in order, without training.
 
         Args:
@@ -251,7 +251,7 @@ class EpochStrategy(BaseUpdater):
     def _update_steps(self) -> tuple[int, ...]:
         return tuple(epoch * self.steps_per_epoch for epoch in self._entries)
 
-    def _stages(self, params: PyTree) -> list[strategies.Stage]:
+    def _stages(self, params: Params) -> list[strategies.Stage]:
         return list(strategies.read(self._entries, params, self.batch_axes).values())
 
 
@@ -274,7 +274,7 @@ class AtSteps(NoUpdateSchedule):
         return (self.steps[0], self.steps[-1]) if self.steps else None
 
 
-def _masks(stage: strategies.Stage, scores: PyTree, masks: PyTree) -> PyTree:
+def _masks(stage: strategies.Stage, scores: ScoreTree, masks: Masks) -> Masks:
     """Returns the masks after a stage: new masks for its layers, old masks for all others."""
     named = trees.map_matched(
         lambda path, _: stage.sparsities[path] if path in stage.sites else None, scores
@@ -286,5 +286,5 @@ def _masks(stage: strategies.Stage, scores: PyTree, masks: PyTree) -> PyTree:
     )
 
 
-def _read(masks: PyTree, params: PyTree) -> PyTree:
+def _read(masks: Masks, params: Params) -> PyTree:
     return read_masks(masks, params, packed=False, role="masks of mask_key")

@@ -20,7 +20,7 @@ from sparsity.core.trees import PyTree
 from sparsity.masks.positions import check_entries
 from sparsity.training.checks import check_optimizer
 from sparsity.training.entrywise import check_entrywise
-from sparsity.training.kept import KeptLayout, KeptState, gather
+from sparsity.training.kept_state import KeptLayout, KeptState, gather
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -6,7 +6,8 @@ from sparsity.graph.channels import ChannelGroup, Parameter, Refusal
 from sparsity.graph.coupled import Coupled
 from sparsity.graph.graph import Graph
 from sparsity.graph.trace import trace
-from sparsity.graph.uses import Use, View
+from sparsity.graph.uses import Use
+from sparsity.graph.views import View
 
 __all__ = [
     "Bias",

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.core.trees import Path
-from sparsity.graph.uses import Factor, Tracker, Use, View, follow
+from sparsity.graph.uses import Tracker, Use
+from sparsity.graph.views import Factor, View, follow
 from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program, Value
@@ -209,15 +210,15 @@ def _make_scale(
       made_by: the equations that make values outside loops.
       free: the values outside loops.
     """
-    value, dims = factor.value, [*factor.outputs.dims]
+    value, by_axis = factor.value, [*factor.outputs.factors]
     while value in made_by and made_by[value].name == "broadcast_in_dim":
-        dims = [dims[i] for i in made_by[value].params["broadcast_dimensions"]]
+        by_axis = [by_axis[i] for i in made_by[value].params["broadcast_dimensions"]]
         value = made_by[value].inputs[0]
     if value.constant is None and value not in free:
         return None
     places: list[int | None] = []
-    for size, dim in zip(value.shape, dims[: len(value.shape)], strict=True):
-        parts = [part for part in dim if part.size > 1]
+    for size, factors in zip(value.shape, by_axis[: len(value.shape)], strict=True):
+        parts = [part for part in factors if part.size > 1]
         axis = parts[0].axis if len(parts) == 1 else None
         if size > 1 and (axis is None or shape[axis] != size or parts[0].step != 1):
             return None
@@ -229,14 +230,14 @@ def _view_output(use: Use) -> View:
     """Returns where the output axes of the parameter lie in the result of the product."""
     (result,), view = use.equation.outputs, use.view
     product = read_product(use.equation)
-    dims: list[tuple[Factor, ...]] = [(Factor(None, n),) for n in result.shape]
+    by_axis: list[tuple[Factor, ...]] = [(Factor(None, n),) for n in result.shape]
     batch = dict(zip(product.lhs.batch, product.operands[use.operand].batch, strict=True))
     for place, source in enumerate(product.output):
         if source and source[0] == use.operand:
-            dims[place] = view.dims[source[1]]
+            by_axis[place] = view.factors[source[1]]
         elif source and source[0] == 0 and source[1] in batch:
-            dims[place] = view.dims[batch[source[1]]]
-    return view.with_dims(dims)
+            by_axis[place] = view.factors[batch[source[1]]]
+    return view.with_factors(by_axis)
 
 
 def _match_axes(use: Use, outputs: View, bias: View) -> dict[int, int] | None:
@@ -244,10 +245,10 @@ def _match_axes(use: Use, outputs: View, bias: View) -> dict[int, int] | None:
     if bias.is_part or use.view.is_part or bias.scans != use.view.scans:
         return None
     axes = dict(zip(use.view.stacked, bias.stacked, strict=True))
-    for dim, other in zip(outputs.dims, bias.dims, strict=True):
+    for factors, other in zip(outputs.factors, bias.factors, strict=True):
         pairs = [
             [part for part in parts if part.axis is not None and part.size > 1]
-            for parts in (dim, other)
+            for parts in (factors, other)
         ]
         if [part[1:] for part in pairs[0]] != [part[1:] for part in pairs[1]]:
             return None

@@ -15,7 +15,7 @@ from sparsity.core import trees
 from sparsity.core.checks import check_density, check_kind
 from sparsity.core.exact import lowest_sparsity
 from sparsity.core.polynomials import Polynomial
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Params, PyTree, Sparsities
 from sparsity.graph.channels import Parameter
 from sparsity.graph.coupled import Coupled
 from sparsity.graph.graph import Graph
@@ -48,30 +48,34 @@ class Budget:
 
     def cost(self, path: tuple[str, ...], param: chex.Array) -> float:
         """Returns the cost of a weight of a parameter: multiply-adds, or bytes."""
-        leaf = self.graph.find_parameter(path, param, may_be_smaller=True)
+        parameter = self.graph.parameters.find(path, param, may_be_smaller=True)
         if self.macs is None:
-            return float(leaf.dtype.itemsize)
-        return self.graph.count_macs(leaf.path) / max(leaf.size, 1)
+            return float(parameter.dtype.itemsize)
+        return self.graph.costs.count_macs(parameter.path) / max(parameter.size, 1)
 
     def total(self, leaves: Sequence[tuple[tuple[str, ...], chex.Array]]) -> Polynomial:
         """Returns the cost of some parameters as a polynomial in the numbers of weights kept."""
         parameters = [
-            self.graph.find_parameter(path, param, may_be_smaller=True) for path, param in leaves
+            self.graph.parameters.find(path, param, may_be_smaller=True) for path, param in leaves
         ]
-        kept = {leaf.path: Polynomial.variable(i) for i, leaf in enumerate(parameters)}
+        kept = {parameter.path: Polynomial.variable(i) for i, parameter in enumerate(parameters)}
         if self.macs is None:
-            nbytes = (kept[leaf.path] * leaf.dtype.itemsize for leaf in parameters)
+            nbytes = (kept[parameter.path] * parameter.dtype.itemsize for parameter in parameters)
             return sum(nbytes, Polynomial({}))
-        shares = {leaf.path: kept[leaf.path] / leaf.size for leaf in parameters if leaf.size}
-        return Polynomial.convert(self.graph.count_sparse_macs(shares))
+        shares = {
+            parameter.path: kept[parameter.path] / parameter.size
+            for parameter in parameters
+            if parameter.size
+        }
+        return Polynomial.convert(self.graph.costs.count_sparse_macs(shares))
 
     def __call__(
         self,
-        params: PyTree,
+        params: Params,
         batch_axes: BatchAxes = 0,
         sites: Sites | None = None,
         scope: object = None,
-    ) -> PyTree:
+    ) -> Sparsities:
         """Returns a tree like `params` of sparsities, `None` where a parameter stays dense.
 
         Args:
@@ -90,7 +94,7 @@ class Budget:
                 f"this budget. Use across = {'nbytes' if by_bytes else True!r}."
             )
         table = Sites(params, Unstructured(), batch_axes) if sites is None else sites
-        leaves = self.graph.match_parameters(params)
+        leaves = self.graph.parameters.match(params)
         if isinstance(scope, Coupled):
             count = self._channel_counter(params, leaves, scope)
         else:
@@ -133,26 +137,26 @@ class Budget:
         return "nbytes", self.nbytes
 
     def _channel_counter(
-        self, params: PyTree, leaves: Mapping[trees.KeyPath, Parameter], scope: Coupled
+        self, params: Params, leaves: Mapping[trees.KeyPath, Parameter], scope: Coupled
     ) -> Callable[[PyTree], Fraction]:
         """Returns a function from sparsities to the cost of the smaller arrays."""
         graph, by_bytes = self.graph, self.macs is None
-        paths = {leaf.path for leaf in leaves.values()}
-        has_integral_costs = by_bytes or isinstance(graph.count_small_macs({}), int)
+        paths = {parameter.path for parameter in leaves.values()}
+        has_integral_costs = by_bytes or isinstance(graph.costs.count_small_macs({}), int)
 
-        def count(targets: PyTree) -> Fraction:
+        def count(targets: Sparsities) -> Fraction:
             sizes = scope.count_kept(params, targets)
             if by_bytes:
-                cost = graph.count_small_bytes(sizes, paths)
+                cost = graph.costs.count_small_bytes(sizes, paths)
             else:
-                cost = graph.count_small_macs(sizes)
+                cost = graph.costs.count_small_macs(sizes)
             # A number of channels that is no integer may cost more than the integer below.
             return Fraction(math.floor(cost)) if scope.across and has_integral_costs else cost
 
         return count
 
     def _mask_counter(
-        self, params: PyTree, leaves: Mapping[trees.KeyPath, Parameter], sites: Sites
+        self, params: Params, leaves: Mapping[trees.KeyPath, Parameter], sites: Sites
     ) -> Callable[[PyTree], Fraction]:
         """Returns a function from sparsities to the cost of the masked arrays."""
         arrays = trees.leaves_by_path(params)
@@ -161,7 +165,7 @@ class Budget:
         def counter(path: trees.KeyPath) -> Callable[[float], int]:
             return entry_counter(sites[path].pattern, arrays[path].shape, sites[path].batch_axes)
 
-        def count(targets: PyTree) -> Fraction:
+        def count(targets: Sparsities) -> Fraction:
             sparsities = trees.leaves_by_path(targets).items()
             kept = {path: counter(path)(float(x)) for path, x in sparsities}
             return self._count(leaves, kept)
@@ -174,15 +178,15 @@ class Budget:
         """Returns the cost if masks keep only some weights of the parameters in `kept`."""
         if self.macs is not None:
             each = ((leaves[path], n) for path, n in kept.items())
-            macs: Fraction = self.graph.count_sparse_macs(
+            macs: Fraction = self.graph.costs.count_sparse_macs(
                 {x.path: Fraction(n, x.size) for x, n in each}
             )
             return macs
         nbytes = [
-            kept[path] * leaf.dtype.itemsize + math.ceil(leaf.size / 8)
+            kept[path] * parameter.dtype.itemsize + math.ceil(parameter.size / 8)
             if path in kept
-            else leaf.size * leaf.dtype.itemsize
-            for path, leaf in leaves.items()
+            else parameter.size * parameter.dtype.itemsize
+            for path, parameter in leaves.items()
         ]
         return Fraction(sum(nbytes))
 
@@ -240,5 +244,5 @@ def budget(
     return Budget(graph, macs, nbytes, distribution)
 
 
-def _with(targets: PyTree, path: trees.KeyPath, target: float) -> PyTree:
+def _with(targets: Sparsities, path: trees.KeyPath, target: float) -> PyTree:
     return trees.map_matched(lambda at, other: target if at == path else other, targets)

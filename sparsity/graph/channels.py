@@ -6,12 +6,12 @@ import dataclasses
 import math
 import types
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
-import chex
 import numpy as np
 
-from sparsity.core.trees import KeyPath, Path, join_names
-from sparsity.programs.axes import Axis, Reason, labels, variables
+from sparsity.core.trees import Path, join_names
+from sparsity.programs.axes import Axis, Reason, label_entries, list_variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +29,10 @@ class Parameter:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+
+# The parameters of a model, with their axes.
+ParameterAxes: TypeAlias = Sequence[tuple[Parameter, Sequence[Axis]]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,27 +58,6 @@ class ChannelGroup:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlacedGroup:
-    """A group as it lies in a tree.
-
-    Attributes:
-      channels: the group.
-      full: the same group before the model was cut.
-      members: (path, axis, positions) of all entries that go with a channel.
-      scored: the members that add to the importance of a channel.
-      entries: for each scored member the number of entries of a channel of `full`, in a layer.
-      sparsity: the sparsity of the group.
-    """
-
-    channels: ChannelGroup
-    full: ChannelGroup
-    members: list[tuple[KeyPath, int, np.ndarray]]
-    scored: list[tuple[KeyPath, int, np.ndarray]]
-    entries: list[int]
-    sparsity: chex.Numeric
-
-
-@dataclasses.dataclass(frozen=True)
 class Refusal:
     """An axis of a parameter that cannot lose entries, and why.
 
@@ -95,7 +78,7 @@ class Refusal:
 
 
 def find_channels(
-    axes: Sequence[tuple[Parameter, Sequence[Axis]]],
+    parameters: ParameterAxes,
     unproven: Mapping[Axis, Reason],
     made: Mapping[Path, set[int]],
     windows: Mapping[Path, set[int]],
@@ -104,7 +87,7 @@ def find_channels(
     """Returns the groups that can be removed and the refused axes, both in tree order.
 
     Args:
-      axes: the parameters with their axes.
+      parameters: the parameters with their axes.
       unproven: variables whose removal would differ from masking them, and why.
       made: {path: the axes of the parameter that become outputs of a product}.
       windows: {path: the axes of the parameter that are windows of a convolution}.
@@ -112,40 +95,42 @@ def find_channels(
     """
     refusals = dict(unproven)
     members: dict[Axis, list[tuple[Parameter, int, Axis]]] = {}
-    for leaf, dims in axes:
-        for axis, dim in enumerate(dims):
-            parts = dict.fromkeys(variables(dim))
-            is_single = leaf.shape[axis] > 1 and all(variable.size == 1 for variable in parts)
+    for parameter, axes in parameters:
+        for number, axis in enumerate(axes):
+            parts = dict.fromkeys(list_variables(axis))
+            is_single = parameter.shape[number] > 1 and all(
+                variable.size == 1 for variable in parts
+            )
             for variable in parts:
                 if variable.pin is not None:
                     refusals[variable] = variable.pin
-                elif variable not in refusals and labels(dim, variable) is None:
+                elif variable not in refusals and label_entries(axis, variable) is None:
                     refusals[variable] = Reason(None, "an axis of pairs of its own entries", "axis")
                 elif variable not in refusals and is_single:
                     refusals[variable] = Reason(
                         None, "an axis that is cut into single entries", "axis"
                     )
                 if variable.size > 1 or is_single:
-                    members.setdefault(variable, []).append((leaf, axis, dim))
+                    members.setdefault(variable, []).append((parameter, number, axis))
     groups, refused = [], []
     names: dict[str, int] = {}
     for variable, places in members.items():
         if variable in refusals:
-            for leaf, axis, dim in places:
-                reasons = [refusals.get(v) for v in variables(dim) if v.size > 1]
-                if axis not in windows.get(leaf.path, ()):
-                    refused += _refuse(leaf, axis, refusals[variable], reasons)
+            for parameter, number, axis in places:
+                reasons = [refusals.get(v) for v in list_variables(axis) if v.size > 1]
+                if number not in windows.get(parameter.path, ()):
+                    refused += _refuse(parameter, number, refusals[variable], reasons)
             continue
         outputs = [place for place in places if place[1] in made.get(place[0].path, ())]
-        leaf, axis, _ = (outputs or places)[0]
-        name = f"{leaf.name}:{axis}"
+        parameter, number, _ = (outputs or places)[0]
+        name = f"{parameter.name}:{number}"
         names[name] = names.get(name, 0) + 1
         groups.append(
             ChannelGroup(
                 name if names[name] == 1 else f"{name}.{names[name]}",
                 variable.size,
-                tuple((leaf.path, axis) for leaf, axis, _ in places),
-                tuple(positions(dim, variable) for _, _, dim in places),
+                tuple((parameter.path, number) for parameter, number, _ in places),
+                tuple(find_positions(axis, variable) for _, _, axis in places),
                 variable,
                 layers.get(variable, 0),
             )
@@ -153,11 +138,11 @@ def find_channels(
     return groups, list(dict.fromkeys(refused))
 
 
-def positions(
-    dim: Axis, variable: Axis, sizes: Mapping[Axis, int] = types.MappingProxyType({})
+def find_positions(
+    axis: Axis, variable: Axis, sizes: Mapping[Axis, int] = types.MappingProxyType({})
 ) -> np.ndarray:
     """Returns int[size, n]: where each entry of a variable lies along an axis, at these sizes."""
-    entries = labels(dim, variable, sizes)
+    entries = label_entries(axis, variable, sizes)
     assert entries is not None  # refused before
     order = np.argsort(entries, kind="stable")[np.count_nonzero(entries < 0) :]
     return order.reshape(sizes.get(variable, variable.size), -1)
@@ -165,7 +150,7 @@ def positions(
 
 def resize_groups(
     groups: list[ChannelGroup],
-    axes: Sequence[tuple[Parameter, Sequence[Axis]]],
+    parameters: ParameterAxes,
     sizes: Mapping[Axis, int],
 ) -> list[ChannelGroup]:
     """Returns the groups of channels in a smaller model, at these sizes of some axes.
@@ -174,18 +159,19 @@ def resize_groups(
 
     Args:
       groups: groups of the full model.
-      axes: the parameters with their axes.
+      parameters: the parameters with their axes.
       sizes: {axis: size in the smaller model}.
     """
     if not sizes:
         return groups
-    dims = {leaf.path: each for leaf, each in axes}
+    axes = {parameter.path: each for parameter, each in parameters}
     return [
         dataclasses.replace(
             group,
             size=sizes.get(group.variable, group.size),
             positions=tuple(
-                positions(dims[path][axis], group.variable, sizes) for path, axis in group.members
+                find_positions(axes[path][number], group.variable, sizes)
+                for path, number in group.members
             ),
         )
         for group in groups
@@ -193,13 +179,13 @@ def resize_groups(
 
 
 def _refuse(
-    leaf: Parameter, axis: int, reason: Reason, reasons: Sequence[Reason | None]
+    parameter: Parameter, number: int, reason: Reason, reasons: Sequence[Reason | None]
 ) -> list[Refusal]:
     """Returns the refusal of a part of an axis; none for positions that lie beside channels.
 
     Args:
-      leaf: the parameter.
-      axis: the axis.
+      parameter: the parameter.
+      number: the axis.
       reason: why the part cannot lose entries.
       reasons: the same for all parts, `None` for those that can.
     """
@@ -210,4 +196,4 @@ def _refuse(
     primitive = reason.kind if equation is None else equation.name
     source = "" if equation is None else equation.source
     text = f"{reason.text}; other entries of the axis can go" if None in reasons else reason.text
-    return [Refusal(leaf.path, axis, primitive, source, text)]
+    return [Refusal(parameter.path, number, primitive, source, text)]

@@ -4,17 +4,102 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from sparsity.core.polynomials import Polynomial
-from sparsity.graph.coupling import Coupling
+from sparsity.core.trees import Path
+from sparsity.graph.coupling import TABLES, Coupling
+from sparsity.graph.model import Model
+from sparsity.graph.removal import Removal
+from sparsity.graph.uses import Tracker, Use
 from sparsity.programs.axes import Axis, count_entries
-from sparsity.programs.products import PRODUCTS, read_product
+from sparsity.programs.products import NO_PRODUCTS, PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program
 
 Number: TypeAlias = Any  # an int, a fraction, or a polynomial
+N = TypeVar("N", int, Fraction, Polynomial)
+
+
+class Costs:
+    """Multiply-adds and bytes of a model: dense, masked, or without some channels.
+
+    Args:
+      model: the model.
+      tracker: the uses of its parameters.
+      removal: the axes of its values.
+    """
+
+    def __init__(self, model: Model, tracker: Tracker, removal: Removal) -> None:
+        self._model, self._tracker, self._removal = model, tracker, removal
+
+    def count_macs(self, path: Path) -> int:
+        """Counts multiply-adds of all products of a parameter; each product counts once."""
+        return sum(use.macs for use in self._by_product(path))
+
+    def count_sparse_macs(self, density: Mapping[Path, N]) -> N:
+        """Counts multiply-adds if only a part of the entries of some parameters differs from 0."""
+        readers: dict[Equation, list[Use]] = {}
+        for use in self._tracker.uses:
+            if use.primitive in PRODUCTS:
+                readers.setdefault(use.equation, []).append(use)
+
+        def macs(product: Equation) -> Number:
+            uses = readers.get(product, ())
+            lhs, rhs = ([use for use in uses if use.operand == i] for i in range(2))
+            return (
+                read_product(product).macs
+                * _operand_density(lhs, density)
+                * _operand_density(rhs, density)
+            )
+
+        total: N = sum_products(self._model.program, macs)
+        return total
+
+    def count_small_macs(self, sizes: Mapping[Axis, N], path: Path | None = None) -> N:
+        """Counts multiply-adds at smaller sizes of some axes: of a call, or of one parameter."""
+        count = product_counter(self._removal.coupling, sizes)
+        macs: N
+        if path is None:
+            macs = sum_products(self._model.program, count)
+        else:
+            macs = sum(
+                (1 if use.trips is None else use.trips) * use.view.share * count(use.equation)
+                for use in self._by_product(path)
+            )
+        return macs
+
+    def count_small_bytes(self, sizes: Mapping[Axis, N], paths: Container[Path]) -> N:
+        """Counts bytes of some parameters at smaller sizes of some axes."""
+        nbytes: N = sum(
+            multiply_sizes(axes, sizes) * parameter.dtype.itemsize
+            for parameter, axes in self._removal.list_axes()
+            if parameter.path in paths
+        )
+        return nbytes
+
+    @functools.cached_property
+    def uncounted(self) -> dict[str, str]:
+        """Primitives whose multiply-adds do not count, each with the first line that uses them."""
+        programs = [self._model.program]
+        sources: dict[str, str] = {}
+        for program in programs:  # grows by the bodies of its equations
+            for equation in program.flat():
+                programs += equation.bodies
+                tables = (*TABLES, NO_PRODUCTS)
+                if not equation.bodies and not any(equation.name in names for names in tables):
+                    sources.setdefault(equation.name, equation.source)
+        return sources
+
+    def _by_product(self, path: Path) -> list[Use]:
+        """Returns one use for each product of a parameter: that of the largest part."""
+        largest: dict[Equation, Use] = {}
+        for use in self._tracker.find_products(path):
+            other = largest.setdefault(use.equation, use)
+            if use.view.share > other.view.share:
+                largest[use.equation] = use
+        return list(largest.values())
 
 
 def sum_products(program: Program, count: Callable[[Equation], Number]) -> Number:
@@ -43,12 +128,28 @@ def product_counter(
     return count
 
 
-def multiply_sizes(dims: Iterable[Axis], sizes: Mapping[Axis, Number]) -> Number:
+def multiply_sizes(axes: Iterable[Axis], sizes: Mapping[Axis, Number]) -> Number:
     """Returns the product of the sizes of axes, at smaller sizes of some variables."""
-    return functools.reduce(operator.mul, [count_entries(dim, sizes) for dim in dims], 1)
+    return functools.reduce(operator.mul, [count_entries(axis, sizes) for axis in axes], 1)
 
 
 def _larger(one: Number, other: Number) -> Number:
     if isinstance(one, Polynomial) or isinstance(other, Polynomial):
         return Polynomial.maximum(one, other)
     return max(one, other)
+
+
+def _operand_density(uses: Sequence[Use], density: Mapping[Path, Number]) -> Number:
+    """Returns the part of the entries of an operand that may differ from 0.
+
+    Parameters that were joined add up. Parameters that were multiplied bound each other: a
+    parameter with a density counts.
+    """
+    total: Number = Fraction(0)
+    free = Fraction(1)  # the part of the operand that no earlier parameter has
+    for use in sorted(uses, key=lambda use: use.path not in density or not use.view.keeps_zeros):
+        share = min(use.view.share, free)
+        free -= share
+        part = density.get(use.path, Fraction(1)) if use.view.keeps_zeros else Fraction(1)
+        total = total + part * share
+    return total + free if free else total

@@ -15,17 +15,23 @@ import numpy as np
 
 from sparsity.core import exact, host, sharding, trees
 from sparsity.core.checks import check_bool, check_int, check_number, is_traced
-from sparsity.core.kernels import compute_once
 from sparsity.core.polynomials import Cost, Polynomial
-from sparsity.core.trees import KeyPath, Path, PyTree
-from sparsity.graph.channels import ChannelGroup, PlacedGroup, resize_groups
+from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, ScoreTree, Sparsities
+from sparsity.graph.channels import ChannelGroup, resize_groups
 from sparsity.graph.cuts import Cut, solve_sizes
 from sparsity.graph.graph import Graph
+from sparsity.graph.placed import (
+    PlacedGroup,
+    find_active,
+    keep_best,
+    rank_channels,
+    spread_masks,
+    sum_importance,
+)
 from sparsity.masks import Pattern, TopkFn
-from sparsity.masks.costs import best_that_fit
-from sparsity.masks.moves import moved_masks
+from sparsity.masks.affordable import best_that_fit
+from sparsity.masks.moves import move_units
 from sparsity.programs.axes import Axis
-from sparsity.selection import Ranked, Scores, topk_masks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,17 +138,17 @@ class Coupled:
         ]
         return [total / jnp.float32(cost) for total, cost in zip(totals, costs, strict=True)]
 
-    def masked(self, params: PyTree, sparsities: PyTree) -> set[KeyPath]:
+    def masked(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
         """Returns paths of the leaves that get masks: all members of groups with a sparsity."""
         groups = self._groups(params, sparsities)
         return {path for group in groups for path, _, _ in group.members}
 
-    def scored(self, params: PyTree, sparsities: PyTree) -> set[KeyPath]:
+    def scored(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
         """Returns paths of the leaves that add to the importance of groups with a sparsity."""
         groups = self._groups(params, sparsities)
         return {path for group in groups for path, _, _ in group.scored}
 
-    def count_kept(self, params: PyTree, sparsities: PyTree) -> dict[Axis, Fraction]:
+    def count_kept(self, params: Params, sparsities: Sparsities) -> dict[Axis, Fraction]:
         """Counts the channels that stay of each group of `graph`, for sparsities in Python.
 
         With `across`, counts are fractions that cost as much as the channels that may stay.
@@ -151,7 +157,7 @@ class Coupled:
         numbers = zip(groups, self._numbers(groups), strict=True)
         return {group.full.variable: Fraction(float(n)) for group, n in numbers}
 
-    def select_tree(self, scores: PyTree, sparsities: PyTree) -> PyTree:
+    def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:
         """Returns masks of all members; the channels of the highest importance stay."""
         groups = self._groups(scores, sparsities)
         cost = self._cost(groups, scores) if self.across else None
@@ -163,14 +169,14 @@ class Coupled:
             importance, (numbers, least) = self._importance(groups, leaves), counts
             if cost is not None:
                 numbers = self._compete(groups, importance, cost, numbers, least)
-            return _keep_best(groups, importance, numbers)
+            return keep_best(groups, importance, numbers)
 
         counts = self._numbers(groups), [self._least(group) for group in groups]
         return self._masks(groups, scores, select, [scores], counts, is_on_host=self.order == 1)
 
     def masks_by(
-        self, choose: Choose, tree: PyTree, sparsities: PyTree, extra: PyTree = None
-    ) -> PyTree:
+        self, choose: Choose, tree: PyTree, sparsities: Sparsities, extra: PyTree = None
+    ) -> Masks:
         """Returns masks of all members, of the channels that a function chooses.
 
         Args:
@@ -190,8 +196,8 @@ class Coupled:
         return self._masks(groups, tree, select, [tree], (counts, extra))
 
     def move_tree(
-        self, masks: PyTree, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
-    ) -> PyTree:
+        self, masks: Masks, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
+    ) -> Masks:
         """Returns masks of as many channels of each group as before, some of them replaced."""
         present = trees.leaves_by_path(masks)
         sparsities = trees.map_matched(lambda path, _: 0.0 if path in present else None, drop)
@@ -207,27 +213,27 @@ class Coupled:
             grow: Mapping[KeyPath, jax.Array],
             fraction: chex.Numeric,
         ) -> list[jax.Array]:
-            active = [_stays(group, masks) for group in groups]
+            active = [find_active(group, masks) for group in groups]
             drops = zip(self._importance(groups, drop), active, strict=True)
-            ranked = [_channels(importance, on) for importance, on in drops]
-            others = [_channels(x) for x in self._importance(groups, grow)]
-            return moved_masks(ranked, others, fraction)
+            ranked = [rank_channels(importance, on) for importance, on in drops]
+            others = [rank_channels(x) for x in self._importance(groups, grow)]
+            return move_units(ranked, others, fraction)
 
         return self._masks(groups, masks, move, [masks, drop, grow], drop_fraction)
 
     # Groups as they lie in a tree.
 
-    def _groups(self, tree: PyTree, sparsities: PyTree) -> list[PlacedGroup]:
+    def _groups(self, tree: PyTree, sparsities: Sparsities) -> list[PlacedGroup]:
         """Returns the groups that have a sparsity, at their sizes in a tree."""
         graph, arrays = self.graph, trees.leaves_by_path(tree)
-        leaves = graph.match_parameters(tree)
-        shapes = {leaf.path: arrays[path].shape for path, leaf in leaves.items()}
-        axes = graph.list_axes()
+        leaves = graph.parameters.match(tree)
+        shapes = {parameter.path: arrays[path].shape for path, parameter in leaves.items()}
+        axes = graph.removal.list_axes()
         sizes = solve_sizes(axes, shapes, self.plan)
         places = {
-            leaf.path: path
-            for path, leaf in leaves.items()
-            if jnp.issubdtype(leaf.dtype, jnp.inexact)  # others can have no mask
+            parameter.path: path
+            for path, parameter in leaves.items()
+            if jnp.issubdtype(parameter.dtype, jnp.inexact)  # others can have no mask
         }
         targets = trees.leaves_by_path(sparsities)
         groups = []
@@ -241,14 +247,14 @@ class Coupled:
                         entries.append(self._entries(full, i))
             rates = [targets[path] for path, _, _ in members if targets.get(path) is not None]
             if rates:
-                largest = rates[0] if len(rates) == 1 else _largest(rates)
+                largest = rates[0] if len(rates) == 1 else _find_largest(rates)
                 groups.append(PlacedGroup(group, full, members, scored, entries, largest))
         return groups
 
     def _entries(self, group: ChannelGroup, member: int) -> int:
         """Counts the entries of a member that belong to a channel of a layer."""
         (path, axis), positions = group.members[member], group.positions[member]
-        shape = self.graph.find_shape(path)
+        shape = self.graph.parameters.find_shape(path)
         return math.prod(shape) // (shape[axis] * max(group.layers, 1)) * int(positions.shape[1])
 
     def _numbers(self, groups: Sequence[PlacedGroup]) -> list[chex.Numeric]:
@@ -269,7 +275,7 @@ class Coupled:
         least = self._round(group.full, 0, self._least(group))
         if not is_traced(sparsity):
             return max(n * (1 - np.float32(sparsity)), np.float32(least))
-        return jnp.maximum(n * (1 - _clipped(sparsity)), jnp.float32(least))
+        return jnp.maximum(n * (1 - _clip(sparsity)), jnp.float32(least))
 
     def _least(self, group: PlacedGroup) -> chex.Numeric:
         """Returns the smallest number of channels of a group that stay."""
@@ -278,7 +284,7 @@ class Coupled:
             return min(self.min_channels or 1, n)
         tenth = -(-n // 10)
         if is_traced(sparsity):
-            fewer: jax.Array = jnp.int32(np.float32(n) * (1 - _clipped(sparsity)))
+            fewer: jax.Array = jnp.int32(np.float32(n) * (1 - _clip(sparsity)))
             return jnp.clip(fewer, 1, tenth)
         return min(max(int(np.float32(n) * (1 - np.float32(sparsity))), 1), tenth)
 
@@ -329,7 +335,7 @@ class Coupled:
 
         def mask(members: list[list[jax.Array]], extra: PyTree) -> list[jax.Array]:
             leaves = [dict(zip(paths, x, strict=True)) for x in members]
-            return self._spread(groups, choose(*leaves, extra), leaves[0])
+            return spread_masks(groups, choose(*leaves, extra), leaves[0])
 
         place = host.find_place(members, extra) if is_on_host else None
         if place is not None:
@@ -343,36 +349,18 @@ class Coupled:
     def _importance(
         self, groups: Sequence[PlacedGroup], leaves: Mapping[KeyPath, jax.Array]
     ) -> list[jax.Array]:
-        """Returns the importance of each group: [channels], or [layers, channels]."""
-        scores = {path: leaves[path] for group in groups for path, _, _ in group.scored}
-        powers = [_at_least_float32(x) for x in scores.values()]
-        if self.order == 2:
-            powers = [jnp.square(x) for x in exact.scaled(powers)]
-        by_path = dict(zip(scores, powers, strict=True))
-        importance = [self._sum_members(group, by_path) for group in groups]
-        return importance if host.namespace(powers) is np else compute_once(importance)
-
-    def _sum_members(self, group: PlacedGroup, powers: Mapping[KeyPath, jax.Array]) -> jax.Array:
-        parts, layers, xp = [], group.channels.layers, host.namespace(powers.values())
-        for (path, axis, positions), entries in zip(group.scored, group.entries, strict=True):
-            score = powers[path]
-            summed = tuple(i for i in range(bool(layers), score.ndim) if i != axis)
-            part = xp.asarray(exact.ordered_sum(score, summed) if summed else score)
-            if not _is_full_axis(positions, score.shape[axis]):
-                part = xp.asarray(exact.ordered_sum(part[..., positions], (part.ndim,)))
-            parts.append(part / entries if self.normalize else part)
-        total = exact.ordered_sum(xp.stack(parts), (0,)) if len(parts) > 1 else parts[0]
-        importance: jax.Array = xp.abs(total) if self.order == 1 else xp.sqrt(total)
-        return importance
+        return sum_importance(groups, leaves, self.order, self.normalize)
 
     def _cost(self, groups: Sequence[PlacedGroup], tree: PyTree) -> Cost:
         """Returns the cost of the model: multiply-adds, or bytes of the leaves of a tree."""
         sizes = {group.full.variable: Polynomial.variable(i) for i, group in enumerate(groups)}
         if self.across == "nbytes":
-            leaves = self.graph.match_parameters(tree).values()
-            cost = self.graph.count_small_bytes(sizes, {leaf.path for leaf in leaves})
+            leaves = self.graph.parameters.match(tree).values()
+            cost = self.graph.costs.count_small_bytes(
+                sizes, {parameter.path for parameter in leaves}
+            )
         else:
-            cost = self.graph.count_small_macs(sizes)
+            cost = self.graph.costs.count_small_macs(sizes)
         return Cost(Polynomial.convert(cost), [group.full.size for group in groups])
 
     def _compete(
@@ -394,28 +382,6 @@ class Coupled:
 
         return list(kept(best_that_fit(ranks, lambda n: exact.at_least(limit, cost.at(kept(n))))))
 
-    def _spread(
-        self,
-        groups: Sequence[PlacedGroup],
-        masks: Sequence[jax.Array],
-        leaves: Mapping[KeyPath, jax.Array],
-    ) -> list[jax.Array]:
-        """Returns the masks of leaves from masks of channels."""
-        xp = host.namespace(leaves.values())
-        spread = {path: xp.ones(leaf.shape, np.uint8) for path, leaf in leaves.items()}
-        for group, mask in zip(groups, masks, strict=True):
-            size, layers = group.channels.size, group.channels.layers
-            for path, axis, positions in group.members:
-                shape = leaves[path].shape
-                label = np.full(shape[axis], -1)
-                label[positions] = np.arange(size)[:, None]
-                # Read by index: XLA would shard leaves as each other, were these the mask itself.
-                chosen = xp.asarray(mask)[..., np.maximum(label, 0)]
-                along = xp.where(label < 0, np.uint8(1), chosen)
-                wide = [n if i == axis else 1 for i, n in enumerate(shape)]
-                spread[path] *= along.reshape([layers, *wide[1:]] if layers else wide)
-        return list(spread.values())
-
 
 # From groups, the leaves of their members, numbers of channels that stay, and more, to masks.
 Choose: TypeAlias = Callable[
@@ -424,49 +390,13 @@ Choose: TypeAlias = Callable[
 ]
 
 
-def _is_full_axis(positions: np.ndarray, size: int) -> bool:
-    """Returns whether the channels are all entries of an axis, in order."""
-    return np.array_equal(positions, np.arange(size)[:, None])
-
-
-def _at_least_float32(x: jax.Array) -> jax.Array:
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
-    return x if x.dtype == dtype else x.astype(dtype)
-
-
-def _clipped(sparsity: chex.Numeric) -> jax.Array:
+def _clip(sparsity: chex.Numeric) -> jax.Array:
     """Returns a traced sparsity within [0, 1], NaN as 0."""
     sparsity = jnp.asarray(sparsity)
     return jnp.where(sparsity > 0, jnp.minimum(sparsity, 1), 0).astype(jnp.float32)
 
 
-def _largest(sparsities: Sequence[chex.Numeric]) -> chex.Numeric:
+def _find_largest(sparsities: Sequence[chex.Numeric]) -> chex.Numeric:
     if any(map(is_traced, sparsities)):
         return jnp.max(jnp.stack([jnp.float32(x) for x in sparsities]))
     return max(float(x) for x in jax.device_get(list(sparsities)))
-
-
-def _stays(group: PlacedGroup, masks: Mapping[KeyPath, jax.Array]) -> jax.Array:
-    """Returns uint8[channels]: 1 where entries stay in the first member of a group."""
-    path, axis, positions = group.members[0]
-    mask = masks[path]
-    indexing = (0, axis) if group.channels.layers else (axis,)
-    pooled = tuple(i for i in range(mask.ndim) if i not in indexing)
-    return jnp.max(jnp.max(mask, axis=pooled)[..., positions], axis=-1)
-
-
-def _keep_best(
-    groups: Sequence[PlacedGroup], importance: Sequence[jax.Array], kept: Sequence[chex.Numeric]
-) -> list[jax.Array]:
-    """Returns masks of the most important channels of each group, and of each layer."""
-    sizes, xp = [group.channels.size for group in groups], host.namespace([*importance, *kept])
-    counts = [xp.minimum(xp.asarray(k, np.uint32), n) for k, n in zip(kept, sizes, strict=True)]
-    times = [group.channels.layers or 1 for group in groups]
-    low = xp.stack([k for k, n in zip(counts, times, strict=True) for _ in range(n)])
-    importance = jax.device_put(list(importance)) if xp is np else importance
-    return topk_masks([_channels(x) for x in importance], (low & 0, low))
-
-
-def _channels(importance: jax.Array, active: jax.Array | None = None) -> Ranked:
-    """Returns the channels of a group as a search ranks them: layers of a scan are slices."""
-    return Ranked(Scores.wrap(importance), active, importance.ndim - 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from sparsity.programs.axes import Axis, Reason, pin, product, total, unify, variables
+from sparsity.programs.axes import Axis, Reason, list_variables, pin, product, total, unify
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS, SOURCES
 from sparsity.programs.layout import LAYOUTS, Place, Relation
 from sparsity.programs.products import PRODUCTS, read_product
@@ -206,7 +206,7 @@ def _relate(
             pin(axis, reason)
         return
     if relation.kind == "sum" and len(sources) == 1:
-        pins = [variable.pin for variable in variables(sources[0])]
+        pins = [variable.pin for variable in list_variables(sources[0])]
         if pins[0] and all(pins):  # nothing is gained by taking it apart
             for axis in targets:
                 pin(axis, pins[0])

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from sparsity.core import trees
 from sparsity.core.trees import Path
-from sparsity.graph.channels import Parameter
-from sparsity.programs.axes import Axis, count_entries, find_kept_by_layer, labels, variables
+from sparsity.graph.channels import Parameter, ParameterAxes
+from sparsity.programs.axes import (
+    Axis,
+    count_entries,
+    find_kept_by_layer,
+    label_entries,
+    list_variables,
+)
 
-ParameterAxes = Sequence[
-    tuple[Parameter, Sequence[Axis]]
-]  # the parameters of a model, with their axes
 Sizes = dict[Axis, int]
 
 
@@ -35,19 +38,19 @@ class Cut(Protocol):
 
 
 def spread_kept(
-    axes: ParameterAxes, chosen: Mapping[Axis, np.ndarray]
+    parameters: ParameterAxes, chosen: Mapping[Axis, np.ndarray]
 ) -> dict[Path, dict[int, np.ndarray]]:
     """Returns `Cut.kept` from the kept entries of each variable that loses some."""
     kept: dict[Path, dict[int, np.ndarray]] = {}
-    for leaf, dims in axes:
-        for axis, dim in enumerate(dims):
-            index = find_kept_by_layer(dim, dict(chosen))
+    for parameter, axes in parameters:
+        for number, axis in enumerate(axes):
+            index = find_kept_by_layer(axis, dict(chosen))
             if index is not None:
-                kept.setdefault(leaf.path, {})[axis] = index
+                kept.setdefault(parameter.path, {})[number] = index
     return kept
 
 
-def solve_kept(axes: ParameterAxes, cut: Cut) -> dict[Axis, np.ndarray]:
+def solve_kept(parameters: ParameterAxes, cut: Cut) -> dict[Axis, np.ndarray]:
     """Returns the entries that a cut keeps of each variable, at any batch size.
 
     Raises:
@@ -55,7 +58,7 @@ def solve_kept(axes: ParameterAxes, cut: Cut) -> dict[Axis, np.ndarray]:
         keeps only some of the indices that belong together.
     """
     chosen: dict[Axis, np.ndarray] = {}
-    by_path = {leaf.path: (leaf, dims) for leaf, dims in axes}
+    by_path = {parameter.path: (parameter, axes) for parameter, axes in parameters}
     for path, indices in cut.kept.items():
         if path not in by_path or by_path[path][0].shape != cut.shapes[path]:
             raise ValueError(
@@ -63,34 +66,34 @@ def solve_kept(axes: ParameterAxes, cut: Cut) -> dict[Axis, np.ndarray]:
                 f"{cut.shapes[path]}, the graph has "
                 f"{by_path[path][0].shape if path in by_path else 'no such leaf'}."
             )
-        for axis, index in indices.items():
-            dim = by_path[path][1][axis]
-            for variable in variables(dim):
-                entries = labels(dim, variable)
+        for number, index in indices.items():
+            axis = by_path[path][1][number]
+            for variable in list_variables(axis):
+                entries = label_entries(axis, variable)
                 if entries is not None and variable.size > 1:
                     rows = [np.unique(x[x >= 0]) for x in np.atleast_2d(entries[index])]
                     if len({len(row) for row in rows}) == 1:
                         chosen[variable] = np.stack(rows) if index.ndim == 2 else rows[0]
     chosen = {v: index for v, index in chosen.items() if index.shape[-1] < v.size}
-    implied = spread_kept(axes, chosen)
+    implied = spread_kept(parameters, chosen)
     for path in {**cut.kept, **implied}:
         one, other = cut.kept.get(path, {}), implied.get(path, {})
-        for axis in {**one, **other}:
-            if axis not in one:
+        for number in {**one, **other}:
+            if number not in one:
                 raise ValueError(
                     f"The plan cuts channels that {trees.join_names(path)!r} has along axis "
-                    f"{axis}, and leaves that axis as it is: it was made for another model."
+                    f"{number}, and leaves that axis as it is: it was made for another model."
                 )
-            if axis not in other or not np.array_equal(one[axis], other[axis]):
+            if number not in other or not np.array_equal(one[number], other[number]):
                 raise ValueError(
-                    f"The plan keeps indices of {trees.join_names(path)!r} along axis {axis} that "
-                    "do not go together in this model: it was made for another one."
+                    f"The plan keeps indices of {trees.join_names(path)!r} along axis {number} "
+                    "that do not go together in this model: it was made for another one."
                 )
     return chosen
 
 
 def solve_sizes(
-    axes: ParameterAxes, shapes: Mapping[Path, tuple[int, ...]], cut: Cut | None = None
+    parameters: ParameterAxes, shapes: Mapping[Path, tuple[int, ...]], cut: Cut | None = None
 ) -> Sizes:
     """Returns the sizes of all variables that lose entries.
 
@@ -98,51 +101,37 @@ def solve_sizes(
     variables. Equations with one unknown are solved until no such equation is left.
 
     Args:
-      axes: the parameters of the model, with their axes.
+      parameters: the parameters of the model, with their axes.
       shapes: {path: shape} in the smaller model; some parameters may be missing.
       cut: decides where shapes are ambiguous, as for two parts of one axis.
 
     Raises:
       ValueError: no sizes give these shapes, or several do; the parameter is named.
     """
-    sizes: Sizes = {}
     equations = [
-        (leaf, axis, dim, shapes[leaf.path][axis])
-        for leaf, dims in axes
-        if leaf.path in shapes
-        for axis, dim in enumerate(dims)
+        _Equation(parameter, number, axis, shapes[parameter.path][number])
+        for parameter, axes in parameters
+        if parameter.path in shapes
+        for number, axis in enumerate(axes)
     ]
-    if all(leaf.shape[axis] == size for leaf, axis, _, size in equations):
-        return sizes
-
-    def unknowns(dim: Axis) -> list[Axis]:
-        return [v for v in dict.fromkeys(variables(dim)) if v.pin is None and v not in sizes]
-
-    count = -1
-    while count < len(sizes):
-        count = len(sizes)
-        for leaf, axis, dim, size in equations:
-            missing, ones = unknowns(dim), dict.fromkeys(unknowns(dim), 1)
-            if size == leaf.shape[axis]:
-                sizes |= {variable: variable.size for variable in missing}
-            elif size == count_entries(dim, sizes | ones):
-                sizes |= ones
-            elif len(missing) == 1:
-                sizes |= {missing[0]: _solve(dim, missing[0], sizes, size)}
-    open_axes = [(leaf, axis) for leaf, axis, dim, _ in equations if unknowns(dim)]
+    if all(equation.is_full for equation in equations):
+        return {}
+    sizes = _solve_equations(equations)
+    ambiguous = [equation for equation in equations if equation.list_unknowns(sizes)]
     if cut is not None:
-        kept = {v: index.shape[-1] for v, index in solve_kept(axes, cut).items()}
-        for _, _, dim, _ in equations:
-            sizes |= {variable: kept.get(variable, variable.size) for variable in unknowns(dim)}
-    for leaf, axis, dim, size in equations:
-        if not unknowns(dim) and count_entries(dim, sizes) != size:
+        kept = {v: index.shape[-1] for v, index in solve_kept(parameters, cut).items()}
+        for equation in equations:
+            sizes |= {v: kept.get(v, v.size) for v in equation.list_unknowns(sizes)}
+    for equation in equations:
+        parameter, number, axis, size = equation
+        if not equation.list_unknowns(sizes) and count_entries(axis, sizes) != size:
             raise ValueError(
-                f"The params have {leaf.name!r} of shape {shapes[leaf.path]}, the graph was traced "
-                f"with {leaf.shape}, and no channels that go together leave {size} of axis {axis}. "
-                "Trace the model with these parameters."
+                f"The params have {parameter.name!r} of shape {shapes[parameter.path]}, the graph "
+                f"was traced with {parameter.shape}, and no channels that go together leave {size} "
+                f"of axis {number}. Trace the model with these parameters."
             )
-    if any(unknowns(dim) for _, _, dim, _ in equations):
-        names = [f"{leaf.name}:{axis}" for leaf, axis in open_axes]
+    if any(equation.list_unknowns(sizes) for equation in equations):
+        names = [f"{parameter.name}:{number}" for parameter, number, _, _ in ambiguous]
         raise ValueError(
             "The params are those of a smaller model, and shapes do not tell which channels of "
             f"{trees.listed(names)} are left. Use small.updater(pruner), which knows the cut, or "
@@ -151,11 +140,48 @@ def solve_sizes(
     return {variable: size for variable, size in sizes.items() if size < variable.size}
 
 
-def _solve(dim: Axis, variable: Axis, sizes: Sizes, size: int) -> int:
+class _Equation(NamedTuple):
+    """An axis of a smaller parameter, whose variables have this size together."""
+
+    parameter: Parameter
+    number: int
+    axis: Axis
+    size: int
+
+    @property
+    def is_full(self) -> bool:
+        """True if the axis has lost no entries."""
+        return self.parameter.shape[self.number] == self.size
+
+    def list_unknowns(self, sizes: Sizes) -> list[Axis]:
+        """Returns the variables that may lose entries and whose sizes are not solved yet."""
+        variables = dict.fromkeys(list_variables(self.axis))
+        return [v for v in variables if v.pin is None and v not in sizes]
+
+
+def _solve_equations(equations: Sequence[_Equation]) -> Sizes:
+    """Returns the sizes that follow from equations with one unknown, one after the other."""
+    sizes: Sizes = {}
+    count = -1
+    while count < len(sizes):
+        count = len(sizes)
+        for equation in equations:
+            unknowns = equation.list_unknowns(sizes)
+            ones = dict.fromkeys(unknowns, 1)
+            if equation.is_full:
+                sizes |= {variable: variable.size for variable in unknowns}
+            elif equation.size == count_entries(equation.axis, sizes | ones):
+                sizes |= ones
+            elif len(unknowns) == 1:
+                sizes |= {unknowns[0]: _solve(equation.axis, unknowns[0], sizes, equation.size)}
+    return sizes
+
+
+def _solve(axis: Axis, variable: Axis, sizes: Sizes, size: int) -> int:
     """Returns the size of a variable at which an axis has this size, or the nearest one."""
     low, high = 1, variable.size
     while low < high:
         middle = (low + high) // 2
-        longer = count_entries(dim, {**sizes, variable: middle}) < size
+        longer = count_entries(axis, {**sizes, variable: middle}) < size
         low, high = (middle + 1, high) if longer else (low, middle)
     return low

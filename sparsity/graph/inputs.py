@@ -11,21 +11,16 @@ import chex
 
 from sparsity.core.checks import check_int
 from sparsity.core.trees import Path
-from sparsity.graph.channels import Parameter
-from sparsity.graph.uses import Use
+from sparsity.graph.parameters import Parameters
+from sparsity.graph.uses import Tracker, Use
 from sparsity.patterns import FanIn, NByM, SparsityType, Unstructured
 
 
 class _Graph(Protocol):
-    """Answers of a `Graph` to filters and patterns."""
+    """Parts of a `Graph` that filters and patterns ask."""
 
-    def find_parameter(
-        self, path: Path, array: object, role: str = ..., may_be_smaller: bool = ...
-    ) -> Parameter: ...
-
-    def find_products(self, path: Path) -> list[Use]: ...
-
-    def find_shape(self, path: Path) -> tuple[int, ...]: ...
+    parameters: Parameters
+    tracker: Tracker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +40,8 @@ class Weights:
 
     def __call__(self, path: Path, param: chex.Array) -> bool:
         """Returns whether a product has enough inputs for each output, before the model was cut."""
-        leaf = self.graph.find_parameter(path, param, may_be_smaller=True)
-        uses = [use for use in self.graph.find_products(leaf.path) if use.contracting]
+        parameter = self.graph.parameters.find(path, param, may_be_smaller=True)
+        uses = [use for use in self.graph.tracker.find_products(parameter.path) if use.contracting]
         return any(use.num_inputs >= self.min_inputs for use in uses)
 
 
@@ -70,11 +65,11 @@ class _Patterns(abc.ABC):
 
     def __call__(self, path: Path, param: chex.Array) -> SparsityType | None:
         """Returns the pattern of a parameter, in this model or in a smaller one."""
-        leaf = self.graph.find_parameter(path, param, may_be_smaller=True)
-        uses = [use for use in self.graph.find_products(leaf.path) if use.contracting]
+        parameter = self.graph.parameters.find(path, param, may_be_smaller=True)
+        uses = [use for use in self.graph.tracker.find_products(parameter.path) if use.contracting]
         if not uses:
             return None if self.otherwise == "dense" else Unstructured()
-        pattern = self._fit(uses, f"{leaf.name!r} of shape {param.shape}", param.shape)
+        pattern = self._fit(uses, f"{parameter.name!r} of shape {param.shape}", param.shape)
         if not isinstance(pattern, str):
             return pattern
         if self.otherwise == "dense":
@@ -142,7 +137,7 @@ class SharedInputs(_Patterns):
             return _name_axes(axes, shown, "no axes serve FanIn")
         (inputs,) = axes
         for axis in inputs:
-            full = self.graph.find_shape(uses[0].path)[axis]
+            full = self.graph.parameters.find_shape(uses[0].path)[axis]
             if not all(use.is_along(axis, full) for use in uses):
                 return (
                     f"Products contract a part of axis {axis} of {shown}, which a reshape took "

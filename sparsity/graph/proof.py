@@ -17,7 +17,7 @@ from sparsity.graph.alike import Alike, Search, find_makers
 from sparsity.graph.coupling import Coupling
 from sparsity.graph.words import Reductions
 from sparsity.programs import entrywise
-from sparsity.programs.axes import Axis, Reason, variables
+from sparsity.programs.axes import Axis, Reason, list_variables
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS
 from sparsity.programs.layout import LAYOUTS, Layout, Place
 from sparsity.programs.products import PRODUCTS, read_product
@@ -119,7 +119,9 @@ class Proof(Flow[Constants]):
         """Returns for each axis the variables that the first pass did not pin."""
         if value not in self._free:
             axes = self._coupling.axes(value)
-            self._free[value] = [[v for v in variables(axis) if v.pin is None] for axis in axes]
+            self._free[value] = [
+                [v for v in list_variables(axis) if v.pin is None] for axis in axes
+            ]
         return self._free[value]
 
     def _places(self, value: Value) -> list[RemovedEntry]:
@@ -220,7 +222,7 @@ class Proof(Flow[Constants]):
         """Notes the entry that a smaller program adds to a sum; returns whether there is one."""
         (value,) = reduction.inputs
         axes = self._coupling.axes(value)
-        is_single = [variable in variables(dim) for dim in axes].count(True) == 1
+        is_single = [variable in list_variables(other) for other in axes].count(True) == 1
         is_sum = reduction.name == "reduce_sum" and is_differentiable(value)
         if not is_sum or axes[axis].root is not variable or not is_single:
             return False
@@ -318,7 +320,9 @@ class Proof(Flow[Constants]):
 
 def _reduce(name: str, constants: Constants) -> Constants:
     """Returns the constants of a reduction along entries that are equal."""
-    return Constants({place: entrywise.joined(name, x) for place, x in constants.at.items()})
+    return Constants(
+        {place: entrywise.repeat_constant(name, x) for place, x in constants.at.items()}
+    )
 
 
 def _fill(constants: Constants, fill: float | None) -> Constants:

@@ -17,7 +17,7 @@ class CostRow(NamedTuple):
     """A row of the table: a parameter.
 
     Attributes:
-      leaf: path, shape and dtype.
+      parameter: path, shape and dtype.
       primitives: the primitives that read the parameter.
       contracting: the axes that products contract.
       dense: multiply-adds of the products.
@@ -25,7 +25,7 @@ class CostRow(NamedTuple):
       groups: (axis, number) of channel groups.
     """
 
-    leaf: Parameter
+    parameter: Parameter
     primitives: tuple[str, ...]
     contracting: tuple[int, ...]
     dense: int
@@ -53,11 +53,11 @@ def table(
         shown.add_row(name, *texts, *macs, f"{dense / max(total, 1):.1%}", groups)
 
     for row in rows:
-        shape = trees.shape_text(row.leaf.shape)
+        shape = trees.shape_text(row.parameter.shape)
         by = ", ".join(_SHORT.get(name, name) for name in row.primitives) or "no product"
         axes = ", ".join(map(str, row.contracting))
         groups = ", ".join(f"{axis}: {number}" for axis, number in row.groups)
-        add(row.leaf.name, (shape, by, axes), row.dense, row.masked, groups)
+        add(row.parameter.name, (shape, by, axes), row.dense, row.masked, groups)
     shown.add_section()
     if (others := total - sum(row.dense for row in rows)) > 0:
         add("products of activations", ("", "", ""), others, others, "")
@@ -74,7 +74,7 @@ def plot(rows: Sequence[CostRow], total: int, has_masks: bool, ax: Axes | None) 
     shown = [row for row in rows if row.dense]
     if ax is None:
         (ax,) = new_axes(len(shown))
-    names, dense = [row.leaf.name for row in shown], [row.dense for row in shown]
+    names, dense = [row.parameter.name for row in shown], [row.dense for row in shown]
     masked = [row.masked for row in shown] if has_masks else None
     bars(ax, "multiply-adds", names, dense, masked, total)
     return ax

@@ -10,9 +10,10 @@ import numpy as np
 
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_function, check_kind
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph.channels import Parameter
 from sparsity.graph.graph import Graph
+from sparsity.graph.model import Model
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import (
     ClosedJaxpr,
@@ -35,7 +36,7 @@ _ON_VALUES = (
 
 def trace(
     fn: Callable[..., PyTree],
-    params: PyTree,
+    params: Params,
     *args: PyTree,
     state: Mapping[Path | str, Path | str] | None = None,
 ) -> Graph:
@@ -83,20 +84,14 @@ def trace(
     outputs = [trees.path_names(path) for path in trees.leaves_by_path(shapes)]
     find = _find_carried if state is None else functools.partial(_read_state, state)
     carried = find(program, outputs, parameters)
-    return Graph(
-        program,
-        parameters,
-        carried,
-        outputs,
-        jax.tree.structure(shapes),
-        fn,
-        sharding.abstract((params, args)),
-        functools.partial(_trace_like, state),
-    )
+    example = sharding.abstract((params, args))
+    structure = jax.tree.structure(shapes)
+    model = Model(program, parameters, carried, outputs, structure, fn, example)
+    return Graph(model, functools.partial(_trace_like, state))
 
 
 def _make_jaxpr(
-    fn: Callable[..., PyTree], params: PyTree, args: tuple[PyTree, ...], paths: Sequence[Path]
+    fn: Callable[..., PyTree], params: Params, args: tuple[PyTree, ...], paths: Sequence[Path]
 ) -> tuple[ClosedJaxpr, PyTree]:
     """Returns the jaxpr of `fn`, and the shapes of its outputs.
 
@@ -131,29 +126,32 @@ def _make_jaxpr(
 def _trace_like(
     state: Mapping[Path | str, Path | str] | None,
     fn: Callable[..., PyTree],
-    params: PyTree,
+    params: Params,
     args: tuple[PyTree, ...],
 ) -> Graph:
     return trace(fn, params, *args, state=state)
 
 
 def _check_constants(
-    program: Program, leaves: Sequence[Parameter], arrays: Sequence[jax.Array]
+    program: Program, parameters: Sequence[Parameter], arrays: Sequence[jax.Array]
 ) -> None:
     """Raises a ValueError if a constant stands in for a parameter that is not read."""
     read_values = values_read(program)
-    for value, leaf, array in zip(program.inputs, leaves, arrays, strict=False):
-        if value in read_values or len(leaf.shape) < 2:
+    for value, parameter, array in zip(program.inputs, parameters, arrays, strict=False):
+        if value in read_values or len(parameter.shape) < 2:
             continue
         for constant in captured_arrays(program):
-            if getattr(constant, "shape", None) != leaf.shape or constant.dtype != leaf.dtype:
+            if (
+                getattr(constant, "shape", None) != parameter.shape
+                or constant.dtype != parameter.dtype
+            ):
                 continue
             is_abstract = isinstance(array, jax.ShapeDtypeStruct)
             if is_abstract or constant is array or np.array_equal(constant, array):
                 raise ValueError(
-                    f"fn does not read params at {leaf.name!r}, but holds a constant of its shape "
-                    f"{leaf.shape}: it closes over its parameters. Let it take them as its first "
-                    "argument."
+                    f"fn does not read params at {parameter.name!r}, but holds a constant of its "
+                    f"shape {parameter.shape}: it closes over its parameters. Let it take them as "
+                    "its first argument."
                 )
 
 
@@ -219,8 +217,8 @@ def _read_state(
     return carried
 
 
-def _fits(value: Value, leaf: Parameter) -> bool:
-    return (value.shape, value.dtype) == (leaf.shape, leaf.dtype)
+def _fits(value: Value, parameter: Parameter) -> bool:
+    return (value.shape, value.dtype) == (parameter.shape, parameter.dtype)
 
 
 class _Sources(Flow[frozenset[int]]):

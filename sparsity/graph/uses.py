@@ -11,30 +11,15 @@ import functools
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from fractions import Fraction
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 from sparsity.core.trees import Path
+from sparsity.graph.views import Factor, View, Views, change, follow, index, merge, resize
 from sparsity.programs.entrywise import ENTRYWISE, constant_in, fold_constant
-from sparsity.programs.layout import LAYOUTS, Place, Relation
+from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program, Value
 from sparsity.programs.walk import Flow
-
-
-class Factor(NamedTuple):
-    """A part of an axis of an array: entries along an axis of a parameter.
-
-    Attributes:
-      axis: axis of the parameter, `None` for repeated entries and entries of other arrays.
-      size: number of entries.
-      step: distance of entries along the axis of the parameter, below 0 in reverse.
-    """
-
-    axis: int | None
-    size: int
-    step: int = 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -90,71 +75,11 @@ class Use:
         Where the axis was split, parts may be outputs, or index layers.
         """
         contracted = read_product(self.equation).operands[self.operand].contracted
-        dims = [dim for i, dim in enumerate(self.view.dims) if i not in contracted]
-        others = [part for dim in (*dims, self.view.layers) for part in dim if part.axis == axis]
+        by_axis = [parts for i, parts in enumerate(self.view.factors) if i not in contracted]
+        others = [
+            part for parts in (*by_axis, self.view.layers) for part in parts if part.axis == axis
+        ]
         return all(part.step % m == 0 for part in others)
-
-
-@dataclasses.dataclass(frozen=True)
-class View:
-    """An array that holds entries of a parameter.
-
-    Attributes:
-      leaf: number of the parameter.
-      dims: for each axis the axes of the parameter, the last one fastest.
-      stacked: axes of the parameter that layers index, the outermost first.
-      scans: the scans that index `stacked`; fewer where the model reads a layer by its number.
-      layers: the indexed parts of the axes `stacked`.
-      share: the part of the array that belongs to the parameter, below 1 in a join.
-      parts: earlier arrays that miss entries of the parameter, join other entries, or have another
-        order. Views with equal parts hold the same entries at the same places.
-      keeps_zeros: whether the array is 0 where the parameter is 0.
-      is_conjugate: whether the array holds the complex conjugates of the entries.
-    """
-
-    leaf: int
-    dims: tuple[tuple[Factor, ...], ...]
-    stacked: tuple[int, ...] = ()
-    scans: tuple[Equation, ...] = ()
-    layers: tuple[Factor, ...] = ()
-    share: Fraction = Fraction(1)
-    parts: tuple[Value, ...] = ()
-    keeps_zeros: bool = True
-    is_conjugate: bool = False
-
-    @property
-    def is_part(self) -> bool:
-        """True if the array holds other entries than the parameter, or in another order."""
-        return bool(self.parts)
-
-    @property
-    def covered(self) -> int:
-        """Number of entries along axes of the parameter; all others repeat these entries."""
-        return math.prod(part.size for dim in self.dims for part in dim if part.axis is not None)
-
-    def axes(self, dims: Iterable[int]) -> tuple[int, ...]:
-        """Returns the axes of the parameter that lie along axes of the array."""
-        axes = [part.axis for i in dims for part in self.dims[i] if part.axis is not None]
-        return tuple(dict.fromkeys(axes))
-
-    def with_dims(self, dims: Iterable[Sequence[Factor]]) -> View:
-        """Returns the view with other axes."""
-        return dataclasses.replace(self, dims=tuple(map(tuple, dims)))
-
-
-@dataclasses.dataclass(frozen=True)
-class Views:
-    """Facts about an array.
-
-    Attributes:
-      views: the array as views of parameters.
-      is_data: whether the array depends on more than parameters.
-      constant: the number that all entries are, `None` if they differ.
-    """
-
-    views: tuple[View, ...] = ()
-    is_data: bool = False
-    constant: float | None = None
 
 
 class Tracker(Flow[Views]):
@@ -174,11 +99,31 @@ class Tracker(Flow[Views]):
         self.uses: list[Use] = []
         for value in program.inputs:
             if value in leaves:
-                dims = tuple((Factor(axis, size),) for axis, size in enumerate(value.shape))
-                self.facts[value] = Views((View(leaves[value], dims),))
+                by_axis = tuple((Factor(axis, size),) for axis, size in enumerate(value.shape))
+                self.facts[value] = Views((View(leaves[value], by_axis),))
             else:
                 self.facts[value] = Views(is_data=True)
         self.run(program)
+
+    def find_products(self, path: Path) -> list[Use]:
+        """Returns the dots and convolutions that read a parameter."""
+        return [use for use in self.uses if use.path == path and use.primitive in PRODUCTS]
+
+    def find_scanned_axes(self) -> dict[Path, tuple[int, ...]]:
+        """Returns {path: axes of the parameter that are layers of scans, the outermost first}."""
+        axes: dict[Path, tuple[int, ...]] = {}
+        for fact in self.facts.values():
+            for view in fact.views:
+                path, scanned = self.paths[view.leaf], view.stacked[: len(view.scans)]
+                if len(scanned) > len(axes.get(path, ())):
+                    axes[path] = scanned
+        return axes
+
+    def is_data(self, value: Value) -> bool:
+        """Returns whether a value of the program depends on more than parameters."""
+        return self.fact(value).is_data
+
+    # Hooks of the walk.
 
     def start(self, value: Value) -> Views:
         return Views(constant=constant_in(value.constant))
@@ -186,13 +131,13 @@ class Tracker(Flow[Views]):
     def join(self, one: Views, other: Views, equation: Equation, target: Value) -> Views:
         views = one.views
         if other.views != views:  # later steps, or another branch, read something else
-            views = tuple(_change(view, target) for view in views)
+            views = tuple(change(view, target) for view in views)
         constant = one.constant if one.constant == other.constant else None
         return Views(views, one.is_data or other.is_data, constant)
 
     def layer(self, fact: Views, scan: Equation) -> Views:
         views = [
-            dataclasses.replace(_index(view, [0]), scans=(*view.scans, scan)) for view in fact.views
+            dataclasses.replace(index(view, [0]), scans=(*view.scans, scan)) for view in fact.views
         ]
         return dataclasses.replace(fact, views=tuple(views))
 
@@ -202,8 +147,8 @@ class Tracker(Flow[Views]):
     def shard(self, fact: Views, value: Value, local: Value) -> Views:
         views = []
         for view in fact.views:
-            sizes = zip(view.dims, value.shape, local.shape, strict=True)
-            views.append(view.with_dims(_resize(dim, size, new) for dim, size, new in sizes))
+            sizes = zip(view.factors, value.shape, local.shape, strict=True)
+            views.append(view.with_factors(resize(parts, size, new) for parts, size, new in sizes))
         return dataclasses.replace(fact, views=tuple(views))
 
     def leave(self, fact: Views, equation: Equation) -> Views:
@@ -222,7 +167,7 @@ class Tracker(Flow[Views]):
         self.facts.update(dict.fromkeys(equation.outputs, Views(is_data=is_data)))
         if name in PRODUCTS:
             for operand, x in enumerate(inputs[:2]):
-                for view in _merge(x.views):
+                for view in merge(x.views):
                     self._use(equation, operand, view)
         elif name in LOOKUPS and is_data:
             for view in inputs[0].views:
@@ -327,131 +272,10 @@ class Tracker(Flow[Views]):
         )
 
 
-def follow(
-    view: View,
-    equation: Equation,
-    relations: Sequence[Relation],
-    operand: int = 0,
-    number: int = 0,
-) -> View | None:
-    """Returns an output of a layout primitive as a view, `None` if it is no view.
-
-    Args:
-      view: the view that the input `operand` is.
-      equation: the equation.
-      relations: the relations between the axes of the equation.
-      operand: number of the input.
-      number: number of the output.
-    """
-    value, output = equation.inputs[operand], equation.outputs[number]
-    dims: list[Sequence[Factor]] = [(Factor(None, size),) for size in output.shape]
-    share, indexed, layers = Fraction(1), list[int](), list[Factor]()
-    is_part = False
-    for relation in relations:
-        sources = [x for x in relation.sources if isinstance(x, Place) and x.array == operand]
-        targets = [x for x in relation.targets if isinstance(x, Place) and x.array == number]
-        kind, is_here = relation.kind, bool(sources and targets)
-        if kind == "mixed" and (targets or sources):
-            return None
-        if kind == "index" and sources:
-            indexed += [place.axis for place in sources]
-        elif kind == "stack" and targets:
-            share, is_part = share / output.shape[targets[0].axis], True
-        elif relation.pair and is_here:
-            dims[targets[0].axis] = view.dims[sources[0].axis]
-        elif kind == "product" and is_here:
-            factors = _factors(view, relation)
-            cut = _split_factors(factors, [output.shape[place.axis] for place in targets])
-            if cut is None:
-                return None
-            for place, dim in zip(targets, cut, strict=True):
-                dims[place.axis] = dim
-        elif kind == "reversed" and is_here:
-            source = view.dims[sources[0].axis]
-            dims[targets[0].axis] = [part._replace(step=-part.step) for part in source]
-        elif is_here:  # a sum, or a cut
-            ((_, axis),), ((_, to),), is_part = sources, targets, True
-            size, new = value.shape[axis], output.shape[to]
-            dims[to] = _resize(view.dims[axis], size, new)
-            if len(relation.sources) > 1:
-                share *= Fraction(size, new)
-            elif new == 1 < size:
-                layers += view.dims[axis]
-    moved = dataclasses.replace(
-        _index(view, indexed),
-        dims=tuple(map(tuple, dims)),
-        share=view.share * share,
-        parts=(*view.parts, output) if is_part or indexed else view.parts,
-    )
-    return dataclasses.replace(moved, layers=(*moved.layers, *layers))
-
-
-def _factors(view: View, relation: Relation) -> list[Factor]:
-    """Returns the factors of the sources of a product, without factors of one entry."""
-    factors: list[Factor] = []
-    for place in relation.sources:
-        dim = [Factor(None, place)] if isinstance(place, int) else view.dims[place.axis]
-        factors += [factor for factor in dim if factor.size != 1]
-    return factors
-
-
-def _split_factors(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list[Factor]] | None:
-    """Splits factors in row-major order into axes; `None` where a cut falls within a factor."""
-    queue, dims = [*factors], list[list[Factor]]()
-    for size in sizes:
-        dims.append([])
-        while size > 1:
-            if not queue:
-                return None
-            factor = queue.pop(0)
-            if factor.size % size == 0 and factor.size > size:
-                inner = factor._replace(size=factor.size // size)
-                queue.insert(0, inner)
-                factor = Factor(factor.axis, size, factor.step * inner.size)
-            elif size % factor.size:
-                return None
-            dims[-1].append(factor)
-            size //= factor.size
-    return dims
-
-
-def _resize(dim: Sequence[Factor], size: int, new: int) -> Sequence[Factor]:
-    """Returns an axis with fewer or more entries."""
-    if size == new:
-        return dim
-    axes = [factor.axis for factor in dim if factor.axis is not None]
-    return (Factor(axes[0] if axes else None, new, dim[0].step if len(dim) == 1 else 1),)
-
-
-def _index(view: View, axes: Sequence[int]) -> View:
-    """Returns the view of one entry along some axes, such as a layer of a stack."""
-    return dataclasses.replace(
-        view,
-        dims=tuple(dim for i, dim in enumerate(view.dims) if i not in axes),
-        stacked=(*view.stacked, *view.axes(axes)),
-        layers=(*view.layers, *(part for i in axes for part in view.dims[i])),
-    )
-
-
-def _change(view: View, target: Value) -> View:
-    """Returns the view of an array that holds other entries in later steps."""
-    parts = view.parts if target in view.parts else (*view.parts, target)
-    return dataclasses.replace(view, parts=parts, keeps_zeros=False)
-
-
 def _keeps_zeros(equation: Equation, inputs: Sequence[Views], view: View) -> bool:
     """Returns whether an entrywise operation is 0 where the parameter of a view is 0."""
     numbers = [0.0 if view in x.views else x.constant for x in inputs]
     return fold_constant(equation, numbers) == 0
-
-
-def _merge(views: Iterable[View]) -> list[View]:
-    """Merges the views of an operand that differ only in shares, which add up."""
-    shares: dict[View, Fraction] = {}
-    for view in views:
-        kind = dataclasses.replace(view, share=Fraction(1))
-        shares[kind] = min(shares.get(kind, Fraction(0)) + view.share, Fraction(1))
-    return [dataclasses.replace(kind, share=share) for kind, share in shares.items()]
 
 
 LOOKUPS = frozenset(("gather", "dynamic_slice"))

@@ -1,5 +1,6 @@
 """Masks: storage, the leaves that have masks, and the scopes in which weights compete."""
 
+from sparsity.core.names import Registry
 from sparsity.masks.bits import (
     apply_mask,
     apply_mask_straight_through,
@@ -25,17 +26,10 @@ from sparsity.masks.create import (
     masked_paths,
     move_masks,
 )
-from sparsity.masks.lazy import Draw, drawing, elementwise, host_scores, lazy_scores
-from sparsity.masks.scopes import (
-    SCOPES,
-    Global,
-    Layerwise,
-    Moving,
-    Scope,
-    TreeScope,
-    Wanted,
-    is_per_slice,
-)
+from sparsity.masks.global_scope import Global
+from sparsity.masks.layerwise import Layerwise
+from sparsity.masks.lazy import Draw, elementwise, host_scores, lazy_scores, make_draw
+from sparsity.masks.scopes import Moving, Scope, TreeScope, Wanted, is_per_slice
 from sparsity.masks.sites import (
     BatchAxes,
     Overrides,
@@ -46,6 +40,9 @@ from sparsity.masks.sites import (
     is_pattern,
     leading_axes,
 )
+from sparsity.masks.targets import call_distribution, compute_targets, read_overrides
+
+SCOPES: Registry[type[Scope]] = Registry("scope", {"layerwise": Layerwise, "global": Global})
 
 __all__ = [
     "SCOPES",
@@ -68,12 +65,13 @@ __all__ = [
     "are_kept",
     "are_ones",
     "are_packed",
+    "call_distribution",
     "check_leaves",
     "check_masks",
     "check_user_mask",
+    "compute_targets",
     "create_mask",
     "create_masks",
-    "drawing",
     "drop_and_grow",
     "elementwise",
     "host_scores",
@@ -81,6 +79,7 @@ __all__ = [
     "is_per_slice",
     "lazy_scores",
     "leading_axes",
+    "make_draw",
     "masked_paths",
     "move_masks",
     "pack",
@@ -88,6 +87,7 @@ __all__ = [
     "packed_shape",
     "place_masks",
     "read_masks",
+    "read_overrides",
     "unpack",
     "unpack_masks",
 ]

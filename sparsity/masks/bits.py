@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import host, sharding, trees
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Masks, Params, PyTree
 
 Kept = TypeVar("Kept", bound=chex.Array)
 
@@ -73,21 +73,21 @@ def _to_bits(mask: jax.Array) -> jax.Array:
     return jnp.sum(shifted, axis=-1, dtype=jnp.uint8)
 
 
-def pack_masks(masks: PyTree, params: PyTree) -> PyTree:
+def pack_masks(masks: Masks, params: Params) -> Masks:
     """Packs the masks of `params` to bits; raises as `check_masks`."""
     check_masks(params, masks, packed=False)
     likes = trees.leaves_by_path(params)
     return trees.map_matched(lambda path, mask: pack(mask, likes[path]), masks)
 
 
-def unpack_masks(masks: PyTree, params: PyTree) -> PyTree:
+def unpack_masks(masks: Masks, params: Params) -> Masks:
     """Undoes `pack_masks`; raises as `check_masks`."""
     check_masks(params, masks, packed=True)
     likes = trees.leaves_by_path(params)
     return trees.map_matched(lambda path, bits: unpack(bits, likes[path]), masks)
 
 
-def are_packed(masks: PyTree, likes: PyTree) -> bool:
+def are_packed(masks: Masks, likes: PyTree) -> bool:
     """Returns whether masks have the shapes of packed masks.
 
     A mask whose last axis has one entry is a byte a weight, packed or not.
@@ -103,13 +103,13 @@ def are_packed(masks: PyTree, likes: PyTree) -> bool:
     )
 
 
-def place_masks(masks: PyTree, params: PyTree) -> PyTree:
+def place_masks(masks: Masks, params: Params) -> Masks:
     """Gives fresh masks, packed or not, the sharding of their parameters."""
     likes = trees.leaves_by_path(params)
     return trees.map_matched(lambda path, mask: sharding.place_like(likes[path], mask), masks)
 
 
-def read_masks(masks: PyTree, params: PyTree, packed: bool, role: str = "masks") -> PyTree:
+def read_masks(masks: Masks, params: Params, packed: bool, role: str = "masks") -> Masks:
     """Converts masks of a hook or a user to uint8 masks of zeros and ones.
 
     Args:
@@ -162,7 +162,7 @@ def are_kept(mask: chex.Array) -> jax.Array:
     return (mask != 0).astype(jnp.uint8)
 
 
-def check_leaves(params: PyTree, masks: PyTree, role: str = "masks") -> None:
+def check_leaves(params: Params, masks: Masks, role: str = "masks") -> None:
     """Raises a ValueError that names a mask without a parameter, or a parameter without a mask."""
     leaves = trees.leaves_by_path(params)
     trees.check_paths(leaves, trees.leaves_by_path(masks), "params", role)
@@ -179,7 +179,7 @@ def check_leaves(params: PyTree, masks: PyTree, role: str = "masks") -> None:
         )
 
 
-def check_masks(tree: PyTree, masks: PyTree, *, packed: bool, role: str = "params") -> None:
+def check_masks(tree: PyTree, masks: Masks, *, packed: bool, role: str = "params") -> None:
     """Raises a ValueError that names a leaf whose mask has another shape.
 
     Args:
@@ -227,7 +227,7 @@ def _check_bits(mask: chex.Array, name: str) -> None:
         )
 
 
-def apply_masks(tree: PyTree, masks: PyTree, *, role: str = "params") -> PyTree:
+def apply_masks(tree: PyTree, masks: Masks, *, role: str = "params") -> Params:
     """Applies unpacked masks by path; leaves without a mask stay unchanged.
 
     Raises:
@@ -237,7 +237,7 @@ def apply_masks(tree: PyTree, masks: PyTree, *, role: str = "params") -> PyTree:
     return trees.map_matched(lambda _, leaf, mask: apply_mask(leaf, mask), tree, masks, role=role)
 
 
-def are_ones(masks: PyTree) -> jax.Array:
+def are_ones(masks: Masks) -> jax.Array:
     """Returns whether unpacked masks remove nothing, a bool scalar."""
     return jnp.all(jnp.stack([jnp.all(mask > 0) for mask in jax.tree.leaves(masks)] or [True]))
 

@@ -9,10 +9,10 @@ import jax
 
 from sparsity.core import trees
 from sparsity.core.checks import check_fraction
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks.scopes import Moving, Scope, TreeScope, Wanted
 from sparsity.masks.sites import Pattern, Site, TopkFn
-from sparsity.selection import Scores, computed
+from sparsity.selection import Scores, compute_array
 
 
 def create_mask(
@@ -84,11 +84,11 @@ def drop_and_grow(
 def create_masks(
     scope: Scope | TreeScope,
     table: Mapping[trees.KeyPath, Site],
-    scores: PyTree,
-    sparsities: PyTree,
-    targets: PyTree | None = None,
+    scores: ScoreTree,
+    sparsities: Sparsities,
+    targets: Sparsities | None = None,
     topk_fn: TopkFn | None = None,
-) -> PyTree:
+) -> Masks:
     """Creates the masks of a tree.
 
     Args:
@@ -106,7 +106,7 @@ def create_masks(
       ValueError: a sparsity lies outside [0, 1] or a pattern does not fit; the leaf is named.
     """
     if isinstance(scope, TreeScope):
-        return scope.select_tree(jax.tree.map(computed, scores), sparsities)
+        return scope.select_tree(jax.tree.map(compute_array, scores), sparsities)
     leaves: list[Wanted] = []
 
     def collect(
@@ -128,11 +128,11 @@ def create_masks(
 def move_masks(
     scope: Scope | TreeScope,
     table: Mapping[trees.KeyPath, Site],
-    masks: PyTree,
+    masks: Masks,
     drop_scores: PyTree,
     grow_scores: PyTree,
     drop_fraction: chex.Numeric,
-) -> PyTree:
+) -> Masks:
     """Moves the masks of a tree as `drop_and_grow` does, within the scope.
 
     Args:
@@ -148,7 +148,7 @@ def move_masks(
     """
     check_fraction("drop_fraction", drop_fraction)
     if isinstance(scope, TreeScope):
-        drop_scores, grow_scores = jax.tree.map(computed, (drop_scores, grow_scores))
+        drop_scores, grow_scores = jax.tree.map(compute_array, (drop_scores, grow_scores))
         return scope.move_tree(masks, drop_scores, grow_scores, drop_fraction)
     leaves: list[Moving] = []
 
@@ -167,7 +167,7 @@ def move_masks(
 
 
 def masked_paths(
-    scope: Scope | TreeScope, params: PyTree, sparsities: PyTree
+    scope: Scope | TreeScope, params: Params, sparsities: Sparsities
 ) -> set[trees.KeyPath]:
     """Returns the paths of the leaves with masks: those with a sparsity, or as `TreeScope` says."""
     if isinstance(scope, TreeScope):

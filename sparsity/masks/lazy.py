@@ -23,7 +23,7 @@ from sparsity.core.hashing import (
     seed_words,
 )
 from sparsity.core.kernels import unstack, use_flat
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree
 from sparsity.masks.bits import apply_mask
 from sparsity.selection import Scores
 
@@ -53,14 +53,14 @@ def elementwise(hook: Hook) -> Hook:
 
 
 class Draw(Protocol):
-    """Function that draws random scores: `generate_random_scores`, or a result of `drawing`."""
+    """Function that draws random scores: `generate_random_scores`, or a result of `make_draw`."""
 
     def __call__(
-        self, params: PyTree, rng_seed: int | jax.Array, step: chex.Numeric = 0
+        self, params: Params, rng_seed: int | jax.Array, step: chex.Numeric = 0
     ) -> PyTree: ...
 
 
-def drawing(stored: PyTree) -> Draw:
+def make_draw(stored: PyTree) -> Draw:
     """Returns a `generate_random_scores` whose scores are lazy if they are traced.
 
     Args:
@@ -69,7 +69,7 @@ def drawing(stored: PyTree) -> Draw:
     """
     likes = trees.leaves_by_path(stored)
 
-    def draw(params: PyTree, rng_seed: int | jax.Array, step: chex.Numeric = 0) -> PyTree:
+    def draw(params: Params, rng_seed: int | jax.Array, step: chex.Numeric = 0) -> PyTree:
         if not any(map(is_traced, jax.tree.leaves(params))):  # nobody else would place the masks
             return generate_random_scores(params, rng_seed, step)
         leaves = trees.leaves_by_path(params)
@@ -96,8 +96,8 @@ def _drawn(_: jax.Array, state: jax.Array, offset: jax.Array, index: jax.Array) 
 
 
 def lazy_scores(
-    hook: Callable[..., PyTree], params: PyTree, masks: PyTree | None, grads: PyTree | None
-) -> PyTree | None:
+    hook: Callable[..., PyTree], params: Params, masks: Masks | None, grads: Grads | None
+) -> ScoreTree | None:
     """Returns the lazy scores of an `elementwise` hook, a tree of `Scores`.
 
     The result is `None` if the hook is not marked or holds arrays as constants. The result is also
@@ -124,7 +124,7 @@ def lazy_scores(
             fns[kind] = _EntryScore.trace(hook, *kind)
         return Scores(fns[kind], tuple(values[i] for i in fns[kind].read))
 
-    scores: PyTree = trees.map_matched(lazy, params, masks, grads)
+    scores: ScoreTree = trees.map_matched(lazy, params, masks, grads)
     return None if any(fn.program.consts for fn in fns.values()) else scores
 
 
@@ -194,7 +194,9 @@ _ON_HOST: dict[str, Callable[..., np.ndarray]] = {
 }
 
 
-def host_scores(hook: Callable[..., PyTree], params: PyTree, grads: PyTree | None) -> PyTree | None:
+def host_scores(
+    hook: Callable[..., PyTree], params: Params, grads: Grads | None
+) -> ScoreTree | None:
     """Returns `lazy_scores` if numpy computes them from concrete arrays; `None` if not."""
     if host.find_place(params, grads) is None:
         return None

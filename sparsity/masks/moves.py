@@ -19,7 +19,7 @@ from sparsity.selection.scores import Ranked
 from sparsity.selection.topk import select
 
 
-def moved_masks(
+def move_units(
     drop: Sequence[Ranked],
     grow: Sequence[Ranked],
     fraction: chex.Numeric,

@@ -14,8 +14,8 @@ import jax
 
 from sparsity.core import names, trees
 from sparsity.core.checks import check_int
-from sparsity.core.trees import Path, PyTree
-from sparsity.masks.costs import MaskBudget
+from sparsity.core.trees import Params, Path
+from sparsity.masks.affordable import MaskBudget
 
 TopkFn = Callable[[jax.Array, chex.Numeric], chex.Array]
 BatchAxes = int | Callable[[Path, jax.Array], int]
@@ -102,7 +102,7 @@ class Sites(Mapping[trees.KeyPath, Site]):
 
     def __init__(
         self,
-        params: PyTree,
+        params: Params,
         pattern: Pattern | Callable[[Path, jax.Array], Pattern | None],
         batch_axes: BatchAxes = 0,
         overrides: Overrides | None = None,

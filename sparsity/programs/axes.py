@@ -69,12 +69,12 @@ class Axis:
     @property
     def root(self) -> Axis:
         """Representative of all axes that were unified with this axis."""
-        dim = self
-        while dim._same is not None:
-            if dim._same._same is not None:
-                dim._same = dim._same._same
-            dim = dim._same
-        return dim
+        axis = self
+        while axis._same is not None:
+            if axis._same._same is not None:
+                axis._same = axis._same._same
+            axis = axis._same
+        return axis
 
     def become(self, other: Axis) -> None:
         """Unifies this root with another root."""
@@ -88,17 +88,17 @@ class Axis:
         return parts
 
 
-def variables(dim: Axis) -> list[Axis]:
+def list_variables(axis: Axis) -> list[Axis]:
     """Returns the variables that make up an axis, in order."""
-    root = dim.root
+    root = axis.root
     if root.kind is None:
         return [root]
-    return [variable for part in root.parts for variable in variables(part)]
+    return [variable for part in root.parts for variable in list_variables(part)]
 
 
-def pin(dim: Axis, reason: Reason) -> None:
+def pin(axis: Axis, reason: Reason) -> None:
     """Pins the variables of an axis for a reason; earlier reasons stay."""
-    for variable in variables(dim):
+    for variable in list_variables(axis):
         if variable.pin is None:
             variable.pin = reason
 
@@ -145,21 +145,21 @@ def unify(one: Axis, other: Axis, reason: Reason) -> None:
         pin(b, reason._replace(text=f"{reason.text}: a ragged reshape or join"))
 
 
-def labels(
-    dim: Axis, variable: Axis, sizes: Mapping[Axis, int] = types.MappingProxyType({})
+def label_entries(
+    axis: Axis, variable: Axis, sizes: Mapping[Axis, int] = types.MappingProxyType({})
 ) -> np.ndarray | None:
     """Returns int[size]: for each entry of an axis the entry of a variable, -1 if there is none.
 
     Returns `None` where the axis runs over pairs of entries of the variable. `sizes` are sizes of
     variables in a smaller model.
     """
-    root = dim.root
+    root = axis.root
     size = sizes.get(root, root.size)
     if root is variable:
         return np.arange(size)
     if root.kind is None:
         return np.full(size, -1)
-    below = [labels(part, variable, sizes) for part in root.parts]
+    below = [label_entries(part, variable, sizes) for part in root.parts]
     if any(x is None for x in below):
         return None
     parts = [x for x in below if x is not None]
@@ -176,9 +176,9 @@ def labels(
     return np.tile(np.repeat(parts[at], after), before)
 
 
-def find_kept(dim: Axis, kept_indices: dict[Axis, np.ndarray]) -> np.ndarray | None:
+def find_kept(axis: Axis, kept_indices: dict[Axis, np.ndarray]) -> np.ndarray | None:
     """Returns the entries of an axis that stay, in order, `None` for all."""
-    root = dim.root
+    root = axis.root
     if root.kind is None:
         return kept_indices.get(root)
     parts = [find_kept(part, kept_indices) for part in root.parts]
@@ -198,16 +198,16 @@ def find_kept(dim: Axis, kept_indices: dict[Axis, np.ndarray]) -> np.ndarray | N
     return index
 
 
-def find_kept_by_layer(dim: Axis, kept_indices: dict[Axis, np.ndarray]) -> np.ndarray | None:
+def find_kept_by_layer(axis: Axis, kept_indices: dict[Axis, np.ndarray]) -> np.ndarray | None:
     """Returns `find_kept`, as [layers, entries] where the indices have a row for each layer."""
-    kept_indices = {v: kept_indices[v] for v in variables(dim) if v in kept_indices}
+    kept_indices = {v: kept_indices[v] for v in list_variables(axis) if v in kept_indices}
     layers = {len(index) for index in kept_indices.values() if index.ndim == 2}
     if not layers:
-        return find_kept(dim, kept_indices)
+        return find_kept(axis, kept_indices)
     rows = []
     for layer in range(layers.pop()):
         row = find_kept(
-            dim,
+            axis,
             {v: index[layer] if index.ndim == 2 else index for v, index in kept_indices.items()},
         )
         assert row is not None  # one of its variables has indices
@@ -215,9 +215,9 @@ def find_kept_by_layer(dim: Axis, kept_indices: dict[Axis, np.ndarray]) -> np.nd
     return np.stack(rows)
 
 
-def count_entries(dim: Axis, sizes: Mapping[Axis, N]) -> N | int:
+def count_entries(axis: Axis, sizes: Mapping[Axis, N]) -> N | int:
     """Counts the entries of an axis, at smaller sizes of some variables."""
-    root = dim.root
+    root = axis.root
     if not root.parts:
         return sizes.get(root, root.size)
     join = operator.add if root.kind == "sum" else operator.mul
@@ -225,15 +225,15 @@ def count_entries(dim: Axis, sizes: Mapping[Axis, N]) -> N | int:
     return count
 
 
-def _factors(dim: Axis) -> list[Axis]:
-    root = dim.root
+def _factors(axis: Axis) -> list[Axis]:
+    root = axis.root
     if root.kind == "product":
         return [factor for part in root.parts for factor in _factors(part)]
     return [root] if root.size != 1 else []
 
 
-def _terms(dim: Axis) -> list[Axis]:
-    root = dim.root
+def _terms(axis: Axis) -> list[Axis]:
+    root = axis.root
     if root.kind == "sum":
         return [term for part in root.parts for term in _terms(part)]
     return [root] if root.size else []
@@ -241,7 +241,7 @@ def _terms(dim: Axis) -> list[Axis]:
 
 def _define(variable: Axis, axis: Axis, reason: Reason) -> None:
     """Unifies a variable with another axis."""
-    if axis.kind and any(x is variable for x in variables(axis)):
+    if axis.kind and any(x is variable for x in list_variables(axis)):
         pin(axis, reason._replace(text=f"{reason.text}: an axis that is a part of itself"))
         return
     why = variable.pin
@@ -285,7 +285,7 @@ def _cut(kind: Kind, large: Axis, size: int, reason: Reason) -> list[Axis] | Non
     if size % inner.size:
         return None
     pin(slowest, reason._replace(text=f"{reason.text}: a cut between its entries"))
-    return [_repeated(n // inner.size, inner, reason) for n in (size, large.size - size)]
+    return [_repeat(n // inner.size, inner, reason) for n in (size, large.size - size)]
 
 
 def _align_mixed(terms: Axis, factors: Axis, reason: Reason) -> bool:
@@ -296,11 +296,11 @@ def _align_mixed(terms: Axis, factors: Axis, reason: Reason) -> bool:
         return False
     pin(slowest, reason._replace(text=f"{reason.text}: parts that follow one another"))
     for term in _terms(terms):
-        unify(term, _repeated(term.size // inner.size, inner, reason), reason)
+        unify(term, _repeat(term.size // inner.size, inner, reason), reason)
     return True
 
 
-def _repeated(times: int, inner: Axis, reason: Reason) -> Axis:
+def _repeat(times: int, inner: Axis, reason: Reason) -> Axis:
     if times == 1:
         return inner
     return product([Axis(times, pin=reason._replace(text=f"{reason.text}: a repetition")), inner])

@@ -268,7 +268,7 @@ REDUCTIONS: dict[str, Reduction] = {
 }
 
 
-def joined(name: str, constant: float) -> float | None:
+def repeat_constant(name: str, constant: float) -> float | None:
     """Returns the reduction of entries that are all one constant, `None` if it is uncertain."""
     return REDUCTIONS[name].repeat(constant) if name in REDUCTIONS else None
 

@@ -236,12 +236,12 @@ def _along(kind: Kind, axes: Callable[[Equation], Sequence[int]]) -> Callable[..
     return relate
 
 
-def _padded(equation: Equation) -> list[int]:
+def _list_padded(equation: Equation) -> list[int]:
     config = equation.params["padding_config"]
     return [axis for axis, each in enumerate(config) if tuple(each) != (0, 0, 0)]
 
 
-def _windows(equation: Equation) -> list[int]:
+def _list_windows(equation: Equation) -> list[int]:
     params = equation.params
     names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
     return [
@@ -375,7 +375,7 @@ LAYOUTS: dict[str, Layout] = {
     "dynamic_slice": Layout(_along("cut", lambda equation: ()), _resize_dynamic_slice),
     "dynamic_update_slice": Layout(_update, sources=lambda equation, number: (0, 1)),
     "gather": Layout(_gather, _resize_gather, fill=gather_fill),
-    "pad": Layout(_along("cut", _padded), sources=_all_inputs),
+    "pad": Layout(_along("cut", _list_padded), sources=_all_inputs),
     "rev": Layout(_along("reversed", lambda equation: equation.params["dimensions"])),
     "sort": Layout(_sort, sources=lambda equation, number: (number,)),
     "top_k": Layout(
@@ -387,9 +387,9 @@ LAYOUTS: dict[str, Layout] = {
     **_cumulative("cummax", "reduce_max"),
     **_cumulative("cummin", "reduce_min"),
     **_cumulative("cumlogsumexp", "unknown"),
-    "reduce_window": Layout(_along("mixed", _windows), joins=lambda equation: "unknown"),
+    "reduce_window": Layout(_along("mixed", _list_windows), joins=lambda equation: "unknown"),
     **{
-        f"reduce_window_{name}": Layout(_along("mixed", _windows), joins=_window_reduction)
+        f"reduce_window_{name}": Layout(_along("mixed", _list_windows), joins=_window_reduction)
         for name in ("max", "min", "sum")
     },
 }

@@ -8,18 +8,17 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, Primitive, Var, jaxpr_as_fun
 
 from sparsity.core import sharding
-from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
 
+T = TypeVar("T")
 Arrays: TypeAlias = list[jax.Array]
 Tracebacks: TypeAlias = tuple[Any, ...]  # of jax, the innermost first
 
@@ -33,71 +32,10 @@ __all__ = [
     "Value",
     "captured_arrays",
     "is_differentiable",
+    "jaxpr_as_fun",
     "read_jaxpr",
-    "share",
     "values_read",
 ]
-_COMPILED: dict[tuple[str, ...], Callable[..., Arrays]] = {}  # by text and constants
-_MOST = 256  # programs, of which the oldest goes first
-_LARGEST = 1 << 16  # bytes of a constant of a program that is shared
-
-
-def share(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., PyTree]:
-    """Compiles a function as one program, which functions that trace to the same text share.
-
-    Args:
-      fn: function of arrays; results that do not depend on `args` are returned as they are.
-      *args: arguments of the shapes and dtypes of later calls. If one is traced, or lies on a mesh
-        with Explicit axes, the result is `fn` itself.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> double = share(lambda x: (x * 2, "text"), jnp.float32(1.0))
-      >>> double(jnp.float32(3.0))
-      (Array(6., dtype=float32), 'text')
-    """
-    leaves = jax.tree.leaves(args)
-    if any(is_traced(x) or sharding.explicit_sharding(jax.typeof(x)) for x in leaves):
-        return fn
-    results: list[object] = []
-    structure: list[jax.tree_util.PyTreeDef] = []
-
-    def traced(*args: PyTree) -> list[jax.Array]:
-        leaves, treedef = jax.tree.flatten(fn(*args))
-        results[:] = [None if is_traced(x) else x for x in leaves]
-        structure[:] = [treedef]
-        return [x for x in leaves if is_traced(x)]
-
-    closed = jax.make_jaxpr(traced)(*args)
-    if any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in closed.consts):
-        return fn  # keys of random numbers have no bytes to compare
-    constants = [np.asarray(x) for x in closed.consts]
-    if any(x.nbytes > _LARGEST for x in constants):
-        return fn
-    key = str(closed), *(f"{x.dtype}{x.shape}{x.tobytes()!r}" for x in constants)
-    if key not in _COMPILED:
-        if len(_COMPILED) == _MOST:
-            del _COMPILED[next(iter(_COMPILED))]
-        _COMPILED[key] = jax.jit(jaxpr_as_fun(closed))
-    compiled = _COMPILED[key]
-
-    def call(*args: PyTree) -> PyTree:
-        outputs = iter(compiled(*jax.tree.leaves(args)))
-        leaves = [next(outputs) if x is None else x for x in results]
-        return jax.tree.unflatten(structure[0], leaves)
-
-    return call
-
-
-def _bind(
-    primitive: Primitive, params: dict[str, Any], context: Any, inputs: Iterable[jax.Array]
-) -> list[jax.Array]:
-    """Returns the outputs of a primitive, under the jax settings of an equation."""
-    bound = primitive.get_bind_params(params)
-    functions, static = bound if isinstance(bound, tuple) else ((), bound)
-    with context.manager:
-        outputs = primitive.bind(*functions, *inputs, **static)
-    return list(outputs) if primitive.multiple_results else [outputs]
 
 
 @dataclasses.dataclass(eq=False)
@@ -276,7 +214,11 @@ class Equation:
 
     def bind(self, inputs: Sequence[PyTree], **changed: object) -> list[PyTree]:
         """Returns the outputs for other inputs, with some parameters changed."""
-        return _bind(self.primitive, {**self.params, **changed}, self.context, inputs)
+        bound = self.primitive.get_bind_params({**self.params, **changed})
+        functions, static = bound if isinstance(bound, tuple) else ((), bound)
+        with self.context.manager:  # the jax settings of the equation
+            outputs = self.primitive.bind(*functions, *inputs, **static)
+        return list(outputs) if self.primitive.multiple_results else [outputs]
 
 
 class Body(NamedTuple):
@@ -297,6 +239,12 @@ class Body(NamedTuple):
     carries: Sequence[tuple[int, int]] = ()
     layers: range = range(0)
     trips: int | None = 1
+
+    def split(self, inputs: list[T]) -> tuple[list[T], list[T], list[T]]:
+        """Splits the inputs of a scan into constants, carried values and stacks of layers."""
+        end = self.layers.start
+        first = end - len(self.carries)
+        return inputs[:first], inputs[first:end], inputs[end:]
 
 
 @dataclasses.dataclass(eq=False)

@@ -7,13 +7,10 @@ subclass replaces the outputs of equations.
 
 from __future__ import annotations
 
-import copy
 import functools
-import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Self, TypeVar
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -153,16 +150,8 @@ class Flow(Generic[Fact]):
 class Interpreter(Generic[Array]):
     """Runs programs, equation by equation, on arrays.
 
-    A subclass replaces the outputs of equations, and may sum up arrays on the way.
-
-    Attributes:
-      sums: {number of a use: tree of arrays}.
+    A subclass replaces the outputs of equations.
     """
-
-    sums: dict[int, PyTree]
-
-    def __init__(self) -> None:
-        self.sums = {}
 
     # Hooks of subclasses.
 
@@ -192,33 +181,12 @@ class Interpreter(Generic[Array]):
         return ()
 
     def at_step(self, scan: Equation, rows: PyTree) -> Self:
-        """Returns the interpreter of a step of a scan, without sums."""
-        return self.inside()
+        """Returns the interpreter of a step of a scan."""
+        return self
 
     def read_layer(self, array: Array) -> Array:
         """Returns the layer that a step of a scan reads, from an array whose axis 0 is gone."""
         return array
-
-    def inside(self) -> Self:
-        """Returns an interpreter of the body of a loop or of a branch, without sums."""
-        inside = copy.copy(self)
-        inside.sums = {}
-        return inside
-
-    def sums_up(self, equation: Equation) -> bool:
-        """Returns whether a loop or a branch sums up arrays."""
-        return False
-
-    def add(self, one: PyTree, other: PyTree) -> PyTree:
-        """Returns the total of the sums of two steps."""
-        return jax.tree.map(operator.add, one, other)
-
-    def take_stacked(self, scan: Equation) -> PyTree:
-        """Removes and returns the sums that each step of a scan keeps for itself."""
-        return ()
-
-    def put_stacked(self, sums: PyTree) -> None:
-        """Adds the sums that the steps of a scan kept, stacked along a first axis."""
 
     # Shared by all subclasses.
 
@@ -251,27 +219,17 @@ class Interpreter(Generic[Array]):
         return self._cond(equation, inputs)
 
     def _scan(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
-        (body,), params = equation.within(), equation.params
-        carried, end = len(body.carries), body.layers.start
-        fixed = end - carried
+        (body,) = equation.within()
+        constants, carry, stacks = body.split(inputs)
 
-        def step(state: PyTree, layers: PyTree) -> tuple[PyTree, PyTree]:
-            (carry, total), (arrays, rows) = state, layers
+        def step(carry: list[Array], layers: PyTree) -> tuple[list[Array], list[Array]]:
+            arrays, rows = layers
             inside = self.at_step(equation, rows)
-            arrays = map(inside.read_layer, arrays)
-            outputs = inside.run(body.program, [*inputs[:fixed], *carry, *arrays])
-            apart = inside.take_stacked(equation)
-            sums = inside.sums if total is None else self.add(total, inside.sums)
-            return (outputs[:carried], sums), (outputs[carried:], apart)
+            read = map(inside.read_layer, arrays)
+            outputs = inside.run(body.program, [*constants, *carry, *read])
+            return outputs[: len(carry)], outputs[len(carry) :]
 
-        layers, carry, total = (inputs[end:], self.rows(equation)), inputs[fixed:end], {}
-        if self.sums_up(equation):
-            first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers)
-            total = _zeros(jax.eval_shape(step, (carry, None), first)[0][1])
-        options = {key: params[key] for key in ("length", "reverse", "unroll")}
-        (carry, total), (stacked, apart) = lax.scan(step, (carry, total), layers, **options)
-        self.sums |= total
-        self.put_stacked(apart)
+        carry, stacked = scan_like(equation, step, carry, (stacks, self.rows(equation)))
         return [*carry, *stacked]
 
     def _while(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
@@ -287,23 +245,26 @@ class Interpreter(Generic[Array]):
 
     def _cond(self, equation: Equation, inputs: list[Array]) -> Sequence[Array]:
         index, *operands = inputs
-        zeros: dict[int, PyTree] = {}
 
-        def branch(program: Program, *operands: Array) -> tuple[list[Array], dict[int, PyTree]]:
-            inside = self.inside()
-            outputs = inside.run(program, operands)
-            return outputs, _zeros(zeros) | inside.sums
+        def branch(program: Program, *operands: Array) -> list[Array]:
+            return self.run(program, operands)
 
         branches = [functools.partial(branch, body) for body in equation.bodies]
-        if self.sums_up(equation):  # other branches have other sums, here 0
-            for each in branches:
-                zeros |= jax.eval_shape(each, *operands)[1]
-        number = jnp.asarray(index).astype(jnp.int32)  # of two branches it may be a bool
-        outputs: list[Array]
-        outputs, sums = lax.switch(number, branches, *operands)
-        self.sums |= sums
+        outputs: list[Array] = switch(index, branches, operands)
         return outputs
 
 
-def _zeros(shapes: PyTree) -> PyTree:
-    return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
+def scan_like(
+    scan: Equation, step: Callable[..., tuple[PyTree, PyTree]], carry: PyTree, layers: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Runs a step as often, and in the order, as an equation of a program does."""
+    options = {key: scan.params[key] for key in ("length", "reverse", "unroll")}
+    carry, stacked = lax.scan(step, carry, layers, **options)
+    return carry, stacked
+
+
+def switch(
+    index: PyTree, branches: Sequence[Callable[..., PyTree]], operands: Sequence[PyTree]
+) -> PyTree:
+    """Returns the outputs of a branch, whose number may be a bool where there are two."""
+    return lax.switch(jnp.asarray(index).astype(jnp.int32), branches, *operands)

@@ -10,7 +10,7 @@ import optax
 from sparsity.core import extras, trees
 from sparsity.core.checks import check_kind
 from sparsity.core.pictures import DARK, add_legend, label_rows, new_axes
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Params
 from sparsity.reports.summary import summarize_sparsity
 from sparsity.training.state import get_sparse_state
 from sparsity.training.updater import Updater
@@ -44,7 +44,7 @@ class LayerSummary(NamedTuple):
     mask_bytes: int
 
 
-def sparsity_table(params: PyTree, opt_state: optax.OptState, updater: Updater) -> str:
+def sparsity_table(params: Params, opt_state: optax.OptState, updater: Updater) -> str:
     """Returns a table of all leaves: path, shape, type, target, achieved sparsity, mask bytes.
 
     The last row sums up the leaves with a target.
@@ -79,7 +79,7 @@ def sparsity_table(params: PyTree, opt_state: optax.OptState, updater: Updater) 
 
 
 def layer_summary(
-    params: PyTree, opt_state: optax.OptState, updater: Updater
+    params: Params, opt_state: optax.OptState, updater: Updater
 ) -> list[LayerSummary]:
     """Returns the rows of `sparsity_table`: a `LayerSummary` for each array, in tree order."""
     check_kind("updater", updater, Updater, "the updater that wrapped the optimizer")
@@ -109,7 +109,7 @@ def layer_summary(
 
 
 def plot_sparsity(
-    params: PyTree, opt_state: optax.OptState, updater: Updater, ax: Axes | None = None
+    params: Params, opt_state: optax.OptState, updater: Updater, ax: Axes | None = None
 ) -> Axes:
     """Draws target and achieved sparsity of every leaf that can be sparse.
 

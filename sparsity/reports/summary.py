@@ -12,7 +12,7 @@ import optax
 
 from sparsity.core import trees
 from sparsity.core.checks import check_bool, is_traced
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import packed_shape, read_masks
 from sparsity.training.state import SparseState, get_sparse_state
 
@@ -99,7 +99,7 @@ def summarize_intersection(
     return summary
 
 
-def active_masks(params: PyTree, opt_state: optax.OptState) -> PyTree:
+def active_masks(params: Params, opt_state: optax.OptState) -> Masks:
     """Returns the masks of the weights in use, for every algorithm.
 
     `summarize_intersection` compares the masks of two steps.

@@ -3,14 +3,14 @@
 from sparsity.core.exact import num_kept
 from sparsity.core.hashing import hash_scores
 from sparsity.selection.nm import nm_mask
-from sparsity.selection.scores import LazyScores, Ranked, Scores, computed
+from sparsity.selection.scores import LazyScores, Ranked, Scores, compute_array
 from sparsity.selection.topk import global_topk_mask, topk_mask, topk_masks
 
 __all__ = [
     "LazyScores",
     "Ranked",
     "Scores",
-    "computed",
+    "compute_array",
     "global_topk_mask",
     "hash_scores",
     "nm_mask",

@@ -71,7 +71,7 @@ class Scores(LazyScores):
         """Returns stored scores, checked, or lazy scores as they are."""
         if isinstance(scores, Scores):
             return scores
-        scores = readable(computed(scores))
+        scores = readable(compute_array(scores))
         return cls(_itself, (scores,))
 
     @property
@@ -134,7 +134,7 @@ def _compute(ranked: Ranked) -> jax.Array:
     return ranked.scores._compute()
 
 
-def computed(scores: PyTree) -> PyTree:
+def compute_array(scores: PyTree) -> PyTree:
     """Returns lazy scores as an array, and anything else unchanged."""
     return scores.compute() if isinstance(scores, LazyScores) else scores
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from sparsity.core import host, owners, sharding, trees
 from sparsity.core.checks import is_traced
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph import Graph
 from sparsity.masks import (
     apply_mask,
@@ -26,23 +26,23 @@ from sparsity.masks import (
     unpack_masks,
 )
 from sparsity.shrinking.dead import stays_at
-from sparsity.shrinking.evaluate import take
 from sparsity.shrinking.plan import Plan, shrink_shape
+from sparsity.shrinking.smaller import take
 from sparsity.training import comparison
-from sparsity.training.kept import KeptState
+from sparsity.training.kept_state import KeptState
 from sparsity.training.state import SparseState
 
 _REMEDY = "start a new state: shrink without opt_state, then tx.init(small.params)"
 
 
-def cut_params(graph: Graph, plan: Plan, params: PyTree) -> PyTree:
+def cut_params(graph: Graph, plan: Plan, params: Params) -> Params:
     """Cuts parameters, or a part of their tree."""
     return trees.map_matched(lambda path, leaf: _cut(leaf, _axes(graph, plan, path, leaf)), params)
 
 
 def cut_masks(
-    graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, masks: Mapping[Path, jax.Array]
-) -> PyTree:
+    graph: Graph, plan: Plan, params: Params, small_params: Params, masks: Mapping[Path, jax.Array]
+) -> Masks:
     """Cuts masks like their parameters: uint8, placed like these; `None` where nothing is masked.
 
     Args:
@@ -73,11 +73,11 @@ def _find_mask(
     """Returns the mask of a leaf of params, `None` for a dense one."""
     if not hasattr(leaf, "shape"):
         return None
-    return masks.get(graph.find_parameter(trees.path_names(key), leaf).path)
+    return masks.get(graph.parameters.find(trees.path_names(key), leaf).path)
 
 
 def cut_state(
-    graph: Graph, plan: Plan, params: PyTree, small_params: PyTree, state: PyTree
+    graph: Graph, plan: Plan, params: Params, small_params: Params, state: PyTree
 ) -> PyTree:
     """Cuts the leaves of an optimizer's state that belong to cut parameters.
 
@@ -158,7 +158,7 @@ def check_updates(
     tx: optax.GradientTransformation,
     graph: Graph,
     plan: Plan,
-    params: PyTree,
+    params: Params,
     state: PyTree,
     masks: Mapping[Path, jax.Array],
 ) -> float:
@@ -188,7 +188,7 @@ def check_updates(
 
 
 def _mask_params(
-    graph: Graph, plan: Plan, params: PyTree, masks: Mapping[Path, jax.Array]
+    graph: Graph, plan: Plan, params: Params, masks: Mapping[Path, jax.Array]
 ) -> PyTree:
     """Returns the arrays of `params` under their masks; the plan masks those that have none."""
 
@@ -248,7 +248,7 @@ def _axes(
     """Returns the indices that stay along each axis of a leaf that loses some."""
     if not hasattr(leaf, "shape"):
         return {}
-    return plan.kept.get(graph.find_parameter(trees.path_names(path), leaf).path, {})
+    return plan.kept.get(graph.parameters.find(trees.path_names(path), leaf).path, {})
 
 
 def _cut(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:

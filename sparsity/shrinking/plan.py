@@ -13,12 +13,12 @@ import numpy as np
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind, unique_keys
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Coupled, Graph
 from sparsity.graph.cuts import solve_kept, spread_kept
-from sparsity.programs.axes import Axis, variables
+from sparsity.programs.axes import Axis, list_variables
 from sparsity.shrinking.dead import find_undead
-from sparsity.shrinking.evaluate import Smaller
+from sparsity.shrinking.smaller import Smaller
 
 FORMAT = 1  # of the text of a plan
 
@@ -77,7 +77,7 @@ class Plan:
         """Returns the shape of a parameter after the cut."""
         return shrink_shape(shape, self.kept.get(path, {}))
 
-    def apply(self, graph: Graph, params: PyTree, *args: PyTree) -> PyTree:
+    def apply(self, graph: Graph, params: Params, *args: PyTree) -> PyTree:
         """Runs the model at its smaller size.
 
         Args:
@@ -102,12 +102,12 @@ class Plan:
         structs = zip(sharding.abstract(arrays), full, strict=True)
         example = rebuild([sharding.resized(*pair) for pair in structs])
         now = graph.retrace(example, *args)
-        chosen = solve_kept(now.list_axes(), self)
+        chosen = solve_kept(now.removal.list_axes(), self)
         if now is not graph:
             check_proven(now, chosen, self)
-        smaller = Smaller(now.coupling, chosen, now.alike if chosen else {})
-        outputs = smaller.run(now.program, [*arrays, *inputs])
-        return jax.tree.unflatten(now.output_tree, outputs)
+        smaller = Smaller(now.removal.coupling, chosen, now.removal.alike if chosen else {})
+        outputs = smaller.run(now.model.program, [*arrays, *inputs])
+        return jax.tree.unflatten(now.model.output_tree, outputs)
 
     def graph(self, graph: Graph) -> Graph:
         """Returns the graph of the smaller model from that of the model before the cut.
@@ -181,7 +181,7 @@ class Plan:
         return Plan(kept, shapes)
 
 
-def _find_full_shapes(plan: Plan, graph: Graph, params: PyTree) -> list[tuple[int, ...]]:
+def _find_full_shapes(plan: Plan, graph: Graph, params: Params) -> list[tuple[int, ...]]:
     """Returns the shapes before a cut of the parameters after the cut, in their order.
 
     Raises:
@@ -278,19 +278,19 @@ def plan_cut(
     masked: Mapping[Path, Mapping[int, np.ndarray]] | None = None,
 ) -> Plan:
     """Returns the plan that keeps only some entries of variables; `masked` as in `Plan`."""
-    kept = spread_kept(graph.list_axes(), chosen)
+    kept = spread_kept(graph.removal.list_axes(), chosen)
     return Plan(kept, {leaf.path: leaf.shape for leaf in graph.leaves if leaf.path in kept}, masked)
 
 
 def check_proven(graph: Graph, chosen: Mapping[Axis, np.ndarray], plan: Plan) -> None:
     """Raises a ValueError if removing entries of a variable differs from masking them."""
     removable = {group.variable for group in graph.groups}
-    for leaf, dims in graph.list_axes():
-        for axis, dim in enumerate(dims):
-            if any(v in chosen and v not in removable for v in variables(dim)):
-                why = _reason(graph, leaf.path, axis)
+    for leaf, axes in graph.removal.list_axes():
+        for number, axis in enumerate(axes):
+            if any(v in chosen and v not in removable for v in list_variables(axis)):
+                why = _reason(graph, leaf.path, number)
                 raise ValueError(
-                    f"The plan removes indices of axis {axis} of {leaf.name!r}, which this model "
+                    f"The plan removes indices of axis {number} of {leaf.name!r}, which this model "
                     f"needs: {why}. It was made for another model, or for other flags."
                 )
     if plan.masked is not None and (group := find_undead(graph, chosen, plan.masked)):

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import sharding, trees
-from sparsity.core.trees import Path, PyTree
+from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph import Graph
 from sparsity.graph.cuts import solve_kept
 from sparsity.masks import apply_masks
@@ -66,20 +66,20 @@ class Small:
       (Array([[5.]], dtype=float32), Array([[15.]], dtype=float32))
     """
 
-    params: PyTree
+    params: Params
     opt_state: optax.OptState | None
     plan: Plan
     before: Graph
     replicated: Mapping[tuple[Path, int], int]
     update_error: float | None = None
-    masks: PyTree = None
+    masks: Masks = None
 
     @functools.cached_property
     def graph(self) -> Graph:
         """Graph of the smaller model, whose channels can be cut again."""
         return self.plan.graph(self.before)
 
-    def apply(self, params: PyTree, *args: PyTree) -> PyTree:
+    def apply(self, params: Params, *args: PyTree) -> PyTree:
         """Runs the model at its smaller size: returns `fn(params, *args)` of the masked model.
 
         Can be compiled, differentiated, mapped and exported like `fn`, at any batch size.
@@ -96,9 +96,9 @@ class Small:
 
     def macs(self, path: Path | None = None) -> int:
         """Counts multiply-adds at the batch size of the trace: of a call, or of one parameter."""
-        return round(self.before.count_small_macs(self._sizes, path))
+        return round(self.before.costs.count_small_macs(self._sizes, path))
 
-    def measure(self, params: PyTree, *args: PyTree, rounds: int = 20) -> list[float]:
+    def measure(self, params: Params, *args: PyTree, rounds: int = 20) -> list[float]:
         """Measures the model before and after, both compiled and called in turn.
 
         Args:
@@ -110,7 +110,7 @@ class Small:
           Median seconds of a call before and after: an entry of `report`.
         """
 
-        def program(plan: Plan, params: PyTree) -> Callable[[], object]:
+        def program(plan: Plan, params: Params) -> Callable[[], object]:
             arrays, rebuild = trees.split_arrays((params, args))
 
             @jax.jit
@@ -156,7 +156,7 @@ class Small:
             shape = self.plan.shrink_shape(leaf.path, leaf.shape)
             sizes = leaf.size, math.prod(shape)
             nbytes = sizes[0] * leaf.dtype.itemsize, sizes[1] * leaf.dtype.itemsize
-            macs = self.before.count_macs(leaf.path), self.macs(leaf.path)
+            macs = self.before.costs.count_macs(leaf.path), self.macs(leaf.path)
             density = densities.get(leaf.path)
             rows.append(SizeRow(leaf.name, (leaf.shape, shape), sizes, nbytes, macs, density))
         return rows
@@ -165,7 +165,7 @@ class Small:
         """Returns the part of the entries that masks keep, for each parameter with a mask."""
         densities = {}
         for key, mask in trees.leaves_by_path(self.masks).items():
-            leaf = self.before.find_parameter(trees.path_names(key), mask, may_be_smaller=True)
+            leaf = self.before.parameters.find(trees.path_names(key), mask, may_be_smaller=True)
             densities[leaf.path] = np.count_nonzero(mask) / mask.size
         return densities
 
@@ -193,14 +193,14 @@ class Small:
     @functools.cached_property
     def _sizes(self) -> dict[Axis, int]:
         """Sizes of the variables that lose entries."""
-        chosen = solve_kept(self.before.list_axes(), self.plan)
+        chosen = solve_kept(self.before.removal.list_axes(), self.plan)
         return {variable: index.shape[-1] for variable, index in chosen.items()}
 
 
 def shrink(
     graph: Graph,
-    params: PyTree,
-    masks: PyTree | Plan,
+    params: Params,
+    masks: Masks | Plan,
     opt_state: optax.OptState | None = None,
     tx: optax.GradientTransformation | None = None,
 ) -> Small:
@@ -246,35 +246,37 @@ def shrink(
       (5, 2)
     """
     comparison.check_arguments(graph, masks, opt_state, tx)
-    by_path = {} if isinstance(masks, Plan) else _read_masks(graph, masks)
-    plan = masks if isinstance(masks, Plan) else plan_cut(graph, *find_dead(graph, by_path))
-    if plan is masks:
-        check_proven(graph, solve_kept(graph.list_axes(), plan), plan)
+    plan, by_path = _read_plan(graph, masks)
     small_params = cut_params(graph, plan, params)
     small_masks = cut_masks(graph, plan, params, small_params, by_path)
     state = None if opt_state is None else cut_state(graph, plan, params, small_params, opt_state)
     error = None if tx is None else check_updates(tx, graph, plan, params, opt_state, by_path)
-    replicated = _replicated(graph, params, small_params)
+    replicated = _find_replicated(graph, params, small_params)
     masked = apply_masks(small_params, small_masks)
     return Small(masked, state, plan, graph, replicated, error, small_masks)
 
 
-def _read_masks(graph: Graph, masks: PyTree) -> dict[Path, PyTree]:
-    """Returns the masks by the paths of their parameters; raises unless all are of 0 and 1."""
-    by_path = {parameter.path: mask for parameter, mask in graph.match_masks(masks)}
+def _read_plan(graph: Graph, masks: Masks | Plan) -> tuple[Plan, dict[Path, jax.Array]]:
+    """Returns a checked plan that removes what masks remove, and the masks by path."""
+    if isinstance(masks, Plan):
+        check_proven(graph, solve_kept(graph.removal.list_axes(), masks), masks)
+        return masks, {}
+    by_path = {leaf.path: mask for leaf, mask in graph.parameters.match_masks(masks)}
     for path, mask in by_path.items():
         check_entries(np.asarray(mask), trees.join_names(path))
-    return by_path
+    return plan_cut(graph, *find_dead(graph, by_path)), by_path
 
 
-def _replicated(graph: Graph, params: PyTree, small_params: PyTree) -> dict[tuple[Path, int], int]:
+def _find_replicated(
+    graph: Graph, params: Params, small_params: Params
+) -> dict[tuple[Path, int], int]:
     """Returns `Small.replicated`."""
     small = trees.leaves_by_path(small_params)
     replicated = {}
     for key, leaf in trees.leaves_by_path(params).items():
         placed = getattr(leaf, "sharding", None)
         if isinstance(placed, NamedSharding) and leaf.shape != small[key].shape:
-            path = graph.find_parameter(trees.path_names(key), leaf).path
+            path = graph.parameters.find(trees.path_names(key), leaf).path
             counts = sharding.num_devices(placed, leaf.ndim)
             for axis, count in enumerate(counts):
                 if small[key].shape[axis] % count:

@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Masks, Params, PyTree, Sparsities
 from sparsity.masks import Sites, check_user_mask, read_masks
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.updater import Updater
@@ -26,7 +26,7 @@ def check_optimizer(name: str, value: object) -> None:
         )
 
 
-def check_gradients(updates: PyTree, params: PyTree, masks: PyTree) -> None:
+def check_gradients(updates: PyTree, params: Params, masks: Masks) -> None:
     """Raises a ValueError that names a masked parameter without a gradient of its shape."""
     likes = trees.leaves_by_path(params)
 
@@ -40,7 +40,7 @@ def check_gradients(updates: PyTree, params: PyTree, masks: PyTree) -> None:
     trees.map_matched(check, updates, masks, role="gradients")
 
 
-def take_masks(masks: PyTree, old: PyTree, params: PyTree, packed: bool) -> PyTree:
+def take_masks(masks: Masks, old: PyTree, params: Params, packed: bool) -> Masks:
     """Returns the masks of a hook in the containers of the old masks.
 
     Raises:
@@ -57,7 +57,7 @@ def take_masks(masks: PyTree, old: PyTree, params: PyTree, packed: bool) -> PyTr
 
 
 def take_initial_masks(
-    updater: Updater, masks: PyTree, targets: PyTree, params: PyTree, sites: Sites
+    updater: Updater, masks: Masks, targets: Sparsities, params: Params, sites: Sites
 ) -> tuple[PyTree, PyTree]:
     """Returns the initial masks of a user, and a target for each leaf with a mask."""
     first = read_masks(masks, params, updater.use_packed_masks, "masks of wrap_optax")
@@ -88,7 +88,7 @@ def same_structure(new: PyTree, old: PyTree) -> PyTree:
     return new
 
 
-def warn_of_idle(updater: Updater, targets: PyTree, masks: PyTree, starts_dense: bool) -> None:
+def warn_of_idle(updater: Updater, targets: Sparsities, masks: Masks, starts_dense: bool) -> None:
     """Warns of masks that would stay all ones, and of weights that no step would train.
 
     Args:

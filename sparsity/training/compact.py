@@ -21,13 +21,13 @@ import optax
 
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Layerwise, Site, Sites, packed_shape, unpack_masks
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.checks import check_optimizer
 from sparsity.training.entrywise import check_entrywise
 from sparsity.training.hooks import Inputs
-from sparsity.training.kept import (
+from sparsity.training.kept_state import (
     KeptLayout,
     KeptState,
     carry,
@@ -59,7 +59,7 @@ class CompactStep(Step):
 
     @classmethod
     def wrap(
-        cls, updater: Updater, inner: optax.GradientTransformation, masks: PyTree | None
+        cls, updater: Updater, inner: optax.GradientTransformation, masks: Masks | None
     ) -> Self:
         check_rules(updater)
         if masks is None:
@@ -71,10 +71,10 @@ class CompactStep(Step):
             )
         return super().wrap(updater, inner, masks)
 
-    def placeholder(self, params: PyTree) -> KeptState:
+    def placeholder(self, params: Params) -> KeptState:
         return KeptState(0, self.inner.init(params))
 
-    def init_inner(self, params: PyTree, masks: PyTree, sites: Sites) -> KeptState:
+    def init_inner(self, params: Params, masks: Masks, sites: Sites) -> KeptState:
         """Returns the positions of kept entries and the state of the inner optimizer for them."""
         layouts = self.layouts(params, masks, sites)
         for path, layout in trees.leaves_by_path(layouts).items():
@@ -147,7 +147,7 @@ class CompactStep(Step):
         """Returns the updates, which `transform` has made to land on zeros."""
         return steps
 
-    def layouts(self, params: PyTree, masks: PyTree, sites: Sites) -> PyTree:
+    def layouts(self, params: Params, masks: Masks, sites: Sites) -> PyTree:
         """Returns the layout of the kept entries of each masked parameter.
 
         Raises:
@@ -303,7 +303,7 @@ def _start_from_zero(steps: PyTree, kept: PyTree, grown: PyTree) -> PyTree:
 
 
 def wrap(
-    updater: Updater, inner: optax.GradientTransformation, masks: PyTree | None = None
+    updater: Updater, inner: optax.GradientTransformation, masks: Masks | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `inner` with the masks of `updater` in its state, and the state of kept entries.
 

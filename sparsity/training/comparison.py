@@ -1,4 +1,8 @@
-"""Compares updates of a masked model with updates of the same model without masked entries."""
+"""Compares updates of a masked model with updates of the same model without masked entries.
+
+The test of `shrink` and `compact`, by numbers: see `training.entrywise` for the proof before the
+first step, where there are no numbers yet.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import numpy as np
 import optax
 
 from sparsity.core import sharding, trees
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.training.checks import check_optimizer
 from sparsity.training.state import SparseState
 
@@ -20,12 +24,12 @@ _MOST_UPDATES = 64
 
 def check_arguments(
     graph: object,
-    masks: PyTree,
+    masks: Masks,
     opt_state: optax.OptState | None,
     tx: optax.GradientTransformation | None,
 ) -> None:
     """Raises a ValueError if graph, masks, state and optimizer are missing or confused."""
-    if not hasattr(graph, "match_masks"):
+    if not hasattr(graph, "parameters"):
         raise ValueError(f"graph must be made by sparsity.trace, got graph = {graph!r}.")
     if masks is None:
         raise ValueError("masks is None: nothing would be cut. Give masks of params, or a Plan.")
@@ -39,7 +43,7 @@ def check_arguments(
 
 def check_updates(
     tx: optax.GradientTransformation,
-    params: PyTree,
+    params: Params,
     state: optax.OptState,
     *,
     mask: Callable[[trees.KeyPath, jax.Array], jax.Array],
@@ -79,7 +83,7 @@ def check_updates(
     update = jax.jit(
         functools.partial(optax.with_extra_args_support(tx).update, value=jnp.float32(1))
     )
-    small_update = _refusing(update, model, remedy)
+    small_update = _explain_errors(update, model, remedy)
     largest, is_still = 0.0, True
     small_params, small_state = cut(params), cut_state(state)
     for step in range(_MOST_UPDATES):
@@ -95,7 +99,9 @@ def check_updates(
     return largest
 
 
-def _refusing(update: Callable[..., PyTree], model: str, remedy: str) -> Callable[..., PyTree]:
+def _explain_errors(
+    update: Callable[..., PyTree], model: str, remedy: str
+) -> Callable[..., PyTree]:
     """Returns the update of an optimizer with an error for optimizers that read shapes."""
 
     def run(*args: PyTree) -> PyTree:
@@ -111,7 +117,7 @@ def _refusing(update: Callable[..., PyTree], model: str, remedy: str) -> Callabl
     return run
 
 
-def _fits_optimizer(tx: optax.GradientTransformation, params: PyTree, state: PyTree) -> bool:
+def _fits_optimizer(tx: optax.GradientTransformation, params: Params, state: PyTree) -> bool:
     """Returns whether a state has the structure that the `init` of an optimizer returns."""
     shapes = jax.eval_shape(tx.init, params)
     structures: list[object] = [jax.tree.structure(tree) for tree in (shapes, state)]

@@ -4,6 +4,10 @@ The optimizer is traced twice without running: for the parameters, and for their
 programs must apply the same operations with the same constants in the same order, and operations
 on arrays that became shorter must work entry by entry, or reduce all entries to one number. A mean,
 a decision by the number of axes, a factored moment, a matrix product or noise fails the comparison.
+
+Works before the first step, on shapes alone, and for every value. `training.comparison` runs
+updates instead: it serves cut models, which have arrays and a state, and accepts optimizers that no
+text proves, such as those that accumulate gradients or reduce along axes that are not cut.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import numpy as np
 import optax
 
 from sparsity.core import sharding, trees
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Params, PyTree
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.program import CALLS, Equation, Program, Value, read_jaxpr
 
@@ -29,7 +33,7 @@ _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_o
 
 def check_entrywise(
     inner: optax.GradientTransformationExtraArgs,
-    params: PyTree,
+    params: Params,
     kept: PyTree,
     caller: str = "use_compact_state=True",
     remedy: str = ", or leave use_compact_state off",
@@ -71,7 +75,7 @@ def check_entrywise(
         )
 
 
-def _trace(inner: optax.GradientTransformationExtraArgs, params: PyTree) -> Program:
+def _trace(inner: optax.GradientTransformationExtraArgs, params: Params) -> Program:
     """Returns the program of `init` and an update, for abstract parameters."""
     structs = jax.tree.map(_without_sharding, sharding.abstract(params))
     arrays, rebuild = trees.split_arrays(structs)

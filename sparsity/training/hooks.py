@@ -10,7 +10,7 @@ import chex
 import jax
 
 from sparsity.core import trees
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Grads, Masks, Params, PyTree
 from sparsity.masks import Sites, apply_masks
 
 T = TypeVar("T")
@@ -28,11 +28,11 @@ class Inputs(NamedTuple):
       masks: tree of the masks under which hooks see the parameters; `None` for no masks.
     """
 
-    params: PyTree
-    gradients: PyTree | None
+    params: Params
+    gradients: Grads | None
     sites: Sites
     extra: Mapping[str, ExtraArg]
-    masks: PyTree | None = None
+    masks: Masks | None = None
 
     @property
     def weights(self) -> PyTree:

@@ -12,12 +12,12 @@ import optax
 from sparsity.core import owners, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.kernels import at_runtime
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import apply_mask, pack_masks, unpack, unpack_masks
 from sparsity.training.state import SparseState
 
 
-def pack_first(masks: PyTree, params: PyTree, count: chex.Numeric) -> tuple[PyTree, chex.Numeric]:
+def pack_first(masks: Masks, params: Params, count: chex.Numeric) -> tuple[PyTree, chex.Numeric]:
     """Returns packed masks, and `count` as a value that exists once the masks are packed.
 
     New masks depend on the count. So XLA may write the first of them over the old masks, whose last
@@ -31,7 +31,7 @@ def pack_first(masks: PyTree, params: PyTree, count: chex.Numeric) -> tuple[PyTr
     if not is_traced(count):
         return pack_masks(masks, params), count
 
-    def skip(masks: PyTree, count: jax.Array) -> tuple[PyTree, jax.Array]:
+    def skip(masks: Masks, count: jax.Array) -> tuple[PyTree, jax.Array]:
         return jax.tree.map(jnp.zeros_like, pack_masks(masks, params)), count + 1
 
     bits, count = jax.lax.cond(
@@ -41,7 +41,7 @@ def pack_first(masks: PyTree, params: PyTree, count: chex.Numeric) -> tuple[PyTr
 
 
 def restart_regrown(
-    old_bits: PyTree, new: SparseState, params: PyTree, fresh: PyTree
+    old_bits: PyTree, new: SparseState, params: Params, fresh: PyTree
 ) -> tuple[SparseState, PyTree]:
     """Gives weights that are new in the mask the state of a fresh optimizer.
 
@@ -69,7 +69,7 @@ def restart_regrown(
     return new._replace(masks=masks, inner_state=inner_state), grown
 
 
-def without_grown(params: PyTree, grown: PyTree) -> PyTree:
+def without_grown(params: Params, grown: PyTree) -> Params:
     """Returns the parameters for the inner optimizer: zeros where weights have grown."""
 
     def zero(_: trees.KeyPath, param: chex.Array, bits: chex.Array | None) -> chex.Array:
@@ -78,7 +78,7 @@ def without_grown(params: PyTree, grown: PyTree) -> PyTree:
     return trees.map_matched(zero, params, grown)
 
 
-def start_from_zero(steps: PyTree, params: PyTree, grown: PyTree) -> PyTree:
+def start_from_zero(steps: PyTree, params: Params, grown: PyTree) -> PyTree:
     """Returns updates that start grown weights from zero, whatever values are stored."""
 
     likes = trees.leaves_by_path(params)
@@ -92,7 +92,7 @@ def start_from_zero(steps: PyTree, params: PyTree, grown: PyTree) -> PyTree:
 
 
 def check_resettable(
-    params: PyTree, inner_state: optax.OptState, name: str = "", is_sure: bool = True
+    params: Params, inner_state: optax.OptState, name: str = "", is_sure: bool = True
 ) -> None:
     """Rejects optimizers whose state hides which entry belongs to which parameter.
 
@@ -119,7 +119,7 @@ def check_resettable(
     )
 
 
-def hidden_by(params: PyTree, inner_state: optax.OptState) -> str | None:
+def hidden_by(params: Params, inner_state: optax.OptState) -> str | None:
     """Returns the optax function whose state hides the entries of parameters, or `None`."""
     arrays = {path: leaf for path, leaf in trees.leaves_by_path(params).items() if _is_array(leaf)}
     size = sum(leaf.size for leaf in arrays.values())

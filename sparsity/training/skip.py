@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Params, PyTree
 from sparsity.programs.program import Equation, Value, read_jaxpr
 from sparsity.programs.walk import Interpreter
 
@@ -19,7 +19,7 @@ def update_unless(
     update: Callable[..., tuple[PyTree, optax.OptState]],
     updates: PyTree,
     state: optax.OptState,
-    params: PyTree,
+    params: Params,
 ) -> tuple[PyTree, optax.OptState]:
     """Returns `update(updates, state, params)`, but zero updates and `state` where `skip` holds.
 
@@ -72,7 +72,6 @@ class _Skipping(Interpreter[jax.Array]):
     """Runs an update whose new state is selected where it is defined; calls run as they are."""
 
     def __init__(self, skip: chex.Numeric, early: Mapping[Value, jax.Array]) -> None:
-        super().__init__()
         self._skip, self._early = skip, early
 
     def call(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:

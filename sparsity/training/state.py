@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from sparsity.core import owners, sharding, trees
 from sparsity.core.checks import check_kind
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Masks, Params, PyTree, Sparsities
 from sparsity.masks import packed_shape
 
 
@@ -33,9 +33,9 @@ class SparseState(NamedTuple):
       ([1, 0], 3)
     """
 
-    masks: PyTree = None
+    masks: Masks = None
     inner_state: PyTree = None
-    target_sparsities: PyTree = None
+    target_sparsities: Sparsities = None
     count: PyTree = None
     algorithm_state: PyTree = None
 
@@ -79,7 +79,7 @@ def set_sparse_state(opt_state: optax.OptState, sparse_state: SparseState) -> op
     return replaced
 
 
-def sharding_like(params: PyTree, opt_state: optax.OptState) -> optax.OptState:
+def sharding_like(params: Params, opt_state: optax.OptState) -> optax.OptState:
     """Returns the shardings of an optimizer state: each leaf has the sharding of its parameter.
 
     The result serves as `out_shardings` of a jitted `init`, because the compiler would otherwise

@@ -24,7 +24,7 @@ import optax
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.sharding import on_device
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import (
     Sites,
     apply_masks,
@@ -72,7 +72,7 @@ class Step:
 
     updater: Updater
     inner: optax.GradientTransformationExtraArgs
-    masks: PyTree | None
+    masks: Masks | None
     packed: bool
     lands_on_zeros: bool
     keeps_zeros: bool
@@ -80,7 +80,7 @@ class Step:
 
     @classmethod
     def wrap(
-        cls, updater: Updater, inner: optax.GradientTransformation, masks: PyTree | None
+        cls, updater: Updater, inner: optax.GradientTransformation, masks: Masks | None
     ) -> Self:
         """Returns the step of an updater around an optimizer."""
         lands = updater.is_sparse_updates
@@ -92,7 +92,7 @@ class Step:
         packed = updater.use_packed_masks
         return cls(updater, inner, masks, packed, lands, keeps_zeros, may_regrow)
 
-    def init(self, params: PyTree) -> SparseState:
+    def init(self, params: Params) -> SparseState:
         """Returns the first state."""
         updater = self.updater
         if _is_placeholder(params):
@@ -119,11 +119,11 @@ class Step:
             algorithm_state=memory,
         )
 
-    def placeholder(self, params: PyTree) -> optax.OptState:
+    def placeholder(self, params: Params) -> optax.OptState:
         """Returns the first state of the inner optimizer for the node of `tree.map_params`."""
         return self.inner.init(params)
 
-    def init_inner(self, params: PyTree, masks: PyTree, sites: Sites) -> optax.OptState:
+    def init_inner(self, params: Params, masks: Masks, sites: Sites) -> optax.OptState:
         """Returns the first state of the inner optimizer."""
         state = self.inner.init(params)
         if self.may_regrow:
@@ -135,7 +135,7 @@ class Step:
         self,
         updates: PyTree,
         state: PyTree,
-        params: PyTree | None = None,
+        params: Params | None = None,
         **extra_args: ExtraArg,
     ) -> tuple[PyTree, SparseState]:
         """Returns the updates of a step, computed from gradients, and the next state."""
@@ -146,7 +146,7 @@ class Step:
         return self.land(steps, state, inputs, change), state
 
     def check(
-        self, updates: PyTree, state: SparseState, params: PyTree | None, extra: dict[str, ExtraArg]
+        self, updates: PyTree, state: SparseState, params: Params | None, extra: dict[str, ExtraArg]
     ) -> Inputs:
         """Returns the inputs of a step; raises a ValueError that names an unfit leaf."""
         if params is None:  # raises the error of optax for missing params
@@ -278,7 +278,7 @@ class Step:
             state = state._replace(masks=unpack_masks(state.masks, inputs.params))
         return state, inputs._replace(masks=state.masks if self.keeps_zeros else None)
 
-    def _stored(self, masks: PyTree, params: PyTree) -> PyTree:
+    def _stored(self, masks: Masks, params: Params) -> PyTree:
         """Returns plain masks as the state holds them."""
         return pack_masks(masks, params) if self.packed else masks
 
@@ -304,7 +304,7 @@ class Change(NamedTuple):
 
 
 def wrap(
-    updater: Updater, inner: optax.GradientTransformation, masks: PyTree | None = None
+    updater: Updater, inner: optax.GradientTransformation, masks: Masks | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `inner` with the masks of `updater` in its state.
 
@@ -325,14 +325,14 @@ def wrap_dense(
     check_optimizer("inner", inner)
     inner = optax.with_extra_args_support(inner)
 
-    def init_fn(params: PyTree) -> SparseState:
+    def init_fn(params: Params) -> SparseState:
         if _is_placeholder(params):
             count = jnp.zeros([], jnp.int32)
             return SparseState(0, inner.init(params), None, count)
         return updater.init_state(params)._replace(inner_state=inner.init(params))
 
     def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: ExtraArg
+        updates: PyTree, state: PyTree, params: Params | None = None, **extra_args: ExtraArg
     ) -> tuple[PyTree, SparseState]:
         steps, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         count = optax.safe_increment(state.count)
@@ -341,7 +341,7 @@ def wrap_dense(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def land_on_zeros(steps: PyTree, params: PyTree, masks: PyTree) -> PyTree:
+def land_on_zeros(steps: PyTree, params: Params, masks: Masks) -> PyTree:
     """Returns updates by which `optax.apply_updates` sets pruned weights to exactly 0.0.
 
     Args:
@@ -366,7 +366,7 @@ def land_on_zeros(steps: PyTree, params: PyTree, masks: PyTree) -> PyTree:
     return trees.map_matched(land, steps, masks, role="updates")
 
 
-def _is_placeholder(params: PyTree) -> bool:
+def _is_placeholder(params: Params) -> bool:
     """Returns whether `optax.tree.map_params` calls `init`, with a node that has no leaf."""
     kind = type(params)
     return kind.__module__.startswith("optax.") and kind.__name__ == "_ParamsPlaceholder"

@@ -15,7 +15,7 @@ from sparsity import masks as masks_lib
 from sparsity.core import trees
 from sparsity.core.hashing import generate_random_scores
 from sparsity.core.sharding import ones_like
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks import (
     BatchAxes,
     Draw,
@@ -26,8 +26,8 @@ from sparsity.masks import (
     Sites,
     TopkFn,
     TreeScope,
-    drawing,
     lazy_scores,
+    make_draw,
 )
 from sparsity.patterns import Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
@@ -56,15 +56,15 @@ class Updater:
     keeps_dense_weights: ClassVar[bool] = False
     keeps_count: ClassVar[bool | None] = False
 
-    def sites(self, params: PyTree) -> Sites:
+    def sites(self, params: Params) -> Sites:
         """Returns the table of the prunable leaves: each with its pattern and batch axes."""
         raise NotImplementedError
 
-    def init_state(self, params: PyTree, *, sites: Sites | None = None) -> SparseState:
+    def init_state(self, params: Params, *, sites: Sites | None = None) -> SparseState:
         """Returns the initial state of a wrapped optimizer, without the inner state."""
         raise NotImplementedError
 
-    def target_numbers(self, params: PyTree, sites: Sites) -> PyTree:
+    def target_numbers(self, params: Params, sites: Sites) -> Sparsities:
         """Returns the target sparsities as the distribution returns them, `None` where dense."""
         raise NotImplementedError
 
@@ -74,8 +74,8 @@ class Updater:
     # argument `sites` gets the table that was resolved from the parameters.
 
     def calculate_scores(
-        self, params: PyTree, sparse_state: SparseState | None = None, grads: PyTree | None = None
-    ) -> PyTree:
+        self, params: Params, sparse_state: SparseState | None = None, grads: Grads | None = None
+    ) -> ScoreTree:
         """Returns the scores of all weights, a tree like `params`; the highest scores are kept.
 
         Args:
@@ -85,7 +85,7 @@ class Updater:
         """
         raise NotImplementedError(f"{type(self).__name__} must override calculate_scores.")
 
-    def get_initial_masks(self, params: PyTree, target_sparsities: PyTree) -> PyTree:
+    def get_initial_masks(self, params: Params, target_sparsities: Sparsities) -> Masks:
         """Returns the initial masks of the optimizer: by default, all ones.
 
         Args:
@@ -101,12 +101,12 @@ class Updater:
 
     def create_masks(
         self,
-        scores: PyTree,
-        sparsities: PyTree,
-        target_sparsities: PyTree | None = None,
+        scores: ScoreTree,
+        sparsities: Sparsities,
+        target_sparsities: Sparsities | None = None,
         *,
         sites: Sites | None = None,
-    ) -> PyTree:
+    ) -> Masks:
         """Returns masks that keep the highest scores of each leaf or of all, as the scope says.
 
         Args:
@@ -127,15 +127,12 @@ class Updater:
             self.scope, sites, scores, sparsities, target_sparsities, self.topk_fn
         )
 
-    def _sparsity_tree(self, sparsities: PyTree, scores: PyTree) -> PyTree:
+    def _sparsity_tree(self, sparsities: Sparsities, scores: ScoreTree) -> PyTree:
         """Returns the argument `sparsities` of `create_masks` as a tree like the scores."""
         return sparsities
 
-    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> PyTree:
+    def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
         """Returns the masks of a mask update; a step calls it unless `update_state` is overridden.
-
-        Lazy scores read parameters and masks as they are stored, so that masked parameters need no
-        memory.
 
         Args:
           sparse_state: the current state.
@@ -143,12 +140,22 @@ class Updater:
         """
         targets = sparse_state.target_sparsities
         sparsities = self.scheduler.get_sparsity_at_step(targets, sparse_state.count)
+        scores = self.score_update(sparse_state, inputs)
+        extra = {"target_sparsities": targets}
+        return inputs.call(self.create_masks, scores, sparsities, extra=extra)
+
+    def score_update(self, sparse_state: SparseState, inputs: Inputs) -> ScoreTree:
+        """Returns the scores of a mask update: arrays, or recipes that the search computes.
+
+        Lazy scores read parameters and masks as they are stored, so that masked parameters need no
+        memory.
+        """
         weights, grads = inputs.weights, inputs.grads
-        scores: PyTree | None = None
+        scores: ScoreTree | None = None
         draw: Draw = generate_random_scores
         if not is_overridden(self, "create_masks"):  # overrides get arrays
             scores = lazy_scores(self.calculate_scores, weights, inputs.masks, grads)
-            draw = drawing(weights)
+            draw = make_draw(weights)
         if scores is None:
             scores = inputs.call(
                 self.calculate_scores,
@@ -157,8 +164,7 @@ class Updater:
                 grads=grads,
                 named={"draw": draw},
             )
-        extra = {"target_sparsities": targets}
-        return inputs.call(self.create_masks, scores, sparsities, extra=extra)
+        return scores
 
     def count_after_move(
         self, site: Site, shape: tuple[int, ...], kept: int, target: chex.Numeric | None
@@ -185,8 +191,8 @@ class Updater:
     def update_state(
         self,
         sparse_state: SparseState,
-        params: PyTree,
-        grads: PyTree,
+        params: Params,
+        grads: Grads,
         *,
         sites: Sites | None = None,
         **extra_args: ExtraArg,
@@ -205,7 +211,7 @@ class Updater:
         masks = self.new_masks(sparse_state, Inputs(params, grads, sites, extra_args))
         return sparse_state._replace(masks=masks)
 
-    def init_algorithm_state(self, params: PyTree, masks: PyTree) -> PyTree:
+    def init_algorithm_state(self, params: Params, masks: Masks) -> PyTree:
         """Returns the first `algorithm_state`: a tree of arrays, by default `None`.
 
         Args:
@@ -213,7 +219,7 @@ class Updater:
           masks: tree of the initial masks.
         """
 
-    def accumulate(self, sparse_state: SparseState, params: PyTree, grads: PyTree) -> SparseState:
+    def accumulate(self, sparse_state: SparseState, params: Params, grads: Grads) -> SparseState:
         """Returns the state with a new `algorithm_state`; called first in every step.
 
         The hook costs nothing unless overridden. Other fields of the result are ignored.
@@ -225,7 +231,7 @@ class Updater:
         """
         return sparse_state
 
-    def modify_gradients(self, grads: PyTree, params: PyTree, sparse_state: SparseState) -> PyTree:
+    def modify_gradients(self, grads: Grads, params: Params, sparse_state: SparseState) -> Grads:
         """Returns the gradients for the inner optimizer; called in every step under the new masks.
 
         The hook costs nothing unless overridden. With `is_sparse_gradients` the result is masked.
@@ -237,7 +243,7 @@ class Updater:
         """
         return grads
 
-    def apply_masks(self, params: PyTree, masks: PyTree, is_packed: bool | None = None) -> PyTree:
+    def apply_masks(self, params: Params, masks: Masks, is_packed: bool | None = None) -> Params:
         """Returns `params` with pruned entries at exactly 0.0.
 
         Args:
@@ -252,7 +258,7 @@ class Updater:
         read = masks_lib.read_masks(masks, params, may_be_packed)
         return masks_lib.apply_masks(params, read)
 
-    def pre_forward_update(self, params: PyTree, opt_state: optax.OptState) -> PyTree:
+    def pre_forward_update(self, params: Params, opt_state: optax.OptState) -> Params:
         """Returns the parameters for the forward pass; by default `params`.
 
         Args:
@@ -261,7 +267,7 @@ class Updater:
         """
         return params
 
-    def post_gradient_update(self, params: PyTree, sparse_state: optax.OptState) -> PyTree:
+    def post_gradient_update(self, params: Params, sparse_state: optax.OptState) -> Params:
         """Returns the parameters after a step, pruned weights at exactly 0.0.
 
         Args:

@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import sparsity
-from sparsity.masks import lamp
-from sparsity.masks.lamp import lamp_scores
+from sparsity.masks import lamp_search
+from sparsity.masks.lamp_scores import lamp_scores
 from tests import helpers
 from tests.algorithms import oracles
 from tests.selection_oracle import best
@@ -115,7 +115,7 @@ def test_masks_of_large_layers_are_those_of_a_sort_in_numpy(kind, dtype, is_sear
     n = scores.size
     for k in (n // 20, n // 5, int(np.sum(scores > 0)) if kind == "zeros" else n // 2):
         words = jnp.zeros(1, jnp.uint32), jnp.full(1, k, jnp.uint32)
-        masks, searched = lamp.search([*layers.values()], words)
+        masks, searched = lamp_search.search([*layers.values()], words)
         expected = best(scores, k)
         assert is_searched is None or bool(searched) == is_searched
         np.testing.assert_array_equal(np.concatenate([x.ravel() for x in masks]), expected)

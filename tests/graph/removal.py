@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import trees
-from sparsity.shrinking.evaluate import Smaller
+from sparsity.shrinking.smaller import Smaller
 
 
 def choose(groups, seed=0):
@@ -33,9 +33,11 @@ def outputs(graph, fn, params, args, groups, stay):
     cut to the channels that stay.
     """
     masks = masks_of(graph, groups, stay)
-    values, given = graph.program.outputs, graph.program.inputs
+    values, given = graph.model.program.outputs, graph.model.program.inputs
     carried = {  # not what is returned as it was given
-        graph.leaves[leaf].path for i, leaf in graph.carried.items() if values[i] is not given[leaf]
+        graph.leaves[leaf].path
+        for i, leaf in graph.model.carried.items()
+        if values[i] is not given[leaf]
     }
 
     def masked(path, leaf):
@@ -45,11 +47,11 @@ def outputs(graph, fn, params, args, groups, stay):
         return jnp.where(jnp.asarray(mask, bool), leaf, jnp.zeros_like(leaf))
 
     kept = {group.variable: index for group, index in zip(groups, stay, strict=True)}
-    smaller = Smaller(graph.coupling, kept, graph.alike)
+    smaller = Smaller(graph.removal.coupling, kept, graph.removal.alike)
     arrays = [leaf for leaf in jax.tree.leaves(params) if hasattr(leaf, "shape")]
     cut = [smaller.cut(value, leaf) for value, leaf in zip(given, arrays, strict=False)]
     expected = jax.tree.leaves(fn(trees.map_matched(masked, params), *args))
-    found = smaller.run(graph.program, [*cut, *jax.tree.leaves(args)])
+    found = smaller.run(graph.model.program, [*cut, *jax.tree.leaves(args)])
     return [smaller.cut(value, x) for value, x in zip(values, expected, strict=True)], found
 
 

@@ -75,7 +75,9 @@ def test_erk_leaves_of_resnet50_what_is_published(rate, left):
             graph.leaves, jax.tree.leaves(rates, is_leaf=lambda x: x is None), strict=True
         ) if rates_at is not None
     }  # fmt: skip
-    assert float(graph.count_sparse_macs(density)) / graph.macs() == pytest.approx(left, abs=1e-3)
+    assert float(graph.costs.count_sparse_macs(density)) / graph.macs() == pytest.approx(
+        left, abs=1e-3
+    )
 
 
 def test_a_masked_product_costs_its_density():
@@ -106,7 +108,7 @@ def test_tracing_and_grouping_4_000_equations_allocates_no_array():
     graph = trace(fn, params, jax.ShapeDtypeStruct((2, 8), jnp.float32))
     assert len(graph.groups) == 9 + 8  # in each pair of layers, and from one pair to the next
     assert graph.macs() == 40 * 9 * 2 * 2 * 8 * 16
-    assert sum(1 for _ in graph.program.flat()) > 4000
+    assert sum(1 for _ in graph.model.program.flat()) > 4000
     assert {id(array) for array in jax.live_arrays()} <= before
 
 
@@ -189,8 +191,8 @@ def test_of_paths_that_end_alike_the_shortest_is_meant_and_two_are_an_error():
     params = models.abstract(shapes)
     fn = lambda p, x: x @ p["params"]["w"] @ p["params"]["layer"]["w"]  # noqa: E731
     graph = trace(fn, params, jax.ShapeDtypeStruct((3, 4), jnp.float32))
-    assert graph.find_parameter(("w",), jnp.ones((4, 4))).path == ("params", "w")
-    assert graph.find_parameter(("layer", "w"), jnp.ones((4, 6))).path == ("params", "layer", "w")
+    assert graph.parameters.find(("w",), jnp.ones((4, 4))).path == ("params", "w")
+    assert graph.parameters.find(("layer", "w"), jnp.ones((4, 6))).path == ("params", "layer", "w")
     with pytest.raises(ValueError, match=r"leaf 'b' of shape \(6,\), of which the graph has 2"):
         graph.is_weight(("b",), jnp.ones(6))
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.masks.costs import within_budget
+from sparsity.masks.affordable import within_budget
 from sparsity.selection import Scores
 
 

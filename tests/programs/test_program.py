@@ -77,7 +77,6 @@ class _Outer(Interpreter):
     """Runs the equations of a program, calls and loops each as one."""
 
     def __init__(self, define):
-        super().__init__()
         self.define = define
 
     def call(self, equation, inputs):

@@ -11,7 +11,7 @@ from flax import serialization
 
 import sparsity
 from sparsity.masks.positions import kept_positions, read_words, slots_of_positions, spread
-from sparsity.training.kept import KeptState
+from sparsity.training.kept_state import KeptState
 
 SHAPES = {"kernel": (16, 24), "stack": (3, 8, 10), "bias": (24,)}
 LABELS = {"kernel": "a", "stack": "b", "bias": "a"}

@@ -101,8 +101,8 @@ class FLAPPruning(ChannelPruning):
     ) -> tuple[PyTree, PyTree]:
         biases = self._biases(params, problems) if self.compensate else {}
         graph, leaves = self.readers.graph, trees.leaves_by_path(params)
-        names = {path: leaf.path for path, leaf in graph.match_parameters(params).items()}
-        read = graph.reader({name: leaves[path] for path, name in names.items()})
+        names = {path: leaf.path for path, leaf in graph.parameters.match(params).items()}
+        read = graph.model.reader({name: leaves[path] for path, name in names.items()})
         statistics = {trees.path_names(path): x.statistic for path, x in problems.items()}
         scores = self.calculate_scores(trees.prunable(params), statistics=statistics)
         masks = self.create_masks(scores, targets)
@@ -121,7 +121,7 @@ class FLAPPruning(ChannelPruning):
     ) -> dict[KeyPath, list[tuple[KeyPath, Bias]]]:
         """Returns {bias: the readers whose outputs the bias is added to}."""
         graph, arrays = self.readers.graph, trees.leaves_by_path(params)
-        leaves = graph.match_parameters(params)
+        leaves = graph.parameters.match(params)
         paths = {leaf.path: path for path, leaf in leaves.items()}
         biases: dict[KeyPath, list[tuple[KeyPath, Bias]]] = {}
         places = {x: graph.biases.get(leaves[x].path) for x in problems}

@@ -34,7 +34,7 @@ from sparsity.masks import (
 )
 from sparsity.patterns import FanIn, NByM
 from sparsity.patterns.base import absolute_axis
-from sparsity.programs.program import share
+from sparsity.programs.share import share
 from sparsity.training.state import SparseState
 
 

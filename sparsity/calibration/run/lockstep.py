@@ -32,7 +32,8 @@ from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Use
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.layout import LAYOUTS
-from sparsity.programs.program import Equation, Program, Value, share
+from sparsity.programs.program import Equation, Program, Value
+from sparsity.programs.share import share
 
 Layers: TypeAlias = Mapping[Equation, int]  # the layer of each scan, the outermost first
 # (axis, index) of each axis that scans take apart.
@@ -224,7 +225,7 @@ class Lockstep:
         Raises:
           ValueError: the batches differ in shape or structure, or have inputs that are not finite.
         """
-        program, count = self._calibration.graph.program, len(self._calibration.graph.leaves)
+        program, count = self._calibration.graph.model.program, len(self._calibration.graph.leaves)
         inputs = [trees.split_arrays(batch)[0] for batch in self._batches]
         for number, (batch, arrays) in enumerate(zip(self._batches, inputs, strict=True)):
             check_structure(batch, self._batches[0], number)

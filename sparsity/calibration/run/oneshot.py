@@ -232,7 +232,7 @@ class _Run:
 
     def show_progress(self) -> None:
         """Shows a bar of the layers from now on."""
-        scanned, shapes = self.graph.find_scanned_axes(), self.graph.find_shape
+        scanned, shapes = self.graph.tracker.find_scanned_axes(), self.graph.parameters.find_shape
         sizes = {
             path: math.prod(shapes(path)[axis] for axis in scanned.get(path, ()))
             for path in self.sites
@@ -436,7 +436,9 @@ class _Run:
         dtypes = {leaf.path: leaf.dtype for leaf in self.graph.leaves}
         biases = {path: self.graph.biases[path] for path in self.sites if path in self.graph.biases}
         for path, bias in [*biases.items()]:
-            outputs = [use.equation.outputs[0].dtype for use in self.graph.find_products(path)]
+            outputs = [
+                use.equation.outputs[0].dtype for use in self.graph.tracker.find_products(path)
+            ]
             is_complex = any(jnp.issubdtype(x, jnp.complexfloating) for x in outputs)
             if is_complex and not jnp.issubdtype(dtypes[bias.path], jnp.complexfloating):
                 del biases[path]  # which would lose the imaginary parts
@@ -454,12 +456,12 @@ class _Run:
         if path not in self._biases:
             return None
         place = self._biases[path].path
-        axes = self.graph.find_scanned_axes().get(place, ())
+        axes = self.graph.tracker.find_scanned_axes().get(place, ())
         return place, tuple((axis, layer) for axis, (_, layer) in zip(axes, cut, strict=False))
 
     def _shift(self, path: Path, bias: jax.Array, solved: Solved) -> jax.Array:
         """Returns the bias of a leaf that keeps the means of its outputs."""
-        read = self.graph.reader(
+        read = self.graph.model.reader(
             {leaf.path: array for leaf, array in zip(self.graph.leaves, self._leaves, strict=True)}
         )
         lost = solved.dense, solved.refitted, solved.statistic

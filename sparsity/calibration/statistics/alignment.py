@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.graph import Graph, Use
-from sparsity.graph.uses import Factor
+from sparsity.graph.views import Factor
 from sparsity.programs.products import read_product
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
@@ -79,7 +79,7 @@ def align(use: Use, graph: Graph, one_layer: bool = False) -> Alignment | None:
       graph: the graph of the model.
       one_layer: the sums belong to one layer of a stack, without the axes that scans took apart.
     """
-    view, shape = use.view, graph.find_shape(use.path)
+    view, shape = use.view, graph.parameters.find_shape(use.path)
     if not _is_told(use, shape):
         return None
     contracted, slices, outputs = _factors(use)
@@ -142,7 +142,7 @@ def _factors(use: Use) -> list[list[Factor]]:
     """Returns the factors of the operand's contracted, batch and free axes."""
     roles = read_product(use.equation).operands[use.operand]
     return [
-        [part for i in axes for part in use.view.dims[i] if part.size != 1]
+        [part for i in axes for part in use.view.factors[i] if part.size != 1]
         for axes in (roles.contracted, roles.batch, roles.free)
     ]
 

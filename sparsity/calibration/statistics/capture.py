@@ -177,7 +177,7 @@ class Collector:
     ) -> tuple[Sums, dict[int, jax.Array]]:
         """Returns the sums of a call, and whether each is finite."""
         walk = Walk(self.uses, functools.partial(self.sum_up, arguments=arguments), self.stacks)
-        sums = walk.run_with_sums(self.graph.program, [*leaves, *inputs])[1]
+        sums = walk.run_with_sums(self.graph.model.program, [*leaves, *inputs])[1]
         return sums, {number: is_finite(each) for number, each in sums.items()}
 
 
@@ -200,7 +200,7 @@ class Calibration(Collector):
         """Returns the shapes of the Gram matrices by name, or of one layer of each stack."""
         grams = {}
         for number, use in self.uses.items():
-            alignment, shape = self.alignments[number], self.graph.find_shape(use.path)
+            alignment, shape = self.alignments[number], self.graph.parameters.find_shape(use.path)
             stacked = [] if one_layer else [shape[axis] for axis in use.view.stacked]
             inputs = alignment.axes.inputs(alignment.shape)
             dtype = jnp.promote_types(use.equation.inputs[1 - use.operand].dtype, jnp.float32)
@@ -229,7 +229,7 @@ class Calibration(Collector):
                 )
             statistics[use.path] = statistic if before is None else add(before, statistic)
         return {
-            path: _counted(statistic, self.graph.find_shape(path))
+            path: _counted(statistic, self.graph.parameters.find_shape(path))
             for path, statistic in statistics.items()
         }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
@@ -14,7 +16,7 @@ from sparsity.core import host
 from sparsity.core.trees import PyTree
 from sparsity.graph import Use
 from sparsity.programs.program import Equation, Program
-from sparsity.programs.walk import Interpreter
+from sparsity.programs.walk import Interpreter, scan_like, switch
 
 Steps: TypeAlias = Mapping[Equation, jax.Array]  # the step of each scan around a product
 Sums: TypeAlias = dict[int, PyTree]  # by number of the use: arrays and counts that add up
@@ -43,7 +45,7 @@ class Walk(Interpreter[jax.Array]):
     """
 
     def __init__(self, uses: Mapping[int, Use], sum_up: SumUp, stacks: bool = False) -> None:
-        super().__init__()
+        self.sums: Sums = {}
         self._uses, self._sum_up, self._stacks = uses, sum_up, stacks
         self._steps: Steps = {}
         self._at: dict[Equation, list[int]] = {}
@@ -67,12 +69,12 @@ class Walk(Interpreter[jax.Array]):
         self, program: Program, inputs: Sequence[jax.Array]
     ) -> tuple[list[jax.Array], Sums]:
         """Runs a program, and returns its outputs and sums."""
-        inside = self.inside()
+        inside = self._without_sums()
         return inside.run(program, inputs), inside.sums
 
     def sum_equation(self, equation: Equation, inputs: list[jax.Array]) -> Sums:
         """Runs an equation, and returns the sums of its uses."""
-        inside = self.inside()
+        inside = self._without_sums()
         inside.evaluate(equation, inputs)
         return inside.sums
 
@@ -83,32 +85,74 @@ class Walk(Interpreter[jax.Array]):
         return equation.bind(inputs)
 
     def enters(self, equation: Equation) -> bool:
-        return equation.name in ("scan", "cond") and self.sums_up(equation)
-
-    def sums_up(self, equation: Equation) -> bool:
-        return bool(self.within(equation))
-
-    def add(self, one: Sums, other: Sums) -> Sums:
-        sums: Sums = add(one, other)
-        return sums
+        return equation.name in ("scan", "cond") and bool(self.within(equation))
 
     def rows(self, scan: Equation) -> jax.Array:
         return jnp.arange(scan.params["length"], dtype=jnp.int32)
 
     def at_step(self, scan: Equation, rows: jax.Array) -> Walk:
-        step = self.inside()
+        step = self._without_sums()
         step._steps = {**self._steps, scan: rows}
         return step
 
-    def take_stacked(self, scan: Equation) -> Sums:
+    def _without_sums(self) -> Walk:
+        """Returns the interpreter of the body of a loop or of a branch."""
+        inside = copy.copy(self)
+        inside.sums = {}
+        return inside
+
+    def _scan(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
+        """Runs a scan; the sums of all steps add up, those of layers stay apart."""
+        (body,) = equation.within()
+        constants, carry, stacks = body.split(inputs)
+        layers = stacks, self.rows(equation)
+
+        def step(state: PyTree, layers: PyTree) -> tuple[PyTree, PyTree]:
+            (carry, total), (arrays, rows) = state, layers
+            inside = self.at_step(equation, rows)
+            outputs = inside.run(body.program, [*constants, *carry, *arrays])
+            apart = inside._take_stacked(equation)
+            sums = inside.sums if total is None else add(total, inside.sums)
+            return (outputs[: len(carry)], sums), (outputs[len(carry) :], apart)
+
+        first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers)
+        total = _zeros(jax.eval_shape(step, (carry, None), first)[0][1])
+        (carry, total), (stacked, apart) = scan_like(equation, step, (carry, total), layers)
+        self.sums |= total
+        self._put_stacked(apart)
+        return [*carry, *stacked]
+
+    def _cond(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
+        """Runs a branch; the sums of the other branches are 0."""
+        index, *operands = inputs
+        zeros: Sums = {}
+
+        def branch(program: Program, *operands: jax.Array) -> tuple[list[jax.Array], Sums]:
+            inside = self._without_sums()
+            outputs = inside.run(program, operands)
+            return outputs, _zeros(zeros) | inside.sums
+
+        branches = [functools.partial(branch, body) for body in equation.bodies]
+        for each in branches:
+            zeros |= jax.eval_shape(each, *operands)[1]
+        outputs: list[jax.Array]
+        outputs, sums = switch(index, branches, operands)
+        self.sums |= sums
+        return outputs
+
+    def _take_stacked(self, scan: Equation) -> Sums:
         """Removes the sums of the layers of weights that the scan takes apart."""
         numbers = [n for n in self.sums if self._stacks and scan in self._uses[n].view.scans]
         return {number: self.sums.pop(number) for number in numbers}
 
-    def put_stacked(self, sums: Sums) -> None:
+    def _put_stacked(self, sums: Sums) -> None:
         """Adds sums with leading axes of layers; counts have them behind their digits."""
 
         def moved(x: Count | jax.Array) -> Count | jax.Array:
             return Count(jnp.moveaxis(x.digits, 0, 1)) if isinstance(x, Count) else x
 
         self.sums |= jax.tree.map(moved, sums, is_leaf=lambda x: isinstance(x, Count))
+
+
+def _zeros(shapes: PyTree) -> PyTree:
+    return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)

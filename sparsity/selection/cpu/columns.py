@@ -25,22 +25,22 @@ def in_rows(leaf: Ranked) -> Ranked:
         return leaf
     batch_axes, mask = leaf.batch_axes + leaf.last_axes, leaf.eligible(leaf.arrays)
     if mask is None:
-        return Ranked(Scores.wrap(_moved(leaf, leaf.scores.compute())), None, batch_axes)
+        return Ranked(Scores.wrap(_move(leaf, leaf.scores.compute())), None, batch_axes)
     _, _, top, _ = key_range(leaf.scores.dtype)
     keys = leaf.keys(leaf.arrays)
     if top == np.iinfo(keys.dtype).max:  # no key is free to mark an entry
-        where = _moved(leaf, mask.astype(jnp.uint8))
-        return Ranked(Scores.wrap(_moved(leaf, leaf.scores.compute())), where, batch_axes)
-    marked = _moved(leaf, jnp.where(mask, _exchanged(keys), 0))
-    return Ranked(Scores(_exchanged, (marked,)), marked, batch_axes)
+        where = _move(leaf, mask.astype(jnp.uint8))
+        return Ranked(Scores.wrap(_move(leaf, leaf.scores.compute())), where, batch_axes)
+    marked = _move(leaf, jnp.where(mask, _exchange(keys), 0))
+    return Ranked(Scores(_exchange, (marked,)), marked, batch_axes)
 
 
-def _exchanged(keys: jax.Array) -> jax.Array:
+def _exchange(keys: jax.Array) -> jax.Array:
     """Exchanges the key 0 with the highest integer, which is no key; undoes itself."""
     return keys ^ jnp.array(np.iinfo(keys.dtype).max, keys.dtype)
 
 
-def _moved(leaf: Ranked, x: jax.Array) -> jax.Array:
+def _move(leaf: Ranked, x: jax.Array) -> jax.Array:
     """Copies x with its last axes behind the batch axes."""
     count = leaf.last_axes
     source, target = range(x.ndim - count, x.ndim), range(leaf.batch_axes, leaf.batch_axes + count)

@@ -221,7 +221,7 @@ def search(
     """
 
     def step(carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
-        state = _narrowed(count, groups, k, *carry)
+        state = _narrow_groups(count, groups, k, *carry)
         return state, _next_pivots(state.bracket, k, max_misses, is_float)
 
     return lax.while_loop(lambda carry: jnp.any(carry[0].bracket.is_open), step, (start, first))[0]
@@ -261,7 +261,9 @@ def _inside(b: Bracket, pivots: jax.Array) -> jax.Array:
     return jnp.clip(pivots, b.low[:, None], last[:, None])
 
 
-def _narrowed(count: Count, groups: Groups, k: Words, state: State, pivots: jax.Array) -> State:
+def _narrow_groups(
+    count: Count, groups: Groups, k: Words, state: State, pivots: jax.Array
+) -> State:
     """Returns the state after one pass, which leaves brackets of one key as they are."""
     b = state.bracket
     pivots = _inside(b, pivots)

@@ -204,7 +204,7 @@ def sample(leaves: Sequence[Rows]) -> jax.Array:
     offset = np.concatenate([leaf._sample_offsets() for leaf in leaves])
     arrays = zip(*[leaf._sampled() for leaf in leaves], strict=True)
     return _chosen(leaves, np.arange(len(offset)))._keys(
-        tuple(map(_joined, arrays)), jnp.asarray(offset)
+        tuple(map(_join, arrays)), jnp.asarray(offset)
     )
 
 
@@ -212,7 +212,7 @@ def sample_every(leaves: Sequence[Rows], stride: int) -> jax.Array:
     """Does what `Rows.sample_every` does, for several leaves."""
     segment, offset = _every_place(leaves, stride)
     arrays = zip(*[leaf._every(stride) for leaf in leaves], strict=True)
-    return _chosen(leaves, segment)._keys(tuple(map(_joined, arrays)), jnp.asarray(offset))
+    return _chosen(leaves, segment)._keys(tuple(map(_join, arrays)), jnp.asarray(offset))
 
 
 def _every_place(leaves: Sequence[Rows], stride: int) -> tuple[np.ndarray, np.ndarray]:
@@ -230,7 +230,7 @@ def cut(leaves: Sequence[Rows], row: jax.Array, key: jax.Array, need: jax.Array)
         leaf._row(read_part(row, start, leaf.segments), most)
         for leaf, start in zip(leaves, starts, strict=False)
     ]
-    arrays = tuple(_joined(values) for values in zip(*read, strict=True))
+    arrays = tuple(_join(values) for values in zip(*read, strict=True))
     place = lax.iota(jnp.int32, most)[None]
     offset = (row * widths)[:, None] + place
     every = _chosen(leaves, np.arange(len(widths)))
@@ -246,7 +246,7 @@ def _chosen(leaves: Sequence[Rows], segment: np.ndarray) -> Rows:
     sizes = np.concatenate([leaf.entries for leaf in leaves])
     is_unpadded = all(leaf.sizes is None for leaf in leaves)
     is_all = np.array_equal(segment, np.arange(len(sizes)))
-    scalars = map(_joined, zip(*[leaf.scalars for leaf in leaves], strict=True))
+    scalars = map(_join, zip(*[leaf.scalars for leaf in leaves], strict=True))
     return Rows(
         arrays=(),
         scalars=tuple(x if is_all else x[segment] for x in scalars),
@@ -256,7 +256,7 @@ def _chosen(leaves: Sequence[Rows], segment: np.ndarray) -> Rows:
     )
 
 
-def _joined(x: Sequence[jax.Array]) -> jax.Array:
+def _join(x: Sequence[jax.Array]) -> jax.Array:
     """Stores the concatenated arrays: a kernel that read each by itself would be large."""
     if len(x) == 1:
         return x[0]

@@ -58,7 +58,7 @@ def select(leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool)
     )
     groups = Groups(tuple(part.segments for part in parts), together)
     if isinstance(k, tuple) and not together:
-        k = _permuted(k[0], np.argsort(order)), _permuted(k[1], np.argsort(order))
+        k = _permute(k[0], np.argsort(order)), _permute(k[1], np.argsort(order))
     first_k = jnp.zeros((), jnp.int32) if not isinstance(k, tuple) else k[1][0]
     zero = varying_zero([x for leaf in leaves for x in leaf.arrays], first_k)
     eligible = [part.eligible() + zero for part in parts]
@@ -77,7 +77,7 @@ def select(leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool)
         for start, leaf in zip(first, leaves, strict=True)
     ]
     if not together:
-        n = _permuted(n[0], order), _permuted(n[1], order)
+        n = _permute(n[0], order), _permute(n[1], order)
     return Selected(masks, n, jnp.max(state.bracket.passes))
 
 
@@ -154,8 +154,8 @@ def _shares(
     if not groups.together:
         return groups.spread(need[1].astype(jnp.int32))
     segment_ties = jnp.concatenate([jnp.sum(x, axis=1, dtype=jnp.int32) for x in ties])
-    shares = tie_shares(_permuted(segment_ties, order), need, together=True)
-    return groups._replace(together=False).spread(_permuted(shares, np.argsort(order)))
+    shares = tie_shares(_permute(segment_ties, order), need, together=True)
+    return groups._replace(together=False).spread(_permute(shares, np.argsort(order)))
 
 
 def _ends(
@@ -187,5 +187,5 @@ def _ends(
     return cut_ends
 
 
-def _permuted(x: jax.Array, order: np.ndarray) -> jax.Array:
+def _permute(x: jax.Array, order: np.ndarray) -> jax.Array:
     return x if np.array_equal(order, np.arange(len(order))) else x[order]

@@ -7,11 +7,11 @@ as hidden units do, may differ between layers; channels of the carry may not.
 from __future__ import annotations
 
 from sparsity.graph.coupling import Coupling
-from sparsity.programs.axes import Axis, variables
+from sparsity.programs.axes import Axis, list_variables
 from sparsity.programs.program import Equation, Program, Value
 
 
-def layered(program: Program, coupling: Coupling) -> dict[Axis, int]:
+def find_layered(program: Program, coupling: Coupling) -> dict[Axis, int]:
     """Returns {variable: number of layers} where layers of a scan may keep different entries."""
     layers: dict[Axis, int] = {}
     for scan in program.flat():
@@ -20,7 +20,7 @@ def layered(program: Program, coupling: Coupling) -> dict[Axis, int]:
         (body,) = scan.within()
         for value in (scan.inputs[number] for number in body.layers):
             steps, *axes = coupling.axes(value)
-            for variable in (v for dim in axes for v in variables(dim)):
+            for variable in (v for axis in axes for v in list_variables(axis)):
                 if variable.pin is None and variable not in layers:
                     look = _Look(coupling, variable, steps.root)
                     if look.is_within(program):
@@ -54,10 +54,10 @@ class _Look:
         return all(map(self.is_within, equation.bodies))
 
     def _has(self, value: Value) -> bool:
-        return any(self._variable in variables(dim) for dim in self._coupling.axes(value))
+        return any(self._variable in list_variables(axis) for axis in self._coupling.axes(value))
 
     def _is_stack(self, value: Value) -> bool:
         if not self._has(value):
             return True
         first = self._coupling.axes(value)[0]
-        return first.root is self._steps and self._variable not in variables(first)
+        return first.root is self._steps and self._variable not in list_variables(first)

@@ -1,23 +1,14 @@
-"""Squares relative to the larger squares of their layer: scores of LAMP, ranked without sorting.
+"""Search for the highest scores of LAMP in all layers together, without sorting the layers.
 
-**Scores.** A square is a float, scaled so that the largest of its layer lies in [1/4, 1]. Sums of
-squares are integers: a summand is cut to a multiple of 2**-B, where B = 62 - log2(size) rounded
-down to whole digits. So the bits of a score depend neither on the order of the sum nor on the mesh,
-and scores never rise from one rank to the next.
-
-**Masks.** A sample of each layer tells about which square its last kept weight has. Passes count
-and add the squares above a few pivots, and narrow the brackets of all layers together. The last
-pass adds exactly the squares above the brackets. Only the weights inside are sorted; their scores
-follow from the exact sum. A mask holds if all weights above a bracket score higher than the last
-kept one, and all below score lower. If that fails, for example because many weights tie, layers are
-sorted.
-
-Source: Lee et al. 2021, "Layer-adaptive sparsity for the magnitude-based pruning", equation 4.
+A sample of each layer tells about which square its last kept weight has. Passes count and add the
+squares above a few pivots, and narrow the brackets of all layers together. The last pass adds
+exactly the squares above the brackets. Only the weights inside are sorted; their scores follow from
+the exact sum. A mask holds if all weights above a bracket score higher than the last kept one, and
+all below score lower. If that fails, for example because many weights tie, layers are sorted.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -28,15 +19,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.core import exact, sharding
+from sparsity.core import exact
 from sparsity.core.exact import Words
-from sparsity.core.kernels import at_runtime, compute_once, use_flat
+from sparsity.core.kernels import at_runtime, use_flat
+from sparsity.masks.lamp_scores import (
+    LampScores,
+    ScaledLayer,
+    count_bits,
+    count_digit_bits,
+    float_type,
+    lamp_scores,
+    score_ranks,
+)
 from sparsity.masks.positions import kept_positions
-from sparsity.selection import LazyScores, Ranked, Scores, topk_masks
+from sparsity.selection import Ranked, Scores, topk_masks
 
 _ROOM = 4096, 16_384  # least and most weights of a layer to sample, and to sort
 _SHARE = 256  # one in so many weights of the largest layer between these ends
-_WIDTH = 2**16  # scores that are computed at once, and at most so many 16-bit digits to sum
 _GROUP = 16  # layers of a switch, whose time to compile grows with the square of them
 _ROWS = 1024  # of a layer: float32 sums of a row are then exact to about 1e-5
 _TEETH = np.array([-8, -3, -1, 0, 1, 3, 8], np.float32)  # pivots, in deviations of a sampled rank
@@ -45,65 +44,7 @@ _FULL = 0.75  # of the room for weights inside a bracket: counts of a pass are f
 _PASSES = 8  # at most: then layers are sorted
 _SLACK = 1e-4  # relative error of a score from float32 sums
 _MARGIN = 1e-5  # of the proof, beyond the rounding of a quotient
-
 _State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # passes, low, high, counts between
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LampScores(LazyScores):
-    """Scores of a layer by `lamp_scores`, computed where a scope needs the array.
-
-    Attributes:
-      weights: array of any shape, real or complex.
-    """
-
-    weights: jax.Array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.weights.shape
-
-    @property
-    def size(self) -> int:
-        return self.weights.size
-
-    def compute(self) -> jax.Array:
-        """Returns the scores as an array."""
-        scores = sharding.shard_like(self.weights, lamp_scores, self.weights)
-        return sharding.place_like(self.weights, scores)
-
-
-@jax.jit
-def lamp_scores(weights: jax.Array) -> jax.Array:
-    """Returns the square of each weight over the sum of the squares that rank no lower.
-
-    Args:
-      weights: array of any shape, real or complex.
-
-    Returns:
-      Scores in [0, 1] of the same shape, at least float32; the same bits on any mesh. A weight of 0
-      scores 0, a weight that is not finite scores NaN.
-
-    Example:
-      >>> lamp_scores(jnp.array([1.0, -3.0, 2.0, 2.0]))
-      Array([0.05555556, 1.        , 0.30769232, 0.23529412], dtype=float32)
-    """
-    if not weights.size:
-        return jnp.zeros(weights.shape, jnp.promote_types(jnp.abs(weights).dtype, jnp.float32))
-    [layer] = _Layer.read([weights])
-    squares = layer.squares(weights.reshape(-1))
-    place = lax.iota(jnp.int32, len(squares))
-    falling, order = lax.sort((-squares, place), num_keys=1, is_stable=True)
-    width = min(_WIDTH, len(squares))
-    rows = jnp.pad(falling, (0, -len(squares) % width)).reshape(-1, width)
-
-    def score(above: Words, row: jax.Array) -> tuple[Words, jax.Array]:
-        ranked, sums = _ranked_scores(row, _bits(weights.size), above)
-        return (sums[0][-1], sums[1][-1]), ranked
-
-    zero = rows[0, 0].astype(jnp.uint32) & 0  # varies over a mesh as the weights do
-    ranked = lax.scan(score, (zero, zero), rows)[1].reshape(-1)[: len(squares)]
-    return jnp.zeros_like(squares).at[order].set(ranked).reshape(weights.shape)
 
 
 def select_together(leaves: Sequence[LampScores], k: Words) -> list[jax.Array]:
@@ -117,41 +58,30 @@ def select_together(leaves: Sequence[LampScores], k: Words) -> list[jax.Array]:
     """
     arrays = [leaf.weights for leaf in leaves]
     is_large = any(x.size > _ROOM[1] for x in arrays) and all(x.size for x in arrays)
-    is_uniform = len({_float_type(x) for x in arrays}) == 1
+    is_uniform = len({float_type(x) for x in arrays}) == 1
     is_local = jax.default_backend() == "cpu" and all(map(_is_local, arrays))
     if is_large and is_uniform and is_local:
         masks: list[jax.Array] = search(arrays, k)[0]
         return masks
-    return topk_masks(_ranked([leaf.compute() for leaf in leaves]), k, together=True)
-
-
-def _ranked(scores: Sequence[jax.Array]) -> list[Ranked]:
-    """Returns scores in one dtype."""
-    dtype = jnp.result_type(*scores)
-    return [Ranked(Scores.wrap(x.astype(dtype))) for x in scores]
-
-
-def _is_local(x: jax.Array) -> bool:
-    has_room = x.size + _ROOM[1] < 2**31  # positions are int32
-    return has_room and use_flat(x) and jax.typeof(x).sharding.mesh.empty
+    return topk_masks(_rank([leaf.compute() for leaf in leaves]), k, together=True)
 
 
 @jax.jit
 def search(arrays: Sequence[jax.Array], k: Words) -> tuple[list[jax.Array], jax.Array]:
     """Returns the masks, and whether the search proved them; otherwise sorting made them."""
-    layers = _Layer.read(arrays)
+    layers = ScaledLayer.read(arrays)
     flat = [x.reshape(-1) for x in arrays]
     room = _room(flat)
-    low, high = _brackets(layers, flat, exact.to_float(k)[0], room)
+    low, high = _find_brackets(layers, flat, exact.to_float(k)[0], room)
     is_large = np.array([len(x) > room for x in flat])
     low, high = jnp.where(is_large, low, -1), jnp.where(is_large, high, np.inf)
-    parts = [_inside(*x, room) for x in zip(layers, flat, low, high, strict=True)]
+    parts = [_read_inside(*x, room) for x in zip(layers, flat, low, high, strict=True)]
     part: _Inside = jax.tree.map(lambda *x: jnp.stack(x), *parts)
 
-    bits = np.array([_bits(len(x)) for x in flat])
+    bits = np.array([count_bits(len(x)) for x in flat])
     sizes = np.array([len(x) for x in flat], np.int32)[:, None]
     is_slot = part.positions < sizes
-    scores, sums = _slot_scores(jnp.where(is_slot, part.squares, np.nan), bits, part.sum_above)
+    scores, sums = _score_slots(jnp.where(is_slot, part.squares, np.nan), bits, part.sum_above)
     total_above, total = exact.total(part.above), exact.total(part.above + part.inside)
     is_between = ~exact.at_least(total_above, _scalar(k)) & exact.at_least(total, _scalar(k))
     need = exact.minus(_scalar(k), total_above)
@@ -176,10 +106,21 @@ def search(arrays: Sequence[jax.Array], k: Words) -> tuple[list[jax.Array], jax.
         ]  # fmt: skip
 
     def by_sorting() -> list[jax.Array]:
-        return topk_masks(_ranked(_sorted_scores(arrays)), k, together=True)
+        return topk_masks(_rank(_sorted_scores(arrays)), k, together=True)
 
     masks: list[jax.Array] = lax.cond(is_searched, by_search, by_sorting)
     return masks, is_searched
+
+
+def _rank(scores: Sequence[jax.Array]) -> list[Ranked]:
+    """Returns scores in one dtype."""
+    dtype = jnp.result_type(*scores)
+    return [Ranked(Scores.wrap(x.astype(dtype))) for x in scores]
+
+
+def _is_local(x: jax.Array) -> bool:
+    has_room = x.size + _ROOM[1] < 2**31  # positions are int32
+    return has_room and use_flat(x) and jax.typeof(x).sharding.mesh.empty
 
 
 def _scalar(k: Words) -> Words:
@@ -216,76 +157,7 @@ def _sorted_scores(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     return [scores[i] for i in range(len(arrays))]
 
 
-class _Layer(NamedTuple):
-    """Powers of two whose product takes the largest finite weight of a layer to [1/2, 1]."""
-
-    scales: tuple[jax.Array, jax.Array]
-
-    @classmethod
-    def read(cls, layers: Sequence[jax.Array]) -> list[_Layer]:
-        """Reads the scales of layers."""
-        scales = []
-        for weights in layers:
-            sizes = _sizes(weights)
-            _, exponent = jnp.frexp(exact.max_abs(sizes, tuple(range(sizes.ndim))))
-            one = jnp.ones((), sizes.dtype)
-            # In two steps: a single factor may be out of range.
-            scales += [jnp.ldexp(one, (i - exponent) // 2) for i in (0, 1)]
-        held = compute_once(scales)
-        return [cls(pair) for pair in zip(held[::2], held[1::2], strict=True)]
-
-    def squares(self, weights: jax.Array) -> jax.Array:
-        """Returns squares in [0, 1], NaN for weights that are not finite."""
-        sizes = _sizes(weights)
-        sizes = jnp.where(jnp.isfinite(sizes), sizes, np.nan)
-        return jnp.square(sizes * self.scales[0] * self.scales[1])
-
-
-def _sizes(weights: jax.Array) -> jax.Array:
-    return jnp.abs(weights).astype(_float_type(weights))
-
-
-def _float_type(weights: jax.Array) -> np.dtype:
-    """Returns the dtype of scores."""
-    real = jnp.finfo(weights.dtype).dtype  # of the absolute values
-    return jnp.promote_types(real, jnp.float32)
-
-
-# ------------------------------------------------------------------ exact sums and scores
-def _digits(squares: jax.Array, size: int) -> tuple[list[jax.Array], int]:
-    """Returns digits of squares, int32, the highest first, and their bits.
-
-    A sum of `size` digits fits an int32, and a sum of so many squares fits 62 bits.
-    """
-    bits = _digit_bits(size)
-    digits, remainder = [], squares
-    for _ in range(_bits(size) // bits):
-        remainder = remainder * 2.0**bits
-        digit = jnp.trunc(remainder)
-        remainder = remainder - digit
-        digits.append(digit.astype(jnp.int32))
-    return digits, bits
-
-
-def _digit_bits(size: int) -> int:
-    return min(31 - max(size - 1, 1).bit_length(), 24)
-
-
-def _bits(size: int) -> int:
-    """Returns B, the number of bits of a summand of a layer."""
-    bits = _digit_bits(size)
-    return (62 - max(size - 1, 1).bit_length()) // bits * bits
-
-
-def _joined(digits: Sequence[Words], bits: int) -> Words:
-    """Returns the integer of some digits, the highest first."""
-    total = digits[0]
-    for digit in digits[1:]:
-        total = exact.plus(exact.shift_left(total, bits), digit)
-    return total
-
-
-def _slot_scores(squares: jax.Array, bits: np.ndarray, above: Words) -> tuple[jax.Array, Words]:
+def _score_slots(squares: jax.Array, bits: np.ndarray, above: Words) -> tuple[jax.Array, Words]:
     """Returns scores of squares[layers, n], and the sums of all squares.
 
     Args:
@@ -295,24 +167,10 @@ def _slot_scores(squares: jax.Array, bits: np.ndarray, above: Words) -> tuple[ja
     """
     place = lax.broadcasted_iota(jnp.int32, squares.shape, 1)
     falling, order = lax.sort((-squares, place), num_keys=1, is_stable=True)
-    ranked, sums = _ranked_scores(falling, bits[:, None], (above[0][:, None], above[1][:, None]))
+    ranked, sums = score_ranks(falling, bits[:, None], (above[0][:, None], above[1][:, None]))
     rows = np.arange(len(squares))[:, None]
     scores = jnp.zeros_like(squares).at[rows, order].set(ranked)
     return scores, (sums[0][:, -1], sums[1][:, -1])
-
-
-def _ranked_scores(
-    falling: jax.Array, bits: int | np.ndarray, above: Words
-) -> tuple[jax.Array, Words]:
-    """Returns scores and sums of negative squares[..., n] by rank, n at most `_WIDTH`."""
-    real = falling.dtype
-    scaled = jnp.where(jnp.isnan(falling), 0, -falling) * np.exp2(bits).astype(real)
-    high = jnp.trunc(scaled * 2.0**-32)
-    each = high.astype(jnp.uint32), jnp.trunc(scaled - high * 2.0**32).astype(jnp.uint32)
-    sums = exact.plus(exact.running_totals(each), above)
-    totals = sums[0].astype(real) * 2.0**32 + sums[1].astype(real)
-    totals = totals * np.exp2(-bits).astype(real)
-    return jnp.where(falling == 0, 0, -falling / jnp.where(totals == 0, 1, totals)), sums
 
 
 class _Inside(NamedTuple):
@@ -333,19 +191,19 @@ class _Inside(NamedTuple):
     squares: jax.Array
 
 
-def _inside(
-    layer: _Layer, weights: jax.Array, low: jax.Array, high: jax.Array, room: int
+def _read_inside(
+    layer: ScaledLayer, weights: jax.Array, low: jax.Array, high: jax.Array, room: int
 ) -> _Inside:
     """Reads the weights with squares in (low, high]."""
     size = len(weights)
     squares = _in_rows(layer.squares(weights))
     is_above, is_inside = squares > high, (squares > low) & ~(squares > high)
-    digits, bits = _digits(jnp.where(is_above, squares, 0), size)
+    digits, bits = _split_digits(jnp.where(is_above, squares, 0), size)
     above, inside, *sums = (exact.total(x) for x in exact.sums([is_above, is_inside, *digits], [1]))
     positions = kept_positions(is_inside.reshape(-1).astype(jnp.uint8), room)
     picked = layer.squares(weights.at[positions].get(mode="clip"))
     counts = above[1].astype(jnp.int32), inside[1].astype(jnp.int32)
-    return _Inside(*counts, _joined(sums, bits), positions, picked)
+    return _Inside(*counts, _join_digits(sums, bits), positions, picked)
 
 
 def _in_rows(x: jax.Array) -> jax.Array:
@@ -354,14 +212,13 @@ def _in_rows(x: jax.Array) -> jax.Array:
     return x.reshape(next(rows for rows in range(most, 0, -1) if len(x) % rows == 0), -1)
 
 
-# ------------------------------------------------------------------ brackets
-def _brackets(
-    layers: Sequence[_Layer], flat: Sequence[jax.Array], k: jax.Array, room: int
+def _find_brackets(
+    layers: Sequence[ScaledLayer], flat: Sequence[jax.Array], k: jax.Array, room: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the ends of the brackets, each [layers]; no result depends on their being right."""
     is_large = np.array([len(x) > room for x in flat])
     low = jnp.full(len(flat), -1, jnp.float32)
-    first = _sampled_pivots(layers, flat, k, room)
+    first = _sample_pivots(layers, flat, k, room)
 
     def is_wide(state: _State) -> jax.Array:
         return (state[0] < _PASSES) & jnp.any((state[3] > room * _FULL) & is_large)
@@ -375,15 +232,15 @@ def _brackets(
         places = start[:, None] + (width[:, None] * _PARTS).astype(jnp.int32)
         pivots = lax.bitcast_convert_type(places, jnp.float32)
         pivots = jnp.concatenate([ends, jnp.where(passes == 0, first, pivots)], axis=1)
-        return passes + 1, *_narrowed(layers, flat, pivots, k)
+        return passes + 1, *_narrow_brackets(layers, flat, pivots, k)
 
     start = jnp.int32(0), low, low + np.inf, low + np.inf
     _, low, high, _ = lax.while_loop(is_wide, step, start)
     return low, high
 
 
-def _sampled_pivots(
-    layers: Sequence[_Layer], flat: Sequence[jax.Array], k: jax.Array, room: int
+def _sample_pivots(
+    layers: Sequence[ScaledLayer], flat: Sequence[jax.Array], k: jax.Array, room: int
 ) -> jax.Array:
     """Returns pivots[layers, n] about the squares of the last kept weights, by samples."""
     rows, lengths = [], []
@@ -410,13 +267,13 @@ def _sampled_pivots(
     return jnp.where(places < 0, np.inf, jnp.where(places >= length, -1, values))
 
 
-def _narrowed(
-    layers: Sequence[_Layer], flat: Sequence[jax.Array], pivots: jax.Array, k: jax.Array
+def _narrow_brackets(
+    layers: Sequence[ScaledLayer], flat: Sequence[jax.Array], pivots: jax.Array, k: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the pivots next to the square of the last kept weight, and the count between."""
     tables = []
     for layer, x, row in zip(layers, flat, pivots, strict=True):
-        counts, sums = _counted(_in_rows(layer.squares(x).astype(jnp.float32)), row)
+        counts, sums = _count_above(_in_rows(layer.squares(x).astype(jnp.float32)), row)
         tables.append((counts, sums))
     counts, sums = (jnp.stack(x).astype(jnp.float32) for x in zip(*tables, strict=True))
     # The score of the last weight above a pivot, and of the first below: about the same.
@@ -437,7 +294,7 @@ def _narrowed(
     return low, high, reached - jnp.max(jnp.where(is_above, counts, 0), axis=1)
 
 
-def _counted(squares: jax.Array, pivots: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _count_above(squares: jax.Array, pivots: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns numbers and sums of squares[rows, width] above pivots[n], int32[n] and float32[n]."""
     held, pivots = lax.optimization_barrier((squares, pivots))
     masks = [held > pivot for pivot in pivots]
@@ -450,3 +307,26 @@ def _counted(squares: jax.Array, pivots: jax.Array) -> tuple[jax.Array, jax.Arra
     )
     counts = [jnp.sum(x, dtype=jnp.int32) for x in rows[:n]]
     return jnp.stack(counts), jnp.stack([jnp.sum(x) for x in rows[n:]])
+
+
+def _split_digits(squares: jax.Array, size: int) -> tuple[list[jax.Array], int]:
+    """Returns digits of squares, int32, the highest first, and their bits.
+
+    A sum of `size` digits fits an int32, and a sum of so many squares fits 62 bits.
+    """
+    bits = count_digit_bits(size)
+    digits, remainder = [], squares
+    for _ in range(count_bits(size) // bits):
+        remainder = remainder * 2.0**bits
+        digit = jnp.trunc(remainder)
+        remainder = remainder - digit
+        digits.append(digit.astype(jnp.int32))
+    return digits, bits
+
+
+def _join_digits(digits: Sequence[Words], bits: int) -> Words:
+    """Returns the integer of some digits, the highest first."""
+    total = digits[0]
+    for digit in digits[1:]:
+        total = exact.plus(exact.shift_left(total, bits), digit)
+    return total

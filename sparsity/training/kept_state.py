@@ -20,7 +20,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from sparsity.core import owners, sharding, trees
-from sparsity.core.trees import PyTree
+from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks.layout import SliceLayout
 from sparsity.masks.positions import kept_positions, read_words, slots_of_positions, spread
 
@@ -92,7 +92,7 @@ class Move:
     stays: jax.Array
 
 
-def find_positions(masks: PyTree, params: PyTree, layouts: PyTree) -> PyTree:
+def find_positions(masks: Masks, params: Params, layouts: PyTree) -> PyTree:
     """Returns the positions of kept entries in their slices, int32[*batch, k] for each mask.
 
     Args:
@@ -113,7 +113,7 @@ def find_positions(masks: PyTree, params: PyTree, layouts: PyTree) -> PyTree:
     return trees.map_matched(find, params, masks, layouts)
 
 
-def gather(tree: PyTree, positions: PyTree, params: PyTree, layouts: PyTree) -> PyTree:
+def gather(tree: PyTree, positions: PyTree, params: Params, layouts: PyTree) -> PyTree:
     """Returns the tree with kept entries, [*batch, k], in place of masked leaves.
 
     Args:
@@ -142,7 +142,7 @@ def gather(tree: PyTree, positions: PyTree, params: PyTree, layouts: PyTree) -> 
 
 
 def land(
-    steps: PyTree, masks: PyTree, params: PyTree, layouts: PyTree, count: chex.Numeric
+    steps: PyTree, masks: Masks, params: Params, layouts: PyTree, count: chex.Numeric
 ) -> PyTree:
     """Returns dense updates: those of kept entries, and `-param` elsewhere.
 
@@ -186,7 +186,7 @@ def _store(arrays: PyTree, count: chex.Numeric) -> PyTree:
     return jax.lax.cond(count >= 0, lambda x: x, lambda x: jax.tree.map(jnp.zeros_like, x), arrays)
 
 
-def find_moves(old_masks: PyTree, positions: PyTree, params: PyTree, layouts: PyTree) -> PyTree:
+def find_moves(old_masks: Masks, positions: PyTree, params: Params, layouts: PyTree) -> PyTree:
     """Returns a `Move` for each masked parameter.
 
     Args:
@@ -231,7 +231,7 @@ def carry(state: PyTree, fresh: PyTree, moves: PyTree) -> PyTree:
     return owners.map_owned(moved, moves, state, fresh)
 
 
-def spread_state(state: PyTree, params: PyTree) -> PyTree:
+def spread_state(state: PyTree, params: Params) -> PyTree:
     """Returns an optimizer state with arrays like the parameters in place of kept entries.
 
     Each `KeptState` becomes the state of its inner optimizer, with 0 for entries that are not kept.

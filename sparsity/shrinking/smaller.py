@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -36,7 +37,7 @@ class Smaller(Interpreter[jax.Array]):
     Args:
       coupling: the axes of the values.
       plan: the indices that stay of each variable.
-      alike: {sum along channels: the entry that removed channels share}, as `Graph.alike`.
+      alike: {sum along channels: the entry that removed channels share}, as `Removal.alike`.
       keeps_rules: whether calls keep custom rules for derivatives.
       layer: the rows of the plan for the current layer of a scan.
     """
@@ -49,7 +50,6 @@ class Smaller(Interpreter[jax.Array]):
         keeps_rules: bool = True,
         layer: Mapping[Axis, jax.Array] | None = None,
     ) -> None:
-        super().__init__()
         self._coupling, self._plan, self._keeps_rules = coupling, dict(plan), keeps_rules
         self._layer, self._alike = dict(layer or {}), alike
         self._needed = {value for entry in alike.values() for value in entry.list_values()}
@@ -58,7 +58,7 @@ class Smaller(Interpreter[jax.Array]):
 
     def shape(self, value: Value) -> tuple[int, ...]:
         """Returns the smaller shape of a value."""
-        return tuple(count_entries(dim, self._sizes) for dim in self._coupling.axes(value))
+        return tuple(count_entries(axis, self._sizes) for axis in self._coupling.axes(value))
 
     def count_below(self, value: Value, axis: int, end: int) -> int:
         """Counts the entries that are left of the first `end` ones along an axis."""
@@ -70,12 +70,12 @@ class Smaller(Interpreter[jax.Array]):
 
     def cut(self, value: Value, array: jax.Array) -> jax.Array:
         """Returns the entries of an array that stay."""
-        for axis, dim in enumerate(self._coupling.axes(value)):
-            index = find_kept_by_layer(dim, self._plan)
+        for number, axis in enumerate(self._coupling.axes(value)):
+            index = find_kept_by_layer(axis, self._plan)
             if index is not None and index.ndim == 2 and self._layer:
-                index = find_kept(dim, {**self._plan, **self._layer})  # type: ignore[dict-item]
+                index = find_kept(axis, {**self._plan, **self._layer})  # type: ignore[dict-item]
             if index is not None:
-                array = take(array, index, axis)
+                array = take(array, index, number)
         return array
 
     def read(self, value: Value) -> jax.Array:
@@ -155,7 +155,7 @@ class Smaller(Interpreter[jax.Array]):
         return [jnp.asarray(self._plan[variable]) for variable in self._layered(scan)]
 
     def at_step(self, scan: Equation, rows: Sequence[jax.Array]) -> Smaller:
-        step = self.inside()
+        step = copy.copy(self)
         step._layer = self._layer | dict(zip(self._layered(scan), rows, strict=True))
         return step
 

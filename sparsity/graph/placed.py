@@ -1,0 +1,132 @@
+"""Groups of channels as they lie in a tree: their importance, and the masks of their members."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsity.core import exact, host
+from sparsity.core.kernels import compute_once
+from sparsity.core.trees import KeyPath
+from sparsity.graph.channels import ChannelGroup
+from sparsity.selection import Ranked, Scores, topk_masks
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedGroup:
+    """A group as it lies in a tree.
+
+    Attributes:
+      channels: the group.
+      full: the same group before the model was cut.
+      members: (path, axis, positions) of all entries that go with a channel.
+      scored: the members that add to the importance of a channel.
+      entries: for each scored member the number of entries of a channel of `full`, in a layer.
+      sparsity: the sparsity of the group.
+    """
+
+    channels: ChannelGroup
+    full: ChannelGroup
+    members: list[tuple[KeyPath, int, np.ndarray]]
+    scored: list[tuple[KeyPath, int, np.ndarray]]
+    entries: list[int]
+    sparsity: chex.Numeric
+
+
+def sum_importance(
+    groups: Sequence[PlacedGroup], leaves: Mapping[KeyPath, jax.Array], order: int, normalize: bool
+) -> list[jax.Array]:
+    """Returns the importance of each group: [channels], or [layers, channels].
+
+    Args:
+      groups: the groups.
+      leaves: scores of their members, by path.
+      order: as in `Coupled`.
+      normalize: as in `Coupled`.
+    """
+    scores = {path: leaves[path] for group in groups for path, _, _ in group.scored}
+    powers = [_at_least_float32(x) for x in scores.values()]
+    if order == 2:
+        powers = [jnp.square(x) for x in exact.scaled(powers)]
+    by_path = dict(zip(scores, powers, strict=True))
+    importance = [_sum_members(group, by_path, order, normalize) for group in groups]
+    return importance if host.namespace(powers) is np else compute_once(importance)
+
+
+def keep_best(
+    groups: Sequence[PlacedGroup], importance: Sequence[jax.Array], kept: Sequence[chex.Numeric]
+) -> list[jax.Array]:
+    """Returns masks of the most important channels of each group, and of each layer."""
+    sizes, xp = [group.channels.size for group in groups], host.namespace([*importance, *kept])
+    counts = [xp.minimum(xp.asarray(k, np.uint32), n) for k, n in zip(kept, sizes, strict=True)]
+    times = [group.channels.layers or 1 for group in groups]
+    low = xp.stack([k for k, n in zip(counts, times, strict=True) for _ in range(n)])
+    importance = jax.device_put(list(importance)) if xp is np else importance
+    return topk_masks([rank_channels(x) for x in importance], (low & 0, low))
+
+
+def spread_masks(
+    groups: Sequence[PlacedGroup],
+    masks: Sequence[jax.Array],
+    leaves: Mapping[KeyPath, jax.Array],
+) -> list[jax.Array]:
+    """Returns the masks of leaves from masks of channels."""
+    xp = host.namespace(leaves.values())
+    spread = {path: xp.ones(leaf.shape, np.uint8) for path, leaf in leaves.items()}
+    for group, mask in zip(groups, masks, strict=True):
+        size, layers = group.channels.size, group.channels.layers
+        for path, axis, positions in group.members:
+            shape = leaves[path].shape
+            label = np.full(shape[axis], -1)
+            label[positions] = np.arange(size)[:, None]
+            # Read by index: XLA would shard leaves as each other, were these the mask itself.
+            chosen = xp.asarray(mask)[..., np.maximum(label, 0)]
+            along = xp.where(label < 0, np.uint8(1), chosen)
+            wide = [n if i == axis else 1 for i, n in enumerate(shape)]
+            spread[path] *= along.reshape([layers, *wide[1:]] if layers else wide)
+    return list(spread.values())
+
+
+def find_active(group: PlacedGroup, masks: Mapping[KeyPath, jax.Array]) -> jax.Array:
+    """Returns uint8[channels]: 1 where entries stay in the first member of a group."""
+    path, axis, positions = group.members[0]
+    mask = masks[path]
+    indexing = (0, axis) if group.channels.layers else (axis,)
+    pooled = tuple(i for i in range(mask.ndim) if i not in indexing)
+    return jnp.max(jnp.max(mask, axis=pooled)[..., positions], axis=-1)
+
+
+def rank_channels(importance: jax.Array, active: jax.Array | None = None) -> Ranked:
+    """Returns the channels of a group as a search ranks them: layers of a scan are slices."""
+    return Ranked(Scores.wrap(importance), active, importance.ndim - 1)
+
+
+def _sum_members(
+    group: PlacedGroup, powers: Mapping[KeyPath, jax.Array], order: int, normalize: bool
+) -> jax.Array:
+    parts, layers, xp = [], group.channels.layers, host.namespace(powers.values())
+    for (path, axis, positions), entries in zip(group.scored, group.entries, strict=True):
+        score = powers[path]
+        summed = tuple(i for i in range(bool(layers), score.ndim) if i != axis)
+        part = xp.asarray(exact.ordered_sum(score, summed) if summed else score)
+        if not _is_full_axis(positions, score.shape[axis]):
+            part = xp.asarray(exact.ordered_sum(part[..., positions], (part.ndim,)))
+        parts.append(part / entries if normalize else part)
+    total = exact.ordered_sum(xp.stack(parts), (0,)) if len(parts) > 1 else parts[0]
+    importance: jax.Array = xp.abs(total) if order == 1 else xp.sqrt(total)
+    return importance
+
+
+def _is_full_axis(positions: np.ndarray, size: int) -> bool:
+    """Returns whether the channels are all entries of an axis, in order."""
+    return np.array_equal(positions, np.arange(size)[:, None])
+
+
+def _at_least_float32(x: jax.Array) -> jax.Array:
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    return x if x.dtype == dtype else x.astype(dtype)

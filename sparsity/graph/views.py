@@ -1,0 +1,211 @@
+"""Views of parameters: arrays that hold entries of a parameter, along which of its axes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from sparsity.programs.layout import Place, Relation
+from sparsity.programs.program import Equation, Value
+
+
+class Factor(NamedTuple):
+    """A part of an axis of an array: entries along an axis of a parameter.
+
+    Attributes:
+      axis: axis of the parameter, `None` for repeated entries and entries of other arrays.
+      size: number of entries.
+      step: distance of entries along the axis of the parameter, below 0 in reverse.
+    """
+
+    axis: int | None
+    size: int
+    step: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """An array that holds entries of a parameter.
+
+    Attributes:
+      leaf: number of the parameter.
+      factors: for each axis its factors, the last one fastest.
+      stacked: axes of the parameter that layers index, the outermost first.
+      scans: the scans that index `stacked`; fewer where the model reads a layer by its number.
+      layers: the indexed parts of the axes `stacked`.
+      share: the part of the array that belongs to the parameter, below 1 in a join.
+      parts: earlier arrays that miss entries of the parameter, join other entries, or have another
+        order. Views with equal parts hold the same entries at the same places.
+      keeps_zeros: whether the array is 0 where the parameter is 0.
+      is_conjugate: whether the array holds the complex conjugates of the entries.
+    """
+
+    leaf: int
+    factors: tuple[tuple[Factor, ...], ...]
+    stacked: tuple[int, ...] = ()
+    scans: tuple[Equation, ...] = ()
+    layers: tuple[Factor, ...] = ()
+    share: Fraction = Fraction(1)
+    parts: tuple[Value, ...] = ()
+    keeps_zeros: bool = True
+    is_conjugate: bool = False
+
+    @property
+    def is_part(self) -> bool:
+        """True if the array holds other entries than the parameter, or in another order."""
+        return bool(self.parts)
+
+    @property
+    def covered(self) -> int:
+        """Number of entries along axes of the parameter; all others repeat these entries."""
+        return math.prod(
+            part.size for parts in self.factors for part in parts if part.axis is not None
+        )
+
+    def axes(self, numbers: Iterable[int]) -> tuple[int, ...]:
+        """Returns the axes of the parameter that lie along axes of the array."""
+        axes = [part.axis for i in numbers for part in self.factors[i] if part.axis is not None]
+        return tuple(dict.fromkeys(axes))
+
+    def with_factors(self, by_axis: Iterable[Sequence[Factor]]) -> View:
+        """Returns the view with other factors of its axes."""
+        return dataclasses.replace(self, factors=tuple(map(tuple, by_axis)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Views:
+    """Facts about an array.
+
+    Attributes:
+      views: the array as views of parameters.
+      is_data: whether the array depends on more than parameters.
+      constant: the number that all entries are, `None` if they differ.
+    """
+
+    views: tuple[View, ...] = ()
+    is_data: bool = False
+    constant: float | None = None
+
+
+def follow(
+    view: View,
+    equation: Equation,
+    relations: Sequence[Relation],
+    operand: int = 0,
+    number: int = 0,
+) -> View | None:
+    """Returns an output of a layout primitive as a view, `None` if it is no view.
+
+    Args:
+      view: the view that the input `operand` is.
+      equation: the equation.
+      relations: the relations between the axes of the equation.
+      operand: number of the input.
+      number: number of the output.
+    """
+    value, output = equation.inputs[operand], equation.outputs[number]
+    by_axis: list[Sequence[Factor]] = [(Factor(None, size),) for size in output.shape]
+    share, indexed, layers = Fraction(1), list[int](), list[Factor]()
+    is_part = False
+    for relation in relations:
+        sources = [x for x in relation.sources if isinstance(x, Place) and x.array == operand]
+        targets = [x for x in relation.targets if isinstance(x, Place) and x.array == number]
+        kind, is_here = relation.kind, bool(sources and targets)
+        if kind == "mixed" and (targets or sources):
+            return None
+        if kind == "index" and sources:
+            indexed += [place.axis for place in sources]
+        elif kind == "stack" and targets:
+            share, is_part = share / output.shape[targets[0].axis], True
+        elif relation.pair and is_here:
+            by_axis[targets[0].axis] = view.factors[sources[0].axis]
+        elif kind == "product" and is_here:
+            factors = _factors(view, relation)
+            cut = _split_factors(factors, [output.shape[place.axis] for place in targets])
+            if cut is None:
+                return None
+            for place, parts in zip(targets, cut, strict=True):
+                by_axis[place.axis] = parts
+        elif kind == "reversed" and is_here:
+            source = view.factors[sources[0].axis]
+            by_axis[targets[0].axis] = [part._replace(step=-part.step) for part in source]
+        elif is_here:  # a sum, or a cut
+            ((_, axis),), ((_, to),), is_part = sources, targets, True
+            size, new = value.shape[axis], output.shape[to]
+            by_axis[to] = resize(view.factors[axis], size, new)
+            if len(relation.sources) > 1:
+                share *= Fraction(size, new)
+            elif new == 1 < size:
+                layers += view.factors[axis]
+    moved = dataclasses.replace(
+        index(view, indexed),
+        factors=tuple(map(tuple, by_axis)),
+        share=view.share * share,
+        parts=(*view.parts, output) if is_part or indexed else view.parts,
+    )
+    return dataclasses.replace(moved, layers=(*moved.layers, *layers))
+
+
+def _factors(view: View, relation: Relation) -> list[Factor]:
+    """Returns the factors of the sources of a product, without factors of one entry."""
+    factors: list[Factor] = []
+    for place in relation.sources:
+        parts = [Factor(None, place)] if isinstance(place, int) else view.factors[place.axis]
+        factors += [factor for factor in parts if factor.size != 1]
+    return factors
+
+
+def _split_factors(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list[Factor]] | None:
+    """Splits factors in row-major order into axes; `None` where a cut falls within a factor."""
+    queue, by_axis = [*factors], list[list[Factor]]()
+    for size in sizes:
+        by_axis.append([])
+        while size > 1:
+            if not queue:
+                return None
+            factor = queue.pop(0)
+            if factor.size % size == 0 and factor.size > size:
+                inner = factor._replace(size=factor.size // size)
+                queue.insert(0, inner)
+                factor = Factor(factor.axis, size, factor.step * inner.size)
+            elif size % factor.size:
+                return None
+            by_axis[-1].append(factor)
+            size //= factor.size
+    return by_axis
+
+
+def resize(parts: Sequence[Factor], size: int, new: int) -> Sequence[Factor]:
+    """Returns an axis with fewer or more entries."""
+    if size == new:
+        return parts
+    axes = [factor.axis for factor in parts if factor.axis is not None]
+    return (Factor(axes[0] if axes else None, new, parts[0].step if len(parts) == 1 else 1),)
+
+
+def index(view: View, axes: Sequence[int]) -> View:
+    """Returns the view of one entry along some axes, such as a layer of a stack."""
+    return dataclasses.replace(
+        view,
+        factors=tuple(parts for i, parts in enumerate(view.factors) if i not in axes),
+        stacked=(*view.stacked, *view.axes(axes)),
+        layers=(*view.layers, *(part for i in axes for part in view.factors[i])),
+    )
+
+
+def change(view: View, target: Value) -> View:
+    """Returns the view of an array that holds other entries in later steps."""
+    parts = view.parts if target in view.parts else (*view.parts, target)
+    return dataclasses.replace(view, parts=parts, keeps_zeros=False)
+
+
+def merge(views: Iterable[View]) -> list[View]:
+    """Merges the views of an operand that differ only in shares, which add up."""
+    shares: dict[View, Fraction] = {}
+    for view in views:
+        kind = dataclasses.replace(view, share=Fraction(1))
+        shares[kind] = min(shares.get(kind, Fraction(0)) + view.share, Fraction(1))
+    return [dataclasses.replace(kind, share=share) for kind, share in shares.items()]

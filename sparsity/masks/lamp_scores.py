@@ -1,0 +1,144 @@
+"""Squares relative to the larger squares of their layer: the scores of LAMP.
+
+A square is a float, scaled so that the largest of its layer lies in [1/4, 1]. Sums of
+squares are integers: a summand is cut to a multiple of 2**-B, where B = 62 - log2(size) rounded
+down to whole digits. So the bits of a score depend neither on the order of the sum nor on the mesh,
+and scores never rise from one rank to the next.
+
+Source: Lee et al. 2021, "Layer-adaptive sparsity for the magnitude-based pruning", equation 4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsity.core import exact, sharding
+from sparsity.core.exact import Words
+from sparsity.core.kernels import compute_once
+from sparsity.selection import LazyScores
+
+_WIDTH = 2**16  # scores that are computed at once, and at most so many 16-bit digits to sum
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LampScores(LazyScores):
+    """Scores of a layer by `lamp_scores`, computed where a scope needs the array.
+
+    Attributes:
+      weights: array of any shape, real or complex.
+    """
+
+    weights: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weights.shape
+
+    @property
+    def size(self) -> int:
+        return self.weights.size
+
+    def compute(self) -> jax.Array:
+        """Returns the scores as an array."""
+        scores = sharding.shard_like(self.weights, lamp_scores, self.weights)
+        return sharding.place_like(self.weights, scores)
+
+
+@jax.jit
+def lamp_scores(weights: jax.Array) -> jax.Array:
+    """Returns the square of each weight over the sum of the squares that rank no lower.
+
+    Args:
+      weights: array of any shape, real or complex.
+
+    Returns:
+      Scores in [0, 1] of the same shape, at least float32; the same bits on any mesh. A weight of 0
+      scores 0, a weight that is not finite scores NaN.
+
+    Example:
+      >>> lamp_scores(jnp.array([1.0, -3.0, 2.0, 2.0]))
+      Array([0.05555556, 1.        , 0.30769232, 0.23529412], dtype=float32)
+    """
+    if not weights.size:
+        return jnp.zeros(weights.shape, jnp.promote_types(jnp.abs(weights).dtype, jnp.float32))
+    [layer] = ScaledLayer.read([weights])
+    squares = layer.squares(weights.reshape(-1))
+    place = lax.iota(jnp.int32, len(squares))
+    falling, order = lax.sort((-squares, place), num_keys=1, is_stable=True)
+    width = min(_WIDTH, len(squares))
+    rows = jnp.pad(falling, (0, -len(squares) % width)).reshape(-1, width)
+
+    def score(above: Words, row: jax.Array) -> tuple[Words, jax.Array]:
+        ranked, sums = score_ranks(row, count_bits(weights.size), above)
+        return (sums[0][-1], sums[1][-1]), ranked
+
+    zero = rows[0, 0].astype(jnp.uint32) & 0  # varies over a mesh as the weights do
+    ranked = lax.scan(score, (zero, zero), rows)[1].reshape(-1)[: len(squares)]
+    return jnp.zeros_like(squares).at[order].set(ranked).reshape(weights.shape)
+
+
+class ScaledLayer(NamedTuple):
+    """Powers of two whose product takes the largest finite weight of a layer to [1/2, 1]."""
+
+    scales: tuple[jax.Array, jax.Array]
+
+    @classmethod
+    def read(cls, layers: Sequence[jax.Array]) -> list[ScaledLayer]:
+        """Reads the scales of layers."""
+        scales = []
+        for weights in layers:
+            sizes = _sizes(weights)
+            _, exponent = jnp.frexp(exact.max_abs(sizes, tuple(range(sizes.ndim))))
+            one = jnp.ones((), sizes.dtype)
+            # In two steps: a single factor may be out of range.
+            scales += [jnp.ldexp(one, (i - exponent) // 2) for i in (0, 1)]
+        held = compute_once(scales)
+        return [cls(pair) for pair in zip(held[::2], held[1::2], strict=True)]
+
+    def squares(self, weights: jax.Array) -> jax.Array:
+        """Returns squares in [0, 1], NaN for weights that are not finite."""
+        sizes = _sizes(weights)
+        sizes = jnp.where(jnp.isfinite(sizes), sizes, np.nan)
+        return jnp.square(sizes * self.scales[0] * self.scales[1])
+
+
+def _sizes(weights: jax.Array) -> jax.Array:
+    return jnp.abs(weights).astype(float_type(weights))
+
+
+def float_type(weights: jax.Array) -> np.dtype:
+    """Returns the dtype of scores."""
+    real = jnp.finfo(weights.dtype).dtype  # of the absolute values
+    return jnp.promote_types(real, jnp.float32)
+
+
+def count_digit_bits(size: int) -> int:
+    """Returns the number of bits of a digit, of which `size` add up in an int32."""
+    return min(31 - max(size - 1, 1).bit_length(), 24)
+
+
+def count_bits(size: int) -> int:
+    """Returns B, the number of bits of a summand of a layer."""
+    bits = count_digit_bits(size)
+    return (62 - max(size - 1, 1).bit_length()) // bits * bits
+
+
+def score_ranks(
+    falling: jax.Array, bits: int | np.ndarray, above: Words
+) -> tuple[jax.Array, Words]:
+    """Returns scores and sums of negative squares[..., n] by rank, n at most `_WIDTH`."""
+    real = falling.dtype
+    scaled = jnp.where(jnp.isnan(falling), 0, -falling) * np.exp2(bits).astype(real)
+    high = jnp.trunc(scaled * 2.0**-32)
+    each = high.astype(jnp.uint32), jnp.trunc(scaled - high * 2.0**32).astype(jnp.uint32)
+    sums = exact.plus(exact.running_totals(each), above)
+    totals = sums[0].astype(real) * 2.0**32 + sums[1].astype(real)
+    totals = totals * np.exp2(-bits).astype(real)
+    return jnp.where(falling == 0, 0, -falling / jnp.where(totals == 0, 1, totals)), sums

@@ -1,0 +1,204 @@
+"""`Layerwise`: each leaf keeps the best of its units: entries, blocks or channels."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Protocol, TypeVar, runtime_checkable
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsity.core import exact, sharding
+from sparsity.core.checks import is_traced
+from sparsity.core.trees import PyTree
+from sparsity.masks.moves import move_units
+from sparsity.masks.scopes import Moving, Wanted
+from sparsity.masks.sites import Site, TopkFn
+from sparsity.selection import Ranked, Scores, compute_array, topk_masks
+
+L = TypeVar("L", Wanted, Moving)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layerwise:
+    """Ranks the weights of each leaf alone, at its sparsity; with batch axes, of each slice.
+
+    An override of `select` gets leaves whose leading `site.batch_axes` index slices.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsity
+      >>> params = {"large": jnp.array([[10.0, 40.0]]), "small": jnp.array([[1.0, 4.0]])}
+      >>> half = sparsity.Uniform(0.5)
+      >>> pruner = sparsity.MagnitudePruning(scope=Layerwise(), sparsity_distribution_fn=half)
+      >>> {name: mask.tolist() for name, mask in pruner.instant_sparsify(params)[1].items()}
+      {'large': [[0, 1]], 'small': [[0, 1]]}
+    """
+
+    # Whether a mask depends on the scores of its slice alone, so that slices are pruned one by one.
+    per_slice: ClassVar[bool] = True
+
+    def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
+        """Accepts all patterns, batch axes and functions."""
+
+    def select(self, leaves: Sequence[Wanted], topk_fn: TopkFn | None) -> list[jax.Array]:
+        """Returns a mask for each leaf, by the pattern of the leaf."""
+
+        def one(leaf: Wanted) -> jax.Array:
+            site = leaf.site
+            return site.pattern.select(
+                leaf.scores,
+                leaf.sparsity,
+                target=leaf.target,
+                batch_axes=site.batch_axes,
+                topk_fn=topk_fn,
+            )
+
+        return _by_kind(leaves, _select_ranked, one, one_by_one=topk_fn is not None)
+
+    def move(self, leaves: Sequence[Moving], drop_fraction: chex.Numeric) -> list[jax.Array]:
+        """Returns masks that keep the number of active weights of each leaf."""
+
+        def one(leaf: Moving) -> jax.Array:
+            site = leaf.site
+            scores = leaf.drop_scores, leaf.grow_scores
+            return site.pattern.move(leaf.mask, *scores, drop_fraction, batch_axes=site.batch_axes)
+
+        return _by_kind(leaves, functools.partial(_move_ranked, drop_fraction), one)
+
+
+@runtime_checkable
+class _UnitPattern(Protocol):
+    """A pattern that ranks units of several entries, such as blocks."""
+
+    @property
+    def group_axes(self) -> int: ...
+
+    def pool(self, scores: jax.Array | Scores, batch_axes: int = 0) -> jax.Array: ...
+
+    def expand(
+        self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0
+    ) -> jax.Array: ...
+
+
+def _by_kind(
+    leaves: Sequence[L],
+    ranked: Callable[[Sequence[L]], list[jax.Array]],
+    one: Callable[[L], jax.Array],
+    one_by_one: bool = False,
+) -> list[jax.Array]:
+    """Returns masks: by one search for patterns that rank units, leaf by leaf for all others.
+
+    Patterns of single entries are searched apart from those of blocks and channels, because scores
+    of single entries need not be stored.
+    """
+    masks: dict[int, jax.Array] = {}
+    kinds: dict[bool | None, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        pattern = leaf.site.pattern
+        is_ranked = getattr(pattern, "ranks_units", False) and not one_by_one
+        kinds.setdefault(pattern.is_elementwise if is_ranked else None, []).append(i)
+    for i in kinds.pop(None, []):
+        masks[i] = one(leaves[i])
+    for members in kinds.values():
+        masks.update(zip(members, ranked([leaves[i] for i in members]), strict=True))
+    return [masks[i] for i in range(len(leaves))]
+
+
+def _select_ranked(leaves: Sequence[Wanted]) -> list[jax.Array]:
+    """Returns the masks of the highest units of each leaf, or of each slice of a leaf."""
+    sites = [leaf.site for leaf in leaves]
+
+    def select(
+        scores: Sequence[jax.Array | Scores], sparsities: Sequence[chex.Numeric]
+    ) -> list[jax.Array]:
+        units = [_units(*x) for x in zip(sites, scores, strict=True)]
+        sizes, slices = [leaf.size for leaf in units], [leaf.slices for leaf in units]
+        leaf_index = np.repeat(np.arange(len(units)), slices)  # of each slice
+        if any(map(is_traced, sparsities)):
+            kept = count_kept(sizes, sparsities)
+            low = (kept if len(kept) == len(leaf_index) else kept[leaf_index]).astype(jnp.uint32)
+            k = low & 0, low
+        else:
+            pairs = zip(sizes, jax.device_get(list(sparsities)), strict=True)
+            counts = np.array([exact.num_kept(n, float(x)) for n, x in pairs], np.uint32)
+            counts = counts[leaf_index]
+            k = jax.device_put((counts & 0, counts))  # explicitly, as a transfer guard may demand
+        masks = topk_masks(units, k)
+        return [_entries(*x) for x in zip(sites, masks, scores, strict=True)]
+
+    scores = [leaf.lazy_scores for leaf in leaves]
+    return _shard(sites, select, scores, [leaf.sparsity for leaf in leaves])
+
+
+def _move_ranked(drop_fraction: chex.Numeric, leaves: Sequence[Moving]) -> list[jax.Array]:
+    """Returns masks with some active units of each leaf, or of each slice, replaced."""
+    sites = [leaf.site for leaf in leaves]
+
+    def move(
+        masks: Sequence[jax.Array],
+        drop: Sequence[jax.Array | Scores],
+        grow: Sequence[jax.Array | Scores],
+        fraction: chex.Numeric,
+    ) -> list[jax.Array]:
+        active = [
+            dataclasses.replace(_units(site, scores), where=_unit_mask(site, mask))
+            for site, scores, mask in zip(sites, drop, masks, strict=True)
+        ]
+        others = [_units(*x) for x in zip(sites, grow, strict=True)]
+        moved = move_units(active, others, fraction)
+        return [_entries(*x) for x in zip(sites, moved, masks, strict=True)]
+
+    masks = [leaf.mask for leaf in leaves]
+    drop = [leaf.lazy_drop_scores for leaf in leaves]
+    grow = [leaf.lazy_grow_scores for leaf in leaves]
+    return _shard(sites, move, masks, drop, grow, drop_fraction)
+
+
+def _shard(
+    sites: Sequence[Site], fn: Callable[..., list[jax.Array]], *args: PyTree
+) -> list[jax.Array]:
+    """Returns fn(*args); XLA chooses the sharding of units, entries keep their sharding."""
+    if sites[0].pattern.is_elementwise:
+        return fn(*args)
+    args = jax.tree.map(compute_array, args)
+    return sharding.shard_like(args[0], fn, *args)
+
+
+def _units(site: Site, scores: jax.Array | Scores) -> Ranked:
+    """Returns the scores of the units of a leaf."""
+    pattern = site.pattern
+    if pattern.is_elementwise:
+        return Ranked(Scores.wrap(scores), None, site.batch_axes)
+    assert isinstance(pattern, _UnitPattern)  # as it `ranks_units`
+    units = pattern.pool(scores, site.batch_axes)
+    return Ranked(Scores.wrap(units), None, site.batch_axes + pattern.group_axes)
+
+
+def _unit_mask(site: Site, mask: jax.Array) -> jax.Array:
+    """Returns the mask of the units, each of which is all ones or all zeros."""
+    if site.pattern.is_elementwise:
+        return mask
+    return (_units(site, mask).scores.compute() != 0).astype(jnp.uint8)
+
+
+def _entries(site: Site, units: jax.Array, like: jax.Array | Scores) -> jax.Array:
+    """Returns the mask of the entries of a leaf from the mask of its units."""
+    pattern = site.pattern
+    if pattern.is_elementwise:
+        return units
+    assert isinstance(pattern, _UnitPattern)  # as it `ranks_units`
+    return pattern.expand(units, like.shape, site.batch_axes)
+
+
+def count_kept(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> jax.Array:
+    """Counts the units that stay of each leaf."""
+    return jnp.asarray(exact.num_kept(np.array(sizes), stack_sparsities(sparsities)))
+
+
+def stack_sparsities(sparsities: Sequence[chex.Numeric]) -> jax.Array:
+    """Returns the sparsities of leaves as float32[leaves]."""
+    return jnp.stack([jnp.float32(sparsity) for sparsity in sparsities])

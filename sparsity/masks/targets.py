@@ -1,0 +1,99 @@
+"""Target sparsities: a distribution is called, and its sparsities are checked against patterns."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+import chex
+
+from sparsity.core import trees
+from sparsity.core.checks import check_fraction, is_traced
+from sparsity.core.trees import Params, PyTree, Sparsities
+from sparsity.masks.scopes import Scope, TreeScope
+from sparsity.masks.sites import BatchAxes, Overrides, Site, Sites
+
+DistributionFn: TypeAlias = Callable[..., PyTree]  # `sparsity_distributions.Distribution`
+
+
+_log = logging.getLogger(__name__)
+
+
+def compute_targets(
+    distribution_fn: DistributionFn | None,
+    params: Params,
+    sites: Sites,
+    scope: Scope | TreeScope,
+    batch_axes: BatchAxes = 0,
+) -> Sparsities:
+    """Returns the checked sparsities of a distribution, `None` for leaves that stay dense.
+
+    Logs targets that the pattern of their leaf cannot reach.
+
+    Raises:
+      ValueError: a sparsity lies outside [0, 1], or a pattern does not fit its leaf or the scope.
+    """
+    if distribution_fn is None:
+        return None
+
+    def check(
+        path: trees.KeyPath, param: PyTree, target: chex.Numeric | None
+    ) -> chex.Numeric | None:
+        if target is None or not trees.is_prunable(param):
+            return None
+        name = trees.path_string(path)
+        check_fraction(f"the sparsity of {name!r}", target)
+        if sites.stays_dense(path):
+            return None
+        pattern = sites[path].pattern
+        if not sites[path].has_override:
+            _check_scope(scope, sites[path])
+        final = None if is_traced(target) else pattern.final_sparsity(float(target))
+        if final is not None and not math.isclose(float(target), final, abs_tol=1e-6):
+            message = "%s ends at sparsity %g, not at the target %g of %r."
+            _log.warning(message, pattern, final, float(target), name)
+        return target
+
+    return trees.map_matched(
+        check,
+        params,
+        call_distribution(distribution_fn, params, batch_axes, sites, scope),
+        others_role="sparsities that sparsity_distribution_fn returns",
+    )
+
+
+def call_distribution(
+    distribution_fn: DistributionFn,
+    params: Params,
+    batch_axes: BatchAxes,
+    sites: Sites | None = None,
+    scope: Scope | TreeScope | None = None,
+) -> Sparsities:
+    """Calls a distribution with those of `batch_axes`, `sites` and `scope` that it names."""
+    bound = distribution_fn.keywords if isinstance(distribution_fn, functools.partial) else {}
+    try:
+        named = set(inspect.signature(distribution_fn).parameters)
+    except (TypeError, ValueError):  # a builtin
+        named = set()
+    offered = {"batch_axes": batch_axes, "sites": sites, "scope": scope}
+    return distribution_fn(
+        params, **{k: v for k, v in offered.items() if k in named and k not in bound}
+    )
+
+
+def read_overrides(distribution_fn: DistributionFn | None) -> Overrides | None:
+    """Returns the overrides of a distribution or of a `functools.partial`."""
+    if isinstance(distribution_fn, functools.partial):
+        return distribution_fn.keywords.get("custom_sparsity_map")
+    return getattr(distribution_fn, "custom_sparsity_map", None)
+
+
+def _check_scope(scope: Scope | TreeScope, site: Site) -> None:
+    try:
+        scope.check(site.pattern, site.batch_axes, None)
+    except ValueError as error:
+        raise ValueError(f"{site.name!r}: {error}") from None

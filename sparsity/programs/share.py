@@ -1,0 +1,65 @@
+"""Compiled programs that functions of equal text share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsity.core import sharding
+from sparsity.core.checks import is_traced
+from sparsity.core.trees import PyTree
+from sparsity.programs.program import Arrays, jaxpr_as_fun
+
+_COMPILED: dict[tuple[str, ...], Callable[..., Arrays]] = {}  # by text and constants
+_MOST = 256  # programs, of which the oldest goes first
+_LARGEST = 1 << 16  # bytes of a constant of a program that is shared
+
+
+def share(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., PyTree]:
+    """Compiles a function as one program, which functions that trace to the same text share.
+
+    Args:
+      fn: function of arrays; results that do not depend on `args` are returned as they are.
+      *args: arguments of the shapes and dtypes of later calls. If one is traced, or lies on a mesh
+        with Explicit axes, the result is `fn` itself.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> double = share(lambda x: (x * 2, "text"), jnp.float32(1.0))
+      >>> double(jnp.float32(3.0))
+      (Array(6., dtype=float32), 'text')
+    """
+    leaves = jax.tree.leaves(args)
+    if any(is_traced(x) or sharding.explicit_sharding(jax.typeof(x)) for x in leaves):
+        return fn
+    results: list[object] = []
+    structure: list[jax.tree_util.PyTreeDef] = []
+
+    def traced(*args: PyTree) -> list[jax.Array]:
+        leaves, treedef = jax.tree.flatten(fn(*args))
+        results[:] = [None if is_traced(x) else x for x in leaves]
+        structure[:] = [treedef]
+        return [x for x in leaves if is_traced(x)]
+
+    closed = jax.make_jaxpr(traced)(*args)
+    if any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in closed.consts):
+        return fn  # keys of random numbers have no bytes to compare
+    constants = [np.asarray(x) for x in closed.consts]
+    if any(x.nbytes > _LARGEST for x in constants):
+        return fn
+    key = str(closed), *(f"{x.dtype}{x.shape}{x.tobytes()!r}" for x in constants)
+    if key not in _COMPILED:
+        if len(_COMPILED) == _MOST:
+            del _COMPILED[next(iter(_COMPILED))]
+        _COMPILED[key] = jax.jit(jaxpr_as_fun(closed))
+    compiled = _COMPILED[key]
+
+    def call(*args: PyTree) -> PyTree:
+        outputs = iter(compiled(*jax.tree.leaves(args)))
+        leaves = [next(outputs) if x is None else x for x in results]
+        return jax.tree.unflatten(structure[0], leaves)
+
+    return call
