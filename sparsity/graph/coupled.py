@@ -402,7 +402,8 @@ class Coupled:
     ) -> list[jax.Array]:
         """Returns the masks of leaves from masks of channels."""
         xp = host.namespace(leaves.values())
-        spread = {path: xp.ones(leaf.shape, np.uint8) for path, leaf in leaves.items()}
+        ones = host.ones if xp is np else xp.ones
+        spread = {path: ones(leaf.shape, np.uint8) for path, leaf in leaves.items()}
         for group, mask in zip(groups, masks, strict=True):
             size, layers = group.channels.size, group.channels.layers
             for path, axis, positions in group.members:
