@@ -147,6 +147,21 @@ def add(a: np.ndarray, b: np.ndarray) -> PyTree:
     return _flushed(_flushed(a) + _flushed(b))
 
 
+def copy(x: np.ndarray) -> np.ndarray:
+    """Returns a copy at an address from which jax takes an array without a copy."""
+    array = empty(x.shape, x.dtype)
+    array[...] = x
+    return array
+
+
+def add_to(total: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Adds an array of real floats to another one in place, with the bits of `add`."""
+    flat, more = total.reshape(-1), x.reshape(-1)
+    for at in chunks(len(flat)):
+        flat[at] = add(flat[at], more[at])
+    return total
+
+
 def _flushed(x: np.ndarray) -> np.ndarray:
     is_small = np.abs(x) < np.finfo(x.dtype).tiny
     return np.where(is_small, x.dtype.type(0), x) if is_small.any() else x

@@ -82,8 +82,7 @@ class Statistic:
 
     def real_grams(self) -> jax.Array:
         """Returns the real parts of the Gram matrices, which real weights meet."""
-        grams = self.grams()
-        return jnp.real(grams) if jnp.iscomplexobj(grams) else grams
+        return self.grams().real
 
     def lead(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the sizes of `batch` and `groups` for a leaf of that shape."""
@@ -379,7 +378,7 @@ def output_error(statistic: Statistic, difference: jax.Array) -> jax.Array:
     """
     grams, rows = statistic.grams(), statistic.matrices(difference)
     rows = rows.astype(jnp.promote_types(rows.dtype, grams.dtype))
-    outputs = _dot(rows.conj(), grams)
+    outputs = dot(rows.conj(), grams)
     return (outputs * rows).sum(axis=-1).real
 
 
@@ -396,12 +395,13 @@ def squared_means(statistic: Statistic, leaf: jax.Array) -> jax.Array:
     xp = host.namespace([leaf])
     sums, rows = xp.asarray(statistic.sums), statistic.matrices(leaf)
     rows = rows.astype(jnp.promote_types(rows.dtype, sums.dtype))
-    totals = _dot(rows, sums[..., None])[..., 0]
+    totals = dot(rows, sums[..., None])[..., 0]
     squares: jax.Array = xp.square(xp.abs(totals)) / num_rows(statistic, sums.ndim)
     return squares
 
 
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the product of matrices in their own precision."""
     xp, options = host.namespace([a, b]), {"precision": lax.Precision.HIGHEST}
     product: jax.Array = xp.matmul(a, b, **({} if xp is np else options))
     return product
