@@ -85,7 +85,8 @@ def instead(host_fn: Callable[..., PyTree]) -> Callable[[Callable[P, T]], Callab
 
     Args:
       host_fn: takes the arguments with arrays of numpy, and returns such arrays with the bits of
-        the decorated function; or `NotImplemented`, and the decorated function is called.
+        the decorated function; or `NotImplemented`, and the decorated function is called. The
+        attribute `on_host` of the result is this function.
 
     Example:
       >>> @instead(lambda x: np.where(x > 0, x, np.float32(0)))
@@ -108,6 +109,7 @@ def instead(host_fn: Callable[..., PyTree]) -> Callable[[Callable[P, T]], Callab
             placed: T = place.put(result)
             return placed
 
+        call.on_host = host_fn  # type: ignore[attr-defined]
         return call
 
     return decorate
@@ -136,7 +138,7 @@ def chunks(size: int) -> Iterator[slice]:
 
 def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Returns a * b with the bits of XLA:CPU, which takes subnormal numbers for 0."""
-    result: np.ndarray = _flushed(_flushed(a) * _flushed(b))
+    result: np.ndarray = flushed(flushed(a) * flushed(b))
     return result
 
 
@@ -144,7 +146,7 @@ def add(a: np.ndarray, b: np.ndarray) -> PyTree:
     """Returns a + b with the bits of XLA:CPU, or `NotImplemented` unless both are real floats."""
     if a.dtype.kind != "f" or b.dtype.kind != "f":
         return NotImplemented
-    return _flushed(_flushed(a) + _flushed(b))
+    return flushed(flushed(a) + flushed(b))
 
 
 def copy(x: np.ndarray) -> np.ndarray:
@@ -162,6 +164,7 @@ def add_to(total: np.ndarray, x: np.ndarray) -> np.ndarray:
     return total
 
 
-def _flushed(x: np.ndarray) -> np.ndarray:
+def flushed(x: np.ndarray) -> np.ndarray:
+    """Returns an array with 0 for subnormal numbers, as XLA:CPU reads them."""
     is_small = np.abs(x) < np.finfo(x.dtype).tiny
     return np.where(is_small, x.dtype.type(0), x) if is_small.any() else x

@@ -402,7 +402,7 @@ class Coupled:
     ) -> list[jax.Array]:
         """Returns the masks of leaves from masks of channels."""
         xp = host.namespace(leaves.values())
-        ones = host.ones if xp is np else xp.ones
+        ones: PyTree = host.ones if xp is np else xp.ones
         spread = {path: ones(leaf.shape, np.uint8) for path, leaf in leaves.items()}
         for group, mask in zip(groups, masks, strict=True):
             size, layers = group.channels.size, group.channels.layers

@@ -148,7 +148,8 @@ def _invert(matrices: jax.Array) -> jax.Array:
     Gauss and Jordan's elimination by blocks: a row of blocks is all that lives beside a matrix.
     """
     if not isinstance(matrices, np.ndarray):
-        return jnp.linalg.inv(matrices)
+        inverses: jax.Array = jnp.linalg.inv(matrices)
+        return inverses
     size = matrices.shape[-1]
     for matrix in matrices.reshape(-1, size, size):
         for start in range(0, size, _BLOCK):
