@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsity.calibration.run.weights import LayerIndex
 from sparsity.calibration.statistics import Statistic, not_finite
 from sparsity.calibration.statistics.capture import (
     Calibration,
@@ -35,8 +36,6 @@ from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.program import Equation, Program, Value, share
 
 Layers: TypeAlias = Mapping[Equation, int]  # the layer of each scan, the outermost first
-# (axis, index) of each axis that scans take apart.
-LayerIndex: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def _is_finite_on_host(sums: Sums) -> np.ndarray:
