@@ -71,6 +71,8 @@ class BaseUpdater(Updater):
       keeps_count: class attribute. True: each slice keeps the number that the target sparsity
         gives. `None`: at most that number. False: any number, the default of a class that overrides
         a hook that makes masks.
+      prunes_at_once: class attribute: whether `instant_sparsify` prunes a trained model; False for
+        classes that train sparse from the start.
       schedule_type: class attribute: the schedule of configurations that name no schedule, made
         from start, end and frequency.
       config_keys: class attribute: keys of configurations beyond the fields; `read_config` converts
@@ -281,6 +283,7 @@ class NoPruning(BaseUpdater):
     """
 
     regrows: ClassVar[bool | None] = False
+    prunes_at_once: ClassVar[bool] = True
 
     sparsity_distribution_fn: Distribution | None = None
 

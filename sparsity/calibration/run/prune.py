@@ -71,6 +71,12 @@ def check_runs(pruner: object, refit: object = None) -> None:
             "pruner must be an updater, for example "
             f"WandaPruning(sparsity_distribution_fn=Uniform(0.5)), {_got(pruner)}."
         )
+    if not pruner.prunes_at_once:
+        raise ValueError(
+            f"{type(pruner).__name__} trains sparse from the start and prunes no trained model. "
+            "Give MagnitudePruning, WandaPruning, RIAPruning, SparseGPTPruning, FLAPPruning, "
+            "OSSCARPruning or another updater that has instant_sparsify."
+        )
     is_refit = callable(refit) or isinstance(refit, Means)
     if refit is not None and (isinstance(refit, type) or not is_refit):
         raise ValueError(f"refit must be None, LeastSquares(), ADMM() or a `Refit`, {_got(refit)}.")

@@ -21,7 +21,7 @@ from jax import lax
 
 from sparsity.calibration.statistics.counts import Count
 from sparsity.core import host, trees
-from sparsity.core.checks import is_traced
+from sparsity.core.checks import check_int, check_kind, is_traced
 from sparsity.core.trees import Path, PyTree
 from sparsity.masks import Site
 
@@ -46,6 +46,10 @@ class Statistic:
       groups: number of equal parts of the first output axis with separate inputs (grouped and
         depthwise convolutions).
 
+    Raises:
+      ValueError: axes are no tuples of different integers from 0, or groups is no integer above 0.
+        Arrays are checked where a statistic meets its parameter.
+
     Example:
       >>> x = jnp.array([[1.0, 2.0], [3.0, 0.0]])
       >>> kernel = Statistic(gram=x.T @ x, count=2, contracting=(0,), output=(1,))
@@ -63,6 +67,16 @@ class Statistic:
     output: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     batch: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
     groups: int = dataclasses.field(default=1, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        for name in ("contracting", "output", "batch"):
+            axes = getattr(self, name)
+            check_kind(name, axes, tuple, "a tuple of axes")
+            for axis in axes:
+                check_int(f"each axis of {name}", axis, 0)
+            if len({*axes}) < len(axes):
+                raise ValueError(f"{name} must name each axis once, got {name} = {axes}.")
+        check_int("groups", self.groups, 1)
 
     def sums_of_squares(self) -> jax.Array:
         """Returns the sums of squares, [*batch, inputs]: `squares`, or the diagonals of `gram`."""
