@@ -95,6 +95,7 @@ class BaseUpdater(Updater):
     # Declared again for its default: `Updater` stands below the distributions.
     sparsity_distribution_fn: Distribution | None = uniform
 
+    prunes_at_once: ClassVar[bool] = True
     _assumes_dense_weights: ClassVar[bool] = False  # without a stated keeps_dense_weights
     config_keys: ClassVar[tuple[str, ...]] = ()
     schedule_type: ClassVar[str] = "polynomial"
@@ -283,7 +284,6 @@ class NoPruning(BaseUpdater):
     """
 
     regrows: ClassVar[bool | None] = False
-    prunes_at_once: ClassVar[bool] = True
 
     sparsity_distribution_fn: Distribution | None = None
 

@@ -39,8 +39,9 @@ from sparsity.core.checks import check_bool, check_function, check_iterable, che
 from sparsity.core.trees import Path, PyTree
 from sparsity.masks import is_per_slice
 
-# Arrays of the size of a Gram matrix that are held at once, the matrix included.
-_GRAMS = {SparseGPTPruning: 5, ADMM: 3, LeastSquares: 2}
+# Arrays of the size of a Gram matrix that are held at once, the matrix included: by XLA, which
+# inverts nothing in place, and on a CPU, where numpy does. The sweep of SparseGPT pads its factor.
+_GRAMS = {SparseGPTPruning: (5, 3), ADMM: (3, 2), LeastSquares: (2, 2)}
 
 
 @overload
@@ -181,7 +182,8 @@ def _count_grams(task: Task) -> int:
     methods: list[object] = [] if task.refit is None else [task.refit]
     if statistics_kind(task.pruner) == "gram":
         methods.append(task.pruner)
-    return max(_GRAMS.get(type(method), max(_GRAMS.values())) for method in methods)
+    most, is_cpu = max(_GRAMS.values()), jax.default_backend() == "cpu"
+    return max(_GRAMS.get(type(method), most)[is_cpu] for method in methods)
 
 
 class _Run:
