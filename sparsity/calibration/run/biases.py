@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from sparsity.calibration.refits import shift_bias
 from sparsity.calibration.run.solve import Solved
-from sparsity.calibration.run.weights import LayerIndex, Weights
+from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.core import trees
 from sparsity.core.trees import Path
 from sparsity.graph import Bias, Graph
@@ -38,7 +38,9 @@ class Biases:
         axes = self.graph.find_scanned_axes().get(place, ())
         return place, tuple((axis, layer) for axis, (_, layer) in zip(axes, index, strict=False))
 
-    def shift(self, path: Path, bias: jax.Array, solved: Solved, weights: Weights) -> jax.Array:
+    def shift(
+        self, path: Path, bias: jax.Array, solved: Solved, weights: ModelWeights
+    ) -> jax.Array:
         """Returns the bias of a parameter that keeps the means of its outputs."""
         read = self.graph.reader(weights.by_path())
         lost = solved.dense, solved.refitted, solved.statistic

@@ -31,7 +31,7 @@ from sparsity.calibration.run.resume import Finished, Layer, identify
 from sparsity.calibration.run.solve import Errors, Solved
 from sparsity.calibration.run.task import Task, count_rows, make_task
 from sparsity.calibration.run.together import Together
-from sparsity.calibration.run.weights import LayerIndex, Weights
+from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.memory import check_memory
 from sparsity.core import sharding
@@ -112,7 +112,7 @@ def oneshot(
         a sparsity, a pattern does not fit, or the folder holds another run; the error names which.
 
     Example:
-      >>> import sparsity
+      >>> import jax.numpy as jnp, sparsity
       >>> params = {"kernel": jnp.array([[4.0], [1.0]])}
       >>> pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
       >>> batch = jnp.array([[1.0, 1.0], [1.0, 0.0]])
@@ -125,17 +125,14 @@ def oneshot(
     task = make_task(pruner, refit, fn, params, data[0])
     if estimate:
         return _estimate(task, data)
-    finished = None
-    if folder is not None:
-        table = {"sequential": sequential, "sparsities": task.table()}
-        finished = Finished(folder, identify(pruner, refit, fn, params, data, **table))
+    more = {"sequential": sequential, "sparsities": task.table()}
+    identity = functools.partial(identify, pruner, refit, fn, params, data, **more)
+    finished = None if folder is None else Finished(folder, identity())
     run = _Run(task, params, data, finished, show_progress(task, len(data)) if progress else None)
-    if sequential:
-        run.follow()
-    run.finish(fn)
-    pruned, report = run.weights.tree(), run.report
-    report.outputs = compare_outputs(fn, params, pruned, data if held is None else held, metric)
-    return pruned, run.weights.masks(pruner.use_packed_masks), report
+    run.prune(fn, sequential)
+    batches = data if held is None else held
+    run.report.outputs = compare_outputs(fn, params, run.weights.tree(), batches, metric)
+    return run.weights.tree(), run.weights.masks(pruner.use_packed_masks), run.report
 
 
 def _check_arguments(pruner: BaseUpdater, refit: Refit | Means | None, **flags: object) -> None:
@@ -212,10 +209,19 @@ class _Run:
         self._task, self._batches = task, batches
         self._finished, self._advance = finished, advance
         self._layers: dict[Path, dict[LayerIndex, LayerReport]] = {}
-        self.weights = Weights(params, [leaf.path for leaf in task.graph.leaves])
+        self.weights = ModelWeights(params, [leaf.path for leaf in task.graph.leaves])
         self.report = Report()
 
-    def follow(self) -> None:
+    def prune(self, fn: Callable[..., PyTree], sequential: bool) -> None:
+        """Prunes all parameters, those that the run reaches first."""
+        if sequential:
+            self._follow()
+        unpruned = [path for path in self._task.sites if path not in self._layers]
+        together = Together(self._task, self.weights, fn, self._batches, unpruned)
+        for path in unpruned:
+            self._prune(path, (), functools.partial(together.solve, path))
+
+    def _follow(self) -> None:
         """Runs the model on all batches, and prunes each parameter when the run reaches it."""
         task = self._task
         calibration = Calibration(task.graph, task.kind, task.is_pruned)
@@ -223,13 +229,6 @@ class _Run:
             for name, gram in calibration.grams(one_layer=True).items():
                 check_memory({name: gram}, copies=_count_grams(task))  # one is held at a time
         Lockstep(calibration, self._batches, self.weights.read, self._is_done, self._prune_at).run()
-
-    def finish(self, fn: Callable[..., PyTree]) -> None:
-        """Prunes all other parameters, by their inputs in the current model."""
-        unpruned = [path for path in self._task.sites if path not in self._layers]
-        together = Together(self._task, self.weights, fn, self._batches, unpruned)
-        for path in unpruned:
-            self._prune(path, (), functools.partial(together.solve, path))
 
     def _prune_at(self, path: Path, index: LayerIndex, stop: Stop) -> None:
         """Prunes a parameter, or one layer of it, where the program reaches it."""

@@ -1,4 +1,4 @@
-"""What a run prunes: the parameters, their sparsities, and how each is solved."""
+"""Describes what a run prunes: the parameters, their sparsities, and how each is solved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparsity.calibration.pruners import statistics_kind
 from sparsity.calibration.refits import Means, Refit
 from sparsity.calibration.run.biases import Biases, find_biases
 from sparsity.calibration.run.solve import Solved, solve
-from sparsity.calibration.run.weights import LayerIndex, Weights
+from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.calibration.statistics import Statistic, warn_of_zeros
 from sparsity.calibration.statistics.rows import Kind
 from sparsity.core import trees
@@ -24,7 +24,7 @@ from sparsity.masks import Site
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a run prunes, and how.
+    """Says what a run prunes, and how.
 
     Attributes:
       pruner: the updater.
@@ -57,7 +57,7 @@ class Task:
 
     def solve(
         self,
-        weights: Weights,
+        weights: ModelWeights,
         path: Path,
         index: LayerIndex,
         name: str,

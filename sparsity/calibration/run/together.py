@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from sparsity.calibration.run.solve import Errors, Solved
 from sparsity.calibration.run.task import Task
-from sparsity.calibration.run.weights import Weights
+from sparsity.calibration.run.weights import ModelWeights
 from sparsity.calibration.statistics import Statistic
 from sparsity.calibration.statistics.capture import Collector, calibrate, collect
 from sparsity.calibration.statistics.rows import sum_outputs
@@ -33,7 +33,7 @@ class Together:
     def __init__(
         self,
         task: Task,
-        weights: Weights,
+        weights: ModelWeights,
         fn: Callable[..., PyTree],
         batches: Sequence[PyTree],
         paths: Sequence[Path],

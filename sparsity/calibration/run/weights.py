@@ -18,7 +18,7 @@ from sparsity.masks import pack_masks
 LayerIndex: TypeAlias = tuple[tuple[int, int], ...]
 
 
-class Weights:
+class ModelWeights:
     """Current parameters and masks; the user's arrays stay unchanged.
 
     Args:
