@@ -71,6 +71,8 @@ class BaseUpdater(Updater):
       keeps_count: class attribute. True: each slice keeps the number that the target sparsity
         gives. `None`: at most that number. False: any number, the default of a class that overrides
         a hook that makes masks.
+      prunes_at_once: class attribute: whether `instant_sparsify` prunes a trained model; False for
+        classes that train sparse from the start.
       schedule_type: class attribute: the schedule of configurations that name no schedule, made
         from start, end and frequency.
       config_keys: class attribute: keys of configurations beyond the fields; `read_config` converts
@@ -93,6 +95,7 @@ class BaseUpdater(Updater):
     # Declared again for its default: `Updater` stands below the distributions.
     sparsity_distribution_fn: Distribution | None = uniform
 
+    prunes_at_once: ClassVar[bool] = True
     _assumes_dense_weights: ClassVar[bool] = False  # without a stated keeps_dense_weights
     config_keys: ClassVar[tuple[str, ...]] = ()
     schedule_type: ClassVar[str] = "polynomial"

@@ -132,15 +132,17 @@ def _ordered_sum_on_host(x: np.ndarray, axis: tuple[int, ...]) -> PyTree:
     if not np.all((largest == 0) | ((largest > 2.0**-60) & (largest < np.inf))):
         return NotImplemented
     exponents, bits = np.frexp(largest)[1], 30 - max(size - 1, 1).bit_length()
-    scales, one = np.ldexp(x.dtype.type(1), -exponents), x.dtype.type(2.0**bits)
+    scales, one = np.ldexp(x.dtype.type(1), bits - exponents), x.dtype.type(2.0**bits)
+    num_digits = -(-(60 if x.dtype == np.float64 else 32) // bits)
     counts: list[list[np.ndarray]] = []
     for at in parts:
         remainder, digits = rows[at] * (scales if 0 in summed else scales[at]), []
-        for _ in range(-(-(60 if x.dtype == np.float64 else 32) // bits)):
-            remainder *= one
-            digit = np.trunc(remainder)
-            remainder -= digit
-            digits.append(digit.astype(np.int32).sum(summed, dtype=np.int32, keepdims=True))
+        for i in range(num_digits):
+            digit = remainder.astype(np.int32)  # towards 0
+            digits.append(digit.sum(summed, dtype=np.int32, keepdims=True))
+            if i + 1 < num_digits:
+                remainder -= np.trunc(remainder)
+                remainder *= one
         counts.append(digits)
     total = np.zeros(largest.shape, x.dtype)
     for i, parts_of_digit in enumerate(zip(*counts, strict=True), 1):

@@ -85,7 +85,8 @@ def instead(host_fn: Callable[..., PyTree]) -> Callable[[Callable[P, T]], Callab
 
     Args:
       host_fn: takes the arguments with arrays of numpy, and returns such arrays with the bits of
-        the decorated function; or `NotImplemented`, and the decorated function is called.
+        the decorated function; or `NotImplemented`, and the decorated function is called. The
+        attribute `on_host` of the result is this function.
 
     Example:
       >>> @instead(lambda x: np.where(x > 0, x, np.float32(0)))
@@ -108,6 +109,7 @@ def instead(host_fn: Callable[..., PyTree]) -> Callable[[Callable[P, T]], Callab
             placed: T = place.put(result)
             return placed
 
+        call.on_host = host_fn  # type: ignore[attr-defined]
         return call
 
     return decorate
@@ -122,6 +124,13 @@ def empty(shape: tuple[int, ...], dtype: PyTree) -> np.ndarray:
     return array
 
 
+def ones(shape: tuple[int, ...], dtype: PyTree) -> np.ndarray:
+    """Returns ones at an address from which jax takes an array without a copy."""
+    array = empty(shape, dtype)
+    array.fill(1)
+    return array
+
+
 def chunks(size: int) -> Iterator[slice]:
     """Yields slices that cover an array of one axis."""
     return (slice(start, min(start + CHUNK, size)) for start in range(0, size, CHUNK))
@@ -129,7 +138,7 @@ def chunks(size: int) -> Iterator[slice]:
 
 def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Returns a * b with the bits of XLA:CPU, which takes subnormal numbers for 0."""
-    result: np.ndarray = _flushed(_flushed(a) * _flushed(b))
+    result: np.ndarray = flushed(flushed(a) * flushed(b))
     return result
 
 
@@ -137,9 +146,25 @@ def add(a: np.ndarray, b: np.ndarray) -> PyTree:
     """Returns a + b with the bits of XLA:CPU, or `NotImplemented` unless both are real floats."""
     if a.dtype.kind != "f" or b.dtype.kind != "f":
         return NotImplemented
-    return _flushed(_flushed(a) + _flushed(b))
+    return flushed(flushed(a) + flushed(b))
 
 
-def _flushed(x: np.ndarray) -> np.ndarray:
+def copy(x: np.ndarray) -> np.ndarray:
+    """Returns a copy at an address from which jax takes an array without a copy."""
+    array = empty(x.shape, x.dtype)
+    array[...] = x
+    return array
+
+
+def add_to(total: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Adds an array of real floats to another one in place, with the bits of `add`."""
+    flat, more = total.reshape(-1), x.reshape(-1)
+    for at in chunks(len(flat)):
+        flat[at] = add(flat[at], more[at])
+    return total
+
+
+def flushed(x: np.ndarray) -> np.ndarray:
+    """Returns an array with 0 for subnormal numbers, as XLA:CPU reads them."""
     is_small = np.abs(x) < np.finfo(x.dtype).tiny
     return np.where(is_small, x.dtype.type(0), x) if is_small.any() else x

@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsity.core import exact, host
 from sparsity.core.kernels import compute_once
-from sparsity.core.trees import KeyPath
+from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph.channels import ChannelGroup
 from sparsity.selection import Ranked, Scores, topk_masks
 
@@ -77,7 +77,8 @@ def spread_masks(
 ) -> list[jax.Array]:
     """Returns the masks of leaves from masks of channels."""
     xp = host.namespace(leaves.values())
-    spread = {path: xp.ones(leaf.shape, np.uint8) for path, leaf in leaves.items()}
+    ones: PyTree = host.ones if xp is np else xp.ones
+    spread = {path: ones(leaf.shape, np.uint8) for path, leaf in leaves.items()}
     for group, mask in zip(groups, masks, strict=True):
         size, layers = group.channels.size, group.channels.layers
         for path, axis, positions in group.members:

@@ -50,23 +50,23 @@ def find_dead(graph: Graph, masks: Mapping[Path, jax.Array]) -> Dead:
     """
     live = {path: np.not_equal(mask, 0) for path, mask in masks.items()}
     groups = [group for group in graph.groups if any(path in live for path, _ in group.members)]
+    masked = {group: _find_masked(group, live) for group in groups}
     for group in groups:
-        _check_alive(group, live)
+        _check_alive(group, masked[group], live)
     removed = {group: np.zeros((group.layers or 1, group.size), bool) for group in groups}
     proofs = _Proofs(graph)
     evidence: dict[Path, dict[int, np.ndarray]] = {}
-    changed = set(live)
-    while changed:
-        affected = [g for g in groups if any(path in changed for path, _ in g.members)]
-        masked = {group: _find_masked(group, live) for group in affected}
+    while masked:
         dead = proofs.find_dead(masked)
         changed = set()
-        for group in affected:
+        for group in masked:
             removable = _choose_removable(dead[group], removed[group])
             if removable.any():
                 _note_masked(group, masked[group] & removable[..., None], graph, evidence)
                 removed[group] |= removable
-                changed |= _remove(group, removable, live)
+                changed |= _remove(group, removable[..., None] & ~masked[group], live)
+        affected = [g for g in groups if any(path in changed for path, _ in g.members)]
+        masked = {group: _find_masked(group, live) for group in affected}
     kept = {}
     for group, is_removed in removed.items():
         if is_removed.any():
@@ -168,9 +168,8 @@ class _Proofs:
         return max(undecided, key=len, default=frozenset())
 
 
-def _check_alive(group: ChannelGroup, live: Live) -> None:
+def _check_alive(group: ChannelGroup, masked: np.ndarray, live: Live) -> None:
     """Raises a ValueError if masks remove all channels of a group, or of one of its layers."""
-    masked = _find_masked(group, live)
     with_mask = [path in live for path, _ in group.members]
     if masked[..., with_mask].all(axis=(1, 2)).any():
         raise ValueError(
@@ -218,13 +217,14 @@ def _note_masked(
 
 
 def _remove(group: ChannelGroup, removable: np.ndarray, live: Live) -> set[Path]:
-    """Removes entries of channels from live entries; returns the paths of their members."""
+    """Removes bool[layers, channels, members] from live entries; returns paths that change."""
     paths = set()
-    for (path, axis), positions in zip(group.members, group.positions, strict=True):
-        if path in live:
+    members = zip(group.members, group.positions, strict=True)
+    for number, ((path, axis), positions) in enumerate(members):
+        if path in live and removable[..., number].any():
             entries = live[path] if group.layers else live[path][None]
             by_layer = np.moveaxis(entries, axis if group.layers else axis + 1, 1)  # a view
-            for layer, row in zip(by_layer, removable, strict=True):
+            for layer, row in zip(by_layer, removable[..., number], strict=True):
                 layer[positions[row].reshape(-1)] = False
             paths.add(path)
     return paths

@@ -228,7 +228,11 @@ def take(array: jax.Array, index: np.ndarray | jax.Array, axis: int) -> jax.Arra
     """Takes entries along an axis; indices of [layers, entries] have a row for each layer."""
     xp = host.namespace([array, index])
     taken: jax.Array
-    if index.ndim == 1:
+    if index.ndim == 1 and xp is np:  # into memory that jax need not copy
+        sizes = (*array.shape[:axis], len(index), *array.shape[axis + 1 :])
+        out = host.empty(sizes, array.dtype)
+        taken = xp.take(array, index, axis=axis, out=out, mode="clip")  # else numpy copies `out`
+    elif index.ndim == 1:
         taken = xp.take(array, index, axis=axis)
     else:
         shape = [1] * array.ndim

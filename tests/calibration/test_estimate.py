@@ -50,8 +50,12 @@ def test_gram_matrices_count_as_often_as_a_method_holds_them():
     held = MODEL + INPUTS + HIDDEN
     admm = Estimate(MODEL, INPUTS + HIDDEN, gram, held + rows + 2 * gram, "down")
     assert estimate(WANDA, sparsity.ADMM()) == admm
+    # A layer of few rows: what the solution holds is more than the sums.
+    few, held = [shape(10, 100)] * 2, MODEL + (INPUTS + HIDDEN) // 100
     gpt = sparsity.SparseGPTPruning(sparsity_distribution_fn=sparsity.Uniform(0.5))
-    assert estimate(gpt).peak == held + 5 * gram + weights
+    for pruner, refit, count in ((gpt, None, 3), (WANDA, sparsity.ADMM(), 2)):
+        needed = sparsity.oneshot(pruner, mlp, PARAMS, few, refit, estimate=True)
+        assert needed.peak == held + count * gram + weights
 
 
 def test_layers_of_a_scan_count_once_beside_their_stack():

@@ -169,3 +169,9 @@ def test_rates_that_cannot_be_measured_are_refused():
     for rate in (float("nan"), -0.1, 1.5, True):
         with pytest.raises(ValueError, match="the sparsity of 'a/b' must be in"):
             sparsity.calibration.Rates({("a", "b"): rate})
+
+
+@pytest.mark.parametrize("trainer", [sparsity.RigL, sparsity.SET, sparsity.StaticRandomSparse])
+def test_sparse_trainers_are_refused_with_the_pruners_that_fit(trainer):
+    with pytest.raises(ValueError, match=r"trains sparse from the start.*WandaPruning, RIAPruning"):
+        sparsity.oneshot(trainer(), lambda p, x: x @ p, jnp.ones((2, 2)), [jnp.ones((3, 2))])

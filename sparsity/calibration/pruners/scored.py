@@ -8,7 +8,8 @@ statistics=statistics)` along a schedule.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import jax
@@ -84,20 +85,32 @@ class ScoredPruning(StatisticsPruning):
             if statistics is not None and trees.path_names(path) not in statistics:
                 return None  # stays dense, or create_masks names the missing statistic
             statistic = self.statistic(statistics, table[path], param.shape)
-
-            def score_leaf(param: jax.Array, squares: jax.Array) -> jax.Array:
-                weights = jnp.abs(statistic.matrices(param))
-                weights = weights.astype(jnp.promote_types(weights.dtype, squares.dtype))
-                scores = self.score(weights, squares.astype(weights.dtype)[..., None, :])
-                return statistic.leaf(scores, param.shape)
-
-            squares = statistic.sums_of_squares()
-            scores: jax.Array = sharding.shard_like(
-                param, share(score_leaf, param, squares), param, squares
-            )
-            return scores
+            return self._score_leaf(statistic, param, statistic.sums_of_squares())
 
         return trees.map_matched(score, params)
+
+    def _score_leaf(self, statistic: Statistic, param: jax.Array, squares: jax.Array) -> jax.Array:
+        """Returns the scores of a leaf, by numpy where `score` has a body for numpy."""
+
+        def score_by(score: Callable[..., PyTree], param: PyTree, squares: PyTree) -> jax.Array:
+            weights = abs(statistic.matrices(param))
+            weights = weights.astype(jnp.promote_types(weights.dtype, squares.dtype))
+            scores = score(weights, squares.astype(weights.dtype)[..., None, :])
+            return statistic.leaf(scores, param.shape)
+
+        def on_host(param: np.ndarray, squares: np.ndarray) -> PyTree:
+            body = getattr(self.score, "on_host", None)
+            if body is None or np.iscomplexobj(param):
+                return NotImplemented
+            return score_by(functools.partial(body, self), param, squares)
+
+        @host.instead(on_host)
+        def compiled(param: jax.Array, squares: jax.Array) -> jax.Array:
+            shared = share(functools.partial(score_by, self.score), param, squares)
+            scores: jax.Array = sharding.shard_like(param, shared, param, squares)
+            return scores
+
+        return compiled(param, squares)
 
     def create_masks(
         self,
@@ -158,6 +171,7 @@ class WandaPruning(ScoredPruning):
 
     is_per_output: ClassVar[bool] = True
 
+    @host.instead(lambda _, w, squares: host.product(w, np.sqrt(host.flushed(squares))))
     def score(self, weights: jax.Array, squares: jax.Array) -> jax.Array:
         return weights * jnp.sqrt(squares)  # S_ij = |W_ij| ||X_j||_2
 

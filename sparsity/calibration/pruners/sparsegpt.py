@@ -8,13 +8,15 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.calibration.pruners.scored import check_groups
-from sparsity.calibration.pruners.sweep import sweep
+from sparsity.calibration.pruners.sweep import inverse_factors, inverse_factors_in_place, sweep
 from sparsity.calibration.statistics import Statistic, check_solvable, is_finite
-from sparsity.core import sharding
+from sparsity.core import host, sharding
 from sparsity.core.checks import check_int, check_number
+from sparsity.core.trees import PyTree
 from sparsity.masks import Site
 from sparsity.patterns import FanIn, NByM, Unstructured
 from sparsity.patterns.base import absolute_axis
@@ -92,8 +94,9 @@ class SparseGPTPruning(StatisticsPruning):
             )
         check_solvable(statistic, param, site.name, self.damping)
         prune = functools.partial(_prune, size, n, group)
+        factors = _factor(param, statistic, self.damping)
         weights, mask = sharding.shard_like(
-            (param, param), prune, param, statistic, target, self.damping
+            (param, param), prune, param, statistic, factors, target, self.damping
         )
         if not is_finite(weights):
             raise ValueError(
@@ -116,6 +119,23 @@ def _check_fan_in(pattern: FanIn, site: Site, statistic: Statistic, shape: tuple
     return pattern.group
 
 
+def _factor_on_host(param: np.ndarray, statistic: Statistic, damping: float) -> PyTree:
+    """Returns H^-1 of each matrix, in the memory of one copy of the Gram matrices."""
+    grams = statistic.real_grams()
+    factors = host.empty(grams.shape, jnp.promote_types(param.dtype, grams.dtype))
+    factors[...] = grams
+    try:
+        inverse_factors_in_place(factors, damping)
+    except np.linalg.LinAlgError:
+        factors[...] = np.nan  # as jax returns them
+    return factors
+
+
+@host.instead(_factor_on_host)
+def _factor(param: jax.Array, statistic: Statistic, damping: float) -> None:
+    """Returns H^-1 of each matrix, or `None` where the program of the sweep computes them."""
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _prune(
     size: int,
@@ -123,12 +143,21 @@ def _prune(
     group: int | None,
     param: jax.Array,
     statistic: Statistic,
+    factors: jax.Array | None,
     sparsity: chex.Numeric,
     damping: chex.Numeric,
 ) -> tuple[jax.Array, jax.Array]:
-    def prune_matrix(weights: jax.Array, gram: jax.Array) -> tuple[jax.Array, jax.Array]:
-        swept = sweep(weights.T, gram, size, n, sparsity, damping, group)
+    if factors is None:
+        grams = statistic.real_grams()
+        factors = inverse_factors(
+            grams.astype(jnp.promote_types(param.dtype, grams.dtype)), damping
+        )
+    live = statistic.sums_of_squares()[..., None, :] > 0
+    weights = statistic.leaf(jnp.where(live, statistic.matrices(param), 0), param.shape)
+
+    def prune_matrix(weights: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
+        swept = sweep(weights.T, factor, size, n, sparsity, group)
         return swept.weights.T, swept.mask.T
 
-    pruned, mask = statistic.solve(prune_matrix, param)
+    pruned, mask = dataclasses.replace(statistic, gram=factors).solve(prune_matrix, weights)
     return pruned.astype(param.dtype), mask.astype(jnp.uint8)

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from sparsity import selection
+from sparsity.core import host
 from sparsity.patterns import FanIn
 
 # B: inputs that are corrected together; few fit a cache, many make a fast product.
@@ -40,33 +41,30 @@ class Swept(NamedTuple):
 
 def sweep(
     weights: jax.Array,
-    gram: jax.Array,
+    factor: jax.Array,
     unit: int,
     n: int | None,
     sparsity: chex.Numeric,
-    damping: chex.Numeric,
     group: int | None = None,
 ) -> Swept:
     """Prunes a matrix and corrects the kept weights.
 
     Args:
-      weights: [inputs, outputs].
-      gram: [inputs, inputs].
+      weights: [inputs, outputs], 0 for inputs that were always 0.
+      factor: [inputs, inputs], H^-1 of `inverse_factors`.
       unit: B_s, consecutive inputs whose weights are chosen when the first of them is reached.
       n: the number of these that each output keeps. `None`: the outputs compete, and through each
         block num_kept of the entries so far stay.
       sparsity: scalar; at 0 all stay.
-      damping: added to the diagonal, in units of its mean over live inputs.
       group: neighbouring outputs that keep the same inputs, equally many: num_kept of the inputs of
         the blocks so far. `None`: single weights.
     """
     inputs, outputs = weights.shape
-    live = jnp.diagonal(gram) > 0
-    weights = jnp.where(live[:, None], weights, 0)
     sizes = _sizes(unit, inputs)
     padding = -inputs % sizes[0]
-    factor = jnp.pad(_inverse_factor(gram, live, damping), (0, padding))
-    factor += jnp.diag(jnp.arange(inputs + padding) >= inputs).astype(factor.dtype)
+    if padding:
+        factor = jnp.pad(factor, (0, padding))
+        factor += jnp.diag(jnp.arange(inputs + padding) >= inputs).astype(factor.dtype)
     ends = np.minimum(np.arange(0, inputs + padding + 1, unit), inputs)
     entries = ends * (outputs if group is None else 1)
     counts = jnp.diff(jnp.asarray(selection.num_kept(entries, sparsity)))
@@ -145,16 +143,52 @@ def _sizes(unit: int, inputs: int) -> tuple[int, ...]:
     return tuple(sorted({n for n in (*sizes, 1) if n < inputs or n == unit}, reverse=True))
 
 
-def _inverse_factor(gram: jax.Array, live: jax.Array, damping: chex.Numeric) -> jax.Array:
-    """Returns the upper triangular U with U^T U = (gram + damping)^-1, algorithm 1's H^-1."""
-    diagonal = jnp.diagonal(gram)
-    mean = jnp.sum(diagonal) / jnp.maximum(jnp.sum(live), 1)
-    shift = damping * mean + jnp.where(live, 0, 1)
-    damped = gram + jnp.diag(shift)
+def inverse_factors(grams: jax.Array, damping: chex.Numeric) -> jax.Array:
+    """Returns upper triangular U with U^T U = (gram + damping)^-1, algorithm 1's H^-1.
+
+    Args:
+      grams: [..., inputs, inputs].
+      damping: added to the diagonals, in units of their means over live inputs.
+    """
+    damped = grams + jnp.eye(grams.shape[-1], dtype=grams.dtype) * _shifts(grams, damping)
     # From the last input to the first, so that gram = R R^T with R upper, and U is its inverse.
-    lower = lax.linalg.cholesky(damped[::-1, ::-1], symmetrize_input=False)
-    eye = jnp.eye(len(gram), dtype=gram.dtype)
+    lower = lax.linalg.cholesky(damped[..., ::-1, ::-1], symmetrize_input=False)
+    eye = jnp.broadcast_to(jnp.eye(grams.shape[-1], dtype=grams.dtype), grams.shape)
     inverse: jax.Array = lax.linalg.triangular_solve(
-        lower[::-1, ::-1], eye, left_side=True, lower=False
+        lower[..., ::-1, ::-1], eye, left_side=True, lower=False
     )
     return inverse
+
+
+def inverse_factors_in_place(grams: np.ndarray, damping: chex.Numeric) -> None:
+    """Does what `inverse_factors` does, block by block, in the memory of the matrices.
+
+    Raises:
+      numpy.linalg.LinAlgError: a matrix is not positive definite.
+    """
+    size = grams.shape[-1]
+    np.einsum("...ii->...i", grams)[...] += _shifts(grams, damping)[..., 0]
+    for matrix in grams.reshape(-1, size, size):
+        blocks = [slice(start, start + _SIZES[-1]) for start in range(0, size, _SIZES[-1])]
+        for at in reversed(blocks):  # gram = R R^T; the diagonal blocks of R are inverted
+            corner = np.linalg.cholesky(matrix[at, at][::-1, ::-1])[::-1, ::-1]
+            matrix[at, at] = inverse = np.triu(np.linalg.inv(corner))
+            above = matrix[: at.start, at] @ inverse.T
+            for rows in blocks[: blocks.index(at)]:
+                matrix[rows, : at.start] -= above[rows] @ above.T
+            matrix[: at.start, at] = above
+            matrix[at, : at.start] = 0
+        for at in blocks:  # U = R^-1
+            before = slice(0, at.start)
+            matrix[before, at] = -(matrix[before, before] @ matrix[before, at]) @ matrix[at, at]
+
+
+def _shifts(grams: chex.Array, damping: chex.Numeric) -> jax.Array:
+    """Returns what is added to the diagonals, [..., inputs, 1]; 1 for inputs that are always 0."""
+    xp = host.namespace([grams])
+    diagonals = xp.diagonal(grams, axis1=-2, axis2=-1)
+    live = diagonals > 0
+    count = xp.maximum(live.sum(axis=-1, keepdims=True), 1).astype(grams.dtype)
+    mean = diagonals.sum(axis=-1, keepdims=True) / count
+    shifts: jax.Array = (damping * mean + xp.where(live, 0, 1)).astype(grams.dtype)[..., None]
+    return shifts

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from sparsity.calibration.refits.base import Select, dot
-from sparsity.calibration.statistics import Statistic
-from sparsity.core import sharding
+from sparsity.calibration.refits.base import Select
+from sparsity.calibration.statistics import Statistic, dot
+from sparsity.core import host, sharding
 from sparsity.core.checks import check_int, check_number
+from sparsity.core.trees import PyTree
+
+_BLOCK = 128  # rows that numpy eliminates together: fewer make slow products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,38 +78,92 @@ class ADMM:
         statistic: Statistic,
         select: Select,
     ) -> tuple[jax.Array, jax.Array]:
+        run = functools.partial(self._refit, select)
+        end, new_mask = host.instead(run)(run)(dense, pruned, mask, statistic)
+        return end, new_mask
+
+    def _refit(
+        self,
+        select: Select,
+        dense: jax.Array,
+        pruned: jax.Array,
+        mask: jax.Array,
+        statistic: Statistic,
+    ) -> PyTree:
+        """Does what a call does, with arrays of numpy, too."""
+        xp = host.namespace([dense])
         like = (dense, dense, dense, statistic.real_grams())
-        start = functools.partial(_start, self.rho, self.damping)
-        weights, duals, products, inverse = sharding.shard_like(like, start, dense, statistic)
-        step = functools.partial(_step, self.rho)
+        try:
+            start = _run(like, _start, self.rho, self.damping, dense, statistic)
+        except np.linalg.LinAlgError:  # of numpy: jax returns weights that are not finite
+            return NotImplemented
+        weights, duals, products, inverse = start
         for i in range(self.iterations):
             if i < self.gradual:
                 share = 1 - (1 - (i + 1) / self.gradual) ** 3  # of the target sparsity
-                mask = select(jnp.abs(weights + duals), share)
+                mask = xp.asarray(select(jnp.abs(weights + duals), share))
             state = (weights, duals, mask, products, inverse)
-            weights, duals = sharding.shard_like((dense, dense), step, *state, statistic)
-        end = sharding.shard_like(dense, _end, weights, duals, pruned, mask, statistic)
-        return end, mask
+            weights, duals = _run((dense, dense), _step, self.rho, *state, statistic)
+        return _run(dense, _end, weights, duals, pruned, mask, statistic), mask
 
 
-@jax.jit
+def _run(like: PyTree, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    """Calls a function of arrays: compiled, or as it is for arrays of numpy."""
+    if host.namespace(jax.tree.leaves(args)) is np:
+        return fn(*args)
+    return sharding.shard_like(like, _compile(fn), *args)
+
+
+@functools.cache
+def _compile(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    return jax.jit(fn)
+
+
 def _start(
     rho: float, damping: float, dense: jax.Array, statistic: Statistic
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns W, U, XY and inv(XX + rho I): the last [*batch, inputs, inputs], others as leaves."""
     norms, inverse_norms = _norms(statistic)
     gram = statistic.real_grams().astype(jnp.promote_types(dense.dtype, norms.dtype))
-    gram *= inverse_norms[..., :, None] * inverse_norms[..., None, :]
-    eye = jnp.eye(gram.shape[-1], dtype=gram.dtype)
-    gram += damping * eye  # XX
+    gram *= inverse_norms[..., :, None]
+    gram *= inverse_norms[..., None, :]
+    gram = _shift(gram, damping)  # XX
     weights = statistic.matrices(dense).astype(gram.dtype) * norms[..., None, :]
-    inverse = jnp.linalg.inv(gram + rho * eye)
-    shape = dense.shape
-    start = statistic.leaf(weights, shape)
-    return start, jnp.zeros_like(start), statistic.leaf(dot(weights, gram), shape), inverse
+    start = statistic.leaf(weights, dense.shape)
+    products = statistic.leaf(dot(weights, gram), dense.shape)
+    return start, 0 * start, products, _invert(_shift(gram, rho))
 
 
-@jax.jit
+def _shift(matrices: jax.Array, shift: float) -> jax.Array:
+    """Returns matrices with a number added to their diagonals; numpy adds in place."""
+    if isinstance(matrices, np.ndarray):
+        np.einsum("...ii->...i", matrices)[...] += matrices.dtype.type(shift)
+        return matrices
+    return matrices + shift * jnp.eye(matrices.shape[-1], dtype=matrices.dtype)
+
+
+def _invert(matrices: jax.Array) -> jax.Array:
+    """Returns the inverses of positive definite matrices; numpy inverts in place.
+
+    Gauss and Jordan's elimination by blocks: a row of blocks is all that lives beside a matrix.
+    """
+    if not isinstance(matrices, np.ndarray):
+        inverses: jax.Array = jnp.linalg.inv(matrices)
+        return inverses
+    size = matrices.shape[-1]
+    for matrix in matrices.reshape(-1, size, size):
+        for start in range(0, size, _BLOCK):
+            at = slice(start, start + _BLOCK)
+            pivot, column = np.linalg.inv(matrix[at, at]), matrix[:, at].copy()
+            row = pivot @ matrix[at]
+            row[:, at] = pivot
+            matrix[:, at] = 0
+            for i in range(0, size, _BLOCK):
+                matrix[i : i + _BLOCK] -= column[i : i + _BLOCK] @ row
+            matrix[at] = row
+    return matrices
+
+
 def _step(
     rho: float,
     weights: jax.Array,
@@ -115,13 +174,13 @@ def _step(
     statistic: Statistic,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns W and U after one iteration."""
-    sparse = jnp.where(mask > 0, weights + duals, 0)  # Z = (W + U) M
+    xp = host.namespace([weights])
+    sparse = xp.where(mask > 0, weights + duals, 0)  # Z = (W + U) M
     duals = duals + weights - sparse  # U = U + W - Z
     pull = statistic.matrices(products + rho * (sparse - duals))
     return statistic.leaf(dot(pull, inverse), mask.shape), duals  # W = XXinv (XY + rho (Z - U))
 
 
-@jax.jit
 def _end(
     weights: jax.Array,
     duals: jax.Array,
@@ -130,14 +189,16 @@ def _end(
     statistic: Statistic,
 ) -> jax.Array:
     """Returns the weights on the support, in the scale of the leaf."""
-    weights = weights + duals
+    xp, weights = host.namespace([weights]), weights + duals
     _, inverse_norms = _norms(statistic)
     scale = inverse_norms[..., None, :]
-    live = jnp.where(scale > 0, statistic.matrices(weights) * scale, statistic.matrices(pruned))
-    return jnp.where(mask > 0, statistic.leaf(live, mask.shape), 0).astype(pruned.dtype)
+    live = xp.where(scale > 0, statistic.matrices(weights) * scale, statistic.matrices(pruned))
+    new: jax.Array = xp.where(mask > 0, statistic.leaf(live, mask.shape), 0).astype(pruned.dtype)
+    return new
 
 
 def _norms(statistic: Statistic) -> tuple[jax.Array, jax.Array]:
     """Returns norms of the inputs, and 1 / norm; 0 for inputs that were always 0."""
-    norms = jnp.sqrt(jnp.diagonal(statistic.real_grams(), axis1=-2, axis2=-1))
-    return norms, jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)
+    xp = host.namespace([grams := statistic.real_grams()])
+    norms = xp.sqrt(xp.diagonal(grams, axis1=-2, axis2=-1))
+    return norms, xp.where(norms > 0, 1 / xp.where(norms > 0, norms, 1), 0)

@@ -6,20 +6,15 @@ select a new mask. The error of an output is sum((X d)^2) for the changes d of i
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from sparsity.calibration.statistics import Statistic
 
 # From scores of the leaf and a share of its target sparsity to a mask.
 Select: TypeAlias = Callable[[jax.Array, float], jax.Array]
-
-dot = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 class Refit(Protocol):

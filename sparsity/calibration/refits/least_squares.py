@@ -13,8 +13,8 @@ from jax import lax
 from jax.scipy.linalg import cho_solve
 from jax.scipy.sparse.linalg import cg
 
-from sparsity.calibration.refits.base import Select, dot
-from sparsity.calibration.statistics import Statistic
+from sparsity.calibration.refits.base import Select
+from sparsity.calibration.statistics import Statistic, dot
 from sparsity.core import sharding
 from sparsity.core.checks import is_traced
 

@@ -30,6 +30,8 @@ _WEIGHTS = 6  # arrays of the size of a layer: dense, scores, pruned, refitted, 
 class Estimate:
     """Bytes of a one-shot run, which `oneshot(..., estimate=True)` returns.
 
+    They leave out what XLA takes to compile.
+
     Attributes:
       model: the params, and the pruned leaves and masks when the run ends.
       activations: the batches and the values of all batches that live at the peak.

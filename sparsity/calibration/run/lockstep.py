@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsity.calibration.run.weights import LayerIndex
 from sparsity.calibration.statistics import Statistic, not_finite
 from sparsity.calibration.statistics.capture import (
     Calibration,
@@ -26,7 +27,7 @@ from sparsity.calibration.statistics.capture import (
     is_finite,
 )
 from sparsity.calibration.statistics.rows import sum_outputs
-from sparsity.calibration.statistics.walk import Steps, Sums, Walk, add
+from sparsity.calibration.statistics.walk import Steps, Sums, Walk, add, is_count
 from sparsity.core import host, sharding, trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Use
@@ -36,8 +37,6 @@ from sparsity.programs.program import Equation, Program, Value
 from sparsity.programs.share import share
 
 Layers: TypeAlias = Mapping[Equation, int]  # the layer of each scan, the outermost first
-# (axis, index) of each axis that scans take apart.
-LayerIndex: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def _is_finite_on_host(sums: Sums) -> np.ndarray:
@@ -46,6 +45,31 @@ def _is_finite_on_host(sums: Sums) -> np.ndarray:
 
 _is_finite = host.instead(_is_finite_on_host)(jax.jit(is_finite))
 _add = jax.jit(add, donate_argnums=0)
+
+
+def _add_up(batches: Iterable[Sums]) -> tuple[Sums, list[jax.Array]]:
+    """Returns the total of the sums of batches, and whether those of each batch are finite.
+
+    Two batches of sums live at once at most: numpy and XLA add in place.
+    """
+    place: host.HostPlace | None = None
+    total: Sums = {}
+    finite = []
+    for sums in batches:
+        finite.append(_is_finite(sums))
+        if total and place is None:
+            total = _add(total, sums)
+        elif total:
+            total = jax.tree.map(_add_on_host, total, host.to_numpy(sums), is_leaf=is_count)
+        else:
+            is_real = not any(map(jnp.iscomplexobj, jax.tree.leaves(sums)))
+            place = host.find_place(sums) if is_real else None
+            total = sums if place is None else jax.tree.map(host.copy, host.to_numpy(sums))
+    return total if place is None else place.put(total), finite
+
+
+def _add_on_host(total: PyTree, sums: PyTree) -> PyTree:
+    return total + sums if is_count(total) else host.add_to(total, sums)
 
 
 class Frame:
@@ -130,12 +154,7 @@ class Stop:
         Raises:
           ValueError: inputs are not finite; the error names the batch.
         """
-        each = self._sums(self.calibration.sum_up)
-        total: Sums = {}
-        finite = []
-        for sums in each:
-            finite.append(_is_finite(sums))
-            total = _add(total, sums) if total else sums
+        total, finite = _add_up(self._sums(self.calibration.sum_up))
         for batch, is_batch_finite in enumerate(jax.device_get(finite)):
             if not is_batch_finite:
                 raise not_finite(name, batch)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import chex
 import jax
-import jax.numpy as jnp
 
 from sparsity import masks as masks_lib
 from sparsity.base_updater import BaseUpdater
@@ -19,7 +19,7 @@ from sparsity.calibration.statistics import (
     look_up_statistic,
     output_error,
 )
-from sparsity.core import sharding, trees
+from sparsity.core import host, sharding, trees
 from sparsity.core.sharding import place_like
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.masks import Site, Wanted, is_per_slice
@@ -70,6 +70,12 @@ def check_runs(pruner: object, refit: object = None) -> None:
         raise ValueError(
             "pruner must be an updater, for example "
             f"WandaPruning(sparsity_distribution_fn=Uniform(0.5)), {_got(pruner)}."
+        )
+    if not pruner.prunes_at_once:
+        raise ValueError(
+            f"{type(pruner).__name__} trains sparse from the start and prunes no trained model. "
+            "Give MagnitudePruning, WandaPruning, RIAPruning, SparseGPTPruning, FLAPPruning, "
+            "OSSCARPruning or another updater that has instant_sparsify."
         )
     is_refit = callable(refit) or isinstance(refit, Means)
     if refit is not None and (isinstance(refit, type) or not is_refit):
@@ -125,7 +131,8 @@ def reconstruct(
         select = _selection(pruner, site, statistic, targets.get(path, 0.0))
         new = refit(dense, before, mask, statistic, select)
         like = (dense, dense)
-        new = sharding.shard_like(like, _better, dense, new, (before, mask), statistic)
+        better = functools.partial(sharding.shard_like, like, _choose_better_jitted)
+        new = host.instead(_choose_better)(better)(dense, new, (before, mask), statistic)
         refitted[path] = place_like(dense, new[0]), place_like(dense, new[1])
 
     trees.map_matched(refit_leaf, params, pruned, masks)
@@ -134,17 +141,20 @@ def reconstruct(
     return pruned, masks_lib.pack_masks(masks, params) if pruner.use_packed_masks else masks
 
 
-@jax.jit
-def _better(
+def _choose_better(
     dense: jax.Array,
     new: tuple[jax.Array, jax.Array],
     before: tuple[jax.Array, jax.Array],
     statistic: Statistic,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the weights and the mask that change the outputs of a leaf less."""
-    after, first = (jnp.sum(output_error(statistic, dense - x)) for x, _ in (new, before))
-    weights, mask = (jnp.where(after > first, b, a) for a, b in zip(new, before, strict=True))
+    after, first = (output_error(statistic, dense - x).sum() for x, _ in (new, before))
+    where = host.namespace([dense]).where
+    weights, mask = (where(after > first, b, a) for a, b in zip(new, before, strict=True))
     return weights, mask
+
+
+_choose_better_jitted = jax.jit(_choose_better)
 
 
 def _selection(

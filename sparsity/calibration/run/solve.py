@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.refits import Refit
-from sparsity.calibration.run.lockstep import LayerIndex
 from sparsity.calibration.run.prune import prune, reconstruct
+from sparsity.calibration.run.weights import LayerIndex
 from sparsity.calibration.statistics import (
     Statistic,
     centre,

@@ -21,7 +21,7 @@ from jax import lax
 
 from sparsity.calibration.statistics.counts import Count
 from sparsity.core import host, trees
-from sparsity.core.checks import is_traced
+from sparsity.core.checks import check_int, check_kind, is_traced
 from sparsity.core.trees import Path, PyTree
 from sparsity.masks import Site
 
@@ -46,6 +46,10 @@ class Statistic:
       groups: number of equal parts of the first output axis with separate inputs (grouped and
         depthwise convolutions).
 
+    Raises:
+      ValueError: axes are no tuples of different integers from 0, or groups is no integer above 0.
+        Arrays are checked where a statistic meets its parameter.
+
     Example:
       >>> x = jnp.array([[1.0, 2.0], [3.0, 0.0]])
       >>> kernel = Statistic(gram=x.T @ x, count=2, contracting=(0,), output=(1,))
@@ -63,6 +67,16 @@ class Statistic:
     output: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     batch: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
     groups: int = dataclasses.field(default=1, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        for name in ("contracting", "output", "batch"):
+            axes = getattr(self, name)
+            check_kind(name, axes, tuple, "a tuple of axes")
+            for axis in axes:
+                check_int(f"each axis of {name}", axis, 0)
+            if len({*axes}) < len(axes):
+                raise ValueError(f"{name} must name each axis once, got {name} = {axes}.")
+        check_int("groups", self.groups, 1)
 
     def sums_of_squares(self) -> jax.Array:
         """Returns the sums of squares, [*batch, inputs]: `squares`, or the diagonals of `gram`."""
@@ -82,8 +96,7 @@ class Statistic:
 
     def real_grams(self) -> jax.Array:
         """Returns the real parts of the Gram matrices, which real weights meet."""
-        grams = self.grams()
-        return jnp.real(grams) if jnp.iscomplexobj(grams) else grams
+        return self.grams().real
 
     def lead(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the sizes of `batch` and `groups` for a leaf of that shape."""
@@ -379,7 +392,7 @@ def output_error(statistic: Statistic, difference: jax.Array) -> jax.Array:
     """
     grams, rows = statistic.grams(), statistic.matrices(difference)
     rows = rows.astype(jnp.promote_types(rows.dtype, grams.dtype))
-    outputs = _dot(rows.conj(), grams)
+    outputs = dot(rows.conj(), grams)
     return (outputs * rows).sum(axis=-1).real
 
 
@@ -396,12 +409,13 @@ def squared_means(statistic: Statistic, leaf: jax.Array) -> jax.Array:
     xp = host.namespace([leaf])
     sums, rows = xp.asarray(statistic.sums), statistic.matrices(leaf)
     rows = rows.astype(jnp.promote_types(rows.dtype, sums.dtype))
-    totals = _dot(rows, sums[..., None])[..., 0]
+    totals = dot(rows, sums[..., None])[..., 0]
     squares: jax.Array = xp.square(xp.abs(totals)) / num_rows(statistic, sums.ndim)
     return squares
 
 
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the product of matrices in their own precision."""
     xp, options = host.namespace([a, b]), {"precision": lax.Precision.HIGHEST}
     product: jax.Array = xp.matmul(a, b, **({} if xp is np else options))
     return product

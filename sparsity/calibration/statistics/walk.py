@@ -25,11 +25,16 @@ SumUp: TypeAlias = Callable[[int, jax.Array, Steps], PyTree]
 
 def add(one: PyTree, other: PyTree) -> PyTree:
     """Adds trees of arrays and counts."""
-    return jax.tree.map(_plus, one, other, is_leaf=lambda x: isinstance(x, Count))
+    return jax.tree.map(_plus, one, other, is_leaf=is_count)
+
+
+def is_count(x: object) -> bool:
+    """Returns whether a value is a `Count`."""
+    return isinstance(x, Count)
 
 
 def _plus(one: PyTree, other: PyTree) -> PyTree:
-    return one + other if isinstance(one, Count) else _sum(one, other)
+    return one + other if is_count(one) else _sum(one, other)
 
 
 _sum = host.instead(host.add)(operator.add)
@@ -151,7 +156,7 @@ class Walk(Interpreter[jax.Array]):
         def moved(x: Count | jax.Array) -> Count | jax.Array:
             return Count(jnp.moveaxis(x.digits, 0, 1)) if isinstance(x, Count) else x
 
-        self.sums |= jax.tree.map(moved, sums, is_leaf=lambda x: isinstance(x, Count))
+        self.sums |= jax.tree.map(moved, sums, is_leaf=is_count)
 
 
 def _zeros(shapes: PyTree) -> PyTree:

@@ -1,0 +1,66 @@
+"""Biases that take over the means of lost outputs in a run, for the refit `Means`."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from sparsity.calibration.refits import shift_bias
+from sparsity.calibration.run.solve import Solved
+from sparsity.calibration.run.weights import LayerIndex, ModelWeights
+from sparsity.core import trees
+from sparsity.core.trees import Path
+from sparsity.graph import Bias, Graph
+from sparsity.masks import Site
+
+
+@dataclasses.dataclass(frozen=True)
+class Biases:
+    """Biases of the parameters to prune; none unless the refit is `Means`.
+
+    Attributes:
+      graph: the graph of the model.
+      places: by path of the parameter.
+    """
+
+    graph: Graph
+    places: Mapping[Path, Bias] = dataclasses.field(default_factory=dict)
+
+    def find(self, path: Path, index: LayerIndex) -> tuple[Path, LayerIndex] | None:
+        """Returns the bias of a parameter, and its layer of the same number."""
+        if path not in self.places:
+            return None
+        place = self.places[path].path
+        axes = self.graph.tracker.find_scanned_axes().get(place, ())
+        return place, tuple((axis, layer) for axis, (_, layer) in zip(axes, index, strict=False))
+
+    def shift(
+        self, path: Path, bias: jax.Array, solved: Solved, weights: ModelWeights
+    ) -> jax.Array:
+        """Returns the bias of a parameter that keeps the means of its outputs."""
+        read = self.graph.model.reader(weights.by_path())
+        lost = solved.dense, solved.refitted, solved.statistic
+        return shift_bias(self.places[path], bias, *lost, read)
+
+
+def find_biases(graph: Graph, sites: Mapping[Path, Site]) -> Biases:
+    """Returns the biases of the parameters to prune, and warns of parameters without one."""
+    dtypes = {leaf.path: leaf.dtype for leaf in graph.leaves}
+    places = {path: graph.biases[path] for path in sites if path in graph.biases}
+    for path, bias in [*places.items()]:
+        outputs = [use.equation.outputs[0].dtype for use in graph.tracker.find_products(path)]
+        is_complex = any(jnp.issubdtype(x, jnp.complexfloating) for x in outputs)
+        if is_complex and not jnp.issubdtype(dtypes[bias.path], jnp.complexfloating):
+            del places[path]  # which would lose the imaginary parts
+    if missing := [site.name for path, site in sites.items() if path not in places]:
+        warnings.warn(
+            f"Means leaves {trees.listed(missing, len(missing))} as the pruner does: the model "
+            "adds no bias of their own to their outputs. A BatchNorm in inference mode serves if "
+            "its running mean or its shift is among the params.",
+            stacklevel=4,
+        )
+    return Biases(graph, places)

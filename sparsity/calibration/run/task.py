@@ -1,0 +1,140 @@
+"""Describes what a run prunes: the parameters, their sparsities, and how each is solved."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import chex
+import numpy as np
+
+from sparsity.base_updater import BaseUpdater
+from sparsity.calibration.pruners import statistics_kind
+from sparsity.calibration.refits import Means, Refit
+from sparsity.calibration.run.biases import Biases, find_biases
+from sparsity.calibration.run.solve import Solved, solve
+from sparsity.calibration.run.weights import LayerIndex, ModelWeights
+from sparsity.calibration.statistics import Statistic, warn_of_zeros
+from sparsity.calibration.statistics.rows import Kind
+from sparsity.core import trees
+from sparsity.core.trees import Path, PyTree
+from sparsity.graph import Graph, trace
+from sparsity.masks import Site
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Says what a run prunes, and how.
+
+    Attributes:
+      pruner: the updater.
+      refit: corrects the kept weights, or biases; `None` for no correction.
+      graph: the graph of the model.
+      sites: pattern and batch axes of the parameters to prune, by path.
+      targets: their sparsities.
+      kind: the kind of statistics.
+      biases: the biases that a refit of means changes.
+    """
+
+    pruner: BaseUpdater
+    refit: Refit | Means | None
+    graph: Graph
+    sites: Mapping[Path, Site]
+    targets: Mapping[Path, chex.Numeric]
+    kind: Kind
+    biases: Biases
+
+    def is_pruned(self, path: Path, _: object) -> bool:
+        """Returns whether a parameter is to be pruned."""
+        return path in self.sites
+
+    def table(self) -> list[tuple[object, ...]]:
+        """Returns path, pattern, batch axes and sparsity of each parameter."""
+        return [
+            (path, site.pattern, site.batch_axes, float(self.targets[path]))
+            for path, site in self.sites.items()
+        ]
+
+    def solve(
+        self,
+        weights: ModelWeights,
+        path: Path,
+        index: LayerIndex,
+        name: str,
+        statistic: Statistic | None,
+    ) -> Solved:
+        """Prunes and refits a parameter, or one of its layers, by the statistic of its inputs.
+
+        Raises:
+          ValueError: there is no statistic, or one of no rows; or the pattern does not fit.
+        """
+        if statistic is None:
+            raise ValueError(_explain_unread(self.graph, path, self.sites[path].name))
+        if not count_rows(statistic):
+            raise ValueError(
+                f"No row of the batches reaches {name!r}: they are empty, or the model takes other "
+                "branches. Give batches that reach it, or keep it dense with filter_fn."
+            )
+        site, dense = self.sites[path], weights.before(path, index)
+        warn_of_zeros(statistic, site.name)
+        refit = None if isinstance(self.refit, Means) else self.refit
+        target, tree = self.targets[path], weights.dense
+        solved = solve(self.pruner, refit, site, target, tree, dense, index, statistic)
+        return solved._replace(keeps_means=path in self.biases.places)
+
+
+def make_task(
+    pruner: BaseUpdater,
+    refit: Refit | Means | None,
+    fn: Callable[..., PyTree],
+    params: PyTree,
+    batch: PyTree,
+) -> Task:
+    """Traces a model, and finds the parameters to prune."""
+    graph, table = trace(fn, params, batch), pruner.sites(params)
+    targets = trees.leaves_by_path(pruner.target_numbers(params, table))
+    sites = {trees.path_names(path): table[path] for path in targets}
+    kind = statistics_kind(pruner)
+    if refit is not None and kind != "gram":
+        kind = getattr(refit, "statistics_kind", "gram")
+    return Task(
+        pruner,
+        refit,
+        graph,
+        sites,
+        targets={path: targets[site.path] for path, site in sites.items()},
+        # The means of the inputs, which centred errors need, cost a vector more.
+        kind="moments" if kind == "squares" else kind,
+        biases=find_biases(graph, sites) if isinstance(refit, Means) else Biases(graph),
+    )
+
+
+def count_rows(statistic: Statistic) -> int:
+    """Returns the largest number of rows of a slice."""
+    return int(np.max(np.asarray(statistic.count)))
+
+
+def _explain_unread(graph: Graph, path: Path, name: str) -> str:
+    """Returns the reason why a parameter can have no statistic."""
+    uses = [use for use in graph.uses if use.path == path and use.contracting]
+    if any(use.trips is None for use in uses):
+        return (
+            f"{name!r}, which has a sparsity, is read in a while loop, which says neither how "
+            "often it runs nor what its steps see. Write the loop as a scan, or leave the leaf "
+            "out of the distribution: filter_fn, or custom_sparsity_map={path: None}."
+        )
+    ragged = [use for use in uses if use.primitive.startswith("ragged_dot")]
+    if ragged:
+        return (
+            f"{name!r}, which has a sparsity, is read by {ragged[0].primitive} at "
+            f"{ragged[0].source}, whose groups of rows have no statistics of their own. Write "
+            "the groups as a batch axis of einsum, or leave the leaf out of the distribution: "
+            "filter_fn, or custom_sparsity_map={path: None}."
+        )
+    reader = f" ({uses[0].primitive} at {uses[0].source})" if uses else ""
+    return (
+        f"No product reads {name!r}, which has a sparsity, as a whole{reader}: it is read in "
+        "parts, joined with others, in another shape, or not at all. Store it as its products "
+        "read it, or leave it out of the distribution: filter_fn, or custom_sparsity_map={path:"
+        " None}."
+    )

@@ -1,0 +1,83 @@
+"""Parameters that are solved together, by their inputs in one model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from sparsity.calibration.run.solve import Errors, Solved
+from sparsity.calibration.run.task import Task
+from sparsity.calibration.run.weights import ModelWeights
+from sparsity.calibration.statistics import Statistic
+from sparsity.calibration.statistics.capture import Collector, calibrate, collect
+from sparsity.calibration.statistics.rows import sum_outputs
+from sparsity.calibration.statistics.walk import Steps
+from sparsity.core import sharding
+from sparsity.core.trees import Path, PyTree
+
+
+class Together:
+    """Parameters that are solved by their inputs in the model of the present weights.
+
+    Args:
+      task: what the run prunes.
+      weights: current parameters.
+      fn: the model.
+      batches: the batches.
+      paths: paths of the parameters.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        weights: ModelWeights,
+        fn: Callable[..., PyTree],
+        batches: Sequence[PyTree],
+        paths: Sequence[Path],
+    ) -> None:
+        self._task, self._weights, self._paths = task, weights, paths
+        self._fn, self._params, self._batches = fn, weights.tree(), batches
+
+    def solve(self, path: Path) -> tuple[Solved, Errors]:
+        """Returns a parameter and its errors."""
+        if self._task.kind == "gram":
+            solved = self._solve(path)
+            return solved, solved.errors()
+        solved, losses = self._losses[path]
+        return solved, solved.share(losses)
+
+    def _solve(self, path: Path) -> Solved:
+        name, statistic = self._task.sites[path].name, self._statistics.get(path)
+        return self._task.solve(self._weights, path, (), name, statistic)
+
+    @functools.cached_property
+    def _statistics(self) -> dict[Path, Statistic]:
+        run = self._fn, self._params, self._batches
+        return calibrate(*run, self._task.kind, lambda path, _: path in self._paths)
+
+    @functools.cached_property
+    def _losses(self) -> dict[Path, tuple[Solved, jax.Array]]:
+        """All parameters, with their losses from one run of the model."""
+        solved = {path: self._solve(path) for path in self._paths}
+        matrices = {path: each.matrices() for path, each in solved.items()}
+        make = functools.partial(_Losses, filter_fn=lambda path, _: path in self._paths)
+        losses, sums = collect(self._fn, self._params, self._batches, make, matrices)
+        total = dict.fromkeys(self._paths, jnp.zeros(2))
+        for number, each in sums.items():
+            total[losses.uses[number].path] += each
+        return {path: (each, total[path]) for path, each in solved.items()}
+
+
+class _Losses(Collector):
+    """Sums |y|^2 over the outputs of matrices; `arguments` holds the matrices by path."""
+
+    stacks = False
+
+    def sum_up(self, number: int, x: jax.Array, steps: Steps, arguments: PyTree) -> jax.Array:
+        use, alignment = self.uses[number], self.alignments[number]
+        layer = tuple(steps[scan] for scan in use.view.scans)
+        matrices = [each[layer] for each in arguments[use.path]]
+        return sharding.replicated(functools.partial(sum_outputs, use, alignment), x, *matrices)

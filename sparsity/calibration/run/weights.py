@@ -1,0 +1,110 @@
+"""Parameters and masks of a run, as they change layer by layer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparsity.core import sharding, trees
+from sparsity.core.trees import Path, PyTree
+from sparsity.masks import pack_masks
+
+# (axis, index) of each axis that scans take apart.
+LayerIndex: TypeAlias = tuple[tuple[int, int], ...]
+
+
+class ModelWeights:
+    """Current parameters and masks; the user's arrays stay unchanged.
+
+    Args:
+      params: tree of parameters.
+      paths: the paths of its arrays, in their order.
+
+    Attributes:
+      dense: the tree before pruning.
+    """
+
+    def __init__(self, params: PyTree, paths: Iterable[Path]) -> None:
+        self.dense = params
+        self._arrays, self._rebuild = trees.split_arrays(params)
+        self._before = list(self._arrays)
+        self._numbers = {path: number for number, path in enumerate(paths)}
+        self._masks: dict[Path, jax.Array] = {}
+        self._copied: set[int] = set()  # arrays that change in place: copies of the user's
+
+    def tree(self) -> PyTree:
+        """Returns the tree of current parameters."""
+        return self._rebuild(self._arrays)
+
+    def masks(self, packed: bool) -> PyTree:
+        """Returns the tree of masks, `None` for parameters that stay dense."""
+        masks = trees.map_matched(
+            lambda path, _: self._masks.get(trees.path_names(path)), self.dense
+        )
+        return pack_masks(masks, self.dense) if packed else masks
+
+    def by_path(self) -> Mapping[Path, jax.Array]:
+        """Returns the current parameters by path."""
+        return dict(zip(self._numbers, self._arrays, strict=True))
+
+    def before(self, path: Path, index: LayerIndex) -> jax.Array:
+        """Returns a parameter before pruning, or one of its layers."""
+        return _take(self._before[self._numbers[path]], index)
+
+    def now(self, path: Path, index: LayerIndex) -> jax.Array:
+        """Returns a current parameter, or one of its layers."""
+        return _take(self._arrays[self._numbers[path]], index)
+
+    def read(self, number: int, *layers: int) -> jax.Array:
+        """Returns a parameter or one of its first layers, unaffected by later changes."""
+        array: jax.Array = self._arrays[number]
+        if layers:
+            return array[layers]
+        return jnp.copy(array) if number in self._copied else array
+
+    def replace(self, path: Path, index: LayerIndex, part: jax.Array) -> None:
+        """Puts a layer into a parameter, in time that does not grow with a stack."""
+        number = self._numbers[path]
+        if index and number not in self._copied:
+            self._arrays[number] = jnp.array(self._arrays[number], copy=True)
+            self._copied.add(number)
+        self._arrays[number] = _put(self._arrays[number], part, index)
+
+    def replace_mask(self, path: Path, index: LayerIndex, part: jax.Array) -> None:
+        """Puts the mask of a layer into the mask of a parameter."""
+        mask = self._masks.get(path)
+        if index and mask is None:
+            like = self._arrays[self._numbers[path]]
+            mask = sharding.place_like(like, sharding.ones_like(like))
+        self._masks[path] = _put(mask, part, index)
+
+
+def _take(array: jax.Array, index: LayerIndex) -> jax.Array:
+    places = dict(index)
+    layer: jax.Array = array[tuple(places.get(axis, slice(None)) for axis in range(array.ndim))]
+    return layer
+
+
+def _put(array: jax.Array | None, part: jax.Array, index: LayerIndex) -> jax.Array:
+    """Returns an array with a layer replaced in the same memory; no index replaces all of it."""
+    if array is None or not index:
+        return part
+    axes, places = zip(*sorted(index), strict=True)
+    replaced: jax.Array = _update(array, part, axes, places)
+    return replaced
+
+
+@functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
+def _update(
+    array: jax.Array, part: jax.Array, axes: tuple[int, ...], places: Sequence[int]
+) -> jax.Array:
+    """Replaces a part, which lacks some ascending axes, at a place along each of these."""
+    starts = [0] * array.ndim
+    for axis, place in zip(axes, places, strict=True):
+        starts[axis] = place
+    return lax.dynamic_update_slice(array, jnp.expand_dims(part, axes).astype(array.dtype), starts)
