@@ -37,17 +37,20 @@ ROOT = Path(__file__).parents[1]
 COPY = ROOT if ROOT.parts[-2:] == ("build", "mutants") else ROOT / "build/mutants"
 # The tests of a room, besides the doctests of its sources.
 ROOMS = {
-    "selection": ["tests/selection"],
-    "patterns": ["tests/patterns", "tests/masks/test_types_that_fit.py"],
-    "sparsity_schedules.py": ["tests/test_sparsity_schedules.py", "tests/test_api_schedules.py"],
-    "sparsity_distributions.py": ["tests/test_sparsity_distributions.py", "tests/test_erk.py"],
-    "masks": ["tests/masks"],
-    "training": ["tests/training", "tests/updaters"],
-    "programs": ["tests/programs", "tests/graph"],
-    "shrinking": ["tests/shrinking"],
-    "graph": ["tests/graph"],
-    "compacting": ["tests/compacting"],
-    "cli": ["tests/cli"],
+    "selection": ["selection"],
+    "patterns": ["patterns", "masks/test_masks_of_groups.py", "activations"],
+    "sparsity_schedules.py": ["test_sparsity_schedules.py", "test_api_schedules.py"],
+    "sparsity_distributions.py": [
+        *("test_sparsity_distributions.py", "test_sparsity_overrides.py", "test_erk.py"),
+        *("masks/test_scopes.py", "updaters/test_any_parameters.py"),
+    ],
+    "masks": ["masks", "algorithms/test_lamp.py", "training"],
+    "training": ["training", "updaters"],
+    "programs": ["programs", "graph"],
+    "shrinking": ["shrinking"],
+    "graph": ["graph"],
+    "compacting": ["compacting"],
+    "cli": ["cli"],
 }
 # Imported before the forks: none of these starts threads or computes.
 PACKAGES = "hypothesis jax.numpy numpy optax chex flax.linen flax.nnx haiku equinox safetensors"
@@ -81,7 +84,8 @@ def measure(room, marker, file):
     measurement = coverage.Coverage(None, include=[f"sparsity/{room}", f"sparsity/{room}/*"])
     plugin = LinesOfTests(measurement)
     measurement.start()
-    code = run_tests([*ROOMS[room], f"sparsity/{room}"], marker, [plugin])
+    tests = [f"tests/{name}" for name in ROOMS[room]]
+    code = run_tests([*tests, f"sparsity/{room}"], marker, [plugin])
     measurement.stop()
     data = measurement.get_data()
     lines = {
