@@ -2,27 +2,9 @@
 
 import gc
 import os
-from importlib import metadata
 from pathlib import Path
 
-# Most of the time of the tests is the compiler's. The optimized HLO does not depend on these flags.
-# XLA has no other emitters since jax 0.11, and ends a program that names their flag.
-os.environ["XLA_FLAGS"] = (
-    "--xla_backend_optimization_level=0 "
-    + (
-        "--xla_cpu_use_fusion_emitters=false "
-        if metadata.version("jaxlib").startswith(("0.8.", "0.9.", "0.10."))
-        else ""
-    )
-    + "--xla_cpu_parallel_codegen_split_count=1 "  # a program in one part, not one for each thread
-    + os.environ.get("XLA_FLAGS", "")
-)
-# What is compiled is kept for the next run, for all workers and programs that tests start;
-# `pytest --cache-clear` empties the folder.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache/d/jax")
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.02"  # storing takes as long
-# Lowered programs do not say where each operation stands in the source.
-os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+import tests.environment  # noqa: F401 isort: skip (before jax)
 
 import jax
 import pytest

@@ -14,6 +14,7 @@ from sparsity.sparsity_schedules import (
     OneShotSchedule,
     PeriodicSchedule,
     PolynomialSchedule,
+    boundary_values,
 )
 
 STEPS = 60
@@ -287,9 +288,37 @@ def test_numpy_integers_are_step_numbers():
     assert update_steps(schedule) == [1, 3, 5, 6]
 
 
-def test_schedules_are_frozen_values():
-    schedule = PolynomialSchedule(2, 1, 6)
-    assert schedule == PolynomialSchedule(2, 1, 6, power=3, initial_sparsity=0.0)
-    assert hash(schedule) == hash(PolynomialSchedule(2, 1, 6))
+@pytest.mark.parametrize(
+    "make",
+    [
+        NoUpdateSchedule,
+        lambda: OneShotSchedule(3),
+        lambda: PeriodicSchedule(2),
+        lambda: PolynomialSchedule(2, 1, 6),
+    ],
+)
+def test_schedules_are_frozen_values(make):
+    schedule = make()
+    assert schedule == make()
+    assert hash(schedule) == hash(make())
     with pytest.raises(dataclasses.FrozenInstanceError):
         schedule.update_freq = 1
+
+
+def test_schedules_are_equal_by_all_of_their_fields():
+    schedule = PolynomialSchedule(2, 1, 6)
+    assert schedule == PolynomialSchedule(2, 1, 6, power=3, initial_sparsity=0.0)
+    assert schedule != PolynomialSchedule(2, 1, 6, power=2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps"),
+    [
+        (NoUpdateSchedule(), {0}),
+        (OneShotSchedule(3), {0, 3}),
+        (PeriodicSchedule(2, 4), {0, 4}),
+        (PeriodicSchedule(2, 4, 9), {0, 4, 9}),
+    ],
+)
+def test_functions_of_the_step_are_checked_at_the_ends_of_the_updates(schedule, steps):
+    assert boundary_values(lambda step: -step, schedule) == {step: -step for step in steps}

@@ -93,7 +93,6 @@ def search(arrays: Sequence[jax.Array], k: Words) -> tuple[list[jax.Array], jax.
         for square, x in ((high, part.sum_above), (low, sums))
     )
     least = jnp.where(part.above > 0, least, np.inf)
-    most = jnp.where(low < 0, -1, most)
     is_proved = jnp.all(least * (1 - _MARGIN) > last) & jnp.all(most * (1 + _MARGIN) < last)
     is_searched = is_between & is_proved & jnp.all(part.inside <= room)
 

@@ -38,6 +38,8 @@ def entry_counter(
       12
     """
     slices, size = math.prod(shape[:batch_axes]), math.prod(shape[batch_axes:])
+    if not slices * size:
+        return lambda sparsity: 0
     if getattr(pattern, "is_elementwise", False):
         return lambda sparsity: slices * num_kept_int(size, sparsity)
     if not isinstance(pattern, SparsityType) or not pattern.ranks_units:

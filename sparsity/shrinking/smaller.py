@@ -181,7 +181,8 @@ class Smaller(Interpreter[jax.Array]):
                 computed = plain.run(rule, [*primals, *used])
                 half, values = len(computed) // 2, equation.outputs
                 outputs = _fill(computed[:half], values, function(*primals))
-                return outputs, _fill(computed[half:], values, None)
+                zeros = [np.zeros(x.shape, jax.dtypes.float0) for x in outputs]
+                return outputs, _fill(computed[half:], values, zeros)
 
             with_jvp = jax.custom_jvp(function)
             with_jvp.defjvp(forward)
@@ -211,16 +212,12 @@ def _forward_only(function: Function, error: Exception) -> Function:
     return wrapped
 
 
-def _fill(computed: Arrays, values: Sequence[Value], others: Arrays | None) -> PyTree:
-    """Returns the arrays that a rule computes, and others or zeros for all other values."""
+def _fill(computed: Arrays, values: Sequence[Value], others: Sequence[PyTree]) -> PyTree:
+    """Returns the arrays that a rule computes, and others for values without derivatives."""
     arrays = iter(computed)
     return tuple(
-        next(arrays)
-        if is_differentiable(value)
-        else np.zeros(value.shape, jax.dtypes.float0)
-        if others is None
-        else others[i]
-        for i, value in enumerate(values)
+        next(arrays) if is_differentiable(value) else other
+        for value, other in zip(values, others, strict=True)
     )
 
 

@@ -111,6 +111,18 @@ def test_patterns_with_a_density_of_their_own_are_counted_with_it():
     assert 0.5 <= graph.macs(masks) / graph.macs() <= 0.6
 
 
+def test_of_parameters_with_a_density_of_their_own_those_that_fit_stay_dense():
+    # Each of the two products has half of the cost; 2:4 removes a quarter of the whole from it.
+    params = {"a": jnp.ones((8, 4)), "b": jnp.ones((4, 8))}
+    graph = trace(lambda params, x: x @ params["a"] @ params["b"], params, jnp.ones((2, 8)))
+    for share, expected in ((0.8, [0, 0.5]), (0.74, [0.5, 0.5]), (0.5, [0.5, 0.5])):
+        state = sparsity.MagnitudePruning(
+            sparsity_type=sparsity.NByM(2, 4),
+            sparsity_distribution_fn=sparsity.budget(graph, macs=share),
+        ).init_state(params)
+        assert [float(x) for x in state.target_sparsities.values()] == expected
+
+
 @pytest.mark.slow
 def test_patterns_of_units_stay_within_the_budget():
     params, graph = case()

@@ -471,3 +471,19 @@ def test_windows_of_a_convolution_are_no_input_channels():
         ValueError, match=r"2 divides none of the input channels of 'stem'.*: axis 1 of size 1\."
     ):
         graph.nm(1, 2)(("stem",), params["stem"])
+
+
+def test_a_model_is_traced_again_once_for_each_kind_of_arguments():
+    traces = []
+
+    def fn(params, x):
+        traces.append(x.shape)
+        return x @ params["w"]
+
+    params = {"w": jnp.ones((3, 2))}
+    graph = trace(fn, params, jnp.ones((1, 3)))
+    assert graph.retrace(params, jnp.zeros((1, 3))) is graph
+    others = [graph.retrace(params, jnp.ones((batch, 3))) for batch in (2, 3)]
+    assert [other.macs() for other in others] == [12, 18]
+    assert [graph.retrace(params, jnp.zeros((batch, 3))) for batch in (2, 3)] == others
+    assert len(traces) == 3

@@ -1,6 +1,7 @@
 """What `sparsity.trace` takes, and how it says what it cannot."""
 
 import functools
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,14 @@ def test_functions_that_cannot_be_traced_are_explained(fn, args, message):
 def test_a_function_that_closes_over_its_parameters_is_found(fn, params):
     with pytest.raises(ValueError, match=r"does not read params at '[ab]'.*closes over"):
         trace(fn, params, X)
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3, 4])
+def test_a_constant_stands_in_for_a_parameter_of_two_or_more_axes(ndim):
+    w = jnp.ones((2,) * ndim)  # a vector may be a constant of the model, such as a mean
+    refused = pytest.raises(ValueError, match="closes over") if ndim > 1 else nullcontext()
+    with refused:
+        trace(lambda params, x: x * w, {"w": w}, jnp.ones(w.shape))
 
 
 def test_a_constant_that_only_looks_like_a_lost_leaf_is_none():

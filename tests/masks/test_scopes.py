@@ -471,3 +471,20 @@ def test_scopes_of_users_get_arrays_where_scores_are_lazy(cls, scope, expected):
     tx = updater.wrap_optax(optax.sgd(0.1), masks=ones)
     _, state = jax.jit(tx.update)(params, tx.init(params), params)
     np.testing.assert_array_equal(state.masks, expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_leaves_of_different_dtypes_compete_by_the_values_of_their_scores(compiled):
+    rng = np.random.default_rng(0)
+    dtypes = {"a": jnp.bfloat16, "b": jnp.float32, "c": jnp.float16}
+    params = {name: jnp.asarray(rng.normal(size=(4, 8)), dtype) for name, dtype in dtypes.items()}
+    pruner = sparsity.MagnitudePruning(
+        scope=sparsity.Global(use_normalization=False),
+        sparsity_distribution_fn=sparsity.Uniform(0.75),
+    )
+    create = jax.jit(pruner.instant_sparsify) if compiled else pruner.instant_sparsify
+    _, masks = create(params)
+    scores = {name: np.abs(np.asarray(x, np.float32)) for name, x in params.items()}
+    threshold = np.sort(np.concatenate([x.ravel() for x in scores.values()]))[-24]
+    for name, mask in masks.items():
+        np.testing.assert_array_equal(mask, scores[name] >= threshold)

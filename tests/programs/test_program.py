@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sparsity.programs import program as sharing
 from sparsity.programs.program import read_jaxpr
 from sparsity.programs.walk import Interpreter
 
@@ -156,3 +157,29 @@ def test_each_variable_of_the_outer_program_is_defined_once_and_in_order():
     seen = []
     _evaluate(program, _X, lambda value, array: (seen.append(value), array)[1])
     assert seen == [value for equation in program.equations for value in equation.outputs]
+
+
+def test_functions_of_one_text_and_equal_constants_share_a_program(monkeypatch):
+    compiled = {}
+    monkeypatch.setattr(sharing, "_COMPILED", compiled)
+
+    def add(constant):
+        x = jnp.arange(constant.size, dtype=jnp.float32)
+        result = sharing.share(lambda x: x + jnp.asarray(constant), x)(x)
+        np.testing.assert_array_equal(result, np.arange(constant.size) + constant)
+        return len(compiled)
+
+    small, large = np.arange(4, dtype=np.float32), np.ones(2**15, np.float32)
+    assert [add(small), add(small), add(2 * small)] == [1, 1, 2]
+    assert add(large) == 2  # a key of many bytes would cost more than it saves
+
+
+def test_the_oldest_shared_program_makes_room(monkeypatch):
+    compiled = {}
+    monkeypatch.setattr(sharing, "_COMPILED", compiled)
+    monkeypatch.setattr(sharing, "_MOST", 2)
+    keys = []
+    for factor in (2.0, 3.0, 4.0):
+        sharing.share(functools.partial(jnp.multiply, factor), jnp.float32(1))
+        keys.append(list(compiled)[-1])
+    assert list(compiled) == keys[1:]

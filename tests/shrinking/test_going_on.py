@@ -85,9 +85,9 @@ def test_nm_of_the_model_before_serves_the_smaller_one():
 
 def test_cutting_does_not_change_the_graph():
     graph, small, x = case()
-    before = {name: value for name, value in vars(graph).items() if name != "_retraced"}
+    before = {name: value for name, value in vars(graph).items() if name != "_traces"}
     _ = small.graph.groups, small.apply(small.params, x), small.report()
-    after = {name: value for name, value in vars(graph).items() if name != "_retraced"}
+    after = {name: value for name, value in vars(graph).items() if name != "_traces"}
     assert before.keys() == after.keys()
     assert all(before[name] is after[name] for name in before)
 

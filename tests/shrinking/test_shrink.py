@@ -442,3 +442,37 @@ def test_a_plan_cuts_another_checkpoint_in_another_process(tmp_path):
     assert found["up"].shape == (4, 3)
     masked = jax.tree.map(lambda w, mask: w * mask, other, masks)
     np.testing.assert_allclose(found["y"], model(masked, x), atol=1e-6)
+
+
+@jax.custom_jvp
+def _with_signs(x):
+    return 2.0 * x, (x > 0).astype(jnp.int32)
+
+
+@_with_signs.defjvp
+def _with_signs_jvp(primals, tangents):
+    signs = np.zeros(primals[0].shape, jax.dtypes.float0)
+    return _with_signs(*primals), (3.0 * tangents[0], signs)  # 3, where the derivative is 2
+
+
+def test_a_rule_for_derivatives_may_belong_to_a_function_that_returns_integers_too():
+    def fn(params, x):
+        doubled, signs = _with_signs(x @ params["in"])
+        return jnp.tanh((doubled * signs) @ params["out"])
+
+    rng = np.random.default_rng(0)
+    params = {
+        "in": jnp.asarray(rng.normal(size=(4, 6))),
+        "out": jnp.asarray(rng.normal(size=(6, 2))),
+    }
+    masks = {name: np.ones(x.shape, np.uint8) for name, x in params.items()}
+    masks["in"][:, 2] = masks["out"][2] = 0
+    x = jnp.asarray(rng.normal(size=(3, 4)))
+    small = shrink(trace(fn, params, x), params, masks)
+    assert small.params["in"].shape == (4, 5)
+    masked = {name: x * masks[name] for name, x in params.items()}
+    large_grads = jax.grad(lambda params: fn(params, x).sum())(masked)
+    grads = jax.grad(lambda params: small.apply(params, x).sum())(small.params)
+    for name, axis in (("in", 1), ("out", 0)):
+        expected = np.delete(large_grads[name], 2, axis)
+        np.testing.assert_allclose(grads[name], expected, rtol=1e-5)
