@@ -12,7 +12,7 @@ import numpy as np
 from sparsity.compacting.formats import ANY_MASK, FORMATS
 from sparsity.compacting.state import Owner
 from sparsity.compacting.storage import MaskedParameter, Storage, is_quantized, to_bits
-from sparsity.compacting.stored import StoredModel, by_path
+from sparsity.compacting.stored import StoredModel, by_path, find_readers
 from sparsity.core import trees
 from sparsity.core.checks import check_kind
 from sparsity.core.trees import Path, PyTree
@@ -56,7 +56,7 @@ def build(
     owner_tree = trees.map_matched(describe, params)
     model = _store(graph, params, owner_tree, storages, is_frozen)
     if any(storage.is_quantized for _, storage in model.storages):
-        model.find_readers()  # raises an error for reads that are no casts
+        find_readers(model)  # raises an error for reads that are no casts
     if refused := _find_refused(model, formats):
         formats = {**formats, **dict.fromkeys(refused, ANY_MASK)}
         return build(graph, params, masks, formats, is_frozen)
@@ -110,7 +110,7 @@ def _find_refused(model: StoredModel, formats: Mapping[Path, str]) -> list[Path]
       formats: chosen formats, which stay.
     """
     paths = [path for path, each in model.storages if each.multiplies and path not in formats]
-    readers = model.find_readers() if paths else {}
+    readers = find_readers(model) if paths else {}
     return [path for path in paths if trees.join_names(path) in readers]
 
 

@@ -18,7 +18,13 @@ from sparsity.compacting.move import Loss, move
 from sparsity.compacting.report import plot, table
 from sparsity.compacting.state import Owner, check_optimizer, densify_state, take_state
 from sparsity.compacting.storage import Kept
-from sparsity.compacting.stored import StoredModel
+from sparsity.compacting.stored import (
+    StoredModel,
+    count_bytes,
+    make_rows,
+    run_stored,
+    wrap_values,
+)
 from sparsity.compacting.tune import choose, measure
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
@@ -93,7 +99,7 @@ class Compact(StoredModel):
         Raises:
           ValueError: parameters are missing or have another shape; the error names the parameter.
         """
-        return self.run(params, *args)
+        return run_stored(self, params, *args)
 
     def move(
         self,
@@ -149,7 +155,7 @@ class Compact(StoredModel):
                 "A compact model with outside = 'frozen' has values outside its masks, which "
                 "cannot move. Give compact outside='zero'."
             )
-        self.wrap(params)
+        wrap_values(self, params)
         if pruner.keeps_count and pruner.regrows is False:
             return self, params, opt_state
         indices, params, opt_state = move((self, params, opt_state, count), pruner, loss, tx)
@@ -160,7 +166,7 @@ class Compact(StoredModel):
         """Returns the dense parameters; outside the masks they are 0, or frozen."""
         return jax.tree.map(
             lambda leaf: leaf.densify() if isinstance(leaf, Kept) else leaf,
-            self.wrap(params),
+            wrap_values(self, params),
             is_leaf=lambda leaf: isinstance(leaf, Kept),
         )
 
@@ -170,20 +176,20 @@ class Compact(StoredModel):
         Args:
           opt_state: state of an optimizer of parameters like `self.params`.
         """
+        storages = dict(self.storages)
 
         def describe(path: trees.KeyPath, indices: jax.Array) -> Owner:
-            return Owner(
-                trees.path_string(path), self.storage_by_path[trees.path_names(path)], indices
-            )
+            return Owner(trees.path_string(path), storages[trees.path_names(path)], indices)
 
         return densify_state(trees.map_matched(describe, self.indices), opt_state)
 
     @property
     def masks(self) -> PyTree:
         """Masks like the parameters, uint8, 1 = keep, `None` for dense parameters."""
+        storages = dict(self.storages)
 
         def mask(path: trees.KeyPath, indices: jax.Array) -> jax.Array:
-            storage = self.storage_by_path[trees.path_names(path)]
+            storage = storages[trees.path_names(path)]
             return storage.wrap(jnp.ones(storage.kept_shape, jnp.uint8), indices).densify()
 
         return trees.map_matched(mask, self.indices)
@@ -231,7 +237,7 @@ class Compact(StoredModel):
         nbytes = {
             (path, name): sum(stored)
             for name, model in models.items()
-            for path, stored in model.count_bytes().items()
+            for path, stored in count_bytes(model).items()
         }
         chosen = choose(measure(models, args, rounds), nbytes)
         state = None if self.opt_state is None else self.dense_state(self.opt_state)
@@ -248,7 +254,7 @@ class Compact(StoredModel):
         Returns:
           Text of several lines.
         """
-        return table(self.rows(), seconds or {})
+        return table(make_rows(self), seconds or {})
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draws the bytes of all parameters: dense in light, compact in dark.
@@ -259,7 +265,7 @@ class Compact(StoredModel):
         Returns:
           The matplotlib axes.
         """
-        return plot(self.rows(), ax)
+        return plot(make_rows(self), ax)
 
     @property
     def _outside(self) -> Outside:

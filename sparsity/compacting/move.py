@@ -15,7 +15,7 @@ from sparsity.base_updater import BaseUpdater
 from sparsity.compacting.carry import Carrier, carry_state, check_fresh_state
 from sparsity.compacting.gradients import differentiate_directly, move_by_gradient
 from sparsity.compacting.movers import make_movers, move_all
-from sparsity.compacting.stored import StoredModel, by_path
+from sparsity.compacting.stored import StoredModel, by_path, run_stored
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Path, PyTree
@@ -68,13 +68,13 @@ def _move(
     """Returns `move`; `arrays` and `objects` are the leaves of the loss."""
     leaves = [x if array is None else array for array, x in zip(arrays, objects, strict=True)]
     loss: Loss | None = jax.tree.unflatten(treedef, leaves)
-    movers = make_movers(pruner, model.graph.model.example[0], model.storage_by_path)
+    movers = make_movers(pruner, model.graph.model.example[0], dict(model.storages))
     values, indices = by_path(params), by_path(model.indices)
     direct: dict[Path, jax.Array] = {}
     if loss is not None:
 
         def apply(params: PyTree, *args: PyTree) -> PyTree:
-            return model.run(jax.lax.stop_gradient(params), *args)
+            return run_stored(model, jax.lax.stop_gradient(params), *args)
 
         masked = {path: values[path] for path in movers}
         direct = differentiate_directly(
@@ -90,7 +90,9 @@ def _move(
         new = move_by_gradient(
             movers,
             slices,
-            lambda observers: loss(functools.partial(model.run, observers=observers), params),
+            lambda observers: loss(
+                functools.partial(run_stored, model, observers=observers), params
+            ),
         )
     fresh = None if tx is None else tx.init(jax.tree.map(jnp.zeros_like, params))
     carriers = {

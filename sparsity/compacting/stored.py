@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -51,133 +50,141 @@ class StoredModel:
     in_turn: bool
     params: PyTree = None
 
-    @functools.cached_property
-    def storage_by_path(self) -> dict[Path, Storage]:
-        """{path: storage} of the masked parameters."""
-        return dict(self.storages)
 
-    def run(
-        self, params: PyTree, *args: PyTree, observers: Mapping[Path, Observer] = _NO_OBSERVERS
+def run_stored(
+    model: StoredModel,
+    params: PyTree,
+    *args: PyTree,
+    observers: Mapping[Path, Observer] = _NO_OBSERVERS,
+) -> PyTree:
+    """Returns `Compact.apply`, with gradients of dense parameters for some observers."""
+    graph, inputs = _retrace(model, params, args, observers)
+    outputs = Densifier(graph.tracker.is_data, model.in_turn).run(graph.model.program, inputs)
+    return jax.tree.unflatten(graph.model.output_tree, outputs)
+
+
+def wrap_values(
+    model: StoredModel, params: PyTree, observers: Mapping[Path, Observer] = _NO_OBSERVERS
+) -> PyTree:
+    """Returns the parameters with `Kept` for masked ones.
+
+    Raises:
+      ValueError: a parameter is missing, or has another shape than its kept values.
+    """
+    storages = dict(model.storages)
+
+    def wrap(
+        path: trees.KeyPath, leaf: PyTree, indices: jax.Array | None, base: jax.Array | None
     ) -> PyTree:
-        """Returns `Compact.apply`, with gradients of dense parameters for some observers."""
-        graph, inputs = self._retrace(params, args, observers)
-        outputs = Densifier(graph.tracker.is_data, self.in_turn).run(graph.model.program, inputs)
-        return jax.tree.unflatten(graph.model.output_tree, outputs)
-
-    def wrap(self, params: PyTree, observers: Mapping[Path, Observer] = _NO_OBSERVERS) -> PyTree:
-        """Returns the parameters with `Kept` for masked ones.
-
-        Raises:
-          ValueError: a parameter is missing, or has another shape than its kept values.
-        """
-
-        def wrap(
-            path: trees.KeyPath, leaf: PyTree, indices: jax.Array | None, base: jax.Array | None
-        ) -> PyTree:
-            if indices is None:
-                return leaf
-            names, name = trees.path_names(path), trees.path_string(path)
-            storage = self.storage_by_path[names]
-            if jnp.shape(leaf) != storage.kept_shape:
-                raise ValueError(
-                    f"The kept values of {name!r} have the shape {storage.kept_shape}, got "
-                    f"{jnp.shape(leaf)}. Give parameters like compact.params."
-                )
-            return storage.wrap(leaf, indices, base, name, observers.get(names))
-
-        return trees.map_matched(
-            wrap, params, self.indices, self.base, others_role="positions of kept values"
-        )
-
-    def find_readers(self) -> dict[str, set[str]]:
-        """Returns {name: operations that need a dense array, other than products of values}."""
-        readers: dict[str, set[str]] = {}
-        for equation, inputs, is_dense in self.list_reads(*self.graph.model.example):
-            for kept in kept_in(inputs) if is_dense else ():
-                if equation.name not in PRODUCTS or kept.storage.multiplies:
-                    where = f"{equation.name} {equation.source}".strip()
-                    readers.setdefault(kept.name, set()).add(where)
-        return readers
-
-    def list_reads(self, params: PyTree, args: tuple[PyTree, ...]) -> list[Read]:
-        """Returns the equations that read masked parameters.
-
-        Args:
-          params: the dense parameters, or their shapes.
-          args: inputs of the model, or their shapes.
-        """
-        params, args = sharding.abstract((params, args))
-        reads: list[Read] = []
-
-        def record(equation: Equation, inputs: Sequence[Lazy], is_dense: bool) -> None:
-            shapes = jax.tree.map(sharding.abstract, list(inputs))
-            reads.append(Read(equation, shapes, is_dense))
-
-        def shrink(path: trees.KeyPath, leaf: PyTree) -> PyTree:
-            storage = self.storage_by_path.get(trees.path_names(path))
-            return leaf if storage is None else storage.shrink(leaf)
-
-        arrays, rebuild = trees.split_arrays((trees.map_matched(shrink, params), args))
-
-        def run(arrays: list[jax.Array]) -> list[Lazy]:
-            graph, inputs = self._retrace(*rebuild(arrays))
-            return Densifier(graph.tracker.is_data, False, record).run(graph.model.program, inputs)
-
-        jax.eval_shape(run, arrays)
-        return reads
-
-    def count_bytes(self) -> dict[Path, tuple[int, int]]:
-        """Returns the bytes of the values that stand for each parameter, and of their positions."""
-        indices, nbytes = by_path(self.indices), {}
-        for leaf in self.graph.leaves:
-            storage = self.storage_by_path.get(leaf.path)
-            size = leaf.size if storage is None else math.prod(storage.kept_shape)
-            positions = 0 if storage is None else indices[leaf.path].nbytes
-            nbytes[leaf.path] = size * leaf.dtype.itemsize, positions
-        return nbytes
-
-    def rows(self) -> list[Row]:
-        """Returns the rows of tables and pictures, in tree order."""
-        readers, stored = self.find_readers(), self.count_bytes()
-        rows = []
-        for leaf in self.graph.leaves:
-            storage = self.storage_by_path.get(leaf.path)
-            row = Row(
-                name=leaf.name,
-                path=leaf.path,
-                shape=leaf.shape,
-                format=storage.format if storage else "",
-                kept=storage.num_kept if storage else leaf.size,
-                padding=storage.padding if storage else 0,
-                nbytes=leaf.size * leaf.dtype.itemsize,
-                stored=stored[leaf.path],
-                readers=tuple(sorted(readers.get(leaf.name, ()))),
+        if indices is None:
+            return leaf
+        names, name = trees.path_names(path), trees.path_string(path)
+        storage = storages[names]
+        if jnp.shape(leaf) != storage.kept_shape:
+            raise ValueError(
+                f"The kept values of {name!r} have the shape {storage.kept_shape}, got "
+                f"{jnp.shape(leaf)}. Give parameters like compact.params."
             )
-            rows.append(row)
-        return rows
+        return storage.wrap(leaf, indices, base, name, observers.get(names))
 
-    def _retrace(
-        self,
-        params: PyTree,
-        args: tuple[PyTree, ...],
-        observers: Mapping[Path, Observer] = _NO_OBSERVERS,
-    ) -> tuple[Graph, list[Lazy]]:
-        """Returns the graph of the model for these arguments, and the inputs of its program."""
-        arrays, rebuild = trees.split_arrays(params)
-        wrapped = self.wrap(params, observers)
-        kept = jax.tree.leaves(wrapped, is_leaf=lambda x: isinstance(x, Kept))
-        kept = [leaf for leaf in kept if isinstance(leaf, Kept) or trees.is_array(leaf)]
+    return trees.map_matched(
+        wrap, params, model.indices, model.base, others_role="positions of kept values"
+    )
 
-        def describe(struct: jax.ShapeDtypeStruct, leaf: jax.Array | Kept) -> jax.ShapeDtypeStruct:
-            dense = sharding.resized(struct, leaf.shape)
-            if (
-                isinstance(leaf, Kept) and leaf.storage.is_quantized
-            ):  # the model casts the parameter
-                return sharding.with_dtype(dense, leaf.storage.base_dtype)
-            return dense
 
-        example = rebuild([*map(describe, sharding.abstract(arrays), kept)])
-        return self.graph.retrace(example, *args), [*kept, *trees.split_arrays(args)[0]]
+def find_readers(model: StoredModel) -> dict[str, set[str]]:
+    """Returns {name: operations that need a dense array, other than products of values}."""
+    readers: dict[str, set[str]] = {}
+    for equation, inputs, is_dense in list_reads(model, *model.graph.model.example):
+        for kept in kept_in(inputs) if is_dense else ():
+            if equation.name not in PRODUCTS or kept.storage.multiplies:
+                where = f"{equation.name} {equation.source}".strip()
+                readers.setdefault(kept.name, set()).add(where)
+    return readers
+
+
+def list_reads(model: StoredModel, params: PyTree, args: tuple[PyTree, ...]) -> list[Read]:
+    """Returns the equations that read masked parameters.
+
+    Args:
+      params: the dense parameters, or their shapes.
+      args: inputs of the model, or their shapes.
+    """
+    params, args = sharding.abstract((params, args))
+    reads: list[Read] = []
+
+    def record(equation: Equation, inputs: Sequence[Lazy], is_dense: bool) -> None:
+        shapes = jax.tree.map(sharding.abstract, list(inputs))
+        reads.append(Read(equation, shapes, is_dense))
+
+    storages = dict(model.storages)
+
+    def shrink(path: trees.KeyPath, leaf: PyTree) -> PyTree:
+        storage = storages.get(trees.path_names(path))
+        return leaf if storage is None else storage.shrink(leaf)
+
+    arrays, rebuild = trees.split_arrays((trees.map_matched(shrink, params), args))
+
+    def run(arrays: list[jax.Array]) -> list[Lazy]:
+        graph, inputs = _retrace(model, *rebuild(arrays))
+        return Densifier(graph.tracker.is_data, False, record).run(graph.model.program, inputs)
+
+    jax.eval_shape(run, arrays)
+    return reads
+
+
+def count_bytes(model: StoredModel) -> dict[Path, tuple[int, int]]:
+    """Returns the bytes of the values that stand for each parameter, and of their positions."""
+    storages, indices, nbytes = dict(model.storages), by_path(model.indices), {}
+    for leaf in model.graph.leaves:
+        storage = storages.get(leaf.path)
+        size = leaf.size if storage is None else math.prod(storage.kept_shape)
+        positions = 0 if storage is None else indices[leaf.path].nbytes
+        nbytes[leaf.path] = size * leaf.dtype.itemsize, positions
+    return nbytes
+
+
+def make_rows(model: StoredModel) -> list[Row]:
+    """Returns the rows of tables and pictures, in tree order."""
+    storages, readers, stored = dict(model.storages), find_readers(model), count_bytes(model)
+    rows = []
+    for leaf in model.graph.leaves:
+        storage = storages.get(leaf.path)
+        row = Row(
+            name=leaf.name,
+            path=leaf.path,
+            shape=leaf.shape,
+            format=storage.format if storage else "",
+            kept=storage.num_kept if storage else leaf.size,
+            padding=storage.padding if storage else 0,
+            nbytes=leaf.size * leaf.dtype.itemsize,
+            stored=stored[leaf.path],
+            readers=tuple(sorted(readers.get(leaf.name, ()))),
+        )
+        rows.append(row)
+    return rows
+
+
+def _retrace(
+    model: StoredModel,
+    params: PyTree,
+    args: tuple[PyTree, ...],
+    observers: Mapping[Path, Observer] = _NO_OBSERVERS,
+) -> tuple[Graph, list[Lazy]]:
+    """Returns the graph of the model for these arguments, and the inputs of its program."""
+    arrays, rebuild = trees.split_arrays(params)
+    wrapped = wrap_values(model, params, observers)
+    kept = jax.tree.leaves(wrapped, is_leaf=lambda x: isinstance(x, Kept))
+    kept = [leaf for leaf in kept if isinstance(leaf, Kept) or trees.is_array(leaf)]
+
+    def describe(struct: jax.ShapeDtypeStruct, leaf: jax.Array | Kept) -> jax.ShapeDtypeStruct:
+        dense = sharding.resized(struct, leaf.shape)
+        if isinstance(leaf, Kept) and leaf.storage.is_quantized:  # the model casts the parameter
+            return sharding.with_dtype(dense, leaf.storage.base_dtype)
+        return dense
+
+    example = rebuild([*map(describe, sharding.abstract(arrays), kept)])
+    return model.graph.retrace(example, *args), [*kept, *trees.split_arrays(args)[0]]
 
 
 def by_path(tree: PyTree) -> dict[Path, PyTree]:
