@@ -111,6 +111,8 @@ class Kept:
       name: path of the parameter.
       observer: gets the gradients of dense slices, in place of the kept values.
       base_dtype: dtype of the numbers of the base.
+      layers: in a step of a scan the values of all layers, and the number of the layer that is
+        `values`, or `None`: see `layer`.
     """
 
     values: jax.Array
@@ -122,6 +124,7 @@ class Kept:
     name: str
     observer: Observer | None = dataclasses.field(default=None, kw_only=True)
     base_dtype: np.dtype | None = dataclasses.field(default=None, kw_only=True)
+    layers: tuple[jax.Array, jax.Array] | None = dataclasses.field(default=None, kw_only=True)
 
     def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
         """Returns a dense slice, flat.
@@ -148,21 +151,23 @@ class Kept:
         """True if the first axes of the dense array index slices."""
         return self.axes[: self.stack] == tuple(range(self.stack))
 
-    def densify(self, never: jax.Array | int = 0) -> jax.Array:
+    def densify(self, never: jax.Array | int | None = None) -> jax.Array:
         """Returns the dense array.
 
         Args:
-          never: an int32 0; no array is allocated before its value exists.
+          never: an int32 0; no array is allocated before its value exists. `None` copies the bits
+            of frozen entries, those of NaN included; a scan has no second derivatives of the copy.
         """
-        placed = explicit_sharding(jax.typeof(self.values))
+        values = self.read_values()
+        placed = explicit_sharding(jax.typeof(values))
         if placed is None:
-            return self._densify(self.values, self.indices, self.base, never)
+            return self._densify(values, self.indices, self.base, never)
         entries = [*placed.spec, *[None] * len(self.sizes)]
         spec = [entries[axis] if axis < self.stack else None for axis in range(len(self.sizes))]
         spec = self.split(spec, entries)
         target = placed.update(spec=PartitionSpec(*(spec[axis] for axis in self.axes)))
         dense = auto_axes(self._densify, out_sharding=fit(target, self.shape))
-        array: jax.Array = dense(self.values, self.indices, self.base, never)
+        array: jax.Array = dense(values, self.indices, self.base, never)
         return array
 
     def read(self, never: jax.Array | int = 0) -> jax.Array:
@@ -173,6 +178,18 @@ class Kept:
         slices = dense.transpose(np.argsort(self.axes))
         return self.observer.watch(slices, self.stack).transpose(self.axes)
 
+    def read_values(self) -> jax.Array:
+        """Returns the values, of `layers` in a step of a scan."""
+        return self.values if self.layers is None else _read_layer(self.values, *self.layers)
+
+    def widen(self) -> Self:
+        """Returns the array as float32."""
+        return self.with_values(self.read_values().astype(jnp.float32))
+
+    def with_values(self, values: jax.Array) -> Self:
+        """Returns an array of other values, which are computed from `read_values`."""
+        return dataclasses.replace(self, values=values, layers=None)
+
     def split(self, spec: list[MeshAxes], values: list[MeshAxes]) -> list[MeshAxes]:
         """Returns the axes of a mesh that split slices, from those that split the values."""
         return spec
@@ -182,34 +199,64 @@ class Kept:
         values: jax.Array,
         indices: jax.Array,
         base: jax.Array | None,
-        never: jax.Array | int,
+        never: jax.Array | int | None,
     ) -> jax.Array:
         size, dtype = math.prod(self.sizes[self.stack :]), values.dtype
-        zeros = jnp.broadcast_to(jnp.asarray(never).astype(dtype), (size,))
+        start = jnp.asarray(0 if never is None else never)
+        zeros = jnp.broadcast_to(start.astype(dtype), (size,))
 
         def build(values: jax.Array, indices: jax.Array, base: jax.Array | None) -> jax.Array:
             outside = zeros
             if base is not None and self.base_dtype is not None:
-                if dtype == self.base_dtype and isinstance(self, Flat):
-                    unsigned = jnp.dtype(f"uint{8 * dtype.itemsize}")
-                    bits = lax.bitcast_convert_type(lax.stop_gradient(base), unsigned)
+                bits = lax.stop_gradient(base).reshape(size)
+                if jnp.issubdtype(self.base_dtype, jnp.floating):
                     # Frozen entries wait, too: their copy is made when a product needs the slice.
-                    waiting = bits.reshape(size) + jnp.asarray(never).astype(unsigned)
-                    return _write(values, indices, waiting)
-                numbers = lax.bitcast_convert_type(lax.stop_gradient(base), self.base_dtype)
-                outside = numbers.astype(dtype).reshape(size)
-            # Zeros wait already; frozen entries do not, and groups are built on zeros of their own.
+                    unsigned = jnp.dtype(f"uint{8 * self.base_dtype.itemsize}")
+                    bits = lax.bitcast_convert_type(bits, unsigned) + start.astype(unsigned)
+                    if never is None and dtype == self.base_dtype and isinstance(self, Flat):
+                        return _write(values, indices, bits)
+                outside = lax.bitcast_convert_type(bits, self.base_dtype).astype(dtype)
+            # Zeros wait already; groups are built on zeros of their own.
             waits = base is None and not isinstance(self, Grouped)
-            return self.build(values, indices if waits else indices + never, outside)
+            return self.build(values, indices if waits else indices + start, outside)
 
         for _ in range(self.stack):
             build = jax.vmap(build)
         return build(values, indices, base).reshape(self.sizes).transpose(self.axes)
 
-    def layer(self) -> Self:
-        """Returns the array of a step of a scan, whose values and positions are of one layer."""
+    def layer(self, stack: Self, number: jax.Array | None) -> Self:
+        """Returns the array of a step of a scan, whose values and positions are of one layer.
+
+        Args:
+          stack: the array of all layers.
+          number: number of the layer, to read narrow values from all layers; their gradient is
+            still that of the layer. `None` reads the layer that the scan takes.
+        """
         axes = tuple(axis - 1 for axis in self.axes[1:])
-        return dataclasses.replace(self, sizes=self.sizes[1:], stack=self.stack - 1, axes=axes)
+        layers = None
+        if number is not None and is_narrow(self.values.dtype):
+            layers = stack.read_values(), number
+        changed = {"sizes": self.sizes[1:], "stack": self.stack - 1, "axes": axes}
+        return dataclasses.replace(self, **changed, layers=layers)
+
+
+@jax.custom_jvp
+def _read_layer(values: jax.Array, layers: jax.Array, number: jax.Array) -> jax.Array:
+    """Returns the values of a layer; the gradient is that of `values`, which are equal.
+
+    XLA on CPUs would widen the values of all layers before the scan. The barrier keeps the
+    conversion in the step, where it is a part of reading the layer. jax drops rules for derivatives
+    from a scan that was differentiated: second derivatives are those of `layers`.
+    """
+    layers, number = lax.optimization_barrier((layers, number))
+    return lax.dynamic_index_in_dim(layers, number, keepdims=False)
+
+
+@_read_layer.defjvp
+def _read_layer_tangents(
+    primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
+    return _read_layer(*primals), tangents[0]
 
 
 class Flat(Kept):
@@ -260,7 +307,7 @@ class Masked(Kept):
         if self.base is not None or self.observer is not None:
             return super().read(never)
         # To select again would take a pass over the parameter: only gradients are masked.
-        values = _mask_gradient(self.values, self.indices)
+        values = _mask_gradient(self.read_values(), self.indices)
         return values.reshape(self.sizes).transpose(self.axes)
 
     def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
@@ -338,7 +385,7 @@ class Deferred:
 
 Lazy = jax.Array | Kept | Deferred
 
-_ARRAYS = ["values", "indices", "base", "observer"]
+_ARRAYS = ["values", "indices", "base", "observer", "layers"]
 _SIZES = ["sizes", "stack", "axes", "name", "base_dtype"]
 jax.tree_util.register_dataclass(Observer, ["arrays", "result"], ["function"])
 jax.tree_util.register_dataclass(Flat, _ARRAYS, _SIZES)
@@ -354,13 +401,17 @@ def to_bits(array: PyTree) -> PyTree:
     XLA on CPUs has few operations on such floats. It widens the operand of each other one, and
     would widen all layers of a stack at once where a loop takes a layer. Integers stay narrow.
     """
-    bits = 8 * array.dtype.itemsize
-    if not jnp.issubdtype(array.dtype, jnp.floating) or bits not in (8, 16):
+    if not is_narrow(array.dtype):
         return array
-    dtype = jnp.dtype(f"uint{bits}")
+    dtype = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
     if isinstance(array, jax.ShapeDtypeStruct):
         return with_dtype(array, dtype)
     return lax.bitcast_convert_type(array, dtype)
+
+
+def is_narrow(dtype: np.dtype) -> bool:
+    """Returns whether numbers of a dtype are floats of 8 or 16 bits."""
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize <= 2
 
 
 def is_quantized(dtype: np.dtype) -> bool:

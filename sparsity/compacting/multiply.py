@@ -139,7 +139,7 @@ def _contract(
         run = jax.vmap(run)
     size = math.prod(rows)
     inputs = math.prod(kept.sizes[kept.stack : end])
-    y = run(kept.values, kept.indices, x.reshape(*stack, size, inputs))
+    y = run(kept.read_values(), kept.indices, x.reshape(*stack, size, inputs))
     y = y.reshape(*stack, *rows, *outputs)
     # Axes of y: the stack, the free axes of the other operand, the outputs of the parameter.
     places = {(True, axis): kept.axes[axis] for axis, _ in contraction.batch}

@@ -188,15 +188,21 @@ class Interpreter(Generic[Array]):
         return equation.name in CONTROL
 
     def rows(self, scan: Equation) -> PyTree:
-        """Returns arrays [length, ...]; step i passes layer i to `at_step`."""
+        """Returns arrays [length, ...]; step i passes layer i to `at_step` and `read_layer`."""
         return ()
 
     def at_step(self, scan: Equation, rows: PyTree) -> Self:
         """Returns the interpreter of a step of a scan, without sums."""
         return self.inside()
 
-    def read_layer(self, array: Array) -> Array:
-        """Returns the layer that a step of a scan reads, from an array whose axis 0 is gone."""
+    def read_layer(self, array: Array, stack: Array, rows: PyTree) -> Array:
+        """Returns the layer that a step of a scan reads.
+
+        Args:
+          array: the layer, as an array whose axis 0 is gone.
+          stack: the array of all layers.
+          rows: layer of `rows`.
+        """
         return array
 
     def inside(self) -> Self:
@@ -258,7 +264,8 @@ class Interpreter(Generic[Array]):
         def step(state: PyTree, layers: PyTree) -> tuple[PyTree, PyTree]:
             (carry, total), (arrays, rows) = state, layers
             inside = self.at_step(equation, rows)
-            arrays = map(inside.read_layer, arrays)
+            read = functools.partial(inside.read_layer, rows=rows)
+            arrays = map(read, arrays, inputs[end:])
             outputs = inside.run(body.program, [*inputs[:fixed], *carry, *arrays])
             apart = inside.take_stacked(equation)
             sums = inside.sums if total is None else self.add(total, inside.sums)
