@@ -137,7 +137,8 @@ def measure(layers: int, width: int, tokens: int, rounds: int) -> list[list[str]
     columns, runs = {}, {}
     for name, step in steps.items():
         at_many, at_two, at_sixteen = (
-            count_bytes(step, jnp.ones((2, count // 2, width), x.dtype)) for count in (tokens, 2, 16)
+            count_bytes(step, jnp.ones((2, length, width), x.dtype))
+            for length in (tokens // 2, 1, 8)
         )
         columns[name] = [
             at_many.argument_size_in_bytes / weights - 2,

@@ -195,7 +195,8 @@ def _multiply_wide(equation: Equation, inputs: Sequence[Lazy], never: jax.Array 
     Values are written to a float32 slice. XLA would keep a slice of each width at once.
     """
     wide = [
-        densify(x.widen() if isinstance(x, Kept) else x.astype(jnp.float32), never) for x in inputs
+        densify(x.widen(), never) if isinstance(x, Kept) else densify(x).astype(jnp.float32)
+        for x in inputs
     ]
     (result,) = equation.bind(wide, preferred_element_type=np.dtype(np.float32))
     return [result.astype(jnp.bfloat16)]

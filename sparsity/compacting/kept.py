@@ -236,8 +236,8 @@ class Kept:
         layers = None
         if number is not None and is_narrow(self.values.dtype):
             layers = stack.read_values(), number
-        changed = {"sizes": self.sizes[1:], "stack": self.stack - 1, "axes": axes}
-        return dataclasses.replace(self, **changed, layers=layers)
+        sizes, depth = self.sizes[1:], self.stack - 1
+        return dataclasses.replace(self, sizes=sizes, stack=depth, axes=axes, layers=layers)
 
 
 @jax.custom_jvp
@@ -249,7 +249,8 @@ def _read_layer(values: jax.Array, layers: jax.Array, number: jax.Array) -> jax.
     from a scan that was differentiated: second derivatives are those of `layers`.
     """
     layers, number = lax.optimization_barrier((layers, number))
-    return lax.dynamic_index_in_dim(layers, number, keepdims=False)
+    layer: jax.Array = lax.dynamic_index_in_dim(layers, number, keepdims=False)
+    return layer
 
 
 @_read_layer.defjvp
