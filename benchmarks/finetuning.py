@@ -4,8 +4,8 @@ Adam, 12 scanned blocks of a transformer in bfloat16, 1 % of the entries by rand
 of the heads and of the hidden channels as a whole:
 
 - memory: of the compiled step, donated, in bytes for each weight: arguments beyond the weights, and
-  temporaries. A second column takes the temporaries at few tokens and at four times as many, and
-  extrapolates to none, which leaves what activations do not cost.
+  temporaries. A second column takes the temporaries at 2 and at 16 tokens, where activations are
+  smaller than a matrix and share no memory with one, and extrapolates to none.
 - operations: floating-point ones of the backward pass, over those of full training: of the compiled
   gradient less those of the compiled loss.
 - time: medians of the ratio to a step of full training that is measured in turn, in one process.
@@ -47,7 +47,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick and options.write:
         parser.error("--write needs the full measurement, without --quick.")
-    layers, width, tokens, rounds = (2, 32, 16, 2) if options.quick else (12, 512, 32, 7)
+    layers, width, tokens, rounds = (2, 32, 32, 2) if options.quick else (12, 512, 128, 7)
     rows = measure(layers, width, tokens, rounds)
     text = report(rows, layers, width, tokens)
     print(text)
@@ -129,30 +129,28 @@ def make_steps(layers: int, width: int, x: jax.Array) -> dict[str, Step]:
 
 def measure(layers: int, width: int, tokens: int, rounds: int) -> list[list[str]]:
     """Returns a row for each step."""
-    few, many = (jnp.ones((2, count // 2, width), jnp.bfloat16) for count in (tokens, 4 * tokens))
-    small, large = (make_steps(layers, width, x) for x in (few, many))
-    params = large["full"].arguments[0]
+    x = jnp.ones((2, tokens // 2, width), jnp.bfloat16)
+    steps = make_steps(layers, width, x)
+    params = steps["full"].arguments[0]
     weights = sum(leaf.size for leaf in jax.tree.leaves(params))
-    forward = count_operations(functools.partial(loss, network), (params, many))
+    forward = count_operations(functools.partial(loss, network), (params, x))
     columns, runs = {}, {}
-    for name, step in large.items():
-        programs = [
-            jax.jit(each.run, donate_argnums=(0, 1)).lower(*each.arguments).compile()
-            for each in (step, small[name])
-        ]
-        memory = [program.memory_analysis() for program in programs]
-        at_many, at_few = (each.temp_size_in_bytes / weights for each in memory)
+    for name, step in steps.items():
+        at_many, at_two, at_sixteen = (
+            count_bytes(step, jnp.ones((2, length, width), x.dtype))
+            for length in (tokens // 2, 1, 8)
+        )
         columns[name] = [
-            memory[0].argument_size_in_bytes / weights - 2,
-            at_many,
-            at_few - (at_many - at_few) / 3,
+            at_many.argument_size_in_bytes / weights - 2,
+            at_many.temp_size_in_bytes / weights,
+            (8 * at_two.temp_size_in_bytes - at_sixteen.temp_size_in_bytes) / 7 / weights,
             count_operations(step.gradient, step.arguments) - forward,
         ]
         runs[name] = jax.jit(step.run)
         jax.block_until_ready(runs[name](*step.arguments))
-    seconds: dict[str, list[float]] = {name: [] for name in large}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
-        for name, step in large.items():
+        for name, step in steps.items():
             start = time.perf_counter()
             jax.block_until_ready(runs[name](*step.arguments))
             seconds[name].append(time.perf_counter() - start)
@@ -160,6 +158,12 @@ def measure(layers: int, width: int, tokens: int, rounds: int) -> list[list[str]
     for name, column in columns.items():
         column[-1:] = column[-1] / backward, ratio(seconds, name)
     return [[name, *(f"{x:.2f}" for x in column)] for name, column in columns.items()]
+
+
+def count_bytes(step: Step, x: jax.Array) -> Any:
+    """Returns the memory of a compiled step, whose values and state are donated, for inputs."""
+    arguments = (*step.arguments[:2], x, *step.arguments[3:])
+    return jax.jit(step.run, donate_argnums=(0, 1)).lower(*arguments).compile().memory_analysis()
 
 
 def count_operations(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
@@ -180,9 +184,9 @@ def report(rows: list[list[str]], layers: int, width: int, tokens: int) -> str:
             HEADING,
             "",
             f"{results.measured_on()} {layers} scanned blocks of width {width} in bfloat16, 1 % of "
-            f"the entries at random or 10 % of heads and channels, Adam, {4 * tokens} tokens. "
-            f"Without activations: temporaries extrapolated from {tokens} and {4 * tokens} tokens "
-            "to none. Times: medians of the ratio to a step of full training that is measured in "
+            f"the entries at random or 10 % of heads and channels, Adam, {tokens} tokens. "
+            "Without activations: temporaries extrapolated from 2 and 16 tokens to none. "
+            "Times: medians of the ratio to a step of full training that is measured in "
             "turn, not donated.",
             "",
             results.table(HEAD, rows),

@@ -15,11 +15,13 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from sparsity.compacting.lazy import Deferred, Lazy, densify, is_lazy, kept_in, never_after
 from sparsity.compacting.storage import Kept, is_quantized
 from sparsity.core import sharding
+from sparsity.core.trees import PyTree
 from sparsity.graph.uses import LOOKUPS
 from sparsity.programs.entrywise import ENTRYWISE, constant_in
 from sparsity.programs.layout import LAYOUTS
@@ -87,8 +89,13 @@ class Densifier(Interpreter[Lazy]):
         self._record(equation, inputs, True)
         return equation.bind([densify(x) for x in inputs])
 
-    def read_layer(self, array: Lazy) -> Lazy:
-        return array.layer() if isinstance(array, Kept) else array
+    def rows(self, scan: Equation) -> PyTree:
+        return jnp.arange(scan.params["length"]) if self._in_turn else None
+
+    def read_layer(self, array: Lazy, stack: Lazy, rows: PyTree) -> Lazy:
+        if isinstance(array, Kept) and isinstance(stack, Kept):
+            return array.layer(stack, rows)
+        return array
 
     def _scan(self, equation: Equation, inputs: list[Lazy]) -> Sequence[Lazy]:
         (body,) = equation.within()
@@ -118,8 +125,13 @@ class Densifier(Interpreter[Lazy]):
         floating = [is_differentiable(value) for value in equation.outputs]
 
         def run(arrays: Sequence[jax.Array], after: Sequence[jax.Array]) -> Arrays:
-            never = never_after(after) if self._in_turn else 0
-            return equation.bind([densify(x, never) for x in jax.tree.unflatten(structure, arrays)])
+            read = jax.tree.unflatten(structure, arrays)
+            if not self._in_turn:
+                return equation.bind([densify(x) for x in read])
+            never = never_after(after)
+            if _is_widened(equation, read):
+                return _multiply_wide(equation, read, never)
+            return equation.bind([densify(x, never) for x in read])
 
         def forward(*arrays: jax.Array) -> Arrays:
             inputs = jax.tree.unflatten(structure, arrays)
@@ -170,6 +182,34 @@ def _find_operands(
     if not isinstance(kept, Kept) or isinstance(other, Kept | Deferred):
         return None
     return at, kept, other
+
+
+def _is_widened(equation: Equation, inputs: Sequence[Lazy]) -> bool:
+    """Returns whether XLA multiplies bfloat16 numbers of a product as float32.
+
+    XLA on CPUs does, if the result is bfloat16, and rounds the result.
+    """
+    return (
+        equation.name == "dot_general"
+        and all(x.dtype == jnp.bfloat16 for x in (*equation.inputs, *equation.outputs))
+        and equation.params["preferred_element_type"] in (None, jnp.bfloat16)
+        and not any(isinstance(x, Deferred) for x in inputs)
+        and all(x.observer is None for x in inputs if isinstance(x, Kept))
+        and jax.default_backend() == "cpu"
+    )
+
+
+def _multiply_wide(equation: Equation, inputs: Sequence[Lazy], never: jax.Array | int) -> Arrays:
+    """Returns a product of bfloat16 numbers as XLA on CPUs computes the product, bit for bit.
+
+    Values are written to a float32 slice. XLA would keep a slice of each width at once.
+    """
+    wide = [
+        densify(x.widen(), never) if isinstance(x, Kept) else densify(x).astype(jnp.float32)
+        for x in inputs
+    ]
+    (result,) = equation.bind(wide, preferred_element_type=np.dtype(np.float32))
+    return [result.astype(jnp.bfloat16)]
 
 
 def _in_steps(equation: Equation, inputs: Sequence[Lazy]) -> list[list[int]]:
@@ -225,8 +265,7 @@ def _map_values(equation: Equation, inputs: Sequence[Lazy]) -> Kept | None:
     # A second cast would round the frozen entries once only.
     is_uncast = kept.storage.base_dtype == equation.inputs[0].dtype and kept.observer is None
     if name == "convert_element_type" and is_uncast:
-        values = kept.values.astype(params["new_dtype"])
-        return dataclasses.replace(kept, values=values)
+        return kept.with_values(kept.read_values().astype(params["new_dtype"]))
     if not kept.is_plain:
         return None
     if name in ("mul", "div") and len(inputs) == 2:
@@ -236,11 +275,11 @@ def _map_values(equation: Equation, inputs: Sequence[Lazy]) -> Kept | None:
         is_factor = constant is not None and 0 < constant < math.inf
         if other.shape or not is_factor or (name == "div" and at == 1):
             return None
-        pair = [kept.values, inputs[1 - at]]
+        pair = [kept.read_values(), inputs[1 - at]]
         (values,) = equation.bind(pair if at == 0 else pair[::-1])
-        return dataclasses.replace(kept, values=values)
+        return kept.with_values(values)
     if name in _VALUEWISE:
-        return dataclasses.replace(kept, values=equation.bind([kept.values])[0])
+        return kept.with_values(equation.bind([kept.read_values()])[0])
     return None
 
 
@@ -254,6 +293,7 @@ def _move_axes(equation: Equation, inputs: Sequence[Lazy]) -> Kept | None:
         return dataclasses.replace(kept, axes=axes)
     if not kept.stack or not kept.leads_with_stack:
         return None
+    kept = kept.with_values(kept.read_values())
     stack, shape = kept.stack, equation.outputs[0].shape
     keeps_slices = shape[stack:] == kept.shape[stack:]
     if equation.name == "slice" and keeps_slices:

@@ -143,21 +143,25 @@ class Storage(SliceLayout):
 
     # Programs
 
-    def densify(self, kept: Kept, never: jax.Array | int) -> jax.Array:
+    def densify(self, kept: Kept, never: jax.Array | int | None) -> jax.Array:
         """Returns a dense slice, flat.
 
         Args:
           kept: the kept values of the slice, without an observer.
-          never: an int32 0; no array is allocated before its value exists.
+          never: see `Kept.densify`.
         """
         size, dtype = self.slice_size, kept.values.dtype
+        start = jnp.asarray(0 if never is None else never)
         if kept.base is None or self.base_dtype is None:
-            zeros = jnp.broadcast_to(jnp.asarray(never).astype(dtype), (size,))
+            zeros = jnp.broadcast_to(start.astype(dtype), (size,))
             return self.build(kept.values, kept.indices, zeros)
-        numbers = lax.bitcast_convert_type(lax.stop_gradient(kept.base), self.base_dtype)
-        outside = numbers.astype(dtype).reshape(size)
-        # Frozen entries do not wait as zeros do, so positions wait.
-        return self.build(kept.values, kept.indices + never, outside)
+        outside = lax.stop_gradient(kept.base).reshape(size)
+        if jnp.issubdtype(self.base_dtype, jnp.floating):
+            # Frozen entries wait, too: their copy is made when a product needs the slice.
+            unsigned = unsigned_like(self.base_dtype)
+            outside = lax.bitcast_convert_type(outside, unsigned) + start.astype(unsigned)
+        outside = lax.bitcast_convert_type(outside, self.base_dtype).astype(dtype)
+        return self.build(kept.values, kept.indices + start, outside)
 
     def read(self, kept: Kept, never: jax.Array | int) -> jax.Array:
         """Returns the dense array for an equation of the model."""
@@ -301,6 +305,8 @@ class Kept:
       storage: says how the values of a slice lie in memory.
       axes: for each axis of the dense array the axis of `sizes`.
       name: path of the parameter.
+      layers: in a step of a scan the values of all layers, and the number of the layer that is
+        `values`, or `None`: see `layer`.
     """
 
     values: jax.Array
@@ -310,6 +316,7 @@ class Kept:
     storage: Storage
     axes: tuple[int, ...]
     name: str
+    layers: tuple[jax.Array, jax.Array] | None = None
 
     @property
     def stack(self) -> int:
@@ -336,14 +343,27 @@ class Kept:
         """True if the first axes of the dense array index slices."""
         return self.axes[: self.stack] == tuple(range(self.stack))
 
-    def densify(self, never: jax.Array | int = 0) -> jax.Array:
+    def read_values(self) -> jax.Array:
+        """Returns the values, of `layers` in a step of a scan."""
+        return self.values if self.layers is None else _read_layer(self.values, *self.layers)
+
+    def with_values(self, values: jax.Array) -> Self:
+        """Returns an array of other values, which are computed from `read_values`."""
+        return dataclasses.replace(self, values=values, layers=None)
+
+    def widen(self) -> Self:
+        """Returns the array as float32."""
+        return self.with_values(self.read_values().astype(jnp.float32))
+
+    def densify(self, never: jax.Array | int | None = None) -> jax.Array:
         """Returns the dense array.
 
         Args:
-          never: an int32 0; no array is allocated before its value exists.
+          never: an int32 0; no array is allocated before its value exists. `None` copies the bits
+            of frozen entries, those of NaN included; a scan has no second derivatives of the copy.
         """
-        placed = sharding.explicit_sharding(jax.typeof(self.values))
-        kept = dataclasses.replace(self, observer=None)
+        kept = dataclasses.replace(self.with_values(self.read_values()), observer=None)
+        placed = sharding.explicit_sharding(jax.typeof(kept.values))
         if placed is None:
             return self._densify(kept, never)
         entries = [*placed.spec, *[None] * len(self.sizes)]
@@ -362,20 +382,50 @@ class Kept:
         slices = dense.transpose(np.argsort(self.axes))
         return self.observer.watch(slices, self.stack).transpose(self.axes)
 
-    def _densify(self, kept: Self, never: jax.Array | int) -> jax.Array:
+    def _densify(self, kept: Self, never: jax.Array | int | None) -> jax.Array:
         build = functools.partial(self.storage.densify, never=never)
         for _ in range(self.stack):
             build = jax.vmap(build)
         return build(kept).reshape(self.sizes).transpose(self.axes)
 
-    def layer(self) -> Self:
-        """Returns the array of a step of a scan, whose values and positions are of one layer."""
-        return dataclasses.replace(self, axes=tuple(axis - 1 for axis in self.axes[1:]))
+    def layer(self, stack: Self, number: jax.Array | None) -> Self:
+        """Returns the array of a step of a scan, whose values and positions are of one layer.
+
+        Args:
+          stack: the array of all layers.
+          number: number of the layer, to read narrow values from all layers; their gradient is
+            still that of the layer. `None` reads the layer that the scan takes.
+        """
+        layers = None
+        if number is not None and is_narrow(self.values.dtype):
+            layers = stack.read_values(), number
+        axes = tuple(axis - 1 for axis in self.axes[1:])
+        return dataclasses.replace(self, axes=axes, layers=layers)
 
 
 jax.tree_util.register_dataclass(
-    Kept, ["values", "indices", "base", "observer"], ["storage", "axes", "name"]
+    Kept, ["values", "indices", "base", "observer", "layers"], ["storage", "axes", "name"]
 )
+
+
+@jax.custom_jvp
+def _read_layer(values: jax.Array, layers: jax.Array, number: jax.Array) -> jax.Array:
+    """Returns the values of a layer; the gradient is that of `values`, which are equal.
+
+    XLA on CPUs would widen the values of all layers before the scan. The barrier keeps the
+    conversion in the step, where it is a part of reading the layer. jax drops rules for derivatives
+    from a scan that was differentiated: second derivatives are those of `layers`.
+    """
+    layers, number = lax.optimization_barrier((layers, number))
+    layer: jax.Array = lax.dynamic_index_in_dim(layers, number, keepdims=False)
+    return layer
+
+
+@_read_layer.defjvp
+def _read_layer_tangents(
+    primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
+    return _read_layer(*primals), tangents[0]
 
 
 def to_bits(array: PyTree) -> PyTree:
@@ -384,13 +434,22 @@ def to_bits(array: PyTree) -> PyTree:
     XLA on CPUs has few operations on such floats. It widens the operand of each other one, and
     would widen all layers of a stack at once where a loop takes a layer. Integers stay narrow.
     """
-    bits = 8 * array.dtype.itemsize
-    if not jnp.issubdtype(array.dtype, jnp.floating) or bits not in (8, 16):
+    if not is_narrow(array.dtype):
         return array
-    dtype = jnp.dtype(f"uint{bits}")
+    dtype = unsigned_like(array.dtype)
     if isinstance(array, jax.ShapeDtypeStruct):
         return sharding.with_dtype(array, dtype)
     return lax.bitcast_convert_type(array, dtype)
+
+
+def is_narrow(dtype: np.dtype) -> bool:
+    """Returns whether numbers of a dtype are floats of 8 or 16 bits."""
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize <= 2
+
+
+def unsigned_like(dtype: np.dtype) -> np.dtype:
+    """Returns the dtype of unsigned integers of the same bits."""
+    return np.dtype(f"uint{8 * np.dtype(dtype).itemsize}")
 
 
 def is_quantized(dtype: np.dtype) -> bool:

@@ -177,15 +177,21 @@ class Interpreter(Generic[Array]):
         return equation.name in CONTROL
 
     def rows(self, scan: Equation) -> PyTree:
-        """Returns arrays [length, ...]; step i passes layer i to `at_step`."""
+        """Returns arrays [length, ...]; step i passes layer i to `at_step` and `read_layer`."""
         return ()
 
     def at_step(self, scan: Equation, rows: PyTree) -> Self:
         """Returns the interpreter of a step of a scan."""
         return self
 
-    def read_layer(self, array: Array) -> Array:
-        """Returns the layer that a step of a scan reads, from an array whose axis 0 is gone."""
+    def read_layer(self, array: Array, stack: Array, rows: PyTree) -> Array:
+        """Returns the layer that a step of a scan reads.
+
+        Args:
+          array: the layer, as an array whose axis 0 is gone.
+          stack: the array of all layers.
+          rows: layer of `rows`.
+        """
         return array
 
     # Shared by all subclasses.
@@ -225,7 +231,7 @@ class Interpreter(Generic[Array]):
         def step(carry: list[Array], layers: PyTree) -> tuple[list[Array], list[Array]]:
             arrays, rows = layers
             inside = self.at_step(equation, rows)
-            read = map(inside.read_layer, arrays)
+            read = map(functools.partial(inside.read_layer, rows=rows), arrays, stacks)
             outputs = inside.run(body.program, [*constants, *carry, *read])
             return outputs[: len(carry)], outputs[len(carry) :]
 

@@ -32,7 +32,7 @@ class Dense(Storage):
         if not kept.is_plain:
             return super().read(kept, never)
         # To select again would take a pass over the parameter: only gradients are masked.
-        values = _mask_gradient(kept.values, kept.indices)
+        values = _mask_gradient(kept.read_values(), kept.indices)
         return values.reshape(kept.sizes).transpose(kept.axes)
 
     def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:

@@ -94,9 +94,10 @@ class Grouped(Storage):
         at = positions.reshape(count, groups, k, 1).astype(np.int64)
         return np.take_along_axis(rows, at, axis=2).reshape(self.kept_shape)
 
-    def densify(self, kept: Kept, never: jax.Array | int) -> jax.Array:
+    def densify(self, kept: Kept, never: jax.Array | int | None) -> jax.Array:
         outputs = math.prod(self.slice_shape[len(self.inputs) :])
-        indices = kept.indices + never  # as the zeros that groups are built on do not wait
+        # Zeros that groups are built on do not wait, so positions wait.
+        indices = kept.indices if never is None else kept.indices + never
         return grouped.densify(kept.values, indices, self.num_units, outputs).reshape(-1)
 
     def multiply(
@@ -267,7 +268,7 @@ def _contract(
         run = jax.vmap(run)
     size = math.prod(rows)
     inputs = math.prod(kept.sizes[kept.stack : end])
-    y = run(kept.values, kept.indices, x.reshape(*stack, size, inputs))
+    y = run(kept.read_values(), kept.indices, x.reshape(*stack, size, inputs))
     y = y.reshape(*stack, *rows, *outputs)
     # Axes of y: the stack, the free axes of the other operand, the outputs of the parameter.
     places = {(True, axis): kept.axes[axis] for axis, _ in contraction.batch}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.storage import Kept, MaskedParameter, Storage
+from sparsity.compacting.storage import Kept, MaskedParameter, Storage, unsigned_like
 from sparsity.masks import Pattern
 
 
@@ -30,14 +30,13 @@ class Values(Storage):
         padding = indices.size - int(np.count_nonzero(mask))
         return cls(mask.shape, stack, size=indices.shape[-1:], padding=padding), indices
 
-    def densify(self, kept: Kept, never: jax.Array | int) -> jax.Array:
-        if kept.base is None or kept.values.dtype != self.base_dtype:
+    def densify(self, kept: Kept, never: jax.Array | int | None) -> jax.Array:
+        if never is not None or kept.base is None or kept.values.dtype != self.base_dtype:
             return super().densify(kept, never)
-        unsigned = jnp.dtype(f"uint{8 * kept.values.dtype.itemsize}")
-        bits = lax.bitcast_convert_type(lax.stop_gradient(kept.base), unsigned)
-        # Frozen entries wait, too: their copy is made when a product needs the slice.
-        waiting = bits.reshape(self.slice_size) + jnp.asarray(never).astype(unsigned)
-        return _write(kept.values, kept.indices, waiting)
+        bits = lax.bitcast_convert_type(
+            lax.stop_gradient(kept.base), unsigned_like(kept.values.dtype)
+        )
+        return _write(kept.values, kept.indices, bits.reshape(self.slice_size))
 
     def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
         return _scatter(outside, indices, values)
