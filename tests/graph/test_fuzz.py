@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from sparsity.graph import Graph, coupling
+from sparsity.graph import coupling
+from sparsity.graph.removal import Removal
 from tests.graph import every_primitive, fuzz
 
 # The long profile: SPARSITY_FUZZ=2000 python -m pytest tests/graph/test_fuzz.py
@@ -30,7 +31,7 @@ def test_residual_streams_of_random_programs_leave_what_masking_gives(monkeypatc
     wrong, groups = fuzz.wrong(range(BATCH), steps=fuzz.STREAM)
     assert wrong == {}
     assert groups > 40
-    monkeypatch.setattr(Graph, "alike", {})  # norms without what the removed channels add
+    monkeypatch.setattr(Removal, "alike", {})  # norms without what the removed channels add
     assert fuzz.wrong(range(BATCH), steps=fuzz.STREAM)[0]
 
 
@@ -66,6 +67,6 @@ def test_each_primitive_of_the_tables_is_drawn():
 
 @pytest.mark.slow
 def test_the_same_programs_show_it_if_removal_is_not_proven(monkeypatch):
-    monkeypatch.setattr(Graph, "find_unproven", lambda self, masked: {})
+    monkeypatch.setattr(Removal, "find_unproven", lambda self, masked: {})
     wrong, _ = fuzz.wrong(range(BATCH))
     assert wrong

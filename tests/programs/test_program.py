@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsity.programs import program as sharing
+from sparsity.programs import share as sharing
 from sparsity.programs.program import read_jaxpr
 from sparsity.programs.walk import Interpreter
 
