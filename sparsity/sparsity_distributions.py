@@ -26,9 +26,9 @@ from sparsity.core.trees import Params, PyTree, Sparsities
 from sparsity.masks import (
     BatchAxes,
     Global,
-    Layerwise,
     Overrides,
     Sites,
+    keeps_targets,
     leading_axes,
 )
 from sparsity.patterns import Unstructured
@@ -152,7 +152,7 @@ class Uniform:
         self, params: Params, batch_axes: BatchAxes, sites: Sites | None, scope: object
     ) -> PyTree:
         """Returns the lowest sparsities whose masks keep no more than `entries`."""
-        if scope is not None and not isinstance(scope, Layerwise | Global):
+        if not (scope is None or isinstance(scope, Global) or keeps_targets(scope)):
             raise ValueError(
                 f"entries = {self.entries} counts under Layerwise() and Global(), but not under "
                 f"scope = {scope!r}. Give a sparsity, or sparsity.budget(graph, nbytes=)."

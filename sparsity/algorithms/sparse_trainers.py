@@ -25,10 +25,10 @@ from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsit
 from sparsity.masks import (
     Draw,
     Global,
-    Layerwise,
     Scope,
     Sites,
     elementwise,
+    keeps_targets,
     lazy_scores,
     make_draw,
     move_masks,
@@ -175,7 +175,7 @@ class DropAndGrow(SparseTraining):
             type(self).new_masks is DropAndGrow.new_masks
             and type(self).get_drop_scores is DropAndGrow.get_drop_scores
             and not is_overridden(self, "update_state")
-            and getattr(type(self.scope), "move", None) is Layerwise.move
+            and keeps_targets(self.scope)
         )
         hook = self.get_grow_scores
         is_local = getattr(hook, "is_elementwise", False)

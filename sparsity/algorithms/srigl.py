@@ -35,7 +35,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_fraction, is_traced
 from sparsity.core.exact import sums
 from sparsity.core.trees import Masks, Params, Sparsities
-from sparsity.masks import Layerwise, Pattern, Site, Sites
+from sparsity.masks import Pattern, Site, Sites, keeps_targets
 from sparsity.selection import num_kept, topk_mask
 from sparsity.training.hooks import Inputs
 from sparsity.training.state import SparseState
@@ -74,7 +74,7 @@ class SRigL(RigL):
             check_fraction("min_salient", self.min_salient)
         if isinstance(self.sparsity_type, Pattern):
             _check_pattern(self.sparsity_type)
-        if not isinstance(self.scope, Layerwise):
+        if not keeps_targets(self.scope):
             raise ValueError(
                 f"SRigL moves within each layer and needs scope = Layerwise(), got {self.scope!r}."
             )

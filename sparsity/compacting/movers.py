@@ -20,7 +20,7 @@ from sparsity.compacting.storage import Storage
 from sparsity.core import hashing, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Path, PyTree
-from sparsity.masks import Site, Sites, is_per_slice, lazy_scores
+from sparsity.masks import Site, Sites, is_per_slice, keeps_targets, lazy_scores
 from sparsity.masks.positions import map_rows, put
 from sparsity.patterns import SparsityType
 from sparsity.selection import Ranked, Scores, num_kept, topk
@@ -301,6 +301,11 @@ def _check_updater(updater: Updater) -> None:
         raise ValueError(
             f"{refused}: under scope = {updater.scope!r} parameters trade entries, and the numbers "
             "of kept values change. Use scope = Layerwise()."
+        )
+    if not keeps_targets(updater.scope):
+        raise ValueError(
+            f"{refused}: scope = {updater.scope!r} overrides select or move, and may keep another "
+            "number of entries. Use scope = Layerwise()."
         )
     for hook in ("accumulate", "init_algorithm_state"):
         if is_overridden(updater, hook):

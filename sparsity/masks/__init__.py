@@ -27,7 +27,7 @@ from sparsity.masks.create import (
     move_masks,
 )
 from sparsity.masks.global_scope import Global
-from sparsity.masks.layerwise import Layerwise
+from sparsity.masks.layerwise import Layerwise, keeps_targets
 from sparsity.masks.lazy import Draw, elementwise, host_scores, lazy_scores, make_draw
 from sparsity.masks.scopes import Moving, Scope, TreeScope, Wanted, is_per_slice
 from sparsity.masks.sites import (
@@ -77,6 +77,7 @@ __all__ = [
     "host_scores",
     "is_pattern",
     "is_per_slice",
+    "keeps_targets",
     "lazy_scores",
     "leading_axes",
     "make_draw",

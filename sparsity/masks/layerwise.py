@@ -70,6 +70,14 @@ class Layerwise:
         return _by_kind(leaves, functools.partial(_move_ranked, drop_fraction), one)
 
 
+def keeps_targets(scope: object) -> bool:
+    """Returns whether each slice keeps the number that its target gives: `Layerwise`, unchanged."""
+    if not isinstance(scope, Layerwise):
+        return False
+    cls = type(scope)
+    return cls.select is Layerwise.select and cls.move is Layerwise.move
+
+
 @runtime_checkable
 class _UnitPattern(Protocol):
     """A pattern that ranks units of several entries, such as blocks."""

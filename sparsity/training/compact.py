@@ -22,7 +22,7 @@ import optax
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, PyTree
-from sparsity.masks import Layerwise, Site, Sites, packed_shape, unpack_masks
+from sparsity.masks import Site, Sites, keeps_targets, packed_shape, unpack_masks
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.checks import check_optimizer
 from sparsity.training.entrywise import check_entrywise
@@ -211,7 +211,7 @@ def check_rules(updater: Updater) -> None:
             "had with static_sparse, set, rigl and srigl, or when masks are final: "
             "scheduler=NoUpdateSchedule() and wrap_optax(tx, masks=masks)."
         )
-    if not isinstance(updater.scope, Layerwise):
+    if not keeps_targets(updater.scope):
         raise ValueError(
             f"{refused}, but under scope = {updater.scope!r} an update of the masks may change the "
             "numbers of single parameters. Use scope = Layerwise(), or NoUpdateSchedule()."
@@ -224,7 +224,7 @@ def _check_first_masks(updater: Updater) -> None:
     reason = ""
     if updater.keeps_count is False:
         reason = f"{name} starts from dense masks"
-    elif not isinstance(updater.scope, Layerwise):
+    elif not keeps_targets(updater.scope):
         reason = f"scope = {updater.scope!r} may keep any number of weights of a parameter"
     elif updater.topk_fn is not None:
         reason = f"topk_fn = {updater.topk_fn!r} may keep any number of weights"

@@ -390,6 +390,11 @@ def test_positions_beyond_the_exact_range_of_float32_come_back():
     assert read_positions(digits, jnp.int32).tolist() == positions.tolist()
 
 
+class All(sparsity.Layerwise):
+    def move(self, leaves, drop_fraction):
+        return [jnp.ones_like(leaf.mask) for leaf in leaves]
+
+
 class Rows(sparsity.SparsityType):
     def pool(self, scores, batch_axes=0):
         return jnp.max(scores, axis=-1)
@@ -403,6 +408,7 @@ class Rows(sparsity.SparsityType):
     [
         (make_pruner(sparsity.RigL), {}, "grads = None: pass them, or loss to Compact.move"),
         (make_pruner(sparsity.GlobalRigL, batch_axes=0), {}, r"scope = Global\("),
+        (make_pruner(sparsity.SET, scope=All()), {}, r"scope = All\(\) overrides select or move"),
         (make_pruner(sparsity.SET, batch_axes=0), {}, r"'layers' .*batch_axes = 0.*batch_axes=1"),
         (make_pruner(sparsity.MagnitudePruning), {}, "MagnitudePruning may keep another number"),
         (make_pruner(sparsity.SET, Rows()), {}, "another number of entries"),

@@ -1,5 +1,6 @@
 """`use_compact_state` trains as the wrapped optimizer does, and keeps the state of kept weights."""
 
+import dataclasses
 import functools
 
 import jax
@@ -252,6 +253,36 @@ def test_a_ramp_is_refused_with_the_field_the_schedule_and_the_remedy():
 def test_updaters_whose_numbers_change_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         _start({"sparsity": 0.5, "use_compact_state": True, **options})
+
+
+class More(sparsity.Layerwise):
+    """Keeps one weight more of each parameter than its target."""
+
+    def select(self, leaves, topk_fn):
+        masks = super().select(leaves, topk_fn)
+        return [mask.at[(0,) * mask.ndim].set(1) for mask in masks]
+
+
+class All(sparsity.Layerwise):
+    """Keeps all weights after a move."""
+
+    def move(self, leaves, drop_fraction):
+        return [jnp.ones_like(leaf.mask) for leaf in leaves]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "scope", "message"),
+    [
+        ("static_sparse", More(), r"scope = More\(\).*masks=masks"),
+        ("rigl", All(), r"scope = All\(\)"),
+    ],
+)
+def test_scopes_that_may_keep_other_numbers_than_layerwise_are_refused(algorithm, scope, message):
+    config = {"algorithm": algorithm, "sparsity": 0.5, "use_compact_state": True}
+    updater = sparsity.create_updater_from_config(config)
+    updater = dataclasses.replace(updater, scope=scope)
+    with pytest.raises(ValueError, match=message):
+        updater.wrap_optax(optax.adam(0.1)).init(arrays(0))
 
 
 def _start(config):

@@ -22,7 +22,7 @@ from sparsity.calibration.statistics import Statistic, Statistics, look_up_stati
 from sparsity.calibration.statistics.rows import Kind
 from sparsity.core import sharding, trees
 from sparsity.core.trees import KeyPath, PyTree
-from sparsity.masks import Layerwise, Site
+from sparsity.masks import Site, keeps_targets
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.hooks import ExtraArg
 
@@ -170,8 +170,7 @@ class StatisticsPruning(BaseUpdater):
 
     def _check_scope(self) -> None:
         """Raises a ValueError for a scope or a topk_fn, which `solve` would never call."""
-        has_select = getattr(type(self.scope), "select", None) is not Layerwise.select
-        if has_select or self.topk_fn is not None:
+        if not keeps_targets(self.scope) or self.topk_fn is not None:
             raise ValueError(
                 f"{type(self).__name__} solves each parameter by itself and needs scope = "
                 f"Layerwise() and topk_fn = None, got scope = {self.scope!r}, topk_fn = "
