@@ -71,6 +71,10 @@ class Moving(NamedTuple):
 class Scope(Protocol):
     """Interface of `scope`: `Layerwise()`, `Global()`, or a custom class.
 
+    A class may also state `per_slice = True`: a mask depends on the scores of its slice alone, so
+    that slices are pruned one by one; and `takes_signed_scores = True`: scores are summed, so that
+    those of saliency keep their signs.
+
     Example:
       >>> import jax.numpy as jnp, sparsity
       >>> class AboveOne:

@@ -49,6 +49,8 @@ class StatisticsPruning(BaseUpdater):
     Attributes:
       statistics_kind: class attribute: the kind of statistics that `solve` needs, the `kind` of
         `sparsity.calibrate`.
+      gram_copies: class attribute: arrays of the size of a Gram matrix that `solve` holds at once,
+        the matrix included: by XLA, which inverts nothing in place, and on a CPU, where numpy does.
       corrects: class attribute: names the values that change beside the masks, so that no step of
         an optimizer can prune along a schedule; `None` if only masks change.
 
@@ -67,6 +69,7 @@ class StatisticsPruning(BaseUpdater):
     """
 
     statistics_kind: ClassVar[Kind] = "gram"
+    gram_copies: ClassVar[tuple[int, int]] = (5, 3)  # as many as SparseGPT, which pads its factor
     corrects: ClassVar[str | None] = "weights"
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,8 @@ class ADMM:
       Array([[4.],
              [0.]], dtype=float32)
     """
+
+    gram_copies: ClassVar[tuple[int, int]] = (3, 2)  # by XLA, by numpy; see `StatisticsPruning`
 
     iterations: int = 20
     gradual: int = 0

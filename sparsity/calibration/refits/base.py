@@ -18,7 +18,10 @@ Select: TypeAlias = Callable[[jax.Array, float], jax.Array]
 
 
 class Refit(Protocol):
-    """Protocol of `refit`: `LeastSquares()`, `ADMM()`, or a class of your own."""
+    """Protocol of `refit`: `LeastSquares()`, `ADMM()`, or a class of your own.
+
+    A class may state `gram_copies`, which `StatisticsPruning` explains, for the estimate of memory.
+    """
 
     def __call__(
         self,

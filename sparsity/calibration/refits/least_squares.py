@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,8 @@ class LeastSquares:
       Array([[4.],
              [0.]], dtype=float32)
     """
+
+    gram_copies: ClassVar[tuple[int, int]] = (2, 2)  # by XLA, by numpy; see `StatisticsPruning`
 
     def __call__(
         self,

@@ -19,8 +19,8 @@ import jax
 import numpy as np
 
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.pruners import SparseGPTPruning, statistics_kind
-from sparsity.calibration.refits import ADMM, LeastSquares, Means, Refit, count_bytes
+from sparsity.calibration.pruners import StatisticsPruning, statistics_kind
+from sparsity.calibration.refits import LeastSquares, Means, Refit, count_bytes
 from sparsity.calibration.run.estimate import Estimate, Meter
 from sparsity.calibration.run.lockstep import Lockstep, Stop
 from sparsity.calibration.run.outputs import compare_outputs
@@ -38,10 +38,6 @@ from sparsity.core import sharding
 from sparsity.core.checks import check_bool, check_function, check_iterable, check_kind
 from sparsity.core.trees import Path, PyTree
 from sparsity.masks import is_per_slice
-
-# Arrays of the size of a Gram matrix that are held at once, the matrix included: by XLA, which
-# inverts nothing in place, and on a CPU, where numpy does. The sweep of SparseGPT pads its factor.
-_GRAMS = {SparseGPTPruning: (5, 3), ADMM: (3, 2), LeastSquares: (2, 2)}
 
 
 @overload
@@ -179,8 +175,9 @@ def _count_grams(task: Task) -> int:
     methods: list[object] = [] if task.refit is None else [task.refit]
     if statistics_kind(task.pruner) == "gram":
         methods.append(task.pruner)
-    most, is_cpu = max(_GRAMS.values()), jax.default_backend() == "cpu"
-    return max(_GRAMS.get(type(method), most)[is_cpu] for method in methods)
+    is_cpu = jax.default_backend() == "cpu"
+    most = StatisticsPruning.gram_copies
+    return max(getattr(method, "gram_copies", most)[is_cpu] for method in methods)
 
 
 class _Run:
