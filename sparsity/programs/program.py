@@ -329,6 +329,25 @@ def captured_arrays(program: Program) -> list[Any]:
     return [value.constant for value in values_read(program) if value.constant is not None]
 
 
+def list_constants(closed: ClosedJaxpr) -> list[Any] | None:
+    """Returns the arrays that a traced function and its bodies hold, in order.
+
+    `None` if the function calls back to Python, where no text tells functions apart.
+    """
+    constants = [*getattr(closed, "consts", ())]
+    for equation in getattr(closed, "jaxpr", closed).eqns:
+        if "callback" in equation.primitive.name:
+            return None
+        for param in equation.params.values():
+            for body in param if isinstance(param, tuple | list) else (param,):
+                if hasattr(body, "eqns") or isinstance(body, ClosedJaxpr):
+                    inner = list_constants(body)
+                    if inner is None:
+                        return None
+                    constants += inner
+    return constants
+
+
 def _program(closed: Any, inputs: list[Value], calls: Tracebacks) -> Program:
     """Returns the program of a closed or an open jaxpr on these inputs, within these calls."""
     jaxpr, constants = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())

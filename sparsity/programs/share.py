@@ -11,7 +11,7 @@ import numpy as np
 from sparsity.core import sharding
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
-from sparsity.programs.program import Arrays, jaxpr_as_fun
+from sparsity.programs.program import Arrays, jaxpr_as_fun, list_constants
 
 _COMPILED: dict[tuple[str, ...], Callable[..., Arrays]] = {}  # by text and constants
 _MOST = 256  # programs, of which the oldest goes first
@@ -45,17 +45,18 @@ def share(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., PyTree]:
         return [x for x in leaves if is_traced(x)]
 
     closed = jax.make_jaxpr(traced)(*args)
-    if any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in closed.consts):
+    held = list_constants(closed)
+    if held is None or any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in held):
         return fn  # keys of random numbers have no bytes to compare
-    constants = [np.asarray(x) for x in closed.consts]
+    constants = [np.asarray(x) for x in held]
     if any(x.nbytes > _LARGEST for x in constants):
         return fn
     key = str(closed), *(f"{x.dtype}{x.shape}{x.tobytes()!r}" for x in constants)
-    if key not in _COMPILED:
-        if len(_COMPILED) == _MOST:
-            del _COMPILED[next(iter(_COMPILED))]
-        _COMPILED[key] = jax.jit(jaxpr_as_fun(closed))
-    compiled = _COMPILED[key]
+    compiled = _COMPILED.get(key)
+    if compiled is None:
+        if len(_COMPILED) >= _MOST:
+            _COMPILED.pop(next(iter(_COMPILED)), None)
+        _COMPILED[key] = compiled = jax.jit(jaxpr_as_fun(closed))
 
     def call(*args: PyTree) -> PyTree:
         outputs = iter(compiled(*jax.tree.leaves(args)))

@@ -174,6 +174,22 @@ def test_functions_of_one_text_and_equal_constants_share_a_program(monkeypatch):
     assert add(large) == 2  # a key of many bytes would cost more than it saves
 
 
+def test_programs_of_functions_that_hold_arrays_or_call_back_are_not_mixed_up():
+    x = jnp.arange(3, dtype=jnp.float32)
+    for number in (1.0, 2.0):
+        held = jnp.full(3, number)
+
+        def multiply(x, held=held):
+            return jax.jit(lambda x: x * held)(x)
+
+        np.testing.assert_array_equal(sharing.share(multiply, x)(x), x * number)
+
+        def call(x, number=number):
+            return jax.pure_callback(lambda x: np.asarray(x) * number, x, x)
+
+        np.testing.assert_array_equal(sharing.share(call, x)(x), x * number)
+
+
 def test_the_oldest_shared_program_makes_room(monkeypatch):
     compiled = {}
     monkeypatch.setattr(sharing, "_COMPILED", compiled)
