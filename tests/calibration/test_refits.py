@@ -290,3 +290,15 @@ def test_the_relative_error_is_the_share_of_the_outputs_that_is_lost():
         found = relative_error(oracles.of_kernel(x), jnp.asarray(weights.T), jnp.asarray(pruned.T))
     expected = oracles.error(x, weights - pruned).sum() / oracles.error(x, weights).sum()
     np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "refit", [sparsity.ADMM(), sparsity.ADMM(gradual=0), sparsity.LeastSquares()]
+)
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
+def test_layers_without_inputs_or_outputs_stay_as_they_are(refit, shape):
+    inputs = shape[0]
+    gram = jnp.zeros((inputs, inputs))
+    statistic = sparsity.Statistic(gram=gram, count=2, contracting=(0,), output=(1,))
+    weights, mask = jnp.ones(shape), jnp.ones(shape, jnp.uint8)
+    assert refit(weights, weights, mask, statistic, select=None)[0].shape == shape

@@ -167,6 +167,8 @@ def inverse_factors_in_place(grams: np.ndarray, damping: chex.Numeric) -> None:
       numpy.linalg.LinAlgError: a matrix is not positive definite.
     """
     size = grams.shape[-1]
+    if not size:
+        return
     np.einsum("...ii->...i", grams)[...] += _shifts(grams, damping)[..., 0]
     for matrix in grams.reshape(-1, size, size):
         blocks = [slice(start, start + _SIZES[-1]) for start in range(0, size, _SIZES[-1])]

@@ -154,6 +154,8 @@ def _invert(matrices: jax.Array) -> jax.Array:
         inverses: jax.Array = jnp.linalg.inv(matrices)
         return inverses
     size = matrices.shape[-1]
+    if not size:
+        return matrices
     for matrix in matrices.reshape(-1, size, size):
         for start in range(0, size, _BLOCK):
             at = slice(start, start + _BLOCK)

@@ -78,7 +78,7 @@ def _supports(masks: jax.Array) -> tuple[int, bool]:
       masks: [*batch, outputs, inputs].
     """
     kept = jnp.sum(masks, axis=-1, dtype=jnp.int32)
-    step = -(-masks.shape[-1] // _PROGRAMS)
+    step = max(-(-masks.shape[-1] // _PROGRAMS), 1)
     most = -(-int(jnp.max(kept, initial=1)) // step) * step
     union = jnp.max(masks, axis=-2, keepdims=True, initial=0)
     is_shared = jnp.all((masks == union) | (kept == 0)[..., None])
