@@ -101,6 +101,8 @@ class Densifier(Interpreter[Lazy]):
         (body,) = equation.within()
         constants, carry, layers = body.split(inputs)
         stacks = [x if _is_stack(x) else self._densify(equation, x) for x in layers]
+        # A layer of a scan outside is no stack that this scan can cut: its values are read first.
+        stacks = [x.with_values(x.read_values()) if isinstance(x, Kept) else x for x in stacks]
         dense = [self._densify(equation, x) for x in carry]
         return super()._scan(equation, [*constants, *dense, *stacks])
 
@@ -194,22 +196,36 @@ def _is_widened(equation: Equation, inputs: Sequence[Lazy]) -> bool:
         and all(x.dtype == jnp.bfloat16 for x in (*equation.inputs, *equation.outputs))
         and equation.params["preferred_element_type"] in (None, jnp.bfloat16)
         and not any(isinstance(x, Deferred) for x in inputs)
-        and all(x.observer is None for x in inputs if isinstance(x, Kept))
+        and all(_widens_exactly(x) for x in inputs if isinstance(x, Kept))
         and jax.default_backend() == "cpu"
     )
+
+
+def _widens_exactly(kept: Kept) -> bool:
+    """Returns whether float32 holds the entries as bfloat16 does: no cast rounds frozen ones."""
+    dtype = kept.storage.base_dtype
+    is_exact = kept.base is None or dtype is None or dtype == jnp.bfloat16 or dtype.itemsize == 1
+    return is_exact and kept.observer is None
 
 
 def _multiply_wide(equation: Equation, inputs: Sequence[Lazy], never: jax.Array | int) -> Arrays:
     """Returns a product of bfloat16 numbers as XLA on CPUs computes the product, bit for bit.
 
-    Values are written to a float32 slice. XLA would keep a slice of each width at once.
+    Values are written to a float32 slice. XLA would keep a slice of each width at once. All numbers
+    and gradients are rounded as bfloat16, which XLA would leave out between two casts.
     """
+
+    def widen(array: jax.Array) -> jax.Array:
+        return lax.reduce_precision(array.astype(jnp.float32), 8, 7)
+
     wide = [
-        densify(x.widen(), never) if isinstance(x, Kept) else densify(x).astype(jnp.float32)
+        densify(x.with_values(widen(x.read_values())), never)
+        if isinstance(x, Kept)
+        else widen(densify(x))
         for x in inputs
     ]
     (result,) = equation.bind(wide, preferred_element_type=np.dtype(np.float32))
-    return [result.astype(jnp.bfloat16)]
+    return [lax.reduce_precision(result, 8, 7).astype(jnp.bfloat16)]
 
 
 def _in_steps(equation: Equation, inputs: Sequence[Lazy]) -> list[list[int]]:

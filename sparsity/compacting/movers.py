@@ -289,7 +289,7 @@ def make_movers(
             storage = storages[names]
             target = targets.get(path)
             _check_site(updater, sites[path], storage, target)
-            if not storage.is_full:  # nothing to drop, nothing to grow
+            if storage.num_kept and not storage.is_full:  # or nothing to drop, or to grow
                 movers[names] = Mover(updater, example, sites, target, path, storage, rule)
     return movers
 

@@ -351,10 +351,6 @@ class Kept:
         """Returns an array of other values, which are computed from `read_values`."""
         return dataclasses.replace(self, values=values, layers=None)
 
-    def widen(self) -> Self:
-        """Returns the array as float32."""
-        return self.with_values(self.read_values().astype(jnp.float32))
-
     def densify(self, never: jax.Array | int | None = None) -> jax.Array:
         """Returns the dense array.
 

@@ -1,5 +1,7 @@
 """A compact model computes what the masked model computes: values, gradients, bits."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,3 +117,34 @@ def test_frozen_entries_take_part_and_are_not_trained():
     expected = np.where(masks[0] > 0, params[0] - 0.1 * dense[0], params[0])
     np.testing.assert_allclose(moved, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(moved[masks[0] == 0], params[0][masks[0] == 0])
+
+
+def loop(params, x):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0]
+
+
+def loop_in_loop(params, x):
+    return jax.lax.scan(lambda x, w: (loop({"w": w}, x), None), x, params["w"])[0]
+
+
+def unrolled(params, x):
+    return functools.reduce(lambda x, w: jnp.tanh(x @ w), params["w"][0], x)
+
+
+@pytest.mark.parametrize("fn", [loop, loop_in_loop, unrolled])
+def test_products_of_bfloat16_have_the_bits_and_gradients_of_the_masked_model(fn):
+    rng = np.random.default_rng(0)
+    shape = (3, 6, 6) if fn is loop else (2, 3, 6, 6)
+    params = {"w": jnp.asarray(rng.normal(size=shape), jnp.bfloat16)}
+    masks = {"w": (rng.random(shape) < 0.5).astype(np.uint8)}
+    x = jnp.asarray(rng.normal(size=(4, 6)), jnp.bfloat16)
+    masked = jax.tree.map(lambda param, mask: param * mask, params, masks)
+    model = compact(trace(fn, params, x), params, masks)
+
+    def loss(fn, params):
+        return fn(params, x).astype(jnp.float32).sum()
+
+    np.testing.assert_array_equal(model.apply(model.params, x), fn(masked, x))
+    grads = jax.jit(jax.grad(functools.partial(loss, model.apply)))(model.params)
+    expected = jax.jit(jax.grad(functools.partial(loss, fn)))(masked)["w"] * masks["w"]
+    np.testing.assert_array_equal(model.dense(grads)["w"], expected)

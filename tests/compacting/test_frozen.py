@@ -180,3 +180,18 @@ def test_frozen_models_are_differentiated_twice_and_mapped(dtype):
     np.testing.assert_array_equal(
         both[0].astype(jnp.float32), model.apply(model.params, x).astype(jnp.float32)
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int16"])
+def test_frozen_entries_are_rounded_by_the_cast_of_the_model(dtype):
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=(64, 48)) * 1000, dtype)}
+    masks = {"w": (rng.random((64, 48)) < 0.3).astype(np.uint8)}
+    x = jnp.asarray(rng.normal(size=(8, 64)), jnp.bfloat16)
+
+    def fn(params, x):
+        return x @ params["w"].astype(x.dtype)
+
+    graph = trace(fn, params, x)
+    model = compact(graph, params, masks, outside="frozen", formats={"w": "values"})
+    np.testing.assert_array_equal(jax.jit(model.apply)(model.params, x), jax.jit(fn)(params, x))

@@ -390,6 +390,18 @@ def test_positions_beyond_the_exact_range_of_float32_come_back():
     assert read_positions(digits, jnp.int32).tolist() == positions.tolist()
 
 
+@pytest.mark.parametrize("algorithm", [sparsity.SET, sparsity.RigL])
+def test_masks_that_keep_nothing_stay_empty(algorithm):
+    params, masks = {"w": jnp.ones((6, 4))}, {"w": np.zeros((6, 4), np.uint8)}
+    x = jnp.ones((2, 6))
+    graph = trace(lambda params, x: x @ params["w"], params, x)
+    model = compact(graph, params, masks, formats={"w": "values"})
+    pruner = algorithm(sparsity_distribution_fn=sparsity.Uniform(0.5))
+    loss = None if algorithm is sparsity.SET else lambda apply, params: apply(params, x).sum()
+    moved, values, _ = model.move(pruner, model.params, ADAM.init(model.params), 0, loss)
+    assert moved.indices["w"].shape == values["w"].shape == (0,)
+
+
 class All(sparsity.Layerwise):
     def move(self, leaves, drop_fraction):
         return [jnp.ones_like(leaf.mask) for leaf in leaves]
