@@ -203,10 +203,10 @@ def errors(tmp_path_factory, installed):
     mistakes = {name: f"import sparsity\n{line}\n" for name, (line, _) in MISTAKES.items()}
     for name, program in (PROGRAMS | mistakes).items():
         (folder / f"{name}.py").write_text(program, encoding="utf-8")
-    found = {name: [] for name in PROGRAMS | mistakes}
+    by_name = {name: [] for name in PROGRAMS | mistakes}
     for path, line, _, rule, message in check_by_pyright(folder, installed, SETTINGS):
-        found[path.stem].append((line, rule, message))
-    return found
+        by_name[path.stem].append((line, rule, message))
+    return by_name
 
 
 @pytest.mark.slow

@@ -216,8 +216,8 @@ class Coupled:
             active = [find_active(group, masks) for group in groups]
             drops = zip(self._importance(groups, drop), active, strict=True)
             ranked = [rank_channels(importance, on) for importance, on in drops]
-            others = [rank_channels(x) for x in self._importance(groups, grow)]
-            return move_units(ranked, others, fraction)
+            growing = [rank_channels(x) for x in self._importance(groups, grow)]
+            return move_units(ranked, growing, fraction)
 
         return self._masks(groups, masks, move, [masks, drop, grow], drop_fraction)
 

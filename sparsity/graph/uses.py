@@ -76,10 +76,10 @@ class Use:
         """
         contracted = read_product(self.equation).operands[self.operand].contracted
         by_axis = [parts for i, parts in enumerate(self.view.factors) if i not in contracted]
-        others = [
+        free_parts = [
             part for parts in (*by_axis, self.view.layers) for part in parts if part.axis == axis
         ]
-        return all(part.step % m == 0 for part in others)
+        return all(part.step % m == 0 for part in free_parts)
 
 
 class Tracker(Flow[Views]):

@@ -156,8 +156,8 @@ def _move_ranked(drop_fraction: chex.Numeric, leaves: Sequence[Moving]) -> list[
             dataclasses.replace(_units(site, scores), where=_unit_mask(site, mask))
             for site, scores, mask in zip(sites, drop, masks, strict=True)
         ]
-        others = [_units(*x) for x in zip(sites, grow, strict=True)]
-        moved = move_units(active, others, fraction)
+        growing = [_units(*x) for x in zip(sites, grow, strict=True)]
+        moved = move_units(active, growing, fraction)
         return [_entries(*x) for x in zip(sites, moved, masks, strict=True)]
 
     masks = [leaf.mask for leaf in leaves]

@@ -42,7 +42,7 @@ def is_positive(x):
     return x > 0
 
 
-def key_of(x):
+def make_key(x):
     return jax.random.key(x.shape[0])
 
 
@@ -181,12 +181,12 @@ FUNCTIONS = {
     "population_count": lambda x: lax.population_count(integers(x)) / 32,
     "pow": lambda x: above_one(x) ** x,
     "ragged_dot_general": lambda x, w: lax.ragged_dot(x, jnp.stack([w, -w]), jnp.array([1, 1])),
-    "random_bits": lambda x: x * jax.random.bits(key_of(x), x.shape) / 2**32,
-    "random_clone": lambda x: x * random_as(x, jax.random.clone(key_of(x))),
-    "random_fold_in": lambda x: x * random_as(x, jax.random.fold_in(key_of(x), 1)),
-    "random_seed": lambda x: x * random_as(x, key_of(x)),
-    "random_split": lambda x: x * random_as(x, jax.random.split(key_of(x))[0]),
-    "random_unwrap": lambda x: x * (1 + jax.random.key_data(key_of(x))[0]),
+    "random_bits": lambda x: x * jax.random.bits(make_key(x), x.shape) / 2**32,
+    "random_clone": lambda x: x * random_as(x, jax.random.clone(make_key(x))),
+    "random_fold_in": lambda x: x * random_as(x, jax.random.fold_in(make_key(x), 1)),
+    "random_seed": lambda x: x * random_as(x, make_key(x)),
+    "random_split": lambda x: x * random_as(x, jax.random.split(make_key(x))[0]),
+    "random_unwrap": lambda x: x * (1 + jax.random.key_data(make_key(x))[0]),
     "random_wrap": lambda x: x * random_as(
         x, jax.random.wrap_key_data(jnp.arange(2, dtype=jnp.uint32))
     ),

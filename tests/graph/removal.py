@@ -33,11 +33,11 @@ def outputs(graph, fn, params, args, groups, stay):
     cut to the channels that stay.
     """
     masks = masks_of(graph, groups, stay)
-    values, given = graph.model.program.outputs, graph.model.program.inputs
+    values, inputs = graph.model.program.outputs, graph.model.program.inputs
     carried = {  # not what is returned as it was given
         graph.leaves[leaf].path
         for i, leaf in graph.model.carried.items()
-        if values[i] is not given[leaf]
+        if values[i] is not inputs[leaf]
     }
 
     def masked(path, leaf):
@@ -49,10 +49,10 @@ def outputs(graph, fn, params, args, groups, stay):
     kept = {group.variable: index for group, index in zip(groups, stay, strict=True)}
     smaller = Smaller(graph.removal.coupling, kept, graph.removal.alike)
     arrays = [leaf for leaf in jax.tree.leaves(params) if hasattr(leaf, "shape")]
-    cut = [smaller.cut(value, leaf) for value, leaf in zip(given, arrays, strict=False)]
+    cut = [smaller.cut(value, leaf) for value, leaf in zip(inputs, arrays, strict=False)]
     expected = jax.tree.leaves(fn(trees.map_matched(masked, params), *args))
-    found = smaller.run(graph.model.program, [*cut, *jax.tree.leaves(args)])
-    return [smaller.cut(value, x) for value, x in zip(values, expected, strict=True)], found
+    outputs = smaller.run(graph.model.program, [*cut, *jax.tree.leaves(args)])
+    return [smaller.cut(value, x) for value, x in zip(values, expected, strict=True)], outputs
 
 
 def difference(expected, found):

@@ -1,4 +1,4 @@
-"""What a pattern says of its masks without scores is what masks of random scores have."""
+"""Counts that a pattern gives without scores are those of masks of random scores."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -173,15 +173,15 @@ def test_a_plan_that_lies_is_refused_or_cuts_what_it_describes():
             assert small.params[path[0]].shape == tuple(shape), number
         masked = {
             name: jnp.zeros_like(leaf)
-            .at[np.ix_(*kept_of(plan, name, leaf))]
-            .set(leaf[np.ix_(*kept_of(plan, name, leaf))])
+            .at[np.ix_(*read_kept(plan, name, leaf))]
+            .set(leaf[np.ix_(*read_kept(plan, name, leaf))])
             for name, leaf in params.items()
         }
         np.testing.assert_allclose(small.apply(small.params, x), model(masked, x), atol=1e-5)
     assert cuts or number < 100
 
 
-def kept_of(plan, name, leaf):
+def read_kept(plan, name, leaf):
     axes = plan.kept.get((name,), {})
     return [axes.get(axis, np.arange(size)) for axis, size in enumerate(leaf.shape)]
 
