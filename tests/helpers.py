@@ -3,7 +3,10 @@
 import contextlib
 import dataclasses
 import functools
+import os
 import pathlib
+import subprocess
+import sys
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -80,6 +83,19 @@ def params(seed=0, shape=SHAPE, dtype=jnp.float32):
 def grads(step):
     """Gradients of `params`, others at each step."""
     return params(1000 + step)
+
+
+def start_module(name, *arguments):
+    """Starts a module in a process group of its own, so that a kill takes its children too."""
+    return subprocess.Popen(
+        [sys.executable, "-m", name, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def normal(*shape, dtype=np.float32, seed=0):

@@ -24,7 +24,7 @@ import numpy as np
 
 from examples.mnist import config as config_lib
 from examples.mnist import train
-from tests.helpers import ROOT
+from tests.helpers import start_module
 
 OPTIONS = {"epochs": 1, "batch_size": 100, "eval_every": 4, "sparsity.update_freq": 3}
 KINDS = {
@@ -35,17 +35,9 @@ KINDS = {
 
 
 def start(run_dir: Path, kind: str) -> subprocess.Popen:
-    """Starts the trainer in a process group of its own."""
+    """Starts the trainer; see `start_module`."""
     flags = [f"--config.{name}={value}" for name, value in (OPTIONS | KINDS[kind]).items()]
-    return subprocess.Popen(
-        [sys.executable, "-m", "examples.mnist.train", f"--run_dir={run_dir}", *flags],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return start_module("examples.mnist.train", f"--run_dir={run_dir}", *flags)
 
 
 def kill(run_dir: Path, is_time: Callable[[], bool], kind: str = "masked") -> bool:

@@ -14,7 +14,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +26,7 @@ import numpy as np
 import sparsity
 from sparsity.cli import main as command
 from tests.cli.test_dtypes import load, save
-from tests.helpers import ROOT
+from tests.helpers import start_module
 
 ENDINGS = (".safetensors", ".npz", ".msgpack", "")
 LAYERS = 6
@@ -135,15 +134,7 @@ def kill(folder: Path, kind: str, seconds: float) -> float:
     """
     for name in ("ready", "finished"):
         (folder / name).unlink(missing_ok=True)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.kill_writes", kind, str(folder)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = start_module("tests.kill_writes", kind, str(folder))
     begin = time.monotonic()
     while time.monotonic() < begin + seconds and not (folder / "finished").exists():
         if process.poll() is not None:
