@@ -358,7 +358,7 @@ class Kept:
           never: an int32 0; no array is allocated before its value exists. `None` copies the bits
             of frozen entries, those of NaN included; a scan has no second derivatives of the copy.
         """
-        kept = dataclasses.replace(self.with_values(self.read_values()), observer=None)
+        kept = dataclasses.replace(self, values=self.read_values(), layers=None, observer=None)
         placed = sharding.explicit_sharding(jax.typeof(kept.values))
         if placed is None:
             return self._densify(kept, never)

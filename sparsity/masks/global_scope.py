@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import chex
 import jax
@@ -26,6 +26,8 @@ from sparsity.masks.norms import norms
 from sparsity.masks.scopes import Moving, Wanted
 from sparsity.masks.sites import Pattern, Site, TopkFn
 from sparsity.selection import Ranked, Scores, topk_masks
+
+L = TypeVar("L", Wanted, Moving)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +79,9 @@ class Global:
 
     def select(self, leaves: Sequence[Wanted], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns masks that keep the highest scores of all leaves together."""
-        ranked = [leaf for leaf in leaves if not leaf.site.has_override]
-        alone = [leaf for leaf in leaves if leaf.site.has_override]
-        together = iter(self._select_together(ranked, alone))
-        apart = iter(Layerwise().select(alone, topk_fn))
-        return [next(apart if leaf.site.has_override else together) for leaf in leaves]
+        ranked, alone = _split_overrides(leaves)
+        together = self._select_together(ranked, alone)
+        return _merge_overrides(leaves, together, Layerwise().select(alone, topk_fn))
 
     def _select_together(
         self, leaves: Sequence[Wanted], alone: Sequence[Wanted]
@@ -120,11 +120,9 @@ class Global:
         scores are kept. As many weights as were dropped grow anywhere. A leaf with an entry
         in `custom_sparsity_map` moves separately.
         """
-        ranked = [leaf for leaf in leaves if not leaf.site.has_override]
-        alone = [leaf for leaf in leaves if leaf.site.has_override]
-        together = iter(self._move_together(ranked, drop_fraction))
-        apart = iter(Layerwise().move(alone, drop_fraction))
-        return [next(apart if leaf.site.has_override else together) for leaf in leaves]
+        ranked, alone = _split_overrides(leaves)
+        together = self._move_together(ranked, drop_fraction)
+        return _merge_overrides(leaves, together, Layerwise().move(alone, drop_fraction))
 
     def _move_together(
         self, leaves: Sequence[Moving], drop_fraction: chex.Numeric
@@ -185,6 +183,20 @@ class Global:
             f"its own: batch_axes must be 0, {got}. Use scope=Layerwise(), or leave stacked biases "
             "out with filter_fn."
         )
+
+
+def _split_overrides(leaves: Sequence[L]) -> tuple[list[L], list[L]]:
+    """Returns the leaves that compete, and those with a sparsity of their own."""
+    ranked = [leaf for leaf in leaves if not leaf.site.has_override]
+    return ranked, [leaf for leaf in leaves if leaf.site.has_override]
+
+
+def _merge_overrides(
+    leaves: Sequence[Wanted] | Sequence[Moving], together: list[jax.Array], apart: list[jax.Array]
+) -> list[jax.Array]:
+    """Returns masks in the order of the leaves, from those of each part of `_split_overrides`."""
+    parts = iter(together), iter(apart)
+    return [next(parts[leaf.site.has_override]) for leaf in leaves]
 
 
 def _count_kept_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> exact.Words:
