@@ -1,0 +1,32 @@
+"""Words and positions of kept entries, against numpy."""
+
+import jax
+import numpy as np
+import pytest
+
+from sparsity.masks.positions import kept_positions, read_words
+
+# Two words, one row of sums and one entry more, rows of rows of sums and one word more.
+SIZES = [1, 33, 32 * 32 + 1, 32**3 + 32, 32**4 + 33]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("density", [0.1, 1.0])
+def test_words_count_the_kept_entries_before_them(size: int, density: float) -> None:
+    mask = (np.random.default_rng(size).random(size) < density).astype(np.uint8)
+    words = jax.jit(read_words)(mask)
+    padded = np.pad(mask, (0, -size % 32)).reshape(-1, 32)
+    counts = padded.sum(axis=1, dtype=np.int64)
+    np.testing.assert_array_equal(words.starts, np.cumsum(counts) - counts)
+    np.testing.assert_array_equal(words.bits, np.packbits(padded, bitorder="little").view("<u4"))
+    assert int(words.total) == mask.sum()
+
+
+def test_kept_positions_are_those_of_numpy_under_vmap() -> None:
+    masks = (np.random.default_rng(0).random((3, 2500)) < 0.3).astype(np.uint8)
+    k = int(masks.sum(axis=1).max())
+    positions = jax.vmap(lambda mask: kept_positions(mask, k))(masks)
+    for mask, row in zip(masks, np.asarray(positions), strict=True):
+        kept = np.flatnonzero(mask)
+        np.testing.assert_array_equal(row[: len(kept)], kept)
+        np.testing.assert_array_equal(row[len(kept) :], 2500 + np.arange(k - len(kept)))
