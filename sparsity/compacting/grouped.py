@@ -125,7 +125,9 @@ def densify(values: jax.Array, indices: jax.Array, inputs: int, outputs: int) ->
     groups, _, group = values.shape
 
     def fill(values: jax.Array, indices: jax.Array) -> jax.Array:
-        empty = jnp.zeros((inputs, groups, group), values.dtype)
+        # Zeros that wait for the positions: XLA on CPUs begins with all other buffers of zeros.
+        zero = jnp.min(indices, initial=0).astype(values.dtype)
+        empty = jnp.broadcast_to(zero, (inputs, groups, group))
         places = empty.at[_widen(indices), jnp.arange(groups)[:, None]]
         matrix = places.set(values, mode="drop", wrap_negative_indices=False)
         return matrix.reshape(inputs, groups * group)[:, :outputs]

@@ -96,7 +96,6 @@ class Grouped(Storage):
 
     def densify(self, kept: Kept, never: jax.Array | int | None) -> jax.Array:
         outputs = math.prod(self.slice_shape[len(self.inputs) :])
-        # Zeros that groups are built on do not wait, so positions wait.
         indices = kept.indices if never is None else kept.indices + never
         return grouped.densify(kept.values, indices, self.num_units, outputs).reshape(-1)
 
