@@ -125,11 +125,13 @@ def densify(values: jax.Array, indices: jax.Array, inputs: int, outputs: int) ->
     groups, _, group = values.shape
 
     def fill(values: jax.Array, indices: jax.Array) -> jax.Array:
-        # Zeros that wait for the positions: XLA on CPUs begins with all other buffers of zeros.
-        zero = jnp.min(indices, initial=0).astype(values.dtype)
-        empty = jnp.broadcast_to(zero, (inputs, groups, group))
+        # XLA on CPUs begins with buffers of zeros, and copies values to write them. A 0 that depends
+        # on the positions lets both wait.
+        zero = jnp.min(_widen(indices), initial=0)
+        empty = jnp.broadcast_to(zero.astype(values.dtype), (inputs, groups, group))
         places = empty.at[_widen(indices), jnp.arange(groups)[:, None]]
-        matrix = places.set(values, mode="drop", wrap_negative_indices=False)
+        waiting = jnp.where(zero < 0, jnp.zeros((), values.dtype), values)
+        matrix = places.set(waiting, mode="drop", wrap_negative_indices=False)
         return matrix.reshape(inputs, groups * group)[:, :outputs]
 
     axes = None, *_split_axes(values)[:1]
