@@ -100,7 +100,7 @@ def _move(
         for path, storage in model.storages
         if path in movers
     }
-    new, params, opt_state = carry_state(carriers, params, opt_state, fresh)
+    new, params, opt_state = carry_state(carriers, params, opt_state, fresh, model.in_turn)
     return _replace_leaves(model.indices, new), params, opt_state
 
 

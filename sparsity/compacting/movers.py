@@ -213,17 +213,17 @@ class Mover:
             return x.reshape(-1, *x.shape[self.depth :])
 
         parts = [jax.tree.map(flatten, arrays) for arrays in each]
-        joined, gradients = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+        counts = [len(part.step) for part, _ in parts]
+        # A switch copies one part at a time; joined arrays would be a copy of all.
 
-        def move(i: jax.Array, indices: jax.Array) -> jax.Array:
-            # Positions are written where they are read, so that they are stored once.
-            part, gradient = jax.tree.map(lambda x: x[i], (joined, gradients))
-            new = self.move(part._replace(indices=indices[i]), gradient)
-            return indices.at[i].set(new)
+        def move(place: tuple[jax.Array, jax.Array]) -> jax.Array:
+            number, row = place
+            reads = [lambda row, x=x: jax.tree.map(lambda a: a[row], x) for x in parts]
+            return self.move(*lax.switch(number, reads, row))
 
-        moved = lax.fori_loop(0, len(joined.step), move, joined.indices)
-        ends = np.cumsum([len(part.step) for part, _ in parts])[:-1]
-        pairs = zip(jnp.split(moved, ends), each, strict=True)
+        places = np.repeat(np.arange(len(parts)), counts), np.concatenate([*map(np.arange, counts)])
+        moved = lax.map(move, places)
+        pairs = zip(jnp.split(moved, np.cumsum(counts)[:-1]), each, strict=True)
         return [new.reshape(old.indices.shape) for new, (old, _) in pairs]
 
     def _tree(self, array: chex.Numeric | None) -> PyTree:
