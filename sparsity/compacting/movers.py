@@ -188,16 +188,22 @@ class Mover:
         assert self.rule is not None
         storage, pattern = self.part, cast(SparsityType, self.site.pattern)
         drop = storage.pool(self.rule.drop(part.values), pattern)
+        move_matrix, fraction = self.rule.move_matrix, self.rule.fraction(part.step)
+        shape = (rows, -1) if move_matrix is None else (-1, storage.slice_shape[-1])
         grow: jax.Array | Scores | None = None
         if pattern.is_elementwise:
-            flat = [x if x is None else x.reshape(rows, -1) for x in (param, gradient)]
+            flat = [x if x is None else x.reshape(shape) for x in (param, gradient)]
             grow = lazy_scores(self.rule.grow, flat[0], None, flat[1])
         if grow is None:
             scores = self._grow_scores(part, param, gradient)
-            grow = pattern.pool(scores, self.site.batch_axes).reshape(rows, -1)
-        drop, positions = (x.reshape(rows, -1) for x in (drop, part.indices))
-        fraction = self.rule.fraction(part.step)
-        return storage.locate_rows(_drop_and_grow(drop, grow, positions, fraction))
+            grow = pattern.pool(scores, self.site.batch_axes).reshape(shape)
+        if move_matrix is not None:
+            positions, drop = (x.reshape(-1) for x in (part.indices, drop))
+            mask = move_matrix(positions, drop, grow, fraction, self.target).reshape(rows, -1)
+        else:
+            drop, positions = (x.reshape(rows, -1) for x in (drop, part.indices))
+            mask = _drop_and_grow(drop, grow, positions, fraction)
+        return storage.locate_rows(mask)
 
     def _grow_scores(self, part: Parts, param: jax.Array, grad: jax.Array | None) -> jax.Array:
         assert self.rule is not None
@@ -290,8 +296,17 @@ def make_movers(
             target = targets.get(path)
             _check_site(updater, sites[path], storage, target)
             if storage.num_kept and not storage.is_full:  # or nothing to drop, or to grow
-                movers[names] = Mover(updater, example, sites, target, path, storage, rule)
+                each = rule if rule is not None and _fits(rule, storage, sites[path]) else None
+                movers[names] = Mover(updater, example, sites, target, path, storage, each)
     return movers
+
+
+def _fits(rule: SliceRule, storage: Storage, site: Site) -> bool:
+    """Returns whether slices of a storage can move by a rule."""
+    if rule.move_matrix is None:
+        return True
+    is_slice = site.batch_axes == len(storage.stack) < len(storage.shape)
+    return is_slice and storage.count_rows(site.pattern) == 1
 
 
 def _check_updater(updater: Updater) -> None:
