@@ -273,9 +273,7 @@ def _grow_in_turn(mask: jax.Array, scores: Scores, fan_in: int) -> jax.Array:
     return lax.fori_loop(0, -(-neurons // size), grow, mask)
 
 
-def _keep_best(
-    neuron: jax.Array, scores: jax.Array, counts: jax.Array, fan_in: int
-) -> jax.Array:
+def _keep_best(neuron: jax.Array, scores: jax.Array, counts: jax.Array, fan_in: int) -> jax.Array:
     """Returns the mask of the weights with the highest scores of each neuron, uint8[k].
 
     Args:

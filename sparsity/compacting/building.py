@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.compacting.formats import ANY_MASK, FORMATS
-from sparsity.compacting.state import Owner
-from sparsity.compacting.storage import MaskedParameter, Storage, is_quantized, to_bits
-from sparsity.compacting.stored import StoredModel, by_path, find_readers
+from sparsity.compacting.formats.storage import MaskedParameter, Storage, is_quantized, to_bits
+from sparsity.compacting.model import StoredModel, by_path, find_readers
+from sparsity.compacting.optimizer_state import Owner
 from sparsity.core import trees
 from sparsity.core.checks import check_kind
 from sparsity.core.trees import Path, PyTree

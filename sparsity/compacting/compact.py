@@ -14,17 +14,17 @@ import optax
 from sparsity.base_updater import BaseUpdater
 from sparsity.compacting.building import build, list_formats, read_formats, read_masks
 from sparsity.compacting.formats import ANY_MASK, FORMATS
-from sparsity.compacting.move import Loss, move
-from sparsity.compacting.report import plot, table
-from sparsity.compacting.state import Owner, check_optimizer, densify_state, take_state
-from sparsity.compacting.storage import Kept
-from sparsity.compacting.stored import (
+from sparsity.compacting.formats.storage import Kept
+from sparsity.compacting.model import (
     StoredModel,
     count_bytes,
     make_rows,
     run_stored,
     wrap_values,
 )
+from sparsity.compacting.moving.update import Loss, move
+from sparsity.compacting.optimizer_state import Owner, check_optimizer, densify_state, take_state
+from sparsity.compacting.table import plot, table
 from sparsity.compacting.tune import choose, measure
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree

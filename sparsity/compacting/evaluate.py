@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.lazy import Deferred, Lazy, densify, is_lazy, kept_in, never_after
-from sparsity.compacting.storage import Kept, is_quantized
+from sparsity.compacting.deferred import Deferred, Lazy, densify, is_lazy, kept_in, never_after
+from sparsity.compacting.formats.storage import Kept, is_quantized
 from sparsity.core import sharding
 from sparsity.core.trees import PyTree
 from sparsity.graph.uses import LOOKUPS

@@ -11,7 +11,7 @@ import pytest
 
 import sparsity
 from sparsity import FanIn, NByM, Unstructured, compact, trace
-from sparsity.compacting.gradients import read_positions
+from sparsity.compacting.moving.gradients import read_positions
 
 ADAM = optax.adam(0.01)
 SRIGL = functools.partial(sparsity.SRigL, min_salient=None)

@@ -8,7 +8,7 @@ import optax
 import sparsity
 from sparsity import compact, trace
 from sparsity.compacting.formats import FORMATS
-from sparsity.compacting.storage import Storage
+from sparsity.compacting.formats.storage import Storage
 
 
 class Backwards(Storage):

@@ -6,8 +6,8 @@ A parameter has the last format that fits, or the one that the user asks for.
 from sparsity.compacting.formats.dense import Dense
 from sparsity.compacting.formats.grouped import Grouped
 from sparsity.compacting.formats.slices import Sliced
+from sparsity.compacting.formats.storage import Storage
 from sparsity.compacting.formats.values import Values
-from sparsity.compacting.storage import Storage
 
 FORMATS: dict[str, type[Storage]] = {each.format: each for each in (Values, Grouped, Sliced, Dense)}
 ANY_MASK = Values.format  # the format that every parameter can have

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.compacting.storage import Kept, MaskedParameter, Storage
+from sparsity.compacting.formats.storage import Kept, MaskedParameter, Storage
 
 
 class Dense(Storage):

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting import grouped
-from sparsity.compacting.groups import find_groups
-from sparsity.compacting.storage import Kept, MaskedParameter, MeshAxes, Storage
+from sparsity.compacting.formats import grouped_products
+from sparsity.compacting.formats.find_groups import find_groups
+from sparsity.compacting.formats.storage import Kept, MaskedParameter, MeshAxes, Storage
 from sparsity.masks import Pattern, Site
 from sparsity.masks.layout import AnyArray
 from sparsity.patterns import FanIn
@@ -97,7 +97,7 @@ class Grouped(Storage):
     def densify(self, kept: Kept, never: jax.Array | int | None) -> jax.Array:
         outputs = math.prod(self.slice_shape[len(self.inputs) :])
         indices = kept.indices if never is None else kept.indices + never
-        return grouped.densify(kept.values, indices, self.num_units, outputs).reshape(-1)
+        return grouped_products.densify(kept.values, indices, self.num_units, outputs).reshape(-1)
 
     def multiply(
         self, equation: Equation, at: int, kept: Kept, other: jax.Array
@@ -258,7 +258,7 @@ def _contract(
     count = math.prod(outputs)
     precision = equation.params["precision"]
     run = functools.partial(
-        grouped.grouped_product,
+        grouped_products.grouped_product,
         outputs=count,
         precision=precision,
         preferred_element_type=equation.params["preferred_element_type"],

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.storage import Kept, MaskedParameter, Storage, unsigned_like
+from sparsity.compacting.formats.storage import Kept, MaskedParameter, Storage, unsigned_like
 from sparsity.masks import Pattern
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from sparsity.compacting.storage import Kept
+from sparsity.compacting.formats.storage import Kept
 from sparsity.programs.program import Equation
 
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.lazy import never_after
-from sparsity.compacting.storage import Storage
+from sparsity.compacting.deferred import never_after
+from sparsity.compacting.formats.storage import Storage
 from sparsity.core import hashing, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Path, PyTree

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from sparsity.compacting.gradients import read_positions
-from sparsity.compacting.lazy import never_after
-from sparsity.compacting.storage import Storage
+from sparsity.compacting.deferred import never_after
+from sparsity.compacting.formats.storage import Storage
+from sparsity.compacting.moving.gradients import read_positions
 from sparsity.core import owners, sharding, trees
 from sparsity.core.trees import Path, PyTree
 
