@@ -14,7 +14,7 @@ from jax import lax
 
 from sparsity.compacting.formats import grouped_products
 from sparsity.compacting.formats.find_groups import find_groups
-from sparsity.compacting.formats.storage import Kept, MaskedParameter, MeshAxes, Storage
+from sparsity.compacting.formats.storage import Kept, MaskedParameter, MeshAxes, Storage, Token
 from sparsity.masks import Pattern, Site
 from sparsity.masks.layout import AnyArray
 from sparsity.patterns import FanIn
@@ -94,9 +94,9 @@ class Grouped(Storage):
         at = positions.reshape(count, groups, k, 1).astype(np.int64)
         return np.take_along_axis(rows, at, axis=2).reshape(self.kept_shape)
 
-    def densify(self, kept: Kept, never: jax.Array | int | None) -> jax.Array:
+    def densify(self, kept: Kept, token: Token | None) -> jax.Array:
         outputs = math.prod(self.slice_shape[len(self.inputs) :])
-        indices = kept.indices if never is None else kept.indices + never
+        indices = kept.indices if token is None else kept.indices + token
         return grouped_products.densify(kept.values, indices, self.num_units, outputs).reshape(-1)
 
     def multiply(

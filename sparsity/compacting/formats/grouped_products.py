@@ -125,8 +125,8 @@ def densify(values: jax.Array, indices: jax.Array, inputs: int, outputs: int) ->
     groups, _, group = values.shape
 
     def fill(values: jax.Array, indices: jax.Array) -> jax.Array:
-        # XLA on CPUs begins with buffers of zeros, and copies values to write them. A 0 that depends
-        # on the positions lets both wait.
+        # A 0 that depends on the positions lets zeros and values wait: XLA on CPUs begins with all
+        # buffers of zeros, and with copies of values that are written twice.
         zero = jnp.min(_widen(indices), initial=0)
         empty = jnp.broadcast_to(zero.astype(values.dtype), (inputs, groups, group))
         places = empty.at[_widen(indices), jnp.arange(groups)[:, None]]

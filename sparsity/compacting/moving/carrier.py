@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from sparsity.compacting.deferred import never_after
-from sparsity.compacting.formats.storage import Storage
+from sparsity.compacting.deferred import make_token
+from sparsity.compacting.formats.storage import Storage, Token
 from sparsity.compacting.moving.gradients import read_positions
 from sparsity.core import owners, sharding, trees
 from sparsity.core.trees import Path, PyTree
@@ -43,20 +43,20 @@ class Carrier:
     new: jax.Array
 
     def carry(
-        self, arrays: list[tuple[jax.Array, jax.Array | None]], never: jax.Array | int
+        self, arrays: list[tuple[jax.Array, jax.Array | None]], token: Token
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Returns the new positions, and arrays of kept values there.
 
         Args:
           arrays: pairs of kept values, and values for entries that are new; `None` for 0.
-          never: an int32 0 that depends on the arrays that were carried before.
+          token: an int32 0 that depends on the arrays that were carried before.
         """
         stored = [self.indices, *(x for x, _ in arrays)]
         fresh = [start for _, start in arrays]
         carry = functools.partial(sharding.shard_like, stored, self._carry)
         # XLA carries a donated array in place in a branch, and all arrays at once without one.
         indices, *values = lax.cond(
-            never == 0, carry, lambda stored, *_: stored, stored, self.new, fresh
+            token == 0, carry, lambda stored, *_: stored, stored, self.new, fresh
         )
         return indices, values
 
@@ -134,8 +134,8 @@ def carry_state(
     moves_state = owners.map_owned(collect, owner_tree, state, *fresh_states)
     indices, moved, values = {}, {}, list[jax.Array]()
     for path, owner in carriers.items():
-        never = never_after([*values, *(x for x, _ in arrays[owner])]) if in_turn else 0
-        indices[path], values = owner.carry(arrays[owner], never)
+        token = make_token([*values, *(x for x, _ in arrays[owner])]) if in_turn else 0
+        indices[path], values = owner.carry(arrays[owner], token)
         moved[owner] = iter(values)
 
     def take(owner: Carrier | None, leaf: jax.Array, is_kept: bool) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.deferred import never_after
+from sparsity.compacting.deferred import make_token
 from sparsity.compacting.formats.storage import Storage
 from sparsity.core import hashing, sharding, trees
 from sparsity.core.checks import is_traced
@@ -136,10 +136,10 @@ class Mover:
         storage = self.part
         shape, indices = storage.kept_shape, part.indices.reshape(storage.indices_shape)
         # A dense slice that waits for the gradient is not built before.
-        never = 0 if gradient is None else never_after([gradient])
+        token = 0 if gradient is None else make_token([gradient])
 
         def densify(values: jax.Array) -> jax.Array:
-            return storage.wrap(values.reshape(shape), indices).densify(never)
+            return storage.wrap(values.reshape(shape), indices).densify(token)
 
         if gradient is not None:
             kept = storage.wrap(part.values.reshape(shape), indices)
@@ -148,7 +148,7 @@ class Mover:
                 gradient = gradient + densify(part.gradient)
         param = densify(part.values)  # compiled only where a score reads the weight
         if self.rule is not None and (rows := self._rows()) is not None:
-            waiting = part._replace(indices=indices + never)
+            waiting = part._replace(indices=indices + token)
             new = self._move_units(waiting, rows, param, gradient)
         else:
             mask = densify(jnp.ones(shape, jnp.uint8))
