@@ -18,9 +18,7 @@ class Dense(Storage):
     stores_all = True
 
     @classmethod
-    def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
-        if not parameter.is_chosen:
-            return None
+    def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray]:
         storage = cls(parameter.mask.shape, parameter.stack, size=())
         slices = np.ascontiguousarray(parameter.mask.transpose(storage.order) != 0, np.uint8)
         return cls(storage.shape, storage.stack, size=storage.slice_shape), slices

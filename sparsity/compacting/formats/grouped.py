@@ -44,18 +44,20 @@ class Grouped(Storage):
 
     @classmethod
     def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
-        """Returns the storage and the inputs that each group reads.
+        return cls.make_automatic(parameter) or cls._make(parameter, 1)
 
-        Groups have at least 4 outputs, or 1 output if the format is chosen.
-        """
+    @classmethod
+    def make_automatic(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
+        return cls._make(parameter, None)
+
+    @classmethod
+    def _make(cls, parameter: MaskedParameter, group: int | None) -> tuple[Self, np.ndarray] | None:
+        """Returns the storage and the inputs that each group reads; see `find_groups`."""
         mask, stack, inputs = parameter.mask, parameter.stack, parameter.inputs
         if parameter.is_frozen or not inputs:
             return None
         storage = cls(mask.shape, stack, size=(), inputs=inputs)
-        matrices = storage.matrices(mask).swapaxes(-1, -2)
-        groups = find_groups(matrices)
-        if groups is None and parameter.is_chosen:
-            groups = find_groups(matrices, 1)
+        groups = find_groups(storage.matrices(mask).swapaxes(-1, -2), group)
         if groups is None:
             return None
         group, indices = groups

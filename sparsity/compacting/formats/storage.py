@@ -37,14 +37,12 @@ class MaskedParameter(NamedTuple):
       stack: axes that index slices.
       inputs: axes over which all products of the parameter sum, () if they differ.
       is_frozen: whether entries outside the mask are stored.
-      is_chosen: whether the user asks for the format.
     """
 
     mask: np.ndarray
     stack: tuple[int, ...]
     inputs: tuple[int, ...]
     is_frozen: bool
-    is_chosen: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,11 +73,13 @@ class Storage(SliceLayout):
 
     @classmethod
     def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
-        """Returns the storage and the positions of the kept values, `None` where none fits.
-
-        Parameters that may have any format have the last one of the table that fits.
-        """
+        """Returns the storage and the positions of the kept values, `None` where none fits."""
         raise NotImplementedError
+
+    @classmethod
+    def make_automatic(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
+        """Returns `make` for a parameter without a chosen format; `None` if another is faster."""
+        return cls.make(parameter)
 
     def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
         """Returns a dense slice, flat.
