@@ -171,9 +171,12 @@ class DropAndGrow(SparseTraining):
         return super().init_state(params, sites=sites)
 
     def slice_rule(self) -> SliceRule | None:
+        return self._rule() if type(self).new_masks is DropAndGrow.new_masks else None
+
+    def _rule(self) -> SliceRule | None:
+        """Returns the rule of `slice_rule`; `None` if an overridden hook takes complete trees."""
         is_standard = (
-            type(self).new_masks is DropAndGrow.new_masks
-            and type(self).get_drop_scores is DropAndGrow.get_drop_scores
+            type(self).get_drop_scores is DropAndGrow.get_drop_scores
             and not is_overridden(self, "update_state")
             and keeps_targets(self.scope)
         )

@@ -36,9 +36,13 @@ from sparsity.core.checks import check_fraction, is_traced
 from sparsity.core.exact import sums
 from sparsity.core.trees import Masks, Params, Sparsities
 from sparsity.masks import Pattern, Site, Sites, keeps_targets
-from sparsity.selection import num_kept, topk_mask
-from sparsity.training.hooks import Inputs
+from sparsity.masks.positions import put
+from sparsity.selection import Scores, num_kept, topk_mask
+from sparsity.selection.keys import readable, to_keys
+from sparsity.training.hooks import Inputs, SliceRule
 from sparsity.training.state import SparseState
+
+_PARTS = 16  # of the neurons of a compact layer, which grow weights one after the other
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -121,6 +125,11 @@ class SRigL(RigL):
         fan_in: int = min(size // neurons, _budget(size, target) // neurons)
         return neurons * fan_in
 
+    def slice_rule(self) -> SliceRule | None:
+        removes = self.min_salient is not None or type(self).new_masks is not SRigL.new_masks
+        rule = None if removes else self._rule()
+        return None if rule is None else rule._replace(move_matrix=move_fan_in)
+
     def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
         fraction = self._drop_fraction(sparse_state.count)
 
@@ -201,6 +210,84 @@ def constant_fan_in(
     )
     most = jnp.where(stays, fan_in[..., None], 0)
     return _filled(kept, by_neuron(kept), most, drop_scores, grow_scores, batch_axes)
+
+
+def move_fan_in(
+    positions: jax.Array,
+    drop_scores: jax.Array,
+    grow_scores: jax.Array | Scores,
+    drop_fraction: chex.Numeric,
+    sparsity: float,
+) -> jax.Array:
+    """Moves the mask of a layer as `constant_fan_in` does without removing neurons.
+
+    No array but the grow scores has an entry of more than a byte for each weight.
+
+    Args:
+      positions: int32[k] places of the active weights in the flat layer, ascending; those beyond
+        the layer are padding.
+      drop_scores: [k] scores of the active weights.
+      grow_scores: [inputs, neurons] scores of all weights, stored or lazy.
+      drop_fraction: scalar in [0, 1].
+      sparsity: target sparsity of the layer, not traced.
+
+    Returns:
+      uint8[inputs, neurons].
+    """
+    inputs, neurons = grow_scores.shape
+    fan_in = min(inputs, _budget(inputs * neurons, sparsity) // neurons)
+    is_active = positions < inputs * neurons
+    k = num_kept(jnp.sum(is_active, dtype=jnp.int32), drop_fraction)
+    kept = topk_mask(drop_scores, k, where=is_active)
+    neuron = jnp.where(kept > 0, positions % neurons, neurons)
+    counts = jnp.zeros(neurons, jnp.int32).at[neuron].add(1, mode="drop")
+    kept = lax.cond(
+        jnp.any(counts > fan_in),
+        lambda: _keep_best(neuron, drop_scores, counts, fan_in),
+        lambda: kept,
+    )
+    mask = put(inputs * neurons, positions, kept).reshape(inputs, neurons)
+    return _grow_in_turn(mask, Scores.wrap(grow_scores), fan_in)
+
+
+def _grow_in_turn(mask: jax.Array, scores: Scores, fan_in: int) -> jax.Array:
+    """Returns the mask [inputs, neurons] with the best other weights of each neuron up to `fan_in`.
+
+    Some neurons at a time, as a search among columns holds several arrays like the scores.
+    """
+    neurons = mask.shape[1]
+    size = -(-neurons // _PARTS)
+
+    def grow(number: jax.Array, mask: jax.Array) -> jax.Array:
+        start = jnp.minimum(number * size, neurons - size)
+
+        def read(x: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(x, start, size, axis=1)
+
+        part = read(mask)
+        missing = jnp.maximum(fan_in - jnp.sum(part, axis=0, dtype=jnp.int32), 0)
+        part_scores = dataclasses.replace(scores, arrays=tuple(map(read, scores.arrays)))
+        grown = topk_mask(part_scores, missing, where=part == 0, last_axes=1)
+        return lax.dynamic_update_slice_in_dim(mask, part | grown, start, axis=1)
+
+    return lax.fori_loop(0, -(-neurons // size), grow, mask)
+
+
+def _keep_best(neuron: jax.Array, scores: jax.Array, counts: jax.Array, fan_in: int) -> jax.Array:
+    """Returns the mask of the weights with the highest scores of each neuron, uint8[k].
+
+    Args:
+      neuron: int32[k] neuron of each weight; the number of neurons for weights to leave out.
+      scores: [k] scores.
+      counts: int32[neurons] number of weights of each neuron.
+      fan_in: number of weights to keep of each neuron, at most.
+    """
+    slots = jnp.arange(len(neuron), dtype=jnp.int32)
+    keys = ~to_keys(readable(scores))
+    neuron, _, order = lax.sort((neuron, keys, slots), num_keys=2, is_stable=True)
+    ends = jnp.append(jnp.cumsum(counts), 0)  # of weights to leave out: no slot lies before
+    limits = ends - jnp.append(jnp.maximum(counts - fan_in, 0), 0)
+    return jnp.zeros(len(slots), jnp.uint8).at[order].set(slots < limits[neuron])
 
 
 def _filled(

@@ -1,5 +1,12 @@
-"""Models whose masked parameters are stored, multiplied and trained as their kept values."""
+"""Models whose masked parameters are stored, multiplied and trained as their kept values.
+
+- `compact` builds a `Compact`, by `building`; `model` runs the program of a model, by `evaluate`.
+- `formats` says how the kept values of a parameter lie in memory, and multiplies them.
+- `moving` moves masks; `optimizer_state` cuts moments down to kept values.
+- `table` and `tune` describe a model and measure its formats.
+"""
 
 from sparsity.compacting.compact import Compact, compact
+from sparsity.compacting.formats.grouped_products import grouped_product
 
-__all__ = ["Compact", "compact"]
+__all__ = ["Compact", "compact", "grouped_product"]

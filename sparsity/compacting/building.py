@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.compacting.formats import ANY_MASK, FORMATS
-from sparsity.compacting.state import Owner
-from sparsity.compacting.storage import MaskedParameter, Storage, is_quantized, to_bits
-from sparsity.compacting.stored import StoredModel, by_path, find_readers
+from sparsity.compacting.formats import ANY_MASK, AUTOMATIC, FORMATS
+from sparsity.compacting.formats.storage import MaskedParameter, Storage, is_quantized, to_bits
+from sparsity.compacting.model import StoredModel, by_path, find_readers
+from sparsity.compacting.optimizer_state import Owner
 from sparsity.core import trees
 from sparsity.core.checks import check_kind
 from sparsity.core.trees import Path, PyTree
@@ -126,15 +126,14 @@ def _make_storages(
     for path, parameter in _describe(graph, masks, is_frozen):
         if path in formats:
             chosen = FORMATS[formats[path]]
-            made = chosen.make(parameter._replace(is_chosen=True))
+            made = chosen.make(parameter)
             if made is None:
                 raise ValueError(
                     f"formats has {chosen.format!r} for {trees.join_names(path)!r} of shape "
                     f"{parameter.mask.shape}, but {chosen.refusal}"
                 )
         else:
-            makes = (each.make(parameter) for each in reversed(FORMATS.values()))
-            made = next(filter(None, makes))
+            made = next(filter(None, (each.make_automatic(parameter) for each in AUTOMATIC)))
         storages[path], indices[path] = made
     return storages, indices
 
@@ -144,11 +143,7 @@ def list_formats(
 ) -> dict[Path, list[str]]:
     """Returns the formats that each masked parameter can have."""
     return {
-        path: [
-            name
-            for name, each in FORMATS.items()
-            if each.make(parameter._replace(is_chosen=True)) is not None
-        ]
+        path: [name for name, each in FORMATS.items() if each.make(parameter) is not None]
         for path, parameter in _describe(graph, masks, is_frozen)
     }
 

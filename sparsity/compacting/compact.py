@@ -14,17 +14,17 @@ import optax
 from sparsity.base_updater import BaseUpdater
 from sparsity.compacting.building import build, list_formats, read_formats, read_masks
 from sparsity.compacting.formats import ANY_MASK, FORMATS
-from sparsity.compacting.move import Loss, move
-from sparsity.compacting.report import plot, table
-from sparsity.compacting.state import Owner, check_optimizer, densify_state, take_state
-from sparsity.compacting.storage import Kept
-from sparsity.compacting.stored import (
+from sparsity.compacting.formats.storage import Kept
+from sparsity.compacting.model import (
     StoredModel,
     count_bytes,
     make_rows,
     run_stored,
     wrap_values,
 )
+from sparsity.compacting.moving.update import Loss, move
+from sparsity.compacting.optimizer_state import Owner, check_optimizer, densify_state, take_state
+from sparsity.compacting.table import plot, table
 from sparsity.compacting.tune import choose, measure
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
@@ -287,14 +287,15 @@ class Compact(StoredModel):
         return models
 
 
+_LEAVES, _STATIC = ("indices", "base"), ("graph", "storages", "in_turn")
 # `register_dataclass` of jax 0.8 fails for fields that are no part of the pytree.
 jax.tree_util.register_pytree_with_keys(
     Compact,
     lambda model: (
-        [(jax.tree_util.GetAttrKey(name), getattr(model, name)) for name in ("indices", "base")],
-        (model.graph, model.storages, model.in_turn),
+        [(jax.tree_util.GetAttrKey(name), getattr(model, name)) for name in _LEAVES],
+        tuple(getattr(model, name) for name in _STATIC),
     ),
-    lambda static, leaves: Compact(*leaves, *static),  # type: ignore[call-arg]
+    lambda static, leaves: Compact(**dict(zip(_LEAVES + _STATIC, (*leaves, *static), strict=True))),
 )
 
 
@@ -353,5 +354,4 @@ def compact(
     stored, owner_tree = build(graph, params, arrays, chosen, outside == "frozen")
     opt_state = spread_state(opt_state, params)
     error = None if tx is None else check_optimizer(tx, params, owner_tree, opt_state)
-    parts = stored.indices, stored.base, graph, stored.storages, stored.in_turn, stored.params
-    return Compact(*parts, take_state(owner_tree, opt_state), error)
+    return Compact(**vars(stored), opt_state=take_state(owner_tree, opt_state), update_error=error)

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.lazy import Deferred, Lazy, densify, is_lazy, kept_in, never_after
-from sparsity.compacting.storage import Kept, is_quantized
+from sparsity.compacting.deferred import Deferred, Lazy, densify, is_lazy, kept_in, make_token
+from sparsity.compacting.formats.storage import Kept, Token, is_quantized
 from sparsity.core import sharding
 from sparsity.core.trees import PyTree
 from sparsity.graph.uses import LOOKUPS
@@ -130,10 +130,10 @@ class Densifier(Interpreter[Lazy]):
             read = jax.tree.unflatten(structure, arrays)
             if not self._in_turn:
                 return equation.bind([densify(x) for x in read])
-            never = never_after(after)
+            token = make_token(after)
             if _is_widened(equation, read):
-                return _multiply_wide(equation, read, never)
-            return equation.bind([densify(x, never) for x in read])
+                return _multiply_wide(equation, read, token)
+            return equation.bind([densify(x, token) for x in read])
 
         def forward(*arrays: jax.Array) -> Arrays:
             inputs = jax.tree.unflatten(structure, arrays)
@@ -208,7 +208,7 @@ def _widens_exactly(kept: Kept) -> bool:
     return is_exact and kept.observer is None
 
 
-def _multiply_wide(equation: Equation, inputs: Sequence[Lazy], never: jax.Array | int) -> Arrays:
+def _multiply_wide(equation: Equation, inputs: Sequence[Lazy], token: Token) -> Arrays:
     """Returns a product of bfloat16 numbers as XLA on CPUs computes the product, bit for bit.
 
     Values are written to a float32 slice. XLA would keep a slice of each width at once. All numbers
@@ -219,7 +219,7 @@ def _multiply_wide(equation: Equation, inputs: Sequence[Lazy], never: jax.Array 
         return lax.reduce_precision(array.astype(jnp.float32), 8, 7)
 
     wide = [
-        densify(x.with_values(widen(x.read_values())), never)
+        densify(x.with_values(widen(x.read_values())), token)
         if isinstance(x, Kept)
         else widen(densify(x))
         for x in inputs

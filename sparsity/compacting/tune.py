@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsity.compacting.deferred import densify, kept_in
 from sparsity.compacting.evaluate import Densifier
-from sparsity.compacting.lazy import densify, kept_in
-from sparsity.compacting.storage import Kept
-from sparsity.compacting.stored import Read, StoredModel, list_reads
+from sparsity.compacting.formats.storage import Kept
+from sparsity.compacting.model import Read, StoredModel, list_reads
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.reports.times import rounds_in_turn

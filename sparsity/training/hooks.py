@@ -64,17 +64,22 @@ class Inputs(NamedTuple):
 
 
 class SliceRule(NamedTuple):
-    """Rule by which the mask of each slice moves as `sparsity.masks.drop_and_grow` moves a mask.
+    """Rule by which the mask of each slice moves alone.
 
     Attributes:
       drop: maps weights to drop scores, entry by entry.
       grow: hook that returns grow scores, entry by entry or by its argument `draw`.
       fraction: maps the step to the fraction of active entries to replace.
+      move_matrix: returns the mask of a slice [inputs, neurons] after an update. Its arguments are
+        the positions of the active entries in the flat slice, [k], their drop scores, grow scores
+        [inputs, neurons], the fraction, and the sparsity of the parameter. `None` moves as
+        `sparsity.masks.drop_and_grow` does.
     """
 
     drop: Callable[[chex.Array], jax.Array]
     grow: Callable[..., PyTree]
     fraction: Callable[[chex.Numeric], chex.Numeric]
+    move_matrix: Callable[..., jax.Array] | None = None
 
 
 def call_hook(

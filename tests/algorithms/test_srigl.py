@@ -1,5 +1,6 @@
 """SRigL: updates by a loop of numpy, the constant fan-in, what it refuses."""
 
+import functools
 import math
 
 import jax
@@ -9,6 +10,7 @@ import optax
 import pytest
 
 import sparsity
+from sparsity.algorithms import srigl
 from sparsity.algorithms.pruners import generate_random_scores
 from sparsity.algorithms.srigl import constant_fan_in
 from tests import helpers
@@ -23,7 +25,7 @@ def _expected(mask, drop, grow, fraction, target, min_salient):
     neurons, inputs = mask.shape[-1], mask[..., 0].size
     budget, active = helpers.num_kept(mask.size, target), int(mask.sum())
     salient = drop_and_grow(mask, drop, grow, fraction).reshape(-1, neurons).sum(axis=0)
-    bound = max(1, math.floor(min_salient * (budget // neurons)))
+    bound = max(1, math.floor(min_salient * (budget // neurons))) if min_salient else 0
     fewest = min(neurons, budget // inputs + 1)
     while np.sum(salient >= bound) < fewest:
         bound -= 1
@@ -67,6 +69,24 @@ def test_updates_are_those_of_numpy(min_salient):
             mask = expected
             ablated += np.count_nonzero(_fan_ins(mask) == 0)
     assert ablated > 20
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_moves_of_stored_weights_are_those_of_numpy(parts, monkeypatch):
+    monkeypatch.setattr(srigl, "_PARTS", parts)
+    rng, inputs, neurons, fan_in = np.random.default_rng(parts), 8, 5, 3
+    target, size, cut = np.float32(1 - fan_in / inputs), inputs * neurons, 0
+    move = jax.jit(functools.partial(srigl.move_fan_in, sparsity=target))
+    for fraction in (0.0, 0.1, 0.3, 1.0):
+        mask = (rng.permutation(size).reshape(inputs, neurons) < fan_in * neurons).astype(np.uint8)
+        drop, grow = np.float32(rng.integers(0, 4, (2, inputs, neurons)))  # many ties
+        drop[rng.random(drop.shape) < 0.2] = np.nan
+        cut += np.count_nonzero(_fan_ins(mask) > fan_in)
+        positions = np.append(np.flatnonzero(mask), [size, size + 1]).astype(np.int32)
+        scores = np.append(drop[mask > 0], [9, 9])
+        new = move(positions, scores, jnp.asarray(grow), fraction)
+        np.testing.assert_array_equal(new, _expected(mask, drop, grow, fraction, target, None))
+    assert cut > 4
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import optax
 import sparsity
 from sparsity import compact, trace
 from sparsity.compacting.formats import FORMATS
-from sparsity.compacting.storage import Storage
+from sparsity.compacting.formats.storage import Storage
 
 
 class Backwards(Storage):
@@ -21,7 +21,7 @@ class Backwards(Storage):
     def make(cls, parameter):
         shape, stack = parameter.mask.shape, parameter.stack
         positions = cls(shape, stack, size=()).list_positions(flip(parameter.mask, stack))
-        if not parameter.is_chosen or positions.size != parameter.mask.sum():
+        if positions.size != parameter.mask.sum():
             return None
         return cls(shape, stack, size=positions.shape[-1:]), positions
 

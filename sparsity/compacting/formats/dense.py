@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.compacting.storage import Kept, MaskedParameter, Storage
+from sparsity.compacting.formats.storage import Kept, MaskedParameter, Storage, Token
 
 
 class Dense(Storage):
@@ -18,9 +18,7 @@ class Dense(Storage):
     stores_all = True
 
     @classmethod
-    def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
-        if not parameter.is_chosen:
-            return None
+    def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray]:
         storage = cls(parameter.mask.shape, parameter.stack, size=())
         slices = np.ascontiguousarray(parameter.mask.transpose(storage.order) != 0, np.uint8)
         return cls(storage.shape, storage.stack, size=storage.slice_shape), slices
@@ -28,9 +26,9 @@ class Dense(Storage):
     def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:
         return np.where(positions > 0, array.transpose(self.order), np.zeros((), array.dtype))
 
-    def read(self, kept: Kept, never: jax.Array | int) -> jax.Array:
+    def read(self, kept: Kept, token: Token) -> jax.Array:
         if not kept.is_plain:
-            return super().read(kept, never)
+            return super().read(kept, token)
         # To select again would take a pass over the parameter: only gradients are masked.
         values = _mask_gradient(kept.read_values(), kept.indices)
         return values.reshape(kept.sizes).transpose(kept.axes)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting import grouped
-from sparsity.compacting.groups import find_groups
-from sparsity.compacting.storage import Kept, MaskedParameter, MeshAxes, Storage
+from sparsity.compacting.formats import grouped_products
+from sparsity.compacting.formats.find_groups import find_groups
+from sparsity.compacting.formats.storage import Kept, MaskedParameter, MeshAxes, Storage, Token
 from sparsity.masks import Pattern, Site
 from sparsity.masks.layout import AnyArray
 from sparsity.patterns import FanIn
@@ -44,18 +44,20 @@ class Grouped(Storage):
 
     @classmethod
     def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
-        """Returns the storage and the inputs that each group reads.
+        return cls.make_automatic(parameter) or cls._make(parameter, 1)
 
-        Groups have at least 4 outputs, or 1 output if the format is chosen.
-        """
+    @classmethod
+    def make_automatic(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
+        return cls._make(parameter, None)
+
+    @classmethod
+    def _make(cls, parameter: MaskedParameter, group: int | None) -> tuple[Self, np.ndarray] | None:
+        """Returns the storage and the inputs that each group reads; see `find_groups`."""
         mask, stack, inputs = parameter.mask, parameter.stack, parameter.inputs
         if parameter.is_frozen or not inputs:
             return None
         storage = cls(mask.shape, stack, size=(), inputs=inputs)
-        matrices = storage.matrices(mask).swapaxes(-1, -2)
-        groups = find_groups(matrices)
-        if groups is None and parameter.is_chosen:
-            groups = find_groups(matrices, 1)
+        groups = find_groups(storage.matrices(mask).swapaxes(-1, -2), group)
         if groups is None:
             return None
         group, indices = groups
@@ -94,11 +96,10 @@ class Grouped(Storage):
         at = positions.reshape(count, groups, k, 1).astype(np.int64)
         return np.take_along_axis(rows, at, axis=2).reshape(self.kept_shape)
 
-    def densify(self, kept: Kept, never: jax.Array | int | None) -> jax.Array:
+    def densify(self, kept: Kept, token: Token | None) -> jax.Array:
         outputs = math.prod(self.slice_shape[len(self.inputs) :])
-        # Zeros that groups are built on do not wait, so positions wait.
-        indices = kept.indices if never is None else kept.indices + never
-        return grouped.densify(kept.values, indices, self.num_units, outputs).reshape(-1)
+        indices = kept.indices if token is None else kept.indices + token
+        return grouped_products.densify(kept.values, indices, self.num_units, outputs).reshape(-1)
 
     def multiply(
         self, equation: Equation, at: int, kept: Kept, other: jax.Array
@@ -259,7 +260,7 @@ def _contract(
     count = math.prod(outputs)
     precision = equation.params["precision"]
     run = functools.partial(
-        grouped.grouped_product,
+        grouped_products.grouped_product,
         outputs=count,
         precision=precision,
         preferred_element_type=equation.params["preferred_element_type"],

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.compacting.groups import list_kept
-from sparsity.compacting.storage import Kept, MaskedParameter, Storage
+from sparsity.compacting.formats.find_groups import list_kept
+from sparsity.compacting.formats.storage import Kept, MaskedParameter, Storage
 from sparsity.core.sharding import explicit_sharding
 from sparsity.programs.products import read_product
 from sparsity.programs.program import Equation

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.storage import Kept, MaskedParameter, Storage, unsigned_like
+from sparsity.compacting.formats.storage import Kept, MaskedParameter, Storage, Token, unsigned_like
 from sparsity.masks import Pattern
 
 
@@ -30,9 +30,9 @@ class Values(Storage):
         padding = indices.size - int(np.count_nonzero(mask))
         return cls(mask.shape, stack, size=indices.shape[-1:], padding=padding), indices
 
-    def densify(self, kept: Kept, never: jax.Array | int | None) -> jax.Array:
-        if never is not None or kept.base is None or kept.values.dtype != self.base_dtype:
-            return super().densify(kept, never)
+    def densify(self, kept: Kept, token: Token | None) -> jax.Array:
+        if token is not None or kept.base is None or kept.values.dtype != self.base_dtype:
+            return super().densify(kept, token)
         bits = lax.bitcast_convert_type(
             lax.stop_gradient(kept.base), unsigned_like(kept.values.dtype)
         )

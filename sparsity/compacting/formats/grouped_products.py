@@ -125,9 +125,13 @@ def densify(values: jax.Array, indices: jax.Array, inputs: int, outputs: int) ->
     groups, _, group = values.shape
 
     def fill(values: jax.Array, indices: jax.Array) -> jax.Array:
-        empty = jnp.zeros((inputs, groups, group), values.dtype)
+        # A 0 that depends on the positions lets zeros and values wait: XLA on CPUs begins with all
+        # buffers of zeros, and with copies of values that are written twice.
+        zero = jnp.min(_widen(indices), initial=0)
+        empty = jnp.broadcast_to(zero.astype(values.dtype), (inputs, groups, group))
         places = empty.at[_widen(indices), jnp.arange(groups)[:, None]]
-        matrix = places.set(values, mode="drop", wrap_negative_indices=False)
+        waiting = jnp.where(zero < 0, jnp.zeros((), values.dtype), values)
+        matrix = places.set(waiting, mode="drop", wrap_negative_indices=False)
         return matrix.reshape(inputs, groups * group)[:, :outputs]
 
     axes = None, *_split_axes(values)[:1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from sparsity.compacting.gradients import read_positions
-from sparsity.compacting.storage import Storage
+from sparsity.compacting.deferred import make_token
+from sparsity.compacting.formats.storage import Storage, Token
+from sparsity.compacting.moving.gradients import read_positions
 from sparsity.core import owners, sharding, trees
 from sparsity.core.trees import Path, PyTree
 
@@ -41,16 +43,21 @@ class Carrier:
     new: jax.Array
 
     def carry(
-        self, arrays: list[tuple[jax.Array, jax.Array | None]]
+        self, arrays: list[tuple[jax.Array, jax.Array | None]], token: Token
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Returns the new positions, and arrays of kept values there.
 
         Args:
           arrays: pairs of kept values, and values for entries that are new; `None` for 0.
+          token: an int32 0 that depends on the arrays that were carried before.
         """
         stored = [self.indices, *(x for x, _ in arrays)]
         fresh = [start for _, start in arrays]
-        indices, *values = sharding.shard_like(stored, self._carry, stored, self.new, fresh)
+        carry = functools.partial(sharding.shard_like, stored, self._carry)
+        # XLA carries a donated array in place in a branch, and all arrays at once without one.
+        indices, *values = lax.cond(
+            token == 0, carry, lambda stored, *_: stored, stored, self.new, fresh
+        )
         return indices, values
 
     def _carry(
@@ -95,7 +102,11 @@ class Carrier:
 
 
 def carry_state(
-    carriers: Mapping[Path, Carrier], params: PyTree, state: PyTree, fresh: PyTree | None
+    carriers: Mapping[Path, Carrier],
+    params: PyTree,
+    state: PyTree,
+    fresh: PyTree | None,
+    in_turn: bool,
 ) -> tuple[dict[Path, jax.Array], PyTree, PyTree]:
     """Moves parameters and the state of their optimizer to new positions.
 
@@ -104,6 +115,7 @@ def carry_state(
       params: tree of parameters; new entries start at 0.
       state: state of the optimizer.
       fresh: state of new entries, `None` for 0.
+      in_turn: whether each parameter waits for the one before, as in `Compact`.
 
     Returns:
       The new positions by path, the parameters, and the state.
@@ -120,9 +132,10 @@ def carry_state(
     moves_params = owners.map_owned(collect, owner_tree, params)
     fresh_states = () if fresh is None else (fresh,)
     moves_state = owners.map_owned(collect, owner_tree, state, *fresh_states)
-    indices, moved = {}, {}
+    indices, moved, values = {}, {}, list[jax.Array]()
     for path, owner in carriers.items():
-        indices[path], values = owner.carry(arrays[owner])
+        token = make_token([*values, *(x for x, _ in arrays[owner])]) if in_turn else 0
+        indices[path], values = owner.carry(arrays[owner], token)
         moved[owner] = iter(values)
 
     def take(owner: Carrier | None, leaf: jax.Array, is_kept: bool) -> jax.Array:

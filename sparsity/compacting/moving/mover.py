@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.lazy import never_after
-from sparsity.compacting.storage import Storage
+from sparsity.compacting.deferred import make_token
+from sparsity.compacting.formats.storage import Storage
 from sparsity.core import hashing, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Path, PyTree
@@ -136,10 +136,10 @@ class Mover:
         storage = self.part
         shape, indices = storage.kept_shape, part.indices.reshape(storage.indices_shape)
         # A dense slice that waits for the gradient is not built before.
-        never = 0 if gradient is None else never_after([gradient])
+        token = 0 if gradient is None else make_token([gradient])
 
         def densify(values: jax.Array) -> jax.Array:
-            return storage.wrap(values.reshape(shape), indices).densify(never)
+            return storage.wrap(values.reshape(shape), indices).densify(token)
 
         if gradient is not None:
             kept = storage.wrap(part.values.reshape(shape), indices)
@@ -148,7 +148,7 @@ class Mover:
                 gradient = gradient + densify(part.gradient)
         param = densify(part.values)  # compiled only where a score reads the weight
         if self.rule is not None and (rows := self._rows()) is not None:
-            waiting = part._replace(indices=indices + never)
+            waiting = part._replace(indices=indices + token)
             new = self._move_units(waiting, rows, param, gradient)
         else:
             mask = densify(jnp.ones(shape, jnp.uint8))
@@ -188,16 +188,22 @@ class Mover:
         assert self.rule is not None
         storage, pattern = self.part, cast(SparsityType, self.site.pattern)
         drop = storage.pool(self.rule.drop(part.values), pattern)
+        move_matrix, fraction = self.rule.move_matrix, self.rule.fraction(part.step)
+        shape = (rows, -1) if move_matrix is None else (-1, storage.slice_shape[-1])
         grow: jax.Array | Scores | None = None
         if pattern.is_elementwise:
-            flat = [x if x is None else x.reshape(rows, -1) for x in (param, gradient)]
+            flat = [x if x is None else x.reshape(shape) for x in (param, gradient)]
             grow = lazy_scores(self.rule.grow, flat[0], None, flat[1])
         if grow is None:
             scores = self._grow_scores(part, param, gradient)
-            grow = pattern.pool(scores, self.site.batch_axes).reshape(rows, -1)
-        drop, positions = (x.reshape(rows, -1) for x in (drop, part.indices))
-        fraction = self.rule.fraction(part.step)
-        return storage.locate_rows(_drop_and_grow(drop, grow, positions, fraction))
+            grow = pattern.pool(scores, self.site.batch_axes).reshape(shape)
+        if move_matrix is not None:
+            positions, drop = (x.reshape(-1) for x in (part.indices, drop))
+            mask = move_matrix(positions, drop, grow, fraction, self.target).reshape(rows, -1)
+        else:
+            drop, positions = (x.reshape(rows, -1) for x in (drop, part.indices))
+            mask = _drop_and_grow(drop, grow, positions, fraction)
+        return storage.locate_rows(mask)
 
     def _grow_scores(self, part: Parts, param: jax.Array, grad: jax.Array | None) -> jax.Array:
         assert self.rule is not None
@@ -213,17 +219,17 @@ class Mover:
             return x.reshape(-1, *x.shape[self.depth :])
 
         parts = [jax.tree.map(flatten, arrays) for arrays in each]
-        joined, gradients = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+        counts = [len(part.step) for part, _ in parts]
+        # A switch copies one part at a time; joined arrays would be a copy of all.
 
-        def move(i: jax.Array, indices: jax.Array) -> jax.Array:
-            # Positions are written where they are read, so that they are stored once.
-            part, gradient = jax.tree.map(lambda x: x[i], (joined, gradients))
-            new = self.move(part._replace(indices=indices[i]), gradient)
-            return indices.at[i].set(new)
+        def move(place: tuple[jax.Array, jax.Array]) -> jax.Array:
+            number, row = place
+            reads = [lambda row, x=x: jax.tree.map(lambda a: a[row], x) for x in parts]
+            return self.move(*lax.switch(number, reads, row))
 
-        moved = lax.fori_loop(0, len(joined.step), move, joined.indices)
-        ends = np.cumsum([len(part.step) for part, _ in parts])[:-1]
-        pairs = zip(jnp.split(moved, ends), each, strict=True)
+        places = np.repeat(np.arange(len(parts)), counts), np.concatenate([*map(np.arange, counts)])
+        moved = lax.map(move, places)
+        pairs = zip(jnp.split(moved, np.cumsum(counts)[:-1]), each, strict=True)
         return [new.reshape(old.indices.shape) for new, (old, _) in pairs]
 
     def _tree(self, array: chex.Numeric | None) -> PyTree:
@@ -290,8 +296,17 @@ def make_movers(
             target = targets.get(path)
             _check_site(updater, sites[path], storage, target)
             if storage.num_kept and not storage.is_full:  # or nothing to drop, or to grow
-                movers[names] = Mover(updater, example, sites, target, path, storage, rule)
+                each = rule if rule is not None and _fits(rule, storage, sites[path]) else None
+                movers[names] = Mover(updater, example, sites, target, path, storage, each)
     return movers
+
+
+def _fits(rule: SliceRule, storage: Storage, site: Site) -> bool:
+    """Returns whether slices of a storage can move by a rule."""
+    if rule.move_matrix is None:
+        return True
+    is_slice = site.batch_axes == len(storage.stack) < len(storage.shape)
+    return is_slice and storage.count_rows(site.pattern) == 1
 
 
 def _check_updater(updater: Updater) -> None:

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sparsity.compacting.deferred import Lazy, kept_in
 from sparsity.compacting.evaluate import Densifier
-from sparsity.compacting.lazy import Lazy, kept_in
+from sparsity.compacting.formats.storage import Kept, Storage
 from sparsity.compacting.observer import Observer
-from sparsity.compacting.report import Row
-from sparsity.compacting.storage import Kept, Storage
+from sparsity.compacting.table import Row
 from sparsity.core import sharding, trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph

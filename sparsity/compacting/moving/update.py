@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import optax
 
 from sparsity.base_updater import BaseUpdater
-from sparsity.compacting.carry import Carrier, carry_state, check_fresh_state
-from sparsity.compacting.gradients import differentiate_directly, move_by_gradient
-from sparsity.compacting.movers import make_movers, move_all
-from sparsity.compacting.stored import StoredModel, by_path, run_stored
+from sparsity.compacting.model import StoredModel, by_path, run_stored
+from sparsity.compacting.moving.carrier import Carrier, carry_state, check_fresh_state
+from sparsity.compacting.moving.gradients import differentiate_directly, move_by_gradient
+from sparsity.compacting.moving.mover import make_movers, move_all
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Path, PyTree
@@ -100,7 +100,7 @@ def _move(
         for path, storage in model.storages
         if path in movers
     }
-    new, params, opt_state = carry_state(carriers, params, opt_state, fresh)
+    new, params, opt_state = carry_state(carriers, params, opt_state, fresh, model.in_turn)
     return _replace_leaves(model.indices, new), params, opt_state
 
 

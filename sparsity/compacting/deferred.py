@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from sparsity.compacting.storage import Kept
+from sparsity.compacting.formats.storage import Kept, Token
 from sparsity.programs.program import Equation
 
 
@@ -40,12 +40,12 @@ def is_lazy(array: Lazy) -> bool:
     return isinstance(array, Kept | Deferred)
 
 
-def densify(array: Lazy, never: jax.Array | int = 0) -> jax.Array:
+def densify(array: Lazy, token: Token = 0) -> jax.Array:
     """Returns an array as a dense one; see `Kept.read`."""
     if isinstance(array, Kept):
-        return array.read(never)
+        return array.read(token)
     if isinstance(array, Deferred):
-        inputs = [densify(each, never) for each in array.inputs]
+        inputs = [densify(each, token) for each in array.inputs]
         output: jax.Array = array.equation.bind(inputs)[array.number]
         return output
     return array
@@ -57,7 +57,7 @@ def kept_in(arrays: Sequence[Lazy]) -> list[Kept]:
     return [leaf for leaf in leaves if isinstance(leaf, Kept)]
 
 
-def never_after(arrays: Sequence[jax.Array]) -> jax.Array | int:
+def make_token(arrays: Sequence[jax.Array]) -> Token:
     """Returns an int32 0 that depends on the floating `arrays`.
 
     A buffer of zeros made from this 0 is not allocated before the arrays. The schedule of XLA on
@@ -65,11 +65,11 @@ def never_after(arrays: Sequence[jax.Array]) -> jax.Array | int:
     layer keeps one dense parameter at a time; a barrier does not, because XLA removes barriers
     before scheduling.
     """
-    never: jax.Array | int = 0
+    token: Token = 0
     for array in arrays:
         if jnp.issubdtype(jnp.result_type(array), jnp.inexact) and np.size(array):
-            never = never + _exceeds_infinity(lax.stop_gradient(array))
-    return never
+            token = token + _exceeds_infinity(lax.stop_gradient(array))
+    return token
 
 
 @custom_vmap

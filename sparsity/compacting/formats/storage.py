@@ -26,6 +26,7 @@ from sparsity.masks.positions import kept_positions, map_rows, put, slots_of_pos
 from sparsity.programs.program import Equation
 
 MeshAxes: TypeAlias = str | tuple[str, ...] | None  # of a mesh
+Token: TypeAlias = jax.Array | int  # an int32 0: an array that depends on it is allocated later
 
 
 class MaskedParameter(NamedTuple):
@@ -36,14 +37,12 @@ class MaskedParameter(NamedTuple):
       stack: axes that index slices.
       inputs: axes over which all products of the parameter sum, () if they differ.
       is_frozen: whether entries outside the mask are stored.
-      is_chosen: whether the user asks for the format.
     """
 
     mask: np.ndarray
     stack: tuple[int, ...]
     inputs: tuple[int, ...]
     is_frozen: bool
-    is_chosen: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,11 +73,13 @@ class Storage(SliceLayout):
 
     @classmethod
     def make(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
-        """Returns the storage and the positions of the kept values, `None` where none fits.
-
-        Parameters that may have any format have the last one of the table that fits.
-        """
+        """Returns the storage and the positions of the kept values, `None` where none fits."""
         raise NotImplementedError
+
+    @classmethod
+    def make_automatic(cls, parameter: MaskedParameter) -> tuple[Self, np.ndarray] | None:
+        """Returns `make` for a parameter without a chosen format; `None` if another is faster."""
+        return cls.make(parameter)
 
     def build(self, values: jax.Array, indices: jax.Array, outside: jax.Array) -> jax.Array:
         """Returns a dense slice, flat.
@@ -143,15 +144,15 @@ class Storage(SliceLayout):
 
     # Programs
 
-    def densify(self, kept: Kept, never: jax.Array | int | None) -> jax.Array:
+    def densify(self, kept: Kept, token: Token | None) -> jax.Array:
         """Returns a dense slice, flat.
 
         Args:
           kept: the kept values of the slice, without an observer.
-          never: see `Kept.densify`.
+          token: see `Kept.densify`.
         """
         size, dtype = self.slice_size, kept.values.dtype
-        start = jnp.asarray(0 if never is None else never)
+        start = jnp.asarray(0 if token is None else token)
         if kept.base is None or self.base_dtype is None:
             zeros = jnp.broadcast_to(start.astype(dtype), (size,))
             return self.build(kept.values, kept.indices, zeros)
@@ -163,9 +164,9 @@ class Storage(SliceLayout):
         outside = lax.bitcast_convert_type(outside, self.base_dtype).astype(dtype)
         return self.build(kept.values, kept.indices + start, outside)
 
-    def read(self, kept: Kept, never: jax.Array | int) -> jax.Array:
+    def read(self, kept: Kept, token: Token) -> jax.Array:
         """Returns the dense array for an equation of the model."""
-        return kept.densify(never)
+        return kept.densify(token)
 
     def multiply(
         self, equation: Equation, at: int, kept: Kept, other: jax.Array
@@ -351,35 +352,35 @@ class Kept:
         """Returns an array of other values, which are computed from `read_values`."""
         return dataclasses.replace(self, values=values, layers=None)
 
-    def densify(self, never: jax.Array | int | None = None) -> jax.Array:
+    def densify(self, token: Token | None = None) -> jax.Array:
         """Returns the dense array.
 
         Args:
-          never: an int32 0; no array is allocated before its value exists. `None` copies the bits
+          token: an int32 0; no array is allocated before its value exists. `None` copies the bits
             of frozen entries, those of NaN included; a scan has no second derivatives of the copy.
         """
         kept = dataclasses.replace(self, values=self.read_values(), layers=None, observer=None)
         placed = sharding.explicit_sharding(jax.typeof(kept.values))
         if placed is None:
-            return self._densify(kept, never)
+            return self._densify(kept, token)
         entries = [*placed.spec, *[None] * len(self.sizes)]
         spec = [entries[axis] if axis < self.stack else None for axis in range(len(self.sizes))]
         spec = self.storage.split_slices(spec, entries, self.stack)
         target = placed.update(spec=PartitionSpec(*(spec[axis] for axis in self.axes)))
         dense = auto_axes(self._densify, out_sharding=sharding.fit(target, self.shape))
-        array: jax.Array = dense(kept, never)
+        array: jax.Array = dense(kept, token)
         return array
 
-    def read(self, never: jax.Array | int = 0) -> jax.Array:
+    def read(self, token: Token = 0) -> jax.Array:
         """Returns the dense array for an equation of the model; see `densify`."""
-        dense = self.storage.read(self, never)
+        dense = self.storage.read(self, token)
         if self.observer is None:
             return dense
         slices = dense.transpose(np.argsort(self.axes))
         return self.observer.watch(slices, self.stack).transpose(self.axes)
 
-    def _densify(self, kept: Self, never: jax.Array | int | None) -> jax.Array:
-        build = functools.partial(self.storage.densify, never=never)
+    def _densify(self, kept: Self, token: Token | None) -> jax.Array:
+        build = functools.partial(self.storage.densify, token=token)
         for _ in range(self.stack):
             build = jax.vmap(build)
         return build(kept).reshape(self.sizes).transpose(self.axes)

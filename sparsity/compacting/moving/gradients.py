@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.compacting.movers import Mover, Parts, move_all
+from sparsity.compacting.moving.mover import Mover, Parts, move_all
 from sparsity.compacting.observer import Observer
 from sparsity.core import sharding
 from sparsity.core.trees import Path

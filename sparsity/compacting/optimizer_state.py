@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sparsity.compacting.storage import Storage
+from sparsity.compacting.formats.storage import Storage
 from sparsity.core import owners, trees
 from sparsity.core.trees import PyTree
 from sparsity.training import comparison

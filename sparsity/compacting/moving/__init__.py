@@ -1,0 +1,1 @@
+"""Mask updates of compact models, slice by slice."""
