@@ -97,7 +97,14 @@ class Graph:
         Returns:
           The number of multiply-adds.
         """
-        macs: Fraction = self.costs.count_sparse_macs(self._densities(masks))
+        return self._dense_macs if masks is None else self._count_macs(self._densities(masks))
+
+    @functools.cached_property
+    def _dense_macs(self) -> int:
+        return self._count_macs({})  # jax asks for the text of a graph in each call of an updater
+
+    def _count_macs(self, densities: Mapping[Path, Fraction]) -> int:
+        macs: Fraction = self.costs.count_sparse_macs(densities)
         return round(macs)
 
     def _densities(self, masks: Masks | None) -> dict[Path, Fraction]:
