@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from sparsity.core.trees import Path
 from sparsity.graph.uses import Tracker, Use
 from sparsity.graph.views import Factor, View, follow
-from sparsity.programs.layout import LAYOUTS
+from sparsity.programs.entrywise import is_copy
+from sparsity.programs.layout import LAYOUTS, is_move
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program, Value
 
@@ -90,23 +91,22 @@ def find_biases(
     readers: dict[Value, list[Equation | None]] = {}  # `None`: the program returns the value
     plain = set(leaves)  # and moved or cast copies of them
     reads: Counter[int] = Counter()  # of leaves, where they meet data
-    for body in _bodies(program):
+    for body in program.nested():
         for equation in body.flat():
             for value in equation.inputs:
                 readers.setdefault(value, []).append(equation)
             if equation.bodies:
                 plain |= _plain_inputs(equation, plain)
                 continue
-            if equation.name in (*_MOVES, *_COPIES) and equation.inputs[0] in plain:
+            if (is_copy(equation) or is_move(equation)) and equation.inputs[0] in plain:
                 plain.add(equation.outputs[0])
             facts = [tracker.fact(value) for value in equation.inputs]
             if any(x.is_data for x in facts):
                 reads.update(view.leaf for x in facts for view in x.views)
         for value in body.outputs:
             readers.setdefault(value, []).append(None)
-    made_by = {value: equation for equation in program.flat() for value in equation.outputs}
     values = {number: value for value, number in leaves.items()}
-    free = {*leaves, *made_by}  # values outside loops
+    free = {*leaves, *program.makers}  # values outside loops
     biases = {}
     for use in tracker.uses:
         is_plain = use.equation.inputs[use.operand] in plain
@@ -118,7 +118,7 @@ def find_biases(
             if axes is None or len(readers[values[number]]) > 1:
                 continue
             shape = values[use.view.leaf].shape
-            scales = [_make_scale(x, axes, shape, made_by, free) for x in shift.factors]
+            scales = [_make_scale(x, axes, shape, program.makers, free) for x in shift.factors]
             if None not in scales:
                 biases[use.path] = Bias(
                     tracker.paths[number], shift.is_subtracted, tuple(filter(None, scales))
@@ -134,13 +134,6 @@ def _plain_inputs(equation: Equation, plain: Collection[Value]) -> set[Value]:
     carries = {number for _, number in body.carries}
     pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))
     return {inner for i, (value, inner) in pairs if value in plain and i not in carries}
-
-
-def _bodies(program: Program) -> Iterator[Program]:
-    yield program
-    for equation in program.flat():
-        for body in equation.bodies:
-            yield from _bodies(body)
 
 
 class _Factor(NamedTuple):
@@ -183,12 +176,12 @@ def _find_shift(
                 return None
             if equation.name in _SCALES:
                 factors.append(_Factor(other, view, equation.name == "div"))
-        elif equation.name in _MOVES:
+        elif is_move(equation):
             moved = follow(view, equation, LAYOUTS[equation.name].relate(equation))
             if moved is None:
                 return None
             view = moved
-        elif equation.name not in _COPIES:
+        elif not is_copy(equation):
             return None
         value = output
     return None
@@ -261,5 +254,3 @@ def _match_axes(use: Use, outputs: View, bias: View) -> dict[int, int] | None:
 
 _SUMS = ("add", "add_any", "sub")
 _SCALES = ("mul", "div")
-_MOVES = ("transpose", "reshape", "squeeze", "broadcast_in_dim")
-_COPIES = ("convert_element_type", "copy", "sharding_constraint")

@@ -82,11 +82,9 @@ class Costs:
     @functools.cached_property
     def uncounted(self) -> dict[str, str]:
         """Primitives whose multiply-adds do not count, each with the first line that uses them."""
-        programs = [self._model.program]
         sources: dict[str, str] = {}
-        for program in programs:  # grows by the bodies of its equations
+        for program in self._model.program.nested():
             for equation in program.flat():
-                programs += equation.bodies
                 tables = (*TABLES, NO_PRODUCTS)
                 if not equation.bodies and not any(equation.name in names for names in tables):
                     sources.setdefault(equation.name, equation.source)

@@ -55,7 +55,7 @@ class Model:
         Raises:
           ValueError: the function needs a parameter that is missing or of another shape.
         """
-        made_by = {value: e for e in self.program.flat() for value in e.outputs}
+        makers = self.program.makers
 
         def read(value: Value) -> jax.Array:
             if value in self.values:
@@ -68,9 +68,9 @@ class Model:
                         "model with the params, and give all of them."
                     )
                 return arrays[parameter.path]
-            if value not in made_by:
+            if value not in makers:
                 return jnp.asarray(value.constant)
-            equation = made_by[value]
+            equation = makers[value]
             outputs = equation.bind([read(x) for x in equation.inputs])
             result: jax.Array = outputs[equation.outputs.index(value)]
             return result

@@ -263,6 +263,18 @@ class Program:
             else:
                 yield equation
 
+    def nested(self) -> Iterator[Program]:
+        """Yields the program, and all programs in its loops, branches and shards."""
+        yield self
+        for equation in self.flat():
+            for body in equation.bodies:
+                yield from body.nested()
+
+    @functools.cached_property
+    def makers(self) -> dict[Value, Equation]:
+        """{value: equation that computes the value}, outside of loops and branches."""
+        return {value: equation for equation in self.flat() for value in equation.outputs}
+
     def with_rules(self) -> Iterator[Equation]:
         """Yields all calls with a custom rule for derivatives, also calls within calls."""
         for equation in self.equations:
@@ -316,11 +328,9 @@ def read_jaxpr(closed: ClosedJaxpr) -> Program:
 
 def values_read(program: Program) -> set[Value]:
     """Returns the values that some equation reads, or that the program returns."""
-    values = set(program.outputs)
-    for equation in program.flat():
-        values.update(equation.inputs)
-        for body in equation.bodies:
-            values |= values_read(body)
+    values = set[Value]()
+    for body in program.nested():
+        values.update(body.outputs, *(equation.inputs for equation in body.flat()))
     return values
 
 
