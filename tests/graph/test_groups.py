@@ -203,7 +203,8 @@ def centred(x):
 # What is between two products, what refuses it, and why.
 REFUSED = {
     "softmax": (jax.nn.softmax, "reduce_max", "entries that are 0 where channels are masked"),
-    "variance": (lambda x: jnp.square(centred(x)).sum(-1), "reduce_sum", "are not known where"),
+    "variance": (lambda x: jnp.square(centred(x) + jnp.arange(6)).sum(-1), "reduce_sum",
+                 "are not known where"),
     "cosine": (lambda x: jnp.cos(x).sum(-1), "reduce_sum", "entries that are 1 where"),
     "argmax": (lambda x: x * x.argmax(-1, keepdims=True), "argmax", "where in the axis an entry"),
     "argmin": (lambda x: x * x.argmin(-1, keepdims=True), "argmin", "where in the axis an entry"),
@@ -240,7 +241,8 @@ def test_what_could_not_be_removed_is_refused_with_leaf_axis_primitive_line_and_
 
 
 def layer_norm(x):
-    x = x - x.mean(-1, keepdims=True)
+    """A norm of entries that differ where channels are masked."""
+    x = x - (x.mean(-1, keepdims=True) + jnp.arange(x.shape[-1]))
     return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1)
 
 
@@ -355,6 +357,7 @@ def test_leaves_that_nobody_reads_are_refused():
         lambda x: jnp.where(x == 0, -jnp.inf, x).max(-1, initial=-jnp.inf),
         lambda x: lax.expand_dims(x, (1,)).sum((1, 2)),
         lambda x: x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6),
+        lambda x: centred(x) * lax.rsqrt((centred(x) ** 2).mean(-1, keepdims=True) + 1e-6),
         lambda x: lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x))[
             1
         ],
@@ -374,6 +377,7 @@ def test_leaves_that_nobody_reads_are_refused():
         "max",
         "expand_dims",
         "rms",
+        "norm",
         "while",
         "cond",
         "jit",
