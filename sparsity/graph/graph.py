@@ -13,14 +13,14 @@ import numpy as np
 from sparsity.core import sharding, trees
 from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph import report
-from sparsity.graph.biases import Bias, find_biases
-from sparsity.graph.channels import ChannelGroup, Refusal
+from sparsity.graph.channels.groups import ChannelGroup, Refusal
 from sparsity.graph.costs import Costs
-from sparsity.graph.inputs import AlongInputs, SharedInputs, Weights
 from sparsity.graph.model import Model
 from sparsity.graph.parameters import Parameters
-from sparsity.graph.removal import Removal
-from sparsity.graph.uses import Tracker
+from sparsity.graph.readers.biases import Bias, find_biases
+from sparsity.graph.readers.patterns import AlongInputs, SharedInputs, Weights
+from sparsity.graph.readers.uses import Tracker
+from sparsity.graph.removal.removable import Removal
 from sparsity.patterns import SparsityType
 
 if TYPE_CHECKING:

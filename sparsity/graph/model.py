@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.core.trees import Path, PyTree
-from sparsity.graph.channels import Parameter
+from sparsity.graph.channels.groups import Parameter
 from sparsity.programs.program import Program, Value
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from sparsity.core import trees
 from sparsity.core.trees import KeyPath, Masks, Path, PyTree
-from sparsity.graph.channels import Parameter
+from sparsity.graph.channels.groups import Parameter
 
 
 class Parameters:

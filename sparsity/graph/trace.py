@@ -11,7 +11,7 @@ import numpy as np
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_function, check_kind
 from sparsity.core.trees import Params, Path, PyTree
-from sparsity.graph.channels import Parameter
+from sparsity.graph.channels.groups import Parameter
 from sparsity.graph.graph import Graph
 from sparsity.graph.model import Model
 from sparsity.programs.products import PRODUCTS

@@ -17,7 +17,7 @@ from sparsity.base_updater import BaseUpdater
 from sparsity.core import sharding, trees
 from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph import Graph
-from sparsity.graph.cuts import solve_kept
+from sparsity.graph.channels.cuts import solve_kept
 from sparsity.masks import apply_masks
 from sparsity.masks.positions import check_entries
 from sparsity.programs.axes import Axis

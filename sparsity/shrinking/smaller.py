@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, reshard
 from sparsity.core import host
 from sparsity.core.sharding import fit
 from sparsity.core.trees import PyTree
-from sparsity.graph.alike import Alike
-from sparsity.graph.coupling import Coupling
+from sparsity.graph.channels.coupling import Coupling
+from sparsity.graph.removal.alike import Alike
 from sparsity.programs.axes import Axis, count_entries, find_kept, find_kept_by_layer
 from sparsity.programs.entrywise import SOURCES
 from sparsity.programs.layout import LAYOUTS

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from sparsity import trace
-from sparsity.graph.biases import Bias
+from sparsity.graph.readers.biases import Bias
 
 PARAMS = {"w": jnp.ones((4, 3)), "b": jnp.ones(3), "square": jnp.ones((3, 3))}
 X = jnp.ones((5, 4))

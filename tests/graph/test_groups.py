@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from sparsity.graph import trace, words
+from sparsity.graph import trace
+from sparsity.graph.removal import reductions
 from tests import helpers
 from tests.graph import models, removal
 
@@ -411,9 +412,9 @@ def test_refusals_of_any_number_of_norms_index_the_program_once(number, monkeypa
             x = layer_norm(x @ kernels["up"]) @ kernels["down"]
         return x
 
-    indexed, init = [], words.Reductions.__init__
+    indexed, init = [], reductions.Reductions.__init__
     monkeypatch.setattr(
-        words.Reductions, "__init__", lambda self, x: (indexed.append(x), init(self, x))[1]
+        reductions.Reductions, "__init__", lambda self, x: (indexed.append(x), init(self, x))[1]
     )
     layers = [{"up": (3, 5), "down": (5, 3)}] * number
     graph = trace(model, [models.abstract(layer) for layer in layers], jnp.ones((2, 3)))

@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.graph import Graph, Use
-from sparsity.graph.views import Factor
+from sparsity.graph.readers.views import Factor
 from sparsity.programs.products import read_product
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")

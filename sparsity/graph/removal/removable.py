@@ -8,13 +8,13 @@ from collections.abc import Collection, Mapping, Sequence
 import jax.numpy as jnp
 
 from sparsity.core.trees import Path
-from sparsity.graph.alike import Alike
-from sparsity.graph.channels import ChannelGroup, Parameter, Refusal, find_channels
-from sparsity.graph.coupling import Coupling
+from sparsity.graph.channels.coupling import Coupling
+from sparsity.graph.channels.groups import ChannelGroup, Parameter, Refusal, find_channels
+from sparsity.graph.channels.layers import find_layered
 from sparsity.graph.model import Model
-from sparsity.graph.proof import Proof, Proven
-from sparsity.graph.scanned import find_layered
-from sparsity.graph.uses import Use
+from sparsity.graph.readers.uses import Use
+from sparsity.graph.removal.alike import Alike
+from sparsity.graph.removal.proof import Proof, Proven
 from sparsity.programs.axes import Axis, Reason, list_variables
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation, values_read

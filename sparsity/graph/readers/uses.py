@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from sparsity.core.trees import Path
-from sparsity.graph.views import Factor, View, Views, change, follow, index, merge, resize
+from sparsity.graph.readers.views import Factor, View, Views, change, follow, index, merge, resize
 from sparsity.programs.entrywise import ENTRYWISE, constant_in, fold_constant
 from sparsity.programs.layout import LAYOUTS, is_lookup
 from sparsity.programs.products import PRODUCTS, Operand, read_product

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.core.trees import Path
-from sparsity.graph.uses import Tracker, Use
-from sparsity.graph.views import Factor, View, follow
+from sparsity.graph.readers.uses import Tracker, Use
+from sparsity.graph.readers.views import Factor, View, follow
 from sparsity.programs.entrywise import is_copy
 from sparsity.programs.layout import LAYOUTS, is_move
 from sparsity.programs.products import PRODUCTS, read_product

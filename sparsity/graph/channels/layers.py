@@ -6,7 +6,7 @@ as hidden units do, may differ between layers; channels of the carry may not.
 
 from __future__ import annotations
 
-from sparsity.graph.coupling import Coupling
+from sparsity.graph.channels.coupling import Coupling
 from sparsity.programs.axes import Axis, list_variables
 from sparsity.programs.program import Equation, Program, Value
 

@@ -14,7 +14,7 @@ import numpy as np
 from sparsity.core import exact, host
 from sparsity.core.kernels import compute_once
 from sparsity.core.trees import KeyPath, PyTree
-from sparsity.graph.channels import ChannelGroup
+from sparsity.graph.channels.groups import ChannelGroup
 from sparsity.selection import Ranked, Scores, topk_masks
 
 

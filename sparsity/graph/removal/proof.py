@@ -13,9 +13,9 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from sparsity.graph.alike import Alike, Search, find_makers
-from sparsity.graph.coupling import Coupling
-from sparsity.graph.words import Reductions
+from sparsity.graph.channels.coupling import Coupling
+from sparsity.graph.removal.alike import Alike, Search, find_makers
+from sparsity.graph.removal.reductions import Reductions
 from sparsity.programs import entrywise
 from sparsity.programs.axes import Axis, Reason, list_variables
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS

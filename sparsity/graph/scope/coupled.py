@@ -17,10 +17,10 @@ from sparsity.core import exact, host, sharding, trees
 from sparsity.core.checks import check_bool, check_int, check_number, is_traced
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, ScoreTree, Sparsities
-from sparsity.graph.channels import ChannelGroup, resize_groups
-from sparsity.graph.cuts import Cut, solve_sizes
+from sparsity.graph.channels.cuts import Cut, solve_sizes
+from sparsity.graph.channels.groups import ChannelGroup, resize_groups
 from sparsity.graph.graph import Graph
-from sparsity.graph.placed import (
+from sparsity.graph.scope.placed import (
     PlacedGroup,
     find_active,
     keep_best,

@@ -1,0 +1,1 @@
+"""What goes together: coupled axes, groups of channels, and cuts of some of them."""

@@ -1,0 +1,1 @@
+"""Why a channel may go: proofs that removal and masking give the same result."""
