@@ -1,8 +1,9 @@
 """Queries about a traced model, in any framework: uses of weights, costs, coupled channels."""
 
 from sparsity.graph.budgets import Budget, budget
-from sparsity.graph.channels.groups import ChannelGroup, Parameter, Refusal
+from sparsity.graph.channels.groups import ChannelGroup, Refusal
 from sparsity.graph.graph import Graph
+from sparsity.graph.model import Parameter
 from sparsity.graph.readers.biases import Bias
 from sparsity.graph.readers.uses import Use
 from sparsity.graph.readers.views import View

@@ -16,8 +16,8 @@ from sparsity.core.checks import check_density, check_kind
 from sparsity.core.exact import lowest_sparsity
 from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import Params, PyTree, Sparsities
-from sparsity.graph.channels.groups import Parameter
 from sparsity.graph.graph import Graph
+from sparsity.graph.model import Parameter
 from sparsity.graph.scope.coupled import Coupled
 from sparsity.masks import BatchAxes, Overrides, Sites
 from sparsity.patterns import Unstructured

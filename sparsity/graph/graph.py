@@ -15,8 +15,7 @@ from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph import report
 from sparsity.graph.channels.groups import ChannelGroup, Refusal
 from sparsity.graph.costs import Costs
-from sparsity.graph.model import Model
-from sparsity.graph.parameters import Parameters
+from sparsity.graph.model import Model, Parameters
 from sparsity.graph.readers.biases import Bias, find_biases
 from sparsity.graph.readers.patterns import AlongInputs, SharedInputs, Weights
 from sparsity.graph.readers.uses import Tracker

@@ -11,9 +11,8 @@ import numpy as np
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_function, check_kind
 from sparsity.core.trees import Params, Path, PyTree
-from sparsity.graph.channels.groups import Parameter
 from sparsity.graph.graph import Graph
-from sparsity.graph.model import Model
+from sparsity.graph.model import Model, Parameter
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import (
     ClosedJaxpr,

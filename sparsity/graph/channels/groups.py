@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import types
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
-from sparsity.core.trees import Path, join_names
+from sparsity.core.trees import Path
+from sparsity.graph.model import Parameter
 from sparsity.programs.axes import Axis, Reason, label_entries, list_variables
-
-
-@dataclasses.dataclass(frozen=True)
-class Parameter:
-    """A parameter: its path, shape and dtype."""
-
-    path: Path
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def name(self) -> str:
-        return join_names(self.path)
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
 
 # The parameters of a model, with their axes.
 ParameterAxes: TypeAlias = Sequence[tuple[Parameter, Sequence[Axis]]]

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from sparsity.core.trees import Path
 from sparsity.graph.channels.coupling import Coupling
-from sparsity.graph.channels.groups import ChannelGroup, Parameter, Refusal, find_channels
+from sparsity.graph.channels.groups import ChannelGroup, Refusal, find_channels
 from sparsity.graph.channels.layers import find_layered
-from sparsity.graph.model import Model
+from sparsity.graph.model import Model, Parameter
 from sparsity.graph.readers.uses import Use
 from sparsity.graph.removal.alike import Alike
 from sparsity.graph.removal.proof import Proof, Proven
