@@ -1,1 +1,1 @@
-"""What goes together: coupled axes, groups of channels, and cuts of some of them."""
+"""Channels that go together: coupled axes, groups of channels, and cuts of some of them."""

@@ -1,1 +1,1 @@
-"""Who reads a parameter: views of parameters, the products that use them, their biases."""
+"""Readers of parameters: views, the products that use them, and the biases behind these."""

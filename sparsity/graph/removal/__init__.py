@@ -1,1 +1,1 @@
-"""Why a channel may go: proofs that removal and masking give the same result."""
+"""Proofs that a model without some channels computes what masking them gives."""
