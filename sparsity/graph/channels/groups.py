@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -59,14 +59,21 @@ class Refusal:
     reason: str
 
 
+class Channels(NamedTuple):
+    """The channels of a model, and the axes that have none; both in tree order."""
+
+    groups: list[ChannelGroup]
+    refused: list[Refusal]
+
+
 def find_channels(
     parameters: ParameterAxes,
     unproven: Mapping[Axis, Reason],
     made: Mapping[Path, set[int]],
     windows: Mapping[Path, set[int]],
     layers: Mapping[Axis, int],
-) -> tuple[list[ChannelGroup], list[Refusal]]:
-    """Returns the groups that can be removed and the refused axes, both in tree order.
+) -> Channels:
+    """Returns the groups that can be removed, and the refused axes.
 
     Args:
       parameters: the parameters with their axes.
@@ -117,7 +124,7 @@ def find_channels(
                 layers.get(variable, 0),
             )
         )
-    return groups, list(dict.fromkeys(refused))
+    return Channels(groups, list(dict.fromkeys(refused)))
 
 
 def find_positions(

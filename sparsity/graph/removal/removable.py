@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from sparsity.core.trees import Path
 from sparsity.graph.channels.coupling import Coupling
-from sparsity.graph.channels.groups import ChannelGroup, Refusal, find_channels
+from sparsity.graph.channels.groups import ChannelGroup, Channels, Refusal, find_channels
 from sparsity.graph.channels.layers import find_layered
 from sparsity.graph.model import Model, Parameter
 from sparsity.graph.readers.uses import Use
@@ -35,12 +35,12 @@ class Removal:
     @property
     def groups(self) -> list[ChannelGroup]:
         """The channels that can be removed, in the order of the parameters."""
-        return self._channels[0]
+        return self._channels.groups
 
     @property
     def refused(self) -> list[Refusal]:
         """The axes that cannot lose channels, in the order of the parameters."""
-        return self._channels[1]
+        return self._channels.refused
 
     def list_members(self) -> set[tuple[Path, int]]:
         """Returns (path, axis) of all axes of parameters that can lose channels."""
@@ -107,7 +107,7 @@ class Removal:
         }
 
     @functools.cached_property
-    def _channels(self) -> tuple[list[ChannelGroup], list[Refusal]]:
+    def _channels(self) -> Channels:
         made: dict[Path, set[int]] = {}
         windows: dict[Path, set[int]] = {}
         for use in self._uses:
