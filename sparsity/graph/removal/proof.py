@@ -75,25 +75,34 @@ class Constants:
 
 
 class Proven(NamedTuple):
-    """The result of a `Proof`, whose attributes these are."""
-
-    refused: dict[Axis, Reason]
-    alike: dict[Equation, Alike]
-
-
-class Proof(Flow[Constants]):
-    """Follows removed entries through a program.
-
-    Args:
-      program: the program.
-      coupling: the axes of the program.
-      masked: {input of the program: removed entries at which the input is 0}.
+    """The result of a proof.
 
     Attributes:
       refused: variables that cannot lose entries, and why.
       alike: {sum along channels: the entry that removed channels share}, which a smaller program
         adds for each of them.
     """
+
+    refused: dict[Axis, Reason]
+    alike: dict[Equation, Alike]
+
+
+def prove(
+    program: Program, coupling: Coupling, masked: Mapping[Value, Collection[RemovedEntry]]
+) -> Proven:
+    """Decides which variables can lose the entries that are masked.
+
+    Args:
+      program: the program.
+      coupling: the axes of the program.
+      masked: {input of the program: removed entries at which the input is 0}.
+    """
+    proof = _Proof(program, coupling, masked)
+    return Proven(proof.refused, proof.alike)
+
+
+class _Proof(Flow[Constants]):
+    """Follows removed entries through a program; the attributes are those of `Proven`."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from sparsity.graph.channels.layers import find_layered
 from sparsity.graph.model import Model, Parameter
 from sparsity.graph.readers.uses import Use
 from sparsity.graph.removal.alike import Alike
-from sparsity.graph.removal.proof import Proof, Proven
+from sparsity.graph.removal.proof import Proven, prove
 from sparsity.programs.axes import Axis, Reason, list_variables
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation, values_read
@@ -85,8 +85,7 @@ class Removal:
         if key not in self._proofs:
             paths = {value: self._model.leaves[i].path for value, i in self._model.values.items()}
             entries = {value: masked[path] for value, path in paths.items() if path in masked}
-            proof = Proof(self._model.program, self.coupling, entries)
-            self._proofs[key] = Proven(proof.refused, proof.alike)
+            self._proofs[key] = prove(self._model.program, self.coupling, entries)
         return self._proofs[key]
 
     @functools.cached_property
