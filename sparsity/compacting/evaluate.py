@@ -89,7 +89,7 @@ class Densifier(Interpreter[Lazy]):
         return equation.bind([densify(x) for x in inputs])
 
     def rows(self, scan: Equation) -> PyTree:
-        return jnp.arange(scan.params["length"]) if self._in_turn else None
+        return jnp.arange(scan.length) if self._in_turn else None
 
     def read_layer(self, array: Lazy, stack: Lazy, rows: PyTree) -> Lazy:
         if isinstance(array, Kept) and isinstance(stack, Kept):

@@ -147,11 +147,16 @@ class Equation:
 
         inputs, tangents, cotangents = structs
         try:
-            if self.name == "custom_jvp_call":
+            if self.maps_tangents:
                 return read_jaxpr(jax.make_jaxpr(forward)(inputs, tangents))
             return read_jaxpr(jax.make_jaxpr(backward)(inputs, cotangents))
         except Exception as error:  # the rule is the user's code
             return error
+
+    @property
+    def maps_tangents(self) -> bool:
+        """True if the rule for derivatives of a call maps tangents, False if cotangents."""
+        return self.name == "custom_jvp_call"
 
     @property
     def differentiated(self) -> tuple[list[Value], list[Value]]:
@@ -188,7 +193,7 @@ class Equation:
                 first, count = self._scan_sizes()
                 carries = [(i, first + i) for i in range(count)]
                 layers = range(first + count, len(inputs))
-                return [Body(self.bodies[0], inputs, [*outputs], carries, layers, params["length"])]
+                return [Body(self.bodies[0], inputs, [*outputs], carries, layers, self.length)]
             case "while":
                 first = params["cond_nconsts"]
                 second = first + params["body_nconsts"]
@@ -204,6 +209,12 @@ class Equation:
             case "shard_map":
                 return [Body(self.bodies[0], inputs, [*outputs], trips=_shards(params))]
         return [Body(body, inputs, [*outputs]) for body in self.bodies]
+
+    @property
+    def length(self) -> int:
+        """Number of steps of a scan."""
+        steps: int = self.params["length"]
+        return steps
 
     def _scan_sizes(self) -> tuple[int, int]:
         """Counts the constants and the carried values of a scan."""

@@ -161,8 +161,8 @@ class Smaller(Interpreter[jax.Array]):
 
     def _layered(self, scan: Equation) -> list[Axis]:
         """Returns the variables of which layers of a scan keep different entries."""
-        length = scan.params["length"]
-        return [v for v, index in self._plan.items() if index.ndim == 2 and len(index) == length]
+        layered = {v: index for v, index in self._plan.items() if index.ndim == 2}
+        return [v for v, index in layered.items() if len(index) == scan.length]
 
     def _apply(self, body: Program, *inputs: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(self.run(body, inputs))
@@ -174,7 +174,7 @@ class Smaller(Interpreter[jax.Array]):
         plain = Smaller(self._coupling, self._plan, self._alike, False, self._layer)
         has = [value in floating for value in equation.inputs]
 
-        if equation.name == "custom_jvp_call":
+        if equation.maps_tangents:
 
             def forward(primals: Arrays, tangents: Arrays) -> tuple[PyTree, PyTree]:
                 used = [x for x, use in zip(tangents, has, strict=True) if use]

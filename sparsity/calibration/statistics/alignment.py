@@ -131,7 +131,7 @@ def _is_told(use: Use, shape: tuple[int, ...]) -> bool:
         return False
     layers = zip(view.stacked, view.scans, strict=True)
     if len({*view.stacked}) != len(view.stacked) or any(
-        shape[axis] != scan.params["length"] for axis, scan in layers
+        shape[axis] != scan.length for axis, scan in layers
     ):
         return False
     is_dot = use.primitive == "dot_general"

@@ -86,7 +86,7 @@ class Coupling(Flow[list[Axis]]):
 
     def _scan_steps(self, scan: Equation) -> Axis:
         if scan not in self._steps:
-            self._steps[scan] = Axis(scan.params["length"], pin=Reason(scan, _STEPS))
+            self._steps[scan] = Axis(scan.length, pin=Reason(scan, _STEPS))
         return self._steps[scan]
 
     def visit(self, equation: Equation) -> None:
@@ -121,7 +121,7 @@ class Coupling(Flow[list[Axis]]):
         assert rule is not None  # it has one
         inputs, outputs = equation.differentiated
         tangents, computed = outputs, inputs
-        if equation.name == "custom_jvp_call":
+        if equation.maps_tangents:
             tangents, computed = inputs, [*outputs, *outputs]
         for value, inner in zip([*equation.inputs, *tangents], rule.inputs, strict=True):
             self.facts[inner] = self.axes(value)

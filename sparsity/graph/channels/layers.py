@@ -24,7 +24,7 @@ def find_layered(program: Program, coupling: Coupling) -> dict[Axis, int]:
                 if variable.pin is None and variable not in layers:
                     look = _Look(coupling, variable, steps.root)
                     if look.is_within(program):
-                        layers[variable] = scan.params["length"]
+                        layers[variable] = scan.length
     return layers
 
 

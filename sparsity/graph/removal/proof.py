@@ -146,7 +146,7 @@ class _Proof(Flow[Constants]):
             assert rule is not None  # it has one
             constants = [self.fact(value) for value in equation.inputs]
             self.facts.update(zip(rule.inputs, constants, strict=False))
-            if equation.name == "custom_jvp_call":  # constants have no tangents
+            if equation.maps_tangents:  # constants have no tangents
                 tangents = rule.inputs[len(constants) :]
                 for value, tangent in zip(equation.differentiated[0], tangents, strict=True):
                     self.facts[tangent] = Constants(dict.fromkeys(self.fact(value).at, 0.0))
