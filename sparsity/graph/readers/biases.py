@@ -88,52 +88,9 @@ def find_biases(
       leaves: {input of the program: number of the parameter}.
       tracker: the views of these parameters.
     """
-    readers: dict[Value, list[Equation | None]] = {}  # `None`: the program returns the value
-    plain = set(leaves)  # and moved or cast copies of them
-    reads: Counter[int] = Counter()  # of leaves, where they meet data
-    for body in program.nested():
-        for equation in body.flat():
-            for value in equation.inputs:
-                readers.setdefault(value, []).append(equation)
-            if equation.bodies:
-                plain |= _plain_inputs(equation, plain)
-                continue
-            if (is_copy(equation) or is_move(equation)) and equation.inputs[0] in plain:
-                plain.add(equation.outputs[0])
-            facts = [tracker.fact(value) for value in equation.inputs]
-            if any(x.is_data for x in facts):
-                reads.update(view.leaf for x in facts for view in x.views)
-        for value in body.outputs:
-            readers.setdefault(value, []).append(None)
-    values = {number: value for value, number in leaves.items()}
-    free = {*leaves, *program.makers}  # values outside loops
-    biases = {}
-    for use in tracker.uses:
-        is_plain = use.equation.inputs[use.operand] in plain
-        if use.primitive in PRODUCTS and reads[use.view.leaf] == 1 and is_plain:
-            shift = _find_shift(use, readers, plain, tracker)
-            if shift is None or reads[number := shift.bias.leaf] > 1:
-                continue
-            axes = _match_axes(use, shift.outputs, shift.bias)
-            if axes is None or len(readers[values[number]]) > 1:
-                continue
-            shape = values[use.view.leaf].shape
-            scales = [_make_scale(x, axes, shape, program.makers, free) for x in shift.factors]
-            if None not in scales:
-                biases[use.path] = Bias(
-                    tracker.paths[number], shift.is_subtracted, tuple(filter(None, scales))
-                )
-    return biases
-
-
-def _plain_inputs(equation: Equation, plain: Collection[Value]) -> set[Value]:
-    """Returns the inputs of a scan's body that are parameters, or layers of one."""
-    if equation.name != "scan":
-        return set()
-    (body,) = equation.within()
-    carries = {number for _, number in body.carries}
-    pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))
-    return {inner for i, (value, inner) in pairs if value in plain and i not in carries}
+    search = _Search(program, leaves, tracker)
+    products = [use for use in tracker.uses if use.primitive in PRODUCTS]
+    return {use.path: bias for use in products if (bias := search.find(use)) is not None}
 
 
 class _Factor(NamedTuple):
@@ -153,70 +110,119 @@ class _Shift(NamedTuple):
     factors: list[_Factor]
 
 
-def _find_shift(
-    use: Use,
-    readers: Mapping[Value, list[Equation | None]],
-    plain: Collection[Value],
-    tracker: Tracker,
-) -> _Shift | None:
-    """Follows the outputs of a use to the first parameter that is added to or subtracted."""
-    value, view = use.equation.outputs[0], _view_output(use)
-    factors: list[_Factor] = []
-    while len(reader := readers.get(value, [])) == 1 and (equation := reader[0]) is not None:
-        (output, *_) = equation.outputs
-        if equation.name in (*_SUMS, *_SCALES):
-            (other,) = [x for x in equation.inputs if x is not value]
-            biases, is_data = tracker.fact(other).views, tracker.fact(other).is_data
-            if equation.name in ("sub", "div") and equation.inputs[0] is not value:
-                return None
-            is_bias = len(biases) == 1 and other in plain and len(other.shape) == len(output.shape)
-            if equation.name in _SUMS and is_bias:
-                return _Shift(biases[0], view, equation.name == "sub", factors)
-            if value.shape != output.shape or (is_data and equation.name in _SCALES):
-                return None
-            if equation.name in _SCALES:
-                factors.append(_Factor(other, view, equation.name == "div"))
-        elif is_move(equation):
-            moved = follow(view, equation, LAYOUTS[equation.name].relate(equation))
-            if moved is None:
-                return None
-            view = moved
-        elif not is_copy(equation):
+class _Search:
+    """Search for biases: who reads each value, and which values hold a parameter as it is."""
+
+    def __init__(self, program: Program, leaves: Mapping[Value, int], tracker: Tracker) -> None:
+        self._program, self._tracker = program, tracker
+        self._values = {number: value for value, number in leaves.items()}
+        self._outside = {*leaves, *program.makers}  # of loops
+        self._readers: dict[Value, list[Equation | None]] = {}  # `None`: the program returns it
+        self._plain = set(leaves)  # and moved or cast copies of them
+        self._reads: Counter[int] = Counter()  # of leaves, where they meet data
+        for body in program.nested():
+            for equation in body.flat():
+                self._read(equation)
+            for value in body.outputs:
+                self._readers.setdefault(value, []).append(None)
+
+    def find(self, use: Use) -> Bias | None:
+        """Returns the bias behind a product, `None` if there is none."""
+        if self._reads[use.view.leaf] != 1 or use.equation.inputs[use.operand] not in self._plain:
             return None
-        value = output
-    return None
+        shift = self._find_shift(use)
+        if shift is None or self._reads[shift.bias.leaf] > 1:
+            return None
+        axes = _match_axes(use, shift.outputs, shift.bias)
+        if axes is None or len(self._readers[self._values[shift.bias.leaf]]) > 1:
+            return None
+        weight, scales = self._values[use.view.leaf], list[Scale]()
+        for factor in shift.factors:
+            scale = self._make_scale(factor, axes, weight)
+            if scale is None:
+                return None
+            scales.append(scale)
+        return Bias(self._tracker.paths[shift.bias.leaf], shift.is_subtracted, tuple(scales))
 
+    def _read(self, equation: Equation) -> None:
+        """Notes what an equation reads."""
+        for value in equation.inputs:
+            self._readers.setdefault(value, []).append(equation)
+        if equation.bodies:
+            self._plain |= _plain_inputs(equation, self._plain)
+            return
+        if (is_copy(equation) or is_move(equation)) and equation.inputs[0] in self._plain:
+            self._plain.add(equation.outputs[0])
+        facts = [self._tracker.fact(value) for value in equation.inputs]
+        if any(x.is_data for x in facts):
+            self._reads.update(view.leaf for x in facts for view in x.views)
 
-def _make_scale(
-    factor: _Factor,
-    axes: Mapping[int, int],
-    shape: tuple[int, ...],
-    made_by: Mapping[Value, Equation],
-    free: Collection[Value],
-) -> Scale | None:
-    """Returns a factor along the axes of the bias, `None` where other axes matter.
+    def _find_reader(self, value: Value) -> Equation | None:
+        """Returns the only reader of a value, `None` for several and for outputs of the program."""
+        readers = self._readers.get(value, [])
+        return readers[0] if len(readers) == 1 else None
 
-    Args:
-      factor: the factor.
-      axes: {axis of the weight: axis of the bias}.
-      shape: the shape of the weight.
-      made_by: the equations that make values outside loops.
-      free: the values outside loops.
-    """
-    value, by_axis = factor.value, [*factor.outputs.factors]
-    while value in made_by and made_by[value].name == "broadcast_in_dim":
-        by_axis = [by_axis[i] for i in made_by[value].params["broadcast_dimensions"]]
-        value = made_by[value].inputs[0]
-    if value.constant is None and value not in free:
+    def _find_shift(self, use: Use) -> _Shift | None:
+        """Follows the outputs of a use to the first parameter that is added to or subtracted."""
+        value, view = use.equation.outputs[0], _view_output(use)
+        factors: list[_Factor] = []
+        while (equation := self._find_reader(value)) is not None:
+            (output, *_) = equation.outputs
+            if equation.name in (*_SUMS, *_SCALES):
+                (other,) = [x for x in equation.inputs if x is not value]
+                fact = self._tracker.fact(other)
+                if equation.name in ("sub", "div") and equation.inputs[0] is not value:
+                    return None
+                is_bias = other in self._plain and len(other.shape) == len(output.shape)
+                if equation.name in _SUMS and is_bias and len(fact.views) == 1:
+                    return _Shift(fact.views[0], view, equation.name == "sub", factors)
+                if value.shape != output.shape or (fact.is_data and equation.name in _SCALES):
+                    return None
+                if equation.name in _SCALES:
+                    factors.append(_Factor(other, view, equation.name == "div"))
+            elif is_move(equation):
+                moved = follow(view, equation, LAYOUTS[equation.name].relate(equation))
+                if moved is None:
+                    return None
+                view = moved
+            elif not is_copy(equation):
+                return None
+            value = output
         return None
-    places: list[int | None] = []
-    for size, factors in zip(value.shape, by_axis[: len(value.shape)], strict=True):
-        parts = [part for part in factors if part.size > 1]
-        axis = parts[0].axis if len(parts) == 1 else None
-        if size > 1 and (axis is None or shape[axis] != size or parts[0].step != 1):
+
+    def _make_scale(self, factor: _Factor, axes: Mapping[int, int], weight: Value) -> Scale | None:
+        """Returns a factor along the axes of the bias, `None` where other axes matter.
+
+        Args:
+          factor: the factor.
+          axes: {axis of the weight: axis of the bias}.
+          weight: the weight.
+        """
+        value, by_axis = factor.value, [*factor.outputs.factors]
+        makers = self._program.makers
+        while value in makers and makers[value].name == "broadcast_in_dim":
+            by_axis = [by_axis[i] for i in makers[value].params["broadcast_dimensions"]]
+            value = makers[value].inputs[0]
+        if value.constant is None and value not in self._outside:
             return None
-        places.append(None if size == 1 or axis is None else axes[axis])
-    return Scale(value, tuple(places), factor.divides)
+        places: list[int | None] = []
+        for size, factors in zip(value.shape, by_axis[: len(value.shape)], strict=True):
+            parts = [part for part in factors if part.size > 1]
+            axis = parts[0].axis if len(parts) == 1 else None
+            if size > 1 and (axis is None or weight.shape[axis] != size or parts[0].step != 1):
+                return None
+            places.append(None if size == 1 or axis is None else axes[axis])
+        return Scale(value, tuple(places), factor.divides)
+
+
+def _plain_inputs(equation: Equation, plain: Collection[Value]) -> set[Value]:
+    """Returns the inputs of a scan's body that are parameters, or layers of one."""
+    if equation.name != "scan":
+        return set()
+    (body,) = equation.within()
+    carries = {number for _, number in body.carries}
+    pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))
+    return {inner for i, (value, inner) in pairs if value in plain and i not in carries}
 
 
 def _view_output(use: Use) -> View:
