@@ -28,7 +28,7 @@ from sparsity.graph.scope.placed import (
     spread_masks,
     sum_importance,
 )
-from sparsity.masks import Pattern, TopkFn
+from sparsity.masks import TopkFn
 from sparsity.masks.affordable import best_that_fit
 from sparsity.masks.moves import move_units
 from sparsity.programs.axes import Axis
@@ -109,7 +109,7 @@ class Coupled:
 
     def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
         """Raises a ValueError for other ways to select: patterns, batch axes, a topk_fn."""
-        if isinstance(pattern, Pattern) and not pattern.is_elementwise:
+        if not getattr(pattern, "is_elementwise", True):
             raise ValueError(
                 "Coupled removes whole channels and needs sparsity_type = Unstructured(), got "
                 f"{pattern!r}."
