@@ -19,7 +19,6 @@ from sparsity.programs.program import (
     Equation,
     Program,
     Value,
-    captured_arrays,
     read_jaxpr,
     values_read,
 )
@@ -136,10 +135,11 @@ def _check_constants(
 ) -> None:
     """Raises a ValueError if a constant stands in for a parameter that is not read."""
     read_values = values_read(program)
+    constants = [value.constant for value in read_values if value.constant is not None]
     for value, parameter, array in zip(program.inputs, parameters, arrays, strict=False):
         if value in read_values or len(parameter.shape) < 2:
             continue
-        for constant in captured_arrays(program):
+        for constant in constants:
             if (
                 getattr(constant, "shape", None) != parameter.shape
                 or constant.dtype != parameter.dtype

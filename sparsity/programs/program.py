@@ -30,7 +30,6 @@ __all__ = [
     "Literal",
     "Program",
     "Value",
-    "captured_arrays",
     "is_differentiable",
     "jaxpr_as_fun",
     "read_jaxpr",
@@ -343,11 +342,6 @@ def values_read(program: Program) -> set[Value]:
     for body in program.nested():
         values.update(body.outputs, *(equation.inputs for equation in body.flat()))
     return values
-
-
-def captured_arrays(program: Program) -> list[Any]:
-    """Returns the arrays that the function held when it was traced."""
-    return [value.constant for value in values_read(program) if value.constant is not None]
 
 
 def list_constants(closed: ClosedJaxpr) -> list[Any] | None:
