@@ -32,13 +32,13 @@ class Budget:
 
     Attributes:
       graph: the graph of the model.
-      unit: "macs" for a budget of multiply-adds, "nbytes" for a budget of bytes.
+      quantity: "macs" for a budget of multiply-adds, "nbytes" for a budget of bytes.
       share: the part of this cost that is left.
       distribution: the relation between the sparsities; the budget decides the sparsity itself.
     """
 
     graph: Graph
-    unit: Literal["macs", "nbytes"]
+    quantity: Literal["macs", "nbytes"]
     share: float
     distribution: Uniform
 
@@ -50,7 +50,7 @@ class Budget:
     def cost(self, path: tuple[str, ...], param: chex.Array) -> float:
         """Returns the cost of a weight of a parameter: multiply-adds, or bytes."""
         parameter = self.graph.parameters.find(path, param, may_be_smaller=True)
-        if self.unit == "nbytes":
+        if self.quantity == "nbytes":
             return float(parameter.dtype.itemsize)
         return self.graph.costs.count_macs(parameter.path) / max(parameter.size, 1)
 
@@ -60,7 +60,7 @@ class Budget:
             self.graph.parameters.find(path, param, may_be_smaller=True) for path, param in leaves
         ]
         kept = {parameter.path: Polynomial.variable(i) for i, parameter in enumerate(parameters)}
-        if self.unit == "nbytes":
+        if self.quantity == "nbytes":
             nbytes = (kept[parameter.path] * parameter.dtype.itemsize for parameter in parameters)
             return sum(nbytes, Polynomial({}))
         shares = {
@@ -88,11 +88,11 @@ class Budget:
         Raises:
           ValueError: even without any of the selected weights the model costs more.
         """
-        across = "nbytes" if self.unit == "nbytes" else True
+        across = "nbytes" if self.quantity == "nbytes" else True
         if isinstance(scope, Coupled) and scope.across not in (False, across):
             raise ValueError(
-                f"across = {scope.across!r} keeps what all groups cost, but not the {self.unit} of "
-                f"this budget. Use across = {across!r}."
+                f"across = {scope.across!r} keeps what all groups cost, but not the "
+                f"{self.quantity} of this budget. Use across = {across!r}."
             )
         table = Sites(params, Unstructured(), batch_axes) if sites is None else sites
         leaves = self.graph.parameters.match(params)
@@ -113,7 +113,7 @@ class Budget:
             if isinstance(scope, Coupled):
                 fewest = "with the fewest channels that may stay"
             raise ValueError(
-                f"budget({self.unit}={self.share}) cannot be met: {fewest}, "
+                f"budget({self.quantity}={self.share}) cannot be met: {fewest}, "
                 f"{math.ceil(least * 1e4) / 1e4} of the cost is left. Select more leaves, or allow "
                 "more."
             )
@@ -133,7 +133,7 @@ class Budget:
         self, params: Params, leaves: Mapping[trees.KeyPath, Parameter], scope: Coupled
     ) -> Callable[[PyTree], Fraction]:
         """Returns a function from sparsities to the cost of the smaller arrays."""
-        graph, by_bytes = self.graph, self.unit == "nbytes"
+        graph, by_bytes = self.graph, self.quantity == "nbytes"
         paths = {parameter.path for parameter in leaves.values()}
         has_integral_costs = by_bytes or isinstance(graph.costs.count_small_macs({}), int)
 
@@ -169,7 +169,7 @@ class Budget:
         self, leaves: Mapping[trees.KeyPath, Parameter], kept: Mapping[trees.KeyPath, int]
     ) -> Fraction:
         """Returns the cost if masks keep only some weights of the parameters in `kept`."""
-        if self.unit == "macs":
+        if self.quantity == "macs":
             each = ((leaves[path], n) for path, n in kept.items())
             macs: Fraction = self.graph.costs.count_sparse_macs(
                 {x.path: Fraction(n, x.size) for x, n in each}
@@ -219,11 +219,11 @@ def budget(
       >>> budget(graph, macs=0.25)(params)
       {'down': 0.7484375..., 'up': 0.7484375...}
     """
-    unit: Literal["macs", "nbytes"] = "macs" if nbytes is None else "nbytes"
+    quantity: Literal["macs", "nbytes"] = "macs" if nbytes is None else "nbytes"
     share = macs if nbytes is None else nbytes
     if share is None or None not in (macs, nbytes):
         raise ValueError(f"Give one of macs and nbytes, got macs = {macs}, nbytes = {nbytes}.")
-    check_density(unit, share)
+    check_density(quantity, share)
     check_kind("graph", graph, Graph, "made by sparsity.trace")
     distribution = Uniform() if distribution is None else distribution
     check_kind("distribution", distribution, Uniform, "Uniform() or ERK()")
@@ -234,7 +234,7 @@ def budget(
             f"The budget decides the sparsity: give {type(distribution).__name__}() without one, "
             f"got sparsity = {distribution.sparsity}, entries = {distribution.entries}."
         )
-    return Budget(graph, unit, float(share), distribution)
+    return Budget(graph, quantity, float(share), distribution)
 
 
 def _with(targets: Sparsities, path: trees.KeyPath, target: float) -> PyTree:

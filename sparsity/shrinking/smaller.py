@@ -111,16 +111,12 @@ class Smaller(Interpreter[jax.Array]):
             groups = count_entries(self._coupling.feature_groups[equation], self._sizes)
             return equation.bind(inputs, feature_group_count=groups)
         bound = equation.bind(inputs, **_shardings(equation, self.shape(equation.outputs[0])))
-        if equation in self._alike:
-            bound[0] += self._sum_lost(equation, self._alike[equation])
+        if (entry := self._alike.get(equation)) is not None:
+            axis = self._coupling.axes(entry.value)[entry.axis].root
+            # The entries that the sum has lost are all alike.
+            if lost := axis.size - self._sizes.get(axis, axis.size):
+                bound[0] += lost * equation.bind([self._compute_entry(entry)])[0]
         return bound
-
-    def _sum_lost(self, equation: Equation, entry: Alike) -> jax.Array:
-        """Returns the sum of the entries that a sum has lost, which are all alike."""
-        axis = self._coupling.axes(entry.value)[entry.axis].root
-        count = axis.size - self._sizes.get(axis, axis.size)
-        lost: jax.Array = count * equation.bind([self._compute_entry(entry)])[0]
-        return lost
 
     def _compute_entry(self, entry: Alike) -> jax.Array:
         """Returns the entry that all removed channels share, at size 1 along its axis."""
