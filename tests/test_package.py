@@ -133,6 +133,18 @@ FLOORS = [
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 
+# The parts of `graph`, likewise.
+PARTS = [
+    ["model"],
+    ["readers", "channels", "report"],
+    ["removal"],
+    ["costs"],
+    ["graph"],
+    ["trace", "scope"],
+    ["budgets"],
+]
+
+
 def rooms_imported_by(path):
     """Top folders and files of the package that a source file imports anywhere."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -164,6 +176,23 @@ def test_rooms_import_only_from_those_below_them(path):
         room for room in rooms_imported_by(path) if room != own and FLOOR_OF[room] >= FLOOR_OF[own]
     ]
     assert above == []
+
+
+def test_parts_of_graph_import_only_from_those_above_them():
+    floor_of = {part: floor for floor, parts in enumerate(PARTS) for part in parts}
+    graph = PACKAGE / "graph"
+    climbs = {}
+    for path in graph.rglob("*.py"):
+        part = path.relative_to(graph).parts[0].removesuffix(".py")
+        if part != "__init__":
+            text = path.read_text(encoding="utf-8")
+            imported = set(
+                re.findall(r"^from sparsity\.graph(?:\.| import )(\w+)", text, re.MULTILINE)
+            )
+            climbs[path.name] = [
+                x for x in imported - {part} if floor_of.get(x, len(PARTS)) >= floor_of[part]
+            ]
+    assert [name for name, parts in climbs.items() if parts] == []
 
 
 def test_every_folder_of_the_package_has_a_folder_of_tests():

@@ -11,8 +11,9 @@ JsonObject: TypeAlias = dict[str, Any]  # an object of JSON
 
 
 def print_json(report: object) -> None:
-    """Prints a report as JSON."""
-    json.dump(report, sys.stdout, indent=2)
+    """Prints a report as JSON, with null for infinities and NaN, which JSON does not have."""
+    finite = json.loads(json.dumps(report), parse_constant=lambda name: None)
+    json.dump(finite, sys.stdout, indent=2)
     print()
 
 

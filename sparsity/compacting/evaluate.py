@@ -22,9 +22,8 @@ from sparsity.compacting.deferred import Deferred, Lazy, densify, is_lazy, kept_
 from sparsity.compacting.formats.storage import Kept, Token, is_quantized
 from sparsity.core import sharding
 from sparsity.core.trees import PyTree
-from sparsity.graph.uses import LOOKUPS
-from sparsity.programs.entrywise import ENTRYWISE, constant_in
-from sparsity.programs.layout import LAYOUTS
+from sparsity.programs.entrywise import ENTRYWISE, constant_in, is_copy
+from sparsity.programs.layout import LAYOUTS, is_lookup
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation, Program, Value, is_differentiable
 from sparsity.programs.walk import Interpreter
@@ -84,13 +83,13 @@ class Densifier(Interpreter[Lazy]):
             if product is not None:
                 self._record(equation, inputs, False)
                 return [product]
-        if not has_data or equation.name in PRODUCTS or equation.name in LOOKUPS:
+        if not has_data or equation.name in PRODUCTS or is_lookup(equation):
             return self._read(equation, inputs)
         self._record(equation, inputs, True)
         return equation.bind([densify(x) for x in inputs])
 
     def rows(self, scan: Equation) -> PyTree:
-        return jnp.arange(scan.params["length"]) if self._in_turn else None
+        return jnp.arange(scan.length) if self._in_turn else None
 
     def read_layer(self, array: Lazy, stack: Lazy, rows: PyTree) -> Lazy:
         if isinstance(array, Kept) and isinstance(stack, Kept):
@@ -294,7 +293,7 @@ def _map_values(equation: Equation, inputs: Sequence[Lazy]) -> Kept | None:
         pair = [kept.read_values(), inputs[1 - at]]
         (values,) = equation.bind(pair if at == 0 else pair[::-1])
         return kept.with_values(values)
-    if name in _VALUEWISE:
+    if is_copy(equation) and not ENTRYWISE[name].places:
         return kept.with_values(equation.bind([kept.read_values()])[0])
     return None
 
@@ -340,4 +339,3 @@ def _slice_stack(kept: Kept, start: Arrays, sizes: tuple[int, ...]) -> Kept:
 
 
 _PLAIN_LAYOUTS = ("transpose", "reshape", "squeeze", "broadcast_in_dim", "slice", "dynamic_slice")
-_VALUEWISE = ("convert_element_type", "copy", "copy_p", "name", "pvary", "stop_gradient")

@@ -115,6 +115,14 @@ def instead(host_fn: Callable[..., PyTree]) -> Callable[[Callable[P, T]], Callab
     return decorate
 
 
+def call(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    """Calls a function that `instead` decorates on arrays of numpy, for a result of such arrays."""
+    host_fn: Callable[..., PyTree] = fn.on_host  # type: ignore[attr-defined]
+    with np.errstate(all="ignore"):
+        result = host_fn(*args)
+    return jax.tree.map(np.asarray, fn(*args)) if result is NotImplemented else result
+
+
 def empty(shape: tuple[int, ...], dtype: PyTree) -> np.ndarray:
     """Returns an uninitialized array at an address from which jax takes an array without a copy."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize

@@ -1,13 +1,25 @@
-"""Queries about a traced model, in any framework: uses of weights, costs, coupled channels."""
+"""Queries about a traced model, in any framework: uses of weights, costs, coupled channels.
 
-from sparsity.graph.biases import Bias
+`trace.py` makes a `Graph` of a `Model`. Each part of a `Graph` answers one question, and imports
+only parts above it:
+
+- `readers/`: which products read a parameter, along which of its axes?
+- `channels/`: which entries go together with a channel?
+- `removal/`: why may a channel go?
+- `costs.py`: how many multiply-adds and bytes are that, with masks or without channels?
+
+Pruners and distributions ask a `Graph`: `scope/` holds `Coupled`, `budgets.py` holds `budget`.
+"""
+
 from sparsity.graph.budgets import Budget, budget
-from sparsity.graph.channels import ChannelGroup, Parameter, Refusal
-from sparsity.graph.coupled import Coupled
+from sparsity.graph.channels.groups import ChannelGroup, Refusal
 from sparsity.graph.graph import Graph
+from sparsity.graph.model import Parameter
+from sparsity.graph.readers.biases import Bias
+from sparsity.graph.readers.uses import Use
+from sparsity.graph.readers.views import View
+from sparsity.graph.scope.coupled import Coupled
 from sparsity.graph.trace import trace
-from sparsity.graph.uses import Use
-from sparsity.graph.views import View
 
 __all__ = [
     "Bias",

@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from typing import Literal
 
 import chex
 import numpy as np
@@ -16,9 +17,9 @@ from sparsity.core.checks import check_density, check_kind
 from sparsity.core.exact import lowest_sparsity
 from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import Params, PyTree, Sparsities
-from sparsity.graph.channels import Parameter
-from sparsity.graph.coupled import Coupled
 from sparsity.graph.graph import Graph
+from sparsity.graph.model import Parameter
+from sparsity.graph.scope.coupled import Coupled
 from sparsity.masks import BatchAxes, Overrides, Sites
 from sparsity.patterns import Unstructured
 from sparsity.patterns.counts import entry_counter
@@ -31,14 +32,14 @@ class Budget:
 
     Attributes:
       graph: the graph of the model.
-      macs: the part of its multiply-adds that is left, `None` for a budget of bytes.
-      nbytes: the part of its bytes that is left, `None` for a budget of multiply-adds.
+      quantity: "macs" for a budget of multiply-adds, "nbytes" for a budget of bytes.
+      share: the part of this cost that is left.
       distribution: the relation between the sparsities; the budget decides the sparsity itself.
     """
 
     graph: Graph
-    macs: float | None
-    nbytes: float | None
+    quantity: Literal["macs", "nbytes"]
+    share: float
     distribution: Uniform
 
     @property
@@ -49,7 +50,7 @@ class Budget:
     def cost(self, path: tuple[str, ...], param: chex.Array) -> float:
         """Returns the cost of a weight of a parameter: multiply-adds, or bytes."""
         parameter = self.graph.parameters.find(path, param, may_be_smaller=True)
-        if self.macs is None:
+        if self.quantity == "nbytes":
             return float(parameter.dtype.itemsize)
         return self.graph.costs.count_macs(parameter.path) / max(parameter.size, 1)
 
@@ -59,7 +60,7 @@ class Budget:
             self.graph.parameters.find(path, param, may_be_smaller=True) for path, param in leaves
         ]
         kept = {parameter.path: Polynomial.variable(i) for i, parameter in enumerate(parameters)}
-        if self.macs is None:
+        if self.quantity == "nbytes":
             nbytes = (kept[parameter.path] * parameter.dtype.itemsize for parameter in parameters)
             return sum(nbytes, Polynomial({}))
         shares = {
@@ -87,11 +88,11 @@ class Budget:
         Raises:
           ValueError: even without any of the selected weights the model costs more.
         """
-        (name, share), by_bytes = self._limit, self.macs is None
-        if isinstance(scope, Coupled) and scope.across and (scope.across == "nbytes") != by_bytes:
+        across = "nbytes" if self.quantity == "nbytes" else True
+        if isinstance(scope, Coupled) and scope.across not in (False, across):
             raise ValueError(
-                f"across = {scope.across!r} keeps what all groups cost, but not the {name} of "
-                f"this budget. Use across = {'nbytes' if by_bytes else True!r}."
+                f"across = {scope.across!r} keeps what all groups cost, but not the "
+                f"{self.quantity} of this budget. Use across = {across!r}."
             )
         table = Sites(params, Unstructured(), batch_axes) if sites is None else sites
         leaves = self.graph.parameters.match(params)
@@ -100,7 +101,7 @@ class Budget:
         else:
             count = self._mask_counter(params, leaves, table)
         dense = self._count(leaves, {})
-        allowed = Fraction(share) * dense
+        allowed = Fraction(self.share) * dense
 
         def spread(sparsity: float) -> PyTree:
             distribution = dataclasses.replace(self.distribution, sparsity=sparsity)
@@ -112,7 +113,7 @@ class Budget:
             if isinstance(scope, Coupled):
                 fewest = "with the fewest channels that may stay"
             raise ValueError(
-                f"budget({name}={share}) cannot be met: {fewest}, "
+                f"budget({self.quantity}={self.share}) cannot be met: {fewest}, "
                 f"{math.ceil(least * 1e4) / 1e4} of the cost is left. Select more leaves, or allow "
                 "more."
             )
@@ -128,19 +129,11 @@ class Budget:
             lambda path, x: table[path].pattern.final_sparsity(x), targets
         )
 
-    @property
-    def _limit(self) -> tuple[str, float]:
-        """Name and value of the argument that limits the cost."""
-        if self.macs is not None:
-            return "macs", self.macs
-        assert self.nbytes is not None  # `budget` checks it
-        return "nbytes", self.nbytes
-
     def _channel_counter(
         self, params: Params, leaves: Mapping[trees.KeyPath, Parameter], scope: Coupled
     ) -> Callable[[PyTree], Fraction]:
         """Returns a function from sparsities to the cost of the smaller arrays."""
-        graph, by_bytes = self.graph, self.macs is None
+        graph, by_bytes = self.graph, self.quantity == "nbytes"
         paths = {parameter.path for parameter in leaves.values()}
         has_integral_costs = by_bytes or isinstance(graph.costs.count_small_macs({}), int)
 
@@ -176,7 +169,7 @@ class Budget:
         self, leaves: Mapping[trees.KeyPath, Parameter], kept: Mapping[trees.KeyPath, int]
     ) -> Fraction:
         """Returns the cost if masks keep only some weights of the parameters in `kept`."""
-        if self.macs is not None:
+        if self.quantity == "macs":
             each = ((leaves[path], n) for path, n in kept.items())
             macs: Fraction = self.graph.costs.count_sparse_macs(
                 {x.path: Fraction(n, x.size) for x, n in each}
@@ -226,11 +219,11 @@ def budget(
       >>> budget(graph, macs=0.25)(params)
       {'down': 0.7484375..., 'up': 0.7484375...}
     """
-    limits = [(name, x) for name, x in (("macs", macs), ("nbytes", nbytes)) if x is not None]
-    if len(limits) != 1:
+    quantity: Literal["macs", "nbytes"] = "macs" if nbytes is None else "nbytes"
+    share = macs if nbytes is None else nbytes
+    if share is None or None not in (macs, nbytes):
         raise ValueError(f"Give one of macs and nbytes, got macs = {macs}, nbytes = {nbytes}.")
-    check_density(*limits[0])
-    macs, nbytes = (None if x is None else float(x) for x in (macs, nbytes))
+    check_density(quantity, share)
     check_kind("graph", graph, Graph, "made by sparsity.trace")
     distribution = Uniform() if distribution is None else distribution
     check_kind("distribution", distribution, Uniform, "Uniform() or ERK()")
@@ -241,7 +234,7 @@ def budget(
             f"The budget decides the sparsity: give {type(distribution).__name__}() without one, "
             f"got sparsity = {distribution.sparsity}, entries = {distribution.entries}."
         )
-    return Budget(graph, macs, nbytes, distribution)
+    return Budget(graph, quantity, float(share), distribution)
 
 
 def _with(targets: Sparsities, path: trees.KeyPath, target: float) -> PyTree:

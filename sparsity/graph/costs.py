@@ -10,10 +10,10 @@ from typing import Any, TypeAlias, TypeVar
 
 from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import Path
-from sparsity.graph.coupling import TABLES, Coupling
+from sparsity.graph.channels.coupling import TABLES
 from sparsity.graph.model import Model
-from sparsity.graph.removal import Removal
-from sparsity.graph.uses import Tracker, Use
+from sparsity.graph.readers.uses import Tracker, Use
+from sparsity.graph.removal.removable import Removal
 from sparsity.programs.axes import Axis, count_entries
 from sparsity.programs.products import NO_PRODUCTS, PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program
@@ -54,15 +54,20 @@ class Costs:
                 * _operand_density(rhs, density)
             )
 
-        total: N = sum_products(self._model.program, macs)
+        total: N = _sum_products(self._model.program, macs)
         return total
 
     def count_small_macs(self, sizes: Mapping[Axis, N], path: Path | None = None) -> N:
         """Counts multiply-adds at smaller sizes of some axes: of a call, or of one parameter."""
-        count = product_counter(self._removal.coupling, sizes)
+
+        def count(equation: Equation) -> Number:
+            product, axes = read_product(equation), self._removal.coupling.axes
+            macs = _multiply_sizes([axes(value)[axis] for value, axis in product.cost], sizes)
+            return macs if product.inserted == 1 else macs * Fraction(1, product.inserted)
+
         macs: N
         if path is None:
-            macs = sum_products(self._model.program, count)
+            macs = _sum_products(self._model.program, count)
         else:
             macs = sum(
                 (1 if use.trips is None else use.trips) * use.view.share * count(use.equation)
@@ -73,7 +78,7 @@ class Costs:
     def count_small_bytes(self, sizes: Mapping[Axis, N], paths: Container[Path]) -> N:
         """Counts bytes of some parameters at smaller sizes of some axes."""
         nbytes: N = sum(
-            multiply_sizes(axes, sizes) * parameter.dtype.itemsize
+            _multiply_sizes(axes, sizes) * parameter.dtype.itemsize
             for parameter, axes in self._removal.list_axes()
             if parameter.path in paths
         )
@@ -82,11 +87,9 @@ class Costs:
     @functools.cached_property
     def uncounted(self) -> dict[str, str]:
         """Primitives whose multiply-adds do not count, each with the first line that uses them."""
-        programs = [self._model.program]
         sources: dict[str, str] = {}
-        for program in programs:  # grows by the bodies of its equations
+        for program in self._model.program.nested():
             for equation in program.flat():
-                programs += equation.bodies
                 tables = (*TABLES, NO_PRODUCTS)
                 if not equation.bodies and not any(equation.name in names for names in tables):
                     sources.setdefault(equation.name, equation.source)
@@ -102,7 +105,7 @@ class Costs:
         return list(largest.values())
 
 
-def sum_products(program: Program, count: Callable[[Equation], Number]) -> Number:
+def _sum_products(program: Program, count: Callable[[Equation], Number]) -> Number:
     """Sums `count` over the products of a call: the costliest branch, one trip of a `while`."""
     total: Number = 0
     for equation in program.flat():
@@ -110,25 +113,12 @@ def sum_products(program: Program, count: Callable[[Equation], Number]) -> Numbe
             total = total + count(equation)
         elif equation.bodies:
             bodies = equation.within()
-            each = [sum_products(x.program, count) * (x.trips or 1) for x in bodies]
+            each = [_sum_products(x.program, count) * (x.trips or 1) for x in bodies]
             total = total + functools.reduce(_larger if equation.is_choice else operator.add, each)
     return total
 
 
-def product_counter(
-    coupling: Coupling, sizes: Mapping[Axis, Number]
-) -> Callable[[Equation], Number]:
-    """Returns a function that counts the multiply-adds of a product at smaller sizes."""
-
-    def count(equation: Equation) -> Number:
-        product = read_product(equation)
-        macs = multiply_sizes([coupling.axes(value)[axis] for value, axis in product.cost], sizes)
-        return macs if product.inserted == 1 else macs * Fraction(1, product.inserted)
-
-    return count
-
-
-def multiply_sizes(axes: Iterable[Axis], sizes: Mapping[Axis, Number]) -> Number:
+def _multiply_sizes(axes: Iterable[Axis], sizes: Mapping[Axis, Number]) -> Number:
     """Returns the product of the sizes of axes, at smaller sizes of some variables."""
     return functools.reduce(operator.mul, [count_entries(axis, sizes) for axis in axes], 1)
 

@@ -13,14 +13,13 @@ import numpy as np
 from sparsity.core import sharding, trees
 from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph import report
-from sparsity.graph.biases import Bias, find_biases
-from sparsity.graph.channels import ChannelGroup, Refusal
+from sparsity.graph.channels.groups import ChannelGroup, Refusal
 from sparsity.graph.costs import Costs
-from sparsity.graph.inputs import AlongInputs, SharedInputs, Weights
-from sparsity.graph.model import Model
-from sparsity.graph.parameters import Parameters
-from sparsity.graph.removal import Removal
-from sparsity.graph.uses import Tracker
+from sparsity.graph.model import Model, Parameters
+from sparsity.graph.readers.biases import Bias, find_biases
+from sparsity.graph.readers.patterns import AlongInputs, SharedInputs, Weights
+from sparsity.graph.readers.uses import Tracker
+from sparsity.graph.removal.removable import Removal
 from sparsity.patterns import SparsityType
 
 if TYPE_CHECKING:
@@ -97,7 +96,14 @@ class Graph:
         Returns:
           The number of multiply-adds.
         """
-        macs: Fraction = self.costs.count_sparse_macs(self._densities(masks))
+        return self._dense_macs if masks is None else self._count_macs(self._densities(masks))
+
+    @functools.cached_property
+    def _dense_macs(self) -> int:
+        return self._count_macs({})  # jax asks for the text of a graph in each call of an updater
+
+    def _count_macs(self, densities: Mapping[Path, Fraction]) -> int:
+        macs: Fraction = self.costs.count_sparse_macs(densities)
         return round(macs)
 
     def _densities(self, masks: Masks | None) -> dict[Path, Fraction]:

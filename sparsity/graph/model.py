@@ -1,17 +1,36 @@
-"""A model as it was traced: the program, the parameters, and the function itself."""
+"""A model as it was traced: the program, its parameters, and the trees of users that hold them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from sparsity.core.trees import Path, PyTree
-from sparsity.graph.channels import Parameter
+from sparsity.core import trees
+from sparsity.core.trees import KeyPath, Masks, Path, PyTree
 from sparsity.programs.program import Program, Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """A parameter: its path, shape and dtype."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def name(self) -> str:
+        return trees.join_names(self.path)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,7 +74,7 @@ class Model:
         Raises:
           ValueError: the function needs a parameter that is missing or of another shape.
         """
-        made_by = {value: e for e in self.program.flat() for value in e.outputs}
+        makers = self.program.makers
 
         def read(value: Value) -> jax.Array:
             if value in self.values:
@@ -68,11 +87,109 @@ class Model:
                         "model with the params, and give all of them."
                     )
                 return arrays[parameter.path]
-            if value not in made_by:
+            if value not in makers:
                 return jnp.asarray(value.constant)
-            equation = made_by[value]
+            equation = makers[value]
             outputs = equation.bind([read(x) for x in equation.inputs])
             result: jax.Array = outputs[equation.outputs.index(value)]
             return result
 
         return read
+
+
+class Parameters:
+    """The parameters of a model by path.
+
+    Args:
+      leaves: the parameters, in tree order.
+      list_removable: returns (path, axis) of all axes that can lose channels.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[Parameter],
+        list_removable: Callable[[], Collection[tuple[Path, int]]],
+    ) -> None:
+        self._leaves, self._list_removable = leaves, list_removable
+        # {end of paths: parameters, shortest path first}
+        self._by_end: dict[Path, list[Parameter]] = {}
+        for parameter in sorted(leaves, key=lambda parameter: len(parameter.path)):
+            for start in range(len(parameter.path) + 1):
+                self._by_end.setdefault(parameter.path[start:], []).append(parameter)
+
+    def find_shape(self, path: Path) -> tuple[int, ...]:
+        """Returns the shape of a parameter."""
+        return self._by_end[path][0].shape
+
+    def find(
+        self, path: Path, array: object, role: str = "params", may_be_smaller: bool = False
+    ) -> Parameter:
+        """Returns the parameter of a path, in the traced tree or in a part of that tree.
+
+        The path may lack the first names of the traced path. The shortest traced path wins: in
+        `variables["params"]`, `a/w` is `params/a/w` rather than `params/layer/a/w`.
+
+        Args:
+          path: path of the array.
+          array: the array.
+          role: the name of the tree in errors.
+          may_be_smaller: allow the smaller shapes of a model that has lost channels.
+
+        Raises:
+          ValueError: no parameter or several have this path, or the shape differs.
+        """
+        shape = tuple(getattr(array, "shape", ()))
+        ends = self._by_end.get(path, [])
+        matches = [parameter for parameter in ends if len(parameter.path) == len(ends[0].path)]
+        if len(matches) != 1:
+            raise ValueError(
+                f"The {role} have a leaf {trees.join_names(path)!r} of shape {shape}, of which the "
+                f"graph has {len(matches)}: it knows "
+                f"{trees.listed([parameter.name for parameter in self._leaves])}."
+            )
+        parameter = matches[0]
+        if parameter.shape != shape and not (may_be_smaller and self._fits(parameter, shape)):
+            remedy = "Trace the model with these parameters."
+            if role == "masks":
+                remedy = "Unpack packed masks: sparsity.unpack_masks(masks, params)."
+            raise ValueError(
+                f"The {role} have shape {shape} at {trees.join_names(path)!r}, the graph was "
+                f"traced with {parameter.shape}. {remedy}"
+            )
+        return parameter
+
+    def match_masks(self, masks: Masks) -> list[tuple[Parameter, PyTree]]:
+        """Returns the masks with their parameters, without those that are `None`.
+
+        Raises:
+          ValueError: a mask belongs to no parameter, or has another shape; the error names both.
+        """
+        return [
+            (self.find(trees.path_names(path), mask, "masks"), mask)
+            for path, mask in trees.leaves_by_path(masks).items()
+        ]
+
+    def match(self, tree: PyTree) -> dict[KeyPath, Parameter]:
+        """Returns {path in the tree: parameter} for a tree of params.
+
+        The params may be those of a smaller model.
+        """
+        matched = {
+            path: self.find(trees.path_names(path), array, may_be_smaller=True)
+            for path, array in trees.leaves_by_path(tree).items()
+            if hasattr(array, "shape")
+        }
+        if self._leaves and not matched:
+            raise ValueError(
+                "The params have no array that the graph knows: it knows "
+                f"{trees.listed([parameter.name for parameter in self._leaves])}."
+            )
+        return matched
+
+    def _fits(self, parameter: Parameter, shape: tuple[int, ...]) -> bool:
+        """Returns whether a parameter may have this shape in a smaller model."""
+        cut = {axis for path, axis in self._list_removable() if path == parameter.path}
+        return len(shape) == len(parameter.shape) and all(
+            new == old or (axis in cut and 0 < new < old)
+            for axis, (new, old) in enumerate(zip(shape, parameter.shape, strict=True))
+        )

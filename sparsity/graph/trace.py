@@ -11,16 +11,14 @@ import numpy as np
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_function, check_kind
 from sparsity.core.trees import Params, Path, PyTree
-from sparsity.graph.channels import Parameter
 from sparsity.graph.graph import Graph
-from sparsity.graph.model import Model
+from sparsity.graph.model import Model, Parameter
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import (
     ClosedJaxpr,
     Equation,
     Program,
     Value,
-    captured_arrays,
     read_jaxpr,
     values_read,
 )
@@ -137,10 +135,11 @@ def _check_constants(
 ) -> None:
     """Raises a ValueError if a constant stands in for a parameter that is not read."""
     read_values = values_read(program)
+    constants = [value.constant for value in read_values if value.constant is not None]
     for value, parameter, array in zip(program.inputs, parameters, arrays, strict=False):
         if value in read_values or len(parameter.shape) < 2:
             continue
-        for constant in captured_arrays(program):
+        for constant in constants:
             if (
                 getattr(constant, "shape", None) != parameter.shape
                 or constant.dtype != parameter.dtype

@@ -117,7 +117,7 @@ def map_rows(fn: Callable[..., PyTree], *rows: jax.Array) -> PyTree:
 
 def check_entries(mask: np.ndarray, name: str) -> None:
     """Raises a ValueError if a mask has other entries than 0 and 1, as packed masks have."""
-    is_other = ~np.isin(mask, (0, 1))
+    is_other = (mask != 0) & (mask != 1)
     if is_other.any():
         raise ValueError(
             f"The mask of {name!r} has entries other than 0 and 1, such as {mask[is_other][0]}. "

@@ -33,14 +33,18 @@ class Entrywise:
     Attributes:
       compute: the same function in numpy; `None` if constants are not followed.
       is_exact: whether every implementation returns the bits of numpy.
-      is_copy: whether the primitive returns its input, in another dtype at most.
+      is_copy: whether the primitive returns its input, in another dtype or place at most.
+      places: whether parameters of a copy name devices, for the shape of the input.
       tells_nan: whether NaN gives a number, as in a comparison.
+      tells_zeros: whether 0.0 and -0.0 as the last input give different numbers.
     """
 
     compute: Function | None = None
     is_exact: bool = True
     is_copy: bool = False
+    places: bool = False
     tells_nan: bool = False
+    tells_zeros: bool = False
 
 
 def _divide(one: np.ndarray, other: np.ndarray) -> Scalar:
@@ -74,9 +78,10 @@ _ROUNDED: dict[str, Function] = {
     "erfc": np.vectorize(math.erfc),
 }  # fmt: skip
 _COPIES = (
-    "convert_element_type", "copy", "copy_p", "device_put", "mesh_cast", "name", "pvary",
-    "optimization_barrier", "reshard", "sharding_constraint", "stop_gradient",
+    "convert_element_type", "copy", "copy_p", "name", "optimization_barrier", "pvary",
+    "stop_gradient",
 )  # fmt: skip
+_PLACEMENTS = ("device_put", "mesh_cast", "reshard", "sharding_constraint")
 _OTHERS = (  # of `integer_pow` and `select_n`, see `fold_constant`
     "atan2", "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "clz", "complex", "digamma",
     "erf_inv", "igamma", "igammac", "imag", "integer_pow", "lgamma", "nextafter",
@@ -89,13 +94,22 @@ ENTRYWISE: dict[str, Entrywise] = {
     **{name: Entrywise(compute, tells_nan=True) for name, compute in _COMPARISONS.items()},
     **{name: Entrywise(compute, is_exact=False) for name, compute in _ROUNDED.items()},
     **{name: Entrywise(is_copy=True) for name in _COPIES},
+    **{name: Entrywise(is_copy=True, places=True) for name in _PLACEMENTS},
     **{name: Entrywise() for name in _OTHERS},
 }
+for _name in ("atan2", "div", "integer_pow", "nextafter", "pow", "rem", "rsqrt"):
+    ENTRYWISE[_name] = dataclasses.replace(ENTRYWISE[_name], tells_zeros=True)
 # They make entries of their own, whatever the place.
 SOURCES = frozenset((
     "iota", "random_bits", "random_clone", "random_fold_in", "random_seed", "random_split",
     "random_unwrap", "random_wrap", "rng_uniform", "threefry2x32",
 ))  # fmt: skip
+
+
+def is_copy(equation: Equation) -> bool:
+    """Returns whether an equation returns its only input, in another dtype or place at most."""
+    entry = ENTRYWISE.get(equation.name)
+    return entry is not None and entry.is_copy and len(equation.outputs) == 1
 
 
 def constant_in(array: Any) -> float | None:
@@ -144,8 +158,7 @@ def fold_constant(equation: Equation, inputs: Sequence[float | None]) -> float |
             if constant not in (-1.0, 0.0, 0.5, 1.0) and math.isfinite(constant):
                 return None
     # The sign of a 0 is not followed, so that the sign of its inverse is not known.
-    by_zero = name in ("div", "rsqrt", "integer_pow", "pow") and math.isinf(constant or 0)
-    return math.nan if by_zero else constant
+    return math.nan if rule.tells_zeros and math.isinf(constant or 0) else constant
 
 
 def tells_nan(equation: Equation) -> bool:
@@ -226,12 +239,14 @@ class Reduction:
     """A primitive that joins all entries along some axes.
 
     Attributes:
+      text: the reduction in words, "" for the name of the primitive.
       neutral: returns the constant of a dtype that changes nothing, as 0 in a sum; `None` if
         entries cannot be removed.
       repeat: returns the reduction of entries that are all one constant, as 0 of zeros in a sum;
         `None` if it is uncertain.
     """
 
+    text: str = ""
     neutral: Callable[[DTypeLike], float] | None = None
     repeat: Callable[[float], float | None] = _only()
 
@@ -256,15 +271,15 @@ def _all_bits(dtype: DTypeLike) -> float:
 
 
 REDUCTIONS: dict[str, Reduction] = {
-    "argmax": Reduction(),
-    "argmin": Reduction(),
-    "reduce_and": Reduction(_all_bits, _same),
-    "reduce_max": Reduction(lambda dtype: float(_limits(dtype).min), _same),
-    "reduce_min": Reduction(lambda dtype: float(_limits(dtype).max), _same),
-    "reduce_or": Reduction(lambda dtype: 0.0, _same),
-    "reduce_prod": Reduction(lambda dtype: 1.0, _only(0, 1)),
-    "reduce_sum": Reduction(lambda dtype: 0.0, _only(0)),
-    "reduce_xor": Reduction(lambda dtype: 0.0),
+    "argmax": Reduction("an argmax"),
+    "argmin": Reduction("an argmin"),
+    "reduce_and": Reduction("", _all_bits, _same),
+    "reduce_max": Reduction("a maximum", lambda dtype: float(_limits(dtype).min), _same),
+    "reduce_min": Reduction("a minimum", lambda dtype: float(_limits(dtype).max), _same),
+    "reduce_or": Reduction("", lambda dtype: 0.0, _same),
+    "reduce_prod": Reduction("a product", lambda dtype: 1.0, _only(0, 1)),
+    "reduce_sum": Reduction("a sum", lambda dtype: 0.0, _only(0)),
+    "reduce_xor": Reduction("", lambda dtype: 0.0),
 }
 
 

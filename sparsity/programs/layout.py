@@ -87,6 +87,8 @@ class Layout:
       joins: the reduction that joins entries of mixed axes, `None` if there is none, 'unknown' if
         nothing follows from constants.
       fill: the constant that may take the place of entries of the sources, `None` if there is none.
+      is_lookup: whether indices choose entries, as in an embedding.
+      moves_window: whether the mixed axes are those of a window, as in an image.
     """
 
     relate: Callable[[Equation], list[Relation]]
@@ -94,6 +96,8 @@ class Layout:
     sources: Callable[[Equation, int], Sequence[int]] = lambda equation, number: (0,)
     joins: Callable[[Equation], str | None] = lambda equation: None
     fill: Callable[[Equation], float | None] = lambda equation: None
+    is_lookup: bool = False
+    moves_window: bool = False
 
 
 def same(source: tuple[int, int], target: tuple[int, int], text: str) -> Relation:
@@ -361,6 +365,10 @@ def _cumulative(name: str, reduction: str) -> dict[str, Layout]:
     return {name: Layout(relate, joins=lambda equation: reduction)}
 
 
+def _windowed(name: str, joins: Callable[[Equation], str]) -> dict[str, Layout]:
+    return {name: Layout(_along("mixed", _list_windows), joins=joins, moves_window=True)}
+
+
 LAYOUTS: dict[str, Layout] = {
     "transpose": Layout(_transpose),
     "squeeze": Layout(_squeeze),
@@ -372,9 +380,11 @@ LAYOUTS: dict[str, Layout] = {
     "unstack": Layout(_unstack),
     "tile": Layout(_tile),
     "slice": Layout(_slice, _resize_slice),
-    "dynamic_slice": Layout(_along("cut", lambda equation: ()), _resize_dynamic_slice),
+    "dynamic_slice": Layout(
+        _along("cut", lambda equation: ()), _resize_dynamic_slice, is_lookup=True
+    ),
     "dynamic_update_slice": Layout(_update, sources=lambda equation, number: (0, 1)),
-    "gather": Layout(_gather, _resize_gather, fill=gather_fill),
+    "gather": Layout(_gather, _resize_gather, fill=gather_fill, is_lookup=True),
     "pad": Layout(_along("cut", _list_padded), sources=_all_inputs),
     "rev": Layout(_along("reversed", lambda equation: equation.params["dimensions"])),
     "sort": Layout(_sort, sources=lambda equation, number: (number,)),
@@ -387,9 +397,20 @@ LAYOUTS: dict[str, Layout] = {
     **_cumulative("cummax", "reduce_max"),
     **_cumulative("cummin", "reduce_min"),
     **_cumulative("cumlogsumexp", "unknown"),
-    "reduce_window": Layout(_along("mixed", _list_windows), joins=lambda equation: "unknown"),
-    **{
-        f"reduce_window_{name}": Layout(_along("mixed", _list_windows), joins=_window_reduction)
-        for name in ("max", "min", "sum")
-    },
+    **_windowed("reduce_window", lambda equation: "unknown"),
+    **_windowed("reduce_window_max", _window_reduction),
+    **_windowed("reduce_window_min", _window_reduction),
+    **_windowed("reduce_window_sum", _window_reduction),
 }
+
+
+def is_lookup(equation: Equation) -> bool:
+    """Returns whether an equation reads the entries of an array that indices choose."""
+    return equation.name in LAYOUTS and LAYOUTS[equation.name].is_lookup
+
+
+def is_move(equation: Equation) -> bool:
+    """Returns whether an equation moves or repeats all entries of its only input."""
+    if equation.name not in LAYOUTS or len(equation.inputs) != 1 or len(equation.outputs) != 1:
+        return False
+    return all(relation.kind == "product" for relation in LAYOUTS[equation.name].relate(equation))

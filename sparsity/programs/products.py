@@ -35,12 +35,19 @@ class Operand(NamedTuple):
       free: axes that become axes of the result, in the order of the result.
       batch: axes that index separate products, in step with the other operand.
       experts: axes that index the matrices of a ragged dot; each row meets one matrix.
+      window: the contracted axes of space.
     """
 
     contracted: tuple[int, ...]
     free: tuple[int, ...]
     batch: tuple[int, ...] = ()
     experts: tuple[int, ...] = ()
+    window: tuple[int, ...] = ()
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The contracted axes that are no window: of a convolution the input channels."""
+        return tuple(axis for axis in self.contracted if axis not in self.window)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,8 +142,8 @@ def _convolution(equation: Equation) -> Product:
     space = (image[1:], inputs[1:], spec.out_spec[2:])
     in_batch = "a convolution in groups of the batch"
     return Product(
-        lhs=Operand(tuple(image), (batch,)),
-        rhs=Operand(tuple(inputs), (out,)),
+        lhs=Operand(tuple(image), (batch,), window=tuple(space[0])),
+        rhs=Operand(tuple(inputs), (out,), window=tuple(space[1])),
         output=tuple(output),
         cost=tuple([(result, i) for i in range(len(output))] + [(kernel, i) for i in inputs]),
         pairs=((image[0], inputs[0]),),

@@ -30,7 +30,6 @@ __all__ = [
     "Literal",
     "Program",
     "Value",
-    "captured_arrays",
     "is_differentiable",
     "jaxpr_as_fun",
     "read_jaxpr",
@@ -147,11 +146,16 @@ class Equation:
 
         inputs, tangents, cotangents = structs
         try:
-            if self.name == "custom_jvp_call":
+            if self.maps_tangents:
                 return read_jaxpr(jax.make_jaxpr(forward)(inputs, tangents))
             return read_jaxpr(jax.make_jaxpr(backward)(inputs, cotangents))
         except Exception as error:  # the rule is the user's code
             return error
+
+    @property
+    def maps_tangents(self) -> bool:
+        """True if the rule for derivatives of a call maps tangents, False if cotangents."""
+        return self.name == "custom_jvp_call"
 
     @property
     def differentiated(self) -> tuple[list[Value], list[Value]]:
@@ -188,7 +192,7 @@ class Equation:
                 first, count = self._scan_sizes()
                 carries = [(i, first + i) for i in range(count)]
                 layers = range(first + count, len(inputs))
-                return [Body(self.bodies[0], inputs, [*outputs], carries, layers, params["length"])]
+                return [Body(self.bodies[0], inputs, [*outputs], carries, layers, self.length)]
             case "while":
                 first = params["cond_nconsts"]
                 second = first + params["body_nconsts"]
@@ -204,6 +208,12 @@ class Equation:
             case "shard_map":
                 return [Body(self.bodies[0], inputs, [*outputs], trips=_shards(params))]
         return [Body(body, inputs, [*outputs]) for body in self.bodies]
+
+    @property
+    def length(self) -> int:
+        """Number of steps of a scan."""
+        steps: int = self.params["length"]
+        return steps
 
     def _scan_sizes(self) -> tuple[int, int]:
         """Counts the constants and the carried values of a scan."""
@@ -263,6 +273,18 @@ class Program:
             else:
                 yield equation
 
+    def nested(self) -> Iterator[Program]:
+        """Yields the program, and all programs in its loops, branches and shards."""
+        yield self
+        for equation in self.flat():
+            for body in equation.bodies:
+                yield from body.nested()
+
+    @functools.cached_property
+    def makers(self) -> dict[Value, Equation]:
+        """{value: equation that computes the value}, outside of loops and branches."""
+        return {value: equation for equation in self.flat() for value in equation.outputs}
+
     def with_rules(self) -> Iterator[Equation]:
         """Yields all calls with a custom rule for derivatives, also calls within calls."""
         for equation in self.equations:
@@ -316,17 +338,10 @@ def read_jaxpr(closed: ClosedJaxpr) -> Program:
 
 def values_read(program: Program) -> set[Value]:
     """Returns the values that some equation reads, or that the program returns."""
-    values = set(program.outputs)
-    for equation in program.flat():
-        values.update(equation.inputs)
-        for body in equation.bodies:
-            values |= values_read(body)
+    values = set[Value]()
+    for body in program.nested():
+        values.update(body.outputs, *(equation.inputs for equation in body.flat()))
     return values
-
-
-def captured_arrays(program: Program) -> list[Any]:
-    """Returns the arrays that the function held when it was traced."""
-    return [value.constant for value in values_read(program) if value.constant is not None]
 
 
 def list_constants(closed: ClosedJaxpr) -> list[Any] | None:

@@ -35,97 +35,151 @@ from sparsity.training.state import SparseState
 _REMEDY = "start a new state: shrink without opt_state, then tx.init(small.params)"
 
 
-def cut_params(graph: Graph, plan: Plan, params: Params) -> Params:
-    """Cuts parameters, or a part of their tree."""
-    return trees.map_matched(lambda path, leaf: _cut(leaf, _axes(graph, plan, path, leaf)), params)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cutter:
+    """Cuts by a plan all that belongs to the parameters of a model.
 
-
-def cut_masks(
-    graph: Graph, plan: Plan, params: Params, small_params: Params, masks: Mapping[Path, jax.Array]
-) -> Masks:
-    """Cuts masks like their parameters: uint8, placed like these; `None` where nothing is masked.
-
-    Args:
+    Attributes:
       graph: the graph of the model.
       plan: the channels that stay.
-      params: the parameters, or a part of their tree.
-      small_params: the same after the cut.
-      masks: {path of a parameter: its mask}.
-    """
-    likes = trees.leaves_by_path(small_params)
-
-    def cut(key: trees.KeyPath, leaf: jax.Array) -> jax.Array | None:
-        mask = _find_mask(graph, masks, key, leaf)
-        if mask is None:
-            return None
-        kept = are_kept(_cut(mask, _axes(graph, plan, key, leaf)))
-        if np.asarray(kept).all():
-            return None
-        return kept if is_traced(likes[key]) else sharding.place_like(likes[key], kept)
-
-    with jax.ensure_compile_time_eval():  # parameters may be traced, masks are not
-        return trees.map_matched(cut, params)
-
-
-def _find_mask(
-    graph: Graph, masks: Mapping[Path, jax.Array], key: trees.KeyPath, leaf: jax.Array
-) -> jax.Array | None:
-    """Returns the mask of a leaf of params, `None` for a dense one."""
-    if not hasattr(leaf, "shape"):
-        return None
-    return masks.get(graph.parameters.find(trees.path_names(key), leaf).path)
-
-
-def cut_state(
-    graph: Graph, plan: Plan, params: Params, small_params: Params, state: PyTree
-) -> PyTree:
-    """Cuts the leaves of an optimizer's state that belong to cut parameters.
-
-    Raises:
-      ValueError: a leaf cannot be cut, or the state belongs to other parameters; the error names
-        the leaf.
     """
 
-    def describe(path: trees.KeyPath, leaf: jax.Array) -> _Owner:
-        axes = _axes(graph, plan, path, leaf)
-        return _Owner(trees.path_string(path), jnp.shape(leaf), axes)
+    graph: Graph
+    plan: Plan
 
-    owners_tree = trees.map_matched(describe, params)
-    owned = set()  # names of the parameters that have state
-    unowned_ids = set()  # ids of leaves that belong to no parameter
+    def params(self, params: Params) -> Params:
+        """Cuts parameters, or a part of their tree."""
+        return trees.map_matched(lambda path, leaf: _cut(leaf, self._axes(path, leaf)), params)
 
-    def cut(owner: _Owner | None, leaf: jax.Array) -> jax.Array:
-        if owner is None:
-            unowned_ids.add(id(leaf))
-            return leaf
-        owned.add(owner.name)
-        return _cut_moment(owner, leaf)
+    def masks(self, params: Params, small_params: Params, masks: Mapping[Path, jax.Array]) -> Masks:
+        """Cuts masks like their parameters: uint8, placed like these.
 
-    if trees.find_nodes(state, KeptState):
-        raise ValueError(
-            "opt_state is that of use_compact_state=True, whose arrays of kept weights do not tell "
-            "channels. Start a new state: shrink without opt_state, then tx.init(small.params)."
+        The mask of a parameter without masked entries is `None`.
+
+        Args:
+          params: the parameters, or a part of their tree.
+          small_params: the same after the cut.
+          masks: {path of a parameter: its mask}.
+        """
+        likes = trees.leaves_by_path(small_params)
+
+        def cut(key: trees.KeyPath, leaf: jax.Array) -> jax.Array | None:
+            mask = self._find_mask(masks, key, leaf)
+            if mask is None:
+                return None
+            kept = are_kept(_cut(mask, self._axes(key, leaf)))
+            if np.asarray(kept).all():
+                return None
+            return kept if is_traced(likes[key]) else sharding.place_like(likes[key], kept)
+
+        with jax.ensure_compile_time_eval():  # parameters may be traced, masks are not
+            return trees.map_matched(cut, params)
+
+    def state(self, params: Params, small_params: Params, state: PyTree) -> PyTree:
+        """Cuts the leaves of an optimizer's state that belong to cut parameters.
+
+        Raises:
+          ValueError: a leaf cannot be cut, or the state belongs to other parameters; the error
+            names the leaf.
+        """
+
+        def describe(path: trees.KeyPath, leaf: jax.Array) -> _Owner:
+            axes = self._axes(path, leaf)
+            return _Owner(trees.path_string(path), jnp.shape(leaf), axes)
+
+        owners_tree = trees.map_matched(describe, params)
+        owned = set()  # names of the parameters that have state
+        unowned_ids = set()  # ids of leaves that belong to no parameter
+
+        def cut(owner: _Owner | None, leaf: jax.Array) -> jax.Array:
+            if owner is None:
+                unowned_ids.add(id(leaf))
+                return leaf
+            owned.add(owner.name)
+            return _cut_moment(owner, leaf)
+
+        if trees.find_nodes(state, KeptState):
+            raise ValueError(
+                "opt_state is that of use_compact_state=True, whose arrays of kept weights do not "
+                "tell channels. Start a new state: shrink without opt_state, then "
+                "tx.init(small.params)."
+            )
+        # A packed mask has another shape than its parameter: it is cut unpacked.
+        nodes = [node for _, node in trees.find_nodes(state, SparseState)]
+        packed = [node for node in nodes if are_packed(node.masks, params)]
+        for node in packed:
+            masks = unpack_masks(node.masks, params)
+            state = trees.replace_node(state, node, node._replace(masks=masks))
+        before = trees.leaves_by_path(state)
+        state = owners.map_owned(cut, owners_tree, state)
+        unowned = {path: leaf for path, leaf in before.items() if id(leaf) in unowned_ids}
+        _check_unowned(unowned, owners_tree)
+        arrays = [x.shape for x in jax.tree.leaves(state) if trees.is_prunable(x) and x.ndim]
+        if arrays and not owned and any(owner.axes for owner in jax.tree.leaves(owners_tree)):
+            raise ValueError(
+                f"No leaf of opt_state belongs to one of params, and it has one of shape "
+                f"{arrays[0]}: it is the state of other params. Give that of these, or {_REMEDY}."
+            )
+        for _, node in trees.find_nodes(state, SparseState) if packed else ():
+            masks = place_masks(pack_masks(node.masks, small_params), small_params)
+            state = trees.replace_node(state, node, node._replace(masks=masks))
+        return state
+
+    def check_updates(
+        self,
+        tx: optax.GradientTransformation,
+        params: Params,
+        state: PyTree,
+        masks: Mapping[Path, jax.Array],
+    ) -> float:
+        """Compares updates of the smaller parameters with updates of the masked parameters.
+
+        Removed entries have no gradient, but their values unless `masks`, {path: mask}, or the plan
+        of a parameter without a mask set them to 0.
+
+        Returns:
+          The largest difference, as a part of the largest entry of its array.
+
+        Raises:
+          ValueError: updates differ by more than rounding; the error names the leaf and the entry.
+        """
+        masked = self._mask_params(params, masks)
+        small = self.params(masked)
+        return comparison.check_updates(
+            tx,
+            masked,
+            state,
+            mask=lambda path, leaf: _mask(leaf, self._axes(path, leaf)),
+            cut=self.params,
+            cut_state=functools.partial(self.state, masked, small),
+            model="smaller model",
+            remedy=_REMEDY,
         )
-    # A packed mask has another shape than its parameter: it is cut unpacked.
-    nodes = [node for _, node in trees.find_nodes(state, SparseState)]
-    packed = [node for node in nodes if are_packed(node.masks, params)]
-    for node in packed:
-        masks = unpack_masks(node.masks, params)
-        state = trees.replace_node(state, node, node._replace(masks=masks))
-    before = trees.leaves_by_path(state)
-    state = owners.map_owned(cut, owners_tree, state)
-    unowned = {path: leaf for path, leaf in before.items() if id(leaf) in unowned_ids}
-    _check_unowned(unowned, owners_tree)
-    arrays = [x.shape for x in jax.tree.leaves(state) if trees.is_prunable(x) and x.ndim]
-    if arrays and not owned and any(owner.axes for owner in jax.tree.leaves(owners_tree)):
-        raise ValueError(
-            f"No leaf of opt_state belongs to one of params, and it has one of shape {arrays[0]}: "
-            f"it is the state of other params. Give that of these, or {_REMEDY}."
-        )
-    for _, node in trees.find_nodes(state, SparseState) if packed else ():
-        masks = place_masks(pack_masks(node.masks, small_params), small_params)
-        state = trees.replace_node(state, node, node._replace(masks=masks))
-    return state
+
+    def _mask_params(self, params: Params, masks: Mapping[Path, jax.Array]) -> PyTree:
+        """Returns the arrays of `params` under their masks; the plan masks those that have none."""
+
+        def mask(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
+            leaf_mask = self._find_mask(masks, path, leaf)
+            if leaf_mask is not None:
+                return apply_mask(leaf, leaf_mask)
+            return _mask(leaf, self._axes(path, leaf))
+
+        return trees.map_matched(mask, trees.only_arrays(params))
+
+    def _find_mask(
+        self, masks: Mapping[Path, jax.Array], key: trees.KeyPath, leaf: jax.Array
+    ) -> jax.Array | None:
+        """Returns the mask of a leaf of params, `None` for a dense one."""
+        if not hasattr(leaf, "shape"):
+            return None
+        return masks.get(self.graph.parameters.find(trees.path_names(key), leaf).path)
+
+    def _axes(self, path: trees.KeyPath, leaf: jax.Array) -> Mapping[int, np.ndarray]:
+        """Returns the indices that stay along each axis of a leaf that loses some."""
+        if not hasattr(leaf, "shape"):
+            return {}
+        return self.plan.kept.get(self.graph.parameters.find(trees.path_names(path), leaf).path, {})
 
 
 def _cut_moment(owner: _Owner, leaf: jax.Array) -> jax.Array:
@@ -152,53 +206,6 @@ def _check_unowned(leaves: Mapping[trees.KeyPath, jax.Array], owners_tree: PyTre
         owners.check_stray(leaf, names, _REMEDY)
         if trees.is_prunable(leaf) and leaf.ndim:
             _check_place(path, leaf, owners_tree)
-
-
-def check_updates(
-    tx: optax.GradientTransformation,
-    graph: Graph,
-    plan: Plan,
-    params: Params,
-    state: PyTree,
-    masks: Mapping[Path, jax.Array],
-) -> float:
-    """Compares updates of the smaller parameters with updates of the masked parameters.
-
-    Removed entries have no gradient, but their values unless `masks`, {path: mask}, or the plan of
-    a parameter without a mask set them to 0.
-
-    Returns:
-      The largest difference, as a part of the largest entry of its array.
-
-    Raises:
-      ValueError: updates differ by more than rounding; the error names the leaf and the entry.
-    """
-    masked = _mask_params(graph, plan, params, masks)
-    small = cut_params(graph, plan, masked)
-    return comparison.check_updates(
-        tx,
-        masked,
-        state,
-        mask=lambda path, leaf: _mask(leaf, _axes(graph, plan, path, leaf)),
-        cut=functools.partial(cut_params, graph, plan),
-        cut_state=functools.partial(cut_state, graph, plan, masked, small),
-        model="smaller model",
-        remedy=_REMEDY,
-    )
-
-
-def _mask_params(
-    graph: Graph, plan: Plan, params: Params, masks: Mapping[Path, jax.Array]
-) -> PyTree:
-    """Returns the arrays of `params` under their masks; the plan masks those that have none."""
-
-    def mask(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
-        leaf_mask = _find_mask(graph, masks, path, leaf)
-        if leaf_mask is not None:
-            return apply_mask(leaf, leaf_mask)
-        return _mask(leaf, _axes(graph, plan, path, leaf))
-
-    return trees.map_matched(mask, trees.only_arrays(params))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,15 +247,6 @@ def _find_average_axes(owner: _Owner, shape: tuple[int, ...]) -> Mapping[int, np
     if len(candidates) != 1:
         return None
     return dict(zip(candidates.pop(), owner.axes.values(), strict=True))
-
-
-def _axes(
-    graph: Graph, plan: Plan, path: trees.KeyPath, leaf: jax.Array
-) -> Mapping[int, np.ndarray]:
-    """Returns the indices that stay along each axis of a leaf that loses some."""
-    if not hasattr(leaf, "shape"):
-        return {}
-    return plan.kept.get(graph.parameters.find(trees.path_names(path), leaf).path, {})
 
 
 def _cut(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:

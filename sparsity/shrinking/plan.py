@@ -15,7 +15,7 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind, unique_keys
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Coupled, Graph
-from sparsity.graph.cuts import solve_kept, spread_kept
+from sparsity.graph.channels.cuts import solve_kept, spread_kept
 from sparsity.programs.axes import Axis, list_variables
 from sparsity.shrinking.dead import find_undead
 from sparsity.shrinking.smaller import Smaller

@@ -17,18 +17,13 @@ from sparsity.base_updater import BaseUpdater
 from sparsity.core import sharding, trees
 from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph import Graph
-from sparsity.graph.cuts import solve_kept
+from sparsity.graph.channels.cuts import solve_kept
 from sparsity.masks import apply_masks
 from sparsity.masks.positions import check_entries
 from sparsity.programs.axes import Axis
 from sparsity.reports import time_in_turn
 from sparsity.shrinking import report
-from sparsity.shrinking.cutting import (
-    check_updates,
-    cut_masks,
-    cut_params,
-    cut_state,
-)
+from sparsity.shrinking.cutting import Cutter
 from sparsity.shrinking.dead import find_dead
 from sparsity.shrinking.plan import Plan, check_proven, plan_cut
 from sparsity.shrinking.report import SizeRow
@@ -247,10 +242,11 @@ def shrink(
     """
     comparison.check_arguments(graph, masks, opt_state, tx)
     plan, by_path = _read_plan(graph, masks)
-    small_params = cut_params(graph, plan, params)
-    small_masks = cut_masks(graph, plan, params, small_params, by_path)
-    state = None if opt_state is None else cut_state(graph, plan, params, small_params, opt_state)
-    error = None if tx is None else check_updates(tx, graph, plan, params, opt_state, by_path)
+    cutter = Cutter(graph, plan)
+    small_params = cutter.params(params)
+    small_masks = cutter.masks(params, small_params, by_path)
+    state = None if opt_state is None else cutter.state(params, small_params, opt_state)
+    error = None if tx is None else cutter.check_updates(tx, params, opt_state, by_path)
     replicated = _find_replicated(graph, params, small_params)
     masked = apply_masks(small_params, small_masks)
     return Small(masked, state, plan, graph, replicated, error, small_masks)

@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, reshard
 from sparsity.core import host
 from sparsity.core.sharding import fit
 from sparsity.core.trees import PyTree
-from sparsity.graph.alike import Alike
-from sparsity.graph.coupling import Coupling
+from sparsity.graph.channels.coupling import Coupling
+from sparsity.graph.removal.alike import Alike
 from sparsity.programs.axes import Axis, count_entries, find_kept, find_kept_by_layer
 from sparsity.programs.entrywise import SOURCES
 from sparsity.programs.layout import LAYOUTS
@@ -111,16 +111,12 @@ class Smaller(Interpreter[jax.Array]):
             groups = count_entries(self._coupling.feature_groups[equation], self._sizes)
             return equation.bind(inputs, feature_group_count=groups)
         bound = equation.bind(inputs, **_shardings(equation, self.shape(equation.outputs[0])))
-        if equation in self._alike:
-            bound[0] += self._sum_lost(equation, self._alike[equation])
+        if (entry := self._alike.get(equation)) is not None:
+            axis = self._coupling.axes(entry.value)[entry.axis].root
+            # The entries that the sum has lost are all alike.
+            if lost := axis.size - self._sizes.get(axis, axis.size):
+                bound[0] += lost * equation.bind([self._compute_entry(entry)])[0]
         return bound
-
-    def _sum_lost(self, equation: Equation, entry: Alike) -> jax.Array:
-        """Returns the sum of the entries that a sum has lost, which are all alike."""
-        axis = self._coupling.axes(entry.value)[entry.axis].root
-        count = axis.size - self._sizes.get(axis, axis.size)
-        lost: jax.Array = count * equation.bind([self._compute_entry(entry)])[0]
-        return lost
 
     def _compute_entry(self, entry: Alike) -> jax.Array:
         """Returns the entry that all removed channels share, at size 1 along its axis."""
@@ -161,8 +157,8 @@ class Smaller(Interpreter[jax.Array]):
 
     def _layered(self, scan: Equation) -> list[Axis]:
         """Returns the variables of which layers of a scan keep different entries."""
-        length = scan.params["length"]
-        return [v for v, index in self._plan.items() if index.ndim == 2 and len(index) == length]
+        layered = {v: index for v, index in self._plan.items() if index.ndim == 2}
+        return [v for v, index in layered.items() if len(index) == scan.length]
 
     def _apply(self, body: Program, *inputs: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(self.run(body, inputs))
@@ -174,7 +170,7 @@ class Smaller(Interpreter[jax.Array]):
         plain = Smaller(self._coupling, self._plan, self._alike, False, self._layer)
         has = [value in floating for value in equation.inputs]
 
-        if equation.name == "custom_jvp_call":
+        if equation.maps_tangents:
 
             def forward(primals: Arrays, tangents: Arrays) -> tuple[PyTree, PyTree]:
                 used = [x for x, use in zip(tangents, has, strict=True) if use]

@@ -123,6 +123,15 @@ def test_diff_shows_a_delta(files, capsys):
     assert report["total"] == {"leaves": 2, "size": 40, "entries": 4, "bytes": 20}
 
 
+def test_a_change_beyond_float64_is_null_in_json(files, capsys):
+    _, path, _ = files
+    delta = Delta.load(path)
+    Delta.merge([delta], [1e308]).save(path)
+    assert main(["diff", str(path), "--json"]) == 1
+    text = capsys.readouterr().out
+    assert json.loads(text, parse_constant=pytest.fail)["changes"][0]["largest_change"] is None
+
+
 def test_an_empty_delta_is_no_difference(files, capsys):
     base, path, _ = files
     assert main(["diff", str(base), str(base), "--save", str(path.with_name("none"))]) == 0

@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from sparsity import trace
-from sparsity.graph.biases import Bias
+from sparsity.graph.readers.biases import Bias
 
 PARAMS = {"w": jnp.ones((4, 3)), "b": jnp.ones(3), "square": jnp.ones((3, 3))}
 X = jnp.ones((5, 4))
@@ -17,6 +18,7 @@ MODELS = {
     "transposed": (lambda p, x: (p["w"].T @ x.T).T + p["b"][None], True),
     "vmapped": (lambda p, x: jax.vmap(lambda row: row @ p["w"] + p["b"])(x), True),
     "cast": (lambda p, x: (x @ p["w"]).astype(jnp.bfloat16) + p["b"].astype(jnp.bfloat16), True),
+    "named": (lambda p, x: checkpoint_name(x @ p["w"], "outputs") + p["b"], True),
     "scaled": (lambda p, x: x @ p["w"] + 2 * p["b"], False),
     "of a scaled weight": (lambda p, x: x @ (2 * p["w"]) + p["b"], False),
     "after an activation": (lambda p, x: jnp.tanh(x @ p["w"]) + p["b"], False),

@@ -92,7 +92,8 @@ def test_what_a_lookup_puts_out_of_range_reaches_masked_channels_too(between):
 
 @pytest.mark.parametrize("between", [*ARITHMETIC.values()], ids=[*ARITHMETIC])
 def test_constants_are_those_of_the_compiler(between):
-    assert cut(between)[0] == []
+    names, _ = cut(between)  # which compares outputs: the smaller program computes what is unknown
+    assert names in ([], ["up:1"])
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from sparsity.graph import coupling
-from sparsity.graph.removal import Removal
+from sparsity.graph.channels import coupling
+from sparsity.graph.removal.removable import Removal
 from tests.graph import every_primitive, fuzz
 
 # The long profile: SPARSITY_FUZZ=2000 python -m pytest tests/graph/test_fuzz.py

@@ -23,6 +23,7 @@ def primitive(name, fn):
     return own
 
 
+COPY = primitive("own_copy", lambda x: x)
 TWICE = primitive("twice", lambda x: x * 2)
 SWAP = primitive("swap_ends", lambda x: jnp.swapaxes(x, 0, -1))
 
@@ -58,6 +59,18 @@ def test_without_an_entry_a_primitive_keeps_all_that_it_touches(params):
         "swap_ends"
     }
     assert {*graph.uncounted} == {"twice", "swap_ends"}
+
+
+def test_a_copy_of_ones_own_is_one_entry(monkeypatch, params):
+    def outputs(params, x):
+        return COPY.bind(x @ params["up"].T) + params["bias"]
+
+    def find_biases():
+        return sparsity.trace(outputs, params | {"bias": jnp.ones(8)}, jnp.ones((5, 4))).biases
+
+    assert find_biases() == {}
+    monkeypatch.setitem(ENTRYWISE, "own_copy", Entrywise(is_copy=True))
+    assert {path: bias.path for path, bias in find_biases().items()} == {("up",): ("bias",)}
 
 
 def test_with_one_entry_it_is_traced_shrunk_and_calibrated(entries, params):

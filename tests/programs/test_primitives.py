@@ -6,7 +6,8 @@ import pytest
 from jax import lax
 from jax.extend.core import Primitive, primitives
 
-from sparsity.graph import coupling, trace
+from sparsity.graph import trace
+from sparsity.graph.channels import coupling
 from sparsity.programs import program as jaxprs
 from sparsity.programs.products import NO_PRODUCTS
 

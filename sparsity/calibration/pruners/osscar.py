@@ -22,7 +22,7 @@ from sparsity.core import trees
 from sparsity.core.checks import check_int, check_number
 from sparsity.core.sharding import place_like
 from sparsity.core.trees import KeyPath, PyTree
-from sparsity.graph.placed import PlacedGroup
+from sparsity.graph.scope.placed import PlacedGroup
 
 
 @dataclasses.dataclass(kw_only=True)

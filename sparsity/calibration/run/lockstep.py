@@ -436,7 +436,7 @@ def _forget(
 
 def _trips(scan: Equation) -> Sequence[int]:
     """Returns the layers of a scan, in the order of execution."""
-    order = range(scan.params["length"])
+    order = range(scan.length)
     return order[::-1] if scan.params["reverse"] else order
 
 

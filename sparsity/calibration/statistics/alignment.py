@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.graph import Graph, Use
-from sparsity.graph.views import Factor
+from sparsity.graph.readers.views import Factor
 from sparsity.programs.products import read_product
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
@@ -131,7 +131,7 @@ def _is_told(use: Use, shape: tuple[int, ...]) -> bool:
         return False
     layers = zip(view.stacked, view.scans, strict=True)
     if len({*view.stacked}) != len(view.stacked) or any(
-        shape[axis] != scan.params["length"] for axis, scan in layers
+        shape[axis] != scan.length for axis, scan in layers
     ):
         return False
     is_dot = use.primitive == "dot_general"

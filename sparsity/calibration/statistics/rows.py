@@ -99,7 +99,7 @@ def _roles(use: Use) -> Operand:
 
 def _rows_of_dot(use: Use, x: jax.Array) -> jax.Array:
     """Returns the rows of a dot product, [*slices, rows, inputs]."""
-    inputs, free, batch, _ = _roles(use)
+    inputs, free, batch, *_ = _roles(use)
     lead = [x.shape[i] for i in batch]
     count, size = (math.prod(x.shape[i] for i in axes) for axes in (free, inputs))
     return x.transpose(*batch, *free, *inputs).reshape(*lead, count, size)
@@ -107,7 +107,7 @@ def _rows_of_dot(use: Use, x: jax.Array) -> jax.Array:
 
 def _sum_of_dot(use: Use, x: jax.Array) -> jax.Array:
     """Sums up the rows, [*slices, inputs]."""
-    inputs, free, batch, _ = _roles(use)
+    inputs, free, batch, *_ = _roles(use)
     kept_axes = [i for i in range(x.ndim) if i not in free]
     total = jnp.sum(x, axis=tuple(free)).transpose([kept_axes.index(i) for i in (*batch, *inputs)])
     return total.reshape(*[x.shape[i] for i in batch], math.prod(x.shape[i] for i in inputs))

@@ -93,7 +93,7 @@ class Walk(Interpreter[jax.Array]):
         return equation.name in ("scan", "cond") and bool(self.within(equation))
 
     def rows(self, scan: Equation) -> jax.Array:
-        return jnp.arange(scan.params["length"], dtype=jnp.int32)
+        return jnp.arange(scan.length, dtype=jnp.int32)
 
     def at_step(self, scan: Equation, rows: jax.Array) -> Walk:
         step = self._without_sums()

@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from sparsity.core.trees import Path
-from sparsity.graph.views import Factor, View, Views, change, follow, index, merge, resize
+from sparsity.graph.readers.views import Factor, View, Views, change, follow, index, merge, resize
 from sparsity.programs.entrywise import ENTRYWISE, constant_in, fold_constant
-from sparsity.programs.layout import LAYOUTS
-from sparsity.programs.products import PRODUCTS, read_product
+from sparsity.programs.layout import LAYOUTS, is_lookup
+from sparsity.programs.products import PRODUCTS, Operand, read_product
 from sparsity.programs.program import Equation, Program, Value
 from sparsity.programs.walk import Flow
 
@@ -55,26 +55,27 @@ class Use:
     operand: int = dataclasses.field(repr=False)
 
     @property
+    def roles(self) -> Operand:
+        """Roles of the axes of the array that the product reads."""
+        return read_product(self.equation).operands[self.operand]
+
+    @property
     def channels(self) -> tuple[int, ...]:
         """Contracted axes without windows: of a convolution the input channels."""
-        if self.primitive != "conv_general_dilated":
-            return self.contracting
-        axis = read_product(self.equation).operands[self.operand].contracted[0]
-        return tuple(sorted(self.view.axes([axis]))) or self.contracting
+        return tuple(sorted(self.view.axes(self.roles.inputs))) or self.contracting
 
     @property
     def num_inputs(self) -> int:
         """Number of entries of the parameter's operand that a product sums for each output."""
         operand = self.equation.inputs[self.operand]
-        axes = read_product(self.equation).operands[self.operand].contracted
-        return math.prod(operand.shape[axis] for axis in axes)
+        return math.prod(operand.shape[axis] for axis in self.roles.contracted)
 
     def is_along(self, axis: int, m: int) -> bool:
         """Returns whether the product sums groups of m consecutive entries along an axis.
 
         Where the axis was split, parts may be outputs, or index layers.
         """
-        contracted = read_product(self.equation).operands[self.operand].contracted
+        contracted = self.roles.contracted
         by_axis = [parts for i, parts in enumerate(self.view.factors) if i not in contracted]
         free_parts = [
             part for parts in (*by_axis, self.view.layers) for part in parts if part.axis == axis
@@ -169,7 +170,7 @@ class Tracker(Flow[Views]):
             for operand, x in enumerate(inputs[:2]):
                 for view in merge(x.views):
                     self._use(equation, operand, view)
-        elif name in LOOKUPS and is_data:
+        elif is_lookup(equation) and is_data:
             for view in inputs[0].views:
                 self._look_up(equation, view)
         elif name in ENTRYWISE:
@@ -276,6 +277,3 @@ def _keeps_zeros(equation: Equation, inputs: Sequence[Views], view: View) -> boo
     """Returns whether an entrywise operation is 0 where the parameter of a view is 0."""
     numbers = [0.0 if view in x.views else x.constant for x in inputs]
     return fold_constant(equation, numbers) == 0
-
-
-LOOKUPS = frozenset(("gather", "dynamic_slice"))

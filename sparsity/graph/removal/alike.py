@@ -18,7 +18,6 @@ from sparsity.programs.program import CALLS, Equation, Program, Value
 # {value that is at hand where an equation runs: the equation that makes the value, if one does}
 Makers = Mapping[Value, Equation | None]
 _MOST = 64  # equations that a smaller program evaluates for one sum
-_BY_ZERO = ("atan2", "div", "nextafter", "pow", "rem")  # they read the sign of a second 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,9 +95,14 @@ class Search:
         else:
             return None
         inputs = [alike for place in places if (alike := self.find(*place)) is not None]
-        by_zero = maker.name in _BY_ZERO and [x.constant for x in inputs[1:]] == [0]
+        # The sign of a 0 is not followed.
+        by_zero = _tells_zeros(maker) and [x.constant for x in inputs[1:]] == [0]
         is_complete = len(inputs) == len(places) and not by_zero
         return Alike(value, axis, maker=maker, inputs=inputs) if is_complete else None
+
+
+def _tells_zeros(equation: Equation) -> bool:
+    return equation.name in ENTRYWISE and ENTRYWISE[equation.name].tells_zeros
 
 
 def find_makers(program: Program) -> dict[Equation, Makers]:

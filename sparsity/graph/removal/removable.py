@@ -8,13 +8,13 @@ from collections.abc import Collection, Mapping, Sequence
 import jax.numpy as jnp
 
 from sparsity.core.trees import Path
-from sparsity.graph.alike import Alike
-from sparsity.graph.channels import ChannelGroup, Parameter, Refusal, find_channels
-from sparsity.graph.coupling import Coupling
-from sparsity.graph.model import Model
-from sparsity.graph.proof import Proof, Proven
-from sparsity.graph.scanned import find_layered
-from sparsity.graph.uses import Use
+from sparsity.graph.channels.coupling import Coupling
+from sparsity.graph.channels.groups import ChannelGroup, Channels, Refusal, find_channels
+from sparsity.graph.channels.layers import find_layered
+from sparsity.graph.model import Model, Parameter
+from sparsity.graph.readers.uses import Use
+from sparsity.graph.removal.alike import Alike
+from sparsity.graph.removal.proof import Proven, prove
 from sparsity.programs.axes import Axis, Reason, list_variables
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation, values_read
@@ -35,12 +35,12 @@ class Removal:
     @property
     def groups(self) -> list[ChannelGroup]:
         """The channels that can be removed, in the order of the parameters."""
-        return self._channels[0]
+        return self._channels.groups
 
     @property
     def refused(self) -> list[Refusal]:
         """The axes that cannot lose channels, in the order of the parameters."""
-        return self._channels[1]
+        return self._channels.refused
 
     def list_members(self) -> set[tuple[Path, int]]:
         """Returns (path, axis) of all axes of parameters that can lose channels."""
@@ -85,8 +85,7 @@ class Removal:
         if key not in self._proofs:
             paths = {value: self._model.leaves[i].path for value, i in self._model.values.items()}
             entries = {value: masked[path] for value, path in paths.items() if path in masked}
-            proof = Proof(self._model.program, self.coupling, entries)
-            self._proofs[key] = Proven(proof.refused, proof.alike)
+            self._proofs[key] = prove(self._model.program, self.coupling, entries)
         return self._proofs[key]
 
     @functools.cached_property
@@ -107,7 +106,7 @@ class Removal:
         }
 
     @functools.cached_property
-    def _channels(self) -> tuple[list[ChannelGroup], list[Refusal]]:
+    def _channels(self) -> Channels:
         made: dict[Path, set[int]] = {}
         windows: dict[Path, set[int]] = {}
         for use in self._uses:

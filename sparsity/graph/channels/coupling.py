@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from sparsity.programs.axes import Axis, Reason, list_variables, pin, product, total, unify
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS, SOURCES
-from sparsity.programs.layout import LAYOUTS, Place, Relation
+from sparsity.programs.layout import LAYOUTS, Layout, Place, Relation
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import CONTROL, Equation, Program, Value
 from sparsity.programs.walk import Flow
@@ -86,7 +86,7 @@ class Coupling(Flow[list[Axis]]):
 
     def _scan_steps(self, scan: Equation) -> Axis:
         if scan not in self._steps:
-            self._steps[scan] = Axis(scan.params["length"], pin=Reason(scan, _STEPS))
+            self._steps[scan] = Axis(scan.length, pin=Reason(scan, _STEPS))
         return self._steps[scan]
 
     def visit(self, equation: Equation) -> None:
@@ -101,7 +101,7 @@ class Coupling(Flow[list[Axis]]):
             for value in equation.inputs:
                 self.pin(value, Reason(equation, "a random key, or a seed"))
         elif name in LAYOUTS:
-            self._layout(equation, LAYOUTS[name].relate(equation))
+            self._layout(equation, LAYOUTS[name])
         elif name in PRODUCTS:
             self._product(equation)
         else:
@@ -121,7 +121,7 @@ class Coupling(Flow[list[Axis]]):
         assert rule is not None  # it has one
         inputs, outputs = equation.differentiated
         tangents, computed = outputs, inputs
-        if equation.name == "custom_jvp_call":
+        if equation.maps_tangents:
             tangents, computed = inputs, [*outputs, *outputs]
         for value, inner in zip([*equation.inputs, *tangents], rule.inputs, strict=True):
             self.facts[inner] = self.axes(value)
@@ -143,7 +143,7 @@ class Coupling(Flow[list[Axis]]):
                 self.pin(value, reason)
                 self.pin(output, reason)
 
-    def _layout(self, equation: Equation, relations: Sequence[Relation]) -> None:
+    def _layout(self, equation: Equation, layout: Layout) -> None:
         inputs = [self.axes(value) for value in equation.inputs]
         outputs: dict[Place, Axis] = {}
 
@@ -153,8 +153,8 @@ class Coupling(Flow[list[Axis]]):
             size = equation.outputs[place.array].shape[place.axis]
             return outputs.setdefault(place, Axis(size))
 
-        for relation in relations:
-            reason = Reason(equation, relation.text, _window_kind(equation))
+        for relation in layout.relate(equation):
+            reason = Reason(equation, relation.text, "space" if layout.moves_window else "")
             sources = [
                 Axis(x, pin=reason) if isinstance(x, int) else inputs[x.array][x.axis]
                 for x in relation.sources
@@ -184,17 +184,11 @@ class Coupling(Flow[list[Axis]]):
         for place, source in enumerate(roles.output):
             if source is not None:
                 self.axes(result)[place] = (lhs, rhs)[source[0]][source[1]]
+        reason = reason._replace(text=roles.order, kind="space" if roles.rhs.window else "")
         for number, axis in roles.ordered:
-            reason = Reason(equation, roles.order, _window_kind(equation))
             pin(self.axes(values[number])[axis], reason)
         for value in equation.inputs[2:]:
             self.pin(value, Reason(equation, roles.order))
-
-
-def _window_kind(equation: Equation) -> str:
-    """Returns the kind of a reason: 'space' for operations that move a window along axes."""
-    is_windowed = equation.name.startswith(("conv_general_dilated", "reduce_window"))
-    return "space" if is_windowed else ""
 
 
 def _relate(

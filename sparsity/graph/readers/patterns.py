@@ -11,8 +11,8 @@ import chex
 
 from sparsity.core.checks import check_int
 from sparsity.core.trees import Path
-from sparsity.graph.parameters import Parameters
-from sparsity.graph.uses import Tracker, Use
+from sparsity.graph.model import Parameters
+from sparsity.graph.readers.uses import Tracker, Use
 from sparsity.patterns import FanIn, NByM, SparsityType, Unstructured
 
 

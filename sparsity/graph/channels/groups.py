@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import types
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from sparsity.core.trees import Path, join_names
+from sparsity.core.trees import Path
+from sparsity.graph.model import Parameter
 from sparsity.programs.axes import Axis, Reason, label_entries, list_variables
-
-
-@dataclasses.dataclass(frozen=True)
-class Parameter:
-    """A parameter: its path, shape and dtype."""
-
-    path: Path
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def name(self) -> str:
-        return join_names(self.path)
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
 
 # The parameters of a model, with their axes.
 ParameterAxes: TypeAlias = Sequence[tuple[Parameter, Sequence[Axis]]]
@@ -77,14 +59,21 @@ class Refusal:
     reason: str
 
 
+class Channels(NamedTuple):
+    """The channels of a model, and the axes that have none; both in tree order."""
+
+    groups: list[ChannelGroup]
+    refused: list[Refusal]
+
+
 def find_channels(
     parameters: ParameterAxes,
     unproven: Mapping[Axis, Reason],
     made: Mapping[Path, set[int]],
     windows: Mapping[Path, set[int]],
     layers: Mapping[Axis, int],
-) -> tuple[list[ChannelGroup], list[Refusal]]:
-    """Returns the groups that can be removed and the refused axes, both in tree order.
+) -> Channels:
+    """Returns the groups that can be removed, and the refused axes.
 
     Args:
       parameters: the parameters with their axes.
@@ -135,7 +124,7 @@ def find_channels(
                 layers.get(variable, 0),
             )
         )
-    return groups, list(dict.fromkeys(refused))
+    return Channels(groups, list(dict.fromkeys(refused)))
 
 
 def find_positions(

@@ -6,7 +6,7 @@ as hidden units do, may differ between layers; channels of the carry may not.
 
 from __future__ import annotations
 
-from sparsity.graph.coupling import Coupling
+from sparsity.graph.channels.coupling import Coupling
 from sparsity.programs.axes import Axis, list_variables
 from sparsity.programs.program import Equation, Program, Value
 
@@ -24,7 +24,7 @@ def find_layered(program: Program, coupling: Coupling) -> dict[Axis, int]:
                 if variable.pin is None and variable not in layers:
                     look = _Look(coupling, variable, steps.root)
                     if look.is_within(program):
-                        layers[variable] = scan.params["length"]
+                        layers[variable] = scan.length
     return layers
 
 

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import functools
 
+from sparsity.programs.entrywise import REDUCTIONS, is_copy
+from sparsity.programs.layout import is_move
 from sparsity.programs.program import Equation, Program, Value
-
-# These pass values on, entry by entry.
-_COPIES = (
-    "broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "stop_gradient",
-)  # fmt: skip
-_NAMES = {
-    "argmax": "an argmax", "argmin": "an argmin", "max": "a maximum", "min": "a minimum",
-    "prod": "a product", "sum": "a sum",
-}  # fmt: skip
 
 
 class Reductions:
@@ -31,7 +24,7 @@ class Reductions:
         name = reduction.name.removeprefix("reduce_")
         before = self._find_maker(reduction.inputs[0])
         after = self._list_readers(reduction.outputs[0])
-        text, layer = _NAMES.get(name, name), ""
+        text, layer = REDUCTIONS[reduction.name].text or name, ""
         if name == "sum" and any(_divides_by_constant(equation) for equation in after):
             text, layer = "a mean", ": LayerNorm"
         if before is not None and _is_square(before):
@@ -46,10 +39,6 @@ class Reductions:
         return f"{text} over the channels{layer}"
 
     @functools.cached_property
-    def _makers(self) -> dict[Value, Equation]:
-        return {value: equation for equation in self._program.flat() for value in equation.outputs}
-
-    @functools.cached_property
     def _readers(self) -> dict[Value, list[Equation]]:
         readers: dict[Value, list[Equation]] = {}
         for equation in self._program.flat():
@@ -59,16 +48,17 @@ class Reductions:
 
     def _find_maker(self, value: Value) -> Equation | None:
         """Returns the equation that computes a value, before copies of it."""
-        maker = self._makers.get(value)
-        while maker is not None and maker.name in _COPIES:
-            maker = self._makers.get(maker.inputs[0])
+        makers = self._program.makers
+        maker = makers.get(value)
+        while maker is not None and (is_copy(maker) or is_move(maker)):
+            maker = makers.get(maker.inputs[0])
         return maker
 
     def _list_readers(self, value: Value) -> list[Equation]:
         """Returns the equations that read a value or a copy of it."""
         readers: list[Equation] = []
         for equation in self._readers.get(value, ()):
-            if equation.name in _COPIES or _has_constant(equation, "max"):
+            if is_copy(equation) or is_move(equation) or _has_constant(equation, "max"):
                 readers += [x for copy in equation.outputs for x in self._list_readers(copy)]
             else:
                 readers.append(equation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 import chex
@@ -13,7 +14,7 @@ import numpy as np
 from sparsity.core import exact, host
 from sparsity.core.kernels import compute_once
 from sparsity.core.trees import KeyPath, PyTree
-from sparsity.graph.channels import ChannelGroup
+from sparsity.graph.channels.groups import ChannelGroup
 from sparsity.selection import Ranked, Scores, topk_masks
 
 
@@ -111,14 +112,15 @@ def _sum_members(
     group: PlacedGroup, powers: Mapping[KeyPath, jax.Array], order: int, normalize: bool
 ) -> jax.Array:
     parts, layers, xp = [], group.channels.layers, host.namespace(powers.values())
+    add = functools.partial(host.call, exact.ordered_sum) if xp is np else exact.ordered_sum
     for (path, axis, positions), entries in zip(group.scored, group.entries, strict=True):
         score = powers[path]
         summed = tuple(i for i in range(bool(layers), score.ndim) if i != axis)
-        part = xp.asarray(exact.ordered_sum(score, summed) if summed else score)
+        part = add(score, summed) if summed else score
         if not _is_full_axis(positions, score.shape[axis]):
-            part = xp.asarray(exact.ordered_sum(part[..., positions], (part.ndim,)))
+            part = add(part[..., positions], (part.ndim,))
         parts.append(part / entries if normalize else part)
-    total = exact.ordered_sum(xp.stack(parts), (0,)) if len(parts) > 1 else parts[0]
+    total = add(xp.stack(parts), (0,)) if len(parts) > 1 else parts[0]
     importance: jax.Array = xp.abs(total) if order == 1 else xp.sqrt(total)
     return importance
 

@@ -17,10 +17,10 @@ from sparsity.core import exact, host, sharding, trees
 from sparsity.core.checks import check_bool, check_int, check_number, is_traced
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, ScoreTree, Sparsities
-from sparsity.graph.channels import ChannelGroup, resize_groups
-from sparsity.graph.cuts import Cut, solve_sizes
+from sparsity.graph.channels.cuts import Cut, solve_sizes
+from sparsity.graph.channels.groups import ChannelGroup, resize_groups
 from sparsity.graph.graph import Graph
-from sparsity.graph.placed import (
+from sparsity.graph.scope.placed import (
     PlacedGroup,
     find_active,
     keep_best,
@@ -28,7 +28,7 @@ from sparsity.graph.placed import (
     spread_masks,
     sum_importance,
 )
-from sparsity.masks import Pattern, TopkFn
+from sparsity.masks import TopkFn
 from sparsity.masks.affordable import best_that_fit
 from sparsity.masks.moves import move_units
 from sparsity.programs.axes import Axis
@@ -109,7 +109,7 @@ class Coupled:
 
     def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
         """Raises a ValueError for other ways to select: patterns, batch axes, a topk_fn."""
-        if isinstance(pattern, Pattern) and not pattern.is_elementwise:
+        if not getattr(pattern, "is_elementwise", True):
             raise ValueError(
                 "Coupled removes whole channels and needs sparsity_type = Unstructured(), got "
                 f"{pattern!r}."
@@ -172,7 +172,7 @@ class Coupled:
             return keep_best(groups, importance, numbers)
 
         counts = self._numbers(groups), [self._least(group) for group in groups]
-        return self._masks(groups, scores, select, [scores], counts, is_on_host=self.order == 1)
+        return self._masks(groups, select, [scores], counts, is_on_host=self.order == 1)
 
     def masks_by(
         self, choose: Choose, tree: PyTree, sparsities: Sparsities, extra: PyTree = None
@@ -193,7 +193,7 @@ class Coupled:
         def select(leaves: Mapping[KeyPath, jax.Array], arrays: PyTree) -> list[jax.Array]:
             return choose(groups, leaves, *arrays)
 
-        return self._masks(groups, tree, select, [tree], (counts, extra))
+        return self._masks(groups, select, [tree], (counts, extra))
 
     def move_tree(
         self, masks: Masks, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
@@ -219,7 +219,7 @@ class Coupled:
             growing = [rank_channels(x) for x in self._importance(groups, grow)]
             return move_units(ranked, growing, fraction)
 
-        return self._masks(groups, masks, move, [masks, drop, grow], drop_fraction)
+        return self._masks(groups, move, [masks, drop, grow], drop_fraction)
 
     # Groups as they lie in a tree.
 
@@ -313,15 +313,19 @@ class Coupled:
     def _masks(
         self,
         groups: Sequence[PlacedGroup],
-        tree: PyTree,
         choose: Callable[..., list[jax.Array]],
-        trees_of_members: Sequence[PyTree],
+        member_trees: Sequence[PyTree],
         extra: PyTree,
         is_on_host: bool = False,
     ) -> PyTree:
-        """Returns the masks of a tree from masks of channels, which `choose` returns.
+        """Returns masks like the first tree from masks of channels, which `choose` returns.
 
-        With `is_on_host`, `choose` takes arrays of numpy where these are concrete on one CPU.
+        Args:
+          groups: the groups.
+          choose: `choose(*leaves, extra)` returns the mask of each group's channels.
+          member_trees: trees whose members of groups `choose` gets, {path: leaf} of each.
+          extra: more arrays for `choose`.
+          is_on_host: `choose` takes arrays of numpy where these are concrete on one CPU.
         """
         for group in groups:
             if not group.scored:
@@ -330,7 +334,7 @@ class Coupled:
                     "they have no importance here. Leave its leaves out with filter_fn."
                 )
         paths = list(dict.fromkeys(path for group in groups for path, _, _ in group.members))
-        by_path = [trees.leaves_by_path(x) for x in trees_of_members]
+        by_path = [trees.leaves_by_path(x) for x in member_trees]
         members = [[leaves[path] for path in paths] for leaves in by_path]
 
         def mask(members: list[list[jax.Array]], extra: PyTree) -> list[jax.Array]:
@@ -344,7 +348,7 @@ class Coupled:
             masks = sharding.shard_like(members[0], mask, members, extra) if paths else []
             placed = map(sharding.place_like, members[0], masks)
         masks_by_path = dict(zip(paths, placed, strict=True))
-        return trees.map_matched(lambda path, _: masks_by_path.get(path), tree)
+        return trees.map_matched(lambda path, _: masks_by_path.get(path), member_trees[0])
 
     def _importance(
         self, groups: Sequence[PlacedGroup], leaves: Mapping[KeyPath, jax.Array]

@@ -9,7 +9,8 @@ import numpy as np
 
 from sparsity.core import trees
 from sparsity.core.trees import Path
-from sparsity.graph.channels import Parameter, ParameterAxes
+from sparsity.graph.channels.groups import ParameterAxes
+from sparsity.graph.model import Parameter
 from sparsity.programs.axes import (
     Axis,
     count_entries,

@@ -13,9 +13,9 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from sparsity.graph.alike import Alike, Search, find_makers
-from sparsity.graph.coupling import Coupling
-from sparsity.graph.words import Reductions
+from sparsity.graph.channels.coupling import Coupling
+from sparsity.graph.removal.alike import Alike, Search, find_makers
+from sparsity.graph.removal.reductions import Reductions
 from sparsity.programs import entrywise
 from sparsity.programs.axes import Axis, Reason, list_variables
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS
@@ -75,25 +75,34 @@ class Constants:
 
 
 class Proven(NamedTuple):
-    """The result of a `Proof`, whose attributes these are."""
-
-    refused: dict[Axis, Reason]
-    alike: dict[Equation, Alike]
-
-
-class Proof(Flow[Constants]):
-    """Follows removed entries through a program.
-
-    Args:
-      program: the program.
-      coupling: the axes of the program.
-      masked: {input of the program: removed entries at which the input is 0}.
+    """The result of a proof.
 
     Attributes:
       refused: variables that cannot lose entries, and why.
       alike: {sum along channels: the entry that removed channels share}, which a smaller program
         adds for each of them.
     """
+
+    refused: dict[Axis, Reason]
+    alike: dict[Equation, Alike]
+
+
+def prove(
+    program: Program, coupling: Coupling, masked: Mapping[Value, Collection[RemovedEntry]]
+) -> Proven:
+    """Decides which variables can lose the entries that are masked.
+
+    Args:
+      program: the program.
+      coupling: the axes of the program.
+      masked: {input of the program: removed entries at which the input is 0}.
+    """
+    proof = _Proof(program, coupling, masked)
+    return Proven(proof.refused, proof.alike)
+
+
+class _Proof(Flow[Constants]):
+    """Follows removed entries through a program; the attributes are those of `Proven`."""
 
     def __init__(
         self,
@@ -106,14 +115,12 @@ class Proof(Flow[Constants]):
         self._free: dict[Value, list[list[Axis]]] = {}
         self._reductions = Reductions(program)  # of the program, or the body, being followed
         self._makers = find_makers(program)  # of the same program
-        self._unscaled: dict[Axis, Reason] = {}  # variables of sums that no scale has followed yet
         self.refused: dict[Axis, Reason] = {}
         self.alike: dict[Equation, Alike] = {}
         for value, entries in masked.items():
             places = [place for place in self._places(value) if place in entries]
             self.facts[value] = Constants(dict.fromkeys(places, 0.0))
         self.run(program)
-        self.refused |= self._unscaled
 
     def _variables(self, value: Value) -> list[list[Axis]]:
         """Returns for each axis the variables that the first pass did not pin."""
@@ -139,7 +146,7 @@ class Proof(Flow[Constants]):
             assert rule is not None  # it has one
             constants = [self.fact(value) for value in equation.inputs]
             self.facts.update(zip(rule.inputs, constants, strict=False))
-            if equation.name == "custom_jvp_call":  # constants have no tangents
+            if equation.maps_tangents:  # constants have no tangents
                 tangents = rule.inputs[len(constants) :]
                 for value, tangent in zip(equation.differentiated[0], tangents, strict=True):
                     self.facts[tangent] = Constants(dict.fromkeys(self.fact(value).at, 0.0))
@@ -195,8 +202,6 @@ class Proof(Flow[Constants]):
             at[place] = results[arguments]
         everywhere = entrywise.fold_constant(equation, [x.everywhere for x in inputs])
         self.facts[output] = Constants(at, everywhere)
-        if equation.name == "mul" and self._unscaled:
-            self._note_scale(equation)
 
     def _reduction(self, equation: Equation) -> None:
         (value,), axes, rule = equation.inputs, equation.params["axes"], REDUCTIONS[equation.name]
@@ -207,12 +212,10 @@ class Proof(Flow[Constants]):
                 constant = constants[axis, variable]
                 is_neutral = neutral is not None and constant == neutral
                 if not is_neutral and variable not in self.refused:
-                    what = self._reductions.describe(equation)
-                    reason = _not_neutral(equation, what, constant, neutral)
                     if constant is None and self._adds_alike(equation, axis, variable):
-                        self._unscaled.setdefault(variable, reason)
-                    else:
-                        self.refused[variable] = reason
+                        continue
+                    what = self._reductions.describe(equation)
+                    self.refused[variable] = _not_neutral(equation, what, constant, neutral)
         stay = [i for i in range(len(value.shape)) if i not in axes]
         moved = constants.moved(lambda i: stay.index(i) if i in stay else None)
         is_empty = 0 in [value.shape[axis] for axis in axes]
@@ -226,37 +229,18 @@ class Proof(Flow[Constants]):
         is_sum = reduction.name == "reduce_sum" and is_differentiable(value)
         if not is_sum or axes[axis].root is not variable or not is_single:
             return False
-        alike = self._find_alike(reduction, value, axis, variable)
-        if alike is None or self.alike.get(reduction, alike).axis != axis:
-            return False
-        self.alike[reduction] = alike
-        return True
-
-    def _find_alike(
-        self, equation: Equation, value: Value, axis: int, variable: Axis
-    ) -> Alike | None:
-        """Returns the entry that removed channels share in an input of an equation, if they do."""
 
         def constant(value: Value, axis: int) -> float | None:
             fact = self.fact(value)
             return fact.everywhere if axis < 0 else fact[axis, variable]
 
-        search = Search(
-            self._makers.get(equation, {}), constant, lambda value: self.fact(value).may_be_nan
-        )
-        return search.find(value, axis)
-
-    def _note_scale(self, scale: Equation) -> None:
-        """Notes that a masked scale makes shared entries 0 again.
-
-        Only norms with a scale lose channels: a sum that no scale follows stays refused.
-        """
-        for axis, variable in self._places(scale.outputs[0]):
-            factors = [self.fact(value)[axis, variable] for value in scale.inputs]
-            if variable in self._unscaled and 0 in factors and None in factors:
-                value = scale.inputs[factors.index(None)]
-                if self._find_alike(scale, value, axis, variable) is not None:
-                    del self._unscaled[variable]
+        makers = self._makers.get(reduction, {})
+        search = Search(makers, constant, lambda value: self.fact(value).may_be_nan)
+        alike = search.find(value, axis)
+        if alike is None or self.alike.get(reduction, alike).axis != axis:
+            return False
+        self.alike[reduction] = alike
+        return True
 
     def _layout(self, equation: Equation, layout: Layout) -> None:
         relations, reduction = layout.relate(equation), layout.joins(equation)

@@ -1,0 +1,1 @@
+"""Readers of parameters: views, the products that use them, and the biases behind these."""

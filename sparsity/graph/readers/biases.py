@@ -1,0 +1,262 @@
+"""Biases: leaves that a model adds to the outputs of a weight, and to nothing else.
+
+The running mean of a BatchNorm that follows is such a leaf, which the model subtracts; so is its
+shift if the mean is no parameter, behind the scale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sparsity.core.trees import Path
+from sparsity.graph.readers.uses import Tracker, Use
+from sparsity.graph.readers.views import Factor, View, follow
+from sparsity.programs.entrywise import is_copy
+from sparsity.programs.layout import LAYOUTS, is_move
+from sparsity.programs.products import PRODUCTS, read_product
+from sparsity.programs.program import Equation, Program, Value
+
+
+class Scale(NamedTuple):
+    """Factor of the outputs of a weight, a function of parameters alone.
+
+    Attributes:
+      value: a value of the program.
+      axes: for each axis of the value the axis of the bias, `None` for an axis of one entry.
+      divides: whether the outputs are divided by the value.
+    """
+
+    value: Value
+    axes: tuple[int | None, ...]
+    divides: bool
+
+    def expand(self, array: jax.Array, ndim: int) -> jax.Array:
+        """Returns the value's array with the axes of the bias, or axes of one entry."""
+        axes = [axis for axis in self.axes if axis is not None]
+        sizes = [
+            size for size, axis in zip(array.shape, self.axes, strict=True) if axis is not None
+        ]
+        ordered = array.reshape(sizes).transpose(sorted(range(len(axes)), key=axes.__getitem__))
+        return jnp.expand_dims(ordered, [axis for axis in range(ndim) if axis not in axes])
+
+
+@dataclasses.dataclass(frozen=True)
+class Bias:
+    """Parameter that shifts the outputs of a weight.
+
+    Attributes:
+      path: path of the parameter.
+      is_subtracted: whether the model subtracts it, as the running mean of a BatchNorm.
+      scales: factors of the outputs between the product and the parameter.
+    """
+
+    path: Path
+    is_subtracted: bool = False
+    scales: tuple[Scale, ...] = ()
+
+    def shift(self, bias: jax.Array, outputs: jax.Array, scales: Sequence[jax.Array]) -> jax.Array:
+        """Returns the parameter that adds an array to the outputs of the weight.
+
+        Args:
+          bias: the parameter.
+          outputs: the array, with as many entries as `bias`, in the same order.
+          scales: the arrays of `scales`.
+        """
+        added = outputs.reshape(bias.shape)
+        for scale, array in zip(self.scales, scales, strict=True):
+            factor = scale.expand(array, bias.ndim)
+            added = added / factor if scale.divides else added * factor
+        return (bias - added if self.is_subtracted else bias + added).astype(bias.dtype)
+
+
+def find_biases(
+    program: Program, leaves: Mapping[Value, int], tracker: Tracker
+) -> dict[Path, Bias]:
+    """Returns the bias of each weight that has one, and a single product.
+
+    A bias has an axis for each output axis of the weight, in the same order; in a stack of layers
+    both are stacked. The nearest to the product counts.
+
+    Args:
+      program: the program.
+      leaves: {input of the program: number of the parameter}.
+      tracker: the views of these parameters.
+    """
+    search = _Search(program, leaves, tracker)
+    products = [use for use in tracker.uses if use.primitive in PRODUCTS]
+    return {use.path: bias for use in products if (bias := search.find(use)) is not None}
+
+
+class _Factor(NamedTuple):
+    """Value that scales the outputs of a use, and the view that the outputs are there."""
+
+    value: Value
+    outputs: View
+    divides: bool
+
+
+class _Shift(NamedTuple):
+    """View of a parameter that shifts the outputs of a use, and what comes before."""
+
+    bias: View
+    outputs: View
+    is_subtracted: bool
+    factors: list[_Factor]
+
+
+class _Search:
+    """Search for biases: who reads each value, and which values hold a parameter as it is."""
+
+    def __init__(self, program: Program, leaves: Mapping[Value, int], tracker: Tracker) -> None:
+        self._program, self._tracker = program, tracker
+        self._values = {number: value for value, number in leaves.items()}
+        self._outside = {*leaves, *program.makers}  # of loops
+        self._readers: dict[Value, list[Equation | None]] = {}  # `None`: the program returns it
+        self._plain = set(leaves)  # and moved or cast copies of them
+        self._reads: Counter[int] = Counter()  # of leaves, where they meet data
+        for body in program.nested():
+            for equation in body.flat():
+                self._read(equation)
+            for value in body.outputs:
+                self._readers.setdefault(value, []).append(None)
+
+    def find(self, use: Use) -> Bias | None:
+        """Returns the bias behind a product, `None` if there is none."""
+        if self._reads[use.view.leaf] != 1 or use.equation.inputs[use.operand] not in self._plain:
+            return None
+        shift = self._find_shift(use)
+        if shift is None or self._reads[shift.bias.leaf] > 1:
+            return None
+        axes = _match_axes(use, shift.outputs, shift.bias)
+        if axes is None or len(self._readers[self._values[shift.bias.leaf]]) > 1:
+            return None
+        weight, scales = self._values[use.view.leaf], list[Scale]()
+        for factor in shift.factors:
+            scale = self._make_scale(factor, axes, weight)
+            if scale is None:
+                return None
+            scales.append(scale)
+        return Bias(self._tracker.paths[shift.bias.leaf], shift.is_subtracted, tuple(scales))
+
+    def _read(self, equation: Equation) -> None:
+        """Notes what an equation reads."""
+        for value in equation.inputs:
+            self._readers.setdefault(value, []).append(equation)
+        if equation.bodies:
+            self._plain |= _plain_inputs(equation, self._plain)
+            return
+        if (is_copy(equation) or is_move(equation)) and equation.inputs[0] in self._plain:
+            self._plain.add(equation.outputs[0])
+        facts = [self._tracker.fact(value) for value in equation.inputs]
+        if any(x.is_data for x in facts):
+            self._reads.update(view.leaf for x in facts for view in x.views)
+
+    def _find_reader(self, value: Value) -> Equation | None:
+        """Returns the only reader of a value, `None` for several and for outputs of the program."""
+        readers = self._readers.get(value, [])
+        return readers[0] if len(readers) == 1 else None
+
+    def _find_shift(self, use: Use) -> _Shift | None:
+        """Follows the outputs of a use to the first parameter that is added to or subtracted."""
+        value, view = use.equation.outputs[0], _view_output(use)
+        factors: list[_Factor] = []
+        while (equation := self._find_reader(value)) is not None:
+            (output, *_) = equation.outputs
+            if equation.name in (*_SUMS, *_SCALES):
+                (other,) = [x for x in equation.inputs if x is not value]
+                fact = self._tracker.fact(other)
+                if equation.name in ("sub", "div") and equation.inputs[0] is not value:
+                    return None
+                is_bias = other in self._plain and len(other.shape) == len(output.shape)
+                if equation.name in _SUMS and is_bias and len(fact.views) == 1:
+                    return _Shift(fact.views[0], view, equation.name == "sub", factors)
+                if value.shape != output.shape or (fact.is_data and equation.name in _SCALES):
+                    return None
+                if equation.name in _SCALES:
+                    factors.append(_Factor(other, view, equation.name == "div"))
+            elif is_move(equation):
+                moved = follow(view, equation, LAYOUTS[equation.name].relate(equation))
+                if moved is None:
+                    return None
+                view = moved
+            elif not is_copy(equation):
+                return None
+            value = output
+        return None
+
+    def _make_scale(self, factor: _Factor, axes: Mapping[int, int], weight: Value) -> Scale | None:
+        """Returns a factor along the axes of the bias, `None` where other axes matter.
+
+        Args:
+          factor: the factor.
+          axes: {axis of the weight: axis of the bias}.
+          weight: the weight.
+        """
+        value, by_axis = factor.value, [*factor.outputs.factors]
+        makers = self._program.makers
+        while value in makers and makers[value].name == "broadcast_in_dim":
+            by_axis = [by_axis[i] for i in makers[value].params["broadcast_dimensions"]]
+            value = makers[value].inputs[0]
+        if value.constant is None and value not in self._outside:
+            return None
+        places: list[int | None] = []
+        for size, factors in zip(value.shape, by_axis[: len(value.shape)], strict=True):
+            parts = [part for part in factors if part.size > 1]
+            axis = parts[0].axis if len(parts) == 1 else None
+            if size > 1 and (axis is None or weight.shape[axis] != size or parts[0].step != 1):
+                return None
+            places.append(None if size == 1 or axis is None else axes[axis])
+        return Scale(value, tuple(places), factor.divides)
+
+
+def _plain_inputs(equation: Equation, plain: Collection[Value]) -> set[Value]:
+    """Returns the inputs of a scan's body that are parameters, or layers of one."""
+    if equation.name != "scan":
+        return set()
+    (body,) = equation.within()
+    carries = {number for _, number in body.carries}
+    pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))
+    return {inner for i, (value, inner) in pairs if value in plain and i not in carries}
+
+
+def _view_output(use: Use) -> View:
+    """Returns where the output axes of the parameter lie in the result of the product."""
+    (result,), view = use.equation.outputs, use.view
+    product = read_product(use.equation)
+    by_axis: list[tuple[Factor, ...]] = [(Factor(None, n),) for n in result.shape]
+    batch = dict(zip(product.lhs.batch, product.operands[use.operand].batch, strict=True))
+    for place, source in enumerate(product.output):
+        if source and source[0] == use.operand:
+            by_axis[place] = view.factors[source[1]]
+        elif source and source[0] == 0 and source[1] in batch:
+            by_axis[place] = view.factors[batch[source[1]]]
+    return view.with_factors(by_axis)
+
+
+def _match_axes(use: Use, outputs: View, bias: View) -> dict[int, int] | None:
+    """Returns {axis of the weight: axis of the bias}, `None` where order or layers differ."""
+    if bias.is_part or use.view.is_part or bias.scans != use.view.scans:
+        return None
+    axes = dict(zip(use.view.stacked, bias.stacked, strict=True))
+    for factors, other in zip(outputs.factors, bias.factors, strict=True):
+        pairs = [
+            [part for part in parts if part.axis is not None and part.size > 1]
+            for parts in (factors, other)
+        ]
+        if [part[1:] for part in pairs[0]] != [part[1:] for part in pairs[1]]:
+            return None
+        for (axis, *_), (bias_axis, *_) in zip(*pairs, strict=True):
+            if axes.setdefault(axis, bias_axis) != bias_axis:
+                return None
+    order = [axes[axis] for axis in (*use.batch, *sorted(use.output)) if axis in axes]
+    return axes if order == sorted(set(order)) else None
+
+
+_SUMS = ("add", "add_any", "sub")
+_SCALES = ("mul", "div")

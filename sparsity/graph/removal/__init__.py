@@ -1,0 +1,1 @@
+"""Proofs that a model without some channels computes what masking them gives."""
