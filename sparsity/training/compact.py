@@ -112,8 +112,8 @@ class CompactStep(Step):
         moves = find_moves(unpack_masks(old_bits, params), positions, params, layouts)
         kept = gather(params, positions, params, layouts)
         stays = jax.tree.map(lambda move: move.stays, moves)
-        seen = _zero_where_not(stays, kept)
-        inner_state = carry(new.inner_state.state, self.inner.init(seen), moves)
+        stayed = _zero_where_not(stays, kept)
+        inner_state = carry(new.inner_state.state, self.inner.init(stayed), moves)
         kept_state = KeptState(positions, inner_state)
         return new._replace(inner_state=kept_state), jax.tree.map(jnp.logical_not, stays)
 
@@ -127,15 +127,15 @@ class CompactStep(Step):
         layouts = self.layouts(params, plain.masks, inputs.sites)
         positions, inner_state = state.inner_state
         kept = gather(params, positions, params, layouts)
-        grown, seen = change.grown, kept
+        grown, masked = change.grown, kept
         if grown is not None:
-            seen = _zero_where_not(jax.tree.map(jnp.logical_not, grown), kept)
+            masked = _zero_where_not(jax.tree.map(jnp.logical_not, grown), kept)
         steps, inner_state = update_unless(
             change.is_update if self.updater.skip_gradients else False,
             functools.partial(self.inner.update, **inputs.extra),
             gather(updates, positions, params, layouts),
             inner_state,
-            seen,
+            masked,
         )
         if grown is not None:
             steps = _start_from_zero(steps, kept, grown)

@@ -160,7 +160,7 @@ class Step:
         if not is_overridden(self.updater, "accumulate"):
             return state
         plain, inputs = self._read(state, inputs)
-        new = inputs.call(self.updater.accumulate, plain, inputs.seen, inputs.grads)
+        new = inputs.call(self.updater.accumulate, plain, inputs.masked_weights, inputs.grads)
         memory = same_structure(new.algorithm_state, state.algorithm_state)
         return state._replace(algorithm_state=memory)
 
@@ -219,10 +219,10 @@ class Step:
           new: the state after the update, with masks that are not packed.
           inputs: inputs of the step.
         """
-        params = seen = inputs.params
+        params = masked = inputs.params
         if self.keeps_zeros:
-            seen = apply_masks(params, unpack_masks(old_bits, params))
-        return restart_regrown(old_bits, new, params, self.inner.init(seen))
+            masked = apply_masks(params, unpack_masks(old_bits, params))
+        return restart_regrown(old_bits, new, params, self.inner.init(masked))
 
     def modify(self, inputs: Inputs, plain: SparseState) -> PyTree:
         """Returns the gradients that the hook `modify_gradients` returns.
@@ -231,11 +231,11 @@ class Step:
           inputs: inputs of the step, as hooks see them.
           plain: the state with masks that are not packed.
         """
-        updates = inputs.gradients
+        updates = inputs.updates
         if not is_overridden(self.updater, "modify_gradients"):
             return updates
         hook = self.updater.modify_gradients
-        modified = inputs.call(hook, inputs.grads, inputs.seen, plain)
+        modified = inputs.call(hook, inputs.grads, inputs.masked_weights, plain)
         return trees.map_matched(
             lambda _, grad, new: grad if new is None else new, updates, modified
         )
@@ -244,7 +244,7 @@ class Step:
         self, state: SparseState, inputs: Inputs, change: Change
     ) -> tuple[PyTree, SparseState]:
         """Runs the inner optimizer on modified and masked gradients."""
-        updater, updates = self.updater, inputs.gradients
+        updater, updates = self.updater, inputs.updates
         modifies = is_overridden(updater, "modify_gradients")
         if modifies or updater.is_sparse_gradients:  # else the masks may stay packed
             plain, inputs = self._read(state, inputs)
@@ -286,7 +286,7 @@ class Step:
 def update_masks(updater: Updater, state: SparseState, inputs: Inputs) -> SparseState:
     """Returns the state with the masks of a mask update; masks are not packed."""
     if is_overridden(updater, "update_state"):
-        return inputs.call(updater.update_state, state, inputs.seen, inputs.grads)
+        return inputs.call(updater.update_state, state, inputs.masked_weights, inputs.grads)
     return state._replace(masks=updater.new_masks(state, inputs))
 
 
