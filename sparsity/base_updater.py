@@ -232,10 +232,10 @@ class BaseUpdater(Updater):
                 cls for cls in type(self).__mro__ if not vars(cls).keys().isdisjoint(_WEIGHT_HOOKS)
             )
             warnings.warn(
-                f"{cls.__name__} overrides {' or '.join(_WEIGHT_HOOKS)}, so that it is assumed to keep the "
-                "values of pruned weights: update does not set them to 0. State in the class "
-                f"{cls.__name__} whether it does: keeps_dense_weights = True, or False for weights "
-                "at exactly 0.",
+                f"{cls.__name__} overrides {' or '.join(_WEIGHT_HOOKS)}, so that it is assumed "
+                "to keep the values of pruned weights: update does not set them to 0. State in the "
+                f"class {cls.__name__} whether it does: keeps_dense_weights = True, or False for "
+                "weights at exactly 0.",
                 stacklevel=2,
             )
         wrap = compact.wrap if self.use_compact_state else step.wrap
