@@ -67,7 +67,7 @@ class Inputs(NamedTuple):
 
 
 class SliceRule(NamedTuple):
-    """Rule by which the mask of each slice moves as `sparsity.masks.drop_and_grow` moves a mask.
+    """Rule by which the mask of each slice moves as `SparsityType.move` moves a mask.
 
     Attributes:
       drop: maps weights to drop scores, entry by entry.
