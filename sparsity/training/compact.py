@@ -35,7 +35,7 @@ from sparsity.training.kept_state import (
     find_moves,
     find_positions,
     gather,
-    land,
+    spread_updates,
 )
 from sparsity.training.regrow import check_resettable
 from sparsity.training.skip import update_unless
@@ -120,7 +120,7 @@ class CompactStep(Step):
     def transform(
         self, state: SparseState, inputs: Inputs, change: Change
     ) -> tuple[PyTree, SparseState]:
-        """Runs the inner optimizer on kept entries; returns dense updates that land on zeros."""
+        """Runs the inner optimizer on kept entries; returns dense updates that set zeros."""
         plain, inputs = self._read(state, inputs)
         params = inputs.params
         updates = self.modify(inputs, plain)
@@ -140,11 +140,13 @@ class CompactStep(Step):
         if grown is not None:
             steps = _start_from_zero(steps, kept, grown)
         count = optax.safe_increment(state.count)
-        steps = land(steps, plain.masks, params, layouts, state.count)
+        steps = spread_updates(steps, plain.masks, params, layouts, state.count)
         return steps, state._replace(inner_state=KeptState(positions, inner_state), count=count)
 
-    def land(self, steps: PyTree, state: SparseState, inputs: Inputs, change: Change) -> PyTree:
-        """Returns the updates, which `transform` has made to land on zeros."""
+    def set_zeros(
+        self, steps: PyTree, state: SparseState, inputs: Inputs, change: Change
+    ) -> PyTree:
+        """Returns the updates, which set zeros since `transform`."""
         return steps
 
     def layouts(self, params: Params, masks: Masks, sites: Sites) -> PyTree:

@@ -3,7 +3,7 @@
 1. An algorithm with an `algorithm_state` accumulates.
 2. Masks are refreshed in the steps that the scheduler chooses.
 3. Gradients are modified and masked.
-4. The inner optimizer runs, and its updates are made to land on exact zeros.
+4. The inner optimizer runs, and its updates are made to set pruned weights to exact zeros.
 
 Choices made while tracing leave no trace in the compiled program. No array is copied in steps
 without a refresh. Hooks that compute masks get plain masks: `Step` unpacks and packs them.
@@ -65,7 +65,7 @@ class Step:
       inner: the optimizer.
       masks: initial masks; `None` leaves the choice to the updater.
       packed: whether the state holds packed masks.
-      lands_on_zeros: whether updates put pruned weights at exactly 0.0.
+      sets_zeros: whether updates put pruned weights at exactly 0.0.
       keeps_zeros: whether pruned weights are 0 between steps, and so in the inputs of hooks.
       may_regrow: whether weights that return to a mask restart.
     """
@@ -74,7 +74,7 @@ class Step:
     inner: optax.GradientTransformationExtraArgs
     masks: Masks | None
     packed: bool
-    lands_on_zeros: bool
+    sets_zeros: bool
     keeps_zeros: bool
     may_regrow: bool
 
@@ -143,7 +143,7 @@ class Step:
         state = self.accumulate(state, inputs)
         state, change = self.refresh(state, inputs)
         steps, state = self.transform(state, inputs, change)
-        return self.land(steps, state, inputs, change), state
+        return self.set_zeros(steps, state, inputs, change), state
 
     def check(
         self, updates: PyTree, state: SparseState, params: Params | None, extra: dict[str, ExtraArg]
@@ -263,13 +263,15 @@ class Step:
         count = optax.safe_increment(state.count)
         return steps, state._replace(inner_state=inner_state, count=count)
 
-    def land(self, steps: PyTree, state: SparseState, inputs: Inputs, change: Change) -> PyTree:
+    def set_zeros(
+        self, steps: PyTree, state: SparseState, inputs: Inputs, change: Change
+    ) -> PyTree:
         """Returns updates that start grown weights from 0, and take pruned weights to 0."""
         if self.keeps_zeros:
             steps = start_from_zero(steps, inputs.params, change.grown)
-        if self.lands_on_zeros:
+        if self.sets_zeros:
             plain, _ = self._read(state, inputs)
-            steps = land_on_zeros(steps, inputs.params, plain.masks)
+            steps = set_zeros(steps, inputs.params, plain.masks)
         return steps
 
     def _read(self, state: SparseState, inputs: Inputs) -> tuple[SparseState, Inputs]:
@@ -341,7 +343,7 @@ def wrap_dense(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def land_on_zeros(steps: PyTree, params: Params, masks: Masks) -> PyTree:
+def set_zeros(steps: PyTree, params: Params, masks: Masks) -> PyTree:
     """Returns updates by which `optax.apply_updates` sets pruned weights to exactly 0.0.
 
     Args:
@@ -356,14 +358,14 @@ def land_on_zeros(steps: PyTree, params: Params, masks: Masks) -> PyTree:
 
     likes = trees.leaves_by_path(params)
 
-    def land(path: trees.KeyPath, step: jax.Array, mask: chex.Array | None) -> jax.Array:
+    def set_zero(path: trees.KeyPath, step: jax.Array, mask: chex.Array | None) -> jax.Array:
         if mask is None:
             return step
         param = likes[path]
         dtype = jnp.promote_types(step.dtype, param.dtype)
         return jnp.where(mask > 0, step.astype(dtype), -param.astype(dtype))
 
-    return trees.map_matched(land, steps, masks, role="updates")
+    return trees.map_matched(set_zero, steps, masks, role="updates")
 
 
 def _is_placeholder(params: Params) -> bool:
