@@ -22,10 +22,12 @@ from sparsity.core.sharding import on_device
 from sparsity.core.trees import Grads, Masks, Params, ScoreTree, Sparsities
 from sparsity.masks import Sites, compute_targets, read_overrides
 from sparsity.sparsity_distributions import Distribution, uniform
-from sparsity.training import compact, step
+from sparsity.training.checks import check_optimizer
+from sparsity.training.compact import CompactStep
 from sparsity.training.fields import check_fields, check_names, hash_of_fields, have_equal_fields
 from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.state import SparseState
+from sparsity.training.step import Step, wrap_dense
 from sparsity.training.updater import Updater, is_overridden
 
 
@@ -238,8 +240,9 @@ class BaseUpdater(Updater):
                 "weights at exactly 0.",
                 stacklevel=2,
             )
-        wrap = compact.wrap if self.use_compact_state else step.wrap
-        return wrap(self, inner, masks)
+        check_optimizer("inner", inner)
+        step = (CompactStep if self.use_compact_state else Step).wrap(self, inner, masks)
+        return optax.GradientTransformationExtraArgs(step.init, step.update)
 
     def sites(self, params: Params) -> Sites:
         """Returns the table of the prunable leaves: each with its pattern and batch axes."""
@@ -328,4 +331,4 @@ class NoPruning(BaseUpdater):
         """Returns `inner` with a SparseState around its state; `params` are optional."""
         if masks is not None:
             raise ValueError("NoPruning keeps all parameters dense and takes no masks.")
-        return step.wrap_dense(self, inner)
+        return wrap_dense(self, inner)

@@ -24,7 +24,6 @@ from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Site, Sites, keeps_targets, packed_shape, unpack_masks
 from sparsity.sparsity_schedules import update_range
-from sparsity.training.checks import check_optimizer
 from sparsity.training.entrywise import check_entrywise
 from sparsity.training.hooks import Inputs
 from sparsity.training.kept_state import (
@@ -302,18 +301,3 @@ def _start_from_zero(steps: PyTree, kept: PyTree, grown: PyTree) -> PyTree:
         return step if where is None else jnp.where(where, step - value, step)
 
     return trees.map_matched(restart, steps, kept, grown, role="updates")
-
-
-def wrap(
-    updater: Updater, inner: optax.GradientTransformation, masks: Masks | None = None
-) -> optax.GradientTransformationExtraArgs:
-    """Returns `inner` with the masks of `updater` in its state, and the state of kept entries.
-
-    Args:
-      updater: decides which masks exist, and when they move.
-      inner: any optax transformation that works entry by entry.
-      masks: initial masks; `None` leaves the choice to the updater.
-    """
-    check_optimizer("inner", inner)
-    step = CompactStep.wrap(updater, inner, masks)
-    return optax.GradientTransformationExtraArgs(step.init, step.update)

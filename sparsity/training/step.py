@@ -305,21 +305,6 @@ class Change(NamedTuple):
     grown: PyTree | None = None
 
 
-def wrap(
-    updater: Updater, inner: optax.GradientTransformation, masks: Masks | None = None
-) -> optax.GradientTransformationExtraArgs:
-    """Returns `inner` with the masks of `updater` in its state.
-
-    Args:
-      updater: decides which masks exist, and when they change.
-      inner: any optax transformation.
-      masks: initial masks; `None` leaves the choice to the updater.
-    """
-    check_optimizer("inner", inner)
-    step = Step.wrap(updater, inner, masks)
-    return optax.GradientTransformationExtraArgs(step.init, step.update)
-
-
 def wrap_dense(
     updater: Updater, inner: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
