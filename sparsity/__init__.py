@@ -10,6 +10,7 @@ from sparsity import compat as compat
 from sparsity import finetuning as finetuning
 from sparsity import graph as graph
 from sparsity import masks as masks
+from sparsity import patterns as patterns
 from sparsity import reports as reports
 from sparsity import selection as selection
 from sparsity import shrinking as shrinking

@@ -22,10 +22,12 @@ from sparsity.core.sharding import on_device
 from sparsity.core.trees import Grads, Masks, Params, ScoreTree, Sparsities
 from sparsity.masks import Sites, compute_targets, read_overrides
 from sparsity.sparsity_distributions import Distribution, uniform
-from sparsity.training import compact, step
+from sparsity.training.checks import check_optimizer
+from sparsity.training.compact import CompactStep
 from sparsity.training.fields import check_fields, check_names, hash_of_fields, have_equal_fields
 from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.state import SparseState
+from sparsity.training.step import Step, wrap_dense
 from sparsity.training.updater import Updater, is_overridden
 
 
@@ -102,26 +104,9 @@ class BaseUpdater(Updater):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        stated = vars(cls)
-        parents = [base for base in cls.__bases__ if issubclass(base, BaseUpdater)]
-
-        def overrides(*names: str) -> bool:
-            return any(
-                all(getattr(cls, name) is not getattr(parent, name) for parent in parents)
-                for name in names
-            )
-
-        if "keeps_dense_weights" in stated:
-            cls._assumes_dense_weights = False
-        elif overrides("post_gradient_update", "apply_masks"):
-            cls.keeps_dense_weights = cls._assumes_dense_weights = True
-        hooks = "calculate_scores", "create_masks", "new_masks", "update_state"
-        if "regrows" not in stated and not cls.regrows and overrides(*hooks):
-            cls.regrows = None
-        if "keeps_count" not in stated and overrides(*hooks[1:], "get_initial_masks", "init_state"):
-            cls.keeps_count = False
+        _infer_attributes(cls)
         # Otherwise @dataclass writes an __eq__ and, with it, a __hash__ of None.
-        for name in {"__eq__", "__hash__"} - stated.keys():
+        for name in {"__eq__", "__hash__"} - vars(cls).keys():
             setattr(cls, name, getattr(BaseUpdater, name))
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
@@ -245,17 +230,19 @@ class BaseUpdater(Updater):
                  [ 1.5,  0. ]], dtype=float32)
         """
         if self._assumes_dense_weights and self.is_sparse_updates is None:
-            names = "post_gradient_update", "apply_masks"
-            cls = next(cls for cls in type(self).__mro__ if not vars(cls).keys().isdisjoint(names))
+            cls = next(
+                cls for cls in type(self).__mro__ if not vars(cls).keys().isdisjoint(_WEIGHT_HOOKS)
+            )
             warnings.warn(
-                f"{cls.__name__} overrides {' or '.join(names)}, so that it is assumed to keep the "
-                "values of pruned weights: update does not set them to 0. State in the class "
-                f"{cls.__name__} whether it does: keeps_dense_weights = True, or False for weights "
-                "at exactly 0.",
+                f"{cls.__name__} overrides {' or '.join(_WEIGHT_HOOKS)}, so that it is assumed "
+                "to keep the values of pruned weights: update does not set them to 0. State in the "
+                f"class {cls.__name__} whether it does: keeps_dense_weights = True, or False for "
+                "weights at exactly 0.",
                 stacklevel=2,
             )
-        wrap = compact.wrap if self.use_compact_state else step.wrap
-        return wrap(self, inner, masks)
+        check_optimizer("inner", inner)
+        step = (CompactStep if self.use_compact_state else Step).wrap(self, inner, masks)
+        return optax.GradientTransformationExtraArgs(step.init, step.update)
 
     def sites(self, params: Params) -> Sites:
         """Returns the table of the prunable leaves: each with its pattern and batch axes."""
@@ -268,6 +255,44 @@ class BaseUpdater(Updater):
         """Returns the target sparsities as the distribution returns them, `None` where dense."""
         distribution_fn = self.get_distribution_fn()
         return compute_targets(distribution_fn, params, sites, self.scope, self.batch_axes)
+
+
+_WEIGHT_HOOKS = "post_gradient_update", "apply_masks"
+_UPDATE_HOOKS = "create_masks", "new_masks", "update_state"
+_FIRST_MASK_HOOKS = "get_initial_masks", "init_state"
+
+
+def _infer_attributes(cls: type[BaseUpdater]) -> None:
+    """Replaces inherited class attributes that may be false for the hooks that a class overrides.
+
+    A class that states an attribute keeps the stated value. Otherwise
+
+    - `post_gradient_update` and `apply_masks` imply `keeps_dense_weights = True`, as in jaxpruner,
+      and `wrap_optax` warns;
+    - `calculate_scores` and hooks that update masks imply `regrows = None` in place of False;
+    - hooks that update masks or create the first ones imply `keeps_count = False`.
+    """
+    stated = vars(cls)
+    parents = [base for base in cls.__bases__ if issubclass(base, BaseUpdater)]
+
+    def overrides(*hooks: str) -> bool:
+        return any(
+            all(getattr(cls, hook) is not getattr(parent, hook) for parent in parents)
+            for hook in hooks
+        )
+
+    if "keeps_dense_weights" in stated:
+        cls._assumes_dense_weights = False
+    elif overrides(*_WEIGHT_HOOKS):
+        cls.keeps_dense_weights = cls._assumes_dense_weights = True
+    if (
+        "regrows" not in stated
+        and not cls.regrows
+        and overrides("calculate_scores", *_UPDATE_HOOKS)
+    ):
+        cls.regrows = None
+    if "keeps_count" not in stated and overrides(*_UPDATE_HOOKS, *_FIRST_MASK_HOOKS):
+        cls.keeps_count = False
 
 
 ALGORITHM_REGISTRY: Registry[type[BaseUpdater]] = Registry("algorithm")
@@ -306,4 +331,4 @@ class NoPruning(BaseUpdater):
         """Returns `inner` with a SparseState around its state; `params` are optional."""
         if masks is not None:
             raise ValueError("NoPruning keeps all parameters dense and takes no masks.")
-        return step.wrap_dense(self, inner)
+        return wrap_dense(self, inner)

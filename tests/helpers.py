@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import sparsity
 from sparsity.algorithms import global_pruners, sparse_trainers, ste
@@ -46,6 +47,11 @@ def counted_programs():
         yield count
     finally:
         _COUNTS.remove(count)
+
+
+def slow_but(quick, cases):
+    """Cases of a test by name, of which only those in `quick` are not slow."""
+    return [pytest.param(x, marks=[] if x in quick else pytest.mark.slow) for x in cases]
 
 
 # Containers of parameters.

@@ -48,6 +48,7 @@ print(params["w"].ravel().tolist())
 """
 
 
+@pytest.mark.slow
 def test_importing_and_pruning_open_no_socket():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

@@ -1,8 +1,8 @@
 """Programs of users, as a type checker sees them that knows the package as an installed one.
 
-The checker is basedpyright in its mode `standard`, which is that of pyright; it brings all that it
-needs, so that nothing is downloaded. The programs of `tests/typing` pass mypy and pyright in their
-strict modes, but for functions of jax and optax whose types are unknown.
+The programs of `tests/typing` pass mypy and pyright in their strict modes, but for functions of jax
+and optax whose types are unknown; those of the pages pass pyright in its mode `standard`. The
+checker is basedpyright, which brings all that it needs, so that nothing is downloaded.
 """
 
 import json
@@ -23,136 +23,8 @@ from tests.helpers import ROOT
 
 SETTINGS = {"typeCheckingMode": "standard", "pythonVersion": "3.11"}
 
-USER = '''
-"""An algorithm of one's own, and what a training loop does with it."""
-
-import dataclasses
-import functools
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import optax
-
-import sparsity
-from sparsity import sparsity_distributions
-
-
-@dataclasses.dataclass
-class Signed(sparsity.BaseUpdater):
-    slope: float = 0.5
-
-    def calculate_scores(
-        self, params: Any, sparse_state: sparsity.SparseState | None = None, grads: Any = None
-    ) -> Any:
-        return jax.tree.map(lambda w: jnp.where(w > 0, w, -self.slope * w), params)
-
-
-params = {"kernel": jnp.linspace(-1.0, 1.0, 32).reshape(8, 4), "bias": jnp.zeros(4)}
-half = functools.partial(sparsity_distributions.uniform, sparsity=0.5)
-pruner = Signed(
-    scheduler=sparsity.OneShotSchedule(0),
-    sparsity_distribution_fn=half,
-    sparsity_type=sparsity.NByM(2, 4),
-    slope=0.1,
-)
-slope: float = pruner.slope
-tx = pruner.wrap_optax(optax.chain(optax.clip(1.0), optax.adam(1e-3)))
-opt_state = tx.init(params)
-
-
-def loss(params: Any, x: jax.Array) -> jax.Array:
-    return jnp.mean(x @ params["kernel"] + params["bias"])
-
-
-@jax.jit
-def train_step(
-    params: optax.Params, opt_state: optax.OptState, x: jax.Array
-) -> tuple[optax.Params, optax.OptState]:
-    grads = jax.grad(loss)(pruner.pre_forward_update(params, opt_state), x)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    params = optax.apply_updates(params, updates)
-    return pruner.post_gradient_update(params, opt_state), opt_state
-
-
-trained, opt_state = train_step(params, opt_state, jnp.ones((2, 8)))
-state = sparsity.get_sparse_state(opt_state)
-count: int = int(state.count)
-text: str = sparsity.sparsity_table(trained, opt_state, pruner)
-total: float = sparsity.summarize_sparsity(trained)["_total_sparsity"]
-
-config = {"algorithm": "rigl", "sparsity": 0.9, "dist_type": "erk", "filter_fn": None}
-updater: sparsity.BaseUpdater = sparsity.create_updater_from_config(config)
-optimizer: optax.GradientTransformation = updater.wrap_optax(optax.sgd(0.1))
-pruned, masks = pruner.instant_sparsify(params)
-kernel: jax.Array = pruned["kernel"]
-rigl = sparsity.RigL(drop_fraction_fn=optax.cosine_decay_schedule(0.3, 100))
-fraction = rigl.drop_fraction_fn(3)
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows(sparsity.SparsityType):
-    def pool(self, scores: jax.Array, batch_axes: int = 0) -> jax.Array:
-        return jnp.max(scores, axis=-1)
-
-    def expand(self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0) -> jax.Array:
-        return jnp.broadcast_to(units[..., None], shape)
-
-
-@dataclasses.dataclass
-class Careful(sparsity.MagnitudePruning):
-    """Keeps its masks while the loss, which the training loop passes, is high."""
-
-    def update_state(
-        self,
-        sparse_state: sparsity.SparseState,
-        params: Any,
-        grads: Any,
-        *,
-        loss: float = 0.0,
-        **extra_args: Any,
-    ) -> sparsity.SparseState:
-        if loss > 1:
-            return sparse_state
-        return super().update_state(sparse_state, params, grads, **extra_args)
-
-
-class Often:
-    def is_mask_update_iter(self, step: Any) -> Any:
-        return step % 2 == 0
-
-    def get_sparsity_at_step(self, target_sparsities: Any, step: Any) -> Any:
-        return target_sparsities
-
-
-def is_matrix(path: tuple[str, ...], param: jax.Array) -> bool:
-    return param.ndim == 2
-
-
-def type_of(path: tuple[str, ...], param: jax.Array) -> sparsity.SparsityType:
-    return Rows() if path[-1] == "kernel" else sparsity.Unstructured()
-
-
-own_sparsities = {"kernel": 0.25}
-careful = Careful(
-    scheduler=Often(),
-    sparsity_distribution_fn=sparsity.Uniform(0.5, is_matrix, own_sparsities),
-    sparsity_type=type_of,
-    batch_axes=lambda path, param: 0,
-)
-tx = careful.wrap_optax(optax.sgd(0.1), masks=None)
-opt_state = tx.init(params)
-_, opt_state = tx.update(params, opt_state, params, loss=0.5)
-state = sparsity.get_sparse_state(opt_state)
-opt_state = sparsity.set_sparse_state(opt_state, state._replace(masks=state.masks))
-rows: jax.Array = state.masks["kernel"]
-masked: jax.Array = sparsity.apply_mask(params["kernel"], rows)
-for layer in sparsity.reports.layer_summary(params, opt_state, careful):
-    reached: bool = layer.target is None or layer.achieved >= layer.target
-'''
 # By names of files.
 PROGRAMS = {re.sub(r"\W", "_", place): code for place, code in blocks("python").items()}
-PROGRAMS["user"] = USER
 
 # Mistakes of users, each on the last line, and the rules of the checker that they break.
 MISTAKES = {
@@ -221,13 +93,6 @@ def test_a_program_that_runs_has_no_type_errors(errors, name):
 @pytest.mark.parametrize(("name", "rule"), [(name, rule) for name, (_, rule) in MISTAKES.items()])
 def test_a_mistake_is_a_type_error(errors, name, rule):
     assert [(line, found) for line, found, _ in errors[name]] == [(2, rule)]
-
-
-@pytest.mark.slow
-def test_the_program_of_a_user_runs():
-    names = {"__name__": "user"}
-    exec(compile(USER, "user.py", "exec"), names)
-    assert names["total"] == 16 / 36
 
 
 @pytest.mark.slow

@@ -54,4 +54,4 @@ class LampPruning(BaseUpdater):
         hook = type(self).calculate_scores
         if hook is not LampPruning.calculate_scores or is_overridden(self, "create_masks"):
             return super().score_update(sparse_state, inputs)
-        return jax.tree.map(LampScores, inputs.seen)
+        return jax.tree.map(LampScores, inputs.masked_weights)

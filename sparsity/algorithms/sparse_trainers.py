@@ -193,7 +193,7 @@ class DropAndGrow(SparseTraining):
             lazy = lazy_scores(hook, inputs.weights, inputs.masks, inputs.grads)
             if lazy is not None:
                 return lazy
-            args = sparse_state, inputs.seen, inputs.grads
+            args = sparse_state, inputs.masked_weights, inputs.grads
             return inputs.call(hook, *args, named={"draw": draw})
 
         fraction = self._drop_fraction(sparse_state.count)

@@ -45,11 +45,11 @@ class SRSTE(StraightThrough, MagnitudePruning):
 
     def modify_gradients(self, grads: Grads, params: Params, sparse_state: SparseState) -> Grads:
         plain = dataclasses.replace(self, use_packed_masks=False)  # as hooks get the masks
-        seen = plain.pre_forward_update(params, sparse_state)
+        pruned = plain.pre_forward_update(params, sparse_state)
 
         def add(_: trees.KeyPath, grad: PyTree, param: PyTree, used: PyTree) -> PyTree:
             if used is param:  # a leaf without a mask
                 return grad
             return grad + (self.decay * (param - used)).astype(grad.dtype)
 
-        return trees.map_matched(add, grads, params, seen)
+        return trees.map_matched(add, grads, params, pruned)

@@ -151,8 +151,8 @@ class SRigL(RigL):
 
         return trees.map_matched(
             move,
-            self.get_drop_scores(sparse_state, inputs.seen, inputs.grads),
-            self.get_grow_scores(sparse_state, inputs.seen, inputs.grads),
+            self.get_drop_scores(sparse_state, inputs.masked_weights, inputs.grads),
+            self.get_grow_scores(sparse_state, inputs.masked_weights, inputs.grads),
             sparse_state.masks,
             sparse_state.target_sparsities,
         )

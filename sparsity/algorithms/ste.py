@@ -64,8 +64,8 @@ class StraightThrough(BaseUpdater):
             else:
                 check_masks(params, masks, packed=False)
         else:
-            seen = jax.lax.stop_gradient(trees.prunable(params))
-            masks = super().new_masks(state, Inputs(seen, None, self.sites(params), {}))
+            weights = jax.lax.stop_gradient(trees.prunable(params))
+            masks = super().new_masks(state, Inputs(weights, None, self.sites(params), {}))
             masks = jax.tree.map(lambda mask: self._started(mask, state.count), masks)
 
         def apply(_: trees.KeyPath, param: chex.Array, mask: chex.Array | None) -> chex.Array:

@@ -26,19 +26,20 @@ Words = tuple[jax.Array, jax.Array]  # uint32 (high, low): an integer below 2**6
 def num_kept(n: chex.Numeric, sparsity: chex.Numeric) -> int | jax.Array | Words:
     """Returns k = max(1, round_half_even(n * (1 - float32(sparsity)))), exact; 0 for n = 0.
 
-    >>> num_kept(5, 0.5), num_kept(7, 0.5), num_kept(10, 1.0)
-    (2, 4, 1)
-
     Args:
-        n: Number of weights: an int up to 2**40, or an array of integers below 2**31.
-        sparsity: Fraction to remove, in [0, 1]. Traced: clamped, and NaN removes nothing.
+      n: number of weights: an int up to 2**40, or an array of integers below 2**31.
+      sparsity: fraction to remove, in [0, 1]. Traced: clamped, and NaN removes nothing.
 
     Returns:
-        An int if both arguments are concrete scalars, else int32 of the shape to which they
-        broadcast; for an n of 2**31 and more two words of uint32.
+      An int if both arguments are concrete scalars, else int32 of the shape to which they
+      broadcast; for an n of 2**31 and more two words of uint32.
 
     Raises:
-        ValueError: If a concrete sparsity is outside [0, 1], or a concrete n outside its range.
+      ValueError: if a concrete sparsity is outside [0, 1], or a concrete n outside its range.
+
+    Example:
+      >>> num_kept(5, 0.5), num_kept(7, 0.5), num_kept(10, 1.0)
+      (2, 4, 1)
     """
     one_n = not is_traced(n) and np.ndim(n) == 0
     if not is_traced(n):
@@ -69,7 +70,7 @@ def lowest_sparsity(fits: Callable[[float], bool]) -> float:
     """Returns the lowest float32 from 0 to 1 that fits, normal numbers and 0 only.
 
     Args:
-        fits: Whether a sparsity removes enough; true for 1, and above each one that fits.
+      fits: whether a sparsity removes enough; true for 1, and above each one that fits.
     """
     low, high = (int(np.float32(x).view(np.int32)) for x in (np.finfo(np.float32).tiny, 1))
     low -= 1  # floats are ordered as their bits; 0 comes before the smallest normal number
@@ -110,10 +111,11 @@ def num_kept_words(n: Words, sparsity: chex.Numeric) -> Words:
     return kept
 
 
-def limit_kept(n: Words, k: Words | chex.Numeric) -> Words:
-    """Returns the number of units to keep: `k`, at most n, or n less the fraction `k`."""
-    if not isinstance(k, tuple):
-        k = num_kept_words(n, k)
+def limit_kept(n: Words, k: Words | None, removed: chex.Numeric | None) -> Words:
+    """Returns the number of units to keep of n: `k` but at most n, or n less a fraction."""
+    if k is None:
+        assert removed is not None
+        return num_kept_words(n, removed)
     return choose(at_least(k, n), n, k)
 
 

@@ -24,16 +24,17 @@ def hash_scores(shape: Sequence[int], *words: chex.Numeric) -> jax.Array:
 
     The same words give the same scores, whatever the sharding.
 
-    >>> bool((hash_scores((4,), 0, 1) == hash_scores((4,), 0, 1)).all())
-    True
-
     Args:
-        shape: Shape of the scores, fewer than 2**31 entries.
-        *words: Integers or integer scalars, traced or not, such as a seed, a step, the number of a
-            leaf; the low 32 bits count.
+      shape: shape of the scores, fewer than 2**31 entries.
+      *words: integers or integer scalars, traced or not, such as a seed, a step, the number of a
+        leaf; the low 32 bits count.
 
     Returns:
-        uint32 scores of the given shape.
+      uint32 scores of the given shape.
+
+    Example:
+      >>> bool((hash_scores((4,), 0, 1) == hash_scores((4,), 0, 1)).all())
+      True
     """
     return hash_entries(flat_index(tuple(shape)), *hash_words(*words))
 

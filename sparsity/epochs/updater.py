@@ -79,8 +79,8 @@ def pruning(
         raise ValueError(f"epoch must be an integer, got epoch = {epoch!r}.")
     if operator.index(epoch) not in stages:
         return False, mask_key
-    seen = apply_masks(params, _read(mask_key, params))
-    scores = jax.tree.map(jnp.abs, trees.prunable(seen))
+    masked = apply_masks(params, _read(mask_key, params))
+    scores = jax.tree.map(jnp.abs, trees.prunable(masked))
     return True, _masks(stages[operator.index(epoch)], scores, mask_key)
 
 
@@ -239,10 +239,10 @@ class EpochStrategy(BaseUpdater):
         """
         masks = None
         for stage in self._stages(params):
-            seen = trees.prunable(apply_masks(params, masks))
+            masked = trees.prunable(apply_masks(params, masks))
             named = {"sites": self.sites(params)}
             scores = call_hook(
-                self.calculate_scores, seen, grads=grads, extra=extra_args, named=named
+                self.calculate_scores, masked, grads=grads, extra=extra_args, named=named
             )
             masks = _masks(stage, scores, masks)
         pruned = apply_masks(params, masks)

@@ -194,7 +194,7 @@ def _read_support(name: str, mask: np.ndarray, placed: object) -> Support:
     parts = _count_parts(placed, mask.ndim)
     if mask.all():
         return Support(None, np.zeros(0, np.int32), mask.shape, parts)
-    layout = KeptLayout.in_parts(mask.shape, parts)
+    layout = _layout_parts(mask.shape, parts)
     n, k = layout.slice_size, int(np.count_nonzero(layout.slices(mask), axis=-1).max())
     if n + k >= 2**31:
         raise ValueError(
@@ -203,6 +203,15 @@ def _read_support(name: str, mask: np.ndarray, placed: object) -> Support:
         )
     layout = dataclasses.replace(layout, num_slots=k)
     return Support(layout, layout.list_positions(mask), mask.shape, parts)
+
+
+def _layout_parts(shape: tuple[int, ...], parts: tuple[int, ...]) -> KeptLayout:
+    """Returns the layout whose slices are equal parts of the parameter, so many along each axis."""
+    if math.prod(parts) == 1:
+        return KeptLayout(shape)
+    pairs = zip(parts, shape, strict=True)
+    split = tuple(size for count, axis in pairs for size in (count, axis // count))
+    return KeptLayout(shape, tuple(range(0, len(split), 2)), split)
 
 
 def _count_parts(placed: object, ndim: int) -> tuple[int, ...]:

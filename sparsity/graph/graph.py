@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsity.core import sharding, trees
 from sparsity.core.trees import Masks, Params, Path, PyTree
-from sparsity.graph import report
+from sparsity.graph import tables
 from sparsity.graph.channels.groups import ChannelGroup, Refusal
 from sparsity.graph.costs import Costs
 from sparsity.graph.model import Model, Parameters
@@ -136,7 +136,7 @@ class Graph:
           Text of several lines.
         """
         masked = None if masks is None else self.macs(masks)
-        return report.table(self._rows(masks), self.macs(), masked, self.costs.uncounted)
+        return tables.table(self._rows(masks), self.macs(), masked, self.costs.uncounted)
 
     def plot(self, masks: Masks | None = None, ax: Axes | None = None) -> Axes:
         """Draws the multiply-adds of every parameter: dense in light, masked in dark.
@@ -148,9 +148,9 @@ class Graph:
         Returns:
           The matplotlib axes.
         """
-        return report.plot(self._rows(masks), self.macs(), masks is not None, ax)
+        return tables.plot(self._rows(masks), self.macs(), masks is not None, ax)
 
-    def _rows(self, masks: Masks | None) -> list[report.CostRow]:
+    def _rows(self, masks: Masks | None) -> list[tables.CostRow]:
         """Returns the rows of tables and pictures, in tree order."""
         density, rows = self._densities(masks), []
         for parameter in self.leaves:
@@ -165,7 +165,7 @@ class Graph:
             dense = self.costs.count_macs(parameter.path)
             masked = round(dense * density.get(parameter.path, 1))
             names = tuple(dict.fromkeys(use.primitive for use in uses))
-            row = report.CostRow(
+            row = tables.CostRow(
                 parameter, names, tuple(sorted(axes)), dense, masked, tuple(sorted(groups))
             )
             rows.append(row)

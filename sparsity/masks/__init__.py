@@ -22,7 +22,6 @@ from sparsity.masks.create import (
     check_user_mask,
     create_mask,
     create_masks,
-    drop_and_grow,
     masked_paths,
     move_masks,
 )
@@ -72,7 +71,6 @@ __all__ = [
     "compute_targets",
     "create_mask",
     "create_masks",
-    "drop_and_grow",
     "elementwise",
     "host_scores",
     "is_pattern",

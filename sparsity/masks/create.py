@@ -49,38 +49,6 @@ def create_mask(
     )
 
 
-def drop_and_grow(
-    mask: chex.Array,
-    drop_scores: chex.Array,
-    grow_scores: chex.Array,
-    drop_fraction: chex.Numeric,
-    sparsity_type: Pattern,
-    *,
-    batch_axes: int = 0,
-) -> jax.Array:
-    """Replaces a fraction of the active entries (blocks, channels); their number does not change.
-
-    Of the n active entries (blocks, channels) of every slice the
-    `max(1, round_half_even(n * (1 - float32(drop_fraction))))` with the highest drop scores are
-    kept. As many entries as were dropped grow: the entries with the highest grow scores among all
-    that were not kept. A dropped weight may therefore return. For N:M each group grows as many
-    entries as it lost; for `FanIn` each group moves by itself.
-
-    Args:
-      mask: [*batch, ...] uint8 array, the current mask.
-      drop_scores: same shape; the active entries with the lowest scores are dropped.
-      grow_scores: same shape.
-      drop_fraction: scalar in [0, 1].
-      sparsity_type: as in `create_mask`.
-      batch_axes: as in `create_mask`.
-
-    Returns:
-      uint8 mask of the same shape.
-    """
-    check_fraction("drop_fraction", drop_fraction)
-    return sparsity_type.move(mask, drop_scores, grow_scores, drop_fraction, batch_axes=batch_axes)
-
-
 def create_masks(
     scope: Scope | TreeScope,
     table: Mapping[trees.KeyPath, Site],
@@ -133,7 +101,7 @@ def move_masks(
     grow_scores: PyTree,
     drop_fraction: chex.Numeric,
 ) -> Masks:
-    """Moves the masks of a tree as `drop_and_grow` does, within the scope.
+    """Moves the masks of a tree: drops active weights and grows as many others, within the scope.
 
     Args:
       scope: decides which weights compete.

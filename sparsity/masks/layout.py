@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -37,15 +37,6 @@ class SliceLayout:
     shape: tuple[int, ...]
     stack: tuple[int, ...] = ()
     split: tuple[int, ...] | None = None
-
-    @classmethod
-    def in_parts(cls, shape: tuple[int, ...], parts: tuple[int, ...]) -> Self:
-        """Returns the layout of a parameter whose slices are the equal parts along each axis."""
-        if math.prod(parts) == 1:
-            return cls(shape)
-        pairs = zip(parts, shape, strict=True)
-        split = tuple(size for count, axis in pairs for size in (count, axis // count))
-        return cls(shape, tuple(range(0, len(split), 2)), split)
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -32,13 +32,13 @@ def move_units(
     scores. As many entries as were dropped grow: those with the highest grow scores of all others.
 
     Args:
-        drop: Drop scores; `where` is the current mask, in uint8 of zeros and ones.
-        grow: Grow scores, without `where`.
-        fraction: In [0, 1], a scalar.
-        together: Whether all leaves compete, under a constant total.
+      drop: drop scores; `where` is the current mask, in uint8 of zeros and ones.
+      grow: grow scores, without `where`.
+      fraction: in [0, 1], a scalar.
+      together: whether all leaves compete, under a constant total.
 
     Returns:
-        uint8 masks, each with the shape and sharding of its leaf.
+      uint8 masks, each with the shape and sharding of its leaf.
     """
     move = functools.partial(_moved_masks, together=together)
     likes = [leaf.scores.arrays[0] for leaf in drop]
@@ -55,7 +55,7 @@ def _moved_masks(
     zero = varying_zero([x for leaf in (*drop, *grow) for x in leaf.arrays], moves)
 
     def dropped() -> tuple[list[jax.Array], Words]:
-        kept, active = select(drop, fraction, together=together)
+        kept, active = select(drop, None, together=together, removed=fraction)
         return kept, exact.minus(active, exact.num_kept_words(active, fraction))
 
     def present() -> tuple[list[jax.Array], Words]:

@@ -32,10 +32,10 @@ def norms(scores: Sequence[Scores]) -> jax.Array:
     Squares are counted in units of 2**-30 of about the largest, so that their sum is an integer.
 
     Args:
-        scores: Floating-point scores of leaves that are not empty.
+      scores: floating-point scores of leaves that are not empty.
 
     Returns:
-        float32[leaves]; float64 if any scores are.
+      float32[leaves]; float64 if any scores are.
     """
     return _norms([Ranked(x) for x in scores])
 

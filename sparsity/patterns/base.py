@@ -162,6 +162,9 @@ class SparsityType:
     ) -> jax.Array:
         """Returns the mask with a fraction of its active units replaced by as many others.
 
+        Of the n active units of each slice `sparsity.selection.num_kept(n, drop_fraction)` are
+        kept. The others grow among all units that were not kept, so that a dropped unit may return.
+
         Args:
           mask: [*batch, ...] uint8 array, the current mask.
           drop_scores: same shape; active units with the lowest scores are dropped.

@@ -1,16 +1,66 @@
-"""Reads patterns from the strings of configurations."""
+"""Patterns as strings of configurations: a name, then the numbers that its function takes."""
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable
+from typing import NamedTuple
 
-from sparsity.core.names import suggest
+from sparsity.core.checks import check_function
+from sparsity.core.names import Registry, suggest
 from sparsity.patterns.base import SparsityType, Unstructured
 from sparsity.patterns.blocks import Block, Channel
 from sparsity.patterns.fan_in import FanIn
 from sparsity.patterns.nm import COLON, NByM
 
-_NUMBERS = r"\s*-?\d+\s*(,\s*-?\d+\s*)*"
+_STRING = re.compile(r"(.*?)(?:_(\s*-?\d+\s*(?:,\s*-?\d+\s*)*)?)?")
+
+
+class _Form(NamedTuple):
+    """Function from the numbers of a string to the pattern, and examples of strings."""
+
+    make: Callable[..., SparsityType]
+    examples: str
+
+
+_FORMS = Registry(
+    "sparsity_type",
+    {
+        "unstructured": _Form(Unstructured, "'unstructured'"),
+        "nm": _Form(NByM, "'nm_2,4', 'nm_2,4,-2' (with the axis), '2:4'"),
+        "block": _Form(lambda rows, columns: Block((rows, columns)), "'block_4,4'"),
+        "channel": _Form(lambda axis: Channel(axis), "'channel_-1'"),
+        "fanin": _Form(
+            lambda group, *axes: FanIn(group, axes) if axes else FanIn(group),
+            "'fanin_16' or 'fanin_16,-2' (with one or more axes)",
+        ),
+    },
+)
+
+
+def register_pattern(name: str, pattern: Callable[..., SparsityType]) -> None:
+    """Registers a pattern for strings such as `name_1,2`, by which configurations name it.
+
+    Args:
+      name: the word before the numbers.
+      pattern: the class of the pattern, or a function; called with the numbers of the string.
+
+    Raises:
+      ValueError: another pattern has the name, or no string could have it.
+
+    Example:
+      >>> register_pattern("rectangle", lambda rows, columns: Block((rows, columns)))
+      >>> parse_sparsity_type("rectangle_2,8")
+      Block(block_shape=(2, 8), use_avg_pooling=True)
+    """
+    check_function("pattern", pattern, "the numbers of a string, such as the class of a pattern,")
+    if not isinstance(name, str) or not name or _split(name) != (name, []):
+        raise ValueError(f"name must be text that does not end in numbers, got name = {name!r}.")
+    arguments = ",".join(inspect.signature(pattern).parameters)
+    form = _Form(pattern, repr(f"{name}_{arguments}" if arguments else name))
+    if _FORMS.get(name) != form:
+        _FORMS.add(name, form)
 
 
 def parse_sparsity_type(text: str) -> SparsityType:
@@ -18,7 +68,8 @@ def parse_sparsity_type(text: str) -> SparsityType:
 
     Args:
       text: 'unstructured', 'nm_n,m', 'nm_n,m,axis', 'n:m', 'block_h,w', 'channel_axis',
-        'fanin_group' or 'fanin_group,axis' with one or more axes.
+        'fanin_group' or 'fanin_group,axis' with one or more axes, or a string with a name of
+        `register_pattern`.
 
     Raises:
       ValueError: the string is none of these, or its numbers are invalid for the pattern.
@@ -27,28 +78,27 @@ def parse_sparsity_type(text: str) -> SparsityType:
       >>> parse_sparsity_type("nm_2,4,-2")
       NByM(n=2, m=4, axis=-2)
     """
-    kind, _, options = text.strip().partition("_")
-    if colon := COLON.fullmatch(text):
-        kind, options = "nm", f"{colon[1]},{colon[2]}"
-    numbers = [int(part) for part in options.split(",")] if re.fullmatch(_NUMBERS, options) else []
-    match kind, numbers:
-        case "unstructured", [] if not options:
-            return Unstructured()
-        case "nm", [n, m]:
-            return NByM(n, m)
-        case "nm", [n, m, axis]:
-            return NByM(n, m, axis)
-        case "block", [rows, columns]:
-            return Block((rows, columns))
-        case "channel", [axis]:
-            return Channel(axis)
-        case "fanin", [group]:
-            return FanIn(group)
-        case "fanin", [group, *axes]:
-            return FanIn(group, tuple(axes))
-    kinds = suggest(kind, ["unstructured", "nm", "block", "channel", "fanin"])
+    name, numbers = _split(text)
+    if name in _FORMS:
+        make = _FORMS[name].make
+        try:
+            inspect.signature(make).bind(*numbers)
+        except TypeError:  # too many numbers, or too few
+            pass
+        else:
+            return make(*numbers)
+    *examples, last = (form.examples for form in _FORMS.values())
     raise ValueError(
-        f"Sparsity type {text!r} is not known. {kinds} Use "
-        "  'unstructured', 'nm_2,4', 'nm_2,4,-2' (with the axis), '2:4', 'block_4,4', "
-        "'channel_-1', 'fanin_16' or 'fanin_16,-2' (with one or more axes)."
+        f"Sparsity type {text!r} is not known. {suggest(name, _FORMS)} Use "
+        f"{', '.join(examples)}, {last}."
     )
+
+
+def _split(text: str) -> tuple[str, list[int]]:
+    """Returns the name in a string and its numbers."""
+    if colon := COLON.fullmatch(text):
+        return "nm", [int(colon[1]), int(colon[2])]
+    match = _STRING.fullmatch(text.strip())
+    if match is None:  # text of several lines
+        return text, []
+    return match[1], [int(number) for number in (match[2] or "").split(",") if number]

@@ -24,22 +24,23 @@ def nm_mask(
 
     If m does not divide the axis, the last group is shorter: it keeps n entries as well, or all.
 
-    >>> nm_mask(jnp.array([4, 3, 2, 1, 0, 7, 0, 0]), 2, 4)
-    Array([1, 1, 0, 0, 1, 1, 0, 0], dtype=uint8)
-
     Args:
-        scores: Real scores or booleans of any shape and dtype.
-        n: Number of entries to keep of each group, in [0, m]. A traced n is clamped.
-        m: Size of a group.
-        axis: The axis whose consecutive entries form the groups.
-        keep: Optional mask of the scores' shape; entries that are not zero there outrank all
-            others of their group.
+      scores: real scores or booleans of any shape and dtype.
+      n: number of entries to keep of each group, in [0, m]. A traced n is clamped.
+      m: size of a group.
+      axis: the axis whose consecutive entries form the groups.
+      keep: optional mask of the scores' shape; entries that are not zero there outrank all
+        others of their group.
 
     Returns:
-        uint8 mask of the scores' shape and sharding, 1 = keep.
+      uint8 mask of the scores' shape and sharding, 1 = keep.
 
     Raises:
-        ValueError: If n, m or axis are out of range, if shapes differ, or if scores are complex.
+      ValueError: if n, m or axis are out of range, if shapes differ, or if scores are complex.
+
+    Example:
+      >>> nm_mask(jnp.array([4, 3, 2, 1, 0, 7, 0, 0]), 2, 4)
+      Array([1, 1, 0, 0, 1, 1, 0, 0], dtype=uint8)
     """
     scores = readable(scores)
     if not -scores.ndim <= axis < scores.ndim:

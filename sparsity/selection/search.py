@@ -69,9 +69,10 @@ def thresholds(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) -> jax
 
 def select(
     leaves: Sequence[Ranked],
-    k: Words | chex.Numeric,
+    k: Words | None,
     *,
     together: bool,
+    removed: chex.Numeric | None = None,
     thresholds: Thresholds = thresholds,
 ) -> tuple[list[jax.Array], Words]:
     """Returns masks of the k best eligible entries, or of all if there are fewer.
@@ -79,8 +80,9 @@ def select(
     Args:
       leaves: one or more parameters whose scores have one dtype, fewer than 2**31 entries each.
       k: number of entries to keep: of all together, [1], or of each slice, [slices], in the order
-        of the parameters; clamped from above. Or the fraction of the eligible entries to remove.
+        of the parameters; clamped from above. `None` if `removed` is given.
       together: whether all entries compete, or the entries of each slice.
+      removed: in place of k, the fraction of the eligible entries to remove, a scalar.
       thresholds: another function with the results of `thresholds`.
 
     Returns:
@@ -88,10 +90,10 @@ def select(
       as words like k.
     """
     slices, sizes = [Slices(leaf) for leaf in leaves], [leaf.slices for leaf in leaves]
-    like = k[1][0] if isinstance(k, tuple) else jnp.zeros((), jnp.int32)
+    like = jnp.zeros((), jnp.int32) if k is None else k[1][0]
     zero = varying_zero([x for leaf in leaves for x in leaf.arrays], like)
     eligible = totals([x.eligible() + zero for x in slices], together)
-    k = exact.limit_kept(eligible, k)
+    k = exact.limit_kept(eligible, k, removed)
 
     def above(pivots: jax.Array) -> Words:
         each = zip(slices, per_leaf(pivots, sizes, together), strict=True)

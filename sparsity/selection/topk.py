@@ -35,27 +35,28 @@ def topk_mask(
 ) -> jax.Array:
     """Returns the mask of the k highest scores of every slice along the leading axes.
 
-    >>> topk_mask(jnp.array([1.0, 3.0, 2.0, 3.0]), 2)
-    Array([0, 1, 0, 1], dtype=uint8)
-    >>> topk_mask(jnp.array([1.0, 3.0, 2.0, 3.0]), 2, where=jnp.array([1, 0, 1, 1]))
-    Array([0, 0, 1, 1], dtype=uint8)
-
     Args:
-        scores: Real scores or booleans of any shape and dtype, fewer than 2**31.
-        k: Number of entries to keep of each slice, in [0, slice size]; broadcasts against
-            the shape of the slices' axes. A traced k is clamped. Or its two words,
-            as in `global_topk_mask`.
-        where: Optional bool or integer mask of the scores' shape. Only entries that are not zero
-            there may be kept; if there are fewer than k, all of them are.
-        batch_axes: Number of leading axes that index separate slices.
-        last_axes: Number of last axes that index separate slices, too; `k` broadcasts against the
-            shape of both.
+      scores: real scores or booleans of any shape and dtype, fewer than 2**31.
+      k: number of entries to keep of each slice, in [0, slice size]; broadcasts against
+        the shape of the slices' axes. A traced k is clamped. Or its two words,
+        as in `global_topk_mask`.
+      where: optional bool or integer mask of the scores' shape. Only entries that are not zero
+        there may be kept; if there are fewer than k, all of them are.
+      batch_axes: number of leading axes that index separate slices.
+      last_axes: number of last axes that index separate slices, too; `k` broadcasts against the
+        shape of both.
 
     Returns:
-        uint8 mask of the scores' shape and sharding, 1 = keep.
+      uint8 mask of the scores' shape and sharding, 1 = keep.
 
     Raises:
-        ValueError: If scores are complex, if a concrete k is out of range, or if shapes differ.
+      ValueError: if scores are complex, if a concrete k is out of range, or if shapes differ.
+
+    Example:
+      >>> topk_mask(jnp.array([1.0, 3.0, 2.0, 3.0]), 2)
+      Array([0, 1, 0, 1], dtype=uint8)
+      >>> topk_mask(jnp.array([1.0, 3.0, 2.0, 3.0]), 2, where=jnp.array([1, 0, 1, 1]))
+      Array([0, 0, 1, 1], dtype=uint8)
     """
     lazy = Scores.wrap(scores)
     shape = lazy.shape
@@ -80,13 +81,13 @@ def topk_masks(
     """Returns masks of the k highest scores of every slice of many leaves, by one search.
 
     Args:
-        leaves: Parameters of any shapes and dtypes.
-        k: Number of entries to keep of each slice, [slices], in the order of leaves, or of all
-            leaves together, [1]: two uint32 words (high, low), or these in one array.
-        together: Whether all leaves compete; their scores have one dtype then.
+      leaves: parameters of any shapes and dtypes.
+      k: number of entries to keep of each slice, [slices], in the order of leaves, or of all
+        leaves together, [1]: two uint32 words (high, low), or these in one array.
+      together: whether all leaves compete; their scores have one dtype then.
 
     Returns:
-        uint8 masks, each of its leaf's shape and sharding, 1 = keep.
+      uint8 masks, each of its leaf's shape and sharding, 1 = keep.
     """
     topk = functools.partial(_topk_masks, together=together)
     likes = [leaf.scores.arrays[0] for leaf in leaves]
@@ -103,18 +104,18 @@ def global_topk_mask(
     {'a': Array([1, 0], dtype=uint8), 'b': Array([[1, 0]], dtype=uint8)}
 
     Args:
-        tree: Leaves of real scores of one dtype, of any shapes, fewer than 2**31 each; their total
-            may be larger. None stands for no leaf.
-        k: Number of entries to keep, in [0, total size]: an integer, or two uint32 words (high,
-            low) as `num_kept` returns them. A traced k is clamped.
-        where: Optional tree of masks like `tree`. Only entries that are not zero there may be
-            kept; if there are fewer than k, all of them are.
+      tree: leaves of real scores of one dtype, of any shapes, fewer than 2**31 each; their total
+        may be larger. None stands for no leaf.
+      k: number of entries to keep, in [0, total size]: an integer, or two uint32 words (high,
+        low) as `num_kept` returns them. A traced k is clamped.
+      where: optional tree of masks like `tree`. Only entries that are not zero there may be
+        kept; if there are fewer than k, all of them are.
 
     Returns:
-        Tree of uint8 masks, 1 = keep, each of its leaf's shape and sharding.
+      Tree of uint8 masks, 1 = keep, each of its leaf's shape and sharding.
 
     Raises:
-        ValueError: If leaves are complex or of several dtypes, or if a concrete k is out of range.
+      ValueError: if leaves are complex or of several dtypes, or if a concrete k is out of range.
     """
     treedef: Any  # jax has no types for its methods
     scores, treedef = jax.tree.flatten(tree)
@@ -188,7 +189,11 @@ def search_for(leaves: Sequence[Ranked]) -> Callable[..., tuple[list[jax.Array],
 
 
 def select(
-    leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool
+    leaves: Sequence[Ranked],
+    k: Words | None,
+    *,
+    together: bool,
+    removed: chex.Numeric | None = None,
 ) -> tuple[list[jax.Array], Words]:
     """Does what `search.select` does, for parameters of any dtypes and sizes; not compiled."""
     leaves = jax.tree.map(lax.stop_gradient, leaves)  # a mask has no derivatives
@@ -204,9 +209,9 @@ def select(
     for members in kinds.values():
         slices = np.concatenate([np.arange(ends[i] - leaves[i].slices, ends[i]) for i in members])
         is_all = together or len(slices) == ends[-1]
-        kind_k = (k[0][slices], k[1][slices]) if isinstance(k, tuple) and not is_all else k
+        kind_k = k if k is None or is_all else (k[0][slices], k[1][slices])
         ranked = [leaves[i] for i in members]
-        kind_masks, n = one_search(ranked, kind_k, together=together)
+        kind_masks, n = one_search(ranked, kind_k, together=together, removed=removed)
         for i, mask in zip(members, kind_masks, strict=True):
             masks[i] = mask
         if not is_all:

@@ -22,11 +22,11 @@ from sparsity.masks import apply_masks
 from sparsity.masks.positions import check_entries
 from sparsity.programs.axes import Axis
 from sparsity.reports import time_in_turn
-from sparsity.shrinking import report
+from sparsity.shrinking import savings
 from sparsity.shrinking.cutting import Cutter
 from sparsity.shrinking.dead import find_dead
 from sparsity.shrinking.plan import Plan, check_proven, plan_cut
-from sparsity.shrinking.report import SizeRow
+from sparsity.shrinking.savings import SizeRow
 from sparsity.training import comparison
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Small:
           Text of several lines.
         """
         macs = self.before.macs(), self.macs()
-        return report.table(self._rows(), macs, self._notes(), seconds or {})
+        return savings.table(self._rows(), macs, self._notes(), seconds or {})
 
     def plot(self, axes: Sequence[Axes] | None = None) -> Sequence[Axes]:
         """Draws multiply-adds and sizes of all parameters: before in light, after in dark.
@@ -142,7 +142,7 @@ class Small:
         Returns:
           The matplotlib axes.
         """
-        return report.plot(self._rows(), self.before.macs(), axes)
+        return savings.plot(self._rows(), self.before.macs(), axes)
 
     def _rows(self) -> list[SizeRow]:
         """Returns the rows of tables and pictures, in tree order."""

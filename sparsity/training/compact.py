@@ -24,7 +24,6 @@ from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Site, Sites, keeps_targets, packed_shape, unpack_masks
 from sparsity.sparsity_schedules import update_range
-from sparsity.training.checks import check_optimizer
 from sparsity.training.entrywise import check_entrywise
 from sparsity.training.hooks import Inputs
 from sparsity.training.kept_state import (
@@ -35,7 +34,7 @@ from sparsity.training.kept_state import (
     find_moves,
     find_positions,
     gather,
-    land,
+    spread_updates,
 )
 from sparsity.training.regrow import check_resettable
 from sparsity.training.skip import update_unless
@@ -112,39 +111,41 @@ class CompactStep(Step):
         moves = find_moves(unpack_masks(old_bits, params), positions, params, layouts)
         kept = gather(params, positions, params, layouts)
         stays = jax.tree.map(lambda move: move.stays, moves)
-        seen = _zero_where_not(stays, kept)
-        inner_state = carry(new.inner_state.state, self.inner.init(seen), moves)
+        stayed = _zero_where_not(stays, kept)
+        inner_state = carry(new.inner_state.state, self.inner.init(stayed), moves)
         kept_state = KeptState(positions, inner_state)
         return new._replace(inner_state=kept_state), jax.tree.map(jnp.logical_not, stays)
 
     def transform(
         self, state: SparseState, inputs: Inputs, change: Change
     ) -> tuple[PyTree, SparseState]:
-        """Runs the inner optimizer on kept entries; returns dense updates that land on zeros."""
+        """Runs the inner optimizer on kept entries; returns dense updates that set zeros."""
         plain, inputs = self._read(state, inputs)
         params = inputs.params
         updates = self.modify(inputs, plain)
         layouts = self.layouts(params, plain.masks, inputs.sites)
         positions, inner_state = state.inner_state
         kept = gather(params, positions, params, layouts)
-        grown, seen = change.grown, kept
+        grown, masked = change.grown, kept
         if grown is not None:
-            seen = _zero_where_not(jax.tree.map(jnp.logical_not, grown), kept)
+            masked = _zero_where_not(jax.tree.map(jnp.logical_not, grown), kept)
         steps, inner_state = update_unless(
             change.is_update if self.updater.skip_gradients else False,
             functools.partial(self.inner.update, **inputs.extra),
             gather(updates, positions, params, layouts),
             inner_state,
-            seen,
+            masked,
         )
         if grown is not None:
             steps = _start_from_zero(steps, kept, grown)
         count = optax.safe_increment(state.count)
-        steps = land(steps, plain.masks, params, layouts, state.count)
+        steps = spread_updates(steps, plain.masks, params, layouts, state.count)
         return steps, state._replace(inner_state=KeptState(positions, inner_state), count=count)
 
-    def land(self, steps: PyTree, state: SparseState, inputs: Inputs, change: Change) -> PyTree:
-        """Returns the updates, which `transform` has made to land on zeros."""
+    def set_zeros(
+        self, steps: PyTree, state: SparseState, inputs: Inputs, change: Change
+    ) -> PyTree:
+        """Returns the updates, which set zeros since `transform`."""
         return steps
 
     def layouts(self, params: Params, masks: Masks, sites: Sites) -> PyTree:
@@ -300,18 +301,3 @@ def _start_from_zero(steps: PyTree, kept: PyTree, grown: PyTree) -> PyTree:
         return step if where is None else jnp.where(where, step - value, step)
 
     return trees.map_matched(restart, steps, kept, grown, role="updates")
-
-
-def wrap(
-    updater: Updater, inner: optax.GradientTransformation, masks: Masks | None = None
-) -> optax.GradientTransformationExtraArgs:
-    """Returns `inner` with the masks of `updater` in its state, and the state of kept entries.
-
-    Args:
-      updater: decides which masks exist, and when they move.
-      inner: any optax transformation that works entry by entry.
-      masks: initial masks; `None` leaves the choice to the updater.
-    """
-    check_optimizer("inner", inner)
-    step = CompactStep.wrap(updater, inner, masks)
-    return optax.GradientTransformationExtraArgs(step.init, step.update)

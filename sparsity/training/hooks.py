@@ -18,35 +18,38 @@ ExtraArg: TypeAlias = Any  # an argument of the training loop; overrides may nar
 
 
 class Inputs(NamedTuple):
-    """Inputs of one call of `update`, as stored and as hooks see them.
+    """Arguments of one call of `update`, and the parts of them that hooks get.
+
+    `params` and `updates` are complete trees. Weights are the parameters that can have a mask, in a
+    tree with `None` in place of all other leaves, as hooks get it.
 
     Attributes:
       params: tree of parameters as they are stored.
-      gradients: tree of gradients from the training loop; `None` without gradients.
+      updates: tree of gradients from the training loop; `None` without gradients.
       sites: table of `Updater.sites`, resolved from the parameters.
       extra: other arguments of the training loop.
-      masks: tree of the masks under which hooks see the parameters; `None` for no masks.
+      masks: tree of the masks under which hooks see the weights; `None` for no masks.
     """
 
     params: Params
-    gradients: Grads | None
+    updates: Grads | None
     sites: Sites
     extra: Mapping[str, ExtraArg]
     masks: Masks | None = None
 
     @property
     def weights(self) -> PyTree:
-        """Parameters that can have a mask, as they are stored."""
+        """The weights as they are stored."""
         return trees.prunable(self.params)
 
     @property
     def grads(self) -> PyTree | None:
-        """Gradients of `weights`."""
-        return None if self.gradients is None else trees.prunable(self.gradients, self.params)
+        """Gradients of the weights."""
+        return None if self.updates is None else trees.prunable(self.updates, self.params)
 
     @property
-    def seen(self) -> PyTree:
-        """Weights under the masks."""
+    def masked_weights(self) -> PyTree:
+        """The weights with `masks` applied."""
         return apply_masks(self.weights, self.masks)
 
     def call(

@@ -141,7 +141,7 @@ def gather(tree: PyTree, positions: PyTree, params: Params, layouts: PyTree) -> 
     return trees.map_matched(kept, tree, positions, params, layouts, role="gradients")
 
 
-def land(
+def spread_updates(
     steps: PyTree, masks: Masks, params: Params, layouts: PyTree, count: chex.Numeric
 ) -> PyTree:
     """Returns dense updates: those of kept entries, and `-param` elsewhere.

@@ -3,7 +3,7 @@
 1. An algorithm with an `algorithm_state` accumulates.
 2. Masks are refreshed in the steps that the scheduler chooses.
 3. Gradients are modified and masked.
-4. The inner optimizer runs, and its updates are made to land on exact zeros.
+4. The inner optimizer runs, and its updates are made to set pruned weights to exact zeros.
 
 Choices made while tracing leave no trace in the compiled program. No array is copied in steps
 without a refresh. Hooks that compute masks get plain masks: `Step` unpacks and packs them.
@@ -65,7 +65,7 @@ class Step:
       inner: the optimizer.
       masks: initial masks; `None` leaves the choice to the updater.
       packed: whether the state holds packed masks.
-      lands_on_zeros: whether updates put pruned weights at exactly 0.0.
+      sets_zeros: whether updates put pruned weights at exactly 0.0.
       keeps_zeros: whether pruned weights are 0 between steps, and so in the inputs of hooks.
       may_regrow: whether weights that return to a mask restart.
     """
@@ -74,7 +74,7 @@ class Step:
     inner: optax.GradientTransformationExtraArgs
     masks: Masks | None
     packed: bool
-    lands_on_zeros: bool
+    sets_zeros: bool
     keeps_zeros: bool
     may_regrow: bool
 
@@ -143,7 +143,7 @@ class Step:
         state = self.accumulate(state, inputs)
         state, change = self.refresh(state, inputs)
         steps, state = self.transform(state, inputs, change)
-        return self.land(steps, state, inputs, change), state
+        return self.set_zeros(steps, state, inputs, change), state
 
     def check(
         self, updates: PyTree, state: SparseState, params: Params | None, extra: dict[str, ExtraArg]
@@ -160,7 +160,7 @@ class Step:
         if not is_overridden(self.updater, "accumulate"):
             return state
         plain, inputs = self._read(state, inputs)
-        new = inputs.call(self.updater.accumulate, plain, inputs.seen, inputs.grads)
+        new = inputs.call(self.updater.accumulate, plain, inputs.masked_weights, inputs.grads)
         memory = same_structure(new.algorithm_state, state.algorithm_state)
         return state._replace(algorithm_state=memory)
 
@@ -219,10 +219,10 @@ class Step:
           new: the state after the update, with masks that are not packed.
           inputs: inputs of the step.
         """
-        params = seen = inputs.params
+        params = masked = inputs.params
         if self.keeps_zeros:
-            seen = apply_masks(params, unpack_masks(old_bits, params))
-        return restart_regrown(old_bits, new, params, self.inner.init(seen))
+            masked = apply_masks(params, unpack_masks(old_bits, params))
+        return restart_regrown(old_bits, new, params, self.inner.init(masked))
 
     def modify(self, inputs: Inputs, plain: SparseState) -> PyTree:
         """Returns the gradients that the hook `modify_gradients` returns.
@@ -231,11 +231,11 @@ class Step:
           inputs: inputs of the step, as hooks see them.
           plain: the state with masks that are not packed.
         """
-        updates = inputs.gradients
+        updates = inputs.updates
         if not is_overridden(self.updater, "modify_gradients"):
             return updates
         hook = self.updater.modify_gradients
-        modified = inputs.call(hook, inputs.grads, inputs.seen, plain)
+        modified = inputs.call(hook, inputs.grads, inputs.masked_weights, plain)
         return trees.map_matched(
             lambda _, grad, new: grad if new is None else new, updates, modified
         )
@@ -244,7 +244,7 @@ class Step:
         self, state: SparseState, inputs: Inputs, change: Change
     ) -> tuple[PyTree, SparseState]:
         """Runs the inner optimizer on modified and masked gradients."""
-        updater, updates = self.updater, inputs.gradients
+        updater, updates = self.updater, inputs.updates
         modifies = is_overridden(updater, "modify_gradients")
         if modifies or updater.is_sparse_gradients:  # else the masks may stay packed
             plain, inputs = self._read(state, inputs)
@@ -263,13 +263,15 @@ class Step:
         count = optax.safe_increment(state.count)
         return steps, state._replace(inner_state=inner_state, count=count)
 
-    def land(self, steps: PyTree, state: SparseState, inputs: Inputs, change: Change) -> PyTree:
+    def set_zeros(
+        self, steps: PyTree, state: SparseState, inputs: Inputs, change: Change
+    ) -> PyTree:
         """Returns updates that start grown weights from 0, and take pruned weights to 0."""
         if self.keeps_zeros:
             steps = start_from_zero(steps, inputs.params, change.grown)
-        if self.lands_on_zeros:
+        if self.sets_zeros:
             plain, _ = self._read(state, inputs)
-            steps = land_on_zeros(steps, inputs.params, plain.masks)
+            steps = set_zeros(steps, inputs.params, plain.masks)
         return steps
 
     def _read(self, state: SparseState, inputs: Inputs) -> tuple[SparseState, Inputs]:
@@ -286,7 +288,7 @@ class Step:
 def update_masks(updater: Updater, state: SparseState, inputs: Inputs) -> SparseState:
     """Returns the state with the masks of a mask update; masks are not packed."""
     if is_overridden(updater, "update_state"):
-        return inputs.call(updater.update_state, state, inputs.seen, inputs.grads)
+        return inputs.call(updater.update_state, state, inputs.masked_weights, inputs.grads)
     return state._replace(masks=updater.new_masks(state, inputs))
 
 
@@ -301,21 +303,6 @@ class Change(NamedTuple):
 
     is_update: chex.Numeric
     grown: PyTree | None = None
-
-
-def wrap(
-    updater: Updater, inner: optax.GradientTransformation, masks: Masks | None = None
-) -> optax.GradientTransformationExtraArgs:
-    """Returns `inner` with the masks of `updater` in its state.
-
-    Args:
-      updater: decides which masks exist, and when they change.
-      inner: any optax transformation.
-      masks: initial masks; `None` leaves the choice to the updater.
-    """
-    check_optimizer("inner", inner)
-    step = Step.wrap(updater, inner, masks)
-    return optax.GradientTransformationExtraArgs(step.init, step.update)
 
 
 def wrap_dense(
@@ -341,7 +328,7 @@ def wrap_dense(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def land_on_zeros(steps: PyTree, params: Params, masks: Masks) -> PyTree:
+def set_zeros(steps: PyTree, params: Params, masks: Masks) -> PyTree:
     """Returns updates by which `optax.apply_updates` sets pruned weights to exactly 0.0.
 
     Args:
@@ -356,14 +343,14 @@ def land_on_zeros(steps: PyTree, params: Params, masks: Masks) -> PyTree:
 
     likes = trees.leaves_by_path(params)
 
-    def land(path: trees.KeyPath, step: jax.Array, mask: chex.Array | None) -> jax.Array:
+    def set_zero(path: trees.KeyPath, step: jax.Array, mask: chex.Array | None) -> jax.Array:
         if mask is None:
             return step
         param = likes[path]
         dtype = jnp.promote_types(step.dtype, param.dtype)
         return jnp.where(mask > 0, step.astype(dtype), -param.astype(dtype))
 
-    return trees.map_matched(land, steps, masks, role="updates")
+    return trees.map_matched(set_zero, steps, masks, role="updates")
 
 
 def _is_placeholder(params: Params) -> bool:

@@ -159,7 +159,7 @@ class Updater:
         if scores is None:
             scores = inputs.call(
                 self.calculate_scores,
-                inputs.seen,
+                inputs.masked_weights,
                 sparse_state=sparse_state,
                 grads=grads,
                 named={"draw": draw},

@@ -100,6 +100,7 @@ def _layers(kind, dtype):
     return {f"{i}": jnp.asarray(x, dtype) for i, x in enumerate(layers)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dtype", "is_searched"),
     [
@@ -121,6 +122,7 @@ def test_masks_of_large_layers_are_those_of_a_sort_in_numpy(kind, dtype, is_sear
         np.testing.assert_array_equal(np.concatenate([x.ravel() for x in masks]), expected)
 
 
+@pytest.mark.slow
 def test_an_update_has_the_masks_of_the_scores():
     params = _layers("normal", "float32") | {"bias": jnp.ones(7)}
     updater = sparsity.LampPruning(

@@ -39,7 +39,6 @@ def _rigl(fraction=0.5, **kwargs):
 # RigL, by hand
 
 
-@pytest.mark.slow
 def test_rigl_drops_the_smallest_weights_and_grows_the_largest_gradients():
     # Active: 4, -1, 0.5, 3. Half of them go: -1 and 0.5. The gradients 9 and -8 grow.
     weights, mask = _move(
@@ -52,7 +51,6 @@ def test_rigl_drops_the_smallest_weights_and_grows_the_largest_gradients():
     np.testing.assert_array_equal(weights, [[4, 0, 0, 3, 0, 0, 0, 0]])
 
 
-@pytest.mark.slow
 def test_a_dropped_weight_may_grow_again_and_keeps_its_value():
     # 0.5 and -1 are dropped, and 0.5 has the largest gradient of all that were not kept.
     weights, mask = _move(
@@ -91,7 +89,6 @@ def test_nan_gradients_do_not_grow_and_nan_weights_are_dropped_first():
     np.testing.assert_array_equal(applied["w"], [[4, 0, 0, 3, 0, 0, 0, 0]])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fraction", "kept"),
     # 8 active: round(8 (1 - f)), ties to even, and never fewer than one.
@@ -387,7 +384,6 @@ def test_every_slice_of_a_stack_moves_by_itself(jit):
 # Static
 
 
-@pytest.mark.slow
 def test_the_static_mask_never_moves():
     updater = sparsity.StaticRandomSparse(
         sparsity_distribution_fn=helpers.uniform(0.5), scheduler=sparsity.PeriodicSchedule(1)

@@ -186,6 +186,7 @@ def test_settings_out_of_range_are_errors():
         sparse.wrap_optax(optax.sgd(0.1)).init({"layer": {"kernel": jnp.ones((6, 10))}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_ties_zeros_nan_and_stacks_of_large_layers_move_as_in_numpy(dtype):
     rng = np.random.default_rng(5)

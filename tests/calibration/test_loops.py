@@ -104,6 +104,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_all_steps_of_a_scan_count(name):
     pruned, masks, report = sparsity.oneshot(RUNS[name][0], rnn, RNN, BATCHES, RUNS[name][1])
@@ -176,6 +177,7 @@ def plain_stack(params, xs, tap):
         xs = np.stack(outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pruner", ["wanda", "least squares"])
 @pytest.mark.parametrize("model", [layers_around_steps, steps_around_layers])
 def test_stacked_recurrent_layers_are_pruned_one_by_one(model, pruner):
@@ -359,6 +361,7 @@ def flatten(params):
     return {tuple(entry.key for entry in path): leaf for path, leaf in leaves}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", [nnx.GRUCell, nnx.SimpleCell, nnx.OptimizedLSTMCell])
 def test_statistics_of_fused_cells_of_nnx_are_those_of_a_loop(cell):
     definition, params = nnx.split(nnx.RNN(cell(4, 8, rngs=nnx.Rngs(0))))

@@ -69,6 +69,7 @@ def list_rows(params, batches):
     return rows | {"down": [h]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_grams", [False, True])
 def test_errors_are_those_of_the_outputs_with_and_without_their_means(by_grams):
     rng = np.random.default_rng(0)

@@ -10,6 +10,7 @@ from jax import export
 
 from sparsity import compact, trace
 from tests.compacting.models import FIRST_ORDER, MODELS, masked
+from tests.helpers import slow_but
 
 
 def loss(apply):
@@ -27,7 +28,7 @@ def kept(arrays, masks):
     return [np.asarray(x)[np.asarray(mask) > 0] for x, mask in zip(arrays, masks, strict=True)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(["scanned", "experts_and_heads", "convolutions"], MODELS))
 def test_values_have_the_bits_and_gradients_the_numbers_of_the_masked_model(name):
     with jax.enable_x64(True):
         fn, params, masks, x, graph = masked(name)
@@ -131,6 +132,7 @@ def unrolled(params, x):
     return functools.reduce(lambda x, w: jnp.tanh(x @ w), params["w"][0], x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [loop, loop_in_loop, unrolled])
 def test_products_of_bfloat16_have_the_bits_and_gradients_of_the_masked_model(fn):
     rng = np.random.default_rng(0)

@@ -9,6 +9,7 @@ import pytest
 import sparsity
 from sparsity import compact, trace
 from sparsity.compacting import tune
+from tests.helpers import slow_but
 
 
 def layer(h, w):
@@ -51,7 +52,7 @@ def draw(name, group):
 
 
 @pytest.mark.parametrize("group", [4, 1])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(["scanned"], MODELS))
 def test_products_of_groups_are_those_of_the_masked_model(name, group):
     with jax.enable_x64(True):
         fn, w, mask, x, graph = draw(name, group)
@@ -77,6 +78,7 @@ def test_products_of_groups_are_those_of_the_masked_model(name, group):
         assert f"tensor<{'x'.join(map(str, shape))}x" not in text
 
 
+@pytest.mark.slow
 def test_groups_are_found_in_masks_of_blocks_and_of_nothing_else():
     x, w = jnp.ones((2, 64)), jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)))
     graph = trace(lambda w, x: x @ w, w, x)
@@ -109,6 +111,7 @@ def test_parameters_that_products_read_in_parts_keep_values():
         compact(graph, w, np.tril(np.ones((12, 16), np.uint8)), formats={(): "grouped"})
 
 
+@pytest.mark.slow
 def test_the_format_that_is_measured_fastest_is_taken_with_values_and_state():
     rng = np.random.default_rng(0)
     params = {"a": jnp.asarray(rng.normal(size=(32, 32)), jnp.float32)}

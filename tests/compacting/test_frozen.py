@@ -38,6 +38,7 @@ def loss(apply, params, x):
     return jnp.mean(jnp.square(apply(params, x).astype(jnp.float32) - 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
 def test_values_train_on_a_base_of_any_dtype_behind_a_cast(dtype):
     params, masks, x = draw(dtype)
@@ -147,6 +148,7 @@ def test_zeros_of_a_pruned_base_stay_and_a_part_of_its_weights_is_trained():
     assert ((np.asarray(merged) != np.asarray(pruned["w"])) == (np.asarray(support["w"]) > 0)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_frozen_models_are_differentiated_twice_and_mapped(dtype):
     params, masks, x = draw("bfloat16")

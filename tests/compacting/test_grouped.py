@@ -246,6 +246,7 @@ def test_matrices_and_values_convert_exactly():
     np.testing.assert_array_equal(grouped.gather(dense, indices, GROUP), entries(dense, indices))
 
 
+@pytest.mark.slow
 @eight_devices.KINDS
 def test_products_are_sharded_by_rows_and_groups(kind):
     eight_devices.run("grouped", kind)

@@ -92,7 +92,10 @@ MOVES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "pattern", "dtype"), MOVES)
+@pytest.mark.parametrize(
+    ("kind", "pattern", "dtype"),
+    [pytest.param(*move, marks=[] if i == 5 else pytest.mark.slow) for i, move in enumerate(MOVES)],
+)
 def test_masks_values_and_moments_are_those_of_the_wrapped_updater(kind, pattern, dtype):
     pruner = make_pruner(kind, pattern)
     params, state, model = start(pruner, dtype)
@@ -124,6 +127,7 @@ def test_masks_values_and_moments_are_those_of_the_wrapped_updater(kind, pattern
     assert moments[0].count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [sparsity.SET, sparsity.RigL])
 def test_a_run_with_moves_is_that_of_the_wrapped_optimizer(kind):
     pruner = make_pruner(kind, scheduler=sparsity.PeriodicSchedule(10, 10, 20))
@@ -199,6 +203,7 @@ def with_casts(apply, params, x, y):
     return jnp.mean(jnp.square(apply(halved, x.astype(jnp.bfloat16)) - y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss", [by_rows, by_microbatches, call_twice, jax.checkpoint(by_rows, static_argnums=0)]
 )
@@ -233,6 +238,7 @@ def test_a_loss_may_cast_the_kept_values():
     assert_equal(moved.dense(values), kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("maps_params", [True, False])
 def test_models_move_in_parallel_under_vmap(maps_params):
     pruner = make_pruner(sparsity.RigL)
@@ -257,6 +263,7 @@ def test_models_move_in_parallel_under_vmap(maps_params):
         assert_equal(jax.tree.map(lambda v, i=i: v[i], both), alone(values[i], inputs))
 
 
+@pytest.mark.slow
 def test_later_moves_and_steps_compile_nothing(caplog):
     pruner = make_pruner(sparsity.RigL)
     _, _, model = start(pruner)
@@ -347,6 +354,7 @@ def test_stacks_whose_layers_keep_different_numbers_stay_padded():
     np.testing.assert_array_equal(moved.dense(values)["layers"], params["layers"] * both)
 
 
+@pytest.mark.slow
 def test_the_format_dense_moves_and_drops_values_and_moments():
     pruner = make_pruner(sparsity.RigL)
     formats = {"layers": "dense", "embedding": "values"}
@@ -368,6 +376,7 @@ def test_a_static_mask_does_not_move():
     assert model.move(pruner, model.params, model.opt_state, 0)[0] is model
 
 
+@pytest.mark.slow
 def test_grown_entries_start_as_init_of_the_optimizer_gives_them():
     pruner, tx = make_pruner(sparsity.SET), optax.adagrad(0.1, initial_accumulator_value=0.25)
     _, _, model = start(pruner, tx=tx)
@@ -380,6 +389,7 @@ def test_grown_entries_start_as_init_of_the_optimizer_gives_them():
     assert set(sums[grown].tolist()) == {0.25}
 
 
+@pytest.mark.slow
 def test_a_subclass_that_ranks_complete_parameters_gets_them():
     class Normalized(sparsity.RigL):
         def get_grow_scores(self, sparse_state, params, grads):
@@ -452,6 +462,7 @@ def test_groups_that_a_pattern_does_not_keep_are_refused():
         model.move(make_pruner(sparsity.SET), model.params, model.opt_state, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "target"), [(Unstructured(), 0.0), (FanIn(16), 0.0), (FanIn(16), 0.75)]
 )

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import sparsity
 from sparsity import compact, trace
@@ -44,6 +45,7 @@ def fn(params, x):
     return h @ params["w"]
 
 
+@pytest.mark.slow
 def test_a_format_of_one_class_and_one_entry_is_stored_multiplied_moved_and_reported(monkeypatch):
     monkeypatch.setitem(FORMATS, Backwards.format, Backwards)
     rng = np.random.default_rng(0)

@@ -9,6 +9,7 @@ import pytest
 
 import sparsity
 from sparsity import compact, trace
+from tests.helpers import slow_but
 
 # {name: (shape, axis of the slices, function)}; the first axis is the stack where a name says so.
 IMAGE = ("NHWC", "HWIO", "NHWC")
@@ -70,7 +71,7 @@ def draw(name):
     return fn, w, mask, x, trace(fn, w, x)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(["outputs", "scanned"], MODELS))
 def test_gradients_of_slices_are_those_of_the_dense_parameter(name):
     with jax.enable_x64(True):
         fn, w, mask, x, graph = draw(name)

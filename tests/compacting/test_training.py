@@ -13,6 +13,7 @@ from optax.contrib import schedule_free_adamw
 import sparsity
 from sparsity import compact, trace
 from tests.compacting.models import masked
+from tests.helpers import slow_but
 
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),
@@ -69,7 +70,7 @@ def gradients(step):
     return {n: g if masks[n] is None else g * masks[n] for n, g in drawn.items()}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", slow_but(["adam", "inject"], OPTIMIZERS))
 def test_a_masked_run_goes_on_bit_for_bit(name):
     """Moves three steps of a masked run, then compares twenty of both."""
     tx, (_, params, masks, _, graph) = OPTIMIZERS[name], draw()
@@ -199,6 +200,7 @@ def test_moved_masks_compile_nothing_anew():
     assert count == 1
 
 
+@pytest.mark.slow
 def test_a_compact_state_of_a_wrapped_optimizer_goes_on():
     _, params, masks, _, graph = draw()
     pruner = sparsity.StaticRandomSparse(
@@ -216,6 +218,7 @@ def test_a_compact_state_of_a_wrapped_optimizer_goes_on():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

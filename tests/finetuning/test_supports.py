@@ -111,6 +111,7 @@ def test_rows_and_a_diagonal_as_in_shira_struct():
     assert state.state[0].mu["in"].shape == (20 + 11,)
 
 
+@pytest.mark.slow
 def test_coupled_channels_groups_of_inputs_and_n_of_m_train_under_any_of_the_masks():
     params = draw(0)
     graph = sparsity.trace(network, params, BATCHES[0])

@@ -55,6 +55,7 @@ def check_bits(one, other):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_are_those_of_the_dense_optimizer_restricted_to_the_masks(name):
     masks = draw_masks() | {"scale": np.zeros(SHAPES["scale"], np.uint8)}
@@ -240,6 +241,7 @@ def test_a_step_needs_no_second_dense_array_beside_the_gradient():
     assert temporaries / (4 * 4 * 256**2) < 1.2
 
 
+@pytest.mark.slow
 @eight_devices.KINDS
 def test_parameters_that_devices_share_along_any_axes(kind):
     eight_devices.run("finetuning", kind)

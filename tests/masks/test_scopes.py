@@ -67,7 +67,6 @@ def _make(cls, targets=0.5, scope=None, **options):
     return cls(sparsity_distribution_fn=targets, scope=scope, **options)
 
 
-@pytest.mark.slow
 def test_each_leaf_by_itself_is_the_default():
     assert sparsity.MagnitudePruning().scope == sparsity.Layerwise()
     pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=sparsity.Uniform(0.5))

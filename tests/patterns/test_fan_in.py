@@ -90,7 +90,7 @@ def test_each_group_drops_and_grows_by_itself(shape, kind, batch_axes):
     drop, grow = np.abs(draw(shape, 1)), np.abs(draw(shape, 2))
     mask = selected(draw(shape, 3), 0.6, kind, batch_axes)
     for fraction in (0.0, 0.3, 1.0):
-        result = masks.drop_and_grow(mask, drop, grow, fraction, kind, batch_axes=batch_axes)
+        result = kind.move(mask, drop, grow, fraction, batch_axes=batch_axes)
         assert result.dtype == jnp.uint8
         expected = moved(mask, drop, grow, fraction, kind, batch_axes)
         np.testing.assert_array_equal(result, expected)

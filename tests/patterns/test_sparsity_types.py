@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from sparsity.patterns import register_pattern
 from sparsity.sparsity_types import Block, Channel, FanIn, NByM, Unstructured, parse_sparsity_type
 
 NAN = float("nan")
@@ -160,3 +161,23 @@ def test_an_unknown_string_is_shown_beside_what_is_known(text):
 def test_numbers_in_a_string_are_checked_like_others(text, message):
     with pytest.raises(ValueError, match=message):
         parse_sparsity_type(text)
+
+
+def test_a_registered_name_stands_for_a_pattern_with_the_numbers_that_its_function_takes():
+    for _ in range(2):  # the same function again changes nothing
+        register_pattern("tile", tile)
+    assert parse_sparsity_type("tile_3") == Block((3, 3))
+    with pytest.raises(ValueError, match=r"'tile_3,4' is not known.*'tile_size'"):
+        parse_sparsity_type("tile_3,4")
+    with pytest.raises(ValueError, match="'nm' is taken"):
+        register_pattern("nm", tile)
+
+
+def tile(size):
+    return Block((size, size))
+
+
+@pytest.mark.parametrize("name", ["", "rows_2", "2:4", " rows", 3, None])
+def test_a_name_that_no_string_could_have_is_refused(name):
+    with pytest.raises(ValueError, match=f"name = {name!r}"):
+        register_pattern(name, Block)

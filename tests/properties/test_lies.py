@@ -218,6 +218,7 @@ def save_msgpack(rng, path):
 SAVE = {"safetensors": save_safetensors, "npz": save_npz, "msgpack": save_msgpack}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", SAVE)
 def test_a_header_that_lies_is_refused_or_read(tmp_path, run, ending):
     rng, codes = np.random.default_rng(0), set()

@@ -78,6 +78,7 @@ def test_results_lie_where_the_parameters_were_committed():
         assert x.devices() == {jax.devices()[0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalize", [False, True])
 def test_coupled_masks_and_cuts_have_the_bits_of_the_compiled_program(normalize):
     model = small_resnet()

@@ -46,6 +46,7 @@ DISTRIBUTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["coupled", "layerwise", "global"])
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_an_updater_of_the_model_before_starts_anew_in_the_smaller_one(name, scope):

@@ -13,6 +13,7 @@ from flax import serialization
 import sparsity
 from sparsity.masks.positions import kept_positions, read_words, slots_of_positions, spread
 from sparsity.training.kept_state import KeptState
+from tests.helpers import slow_but
 
 SHAPES = {"kernel": (16, 24), "stack": (3, 8, 10), "bias": (24,)}
 LABELS = {"kernel": "a", "stack": "b", "bias": "a"}
@@ -73,7 +74,7 @@ def check_bits(one, other):
 
 
 # Compiled programs round x * y + z once or twice, as loops are fused; these run by operation.
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", slow_but(["adam"], OPTIMIZERS))
 def test_weights_are_bit_equal_to_those_of_the_wrapped_optimizer(name):
     results = [train("rigl", OPTIMIZERS[name](), is_compact, 12) for is_compact in (True, False)]
     check_bits(results[0][0], results[1][0])
@@ -84,10 +85,15 @@ def test_weights_are_bit_equal_to_those_of_the_wrapped_optimizer(name):
     ("algorithm", "options"),
     [
         ("static_sparse", {"dtype": jnp.bfloat16}),
-        ("set", {"skip_gradients": False, "use_packed_masks": True, "dtype": jnp.bfloat16}),
-        ("srigl", {"skip_gradients": False}),
-        ("rigl", {"sparsity_type": "fanin_4", "use_packed_masks": True}),
-        ("set", {"sparsity_type": "channel_-1"}),
+        *(
+            pytest.param(algorithm, options, marks=pytest.mark.slow)
+            for algorithm, options in (
+                ("set", {"skip_gradients": False, "use_packed_masks": True, "dtype": jnp.bfloat16}),
+                ("srigl", {"skip_gradients": False}),
+                ("rigl", {"sparsity_type": "fanin_4", "use_packed_masks": True}),
+                ("set", {"sparsity_type": "channel_-1"}),
+            )
+        ),
     ],
 )
 def test_every_algorithm_of_a_constant_number_trains_to_the_same_bits(algorithm, options):
@@ -98,6 +104,7 @@ def test_every_algorithm_of_a_constant_number_trains_to_the_same_bits(algorithm,
     check_bits(state.masks, dense_state.masks)
 
 
+@pytest.mark.slow
 def test_moments_are_those_of_the_wrapped_optimizer_at_the_kept_entries():
     _, state = train("rigl", optax.adam(0.01), True)
     _, dense = train("rigl", optax.adam(0.01), False)
@@ -157,6 +164,7 @@ def test_masks_of_the_user_may_keep_other_numbers_in_each_slice():
     check_bits(*results)
 
 
+@pytest.mark.slow
 def test_updates_run_under_vmap_scan_and_an_outer_multi_steps():
     tx = optax.MultiSteps(updater("rigl", use_packed_masks=True).wrap_optax(optax.adam(0.1)), 2)
 
@@ -195,6 +203,7 @@ def test_map_params_maps_the_state_of_kept_weights():
     check_bits(mapped.inner_state.positions, state.inner_state.positions)
 
 
+@pytest.mark.slow
 def test_a_state_of_kept_weights_is_not_cut_with_channels():
     params = {"in": jnp.ones((8, 12)), "out": jnp.ones((12, 4))}
     graph = sparsity.trace(lambda p, x: jnp.tanh(x @ p["in"]) @ p["out"], params, jnp.ones((2, 8)))
@@ -313,14 +322,17 @@ def test_moves_under_a_pattern_need_the_first_masks_of_the_updater():
 def test_positions_words_and_slots_are_those_of_numpy(n, density):
     rng = np.random.default_rng(n)
     mask, new = ((rng.random(n) < density).astype(np.uint8) for _ in range(2))
-    kept = np.flatnonzero(mask)
-    positions = np.asarray(kept_positions(jnp.asarray(mask), len(kept) + 2))
-    np.testing.assert_array_equal(positions, [*kept, n, n + 1])
-    values = np.arange(100, 100 + len(kept))
-    if len(kept):
-        dense = spread(read_words(jnp.asarray(mask)), jnp.asarray(values), n)
-        np.testing.assert_array_equal(np.asarray(dense)[kept], values)
-    at = np.array([*np.flatnonzero(new), n], np.int32)
-    slots, stays = slots_of_positions(jnp.asarray(mask), jnp.asarray(at))
-    np.testing.assert_array_equal(stays, [*mask[at[:-1]], 0])
-    np.testing.assert_array_equal(kept[slots[stays]], at[np.asarray(stays)])
+    kept, values = np.flatnonzero(mask), np.arange(100, 102 + n)
+    at = np.full(n + 1, n, np.int32)
+    at[: new.sum()] = np.flatnonzero(new)
+    positions, dense, slots, stays = map(np.asarray, read_mask(mask, values, at))
+    np.testing.assert_array_equal(positions, [*kept, *range(n, 2 * n + 2 - len(kept))])
+    np.testing.assert_array_equal(dense[kept], values[: len(kept)])
+    np.testing.assert_array_equal(stays, np.append(mask, 0)[at])
+    np.testing.assert_array_equal(kept[slots[stays]], at[stays])
+
+
+@jax.jit
+def read_mask(mask, values, at):
+    n, words = mask.size, read_words(mask)
+    return kept_positions(mask, n + 2), spread(words, values, n), *slots_of_positions(mask, at)

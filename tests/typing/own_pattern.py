@@ -1,4 +1,4 @@
-"""Adds a pattern of one's own, and chooses patterns by path."""
+"""Adds a pattern of one's own, and chooses patterns and sparsities by path."""
 
 import dataclasses
 
@@ -21,8 +21,13 @@ def choose(path: tuple[str, ...], param: jax.Array) -> sparsity.SparsityType:
     return Rows() if path[-1] == "kernel" else sparsity.NByM(2, 4)
 
 
+def is_matrix(path: tuple[str, ...], param: jax.Array) -> bool:
+    return param.ndim == 2
+
+
+own_sparsities = {"kernel": 0.25}
 pruner = sparsity.MagnitudePruning(
-    sparsity_distribution_fn=sparsity.Uniform(0.5, custom_sparsity_map={"kernel": 0.25}),
+    sparsity_distribution_fn=sparsity.Uniform(0.5, is_matrix, own_sparsities),
     sparsity_type=choose,
 )
 pruned, masks = pruner.instant_sparsify({"kernel": jnp.ones((8, 4))})

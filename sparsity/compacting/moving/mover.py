@@ -360,7 +360,7 @@ def _check_site(
 def _drop_and_grow(
     drop: jax.Array, grow: jax.Array | Scores, positions: jax.Array, drop_fraction: chex.Numeric
 ) -> jax.Array:
-    """Returns the mask of each row after an update; see `sparsity.masks.drop_and_grow`.
+    """Returns the mask of each row after an update; see `SparsityType.move`.
 
     A unit is an entry, or an input of a group of outputs. Scores of stored units are never dense.
 

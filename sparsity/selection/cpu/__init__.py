@@ -23,7 +23,11 @@ __all__ = ["MAX_ENTRIES", "Recipe", "select", "thresholds", "use_flat"]
 
 
 def select(
-    leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool
+    leaves: Sequence[Ranked],
+    k: Words | None,
+    *,
+    together: bool,
+    removed: chex.Numeric | None = None,
 ) -> tuple[list[jax.Array], Words]:
     """Does what `search.select` does, for parameters of one recipe or any that compete together.
 
@@ -32,8 +36,8 @@ def select(
     if len({Recipe.read(leaf) for leaf in leaves}) > 1:
         leaves = [_stored(leaf) for leaf in leaves]
     if sorting.is_small(leaves, together=together):
-        return sorting.select(leaves, k, together=together)
-    masks, eligible, _ = threshold.select(leaves, k, together=together)
+        return sorting.select(leaves, k, together=together, removed=removed)
+    masks, eligible, _ = threshold.select(leaves, k, together=together, removed=removed)
     return masks, eligible
 
 

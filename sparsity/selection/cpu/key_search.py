@@ -135,9 +135,9 @@ def sampled_pivots(keys: jax.Array, n: jax.Array | np.ndarray, k: Words) -> jax.
     """Returns seven pivots of each bracket, from the order statistics of sampled keys.
 
     Args:
-        keys: [brackets, count], or [1, count] of all brackets; sorted here.
-        n: How many keys each bracket has, as floats.
-        k: The rank of the key in each bracket.
+      keys: [brackets, count], or [1, count] of all brackets; sorted here.
+      n: how many keys each bracket has, as floats.
+      k: the rank of the key in each bracket.
     """
     keys = jnp.sort(keys, axis=1)
     count = keys.shape[1]
@@ -157,8 +157,8 @@ class Groups(NamedTuple):
     """Assignment of segments to brackets: each segment has a bracket, or all share one.
 
     Attributes:
-        parts: number of segments of each part.
-        together: whether all segments share one bracket.
+      parts: number of segments of each part.
+      together: whether all segments share one bracket.
     """
 
     parts: tuple[int, ...]
@@ -177,9 +177,9 @@ class State(NamedTuple):
     """State of a search: its brackets, and the counts of each row at their ends.
 
     Attributes:
-        bracket: [brackets].
-        at_least: number of keys >= low, int32[segments, rows] of each part.
-        above: number of keys > high, int32[segments, rows] of each part.
+      bracket: [brackets].
+      at_least: number of keys >= low, int32[segments, rows] of each part.
+      above: number of keys > high, int32[segments, rows] of each part.
     """
 
     bracket: Bracket
@@ -207,17 +207,17 @@ def search(
     passes.
 
     Args:
-        count: Maps pivots[brackets, pivots], and the state, to the numbers of keys above each
-            pivot, int32[segments, rows, pivots] of each part, in one pass.
-        groups: The bracket of each segment.
-        k: The rank of the key in each bracket, from 1.
-        start: The state before the first pass.
-        first: Pivots of the first pass, [brackets, pivots].
-        max_misses: How many guesses may fail.
-        is_float: Whether the scores are floats.
+      count: maps pivots[brackets, pivots], and the state, to the numbers of keys above each
+        pivot, int32[segments, rows, pivots] of each part, in one pass.
+      groups: the bracket of each segment.
+      k: the rank of the key in each bracket, from 1.
+      start: the state before the first pass.
+      first: pivots of the first pass, [brackets, pivots].
+      max_misses: how many guesses may fail.
+      is_float: whether the scores are floats.
 
     Returns:
-        The brackets of the k-th keys alone, or of keys with exactly k keys above them.
+      The brackets of the k-th keys alone, or of keys with exactly k keys above them.
     """
 
     def step(carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
@@ -282,13 +282,13 @@ def narrow(
     """Narrows a bracket to the part that holds the k-th key.
 
     Args:
-        b: One bracket.
-        pivots: Its pivots, [pivots].
-        total: The number of keys above each pivot.
-        k: The rank of the key.
+      b: one bracket.
+      pivots: its pivots, [pivots].
+      total: the number of keys above each pivot.
+      k: the rank of the key.
 
     Returns:
-        The narrow bracket; masks of the pivots just below its low end and at its high end.
+      The narrow bracket; masks of the pivots just below its low end and at its high end.
     """
     enough, met = exact.at_least(total, k), exact.equal(total, k)
     low, not_high, hit_at, hit = _largest(

@@ -39,9 +39,9 @@ class Selected(NamedTuple):
     """Result of a search.
 
     Attributes:
-        masks: uint8, each of its parameter's shape.
-        eligible: Number of eligible entries, as words like k.
-        passes: Number of times that the data were read.
+      masks: uint8, each of its parameter's shape.
+      eligible: number of eligible entries, as words like k.
+      passes: number of times that the data were read.
     """
 
     masks: list[jax.Array]
@@ -49,7 +49,13 @@ class Selected(NamedTuple):
     passes: jax.Array
 
 
-def select(leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool) -> Selected:
+def select(
+    leaves: Sequence[Ranked],
+    k: Words | None,
+    *,
+    together: bool,
+    removed: chex.Numeric | None = None,
+) -> Selected:
     """Does what `search.select` does, for parameters of one recipe on one device; none is empty."""
     parts, first = arrange([in_rows(leaf) for leaf in leaves])
     # Segments are numbered by parts; this is their order by parameters.
@@ -57,13 +63,13 @@ def select(leaves: Sequence[Ranked], k: Words | chex.Numeric, *, together: bool)
         [start + np.arange(leaf.slices) for start, leaf in zip(first, leaves, strict=True)]
     )
     groups = Groups(tuple(part.segments for part in parts), together)
-    if isinstance(k, tuple) and not together:
+    if k is not None and not together:
         k = _permute(k[0], np.argsort(order)), _permute(k[1], np.argsort(order))
-    first_k = jnp.zeros((), jnp.int32) if not isinstance(k, tuple) else k[1][0]
-    zero = varying_zero([x for leaf in leaves for x in leaf.arrays], first_k)
+    like = jnp.zeros((), jnp.int32) if k is None else k[1][0]
+    zero = varying_zero([x for leaf in leaves for x in leaf.arrays], like)
     eligible = [part.eligible() + zero for part in parts]
     n = groups.totals(eligible)
-    k = exact.limit_kept(n, k)
+    k = exact.limit_kept(n, k, removed)
     state = _kth_keys(parts, groups, leaves[0].scores.dtype, k, n, eligible, zero)
 
     ties = [x - y for x, y in zip(state.at_least, state.above, strict=True)]
@@ -93,13 +99,13 @@ def _kth_keys(
     """Finds the k-th key of every bracket.
 
     Args:
-        parts: The segments.
-        groups: The bracket of each segment.
-        dtype: The dtype of the scores.
-        k: The rank of the key in each bracket.
-        n: Number of eligible entries of each bracket.
-        eligible: The same, int32[segments, rows] of each part.
-        zero: 0, which varies over a mesh as the counts do.
+      parts: the segments.
+      groups: the bracket of each segment.
+      dtype: the dtype of the scores.
+      k: the rank of the key in each bracket.
+      n: number of eligible entries of each bracket.
+      eligible: the same, int32[segments, rows] of each part.
+      zero: 0, which varies over a mesh as the counts do.
     """
     key_dtype, lowest, top, is_float = key_range(dtype)
     is_empty = (k[0] | k[1]) == 0
