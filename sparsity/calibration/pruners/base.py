@@ -50,7 +50,7 @@ class StatisticsPruning(BaseUpdater):
       statistics_kind: class attribute: the kind of statistics that `solve` needs, the `kind` of
         `sparsity.calibrate`.
       gram_copies: class attribute: arrays of the size of a Gram matrix that `solve` holds at once,
-        the matrix included: by XLA, which inverts nothing in place, and on a CPU, where numpy does.
+        the matrix included; at least 2, as while the sums of batches are added up.
       corrects: class attribute: names the values that change beside the masks, so that no step of
         an optimizer can prune along a schedule; `None` if only masks change.
 
@@ -69,7 +69,7 @@ class StatisticsPruning(BaseUpdater):
     """
 
     statistics_kind: ClassVar[Kind] = "gram"
-    gram_copies: ClassVar[tuple[int, int]] = (5, 3)  # as many as SparseGPT, which pads its factor
+    gram_copies: ClassVar[int] = 2
     corrects: ClassVar[str | None] = "weights"
 
     def __post_init__(self) -> None:

@@ -172,12 +172,8 @@ def _count_grams(task: Task) -> int:
     """Returns the number of arrays of the size of a Gram matrix that a layer needs at once."""
     if task.kind != "gram":
         return 0
-    methods: list[object] = [] if task.refit is None else [task.refit]
-    if statistics_kind(task.pruner) == "gram":
-        methods.append(task.pruner)
-    is_cpu = jax.default_backend() == "cpu"
-    most = StatisticsPruning.gram_copies
-    return max(getattr(method, "gram_copies", most)[is_cpu] for method in methods)
+    methods: list[object] = [task.refit, task.pruner]
+    return max(getattr(method, "gram_copies", 2) for method in methods)
 
 
 class _Run:

@@ -177,22 +177,23 @@ class Statistic:
             batch=batch,
         )
 
-    def innermost(self, axis: int, shape: tuple[int, ...]) -> Statistic:
-        """Returns a copy whose last contracting axis is `axis`: inputs along it are adjacent."""
-        order = (*(other for other in self.contracting if other != axis), axis)
-        if order == self.contracting:
-            return self
-        sizes = [shape[other] for other in self.contracting]
-        places = np.arange(math.prod(sizes)).reshape(sizes)
-        moved = places.transpose([self.contracting.index(other) for other in order]).ravel()
-        squares, sums, gram = self.squares, self.sums, self.gram
-        return dataclasses.replace(
-            self,
-            squares=None if squares is None else squares[..., moved],
-            sums=None if sums is None else sums[..., moved],
-            gram=None if gram is None else gram[..., moved[:, None], moved],
-            contracting=order,
-        )
+    def with_squares(
+        self, shape: tuple[int, ...], innermost: int
+    ) -> tuple[Statistic, np.ndarray | None]:
+        """Returns a copy with squares alone, whose inputs along the axis `innermost` are adjacent.
+
+        Returns:
+          (the copy, int[inputs] with the places of its inputs here, `None` if none has moved).
+        """
+        order = (*(axis for axis in self.contracting if axis != innermost), innermost)
+        squares, places = self.sums_of_squares(), None
+        if order != self.contracting:
+            sizes = [shape[axis] for axis in self.contracting]
+            axes = [self.contracting.index(axis) for axis in order]
+            places = np.arange(math.prod(sizes)).reshape(sizes).transpose(axes).ravel()
+            squares = squares[..., places]
+        alone = dataclasses.replace(self, squares=squares, sums=None, gram=None, contracting=order)
+        return alone, places
 
 
 @host.instead(lambda grams: np.real(np.diagonal(grams, axis1=-2, axis2=-1)))
