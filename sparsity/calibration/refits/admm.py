@@ -125,7 +125,7 @@ def _compile(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
 def _start(
     rho: float, damping: float, dense: jax.Array, statistic: Statistic
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns W, U, XY and inv(XX + rho I): the last padded as the blocks need, others as leaves."""
+    """Returns W, U and XY as leaves, and inv(XX + rho I), padded to entire blocks."""
     norms, inverse_norms = _norms(statistic)
     gram = statistic.real_grams().astype(jnp.promote_types(dense.dtype, norms.dtype))
     gram *= inverse_norms[..., :, None]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from sparsity.calibration.run.lockstep import last_uses
+from sparsity.calibration.run.frames import last_uses
 from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.walk import Walk
 from sparsity.core import trees

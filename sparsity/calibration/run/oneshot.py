@@ -19,16 +19,16 @@ import jax
 import numpy as np
 
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.pruners import StatisticsPruning, statistics_kind
 from sparsity.calibration.refits import LeastSquares, Means, Refit, count_bytes
 from sparsity.calibration.run.estimate import Estimate, Meter
-from sparsity.calibration.run.lockstep import Lockstep, Stop
+from sparsity.calibration.run.lockstep import Lockstep
 from sparsity.calibration.run.outputs import compare_outputs
 from sparsity.calibration.run.progress import show_progress
 from sparsity.calibration.run.prune import check_runs
 from sparsity.calibration.run.report import LayerReport, Report
 from sparsity.calibration.run.resume import Finished, Layer, identify
 from sparsity.calibration.run.solve import Errors, Solved
+from sparsity.calibration.run.stop import Stop
 from sparsity.calibration.run.task import Task, count_rows, make_task
 from sparsity.calibration.run.together import Together
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights

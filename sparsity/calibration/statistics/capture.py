@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.statistics.alignment import Alignment, align
+from sparsity.calibration.statistics.checks import not_finite
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.memory import check_memory
 from sparsity.calibration.statistics.rows import KINDS, Kind, RowSums, sum_up
-from sparsity.calibration.statistics.statistic import Statistic, not_finite
+from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.walk import Steps, Sums, Walk, add
 from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_bool, check_function, check_iterable
