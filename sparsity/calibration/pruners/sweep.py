@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from numpy.typing import DTypeLike
 
 from sparsity import selection
 from sparsity.calibration.inverses import factor_inverse, pad
 from sparsity.core import host, sharding
+from sparsity.core.trees import PyTree
 from sparsity.patterns import FanIn
 
 # B: inputs that are corrected together; few fit a cache, many make a fast product.
@@ -147,7 +147,7 @@ def block_sizes(unit: int, inputs: int) -> tuple[int, ...]:
 def _inverse_factors_on_host(
     grams: np.ndarray,
     damping: chex.Numeric,
-    dtype: DTypeLike,
+    dtype: np.dtype,
     multiple: int = 1,
     places: np.ndarray | None = None,
 ) -> np.ndarray:
@@ -156,7 +156,7 @@ def _inverse_factors_on_host(
     factors = host.empty((*grams.shape[:-2], padded, padded), dtype)
     factors[..., size:, :], factors[..., :, size:] = 0, 0
     np.einsum("...ii->...i", factors)[..., size:] = 1
-    inner = factors[..., :size, :size]
+    inner: PyTree = factors[..., :size, :size]
     if places is None:
         inner[...] = grams.real
     else:
@@ -174,7 +174,7 @@ def _inverse_factors_on_host(
 def inverse_factors(
     grams: jax.Array,
     damping: chex.Numeric,
-    dtype: DTypeLike,
+    dtype: np.dtype,
     multiple: int = 1,
     places: np.ndarray | None = None,
 ) -> jax.Array:
@@ -189,22 +189,27 @@ def inverse_factors(
       multiple: divides the size of U, which the identity matrix fills up.
       places: int[inputs], the places of the inputs of U among those of the Gram matrices.
     """
-    return sharding.replicated(functools.partial(_factor, dtype, multiple, places), grams, damping)
+    factor = functools.partial(_factor, dtype, multiple, places, damping)
+    factors: jax.Array = sharding.replicated(factor, grams)
+    return factors
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _factor(
-    dtype: DTypeLike,
+    dtype: np.dtype,
     multiple: int,
     places: np.ndarray | None,
-    grams: jax.Array,
     damping: chex.Numeric,
+    grams: jax.Array,
 ) -> jax.Array:
     grams = grams.real.astype(dtype)
     if places is not None:
         grams = grams[..., places[:, None], places]
     eye = jnp.eye(grams.shape[-1], dtype=grams.dtype)
-    return factor_inverse(pad(grams + eye * _shifts(grams, damping)[..., None], multiple))
+    factors: jax.Array = factor_inverse(
+        pad(grams + eye * _shifts(grams, damping)[..., None], multiple)
+    )
+    return factors
 
 
 def _shifts(grams: chex.Array, damping: chex.Numeric) -> jax.Array:

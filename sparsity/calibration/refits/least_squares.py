@@ -66,16 +66,14 @@ def count_bytes(outputs: int, inputs: int) -> int:
     return max(min(_AT_ONCE, outputs * inputs**2 * 4), inputs**2 * 4)
 
 
-def _refit_on_host(
-    dense: np.ndarray, pruned: np.ndarray, mask: np.ndarray, statistic: Statistic
-) -> PyTree:
+def _refit_on_host(dense: PyTree, pruned: PyTree, mask: PyTree, statistic: Statistic) -> PyTree:
     """Does what `_refit` does, one matrix after the other."""
     grams = statistic.real_grams()
     dtype = np.result_type(dense.dtype, grams.dtype)
     lead = math.prod(statistic.lead(dense.shape))
     matrices = [statistic.matrices(x) for x in (dense, pruned, mask)]
     matrices = [x.reshape(lead, *x.shape[-2:]) for x in matrices]
-    refitted = np.empty(matrices[0].shape, dense.dtype)
+    refitted: PyTree = np.empty(matrices[0].shape, dense.dtype)
     try:
         for i, gram in enumerate(grams.reshape(lead, *grams.shape[-2:])):
             before, after = (x[i].astype(dtype) for x in matrices[:2])
@@ -100,7 +98,8 @@ def _refit(dense: jax.Array, pruned: jax.Array, mask: jax.Array, statistic: Stat
     step = max(-(-statistic.inputs(dense.shape) // _PROGRAMS), 1)
     most = min(-(-most // step) * step, statistic.inputs(dense.shape))
     refit = functools.partial(_refit_by_xla, most, is_shared)
-    return sharding.shard_like(dense, refit, dense, pruned, mask, statistic)
+    refitted: jax.Array = sharding.shard_like(dense, refit, dense, pruned, mask, statistic)
+    return refitted
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -168,9 +167,7 @@ def _solve_shared(gradient: jax.Array, kept: jax.Array, gram: jax.Array) -> jax.
     return _by_factor(gradient[None], kept.any(axis=0)[None], gram, kept.shape[-1])[0]
 
 
-def _solve_on_host(
-    most: int, gradient: np.ndarray, kept: np.ndarray, gram: np.ndarray
-) -> np.ndarray:
+def _solve_on_host(most: int, gradient: PyTree, kept: PyTree, gram: PyTree) -> PyTree:
     """Returns corrections on the support of each output, [outputs, inputs].
 
     Conjugate gradients solve all outputs at once, by products with the Gram matrix. Outputs that
@@ -227,7 +224,7 @@ def _by_factor(gradient: jax.Array, kept: jax.Array, gram: jax.Array, most: int)
     shift = xp.where(scales > 0, most * xp.finfo(gram.dtype).eps, 1).astype(gram.dtype)
     factor = factor_inverse(_shift(factor, shift))
     places, scales = places[:, None], scales[:, None]
-    gains = xp.zeros_like(gradient)
+    gains: jax.Array = xp.zeros_like(gradient)
     for _ in range(3):
         lost = xp.take_along_axis(gradient - dot(gains, gram), places, -1) * scales
         part = dot(dot(lost, factor.swapaxes(-1, -2)), factor) * scales
@@ -243,9 +240,9 @@ def _shift(matrices: jax.Array, shift: jax.Array) -> jax.Array:
     return matrices + shift[..., None] * jnp.eye(matrices.shape[-1], dtype=matrices.dtype)
 
 
-def _spread(parts: jax.Array, places: jax.Array, inputs: int) -> jax.Array:
+def _spread(parts: jax.Array, places: PyTree, inputs: int) -> PyTree:
     """Returns rows of so many inputs, with these entries in their places, and 0 elsewhere."""
-    xp = host.namespace([parts])
+    xp: PyTree = host.namespace([parts])
     rows = xp.zeros((*parts.shape[:-1], inputs), parts.dtype)
     places = xp.broadcast_to(places, parts.shape)
     if xp is np:
@@ -277,15 +274,16 @@ def _by_gradients(
     least = xp.square(tolerance * _norms(gradient))
 
     def goes_on(state: _Steps) -> jax.Array:
-        return xp.square(_norms(state.residual)) > least
+        is_active: jax.Array = xp.square(_norms(state.residual)) > least
+        return is_active
 
     def step(state: _Steps) -> _Steps:
-        x, r, p, product = state
+        (x, r, p, product), is_active = state, goes_on(state)
         q = xp.where(kept, dot(p, gram), 0)
-        alpha = xp.where(goes_on(state), product / (p * q).sum(axis=-1), 0)[:, None]
+        alpha = xp.where(is_active, product / (p * q).sum(axis=-1), 0)[:, None]
         x, r = x + alpha * p, r - alpha * q
         new = (r * r * scale).sum(axis=-1)
-        beta = xp.where(goes_on(state), new / product, 0)[:, None]
+        beta = xp.where(is_active, new / product, 0)[:, None]
         return _Steps(x, r, r * scale + beta * p, new)
 
     first = _Steps(
