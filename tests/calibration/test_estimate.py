@@ -67,7 +67,7 @@ def test_layers_of_a_scan_count_once_beside_their_stack():
     shallow = sparsity.oneshot(WANDA, scanned, shape(2, 50, 50), batches, estimate=True)
     assert deep.model == 9 * 7 * 2500
     assert deep.peak - shallow.peak == 9 * 5 * 2500
-    assert deep.leaf == "params"
+    assert deep.parameter == "params"
 
 
 def test_a_convolution_counts_its_patches():

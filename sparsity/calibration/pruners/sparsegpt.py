@@ -33,7 +33,8 @@ class SparseGPTPruning(StatisticsPruning):
     entries so far stay. An N:M group is chosen when its first input is reached, so that blocks do
     not matter. Under `FanIn` each group of outputs keeps num_kept of the inputs so far, by its sums
     of scores. Weights of inputs that were always 0 go first. Grouped convolutions and batch axes
-    are separate matrices. The inputs come in the order of the leaf, the axis of N:M groups last.
+    are separate matrices. The inputs come in the order of the parameter, the axis of N:M groups
+    last.
 
     Attributes:
       block_size: inputs whose weights are chosen at once.
@@ -132,7 +133,7 @@ def _prune(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns weights and mask; the Gram matrices of the statistic are factors."""
     live = statistic.sums_of_squares()[..., None, :] > 0
-    weights = statistic.leaf(jnp.where(live, statistic.matrices(param), 0), param.shape)
+    weights = statistic.parameter(jnp.where(live, statistic.matrices(param), 0), param.shape)
 
     def prune_matrix(weights: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
         swept = sweep(weights.T, factor, size, n, sparsity, group)

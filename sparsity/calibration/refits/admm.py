@@ -125,15 +125,15 @@ def _compile(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
 def _start(
     rho: float, damping: float, dense: jax.Array, statistic: Statistic
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns W, U and XY as leaves, and inv(XX + rho I), padded to entire blocks."""
+    """Returns W, U and XY as parameters, and inv(XX + rho I), padded to entire blocks."""
     norms, inverse_norms = _norms(statistic)
     gram = statistic.real_grams().astype(jnp.promote_types(dense.dtype, norms.dtype))
     gram *= inverse_norms[..., :, None]
     gram *= inverse_norms[..., None, :]
     gram = _shift(pad(gram), damping)  # XX
     weights = statistic.matrices(dense).astype(gram.dtype) * norms[..., None, :]
-    start = statistic.leaf(weights, dense.shape)
-    products = statistic.leaf(_multiply(weights, gram), dense.shape)
+    start = statistic.parameter(weights, dense.shape)
+    products = statistic.parameter(_multiply(weights, gram), dense.shape)
     if not isinstance(gram, np.ndarray):  # or XLA would hold both matrices
         products, gram = lax.optimization_barrier((products, gram))
     return start, 0 * start, products, invert(_shift(gram, rho))
@@ -170,7 +170,7 @@ def _step(
     sparse = xp.where(mask > 0, weights + duals, 0)  # Z = (W + U) M
     duals = duals + weights - sparse  # U = U + W - Z
     pull = statistic.matrices(products + rho * (sparse - duals))
-    return statistic.leaf(
+    return statistic.parameter(
         _multiply(pull, inverse), mask.shape
     ), duals  # W = XXinv (XY + rho (Z - U))
 
@@ -182,12 +182,14 @@ def _end(
     mask: jax.Array,
     statistic: Statistic,
 ) -> jax.Array:
-    """Returns the weights on the support, in the scale of the leaf."""
+    """Returns the weights on the support, in the scale of the parameter."""
     xp, weights = host.namespace([weights]), weights + duals
     _, inverse_norms = _norms(statistic)
     scale = inverse_norms[..., None, :]
     live = xp.where(scale > 0, statistic.matrices(weights) * scale, statistic.matrices(pruned))
-    new: jax.Array = xp.where(mask > 0, statistic.leaf(live, mask.shape), 0).astype(pruned.dtype)
+    new: jax.Array = xp.where(mask > 0, statistic.parameter(live, mask.shape), 0).astype(
+        pruned.dtype
+    )
     return new
 
 

@@ -20,7 +20,7 @@ from sparsity.core import host, sharding
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
 
-_PROGRAMS = 4  # at most, for supports of any size of leaves of one shape
+_PROGRAMS = 4  # at most, for supports of any size of parameters of one shape
 _AT_ONCE = 2**22  # bytes of the matrices that are factored together
 
 
@@ -85,12 +85,12 @@ def _refit_on_host(dense: PyTree, pruned: PyTree, mask: PyTree, statistic: Stati
             )
     except np.linalg.LinAlgError:  # XLA returns weights that are not finite
         return NotImplemented
-    return statistic.leaf(refitted, dense.shape)
+    return statistic.parameter(refitted, dense.shape)
 
 
 @host.instead(_refit_on_host)
 def _refit(dense: jax.Array, pruned: jax.Array, mask: jax.Array, statistic: Statistic) -> jax.Array:
-    """Returns the refitted leaf."""
+    """Returns the refitted parameter."""
     most, is_shared = statistic.inputs(dense.shape), False
     if not is_traced(mask):
         with jax.ensure_compile_time_eval():
@@ -111,7 +111,7 @@ def _refit_by_xla(
     mask: jax.Array,
     statistic: Statistic,
 ) -> jax.Array:
-    """Returns the refitted leaf, from a bound on the inputs that an output keeps."""
+    """Returns the refitted parameter, from a bound on the inputs that an output keeps."""
     matrices = math.prod(statistic.lead(dense.shape))
     solve = _solve_shared if is_shared else functools.partial(_solve_by_xla, most, matrices)
 

@@ -100,12 +100,13 @@ def oneshot(
       estimate: only return the bytes of a sequential run; arrays may be `jax.ShapeDtypeStruct`s.
 
     Returns:
-      (pruned params, masks, report): `report[path]` has sparsity and errors of a leaf,
+      (pruned params, masks, report): `report[path]` has sparsity and errors of a parameter,
       `report.outputs` those of the model, `report.table()` both; or an `Estimate`.
 
     Raises:
-      ValueError: there are no batches, activations are not finite, no product reads a leaf that has
-        a sparsity, a pattern does not fit, or the folder holds another run; the error names which.
+      ValueError: there are no batches, activations are not finite, no product reads a parameter
+        that has a sparsity, a pattern does not fit, or the folder holds another run; the error
+        names which.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -132,7 +133,7 @@ def oneshot(
 
 
 def _check_arguments(pruner: BaseUpdater, refit: Refit | Means | None, **flags: object) -> None:
-    """Raises a ValueError for other types, and if leaves of the pruner compete with each other."""
+    """Raises a ValueError for other types, and if parameters compete with each other."""
     check_runs(pruner, refit)
     for name, flag in flags.items():
         check_bool(name, flag)
@@ -140,9 +141,9 @@ def _check_arguments(pruner: BaseUpdater, refit: Refit | Means | None, **flags: 
         raise ValueError("estimate follows a sequential run, got sequential = False.")
     if not is_per_slice(pruner.scope):
         raise ValueError(
-            "oneshot prunes one leaf after the other and needs scope = Layerwise(), got "
+            "oneshot prunes one parameter after the other and needs scope = Layerwise(), got "
             f"{pruner.scope!r}. Prune all of them at once: pruner.instant_sparsify(params, "
-            "statistics=statistics). A scope of your own that does not compare leaves says "
+            "statistics=statistics). A scope of your own that does not compare parameters says "
             "`per_slice = True`."
         )
 
@@ -202,7 +203,7 @@ class _Run:
         self._task, self._batches = task, batches
         self._finished, self._advance = finished, advance
         self._layers: dict[Path, dict[LayerIndex, LayerReport]] = {}
-        self.weights = ModelWeights(params, [leaf.path for leaf in task.graph.leaves])
+        self.weights = ModelWeights(params, [param.path for param in task.graph.leaves])
         self.report = Report()
 
     def prune(self, fn: Callable[..., PyTree], sequential: bool) -> None:

@@ -23,18 +23,18 @@ def look_up_statistic(
     kind: Literal["squares", "moments", "gram"],
     who: str,
 ) -> Statistic:
-    """Returns the statistic of a leaf, checked, with the batch axes of its site.
+    """Returns the statistic of a parameter, checked, with the batch axes of its site.
 
     Args:
       statistics: by path.
-      site: the leaf.
+      site: the parameter.
       shape: its shape.
       kind: the kind of sums that are needed.
       who: the pruner or refit, for messages.
 
     Raises:
-      ValueError: there is no statistic, or one that does not fit the leaf, lacks the kind, or is
-        not finite.
+      ValueError: there is no statistic, or one that does not fit the parameter, lacks the kind, or
+        is not finite.
     """
     name, path = site.name, trees.path_names(site.path)
     if statistics is None:
@@ -66,7 +66,7 @@ def look_up_statistic(
 
 
 def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
-    """Raises a ValueError that names the leaf unless its statistic fits and is finite."""
+    """Raises a ValueError that names the parameter unless its statistic fits and is finite."""
     axes = (*statistic.batch, *statistic.output, *statistic.contracting)
     if sorted(axes) != [*range(len(shape))]:
         raise ValueError(
@@ -107,7 +107,7 @@ def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
 
 
 def _check_count(count: Count | jax.Array | int, name: str) -> None:
-    """Raises a ValueError that names the leaf unless a count, if concrete, counts rows."""
+    """Raises a ValueError that names the parameter unless a count, if concrete, counts rows."""
     if any(map(is_traced, jax.tree.leaves(count))):
         return
     rows = np.asarray(count)
@@ -119,7 +119,7 @@ def _check_count(count: Count | jax.Array | int, name: str) -> None:
 
 
 def not_finite(name: str, batch: int) -> ValueError:
-    """Returns the error of a leaf whose inputs are NaN or infinite in a batch."""
+    """Returns the error of a parameter whose inputs are NaN or infinite in a batch."""
     return ValueError(
         f"The inputs of {name!r} are not all finite in batch {batch}: an activation, or the sum of "
         "its squares, is NaN or infinite. Look at that batch, or calibrate in a wider dtype."

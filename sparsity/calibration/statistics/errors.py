@@ -32,15 +32,15 @@ def errors(
 
     Args:
       statistic: with a Gram matrix and `sums`.
-      dense: the leaf before pruning.
-      *others: the leaf after steps of pruning.
+      dense: the parameter before pruning.
+      *others: the parameter after steps of pruning.
 
     Returns:
       (errors, centred errors), a scalar each for each of `others`.
     """
     leaves = dense, *(dense - other for other in others)
-    total, *lost = (output_error(statistic, leaf).sum() for leaf in leaves)
-    mean, *lost_means = (squared_means(statistic, leaf).sum() for leaf in leaves)
+    total, *lost = (output_error(statistic, param).sum() for param in leaves)
+    mean, *lost_means = (squared_means(statistic, param).sum() for param in leaves)
     centred = [centre(*pair, total, mean) for pair in zip(lost, lost_means, strict=True)]
     return [ratio(x, total) for x in lost], centred
 
@@ -50,7 +50,7 @@ def output_error(statistic: Statistic, difference: jax.Array) -> jax.Array:
 
     Args:
       statistic: with a Gram matrix.
-      difference: the difference of two leaves; or a leaf, for the norm of its outputs.
+      difference: the difference of two parameters; or a parameter, for the norm of its outputs.
     """
     grams, rows = statistic.grams(), statistic.matrices(difference)
     rows = rows.astype(jnp.promote_types(rows.dtype, grams.dtype))
@@ -58,34 +58,34 @@ def output_error(statistic: Statistic, difference: jax.Array) -> jax.Array:
     return (outputs * rows).sum(axis=-1).real
 
 
-def squared_means(statistic: Statistic, leaf: jax.Array) -> jax.Array:
+def squared_means(statistic: Statistic, param: jax.Array) -> jax.Array:
     """Returns |sum(X d)|^2 / n over n rows: the part of `output_error` that means make.
 
     Args:
       statistic: with `sums`.
-      leaf: the weights d of each output.
+      parameter: the weights d of each output.
 
     Returns:
       [*batch, outputs].
     """
-    xp = host.namespace([leaf])
-    sums, rows = xp.asarray(statistic.sums), statistic.matrices(leaf)
+    xp = host.namespace([param])
+    sums, rows = xp.asarray(statistic.sums), statistic.matrices(param)
     rows = rows.astype(jnp.promote_types(rows.dtype, sums.dtype))
     totals = dot(rows, sums[..., None])[..., 0]
     squares: jax.Array = xp.square(xp.abs(totals)) / num_rows(statistic, sums.ndim)
     return squares
 
 
-def mean_outputs(statistic: Statistic, leaf: jax.Array) -> jax.Array:
+def mean_outputs(statistic: Statistic, param: jax.Array) -> jax.Array:
     """Returns the means of the outputs over the rows, [*batch, outputs].
 
     Args:
       statistic: with `sums`.
-      leaf: the weights of each output.
+      parameter: the weights of each output.
     """
     sums = jnp.asarray(statistic.sums)
     means = sums / num_rows(statistic, sums.ndim)
-    return jnp.sum(statistic.matrices(leaf) * means[..., None, :], axis=-1)
+    return jnp.sum(statistic.matrices(param) * means[..., None, :], axis=-1)
 
 
 def centre(lost: jax.Array, lost_mean: jax.Array, total: jax.Array, mean: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
 """Statistics of the inputs that a weight meets, and the roles of its axes.
 
-A product contracts some axes of a leaf with its inputs, keeps others as outputs, and repeats over
-all further ones (stacked layers, experts). A `Statistic` names these axes, so that pruners and
-refits see a leaf of any layout as matrices [*batch, outputs, inputs] and need nothing else of the
-model.
+A product contracts some axes of a parameter with its inputs, keeps others as outputs, and repeats
+over all further ones (stacked layers, experts). A `Statistic` names these axes, so that pruners and
+refits see a parameter of any layout as matrices [*batch, outputs, inputs] and need nothing else of
+the model.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Statistic:
       sums: [*batch, inputs], sums of x; or `None`.
       gram: [*batch, inputs, inputs], X^T X, or X^H X for complex inputs; or `None`.
       count: number of rows, an integer or integers [*batch], or an exact `Count` of any size.
-      contracting: axes of the leaf that the product sums over, in the leaf's own order.
-      output: axes of the leaf that the product keeps.
-      batch: axes of the leaf that index separate matrices.
+      contracting: axes of the parameter that the product sums over, in the parameter's own order.
+      output: axes of the parameter that the product keeps.
+      batch: axes of the parameter that index separate matrices.
       groups: number of equal parts of the first output axis with separate inputs (grouped and
         depthwise convolutions).
 
@@ -97,41 +97,41 @@ class Statistic:
         return self.grams().real
 
     def lead(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the sizes of `batch` and `groups` for a leaf of that shape."""
+        """Returns the sizes of `batch` and `groups` for a parameter of that shape."""
         groups = (self.groups,) if self.groups > 1 else ()
         return (*(shape[axis] for axis in self.batch), *groups)
 
     def inputs(self, shape: tuple[int, ...]) -> int:
-        """Returns the number of inputs of a leaf of that shape."""
+        """Returns the number of inputs of a parameter of that shape."""
         return math.prod(shape[axis] for axis in self.contracting)
 
-    def matrices(self, leaf: jax.Array) -> jax.Array:
-        """Returns a leaf, or its mask or scores, as [*batch, outputs, inputs]."""
+    def matrices(self, param: jax.Array) -> jax.Array:
+        """Returns a parameter, or its mask or scores, as [*batch, outputs, inputs]."""
         axes = (*self.batch, *self.output, *self.contracting)
-        lead, inputs = self.lead(leaf.shape), self.inputs(leaf.shape)
-        outputs = leaf.size // max(math.prod(lead) * inputs, 1)
-        return leaf.transpose(axes).reshape(*lead, outputs, inputs)
+        lead, inputs = self.lead(param.shape), self.inputs(param.shape)
+        outputs = param.size // max(math.prod(lead) * inputs, 1)
+        return param.transpose(axes).reshape(*lead, outputs, inputs)
 
-    def leaf(self, matrices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Undoes `matrices` for a leaf of that shape."""
+    def parameter(self, matrices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Undoes `matrices` for a parameter of that shape."""
         axes = (*self.batch, *self.output, *self.contracting)
         moved = matrices.reshape([shape[axis] for axis in axes])
         return moved.transpose(np.argsort(axes))
 
-    def solve(self, fn: Callable[..., PyTree], *leaves: jax.Array) -> PyTree:
-        """Returns leaves that `fn` computes from each matrix of real leaves, and its Gram matrix.
+    def solve(self, fn: Callable[..., PyTree], *params: jax.Array) -> PyTree:
+        """Returns parameters that `fn` computes from the matrices of real ones and their Grams.
 
         Args:
-          fn: called with [outputs, inputs] of each leaf, floats as wide as the Gram, then the Gram.
-          *leaves: real leaves of one shape.
+          fn: called with [outputs, inputs] of each parameter, as wide as the Gram, then the Gram.
+          *params: real parameters of one shape.
         """
         grams = self.real_grams()
-        dtype = jnp.promote_types(leaves[0].dtype, grams.dtype)
+        dtype = jnp.promote_types(params[0].dtype, grams.dtype)
         for _ in grams.shape[:-2]:
             fn = jax.vmap(fn)
-        wide = [x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in leaves]
+        wide = [x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in params]
         solved = fn(*map(self.matrices, wide), grams.astype(dtype))
-        return jax.tree.map(lambda x: self.leaf(x, leaves[0].shape), solved)
+        return jax.tree.map(lambda x: self.parameter(x, params[0].shape), solved)
 
     def sliced(self, site: Site, shape: tuple[int, ...]) -> Statistic:
         """Returns the statistic with all batch axes of the site among its batch axes.
