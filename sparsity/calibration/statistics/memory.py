@@ -25,9 +25,9 @@ def check_memory(grams: Mapping[str, jax.ShapeDtypeStruct], copies: int = 1) -> 
         raise ValueError(
             f"The Gram matrices of the inputs take {total:,} bytes ({copies} of each at once), "
             f"and {device.device_kind} has {free:,} free; the largest is that of {name!r}, shape "
-            f"{grams[name].shape}, with {sizes[name]:,}. Keep such parameters dense with filter_fn, "
-            "or prune by MagnitudePruning, WandaPruning or RIAPruning without a refit, "
-            "for which kind='squares' is enough, or with calibration.Means()."
+            f"{grams[name].shape}, with {sizes[name]:,}. Keep such parameters dense by filter_fn, "
+            "or prune by MagnitudePruning, WandaPruning or RIAPruning without a refit, for which "
+            "kind='squares' is enough, or with calibration.Means()."
         )
 
 
