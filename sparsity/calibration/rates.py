@@ -18,7 +18,7 @@ from sparsity.sparsity_distributions import FilterFn
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Distribution that gives each named leaf its sparsity; others stay dense.
+    """Distribution that gives each named parameter its sparsity; others stay dense.
 
     Attributes:
       sparsities: by path, in [0, 1].
@@ -34,7 +34,7 @@ class Rates:
             check_fraction(f"the sparsity of {trees.join_names(path)!r}", sparsity)
 
     def __call__(self, params: PyTree) -> PyTree:
-        """Returns a tree like `params` of sparsities, `None` for leaves that stay dense."""
+        """Returns a tree like `params` of sparsities, `None` for parameters that stay dense."""
         return trees.map_matched(
             lambda path, _: self.sparsities.get(trees.path_names(path)), params
         )
@@ -54,20 +54,20 @@ def owl(
     The outliers of a layer are its scores |weight| x norm of the input above `threshold` times
     their mean. Sparsities fall with their share: the layers with the fewest and the most of them
     are 2 x `spread` apart, and the mean over all weights is `sparsity`. The paper counts outliers
-    by blocks of a transformer, and centres without sizes; here each leaf is a layer. The slices of
-    a stack have one sparsity, and their shares are averaged.
+    by blocks of a transformer, and centres without sizes; here each parameter is a layer. The
+    slices of a stack have one sparsity, and their shares are averaged.
 
     Args:
-      statistics: `{path: Statistic}`; leaves without one stay dense.
+      statistics: `{path: Statistic}`; parameters without one stay dense.
       params: tree of parameters.
-      sparsity: mean over the weights of all these leaves, in [0, 1].
-      filter_fn: `filter_fn(path, param) -> bool` selects among the leaves that have a statistic.
+      sparsity: mean over the weights of all these parameters, in [0, 1].
+      filter_fn: `filter_fn(path, param) -> bool` selects among the parameters with a statistic.
       threshold: M of the paper.
       spread: lambda of the paper.
 
     Raises:
-      ValueError: a statistic has no leaf or does not fit it, nothing is selected, or a sparsity
-        would leave [0, 1].
+      ValueError: a statistic has no parameter or does not fit it, nothing is selected, or a
+        sparsity would leave [0, 1].
 
     Source: Yin et al. 2023, "Outlier Weighed Layerwise Sparsity (OWL)", section 3.
 
@@ -85,11 +85,11 @@ def owl(
     check_number("spread", spread, 0)
     leaves = _select_leaves(statistics, params, filter_fn)
     shares = jax.device_get(
-        [_outliers(leaf, statistics[path], threshold) for path, leaf in leaves.items()]
+        [_outliers(param, statistics[path], threshold) for path, param in leaves.items()]
     )
     low, high = float(min(shares)), float(max(shares))
     unit = [(float(x) - low) / (high - low) if high > low else 0.0 for x in shares]
-    mean = float(np.average(unit, weights=[leaf.size for leaf in leaves.values()]))
+    mean = float(np.average(unit, weights=[param.size for param in leaves.values()]))
     rates = {}
     for path, x in zip(leaves, unit, strict=True):
         rate = rates[path] = float(sparsity - 2 * spread * (x - mean))
@@ -104,13 +104,13 @@ def owl(
 def _select_leaves(
     statistics: Statistics, params: PyTree, filter_fn: FilterFn | None
 ) -> dict[Path, jax.Array]:
-    """Returns the leaves that have a statistic and are selected, by path, checked against it."""
+    """Returns the selected parameters by path, checked against their statistics."""
     check_kind("statistics", statistics, Mapping, "a dict {path: Statistic}")
     check_function("filter_fn", filter_fn, "(path, param)", optional=True)
     leaves = {
-        trees.path_names(path): leaf
-        for path, leaf in trees.leaves_by_path(params).items()
-        if trees.is_array(leaf)
+        trees.path_names(path): param
+        for path, param in trees.leaves_by_path(params).items()
+        if trees.is_array(param)
     }
     if unknown := [trees.join_names(path) for path in statistics if path not in leaves]:
         raise ValueError(
@@ -123,9 +123,9 @@ def _select_leaves(
         if filter_fn is None or filter_fn(path, leaves[path])
     }
     if not selected:
-        raise ValueError("owl: filter_fn selects no leaf that has a statistic.")
-    for path, leaf in selected.items():
-        check(statistics[path], leaf.shape, trees.join_names(path))
+        raise ValueError("owl: filter_fn selects no parameter that has a statistic.")
+    for path, param in selected.items():
+        check(statistics[path], param.shape, trees.join_names(path))
     return selected
 
 

@@ -162,7 +162,7 @@ def test_what_cannot_be_is_refused():
         flap(graph).instant_sparsify(PARAMS, statistics=sparsity.calibrate(mlp, PARAMS, BATCHES))
     with pytest.raises(ValueError, match="got statistics = None"):
         flap(graph).instant_sparsify(PARAMS)
-    with pytest.raises(ValueError, match=r"oneshot prunes one leaf after the other.*Coupled"):
+    with pytest.raises(ValueError, match=r"oneshot prunes one parameter after the other.*Coupled"):
         sparsity.oneshot(flap(graph), mlp, PARAMS, BATCHES)
     bare = {name: {"kernel": layer["kernel"]} for name, layer in PARAMS.items()}
     statistics = sparsity.calibrate(without_bias, bare, BATCHES, "moments")

@@ -304,3 +304,15 @@ def test_a_leaf_that_a_scan_and_a_product_read_is_pruned_once_and_not_calibrated
         ValueError, match=r"'layers/up' is read along other axes by the dot_general"
     ):
         sparsity.calibrate(read_twice, params, batches)
+
+
+def test_arrays_of_numpy_may_change_after_a_run(model):
+    params, batches = jax.tree.map(np.array, model)
+    pruner = WandaPruning(
+        sparsity_distribution_fn=Uniform(0.5, filter_fn=lambda path, _: path == ("first",))
+    )
+    pruned, masks, _ = sparsity.oneshot(pruner, scanned, params, batches, held=())
+    before = jax.tree.map(np.array, (pruned, masks))
+    for array in jax.tree.leaves((params, batches)):
+        array[...] = 7
+    jax.tree.map(np.testing.assert_array_equal, (pruned, masks), before)

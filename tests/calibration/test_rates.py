@@ -68,7 +68,7 @@ def test_layers_that_are_alike_get_the_same_rate():
     [
         ({"sparsity": 1.2}, r"sparsity must be in \[0, 1\]"),
         ({"sparsity": 0.99}, r"sparsity 1\.\d+, outside \[0, 1\].*Lower the spread"),
-        ({"filter_fn": lambda path, param: False}, "filter_fn selects no leaf"),
+        ({"filter_fn": lambda path, param: False}, "filter_fn selects no parameter"),
         ({"spread": -1.0}, "spread must be a finite number >= 0"),
     ],
 )

@@ -66,7 +66,7 @@ def test_a_leaf_is_seen_as_its_matrices_and_put_back(name):
     leaf, statistic, made = make(name)
     found = matrices(leaf, statistic)
     np.testing.assert_array_equal(found, np.stack([weights for weights, _ in made]))
-    back = statistic.leaf(statistic.matrices(leaf), leaf.shape)
+    back = statistic.parameter(statistic.matrices(leaf), leaf.shape)
     np.testing.assert_array_equal(back, leaf)
 
 

@@ -50,7 +50,7 @@ class StatisticsPruning(BaseUpdater):
       statistics_kind: class attribute: the kind of statistics that `solve` needs, the `kind` of
         `sparsity.calibrate`.
       gram_copies: class attribute: arrays of the size of a Gram matrix that `solve` holds at once,
-        the matrix included: by XLA, which inverts nothing in place, and on a CPU, where numpy does.
+        the matrix included; at least 2, as while the sums of batches are added up.
       corrects: class attribute: names the values that change beside the masks, so that no step of
         an optimizer can prune along a schedule; `None` if only masks change.
 
@@ -59,7 +59,8 @@ class StatisticsPruning(BaseUpdater):
       ...     statistics_kind = "squares"
       ...     def solve(self, site, param, statistic, target):
       ...         squares = statistic.sums_of_squares()[..., None, :]
-      ...         scores = statistic.leaf(statistic.matrices(param) ** 2 * squares, param.shape)
+      ...         scores = statistic.matrices(param) ** 2 * squares
+      ...         scores = statistic.parameter(scores, param.shape)
       ...         return param, site.pattern.select(scores, target)
       >>> from sparsity.sparsity_distributions import Uniform
       >>> seen = Statistic(squares=jnp.array([9.0, 1.0]), count=2, contracting=(0,), output=(1,))
@@ -69,7 +70,7 @@ class StatisticsPruning(BaseUpdater):
     """
 
     statistics_kind: ClassVar[Kind] = "gram"
-    gram_copies: ClassVar[tuple[int, int]] = (5, 3)  # as many as SparseGPT, which pads its factor
+    gram_copies: ClassVar[int] = 2
     corrects: ClassVar[str | None] = "weights"
 
     def __post_init__(self) -> None:
@@ -91,7 +92,7 @@ class StatisticsPruning(BaseUpdater):
           site: the parameter: its name, pattern and batch axes.
           param: its weights, not empty.
           statistic: the checked statistic of its inputs. `statistic.matrices(param)` is [*batch,
-            outputs, inputs]; `statistic.leaf(matrices, param.shape)` undoes it.
+            outputs, inputs]; `statistic.parameter(matrices, param.shape)` undoes it.
           target: its sparsity, a scalar in [0, 1].
 
         Returns:
@@ -112,7 +113,7 @@ class StatisticsPruning(BaseUpdater):
           problems: by path, of `calibrated_paths`.
         """
         solved = {path: self._solved(problem) for path, problem in problems.items()}
-        weights = trees.map_matched(lambda path, leaf: solved.get(path, (leaf,))[0], params)
+        weights = trees.map_matched(lambda path, param: solved.get(path, (param,))[0], params)
         return weights, trees.map_matched(lambda path, _: solved.get(path, (0, None))[1], params)
 
     def calibrated_paths(self, params: PyTree, targets: PyTree) -> Iterable[KeyPath]:

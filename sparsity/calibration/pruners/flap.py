@@ -101,7 +101,7 @@ class FLAPPruning(ChannelPruning):
     ) -> tuple[PyTree, PyTree]:
         biases = self._biases(params, problems) if self.compensate else {}
         graph, leaves = self.readers.graph, trees.leaves_by_path(params)
-        names = {path: leaf.path for path, leaf in graph.parameters.match(params).items()}
+        names = {path: param.path for path, param in graph.parameters.match(params).items()}
         read = graph.model.reader({name: leaves[path] for path, name in names.items()})
         statistics = {trees.path_names(path): x.statistic for path, x in problems.items()}
         scores = self.calculate_scores(trees.prunable(params), statistics=statistics)
@@ -122,7 +122,7 @@ class FLAPPruning(ChannelPruning):
         """Returns {bias: the readers whose outputs the bias is added to}."""
         graph, arrays = self.readers.graph, trees.leaves_by_path(params)
         leaves = graph.parameters.match(params)
-        paths = {leaf.path: path for path, leaf in leaves.items()}
+        paths = {param.path: path for path, param in leaves.items()}
         biases: dict[KeyPath, list[tuple[KeyPath, Bias]]] = {}
         places = {x: graph.biases.get(leaves[x].path) for x in problems}
         if missing := [
@@ -158,7 +158,7 @@ def _fluctuations(weights: jax.Array, statistic: Statistic) -> jax.Array:
     """Returns the shares of weights in the importance of their channels."""
     # WIFV_j = sum_i |W_ij|^2 x variance of X_j; the channel sums over its entries of all readers
     squares = jnp.square(jnp.abs(statistic.matrices(weights)))
-    return statistic.leaf(squares * _variances(statistic)[..., None, :], weights.shape)
+    return statistic.parameter(squares * _variances(statistic)[..., None, :], weights.shape)
 
 
 def _means(statistic: Statistic) -> jax.Array:

@@ -123,7 +123,7 @@ def _choose(
     kept: Sequence[chex.Numeric],
     statistics: Sequence[Statistic],
 ) -> list[jax.Array]:
-    """Returns the masks of the channels of each group, from the statistics of leaves."""
+    """Returns the masks of the channels of each group, from the statistics of parameters."""
     seen = dict(zip(paths, statistics, strict=True))
     masks = []
     for group, count in zip(groups, kept, strict=True):
@@ -140,7 +140,7 @@ def _reader(
     leaves: Mapping[KeyPath, jax.Array],
     statistics: Mapping[KeyPath, Statistic],
 ) -> Reader:
-    """Returns a leaf as the matrices that read a group along one of its axes."""
+    """Returns a parameter as the matrices that read a group along one of its axes."""
     path, axis, positions = place
     if [path for path, _, _ in group.scored].count(path) > 1:
         raise ValueError(
@@ -148,11 +148,11 @@ def _reader(
             "along several axes, so that no channel has inputs of its own. Leave it out with "
             "filter_fn, or use FLAPPruning."
         )
-    leaf, statistic, layers = leaves[path], statistics[path], group.channels.layers
-    weights, grams = statistic.matrices(leaf), statistic.real_grams()
+    param, statistic, layers = leaves[path], statistics[path], group.channels.layers
+    weights, grams = statistic.matrices(param), statistic.real_grams()
     if layers:
         weights, grams = (jnp.moveaxis(x, statistic.batch.index(0), 0) for x in (weights, grams))
-    sizes = [leaf.shape[x] for x in statistic.contracting]
+    sizes = [param.shape[x] for x in statistic.contracting]
     inputs = np.moveaxis(
         np.arange(grams.shape[-1]).reshape(sizes), statistic.contracting.index(axis), 0
     )

@@ -90,13 +90,13 @@ class ScoredPruning(StatisticsPruning):
         return trees.map_matched(score, params)
 
     def _score_leaf(self, statistic: Statistic, param: jax.Array, squares: jax.Array) -> jax.Array:
-        """Returns the scores of a leaf, by numpy where `score` has a body for numpy."""
+        """Returns the scores of a parameter, by numpy where `score` has a body for numpy."""
 
         def score_by(score: Callable[..., PyTree], param: PyTree, squares: PyTree) -> jax.Array:
             weights = abs(statistic.matrices(param))
             weights = weights.astype(jnp.promote_types(weights.dtype, squares.dtype))
             scores = score(weights, squares.astype(weights.dtype)[..., None, :])
-            return statistic.leaf(scores, param.shape)
+            return statistic.parameter(scores, param.shape)
 
         def on_host(param: np.ndarray, squares: np.ndarray) -> PyTree:
             body = getattr(self.score, "on_host", None)
@@ -123,18 +123,18 @@ class ScoredPruning(StatisticsPruning):
     ) -> PyTree:
         """Returns masks that keep the highest of the scores that compete.
 
-        Blocks and channels compete as in every pruner, and so do all leaves in a global scope.
+        Blocks and channels compete as in every pruner, and so do all parameters in a global scope.
 
         Args:
           scores: tree of scores.
-          sparsities: tree of sparsities, `None` for leaves that stay dense.
+          sparsities: tree of sparsities, `None` for parameters that stay dense.
           target_sparsities: ends of ramps, for N:M types; `sparsities` by default.
           statistics: statistics that the scores were computed from.
           sites: table of patterns and batch axes; `None` resolves the table from the scores.
 
         Raises:
-          ValueError: a leaf that has a sparsity has no statistic, or the groups of N:M or `FanIn`
-            do not lie along its inputs.
+          ValueError: a parameter that has a sparsity has no statistic, or the groups of N:M or
+            `FanIn` do not lie along its inputs.
         """
         table = self.sites(scores) if sites is None else sites
         shapes = trees.leaves_by_path(scores)
@@ -202,7 +202,7 @@ class RIAPruning(ScoredPruning):
 
 
 def check_groups(site: Site, statistic: Statistic, shape: tuple[int, ...]) -> None:
-    """Raises a ValueError that names the leaf if N:M or `FanIn` runs along axes of outputs."""
+    """Raises a ValueError that names the parameter if N:M or `FanIn` runs along axes of outputs."""
     pattern = site.pattern
     axes = (pattern.axis,) if isinstance(pattern, NByM) else ()
     for axis in pattern.axes if isinstance(pattern, FanIn) else axes:
@@ -229,24 +229,24 @@ class Within(Layerwise):
     apart: Mapping[KeyPath, tuple[int, ...]]
 
     def select(self, leaves: Sequence[Wanted], topk_fn: TopkFn | None) -> list[jax.Array]:
-        """Returns a mask for each leaf."""
-        masks = self.scope.select([self._moved(leaf) for leaf in leaves], topk_fn)
+        """Returns a mask for each parameter."""
+        masks = self.scope.select([self._moved(param) for param in leaves], topk_fn)
         return [
             _move_axes(mask, tuple(range(len(axes))), axes)
             for axes, mask in zip(map(self._axes, leaves), masks, strict=True)
         ]
 
-    def _moved(self, leaf: Wanted) -> Wanted:
-        """Returns the leaf with the axes in front."""
-        axes = self._axes(leaf)
+    def _moved(self, param: Wanted) -> Wanted:
+        """Returns the parameter with the axes in front."""
+        axes = self._axes(param)
         if not axes:
-            return leaf
-        scores = _move_axes(jnp.asarray(leaf.scores), axes, tuple(range(len(axes))))
-        return leaf._replace(lazy_scores=scores, site=leaf.site._replace(batch_axes=len(axes)))
+            return param
+        scores = _move_axes(jnp.asarray(param.scores), axes, tuple(range(len(axes))))
+        return param._replace(lazy_scores=scores, site=param.site._replace(batch_axes=len(axes)))
 
-    def _axes(self, leaf: Wanted) -> tuple[int, ...]:
+    def _axes(self, param: Wanted) -> tuple[int, ...]:
         """Returns the axes that separate single entries; none for units of several entries."""
-        return self.apart[leaf.site.path] if leaf.site.pattern.is_elementwise else ()
+        return self.apart[param.site.path] if param.site.pattern.is_elementwise else ()
 
 
 @host.instead(np.moveaxis)

@@ -12,11 +12,10 @@ import numpy as np
 
 from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.calibration.pruners.scored import check_groups
-from sparsity.calibration.pruners.sweep import inverse_factors, inverse_factors_in_place, sweep
+from sparsity.calibration.pruners.sweep import block_sizes, inverse_factors, sweep
 from sparsity.calibration.statistics import Statistic, check_solvable, is_finite
-from sparsity.core import host, sharding
+from sparsity.core import sharding
 from sparsity.core.checks import check_int, check_number
-from sparsity.core.trees import PyTree
 from sparsity.masks import Site
 from sparsity.patterns import FanIn, NByM, Unstructured
 from sparsity.patterns.base import absolute_axis
@@ -34,7 +33,8 @@ class SparseGPTPruning(StatisticsPruning):
     entries so far stay. An N:M group is chosen when its first input is reached, so that blocks do
     not matter. Under `FanIn` each group of outputs keeps num_kept of the inputs so far, by its sums
     of scores. Weights of inputs that were always 0 go first. Grouped convolutions and batch axes
-    are separate matrices. The inputs come in the order of the leaf, the axis of N:M groups last.
+    are separate matrices. The inputs come in the order of the parameter, the axis of N:M groups
+    last.
 
     Attributes:
       block_size: inputs whose weights are chosen at once.
@@ -77,11 +77,11 @@ class SparseGPTPruning(StatisticsPruning):
           ValueError: the pattern is another one, or does not lie along the inputs; the weights are
             complex; the Gram matrix is singular.
         """
-        size, n, group = min(self.block_size, statistic.inputs(param.shape)), None, None
+        inputs, innermost = statistic.inputs(param.shape), statistic.contracting[-1]
+        size, n, group = min(self.block_size, inputs), None, None
         if isinstance(pattern := site.pattern, NByM):
             check_groups(site, statistic, param.shape)
-            axis = absolute_axis(pattern.axis, site.batch_axes, param.ndim)
-            statistic = statistic.innermost(axis, param.shape)
+            innermost = absolute_axis(pattern.axis, site.batch_axes, param.ndim)
             size, n = pattern.m, pattern.n
         elif isinstance(pattern, FanIn):
             check_groups(site, statistic, param.shape)
@@ -93,10 +93,13 @@ class SparseGPTPruning(StatisticsPruning):
                 "WandaPruning and a refit."
             )
         check_solvable(statistic, param, site.name, self.damping)
+        grams, (squares, places) = statistic.grams(), statistic.with_squares(param.shape, innermost)
+        dtype = jnp.promote_types(param.dtype, np.empty(0, grams.dtype).real.dtype)
+        multiple = block_sizes(size, inputs)[0]
+        factors = inverse_factors(grams, self.damping, dtype, multiple, places)
         prune = functools.partial(_prune, size, n, group)
-        factors = _factor(param, statistic, self.damping)
         weights, mask = sharding.shard_like(
-            (param, param), prune, param, statistic, factors, target, self.damping
+            (param, param), prune, param, dataclasses.replace(squares, gram=factors), target
         )
         if not is_finite(weights):
             raise ValueError(
@@ -119,23 +122,6 @@ def _check_fan_in(pattern: FanIn, site: Site, statistic: Statistic, shape: tuple
     return pattern.group
 
 
-def _factor_on_host(param: np.ndarray, statistic: Statistic, damping: float) -> PyTree:
-    """Returns H^-1 of each matrix, in the memory of one copy of the Gram matrices."""
-    grams = statistic.real_grams()
-    factors = host.empty(grams.shape, jnp.promote_types(param.dtype, grams.dtype))
-    factors[...] = grams
-    try:
-        inverse_factors_in_place(factors, damping)
-    except np.linalg.LinAlgError:
-        factors[...] = np.nan  # as jax returns them
-    return factors
-
-
-@host.instead(_factor_on_host)
-def _factor(param: jax.Array, statistic: Statistic, damping: float) -> None:
-    """Returns H^-1 of each matrix, or `None` where the program of the sweep computes them."""
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _prune(
     size: int,
@@ -143,21 +129,15 @@ def _prune(
     group: int | None,
     param: jax.Array,
     statistic: Statistic,
-    factors: jax.Array | None,
     sparsity: chex.Numeric,
-    damping: chex.Numeric,
 ) -> tuple[jax.Array, jax.Array]:
-    if factors is None:
-        grams = statistic.real_grams()
-        factors = inverse_factors(
-            grams.astype(jnp.promote_types(param.dtype, grams.dtype)), damping
-        )
+    """Returns weights and mask; the Gram matrices of the statistic are factors."""
     live = statistic.sums_of_squares()[..., None, :] > 0
-    weights = statistic.leaf(jnp.where(live, statistic.matrices(param), 0), param.shape)
+    weights = statistic.parameter(jnp.where(live, statistic.matrices(param), 0), param.shape)
 
     def prune_matrix(weights: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
         swept = sweep(weights.T, factor, size, n, sparsity, group)
         return swept.weights.T, swept.mask.T
 
-    pruned, mask = dataclasses.replace(statistic, gram=factors).solve(prune_matrix, weights)
+    pruned, mask = statistic.solve(prune_matrix, weights)
     return pruned.astype(param.dtype), mask.astype(jnp.uint8)

@@ -8,6 +8,7 @@ inverse Gram matrix, which replaces the inverse. Matrices are transposed: [input
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,7 +19,9 @@ import numpy as np
 from jax import lax
 
 from sparsity import selection
-from sparsity.core import host
+from sparsity.calibration.inverses import factor_inverse, pad
+from sparsity.core import host, sharding
+from sparsity.core.trees import PyTree
 from sparsity.patterns import FanIn
 
 # B: inputs that are corrected together; few fit a cache, many make a fast product.
@@ -51,7 +54,7 @@ def sweep(
 
     Args:
       weights: [inputs, outputs], 0 for inputs that were always 0.
-      factor: [inputs, inputs], H^-1 of `inverse_factors`.
+      factor: H^-1 of `inverse_factors`, [inputs, inputs], or a multiple of `block_sizes` large.
       unit: B_s, consecutive inputs whose weights are chosen when the first of them is reached.
       n: the number of these that each output keeps. `None`: the outputs compete, and through each
         block num_kept of the entries so far stay.
@@ -60,11 +63,9 @@ def sweep(
         the blocks so far. `None`: single weights.
     """
     inputs, outputs = weights.shape
-    sizes = _sizes(unit, inputs)
-    padding = -inputs % sizes[0]
-    if padding:
-        factor = jnp.pad(factor, (0, padding))
-        factor += jnp.diag(jnp.arange(inputs + padding) >= inputs).astype(factor.dtype)
+    sizes = block_sizes(unit, inputs)
+    factor = pad(factor, sizes[0])
+    padding = len(factor) - inputs
     ends = np.minimum(np.arange(0, inputs + padding + 1, unit), inputs)
     entries = ends * (outputs if group is None else 1)
     counts = jnp.diff(jnp.asarray(selection.num_kept(entries, sparsity)))
@@ -132,7 +133,7 @@ def _sweep_blocks(
     return Swept(*(x.reshape(-1, weights.shape[1]) for x in swept))
 
 
-def _sizes(unit: int, inputs: int) -> tuple[int, ...]:
+def block_sizes(unit: int, inputs: int) -> tuple[int, ...]:
     """Returns the sizes of nested blocks; each divides the one before."""
     sizes = [unit]
     for most in reversed(_SIZES):
@@ -143,54 +144,80 @@ def _sizes(unit: int, inputs: int) -> tuple[int, ...]:
     return tuple(sorted({n for n in (*sizes, 1) if n < inputs or n == unit}, reverse=True))
 
 
-def inverse_factors(grams: jax.Array, damping: chex.Numeric) -> jax.Array:
+def _inverse_factors_on_host(
+    grams: np.ndarray,
+    damping: chex.Numeric,
+    dtype: np.dtype,
+    multiple: int = 1,
+    places: np.ndarray | None = None,
+) -> np.ndarray:
+    size = grams.shape[-1]
+    padded = size + -size % multiple
+    factors = host.empty((*grams.shape[:-2], padded, padded), dtype)
+    factors[..., size:, :], factors[..., :, size:] = 0, 0
+    np.einsum("...ii->...i", factors)[..., size:] = 1
+    inner: PyTree = factors[..., :size, :size]
+    if places is None:
+        inner[...] = grams.real
+    else:
+        for row, place in enumerate(places):  # all rows at once would be one more matrix
+            inner[..., row, :] = grams.real[..., place, places]
+    np.einsum("...ii->...i", inner)[...] += _shifts(inner, damping)
+    try:
+        factor_inverse(inner)
+    except np.linalg.LinAlgError:
+        factors[...] = np.nan  # as XLA returns them
+    return factors
+
+
+@host.instead(_inverse_factors_on_host)
+def inverse_factors(
+    grams: jax.Array,
+    damping: chex.Numeric,
+    dtype: np.dtype,
+    multiple: int = 1,
+    places: np.ndarray | None = None,
+) -> jax.Array:
     """Returns upper triangular U with U^T U = (gram + damping)^-1, algorithm 1's H^-1.
 
+    U takes all of the memory that this function needs beside the Gram matrices.
+
     Args:
-      grams: [..., inputs, inputs].
+      grams: [..., inputs, inputs], whose real parts count.
       damping: added to the diagonals, in units of their means over live inputs.
+      dtype: of the result.
+      multiple: divides the size of U, which the identity matrix fills up.
+      places: int[inputs], the places of the inputs of U among those of the Gram matrices.
     """
-    damped = grams + jnp.eye(grams.shape[-1], dtype=grams.dtype) * _shifts(grams, damping)
-    # From the last input to the first, so that gram = R R^T with R upper, and U is its inverse.
-    lower = lax.linalg.cholesky(damped[..., ::-1, ::-1], symmetrize_input=False)
-    eye = jnp.broadcast_to(jnp.eye(grams.shape[-1], dtype=grams.dtype), grams.shape)
-    inverse: jax.Array = lax.linalg.triangular_solve(
-        lower[..., ::-1, ::-1], eye, left_side=True, lower=False
+    factor = functools.partial(_factor, dtype, multiple, places, damping)
+    factors: jax.Array = sharding.replicated(factor, grams)
+    return factors
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _factor(
+    dtype: np.dtype,
+    multiple: int,
+    places: np.ndarray | None,
+    damping: chex.Numeric,
+    grams: jax.Array,
+) -> jax.Array:
+    grams = grams.real.astype(dtype)
+    if places is not None:
+        grams = grams[..., places[:, None], places]
+    eye = jnp.eye(grams.shape[-1], dtype=grams.dtype)
+    factors: jax.Array = factor_inverse(
+        pad(grams + eye * _shifts(grams, damping)[..., None], multiple)
     )
-    return inverse
-
-
-def inverse_factors_in_place(grams: np.ndarray, damping: chex.Numeric) -> None:
-    """Does what `inverse_factors` does, block by block, in the memory of the matrices.
-
-    Raises:
-      numpy.linalg.LinAlgError: a matrix is not positive definite.
-    """
-    size = grams.shape[-1]
-    if not size:
-        return
-    np.einsum("...ii->...i", grams)[...] += _shifts(grams, damping)[..., 0]
-    for matrix in grams.reshape(-1, size, size):
-        blocks = [slice(start, start + _SIZES[-1]) for start in range(0, size, _SIZES[-1])]
-        for at in reversed(blocks):  # gram = R R^T; the diagonal blocks of R are inverted
-            corner = np.linalg.cholesky(matrix[at, at][::-1, ::-1])[::-1, ::-1]
-            matrix[at, at] = inverse = np.triu(np.linalg.inv(corner))
-            above = matrix[: at.start, at] @ inverse.T
-            for rows in blocks[: blocks.index(at)]:
-                matrix[rows, : at.start] -= above[rows] @ above.T
-            matrix[: at.start, at] = above
-            matrix[at, : at.start] = 0
-        for at in blocks:  # U = R^-1
-            before = slice(0, at.start)
-            matrix[before, at] = -(matrix[before, before] @ matrix[before, at]) @ matrix[at, at]
+    return factors
 
 
 def _shifts(grams: chex.Array, damping: chex.Numeric) -> jax.Array:
-    """Returns what is added to the diagonals, [..., inputs, 1]; 1 for inputs that are always 0."""
+    """Returns what is added to the diagonals, [..., inputs]; 1 for inputs that are always 0."""
     xp = host.namespace([grams])
     diagonals = xp.diagonal(grams, axis1=-2, axis2=-1)
     live = diagonals > 0
     count = xp.maximum(live.sum(axis=-1, keepdims=True), 1).astype(grams.dtype)
     mean = diagonals.sum(axis=-1, keepdims=True) / count
-    shifts: jax.Array = (damping * mean + xp.where(live, 0, 1)).astype(grams.dtype)[..., None]
+    shifts: jax.Array = (damping * mean + xp.where(live, 0, 1)).astype(grams.dtype)
     return shifts

@@ -15,14 +15,14 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from sparsity.calibration.inverses import invert, pad
 from sparsity.calibration.refits.base import Select
 from sparsity.calibration.statistics import Statistic, dot
 from sparsity.core import host, sharding
 from sparsity.core.checks import check_int, check_number
 from sparsity.core.trees import PyTree
-
-_BLOCK = 128  # rows that numpy eliminates together: fewer make slow products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ADMM:
              [0.]], dtype=float32)
     """
 
-    gram_copies: ClassVar[tuple[int, int]] = (3, 2)  # by XLA, by numpy; see `StatisticsPruning`
+    gram_copies: ClassVar[int] = 2  # see `StatisticsPruning`
 
     iterations: int = 20
     gradual: int = 0
@@ -125,16 +125,18 @@ def _compile(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
 def _start(
     rho: float, damping: float, dense: jax.Array, statistic: Statistic
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns W, U, XY and inv(XX + rho I): the last [*batch, inputs, inputs], others as leaves."""
+    """Returns W, U and XY as parameters, and inv(XX + rho I), padded to entire blocks."""
     norms, inverse_norms = _norms(statistic)
     gram = statistic.real_grams().astype(jnp.promote_types(dense.dtype, norms.dtype))
     gram *= inverse_norms[..., :, None]
     gram *= inverse_norms[..., None, :]
-    gram = _shift(gram, damping)  # XX
+    gram = _shift(pad(gram), damping)  # XX
     weights = statistic.matrices(dense).astype(gram.dtype) * norms[..., None, :]
-    start = statistic.leaf(weights, dense.shape)
-    products = statistic.leaf(dot(weights, gram), dense.shape)
-    return start, 0 * start, products, _invert(_shift(gram, rho))
+    start = statistic.parameter(weights, dense.shape)
+    products = statistic.parameter(_multiply(weights, gram), dense.shape)
+    if not isinstance(gram, np.ndarray):  # or XLA would hold both matrices
+        products, gram = lax.optimization_barrier((products, gram))
+    return start, 0 * start, products, invert(_shift(gram, rho))
 
 
 def _shift(matrices: jax.Array, shift: float) -> jax.Array:
@@ -145,28 +147,13 @@ def _shift(matrices: jax.Array, shift: float) -> jax.Array:
     return matrices + shift * jnp.eye(matrices.shape[-1], dtype=matrices.dtype)
 
 
-def _invert(matrices: jax.Array) -> jax.Array:
-    """Returns the inverses of positive definite matrices; numpy inverts in place.
-
-    Gauss and Jordan's elimination by blocks: a row of blocks is all that lives beside a matrix.
-    """
-    if not isinstance(matrices, np.ndarray):
-        inverses: jax.Array = jnp.linalg.inv(matrices)
-        return inverses
-    size = matrices.shape[-1]
-    if not size:
-        return matrices
-    for matrix in matrices.reshape(-1, size, size):
-        for start in range(0, size, _BLOCK):
-            at = slice(start, start + _BLOCK)
-            pivot, column = np.linalg.inv(matrix[at, at]), matrix[:, at].copy()
-            row = pivot @ matrix[at]
-            row[:, at] = pivot
-            matrix[:, at] = 0
-            for i in range(0, size, _BLOCK):
-                matrix[i : i + _BLOCK] -= column[i : i + _BLOCK] @ row
-            matrix[at] = row
-    return matrices
+def _multiply(rows: jax.Array, matrices: jax.Array) -> jax.Array:
+    """Returns the products with matrices that may be padded."""
+    inputs = rows.shape[-1]
+    if isinstance(matrices, np.ndarray):
+        return dot(rows, matrices)
+    padding = [(0, 0)] * (rows.ndim - 1) + [(0, matrices.shape[-1] - inputs)]
+    return dot(jnp.pad(rows, padding), matrices)[..., :inputs]
 
 
 def _step(
@@ -183,7 +170,9 @@ def _step(
     sparse = xp.where(mask > 0, weights + duals, 0)  # Z = (W + U) M
     duals = duals + weights - sparse  # U = U + W - Z
     pull = statistic.matrices(products + rho * (sparse - duals))
-    return statistic.leaf(dot(pull, inverse), mask.shape), duals  # W = XXinv (XY + rho (Z - U))
+    return statistic.parameter(
+        _multiply(pull, inverse), mask.shape
+    ), duals  # W = XXinv (XY + rho (Z - U))
 
 
 def _end(
@@ -193,12 +182,14 @@ def _end(
     mask: jax.Array,
     statistic: Statistic,
 ) -> jax.Array:
-    """Returns the weights on the support, in the scale of the leaf."""
+    """Returns the weights on the support, in the scale of the parameter."""
     xp, weights = host.namespace([weights]), weights + duals
     _, inverse_norms = _norms(statistic)
     scale = inverse_norms[..., None, :]
     live = xp.where(scale > 0, statistic.matrices(weights) * scale, statistic.matrices(pruned))
-    new: jax.Array = xp.where(mask > 0, statistic.leaf(live, mask.shape), 0).astype(pruned.dtype)
+    new: jax.Array = xp.where(mask > 0, statistic.parameter(live, mask.shape), 0).astype(
+        pruned.dtype
+    )
     return new
 
 

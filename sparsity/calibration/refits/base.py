@@ -1,7 +1,7 @@
 """Base of refits: the kept weights take over from the pruned ones, layer by layer.
 
-A refit gets a leaf before and after pruning, its mask, the Gram matrix of its inputs, and a way to
-select a new mask. The error of an output is sum((X d)^2) for the changes d of its weights.
+A refit gets a parameter before and after pruning, its mask, the Gram matrix of its inputs, and a
+way to select a new mask. The error of an output is sum((X d)^2) for the changes d of its weights.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 
 from sparsity.calibration.statistics import Statistic
 
-# From scores of the leaf and a share of its target sparsity to a mask.
+# From scores of the parameter and a share of its target sparsity to a mask.
 Select: TypeAlias = Callable[[jax.Array, float], jax.Array]
 
 
@@ -31,15 +31,15 @@ class Refit(Protocol):
         statistic: Statistic,
         select: Select,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the weights of a leaf, 0 where they are pruned, and their mask.
+        """Returns the weights of a parameter, 0 where they are pruned, and their mask.
 
         Args:
-          dense: the leaf before pruning, whose outputs are to be reconstructed.
-          pruned: the leaf as the pruner left it.
+          dense: the parameter before pruning, whose outputs are to be reconstructed.
+          pruned: the parameter as the pruner left it.
           mask: uint8 mask of the same shape.
           statistic: with a Gram matrix, as `look_up_statistic` returns it.
           select: `select(scores, share) -> mask` keeps the highest scores of each matrix, all its
-            outputs together, at a share of the leaf's target sparsity, in the pruner's pattern; an
-            N:M pattern keeps n of m at every share. Raises a ValueError under a scope that compares
-            leaves.
+            outputs together, at a share of the target sparsity, in the pruner's pattern; an N:M
+            pattern keeps n of m at every share. Raises a ValueError under a scope that compares
+            parameters.
         """

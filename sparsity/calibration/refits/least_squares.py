@@ -6,22 +6,22 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.scipy.linalg import cho_solve
-from jax.scipy.sparse.linalg import cg
 
+from sparsity.calibration.inverses import factor_inverse
 from sparsity.calibration.refits.base import Select
 from sparsity.calibration.statistics import Statistic, dot
-from sparsity.core import sharding
+from sparsity.core import host, sharding
 from sparsity.core.checks import is_traced
+from sparsity.core.trees import PyTree
 
-_PROGRAMS = 4  # at most, for supports of any size of leaves of one shape
-_BLOCK = 128  # LAPACK starts threads for larger factors: 44 times the CPU time on a busy machine
-_AT_ONCE = 2**25  # bytes of the matrices that are factored together
+_PROGRAMS = 4  # at most, for supports of any size of parameters of one shape
+_AT_ONCE = 2**22  # bytes of the matrices that are factored together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class LeastSquares:
     """Weights on the support whose outputs are nearest to the dense ones: exact, per output.
 
     The costliest refit: each output is a linear system of its own. Conjugate gradients solve all
-    outputs together; outputs that these do not solve within one step for eight inputs cost a
+    outputs together; outputs that these do not solve in as many steps as a factor costs take a
     Cholesky factor each, k^3 / 3 multiply-adds for k kept inputs. Where outputs keep the same
     inputs, as after the pruning of channels, one factor serves all. `ADMM` costs one inverse and
     comes close.
@@ -47,7 +47,7 @@ class LeastSquares:
              [0.]], dtype=float32)
     """
 
-    gram_copies: ClassVar[tuple[int, int]] = (2, 2)  # by XLA, by numpy; see `StatisticsPruning`
+    gram_copies: ClassVar[int] = 2  # see `StatisticsPruning`
 
     def __call__(
         self,
@@ -57,169 +57,270 @@ class LeastSquares:
         statistic: Statistic,
         select: Select | None,
     ) -> tuple[jax.Array, jax.Array]:
-        most, is_shared = statistic.inputs(dense.shape), False
-        if not is_traced(mask):
-            with jax.ensure_compile_time_eval():
-                most, is_shared = _supports(statistic.matrices(mask))
-        steps = _count_steps(statistic.inputs(dense.shape))
-        refit = functools.partial(_least_squares, most, steps, is_shared)
-        return sharding.shard_like(dense, refit, dense, pruned, mask, statistic), mask
+        weights: jax.Array = _refit(dense, pruned, mask, statistic)
+        return weights, mask
 
 
 def count_bytes(outputs: int, inputs: int) -> int:
-    """Returns the bytes of the systems that are factored together, and of their factors."""
-    return 3 * max(min(_AT_ONCE, outputs * inputs**2 * 4), inputs**2 * 4)
+    """Returns the bytes of the systems that are factored together."""
+    return max(min(_AT_ONCE, outputs * inputs**2 * 4), inputs**2 * 4)
 
 
-def _supports(masks: jax.Array) -> tuple[int, bool]:
-    """Returns a bound on the inputs that an output keeps, and whether all non-empty supports agree.
+def _refit_on_host(dense: PyTree, pruned: PyTree, mask: PyTree, statistic: Statistic) -> PyTree:
+    """Does what `_refit` does, one matrix after the other."""
+    grams = statistic.real_grams()
+    dtype = np.result_type(dense.dtype, grams.dtype)
+    lead = math.prod(statistic.lead(dense.shape))
+    matrices = [statistic.matrices(x) for x in (dense, pruned, mask)]
+    matrices = [x.reshape(lead, *x.shape[-2:]) for x in matrices]
+    refitted: PyTree = np.empty(matrices[0].shape, dense.dtype)
+    try:
+        for i, gram in enumerate(grams.reshape(lead, *grams.shape[-2:])):
+            before, after = (x[i].astype(dtype) for x in matrices[:2])
+            support = matrices[2][i] > 0
+            most, is_shared = _supports(support)
+            solve = _solve_shared if is_shared else functools.partial(_solve_on_host, most)
+            refitted[i] = _refit_matrix(
+                solve, dense.dtype, before, after, support, gram.astype(dtype)
+            )
+    except np.linalg.LinAlgError:  # XLA returns weights that are not finite
+        return NotImplemented
+    return statistic.parameter(refitted, dense.shape)
 
-    Args:
-      masks: [*batch, outputs, inputs].
-    """
-    kept = jnp.sum(masks, axis=-1, dtype=jnp.int32)
-    step = max(-(-masks.shape[-1] // _PROGRAMS), 1)
-    most = -(-int(jnp.max(kept, initial=1)) // step) * step
-    union = jnp.max(masks, axis=-2, keepdims=True, initial=0)
-    is_shared = jnp.all((masks == union) | (kept == 0)[..., None])
-    return min(most, masks.shape[-1]), bool(is_shared)
+
+@host.instead(_refit_on_host)
+def _refit(dense: jax.Array, pruned: jax.Array, mask: jax.Array, statistic: Statistic) -> jax.Array:
+    """Returns the refitted parameter."""
+    most, is_shared = statistic.inputs(dense.shape), False
+    if not is_traced(mask):
+        with jax.ensure_compile_time_eval():
+            most, is_shared = _supports(statistic.matrices(mask))
+    step = max(-(-statistic.inputs(dense.shape) // _PROGRAMS), 1)
+    most = min(-(-most // step) * step, statistic.inputs(dense.shape))
+    refit = functools.partial(_refit_by_xla, most, is_shared)
+    refitted: jax.Array = sharding.shard_like(dense, refit, dense, pruned, mask, statistic)
+    return refitted
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _least_squares(
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _refit_by_xla(
     most: int,
-    steps: int,
     is_shared: bool,
     dense: jax.Array,
     pruned: jax.Array,
     mask: jax.Array,
     statistic: Statistic,
 ) -> jax.Array:
-    """Returns the refitted leaf.
+    """Returns the refitted parameter, from a bound on the inputs that an output keeps."""
+    matrices = math.prod(statistic.lead(dense.shape))
+    solve = _solve_shared if is_shared else functools.partial(_solve_by_xla, most, matrices)
 
-    Args:
-      most: bound on the inputs that an output keeps.
-      steps: of conjugate gradients, before systems are factored.
-      is_shared: all non-empty supports agree.
-      dense: the leaf before pruning.
-      pruned: the leaf after pruning.
-      mask: its mask.
-      statistic: with a Gram matrix.
-    """
-    lead, dtype = statistic.lead(dense.shape), dense.dtype
-
-    def refit_matrix(
-        dense: jax.Array, pruned: jax.Array, mask: jax.Array, gram: jax.Array
-    ) -> jax.Array:
-        kept, lost = mask > 0, dense - pruned
-        outputs = dot(lost, gram)
-        gradient = jnp.where(kept, outputs, 0)
-        if is_shared:
-            support = jnp.any(kept, axis=0)
-            gain = _by_factor(gradient.T, support, gram, most, _cholesky).T
-        else:
-            gain = _by_output(gradient, kept, gram, most, steps, math.prod(lead))
-        new = (pruned + gain).astype(dtype).astype(gram.dtype)
-        difference = dense - new
-        before, after = jnp.sum(outputs * lost, -1), jnp.sum(dot(difference, gram) * difference, -1)
-        return jnp.where((after <= before)[:, None], new, pruned)
+    def refit_matrix(*arrays: jax.Array) -> jax.Array:
+        return _refit_matrix(solve, dense.dtype, *arrays)
 
     refitted: jax.Array = statistic.solve(refit_matrix, dense, pruned, mask)
-    return refitted.astype(dtype)
+    return refitted.astype(dense.dtype)
 
 
-def _by_output(
-    gradient: jax.Array, kept: jax.Array, gram: jax.Array, most: int, steps: int, matrices: int
+def _supports(masks: jax.Array) -> tuple[int, bool]:
+    """Returns the most inputs that an output keeps, and whether all non-empty supports agree.
+
+    Args:
+      masks: [..., outputs, inputs].
+    """
+    kept = (masks > 0).sum(axis=-1)
+    union = (masks > 0).any(axis=-2, keepdims=True)
+    is_shared = (((masks > 0) == union) | (kept == 0)[..., None]).all()
+    return max(int(kept.max(initial=1)), 1), bool(is_shared)
+
+
+def _refit_matrix(
+    solve: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    dtype: np.dtype,
+    dense: jax.Array,
+    pruned: jax.Array,
+    mask: jax.Array,
+    gram: jax.Array,
 ) -> jax.Array:
+    """Returns a refitted matrix, [outputs, inputs]; outputs that would get worse stay.
+
+    Args:
+      solve: from gradients, supports and the Gram matrix to corrections.
+      dtype: to which weights are rounded.
+      dense: the matrix before pruning.
+      pruned: the matrix after pruning.
+      mask: its mask.
+      gram: [inputs, inputs].
+    """
+    xp, lost = host.namespace([gram]), dense - pruned
+    outputs = dot(lost, gram)
+    gain = solve(xp.where(mask > 0, outputs, 0), mask > 0, gram)
+    new = (pruned + gain).astype(dtype).astype(gram.dtype)
+    difference = dense - new
+    before, after = (outputs * lost).sum(axis=-1), (dot(difference, gram) * difference).sum(axis=-1)
+    refitted: jax.Array = xp.where((after <= before)[:, None], new, pruned)
+    return refitted
+
+
+def _solve_shared(gradient: jax.Array, kept: jax.Array, gram: jax.Array) -> jax.Array:
+    """Returns corrections of outputs that have one support, [outputs, inputs]."""
+    return _by_factor(gradient[None], kept.any(axis=0)[None], gram, kept.shape[-1])[0]
+
+
+def _solve_on_host(most: int, gradient: PyTree, kept: PyTree, gram: PyTree) -> PyTree:
     """Returns corrections on the support of each output, [outputs, inputs].
 
-    Conjugate gradients solve all outputs at once, by products with the Gram. Outputs that these
-    leave far from their solutions are solved by Cholesky factors, some at once.
+    Conjugate gradients solve all outputs at once, by products with the Gram matrix. Outputs that
+    these leave far from their solutions are solved by Cholesky factors, some at once.
     """
-    gains, is_solved = _by_gradients(gradient, kept, gram, steps)
+    gains, is_solved = _by_gradients(gradient, kept, gram, _count_steps(most, len(gram)))
+    counts = kept.sum(axis=-1)
+    rows = np.flatnonzero(~is_solved)
+    rows = rows[np.argsort(counts[rows], kind="stable")]
+    at_once = max(_AT_ONCE // (most**2 * gram.itemsize), 1)
+    for start in range(0, len(rows), at_once):
+        some = rows[start : start + at_once]
+        gains[some] = _by_factor(gradient[some, None], kept[some], gram, counts[some[-1]])[:, 0]
+    return gains
+
+
+def _solve_by_xla(
+    most: int, matrices: int, gradient: jax.Array, kept: jax.Array, gram: jax.Array
+) -> jax.Array:
+    """Does what `_solve_on_host` does, for so many matrices at once."""
+    gains, is_solved = _by_gradients(gradient, kept, gram, _count_steps(most, len(gram)))
     outputs = len(gradient)
     at_once = max(1, min(_AT_ONCE // (most**2 * gram.dtype.itemsize * matrices), outputs))
     order = jnp.argsort(is_solved, stable=True)  # those to solve first
     order = jnp.pad(order, (0, -outputs % at_once), constant_values=outputs)
-    solve_one = functools.partial(_by_factor, most=most, factorize=_cholesky_by_blocks)
-    solve_all = jax.vmap(solve_one, in_axes=(0, 0, None))
 
     def solve(i: jax.Array, gains: jax.Array) -> jax.Array:
         rows = lax.dynamic_slice_in_dim(order, i * at_once, at_once)
-        return gains.at[rows].set(solve_all(gradient[rows], kept[rows], gram), mode="drop")
+        solved = _by_factor(gradient[rows, None], kept[rows], gram, most)[:, 0]
+        return gains.at[rows].set(solved, mode="drop")
 
     count = jnp.sum(~is_solved, dtype=jnp.int32)
     solved: jax.Array = lax.fori_loop(0, (count + at_once - 1) // at_once, solve, gains)
     return solved
 
 
-def _by_factor(
-    gradient: jax.Array,
-    kept: jax.Array,
-    gram: jax.Array,
-    most: int,
-    factorize: Callable[[jax.Array], jax.Array],
-) -> jax.Array:
-    """Returns corrections of outputs on a shared support, [inputs] or [inputs, outputs]."""
-    diagonal = jnp.diagonal(gram)
-    scale = jnp.where(diagonal > 0, lax.rsqrt(jnp.where(diagonal > 0, diagonal, 1)), 0)
-    places = jnp.argsort(~kept, stable=True)[:most]
-    scales = jnp.where(kept, scale, 0)[places]
-    system = gram[places[:, None], places] * scales[:, None] * scales
+def _by_factor(gradient: jax.Array, kept: jax.Array, gram: jax.Array, most: int) -> jax.Array:
+    """Returns corrections of outputs on supports of at most so many inputs.
+
+    Args:
+      gradient: [supports, outputs, inputs].
+      kept: [supports, inputs].
+      gram: [inputs, inputs].
+      most: bound on the inputs of a support.
+    """
+    xp, diagonal = host.namespace([gram]), gram.diagonal()
+    scale = xp.where(diagonal > 0, 1 / xp.sqrt(xp.where(diagonal > 0, diagonal, 1)), 0)
+    places = xp.argsort(~kept, axis=-1, stable=True)[:, :most]
+    scales = xp.take_along_axis(xp.where(kept, scale, 0), places, -1).astype(gram.dtype)
+    factor = gram[places[:, :, None], places[:, None, :]]
+    factor *= scales[:, :, None]
+    factor *= scales[:, None, :]
     # Rounding makes a matrix indefinite; the shift that prevents it is taken back below.
-    shift = jnp.where(scales > 0, most * jnp.finfo(gram.dtype).eps, 1)
-    factor = factorize(system + jnp.diag(shift)), True
-    scales = scales.reshape(-1, *[1] * (gradient.ndim - 1))
-    target = gradient[places] * scales
-    gain = jnp.zeros_like(target)
+    shift = xp.where(scales > 0, most * xp.finfo(gram.dtype).eps, 1).astype(gram.dtype)
+    factor = factor_inverse(_shift(factor, shift))
+    places, scales = places[:, None], scales[:, None]
+    gains: jax.Array = xp.zeros_like(gradient)
     for _ in range(3):
-        gain += cho_solve(factor, target - dot(system, gain))
-    return jnp.zeros_like(gradient).at[places].set(gain * scales)
+        lost = xp.take_along_axis(gradient - dot(gains, gram), places, -1) * scales
+        part = dot(dot(lost, factor.swapaxes(-1, -2)), factor) * scales
+        gains = gains + _spread(part, places, gradient.shape[-1])
+    return gains
 
 
-_cholesky = functools.partial(lax.linalg.cholesky, symmetrize_input=False)
+def _shift(matrices: jax.Array, shift: jax.Array) -> jax.Array:
+    """Returns matrices with vectors added to their diagonals; numpy adds in place."""
+    if isinstance(matrices, np.ndarray):
+        np.einsum("...ii->...i", matrices)[...] += shift
+        return matrices
+    return matrices + shift[..., None] * jnp.eye(matrices.shape[-1], dtype=matrices.dtype)
 
 
-def _cholesky_by_blocks(matrix: jax.Array) -> jax.Array:
-    """Returns the lower factor of a matrix, by factors of small blocks and products."""
-    factor = jnp.zeros((len(matrix), 0), matrix.dtype)
-    for start in range(0, len(matrix), _BLOCK):
-        before = factor[start:]
-        panel = matrix[start:, start : start + _BLOCK]
-        panel -= dot(before, before[: panel.shape[1]].T)
-        corner = _cholesky(panel[: panel.shape[1]])
-        eye = jnp.eye(len(corner), dtype=corner.dtype)
-        inverse = lax.linalg.triangular_solve(corner, eye, left_side=True, lower=True)
-        below = dot(panel[len(corner) :], inverse.T)
-        above = jnp.zeros((start, len(corner)), corner.dtype)
-        factor = jnp.concatenate([factor, jnp.concatenate([above, corner, below])], axis=1)
-    return factor
+def _spread(parts: jax.Array, places: PyTree, inputs: int) -> PyTree:
+    """Returns rows of so many inputs, with these entries in their places, and 0 elsewhere."""
+    xp: PyTree = host.namespace([parts])
+    rows = xp.zeros((*parts.shape[:-1], inputs), parts.dtype)
+    places = xp.broadcast_to(places, parts.shape)
+    if xp is np:
+        np.put_along_axis(rows, places, parts, -1)
+        return rows
+    return jnp.put_along_axis(rows, places, parts, -1, inplace=False)
+
+
+class _Steps(NamedTuple):
+    """State of conjugate gradients for A x = b, [outputs, inputs] or [outputs]."""
+
+    gains: jax.Array  # x
+    residual: jax.Array  # r
+    direction: jax.Array  # p
+    product: jax.Array  # r^T M r
 
 
 def _by_gradients(
     gradient: jax.Array, kept: jax.Array, gram: jax.Array, steps: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns corrections by conjugate gradients, and which outputs are solved."""
-    diagonal = jnp.diagonal(gram)
-    scale = jnp.where(diagonal > 0, 1 / jnp.where(diagonal > 0, diagonal, 1), 0)
-    tolerance = float(jnp.finfo(gram.dtype).eps) ** 0.75
+    """Returns corrections by conjugate gradients, and which outputs are solved.
 
-    def refit_output(gradient: jax.Array, kept: jax.Array) -> jax.Array:
-        solution: jax.Array = cg(
-            lambda x: jnp.where(kept, dot(gram, x), 0),
-            gradient,
-            tol=tolerance,
-            maxiter=steps,
-            M=lambda x: x * scale,
-        )[0]
-        return solution
+    Source: Shewchuk 1994, "An Introduction to the Conjugate Gradient Method Without the Agonizing
+    Pain", B3, with the diagonal as preconditioner M^-1.
+    """
+    xp, diagonal = host.namespace([gram]), gram.diagonal()
+    scale = xp.where(diagonal > 0, 1 / xp.where(diagonal > 0, diagonal, 1), 0)
+    tolerance = float(xp.finfo(gram.dtype).eps) ** 0.75
+    least = xp.square(tolerance * _norms(gradient))
 
-    gains = jax.vmap(refit_output)(gradient, kept)
-    residual = gradient - jnp.where(kept, dot(gains, gram), 0)
-    norms = jnp.sqrt(jnp.sum(jnp.square(jnp.stack([residual, gradient])), axis=-1))
-    return gains, norms[0] <= 4 * tolerance * norms[1]  # rounding moves the residual
+    def goes_on(state: _Steps) -> jax.Array:
+        is_active: jax.Array = xp.square(_norms(state.residual)) > least
+        return is_active
+
+    def step(state: _Steps) -> _Steps:
+        (x, r, p, product), is_active = state, goes_on(state)
+        q = xp.where(kept, dot(p, gram), 0)
+        alpha = xp.where(is_active, product / (p * q).sum(axis=-1), 0)[:, None]
+        x, r = x + alpha * p, r - alpha * q
+        new = (r * r * scale).sum(axis=-1)
+        beta = xp.where(is_active, new / product, 0)[:, None]
+        return _Steps(x, r, r * scale + beta * p, new)
+
+    first = _Steps(
+        xp.zeros_like(gradient), gradient, gradient * scale, (gradient**2 * scale).sum(-1)
+    )
+    end = _repeat(step, lambda state: goes_on(state).any(), first, steps)
+    residual = gradient - xp.where(kept, dot(end.gains, gram), 0)
+    # Rounding moves the residual.
+    return end.gains, _norms(residual) <= 4 * tolerance * _norms(gradient)
 
 
-def _count_steps(inputs: int) -> int:
+def _norms(rows: jax.Array) -> jax.Array:
+    norms: jax.Array = host.namespace([rows]).sqrt((rows * rows).sum(axis=-1))
+    return norms
+
+
+def _repeat(
+    step: Callable[[_Steps], _Steps],
+    goes_on: Callable[[_Steps], jax.Array],
+    state: _Steps,
+    most: int,
+) -> _Steps:
+    """Repeats a step while a condition holds, at most so many times."""
+    if isinstance(state.gains, np.ndarray):
+        for _ in range(most):
+            if not goes_on(state):
+                break
+            state = step(state)
+        return state
+
+    def step_counted(counted: tuple[jax.Array, _Steps]) -> tuple[jax.Array, _Steps]:
+        return counted[0] + 1, step(counted[1])
+
+    first = jnp.int32(0), state
+    return lax.while_loop(lambda x: (x[0] < most) & goes_on(x[1]), step_counted, first)[1]
+
+
+def _count_steps(most: int, inputs: int) -> int:
     """Returns the steps of conjugate gradients that take as long as factors do, roughly."""
-    return max(32, inputs // 8)
+    return max(32, min(most**3 // inputs**2, inputs // 8))

@@ -49,7 +49,7 @@ class Biases:
 
 def find_biases(graph: Graph, sites: Mapping[Path, Site]) -> Biases:
     """Returns the biases of the parameters to prune, and warns of parameters without one."""
-    dtypes = {leaf.path: leaf.dtype for leaf in graph.leaves}
+    dtypes = {param.path: param.dtype for param in graph.leaves}
     places = {path: graph.biases[path] for path in sites if path in graph.biases}
     for path, bias in [*places.items()]:
         outputs = [use.equation.outputs[0].dtype for use in graph.tracker.find_products(path)]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from sparsity.calibration.run.lockstep import last_uses
+from sparsity.calibration.run.frames import last_uses
 from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.walk import Walk
 from sparsity.core import trees
@@ -33,23 +33,23 @@ class Estimate:
     They leave out what XLA takes to compile.
 
     Attributes:
-      model: the params, and the pruned leaves and masks when the run ends.
+      model: the params, and the pruned parameters and masks when the run ends.
       activations: the batches and the values of all batches that live at the peak.
       gram: the Gram matrix of the largest layer, 0 where sums of squares are enough.
       peak: all that lives at once at most.
-      leaf: the leaf that sets the peak.
+      parameter: the parameter that sets the peak.
     """
 
     model: int
     activations: int
     gram: int
     peak: int
-    leaf: str
+    parameter: str
 
     def __repr__(self) -> str:
         sizes = {"model": self.model, "activations": self.activations, "gram": self.gram}
         parts = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sizes.items())
-        return f"Estimate({parts}; peak {self.peak / 1e6:.1f} MB at {self.leaf!r})"
+        return f"Estimate({parts}; peak {self.peak / 1e6:.1f} MB at {self.parameter!r})"
 
 
 class Meter:
@@ -75,19 +75,19 @@ class Meter:
         sizes = {name: _bytes(x) for name, x in calibration.grams(one_layer=True).items()}
         self._grams = {path: sizes["/".join(path) or "params"] for path in self._paths()}
         self._held = sum(_bytes(x) for batch in batches for x in trees.split_arrays(batch)[0])
-        self._params = sum(leaf.size * leaf.dtype.itemsize for leaf in self._graph.leaves)
+        self._params = sum(param.size * param.dtype.itemsize for param in self._graph.leaves)
         self._pruned: dict[Path, int] = {}
-        self._peak = (0, 0, "")  # bytes in all, bytes of activations, leaf
+        self._peak = (0, 0, "")  # bytes in all, bytes of activations, parameter
 
     def estimate(self) -> Estimate:
         """Returns the bytes of the run."""
         program = self._graph.model.program
         # The batches themselves stay with the caller.
         self._run(program, self._held, free={*program.inputs})
-        peak, activations, leaf = self._peak
+        peak, activations, param = self._peak
         gram = max(self._grams.values(), default=0) if self._copies else 0
         model = self._params + sum(self._pruned.values())
-        return Estimate(model, activations, gram, peak, leaf)
+        return Estimate(model, activations, gram, peak, param)
 
     def _paths(self) -> set[Path]:
         return {use.path for use in self._uses.values()}
@@ -132,7 +132,9 @@ class Meter:
             fixed = body.layers.start - len(body.carries)
             free = {inner for i, (_, inner) in pairs if i < fixed}
             stacked = self._batches * sum(map(_bytes, equation.outputs))
-            for _ in range(2):  # a first layer copies the leaves, and all others find the copies
+            for _ in range(
+                2
+            ):  # a first layer copies the parameters, and all others find the copies
                 self._run(body.program, held + stacked, free)
             return
         for number in within:
@@ -144,10 +146,10 @@ class Meter:
 
     def _stop(self, use: Use, held: int) -> None:
         """Follows the sums and the solution of a weight."""
-        leaf = next(x for x in self._graph.leaves if x.path == use.path)
-        self._pruned.setdefault(use.path, leaf.size * (leaf.dtype.itemsize + 1))
-        layers = math.prod(leaf.shape[axis] for axis in use.view.stacked)
-        part = 4 * leaf.size // max(layers, 1)
+        param = next(x for x in self._graph.leaves if x.path == use.path)
+        self._pruned.setdefault(use.path, param.size * (param.dtype.itemsize + 1))
+        layers = math.prod(param.shape[axis] for axis in use.view.stacked)
+        part = 4 * param.size // max(layers, 1)
         x, y = (_wide(v) for v in (use.equation.inputs[1 - use.operand], use.equation.outputs[0]))
         if self._copies:
             gram, inputs = self._grams[use.path], max(use.num_inputs, 1)
@@ -160,13 +162,13 @@ class Meter:
             work = max(rows + 2 * gram, solution + _WEIGHTS * part)
         else:
             work = max(2 * x, x + 2 * y) + _WEIGHTS * part
-        self._note(held + work, held, leaf.name)
+        self._note(held + work, held, param.name)
 
-    def _note(self, bytes_: int, activations: int, leaf: str) -> None:
+    def _note(self, bytes_: int, activations: int, param: str) -> None:
         """Notes the bytes beside the model at a point of the run."""
         now = self._params + sum(self._pruned.values()) + bytes_
         if now > self._peak[0]:
-            self._peak = now, activations, leaf or self._peak[2]
+            self._peak = now, activations, param or self._peak[2]
 
 
 def _bytes(x: Value | jax.ShapeDtypeStruct) -> int:

@@ -8,210 +8,25 @@ all of its weights are pruned.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
+from sparsity.calibration.run.frames import Frame, Layers, forget, last_uses
+from sparsity.calibration.run.stop import Stop
 from sparsity.calibration.run.weights import LayerIndex
-from sparsity.calibration.statistics import Statistic, not_finite
-from sparsity.calibration.statistics.capture import (
-    Calibration,
-    are_alike,
-    check_structure,
-    is_finite,
-)
-from sparsity.calibration.statistics.rows import sum_outputs
-from sparsity.calibration.statistics.walk import Steps, Sums, Walk, add, is_count
-from sparsity.core import host, sharding, trees
+from sparsity.calibration.statistics.capture import Calibration, check_structure
+from sparsity.calibration.statistics.walk import Walk
+from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Use
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.program import Equation, Program, Value
 from sparsity.programs.share import share
-
-Layers: TypeAlias = Mapping[Equation, int]  # the layer of each scan, the outermost first
-
-
-def _is_finite_on_host(sums: Sums) -> np.ndarray:
-    return np.array(all(np.isfinite(x).all() for x in jax.tree.leaves(sums)))
-
-
-_is_finite = host.instead(_is_finite_on_host)(jax.jit(is_finite))
-_add = jax.jit(add, donate_argnums=0)
-
-
-def _add_up(batches: Iterable[Sums]) -> tuple[Sums, list[jax.Array]]:
-    """Returns the total of the sums of batches, and whether those of each batch are finite.
-
-    Two batches of sums live at once at most: numpy and XLA add in place.
-    """
-    place: host.HostPlace | None = None
-    total: Sums = {}
-    finite = []
-    for sums in batches:
-        finite.append(_is_finite(sums))
-        if total and place is None:
-            total = _add(total, sums)
-        elif total:
-            total = jax.tree.map(_add_on_host, total, host.to_numpy(sums), is_leaf=is_count)
-        else:
-            is_real = not any(map(jnp.iscomplexobj, jax.tree.leaves(sums)))
-            place = host.find_place(sums) if is_real else None
-            total = sums if place is None else jax.tree.map(host.copy, host.to_numpy(sums))
-    return total if place is None else place.put(total), finite
-
-
-def _add_on_host(total: PyTree, sums: PyTree) -> PyTree:
-    return total + sums if is_count(total) else host.add_to(total, sums)
-
-
-class Frame:
-    """Program that runs on all batches, with the values that are still needed.
-
-    Args:
-      program: the program.
-      bound: functions that compute the inputs that depend on parameters alone, or their parts at
-        some indices of their first axes.
-      data: the values of the other inputs, for each batch.
-      layers: the layer of each scan around the program.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        bound: Mapping[Value, Callable[..., jax.Array]],
-        data: list[dict[Value, jax.Array]],
-        layers: Layers,
-    ) -> None:
-        self.program, self.bound, self.data, self.layers = program, bound, data, layers
-        self._made_by = {value: e for e in program.flat() for value in e.outputs}
-        self._free: dict[Value, jax.Array] = {}
-        self._parts: dict[tuple[Value, tuple[int, ...]], jax.Array] = {}
-
-    def free(self, value: Value, *layers: int) -> jax.Array:
-        """Returns a value that depends on parameters alone, or one of its layers."""
-        if value in self.bound:
-            if not self.layers:  # all layers would be held
-                return self.bound[value](*layers)
-            if (value, layers) not in self._parts:  # once for all batches
-                self._parts[value, layers] = self.bound[value](*layers)
-            return self._parts[value, layers]
-        if value not in self._free and value in self._made_by:
-            equation = self._made_by[value]
-            if layers and equation.name == "convert_element_type":  # of a stack: only the layer
-                layer: jax.Array = equation.bind([self.free(equation.inputs[0], *layers)])[0]
-                return layer
-            outputs = equation.bind([self.free(x) for x in equation.inputs])
-            self._free.update(zip(equation.outputs, outputs, strict=True))
-        result: jax.Array = self._free.get(value, value.constant)
-        return result[layers] if layers else result
-
-    def forget(self) -> None:
-        """Drops values computed from parameters, which have changed."""
-        self._free.clear()
-        self._parts.clear()
-
-    def read(self, batch: int, value: Value) -> jax.Array:
-        """Returns a value for a batch."""
-        values = self.data[batch]
-        return values[value] if value in values else self.free(value)
-
-    def inputs(self, batch: int, equation: Equation) -> list[jax.Array]:
-        """Returns the inputs of an equation, for a batch."""
-        return [self.read(batch, value) for value in equation.inputs]
-
-
-@dataclasses.dataclass(frozen=True)
-class Stop:
-    """Place where the program reaches a weight: a product, or the loop or branch around it.
-
-    Attributes:
-      calibration: sums up inputs.
-      frame: holds the inputs of the equation.
-      equation: a product, a scan or a cond.
-      layers: the layers of the scans within the equation that take the weight apart, by number of
-        the use.
-    """
-
-    calibration: Calibration
-    frame: Frame
-    equation: Equation
-    layers: Mapping[int, Layers]
-
-    def statistic(self, name: str) -> Statistic:
-        """Returns the statistic of the inputs in all batches, and in all steps of a loop.
-
-        Among several products in a loop, only those count that read the weight along the same axes
-        as the first.
-
-        Raises:
-          ValueError: inputs are not finite; the error names the batch.
-        """
-        total, finite = _add_up(self._sums(self.calibration.sum_up))
-        for batch, is_batch_finite in enumerate(jax.device_get(finite)):
-            if not is_batch_finite:
-                raise not_finite(name, batch)
-        statistics = [
-            self.calibration.statistic(number, total[number], one_layer=True)
-            for number in sorted(total)
-        ]
-        alike = [x for x in statistics if are_alike(x, statistics[0])]
-        return functools.reduce(add, alike)
-
-    def losses(self, *matrices: jax.Array) -> jax.Array:
-        """Returns the sums of |y|^2 over the outputs y of each matrix."""
-
-        def sum_use(number: int, x: jax.Array, steps: Steps, arguments: PyTree) -> jax.Array:
-            use, alignment = self.calibration.uses[number], self.calibration.alignments[number]
-            return sharding.replicated(
-                functools.partial(sum_outputs, use, alignment), x, *arguments
-            )
-
-        sums = [total for each in self._sums(sum_use, matrices) for total in each.values()]
-        total: jax.Array = functools.reduce(jnp.add, sums)
-        return total
-
-    def _sums(self, sum_up: Callable[..., PyTree], arguments: PyTree = ()) -> Iterator[Sums]:
-        """Yields the sums of each batch, by number of the use."""
-        uses = {number: self.calibration.uses[number] for number in self.layers}
-        batches = range(len(self.frame.data))
-        if not self.equation.bodies:
-            compiled: dict[int, Callable[..., PyTree]] = {}
-            for batch in batches:
-                sums = {}
-                for number, use in uses.items():
-                    x = self.frame.read(batch, self.equation.inputs[1 - use.operand])
-                    if not batch:
-                        alone = functools.partial(sum_up, number, steps={})
-                        compiled[number] = share(
-                            lambda x, more, alone=alone: alone(x, arguments=more), x, arguments
-                        )
-                    sums[number] = compiled[number](x, arguments)
-                yield sums
-            return
-        # Indices are arguments, so that the layers of a stack share what is compiled.
-        indices = {number: [*layers.values()] for number, layers in self.layers.items()}
-
-        @jax.jit
-        def run(inputs: list[jax.Array], indices: PyTree, arguments: PyTree) -> Sums:
-            def sum_layer(number: int, x: jax.Array, steps: Steps) -> PyTree:
-                sums = sum_up(number, x, steps, arguments)
-                for scan, layer in zip(self.layers[number], indices[number], strict=True):
-                    is_layer = steps[scan] == layer
-                    sums = jax.tree.map(lambda s, on=is_layer: jnp.where(on, s, 0), sums)
-                return sums
-
-            return Walk(uses, sum_layer).sum_equation(self.equation, inputs)
-
-        for batch in batches:
-            yield run(self.frame.inputs(batch, self.equation), indices, arguments)
 
 
 class Lockstep:
@@ -270,7 +85,7 @@ class Lockstep:
             else:
                 self._step(frame, equations[0], last)
                 for values in frame.data:
-                    _forget(values, equations[0], last)
+                    forget(values, equations[0], last)
         self._frames.pop()
 
     def _stretches(self, frame: Frame) -> Iterator[list[Equation]]:
@@ -312,7 +127,7 @@ class Lockstep:
             compiled = share(run, arrays) if compiled is None else compiled
             values.update(zip(needed, compiled(arrays), strict=True))
             for equation in equations:
-                _forget(values, equation, last)  # before the next batch needs memory
+                forget(values, equation, last)  # before the next batch needs memory
 
     def _step(
         self, frame: Frame, equation: Equation, last: Mapping[Value, Equation | None]
@@ -328,7 +143,7 @@ class Lockstep:
         for batch, values in enumerate(frame.data):
             outputs = equation.bind(frame.inputs(batch, equation))
             values.update(zip(equation.outputs, outputs, strict=True))
-            _forget(values, equation, last)  # before the next batch needs memory
+            forget(values, equation, last)  # before the next batch needs memory
 
     def _order(self, bodies: Sequence[Program], layers: Layers) -> Iterator[tuple[int, Layers]]:
         """Yields the uses in loops and branches, with their layers, in the order of execution."""
@@ -414,24 +229,6 @@ class Lockstep:
             if all(frame.layers.get(scan, layer) == layer for scan, layer in scan_layers.items()):
                 layers[number] = {s: n for s, n in scan_layers.items() if s not in frame.layers}
         return layers
-
-
-def last_uses(program: Program) -> dict[Value, Equation | None]:
-    """Returns the last equation that needs each value, `None` for outputs."""
-    last: dict[Value, Equation | None] = {}
-    for equation in program.flat():
-        last.update(dict.fromkeys(equation.inputs, equation))
-    last.update(dict.fromkeys(program.outputs))
-    return last
-
-
-def _forget(
-    values: dict[Value, jax.Array], equation: Equation, last: Mapping[Value, Equation | None]
-) -> None:
-    """Drops the values of a batch that no equation after this one needs."""
-    for value in {*equation.inputs, *equation.outputs}:
-        if last.get(value, equation) is equation:
-            values.pop(value, None)
 
 
 def _trips(scan: Equation) -> Sequence[int]:

@@ -19,16 +19,16 @@ import jax
 import numpy as np
 
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.pruners import StatisticsPruning, statistics_kind
 from sparsity.calibration.refits import LeastSquares, Means, Refit, count_bytes
 from sparsity.calibration.run.estimate import Estimate, Meter
-from sparsity.calibration.run.lockstep import Lockstep, Stop
+from sparsity.calibration.run.lockstep import Lockstep
 from sparsity.calibration.run.outputs import compare_outputs
 from sparsity.calibration.run.progress import show_progress
 from sparsity.calibration.run.prune import check_runs
 from sparsity.calibration.run.report import LayerReport, Report
 from sparsity.calibration.run.resume import Finished, Layer, identify
 from sparsity.calibration.run.solve import Errors, Solved
+from sparsity.calibration.run.stop import Stop
 from sparsity.calibration.run.task import Task, count_rows, make_task
 from sparsity.calibration.run.together import Together
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
@@ -100,12 +100,13 @@ def oneshot(
       estimate: only return the bytes of a sequential run; arrays may be `jax.ShapeDtypeStruct`s.
 
     Returns:
-      (pruned params, masks, report): `report[path]` has sparsity and errors of a leaf,
+      (pruned params, masks, report): `report[path]` has sparsity and errors of a parameter,
       `report.outputs` those of the model, `report.table()` both; or an `Estimate`.
 
     Raises:
-      ValueError: there are no batches, activations are not finite, no product reads a leaf that has
-        a sparsity, a pattern does not fit, or the folder holds another run; the error names which.
+      ValueError: there are no batches, activations are not finite, no product reads a parameter
+        that has a sparsity, a pattern does not fit, or the folder holds another run; the error
+        names which.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -132,7 +133,7 @@ def oneshot(
 
 
 def _check_arguments(pruner: BaseUpdater, refit: Refit | Means | None, **flags: object) -> None:
-    """Raises a ValueError for other types, and if leaves of the pruner compete with each other."""
+    """Raises a ValueError for other types, and if parameters compete with each other."""
     check_runs(pruner, refit)
     for name, flag in flags.items():
         check_bool(name, flag)
@@ -140,9 +141,9 @@ def _check_arguments(pruner: BaseUpdater, refit: Refit | Means | None, **flags: 
         raise ValueError("estimate follows a sequential run, got sequential = False.")
     if not is_per_slice(pruner.scope):
         raise ValueError(
-            "oneshot prunes one leaf after the other and needs scope = Layerwise(), got "
+            "oneshot prunes one parameter after the other and needs scope = Layerwise(), got "
             f"{pruner.scope!r}. Prune all of them at once: pruner.instant_sparsify(params, "
-            "statistics=statistics). A scope of your own that does not compare leaves says "
+            "statistics=statistics). A scope of your own that does not compare parameters says "
             "`per_slice = True`."
         )
 
@@ -172,12 +173,8 @@ def _count_grams(task: Task) -> int:
     """Returns the number of arrays of the size of a Gram matrix that a layer needs at once."""
     if task.kind != "gram":
         return 0
-    methods: list[object] = [] if task.refit is None else [task.refit]
-    if statistics_kind(task.pruner) == "gram":
-        methods.append(task.pruner)
-    is_cpu = jax.default_backend() == "cpu"
-    most = StatisticsPruning.gram_copies
-    return max(getattr(method, "gram_copies", most)[is_cpu] for method in methods)
+    methods: list[object] = [task.refit, task.pruner]
+    return max(getattr(method, "gram_copies", 2) for method in methods)
 
 
 class _Run:
@@ -206,7 +203,7 @@ class _Run:
         self._task, self._batches = task, batches
         self._finished, self._advance = finished, advance
         self._layers: dict[Path, dict[LayerIndex, LayerReport]] = {}
-        self.weights = ModelWeights(params, [leaf.path for leaf in task.graph.leaves])
+        self.weights = ModelWeights(params, [param.path for param in task.graph.leaves])
         self.report = Report()
 
     def prune(self, fn: Callable[..., PyTree], sequential: bool) -> None:

@@ -33,7 +33,7 @@ def prune(
     Args:
       pruner: any updater that prunes at once.
       params: tree of parameters.
-      statistics: `{path: Statistic}` for each leaf that has a sparsity.
+      statistics: `{path: Statistic}` for each parameter that has a sparsity.
       refit: `LeastSquares()`, `ADMM()` or another `Refit`.
 
     Returns:
@@ -41,7 +41,7 @@ def prune(
 
     Raises:
       ValueError: the pruner is no updater or the refit no `Refit`, either is a class, or a
-        statistic is missing, does not fit its leaf, or has no Gram matrix.
+        statistic is missing, does not fit its parameter, or has no Gram matrix.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -97,7 +97,7 @@ def reconstruct(
     masks: PyTree,
     statistics: Statistics,
 ) -> tuple[PyTree, PyTree]:
-    """Refits the weights that a pruner kept; a leaf that the refit makes worse stays as it is.
+    """Refits the weights that a pruner kept; a parameter that the refit makes worse stays as it is.
 
     Args:
       refit: `LeastSquares()`, `ADMM()` or another `Refit`.
@@ -105,13 +105,13 @@ def reconstruct(
       params: tree of parameters before pruning.
       pruned: tree of parameters after pruning.
       masks: as the pruner returned them.
-      statistics: `{path: Statistic}` for each leaf that has a mask.
+      statistics: `{path: Statistic}` for each parameter that has a mask.
 
     Returns:
       (refitted params, masks).
 
     Raises:
-      ValueError: a statistic is missing, does not fit its leaf, or has no Gram matrix.
+      ValueError: a statistic is missing, does not fit its parameter, or has no Gram matrix.
     """
     masks = masks_lib.read_masks(masks, params, pruner.use_packed_masks)
     table = pruner.sites(params)
@@ -136,7 +136,7 @@ def reconstruct(
         refitted[path] = place_like(dense, new[0]), place_like(dense, new[1])
 
     trees.map_matched(refit_leaf, params, pruned, masks)
-    pruned = trees.map_matched(lambda path, leaf: refitted.get(path, (leaf,))[0], pruned)
+    pruned = trees.map_matched(lambda path, param: refitted.get(path, (param,))[0], pruned)
     masks = trees.map_matched(lambda path, _: refitted[path][1], masks)
     return pruned, masks_lib.pack_masks(masks, params) if pruner.use_packed_masks else masks
 
@@ -147,7 +147,7 @@ def _choose_better(
     before: tuple[jax.Array, jax.Array],
     statistic: Statistic,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the weights and the mask that change the outputs of a leaf less."""
+    """Returns the weights and the mask that change the outputs of a parameter less."""
     after, first = (output_error(statistic, dense - x).sum() for x, _ in (new, before))
     where = host.namespace([dense]).where
     weights, mask = (where(after > first, b, a) for a, b in zip(new, before, strict=True))
@@ -170,9 +170,9 @@ def _selection(
             )
         sparsity = share * target
         # Both the current and the final sparsity, so that N:M keeps n of m at every share.
-        leaf = Wanted(site, scores, sparsity, sparsity)
+        param = Wanted(site, scores, sparsity, sparsity)
         matrices = Within(pruner.scope, {site.path: statistic.batch})
-        (mask,) = matrices.select([leaf], pruner.topk_fn)
+        (mask,) = matrices.select([param], pruner.topk_fn)
         return mask
 
     return select

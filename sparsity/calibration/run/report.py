@@ -1,4 +1,4 @@
-"""Reports of one-shot pruning: the errors of each leaf, as a table and as a picture."""
+"""Reports of one-shot pruning: the errors of each parameter, as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class LayerReport:
-    """Results of pruning a leaf.
+    """Results of pruning a parameter.
 
     Attributes:
       sparsity: fraction of its weights that are 0.
@@ -30,7 +30,7 @@ class LayerReport:
         over the layers of a stack.
       unrefitted: the error before a refit.
       count: number of rows in the calibration data.
-      seconds: time spent on the leaf.
+      seconds: time spent on the parameter.
       centred: the error without the means of the outputs: tr(D^T C D) / tr(W^T C W) with C = G -
         s s^T / n, for the sum s of n rows. Where it is far above `error` the outputs hardly differ
         between inputs, and a small error loses their differences.
@@ -45,7 +45,7 @@ class LayerReport:
 
     @staticmethod
     def combine(layers: Sequence[LayerReport]) -> LayerReport:
-        """Returns the report of a leaf from the reports of its layers."""
+        """Returns the report of a parameter from the reports of its layers."""
         return LayerReport(
             sparsity=float(np.mean([layer.sparsity for layer in layers])),
             error=float(np.mean([layer.error for layer in layers])),
@@ -57,7 +57,7 @@ class LayerReport:
 
 
 class Report(dict[Path, LayerReport]):
-    """Results {path: LayerReport} of the pruned leaves, in the order of pruning.
+    """Results {path: LayerReport} of the pruned parameters, in the order of pruning.
 
     Attributes:
       outputs: errors of the model's outputs, `None` if they were not measured.
@@ -66,9 +66,9 @@ class Report(dict[Path, LayerReport]):
     outputs: OutputReport | None = None
 
     def table(self) -> str:
-        """Returns a table of the leaves; the last line shows the errors of the model's outputs."""
+        """Returns a table of the parameters, and a line of the errors of the model's outputs."""
         numbers = ("sparsity", "error, not refitted", "error", "centred", "rows", "seconds")
-        shown = extras.table(("leaf",), numbers)
+        shown = extras.table(("parameter",), numbers)
         for path, row in self.items():
             errors = [f"{x:.5f}" for x in (row.unrefitted, row.error, row.centred)]
             shown.add_row(
@@ -82,7 +82,7 @@ class Report(dict[Path, LayerReport]):
         return text if self.outputs is None else f"{text}\n\n{self.outputs}"
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draws the relative output error of each leaf: before a refit in light, after it in dark.
+        """Draws the relative output error of each parameter: light before a refit, dark after it.
 
         Args:
           ax: matplotlib axes to draw on; new ones by default.
@@ -114,14 +114,14 @@ class Report(dict[Path, LayerReport]):
         batches: Iterable[PyTree],
         rates: Sequence[float] = (0.25, 0.5, 0.65, 0.75, 0.85, 0.95),
     ) -> Sensitivity:
-        """Prunes the leaves of the report one at a time, and measures the error of the model.
+        """Prunes the parameters of the report one at a time, and measures the error of the model.
 
         Args:
           pruner: any updater that prunes at once.
           fn: the model, `fn(params, batch)`.
           params: its dense parameters.
           batches: second arguments of `fn`; their outputs are kept.
-          rates: the sparsities that each leaf is pruned at, above 0.
+          rates: the sparsities that each parameter is pruned at, above 0.
 
         Returns:
           {path: {rate: error}}: the relative squared error of the model's outputs. Its

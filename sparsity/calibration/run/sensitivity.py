@@ -17,17 +17,17 @@ from sparsity.core.trees import Path, PyTree
 
 
 class Sensitivity(dict[Path, dict[float, float]]):
-    """Errors {path: {rate: error}} of the model's outputs if one leaf is pruned at a rate."""
+    """Errors {path: {rate: error}} of the model's outputs if one parameter is pruned at a rate."""
 
     def distribution(self, params: PyTree, sparsity: float) -> Rates:
         """Returns the distribution of that mean whose errors have the smallest sum.
 
         Errors between two rates are interpolated, on the lower convex hull of each curve from 0 on;
-        errors of several leaves are taken to add up.
+        errors of several parameters are taken to add up.
 
         Args:
           params: tree of parameters, for their sizes.
-          sparsity: mean over the weights of all measured leaves.
+          sparsity: mean over the weights of all measured parameters.
 
         Raises:
           ValueError: the mean cannot be reached with the rates that were measured.
@@ -50,13 +50,13 @@ class Sensitivity(dict[Path, dict[float, float]]):
                 f"sparsity = {sparsity} is above the mean {highest:.4f} of the highest rates that "
                 "were measured. Measure higher rates."
             )
-        pieces = [  # of the hulls: error by weight, weights, leaf
+        pieces = [  # of the hulls: error by weight, weights, parameter
             (rise / sizes[path], width * sizes[path], path)
             for path, curve in self.items()
             for rise, width in _pieces(curve)
         ]
         rates = dict.fromkeys(self, 0.0)
-        for _, count, path in sorted(pieces):  # the pieces of a leaf become steeper
+        for _, count, path in sorted(pieces):  # the pieces of a parameter become steeper
             rates[path] += min(count, remaining) / sizes[path]
             remaining -= min(count, remaining)
         return Rates(rates)
@@ -70,7 +70,7 @@ def measure(
     paths: Sequence[Path],
     rates: Sequence[float],
 ) -> Sensitivity:
-    """Does what `Report.sensitivity` does, for some leaves."""
+    """Does what `Report.sensitivity` does, for some parameters."""
     check_runs(pruner)
     if not len(rates):
         raise ValueError("rates has no rate: give the sparsities to measure, as (0.25, 0.5, 0.75).")

@@ -1,4 +1,4 @@
-"""Pruning and refitting of one leaf, or of one layer of a stack."""
+"""Pruning and refitting of one parameter, or of one layer of a stack."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sparsity.patterns.base import absolute_axis
 
 
 class Errors(NamedTuple):
-    """Lost shares of the outputs of a leaf.
+    """Lost shares of the outputs of a parameter.
 
     Attributes:
       error: the share after the refit.
@@ -42,7 +42,7 @@ class Errors(NamedTuple):
 
 
 class Solved(NamedTuple):
-    """Pruned and refitted leaf, or one of its layers.
+    """Pruned and refitted parameter, or one of its layers.
 
     Attributes:
       statistic: the statistic of its inputs.
@@ -100,7 +100,7 @@ def _share_sums(
     """
     lost, total = losses
     leaves = dense - refitted, dense
-    lost_mean, mean = (squared_means(statistic, leaf).sum() for leaf in leaves)
+    lost_mean, mean = (squared_means(statistic, param).sum() for param in leaves)
     without_means = ratio((lost - lost_mean).clip(0), total)
     return ratio(lost, total), without_means, centre(lost, lost_mean, total, mean)
 
@@ -118,15 +118,15 @@ def solve(
     cut: LayerIndex,
     statistic: Statistic,
 ) -> Solved:
-    """Prunes and refits a leaf, or one of its layers.
+    """Prunes and refits a parameter, or one of its layers.
 
     Args:
       pruner: the updater.
       refit: corrects the kept weights; `None` for no correction.
-      site: path, pattern and batch axes of the leaf.
-      target: sparsity of the leaf.
+      site: path, pattern and batch axes of the parameter.
+      target: sparsity of the parameter.
       tree: tree of parameters, of which only the structure matters.
-      dense: the leaf, or the layer.
+      dense: the parameter, or the layer.
       cut: the axes that the layer does not have.
       statistic: the statistic of its inputs.
 
@@ -150,7 +150,7 @@ def solve(
 def _for_leaf(
     pruner: BaseUpdater, site: Site, target: chex.Numeric, cut: LayerIndex, ndim: int
 ) -> BaseUpdater:
-    """Returns the pruner for one leaf, or for one of its layers.
+    """Returns the pruner for one parameter, or for one of its layers.
 
     Raises:
       ValueError: units of the pattern lie along an axis of layers.

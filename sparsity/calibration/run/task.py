@@ -120,7 +120,7 @@ def _explain_unread(graph: Graph, path: Path, name: str) -> str:
     if any(use.trips is None for use in uses):
         return (
             f"{name!r}, which has a sparsity, is read in a while loop, which says neither how "
-            "often it runs nor what its steps see. Write the loop as a scan, or leave the leaf "
+            "often it runs nor what its steps see. Write the loop as a scan, or leave it "
             "out of the distribution: filter_fn, or custom_sparsity_map={path: None}."
         )
     ragged = [use for use in uses if use.primitive.startswith("ragged_dot")]
@@ -128,7 +128,7 @@ def _explain_unread(graph: Graph, path: Path, name: str) -> str:
         return (
             f"{name!r}, which has a sparsity, is read by {ragged[0].primitive} at "
             f"{ragged[0].source}, whose groups of rows have no statistics of their own. Write "
-            "the groups as a batch axis of einsum, or leave the leaf out of the distribution: "
+            "the groups as a batch axis of einsum, or leave it out of the distribution: "
             "filter_fn, or custom_sparsity_map={path: None}."
         )
     reader = f" ({uses[0].primitive} at {uses[0].source})" if uses else ""

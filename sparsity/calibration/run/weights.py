@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from sparsity.core import sharding, trees
@@ -38,8 +39,8 @@ class ModelWeights:
         self._copied: set[int] = set()  # arrays that change in place: copies of the user's
 
     def tree(self) -> PyTree:
-        """Returns the tree of current parameters."""
-        return self._rebuild(self._arrays)
+        """Returns the tree of current parameters, with copies of the user's arrays of numpy."""
+        return self._rebuild([x.copy() if isinstance(x, np.ndarray) else x for x in self._arrays])
 
     def masks(self, packed: bool) -> PyTree:
         """Returns the tree of masks, `None` for parameters that stay dense."""

@@ -1,28 +1,29 @@
 """Statistics of the inputs that each weight meets, summed up while a model runs."""
 
 from sparsity.calibration.statistics.capture import calibrate
-from sparsity.calibration.statistics.counts import Count
-from sparsity.calibration.statistics.memory import check_memory
-from sparsity.calibration.statistics.rows import Kind
-from sparsity.calibration.statistics.statistic import (
-    Statistic,
-    Statistics,
-    centre,
+from sparsity.calibration.statistics.checks import (
     check,
     check_solvable,
-    dot,
-    errors,
     is_finite,
     look_up_statistic,
-    mean_outputs,
     not_finite,
+    warn_of_zeros,
+)
+from sparsity.calibration.statistics.counts import Count
+from sparsity.calibration.statistics.errors import (
+    centre,
+    dot,
+    errors,
+    mean_outputs,
     num_rows,
     output_error,
     ratio,
     relative_error,
     squared_means,
-    warn_of_zeros,
 )
+from sparsity.calibration.statistics.memory import check_memory
+from sparsity.calibration.statistics.rows import Kind
+from sparsity.calibration.statistics.statistic import Statistic, Statistics
 
 __all__ = [
     "Count",

@@ -1,4 +1,4 @@
-"""Alignment of the inputs and slices of a product with the leaf that the product reads."""
+"""Alignment of the inputs and slices of a product with the parameter that the product reads."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from sparsity.graph.readers.views import Factor
 from sparsity.programs.products import read_product
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
-_GROUPS = -1  # stands for the groups of a convolution among the axes of a leaf
+_GROUPS = -1  # stands for the groups of a convolution among the axes of a parameter
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Alignment:
-    """Map from sums in the order of a product's operand to the order of its leaf.
+    """Map from sums in the order of a product's operand to the order of its parameter.
 
     Attributes:
-      axes: the roles of the leaf's axes, a statistic without sums.
-      shape: the shape of the leaf, or of one of its layers.
-      slices: int[slices of the operand], the slice of the leaf for each; a weight that is broadcast
-        along a batch axis has several slices of the operand in one place.
-      inputs: int[inputs], the places of the leaf's inputs among the inputs of the operand.
+      axes: the roles of the parameter's axes, a statistic without sums.
+      shape: the shape of the parameter, or of one of its layers.
+      slices: int[slices of the operand], the slice of the parameter for each; a weight that is
+        broadcast along a batch axis has several slices of the operand in one place.
+      inputs: int[inputs], the places of the parameter's inputs among the inputs of the operand.
       copies: how often each output occurs.
     """
 
@@ -40,11 +40,11 @@ class Alignment:
 
     @property
     def repeats(self) -> int:
-        """Number of slices and outputs of the operand for each one of the leaf."""
+        """Number of slices and outputs of the operand for each one of the parameter."""
         return self.copies * len(self.slices) // max(math.prod(self.axes.lead(self.shape)), 1)
 
     def sums(self, sums: jax.Array, ndim: int) -> jax.Array:
-        """Returns sums [*batch, ...] in the order of the leaf.
+        """Returns sums [*batch, ...] in the order of the parameter.
 
         Args:
           sums: sums of the operand, [*slices, inputs], or [*slices, inputs, inputs].
@@ -72,7 +72,7 @@ class Alignment:
 
 
 def align(use: Use, graph: Graph, one_layer: bool = False) -> Alignment | None:
-    """Returns the alignment of a use, or `None` if its inputs do not match entries of the leaf.
+    """Returns the alignment of a use, or `None` if its inputs are no entries of the parameter.
 
     Args:
       use: the product.
@@ -123,7 +123,7 @@ def align(use: Use, graph: Graph, one_layer: bool = False) -> Alignment | None:
 
 
 def _is_told(use: Use, shape: tuple[int, ...]) -> bool:
-    """Returns whether a use multiplies all entries of the leaf, or of one layer in each step."""
+    """Returns whether a use multiplies all entries of the parameter, or of a layer in each step."""
     view = use.view
     if use.primitive not in _PRODUCTS or not use.contracting or use.trips is None:
         return False

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.statistics.alignment import Alignment, align
+from sparsity.calibration.statistics.checks import not_finite
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.memory import check_memory
 from sparsity.calibration.statistics.rows import KINDS, Kind, RowSums, sum_up
-from sparsity.calibration.statistics.statistic import Statistic, not_finite
+from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.walk import Steps, Sums, Walk, add
 from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_bool, check_function, check_iterable
@@ -44,8 +45,8 @@ def calibrate(
       batches: second arguments of `fn`, any trees; a generator is read once.
       kind: 'squares' sums |x|^2 for each input, 'moments' sums |x|^2 and x, 'gram' sums X^T X (of
         complex inputs X^H X) and x.
-      filter_fn: `filter_fn(path, leaf)` chooses leaves, by their shape and dtype; by default all
-        that products contract.
+      filter_fn: `filter_fn(path, parameter)` chooses parameters, by their shape and dtype; by
+        default all that products contract.
       progress: show a progress bar.
 
     Returns:
@@ -56,7 +57,7 @@ def calibrate(
 
     Raises:
       ValueError: there are no batches, the sums of one are not finite, or a Gram matrix does not
-        fit into memory; the error names leaf and batch.
+        fit into memory; the error names parameter and batch.
 
     Example:
       >>> params = {"kernel": jnp.ones((2, 3))}
@@ -68,7 +69,7 @@ def calibrate(
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {KINDS}, got kind = {kind!r}.")
     check_iterable("batches", batches)
-    check_function("filter_fn", filter_fn, "(path, leaf)", optional=True)
+    check_function("filter_fn", filter_fn, "(path, parameter)", optional=True)
     check_bool("progress", progress)
     shown = extras.load("tqdm.auto", "progress").tqdm(batches) if progress else batches
 
@@ -139,9 +140,9 @@ def check_structure(batch: PyTree, first: PyTree, number: int) -> None:
 
 
 def _without_arrays(tree: PyTree) -> tuple[jax.tree_util.PyTreeDef, list[object]]:
-    """Returns the structure of a tree, and its leaves that are no arrays."""
+    """Returns the structure of a tree, and its parameters that are no arrays."""
     leaves, structure = jax.tree.flatten(tree)
-    return structure, ["array" if trees.is_array(leaf) else leaf for leaf in leaves]
+    return structure, ["array" if trees.is_array(x) else x for x in leaves]
 
 
 class Collector:
@@ -149,7 +150,7 @@ class Collector:
 
     Args:
       graph: the graph.
-      filter_fn: selects leaves; by default all whose inputs match entries of the leaf.
+      filter_fn: selects parameters; by default all whose inputs match entries of the parameter.
     """
 
     stacks: ClassVar[bool] = True  # whether the layers of a stacked weight have sums of their own
@@ -157,7 +158,7 @@ class Collector:
     def __init__(
         self, graph: Graph, filter_fn: Callable[[Path, Parameter], bool] | None = None
     ) -> None:
-        leaves = {leaf.path: leaf for leaf in graph.leaves}
+        leaves = {param.path: param for param in graph.leaves}
         self.graph = graph
         self.uses: dict[int, Use] = {}
         self.alignments: dict[int, Alignment] = {}  # of one layer, where scans run over several
@@ -187,7 +188,7 @@ class Calibration(Collector):
     Args:
       graph: the graph.
       kind: the kind of sums.
-      filter_fn: selects leaves; by default all whose inputs match entries of the leaf.
+      filter_fn: selects parameters; by default all whose inputs match entries of the parameter.
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class Calibration(Collector):
         return sharding.replicated(sum_rows, x)
 
     def statistics(self, total: Sums) -> dict[Path, Statistic]:
-        """Returns the statistics of leaves, and pops the sums of their uses."""
+        """Returns the statistics of parameters, and pops the sums of their uses."""
         statistics: dict[Path, Statistic] = {}
         for number in sorted(total):
             use, statistic = self.uses[number], self.statistic(number, total.pop(number))
@@ -224,7 +225,7 @@ class Calibration(Collector):
                 raise ValueError(
                     f"{trees.join_names(use.path)!r} is read along other axes by the "
                     f"{use.primitive} at {use.source} than by a product before it, so that their "
-                    "inputs cannot be added up. Give each a leaf of its own, or leave it out: "
+                    "inputs cannot be added up. Give each a parameter of its own, or leave it out: "
                     "filter_fn."
                 )
             statistics[use.path] = statistic if before is None else add(before, statistic)
@@ -234,7 +235,7 @@ class Calibration(Collector):
         }
 
     def statistic(self, number: int, summed: RowSums, one_layer: bool = False) -> Statistic:
-        """Returns the statistic of a use from its sums, or of one layer of its leaf."""
+        """Returns the statistic of a use from its sums, or of one layer of its parameter."""
         alignment = self.alignments[number] if one_layer else align(self.uses[number], self.graph)
         assert alignment is not None  # or there would be none of a layer
         sums: Mapping[str, Any] = summed[0]
@@ -242,7 +243,7 @@ class Calibration(Collector):
 
 
 def are_alike(one: Statistic, other: Statistic) -> bool:
-    """Returns whether the sums of two products of a leaf may be added up."""
+    """Returns whether the sums of two products of a parameter may be added up."""
     axes = [
         dataclasses.replace(x, squares=None, sums=None, gram=None, count=0) for x in (one, other)
     ]

@@ -14,7 +14,7 @@ def check_memory(grams: Mapping[str, jax.ShapeDtypeStruct], copies: int = 1) -> 
     """Raises a ValueError with the bytes of Gram matrices if they do not fit into memory.
 
     Args:
-      grams: [*batch, inputs, inputs] of all leaves that are held together, by name.
+      grams: [*batch, inputs, inputs] of all parameters that are held together, by name.
       copies: number of arrays of these sizes at once, while sums are added up or solved.
     """
     free = free_memory(device := jax.local_devices()[0])
@@ -25,9 +25,9 @@ def check_memory(grams: Mapping[str, jax.ShapeDtypeStruct], copies: int = 1) -> 
         raise ValueError(
             f"The Gram matrices of the inputs take {total:,} bytes ({copies} of each at once), "
             f"and {device.device_kind} has {free:,} free; the largest is that of {name!r}, shape "
-            f"{grams[name].shape}, with {sizes[name]:,}. Keep such leaves dense with filter_fn, or "
-            "prune by MagnitudePruning, WandaPruning or RIAPruning without a refit, "
-            "for which kind='squares' is enough, or with calibration.Means()."
+            f"{grams[name].shape}, with {sizes[name]:,}. Keep such parameters dense by filter_fn, "
+            "or prune by MagnitudePruning, WandaPruning or RIAPruning without a refit, for which "
+            "kind='squares' is enough, or with calibration.Means()."
         )
 
 

@@ -32,7 +32,7 @@ def sum_up(use: Use, alignment: Alignment, kind: Kind, x: jax.Array) -> RowSums:
       x: the operand beside the weight.
 
     Returns:
-      (fields of a `Statistic` in the order of the leaf, the number of rows).
+      (fields of a `Statistic` in the order of the parameter, the number of rows).
     """
     x = _wide(x)
     is_dot = use.primitive == "dot_general"
@@ -56,7 +56,7 @@ def sum_outputs(use: Use, alignment: Alignment, x: jax.Array, *matrices: jax.Arr
       use: the product.
       alignment: alignment of the use, without the axes that scans took apart.
       x: the operand beside the weight.
-      *matrices: [*batch, outputs, inputs] in the order of the leaf.
+      *matrices: [*batch, outputs, inputs] in the order of the parameter.
     """
     x = _wide(x)
 

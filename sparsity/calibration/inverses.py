@@ -1,0 +1,166 @@
+"""Inverses of positive definite matrices, in the memory of the matrices.
+
+The matrices change block by block: a row and a column of blocks is all that lives beside them.
+numpy changes an array in place, XLA the value that a loop carries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsity.calibration.statistics import dot
+
+_BLOCK = 128  # fewer rows make slow products, and for more LAPACK starts threads
+
+
+def invert(matrices: jax.Array) -> jax.Array:
+    """Inverts matrices by Gauss and Jordan's elimination of blocks; those of numpy in place.
+
+    Args:
+      matrices: [..., n, n], positive definite; XLA needs no copy of those that `pad` returns.
+
+    Raises:
+      numpy.linalg.LinAlgError: a block of an array of numpy is singular. XLA returns NaN.
+    """
+    if isinstance(matrices, np.ndarray):
+        for matrix in matrices.reshape(math.prod(matrices.shape[:-2]), *matrices.shape[-2:]):
+            _invert_in_place(matrix)
+        return matrices
+    return _by_blocks(matrices, lambda matrix: _loop(matrix, _eliminate))
+
+
+def factor_inverse(matrices: jax.Array) -> jax.Array:
+    """Returns upper triangular U with U^T U = matrix^-1; for numpy, in place.
+
+    Args:
+      matrices: [..., n, n], positive definite; XLA needs no copy of those that `pad` returns.
+
+    Raises:
+      numpy.linalg.LinAlgError: an array of numpy has a matrix that is not positive definite. XLA
+        returns NaN.
+    """
+    if isinstance(matrices, np.ndarray):
+        _factor_in_place(matrices)
+        return matrices
+    return _by_blocks(matrices, lambda x: _loop(_loop(x, _factor_block, True), _invert_block))
+
+
+def pad(matrices: jax.Array, multiple: int | None = None) -> jax.Array:
+    """Appends rows and columns of the identity matrix; matrices of numpy stay as they are.
+
+    Args:
+      matrices: [..., n, n].
+      multiple: divides the new size; by default that of the blocks of this file, if n is larger.
+    """
+    size = matrices.shape[-1]
+    padding = -size % (multiple or max(min(size, _BLOCK), 1))
+    if not padding or isinstance(matrices, np.ndarray):
+        return matrices
+    wide = jnp.pad(matrices, [*[(0, 0)] * (matrices.ndim - 2), (0, padding), (0, padding)])
+    return wide + jnp.diag(jnp.arange(size + padding) >= size).astype(matrices.dtype)
+
+
+def _by_blocks(matrices: jax.Array, fn: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Calls a function of matrices of entire blocks."""
+    size = matrices.shape[-1]
+    for _ in matrices.shape[:-2]:
+        fn = jax.vmap(fn)
+    return fn(pad(matrices))[..., :size, :size]
+
+
+def _loop(
+    matrix: jax.Array,
+    step: Callable[[jax.Array, int, jax.Array], jax.Array],
+    reverse: bool = False,
+) -> jax.Array:
+    """Calls a step with the first row of each block, its number of rows, and the matrix."""
+    width = min(len(matrix), _BLOCK)
+    count = len(matrix) // max(width, 1)
+
+    def step_block(i: jax.Array, matrix: jax.Array) -> jax.Array:
+        return step(width * (count - 1 - i if reverse else i), width, matrix)
+
+    changed: jax.Array = lax.fori_loop(0, count, step_block, matrix)
+    return changed
+
+
+def _invert_in_place(matrix: np.ndarray) -> None:
+    for start in range(0, len(matrix), _BLOCK):
+        at = slice(start, start + _BLOCK)
+        pivot, column = np.linalg.inv(matrix[at, at]), matrix[:, at].copy()
+        row = pivot @ matrix[at]
+        row[:, at] = pivot
+        matrix[:, at] = 0
+        for i in range(0, len(matrix), _BLOCK):
+            matrix[i : i + _BLOCK] -= column[i : i + _BLOCK] @ row
+        matrix[at] = row
+
+
+def _factor_in_place(matrices: np.ndarray) -> None:
+    blocks = [slice(start, start + _BLOCK) for start in range(0, matrices.shape[-1], _BLOCK)]
+    for at in reversed(blocks):  # matrix = R R^T; the diagonal blocks of R are inverted
+        before = slice(0, at.start)
+        corner = np.linalg.cholesky(matrices[..., at, at][..., ::-1, ::-1])[..., ::-1, ::-1]
+        matrices[..., at, at] = inverse = np.triu(np.linalg.inv(corner))
+        above = matrices[..., before, at] @ inverse.swapaxes(-1, -2)
+        for rows in blocks[: blocks.index(at)]:
+            matrices[..., rows, before] -= above[..., rows, :] @ above.swapaxes(-1, -2)
+        matrices[..., before, at] = above
+        matrices[..., at, before] = 0
+    for at in blocks:  # U = R^-1
+        before = slice(0, at.start)
+        above = matrices[..., before, before] @ matrices[..., before, at]
+        matrices[..., before, at] = -above @ matrices[..., at, at]
+
+
+def _eliminate(start: jax.Array, width: int, matrix: jax.Array) -> jax.Array:
+    """Eliminates the inputs of a block, as `_invert_in_place` does."""
+    pivot = jnp.linalg.inv(lax.dynamic_slice(matrix, (start, start), (width, width)))
+    column = lax.dynamic_slice_in_dim(matrix, start, width, axis=1)
+    row = dot(pivot, lax.dynamic_slice_in_dim(matrix, start, width))
+    row = lax.dynamic_update_slice_in_dim(row, pivot, start, axis=1)
+    inputs = jnp.arange(len(matrix))
+    is_inside = (inputs >= start) & (inputs < start + width)
+
+    def subtract(first: jax.Array, width: int, matrix: jax.Array) -> jax.Array:
+        rows = jnp.where(is_inside, 0, lax.dynamic_slice_in_dim(matrix, first, width))
+        rows -= dot(lax.dynamic_slice_in_dim(column, first, width), row)
+        return lax.dynamic_update_slice_in_dim(matrix, rows, first, axis=0)
+
+    matrix = _loop(matrix, subtract)
+    return lax.dynamic_update_slice_in_dim(matrix, row, start, axis=0)
+
+
+def _factor_block(start: jax.Array, width: int, matrix: jax.Array) -> jax.Array:
+    """Does a step of the first loop of `_factor_in_place`."""
+    corner = lax.dynamic_slice(matrix, (start, start), (width, width))
+    corner = lax.linalg.cholesky(corner[::-1, ::-1], symmetrize_input=False)[::-1, ::-1]
+    eye = jnp.eye(width, dtype=matrix.dtype)
+    inverse = lax.linalg.triangular_solve(corner, eye, left_side=True, lower=False)
+    column = dot(lax.dynamic_slice_in_dim(matrix, start, width, axis=1), inverse.mT)
+    above = jnp.where(jnp.arange(len(matrix))[:, None] < start, column, 0)
+
+    def subtract(i: jax.Array, matrix: jax.Array) -> jax.Array:
+        rows = lax.dynamic_slice_in_dim(matrix, width * i, width)
+        rows -= dot(lax.dynamic_slice_in_dim(above, width * i, width), above.mT)
+        return lax.dynamic_update_slice_in_dim(matrix, rows, width * i, axis=0)
+
+    matrix = lax.fori_loop(0, start // width, subtract, matrix)
+    column = lax.dynamic_update_slice_in_dim(above, inverse, start, axis=0)
+    return lax.dynamic_update_slice_in_dim(matrix, column, start, axis=1)
+
+
+def _invert_block(start: jax.Array, width: int, matrix: jax.Array) -> jax.Array:
+    """Does a step of the second loop of `_factor_in_place`."""
+    column = lax.dynamic_slice_in_dim(matrix, start, width, axis=1)
+    corner = lax.dynamic_slice_in_dim(column, start, width)
+    is_above = jnp.arange(len(matrix))[:, None] < start
+    above = dot(-dot(matrix, jnp.where(is_above, column, 0)), corner)
+    column = jnp.where(is_above, above, column)
+    return lax.dynamic_update_slice_in_dim(matrix, column, start, axis=1)

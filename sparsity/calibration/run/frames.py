@@ -1,0 +1,86 @@
+"""Values of a program that runs on all batches, as long as they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import jax
+
+from sparsity.programs.program import Equation, Program, Value
+
+Layers: TypeAlias = Mapping[Equation, int]  # the layer of each scan, the outermost first
+
+
+class Frame:
+    """Program that runs on all batches, with the values that are still needed.
+
+    Args:
+      program: the program.
+      bound: functions that compute the inputs that depend on parameters alone, or their parts at
+        some indices of their first axes.
+      data: the values of the other inputs, for each batch.
+      layers: the layer of each scan around the program.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        bound: Mapping[Value, Callable[..., jax.Array]],
+        data: list[dict[Value, jax.Array]],
+        layers: Layers,
+    ) -> None:
+        self.program, self.bound, self.data, self.layers = program, bound, data, layers
+        self._made_by = {value: e for e in program.flat() for value in e.outputs}
+        self._free: dict[Value, jax.Array] = {}
+        self._parts: dict[tuple[Value, tuple[int, ...]], jax.Array] = {}
+
+    def free(self, value: Value, *layers: int) -> jax.Array:
+        """Returns a value that depends on parameters alone, or one of its layers."""
+        if value in self.bound:
+            if not self.layers:  # all layers would be held
+                return self.bound[value](*layers)
+            if (value, layers) not in self._parts:  # once for all batches
+                self._parts[value, layers] = self.bound[value](*layers)
+            return self._parts[value, layers]
+        if value not in self._free and value in self._made_by:
+            equation = self._made_by[value]
+            if layers and equation.name == "convert_element_type":  # of a stack: only the layer
+                layer: jax.Array = equation.bind([self.free(equation.inputs[0], *layers)])[0]
+                return layer
+            outputs = equation.bind([self.free(x) for x in equation.inputs])
+            self._free.update(zip(equation.outputs, outputs, strict=True))
+        result: jax.Array = self._free.get(value, value.constant)
+        return result[layers] if layers else result
+
+    def forget(self) -> None:
+        """Drops values computed from parameters, which have changed."""
+        self._free.clear()
+        self._parts.clear()
+
+    def read(self, batch: int, value: Value) -> jax.Array:
+        """Returns a value for a batch."""
+        values = self.data[batch]
+        return values[value] if value in values else self.free(value)
+
+    def inputs(self, batch: int, equation: Equation) -> list[jax.Array]:
+        """Returns the inputs of an equation, for a batch."""
+        return [self.read(batch, value) for value in equation.inputs]
+
+
+def last_uses(program: Program) -> dict[Value, Equation | None]:
+    """Returns the last equation that needs each value, `None` for outputs."""
+    last: dict[Value, Equation | None] = {}
+    for equation in program.flat():
+        last.update(dict.fromkeys(equation.inputs, equation))
+    last.update(dict.fromkeys(program.outputs))
+    return last
+
+
+def forget(
+    values: dict[Value, jax.Array], equation: Equation, last: Mapping[Value, Equation | None]
+) -> None:
+    """Drops the values of a batch that no equation after this one needs."""
+    for value in {*equation.inputs, *equation.outputs}:
+        if last.get(value, equation) is equation:
+            values.pop(value, None)

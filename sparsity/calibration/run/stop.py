@@ -1,0 +1,140 @@
+"""Places where a run reaches a weight, and the sums of its inputs or outputs there."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsity.calibration.run.frames import Frame, Layers
+from sparsity.calibration.statistics import Statistic, not_finite
+from sparsity.calibration.statistics.capture import Calibration, are_alike, is_finite
+from sparsity.calibration.statistics.rows import sum_outputs
+from sparsity.calibration.statistics.walk import Steps, Sums, Walk, add, is_count
+from sparsity.core import host, sharding
+from sparsity.core.trees import PyTree
+from sparsity.programs.program import Equation
+from sparsity.programs.share import share
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop:
+    """Place where the program reaches a weight: a product, or the loop or branch around it.
+
+    Attributes:
+      calibration: sums up inputs.
+      frame: holds the inputs of the equation.
+      equation: a product, a scan or a cond.
+      layers: the layers of the scans within the equation that take the weight apart, by number of
+        the use.
+    """
+
+    calibration: Calibration
+    frame: Frame
+    equation: Equation
+    layers: Mapping[int, Layers]
+
+    def statistic(self, name: str) -> Statistic:
+        """Returns the statistic of the inputs in all batches, and in all steps of a loop.
+
+        Among several products in a loop, only those count that read the weight along the same axes
+        as the first.
+
+        Raises:
+          ValueError: inputs are not finite; the error names the batch.
+        """
+        total, finite = _add_up(self._sums(self.calibration.sum_up))
+        for batch, is_batch_finite in enumerate(jax.device_get(finite)):
+            if not is_batch_finite:
+                raise not_finite(name, batch)
+        statistics = [
+            self.calibration.statistic(number, total[number], one_layer=True)
+            for number in sorted(total)
+        ]
+        alike = [x for x in statistics if are_alike(x, statistics[0])]
+        return functools.reduce(add, alike)
+
+    def losses(self, *matrices: jax.Array) -> jax.Array:
+        """Returns the sums of |y|^2 over the outputs y of each matrix."""
+
+        def sum_use(number: int, x: jax.Array, steps: Steps, arguments: PyTree) -> jax.Array:
+            use, alignment = self.calibration.uses[number], self.calibration.alignments[number]
+            return sharding.replicated(
+                functools.partial(sum_outputs, use, alignment), x, *arguments
+            )
+
+        sums = [total for each in self._sums(sum_use, matrices) for total in each.values()]
+        total: jax.Array = functools.reduce(jnp.add, sums)
+        return total
+
+    def _sums(self, sum_up: Callable[..., PyTree], arguments: PyTree = ()) -> Iterator[Sums]:
+        """Yields the sums of each batch, by number of the use."""
+        uses = {number: self.calibration.uses[number] for number in self.layers}
+        batches = range(len(self.frame.data))
+        if not self.equation.bodies:
+            compiled: dict[int, Callable[..., PyTree]] = {}
+            for batch in batches:
+                sums = {}
+                for number, use in uses.items():
+                    x = self.frame.read(batch, self.equation.inputs[1 - use.operand])
+                    if not batch:
+                        alone = functools.partial(sum_up, number, steps={})
+                        compiled[number] = share(
+                            lambda x, more, alone=alone: alone(x, arguments=more), x, arguments
+                        )
+                    sums[number] = compiled[number](x, arguments)
+                yield sums
+            return
+        # Indices are arguments, so that the layers of a stack share what is compiled.
+        indices = {number: [*layers.values()] for number, layers in self.layers.items()}
+
+        @jax.jit
+        def run(inputs: list[jax.Array], indices: PyTree, arguments: PyTree) -> Sums:
+            def sum_layer(number: int, x: jax.Array, steps: Steps) -> PyTree:
+                sums = sum_up(number, x, steps, arguments)
+                for scan, layer in zip(self.layers[number], indices[number], strict=True):
+                    is_layer = steps[scan] == layer
+                    sums = jax.tree.map(lambda s, on=is_layer: jnp.where(on, s, 0), sums)
+                return sums
+
+            return Walk(uses, sum_layer).sum_equation(self.equation, inputs)
+
+        for batch in batches:
+            yield run(self.frame.inputs(batch, self.equation), indices, arguments)
+
+
+def _add_up(batches: Iterable[Sums]) -> tuple[Sums, list[jax.Array]]:
+    """Returns the total of the sums of batches, and whether those of each batch are finite.
+
+    Two batches of sums live at once at most: numpy and XLA add in place.
+    """
+    place: host.HostPlace | None = None
+    total: Sums = {}
+    finite = []
+    for sums in batches:
+        finite.append(_is_finite(sums))
+        if total and place is None:
+            total = _add(total, sums)
+        elif total:
+            total = jax.tree.map(_add_on_host, total, host.to_numpy(sums), is_leaf=is_count)
+        else:
+            is_real = not any(map(jnp.iscomplexobj, jax.tree.leaves(sums)))
+            place = host.find_place(sums) if is_real else None
+            total = sums if place is None else jax.tree.map(host.copy, host.to_numpy(sums))
+    return total if place is None else place.put(total), finite
+
+
+def _add_on_host(total: PyTree, sums: PyTree) -> PyTree:
+    return total + sums if is_count(total) else host.add_to(total, sums)
+
+
+def _is_finite_on_host(sums: Sums) -> np.ndarray:
+    return np.array(all(np.isfinite(x).all() for x in jax.tree.leaves(sums)))
+
+
+_is_finite = host.instead(_is_finite_on_host)(jax.jit(is_finite))
+_add = jax.jit(add, donate_argnums=0)

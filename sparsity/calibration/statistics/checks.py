@@ -1,0 +1,196 @@
+"""Checks that a statistic fits its parameter and says something about it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsity.calibration.statistics.counts import Count
+from sparsity.calibration.statistics.statistic import Statistic, Statistics
+from sparsity.core import host, trees
+from sparsity.core.checks import is_traced
+from sparsity.masks import Site
+
+
+def look_up_statistic(
+    statistics: Statistics | None,
+    site: Site,
+    shape: tuple[int, ...],
+    kind: Literal["squares", "moments", "gram"],
+    who: str,
+) -> Statistic:
+    """Returns the statistic of a parameter, checked, with the batch axes of its site.
+
+    Args:
+      statistics: by path.
+      site: the parameter.
+      shape: its shape.
+      kind: the kind of sums that are needed.
+      who: the pruner or refit, for messages.
+
+    Raises:
+      ValueError: there is no statistic, or one that does not fit the parameter, lacks the kind, or
+        is not finite.
+    """
+    name, path = site.name, trees.path_names(site.path)
+    if statistics is None:
+        raise ValueError(
+            f"{who} needs statistics of the inputs of each weight, got statistics = None. Pass "
+            f"statistics=sparsity.calibrate(fn, params, batches, kind={kind!r}) to "
+            "instant_sparsify, or to the optimizer's update."
+        )
+    if path not in statistics:
+        raise ValueError(
+            f"{who}: statistics has no entry {path} for {name!r}, which has a sparsity. No product "
+            "of the model reads it, one reads parts of it or is a ragged_dot, or the calibration "
+            "saw another model. Keep it dense with filter_fn or custom_sparsity_map={path: None}."
+        )
+    statistic = statistics[path]
+    check(statistic, shape, name)
+    warn_of_zeros(statistic, name)
+    if kind == "gram" and statistic.gram is None:
+        raise ValueError(
+            f"{who} needs the Gram matrix of {name!r}, and its statistic has none. Calibrate with "
+            "kind='gram'."
+        )
+    if kind == "moments" and (statistic.sums is None or statistic.squares is None):
+        raise ValueError(
+            f"{who} needs the means of the inputs of {name!r}, and its statistic has none. "
+            "Calibrate with kind='moments'."
+        )
+    return statistic.sliced(site, shape)
+
+
+def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
+    """Raises a ValueError that names the parameter unless its statistic fits and is finite."""
+    axes = (*statistic.batch, *statistic.output, *statistic.contracting)
+    if sorted(axes) != [*range(len(shape))]:
+        raise ValueError(
+            f"The statistic of {name!r} must name each axis of shape {shape} once, from 0, got "
+            f"batch = {statistic.batch}, output = {statistic.output}, contracting = "
+            f"{statistic.contracting}."
+        )
+    first = shape[statistic.output[0]] if statistic.output else 1
+    if statistic.groups < 1 or first % statistic.groups:
+        raise ValueError(
+            f"The statistic of {name!r} has groups = {statistic.groups}, which must divide its "
+            f"first output axis, of size {first}."
+        )
+    lead, inputs = statistic.lead(shape), statistic.inputs(shape)
+    each = (*lead, inputs)
+    shapes = {"squares": each, "sums": each, "gram": (*each, inputs)}
+    values = {field: getattr(statistic, field) for field in shapes}
+    values = {field: value for field, value in values.items() if value is not None}
+    if not values.keys() - {"sums"}:
+        raise ValueError(f"The statistic of {name!r} has neither squares nor gram.")
+    _check_count(statistic.count, name)
+    for field, value in values.items():
+        if value.shape != shapes[field]:
+            raise ValueError(
+                f"The {field} of {name!r}, shape {shape}, must have shape {shapes[field]}, got "
+                f"{value.shape}."
+            )
+        if not is_finite(value):
+            raise ValueError(
+                f"The {field} of the inputs of {name!r} are not all finite: an activation was NaN "
+                "or infinite. Calibrate in a wider dtype, or find the batch that makes it so."
+            )
+        if field == "squares" and jnp.iscomplexobj(value):
+            raise ValueError(
+                f"The squares of the inputs of {name!r} must be real, sums of |x|^2, got "
+                f"{value.dtype}. Take the real part of sums of x conj(x)."
+            )
+
+
+def _check_count(count: Count | jax.Array | int, name: str) -> None:
+    """Raises a ValueError that names the parameter unless a count, if concrete, counts rows."""
+    if any(map(is_traced, jax.tree.leaves(count))):
+        return
+    rows = np.asarray(count)
+    if rows.dtype.kind not in "iu" or (rows < 0).any():
+        raise ValueError(
+            f"The statistic of {name!r} must count rows by integers >= 0, got count = {count!r}. "
+            "Sums of int32 beyond 2**31 become negative: add up sparsity.calibration.Count."
+        )
+
+
+def not_finite(name: str, batch: int) -> ValueError:
+    """Returns the error of a parameter whose inputs are NaN or infinite in a batch."""
+    return ValueError(
+        f"The inputs of {name!r} are not all finite in batch {batch}: an activation, or the sum of "
+        "its squares, is NaN or infinite. Look at that batch, or calibrate in a wider dtype."
+    )
+
+
+def is_finite(value: jax.Array) -> bool:
+    """Returns whether all entries are finite; traced ones pass."""
+    if is_traced(value):
+        return True
+    with jax.ensure_compile_time_eval():  # a constant within a function that is traced
+        return bool(_all_finite(value))
+
+
+@host.instead(lambda value: np.isfinite(value).all())
+def _all_finite(value: jax.Array) -> jax.Array:
+    return jnp.all(jnp.isfinite(value))
+
+
+@host.instead(lambda x: (x == 0).all(axis=-1))
+def _are_zeros(x: jax.Array) -> jax.Array:
+    """Returns whether all entries along the last axis are 0."""
+    return jnp.all(x == 0, axis=-1)
+
+
+def warn_of_zeros(statistic: Statistic, name: str) -> None:
+    """Warns of inputs that were 0 in all rows, which say nothing about the weights."""
+    squares = statistic.sums_of_squares()
+    if is_traced(squares) or not squares.size:
+        return
+    with jax.ensure_compile_time_eval():
+        is_zero = np.asarray(jax.device_get(_are_zeros(squares)))
+    if is_zero.any():
+        where = "All inputs of" if is_zero.all() else f"Slices {np.argwhere(is_zero).tolist()} of"
+        warnings.warn(
+            f"{where} {name!r} met nothing but zeros in the calibration data, which say nothing "
+            "about these weights: ties decide which of them stay. Calibrate with data that reach "
+            "them, or keep them dense with filter_fn or custom_sparsity_map={path: None}.",
+            stacklevel=1,  # one place, so that a weight is named once
+        )
+
+
+def check_solvable(
+    statistic: Statistic, param: jax.Array, name: str, damping: float | None = None
+) -> None:
+    """Checks that a Gram matrix can reconstruct weights, and warns of directions without data.
+
+    Args:
+      statistic: the statistic of the inputs.
+      param: the weights.
+      name: the name of the parameter.
+      damping: the addition to the diagonal, for the message; `None`: there is none.
+
+    Raises:
+      ValueError: the weights are complex.
+    """
+    if jnp.issubdtype(param.dtype, jnp.complexfloating):
+        raise ValueError(
+            f"{name!r} is {param.dtype}, and only real weights can be reconstructed. Keep it "
+            "dense, or prune it with WandaPruning and no refit."
+        )
+    inputs = statistic.inputs(param.shape)
+    if any(map(is_traced, jax.tree.leaves(statistic.count))):
+        return
+    rows = int(np.min(np.asarray(statistic.count)))
+    if rows < inputs:
+        remedy = "Weights that the data leave free stay near those of the pruner."
+        if damping:
+            remedy = f"What the data do not say, damping = {damping} decides."
+        warnings.warn(
+            f"The statistic of {name!r} has {rows} rows for {inputs} inputs, so that its Gram "
+            f"matrix is singular. {remedy} More calibration data would say more.",
+            stacklevel=2,
+        )

@@ -1,0 +1,125 @@
+"""Outputs that changed weights lose, from the statistic of the inputs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsity.calibration.statistics.counts import Count
+from sparsity.calibration.statistics.statistic import Statistic
+from sparsity.core import host
+
+
+def relative_error(statistic: Statistic, dense: jax.Array, pruned: jax.Array) -> jax.Array:
+    """Returns tr(D^H G D) / tr(W^H G W), D = W - pruned: the lost share of the outputs.
+
+    Example:
+      >>> kernel = Statistic(gram=jnp.diag(jnp.array([4.0, 1.0])), count=9, contracting=(0,),
+      ...                    output=(1,))
+      >>> relative_error(kernel, jnp.array([[2.0], [3.0]]), jnp.array([[2.0], [0.0]]))
+      Array(0.36, dtype=float32)
+    """
+    lost = jnp.sum(output_error(statistic, dense - pruned))
+    return ratio(lost, jnp.sum(output_error(statistic, dense)))
+
+
+def errors(
+    statistic: Statistic, dense: jax.Array, *others: jax.Array
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Returns the relative errors of some weights, and those after removing the means.
+
+    Args:
+      statistic: with a Gram matrix and `sums`.
+      dense: the parameter before pruning.
+      *others: the parameter after steps of pruning.
+
+    Returns:
+      (errors, centred errors), a scalar each for each of `others`.
+    """
+    leaves = dense, *(dense - other for other in others)
+    total, *lost = (output_error(statistic, param).sum() for param in leaves)
+    mean, *lost_means = (squared_means(statistic, param).sum() for param in leaves)
+    centred = [centre(*pair, total, mean) for pair in zip(lost, lost_means, strict=True)]
+    return [ratio(x, total) for x in lost], centred
+
+
+def output_error(statistic: Statistic, difference: jax.Array) -> jax.Array:
+    """Returns sum(|X d|^2) over the rows, for the weights d of each output: [*batch, outputs].
+
+    Args:
+      statistic: with a Gram matrix.
+      difference: the difference of two parameters; or a parameter, for the norm of its outputs.
+    """
+    grams, rows = statistic.grams(), statistic.matrices(difference)
+    rows = rows.astype(jnp.promote_types(rows.dtype, grams.dtype))
+    outputs = dot(rows.conj(), grams)
+    return (outputs * rows).sum(axis=-1).real
+
+
+def squared_means(statistic: Statistic, param: jax.Array) -> jax.Array:
+    """Returns |sum(X d)|^2 / n over n rows: the part of `output_error` that means make.
+
+    Args:
+      statistic: with `sums`.
+      parameter: the weights d of each output.
+
+    Returns:
+      [*batch, outputs].
+    """
+    xp = host.namespace([param])
+    sums, rows = xp.asarray(statistic.sums), statistic.matrices(param)
+    rows = rows.astype(jnp.promote_types(rows.dtype, sums.dtype))
+    totals = dot(rows, sums[..., None])[..., 0]
+    squares: jax.Array = xp.square(xp.abs(totals)) / num_rows(statistic, sums.ndim)
+    return squares
+
+
+def mean_outputs(statistic: Statistic, param: jax.Array) -> jax.Array:
+    """Returns the means of the outputs over the rows, [*batch, outputs].
+
+    Args:
+      statistic: with `sums`.
+      parameter: the weights of each output.
+    """
+    sums = jnp.asarray(statistic.sums)
+    means = sums / num_rows(statistic, sums.ndim)
+    return jnp.sum(statistic.matrices(param) * means[..., None, :], axis=-1)
+
+
+def centre(lost: jax.Array, lost_mean: jax.Array, total: jax.Array, mean: jax.Array) -> jax.Array:
+    """Returns the lost share of the outputs' variance, 0 where rounding hides the variance.
+
+    Args:
+      lost: sum of squares of the lost outputs.
+      lost_mean: the part of it that their means make.
+      total: sum of squares of the dense outputs.
+      mean: the part of it that their means make.
+    """
+    xp, noise = host.namespace([total]), 16 * jnp.finfo(total.dtype).eps
+    spread = xp.where(total - mean > noise * total, total - mean, 0)
+    return ratio(xp.maximum(lost - lost_mean, 0), spread)
+
+
+def ratio(part: jax.Array, total: jax.Array) -> jax.Array:
+    """Returns part / total, 0 where the total is 0."""
+    xp = host.namespace([total])
+    share: jax.Array = xp.where(total > 0, part / xp.where(total > 0, total, 1), 0)
+    return share
+
+
+def num_rows(statistic: Statistic, ndim: int) -> jax.Array:
+    """Returns the numbers of rows, at least 1, with axes that broadcast to [*batch, ...]."""
+    rows = statistic.count
+    xp = host.namespace(jax.tree.leaves(rows))
+    count = rows.as_float() if isinstance(rows, Count) else xp.asarray(rows, np.float32)
+    wide: jax.Array = xp.maximum(count.reshape(*count.shape, *[1] * (ndim - count.ndim)), 1)
+    return wide
+
+
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the product of matrices in their own precision."""
+    xp, options = host.namespace([a, b]), {"precision": lax.Precision.HIGHEST}
+    product: jax.Array = xp.matmul(a, b, **({} if xp is np else options))
+    return product
