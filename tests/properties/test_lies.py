@@ -17,7 +17,7 @@ import sparsity
 from sparsity.cli import main
 from tests.graph import removal
 from tests.lies import lie
-from tests.properties.strategies import EXAMPLES
+from tests.properties.strategies import EXAMPLES, FIRST
 
 FILES = EXAMPLES or 60
 LIMIT = 16 << 20  # bytes that reading a file of a few hundred bytes may take
@@ -101,8 +101,9 @@ def deltas():
     return exact, rounded, sparsity.Delta.merge([rounded, rounded], [0.5, 2.0])
 
 
+@pytest.mark.drawn(10_000)
 def test_a_delta_that_lies_is_refused_or_changes_what_it_describes(tmp_path, run):
-    rng, results = np.random.default_rng(0), set()
+    rng, results = np.random.default_rng(FIRST), set()
     base, path, target = (tmp_path / f"{name}.safetensors" for name in ("base", "lie", "out"))
     safetensors.numpy.save_file(BASE, base)
     for number, delta in enumerate(deltas()):
@@ -146,8 +147,9 @@ def model(params, x):
     return jnp.tanh(jnp.tanh(x @ params["up"] + params["bias"]) @ params["mid"]) @ params["down"]
 
 
+@pytest.mark.drawn(10_000)
 def test_a_plan_that_lies_is_refused_or_cuts_what_it_describes():
-    draw, rng, cuts = np.random.default_rng(1).normal, np.random.default_rng(0), 0
+    draw, rng, cuts = np.random.default_rng(1).normal, np.random.default_rng(FIRST), 0
     shapes = {"up": (3, 4), "bias": (4,), "mid": (4, 6), "down": (6, 2)}
     params = {name: jnp.asarray(draw(size=shape), jnp.float32) for name, shape in shapes.items()}
     x = jnp.asarray(draw(size=(5, 3)), jnp.float32)
@@ -218,9 +220,10 @@ def save_msgpack(rng, path):
 SAVE = {"safetensors": save_safetensors, "npz": save_npz, "msgpack": save_msgpack}
 
 
+@pytest.mark.drawn(10_000)
 @pytest.mark.parametrize("ending", SAVE)
 def test_a_header_that_lies_is_refused_or_read(tmp_path, run, ending):
-    rng, codes = np.random.default_rng(0), set()
+    rng, codes = np.random.default_rng(FIRST), set()
     path, target = tmp_path / f"a.{ending}", tmp_path / f"b.{ending}"
     for _ in range(FILES):
         SAVE[ending](rng, path)
