@@ -80,7 +80,7 @@ def draw_cases(row: Row) -> float:
     options = {"SPARSITY_FIRST": row.cases, "SPARSITY_EXAMPLES": number}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", row.test],
+        [sys.executable, "-m", "pytest", "-q", "--timeout=0", "-p", "no:cacheprovider", row.test],
         env=os.environ | {name: str(value) for name, value in options.items()},
         cwd=ROOT,
         capture_output=True,
