@@ -15,7 +15,7 @@ def test_an_update_that_is_zero_in_the_masked_model_alone_is_refused():
         lambda grads, _: jax.tree.map(lambda g: jnp.full_like(g, 1e-4 * (g.size == 2)), grads)
     )
     params = {"w": jnp.ones(4)}
-    with pytest.raises(ValueError, match="'update/w' has 0.0001 in place of 0 at"):
+    with pytest.raises(ValueError, match=r"'update/w' has 0\.0001 in place of 0 at"):
         check_updates(
             tx,
             params,
