@@ -1,7 +1,6 @@
 """Random networks of known frameworks: pruned, compact and smaller ones compute what masks do."""
 
 import operator
-import os
 import re
 
 import jax
@@ -14,9 +13,8 @@ import sparsity
 from sparsity.core import trees
 from tests import networks
 from tests.graph import removal
+from tests.properties.strategies import EXAMPLES, FIRST
 
-# The long profile: SPARSITY_NETWORKS=500 python -m pytest tests/test_random_networks.py
-NETWORKS = int(os.environ.get("SPARSITY_NETWORKS", 4))
 TOLERANCE = 1e-9
 STEPS = 20
 # Documented refusals: too many dense parameters, kernels that a cell joins for one product, and
@@ -162,9 +160,10 @@ def unless_refused(check, *args):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(500)
 @pytest.mark.filterwarnings("ignore:The statistic of .* has .* rows for")
 @pytest.mark.filterwarnings("ignore:All inputs of .* met nothing but zeros")
-@pytest.mark.parametrize("seed", range(NETWORKS))
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + (EXAMPLES or 4)))
 def test_a_random_network_is_pruned_compacted_and_cut_exactly(seed):
     with jax.enable_x64(True):
         rng, network = np.random.default_rng(seed), networks.make(seed)

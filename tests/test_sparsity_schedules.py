@@ -159,11 +159,12 @@ def test_the_last_update_reaches_the_target_bit_for_bit(freq, start, end):
 
 @pytest.mark.parametrize("power", [0.5, 1, 3])
 @pytest.mark.parametrize("length", [41, 47, 83, 1000, 12_345])
-def test_a_compiled_ramp_of_any_length_and_power_ends_exactly(length, power):
+def test_a_compiled_ramp_of_any_length_and_power_starts_and_ends_exactly(length, power):
     # In float32, 47 * (1 / 47) is not 1: compilers turn a division into such a product.
-    schedule = PolynomialSchedule(length, 0, length, power=power)
-    reached = jax.jit(lambda step: schedule.get_sparsity_at_step(0.9, step))(length)
-    assert np.float32(reached) == np.float32(0.9)
+    schedule = PolynomialSchedule(length, 10, 10 + length, power=power)
+    compiled = jax.jit(lambda step: schedule.get_sparsity_at_step(0.9, step))
+    for step, sparsity in ((3, 0.0), (10, 0.0), (10 + length, 0.9)):
+        assert np.float32(compiled(step)) == np.float32(sparsity)
 
 
 @hypothesis.settings(deadline=None, max_examples=50)

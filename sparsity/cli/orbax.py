@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -84,6 +85,16 @@ class Folder:
             raise ValueError(f"the chunks {chunk} of {name!r} are larger than its {array.shape}")
         return array
 
+    def check_chunks(self, name: str, array: Any) -> None:
+        """Raises a ValueError if chunks are missing: memory is not taken for a shape that lies."""
+        if not self.has_zeros:
+            return
+        files = _tensorstore().KvStore.open(self.store(name)).result().list().result()
+        stored = sum(file not in (b".zarray", b".zattrs", b"zarr.json") for file in files)
+        sizes = zip(array.shape, array.chunk_layout.write_chunk.shape or (), strict=True)
+        if stored < (chunks := math.prod(-(-size // chunk) for size, chunk in sizes)):
+            raise ValueError(f"{chunks - stored} of the {chunks} chunks of {name!r} are missing")
+
 
 def read(path: Path) -> PyTree:
     """Returns the tree of a folder: nested dictionaries of its arrays."""
@@ -92,6 +103,7 @@ def read(path: Path) -> PyTree:
     for keys, name, kind in entries:
         if kind in ARRAYS:
             array = folder.open(name)
+            folder.check_chunks(name, array)
             node = tree
             for key in keys[:-1]:
                 node = node.setdefault(key, {})

@@ -12,7 +12,7 @@ import safetensors.numpy
 
 from sparsity.cli import checkpoints, main
 from tests.cli.checkpoints import FORMATS, weights
-from tests.properties.strategies import EXAMPLES  # 10,000 in the long profile
+from tests.properties.strategies import EXAMPLES, FIRST
 
 FILES = ["a.safetensors", "a.npz", "a.msgpack"]
 
@@ -67,9 +67,10 @@ def damage(rng, data):
     return bytes(damaged)
 
 
+@pytest.mark.drawn(10_000)
 @pytest.mark.parametrize("name", FORMATS)
 def test_damaged_bytes_end_in_one_line_and_leave_other_files_alone(tmp_path, capsys, name):
-    rng, codes = np.random.default_rng(0), set()
+    rng, codes = np.random.default_rng(FIRST), set()
     source, target = tmp_path / name, tmp_path / f"target{(tmp_path / name).suffix}"
     FORMATS[name][0](source, weights())
     files = {

@@ -110,7 +110,7 @@ def test_files_that_are_cut_off_or_missing_are_one_line(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("shape", "chunk", "message"),
     [
-        ([1 << 44, 32], [64, 32], "Unable to allocate"),
+        ([1 << 44, 32], [64, 32], "chunks of 'w' are missing"),
         ([1 << 44, 32], [1 << 44, 32], "Unable to allocate"),
         ([64, 32], [1 << 44, 32], "larger than its"),
         ([128, 32], [64, 32], "missing"),

@@ -127,6 +127,16 @@ def test_masks_values_and_moments_are_those_of_the_wrapped_updater(kind, pattern
     assert moments[0].count == 1
 
 
+def test_a_mask_of_the_user_moves_where_the_distribution_has_no_sparsity():
+    params, masked, model = start(make_pruner(sparsity.SET))
+    layers_only = sparsity.Uniform(0.75, filter_fn=lambda path, _: path[-1] == "layers")
+    pruner = make_pruner(sparsity.SET, sparsity_distribution_fn=layers_only)
+    state = pruner.wrap_optax(ADAM, masks=masked.masks).init(params)
+    expected = pruner.update_state(state, params, params).masks
+    moved = model.move(pruner, model.params, model.opt_state, 0)[0]
+    assert_equal(moved.masks, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [sparsity.SET, sparsity.RigL])
 def test_a_run_with_moves_is_that_of_the_wrapped_optimizer(kind):

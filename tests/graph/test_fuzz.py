@@ -1,7 +1,5 @@
 """Random programs: no group may be offered whose removal differs from masking."""
 
-import os
-
 import jax
 import numpy as np
 import pytest
@@ -9,21 +7,23 @@ import pytest
 from sparsity.graph.channels import coupling
 from sparsity.graph.removal.removable import Removal
 from tests.graph import every_primitive, fuzz
+from tests.properties.strategies import EXAMPLES, FIRST
 
-# The long profile: SPARSITY_FUZZ=2000 python -m pytest tests/graph/test_fuzz.py
-PROGRAMS = int(os.environ.get("SPARSITY_FUZZ", 300))
+PROGRAMS = EXAMPLES or 300
+SIZE = min(PROGRAMS, 100)  # programs of a test
 BATCH = 25  # programs that are compiled together
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, PROGRAMS, 100))
+@pytest.mark.drawn(2_000)
+@pytest.mark.parametrize("first", range(FIRST, FIRST + PROGRAMS, SIZE))
 def test_removing_groups_of_random_programs_leaves_what_masking_gives(first):
     wrong, groups = {}, 0
-    for start in range(first, min(first + 100, PROGRAMS), BATCH):
-        found, count = fuzz.wrong(range(start, min(start + BATCH, PROGRAMS)))
+    for start in range(first, first + SIZE, BATCH):
+        found, count = fuzz.wrong(range(start, min(start + BATCH, first + SIZE)))
         wrong, groups = wrong | found, groups + count
     assert wrong == {}
-    assert groups > 50  # or else the check is empty
+    assert groups > SIZE // 2  # or else the check is empty
 
 
 @pytest.mark.slow

@@ -11,11 +11,12 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import sparsity
 
-# The long profile: SPARSITY_EXAMPLES=2000 python -m pytest tests/properties
-EXAMPLES = int(os.environ.get("SPARSITY_EXAMPLES", 0))
+# Set by the long profile: how many cases to draw, and how many were drawn before.
+EXAMPLES, FIRST = (int(os.environ.get(f"SPARSITY_{name}", 0)) for name in ("EXAMPLES", "FIRST"))
 # Scalars, sizes of zero, primes, six axes.
 SHAPES = ((), (0,), (7,), (4, 0), (1, 1), (13, 2), (4, 8), (3, 8, 4), (2, 1, 3, 1, 2, 4))
 DTYPES = ("float32", "float16", "bfloat16", "complex64")
@@ -37,14 +38,20 @@ sparsities = st.one_of(
 
 
 def examples(few):
-    """Settings of a property: a few examples, always the same, or those of the long profile."""
-    return hypothesis.settings(
+    """Draws a few cases of a property, always the same, or those of the long profile."""
+    settings = hypothesis.settings(
         max_examples=EXAMPLES or few,
         derandomize=not EXAMPLES,
         deadline=None,
         database=None,
         suppress_health_check=[*hypothesis.HealthCheck],
     )
+
+    def decorate(test):
+        seeded = hypothesis.seed(FIRST)(test) if EXAMPLES else test
+        return pytest.mark.drawn(2_000)(settings(seeded))
+
+    return decorate
 
 
 class Pair(NamedTuple):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 import tracemalloc
 import zipfile
 
@@ -12,12 +13,14 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+import tensorstore
 
 import sparsity
 from sparsity.cli import main
+from tests.cli import test_orbax
 from tests.graph import removal
 from tests.lies import lie
-from tests.properties.strategies import EXAMPLES
+from tests.properties.strategies import EXAMPLES, FIRST
 
 FILES = EXAMPLES or 60
 LIMIT = 16 << 20  # bytes that reading a file of a few hundred bytes may take
@@ -101,8 +104,9 @@ def deltas():
     return exact, rounded, sparsity.Delta.merge([rounded, rounded], [0.5, 2.0])
 
 
+@pytest.mark.drawn(10_000)
 def test_a_delta_that_lies_is_refused_or_changes_what_it_describes(tmp_path, run):
-    rng, results = np.random.default_rng(0), set()
+    rng, results = np.random.default_rng(FIRST), set()
     base, path, target = (tmp_path / f"{name}.safetensors" for name in ("base", "lie", "out"))
     safetensors.numpy.save_file(BASE, base)
     for number, delta in enumerate(deltas()):
@@ -146,8 +150,9 @@ def model(params, x):
     return jnp.tanh(jnp.tanh(x @ params["up"] + params["bias"]) @ params["mid"]) @ params["down"]
 
 
+@pytest.mark.drawn(10_000)
 def test_a_plan_that_lies_is_refused_or_cuts_what_it_describes():
-    draw, rng, cuts = np.random.default_rng(1).normal, np.random.default_rng(0), 0
+    draw, rng, cuts = np.random.default_rng(1).normal, np.random.default_rng(FIRST), 0
     shapes = {"up": (3, 4), "bias": (4,), "mid": (4, 6), "down": (6, 2)}
     params = {name: jnp.asarray(draw(size=shape), jnp.float32) for name, shape in shapes.items()}
     x = jnp.asarray(draw(size=(5, 3)), jnp.float32)
@@ -219,9 +224,10 @@ SAVE = {"safetensors": save_safetensors, "npz": save_npz, "msgpack": save_msgpac
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(10_000)
 @pytest.mark.parametrize("ending", SAVE)
 def test_a_header_that_lies_is_refused_or_read(tmp_path, run, ending):
-    rng, codes = np.random.default_rng(0), set()
+    rng, codes = np.random.default_rng(FIRST), set()
     path, target = tmp_path / f"a.{ending}", tmp_path / f"b.{ending}"
     for _ in range(FILES):
         SAVE[ending](rng, path)
@@ -232,4 +238,52 @@ def test_a_header_that_lies_is_refused_or_read(tmp_path, run, ending):
         if pruned == 0:
             assert run("inspect", target) == 0
             target.unlink()
+    assert codes == {0, 2}
+
+
+# Folders of Orbax: descriptions of the tree and of arrays, and files in the place of others.
+
+
+def list_files(folder, has_database):
+    """Returns the files of all arrays, {name: bytes} that can be set, of either layout."""
+    spec = {"driver": "file", "path": f"{folder}/"}
+    spec = {"driver": "ocdbt", "base": spec} if has_database else spec
+    return tensorstore.KvStore.open(spec).result()
+
+
+def spoil_folder(rng, folder, has_database):
+    files = list_files(folder, has_database)
+    names = sorted(name.decode() for name in files.list().result())
+    names = [name for name in names if name.startswith(("w/", "b/", "n.m/"))]
+    described = [name for name in names if name.endswith((".zarray", "zarr.json"))]
+    match rng.integers(4):
+        case 0:
+            tree = json.loads((folder / "_METADATA").read_text())
+            (folder / "_METADATA").write_text(json.dumps(lie(rng, tree)))
+        case 1:
+            files[str(rng.choice(names))] = files[str(rng.choice(names))]
+        case _:
+            name = str(rng.choice(described))
+            files[name] = json.dumps(lie(rng, json.loads(files[name])))
+
+
+@pytest.mark.drawn(10_000)
+def test_a_folder_of_orbax_that_lies_is_refused_or_read(tmp_path, run):
+    rng, codes = np.random.default_rng(FIRST), set()
+    folder, target = tmp_path / "folder", tmp_path / "target"
+    tree = {"w": BASE["w"], "b": BASE["b"], "n": {"m": np.arange(6).reshape(2, 3)}}
+    for number, (has_database, zarr3) in enumerate(test_orbax.LAYOUTS):
+        test_orbax.save(tmp_path / str(number), tree, database=has_database, zarr3=zarr3)
+    for number in range(FILES):
+        shutil.copytree(tmp_path / str(number % 4), folder)
+        spoil_folder(rng, folder, test_orbax.LAYOUTS[number % 4][0])
+        code = run("inspect", folder, "--json")
+        pruned = run("prune", folder, target, "--sparsity", "0.5")
+        assert pruned in (code, 2)
+        codes.add(code)
+        if pruned == 0:
+            assert run("inspect", target) == 0
+            shutil.rmtree(target)
+        assert not target.exists()
+        shutil.rmtree(folder)
     assert codes == {0, 2}

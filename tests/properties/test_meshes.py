@@ -4,7 +4,7 @@ import pytest
 
 from tests.eight_devices import KINDS, run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.drawn(2_000)]
 
 
 @KINDS

@@ -108,6 +108,8 @@ def test_a_damaged_plan_is_refused(damaged, message):
     [
         ({1: np.array([0, 4])}, {("w",): (3, 4)}, r"'w'.*axis 1: indices from 0 to 4"),
         ({-1: np.array([0])}, {("w",): (3, 4)}, r"'w'.*axis -1: there is no such axis"),
+        ({True: np.array([0])}, {("w",): (3, 4)}, r"'w'.*axis True: there is no such axis"),
+        ({0.5: np.array([0])}, {("w",): (3, 4)}, r"'w'.*axis 0.5: there is no such axis"),
         ({1: np.array([0.0])}, {("w",): (3, 4)}, r"'w'.*axis 1.*no array of indices"),
         ({1: [0]}, {("w",): (3, 4)}, r"'w'.*axis 1.*no array of indices"),
         ({1: np.array([0])}, {}, r"no shape of the leaf 'w'"),

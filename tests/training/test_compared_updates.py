@@ -1,0 +1,28 @@
+"""Updates of a smaller model are compared with those of the masked one, entry by entry."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from sparsity.training.comparison import check_updates
+
+
+def test_an_update_that_is_zero_in_the_masked_model_alone_is_refused():
+    # Not 0 for two entries, which remain of four; far from rounding.
+    tx = optax.stateless(
+        lambda grads, _: jax.tree.map(lambda g: jnp.full_like(g, 1e-4 * (g.size == 2)), grads)
+    )
+    params = {"w": jnp.ones(4)}
+    with pytest.raises(ValueError, match=r"'update/w' has 0\.0001 in place of 0 at"):
+        check_updates(
+            tx,
+            params,
+            tx.init(params),
+            mask=lambda path, array: array * np.array([1, 1, 0, 0]),
+            cut=lambda tree: jax.tree.map(lambda x: x[:2], tree),
+            cut_state=lambda state: state,
+            model="small model",
+            remedy="none",
+        )
