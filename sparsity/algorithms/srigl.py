@@ -270,7 +270,8 @@ def _grow_in_turn(mask: jax.Array, scores: Scores, fan_in: int) -> jax.Array:
         grown = topk_mask(part_scores, missing, where=part == 0, last_axes=1)
         return lax.dynamic_update_slice_in_dim(mask, part | grown, start, axis=1)
 
-    return lax.fori_loop(0, -(-neurons // size), grow, mask)
+    grown: jax.Array = lax.fori_loop(0, -(-neurons // size), grow, mask)
+    return grown
 
 
 def _keep_best(neuron: jax.Array, scores: jax.Array, counts: jax.Array, fan_in: int) -> jax.Array:
