@@ -1,6 +1,6 @@
 """Mask updates of compact models beside their steps and those of wrapped models.
 
-RigL and SET at 90 %, Adam, a stack of layers under one scan, or as many unrolled parameters:
+RigL, SET and SRigL at 90 %, Adam, a stack of layers under one scan, or as many unrolled parameters:
 
 - memory: arguments and temporaries of the compiled program, donated, in bytes for each weight.
 - time: medians of the ratio to a compact step that is measured in turn, in one process.
@@ -42,22 +42,26 @@ class Case:
     Attributes:
       name: for the table.
       is_scanned: whether the layers are one parameter.
-      algorithm: class of the pruner.
+      algorithm: makes the pruner.
       pattern: pattern of the masks.
     """
 
     name: str
     is_scanned: bool
-    algorithm: type[sparsity.BaseUpdater]
+    algorithm: Callable[..., sparsity.BaseUpdater]
     pattern: sparsity.SparsityType
 
 
+SRIGL = functools.partial(sparsity.SRigL, min_salient=None)
 CASES = [
     Case("scanned", True, sparsity.SET, sparsity.Unstructured()),
     Case("scanned", True, sparsity.RigL, sparsity.Unstructured()),
     Case("scanned", True, sparsity.RigL, sparsity.FanIn(16)),
+    Case("scanned", True, SRIGL, sparsity.Unstructured()),
     Case("unrolled", False, sparsity.SET, sparsity.Unstructured()),
     Case("unrolled", False, sparsity.RigL, sparsity.Unstructured()),
+    Case("unrolled", False, sparsity.RigL, sparsity.FanIn(16)),
+    Case("unrolled", False, SRIGL, sparsity.Unstructured()),
 ]
 
 
@@ -113,7 +117,7 @@ def measure(case: Case, layers: int, width: int, rounds: int) -> list[list[str]]
 
     def move(model: Any, values: Any, state: Any) -> Any:
         return model.move(
-            pruner, values, state, 1, loss if case.algorithm is sparsity.RigL else None
+            pruner, values, state, 1, None if case.algorithm is sparsity.SET else loss
         )
 
     kept = model, model.params, TX.init(model.params)
@@ -122,11 +126,12 @@ def measure(case: Case, layers: int, width: int, rounds: int) -> list[list[str]]
         "compact step": (step, (1, 2), kept),
         "compact move": (move, (0, 1, 2), kept),
     }
-    return compare(case, programs, stack.size, rounds)
+    label = f"{type(pruner).__name__}, {case.pattern}"
+    return compare([case.name, label], programs, stack.size, rounds)
 
 
 def compare(
-    case: Case, programs: dict[str, tuple[Any, tuple[int, ...], Any]], size: int, rounds: int
+    labels: list[str], programs: dict[str, tuple[Any, tuple[int, ...], Any]], size: int, rounds: int
 ) -> list[list[str]]:
     """Returns a row for each program, with times beside those of the compact step."""
     numbers, runs = {}, {}
@@ -145,9 +150,8 @@ def compare(
             start = time.perf_counter()
             jax.block_until_ready(runs[name](*arguments))
             seconds[name].append(time.perf_counter() - start)
-    label = f"{case.algorithm.__name__}, {case.pattern}"
     return [
-        [case.name, label, name, f"{nbytes:.2f}", f"{ratio(seconds, name):.2f}", f"{spent:.1f}"]
+        [*labels, name, f"{nbytes:.2f}", f"{ratio(seconds, name):.2f}", f"{spent:.1f}"]
         for name, (nbytes, spent) in numbers.items()
     ]
 
