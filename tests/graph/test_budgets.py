@@ -221,7 +221,7 @@ GLOBAL = {
 }
 
 
-@pytest.mark.parametrize("name", GLOBAL)
+@pytest.mark.parametrize("name", slow_but(["low rank", "overridden", "experts"], GLOBAL))
 @pytest.mark.parametrize("share", slow_but([0.6], [0.4, 0.6, 0.8]))
 def test_a_global_scope_never_exceeds_a_budget(name, share):
     fn, options = GLOBAL[name]

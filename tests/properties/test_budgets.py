@@ -55,6 +55,7 @@ def nbytes(params, masks):
     return bits / 8
 
 
+@pytest.mark.slow
 @draws.examples(12)
 @hypothesis.given(
     networks(),

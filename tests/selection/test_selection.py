@@ -352,7 +352,11 @@ def test_hash_scores_follow_the_flat_index_and_take_traced_words():
 # ------------------------------------------------------------------ slices along the last axis
 @pytest.mark.parametrize(
     ("dtype", "shape", "batch_axes"),
-    [("float32", (40, 9), 0), ("bfloat16", (2, 3, 20, 300), 1), ("int32", (400, 60), 0)],
+    [
+        ("float32", (40, 9), 0),
+        pytest.param("bfloat16", (2, 3, 20, 300), 1, marks=pytest.mark.slow),
+        pytest.param("int32", (400, 60), 0, marks=pytest.mark.slow),
+    ],
 )
 def test_columns_keep_their_k_best(dtype, shape, batch_axes, every_search):
     rng = np.random.default_rng(3)
