@@ -50,6 +50,7 @@ ROOMS = {
     "shrinking": ["shrinking"],
     "graph": ["graph"],
     "compacting": ["compacting"],
+    "finetuning": ["finetuning"],
     "cli": ["cli"],
 }
 # Imported before the forks: none of these starts threads or computes.
@@ -154,7 +155,9 @@ def choose_tests(measured, file, line, budget):
     """Returns the quickest tests that run a line, and the seconds that they take."""
     by_line, seconds = measured["lines"].get(file, {}), measured["seconds"]
     by_line = {key: [test for test in tests if test] for key, tests in by_line.items()}
-    tests = by_line.get(str(line)) or seconds  # a line of the module: all
+    # A line that runs at the import: all tests of the file, or of the room.
+    tests = by_line.get(str(line)) or {test for tests in by_line.values() for test in tests}
+    tests = tests or seconds
     total, chosen = 0.0, []
     for test in sorted(tests, key=lambda test: (seconds[test], test)):
         total += seconds[test]

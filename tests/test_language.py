@@ -145,7 +145,7 @@ CLASSES = [name for name in sparsity.__all__ if inspect.isclass(getattr(sparsity
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_public_class_has_an_example(name):
-    assert "\n    Example:\n" in getattr(sparsity, name).__doc__
+    assert "\nExample:\n" in inspect.getdoc(getattr(sparsity, name))
 
 
 PROGRAM = """

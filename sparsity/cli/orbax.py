@@ -85,14 +85,14 @@ class Folder:
             raise ValueError(f"the chunks {chunk} of {name!r} are larger than its {array.shape}")
         return array
 
-    def check_chunks(self, name: str, array: Any) -> None:
+    def check_chunks(self, name: str, shape: tuple[int, ...], chunk: tuple[int, ...]) -> None:
         """Raises a ValueError if chunks are missing: memory is not taken for a shape that lies."""
         if not self.has_zeros:
             return
         files = _tensorstore().KvStore.open(self.store(name)).result().list().result()
         stored = sum(file not in (b".zarray", b".zattrs", b"zarr.json") for file in files)
-        sizes = zip(array.shape, array.chunk_layout.write_chunk.shape or (), strict=True)
-        if stored < (chunks := math.prod(-(-size // chunk) for size, chunk in sizes)):
+        chunks = math.prod(-(-size // n) for size, n in zip(shape, chunk, strict=True))
+        if stored < chunks:
             raise ValueError(f"{chunks - stored} of the {chunks} chunks of {name!r} are missing")
 
 
@@ -103,7 +103,7 @@ def read(path: Path) -> PyTree:
     for keys, name, kind in entries:
         if kind in ARRAYS:
             array = folder.open(name)
-            folder.check_chunks(name, array)
+            folder.check_chunks(name, array.shape, array.chunk_layout.write_chunk.shape or ())
             node = tree
             for key in keys[:-1]:
                 node = node.setdefault(key, {})

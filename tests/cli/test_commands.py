@@ -361,15 +361,15 @@ def test_equal_checkpoints_do_not_differ(saved, capsys):
 
 def test_diff_counts_what_moved_and_what_changed(tmp_path, capsys):
     nan = np.nan
-    old = {"w": np.array([1, 2, 0, 0, nan, 5]), "same": np.ones(3), "gone": np.ones(2)}
-    new = {"w": np.array([1, 3, 4, -0.0, nan, 0]), "same": np.ones(3), "new": np.ones(2)}
+    old = {"w": np.array([1, 2, 0, 0, nan, 5, nan, 7]), "same": np.ones(3), "gone": np.ones(2)}
+    new = {"w": np.array([1, 3, 4, -0.0, nan, 0, 6, nan]), "same": np.ones(3), "new": np.ones(2)}
     np.savez(tmp_path / "old.npz", **old)
     safetensors.numpy.save_file(new, tmp_path / "new.safetensors")
     arguments = ["diff", tmp_path / "old.npz", tmp_path / "new.safetensors"]
     code, found = report(capsys, *arguments)
     assert code == 1
     counts = {key: found["leaves"]["w"][key] for key in ("kept", "dropped", "grown", "changed")}
-    assert counts == {"kept": 3, "dropped": 1, "grown": 1, "changed": 1}
+    assert counts == {"kept": 5, "dropped": 1, "grown": 1, "changed": 3}
     assert found["leaves"]["gone"]["new"] is None
     assert found["leaves"]["new"]["old"] is None
     assert report(capsys, *arguments, "--filter", "same")[0] == 0

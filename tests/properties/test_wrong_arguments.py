@@ -4,9 +4,11 @@ An argument has a row in WRONG by its name, or in SPECIAL by the callable and it
 are compared with the signatures, so that a new argument needs a row.
 """
 
+import dataclasses
 import functools
 import inspect
 import math
+from types import FunctionType
 
 import jax
 import jax.numpy as jnp
@@ -73,11 +75,11 @@ WRONG = {
     "epoch": NATURAL,
     "filter_fn": optional(FUNCTION),
     "fn": FUNCTION,
+    "group": COUNT,
     "folder": (3, [], ODD),
     "formats": (3, "x", [1], ODD, {"w": "x"}, {"zz": "values"}, {"w": None}, {3: "values"}),
     "gradual": NATURAL,
     "graph": (None, 3, *OBJECTS),
-    "group": COUNT,
     "held": (3, ODD),
     "hook": FUNCTION,
     "initial_sparsity": FRACTION,
@@ -104,9 +106,12 @@ WRONG = {
     "normalize": BOOLEAN,
     "only_total_sparsity": BOOLEAN,
     "opt_state": (None, 3, [], ODD),
+    "min_inputs": optional(COUNT),
+    "otherwise": (3, "x", ODD),
     "order": (0, 3, *INTEGER),
     "outside": (None, 3, "none", True, ODD),
     "param_tree": (),
+    "path": (None, 3.5, ODD),
     "params": TREE,
     "pattern": (None, 3, "x", [], (2,), (0, 4), (5, 4), (1.5, 4), (True, 4), ODD),
     "plan": (3, "x", [], ODD),
@@ -161,6 +166,9 @@ SPECIAL = {
     ("ADMMPruning", "rho"): optional(POSITIVE),
     ("ERK", "batch_axes"): (1.5, NAN, INF, True, "2", *OBJECTS),
     ("ERK", "sparsity"): optional(FRACTION),
+    ("Graph.is_weight", "path"): (),  # called by the library
+    ("Graph.is_weight", "param"): (),
+    ("Graph.plot", "ax"): (),  # of matplotlib
     ("FanIn", "axis"): (None, 1.5, NAN, True, "2", (), (0, 0), (0, None), ODD),
     ("GlobalMagnitudePruning", "sparsity"): optional(FRACTION),
     ("GlobalSaliencyPruning", "sparsity"): optional(FRACTION),
@@ -219,11 +227,18 @@ CALLED = {
 }
 NAMES = [name for name in sparsity.__all__ if name not in EXEMPT]
 EXTRA = {
-    "Delta.between": sparsity.Delta.between,
-    "Delta.merge": sparsity.Delta.merge,
     "Plan.from_json": sparsity.Plan.from_json,
     "wrap_optax": sparsity.MagnitudePruning().wrap_optax,
 }
+# All methods, by their signatures; those of an instance get one of `world`.
+EXTRA |= {
+    f"{kind.__name__}.{name}": getattr(kind, name)
+    for kind in (sparsity.Delta, sparsity.Graph)
+    for name, method in vars(kind).items()
+    if not name.startswith("_") and isinstance(method, FunctionType | staticmethod | classmethod)
+}
+for name in ("Delta.patches", "Graph.retrace", "Graph.trace_at_shapes"):  # of the package
+    del EXTRA[name]
 half = sparsity.Uniform(0.5)
 
 
@@ -260,9 +275,17 @@ def world():
     }  # fmt: skip
 
 
+def bind(function):
+    """Returns a method of an instance bound to that of `world`; other functions as they are."""
+    if "self" not in inspect.signature(function).parameters:
+        return function
+    instances = {"Delta": world()["deltas"][0], "Graph": world()["graph"]}
+    return getattr(instances[function.__qualname__.split(".")[0]], function.__name__)
+
+
 def call(name, argument, value):
     """Calls a public name with valid arguments but one; updaters and scopes are used, too."""
-    function = EXTRA.get(name) or getattr(sparsity, name)
+    function = bind(EXTRA.get(name) or getattr(sparsity, name))
     parameters = inspect.signature(function).parameters
     needed = {
         n for n, p in parameters.items() if p.default is p.empty and p.kind != p.VAR_POSITIONAL
@@ -306,7 +329,7 @@ def refusal(name, argument, value):
 def rows(name):
     """Yields the arguments of a public name with their wrong values."""
     function = EXTRA.get(name) or getattr(sparsity, name)
-    for argument in inspect.signature(function).parameters:
+    for argument in inspect.signature(function).parameters.keys() - {"self"}:
         key = name, argument
         yield argument, SPECIAL[key] if key in SPECIAL else WRONG[argument]
 
@@ -315,6 +338,14 @@ def rows(name):
 def test_every_argument_has_a_row(name):
     if name not in ("Delta", "all_algorithm_names"):
         assert all(isinstance(wrong, tuple) for _, wrong in rows(name))
+
+
+def test_a_new_argument_without_a_row_is_noticed(monkeypatch):
+    def plan(kept, shapes, new=None): ...
+
+    monkeypatch.setattr(sparsity, "Plan", plan)
+    with pytest.raises(KeyError, match="new"):
+        test_every_argument_has_a_row("Plan")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -360,8 +391,29 @@ CONFIG = {
 }
 
 
+# All keys that any algorithm takes.
+ALGORITHMS = ("magnitude", "rigl", "global_magnitude", "srigl", "admm", "sr_ste", "top_kast")
+
+
+@pytest.mark.parametrize("algorithm", sparsity.all_algorithm_names())
+def test_every_key_of_a_configuration_has_a_row(algorithm):
+    keys = list_keys(algorithm)
+    assert all(isinstance(CONFIG.get(key) or WRONG[key], tuple) for key in keys)
+    assert keys <= set.union(*map(list_keys, ALGORITHMS))
+
+
+def test_a_new_key_without_a_row_is_noticed(registry):
+    @dataclasses.dataclass
+    class New(sparsity.MagnitudePruning):
+        new: int = 0
+
+    registry["new"] = New
+    with pytest.raises(KeyError, match="new"):
+        test_every_key_of_a_configuration_has_a_row("new")
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("algorithm", ["magnitude", "rigl", "global_magnitude", "srigl", "admm"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_wrong_value_of_a_configuration_is_refused_by_its_key(algorithm):
     for key in sorted(list_keys(algorithm)):
         config = {"algorithm": algorithm, "sparsity": 0.5, "dist_type": "erk"}

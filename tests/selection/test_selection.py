@@ -380,6 +380,13 @@ def test_columns_of_booleans_keep_their_k_best(every_search):
         np.testing.assert_array_equal(kept, best(column, 15))
 
 
+def test_two_last_axes_index_slices():
+    some = np.random.default_rng(3).integers(0, 9, (20, 3, 4))  # with ties
+    mask = np.asarray(selection.topk_mask(some, 5, last_axes=2))
+    for i, j in np.ndindex(3, 4):
+        np.testing.assert_array_equal(mask[:, i, j], best(some[:, i, j], 5))
+
+
 def test_last_axes_that_are_none_are_an_error():
     with pytest.raises(ValueError, match=r"last_axes must be in \[0, 1\], got last_axes = 2"):
         selection.topk_mask(jnp.ones((2, 3)), 1, batch_axes=1, last_axes=2)
