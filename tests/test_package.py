@@ -136,7 +136,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # The parts of `graph`, likewise.
 PARTS = [
     ["model"],
-    ["readers", "channels", "report"],
+    ["readers", "channels", "tables"],
     ["removal"],
     ["costs"],
     ["graph"],

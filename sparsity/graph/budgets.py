@@ -221,7 +221,7 @@ def budget(
     """
     quantity: Literal["macs", "nbytes"] = "macs" if nbytes is None else "nbytes"
     share = macs if nbytes is None else nbytes
-    if share is None or None not in (macs, nbytes):
+    if share is None or (macs is not None and nbytes is not None):
         raise ValueError(f"Give one of macs and nbytes, got macs = {macs}, nbytes = {nbytes}.")
     check_density(quantity, share)
     check_kind("graph", graph, Graph, "made by sparsity.trace")

@@ -105,8 +105,7 @@ def oneshot(
 
     Raises:
       ValueError: there are no batches, activations are not finite, no product reads a parameter
-        that has a sparsity, a pattern does not fit, or the folder holds another run; the error
-        names which.
+        that has a sparsity, a pattern does not fit, or the folder holds another run.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -127,9 +126,9 @@ def oneshot(
     finished = None if folder is None else Finished(folder, identity())
     run = _Run(task, params, data, finished, show_progress(task, len(data)) if progress else None)
     run.prune(fn, sequential)
-    batches = data if held is None else held
-    run.report.outputs = compare_outputs(fn, params, run.weights.tree(), batches, metric)
-    return run.weights.tree(), run.weights.masks(pruner.use_packed_masks), run.report
+    pruned = run.weights.tree()
+    run.report.outputs = compare_outputs(fn, params, pruned, data if held is None else held, metric)
+    return pruned, run.weights.masks(pruner.use_packed_masks), run.report
 
 
 def _check_arguments(pruner: BaseUpdater, refit: Refit | Means | None, **flags: object) -> None:
