@@ -76,7 +76,7 @@ class SliceRule(NamedTuple):
       move_matrix: returns the mask of a slice [inputs, neurons] after an update. Its arguments are
         the positions of the active entries in the flat slice, [k], their drop scores, grow scores
         [inputs, neurons], the fraction, and the sparsity of the parameter. `None` moves as
-        `sparsity.masks.drop_and_grow` does.
+        `SparsityType.move` does.
     """
 
     drop: Callable[[chex.Array], jax.Array]

@@ -149,7 +149,7 @@ def branches_of_data(weights, stacks):
 
 
 PARTS = (
-    *(dense, mapped, halved, again, recurrent, layers, branches_of_steps, branches_of_data),
+    dense, mapped, halved, again, recurrent, layers, branches_of_steps, branches_of_data,
 )  # fmt: skip
 
 

@@ -170,9 +170,8 @@ def _step(
     sparse = xp.where(mask > 0, weights + duals, 0)  # Z = (W + U) M
     duals = duals + weights - sparse  # U = U + W - Z
     pull = statistic.matrices(products + rho * (sparse - duals))
-    return statistic.parameter(
-        _multiply(pull, inverse), mask.shape
-    ), duals  # W = XXinv (XY + rho (Z - U))
+    # W = XXinv (XY + rho (Z - U))
+    return statistic.parameter(_multiply(pull, inverse), mask.shape), duals
 
 
 def _end(
@@ -187,10 +186,8 @@ def _end(
     _, inverse_norms = _norms(statistic)
     scale = inverse_norms[..., None, :]
     live = xp.where(scale > 0, statistic.matrices(weights) * scale, statistic.matrices(pruned))
-    new: jax.Array = xp.where(mask > 0, statistic.parameter(live, mask.shape), 0).astype(
-        pruned.dtype
-    )
-    return new
+    new: jax.Array = xp.where(mask > 0, statistic.parameter(live, mask.shape), 0)
+    return new.astype(pruned.dtype)
 
 
 def _norms(statistic: Statistic) -> tuple[jax.Array, jax.Array]:

@@ -21,7 +21,7 @@ class Means:
     """Adds the means of the lost outputs to biases: the cheapest refit, for `refit=` of `oneshot`.
 
     The bias of a layer becomes b + (W - W_pruned) mean(x), so that pruning keeps the mean of each
-    output. Weights stay as the pruner parameters them, and no Gram matrix is needed. A BatchNorm in
+    output. Weights stay as the pruner leaves them, and no Gram matrix is needed. A BatchNorm in
     inference mode that follows a layer serves as well: its running mean, if that is among the
     params, or its shift, times the scale before. Parameters without either are pruned and named in
     a warning.

@@ -132,9 +132,7 @@ class Meter:
             fixed = body.layers.start - len(body.carries)
             free = {inner for i, (_, inner) in pairs if i < fixed}
             stacked = self._batches * sum(map(_bytes, equation.outputs))
-            for _ in range(
-                2
-            ):  # a first layer copies the parameters, and all others find the copies
+            for _ in range(2):  # a first layer copies parameters, and all others find the copies
                 self._run(body.program, held + stacked, free)
             return
         for number in within:

@@ -75,7 +75,7 @@ class Finished:
         return Layer(**restored | {"report": LayerReport(**restored["report"])})
 
     def write(self, number: int, layer: Layer) -> None:
-        """Saves a layer atomically: a kill parameters all of it or nothing."""
+        """Saves a layer atomically: a kill leaves all of it or nothing."""
         path = self._folder / str(number)
         with writing(path), self._checkpoints.PyTreeCheckpointer() as checkpointer:
             checkpointer.save(path, _tree(layer))

@@ -140,7 +140,7 @@ def check_structure(batch: PyTree, first: PyTree, number: int) -> None:
 
 
 def _without_arrays(tree: PyTree) -> tuple[jax.tree_util.PyTreeDef, list[object]]:
-    """Returns the structure of a tree, and its parameters that are no arrays."""
+    """Returns the structure of a tree, and its leaves, with a word in place of arrays."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, ["array" if trees.is_array(x) else x for x in leaves]
 

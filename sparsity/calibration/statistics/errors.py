@@ -63,7 +63,7 @@ def squared_means(statistic: Statistic, param: jax.Array) -> jax.Array:
 
     Args:
       statistic: with `sums`.
-      parameter: the weights d of each output.
+      param: the weights d of each output.
 
     Returns:
       [*batch, outputs].
@@ -81,7 +81,7 @@ def mean_outputs(statistic: Statistic, param: jax.Array) -> jax.Array:
 
     Args:
       statistic: with `sums`.
-      parameter: the weights of each output.
+      param: the weights of each output.
     """
     sums = jnp.asarray(statistic.sums)
     means = sums / num_rows(statistic, sums.ndim)
