@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,6 +65,20 @@ def pad(matrices: jax.Array, multiple: int | None = None) -> jax.Array:
         return matrices
     wide = jnp.pad(matrices, [*[(0, 0)] * (matrices.ndim - 2), (0, padding), (0, padding)])
     return wide + jnp.diag(jnp.arange(size + padding) >= size).astype(matrices.dtype)
+
+
+def shift_diagonals(matrices: jax.Array, shift: chex.Numeric) -> jax.Array:
+    """Returns matrices with numbers added to their diagonals; numpy adds in place.
+
+    Args:
+      matrices: [..., n, n].
+      shift: a scalar, or [..., n].
+    """
+    if isinstance(matrices, np.ndarray):
+        np.einsum("...ii->...i", matrices)[...] += np.asarray(shift, matrices.dtype)
+        return matrices
+    rows = jnp.asarray(shift)[..., None] if np.ndim(shift) else shift
+    return matrices + rows * jnp.eye(matrices.shape[-1], dtype=matrices.dtype)
 
 
 def _by_blocks(matrices: jax.Array, fn: Callable[[jax.Array], jax.Array]) -> jax.Array:

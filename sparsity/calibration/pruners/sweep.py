@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from sparsity import selection
-from sparsity.calibration.inverses import factor_inverse, pad
+from sparsity.calibration.inverses import factor_inverse, pad, shift_diagonals
 from sparsity.core import host, sharding
 from sparsity.core.trees import PyTree
 from sparsity.patterns import FanIn
@@ -162,7 +162,7 @@ def _inverse_factors_on_host(
     else:
         for row, place in enumerate(places):  # all rows at once would be one more matrix
             inner[..., row, :] = grams.real[..., place, places]
-    np.einsum("...ii->...i", inner)[...] += _shifts(inner, damping)
+    shift_diagonals(inner, _shifts(inner, damping))
     try:
         factor_inverse(inner)
     except np.linalg.LinAlgError:
@@ -205,11 +205,7 @@ def _factor(
     grams = grams.real.astype(dtype)
     if places is not None:
         grams = grams[..., places[:, None], places]
-    eye = jnp.eye(grams.shape[-1], dtype=grams.dtype)
-    factors: jax.Array = factor_inverse(
-        pad(grams + eye * _shifts(grams, damping)[..., None], multiple)
-    )
-    return factors
+    return factor_inverse(pad(shift_diagonals(grams, _shifts(grams, damping)), multiple))
 
 
 def _shifts(grams: chex.Array, damping: chex.Numeric) -> jax.Array:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.calibration.inverses import invert, pad
+from sparsity.calibration.inverses import invert, pad, shift_diagonals
 from sparsity.calibration.refits.base import Select
 from sparsity.calibration.statistics import Statistic, dot
 from sparsity.core import host, sharding
@@ -130,21 +130,13 @@ def _start(
     gram = statistic.real_grams().astype(jnp.promote_types(dense.dtype, norms.dtype))
     gram *= inverse_norms[..., :, None]
     gram *= inverse_norms[..., None, :]
-    gram = _shift(pad(gram), damping)  # XX
+    gram = shift_diagonals(pad(gram), damping)  # XX
     weights = statistic.matrices(dense).astype(gram.dtype) * norms[..., None, :]
     start = statistic.parameter(weights, dense.shape)
     products = statistic.parameter(_multiply(weights, gram), dense.shape)
     if not isinstance(gram, np.ndarray):  # or XLA would hold both matrices
         products, gram = lax.optimization_barrier((products, gram))
-    return start, 0 * start, products, invert(_shift(gram, rho))
-
-
-def _shift(matrices: jax.Array, shift: float) -> jax.Array:
-    """Returns matrices with a number added to their diagonals; numpy adds in place."""
-    if isinstance(matrices, np.ndarray):
-        np.einsum("...ii->...i", matrices)[...] += matrices.dtype.type(shift)
-        return matrices
-    return matrices + shift * jnp.eye(matrices.shape[-1], dtype=matrices.dtype)
+    return start, 0 * start, products, invert(shift_diagonals(gram, rho))
 
 
 def _multiply(rows: jax.Array, matrices: jax.Array) -> jax.Array:

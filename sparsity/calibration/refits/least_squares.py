@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.calibration.inverses import factor_inverse
+from sparsity.calibration.inverses import factor_inverse, shift_diagonals
 from sparsity.calibration.refits.base import Select
 from sparsity.calibration.statistics import Statistic, dot
 from sparsity.core import host, sharding
@@ -222,7 +222,7 @@ def _by_factor(gradient: jax.Array, kept: jax.Array, gram: jax.Array, most: int)
     factor *= scales[:, None, :]
     # Rounding makes a matrix indefinite; the shift that prevents it is taken back below.
     shift = xp.where(scales > 0, most * xp.finfo(gram.dtype).eps, 1).astype(gram.dtype)
-    factor = factor_inverse(_shift(factor, shift))
+    factor = factor_inverse(shift_diagonals(factor, shift))
     places, scales = places[:, None], scales[:, None]
     gains: jax.Array = xp.zeros_like(gradient)
     for _ in range(3):
@@ -230,14 +230,6 @@ def _by_factor(gradient: jax.Array, kept: jax.Array, gram: jax.Array, most: int)
         part = dot(dot(lost, factor.swapaxes(-1, -2)), factor) * scales
         gains = gains + _spread(part, places, gradient.shape[-1])
     return gains
-
-
-def _shift(matrices: jax.Array, shift: jax.Array) -> jax.Array:
-    """Returns matrices with vectors added to their diagonals; numpy adds in place."""
-    if isinstance(matrices, np.ndarray):
-        np.einsum("...ii->...i", matrices)[...] += shift
-        return matrices
-    return matrices + shift[..., None] * jnp.eye(matrices.shape[-1], dtype=matrices.dtype)
 
 
 def _spread(parts: jax.Array, places: PyTree, inputs: int) -> PyTree:
