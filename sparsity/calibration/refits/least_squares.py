@@ -250,6 +250,7 @@ class _Steps(NamedTuple):
     residual: jax.Array  # r
     direction: jax.Array  # p
     product: jax.Array  # r^T M r
+    is_active: jax.Array  # whether r is larger than the tolerance
 
 
 def _by_gradients(
@@ -265,23 +266,22 @@ def _by_gradients(
     tolerance = float(xp.finfo(gram.dtype).eps) ** 0.75
     least = xp.square(tolerance * _norms(gradient))
 
-    def goes_on(state: _Steps) -> jax.Array:
-        is_active: jax.Array = xp.square(_norms(state.residual)) > least
-        return is_active
+    def exceeds(residual: jax.Array) -> jax.Array:
+        is_larger: jax.Array = xp.square(_norms(residual)) > least
+        return is_larger
 
     def step(state: _Steps) -> _Steps:
-        (x, r, p, product), is_active = state, goes_on(state)
+        x, r, p, product, is_active = state
         q = xp.where(kept, dot(p, gram), 0)
         alpha = xp.where(is_active, product / (p * q).sum(axis=-1), 0)[:, None]
         x, r = x + alpha * p, r - alpha * q
         new = (r * r * scale).sum(axis=-1)
         beta = xp.where(is_active, new / product, 0)[:, None]
-        return _Steps(x, r, r * scale + beta * p, new)
+        return _Steps(x, r, r * scale + beta * p, new, exceeds(r))
 
-    first = _Steps(
-        xp.zeros_like(gradient), gradient, gradient * scale, (gradient**2 * scale).sum(-1)
-    )
-    end = _repeat(step, lambda state: goes_on(state).any(), first, steps)
+    product = (gradient**2 * scale).sum(-1)
+    start = xp.zeros_like(gradient), gradient, gradient * scale, product, exceeds(gradient)
+    end = _repeat(step, _Steps(*start), steps)
     residual = gradient - xp.where(kept, dot(end.gains, gram), 0)
     # Rounding moves the residual.
     return end.gains, _norms(residual) <= 4 * tolerance * _norms(gradient)
@@ -292,16 +292,11 @@ def _norms(rows: jax.Array) -> jax.Array:
     return norms
 
 
-def _repeat(
-    step: Callable[[_Steps], _Steps],
-    goes_on: Callable[[_Steps], jax.Array],
-    state: _Steps,
-    most: int,
-) -> _Steps:
-    """Repeats a step while a condition holds, at most so many times."""
+def _repeat(step: Callable[[_Steps], _Steps], state: _Steps, most: int) -> _Steps:
+    """Repeats a step while an output is active, at most so many times."""
     if isinstance(state.gains, np.ndarray):
         for _ in range(most):
-            if not goes_on(state):
+            if not state.is_active.any():
                 break
             state = step(state)
         return state
@@ -310,7 +305,7 @@ def _repeat(
         return counted[0] + 1, step(counted[1])
 
     first = jnp.int32(0), state
-    return lax.while_loop(lambda x: (x[0] < most) & goes_on(x[1]), step_counted, first)[1]
+    return lax.while_loop(lambda x: (x[0] < most) & x[1].is_active.any(), step_counted, first)[1]
 
 
 def _count_steps(most: int, inputs: int) -> int:

@@ -31,7 +31,6 @@ class Frame:
         layers: Layers,
     ) -> None:
         self.program, self.bound, self.data, self.layers = program, bound, data, layers
-        self._made_by = {value: e for e in program.flat() for value in e.outputs}
         self._free: dict[Value, jax.Array] = {}
         self._parts: dict[tuple[Value, tuple[int, ...]], jax.Array] = {}
 
@@ -43,8 +42,8 @@ class Frame:
             if (value, layers) not in self._parts:  # once for all batches
                 self._parts[value, layers] = self.bound[value](*layers)
             return self._parts[value, layers]
-        if value not in self._free and value in self._made_by:
-            equation = self._made_by[value]
+        if value not in self._free and value in self.program.makers:
+            equation = self.program.makers[value]
             if layers and equation.name == "convert_element_type":  # of a stack: only the layer
                 layer: jax.Array = equation.bind([self.free(equation.inputs[0], *layers)])[0]
                 return layer
