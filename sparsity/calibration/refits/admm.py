@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -57,8 +56,6 @@ class ADMM:
       Array([[4.],
              [0.]], dtype=float32)
     """
-
-    gram_copies: ClassVar[int] = 2  # see `StatisticsPruning`
 
     iterations: int = 20
     gradual: int = 0

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +46,6 @@ class LeastSquares:
       Array([[4.],
              [0.]], dtype=float32)
     """
-
-    gram_copies: ClassVar[int] = 2  # see `StatisticsPruning`
 
     def __call__(
         self,

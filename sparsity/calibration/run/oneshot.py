@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from sparsity.base_updater import BaseUpdater
+from sparsity.calibration.pruners import StatisticsPruning
 from sparsity.calibration.refits import LeastSquares, Means, Refit, count_bytes
 from sparsity.calibration.run.estimate import Estimate, Meter
 from sparsity.calibration.run.lockstep import Lockstep
@@ -173,7 +174,7 @@ def _count_grams(task: Task) -> int:
     if task.kind != "gram":
         return 0
     methods: list[object] = [task.refit, task.pruner]
-    return max(getattr(method, "gram_copies", 2) for method in methods)
+    return max(getattr(method, "gram_copies", StatisticsPruning.gram_copies) for method in methods)
 
 
 class _Run:
