@@ -1,0 +1,77 @@
+"""Sums of squares of the outputs that weights give, by the program of the product alone.
+
+A run outside of `jit` compiles each product by itself, and keeps the program. The product of the
+same inputs with lost weights is this program again: sums of its outputs compile nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsity.calibration.statistics.alignment import Alignment
+from sparsity.core import host, host_sums
+from sparsity.graph import Use
+from sparsity.programs.products import read_product
+
+
+@dataclasses.dataclass(frozen=True)
+class Rerun:
+    """A product that runs again with other weights.
+
+    Attributes:
+      use: the product.
+      operands: the weights in the shape of the operand.
+    """
+
+    use: Use
+    operands: Sequence[jax.Array]
+
+    def sums(self, x: jax.Array) -> np.ndarray:
+        """Returns the sums of |y|^2 over the outputs y of each operand.
+
+        Args:
+          x: the operand beside the weight.
+        """
+        pairs = [[x, w] if self.use.operand else [w, x] for w in self.operands]
+        outputs = (self.use.equation.bind(pair)[0] for pair in pairs)
+        with np.errstate(all="ignore"):
+            return np.array([host_sums.sum_squares(np.asarray(y)) for y in outputs])
+
+
+def make_rerun(
+    use: Use, alignment: Alignment, matrices: Sequence[jax.Array], place: host.HostPlace
+) -> Rerun | None:
+    """Returns the product with matrices as its weights; `None` if its outputs lose digits.
+
+    Args:
+      use: the product.
+      alignment: alignment of the use, without the axes that scans took apart.
+      matrices: [*batch, outputs, inputs] each, in the order of the parameter.
+      place: the place of matrices and inputs.
+    """
+    value = use.equation.inputs[use.operand]
+    if not _is_wide(use, matrices) or matrices[0].size != value.size:
+        return None
+    roles = read_product(use.equation).operands[use.operand]
+    axes = (*roles.batch, *roles.free, *roles.contracted)
+    sizes, order = [value.shape[axis] for axis in axes], np.argsort(axes)
+    weights = [np.asarray(alignment.operand(each)) for each in host.to_numpy(list(matrices))]
+    operands = [each.astype(value.dtype).reshape(sizes).transpose(order) for each in weights]
+    return Rerun(use, place.put([host.copy(each) for each in operands]))
+
+
+def _is_wide(use: Use, matrices: Sequence[jax.Array]) -> bool:
+    """Returns whether a product on a CPU has the precision of sums: real, in float32 at least."""
+    equation = use.equation
+    dtypes = {value.dtype for value in (*equation.inputs, *equation.outputs)}
+    dtypes.update(jnp.promote_types(x.dtype, jnp.float32) for x in matrices)
+    precision = equation.params["precision"]
+    each = precision if isinstance(precision, tuple) else (precision,)
+    is_plain = all(x is None or isinstance(x, lax.Precision) for x in each)
+    return is_plain and len(dtypes) == 1 and dtypes <= {np.dtype("float32"), np.dtype("float64")}

@@ -1,0 +1,109 @@
+"""Errors of one-shot pruning on a CPU, from programs that the run needs anyway."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparsity
+from tests.helpers import counted_programs
+
+HALF = sparsity.Uniform(0.5, filter_fn=lambda *_: True)
+
+
+def convolve(w, x, **options):
+    numbers = ("NWC", "WIO", "NWC")
+    return jax.lax.conv_general_dilated(x, w, dimension_numbers=numbers, **options)
+
+
+PRODUCTS = {  # a product, the shapes of its weight and of its inputs
+    "dot": (lambda w, x: x @ w, (6, 4), (5, 6)),
+    "weight first": (lambda w, x: w @ x.T, (4, 6), (5, 6)),
+    "heads": (lambda w, x: jnp.einsum("tea,ahe->th", x, w), (3, 4, 6), (5, 6, 3)),
+    "experts": (lambda w, x: jnp.einsum("ebi,eio->ebo", x, w), (3, 6, 4), (3, 5, 6)),
+    "convolution": (
+        lambda w, x: convolve(w, x, window_strides=(2,), padding=[(2, 1)], rhs_dilation=(2,)),
+        (3, 2, 4),
+        (3, 9, 2),
+    ),
+    "groups": (
+        lambda w, x: convolve(w, x, window_strides=(1,), padding="SAME", feature_group_count=2),
+        (3, 2, 6),
+        (3, 7, 4),
+    ),
+}
+
+
+def draw(*shape):
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+def refuse(*_):
+    raise AssertionError("another program")
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_lost_outputs_run_through_the_program_of_the_product(name, monkeypatch):
+    monkeypatch.setattr(sys.modules["sparsity.calibration.run.stop"], "sum_outputs", refuse)
+    product, shape, inputs = PRODUCTS[name]
+    params, batches = {"w": draw(*shape)}, [draw(*inputs), 3 * draw(*inputs)]
+    pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=HALF)
+    pruned, _, report = sparsity.oneshot(
+        pruner, lambda p, x: product(p["w"], x), params, batches, held=()
+    )
+    lost, total = (
+        sum(np.sum(np.float64(product(w, x)) ** 2) for x in batches)
+        for w in (params["w"] - pruned["w"], params["w"])
+    )
+    assert 0 < report["w",].error < 1
+    assert report["w",].error == pytest.approx(lost / total, rel=1e-5)
+
+
+def test_outputs_of_few_digits_are_summed_by_a_program_of_their_own(monkeypatch):
+    params, x = {"w": jnp.asarray(draw(64, 4), jnp.bfloat16)}, jnp.asarray(draw(9, 64))
+    x = x.astype(jnp.bfloat16)
+    pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=HALF)
+
+    def prune():
+        return sparsity.oneshot(pruner, lambda p, x: x @ p["w"], params, [x], held=())
+
+    pruned, _, report = prune()
+    w, new, rows = (np.float64(each) for each in (params["w"], pruned["w"], x))
+    error = np.sum((rows @ (w - new)) ** 2) / np.sum((rows @ w) ** 2)
+    assert report["w",].error == pytest.approx(error, rel=1e-5)  # three digits of bfloat16
+    monkeypatch.setattr(sys.modules["sparsity.calibration.run.stop"], "sum_outputs", refuse)
+    with pytest.raises(AssertionError, match="another program"):
+        prune()
+
+
+def test_held_batches_of_several_shapes_add_up_over_leading_axes():
+    params = {"w": draw(6, 4)}
+    held = [draw(2, 3, 6), draw(5, 1, 6)]
+    pruner = sparsity.MagnitudePruning(sparsity_distribution_fn=HALF)
+    pruned, _, report = sparsity.oneshot(
+        pruner, lambda p, x: (x @ p["w"] + 1, x.shape), params, held[:1], held=held
+    )
+    rows = np.float64(np.concatenate([x.reshape(-1, 6) for x in held]))
+    expected, returned = rows @ params["w"] + 1, rows @ np.float64(pruned["w"]) + 1
+    lost = np.sum((expected - returned) ** 2)
+    spread = np.sum((expected - expected.mean(0)) ** 2)
+    assert report.outputs.error == pytest.approx(lost / np.sum(expected**2), rel=1e-5)
+    assert report.outputs.unexplained == pytest.approx(lost / spread, rel=1e-5)
+
+
+def test_a_second_run_compiles_nothing_and_reads_the_functions_of_today():
+    pruner = sparsity.WandaPruning(sparsity_distribution_fn=HALF)
+    params, batches = {"a": draw(6, 8), "b": draw(8, 2)}, [draw(9, 6), draw(9, 6)]
+
+    def run(factor):
+        fn = lambda p, x: factor * (jnp.tanh(x @ p["a"]) @ p["b"])  # noqa: E731
+        with counted_programs() as count:
+            report = sparsity.oneshot(pruner, fn, params, batches)[2]
+        return count[0], report.outputs.error, report["b",].error
+
+    first, again, other = run(2.0), run(2.0), run(np.arange(2, dtype=np.float32))
+    assert first[0] > 0
+    assert again == (0, *first[1:])
+    assert other[1] != first[1]
