@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.statistics.capture import check_structure
-from sparsity.core import trees
+from sparsity.core import host, host_sums, trees
 from sparsity.core.trees import PyTree
+from sparsity.programs.share import share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,20 +113,42 @@ def make_outputs(
       batch: a batch; those of a call must be alike in all but arrays.
     """
     rebuild, rebuild_batch = (trees.split_arrays(tree)[1] for tree in (params, batch))
+    programs: dict[tuple[object, ...], Callable[..., list[jax.Array]]] = {}
 
-    @jax.jit
     def outputs(leaves: list[jax.Array], arrays: list[jax.Array]) -> list[jax.Array]:
         results = jax.tree.leaves(fn(rebuild(leaves), rebuild_batch(arrays)))
         inexact = [x for x in results if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
         return [jnp.asarray(x) for x in inexact]
 
     def run(params: PyTree, batch: PyTree) -> list[jax.Array]:
-        result: list[jax.Array] = outputs(*(trees.split_arrays(x)[0] for x in (params, batch)))
-        return result
+        inputs = [trees.split_arrays(x)[0] for x in (params, batch)]
+        types = tuple(map(jax.typeof, jax.tree.leaves(inputs)))
+        if types not in programs:
+            programs[types] = _compile(outputs, *inputs)
+        return programs[types](*inputs)
 
     return run
 
 
+def _compile(
+    outputs: Callable[..., list[jax.Array]], *inputs: list[jax.Array]
+) -> Callable[..., list[jax.Array]]:
+    """Compiles a function, on one device as a program that later runs of its text share."""
+    arrays = [x for x in jax.tree.leaves(inputs) if isinstance(x, jax.Array)]
+    devices = {device for x in arrays for device in x.devices()}
+    shared = outputs if len(devices) > 1 else share(outputs, *inputs)
+    return jax.jit(outputs) if shared is outputs else shared
+
+
+def _squares_on_host(xs: Sequence[np.ndarray]) -> np.ndarray:
+    return np.asarray(sum(map(host_sums.sum_squares, xs)), np.float32)
+
+
+def _lost_squares_on_host(xs: Sequence[np.ndarray], ys: Sequence[np.ndarray]) -> np.ndarray:
+    return np.asarray(sum(map(host_sums.sum_squares, xs, ys)), np.float32)
+
+
+@host.instead(_squares_on_host)
 @jax.jit
 def sum_squares(xs: Sequence[jax.Array]) -> jax.Array:
     """Returns the sum of |x|^2 over arrays."""
@@ -133,6 +156,7 @@ def sum_squares(xs: Sequence[jax.Array]) -> jax.Array:
     return sum((jnp.sum(jnp.square(part)) for part in parts), jnp.float32(0))
 
 
+@host.instead(_lost_squares_on_host)
 @jax.jit
 def sum_lost_squares(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> jax.Array:
     """Returns the sum of |x - y|^2 over pairs of arrays."""
@@ -140,6 +164,14 @@ def sum_lost_squares(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> jax.Ar
     return total
 
 
+def _sums_on_host(
+    expected: list[np.ndarray], returned: list[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    along = [host_sums.sum_rows(x) for x in expected]
+    return _lost_squares_on_host(expected, returned), _squares_on_host(expected), along
+
+
+@host.instead(_sums_on_host)
 @jax.jit
 def _sum_up(
     expected: list[jax.Array], returned: list[jax.Array]
