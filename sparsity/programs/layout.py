@@ -89,6 +89,7 @@ class Layout:
       fill: the constant that may take the place of entries of the sources, `None` if there is none.
       is_lookup: whether indices choose entries, as in an embedding.
       moves_window: whether the mixed axes are those of a window, as in an image.
+      reads_quantized: whether the operation may read floats in place of quantized values.
     """
 
     relate: Callable[[Equation], list[Relation]]
@@ -98,6 +99,7 @@ class Layout:
     fill: Callable[[Equation], float | None] = lambda equation: None
     is_lookup: bool = False
     moves_window: bool = False
+    reads_quantized: bool = False
 
 
 def same(source: tuple[int, int], target: tuple[int, int], text: str) -> Relation:
@@ -370,18 +372,21 @@ def _windowed(name: str, joins: Callable[[Equation], str]) -> dict[str, Layout]:
 
 
 LAYOUTS: dict[str, Layout] = {
-    "transpose": Layout(_transpose),
-    "squeeze": Layout(_squeeze),
-    "broadcast_in_dim": Layout(_broadcast, _resize_broadcast),
-    "reshape": Layout(_reshape, _resize_reshape),
+    "transpose": Layout(_transpose, reads_quantized=True),
+    "squeeze": Layout(_squeeze, reads_quantized=True),
+    "broadcast_in_dim": Layout(_broadcast, _resize_broadcast, reads_quantized=True),
+    "reshape": Layout(_reshape, _resize_reshape, reads_quantized=True),
     "concatenate": Layout(_concatenate, sources=_all_inputs),
     "split": Layout(_split, _resize_split),
     "stack": Layout(_stack, sources=_all_inputs),
     "unstack": Layout(_unstack),
     "tile": Layout(_tile),
-    "slice": Layout(_slice, _resize_slice),
+    "slice": Layout(_slice, _resize_slice, reads_quantized=True),
     "dynamic_slice": Layout(
-        _along("cut", lambda equation: ()), _resize_dynamic_slice, is_lookup=True
+        _along("cut", lambda equation: ()),
+        _resize_dynamic_slice,
+        is_lookup=True,
+        reads_quantized=True,
     ),
     "dynamic_update_slice": Layout(_update, sources=lambda equation, number: (0, 1)),
     "gather": Layout(_gather, _resize_gather, fill=gather_fill, is_lookup=True),
@@ -407,6 +412,11 @@ LAYOUTS: dict[str, Layout] = {
 def is_lookup(equation: Equation) -> bool:
     """Returns whether an equation reads the entries of an array that indices choose."""
     return equation.name in LAYOUTS and LAYOUTS[equation.name].is_lookup
+
+
+def reads_quantized(equation: Equation) -> bool:
+    """Returns whether a layout operation may read floats in place of quantized values."""
+    return equation.name in LAYOUTS and LAYOUTS[equation.name].reads_quantized
 
 
 def is_move(equation: Equation) -> bool:
