@@ -152,7 +152,7 @@ class Meter:
         if self._copies:
             gram, inputs = self._grams[use.path], max(use.num_inputs, 1)
             outputs = part // 4 // inputs
-            is_convolution = use.primitive == "conv_general_dilated"
+            is_convolution = use.kind == "convolution"
             rows = y // max(outputs, 1) * inputs * use.groups if is_convolution else x  # patches
             solution = self._copies * gram
             if self._solving is not None:

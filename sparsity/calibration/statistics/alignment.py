@@ -15,7 +15,6 @@ from sparsity.graph import Graph, Use
 from sparsity.graph.readers.views import Factor
 from sparsity.programs.products import read_product
 
-_PRODUCTS = ("dot_general", "conv_general_dilated")
 _GROUPS = -1  # stands for the groups of a convolution among the axes of a parameter
 
 
@@ -125,7 +124,7 @@ def align(use: Use, graph: Graph, one_layer: bool = False) -> Alignment | None:
 def _is_told(use: Use, shape: tuple[int, ...]) -> bool:
     """Returns whether a use multiplies all entries of the parameter, or of a layer in each step."""
     view = use.view
-    if use.primitive not in _PRODUCTS or not use.contracting or use.trips is None:
+    if use.kind not in ("dot", "convolution") or not use.contracting or use.trips is None:
         return False
     if view.is_part or view.is_conjugate or len(view.stacked) != len(view.scans):
         return False
@@ -134,7 +133,7 @@ def _is_told(use: Use, shape: tuple[int, ...]) -> bool:
         shape[axis] != scan.length for axis, scan in layers
     ):
         return False
-    is_dot = use.primitive == "dot_general"
+    is_dot = use.kind == "dot"
     return is_dot or (use.operand == 1 and use.equation.params["batch_group_count"] == 1)
 
 

@@ -17,7 +17,7 @@ from sparsity.core.trees import Path
 from sparsity.graph.readers.views import Factor, View, Views, change, follow, index, merge, resize
 from sparsity.programs.entrywise import ENTRYWISE, constant_in, fold_constant
 from sparsity.programs.layout import LAYOUTS, is_lookup
-from sparsity.programs.products import PRODUCTS, Operand, read_product
+from sparsity.programs.products import PRODUCTS, Operand, ProductKind, read_product
 from sparsity.programs.program import Equation, Program, Value
 from sparsity.programs.walk import Flow
 
@@ -53,6 +53,11 @@ class Use:
     view: View = dataclasses.field(repr=False)
     equation: Equation = dataclasses.field(repr=False)
     operand: int = dataclasses.field(repr=False)
+
+    @property
+    def kind(self) -> ProductKind | None:
+        """Kind of the product, `None` for a lookup."""
+        return read_product(self.equation).kind if self.primitive in PRODUCTS else None
 
     @property
     def roles(self) -> Operand:
