@@ -1,18 +1,12 @@
-"""Pruning and refitting of one parameter, or of one layer of a stack."""
+"""A pruned and refitted parameter, or one layer of a stack, and the shares of outputs it lost."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 
-from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.refits import Refit
-from sparsity.calibration.run.prune import prune, reconstruct
-from sparsity.calibration.run.weights import LayerIndex
 from sparsity.calibration.statistics import (
     Statistic,
     centre,
@@ -21,10 +15,7 @@ from sparsity.calibration.statistics import (
     ratio,
     squared_means,
 )
-from sparsity.core import host, sharding, trees
-from sparsity.core.trees import PyTree
-from sparsity.masks import Site
-from sparsity.patterns.base import absolute_axis
+from sparsity.core import host
 
 
 class Errors(NamedTuple):
@@ -106,79 +97,3 @@ def _share_sums(
 
 
 _share = host.instead(_share_sums)(jax.jit(_share_sums))
-
-
-def solve(
-    pruner: BaseUpdater,
-    refit: Refit | None,
-    site: Site,
-    target: chex.Numeric,
-    tree: PyTree,
-    dense: jax.Array,
-    cut: LayerIndex,
-    statistic: Statistic,
-) -> Solved:
-    """Prunes and refits a parameter, or one of its layers.
-
-    Args:
-      pruner: the updater.
-      refit: corrects the kept weights; `None` for no correction.
-      site: path, pattern and batch axes of the parameter.
-      target: sparsity of the parameter.
-      tree: tree of parameters, of which only the structure matters.
-      dense: the parameter, or the layer.
-      cut: the axes that the layer does not have.
-      statistic: the statistic of its inputs.
-
-    Raises:
-      ValueError: the pattern does not fit the layer.
-    """
-    pruner = _for_leaf(pruner, site, target, cut, dense.ndim + len(cut))
-    dense = sharding.shard_along(
-        dense, (*statistic.batch, *statistic.output)
-    )  # a part on each device
-    alone = trees.map_matched(lambda path, _: dense if path == site.path else None, tree)
-    statistics = {trees.path_names(site.path): statistic}
-    first, masks = prune(pruner, alone, statistics)
-    last = first
-    if refit is not None:
-        last, masks = reconstruct(refit, pruner, alone, first, masks, statistics)
-    pruned, refitted, mask = (trees.leaves_by_path(x)[site.path] for x in (first, last, masks))
-    return Solved(statistic, dense, pruned, refitted, mask)
-
-
-def _for_leaf(
-    pruner: BaseUpdater, site: Site, target: chex.Numeric, cut: LayerIndex, ndim: int
-) -> BaseUpdater:
-    """Returns the pruner for one parameter, or for one of its layers.
-
-    Raises:
-      ValueError: units of the pattern lie along an axis of layers.
-    """
-
-    def distribution(params: PyTree) -> PyTree:
-        return trees.map_matched(lambda path, _: target if path == site.path else None, params)
-
-    def without(axis: int) -> int:
-        return axis - sum(removed < axis for removed, _ in cut)
-
-    pattern: Any = site.pattern
-    batch_axes = without(site.batch_axes)
-    if cut and (axis := getattr(pattern, "axis", None)) is not None:
-        axes = axis if isinstance(axis, tuple) else (axis,)
-        axes = tuple(absolute_axis(axis, site.batch_axes, ndim) for axis in axes)
-        for axis in axes:
-            if axis in dict(cut):
-                raise ValueError(
-                    f"{pattern} of {site.name!r} lies along axis {axis}, whose layers are pruned "
-                    "one after the other. Give another axis, or sequential=False."
-                )
-        places = tuple(without(axis) - batch_axes for axis in axes)
-        pattern = dataclasses.replace(pattern, axis=places if len(places) > 1 else places[0])
-    return dataclasses.replace(
-        pruner,
-        sparsity_distribution_fn=distribution,
-        sparsity_type=pattern,
-        batch_axes=batch_axes,
-        use_packed_masks=False,
-    )
