@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.calibration.refits import shift_bias
-from sparsity.calibration.run.solve import Solved
+from sparsity.calibration.run.solved import Solved
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.core import trees
 from sparsity.core.trees import Path

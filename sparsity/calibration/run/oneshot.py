@@ -28,7 +28,7 @@ from sparsity.calibration.run.progress import show_progress
 from sparsity.calibration.run.prune import check_runs
 from sparsity.calibration.run.report import LayerReport, Report
 from sparsity.calibration.run.resume import Finished, Layer, identify
-from sparsity.calibration.run.solve import Errors, Solved
+from sparsity.calibration.run.solved import Errors, Solved
 from sparsity.calibration.run.stop import Stop
 from sparsity.calibration.run.task import Task, count_rows, make_task
 from sparsity.calibration.run.together import Together

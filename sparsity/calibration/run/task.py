@@ -14,7 +14,7 @@ from sparsity.calibration.pruners import statistics_kind
 from sparsity.calibration.refits import Means, Refit
 from sparsity.calibration.run.biases import Biases, find_biases
 from sparsity.calibration.run.prune import prune, reconstruct
-from sparsity.calibration.run.solve import Solved
+from sparsity.calibration.run.solved import Solved
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.calibration.statistics import Statistic, warn_of_zeros
 from sparsity.calibration.statistics.rows import Kind

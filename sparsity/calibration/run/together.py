@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from sparsity.calibration.run.solve import Errors, Solved
+from sparsity.calibration.run.solved import Errors, Solved
 from sparsity.calibration.run.task import Task
 from sparsity.calibration.run.weights import ModelWeights
 from sparsity.calibration.statistics import Statistic
