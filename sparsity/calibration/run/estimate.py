@@ -83,7 +83,7 @@ class Meter:
         """Returns the bytes of the run."""
         program = self._graph.model.program
         # The batches themselves stay with the caller.
-        self._run(program, self._held, free={*program.inputs})
+        self._run(program, self._held, shared={*program.inputs})
         peak, activations, param = self._peak
         gram = max(self._grams.values(), default=0) if self._copies else 0
         model = self._params + sum(self._pruned.values())
@@ -92,17 +92,17 @@ class Meter:
     def _paths(self) -> set[Path]:
         return {use.path for use in self._uses.values()}
 
-    def _run(self, program: Program, held: int, free: set[Value]) -> None:
+    def _run(self, program: Program, held: int, shared: set[Value]) -> None:
         """Follows a program.
 
         Args:
           program: the program.
           held: bytes of activations around it.
-          free: inputs of the program that share memory with values around it.
+          shared: inputs of the program that share memory with values around it.
         """
         last, live = last_uses(program), dict[Value, int]()
         for value in program.inputs:
-            if self._graph.tracker.is_data(value) and value not in free:
+            if self._graph.tracker.is_data(value) and value not in shared:
                 live[value] = self._batches * _bytes(value)
         for equation in program.flat():
             dead = {x for x in equation.inputs if last.get(x) is equation}
@@ -130,10 +130,10 @@ class Meter:
             (body,) = equation.within()
             pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))
             fixed = body.layers.start - len(body.carries)
-            free = {inner for i, (_, inner) in pairs if i < fixed}
+            shared = {inner for i, (_, inner) in pairs if i < fixed}
             stacked = self._batches * sum(map(_bytes, equation.outputs))
             for _ in range(2):  # a first layer copies parameters, and all others find the copies
-                self._run(body.program, held + stacked, free)
+                self._run(body.program, held + stacked, shared)
             return
         for number in within:
             self._stop(self._uses[number], held)

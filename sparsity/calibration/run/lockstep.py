@@ -70,11 +70,11 @@ class Lockstep:
                     "give sequential=False."
                 )
         data = [dict(zip(program.inputs[count:], arrays, strict=True)) for arrays in inputs]
-        bound = {
+        param_inputs = {
             value: functools.partial(self._read, number)
             for number, value in enumerate(program.inputs[:count])
         }
-        self._run(Frame(program, bound, data, {}))
+        self._run(Frame(program, param_inputs, data, {}))
 
     def _run(self, frame: Frame) -> None:
         self._frames.append(frame)
@@ -177,16 +177,16 @@ class Lockstep:
         carry = [[frame.read(b, v) for v in equation.inputs[fixed:end]] for b in batches]
         stacked: list[list[list[jax.Array]]] = [[] for _ in batches]
         for layer in _trips(equation):
-            bound, data = {}, [{} for _ in batches]  # type: ignore[var-annotated]
+            param_inputs, data = {}, [{} for _ in batches]  # type: ignore[var-annotated]
             for at, (value, inner) in enumerate(zip(body.inputs, body.program.inputs, strict=True)):
                 if not is_data[at]:
                     index = (layer,) if at >= end else ()
-                    bound[inner] = functools.partial(frame.free, value, *index)
+                    param_inputs[inner] = functools.partial(frame.from_params, value, *index)
                     continue
                 for b in batches:
                     array = carry[b][at - fixed] if fixed <= at < end else frame.read(b, value)
                     data[b][inner] = array[layer] if at >= end else array
-            inside = Frame(body.program, bound, data, {**frame.layers, equation: layer})
+            inside = Frame(body.program, param_inputs, data, {**frame.layers, equation: layer})
             self._run(inside)
             for b in batches:
                 outputs = [inside.read(b, value) for value in body.program.outputs]
