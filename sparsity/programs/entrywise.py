@@ -166,6 +166,11 @@ def tells_nan(equation: Equation) -> bool:
     return ENTRYWISE[equation.name].tells_nan or not is_differentiable(equation.outputs[0])
 
 
+def tells_zeros(equation: Equation) -> bool:
+    """Returns whether an entrywise equation returns other numbers for -0.0 than for 0.0."""
+    return equation.name in ENTRYWISE and ENTRYWISE[equation.name].tells_zeros
+
+
 def is_same(one: float | None, other: float | None) -> bool:
     """Returns whether two constants are equal; NaN equals NaN."""
     return one == other or (one is not None and other is not None and one != one and other != other)

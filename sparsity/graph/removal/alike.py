@@ -96,13 +96,9 @@ class Search:
             return None
         inputs = [alike for place in places if (alike := self.find(*place)) is not None]
         # The sign of a 0 is not followed.
-        by_zero = _tells_zeros(maker) and [x.constant for x in inputs[1:]] == [0]
+        by_zero = entrywise.tells_zeros(maker) and [x.constant for x in inputs[1:]] == [0]
         is_complete = len(inputs) == len(places) and not by_zero
         return Alike(value, axis, maker=maker, inputs=inputs) if is_complete else None
-
-
-def _tells_zeros(equation: Equation) -> bool:
-    return equation.name in ENTRYWISE and ENTRYWISE[equation.name].tells_zeros
 
 
 def find_makers(program: Program) -> dict[Equation, Makers]:
