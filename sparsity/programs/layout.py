@@ -17,7 +17,7 @@ from jax import lax
 from sparsity.programs.entrywise import gather_fill
 from sparsity.programs.program import Equation, Value
 
-Kind: TypeAlias = Literal["product", "sum", "cut", "reversed", "index", "stack", "mixed"]
+RelationKind: TypeAlias = Literal["product", "sum", "cut", "reversed", "index", "stack", "mixed"]
 Arrays: TypeAlias = Sequence[jax.Array]
 
 
@@ -43,7 +43,7 @@ class Relation(NamedTuple):
       text: the operation, for errors.
     """
 
-    kind: Kind
+    kind: RelationKind
     sources: tuple[Place | int, ...]
     targets: tuple[Place | int, ...]
     text: str
@@ -174,7 +174,7 @@ def _pile(axis: int, stack: Value, layers: Sequence[Value]) -> list[Relation]:
 
 def _flip(relations: Sequence[Relation]) -> list[Relation]:
     """Returns the relations of the inverse primitive: outputs become inputs."""
-    kinds: dict[Kind, Kind] = {"stack": "index"}
+    kinds: dict[RelationKind, RelationKind] = {"stack": "index"}
     return [Relation(kinds.get(x.kind, x.kind), x.targets, x.sources, x.text) for x in relations]
 
 
@@ -226,7 +226,9 @@ def _slice(equation: Equation) -> list[Relation]:
 _IN_ORDER = "an operation that needs all entries of the axis, in order"
 
 
-def _along(kind: Kind, axes: Callable[[Equation], Sequence[int]]) -> Callable[..., list[Relation]]:
+def _along(
+    kind: RelationKind, axes: Callable[[Equation], Sequence[int]]
+) -> Callable[..., list[Relation]]:
     """Returns the relations of a primitive that works along some axes of its first input."""
 
     def relate(equation: Equation) -> list[Relation]:

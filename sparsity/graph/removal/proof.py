@@ -285,7 +285,7 @@ class _Proof(Flow[Constants]):
         for i, j in zip(roles.lhs.contracted, roles.rhs.contracted, strict=True):
             for variable in self._variables(values[1])[j]:
                 factors = constants[0][i, variable], constants[1][j, variable]
-                if entrywise.product(*factors) != 0:
+                if entrywise.multiply_constants(*factors) != 0:
                     self.refused.setdefault(variable, _not_zero(equation, factors))
         at: dict[RemovedEntry, float | None] = {}
         partners = dict(zip(roles.lhs.batch, roles.rhs.batch, strict=True))
@@ -298,7 +298,7 @@ class _Proof(Flow[Constants]):
                 elif operand == 1 and roles.groups > 1:
                     other = constants[0][roles.lhs.contracted[0], variable]
                 factor = constants[operand][axis, variable]
-                at[place, variable] = entrywise.sum_of_products(factor, other)
+                at[place, variable] = entrywise.sum_constant_products(factor, other)
         self.facts[equation.outputs[0]] = Constants(at)
 
 
