@@ -240,40 +240,49 @@ class Tracker(Flow[Views]):
     def _use(self, equation: Equation, operand: int, view: View) -> None:
         product, trips = read_product(equation), self.trips
         axes = product.operands[operand]
-        self.uses.append(
-            Use(
-                path=self.paths[view.leaf],
-                primitive=equation.name,
-                contracting=tuple(sorted(view.axes(axes.contracted))),
-                output=view.axes(axes.free),
-                batch=(*view.stacked, *view.axes((*axes.batch, *axes.experts))),
-                groups=product.groups if operand else 1,
-                macs=round(product.macs * view.share) * (1 if trips is None else trips),
-                trips=trips,
-                source=equation.source,
-                view=view,
-                equation=equation,
-                operand=operand,
-            )
+        self._add(
+            equation,
+            operand,
+            view,
+            contracting=tuple(sorted(view.axes(axes.contracted))),
+            output=view.axes(axes.free),
+            batch=(*view.stacked, *view.axes((*axes.batch, *axes.experts))),
+            groups=product.groups if operand else 1,
+            macs=round(product.macs * view.share) * (1 if trips is None else trips),
         )
 
     def _look_up(self, equation: Equation, view: View) -> None:
         shape, slices = equation.inputs[0].shape, equation.params["slice_sizes"]
-        full = [i for i, size in enumerate(slices) if size == shape[i]]
+        complete = [i for i, size in enumerate(slices) if size == shape[i]]
+        self._add(equation, 0, view, output=view.axes(complete), batch=view.stacked)
+
+    def _add(
+        self,
+        equation: Equation,
+        operand: int,
+        view: View,
+        *,
+        contracting: tuple[int, ...] = (),
+        output: tuple[int, ...],
+        batch: tuple[int, ...],
+        groups: int = 1,
+        macs: int = 0,
+    ) -> None:
+        """Adds a use of a view by an equation, with the roles of the axes of the parameter."""
         self.uses.append(
             Use(
                 path=self.paths[view.leaf],
                 primitive=equation.name,
-                contracting=(),
-                output=view.axes(full),
-                batch=view.stacked,
-                groups=1,
-                macs=0,
+                contracting=contracting,
+                output=output,
+                batch=batch,
+                groups=groups,
+                macs=macs,
                 trips=self.trips,
                 source=equation.source,
                 view=view,
                 equation=equation,
-                operand=0,
+                operand=operand,
             )
         )
 
