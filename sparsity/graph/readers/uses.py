@@ -81,11 +81,13 @@ class Use:
         Where the axis was split, parts may be outputs, or index layers.
         """
         contracted = self.roles.contracted
-        by_axis = [parts for i, parts in enumerate(self.view.factors) if i not in contracted]
-        free_parts = [
-            part for parts in (*by_axis, self.view.layers) for part in parts if part.axis == axis
-        ]
-        return all(part.step % m == 0 for part in free_parts)
+        free = [factors for i, factors in enumerate(self.view.factors) if i not in contracted]
+        return all(
+            factor.step % m == 0
+            for factors in (*free, self.view.layers)
+            for factor in factors
+            if factor.axis == axis
+        )
 
 
 class Tracker(Flow[Views]):
@@ -154,7 +156,7 @@ class Tracker(Flow[Views]):
         views = []
         for view in fact.views:
             sizes = zip(view.factors, value.shape, local.shape, strict=True)
-            views.append(view.with_factors(resize(parts, size, new) for parts, size, new in sizes))
+            views.append(view.with_factors(resize(*each) for each in sizes))
         return dataclasses.replace(fact, views=tuple(views))
 
     def leave(self, fact: Views, equation: Equation) -> Views:
@@ -229,7 +231,9 @@ class Tracker(Flow[Views]):
             for i in sources:
                 for view in inputs[i].views:
                     moved = follow(view, equation, relations, i, number)
-                    if moved is not None and not (is_joined and moved.parts == view.parts):
+                    if moved is not None and not (
+                        is_joined and moved.changed_at == view.changed_at
+                    ):
                         views.append(moved)
             constants = {inputs[i].constant for i in sources}
             constant = constants.pop() if len(constants) == 1 and not is_joined else None
