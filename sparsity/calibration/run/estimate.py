@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from sparsity.calibration.run.frames import last_uses
 from sparsity.calibration.statistics.capture import Calibration
-from sparsity.calibration.statistics.walk import Walk
+from sparsity.calibration.statistics.summing import SummingInterpreter
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Use
@@ -71,7 +71,7 @@ class Meter:
     ) -> None:
         self._graph, self._uses = calibration.graph, calibration.uses
         self._copies, self._solving, self._batches = grams, solving, len(batches)
-        self._walk = Walk(calibration.uses, calibration.sum_up)
+        self._interpreter = SummingInterpreter(calibration.uses, calibration.sum_up)
         sizes = {name: _bytes(x) for name, x in calibration.grams(one_layer=True).items()}
         self._grams = {path: sizes["/".join(path) or "params"] for path in self._paths()}
         self._held = sum(_bytes(x) for batch in batches for x in trees.split_arrays(batch)[0])
@@ -123,9 +123,9 @@ class Meter:
           held: bytes that live before it.
           ends: bytes of a batch that the equation is the last to read.
         """
-        for number in self._walk.at(equation):
+        for number in self._interpreter.at(equation):
             self._stop(self._uses[number], held)
-        within = self._walk.within(equation)
+        within = self._interpreter.within(equation)
         if equation.name == "scan" and any(equation in self._uses[n].view.scans for n in within):
             (body,) = equation.within()
             pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))

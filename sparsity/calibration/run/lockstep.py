@@ -19,7 +19,7 @@ from sparsity.calibration.run.frames import Frame, Layers, forget, last_uses
 from sparsity.calibration.run.stop import Stop
 from sparsity.calibration.run.weights import LayerIndex
 from sparsity.calibration.statistics.capture import Calibration, check_structure
-from sparsity.calibration.statistics.walk import Walk
+from sparsity.calibration.statistics.summing import SummingInterpreter
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Use
@@ -50,7 +50,7 @@ class Lockstep:
     ) -> None:
         self._calibration, self._batches = calibration, batches
         self._read, self._is_done, self._prune = read, is_done, prune
-        self._uses = Walk(calibration.uses, calibration.sum_up)
+        self._uses = SummingInterpreter(calibration.uses, calibration.sum_up)
         self._frames: list[Frame] = []
 
     def run(self) -> None:

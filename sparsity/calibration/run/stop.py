@@ -14,7 +14,7 @@ from sparsity.calibration.run.frames import Frame, Layers
 from sparsity.calibration.statistics import Statistic, not_finite
 from sparsity.calibration.statistics.capture import Calibration, are_alike, is_finite
 from sparsity.calibration.statistics.rows import sum_outputs
-from sparsity.calibration.statistics.walk import Steps, Sums, Walk, add, is_count
+from sparsity.calibration.statistics.summing import Steps, SummingInterpreter, Sums, add, is_count
 from sparsity.core import host, sharding
 from sparsity.core.trees import PyTree
 from sparsity.programs.program import Equation
@@ -101,7 +101,7 @@ class Stop:
                     sums = jax.tree.map(lambda s, on=is_layer: jnp.where(on, s, 0), sums)
                 return sums
 
-            return Walk(uses, sum_layer).sum_equation(self.equation, inputs)
+            return SummingInterpreter(uses, sum_layer).sum_equation(self.equation, inputs)
 
         for batch in batches:
             yield run(self.frame.inputs(batch, self.equation), indices, arguments)

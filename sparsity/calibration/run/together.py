@@ -14,7 +14,7 @@ from sparsity.calibration.run.weights import ModelWeights
 from sparsity.calibration.statistics import Statistic
 from sparsity.calibration.statistics.capture import Collector, calibrate, collect
 from sparsity.calibration.statistics.rows import sum_outputs
-from sparsity.calibration.statistics.walk import Steps
+from sparsity.calibration.statistics.summing import Steps
 from sparsity.core import sharding
 from sparsity.core.trees import Path, PyTree
 

@@ -17,7 +17,7 @@ from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.memory import check_memory
 from sparsity.calibration.statistics.rows import KINDS, Kind, RowSums, sum_up
 from sparsity.calibration.statistics.statistic import Statistic
-from sparsity.calibration.statistics.walk import Steps, Sums, Walk, add
+from sparsity.calibration.statistics.summing import Steps, SummingInterpreter, Sums, add
 from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_bool, check_function, check_iterable
 from sparsity.core.trees import Path, PyTree
@@ -177,8 +177,10 @@ class Collector:
         self, leaves: Sequence[jax.Array], inputs: Sequence[jax.Array], arguments: PyTree
     ) -> tuple[Sums, dict[int, jax.Array]]:
         """Returns the sums of a call, and whether each is finite."""
-        walk = Walk(self.uses, functools.partial(self.sum_up, arguments=arguments), self.stacks)
-        sums = walk.run_with_sums(self.graph.model.program, [*leaves, *inputs])[1]
+        interpreter = SummingInterpreter(
+            self.uses, functools.partial(self.sum_up, arguments=arguments), self.stacks
+        )
+        sums = interpreter.run_with_sums(self.graph.model.program, [*leaves, *inputs])[1]
         return sums, {number: is_finite(each) for number, each in sums.items()}
 
 
