@@ -47,7 +47,7 @@ class Biases:
         return shift_bias(self.places[path], bias, *lost, read)
 
 
-def find_biases(graph: Graph, sites: Mapping[Path, Site]) -> Biases:
+def find_run_biases(graph: Graph, sites: Mapping[Path, Site]) -> Biases:
     """Returns the biases of the parameters to prune, and warns of parameters without one."""
     biases = {path: graph.biases[path] for path in sites if path in graph.biases}
     places = {path: bias for path, bias in biases.items() if _holds_outputs(graph, path, bias)}

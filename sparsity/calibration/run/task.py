@@ -12,7 +12,7 @@ import numpy as np
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.pruners import statistics_kind
 from sparsity.calibration.refits import Means, Refit
-from sparsity.calibration.run.biases import Biases, find_biases
+from sparsity.calibration.run.biases import Biases, find_run_biases
 from sparsity.calibration.run.prune import prune, reconstruct
 from sparsity.calibration.run.solved import Solved
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
@@ -152,7 +152,7 @@ def make_task(
         targets={path: targets[site.path] for path, site in sites.items()},
         # The means of the inputs, which centred errors need, cost a vector more.
         kind="moments" if kind == "squares" else kind,
-        biases=find_biases(graph, sites) if isinstance(refit, Means) else Biases(graph),
+        biases=find_run_biases(graph, sites) if isinstance(refit, Means) else Biases(graph),
     )
 
 

@@ -181,7 +181,7 @@ class Collector:
             self.uses, functools.partial(self.sum_up, arguments=arguments), self.stacks
         )
         sums = interpreter.run_with_sums(self.graph.model.program, [*leaves, *inputs])[1]
-        return sums, {number: is_finite(each) for number, each in sums.items()}
+        return sums, {number: are_sums_finite(each) for number, each in sums.items()}
 
 
 class Calibration(Collector):
@@ -223,7 +223,7 @@ class Calibration(Collector):
         for number in sorted(total):
             use, statistic = self.uses[number], self.statistic(number, total.pop(number))
             before = statistics.get(use.path)
-            if before is not None and not are_alike(before, statistic):
+            if before is not None and not have_equal_axes(before, statistic):
                 raise ValueError(
                     f"{trees.join_names(use.path)!r} is read along other axes by the "
                     f"{use.primitive} at {use.source} than by a product before it, so that their "
@@ -244,7 +244,7 @@ class Calibration(Collector):
         return dataclasses.replace(alignment.axes, count=summed[1], **sums)
 
 
-def are_alike(one: Statistic, other: Statistic) -> bool:
+def have_equal_axes(one: Statistic, other: Statistic) -> bool:
     """Returns whether the sums of two products of a parameter may be added up."""
     axes = [
         dataclasses.replace(x, squares=None, sums=None, gram=None, count=0) for x in (one, other)
@@ -262,7 +262,7 @@ def _counted(statistic: Statistic, shape: tuple[int, ...]) -> Statistic:
     return dataclasses.replace(statistic, count=Count.from_number(np.broadcast_to(wide, lead)))
 
 
-def is_finite(sums: PyTree) -> jax.Array:
+def are_sums_finite(sums: PyTree) -> jax.Array:
     """Returns whether all arrays of some sums are finite."""
     finite: jax.Array = jnp.all(
         jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(sums)])
