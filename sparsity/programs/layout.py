@@ -32,12 +32,22 @@ class Relation(NamedTuple):
     """Axes of inputs that become axes of outputs.
 
     Attributes:
-      kind: 'product': combinations of entries of the sources, the last axis fastest, are the
-        combinations of entries of the targets. 'sum': the sources one after the other are the
-        targets one after the other. All other kinds need all entries. 'cut': the target holds some
-        entries of the source in a row, or more around them. 'reversed': the target reverses the
-        source. 'index': one entry of the source is read. 'stack': each entry of the target is an
-        array. 'mixed': entries depend on others along the axis.
+      kind: two kinds may lose entries:
+
+        - 'product', as of reshape: combinations of entries of the sources, the last axis fastest,
+          are the combinations of entries of the targets.
+        - 'sum', as of concatenate: the sources one after the other are the targets one after the
+          other.
+
+        The others need all entries:
+
+        - 'cut', as of pad: the target holds some entries of the source in a row, or more around
+          them.
+        - 'reversed', as of rev: the target reverses the source.
+        - 'index', as of gather: one entry of the source is read.
+        - 'stack', as of stack: each entry of the target is an array.
+        - 'mixed', as of sort: entries depend on others along the axis.
+
       sources: axes of inputs, or numbers of repeated entries.
       targets: axes of outputs, or numbers of entries that no output has.
       text: the operation, for errors.
