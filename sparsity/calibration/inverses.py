@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.calibration.statistics import dot
+from sparsity.core import host
 
 _BLOCK = 128  # fewer rows make slow products, and for more LAPACK starts threads
 
@@ -65,6 +66,23 @@ def pad(matrices: jax.Array, multiple: int | None = None) -> jax.Array:
         return matrices
     wide = jnp.pad(matrices, [*[(0, 0)] * (matrices.ndim - 2), (0, padding), (0, padding)])
     return wide + jnp.diag(jnp.arange(size + padding) >= size).astype(matrices.dtype)
+
+
+def damping_shifts(matrices: chex.Array, damping: chex.Numeric) -> jax.Array:
+    """Returns the numbers that damping adds to the diagonals of Gram matrices, [..., n].
+
+    Args:
+      matrices: [..., n, n].
+      damping: in units of the mean of a diagonal over live inputs; inputs that are always 0 get 1
+        more.
+    """
+    xp = host.namespace([matrices])
+    diagonals = xp.diagonal(matrices, axis1=-2, axis2=-1)
+    live = diagonals > 0
+    count = xp.maximum(live.sum(axis=-1, keepdims=True), 1).astype(matrices.dtype)
+    mean = diagonals.sum(axis=-1, keepdims=True) / count
+    shifts: jax.Array = (damping * mean + xp.where(live, 0, 1)).astype(matrices.dtype)
+    return shifts
 
 
 def shift_diagonals(matrices: jax.Array, shift: chex.Numeric) -> jax.Array:

@@ -23,7 +23,7 @@ from sparsity.compacting.formats.storage import Kept, Token, is_quantized
 from sparsity.core import sharding
 from sparsity.core.trees import PyTree
 from sparsity.programs.entrywise import ENTRYWISE, constant_in, is_copy
-from sparsity.programs.layout import LAYOUTS, is_lookup
+from sparsity.programs.layout import LAYOUTS, is_lookup, reads_quantized
 from sparsity.programs.products import PRODUCTS
 from sparsity.programs.program import Equation, Program, Value, is_differentiable
 from sparsity.programs.walk import Interpreter
@@ -258,7 +258,7 @@ def _check_casts(equation: Equation, inputs: Sequence[Lazy]) -> None:
     """
     output = equation.outputs[0].dtype
     is_wide = jnp.issubdtype(output, jnp.floating) and not is_quantized(output)
-    if equation.name in _PLAIN_LAYOUTS or (equation.name == "convert_element_type" and is_wide):
+    if reads_quantized(equation) or (equation.name == "convert_element_type" and is_wide):
         return
     # Loops have as many inputs as values: each body checks its equations.
     for value, array in zip(equation.inputs, inputs, strict=True):
@@ -336,6 +336,3 @@ def _slice_stack(kept: Kept, start: Arrays, sizes: tuple[int, ...]) -> Kept:
 
     layers: Kept = jax.tree.map(take, kept)
     return layers
-
-
-_PLAIN_LAYOUTS = ("transpose", "reshape", "squeeze", "broadcast_in_dim", "slice", "dynamic_slice")

@@ -30,7 +30,7 @@ def sum_rows(x: np.ndarray) -> np.ndarray:
     """
     width = x.shape[-1] if x.ndim > 1 else 1
     rows = x.reshape(math.prod(x.shape[:-1]) if x.ndim > 1 else x.size, width)
-    total, step = np.zeros(width, np.result_type(_wide(rows[:0]), np.float64)), 1
+    total = np.zeros(width, np.result_type(_wide(rows[:0]), np.float64))
     step = max(host.CHUNK // max(width, 1), 1)
     for start in range(0, len(rows), step):
         total += _wide(rows[start : start + step]).sum(axis=0)

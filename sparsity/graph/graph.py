@@ -164,7 +164,7 @@ class Graph:
             ]
             dense = self.costs.count_macs(parameter.path)
             masked = round(dense * density.get(parameter.path, 1))
-            names = tuple(dict.fromkeys(use.primitive for use in uses))
+            names = tuple(dict.fromkeys(use.kind or use.primitive for use in uses))
             row = tables.CostRow(
                 parameter, names, tuple(sorted(axes)), dense, masked, tuple(sorted(groups))
             )

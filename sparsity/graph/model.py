@@ -82,7 +82,7 @@ class Model:
                 shape = jnp.shape(arrays[parameter.path]) if parameter.path in arrays else None
                 if shape != parameter.shape:
                     raise ValueError(
-                        f"The scale of a bias depends on {parameter.name!r}, which has shape "
+                        f"A value of the model depends on {parameter.name!r}, which has shape "
                         f"{parameter.shape} in the graph and {shape} in the params. Trace the "
                         "model with the params, and give all of them."
                     )

@@ -18,7 +18,7 @@ class CostRow(NamedTuple):
 
     Attributes:
       parameter: path, shape and dtype.
-      primitives: the primitives that read the parameter.
+      readers: kinds of the products, and primitives of the lookups, that read the parameter.
       contracting: the axes that products contract.
       dense: multiply-adds of the products.
       masked: multiply-adds that masks leave.
@@ -26,7 +26,7 @@ class CostRow(NamedTuple):
     """
 
     parameter: Parameter
-    primitives: tuple[str, ...]
+    readers: tuple[str, ...]
     contracting: tuple[int, ...]
     dense: int
     masked: int
@@ -54,7 +54,10 @@ def table(
 
     for row in rows:
         shape = trees.shape_text(row.parameter.shape)
-        by = ", ".join(_SHORT.get(name, name) for name in row.primitives) or "no product"
+        by = (
+            ", ".join("lookup" if name == "gather" else name for name in row.readers)
+            or "no product"
+        )
         axes = ", ".join(map(str, row.contracting))
         groups = ", ".join(f"{axis}: {number}" for axis, number in row.groups)
         add(row.parameter.name, (shape, by, axes), row.dense, row.masked, groups)
@@ -78,11 +81,3 @@ def plot(rows: Sequence[CostRow], total: int, has_masks: bool, ax: Axes | None) 
     masked = [row.masked for row in shown] if has_masks else None
     bars(ax, "multiply-adds", names, dense, masked, total)
     return ax
-
-
-_SHORT = {
-    "dot_general": "dot",
-    "conv_general_dilated": "convolution",
-    "gather": "lookup",
-    "ragged_dot_general": "ragged dot",
-}

@@ -103,7 +103,7 @@ def pin(axis: Axis, reason: Reason) -> None:
             variable.pin = reason
 
 
-def product(parts: Iterable[Axis]) -> Axis:
+def product_axis(parts: Iterable[Axis]) -> Axis:
     """Returns an axis that runs over combinations of entries, the last part fastest."""
     factors = [factor for part in parts for factor in _factors(part)]
     if len(factors) == 1:
@@ -113,7 +113,7 @@ def product(parts: Iterable[Axis]) -> Axis:
     )
 
 
-def total(parts: Iterable[Axis]) -> Axis:
+def sum_axis(parts: Iterable[Axis]) -> Axis:
     """Returns an axis that runs over one part after the other."""
     terms = [term for part in parts for term in _terms(part)]
     return terms[0] if len(terms) == 1 else Axis(sum(term.size for term in terms), "sum", terms)
@@ -281,7 +281,7 @@ def _cut(kind: Kind, large: Axis, size: int, reason: Reason) -> list[Axis] | Non
             return None
         return large.take_apart(kind, (size, large.size // size))
     slowest, *faster = _factors(large)  # a product, cut along its slowest factor
-    inner = product(faster)
+    inner = product_axis(faster)
     if size % inner.size:
         return None
     pin(slowest, reason._replace(text=f"{reason.text}: a cut between its entries"))
@@ -291,7 +291,7 @@ def _cut(kind: Kind, large: Axis, size: int, reason: Reason) -> list[Axis] | Non
 def _align_mixed(terms: Axis, factors: Axis, reason: Reason) -> bool:
     """Unifies a stack with parts in a row, (3, D) with D + D + D, which lose equal entries."""
     slowest, *faster = _factors(factors)
-    inner = product(faster)
+    inner = product_axis(faster)
     if any(term.size % inner.size for term in _terms(terms)):
         return False
     pin(slowest, reason._replace(text=f"{reason.text}: parts that follow one another"))
@@ -303,4 +303,6 @@ def _align_mixed(terms: Axis, factors: Axis, reason: Reason) -> bool:
 def _repeat(times: int, inner: Axis, reason: Reason) -> Axis:
     if times == 1:
         return inner
-    return product([Axis(times, pin=reason._replace(text=f"{reason.text}: a repetition")), inner])
+    return product_axis(
+        [Axis(times, pin=reason._replace(text=f"{reason.text}: a repetition")), inner]
+    )

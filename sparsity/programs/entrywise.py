@@ -129,7 +129,7 @@ def fold_constant(equation: Equation, inputs: Sequence[float | None]) -> float |
     if any(x is not None and x != x for x in inputs):
         return math.nan
     if name in ("mul", "and") and None in inputs:
-        return product(*inputs)
+        return multiply_constants(*inputs)
     if name == "div" and inputs[0] == 0:
         return math.nan if inputs[1] == 0 else 0.0
     if name == "select_n":
@@ -166,12 +166,17 @@ def tells_nan(equation: Equation) -> bool:
     return ENTRYWISE[equation.name].tells_nan or not is_differentiable(equation.outputs[0])
 
 
+def tells_zeros(equation: Equation) -> bool:
+    """Returns whether an entrywise equation returns other numbers for -0.0 than for 0.0."""
+    return equation.name in ENTRYWISE and ENTRYWISE[equation.name].tells_zeros
+
+
 def is_same(one: float | None, other: float | None) -> bool:
     """Returns whether two constants are equal; NaN equals NaN."""
     return one == other or (one is not None and other is not None and one != one and other != other)
 
 
-def product(one: float | None, other: float | None) -> float | None:
+def multiply_constants(one: float | None, other: float | None) -> float | None:
     """Returns the product of two constants: 0 if one is 0, unless the other is infinite or NaN."""
     pair = (one, other)
     if any(x is not None and not math.isfinite(x) for x in pair):
@@ -181,9 +186,9 @@ def product(one: float | None, other: float | None) -> float | None:
     return None if None in pair else float(one or 0) * float(other or 0)
 
 
-def sum_of_products(one: float | None, other: float | None) -> float | None:
+def sum_constant_products(one: float | None, other: float | None) -> float | None:
     """Returns a sum of unknown length of products of two constants: only 0 stays 0."""
-    factor = product(one, other)
+    factor = multiply_constants(one, other)
     return factor if factor is None or factor == 0 or factor != factor else None
 
 

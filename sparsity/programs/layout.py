@@ -17,7 +17,7 @@ from jax import lax
 from sparsity.programs.entrywise import gather_fill
 from sparsity.programs.program import Equation, Value
 
-Kind: TypeAlias = Literal["product", "sum", "cut", "reversed", "index", "stack", "mixed"]
+RelationKind: TypeAlias = Literal["product", "sum", "cut", "reversed", "index", "stack", "mixed"]
 Arrays: TypeAlias = Sequence[jax.Array]
 
 
@@ -32,18 +32,28 @@ class Relation(NamedTuple):
     """Axes of inputs that become axes of outputs.
 
     Attributes:
-      kind: 'product': combinations of entries of the sources, the last axis fastest, are the
-        combinations of entries of the targets. 'sum': the sources one after the other are the
-        targets one after the other. All other kinds need all entries. 'cut': the target holds some
-        entries of the source in a row, or more around them. 'reversed': the target reverses the
-        source. 'index': one entry of the source is read. 'stack': each entry of the target is an
-        array. 'mixed': entries depend on others along the axis.
+      kind: two kinds may lose entries:
+
+        - 'product', as of reshape: combinations of entries of the sources, the last axis fastest,
+          are the combinations of entries of the targets.
+        - 'sum', as of concatenate: the sources one after the other are the targets one after the
+          other.
+
+        The others need all entries:
+
+        - 'cut', as of pad: the target holds some entries of the source in a row, or more around
+          them.
+        - 'reversed', as of rev: the target reverses the source.
+        - 'index', as of gather: one entry of the source is read.
+        - 'stack', as of stack: each entry of the target is an array.
+        - 'mixed', as of sort: entries depend on others along the axis.
+
       sources: axes of inputs, or numbers of repeated entries.
       targets: axes of outputs, or numbers of entries that no output has.
       text: the operation, for errors.
     """
 
-    kind: Kind
+    kind: RelationKind
     sources: tuple[Place | int, ...]
     targets: tuple[Place | int, ...]
     text: str
@@ -89,6 +99,7 @@ class Layout:
       fill: the constant that may take the place of entries of the sources, `None` if there is none.
       is_lookup: whether indices choose entries, as in an embedding.
       moves_window: whether the mixed axes are those of a window, as in an image.
+      reads_quantized: whether the operation may read floats in place of quantized values.
     """
 
     relate: Callable[[Equation], list[Relation]]
@@ -98,6 +109,7 @@ class Layout:
     fill: Callable[[Equation], float | None] = lambda equation: None
     is_lookup: bool = False
     moves_window: bool = False
+    reads_quantized: bool = False
 
 
 def same(source: tuple[int, int], target: tuple[int, int], text: str) -> Relation:
@@ -172,7 +184,7 @@ def _pile(axis: int, stack: Value, layers: Sequence[Value]) -> list[Relation]:
 
 def _flip(relations: Sequence[Relation]) -> list[Relation]:
     """Returns the relations of the inverse primitive: outputs become inputs."""
-    kinds: dict[Kind, Kind] = {"stack": "index"}
+    kinds: dict[RelationKind, RelationKind] = {"stack": "index"}
     return [Relation(kinds.get(x.kind, x.kind), x.targets, x.sources, x.text) for x in relations]
 
 
@@ -224,7 +236,9 @@ def _slice(equation: Equation) -> list[Relation]:
 _IN_ORDER = "an operation that needs all entries of the axis, in order"
 
 
-def _along(kind: Kind, axes: Callable[[Equation], Sequence[int]]) -> Callable[..., list[Relation]]:
+def _along(
+    kind: RelationKind, axes: Callable[[Equation], Sequence[int]]
+) -> Callable[..., list[Relation]]:
     """Returns the relations of a primitive that works along some axes of its first input."""
 
     def relate(equation: Equation) -> list[Relation]:
@@ -370,18 +384,21 @@ def _windowed(name: str, joins: Callable[[Equation], str]) -> dict[str, Layout]:
 
 
 LAYOUTS: dict[str, Layout] = {
-    "transpose": Layout(_transpose),
-    "squeeze": Layout(_squeeze),
-    "broadcast_in_dim": Layout(_broadcast, _resize_broadcast),
-    "reshape": Layout(_reshape, _resize_reshape),
+    "transpose": Layout(_transpose, reads_quantized=True),
+    "squeeze": Layout(_squeeze, reads_quantized=True),
+    "broadcast_in_dim": Layout(_broadcast, _resize_broadcast, reads_quantized=True),
+    "reshape": Layout(_reshape, _resize_reshape, reads_quantized=True),
     "concatenate": Layout(_concatenate, sources=_all_inputs),
     "split": Layout(_split, _resize_split),
     "stack": Layout(_stack, sources=_all_inputs),
     "unstack": Layout(_unstack),
     "tile": Layout(_tile),
-    "slice": Layout(_slice, _resize_slice),
+    "slice": Layout(_slice, _resize_slice, reads_quantized=True),
     "dynamic_slice": Layout(
-        _along("cut", lambda equation: ()), _resize_dynamic_slice, is_lookup=True
+        _along("cut", lambda equation: ()),
+        _resize_dynamic_slice,
+        is_lookup=True,
+        reads_quantized=True,
     ),
     "dynamic_update_slice": Layout(_update, sources=lambda equation, number: (0, 1)),
     "gather": Layout(_gather, _resize_gather, fill=gather_fill, is_lookup=True),
@@ -407,6 +424,11 @@ LAYOUTS: dict[str, Layout] = {
 def is_lookup(equation: Equation) -> bool:
     """Returns whether an equation reads the entries of an array that indices choose."""
     return equation.name in LAYOUTS and LAYOUTS[equation.name].is_lookup
+
+
+def reads_quantized(equation: Equation) -> bool:
+    """Returns whether a layout operation may read floats in place of quantized values."""
+    return equation.name in LAYOUTS and LAYOUTS[equation.name].reads_quantized
 
 
 def is_move(equation: Equation) -> bool:

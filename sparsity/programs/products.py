@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from sparsity.programs.program import Equation, Value
 
@@ -23,6 +23,7 @@ NO_PRODUCTS = frozenset((
 ))  # fmt: skip
 
 
+ProductKind: TypeAlias = Literal["dot", "convolution", "ragged dot"]
 DotNumbers: TypeAlias = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
 
 
@@ -55,6 +56,8 @@ class Product:
     """A multiplication of the first two inputs of an equation.
 
     Attributes:
+      kind: 'dot': rows times matrices. 'convolution': patches times matrices, one for each group.
+        'ragged dot': groups of rows, each times a matrix.
       lhs: the axes of the first input.
       rhs: the axes of the second input: of a convolution, the kernel.
       output: for each axis of the result its source (operand, axis); `None` for axes of space and
@@ -70,6 +73,7 @@ class Product:
       refusal: why no axis can lose entries, `None` if some can.
     """
 
+    kind: ProductKind
     lhs: Operand
     rhs: Operand
     output: tuple[tuple[int, int] | None, ...]
@@ -123,6 +127,7 @@ def _dot(
     axes = zip((*lhs.contracted, *lhs.batch), (*rhs.contracted, *rhs.batch), strict=True)
     ordered = [*((0, axis) for axis in ragged), *((1, axis) for axis in experts)]
     return Product(
+        kind="ragged dot" if ragged else "dot",
         lhs=lhs,
         rhs=rhs,
         output=(*made, *pairs),
@@ -142,6 +147,7 @@ def _convolution(equation: Equation) -> Product:
     space = (image[1:], inputs[1:], spec.out_spec[2:])
     in_batch = "a convolution in groups of the batch"
     return Product(
+        kind="convolution",
         lhs=Operand(tuple(image), (batch,), window=tuple(space[0])),
         rhs=Operand(tuple(inputs), (out,), window=tuple(space[1])),
         output=tuple(output),

@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, Literal, Primitive, Var, jaxpr_as_fun
 
 from sparsity.core import sharding
 from sparsity.core.trees import PyTree
+from sparsity.programs.derivatives import trace_rule
 
 T = TypeVar("T")
 Arrays: TypeAlias = list[jax.Array]
@@ -120,35 +121,13 @@ class Equation:
     def _rule(self) -> Program | Exception | None:
         if self.name not in ("custom_jvp_call", "custom_vjp_call"):
             return None
-        structs = [
-            [value.struct() for value in values] for values in (self.inputs, *self.differentiated)
-        ]
-        is_floating = [is_differentiable(value) for value in self.inputs]
-
-        def call(floating: Arrays, constants: Arrays) -> Arrays:
-            queues = {True: iter(floating), False: iter(constants)}
-            outputs = self.bind([next(queues[is_one]) for is_one in is_floating])
-            return [x for x, v in zip(outputs, self.outputs, strict=True) if is_differentiable(v)]
-
-        def split(inputs: Arrays) -> tuple[Arrays, Arrays]:
-            pairs = list(zip(inputs, is_floating, strict=True))
-            return [x for x, is_one in pairs if is_one], [x for x, is_one in pairs if not is_one]
-
-        def forward(inputs: Arrays, tangents: Arrays) -> tuple[Arrays, Arrays]:
-            floating, constants = split(inputs)
-            return jax.jvp(lambda *x: call(list(x), constants), floating, tangents)
-
-        def backward(inputs: Arrays, cotangents: Arrays) -> tuple[jax.Array, ...]:
-            floating, constants = split(inputs)
-            _, pull_back = jax.vjp(lambda *x: call(list(x), constants), *floating)
-            gradients: tuple[jax.Array, ...] = pull_back(cotangents)
-            return gradients
-
-        inputs, tangents, cotangents = structs
+        types = [value.struct() for value in self.inputs]
+        inputs, outputs = (
+            [value.struct() if is_differentiable(value) else None for value in values]
+            for values in (self.inputs, self.outputs)
+        )
         try:
-            if self.maps_tangents:
-                return read_jaxpr(jax.make_jaxpr(forward)(inputs, tangents))
-            return read_jaxpr(jax.make_jaxpr(backward)(inputs, cotangents))
+            return read_jaxpr(trace_rule(self.bind, types, inputs, outputs, self.maps_tangents))
         except Exception as error:  # the rule is the user's code
             return error
 

@@ -64,7 +64,8 @@ class Cutter:
         likes = trees.leaves_by_path(small_params)
 
         def cut(key: trees.KeyPath, leaf: jax.Array) -> jax.Array | None:
-            mask = self._find_mask(masks, key, leaf)
+            path = self._path(key, leaf)
+            mask = None if path is None else masks.get(path)
             if mask is None:
                 return None
             kept = are_kept(_cut(mask, self._axes(key, leaf)))
@@ -159,27 +160,25 @@ class Cutter:
     def _mask_params(self, params: Params, masks: Mapping[Path, jax.Array]) -> PyTree:
         """Returns the arrays of `params` under their masks; the plan masks those that have none."""
 
-        def mask(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
-            leaf_mask = self._find_mask(masks, path, leaf)
+        def mask(key: trees.KeyPath, leaf: jax.Array) -> jax.Array:
+            path = self._path(key, leaf)
+            leaf_mask = None if path is None else masks.get(path)
             if leaf_mask is not None:
                 return apply_mask(leaf, leaf_mask)
-            return _mask(leaf, self._axes(path, leaf))
+            return _mask(leaf, self._axes(key, leaf))
 
         return trees.map_matched(mask, trees.only_arrays(params))
 
-    def _find_mask(
-        self, masks: Mapping[Path, jax.Array], key: trees.KeyPath, leaf: jax.Array
-    ) -> jax.Array | None:
-        """Returns the mask of a leaf of params, `None` for a dense one."""
+    def _path(self, key: trees.KeyPath, leaf: jax.Array) -> Path | None:
+        """Returns the path in the graph of a leaf of params, `None` for a leaf that is no array."""
         if not hasattr(leaf, "shape"):
             return None
-        return masks.get(self.graph.parameters.find(trees.path_names(key), leaf).path)
+        return self.graph.parameters.find(trees.path_names(key), leaf).path
 
-    def _axes(self, path: trees.KeyPath, leaf: jax.Array) -> Mapping[int, np.ndarray]:
+    def _axes(self, key: trees.KeyPath, leaf: jax.Array) -> Mapping[int, np.ndarray]:
         """Returns the indices that stay along each axis of a leaf that loses some."""
-        if not hasattr(leaf, "shape"):
-            return {}
-        return self.plan.kept.get(self.graph.parameters.find(trees.path_names(path), leaf).path, {})
+        path = self._path(key, leaf)
+        return {} if path is None else self.plan.kept.get(path, {})
 
 
 def _cut_moment(owner: _Owner, leaf: jax.Array) -> jax.Array:

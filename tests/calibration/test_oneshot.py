@@ -272,7 +272,7 @@ def test_stacked_weights_that_are_carried_along_are_those_that_the_loop_started_
 
 @pytest.mark.slow
 def test_depth_costs_no_memory_beyond_the_weights_and_masks(monkeypatch):
-    pipeline, x, temporaries = sys.modules["sparsity.calibration.run.solve"], jnp.ones((64, 8)), []
+    pipeline, x, temporaries = sys.modules["sparsity.calibration.run.task"], jnp.ones((64, 8)), []
 
     def measured(*given):
         held.append(sum(array.nbytes for array in jax.live_arrays()))

@@ -97,3 +97,12 @@ def test_biases_of_scanned_layers_heads_and_experts():
     assert trace(model, params, jnp.ones((6, 3))).biases == {
         (name, "w"): Bias((name, "b")) for name in params
     }
+
+
+def test_values_of_a_model_need_the_parameters_that_they_depend_on():
+    graph = trace(lambda p, x: x * p["scale"], {"scale": jnp.ones(3)}, jnp.ones((2, 3)))
+    read = graph.model.reader({})
+    with pytest.raises(
+        ValueError, match="A value of the model depends on 'scale', which has shape"
+    ):
+        read(graph.model.program.inputs[0])

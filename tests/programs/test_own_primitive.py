@@ -10,13 +10,14 @@ from jax.interpreters import ad, batching, mlir
 import sparsity
 from sparsity.programs.entrywise import ENTRYWISE, Entrywise
 from sparsity.programs.layout import LAYOUTS, Layout, same
+from sparsity.programs.products import PRODUCTS, Operand, Product
 
 
 def primitive(name, fn):
     """A primitive that computes `fn`, which is linear."""
     own = Primitive(name)
     own.def_impl(fn)
-    own.def_abstract_eval(lambda x: jax.core.ShapedArray(jax.eval_shape(fn, x).shape, x.dtype))
+    own.def_abstract_eval(lambda *x: jax.core.ShapedArray(jax.eval_shape(fn, *x).shape, x[0].dtype))
     mlir.register_lowering(own, mlir.lower_fun(fn, multiple_results=False))
     ad.deflinear2(own, lambda ct, x: [jax.linear_transpose(fn, x.aval)(ct)[0]])
     batching.primitive_batchers[own] = lambda args, axes: (jax.vmap(fn)(*args), 0)
@@ -25,6 +26,7 @@ def primitive(name, fn):
 
 COPY = primitive("own_copy", lambda x: x)
 TWICE = primitive("twice", lambda x: x * 2)
+DOT = primitive("own_dot", jnp.matmul)
 SWAP = primitive("swap_ends", lambda x: jnp.swapaxes(x, 0, -1))
 
 
@@ -95,3 +97,30 @@ def test_with_one_entry_it_is_traced_shrunk_and_calibrated(entries, params):
     np.testing.assert_allclose(statistics["up",].squares, np.square(x).sum(0), rtol=1e-5)
     hidden = 2 * np.maximum(x @ params["up"].T, 0)
     np.testing.assert_allclose(statistics["down",].squares, np.square(hidden).sum(0), rtol=1e-5)
+
+
+def _dot(equation):
+    (rows, _), (result,) = equation.inputs, equation.outputs
+    return Product(
+        kind="dot",
+        lhs=Operand((1,), (0,)),
+        rhs=Operand((0,), (1,)),
+        output=((0, 0), (1, 1)),
+        cost=((rows, 1), (result, 0), (result, 1)),
+        pairs=((1, 0),),
+    )
+
+
+def test_a_product_of_ones_own_is_one_entry(monkeypatch, params):
+    monkeypatch.setitem(PRODUCTS, "own_dot", _dot)
+    x, filter_fn = jax.random.normal(jax.random.key(1), (5, 8)), lambda path, _: path == ("down",)
+
+    def outputs(params, x):
+        return DOT.bind(x, params["down"])
+
+    statistics = sparsity.calibrate(outputs, params, [x], kind="gram", filter_fn=filter_fn)
+    np.testing.assert_allclose(statistics["down",].gram, x.T @ x, rtol=1e-5)
+    graph = sparsity.trace(outputs, params, x)
+    assert graph.macs() == 5 * 8 * 3
+    (row,) = (line.split() for line in graph.table().splitlines() if "down" in line)
+    assert "dot" in row

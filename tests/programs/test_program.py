@@ -199,3 +199,16 @@ def test_the_oldest_shared_program_makes_room(monkeypatch):
         sharing.share(functools.partial(jnp.multiply, factor), jnp.float32(1))
         keys.append(list(compiled)[-1])
     assert list(compiled) == keys[1:]
+
+
+@pytest.mark.parametrize("rule", [_clipped, _backward], ids=["custom_jvp", "custom_vjp"])
+@pytest.mark.parametrize("shape", [(), (0, 3), (2,)], ids=str)
+def test_rules_for_derivatives_are_programs_at_every_shape(rule, shape):
+    x = jnp.full(shape, 0.5)
+    (equation,) = read_jaxpr(jax.make_jaxpr(rule)(x)).equations
+    assert equation.rule_error is None
+    outputs = Interpreter().run(equation.derivative, [x, jnp.ones(shape)])
+    if equation.maps_tangents:
+        np.testing.assert_array_equal(outputs[1], 7 * np.ones(shape))
+    else:
+        np.testing.assert_array_equal(outputs[0], jax.grad(lambda x: rule(x).sum())(x))

@@ -23,6 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.linalg import cho_solve
 
+from sparsity.calibration.inverses import damping_shifts
+
 _matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
@@ -116,15 +118,13 @@ def _table(weights: jax.Array, grams: jax.Array, damping: chex.Numeric) -> jax.A
     inputs = grams.shape[-1]
     eye = jnp.eye(inputs, dtype=grams.dtype)
     diagonal = jnp.diagonal(grams, axis1=-2, axis2=-1)
-    live = diagonal > 0
-    mean = jnp.sum(diagonal, -1, keepdims=True) / jnp.maximum(jnp.sum(live, -1, keepdims=True), 1)
-    shift = damping * mean + jnp.where(live, 0, 1)
+    shift = damping_shifts(grams, damping)
     scale = lax.rsqrt(diagonal + shift)
     least = jnp.sqrt(jnp.finfo(grams.dtype).eps)  # or rounding decides where data say nothing
     extra = (shift * jnp.square(scale) + least)[..., None] * eye
     system = grams * scale[..., :, None] * scale[..., None, :] + extra
     inverse = _inverse(system)
-    scaled = jnp.where(live, 1 / scale, 0)[..., None, :] * weights
+    scaled = jnp.where(diagonal > 0, 1 / scale, 0)[..., None, :] * weights
     return jnp.concatenate([inverse, scaled.mT], -1)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from sparsity import selection
-from sparsity.calibration.inverses import factor_inverse, pad, shift_diagonals
+from sparsity.calibration.inverses import damping_shifts, factor_inverse, pad, shift_diagonals
 from sparsity.core import host, sharding
 from sparsity.core.trees import PyTree
 from sparsity.patterns import FanIn
@@ -162,7 +162,7 @@ def _inverse_factors_on_host(
     else:
         for row, place in enumerate(places):  # all rows at once would be one more matrix
             inner[..., row, :] = grams.real[..., place, places]
-    shift_diagonals(inner, _shifts(inner, damping))
+    shift_diagonals(inner, damping_shifts(inner, damping))
     try:
         factor_inverse(inner)
     except np.linalg.LinAlgError:
@@ -205,15 +205,4 @@ def _factor(
     grams = grams.real.astype(dtype)
     if places is not None:
         grams = grams[..., places[:, None], places]
-    return factor_inverse(pad(shift_diagonals(grams, _shifts(grams, damping)), multiple))
-
-
-def _shifts(grams: chex.Array, damping: chex.Numeric) -> jax.Array:
-    """Returns what is added to the diagonals, [..., inputs]; 1 for inputs that are always 0."""
-    xp = host.namespace([grams])
-    diagonals = xp.diagonal(grams, axis1=-2, axis2=-1)
-    live = diagonals > 0
-    count = xp.maximum(live.sum(axis=-1, keepdims=True), 1).astype(grams.dtype)
-    mean = diagonals.sum(axis=-1, keepdims=True) / count
-    shifts: jax.Array = (damping * mean + xp.where(live, 0, 1)).astype(grams.dtype)
-    return shifts
+    return factor_inverse(pad(shift_diagonals(grams, damping_shifts(grams, damping)), multiple))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.calibration.refits import shift_bias
-from sparsity.calibration.run.solve import Solved
+from sparsity.calibration.run.solved import Solved
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.core import trees
 from sparsity.core.trees import Path
@@ -47,15 +47,10 @@ class Biases:
         return shift_bias(self.places[path], bias, *lost, read)
 
 
-def find_biases(graph: Graph, sites: Mapping[Path, Site]) -> Biases:
+def find_run_biases(graph: Graph, sites: Mapping[Path, Site]) -> Biases:
     """Returns the biases of the parameters to prune, and warns of parameters without one."""
-    dtypes = {param.path: param.dtype for param in graph.leaves}
-    places = {path: graph.biases[path] for path in sites if path in graph.biases}
-    for path, bias in [*places.items()]:
-        outputs = [use.equation.outputs[0].dtype for use in graph.tracker.find_products(path)]
-        is_complex = any(jnp.issubdtype(x, jnp.complexfloating) for x in outputs)
-        if is_complex and not jnp.issubdtype(dtypes[bias.path], jnp.complexfloating):
-            del places[path]  # which would lose the imaginary parts
+    biases = {path: graph.biases[path] for path in sites if path in graph.biases}
+    places = {path: bias for path, bias in biases.items() if _holds_outputs(graph, path, bias)}
     if missing := [site.name for path, site in sites.items() if path not in places]:
         warnings.warn(
             f"Means leaves {trees.listed(missing, len(missing))} as the pruner does: the model "
@@ -64,3 +59,11 @@ def find_biases(graph: Graph, sites: Mapping[Path, Site]) -> Biases:
             stacklevel=4,
         )
     return Biases(graph, places)
+
+
+def _holds_outputs(graph: Graph, path: Path, bias: Bias) -> bool:
+    """Returns whether a bias can hold outputs: a real one would lose their imaginary parts."""
+    (dtype,) = (param.dtype for param in graph.leaves if param.path == bias.path)
+    outputs = [use.equation.outputs[0].dtype for use in graph.tracker.find_products(path)]
+    is_complex = any(jnp.issubdtype(x, jnp.complexfloating) for x in outputs)
+    return not is_complex or jnp.issubdtype(dtype, jnp.complexfloating)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from sparsity.calibration.run.frames import last_uses
 from sparsity.calibration.statistics.capture import Calibration
-from sparsity.calibration.statistics.walk import Walk
+from sparsity.calibration.statistics.summing import SummingInterpreter
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Use
@@ -71,7 +71,7 @@ class Meter:
     ) -> None:
         self._graph, self._uses = calibration.graph, calibration.uses
         self._copies, self._solving, self._batches = grams, solving, len(batches)
-        self._walk = Walk(calibration.uses, calibration.sum_up)
+        self._interpreter = SummingInterpreter(calibration.uses, calibration.sum_up)
         sizes = {name: _bytes(x) for name, x in calibration.grams(one_layer=True).items()}
         self._grams = {path: sizes["/".join(path) or "params"] for path in self._paths()}
         self._held = sum(_bytes(x) for batch in batches for x in trees.split_arrays(batch)[0])
@@ -83,7 +83,7 @@ class Meter:
         """Returns the bytes of the run."""
         program = self._graph.model.program
         # The batches themselves stay with the caller.
-        self._run(program, self._held, free={*program.inputs})
+        self._run(program, self._held, shared={*program.inputs})
         peak, activations, param = self._peak
         gram = max(self._grams.values(), default=0) if self._copies else 0
         model = self._params + sum(self._pruned.values())
@@ -92,17 +92,17 @@ class Meter:
     def _paths(self) -> set[Path]:
         return {use.path for use in self._uses.values()}
 
-    def _run(self, program: Program, held: int, free: set[Value]) -> None:
+    def _run(self, program: Program, held: int, shared: set[Value]) -> None:
         """Follows a program.
 
         Args:
           program: the program.
           held: bytes of activations around it.
-          free: inputs of the program that share memory with values around it.
+          shared: inputs of the program that share memory with values around it.
         """
         last, live = last_uses(program), dict[Value, int]()
         for value in program.inputs:
-            if self._graph.tracker.is_data(value) and value not in free:
+            if self._graph.tracker.is_data(value) and value not in shared:
                 live[value] = self._batches * _bytes(value)
         for equation in program.flat():
             dead = {x for x in equation.inputs if last.get(x) is equation}
@@ -123,17 +123,17 @@ class Meter:
           held: bytes that live before it.
           ends: bytes of a batch that the equation is the last to read.
         """
-        for number in self._walk.at(equation):
+        for number in self._interpreter.at(equation):
             self._stop(self._uses[number], held)
-        within = self._walk.within(equation)
+        within = self._interpreter.within(equation)
         if equation.name == "scan" and any(equation in self._uses[n].view.scans for n in within):
             (body,) = equation.within()
             pairs = enumerate(zip(body.inputs, body.program.inputs, strict=True))
             fixed = body.layers.start - len(body.carries)
-            free = {inner for i, (_, inner) in pairs if i < fixed}
+            shared = {inner for i, (_, inner) in pairs if i < fixed}
             stacked = self._batches * sum(map(_bytes, equation.outputs))
             for _ in range(2):  # a first layer copies parameters, and all others find the copies
-                self._run(body.program, held + stacked, free)
+                self._run(body.program, held + stacked, shared)
             return
         for number in within:
             self._stop(self._uses[number], held)
@@ -152,7 +152,7 @@ class Meter:
         if self._copies:
             gram, inputs = self._grams[use.path], max(use.num_inputs, 1)
             outputs = part // 4 // inputs
-            is_convolution = use.primitive == "conv_general_dilated"
+            is_convolution = use.kind == "convolution"
             rows = y // max(outputs, 1) * inputs * use.groups if is_convolution else x  # patches
             solution = self._copies * gram
             if self._solving is not None:

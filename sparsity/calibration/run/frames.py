@@ -17,8 +17,8 @@ class Frame:
 
     Args:
       program: the program.
-      bound: functions that compute the inputs that depend on parameters alone, or their parts at
-        some indices of their first axes.
+      param_inputs: functions that compute the inputs that depend on parameters alone, or their
+        parts at some indices of their first axes.
       data: the values of the other inputs, for each batch.
       layers: the layer of each scan around the program.
     """
@@ -26,41 +26,46 @@ class Frame:
     def __init__(
         self,
         program: Program,
-        bound: Mapping[Value, Callable[..., jax.Array]],
+        param_inputs: Mapping[Value, Callable[..., jax.Array]],
         data: list[dict[Value, jax.Array]],
         layers: Layers,
     ) -> None:
-        self.program, self.bound, self.data, self.layers = program, bound, data, layers
-        self._free: dict[Value, jax.Array] = {}
+        self.program, self.param_inputs, self.data, self.layers = (
+            program,
+            param_inputs,
+            data,
+            layers,
+        )
+        self._from_params: dict[Value, jax.Array] = {}
         self._parts: dict[tuple[Value, tuple[int, ...]], jax.Array] = {}
 
-    def free(self, value: Value, *layers: int) -> jax.Array:
+    def from_params(self, value: Value, *layers: int) -> jax.Array:
         """Returns a value that depends on parameters alone, or one of its layers."""
-        if value in self.bound:
+        if value in self.param_inputs:
             if not self.layers:  # all layers would be held
-                return self.bound[value](*layers)
+                return self.param_inputs[value](*layers)
             if (value, layers) not in self._parts:  # once for all batches
-                self._parts[value, layers] = self.bound[value](*layers)
+                self._parts[value, layers] = self.param_inputs[value](*layers)
             return self._parts[value, layers]
-        if value not in self._free and value in self.program.makers:
+        if value not in self._from_params and value in self.program.makers:
             equation = self.program.makers[value]
             if layers and equation.name == "convert_element_type":  # of a stack: only the layer
-                layer: jax.Array = equation.bind([self.free(equation.inputs[0], *layers)])[0]
+                layer: jax.Array = equation.bind([self.from_params(equation.inputs[0], *layers)])[0]
                 return layer
-            outputs = equation.bind([self.free(x) for x in equation.inputs])
-            self._free.update(zip(equation.outputs, outputs, strict=True))
-        result: jax.Array = self._free.get(value, value.constant)
+            outputs = equation.bind([self.from_params(x) for x in equation.inputs])
+            self._from_params.update(zip(equation.outputs, outputs, strict=True))
+        result: jax.Array = self._from_params.get(value, value.constant)
         return result[layers] if layers else result
 
     def forget(self) -> None:
         """Drops values computed from parameters, which have changed."""
-        self._free.clear()
+        self._from_params.clear()
         self._parts.clear()
 
     def read(self, batch: int, value: Value) -> jax.Array:
         """Returns a value for a batch."""
         values = self.data[batch]
-        return values[value] if value in values else self.free(value)
+        return values[value] if value in values else self.from_params(value)
 
     def inputs(self, batch: int, equation: Equation) -> list[jax.Array]:
         """Returns the inputs of an equation, for a batch."""

@@ -19,7 +19,7 @@ from sparsity.calibration.run.frames import Frame, Layers, forget, last_uses
 from sparsity.calibration.run.stop import Stop
 from sparsity.calibration.run.weights import LayerIndex
 from sparsity.calibration.statistics.capture import Calibration, check_structure
-from sparsity.calibration.statistics.walk import Walk
+from sparsity.calibration.statistics.summing import SummingInterpreter
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Use
@@ -36,8 +36,8 @@ class Lockstep:
       calibration: the uses of the weights, and the sums of their inputs.
       batches: all of one shape.
       read: `read(number, *layers)` returns the current value of a parameter, or of its layer.
-      is_done: `is_done(path, cut)` returns whether a weight needs no stop.
-      prune: `prune(path, cut, stop)` is called at each stop, and may change parameters.
+      is_done: `is_done(path, index)` returns whether a weight needs no stop.
+      prune: `prune(path, index, stop)` is called at each stop, and may change parameters.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Lockstep:
     ) -> None:
         self._calibration, self._batches = calibration, batches
         self._read, self._is_done, self._prune = read, is_done, prune
-        self._uses = Walk(calibration.uses, calibration.sum_up)
+        self._uses = SummingInterpreter(calibration.uses, calibration.sum_up)
         self._frames: list[Frame] = []
 
     def run(self) -> None:
@@ -70,11 +70,11 @@ class Lockstep:
                     "give sequential=False."
                 )
         data = [dict(zip(program.inputs[count:], arrays, strict=True)) for arrays in inputs]
-        bound = {
+        param_inputs = {
             value: functools.partial(self._read, number)
             for number, value in enumerate(program.inputs[:count])
         }
-        self._run(Frame(program, bound, data, {}))
+        self._run(Frame(program, param_inputs, data, {}))
 
     def _run(self, frame: Frame) -> None:
         self._frames.append(frame)
@@ -151,8 +151,8 @@ class Lockstep:
             for number in self._uses.at(equation):
                 yield number, layers
             within = self._uses.within(equation)
-            is_cut = any(equation in self._calibration.uses[n].view.scans for n in within)
-            for layer in _trips(equation) if is_cut else [None]:
+            takes_apart = any(equation in self._calibration.uses[n].view.scans for n in within)
+            for layer in _trips(equation) if takes_apart else [None]:
                 inside = layers if layer is None else {**layers, equation: layer}
                 yield from self._order(equation.bodies if within else (), inside)
 
@@ -160,7 +160,7 @@ class Lockstep:
         """Returns whether a scan takes weights apart that are still to be pruned."""
         return equation.name == "scan" and any(
             equation in (use := self._calibration.uses[number]).view.scans
-            and not self._is_done(use.path, _cut(use, inside))
+            and not self._is_done(use.path, _layer_index(use, inside))
             for layer in _trips(equation)
             for number, inside in self._order(equation.bodies, {**layers, equation: layer})
         )
@@ -177,16 +177,16 @@ class Lockstep:
         carry = [[frame.read(b, v) for v in equation.inputs[fixed:end]] for b in batches]
         stacked: list[list[list[jax.Array]]] = [[] for _ in batches]
         for layer in _trips(equation):
-            bound, data = {}, [{} for _ in batches]  # type: ignore[var-annotated]
+            param_inputs, data = {}, [{} for _ in batches]  # type: ignore[var-annotated]
             for at, (value, inner) in enumerate(zip(body.inputs, body.program.inputs, strict=True)):
                 if not is_data[at]:
-                    index = (layer,) if at >= end else ()
-                    bound[inner] = functools.partial(frame.free, value, *index)
+                    place = (layer,) if at >= end else ()
+                    param_inputs[inner] = functools.partial(frame.from_params, value, *place)
                     continue
                 for b in batches:
                     array = carry[b][at - fixed] if fixed <= at < end else frame.read(b, value)
                     data[b][inner] = array[layer] if at >= end else array
-            inside = Frame(body.program, bound, data, {**frame.layers, equation: layer})
+            inside = Frame(body.program, param_inputs, data, {**frame.layers, equation: layer})
             self._run(inside)
             for b in batches:
                 outputs = [inside.read(b, value) for value in body.program.outputs]
@@ -200,8 +200,8 @@ class Lockstep:
     def _reach(self, frame: Frame, equation: Equation, number: int, layers: Layers) -> None:
         """Prunes the weight of a use, unless done already, by its inputs in all steps of loops."""
         use = self._calibration.uses[number]
-        cut = _cut(use, layers)
-        if self._is_done(use.path, cut):
+        index = _layer_index(use, layers)
+        if self._is_done(use.path, index):
             return
         # The outermost loop that reads the same weight in each step.
         for outer, loop in zip(self._frames, frame.layers, strict=False):
@@ -209,22 +209,26 @@ class Lockstep:
                 frame, equation = outer, loop
                 break
         numbers = self._uses.within(equation) if equation.bodies else [number]
-        place = Stop(self._calibration, frame, equation, self._alike(numbers, use, cut, frame))
-        self._prune(use.path, cut, place)
+        place = Stop(self._calibration, frame, equation, self._alike(numbers, use, index, frame))
+        self._prune(use.path, index, place)
         for each in self._frames:
             each.forget()
 
     def _alike(
-        self, numbers: Sequence[int], use: Use, cut: LayerIndex, frame: Frame
+        self, numbers: Sequence[int], use: Use, index: LayerIndex, frame: Frame
     ) -> dict[int, Layers]:
         """Returns the uses of the same weight, with the layers of the scans inside the frame."""
         layers: dict[int, Layers] = {}
         for number in numbers:
-            other, index = self._calibration.uses[number], dict(cut)
-            if other.path != use.path or {*other.view.stacked} != {*index}:
+            other, layer_by_axis = self._calibration.uses[number], dict(index)
+            if other.path != use.path or {*other.view.stacked} != {*layer_by_axis}:
                 continue
             scan_layers = dict(
-                zip(other.view.scans, (index[axis] for axis in other.view.stacked), strict=True)
+                zip(
+                    other.view.scans,
+                    (layer_by_axis[axis] for axis in other.view.stacked),
+                    strict=True,
+                )
             )
             if all(frame.layers.get(scan, layer) == layer for scan, layer in scan_layers.items()):
                 layers[number] = {s: n for s, n in scan_layers.items() if s not in frame.layers}
@@ -237,7 +241,7 @@ def _trips(scan: Equation) -> Sequence[int]:
     return order[::-1] if scan.params["reverse"] else order
 
 
-def _cut(use: Use, layers: Layers) -> LayerIndex:
+def _layer_index(use: Use, layers: Layers) -> LayerIndex:
     """Returns the axes that scans take apart, and the layer of each."""
     return tuple(
         (axis, layers[scan]) for axis, scan in zip(use.view.stacked, use.view.scans, strict=True)

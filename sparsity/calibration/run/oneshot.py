@@ -25,10 +25,10 @@ from sparsity.calibration.run.estimate import Estimate, Meter
 from sparsity.calibration.run.lockstep import Lockstep
 from sparsity.calibration.run.outputs import compare_outputs
 from sparsity.calibration.run.progress import show_progress
-from sparsity.calibration.run.prune import check_runs
+from sparsity.calibration.run.prune import check_pruner_and_refit
 from sparsity.calibration.run.report import LayerReport, Report
 from sparsity.calibration.run.resume import Finished, Layer, identify
-from sparsity.calibration.run.solve import Errors, Solved
+from sparsity.calibration.run.solved import Errors, Solved
 from sparsity.calibration.run.stop import Stop
 from sparsity.calibration.run.task import Task, count_rows, make_task
 from sparsity.calibration.run.together import Together
@@ -134,7 +134,7 @@ def oneshot(
 
 def _check_arguments(pruner: BaseUpdater, refit: Refit | Means | None, **flags: object) -> None:
     """Raises a ValueError for other types, and if parameters compete with each other."""
-    check_runs(pruner, refit)
+    check_pruner_and_refit(pruner, refit)
     for name, flag in flags.items():
         check_bool(name, flag)
     if flags["estimate"] and not flags["sequential"]:

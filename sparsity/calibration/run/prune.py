@@ -52,7 +52,7 @@ def prune(
       >>> prune(pruner, kernel, {(): seen}, refit=sparsity.LeastSquares())[0].T  # 4 + 2 x 1 / 2
       Array([[5., 0.]], dtype=float32)
     """
-    check_runs(pruner, refit)
+    check_pruner_and_refit(pruner, refit)
     if isinstance(refit, Means):
         raise ValueError(
             "Means changes the biases that follow weights, which only the program of a model "
@@ -64,7 +64,7 @@ def prune(
     return reconstruct(refit, pruner, params, pruned, masks, statistics)
 
 
-def check_runs(pruner: object, refit: object = None) -> None:
+def check_pruner_and_refit(pruner: object, refit: object = None) -> None:
     """Raises a ValueError unless a pruner and a refit are instances that can be called."""
     if not isinstance(pruner, BaseUpdater):
         raise ValueError(
@@ -121,8 +121,8 @@ def reconstruct(
     def refit_leaf(path: KeyPath, dense: jax.Array, before: Any, mask: jax.Array | None) -> None:
         if mask is None:
             return
-        is_free = path not in targets and trees.path_names(path) not in statistics
-        if is_free or not dense.size:  # a bias of coupled channels, or nothing
+        needs_no_refit = path not in targets and trees.path_names(path) not in statistics
+        if needs_no_refit or not dense.size:  # a bias of coupled channels, or nothing
             refitted[path] = before, mask
             return
         site = table[path]

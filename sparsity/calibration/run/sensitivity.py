@@ -9,7 +9,7 @@ from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.pruners import statistics_kind
 from sparsity.calibration.rates import Rates
 from sparsity.calibration.run.outputs import make_outputs, sum_lost_squares, sum_squares
-from sparsity.calibration.run.prune import check_runs, prune
+from sparsity.calibration.run.prune import check_pruner_and_refit, prune
 from sparsity.calibration.statistics.capture import calibrate
 from sparsity.core import trees
 from sparsity.core.checks import check_fraction
@@ -71,7 +71,7 @@ def measure(
     rates: Sequence[float],
 ) -> Sensitivity:
     """Does what `Report.sensitivity` does, for some parameters."""
-    check_runs(pruner)
+    check_pruner_and_refit(pruner)
     if not len(rates):
         raise ValueError("rates has no rate: give the sparsities to measure, as (0.25, 0.5, 0.75).")
     for rate in rates:

@@ -12,10 +12,10 @@ import numpy as np
 
 from sparsity.calibration.run.frames import Frame, Layers
 from sparsity.calibration.statistics import Statistic, not_finite
-from sparsity.calibration.statistics.capture import Calibration, are_alike, is_finite
+from sparsity.calibration.statistics.capture import Calibration, are_sums_finite, have_equal_axes
 from sparsity.calibration.statistics.losses import make_rerun
 from sparsity.calibration.statistics.rows import sum_outputs
-from sparsity.calibration.statistics.walk import Steps, Sums, Walk, add, is_count
+from sparsity.calibration.statistics.summing import Steps, SummingInterpreter, Sums, add, is_count
 from sparsity.core import host, sharding
 from sparsity.core.trees import PyTree
 from sparsity.programs.program import Equation
@@ -56,7 +56,7 @@ class Stop:
             self.calibration.statistic(number, total[number], one_layer=True)
             for number in sorted(total)
         ]
-        alike = [x for x in statistics if are_alike(x, statistics[0])]
+        alike = [x for x in statistics if have_equal_axes(x, statistics[0])]
         return functools.reduce(add, alike)
 
     def losses(self, *matrices: jax.Array) -> jax.Array:
@@ -124,7 +124,7 @@ class Stop:
                     sums = jax.tree.map(lambda s, on=is_layer: jnp.where(on, s, 0), sums)
                 return sums
 
-            return Walk(uses, sum_layer).sum_equation(self.equation, inputs)
+            return SummingInterpreter(uses, sum_layer).sum_equation(self.equation, inputs)
 
         for batch in batches:
             yield run(self.frame.inputs(batch, self.equation), indices, arguments)
@@ -159,5 +159,5 @@ def _is_finite_on_host(sums: Sums) -> np.ndarray:
     return np.array(all(np.isfinite(x).all() for x in jax.tree.leaves(sums)))
 
 
-_is_finite = host.instead(_is_finite_on_host)(jax.jit(is_finite))
+_is_finite = host.instead(_is_finite_on_host)(jax.jit(are_sums_finite))
 _add = jax.jit(add, donate_argnums=0)

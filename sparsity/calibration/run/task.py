@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import chex
 import numpy as np
@@ -11,15 +12,17 @@ import numpy as np
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.pruners import statistics_kind
 from sparsity.calibration.refits import Means, Refit
-from sparsity.calibration.run.biases import Biases, find_biases
-from sparsity.calibration.run.solve import Solved, solve
+from sparsity.calibration.run.biases import Biases, find_run_biases
+from sparsity.calibration.run.prune import prune, reconstruct
+from sparsity.calibration.run.solved import Solved
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.calibration.statistics import Statistic, warn_of_zeros
 from sparsity.calibration.statistics.rows import Kind
-from sparsity.core import trees
+from sparsity.core import sharding, trees
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph, trace
 from sparsity.masks import Site
+from sparsity.patterns.base import absolute_axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +69,8 @@ class Task:
         """Prunes and refits a parameter, or one of its layers, by the statistic of its inputs.
 
         Raises:
-          ValueError: there is no statistic, or one of no rows; or the pattern does not fit.
+          ValueError: there is no statistic, or one of no rows; or the pattern does not fit the
+            layer.
         """
         if statistic is None:
             raise ValueError(_explain_unread(self.graph, path, self.sites[path].name))
@@ -77,10 +81,53 @@ class Task:
             )
         site, dense = self.sites[path], weights.before(path, index)
         warn_of_zeros(statistic, site.name)
-        refit = None if isinstance(self.refit, Means) else self.refit
-        target, tree = self.targets[path], weights.dense
-        solved = solve(self.pruner, refit, site, target, tree, dense, index, statistic)
-        return solved._replace(keeps_means=path in self.biases.places)
+        pruner = self._make_pruner(path, index, dense.ndim + len(index))
+        dense = sharding.shard_along(
+            dense, (*statistic.batch, *statistic.output)
+        )  # a part on each device
+        alone = trees.map_matched(lambda x, _: dense if x == site.path else None, weights.dense)
+        first, masks = prune(pruner, alone, {path: statistic})
+        last = first
+        if self.refit is not None and not isinstance(self.refit, Means):
+            last, masks = reconstruct(self.refit, pruner, alone, first, masks, {path: statistic})
+        pruned, refitted, mask = (trees.leaves_by_path(x)[site.path] for x in (first, last, masks))
+        keeps_means = path in self.biases.places
+        return Solved(statistic, dense, pruned, refitted, mask, keeps_means)
+
+    def _make_pruner(self, path: Path, index: LayerIndex, ndim: int) -> BaseUpdater:
+        """Returns the pruner of one parameter of `ndim` axes, or of one of its layers.
+
+        Raises:
+          ValueError: units of the pattern lie along an axis of layers.
+        """
+        site, target = self.sites[path], self.targets[path]
+
+        def distribution(params: PyTree) -> PyTree:
+            return trees.map_matched(lambda x, _: target if x == site.path else None, params)
+
+        def without(axis: int) -> int:
+            return axis - sum(removed < axis for removed, _ in index)
+
+        pattern: Any = site.pattern
+        batch_axes = without(site.batch_axes)
+        if index and (axis := getattr(pattern, "axis", None)) is not None:
+            axes = axis if isinstance(axis, tuple) else (axis,)
+            axes = tuple(absolute_axis(axis, site.batch_axes, ndim) for axis in axes)
+            for axis in axes:
+                if axis in dict(index):
+                    raise ValueError(
+                        f"{pattern} of {site.name!r} lies along axis {axis}, whose layers are "
+                        "pruned one after the other. Give another axis, or sequential=False."
+                    )
+            places = tuple(without(axis) - batch_axes for axis in axes)
+            pattern = dataclasses.replace(pattern, axis=places if len(places) > 1 else places[0])
+        return dataclasses.replace(
+            self.pruner,
+            sparsity_distribution_fn=distribution,
+            sparsity_type=pattern,
+            batch_axes=batch_axes,
+            use_packed_masks=False,
+        )
 
 
 def make_task(
@@ -105,7 +152,7 @@ def make_task(
         targets={path: targets[site.path] for path, site in sites.items()},
         # The means of the inputs, which centred errors need, cost a vector more.
         kind="moments" if kind == "squares" else kind,
-        biases=find_biases(graph, sites) if isinstance(refit, Means) else Biases(graph),
+        biases=find_run_biases(graph, sites) if isinstance(refit, Means) else Biases(graph),
     )
 
 
@@ -123,7 +170,7 @@ def _explain_unread(graph: Graph, path: Path, name: str) -> str:
             "often it runs nor what its steps see. Write the loop as a scan, or leave it "
             "out of the distribution: filter_fn, or custom_sparsity_map={path: None}."
         )
-    ragged = [use for use in uses if use.primitive.startswith("ragged_dot")]
+    ragged = [use for use in uses if use.kind == "ragged dot"]
     if ragged:
         return (
             f"{name!r}, which has a sparsity, is read by {ragged[0].primitive} at "

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from sparsity.calibration.run.solve import Errors, Solved
+from sparsity.calibration.run.solved import Errors, Solved
 from sparsity.calibration.run.task import Task
 from sparsity.calibration.run.weights import ModelWeights
 from sparsity.calibration.statistics import Statistic
 from sparsity.calibration.statistics.capture import Collector, calibrate, collect
 from sparsity.calibration.statistics.rows import sum_outputs
-from sparsity.calibration.statistics.walk import Steps
+from sparsity.calibration.statistics.summing import Steps
 from sparsity.core import sharding
 from sparsity.core.trees import Path, PyTree
 

@@ -15,7 +15,6 @@ from sparsity.graph import Graph, Use
 from sparsity.graph.readers.views import Factor
 from sparsity.programs.products import read_product
 
-_PRODUCTS = ("dot_general", "conv_general_dilated")
 _GROUPS = -1  # stands for the groups of a convolution among the axes of a parameter
 
 
@@ -87,7 +86,7 @@ def align(use: Use, graph: Graph, one_layer: bool = False) -> Alignment | None:
     group_axes, groups, outputs = _groups(use.groups, outputs, shape)
     lead = [Factor(axis, shape[axis]) for axis in view.stacked if axis not in gone]
     lead += [*slices, *group_axes, *([Factor(_GROUPS, groups)] if groups > 1 else [])]
-    batch = [*use.batch, *(part.axis for part in group_axes if part.axis is not None)]
+    batch = [*use.batch, *(factor.axis for factor in group_axes if factor.axis is not None)]
     batch = [axis for axis in dict.fromkeys(batch) if axis not in gone]
     output = sorted({*use.output} - {*batch})
     if groups > 1:  # these are parts of the first output axis
@@ -103,7 +102,7 @@ def align(use: Use, graph: Graph, one_layer: bool = False) -> Alignment | None:
         and _covers(lead, batch, shape)
         and (groups == 1 or _begin_with_groups(outputs, groups, output, shape))
     )
-    if not fits or any(part.axis is None for part in contracted):
+    if not fits or any(factor.axis is None for factor in contracted):
         return None
     number = {axis: i for i, axis in enumerate(a for a in range(len(shape)) if a not in gone)}
     sizes = {**dict(enumerate(shape)), _GROUPS: groups}
@@ -118,23 +117,23 @@ def align(use: Use, graph: Graph, one_layer: bool = False) -> Alignment | None:
         shape=tuple(n for axis, n in enumerate(shape) if axis not in gone),
         slices=_places(lead, [*batch, _GROUPS], sizes),
         inputs=np.argsort(_places(contracted, use.contracting, sizes)),
-        copies=math.prod(part.size for part in outputs if part.axis is None),
+        copies=math.prod(factor.size for factor in outputs if factor.axis is None),
     )
 
 
 def _is_told(use: Use, shape: tuple[int, ...]) -> bool:
     """Returns whether a use multiplies all entries of the parameter, or of a layer in each step."""
     view = use.view
-    if use.primitive not in _PRODUCTS or not use.contracting or use.trips is None:
+    if use.kind not in ("dot", "convolution") or not use.contracting or use.trips is None:
         return False
-    if view.is_part or view.is_conjugate or len(view.stacked) != len(view.scans):
+    if view.has_other_entries or view.is_conjugate or len(view.stacked) != len(view.scans):
         return False
     layers = zip(view.stacked, view.scans, strict=True)
     if len({*view.stacked}) != len(view.stacked) or any(
         shape[axis] != scan.length for axis, scan in layers
     ):
         return False
-    is_dot = use.primitive == "dot_general"
+    is_dot = use.kind == "dot"
     return is_dot or (use.operand == 1 and use.equation.params["batch_group_count"] == 1)
 
 
@@ -142,7 +141,7 @@ def _factors(use: Use) -> list[list[Factor]]:
     """Returns the factors of the operand's contracted, batch and free axes."""
     roles = read_product(use.equation).operands[use.operand]
     return [
-        [part for i in axes for part in use.view.factors[i] if part.size != 1]
+        [factor for i in axes for factor in use.view.factors[i] if factor.size != 1]
         for axes in (roles.contracted, roles.batch, roles.free)
     ]
 
@@ -186,7 +185,7 @@ def _begin_with_groups(
 def _covers(factors: Sequence[Factor], axes: Iterable[int], shape: tuple[int, ...]) -> bool:
     """Returns whether factors run over all entries of some axes."""
     return all(
-        math.prod(part.size for part in factors if part.axis == axis) == shape[axis]
+        math.prod(factor.size for factor in factors if factor.axis == axis) == shape[axis]
         for axis in axes
     )
 

@@ -17,7 +17,7 @@ from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.memory import check_memory
 from sparsity.calibration.statistics.rows import KINDS, Kind, RowSums, sum_up
 from sparsity.calibration.statistics.statistic import Statistic
-from sparsity.calibration.statistics.walk import Steps, Sums, Walk, add
+from sparsity.calibration.statistics.summing import Steps, SummingInterpreter, Sums, add
 from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_bool, check_function, check_iterable
 from sparsity.core.trees import Path, PyTree
@@ -177,9 +177,11 @@ class Collector:
         self, leaves: Sequence[jax.Array], inputs: Sequence[jax.Array], arguments: PyTree
     ) -> tuple[Sums, dict[int, jax.Array]]:
         """Returns the sums of a call, and whether each is finite."""
-        walk = Walk(self.uses, functools.partial(self.sum_up, arguments=arguments), self.stacks)
-        sums = walk.run_with_sums(self.graph.model.program, [*leaves, *inputs])[1]
-        return sums, {number: is_finite(each) for number, each in sums.items()}
+        interpreter = SummingInterpreter(
+            self.uses, functools.partial(self.sum_up, arguments=arguments), self.stacks
+        )
+        sums = interpreter.run_with_sums(self.graph.model.program, [*leaves, *inputs])[1]
+        return sums, {number: are_sums_finite(each) for number, each in sums.items()}
 
 
 class Calibration(Collector):
@@ -221,7 +223,7 @@ class Calibration(Collector):
         for number in sorted(total):
             use, statistic = self.uses[number], self.statistic(number, total.pop(number))
             before = statistics.get(use.path)
-            if before is not None and not are_alike(before, statistic):
+            if before is not None and not have_equal_axes(before, statistic):
                 raise ValueError(
                     f"{trees.join_names(use.path)!r} is read along other axes by the "
                     f"{use.primitive} at {use.source} than by a product before it, so that their "
@@ -242,7 +244,7 @@ class Calibration(Collector):
         return dataclasses.replace(alignment.axes, count=summed[1], **sums)
 
 
-def are_alike(one: Statistic, other: Statistic) -> bool:
+def have_equal_axes(one: Statistic, other: Statistic) -> bool:
     """Returns whether the sums of two products of a parameter may be added up."""
     axes = [
         dataclasses.replace(x, squares=None, sums=None, gram=None, count=0) for x in (one, other)
@@ -260,7 +262,7 @@ def _counted(statistic: Statistic, shape: tuple[int, ...]) -> Statistic:
     return dataclasses.replace(statistic, count=Count.from_number(np.broadcast_to(wide, lead)))
 
 
-def is_finite(sums: PyTree) -> jax.Array:
+def are_sums_finite(sums: PyTree) -> jax.Array:
     """Returns whether all arrays of some sums are finite."""
     finite: jax.Array = jnp.all(
         jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(sums)])

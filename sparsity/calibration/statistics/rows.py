@@ -35,7 +35,7 @@ def sum_up(use: Use, alignment: Alignment, kind: Kind, x: jax.Array) -> RowSums:
       (fields of a `Statistic` in the order of the parameter, the number of rows).
     """
     x = _wide(x)
-    is_dot = use.primitive == "dot_general"
+    is_dot = use.kind == "dot"
     if kind == "gram":
         rows = _rows_of_dot(use, x) if is_dot else _patches(use, x)
         grams = jnp.einsum("...mk,...ml->...kl", jnp.conj(rows), rows, precision=_HIGHEST)
@@ -62,7 +62,7 @@ def sum_outputs(use: Use, alignment: Alignment, x: jax.Array, *matrices: jax.Arr
 
     def total(matrices: jax.Array) -> jax.Array:
         weights = alignment.operand(matrices.astype(jnp.promote_types(matrices.dtype, x.dtype)))
-        if use.primitive == "dot_general":
+        if use.kind == "dot":
             rows = _rows_of_dot(use, x)
             rows = rows.reshape(len(weights), *rows.shape[-2:])
             outputs = jnp.einsum("bmi,boi->bmo", rows, weights, precision=_HIGHEST)
@@ -86,7 +86,7 @@ def _squared(x: jax.Array) -> jax.Array:
 
 def _num_rows(use: Use, x: jax.Array) -> int:
     """Returns the number of rows in each slice of a product."""
-    if use.primitive == "dot_general":
+    if use.kind == "dot":
         return math.prod(x.shape[i] for i in _roles(use).free)
     sources = zip(use.equation.outputs[0].shape, read_product(use.equation).output, strict=True)
     return math.prod(size for size, source in sources if source is None or source[0] == 0)

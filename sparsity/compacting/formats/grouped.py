@@ -107,9 +107,10 @@ class Grouped(Storage):
         contraction = None
         if not kept.is_plain:
             return None
-        if equation.name == "dot_general" and equation.params.get("out_sharding") is None:
+        kind = read_product(equation).kind
+        if kind == "dot" and equation.params.get("out_sharding") is None:
             contraction = _read_dot(equation, at)
-        elif equation.name == "conv_general_dilated" and at == 1 and _is_pointwise(equation):
+        elif kind == "convolution" and at == 1 and _is_pointwise(equation):
             contraction = _read_pointwise(equation)
             other = _stride(equation, other)
         num_inputs = len(self.inputs)

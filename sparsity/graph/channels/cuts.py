@@ -58,8 +58,8 @@ def solve_kept(parameters: ParameterAxes, cut: Cut) -> dict[Axis, np.ndarray]:
       ValueError: the cut has a parameter that the model does not have, or of another shape, or
         keeps only some of the indices that belong together.
     """
-    chosen: dict[Axis, np.ndarray] = {}
     by_path = {parameter.path: (parameter, axes) for parameter, axes in parameters}
+    kept: dict[Axis, np.ndarray] = {}
     for path, indices in cut.kept.items():
         if path not in by_path or by_path[path][0].shape != cut.shapes[path]:
             raise ValueError(
@@ -68,17 +68,37 @@ def solve_kept(parameters: ParameterAxes, cut: Cut) -> dict[Axis, np.ndarray]:
                 f"{by_path[path][0].shape if path in by_path else 'no such leaf'}."
             )
         for number, index in indices.items():
-            axis = by_path[path][1][number]
-            for variable in list_variables(axis):
-                entries = label_entries(axis, variable)
-                if entries is not None and variable.size > 1:
-                    rows = [np.unique(x[x >= 0]) for x in np.atleast_2d(entries[index])]
-                    if len({len(row) for row in rows}) == 1:
-                        chosen[variable] = np.stack(rows) if index.ndim == 2 else rows[0]
-    chosen = {v: index for v, index in chosen.items() if index.shape[-1] < v.size}
-    implied = spread_kept(parameters, chosen)
-    for path in {**cut.kept, **implied}:
-        one, other = cut.kept.get(path, {}), implied.get(path, {})
+            kept |= _find_kept_entries(by_path[path][1][number], index)
+    kept = {v: entries for v, entries in kept.items() if entries.shape[-1] < v.size}
+    _check_implied(cut.kept, spread_kept(parameters, kept))
+    return kept
+
+
+def _find_kept_entries(axis: Axis, index: np.ndarray) -> dict[Axis, np.ndarray]:
+    """Returns the entries of each variable of an axis that appear at some indices of the axis.
+
+    Args:
+      axis: the axis.
+      index: [indices], or [layers, indices]; a variable has entries for each layer, too. Layers
+        that keep different numbers of its entries leave it out.
+    """
+    kept: dict[Axis, np.ndarray] = {}
+    for variable in list_variables(axis):
+        labels = label_entries(axis, variable)
+        if labels is None or variable.size == 1:
+            continue
+        by_layer = [np.unique(x[x >= 0]) for x in np.atleast_2d(labels[index])]
+        if len({len(entries) for entries in by_layer}) == 1:
+            kept[variable] = np.stack(by_layer) if index.ndim == 2 else by_layer[0]
+    return kept
+
+
+def _check_implied(
+    kept: Mapping[Path, Mapping[int, np.ndarray]], implied: Mapping[Path, Mapping[int, np.ndarray]]
+) -> None:
+    """Raises a ValueError unless a plan keeps the indices that the kept channels imply."""
+    for path in {**kept, **implied}:
+        one, other = kept.get(path, {}), implied.get(path, {})
         for number in {**one, **other}:
             if number not in one:
                 raise ValueError(
@@ -90,7 +110,6 @@ def solve_kept(parameters: ParameterAxes, cut: Cut) -> dict[Axis, np.ndarray]:
                     f"The plan keeps indices of {trees.join_names(path)!r} along axis {number} "
                     "that do not go together in this model: it was made for another one."
                 )
-    return chosen
 
 
 def solve_sizes(

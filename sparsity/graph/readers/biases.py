@@ -207,9 +207,9 @@ class _Search:
             return None
         places: list[int | None] = []
         for size, factors in zip(value.shape, by_axis[: len(value.shape)], strict=True):
-            parts = [part for part in factors if part.size > 1]
-            axis = parts[0].axis if len(parts) == 1 else None
-            if size > 1 and (axis is None or weight.shape[axis] != size or parts[0].step != 1):
+            longer = [factor for factor in factors if factor.size > 1]
+            axis = longer[0].axis if len(longer) == 1 else None
+            if size > 1 and (axis is None or weight.shape[axis] != size or longer[0].step != 1):
                 return None
             places.append(None if size == 1 or axis is None else axes[axis])
         return Scale(value, tuple(places), factor.divides)
@@ -241,15 +241,15 @@ def _view_output(use: Use) -> View:
 
 def _match_axes(use: Use, outputs: View, bias: View) -> dict[int, int] | None:
     """Returns {axis of the weight: axis of the bias}, `None` where order or layers differ."""
-    if bias.is_part or use.view.is_part or bias.scans != use.view.scans:
+    if bias.has_other_entries or use.view.has_other_entries or bias.scans != use.view.scans:
         return None
     axes = dict(zip(use.view.stacked, bias.stacked, strict=True))
     for factors, other in zip(outputs.factors, bias.factors, strict=True):
         pairs = [
-            [part for part in parts if part.axis is not None and part.size > 1]
-            for parts in (factors, other)
+            [factor for factor in each if factor.axis is not None and factor.size > 1]
+            for each in (factors, other)
         ]
-        if [part[1:] for part in pairs[0]] != [part[1:] for part in pairs[1]]:
+        if [factor[1:] for factor in pairs[0]] != [factor[1:] for factor in pairs[1]]:
             return None
         for (axis, *_), (bias_axis, *_) in zip(*pairs, strict=True):
             if axes.setdefault(axis, bias_axis) != bias_axis:

@@ -17,7 +17,7 @@ from sparsity.core.trees import Path
 from sparsity.graph.readers.views import Factor, View, Views, change, follow, index, merge, resize
 from sparsity.programs.entrywise import ENTRYWISE, constant_in, fold_constant
 from sparsity.programs.layout import LAYOUTS, is_lookup
-from sparsity.programs.products import PRODUCTS, Operand, read_product
+from sparsity.programs.products import PRODUCTS, Operand, ProductKind, read_product
 from sparsity.programs.program import Equation, Program, Value
 from sparsity.programs.walk import Flow
 
@@ -55,6 +55,11 @@ class Use:
     operand: int = dataclasses.field(repr=False)
 
     @property
+    def kind(self) -> ProductKind | None:
+        """Kind of the product, `None` for a lookup."""
+        return read_product(self.equation).kind if self.primitive in PRODUCTS else None
+
+    @property
     def roles(self) -> Operand:
         """Roles of the axes of the array that the product reads."""
         return read_product(self.equation).operands[self.operand]
@@ -76,11 +81,13 @@ class Use:
         Where the axis was split, parts may be outputs, or index layers.
         """
         contracted = self.roles.contracted
-        by_axis = [parts for i, parts in enumerate(self.view.factors) if i not in contracted]
-        free_parts = [
-            part for parts in (*by_axis, self.view.layers) for part in parts if part.axis == axis
-        ]
-        return all(part.step % m == 0 for part in free_parts)
+        free = [factors for i, factors in enumerate(self.view.factors) if i not in contracted]
+        return all(
+            factor.step % m == 0
+            for factors in (*free, self.view.layers)
+            for factor in factors
+            if factor.axis == axis
+        )
 
 
 class Tracker(Flow[Views]):
@@ -149,7 +156,7 @@ class Tracker(Flow[Views]):
         views = []
         for view in fact.views:
             sizes = zip(view.factors, value.shape, local.shape, strict=True)
-            views.append(view.with_factors(resize(parts, size, new) for parts, size, new in sizes))
+            views.append(view.with_factors(resize(*each) for each in sizes))
         return dataclasses.replace(fact, views=tuple(views))
 
     def leave(self, fact: Views, equation: Equation) -> Views:
@@ -224,7 +231,9 @@ class Tracker(Flow[Views]):
             for i in sources:
                 for view in inputs[i].views:
                     moved = follow(view, equation, relations, i, number)
-                    if moved is not None and not (is_joined and moved.parts == view.parts):
+                    if moved is not None and not (
+                        is_joined and moved.changed_at == view.changed_at
+                    ):
                         views.append(moved)
             constants = {inputs[i].constant for i in sources}
             constant = constants.pop() if len(constants) == 1 and not is_joined else None
@@ -235,40 +244,49 @@ class Tracker(Flow[Views]):
     def _use(self, equation: Equation, operand: int, view: View) -> None:
         product, trips = read_product(equation), self.trips
         axes = product.operands[operand]
-        self.uses.append(
-            Use(
-                path=self.paths[view.leaf],
-                primitive=equation.name,
-                contracting=tuple(sorted(view.axes(axes.contracted))),
-                output=view.axes(axes.free),
-                batch=(*view.stacked, *view.axes((*axes.batch, *axes.experts))),
-                groups=product.groups if operand else 1,
-                macs=round(product.macs * view.share) * (1 if trips is None else trips),
-                trips=trips,
-                source=equation.source,
-                view=view,
-                equation=equation,
-                operand=operand,
-            )
+        self._add(
+            equation,
+            operand,
+            view,
+            contracting=tuple(sorted(view.axes(axes.contracted))),
+            output=view.axes(axes.free),
+            batch=(*view.stacked, *view.axes((*axes.batch, *axes.experts))),
+            groups=product.groups if operand else 1,
+            macs=round(product.macs * view.share) * (1 if trips is None else trips),
         )
 
     def _look_up(self, equation: Equation, view: View) -> None:
         shape, slices = equation.inputs[0].shape, equation.params["slice_sizes"]
-        full = [i for i, size in enumerate(slices) if size == shape[i]]
+        complete = [i for i, size in enumerate(slices) if size == shape[i]]
+        self._add(equation, 0, view, output=view.axes(complete), batch=view.stacked)
+
+    def _add(
+        self,
+        equation: Equation,
+        operand: int,
+        view: View,
+        *,
+        contracting: tuple[int, ...] = (),
+        output: tuple[int, ...],
+        batch: tuple[int, ...],
+        groups: int = 1,
+        macs: int = 0,
+    ) -> None:
+        """Adds a use of a view by an equation, with the roles of the axes of the parameter."""
         self.uses.append(
             Use(
                 path=self.paths[view.leaf],
                 primitive=equation.name,
-                contracting=(),
-                output=view.axes(full),
-                batch=view.stacked,
-                groups=1,
-                macs=0,
+                contracting=contracting,
+                output=output,
+                batch=batch,
+                groups=groups,
+                macs=macs,
                 trips=self.trips,
                 source=equation.source,
                 view=view,
                 equation=equation,
-                operand=0,
+                operand=operand,
             )
         )
 

@@ -37,8 +37,8 @@ class View:
       scans: the scans that index `stacked`; fewer where the model reads a layer by its number.
       layers: the indexed parts of the axes `stacked`.
       share: the part of the array that belongs to the parameter, below 1 in a join.
-      parts: earlier arrays that miss entries of the parameter, join other entries, or have another
-        order. Views with equal parts hold the same entries at the same places.
+      changed_at: earlier arrays that miss entries of the parameter, join other entries, or have
+        another order. Views changed at the same arrays hold the same entries at the same places.
       keeps_zeros: whether the array is 0 where the parameter is 0.
       is_conjugate: whether the array holds the complex conjugates of the entries.
     """
@@ -49,25 +49,26 @@ class View:
     scans: tuple[Equation, ...] = ()
     layers: tuple[Factor, ...] = ()
     share: Fraction = Fraction(1)
-    parts: tuple[Value, ...] = ()
+    changed_at: tuple[Value, ...] = ()
     keeps_zeros: bool = True
     is_conjugate: bool = False
 
     @property
-    def is_part(self) -> bool:
+    def has_other_entries(self) -> bool:
         """True if the array holds other entries than the parameter, or in another order."""
-        return bool(self.parts)
+        return bool(self.changed_at)
 
     @property
     def covered(self) -> int:
         """Number of entries along axes of the parameter; all others repeat these entries."""
         return math.prod(
-            part.size for parts in self.factors for part in parts if part.axis is not None
+            factor.size for factors in self.factors for factor in factors if factor.axis is not None
         )
 
     def axes(self, numbers: Iterable[int]) -> tuple[int, ...]:
         """Returns the axes of the parameter that lie along axes of the array."""
-        axes = [part.axis for i in numbers for part in self.factors[i] if part.axis is not None]
+        factors = [factor for i in numbers for factor in self.factors[i]]
+        axes = [factor.axis for factor in factors if factor.axis is not None]
         return tuple(dict.fromkeys(axes))
 
     def with_factors(self, by_axis: Iterable[Sequence[Factor]]) -> View:
@@ -109,7 +110,7 @@ def follow(
     value, output = equation.inputs[operand], equation.outputs[number]
     by_axis: list[Sequence[Factor]] = [(Factor(None, size),) for size in output.shape]
     share, indexed, layers = Fraction(1), list[int](), list[Factor]()
-    is_part = False
+    is_changed = False
     for relation in relations:
         sources = [x for x in relation.sources if isinstance(x, Place) and x.array == operand]
         targets = [x for x in relation.targets if isinstance(x, Place) and x.array == number]
@@ -119,7 +120,7 @@ def follow(
         if kind == "index" and sources:
             indexed += [place.axis for place in sources]
         elif kind == "stack" and targets:
-            share, is_part = share / output.shape[targets[0].axis], True
+            share, is_changed = share / output.shape[targets[0].axis], True
         elif relation.pair and is_here:
             by_axis[targets[0].axis] = view.factors[sources[0].axis]
         elif kind == "product" and is_here:
@@ -127,13 +128,13 @@ def follow(
             cut = _split_factors(factors, [output.shape[place.axis] for place in targets])
             if cut is None:
                 return None
-            for place, parts in zip(targets, cut, strict=True):
-                by_axis[place.axis] = parts
+            for place, split in zip(targets, cut, strict=True):
+                by_axis[place.axis] = split
         elif kind == "reversed" and is_here:
             source = view.factors[sources[0].axis]
-            by_axis[targets[0].axis] = [part._replace(step=-part.step) for part in source]
+            by_axis[targets[0].axis] = [factor._replace(step=-factor.step) for factor in source]
         elif is_here:  # a sum, or a cut
-            ((_, axis),), ((_, to),), is_part = sources, targets, True
+            ((_, axis),), ((_, to),), is_changed = sources, targets, True
             size, new = value.shape[axis], output.shape[to]
             by_axis[to] = resize(view.factors[axis], size, new)
             if len(relation.sources) > 1:
@@ -144,7 +145,7 @@ def follow(
         index(view, indexed),
         factors=tuple(map(tuple, by_axis)),
         share=view.share * share,
-        parts=(*view.parts, output) if is_part or indexed else view.parts,
+        changed_at=(*view.changed_at, output) if is_changed or indexed else view.changed_at,
     )
     return dataclasses.replace(moved, layers=(*moved.layers, *layers))
 
@@ -153,8 +154,8 @@ def _factors(view: View, relation: Relation) -> list[Factor]:
     """Returns the factors of the sources of a product, without factors of one entry."""
     factors: list[Factor] = []
     for place in relation.sources:
-        parts = [Factor(None, place)] if isinstance(place, int) else view.factors[place.axis]
-        factors += [factor for factor in parts if factor.size != 1]
+        each = [Factor(None, place)] if isinstance(place, int) else view.factors[place.axis]
+        factors += [factor for factor in each if factor.size != 1]
     return factors
 
 
@@ -178,28 +179,29 @@ def _split_factors(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list
     return by_axis
 
 
-def resize(parts: Sequence[Factor], size: int, new: int) -> Sequence[Factor]:
+def resize(factors: Sequence[Factor], size: int, new: int) -> Sequence[Factor]:
     """Returns an axis with fewer or more entries."""
     if size == new:
-        return parts
-    axes = [factor.axis for factor in parts if factor.axis is not None]
-    return (Factor(axes[0] if axes else None, new, parts[0].step if len(parts) == 1 else 1),)
+        return factors
+    axes = [factor.axis for factor in factors if factor.axis is not None]
+    return (Factor(axes[0] if axes else None, new, factors[0].step if len(factors) == 1 else 1),)
 
 
 def index(view: View, axes: Sequence[int]) -> View:
     """Returns the view of one entry along some axes, such as a layer of a stack."""
     return dataclasses.replace(
         view,
-        factors=tuple(parts for i, parts in enumerate(view.factors) if i not in axes),
+        factors=tuple(factors for i, factors in enumerate(view.factors) if i not in axes),
         stacked=(*view.stacked, *view.axes(axes)),
-        layers=(*view.layers, *(part for i in axes for part in view.factors[i])),
+        layers=(*view.layers, *(factor for i in axes for factor in view.factors[i])),
     )
 
 
 def change(view: View, target: Value) -> View:
     """Returns the view of an array that holds other entries in later steps."""
-    parts = view.parts if target in view.parts else (*view.parts, target)
-    return dataclasses.replace(view, parts=parts, keeps_zeros=False)
+    is_listed = target in view.changed_at
+    changed_at = view.changed_at if is_listed else (*view.changed_at, target)
+    return dataclasses.replace(view, changed_at=changed_at, keeps_zeros=False)
 
 
 def merge(views: Iterable[View]) -> list[View]:

@@ -16,7 +16,7 @@ from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.program import CALLS, Equation, Program, Value
 
 # {value that is at hand where an equation runs: the equation that makes the value, if one does}
-Makers = Mapping[Value, Equation | None]
+AtHand = Mapping[Value, Equation | None]
 _MOST = 64  # equations that a smaller program evaluates for one sum
 
 
@@ -52,7 +52,7 @@ class Search:
     """Searches for entries that removed channels share.
 
     Args:
-      makers: the values that are at hand.
+      at_hand: the values from which an entry may be computed.
       constant: returns the constant of a value at removed entries along an axis, or everywhere for
         the axis -1; `None` if there is none.
       may_be_nan: returns whether a value may be NaN in the place of its constants.
@@ -60,11 +60,11 @@ class Search:
 
     def __init__(
         self,
-        makers: Makers,
+        at_hand: AtHand,
         constant: Callable[[Value, int], float | None],
         may_be_nan: Callable[[Value], bool],
     ):
-        self._makers, self._constant, self._may_be_nan = makers, constant, may_be_nan
+        self._at_hand, self._constant, self._may_be_nan = at_hand, constant, may_be_nan
         self._results: dict[tuple[Value, int], Alike | None] = {}
 
     def find(self, value: Value, axis: int) -> Alike | None:
@@ -80,9 +80,9 @@ class Search:
         if constant is not None:
             return None if math.isnan(constant) else Alike(value, axis, constant)
         if axis < 0 or value.shape[axis] == 1:
-            is_at_hand = value in self._makers or value.constant is not None
+            is_at_hand = value in self._at_hand or value.constant is not None
             return Alike(value, axis) if is_at_hand else None
-        maker = self._makers.get(value)
+        maker = self._at_hand.get(value)
         if maker is None:
             return None
         if maker.name == "broadcast_in_dim":
@@ -96,32 +96,28 @@ class Search:
             return None
         inputs = [alike for place in places if (alike := self.find(*place)) is not None]
         # The sign of a 0 is not followed.
-        by_zero = _tells_zeros(maker) and [x.constant for x in inputs[1:]] == [0]
+        by_zero = entrywise.tells_zeros(maker) and [x.constant for x in inputs[1:]] == [0]
         is_complete = len(inputs) == len(places) and not by_zero
         return Alike(value, axis, maker=maker, inputs=inputs) if is_complete else None
 
 
-def _tells_zeros(equation: Equation) -> bool:
-    return equation.name in ENTRYWISE and ENTRYWISE[equation.name].tells_zeros
-
-
-def find_makers(program: Program) -> dict[Equation, Makers]:
+def find_values_at_hand(program: Program) -> dict[Equation, AtHand]:
     """Returns the values that are at hand for each equation of a program, and of its calls.
 
     Only inputs and outputs enter and leave a call that is not inline: jax traces it by itself.
     """
-    by_equation: dict[Equation, Makers] = {}
+    by_equation: dict[Equation, AtHand] = {}
 
-    def enter(program: Program, makers: dict[Value, Equation | None]) -> None:
+    def enter(program: Program, at_hand: dict[Value, Equation | None]) -> None:
         for equation in program.equations:
-            by_equation[equation] = makers
+            by_equation[equation] = at_hand
             if equation.is_inline:
-                enter(equation.bodies[0], makers)
+                enter(equation.bodies[0], at_hand)
             elif equation.name in CALLS:
                 enter(equation.bodies[0], dict.fromkeys(equation.bodies[0].inputs))
-                makers.update(dict.fromkeys(equation.outputs))
+                at_hand.update(dict.fromkeys(equation.outputs))
             else:
-                makers.update(dict.fromkeys(equation.outputs, equation))
+                at_hand.update(dict.fromkeys(equation.outputs, equation))
 
     enter(program, dict.fromkeys(program.inputs))
     return by_equation

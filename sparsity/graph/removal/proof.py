@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from sparsity.graph.channels.coupling import Coupling
-from sparsity.graph.removal.alike import Alike, Search, find_makers
+from sparsity.graph.removal.alike import Alike, Search, find_values_at_hand
 from sparsity.graph.removal.reductions import Reductions
 from sparsity.programs import entrywise
 from sparsity.programs.axes import Axis, Reason, list_variables
@@ -114,7 +114,7 @@ class _Proof(Flow[Constants]):
         self._coupling = coupling
         self._free: dict[Value, list[list[Axis]]] = {}
         self._reductions = Reductions(program)  # of the program, or the body, being followed
-        self._makers = find_makers(program)  # of the same program
+        self._at_hand = find_values_at_hand(program)  # of the same program
         self.refused: dict[Axis, Reason] = {}
         self.alike: dict[Equation, Alike] = {}
         for value, entries in masked.items():
@@ -138,8 +138,8 @@ class _Proof(Flow[Constants]):
         return Constants(everywhere=entrywise.constant_in(value.constant))
 
     def run(self, program: Program) -> None:
-        outer = self._reductions, self._makers
-        self._reductions, self._makers = Reductions(program), find_makers(program)
+        outer = self._reductions, self._at_hand
+        self._reductions, self._at_hand = Reductions(program), find_values_at_hand(program)
         super().run(program)
         for equation in program.with_rules():
             rule = equation.derivative
@@ -150,9 +150,9 @@ class _Proof(Flow[Constants]):
                 tangents = rule.inputs[len(constants) :]
                 for value, tangent in zip(equation.differentiated[0], tangents, strict=True):
                     self.facts[tangent] = Constants(dict.fromkeys(self.fact(value).at, 0.0))
-            self._makers = find_makers(rule)
+            self._at_hand = find_values_at_hand(rule)
             super().run(rule)
-        self._reductions, self._makers = outer
+        self._reductions, self._at_hand = outer
 
     def enters(self, equation: Equation) -> bool:
         return equation.name in CONTROL
@@ -234,8 +234,8 @@ class _Proof(Flow[Constants]):
             fact = self.fact(value)
             return fact.everywhere if axis < 0 else fact[axis, variable]
 
-        makers = self._makers.get(reduction, {})
-        search = Search(makers, constant, lambda value: self.fact(value).may_be_nan)
+        at_hand = self._at_hand.get(reduction, {})
+        search = Search(at_hand, constant, lambda value: self.fact(value).may_be_nan)
         alike = search.find(value, axis)
         if alike is None or self.alike.get(reduction, alike).axis != axis:
             return False
@@ -285,7 +285,7 @@ class _Proof(Flow[Constants]):
         for i, j in zip(roles.lhs.contracted, roles.rhs.contracted, strict=True):
             for variable in self._variables(values[1])[j]:
                 factors = constants[0][i, variable], constants[1][j, variable]
-                if entrywise.product(*factors) != 0:
+                if entrywise.multiply_constants(*factors) != 0:
                     self.refused.setdefault(variable, _not_zero(equation, factors))
         at: dict[RemovedEntry, float | None] = {}
         partners = dict(zip(roles.lhs.batch, roles.rhs.batch, strict=True))
@@ -298,7 +298,7 @@ class _Proof(Flow[Constants]):
                 elif operand == 1 and roles.groups > 1:
                     other = constants[0][roles.lhs.contracted[0], variable]
                 factor = constants[operand][axis, variable]
-                at[place, variable] = entrywise.sum_of_products(factor, other)
+                at[place, variable] = entrywise.sum_constant_products(factor, other)
         self.facts[equation.outputs[0]] = Constants(at)
 
 

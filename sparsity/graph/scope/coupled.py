@@ -6,20 +6,20 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from sparsity.core import exact, host, sharding, trees
-from sparsity.core.checks import check_bool, check_int, check_number, is_traced
+from sparsity.core.checks import check_bool, check_int, is_traced
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, ScoreTree, Sparsities
 from sparsity.graph.channels.cuts import Cut, solve_sizes
 from sparsity.graph.channels.groups import ChannelGroup, resize_groups
 from sparsity.graph.graph import Graph
+from sparsity.graph.scope import counts
 from sparsity.graph.scope.placed import (
     PlacedGroup,
     find_active,
@@ -154,25 +154,25 @@ class Coupled:
         With `across`, counts are fractions that cost as much as the channels that may stay.
         """
         groups = self._groups(params, sparsities)
-        numbers = zip(groups, self._numbers(groups), strict=True)
+        numbers = zip(groups, self._count(groups), strict=True)
         return {group.full.variable: Fraction(float(n)) for group, n in numbers}
 
     def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:
         """Returns masks of all members; the channels of the highest importance stay."""
         groups = self._groups(scores, sparsities)
-        cost = self._cost(groups, scores) if self.across else None
+        cost = self._count_cost(groups, scores) if self.across else None
 
         def select(
             leaves: Mapping[KeyPath, jax.Array],
-            counts: tuple[Sequence[chex.Numeric], Sequence[chex.Numeric]],
+            limits: tuple[Sequence[chex.Numeric], Sequence[chex.Numeric]],
         ) -> list[jax.Array]:
-            importance, (numbers, least) = self._importance(groups, leaves), counts
+            importance, (numbers, least) = self._importance(groups, leaves), limits
             if cost is not None:
                 numbers = self._compete(groups, importance, cost, numbers, least)
             return keep_best(groups, importance, numbers)
 
-        counts = self._numbers(groups), [self._least(group) for group in groups]
-        return self._masks(groups, select, [scores], counts, is_on_host=self.order == 1)
+        limits = self._count(groups), [counts.count_least(self, group) for group in groups]
+        return self._masks(groups, select, [scores], limits, is_on_host=self.order == 1)
 
     def masks_by(
         self, choose: Choose, tree: PyTree, sparsities: Sparsities, extra: PyTree = None
@@ -188,12 +188,12 @@ class Coupled:
           extra: more arrays for `choose`.
         """
         groups = self._groups(tree, sparsities)
-        counts = [self._count(group) for group in groups]
+        numbers = [counts.count_kept(self, group) for group in groups]
 
         def select(leaves: Mapping[KeyPath, jax.Array], arrays: PyTree) -> list[jax.Array]:
             return choose(groups, leaves, *arrays)
 
-        return self._masks(groups, select, [tree], (counts, extra))
+        return self._masks(groups, select, [tree], (numbers, extra))
 
     def move_tree(
         self, masks: Masks, drop: PyTree, grow: PyTree, drop_fraction: chex.Numeric
@@ -257,58 +257,10 @@ class Coupled:
         shape = self.graph.parameters.find_shape(path)
         return math.prod(shape) // (shape[axis] * max(group.layers, 1)) * int(positions.shape[1])
 
-    def _numbers(self, groups: Sequence[PlacedGroup]) -> list[chex.Numeric]:
+    def _count(self, groups: Sequence[PlacedGroup]) -> list[chex.Numeric]:
         """Counts the channels that stay of each group, or may stay under `across`."""
-        return [self._allow(x) if self.across else self._count(x) for x in groups]
-
-    def _count(self, group: PlacedGroup) -> chex.Numeric:
-        """Counts the channels of a group of `graph` that stay."""
-        kept = exact.num_kept(group.full.size, group.sparsity)
-        count: chex.Numeric = self._round(group.full, kept, self._least(group))
-        return count
-
-    def _allow(self, group: PlacedGroup) -> chex.Numeric:
-        """Counts the channels that may stay under `across`, as float32 with fractions."""
-        sparsity, n = group.sparsity, np.float32(group.full.size)
-        if not is_traced(sparsity):
-            exact.num_kept(group.full.size, sparsity)  # which checks it
-        least = self._round(group.full, 0, self._least(group))
-        if not is_traced(sparsity):
-            return max(n * (1 - np.float32(sparsity)), np.float32(least))
-        return jnp.maximum(n * (1 - _clip(sparsity)), jnp.float32(least))
-
-    def _least(self, group: PlacedGroup) -> chex.Numeric:
-        """Returns the smallest number of channels of a group that stay."""
-        n, sparsity = group.full.size, group.sparsity
-        if self.min_channels is not None or not self.across:
-            return min(self.min_channels or 1, n)
-        tenth = -(-n // 10)
-        if is_traced(sparsity):
-            fewer: jax.Array = jnp.int32(np.float32(n) * (1 - _clip(sparsity)))
-            return jnp.clip(fewer, 1, tenth)
-        return min(max(int(np.float32(n) * (1 - np.float32(sparsity))), 1), tenth)
-
-    def _round(self, channels: ChannelGroup, kept: Any, least: Any) -> Any:
-        """Applies `round_to` and the smallest number that may stay to a number of channels."""
-        n = channels.size
-        if is_traced(kept) or is_traced(least):
-            return jnp.clip(self._multiple(channels, jnp.maximum(kept, least)), least, n)
-        with jax.ensure_compile_time_eval():
-            return min(max(int(self._multiple(channels, max(int(kept), least))), least), n)
-
-    def _multiple(self, channels: ChannelGroup, kept: Any) -> Any:
-        if callable(self.round_to):
-            rounded = self.round_to(kept)
-            if not is_traced(rounded):
-                check_number(f"round_to({kept})", np.asarray(rounded)[()])
-            return rounded
-        if self.round_to > channels.size:
-            raise ValueError(
-                f"round_to = {self.round_to} cannot be met by the group {channels.name!r} of "
-                f"{channels.size} channels. Give a smaller number, a function of the number that "
-                "would stay, or leave its leaves out with filter_fn."
-            )
-        return -(-kept // self.round_to) * self.round_to
+        count = counts.count_allowed if self.across else counts.count_kept
+        return [count(self, group) for group in groups]
 
     def _masks(
         self,
@@ -355,7 +307,7 @@ class Coupled:
     ) -> list[jax.Array]:
         return sum_importance(groups, leaves, self.order, self.normalize)
 
-    def _cost(self, groups: Sequence[PlacedGroup], tree: PyTree) -> Cost:
+    def _count_cost(self, groups: Sequence[PlacedGroup], tree: PyTree) -> Cost:
         """Returns the cost of the model: multiply-adds, or bytes of the leaves of a tree."""
         sizes = {group.full.variable: Polynomial.variable(i) for i, group in enumerate(groups)}
         if self.across == "nbytes":
@@ -379,9 +331,9 @@ class Coupled:
         ranks = self.ranks(importance, cost.each)
         limit = cost.limit(jnp.stack([jnp.asarray(n, jnp.float32) for n in allowed]))
 
-        def kept(counts: Sequence[jax.Array]) -> jax.Array:
-            each = zip(groups, counts, least, strict=True)
-            rounded = [self._round(group.full, n, fewest) for group, n, fewest in each]
+        def kept(numbers: Sequence[jax.Array]) -> jax.Array:
+            each = zip(groups, numbers, least, strict=True)
+            rounded = [counts.apply_rounding(self, group.full, n, few) for group, n, few in each]
             return jnp.stack([jnp.asarray(n, jnp.uint32) for n in rounded])
 
         return list(kept(best_that_fit(ranks, lambda n: exact.at_least(limit, cost.at(kept(n))))))
@@ -392,12 +344,6 @@ Choose: TypeAlias = Callable[
     [Sequence[PlacedGroup], Mapping[KeyPath, jax.Array], Sequence[chex.Numeric], PyTree],
     list[jax.Array],
 ]
-
-
-def _clip(sparsity: chex.Numeric) -> jax.Array:
-    """Returns a traced sparsity within [0, 1], NaN as 0."""
-    sparsity = jnp.asarray(sparsity)
-    return jnp.where(sparsity > 0, jnp.minimum(sparsity, 1), 0).astype(jnp.float32)
 
 
 def _find_largest(sparsities: Sequence[chex.Numeric]) -> chex.Numeric:

@@ -40,7 +40,7 @@ def _plus(one: PyTree, other: PyTree) -> PyTree:
 _sum = host.instead(host.add)(operator.add)
 
 
-class Walk(Interpreter[jax.Array]):
+class SummingInterpreter(Interpreter[jax.Array]):
     """Runs a program and sums the inputs of chosen uses on the way.
 
     Args:
@@ -95,12 +95,12 @@ class Walk(Interpreter[jax.Array]):
     def rows(self, scan: Equation) -> jax.Array:
         return jnp.arange(scan.length, dtype=jnp.int32)
 
-    def at_step(self, scan: Equation, rows: jax.Array) -> Walk:
+    def at_step(self, scan: Equation, rows: jax.Array) -> SummingInterpreter:
         step = self._without_sums()
         step._steps = {**self._steps, scan: rows}
         return step
 
-    def _without_sums(self) -> Walk:
+    def _without_sums(self) -> SummingInterpreter:
         """Returns the interpreter of the body of a loop or of a branch."""
         inside = copy.copy(self)
         inside.sums = {}
