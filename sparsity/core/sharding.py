@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, auto_axes
 
+from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree, is_array
 
 T = TypeVar("T")
@@ -140,7 +141,7 @@ def replicated(fn: Callable[..., T], *arrays: jax.Array) -> T:
 
 def place_like(like: jax.Array, mask: jax.Array) -> jax.Array:
     """Returns the mask, packed or not, sharded as `like`; only the sharding of `like` is read."""
-    if not isinstance(mask, jax.core.Tracer):
+    if not is_traced(mask):
         sharding = getattr(like, "sharding", None)
         if not isinstance(sharding, NamedSharding):
             return mask
