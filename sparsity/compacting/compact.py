@@ -23,7 +23,12 @@ from sparsity.compacting.model import (
     wrap_values,
 )
 from sparsity.compacting.moving.update import Loss, move
-from sparsity.compacting.optimizer_state import Owner, check_optimizer, densify_state, take_state
+from sparsity.compacting.optimizer_state import (
+    Owner,
+    compare_kept_updates,
+    densify_state,
+    take_state,
+)
 from sparsity.compacting.table import plot, table
 from sparsity.compacting.tune import choose, measure
 from sparsity.core import trees
@@ -353,5 +358,5 @@ def compact(
     chosen = read_formats(formats or {}, arrays)
     stored, owner_tree = build(graph, params, arrays, chosen, outside == "frozen")
     opt_state = spread_state(opt_state, params)
-    error = None if tx is None else check_optimizer(tx, params, owner_tree, opt_state)
+    error = None if tx is None else compare_kept_updates(tx, params, owner_tree, opt_state)
     return Compact(**vars(stored), opt_state=take_state(owner_tree, opt_state), update_error=error)
