@@ -33,15 +33,15 @@ class Observer:
     arrays: PyTree
     result: jax.Array
 
-    def watch(self, slices: jax.Array, stack: int) -> jax.Array:
+    def watch(self, slices: jax.Array, depth: int) -> jax.Array:
         """Returns the dense slices [*stack, ...], whose gradients are observed."""
-        return _watch(self.function, stack, lax.stop_gradient(slices), self.arrays, self.result)
+        return _watch(self.function, depth, lax.stop_gradient(slices), self.arrays, self.result)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _watch(
     function: Callable[[PyTree, jax.Array], jax.Array],
-    stack: int,
+    depth: int,
     slices: jax.Array,
     arrays: PyTree,
     result: jax.Array,
@@ -51,7 +51,7 @@ def _watch(
 
 def _observe(
     function: Callable[[PyTree, jax.Array], jax.Array],
-    stack: int,
+    depth: int,
     residuals: tuple[PyTree, jax.Array],
     gradient: jax.Array,
 ) -> tuple[None, None, jax.Array]:
@@ -61,7 +61,7 @@ def _observe(
         def mapped(each: tuple[PyTree, jax.Array]) -> jax.Array:
             return function(*each)
 
-        for _ in range(stack):
+        for _ in range(depth):
             mapped = functools.partial(lax.map, mapped)
         return mapped((arrays, gradient))
 

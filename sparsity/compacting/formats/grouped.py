@@ -160,9 +160,9 @@ class Grouped(Storage):
         return (*self.stack, outputs) if self.size[0] % counts[outputs] == 0 else self.stack
 
     def split_slices(
-        self, spec: list[MeshAxes], values: list[MeshAxes], stack: int
+        self, spec: list[MeshAxes], values: list[MeshAxes], depth: int
     ) -> list[MeshAxes]:
-        spec[stack + len(self.inputs)] = values[stack]
+        spec[depth + len(self.inputs)] = values[depth]
         return spec
 
 
@@ -232,13 +232,13 @@ def _stride(equation: Equation, image: jax.Array) -> jax.Array:
 def _fits(contraction: Contraction, kept: Kept, num_inputs: int) -> bool:
     """Returns whether a product sums over all inputs of the groups, and over nothing else."""
     summed = {kept.axes[axis] for axis, _ in contraction.contracted}
-    first, end = kept.stack, kept.stack + num_inputs
+    first, end = kept.depth, kept.depth + num_inputs
     unsummed = [i for i in range(first, end) if i not in summed]
     batch = sorted(kept.axes[axis] for axis, _ in contraction.batch)
     sums_inputs = all(first <= i < end for i in summed) and all(
         kept.sizes[i] == 1 for i in unsummed
     )
-    return sums_inputs and batch == list(range(kept.stack))
+    return sums_inputs and batch == list(range(kept.depth))
 
 
 def _contract(
@@ -253,9 +253,9 @@ def _contract(
         [stored[i] for i in sorted(stored)],
     )
     x = other.transpose([axis for axes in order for axis in axes])
-    stack = x.shape[: kept.stack]
-    rows = x.shape[kept.stack : kept.stack + len(contraction.free)]
-    end = kept.stack + num_inputs
+    stack = x.shape[: kept.depth]
+    rows = x.shape[kept.depth : kept.depth + len(contraction.free)]
+    end = kept.depth + num_inputs
     outputs = kept.sizes[end:]
     count = math.prod(outputs)
     precision = equation.params["precision"]
@@ -265,15 +265,15 @@ def _contract(
         precision=precision,
         preferred_element_type=equation.params["preferred_element_type"],
     )
-    for _ in range(kept.stack):
+    for _ in range(kept.depth):
         run = jax.vmap(run)
     size = math.prod(rows)
-    inputs = math.prod(kept.sizes[kept.stack : end])
+    inputs = math.prod(kept.sizes[kept.depth : end])
     y = run(kept.read_values(), kept.indices, x.reshape(*stack, size, inputs))
     y = y.reshape(*stack, *rows, *outputs)
     # Axes of y: the stack, the free axes of the other operand, the outputs of the parameter.
     places = {(True, axis): kept.axes[axis] for axis, _ in contraction.batch}
-    places |= {(False, axis): kept.stack + i for i, axis in enumerate(contraction.free)}
+    places |= {(False, axis): kept.depth + i for i, axis in enumerate(contraction.free)}
     shift = len(rows) - num_inputs
     places |= {(True, axis): i + shift for axis, i in enumerate(kept.axes) if i >= end}
     return y.transpose([places[source] for source in contraction.result])

@@ -257,14 +257,14 @@ class Storage(SliceLayout):
         return self.stack
 
     def split_slices(
-        self, spec: list[MeshAxes], values: list[MeshAxes], stack: int
+        self, spec: list[MeshAxes], values: list[MeshAxes], depth: int
     ) -> list[MeshAxes]:
         """Returns the axes of a mesh that divide slices, from those that divide the values.
 
         Args:
           spec: axes of the mesh for each axis of dense slices, of the stack only.
           values: axes of the mesh for each axis of the values, and `None` after them.
-          stack: number of axes that index slices.
+          depth: number of axes that index slices.
         """
         return spec
 
@@ -320,14 +320,14 @@ class Kept:
     layers: tuple[jax.Array, jax.Array] | None = None
 
     @property
-    def stack(self) -> int:
+    def depth(self) -> int:
         """Number of axes that index slices."""
         return len(self.values.shape) - len(self.storage.size)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Sizes [*stack, *slice] of the slices, one after the other."""
-        return (*self.values.shape[: self.stack], *self.storage.slice_shape)
+        return (*self.values.shape[: self.depth], *self.storage.slice_shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -342,7 +342,7 @@ class Kept:
     @property
     def leads_with_stack(self) -> bool:
         """True if the first axes of the dense array index slices."""
-        return self.axes[: self.stack] == tuple(range(self.stack))
+        return self.axes[: self.depth] == tuple(range(self.depth))
 
     def read_values(self) -> jax.Array:
         """Returns the values, of `layers` in a step of a scan."""
@@ -364,8 +364,8 @@ class Kept:
         if placed is None:
             return self._densify(kept, token)
         entries = [*placed.spec, *[None] * len(self.sizes)]
-        spec = [entries[axis] if axis < self.stack else None for axis in range(len(self.sizes))]
-        spec = self.storage.split_slices(spec, entries, self.stack)
+        spec = [entries[axis] if axis < self.depth else None for axis in range(len(self.sizes))]
+        spec = self.storage.split_slices(spec, entries, self.depth)
         target = placed.update(spec=PartitionSpec(*(spec[axis] for axis in self.axes)))
         dense = auto_axes(self._densify, out_sharding=sharding.fit(target, self.shape))
         array: jax.Array = dense(kept, token)
@@ -377,11 +377,11 @@ class Kept:
         if self.observer is None:
             return dense
         slices = dense.transpose(np.argsort(self.axes))
-        return self.observer.watch(slices, self.stack).transpose(self.axes)
+        return self.observer.watch(slices, self.depth).transpose(self.axes)
 
     def _densify(self, kept: Self, token: Token | None) -> jax.Array:
         build = functools.partial(self.storage.densify, token=token)
-        for _ in range(self.stack):
+        for _ in range(self.depth):
             build = jax.vmap(build)
         return build(kept).reshape(self.sizes).transpose(self.axes)
 
