@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.compacting.formats import ANY_MASK, AUTOMATIC, FORMATS
-from sparsity.compacting.formats.storage import MaskedParameter, Storage, is_quantized, to_bits
+from sparsity.compacting.formats.dtypes import is_quantized, to_bits
+from sparsity.compacting.formats.storage import MaskedParameter, Storage
 from sparsity.compacting.model import StoredModel, by_path, find_readers
 from sparsity.compacting.optimizer_state import Owner
 from sparsity.core import trees

@@ -19,7 +19,8 @@ import numpy as np
 from jax import lax
 
 from sparsity.compacting.deferred import Deferred, Lazy, densify, is_lazy, kept_in, make_token
-from sparsity.compacting.formats.storage import Kept, Token, is_quantized
+from sparsity.compacting.formats.dtypes import is_quantized
+from sparsity.compacting.formats.storage import Kept, Token
 from sparsity.core import sharding
 from sparsity.core.trees import PyTree
 from sparsity.programs.entrywise import ENTRYWISE, constant_in, is_copy

@@ -17,9 +17,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, auto_axes
 
+from sparsity.compacting.formats.dtypes import (
+    is_narrow,
+    is_quantized,
+    read_layer,
+    unsigned_like,
+)
 from sparsity.compacting.observer import Observer
 from sparsity.core import sharding
-from sparsity.core.trees import PyTree
 from sparsity.masks import Pattern, Site
 from sparsity.masks.layout import SliceLayout
 from sparsity.masks.positions import kept_positions, map_rows, put, slots_of_positions
@@ -346,7 +351,7 @@ class Kept:
 
     def read_values(self) -> jax.Array:
         """Returns the values, of `layers` in a step of a scan."""
-        return self.values if self.layers is None else _read_layer(self.values, *self.layers)
+        return self.values if self.layers is None else read_layer(self.values, *self.layers)
 
     def with_values(self, values: jax.Array) -> Self:
         """Returns an array of other values, which are computed from `read_values`."""
@@ -403,57 +408,3 @@ class Kept:
 jax.tree_util.register_dataclass(
     Kept, ["values", "indices", "base", "observer", "layers"], ["storage", "axes", "name"]
 )
-
-
-@jax.custom_jvp
-def _read_layer(values: jax.Array, layers: jax.Array, number: jax.Array) -> jax.Array:
-    """Returns the values of a layer; the gradient is that of `values`, which are equal.
-
-    XLA on CPUs would widen the values of all layers before the scan. The barrier keeps the
-    conversion in the step, where it is a part of reading the layer. jax drops rules for derivatives
-    from a scan that was differentiated: second derivatives are those of `layers`.
-    """
-    layers, number = lax.optimization_barrier((layers, number))
-    layer: jax.Array = lax.dynamic_index_in_dim(layers, number, keepdims=False)
-    return layer
-
-
-@_read_layer.defjvp
-def _read_layer_tangents(
-    primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
-) -> tuple[jax.Array, jax.Array]:
-    return _read_layer(*primals), tangents[0]
-
-
-def to_bits(array: PyTree) -> PyTree:
-    """Returns floats of less than 32 bits as unsigned integers; other arrays unchanged.
-
-    XLA on CPUs has few operations on such floats. It widens the operand of each other one, and
-    would widen all layers of a stack at once where a loop takes a layer. Integers stay narrow.
-    """
-    if not is_narrow(array.dtype):
-        return array
-    dtype = unsigned_like(array.dtype)
-    if isinstance(array, jax.ShapeDtypeStruct):
-        return sharding.with_dtype(array, dtype)
-    return lax.bitcast_convert_type(array, dtype)
-
-
-def is_narrow(dtype: np.dtype) -> bool:
-    """Returns whether numbers of a dtype are floats of 8 or 16 bits."""
-    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize <= 2
-
-
-def unsigned_like(dtype: np.dtype) -> np.dtype:
-    """Returns the dtype of unsigned integers of the same bits."""
-    return np.dtype(f"uint{8 * np.dtype(dtype).itemsize}")
-
-
-def is_quantized(dtype: np.dtype) -> bool:
-    """Returns whether numbers of a dtype are multiplied only after a cast: float8, small integers.
-
-    float32 holds them all.
-    """
-    if jnp.issubdtype(dtype, jnp.integer):
-        return dtype.itemsize <= 2
-    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize == 1
