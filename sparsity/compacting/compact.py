@@ -14,7 +14,7 @@ import optax
 from sparsity.base_updater import BaseUpdater
 from sparsity.compacting.building import build, list_formats, read_formats, read_masks
 from sparsity.compacting.formats import ANY_MASK, FORMATS
-from sparsity.compacting.formats.storage import Kept
+from sparsity.compacting.formats.storage import is_kept
 from sparsity.compacting.model import (
     StoredModel,
     count_bytes,
@@ -170,9 +170,9 @@ class Compact(StoredModel):
     def dense(self, params: PyTree) -> PyTree:
         """Returns the dense parameters; outside the masks they are 0, or frozen."""
         return jax.tree.map(
-            lambda leaf: leaf.densify() if isinstance(leaf, Kept) else leaf,
+            lambda leaf: leaf.densify() if is_kept(leaf) else leaf,
             wrap_values(self, params),
-            is_leaf=lambda leaf: isinstance(leaf, Kept),
+            is_leaf=is_kept,
         )
 
     def dense_state(self, opt_state: PyTree) -> PyTree:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from sparsity.compacting.deferred import Lazy, kept_in
 from sparsity.compacting.evaluate import Densifier
-from sparsity.compacting.formats.storage import Kept, Storage
+from sparsity.compacting.formats.storage import Kept, Storage, is_kept
 from sparsity.compacting.observer import Observer
 from sparsity.compacting.table import Row
 from sparsity.core import sharding, trees
@@ -174,17 +174,17 @@ def _retrace(
     """Returns the graph of the model for these arguments, and the inputs of its program."""
     arrays, rebuild = trees.split_arrays(params)
     wrapped = wrap_values(model, params, observers)
-    kept = jax.tree.leaves(wrapped, is_leaf=lambda x: isinstance(x, Kept))
-    kept = [leaf for leaf in kept if isinstance(leaf, Kept) or trees.is_array(leaf)]
+    leaves = jax.tree.leaves(wrapped, is_leaf=is_kept)
+    leaves = [leaf for leaf in leaves if is_kept(leaf) or trees.is_array(leaf)]
 
     def describe(struct: jax.ShapeDtypeStruct, leaf: jax.Array | Kept) -> jax.ShapeDtypeStruct:
         dense = sharding.resized(struct, leaf.shape)
-        if isinstance(leaf, Kept) and leaf.storage.is_quantized:  # the model casts the parameter
+        if is_kept(leaf) and leaf.storage.is_quantized:  # the model casts the parameter
             return sharding.with_dtype(dense, leaf.storage.base_dtype)
         return dense
 
-    example = rebuild([*map(describe, sharding.abstract(arrays), kept)])
-    return model.graph.retrace(example, *args), [*kept, *trees.split_arrays(args)[0]]
+    example = rebuild([*map(describe, sharding.abstract(arrays), leaves)])
+    return model.graph.retrace(example, *args), [*leaves, *trees.split_arrays(args)[0]]
 
 
 def by_path(tree: PyTree) -> dict[Path, PyTree]:

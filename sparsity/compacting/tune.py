@@ -14,7 +14,7 @@ import numpy as np
 
 from sparsity.compacting.deferred import densify, kept_in
 from sparsity.compacting.evaluate import Densifier
-from sparsity.compacting.formats.storage import Kept
+from sparsity.compacting.formats.storage import is_kept
 from sparsity.compacting.model import Read, StoredModel, list_reads
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
@@ -116,7 +116,7 @@ def _make_program(read: Read, model: StoredModel) -> tuple[str, Program]:
     )
 
     def fill(leaf: PyTree) -> PyTree:
-        if isinstance(leaf, Kept):
+        if is_kept(leaf):
             pair = (
                 _first_slice(values[leaf.name], leaf.values),
                 _first_slice(indices[leaf.name], leaf.indices),
@@ -126,7 +126,7 @@ def _make_program(read: Read, model: StoredModel) -> tuple[str, Program]:
         drawn = rng.standard_normal(leaf.shape) if trees.is_prunable(leaf) else np.zeros(leaf.shape)
         return jnp.asarray(drawn, leaf.dtype)
 
-    filled = jax.tree.map(fill, inputs, is_leaf=lambda leaf: isinstance(leaf, Kept))
+    filled = jax.tree.map(fill, inputs, is_leaf=is_kept)
     arrays, structure = jax.tree.flatten(filled)
     places = [i for i, array in enumerate(arrays) if trees.is_prunable(array)]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import ClassVar, NamedTuple, Self, TypeAlias
+from typing import ClassVar, NamedTuple, Self, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -408,3 +408,8 @@ class Kept:
 jax.tree_util.register_dataclass(
     Kept, ["values", "indices", "base", "observer", "layers"], ["storage", "axes", "name"]
 )
+
+
+def is_kept(node: object) -> TypeGuard[Kept]:
+    """Returns whether a node of a tree is kept values: an `is_leaf` of `jax.tree`."""
+    return isinstance(node, Kept)
