@@ -12,7 +12,7 @@ import numpy as np
 from sparsity.compacting.formats import ANY_MASK, AUTOMATIC, FORMATS
 from sparsity.compacting.formats.dtypes import is_quantized, to_bits
 from sparsity.compacting.formats.storage import MaskedParameter, Storage
-from sparsity.compacting.model import StoredModel, by_path, find_readers
+from sparsity.compacting.model import StoredModel, find_readers
 from sparsity.compacting.optimizer_state import Owner
 from sparsity.core import trees
 from sparsity.core.checks import check_kind
@@ -44,7 +44,7 @@ def build(
     """
     storages, indices = _make_storages(graph, masks, formats, is_frozen)
     if is_frozen:
-        leaves = by_path(params)
+        leaves = trees.leaves_by_names(params)
         storages = {
             path: dataclasses.replace(storage, base_dtype=np.dtype(leaves[path].dtype))
             for path, storage in storages.items()

@@ -135,7 +135,7 @@ def list_reads(model: StoredModel, params: PyTree, args: tuple[PyTree, ...]) -> 
 
 def count_bytes(model: StoredModel) -> dict[Path, tuple[int, int]]:
     """Returns the bytes of the values that stand for each parameter, and of their positions."""
-    storages, indices, nbytes = dict(model.storages), by_path(model.indices), {}
+    storages, indices, nbytes = dict(model.storages), trees.leaves_by_names(model.indices), {}
     for leaf in model.graph.leaves:
         storage = storages.get(leaf.path)
         size = leaf.size if storage is None else math.prod(storage.kept_shape)
@@ -185,8 +185,3 @@ def _retrace(
 
     example = rebuild([*map(describe, sharding.abstract(arrays), leaves)])
     return model.graph.retrace(example, *args), [*leaves, *trees.split_arrays(args)[0]]
-
-
-def by_path(tree: PyTree) -> dict[Path, PyTree]:
-    """Returns the leaves of a tree by their paths."""
-    return {trees.path_names(path): leaf for path, leaf in trees.leaves_by_path(tree).items()}
