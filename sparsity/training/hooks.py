@@ -92,13 +92,15 @@ def call_hook(
     named: Mapping[str, object] | None = None,
     **kwargs: PyTree,
 ) -> T:
-    """Calls a hook with the optional arguments that its signature takes.
+    """Calls a hook with `args`, `kwargs` and the optional arguments that its signature takes.
+
+    Optional arguments come from `named`, else from `extra`; arguments that are already given win.
 
     Args:
       hook: the hook.
       *args: arguments that every such hook takes.
       extra: arguments of the training loop, for a hook that names them or takes all keywords.
-      named: arguments of the library, for a hook that names them; they override `extra`.
+      named: arguments of the library, for a hook that names them.
       **kwargs: arguments that every such hook takes by name.
     """
     parameters = inspect.signature(hook).parameters

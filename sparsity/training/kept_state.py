@@ -78,7 +78,9 @@ class KeptLayout(SliceLayout):
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """Way of the kept entries of a parameter from an old mask to a new one; no pytree.
+    """Maps each slot of a parameter under its new mask to the slot under the old one.
+
+    Not a pytree, so that trees hold it as a leaf.
 
     Attributes:
       layout: layout of the kept entries.

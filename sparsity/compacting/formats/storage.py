@@ -254,7 +254,9 @@ class Storage(SliceLayout):
     # Devices
 
     def shared_axes(self, counts: list[int]) -> tuple[int, ...]:
-        """Returns the axes along which a mesh may divide the parameter, those of values in order.
+        """Returns the axes along which a mesh may divide the parameter.
+
+        By default the stack axes, as for values in the order of the parameter.
 
         Args:
           counts: number of devices along each axis of the parameter.
