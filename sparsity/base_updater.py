@@ -20,7 +20,7 @@ from sparsity.core.names import Registry
 from sparsity.core.trees import Grads, Masks, Params, ScoreTree, Sparsities
 from sparsity.sparsity_distributions import Distribution, uniform
 from sparsity.training.checks import check_optimizer
-from sparsity.training.compact import CompactStep
+from sparsity.training.compact_step import CompactStep
 from sparsity.training.fields import check_fields, check_names, hash_of_fields, have_equal_fields
 from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.state import SparseState

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.compacting.deferred import Lazy, kept_in
-from sparsity.compacting.evaluate import Densifier
+from sparsity.compacting.densifier import Densifier
 from sparsity.compacting.formats.storage import Kept, Storage, is_kept
 from sparsity.compacting.observer import Observer
 from sparsity.compacting.table import Row

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.compacting.deferred import densify, kept_in
-from sparsity.compacting.evaluate import Densifier
+from sparsity.compacting.densifier import Densifier
 from sparsity.compacting.formats.storage import is_kept
 from sparsity.compacting.model import Read, StoredModel, list_reads
 from sparsity.core import trees

@@ -24,7 +24,7 @@ from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Site, Sites, keeps_targets, packed_shape, unpack_masks
 from sparsity.sparsity_schedules import update_range
-from sparsity.training.entrywise import check_entrywise
+from sparsity.training.entrywise_proof import check_entrywise
 from sparsity.training.hooks import Inputs
 from sparsity.training.kept_state import (
     KeptLayout,
