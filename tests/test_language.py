@@ -92,9 +92,7 @@ def lines_with_any(tree):
 
 
 # Ceilings by room; 0 for all other rooms.
-MOST_FILLERS = {
-    "masks": 1,
-}  # fmt: skip
+MOST_FILLERS: dict[str, int] = {}
 MOST_ODD_OPENINGS: dict[str, int] = {}
 MOST_ODD_WORDS: dict[str, int] = {}
 MOST_LINES_WITH_ANY = {
