@@ -147,7 +147,7 @@ class BaseUpdater(Updater):
           (pruned params, masks); the masks are packed with `use_packed_masks`.
         """
         inputs = Inputs(params, grads, self.sites(params), extra_args)
-        targets = self.target_numbers(params, inputs.sites)
+        targets = self.compute_targets(params, inputs.sites)
         scores: ScoreTree | None = None
         if not is_overridden(self, "create_masks"):  # overrides get arrays
             scores = masks_lib.host_scores(self.calculate_scores, inputs.weights, inputs.grads)

@@ -154,7 +154,7 @@ class CompactStep(Step):
         """
         targets = None
         if self.masks is None:
-            targets = trees.leaves_by_path(self.updater.target_numbers(params, sites))
+            targets = trees.leaves_by_path(self.updater.compute_targets(params, sites))
         user_masks = {} if self.masks is None else trees.leaves_by_path(self.masks)
 
         def layout(

@@ -27,7 +27,6 @@ from sparsity.masks import (
     Sites,
     TopkFn,
     TreeScope,
-    compute_targets,
     lazy_scores,
     make_draw,
     read_overrides,
@@ -72,10 +71,12 @@ class Updater:
         budget = cast(MaskBudget, distribution_fn) if has_budget else None
         return Sites(params, self.sparsity_type, self.batch_axes, overrides, budget=budget)
 
-    def target_numbers(self, params: Params, sites: Sites) -> Sparsities:
+    def compute_targets(self, params: Params, sites: Sites) -> Sparsities:
         """Returns the target sparsities as the distribution returns them, `None` where dense."""
         distribution_fn = self.get_distribution_fn()
-        return compute_targets(distribution_fn, params, sites, self.scope, self.batch_axes)
+        return masks_lib.compute_targets(
+            distribution_fn, params, sites, self.scope, self.batch_axes
+        )
 
     def init_state(self, params: Params, *, sites: Sites | None = None) -> SparseState:
         """Returns the initial state of a wrapped optimizer, without the inner state.
@@ -89,7 +90,7 @@ class Updater:
             the leaf.
         """
         inputs = Inputs(params, None, self.sites(params) if sites is None else sites, {})
-        targets = self.target_numbers(params, inputs.sites)
+        targets = self.compute_targets(params, inputs.sites)
         if targets is not None:
             targets = jax.tree.map(on_device, targets)
         masks = inputs.call(self.get_initial_masks, inputs.weights, targets)

@@ -115,7 +115,7 @@ def reconstruct(
     """
     masks = masks_lib.read_masks(masks, params, pruner.use_packed_masks)
     table = pruner.sites(params)
-    targets = trees.leaves_by_path(pruner.target_numbers(params, table))
+    targets = trees.leaves_by_path(pruner.compute_targets(params, table))
     refitted: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
 
     def refit_leaf(path: KeyPath, dense: jax.Array, before: Any, mask: jax.Array | None) -> None:
