@@ -155,14 +155,18 @@ class Grouped(Storage):
         is_multiple: bool = largest % self.size[-1] == 0
         return inputs == {*self.inputs} and is_multiple
 
-    def shared_axes(self, counts: list[int]) -> tuple[int, ...]:
-        outputs = self.order[len(self.stack) + len(self.inputs)]
-        return (*self.stack, outputs) if self.size[0] % counts[outputs] == 0 else self.stack
+    def divisible_axes(self, counts: list[int]) -> tuple[int, ...]:
+        # Values are [*stack, groups, k, group]. Devices that share the first axis of the outputs
+        # share the groups, which are neighbouring outputs, if each device gets equally many.
+        num_groups, first_output = self.size[0], self.order[len(self.stack) + len(self.inputs)]
+        has_equal_parts = num_groups % counts[first_output] == 0
+        return (*self.stack, first_output) if has_equal_parts else self.stack
 
     def split_slices(
         self, spec: list[MeshAxes], values: list[MeshAxes], depth: int
     ) -> list[MeshAxes]:
-        spec[depth + len(self.inputs)] = values[depth]
+        groups, first_output = depth, depth + len(self.inputs)
+        spec[first_output] = values[groups]
         return spec
 
 

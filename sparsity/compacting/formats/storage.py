@@ -253,10 +253,11 @@ class Storage(SliceLayout):
 
     # Devices
 
-    def shared_axes(self, counts: list[int]) -> tuple[int, ...]:
+    def divisible_axes(self, counts: list[int]) -> tuple[int, ...]:
         """Returns the axes along which a mesh may divide the parameter.
 
-        By default the stack axes, as for values in the order of the parameter.
+        Axis i of the values is divided as the i-th of these axes. By default the stack axes, as for
+        values in the order of the parameter.
 
         Args:
           counts: number of devices along each axis of the parameter.
@@ -267,6 +268,8 @@ class Storage(SliceLayout):
         self, spec: list[MeshAxes], values: list[MeshAxes], depth: int
     ) -> list[MeshAxes]:
         """Returns the axes of a mesh that divide slices, from those that divide the values.
+
+        By default the mesh divides the stack only.
 
         Args:
           spec: axes of the mesh for each axis of dense slices, of the stack only.
@@ -286,7 +289,7 @@ class Storage(SliceLayout):
             return jnp.asarray(array)
         spec = [*placed.spec, *[None] * (len(self.shape) - len(placed.spec))]
         counts = sharding.num_devices(placed, len(self.shape))
-        axes = self.shared_axes(counts)
+        axes = self.divisible_axes(counts)
         divided = [axis for axis in range(len(spec)) if counts[axis] > 1 and axis not in axes]
         if divided:
             raise ValueError(
