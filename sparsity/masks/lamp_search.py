@@ -77,24 +77,9 @@ def search(arrays: Sequence[jax.Array], k: Words) -> tuple[list[jax.Array], jax.
     low, high = jnp.where(is_large, low, -1), jnp.where(is_large, high, np.inf)
     parts = [_read_inside(*x, room) for x in zip(layers, flat, low, high, strict=True)]
     part: _Inside = jax.tree.map(lambda *x: jnp.stack(x), *parts)
-
-    bits = np.array([count_bits(len(x)) for x in flat])
-    sizes = np.array([len(x) for x in flat], np.int32)[:, None]
-    is_slot = part.positions < sizes
-    scores, sums = _score_slots(jnp.where(is_slot, part.squares, np.nan), bits, part.sum_above)
-    total_above, total = exact.total(part.above), exact.total(part.above + part.inside)
-    is_between = ~exact.at_least(total_above, _scalar(k)) & exact.at_least(total, _scalar(k))
-    need = exact.minus(_scalar(k), total_above)
-    slots = Ranked(Scores.wrap(scores), is_slot.astype(jnp.uint8))
-    [chosen] = topk_masks([slots], (need[0][None], need[1][None]), together=True)
-    last = jnp.min(jnp.where(chosen > 0, scores, np.inf))
-    least, most = (
-        square / (exact.to_float(x) * 2.0**-bits).astype(np.float32)
-        for square, x in ((high, part.sum_above), (low, sums))
-    )
-    least = jnp.where(part.above > 0, least, np.inf)
-    is_proved = jnp.all(least * (1 - _MARGIN) > last) & jnp.all(most * (1 + _MARGIN) < last)
-    is_searched = is_between & is_proved & jnp.all(part.inside <= room)
+    sizes = np.array([len(x) for x in flat], np.int32)
+    chosen, is_proved = _choose_inside(part, low, high, sizes, _scalar(k))
+    is_searched = is_proved & jnp.all(part.num_inside <= room)
 
     def by_search() -> list[jax.Array]:
         columns = layers, flat, high, part.positions, chosen, arrays
@@ -109,6 +94,47 @@ def search(arrays: Sequence[jax.Array], k: Words) -> tuple[list[jax.Array], jax.
 
     masks: list[jax.Array] = lax.cond(is_searched, by_search, by_sorting)
     return masks, is_searched
+
+
+def _choose_inside(
+    part: _Inside, low: jax.Array, high: jax.Array, sizes: np.ndarray, k: Words
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the mask of the slots to keep besides all weights above, and whether it is proved.
+
+    The score of a weight is its square over the sum of the squares of its layer that rank no lower.
+    So a weight above the bracket scores more than `high` over the sum above, and a weight below at
+    most `low` over the sum above and inside. If these bounds of all layers lie on either side of
+    the lowest score that is kept inside, the k highest scores are those above and the kept slots.
+
+    Args:
+      part: the weights inside the brackets, stacked: [layers, ...].
+      low: lower ends of the brackets, [layers].
+      high: upper ends of the brackets, [layers].
+      sizes: numbers of weights, [layers].
+      k: number of weights to keep, of all layers.
+
+    Returns:
+      uint8[layers, room], and a bool scalar.
+    """
+    bits = np.array([count_bits(size) for size in sizes.tolist()])
+    is_slot = part.positions < sizes[:, None]
+    scores, sums = _score_slots(jnp.where(is_slot, part.squares, np.nan), bits, part.sum_above)
+    above, above_and_inside = (
+        exact.total(x) for x in (part.num_above, part.num_above + part.num_inside)
+    )
+    is_last_inside = ~exact.at_least(above, k) & exact.at_least(above_and_inside, k)
+    need = exact.minus(k, above)
+    slots = Ranked(Scores.wrap(scores), is_slot.astype(jnp.uint8))
+    [chosen] = topk_masks([slots], (need[0][None], need[1][None]), together=True)
+    last = jnp.min(jnp.where(chosen > 0, scores, np.inf))
+    least_above, most_below = (
+        square / (exact.to_float(x) * 2.0**-bits).astype(np.float32)
+        for square, x in ((high, part.sum_above), (low, sums))
+    )
+    least_above = jnp.where(part.num_above > 0, least_above, np.inf)
+    is_above_kept = jnp.all(least_above * (1 - _MARGIN) > last)
+    is_below_removed = jnp.all(most_below * (1 + _MARGIN) < last)
+    return chosen, is_last_inside & (is_above_kept & is_below_removed)
 
 
 def _rank(scores: Sequence[jax.Array]) -> list[Ranked]:
@@ -176,15 +202,15 @@ class _Inside(NamedTuple):
     """Weights inside a bracket.
 
     Attributes:
-      above: number of weights above the bracket, int32.
-      inside: number of weights inside, int32.
+      num_above: number of weights above the bracket, int32.
+      num_inside: number of weights inside, int32.
       sum_above: sum of the squares above.
       positions: int32[room], increasing; empty slots hold the size of the layer or more.
       squares: [room], anything in empty slots.
     """
 
-    above: jax.Array
-    inside: jax.Array
+    num_above: jax.Array
+    num_inside: jax.Array
     sum_above: Words
     positions: jax.Array
     squares: jax.Array
