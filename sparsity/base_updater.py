@@ -10,20 +10,17 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import jax
-import numpy as np
 import optax
 
 from sparsity import masks as masks_lib
 from sparsity.core.names import Registry
-from sparsity.core.sharding import on_device
 from sparsity.core.trees import Grads, Masks, Params, ScoreTree, Sparsities
-from sparsity.masks import Sites, compute_targets, read_overrides
 from sparsity.sparsity_distributions import Distribution, uniform
 from sparsity.training.checks import check_optimizer
-from sparsity.training.compact import CompactStep
+from sparsity.training.compact_step import CompactStep
 from sparsity.training.fields import check_fields, check_names, hash_of_fields, have_equal_fields
 from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.state import SparseState
@@ -124,10 +121,6 @@ class BaseUpdater(Updater):
     def __hash__(self) -> int:
         return hash_of_fields(self)
 
-    def get_distribution_fn(self) -> Distribution | None:
-        """Returns the function from params to target sparsities, or `None` for dense parameters."""
-        return self.sparsity_distribution_fn
-
     @classmethod
     def read_config(cls, options: Mapping[str, object]) -> dict[str, object]:
         """Converts keys of a configuration to fields; a class with `config_keys` overrides this.
@@ -154,7 +147,7 @@ class BaseUpdater(Updater):
           (pruned params, masks); the masks are packed with `use_packed_masks`.
         """
         inputs = Inputs(params, grads, self.sites(params), extra_args)
-        targets = self.target_numbers(params, inputs.sites)
+        targets = self.compute_targets(params, inputs.sites)
         scores: ScoreTree | None = None
         if not is_overridden(self, "create_masks"):  # overrides get arrays
             scores = masks_lib.host_scores(self.calculate_scores, inputs.weights, inputs.grads)
@@ -164,32 +157,6 @@ class BaseUpdater(Updater):
         masks = masks_lib.read_masks(masks, params, self.use_packed_masks)
         pruned = masks_lib.apply_masks(params, masks)
         return pruned, masks_lib.pack_masks(masks, params) if self.use_packed_masks else masks
-
-    def init_state(self, params: Params, *, sites: Sites | None = None) -> SparseState:
-        """Returns the initial state of a wrapped optimizer, without the inner state.
-
-        Args:
-          params: tree of parameters.
-          sites: `self.sites(params)`, which is the default.
-
-        Raises:
-          ValueError: a sparsity lies outside [0, 1] or a pattern does not fit. The message names
-            the leaf.
-        """
-        inputs = Inputs(params, None, self.sites(params) if sites is None else sites, {})
-        targets = self.target_numbers(params, inputs.sites)
-        if targets is not None:
-            targets = jax.tree.map(on_device, targets)
-        masks = inputs.call(self.get_initial_masks, inputs.weights, targets)
-        packed = self.use_packed_masks
-        masks = masks_lib.read_masks(masks, params, packed)
-        return SparseState(
-            masks=masks_lib.place_masks(
-                masks_lib.pack_masks(masks, params) if packed else masks, params
-            ),
-            target_sparsities=targets,
-            count=on_device(0, np.int32),
-        )
 
     def wrap_optax(
         self, inner: optax.GradientTransformation, masks: Masks | None = None
@@ -243,18 +210,6 @@ class BaseUpdater(Updater):
         check_optimizer("inner", inner)
         step = (CompactStep if self.use_compact_state else Step).wrap(self, inner, masks)
         return optax.GradientTransformationExtraArgs(step.init, step.update)
-
-    def sites(self, params: Params) -> Sites:
-        """Returns the table of the prunable leaves: each with its pattern and batch axes."""
-        distribution_fn = self.get_distribution_fn()
-        overrides = read_overrides(distribution_fn)
-        budget: Any = distribution_fn if hasattr(distribution_fn, "cost") else None
-        return Sites(params, self.sparsity_type, self.batch_axes, overrides, budget=budget)
-
-    def target_numbers(self, params: Params, sites: Sites) -> Sparsities:
-        """Returns the target sparsities as the distribution returns them, `None` where dense."""
-        distribution_fn = self.get_distribution_fn()
-        return compute_targets(distribution_fn, params, sites, self.scope, self.batch_axes)
 
 
 _WEIGHT_HOOKS = "post_gradient_update", "apply_masks"

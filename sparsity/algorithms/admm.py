@@ -76,7 +76,7 @@ class ADMMPruning(MagnitudePruning):
         if callable(self.rho):
             _check_penalties(self.rho, self.scheduler)
         sites = self.sites(params) if sites is None else sites
-        targets = self.target_numbers(params, sites)
+        targets = self.compute_targets(params, sites)
         masked = masked_paths(self.scope, params, targets)
         start = trees.map_matched(lambda path, w: _wide(w) if path in masked else None, params)
         z, _ = self._project(start, targets, sites)

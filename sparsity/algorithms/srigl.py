@@ -86,7 +86,7 @@ class SRigL(RigL):
     def init_state(self, params: Params, *, sites: Sites | None = None) -> SparseState:
         sites = self.sites(params) if sites is None else sites
         leaves = trees.leaves_by_path(params)
-        targets = self.target_numbers(params, sites)
+        targets = self.compute_targets(params, sites)
         for path, target in trees.leaves_by_path(targets).items():
             site = sites[path]
             _check_pattern(site.pattern, f" for {site.name!r}")

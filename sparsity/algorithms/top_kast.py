@@ -77,7 +77,7 @@ class TopKast(StraightThrough, MagnitudePruning):
         self, params: Params, masks: Masks, *, sites: Sites | None = None
     ) -> PyTree:
         sites = self.sites(params) if sites is None else sites
-        targets = self.target_numbers(params, sites)
+        targets = self.compute_targets(params, sites)
         _check_backward(self.backward_sparsity, targets)
         backward = self._backward(self.calculate_scores(params), masks, targets, sites)
         # A user may pass a mask for a leaf without a target.

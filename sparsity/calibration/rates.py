@@ -107,11 +107,8 @@ def _select_leaves(
     """Returns the selected parameters by path, checked against their statistics."""
     check_kind("statistics", statistics, Mapping, "a dict {path: Statistic}")
     check_function("filter_fn", filter_fn, "(path, param)", optional=True)
-    leaves = {
-        trees.path_names(path): param
-        for path, param in trees.leaves_by_path(params).items()
-        if trees.is_array(param)
-    }
+    params_by_names = trees.leaves_by_names(params)
+    leaves = {path: param for path, param in params_by_names.items() if trees.is_array(param)}
     if unknown := [trees.join_names(path) for path in statistics if path not in leaves]:
         raise ValueError(
             f"The statistics have entries for {trees.listed(unknown)}, where the params have no "

@@ -1,6 +1,6 @@
 """Models whose masked parameters are stored, multiplied and trained as their kept values.
 
-- `compact` builds a `Compact`, by `building`; `model` runs the program of a model, by `evaluate`.
+- `compact` builds a `Compact`, by `building`; `model` runs the program of a model, by `densifier`.
 - `formats` says how the kept values of a parameter lie in memory, and multiplies them.
 - `moving` moves masks; `optimizer_state` cuts moments down to kept values.
 - `table` and `tune` describe a model and measure its formats.

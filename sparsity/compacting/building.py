@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sparsity.compacting.formats import ANY_MASK, AUTOMATIC, FORMATS
-from sparsity.compacting.formats.storage import MaskedParameter, Storage, is_quantized, to_bits
-from sparsity.compacting.model import StoredModel, by_path, find_readers
+from sparsity.compacting.formats.dtypes import is_quantized, to_bits
+from sparsity.compacting.formats.storage import MaskedParameter, Storage
+from sparsity.compacting.model import StoredModel, find_readers
 from sparsity.compacting.optimizer_state import Owner
 from sparsity.core import trees
 from sparsity.core.checks import check_kind
@@ -24,51 +25,44 @@ from sparsity.masks.positions import check_entries
 def build(
     graph: Graph,
     params: PyTree,
-    masks: Mapping[Path, np.ndarray],
+    masked: Mapping[Path, MaskedParameter],
     formats: Mapping[Path, str],
-    is_frozen: bool,
 ) -> tuple[StoredModel, PyTree]:
     """Returns the model of kept values, and a tree of `Owner`s like the parameters.
 
     Args:
       graph: the graph of the model.
       params: the parameters.
-      masks: masks by path.
+      masked: masked parameters by path, from `describe_masked`.
       formats: chosen formats by path.
-      is_frozen: whether entries outside the masks are stored.
 
     Raises:
       ValueError: a parameter cannot have the chosen format, a mesh divides its values, or an
         equation reads quantized values.
     """
-    storages, indices = _make_storages(graph, masks, formats, is_frozen)
-    if is_frozen:
-        leaves = by_path(params)
-        storages = {
-            path: dataclasses.replace(storage, base_dtype=np.dtype(leaves[path].dtype))
-            for path, storage in storages.items()
-        }
+    storages, indices = _make_storages(masked, formats)
+    leaves = trees.leaves_by_names(params)
+    for path, storage in storages.items():
+        if masked[path].is_frozen:
+            dtype = np.dtype(leaves[path].dtype)
+            storages[path] = dataclasses.replace(storage, base_dtype=dtype)
 
     def describe(path: trees.KeyPath, leaf: PyTree) -> Owner:
         names = trees.path_names(path)
         return Owner(trees.path_string(path), storages.get(names), indices.get(names))
 
     owner_tree = trees.map_matched(describe, params)
-    model = _store(graph, params, owner_tree, storages, is_frozen)
+    model = _store(graph, params, owner_tree, storages)
     if any(storage.is_quantized for _, storage in model.storages):
         find_readers(model)  # raises an error for reads that are no casts
     if refused := _find_refused(model, formats):
         formats = {**formats, **dict.fromkeys(refused, ANY_MASK)}
-        return build(graph, params, masks, formats, is_frozen)
+        return build(graph, params, masked, formats)
     return model, owner_tree
 
 
 def _store(
-    graph: Graph,
-    params: PyTree,
-    owner_tree: PyTree,
-    storages: Mapping[Path, Storage],
-    is_frozen: bool,
+    graph: Graph, params: PyTree, owner_tree: PyTree, storages: Mapping[Path, Storage]
 ) -> StoredModel:
     """Returns the model with positions, frozen entries and values on the devices of `params`."""
     owners = trees.leaves_by_path(owner_tree)
@@ -81,7 +75,7 @@ def _store(
 
     def freeze(path: trees.KeyPath, leaf: PyTree) -> PyTree:
         storage = owners[path].storage
-        if storage is None or not is_frozen:
+        if storage is None or storage.base_dtype is None:
             return None
         is_ordered = storage.order == tuple(range(leaf.ndim))
         return to_bits(leaf if is_ordered else leaf.transpose(storage.order))
@@ -115,7 +109,7 @@ def _find_refused(model: StoredModel, formats: Mapping[Path, str]) -> list[Path]
 
 
 def _make_storages(
-    graph: Graph, masks: Mapping[Path, np.ndarray], formats: Mapping[Path, str], is_frozen: bool
+    masked: Mapping[Path, MaskedParameter], formats: Mapping[Path, str]
 ) -> tuple[dict[Path, Storage], dict[Path, np.ndarray]]:
     """Returns the storages of masked parameters, and the positions of their kept values.
 
@@ -123,7 +117,7 @@ def _make_storages(
       ValueError: a parameter cannot have the chosen format.
     """
     storages, indices = {}, {}
-    for path, parameter in _describe(graph, masks, is_frozen):
+    for path, parameter in masked.items():
         if path in formats:
             chosen = FORMATS[formats[path]]
             made = chosen.make(parameter)
@@ -138,25 +132,28 @@ def _make_storages(
     return storages, indices
 
 
-def list_formats(
-    graph: Graph, masks: Mapping[Path, np.ndarray], is_frozen: bool
-) -> dict[Path, list[str]]:
+def list_formats(masked: Mapping[Path, MaskedParameter]) -> dict[Path, list[str]]:
     """Returns the formats that each masked parameter can have."""
     return {
         path: [name for name, each in FORMATS.items() if each.make(parameter) is not None]
-        for path, parameter in _describe(graph, masks, is_frozen)
+        for path, parameter in masked.items()
     }
 
 
-def _describe(
+def describe_masked(
     graph: Graph, masks: Mapping[Path, np.ndarray], is_frozen: bool
-) -> Iterator[tuple[Path, MaskedParameter]]:
-    """Yields the masked parameters by path.
+) -> dict[Path, MaskedParameter]:
+    """Returns the masked parameters by path.
 
     Slices are layers of scans. Axes that index separate products, as experts do, follow if all
     slices keep equally many entries.
+
+    Args:
+      graph: the graph of the model.
+      masks: masks by path, from `read_masks`.
+      is_frozen: whether entries outside the masks are stored.
     """
-    scanned = graph.tracker.find_scanned_axes()
+    scanned, masked = graph.tracker.find_scanned_axes(), dict[Path, MaskedParameter]()
     for path, mask in masks.items():
         batches = [{*use.batch} for use in graph.tracker.find_products(path)]
         batch = set.intersection(*batches) if batches else set()
@@ -164,7 +161,9 @@ def _describe(
         slices = (*stack, *sorted(batch - {*stack}))
         counts = np.count_nonzero(SliceLayout(mask.shape, slices).slices(mask), axis=-1)
         stack = slices if len({*counts.ravel().tolist()}) == 1 else stack
-        yield path, MaskedParameter(mask, stack, _find_inputs(graph, path, stack), is_frozen)
+        inputs = _find_inputs(graph, path, stack)
+        masked[path] = MaskedParameter(mask, stack, inputs, is_frozen)
+    return masked
 
 
 def _find_inputs(graph: Graph, path: Path, stack: tuple[int, ...]) -> tuple[int, ...]:
@@ -210,7 +209,7 @@ def read_masks(graph: Graph, masks: PyTree, is_frozen: bool = False) -> dict[Pat
 
 
 def read_formats(
-    formats: Mapping[Path, str] | Mapping[str, str], masks: Mapping[Path, np.ndarray]
+    formats: Mapping[Path, str] | Mapping[str, str], masked: Mapping[Path, MaskedParameter]
 ) -> dict[Path, str]:
     """Returns formats by path; raises a ValueError for unknown paths and formats."""
     check_kind("formats", formats, Mapping, "a dict {path: format}")
@@ -218,10 +217,10 @@ def read_formats(
     for key, name in formats.items():
         check_kind("a path of formats", key, str | tuple, "text or a tuple of strings")
         path = tuple(filter(None, key.split("/"))) if isinstance(key, str) else tuple(key)
-        if path not in masks:
+        if path not in masked:
             raise ValueError(
                 f"formats has the path {trees.join_names(path)!r}, which has no mask. Masked are "
-                f"{trees.listed([trees.join_names(path) for path in masks])}."
+                f"{trees.listed([trees.join_names(path) for path in masked])}."
             )
         if name not in FORMATS:
             raise ValueError(f"formats[{key!r}] must be one of {(*FORMATS,)}, got {name!r}.")

@@ -12,9 +12,15 @@ import jax.numpy as jnp
 import optax
 
 from sparsity.base_updater import BaseUpdater
-from sparsity.compacting.building import build, list_formats, read_formats, read_masks
+from sparsity.compacting.building import (
+    build,
+    describe_masked,
+    list_formats,
+    read_formats,
+    read_masks,
+)
 from sparsity.compacting.formats import ANY_MASK, FORMATS
-from sparsity.compacting.formats.storage import Kept
+from sparsity.compacting.formats.storage import is_kept
 from sparsity.compacting.model import (
     StoredModel,
     count_bytes,
@@ -23,7 +29,12 @@ from sparsity.compacting.model import (
     wrap_values,
 )
 from sparsity.compacting.moving.update import Loss, move
-from sparsity.compacting.optimizer_state import Owner, check_optimizer, densify_state, take_state
+from sparsity.compacting.optimizer_state import (
+    Owner,
+    compare_kept_updates,
+    densify_state,
+    take_state,
+)
 from sparsity.compacting.table import plot, table
 from sparsity.compacting.tune import choose, measure
 from sparsity.core import trees
@@ -165,9 +176,9 @@ class Compact(StoredModel):
     def dense(self, params: PyTree) -> PyTree:
         """Returns the dense parameters; outside the masks they are 0, or frozen."""
         return jax.tree.map(
-            lambda leaf: leaf.densify() if isinstance(leaf, Kept) else leaf,
+            lambda leaf: leaf.densify() if is_kept(leaf) else leaf,
             wrap_values(self, params),
-            is_leaf=lambda leaf: isinstance(leaf, Kept),
+            is_leaf=is_kept,
         )
 
     def dense_state(self, opt_state: PyTree) -> PyTree:
@@ -280,9 +291,9 @@ class Compact(StoredModel):
             )
         masks, models = self.masks, dict[str, Compact]()
         arrays = read_masks(self.graph, masks)
-        possible = list_formats(self.graph, arrays, self._outside == "frozen")
+        possible = list_formats(describe_masked(self.graph, arrays, self._outside == "frozen"))
         for name in FORMATS:
-            formats = {x: name if name in possible[x] else ANY_MASK for x in arrays}
+            formats = {x: name if name in each else ANY_MASK for x, each in possible.items()}
             models[name] = compact(self.graph, dense, masks, None, None, self._outside, formats)
         return models
 
@@ -349,9 +360,9 @@ def compact(
     if outside not in ("zero", "frozen"):
         raise ValueError(f"outside must be 'zero' or 'frozen', got outside = {outside!r}.")
     graph.parameters.match(params)
-    arrays = read_masks(graph, masks, outside == "frozen")
-    chosen = read_formats(formats or {}, arrays)
-    stored, owner_tree = build(graph, params, arrays, chosen, outside == "frozen")
+    is_frozen = outside == "frozen"
+    masked = describe_masked(graph, read_masks(graph, masks, is_frozen), is_frozen)
+    stored, owner_tree = build(graph, params, masked, read_formats(formats or {}, masked))
     opt_state = spread_state(opt_state, params)
-    error = None if tx is None else check_optimizer(tx, params, owner_tree, opt_state)
+    error = None if tx is None else compare_kept_updates(tx, params, owner_tree, opt_state)
     return Compact(**vars(stored), opt_state=take_state(owner_tree, opt_state), update_error=error)

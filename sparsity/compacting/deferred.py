@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from sparsity.compacting.formats.storage import Kept, Token
+from sparsity.compacting.formats.storage import Kept, Token, is_kept
 from sparsity.programs.program import Equation
 
 
@@ -53,8 +53,7 @@ def densify(array: Lazy, token: Token = 0) -> jax.Array:
 
 def kept_in(arrays: Sequence[Lazy]) -> list[Kept]:
     """Returns the kept values from which arrays are computed."""
-    leaves = jax.tree.leaves(list(arrays), is_leaf=lambda node: isinstance(node, Kept))
-    return [leaf for leaf in leaves if isinstance(leaf, Kept)]
+    return list(filter(is_kept, jax.tree.leaves(list(arrays), is_leaf=is_kept)))
 
 
 def make_token(arrays: Sequence[jax.Array]) -> Token:

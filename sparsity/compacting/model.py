@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.compacting.deferred import Lazy, kept_in
-from sparsity.compacting.evaluate import Densifier
-from sparsity.compacting.formats.storage import Kept, Storage
+from sparsity.compacting.densifier import Densifier
+from sparsity.compacting.formats.storage import Kept, Storage, is_kept
 from sparsity.compacting.observer import Observer
 from sparsity.compacting.table import Row
 from sparsity.core import sharding, trees
@@ -135,7 +135,7 @@ def list_reads(model: StoredModel, params: PyTree, args: tuple[PyTree, ...]) -> 
 
 def count_bytes(model: StoredModel) -> dict[Path, tuple[int, int]]:
     """Returns the bytes of the values that stand for each parameter, and of their positions."""
-    storages, indices, nbytes = dict(model.storages), by_path(model.indices), {}
+    storages, indices, nbytes = dict(model.storages), trees.leaves_by_names(model.indices), {}
     for leaf in model.graph.leaves:
         storage = storages.get(leaf.path)
         size = leaf.size if storage is None else math.prod(storage.kept_shape)
@@ -174,19 +174,14 @@ def _retrace(
     """Returns the graph of the model for these arguments, and the inputs of its program."""
     arrays, rebuild = trees.split_arrays(params)
     wrapped = wrap_values(model, params, observers)
-    kept = jax.tree.leaves(wrapped, is_leaf=lambda x: isinstance(x, Kept))
-    kept = [leaf for leaf in kept if isinstance(leaf, Kept) or trees.is_array(leaf)]
+    leaves = jax.tree.leaves(wrapped, is_leaf=is_kept)
+    leaves = [leaf for leaf in leaves if is_kept(leaf) or trees.is_array(leaf)]
 
     def describe(struct: jax.ShapeDtypeStruct, leaf: jax.Array | Kept) -> jax.ShapeDtypeStruct:
         dense = sharding.resized(struct, leaf.shape)
-        if isinstance(leaf, Kept) and leaf.storage.is_quantized:  # the model casts the parameter
+        if is_kept(leaf) and leaf.storage.is_quantized:  # the model casts the parameter
             return sharding.with_dtype(dense, leaf.storage.base_dtype)
         return dense
 
-    example = rebuild([*map(describe, sharding.abstract(arrays), kept)])
-    return model.graph.retrace(example, *args), [*kept, *trees.split_arrays(args)[0]]
-
-
-def by_path(tree: PyTree) -> dict[Path, PyTree]:
-    """Returns the leaves of a tree by their paths."""
-    return {trees.path_names(path): leaf for path, leaf in trees.leaves_by_path(tree).items()}
+    example = rebuild([*map(describe, sharding.abstract(arrays), leaves)])
+    return model.graph.retrace(example, *args), [*leaves, *trees.split_arrays(args)[0]]

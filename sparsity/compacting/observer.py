@@ -33,15 +33,15 @@ class Observer:
     arrays: PyTree
     result: jax.Array
 
-    def watch(self, slices: jax.Array, stack: int) -> jax.Array:
+    def watch(self, slices: jax.Array, depth: int) -> jax.Array:
         """Returns the dense slices [*stack, ...], whose gradients are observed."""
-        return _watch(self.function, stack, lax.stop_gradient(slices), self.arrays, self.result)
+        return _watch(self.function, depth, lax.stop_gradient(slices), self.arrays, self.result)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _watch(
     function: Callable[[PyTree, jax.Array], jax.Array],
-    stack: int,
+    depth: int,
     slices: jax.Array,
     arrays: PyTree,
     result: jax.Array,
@@ -51,33 +51,40 @@ def _watch(
 
 def _observe(
     function: Callable[[PyTree, jax.Array], jax.Array],
-    stack: int,
+    depth: int,
     residuals: tuple[PyTree, jax.Array],
     gradient: jax.Array,
 ) -> tuple[None, None, jax.Array]:
+    """Returns the cotangents of slices, arrays and result; see `Observer`."""
     arrays, result = residuals
 
     def run(arrays: PyTree, gradient: jax.Array) -> jax.Array:
-        def mapped(each: tuple[PyTree, jax.Array]) -> jax.Array:
-            return function(*each)
+        def run_slice(pair: tuple[PyTree, jax.Array]) -> jax.Array:
+            return function(*pair)
 
-        for _ in range(stack):
-            mapped = functools.partial(lax.map, mapped)
-        return mapped((arrays, gradient))
+        for _ in range(depth):
+            run_slice = functools.partial(lax.map, run_slice)
+        return run_slice((arrays, gradient))
 
-    def call(arrays: PyTree, gradient: jax.Array) -> jax.Array:
+    def run_sharded(arrays: PyTree, gradient: jax.Array) -> jax.Array:
         return shard_like(result, run, arrays, gradient)
 
-    observe = custom_vmap(call)
+    observe = custom_vmap(run_sharded)
 
     @observe.def_vmap
-    def observe_rows(
-        _: int, batched: PyTree, arrays: PyTree, gradients: jax.Array
+    def observe_mapped(
+        _: int, is_mapped: PyTree, arrays: PyTree, gradients: jax.Array
     ) -> tuple[jax.Array, bool]:
-        if any(jax.tree.leaves(batched[0])):  # models in parallel
-            in_axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
-            rows: jax.Array = jax.vmap(call, in_axes=in_axes)(arrays, gradients)
-            return rows, True
+        """Returns the result under a `vmap`, and whether the result is mapped.
+
+        A `vmap` over models maps the arrays: each model has its result. A `vmap` over the examples
+        of a batch, in the loss of one model, maps the gradients alone: the result is that of their
+        sum, the gradient of the loss.
+        """
+        if any(jax.tree.leaves(is_mapped[0])):
+            in_axes = jax.tree.map(lambda is_one: 0 if is_one else None, is_mapped)
+            results: jax.Array = jax.vmap(run_sharded, in_axes=in_axes)(arrays, gradients)
+            return results, True
         return observe(arrays, jnp.sum(gradients, axis=0)), False
 
     return None, None, observe(arrays, gradient)

@@ -94,7 +94,7 @@ def densify_state(owner_tree: PyTree, state: PyTree) -> PyTree:
     return owners.map_owned(densify, owner_tree, state)
 
 
-def check_optimizer(
+def compare_kept_updates(
     tx: optax.GradientTransformation, params: PyTree, owner_tree: PyTree, state: PyTree
 ) -> float:
     """Compares updates of kept values with updates of the masked parameters.

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsity.compacting.deferred import densify, kept_in
-from sparsity.compacting.evaluate import Densifier
-from sparsity.compacting.formats.storage import Kept
+from sparsity.compacting.deferred import Lazy, densify, kept_in
+from sparsity.compacting.densifier import Densifier
+from sparsity.compacting.formats.storage import is_kept
 from sparsity.compacting.model import Read, StoredModel, list_reads
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
@@ -109,41 +109,51 @@ def _ratios(some: Sequence[float], others: Sequence[float]) -> np.ndarray:
 
 def _make_program(read: Read, model: StoredModel) -> tuple[str, Program]:
     """Returns a description of the shapes of a product, and a program that runs both its passes."""
-    equation, inputs, _ = read
+    arrays, structure = jax.tree.flatten(_fill(read.inputs, model))
+    places = [i for i, array in enumerate(arrays) if trees.is_prunable(array)]
+
+    def loss(floating: list[jax.Array], arrays: list[jax.Array]) -> jax.Array:
+        """Sums the squares of the product's outputs; `floating` replaces the arrays at `places`."""
+        replaced = dict(zip(places, floating, strict=True))
+        operands = [replaced.get(i, x) for i, x in enumerate(arrays)]
+        # Without turns, compilers share the dense parameter of both passes here, but not in a model
+        # of many layers.
+        interpreter = Densifier(lambda _: True, model.in_turn)
+        outputs = interpreter.bind(read.equation, jax.tree.unflatten(structure, operands))
+        dense = [densify(y) for y in outputs if trees.is_prunable(y)]
+        return sum((jnp.sum(jnp.abs(y) ** 2) for y in dense), jnp.zeros(()))
+
+    run = jax.jit(jax.grad(loss))
+    name, params = read.equation.name, read.equation.params
+    shapes = [f"{array.dtype}{list(array.shape)}" for array in arrays]
+    text = f"{jax.default_backend()} {name} {params} {shapes} {model.in_turn}"
+    return text, functools.partial(run, [arrays[i] for i in places], arrays)
+
+
+def _fill(inputs: list[Lazy], model: StoredModel) -> list[Lazy]:
+    """Returns inputs of a product, given as shapes, with the kept values of a model or random data.
+
+    Frozen entries count as zeros. A product within a scan gets the first layer.
+    """
     values, indices = (
         {trees.path_string(path): leaf for path, leaf in trees.leaves_by_path(tree).items()}
         for tree in (model.params, model.indices)
     )
 
     def fill(leaf: PyTree) -> PyTree:
-        if isinstance(leaf, Kept):
-            pair = (
-                _first_slice(values[leaf.name], leaf.values),
-                _first_slice(indices[leaf.name], leaf.indices),
+        if is_kept(leaf):
+            return dataclasses.replace(
+                leaf,
+                values=_first_slice(values[leaf.name], leaf.values),
+                indices=_first_slice(indices[leaf.name], leaf.indices),
+                base=None,
             )
-            return dataclasses.replace(leaf, values=pair[0], indices=pair[1], base=None)
         rng = np.random.default_rng(0)
         drawn = rng.standard_normal(leaf.shape) if trees.is_prunable(leaf) else np.zeros(leaf.shape)
         return jnp.asarray(drawn, leaf.dtype)
 
-    filled = jax.tree.map(fill, inputs, is_leaf=lambda leaf: isinstance(leaf, Kept))
-    arrays, structure = jax.tree.flatten(filled)
-    places = [i for i, array in enumerate(arrays) if trees.is_prunable(array)]
-
-    def loss(floating: list[jax.Array], arrays: list[jax.Array]) -> jax.Array:
-        replaced = dict(zip(places, floating, strict=True))
-        operands = [replaced.get(i, x) for i, x in enumerate(arrays)]
-        # Without turns, compilers share the dense parameter of both passes here, but not in a model
-        # of many layers.
-        interpreter = Densifier(lambda _: True, model.in_turn)
-        outputs = interpreter.bind(equation, jax.tree.unflatten(structure, operands))
-        arrays = [densify(y) for y in outputs if trees.is_prunable(y)]
-        return sum((jnp.sum(jnp.abs(y) ** 2) for y in arrays), jnp.zeros(()))
-
-    run = jax.jit(jax.grad(loss))
-    shapes = [f"{array.dtype}{list(array.shape)}" for array in arrays]
-    text = f"{jax.default_backend()} {equation.name} {equation.params} {shapes} {model.in_turn}"
-    return text, functools.partial(run, [arrays[i] for i in places], arrays)
+    filled: list[Lazy] = jax.tree.map(fill, inputs, is_leaf=is_kept)
+    return filled
 
 
 def _first_slice(array: jax.Array, like: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ tree may have more than 2**32 weights. The functions work elementwise and trust 
 in range, that uint32 wraps around, and that no count is negative.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -111,11 +112,21 @@ def num_kept_words(n: Words, sparsity: chex.Numeric) -> Words:
     return kept
 
 
-def limit_kept(n: Words, k: Words | None, removed: chex.Numeric | None) -> Words:
-    """Returns the number of units to keep of n: `k` but at most n, or n less a fraction."""
-    if k is None:
-        assert removed is not None
-        return num_kept_words(n, removed)
+@dataclasses.dataclass(frozen=True)
+class Removed:
+    """Fraction of units to remove, in the place of a number of units to keep.
+
+    Attributes:
+      fraction: a scalar in [0, 1]; of n units `num_kept(n, fraction)` stay.
+    """
+
+    fraction: chex.Numeric
+
+
+def limit_kept(n: Words, k: Words | Removed) -> Words:
+    """Returns the number of units to keep of n: k, but at most n."""
+    if isinstance(k, Removed):
+        return num_kept_words(n, k.fraction)
     return choose(at_least(k, n), n, k)
 
 

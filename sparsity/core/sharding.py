@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, auto_axes
 
+from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree, is_array
 
 T = TypeVar("T")
@@ -138,25 +139,30 @@ def replicated(fn: Callable[..., T], *arrays: jax.Array) -> T:
     return result
 
 
-def place_like(like: jax.Array, mask: jax.Array) -> jax.Array:
-    """Returns the mask, packed or not, sharded as `like`; only the sharding of `like` is read."""
-    if not isinstance(mask, jax.core.Tracer):
+def place_like(like: jax.Array, array: jax.Array) -> jax.Array:
+    """Returns an array sharded as `like`.
+
+    Args:
+      like: array with the sharding of the result; its values are not read.
+      array: array of the shape of `like`, or a packed mask, which has fewer bytes.
+    """
+    if not is_traced(array):
         sharding = getattr(like, "sharding", None)
         if not isinstance(sharding, NamedSharding):
-            return mask
-        placed: jax.Array = jax.device_put(mask, fit(sharding, mask.shape))
+            return array
+        placed: jax.Array = jax.device_put(array, fit(sharding, array.shape))
         return placed
-    if explicit_sharding(jax.typeof(mask)):
-        return mask
-    if mask.shape != like.shape:
-        rows, count = like.reshape(like.shape or (1,)), mask.shape[-1]
+    if explicit_sharding(jax.typeof(array)):
+        return array
+    if array.shape != like.shape:
+        rows, count = like.reshape(like.shape or (1,)), array.shape[-1]
         # Shards of entries are shards of bytes only if the devices divide the bytes.
         divides = rows.shape[-1] == 8 * count and count % jax.device_count() == 0
-        ends = rows.reshape(*mask.shape, 8)[..., 0] if divides else rows[..., :1]
-        like = jnp.broadcast_to(ends, mask.shape)
+        ends = rows.reshape(*array.shape, 8)[..., 0] if divides else rows[..., :1]
+        like = jnp.broadcast_to(ends, array.shape)
     # XLA shards both operands of a selection alike; behind the barrier it cannot drop one.
     never = jax.lax.optimization_barrier(jnp.zeros((), bool))
-    return jnp.where(never, (like != 0).astype(mask.dtype), mask)
+    return jnp.where(never, (like != 0).astype(array.dtype), array)
 
 
 def shard_along(array: jax.Array, axes: Iterable[int]) -> jax.Array:

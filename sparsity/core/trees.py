@@ -39,6 +39,16 @@ def leaves_by_path(tree: PyTree) -> dict[KeyPath, PyTree]:
     return dict(_flatten(tree)[0])
 
 
+def leaves_by_names(tree: PyTree) -> dict[Path, PyTree]:
+    """Returns `leaves_by_path` by the paths that users see, see `path_names`.
+
+    Example:
+      >>> leaves_by_names({"a": [1.0, None], "b": 2.0})
+      {('a', '0'): 1.0, ('b',): 2.0}
+    """
+    return {path_names(path): leaf for path, leaf in leaves_by_path(tree).items()}
+
+
 def leaves_and_none(tree: PyTree) -> dict[KeyPath, PyTree]:
     """Returns `leaves_by_path` with an entry for each `None`."""
     return dict(_flatten(tree, is_leaf=lambda node: node is None)[0])

@@ -19,7 +19,7 @@ from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
 from sparsity.masks.positions import check_entries
 from sparsity.training.checks import check_optimizer
-from sparsity.training.entrywise import check_entrywise
+from sparsity.training.entrywise_proof import check_entrywise
 from sparsity.training.kept_state import KeptLayout, KeptState, gather
 
 

@@ -28,7 +28,7 @@ from sparsity.masks.create import (
 from sparsity.masks.global_scope import Global
 from sparsity.masks.layerwise import Layerwise, keeps_targets
 from sparsity.masks.lazy import Draw, elementwise, host_scores, lazy_scores, make_draw
-from sparsity.masks.scopes import Moving, Scope, TreeScope, Wanted, is_per_slice
+from sparsity.masks.scopes import MovingLeaf, Scope, ScoredLeaf, TreeScope, is_per_slice
 from sparsity.masks.sites import (
     BatchAxes,
     Overrides,
@@ -49,15 +49,15 @@ __all__ = [
     "Draw",
     "Global",
     "Layerwise",
-    "Moving",
+    "MovingLeaf",
     "Overrides",
     "Pattern",
     "Scope",
+    "ScoredLeaf",
     "Site",
     "Sites",
     "TopkFn",
     "TreeScope",
-    "Wanted",
     "apply_mask",
     "apply_mask_straight_through",
     "apply_masks",

@@ -20,7 +20,7 @@ import numpy as np
 from sparsity.core import host, sharding, trees
 from sparsity.core.trees import Masks, Params, PyTree
 
-Kept = TypeVar("Kept", bound=chex.Array)
+Param = TypeVar("Param", bound=chex.Array)
 
 
 def packed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -259,7 +259,7 @@ def _apply_on_host(param: np.ndarray, mask: np.ndarray) -> PyTree:
 @overload
 def apply_mask(param: chex.Array, mask: chex.Array) -> jax.Array: ...
 @overload
-def apply_mask(param: Kept, mask: None) -> Kept: ...
+def apply_mask(param: Param, mask: None) -> Param: ...
 def apply_mask(param: chex.Array, mask: chex.Array | None) -> chex.Array:
     """Selects kept entries; all others become exactly 0.0, also NaN, inf and -0.0.
 

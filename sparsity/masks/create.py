@@ -10,7 +10,7 @@ import jax
 from sparsity.core import trees
 from sparsity.core.checks import check_fraction
 from sparsity.core.trees import Masks, Params, PyTree, ScoreTree, Sparsities
-from sparsity.masks.scopes import Moving, Scope, TreeScope, Wanted
+from sparsity.masks.scopes import MovingLeaf, Scope, ScoredLeaf, TreeScope
 from sparsity.masks.sites import Pattern, Site, TopkFn
 from sparsity.selection import Scores, compute_array
 
@@ -75,7 +75,7 @@ def create_masks(
     """
     if isinstance(scope, TreeScope):
         return scope.select_tree(jax.tree.map(compute_array, scores), sparsities)
-    leaves: list[Wanted] = []
+    leaves: list[ScoredLeaf] = []
 
     def collect(
         path: trees.KeyPath,
@@ -86,7 +86,7 @@ def create_masks(
         if sparsity is not None:
             check_fraction(f"the sparsity of {trees.path_string(path)!r}", sparsity)
             target = sparsity if target is None else target
-            leaves.append(Wanted(table[path], score, sparsity, target))
+            leaves.append(ScoredLeaf(table[path], score, sparsity, target))
 
     trees.map_matched(collect, scores, sparsities, targets, role="scores")
     masks = _by_path([leaf.site.path for leaf in leaves], scope.select(leaves, topk_fn))
@@ -118,7 +118,7 @@ def move_masks(
     if isinstance(scope, TreeScope):
         drop_scores, grow_scores = jax.tree.map(compute_array, (drop_scores, grow_scores))
         return scope.move_tree(masks, drop_scores, grow_scores, drop_fraction)
-    leaves: list[Moving] = []
+    leaves: list[MovingLeaf] = []
 
     def collect(
         path: trees.KeyPath,
@@ -127,7 +127,7 @@ def move_masks(
         mask: jax.Array | None,
     ) -> None:
         if mask is not None:
-            leaves.append(Moving(table[path], mask, drop, grow))
+            leaves.append(MovingLeaf(table[path], mask, drop, grow))
 
     trees.map_matched(collect, drop_scores, grow_scores, masks, role="drop scores")
     moved = _by_path([leaf.site.path for leaf in leaves], scope.move(leaves, drop_fraction))

@@ -23,11 +23,11 @@ from sparsity.masks.lamp_search import select_together
 from sparsity.masks.layerwise import Layerwise, count_kept, stack_sparsities
 from sparsity.masks.moves import move_units
 from sparsity.masks.norms import norms
-from sparsity.masks.scopes import Moving, Wanted
+from sparsity.masks.scopes import MovingLeaf, ScoredLeaf
 from sparsity.masks.sites import Pattern, Site, TopkFn
 from sparsity.selection import Ranked, Scores, topk_masks
 
-L = TypeVar("L", Wanted, Moving)
+L = TypeVar("L", ScoredLeaf, MovingLeaf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,14 +77,14 @@ class Global:
         if not callable(batch_axes) and batch_axes:
             raise ValueError(self._no_slices(f"got batch_axes = {batch_axes}"))
 
-    def select(self, leaves: Sequence[Wanted], topk_fn: TopkFn | None) -> list[jax.Array]:
+    def select(self, leaves: Sequence[ScoredLeaf], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns masks that keep the highest scores of all leaves together."""
         ranked, alone = _split_overrides(leaves)
         together = self._select_together(ranked, alone)
         return _merge_overrides(leaves, together, Layerwise().select(alone, topk_fn))
 
     def _select_together(
-        self, leaves: Sequence[Wanted], alone: Sequence[Wanted]
+        self, leaves: Sequence[ScoredLeaf], alone: Sequence[ScoredLeaf]
     ) -> list[jax.Array]:
         """Returns the masks of the leaves that compete; `alone` counts towards the budget only."""
         if not leaves:
@@ -113,7 +113,7 @@ class Global:
             k = exact.total(kept[: len(leaves)])
         return topk_masks([Ranked(x) for x in scores], k, together=True)
 
-    def move(self, leaves: Sequence[Moving], drop_fraction: chex.Numeric) -> list[jax.Array]:
+    def move(self, leaves: Sequence[MovingLeaf], drop_fraction: chex.Numeric) -> list[jax.Array]:
         """Returns masks with as many active weights in total as before.
 
         Of the n active weights of all leaves the num_kept(n, drop_fraction) with the highest drop
@@ -125,7 +125,7 @@ class Global:
         return _merge_overrides(leaves, together, Layerwise().move(alone, drop_fraction))
 
     def _move_together(
-        self, leaves: Sequence[Moving], drop_fraction: chex.Numeric
+        self, leaves: Sequence[MovingLeaf], drop_fraction: chex.Numeric
     ) -> list[jax.Array]:
         if not leaves:
             return []
@@ -192,7 +192,9 @@ def _split_overrides(leaves: Sequence[L]) -> tuple[list[L], list[L]]:
 
 
 def _merge_overrides(
-    leaves: Sequence[Wanted] | Sequence[Moving], together: list[jax.Array], apart: list[jax.Array]
+    leaves: Sequence[ScoredLeaf] | Sequence[MovingLeaf],
+    together: list[jax.Array],
+    apart: list[jax.Array],
 ) -> list[jax.Array]:
     """Returns masks in the order of the leaves, from those of each part of `_split_overrides`."""
     parts = iter(together), iter(apart)
@@ -217,13 +219,14 @@ def _count_kept_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric
     return exact.choose(alike, together, exact.total(count_kept(sizes, sparsities)))
 
 
-def _find_cost(leaves: Sequence[Wanted | Moving]) -> Polynomial | None:
+def _find_cost(leaves: Sequence[ScoredLeaf | MovingLeaf]) -> Polynomial | None:
     """Returns the cost of masks in the numbers of kept weights; `None` without a budget."""
     budget = leaves[0].site.budget
     if budget is None:
         return None
     scores = (
-        leaf.lazy_scores if isinstance(leaf, Wanted) else leaf.lazy_drop_scores for leaf in leaves
+        leaf.lazy_scores if isinstance(leaf, ScoredLeaf) else leaf.lazy_drop_scores
+        for leaf in leaves
     )
     sites = (leaf.site for leaf in leaves)
     named: Any = [(path_names(site.path), x) for site, x in zip(sites, scores, strict=True)]

@@ -77,24 +77,9 @@ def search(arrays: Sequence[jax.Array], k: Words) -> tuple[list[jax.Array], jax.
     low, high = jnp.where(is_large, low, -1), jnp.where(is_large, high, np.inf)
     parts = [_read_inside(*x, room) for x in zip(layers, flat, low, high, strict=True)]
     part: _Inside = jax.tree.map(lambda *x: jnp.stack(x), *parts)
-
-    bits = np.array([count_bits(len(x)) for x in flat])
-    sizes = np.array([len(x) for x in flat], np.int32)[:, None]
-    is_slot = part.positions < sizes
-    scores, sums = _score_slots(jnp.where(is_slot, part.squares, np.nan), bits, part.sum_above)
-    total_above, total = exact.total(part.above), exact.total(part.above + part.inside)
-    is_between = ~exact.at_least(total_above, _scalar(k)) & exact.at_least(total, _scalar(k))
-    need = exact.minus(_scalar(k), total_above)
-    slots = Ranked(Scores.wrap(scores), is_slot.astype(jnp.uint8))
-    [chosen] = topk_masks([slots], (need[0][None], need[1][None]), together=True)
-    last = jnp.min(jnp.where(chosen > 0, scores, np.inf))
-    least, most = (
-        square / (exact.to_float(x) * 2.0**-bits).astype(np.float32)
-        for square, x in ((high, part.sum_above), (low, sums))
-    )
-    least = jnp.where(part.above > 0, least, np.inf)
-    is_proved = jnp.all(least * (1 - _MARGIN) > last) & jnp.all(most * (1 + _MARGIN) < last)
-    is_searched = is_between & is_proved & jnp.all(part.inside <= room)
+    sizes = np.array([len(x) for x in flat], np.int32)
+    chosen, is_proved = _choose_inside(part, low, high, sizes, _scalar(k))
+    is_searched = is_proved & jnp.all(part.num_inside <= room)
 
     def by_search() -> list[jax.Array]:
         columns = layers, flat, high, part.positions, chosen, arrays
@@ -109,6 +94,47 @@ def search(arrays: Sequence[jax.Array], k: Words) -> tuple[list[jax.Array], jax.
 
     masks: list[jax.Array] = lax.cond(is_searched, by_search, by_sorting)
     return masks, is_searched
+
+
+def _choose_inside(
+    part: _Inside, low: jax.Array, high: jax.Array, sizes: np.ndarray, k: Words
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the mask of the slots to keep besides all weights above, and whether it is proved.
+
+    The score of a weight is its square over the sum of the squares of its layer that rank no lower.
+    So a weight above the bracket scores more than `high` over the sum above, and a weight below at
+    most `low` over the sum above and inside. If these bounds of all layers lie on either side of
+    the lowest score that is kept inside, the k highest scores are those above and the kept slots.
+
+    Args:
+      part: the weights inside the brackets, stacked: [layers, ...].
+      low: lower ends of the brackets, [layers].
+      high: upper ends of the brackets, [layers].
+      sizes: numbers of weights, [layers].
+      k: number of weights to keep, of all layers.
+
+    Returns:
+      uint8[layers, room], and a bool scalar.
+    """
+    bits = np.array([count_bits(size) for size in sizes.tolist()])
+    is_slot = part.positions < sizes[:, None]
+    scores, sums = _score_slots(jnp.where(is_slot, part.squares, np.nan), bits, part.sum_above)
+    above, above_and_inside = (
+        exact.total(x) for x in (part.num_above, part.num_above + part.num_inside)
+    )
+    is_last_inside = ~exact.at_least(above, k) & exact.at_least(above_and_inside, k)
+    need = exact.minus(k, above)
+    slots = Ranked(Scores.wrap(scores), is_slot.astype(jnp.uint8))
+    [chosen] = topk_masks([slots], (need[0][None], need[1][None]), together=True)
+    last = jnp.min(jnp.where(chosen > 0, scores, np.inf))
+    least_above, most_below = (
+        square / (exact.to_float(x) * 2.0**-bits).astype(np.float32)
+        for square, x in ((high, part.sum_above), (low, sums))
+    )
+    least_above = jnp.where(part.num_above > 0, least_above, np.inf)
+    is_above_kept = jnp.all(least_above * (1 - _MARGIN) > last)
+    is_below_removed = jnp.all(most_below * (1 + _MARGIN) < last)
+    return chosen, is_last_inside & (is_above_kept & is_below_removed)
 
 
 def _rank(scores: Sequence[jax.Array]) -> list[Ranked]:
@@ -176,15 +202,15 @@ class _Inside(NamedTuple):
     """Weights inside a bracket.
 
     Attributes:
-      above: number of weights above the bracket, int32.
-      inside: number of weights inside, int32.
+      num_above: number of weights above the bracket, int32.
+      num_inside: number of weights inside, int32.
       sum_above: sum of the squares above.
       positions: int32[room], increasing; empty slots hold the size of the layer or more.
       squares: [room], anything in empty slots.
     """
 
-    above: jax.Array
-    inside: jax.Array
+    num_above: jax.Array
+    num_inside: jax.Array
     sum_above: Words
     positions: jax.Array
     squares: jax.Array
@@ -241,56 +267,91 @@ def _find_brackets(
 def _sample_pivots(
     layers: Sequence[ScaledLayer], flat: Sequence[jax.Array], k: jax.Array, room: int
 ) -> jax.Array:
-    """Returns pivots[layers, n] about the squares of the last kept weights, by samples."""
-    rows, lengths = [], []
+    """Returns pivots[layers, n] about the squares of the last kept weights, by samples.
+
+    Each entry of a sample stands for `share` weights of its layer. The score of an entry is about
+    its square over `share` times the sum of the squares of the sample that are no lower. The scores
+    of all samples, each counted `share` times, give the score of the k-th weight, and so the rank
+    of the last kept weight in each sample. Pivots are the squares of the sample at this rank, and
+    at some deviations of the rank below and above.
+    """
+    samples, counts = [], []
     for layer, x in zip(layers, flat, strict=True):
         stride = -(-len(x) // room) | 1  # odd: not in step with rows
         sample = layer.squares(lax.optimization_barrier(x[::stride])).astype(jnp.float32)
-        lengths.append(len(sample))
-        rows.append(jnp.pad(jnp.where(jnp.isnan(sample), 0, sample), (0, room - len(sample))))
-    length = np.array(lengths, np.int32)[:, None]
-    shares = np.array([[len(x)] for x in flat], np.float32) / length.astype(np.float32)
-    squares = -jnp.sort(-jnp.stack(rows), axis=1)
-    totals = jnp.cumsum(squares, axis=1) * shares
-    scores = squares / jnp.where(totals == 0, 1, totals)
-    counts = np.where(np.arange(room) < length, shares, 0).astype(np.float32)
-    weights = jnp.asarray(counts.reshape(-1))
-    falling, weights = lax.sort((-scores.reshape(-1), weights), num_keys=1)
-    at = jnp.sum(jnp.cumsum(weights) < k, dtype=jnp.int32)
-    last = -falling[jnp.minimum(at, len(falling) - 1)]
+        counts.append(len(sample))
+        samples.append(jnp.pad(jnp.where(jnp.isnan(sample), 0, sample), (0, room - len(sample))))
+    count = np.array(counts, np.int32)[:, None]
+    share = np.array([[len(x)] for x in flat], np.float32) / count.astype(np.float32)
+    squares = -jnp.sort(-jnp.stack(samples), axis=1)
+    sums = jnp.cumsum(squares, axis=1) * share
+    scores = squares / jnp.where(sums == 0, 1, sums)
+    last = _find_last_score(scores, np.where(np.arange(room) < count, share, 0), k)
     rank = jnp.sum(scores >= last, axis=1, keepdims=True, dtype=jnp.int32)
-    rank = jnp.minimum(rank, length).astype(jnp.float32)
-    deviation = jnp.sqrt(rank * (1 - rank / length.astype(np.float32)) + 1)
+    rank = jnp.minimum(rank, count).astype(jnp.float32)
+    deviation = jnp.sqrt(rank * (1 - rank / count.astype(np.float32)) + 1)
     places = jnp.round(rank + deviation * _TEETH).astype(jnp.int32)
-    values = jnp.take_along_axis(squares, jnp.clip(places, 0, length - 1), axis=1)
-    return jnp.where(places < 0, np.inf, jnp.where(places >= length, -1, values))
+    pivots = jnp.take_along_axis(squares, jnp.clip(places, 0, count - 1), axis=1)
+    return jnp.where(places < 0, np.inf, jnp.where(places >= count, -1, pivots))
+
+
+def _find_last_score(scores: jax.Array, weights: np.ndarray, k: jax.Array) -> jax.Array:
+    """Returns the score at which the weights of scores that are no lower reach k, a scalar."""
+    falling, ordered = lax.sort(
+        (-scores.reshape(-1), jnp.asarray(weights.astype(np.float32).reshape(-1))), num_keys=1
+    )
+    at = jnp.sum(jnp.cumsum(ordered) < k, dtype=jnp.int32)
+    return -falling[jnp.minimum(at, len(falling) - 1)]
 
 
 def _narrow_brackets(
     layers: Sequence[ScaledLayer], flat: Sequence[jax.Array], pivots: jax.Array, k: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the pivots next to the square of the last kept weight, and the count between."""
+    """Returns the pivots next to the square of the last kept weight, and the count between.
+
+    At a pivot the score is about the pivot over the sum of the squares above: the score of the last
+    weight above, and of the first below.
+    """
     tables = []
     for layer, x, row in zip(layers, flat, pivots, strict=True):
         counts, sums = _count_above(_in_rows(layer.squares(x).astype(jnp.float32)), row)
         tables.append((counts, sums))
     counts, sums = (jnp.stack(x).astype(jnp.float32) for x in zip(*tables, strict=True))
-    # The score of the last weight above a pivot, and of the first below: about the same.
     scores = jnp.where(counts > 0, pivots / jnp.maximum(sums, 1e-37), np.inf)
     scores = jnp.where(pivots < 0, -1, scores)
     sizes = np.array([len(x) for x in flat], np.float32)[:, None]
-    t = scores.reshape(-1)[:, None, None]
-    is_above = scores[None] > t
-    fewest = jnp.sum(jnp.max(jnp.where(is_above, counts, 0), axis=2), axis=1)
-    most = jnp.sum(jnp.min(jnp.where(is_above, sizes, counts), axis=2), axis=1)
-    t = t[:, 0, 0]
-    floor = jnp.max(jnp.where(fewest >= k, t, -1)) * (1 - _SLACK)
-    ceiling = jnp.min(jnp.where(most < k, t, np.inf)) * (1 + _SLACK)
+    floor, ceiling = _bound_last_score(scores, counts, sizes, k)
     is_below, is_above = scores <= floor, scores > ceiling
     low = jnp.max(jnp.where(is_below, pivots, -1), axis=1)
     high = jnp.min(jnp.where(is_above, pivots, np.inf), axis=1)
     reached = jnp.min(jnp.where(is_below, counts, sizes), axis=1)
     return low, high, reached - jnp.max(jnp.where(is_above, counts, 0), axis=1)
+
+
+def _bound_last_score(
+    scores: jax.Array, counts: jax.Array, sizes: np.ndarray, k: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns a lower and an upper bound of the k-th highest score, two scalars.
+
+    Take the score t of some pivot. In each layer, weights above a pivot whose score exceeds t score
+    more than t themselves; weights below a pivot whose score does not exceed t do not. So at least
+    `fewest` and at most `most` weights score more than t. If `fewest` reaches k, the k-th highest
+    score is no lower than t; if `most` stays below k, it is no higher.
+
+    Args:
+      scores: scores at the pivots, [layers, n].
+      counts: numbers of weights above the pivots, [layers, n].
+      sizes: numbers of weights, [layers, 1].
+      k: number of weights to keep, of all layers.
+    """
+    t = scores.reshape(-1)[:, None, None]
+    exceeds = scores[None] > t
+    fewest = jnp.sum(jnp.max(jnp.where(exceeds, counts, 0), axis=2), axis=1)
+    most = jnp.sum(jnp.min(jnp.where(exceeds, sizes, counts), axis=2), axis=1)
+    t = t[:, 0, 0]
+    floor = jnp.max(jnp.where(fewest >= k, t, -1)) * (1 - _SLACK)
+    ceiling = jnp.min(jnp.where(most < k, t, np.inf)) * (1 + _SLACK)
+    return floor, ceiling
 
 
 def _count_above(squares: jax.Array, pivots: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -16,11 +16,11 @@ from sparsity.core import exact, sharding
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree
 from sparsity.masks.moves import move_units
-from sparsity.masks.scopes import Moving, Wanted
+from sparsity.masks.scopes import MovingLeaf, ScoredLeaf
 from sparsity.masks.sites import Site, TopkFn
 from sparsity.selection import Ranked, Scores, compute_array, topk_masks
 
-L = TypeVar("L", Wanted, Moving)
+L = TypeVar("L", ScoredLeaf, MovingLeaf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Layerwise:
     def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
         """Accepts all patterns, batch axes and functions."""
 
-    def select(self, leaves: Sequence[Wanted], topk_fn: TopkFn | None) -> list[jax.Array]:
+    def select(self, leaves: Sequence[ScoredLeaf], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns a mask for each leaf, by the pattern of the leaf."""
 
-        def one(leaf: Wanted) -> jax.Array:
+        def one(leaf: ScoredLeaf) -> jax.Array:
             site = leaf.site
             return site.pattern.select(
                 leaf.scores,
@@ -59,10 +59,10 @@ class Layerwise:
 
         return _by_kind(leaves, _select_ranked, one, one_by_one=topk_fn is not None)
 
-    def move(self, leaves: Sequence[Moving], drop_fraction: chex.Numeric) -> list[jax.Array]:
+    def move(self, leaves: Sequence[MovingLeaf], drop_fraction: chex.Numeric) -> list[jax.Array]:
         """Returns masks that keep the number of active weights of each leaf."""
 
-        def one(leaf: Moving) -> jax.Array:
+        def one(leaf: MovingLeaf) -> jax.Array:
             site = leaf.site
             scores = leaf.drop_scores, leaf.grow_scores
             return site.pattern.move(leaf.mask, *scores, drop_fraction, batch_axes=site.batch_axes)
@@ -116,7 +116,7 @@ def _by_kind(
     return [masks[i] for i in range(len(leaves))]
 
 
-def _select_ranked(leaves: Sequence[Wanted]) -> list[jax.Array]:
+def _select_ranked(leaves: Sequence[ScoredLeaf]) -> list[jax.Array]:
     """Returns the masks of the highest units of each leaf, or of each slice of a leaf."""
     sites = [leaf.site for leaf in leaves]
 
@@ -142,7 +142,7 @@ def _select_ranked(leaves: Sequence[Wanted]) -> list[jax.Array]:
     return _shard(sites, select, scores, [leaf.sparsity for leaf in leaves])
 
 
-def _move_ranked(drop_fraction: chex.Numeric, leaves: Sequence[Moving]) -> list[jax.Array]:
+def _move_ranked(drop_fraction: chex.Numeric, leaves: Sequence[MovingLeaf]) -> list[jax.Array]:
     """Returns masks with some active units of each leaf, or of each slice, replaced."""
     sites = [leaf.site for leaf in leaves]
 

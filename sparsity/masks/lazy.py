@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import chex
@@ -72,23 +72,35 @@ def make_draw(stored: PyTree) -> Draw:
     def draw(params: Params, rng_seed: int | jax.Array, step: chex.Numeric = 0) -> PyTree:
         if not any(map(is_traced, jax.tree.leaves(params))):  # nobody else would place the masks
             return generate_random_scores(params, rng_seed, step)
-        leaves = trees.leaves_by_path(params)
-        words = np.array([leaf_word(path) for path in leaves], np.uint32)
-        # Where XLA may partition arrays, reads at traced places would change the partition.
-        each: Callable[[jax.Array], list[jax.Array]] = (
-            unstack if all(map(use_flat, leaves.values())) else list
-        )
-        hashed = map(each, hash_words(*seed_words(rng_seed, step), words))
-        words_by_path = dict(zip(leaves, zip(*hashed, strict=True), strict=True))
+        words = _hash_words_of_leaves(trees.leaves_by_path(params), rng_seed, step)
 
         def lazy(path: trees.KeyPath, _: jax.Array) -> Scores:
-            return Scores(
-                _drawn, (likes[path],), words_by_path[path], uses_index=True, uses_arrays=False
-            )
+            shape_only = (likes[path],)
+            return Scores(_drawn, shape_only, words[path], uses_index=True, uses_arrays=False)
 
         return trees.map_matched(lazy, params)
 
     return draw
+
+
+def _hash_words_of_leaves(
+    leaves: Mapping[trees.KeyPath, jax.Array], rng_seed: int | jax.Array, step: chex.Numeric
+) -> dict[trees.KeyPath, tuple[jax.Array, jax.Array]]:
+    """Returns the two words of each leaf that `hash_entries` takes; one program hashes all leaves.
+
+    Args:
+      leaves: the leaves that get random scores, by path.
+      rng_seed: as in `generate_random_scores`.
+      step: as in `generate_random_scores`.
+    """
+    leaf_words = np.array([leaf_word(path) for path in leaves], np.uint32)
+    states, offsets = hash_words(*seed_words(rng_seed, step), leaf_words)
+    # One kernel reads the words of every leaf, at a place that it gets when it runs. Such reads
+    # would change how XLA partitions arrays over devices: there each leaf has its kernel.
+    is_local = all(map(use_flat, leaves.values()))
+    split: Callable[[jax.Array], list[jax.Array]] = unstack if is_local else list
+    pairs = zip(split(states), split(offsets), strict=True)
+    return dict(zip(leaves, pairs, strict=True))
 
 
 def _drawn(_: jax.Array, state: jax.Array, offset: jax.Array, index: jax.Array) -> jax.Array:

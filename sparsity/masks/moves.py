@@ -55,7 +55,7 @@ def _moved_masks(
     zero = varying_zero([x for leaf in (*drop, *grow) for x in leaf.arrays], moves)
 
     def dropped() -> tuple[list[jax.Array], Words]:
-        kept, active = select(drop, None, together=together, removed=fraction)
+        kept, active = select(drop, exact.Removed(fraction), together=together)
         return kept, exact.minus(active, exact.num_kept_words(active, fraction))
 
     def present() -> tuple[list[jax.Array], Words]:

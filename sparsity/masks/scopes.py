@@ -18,7 +18,7 @@ from sparsity.masks.sites import Site, TopkFn
 from sparsity.selection import Scores, compute_array
 
 
-class Wanted(NamedTuple):
+class ScoredLeaf(NamedTuple):
     """Leaf that needs a mask.
 
     Attributes:
@@ -40,7 +40,7 @@ class Wanted(NamedTuple):
         return scores
 
 
-class Moving(NamedTuple):
+class MovingLeaf(NamedTuple):
     """Leaf whose mask moves.
 
     Attributes:
@@ -104,7 +104,7 @@ class Scope(Protocol):
           topk_fn: `topk_fn` of the updater, if any.
         """
 
-    def select(self, leaves: Sequence[Wanted], topk_fn: TopkFn | None) -> list[jax.Array]:
+    def select(self, leaves: Sequence[ScoredLeaf], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns a mask for each leaf: uint8, of the shape of its scores.
 
         Args:
@@ -112,7 +112,7 @@ class Scope(Protocol):
           topk_fn: `topk_fn` of the updater, if any.
         """
 
-    def move(self, leaves: Sequence[Moving], drop_fraction: chex.Numeric) -> list[jax.Array]:
+    def move(self, leaves: Sequence[MovingLeaf], drop_fraction: chex.Numeric) -> list[jax.Array]:
         """Returns each leaf's mask with a fraction of the active weights replaced.
 
         Args:

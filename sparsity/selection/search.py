@@ -23,14 +23,13 @@ fewer than 2**16 parameters are added as two words of 32 bits (`exact.total`). P
 import math
 from collections.abc import Callable, Sequence
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from sparsity.core import exact
-from sparsity.core.exact import Words, sums, varying_zero, zero_like
+from sparsity.core.exact import Removed, Words, sums, varying_zero, zero_like
 from sparsity.core.hashing import flat_index
 from sparsity.selection.keys import KeyRange, key_range
 from sparsity.selection.scores import Ranked
@@ -69,10 +68,9 @@ def thresholds(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) -> jax
 
 def select(
     leaves: Sequence[Ranked],
-    k: Words | None,
+    k: Words | Removed,
     *,
     together: bool,
-    removed: chex.Numeric | None = None,
     thresholds: Thresholds = thresholds,
 ) -> tuple[list[jax.Array], Words]:
     """Returns masks of the k best eligible entries, or of all if there are fewer.
@@ -80,9 +78,8 @@ def select(
     Args:
       leaves: one or more parameters whose scores have one dtype, fewer than 2**31 entries each.
       k: number of entries to keep: of all together, [1], or of each slice, [slices], in the order
-        of the parameters; clamped from above. `None` if `removed` is given.
+        of the parameters; clamped from above. Or the fraction of the eligible entries to remove.
       together: whether all entries compete, or the entries of each slice.
-      removed: in place of k, the fraction of the eligible entries to remove, a scalar.
       thresholds: another function with the results of `thresholds`.
 
     Returns:
@@ -90,10 +87,10 @@ def select(
       as words like k.
     """
     slices, sizes = [Slices(leaf) for leaf in leaves], [leaf.slices for leaf in leaves]
-    like = jnp.zeros((), jnp.int32) if k is None else k[1][0]
+    like = jnp.zeros((), jnp.int32) if isinstance(k, Removed) else k[1][0]
     zero = varying_zero([x for leaf in leaves for x in leaf.arrays], like)
     eligible = totals([x.eligible() + zero for x in slices], together)
-    k = exact.limit_kept(eligible, k, removed)
+    k = exact.limit_kept(eligible, k)
 
     def above(pivots: jax.Array) -> Words:
         each = zip(slices, per_leaf(pivots, sizes, together), strict=True)

@@ -18,7 +18,7 @@ from jax import lax
 
 from sparsity.core import exact, host, sharding
 from sparsity.core.checks import is_traced
-from sparsity.core.exact import Words
+from sparsity.core.exact import Removed, Words
 from sparsity.core.trees import PyTree
 from sparsity.selection import cpu, search
 from sparsity.selection.host import select as host_select
@@ -189,11 +189,7 @@ def search_for(leaves: Sequence[Ranked]) -> Callable[..., tuple[list[jax.Array],
 
 
 def select(
-    leaves: Sequence[Ranked],
-    k: Words | None,
-    *,
-    together: bool,
-    removed: chex.Numeric | None = None,
+    leaves: Sequence[Ranked], k: Words | Removed, *, together: bool
 ) -> tuple[list[jax.Array], Words]:
     """Does what `search.select` does, for parameters of any dtypes and sizes; not compiled."""
     leaves = jax.tree.map(lax.stop_gradient, leaves)  # a mask has no derivatives
@@ -209,9 +205,9 @@ def select(
     for members in kinds.values():
         slices = np.concatenate([np.arange(ends[i] - leaves[i].slices, ends[i]) for i in members])
         is_all = together or len(slices) == ends[-1]
-        kind_k = k if k is None or is_all else (k[0][slices], k[1][slices])
+        kind_k = k if is_all or isinstance(k, Removed) else (k[0][slices], k[1][slices])
         ranked = [leaves[i] for i in members]
-        kind_masks, n = one_search(ranked, kind_k, together=together, removed=removed)
+        kind_masks, n = one_search(ranked, kind_k, together=together)
         for i, mask in zip(members, kind_masks, strict=True):
             masks[i] = mask
         if not is_all:

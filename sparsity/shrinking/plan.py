@@ -187,11 +187,8 @@ def _find_full_shapes(plan: Plan, graph: Graph, params: Params) -> list[tuple[in
     Raises:
       ValueError: the parameters are not those of the smaller model.
     """
-    arrays = {
-        trees.path_names(path): leaf
-        for path, leaf in trees.leaves_by_path(params).items()
-        if trees.is_array(leaf)
-    }
+    leaves = trees.leaves_by_names(params)
+    arrays = {path: leaf for path, leaf in leaves.items() if trees.is_array(leaf)}
     shapes = {leaf.path: leaf.shape for leaf in graph.leaves}
     if differing := shapes.keys() ^ arrays.keys():
         raise ValueError(

@@ -1,7 +1,7 @@
 """Compares updates of a masked model with updates of the same model without masked entries.
 
-The test of `shrink` and `compact`, by numbers: see `training.entrywise` for the proof before the
-first step, where there are no numbers yet.
+The test of `shrink` and `compact`, by numbers: see `training.entrywise_proof` for the proof before
+the first step, where there are no numbers yet.
 """
 
 from __future__ import annotations

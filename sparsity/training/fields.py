@@ -16,7 +16,7 @@ from sparsity.core.checks import check_bool, check_int, is_traced
 from sparsity.core.names import suggest
 from sparsity.masks import SCOPES, TreeScope, is_pattern
 from sparsity.sparsity_schedules import check_schedule
-from sparsity.training.compact import check_rules
+from sparsity.training.compact_step import check_rules
 from sparsity.training.updater import Updater
 
 if TYPE_CHECKING:

@@ -92,18 +92,21 @@ def call_hook(
     named: Mapping[str, object] | None = None,
     **kwargs: PyTree,
 ) -> T:
-    """Calls a hook with the optional arguments that its signature takes.
+    """Calls a hook with `args`, `kwargs` and the optional arguments that its signature takes.
+
+    Optional arguments come from `named`, else from `extra`; `args` and `kwargs` win over both.
 
     Args:
       hook: the hook.
       *args: arguments that every such hook takes.
       extra: arguments of the training loop, for a hook that names them or takes all keywords.
-      named: arguments of the library, for a hook that names them; they override `extra`.
+      named: arguments of the library, for a hook that names them.
       **kwargs: arguments that every such hook takes by name.
     """
     parameters = inspect.signature(hook).parameters
-    taken = {*list(parameters)[: len(args)], *kwargs}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    optional = {key: extra[key] for key in extra if takes_all or key in parameters}
-    optional |= {key: value for key, value in (named or {}).items() if key in parameters}
-    return hook(*args, **kwargs, **{key: optional[key] for key in optional.keys() - taken})
+    from_loop = {key: x for key, x in extra.items() if takes_all or key in parameters}
+    from_library = {key: x for key, x in (named or {}).items() if key in parameters}
+    optional = from_loop | from_library  # the library wins
+    filled = {*list(parameters)[: len(args)], *kwargs}  # parameters that have their arguments
+    return hook(*args, **kwargs, **{key: x for key, x in optional.items() if key not in filled})

@@ -20,6 +20,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from sparsity.core import owners, sharding, trees
+from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks.layout import SliceLayout
 from sparsity.masks.positions import kept_positions, read_words, slots_of_positions, spread
@@ -77,7 +78,9 @@ class KeptLayout(SliceLayout):
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """Way of the kept entries of a parameter from an old mask to a new one; no pytree.
+    """Maps each slot of a parameter under its new mask to the slot under the old one.
+
+    Not a pytree, so that trees hold it as a leaf.
 
     Attributes:
       layout: layout of the kept entries.
@@ -275,7 +278,7 @@ def check_sharding(path: trees.KeyPath, param: jax.Array, batch_axes: int) -> No
     Flat positions within a slice that lies on several devices would gather it in every step, and
     its shards keep different numbers of entries.
     """
-    placed = getattr(jax.typeof(param), "sharding", None) if _is_traced(param) else param.sharding
+    placed = getattr(jax.typeof(param), "sharding", None) if is_traced(param) else param.sharding
     if not isinstance(placed, NamedSharding) or placed.mesh.empty:
         return
     counts = sharding.num_devices(placed, param.ndim)
@@ -296,7 +299,3 @@ def _spread_on_host(positions: np.ndarray, shape: tuple[int, ...], kept: jax.Arr
     layout = SliceLayout(shape, tuple(range(positions.ndim - 1)))
     array: PyTree = layout.put(np.asarray(kept), positions)  # stays on the host without a mesh
     return sharding.place_like(kept, array)
-
-
-def _is_traced(array: object) -> bool:
-    return isinstance(array, jax.core.Tracer)

@@ -83,40 +83,40 @@ class Step:
         cls, updater: Updater, inner: optax.GradientTransformation, masks: Masks | None
     ) -> Self:
         """Returns the step of an updater around an optimizer."""
-        lands = updater.is_sparse_updates
-        if lands is None:
-            lands = not updater.keeps_dense_weights
-        keeps_zeros = lands or not updater.keeps_dense_weights
+        sets_zeros = updater.is_sparse_updates
+        if sets_zeros is None:
+            sets_zeros = not updater.keeps_dense_weights
+        keeps_zeros = sets_zeros or not updater.keeps_dense_weights
         may_regrow = keeps_zeros if updater.regrows is None else updater.regrows
         inner = optax.with_extra_args_support(inner)
         packed = updater.use_packed_masks
-        return cls(updater, inner, masks, packed, lands, keeps_zeros, may_regrow)
+        return cls(updater, inner, masks, packed, sets_zeros, keeps_zeros, may_regrow)
 
     def init(self, params: Params) -> SparseState:
         """Returns the first state."""
         updater = self.updater
         if _is_placeholder(params):
             # Masks and targets are no parameters for optax.tree.map_params: each is one leaf.
-            memory = updater.init_algorithm_state(params, params)
+            algorithm_state = updater.init_algorithm_state(params, params)
             inner_state = self.placeholder(params)
-            return SparseState(0, inner_state, 0, jnp.zeros([], jnp.int32), memory)
+            return SparseState(0, inner_state, 0, jnp.zeros([], jnp.int32), algorithm_state)
         inputs = Inputs(params, None, updater.sites(params), {})
         state = inputs.call(updater.init_state, params)
         masks = read_masks(state.masks, params, self.packed, "initial masks")
-        targets, memory = state.target_sparsities, state.algorithm_state
+        targets, algorithm_state = state.target_sparsities, state.algorithm_state
         if self.masks is not None:
             masks, targets = take_initial_masks(updater, self.masks, targets, params, inputs.sites)
         starts_dense = not is_overridden(updater, "get_initial_masks") and self.masks is None
         warn_of_idle(updater, targets, masks, starts_dense)
-        if memory is None:
-            memory = inputs.call(updater.init_algorithm_state, inputs.weights, masks)
+        if algorithm_state is None:
+            algorithm_state = inputs.call(updater.init_algorithm_state, inputs.weights, masks)
         # A hook may have created the state from Python numbers.
         return SparseState(
             masks=place_masks(self._stored(masks, params), params),
             inner_state=self.init_inner(params, masks, inputs.sites),
             target_sparsities=jax.tree.map(on_device, targets),
             count=on_device(0 if state.count is None else state.count, np.int32),
-            algorithm_state=memory,
+            algorithm_state=algorithm_state,
         )
 
     def placeholder(self, params: Params) -> optax.OptState:
@@ -161,17 +161,17 @@ class Step:
             return state
         plain, inputs = self._read(state, inputs)
         new = inputs.call(self.updater.accumulate, plain, inputs.masked_weights, inputs.grads)
-        memory = same_structure(new.algorithm_state, state.algorithm_state)
-        return state._replace(algorithm_state=memory)
+        algorithm_state = same_structure(new.algorithm_state, state.algorithm_state)
+        return state._replace(algorithm_state=algorithm_state)
 
     def refresh(self, state: SparseState, inputs: Inputs) -> tuple[SparseState, Change]:
         """Updates the masks in the steps that the scheduler chooses."""
         regrows = self.can_restart(state, inputs)
 
-        def renew(state: SparseState) -> tuple[SparseState, Change]:
+        def update_masks_now(state: SparseState) -> tuple[SparseState, Change]:
             return self.renew(state, inputs, regrows)
 
-        def keep(state: SparseState) -> tuple[SparseState, Change]:
+        def keep_masks(state: SparseState) -> tuple[SparseState, Change]:
             grown = self.no_growth(state, inputs) if regrows else None
             return state, Change(False, grown)
 
@@ -179,9 +179,10 @@ class Step:
         if is_traced(is_update):
             # `is_update` is returned and thereby stored: otherwise every kernel that reads it
             # would compute it again.
-            result: tuple[SparseState, Change] = jax.lax.cond(is_update, renew, keep, state)
+            result: tuple[SparseState, Change]
+            result = jax.lax.cond(is_update, update_masks_now, keep_masks, state)
             return result
-        return renew(state) if is_update else (state, Change(False))
+        return update_masks_now(state) if is_update else (state, Change(False))
 
     def renew(
         self, state: SparseState, inputs: Inputs, regrows: bool
@@ -271,7 +272,7 @@ class Step:
             steps = start_from_zero(steps, inputs.params, change.grown)
         if self.sets_zeros:
             plain, _ = self._read(state, inputs)
-            steps = set_zeros(steps, inputs.params, plain.masks)
+            steps = make_updates_set_zeros(steps, inputs.params, plain.masks)
         return steps
 
     def _read(self, state: SparseState, inputs: Inputs) -> tuple[SparseState, Inputs]:
@@ -328,7 +329,7 @@ def wrap_dense(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def set_zeros(steps: PyTree, params: Params, masks: Masks) -> PyTree:
+def make_updates_set_zeros(steps: PyTree, params: Params, masks: Masks) -> PyTree:
     """Returns updates by which `optax.apply_updates` sets pruned weights to exactly 0.0.
 
     Args:

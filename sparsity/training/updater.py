@@ -1,20 +1,21 @@
-"""Fields and hooks of an updater: the interface that a training step uses."""
+"""Fields, tables and hooks of an updater: the interface that a training step uses."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from sparsity import masks as masks_lib
 from sparsity.core import trees
 from sparsity.core.hashing import generate_random_scores
-from sparsity.core.sharding import ones_like
+from sparsity.core.sharding import on_device, ones_like
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks import (
     BatchAxes,
@@ -28,7 +29,9 @@ from sparsity.masks import (
     TreeScope,
     lazy_scores,
     make_draw,
+    read_overrides,
 )
+from sparsity.masks.affordable import MaskBudget
 from sparsity.patterns import Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training.hooks import ExtraArg, Inputs, SliceRule
@@ -56,17 +59,50 @@ class Updater:
     keeps_dense_weights: ClassVar[bool] = False
     keeps_count: ClassVar[bool | None] = False
 
+    def get_distribution_fn(self) -> Callable[..., PyTree] | None:
+        """Returns the function from params to target sparsities, or `None` for dense parameters."""
+        return self.sparsity_distribution_fn
+
     def sites(self, params: Params) -> Sites:
         """Returns the table of the prunable leaves: each with its pattern and batch axes."""
-        raise NotImplementedError
+        distribution_fn = self.get_distribution_fn()
+        overrides = read_overrides(distribution_fn)
+        has_budget = hasattr(distribution_fn, "cost")
+        budget = cast(MaskBudget, distribution_fn) if has_budget else None
+        return Sites(params, self.sparsity_type, self.batch_axes, overrides, budget=budget)
+
+    def compute_targets(self, params: Params, sites: Sites) -> Sparsities:
+        """Returns the target sparsities as the distribution returns them, `None` where dense."""
+        distribution_fn = self.get_distribution_fn()
+        return masks_lib.compute_targets(
+            distribution_fn, params, sites, self.scope, self.batch_axes
+        )
 
     def init_state(self, params: Params, *, sites: Sites | None = None) -> SparseState:
-        """Returns the initial state of a wrapped optimizer, without the inner state."""
-        raise NotImplementedError
+        """Returns the initial state of a wrapped optimizer, without the inner state.
 
-    def target_numbers(self, params: Params, sites: Sites) -> Sparsities:
-        """Returns the target sparsities as the distribution returns them, `None` where dense."""
-        raise NotImplementedError
+        Args:
+          params: tree of parameters.
+          sites: `self.sites(params)`, which is the default.
+
+        Raises:
+          ValueError: a sparsity lies outside [0, 1] or a pattern does not fit. The message names
+            the leaf.
+        """
+        inputs = Inputs(params, None, self.sites(params) if sites is None else sites, {})
+        targets = self.compute_targets(params, inputs.sites)
+        if targets is not None:
+            targets = jax.tree.map(on_device, targets)
+        masks = inputs.call(self.get_initial_masks, inputs.weights, targets)
+        packed = self.use_packed_masks
+        masks = masks_lib.read_masks(masks, params, packed)
+        return SparseState(
+            masks=masks_lib.place_masks(
+                masks_lib.pack_masks(masks, params) if packed else masks, params
+            ),
+            target_sparsities=targets,
+            count=on_device(0, np.int32),
+        )
 
     # Hooks that algorithms override. Hooks of the step see no packed masks, and no leaves that can
     # have no mask: random keys, integers and functions are None in the trees of arguments. The two

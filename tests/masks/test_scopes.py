@@ -12,7 +12,7 @@ import pytest
 import sparsity
 from sparsity.core import trees
 from sparsity.masks import Layerwise as LayerwiseScope
-from sparsity.masks import Wanted
+from sparsity.masks import ScoredLeaf
 
 _SIZES = {"a": (6, 8), "b": (4, 6), "c": (10, 8)}
 _ALL = 48 + 24 + 80
@@ -372,7 +372,7 @@ class FirstServed:
             raise ValueError("no stacks here")
 
     def select(self, leaves, topk_fn):
-        assert all(isinstance(leaf, Wanted) for leaf in leaves)
+        assert all(isinstance(leaf, ScoredLeaf) for leaf in leaves)
         left = sum(round(leaf.scores.size * (1 - float(leaf.sparsity))) for leaf in leaves)
         masks = []
         for leaf in leaves:

@@ -45,7 +45,7 @@ def test_a_hook_that_names_no_extra_argument_gets_none():
 @pytest.mark.parametrize(
     ("updater", "answers"),
     [
-        # lands on zeros, keeps zeros, may regrow
+        # sets zeros, keeps zeros, may regrow
         (sparsity.MagnitudePruning(), (True, True, False)),
         (sparsity.SaliencyPruning(), (True, True, True)),
         (sparsity.MagnitudePruning(is_sparse_updates=False), (False, True, False)),
@@ -79,7 +79,7 @@ def test_the_phases_of_a_step_can_be_called_alone():
     np.testing.assert_array_equal(landed, [[-1.0, -0.5], [-0.5, -0.5]])
 
 
-# set_zeros
+# make_updates_set_zeros
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_pruned_weights_land_on_positive_zero_in_every_dtype(update_dtype, param
     params = {"w": jnp.array([0.1, -1 / 3, 1e4, -0.0], param_dtype)}
     steps = {"w": jnp.array([0.3, 0.7, 0.2, 0.1], update_dtype)}
     masks = {"w": jnp.array([0, 0, 0, 0], jnp.uint8)}
-    landed = step_lib.set_zeros(steps, params, masks)
+    landed = step_lib.make_updates_set_zeros(steps, params, masks)
     assert landed["w"].dtype == jnp.promote_types(update_dtype, param_dtype)
     result = optax.apply_updates(params, landed)
     assert result["w"].dtype == param_dtype
@@ -111,7 +111,7 @@ def test_updates_of_kept_weights_and_dense_leaves_pass_unchanged():
     steps = {"w": jnp.array([0.3, 0.7]), "b": jnp.array([0.25])}
     params = {"w": jnp.array([1.0, 2.0]), "b": jnp.array([5.0])}
     masks = {"w": jnp.array([1, 0], jnp.uint8), "b": None}
-    landed = step_lib.set_zeros(steps, params, masks)
+    landed = step_lib.make_updates_set_zeros(steps, params, masks)
     np.testing.assert_array_equal(landed["w"], np.array([0.3, -2.0], np.float32))
     assert landed["b"] is steps["b"]
 
@@ -119,13 +119,13 @@ def test_updates_of_kept_weights_and_dense_leaves_pass_unchanged():
 def test_a_nan_update_of_a_pruned_weight_does_not_pass():
     steps = {"w": jnp.array([np.nan, np.inf, np.nan])}
     params = {"w": jnp.array([1.0, 2.0, 4.0])}
-    landed = step_lib.set_zeros(steps, params, {"w": jnp.array([0, 0, 1], jnp.uint8)})
+    landed = step_lib.make_updates_set_zeros(steps, params, {"w": jnp.array([0, 0, 1], jnp.uint8)})
     np.testing.assert_array_equal(landed["w"], [-1.0, -2.0, np.nan])
 
 
 def test_a_mask_whose_update_is_missing_is_named():
     with pytest.raises(ValueError, match=r"updates have no leaf at 'layer/w'"):
-        step_lib.set_zeros(
+        step_lib.make_updates_set_zeros(
             {"b": jnp.ones(2)},
             {"layer": {"w": jnp.ones(2)}, "b": jnp.ones(2)},
             {"layer": {"w": jnp.ones(2, jnp.uint8)}, "b": None},

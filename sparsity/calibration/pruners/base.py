@@ -145,7 +145,7 @@ class StatisticsPruning(BaseUpdater):
             parameter; the error names the parameter.
         """
         sites = self.sites(params)
-        targets = self.target_numbers(params, sites)
+        targets = self.compute_targets(params, sites)
         leaves, sparsities = map(trees.leaves_by_path, (params, targets))
         problems = {}
         for path in self.calibrated_paths(params, targets):

@@ -26,10 +26,10 @@ from sparsity.core.trees import KeyPath, PyTree
 from sparsity.masks import (
     Layerwise,
     Scope,
+    ScoredLeaf,
     Site,
     Sites,
     TopkFn,
-    Wanted,
     create_masks,
     is_per_slice,
 )
@@ -228,7 +228,7 @@ class Within(Layerwise):
     scope: Scope
     apart: Mapping[KeyPath, tuple[int, ...]]
 
-    def select(self, leaves: Sequence[Wanted], topk_fn: TopkFn | None) -> list[jax.Array]:
+    def select(self, leaves: Sequence[ScoredLeaf], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns a mask for each parameter."""
         masks = self.scope.select([self._moved(param) for param in leaves], topk_fn)
         return [
@@ -236,7 +236,7 @@ class Within(Layerwise):
             for axes, mask in zip(map(self._axes, leaves), masks, strict=True)
         ]
 
-    def _moved(self, param: Wanted) -> Wanted:
+    def _moved(self, param: ScoredLeaf) -> ScoredLeaf:
         """Returns the parameter with the axes in front."""
         axes = self._axes(param)
         if not axes:
@@ -244,7 +244,7 @@ class Within(Layerwise):
         scores = _move_axes(jnp.asarray(param.scores), axes, tuple(range(len(axes))))
         return param._replace(lazy_scores=scores, site=param.site._replace(batch_axes=len(axes)))
 
-    def _axes(self, param: Wanted) -> tuple[int, ...]:
+    def _axes(self, param: ScoredLeaf) -> tuple[int, ...]:
         """Returns the axes that separate single entries; none for units of several entries."""
         return self.apart[param.site.path] if param.site.pattern.is_elementwise else ()
 

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsity.core.checks import is_traced
 from sparsity.programs.program import ClosedJaxpr, Equation, Program, Value, read_jaxpr
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range)
@@ -126,7 +127,7 @@ class _Describer:
         return self._hashes[key]
 
     def _array(self, value: chex.Array) -> Iterator[str]:
-        if isinstance(value, jax.core.Tracer):
+        if is_traced(value):
             raise ValueError("It is traced, and its value is not known yet.")
         weak = bool(getattr(value, "weak_type", False))
         yield f"array {value.dtype} {value.shape} {weak}"

@@ -22,7 +22,7 @@ from sparsity.calibration.statistics import (
 from sparsity.core import host, sharding, trees
 from sparsity.core.sharding import place_like
 from sparsity.core.trees import KeyPath, PyTree
-from sparsity.masks import Site, Wanted, is_per_slice
+from sparsity.masks import ScoredLeaf, Site, is_per_slice
 
 
 def prune(
@@ -115,7 +115,7 @@ def reconstruct(
     """
     masks = masks_lib.read_masks(masks, params, pruner.use_packed_masks)
     table = pruner.sites(params)
-    targets = trees.leaves_by_path(pruner.target_numbers(params, table))
+    targets = trees.leaves_by_path(pruner.compute_targets(params, table))
     refitted: dict[KeyPath, tuple[jax.Array, jax.Array]] = {}
 
     def refit_leaf(path: KeyPath, dense: jax.Array, before: Any, mask: jax.Array | None) -> None:
@@ -170,7 +170,7 @@ def _selection(
             )
         sparsity = share * target
         # Both the current and the final sparsity, so that N:M keeps n of m at every share.
-        param = Wanted(site, scores, sparsity, sparsity)
+        param = ScoredLeaf(site, scores, sparsity, sparsity)
         matrices = Within(pruner.scope, {site.path: statistic.batch})
         (mask,) = matrices.select([param], pruner.topk_fn)
         return mask

@@ -41,7 +41,7 @@ class Sensitivity(dict[Path, dict[float, float]]):
           {'fragile': 0.2, 'robust': 0.8}
         """
         check_fraction("sparsity", sparsity)
-        sizes = {trees.path_names(p): x.size for p, x in trees.leaves_by_path(params).items()}
+        sizes = {path: param.size for path, param in trees.leaves_by_names(params).items()}
         total = sum(sizes[path] for path in self)
         remaining = sparsity * total  # weights that are still to be removed
         highest = sum(max(curve) * sizes[path] for path, curve in self.items()) / total

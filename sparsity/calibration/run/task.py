@@ -139,7 +139,7 @@ def make_task(
 ) -> Task:
     """Traces a model, and finds the parameters to prune."""
     graph, table = trace(fn, params, batch), pruner.sites(params)
-    targets = trees.leaves_by_path(pruner.target_numbers(params, table))
+    targets = trees.leaves_by_path(pruner.compute_targets(params, table))
     sites = {trees.path_names(path): table[path] for path in targets}
     kind = statistics_kind(pruner)
     if refit is not None and kind != "gram":

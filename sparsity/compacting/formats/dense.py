@@ -42,7 +42,7 @@ class Dense(Storage):
     def find_slots(self, old: jax.Array, new: jax.Array) -> tuple[None, jax.Array]:
         return None, (old > 0) & (new > 0)
 
-    def shared_axes(self, counts: list[int]) -> tuple[int, ...]:
+    def divisible_axes(self, counts: list[int]) -> tuple[int, ...]:
         return self.order
 
 

@@ -156,14 +156,18 @@ class Grouped(Storage):
         is_multiple: bool = largest % self.size[-1] == 0
         return inputs == {*self.inputs} and is_multiple
 
-    def shared_axes(self, counts: list[int]) -> tuple[int, ...]:
-        outputs = self.order[len(self.stack) + len(self.inputs)]
-        return (*self.stack, outputs) if self.size[0] % counts[outputs] == 0 else self.stack
+    def divisible_axes(self, counts: list[int]) -> tuple[int, ...]:
+        # Values are [*stack, groups, k, group]. Devices that share the first axis of the outputs
+        # share the groups, which are neighbouring outputs, if each device gets equally many.
+        num_groups, first_output = self.size[0], self.order[len(self.stack) + len(self.inputs)]
+        has_equal_parts = num_groups % counts[first_output] == 0
+        return (*self.stack, first_output) if has_equal_parts else self.stack
 
     def split_slices(
-        self, spec: list[MeshAxes], values: list[MeshAxes], stack: int
+        self, spec: list[MeshAxes], values: list[MeshAxes], depth: int
     ) -> list[MeshAxes]:
-        spec[stack + len(self.inputs)] = values[stack]
+        groups, first_output = depth, depth + len(self.inputs)
+        spec[first_output] = values[groups]
         return spec
 
 
@@ -233,13 +237,13 @@ def _stride(equation: Equation, image: jax.Array) -> jax.Array:
 def _fits(contraction: Contraction, kept: Kept, num_inputs: int) -> bool:
     """Returns whether a product sums over all inputs of the groups, and over nothing else."""
     summed = {kept.axes[axis] for axis, _ in contraction.contracted}
-    first, end = kept.stack, kept.stack + num_inputs
+    first, end = kept.depth, kept.depth + num_inputs
     unsummed = [i for i in range(first, end) if i not in summed]
     batch = sorted(kept.axes[axis] for axis, _ in contraction.batch)
     sums_inputs = all(first <= i < end for i in summed) and all(
         kept.sizes[i] == 1 for i in unsummed
     )
-    return sums_inputs and batch == list(range(kept.stack))
+    return sums_inputs and batch == list(range(kept.depth))
 
 
 def _contract(
@@ -254,9 +258,9 @@ def _contract(
         [stored[i] for i in sorted(stored)],
     )
     x = other.transpose([axis for axes in order for axis in axes])
-    stack = x.shape[: kept.stack]
-    rows = x.shape[kept.stack : kept.stack + len(contraction.free)]
-    end = kept.stack + num_inputs
+    stack = x.shape[: kept.depth]
+    rows = x.shape[kept.depth : kept.depth + len(contraction.free)]
+    end = kept.depth + num_inputs
     outputs = kept.sizes[end:]
     count = math.prod(outputs)
     precision = equation.params["precision"]
@@ -266,15 +270,15 @@ def _contract(
         precision=precision,
         preferred_element_type=equation.params["preferred_element_type"],
     )
-    for _ in range(kept.stack):
+    for _ in range(kept.depth):
         run = jax.vmap(run)
     size = math.prod(rows)
-    inputs = math.prod(kept.sizes[kept.stack : end])
+    inputs = math.prod(kept.sizes[kept.depth : end])
     y = run(kept.read_values(), kept.indices, x.reshape(*stack, size, inputs))
     y = y.reshape(*stack, *rows, *outputs)
     # Axes of y: the stack, the free axes of the other operand, the outputs of the parameter.
     places = {(True, axis): kept.axes[axis] for axis, _ in contraction.batch}
-    places |= {(False, axis): kept.stack + i for i, axis in enumerate(contraction.free)}
+    places |= {(False, axis): kept.depth + i for i, axis in enumerate(contraction.free)}
     shift = len(rows) - num_inputs
     places |= {(True, axis): i + shift for axis, i in enumerate(kept.axes) if i >= end}
     return y.transpose([places[source] for source in contraction.result])

@@ -106,7 +106,7 @@ class Sliced(Storage):
         places = {source: i for i, source in enumerate(product.output) if source is not None}
         results = {axis: places[at, axis] for axis in product.operands[at].free}
         results |= {axis: places[0, axis if at == 0 else batch[axis]] for axis in batch}
-        axis, *stack = (kept.axes.index(i) for i in (kept.stack + self.axis, *range(kept.stack)))
+        axis, *stack = (kept.axes.index(i) for i in (kept.depth + self.axis, *range(kept.depth)))
         if not {*stack} <= {*batch} or not (axis in partners or axis in results):
             return None
         for_other, for_result = (

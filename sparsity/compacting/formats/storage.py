@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import ClassVar, NamedTuple, Self, TypeAlias
+from typing import ClassVar, NamedTuple, Self, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, auto_axes
 
+from sparsity.compacting.formats.dtypes import (
+    is_narrow,
+    is_quantized,
+    read_layer,
+    unsigned_like,
+)
 from sparsity.compacting.observer import Observer
 from sparsity.core import sharding
-from sparsity.core.trees import PyTree
 from sparsity.masks import Pattern, Site
 from sparsity.masks.layout import SliceLayout
 from sparsity.masks.positions import kept_positions, map_rows, put, slots_of_positions
@@ -248,8 +253,11 @@ class Storage(SliceLayout):
 
     # Devices
 
-    def shared_axes(self, counts: list[int]) -> tuple[int, ...]:
-        """Returns the axes along which a mesh may divide the parameter, those of values in order.
+    def divisible_axes(self, counts: list[int]) -> tuple[int, ...]:
+        """Returns the axes along which a mesh may divide the parameter.
+
+        Axis i of the values is divided as the i-th of these axes. By default the stack axes, as for
+        values in the order of the parameter.
 
         Args:
           counts: number of devices along each axis of the parameter.
@@ -257,14 +265,16 @@ class Storage(SliceLayout):
         return self.stack
 
     def split_slices(
-        self, spec: list[MeshAxes], values: list[MeshAxes], stack: int
+        self, spec: list[MeshAxes], values: list[MeshAxes], depth: int
     ) -> list[MeshAxes]:
         """Returns the axes of a mesh that divide slices, from those that divide the values.
+
+        By default the mesh divides the stack only.
 
         Args:
           spec: axes of the mesh for each axis of dense slices, of the stack only.
           values: axes of the mesh for each axis of the values, and `None` after them.
-          stack: number of axes that index slices.
+          depth: number of axes that index slices.
         """
         return spec
 
@@ -279,7 +289,7 @@ class Storage(SliceLayout):
             return jnp.asarray(array)
         spec = [*placed.spec, *[None] * (len(self.shape) - len(placed.spec))]
         counts = sharding.num_devices(placed, len(self.shape))
-        axes = self.shared_axes(counts)
+        axes = self.divisible_axes(counts)
         divided = [axis for axis in range(len(spec)) if counts[axis] > 1 and axis not in axes]
         if divided:
             raise ValueError(
@@ -320,14 +330,14 @@ class Kept:
     layers: tuple[jax.Array, jax.Array] | None = None
 
     @property
-    def stack(self) -> int:
+    def depth(self) -> int:
         """Number of axes that index slices."""
         return len(self.values.shape) - len(self.storage.size)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Sizes [*stack, *slice] of the slices, one after the other."""
-        return (*self.values.shape[: self.stack], *self.storage.slice_shape)
+        return (*self.values.shape[: self.depth], *self.storage.slice_shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -342,11 +352,11 @@ class Kept:
     @property
     def leads_with_stack(self) -> bool:
         """True if the first axes of the dense array index slices."""
-        return self.axes[: self.stack] == tuple(range(self.stack))
+        return self.axes[: self.depth] == tuple(range(self.depth))
 
     def read_values(self) -> jax.Array:
         """Returns the values, of `layers` in a step of a scan."""
-        return self.values if self.layers is None else _read_layer(self.values, *self.layers)
+        return self.values if self.layers is None else read_layer(self.values, *self.layers)
 
     def with_values(self, values: jax.Array) -> Self:
         """Returns an array of other values, which are computed from `read_values`."""
@@ -364,8 +374,8 @@ class Kept:
         if placed is None:
             return self._densify(kept, token)
         entries = [*placed.spec, *[None] * len(self.sizes)]
-        spec = [entries[axis] if axis < self.stack else None for axis in range(len(self.sizes))]
-        spec = self.storage.split_slices(spec, entries, self.stack)
+        spec = [entries[axis] if axis < self.depth else None for axis in range(len(self.sizes))]
+        spec = self.storage.split_slices(spec, entries, self.depth)
         target = placed.update(spec=PartitionSpec(*(spec[axis] for axis in self.axes)))
         dense = auto_axes(self._densify, out_sharding=sharding.fit(target, self.shape))
         array: jax.Array = dense(kept, token)
@@ -377,11 +387,11 @@ class Kept:
         if self.observer is None:
             return dense
         slices = dense.transpose(np.argsort(self.axes))
-        return self.observer.watch(slices, self.stack).transpose(self.axes)
+        return self.observer.watch(slices, self.depth).transpose(self.axes)
 
     def _densify(self, kept: Self, token: Token | None) -> jax.Array:
         build = functools.partial(self.storage.densify, token=token)
-        for _ in range(self.stack):
+        for _ in range(self.depth):
             build = jax.vmap(build)
         return build(kept).reshape(self.sizes).transpose(self.axes)
 
@@ -405,55 +415,6 @@ jax.tree_util.register_dataclass(
 )
 
 
-@jax.custom_jvp
-def _read_layer(values: jax.Array, layers: jax.Array, number: jax.Array) -> jax.Array:
-    """Returns the values of a layer; the gradient is that of `values`, which are equal.
-
-    XLA on CPUs would widen the values of all layers before the scan. The barrier keeps the
-    conversion in the step, where it is a part of reading the layer. jax drops rules for derivatives
-    from a scan that was differentiated: second derivatives are those of `layers`.
-    """
-    layers, number = lax.optimization_barrier((layers, number))
-    layer: jax.Array = lax.dynamic_index_in_dim(layers, number, keepdims=False)
-    return layer
-
-
-@_read_layer.defjvp
-def _read_layer_tangents(
-    primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
-) -> tuple[jax.Array, jax.Array]:
-    return _read_layer(*primals), tangents[0]
-
-
-def to_bits(array: PyTree) -> PyTree:
-    """Returns floats of less than 32 bits as unsigned integers; other arrays unchanged.
-
-    XLA on CPUs has few operations on such floats. It widens the operand of each other one, and
-    would widen all layers of a stack at once where a loop takes a layer. Integers stay narrow.
-    """
-    if not is_narrow(array.dtype):
-        return array
-    dtype = unsigned_like(array.dtype)
-    if isinstance(array, jax.ShapeDtypeStruct):
-        return sharding.with_dtype(array, dtype)
-    return lax.bitcast_convert_type(array, dtype)
-
-
-def is_narrow(dtype: np.dtype) -> bool:
-    """Returns whether numbers of a dtype are floats of 8 or 16 bits."""
-    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize <= 2
-
-
-def unsigned_like(dtype: np.dtype) -> np.dtype:
-    """Returns the dtype of unsigned integers of the same bits."""
-    return np.dtype(f"uint{8 * np.dtype(dtype).itemsize}")
-
-
-def is_quantized(dtype: np.dtype) -> bool:
-    """Returns whether numbers of a dtype are multiplied only after a cast: float8, small integers.
-
-    float32 holds them all.
-    """
-    if jnp.issubdtype(dtype, jnp.integer):
-        return dtype.itemsize <= 2
-    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize == 1
+def is_kept(node: object) -> TypeGuard[Kept]:
+    """Returns whether a node of a tree is kept values: an `is_leaf` of `jax.tree`."""
+    return isinstance(node, Kept)

@@ -287,7 +287,7 @@ def make_movers(
     """
     _check_updater(updater)
     sites = updater.sites(example)
-    targets = trees.leaves_by_path(updater.target_numbers(example, sites))
+    targets = trees.leaves_by_path(updater.compute_targets(example, sites))
     rule, movers = updater.slice_rule(), {}
     for path in trees.leaves_by_path(example):
         names = trees.path_names(path)

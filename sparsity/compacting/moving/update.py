@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from sparsity.base_updater import BaseUpdater
-from sparsity.compacting.model import StoredModel, by_path, run_stored
+from sparsity.compacting.model import StoredModel, run_stored
 from sparsity.compacting.moving.carrier import Carrier, carry_state, check_fresh_state
 from sparsity.compacting.moving.gradients import differentiate_directly, move_by_gradient
 from sparsity.compacting.moving.mover import make_movers, move_all
@@ -69,7 +69,7 @@ def _move(
     leaves = [x if array is None else array for array, x in zip(arrays, objects, strict=True)]
     loss: Loss | None = jax.tree.unflatten(treedef, leaves)
     movers = make_movers(pruner, model.graph.model.example[0], dict(model.storages))
-    values, indices = by_path(params), by_path(model.indices)
+    values, indices = map(trees.leaves_by_names, (params, model.indices))
     direct: dict[Path, jax.Array] = {}
     if loss is not None:
 

@@ -11,7 +11,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from sparsity.core.exact import Words
+from sparsity.core.exact import Removed, Words
 from sparsity.core.kernels import use_flat
 from sparsity.selection.cpu import sorting, threshold
 from sparsity.selection.cpu.key_search import thresholds
@@ -23,11 +23,7 @@ __all__ = ["MAX_ENTRIES", "Recipe", "select", "thresholds", "use_flat"]
 
 
 def select(
-    leaves: Sequence[Ranked],
-    k: Words | None,
-    *,
-    together: bool,
-    removed: chex.Numeric | None = None,
+    leaves: Sequence[Ranked], k: Words | Removed, *, together: bool
 ) -> tuple[list[jax.Array], Words]:
     """Does what `search.select` does, for parameters of one recipe or any that compete together.
 
@@ -36,8 +32,8 @@ def select(
     if len({Recipe.read(leaf) for leaf in leaves}) > 1:
         leaves = [_stored(leaf) for leaf in leaves]
     if sorting.is_small(leaves, together=together):
-        return sorting.select(leaves, k, together=together, removed=removed)
-    masks, eligible, _ = threshold.select(leaves, k, together=together, removed=removed)
+        return sorting.select(leaves, k, together=together)
+    masks, eligible, _ = threshold.select(leaves, k, together=together)
     return masks, eligible
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import exact
-from sparsity.core.exact import Words, zero_like
+from sparsity.core.exact import Removed, Words, zero_like
 from sparsity.selection.scores import Ranked
 
 MAX_SORTED = 2048  # entries, once slices are padded to one size: from there on counting is faster
@@ -28,17 +27,13 @@ def is_small(leaves: Sequence[Ranked], *, together: bool) -> bool:
 
 
 def select(
-    leaves: Sequence[Ranked],
-    k: Words | None,
-    *,
-    together: bool,
-    removed: chex.Numeric | None = None,
+    leaves: Sequence[Ranked], k: Words | Removed, *, together: bool
 ) -> tuple[list[jax.Array], Words]:
     """Does what `search.select` does, by sorting."""
     keys, allowed = (_in_rows(x, together) for x in zip(*map(_keys, leaves), strict=True))
     n = jnp.sum(allowed, axis=1, dtype=jnp.uint32)
     words = zero_like(n), n
-    rank = exact.limit_kept(words, k, removed)[1].astype(jnp.int32)
+    rank = exact.limit_kept(words, k)[1].astype(jnp.int32)
     last = keys.shape[1] - 1
     # To keep none, the threshold is the highest key, which no key exceeds.
     place = jnp.clip(keys.shape[1] - rank, 0, last)[:, None]

@@ -12,14 +12,13 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from sparsity.core import exact
-from sparsity.core.exact import Words, varying_zero, zero_like
+from sparsity.core.exact import Removed, Words, varying_zero, zero_like
 from sparsity.core.kernels import read_part
 from sparsity.selection.cpu import key_search
 from sparsity.selection.cpu.columns import in_rows
@@ -49,13 +48,7 @@ class Selected(NamedTuple):
     passes: jax.Array
 
 
-def select(
-    leaves: Sequence[Ranked],
-    k: Words | None,
-    *,
-    together: bool,
-    removed: chex.Numeric | None = None,
-) -> Selected:
+def select(leaves: Sequence[Ranked], k: Words | Removed, *, together: bool) -> Selected:
     """Does what `search.select` does, for parameters of one recipe on one device; none is empty."""
     parts, first = arrange([in_rows(leaf) for leaf in leaves])
     # Segments are numbered by parts; this is their order by parameters.
@@ -63,13 +56,13 @@ def select(
         [start + np.arange(leaf.slices) for start, leaf in zip(first, leaves, strict=True)]
     )
     groups = Groups(tuple(part.segments for part in parts), together)
-    if k is not None and not together:
+    if not together and not isinstance(k, Removed):
         k = _permute(k[0], np.argsort(order)), _permute(k[1], np.argsort(order))
-    like = jnp.zeros((), jnp.int32) if k is None else k[1][0]
+    like = jnp.zeros((), jnp.int32) if isinstance(k, Removed) else k[1][0]
     zero = varying_zero([x for leaf in leaves for x in leaf.arrays], like)
     eligible = [part.eligible() + zero for part in parts]
     n = groups.totals(eligible)
-    k = exact.limit_kept(n, k, removed)
+    k = exact.limit_kept(n, k)
     state = _kth_keys(parts, groups, leaves[0].scores.dtype, k, n, eligible, zero)
 
     ties = [x - y for x, y in zip(state.at_least, state.above, strict=True)]

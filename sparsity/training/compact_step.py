@@ -24,7 +24,7 @@ from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import Site, Sites, keeps_targets, packed_shape, unpack_masks
 from sparsity.sparsity_schedules import update_range
-from sparsity.training.entrywise import check_entrywise
+from sparsity.training.entrywise_proof import check_entrywise
 from sparsity.training.hooks import Inputs
 from sparsity.training.kept_state import (
     KeptLayout,
@@ -110,11 +110,10 @@ class CompactStep(Step):
         positions = find_positions(new.masks, params, layouts)
         moves = find_moves(unpack_masks(old_bits, params), positions, params, layouts)
         kept = gather(params, positions, params, layouts)
-        stays = jax.tree.map(lambda move: move.stays, moves)
-        stayed = _zero_where_not(stays, kept)
-        inner_state = carry(new.inner_state.state, self.inner.init(stayed), moves)
-        kept_state = KeptState(positions, inner_state)
-        return new._replace(inner_state=kept_state), jax.tree.map(jnp.logical_not, stays)
+        grown = jax.tree.map(lambda move: jnp.logical_not(move.stays), moves)
+        fresh = self.inner.init(_zero_where(grown, kept))
+        inner_state = carry(new.inner_state.state, fresh, moves)
+        return new._replace(inner_state=KeptState(positions, inner_state)), grown
 
     def transform(
         self, state: SparseState, inputs: Inputs, change: Change
@@ -126,9 +125,8 @@ class CompactStep(Step):
         layouts = self.layouts(params, plain.masks, inputs.sites)
         positions, inner_state = state.inner_state
         kept = gather(params, positions, params, layouts)
-        grown, masked = change.grown, kept
-        if grown is not None:
-            masked = _zero_where_not(jax.tree.map(jnp.logical_not, grown), kept)
+        grown = change.grown
+        masked = kept if grown is None else _zero_where(grown, kept)
         steps, inner_state = update_unless(
             change.is_update if self.updater.skip_gradients else False,
             functools.partial(self.inner.update, **inputs.extra),
@@ -156,7 +154,7 @@ class CompactStep(Step):
         """
         targets = None
         if self.masks is None:
-            targets = trees.leaves_by_path(self.updater.target_numbers(params, sites))
+            targets = trees.leaves_by_path(self.updater.compute_targets(params, sites))
         user_masks = {} if self.masks is None else trees.leaves_by_path(self.masks)
 
         def layout(
@@ -283,13 +281,13 @@ def _no_slots(k: int, values: jax.Array) -> jax.Array:
     return jnp.zeros(k, bool)
 
 
-def _zero_where_not(stays: PyTree, kept: PyTree) -> PyTree:
-    """Returns the kept entries with zeros where `stays` is false; other leaves unchanged."""
+def _zero_where(grown: PyTree, kept: PyTree) -> PyTree:
+    """Returns the kept entries with zeros where they have grown; other leaves unchanged."""
 
     def zero(_: trees.KeyPath, values: jax.Array, where: jax.Array | None) -> jax.Array:
-        return values if where is None else jnp.where(where, values, jnp.zeros((), values.dtype))
+        return values if where is None else jnp.where(where, jnp.zeros((), values.dtype), values)
 
-    return trees.map_matched(zero, kept, stays)
+    return trees.map_matched(zero, kept, grown)
 
 
 def _start_from_zero(steps: PyTree, kept: PyTree, grown: PyTree) -> PyTree:

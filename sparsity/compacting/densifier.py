@@ -19,7 +19,8 @@ import numpy as np
 from jax import lax
 
 from sparsity.compacting.deferred import Deferred, Lazy, densify, is_lazy, kept_in, make_token
-from sparsity.compacting.formats.storage import Kept, Token, is_quantized
+from sparsity.compacting.formats.dtypes import is_quantized
+from sparsity.compacting.formats.storage import Kept, Token
 from sparsity.core import sharding
 from sparsity.core.trees import PyTree
 from sparsity.programs.entrywise import ENTRYWISE, constant_in, is_copy
@@ -247,7 +248,7 @@ def _in_steps(equation: Equation, inputs: Sequence[Lazy]) -> list[list[int]]:
 def _is_stack(array: Lazy) -> bool:
     """Returns whether a scan can take the layers of an array."""
     return not is_lazy(array) or (
-        isinstance(array, Kept) and array.stack > 0 and array.axes[0] == 0
+        isinstance(array, Kept) and array.depth > 0 and array.axes[0] == 0
     )
 
 
@@ -306,20 +307,20 @@ def _move_axes(equation: Equation, inputs: Sequence[Lazy]) -> Kept | None:
     if equation.name == "transpose":
         axes = tuple(kept.axes[axis] for axis in params["permutation"])
         return dataclasses.replace(kept, axes=axes)
-    if not kept.stack or not kept.leads_with_stack:
+    if not kept.depth or not kept.leads_with_stack:
         return None
     kept = kept.with_values(kept.read_values())
-    stack, shape = kept.stack, equation.outputs[0].shape
-    keeps_slices = shape[stack:] == kept.shape[stack:]
+    depth, shape = kept.depth, equation.outputs[0].shape
+    keeps_slices = shape[depth:] == kept.shape[depth:]
     if equation.name == "slice" and keeps_slices:
         keys = "start_indices", "limit_indices", "strides"
         bounds = zip(*(params[key] or (1,) * len(shape) for key in keys), strict=True)
-        at = tuple(slice(*bound) for bound in [*bounds][:stack])
+        at = tuple(slice(*bound) for bound in [*bounds][:depth])
         layers: Kept = jax.tree.map(lambda x: x[at], kept)
         return layers
     if equation.name == "dynamic_slice" and keeps_slices:
-        return _slice_stack(kept, [densify(x) for x in inputs[1 : stack + 1]], shape[:stack])
-    if equation.name == "squeeze" and all(axis < stack for axis in params["dimensions"]):
+        return _slice_stack(kept, [densify(x) for x in inputs[1 : depth + 1]], shape[:depth])
+    if equation.name == "squeeze" and all(axis < depth for axis in params["dimensions"]):
         dropped = params["dimensions"]
         layers = jax.tree.map(functools.partial(lax.squeeze, dimensions=dropped), kept)
         axes = tuple(axis - len(dropped) for axis in kept.axes[len(dropped) :])
@@ -331,7 +332,7 @@ def _slice_stack(kept: Kept, start: Arrays, sizes: tuple[int, ...]) -> Kept:
     """Returns some layers of a stack, from numbers that may be traced."""
 
     def take(array: jax.Array) -> jax.Array:
-        slice_shape = array.shape[kept.stack :]
+        slice_shape = array.shape[kept.depth :]
         return lax.dynamic_slice(array, [*start, *[0] * len(slice_shape)], [*sizes, *slice_shape])
 
     layers: Kept = jax.tree.map(take, kept)
