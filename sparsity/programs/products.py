@@ -23,7 +23,7 @@ NO_PRODUCTS = frozenset((
 ))  # fmt: skip
 
 
-ProductKind: TypeAlias = Literal["dot", "convolution", "ragged dot"]
+ProductKind: TypeAlias = Literal["dot", "convolution", "ragged"]
 DotNumbers: TypeAlias = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
 
 
@@ -127,7 +127,7 @@ def _dot(
     axes = zip((*lhs.contracted, *lhs.batch), (*rhs.contracted, *rhs.batch), strict=True)
     ordered = [*((0, axis) for axis in ragged), *((1, axis) for axis in experts)]
     return Product(
-        kind="ragged dot" if ragged else "dot",
+        kind="ragged" if ragged else "dot",
         lhs=lhs,
         rhs=rhs,
         output=(*made, *pairs),

@@ -93,17 +93,58 @@ def test_held_batches_of_several_shapes_add_up_over_leading_axes():
     assert report.outputs.unexplained == pytest.approx(lost / spread, rel=1e-5)
 
 
-def test_a_second_run_compiles_nothing_and_reads_the_functions_of_today():
+def two_products(p, x):
+    return jnp.tanh(x @ p["a"]) @ p["b"]
+
+
+def products_in_a_loop(p, x):
+    step = lambda h, _: (jnp.tanh(h @ p["a"]) @ p["b"], None)  # noqa: E731
+    return jax.lax.scan(step, x, None, length=3)[0]
+
+
+def loop_beside_products(p, x):
+    return jax.lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h), x) @ p["a"] @ p["b"]
+
+
+def branch_beside_products(p, x):
+    return jax.lax.cond(x.sum() > 0, jnp.tanh, jnp.sin, x) @ p["a"] @ p["b"]
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+@pytest.mark.parametrize(
+    "model", [two_products, products_in_a_loop, loop_beside_products, branch_beside_products]
+)
+def test_a_second_run_compiles_nothing_and_reads_the_functions_of_today(model, sequential):
     pruner = sparsity.WandaPruning(sparsity_distribution_fn=HALF)
-    params, batches = {"a": draw(6, 8), "b": draw(8, 2)}, [draw(9, 6), draw(9, 6)]
+    params, batches = {"a": draw(6, 8), "b": draw(8, 6)}, [draw(9, 6), draw(9, 6)]
 
     def run(factor):
-        fn = lambda p, x: factor * (jnp.tanh(x @ p["a"]) @ p["b"])  # noqa: E731
+        fn = lambda p, x: factor * model(p, x)  # noqa: E731
         with counted_programs() as count:
-            report = sparsity.oneshot(pruner, fn, params, batches)[2]
+            report = sparsity.oneshot(pruner, fn, params, batches, sequential=sequential)[2]
         return count[0], report.outputs.error, report["b",].error
 
-    first, again, other = run(2.0), run(2.0), run(np.arange(2, dtype=np.float32))
+    first, again, other = run(2.0), run(2.0), run(np.arange(6, dtype=np.float32))
     assert first[0] > 0
     assert again == (0, *first[1:])
     assert other[1] != first[1]
+
+
+def test_a_weight_that_a_loop_reads_along_two_axes_is_fitted_to_the_first():
+    params, x = {"w": draw(6, 4)}, draw(9, 6)
+
+    def fn(p, x):
+        step = lambda h, _: (jnp.tanh(h @ p["w"]) @ p["w"].T, None)  # noqa: E731
+        return jax.lax.scan(step, x, None, length=2)[0]
+
+    pruned, masks, report = sparsity.oneshot(
+        sparsity.WandaPruning(sparsity_distribution_fn=HALF), fn, params, [x]
+    )
+    w, rows = np.float64(params["w"]), [np.float64(x)]
+    rows.append(np.tanh(x @ w) @ w.T)
+    rows = np.concatenate(rows)
+    scores = np.abs(w) * np.sqrt((rows**2).sum(0))[:, None]
+    kept = scores >= np.sort(scores, axis=0)[3]  # half of the inputs of each output
+    np.testing.assert_array_equal(masks["w"], kept)
+    lost = np.sum((rows @ (w - np.float64(pruned["w"]))) ** 2)
+    assert report["w",].error == pytest.approx(lost / np.sum((rows @ w) ** 2), rel=1e-5)

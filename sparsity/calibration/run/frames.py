@@ -30,12 +30,8 @@ class Frame:
         data: list[dict[Value, jax.Array]],
         layers: Layers,
     ) -> None:
-        self.program, self.param_inputs, self.data, self.layers = (
-            program,
-            param_inputs,
-            data,
-            layers,
-        )
+        self.program, self.param_inputs = program, param_inputs
+        self.data, self.layers = data, layers
         self._from_params: dict[Value, jax.Array] = {}
         self._parts: dict[tuple[Value, tuple[int, ...]], jax.Array] = {}
 

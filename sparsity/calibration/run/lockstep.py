@@ -18,7 +18,7 @@ from jax import lax
 from sparsity.calibration.run.frames import Frame, Layers, forget, last_uses
 from sparsity.calibration.run.stop import Stop
 from sparsity.calibration.run.weights import LayerIndex
-from sparsity.calibration.statistics.capture import Calibration, check_structure
+from sparsity.calibration.statistics.capture import Calibration, check_structure, have_equal_axes
 from sparsity.calibration.statistics.summing import SummingInterpreter
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
@@ -140,9 +140,12 @@ class Lockstep:
             return
         for number, layers in self._order(equation.bodies, frame.layers):
             self._reach(frame, equation, number, layers)
+        run: Callable[..., list[jax.Array]] | None = None
         for batch, values in enumerate(frame.data):
-            outputs = equation.bind(frame.inputs(batch, equation))
-            values.update(zip(equation.outputs, outputs, strict=True))
+            inputs = frame.inputs(batch, equation)
+            if run is None:  # of loops, JAX would keep a program for each trace
+                run = share(equation.bind, inputs) if equation.bodies else equation.bind
+            values.update(zip(equation.outputs, run(inputs), strict=True))
             forget(values, equation, last)  # before the next batch needs memory
 
     def _order(self, bodies: Sequence[Program], layers: Layers) -> Iterator[tuple[int, Layers]]:
@@ -217,7 +220,10 @@ class Lockstep:
     def _alike(
         self, numbers: Sequence[int], use: Use, index: LayerIndex, frame: Frame
     ) -> dict[int, Layers]:
-        """Returns the uses of the same weight, with the layers of the scans inside the frame."""
+        """Returns the uses that read the same weight along the same axes as the first of them.
+
+        Each has the layers of the scans inside the frame.
+        """
         layers: dict[int, Layers] = {}
         for number in numbers:
             other, layer_by_axis = self._calibration.uses[number], dict(index)
@@ -232,7 +238,9 @@ class Lockstep:
             )
             if all(frame.layers.get(scan, layer) == layer for scan, layer in scan_layers.items()):
                 layers[number] = {s: n for s, n in scan_layers.items() if s not in frame.layers}
-        return layers
+        alignments = self._calibration.alignments
+        axes = alignments[min(layers)].axes
+        return {n: x for n, x in layers.items() if have_equal_axes(alignments[n].axes, axes)}
 
 
 def _trips(scan: Equation) -> Sequence[int]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsity.calibration.run.frames import Frame, Layers
 from sparsity.calibration.statistics import Statistic, not_finite
-from sparsity.calibration.statistics.capture import Calibration, are_sums_finite, have_equal_axes
+from sparsity.calibration.statistics.capture import Calibration, are_sums_finite
 from sparsity.calibration.statistics.losses import make_rerun
 from sparsity.calibration.statistics.rows import sum_outputs
 from sparsity.calibration.statistics.summing import Steps, SummingInterpreter, Sums, add, is_count
@@ -31,7 +31,7 @@ class Stop:
       frame: holds the inputs of the equation.
       equation: a product, a scan or a cond.
       layers: the layers of the scans within the equation that take the weight apart, by number of
-        the use.
+        the use; all uses read the weight along the same axes.
     """
 
     calibration: Calibration
@@ -41,9 +41,6 @@ class Stop:
 
     def statistic(self, name: str) -> Statistic:
         """Returns the statistic of the inputs in all batches, and in all steps of a loop.
-
-        Among several products in a loop, only those count that read the weight along the same axes
-        as the first.
 
         Raises:
           ValueError: inputs are not finite; the error names the batch.
@@ -56,8 +53,7 @@ class Stop:
             self.calibration.statistic(number, total[number], one_layer=True)
             for number in sorted(total)
         ]
-        alike = [x for x in statistics if have_equal_axes(x, statistics[0])]
-        return functools.reduce(add, alike)
+        return functools.reduce(add, statistics)
 
     def losses(self, *matrices: jax.Array) -> jax.Array:
         """Returns the sums of |y|^2 over the outputs y of each matrix."""
@@ -115,7 +111,6 @@ class Stop:
         # Indices are arguments, so that the layers of a stack share what is compiled.
         indices = {number: [*layers.values()] for number, layers in self.layers.items()}
 
-        @jax.jit
         def run(inputs: list[jax.Array], indices: PyTree, arguments: PyTree) -> Sums:
             def sum_layer(number: int, x: jax.Array, steps: Steps) -> PyTree:
                 sums = sum_up(number, x, steps, arguments)
@@ -126,8 +121,12 @@ class Stop:
 
             return SummingInterpreter(uses, sum_layer).sum_equation(self.equation, inputs)
 
+        program: Callable[..., Sums] | None = None
         for batch in batches:
-            yield run(self.frame.inputs(batch, self.equation), indices, arguments)
+            inputs = self.frame.inputs(batch, self.equation)
+            if program is None:
+                program = share(jax.jit(run), inputs, indices, arguments)
+            yield program(inputs, indices, arguments)
 
 
 def _add_up(batches: Iterable[Sums]) -> tuple[Sums, list[jax.Array]]:

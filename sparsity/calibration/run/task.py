@@ -170,7 +170,7 @@ def _explain_unread(graph: Graph, path: Path, name: str) -> str:
             "often it runs nor what its steps see. Write the loop as a scan, or leave it "
             "out of the distribution: filter_fn, or custom_sparsity_map={path: None}."
         )
-    ragged = [use for use in uses if use.kind == "ragged dot"]
+    ragged = [use for use in uses if use.kind == "ragged"]
     if ragged:
         return (
             f"{name!r}, which has a sparsity, is read by {ragged[0].primitive} at "

@@ -22,6 +22,7 @@ from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_bool, check_function, check_iterable
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph, Parameter, Use, trace
+from sparsity.programs.share import share
 
 C = TypeVar("C", bound="Collector")
 
@@ -105,18 +106,19 @@ def collect(
     """
     graph: Graph | None = None
     first: PyTree = None
-    made: dict[Graph, C] = {}
+    made: dict[Graph, tuple[C, Callable[..., PyTree]]] = {}
     total: Sums = {}
     for number, batch in enumerate(batches):
         if graph is None:
             graph, first = trace(fn, params, batch), batch
         check_structure(batch, first, number)
-        inputs = trees.split_arrays(batch)[0]
+        arrays = trees.split_arrays(params)[0], trees.split_arrays(batch)[0], arguments
         now = graph.retrace(params, batch)
         if now not in made:
-            made[now] = make(now)
-        collector = made[now]
-        sums, finite = collector.jitted(trees.split_arrays(params)[0], inputs, arguments)
+            collector = make(now)
+            made[now] = collector, share(jax.jit(collector.run), *arrays)
+        collector, run = made[now]
+        sums, finite = run(*arrays)
         for use, finite_sums in jax.device_get(finite).items():
             if not finite_sums:
                 raise not_finite(trees.join_names(collector.uses[use].path), number)
@@ -167,13 +169,12 @@ class Collector:
                 alignment = align(use, graph, one_layer=True)
                 if alignment is not None and align(use, graph) is not None:
                     self.uses[number], self.alignments[number] = use, alignment
-        self.jitted = jax.jit(self._run)
 
     def sum_up(self, number: int, x: jax.Array, steps: Steps, arguments: PyTree) -> PyTree:
         """Returns the sums of a use over the rows of its inputs."""
         raise NotImplementedError
 
-    def _run(
+    def run(
         self, leaves: Sequence[jax.Array], inputs: Sequence[jax.Array], arguments: PyTree
     ) -> tuple[Sums, dict[int, jax.Array]]:
         """Returns the sums of a call, and whether each is finite."""
