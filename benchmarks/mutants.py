@@ -134,7 +134,7 @@ def list_places(room):
 
 
 def draw_mutants(room, number, seed):
-    """Yields a mutant of each of `number` places: (file, line, operator, source)."""
+    """Yields a mutant of each of `number` places: (file, line, operator, occurrence, source)."""
     places = list_places(room)
     print(f"{room}: {len(places)} places, {sum(map(len, places.values()))} mutants", flush=True)
     generator = random.Random(f"{seed} {room}")
@@ -144,7 +144,7 @@ def draw_mutants(room, number, seed):
         for name, occurrence in generator.sample(options, len(options)):
             mutant = mutate_code(source, get_operator(name)(), occurrence)
             if behaviour(mutant) not in (None, behaviour(source)):
-                yield file, start[0], name.removeprefix("core/"), mutant
+                yield file, start[0], name.removeprefix("core/"), occurrence, mutant
                 number -= 1
                 break
         if not number:
@@ -188,7 +188,7 @@ def fork(function, seconds):
 
 def judge(measured, marker, mutant, budget):
     """Returns "killed" and by which test, or "survived" and how many tests."""
-    file, line, _, source = mutant
+    file, line, *_, source = mutant
     tests, seconds = choose_tests(measured, file, line, budget)
     if not tests:
         return "survived", "no test runs the line"
@@ -216,7 +216,7 @@ def check_room(room, args):
     rows = [json.loads(line) for line in results.open()] if results.exists() else []
     rows = {tuple(row["mutant"]): row for row in rows}
     for mutant in draw_mutants(room, args.number, args.seed):
-        name = mutant[:3]
+        name = mutant[:-1]
         if name not in rows:
             verdict, reason = judge(measured, marker, mutant, args.seconds)
             rows[name] = {"mutant": name, "verdict": verdict, "reason": reason}
@@ -225,7 +225,7 @@ def check_room(room, args):
         counts[rows[name]["verdict"]] += 1
         if rows[name]["verdict"] == "survived":
             old = Path(mutant[0]).read_text().splitlines()
-            changes = difflib.unified_diff(old, mutant[3].splitlines(), lineterm="", n=1)
+            changes = difflib.unified_diff(old, mutant[-1].splitlines(), lineterm="", n=1)
             print(*name, rows[name]["reason"], *list(changes)[2:], sep="\n", flush=True)
     print(room, dict(counts), flush=True)
 

@@ -65,7 +65,7 @@ def _square_on_host(scores: Scores, real: np.dtype) -> tuple[int, int]:
 
     chunks = list(host.chunks(scores.size))
     exponent = int(np.frexp(max(read(at).max() for at in chunks))[1])
-    scale, total = np.ldexp(np.ones(2, real), [(i - exponent) // 2 for i in (0, 1)]), 0
+    scale, total = np.ldexp(real.type(1), [(i - exponent) // 2 for i in (0, 1)]), 0
     for at in chunks:
         values = read(at) * scale[0] * scale[1]
         units = np.rint(values * values * real.type(2.0**_BITS))

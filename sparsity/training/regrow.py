@@ -127,8 +127,12 @@ def hidden_by(params: Params, inner_state: optax.OptState) -> str | None:
     leaves = zip(jax.tree.leaves(owned), jax.tree.leaves(inner_state), strict=True)
     if trees.find_nodes(inner_state, optax.LookaheadState):
         return "lookahead"
-    if len(arrays) > 1 and any(
-        not is_owned and jnp.shape(leaf) == (size,) and trees.is_prunable(leaf)
+    # A parameter without a tree has the path of every leaf of a state, and so owns them all.
+    is_bare = () in arrays
+    if not arrays or (is_bare and arrays[()].ndim == 1):
+        return None
+    if any(
+        (is_bare or not is_owned) and jnp.shape(leaf) == (size,) and trees.is_prunable(leaf)
         for is_owned, leaf in leaves
     ):
         return "flatten"

@@ -104,8 +104,15 @@ def test_wrong_shapes_and_batch_axes_are_refused():
         selection.topk_mask(jnp.ones(3), 1, where=jnp.ones(4))
     with pytest.raises(ValueError, match="batch_axes must be in"):
         selection.topk_mask(jnp.ones(3), 1, batch_axes=2)
-    with pytest.raises(ValueError, match="broadcast"):
-        selection.topk_mask(jnp.ones((3, 4)), np.ones(2, int), batch_axes=1)
+    for k in (np.ones(2, int), np.ones((2, 3), int), jnp.ones((3, 1), int)):
+        for topk in (
+            selection.topk_mask,
+            jax.jit(selection.topk_mask, static_argnames="batch_axes"),
+        ):
+            with pytest.raises(
+                ValueError, match=r"k must broadcast against \(3,\), got k.shape = "
+            ):
+                topk(jnp.ones((3, 4)), k, batch_axes=1)
 
 
 @pytest.mark.slow

@@ -204,6 +204,27 @@ def test_factored_moments_that_average_over_what_is_removed_are_refused():
         shrink(graph, params, masks, state)
 
 
+def test_factored_moments_that_average_over_layers_with_channels_of_their_own_are_refused():
+    def scanned(params, x):
+        def layer(x, p):
+            return x + jnp.tanh(x @ p["up"]) @ p["down"], None
+
+        return jax.lax.scan(layer, x, params)[0]
+
+    # The two longest axes are averaged over, the layers and the width, and not the four channels.
+    params = {"up": jnp.ones((9, 8, 4)), "down": jnp.ones((9, 4, 8))}
+    graph = trace(scanned, params, jnp.ones((5, 8)))
+    stays = jnp.asarray([[1, 0, 0, 1], [0, 1, 1, 0], [1, 1, 0, 0]] * 3, jnp.uint8)
+    masks = {
+        "up": jnp.ones((9, 8, 4), jnp.uint8) * stays[:, None],
+        "down": jnp.ones((9, 4, 8), jnp.uint8) * stays[:, :, None],
+    }
+    state = optax.scale_by_factored_rms(min_dim_size_to_factor=2).init(params)
+    assert {*map(jnp.shape, (state.v_row["up"], state.v_col["up"]))} == {(8, 4), (9, 4)}
+    with pytest.raises(ValueError, match="factored moments"):
+        shrink(graph, params, masks, state)
+
+
 def test_a_state_of_several_arrays_for_a_parameter_is_refused():
     params = {name: jnp.ones((16, 4, 8)) for name in "qkv"} | {"out": jnp.ones((4, 8, 16))}
     graph = trace(attention, params, jnp.ones((6, 16)))

@@ -9,6 +9,8 @@ import numpy as np
 import optax
 import pytest
 from flax import serialization
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import sparsity
 from sparsity.masks.positions import kept_positions, read_words, slots_of_positions, spread
@@ -338,3 +340,14 @@ def test_positions_words_and_slots_are_those_of_numpy(n, density):
 def read_mask(mask, values, at):
     n, words = mask.size, read_words(mask)
     return kept_positions(mask, n + 2), spread(words, values, n), *slots_of_positions(mask, at)
+
+
+@pytest.mark.parametrize("spec", [P(), P("a"), P(None, "a")])
+def test_parameters_that_one_device_of_a_mesh_holds_have_a_compact_state(spec):
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    kernel = jax.device_put(arrays(0)["kernel"], NamedSharding(mesh, spec))
+    tx = updater("static_sparse").wrap_optax(optax.adam(0.1))
+    state = tx.init({"kernel": kernel})
+    expected = tx.init({"kernel": arrays(0)["kernel"]})
+    for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -122,16 +122,31 @@ def test_square_factors_and_lookalike_names_are_not_taken_for_a_parameters_state
     np.testing.assert_array_equal(now.nu["mu"]["a"], before.nu["mu"]["a"])
 
 
-@pytest.mark.parametrize("name", ["flatten", "lookahead"])
-def test_an_optimizer_that_hides_its_parameters_is_refused_at_init(name):
+KERNEL = jnp.ones((4, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("flatten", helpers.params()),
+        ("flatten", {"kernel": KERNEL}),
+        ("flatten", KERNEL),
+        ("lookahead", optax.LookaheadParams(helpers.params(), helpers.params())),
+    ],
+)
+def test_an_optimizer_that_hides_its_parameters_is_refused_at_init(name, params):
     updater = sparsity.RigL(sparsity_distribution_fn=helpers.uniform(0.5))
-    if name == "flatten":
-        inner, params = optax.flatten(optax.adam(0.1)), helpers.params()
-    else:
-        inner = optax.lookahead(optax.adam(0.1), 5, 0.5)
-        params = optax.LookaheadParams(helpers.params(), helpers.params())
+    inner = optax.adam(0.1)
+    inner = optax.flatten(inner) if name == "flatten" else optax.lookahead(inner, 5, 0.5)
     with pytest.raises(ValueError, match=f"optax.{name}"):
         updater.wrap_optax(inner).init(params)
+
+
+@pytest.mark.parametrize("params", [{"kernel": KERNEL}, KERNEL, {"kernel": KERNEL, "bias": None}])
+def test_an_optimizer_of_one_parameter_hides_nothing(params):
+    updater = sparsity.RigL(sparsity_distribution_fn=helpers.uniform(0.5))
+    state = updater.wrap_optax(optax.adam(0.1)).init(params)
+    assert jax.tree.structure(state.inner_state[0].mu) == jax.tree.structure(params)
 
 
 @pytest.mark.slow
