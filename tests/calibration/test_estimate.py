@@ -82,6 +82,17 @@ def test_a_convolution_counts_its_patches():
     assert answer.peak == 9 * leaf + 2 * 400 * 8 * 4 + patches + 2 * gram
 
 
+def test_values_between_products_set_the_peak_by_no_parameter_s_name():
+    def model(params, x):
+        wide = jnp.broadcast_to(x[..., None], (*x.shape, 1000)) * 2.0
+        return wide.sum(-1) @ params["w"]
+
+    answer = sparsity.oneshot(WANDA, model, {"w": shape(20, 4)}, [shape(10, 20)], estimate=True)
+    assert answer.peak > 2 * 10 * 20 * 1000 * 4
+    assert answer.parameter == ""
+    assert repr(answer).endswith("MB between products)")
+
+
 def test_an_estimate_reads_in_megabytes_and_needs_a_sequential_run():
     assert repr(estimate(WANDA)).startswith(
         "Estimate(model 0.4 MB, activations 4.0 MB, gram 0.0 MB;"

@@ -37,7 +37,8 @@ class Estimate:
       activations: the batches and the values of all batches that live at the peak.
       gram: the Gram matrix of the largest layer, 0 where sums of squares are enough.
       peak: all that lives at once at most.
-      parameter: the parameter that sets the peak.
+      parameter: the parameter whose sums and solution set the peak; empty where the values between
+        products need more.
     """
 
     model: int
@@ -49,7 +50,8 @@ class Estimate:
     def __repr__(self) -> str:
         sizes = {"model": self.model, "activations": self.activations, "gram": self.gram}
         parts = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sizes.items())
-        return f"Estimate({parts}; peak {self.peak / 1e6:.1f} MB at {self.parameter!r})"
+        place = f"at {self.parameter!r}" if self.parameter else "between products"
+        return f"Estimate({parts}; peak {self.peak / 1e6:.1f} MB {place})"
 
 
 class Meter:
@@ -166,7 +168,7 @@ class Meter:
         """Notes the bytes beside the model at a point of the run."""
         now = self._params + sum(self._pruned.values()) + bytes_
         if now > self._peak[0]:
-            self._peak = now, activations, param or self._peak[2]
+            self._peak = now, activations, param
 
 
 def _bytes(x: Value | jax.ShapeDtypeStruct) -> int:
