@@ -9,9 +9,10 @@ import pytest
 
 from sparsity.core import exact as exact_counts
 from sparsity.selection import search as portable
-from sparsity.selection.cpu import key_search, threshold, visits
+from sparsity.selection.cpu import key_search, sorting, threshold, visits
 from sparsity.selection.scores import Ranked, Scores
-from tests.selection_oracle import best_first
+from tests import helpers
+from tests.selection_oracle import best, best_first
 
 SEARCHES = pytest.mark.parametrize("search", ["portable", "mesh", "cpu"])
 
@@ -179,3 +180,18 @@ def test_leaves_of_any_size_ask_for_at_most_26_passes(monkeypatch, search):
         jax.eval_shape(fresh, leaves, (k, k))
         assert sum(asked) <= 26
         assert len(asked) == (1 if search == "cpu" else 2)
+
+
+@pytest.mark.parametrize("search", [portable.select, threshold.select, sorting.select])
+def test_a_fraction_to_remove_is_one_of_the_eligible_entries_of_each_slice(search):
+    rng = np.random.default_rng(0)
+    scores = np.round(rng.normal(size=(3, 40)), 1).astype(np.float32)
+    where = (rng.random((3, 40)) < [[0.2], [0.5], [0.9]]).astype(np.uint8)
+    leaf = Ranked(Scores.wrap(scores), jnp.asarray(where), batch_axes=1)
+    run = jax.jit(lambda leaf, x: search([leaf], exact_counts.Removed(x), together=False)[:2])
+    ([mask], (_, eligible)) = run(leaf, jnp.float32(0.3))
+    counts = where.sum(axis=1)
+    np.testing.assert_array_equal(eligible, counts)
+    kept = [helpers.num_kept(int(count), 0.3) for count in counts]
+    expected = [best(*slice_) for slice_ in zip(scores, kept, where, strict=True)]
+    np.testing.assert_array_equal(mask, expected)
