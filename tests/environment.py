@@ -5,10 +5,12 @@ from importlib import metadata
 from pathlib import Path
 
 # Most of the time of the tests is the compiler's. The optimized HLO does not depend on these flags.
-# XLA has no other emitters since jax 0.11, and ends a program that names their flag.
+# XLA ends a program that names a flag it does not have: other emitters went with jax 0.11.
 os.environ["XLA_FLAGS"] = (
     "--xla_backend_optimization_level=0 "
     + (
+        # On a busy machine, a thread of a collective may wait longer than 40 s for the last one.
+        "--xla_cpu_collective_call_terminate_timeout_seconds=600 "
         "--xla_cpu_use_fusion_emitters=false "
         if metadata.version("jaxlib").startswith(("0.8.", "0.9.", "0.10."))
         else ""
