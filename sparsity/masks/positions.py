@@ -161,8 +161,8 @@ def spread(words: MaskWords, values: jax.Array, n: int) -> jax.Array:
       n: number of entries.
 
     Example:
-      >>> mask = jnp.array([0, 1, 0, 1])
-      >>> jnp.where(mask > 0, spread(read_words(mask), jnp.array([5, 6, 7]), 4), 0)
+      >>> words = read_words(jnp.array([0, 1, 0, 1]))
+      >>> jnp.where(are_set(words, 4), spread(words, jnp.array([5, 6, 7]), 4), 0)
       Array([0, 5, 0, 6], dtype=int32)
     """
     if not n or not values.shape[0]:
@@ -171,6 +171,19 @@ def spread(words: MaskWords, values: jax.Array, n: int) -> jax.Array:
     before = jax.lax.population_count(words.bits[:, None] & below).astype(jnp.int32)
     slots = (words.starts[:, None] + before).reshape(-1)[:n]
     return values.at[slots].get(mode="clip")
+
+
+def are_set(words: MaskWords, n: int) -> jax.Array:
+    """Returns whether the mask of the words keeps each of n entries, bool[n].
+
+    A loop over entries that has read the words for `spread` reads no mask beside them.
+
+    Example:
+      >>> are_set(read_words(jnp.array([0, 1, 0, 1])), 4)
+      Array([False,  True, False,  True], dtype=bool)
+    """
+    places = jnp.arange(_BITS, dtype=jnp.uint32)
+    return ((words.bits[:, None] >> places) & 1 > 0).reshape(-1)[:n]
 
 
 def slots_of_positions(mask: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -23,7 +23,7 @@ from sparsity.core import owners, sharding, trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks.layout import SliceLayout
-from sparsity.masks.positions import kept_positions, read_words, slots_of_positions, spread
+from sparsity.masks.positions import are_set, kept_positions, read_words, slots_of_positions, spread
 
 
 class KeptState(NamedTuple):
@@ -174,7 +174,9 @@ def spread_updates(
         words, step = _store((words, step.astype(dtype)), count)
         fn = functools.partial(spread, n=layout.slice_size)
         dense = layout.map_slices(fn, param, words, step, dense=True)
-        return jnp.where(mask > 0, dense, -param.astype(dtype))
+        keep = functools.partial(are_set, n=layout.slice_size)
+        is_kept = layout.map_slices(keep, param, words, dense=True)
+        return jnp.where(is_kept, dense, -param.astype(dtype))
 
     return trees.map_matched(spread_step, steps, masks, params, layouts, role="updates")
 
