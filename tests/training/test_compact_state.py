@@ -351,3 +351,19 @@ def test_parameters_that_one_device_of_a_mesh_holds_have_a_compact_state(spec):
     expected = tx.init({"kernel": arrays(0)["kernel"]})
     for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("is_compact", [True, False])
+def test_a_state_of_the_other_kind_is_refused_by_the_name_of_the_option(is_compact):
+    params = {"w": jnp.arange(12.0).reshape(3, 4)}
+
+    def wrap(value):
+        pruner = sparsity.StaticRandomSparse(
+            sparsity_distribution_fn=sparsity.Uniform(0.5), use_compact_state=value
+        )
+        return pruner.wrap_optax(optax.adam(0.1))
+
+    state = wrap(not is_compact).init(params)
+    message = f"use_compact_state={is_compact}, and the state was made with use_compact_state="
+    with pytest.raises(ValueError, match=message):
+        wrap(is_compact).update(params, state, params)
