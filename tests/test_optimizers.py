@@ -266,10 +266,11 @@ def _page():
 _TEXT = """# Optimizers
 
 This page covers all {count} public transformations of optax {version} and of its `contrib`.
-Inside `wrap_optax`, under RigL, SET and magnitude pruning, each keeps exactly the target number of
-weights, puts every pruned weight at exactly 0.0 (weight decay included), and keeps the structure,
-shapes and dtypes of its state. Around the wrapper, `chain`, `named_chain`, `masked`, `partition`,
-`multi_transform`, `freeze`, `MultiSteps`, `inject_hyperparams` and `apply_if_finite` do the same.
+Inside `wrap_optax`, under RigL, SET and magnitude pruning, each that the table does not
+except keeps exactly the target number of weights, puts every pruned weight at exactly 0.0 (weight
+decay included), and keeps the structure, shapes and dtypes of its state. Around the wrapper,
+`chain`, `named_chain`, `masked`, `partition`, `multi_transform`, `freeze`, `MultiSteps`,
+`inject_hyperparams` and `apply_if_finite` do the same.
 
 A weight that RigL or SET regrow starts at zero, with the state that `init` would give it. State of
 another shape than the parameter's (factored moments, histories, one number for a tensor) cannot be

@@ -57,7 +57,7 @@ class Product:
 
     Attributes:
       kind: 'dot': rows times matrices. 'convolution': patches times matrices, one for each group.
-        'ragged dot': groups of rows, each times a matrix.
+        'ragged': groups of rows, each times a matrix.
       lhs: the axes of the first input.
       rhs: the axes of the second input: of a convolution, the kernel.
       output: for each axis of the result its source (operand, axis); `None` for axes of space and

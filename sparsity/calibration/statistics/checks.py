@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sparsity.calibration.statistics.counts import Count
+from sparsity.calibration.statistics.rows import Kind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import host, trees
 from sparsity.core.checks import is_traced
@@ -20,7 +20,7 @@ def look_up_statistic(
     statistics: Statistics | None,
     site: Site,
     shape: tuple[int, ...],
-    kind: Literal["squares", "moments", "gram"],
+    kind: Kind,
     who: str,
 ) -> Statistic:
     """Returns the statistic of a parameter, checked, with the batch axes of its site.
