@@ -52,8 +52,6 @@ class CompactStep(Step):
         which are counted once.
     """
 
-    is_compact = True
-
     counts: dict[tuple[object, ...], int] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
     )

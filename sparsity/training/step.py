@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import ClassVar, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import chex
 import jax
@@ -69,10 +69,7 @@ class Step:
       sets_zeros: whether updates put pruned weights at exactly 0.0.
       keeps_zeros: whether pruned weights are 0 between steps, and so in the inputs of hooks.
       may_regrow: whether weights that return to a mask restart.
-      is_compact: whether the inner state holds kept weights only, as `KeptState`.
     """
-
-    is_compact: ClassVar[bool] = False
 
     updater: Updater
     inner: optax.GradientTransformationExtraArgs
@@ -156,10 +153,11 @@ class Step:
         if params is None:  # raises the error of optax for missing params
             optax.add_decayed_weights(0.0).update(updates, optax.EmptyState(), None)
         check_masks(params, state.masks, packed=self.packed)
-        if isinstance(state.inner_state, KeptState) != self.is_compact:
+        is_compact = self.updater.use_compact_state
+        if isinstance(state.inner_state, KeptState) != is_compact:
             raise ValueError(
-                f"use_compact_state={self.is_compact}, and the state was made with "
-                f"use_compact_state={not self.is_compact}. Restore it with that option."
+                f"use_compact_state={is_compact}, and the state was made with "
+                f"use_compact_state={not is_compact}. Restore it with that option."
             )
         check_gradients(updates, params, state.masks)
         return Inputs(params, updates, self.updater.sites(params), extra)
