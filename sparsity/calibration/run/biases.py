@@ -63,7 +63,8 @@ def find_run_biases(graph: Graph, sites: Mapping[Path, Site]) -> Biases:
 
 def _holds_outputs(graph: Graph, path: Path, bias: Bias) -> bool:
     """Returns whether a bias can hold outputs: a real one would lose their imaginary parts."""
-    (dtype,) = (param.dtype for param in graph.leaves if param.path == bias.path)
     outputs = [use.equation.outputs[0].dtype for use in graph.tracker.find_products(path)]
-    is_complex = any(jnp.issubdtype(x, jnp.complexfloating) for x in outputs)
-    return not is_complex or jnp.issubdtype(dtype, jnp.complexfloating)
+    if not any(jnp.issubdtype(x, jnp.complexfloating) for x in outputs):
+        return True
+    (dtype,) = (param.dtype for param in graph.leaves if param.path == bias.path)
+    return jnp.issubdtype(dtype, jnp.complexfloating)
