@@ -64,3 +64,21 @@ def share(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., PyTree]:
         return jax.tree.unflatten(structure[0], leaves)
 
     return call
+
+
+def share_at_call(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Returns a function that its first call compiles by `share`; later arguments must be alike.
+
+    Example:
+      >>> add = share_at_call(lambda x, y: x + y)
+      >>> add(jnp.float32(1.0), jnp.float32(2.0)), add(jnp.float32(3.0), jnp.float32(4.0))
+      (Array(3., dtype=float32), Array(7., dtype=float32))
+    """
+    compiled: list[Callable[..., PyTree]] = []
+
+    def call(*args: PyTree) -> PyTree:
+        if not compiled:
+            compiled.append(share(fn, *args))
+        return compiled[0](*args)
+
+    return call

@@ -26,7 +26,7 @@ from sparsity.graph import Use
 from sparsity.programs.entrywise import ENTRYWISE
 from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.program import Equation, Program, Value
-from sparsity.programs.share import share
+from sparsity.programs.share import share_at_call
 
 
 class Lockstep:
@@ -121,10 +121,9 @@ class Lockstep:
                 values.update(zip(equation.outputs, lax.optimization_barrier(outputs), strict=True))
             return [values[x] for x in needed]
 
-        compiled: Callable[..., list[jax.Array]] | None = None
+        compiled = share_at_call(run)
         for batch, values in enumerate(frame.data):
             arrays = [frame.read(batch, value) for value in inputs]
-            compiled = share(run, arrays) if compiled is None else compiled
             values.update(zip(needed, compiled(arrays), strict=True))
             for equation in equations:
                 forget(values, equation, last)  # before the next batch needs memory
@@ -140,12 +139,11 @@ class Lockstep:
             return
         for number, layers in self._order(equation.bodies, frame.layers):
             self._reach(frame, equation, number, layers)
-        run: Callable[..., list[jax.Array]] | None = None
+        # Of loops, JAX would keep a program for each trace.
+        run = share_at_call(equation.bind) if equation.bodies else equation.bind
         for batch, values in enumerate(frame.data):
-            inputs = frame.inputs(batch, equation)
-            if run is None:  # of loops, JAX would keep a program for each trace
-                run = share(equation.bind, inputs) if equation.bodies else equation.bind
-            values.update(zip(equation.outputs, run(inputs), strict=True))
+            outputs = run(frame.inputs(batch, equation))
+            values.update(zip(equation.outputs, outputs, strict=True))
             forget(values, equation, last)  # before the next batch needs memory
 
     def _order(self, bodies: Sequence[Program], layers: Layers) -> Iterator[tuple[int, Layers]]:

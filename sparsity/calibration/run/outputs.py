@@ -136,8 +136,8 @@ def _compile(
     """Compiles a function, on one device as a program that later runs of its text share."""
     arrays = [x for x in jax.tree.leaves(inputs) if isinstance(x, jax.Array)]
     devices = {device for x in arrays for device in x.devices()}
-    shared = outputs if len(devices) > 1 else share(outputs, *inputs)
-    return jax.jit(outputs) if shared is outputs else shared
+    compiled = jax.jit(outputs)
+    return compiled if len(devices) > 1 else share(compiled, *inputs)
 
 
 def _squares_on_host(xs: Sequence[np.ndarray]) -> np.ndarray:

@@ -19,7 +19,7 @@ from sparsity.calibration.statistics.summing import Steps, SummingInterpreter, S
 from sparsity.core import host, sharding
 from sparsity.core.trees import PyTree
 from sparsity.programs.program import Equation
-from sparsity.programs.share import share
+from sparsity.programs.share import share_at_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +73,11 @@ class Stop:
 
     def _rerun(self, matrices: Sequence[jax.Array]) -> jax.Array | None:
         """Returns the losses by programs that the run needs anyway; `None` if there are none."""
-        xs = {number: self._operands(number) for number in self.layers if not self.equation.bodies}
+        if self.equation.bodies:
+            return None
+        xs = {number: self._operands(number) for number in self.layers}
         place = host.find_place(xs, matrices)
-        if place is None or not xs:
+        if place is None:
             return None
         total = np.zeros(len(matrices))
         for number, inputs in xs.items():
@@ -99,10 +101,10 @@ class Stop:
         if not self.equation.bodies:
             xs = {number: self._operands(number) for number in self.layers}
             compiled: dict[int, Callable[..., PyTree]] = {}
-            for number, inputs in xs.items():
+            for number in xs:
                 alone = functools.partial(sum_up, number, steps={})
-                compiled[number] = share(
-                    lambda x, more, alone=alone: alone(x, arguments=more), inputs[0], arguments
+                compiled[number] = share_at_call(
+                    lambda x, more, alone=alone: alone(x, arguments=more)
                 )
             for batch in batches:
                 yield {number: compiled[number](x[batch], arguments) for number, x in xs.items()}
@@ -121,12 +123,9 @@ class Stop:
 
             return SummingInterpreter(uses, sum_layer).sum_equation(self.equation, inputs)
 
-        program: Callable[..., Sums] | None = None
+        program = share_at_call(jax.jit(run))
         for batch in batches:
-            inputs = self.frame.inputs(batch, self.equation)
-            if program is None:
-                program = share(jax.jit(run), inputs, indices, arguments)
-            yield program(inputs, indices, arguments)
+            yield program(self.frame.inputs(batch, self.equation), indices, arguments)
 
 
 def _add_up(batches: Iterable[Sums]) -> tuple[Sums, list[jax.Array]]:
