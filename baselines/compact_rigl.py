@@ -1,11 +1,12 @@
 """Trains the wide character transformer by RigL, sparse from the first step; see COMPACT_RIGL.md.
 
-    python -m baselines.compact_rigl [--report] [--steps N] [--seeds N]
+    python -m baselines.compact_rigl [--report] [--steps N] [--seeds N] [--devices N]
 
 Text, width and recipe are those of `compact_transformer`; the layers are a scan. The masked run
 wraps the optimizer. A compact run holds kept values, and moves their masks by `Compact.move` in the
 steps in which the masked run moves its masks. All runs of a seed train in turn, some steps each, so
-that their times compare. Rows of a seed are stored once they are complete.
+that their times compare. With several devices, of a CPU one for each core, a batch is spread over
+them; a dense run on one device trains beside. Rows of a seed are stored once they are complete.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import sparsity
 from baselines import compact_transformer as wide
@@ -33,10 +35,11 @@ from benchmarks import compact_steps
 SPARSITY, EVERY, SEEDS = 0.9, 15, 2
 DEPTHS = (2, 4)  # at which bytes are counted, too
 ROUNDS = 6  # of measured steps and moves, those of all runs in turn
-SHORT = (1, 9)  # windows with almost no activations
+SHORT = 9  # characters of a window with almost no activations
 RESULTS = store.RESULTS / "compact_rigl.json"
 PAGE = store.FOLDER / "COMPACT_RIGL.md"
 LEGEND = {
+    "one device": "dense, one device",
     "dense": "dense",
     "masked": "rigl (masked)",
     "values": "rigl (compact)",
@@ -89,6 +92,7 @@ class Run:
       step: from the carry, the number of steps so far and windows to the next carry.
       move: the same with a move of the masks; `None` where `step` moves them.
       moves: whether a step moves masks.
+      devices: over how many devices a batch is spread.
       cpu: CPU-seconds of training.
       wall: seconds of training.
       compile: CPU-seconds of compiling step and move.
@@ -98,15 +102,32 @@ class Run:
     step: Callable[..., Carry]
     move: Callable[..., Carry] | None = None
     moves: Callable[[int], bool] = lambda i: False
+    devices: int = 1
     cpu: float = 0.0
     wall: float = 0.0
     compile: list[float] = dataclasses.field(default_factory=list)
+
+    def spread(self, devices: int) -> Run:
+        """Returns the run on several devices: its carry on each, a part of the batch on each."""
+        carry = jax.device_put(self.carry, NamedSharding(make_mesh(devices), PartitionSpec()))
+        return dataclasses.replace(self, carry=carry, devices=devices)
+
+    @property
+    def sharding(self) -> NamedSharding | None:
+        """How windows spread over the devices."""
+        if self.devices == 1:
+            return None
+        return NamedSharding(make_mesh(self.devices), PartitionSpec("batch"))
+
+    def windows(self, seed: int, i: int) -> jax.Array:
+        """Windows [batch, length + 1] of a step."""
+        return jax.device_put(windows(seed, i), self.sharding)
 
     @functools.cached_property
     def programs(self) -> list[Any]:
         """The compiled step and the compiled move, which donate the carry."""
         compiled = []
-        for lowered in self.lower(windows(0, 0)):
+        for lowered in self.lower(self.windows(0, 0)):
             start = time.process_time()
             compiled.append(lowered().compile())
             self.compile.append(time.process_time() - start)
@@ -122,7 +143,7 @@ class Run:
 
     def train(self, seed: int, first: int, last: int) -> None:
         """Trains from one step to another, and measures the time."""
-        programs, drawn = self.programs, [windows(seed, i) for i in range(first, last)]
+        programs, drawn = self.programs, [self.windows(seed, i) for i in range(first, last)]
         starts = time.process_time(), time.perf_counter()
         for i, text in zip(range(first, last), drawn, strict=True):
             program = programs[-1 if self.moves(i) else 0]
@@ -130,6 +151,11 @@ class Run:
         jax.block_until_ready(self.carry)
         self.cpu += time.process_time() - starts[0]
         self.wall += time.perf_counter() - starts[1]
+
+    def short_windows(self) -> jax.ShapeDtypeStruct:
+        """A window with almost no activations, for each device."""
+        shape = (self.devices, SHORT)
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.sharding)
 
     def count_bytes(self, text: Any = None) -> list[float]:
         """Returns megabytes of step and move, for the windows of a step or of a shape."""
@@ -159,17 +185,21 @@ class Run:
         return {
             "state": sum(leaf.nbytes for leaf in jax.tree.leaves(self.carry)) / 1e6,
             "bytes": self.count_bytes(),
-            "bytes_short": self.count_bytes(jax.ShapeDtypeStruct(SHORT, jnp.int32)),
+            "bytes_short": self.count_bytes(self.short_windows()),
         }
 
     def repeat(self, number: int) -> Carry:
         """Runs the step (0) or the move (1), to measure its time after training."""
-        self.carry = self.programs[number](self.carry, np.int32(1), windows(0, 0))
+        self.carry = self.programs[number](self.carry, np.int32(1), self.windows(0, 0))
         return self.carry
 
 
+def make_mesh(devices: int) -> Mesh:
+    return jax.make_mesh((devices,), ("batch",), (AxisType.Auto,), devices=jax.devices()[:devices])
+
+
 def windows(seed: int, i: int) -> jax.Array:
-    """Windows [batch, length + 1] of a step."""
+    """Windows [batch, length + 1] of a step, on one device."""
     return wide.draw(seed * 10**6 + i)
 
 
@@ -265,17 +295,20 @@ def trace(layers: int = task.LAYERS) -> sparsity.Graph:
 # Results.
 
 
-def measure_all(seeds: int, results: dict[str, Any]) -> None:
-    """Measures all seeds and depths that have no result yet."""
-    parts = {"depths": (DEPTHS, measure_depth), "seeds": (range(seeds), measure_seed)}
-    for name, (numbers, measure) in parts.items():
+def measure_all(seeds: int, devices: int, results: dict[str, Any]) -> None:
+    """Measures all depths, and all seeds on a number of devices, that have no result yet."""
+    rows = results["devices"].setdefault(str(devices), {})
+    for stored, numbers, measure in (
+        (results["depths"], DEPTHS, measure_depth),
+        (rows, range(seeds), functools.partial(measure_seed, devices=devices)),
+    ):
         for number in numbers:
-            if str(number) not in results[name]:
-                results[name][str(number)] = measure(number, results["steps"])
+            if str(number) not in stored:
+                stored[str(number)] = measure(number, results["steps"])
                 save(results)
 
 
-def measure_seed(seed: int, steps: int) -> dict[str, dict[str, Any]]:
+def measure_seed(seed: int, steps: int, devices: int = 1) -> dict[str, dict[str, Any]]:
     """Returns the rows of a seed, whose runs train in turn."""
     pruner = make_pruner(seed, steps)
     by_groups = make_pruner(seed, steps, sparsity_type=trace().fan_in(wide.GROUP))
@@ -285,6 +318,9 @@ def measure_seed(seed: int, steps: int) -> dict[str, dict[str, Any]]:
         "values": make_compact(pruner, seed, steps),
         "grouped": make_compact(by_groups, seed, steps, tune=True),
     }
+    if devices > 1:
+        runs = {name: run.spread(devices) for name, run in runs.items()}
+        runs["one device"] = make_dense(seed, steps)
     for first in range(0, steps, EVERY):
         for run in runs.values():
             run.train(seed, first, min(first + EVERY, steps))
@@ -305,12 +341,12 @@ def measure_seed(seed: int, steps: int) -> dict[str, dict[str, Any]]:
 
 def measure_depth(layers: int, steps: int) -> dict[str, float]:
     """Returns megabytes without activations of masked and compact training at a depth."""
-    pruner, text = make_pruner(0, steps), jax.ShapeDtypeStruct(SHORT, jnp.int32)
+    pruner = make_pruner(0, steps)
     runs = {
         "masked": make_masked(pruner, 0, steps, layers=layers),
         "values": make_compact(pruner, 0, steps, layers=layers),
     }
-    return {name: max(run.count_bytes(text)) for name, run in runs.items()}
+    return {name: max(run.count_bytes(run.short_windows())) for name, run in runs.items()}
 
 
 def share_entries(masks: chex.ArrayTree, others: chex.ArrayTree) -> float:
@@ -324,10 +360,12 @@ def save(results: dict[str, Any]) -> None:
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def table(results: dict[str, Any]) -> str:
+def table(results: dict[str, Any], devices: int) -> str:
     """A Markdown table of the results: sizes are those of the first seed, times means of seeds."""
-    seeds, rows = list(results["seeds"].values()), []
+    seeds, rows = list(results["devices"][str(devices)].values()), []
     for name, text in LEGEND.items():
+        if name not in seeds[0]:
+            continue
         each, first = [rows[name] for rows in seeds], seeds[0][name]
         bits = ", ".join(f"{row['bits']:.3f}" for row in each)
         sizes = [pair(first[key], 1) for key in ("bytes", "bytes_short")]
@@ -362,7 +400,7 @@ def pair(numbers: Any, digits: int) -> str:
 
 def page(results: dict[str, Any]) -> str:
     shared = " and ".join(
-        f"{100 * rows['values']['shared']:.1f}" for rows in results["seeds"].values()
+        f"{100 * rows['values']['shared']:.1f}" for rows in results["devices"]["1"].values()
     )
     depths = " ".join(
         f"At {layers} layers the peak of `rigl (compact)` without activations is"
@@ -370,6 +408,8 @@ def page(results: dict[str, Any]) -> str:
         for layers, sizes in results["depths"].items()
     )
     moves = results["steps"] * 3 // 4 // EVERY
+    numbers = [int(each) for each in results["devices"] if each != "1"]
+    tables = "\n\n".join(f"{n} devices:\n\n{table(results, n)}" for n in numbers)
     return f"""# Sparse from the first step
 
 `python -m baselines.compact_rigl` made these results. The character transformer of
@@ -378,13 +418,22 @@ of {wide.BATCH} windows by RigL at {100 * SPARSITY:.0f} %: {moves} moves of the 
 one in {EVERY} steps until three quarters of the steps. A step that moves masks leaves the weights
 as they are. Dense and masked runs have one program, compact runs one for steps and one for moves.
 Bytes count arguments and temporaries; without activations, they are those of one window
-of {SHORT[1] - 1} characters. Runs of a seed train in turn, {EVERY} steps each; their times are sums
+of {SHORT - 1} characters. Runs of a seed train in turn, {EVERY} steps each; their times are sums
 of all steps and moves, without compilation. Masked and compact run of a seed end with
 {shared} % of their kept entries in common.
 
-{table(results)}
+{table(results, 1)}
 
 {depths}
+
+## On several devices
+
+XLA computes a batch of small products, which is how groups multiply, on one thread of a CPU. One
+device for each core and a batch spread over a mesh of the devices keep all cores at work:
+`python -m baselines.compact_rigl --devices 2`. Bytes are those of one device; ratios are to the dense run on the same devices. The
+first row is a dense run on one device, which trains in turn with the others.
+
+{tables}
 """
 
 
@@ -393,14 +442,16 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="write the page, train nothing")
     parser.add_argument("--steps", type=int, default=wide.STEPS)
     parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--devices", type=int, default=1, help="number of devices of the CPU")
     options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", options.devices)
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     if results.get("steps") != options.steps and not options.report:
-        results = {"steps": options.steps, "seeds": {}, "depths": {}}
+        results = {"steps": options.steps, "devices": {}, "depths": {}}
     if not options.report:
-        measure_all(options.seeds, results)
+        measure_all(options.seeds, options.devices, results)
     PAGE.write_text(page(results), encoding="utf-8")
-    print(table(results))
+    print(table(results, options.devices))
 
 
 if __name__ == "__main__":
