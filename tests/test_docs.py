@@ -30,6 +30,18 @@ LINKS = [
 ]
 
 
+# Text.
+
+
+def test_no_page_has_two_sections_of_one_name():
+    paths = [*ROOT.glob("*.md"), *ROOT.glob("[bd]*/**/*.md"), *ROOT.glob("tests/**/*.md")]
+    assert len(paths) > 40
+    for path in paths:
+        headings = re.findall(r"^## .*", path.read_text(encoding="utf-8"), re.MULTILINE)
+        twice = {heading for heading in headings if headings.count(heading) > 1}
+        assert not twice, f"{path}: {twice}"
+
+
 # Code and commands.
 
 
