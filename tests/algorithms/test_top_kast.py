@@ -162,3 +162,11 @@ def test_a_backward_sparsity_above_the_forward_one_is_an_error(wrapper):
     tx = _make(backward_sparsity=0.9).wrap_optax(optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"must not exceed.*0\.8, got backward_sparsity = 0\.9\."):
         wrapper(tx.init)(helpers.params())
+
+
+def test_the_forward_pass_is_sparse_before_the_first_update():
+    updater = _make(scheduler=sparsity.PeriodicSchedule(3, update_start_step=9))
+    params = np.arange(1.0, 11.0, dtype=np.float32).reshape(2, 5)
+    state = updater.wrap_optax(optax.sgd(0.1)).init(params)
+    seen = updater.pre_forward_update(params, state)
+    np.testing.assert_array_equal(seen, [[0] * 5, [0, 0, 0, 9, 10]])

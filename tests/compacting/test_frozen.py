@@ -197,3 +197,12 @@ def test_frozen_entries_are_rounded_by_the_cast_of_the_model(dtype):
     graph = trace(fn, params, x)
     model = compact(graph, params, masks, outside="frozen", formats={"w": "values"})
     np.testing.assert_array_equal(jax.jit(model.apply)(model.params, x), jax.jit(fn)(params, x))
+
+
+def test_groups_among_frozen_entries_are_stored_one_by_one():
+    params = {"w": jnp.arange(128.0).reshape(16, 8)}
+    graph = trace(lambda params, x: x @ params["w"], params, jnp.ones((1, 16)))
+    masks = {"w": np.repeat(np.eye(16, 2, dtype=np.uint8), 4, axis=1)}
+    assert set(compact(graph, params, masks).formats.values()) == {"grouped"}
+    frozen = compact(graph, params, masks, outside="frozen")
+    assert set(frozen.formats.values()) == {"values"}

@@ -232,3 +232,23 @@ def test_a_state_of_several_arrays_for_a_parameter_is_refused():
     params, masks = pruner.instant_sparsify(params)
     with pytest.raises(ValueError, match=r"a leaf '0/mu/k/0' of shape \(16,\) for 'k'"):
         shrink(graph, params, masks, optax.sm3(1e-2).init(params))
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_norms_of_moments_go_on_only_where_gradients_are_masked(model, is_masked):
+    params, x, graph = model
+    pruner = sparsity.MagnitudePruning(
+        scope=Coupled(graph),
+        sparsity_distribution_fn=Uniform(0.5),
+        scheduler=sparsity.OneShotSchedule(0),
+        is_sparse_gradients=is_masked,
+    )
+    tx = pruner.wrap_optax(optax.lamb(1e-3))
+    state = tx.init(params)
+    for _ in range(2):
+        params, state = train_step(tx, x, mlp, params, state)
+    if is_masked:
+        assert shrink(graph, params, state.masks, state, tx).opt_state is not None
+        return
+    with pytest.raises(ValueError, match="would not train the smaller model as the masked one"):
+        shrink(graph, params, state.masks, state, tx)
