@@ -208,7 +208,7 @@ def is_array(leaf: object) -> bool:
 
 def is_numeric(leaf: object) -> bool:
     """Returns whether a leaf is an array of numbers or booleans: no random keys, no text."""
-    dtype: Any = getattr(leaf, "dtype", None)
+    dtype: PyTree = getattr(leaf, "dtype", None)
     return is_array(leaf) and any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
 
 
