@@ -224,8 +224,9 @@ def shrink(
       The smaller model.
 
     Raises:
-      ValueError: masks are of another model, hold other entries than 0 and 1 or remove a group, the
-        optimizer's state cannot be cut, or `tx` would train otherwise; the error names the leaf.
+      ValueError: masks are traced or of another model, hold other entries than 0 and 1 or remove a
+        group, the optimizer's state cannot be cut, or `tx` would train otherwise; the error names
+        the leaf.
 
     Example:
       >>> import jax.numpy as jnp
