@@ -299,7 +299,7 @@ def _check_covered(
     """Raises a ValueError that names the first changed entry outside a mask."""
     outside = positions
     if mask is not None:
-        outside = positions[np.asarray(mask).reshape(-1)[positions] == 0]
+        outside = positions[to_host(name, mask).reshape(-1)[positions] == 0]
     if outside.size:
         index, first = entry_text(old.shape, outside[0]), outside[0]
         raise ValueError(

@@ -247,10 +247,12 @@ def test_masks_that_do_not_fit_are_refused(model):
 
 
 def test_tracers_are_refused(model):
-    base, params, _ = model
+    base, params, masks = model
     delta = Delta.between(base, params)
     with pytest.raises(ValueError, match=r"'layer/bias' is traced. .* outside jit"):
         jax.jit(delta.apply)(base)
+    with pytest.raises(ValueError, match=r"'layer/bias' is traced. .* outside jit"):
+        jax.jit(lambda masks: Delta.between(base, params, masks).nbytes)(masks)
 
 
 def test_arrays_of_several_processes_are_refused():
