@@ -28,15 +28,16 @@ def merge_lora(params: Params, lora: PyTree, masks: Masks, *, scale: chex.Numeri
         numbers of axes determine the number of batch axes.
       masks: tree of masks, packed or not, `None` for a dense weight: the masks of
         `get_sparse_state(opt_state)`, or the second result of `instant_sparsify`.
-      scale: factor of A @ B, often alpha / rank.
+      scale: factor of A @ B, a real number, often alpha / rank.
 
     Returns:
       Tree like `params`, with pruned weights at exactly 0.0. Sums are taken in float32 or wider and
       rounded once, to the dtype of W. A weight without an adapter is only masked.
 
     Raises:
-      ValueError: an adapter has no weight, is no tuple (A, B) or has shapes that do not fit, or a
-        weight has neither a mask nor `None`. The message names the path.
+      ValueError: an adapter has no weight, is no tuple (A, B), or has shapes or a dtype that do not
+        fit, or a weight has neither a mask nor `None`; the message names the path. `scale` is no
+        real number.
 
     Example:
       >>> params = {"kernel": jnp.array([[1.0, 0.0], [0.0, 2.0]])}
@@ -46,6 +47,8 @@ def merge_lora(params: Params, lora: PyTree, masks: Masks, *, scale: chex.Numeri
       Array([[2.5, 0. ],
              [0. , 6. ]], dtype=float32)
     """
+    if jnp.shape(scale) or jnp.iscomplexobj(scale):
+        raise ValueError(f"scale must be a real number, got scale = {scale!r}.")
     factors = trees.leaves_by_path(lora)
 
     def merge(path: trees.KeyPath, param: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -80,7 +83,7 @@ def _merge(
 
 def _batch_axes(param: jax.Array, a: jax.Array, b: jax.Array) -> int:
     """Returns the number of leading axes that W, A and B share."""
-    return a.ndim + b.ndim - 2 - param.ndim
+    return jnp.ndim(a) + jnp.ndim(b) - 2 - jnp.ndim(param)
 
 
 def _check(name: str, param: jax.Array, a: jax.Array | None, b: jax.Array | None) -> None:
@@ -88,7 +91,14 @@ def _check(name: str, param: jax.Array, a: jax.Array | None, b: jax.Array | None
     shapes = [None if factor is None else jnp.shape(factor) for factor in (a, b)]
     if a is not None and b is not None:
         batch = _batch_axes(param, a, b)
-        if 0 <= batch < min(a.ndim, b.ndim):
+        is_complex = jnp.iscomplexobj(a) or jnp.iscomplexobj(b)
+        if not trees.is_prunable(param) or (is_complex and not jnp.iscomplexobj(param)):
+            raise ValueError(
+                f"A weight of dtype {jnp.result_type(param)} cannot hold the adapter of {name!r} "
+                f"of dtype {jnp.result_type(a, b)}. Give real adapters to real weights, and None "
+                "to weights that are not floating."
+            )
+        if 0 <= batch < min(jnp.ndim(a), jnp.ndim(b)):
             fits = a.shape[:-1] + b.shape[batch + 1 :] == param.shape
             if fits and a.shape[:batch] == b.shape[:batch] and a.shape[-1] == b.shape[batch]:
                 return

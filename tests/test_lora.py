@@ -119,6 +119,25 @@ def test_an_adapter_that_does_not_fit_is_named(a, b):
         merge_lora(params, {"layer": {"kernel": adapter(a, b)}}, {"layer": {"kernel": None}})
 
 
+@pytest.mark.parametrize(("weight", "factor"), [(jnp.int32, jnp.float32), (jnp.float32, "c8")])
+def test_an_adapter_whose_numbers_the_weight_cannot_hold_is_named(weight, factor):
+    adapter = jnp.ones((6, 2), factor), jnp.ones((2, 8))
+    with pytest.raises(ValueError, match="cannot hold the adapter of 'w'"):
+        merge_lora({"w": jnp.ones((6, 8), weight)}, {"w": adapter}, None)
+
+
+def test_an_adapter_of_numbers_is_named():
+    with pytest.raises(ValueError, match=r"The adapter of 'w' has the shapes A = \(\) and B"):
+        merge_lora({"w": jnp.ones((6, 8))}, {"w": (1.0, jnp.ones((2, 6, 2, 8)))}, None)
+
+
+@pytest.mark.parametrize("scale", [1j, np.ones((3, 1, 1)), np.ones(8)])
+def test_a_scale_that_is_no_real_number_is_an_error(scale):
+    lora = {"w": (jnp.ones((6, 2)), jnp.ones((2, 8)))}
+    with pytest.raises(ValueError, match="scale must be a real number, got scale"):
+        merge_lora({"w": jnp.ones((6, 8))}, lora, None, scale=scale)
+
+
 def test_half_an_adapter_is_named():
     params, masks = pruned()
     with pytest.raises(ValueError, match=r"'kernel' has the shapes A = \(16, 4\) and B = None"):

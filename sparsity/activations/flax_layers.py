@@ -74,7 +74,7 @@ def sparsify_linen(
     @functools.wraps(apply)
     def sparse_apply(*args: P.args, **kwargs: P.kwargs) -> R:
         layer_names: list[str] = []
-        with linen.intercept_methods(functools.partial(_intercept, rules, layer_names)):
+        with linen.intercept_methods(functools.partial(_intercept, rules, layer_names, [])):
             result = apply(*args, **kwargs)
         _check_keys(rules, dict.fromkeys(layer_names))
         return result
@@ -167,16 +167,19 @@ def _rules(
 def _intercept(
     rules: dict[names.Key, PruneFn],
     layer_names: list[str],
+    running: list[str],
     call: Callable[..., trees.PyTree],
     args: tuple[trees.PyTree, ...],
     kwargs: dict[str, trees.PyTree],
     context: Any,
 ) -> trees.PyTree:
     """Calls a method of a linen module; prunes and reports the output of a chosen layer."""
-    out = call(*args, **kwargs)
     name = "/".join(context.module.path)
-    if context.method_name != "__call__" or not name:
-        return out
+    if context.method_name != "__call__" or not name or name in running:
+        return call(*args, **kwargs)  # a layer that runs calls `__call__` of its base class
+    running.append(name)
+    out = call(*args, **kwargs)
+    running.pop()
     layer_names.append(name)
     if (key := names.best_key(rules, name)) is None:
         return out

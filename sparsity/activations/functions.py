@@ -49,6 +49,8 @@ def prune_act_unstruct(
     """
     check_density("density", density)
     check_int("batch_axes", batch_axes, 0)
+    if not isinstance(density, int | float):  # bfloat16 would round the difference
+        density = jnp.asarray(density, jnp.promote_types(jnp.result_type(density), jnp.float32))
     create = functools.partial(
         create_mask,
         sparsity=1 - density,

@@ -340,9 +340,10 @@ def compact(
         and all products allow it, 'slices' for whole slices if others are frozen, else 'values'.
 
     Raises:
-      ValueError: masks or state do not fit `params`, a masked parameter is not floating, `tx`
-        would train kept values otherwise, a format or a path is unknown, a mesh divides an axis
-        that indexes no slices, or a quantized parameter is not cast. Errors name the parameter.
+      ValueError: masks are traced, masks or state do not fit `params`, a masked parameter is not
+        floating, `tx` would train kept values otherwise, a format or a path is unknown, a mesh
+        divides an axis that indexes no slices, or a quantized parameter is not cast. Errors name
+        the parameter.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsity

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
@@ -203,6 +204,12 @@ def prunable(tree: PyTree, like: PyTree | None = None) -> PyTree:
 def is_array(leaf: object) -> bool:
     """Returns whether a leaf is an array, or stands for one by shape and dtype."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def is_numeric(leaf: object) -> bool:
+    """Returns whether a leaf is an array of numbers or booleans: no random keys, no text."""
+    dtype: PyTree = getattr(leaf, "dtype", None)
+    return is_array(leaf) and any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
 
 
 def only_arrays(tree: PyTree) -> PyTree:

@@ -65,7 +65,8 @@ def pruning(
       like the parameters of uint8 masks (1 = keep), `None` for dense layers.
 
     Raises:
-      ValueError: the strategy is invalid or does not fit the parameters, at this epoch or another.
+      ValueError: the strategy is invalid or does not fit the parameters, at this epoch or another;
+        `epoch` is no integer; a mask does not fit, as in `pruning_apply`.
 
     Example:
       >>> params = {"kernel": jnp.array([[4.0, -3.0, 2.0, 1.0]]), "bias": jnp.ones(4)}
@@ -75,13 +76,15 @@ def pruning(
     """
     params = getattr(state, "params", state)
     stages = strategies.read(prune_strategy, params)
-    if isinstance(epoch, bool) or not hasattr(epoch, "__index__"):
-        raise ValueError(f"epoch must be an integer, got epoch = {epoch!r}.")
-    if operator.index(epoch) not in stages:
+    try:
+        number = operator.index("" if isinstance(epoch, bool) else epoch)  # type: ignore[arg-type]
+    except TypeError as error:  # also of tracers, and of arrays that are no integers
+        raise ValueError(f"epoch must be an integer, got epoch = {epoch!r}.") from error
+    if number not in stages:
         return False, mask_key
     masked = apply_masks(params, _read(mask_key, params))
     scores = jax.tree.map(jnp.abs, trees.prunable(masked))
-    return True, _masks(stages[operator.index(epoch)], scores, mask_key)
+    return True, _masks(stages[number], scores, mask_key)
 
 
 def pruning_apply(state: PyTree, mask_key: PyTree) -> tuple[PyTree, PyTree]:
@@ -95,7 +98,8 @@ def pruning_apply(state: PyTree, mask_key: PyTree) -> tuple[PyTree, PyTree]:
       (state with pruned parameters, mask_key).
 
     Raises:
-      ValueError: a mask has no parameter, or a parameter of another shape.
+      ValueError: a mask has no parameter, or a parameter of another shape, or a parameter has
+        neither a mask nor `None`.
 
     Example:
       >>> pruning_apply(jnp.array([3.0, 4.0]), jnp.array([0, 1], jnp.uint8))[0]

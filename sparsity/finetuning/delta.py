@@ -39,7 +39,7 @@ class Delta:
     `Delta.between` makes one, `apply` puts it into the base, bit for bit. Parameters are known by
     their paths, joined by '/', so that a delta fits the base in any container and in any checkpoint
     format. Everything happens on the host, outside jit, one parameter at a time. Leaves that are no
-    numeric arrays, such as random keys, have no part in a delta.
+    numeric arrays, such as random keys and text, have no part in a delta.
 
     Attributes:
       base: shape, dtype and fingerprint of each array of the base, by path.
@@ -92,7 +92,7 @@ class Delta:
         kept = None
         if masks is not None:
             check_masks(params, masks, packed=False)
-            kept = named_arrays(masks)
+            kept = {trees.join_names(path): x for path, x in trees.leaves_by_names(masks).items()}
         parameters: dict[str, BaseParameter] = {}
         changes: dict[str, Entries] = {}
         for name in before:
@@ -143,12 +143,13 @@ class Delta:
 
         Applied, an entry is that of the base plus the sum of weight times change over all deltas
         that hold the entry. The sum is computed by `apply`, in float64 from the stored values, and
-        rounded once; an entry of one delta with weight 1 is exact. So the merged delta takes the
+        rounded once; a new value of one delta with weight 1 is exact. So the merged delta takes the
         bytes of all deltas together.
 
         Args:
           deltas: at least one; merged ones too.
-          weights: a finite number for each; by default 1. Negative ones subtract a change.
+          weights: a finite number for each; by default 1. Negative ones subtract a change. Weights
+            of a merged delta are multiplied by its weight here.
 
         Raises:
           ValueError: the deltas are of different bases; a parameter of integers would be weighted,
@@ -163,6 +164,7 @@ class Delta:
         check_iterable("deltas", deltas)
         if weights is not None:
             check_iterable("weights", weights)
+        deltas = list(deltas)
         if not deltas:
             raise ValueError("deltas must hold at least one delta, got none.")
         weights = [1.0] * len(deltas) if weights is None else list(weights)
@@ -182,6 +184,8 @@ class Delta:
             for delta, weight in zip(deltas, weights, strict=True)
             for term in delta.terms
         ]
+        for term in terms:
+            check_number("the product of a weight with that of a merged delta", term.weight)
         merged = cls(deltas[0].base, tuple(term for term in terms if term.weight))
         _check_integers(merged)
         return merged
@@ -199,8 +203,8 @@ class Delta:
             not, or numpy arrays. Leaves that the delta does not know stay as they are.
 
         Returns:
-          A tree like `base` of new arrays, with the same dtypes and shardings. They share no memory
-          with `base`, so either can be donated.
+          A tree like `base`, with the same dtypes and shardings. Parameters of the delta are new
+          arrays and share no memory with `base`; other leaves are those of `base`.
 
         Raises:
           ValueError: `base` is another model. The message names the first parameter that differs,
@@ -279,10 +283,10 @@ def _check_leaves(base: PyTree, params: PyTree) -> None:
                 f"{role} has no leaf at {trees.listed(sorted(names))}. Both must be of one model."
             )
     for name, leaf in one.items():
-        if trees.is_array(leaf) != trees.is_array(other[name]):
+        if trees.is_numeric(leaf) != trees.is_numeric(other[name]):
             raise ValueError(f"{name!r} is an array in only one of base and params.")
         is_number = isinstance(leaf, int | float | complex) and not trees.is_array(leaf)
-        if is_number and leaf != other[name]:
+        if is_number and not np.array_equal(leaf, other[name], equal_nan=True):
             raise ValueError(
                 f"{name!r} is {leaf} in base and {other[name]} in params, and no array. Make it an "
                 "array, or leave it out of both."
@@ -295,7 +299,7 @@ def _check_covered(
     """Raises a ValueError that names the first changed entry outside a mask."""
     outside = positions
     if mask is not None:
-        outside = positions[np.asarray(mask).reshape(-1)[positions] == 0]
+        outside = positions[to_host(name, mask).reshape(-1)[positions] == 0]
     if outside.size:
         index, first = entry_text(old.shape, outside[0]), outside[0]
         raise ValueError(

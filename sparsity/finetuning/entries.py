@@ -12,7 +12,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -206,7 +205,7 @@ def named_arrays(tree: PyTree) -> dict[str, PyTree]:
         name = trees.path_string(path)
         if name in arrays:
             raise ValueError(f"Two leaves have the path {name!r}. Rename one.")
-        if trees.is_array(leaf) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        if trees.is_numeric(leaf):
             arrays[name] = leaf
     return arrays
 

@@ -226,8 +226,8 @@ def _check_parameter(path: trees.KeyPath, param: jax.Array, support: Support) ->
     name = trees.path_string(path)
     if not trees.is_prunable(param):
         raise ValueError(
-            f"The masks have a leaf at {name!r}, whose dtype {param.dtype} is not floating. Give "
-            "it no mask: None."
+            f"The masks have a leaf at {name!r}, which is no floating array but of "
+            f"{getattr(param, 'dtype', type(param))}. Give it no mask: None."
         )
     placed = jax.typeof(param).sharding if is_traced(param) else getattr(param, "sharding", None)
     parts = _count_parts(placed, param.ndim)

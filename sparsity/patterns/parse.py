@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from sparsity.core.checks import check_function
+from sparsity.core.checks import check_function, check_kind
 from sparsity.core.names import Registry, suggest
 from sparsity.patterns.base import SparsityType, Unstructured
 from sparsity.patterns.blocks import Block, Channel
@@ -72,12 +72,13 @@ def parse_sparsity_type(text: str) -> SparsityType:
         `register_pattern`.
 
     Raises:
-      ValueError: the string is none of these, or its numbers are invalid for the pattern.
+      ValueError: `text` is no string or none of these, or its numbers are invalid for the pattern.
 
     Example:
       >>> parse_sparsity_type("nm_2,4,-2")
       NByM(n=2, m=4, axis=-2)
     """
+    check_kind("text", text, str, "text such as '2:4'")
     name, numbers = _split(text)
     if name in _FORMS:
         make = _FORMS[name].make

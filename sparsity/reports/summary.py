@@ -31,7 +31,7 @@ def summarize_sparsity(param_tree: PyTree, only_total_sparsity: bool = False) ->
     Returns:
       A dictionary with `_total_sparsity`, `_nparams` and `_nparams_nnz` (non-zeros), exact for
       trees of any size, and a sparsity for each path, joined by '/'; `None` for a leaf that is
-      `None`. Inside `jit` the values are float32 arrays.
+      `None`. Inside `jit` all but `_nparams` and `None` are float32 arrays.
 
     Raises:
       ValueError: an optimizer state holds more than one SparseState or packed masks, or a uint8
@@ -44,10 +44,9 @@ def summarize_sparsity(param_tree: PyTree, only_total_sparsity: bool = False) ->
       0.75
     """
     check_bool("only_total_sparsity", only_total_sparsity)
-    leaves = trees.leaves_and_none(_find_masks(param_tree, packed=False))
-    leaves = {path: leaf for path, leaf in leaves.items() if leaf is None or _is_array(leaf)}
+    leaves = _read_arrays(_find_masks(param_tree, packed=False))
     sizes = {path: jnp.size(leaf) for path, leaf in leaves.items() if leaf is not None}
-    nonzeros = _fetch({path: jnp.count_nonzero(leaves[path]) for path in sizes})
+    nonzeros = _fetch({path: _count_nonzero(leaves[path]) for path in sizes})
     nonzeros |= _refuse_bytes({path: leaves[path] for path in sizes}, nonzeros)
     size, nonzero = sum(sizes.values()), _total(nonzeros)
     single = {path: (sizes[path] - nonzeros[path]) / max(sizes[path], 1) for path in sizes}
@@ -70,7 +69,7 @@ def summarize_intersection(
 
     Returns:
       A dictionary with `_total_intersection`, exact for trees of any size, and a fraction for each
-      path, joined by '/'; `None` for a leaf that is `None`. Inside `jit` the values are float32
+      path, joined by '/'; `None` for a leaf that is `None`. Inside `jit` numbers are float32
       arrays.
 
     Raises:
@@ -81,16 +80,16 @@ def summarize_intersection(
       >>> summarize_intersection({"a": jnp.array([1, 1])}, {"a": jnp.array([0, 1])})
       {'a': 0.5, '_total_intersection': 0.5}
     """
-    leaves1, leaves2 = (
-        trees.leaves_and_none(_find_masks(tree)) for tree in (mask_tree1, mask_tree2)
-    )
+    leaves1, leaves2 = (_read_arrays(_find_masks(tree)) for tree in (mask_tree1, mask_tree2))
     shapes = {p: (_shape(leaves1.get(p)), _shape(leaves2.get(p))) for p in leaves1 | leaves2}
     if differing := {path: pair for path, pair in shapes.items() if pair[0] != pair[1]}:
         raise ValueError(
             "mask_tree1 and mask_tree2 must have the same paths and shapes; they differ at "
             + ", ".join(f"{name} ({a}, {b})" for name, (a, b) in _named(differing).items())
         )
-    pairs = {path: (m, leaves2[path]) for path, m in leaves1.items() if m is not None}
+    pairs = {
+        path: _make_alike(mask, leaves2[path]) for path, mask in leaves1.items() if mask is not None
+    }
     ones = _fetch({path: _count_ones(a) for path, (a, _) in pairs.items()})
     both = _fetch({path: _count_ones(a, b) for path, (a, b) in pairs.items()})
     single = {path: both[path] / _at_least_one(ones[path]) for path in pairs}
@@ -179,20 +178,33 @@ def _refuse_bytes(
     return checked
 
 
-def _is_array(leaf: object) -> bool:
-    """Returns whether a leaf has entries to count; random keys and functions have none."""
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is None:
-        return isinstance(leaf, bool | int | float | complex)
-    return not jnp.issubdtype(dtype, jax.dtypes.extended)
+def _read_arrays(tree: PyTree) -> dict[trees.KeyPath, PyTree]:
+    """Returns the leaves with entries to count and `None`; keys, text and functions have none."""
+    return {
+        path: leaf if leaf is None or trees.is_array(leaf) else jnp.asarray(leaf)
+        for path, leaf in trees.leaves_and_none(tree).items()
+        if leaf is None or trees.is_numeric(leaf) or isinstance(leaf, int | float | complex)
+    }
+
+
+def _count_nonzero(array: chex.Array) -> jax.Array:
+    with jax.enable_x64(jnp.size(array) >= 2**31):  # int32 would overflow
+        return jnp.count_nonzero(array)
 
 
 def _count_ones(*masks: chex.Array) -> jax.Array:
-    """Counts the entries that are non-zero in all masks; bits where masks are uint8."""
-    if all(mask.dtype == jnp.uint8 for mask in masks):
-        bits = functools.reduce(jnp.bitwise_and, masks)
-        return jnp.sum(jax.lax.population_count(bits), dtype=jnp.int32)
-    return jnp.count_nonzero(functools.reduce(jnp.logical_and, [mask != 0 for mask in masks]))
+    """Counts the ones that all masks have: bits of uint8, else entries, which are booleans."""
+    ones = functools.reduce(jnp.bitwise_and, masks)
+    if ones.dtype == bool:
+        return _count_nonzero(ones)
+    with jax.enable_x64(8 * ones.size >= 2**31):
+        return jnp.sum(jax.lax.population_count(ones), dtype=int)
+
+
+def _make_alike(*masks: chex.Array) -> tuple[chex.Array, ...]:
+    """Returns masks as they are if all are uint8, which may be packed, else as booleans."""
+    are_bytes = all(mask.dtype == jnp.uint8 for mask in masks)
+    return masks if are_bytes else tuple(mask != 0 for mask in masks)
 
 
 def _named(by_path: dict[trees.KeyPath, PyTree]) -> dict[str, PyTree]:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import jax
 
+from sparsity.core.checks import check_int
+
 _WARM_UP = 2  # calls: the first compiles, the second fills caches
 
 
@@ -26,7 +28,7 @@ def time_in_turn(*programs: Callable[[], object], rounds: int = 20) -> list[floa
       Seconds, in the order of the programs.
 
     Raises:
-      ValueError: `rounds` is below 1.
+      ValueError: `rounds` is no integer, or below 1.
 
     Example:
       >>> import jax.numpy as jnp
@@ -41,8 +43,7 @@ def time_in_turn(*programs: Callable[[], object], rounds: int = 20) -> list[floa
 
 def rounds_in_turn(*programs: Callable[[], object], rounds: int) -> list[list[float]]:
     """Returns the seconds of each program in each round; see `time_in_turn`."""
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1, not {rounds}.")
+    check_int("rounds", rounds, 1)
     seconds: list[list[float]] = [[] for _ in programs]
     for turn in range(-_WARM_UP, rounds):
         for program, measured in zip(programs, seconds, strict=True):

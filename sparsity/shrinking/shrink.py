@@ -90,7 +90,14 @@ class Small:
         return self.plan.updater(updater)
 
     def macs(self, path: Path | None = None) -> int:
-        """Counts multiply-adds at the batch size of the trace: of a call, or of one parameter."""
+        """Counts multiply-adds at the batch size of the trace: of a call, or of one parameter.
+
+        Raises:
+          ValueError: the model has no parameter of this path, which is a tuple of strings.
+        """
+        paths = [leaf.path for leaf in self.before.leaves]
+        if path is not None and path not in paths:
+            raise ValueError(f"path must be one of {paths}, got path = {path!r}.")
         return round(self.before.costs.count_small_macs(self._sizes, path))
 
     def measure(self, params: Params, *args: PyTree, rounds: int = 20) -> list[float]:
@@ -224,8 +231,9 @@ def shrink(
       The smaller model.
 
     Raises:
-      ValueError: masks are of another model, hold other entries than 0 and 1 or remove a group, the
-        optimizer's state cannot be cut, or `tx` would train otherwise; the error names the leaf.
+      ValueError: masks are traced or of another model, hold other entries than 0 and 1 or remove a
+        group, the optimizer's state cannot be cut, or `tx` would train otherwise; the error names
+        the leaf.
 
     Example:
       >>> import jax.numpy as jnp

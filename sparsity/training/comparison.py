@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from sparsity.core import sharding, trees
+from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.training.checks import check_optimizer
 from sparsity.training.state import SparseState
@@ -28,11 +29,16 @@ def check_arguments(
     opt_state: optax.OptState | None,
     tx: optax.GradientTransformation | None,
 ) -> None:
-    """Raises a ValueError if graph, masks, state and optimizer are missing or confused."""
+    """Raises a ValueError if graph, masks, state and optimizer are missing, traced or confused."""
     if not hasattr(graph, "parameters"):
         raise ValueError(f"graph must be made by sparsity.trace, got graph = {graph!r}.")
     if masks is None:
         raise ValueError("masks is None: nothing would be cut. Give masks of params, or a Plan.")
+    if traced := [x for x, mask in trees.leaves_by_path(masks).items() if is_traced(mask)]:
+        raise ValueError(
+            f"The mask of {trees.path_string(traced[0])!r} is traced and has no entries yet. "
+            "Call this function outside of jit, scan and vmap."
+        )
     if isinstance(opt_state, optax.GradientTransformation):
         raise ValueError("opt_state is an optimizer: give its state, and the optimizer as tx.")
     if tx is not None:

@@ -162,6 +162,11 @@ def test_on_eight_devices_values_and_gradients_are_those_of_one(kind):
     run("activations", kind)
 
 
+def test_a_density_of_bfloat16_is_subtracted_in_float32():
+    x = np.arange(1, 1001, dtype=np.float32)
+    assert jnp.count_nonzero(prune_act_unstruct(x, jnp.bfloat16(0.1))) == 100  # 0.10009765625
+
+
 # Bad input.
 
 
@@ -240,6 +245,20 @@ def test_linen_gradients_are_those_of_the_edited_model(variables):
         for f in (apply, EDITED.apply)
     ]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *grads)
+
+
+class Shifted(nn.Dense):
+    def __call__(self, x):
+        return super().__call__(x) + 1.0
+
+
+def test_a_linen_layer_that_calls_its_base_class_is_pruned_once():
+    x, model = helpers.normal(1, 4), nn.Sequential([Shifted(8)])
+    variables = model.init(jax.random.key(0), x)
+    apply = sparsity.sparsify_linen(model.apply, {"layers_0": 0.25})
+    out, state = apply(variables, x, mutable=["intermediates"])
+    np.testing.assert_array_equal(out, prune_act_unstruct(model.apply(variables, x), 0.25))
+    assert state["intermediates"]["layers_0"]["activation_sparsity"] == (0.75,)
 
 
 @pytest.mark.slow

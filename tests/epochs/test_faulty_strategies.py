@@ -1,5 +1,6 @@
 """Faults of a strategy are errors before any mask is made."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -89,6 +90,13 @@ def test_a_name_with_two_meanings_is_an_error_that_a_tuple_resolves():
 def test_an_epoch_that_is_no_integer_is_an_error(epoch):
     with pytest.raises(ValueError, match="epoch must be an integer"):
         pruning(parameters(), epoch, None, GOOD)
+
+
+def test_a_traced_epoch_and_an_array_of_floats_are_errors():
+    with pytest.raises(ValueError, match="epoch must be an integer, got epoch = JitTracer"):
+        jax.jit(lambda epoch: pruning(parameters(), epoch, None, GOOD))(1)
+    with pytest.raises(ValueError, match="epoch must be an integer"):
+        pruning(parameters(), jnp.float32(1), None, GOOD)
 
 
 @pytest.mark.slow

@@ -155,6 +155,26 @@ def test_leaves_that_are_no_arrays_and_leaves_of_no_base_stay():
         Delta.between(base, base | {"rate": 0.2})
 
 
+def test_text_has_no_part_in_a_delta_and_stays(tmp_path):
+    base = {"w": draw((4,)), "name": np.array("relu"), "day": np.array("2026-01-01", "M8[D]")}
+    params = base | {"w": base["w"] + 1, "name": np.array("gelu")}
+    delta = write_and_read(Delta.between(base, params), tmp_path)
+    assert [*delta.base] == ["w"]
+    assert delta.apply(base)["name"] is base["name"]
+
+
+def test_numbers_that_are_nan_in_both_models_do_not_differ():
+    base = {"w": draw((4,)), "limit": float("nan")}
+    assert not Delta.between(base, base | {"limit": float("nan")}).nbytes
+    with pytest.raises(ValueError, match="'limit' is nan in base and 1"):
+        Delta.between(base, base | {"limit": 1})
+
+
+def test_a_number_is_the_mask_of_a_scalar():
+    delta = Delta.between({"w": np.float32(1)}, {"w": np.float32(2)}, {"w": 1})
+    assert delta.apply({"w": np.float32(1)})["w"] == 2
+
+
 def test_base_delta_and_result_share_no_memory():
     base = {"w": jnp.asarray(draw()), "b": jnp.ones(4)}
     params = {"w": base["w"].at[0, 0].set(9.0), "b": jnp.ones(4)}
@@ -227,10 +247,12 @@ def test_masks_that_do_not_fit_are_refused(model):
 
 
 def test_tracers_are_refused(model):
-    base, params, _ = model
+    base, params, masks = model
     delta = Delta.between(base, params)
     with pytest.raises(ValueError, match=r"'layer/bias' is traced. .* outside jit"):
         jax.jit(delta.apply)(base)
+    with pytest.raises(ValueError, match=r"'layer/bias' is traced. .* outside jit"):
+        jax.jit(lambda masks: Delta.between(base, params, masks).nbytes)(masks)
 
 
 def test_arrays_of_several_processes_are_refused():
@@ -400,6 +422,15 @@ def test_merges_without_a_result_are_refused():
         Delta.merge([one, two], [1.0])
     with pytest.raises(ValueError, match=r"weights\[1\] must be a finite number"):
         Delta.merge([one, two], [1.0, np.nan])
+    with pytest.raises(ValueError, match=r"product of a weight .* must be a finite number"):
+        Delta.merge([Delta.merge([two], [1e300])], [1e300])
+
+
+def test_iterators_of_deltas_and_weights_merge():
+    base = {"w": np.zeros(2)}
+    delta = Delta.between(base, {"w": np.ones(2)})
+    merged = Delta.merge(iter([delta, delta]), iter([1, 2]))
+    np.testing.assert_array_equal(merged.apply(base)["w"], [3, 3])
 
 
 # Files.

@@ -205,13 +205,15 @@ def test_optimizers_that_read_more_than_entries_are_refused(name):
         ({"w": np.ones((2, 1), np.uint8)}, r"'w'.*\(2, 1\).*unpack_masks"),
         ({"v": np.ones((2, 8))}, "no leaf at 'v'"),
         ({"ids": np.ones(3)}, "'ids'.*int32"),
+        ({"rate": np.ones(())}, "'rate'.*no floating array but of <class 'float'>"),
         ({"w": np.zeros((2, 8))}, "keep no entry"),
         (None, "keep no entry"),
     ],
 )
 def test_masks_of_other_parameters_are_errors_that_name_them(masks, message):
+    params = {"w": jnp.ones((2, 8)), "ids": jnp.arange(3), "rate": 0.1}
     with pytest.raises(ValueError, match=message):
-        train_only(optax.sgd(0.1), masks).init({"w": jnp.ones((2, 8)), "ids": jnp.arange(3)})
+        train_only(optax.sgd(0.1), masks).init(params)
 
 
 def test_gradients_of_another_model_traced_masks_and_other_optimizers_are_errors():

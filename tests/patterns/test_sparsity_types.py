@@ -177,6 +177,12 @@ def tile(size):
     return Block((size, size))
 
 
+@pytest.mark.parametrize("text", [None, 3, (2, 4)])
+def test_a_configuration_that_is_no_text_is_an_error(text):
+    with pytest.raises(ValueError, match="text must be text such as '2:4', got text = "):
+        parse_sparsity_type(text)
+
+
 @pytest.mark.parametrize("name", ["", "rows_2", "2:4", " rows", 3, None])
 def test_a_name_that_no_string_could_have_is_refused(name):
     with pytest.raises(ValueError, match=f"name = {name!r}"):

@@ -85,6 +85,24 @@ def test_intersections_are_shares_of_the_first_masks():
     }
 
 
+@pytest.mark.slow
+def test_a_leaf_of_more_entries_than_int32_counts_is_counted():
+    bits = {"a": jnp.full(2**28, 255, jnp.uint8)}
+    assert sparsity.summarize_intersection(bits, bits)["a"] == 1
+
+
+def test_numbers_are_masks_and_keys_and_text_are_no_leaves_of_intersections():
+    tree = {"a": 1.0, "key": jax.random.key(0), "name": "relu", "text": np.array("relu")}
+    expected = {"a": 1.0, "_total_intersection": 1.0}
+    assert sparsity.summarize_intersection(tree, tree) == expected
+    assert sparsity.summarize_sparsity(tree)["_nparams"] == 1
+
+
+def test_bytes_and_booleans_count_entries():
+    first, second = {"a": jnp.array([255, 1], jnp.uint8)}, {"a": jnp.array([True, False])}
+    assert sparsity.summarize_intersection(first, second)["a"] == 0.5
+
+
 def test_trees_that_differ_are_an_error_with_paths_and_shapes():
     first = {"a": jnp.ones((2, 3)), "b": jnp.ones(2)}
     second = {"a": jnp.ones((3, 2)), "b": jnp.ones(2), "c": jnp.ones(1)}

@@ -41,5 +41,6 @@ def test_what_a_program_returns_is_waited_for(clock):
 
 
 def test_there_must_be_a_round():
-    with pytest.raises(ValueError, match=r"rounds.*0"):
-        sparsity.reports.time_in_turn(rounds=0)
+    for rounds in (0, 2.5, True):
+        with pytest.raises(ValueError, match=rf"rounds must be .*{rounds}"):
+            sparsity.reports.time_in_turn(rounds=rounds)

@@ -40,6 +40,24 @@ def test_a_mask_of_other_entries_than_0_and_1_is_refused():
             shrink(graph, params, {"up": mask, "down": None})
 
 
+def test_macs_of_a_path_that_is_no_parameter_are_refused():
+    params, x = mlp()
+    _, small = cut(lambda params, x: jnp.tanh(x @ params["up"]) @ params["down"], params, x)
+    assert small.macs(("up",)) == 6 * 5 * 4
+    for path in ("up", ("left",)):
+        with pytest.raises(ValueError, match=r"path must be one of .*'up'.*, got path = "):
+            small.macs(path)
+
+
+@pytest.mark.parametrize("function", [shrink, sparsity.compact])
+def test_traced_masks_are_refused(function):
+    params, x = mlp()
+    graph = trace(lambda params, x: jnp.tanh(x @ params["up"]) @ params["down"], params, x)
+    masks = jax.tree.map(jnp.ones_like, params)
+    with pytest.raises(ValueError, match=r"mask of 'down' is traced.*outside of jit"):
+        jax.jit(lambda masks: function(graph, params, masks).params)(masks)
+
+
 def test_a_flag_and_a_number_that_are_no_arrays_are_those_of_the_call():
     def fn(params, x, t, train):
         hidden = jnp.tanh(t * (x @ params["up"]))
