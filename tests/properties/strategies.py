@@ -37,10 +37,13 @@ sparsities = st.one_of(
 )
 
 
-def examples(few):
-    """Draws a few cases of a property, always the same, or those of the long profile."""
+def examples(few, cases=1):
+    """Draws a few examples of a property, always the same, or those of the long profile.
+
+    An example stands for that many cases.
+    """
     settings = hypothesis.settings(
-        max_examples=EXAMPLES or few,
+        max_examples=-(-EXAMPLES // cases) or few,
         derandomize=not EXAMPLES,
         deadline=None,
         database=None,
