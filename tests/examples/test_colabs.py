@@ -34,7 +34,11 @@ SHORTER = {
         ),
         '"update_freq": 40, "update_start_step": 20': '"update_freq": 2, "update_start_step": 1',
     },
-    "prune_a_trained_model": {"STEPS = 400": "STEPS = 20", "range(8)": "range(4)", "60, seed": "2, seed"},
+    "prune_a_trained_model": {
+        "STEPS = 400": "STEPS = 20",
+        "range(8)": "range(4)",
+        "60, seed": "2, seed",
+    },
     "really_smaller": {
         "CUT, END = 200, 300": "CUT, END = 20, 30",
         "PolynomialSchedule(10, 50, 150)": "PolynomialSchedule(1, 5, 15)",
