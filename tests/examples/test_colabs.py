@@ -43,6 +43,7 @@ SHORTER = {
         "CUT, END = 200, 300": "CUT, END = 20, 30",
         "PolynomialSchedule(10, 50, 150)": "PolynomialSchedule(1, 5, 15)",
     },
+    "scaling": {"for _ in range(8)": "for _ in range(2)"},
 }
 
 
