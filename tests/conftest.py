@@ -20,9 +20,11 @@ collect_ignore = ["typing"]  # programs of users, for checkers of types
 
 # The files that take longest start first, so that no worker waits for another in the end.
 _LONGEST = (
-    "test_colabs", "test_meshes", "test_examples", "test_matrix", "test_kills", "test_baselines",
-    "test_optimizers", "test_trees", "test_selection", "test_checkpoints", "test_processes",
-    "test_selection_sharded", "test_mnist_epoch_strategy", "test_docs", "test_typing",
+    "test_colabs", "test_meshes", "test_kills", "test_move", "test_matrix", "test_docs",
+    "test_baselines", "test_compact_state", "test_trees", "test_selection", "test_threshold",
+    "test_mnist_compact", "test_fuzz", "test_compacting_on_meshes", "test_benchmarks",
+    "test_examples", "test_optimizers", "test_checkpoints", "test_competition", "test_typing",
+    "test_prune", "test_selection_sharded", "test_shrinking_on_meshes", "test_processes",
 )  # fmt: skip
 
 

@@ -24,9 +24,10 @@ import numpy as np
 
 from examples.mnist import config as config_lib
 from examples.mnist import train
+from tests.examples.runs import run_in, write_few_digits
 from tests.helpers import start_module
 
-OPTIONS = {"epochs": 1, "batch_size": 100, "eval_every": 4, "sparsity.update_freq": 3}
+OPTIONS = {"epochs": 1, "batch_size": 10, "eval_every": 4, "sparsity.update_freq": 3}
 KINDS = {
     "masked": {"sparsity.algorithm": "rigl", "sparsity.use_packed_masks": True},
     "shrunken": {"shrink": True, "sparsity.scope": "coupled"},
@@ -34,10 +35,18 @@ KINDS = {
 }
 
 
+def digits(run_dir: Path) -> str:
+    """Returns the folder of the digits that all runs beside a run train with."""
+    folder = run_dir.parent / "digits"
+    return str(folder) if folder.exists() else write_few_digits(folder)
+
+
 def start(run_dir: Path, kind: str) -> subprocess.Popen:
     """Starts the trainer; see `start_module`."""
-    flags = [f"--config.{name}={value}" for name, value in (OPTIONS | KINDS[kind]).items()]
-    return start_module("examples.mnist.train", f"--run_dir={run_dir}", *flags)
+    options = {"run_dir": run_dir, "data_dir": digits(run_dir)}
+    options |= {f"config.{name}": value for name, value in (OPTIONS | KINDS[kind]).items()}
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    return start_module("examples.mnist.train", *flags)
 
 
 def kill(run_dir: Path, is_time: Callable[[], bool], kind: str = "masked") -> bool:
@@ -70,10 +79,7 @@ def run_here(run_dir: Path, kind: str = "masked") -> train.Checkpoint:
     config = config_lib.get_config()
     with config.unlocked():
         config.update_from_flattened_dict(OPTIONS | KINDS[kind])
-    run = train.prepare(config_lib.Options(config, None, run_dir, False, False))
-    end = train.fit(*run)
-    run.checkpoints.close()
-    return end
+    return run_in(run_dir, config, digits(run_dir))[1]
 
 
 def differences(one: train.Checkpoint, other: train.Checkpoint) -> list[str]:

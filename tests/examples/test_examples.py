@@ -13,9 +13,10 @@ import pytest
 import sparsity
 from examples.mnist import config as config_lib
 from examples.mnist import train
+from tests.examples.runs import write_few_digits
 from tests.helpers import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_digits")]
 
 
 # ml_collections loads a file in a way that Python will drop.
@@ -24,7 +25,7 @@ loads_a_file = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWar
 
 def tiny_config(**sparsity_options):
     config = config_lib.get_config()
-    config.update({"epochs": 1, "batch_size": 200, "eval_every": 10})
+    config.update({"epochs": 1, "batch_size": 20, "eval_every": 10})
     config.sparsity.update(
         {"update_freq": 2, "update_start_step": 2, "update_end_step": 12} | sparsity_options
     )
@@ -43,10 +44,17 @@ def run_dir(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def first_run(run_dir):
-    flags = {"epochs": 1, "batch_size": 200, "eval_every": 5, "sparsity.update_freq": 2}
+def data_dir(tmp_path_factory):
+    return write_few_digits(tmp_path_factory.mktemp("data") / "digits")
+
+
+@pytest.fixture(scope="module")
+def first_run(run_dir, data_dir):
+    flags = {"epochs": 1, "batch_size": 20, "eval_every": 5, "sparsity.update_freq": 2}
     arguments = [f"--config.{name}={value}" for name, value in flags.items()]
-    return run_trainer(*arguments, f"--run_dir={run_dir}", "--tensorboard")
+    return run_trainer(
+        *arguments, f"--run_dir={run_dir}", f"--data_dir={data_dir}", "--tensorboard"
+    )
 
 
 def test_the_command_trains_both_networks_and_prints_a_table(first_run):
@@ -80,23 +88,25 @@ def test_the_command_leaves_the_history_and_events(first_run, run_dir):
         assert tag.encode() in content
 
 
-def test_the_command_over_its_own_run_goes_on(first_run, run_dir):
+def test_the_command_over_its_own_run_goes_on(first_run, run_dir, data_dir):
     assert first_run.returncode == 0
     config = tiny_config(update_start_step=None, update_end_step=None)
     config.eval_every = 5
-    run = train.prepare(config_lib.Options(config, None, run_dir, False, False))
+    run = train.prepare(config_lib.Options(config, data_dir, run_dir, False, False))
     run.checkpoints.close()
     assert run.begin.step == 20
     assert run.begin.history == json.loads((run_dir / "history.json").read_text())
 
 
 def test_another_configuration_over_an_old_run_is_one_line_with_the_remedy(
-    first_run, run_dir, monkeypatch
+    first_run, run_dir, data_dir, monkeypatch
 ):
     assert first_run.returncode == 0
     before = sorted(path.name for path in run_dir.rglob("*"))
-    line = error_of_main(monkeypatch, f"--run_dir={run_dir}", "--config.epochs=2")
-    for expected in ("config.epochs was 1, is 2", "batch_size was 200, is 100", "--restart"):
+    line = error_of_main(
+        monkeypatch, f"--run_dir={run_dir}", f"--data_dir={data_dir}", "--config.epochs=2"
+    )
+    for expected in ("config.epochs was 1, is 2", "batch_size was 20, is 100", "--restart"):
         assert expected in line
     assert sorted(path.name for path in run_dir.rglob("*")) == before
 

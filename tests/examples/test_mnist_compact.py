@@ -12,14 +12,14 @@ from examples.mnist import config as config_lib
 from tests import kill_resume
 from tests.examples.runs import run_in
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_digits")]
 
 COMPACT_STEP, STEPS = 13, 20
 
 
 def make_config(algorithm, compact=True, **options):
     config = config_lib.get_config()
-    config.update({"epochs": 1, "batch_size": 200, "eval_every": 5, "compact": compact})
+    config.update({"epochs": 1, "batch_size": 20, "eval_every": 5, "compact": compact})
     config.sparsity.update(
         {"algorithm": algorithm, "update_freq": 2, "update_start_step": 2, "update_end_step": 12}
         | options
@@ -78,7 +78,7 @@ def test_a_step_that_moves_masks_trains_nothing_but_counts(rigl_run):
     network = train.after_changes(run.experiment, end.history).networks["sparse"]
     state = end.state.trained["sparse"]
     state = state._replace(opt_state=state.opt_state._replace(count=np.int32(2)))
-    batch = data.batch(run.experiment.train, 200, 0, 2)
+    batch = data.batch(run.experiment.train, 20, 0, 2)
     before = jax.tree.map(np.array, network.view(state))
     step, count = state.opt_state.inner_state[0].count.item(), state.opt_state.count.item()
     moved, _ = network.move_step(jax.tree.map(np.array, state), batch)

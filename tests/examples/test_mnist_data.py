@@ -7,12 +7,7 @@ import numpy as np
 import pytest
 
 from examples.mnist import data
-
-
-def idx(array):
-    """An IDX file of bytes, as MNIST's page describes it."""
-    sizes = struct.pack(f">{array.ndim}I", *array.shape)
-    return bytes([0, 0, 8, array.ndim]) + sizes + array.astype(np.uint8).tobytes()
+from tests.examples.runs import idx
 
 
 @pytest.fixture(params=["plain", "gz"])

@@ -8,7 +8,7 @@ import pytest
 import sparsity
 from examples.mnist import data, epoch_strategy, report, train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_digits")]
 
 
 @pytest.fixture(scope="module")
@@ -18,10 +18,7 @@ def run():
     config.epochs = 3
     kinds = [entry[1:] for entry in config.sparsity.strategy]
     config.sparsity.strategy = tuple((i + 1, *kind) for i, kind in enumerate(kinds))
-    few = [data.Digits(*(array[:400] for array in part)) for part in data.load(None)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "load", lambda _: few)
-        experiment = train.make_experiment(config)
+    experiment = train.make_experiment(config)
     return experiment, train.fit(experiment, train.start(experiment))
 
 

@@ -12,14 +12,14 @@ from examples.mnist import train
 from tests import kill_resume
 from tests.examples.runs import run_in
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_digits")]
 
 CUT_STEP, STEPS = 13, 20
 
 
 def make_config(shrink=True, **options):
     config = config_lib.get_config()
-    config.update({"epochs": 1, "batch_size": 200, "eval_every": 5, "shrink": shrink})
+    config.update({"epochs": 1, "batch_size": 20, "eval_every": 5, "shrink": shrink})
     config.sparsity.update(
         {"scope": "coupled", "update_freq": 2, "update_start_step": 2, "update_end_step": 12}
         | options
@@ -82,7 +82,7 @@ def test_the_tables_say_what_became_smaller_and_the_times_before_and_after(
     printed = capsys.readouterr().out
     for expected in ("magnitude, cut", "454,922", "3,068,288", "before", "after", "ratio"):
         assert expected in printed
-    for what in ("training step", "inference of 1,000 images"):
+    for what in ("training step", "inference of 100 images"):
         (line,) = [line for line in printed.splitlines() if what in line]
         assert line.count(" ms") == 2
     pictures = {path.name for path in tmp_path.glob("*_light.png")}

@@ -110,8 +110,8 @@ def test_every_algorithm_of_a_constant_number_trains_to_the_same_bits(algorithm,
 
 @pytest.mark.slow
 def test_moments_are_those_of_the_wrapped_optimizer_at_the_kept_entries():
-    _, state = train("rigl", optax.adam(0.01), True)
-    _, dense = train("rigl", optax.adam(0.01), False)
+    _, state = train("rigl", optax.adam(0.01), True, 12)
+    _, dense = train("rigl", optax.adam(0.01), False, 12)
     mask = np.asarray(state.masks["kernel"])
     kept = np.asarray(dense.inner_state[0].nu["kernel"])[mask > 0]
     np.testing.assert_array_equal(state.inner_state.state[0].nu["kernel"], kept)
