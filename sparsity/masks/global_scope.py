@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import exact, host
-from sparsity.core.checks import check_bool, check_number, is_traced
+from sparsity.core.checks import DataclassBase, check_bool, check_number, is_traced
 from sparsity.core.kernels import unstack
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import PyTree, path_names
@@ -31,7 +31,7 @@ L = TypeVar("L", ScoredLeaf, MovingLeaf)
 
 
 @dataclasses.dataclass(frozen=True)
-class Global:
+class Global(DataclassBase):
     """Ranks the weights of all leaves under one threshold; layers may trade within a fixed total.
 
     If all leaves have one sparsity, `num_kept` of all their weights stay. If sparsities differ, as
