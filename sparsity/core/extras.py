@@ -41,7 +41,7 @@ def load(module: str, extra: str) -> types.ModuleType:
         raise ImportError(message, name=error.name) from error
 
 
-def table(texts: Sequence[str], numbers: Sequence[str]) -> Any:
+def make_table(texts: Sequence[str], numbers: Sequence[str]) -> Any:
     """Returns an empty table of rich: columns of texts, then columns of numbers."""
     new = load("rich.table", "summary").Table(*texts, box=load("rich.box", "summary").SIMPLE)
     for column in numbers:
