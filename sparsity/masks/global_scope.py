@@ -210,7 +210,7 @@ def _count_kept_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric
         shares = [float(np.float32(x)) for x in jax.device_get(list(sparsities))]
         if len({*shares}) == 1:
             sizes, shares = [sum(sizes)], shares[:1]
-        k: Any = sum(exact.num_kept(*leaf) for leaf in zip(sizes, shares, strict=True))
+        k = sum(exact.num_kept_int(*leaf) for leaf in zip(sizes, shares, strict=True))
         words: exact.Words = jax.device_put(exact.split(k))
         return words
     stacked = stack_sparsities(sparsities)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import chex
 import jax
@@ -60,7 +59,7 @@ def _moved_masks(
 
     def present() -> tuple[list[jax.Array], Words]:
         n = jnp.zeros(1 if together else sum(leaf.slices for leaf in drop), jnp.uint32)
-        masks: Any = [leaf.arrays[leaf.where_at or 0] for leaf in drop]
+        masks = [leaf.arrays[leaf.where_at or 0] for leaf in drop]
         # A branch that returns its operands lets XLA write the results of the other over them.
         return [x if x.dtype == jnp.uint8 else (x != 0).astype(jnp.uint8) for x in masks], (n, n)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -166,9 +165,9 @@ class Visits:
             return _for_each(busy, visit, zero_like(jnp.broadcast_to(like, shape)))
 
         # Of mapped branches all would be taken, in every visit.
-        visits: Any = jax.custom_batching.custom_vmap(in_turn)
+        visits = jax.custom_batching.custom_vmap(in_turn)
 
-        @visits.def_vmap  # type: ignore[untyped-decorator]
+        @visits.def_vmap
         def mapped(size: int, is_mapped: PyTree, *args: PyTree) -> tuple[jax.Array, bool]:
             axes = jax.tree.map(lambda leaf: 0 if leaf else None, tuple(is_mapped))
             return jax.vmap(at_once, in_axes=axes, axis_size=size)(*args), True
