@@ -153,7 +153,7 @@ def _check_keys(name: str, fields: set[str], options: Options) -> None:
 
 def _take_scheduler(name: str, algorithm: type[BaseUpdater], options: Options) -> Schedule:
     """Takes the keys of schedules out of the options and makes the schedule."""
-    keys = _take(options, _config_keys(SCHEDULES.values()))
+    keys = _pop_keys(options, _config_keys(SCHEDULES.values()))
     kind = options.pop("schedule_type", None)
     if "scheduler" in options:
         if keys or kind:
@@ -207,7 +207,7 @@ def _take_scope(options: Options, fields: set[str]) -> Scope | None:
     """Takes the keys of scopes out of the options; `None` means the default of the class."""
     scope = options.pop("scope", None)
     scope_fields = {key for kind in SCOPES.values() for key in _field_names(kind)}
-    keys = _take(options, scope_fields - fields)
+    keys = _pop_keys(options, scope_fields - fields)
     if scope is not None and "scope" not in fields:
         raise ValueError(f"scope = {scope!r} cannot be given: this algorithm sets its own scope.")
     if scope is None or not isinstance(scope, str):
@@ -227,7 +227,7 @@ def _take_distribution(
     kind = options.pop("dist_type", None)
     if kind is not None:
         DISTRIBUTIONS.find(kind)
-    keys = _take(options, _config_keys(DISTRIBUTIONS.values()) - fields)
+    keys = _pop_keys(options, _config_keys(DISTRIBUTIONS.values()) - fields)
     if algorithm is NoPruning:
         _make(DISTRIBUTIONS.find(kind or "uniform"), keys, "a distribution")  # checks the values
         return None
@@ -276,7 +276,7 @@ def _who_takes(key: str) -> str:
     return f" {key!r} belongs to {' and '.join(takers)}."
 
 
-def _take(options: Options, keys: set[str]) -> Options:
+def _pop_keys(options: Options, keys: set[str]) -> Options:
     return {key: options.pop(key) for key in keys & options.keys()}
 
 

@@ -107,8 +107,9 @@ class BaseUpdater(Updater):
             setattr(cls, name, getattr(BaseUpdater, name))
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
+        updater = super().__new__(cls)
         check_names(cls, kwargs)
-        return super().__new__(cls)
+        return updater
 
     def __post_init__(self) -> None:
         if self.rng_seed is None:

@@ -144,7 +144,7 @@ class Uniform:
         """
         if self.entries is not None:
             return self._spread_entries(params, batch_axes, sites, scope)
-        selected, custom = self._select(params, batch_axes, sites)
+        selected, custom = self._filter_params(params, batch_axes, sites)
         sparsities = self._share(selected) | custom
         return trees.map_matched(lambda path, _: sparsities.get(path), params)
 
@@ -190,7 +190,7 @@ class Uniform:
         """Returns the sparsities of the selected parameters: {path: (parameter, batch axes)}."""
         return dict.fromkeys(selected, self.sparsity)
 
-    def _select(
+    def _filter_params(
         self, params: Params, batch_axes: BatchAxes, sites: Sites | None
     ) -> tuple[Candidates, dict[trees.KeyPath, float | None]]:
         """Returns the filtered parameters with their batch axes, and the overrides, by path."""

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.target.resolve() == arguments.delta.resolve():
         raise ValueError(f"{arguments.target} is the delta. Give another path.")
     delta = Delta.load(arguments.delta)
-    delta = dataclasses.replace(delta, base=checkpoints.select(delta.base, arguments.filter))
+    delta = dataclasses.replace(delta, base=checkpoints.filter_leaves(delta.base, arguments.filter))
     leaves = checkpoints.leaves_by_name(checkpoints.read(arguments.source))
     changed = [
         (leaves[name], array.astype(leaves[name].dtype))  # the byte order, nothing else

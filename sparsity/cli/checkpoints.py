@@ -46,7 +46,7 @@ def leaves_by_name(tree: PyTree) -> dict[str, StoredArray]:
     return unique_keys((trees.path_string(path), leaf) for path, leaf in leaves.items())
 
 
-def select(leaves: Mapping[str, T], key: str | None) -> dict[str, T]:
+def filter_leaves(leaves: Mapping[str, T], key: str | None) -> dict[str, T]:
     """Returns the leaves that a filter names; all leaves without a filter.
 
     Raises:

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         checkpoints.leaves_by_name(checkpoints.read(path))
         for path in (arguments.old, arguments.new)
     )
-    selected = checkpoints.select(old | new, arguments.filter)
+    selected = checkpoints.filter_leaves(old | new, arguments.filter)
     if arguments.save:
         base, params = ({name: x[name] for name in selected if name in x} for x in (old, new))
         Delta.between(base, params).save(arguments.save)
@@ -71,7 +71,7 @@ def _show_delta(arguments: argparse.Namespace) -> int:
         delta = Delta.load(arguments.old)
     except ValueError as error:
         raise ValueError(f"{error} To compare checkpoints, name two.") from error
-    selected = checkpoints.select(delta.base, arguments.filter)
+    selected = checkpoints.filter_leaves(delta.base, arguments.filter)
     rows: list[JsonObject] = [
         {
             "leaf": name,

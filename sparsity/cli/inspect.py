@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints a row for each array of a checkpoint, and their sum."""
     leaves_by_name = checkpoints.leaves_by_name(checkpoints.read(arguments.path))
-    selected = checkpoints.select(leaves_by_name, arguments.filter)
+    selected = checkpoints.filter_leaves(leaves_by_name, arguments.filter)
     zstd = _load_zstd()
     leaves = {name: describe(leaf, zstd) for name, leaf in selected.items()}
     total = _total(list(leaves.values()))

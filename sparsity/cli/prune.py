@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     updater = api.create_updater_from_config(config)
     tree = checkpoints.read(arguments.source)
-    selected = checkpoints.select(checkpoints.leaves_by_name(tree), arguments.filter)
+    selected = checkpoints.filter_leaves(checkpoints.leaves_by_name(tree), arguments.filter)
     params = trees.map_matched(
         lambda path, leaf: leaf.load() if trees.path_string(path) in selected else None, tree
     )

@@ -35,7 +35,7 @@ from sparsity.compacting.optimizer_state import (
     densify_state,
     take_state,
 )
-from sparsity.compacting.table import plot, table
+from sparsity.compacting.table import plot, show_rows
 from sparsity.compacting.tune import choose, measure
 from sparsity.core import trees
 from sparsity.core.trees import Path, PyTree
@@ -265,7 +265,7 @@ class Compact(StoredModel):
         Returns:
           Text of several lines.
         """
-        return table(make_rows(self), seconds or {})
+        return show_rows(make_rows(self), seconds or {})
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draws the bytes of all parameters: dense in light, compact in dark.

@@ -40,12 +40,14 @@ class Row(NamedTuple):
     readers: tuple[str, ...] = ()
 
 
-def table(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]]) -> str:
+def show_rows(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]]) -> str:
     """Returns `Compact.report`."""
     measured_formats = {name for times in seconds.values() for name in times}
     columns = [name for name in FORMATS if name in measured_formats]
     texts, numbers = ("parameter", "shape", "format"), ("kept", "padding", "dense", "values")
-    parameters = extras.table(texts, (*numbers, "positions", *(f"ms {name}" for name in columns)))
+    parameters = extras.make_table(
+        texts, (*numbers, "positions", *(f"ms {name}" for name in columns))
+    )
     for row in rows:
         shape = trees.shape_text(row.shape)
         counts = [f"{n:,}" for n in _numbers(row)]

@@ -109,7 +109,7 @@ def _ratios(some: Sequence[float], others: Sequence[float]) -> np.ndarray:
 
 def _make_program(read: Read, model: StoredModel) -> tuple[str, Program]:
     """Returns a description of the shapes of a product, and a program that runs both its passes."""
-    arrays, structure = jax.tree.flatten(_fill(read.inputs, model))
+    arrays, structure = jax.tree.flatten(_make_inputs(read.inputs, model))
     places = [i for i, array in enumerate(arrays) if trees.is_prunable(array)]
 
     def loss(floating: list[jax.Array], arrays: list[jax.Array]) -> jax.Array:
@@ -130,7 +130,7 @@ def _make_program(read: Read, model: StoredModel) -> tuple[str, Program]:
     return text, functools.partial(run, [arrays[i] for i in places], arrays)
 
 
-def _fill(inputs: list[Lazy], model: StoredModel) -> list[Lazy]:
+def _make_inputs(inputs: list[Lazy], model: StoredModel) -> list[Lazy]:
     """Returns inputs of a product, given as shapes, with the kept values of a model or random data.
 
     Frozen entries count as zeros. A product within a scan gets the first layer.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
 import numbers
 from collections.abc import Iterable
 from types import UnionType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,29 @@ import numpy as np
 
 K = TypeVar("K")
 V = TypeVar("V")
+
+
+class DataclassBase:
+    """Base of dataclasses; refuses a subclass that annotates fields without the decorator."""
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        names = {x.name for x in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else ()
+        for base in filter(_takes_no_fields, cls.__mro__):
+            for name, kind in inspect.get_annotations(base).items():
+                is_inherited = any(hasattr(parent, name) for parent in base.__bases__)
+                if "ClassVar" not in str(kind) and (name in names or not is_inherited):
+                    raise TypeError(
+                        f"{base.__name__} annotates {name!r} as a field, but is no dataclass: its "
+                        "annotations are not read. Decorate the class with @dataclasses.dataclass, "
+                        f"or annotate {name} as ClassVar, which no argument sets."
+                    )
+        return super().__new__(cls)
+
+
+def _takes_no_fields(cls: type) -> bool:
+    """Returns whether neither a decorator nor an `__init__` of the class reads its annotations."""
+    is_read = vars(cls).keys() & {"__dataclass_fields__", "__init__"}
+    return issubclass(cls, DataclassBase) and not is_read
 
 
 def is_traced(value: object) -> bool:

@@ -6,7 +6,10 @@ import importlib
 import io
 import types
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def load(module: str, extra: str) -> types.ModuleType:
@@ -41,9 +44,9 @@ def load(module: str, extra: str) -> types.ModuleType:
         raise ImportError(message, name=error.name) from error
 
 
-def table(texts: Sequence[str], numbers: Sequence[str]) -> Any:
+def make_table(texts: Sequence[str], numbers: Sequence[str]) -> Table:
     """Returns an empty table of rich: columns of texts, then columns of numbers."""
-    new = load("rich.table", "summary").Table(*texts, box=load("rich.box", "summary").SIMPLE)
+    new: Table = load("rich.table", "summary").Table(*texts, box=load("rich.box", "summary").SIMPLE)
     for column in numbers:
         new.add_column(column, justify="right")
     return new

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import Any, TypeAlias, overload
+from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ import numpy as np
 import optax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
+N = TypeVar("N", bound=NamedTuple)
 PyTree: TypeAlias = Any  # a tree of arrays, as jax takes it: jax has no type for it
 # Trees by what they hold; trees that go with params may have `None` in the place of a parameter.
 Params: TypeAlias = PyTree  # parameters of a model in any containers, and leaves that are no arrays
@@ -225,7 +226,6 @@ def split_arrays(tree: PyTree) -> tuple[list[PyTree], Callable[[Sequence[object]
       >>> rebuild([len(arrays)])
       {'name': 'relu', 'w': 1}
     """
-    treedef: Any  # jax has no types for its methods
     leaves, treedef = jax.tree.flatten(tree)
     at = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
 
@@ -233,7 +233,7 @@ def split_arrays(tree: PyTree) -> tuple[list[PyTree], Callable[[Sequence[object]
         filled = list(leaves)
         for i, array in zip(at, arrays, strict=True):
             filled[i] = array
-        return treedef.unflatten(filled)
+        return jax.tree.unflatten(treedef, filled)
 
     return [leaves[i] for i in at], rebuild
 
@@ -256,9 +256,9 @@ def are_alike(one: PyTree, other: PyTree) -> bool:
     )
 
 
-def find_nodes(tree: PyTree, kind: Any) -> list[tuple[KeyPath, PyTree]]:
+def find_nodes(tree: PyTree, kind: type[N]) -> list[tuple[KeyPath, N]]:
     """Returns all nodes of the NamedTuple `kind` with their paths, nested ones included."""
-    nodes: list[tuple[KeyPath, PyTree]] = []
+    nodes: list[tuple[KeyPath, N]] = []
     for path, node in jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda node: isinstance(node, kind)
     ):
@@ -315,7 +315,7 @@ def _flatten(
     return [(without(path) if variables else path, leaf) for path, leaf in pairs], treedef
 
 
-def _variable_class() -> Any:
+def _variable_class() -> type | None:
     """Returns the class of nnx's variables, `None` if nnx is not imported."""
     return getattr(sys.modules.get("flax.nnx"), "Variable", None)
 

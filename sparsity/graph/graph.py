@@ -136,7 +136,7 @@ class Graph:
           Text of several lines.
         """
         masked = None if masks is None else self.macs(masks)
-        return tables.table(self._rows(masks), self.macs(), masked, self.costs.uncounted)
+        return tables.show_leaves(self._rows(masks), self.macs(), masked, self.costs.uncounted)
 
     def plot(self, masks: Masks | None = None, ax: Axes | None = None) -> Axes:
         """Draws the multiply-adds of every parameter: dense in light, masked in dark.

@@ -33,7 +33,7 @@ class CostRow(NamedTuple):
     groups: tuple[tuple[int, int], ...]
 
 
-def table(
+def show_leaves(
     rows: Sequence[CostRow], total: int, masked: int | None, uncounted: Mapping[str, str]
 ) -> str:
     """Returns `Graph.table`.
@@ -45,7 +45,7 @@ def table(
       uncounted: primitives that do not count, with a line of the model.
     """
     costs = ("MACs", *(["left"] if masked is not None else []), "share")
-    shown = extras.table(("leaf", "shape", "read by", "contracts"), costs)
+    shown = extras.make_table(("leaf", "shape", "read by", "contracts"), costs)
     shown.add_column("axis: group")
 
     def add(name: str, texts: Sequence[str], dense: int, sparse: int, groups: str) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import exact, host
-from sparsity.core.checks import check_bool, check_number, is_traced
+from sparsity.core.checks import DataclassBase, check_bool, check_number, is_traced
 from sparsity.core.kernels import unstack
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import PyTree, path_names
@@ -31,7 +31,7 @@ L = TypeVar("L", ScoredLeaf, MovingLeaf)
 
 
 @dataclasses.dataclass(frozen=True)
-class Global:
+class Global(DataclassBase):
     """Ranks the weights of all leaves under one threshold; layers may trade within a fixed total.
 
     If all leaves have one sparsity, `num_kept` of all their weights stay. If sparsities differ, as
@@ -210,7 +210,7 @@ def _count_kept_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric
         shares = [float(np.float32(x)) for x in jax.device_get(list(sparsities))]
         if len({*shares}) == 1:
             sizes, shares = [sum(sizes)], shares[:1]
-        k: Any = sum(exact.num_kept(*leaf) for leaf in zip(sizes, shares, strict=True))
+        k = sum(exact.num_kept_int(*leaf) for leaf in zip(sizes, shares, strict=True))
         words: exact.Words = jax.device_put(exact.split(k))
         return words
     stacked = stack_sparsities(sparsities)

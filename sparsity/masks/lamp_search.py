@@ -1,17 +1,22 @@
 """Search for the highest scores of LAMP in all layers together, without sorting the layers.
 
-A sample of each layer tells about which square its last kept weight has. Passes count and add the
-squares above a few pivots, and narrow the brackets of all layers together. The last pass adds
-exactly the squares above the brackets. Only the weights inside are sorted; their scores follow from
-the exact sum. A mask holds if all weights above a bracket score higher than the last kept one, and
-all below score lower. If that fails, for example because many weights tie, layers are sorted.
+Scores never rise from one rank of a layer to the next, so a layer keeps its largest squares. The
+search looks for the square at which the kept ones end:
+
+1. A bracket of squares for each layer, (low, high], by float32 sums. A sample tells where it may
+   be; passes count and add the squares above a few pivots, and narrow the brackets of all layers
+   together. Nothing but speed depends on the brackets.
+2. A last pass counts and adds exactly the squares above each bracket, and reads those inside. Only
+   these are sorted. With the exact sum, their scores have the same bits as if all were sorted.
+3. The mask keeps the weights above the brackets, and of those inside the ones of highest score. It
+   is proved if all weights above score higher than the last kept one, and all below score lower.
+
+If the proof fails, for example because many weights tie, layers are sorted.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -44,9 +49,52 @@ _FULL = 0.75  # of the room for weights inside a bracket: counts of a pass are f
 _PASSES = 8  # at most: then layers are sorted
 _SLACK = 1e-4  # relative error of a score from float32 sums
 _MARGIN = 1e-5  # of the proof, beyond the rounding of a quotient
-_State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # passes, low, high, counts between
 
 
+class _Layer(NamedTuple):
+    """Layer with a scale for its squares; weights are flat."""
+
+    scale: ScaledLayer
+    weights: jax.Array
+
+    def squares(self) -> jax.Array:
+        """Returns the scaled squares, [size]."""
+        return self.scale.squares(self.weights)
+
+
+class _Inside(NamedTuple):
+    """Weights inside the brackets, [layers, ...], or inside that of a layer.
+
+    Attributes:
+      num_above: number of weights above the bracket, int32.
+      num_inside: number of weights inside, int32.
+      sum_above: sum of the squares above.
+      positions: int32[room], increasing; empty slots hold the size of the layer or more.
+      squares: [room], anything in empty slots.
+    """
+
+    num_above: jax.Array
+    num_inside: jax.Array
+    sum_above: Words
+    positions: jax.Array
+    squares: jax.Array
+
+
+class _Brackets(NamedTuple):
+    """Brackets of all layers, float32[layers].
+
+    Attributes:
+      low: lower ends, which are outside.
+      high: upper ends, which are inside.
+      counts: about how many weights lie inside.
+    """
+
+    low: jax.Array
+    high: jax.Array
+    counts: jax.Array
+
+
+# ------------------------------------------------------------------ the masks
 def select_together(leaves: Sequence[LampScores], k: Words) -> list[jax.Array]:
     """Returns uint8 masks of the k highest scores of all layers.
 
@@ -69,45 +117,44 @@ def select_together(leaves: Sequence[LampScores], k: Words) -> list[jax.Array]:
 @jax.jit
 def search(arrays: Sequence[jax.Array], k: Words) -> tuple[list[jax.Array], jax.Array]:
     """Returns the masks, and whether the search proved them; otherwise sorting made them."""
-    layers = ScaledLayer.read(arrays)
-    flat = [x.reshape(-1) for x in arrays]
-    room = _room(flat)
-    low, high = _find_brackets(layers, flat, exact.to_float(k)[0], room)
-    is_large = np.array([len(x) > room for x in flat])
-    low, high = jnp.where(is_large, low, -1), jnp.where(is_large, high, np.inf)
-    parts = [_read_inside(*x, room) for x in zip(layers, flat, low, high, strict=True)]
-    part: _Inside = jax.tree.map(lambda *x: jnp.stack(x), *parts)
-    sizes = np.array([len(x) for x in flat], np.int32)
-    chosen, is_proved = _choose_inside(part, low, high, sizes, _scalar(k))
-    is_searched = is_proved & jnp.all(part.num_inside <= room)
+    scales = ScaledLayer.read(arrays)
+    layers = [_Layer(scale, x.reshape(-1)) for scale, x in zip(scales, arrays, strict=True)]
+    sizes = _sizes(layers)
+    least, most = _ROOM
+    room = min(max(int(sizes.max()) // _SHARE, least), most)
+    low, high = _find_brackets(layers, exact.to_float(k)[0], room)
+    parts = [_read_inside(*x, room) for x in zip(layers, low, high, strict=True)]
+    inside: _Inside = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+    chosen, is_proved = _choose_inside(inside, low, high, sizes, (k[0][0], k[1][0]))
 
     def by_search() -> list[jax.Array]:
-        columns = layers, flat, high, part.positions, chosen, arrays
+        columns = layers, high, inside.positions, chosen, arrays
         return [
-            (layer.squares(x) > v).astype(jnp.uint8).at[at].max(mask, mode="drop")
+            (layer.squares() > end).astype(jnp.uint8).at[at].max(mask, mode="drop")
             .reshape(array.shape)
-            for layer, x, v, at, mask, array in zip(*columns, strict=True)
+            for layer, end, at, mask, array in zip(*columns, strict=True)
         ]  # fmt: skip
 
     def by_sorting() -> list[jax.Array]:
         return topk_masks(_rank(_sorted_scores(arrays)), k, together=True)
 
-    masks: list[jax.Array] = lax.cond(is_searched, by_search, by_sorting)
-    return masks, is_searched
+    masks: list[jax.Array] = lax.cond(is_proved, by_search, by_sorting)
+    return masks, is_proved
 
 
 def _choose_inside(
-    part: _Inside, low: jax.Array, high: jax.Array, sizes: np.ndarray, k: Words
+    inside: _Inside, low: jax.Array, high: jax.Array, sizes: np.ndarray, k: Words
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the mask of the slots to keep besides all weights above, and whether it is proved.
 
     The score of a weight is its square over the sum of the squares of its layer that rank no lower.
     So a weight above the bracket scores more than `high` over the sum above, and a weight below at
     most `low` over the sum above and inside. If these bounds of all layers lie on either side of
-    the lowest score that is kept inside, the k highest scores are those above and the kept slots.
+    the lowest score that is kept inside, the k highest scores are those above and the kept slots,
+    provided that all weights inside have a slot.
 
     Args:
-      part: the weights inside the brackets, stacked: [layers, ...].
+      inside: the weights inside the brackets.
       low: lower ends of the brackets, [layers].
       high: upper ends of the brackets, [layers].
       sizes: numbers of weights, [layers].
@@ -117,10 +164,10 @@ def _choose_inside(
       uint8[layers, room], and a bool scalar.
     """
     bits = np.array([count_bits(size) for size in sizes.tolist()])
-    is_slot = part.positions < sizes[:, None]
-    scores, sums = _score_slots(jnp.where(is_slot, part.squares, np.nan), bits, part.sum_above)
+    is_slot = inside.positions < sizes[:, None]
+    scores, sums = _score_slots(jnp.where(is_slot, inside.squares, np.nan), bits, inside.sum_above)
     above, above_and_inside = (
-        exact.total(x) for x in (part.num_above, part.num_above + part.num_inside)
+        exact.total(x) for x in (inside.num_above, inside.num_above + inside.num_inside)
     )
     is_last_inside = ~exact.at_least(above, k) & exact.at_least(above_and_inside, k)
     need = exact.minus(k, above)
@@ -129,57 +176,13 @@ def _choose_inside(
     last = jnp.min(jnp.where(chosen > 0, scores, np.inf))
     least_above, most_below = (
         square / (exact.to_float(x) * 2.0**-bits).astype(np.float32)
-        for square, x in ((high, part.sum_above), (low, sums))
+        for square, x in ((high, inside.sum_above), (low, sums))
     )
-    least_above = jnp.where(part.num_above > 0, least_above, np.inf)
+    least_above = jnp.where(inside.num_above > 0, least_above, np.inf)
     is_above_kept = jnp.all(least_above * (1 - _MARGIN) > last)
     is_below_removed = jnp.all(most_below * (1 + _MARGIN) < last)
-    return chosen, is_last_inside & (is_above_kept & is_below_removed)
-
-
-def _rank(scores: Sequence[jax.Array]) -> list[Ranked]:
-    """Returns scores in one dtype."""
-    dtype = jnp.result_type(*scores)
-    return [Ranked(Scores.wrap(x.astype(dtype))) for x in scores]
-
-
-def _is_local(x: jax.Array) -> bool:
-    has_room = x.size + _ROOM[1] < 2**31  # positions are int32
-    return has_room and use_flat(x) and jax.typeof(x).sharding.mesh.empty
-
-
-def _scalar(k: Words) -> Words:
-    return k[0][0], k[1][0]
-
-
-def _room(flat: Sequence[jax.Array]) -> int:
-    """Returns how many weights of a layer to sample, and to sort."""
-    return min(max(max(map(len, flat)) // _SHARE, _ROOM[0]), _ROOM[1])
-
-
-def _sorted_scores(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns `lamp_scores` of each layer; layers of a size share a program and its buffers."""
-    groups: dict[tuple[int, np.dtype], list[list[int]]] = {}
-    for i, x in enumerate(arrays):
-        group = groups.setdefault((x.size, x.dtype), [[]])
-        if len(group[-1]) == _GROUP:
-            group.append([])
-        group[-1].append(i)
-    scores: dict[int, jax.Array] = {}
-    for members in itertools.chain(*groups.values()):
-        if len(members) == 1:
-            scores[members[0]] = lamp_scores(arrays[members[0]])
-            continue
-        layers = [arrays[i].reshape(-1) for i in members]
-        branches = [functools.partial(lambda i, x: x[i], i) for i in range(len(members))]
-        rows = lax.map(
-            lambda i, b=branches, x=layers: lamp_scores(lax.switch(i, b, x)),
-            jnp.arange(len(members)),
-        )
-        for place, i in enumerate(members):
-            row = lax.dynamic_index_in_dim(rows, at_runtime(place), 0, keepdims=False)
-            scores[i] = row.reshape(arrays[i].shape)
-    return [scores[i] for i in range(len(arrays))]
+    is_ranked = is_last_inside & (is_above_kept & is_below_removed)
+    return chosen, is_ranked & jnp.all(inside.num_inside <= chosen.shape[1])
 
 
 def _score_slots(squares: jax.Array, bits: np.ndarray, above: Words) -> tuple[jax.Array, Words]:
@@ -198,35 +201,56 @@ def _score_slots(squares: jax.Array, bits: np.ndarray, above: Words) -> tuple[ja
     return scores, (sums[0][:, -1], sums[1][:, -1])
 
 
-class _Inside(NamedTuple):
-    """Weights inside a bracket.
-
-    Attributes:
-      num_above: number of weights above the bracket, int32.
-      num_inside: number of weights inside, int32.
-      sum_above: sum of the squares above.
-      positions: int32[room], increasing; empty slots hold the size of the layer or more.
-      squares: [room], anything in empty slots.
-    """
-
-    num_above: jax.Array
-    num_inside: jax.Array
-    sum_above: Words
-    positions: jax.Array
-    squares: jax.Array
+def _rank(scores: Sequence[jax.Array]) -> list[Ranked]:
+    """Returns scores in one dtype."""
+    dtype = jnp.result_type(*scores)
+    return [Ranked(Scores.wrap(x.astype(dtype))) for x in scores]
 
 
-def _read_inside(
-    layer: ScaledLayer, weights: jax.Array, low: jax.Array, high: jax.Array, room: int
-) -> _Inside:
+def _is_local(x: jax.Array) -> bool:
+    has_room = x.size + _ROOM[1] < 2**31  # positions are int32
+    return has_room and use_flat(x) and jax.typeof(x).sharding.mesh.empty
+
+
+def _sizes(layers: Sequence[_Layer]) -> np.ndarray:
+    """Returns the numbers of weights, int32[layers]."""
+    return np.array([layer.weights.size for layer in layers], np.int32)
+
+
+def _sorted_scores(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns `lamp_scores` of each layer; layers of a size share a program and its buffers."""
+    alike: dict[Hashable, list[int]] = {}
+    for i, x in enumerate(arrays):
+        alike.setdefault((x.size, x.dtype), []).append(i)
+    groups = [
+        each[at : at + _GROUP] for each in alike.values() for at in range(0, len(each), _GROUP)
+    ]
+    scores: dict[int, jax.Array] = {}
+    for members in groups:
+        if len(members) == 1:
+            scores[members[0]] = lamp_scores(arrays[members[0]])
+            continue
+        layers = [arrays[i].reshape(-1) for i in members]
+        branches = [lambda x, i=i: x[i] for i in range(len(members))]
+        rows = lax.map(
+            lambda i, b=branches, x=layers: lamp_scores(lax.switch(i, b, x)),
+            jnp.arange(len(members)),
+        )
+        for place, i in enumerate(members):
+            row = lax.dynamic_index_in_dim(rows, at_runtime(place), 0, keepdims=False)
+            scores[i] = row.reshape(arrays[i].shape)
+    return [scores[i] for i in range(len(arrays))]
+
+
+# ------------------------------------------------------------------ the exact sums
+def _read_inside(layer: _Layer, low: jax.Array, high: jax.Array, room: int) -> _Inside:
     """Reads the weights with squares in (low, high]."""
-    size = len(weights)
-    squares = _in_rows(layer.squares(weights))
+    squares = _in_rows(layer.squares())
     is_above, is_inside = squares > high, (squares > low) & ~(squares > high)
-    digits, bits = _split_digits(jnp.where(is_above, squares, 0), size)
+    digits, bits = _split_digits(jnp.where(is_above, squares, 0), layer.weights.size)
     above, inside, *sums = (exact.total(x) for x in exact.sums([is_above, is_inside, *digits], [1]))
     positions = kept_positions(is_inside.reshape(-1).astype(jnp.uint8), room)
-    picked = layer.squares(weights.at[positions].get(mode="clip"))
+    picked = layer.scale.squares(layer.weights.at[positions].get(mode="clip"))
     counts = above[1].astype(jnp.int32), inside[1].astype(jnp.int32)
     return _Inside(*counts, _join_digits(sums, bits), positions, picked)
 
@@ -237,36 +261,59 @@ def _in_rows(x: jax.Array) -> jax.Array:
     return x.reshape(next(rows for rows in range(most, 0, -1) if len(x) % rows == 0), -1)
 
 
+def _split_digits(squares: jax.Array, size: int) -> tuple[list[jax.Array], int]:
+    """Returns digits of squares, int32, the highest first, and their bits.
+
+    A sum of `size` digits fits an int32, and a sum of so many squares fits 62 bits.
+    """
+    bits = count_digit_bits(size)
+    digits, remainder = [], squares
+    for _ in range(count_bits(size) // bits):
+        remainder = remainder * 2.0**bits
+        digit = jnp.trunc(remainder)
+        remainder = remainder - digit
+        digits.append(digit.astype(jnp.int32))
+    return digits, bits
+
+
+def _join_digits(digits: Sequence[Words], bits: int) -> Words:
+    """Returns the integer of some digits, the highest first."""
+    total = digits[0]
+    for digit in digits[1:]:
+        total = exact.plus(exact.shift_left(total, bits), digit)
+    return total
+
+
+# ------------------------------------------------------------------ the brackets
 def _find_brackets(
-    layers: Sequence[ScaledLayer], flat: Sequence[jax.Array], k: jax.Array, room: int
+    layers: Sequence[_Layer], k: jax.Array, room: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the ends of the brackets, each [layers]; no result depends on their being right."""
-    is_large = np.array([len(x) > room for x in flat])
-    low = jnp.full(len(flat), -1, jnp.float32)
-    first = _sample_pivots(layers, flat, k, room)
+    """Returns the ends of the brackets, each [layers]; a small layer lies inside as a whole."""
+    is_large = _sizes(layers) > room
+    low = jnp.full(len(layers), -1, jnp.float32)
+    first = _sample_pivots(layers, k, room)
 
-    def is_wide(state: _State) -> jax.Array:
-        return (state[0] < _PASSES) & jnp.any((state[3] > room * _FULL) & is_large)
+    def is_wide(state: tuple[jax.Array, _Brackets]) -> jax.Array:
+        passes, brackets = state
+        return (passes < _PASSES) & jnp.any((brackets.counts > room * _FULL) & is_large)
 
-    def step(state: _State) -> _State:
-        passes, low, high, _ = state
-        ends = jnp.stack([low, high], axis=1)
+    def step(state: tuple[jax.Array, _Brackets]) -> tuple[jax.Array, _Brackets]:
+        passes, brackets = state
+        ends = jnp.stack([brackets.low, brackets.high], axis=1)
         # In the order of the floats, which is about that of logarithms.
         start, stop = (lax.bitcast_convert_type(x, jnp.int32) for x in jnp.clip(ends.T, 0, 1))
         width = (stop - start).astype(jnp.float32)
         places = start[:, None] + (width[:, None] * _PARTS).astype(jnp.int32)
         pivots = lax.bitcast_convert_type(places, jnp.float32)
         pivots = jnp.concatenate([ends, jnp.where(passes == 0, first, pivots)], axis=1)
-        return passes + 1, *_narrow_brackets(layers, flat, pivots, k)
+        return passes + 1, _narrow_brackets(layers, pivots, k)
 
-    start = jnp.int32(0), low, low + np.inf, low + np.inf
-    _, low, high, _ = lax.while_loop(is_wide, step, start)
-    return low, high
+    start = jnp.int32(0), _Brackets(low, low + np.inf, low + np.inf)
+    _, (low, high, _) = lax.while_loop(is_wide, step, start)
+    return jnp.where(is_large, low, -1), jnp.where(is_large, high, np.inf)
 
 
-def _sample_pivots(
-    layers: Sequence[ScaledLayer], flat: Sequence[jax.Array], k: jax.Array, room: int
-) -> jax.Array:
+def _sample_pivots(layers: Sequence[_Layer], k: jax.Array, room: int) -> jax.Array:
     """Returns pivots[layers, n] about the squares of the last kept weights, by samples.
 
     Each entry of a sample stands for `share` weights of its layer. The score of an entry is about
@@ -276,13 +323,13 @@ def _sample_pivots(
     at some deviations of the rank below and above.
     """
     samples, counts = [], []
-    for layer, x in zip(layers, flat, strict=True):
+    for scale, x in layers:
         stride = -(-len(x) // room) | 1  # odd: not in step with rows
-        sample = layer.squares(lax.optimization_barrier(x[::stride])).astype(jnp.float32)
+        sample = scale.squares(lax.optimization_barrier(x[::stride])).astype(jnp.float32)
         counts.append(len(sample))
         samples.append(jnp.pad(jnp.where(jnp.isnan(sample), 0, sample), (0, room - len(sample))))
     count = np.array(counts, np.int32)[:, None]
-    share = np.array([[len(x)] for x in flat], np.float32) / count.astype(np.float32)
+    share = _sizes(layers).astype(np.float32)[:, None] / count.astype(np.float32)
     squares = -jnp.sort(-jnp.stack(samples), axis=1)
     sums = jnp.cumsum(squares, axis=1) * share
     scores = squares / jnp.where(sums == 0, 1, sums)
@@ -304,28 +351,24 @@ def _find_last_score(scores: jax.Array, weights: np.ndarray, k: jax.Array) -> ja
     return -falling[jnp.minimum(at, len(falling) - 1)]
 
 
-def _narrow_brackets(
-    layers: Sequence[ScaledLayer], flat: Sequence[jax.Array], pivots: jax.Array, k: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the pivots next to the square of the last kept weight, and the count between.
+def _narrow_brackets(layers: Sequence[_Layer], pivots: jax.Array, k: jax.Array) -> _Brackets:
+    """Returns the brackets between the pivots next to the square of the last kept weight.
 
     At a pivot the score is about the pivot over the sum of the squares above: the score of the last
     weight above, and of the first below.
     """
-    tables = []
-    for layer, x, row in zip(layers, flat, pivots, strict=True):
-        counts, sums = _count_above(_in_rows(layer.squares(x).astype(jnp.float32)), row)
-        tables.append((counts, sums))
+    squares = (_in_rows(layer.squares().astype(jnp.float32)) for layer in layers)
+    tables = [_count_above(x, row) for x, row in zip(squares, pivots, strict=True)]
     counts, sums = (jnp.stack(x).astype(jnp.float32) for x in zip(*tables, strict=True))
     scores = jnp.where(counts > 0, pivots / jnp.maximum(sums, 1e-37), np.inf)
     scores = jnp.where(pivots < 0, -1, scores)
-    sizes = np.array([len(x) for x in flat], np.float32)[:, None]
+    sizes = _sizes(layers).astype(np.float32)[:, None]
     floor, ceiling = _bound_last_score(scores, counts, sizes, k)
     is_below, is_above = scores <= floor, scores > ceiling
     low = jnp.max(jnp.where(is_below, pivots, -1), axis=1)
     high = jnp.min(jnp.where(is_above, pivots, np.inf), axis=1)
     reached = jnp.min(jnp.where(is_below, counts, sizes), axis=1)
-    return low, high, reached - jnp.max(jnp.where(is_above, counts, 0), axis=1)
+    return _Brackets(low, high, reached - jnp.max(jnp.where(is_above, counts, 0), axis=1))
 
 
 def _bound_last_score(
@@ -367,26 +410,3 @@ def _count_above(squares: jax.Array, pivots: jax.Array) -> tuple[jax.Array, jax.
     )
     counts = [jnp.sum(x, dtype=jnp.int32) for x in rows[:n]]
     return jnp.stack(counts), jnp.stack([jnp.sum(x) for x in rows[n:]])
-
-
-def _split_digits(squares: jax.Array, size: int) -> tuple[list[jax.Array], int]:
-    """Returns digits of squares, int32, the highest first, and their bits.
-
-    A sum of `size` digits fits an int32, and a sum of so many squares fits 62 bits.
-    """
-    bits = count_digit_bits(size)
-    digits, remainder = [], squares
-    for _ in range(count_bits(size) // bits):
-        remainder = remainder * 2.0**bits
-        digit = jnp.trunc(remainder)
-        remainder = remainder - digit
-        digits.append(digit.astype(jnp.int32))
-    return digits, bits
-
-
-def _join_digits(digits: Sequence[Words], bits: int) -> Words:
-    """Returns the integer of some digits, the highest first."""
-    total = digits[0]
-    for digit in digits[1:]:
-        total = exact.plus(exact.shift_left(total, bits), digit)
-    return total

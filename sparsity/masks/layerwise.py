@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import exact, sharding
-from sparsity.core.checks import is_traced
+from sparsity.core.checks import DataclassBase, is_traced
 from sparsity.core.trees import PyTree
 from sparsity.masks.moves import move_units
 from sparsity.masks.scopes import MovingLeaf, ScoredLeaf
@@ -24,7 +24,7 @@ L = TypeVar("L", ScoredLeaf, MovingLeaf)
 
 
 @dataclasses.dataclass(frozen=True)
-class Layerwise:
+class Layerwise(DataclassBase):
     """Ranks the weights of each leaf alone, at its sparsity; with batch axes, of each slice.
 
     An override of `select` gets leaves whose leading `site.batch_axes` index slices.

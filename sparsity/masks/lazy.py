@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import chex
 import jax
@@ -25,6 +25,7 @@ from sparsity.core.hashing import (
 from sparsity.core.kernels import unstack, use_flat
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree
 from sparsity.masks.bits import apply_mask
+from sparsity.programs.program import ClosedJaxpr
 from sparsity.selection import Scores
 
 Hook = TypeVar("Hook", bound=Callable[..., object])
@@ -160,14 +161,14 @@ class _EntryScore:
     masked: bool
     dtypes: Dtypes
     read: tuple[int, ...]
-    program: Any = dataclasses.field(default=None, compare=False)
-    formula: str = ""
+    program: ClosedJaxpr = dataclasses.field(compare=False)
+    formula: str
 
     @classmethod
     def trace(cls, hook: Callable[..., PyTree], masked: bool, dtypes: Dtypes) -> _EntryScore:
         """Traces the hook; if the hook reads no value, `read` holds the position of the weight."""
-        complete = cls(hook, masked, dtypes, tuple(range(len(dtypes))))
-        program = jax.make_jaxpr(complete)(*(jax.ShapeDtypeStruct((), x) for x in dtypes))
+        call = functools.partial(_call_hook, hook, masked)
+        program = jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct((), x) for x in dtypes))
         used = {*map(id, program.jaxpr.outvars)}
         for eqn in reversed(program.jaxpr.eqns):
             if not used.isdisjoint(map(id, eqn.outvars)):
@@ -179,12 +180,7 @@ class _EntryScore:
         values = [jnp.zeros_like(inputs[0], dtype) for dtype in self.dtypes]
         for i, value in zip(self.read, inputs, strict=True):
             values[i] = value
-        weight, *operands = values
-        if self.masked:
-            weight = apply_mask(weight, operands.pop(0))
-        grads = operands[0] if operands else None
-        scores: jax.Array = self.hook(params=weight, sparse_state=None, grads=grads)
-        return scores
+        return _call_hook(self.hook, self.masked, *values)
 
     @functools.cached_property
     def on_host(self) -> Callable[..., np.ndarray] | None:
@@ -196,6 +192,17 @@ class _EntryScore:
         if len(steps) > 1 or name not in _ON_HOST or jnp.issubdtype(dtype, jnp.complexfloating):
             return None
         return _ON_HOST[name] if program.outvars[0] in outputs else None
+
+
+def _call_hook(
+    hook: Callable[..., PyTree], masked: bool, weight: jax.Array, *operands: jax.Array
+) -> jax.Array:
+    """Returns the scores of weights; operands are the mask and the gradient, each if any."""
+    if masked:
+        weight, operands = apply_mask(weight, operands[0]), operands[1:]
+    grads = operands[0] if operands else None
+    scores: jax.Array = hook(params=weight, sparse_state=None, grads=grads)
+    return scores
 
 
 # XLA rounds no result of these, and does not take subnormal numbers for 0, as it does in products.

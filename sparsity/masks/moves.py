@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import chex
 import jax
@@ -16,7 +15,7 @@ from sparsity.core import exact, sharding
 from sparsity.core.exact import Words, varying_zero
 from sparsity.core.trees import PyTree
 from sparsity.selection.scores import Ranked
-from sparsity.selection.topk import select
+from sparsity.selection.topk import select_best
 
 
 def move_units(
@@ -55,12 +54,12 @@ def _moved_masks(
     zero = varying_zero([x for leaf in (*drop, *grow) for x in leaf.arrays], moves)
 
     def dropped() -> tuple[list[jax.Array], Words]:
-        kept, active = select(drop, exact.Removed(fraction), together=together)
+        kept, active = select_best(drop, exact.Removed(fraction), together=together)
         return kept, exact.minus(active, exact.num_kept_words(active, fraction))
 
     def present() -> tuple[list[jax.Array], Words]:
         n = jnp.zeros(1 if together else sum(leaf.slices for leaf in drop), jnp.uint32)
-        masks: Any = [leaf.arrays[leaf.where_at or 0] for leaf in drop]
+        masks = [leaf.arrays[leaf.where_at or 0] for leaf in drop]
         # A branch that returns its operands lets XLA write the results of the other over them.
         return [x if x.dtype == jnp.uint8 else (x != 0).astype(jnp.uint8) for x in masks], (n, n)
 
@@ -70,7 +69,7 @@ def _moved_masks(
     def grown(kept: list[jax.Array], lost: Words) -> list[jax.Array]:
         pairs = zip(grow, kept, strict=True)
         free = [dataclasses.replace(leaf, where=mask, excludes=True) for leaf, mask in pairs]
-        masks, _ = select(free, lost, together=together)
+        masks, _ = select_best(free, lost, together=together)
         return [a | b for a, b in zip(kept, masks, strict=True)]
 
     # The results of a branch are stored; otherwise each reader would compute them again.

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from sparsity import selection
 from sparsity.core import sharding
+from sparsity.core.checks import DataclassBase
 from sparsity.core.exact import num_kept_int, sums
 
 REMEDY = (
@@ -26,7 +27,7 @@ REMEDY = (
 )
 
 
-class SparsityType:
+class SparsityType(DataclassBase):
     """Base of patterns, the units that are kept or removed together; here each entry is a unit.
 
     A subclass with units of several entries overrides `pool` and `expand`, and `check` if it does
@@ -48,7 +49,7 @@ class SparsityType:
     """
 
     # Whether each entry is a unit, so that entries of all leaves can compete.
-    is_elementwise: bool = False
+    is_elementwise: ClassVar[bool] = False
     # Whether a mask keeps the best units, so that one search serves many leaves. False for classes
     # that define `select` or `move`.
     ranks_units: ClassVar[bool] = True

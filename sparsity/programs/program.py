@@ -13,7 +13,9 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal, Primitive, Var, jaxpr_as_fun
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
+from jax.typing import ArrayLike
 
 from sparsity.core import sharding
 from sparsity.core.trees import PyTree
@@ -306,11 +308,12 @@ def is_differentiable(value: Value) -> bool:
 def read_jaxpr(closed: ClosedJaxpr) -> Program:
     """Returns the program of a traced function.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> double = read_jaxpr(jax.make_jaxpr(jax.jit(lambda x: x * 2))(1.0))
-      >>> [equation.name for equation in double.flat()]
-      ['mul']
+        Example:
+          >>> import jax.numpy as jnp
+    import numpy as np
+          >>> double = read_jaxpr(jax.make_jaxpr(jax.jit(lambda x: x * 2))(1.0))
+          >>> [equation.name for equation in double.flat()]
+          ['mul']
     """
     return _program(closed, [_value(var.aval) for var in closed.jaxpr.invars], ())
 
@@ -323,7 +326,7 @@ def values_read(program: Program) -> set[Value]:
     return values
 
 
-def list_constants(closed: ClosedJaxpr) -> list[Any] | None:
+def list_constants(closed: ClosedJaxpr) -> list[jax.Array | np.ndarray] | None:
     """Returns the arrays that a traced function and its bodies hold, in order.
 
     `None` if the function calls back to Python, where no text tells functions apart.
@@ -342,7 +345,7 @@ def list_constants(closed: ClosedJaxpr) -> list[Any] | None:
     return constants
 
 
-def _program(closed: Any, inputs: list[Value], calls: Tracebacks) -> Program:
+def _program(closed: ClosedJaxpr | Jaxpr, inputs: list[Value], calls: Tracebacks) -> Program:
     """Returns the program of a closed or an open jaxpr on these inputs, within these calls."""
     jaxpr, constants = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
     values: dict[Var, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -360,7 +363,7 @@ def _program(closed: Any, inputs: list[Value], calls: Tracebacks) -> Program:
     return Program(inputs, equations, [look_up(atom) for atom in jaxpr.outvars])
 
 
-def _equation(traced: Any, inputs: list[Value], calls: Tracebacks) -> Equation:
+def _equation(traced: JaxprEqn, inputs: list[Value], calls: Tracebacks) -> Equation:
     name, params = traced.primitive.name, traced.params
     calls = (traced.source_info.traceback, *calls)
     bodies: tuple[Program, ...] = ()
@@ -376,11 +379,11 @@ def _equation(traced: Any, inputs: list[Value], calls: Tracebacks) -> Equation:
     return Equation(traced.primitive, params, inputs, outputs, bodies, calls, traced.ctx)
 
 
-def _with_inputs(closed: Any, calls: Tracebacks) -> Program:
+def _with_inputs(closed: ClosedJaxpr | Jaxpr, calls: Tracebacks) -> Program:
     jaxpr = getattr(closed, "jaxpr", closed)
     return _program(closed, [_value(var.aval) for var in jaxpr.invars], calls)
 
 
-def _value(aval: Any, constant: Any = None) -> Value:
+def _value(aval: jax.core.AbstractValue, constant: ArrayLike | None = None) -> Value:
     shape, dtype = tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None)
     return Value(shape, dtype, constant, sharding.explicit_sharding(aval))

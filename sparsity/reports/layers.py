@@ -57,7 +57,7 @@ def sparsity_table(params: Params, opt_state: optax.OptState, updater: Updater) 
     Returns:
       Text of several lines.
     """
-    table = extras.table(("path", "shape", "type"), ("target", "achieved", "mask bytes"))
+    table = extras.make_table(("path", "shape", "type"), ("target", "achieved", "mask bytes"))
     rows = layer_summary(params, opt_state, updater)
     for row in rows:
         shape = trees.shape_text(row.shape)

@@ -22,8 +22,8 @@ _SAMPLE = 1 << 13
 _SHORT = 1 << 12  # entries of slices that are sorted, many at a time
 
 
-def select(leaves: Sequence[Ranked], k: Sequence[np.ndarray], *, together: bool) -> PyTree:
-    """Does what `search.select` does, for parameters in arrays of numpy; returns masks alone.
+def select_on_host(leaves: Sequence[Ranked], k: Sequence[np.ndarray], *, together: bool) -> PyTree:
+    """Returns the masks of `search.select_by_counting`, for parameters in arrays of numpy.
 
     Returns `NotImplemented` if only jax computes the scores.
     """
@@ -38,7 +38,7 @@ def select(leaves: Sequence[Ranked], k: Sequence[np.ndarray], *, together: bool)
     else:
         ends = np.cumsum([leaf.slices for leaf in leaves])
         for x, end in zip(rows, ends, strict=True):
-            x.select(counts[end - len(x.mask) : end])
+            x.write_mask(counts[end - len(x.mask) : end])
     return [x.as_leaf(leaf) for x, leaf in zip(rows, leaves, strict=True)]
 
 
@@ -72,7 +72,7 @@ class _Rows:
         mask = self.mask.reshape([leaf.scores.shape[axis] for axis in order])
         return mask.transpose(np.argsort(order))
 
-    def select(self, counts: np.ndarray) -> None:
+    def write_mask(self, counts: np.ndarray) -> None:
         """Writes the mask of the best entries of each row."""
         if not self.mask.size:
             return

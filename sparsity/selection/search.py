@@ -66,7 +66,7 @@ def thresholds(above: Above, k: Words, lowest: jax.Array, keys: KeyRange) -> jax
     return lax.while_loop(lambda x: (x[0] * _BITS < bits) & jnp.any(x[2]), step, state)[1]
 
 
-def select(
+def select_by_counting(
     leaves: Sequence[Ranked],
     k: Words | Removed,
     *,

@@ -21,7 +21,7 @@ from sparsity.core.checks import is_traced
 from sparsity.core.exact import Removed, Words
 from sparsity.core.trees import PyTree
 from sparsity.selection import cpu, search
-from sparsity.selection.host import select as host_select
+from sparsity.selection.host import select_on_host
 from sparsity.selection.scores import Ranked, Scores
 
 
@@ -168,36 +168,39 @@ def _check_shape(k: chex.Numeric, shape: tuple[int, ...]) -> None:
 
 
 # ------------------------------------------------------------------ the search
-@host.instead(host_select)
+@host.instead(select_on_host)
 @functools.partial(jax.jit, static_argnames="together")
 def _topk_masks(
     leaves: Sequence[Ranked], k: Words | np.ndarray, *, together: bool
 ) -> list[jax.Array]:
     slices = 1 if together else sum(leaf.slices for leaf in leaves)
     high, low = (jnp.broadcast_to(word, (slices,)) for word in k)
-    return select(leaves, (high, low), together=together)[0]
+    return select_best(leaves, (high, low), together=together)[0]
 
 
 def search_for(leaves: Sequence[Ranked]) -> Callable[..., tuple[list[jax.Array], Words]]:
     """Chooses the search by platform and sharding, here alone; all searches give the same masks."""
     if jax.default_backend() != "cpu":
-        return search.select
+        return search.select_by_counting
     arrays = [x for leaf in leaves for x in leaf.arrays]
     if all(x.size <= cpu.MAX_ENTRIES and cpu.use_flat(x) for x in arrays):
-        return cpu.select
-    return functools.partial(search.select, thresholds=cpu.thresholds)
+        return cpu.select_by_rows
+    return functools.partial(search.select_by_counting, thresholds=cpu.thresholds)
 
 
-def select(
+def select_best(
     leaves: Sequence[Ranked], k: Words | Removed, *, together: bool
 ) -> tuple[list[jax.Array], Words]:
-    """Does what `search.select` does, for parameters of any dtypes and sizes; not compiled."""
+    """Returns masks and numbers as `search.select_by_counting` does; not compiled.
+
+    Parameters may have several dtypes, and any sizes.
+    """
     leaves = jax.tree.map(lax.stop_gradient, leaves)  # a mask has no derivatives
     one_search = search_for(leaves)
     kinds: dict[Hashable, list[int]] = {}
     for i, leaf in enumerate(leaves):
         if leaf.scores.size:
-            kind = cpu.Recipe.read(leaf) if one_search is cpu.select else leaf.scores.dtype
+            kind = cpu.Recipe.read(leaf) if one_search is cpu.select_by_rows else leaf.scores.dtype
             kinds.setdefault(None if together else kind, []).append(i)
     ends = np.cumsum([leaf.slices for leaf in leaves])
     masks = [jnp.zeros(leaf.scores.shape, jnp.uint8) for leaf in leaves]

@@ -256,13 +256,13 @@ def _cut(array: jax.Array, axes: Mapping[int, np.ndarray]) -> jax.Array:
     shape = shrink_shape(jnp.shape(array), axes)
     small: jax.Array
     if isinstance(placed, NamedSharding) and not sharding.explicit_sharding(array):
-        small = _take(array, axes, sharding.fit(placed, shape))
+        small = _take_all(array, axes, sharding.fit(placed, shape))
     else:
-        small = sharding.shard_like(array, _take, array, axes, shape=shape)
+        small = sharding.shard_like(array, _take_all, array, axes, shape=shape)
     return small
 
 
-def _take_on_host(
+def _take_all_on_host(
     array: PyTree, axes: Mapping[int, np.ndarray], target: Sharding | None = None
 ) -> PyTree:
     if target is not None:
@@ -272,16 +272,16 @@ def _take_on_host(
     return array
 
 
-@host.instead(_take_on_host)
-def _take(
+@host.instead(_take_all_on_host)
+def _take_all(
     array: jax.Array, axes: Mapping[int, np.ndarray], target: Sharding | None = None
 ) -> jax.Array:
-    small: jax.Array = _take_compiled(array, jax.tree.map(jnp.asarray, dict(axes)), target)
+    small: jax.Array = _take_all_compiled(array, jax.tree.map(jnp.asarray, dict(axes)), target)
     return small
 
 
 @functools.partial(jax.jit, static_argnames="target")
-def _take_compiled(
+def _take_all_compiled(
     array: jax.Array, axes: Mapping[int, jax.Array], target: Sharding | None
 ) -> jax.Array:
     for axis, index in axes.items():

@@ -36,7 +36,7 @@ class SizeRow(NamedTuple):
     density: float | None = None
 
 
-def table(
+def show_savings(
     rows: Sequence[SizeRow],
     macs: Pair,
     notes: Sequence[str],
@@ -53,7 +53,7 @@ def table(
     is_masked = any(row.density is not None for row in rows)
     columns = ("parameters", "left", "bytes", "left", "MACs", "left")
     more = ("density",) if is_masked else ()
-    leaves = extras.table(("leaf", "shape", "smaller"), (*columns, *more))
+    leaves = extras.make_table(("leaf", "shape", "smaller"), (*columns, *more))
     for row in rows:
         shapes = [trees.shape_text(shape) for shape in row.shapes]
         numbers = (*row.parameters, *row.nbytes, *row.macs)
@@ -64,7 +64,7 @@ def table(
     leaves.add_row("all", "", "", *(f"{n:,}" for n in (*sums, *macs)), *("" for _ in more))
     parts = [extras.as_text(leaves), *notes]
     if seconds:
-        times = extras.table(("time",), ("before", "after", "ratio"))
+        times = extras.make_table(("time",), ("before", "after", "ratio"))
         for name, (before, after) in seconds.items():
             shown = [f"{1000 * x:.3g} ms" for x in (before, after)]
             times.add_row(name, *shown, f"{after / before:.2f}")

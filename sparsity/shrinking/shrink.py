@@ -136,7 +136,7 @@ class Small:
           Text of several lines.
         """
         macs = self.before.macs(), self.macs()
-        return savings.table(self._rows(), macs, self._notes(), seconds or {})
+        return savings.show_savings(self._rows(), macs, self._notes(), seconds or {})
 
     def plot(self, axes: Sequence[Axes] | None = None) -> Sequence[Axes]:
         """Draws multiply-adds and sizes of all parameters: before in light, after in dark.

@@ -176,9 +176,9 @@ class Smaller(Interpreter[jax.Array]):
                 used = [x for x, use in zip(tangents, has, strict=True) if use]
                 computed = plain.run(rule, [*primals, *used])
                 half, values = len(computed) // 2, equation.outputs
-                outputs = _fill(computed[:half], values, function(*primals))
+                outputs = _insert_others(computed[:half], values, function(*primals))
                 zeros = [np.zeros(x.shape, jax.dtypes.float0) for x in outputs]
-                return outputs, _fill(computed[half:], values, zeros)
+                return outputs, _insert_others(computed[half:], values, zeros)
 
             with_jvp = jax.custom_jvp(function)
             with_jvp.defjvp(forward)
@@ -208,7 +208,7 @@ def _forward_only(function: Function, error: Exception) -> Function:
     return wrapped
 
 
-def _fill(computed: Arrays, values: Sequence[Value], others: Sequence[PyTree]) -> PyTree:
+def _insert_others(computed: Arrays, values: Sequence[Value], others: Sequence[PyTree]) -> PyTree:
     """Returns the arrays that a rule computes, and others for values without derivatives."""
     arrays = iter(computed)
     return tuple(

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -114,17 +114,17 @@ def _hash(value: object) -> int:
         return hash(type(value))
 
 
-def _equal(lhs: Any, rhs: Any) -> bool:
+def _equal(lhs: object, rhs: object) -> bool:
     if lhs is rhs:
         return True
     if isinstance(lhs, functools.partial) and isinstance(rhs, functools.partial):
         parts = [(part.func, part.args, part.keywords) for part in (lhs, rhs)]
         return bool(parts[0] == parts[1])
-    are_arrays = [isinstance(value, jax.Array | np.ndarray) for value in (lhs, rhs)]
-    if any(are_arrays):
-        if not all(are_arrays) or is_traced(lhs) or is_traced(rhs) or lhs.dtype != rhs.dtype:
+    if isinstance(lhs, jax.Array | np.ndarray) and isinstance(rhs, jax.Array | np.ndarray):
+        if is_traced(lhs) or is_traced(rhs) or lhs.dtype != rhs.dtype:
             return False
         if jnp.issubdtype(lhs.dtype, jax.dtypes.prng_key):
             lhs, rhs = jax.random.key_data(lhs), jax.random.key_data(rhs)
         return np.array_equal(lhs, rhs)
-    return bool(lhs == rhs)
+    are_arrays = (isinstance(value, jax.Array | np.ndarray) for value in (lhs, rhs))
+    return not any(are_arrays) and bool(lhs == rhs)

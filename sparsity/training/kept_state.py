@@ -171,7 +171,7 @@ def spread_updates(
             return step
         dtype = jnp.promote_types(step.dtype, param.dtype)
         words = layout.map_slices(read_words, param, mask)
-        words, step = _store((words, step.astype(dtype)), count)
+        words, step = _materialize_after((words, step.astype(dtype)), count)
         fn = functools.partial(spread, n=layout.slice_size)
         dense = layout.map_slices(fn, param, words, step, dense=True)
         keep = functools.partial(are_set, n=layout.slice_size)
@@ -181,8 +181,8 @@ def spread_updates(
     return trees.map_matched(spread_step, steps, masks, params, layouts, role="updates")
 
 
-def _store(arrays: PyTree, count: chex.Numeric) -> PyTree:
-    """Returns the arrays, which the compiler stores and computes once.
+def _materialize_after(arrays: PyTree, count: chex.Numeric) -> PyTree:
+    """Returns the arrays from a branch that asks for `count`, so that XLA computes them once.
 
     The loop that spreads updates over a parameter would otherwise compute the update of a kept
     entry again for each of its neighbours, ten times at 90 %. XLA:CPU removes barriers before it

@@ -14,6 +14,7 @@ import optax
 
 from sparsity import masks as masks_lib
 from sparsity.core import trees
+from sparsity.core.checks import DataclassBase
 from sparsity.core.hashing import generate_random_scores
 from sparsity.core.sharding import on_device, ones_like
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
@@ -39,7 +40,7 @@ from sparsity.training.state import SparseState, get_sparse_state
 
 
 @dataclasses.dataclass(kw_only=True)
-class Updater:
+class Updater(DataclassBase):
     """Fields and hooks of `BaseUpdater`, whose documentation explains the fields."""
 
     scheduler: Schedule = NoUpdateSchedule()

@@ -9,7 +9,7 @@ from sparsity.selection.cpu import sorting
 
 
 def _with(name):
-    select = search.select if name == "portable" else cpu.select
+    select = search.select_by_counting if name == "portable" else cpu.select_by_rows
     with pytest.MonkeyPatch.context() as patch:
         if name != "numpy":
             patch.setattr(host, "find_place", lambda *args: None)

@@ -24,8 +24,8 @@ def select(leaves, k, name):
     leaves = [leaf_of(*leaf) for leaf in leaves]
     if name != "cpu":
         thresholds = key_search.thresholds if name == "mesh" else portable.thresholds
-        return portable.select(leaves, k, together=True, thresholds=thresholds)[0], 0
-    found = threshold.select(leaves, k, together=True)
+        return portable.select_by_counting(leaves, k, together=True, thresholds=thresholds)[0], 0
+    found = threshold.select_by_thresholds(leaves, k, together=True)
     return found.masks, found.passes
 
 
@@ -169,8 +169,8 @@ def test_leaves_of_any_size_ask_for_at_most_26_passes(monkeypatch, search):
     big = jax.ShapeDtypeStruct((most,), jnp.float32)
     small = jax.ShapeDtypeStruct((2**30,), jnp.float32)
     k = jax.ShapeDtypeStruct((1,), jnp.uint32)
-    select = functools.partial(portable.select, thresholds=on_mesh)
-    select = threshold.select if search == "cpu" else select
+    select = functools.partial(portable.select_by_counting, thresholds=on_mesh)
+    select = threshold.select_by_thresholds if search == "cpu" else select
     for leaves in ([big], [small], [big, small], [small] * 3):
         asked.clear()
 
@@ -182,7 +182,10 @@ def test_leaves_of_any_size_ask_for_at_most_26_passes(monkeypatch, search):
         assert len(asked) == (1 if search == "cpu" else 2)
 
 
-@pytest.mark.parametrize("search", [portable.select, threshold.select, sorting.select])
+@pytest.mark.parametrize(
+    "search",
+    [portable.select_by_counting, threshold.select_by_thresholds, sorting.select_by_sorting],
+)
 def test_a_fraction_to_remove_is_one_of_the_eligible_entries_of_each_slice(search):
     rng = np.random.default_rng(0)
     scores = np.round(rng.normal(size=(3, 40)), 1).astype(np.float32)

@@ -1,6 +1,7 @@
 """Classes that users derive, in ways that the library's own classes do not need."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -243,3 +244,77 @@ def test_a_hook_that_an_object_overrides_is_called():
     tx = updater.wrap_optax(optax.sgd(0.1))
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
     np.testing.assert_array_equal(state.masks["k"], kept["k"])
+
+
+class PlainPruner(sparsity.MagnitudePruning):
+    noise: float = 0.1
+
+
+@dataclasses.dataclass
+class DecoratedChild(PlainPruner):
+    more: int = 3
+
+
+class RequiredField(sparsity.MagnitudePruning):
+    noise: float
+
+
+class OtherDefault(sparsity.MagnitudePruning):
+    use_packed_masks: bool = True
+
+
+class PlainPattern(sparsity.SparsityType):
+    noise: int = 2
+
+
+class PlainNByM(sparsity.NByM):
+    noise: int = 2
+
+
+class PlainLayerwise(sparsity.Layerwise):
+    noise: int = 2
+
+
+class PlainGlobal(sparsity.Global):
+    noise: int = 2
+
+
+class PlainCoupled(sparsity.Coupled):
+    noise: int = 2
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "field"),
+    [
+        (PlainPruner, "PlainPruner", "noise"),
+        (lambda: PlainPruner(noise=0.2), "PlainPruner", "noise"),
+        (DecoratedChild, "PlainPruner", "noise"),
+        (RequiredField, "RequiredField", "noise"),
+        (OtherDefault, "OtherDefault", "use_packed_masks"),
+        (PlainPattern, "PlainPattern", "noise"),
+        (lambda: PlainNByM(2, 4), "PlainNByM", "noise"),
+        (PlainLayerwise, "PlainLayerwise", "noise"),
+        (lambda: PlainGlobal(noise=3), "PlainGlobal", "noise"),
+        (lambda: PlainCoupled(None), "PlainCoupled", "noise"),
+    ],
+)
+def test_a_field_of_a_class_without_the_decorator_is_an_error(make, name, field):
+    with pytest.raises(TypeError, match=f"{name} annotates {field!r}.*@dataclasses.dataclass"):
+        make()
+
+
+def test_annotations_that_are_no_fields_need_no_decorator():
+    class Constants(sparsity.MagnitudePruning):
+        alpha: ClassVar[float] = 2.0
+        beta: "ClassVar[float]" = 3.0
+        regrows: bool = True  # a class attribute of the base
+
+    class Initialized(sparsity.MagnitudePruning):
+        alpha: float
+
+        def __init__(self, alpha, **options):
+            super().__init__(**options)
+            self.alpha = alpha
+
+    assert Constants(**HALF).regrows
+    assert Initialized(2.0, **HALF).alpha == 2.0

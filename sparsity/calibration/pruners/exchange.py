@@ -103,7 +103,7 @@ def choose(
         return _Search(state, count, count)
 
     def choose_layer(matrices: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
-        tables = [_table(weights, grams, damping) for weights, grams in matrices]
+        tables = [_make_table(weights, grams, damping) for weights, grams in matrices]
         error = jnp.zeros((), jnp.result_type(*tables))
         complete = _State(jnp.ones(channels, bool), tables, error)
         search = _Search(complete, jnp.asarray(channels - kept), jnp.zeros_like(start))
@@ -113,7 +113,7 @@ def choose(
     return inside
 
 
-def _table(weights: jax.Array, grams: jax.Array, damping: chex.Numeric) -> jax.Array:
+def _make_table(weights: jax.Array, grams: jax.Array, damping: chex.Numeric) -> jax.Array:
     """Returns the table of matrices with all inputs in, scaled to unit norm."""
     inputs = grams.shape[-1]
     eye = jnp.eye(inputs, dtype=grams.dtype)

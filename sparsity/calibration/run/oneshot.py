@@ -122,7 +122,7 @@ def oneshot(
     task = make_task(pruner, refit, fn, params, data[0])
     if estimate:
         return _estimate(task, data)
-    more = {"sequential": sequential, "sparsities": task.table()}
+    more = {"sequential": sequential, "sparsities": task.list_targets()}
     identity = functools.partial(identify, pruner, refit, fn, params, data, **more)
     finished = None if folder is None else Finished(folder, identity())
     run = _Run(task, params, data, finished, show_progress(task, len(data)) if progress else None)

@@ -68,7 +68,7 @@ class Report(dict[Path, LayerReport]):
     def table(self) -> str:
         """Returns a table of the parameters, and a line of the errors of the model's outputs."""
         numbers = ("sparsity", "error, not refitted", "error", "centred", "rows", "seconds")
-        shown = extras.table(("parameter",), numbers)
+        shown = extras.make_table(("parameter",), numbers)
         for path, row in self.items():
             errors = [f"{x:.5f}" for x in (row.unrefitted, row.error, row.centred)]
             shown.add_row(

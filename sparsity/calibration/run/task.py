@@ -51,7 +51,7 @@ class Task:
         """Returns whether a parameter is to be pruned."""
         return path in self.sites
 
-    def table(self) -> list[tuple[object, ...]]:
+    def list_targets(self) -> list[tuple[object, ...]]:
         """Returns path, pattern, batch axes and sparsity of each parameter."""
         return [
             (path, site.pattern, site.batch_axes, float(self.targets[path]))

@@ -55,11 +55,11 @@ class ModelWeights:
 
     def before(self, path: Path, index: LayerIndex) -> jax.Array:
         """Returns a parameter before pruning, or one of its layers."""
-        return _take(self._before[self._numbers[path]], index)
+        return _read_layer(self._before[self._numbers[path]], index)
 
     def now(self, path: Path, index: LayerIndex) -> jax.Array:
         """Returns a current parameter, or one of its layers."""
-        return _take(self._arrays[self._numbers[path]], index)
+        return _read_layer(self._arrays[self._numbers[path]], index)
 
     def read(self, number: int, *layers: int) -> jax.Array:
         """Returns a parameter or one of its first layers, unaffected by later changes."""
@@ -85,7 +85,7 @@ class ModelWeights:
         self._masks[path] = _put(mask, part, index)
 
 
-def _take(array: jax.Array, index: LayerIndex) -> jax.Array:
+def _read_layer(array: jax.Array, index: LayerIndex) -> jax.Array:
     places = dict(index)
     layer: jax.Array = array[tuple(places.get(axis, slice(None)) for axis in range(array.ndim))]
     return layer

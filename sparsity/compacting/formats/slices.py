@@ -110,7 +110,7 @@ class Sliced(Storage):
         if not {*stack} <= {*batch} or not (axis in partners or axis in results):
             return None
         for_other, for_result = (
-            _take(array, kept.indices, axes[axis], [axes[i] for i in stack])
+            _take_slices(array, kept.indices, axes[axis], [axes[i] for i in stack])
             if axis in axes
             else array
             for array, axes in ((other, partners), (cotangent, results))
@@ -125,7 +125,9 @@ class Sliced(Storage):
         return gradient
 
 
-def _take(array: jax.Array, indices: jax.Array, axis: int, stack: Sequence[int]) -> jax.Array:
+def _take_slices(
+    array: jax.Array, indices: jax.Array, axis: int, stack: Sequence[int]
+) -> jax.Array:
     """Returns slices of an array along an axis; those at padding are 0.
 
     Args:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,22 @@ def check_fresh_state(state: PyTree) -> None:
         )
 
 
+class SliceMove(NamedTuple):
+    """Kept arrays of a slice, or of all slices as [*stack, ...], and where their entries go.
+
+    Attributes:
+      old: positions of the kept entries.
+      new: the new positions.
+      kept: kept values and moments.
+      fresh: values of entries that are new, for each of `kept`; `None` for 0.
+    """
+
+    old: jax.Array
+    new: jax.Array
+    kept: Sequence[jax.Array]
+    fresh: Sequence[jax.Array | None]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Carrier:
     """Takes values of a parameter, and moments like them, to new positions.
@@ -43,52 +60,38 @@ class Carrier:
     new: jax.Array
 
     def carry(
-        self, arrays: list[tuple[jax.Array, jax.Array | None]], token: Token
+        self, kept: Sequence[jax.Array], fresh: Sequence[jax.Array | None], token: Token
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Returns the new positions, and arrays of kept values there.
 
         Args:
-          arrays: pairs of kept values, and values for entries that are new; `None` for 0.
+          kept: kept values and moments.
+          fresh: values for entries that are new, for each of `kept`; `None` for 0.
           token: an int32 0 that depends on the arrays that were carried before.
         """
-        stored = [self.indices, *(x for x, _ in arrays)]
-        fresh = [start for _, start in arrays]
-        carry = functools.partial(sharding.shard_like, stored, self._carry)
+        move = SliceMove(self.indices, self.new, kept, fresh)
+        carry = functools.partial(sharding.shard_like, [self.indices, *kept], self._carry)
         # XLA carries a donated array in place in a branch, and all arrays at once without one.
-        indices, *values = lax.cond(
-            token == 0, carry, lambda stored, *_: stored, stored, self.new, fresh
-        )
+        indices, *values = lax.cond(token == 0, carry, lambda move: [move.old, *move.kept], move)
         return indices, values
 
-    def _carry(
-        self, stored: list[jax.Array], new: jax.Array, fresh: list[jax.Array | None]
-    ) -> list[jax.Array]:
+    def _carry(self, move: SliceMove) -> list[jax.Array]:
         sizes = self.storage.batch
-        depth = len(sizes)
-
-        def flatten(x: jax.Array) -> jax.Array:
-            return x.reshape(-1, *x.shape[depth:])
-
-        new, fresh, stored = jax.tree.map(flatten, (new, fresh, stored))
+        move = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(sizes) :]), move)
 
         def step(i: jax.Array, stored: list[jax.Array]) -> list[jax.Array]:
             # Each slice is written where it was read: donated arrays need no second copy.
-            to, (at, *values), starts = jax.tree.map(lambda x: x[i], (new, stored, fresh))
-            to = read_positions(to, at.dtype)
-            moved = [to, *self._carry_slice(at, to, values, starts)]
+            old, *kept = stored
+            each: SliceMove = jax.tree.map(lambda x: x[i], move._replace(old=old, kept=kept))
+            each = each._replace(new=read_positions(each.new, old.dtype))
+            moved = [each.new, *self._carry_slice(each)]
             return [x.at[i].set(y) for x, y in zip(stored, moved, strict=True)]
 
-        moved = lax.fori_loop(0, math.prod(sizes), step, stored)
+        moved = lax.fori_loop(0, math.prod(sizes), step, [move.old, *move.kept])
         return [x.reshape(*sizes, *x.shape[1:]) for x in moved]
 
-    def _carry_slice(
-        self,
-        old: jax.Array,
-        new: jax.Array,
-        stored: list[jax.Array],
-        fresh: list[jax.Array | None],
-    ) -> list[jax.Array]:
-        slots, stays = self.storage.find_slots(old, new)
+    def _carry_slice(self, move: SliceMove) -> list[jax.Array]:
+        slots, stays = self.storage.find_slots(move.old, move.new)
 
         def pick(values: jax.Array, start: jax.Array | None) -> jax.Array:
             shape = (*stays.shape, *[1] * (values.ndim - stays.ndim))  # members of groups follow
@@ -98,7 +101,7 @@ class Carrier:
             zero = jnp.zeros((), values.dtype)
             return jnp.where(stays.reshape(shape), values, zero if start is None else start)
 
-        return [pick(*pair) for pair in zip(stored, fresh, strict=True)]
+        return [pick(*pair) for pair in zip(move.kept, move.fresh, strict=True)]
 
 
 def carry_state(
@@ -121,12 +124,13 @@ def carry_state(
       The new positions by path, the parameters, and the state.
     """
     owner_tree = trees.map_matched(lambda path, _: carriers.get(trees.path_names(path)), params)
-    arrays: dict[Carrier, list[tuple[jax.Array, jax.Array | None]]] = {}
+    kept, starts = ({owner: list[PyTree]() for owner in carriers.values()} for _ in range(2))
 
     def collect(owner: Carrier | None, leaf: jax.Array, start: jax.Array | None = None) -> bool:
         is_kept = owner is not None and jnp.shape(leaf) == owner.storage.kept_shape
         if owner is not None and is_kept:
-            arrays.setdefault(owner, []).append((leaf, start))
+            kept[owner].append(leaf)
+            starts[owner].append(start)
         return is_kept
 
     moves_params = owners.map_owned(collect, owner_tree, params)
@@ -134,12 +138,12 @@ def carry_state(
     moves_state = owners.map_owned(collect, owner_tree, state, *fresh_states)
     indices, moved, values = {}, {}, list[jax.Array]()
     for path, owner in carriers.items():
-        token = make_token([*values, *(x for x, _ in arrays[owner])]) if in_turn else 0
-        indices[path], values = owner.carry(arrays[owner], token)
+        token = make_token([*values, *kept[owner]]) if in_turn else 0
+        indices[path], values = owner.carry(kept[owner], starts[owner], token)
         moved[owner] = iter(values)
 
-    def take(owner: Carrier | None, leaf: jax.Array, is_kept: bool) -> jax.Array:
+    def replace(owner: Carrier | None, leaf: jax.Array, is_kept: bool) -> jax.Array:
         return next(moved[owner]) if owner is not None and is_kept else leaf
 
-    params = owners.map_owned(take, owner_tree, params, moves_params)
-    return indices, params, owners.map_owned(take, owner_tree, state, moves_state)
+    params = owners.map_owned(replace, owner_tree, params, moves_params)
+    return indices, params, owners.map_owned(replace, owner_tree, state, moves_state)

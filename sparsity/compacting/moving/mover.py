@@ -376,16 +376,16 @@ def _drop_and_grow(
     is_stored = positions < grow.shape[1]
     stored = jnp.sum(is_stored, axis=1, dtype=jnp.int32)
     stay = jnp.asarray(num_kept(stored, drop_fraction))
-    flags = _select(drop, stay, is_stored)
+    flags = _select_in_rows(drop, stay, is_stored)
     kept = map_rows(functools.partial(put, grow.shape[1]), positions, flags)
-    mask: jax.Array = kept | _select(grow, stored - stay, kept == 0)
+    mask: jax.Array = kept | _select_in_rows(grow, stored - stay, kept == 0)
     return mask
 
 
-def _select(scores: jax.Array | Scores, k: jax.Array, where: jax.Array) -> jax.Array:
+def _select_in_rows(scores: jax.Array | Scores, k: jax.Array, where: jax.Array) -> jax.Array:
     """Returns the mask of the k highest scores of each row, uint8[rows, n]."""
     leaf = Ranked(Scores.wrap(scores), where, batch_axes=1)
     counts = k.astype(jnp.uint32)
-    masks, _ = topk.select([leaf], (counts & 0, counts), together=False)
+    masks, _ = topk.select_best([leaf], (counts & 0, counts), together=False)
     mask: jax.Array = masks[0]
     return mask

@@ -262,7 +262,7 @@ class _Proof(Flow[Constants]):
             constants = Constants(at, uniform[0] if is_uniform else None)
             if reduction is not None:
                 constants = _reduce(reduction, constants)
-            self.facts[output] = _fill(constants, layout.fill(equation))
+            self.facts[output] = _join_fill(constants, layout.fill(equation))
 
     def _meet_inputs(
         self, inputs: Mapping[int, Value], axes: Sequence[Place], variable: Axis
@@ -309,7 +309,7 @@ def _reduce(name: str, constants: Constants) -> Constants:
     )
 
 
-def _fill(constants: Constants, fill: float | None) -> Constants:
+def _join_fill(constants: Constants, fill: float | None) -> Constants:
     """Returns the constants if `fill` may take the place of entries that are out of range."""
     if fill is None:
         return constants

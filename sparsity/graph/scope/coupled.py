@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.core import exact, host, sharding, trees
-from sparsity.core.checks import check_bool, check_int, is_traced
+from sparsity.core.checks import DataclassBase, check_bool, check_int, is_traced
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, ScoreTree, Sparsities
 from sparsity.graph.channels.cuts import Cut, solve_sizes
@@ -35,7 +35,7 @@ from sparsity.programs.axes import Axis
 
 
 @dataclasses.dataclass(frozen=True)
-class Coupled:
+class Coupled(DataclassBase):
     """Scope that keeps or removes coupled channels as a whole, in all their members.
 
     A channel's importance is the sum of its entries' scores over all members: kernels in and out,

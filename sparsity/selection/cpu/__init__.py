@@ -19,21 +19,21 @@ from sparsity.selection.cpu.recipe import Recipe
 from sparsity.selection.cpu.visits import MAX_ENTRIES
 from sparsity.selection.scores import Ranked, Scores
 
-__all__ = ["MAX_ENTRIES", "Recipe", "select", "thresholds", "use_flat"]
+__all__ = ["MAX_ENTRIES", "Recipe", "select_by_rows", "thresholds", "use_flat"]
 
 
-def select(
+def select_by_rows(
     leaves: Sequence[Ranked], k: Words | Removed, *, together: bool
 ) -> tuple[list[jax.Array], Words]:
-    """Does what `search.select` does, for parameters of one recipe or any that compete together.
+    """Returns the masks of `search.select_by_counting`; counts rows, or sorts small parameters.
 
-    No parameter may be empty.
+    Parameters have one recipe, or compete together. None is empty.
     """
     if len({Recipe.read(leaf) for leaf in leaves}) > 1:
         leaves = [_stored(leaf) for leaf in leaves]
     if sorting.is_small(leaves, together=together):
-        return sorting.select(leaves, k, together=together)
-    masks, eligible, _ = threshold.select(leaves, k, together=together)
+        return sorting.select_by_sorting(leaves, k, together=together)
+    masks, eligible, _ = threshold.select_by_thresholds(leaves, k, together=together)
     return masks, eligible
 
 

@@ -43,16 +43,16 @@ _MAX_MISSES_ON_MESH = 2  # bounds the passes: by 2 + 11 for 32 bits, 2 + 22 for 
 
 # ------------------------------------------------------------------ pivots
 class Bracket(NamedTuple):
-    """Keys from low to high, the k-th highest one among them.
+    """Keys from low to high, the k-th highest one among them: above < k <= at_least.
 
-    A search ends at the k-th highest key, or at any key with exactly k keys above. A search of many
-    brackets holds arrays of each field, [brackets].
+    A search ends at the k-th highest key, or at any key with exactly k keys above: low = high, and
+    above <= k <= at_least. A search of many brackets holds arrays of each field, [brackets].
     """
 
     low: jax.Array
     high: jax.Array
-    at_least: Words  # keys >= low
-    above: Words  # keys > high
+    at_least: Words  # number of keys >= low
+    above: Words  # number of keys > high
     spread: jax.Array  # float32: how far off a guess may be, as a fraction of the bracket
     poor: jax.Array  # int32: passes that left more than an eighth of the counted keys
     misses: jax.Array  # int32: passes that left more than an eighth of the bracket
@@ -288,24 +288,11 @@ def narrow(
       k: the rank of the key.
 
     Returns:
-      The narrow bracket; masks of the pivots just below its low end and at its high end.
+      The narrow bracket, and two masks of pivots: those just below its low end, and those at its
+      high end. Their counts are `at_least` and `above`; an end without a pivot keeps its count.
     """
-    enough, met = exact.at_least(total, k), exact.equal(total, k)
-    low, not_high, hit_at, hit = _largest(
-        jnp.where(enough, pivots + 1, b.low),
-        ~jnp.where(enough, b.high, pivots),
-        jnp.where(met, pivots, b.low),
-        met.astype(jnp.int32),
-    )
-    low = jnp.where(hit > 0, hit_at, low)
-    high = jnp.where(hit > 0, low, ~not_high)
-    at_low, at_high = enough & (pivots + 1 == low), (met | ~enough) & (pivots == high)
-    # Pivots at the same end are alike, and so are their counts.
-    ends = [at_low, at_high]
-    words = [jnp.where(chosen, word, 0) for chosen in ends for word in total]
-    is_low, is_high, *counts = _largest(*(x.astype(jnp.int32) for x in ends), *words)
-    at_least = exact.choose(is_low > 0, (counts[0], counts[1]), b.at_least)
-    above = exact.choose(is_high > 0, (counts[2], counts[3]), b.above)
+    low, high, at_low, at_high = _narrow_ends(b, pivots, total, k)
+    at_least, above = _count_at_ends(b, total, at_low, at_high)
     inside, before = exact.minus(at_least, above), exact.minus(b.at_least, b.above)
     poor = exact.to_float(inside) * 2**_EIGHTHS > exact.to_float(before)
     missed = _width(low, high) > _width(b.low, b.high) >> _EIGHTHS
@@ -320,6 +307,39 @@ def narrow(
         passes=b.passes + 1,
     )
     return narrowed, at_low, at_high
+
+
+def _narrow_ends(
+    b: Bracket, pivots: jax.Array, total: Words, k: Words
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns the ends of the narrow bracket, and the pivots that set each end, as masks.
+
+    With k keys or more above a pivot, the k-th key lies above; with fewer, at the pivot or below.
+    A pivot with exactly k keys above ends the search: it becomes both ends.
+    """
+    enough, met = exact.at_least(total, k), exact.equal(total, k)
+    low, not_high, hit_at, hit = _largest(
+        jnp.where(enough, pivots + 1, b.low),
+        ~jnp.where(enough, b.high, pivots),
+        jnp.where(met, pivots, b.low),
+        met.astype(jnp.int32),
+    )
+    low = jnp.where(hit > 0, hit_at, low)
+    high = jnp.where(hit > 0, low, ~not_high)
+    return low, high, enough & (pivots + 1 == low), (met | ~enough) & (pivots == high)
+
+
+def _count_at_ends(
+    b: Bracket, total: Words, at_low: jax.Array, at_high: jax.Array
+) -> tuple[Words, Words]:
+    """Returns `at_least` and `above` of the narrow bracket, of the pivots that set its ends."""
+    # Pivots at the same end are alike, and so are their counts.
+    ends = [at_low, at_high]
+    words = [jnp.where(chosen, word, 0) for chosen in ends for word in total]
+    is_low, is_high, *counts = _largest(*(x.astype(jnp.int32) for x in ends), *words)
+    at_least = exact.choose(is_low > 0, (counts[0], counts[1]), b.at_least)
+    above = exact.choose(is_high > 0, (counts[2], counts[3]), b.above)
+    return at_least, above
 
 
 def _largest(*values: jax.Array) -> Sequence[jax.Array]:

@@ -49,14 +49,17 @@ class Rows:
 
     @property
     def segments(self) -> int:
+        """Number of segments."""
         return self.arrays[0].shape[0]
 
     @property
     def rows(self) -> int:
+        """Number of rows of a segment."""
         return self.arrays[0].shape[1]
 
     @property
     def width(self) -> int:
+        """Number of entries of a row, padding included."""
         return self.arrays[0].shape[2]
 
     @property
@@ -102,19 +105,31 @@ class Rows:
         return jnp.stack(counts, axis=-1)
 
     def sample(self) -> jax.Array:
-        """Returns keys of some entries of every segment, [segments, count]."""
+        """Returns evenly spaced keys of every segment, [segments, count]."""
         return sample([self])
 
     def sample_every(self, stride: int) -> jax.Array:
-        """Returns the key of every stride-th entry of each segment, all segments in one row."""
+        """Returns the key of every stride-th entry of each segment, [count] of all segments."""
         return sample_every([self], stride)
 
     def cut(self, row: jax.Array, key: jax.Array, need: jax.Array) -> jax.Array:
-        """Returns the place after the need-th tie of a row in its segment, all int32[segments]."""
+        """Returns the place in each segment after the need-th tie of a row, int32[segments].
+
+        Args:
+          row: int32[segments], the row to read.
+          key: [segments], entries with this key are ties.
+          need: int32[segments], the number of ties to pass.
+        """
         return cut([self], row, key, need)
 
     def segment(self, number: jax.Array, scalars: tuple[jax.Array, ...], start: jax.Array) -> Rows:
-        """Returns one segment; all have one size."""
+        """Returns one segment, arrays [1, rows, width]; all segments have one size.
+
+        Args:
+          number: int32 scalar.
+          scalars: the scalars of the segment, each [1].
+          start: int32[1], the start of the segment.
+        """
         arrays, sizes = self.arrays, self.sizes and self.sizes[:1]
         if self.segments > 1:
             arrays = tuple(
@@ -123,7 +138,11 @@ class Rows:
         return Rows(arrays, scalars, start, self.recipe, sizes)
 
     def some(self, numbers: jax.Array) -> Rows:
-        """Copies some rows of one segment without padding; each becomes a segment."""
+        """Copies rows of one segment without padding; each becomes a segment, [count, 1, width].
+
+        Args:
+          numbers: int32[count], the rows.
+        """
         arrays = tuple(jnp.swapaxes(jnp.take(x, numbers, axis=1), 0, 1) for x in self.arrays)
         scalars = tuple(jnp.broadcast_to(x, numbers.shape) for x in self.scalars)
         return Rows(arrays, scalars, self.starts + numbers * self.width, self.recipe, None)
@@ -134,14 +153,19 @@ class Rows:
         return offset.reshape(1, self.rows, self.width)
 
     def _keys(self, arrays: tuple[jax.Array, ...], offset: jax.Array) -> jax.Array:
-        """Computes keys of entries at places of their segments."""
+        """Computes the keys of entries, of the shape of `arrays`.
+
+        Args:
+          arrays: [segments, ...] each, entries of the stored arrays.
+          offset: int32[segments, ...] or int32[1, ...], their places in their segments.
+        """
         shape = len(self.starts), *offset.shape[1:]
         scalars = tuple(_beside(x, shape) for x in self.scalars)
         index = _beside(self.starts, shape) + offset if self.recipe.uses_index else offset
         return self.recipe.keys(arrays, scalars, index, self._is_entry(offset))
 
     def _is_entry(self, offset: jax.Array) -> jax.Array | None:
-        """Returns the mask of the places that hold entries; None: there is no padding."""
+        """Returns whether places hold entries, bool[segments, ...]; None: there is no padding."""
         if self.sizes is None:
             return None
         return offset < _beside(self.entries, (len(self.sizes), *offset.shape[1:]))
@@ -161,7 +185,7 @@ class Rows:
 
     @functools.partial(jax.jit, static_argnums=1)
     def _every(self, stride: int) -> tuple[jax.Array, ...]:
-        """Reads the arrays at every stride-th entry of each segment, in one row."""
+        """Reads the arrays at every stride-th entry of each segment, each [count]."""
         flat = [x.reshape(self.segments, -1) for x in self.arrays]
         if self.sizes is None:
             picked = tuple(x[:, ::stride].reshape(-1) for x in flat)
@@ -172,7 +196,7 @@ class Rows:
         return held
 
     def _sample_offsets(self) -> np.ndarray:
-        """Returns the places of the sampled entries in their segments."""
+        """Returns the places of the sampled entries in their segments, int32[segments, count]."""
         room = self.rows * self.width
         count = min(_SAMPLED[room >= LARGE], room)
         if self.sizes is None:
@@ -200,7 +224,7 @@ class Rows:
 # ------------------------------------------------------------------ entries of many
 # Each leaf adds what reads its entries, not what computes their keys.
 def sample(leaves: Sequence[Rows]) -> jax.Array:
-    """Does what `Rows.sample` does, for leaves with samples of one size."""
+    """Returns evenly spaced keys, [segments of all leaves, count]; leaves have one count."""
     offset = np.concatenate([leaf._sample_offsets() for leaf in leaves])
     arrays = zip(*[leaf._sampled() for leaf in leaves], strict=True)
     return _chosen(leaves, np.arange(len(offset)))._keys(
@@ -209,20 +233,20 @@ def sample(leaves: Sequence[Rows]) -> jax.Array:
 
 
 def sample_every(leaves: Sequence[Rows], stride: int) -> jax.Array:
-    """Does what `Rows.sample_every` does, for several leaves."""
+    """Returns `Rows.sample_every` of several leaves, [count] of all segments."""
     segment, offset = _every_place(leaves, stride)
     arrays = zip(*[leaf._every(stride) for leaf in leaves], strict=True)
     return _chosen(leaves, segment)._keys(tuple(map(_join, arrays)), jnp.asarray(offset))
 
 
 def _every_place(leaves: Sequence[Rows], stride: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns every stride-th place of each segment: numbers of segments, and places in them."""
+    """Returns every stride-th place: numbers of segments, and places in them, both [count]."""
     each = [np.arange(0, size, stride, dtype=np.int32) for leaf in leaves for size in leaf.entries]
     return np.repeat(range(len(each)), [len(x) for x in each]), np.concatenate(each)
 
 
 def cut(leaves: Sequence[Rows], row: jax.Array, key: jax.Array, need: jax.Array) -> jax.Array:
-    """Does what `Rows.cut` does, for several leaves."""
+    """Returns `Rows.cut` of several leaves, int32[segments of all leaves]."""
     widths = np.concatenate([np.full(leaf.segments, leaf.width, np.int32) for leaf in leaves])
     most = int(widths.max())
     starts = np.cumsum([0, *(leaf.segments for leaf in leaves)]).tolist()
@@ -242,7 +266,7 @@ def cut(leaves: Sequence[Rows], row: jax.Array, key: jax.Array, need: jax.Array)
 
 
 def _chosen(leaves: Sequence[Rows], segment: np.ndarray) -> Rows:
-    """Returns segments of many leaves, by their numbers, without their arrays."""
+    """Returns the segments with these numbers, [count], of many leaves, without their arrays."""
     sizes = np.concatenate([leaf.entries for leaf in leaves])
     is_unpadded = all(leaf.sizes is None for leaf in leaves)
     is_all = np.array_equal(segment, np.arange(len(sizes)))
@@ -265,7 +289,10 @@ def _join(x: Sequence[jax.Array]) -> jax.Array:
 
 
 def cut_rows(leaves: Sequence[Ranked], rows: int, width: int) -> Rows:
-    """Cuts leaves into segments of rows, and copies only several leaves, or ones with padding."""
+    """Cuts leaves into segments of rows, [segments, rows, width].
+
+    Copies several leaves, and leaves that need padding; one leaf without padding is reshaped.
+    """
     counts = [leaf.slices for leaf in leaves]
     sizes = np.repeat([leaf.size for leaf in leaves], counts)
 

@@ -26,10 +26,10 @@ def is_small(leaves: Sequence[Ranked], *, together: bool) -> bool:
     return sum(leaf.slices for leaf in leaves) * max(leaf.size for leaf in leaves) <= MAX_SORTED
 
 
-def select(
+def select_by_sorting(
     leaves: Sequence[Ranked], k: Words | Removed, *, together: bool
 ) -> tuple[list[jax.Array], Words]:
-    """Does what `search.select` does, by sorting."""
+    """Returns the masks of `search.select_by_counting`, by sorting."""
     keys, allowed = (_in_rows(x, together) for x in zip(*map(_keys, leaves), strict=True))
     n = jnp.sum(allowed, axis=1, dtype=jnp.uint32)
     words = zero_like(n), n

@@ -48,8 +48,13 @@ class Selected(NamedTuple):
     passes: jax.Array
 
 
-def select(leaves: Sequence[Ranked], k: Words | Removed, *, together: bool) -> Selected:
-    """Does what `search.select` does, for parameters of one recipe on one device; none is empty."""
+def select_by_thresholds(
+    leaves: Sequence[Ranked], k: Words | Removed, *, together: bool
+) -> Selected:
+    """Returns the masks of `search.select_by_counting`, by one search for all k-th keys.
+
+    Parameters have one recipe and lie on one device. None is empty.
+    """
     parts, first = arrange([in_rows(leaf) for leaf in leaves])
     # Segments are numbered by parts; this is their order by parameters.
     order = np.concatenate(

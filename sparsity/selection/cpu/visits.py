@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -131,48 +130,17 @@ class Visits:
         self, pivots: jax.Array, busy: jax.Array, at_least: jax.Array, above: jax.Array
     ) -> jax.Array:
         """Does what `Rows.above` does; counts of segments that are not busy do not matter."""
-        ends = np.cumsum(self._counts)
-
-        def at_once(
-            leaves: Sequence[Rows], _: PyTree, pivots: jax.Array, *__: jax.Array
-        ) -> jax.Array:
-            pairs = zip(leaves, jnp.split(pivots, ends[:-1]), strict=True)
-            return jnp.concatenate([pad(leaf.above(x), self.rows) for leaf, x in pairs])
-
         if self.segments == 1:
-            return _above(self.leaves[0], pivots, at_least, above)
-
-        def in_turn(
-            leaves: Sequence[Rows], numbers: Numbers, pivots: jax.Array, *rows: jax.Array
-        ) -> jax.Array:
-            busy, leaf_numbers, slice_numbers = numbers
-            scalars = zip(*[leaf.scalars for leaf in leaves], strict=True)
-            starts = jnp.concatenate([leaf.starts for leaf in leaves])
-            tables = slice_numbers, tuple(map(jnp.concatenate, scalars)), starts, pivots, rows
-
-            branches = [functools.partial(self._branch, leaf) for leaf in leaves]
-
-            def visit(at: jax.Array) -> jax.Array:
-                def here(x: jax.Array) -> jax.Array:
-                    return lax.dynamic_slice_in_dim(x, at, 1, allow_negative_indices=False)
-
-                table = lax.optimization_barrier(jax.tree.map(here, tables))
-                counts: jax.Array = _switch(leaf_numbers[at], branches, *table)[0]
-                return counts
-
-            # They vary over a mesh as what is counted.
-            like = pivots[:, None].astype(jnp.int32)
-            shape = self.segments, self.rows, pivots.shape[1]
-            return _for_each(busy, visit, zero_like(jnp.broadcast_to(like, shape)))
+            return _count_above(self.leaves[0], pivots, at_least, above)
+        visits = jax.custom_batching.custom_vmap(self._count_in_turn)
 
         # Of mapped branches all would be taken, in every visit.
-        visits: Any = jax.custom_batching.custom_vmap(in_turn)
-
-        @visits.def_vmap  # type: ignore[untyped-decorator]
+        @visits.def_vmap
         def mapped(size: int, is_mapped: PyTree, *args: PyTree) -> tuple[jax.Array, bool]:
             axes = jax.tree.map(lambda leaf: 0 if leaf else None, tuple(is_mapped))
-            return jax.vmap(at_once, in_axes=axes, axis_size=size)(*args), True
+            return jax.vmap(self._count_at_once, in_axes=axes, axis_size=size)(*args), True
 
+        ends = np.cumsum(self._counts)
         leaf_numbers = np.repeat(np.arange(len(ends)), self._counts)
         slice_numbers = np.arange(ends[-1]) - np.repeat(ends - self._counts, self._counts)
         numbers = busy, jnp.asarray(leaf_numbers, jnp.int32), jnp.asarray(slice_numbers, jnp.int32)
@@ -180,6 +148,36 @@ class Visits:
         leaves = [dataclasses.replace(x, starts=jnp.asarray(x.starts)) for x in self.leaves]
         counts: jax.Array = visits(leaves, numbers, pivots, at_least, above)
         return counts
+
+    def _count_at_once(
+        self, leaves: Sequence[Rows], _: PyTree, pivots: jax.Array, *__: jax.Array
+    ) -> jax.Array:
+        """Counts the keys above pivots[segments, pivots] of all segments of all leaves."""
+        pairs = zip(leaves, jnp.split(pivots, np.cumsum(self._counts)[:-1]), strict=True)
+        return jnp.concatenate([pad(leaf.above(x), self.rows) for leaf, x in pairs])
+
+    def _count_in_turn(
+        self, leaves: Sequence[Rows], numbers: Numbers, pivots: jax.Array, *rows: jax.Array
+    ) -> jax.Array:
+        """Counts the keys of one busy segment after the other; `rows` are counts at both ends."""
+        busy, leaf_numbers, slice_numbers = numbers
+        scalars = zip(*[leaf.scalars for leaf in leaves], strict=True)
+        starts = jnp.concatenate([leaf.starts for leaf in leaves])
+        tables = slice_numbers, tuple(map(jnp.concatenate, scalars)), starts, pivots, rows
+        branches = [functools.partial(self._branch, leaf) for leaf in leaves]
+
+        def visit(at: jax.Array) -> jax.Array:
+            def here(x: jax.Array) -> jax.Array:
+                return lax.dynamic_slice_in_dim(x, at, 1, allow_negative_indices=False)
+
+            segment = lax.optimization_barrier(jax.tree.map(here, tables))
+            counts: jax.Array = _switch(leaf_numbers[at], branches, *segment)[0]
+            return counts
+
+        # They vary over a mesh as what is counted.
+        like = pivots[:, None].astype(jnp.int32)
+        shape = self.segments, self.rows, pivots.shape[1]
+        return _for_each(busy, visit, zero_like(jnp.broadcast_to(like, shape)))
 
     def _branch(
         self,
@@ -190,9 +188,9 @@ class Visits:
         pivots: jax.Array,
         rows: Sequence[jax.Array],
     ) -> jax.Array:
-        """Counts keys of one segment of a leaf."""
+        """Counts keys of one segment of a leaf, int32[1, rows, pivots]."""
         rows = [x[:, : leaf.rows] for x in rows]
-        return pad(_above(leaf.segment(number[0], scalars, start), pivots, *rows), self.rows)
+        return pad(_count_above(leaf.segment(number[0], scalars, start), pivots, *rows), self.rows)
 
     @property
     def _counts(self) -> list[int]:
@@ -200,7 +198,7 @@ class Visits:
         return [leaf.segments for leaf in self.leaves]
 
 
-def _above(leaf: Rows, pivots: jax.Array, at_least: jax.Array, above: jax.Array) -> jax.Array:
+def _count_above(leaf: Rows, pivots: jax.Array, at_least: jax.Array, above: jax.Array) -> jax.Array:
     """Does what `Rows.above` does for one segment: reads only rows with keys inside the bracket."""
     if leaf.sizes is not None or leaf.rows * leaf.width < _MANY:
         return leaf.above(pivots)
