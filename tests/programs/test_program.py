@@ -206,7 +206,7 @@ def test_the_oldest_shared_program_makes_room(monkeypatch):
 def test_rules_for_derivatives_are_programs_at_every_shape(rule, shape):
     x = jnp.full(shape, 0.5)
     (equation,) = read_jaxpr(jax.make_jaxpr(rule)(x)).equations
-    assert equation.rule_error is None
+    assert equation.derivative_error is None
     outputs = Interpreter().run(equation.derivative, [x, jnp.ones(shape)])
     if equation.maps_tangents:
         np.testing.assert_array_equal(outputs[1], 7 * np.ones(shape))
