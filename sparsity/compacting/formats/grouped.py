@@ -191,16 +191,15 @@ def _read_dot(equation: Equation, at: int) -> Contraction:
     product = read_product(equation)
     kept, other = product.operands[at], product.operands[1 - at]
     batch = tuple(zip(kept.batch, other.batch, strict=True))
-    by_axis = {axis: number for number, axis in batch}
-    pairs = [pair for pair in product.output if pair is not None]
-    result = [(operand == at, axis) for operand, axis in pairs]
+    places = product.places(at)
     return Contraction(
         tuple(zip(kept.contracted, other.contracted, strict=True)),
         batch,
         other.free,
         tuple(
-            (True, by_axis[axis]) if not is_kept and axis in by_axis else (is_kept, axis)
-            for is_kept, axis in result
+            (place in places, places.get(place, source[1]))
+            for place, source in enumerate(product.output)
+            if source is not None
         ),
     )
 
