@@ -148,9 +148,7 @@ def test_a_refit_of_ones_own_may_state_that_it_shifts_biases():
     expected, _, _ = sparsity.oneshot(PRUNER, mlp, MLP, BATCHES, Means())
     pruned, _, _ = sparsity.oneshot(PRUNER, mlp, MLP, BATCHES, OwnMeans())
     jax.tree.map(np.testing.assert_array_equal, pruned, expected)
-    with pytest.raises(
-        ValueError, match=r"OwnMeans changes .*refit = OwnMeans\(\) to"
-    ):
+    with pytest.raises(ValueError, match=r"OwnMeans changes .*refit = OwnMeans\(\) to"):
         sparsity.calibration.prune(PRUNER, MLP, {}, OwnMeans())
 
 
