@@ -93,7 +93,9 @@ def dense_slices_stay_sharded_as_the_model_reads_them(devices):
     with jax.set_mesh(devices.mesh):
         there, x = {"first": devices.put(params["first"], None, "b")}, devices.put(X, "a")
         graph = sparsity.trace(multiplied, there, x)
-        model = sparsity.compact(graph, there, masks, formats={("first",): "dense"}, outside="frozen")
+        model = sparsity.compact(
+            graph, there, masks, formats={("first",): "dense"}, outside="frozen"
+        )
         outputs = jax.jit(model.apply)(model.params, x)
         expected = multiplied(there, x)
     np.testing.assert_array_equal(outputs, expected)
