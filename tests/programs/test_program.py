@@ -202,6 +202,14 @@ def test_the_oldest_shared_program_makes_room(monkeypatch):
     assert list(compiled) == keys[1:]
 
 
+def test_a_program_that_the_first_call_compiles_serves_one_type_of_arrays(monkeypatch):
+    monkeypatch.setattr(sharing, "_COMPILED", compiled := {})
+    add = sharing.share_at_call(lambda x, y: x + y)
+    for shape in ((2,), (3,), (2,)):
+        np.testing.assert_array_equal(add(jnp.ones(shape), jnp.float32(1)), np.full(shape, 2))
+    assert len(compiled) == 2
+
+
 @pytest.mark.parametrize("rule", [_clipped, _backward], ids=["custom_jvp", "custom_vjp"])
 @pytest.mark.parametrize("shape", [(), (0, 3), (2,)], ids=str)
 def test_rules_for_derivatives_are_programs_at_every_shape(rule, shape):
