@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
+import jax
 import numpy as np
 
 from sparsity.core import host
+
+Array = TypeVar("Array", np.ndarray, jax.Array)
 
 
 def sum_squares(x: np.ndarray, subtracted: np.ndarray | None = None) -> float:
@@ -18,7 +22,7 @@ def sum_squares(x: np.ndarray, subtracted: np.ndarray | None = None) -> float:
     """
     flat, other = x.reshape(-1), None if subtracted is None else subtracted.reshape(-1)
     parts = ((flat[at] if other is None else flat[at] - other[at]) for at in host.chunks(len(flat)))
-    return sum(float(_squared(_wide(part)).sum()) for part in parts)
+    return sum(float(squared(_wide(part)).sum()) for part in parts)
 
 
 def sum_rows(x: np.ndarray) -> np.ndarray:
@@ -37,12 +41,13 @@ def sum_rows(x: np.ndarray) -> np.ndarray:
     return total.astype(_wide(rows[:0]).dtype)
 
 
+def squared(x: Array) -> Array:
+    """Returns |x|^2, of an array of numpy or of jax."""
+    xp = host.namespace([x])
+    squares: Array = xp.square(x.real) + xp.square(x.imag) if xp.iscomplexobj(x) else xp.square(x)
+    return squares
+
+
 def _wide(x: np.ndarray) -> np.ndarray:
     """Returns an array of fractions, in 32 bits at least."""
     return x.astype(np.float32) if x.dtype.itemsize < 4 else x
-
-
-def _squared(x: np.ndarray) -> np.ndarray:
-    """Returns |x|^2."""
-    squares: np.ndarray = x.real**2 + x.imag**2 if np.iscomplexobj(x) else np.square(x)
-    return squares

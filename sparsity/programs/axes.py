@@ -43,6 +43,10 @@ class Reason(NamedTuple):
     text: str
     kind: str = ""
 
+    def with_detail(self, detail: str) -> Reason:
+        """Returns the reason with more words."""
+        return self._replace(text=f"{self.text}: {detail}")
+
 
 class Axis:
     """An axis: a variable, a product of axes (row-major), or a sum of them (one after the other).
@@ -103,20 +107,13 @@ def pin(axis: Axis, reason: Reason) -> None:
             variable.pin = reason
 
 
-def product_axis(parts: Iterable[Axis]) -> Axis:
-    """Returns an axis that runs over combinations of entries, the last part fastest."""
-    factors = [factor for part in parts for factor in _factors(part)]
-    if len(factors) == 1:
-        return factors[0]
-    return Axis(
-        math.prod(factor.size for factor in factors), "product" if factors else None, factors
-    )
-
-
-def sum_axis(parts: Iterable[Axis]) -> Axis:
-    """Returns an axis that runs over one part after the other."""
-    terms = [term for part in parts for term in _terms(part)]
-    return terms[0] if len(terms) == 1 else Axis(sum(term.size for term in terms), "sum", terms)
+def join_axes(kind: Kind, axes: Iterable[Axis]) -> Axis:
+    """Returns an axis of other ones: combinations of their entries, or one after the other."""
+    parts = [part for axis in axes for part in _parts(kind, axis)]
+    if len(parts) == 1:
+        return parts[0]
+    size = (math.prod if kind == "product" else sum)(part.size for part in parts)
+    return Axis(size, kind, parts)
 
 
 def unify(one: Axis, other: Axis, reason: Reason) -> None:
@@ -125,24 +122,15 @@ def unify(one: Axis, other: Axis, reason: Reason) -> None:
     An axis of size 1 that is broadcast along a longer axis is ignored.
     """
     a, b = one.root, other.root
-    if a is b or (a.size != b.size and 1 in (a.size, b.size)):
+    if a is b or 1 in (a.size, b.size):
         return
-    if a.size != b.size:
-        fits = False
-    elif a.size == 1:
-        return
-    elif a.kind is None or b.kind is None:
+    if a.size == b.size and None in (a.kind, b.kind):
         _define(*((b, a) if a.kind else (a, b)), reason)
-        return
-    elif a.kind == b.kind:
-        fits = _align(a.kind, a, b, reason)
-    else:
-        fits = _align_mixed(*((a, b) if a.kind == "sum" else (b, a)), reason)
-    if fits:
+    elif a.size == b.size and _align(a, b, reason):
         a.root.become(b.root)
     else:
-        pin(a, reason._replace(text=f"{reason.text}: a ragged reshape or join"))
-        pin(b, reason._replace(text=f"{reason.text}: a ragged reshape or join"))
+        for axis in (a, b):
+            pin(axis, reason.with_detail("a ragged reshape or join"))
 
 
 def label_entries(
@@ -225,24 +213,18 @@ def count_entries(axis: Axis, sizes: Mapping[Axis, N]) -> N | int:
     return count
 
 
-def _factors(axis: Axis) -> list[Axis]:
+def _parts(kind: Kind, axis: Axis) -> list[Axis]:
+    """Returns the factors of an axis that are longer than 1, or the terms that are not empty."""
     root = axis.root
-    if root.kind == "product":
-        return [factor for part in root.parts for factor in _factors(part)]
-    return [root] if root.size != 1 else []
-
-
-def _terms(axis: Axis) -> list[Axis]:
-    root = axis.root
-    if root.kind == "sum":
-        return [term for part in root.parts for term in _terms(part)]
-    return [root] if root.size else []
+    if root.kind == kind:
+        return [x for part in root.parts for x in _parts(kind, part)]
+    return [root] if root.size != (kind == "product") else []
 
 
 def _define(variable: Axis, axis: Axis, reason: Reason) -> None:
     """Unifies a variable with another axis."""
     if axis.kind and any(x is variable for x in list_variables(axis)):
-        pin(axis, reason._replace(text=f"{reason.text}: an axis that is a part of itself"))
+        pin(axis, reason.with_detail("an axis that is a part of itself"))
         return
     why = variable.pin
     variable.become(axis)
@@ -250,15 +232,21 @@ def _define(variable: Axis, axis: Axis, reason: Reason) -> None:
         pin(axis, why)
 
 
-def _align(kind: Kind, one: Axis, other: Axis, reason: Reason) -> bool:
-    """Unifies the parts of two axes, from the first on; cuts the larger where sizes differ."""
-    parts = _factors if kind == "product" else _terms
-    ones, others = deque(parts(one)), deque(parts(other))
+def _align(one: Axis, other: Axis, reason: Reason) -> bool:
+    """Unifies the parts of two axes of one size; returns whether the parts fit."""
+    if one.kind == other.kind:
+        return one.kind is not None and _align_parts(one.kind, one, other, reason)
+    return _align_mixed(*((one, other) if one.kind == "sum" else (other, one)), reason)
+
+
+def _align_parts(kind: Kind, one: Axis, other: Axis, reason: Reason) -> bool:
+    """Unifies parts of one kind, from the first on; cuts the larger where sizes differ."""
+    ones, others = deque(_parts(kind, one)), deque(_parts(kind, other))
     while ones and others:
         a, b = ones.popleft().root, others.popleft().root
         if kind in (a.kind, b.kind):  # taken apart meanwhile
-            ones.extendleft(reversed(parts(a)))
-            others.extendleft(reversed(parts(b)))
+            ones.extendleft(reversed(_parts(kind, a)))
+            others.extendleft(reversed(_parts(kind, b)))
         elif a.size == b.size:
             unify(a, b, reason)
         else:
@@ -280,29 +268,28 @@ def _cut(kind: Kind, large: Axis, size: int, reason: Reason) -> list[Axis] | Non
         if large.kind or large.size % size:
             return None
         return large.take_apart(kind, (size, large.size // size))
-    slowest, *faster = _factors(large)  # a product, cut along its slowest factor
-    inner = product_axis(faster)
+    slowest, *faster = _parts("product", large)  # a product, cut along its slowest factor
+    inner = join_axes("product", faster)
     if size % inner.size:
         return None
-    pin(slowest, reason._replace(text=f"{reason.text}: a cut between its entries"))
+    pin(slowest, reason.with_detail("a cut between its entries"))
     return [_repeat(n // inner.size, inner, reason) for n in (size, large.size - size)]
 
 
 def _align_mixed(terms: Axis, factors: Axis, reason: Reason) -> bool:
     """Unifies a stack with parts in a row, (3, D) with D + D + D, which lose equal entries."""
-    slowest, *faster = _factors(factors)
-    inner = product_axis(faster)
-    if any(term.size % inner.size for term in _terms(terms)):
+    slowest, *faster = _parts("product", factors)
+    inner = join_axes("product", faster)
+    rows = _parts("sum", terms)
+    if any(row.size % inner.size for row in rows):
         return False
-    pin(slowest, reason._replace(text=f"{reason.text}: parts that follow one another"))
-    for term in _terms(terms):
-        unify(term, _repeat(term.size // inner.size, inner, reason), reason)
+    pin(slowest, reason.with_detail("parts that follow one another"))
+    for row in rows:
+        unify(row, _repeat(row.size // inner.size, inner, reason), reason)
     return True
 
 
 def _repeat(times: int, inner: Axis, reason: Reason) -> Axis:
     if times == 1:
         return inner
-    return product_axis(
-        [Axis(times, pin=reason._replace(text=f"{reason.text}: a repetition")), inner]
-    )
+    return join_axes("product", [Axis(times, pin=reason.with_detail("a repetition")), inner])

@@ -22,6 +22,8 @@ from sparsity.programs.program import Equation, is_differentiable
 
 Scalar: TypeAlias = np.generic | np.ndarray | int | float
 Function: TypeAlias = Callable[..., Any]  # of numpy
+Inputs: TypeAlias = Sequence[float | None]  # the constants of the inputs, `None` if not known
+Fold: TypeAlias = Callable[[Equation, Inputs], float | None]
 
 _LARGEST = 1 << 16  # entries of a constant that are looked at
 
@@ -31,43 +33,101 @@ class Entrywise:
     """A primitive whose output at a place depends on the entries of its inputs at that place.
 
     Attributes:
-      compute: the same function in numpy; `None` if constants are not followed.
-      is_exact: whether every implementation returns the bits of numpy.
+      fold: `fold(equation, constants)` returns the constant of the output for inputs that are not
+        NaN, `None` if it is uncertain, such as `exact(fn)` or `rounded(fn)`. A copy needs none.
       is_copy: whether the primitive returns its input, in another dtype or place at most.
       places: whether parameters of a copy name devices, for the shape of the input.
       tells_nan: whether NaN gives a number, as in a comparison.
       tells_zeros: whether 0.0 and -0.0 as the last input give different numbers.
     """
 
-    compute: Function | None = None
-    is_exact: bool = True
+    fold: Fold | None = None
     is_copy: bool = False
     places: bool = False
     tells_nan: bool = False
     tells_zeros: bool = False
 
 
-def _divide(one: np.ndarray, other: np.ndarray) -> Scalar:
-    """Returns a quotient, truncated towards 0 for integers."""
-    if one.dtype.kind not in "iu":
-        quotient: np.ndarray = np.divide(one, other)
-        return quotient
+def exact(compute: Function) -> Fold:
+    """Returns a fold by a function of numpy whose bits every implementation returns."""
+
+    def fold(equation: Equation, inputs: Inputs) -> float | None:
+        constant, dtype = _compute(compute, equation, inputs), equation.inputs[0].dtype
+        if constant is None or dtype.kind not in "fV" or dtype.itemsize >= 4:
+            return constant
+        # Compilers may compute in a wider dtype: in bfloat16, 1 + 2**-9 - 1 is 0 or 2**-9.
+        wide = _compute(compute, equation, inputs, np.float64)
+        return constant if is_same(constant, wide) else None
+
+    return fold
+
+
+def rounded(compute: Function) -> Fold:
+    """Returns a fold by a function of numpy, to values that every implementation returns."""
+
+    def fold(equation: Equation, inputs: Inputs) -> float | None:
+        constant = _compute(compute, equation, inputs)
+        is_certain = constant in (-1.0, 0.0, 0.5, 1.0) or not math.isfinite(constant or 0)
+        return constant if is_certain else None
+
+    return fold
+
+
+@np.errstate(all="ignore")
+def _compute(
+    compute: Function, equation: Equation, inputs: Inputs, wide: DTypeLike | None = None
+) -> float | None:
+    """Returns a function of constants, `None` if one is not known or complex."""
+    values = equation.inputs
+    if None in inputs or any(np.dtype(value.dtype).kind == "c" for value in values):
+        return None
+    arguments = [np.asarray(x).astype(v.dtype) for x, v in zip(inputs, values, strict=True)]
+    return _number(compute(*[x.astype(wide or x.dtype) for x in arguments]))
+
+
+def _absorb(compute: Function) -> Fold:
+    """Returns a fold by a function that is exact, and 0 if one input is 0."""
+    fold = exact(compute)
+    return lambda equation, inputs: (
+        multiply_constants(*inputs) if None in inputs else fold(equation, inputs)
+    )
+
+
+def _divide(equation: Equation, inputs: Inputs) -> float | None:
+    if inputs[0] == 0:
+        return math.nan if inputs[1] == 0 else 0.0
+    is_integer = equation.inputs[0].dtype.kind in "iu"
+    return exact(_truncate if is_integer else np.divide)(equation, inputs)
+
+
+def _truncate(one: np.ndarray, other: np.ndarray) -> Scalar:
+    """Returns a quotient of integers, truncated towards 0."""
     return math.trunc(Fraction(int(one), int(other))) if other else math.nan
 
 
+def _round(equation: Equation, inputs: Inputs) -> float | None:
+    is_half = inputs[0] is not None and inputs[0] % 1 == 0.5  # rounded in two ways
+    return None if is_half else exact(np.round)(equation, inputs)
+
+
+def _select(equation: Equation, inputs: Inputs) -> float | None:
+    which, *cases = inputs
+    if which is not None:
+        return cases[int(which)]
+    return cases[0] if all(case == cases[0] for case in cases) else None
+
+
 _EXACT: dict[str, Function] = {
-    "abs": np.abs, "add": np.add, "add_any": np.add, "and": np.bitwise_and, "ceil": np.ceil,
+    "abs": np.abs, "add": np.add, "add_any": np.add, "ceil": np.ceil,
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high), "conj": np.conj,
-    "div": _divide, "floor": np.floor, "max": np.maximum, "min": np.minimum, "mul": np.multiply,
-    "not": np.invert, "neg": np.negative, "or": np.bitwise_or, "real": np.real, "round": np.round,
-    "sign": np.sign, "sqrt": np.sqrt, "square": np.square, "sub": np.subtract,
-    "xor": np.bitwise_xor,
+    "floor": np.floor, "max": np.maximum, "min": np.minimum, "not": np.invert, "neg": np.negative,
+    "or": np.bitwise_or, "real": np.real, "sign": np.sign, "sqrt": np.sqrt, "square": np.square,
+    "sub": np.subtract, "xor": np.bitwise_xor,
 }  # fmt: skip
 _COMPARISONS: dict[str, Function] = {
     "eq": np.equal, "ge": np.greater_equal, "gt": np.greater, "is_finite": np.isfinite,
     "le": np.less_equal, "lt": np.less, "ne": np.not_equal,
 }  # fmt: skip
-# Of these, only results that every implementation gives are used.
 _ROUNDED: dict[str, Function] = {
     "acos": np.arccos, "acosh": np.arccosh, "asin": np.arcsin, "asinh": np.arcsinh,
     "atan": np.arctan, "atanh": np.arctanh, "cbrt": np.cbrt, "cos": np.cos, "cosh": np.cosh,
@@ -82,17 +142,23 @@ _COPIES = (
     "stop_gradient",
 )  # fmt: skip
 _PLACEMENTS = ("device_put", "mesh_cast", "reshard", "sharding_constraint")
-_OTHERS = (  # of `integer_pow` and `select_n`, see `fold_constant`
+_OTHERS = (
     "atan2", "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "clz", "complex", "digamma",
-    "erf_inv", "igamma", "igammac", "imag", "integer_pow", "lgamma", "nextafter",
-    "population_count", "reduce_precision", "regularized_incomplete_beta", "rem", "select_n",
-    "shift_left", "shift_right_arithmetic", "shift_right_logical", "zeta",
+    "erf_inv", "igamma", "igammac", "imag", "lgamma", "nextafter", "population_count",
+    "reduce_precision", "regularized_incomplete_beta", "rem", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "zeta",
 )  # fmt: skip
 
 ENTRYWISE: dict[str, Entrywise] = {
-    **{name: Entrywise(compute) for name, compute in _EXACT.items()},
-    **{name: Entrywise(compute, tells_nan=True) for name, compute in _COMPARISONS.items()},
-    **{name: Entrywise(compute, is_exact=False) for name, compute in _ROUNDED.items()},
+    **{name: Entrywise(exact(compute)) for name, compute in _EXACT.items()},
+    **{name: Entrywise(exact(compute), tells_nan=True) for name, compute in _COMPARISONS.items()},
+    **{name: Entrywise(rounded(compute)) for name, compute in _ROUNDED.items()},
+    "and": Entrywise(_absorb(np.bitwise_and)),
+    "div": Entrywise(_divide),
+    "integer_pow": Entrywise(lambda e, inputs: exact(lambda x: x ** e.params["y"])(e, inputs)),
+    "mul": Entrywise(_absorb(np.multiply)),
+    "round": Entrywise(_round),
+    "select_n": Entrywise(_select),
     **{name: Entrywise(is_copy=True) for name in _COPIES},
     **{name: Entrywise(is_copy=True, places=True) for name in _PLACEMENTS},
     **{name: Entrywise() for name in _OTHERS},
@@ -123,40 +189,14 @@ def constant_in(array: Any) -> float | None:
     return _number(entries[0])
 
 
-def fold_constant(equation: Equation, inputs: Sequence[float | None]) -> float | None:
+def fold_constant(equation: Equation, inputs: Inputs) -> float | None:
     """Returns the constant that an entrywise equation computes, `None` if it is uncertain."""
-    name, rule = equation.name, ENTRYWISE[equation.name]
+    rule = ENTRYWISE[equation.name]
     if any(x is not None and x != x for x in inputs):
         return math.nan
-    if name in ("mul", "and") and None in inputs:
-        return multiply_constants(*inputs)
-    if name == "div" and inputs[0] == 0:
-        return math.nan if inputs[1] == 0 else 0.0
-    if name == "select_n":
-        which, *cases = inputs
-        if which is not None:
-            return cases[int(which)]
-        return cases[0] if all(c == cases[0] for c in cases) else None
-    if None in inputs:
-        return None
     if rule.is_copy:
         return _cast(inputs[0], equation.outputs[0].dtype)
-    compute = rule.compute
-    if name == "integer_pow":
-        compute = lambda x: x ** equation.params["y"]  # noqa: E731
-    arguments = [
-        np.asarray(x).astype(v.dtype) for x, v in zip(inputs, equation.inputs, strict=True)
-    ]
-    is_half = name == "round" and arguments[0] % 1 == 0.5  # rounded in two ways
-    if compute is None or is_half or any(x.dtype.kind == "c" for x in arguments):
-        return None
-    with np.errstate(all="ignore"):
-        if rule.is_exact:
-            constant = _compute(compute, arguments)
-        else:
-            constant = float(compute(*arguments))
-            if constant not in (-1.0, 0.0, 0.5, 1.0) and math.isfinite(constant):
-                return None
+    constant = None if rule.fold is None else rule.fold(equation, inputs)
     # The sign of a 0 is not followed, so that the sign of its inverse is not known.
     return math.nan if rule.tells_zeros and math.isinf(constant or 0) else constant
 
@@ -190,16 +230,6 @@ def sum_constant_products(one: float | None, other: float | None) -> float | Non
     """Returns a sum of unknown length of products of two constants: only 0 stays 0."""
     factor = multiply_constants(one, other)
     return factor if factor is None or factor == 0 or factor != factor else None
-
-
-def _compute(fn: Function, arguments: Sequence[np.ndarray]) -> float | None:
-    """Returns the result of a function; `None` where compilers may round unlike numpy."""
-    constant = _number(fn(*arguments))
-    if arguments[0].dtype.kind in "fV" and arguments[0].dtype.itemsize < 4:
-        # They may compute in a wider dtype: in bfloat16, 1 + 2**-9 - 1 is 0 or 2**-9.
-        exact = float(fn(*(x.astype(np.float64) for x in arguments)))
-        return constant if is_same(constant, exact) else None
-    return constant
 
 
 def _number(value: Scalar) -> float | None:

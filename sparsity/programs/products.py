@@ -91,6 +91,23 @@ class Product:
         """The axes of both inputs."""
         return self.lhs, self.rhs
 
+    def partners(self, operand: int) -> dict[int, int]:
+        """Returns {axis of an operand: axis of the other one whose entries its entries meet}.
+
+        Of a convolution in groups, output channels meet the input channels of their group.
+        """
+        partners = {pair[operand]: pair[1 - operand] for pair in self.pairs}
+        if operand == 1 and self.groups > 1:
+            partners |= dict.fromkeys(self.rhs.free, self.lhs.inputs[0])
+        return partners
+
+    def places(self, operand: int) -> dict[int, int]:
+        """Returns {axis of the result: axis of an operand}, of free axes and batch axes."""
+        roles = self.operands[operand]
+        axes = {(operand, axis): axis for axis in roles.free}
+        axes |= {(0, axis): twin for axis, twin in zip(self.lhs.batch, roles.batch, strict=True)}
+        return {place: axes[x] for place, x in enumerate(self.output) if x in axes}
+
     @property
     def macs(self) -> int:
         """Multiply-adds; zeros that a convolution inserts between entries cost nothing."""

@@ -112,26 +112,27 @@ class Equation:
         `custom_vjp_call` maps inputs and cotangents of outputs to cotangents of inputs. Only
         values in `differentiated` have tangents and cotangents.
         """
-        return None if isinstance(self._rule, Exception) else self._rule
+        return self._derivative[0]
 
     @property
-    def rule_error(self) -> Exception | None:
+    def derivative_error(self) -> Exception | None:
         """Error of a custom rule for derivatives: the function has no derivative."""
-        return self._rule if isinstance(self._rule, Exception) else None
+        return self._derivative[1]
 
     @functools.cached_property
-    def _rule(self) -> Program | Exception | None:
+    def _derivative(self) -> tuple[Program | None, Exception | None]:
         if self.name not in ("custom_jvp_call", "custom_vjp_call"):
-            return None
+            return None, None
         types = [value.struct() for value in self.inputs]
         inputs, outputs = (
             [value.struct() if is_differentiable(value) else None for value in values]
             for values in (self.inputs, self.outputs)
         )
         try:
-            return read_jaxpr(trace_rule(self.bind, types, inputs, outputs, self.maps_tangents))
+            rule = trace_rule(self.bind, types, inputs, outputs, self.maps_tangents)
+            return read_jaxpr(rule), None
         except Exception as error:  # the rule is the user's code
-            return error
+            return None, error
 
     @property
     def maps_tangents(self) -> bool:

@@ -67,18 +67,21 @@ def share(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., PyTree]:
 
 
 def share_at_call(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Returns a function that its first call compiles by `share`; later arguments must be alike.
+    """Returns a function that compiles by `share` at the first call for each type of its arrays.
+
+    Calls must be alike in all but arrays.
 
     Example:
       >>> add = share_at_call(lambda x, y: x + y)
       >>> add(jnp.float32(1.0), jnp.float32(2.0)), add(jnp.float32(3.0), jnp.float32(4.0))
       (Array(3., dtype=float32), Array(7., dtype=float32))
     """
-    compiled: list[Callable[..., PyTree]] = []
+    compiled: dict[tuple[object, ...], Callable[..., PyTree]] = {}
 
     def call(*args: PyTree) -> PyTree:
-        if not compiled:
-            compiled.append(share(fn, *args))
-        return compiled[0](*args)
+        types = tuple(map(jax.typeof, jax.tree.leaves(args)))
+        if types not in compiled:
+            compiled[types] = share(fn, *args)
+        return compiled[types](*args)
 
     return call

@@ -143,8 +143,8 @@ class Smaller(Interpreter[jax.Array]):
             function = equation.checkpoint(function)
         elif equation.derivative is not None and self._keeps_rules:
             function = self._with_rule(equation, function)
-        elif equation.rule_error is not None:
-            function = _forward_only(function, equation.rule_error)
+        elif equation.derivative_error is not None:
+            function = _forward_only(function, equation.derivative_error)
         return list(function(*inputs))
 
     def rows(self, scan: Equation) -> list[jax.Array]:

@@ -58,6 +58,19 @@ def test_gram_matrices_count_as_often_as_a_method_holds_them():
         assert needed.peak == held + count * gram + weights
 
 
+def test_a_refit_may_count_the_bytes_of_its_solution():
+    class Refit:
+        def __call__(self, dense, pruned, mask, statistic, select):
+            return pruned, mask
+
+        def count_bytes(self, outputs, inputs):
+            return 10**9 if (outputs, inputs) == (10, 400) else 0  # beside one Gram matrix
+
+    few, held = [shape(10, 100)] * 2, MODEL + (INPUTS + HIDDEN) // 100
+    needed = sparsity.oneshot(WANDA, mlp, PARAMS, few, Refit(), estimate=True)
+    assert needed.peak == held + 640_000 + 10**9 + 6 * 16_000
+
+
 def test_layers_of_a_scan_count_once_beside_their_stack():
     def scanned(params, x):
         return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params)[0]

@@ -131,6 +131,27 @@ def test_a_refit_by_means_keeps_the_mean_of_each_output_of_the_pruned_network():
     assert report[("down",)].error < report[("down",)].unrefitted
 
 
+class OwnMeans:
+    """A refit that shares no class with `Means`."""
+
+    statistics_kind = "moments"
+    shifts_biases = True
+
+    def __call__(self, *arguments):
+        raise AssertionError("weights stay as they are")
+
+    def __repr__(self):
+        return "OwnMeans()"
+
+
+def test_a_refit_of_ones_own_may_state_that_it_shifts_biases():
+    expected, _, _ = sparsity.oneshot(PRUNER, mlp, MLP, BATCHES, Means())
+    pruned, _, _ = sparsity.oneshot(PRUNER, mlp, MLP, BATCHES, OwnMeans())
+    jax.tree.map(np.testing.assert_array_equal, pruned, expected)
+    with pytest.raises(ValueError, match=r"OwnMeans changes .*refit = OwnMeans\(\) to"):
+        sparsity.calibration.prune(PRUNER, MLP, {}, OwnMeans())
+
+
 def scanned(params, x):
     def layer(h, w):
         return jnp.tanh(h @ w["up"] + w["bias"]), None

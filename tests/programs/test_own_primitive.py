@@ -8,7 +8,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 import sparsity
-from sparsity.programs.entrywise import ENTRYWISE, Entrywise
+from sparsity.programs.entrywise import ENTRYWISE, Entrywise, exact
 from sparsity.programs.layout import LAYOUTS, Layout, same
 from sparsity.programs.products import PRODUCTS, Operand, Product
 
@@ -43,7 +43,7 @@ def model(params, x):
 
 @pytest.fixture
 def entries(monkeypatch):
-    monkeypatch.setitem(ENTRYWISE, "twice", Entrywise(np.positive))  # 0 stays 0
+    monkeypatch.setitem(ENTRYWISE, "twice", Entrywise(exact(np.positive)))  # 0 stays 0
     monkeypatch.setitem(LAYOUTS, "swap_ends", Layout(_swap))
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sparsity.programs import share as sharing
+from sparsity.programs.products import read_product
 from sparsity.programs.program import read_jaxpr
 from sparsity.programs.walk import Interpreter
 
@@ -201,14 +202,41 @@ def test_the_oldest_shared_program_makes_room(monkeypatch):
     assert list(compiled) == keys[1:]
 
 
+def test_a_program_that_the_first_call_compiles_serves_one_type_of_arrays(monkeypatch):
+    monkeypatch.setattr(sharing, "_COMPILED", compiled := {})
+    add = sharing.share_at_call(lambda x, y: x + y)
+    for shape in ((2,), (3,), (2,)):
+        np.testing.assert_array_equal(add(jnp.ones(shape), jnp.float32(1)), np.full(shape, 2))
+    assert len(compiled) == 2
+
+
 @pytest.mark.parametrize("rule", [_clipped, _backward], ids=["custom_jvp", "custom_vjp"])
 @pytest.mark.parametrize("shape", [(), (0, 3), (2,)], ids=str)
 def test_rules_for_derivatives_are_programs_at_every_shape(rule, shape):
     x = jnp.full(shape, 0.5)
     (equation,) = read_jaxpr(jax.make_jaxpr(rule)(x)).equations
-    assert equation.rule_error is None
+    assert equation.derivative_error is None
     outputs = Interpreter().run(equation.derivative, [x, jnp.ones(shape)])
     if equation.maps_tangents:
         np.testing.assert_array_equal(outputs[1], 7 * np.ones(shape))
     else:
         np.testing.assert_array_equal(outputs[0], jax.grad(lambda x: rule(x).sum())(x))
+
+
+def test_axes_of_a_product_know_their_partners_and_their_places():
+    """Rows [batch, rows, inputs] meet [inputs, outputs, batch]; images [8 channels] 2 groups."""
+    x, w = jnp.ones((2, 3, 4)), jnp.ones((4, 5, 2))
+    image, kernel = jnp.ones((1, 8, 6)), jnp.ones((10, 4, 3))
+
+    def model(x, w, image, kernel):
+        dots = jax.lax.dot_general(x, w, (((2,), (0,)), ((0,), (2,))))
+        convolved = jax.lax.conv_general_dilated(image, kernel, (1,), "SAME", feature_group_count=2)
+        return dots, convolved
+
+    program = read_jaxpr(jax.make_jaxpr(model)(x, w, image, kernel))
+    dot, convolution = map(read_product, program.flat())
+    assert [dot.partners(i) for i in range(2)] == [{2: 0, 0: 2}, {0: 2, 2: 0}]
+    assert [dot.places(i) for i in range(2)] == [{0: 0, 1: 1}, {0: 2, 2: 1}]
+    # An output channel meets the 4 channels of its group, which are some of the image's.
+    assert [convolution.partners(i) for i in range(2)] == [{1: 1}, {1: 1, 0: 1}]
+    assert [convolution.places(i) for i in range(2)] == [{0: 0}, {1: 0}]

@@ -87,6 +87,22 @@ def groups_stay_sharded_by_output(devices):
         assert leaf.sharding.is_equivalent_to(devices.sharding("b"), leaf.ndim), leaf.sharding
 
 
+def dense_slices_stay_sharded_as_the_model_reads_them(devices):
+    params, masks = draw(sparsity.Unstructured())
+    masks = {"first": masks["first"]}
+    with jax.set_mesh(devices.mesh):
+        there, x = {"first": devices.put(params["first"], None, "b")}, devices.put(X, "a")
+        graph = sparsity.trace(multiplied, there, x)
+        model = sparsity.compact(
+            graph, there, masks, formats={("first",): "dense"}, outside="frozen"
+        )
+        outputs = jax.jit(model.apply)(model.params, x)
+        expected = multiplied(there, x)
+    np.testing.assert_array_equal(outputs, expected)
+    if devices.is_explicit:  # the type of the model's outputs; XLA chooses others
+        assert outputs.sharding.is_equivalent_to(expected.sharding, 2), outputs.sharding
+
+
 def entries_sharded_within_slices_are_refused_with_a_remedy(devices):
     params, masks = draw(sparsity.Unstructured())
     with jax.set_mesh(devices.mesh):
@@ -169,6 +185,7 @@ _BOTH = [
     models_run_within_shard_map,
     replicated_values_give_the_gradients_of_one_device,
     groups_stay_sharded_by_output,
+    dense_slices_stay_sharded_as_the_model_reads_them,
     entries_sharded_within_slices_are_refused_with_a_remedy,
 ]
 # Explicit axes cannot divide layers of a scan.

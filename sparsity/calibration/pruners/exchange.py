@@ -78,8 +78,8 @@ def choose(
 
     def move(state: _State, is_out: chex.Numeric) -> _State:
         """Takes out the channel that costs least, or brings in the channel that gains most."""
-        values = _values(state.tables, places)
-        ranked = jnp.where(state.inside == is_out, jnp.where(is_out, -values, values), -jnp.inf)
+        changes = _change_errors(state.tables, places)
+        ranked = jnp.where(state.inside == is_out, jnp.where(is_out, -changes, changes), -jnp.inf)
         # Among equals the lower index stays, or comes in.
         channel = jnp.argmax(jnp.where(is_out, ranked[::-1], ranked))
         channel = jnp.where(is_out, channels - 1 - channel, channel)
@@ -128,14 +128,18 @@ def _make_table(weights: jax.Array, grams: jax.Array, damping: chex.Numeric) -> 
     return jnp.concatenate([inverse, scaled.mT], -1)
 
 
-def _values(tables: Sequence[jax.Array], places: Sequence[jax.Array]) -> jax.Array:
-    """Returns the change of the error, [channels]: growth for channels in, reduction for others."""
+def _change_errors(tables: Sequence[jax.Array], places: Sequence[jax.Array]) -> jax.Array:
+    """Returns by how much the error changes if a channel changes sides, [channels].
+
+    The error grows if a channel goes out, by the sum of W_c^T inv(inv(XTX_S)_cc) W_c over matrices
+    and outputs, and shrinks if a channel comes in, by the sum of G^T inv(C) G. A table holds both
+    pairs in the same places, so that one formula serves channels on either side.
+    """
     total = jnp.zeros((), jnp.result_type(*tables))
     for table, indices in zip(tables, places, strict=True):
         inputs = table.shape[-2]
-        # in S: W_c^T inv(inv(XTX_S)_cc) W_c, summed over outputs; out: G^T inv(C) G
-        squares = table[:, indices[:, :, None], indices[:, None, :]]
-        rows = table[:, indices, inputs:]
+        squares = table[:, indices[:, :, None], indices[:, None, :]]  # inv(XTX_S)_cc or C
+        rows = table[:, indices, inputs:]  # W_c or G
         total = total + jnp.sum(_matmul(_inverse(squares), rows) * rows, (0, 2, 3))
     return total
 

@@ -149,14 +149,16 @@ def _reader(
             "filter_fn, or use FLAPPruning."
         )
     param, statistic, layers = leaves[path], statistics[path], group.channels.layers
-    weights, grams = statistic.matrices(param), statistic.real_grams()
-    if layers:
-        weights, grams = (jnp.moveaxis(x, statistic.batch.index(0), 0) for x in (weights, grams))
-    sizes = [param.shape[x] for x in statistic.contracting]
-    inputs = np.moveaxis(
-        np.arange(grams.shape[-1]).reshape(sizes), statistic.contracting.index(axis), 0
-    )
-    weights, grams = (x.reshape(layers or 1, -1, *x.shape[-2:]) for x in (weights, grams))
-    dtype = jnp.promote_types(weights.dtype, grams.dtype)
-    places = jnp.asarray(inputs[positions].reshape(len(positions), -1))
-    return Reader(weights.astype(dtype), grams.astype(dtype), places)
+    matrices, grams = statistic.matrices(param), statistic.real_grams()
+    dtype = jnp.promote_types(matrices.dtype, grams.dtype)
+
+    def by_layer(x: jax.Array) -> jax.Array:
+        """Returns [layers, matrices, ...] of [*batch, ...], where axis 0 of `param` is layers."""
+        x = jnp.moveaxis(x, statistic.batch.index(0), 0) if layers else x
+        return x.reshape(layers or 1, -1, *x.shape[-2:]).astype(dtype)
+
+    # The inputs of a matrix are numbered along all contracting axes, the last one fastest.
+    numbers = np.arange(grams.shape[-1]).reshape([param.shape[x] for x in statistic.contracting])
+    along = np.moveaxis(numbers, statistic.contracting.index(axis), 0)
+    places = along[positions].reshape(len(positions), -1)
+    return Reader(by_layer(matrices), by_layer(grams), jnp.asarray(places))

@@ -1,8 +1,8 @@
 """Refits: the kept weights take over from the pruned ones, layer by layer."""
 
 from sparsity.calibration.refits.admm import ADMM
-from sparsity.calibration.refits.base import Refit, Select
-from sparsity.calibration.refits.least_squares import LeastSquares, count_bytes
+from sparsity.calibration.refits.base import Refit, Select, shifts_biases
+from sparsity.calibration.refits.least_squares import LeastSquares
 from sparsity.calibration.refits.means import Means, loses_imaginary, shift_bias
 
 __all__ = [
@@ -11,7 +11,7 @@ __all__ = [
     "Means",
     "Refit",
     "Select",
-    "count_bytes",
     "loses_imaginary",
     "shift_bias",
+    "shifts_biases",
 ]

@@ -20,7 +20,13 @@ Select: TypeAlias = Callable[[jax.Array, float], jax.Array]
 class Refit(Protocol):
     """Protocol of `refit`: `LeastSquares()`, `ADMM()`, or a class of your own.
 
-    A class may state `gram_copies`, which `StatisticsPruning` explains, for the estimate of memory.
+    A class may state more:
+
+    - `gram_copies`, which `StatisticsPruning` explains, and `count_bytes(outputs, inputs)`, the
+      bytes of a solution beside one Gram matrix, for the estimate of memory;
+    - `statistics_kind`, 'gram' by default;
+    - `shifts_biases = True`, to leave weights as they are: `oneshot` adds the means of the lost
+      outputs to biases, and the refit is not called.
     """
 
     def __call__(
@@ -43,3 +49,8 @@ class Refit(Protocol):
             pattern keeps n of m at every share. Raises a ValueError under a scope that compares
             parameters.
         """
+
+
+def shifts_biases(refit: object) -> bool:
+    """Returns whether a refit changes biases in place of weights."""
+    return bool(getattr(refit, "shifts_biases", False))

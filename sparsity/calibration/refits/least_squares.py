@@ -58,10 +58,9 @@ class LeastSquares:
         weights: jax.Array = _refit(dense, pruned, mask, statistic)
         return weights, mask
 
-
-def count_bytes(outputs: int, inputs: int) -> int:
-    """Returns the bytes of the systems that are factored together."""
-    return max(min(_AT_ONCE, outputs * inputs**2 * 4), inputs**2 * 4)
+    def count_bytes(self, outputs: int, inputs: int) -> int:
+        """Returns the bytes of the systems that are factored together."""
+        return max(min(_AT_ONCE, outputs * inputs**2 * 4), inputs**2 * 4)
 
 
 def _refit_on_host(dense: PyTree, pruned: PyTree, mask: PyTree, statistic: Statistic) -> PyTree:

@@ -9,6 +9,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from sparsity.calibration.refits.base import Select
 from sparsity.calibration.statistics import Statistic, mean_outputs
 from sparsity.calibration.statistics.rows import Kind
 from sparsity.core import sharding
@@ -41,6 +42,17 @@ class Means:
     """
 
     statistics_kind: ClassVar[Kind] = "moments"
+    shifts_biases: ClassVar[bool] = True
+
+    def __call__(
+        self,
+        dense: jax.Array,
+        pruned: jax.Array,
+        mask: jax.Array,
+        statistic: Statistic,
+        select: Select,
+    ) -> tuple[jax.Array, jax.Array]:
+        return pruned, mask
 
 
 def shift_bias(

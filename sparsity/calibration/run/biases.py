@@ -1,4 +1,4 @@
-"""Biases that take over the means of lost outputs in a run, for the refit `Means`."""
+"""Biases that take over the means of lost outputs in a run, for a refit that shifts biases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparsity.masks import Site
 
 @dataclasses.dataclass(frozen=True)
 class Biases:
-    """Biases of the parameters to prune; none unless the refit is `Means`.
+    """Biases of the parameters to prune; none unless the refit shifts biases.
 
     Attributes:
       graph: the graph of the model.

@@ -20,7 +20,7 @@ import numpy as np
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.pruners import StatisticsPruning
-from sparsity.calibration.refits import LeastSquares, Means, Refit, count_bytes
+from sparsity.calibration.refits import Refit
 from sparsity.calibration.run.estimate import Estimate, Meter
 from sparsity.calibration.run.lockstep import Lockstep
 from sparsity.calibration.run.outputs import compare_outputs
@@ -47,7 +47,7 @@ def oneshot(
     fn: Callable[..., PyTree],
     params: PyTree,
     batches: Iterable[PyTree],
-    refit: Refit | Means | None = None,
+    refit: Refit | None = None,
     sequential: bool = True,
     folder: str | os.PathLike[str] | None = None,
     *,
@@ -64,7 +64,7 @@ def oneshot(
     fn: Callable[..., PyTree],
     params: PyTree,
     batches: Iterable[PyTree],
-    refit: Refit | Means | None = None,
+    refit: Refit | None = None,
     *,
     estimate: Literal[True],
 ) -> Estimate: ...
@@ -75,7 +75,7 @@ def oneshot(
     fn: Callable[..., PyTree],
     params: PyTree,
     batches: Iterable[PyTree],
-    refit: Refit | Means | None = None,
+    refit: Refit | None = None,
     sequential: bool = True,
     folder: str | os.PathLike[str] | None = None,
     *,
@@ -132,7 +132,7 @@ def oneshot(
     return pruned, run.weights.masks(pruner.use_packed_masks), run.report
 
 
-def _check_arguments(pruner: BaseUpdater, refit: Refit | Means | None, **flags: object) -> None:
+def _check_arguments(pruner: BaseUpdater, refit: Refit | None, **flags: object) -> None:
     """Raises a ValueError for other types, and if parameters compete with each other."""
     check_pruner_and_refit(pruner, refit)
     for name, flag in flags.items():
@@ -165,7 +165,7 @@ def _read_data(
 def _estimate(task: Task, batches: Sequence[PyTree]) -> Estimate:
     """Returns the bytes of a sequential run, from shapes alone."""
     calibration = Calibration(task.graph, task.kind, task.is_pruned)
-    solving = count_bytes if isinstance(task.refit, LeastSquares) else None
+    solving = getattr(task.refit, "count_bytes", None)
     return Meter(calibration, batches, _count_grams(task), solving).estimate()
 
 

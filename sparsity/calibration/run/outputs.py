@@ -13,7 +13,7 @@ import numpy as np
 from sparsity.calibration.statistics.capture import check_structure
 from sparsity.core import host, host_sums, trees
 from sparsity.core.trees import PyTree
-from sparsity.programs.share import share
+from sparsity.programs.share import share_at_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,31 +113,23 @@ def make_outputs(
       batch: a batch; those of a call must be alike in all but arrays.
     """
     rebuild, rebuild_batch = (trees.split_arrays(tree)[1] for tree in (params, batch))
-    programs: dict[tuple[object, ...], Callable[..., list[jax.Array]]] = {}
 
+    @jax.jit
     def outputs(leaves: list[jax.Array], arrays: list[jax.Array]) -> list[jax.Array]:
         results = jax.tree.leaves(fn(rebuild(leaves), rebuild_batch(arrays)))
         inexact = [x for x in results if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
         return [jnp.asarray(x) for x in inexact]
 
+    shared = share_at_call(outputs)
+
     def run(params: PyTree, batch: PyTree) -> list[jax.Array]:
         inputs = [trees.split_arrays(x)[0] for x in (params, batch)]
-        types = tuple(map(jax.typeof, jax.tree.leaves(inputs)))
-        if types not in programs:
-            programs[types] = _compile(outputs, *inputs)
-        return programs[types](*inputs)
+        arrays = [x for x in jax.tree.leaves(inputs) if isinstance(x, jax.Array)]
+        devices = {device for x in arrays for device in x.devices()}
+        results: list[jax.Array] = (outputs if len(devices) > 1 else shared)(*inputs)
+        return results
 
     return run
-
-
-def _compile(
-    outputs: Callable[..., list[jax.Array]], *inputs: list[jax.Array]
-) -> Callable[..., list[jax.Array]]:
-    """Compiles a function, on one device as a program that later runs of its text share."""
-    arrays = [x for x in jax.tree.leaves(inputs) if isinstance(x, jax.Array)]
-    devices = {device for x in arrays for device in x.devices()}
-    compiled = jax.jit(outputs)
-    return compiled if len(devices) > 1 else share(compiled, *inputs)
 
 
 def _squares_on_host(xs: Sequence[np.ndarray]) -> np.ndarray:

@@ -11,7 +11,7 @@ import jax
 from sparsity import masks as masks_lib
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.pruners import Within
-from sparsity.calibration.refits import Means, Refit, Select
+from sparsity.calibration.refits import Refit, Select, shifts_biases
 from sparsity.calibration.statistics import (
     Statistic,
     Statistics,
@@ -53,10 +53,10 @@ def prune(
       Array([[5., 0.]], dtype=float32)
     """
     check_pruner_and_refit(pruner, refit)
-    if isinstance(refit, Means):
+    if shifts_biases(refit):
         raise ValueError(
-            "Means changes the biases that follow weights, which only the program of a model "
-            "shows: give refit = Means() to oneshot."
+            f"{type(refit).__name__} changes the biases that follow weights, which only the "
+            f"program of a model shows: give refit = {refit!r} to oneshot."
         )
     pruned, masks = pruner.instant_sparsify(params, statistics=statistics)
     if refit is None:
@@ -77,8 +77,7 @@ def check_pruner_and_refit(pruner: object, refit: object = None) -> None:
             "Give MagnitudePruning, WandaPruning, RIAPruning, SparseGPTPruning, FLAPPruning, "
             "OSSCARPruning or another updater that has instant_sparsify."
         )
-    is_refit = callable(refit) or isinstance(refit, Means)
-    if refit is not None and (isinstance(refit, type) or not is_refit):
+    if refit is not None and (isinstance(refit, type) or not callable(refit)):
         raise ValueError(f"refit must be None, LeastSquares(), ADMM() or a `Refit`, {_got(refit)}.")
 
 

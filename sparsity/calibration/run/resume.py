@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.refits import Means, Refit
+from sparsity.calibration.refits import Refit
 from sparsity.calibration.run.fingerprint import fingerprint, fingerprint_program
 from sparsity.calibration.run.report import LayerReport
 from sparsity.core import extras, trees
@@ -99,7 +99,7 @@ def _new(path: pathlib.Path) -> pathlib.Path:
 
 def identify(
     pruner: BaseUpdater,
-    refit: Refit | Means | None,
+    refit: Refit | None,
     fn: Callable[..., PyTree],
     params: PyTree,
     batches: Sequence[PyTree],

@@ -100,12 +100,10 @@ class Stop:
         batches = range(len(self.frame.data))
         if not self.equation.bodies:
             xs = {number: self._operands(number) for number in self.layers}
-            compiled: dict[int, Callable[..., PyTree]] = {}
-            for number in xs:
-                alone = functools.partial(sum_up, number, steps={})
-                compiled[number] = share_at_call(
-                    lambda x, more, alone=alone: alone(x, arguments=more)
-                )
+            compiled = {
+                number: share_at_call(lambda x, more, number=number: sum_up(number, x, {}, more))
+                for number in xs
+            }
             for batch in batches:
                 yield {number: compiled[number](x[batch], arguments) for number, x in xs.items()}
             return

@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.pruners import statistics_kind
-from sparsity.calibration.refits import Means, Refit
+from sparsity.calibration.refits import Refit, shifts_biases
 from sparsity.calibration.run.biases import Biases, find_run_biases
 from sparsity.calibration.run.prune import prune, reconstruct
 from sparsity.calibration.run.solved import Solved
@@ -40,7 +40,7 @@ class Task:
     """
 
     pruner: BaseUpdater
-    refit: Refit | Means | None
+    refit: Refit | None
     graph: Graph
     sites: Mapping[Path, Site]
     targets: Mapping[Path, chex.Numeric]
@@ -88,7 +88,7 @@ class Task:
         alone = trees.map_matched(lambda x, _: dense if x == site.path else None, weights.dense)
         first, masks = prune(pruner, alone, {path: statistic})
         last = first
-        if self.refit is not None and not isinstance(self.refit, Means):
+        if self.refit is not None and not shifts_biases(self.refit):
             last, masks = reconstruct(self.refit, pruner, alone, first, masks, {path: statistic})
         pruned, refitted, mask = (trees.leaves_by_path(x)[site.path] for x in (first, last, masks))
         keeps_means = path in self.biases.places
@@ -132,7 +132,7 @@ class Task:
 
 def make_task(
     pruner: BaseUpdater,
-    refit: Refit | Means | None,
+    refit: Refit | None,
     fn: Callable[..., PyTree],
     params: PyTree,
     batch: PyTree,
@@ -152,7 +152,7 @@ def make_task(
         targets={path: targets[site.path] for path, site in sites.items()},
         # The means of the inputs, which centred errors need, cost a vector more.
         kind="moments" if kind == "squares" else kind,
-        biases=find_run_biases(graph, sites) if isinstance(refit, Means) else Biases(graph),
+        biases=find_run_biases(graph, sites) if shifts_biases(refit) else Biases(graph),
     )
 
 

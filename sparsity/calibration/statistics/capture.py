@@ -22,7 +22,7 @@ from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_bool, check_function, check_iterable
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph, Parameter, Use, trace
-from sparsity.programs.share import share
+from sparsity.programs.share import share_at_call
 
 C = TypeVar("C", bound="Collector")
 
@@ -106,18 +106,19 @@ def collect(
     """
     graph: Graph | None = None
     first: PyTree = None
-    made: dict[Graph, tuple[C, Callable[..., PyTree]]] = {}
     total: Sums = {}
+
+    @functools.cache
+    def compile_sums(graph: Graph) -> tuple[C, Callable[..., PyTree]]:
+        collector = make(graph)
+        return collector, share_at_call(jax.jit(collector.run))
+
     for number, batch in enumerate(batches):
         if graph is None:
             graph, first = trace(fn, params, batch), batch
         check_structure(batch, first, number)
         arrays = trees.split_arrays(params)[0], trees.split_arrays(batch)[0], arguments
-        now = graph.retrace(params, batch)
-        if now not in made:
-            collector = make(now)
-            made[now] = collector, share(jax.jit(collector.run), *arrays)
-        collector, run = made[now]
+        collector, run = compile_sums(graph.retrace(params, batch))
         sums, finite = run(*arrays)
         for use, finite_sums in jax.device_get(finite).items():
             if not finite_sums:

@@ -107,25 +107,33 @@ class SummingInterpreter(Interpreter[jax.Array]):
         return inside
 
     def _scan(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
-        """Runs a scan; the sums of all steps add up, those of layers stay apart."""
+        """Runs a scan.
+
+        Sums of a weight that all steps read add up. A weight that the scan takes apart, so that
+        each step reads a layer, has sums of each step: outputs of the scan, stacked like others.
+        """
         (body,) = equation.within()
         constants, carry, stacks = body.split(inputs)
         layers = stacks, self.rows(equation)
 
-        def step(state: PyTree, layers: PyTree) -> tuple[PyTree, PyTree]:
-            (carry, total), (arrays, rows) = state, layers
-            inside = self.at_step(equation, rows)
+        def run(carry: PyTree, layer: PyTree) -> tuple[PyTree, PyTree, Sums, Sums]:
+            """Returns the carry, the outputs, and the sums of one step: to add up, to stack."""
+            arrays, number = layer
+            inside = self.at_step(equation, number)
             outputs = inside.run(body.program, [*constants, *carry, *arrays])
-            apart = inside._take_stacked(equation)
-            sums = inside.sums if total is None else add(total, inside.sums)
-            return (outputs[: len(carry)], sums), (outputs[len(carry) :], apart)
+            stacked = inside._pop_stacked(equation)
+            return outputs[: len(carry)], outputs[len(carry) :], inside.sums, stacked
 
-        first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers)
-        total = _zeros(jax.eval_shape(step, (carry, None), first)[0][1])
-        (carry, total), (stacked, apart) = scan_like(equation, step, (carry, total), layers)
-        self.sums |= total
-        self._put_stacked(apart)
-        return [*carry, *stacked]
+        def step(state: PyTree, layer: PyTree) -> tuple[PyTree, PyTree]:
+            carry, total = state
+            carry, outputs, sums, stacked = run(carry, layer)
+            return (carry, add(total, sums)), (outputs, stacked)
+
+        layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers)
+        total = _zeros(jax.eval_shape(run, carry, layer)[2])
+        (carry, total), (outputs, stacked) = scan_like(equation, step, (carry, total), layers)
+        self.sums |= total | jax.tree.map(_lead_with_digits, stacked, is_leaf=is_count)
+        return [*carry, *outputs]
 
     def _cond(self, equation: Equation, inputs: list[jax.Array]) -> Sequence[jax.Array]:
         """Runs a branch; the sums of the other branches are 0."""
@@ -145,18 +153,15 @@ class SummingInterpreter(Interpreter[jax.Array]):
         self.sums |= sums
         return outputs
 
-    def _take_stacked(self, scan: Equation) -> Sums:
-        """Removes the sums of the layers of weights that the scan takes apart."""
+    def _pop_stacked(self, scan: Equation) -> Sums:
+        """Removes and returns the sums of weights that the scan takes apart."""
         numbers = [n for n in self.sums if self._stacks and scan in self._uses[n].view.scans]
         return {number: self.sums.pop(number) for number in numbers}
 
-    def _put_stacked(self, sums: Sums) -> None:
-        """Adds sums with leading axes of layers; counts have them behind their digits."""
 
-        def moved(x: Count | jax.Array) -> Count | jax.Array:
-            return Count(jnp.moveaxis(x.digits, 0, 1)) if isinstance(x, Count) else x
-
-        self.sums |= jax.tree.map(moved, sums, is_leaf=is_count)
+def _lead_with_digits(x: Count | jax.Array) -> Count | jax.Array:
+    """Returns stacked sums; a stack of counts has the axis of layers behind their digits."""
+    return Count(jnp.moveaxis(x.digits, 0, 1)) if isinstance(x, Count) else x
 
 
 def _zeros(shapes: PyTree) -> PyTree:

@@ -42,8 +42,9 @@ class Dense(Storage):
     def find_slots(self, old: jax.Array, new: jax.Array) -> tuple[None, jax.Array]:
         return None, (old > 0) & (new > 0)
 
-    def divisible_axes(self, counts: list[int]) -> tuple[int, ...]:
-        return self.order
+    @property
+    def divisible_axes(self) -> tuple[int, ...]:
+        return tuple(range(len(self.slice_shape)))
 
 
 @jax.custom_vjp

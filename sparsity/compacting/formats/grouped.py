@@ -14,7 +14,7 @@ from jax import lax
 
 from sparsity.compacting.formats import grouped_products
 from sparsity.compacting.formats.find_groups import find_groups
-from sparsity.compacting.formats.storage import Kept, MaskedParameter, MeshAxes, Storage, Token
+from sparsity.compacting.formats.storage import Kept, MaskedParameter, Storage, Token
 from sparsity.masks import Pattern, Site
 from sparsity.masks.layout import AnyArray
 from sparsity.patterns import FanIn
@@ -156,19 +156,11 @@ class Grouped(Storage):
         is_multiple: bool = largest % self.size[-1] == 0
         return inputs == {*self.inputs} and is_multiple
 
-    def divisible_axes(self, counts: list[int]) -> tuple[int, ...]:
+    @property
+    def divisible_axes(self) -> tuple[int, ...]:
         # Values are [*stack, groups, k, group]. Devices that share the first axis of the outputs
         # share the groups, which are neighbouring outputs, if each device gets equally many.
-        num_groups, first_output = self.size[0], self.order[len(self.stack) + len(self.inputs)]
-        has_equal_parts = num_groups % counts[first_output] == 0
-        return (*self.stack, first_output) if has_equal_parts else self.stack
-
-    def split_slices(
-        self, spec: list[MeshAxes], values: list[MeshAxes], depth: int
-    ) -> list[MeshAxes]:
-        groups, first_output = depth, depth + len(self.inputs)
-        spec[first_output] = values[groups]
-        return spec
+        return (len(self.inputs),)
 
 
 class Contraction(NamedTuple):
@@ -191,16 +183,15 @@ def _read_dot(equation: Equation, at: int) -> Contraction:
     product = read_product(equation)
     kept, other = product.operands[at], product.operands[1 - at]
     batch = tuple(zip(kept.batch, other.batch, strict=True))
-    by_axis = {axis: number for number, axis in batch}
-    pairs = [pair for pair in product.output if pair is not None]
-    result = [(operand == at, axis) for operand, axis in pairs]
+    places = product.places(at)
     return Contraction(
         tuple(zip(kept.contracted, other.contracted, strict=True)),
         batch,
         other.free,
         tuple(
-            (True, by_axis[axis]) if not is_kept and axis in by_axis else (is_kept, axis)
-            for is_kept, axis in result
+            (place in places, places.get(place, source[1]))
+            for place, source in enumerate(product.output)
+            if source is not None
         ),
     )
 

@@ -101,11 +101,8 @@ class Sliced(Storage):
         product = read_product(equation)
         if product.groups > 1 or product.refusal or equation.params.get("out_sharding") is not None:
             return None
-        partners = {pair[at]: pair[1 - at] for pair in product.pairs}
-        batch = dict(zip(product.operands[at].batch, product.operands[1 - at].batch, strict=True))
-        places = {source: i for i, source in enumerate(product.output) if source is not None}
-        results = {axis: places[at, axis] for axis in product.operands[at].free}
-        results |= {axis: places[0, axis if at == 0 else batch[axis]] for axis in batch}
+        partners, batch = product.partners(at), product.operands[at].batch
+        results = {axis: place for place, axis in product.places(at).items()}
         axis, *stack = (kept.axes.index(i) for i in (kept.depth + self.axis, *range(kept.depth)))
         if not {*stack} <= {*batch} or not (axis in partners or axis in results):
             return None

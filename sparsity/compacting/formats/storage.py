@@ -30,7 +30,6 @@ from sparsity.masks.layout import SliceLayout
 from sparsity.masks.positions import kept_positions, map_rows, put, slots_of_positions
 from sparsity.programs.program import Equation
 
-MeshAxes: TypeAlias = str | tuple[str, ...] | None  # of a mesh
 Token: TypeAlias = jax.Array | int  # an int32 0: an array that depends on it is allocated later
 
 
@@ -253,30 +252,13 @@ class Storage(SliceLayout):
 
     # Devices
 
-    def divisible_axes(self, counts: list[int]) -> tuple[int, ...]:
-        """Returns the axes along which a mesh may divide the parameter.
+    @property
+    def divisible_axes(self) -> tuple[int, ...]:
+        """Axes of a slice along which a mesh may divide the values, besides those of the stack.
 
-        Axis i of the values is divided as the i-th of these axes. By default the stack axes, as for
-        values in the order of the parameter.
-
-        Args:
-          counts: number of devices along each axis of the parameter.
+        The mesh divides the first axes of the values of a slice as it divides these.
         """
-        return self.stack
-
-    def split_slices(
-        self, spec: list[MeshAxes], values: list[MeshAxes], depth: int
-    ) -> list[MeshAxes]:
-        """Returns the axes of a mesh that divide slices, from those that divide the values.
-
-        By default the mesh divides the stack only.
-
-        Args:
-          spec: axes of the mesh for each axis of dense slices, of the stack only.
-          values: axes of the mesh for each axis of the values, and `None` after them.
-          depth: number of axes that index slices.
-        """
-        return spec
+        return ()
 
     def place(self, array: np.ndarray, like: jax.Array, name: str) -> jax.Array:
         """Returns values or positions on the devices of a parameter.
@@ -289,8 +271,9 @@ class Storage(SliceLayout):
             return jnp.asarray(array)
         spec = [*placed.spec, *[None] * (len(self.shape) - len(placed.spec))]
         counts = sharding.num_devices(placed, len(self.shape))
-        axes = self.divisible_axes(counts)
-        divided = [axis for axis in range(len(spec)) if counts[axis] > 1 and axis not in axes]
+        axes = [*self.stack, *(self.order[len(self.stack) + i] for i in self.divisible_axes)]
+        sizes = dict(zip(axes, self.kept_shape, strict=False))
+        divided = [i for i, count in enumerate(counts) if count > 1 and sizes.get(i, 1) % count]
         if divided:
             raise ValueError(
                 f"{name!r} of shape {self.shape} is sharded along axis {divided[0]} ("
@@ -373,10 +356,9 @@ class Kept:
         placed = sharding.explicit_sharding(jax.typeof(kept.values))
         if placed is None:
             return self._densify(kept, token)
-        entries = [*placed.spec, *[None] * len(self.sizes)]
-        spec = [entries[axis] if axis < self.depth else None for axis in range(len(self.sizes))]
-        spec = self.storage.split_slices(spec, entries, self.depth)
-        target = placed.update(spec=PartitionSpec(*(spec[axis] for axis in self.axes)))
+        divided = [*range(self.depth), *(self.depth + i for i in self.storage.divisible_axes)]
+        spec = dict(zip(divided, placed.spec, strict=False))
+        target = placed.update(spec=PartitionSpec(*(spec.get(axis) for axis in self.axes)))
         dense = auto_axes(self._densify, out_sharding=sharding.fit(target, self.shape))
         array: jax.Array = dense(kept, token)
         return array

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from sparsity.programs.axes import Axis, Reason, list_variables, pin, product_axis, sum_axis, unify
+from sparsity.programs.axes import Axis, Kind, Reason, join_axes, list_variables, pin, unify
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS, SOURCES
 from sparsity.programs.layout import LAYOUTS, Layout, Place, Relation
 from sparsity.programs.products import PRODUCTS, read_product
@@ -178,9 +178,10 @@ class Coupling(Flow[list[Axis]]):
         if roles.groups > 1:
             group = [self.feature_groups.setdefault(equation, Axis(roles.groups))]
             (outs,) = roles.rhs.free
-            unify(rhs[outs], product_axis([*group, Axis(rhs[outs].size // roles.groups)]), reason)
+            each = Axis(rhs[outs].size // roles.groups)
+            unify(rhs[outs], join_axes("product", [*group, each]), reason)
         for i, j in roles.pairs:
-            unify(lhs[i], product_axis([*group, rhs[j]]) if group else rhs[j], reason)
+            unify(lhs[i], join_axes("product", [*group, rhs[j]]) if group else rhs[j], reason)
         for place, source in enumerate(roles.output):
             if source is not None:
                 self.axes(result)[place] = (lhs, rhs)[source[0]][source[1]]
@@ -205,8 +206,8 @@ def _relate(
             for axis in targets:
                 pin(axis, pins[0])
             return
-    join = product_axis if relation.kind == "product" else sum_axis
-    one, other = (axes[0] if len(axes) == 1 else join(axes) for axes in (targets, sources))
+    kind: Kind = "product" if relation.kind == "product" else "sum"
+    one, other = (x[0] if len(x) == 1 else join_axes(kind, x) for x in (targets, sources))
     unify(one, other, reason)
 
 

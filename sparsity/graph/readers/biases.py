@@ -228,14 +228,9 @@ def _plain_inputs(equation: Equation, plain: Collection[Value]) -> set[Value]:
 def _view_output(use: Use) -> View:
     """Returns where the output axes of the parameter lie in the result of the product."""
     (result,), view = use.equation.outputs, use.view
-    product = read_product(use.equation)
     by_axis: list[tuple[Factor, ...]] = [(Factor(None, n),) for n in result.shape]
-    batch = dict(zip(product.lhs.batch, product.operands[use.operand].batch, strict=True))
-    for place, source in enumerate(product.output):
-        if source and source[0] == use.operand:
-            by_axis[place] = view.factors[source[1]]
-        elif source and source[0] == 0 and source[1] in batch:
-            by_axis[place] = view.factors[batch[source[1]]]
+    for place, axis in read_product(use.equation).places(use.operand).items():
+        by_axis[place] = view.factors[axis]
     return view.with_factors(by_axis)
 
 

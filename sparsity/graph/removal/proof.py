@@ -281,25 +281,27 @@ class _Proof(Flow[Constants]):
 
     def _product(self, equation: Equation) -> None:
         roles, values = read_product(equation), equation.inputs
-        constants = [self.fact(value) for value in values]
-        for i, j in zip(roles.lhs.contracted, roles.rhs.contracted, strict=True):
-            for variable in self._variables(values[1])[j]:
-                factors = constants[0][i, variable], constants[1][j, variable]
-                if entrywise.multiply_constants(*factors) != 0:
-                    self.refused.setdefault(variable, _not_zero(equation, factors))
-        at: dict[RemovedEntry, float | None] = {}
-        partners = dict(zip(roles.lhs.batch, roles.rhs.batch, strict=True))
-        for place, source in enumerate(roles.output):
-            for variable in self._variables(equation.outputs[0])[place] if source else ():
-                operand, axis = source or (0, 0)
-                other = None
-                if operand == 0 and axis in partners:
-                    other = constants[1][partners[axis], variable]
-                elif operand == 1 and roles.groups > 1:
-                    other = constants[0][roles.lhs.contracted[0], variable]
-                factor = constants[operand][axis, variable]
-                at[place, variable] = entrywise.sum_constant_products(factor, other)
-        self.facts[equation.outputs[0]] = Constants(at)
+
+        def factors(operand: int, axis: int, variable: Axis) -> tuple[float | None, float | None]:
+            """Returns the constants of removed entries and of the entries that they meet."""
+            constants = [self.fact(values[number]) for number in (operand, 1 - operand)]
+            partner = roles.partners(operand).get(axis)
+            other = None if partner is None else constants[1][partner, variable]
+            return constants[0][axis, variable], other
+
+        for axis in roles.rhs.inputs:
+            for variable in self._variables(values[1])[axis]:
+                one, other = factors(1, axis, variable)
+                if entrywise.multiply_constants(one, other) != 0:
+                    self.refused.setdefault(variable, _not_zero(equation, (other, one)))
+        (result,) = equation.outputs
+        at = {
+            (place, variable): entrywise.sum_constant_products(*factors(operand, axis, variable))
+            for operand in range(2)
+            for place, axis in roles.places(operand).items()
+            for variable in self._variables(result)[place]
+        }
+        self.facts[result] = Constants(at)
 
 
 def _reduce(name: str, constants: Constants) -> Constants:

@@ -286,20 +286,23 @@ class Coupled(DataclassBase):
                     "they have no importance here. Leave its leaves out with filter_fn."
                 )
         paths = list(dict.fromkeys(path for group in groups for path, _, _ in group.members))
-        by_path = [trees.leaves_by_path(x) for x in member_trees]
-        members = [[leaves[path] for path in paths] for leaves in by_path]
+        tables = [trees.leaves_by_path(x) for x in member_trees]
+        # Lists, because jax sorts the keys of a dict, and paths have no order.
+        leaves = [[table[path] for path in paths] for table in tables]
 
-        def mask(members: list[list[jax.Array]], extra: PyTree) -> list[jax.Array]:
-            leaves = [dict(zip(paths, x, strict=True)) for x in members]
-            return spread_masks(groups, choose(*leaves, extra), leaves[0])
+        def make_masks(leaves: list[list[jax.Array]], extra: PyTree) -> list[jax.Array]:
+            by_path = [dict(zip(paths, each, strict=True)) for each in leaves]
+            return spread_masks(groups, choose(*by_path, extra), by_path[0])
 
-        place = host.find_place(members, extra) if is_on_host else None
+        place = host.find_place(leaves, extra) if is_on_host else None
         if place is not None:
-            placed = place.put(mask(*host.to_numpy((members, extra))))
+            masks = place.put(make_masks(*host.to_numpy((leaves, extra))))
+        elif paths:
+            masks = sharding.shard_like(leaves[0], make_masks, leaves, extra)
+            masks = map(sharding.place_like, leaves[0], masks)
         else:
-            masks = sharding.shard_like(members[0], mask, members, extra) if paths else []
-            placed = map(sharding.place_like, members[0], masks)
-        masks_by_path = dict(zip(paths, placed, strict=True))
+            masks = []
+        masks_by_path = dict(zip(paths, masks, strict=True))
         return trees.map_matched(lambda path, _: masks_by_path.get(path), member_trees[0])
 
     def _importance(
