@@ -430,8 +430,9 @@ of all steps and moves, without compilation. Masked and compact run of a seed en
 
 XLA computes a batch of small products, which is how groups multiply, on one thread of a CPU. One
 device for each core and a batch spread over a mesh of the devices keep all cores at work:
-`python -m baselines.compact_rigl --devices 2`. Bytes are those of one device; ratios are to the dense run on the same devices. The
-first row is a dense run on one device, which trains in turn with the others.
+`python -m baselines.compact_rigl --devices 2`. Bytes are those of one device; ratios are to the
+dense run on the same devices. The first row is a dense run on one device, which trains in turn with
+the others.
 
 {tables}
 """
