@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import chex
@@ -14,6 +15,8 @@ from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, PyTree, Sparsities
 from sparsity.masks import Sites, check_user_mask, read_masks
 from sparsity.sparsity_schedules import update_range
+from sparsity.training.hooks import Inputs
+from sparsity.training.state import SparseState
 from sparsity.training.updater import Updater
 
 
@@ -75,6 +78,17 @@ def take_initial_masks(
 
     first = trees.map_matched(lambda _, param, mask: mask, params, first)
     return first, trees.map_matched(target_sparsity, params, first, targets)
+
+
+def check_algorithm_state(updater: Updater, state: SparseState, inputs: Inputs) -> None:
+    """Raises a ValueError if an updater starts with an `algorithm_state`, which the state lacks."""
+    init = functools.partial(inputs.call, updater.init_algorithm_state)
+    if jax.eval_shape(init, inputs.masked_weights, state.masks) is not None:
+        raise ValueError(
+            f"{type(updater).__name__} has an algorithm_state, and that of the state is None: "
+            "another algorithm made the state. Start a new one, tx.init(params), or give this "
+            "one state._replace(algorithm_state=updater.init_algorithm_state(params, masks))."
+        )
 
 
 def same_structure(new: PyTree, old: PyTree) -> PyTree:

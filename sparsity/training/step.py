@@ -35,6 +35,7 @@ from sparsity.masks import (
     unpack_masks,
 )
 from sparsity.training.checks import (
+    check_algorithm_state,
     check_gradients,
     check_optimizer,
     same_structure,
@@ -160,7 +161,10 @@ class Step:
                 f"use_compact_state={not is_compact}. Restore it with that option."
             )
         check_gradients(updates, params, state.masks)
-        return Inputs(params, updates, self.updater.sites(params), extra)
+        inputs = Inputs(params, updates, self.updater.sites(params), extra)
+        if state.algorithm_state is None and is_overridden(self.updater, "init_algorithm_state"):
+            check_algorithm_state(self.updater, *self._read(state, inputs))
+        return inputs
 
     def accumulate(self, state: SparseState, inputs: Inputs) -> SparseState:
         """Returns the state with the `algorithm_state` that the hook `accumulate` returns."""

@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import nnx, serialization
 
+import sparsity
 from sparsity.masks import apply_masks, pack_masks, unpack_masks
 from sparsity.reports.summary import summarize_intersection, summarize_sparsity
 from sparsity.training.state import (
@@ -217,3 +218,26 @@ def test_summaries_take_a_state_for_its_masks(packed):
         assert summarize_sparsity(state)["dense/kernel"] == 15 / 18
     with pytest.raises(ValueError, match="holds 2"):
         summarize_sparsity((STATE, STATE))
+
+
+@pytest.mark.parametrize("name", ["top_kast", "admm", "movement"])
+@pytest.mark.parametrize("update", [lambda tx: tx.update, lambda tx: jax.jit(tx.update)])
+def test_a_state_of_an_algorithm_without_memory_is_refused_with_a_remedy_that_works(name, update):
+    params = {"w": jnp.arange(1.0, 13.0).reshape(3, 4)}
+    steps = {"update_freq": 1, "update_start_step": 0, "update_end_step": 9}
+    other, updater = (
+        sparsity.create_updater_from_config({"algorithm": each, "sparsity": 0.5, **steps})
+        for each in ("magnitude", name)
+    )
+    state = other.wrap_optax(optax.sgd(0.1)).init(params)
+    tx = updater.wrap_optax(optax.sgd(0.1))
+    with pytest.raises(
+        ValueError, match=f"{type(updater).__name__} has an algorithm_state"
+    ) as error:
+        update(tx)(params, state, params)
+    assert "_replace(algorithm_state=updater.init_algorithm_state(params, masks))" in str(
+        error.value
+    )
+    memory = updater.init_algorithm_state(params, state.masks)
+    _, state = update(tx)(params, state._replace(algorithm_state=memory), params)
+    assert state.algorithm_state is not None
