@@ -186,6 +186,9 @@ class Compact(StoredModel):
 
         Args:
           opt_state: state of an optimizer of parameters like `self.params`.
+
+        Raises:
+          ValueError: a leaf holds no moment for each kept value; the error names the parameter.
         """
         storages = dict(self.storages)
 

@@ -84,12 +84,26 @@ def take_state(owner_tree: PyTree, state: PyTree) -> PyTree:
 
 
 def densify_state(owner_tree: PyTree, state: PyTree) -> PyTree:
-    """Returns the state with dense moments, 0 outside the masks."""
+    """Returns the state with dense moments, 0 outside the masks.
+
+    Raises:
+      ValueError: a leaf holds no moment for each kept value; the error names the parameter.
+    """
 
     def densify(owner: Owner | None, leaf: jax.Array) -> jax.Array:
-        if owner is None or owner.storage is None or jnp.shape(leaf) != owner.storage.kept_shape:
+        if owner is None or owner.storage is None:
             return leaf
-        return owner.densify(leaf)
+        shape, kept_shape = jnp.shape(leaf), owner.storage.kept_shape
+        if shape == kept_shape:
+            return owner.densify(leaf)
+        if np.size(leaf) == 1:  # optimizers write one entry where they keep no moment
+            return leaf
+        raise ValueError(
+            f"opt_state has a leaf of shape {shape} for {owner.name!r}, whose kept values have "
+            f"shape {kept_shape}: it holds no moment for each of them, as factored moments, or is "
+            "that of other parameters. Give the state of an optimizer of compact.params that "
+            "works entry by entry."
+        )
 
     return owners.map_owned(densify, owner_tree, state)
 

@@ -287,3 +287,19 @@ def test_values_and_positions_are_saved_and_restored(tmp_path):
     state = optax.adam(0.1).init(restored["params"])
     moments = restored["model"].dense_state(state)[0].mu
     assert jax.tree.map(jnp.shape, moments) == jax.tree.map(jnp.shape, params)
+
+
+@pytest.mark.parametrize("holds_rows", [False, True])
+def test_moments_of_other_parameters_or_of_rows_have_no_dense_state(holds_rows):
+    params, x = {"w": jnp.arange(1.0, 13.0).reshape(2, 2, 3)}, jnp.ones((4, 2))
+    mask = jnp.array([[[1, 1, 0], [0, 0, 1]]] * 2, jnp.uint8)
+    graph = sparsity.trace(
+        lambda p, x: jax.lax.scan(lambda h, w: (h @ w @ w.T, None), x, p["w"])[0], params, x
+    )
+    model = sparsity.compact(graph, params, {"w": mask})
+    if holds_rows:
+        state = optax.adafactor(0.1, min_dim_size_to_factor=2).init(model.params)
+    else:
+        state = optax.adam(0.1).init(params)
+    with pytest.raises(ValueError, match=r"opt_state has a leaf of shape .* for 'w', whose kept"):
+        model.dense_state(state)
