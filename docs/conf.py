@@ -1,5 +1,6 @@
 """Settings of the site; `bash run.sh docs` builds it. Nothing is downloaded, no notebook is run."""
 
+import dataclasses
 import inspect
 import re
 import shutil
@@ -61,9 +62,14 @@ def escape_markup(app, what, name, obj, options, lines):
 
 
 def show_fields(app, what, name, obj, options, signature, result):
-    """The signature of an updater: its fields; of an algorithm those that are not the base's."""
-    if what != "class" or not issubclass(obj, sparsity.BaseUpdater):
+    """The signature of a dataclass: its fields; of an algorithm those that are not the base's."""
+    if obj is sparsity.SparsityType:  # the base of patterns has none
+        return "", None
+    if what != "class" or not dataclasses.is_dataclass(obj):
         return None
+    if not issubclass(obj, sparsity.BaseUpdater):
+        plain = inspect.signature(obj).replace(return_annotation=inspect.Signature.empty)
+        return stringify_signature(plain, unqualified_typehints=True), None
     base = inspect.signature(sparsity.BaseUpdater.__init__).parameters
     fields = list(inspect.signature(obj.__init__).parameters.values())[1:]
     if obj is not sparsity.BaseUpdater:
