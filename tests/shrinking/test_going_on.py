@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,8 @@ def test_cutting_does_not_change_the_graph():
     before = {name: value for name, value in vars(graph).items() if name != "_traces"}
     _ = small.graph.groups, small.apply(small.params, x), small.report()
     after = {name: value for name, value in vars(graph).items() if name != "_traces"}
-    assert before.keys() == after.keys()
+    # What the class computes when asked, `report` may have asked first.
+    assert all(isinstance(getattr(type(graph), x), cached_property) for x in after.keys() - before)
     assert all(before[name] is after[name] for name in before)
 
 
