@@ -309,12 +309,10 @@ def is_differentiable(value: Value) -> bool:
 def read_jaxpr(closed: ClosedJaxpr) -> Program:
     """Returns the program of a traced function.
 
-        Example:
-          >>> import jax.numpy as jnp
-    import numpy as np
-          >>> double = read_jaxpr(jax.make_jaxpr(jax.jit(lambda x: x * 2))(1.0))
-          >>> [equation.name for equation in double.flat()]
-          ['mul']
+    Example:
+      >>> double = read_jaxpr(jax.make_jaxpr(jax.jit(lambda x: x * 2))(1.0))
+      >>> [equation.name for equation in double.flat()]
+      ['mul']
     """
     return _program(closed, [_value(var.aval) for var in closed.jaxpr.invars], ())
 
