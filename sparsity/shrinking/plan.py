@@ -124,6 +124,7 @@ class Plan:
         A ramp continues: numbers of channels refer to the model before. An updater that is not
         converted must tell the cut from shapes, which fails where an axis joins several groups.
         """
+        check_kind("updater", updater, BaseUpdater, "an updater such as MagnitudePruning()")
         if not isinstance(updater.scope, Coupled):
             return updater
         return dataclasses.replace(updater, scope=dataclasses.replace(updater.scope, plan=self))
@@ -165,6 +166,7 @@ class Plan:
         Raises:
           ValueError: `later` has a leaf of another shape than this plan leaves.
         """
+        check_kind("later", later, Plan, "a Plan")
         kept = {path: dict(axes) for path, axes in self.kept.items()}
         shapes = dict(self.shapes)
         for path, axes in later.kept.items():
