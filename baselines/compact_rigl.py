@@ -92,7 +92,7 @@ class Run:
       step: from the carry, the number of steps so far and windows to the next carry.
       move: the same with a move of the masks; `None` where `step` moves them.
       moves: whether a step moves masks.
-      devices: over how many devices a batch is spread.
+      devices: number of devices over which a batch is spread.
       cpu: CPU-seconds of training.
       wall: seconds of training.
       compile: CPU-seconds of compiling step and move.
@@ -114,7 +114,7 @@ class Run:
 
     @property
     def sharding(self) -> NamedSharding | None:
-        """How windows spread over the devices."""
+        """Sharding of windows over the devices; `None` on one device."""
         if self.devices == 1:
             return None
         return NamedSharding(make_mesh(self.devices), PartitionSpec("batch"))

@@ -241,23 +241,23 @@ def _align(one: Axis, other: Axis, reason: Reason) -> bool:
 
 def _align_parts(kind: Kind, one: Axis, other: Axis, reason: Reason) -> bool:
     """Unifies parts of one kind, from the first on; cuts the larger where sizes differ."""
-    ones, others = deque(_parts(kind, one)), deque(_parts(kind, other))
-    while ones and others:
-        a, b = ones.popleft().root, others.popleft().root
+    parts, other_parts = (deque(_parts(kind, axis)) for axis in (one, other))
+    while parts and other_parts:
+        a, b = parts.popleft().root, other_parts.popleft().root
         if kind in (a.kind, b.kind):  # taken apart meanwhile
-            ones.extendleft(reversed(_parts(kind, a)))
-            others.extendleft(reversed(_parts(kind, b)))
+            parts.extendleft(reversed(_parts(kind, a)))
+            other_parts.extendleft(reversed(_parts(kind, b)))
         elif a.size == b.size:
             unify(a, b, reason)
         else:
-            queues = (ones, others) if a.size > b.size else (others, ones)
+            queues = (parts, other_parts) if a.size > b.size else (other_parts, parts)
             large, small = (a, b) if a.size > b.size else (b, a)
             cut = _cut(kind, large, small.size, reason)
             if cut is None:
                 return False
             queues[0].extendleft(reversed(cut))
             queues[1].appendleft(small)
-    return not ones and not others
+    return not parts and not other_parts
 
 
 def _cut(kind: Kind, large: Axis, size: int, reason: Reason) -> list[Axis] | None:

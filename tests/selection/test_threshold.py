@@ -25,8 +25,8 @@ def select(leaves, k, name):
     if name != "cpu":
         thresholds = key_search.thresholds if name == "mesh" else portable.thresholds
         return portable.select_by_counting(leaves, k, together=True, thresholds=thresholds)[0], 0
-    found = threshold.select_by_thresholds(leaves, k, together=True)
-    return found.masks, found.passes
+    selected = threshold.select_by_thresholds(leaves, k, together=True)
+    return selected.masks, selected.passes
 
 
 def leaf_of(scores, where=None):
@@ -41,8 +41,8 @@ def check(leaves, ks, search, *, at_most=None, name=""):
         expected = np.zeros(joined[0].size, np.uint8)
         expected[order[:k]] = 1
         masks, passes = select(leaves, exact_counts.split(k), search)
-        found = np.concatenate([np.ravel(x) for x in masks])
-        np.testing.assert_array_equal(found, expected, err_msg=f"{name}, {k}")
+        mask = np.concatenate([np.ravel(x) for x in masks])
+        np.testing.assert_array_equal(mask, expected, err_msg=f"{name}, {k}")
         assert at_most is None or int(passes) <= at_most, (name, k)
 
 
