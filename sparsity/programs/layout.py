@@ -271,13 +271,15 @@ def _list_windows(equation: Equation) -> list[int]:
 
 def _sort(equation: Equation) -> list[Relation]:
     """Relates all inputs to all outputs along the sorted axis."""
-    first = _along("mixed", lambda equation: [equation.params["dimension"]])(equation)
-    each = [
-        relation._replace(sources=tuple(Place(target.array, target.axis) for target in targets))
-        for relation in first
-        for targets in [[x for x in relation.targets if isinstance(x, Place)]]
+    count, shape = len(equation.inputs), equation.inputs[0].shape
+    pairs = [(source, target) for target in range(count) for source in {0, target}]
+    return [
+        Relation("mixed", (Place(source, axis),), (Place(target, axis),), _IN_ORDER)
+        if axis == equation.params["dimension"]
+        else same((source, axis), (target, axis), _IN_ORDER)
+        for source, target in pairs
+        for axis in range(len(shape))
     ]
-    return [*each, *first]
 
 
 def _update(equation: Equation) -> list[Relation]:

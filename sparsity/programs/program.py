@@ -267,6 +267,15 @@ class Program:
         """{value: equation that computes the value}, outside of loops and branches."""
         return {value: equation for equation in self.flat() for value in equation.outputs}
 
+    @functools.cached_property
+    def readers(self) -> dict[Value, list[Equation]]:
+        """{value: equations that read the value}, outside of loops and branches."""
+        readers: dict[Value, list[Equation]] = {}
+        for equation in self.flat():
+            for value in equation.inputs:
+                readers.setdefault(value, []).append(equation)
+        return readers
+
     def with_rules(self) -> Iterator[Equation]:
         """Yields all calls with a custom rule for derivatives, also calls within calls."""
         for equation in self.equations:
@@ -314,7 +323,7 @@ def read_jaxpr(closed: ClosedJaxpr) -> Program:
       >>> [equation.name for equation in double.flat()]
       ['mul']
     """
-    return _program(closed, [_value(var.aval) for var in closed.jaxpr.invars], ())
+    return _read(closed, ())
 
 
 def values_read(program: Program) -> set[Value]:
@@ -373,12 +382,13 @@ def _equation(traced: JaxprEqn, inputs: list[Value], calls: Tracebacks) -> Equat
     else:
         names = _BODIES.get(name, [])
         inner = params["branches"] if name == "cond" else [params[x] for x in names]
-        bodies = tuple(_with_inputs(body, calls) for body in inner)
+        bodies = tuple(_read(body, calls) for body in inner)
         outputs = [_value(var.aval) for var in traced.outvars]
     return Equation(traced.primitive, params, inputs, outputs, bodies, calls, traced.ctx)
 
 
-def _with_inputs(closed: ClosedJaxpr | Jaxpr, calls: Tracebacks) -> Program:
+def _read(closed: ClosedJaxpr | Jaxpr, calls: Tracebacks) -> Program:
+    """Returns the program with inputs of its own."""
     jaxpr = getattr(closed, "jaxpr", closed)
     return _program(closed, [_value(var.aval) for var in jaxpr.invars], calls)
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from sparsity.graph.channels.coupling import Coupling
-from sparsity.graph.removal.alike import Alike, Search, find_values_at_hand
-from sparsity.graph.removal.reductions import Reductions
+from sparsity.graph.removal.alike import Alike, AtHand, Search, find_values_at_hand
+from sparsity.graph.removal.reductions import describe_reduction
 from sparsity.programs import entrywise
 from sparsity.programs.axes import Axis, Reason, list_variables
 from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS
@@ -113,8 +113,8 @@ class _Proof(Flow[Constants]):
         super().__init__()
         self._coupling = coupling
         self._free: dict[Value, list[list[Axis]]] = {}
-        self._reductions = Reductions(program)  # of the program, or the body, being followed
-        self._at_hand = find_values_at_hand(program)  # of the same program
+        self._program = program  # or the body, or the rule, that is followed
+        self._at_hand: dict[Equation, AtHand] = {}
         self.refused: dict[Axis, Reason] = {}
         self.alike: dict[Equation, Alike] = {}
         for value, entries in masked.items():
@@ -138,9 +138,7 @@ class _Proof(Flow[Constants]):
         return Constants(everywhere=entrywise.constant_in(value.constant))
 
     def run(self, program: Program) -> None:
-        outer = self._reductions, self._at_hand
-        self._reductions, self._at_hand = Reductions(program), find_values_at_hand(program)
-        super().run(program)
+        self._follow(program)
         for equation in program.with_rules():
             rule = equation.derivative
             assert rule is not None  # it has one
@@ -150,9 +148,13 @@ class _Proof(Flow[Constants]):
                 tangents = rule.inputs[len(constants) :]
                 for value, tangent in zip(equation.differentiated[0], tangents, strict=True):
                     self.facts[tangent] = Constants(dict.fromkeys(self.fact(value).at, 0.0))
-            self._at_hand = find_values_at_hand(rule)
-            super().run(rule)
-        self._reductions, self._at_hand = outer
+            self._follow(rule)
+
+    def _follow(self, program: Program) -> None:
+        outer, self._program = self._program, program
+        self._at_hand |= find_values_at_hand(program)
+        super().run(program)
+        self._program = outer
 
     def enters(self, equation: Equation) -> bool:
         return equation.name in CONTROL
@@ -214,7 +216,7 @@ class _Proof(Flow[Constants]):
                 if not is_neutral and variable not in self.refused:
                     if constant is None and self._adds_alike(equation, axis, variable):
                         continue
-                    what = self._reductions.describe(equation)
+                    what = describe_reduction(equation, self._program)
                     self.refused[variable] = _not_neutral(equation, what, constant, neutral)
         stay = [i for i in range(len(value.shape)) if i not in axes]
         moved = constants.moved(lambda i: stay.index(i) if i in stay else None)
@@ -234,7 +236,7 @@ class _Proof(Flow[Constants]):
             fact = self.fact(value)
             return fact.everywhere if axis < 0 else fact[axis, variable]
 
-        at_hand = self._at_hand.get(reduction, {})
+        at_hand = self._at_hand[reduction]
         search = Search(at_hand, constant, lambda value: self.fact(value).may_be_nan)
         alike = search.find(value, axis)
         if alike is None or self.alike.get(reduction, alike).axis != axis:
@@ -257,9 +259,8 @@ class _Proof(Flow[Constants]):
             for axis, variable in self._places(output):
                 axes = sources.get(Place(number, axis), [])
                 at[axis, variable] = self._meet_inputs(inputs, axes, variable)
-            uniform = [self.fact(value).everywhere for value in inputs.values()]
-            is_uniform = bool(uniform) and all(x is not None and x == uniform[0] for x in uniform)
-            constants = Constants(at, uniform[0] if is_uniform else None)
+            everywhere = _common([self.fact(value).everywhere for value in inputs.values()])
+            constants = Constants(at, everywhere)
             if reduction is not None:
                 constants = _reduce(reduction, constants)
             self.facts[output] = _join_fill(constants, layout.fill(equation))
@@ -277,7 +278,7 @@ class _Proof(Flow[Constants]):
         constants += [self.fact(value).everywhere for value in inputs.values() if not value.shape]
         if any(x is not None and x != x for x in constants):
             return math.nan
-        return constants[0] if constants and all(x == constants[0] for x in constants) else None
+        return _common(constants)
 
     def _product(self, equation: Equation) -> None:
         roles, values = read_product(equation), equation.inputs
@@ -302,6 +303,11 @@ class _Proof(Flow[Constants]):
             for variable in self._variables(result)[place]
         }
         self.facts[result] = Constants(at)
+
+
+def _common(constants: Sequence[float | None]) -> float | None:
+    """Returns the constant that all are, `None` if they differ or one is NaN."""
+    return constants[0] if constants and all(x == constants[0] for x in constants) else None
 
 
 def _reduce(name: str, constants: Constants) -> Constants:
