@@ -41,6 +41,11 @@ def _takes_no_fields(cls: type) -> bool:
     return issubclass(cls, DataclassBase) and not is_read
 
 
+def is_real(dtype: np.dtype) -> bool:
+    """Returns whether entries of a dtype are real numbers or booleans."""
+    return any(jnp.issubdtype(dtype, kind) for kind in (np.bool_, np.integer, np.floating))
+
+
 def is_traced(value: object) -> bool:
     """Returns whether jax traces the value, so that it has no number yet."""
     return isinstance(value, jax.core.Tracer)
@@ -100,6 +105,15 @@ def check_iterable(name: str, value: object) -> None:
     """Raises a ValueError that names the argument unless a loop can run over it."""
     if not (isinstance(value, Iterable) or hasattr(value, "__getitem__")):
         raise ValueError(f"{name} must be a list or an iterator, got {name} = {value!r}.")
+
+
+def check_real_array(name: str, value: object, shape: tuple[int, ...] | None = None) -> None:
+    """Raises a ValueError that names the argument unless it is a real array, of `shape` if any."""
+    dtype, got = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if dtype is None or got is None or not is_real(dtype):
+        raise ValueError(f"{name} must be an array of real numbers, got {name} = {value!r}.")
+    if shape is not None and got != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {name}.shape = {got}.")
 
 
 def check_fraction(name: str, value: object) -> None:

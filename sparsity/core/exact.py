@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.core import host
-from sparsity.core.checks import is_traced
+from sparsity.core.checks import is_real, is_traced
 from sparsity.core.trees import PyTree
 
 Words = tuple[jax.Array, jax.Array]  # uint32 (high, low): an integer below 2**64
@@ -45,12 +45,14 @@ def num_kept(n: chex.Numeric, sparsity: chex.Numeric) -> int | jax.Array | Words
     one_n = not is_traced(n) and np.ndim(n) == 0
     if not is_traced(n):
         most = 2**40 if one_n else 2**31 - 1
-        if np.any(np.asarray(n) < 0) or np.any(np.asarray(n) > most):
-            raise ValueError(f"n must be in [0, {most}], got n = {n}.")
+        counts = np.asarray(n)
+        if counts.dtype.kind not in "iu" or np.any(counts < 0) or np.any(counts > most):
+            raise ValueError(f"n must be in [0, {most}], got n = {n!r}.")
     if not is_traced(sparsity):
-        fraction = np.asarray(sparsity).astype(np.float32)
+        fraction = np.asarray(sparsity)
+        fraction = fraction.astype(np.float32) if is_real(fraction.dtype) else np.array(np.nan)
         if not np.all((fraction >= 0) & (fraction <= 1)):
-            raise ValueError(f"sparsity must be in [0, 1], got sparsity = {sparsity}.")
+            raise ValueError(f"sparsity must be in [0, 1], got sparsity = {sparsity!r}.")
         if one_n and fraction.ndim == 0:
             return min(int(n), max(1, round(int(n) * (1 - Fraction(float(fraction))))))
     if one_n and int(n) >= 2**31:

@@ -12,10 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsity.core.checks import is_real
+
 
 def readable(scores: chex.Array) -> jax.Array:
     """Returns checked scores, of a dtype that has keys."""
-    scores = scores if isinstance(scores, jax.Array) else jnp.asarray(scores)
+    if not isinstance(scores, jax.Array):
+        try:
+            scores = jnp.asarray(scores)
+        except (TypeError, ValueError):
+            raise ValueError(f"scores must be an array of real numbers, got {scores!r}.") from None
     dtype = _readable_dtype(scores.dtype)
     if scores.size >= 2**31:
         raise ValueError(f"An array may hold fewer than 2**31 scores, got shape {scores.shape}.")
@@ -29,6 +35,8 @@ def _readable_dtype(dtype: np.dtype) -> np.dtype:
             f"Cannot rank {dtype} scores. This is because complex numbers have no order; "
             "pass magnitudes (jnp.abs) instead."
         )
+    if not is_real(dtype):
+        raise ValueError(f"scores must be an array of real numbers, got scores of dtype {dtype}.")
     if dtype in (jnp.float4_e2m1fn, jnp.float8_e8m0fnu):  # not a byte; no sign bit
         return np.dtype(np.float32)
     return dtype

@@ -8,7 +8,6 @@ arguments, and chooses between the portable search and that for hosts.
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import chex
 import jax
@@ -16,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.core import exact, host, sharding
-from sparsity.core.checks import is_traced
+from sparsity.core import exact, host, sharding, trees
+from sparsity.core.checks import check_int, check_real_array, is_traced
 from sparsity.core.exact import Removed, Words
 from sparsity.core.trees import PyTree
 from sparsity.selection import cpu, search
@@ -60,16 +59,9 @@ def topk_mask(
     """
     lazy = Scores.wrap(scores)
     shape = lazy.shape
-    if not 0 <= batch_axes <= lazy.ndim:
-        raise ValueError(f"batch_axes must be in [0, {lazy.ndim}], got batch_axes = {batch_axes}.")
-    if not 0 <= last_axes <= lazy.ndim - batch_axes:
-        raise ValueError(
-            f"last_axes must be in [0, {lazy.ndim - batch_axes}], got last_axes = {last_axes}."
-        )
-    if where is not None and jnp.shape(where) != shape:
-        raise ValueError(f"where must have shape {shape}, got where.shape = {jnp.shape(where)}.")
-    where = None if where is None else jnp.asarray(where)
-    ranked = Ranked(lazy, where, batch_axes, last_axes=last_axes)
+    check_int("batch_axes", batch_axes, 0, lazy.ndim)
+    check_int("last_axes", last_axes, 0, lazy.ndim - batch_axes)
+    ranked = Ranked(lazy, _check_where("where", where, shape), batch_axes, last_axes=last_axes)
     axes = ranked.axes
     words = _k_words(k, ranked.size, shape[: axes.start] + shape[axes.stop :])
     return topk_masks([ranked], words)[0]
@@ -117,21 +109,31 @@ def global_topk_mask(
     Raises:
       ValueError: if leaves are complex or of several dtypes, or if a concrete k is out of range.
     """
-    treedef: Any  # jax has no types for its methods
-    scores, treedef = jax.tree.flatten(tree)
-    masks = [None] * len(scores) if where is None else treedef.flatten_up_to(where)
-    masks = [None if mask is None else jnp.asarray(mask) for mask in masks]
-    leaves = [Ranked(Scores.wrap(x), mask) for x, mask in zip(scores, masks, strict=True)]
+    leaves = list[Ranked]()
+
+    def rank(path: trees.KeyPath, leaf: chex.Array, mask: chex.Array | None = None) -> None:
+        scores, name = Scores.wrap(leaf), f"where at {trees.path_string(path)!r}"
+        leaves.append(Ranked(scores, _check_where(name, mask, scores.shape)))
+
+    trees.map_matched(rank, tree, where, role="tree", others_role="where")
     dtypes = sorted({str(leaf.scores.dtype) for leaf in leaves})
     if len(dtypes) > 1:
         raise ValueError(
             f"Cannot rank scores of dtypes {', '.join(dtypes)} together. Cast the leaves to one."
         )
     words = _k_words(k, sum(leaf.scores.size for leaf in leaves), (1,))
-    return jax.tree.unflatten(treedef, topk_masks(leaves, words, together=True))
+    return jax.tree.unflatten(jax.tree.structure(tree), topk_masks(leaves, words, together=True))
 
 
 # ------------------------------------------------------------------ arguments
+def _check_where(name: str, where: chex.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
+    if where is None:
+        return None
+    where = where if hasattr(where, "dtype") else np.asarray(where)
+    check_real_array(name, where, shape)
+    return jnp.asarray(where)
+
+
 def _k_words(k: chex.Numeric | Words, n: int, shape: tuple[int, ...]) -> Words | np.ndarray:
     """Returns the words of k, [slices], or [1] if slices of this shape and n entries have one k.
 

@@ -102,7 +102,7 @@ def test_complex_scores_are_refused_with_advice():
 def test_wrong_shapes_and_batch_axes_are_refused():
     with pytest.raises(ValueError, match="where must have shape"):
         selection.topk_mask(jnp.ones(3), 1, where=jnp.ones(4))
-    with pytest.raises(ValueError, match="batch_axes must be in"):
+    with pytest.raises(ValueError, match="batch_axes must be at most 1, got batch_axes = 2"):
         selection.topk_mask(jnp.ones(3), 1, batch_axes=2)
     for k in (np.ones(2, int), np.ones((2, 3), int), jnp.ones((3, 1), int)):
         for topk in (
@@ -395,5 +395,35 @@ def test_two_last_axes_index_slices():
 
 
 def test_last_axes_that_are_none_are_an_error():
-    with pytest.raises(ValueError, match=r"last_axes must be in \[0, 1\], got last_axes = 2"):
+    with pytest.raises(ValueError, match="last_axes must be at most 1, got last_axes = 2"):
         selection.topk_mask(jnp.ones((2, 3)), 1, batch_axes=1, last_axes=2)
+
+
+@pytest.mark.parametrize("scores", [None, "text", np.array(["text"]), jax.random.key(0), {}])
+def test_scores_that_are_no_numbers_are_refused(scores):
+    with pytest.raises(ValueError, match="scores must be an array of real numbers"):
+        selection.topk_mask(scores, 0)
+
+
+def test_a_tree_of_eligible_entries_is_checked_by_path():
+    tree = {"a": jnp.ones(4), "b": jnp.ones(2)}
+    with pytest.raises(ValueError, match=r"where at 'a' must have shape \(4,\)"):
+        selection.global_topk_mask(tree, 2, where={"a": jnp.ones(3)})
+    with pytest.raises(ValueError, match="where at 'b' must be an array of real numbers"):
+        selection.global_topk_mask(tree, 2, where={"b": "all"})
+    with pytest.raises(ValueError, match="no leaf at 'c', which the where have"):
+        selection.global_topk_mask(tree, 2, where={"c": jnp.ones(4)})
+    masks = selection.global_topk_mask(tree, 3, where={"a": jnp.array([1, 0, 1, 1])})
+    assert masks["a"].tolist() == [1, 0, 1, 1]
+
+
+@pytest.mark.parametrize("n", ["a", None, 10.5, 1j])
+def test_a_number_of_weights_is_an_integer(n):
+    with pytest.raises(ValueError, match="n must be in"):
+        selection.num_kept(n, 0.5)
+
+
+@pytest.mark.parametrize("sparsity", ["a", 1j, None])
+def test_a_fraction_to_remove_is_a_number(sparsity):
+    with pytest.raises(ValueError, match=r"sparsity must be in \[0, 1\]"):
+        selection.num_kept(10, sparsity)

@@ -1,0 +1,62 @@
+"""Wrong arguments of `select` and `move`, each refused by its name."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparsity import Block, Channel, FanIn, NByM, Unstructured
+
+PATTERNS = pytest.mark.parametrize(
+    "pattern", [Unstructured(), NByM(2, 4), Block((2, 2)), Channel(), FanIn(2, 0)], ids=str
+)
+SCORES = np.arange(32, dtype=np.float32).reshape(4, 8)
+
+
+@PATTERNS
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"scores": None}, "scores must be an array of real numbers, got scores = None"),
+        ({"scores": [[1.0]]}, r"scores must be an array .* \[\[1.0\]\]"),
+        ({"scores": SCORES + 1j}, "scores must be an array of real numbers"),
+        ({"sparsity": "0.5"}, r"sparsity must be in \[0, 1\] .* '0.5'"),
+        ({"sparsity": 1.5}, r"sparsity must be in \[0, 1\] .* 1.5"),
+        ({"sparsity": float("nan")}, r"sparsity must be in \[0, 1\] .* nan"),
+        ({"sparsity": [0.5]}, r"sparsity must be in \[0, 1\] .* \[0.5\]"),
+        ({"batch_axes": "1"}, "batch_axes must be an integer, got batch_axes = '1'"),
+        ({"batch_axes": -1}, "batch_axes must be at least 0"),
+        ({"batch_axes": 3}, "batch_axes must be at most 2"),
+    ],
+)
+def test_select_names_the_wrong_argument(pattern, changed, error):
+    arguments = {"scores": SCORES, "sparsity": 0.5} | changed
+    with pytest.raises(ValueError, match=error):
+        pattern.select(**arguments)
+
+
+@PATTERNS
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"mask": None}, "mask must be an array of real numbers, got mask = None"),
+        ({"drop_scores": SCORES[0]}, r"drop_scores must have shape \(4, 8\), .* \(8,\)"),
+        ({"grow_scores": None}, "grow_scores must be an array"),
+        ({"drop_fraction": -0.1}, r"drop_fraction must be in \[0, 1\]"),
+        ({"batch_axes": 3}, "batch_axes must be at most 2"),
+    ],
+)
+def test_move_names_the_wrong_argument(pattern, changed, error):
+    arguments = {
+        "mask": pattern.select(SCORES, 0.5),
+        "drop_scores": SCORES,
+        "grow_scores": SCORES,
+        "drop_fraction": 0.5,
+    } | changed
+    with pytest.raises(ValueError, match=error):
+        pattern.move(**arguments)
+
+
+@pytest.mark.parametrize("pattern", [NByM(2, 3), Channel(2), FanIn(2, 2)], ids=str)
+def test_an_array_that_does_not_fit_is_named(pattern):
+    with pytest.raises(ValueError, match=r"parameter 'scores' of shape \(4, 8\)"):
+        pattern.select(jnp.asarray(SCORES), 0.5)
