@@ -29,6 +29,15 @@ def check_optimizer(name: str, value: object) -> None:
         )
 
 
+def check_state(state: object) -> None:
+    """Raises a ValueError unless a wrapped optimizer made the state."""
+    if not isinstance(state, SparseState):
+        raise ValueError(
+            "The state of a wrapped optimizer is a SparseState, as its `init` returns; got a state "
+            f"of type {type(state).__name__}. A chain takes the state of the chain."
+        )
+
+
 def check_gradients(updates: PyTree, params: Params, masks: Masks) -> None:
     """Raises a ValueError that names a masked parameter without a gradient of its shape."""
     likes = trees.leaves_by_path(params)

@@ -38,6 +38,7 @@ from sparsity.training.checks import (
     check_algorithm_state,
     check_gradients,
     check_optimizer,
+    check_state,
     same_structure,
     take_initial_masks,
     take_masks,
@@ -153,6 +154,7 @@ class Step:
         """Returns the inputs of a step; raises a ValueError that names an unfit leaf."""
         if params is None:  # raises the error of optax for missing params
             optax.add_decayed_weights(0.0).update(updates, optax.EmptyState(), None)
+        check_state(state)
         check_masks(params, state.masks, packed=self.packed)
         is_compact = self.updater.use_compact_state
         if isinstance(state.inner_state, KeptState) != is_compact:

@@ -187,3 +187,13 @@ def test_a_function_that_returns_no_sparsity_type_names_the_leaf():
 def test_a_seed_that_is_neither_integer_nor_key_is_refused_when_the_updater_is_made(seed):
     with pytest.raises((ValueError, TypeError), match="rng_seed"):
         sparsity.RandomPruning(rng_seed=seed)
+
+
+@pytest.mark.parametrize("name", ["magnitude", "rigl"])
+def test_update_refuses_a_state_that_no_wrapped_optimizer_made(name):
+    params = {"kernel": jnp.ones((4, 8))}
+    tx = helpers.make_updater(name).wrap_optax(optax.adam(0.1))
+    state = tx.init(params)
+    for wrong in (None, (), state.inner_state, (state,), {"masks": state.masks}):
+        with pytest.raises(ValueError, match=f"SparseState.* of type {type(wrong).__name__}"):
+            tx.update(params, wrong, params)
