@@ -28,7 +28,7 @@ from sparsity.compacting.model import (
     run_stored,
     wrap_values,
 )
-from sparsity.compacting.moving.update import Loss, move
+from sparsity.compacting.moving.update import Loss, check_move, move
 from sparsity.compacting.optimizer_state import (
     Owner,
     compare_kept_updates,
@@ -163,9 +163,9 @@ class Compact(StoredModel):
         """
         if self._outside == "frozen":
             raise ValueError(
-                "A compact model with outside = 'frozen' has values outside its masks, which "
-                "cannot move. Give compact outside='zero'."
+                "Masks cannot move with outside = 'frozen'. Give compact outside='zero'."
             )
+        check_move(pruner, count, loss, tx)
         wrap_values(self, params)
         if pruner.keeps_count and pruner.regrows is False:
             return self, params, opt_state

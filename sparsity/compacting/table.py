@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sparsity.compacting.formats import FORMATS
 from sparsity.core import extras, trees
+from sparsity.core.checks import check_kind
 from sparsity.core.pictures import bars, new_axes
 from sparsity.core.trees import Path
 
@@ -42,6 +43,7 @@ class Row(NamedTuple):
 
 def show_rows(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]]) -> str:
     """Returns `Compact.report`."""
+    check_kind("seconds", seconds, Mapping, "what Compact.measure returns")
     measured_formats = {name for times in seconds.values() for name in times}
     columns = [name for name in FORMATS if name in measured_formats]
     texts, numbers = ("parameter", "shape", "format"), ("kept", "padding", "dense", "values")

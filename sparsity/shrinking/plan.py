@@ -89,6 +89,7 @@ class Plan:
           ValueError: parameters are missing or of another size, or the model needs the channels
             with these arguments; the error names the parameter.
         """
+        check_kind("graph", graph, Graph, "made by sparsity.trace")
         arrays, rebuild = trees.split_arrays(params)
         inputs = trees.split_arrays(args)[0]
         full = _find_full_shapes(self, graph, params)
@@ -115,6 +116,7 @@ class Plan:
         Nothing is computed: a process that has the plan and the smaller parameters traces the model
         from shapes (`jax.eval_shape` of its init) and continues from there.
         """
+        check_kind("graph", graph, Graph, "made by sparsity.trace")
         shapes = {leaf.path: self.shrink_shape(leaf.path, leaf.shape) for leaf in graph.leaves}
         return graph.trace_at_shapes(functools.partial(self.apply, graph), shapes)
 
@@ -194,7 +196,7 @@ def _find_full_shapes(plan: Plan, graph: Graph, params: Params) -> list[tuple[in
     shapes = {leaf.path: leaf.shape for leaf in graph.leaves}
     if differing := shapes.keys() ^ arrays.keys():
         raise ValueError(
-            "small.apply takes all parameters of the model, and no others: "
+            "params must hold all parameters of the model, and no others: "
             f"{trees.listed([trees.join_names(path) for path in sorted(differing)])} differ."
         )
     for path, array in arrays.items():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sparsity.core import extras, trees
+from sparsity.core.checks import check_kind
 from sparsity.core.pictures import bars, new_axes
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def show_savings(
       notes: lines below the table.
       seconds: {name: (seconds before, seconds after)}.
     """
+    check_kind("seconds", seconds, Mapping, "a dict {name: (before, after)}")
     is_masked = any(row.density is not None for row in rows)
     columns = ("parameters", "left", "bytes", "left", "MACs", "left")
     more = ("density",) if is_masked else ()

@@ -18,6 +18,7 @@ import pytest
 
 import sparsity
 from sparsity import api
+from sparsity.shrinking.shrink import Small
 from tests import helpers
 
 NAN, INF = math.nan, math.inf
@@ -62,6 +63,7 @@ WRONG = {
     "block_shape": (None, 3, "22", (2,), (2, 2, 2), (0, 1), (-1, 2), (1.5, 2), (True, 2), ODD),
     "block_size": COUNT,
     "compensate": BOOLEAN,
+    "count": (None, "x", ODD, [], {}, 1.5),
     "custom_sparsity_map": (3, "w", 0.5, [], {"w": 2.0}, {"w": "x"}, {"w": NAN}, {"w": 1j}),
     "damping": POSITIVE,
     "decay": POSITIVE,
@@ -89,7 +91,9 @@ WRONG = {
     "iterations": NATURAL,
     "kept": (None, 3, [], ODD, {("w",): 3}),
     "kind": (None, 3, "cubes", ODD),
+    "later": (None, 3, "x", [], ODD),
     "layers": (None, 3, "x", [], ODD),
+    "loss": optional(FUNCTION),
     "loss_fn": FUNCTION,
     "m": COUNT,
     "macs": (0.0, *FRACTION),
@@ -127,6 +131,7 @@ WRONG = {
     "rng_seed": (1.5, NAN, True, "2", *OBJECTS),
     "round_to": COUNT,
     "rounds": (-1, *INTEGER),
+    "seconds": (3, "x", [1], ODD),
     "scheduler": (None, 3, "polynomial", sparsity.OneShotSchedule, *OBJECTS),
     "schedule": (None, 3, ODD),
     "scope": (None, 3, "global", sparsity.Global, *OBJECTS),
@@ -169,6 +174,20 @@ SPECIAL = {
     ("Graph.is_weight", "path"): (),  # called by the library
     ("Graph.is_weight", "param"): (),
     ("Graph.plot", "ax"): (),  # of matplotlib
+    ("Compact.apply", "args"): (),  # of the model
+    ("Compact.dense_state", "opt_state"): (),  # any tree
+    ("Compact.move", "opt_state"): (),
+    ("Compact.measure", "args"): (),
+    ("Compact.measure", "rounds"): COUNT,
+    ("Compact.plot", "ax"): (),  # of matplotlib
+    ("Compact.tune", "args"): (),
+    ("Compact.tune", "rounds"): COUNT,
+    ("Plan.apply", "args"): (),
+    ("Small.apply", "args"): (),
+    ("Small.macs", "path"): (3, "w", ("zz",), ODD),
+    ("Small.measure", "args"): (),
+    ("Small.measure", "rounds"): COUNT,
+    ("Small.plot", "axes"): (),  # of matplotlib
     ("FanIn", "axis"): (None, 1.5, NAN, True, "2", (), (0, 0), (0, None), ODD),
     ("GlobalMagnitudePruning", "sparsity"): optional(FRACTION),
     ("GlobalSaliencyPruning", "sparsity"): optional(FRACTION),
@@ -233,11 +252,12 @@ EXTRA = {
 # All methods, by their signatures; those of an instance get one of `world`.
 EXTRA |= {
     f"{kind.__name__}.{name}": getattr(kind, name)
-    for kind in (sparsity.Delta, sparsity.Graph)
+    for kind in (sparsity.Delta, sparsity.Graph, sparsity.compacting.Compact, sparsity.Plan, Small)
     for name, method in vars(kind).items()
     if not name.startswith("_") and isinstance(method, FunctionType | staticmethod | classmethod)
 }
-for name in ("Delta.patches", "Graph.retrace", "Graph.trace_at_shapes"):  # of the package
+# Methods for the package itself.
+for name in ("Delta.patches", "Graph.retrace", "Graph.trace_at_shapes", "Plan.shrink_shape"):
     del EXTRA[name]
 half = sparsity.Uniform(0.5)
 
@@ -269,18 +289,32 @@ def world():
         "base": params, "param_tree": params, "pattern": (1, 2), "density": 0.5, "rounds": 1,
         "train_fn": lambda params, masks: params, "update_freq": 1, "update_end_step": 9,
         "target_step": 0, "block_shape": (2, 2), "n": 1, "m": 2, "text": "{}", "power": 3,
+        "count": 0, "later": None,
         "kept": {("w",): {1: np.array([0])}}, "shapes": {("w",): (4, 8)}, "sparsity": 0.5,
         "algorithm": sparsity.RigL, "distribution": sparsity.ERK, "schedule":
         sparsity.OneShotSchedule, "scope": sparsity.Global, "lora": {"w": None},
     }  # fmt: skip
 
 
+@functools.cache
+def instances():
+    """Objects with the methods of EXTRA, by the names of their classes."""
+    params, graph, masks = (world()[name] for name in ("params", "graph", "masks"))
+    small = sparsity.shrink(graph, params, masks)
+    return {
+        "Delta": world()["deltas"][0],
+        "Graph": graph,
+        "Compact": sparsity.compact(graph, params, masks),
+        "Plan": small.plan,
+        "Small": small,
+    }
+
+
 def bind(function):
     """Returns a method of an instance bound to that of `world`; other functions as they are."""
     if "self" not in inspect.signature(function).parameters:
         return function
-    instances = {"Delta": world()["deltas"][0], "Graph": world()["graph"]}
-    return getattr(instances[function.__qualname__.split(".")[0]], function.__name__)
+    return getattr(instances()[function.__qualname__.split(".")[0]], function.__name__)
 
 
 def call(name, argument, value):
@@ -306,6 +340,11 @@ def call(name, argument, value):
         )
     if name in ("compact", "shrink") and argument == "tx":
         arguments["opt_state"] = optax.adam(0.1).init(world()["params"])
+    if name.startswith("Compact."):
+        valid = {"params": instances()["Compact"].params, "count": 0}
+        arguments |= {key: valid[key] for key in parameters.keys() & valid.keys() - {argument}}
+    if name in ("Compact.measure", "Compact.tune", "Small.measure"):
+        function = functools.partial(function, arguments.pop("params"), world()["x"])
     if name == "trace":
         fixed = [arguments.pop("fn"), arguments.pop("params"), world()["x"]]
         return function(*fixed, **arguments)

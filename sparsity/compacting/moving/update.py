@@ -9,6 +9,7 @@ from typing import TypeAlias
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from sparsity.base_updater import BaseUpdater
@@ -17,10 +18,27 @@ from sparsity.compacting.moving.carrier import Carrier, carry_state, check_fresh
 from sparsity.compacting.moving.gradients import differentiate_directly, move_by_gradient
 from sparsity.compacting.moving.mover import make_movers, move_all
 from sparsity.core import trees
-from sparsity.core.checks import is_traced
+from sparsity.core.checks import check_function, check_kind, is_traced
 from sparsity.core.trees import Path, PyTree
+from sparsity.training.checks import check_optimizer
 
 Loss: TypeAlias = Callable[[Callable[..., PyTree], PyTree], jax.Array]
+
+
+def check_move(
+    pruner: BaseUpdater,
+    count: chex.Numeric,
+    loss: Loss | None,
+    tx: optax.GradientTransformation | None,
+) -> None:
+    """Raises a ValueError that names a wrong argument of `Compact.move`."""
+    check_kind("pruner", pruner, BaseUpdater, "an updater such as RigL()")
+    check_function("loss", loss, "(apply, params)", optional=True)
+    if tx is not None:
+        check_optimizer("tx", tx)
+    dtype = getattr(count, "dtype", None) or np.asarray(count).dtype
+    if not jnp.issubdtype(dtype, jnp.integer) or jnp.ndim(count):
+        raise ValueError(f"count must be an integer, got count = {count!r}.")
 
 
 def move(
