@@ -29,7 +29,7 @@ def compute_once(x: Sequence[jax.Array]) -> list[jax.Array]:
     XLA:CPU fuses a cheap operation into each kernel that reads its result: the norms of 100 leaves,
     each read by one kernel, would be computed 100 times.
     """
-    held: list[jax.Array] = lax.cond(at_runtime(1) > 0, list, lambda x: [0 * leaf for leaf in x], x)
+    held: list[jax.Array] = lax.cond(at_runtime(1) > 0, list, _clear, x)
     return held
 
 
@@ -47,3 +47,8 @@ def unstack(x: jax.Array) -> list[jax.Array]:
     """Returns the entries of x[count], each read by the same kernel."""
     held = lax.optimization_barrier(x)
     return [read_part(held, i, 1)[0] for i in range(len(x))]
+
+
+def _clear(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns zeros; a named function, for which jax compiles a condition once."""
+    return [0 * array for array in arrays]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -179,10 +180,18 @@ def shard_along(array: jax.Array, axes: Iterable[int]) -> jax.Array:
 
 
 def on_device(value: chex.Numeric, dtype: type[np.generic] = np.float32) -> jax.Array:
-    """Converts a scalar to an array by an explicit transfer, as a transfer guard may demand."""
+    """Converts a scalar to an array by an explicit transfer, as a transfer guard may demand.
+
+    The array lies on all devices of the mesh in use, as arrays of `jax.numpy` do, so that a step
+    compiled for the first state serves for the next one.
+    """
     if isinstance(value, jax.Array):
         return value.astype(dtype)
-    sent: jax.Array = jax.device_put(np.asarray(value, dtype))
+    place = None
+    with contextlib.suppress(ValueError):  # of a compiled function, which places its values
+        mesh = jax.sharding.get_mesh()
+        place = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
+    sent: jax.Array = jax.device_put(np.asarray(value, dtype), place)
     return sent
 
 

@@ -187,6 +187,27 @@ def a_jitted_init_places_masks_as_their_parameters(devices):
                     assert masks["narrow"].sharding.is_equivalent_to(narrow, 2), (name, packed)
 
 
+def a_state_from_the_mesh_in_use_compiles_one_step_and_pruning_again_nothing(devices):
+    params, grads = (place(devices, tree(seed), "both") for seed in (0, 1))
+    tx = helpers.make_updater("rigl").wrap_optax(optax.adam(0.1))
+    pruner = sparsity.GlobalMagnitudePruning(sparsity=0.5)
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with jax.set_mesh(devices.mesh):
+        weights, state = params, tx.init(params)
+        for _ in range(3):
+            weights, state = step(weights, state, grads)
+        pruner.instant_sparsify(params)
+        with helpers.counted_programs() as count:
+            pruner.instant_sparsify(params)
+    assert step._cache_size() == 1
+    assert count == [0]
+
+
 def no_array_has_the_size_of_an_unsharded_parameter(devices):
     params = place(devices, tree(0, 256, 512), "both")
     largest = 256 * 512 // 8
@@ -282,6 +303,7 @@ _BOTH = [
     groups_of_outputs_share_their_inputs_as_on_one_device,
     a_run_agrees_with_one_device_compiles_once_and_keeps_its_placement,
     a_jitted_init_places_masks_as_their_parameters,
+    a_state_from_the_mesh_in_use_compiles_one_step_and_pruning_again_nothing,
     no_array_has_the_size_of_an_unsharded_parameter,
 ]
 CASES = {
