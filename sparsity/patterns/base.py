@@ -137,7 +137,7 @@ class SparsityType(DataclassBase):
           uint8 mask of the shape of `scores`.
         """
         del target
-        self._check_select(scores, sparsity, batch_axes)
+        check_select(scores, sparsity, batch_axes)
         check_function("topk_fn", topk_fn, "(scores, sparsity)", optional=True)
 
         def create(scores: jax.Array, sparsity: chex.Numeric) -> jax.Array:
@@ -185,7 +185,7 @@ class SparsityType(DataclassBase):
           uint8 mask of the same shape.
         """
 
-        self._check_move(mask, drop_scores, grow_scores, drop_fraction, batch_axes)
+        check_move(mask, drop_scores, grow_scores, drop_fraction, batch_axes)
 
         def move(
             mask: jax.Array, drop: jax.Array, grow: jax.Array, fraction: chex.Numeric
@@ -199,26 +199,27 @@ class SparsityType(DataclassBase):
 
         return sharding.shard_like(mask, move, mask, drop_scores, grow_scores, drop_fraction)
 
-    def _check_select(self, scores: chex.Array, sparsity: chex.Numeric, batch_axes: int) -> None:
-        check_real_array("scores", scores)
-        check_int("batch_axes", batch_axes, 0, len(scores.shape))
-        check_fraction("sparsity", sparsity)
-        self.check(scores.shape, batch_axes, "scores")
 
-    def _check_move(
-        self,
-        mask: chex.Array,
-        drop_scores: chex.Array,
-        grow_scores: chex.Array,
-        drop_fraction: chex.Numeric,
-        batch_axes: int,
-    ) -> None:
-        check_real_array("mask", mask)
-        check_real_array("drop_scores", drop_scores, mask.shape)
-        check_real_array("grow_scores", grow_scores, mask.shape)
-        check_int("batch_axes", batch_axes, 0, len(mask.shape))
-        check_fraction("drop_fraction", drop_fraction)
-        self.check(mask.shape, batch_axes, "mask")
+def check_select(scores: chex.Array, sparsity: chex.Numeric, batch_axes: int) -> None:
+    """Raises a ValueError that names a wrong argument of `select`."""
+    check_real_array("scores", scores)
+    check_int("batch_axes", batch_axes, 0, len(scores.shape))
+    check_fraction("sparsity", sparsity)
+
+
+def check_move(
+    mask: chex.Array,
+    drop_scores: chex.Array,
+    grow_scores: chex.Array,
+    drop_fraction: chex.Numeric,
+    batch_axes: int,
+) -> None:
+    """Raises a ValueError that names a wrong argument of `move`."""
+    check_real_array("mask", mask)
+    check_real_array("drop_scores", drop_scores, mask.shape)
+    check_real_array("grow_scores", grow_scores, mask.shape)
+    check_int("batch_axes", batch_axes, 0, len(mask.shape))
+    check_fraction("drop_fraction", drop_fraction)
 
 
 def keep_active(

@@ -20,6 +20,8 @@ from sparsity.patterns.base import (
     REMEDY,
     SparsityType,
     absolute_axis,
+    check_move,
+    check_select,
     describe_parameter,
     keep_active,
 )
@@ -95,7 +97,7 @@ class NByM(SparsityType):
           topk_fn: not used; groups are ranked one by one.
         """
         del topk_fn
-        self._check_select(scores, sparsity, batch_axes)
+        check_select(scores, sparsity, batch_axes)
 
         def create(scores: jax.Array, sparsity: chex.Numeric, target: chex.Numeric) -> jax.Array:
             axis = absolute_axis(self.axis, batch_axes, scores.ndim)
@@ -116,7 +118,7 @@ class NByM(SparsityType):
         batch_axes: int = 0,
     ) -> jax.Array:
         """Returns the mask after each group has dropped entries and grown equally many."""
-        self._check_move(mask, drop_scores, grow_scores, drop_fraction, batch_axes)
+        check_move(mask, drop_scores, grow_scores, drop_fraction, batch_axes)
 
         def move(
             mask: jax.Array, drop: jax.Array, grow: jax.Array, fraction: chex.Numeric

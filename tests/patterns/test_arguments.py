@@ -1,6 +1,5 @@
 """Wrong arguments of `select` and `move`, each refused by its name."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -54,9 +53,3 @@ def test_move_names_the_wrong_argument(pattern, changed, error):
     } | changed
     with pytest.raises(ValueError, match=error):
         pattern.move(**arguments)
-
-
-@pytest.mark.parametrize("pattern", [NByM(2, 3), Channel(2), FanIn(2, 2)], ids=str)
-def test_an_array_that_does_not_fit_is_named(pattern):
-    with pytest.raises(ValueError, match=r"parameter 'scores' of shape \(4, 8\)"):
-        pattern.select(jnp.asarray(SCORES), 0.5)
