@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import math
 import numbers
+import sys
 from collections.abc import Iterable
 from types import UnionType
 from typing import Any, Self, TypeVar
@@ -62,8 +63,8 @@ def check_number(name: str, value: object, least: float = -math.inf) -> None:
     if (
         not isinstance(value, numbers.Real)
         or isinstance(value, bool)
-        or not math.isfinite(value)
-        or value < least
+        or not value <= sys.float_info.max  # false for NaN; a larger integer is no float
+        or value < max(least, -sys.float_info.max)
     ):
         raise ValueError(f"{name} must be a finite number >= {least}, got {name} = {value!r}.")
 
