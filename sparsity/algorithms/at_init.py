@@ -96,7 +96,7 @@ def snip_scores(loss_fn: LossFn, params: Params, batches: Iterable[PyTree]) -> S
       A tree like `params`, `None` for leaves that are not floating.
 
     Raises:
-      ValueError: the loss is not a scalar, or there is no batch.
+      ValueError: the loss is no real floating-point scalar, or there is no batch.
 
     Example:
       >>> loss_fn = lambda params, x: jnp.sum(params["w"] * x) ** 2
@@ -132,17 +132,19 @@ def grasp_scores(loss_fn: LossFn, params: Params, batches: Iterable[PyTree]) -> 
       >>> grasp_scores(loss_fn, {"w": jnp.array([1.0, -2.0])}, [jnp.array([1.0, -1.0])])
       {'w': Array([ 4., 16.], dtype=float32)}
     """
+    check_iterable("batches", batches)
     batches = list(batches)
     weights = trees.prunable(params)
     gradient = _gradient(loss_fn, params)
-    direction = _mean(gradient, [weights], batches)
+    # jax conjugates gradients by complex weights.
+    direction = jax.tree.map(jnp.conj, _mean(gradient, [weights], batches))
 
     def product(weights: Params, direction: PyTree, batch: PyTree) -> PyTree:
         slope = functools.partial(gradient, batch=batch)
         return jax.jvp(slope, (weights,), (direction,))[1]
 
     curved = _mean(product, [weights, direction], batches)
-    return jax.tree.map(lambda w, h: w * h, weights, curved)
+    return jax.tree.map(lambda w, h: jnp.real(w * h), weights, curved)
 
 
 def synflow_scores(
@@ -274,6 +276,8 @@ def highest_within(masks: Masks, scores: ScoreTree, kept: chex.Numeric | Words) 
     ranked = trees.map_matched(
         lambda _, score, mask: None if mask is None else score, scores, masks
     )
+    if not jax.tree.leaves(ranked):
+        return masks
     dtype = jnp.result_type(*jax.tree.leaves(ranked))
     ranked = jax.tree.map(lambda score: score.astype(dtype), ranked)
     return global_topk_mask(ranked, kept, where=masks)
@@ -331,13 +335,13 @@ def _gradient(loss_fn: LossFn, params: Params) -> Callable[..., PyTree]:
 
     def loss(weights: Params, batch: PyTree) -> jax.Array:
         value = loss_fn(_with_leaves(params, weights), batch)
-        if not trees.is_prunable(value) or value.shape:
+        if not trees.is_prunable(value) or jnp.iscomplexobj(value) or value.shape:
             got = f"a {type(value).__name__}"
             if trees.is_array(value):
                 got = f"an array of shape {value.shape} and type {value.dtype}"
             raise ValueError(
-                f"loss_fn must return a floating-point scalar, got {got}. Return the mean of the "
-                "losses of the batch, and nothing else."
+                f"loss_fn must return a real floating-point scalar, got {got}. Return the mean of "
+                "the losses of the batch, and nothing else."
             )
         return value
 
