@@ -19,7 +19,7 @@ from sparsity import masks as masks_lib
 from sparsity.core.names import Registry
 from sparsity.core.trees import Grads, Masks, Params, ScoreTree, Sparsities
 from sparsity.sparsity_distributions import Distribution, uniform
-from sparsity.training.checks import check_optimizer
+from sparsity.training.checks import check_gradients, check_optimizer
 from sparsity.training.compact_step import CompactStep
 from sparsity.training.fields import check_fields, check_names, hash_of_fields, have_equal_fields
 from sparsity.training.hooks import ExtraArg, Inputs
@@ -146,9 +146,14 @@ class BaseUpdater(Updater):
 
         Returns:
           (pruned params, masks); the masks are packed with `use_packed_masks`.
+
+        Raises:
+          ValueError: the algorithm lacks gradients, or a parameter to prune has none of its shape.
         """
         inputs = Inputs(params, grads, self.sites(params), extra_args)
         targets = self.compute_targets(params, inputs.sites)
+        if grads is not None:
+            check_gradients(grads, params, targets)
         scores: ScoreTree | None = None
         if not is_overridden(self, "create_masks"):  # overrides get arrays
             scores = masks_lib.host_scores(self.calculate_scores, inputs.weights, inputs.grads)
