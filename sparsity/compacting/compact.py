@@ -271,7 +271,7 @@ class Compact(StoredModel):
         return show_rows(make_rows(self), seconds or {})
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draws the bytes of all parameters: dense in light, compact in dark.
+        """Draws the bytes of all parameters: dense in light, compact with frozen entries in dark.
 
         Args:
           ax: matplotlib axes to draw on; new ones by default.

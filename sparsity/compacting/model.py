@@ -133,14 +133,18 @@ def list_reads(model: StoredModel, params: PyTree, args: tuple[PyTree, ...]) -> 
     return reads
 
 
-def count_bytes(model: StoredModel) -> dict[Path, tuple[int, int]]:
-    """Returns the bytes of the values that stand for each parameter, and of their positions."""
-    storages, indices, nbytes = dict(model.storages), trees.leaves_by_names(model.indices), {}
+def count_bytes(model: StoredModel) -> dict[Path, tuple[int, int, int]]:
+    """Returns the bytes of each parameter's values, of their positions, and of frozen entries."""
+    storages, nbytes = dict(model.storages), {}
+    indices, base = (trees.leaves_by_names(tree) for tree in (model.indices, model.base))
     for leaf in model.graph.leaves:
-        storage = storages.get(leaf.path)
-        size = leaf.size if storage is None else math.prod(storage.kept_shape)
-        positions = 0 if storage is None else indices[leaf.path].nbytes
-        nbytes[leaf.path] = size * leaf.dtype.itemsize, positions
+        if (storage := storages.get(leaf.path)) is None:
+            nbytes[leaf.path] = leaf.size * leaf.dtype.itemsize, 0, 0
+            continue
+        itemsize = 4 if storage.is_quantized else leaf.dtype.itemsize  # float32
+        frozen = base[leaf.path].nbytes if leaf.path in base else 0
+        values = math.prod(storage.kept_shape) * itemsize
+        nbytes[leaf.path] = values, indices[leaf.path].nbytes, frozen
     return nbytes
 
 
