@@ -66,7 +66,8 @@ def check_number(name: str, value: object, least: float = -math.inf) -> None:
         or not value <= sys.float_info.max  # false for NaN; a larger integer is no float
         or value < max(least, -sys.float_info.max)
     ):
-        raise ValueError(f"{name} must be a finite number >= {least}, got {name} = {value!r}.")
+        limit = "" if least == -math.inf else f" >= {least}"
+        raise ValueError(f"{name} must be a finite number{limit}, got {name} = {value!r}.")
 
 
 def check_bool(name: str, value: object) -> None:
