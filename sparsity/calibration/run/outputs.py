@@ -22,9 +22,9 @@ class OutputReport:
 
     Attributes:
       error: sum of squares of the lost outputs over that of the dense outputs.
-      unexplained: the lost sum of squares over the variance of the dense outputs along their last
-        axis: 0 is no loss, 1 as much as if the model returned the mean of its outputs for any
-        input.
+      unexplained: the lost sum of squares over that of the dense outputs without their means, one
+        mean for each place along the last axis: 0 is no loss, 1 as much as if the model returned
+        these means for any input.
       batches: number of batches.
       dense_metric: the user's metric of the dense parameters, `None` without one.
       metric: the user's metric of the pruned parameters, `None` without one.

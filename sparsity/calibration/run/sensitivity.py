@@ -12,7 +12,7 @@ from sparsity.calibration.run.outputs import make_outputs, sum_lost_squares, sum
 from sparsity.calibration.run.prune import check_pruner_and_refit, prune
 from sparsity.calibration.statistics.capture import calibrate
 from sparsity.core import trees
-from sparsity.core.checks import check_fraction
+from sparsity.core.checks import check_fraction, check_iterable
 from sparsity.core.trees import Path, PyTree
 
 
@@ -72,7 +72,8 @@ def measure(
 ) -> Sensitivity:
     """Does what `Report.sensitivity` does, for some parameters."""
     check_pruner_and_refit(pruner)
-    if not len(rates):
+    check_iterable("rates", rates)
+    if not (rates := tuple(rates)):
         raise ValueError("rates has no rate: give the sparsities to measure, as (0.25, 0.5, 0.75).")
     for rate in rates:
         check_fraction("rates", rate)
