@@ -30,6 +30,7 @@ from sparsity.core.checks import (
     check_iterable,
     is_traced,
 )
+from sparsity.core.dtypes import promote
 from sparsity.core.exact import Words
 from sparsity.core.names import suggest
 from sparsity.core.trees import Masks, Params, PyTree, ScoreTree, Sparsities
@@ -278,7 +279,7 @@ def highest_within(masks: Masks, scores: ScoreTree, kept: chex.Numeric | Words) 
     )
     if not jax.tree.leaves(ranked):
         return masks
-    dtype = jnp.result_type(*jax.tree.leaves(ranked))
+    dtype = promote(*(score.dtype for score in jax.tree.leaves(ranked)))
     ranked = jax.tree.map(lambda score: score.astype(dtype), ranked)
     return global_topk_mask(ranked, kept, where=masks)
 
@@ -358,9 +359,7 @@ def _mean(fn: Callable[..., PyTree], args: list[PyTree], batches: Iterable[PyTre
 
     @jax.jit
     def add(total: PyTree | None, args: list[PyTree], batch: PyTree) -> PyTree:
-        wide = jax.tree.map(
-            lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), fn(*args, batch)
-        )
+        wide = jax.tree.map(lambda x: x.astype(promote(x.dtype, jnp.float32)), fn(*args, batch))
         return wide if total is None else jax.tree.map(jnp.add, total, wide)
 
     check_iterable("batches", batches)

@@ -20,6 +20,7 @@ from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.summing import Steps, SummingInterpreter, Sums, add
 from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_bool, check_function, check_iterable
+from sparsity.core.dtypes import promote
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph, Parameter, Use, trace
 from sparsity.programs.share import share_at_call
@@ -208,7 +209,7 @@ class Calibration(Collector):
             alignment, shape = self.alignments[number], self.graph.parameters.find_shape(use.path)
             stacked = [] if one_layer else [shape[axis] for axis in use.view.stacked]
             inputs = alignment.axes.inputs(alignment.shape)
-            dtype = jnp.promote_types(use.equation.inputs[1 - use.operand].dtype, jnp.float32)
+            dtype = promote(use.equation.inputs[1 - use.operand].dtype, jnp.float32)
             lead = (*stacked, *alignment.axes.lead(alignment.shape))
             grams[trees.join_names(use.path)] = jax.ShapeDtypeStruct((*lead, inputs, inputs), dtype)
         return grams

@@ -10,6 +10,7 @@ from jax import lax
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.core import host
+from sparsity.core.dtypes import promote
 
 
 def relative_error(statistic: Statistic, dense: jax.Array, pruned: jax.Array) -> jax.Array:
@@ -53,7 +54,7 @@ def output_error(statistic: Statistic, difference: jax.Array) -> jax.Array:
       difference: the difference of two parameters; or a parameter, for the norm of its outputs.
     """
     grams, rows = statistic.grams(), statistic.matrices(difference)
-    rows = rows.astype(jnp.promote_types(rows.dtype, grams.dtype))
+    rows = rows.astype(promote(rows.dtype, grams.dtype))
     outputs = dot(rows.conj(), grams)
     return (outputs * rows).sum(axis=-1).real
 
@@ -70,7 +71,7 @@ def squared_means(statistic: Statistic, param: jax.Array) -> jax.Array:
     """
     xp = host.namespace([param])
     sums, rows = xp.asarray(statistic.sums), statistic.matrices(param)
-    rows = rows.astype(jnp.promote_types(rows.dtype, sums.dtype))
+    rows = rows.astype(promote(rows.dtype, sums.dtype))
     totals = dot(rows, sums[..., None])[..., 0]
     squares: jax.Array = xp.square(xp.abs(totals)) / num_rows(statistic, sums.ndim)
     return squares
