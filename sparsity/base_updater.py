@@ -16,6 +16,7 @@ import jax
 import optax
 
 from sparsity import masks as masks_lib
+from sparsity.core.checks import check_values
 from sparsity.core.names import Registry
 from sparsity.core.trees import Grads, Masks, Params, ScoreTree, Sparsities
 from sparsity.sparsity_distributions import Distribution, uniform
@@ -148,8 +149,11 @@ class BaseUpdater(Updater):
           (pruned params, masks); the masks are packed with `use_packed_masks`.
 
         Raises:
-          ValueError: the algorithm lacks gradients, or a parameter to prune has none of its shape.
+          ValueError: the algorithm lacks gradients, a parameter to prune has none of its shape, or
+            parameters are shapes without values.
         """
+        remedy = "jax.eval_shape(updater.instant_sparsify, params) computes with shapes."
+        check_values("params", params, remedy, may_be_traced=True)
         inputs = Inputs(params, grads, self.sites(params), extra_args)
         targets = self.compute_targets(params, inputs.sites)
         if grads is not None:

@@ -12,6 +12,7 @@ import numpy as np
 from sparsity.calibration.statistics import Statistic, Statistics, check
 from sparsity.core import trees
 from sparsity.core.checks import check_fraction, check_function, check_kind, check_number
+from sparsity.core.dtypes import promote
 from sparsity.core.trees import Path, PyTree
 from sparsity.sparsity_distributions import FilterFn
 
@@ -129,7 +130,8 @@ def _select_leaves(
 @jax.jit
 def _outliers(param: jax.Array, statistic: Statistic, threshold: float) -> jax.Array:
     """Returns D, the share of the scores above `threshold` times the mean of their matrix."""
-    squares = statistic.sums_of_squares()
-    scores = jnp.abs(statistic.matrices(param)) * jnp.sqrt(squares)[..., None, :]  # A
+    squares, weights = statistic.sums_of_squares(), jnp.abs(statistic.matrices(param))
+    weights = weights.astype(promote(weights.dtype, squares.dtype))
+    scores = weights * jnp.sqrt(squares)[..., None, :]  # A
     mean = jnp.mean(scores, axis=(-2, -1), keepdims=True)
     return jnp.mean(scores > threshold * mean, dtype=jnp.float32)  # A_ij > M mean(A)

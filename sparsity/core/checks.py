@@ -47,6 +47,14 @@ def is_traced(value: object) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
+def check_values(name: str, tree: object, remedy: str, may_be_traced: bool = False) -> None:
+    """Raises a ValueError that names an array of a tree that has no values yet."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.ShapeDtypeStruct) or (is_traced(leaf) and not may_be_traced):
+            where = f"{name}{jax.tree_util.keystr(path)}"
+            raise ValueError(f"{where} has no values yet, got {where} = {leaf!r}. {remedy}")
+
+
 def check_int(name: str, value: object, least: int | None = None, most: int | None = None) -> None:
     """Raises a ValueError that names the argument unless it is an integer in [least, most]."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):

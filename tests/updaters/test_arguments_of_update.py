@@ -75,6 +75,15 @@ def test_parameters_of_another_model_are_a_value_error_that_names_the_path():
 
 
 @pytest.mark.slow
+def test_shapes_are_refused_by_instant_sparsify_with_the_way_to_compute_with_them():
+    updater = sparsity.MagnitudePruning(sparsity_distribution_fn=helpers.half)
+    shapes = jax.eval_shape(helpers.params)
+    with pytest.raises(ValueError, match=r"params\['bias'\] has no values yet, .*jax.eval_shape"):
+        updater.instant_sparsify(shapes)
+    masks = jax.eval_shape(updater.instant_sparsify, shapes)[1]
+    assert masks["kernel"].shape == shapes["kernel"].shape
+
+
 def test_extra_arguments_reach_the_inner_optimizer_and_the_hooks_that_name_them():
     seen = {}
 

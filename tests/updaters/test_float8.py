@@ -61,6 +61,35 @@ def test_a_model_of_float8_is_pruned_and_refitted_in_one_shot(refit):
     assert report[("w",)].error == pytest.approx(error, rel=0.05)  # differences are float8
 
 
+def test_biases_and_rates_of_float8_are_those_of_the_same_numbers_in_float32():
+    params, _, _ = params_and_statistics()
+    params["w"], params["b"] = params["w"].T, jnp.zeros(8, jnp.float8_e5m2)
+    params["c"] = jnp.zeros(6, jnp.float8_e5m2)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    batch = jax.random.normal(jax.random.key(1), (20, 8)) + 2
+
+    def model(params, x):
+        params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        return jax.nn.relu(x @ params["v"] + params["c"]) @ params["w"] + params["b"]
+
+    pruner = sparsity.FLAPPruning(
+        scope=sparsity.Coupled(sparsity.trace(model, params, batch)), **SPREAD
+    )
+    seen = sparsity.calibrate(model, params, [batch], "moments")
+    (pruned, masks), (other, expected) = (
+        pruner.instant_sparsify(tree, statistics=seen) for tree in (params, wide)
+    )
+    np.testing.assert_array_equal(masks["v"], expected["v"])
+    np.testing.assert_array_equal(pruned["b"], other["b"].astype(jnp.float8_e5m2))
+    assert sparsity.owl(seen, params, 0.5) == sparsity.owl(seen, wide, 0.5)
+    refit = sparsity.calibration.Means()
+    runs = [
+        sparsity.oneshot(sparsity.WandaPruning(**SPREAD), model, tree, [batch], refit)[0]
+        for tree in (params, wide)
+    ]
+    np.testing.assert_array_equal(runs[0]["c"], runs[1]["c"].astype(jnp.float8_e5m2))
+
+
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn])
 def test_bfloat16_holds_the_numbers_of_narrower_floats(dtype):
     assert promote(dtype, dtype) == dtype

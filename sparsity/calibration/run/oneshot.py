@@ -41,7 +41,7 @@ from sparsity.core.checks import (
     check_function,
     check_iterable,
     check_kind,
-    is_traced,
+    check_values,
 )
 from sparsity.core.trees import Path, PyTree
 from sparsity.masks import is_per_slice
@@ -168,17 +168,6 @@ def _read_data(
     return seen
 
 
-def _check_values(**arguments: PyTree) -> None:
-    """Raises a ValueError that names an argument with an array that has no values yet."""
-    for name, tree in arguments.items():
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            if is_traced(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
-                raise ValueError(
-                    f"oneshot needs values, got {name}{jax.tree_util.keystr(path)} = {leaf!r}. "
-                    "Call it outside of jit; shapes are enough for estimate=True."
-                )
-
-
 def _estimate(task: Task, batches: Sequence[PyTree]) -> Estimate:
     """Returns the bytes of a sequential run, from shapes alone."""
     calibration = Calibration(task.graph, task.kind, task.is_pruned)
@@ -217,7 +206,9 @@ class _Run:
         finished: Finished | None,
         advance: Callable[[Path, LayerIndex], None] | None,
     ) -> None:
-        _check_values(params=params, batches=batches)
+        remedy = "Call oneshot outside of jit; shapes are enough for estimate=True."
+        check_values("params", params, remedy)
+        check_values("batches", batches, remedy)
         self._task, self._batches = task, batches
         self._finished, self._advance = finished, advance
         self._layers: dict[Path, dict[LayerIndex, LayerReport]] = {}

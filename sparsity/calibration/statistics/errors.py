@@ -86,7 +86,8 @@ def mean_outputs(statistic: Statistic, param: jax.Array) -> jax.Array:
     """
     sums = jnp.asarray(statistic.sums)
     means = sums / num_rows(statistic, sums.ndim)
-    return jnp.sum(statistic.matrices(param) * means[..., None, :], axis=-1)
+    rows = statistic.matrices(param).astype(promote(param.dtype, means.dtype))
+    return jnp.sum(rows * means[..., None, :], axis=-1)
 
 
 def centre(lost: jax.Array, lost_mean: jax.Array, total: jax.Array, mean: jax.Array) -> jax.Array:
