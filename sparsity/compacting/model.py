@@ -69,22 +69,26 @@ def wrap_values(
     """Returns the parameters with `Kept` for masked ones.
 
     Raises:
-      ValueError: a parameter is missing, or has another shape than its kept values.
+      ValueError: a parameter is missing, or has another shape than its kept values; or a dense
+        parameter has another shape than in the graph.
     """
     storages = dict(model.storages)
+    shapes = {parameter.path: parameter.shape for parameter in model.graph.leaves}
 
     def wrap(
         path: trees.KeyPath, leaf: PyTree, indices: jax.Array | None, base: jax.Array | None
     ) -> PyTree:
-        if indices is None:
-            return leaf
         names, name = trees.path_names(path), trees.path_string(path)
-        storage = storages[names]
-        if jnp.shape(leaf) != storage.kept_shape:
+        storage = storages.get(names)
+        shape = shapes.get(names) if storage is None else storage.kept_shape
+        if shape is not None and jnp.shape(leaf) != shape:
+            what = f"parameter {name!r} has" if storage is None else f"kept values of {name!r} have"
             raise ValueError(
-                f"The kept values of {name!r} have the shape {storage.kept_shape}, got "
-                f"{jnp.shape(leaf)}. Give parameters like compact.params."
+                f"The {what} the shape {shape}, got {jnp.shape(leaf)}. Give parameters like "
+                "compact.params."
             )
+        if indices is None or storage is None:
+            return leaf
         return storage.wrap(leaf, indices, base, name, observers.get(names))
 
     return trees.map_matched(
