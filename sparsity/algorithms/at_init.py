@@ -28,6 +28,7 @@ from sparsity.core.checks import (
     check_function,
     check_int,
     check_iterable,
+    check_loss,
     is_traced,
 )
 from sparsity.core.dtypes import promote
@@ -336,14 +337,7 @@ def _gradient(loss_fn: LossFn, params: Params) -> Callable[..., PyTree]:
 
     def loss(weights: Params, batch: PyTree) -> jax.Array:
         value = loss_fn(_with_leaves(params, weights), batch)
-        if not trees.is_prunable(value) or jnp.iscomplexobj(value) or value.shape:
-            got = f"a {type(value).__name__}"
-            if trees.is_array(value):
-                got = f"an array of shape {value.shape} and type {value.dtype}"
-            raise ValueError(
-                f"loss_fn must return a real floating-point scalar, got {got}. Return the mean of "
-                "the losses of the batch, and nothing else."
-            )
+        check_loss("loss_fn", value)
         return value
 
     return jax.grad(loss)

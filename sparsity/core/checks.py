@@ -106,6 +106,20 @@ def check_function(name: str, value: object, arguments: str, *, optional: bool =
         )
 
 
+def check_loss(name: str, value: object) -> None:
+    """Raises a ValueError that names a function unless it returned a real scalar of fractions."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape == () and dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+        return
+    got = f"a {type(value).__name__}"
+    if shape is not None and dtype is not None:
+        got = f"an array of shape {shape} and type {dtype}"
+    raise ValueError(
+        f"{name} must return a real floating-point scalar, got {got}. Return the mean of the "
+        "losses of the batch, and nothing else."
+    )
+
+
 def check_iterable(name: str, value: object) -> None:
     """Raises a ValueError that names the argument unless a loop can run over it."""
     if not (isinstance(value, Iterable) or hasattr(value, "__getitem__")):
