@@ -83,7 +83,7 @@ class ScoredPruning(StatisticsPruning):
         table = self.sites(params) if sites is None else sites
 
         def score(path: KeyPath, param: jax.Array) -> jax.Array | None:
-            if statistics is not None and trees.path_names(path) not in statistics:
+            if isinstance(statistics, Mapping) and trees.path_names(path) not in statistics:
                 return None  # stays dense, or create_masks names the missing statistic
             statistic = self.statistic(statistics, table[path], param.shape)
             return self._score_leaf(statistic, param, statistic.sums_of_squares())

@@ -30,7 +30,8 @@ class Sensitivity(dict[Path, dict[float, float]]):
           sparsity: mean over the weights of all measured parameters.
 
         Raises:
-          ValueError: the mean cannot be reached with the rates that were measured.
+          ValueError: the mean cannot be reached with the rates that were measured, or a measured
+            parameter is missing.
 
         Example:
           >>> import jax.numpy as jnp
@@ -42,6 +43,14 @@ class Sensitivity(dict[Path, dict[float, float]]):
         """
         check_fraction("sparsity", sparsity)
         sizes = {path: param.size for path, param in trees.leaves_by_names(params).items()}
+        if not self or not all(curve and path in sizes for path, curve in self.items()):
+            measured, params = (
+                trees.listed([trees.join_names(path) for path in x]) for x in (self, sizes)
+            )
+            raise ValueError(
+                f"Errors were measured of {measured}; each needs a rate and one of the params, "
+                f"{params}."
+            )
         total = sum(sizes[path] for path in self)
         remaining = sparsity * total  # weights that are still to be removed
         highest = sum(max(curve) * sizes[path] for path, curve in self.items()) / total

@@ -22,6 +22,8 @@ def relative_error(statistic: Statistic, dense: jax.Array, pruned: jax.Array) ->
       >>> relative_error(kernel, jnp.array([[2.0], [3.0]]), jnp.array([[2.0], [0.0]]))
       Array(0.36, dtype=float32)
     """
+    if np.shape(dense) != np.shape(pruned):
+        raise ValueError(f"pruned must have the shape {np.shape(dense)}, got {np.shape(pruned)}.")
     lost = jnp.sum(output_error(statistic, dense - pruned))
     return ratio(lost, jnp.sum(output_error(statistic, dense)))
 
@@ -53,10 +55,23 @@ def output_error(statistic: Statistic, difference: jax.Array) -> jax.Array:
       statistic: with a Gram matrix.
       difference: the difference of two parameters; or a parameter, for the norm of its outputs.
     """
-    grams, rows = statistic.grams(), statistic.matrices(difference)
+    grams = statistic.grams()
+    _check_shape(statistic, difference)
+    rows = statistic.matrices(difference)
     rows = rows.astype(promote(rows.dtype, grams.dtype))
     outputs = dot(rows.conj(), grams)
     return (outputs * rows).sum(axis=-1).real
+
+
+def _check_shape(statistic: Statistic, param: jax.Array) -> None:
+    """Raises a ValueError unless the Gram matrices of a statistic fit a parameter."""
+    shape, axes = np.shape(param), (*statistic.batch, *statistic.output, *statistic.contracting)
+    fits = sorted(axes) == [*range(len(shape))]
+    if not fits or statistic.grams().shape[-1] != statistic.inputs(shape):
+        raise ValueError(
+            f"The Gram matrices of the statistic, shape {statistic.grams().shape}, contracting = "
+            f"{statistic.contracting}, do not fit a parameter of shape {shape}."
+        )
 
 
 def squared_means(statistic: Statistic, param: jax.Array) -> jax.Array:
