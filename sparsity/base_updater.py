@@ -16,10 +16,11 @@ import jax
 import optax
 
 from sparsity import masks as masks_lib
+from sparsity.core.checks import check_values
 from sparsity.core.names import Registry
 from sparsity.core.trees import Grads, Masks, Params, ScoreTree, Sparsities
 from sparsity.sparsity_distributions import Distribution, uniform
-from sparsity.training.checks import check_optimizer
+from sparsity.training.checks import check_gradients, check_optimizer
 from sparsity.training.compact_step import CompactStep
 from sparsity.training.fields import check_fields, check_names, hash_of_fields, have_equal_fields
 from sparsity.training.hooks import ExtraArg, Inputs
@@ -146,9 +147,17 @@ class BaseUpdater(Updater):
 
         Returns:
           (pruned params, masks); the masks are packed with `use_packed_masks`.
+
+        Raises:
+          ValueError: the algorithm lacks gradients, a parameter to prune has none of its shape, or
+            parameters are shapes without values.
         """
+        remedy = "jax.eval_shape(updater.instant_sparsify, params) computes with shapes."
+        check_values("params", params, remedy, may_be_traced=True)
         inputs = Inputs(params, grads, self.sites(params), extra_args)
         targets = self.compute_targets(params, inputs.sites)
+        if grads is not None:
+            check_gradients(grads, params, targets)
         scores: ScoreTree | None = None
         if not is_overridden(self, "create_masks"):  # overrides get arrays
             scores = masks_lib.host_scores(self.calculate_scores, inputs.weights, inputs.grads)

@@ -158,7 +158,9 @@ class Uniform:
                 f"scope = {scope!r}. Give a sparsity, or sparsity.budget(graph, nbytes=)."
             )
         table = Sites(params, Unstructured(), batch_axes) if sites is None else sites
-        shapes = {path: leaf.shape for path, leaf in trees.leaves_by_path(params).items()}
+        shapes = {
+            path: x.shape for path, x in trees.leaves_by_path(trees.only_arrays(params)).items()
+        }
 
         @functools.cache
         def counter(path: trees.KeyPath) -> Callable[[float], int]:

@@ -98,7 +98,7 @@ class OneShotSchedule(NoUpdateSchedule):
         check_int("target_step", self.target_step, 0, _LAST_STEP)
 
     def is_mask_update_iter(self, step: chex.Numeric | None) -> chex.Numeric:
-        return False if step is None else step == self.target_step
+        return False if step is None else step == int(self.target_step)
 
     def update_range(self) -> tuple[int, int | None] | None:
         return self.target_step, self.target_step
@@ -144,11 +144,12 @@ class PeriodicSchedule(NoUpdateSchedule):
     def is_mask_update_iter(self, step: chex.Numeric | None) -> chex.Numeric:
         if step is None:
             return False
-        on_beat = (step - self.update_start_step) % self.update_freq == 0
+        start = int(self.update_start_step)  # a uint8 of numpy would wrap around
+        on_beat = (step - start) % int(self.update_freq) == 0
         if self.update_end_step is None:
-            return on_beat & (step >= self.update_start_step)
-        within = (step >= self.update_start_step) & (step <= self.update_end_step)
-        return within & (on_beat | (step == self.update_end_step))
+            return on_beat & (step >= start)
+        within = (step >= start) & (step <= int(self.update_end_step))
+        return within & (on_beat | (step == int(self.update_end_step)))
 
     def update_range(self) -> tuple[int, int | None] | None:
         return self.update_start_step, self.update_end_step
@@ -196,17 +197,17 @@ class PolynomialSchedule(PeriodicSchedule):
 
     def get_sparsity_at_step(self, target_sparsities: Sparsities, step: chex.Numeric) -> Sparsities:
         assert self.update_end_step is not None
+        start, end = int(self.update_start_step), int(self.update_end_step)
         step = jnp.asarray(step)
-        length = max(self.update_end_step - self.update_start_step, 1)
-        steps = jnp.clip(self.update_end_step - step, 0, length)
-        # Compiled, `steps / length` may miss 1 by a bit; both ends must be exact.
-        remaining = (steps.astype(jnp.float32) / length) ** self.power
-        remaining = jnp.where(step <= self.update_start_step, 1.0, remaining)
-        remaining = jnp.where(step >= self.update_end_step, 0.0, remaining)
+        length = max(end - start, 1)
+        remaining = jnp.clip(end - step, 0, length).astype(jnp.float32) / length
 
         def ramp(target: chex.Numeric) -> jax.Array:
             target = jnp.asarray(target, jnp.float32)
-            return target + (jnp.minimum(self.initial_sparsity, target) - target) * remaining
+            low = jnp.minimum(self.initial_sparsity, target)
+            rising = jnp.maximum(low, target + (low - target) * remaining**self.power)
+            # Rounding may miss both ends by a bit, and they must be exact.
+            return jnp.where(step >= end, target, jnp.where(step <= start, low, rising))
 
         return jax.tree.map(ramp, target_sparsities)
 

@@ -255,6 +255,16 @@ def test_masks_of_patterns_keep_no_more_entries_than_asked_for(pattern):
     assert 150 < kept <= 301
 
 
+def test_leaves_that_are_no_arrays_keep_no_entries():
+    params = {"w": np.ones((4, 8), np.float32), "name": "relu", "steps": 3}
+    sparsities = Uniform(entries=8)(params)
+    assert sparsities == {
+        "w": Uniform(entries=8)({"w": params["w"]})["w"],
+        "name": None,
+        "steps": None,
+    }
+
+
 def test_overrides_count_and_billions_of_entries_are_within_rounding():
     masks = masks_of(Uniform(entries=301, custom_sparsity_map={"bias": 0.0, "wide": None}))
     assert np.count_nonzero(masks["bias"]) == 7

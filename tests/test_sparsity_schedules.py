@@ -167,6 +167,24 @@ def test_a_compiled_ramp_of_any_length_and_power_starts_and_ends_exactly(length,
         assert np.float32(compiled(step)) == np.float32(sparsity)
 
 
+@pytest.mark.parametrize("initial", [0.3, 0.1234567, 1e-9])
+def test_the_ramp_starts_at_the_initial_sparsity_bit_for_bit(initial):
+    # In float32, 0.9 - (0.9 - 1e-9) is 0.
+    schedule = PolynomialSchedule(1, 5, 50, initial_sparsity=initial)
+    for step in (0, 5):
+        assert schedule.get_sparsity_at_step(0.9, step) == np.float32(initial)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int8])
+def test_narrow_integers_of_numpy_do_not_wrap_around(kind):
+    narrow, periodic = PolynomialSchedule(kind(50), kind(2), kind(100)), PeriodicSchedule(kind(50))
+    for step in (300, 356):  # 44 and 100 of a uint8
+        assert narrow.get_sparsity_at_step(0.8, step) == np.float32(0.8)
+        assert narrow.is_mask_update_iter(step) is False
+        assert not OneShotSchedule(kind(100)).is_mask_update_iter(jnp.asarray(step))
+    assert update_steps(periodic, 301) == [0, 50, 100, 150, 200, 250, 300]
+
+
 @hypothesis.settings(deadline=None, max_examples=50)
 @hypothesis.given(
     target=st.floats(0, 1, width=32, allow_subnormal=False),

@@ -20,6 +20,7 @@ from jax.typing import ArrayLike
 from sparsity.algorithms.pruners import MagnitudePruning
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_number, is_traced
+from sparsity.core.dtypes import promote
 from sparsity.core.trees import Grads, Masks, Params, PyTree, Sparsities
 from sparsity.masks import Sites, apply_mask, masked_paths
 from sparsity.sparsity_schedules import Schedule, boundary_values, update_range
@@ -148,7 +149,7 @@ def _check_penalties(fn: optax.Schedule, schedule: Schedule) -> None:
 
 
 def _wide(param: jax.Array) -> jax.Array:
-    return param.astype(jnp.promote_types(param.dtype, jnp.float32))
+    return param.astype(promote(param.dtype, jnp.float32))
 
 
 def _masked(_: trees.KeyPath, weights: jax.Array, mask: jax.Array | None) -> jax.Array | None:

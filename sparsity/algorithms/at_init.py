@@ -28,8 +28,10 @@ from sparsity.core.checks import (
     check_function,
     check_int,
     check_iterable,
+    check_loss,
     is_traced,
 )
+from sparsity.core.dtypes import promote
 from sparsity.core.exact import Words
 from sparsity.core.names import suggest
 from sparsity.core.trees import Masks, Params, PyTree, ScoreTree, Sparsities
@@ -96,7 +98,7 @@ def snip_scores(loss_fn: LossFn, params: Params, batches: Iterable[PyTree]) -> S
       A tree like `params`, `None` for leaves that are not floating.
 
     Raises:
-      ValueError: the loss is not a scalar, or there is no batch.
+      ValueError: the loss is no real floating-point scalar, or there is no batch.
 
     Example:
       >>> loss_fn = lambda params, x: jnp.sum(params["w"] * x) ** 2
@@ -132,17 +134,19 @@ def grasp_scores(loss_fn: LossFn, params: Params, batches: Iterable[PyTree]) -> 
       >>> grasp_scores(loss_fn, {"w": jnp.array([1.0, -2.0])}, [jnp.array([1.0, -1.0])])
       {'w': Array([ 4., 16.], dtype=float32)}
     """
+    check_iterable("batches", batches)
     batches = list(batches)
     weights = trees.prunable(params)
     gradient = _gradient(loss_fn, params)
-    direction = _mean(gradient, [weights], batches)
+    # jax conjugates gradients by complex weights.
+    direction = jax.tree.map(jnp.conj, _mean(gradient, [weights], batches))
 
     def product(weights: Params, direction: PyTree, batch: PyTree) -> PyTree:
         slope = functools.partial(gradient, batch=batch)
         return jax.jvp(slope, (weights,), (direction,))[1]
 
     curved = _mean(product, [weights, direction], batches)
-    return jax.tree.map(lambda w, h: w * h, weights, curved)
+    return jax.tree.map(lambda w, h: jnp.real(w * h), weights, curved)
 
 
 def synflow_scores(
@@ -274,7 +278,9 @@ def highest_within(masks: Masks, scores: ScoreTree, kept: chex.Numeric | Words) 
     ranked = trees.map_matched(
         lambda _, score, mask: None if mask is None else score, scores, masks
     )
-    dtype = jnp.result_type(*jax.tree.leaves(ranked))
+    if not jax.tree.leaves(ranked):
+        return masks
+    dtype = promote(*(score.dtype for score in jax.tree.leaves(ranked)))
     ranked = jax.tree.map(lambda score: score.astype(dtype), ranked)
     return global_topk_mask(ranked, kept, where=masks)
 
@@ -331,14 +337,7 @@ def _gradient(loss_fn: LossFn, params: Params) -> Callable[..., PyTree]:
 
     def loss(weights: Params, batch: PyTree) -> jax.Array:
         value = loss_fn(_with_leaves(params, weights), batch)
-        if not trees.is_prunable(value) or value.shape:
-            got = f"a {type(value).__name__}"
-            if trees.is_array(value):
-                got = f"an array of shape {value.shape} and type {value.dtype}"
-            raise ValueError(
-                f"loss_fn must return a floating-point scalar, got {got}. Return the mean of the "
-                "losses of the batch, and nothing else."
-            )
+        check_loss("loss_fn", value)
         return value
 
     return jax.grad(loss)
@@ -354,9 +353,7 @@ def _mean(fn: Callable[..., PyTree], args: list[PyTree], batches: Iterable[PyTre
 
     @jax.jit
     def add(total: PyTree | None, args: list[PyTree], batch: PyTree) -> PyTree:
-        wide = jax.tree.map(
-            lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), fn(*args, batch)
-        )
+        wide = jax.tree.map(lambda x: x.astype(promote(x.dtype, jnp.float32)), fn(*args, batch))
         return wide if total is None else jax.tree.map(jnp.add, total, wide)
 
     check_iterable("batches", batches)

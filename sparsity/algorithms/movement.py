@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from sparsity.base_updater import BaseUpdater
 from sparsity.core import sharding, trees
+from sparsity.core.dtypes import promote
 from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree
 from sparsity.training.state import SparseState
 
@@ -45,7 +46,7 @@ class MovementPruning(BaseUpdater):
             if mask is None:
                 return None
             real = jnp.finfo(param.dtype).dtype  # of the parts of a complex weight
-            return sharding.zeros_like(param, jnp.promote_types(real, jnp.float32))
+            return sharding.zeros_like(param, promote(real, jnp.float32))
 
         return trees.map_matched(start, params, masks)
 
@@ -77,5 +78,5 @@ class MovementPruning(BaseUpdater):
 
 def movement(param: jax.Array, grad: jax.Array) -> jax.Array:
     """Returns -param * grad, at least float32: the growth of |param| by a small descent step."""
-    dtype = jnp.promote_types(param.dtype, jnp.float32)
+    dtype = promote(param.dtype, jnp.float32)
     return -jnp.real(param.astype(dtype) * grad.astype(dtype))

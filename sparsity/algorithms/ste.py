@@ -37,8 +37,8 @@ from sparsity.training.updater import is_overridden
 class StraightThrough(BaseUpdater):
     """Masks the weights in `pre_forward_update`, which the training loop calls before the model.
 
-    The forward pass is dense before the first step in which the scheduler updates masks; without a
-    schedule it is sparse from step 0 on.
+    The forward pass is dense before the first step in which the scheduler updates masks. Without a
+    schedule it is sparse from step 0 on, or dense with `store_masks`.
 
     Attributes:
       store_masks: keep the masks in the state, and refresh them only at the steps of the scheduler

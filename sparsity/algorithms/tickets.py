@@ -85,7 +85,7 @@ def lottery_ticket(
     for r in range(len(tickets), rounds + 1):
         start, masks = _rewound(tickets[-1], origin, rate, r) if r else (params, ones)
         # Copies, because train_fn may donate its arguments.
-        trained = train_fn(*jax.tree.map(jnp.copy, (start, masks)))
+        trained = train_fn(*jax.tree.map(_copy, (start, masks)))
         _check_like("train_fn must return the parameters that it got,", trained, params)
         tickets.append((start, masks, trained))
     return tickets
@@ -156,6 +156,10 @@ def _ones(_: trees.KeyPath, param: jax.Array, target: chex.Numeric | None) -> ja
     return None if target is None else jnp.ones_like(param, jnp.uint8)
 
 
+def _copy(leaf: PyTree) -> PyTree:
+    return jnp.copy(leaf) if trees.is_array(leaf) else leaf
+
+
 def _rewound(ticket: Ticket, origin: PyTree, rate: float, r: int) -> tuple[PyTree, PyTree]:
     """Returns the initial parameters and the masks of round r, from the ticket before."""
     _, masks, trained = ticket
@@ -173,5 +177,6 @@ def _pruned(masks: Masks, trained: PyTree, rate: float, r: int) -> Masks:
 def _num_kept(masks: Masks, rate: float, r: int) -> int:
     """Returns the number of weights that round r keeps."""
     n = sum(mask.size for mask in jax.tree.leaves(masks))
-    kept: int = round(n * (1 - rate) ** r)
+    # In float64: n * (1 - rate) of a float32 may round up to a half.
+    kept: int = round(n * (1 - float(rate)) ** r)
     return max(1, kept)

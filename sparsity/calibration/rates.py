@@ -11,7 +11,14 @@ import numpy as np
 
 from sparsity.calibration.statistics import Statistic, Statistics, check
 from sparsity.core import trees
-from sparsity.core.checks import check_fraction, check_function, check_kind, check_number
+from sparsity.core.checks import (
+    check_fraction,
+    check_function,
+    check_kind,
+    check_number,
+    check_values,
+)
+from sparsity.core.dtypes import promote
 from sparsity.core.trees import Path, PyTree
 from sparsity.sparsity_distributions import FilterFn
 
@@ -30,6 +37,7 @@ class Rates:
     sparsities: Mapping[Path, float]
 
     def __post_init__(self) -> None:
+        check_kind("sparsities", self.sparsities, Mapping, "a dict {path: sparsity}")
         for path, sparsity in self.sparsities.items():
             check_fraction(f"the sparsity of {trees.join_names(path)!r}", sparsity)
 
@@ -80,6 +88,7 @@ def owl(
       >>> {name: round(rate, 2) for name, rate in rates.items()}
       {'even': 0.68, 'outlier': 0.52}
     """
+    check_values("sparsity", sparsity, "Call owl outside of jit.")
     check_fraction("sparsity", sparsity)
     check_number("threshold", threshold, 0)
     check_number("spread", spread, 0)
@@ -107,6 +116,7 @@ def _select_leaves(
     """Returns the selected parameters by path, checked against their statistics."""
     check_kind("statistics", statistics, Mapping, "a dict {path: Statistic}")
     check_function("filter_fn", filter_fn, "(path, param)", optional=True)
+    check_values("params", params, "Call owl outside of jit.")
     params_by_names = trees.leaves_by_names(params)
     leaves = {path: param for path, param in params_by_names.items() if trees.is_array(param)}
     if unknown := [trees.join_names(path) for path in statistics if path not in leaves]:
@@ -129,7 +139,8 @@ def _select_leaves(
 @jax.jit
 def _outliers(param: jax.Array, statistic: Statistic, threshold: float) -> jax.Array:
     """Returns D, the share of the scores above `threshold` times the mean of their matrix."""
-    squares = statistic.sums_of_squares()
-    scores = jnp.abs(statistic.matrices(param)) * jnp.sqrt(squares)[..., None, :]  # A
+    squares, weights = statistic.sums_of_squares(), jnp.abs(statistic.matrices(param))
+    weights = weights.astype(promote(weights.dtype, squares.dtype))
+    scores = weights * jnp.sqrt(squares)[..., None, :]  # A
     mean = jnp.mean(scores, axis=(-2, -1), keepdims=True)
     return jnp.mean(scores > threshold * mean, dtype=jnp.float32)  # A_ij > M mean(A)

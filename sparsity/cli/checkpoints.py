@@ -114,11 +114,11 @@ def _check_replaced(source: Path, target: Path) -> None:
         raise ValueError(f"{target} contains the current folder. Change to another one first.")
     try:
         if source.is_dir() != target.is_dir():
-            raise ValueError(f"{source} has another format")
+            raise ValueError("one is a file, the other a folder.")
         read(target)
         foreign = orbax.foreign_files(target) if target.is_dir() else []
         if foreign:
-            raise ValueError(f"it has other files: {trees.listed(foreign)}")
+            raise ValueError(f"it has other files: {trees.listed(foreign)}.")
     except ValueError as error:
         raise ValueError(
             f"{target} is not replaced, for it is no checkpoint like {source}: {error} Give "

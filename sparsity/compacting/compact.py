@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from sparsity.base_updater import BaseUpdater
@@ -28,9 +29,10 @@ from sparsity.compacting.model import (
     run_stored,
     wrap_values,
 )
-from sparsity.compacting.moving.update import Loss, check_move, move
+from sparsity.compacting.moving.update import Loss, move
 from sparsity.compacting.optimizer_state import (
     Owner,
+    check_kept_state,
     compare_kept_updates,
     densify_state,
     take_state,
@@ -38,9 +40,11 @@ from sparsity.compacting.optimizer_state import (
 from sparsity.compacting.table import plot, show_rows
 from sparsity.compacting.tune import choose, measure
 from sparsity.core import trees
+from sparsity.core.checks import check_function, check_kind
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph
 from sparsity.training import comparison
+from sparsity.training.checks import check_optimizer
 from sparsity.training.kept_state import spread_state
 
 if TYPE_CHECKING:
@@ -146,7 +150,8 @@ class Compact(StoredModel):
 
         Raises:
           ValueError: an update may change the number of kept entries of a slice, `outside` is
-            'frozen', or the state needs `tx`. The error names the field or the parameter.
+            'frozen', the state holds no moment for each kept value or needs `tx`, or the loss is no
+            real scalar. The error names the argument or the parameter.
 
         Example:
           >>> import jax.numpy as jnp, optax, sparsity
@@ -161,12 +166,8 @@ class Compact(StoredModel):
           >>> model.indices, params
           ({'w': Array([1, 3], dtype=int32)}, {'w': Array([2., 0.], dtype=float32)})
         """
-        if self._outside == "frozen":
-            raise ValueError(
-                "Masks cannot move with outside = 'frozen'. Give compact outside='zero'."
-            )
-        check_move(pruner, count, loss, tx)
-        wrap_values(self, params)
+        _check_move(pruner, count, loss, tx)
+        self._check_movable(params, opt_state)
         if pruner.keeps_count and pruner.regrows is False:
             return self, params, opt_state
         indices, params, opt_state = move((self, params, opt_state, count), pruner, loss, tx)
@@ -190,12 +191,7 @@ class Compact(StoredModel):
         Raises:
           ValueError: a leaf holds no moment for each kept value; the error names the parameter.
         """
-        storages = dict(self.storages)
-
-        def describe(path: trees.KeyPath, indices: jax.Array) -> Owner:
-            return Owner(trees.path_string(path), storages[trees.path_names(path)], indices)
-
-        return densify_state(trees.map_matched(describe, self.indices), opt_state)
+        return densify_state(self._owners, opt_state)
 
     @property
     def masks(self) -> PyTree:
@@ -268,10 +264,11 @@ class Compact(StoredModel):
         Returns:
           Text of several lines.
         """
+        check_kind("seconds", seconds, Mapping | None, "the result of measure, or None")
         return show_rows(make_rows(self), seconds or {})
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draws the bytes of all parameters: dense in light, compact in dark.
+        """Draws the bytes of all parameters: dense in light, compact with frozen entries in dark.
 
         Args:
           ax: matplotlib axes to draw on; new ones by default.
@@ -280,6 +277,25 @@ class Compact(StoredModel):
           The matplotlib axes.
         """
         return plot(make_rows(self), ax)
+
+    def _check_movable(self, params: PyTree, opt_state: PyTree) -> None:
+        """Raises a ValueError unless parameters and their optimizer's state can move."""
+        if self._outside == "frozen":
+            raise ValueError(
+                "A compact model with outside = 'frozen' has values outside its masks, which "
+                "cannot move. Give compact outside='zero'."
+            )
+        wrap_values(self, params)
+        check_kept_state(self._owners, opt_state)
+
+    @property
+    def _owners(self) -> PyTree:
+        storages = dict(self.storages)
+
+        def describe(path: trees.KeyPath, indices: jax.Array) -> Owner:
+            return Owner(trees.path_string(path), storages[trees.path_names(path)], indices)
+
+        return trees.map_matched(describe, self.indices)
 
     @property
     def _outside(self) -> Outside:
@@ -299,6 +315,17 @@ class Compact(StoredModel):
             formats = {x: name if name in each else ANY_MASK for x, each in possible.items()}
             models[name] = compact(self.graph, dense, masks, None, None, self._outside, formats)
         return models
+
+
+def _check_move(pruner: object, count: object, loss: object, tx: object) -> None:
+    """Raises a ValueError that names an argument of `Compact.move` of another type."""
+    check_kind("pruner", pruner, BaseUpdater, "an updater such as RigL()")
+    check_function("loss", loss, "(apply, params)", optional=True)
+    if tx is not None:
+        check_optimizer("tx", tx)
+    dtype = getattr(count, "dtype", type(count))
+    if getattr(count, "shape", ()) or not np.issubdtype(dtype, np.integer):
+        raise ValueError(f"count must be a number of steps, got count = {count!r}.")
 
 
 _LEAVES, _STATIC = ("indices", "base"), ("graph", "storages", "in_turn")

@@ -69,22 +69,26 @@ def wrap_values(
     """Returns the parameters with `Kept` for masked ones.
 
     Raises:
-      ValueError: a parameter is missing, or has another shape than its kept values.
+      ValueError: a parameter is missing, or has another shape than its kept values; or a dense
+        parameter has another shape than in the graph.
     """
     storages = dict(model.storages)
+    shapes = {parameter.path: parameter.shape for parameter in model.graph.leaves}
 
     def wrap(
         path: trees.KeyPath, leaf: PyTree, indices: jax.Array | None, base: jax.Array | None
     ) -> PyTree:
-        if indices is None:
-            return leaf
         names, name = trees.path_names(path), trees.path_string(path)
-        storage = storages[names]
-        if jnp.shape(leaf) != storage.kept_shape:
+        storage = storages.get(names)
+        shape = shapes.get(names) if storage is None else storage.kept_shape
+        if shape is not None and jnp.shape(leaf) != shape:
+            what = f"parameter {name!r} has" if storage is None else f"kept values of {name!r} have"
             raise ValueError(
-                f"The kept values of {name!r} have the shape {storage.kept_shape}, got "
-                f"{jnp.shape(leaf)}. Give parameters like compact.params."
+                f"The {what} the shape {shape}, got {jnp.shape(leaf)}. Give parameters like "
+                "compact.params."
             )
+        if indices is None or storage is None:
+            return leaf
         return storage.wrap(leaf, indices, base, name, observers.get(names))
 
     return trees.map_matched(
@@ -133,14 +137,18 @@ def list_reads(model: StoredModel, params: PyTree, args: tuple[PyTree, ...]) -> 
     return reads
 
 
-def count_bytes(model: StoredModel) -> dict[Path, tuple[int, int]]:
-    """Returns the bytes of the values that stand for each parameter, and of their positions."""
-    storages, indices, nbytes = dict(model.storages), trees.leaves_by_names(model.indices), {}
+def count_bytes(model: StoredModel) -> dict[Path, tuple[int, int, int]]:
+    """Returns the bytes of each parameter's values, of their positions, and of frozen entries."""
+    storages, nbytes = dict(model.storages), {}
+    indices, base = (trees.leaves_by_names(tree) for tree in (model.indices, model.base))
     for leaf in model.graph.leaves:
-        storage = storages.get(leaf.path)
-        size = leaf.size if storage is None else math.prod(storage.kept_shape)
-        positions = 0 if storage is None else indices[leaf.path].nbytes
-        nbytes[leaf.path] = size * leaf.dtype.itemsize, positions
+        if (storage := storages.get(leaf.path)) is None:
+            nbytes[leaf.path] = leaf.size * leaf.dtype.itemsize, 0, 0
+            continue
+        itemsize = 4 if storage.is_quantized else leaf.dtype.itemsize  # float32
+        frozen = base[leaf.path].nbytes if leaf.path in base else 0
+        values = math.prod(storage.kept_shape) * itemsize
+        nbytes[leaf.path] = values, indices[leaf.path].nbytes, frozen
     return nbytes
 
 

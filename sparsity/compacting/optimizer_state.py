@@ -91,21 +91,33 @@ def densify_state(owner_tree: PyTree, state: PyTree) -> PyTree:
     """
 
     def densify(owner: Owner | None, leaf: jax.Array) -> jax.Array:
-        if owner is None or owner.storage is None:
-            return leaf
-        shape, kept_shape = jnp.shape(leaf), owner.storage.kept_shape
-        if shape == kept_shape:
-            return owner.densify(leaf)
-        if np.size(leaf) == 1:  # optimizers write one entry where they keep no moment
-            return leaf
-        raise ValueError(
-            f"opt_state has a leaf of shape {shape} for {owner.name!r}, whose kept values have "
-            f"shape {kept_shape}: it holds no moment for each of them, as factored moments, or is "
-            "that of other parameters. Give the state of an optimizer of compact.params that "
-            "works entry by entry."
-        )
+        return leaf if owner is None or not _has_moments(owner, leaf) else owner.densify(leaf)
 
     return owners.map_owned(densify, owner_tree, state)
+
+
+def check_kept_state(owner_tree: PyTree, state: PyTree) -> None:
+    """Raises a ValueError that names a parameter without a moment for each kept value."""
+    owners.map_owned(lambda owner, leaf: owner and _has_moments(owner, leaf), owner_tree, state)
+
+
+def _has_moments(owner: Owner, leaf: jax.Array) -> bool:
+    """Returns whether a leaf of a parameter holds a moment for each kept value.
+
+    Raises:
+      ValueError: the leaf holds others; optimizers write one entry where they keep no moment.
+    """
+    shape = jnp.shape(leaf)
+    if owner.storage is None or (np.size(leaf) == 1 and shape != owner.storage.kept_shape):
+        return False
+    if shape == owner.storage.kept_shape:
+        return True
+    raise ValueError(
+        f"opt_state has a leaf of shape {shape} for {owner.name!r}, whose kept values have shape "
+        f"{owner.storage.kept_shape}: it holds no moment for each of them, as factored moments, or "
+        "is that of other parameters. Give the state of an optimizer of compact.params that works "
+        "entry by entry."
+    )
 
 
 def compare_kept_updates(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sparsity.compacting.formats import FORMATS
 from sparsity.core import extras, trees
-from sparsity.core.checks import check_kind
 from sparsity.core.pictures import bars, new_axes
 from sparsity.core.trees import Path
 
@@ -26,7 +25,7 @@ class Row(NamedTuple):
       kept: number of kept values.
       padding: number of stored values that are no entries of the parameter.
       nbytes: bytes of the parameter when dense.
-      stored: bytes of the values and of their positions.
+      stored: bytes of the values, of their positions, and of frozen entries.
       readers: operations other than products that read the parameter as a dense array.
     """
 
@@ -37,18 +36,17 @@ class Row(NamedTuple):
     kept: int
     padding: int
     nbytes: int
-    stored: tuple[int, int]
+    stored: tuple[int, int, int]
     readers: tuple[str, ...] = ()
 
 
 def show_rows(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]]) -> str:
     """Returns `Compact.report`."""
-    check_kind("seconds", seconds, Mapping, "what Compact.measure returns")
     measured_formats = {name for times in seconds.values() for name in times}
     columns = [name for name in FORMATS if name in measured_formats]
     texts, numbers = ("parameter", "shape", "format"), ("kept", "padding", "dense", "values")
     parameters = extras.make_table(
-        texts, (*numbers, "positions", *(f"ms {name}" for name in columns))
+        texts, (*numbers, "positions", "frozen", *(f"ms {name}" for name in columns))
     )
     for row in rows:
         shape = trees.shape_text(row.shape)
@@ -59,7 +57,7 @@ def show_rows(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]]) 
     totals = [sum(column) for column in zip(*map(_numbers, rows), strict=True)]
     parameters.add_section()
     parameters.add_row("all", "", "", *(f"{n:,}" for n in totals), *[""] * len(columns))
-    notes = ["Columns dense, values and positions are bytes."]
+    notes = ["Columns dense, values, positions and frozen are bytes."]
     notes += [f"{row.name} is made dense by {reader}." for row in rows for reader in row.readers]
     return "\n".join([extras.as_text(parameters), *notes])
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 import chex
 import jax
 
+from sparsity.core import trees
 from sparsity.core.trees import Params, PyTree
 from sparsity.masks import apply_masks, create_mask, is_pattern, read_masks
 from sparsity.patterns import Block, NByM, SparsityType, Unstructured
@@ -131,5 +132,7 @@ def topk_block_mask_calculator(
 
 
 def _mask(scores: chex.Array, sparsity: chex.Numeric, sparsity_type: SparsityType) -> jax.Array:
+    if not trees.is_array(scores):
+        raise ValueError(f"scores must be an array, got scores = {scores!r}.")
     sparsity_type.check(scores.shape, 0, "scores")
     return create_mask(scores, sparsity, sparsity_type)

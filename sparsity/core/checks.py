@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import math
 import numbers
+import sys
 from collections.abc import Iterable
 from types import UnionType
 from typing import Any, Self, TypeVar
@@ -51,6 +52,14 @@ def is_traced(value: object) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
+def check_values(name: str, tree: object, remedy: str, may_be_traced: bool = False) -> None:
+    """Raises a ValueError that names an array of a tree that has no values yet."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.ShapeDtypeStruct) or (is_traced(leaf) and not may_be_traced):
+            where = f"{name}{jax.tree_util.keystr(path)}"
+            raise ValueError(f"{where} has no values yet, got {where} = {leaf!r}. {remedy}")
+
+
 def check_int(name: str, value: object, least: int | None = None, most: int | None = None) -> None:
     """Raises a ValueError that names the argument unless it is an integer in [least, most]."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
@@ -67,10 +76,11 @@ def check_number(name: str, value: object, least: float = -math.inf) -> None:
     if (
         not isinstance(value, numbers.Real)
         or isinstance(value, bool)
-        or not math.isfinite(value)
-        or value < least
+        or not value <= sys.float_info.max  # false for NaN; a larger integer is no float
+        or value < max(least, -sys.float_info.max)
     ):
-        raise ValueError(f"{name} must be a finite number >= {least}, got {name} = {value!r}.")
+        limit = "" if least == -math.inf else f" >= {least}"
+        raise ValueError(f"{name} must be a finite number{limit}, got {name} = {value!r}.")
 
 
 def check_bool(name: str, value: object) -> None:
@@ -99,6 +109,20 @@ def check_function(name: str, value: object, arguments: str, *, optional: bool =
             f"{name} must be a function of {arguments}{' or None' if optional else ''}, got {name} "
             f"= {value!r}."
         )
+
+
+def check_loss(name: str, value: object) -> None:
+    """Raises a ValueError that names a function unless it returned a real scalar of fractions."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape == () and dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+        return
+    got = f"a {type(value).__name__}"
+    if shape is not None and dtype is not None:
+        got = f"an array of shape {shape} and type {dtype}"
+    raise ValueError(
+        f"{name} must return a real floating-point scalar, got {got}. Return the mean of the "
+        "losses of the batch, and nothing else."
+    )
 
 
 def check_iterable(name: str, value: object) -> None:

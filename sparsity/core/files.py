@@ -10,8 +10,8 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turns any exception of a parser into a ValueError that names the file."""
+def reading(path: Path, remedy: str = "save it again") -> Iterator[None]:
+    """Turns any exception of a parser into a ValueError that names the file and a remedy."""
     try:
         yield
     except (ImportError, OSError):
@@ -19,9 +19,7 @@ def reading(path: Path) -> Iterator[None]:
     except Exception as error:  # damaged bytes reach any line of a parser
         # TensorStore appends its arguments, many lines.
         reason = str(error).partition(" [tensorstore_spec=")[0].rstrip(".") or type(error).__name__
-        raise ValueError(
-            f"{path} cannot be read: {reason}. If it is damaged, save it again."
-        ) from error
+        raise ValueError(f"{path} cannot be read: {reason}. If it is damaged, {remedy}.") from error
 
 
 @contextlib.contextmanager

@@ -69,6 +69,8 @@ def read(path: Path) -> tuple[dict[str, BaseParameter], tuple[Term, ...]]:
       ValueError: the file is damaged or holds no delta; its path is named.
     """
     safetensors = extras.load("safetensors", "cli")
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist. Give the path of a delta.")
     if path.is_dir():
         raise ValueError(f"{path} is a folder. Give the path of a file that Delta.save wrote.")
     with reading(path), safetensors.safe_open(path, framework="np") as file:

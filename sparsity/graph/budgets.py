@@ -86,7 +86,7 @@ class Budget:
           scope: the scope of the updater; with `Coupled` smaller arrays are counted.
 
         Raises:
-          ValueError: even without any of the selected weights the model costs more.
+          ValueError: even with the sparsest masks, or the fewest channels, the model costs more.
         """
         across = "nbytes" if self.quantity == "nbytes" else True
         if isinstance(scope, Coupled) and scope.across not in (False, across):
@@ -109,13 +109,12 @@ class Budget:
 
         if (cost := count(spread(1.0))) > allowed:
             least = float(cost / dense)
-            fewest = "without any of the weights that the distribution selects"
+            fewest = "the sparsest masks of this distribution and its patterns"
             if isinstance(scope, Coupled):
-                fewest = "with the fewest channels that may stay"
+                fewest = "the fewest channels that may stay"
             raise ValueError(
-                f"budget({self.quantity}={self.share}) cannot be met: {fewest}, "
-                f"{math.ceil(least * 1e4) / 1e4} of the cost is left. Select more leaves, or allow "
-                "more."
+                f"budget({self.quantity}={self.share}) cannot be met: {fewest} leave "
+                f"{math.ceil(least * 1e4) / 1e4} of the cost. Select more leaves, or allow more."
             )
         lowest = lowest_sparsity(lambda sparsity: count(spread(sparsity)) <= allowed)
         targets = spread(lowest)

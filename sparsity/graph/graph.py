@@ -119,7 +119,8 @@ class Graph:
     def uncounted(self) -> dict[str, str]:
         """Primitives whose multiply-adds do not count, each with the first line that uses them.
 
-        Kernels (Pallas), sparse products (BCOO), calls of foreign code, decompositions.
+        Kernels (Pallas), sparse products (BCOO), calls of foreign code, Fourier transforms,
+        decompositions and linear solvers.
         """
         return self.costs.uncounted
 

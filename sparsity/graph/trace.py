@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from sparsity.core import sharding, trees
-from sparsity.core.checks import check_function, check_kind
+from sparsity.core.checks import check_function, check_kind, is_traced
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph.graph import Graph
 from sparsity.graph.model import Model, Parameter
@@ -146,7 +146,10 @@ def _check_constants(
             ):
                 continue
             is_abstract = isinstance(array, jax.ShapeDtypeStruct)
-            if is_abstract or constant is array or np.array_equal(constant, array):
+            is_same = constant is array
+            if not is_abstract and not is_traced(constant) and not is_traced(array):
+                is_same = np.array_equal(constant, array)
+            if is_abstract or is_same:
                 raise ValueError(
                     f"fn does not read params at {parameter.name!r}, but holds a constant of its "
                     f"shape {parameter.shape}: it closes over its parameters. Let it take them as "

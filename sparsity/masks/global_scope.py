@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from sparsity.core import exact, host
 from sparsity.core.checks import DataclassBase, check_bool, check_number, is_traced
+from sparsity.core.dtypes import promote
 from sparsity.core.kernels import unstack
 from sparsity.core.polynomials import Cost, Polynomial
 from sparsity.core.trees import PyTree, path_names
@@ -155,8 +155,7 @@ class Global(DataclassBase):
                 divided, _compute_factors(scales, self.normalization_eps), strict=True
             ):
                 lazy[i] = _scale(lazy[i], factor)
-        dtypes = [score.dtype for score in lazy]
-        dtype = functools.reduce(jnp.promote_types, dtypes)
+        dtype = promote(*(score.dtype for score in lazy))
         return [
             score if score.dtype == dtype else Scores.wrap(score.compute().astype(dtype))
             for score in lazy
@@ -260,7 +259,7 @@ class _Scaled:
 
     def __call__(self, *values: jax.Array) -> jax.Array:
         score = self.fn(*values[: self.count], *values[self.count + 1 :])
-        wide = score.astype(jnp.promote_types(score.dtype, jnp.float32))
+        wide = score.astype(promote(score.dtype, jnp.float32))
         return wide * values[self.count].astype(wide.dtype)
 
     @property
@@ -271,5 +270,5 @@ class _Scaled:
     def _on_host(self, *values: np.ndarray) -> np.ndarray:
         fn: PyTree = self.fn
         score = fn.on_host(*values[: self.count], *values[self.count + 1 :])
-        wide = np.dtype(jnp.promote_types(score.dtype, jnp.float32))
+        wide = np.dtype(promote(score.dtype, jnp.float32))
         return host.product(score.astype(wide, copy=False), values[self.count].astype(wide))

@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.core import exact, sharding
+from sparsity.core.dtypes import promote
 from sparsity.core.exact import Words
 from sparsity.core.kernels import compute_once
 from sparsity.selection import LazyScores
@@ -67,7 +68,7 @@ def lamp_scores(weights: jax.Array) -> jax.Array:
       Array([0.05555556, 1.        , 0.30769232, 0.23529412], dtype=float32)
     """
     if not weights.size:
-        return jnp.zeros(weights.shape, jnp.promote_types(jnp.abs(weights).dtype, jnp.float32))
+        return jnp.zeros(weights.shape, promote(jnp.abs(weights).dtype, jnp.float32))
     [layer] = ScaledLayer.read([weights])
     squares = layer.squares(weights.reshape(-1))
     place = lax.iota(jnp.int32, len(squares))
@@ -116,7 +117,7 @@ def _sizes(weights: jax.Array) -> jax.Array:
 def float_type(weights: jax.Array) -> np.dtype:
     """Returns the dtype of scores."""
     real = jnp.finfo(weights.dtype).dtype  # of the absolute values
-    return jnp.promote_types(real, jnp.float32)
+    return promote(real, jnp.float32)
 
 
 def count_digit_bits(size: int) -> int:

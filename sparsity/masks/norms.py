@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.core import exact, host
+from sparsity.core.dtypes import promote
 from sparsity.core.exact import sums
 from sparsity.core.kernels import compute_once, unstack, use_flat
 from sparsity.core.trees import PyTree
@@ -45,7 +46,7 @@ def _norms_on_host(leaves: Sequence[Ranked]) -> PyTree:
     scores = [leaf.scores for leaf in leaves]
     if not all(x.is_on_host for x in scores):
         return NotImplemented
-    real = np.dtype(jnp.result_type(jnp.float32, *(x.dtype for x in scores)))
+    real = np.dtype(jnp.result_type(promote(jnp.float32, *(x.dtype for x in scores))))
     squares, exponents = zip(*(_square_on_host(x, real) for x in scores), strict=True)
     if min(exponents) < _LEAST_EXPONENT:
         return NotImplemented
@@ -76,7 +77,7 @@ def _square_on_host(scores: Scores, real: np.dtype) -> tuple[int, int]:
 @host.instead(_norms_on_host)
 def _norms(ranked: Sequence[Ranked]) -> jax.Array:
     scores = [leaf.scores for leaf in ranked]
-    real = jnp.result_type(jnp.float32, *(x.dtype for x in scores))
+    real = jnp.result_type(promote(jnp.float32, *(x.dtype for x in scores)))
     leaves, axes = zip(*map(_in_rows, scores), strict=True)
     parts = [((x.fn, x.uses_index), (x.arrays, x.scalars)) for x in leaves]
     rows = [_largest(fn, real, summed, x) for (fn, x), summed in zip(parts, axes, strict=True)]

@@ -18,6 +18,7 @@ import numpy as np
 from jax.lax import GatherScatterMode
 from jax.typing import DTypeLike
 
+from sparsity.core.checks import is_traced
 from sparsity.programs.program import Equation, is_differentiable
 
 Scalar: TypeAlias = np.generic | np.ndarray | int | float
@@ -179,9 +180,11 @@ def is_copy(equation: Equation) -> bool:
 
 
 def constant_in(array: Any) -> float | None:
-    """Returns the one value of all entries of an array, `None` if they differ or it is `None`."""
-    dtype = getattr(array, "dtype", np.result_type(type(array)) if array is not None else None)
-    if dtype is None or not isinstance(dtype, np.dtype) or np.size(array) > _LARGEST:
+    """Returns the one value of all entries of an array, `None` if they differ or are unknown."""
+    if array is None or is_traced(array):
+        return None
+    dtype = getattr(array, "dtype", np.result_type(type(array)))
+    if not isinstance(dtype, np.dtype) or np.size(array) > _LARGEST:
         return None
     entries = np.asarray(array).reshape(-1)
     if not entries.size or np.iscomplexobj(entries) or (entries != entries[0]).any():

@@ -100,6 +100,21 @@ def test_grasp_scores_sum_to_the_product_of_weights_hessian_and_gradient():
     np.testing.assert_allclose(total, slope, rtol=1e-6)
 
 
+def test_a_grasp_score_of_a_complex_weight_is_half_of_what_its_removal_takes_from_the_gradient():
+    rng = np.random.default_rng(0)
+    a, w = (rng.normal(size=(5, 4)) + 1j * rng.normal(size=(5, 4)) for _ in range(2))
+    w = jnp.asarray(w[0], jnp.complex64)
+    loss_fn = lambda w, a: jnp.sum(jnp.abs(a @ w) ** 2) + jnp.real(jnp.sum(w**3))  # noqa: E731
+
+    def squared_norm(w):
+        return jnp.sum(jnp.abs(jax.grad(loss_fn)(w, a)) ** 2)
+
+    removals = -jnp.diag(w)
+    slopes = [jax.jvp(squared_norm, (w,), (removal,))[1] for removal in removals]
+    scores = sparsity.algorithms.grasp_scores(loss_fn, w, [a])
+    np.testing.assert_allclose(scores, -np.array(slopes) / 2, rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_the_sign_of_grasp_keeps_what_holds_the_gradient_up():
     # w = 1 and H = 1, so that w . Hg = g.
@@ -279,12 +294,21 @@ def test_what_a_method_lacks_is_named(name, arguments, text):
         sparsity.prune_at_init(name, _linear(0), 0.5, **arguments)
 
 
+def test_grasp_names_batches_that_no_loop_runs_over():
+    with pytest.raises(ValueError, match=r"batches must be a list or an iterator, got .* = None"):
+        sparsity.algorithms.grasp_scores(_square_loss, _linear(0), None)
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "got"),
     [
         (lambda params, batch: batch[0] @ params["w"], r"an array of shape \(5, 4\)"),
         (lambda params, batch: (jnp.sum(params["w"]), 1), "a tuple"),
         (lambda params, batch: jnp.int32(1), r"an array of shape \(\) and type int32"),
+        (
+            lambda params, batch: 1j * jnp.sum(params["w"]),
+            r"an array of shape \(\) and type complex",
+        ),
     ],
 )
 def test_a_loss_that_is_no_scalar_is_an_error_that_says_what_it_is(loss_fn, got):

@@ -86,6 +86,21 @@ def test_leaves_of_several_dtypes_are_ranked_together():
     np.testing.assert_array_equal(tickets[1][1]["b"], [[0, 1]])
 
 
+def test_leaves_of_text_stay_and_params_without_a_matrix_have_nothing_to_prune():
+    same = lambda params, masks: params  # noqa: E731
+    params = {"w": jnp.array([[1.0, 2.0]]), "name": "relu"}
+    assert sparsity.lottery_ticket(same, params, 1, rate=0.5)[1][0]["name"] == "relu"
+    for params, masks in (({}, {}), ({"b": jnp.ones(2)}, {"b": None})):
+        assert [ticket[1] for ticket in sparsity.lottery_ticket(same, params, 1, 0)] == [masks] * 2
+
+
+def test_a_rate_of_float32_is_taken_as_it_is():
+    # 15 * (1 - float32(0.1)) is 13.49999998, which float32 rounds to 13.5.
+    params = {"w": jnp.arange(1.0, 16)[None]}
+    tickets = sparsity.lottery_ticket(lambda params, masks: params, params, 1, np.float32(0.1))
+    assert tickets[1][1]["w"].sum() == 13
+
+
 def test_weights_that_are_not_finite_are_named_with_their_round():
     params = {"w": jnp.array([[1.0, 2.0, 3.0, 4.0]]), "b": jnp.array([jnp.inf])}
     bad = params | {"w": params["w"].at[0, 3].set(jnp.nan)}

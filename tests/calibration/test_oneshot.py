@@ -140,6 +140,15 @@ def relu(params, x):
     return jax.lax.scan(layer, x @ params["first"], params["layers"])[0] @ params["last"]
 
 
+def test_arrays_without_values_are_refused_by_their_path():
+    params, batch = {"w": jnp.ones((4, 2))}, jnp.ones((3, 4))
+    fn = lambda params, x: x @ params["w"]  # noqa: E731
+    with pytest.raises(ValueError, match=r"params\['w'\] has no values yet, .*ShapeDtypeStruct"):
+        sparsity.oneshot(PRUNER, fn, jax.eval_shape(lambda: params), [batch])
+    with pytest.raises(ValueError, match=r"got batches\[0\] = .*outside of jit"):
+        jax.jit(lambda x: sparsity.oneshot(PRUNER, fn, params, [x])[0])(batch)
+
+
 def test_batches_of_other_structures_are_refused():
     def model(params, batch):
         return batch["x"] @ params["kernel"] * batch["scale"]

@@ -161,7 +161,12 @@ def test_a_pruner_that_is_no_instance_is_an_error(pruner):
 def test_rates_that_cannot_be_measured_are_refused():
     pruner = sparsity.WandaPruning(sparsity_distribution_fn=helpers.half)
     report, given = sparsity.calibration.Report({(): None}), (jnp.ones((4, 2)), [jnp.eye(4)])
-    for rates, message in (((), "rates has no rate"), ((0.0,), "above 0"), ((2,), "in .0, 1.")):
+    for rates, message in (
+        (0.5, "rates must be a list"),
+        ((), "rates has no rate"),
+        ((0.0,), "above 0"),
+        ((2,), "in .0, 1."),
+    ):
         with pytest.raises(ValueError, match=message):
             report.sensitivity(pruner, lambda w, x: x @ w, *given, rates=rates)
     with pytest.raises(ValueError, match="sequential must be True or False, got sequential = 3"):

@@ -1,5 +1,7 @@
 """Refits against normal equations and a plain program, and what all methods leave of outputs."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -144,6 +146,39 @@ def test_a_refit_that_makes_a_leaf_worse_is_not_kept():
     pruned, mask = prune(wanda(), kernel, statistics, Worse())
     np.testing.assert_array_equal(pruned, expected[0])
     np.testing.assert_array_equal(mask, expected[1])
+
+
+@pytest.mark.parametrize("under_jit", [False, True])
+def test_what_a_refit_of_ones_own_returns_is_0_outside_its_mask_and_finite_or_not_kept(under_jit):
+    weights, x, _ = oracles.layer()
+    kernel = jnp.asarray(weights.T, jnp.float32)
+    expected = prune(wanda(), kernel, {(): oracles.of_kernel(x)})
+    refits = [
+        lambda dense, pruned, mask, *_: (dense, mask),
+        lambda dense, pruned, mask, *_: (pruned * jnp.nan, mask),
+    ]
+    for refit in refits:
+        run = functools.partial(prune, wanda(), refit=refit)
+        run = jax.jit(run) if under_jit else run
+        pruned, mask = run(kernel, {(): oracles.of_kernel(x)})
+        np.testing.assert_array_equal(pruned, expected[0])
+        np.testing.assert_array_equal(mask, expected[1])
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        (lambda dense, pruned, mask, *_: None, "None"),
+        (lambda dense, pruned, mask, *_: (pruned, mask, mask), r"\(\(\d+, \d+\), .*\), .*\)\)"),
+        (lambda dense, pruned, mask, *_: (pruned[:1], mask), r"\(\(1, \d+\), \(\d+, \d+\)\)"),
+        (lambda dense, pruned, mask, *_: ("a", mask), r"\(\(\), "),
+    ],
+)
+def test_a_refit_that_returns_other_things_is_named_with_its_parameter(returned, got):
+    weights, x, _ = oracles.layer()
+    kernel = jnp.asarray(weights.T, jnp.float32)
+    with pytest.raises(ValueError, match=rf"must return .weights, mask. of 'w', .* got {got}"):
+        prune(wanda(), {"w": kernel}, {("w",): oracles.of_kernel(x)}, returned)
 
 
 @pytest.mark.slow

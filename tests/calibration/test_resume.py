@@ -296,7 +296,22 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         sparsity.oneshot(PRUNER, model, PARAMS, BATCHES, folder=tmp_path / "file" / "run")
 
 
+def test_a_damaged_folder_is_refused_with_the_file_and_a_remedy(tmp_path):
+    sparsity.oneshot(PRUNER, model, PARAMS, BATCHES, folder=tmp_path)
+    about, text = tmp_path / "run.json", (tmp_path / "run.json").read_text()
+    for damaged in ("", text[:-9], "[1]"):
+        about.write_text(damaged)
+        with pytest.raises(ValueError, match=r"run.json cannot be read: .*, delete the folder"):
+            sparsity.oneshot(PRUNER, model, PARAMS, BATCHES, folder=tmp_path)
+    about.write_text(text)
+    (tmp_path / "1" / "_METADATA").write_text("{")
+    with pytest.raises(ValueError, match=r"1 cannot be read: .*, delete it and run again"):
+        sparsity.oneshot(PRUNER, model, PARAMS, BATCHES, folder=tmp_path)
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ValueError, match=r"thesis.tex is a file. Give a new or empty folder"):
+        sparsity.oneshot(PRUNER, model, PARAMS, BATCHES, folder=tmp_path / "thesis.tex")
     with pytest.raises(ValueError, match="holds other files"):
         sparsity.oneshot(PRUNER, model, PARAMS, BATCHES, folder=tmp_path)

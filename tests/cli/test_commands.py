@@ -421,6 +421,11 @@ def test_help_shows_examples_and_exit_codes(command, capsys):
         ),
         (["inspect", "{kernels}", "--filter", "["], "--filter '[' names no leaf"),
         (["diff", "{kernels}", "nothing.npz"], "nothing.npz does not exist"),
+        (["diff", "nothing"], "nothing does not exist. Give the path of a delta"),
+        (
+            ["apply", "{kernels}", "nothing", "b.safetensors"],
+            "nothing does not exist. Give the path of a d",
+        ),
         (["prune", "{kernels}", "b.safetensors"], "required: --sparsity. See 'sparsity prune --he"),
     ],
 )

@@ -129,7 +129,7 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path, refused, name):
 def test_a_checkpoint_of_another_format_is_not_replaced(tmp_path, refused):
     file, folder = save(tmp_path / "x" / "a.npz"), save(tmp_path / "b.npz.d")
     folder = folder.rename(tmp_path / "b.npz")
-    assert "has another format" in refused(file, folder, "--overwrite")
+    assert "one is a file, the other a folder. Give another" in refused(file, folder, "--overwrite")
     assert "ending ''" in refused(save(tmp_path / "c"), file, "--overwrite")
 
 
@@ -138,10 +138,10 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path, refused, name):
     source, target = save(tmp_path / "a"), save(tmp_path / "b")
     (target / name).parent.mkdir(exist_ok=True)
     (target / name).write_text("kept")
-    assert f"other files: '{name}'" in refused(source, target, "--overwrite")
+    assert f"other files: '{name}'. Give another path" in refused(source, target, "--overwrite")
     (target / name).unlink()
     (target / name).symlink_to(source)
-    assert f"other files: '{name}'" in refused(source, target, "--overwrite")
+    assert f"other files: '{name}'. Give another path" in refused(source, target, "--overwrite")
 
 
 def test_the_current_folder_is_not_replaced(tmp_path, refused, monkeypatch):

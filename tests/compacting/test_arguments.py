@@ -8,6 +8,7 @@ import pytest
 
 import sparsity
 from sparsity import compact, trace
+from tests import helpers
 from tests.compacting.models import masked
 
 
@@ -144,8 +145,41 @@ def test_other_parameters_are_refused_by_name():
     model = compact(GRAPH, PARAMS, MASKS)
     with pytest.raises(ValueError, match=r"kept values of 'up' have the shape .4,., got .3, 4."):
         model.apply(PARAMS, X)
+    for down in (PARAMS["down"].T, jnp.float32(1)):  # the latter could be broadcast
+        with pytest.raises(ValueError, match="parameter 'down' has the shape"):
+            compact(GRAPH, PARAMS, {"up": MASKS["up"]}).apply({**model.params, "down": down}, X)
     with pytest.raises(ValueError, match="no leaf at 'up'"):
         model.apply({"down": PARAMS["down"]}, X)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pruner": None}, "pruner must be an updater"),
+        ({"pruner": sparsity.RigL}, "pruner must be an updater"),
+        ({"count": "0"}, "count must be a number of steps, got count = '0'"),
+        ({"count": None}, "count must be a number of steps, got count = None"),
+        ({"count": 1.5}, "count must be a number of steps, got count = 1.5"),
+        ({"count": jnp.ones(2, int)}, "count must be a number of steps"),
+        ({"loss": "mean"}, "loss must be a function of .apply, params. or None"),
+        ({"loss": lambda apply, params: apply(params, X)}, r"loss must return a real .* shape \("),
+        ({"loss": lambda apply, params: None}, "loss must return a real .*, got a NoneType"),
+        ({"loss": lambda apply, params: 1j * apply(params, X).sum()}, "type complex64"),
+        ({"tx": "adam"}, "tx must be an optax.GradientTransformation"),
+        ({"opt_state": optax.adam(0.1).init(PARAMS)}, r"shape .3, 4. for 'up', whose kept values"),
+    ],
+)
+def test_arguments_of_move_are_named(arguments, message):
+    model = compact(GRAPH, PARAMS, MASKS)
+    pruner = sparsity.SET(sparsity_distribution_fn=helpers.half)
+    options = {"opt_state": optax.adam(0.1).init(model.params), "count": 0}
+    with pytest.raises(ValueError, match=message):
+        model.move(**{"pruner": pruner, "params": model.params, **options, **arguments})
+
+
+def test_times_of_a_report_are_those_of_measure():
+    with pytest.raises(ValueError, match="seconds must be the result of measure, or None, got"):
+        compact(GRAPH, PARAMS, MASKS).report([0.1])
 
 
 def test_the_state_of_other_parameters_is_refused():

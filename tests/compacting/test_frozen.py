@@ -38,6 +38,15 @@ def loss(apply, params, x):
     return jnp.mean(jnp.square(apply(params, x).astype(jnp.float32) - 1))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_the_table_counts_the_bytes_of_all_arrays(dtype):
+    params, masks, x = draw(dtype)
+    model = compact(trace(scanned, params, x), params, masks, outside="frozen")
+    arrays = model.params["w"], model.indices["w"], model.base["w"]
+    (row,) = [line.split() for line in model.report().splitlines() if " w " in line]
+    assert row[-3:] == [f"{array.nbytes:,}" for array in arrays]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
 def test_values_train_on_a_base_of_any_dtype_behind_a_cast(dtype):

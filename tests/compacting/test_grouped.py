@@ -348,6 +348,13 @@ def test_arguments_that_do_not_fit_are_named():
         product(values[0], indices, x)
     with pytest.raises(ValueError, match="x must have shape"):
         product(values, indices, x[0])
+    for text, message in (("a", "got 'a'"), (None, "got None")):
+        with pytest.raises(ValueError, match=rf"x must have shape .rows, inputs., {message}"):
+            product(values, indices, text)
+    with pytest.raises(ValueError, match=r"values must have shape .*, got \[\["):
+        product(values.tolist(), indices, x)
+    with pytest.raises(ValueError, match=r"outputs must be an integer, got outputs = 3\.0"):
+        grouped.grouped_product(values, indices, x, 3.0)
     with pytest.raises(ValueError, match="outputs = 20"):
         grouped.grouped_product(values, indices, x, 20)
     with pytest.raises(ValueError, match="mask must have shape"):

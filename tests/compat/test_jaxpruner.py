@@ -77,8 +77,9 @@ def test_what_is_no_type_is_refused_when_its_function_is_asked_for(kind):
         lambda scores: jaxpruner.topk_n_by_m_mask_calculator(scores, "2:4"),
         lambda scores: jaxpruner.topk_mask_calculator(scores, 1.5),
         lambda scores: jaxpruner.topk_block_mask_calculator(scores, 0.5, 0, 2, True),
+        lambda scores: jaxpruner.topk_mask_calculator(scores.tolist(), 0.5),
     ],
-    ids=["axis", "size", "pattern", "sparsity", "block"],
+    ids=["axis", "size", "pattern", "sparsity", "block", "list"],
 )
 def test_what_does_not_fit_the_scores_is_refused(call):
     with pytest.raises(ValueError, match=r"axis 5|does not divide|'2:4'|1\.5|must be"):

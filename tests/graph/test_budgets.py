@@ -147,12 +147,21 @@ def test_what_cannot_be_met_is_said_with_the_least_that_can():
     params, graph = case()
     spread = sparsity.Uniform(filter_fn=lambda path, _: path[0] != "conv")
     with pytest.raises(
-        ValueError, match=r"budget\(macs=0.5\) cannot be met.* 0\.(\d+) of the cost"
+        ValueError, match=r"budget\(macs=0.5\) cannot be met: the sparsest masks .* of the cost"
     ) as error:
         sparsity.budget(graph, macs=0.5, distribution=spread)(params)
-    least = float(str(error.value).split("selects, ")[1].split()[0])
+    least = float(str(error.value).split("leave ")[1].split()[0])
     conv = 9 * 27 * 16
     assert least == pytest.approx(conv / graph.macs(), abs=2e-3)
+
+
+def test_a_pattern_that_a_budget_cannot_meet_is_said_to_keep_what_it_keeps():
+    graph = trace(lambda p, x: x @ p["w"], {"w": jnp.ones((4, 8))}, jnp.ones((1, 4)))
+    updater = sparsity.MagnitudePruning(
+        sparsity_distribution_fn=sparsity.budget(graph, macs=0.3), sparsity_type=sparsity.NByM(2, 4)
+    )
+    with pytest.raises(ValueError, match=r"masks of this distribution and its patterns leave 0\.5"):
+        updater.instant_sparsify({"w": jnp.ones((4, 8))})
 
 
 @pytest.mark.parametrize("value", [0, -0.1, 1.5, float("nan"), "half"])

@@ -118,6 +118,15 @@ def test_a_constant_stands_in_for_a_parameter_of_two_or_more_axes(ndim):
         trace(lambda params, x: x * w, {"w": w}, jnp.ones(w.shape))
 
 
+def test_a_function_may_close_over_traced_arrays_but_not_over_traced_parameters():
+    count = lambda params, scale: trace(lambda p, x: model(p, x * scale), params, X).macs()  # noqa: E731
+    macs = trace(model, P, X).macs()
+    assert jax.jit(count)(P, jnp.ones(X.shape)) == macs
+    assert jax.jit(lambda x: count(P, x))(jnp.ones(X.shape)) == macs
+    with pytest.raises(ValueError, match=r"does not read params at 'a'.*closes over"):
+        jax.jit(lambda p: trace(lambda _, x: model(p, x), p, X).macs())(P)
+
+
 def test_a_constant_that_only_looks_like_a_lost_leaf_is_none():
     constant = jnp.full((4, 6), 3.0)
     graph = trace(lambda p, x: x @ constant @ p["b"], P, X)

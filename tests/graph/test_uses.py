@@ -410,6 +410,7 @@ def test_the_table_names_what_is_not_counted():
     def fn(p, x):
         shape = jax.ShapeDtypeStruct((5, 6), x.dtype)
         y = lax.cond(x.sum() > 0, pl.pallas_call(kernel, shape), lambda x, w: x @ w, x, p["w"])
+        y = lax.platform_dependent(y, cpu=jnp.sin, default=jnp.cos)  # a `platform_index`
         return jnp.linalg.cholesky(y.T @ y).at[0].set(1.0)
 
     graph = traced(fn, X, w=(4, 6))

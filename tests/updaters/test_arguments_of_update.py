@@ -54,6 +54,17 @@ def test_gradients_that_do_not_fit_are_a_value_error_that_names_the_path(
             tx.update(grads, state, params)
 
 
+@pytest.mark.parametrize(
+    "algorithm", ["magnitude", "saliency", "global_saliency", "snip", "movement"]
+)
+def test_gradients_of_another_shape_are_a_value_error_when_pruned_at_once(algorithm):
+    config = {"algorithm": algorithm, "sparsity": 0.5}
+    updater, params = sparsity.create_updater_from_config(config), {"w": jnp.ones((2, 4))}
+    for grad in (jnp.ones((3, 3)), jnp.ones((1, 4)), 1.0, None):  # (1, 4) would be broadcast
+        with pytest.raises(ValueError, match="'w'"):
+            updater.instant_sparsify(params, {"w": grad})
+
+
 def test_parameters_of_another_model_are_a_value_error_that_names_the_path():
     updater = sparsity.StaticRandomSparse(sparsity_distribution_fn=helpers.uniform(0.5))
     state = updater.wrap_optax(optax.sgd(0.1)).init({"layer": helpers.params()})
@@ -64,6 +75,15 @@ def test_parameters_of_another_model_are_a_value_error_that_names_the_path():
 
 
 @pytest.mark.slow
+def test_shapes_are_refused_by_instant_sparsify_with_the_way_to_compute_with_them():
+    updater = sparsity.MagnitudePruning(sparsity_distribution_fn=helpers.half)
+    shapes = jax.eval_shape(helpers.params)
+    with pytest.raises(ValueError, match=r"params\['bias'\] has no values yet, .*jax.eval_shape"):
+        updater.instant_sparsify(shapes)
+    masks = jax.eval_shape(updater.instant_sparsify, shapes)[1]
+    assert masks["kernel"].shape == shapes["kernel"].shape
+
+
 def test_extra_arguments_reach_the_inner_optimizer_and_the_hooks_that_name_them():
     seen = {}
 

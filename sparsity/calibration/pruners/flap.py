@@ -17,6 +17,7 @@ from sparsity.calibration.statistics import Statistic, Statistics, num_rows
 from sparsity.calibration.statistics.rows import Kind
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_bool
+from sparsity.core.dtypes import promote
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph import Bias
 from sparsity.training.state import SparseState
@@ -157,8 +158,9 @@ def _check_holds(path: KeyPath, bias: jax.Array, reader: Problem) -> None:
 def _fluctuations(weights: jax.Array, statistic: Statistic) -> jax.Array:
     """Returns the shares of weights in the importance of their channels."""
     # WIFV_j = sum_i |W_ij|^2 x variance of X_j; the channel sums over its entries of all readers
-    squares = jnp.square(jnp.abs(statistic.matrices(weights)))
-    return statistic.parameter(squares * _variances(statistic)[..., None, :], weights.shape)
+    matrices, variances = jnp.abs(statistic.matrices(weights)), _variances(statistic)
+    squares = jnp.square(matrices.astype(promote(matrices.dtype, variances.dtype)))
+    return statistic.parameter(squares * variances[..., None, :], weights.shape)
 
 
 def _means(statistic: Statistic) -> jax.Array:

@@ -20,6 +20,7 @@ from sparsity.calibration.refits import LeastSquares
 from sparsity.calibration.statistics import Statistic, check_solvable, is_finite
 from sparsity.core import trees
 from sparsity.core.checks import check_int, check_number
+from sparsity.core.dtypes import promote
 from sparsity.core.sharding import place_like
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph.scope.placed import PlacedGroup
@@ -150,7 +151,7 @@ def _reader(
         )
     param, statistic, layers = leaves[path], statistics[path], group.channels.layers
     matrices, grams = statistic.matrices(param), statistic.real_grams()
-    dtype = jnp.promote_types(matrices.dtype, grams.dtype)
+    dtype = promote(matrices.dtype, grams.dtype)
 
     def by_layer(x: jax.Array) -> jax.Array:
         """Returns [layers, matrices, ...] of [*batch, ...], where axis 0 of `param` is layers."""

@@ -21,6 +21,7 @@ from sparsity.calibration.pruners.base import StatisticsPruning
 from sparsity.calibration.statistics import Statistic, Statistics
 from sparsity.calibration.statistics.rows import Kind
 from sparsity.core import host, sharding, trees
+from sparsity.core.dtypes import promote
 from sparsity.core.exact import ordered_sum
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.masks import (
@@ -82,7 +83,7 @@ class ScoredPruning(StatisticsPruning):
         table = self.sites(params) if sites is None else sites
 
         def score(path: KeyPath, param: jax.Array) -> jax.Array | None:
-            if statistics is not None and trees.path_names(path) not in statistics:
+            if isinstance(statistics, Mapping) and trees.path_names(path) not in statistics:
                 return None  # stays dense, or create_masks names the missing statistic
             statistic = self.statistic(statistics, table[path], param.shape)
             return self._score_leaf(statistic, param, statistic.sums_of_squares())
@@ -94,7 +95,7 @@ class ScoredPruning(StatisticsPruning):
 
         def score_by(score: Callable[..., PyTree], param: PyTree, squares: PyTree) -> jax.Array:
             weights = abs(statistic.matrices(param))
-            weights = weights.astype(jnp.promote_types(weights.dtype, squares.dtype))
+            weights = weights.astype(promote(weights.dtype, squares.dtype))
             scores = score(weights, squares.astype(weights.dtype)[..., None, :])
             return statistic.parameter(scores, param.shape)
 

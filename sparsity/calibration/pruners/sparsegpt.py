@@ -16,6 +16,7 @@ from sparsity.calibration.pruners.sweep import block_sizes, inverse_factors, swe
 from sparsity.calibration.statistics import Statistic, check_solvable, is_finite
 from sparsity.core import sharding
 from sparsity.core.checks import check_int, check_number
+from sparsity.core.dtypes import promote
 from sparsity.masks import Site
 from sparsity.patterns import FanIn, NByM, Unstructured
 from sparsity.patterns.base import absolute_axis
@@ -94,7 +95,7 @@ class SparseGPTPruning(StatisticsPruning):
             )
         check_solvable(statistic, param, site.name, self.damping)
         grams, (squares, places) = statistic.grams(), statistic.with_squares(param.shape, innermost)
-        dtype = jnp.promote_types(param.dtype, np.empty(0, grams.dtype).real.dtype)
+        dtype = promote(param.dtype, np.empty(0, grams.dtype).real.dtype)
         multiple = block_sizes(size, inputs)[0]
         factors = inverse_factors(grams, self.damping, dtype, multiple, places)
         prune = functools.partial(_prune, size, n, group)

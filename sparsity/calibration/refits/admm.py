@@ -21,6 +21,7 @@ from sparsity.calibration.refits.base import Select
 from sparsity.calibration.statistics import Statistic, dot
 from sparsity.core import host, sharding
 from sparsity.core.checks import check_int, check_number
+from sparsity.core.dtypes import promote
 from sparsity.core.trees import PyTree
 
 
@@ -124,7 +125,7 @@ def _start(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns W, U and XY as parameters, and inv(XX + rho I), padded to entire blocks."""
     norms, inverse_norms = _norms(statistic)
-    gram = statistic.real_grams().astype(jnp.promote_types(dense.dtype, norms.dtype))
+    gram = statistic.real_grams().astype(promote(dense.dtype, norms.dtype))
     gram *= inverse_norms[..., :, None]
     gram *= inverse_norms[..., None, :]
     gram = shift_diagonals(pad(gram), damping)  # XX

@@ -37,7 +37,7 @@ class Refit(Protocol):
         statistic: Statistic,
         select: Select,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the weights of a parameter, 0 where they are pruned, and their mask.
+        """Returns the weights of a parameter and their mask; weights outside the mask become 0.
 
         Args:
           dense: the parameter before pruning, whose outputs are to be reconstructed.

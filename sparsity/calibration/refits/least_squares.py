@@ -18,6 +18,7 @@ from sparsity.calibration.refits.base import Select
 from sparsity.calibration.statistics import Statistic, dot
 from sparsity.core import host, sharding
 from sparsity.core.checks import is_traced
+from sparsity.core.dtypes import promote
 from sparsity.core.trees import PyTree
 
 _PROGRAMS = 4  # at most, for supports of any size of parameters of one shape
@@ -66,7 +67,7 @@ class LeastSquares:
 def _refit_on_host(dense: PyTree, pruned: PyTree, mask: PyTree, statistic: Statistic) -> PyTree:
     """Does what `_refit` does, one matrix after the other."""
     grams = statistic.real_grams()
-    dtype = np.result_type(dense.dtype, grams.dtype)
+    dtype = promote(dense.dtype, grams.dtype)
     lead = math.prod(statistic.lead(dense.shape))
     matrices = [statistic.matrices(x) for x in (dense, pruned, mask)]
     matrices = [x.reshape(lead, *x.shape[-2:]) for x in matrices]

@@ -36,7 +36,13 @@ from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.memory import check_memory
 from sparsity.core import sharding
-from sparsity.core.checks import check_bool, check_function, check_iterable, check_kind
+from sparsity.core.checks import (
+    check_bool,
+    check_function,
+    check_iterable,
+    check_kind,
+    check_values,
+)
 from sparsity.core.trees import Path, PyTree
 from sparsity.masks import is_per_slice
 
@@ -90,7 +96,7 @@ def oneshot(
       pruner: any updater that prunes at once: magnitude, Wanda, RIA, SparseGPT, ...
       fn: the model, `fn(params, batch)`.
       params: its parameters, which stay unchanged.
-      batches: second arguments of `fn`, all of one shape; a generator is read once.
+      batches: second arguments of `fn`; if sequential, all of one shape. A generator is read once.
       refit: `ADMM()`, `LeastSquares()`, `Means()`, or `None`.
       sequential: each layer sees outputs of pruned layers; otherwise those of the dense model.
       folder: saves each layer; the same call continues after an interruption. Needs orbax, and a
@@ -105,8 +111,8 @@ def oneshot(
       `report.outputs` those of the model, `report.table()` both; or an `Estimate`.
 
     Raises:
-      ValueError: there are no batches, activations are not finite, no product reads a parameter
-        that has a sparsity, a pattern does not fit, or the folder holds another run.
+      ValueError: there are no batches, arrays are traced, activations are not finite, no product
+        reads a parameter that has a sparsity, a pattern or the folder does not fit.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -200,6 +206,9 @@ class _Run:
         finished: Finished | None,
         advance: Callable[[Path, LayerIndex], None] | None,
     ) -> None:
+        remedy = "Call oneshot outside of jit; shapes are enough for estimate=True."
+        check_values("params", params, remedy)
+        check_values("batches", batches, remedy)
         self._task, self._batches = task, batches
         self._finished, self._advance = finished, advance
         self._layers: dict[Path, dict[LayerIndex, LayerReport]] = {}

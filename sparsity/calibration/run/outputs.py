@@ -12,6 +12,7 @@ import numpy as np
 
 from sparsity.calibration.statistics.capture import check_structure
 from sparsity.core import host, host_sums, trees
+from sparsity.core.dtypes import promote
 from sparsity.core.trees import PyTree
 from sparsity.programs.share import share_at_call
 
@@ -22,9 +23,9 @@ class OutputReport:
 
     Attributes:
       error: sum of squares of the lost outputs over that of the dense outputs.
-      unexplained: the lost sum of squares over the variance of the dense outputs along their last
-        axis: 0 is no loss, 1 as much as if the model returned the mean of its outputs for any
-        input.
+      unexplained: the lost sum of squares over that of the dense outputs without their means, one
+        mean for each place along the last axis: 0 is no loss, 1 as much as if the model returned
+        these means for any input.
       batches: number of batches.
       dense_metric: the user's metric of the dense parameters, `None` without one.
       metric: the user's metric of the pruned parameters, `None` without one.
@@ -169,7 +170,7 @@ def _sum_up(
     expected: list[jax.Array], returned: list[jax.Array]
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     """Returns the sums of squares, lost and in total, and the sums of outputs by last axis."""
-    wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in expected]
+    wide = [x.astype(promote(x.dtype, jnp.float32)) for x in expected]
     sums = [
         jnp.atleast_1d(jnp.sum(x, axis=tuple(range(max(x.ndim - 1, 1))[: x.ndim]))) for x in wide
     ]

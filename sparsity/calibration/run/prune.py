@@ -7,6 +7,7 @@ from typing import Any
 
 import chex
 import jax
+import numpy as np
 
 from sparsity import masks as masks_lib
 from sparsity.base_updater import BaseUpdater
@@ -41,7 +42,8 @@ def prune(
 
     Raises:
       ValueError: the pruner is no updater or the refit no `Refit`, either is a class, or a
-        statistic is missing, does not fit its parameter, or has no Gram matrix.
+        statistic is missing, does not fit its parameter, or has no Gram matrix; the refit returns
+        arrays of another shape.
 
     Example:
       >>> import jax.numpy as jnp, sparsity
@@ -129,6 +131,7 @@ def reconstruct(
         check_solvable(statistic, dense, site.name, getattr(refit, "damping", None))
         select = _selection(pruner, site, statistic, targets.get(path, 0.0))
         new = refit(dense, before, mask, statistic, select)
+        _check_refitted(refit, new, site.name, dense.shape)
         like = (dense, dense)
         better = functools.partial(sharding.shard_like, like, _choose_better_jitted)
         new = host.instead(_choose_better)(better)(dense, new, (before, mask), statistic)
@@ -140,16 +143,31 @@ def reconstruct(
     return pruned, masks_lib.pack_masks(masks, params) if pruner.use_packed_masks else masks
 
 
+def _check_refitted(refit: Refit, new: object, name: str, shape: tuple[int, ...]) -> None:
+    """Raises a ValueError unless a refit returned two arrays of the parameter's shape."""
+    if isinstance(new, tuple) and len(new) == 2 and all(np.shape(x) == shape for x in new):
+        return
+    got = jax.tree.map(np.shape, new) if isinstance(new, tuple) else repr(new)
+    raise ValueError(
+        f"{type(refit).__name__} must return (weights, mask) of {name!r}, each of shape {shape}, "
+        f"got {got}."
+    )
+
+
 def _choose_better(
     dense: jax.Array,
     new: tuple[jax.Array, jax.Array],
     before: tuple[jax.Array, jax.Array],
     statistic: Statistic,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the weights and the mask that change the outputs of a parameter less."""
-    after, first = (output_error(statistic, dense - x).sum() for x, _ in (new, before))
+    """Returns the weights and the mask that change the outputs of a parameter less.
+
+    Refitted weights outside their mask become 0, and those that are not finite change outputs more.
+    """
     where = host.namespace([dense]).where
-    weights, mask = (where(after > first, b, a) for a, b in zip(new, before, strict=True))
+    new = where(new[1] != 0, new[0], 0), new[1]
+    after, first = (output_error(statistic, dense - x).sum() for x, _ in (new, before))
+    weights, mask = (where(after <= first, a, b) for a, b in zip(new, before, strict=True))
     return weights, mask
 
 

@@ -25,9 +25,10 @@ class LayerReport:
     """Results of pruning a parameter.
 
     Attributes:
-      sparsity: fraction of its weights that are 0.
-      error: tr(D^T G D) / tr(W^T G W) over the calibration data, for the lost weights D; the mean
-        over the layers of a stack.
+      sparsity: fraction of its weights that its mask removes.
+      error: tr(D^T G D) / tr(W^T G W) over the calibration data, for the lost weights D; without
+        the means of the lost outputs where `Means` adds these to a bias. The mean over the layers
+        of a stack.
       unrefitted: the error before a refit.
       count: number of rows in the calibration data.
       seconds: time spent on the parameter.

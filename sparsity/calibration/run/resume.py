@@ -17,7 +17,7 @@ from sparsity.calibration.refits import Refit
 from sparsity.calibration.run.fingerprint import fingerprint, fingerprint_program
 from sparsity.calibration.run.report import LayerReport
 from sparsity.core import extras, trees
-from sparsity.core.files import writing
+from sparsity.core.files import reading, writing
 from sparsity.core.trees import PyTree
 from sparsity.graph import trace
 
@@ -49,13 +49,16 @@ class Finished:
             raise ValueError(f"folder = {folder} serves one process, and there are several.")
         about = self._folder / "run.json"
         if not about.exists():
+            if self._folder.exists() and not self._folder.is_dir():
+                raise ValueError(f"folder = {folder} is a file. Give a new or empty folder.")
             if self._folder.exists() and any(x != _new(about) for x in self._folder.iterdir()):
                 raise ValueError(f"folder = {folder} holds other files. Give a new or empty one.")
             with writing(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 _write(about, json.dumps(identity, indent=2))
-        before = json.loads(about.read_text(encoding="utf-8"))
-        names = before | identity
+        with reading(about, "delete the folder to start afresh"):
+            before: dict[str, str] = dict(json.loads(about.read_text(encoding="utf-8")))
+        names = {**before, **identity}
         if differ := [name for name in names if before.get(name) != identity.get(name)]:
             raise ValueError(
                 f"folder = {folder} holds another run: its {trees.listed(differ)} differ. Give "
@@ -70,9 +73,12 @@ class Finished:
         report = LayerReport(0.0, 0.0, 0.0, 0, 0.0, 0.0)
         shape = _tree(Layer(like, like.astype(np.uint8), report, bias))
         restore_args = self._checkpoints.checkpoint_utils.construct_restore_args(shape)
-        with self._checkpoints.PyTreeCheckpointer() as checkpointer:
+        with (
+            reading(path, "delete it and run again"),
+            self._checkpoints.PyTreeCheckpointer() as checkpointer,
+        ):
             restored = checkpointer.restore(path, item=shape, restore_args=restore_args)
-        return Layer(**restored | {"report": LayerReport(**restored["report"])})
+            return Layer(**restored | {"report": LayerReport(**restored["report"])})
 
     def write(self, number: int, layer: Layer) -> None:
         """Saves a layer atomically: a kill leaves all of it or nothing."""

@@ -12,7 +12,7 @@ from sparsity.calibration.run.outputs import make_outputs, sum_lost_squares, sum
 from sparsity.calibration.run.prune import check_pruner_and_refit, prune
 from sparsity.calibration.statistics.capture import calibrate
 from sparsity.core import trees
-from sparsity.core.checks import check_fraction
+from sparsity.core.checks import check_fraction, check_iterable
 from sparsity.core.trees import Path, PyTree
 
 
@@ -30,7 +30,8 @@ class Sensitivity(dict[Path, dict[float, float]]):
           sparsity: mean over the weights of all measured parameters.
 
         Raises:
-          ValueError: the mean cannot be reached with the rates that were measured.
+          ValueError: the mean cannot be reached with the rates that were measured, or a measured
+            parameter is missing.
 
         Example:
           >>> import jax.numpy as jnp
@@ -42,6 +43,14 @@ class Sensitivity(dict[Path, dict[float, float]]):
         """
         check_fraction("sparsity", sparsity)
         sizes = {path: param.size for path, param in trees.leaves_by_names(params).items()}
+        if not self or not all(curve and path in sizes for path, curve in self.items()):
+            measured, params = (
+                trees.listed([trees.join_names(path) for path in x]) for x in (self, sizes)
+            )
+            raise ValueError(
+                f"Errors were measured of {measured}; each needs a rate and one of the params, "
+                f"{params}."
+            )
         total = sum(sizes[path] for path in self)
         remaining = sparsity * total  # weights that are still to be removed
         highest = sum(max(curve) * sizes[path] for path, curve in self.items()) / total
@@ -72,7 +81,8 @@ def measure(
 ) -> Sensitivity:
     """Does what `Report.sensitivity` does, for some parameters."""
     check_pruner_and_refit(pruner)
-    if not len(rates):
+    check_iterable("rates", rates)
+    if not (rates := tuple(rates)):
         raise ValueError("rates has no rate: give the sparsities to measure, as (0.25, 0.5, 0.75).")
     for rate in rates:
         check_fraction("rates", rate)

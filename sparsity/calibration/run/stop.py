@@ -17,6 +17,7 @@ from sparsity.calibration.statistics.losses import make_rerun
 from sparsity.calibration.statistics.rows import sum_outputs
 from sparsity.calibration.statistics.summing import Steps, SummingInterpreter, Sums, add, is_count
 from sparsity.core import host, sharding
+from sparsity.core.dtypes import promote
 from sparsity.core.trees import PyTree
 from sparsity.programs.program import Equation
 from sparsity.programs.share import share_at_call
@@ -86,7 +87,7 @@ class Stop:
             if rerun is None:
                 return None
             total += sum(map(rerun.sums, inputs))
-        dtype = jnp.promote_types(matrices[0].dtype, jnp.float32)
+        dtype = promote(matrices[0].dtype, jnp.float32)
         losses: jax.Array = place.put(total.astype(dtype))
         return losses
 

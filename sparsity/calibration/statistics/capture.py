@@ -19,7 +19,8 @@ from sparsity.calibration.statistics.rows import KINDS, Kind, RowSums, sum_up
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.calibration.statistics.summing import Steps, SummingInterpreter, Sums, add
 from sparsity.core import extras, sharding, trees
-from sparsity.core.checks import check_bool, check_function, check_iterable
+from sparsity.core.checks import check_bool, check_function, check_iterable, check_values
+from sparsity.core.dtypes import promote
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph import Graph, Parameter, Use, trace
 from sparsity.programs.share import share_at_call
@@ -117,8 +118,10 @@ def collect(
         if graph is None:
             graph, first = trace(fn, params, batch), batch
         check_structure(batch, first, number)
-        arrays = trees.split_arrays(params)[0], trees.split_arrays(batch)[0], arguments
         collector, run = compile_sums(graph.retrace(params, batch))
+        check_values("params", params, "Calibrate outside of jit.")
+        check_values(f"batches[{number}]", batch, "Calibrate outside of jit.")
+        arrays = trees.split_arrays(params)[0], trees.split_arrays(batch)[0], arguments
         sums, finite = run(*arrays)
         for use, finite_sums in jax.device_get(finite).items():
             if not finite_sums:
@@ -208,7 +211,7 @@ class Calibration(Collector):
             alignment, shape = self.alignments[number], self.graph.parameters.find_shape(use.path)
             stacked = [] if one_layer else [shape[axis] for axis in use.view.stacked]
             inputs = alignment.axes.inputs(alignment.shape)
-            dtype = jnp.promote_types(use.equation.inputs[1 - use.operand].dtype, jnp.float32)
+            dtype = promote(use.equation.inputs[1 - use.operand].dtype, jnp.float32)
             lead = (*stacked, *alignment.axes.lead(alignment.shape))
             grams[trees.join_names(use.path)] = jax.ShapeDtypeStruct((*lead, inputs, inputs), dtype)
         return grams

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.rows import Kind
 from sparsity.calibration.statistics.statistic import Statistic, Statistics
 from sparsity.core import host, trees
-from sparsity.core.checks import is_traced
+from sparsity.core.checks import check_kind, is_traced
 from sparsity.masks import Site
 
 
@@ -37,6 +38,7 @@ def look_up_statistic(
         is not finite.
     """
     name, path = site.name, trees.path_names(site.path)
+    check_kind("statistics", statistics, Mapping | None, "a dict {path: Statistic}")
     if statistics is None:
         raise ValueError(
             f"{who} needs statistics of the inputs of each weight, got statistics = None. Pass "
@@ -67,6 +69,7 @@ def look_up_statistic(
 
 def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
     """Raises a ValueError that names the parameter unless its statistic fits and is finite."""
+    check_kind(f"the statistic of {name!r}", statistic, Statistic, "a Statistic")
     axes = (*statistic.batch, *statistic.output, *statistic.contracting)
     if sorted(axes) != [*range(len(shape))]:
         raise ValueError(
@@ -89,10 +92,10 @@ def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
         raise ValueError(f"The statistic of {name!r} has neither squares nor gram.")
     _check_count(statistic.count, name)
     for field, value in values.items():
-        if value.shape != shapes[field]:
+        if not trees.is_array(value) or value.shape != shapes[field]:
             raise ValueError(
                 f"The {field} of {name!r}, shape {shape}, must have shape {shapes[field]}, got "
-                f"{value.shape}."
+                f"{getattr(value, 'shape', value)}."
             )
         if not is_finite(value):
             raise ValueError(

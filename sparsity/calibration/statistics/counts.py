@@ -38,11 +38,16 @@ class Count:
     @classmethod
     def from_number(cls, number: int | np.ndarray) -> Count:
         """Returns the count of an integer, or of an array of integers."""
-        wide = np.asarray(number, np.uint64)
+        wide = np.asarray(number)
+        if wide.dtype.kind not in "iu" or (wide < 0).any() or (wide >= 2**63).any():
+            raise ValueError(f"A count must be an integer in [0, 2**63), got {number!r}.")
+        wide = wide.astype(np.uint64)
         digits = [wide >> np.uint64(_BASE * i) & np.uint64(0xFFFF) for i in range(4)]
         return cls(np.stack(digits).astype(np.uint32))
 
     def __add__(self, other: Count) -> Count:
+        if not isinstance(other, Count):
+            return NotImplemented
         return Count(_carried(_carried(self.digits) + _carried(other.digits)))
 
     def as_float(self) -> jax.Array:

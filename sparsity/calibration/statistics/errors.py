@@ -10,6 +10,7 @@ from jax import lax
 from sparsity.calibration.statistics.counts import Count
 from sparsity.calibration.statistics.statistic import Statistic
 from sparsity.core import host
+from sparsity.core.dtypes import promote
 
 
 def relative_error(statistic: Statistic, dense: jax.Array, pruned: jax.Array) -> jax.Array:
@@ -21,6 +22,8 @@ def relative_error(statistic: Statistic, dense: jax.Array, pruned: jax.Array) ->
       >>> relative_error(kernel, jnp.array([[2.0], [3.0]]), jnp.array([[2.0], [0.0]]))
       Array(0.36, dtype=float32)
     """
+    if np.shape(dense) != np.shape(pruned):
+        raise ValueError(f"pruned must have the shape {np.shape(dense)}, got {np.shape(pruned)}.")
     lost = jnp.sum(output_error(statistic, dense - pruned))
     return ratio(lost, jnp.sum(output_error(statistic, dense)))
 
@@ -52,10 +55,23 @@ def output_error(statistic: Statistic, difference: jax.Array) -> jax.Array:
       statistic: with a Gram matrix.
       difference: the difference of two parameters; or a parameter, for the norm of its outputs.
     """
-    grams, rows = statistic.grams(), statistic.matrices(difference)
-    rows = rows.astype(jnp.promote_types(rows.dtype, grams.dtype))
+    grams = statistic.grams()
+    _check_shape(statistic, difference)
+    rows = statistic.matrices(difference)
+    rows = rows.astype(promote(rows.dtype, grams.dtype))
     outputs = dot(rows.conj(), grams)
     return (outputs * rows).sum(axis=-1).real
+
+
+def _check_shape(statistic: Statistic, param: jax.Array) -> None:
+    """Raises a ValueError unless the Gram matrices of a statistic fit a parameter."""
+    shape, axes = np.shape(param), (*statistic.batch, *statistic.output, *statistic.contracting)
+    fits = sorted(axes) == [*range(len(shape))]
+    if not fits or statistic.grams().shape[-1] != statistic.inputs(shape):
+        raise ValueError(
+            f"The Gram matrices of the statistic, shape {statistic.grams().shape}, contracting = "
+            f"{statistic.contracting}, do not fit a parameter of shape {shape}."
+        )
 
 
 def squared_means(statistic: Statistic, param: jax.Array) -> jax.Array:
@@ -70,7 +86,7 @@ def squared_means(statistic: Statistic, param: jax.Array) -> jax.Array:
     """
     xp = host.namespace([param])
     sums, rows = xp.asarray(statistic.sums), statistic.matrices(param)
-    rows = rows.astype(jnp.promote_types(rows.dtype, sums.dtype))
+    rows = rows.astype(promote(rows.dtype, sums.dtype))
     totals = dot(rows, sums[..., None])[..., 0]
     squares: jax.Array = xp.square(xp.abs(totals)) / num_rows(statistic, sums.ndim)
     return squares
@@ -85,7 +101,8 @@ def mean_outputs(statistic: Statistic, param: jax.Array) -> jax.Array:
     """
     sums = jnp.asarray(statistic.sums)
     means = sums / num_rows(statistic, sums.ndim)
-    return jnp.sum(statistic.matrices(param) * means[..., None, :], axis=-1)
+    rows = statistic.matrices(param).astype(promote(param.dtype, means.dtype))
+    return jnp.sum(rows * means[..., None, :], axis=-1)
 
 
 def centre(lost: jax.Array, lost_mean: jax.Array, total: jax.Array, mean: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from jax import lax
 
 from sparsity.calibration.statistics.alignment import Alignment
 from sparsity.core import host, host_sums
+from sparsity.core.dtypes import promote
 from sparsity.graph import Use
 from sparsity.programs.products import read_product
 
@@ -70,7 +71,7 @@ def _is_wide(use: Use, matrices: Sequence[jax.Array]) -> bool:
     """Returns whether a product on a CPU has the precision of sums: real, in float32 at least."""
     equation = use.equation
     dtypes = {value.dtype for value in (*equation.inputs, *equation.outputs)}
-    dtypes.update(jnp.promote_types(x.dtype, jnp.float32) for x in matrices)
+    dtypes.update(promote(x.dtype, jnp.float32) for x in matrices)
     precision = equation.params["precision"]
     each = precision if isinstance(precision, tuple) else (precision,)
     is_plain = all(x is None or isinstance(x, lax.Precision) for x in each)

@@ -12,6 +12,7 @@ from jax import lax
 
 from sparsity.calibration.statistics.alignment import Alignment
 from sparsity.calibration.statistics.counts import Count
+from sparsity.core.dtypes import promote
 from sparsity.core.host_sums import squared
 from sparsity.graph import Use
 from sparsity.programs.products import Operand, read_product
@@ -62,7 +63,7 @@ def sum_outputs(use: Use, alignment: Alignment, x: jax.Array, *matrices: jax.Arr
     x = _wide(x)
 
     def total(matrices: jax.Array) -> jax.Array:
-        weights = alignment.operand(matrices.astype(jnp.promote_types(matrices.dtype, x.dtype)))
+        weights = alignment.operand(matrices.astype(promote(matrices.dtype, x.dtype)))
         if use.kind == "dot":
             rows = _rows_of_dot(use, x)
             rows = rows.reshape(len(weights), *rows.shape[-2:])
@@ -77,7 +78,7 @@ def sum_outputs(use: Use, alignment: Alignment, x: jax.Array, *matrices: jax.Arr
 def _wide(x: jax.Array) -> jax.Array:
     """Returns the operand in the dtype of the sums, at least float32."""
     x = jnp.asarray(x)  # a batch may be of numpy
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(promote(x.dtype, jnp.float32))
 
 
 def _num_rows(use: Use, x: jax.Array) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 from sparsity.calibration.statistics.counts import Count
 from sparsity.core import host
 from sparsity.core.checks import check_int, check_kind
+from sparsity.core.dtypes import promote
 from sparsity.core.trees import Path, PyTree
 from sparsity.masks import Site
 
@@ -126,7 +127,7 @@ class Statistic:
           *params: real parameters of one shape.
         """
         grams = self.real_grams()
-        dtype = jnp.promote_types(params[0].dtype, grams.dtype)
+        dtype = promote(params[0].dtype, grams.dtype)
         for _ in grams.shape[:-2]:
             fn = jax.vmap(fn)
         wide = [x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in params]

@@ -23,7 +23,10 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes, reshard
 from jax.typing import DTypeLike
 
+from sparsity.core.checks import check_int
+from sparsity.core.dtypes import promote
 from sparsity.core.sharding import explicit_sharding, fit, vary_alike
+from sparsity.core.trees import PyTree, is_array
 
 Carry = TypeVar("Carry")
 Output = TypeVar("Output")
@@ -95,9 +98,9 @@ def grouped_product(
       Array([[301., 402.,  50.]], dtype=float32)
     """
     _check(values, indices, outputs)
-    if x.ndim != 2:
-        raise ValueError(f"x must have shape [rows, inputs], got x.shape = {x.shape}.")
-    indices, dtype = jnp.asarray(indices), jnp.promote_types(values.dtype, x.dtype)
+    if not is_array(x) or x.ndim != 2:
+        raise ValueError(f"x must have shape [rows, inputs], got {_describe(x)}.")
+    indices, dtype = jnp.asarray(indices), promote(values.dtype, x.dtype)
     values, x = jnp.asarray(values, dtype), jnp.asarray(x, dtype)
     result = Result(outputs, jnp.dtype(preferred_element_type or dtype), precision)
     if explicit_sharding(jax.typeof(x)) or explicit_sharding(jax.typeof(values)):
@@ -373,17 +376,25 @@ def _widen_float(dtype: DTypeLike) -> np.dtype:
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
 
 
+def _describe(value: PyTree) -> str:
+    """Returns the dtype and the shape of an array, or a value that is none."""
+    return f"{value.dtype}{list(value.shape)}" if is_array(value) else repr(value)
+
+
 def _check(values: jax.Array | jax.ShapeDtypeStruct, indices: jax.Array, outputs: int) -> None:
     """Raises a ValueError unless shapes and dtypes fit each other."""
-    if len(values.shape) != 3:
+    if not is_array(values) or len(values.shape) != 3:
+        raise ValueError(f"values must have shape [groups, k, group], got {_describe(values)}.")
+    shape = values.shape[:2]
+    if (
+        not is_array(indices)
+        or indices.shape != shape
+        or not jnp.issubdtype(indices.dtype, jnp.integer)
+    ):
         raise ValueError(
-            f"values must have shape [groups, k, group], got values.shape = {values.shape}."
+            f"indices must be integers [groups, k] = {list(shape)}, got {_describe(indices)}."
         )
-    if indices.shape != values.shape[:2] or not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise ValueError(
-            f"indices must be integers [groups, k] = {list(values.shape[:2])}, "
-            f"got {indices.dtype}{list(indices.shape)}."
-        )
+    check_int("outputs", outputs)
     groups, _, group = values.shape
     if not (groups - 1) * group < outputs <= groups * group and (outputs or groups):
         raise ValueError(

@@ -9,7 +9,6 @@ from typing import TypeAlias
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from sparsity.base_updater import BaseUpdater
@@ -18,27 +17,10 @@ from sparsity.compacting.moving.carrier import Carrier, carry_state, check_fresh
 from sparsity.compacting.moving.gradients import differentiate_directly, move_by_gradient
 from sparsity.compacting.moving.mover import make_movers, move_all
 from sparsity.core import trees
-from sparsity.core.checks import check_function, check_kind, is_traced
+from sparsity.core.checks import check_loss, is_traced
 from sparsity.core.trees import Path, PyTree
-from sparsity.training.checks import check_optimizer
 
 Loss: TypeAlias = Callable[[Callable[..., PyTree], PyTree], jax.Array]
-
-
-def check_move(
-    pruner: BaseUpdater,
-    count: chex.Numeric,
-    loss: Loss | None,
-    tx: optax.GradientTransformation | None,
-) -> None:
-    """Raises a ValueError that names a wrong argument of `Compact.move`."""
-    check_kind("pruner", pruner, BaseUpdater, "an updater such as RigL()")
-    check_function("loss", loss, "(apply, params)", optional=True)
-    if tx is not None:
-        check_optimizer("tx", tx)
-    dtype = getattr(count, "dtype", None) or np.asarray(count).dtype
-    if not jnp.issubdtype(dtype, jnp.integer) or jnp.ndim(count):
-        raise ValueError(f"count must be an integer, got count = {count!r}.")
 
 
 def move(
@@ -85,7 +67,8 @@ def _move(
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Returns `move`; `arrays` and `objects` are the leaves of the loss."""
     leaves = [x if array is None else array for array, x in zip(arrays, objects, strict=True)]
-    loss: Loss | None = jax.tree.unflatten(treedef, leaves)
+    chosen_loss: Loss | None = jax.tree.unflatten(treedef, leaves)
+    loss = None if chosen_loss is None else functools.partial(_checked_loss, chosen_loss)
     movers = make_movers(pruner, model.graph.model.example[0], dict(model.storages))
     values, indices = map(trees.leaves_by_names, (params, model.indices))
     direct: dict[Path, jax.Array] = {}
@@ -120,6 +103,12 @@ def _move(
     }
     new, params, opt_state = carry_state(carriers, params, opt_state, fresh, model.in_turn)
     return _replace_leaves(model.indices, new), params, opt_state
+
+
+def _checked_loss(loss: Loss, apply: Callable[..., PyTree], params: PyTree) -> jax.Array:
+    value = loss(apply, params)
+    check_loss("loss", value)
+    return value
 
 
 _move_compiled = jax.jit(_move, static_argnums=(5, 6, 7, 8))

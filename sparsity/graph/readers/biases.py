@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sparsity.core.dtypes import promote
 from sparsity.core.trees import Path
 from sparsity.graph.readers.uses import Tracker, Use
 from sparsity.graph.readers.views import Factor, View, follow
@@ -72,7 +73,8 @@ class Bias:
         for scale, array in zip(self.scales, scales, strict=True):
             factor = scale.expand(array, bias.ndim)
             added = added / factor if scale.divides else added * factor
-        return (bias - added if self.is_subtracted else bias + added).astype(bias.dtype)
+        wide = bias.astype(promote(bias.dtype, added.dtype))
+        return (wide - added if self.is_subtracted else wide + added).astype(bias.dtype)
 
 
 def find_biases(

@@ -28,7 +28,8 @@ class Use:
 
     Attributes:
       path: path of the parameter.
-      primitive: 'dot_general', 'conv_general_dilated', or 'gather' for a lookup.
+      primitive: 'dot_general', 'ragged_dot_general', 'conv_general_dilated', or 'gather' for a
+        lookup.
       contracting: axes of the parameter that a product sums over.
       output: axes of the parameter that become axes of the result.
       batch: axes of the parameter that index separate products, such as layers of a scan.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsity.core import exact, host
+from sparsity.core.dtypes import promote
 from sparsity.core.kernels import compute_once
 from sparsity.core.trees import KeyPath, PyTree
 from sparsity.graph.channels.groups import ChannelGroup
@@ -131,5 +132,5 @@ def _is_full_axis(positions: np.ndarray, size: int) -> bool:
 
 
 def _at_least_float32(x: jax.Array) -> jax.Array:
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = promote(x.dtype, jnp.float32)
     return x if x.dtype == dtype else x.astype(dtype)

@@ -1,0 +1,28 @@
+"""Dtypes of numbers that are computed together."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+
+def promote(*dtypes: DTypeLike) -> np.dtype:
+    """Returns the dtype that jax promotes to, with float8 and float4 as bfloat16.
+
+    jax promotes these to no other dtype; bfloat16 holds all of their numbers.
+
+    Example:
+      >>> promote(jnp.float8_e5m2, jnp.float32), promote(jnp.float8_e5m2, jnp.float8_e5m2)
+      (dtype('float32'), dtype(float8_e5m2))
+    """
+    kinds = {np.dtype(dtype) for dtype in dtypes}
+    if len(kinds) > 1:
+        kinds = {np.dtype(jnp.bfloat16) if _is_narrow(dtype) else dtype for dtype in kinds}
+    return functools.reduce(jnp.promote_types, sorted(kinds, key=str))
+
+
+def _is_narrow(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 8
