@@ -13,7 +13,7 @@ import chex
 import numpy as np
 
 from sparsity.core import trees
-from sparsity.core.checks import check_density, check_kind
+from sparsity.core.checks import check_density, check_kind, check_values
 from sparsity.core.exact import lowest_sparsity
 from sparsity.core.polynomials import Polynomial
 from sparsity.core.trees import Params, PyTree, Sparsities
@@ -222,6 +222,7 @@ def budget(
     share = macs if nbytes is None else nbytes
     if share is None or (macs is not None and nbytes is not None):
         raise ValueError(f"Give one of macs and nbytes, got macs = {macs}, nbytes = {nbytes}.")
+    check_values(quantity, share, "Make the budget outside of jit.")
     check_density(quantity, share)
     check_kind("graph", graph, Graph, "made by sparsity.trace")
     distribution = Uniform() if distribution is None else distribution

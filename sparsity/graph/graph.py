@@ -11,6 +11,7 @@ import chex
 import numpy as np
 
 from sparsity.core import sharding, trees
+from sparsity.core.checks import check_values
 from sparsity.core.trees import Masks, Params, Path, PyTree
 from sparsity.graph import tables
 from sparsity.graph.channels.groups import ChannelGroup, Refusal
@@ -108,6 +109,7 @@ class Graph:
 
     def _densities(self, masks: Masks | None) -> dict[Path, Fraction]:
         """Returns the part of the entries that masks keep, for each masked parameter."""
+        check_values("masks", masks, "Count multiply-adds outside of jit.")
         return {
             parameter.path: Fraction(
                 int(np.count_nonzero(np.asarray(mask))), max(parameter.size, 1)

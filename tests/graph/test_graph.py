@@ -87,6 +87,16 @@ def test_a_masked_product_costs_its_density():
     assert graph.macs(masks) == 4 * (0 + 6 + 12)
 
 
+def test_masks_without_entries_are_named():
+    graph = trace(lambda p, x: x @ p["w"], {"w": jnp.ones((4, 3))}, jnp.ones((2, 4)))
+    with pytest.raises(ValueError, match=r"masks\['w'\] has no values yet"):
+        jax.jit(lambda mask: graph.macs({"w": mask}))(jnp.ones((4, 3)))
+    with pytest.raises(ValueError, match=r"masks\['w'\] has no values yet"):
+        graph.table({"w": jax.ShapeDtypeStruct((4, 3), jnp.uint8)})
+    with pytest.raises(ValueError, match=r"macs has no values yet"):
+        jax.jit(lambda share: sparsity.budget(graph, macs=share))(0.5)
+
+
 def test_masks_of_another_model_are_named():
     graph = language_model()
     with pytest.raises(ValueError, match=r"masks have a leaf 'other' of shape \(2,\).*'embed'"):
