@@ -73,7 +73,8 @@ class SaliencyPruning(BaseUpdater):
 
         def score(path: trees.KeyPath, param: jax.Array, grad: jax.Array | None) -> jax.Array:
             if grad is None:
-                raise ValueError(f"grads has no leaf for {trees.path_string(path)!r}.")
+                name = trees.path_string(path)
+                raise ValueError(f"grads has no leaf for {name!r}. Give all gradients of params.")
             saliency = param * grad
             # A scope that adds up the scores of channels takes the absolute value of the sum.
             return saliency if is_signed else jnp.abs(saliency)

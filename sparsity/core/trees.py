@@ -61,6 +61,17 @@ def covered_paths(tree: PyTree) -> set[KeyPath]:
     return {path for path, _ in _flatten(tree, is_leaf=_is_placeholder)[0]}
 
 
+def node_paths(tree: PyTree) -> set[KeyPath]:
+    """Returns the paths of all nodes: leaves, containers and placeholders.
+
+    Example:
+      >>> sorted(path_string(path) for path in node_paths({"a": [1.0, None], "b": {}}))
+      ['a', 'a/0', 'a/1', 'b', 'params']
+    """
+    ends = _flatten(tree, is_leaf=lambda node: not children(node))[0]
+    return {path[:end] for path, _ in ends for end in range(len(path) + 1)}
+
+
 def path_names(path: KeyPath) -> Path:
     """Returns the path as users see it: a string a key, index or attribute; `()` at the root."""
     return tuple(_entry_name(entry) for entry in path)

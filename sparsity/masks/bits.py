@@ -162,8 +162,20 @@ def are_kept(mask: chex.Array) -> jax.Array:
     return (mask != 0).astype(jnp.uint8)
 
 
-def check_leaves(params: Params, masks: Masks, role: str = "masks") -> None:
-    """Raises a ValueError that names a mask without a parameter, or a parameter without a mask."""
+def check_leaves(
+    params: Params,
+    masks: PyTree,
+    role: str = "masks",
+    remedy: str = "an array for a parameter that has a mask and None for one that stays dense",
+) -> None:
+    """Raises a ValueError that names a mask without a parameter, or a parameter without a mask.
+
+    Args:
+      params: tree of parameters.
+      masks: tree of masks, or another that needs an array or `None` for each parameter.
+      role: name of `masks` in messages.
+      remedy: says what to give.
+    """
     leaves = trees.leaves_by_path(params)
     trees.check_paths(leaves, trees.leaves_by_path(masks), "params", role)
     covered = trees.covered_paths(masks)
@@ -173,10 +185,7 @@ def check_leaves(params: Params, masks: Masks, role: str = "masks") -> None:
         if trees.is_prunable(leaf) and not trees.is_within(path, covered)
     ]
     if lacking:
-        raise ValueError(
-            f"The {role} have nothing for {trees.listed(lacking)}. Give an array for a parameter "
-            "that has a mask and None for one that stays dense."
-        )
+        raise ValueError(f"The {role} have nothing for {trees.listed(lacking)}. Give {remedy}.")
 
 
 def check_masks(tree: PyTree, masks: Masks, *, packed: bool, role: str = "params") -> None:

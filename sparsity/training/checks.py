@@ -13,7 +13,7 @@ import numpy as np
 from sparsity.core import trees
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import Masks, Params, PyTree, Sparsities
-from sparsity.masks import Sites, check_user_mask, read_masks
+from sparsity.masks import Sites, check_leaves, check_user_mask, read_masks
 from sparsity.sparsity_schedules import update_range
 from sparsity.training.hooks import Inputs
 from sparsity.training.state import SparseState
@@ -39,8 +39,14 @@ def check_state(state: object) -> None:
 
 
 def check_gradients(updates: PyTree, params: Params, masks: Masks) -> None:
-    """Raises a ValueError that names a masked parameter without a gradient of its shape."""
-    likes = trees.leaves_by_path(params)
+    """Raises a ValueError that names a parameter without a gradient, or of another model.
+
+    A masked parameter needs a gradient of its shape; that of others may be `None`.
+    """
+    likes, nodes = trees.leaves_by_path(params), trees.node_paths(params)
+    unknown = [path for path in trees.leaves_and_none(masks) if path not in nodes]
+    trees.check_paths(likes, unknown, "params", "masks")
+    check_leaves(params, updates, "gradients", "the gradients of all parameters")
 
     def check(path: trees.KeyPath, grad: chex.Array, mask: chex.Array | None) -> None:
         if mask is not None and jnp.shape(grad) != likes[path].shape:

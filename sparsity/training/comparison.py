@@ -76,8 +76,7 @@ def check_updates(
       The largest difference, as a part of the largest entry of its array.
     """
     rng = np.random.default_rng(0)
-    if isinstance(state, SparseState) and _fits_optimizer(tx, params, state.inner_state):
-        state = state.inner_state
+    state = _take_state(tx, params, state)
 
     def gradient(path: trees.KeyPath, leaf: jax.Array) -> jax.Array:
         if not trees.is_prunable(leaf):
@@ -123,11 +122,20 @@ def _explain_errors(
     return run
 
 
-def _fits_optimizer(tx: optax.GradientTransformation, params: Params, state: PyTree) -> bool:
-    """Returns whether a state has the structure that the `init` of an optimizer returns."""
-    shapes = jax.eval_shape(tx.init, params)
-    structures: list[object] = [jax.tree.structure(tree) for tree in (shapes, state)]
-    return structures[0] == structures[1]
+def _take_state(tx: optax.GradientTransformation, params: Params, state: PyTree) -> PyTree:
+    """Returns a state of `tx`, also from a SparseState; raises a ValueError for another's."""
+    expected = trees.leaves_by_path(jax.eval_shape(tx.init, params)).keys()
+    if (
+        isinstance(state, SparseState)
+        and trees.leaves_by_path(state.inner_state).keys() == expected
+    ):
+        return state.inner_state
+    if differing := sorted(map(trees.path_string, expected ^ trees.leaves_by_path(state).keys())):
+        raise ValueError(
+            f"opt_state is no state of tx for these params: {trees.listed(differing)} differ. "
+            "Give the state that tx.init(params) starts, or an update of it."
+        )
+    return state
 
 
 def _compare(expected: PyTree, computed: PyTree, model: str, remedy: str) -> float:

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+import sparsity
 from sparsity.training.comparison import check_updates
 
 
@@ -26,3 +27,16 @@ def test_an_update_that_is_zero_in_the_masked_model_alone_is_refused():
             model="small model",
             remedy="none",
         )
+
+
+@pytest.mark.parametrize("cut", [sparsity.compact, sparsity.shrink])
+def test_a_state_of_other_parameters_is_refused_by_its_paths(cut):
+    params = {"w": jnp.ones((3, 4)), "b": jnp.ones(4)}
+    graph = sparsity.trace(
+        lambda params, x: x @ params["w"] + params["b"], params, jnp.ones((2, 3))
+    )
+    masks, tx = {"w": jnp.ones((3, 4), jnp.uint8), "b": None}, optax.sgd(0.1, momentum=0.9)
+    for other in ({"w": params["w"]}, params | {"c": params["b"]}):
+        differing = sorted(params.keys() ^ other.keys())[0]
+        with pytest.raises(ValueError, match=f"opt_state .* params: '0/trace/{differing}' differ"):
+            cut(graph, params, masks, tx.init(other), tx)

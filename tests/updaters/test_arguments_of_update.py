@@ -65,6 +65,30 @@ def test_gradients_of_another_shape_are_a_value_error_when_pruned_at_once(algori
             updater.instant_sparsify(params, {"w": grad})
 
 
+@pytest.mark.parametrize("options", [{}, {"use_compact_state": True}], ids=["all", "kept"])
+@pytest.mark.parametrize("algorithm", ["static_sparse", "rigl"])
+def test_a_leaf_more_or_less_is_a_value_error_that_names_the_tree_and_the_path(algorithm, options):
+    updater = sparsity.ALGORITHM_REGISTRY[algorithm](
+        sparsity_distribution_fn=helpers.uniform(0.5), **options
+    )
+    tx = updater.wrap_optax(optax.adam(0.1))
+    params = {"kernel": jnp.ones((6, 10)), "bias": jnp.ones(10), "empty": {}, "no": None}
+    state = tx.init(params)
+    assert state.masks["bias"] is None
+    less = {key: leaf for key, leaf in params.items() if key != "bias"}
+    more = params | {"new": jnp.ones(10)}
+    for grads, new_params, message in [
+        (less, params, "gradients have nothing for 'bias'. Give the gradients of all parameters"),
+        (more, params, "params have no leaf at 'new', which the gradients have"),
+        (params, less, "params have no leaf at 'bias', which the masks have"),
+        (less, less, "params have no leaf at 'bias', which the masks have"),
+        (more, more, "masks have nothing for 'new'. Give an array"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            tx.update(grads, state, new_params)
+    tx.update(params, state, params)
+
+
 def test_parameters_of_another_model_are_a_value_error_that_names_the_path():
     updater = sparsity.StaticRandomSparse(sparsity_distribution_fn=helpers.uniform(0.5))
     state = updater.wrap_optax(optax.sgd(0.1)).init({"layer": helpers.params()})
