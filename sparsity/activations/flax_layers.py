@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -35,7 +36,8 @@ def sparsify_linen(
     """Returns the `apply` of a flax linen model with sparse outputs of chosen layers.
 
     A method interceptor prunes the outputs while the model runs; the model is not edited. Apply
-    with `mutable=["intermediates"]` to read the sparsity of each output.
+    with `mutable=["intermediates"]` to read the sparsity of each output. A layer in `nn.scan` or
+    `nn.vmap` reports its sparsity if `variable_axes` has an axis for intermediates, and else warns.
 
     Args:
       apply: `model.apply` (or `model.init`), not jitted: a compiled function calls no layers.
@@ -63,6 +65,7 @@ def sparsify_linen(
       (Array(0.75, dtype=float32),)
     """
     linen = extras.load("flax.linen", "flax")
+    in_filter = extras.load("flax.core.scope", "flax").in_filter
     if callable(apply) and hasattr(getattr(apply, "func", apply), "lower"):
         raise ValueError(
             "apply is compiled by jax.jit: its layers run once, while it is traced, and the sparse "
@@ -73,10 +76,12 @@ def sparsify_linen(
 
     @functools.wraps(apply)
     def sparse_apply(*args: P.args, **kwargs: P.kwargs) -> R:
-        layer_names: list[str] = []
-        with linen.intercept_methods(functools.partial(_intercept, rules, layer_names, [])):
+        reported: dict[str, bool] = {}
+        with linen.intercept_methods(functools.partial(_intercept, rules, reported, [])):
             result = apply(*args, **kwargs)
-        _check_keys(rules, dict.fromkeys(layer_names))
+        _check_keys(rules, reported)
+        if in_filter(kwargs.get("mutable", False), "intermediates"):
+            _warn_of_unreported(reported)
         return result
 
     return sparse_apply
@@ -166,26 +171,40 @@ def _rules(
 
 def _intercept(
     rules: dict[names.Key, PruneFn],
-    layer_names: list[str],
+    reported: dict[str, bool],
     running: list[str],
     call: Callable[..., trees.PyTree],
     args: tuple[trees.PyTree, ...],
     kwargs: dict[str, trees.PyTree],
     context: Any,
 ) -> trees.PyTree:
-    """Calls a method of a linen module; prunes and reports the output of a chosen layer."""
+    """Calls a method of a linen module; prunes and reports the output of a chosen layer.
+
+    `reported` gets each layer that runs, and whether the caller can read a chosen layer's report.
+    """
     name = "/".join(context.module.path)
     if context.method_name != "__call__" or not name or name in running:
         return call(*args, **kwargs)  # a layer that runs calls `__call__` of its base class
     running.append(name)
     out = call(*args, **kwargs)
     running.pop()
-    layer_names.append(name)
+    reported[name] = True
     if (key := names.best_key(rules, name)) is None:
         return out
     out, sparsity = _prune_output(rules[key], out, name)
-    context.module.sow("intermediates", _REPORT, sparsity)
+    reported[name] = context.module.sow("intermediates", _REPORT, sparsity)
     return out
+
+
+def _warn_of_unreported(reported: Mapping[str, bool]) -> None:
+    """Warns of chosen layers whose sparsity a lifted transformation keeps to itself."""
+    if unreported := [name for name, is_reported in reported.items() if not is_reported]:
+        warnings.warn(
+            f"The activation_sparsity of {trees.listed(unreported)} is not reported: it runs "
+            "in a transformation of flax without intermediates. Give nn.scan or nn.vmap "
+            "variable_axes with 'intermediates': 0.",
+            stacklevel=3,
+        )
 
 
 def _check_keys(keys: Iterable[names.Key], layers: Iterable[str]) -> None:

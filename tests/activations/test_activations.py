@@ -2,6 +2,7 @@
 
 import re
 import sys
+from typing import Any
 
 import flax.linen as nn
 import hypothesis
@@ -270,6 +271,37 @@ def test_linen_layers_report_the_sparsity_of_their_outputs(variables):
 
 
 @pytest.mark.slow
+class Scanned(nn.Module):
+    """Three scanned layers, with `variable_axes`, and a last one."""
+
+    axes: Any
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.scan(Block, variable_axes=self.axes, split_rngs={"params": True}, length=3)
+        return nn.Dense(4, name="last")(layer(name="blocks")(x, None)[0])
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.Dense(4, name="dense")(x), None
+
+
+@pytest.mark.parametrize("mutable", [["intermediates"], True])
+def test_linen_layers_that_a_scan_keeps_from_reporting_are_named_by_a_warning(mutable):
+    layers, x = {"blocks/dense": 0.25, "last": 0.5}, jnp.ones((2, 4))
+    models = [Scanned({"params": 0} | axes) for axes in ({}, {"intermediates": 0})]
+    variables = models[0].init(jax.random.key(0), x)
+    silent, telling = (sparsity.sparsify_linen(model.apply, layers) for model in models)
+    assert (silent(variables, x) == 0).mean() == 0.5  # nobody asks for intermediates
+    with pytest.warns(UserWarning, match="activation_sparsity of 'blocks/dense' is not reported"):
+        report = silent(variables, x, mutable=mutable)[1]["intermediates"]
+    assert report == {"last": {"activation_sparsity": (0.5,)}}
+    report = telling(variables, x, mutable=mutable)[1]["intermediates"]
+    np.testing.assert_array_equal(report["blocks"]["dense"]["activation_sparsity"], [[0.75] * 3])
+
+
 def test_linen_init_makes_the_same_variables(variables):
     made = sparsity.sparsify_linen(DENSE.init, LAYERS)(jax.random.key(0), IMAGES)
     assert jax.tree.structure(made) == jax.tree.structure(variables)
