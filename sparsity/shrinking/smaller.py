@@ -245,8 +245,5 @@ def _place(value: Value, array: jax.Array) -> jax.Array:
     """Shards an array on Explicit axes like the value, where axes divide the new sizes."""
     if value.sharding is None:
         return array
-    expected = value.struct(jnp.shape(array)).sharding
-    if jax.typeof(array).sharding == expected:
-        return array
-    placed: jax.Array = reshard(array, expected)
+    placed: jax.Array = reshard(array, value.struct(jnp.shape(array)).sharding)
     return placed

@@ -90,7 +90,7 @@ def _exact_scores(weights):
 
 def _layers(kind, dtype):
     rng = np.random.default_rng(7)
-    layers = [rng.normal(size=(150, 200)), 5 * rng.normal(size=300), rng.normal(size=(4, 25, 240))]
+    layers = [rng.normal(size=(151, 199)), 5 * rng.normal(size=300), rng.normal(size=(4, 25, 240))]
     if kind == "zeros":
         layers = [x * (rng.random(x.shape) < 0.3) for x in layers]
     if kind == "ties":

@@ -321,6 +321,25 @@ def test_an_axis_that_runs_over_pairs_of_one_axis_is_refused():
     assert reasons == {"an axis of pairs of its own entries"}
 
 
+def test_channels_that_two_views_share_are_cut_into_factors_of_both():
+    def fn(params, x):
+        views = [(x @ params[name]).reshape(shape) for name, shape in shapes.items()]
+        return sum(jax.nn.relu(view).reshape(5, 12) for view in views) @ params["down"]
+
+    shapes = {"up": (5, 6, 2), "other": (5, 2, 6)}
+    params = models.abstract({"up": (2, 12), "other": (2, 12), "down": (12, 3)})
+    graph = trace(fn, params, jnp.ones((5, 2)))
+    entries = np.arange(12).reshape(2, 3, 2)
+    expected = [
+        entries.reshape(2, 6),
+        entries.transpose(1, 0, 2).reshape(3, 4),
+        entries.reshape(6, 2).T,
+    ]
+    assert [group.size for group in graph.groups] == [2, 3, 2]
+    for group, each in zip(graph.groups, expected, strict=True):
+        assert all((positions == each).all() for positions in group.positions)
+
+
 def test_an_axis_that_meets_itself_shifted_is_refused():
     def fn(params, x):
         x = x @ params["up"]

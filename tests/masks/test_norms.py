@@ -20,3 +20,5 @@ def test_norms_on_hosts_and_devices_are_those_of_the_finite_scores_in_numpy():
     on_device = np.asarray(compiled(leaves))
     np.testing.assert_allclose(on_host, expected, rtol=1e-6)
     np.testing.assert_array_equal(on_host, on_device)
+    tiny = [np.float32(1e-38) * x for x in leaves]  # XLA takes most of these for 0
+    np.testing.assert_array_equal(norms([Scores.wrap(x) for x in tiny]), compiled(tiny))

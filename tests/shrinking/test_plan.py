@@ -1,5 +1,6 @@
 """Stored plans: what was written is read again, and what is damaged is refused by leaf and axis."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -30,6 +31,11 @@ def test_a_plan_is_read_as_written():
         for axis, index in axes.items():
             np.testing.assert_array_equal(again.kept[path][axis], index)
     assert Plan.from_json('{"format": 1, "leaves": []}') == Plan({}, {})
+
+
+def test_the_fields_of_a_plan_cannot_be_set():
+    with pytest.raises(dataclasses.FrozenInstanceError, match="kept"):
+        Plan({}, {}).kept = {}
 
 
 LEAVES = {
