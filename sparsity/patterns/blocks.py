@@ -50,7 +50,7 @@ class Block(SparsityType):
         for size in shape:
             check_int("Block.block_shape", size, 1)
         check_bool("Block.use_avg_pooling", self.use_avg_pooling)
-        object.__setattr__(self, "block_shape", tuple(shape))
+        object.__setattr__(self, "block_shape", tuple(map(int, shape)))
 
     def check(self, shape: tuple[int, ...], batch_axes: int = 0, name: str = "params") -> None:
         if len(shape) - batch_axes < 1:

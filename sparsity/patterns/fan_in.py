@@ -62,6 +62,7 @@ class FanIn(SparsityType):
             raise ValueError(
                 f"FanIn.axis must be different axes, at least one, got FanIn.axis = {self.axis}."
             )
+        object.__setattr__(self, "group", int(self.group))
         object.__setattr__(self, "axis", axes[0] if len(axes) == 1 else tuple(sorted(axes)))
 
     @property

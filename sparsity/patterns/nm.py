@@ -51,9 +51,10 @@ class NByM(SparsityType):
     axis: int = -1
 
     def __post_init__(self) -> None:
-        check_int("NByM.n", self.n, 0)
-        check_int("NByM.m", self.m, 1)
-        check_int("NByM.axis", self.axis)
+        for name, least in (("n", 0), ("m", 1), ("axis", None)):
+            check_int(f"NByM.{name}", getattr(self, name), least)
+            # An int8 of numpy would overflow.
+            object.__setattr__(self, name, int(getattr(self, name)))
         if self.n > self.m:
             raise ValueError(
                 f"NByM keeps n of every m entries, so n must be at most m; got n = {self.n}, "

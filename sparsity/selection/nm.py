@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsity.core.checks import is_traced
+from sparsity.core.checks import check_int, is_traced
 from sparsity.selection.keys import key_range, readable, to_keys
 
 
@@ -43,18 +43,26 @@ def nm_mask(
       Array([1, 1, 0, 0, 1, 1, 0, 0], dtype=uint8)
     """
     scores = readable(scores)
+    check_int("axis", axis)
     if not -scores.ndim <= axis < scores.ndim:
         raise ValueError(f"axis must name one of {scores.ndim} axes, got axis = {axis}.")
-    axis %= scores.ndim
-    if m < 1:
-        raise ValueError(f"m must be at least 1, got m = {m}.")
-    if not is_traced(n) and not 0 <= int(n) <= m:
-        raise ValueError(f"n must be in [0, {m}], got n = {n}.")
-    if keep is not None and jnp.shape(keep) != scores.shape:
-        raise ValueError(f"keep must have shape {scores.shape}, got {jnp.shape(keep)}.")
-    fn, n = (_nm_mask_traced, n) if is_traced(n) else (_nm_mask, int(n))
+    check_int("m", m, 1)
+    _check_n(n, m)
+    if keep is not None and np.shape(keep) != scores.shape:
+        raise ValueError(f"keep must have shape {scores.shape}, got keep.shape = {np.shape(keep)}.")
+    keep = None if keep is None else jnp.asarray(keep)
+    axis = int(axis) % scores.ndim
+    m = min(int(m), max(scores.shape[axis], 1))  # a larger group holds no other entries
+    fn, n = (_nm_mask_traced, n) if is_traced(n) else (_nm_mask, min(int(n), m))
     mask: jax.Array = fn(scores, n, keep, m, axis)
     return mask
+
+
+def _check_n(n: chex.Numeric, m: int) -> None:
+    count: jax.Array | np.ndarray = n if isinstance(n, jax.core.Tracer) else np.asarray(n)
+    is_count = count.shape == () and jnp.issubdtype(count.dtype, np.integer)
+    if not is_count or not (is_traced(n) or 0 <= count <= m):
+        raise ValueError(f"n must be an integer in [0, {m}], got n = {n!r}.")
 
 
 def _grouped_mask(

@@ -34,6 +34,19 @@ def test_a_block_shape_given_as_a_list_compares_like_a_tuple():
     assert hash(Block([2, 3])) == hash(Block((2, 3)))
 
 
+@pytest.mark.parametrize("kind", [np.int8, np.uint8])
+def test_narrow_integers_of_numpy_do_not_overflow(kind):
+    shape = (8, 1200)
+    for pattern, twin in [
+        (NByM(kind(2), kind(4), kind(1)), NByM(2, 4, 1)),
+        (Block((kind(100), kind(2))), Block((100, 2))),
+        (FanIn(kind(16)), FanIn(16)),
+    ]:
+        assert repr(pattern) == repr(twin)
+        pattern.check(shape, 0, "w")
+        assert pattern.count_kept(shape, 0.5) == twin.count_kept(shape, 0.5) == 4800
+
+
 def test_axes_of_fan_in_compare_in_any_order_and_one_axis_as_an_integer():
     assert FanIn(4, [2, 0]) == FanIn(4, (0, 2))
     assert hash(FanIn(4, [2, 0])) == hash(FanIn(4, (0, 2)))

@@ -1,5 +1,7 @@
 """Exact selection, against stable argsorts in numpy and numbers worked by hand."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -285,6 +287,31 @@ def test_nm_refuses_groups_that_do_not_fit():
         with pytest.raises(ValueError, match="must"):
             selection.nm_mask(jnp.ones((6, 8)), n, m, axis=axis)
     assert selection.nm_mask(jnp.ones((0, 8)), 2, 4).shape == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("n", (1.5, math.nan, None, True, "2", np.array([1, 2]))),
+        ("m", (None, 4.0, "4", True)),
+        ("axis", (None, 0.0, "0", True)),
+        ("keep", ("x", [1, 0])),
+    ],
+)
+def test_nm_refuses_wrong_values_by_the_name_of_their_argument(name, wrong):
+    for value in wrong:
+        arguments = {"n": 1, "m": 4, name: value}
+        with pytest.raises(ValueError, match=f"^{name} must"):
+            selection.nm_mask(jnp.ones(8), **arguments)
+    with pytest.raises(ValueError, match="n must be an integer"):
+        jax.jit(lambda n: selection.nm_mask(jnp.ones(8), n, 4))(1.7)
+
+
+def test_nm_takes_groups_larger_than_the_axis_and_masks_that_are_lists():
+    scores = jnp.array([1.0, 3.0, 2.0])
+    assert selection.nm_mask(scores, 2, 2**40).tolist() == [0, 1, 1]
+    assert selection.nm_mask(scores, 2**40, 2**40).tolist() == [1, 1, 1]
+    assert selection.nm_mask(scores, 1, 3, keep=[0, 0, 1]).tolist() == [0, 0, 1]
 
 
 # ------------------------------------------------------------------ num_kept
