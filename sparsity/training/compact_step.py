@@ -126,13 +126,12 @@ class CompactStep(Step):
         positions, inner_state = state.inner_state
         kept = gather(params, positions, params, layouts)
         grown = change.grown
-        masked = kept if grown is None else _zero_where(grown, kept)
         steps, inner_state = update_unless(
             change.is_update if self.updater.skip_gradients else False,
             functools.partial(self.inner.update, **inputs.extra),
             gather(updates, positions, params, layouts),
             inner_state,
-            masked,
+            _zero_where(grown, kept),
         )
         if grown is not None:
             steps = _start_from_zero(steps, kept, grown)

@@ -85,7 +85,7 @@ WRONG = {
     "held": (3, ODD),
     "hook": FUNCTION,
     "initial_sparsity": FRACTION,
-    "inner": (3, None, ODD, "adam", optax.adam),
+    "inner": (3, None, ODD, "adam", {}, optax.adam),
     "is_sparse_gradients": BOOLEAN,
     "is_sparse_updates": optional(BOOLEAN),
     "iterations": NATURAL,

@@ -173,7 +173,7 @@ def test_the_search_keeps_its_bound_against_an_adversary(max_misses):
         assert end > start
         bracket, *_ = narrow(bracket, jnp.asarray(pivots), (counts & 0, counts), k)
         pivots = guess(bracket, k) if int(bracket.misses) < max_misses else even(bracket)
-    assert int(bracket.passes) <= max_misses + 11
+        assert int(bracket.passes) <= max_misses + 11
 
 
 @pytest.mark.slow
