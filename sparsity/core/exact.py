@@ -198,9 +198,9 @@ def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
         raise ValueError(f"A sum may have at most 2**29 summands, got {size} of shape {x.shape}.")
     bits = 30 - max(size - 1, 1).bit_length()  # of a digit, so that a sum of digits fits an int32
     exponents = _halves(jnp.expand_dims(max_abs(x, axis), axis))
-    # The barrier adds a loop: the operand of both loops is not stored between them.
-    x, exponents = lax.optimization_barrier((x, exponents))
-    remainder, digits = finite(x), []
+    # Another operation than in `max_abs`: XLA would store a value that both loops read.
+    is_finite = jnp.abs(x) < np.inf
+    remainder, digits = jnp.where(is_finite, x, 0), []
     for exponent in exponents:
         remainder = remainder * _two_to(-exponent, x.dtype)
     for _ in range(-(-(60 if x.dtype == jnp.float64 else 32) // bits)):
@@ -208,7 +208,7 @@ def ordered_sum(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
         digit = jnp.trunc(remainder)
         remainder = remainder - digit
         digits.append(digit.astype(jnp.int32))
-    others = jnp.where(jnp.isfinite(x), 0, x)
+    others = jnp.where(is_finite, 0, x)
     *sums, other = lax.reduce(
         [*digits, others],
         [*[np.int32(0)] * len(digits), np.zeros((), x.dtype)],
