@@ -15,7 +15,7 @@ import numpy as np
 
 from sparsity import selection
 from sparsity.core import sharding
-from sparsity.core.checks import check_int
+from sparsity.core.checks import check_fraction, check_int
 from sparsity.patterns.base import (
     REMEDY,
     SparsityType,
@@ -24,7 +24,7 @@ from sparsity.patterns.base import (
     keep_active,
 )
 
-COLON = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*")
+COLON = re.compile(r"\s*(\d{1,18})\s*:\s*(\d{1,18})\s*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +96,7 @@ class NByM(SparsityType):
           topk_fn: not used; groups are ranked one by one.
         """
         del topk_fn
+        check_fraction("target", 0 if target is None else target)
 
         def create(scores: jax.Array, sparsity: chex.Numeric, target: chex.Numeric) -> jax.Array:
             axis = absolute_axis(self.axis, batch_axes, scores.ndim)
