@@ -11,7 +11,7 @@ from sparsity.core import trees
 from sparsity.core.checks import check_fraction
 from sparsity.core.trees import Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks.scopes import MovingLeaf, Scope, ScoredLeaf, TreeScope
-from sparsity.masks.sites import Pattern, Site, TopkFn
+from sparsity.masks.sites import Pattern, Site, TopkFn, is_pattern
 from sparsity.selection import Scores, compute_array
 
 
@@ -43,6 +43,11 @@ def create_mask(
     Returns:
       uint8 mask of the shape of `scores`.
     """
+    if not is_pattern(sparsity_type):
+        raise ValueError(
+            f"sparsity_type must be a pattern such as NByM(2, 4), got sparsity_type = "
+            f"{sparsity_type!r}."
+        )
     check_fraction("sparsity", sparsity)
     return sparsity_type.select(
         scores, sparsity, target=target, batch_axes=batch_axes, topk_fn=topk_fn

@@ -131,7 +131,7 @@ class SparsityType(DataclassBase):
           target: end of the ramp, for patterns with a fixed density.
           batch_axes: number of leading axes that index separate slices.
           topk_fn: `topk_fn(scores, sparsity) -> mask` replaces the selection; its scores are the
-            units of one slice, or of one group.
+            units of one slice, or of one group, and it keeps units where its mask is not zero.
 
         Returns:
           uint8 mask of the shape of `scores`.
@@ -155,7 +155,7 @@ class SparsityType(DataclassBase):
                         f"topk_fn must return a mask of the shape of its scores, "
                         f"{units.shape[leading:]}, got {chosen!r} for topk_fn = {topk_fn!r}."
                     )
-                mask = jnp.asarray(chosen).astype(jnp.uint8)
+                mask = (jnp.asarray(chosen) != 0).astype(jnp.uint8)
             return self.expand(mask, scores.shape, batch_axes)
 
         return sharding.shard_like(scores, create, scores, sparsity)

@@ -15,7 +15,7 @@ import numpy as np
 
 from sparsity import selection
 from sparsity.core import sharding
-from sparsity.core.checks import check_int
+from sparsity.core.checks import check_fraction, check_int
 from sparsity.patterns.base import (
     REMEDY,
     SparsityType,
@@ -26,7 +26,7 @@ from sparsity.patterns.base import (
     keep_active,
 )
 
-COLON = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*")
+COLON = re.compile(r"\s*(\d{1,18})\s*:\s*(\d{1,18})\s*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +99,7 @@ class NByM(SparsityType):
         """
         del topk_fn
         check_select(scores, sparsity, batch_axes)
+        check_fraction("target", 0 if target is None else target)
 
         def create(scores: jax.Array, sparsity: chex.Numeric, target: chex.Numeric) -> jax.Array:
             axis = absolute_axis(self.axis, batch_axes, scores.ndim)

@@ -14,7 +14,7 @@ from sparsity.patterns.blocks import Block, Channel
 from sparsity.patterns.fan_in import FanIn
 from sparsity.patterns.nm import COLON, NByM
 
-_STRING = re.compile(r"(.*?)(?:_(\s*-?\d+\s*(?:,\s*-?\d+\s*)*)?)?")
+_STRING = re.compile(r"(.*?)(?:_(\s*-?\d{1,18}\s*(?:,\s*-?\d{1,18}\s*)*)?)?", re.DOTALL)
 
 
 class _Form(NamedTuple):
@@ -57,10 +57,17 @@ def register_pattern(name: str, pattern: Callable[..., SparsityType]) -> None:
     check_function("pattern", pattern, "the numbers of a string, such as the class of a pattern,")
     if not isinstance(name, str) or not name or _split(name) != (name, []):
         raise ValueError(f"name must be text that does not end in numbers, got name = {name!r}.")
-    arguments = ",".join(inspect.signature(pattern).parameters)
+    try:
+        arguments = ",".join(inspect.signature(pattern).parameters)
+    except ValueError:  # of a builtin
+        raise ValueError(
+            f"pattern must be a function with a signature, got pattern = {pattern!r}. Wrap it in a "
+            "lambda that names its numbers."
+        ) from None
     form = _Form(pattern, repr(f"{name}_{arguments}" if arguments else name))
-    if _FORMS.get(name) != form:
-        _FORMS.add(name, form)
+    if _FORMS.get(name, form) != form:
+        raise ValueError(f"The name {name!r} is taken by {_FORMS[name].make!r}; choose another.")
+    _FORMS[name] = form
 
 
 def parse_sparsity_type(text: str) -> SparsityType:
@@ -84,15 +91,14 @@ def parse_sparsity_type(text: str) -> SparsityType:
         make = _FORMS[name].make
         try:
             inspect.signature(make).bind(*numbers)
-        except TypeError:  # too many numbers, or too few
-            pass
+        except TypeError:
+            problem = "has too many numbers or too few."
         else:
             return make(*numbers)
+    else:
+        problem = f"is not known. {suggest(name, _FORMS)}"
     *examples, last = (form.examples for form in _FORMS.values())
-    raise ValueError(
-        f"Sparsity type {text!r} is not known. {suggest(name, _FORMS)} Use "
-        f"{', '.join(examples)}, {last}."
-    )
+    raise ValueError(f"Sparsity type {text!r} {problem} Use {', '.join(examples)}, {last}.")
 
 
 def _split(text: str) -> tuple[str, list[int]]:
@@ -100,6 +106,5 @@ def _split(text: str) -> tuple[str, list[int]]:
     if colon := COLON.fullmatch(text):
         return "nm", [int(colon[1]), int(colon[2])]
     match = _STRING.fullmatch(text.strip())
-    if match is None:  # text of several lines
-        return text, []
+    assert match is not None  # its first group takes any text
     return match[1], [int(number) for number in (match[2] or "").split(",") if number]

@@ -131,6 +131,29 @@ def test_topk_fn_is_called_for_the_units_of_each_slice(shape, kind, batch_axes, 
     np.testing.assert_array_equal(mask, expected)
 
 
+@pytest.mark.parametrize("kept", [1, 3, 256, 0.3, -1.0])
+def test_units_are_kept_where_the_mask_of_topk_fn_is_not_zero(kept):
+    def keep_last(scores, sparsity):
+        return jnp.where(scores == 2, kept, kept * 0)
+
+    mask = masks.create_mask(np.float32([1, 0, 2]), 0.5, Unstructured(), topk_fn=keep_last)
+    assert mask.tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("kind", [None, "2:4", Unstructured])
+def test_a_pattern_of_another_kind_is_refused_by_name(kind):
+    with pytest.raises(
+        ValueError, match=r"^sparsity_type must be a pattern .*got sparsity_type = "
+    ):
+        masks.create_mask(np.ones(4, np.float32), 0.5, kind)
+
+
+@pytest.mark.parametrize("target", ["x", NAN, 2.0, -0.1])
+def test_a_target_that_is_no_fraction_is_refused(target):
+    with pytest.raises(ValueError, match=r"^target must be in \[0, 1\]"):
+        masks.create_mask(np.ones(4, np.float32), 0.5, NByM(2, 4), target=target)
+
+
 def test_topk_fn_gets_the_sparsity():
     above = lambda scores, sparsity: scores > sparsity  # noqa: E731
     scores = np.array([[0.1, 0.6], [0.9, 0.2]], np.float32)

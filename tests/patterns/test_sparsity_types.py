@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from sparsity.patterns import register_pattern
+from sparsity.patterns import parse_nm, register_pattern
 from sparsity.sparsity_types import Block, Channel, FanIn, NByM, Unstructured, parse_sparsity_type
 
 NAN = float("nan")
@@ -180,10 +180,26 @@ def test_a_registered_name_stands_for_a_pattern_with_the_numbers_that_its_functi
     for _ in range(2):  # the same function again changes nothing
         register_pattern("tile", tile)
     assert parse_sparsity_type("tile_3") == Block((3, 3))
-    with pytest.raises(ValueError, match=r"'tile_3,4' is not known.*'tile_size'"):
+    with pytest.raises(ValueError, match=r"'tile_3,4' has too many numbers .*'tile_size'"):
         parse_sparsity_type("tile_3,4")
-    with pytest.raises(ValueError, match="'nm' is taken"):
+    with pytest.raises(ValueError, match=r"'nm' is taken by <class .*NByM'>; choose another\.$"):
         register_pattern("nm", tile)
+    with pytest.raises(ValueError, match=r"pattern = <class 'int'>\. Wrap"):
+        register_pattern("integer", int)
+
+
+@pytest.mark.parametrize("text", ["channel", "nm_2", "block_2", "unstructured_1"])
+def test_a_form_with_other_numbers_is_not_called_unknown(text):
+    with pytest.raises(ValueError, match=f"^Sparsity type '{text}' has too many numbers or too"):
+        parse_sparsity_type(text)
+
+
+def test_numbers_that_no_axis_has_are_refused_as_text():
+    for text in ("nm_1," + "9" * 5000, "1:" + "9" * 5000):
+        with pytest.raises(ValueError, match=f"^Sparsity type '{text[:9]}.* is not known"):
+            parse_sparsity_type(text)
+    with pytest.raises(ValueError, match=r"^pattern = '1:9.* is no pattern"):
+        parse_nm("pattern", "1:" + "9" * 5000)
 
 
 def tile(size):
