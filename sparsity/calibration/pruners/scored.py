@@ -182,7 +182,7 @@ class RIAPruning(ScoredPruning):
     """Keeps the largest relative importance x root of the norm of the input, over the layer.
 
     A weight's relative importance is its share of its output's magnitudes plus its share of its
-    input's, so that no channel is lost as a whole.
+    input's, so that the weights of small channels compete with those of large ones.
 
     Source: Zhang et al. 2024, "Plug-and-Play: An Efficient Post-training Pruning Method for Large
     Language Models", equation 4 with a = 0.5.
