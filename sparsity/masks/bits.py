@@ -49,7 +49,7 @@ def pack(mask: chex.Array, like: chex.Array) -> jax.Array:
 
 
 def unpack(bits: chex.Array, like: chex.Array) -> jax.Array:
-    """Undoes `pack`; returns uint8 of the shape and sharding of the parameter `like`."""
+    """Undoes `pack`; returns uint8 of the shape of the parameter `like`."""
     shape = jnp.shape(like)
     if 0 in shape:
         return jnp.zeros(shape, jnp.uint8)
@@ -260,7 +260,7 @@ def _apply_on_host(param: np.ndarray, mask: np.ndarray) -> PyTree:
     result = host.empty(param.shape, param.dtype)
     flat, kept, target = param.view(bits).reshape(-1), mask.reshape(-1), result.view(bits).ravel()
     for at in host.chunks(len(flat)):
-        ones = np.negative((kept[at] > 0).astype(bits))  # all bits of kept entries
+        ones = np.negative((kept[at] != 0).astype(bits))  # all bits of kept entries
         np.bitwise_and(flat[at], ones, out=target[at])
     return result
 
@@ -274,14 +274,14 @@ def apply_mask(param: chex.Array, mask: chex.Array | None) -> chex.Array:
 
     Args:
       param: array of any shape and dtype.
-      mask: array of the same shape, or `None` for a dense parameter.
+      mask: array of the same shape, not zero where entries are kept; `None` for a dense parameter.
     """
     return param if mask is None else _apply(param, mask)
 
 
 @host.instead(_apply_on_host)
 def _apply(param: chex.Array, mask: chex.Array) -> jax.Array:
-    return jnp.where(mask > 0, param, jnp.zeros((), param.dtype))
+    return jnp.where(mask != 0, param, jnp.zeros((), param.dtype))
 
 
 @jax.custom_jvp

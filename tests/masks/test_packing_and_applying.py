@@ -185,3 +185,11 @@ def test_straight_through_without_a_mask_is_the_identity():
     value, grad = jax.value_and_grad(lambda p: jnp.sum(STRAIGHT_THROUGH(p, None)))(jnp.ones(3))
     assert value == 3
     np.testing.assert_array_equal(grad, np.ones(3))
+
+
+@pytest.mark.parametrize("compile_", [lambda fn: fn, jax.jit])
+def test_entries_stay_where_a_mask_of_any_dtype_is_not_zero(compile_):
+    param = jnp.arange(1.0, 5.0)
+    for mask in ([0, 1, -1, 2], [0.0, 0.5, -0.5, np.inf], [False, True, True, True]):
+        kept = compile_(masks.apply_mask)(param, jnp.asarray(mask))
+        np.testing.assert_array_equal(kept, [0.0, 2.0, 3.0, 4.0])

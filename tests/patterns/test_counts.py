@@ -32,11 +32,18 @@ def test_counts_without_scores_are_those_of_masks(pattern, shape, batch_axes):
         mask = np.asarray(pattern.select(scores, target, batch_axes=batch_axes))
         kept = mask.sum(axis=tuple(range(batch_axes, mask.ndim)))
         count = pattern.count_kept(shape, target, batch_axes)
-        if count is None:  # of blocks that have smaller ones at an edge
+        if count is None:  # blocks, with smaller ones at an edge
+            assert isinstance(pattern, Block)
+            assert shape == (2, 5, 7)
             assert mask.sum() <= count_entries(target) <= mask.size
         else:
             assert np.all(kept == count)
             assert mask.sum() == count_entries(target)
+
+
+def test_batch_axes_of_a_count_are_none_by_default():
+    for pattern in (Unstructured(), NByM(2, 4), Block((2, 2)), Channel(), FanIn()):
+        assert pattern.count_kept((4, 8), 0.5) == 16
 
 
 def test_ragged_blocks_count_as_full_ones():

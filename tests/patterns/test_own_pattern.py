@@ -259,3 +259,25 @@ def test_ragged_blocks_keep_their_number_of_blocks_and_not_of_entries():
 def test_own_types_compete_in_no_global_scope():
     with pytest.raises(ValueError, match=r"ranks single weights.*Rows\(\)"):
         sparsity.GlobalMagnitudePruning(sparsity=0.5, sparsity_type=Rows())
+
+
+def test_a_pattern_that_selects_by_itself_ranks_no_units_unless_it_says_so():
+    class Selects(sparsity.SparsityType):
+        def select(self, scores, sparsity, **options):
+            return super().select(scores, sparsity, **options)
+
+    class Moves(sparsity.SparsityType):
+        def move(self, *args, **options):
+            return super().move(*args, **options)
+
+    class Says(Selects):
+        ranks_units = True
+
+        def select(self, scores, sparsity, **options):
+            return super().select(scores, sparsity, **options)
+
+    class Pools(sparsity.SparsityType):
+        def pool(self, scores, batch_axes=0):
+            return scores
+
+    assert [x.ranks_units for x in (Selects, Moves, Says, Pools)] == [False, False, True, True]
