@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import math
 import numbers
-import sys
 from collections.abc import Iterable
 from types import UnionType
 from typing import Any, Self, TypeVar
@@ -76,11 +75,18 @@ def check_number(name: str, value: object, least: float = -math.inf) -> None:
     if (
         not isinstance(value, numbers.Real)
         or isinstance(value, bool)
-        or not value <= sys.float_info.max  # false for NaN; a larger integer is no float
-        or value < max(least, -sys.float_info.max)
+        or not _is_finite(value)
+        or value < least
     ):
         limit = "" if least == -math.inf else f" >= {least}"
         raise ValueError(f"{name} must be a finite number{limit}, got {name} = {value!r}.")
+
+
+def _is_finite(value: numbers.Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # of an integer that no float holds
+        return False
 
 
 def check_bool(name: str, value: object) -> None:

@@ -12,7 +12,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, auto_axes
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, auto_axes
 
 from sparsity.core.checks import is_traced
 from sparsity.core.trees import PyTree, is_array
@@ -43,8 +43,20 @@ def shard_like(
     shardings = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, like)
     if shape is not None:
         shardings = fit(shardings, shape)
-    result: T = auto_axes(fn, out_sharding=shardings)(*args)
+    with _use_mesh(like):
+        result: T = auto_axes(fn, out_sharding=shardings)(*args)
     return result
+
+
+def _use_mesh(like: PyTree) -> contextlib.AbstractContextManager[object]:
+    """Returns the context of the mesh with Explicit axes that arrays outside of jit lie on.
+
+    Programs that read none of these arrays, such as random numbers, would run on one device.
+    """
+    placed = [x.sharding for x in jax.tree.leaves(like) if is_array(x) and not is_traced(x)]
+    meshes = [x.mesh for x in placed if isinstance(x, NamedSharding) and isinstance(x.mesh, Mesh)]
+    is_set = not jax.sharding.get_abstract_mesh().empty
+    return contextlib.nullcontext() if is_set or not meshes else jax.set_mesh(meshes[0])
 
 
 def explicit_sharding(aval: object) -> NamedSharding | None:
@@ -195,7 +207,7 @@ def on_device(value: chex.Numeric, dtype: type[np.generic] = np.float32) -> jax.
     return sent
 
 
-@jax.jit
+@functools.partial(jax.jit, keep_unused=True)  # which says on what devices
 def ones_like(array: jax.Array) -> jax.Array:
     """Returns uint8 ones of the shape of an array; compiled, so that no constant is sent."""
     return jnp.ones_like(array, dtype=jnp.uint8)
@@ -206,7 +218,7 @@ def zeros_like(array: jax.Array, dtype: np.dtype) -> jax.Array:
     return place_like(array, _zeros(array, dtype))
 
 
-@functools.partial(jax.jit, static_argnums=1)
+@functools.partial(jax.jit, static_argnums=1, keep_unused=True)
 def _zeros(array: jax.Array, dtype: np.dtype) -> jax.Array:
     return jnp.zeros_like(array, dtype)
 

@@ -154,7 +154,7 @@ def test_another_base_is_refused_by_name_and_nothing_is_written(files, capsys):
     ("arguments", "message"),
     [
         (["apply", "base", "base", "out"], "base.safetensors cannot be read: its metadata do not"),
-        (["apply", "base", "nothing", "out"], "No such file"),
+        (["apply", "base", "nothing", "out"], "does not exist. Give the path of a delta"),
         (["apply", "base", "delta", "tuned"], "exists. Give another path, or --overwrite"),
         (["apply", "base", "delta", "delta", "--overwrite"], "is the delta. Give another path"),
         (["apply", "base", "delta", "out", "--filter", "kernle"], "nearest of 2 is 'a/kernel'"),

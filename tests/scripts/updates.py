@@ -187,6 +187,22 @@ def a_jitted_init_places_masks_as_their_parameters(devices):
                     assert masks["narrow"].sharding.is_equivalent_to(narrow, 2), (name, packed)
 
 
+def arrays_on_explicit_axes_need_no_mesh_in_use(devices):
+    params = place(devices, tree(0), "both")
+    for name in ("magnitude", "random", "rigl"):
+        updater = helpers.make_updater(name, use_packed_masks=name == "rigl")
+        tx = updater.wrap_optax(optax.sgd(0.1))
+        state = tx.init(params)
+        with jax.set_mesh(devices.mesh):
+            expected = tx.init(params)
+        jax.tree.map(np.testing.assert_array_equal, state.masks, expected.masks)
+        if name != "rigl":
+            pruned, masks = updater.instant_sparsify(params)
+            for layer in ("in", "out"):
+                like = params[layer]["kernel"]
+                same(pruned[layer]["kernel"], like * (masks[layer]["kernel"] != 0), like)
+
+
 def a_state_from_the_mesh_in_use_compiles_one_step_and_pruning_again_nothing(devices):
     params, grads = (place(devices, tree(seed), "both") for seed in (0, 1))
     tx = helpers.make_updater("rigl").wrap_optax(optax.adam(0.1))
@@ -312,5 +328,5 @@ CASES = {
         updates_inside_shard_map_and_pmap_prune_each_part,
         a_tree_inside_shard_map_gets_the_masks_of_each_part,
     ],
-    "Explicit": _BOTH,
+    "Explicit": [*_BOTH, arrays_on_explicit_axes_need_no_mesh_in_use],
 }
