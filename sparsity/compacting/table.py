@@ -44,20 +44,21 @@ def show_rows(rows: Sequence[Row], seconds: Mapping[Path, Mapping[str, float]]) 
     """Returns `Compact.report`."""
     measured_formats = {name for times in seconds.values() for name in times}
     columns = [name for name in FORMATS if name in measured_formats]
-    texts, numbers = ("parameter", "shape", "format"), ("kept", "padding", "dense", "values")
-    parameters = extras.make_table(
-        texts, (*numbers, "positions", "frozen", *(f"ms {name}" for name in columns))
-    )
-    for row in rows:
-        shape = trees.shape_text(row.shape)
-        counts = [f"{n:,}" for n in _numbers(row)]
+    texts = "parameter", "shape", "format"
+    numbers = ["kept", "padding", "dense", "values", "positions", "frozen"]
+    if not any(row.stored[2] for row in rows):
+        numbers.pop()
+    parameters = extras.make_table(texts, (*numbers, *(f"ms {name}" for name in columns)))
+    counts = [_numbers(row)[: len(numbers)] for row in rows]
+    for row, count in zip(rows, counts, strict=True):
+        about = row.name, trees.shape_text(row.shape), row.format or "no mask"
         measured = seconds.get(row.path, {})
         shown = [f"{1000 * measured[x]:.3g}" if x in measured else "" for x in columns]
-        parameters.add_row(row.name, shape, row.format or "no mask", *counts, *shown)
-    totals = [sum(column) for column in zip(*map(_numbers, rows), strict=True)]
+        parameters.add_row(*about, *map("{:,}".format, count), *shown)
+    totals = [sum(column) for column in zip(*counts, strict=True)]
     parameters.add_section()
-    parameters.add_row("all", "", "", *(f"{n:,}" for n in totals), *[""] * len(columns))
-    notes = ["Columns dense, values, positions and frozen are bytes."]
+    parameters.add_row("all", "", "", *map("{:,}".format, totals), *[""] * len(columns))
+    notes = [f"Columns {', '.join(numbers[2:-1])} and {numbers[-1]} are bytes."]
     notes += [f"{row.name} is made dense by {reader}." for row in rows for reader in row.readers]
     return "\n".join([extras.as_text(parameters), *notes])
 
