@@ -25,7 +25,7 @@ from sparsity.core import sharding
 from sparsity.core.trees import PyTree
 from sparsity.programs.entrywise import ENTRYWISE, constant_in, is_copy
 from sparsity.programs.layout import LAYOUTS, is_lookup, reads_quantized
-from sparsity.programs.products import PRODUCTS
+from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import Equation, Program, Value, is_differentiable
 from sparsity.programs.walk import Interpreter
 
@@ -142,25 +142,32 @@ class Densifier(Interpreter[Lazy]):
         def backward(arrays: Sequence[jax.Array], cotangents: Arrays) -> tuple[object, ...]:
             cotangents = [c for c, is_one in zip(cotangents, floating, strict=True) if is_one]
 
-            def outputs(places: list[int], after: Arrays, *chosen: jax.Array) -> Arrays:
-                replaced = dict(zip(places, chosen, strict=True))
-                computed = run([replaced.get(i, x) for i, x in enumerate(arrays)], after)
-                return [x for x, is_one in zip(computed, floating, strict=True) if is_one]
+            def differentiate(
+                places: list[int], after: Arrays, relaid: dict[int, jax.Array], cotangents: Arrays
+            ) -> dict[int, jax.Array]:
+                def outputs(*chosen: jax.Array) -> Arrays:
+                    replaced = relaid | dict(zip(places, chosen, strict=True))
+                    computed = run([replaced.get(i, x) for i, x in enumerate(arrays)], after)
+                    return [x for x, is_one in zip(computed, floating, strict=True) if is_one]
+
+                pull_back = jax.vjp(outputs, *(arrays[i] for i in places))[1]
+                return dict(zip(places, pull_back(cotangents), strict=True))
 
             gradients: dict[int, jax.Array] = {}
             steps = _in_steps(equation, inputs)
             operands = _find_operands(equation, jax.tree.unflatten(structure, arrays))
             if operands and len(steps) > 1:  # kept values come first
-                _, kept, _ = operands
+                ((values, *_), (other, *_)), (_, kept, _) = steps, operands
                 gradient = kept.storage.differentiate(equation, *operands, *cotangents)
-                if gradient is not None:
-                    ((values, *_), *steps) = steps
+                if gradient is None:
+                    relaid, *rows_last = _lay_rows_last(equation, *operands, *cotangents)
+                    gradients = differentiate(steps[0], cotangents, {other: relaid}, rows_last)
+                else:
                     gradients[values] = gradient
+                del steps[0]
             for places in steps:
                 after = [*gradients.values()] or cotangents
-                read = functools.partial(outputs, places, after)
-                pull_back = jax.vjp(read, *(arrays[i] for i in places))[1]
-                gradients |= zip(places, pull_back(cotangents), strict=True)
+                gradients |= differentiate(places, after, {}, cotangents)
             return tuple(gradients.get(i) for i in range(len(arrays)))
 
         read = jax.custom_vjp(forward)
@@ -184,6 +191,42 @@ def _find_operands(
     if not isinstance(kept, Kept) or isinstance(other, Kept | Deferred):
         return None
     return at, kept, other
+
+
+def _lay_rows_last(
+    equation: Equation, at: int, kept: Kept, other: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the operands of the gradient of kept values, the left one with its rows last.
+
+    XLA on CPUs multiplies faster along last axes. Copies of few rows cost less than this saves:
+    steps through 8 scanned layers of 2048 x 2048 take 0.90 of the time at 4 rows, 0.92 at 16, and
+    0.97 at 128. The bits stay.
+
+    Args:
+      equation: the product.
+      at: number of the operand that is kept values.
+      kept: this operand.
+      other: the other operand.
+      cotangent: gradient of the product.
+    """
+    is_small = 0 < other.size * 8 <= math.prod(kept.shape)
+    if equation.name != "dot_general" or not is_small or jax.default_backend() != "cpu":
+        return other, cotangent
+    product = read_product(equation)
+    roles, partner, places = product.operands[at], product.operands[1 - at], product.places(at)
+    first = min((*roles.contracted, *roles.free), key=lambda axis: kept.axes[axis])
+    if first in roles.contracted:
+        return _lay_out(other, (*partner.batch, *partner.contracted, *partner.free)), cotangent
+    rows = (axis for axis in range(cotangent.ndim) if axis not in places)
+    return other, _lay_out(cotangent, (*places, *rows))
+
+
+def _lay_out(array: jax.Array, order: tuple[int, ...]) -> jax.Array:
+    """Returns an array that lies in memory in another order of its axes."""
+    if order == tuple(range(array.ndim)):
+        return array
+    laid_out: jax.Array = lax.optimization_barrier(array.transpose(order))
+    return laid_out.transpose(np.argsort(order))
 
 
 def _is_widened(equation: Equation, inputs: Sequence[Lazy]) -> bool:

@@ -1,6 +1,7 @@
 """A compact model computes what the masked model computes: values, gradients, bits."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,31 @@ def test_values_have_the_bits_and_gradients_the_numbers_of_the_masked_model(name
         grads = kept(model.dense(grads), masks)
         for one, other in zip(grads, kept(dense, masks), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("product", "shapes"),
+    [
+        ("bi,io->bo", [(4, 48), (48, 32)]),
+        ("bi,oi->bo", [(4, 48), (32, 48)]),
+        ("bei,eio->beo", [(4, 2, 48), (2, 48, 32)]),
+    ],
+)
+def test_gradients_sum_few_rows_along_last_axes(product, shapes):
+    rng = np.random.default_rng(0)
+    mask = rng.random(shapes[1]) < 0.4
+    with jax.enable_x64(True):
+        x, params = (jnp.asarray(rng.normal(size=shape)) for shape in shapes)
+        fn = lambda params, x: jnp.einsum(product, x, params)  # noqa: E731
+        model = compact(trace(fn, params, x), params, mask)
+        run = jax.jit(jax.grad(lambda params: loss(model.apply)(params, x)[0]))
+        program = run.lower(model.params).compile()
+        gradient = model.dense(program(model.params))
+        expected = jax.grad(lambda params: loss(fn)(params, x)[0])(params * mask) * mask
+    np.testing.assert_allclose(gradient, expected, rtol=1e-12, atol=1e-12)
+    size = ",".join(map(str, params.shape))
+    dots = re.findall(rf"\[{size}\]\S* dot\(.*lhs_contracting_dims={{(\d)}}", program.as_text())
+    assert dots == [f"{params.ndim - 1}"]
 
 
 @pytest.mark.parametrize("name", ["scanned_along_axis_1", "split"])
