@@ -62,12 +62,12 @@ class BaseUpdater(Updater):
         final masks given to `wrap_optax` and no schedule, with `is_sparse_gradients=True`.
       regrows: class attribute: whether pruned weights may return to the mask. Returning weights
         start at 0, with the optimizer state of `init`. `None` means that weights may return, unless
-        the class keeps dense weights. `None` is also the default of a class that overrides
-        `calculate_scores`, `create_masks` or `update_state`. `False` makes updates of masks a tenth
-        faster.
+        the class keeps dense weights. `None` replaces an inherited `False` in a class that
+        overrides `calculate_scores`, `create_masks` or `update_state`. `False` makes updates of
+        masks a tenth faster.
       keeps_dense_weights: class attribute: whether pruned weights keep their values between steps.
         A class that overrides `post_gradient_update` or `apply_masks` without this attribute is
-        assumed to keep values; `wrap_optax` warns.
+        assumed to keep values; `wrap_optax` warns unless `is_sparse_updates` is set.
       keeps_count: class attribute. True: each slice keeps the number that the target sparsity
         gives. `None`: at most that number. False: any number, the default of a class that overrides
         a hook that makes masks.
@@ -230,15 +230,16 @@ _FIRST_MASK_HOOKS = "get_initial_masks", "init_state"
 def _infer_attributes(cls: type[BaseUpdater]) -> None:
     """Replaces inherited class attributes that may be false for the hooks that a class overrides.
 
-    A class that states an attribute keeps the stated value. Otherwise
+    A class that states an attribute, or has a mixin that does, keeps the stated value. Otherwise
 
     - `post_gradient_update` and `apply_masks` imply `keeps_dense_weights = True`, as in jaxpruner,
       and `wrap_optax` warns;
     - `calculate_scores` and hooks that update masks imply `regrows = None` in place of False;
     - hooks that update masks or create the first ones imply `keeps_count = False`.
     """
-    stated = vars(cls)
     parents = [base for base in cls.__bases__ if issubclass(base, BaseUpdater)]
+    new = [base for base in cls.__mro__ if not any(issubclass(x, base) for x in parents)]
+    stated = {name for base in new for name in vars(base)}
 
     def overrides(*hooks: str) -> bool:
         return any(

@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 
 from sparsity.algorithms.pruners import MagnitudePruning
 from sparsity.core import sharding, trees
-from sparsity.core.checks import check_number, is_traced
+from sparsity.core.checks import check_kind, check_number, is_traced
 from sparsity.core.dtypes import promote
 from sparsity.core.trees import Grads, Masks, Params, PyTree, Sparsities
 from sparsity.masks import Sites, apply_mask, masked_paths
@@ -93,7 +93,7 @@ class ADMMPruning(MagnitudePruning):
         **extra_args: ExtraArg,
     ) -> SparseState:
         sites = self.sites(params) if sites is None else sites
-        moved = trees.map_matched(_sum, params, sparse_state.algorithm_state["u"])
+        moved = trees.map_matched(_sum, params, _read_memory(sparse_state)["u"])
         z, support = self._project(moved, sparse_state.target_sparsities, sites)
         u = jax.tree.map(jnp.subtract, moved, z)
         _, end = update_range(self.scheduler) or (0, None)
@@ -120,7 +120,7 @@ class ADMMPruning(MagnitudePruning):
             force = rho.astype(z.dtype) * (param.astype(z.dtype) - z + u)
             return grad + force.astype(grad.dtype)
 
-        memory = sparse_state.algorithm_state
+        memory = _read_memory(sparse_state)
         return trees.map_matched(pull, grads, params, memory["z"], memory["u"])
 
     def _penalty(self, step: jax.Array) -> jax.Array:
@@ -140,6 +140,13 @@ class ADMMPruning(MagnitudePruning):
         scores, named = self.calculate_scores(weights), {"sites": sites}
         support = call_hook(self.create_masks, scores, targets, extra={}, named=named)
         return trees.map_matched(_masked, weights, support), support
+
+
+def _read_memory(state: SparseState) -> dict[str, PyTree]:
+    """Returns z and u; raises a ValueError for the state of another algorithm."""
+    memory: dict[str, PyTree] = state.algorithm_state
+    check_kind("algorithm_state", memory, dict, "the dict of ADMMPruning.init_algorithm_state")
+    return memory
 
 
 def _check_penalties(fn: optax.Schedule, schedule: Schedule) -> None:

@@ -63,6 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
     params = trees.map_matched(
         lambda path, leaf: leaf.load() if trees.path_string(path) in selected else None, tree
     )
+    if not any(map(trees.is_prunable, jax.tree.leaves(params))):
+        raise ValueError(
+            f"{arguments.source} has no weights to prune: its selected leaves are "
+            f"{_list_dtypes(params)}. Only floating and complex arrays can be pruned."
+        )
     # Without x64 jax would round 64 bits to 32.
     with jax.enable_x64(any(array.dtype.name in WIDE for array in jax.tree.leaves(params))):
         params = trees.map_matched(_to_native, params)
@@ -92,6 +97,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"sparsity: left dense: {printable(reason)}", file=sys.stderr)
     _print({trees.path_string(path): array for path, array in changed.items()})
     return 0
+
+
+def _list_dtypes(params: trees.Params) -> str:
+    """Returns the dtypes of arrays as text."""
+    return trees.listed(sorted({array.dtype.name for array in jax.tree.leaves(params)}))
 
 
 class _Fitting:

@@ -181,6 +181,8 @@ def unique_keys(pairs: Iterable[tuple[K, V]]) -> dict[K, V]:
 
 def _as_float(value: Any) -> float:
     """Returns the value of a real scalar, NaN for anything else."""
-    dtype = np.asarray(value).dtype if np.ndim(value) == 0 else np.dtype(bool)
-    is_real = any(jnp.issubdtype(dtype, kind) for kind in (np.integer, np.floating))
-    return float(value) if is_real else math.nan
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        is_number = value.shape == () and value.dtype != np.bool_ and is_real(value.dtype)
+    else:
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return float(value) if is_number and _is_finite(value) else math.nan

@@ -47,14 +47,13 @@ def num_kept(n: chex.Numeric, sparsity: chex.Numeric) -> int | jax.Array | Words
         most = 2**40 if one_n else 2**31 - 1
         counts = np.asarray(n)
         if counts.dtype.kind not in "iu" or np.any(counts < 0) or np.any(counts > most):
-            raise ValueError(f"n must be in [0, {most}], got n = {n!r}.")
+            raise ValueError(f"n must be an integer in [0, {most}], got n = {n!r}.")
     if not is_traced(sparsity):
         fraction = np.asarray(sparsity)
-        fraction = fraction.astype(np.float32) if is_real(fraction.dtype) else np.array(np.nan)
-        if not np.all((fraction >= 0) & (fraction <= 1)):
+        if not is_real(fraction.dtype) or not np.all((fraction >= 0) & (fraction <= 1)):
             raise ValueError(f"sparsity must be in [0, 1], got sparsity = {sparsity!r}.")
         if one_n and fraction.ndim == 0:
-            return min(int(n), max(1, round(int(n) * (1 - Fraction(float(fraction))))))
+            return min(int(n), max(1, round(int(n) * (1 - Fraction(float(np.float32(fraction)))))))
     if one_n and int(n) >= 2**31:
         kept: Words = _num_kept(split(int(n)), sparsity)
         return kept

@@ -82,7 +82,7 @@ def generate_random_scores(
     Args:
       params: tree of arrays; only paths and shapes matter.
       rng_seed: an int or a jax random key, old or new style, traced or not.
-      step: int scalar; another step gives independent scores.
+      step: int scalar in [0, 2**32); another step gives independent scores.
 
     Returns:
       A tree like `params` of uint32 arrays; they do not depend on how the arrays are sharded.

@@ -36,7 +36,7 @@ def matches(key: Key, name: str) -> bool:
       name: the path, joined by '/'.
     """
     if isinstance(key, re.Pattern):
-        return key.search(name) is not None
+        return isinstance(key.pattern, str) and key.search(name) is not None
     return _text(key) == name or (isinstance(key, str) and _fullmatch(key, name))
 
 
@@ -87,7 +87,7 @@ class Registry(dict[str, T]):
         return self[name]
 
     def add(self, name: str, entry: T) -> None:
-        """Registers `entry`; raises a ValueError unless its name is text that no entry has."""
+        """Registers `entry`; raises a ValueError unless the name is text of no other entry."""
         if not isinstance(name, str) or not name:
             raise ValueError(f"name must be text for the key {self.role}, got name = {name!r}.")
         if name in self and self[name] is not entry:
@@ -106,5 +106,5 @@ def _text(key: object) -> str:
 def _fullmatch(key: str, name: str) -> bool:
     try:
         return re.fullmatch(key, name) is not None
-    except re.error:  # a path that is no regular expression
+    except (re.error, OverflowError, RecursionError):  # a path that is no regular expression
         return False

@@ -190,8 +190,8 @@ def is_within(path: KeyPath, paths: Collection[KeyPath]) -> bool:
 
 def is_prunable(leaf: object) -> bool:
     """Returns whether a leaf can have a mask: whether it is a floating or complex array."""
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
+    dtype: PyTree = getattr(leaf, "dtype", None)
+    return is_array(leaf) and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def prunable(tree: PyTree, like: PyTree | None = None) -> PyTree:
@@ -215,7 +215,7 @@ def prunable(tree: PyTree, like: PyTree | None = None) -> PyTree:
 
 def is_array(leaf: object) -> bool:
     """Returns whether a leaf is an array, or stands for one by shape and dtype."""
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return hasattr(leaf, "dtype") and isinstance(getattr(leaf, "shape", None), tuple)
 
 
 def is_numeric(leaf: object) -> bool:

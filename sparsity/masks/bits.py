@@ -275,8 +275,16 @@ def apply_mask(param: chex.Array, mask: chex.Array | None) -> chex.Array:
     Args:
       param: array of any shape and dtype.
       mask: array of the same shape, not zero where entries are kept; `None` for a dense parameter.
+
+    Raises:
+      ValueError: one of both is no array, or their shapes differ.
     """
-    return param if mask is None else _apply(param, mask)
+    if mask is None:
+        return param
+    shapes = [x.shape if trees.is_array(x) else x for x in (param, mask)]
+    if not trees.is_array(param) or shapes[0] != shapes[1]:
+        raise ValueError(f"param and mask must be arrays of one shape, got {shapes}.")
+    return _apply(param, mask)
 
 
 @host.instead(_apply_on_host)

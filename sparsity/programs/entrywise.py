@@ -27,6 +27,7 @@ Inputs: TypeAlias = Sequence[float | None]  # the constants of the inputs, `None
 Fold: TypeAlias = Callable[[Equation, Inputs], float | None]
 
 _LARGEST = 1 << 16  # entries of a constant that are looked at
+_TINY = 2.0**-126  # XLA:CPU takes smaller numbers for 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,9 @@ def rounded(compute: Function) -> Fold:
     def fold(equation: Equation, inputs: Inputs) -> float | None:
         constant = _compute(compute, equation, inputs)
         is_certain = constant in (-1.0, 0.0, 0.5, 1.0) or not math.isfinite(constant or 0)
-        return constant if is_certain else None
+        # A result that is not exact is rounded by each implementation in its own way.
+        wide = _compute(compute, equation, inputs, np.float64) if is_certain else None
+        return constant if is_same(constant, wide) else None
 
     return fold
 
@@ -114,7 +117,7 @@ def _round(equation: Equation, inputs: Inputs) -> float | None:
 def _select(equation: Equation, inputs: Inputs) -> float | None:
     which, *cases = inputs
     if which is not None:
-        return cases[int(which)]
+        return cases[int(which)] if 0 <= which < len(cases) else None
     return cases[0] if all(case == cases[0] for case in cases) else None
 
 
@@ -156,7 +159,7 @@ ENTRYWISE: dict[str, Entrywise] = {
     **{name: Entrywise(rounded(compute)) for name, compute in _ROUNDED.items()},
     "and": Entrywise(_absorb(np.bitwise_and)),
     "div": Entrywise(_divide),
-    "integer_pow": Entrywise(lambda e, inputs: exact(lambda x: x ** e.params["y"])(e, inputs)),
+    "integer_pow": Entrywise(lambda e, inputs: rounded(lambda x: x ** e.params["y"])(e, inputs)),
     "mul": Entrywise(_absorb(np.multiply)),
     "round": Entrywise(_round),
     "select_n": Entrywise(_select),
@@ -200,6 +203,8 @@ def fold_constant(equation: Equation, inputs: Inputs) -> float | None:
     if rule.is_copy:
         return _cast(inputs[0], equation.outputs[0].dtype)
     constant = None if rule.fold is None else rule.fold(equation, inputs)
+    if any(0 < abs(x or 0) < _TINY for x in (*inputs, constant)):
+        return None
     # The sign of a 0 is not followed, so that the sign of its inverse is not known.
     return math.nan if rule.tells_zeros and math.isinf(constant or 0) else constant
 

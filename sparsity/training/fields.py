@@ -89,7 +89,10 @@ def _check_seed(seed: int | jax.Array | np.ndarray) -> None:
 
 
 def have_equal_fields(lhs: DataclassInstance, rhs: object) -> bool:
-    """Returns whether two updaters of a class have equal fields; a traced seed equals itself."""
+    """Returns whether two updaters of a class have equal fields.
+
+    A traced seed equals itself only, and so does a function that holds arrays.
+    """
     return all(
         _equal(getattr(lhs, field.name), getattr(rhs, field.name))
         for field in dataclasses.fields(lhs)
@@ -118,8 +121,7 @@ def _equal(lhs: object, rhs: object) -> bool:
     if lhs is rhs:
         return True
     if isinstance(lhs, functools.partial) and isinstance(rhs, functools.partial):
-        parts = [(part.func, part.args, part.keywords) for part in (lhs, rhs)]
-        return bool(parts[0] == parts[1])
+        lhs, rhs = ((part.func, part.args, part.keywords) for part in (lhs, rhs))
     if isinstance(lhs, jax.Array | np.ndarray) and isinstance(rhs, jax.Array | np.ndarray):
         if is_traced(lhs) or is_traced(rhs) or lhs.dtype != rhs.dtype:
             return False
@@ -127,4 +129,7 @@ def _equal(lhs: object, rhs: object) -> bool:
             lhs, rhs = jax.random.key_data(lhs), jax.random.key_data(rhs)
         return np.array_equal(lhs, rhs)
     are_arrays = (isinstance(value, jax.Array | np.ndarray) for value in (lhs, rhs))
-    return not any(are_arrays) and bool(lhs == rhs)
+    try:
+        return not any(are_arrays) and bool(lhs == rhs)
+    except ValueError:  # arrays within, which have no one truth value
+        return False

@@ -102,11 +102,25 @@ def call_hook(
       extra: arguments of the training loop, for a hook that names them or takes all keywords.
       named: arguments of the library, for a hook that names them.
       **kwargs: arguments that every such hook takes by name.
+
+    Raises:
+      TypeError: the signature of the hook does not take these arguments, or names an argument that
+        the training loop has not passed.
     """
-    parameters = inspect.signature(hook).parameters
+    signature = inspect.signature(hook)
+    parameters = signature.parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     from_loop = {key: x for key, x in extra.items() if takes_all or key in parameters}
     from_library = {key: x for key, x in (named or {}).items() if key in parameters}
     optional = from_loop | from_library  # the library wins
     filled = {*list(parameters)[: len(args)], *kwargs}  # parameters that have their arguments
-    return hook(*args, **kwargs, **{key: x for key, x in optional.items() if key not in filled})
+    kwargs |= {key: x for key, x in optional.items() if key not in filled}
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{getattr(hook, '__qualname__', hook)}{signature} does not fit its call: {error}. "
+            "BaseUpdater documents the arguments of its hooks; tx.update(..., name=value) passes "
+            "more."
+        ) from None
+    return hook(*args, **kwargs)

@@ -22,7 +22,7 @@ import numpy as np
 import optax
 
 from sparsity.core import trees
-from sparsity.core.checks import is_traced
+from sparsity.core.checks import check_kind, is_traced
 from sparsity.core.sharding import on_device
 from sparsity.core.trees import Masks, Params, PyTree
 from sparsity.masks import (
@@ -105,6 +105,7 @@ class Step:
             return SparseState(0, inner_state, 0, jnp.zeros([], jnp.int32), algorithm_state)
         inputs = Inputs(params, None, updater.sites(params), {})
         state = inputs.call(updater.init_state, params)
+        check_kind("the result of init_state", state, SparseState, "a SparseState")
         masks = read_masks(state.masks, params, self.packed, "initial masks")
         targets, algorithm_state = state.target_sparsities, state.algorithm_state
         if self.masks is not None:
@@ -174,6 +175,7 @@ class Step:
             return state
         plain, inputs = self._read(state, inputs)
         new = inputs.call(self.updater.accumulate, plain, inputs.masked_weights, inputs.grads)
+        check_kind("the result of accumulate", new, SparseState, "a SparseState")
         algorithm_state = same_structure(new.algorithm_state, state.algorithm_state)
         return state._replace(algorithm_state=algorithm_state)
 
@@ -208,6 +210,7 @@ class Step:
             old_bits, count = pack_first(old.masks, params, old.count)
             old = old._replace(count=count)
         new = update_masks(updater, old, inputs)
+        check_kind("the result of update_state", new, SparseState, "a SparseState")
         new = new._replace(masks=take_masks(new.masks, old.masks, params, self.packed))
         grown = None
         if regrows:
@@ -250,9 +253,11 @@ class Step:
             return updates
         hook = self.updater.modify_gradients
         modified = inputs.call(hook, inputs.grads, inputs.masked_weights, plain)
-        return trees.map_matched(
+        updates = trees.map_matched(
             lambda _, grad, new: grad if new is None else new, updates, modified
         )
+        check_gradients(updates, inputs.params, plain.masks)
+        return updates
 
     def transform(
         self, state: SparseState, inputs: Inputs, change: Change
@@ -335,6 +340,7 @@ def wrap_dense(
     def update_fn(
         updates: PyTree, state: PyTree, params: Params | None = None, **extra_args: ExtraArg
     ) -> tuple[PyTree, SparseState]:
+        check_state(state)
         steps, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         count = optax.safe_increment(state.count)
         return steps, state._replace(inner_state=inner_state, count=count)

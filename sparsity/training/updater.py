@@ -120,7 +120,9 @@ class Updater(DataclassBase):
           sparse_state: the current state, `None` in `instant_sparsify`.
           grads: tree of gradients, if any.
         """
-        raise NotImplementedError(f"{type(self).__name__} must override calculate_scores.")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no scores: a subclass returns them from calculate_scores."
+        )
 
     def get_initial_masks(self, params: Params, target_sparsities: Sparsities) -> Masks:
         """Returns the initial masks of the optimizer: by default, all ones.

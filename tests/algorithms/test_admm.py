@@ -164,3 +164,14 @@ def test_biases_are_drawn_and_removed_with_their_channels():
     assert left.sum() == 2
     np.testing.assert_array_equal(state.masks["up"]["kernel"], [left] * 3)
     np.testing.assert_array_equal(state.masks["down"]["kernel"].T, [left] * 2)
+
+
+@pytest.mark.parametrize("hook", ["modify_gradients", "update_state"])
+def test_a_hook_refuses_the_state_of_another_algorithm(hook):
+    params = {"w": jnp.ones((2, 4))}
+    half = {"sparsity_distribution_fn": sparsity.Uniform(0.5)}
+    once = {"scheduler": sparsity.OneShotSchedule(0)}
+    state = sparsity.MagnitudePruning(**half, **once).wrap_optax(optax.sgd(0.1)).init(params)
+    arguments = {"grads": params, "params": params, "sparse_state": state}
+    with pytest.raises(ValueError, match=r"must be the dict of ADMMPruning.init_algorithm_state"):
+        getattr(sparsity.ADMMPruning(**half, **once), hook)(**arguments)

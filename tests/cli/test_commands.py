@@ -42,6 +42,14 @@ def kernels(tmp_path):
     return path
 
 
+def test_a_checkpoint_without_weights_is_refused_with_its_dtypes(tmp_path, capsys):
+    source, target = tmp_path / "in.npz", tmp_path / "out.npz"
+    np.savez(source, a=np.arange(6), b=np.ones(2, bool))
+    assert main(["prune", str(source), str(target), *HALF]) == 2
+    assert "its selected leaves are 'bool', 'int64'" in capsys.readouterr().err
+    assert not target.exists()
+
+
 def report(capsys, *arguments):
     """The JSON that a command prints."""
     code = main([*map(str, arguments), "--json"])

@@ -20,6 +20,9 @@ NAMES = ["conv1/kernel", "conv2/kernel", "dense/bias"]
         (re.compile("^dense"), ["dense/bias"]),
         (("conv.*", "kernel"), []),  # a tuple is a path, never a pattern
         ("conv1/(", []),  # not a regular expression
+        ("conv1{99999999999999}", []),  # neither is this
+        ("(" * 2000, []),  # nor this
+        (re.compile(b"conv1"), []),  # paths are text
     ],
 )
 def test_a_key_names_these_leaves(key, named):

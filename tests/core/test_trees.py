@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.tree_util import DictKey, SequenceKey
 
@@ -167,6 +168,9 @@ def test_the_key_of_a_dictionary_is_not_the_field_of_the_same_name():
         (3, False),
         ("text", False),
         (None, False),
+        (jnp.float32, False),  # a class with a dtype
+        (np.float32, False),
+        (nn.Dense(3, dtype=jnp.float32), False),  # so is a layer
     ],
     ids=lambda value: str(getattr(value, "dtype", value)),
 )

@@ -143,6 +143,16 @@ def test_the_byte_of_a_row_of_one_weight_may_be_packed_or_not(kept):
     np.testing.assert_array_equal(masks.unpack(bits, jnp.ones((2, 1))), [[1], [0]])
 
 
+@pytest.mark.parametrize(
+    ("param", "mask"),
+    [("x", np.ones(3)), ([1.0], [1]), (np.ones(3), "m"), (np.ones((2, 3)), np.ones(3)), ("x", "x")],
+    ids=str,
+)
+def test_what_is_no_array_of_the_shape_of_its_mask_is_refused(param, mask):
+    with pytest.raises(ValueError, match="param and mask must be arrays of one shape, got"):
+        masks.apply_mask(param, mask)
+
+
 def test_without_a_mask_the_parameter_itself_is_returned():
     param = object()
     assert masks.apply_mask(param, None) is param

@@ -241,3 +241,9 @@ def test_a_state_of_an_algorithm_without_memory_is_refused_with_a_remedy_that_wo
     memory = updater.init_algorithm_state(params, state.masks)
     _, state = update(tx)(params, state._replace(algorithm_state=memory), params)
     assert state.algorithm_state is not None
+
+
+def test_an_optimizer_without_pruning_refuses_a_state_without_masks_too():
+    tx = sparsity.NoPruning().wrap_optax(optax.sgd(0.1))
+    with pytest.raises(ValueError, match="got a state of type EmptyState"):
+        tx.update(jnp.ones(2), optax.EmptyState(), jnp.ones(2))

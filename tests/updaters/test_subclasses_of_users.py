@@ -62,6 +62,30 @@ def test_a_mixin_that_keeps_dense_weights_is_noticed():
     assert not sparsity.MagnitudePruning.keeps_dense_weights
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_mixin_states_attributes_for_the_class_that_it_is_mixed_into(keeps):
+    class Soft:
+        keeps_dense_weights, keeps_count, regrows = keeps, True, False
+
+        def post_gradient_update(self, params, sparse_state):
+            return params
+
+        def calculate_scores(self, params, sparse_state=None, grads=None):
+            return params
+
+    class Pruner(Soft, sparsity.MagnitudePruning):
+        pass
+
+    class Child(Pruner):
+        def calculate_scores(self, params, sparse_state=None, grads=None):
+            return params
+
+    stated = Pruner.keeps_dense_weights, Pruner.keeps_count, Pruner.regrows
+    assert stated == (keeps, True, False)
+    assert Child.regrows is None  # the child has scores of its own, of which the mixin says nothing
+    Pruner(**HALF, **ONCE).wrap_optax(optax.sgd(0.1))  # warnings are errors
+
+
 @pytest.mark.slow
 def test_a_state_made_by_hand_has_the_form_that_update_returns():
     class ByHand(sparsity.StaticRandomSparse):
@@ -77,6 +101,41 @@ def test_a_state_made_by_hand_has_the_form_that_update_returns():
         _, state = update(PARAMS, state, PARAMS)
     assert update._cache_size() == 1
     assert int(state.count) == 2
+
+
+_WRONG_HOOKS = {
+    "calculate_scores": lambda self, params: params,
+    "create_masks": lambda self, scores: scores,
+    "get_initial_masks": lambda self, params: params,
+    "init_algorithm_state": lambda self, params: params,
+    "modify_gradients": lambda self, grads, params, sparse_state, loss: grads,
+    "accumulate": lambda self, sparse_state: sparse_state,
+    "update_state": lambda self, sparse_state: sparse_state,
+}
+
+
+def _train(hook, function):
+    """Makes a step of an updater of a class with one hook."""
+    updater = type("Pruner", (sparsity.MagnitudePruning,), {hook: function})(**HALF, **ONCE)
+    tx = updater.wrap_optax(optax.sgd(0.1))
+    return tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("hook", _WRONG_HOOKS)
+def test_a_hook_of_other_arguments_is_an_error_with_its_signature(hook):
+    with pytest.raises(TypeError, match=r"\(.*\) does not fit its call: .*BaseUpdater documents"):
+        _train(hook, _WRONG_HOOKS[hook])
+
+
+@pytest.mark.parametrize("hook", ["init_state", "accumulate", "update_state"])
+def test_a_hook_that_returns_no_state_is_an_error_with_its_name(hook):
+    with pytest.raises(ValueError, match=f"the result of {hook} must be a SparseState, got"):
+        _train(hook, lambda self, *args, **kwargs: None)
+
+
+def test_a_gradient_of_another_shape_is_an_error_with_its_path():
+    with pytest.raises(ValueError, match=r"gradient of 'k' has shape \(8,\)"):
+        _train("modify_gradients", lambda self, grads, *args: {**grads, "k": jnp.ones(8)})
 
 
 def test_accumulating_without_a_place_for_it_is_an_error():

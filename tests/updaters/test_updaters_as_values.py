@@ -278,3 +278,18 @@ def test_dense_weights_are_what_classes_with_their_own_application_keep():
         cls.keeps_dense_weights for cls in (OwnPost, OwnApply, Neither, SaysOtherwise, Below)
     ]
     assert derived == [True, True, False, False, True]
+
+
+def test_functions_that_hold_arrays_are_equal_to_themselves_only():
+    def make_targets(params, rates):
+        return jax.tree.map(lambda _: 0.5, params)
+
+    one, other = (
+        sparsity.MagnitudePruning(
+            sparsity_distribution_fn=functools.partial(make_targets, rates=np.ones(3))
+        )
+        for _ in range(2)
+    )
+    assert one == copy.copy(one)
+    assert one != other
+    assert hash(one) == hash(other)

@@ -102,10 +102,10 @@ def check(statistic: Statistic, shape: tuple[int, ...], name: str) -> None:
                 f"The {field} of the inputs of {name!r} are not all finite: an activation was NaN "
                 "or infinite. Calibrate in a wider dtype, or find the batch that makes it so."
             )
-        if field == "squares" and jnp.iscomplexobj(value):
+        if field == "squares" and (jnp.iscomplexobj(value) or _has_negative(value)):
             raise ValueError(
-                f"The squares of the inputs of {name!r} must be real, sums of |x|^2, got "
-                f"{value.dtype}. Take the real part of sums of x conj(x)."
+                f"The squares of the inputs of {name!r} must be real and >= 0, sums of |x|^2, got "
+                f"squares = {value!r}. Take the real part of sums of x conj(x)."
             )
 
 
@@ -140,6 +140,19 @@ def is_finite(value: jax.Array) -> bool:
 @host.instead(lambda value: np.isfinite(value).all())
 def _all_finite(value: jax.Array) -> jax.Array:
     return jnp.all(jnp.isfinite(value))
+
+
+def _has_negative(value: jax.Array) -> bool:
+    """Returns whether a real entry is negative; traced ones pass."""
+    if is_traced(value):
+        return False
+    with jax.ensure_compile_time_eval():
+        return bool(_any_negative(value))
+
+
+@host.instead(lambda x: (x < 0).any())
+def _any_negative(x: jax.Array) -> jax.Array:
+    return jnp.any(x < 0)
 
 
 @host.instead(lambda x: (x == 0).all(axis=-1))
