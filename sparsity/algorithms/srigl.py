@@ -35,8 +35,9 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_fraction, is_traced
 from sparsity.core.exact import sums
 from sparsity.core.trees import Masks, Params, Sparsities
-from sparsity.masks import Pattern, Site, Sites, keeps_targets
+from sparsity.masks import Site, Sites, keeps_targets
 from sparsity.masks.positions import put
+from sparsity.patterns import SparsityType
 from sparsity.selection import Scores, num_kept, topk_mask
 from sparsity.selection.keys import readable, to_keys
 from sparsity.training.hooks import Inputs, SliceRule
@@ -76,7 +77,7 @@ class SRigL(RigL):
         super().__post_init__()
         if self.min_salient is not None:
             check_fraction("min_salient", self.min_salient)
-        if isinstance(self.sparsity_type, Pattern):
+        if isinstance(self.sparsity_type, SparsityType):
             _check_pattern(self.sparsity_type)
         if not keeps_targets(self.scope):
             raise ValueError(
@@ -335,7 +336,7 @@ def _budget(size: int, sparsity: chex.Numeric) -> Any:
     return num_kept(size, sparsity)
 
 
-def _check_pattern(pattern: Pattern, where: str = "") -> None:
+def _check_pattern(pattern: SparsityType, where: str = "") -> None:
     if not pattern.is_elementwise:
         raise ValueError(
             "SRigL keeps equally many weights in every neuron and needs "

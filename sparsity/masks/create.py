@@ -11,14 +11,15 @@ from sparsity.core import trees
 from sparsity.core.checks import check_fraction
 from sparsity.core.trees import Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks.scopes import MovingLeaf, Scope, ScoredLeaf, TreeScope
-from sparsity.masks.sites import Pattern, Site, TopkFn, is_pattern
+from sparsity.masks.sites import Site, TopkFn
+from sparsity.patterns import SparsityType
 from sparsity.selection import Scores, compute_array
 
 
 def create_mask(
     scores: chex.Array,
     sparsity: chex.Numeric,
-    sparsity_type: Pattern,
+    sparsity_type: SparsityType,
     *,
     target: chex.Numeric | None = None,
     batch_axes: int = 0,
@@ -43,7 +44,7 @@ def create_mask(
     Returns:
       uint8 mask of the shape of `scores`.
     """
-    if not is_pattern(sparsity_type):
+    if not isinstance(sparsity_type, SparsityType):
         raise ValueError(
             f"sparsity_type must be a pattern such as NByM(2, 4), got sparsity_type = "
             f"{sparsity_type!r}."

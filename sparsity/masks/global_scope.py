@@ -24,7 +24,8 @@ from sparsity.masks.layerwise import Layerwise, count_kept, stack_sparsities
 from sparsity.masks.moves import move_units
 from sparsity.masks.norms import norms
 from sparsity.masks.scopes import MovingLeaf, ScoredLeaf
-from sparsity.masks.sites import Pattern, Site, TopkFn
+from sparsity.masks.sites import Site, TopkFn
+from sparsity.patterns import SparsityType
 from sparsity.selection import Ranked, Scores, topk_masks
 
 L = TypeVar("L", ScoredLeaf, MovingLeaf)
@@ -67,7 +68,7 @@ class Global(DataclassBase):
 
     def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
         """Raises a ValueError for a ranking inside one leaf: by pattern, batch axes or topk_fn."""
-        if isinstance(pattern, Pattern):
+        if isinstance(pattern, SparsityType):
             self._check_pattern(pattern)
         if topk_fn is not None:
             raise ValueError(
@@ -161,7 +162,7 @@ class Global(DataclassBase):
             for score in lazy
         ]
 
-    def _check_pattern(self, pattern: Pattern, where: str = "") -> None:
+    def _check_pattern(self, pattern: SparsityType, where: str = "") -> None:
         if not pattern.is_elementwise:
             raise ValueError(
                 "A global scope ranks single weights of all leaves and needs sparsity_type = "

@@ -31,6 +31,7 @@ from sparsity.graph.scope.placed import (
 from sparsity.masks import TopkFn
 from sparsity.masks.affordable import best_that_fit
 from sparsity.masks.moves import move_units
+from sparsity.patterns import SparsityType
 from sparsity.programs.axes import Axis
 
 
@@ -109,7 +110,7 @@ class Coupled(DataclassBase):
 
     def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
         """Raises a ValueError for other ways to select: patterns, batch axes, a topk_fn."""
-        if not getattr(pattern, "is_elementwise", True):
+        if isinstance(pattern, SparsityType) and not pattern.is_elementwise:
             raise ValueError(
                 "Coupled removes whole channels and needs sparsity_type = Unstructured(), got "
                 f"{pattern!r}."
