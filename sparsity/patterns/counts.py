@@ -32,8 +32,8 @@ def entry_counter(
     slices, size = math.prod(shape[:batch_axes]), math.prod(shape[batch_axes:])
     if not slices * size:
         return lambda sparsity: 0
-    if pattern.is_elementwise:
-        return lambda sparsity: slices * num_kept_int(size, sparsity)
+    if pattern.count_kept(shape, 0.5, batch_axes) is not None:
+        return lambda sparsity: slices * (pattern.count_kept(shape, sparsity, batch_axes) or 0)
     if not pattern.ranks_units:
         return lambda sparsity: math.ceil(
             slices * size * (1 - Fraction(pattern.final_sparsity(sparsity)))
