@@ -137,7 +137,7 @@ class Budget:
         has_integral_costs = by_bytes or isinstance(graph.costs.count_small_macs({}), int)
 
         def count(targets: Sparsities) -> Fraction:
-            sizes = scope.count_kept(params, targets)
+            sizes = scope.count_channels(params, targets)
             if by_bytes:
                 cost = graph.costs.count_small_bytes(sizes, paths)
             else:

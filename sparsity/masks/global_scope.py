@@ -20,7 +20,7 @@ from sparsity.core.trees import PyTree, path_names
 from sparsity.masks.affordable import total_cost, within_budget
 from sparsity.masks.lamp_scores import LampScores
 from sparsity.masks.lamp_search import select_together
-from sparsity.masks.layerwise import Layerwise, count_kept, stack_sparsities
+from sparsity.masks.layerwise import Layerwise, count_units, stack_sparsities
 from sparsity.masks.moves import move_units
 from sparsity.masks.norms import norms
 from sparsity.masks.scopes import MovingLeaf, ScoredLeaf
@@ -96,13 +96,13 @@ class Global(DataclassBase):
         sizes = [leaf.lazy_scores.size for leaf in everyone]
         sparsities = [leaf.sparsity for leaf in everyone]
         if total is None:
-            k = _count_kept_in_total(sizes[: len(leaves)], sparsities[: len(leaves)])
+            k = _count_in_total(sizes[: len(leaves)], sparsities[: len(leaves)])
             lamp = [x for leaf in leaves if isinstance(x := leaf.lazy_scores, LampScores)]
             if len(lamp) == len(leaves) and not self.use_normalization:
                 return select_together(lamp, (k[0].reshape(1), k[1].reshape(1)))
         scores = self._make_comparable([leaf.lazy_scores for leaf in leaves])
         if total is not None:
-            kept = count_kept(sizes, sparsities).astype(jnp.uint32)
+            kept = count_units(sizes, sparsities).astype(jnp.uint32)
             if total.slope(range(len(leaves))) is None:
                 cost = Cost(total, sizes)
                 limit, fixed = cost.at(kept), kept[len(leaves) :]
@@ -201,7 +201,7 @@ def _merge_overrides(
     return [next(parts[leaf.site.has_override]) for leaf in leaves]
 
 
-def _count_kept_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> exact.Words:
+def _count_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> exact.Words:
     """Returns the number of weights that all leaves keep together, in two words.
 
     Leaves of one sparsity count as one leaf; otherwise the kept weights of each leaf add up.
@@ -216,7 +216,7 @@ def _count_kept_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric
     stacked = stack_sparsities(sparsities)
     alike = jnp.all(stacked == stacked[0])
     together = exact.as_words(exact.num_kept(sum(sizes), stacked[0]))
-    return exact.choose(alike, together, exact.total(count_kept(sizes, sparsities)))
+    return exact.choose(alike, together, exact.total(count_units(sizes, sparsities)))
 
 
 def _find_cost(leaves: Sequence[ScoredLeaf | MovingLeaf]) -> Polynomial | None:

@@ -113,7 +113,7 @@ def _select_ranked(leaves: Sequence[ScoredLeaf]) -> list[jax.Array]:
         sizes, slices = [leaf.size for leaf in units], [leaf.slices for leaf in units]
         leaf_index = np.repeat(np.arange(len(units)), slices)  # of each slice
         if any(map(is_traced, sparsities)):
-            kept = count_kept(sizes, sparsities)
+            kept = count_units(sizes, sparsities)
             low = (kept if len(kept) == len(leaf_index) else kept[leaf_index]).astype(jnp.uint32)
             k = low & 0, low
         else:
@@ -186,7 +186,7 @@ def _entries(site: Site, units: jax.Array, like: jax.Array | Scores) -> jax.Arra
     return pattern.expand(units, like.shape, site.batch_axes)
 
 
-def count_kept(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> jax.Array:
+def count_units(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> jax.Array:
     """Counts the units that stay of each leaf."""
     return jnp.asarray(exact.num_kept(np.array(sizes), stack_sparsities(sparsities)))
 

@@ -149,7 +149,7 @@ class Coupled(DataclassBase):
         groups = self._groups(params, sparsities)
         return {path for group in groups for path, _, _ in group.scored}
 
-    def count_kept(self, params: Params, sparsities: Sparsities) -> dict[Axis, Fraction]:
+    def count_channels(self, params: Params, sparsities: Sparsities) -> dict[Axis, Fraction]:
         """Counts the channels that stay of each group of `graph`, for sparsities in Python.
 
         With `across`, counts are fractions that cost as much as the channels that may stay.
@@ -189,7 +189,7 @@ class Coupled(DataclassBase):
           extra: more arrays for `choose`.
         """
         groups = self._groups(tree, sparsities)
-        numbers = [counts.count_kept(self, group) for group in groups]
+        numbers = [counts.count_by_sparsity(self, group) for group in groups]
 
         def select(leaves: Mapping[KeyPath, jax.Array], arrays: PyTree) -> list[jax.Array]:
             return choose(groups, leaves, *arrays)
@@ -260,7 +260,7 @@ class Coupled(DataclassBase):
 
     def _count(self, groups: Sequence[PlacedGroup]) -> list[chex.Numeric]:
         """Counts the channels that stay of each group, or may stay under `across`."""
-        count = counts.count_allowed if self.across else counts.count_kept
+        count = counts.count_allowed if self.across else counts.count_by_sparsity
         return [count(self, group) for group in groups]
 
     def _masks(
