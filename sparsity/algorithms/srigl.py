@@ -103,7 +103,7 @@ class SRigL(RigL):
     def get_initial_masks(
         self, params: Params, target_sparsities: Sparsities, *, sites: Sites | None = None
     ) -> Masks:
-        table = self.sites(params) if sites is None else sites
+        sites = self.sites(params) if sites is None else sites
         scores = generate_random_scores(params, self.rng_seed)
 
         def draw(
@@ -111,7 +111,7 @@ class SRigL(RigL):
         ) -> jax.Array | None:
             if target is None:
                 return None
-            start = functools.partial(_random_fan_in, table[path].batch_axes)
+            start = functools.partial(_random_fan_in, sites[path].batch_axes)
             return sharding.place_like(score, sharding.shard_like(score, start, score, target))
 
         return trees.map_matched(draw, scores, target_sparsities)
