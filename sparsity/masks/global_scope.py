@@ -112,7 +112,7 @@ class Global(DataclassBase):
 
                 return within_budget(scores, [leaf.site.cost for leaf in leaves], fits)
             k = exact.total(kept[: len(leaves)])
-        return topk_masks([Ranked(x) for x in scores], k, together=True)
+        return topk_masks([Ranked(x) for x in scores], k, across_leaves=True)
 
     def move(self, leaves: Sequence[MovingLeaf], drop_fraction: chex.Numeric) -> list[jax.Array]:
         """Returns masks with as many active weights in total as before.
@@ -140,7 +140,7 @@ class Global(DataclassBase):
         drop = self._make_comparable([leaf.lazy_drop_scores for leaf in leaves])
         grow = self._make_comparable([leaf.lazy_grow_scores for leaf in leaves])
         active = [Ranked(x, leaf.mask) for x, leaf in zip(drop, leaves, strict=True)]
-        return move_units(active, [Ranked(x) for x in grow], drop_fraction, together=True)
+        return move_units(active, [Ranked(x) for x in grow], drop_fraction, across_leaves=True)
 
     def _make_comparable(self, scores: Sequence[jax.Array | Scores | LampScores]) -> list[Scores]:
         """Returns scores of one dtype, divided by their norm where `use_normalization` says so."""

@@ -385,6 +385,6 @@ def _select_in_rows(scores: jax.Array | Scores, k: jax.Array, where: jax.Array) 
     """Returns the mask of the k highest scores of each row, uint8[rows, n]."""
     leaf = Ranked(Scores.wrap(scores), where, batch_axes=1)
     counts = k.astype(jnp.uint32)
-    masks, _ = topk.select_best([leaf], (counts & 0, counts), together=False)
+    masks, _ = topk.select_best([leaf], (counts & 0, counts), across_leaves=False)
     mask: jax.Array = masks[0]
     return mask
