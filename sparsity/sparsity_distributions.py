@@ -135,7 +135,7 @@ class Uniform:
         Args:
           params: a parameter tree, or a single array.
           batch_axes: `batch_axes` of the updater; the field takes precedence.
-          sites: the table of the updater, with patterns; by default entries are removed one by one.
+          sites: the sites of the updater, with patterns; by default entries are removed one by one.
           scope: the scope of the updater, for `entries`.
 
         Raises:
@@ -157,21 +157,21 @@ class Uniform:
                 f"entries = {self.entries} counts under Layerwise() and Global(), but not under "
                 f"scope = {scope!r}. Give a sparsity, or sparsity.budget(graph, nbytes=)."
             )
-        table = Sites(params, Unstructured(), batch_axes) if sites is None else sites
+        sites = Sites(params, Unstructured(), batch_axes) if sites is None else sites
         shapes = {
             path: x.shape for path, x in trees.leaves_by_path(trees.only_arrays(params)).items()
         }
 
         @functools.cache
         def counter(path: trees.KeyPath) -> Callable[[float], int]:
-            return entry_counter(table[path].pattern, shapes[path], table[path].batch_axes)
+            return entry_counter(sites[path].pattern, shapes[path], sites[path].batch_axes)
 
         def spread(sparsity: float) -> PyTree:
             return dataclasses.replace(self, sparsity=sparsity, entries=None)(params, batch_axes)
 
         def count(sparsity: float) -> int:
             targets = {p: float(x) for p, x in trees.leaves_by_path(spread(sparsity)).items()}
-            ranked = [path for path in targets if not table[path].has_override]
+            ranked = [path for path in targets if not sites[path].has_override]
             together = {float(np.float32(targets[path])) for path in ranked}
             total = sum(counter(path)(target) for path, target in targets.items())
             if isinstance(scope, Global) and len(together) == 1:

@@ -243,8 +243,8 @@ def prune_at_init(
 
 def _masks(scores: ScoreTree, sparsity: chex.Numeric) -> Masks:
     """Returns the masks of the highest scores of all selected leaves together."""
-    scope, table = Global(use_normalization=False), Sites(scores, Unstructured())
-    return create_masks(scope, table, scores, Uniform(sparsity)(scores))
+    scope, sites = Global(use_normalization=False), Sites(scores, Unstructured())
+    return create_masks(scope, sites, scores, Uniform(sparsity)(scores))
 
 
 def _in_rounds(

@@ -35,8 +35,9 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_fraction, is_traced
 from sparsity.core.exact import sums
 from sparsity.core.trees import Masks, Params, Sparsities
-from sparsity.masks import Pattern, Site, Sites, keeps_targets
+from sparsity.masks import Site, Sites, keeps_targets
 from sparsity.masks.positions import put
+from sparsity.patterns import SparsityType
 from sparsity.selection import Scores, num_kept, topk_mask
 from sparsity.selection.keys import readable, to_keys
 from sparsity.training.hooks import Inputs, SliceRule
@@ -76,7 +77,7 @@ class SRigL(RigL):
         super().__post_init__()
         if self.min_salient is not None:
             check_fraction("min_salient", self.min_salient)
-        if isinstance(self.sparsity_type, Pattern):
+        if isinstance(self.sparsity_type, SparsityType):
             _check_pattern(self.sparsity_type)
         if not keeps_targets(self.scope):
             raise ValueError(
@@ -102,7 +103,7 @@ class SRigL(RigL):
     def get_initial_masks(
         self, params: Params, target_sparsities: Sparsities, *, sites: Sites | None = None
     ) -> Masks:
-        table = self.sites(params) if sites is None else sites
+        sites = self.sites(params) if sites is None else sites
         scores = generate_random_scores(params, self.rng_seed)
 
         def draw(
@@ -110,7 +111,7 @@ class SRigL(RigL):
         ) -> jax.Array | None:
             if target is None:
                 return None
-            start = functools.partial(_random_fan_in, table[path].batch_axes)
+            start = functools.partial(_random_fan_in, sites[path].batch_axes)
             return sharding.place_like(score, sharding.shard_like(score, start, score, target))
 
         return trees.map_matched(draw, scores, target_sparsities)
@@ -335,7 +336,7 @@ def _budget(size: int, sparsity: chex.Numeric) -> Any:
     return num_kept(size, sparsity)
 
 
-def _check_pattern(pattern: Pattern, where: str = "") -> None:
+def _check_pattern(pattern: SparsityType, where: str = "") -> None:
     if not pattern.is_elementwise:
         raise ValueError(
             "SRigL keeps equally many weights in every neuron and needs "

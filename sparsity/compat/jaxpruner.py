@@ -15,7 +15,7 @@ import jax
 
 from sparsity.core import trees
 from sparsity.core.trees import Params, PyTree
-from sparsity.masks import apply_masks, create_mask, is_pattern, read_masks
+from sparsity.masks import apply_masks, create_mask, read_masks
 from sparsity.patterns import Block, NByM, SparsityType, Unstructured
 from sparsity.reports import summarize_intersection, summarize_sparsity
 from sparsity.training.state import SparseState
@@ -98,7 +98,7 @@ def get_topk_fn(sparsity_type: SparsityType) -> Callable[[chex.Array, chex.Numer
     if isinstance(sparsity_type, type) and issubclass(sparsity_type, SparsityType):
         with contextlib.suppress(TypeError):  # a class that needs arguments
             kind = sparsity_type()
-    if not is_pattern(kind):
+    if not isinstance(kind, SparsityType):
         raise ValueError(
             "sparsity_type must be an instance such as Unstructured(), NByM(2, 4) or "
             f"Block((4, 4)), got {sparsity_type!r}."

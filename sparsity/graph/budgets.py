@@ -82,7 +82,7 @@ class Budget:
         Args:
           params: tree of parameters.
           batch_axes: the batch axes of the updater.
-          sites: the table of the updater, with patterns; by default weights are removed one by one.
+          sites: the sites of the updater, with patterns; by default weights are removed one by one.
           scope: the scope of the updater; with `Coupled` smaller arrays are counted.
 
         Raises:
@@ -94,18 +94,18 @@ class Budget:
                 f"across = {scope.across!r} keeps what all groups cost, but not the "
                 f"{self.quantity} of this budget. Use across = {across!r}."
             )
-        table = Sites(params, Unstructured(), batch_axes) if sites is None else sites
+        sites = Sites(params, Unstructured(), batch_axes) if sites is None else sites
         leaves = self.graph.parameters.match(params)
         if isinstance(scope, Coupled):
             count = self._channel_counter(params, leaves, scope)
         else:
-            count = self._mask_counter(params, leaves, table)
+            count = self._mask_counter(params, leaves, sites)
         dense = self._count(leaves, {})
         allowed = Fraction(self.share) * dense
 
         def spread(sparsity: float) -> PyTree:
             distribution = dataclasses.replace(self.distribution, sparsity=sparsity)
-            return distribution(params, batch_axes, table)
+            return distribution(params, batch_axes, sites)
 
         if (cost := count(spread(1.0))) > allowed:
             least = float(cost / dense)
@@ -125,7 +125,7 @@ class Budget:
                 more = _with(targets, path, lower)
                 targets = more if count(more) <= allowed else targets
         return trees.map_matched(  # some patterns fix the density
-            lambda path, x: table[path].pattern.final_sparsity(x), targets
+            lambda path, x: sites[path].pattern.final_sparsity(x), targets
         )
 
     def _channel_counter(
@@ -137,7 +137,7 @@ class Budget:
         has_integral_costs = by_bytes or isinstance(graph.costs.count_small_macs({}), int)
 
         def count(targets: Sparsities) -> Fraction:
-            sizes = scope.count_kept(params, targets)
+            sizes = scope.count_channels(params, targets)
             if by_bytes:
                 cost = graph.costs.count_small_bytes(sizes, paths)
             else:

@@ -32,11 +32,9 @@ from sparsity.masks.scopes import MovingLeaf, Scope, ScoredLeaf, TreeScope, is_p
 from sparsity.masks.sites import (
     BatchAxes,
     Overrides,
-    Pattern,
     Site,
     Sites,
     TopkFn,
-    is_pattern,
     leading_axes,
 )
 from sparsity.masks.targets import call_distribution, compute_targets, read_overrides
@@ -51,7 +49,6 @@ __all__ = [
     "Layerwise",
     "MovingLeaf",
     "Overrides",
-    "Pattern",
     "Scope",
     "ScoredLeaf",
     "Site",
@@ -73,7 +70,6 @@ __all__ = [
     "create_masks",
     "elementwise",
     "host_scores",
-    "is_pattern",
     "is_per_slice",
     "keeps_targets",
     "lazy_scores",

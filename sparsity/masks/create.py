@@ -11,14 +11,15 @@ from sparsity.core import trees
 from sparsity.core.checks import check_fraction
 from sparsity.core.trees import Masks, Params, PyTree, ScoreTree, Sparsities
 from sparsity.masks.scopes import MovingLeaf, Scope, ScoredLeaf, TreeScope
-from sparsity.masks.sites import Pattern, Site, TopkFn, is_pattern
+from sparsity.masks.sites import Site, TopkFn
+from sparsity.patterns import SparsityType
 from sparsity.selection import Scores, compute_array
 
 
 def create_mask(
     scores: chex.Array,
     sparsity: chex.Numeric,
-    sparsity_type: Pattern,
+    sparsity_type: SparsityType,
     *,
     target: chex.Numeric | None = None,
     batch_axes: int = 0,
@@ -43,7 +44,7 @@ def create_mask(
     Returns:
       uint8 mask of the shape of `scores`.
     """
-    if not is_pattern(sparsity_type):
+    if not isinstance(sparsity_type, SparsityType):
         raise ValueError(
             f"sparsity_type must be a pattern such as NByM(2, 4), got sparsity_type = "
             f"{sparsity_type!r}."
@@ -56,7 +57,7 @@ def create_mask(
 
 def create_masks(
     scope: Scope | TreeScope,
-    table: Mapping[trees.KeyPath, Site],
+    sites: Mapping[trees.KeyPath, Site],
     scores: ScoreTree,
     sparsities: Sparsities,
     targets: Sparsities | None = None,
@@ -66,7 +67,7 @@ def create_masks(
 
     Args:
       scope: decides which weights compete.
-      table: the sites of the parameters.
+      sites: the sites of the parameters.
       scores: tree of scores, stored or lazy.
       sparsities: tree of sparsities, `None` for leaves that stay dense.
       targets: sparsities at the end of a ramp, for N:M; `sparsities` by default.
@@ -91,7 +92,7 @@ def create_masks(
         if sparsity is not None:
             check_fraction(f"the sparsity of {trees.path_string(path)!r}", sparsity)
             target = sparsity if target is None else target
-            leaves.append(ScoredLeaf(table[path], score, sparsity, target))
+            leaves.append(ScoredLeaf(sites[path], score, sparsity, target))
 
     trees.map_matched(collect, scores, sparsities, targets, role="scores")
     masks = _by_path([leaf.site.path for leaf in leaves], scope.select(leaves, topk_fn))
@@ -100,7 +101,7 @@ def create_masks(
 
 def move_masks(
     scope: Scope | TreeScope,
-    table: Mapping[trees.KeyPath, Site],
+    sites: Mapping[trees.KeyPath, Site],
     masks: Masks,
     drop_scores: PyTree,
     grow_scores: PyTree,
@@ -110,7 +111,7 @@ def move_masks(
 
     Args:
       scope: decides which weights compete.
-      table: the sites of the parameters.
+      sites: the sites of the parameters.
       masks: tree of the current masks.
       drop_scores: tree of scores, stored or lazy; the active weights with the lowest are dropped.
       grow_scores: tree of scores, stored or lazy; the weights not kept with the highest grow.
@@ -132,7 +133,7 @@ def move_masks(
         mask: jax.Array | None,
     ) -> None:
         if mask is not None:
-            leaves.append(MovingLeaf(table[path], mask, drop, grow))
+            leaves.append(MovingLeaf(sites[path], mask, drop, grow))
 
     trees.map_matched(collect, drop_scores, grow_scores, masks, role="drop scores")
     moved = _by_path([leaf.site.path for leaf in leaves], scope.move(leaves, drop_fraction))
@@ -149,20 +150,20 @@ def masked_paths(
 
 
 def check_user_mask(
-    scope: Scope | TreeScope, table: Mapping[trees.KeyPath, Site], path: trees.KeyPath
+    scope: Scope | TreeScope, sites: Mapping[trees.KeyPath, Site], path: trees.KeyPath
 ) -> None:
     """Raises a ValueError if a leaf has a mask but no target, and could get no later mask.
 
     Args:
       scope: scope that would create the next mask.
-      table: the sites of the parameters.
+      sites: the sites of the parameters.
       path: path of the leaf.
     """
     name = trees.path_string(path)
     try:
-        if path not in table:
+        if path not in sites:
             raise ValueError(f"{name!r} is no array of floating-point numbers.")
-        scope.check(table[path].pattern, table[path].batch_axes, None)
+        scope.check(sites[path].pattern, sites[path].batch_axes, None)
     except ValueError as error:
         raise ValueError(
             f"The masks of wrap_optax have one for {name!r}, which has no target sparsity, but no "

@@ -20,11 +20,12 @@ from sparsity.core.trees import PyTree, path_names
 from sparsity.masks.affordable import total_cost, within_budget
 from sparsity.masks.lamp_scores import LampScores
 from sparsity.masks.lamp_search import select_together
-from sparsity.masks.layerwise import Layerwise, count_kept, stack_sparsities
+from sparsity.masks.layerwise import Layerwise, count_units, stack_sparsities
 from sparsity.masks.moves import move_units
 from sparsity.masks.norms import norms
 from sparsity.masks.scopes import MovingLeaf, ScoredLeaf
-from sparsity.masks.sites import Pattern, Site, TopkFn
+from sparsity.masks.sites import Site, TopkFn
+from sparsity.patterns import SparsityType
 from sparsity.selection import Ranked, Scores, topk_masks
 
 L = TypeVar("L", ScoredLeaf, MovingLeaf)
@@ -67,7 +68,7 @@ class Global(DataclassBase):
 
     def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
         """Raises a ValueError for a ranking inside one leaf: by pattern, batch axes or topk_fn."""
-        if isinstance(pattern, Pattern):
+        if isinstance(pattern, SparsityType):
             self._check_pattern(pattern)
         if topk_fn is not None:
             raise ValueError(
@@ -95,13 +96,13 @@ class Global(DataclassBase):
         sizes = [leaf.lazy_scores.size for leaf in everyone]
         sparsities = [leaf.sparsity for leaf in everyone]
         if total is None:
-            k = _count_kept_in_total(sizes[: len(leaves)], sparsities[: len(leaves)])
+            k = _count_in_total(sizes[: len(leaves)], sparsities[: len(leaves)])
             lamp = [x for leaf in leaves if isinstance(x := leaf.lazy_scores, LampScores)]
             if len(lamp) == len(leaves) and not self.use_normalization:
                 return select_together(lamp, (k[0].reshape(1), k[1].reshape(1)))
         scores = self._make_comparable([leaf.lazy_scores for leaf in leaves])
         if total is not None:
-            kept = count_kept(sizes, sparsities).astype(jnp.uint32)
+            kept = count_units(sizes, sparsities).astype(jnp.uint32)
             if total.slope(range(len(leaves))) is None:
                 cost = Cost(total, sizes)
                 limit, fixed = cost.at(kept), kept[len(leaves) :]
@@ -111,7 +112,7 @@ class Global(DataclassBase):
 
                 return within_budget(scores, [leaf.site.cost for leaf in leaves], fits)
             k = exact.total(kept[: len(leaves)])
-        return topk_masks([Ranked(x) for x in scores], k, together=True)
+        return topk_masks([Ranked(x) for x in scores], k, across_leaves=True)
 
     def move(self, leaves: Sequence[MovingLeaf], drop_fraction: chex.Numeric) -> list[jax.Array]:
         """Returns masks with as many active weights in total as before.
@@ -139,7 +140,7 @@ class Global(DataclassBase):
         drop = self._make_comparable([leaf.lazy_drop_scores for leaf in leaves])
         grow = self._make_comparable([leaf.lazy_grow_scores for leaf in leaves])
         active = [Ranked(x, leaf.mask) for x, leaf in zip(drop, leaves, strict=True)]
-        return move_units(active, [Ranked(x) for x in grow], drop_fraction, together=True)
+        return move_units(active, [Ranked(x) for x in grow], drop_fraction, across_leaves=True)
 
     def _make_comparable(self, scores: Sequence[jax.Array | Scores | LampScores]) -> list[Scores]:
         """Returns scores of one dtype, divided by their norm where `use_normalization` says so."""
@@ -161,7 +162,7 @@ class Global(DataclassBase):
             for score in lazy
         ]
 
-    def _check_pattern(self, pattern: Pattern, where: str = "") -> None:
+    def _check_pattern(self, pattern: SparsityType, where: str = "") -> None:
         if not pattern.is_elementwise:
             raise ValueError(
                 "A global scope ranks single weights of all leaves and needs sparsity_type = "
@@ -200,7 +201,7 @@ def _merge_overrides(
     return [next(parts[leaf.site.has_override]) for leaf in leaves]
 
 
-def _count_kept_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> exact.Words:
+def _count_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> exact.Words:
     """Returns the number of weights that all leaves keep together, in two words.
 
     Leaves of one sparsity count as one leaf; otherwise the kept weights of each leaf add up.
@@ -215,7 +216,7 @@ def _count_kept_in_total(sizes: Sequence[int], sparsities: Sequence[chex.Numeric
     stacked = stack_sparsities(sparsities)
     alike = jnp.all(stacked == stacked[0])
     together = exact.as_words(exact.num_kept(sum(sizes), stacked[0]))
-    return exact.choose(alike, together, exact.total(count_kept(sizes, sparsities)))
+    return exact.choose(alike, together, exact.total(count_units(sizes, sparsities)))
 
 
 def _find_cost(leaves: Sequence[ScoredLeaf | MovingLeaf]) -> Polynomial | None:

@@ -111,7 +111,7 @@ def select_together(leaves: Sequence[LampScores], k: Words) -> list[jax.Array]:
     if is_large and is_uniform and is_local:
         masks: list[jax.Array] = search(arrays, k)[0]
         return masks
-    return topk_masks(_rank([leaf.compute() for leaf in leaves]), k, together=True)
+    return topk_masks(_rank([leaf.compute() for leaf in leaves]), k, across_leaves=True)
 
 
 @jax.jit
@@ -136,7 +136,7 @@ def search(arrays: Sequence[jax.Array], k: Words) -> tuple[list[jax.Array], jax.
         ]  # fmt: skip
 
     def by_sorting() -> list[jax.Array]:
-        return topk_masks(_rank(_sorted_scores(arrays)), k, together=True)
+        return topk_masks(_rank(_sorted_scores(arrays)), k, across_leaves=True)
 
     masks: list[jax.Array] = lax.cond(is_proved, by_search, by_sorting)
     return masks, is_proved
@@ -172,7 +172,7 @@ def _choose_inside(
     is_last_inside = ~exact.at_least(above, k) & exact.at_least(above_and_inside, k)
     need = exact.minus(k, above)
     slots = Ranked(Scores.wrap(scores), is_slot.astype(jnp.uint8))
-    [chosen] = topk_masks([slots], (need[0][None], need[1][None]), together=True)
+    [chosen] = topk_masks([slots], (need[0][None], need[1][None]), across_leaves=True)
     last = jnp.min(jnp.where(chosen > 0, scores, np.inf))
     least_above, most_below = (
         square / (exact.to_float(x) * 2.0**-bits).astype(np.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, TypeVar
 
 import chex
 import jax
@@ -78,20 +78,6 @@ def keeps_targets(scope: object) -> bool:
     return cls.select is Layerwise.select and cls.move is Layerwise.move
 
 
-@runtime_checkable
-class _UnitPattern(Protocol):
-    """A pattern that ranks units of several entries, such as blocks."""
-
-    @property
-    def group_axes(self) -> int: ...
-
-    def pool(self, scores: jax.Array | Scores, batch_axes: int = 0) -> jax.Array: ...
-
-    def expand(
-        self, units: jax.Array, shape: tuple[int, ...], batch_axes: int = 0
-    ) -> jax.Array: ...
-
-
 def _by_kind(
     leaves: Sequence[L],
     ranked: Callable[[Sequence[L]], list[jax.Array]],
@@ -107,7 +93,7 @@ def _by_kind(
     kinds: dict[bool | None, list[int]] = {}
     for i, leaf in enumerate(leaves):
         pattern = leaf.site.pattern
-        is_ranked = getattr(pattern, "ranks_units", False) and not one_by_one
+        is_ranked = pattern.ranks_units and not one_by_one
         kinds.setdefault(pattern.is_elementwise if is_ranked else None, []).append(i)
     for i in kinds.pop(None, []):
         masks[i] = one(leaves[i])
@@ -127,7 +113,7 @@ def _select_ranked(leaves: Sequence[ScoredLeaf]) -> list[jax.Array]:
         sizes, slices = [leaf.size for leaf in units], [leaf.slices for leaf in units]
         leaf_index = np.repeat(np.arange(len(units)), slices)  # of each slice
         if any(map(is_traced, sparsities)):
-            kept = count_kept(sizes, sparsities)
+            kept = count_units(sizes, sparsities)
             low = (kept if len(kept) == len(leaf_index) else kept[leaf_index]).astype(jnp.uint32)
             k = low & 0, low
         else:
@@ -181,8 +167,7 @@ def _units(site: Site, scores: jax.Array | Scores) -> Ranked:
     pattern = site.pattern
     if pattern.is_elementwise:
         return Ranked(Scores.wrap(scores), None, site.batch_axes)
-    assert isinstance(pattern, _UnitPattern)  # as it `ranks_units`
-    units = pattern.pool(scores, site.batch_axes)
+    units = pattern.pool(compute_array(scores), site.batch_axes)
     return Ranked(Scores.wrap(units), None, site.batch_axes + pattern.group_axes)
 
 
@@ -198,11 +183,10 @@ def _entries(site: Site, units: jax.Array, like: jax.Array | Scores) -> jax.Arra
     pattern = site.pattern
     if pattern.is_elementwise:
         return units
-    assert isinstance(pattern, _UnitPattern)  # as it `ranks_units`
     return pattern.expand(units, like.shape, site.batch_axes)
 
 
-def count_kept(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> jax.Array:
+def count_units(sizes: Sequence[int], sparsities: Sequence[chex.Numeric]) -> jax.Array:
     """Counts the units that stay of each leaf."""
     return jnp.asarray(exact.num_kept(np.array(sizes), stack_sparsities(sparsities)))
 

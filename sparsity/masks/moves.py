@@ -23,7 +23,7 @@ def move_units(
     grow: Sequence[Ranked],
     fraction: chex.Numeric,
     *,
-    together: bool = False,
+    across_leaves: bool = False,
 ) -> list[jax.Array]:
     """Returns masks with a fraction of their active entries replaced, by two searches.
 
@@ -34,19 +34,19 @@ def move_units(
       drop: drop scores; `where` is the current mask, in uint8 of zeros and ones.
       grow: grow scores, without `where`.
       fraction: in [0, 1], a scalar.
-      together: whether all leaves compete, under a constant total.
+      across_leaves: whether all leaves compete, under a constant total.
 
     Returns:
       uint8 masks, each with the shape and sharding of its leaf.
     """
-    move = functools.partial(_moved_masks, together=together)
+    move = functools.partial(_moved_masks, across_leaves=across_leaves)
     likes = [leaf.scores.arrays[0] for leaf in drop]
     return sharding.shard_like(likes, move, drop, grow, fraction)
 
 
-@functools.partial(jax.jit, static_argnames="together")
+@functools.partial(jax.jit, static_argnames="across_leaves")
 def _moved_masks(
-    drop: Sequence[Ranked], grow: Sequence[Ranked], fraction: chex.Numeric, *, together: bool
+    drop: Sequence[Ranked], grow: Sequence[Ranked], fraction: chex.Numeric, *, across_leaves: bool
 ) -> list[jax.Array]:
     drop = jax.tree.map(lax.stop_gradient, drop)  # a mask has no derivatives
     moves = lax.optimization_barrier(jnp.asarray(fraction) > 0)
@@ -54,12 +54,12 @@ def _moved_masks(
     zero = varying_zero([x for leaf in (*drop, *grow) for x in leaf.arrays], moves)
 
     def dropped() -> tuple[list[jax.Array], Words]:
-        kept, active = select_best(drop, exact.Removed(fraction), together=together)
+        kept, active = select_best(drop, exact.Removed(fraction), across_leaves=across_leaves)
         return kept, exact.minus(active, exact.num_kept_words(active, fraction))
 
     def present() -> tuple[list[jax.Array], Words]:
-        n = jnp.zeros(1 if together else sum(leaf.slices for leaf in drop), jnp.uint32)
-        masks = [leaf.arrays[leaf.where_at or 0] for leaf in drop]
+        n = jnp.zeros(1 if across_leaves else sum(leaf.slices for leaf in drop), jnp.uint32)
+        masks = [leaf.arrays[leaf.where_position or 0] for leaf in drop]
         # A branch that returns its operands lets XLA write the results of the other over them.
         return [x if x.dtype == jnp.uint8 else (x != 0).astype(jnp.uint8) for x in masks], (n, n)
 
@@ -68,8 +68,10 @@ def _moved_masks(
 
     def grown(kept: list[jax.Array], lost: Words) -> list[jax.Array]:
         pairs = zip(grow, kept, strict=True)
-        free = [dataclasses.replace(leaf, where=mask, excludes=True) for leaf, mask in pairs]
-        masks, _ = select_best(free, lost, together=together)
+        free = [
+            dataclasses.replace(leaf, where=mask, eligible_is_zero=True) for leaf, mask in pairs
+        ]
+        masks, _ = select_best(free, lost, across_leaves=across_leaves)
         return [a | b for a, b in zip(kept, masks, strict=True)]
 
     # The results of a branch are stored; otherwise each reader would compute them again.

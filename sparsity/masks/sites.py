@@ -7,7 +7,7 @@ A site is resolved once, from the parameter: functions that a user passes as `sp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
+from typing import NamedTuple
 
 import chex
 import jax
@@ -16,50 +16,11 @@ from sparsity.core import names, trees
 from sparsity.core.checks import check_int
 from sparsity.core.trees import Params, Path
 from sparsity.masks.affordable import MaskBudget
+from sparsity.patterns import SparsityType
 
 TopkFn = Callable[[jax.Array, chex.Numeric], chex.Array]
 BatchAxes = int | Callable[[Path, jax.Array], int]
 Overrides = names.Named[float | None]
-
-
-@runtime_checkable
-class Pattern(Protocol):
-    """Interface of `sparsity_type`; the base class `sparsity.SparsityType` implements most of it.
-
-    Attributes:
-      is_elementwise: whether every entry is a unit.
-    """
-
-    @property
-    def is_elementwise(self) -> bool: ...
-
-    def check(self, shape: tuple[int, ...], batch_axes: int, name: str) -> None:
-        """Raises a ValueError that names the parameter if the pattern does not fit its shape."""
-
-    def select(
-        self,
-        scores: chex.Array,
-        sparsity: chex.Numeric,
-        *,
-        target: chex.Numeric | None = None,
-        batch_axes: int = 0,
-        topk_fn: TopkFn | None = None,
-    ) -> jax.Array:
-        """Returns the uint8 mask that keeps the highest scores."""
-
-    def move(
-        self,
-        mask: chex.Array,
-        drop_scores: chex.Array,
-        grow_scores: chex.Array,
-        drop_fraction: chex.Numeric,
-        *,
-        batch_axes: int = 0,
-    ) -> jax.Array:
-        """Returns the mask with a fraction of its active entries replaced."""
-
-    def final_sparsity(self, target: float) -> float:
-        """Returns the sparsity that a mask has at the end of a ramp to `target`."""
 
 
 class Site(NamedTuple):
@@ -76,7 +37,7 @@ class Site(NamedTuple):
     """
 
     path: trees.KeyPath
-    pattern: Pattern
+    pattern: SparsityType
     batch_axes: int
     has_override: bool = False
     cost: float = 1.0
@@ -103,7 +64,7 @@ class Sites(Mapping[trees.KeyPath, Site]):
     def __init__(
         self,
         params: Params,
-        pattern: Pattern | Callable[[Path, jax.Array], Pattern | None],
+        pattern: SparsityType | Callable[[Path, jax.Array], SparsityType | None],
         batch_axes: BatchAxes = 0,
         overrides: Overrides | None = None,
         checked: bool = True,
@@ -115,7 +76,7 @@ class Sites(Mapping[trees.KeyPath, Site]):
         self._overrides, self._checked = overrides or {}, checked
         self._budget = budget
         self._sites: dict[trees.KeyPath, Site] = {}
-        self._patterns: dict[trees.KeyPath, Pattern | None] = {}
+        self._patterns: dict[trees.KeyPath, SparsityType | None] = {}
 
     def __iter__(self) -> Iterator[trees.KeyPath]:
         return iter(self._params)
@@ -147,14 +108,14 @@ class Sites(Mapping[trees.KeyPath, Site]):
     def _has_override(self, path: trees.KeyPath) -> bool:
         return names.best_key(self._overrides, trees.path_string(path)) is not None
 
-    def _find_pattern(self, path: trees.KeyPath) -> Pattern | None:
+    def _find_pattern(self, path: trees.KeyPath) -> SparsityType | None:
         """Returns the pattern of a leaf; a function of (path, param) is called once."""
         if path not in self._patterns:
             param, source = self._params[path], self._pattern
             pattern: object = source
-            if not isinstance(source, Pattern):
+            if not isinstance(source, SparsityType):
                 pattern = source(trees.path_names(path), param)
-            if not (pattern is None or is_pattern(pattern)):
+            if not (pattern is None or isinstance(pattern, SparsityType)):
                 raise ValueError(
                     "sparsity_type must be Unstructured, NByM, Block, Channel, FanIn or another "
                     f"SparsityType, or None for a leaf that stays dense, got {pattern!r} for "
@@ -162,11 +123,6 @@ class Sites(Mapping[trees.KeyPath, Site]):
                 )
             self._patterns[path] = pattern
         return self._patterns[path]
-
-
-def is_pattern(value: object) -> TypeGuard[Pattern]:
-    """Returns whether a value can be a `sparsity_type`: an instance, not the class itself."""
-    return isinstance(value, Pattern) and not isinstance(value, type)
 
 
 def leading_axes(batch_axes: BatchAxes, path: Path, param: jax.Array) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +14,8 @@ from sparsity.core.exact import num_kept_int
 from sparsity.patterns.base import SparsityType
 
 
-class HasFinalSparsity(Protocol):
-    """Pattern that tells the sparsity of its masks."""
-
-    def final_sparsity(self, target: float) -> float:
-        """Returns the sparsity of a mask at the end of a ramp to `target`."""
-
-
 def entry_counter(
-    pattern: HasFinalSparsity, shape: tuple[int, ...], batch_axes: int = 0
+    pattern: SparsityType, shape: tuple[int, ...], batch_axes: int = 0
 ) -> Callable[[float], int]:
     """Returns a function from a sparsity to the largest number of entries that a mask keeps.
 
@@ -40,9 +32,9 @@ def entry_counter(
     slices, size = math.prod(shape[:batch_axes]), math.prod(shape[batch_axes:])
     if not slices * size:
         return lambda sparsity: 0
-    if getattr(pattern, "is_elementwise", False):
-        return lambda sparsity: slices * num_kept_int(size, sparsity)
-    if not isinstance(pattern, SparsityType) or not pattern.ranks_units:
+    if pattern.count_kept(shape, 0.5, batch_axes) is not None:
+        return lambda sparsity: slices * (pattern.count_kept(shape, sparsity, batch_axes) or 0)
+    if not pattern.ranks_units:
         return lambda sparsity: math.ceil(
             slices * size * (1 - Fraction(pattern.final_sparsity(sparsity)))
         )

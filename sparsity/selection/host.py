@@ -22,18 +22,20 @@ _SAMPLE = 1 << 13
 _SHORT = 1 << 12  # entries of slices that are sorted, many at a time
 
 
-def select_on_host(leaves: Sequence[Ranked], k: Sequence[np.ndarray], *, together: bool) -> PyTree:
+def select_on_host(
+    leaves: Sequence[Ranked], k: Sequence[np.ndarray], *, across_leaves: bool
+) -> PyTree:
     """Returns the masks of `search.select_by_counting`, for parameters in arrays of numpy.
 
     Returns `NotImplemented` if only jax computes the scores.
     """
     if not all(leaf.scores.is_on_host for leaf in leaves):
         return NotImplemented
-    slices = 1 if together else sum(leaf.slices for leaf in leaves)
+    slices = 1 if across_leaves else sum(leaf.slices for leaf in leaves)
     high, low = (np.broadcast_to(np.asarray(word, np.int64), (slices,)) for word in k)
     counts = (high << 32) | low
     rows = [_Rows.read(leaf) for leaf in leaves]
-    if together:
+    if across_leaves:
         _select_best([x.entries(0) for x in rows], counts[0])
     else:
         ends = np.cumsum([leaf.slices for leaf in leaves])

@@ -156,13 +156,13 @@ class Ranked:
         this array among the arrays of the scores, after `jax.tree` rebuilt a `Ranked`.
       batch_axes: number of leading axes that index separate slices.
       last_axes: number of last axes that index separate slices, too.
-      excludes: an entry is eligible where `where` is zero.
+      eligible_is_zero: an entry is eligible where `where` is zero.
     """
 
     scores: Scores
     where: jax.Array | int | None = None
     batch_axes: int = 0
-    excludes: bool = False
+    eligible_is_zero: bool = False
     last_axes: int = 0
 
     @property
@@ -192,7 +192,7 @@ class Ranked:
         return (*arrays, where) if self.scores.uses_arrays else (where,)
 
     @property
-    def where_at(self) -> int | None:
+    def where_position(self) -> int | None:
         """Position of `where` in `arrays`; None: all entries are eligible."""
         where = self._where
         return where if where is None or isinstance(where, int) else len(self.arrays) - 1
@@ -207,10 +207,10 @@ class Ranked:
 
     def eligible(self, arrays: Sequence[jax.Array]) -> jax.Array | None:
         """Returns the mask of the eligible entries, by values of `self.arrays`; None: all are."""
-        if self.where_at is None:
+        if self.where_position is None:
             return None
-        where = arrays[self.where_at]
-        return where == 0 if self.excludes else where != 0
+        where = arrays[self.where_position]
+        return where == 0 if self.eligible_is_zero else where != 0
 
     def keys(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """Computes keys in the shape of the scores, by values of `self.arrays`."""
@@ -229,7 +229,7 @@ class Ranked:
             x.uses_arrays,
             at,
             self.batch_axes,
-            self.excludes,
+            self.eligible_is_zero,
             self.last_axes,
         )
         return (x.arrays, x.scalars, where), static
@@ -237,7 +237,7 @@ class Ranked:
     @classmethod
     def tree_unflatten(cls, static: PyTree, children: PyTree) -> Ranked:
         """Undoes `tree_flatten`."""
-        fn, uses_index, uses_arrays, at, batch_axes, excludes, last_axes = static
+        fn, uses_index, uses_arrays, at, batch_axes, eligible_is_zero, last_axes = static
         arrays, scalars, where = children
         scores = Scores(fn, arrays, scalars, uses_index, uses_arrays)
-        return cls(scores, where if at is None else at, batch_axes, excludes, last_axes)
+        return cls(scores, where if at is None else at, batch_axes, eligible_is_zero, last_axes)

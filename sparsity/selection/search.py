@@ -70,16 +70,17 @@ def select_by_counting(
     leaves: Sequence[Ranked],
     k: Words | Removed,
     *,
-    together: bool,
+    across_leaves: bool,
     thresholds: Thresholds = thresholds,
 ) -> tuple[list[jax.Array], Words]:
     """Returns masks of the k best eligible entries, or of all if there are fewer.
 
     Args:
       leaves: one or more parameters whose scores have one dtype, fewer than 2**31 entries each.
-      k: number of entries to keep: of all together, [1], or of each slice, [slices], in the order
-        of the parameters; clamped from above. Or the fraction of the eligible entries to remove.
-      together: whether all entries compete, or the entries of each slice.
+      k: number of entries to keep of each slice, [slices], in the order of the parameters; with
+        `across_leaves` of all, [1]. Clamped from above. Or the fraction of the eligible entries to
+        remove.
+      across_leaves: whether all entries compete, or the entries of each slice.
       thresholds: another function with the results of `thresholds`.
 
     Returns:
@@ -89,20 +90,20 @@ def select_by_counting(
     slices, sizes = [Slices(leaf) for leaf in leaves], [leaf.slices for leaf in leaves]
     like = jnp.zeros((), jnp.int32) if isinstance(k, Removed) else k[1][0]
     zero = varying_zero([x for leaf in leaves for x in leaf.arrays], like)
-    eligible = totals([x.eligible() + zero for x in slices], together)
+    eligible = totals([x.eligible() + zero for x in slices], across_leaves)
     k = exact.limit_kept(eligible, k)
 
     def above(pivots: jax.Array) -> Words:
-        each = zip(slices, per_leaf(pivots, sizes, together), strict=True)
-        return totals([x.above(rows) for x, rows in each], together)
+        each = zip(slices, per_leaf(pivots, sizes, across_leaves), strict=True)
+        return totals([x.above(rows) for x, rows in each], across_leaves)
 
     score_keys = key_range(leaves[0].scores.dtype)
     lowest = zero_like(k[1]).astype(score_keys.dtype) + score_keys.low
-    keys = per_leaf(thresholds(above, k, lowest, score_keys), sizes, together)
+    keys = per_leaf(thresholds(above, k, lowest, score_keys), sizes, across_leaves)
     counts = [x.above_and_ties(key) for x, key in zip(slices, keys, strict=True)]
     ties = jnp.concatenate([x[:, 1] for x in counts])
-    need = exact.minus(k, totals([x[:, 0] for x in counts], together))
-    share = tie_shares(ties, need, together)
+    need = exact.minus(k, totals([x[:, 0] for x in counts], across_leaves))
+    share = tie_shares(ties, need, across_leaves)
 
     def above_among_ties(pivots: jax.Array) -> Words:
         each = zip(slices, per_leaf(pivots, sizes), keys, strict=True)
@@ -180,25 +181,25 @@ class Slices:
         return jnp.stack([x.reshape(-1) for x in sums(masks, self._axes)], axis=-1)
 
 
-def totals(counts: Sequence[jax.Array], together: bool = False) -> Words:
-    """Returns int32[slices, ...] of each parameter as words [brackets, ...], summed if together."""
+def totals(counts: Sequence[jax.Array], across_leaves: bool = False) -> Words:
+    """Returns int32[slices, ...] of each parameter as words [brackets, ...], or their sum."""
     joined = jnp.concatenate(counts)
-    if not together:
+    if not across_leaves:
         return exact.as_words(joined)
     high, low = exact.total(joined)
     return high[None], low[None]
 
 
-def per_leaf(x: jax.Array, slices: Sequence[int], together: bool = False) -> list[jax.Array]:
+def per_leaf(x: jax.Array, slices: Sequence[int], across_leaves: bool = False) -> list[jax.Array]:
     """Returns x[brackets, ...] for the slices of each parameter, from their numbers of slices."""
-    if together:
+    if across_leaves:
         return [jnp.broadcast_to(x, (count, *x.shape[1:])) for count in slices]
     return jnp.split(x, np.cumsum(slices)[:-1])
 
 
-def tie_shares(ties: jax.Array, need: Words, together: bool) -> jax.Array:
+def tie_shares(ties: jax.Array, need: Words, across_leaves: bool) -> jax.Array:
     """Returns the number of ties that each slice keeps, so that each bracket keeps `need`."""
-    if not together:
+    if not across_leaves:
         return need[1].astype(jnp.int32)
     before = exact.totals_before(ties)
     room = exact.minus(need, before)

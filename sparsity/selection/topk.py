@@ -68,20 +68,20 @@ def topk_mask(
 
 
 def topk_masks(
-    leaves: Sequence[Ranked], k: Words | np.ndarray, *, together: bool = False
+    leaves: Sequence[Ranked], k: Words | np.ndarray, *, across_leaves: bool = False
 ) -> list[jax.Array]:
     """Returns masks of the k highest scores of every slice of many leaves, by one search.
 
     Args:
       leaves: parameters of any shapes and dtypes.
-      k: number of entries to keep of each slice, [slices], in the order of leaves, or of all
-        leaves together, [1]: two uint32 words (high, low), or these in one array.
-      together: whether all leaves compete; their scores have one dtype then.
+      k: number of entries to keep of each slice, [slices], in the order of leaves; two uint32
+        words (high, low), or these in one array. With `across_leaves` of all leaves, [1].
+      across_leaves: whether all leaves compete; their scores have one dtype then.
 
     Returns:
       uint8 masks, each of its leaf's shape and sharding, 1 = keep.
     """
-    topk = functools.partial(_topk_masks, together=together)
+    topk = functools.partial(_topk_masks, across_leaves=across_leaves)
     likes = [leaf.scores.arrays[0] for leaf in leaves]
     with jax.transfer_guard("allow"):  # of a constant k; to send it before takes 0.1 ms
         return sharding.shard_like(likes, topk, leaves, k)
@@ -122,7 +122,9 @@ def global_topk_mask(
             f"Cannot rank scores of dtypes {', '.join(dtypes)} together. Cast the leaves to one."
         )
     words = _k_words(k, sum(leaf.scores.size for leaf in leaves), (1,))
-    return jax.tree.unflatten(jax.tree.structure(tree), topk_masks(leaves, words, together=True))
+    return jax.tree.unflatten(
+        jax.tree.structure(tree), topk_masks(leaves, words, across_leaves=True)
+    )
 
 
 # ------------------------------------------------------------------ arguments
@@ -171,13 +173,13 @@ def _check_shape(k: chex.Numeric, shape: tuple[int, ...]) -> None:
 
 # ------------------------------------------------------------------ the search
 @host.instead(select_on_host)
-@functools.partial(jax.jit, static_argnames="together")
+@functools.partial(jax.jit, static_argnames="across_leaves")
 def _topk_masks(
-    leaves: Sequence[Ranked], k: Words | np.ndarray, *, together: bool
+    leaves: Sequence[Ranked], k: Words | np.ndarray, *, across_leaves: bool
 ) -> list[jax.Array]:
-    slices = 1 if together else sum(leaf.slices for leaf in leaves)
+    slices = 1 if across_leaves else sum(leaf.slices for leaf in leaves)
     high, low = (jnp.broadcast_to(word, (slices,)) for word in k)
-    return select_best(leaves, (high, low), together=together)[0]
+    return select_best(leaves, (high, low), across_leaves=across_leaves)[0]
 
 
 def search_for(leaves: Sequence[Ranked]) -> Callable[..., tuple[list[jax.Array], Words]]:
@@ -191,7 +193,7 @@ def search_for(leaves: Sequence[Ranked]) -> Callable[..., tuple[list[jax.Array],
 
 
 def select_best(
-    leaves: Sequence[Ranked], k: Words | Removed, *, together: bool
+    leaves: Sequence[Ranked], k: Words | Removed, *, across_leaves: bool
 ) -> tuple[list[jax.Array], Words]:
     """Returns masks and numbers as `search.select_by_counting` does; not compiled.
 
@@ -203,16 +205,16 @@ def select_best(
     for i, leaf in enumerate(leaves):
         if leaf.scores.size:
             kind = cpu.Recipe.read(leaf) if one_search is cpu.select_by_rows else leaf.scores.dtype
-            kinds.setdefault(None if together else kind, []).append(i)
+            kinds.setdefault(None if across_leaves else kind, []).append(i)
     ends = np.cumsum([leaf.slices for leaf in leaves])
     masks = [jnp.zeros(leaf.scores.shape, jnp.uint8) for leaf in leaves]
-    eligible = (jnp.zeros(1 if together else ends[-1], jnp.uint32),) * 2
+    eligible = (jnp.zeros(1 if across_leaves else ends[-1], jnp.uint32),) * 2
     for members in kinds.values():
         slices = np.concatenate([np.arange(ends[i] - leaves[i].slices, ends[i]) for i in members])
-        is_all = together or len(slices) == ends[-1]
+        is_all = across_leaves or len(slices) == ends[-1]
         kind_k = k if is_all or isinstance(k, Removed) else (k[0][slices], k[1][slices])
         ranked = [leaves[i] for i in members]
-        kind_masks, n = one_search(ranked, kind_k, together=together)
+        kind_masks, n = one_search(ranked, kind_k, across_leaves=across_leaves)
         for i, mask in zip(members, kind_masks, strict=True):
             masks[i] = mask
         if not is_all:

@@ -240,8 +240,7 @@ def _count_target(site: Site, shape: tuple[int, ...], target: chex.Numeric) -> i
             f"use_compact_state=True needs the sparsity of {site.name!r} as a number, but it is "
             "traced. Make the updater outside of jit, scan and vmap."
         )
-    count_kept = getattr(site.pattern, "count_kept", None)
-    count = count_kept and count_kept(shape, float(target), site.batch_axes)
+    count = site.pattern.count_kept(shape, float(target), site.batch_axes)
     if count is None:
         raise ValueError(
             f"use_compact_state=True: how many entries {site.pattern!r} keeps of {site.name!r} of "

@@ -14,7 +14,8 @@ import numpy as np
 
 from sparsity.core.checks import check_bool, check_int, is_traced
 from sparsity.core.names import suggest
-from sparsity.masks import SCOPES, TreeScope, is_pattern
+from sparsity.masks import SCOPES, TreeScope
+from sparsity.patterns import SparsityType
 from sparsity.sparsity_schedules import check_schedule
 from sparsity.training.compact_step import check_rules
 from sparsity.training.updater import Updater
@@ -44,7 +45,7 @@ def check_names(cls: type, names: Iterable[str]) -> None:
 def check_fields(updater: Updater) -> None:
     """Raises a ValueError that names an invalid field and its value."""
     kind = updater.sparsity_type
-    if not is_pattern(kind) and (not callable(kind) or isinstance(kind, type)):
+    if not isinstance(kind, SparsityType) and (not callable(kind) or isinstance(kind, type)):
         raise ValueError(
             "sparsity_type must be Unstructured(), NByM(n, m), Block(shape), Channel(axis), "
             f"FanIn(group, axis) or a function of (path, param), got sparsity_type = {kind!r}."

@@ -17,12 +17,11 @@ from sparsity.core import trees
 from sparsity.core.checks import DataclassBase
 from sparsity.core.hashing import generate_random_scores
 from sparsity.core.sharding import on_device, ones_like
-from sparsity.core.trees import Grads, Masks, Params, PyTree, ScoreTree, Sparsities
+from sparsity.core.trees import Grads, Masks, Params, Path, PyTree, ScoreTree, Sparsities
 from sparsity.masks import (
     BatchAxes,
     Draw,
     Layerwise,
-    Pattern,
     Scope,
     Site,
     Sites,
@@ -33,7 +32,7 @@ from sparsity.masks import (
     read_overrides,
 )
 from sparsity.masks.affordable import MaskBudget
-from sparsity.patterns import Unstructured
+from sparsity.patterns import SparsityType, Unstructured
 from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training.hooks import ExtraArg, Inputs, SliceRule
 from sparsity.training.state import SparseState, get_sparse_state
@@ -46,7 +45,7 @@ class Updater(DataclassBase):
     scheduler: Schedule = NoUpdateSchedule()
     skip_gradients: bool = False
     is_sparse_gradients: bool = False
-    sparsity_type: Pattern | Callable[[tuple[str, ...], jax.Array], Pattern | None] = Unstructured()
+    sparsity_type: SparsityType | Callable[[Path, jax.Array], SparsityType | None] = Unstructured()
     sparsity_distribution_fn: Callable[..., PyTree] | None = None
     scope: Scope | TreeScope = Layerwise()
     rng_seed: int | jax.Array = 8
@@ -219,8 +218,7 @@ class Updater(DataclassBase):
         Returns:
           `None` if the number depends on scores, as by default where `keeps_count` is not True.
         """
-        count_kept = getattr(site.pattern, "count_kept", None)
-        has_count = count_kept is not None and count_kept(shape, 0.5, site.batch_axes) is not None
+        has_count = site.pattern.count_kept(shape, 0.5, site.batch_axes) is not None
         return kept if self.keeps_count and has_count else None
 
     def slice_rule(self) -> SliceRule | None:

@@ -12,6 +12,7 @@ CASES = [
     (Unstructured(), (3, 7), 0),
     (Unstructured(), (2, 3, 7), 1),
     (NByM(1, 4), (3, 8), 0),
+    (NByM(3, 7), (3, 14), 0),  # 1 - 3 / 7 lies below 4 / 7 as a float
     (NByM(2, 3, axis=0), (2, 6, 5), 1),
     (Channel(), (2, 5, 7), 1),
     (Channel(0), (5, 0), 0),

@@ -170,24 +170,27 @@ def test_units_of_a_pattern_with_groups_compete_within_each():
     np.testing.assert_array_equal(moved, [[1, 1, 0, 0, 0, 0, 1, 1], [1, 1, 0, 0, 1, 1, 0, 0]])
 
 
-class NoPool:
-    is_elementwise = False
+class NoSubclass:
+    """Has all methods of a pattern, and is none."""
 
-    def expand(self, units, shape, batch_axes=0):
-        return units
+    is_elementwise = False
+    check, select, move, final_sparsity = (
+        getattr(sparsity.SparsityType, name)
+        for name in ("check", "select", "move", "final_sparsity")
+    )
 
 
 def type_name(value):
     return f"class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
-@pytest.mark.parametrize("wrong", [Rows, NoPool(), NoPool, "rows", None, 3], ids=type_name)
-def test_a_class_and_an_object_without_the_methods_are_refused(wrong):
+@pytest.mark.parametrize("wrong", [Rows, NoSubclass(), NoSubclass, "rows", None, 3], ids=type_name)
+def test_a_class_and_an_object_of_no_subclass_are_refused(wrong):
     with pytest.raises(ValueError, match="sparsity_type must be"):
         sparsity.MagnitudePruning(sparsity_type=wrong)
 
 
-@pytest.mark.parametrize("wrong", [Rows, NoPool(), "2:4"], ids=type_name)
+@pytest.mark.parametrize("wrong", [Rows, NoSubclass(), "2:4"], ids=type_name)
 def test_a_function_that_returns_no_type_is_an_error_with_the_leaf(wrong):
     pruner = sparsity.MagnitudePruning(
         sparsity_type=lambda path, param: wrong, batch_axes=1, sparsity_distribution_fn=_HALF

@@ -14,13 +14,13 @@ from sparsity.selection import Ranked, Scores
 pytestmark = pytest.mark.slow
 
 
-def compiled(shapes, together=False):
+def compiled(shapes, across_leaves=False):
     leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
 
     def masks(leaves):
-        k = jnp.full(1 if together else len(leaves), 1000, jnp.uint32)
+        k = jnp.full(1 if across_leaves else len(leaves), 1000, jnp.uint32)
         lazy = [Ranked(Scores(jnp.abs, (x,))) for x in leaves]
-        return selection.topk_masks(lazy, (k & 0, k), together=together)
+        return selection.topk_masks(lazy, (k & 0, k), across_leaves=across_leaves)
 
     return jax.jit(masks).lower(leaves).compile()
 
@@ -29,10 +29,10 @@ def instructions(program):
     return len(re.findall("(?m)^ +(?:ROOT )?%?[^ ]+ = ", program.as_text()))
 
 
-@pytest.mark.parametrize("together", [False, True], ids=["layerwise", "global"])
+@pytest.mark.parametrize("across_leaves", [False, True], ids=["layerwise", "global"])
 @pytest.mark.parametrize(("shape", "most"), [((256, 80), 320), ((40, 50), 150)])
-def test_a_leaf_adds_some_instructions_and_no_search(shape, most, together):
-    few, many = (instructions(compiled([shape] * n, together)) for n in (20, 40))
+def test_a_leaf_adds_some_instructions_and_no_search(shape, most, across_leaves):
+    few, many = (instructions(compiled([shape] * n, across_leaves)) for n in (20, 40))
     assert (many - few) / 20 < most
 
 

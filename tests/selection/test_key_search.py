@@ -139,7 +139,7 @@ def worst_counts(pivots, low, high):
 
 def key_of(count, low, high, rows, k):
     """The key that a search of one bracket ends with, and its passes."""
-    groups = key_search.Groups((len(rows[0]),), together=True)
+    groups = key_search.Groups((len(rows[0]),), across_leaves=True)
     k = tuple(jnp.asarray(word).reshape(1) for word in k)
     b = key_search.Bracket.begin(
         *(jnp.array([x], jnp.int32) for x in (low, high)), groups.totals(rows)
@@ -187,7 +187,7 @@ def test_a_search_over_more_than_2_to_32_weights_finds_the_key():
         return [jnp.stack(above)[:, None].astype(jnp.int32) * 2**21]
 
     def above(pivots):
-        return portable.totals([x[:, 0] for x in count(pivots)], together=True)
+        return portable.totals([x[:, 0] for x in count(pivots)], across_leaves=True)
 
     @jax.jit
     def both(k):

@@ -24,8 +24,10 @@ def select(leaves, k, name):
     leaves = [leaf_of(*leaf) for leaf in leaves]
     if name != "cpu":
         thresholds = key_search.thresholds if name == "mesh" else portable.thresholds
-        return portable.select_by_counting(leaves, k, together=True, thresholds=thresholds)[0], 0
-    selected = threshold.select_by_thresholds(leaves, k, together=True)
+        return portable.select_by_counting(leaves, k, across_leaves=True, thresholds=thresholds)[
+            0
+        ], 0
+    selected = threshold.select_by_thresholds(leaves, k, across_leaves=True)
     return selected.masks, selected.passes
 
 
@@ -175,7 +177,7 @@ def test_leaves_of_any_size_ask_for_at_most_26_passes(monkeypatch, search):
         asked.clear()
 
         def fresh(leaves, k):  # not a cached trace
-            return select([leaf_of(x) for x in leaves], k, together=True)[0]
+            return select([leaf_of(x) for x in leaves], k, across_leaves=True)[0]
 
         jax.eval_shape(fresh, leaves, (k, k))
         assert sum(asked) <= 26
@@ -191,7 +193,7 @@ def test_a_fraction_to_remove_is_one_of_the_eligible_entries_of_each_slice(searc
     scores = np.round(rng.normal(size=(3, 40)), 1).astype(np.float32)
     where = (rng.random((3, 40)) < [[0.2], [0.5], [0.9]]).astype(np.uint8)
     leaf = Ranked(Scores.wrap(scores), jnp.asarray(where), batch_axes=1)
-    run = jax.jit(lambda leaf, x: search([leaf], exact_counts.Removed(x), together=False)[:2])
+    run = jax.jit(lambda leaf, x: search([leaf], exact_counts.Removed(x), across_leaves=False)[:2])
     ([mask], (_, eligible)) = run(leaf, jnp.float32(0.3))
     counts = where.sum(axis=1)
     np.testing.assert_array_equal(eligible, counts)

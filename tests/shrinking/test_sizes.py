@@ -140,10 +140,10 @@ def test_what_is_left_of_a_model_knows_the_groups_that_it_was_cut_from():
     assert [group.size for group in graph.groups] == [8, 2, 4, 12]  # the stream first
     assert [group.size for group in small.graph.groups] == [4, 2, 6]
     sparsities = jax.tree.map(lambda _: 0.75, params)
-    assert list(scope.count_kept(params, sparsities).values()) == [2, 1, 1, 3]
+    assert list(scope.count_channels(params, sparsities).values()) == [2, 1, 1, 3]
     scope = dataclasses.replace(scope, plan=small.plan)
-    assert list(scope.count_kept(small.params, sparsities).values()) == [2, 1, 1, 3]
-    assert list(scope.count_kept(params, sparsities).values()) == [2, 1, 1, 3]
+    assert list(scope.count_channels(small.params, sparsities).values()) == [2, 1, 1, 3]
+    assert list(scope.count_channels(params, sparsities).values()) == [2, 1, 1, 3]
 
 
 def test_channels_are_chosen_without_temporaries_as_large_as_the_weights():
@@ -185,8 +185,8 @@ def test_where_shapes_do_not_tell_what_is_left_the_plan_does():
         with pytest.raises(ValueError, match=r"channels of 'v:0', 'w:1' are left.*small.updater"):
             pruner.instant_sparsify(small.params)
         for scope in (small.updater(pruner).scope, Coupled(graph, plan=small.plan)):
-            assert list(scope.count_kept(small.params, sparsities).values()) == [2, 2]
-            assert list(scope.count_kept(params, sparsities).values()) == [2, 2]
+            assert list(scope.count_channels(small.params, sparsities).values()) == [2, 2]
+            assert list(scope.count_channels(params, sparsities).values()) == [2, 2]
         _, masks = small.updater(pruner).instant_sparsify(small.params)
         kept = np.asarray(masks["v"]).reshape(8, 2)[:, 0]
         assert [kept[: 8 - removed[0]].sum(), kept[8 - removed[0] :].sum()] == [2, 2]
@@ -211,9 +211,9 @@ def test_parameters_of_no_smaller_model_are_refused():
     graph = trace(lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"], params, jnp.ones((1, 3)))
     wrong = {"w": jnp.ones((3, 9)), "v": jnp.ones((8, 2))}
     with pytest.raises(ValueError, match=r"no channels that go together leave \d of axis"):
-        Coupled(graph).count_kept(wrong, {"w": 0.5, "v": 0.5})
+        Coupled(graph).count_channels(wrong, {"w": 0.5, "v": 0.5})
     with pytest.raises(ValueError, match=r"shape \(2, 8\) at 'w'.*traced with \(3, 16\)"):
-        Coupled(graph).count_kept(
+        Coupled(graph).count_channels(
             {"w": jnp.ones((2, 8)), "v": jnp.ones((8, 2))}, {"w": 0.5, "v": 0.5}
         )
 

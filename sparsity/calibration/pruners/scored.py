@@ -80,12 +80,12 @@ class ScoredPruning(StatisticsPruning):
         *,
         sites: Sites | None = None,
     ) -> PyTree:
-        table = self.sites(params) if sites is None else sites
+        sites = self.sites(params) if sites is None else sites
 
         def score(path: KeyPath, param: jax.Array) -> jax.Array | None:
             if isinstance(statistics, Mapping) and trees.path_names(path) not in statistics:
                 return None  # stays dense, or create_masks names the missing statistic
-            statistic = self.statistic(statistics, table[path], param.shape)
+            statistic = self.statistic(statistics, sites[path], param.shape)
             return self._score_leaf(statistic, param, statistic.sums_of_squares())
 
         return trees.map_matched(score, params)
@@ -131,23 +131,23 @@ class ScoredPruning(StatisticsPruning):
           sparsities: tree of sparsities, `None` for parameters that stay dense.
           target_sparsities: ends of ramps, for N:M types; `sparsities` by default.
           statistics: statistics that the scores were computed from.
-          sites: table of patterns and batch axes; `None` resolves the table from the scores.
+          sites: patterns and batch axes; `None` resolves them from the scores.
 
         Raises:
           ValueError: a parameter that has a sparsity has no statistic, or the groups of N:M or
             `FanIn` do not lie along its inputs.
         """
-        table = self.sites(scores) if sites is None else sites
+        sites = self.sites(scores) if sites is None else sites
         shapes = trees.leaves_by_path(scores)
         apart = {}
         for path in trees.leaves_by_path(sparsities):
             shape = getattr(shapes.get(path), "shape", ())
-            statistic = self.statistic(statistics, table[path], shape)
+            statistic = self.statistic(statistics, sites[path], shape)
             if self.is_per_output:
-                check_groups(table[path], statistic, shape)
+                check_groups(sites[path], statistic, shape)
             apart[path] = (*statistic.batch, *(statistic.output if self.is_per_output else ()))
         scope = Within(self.scope, apart) if is_per_slice(self.scope) else self.scope
-        return create_masks(scope, table, scores, sparsities, target_sparsities, self.topk_fn)
+        return create_masks(scope, sites, scores, sparsities, target_sparsities, self.topk_fn)
 
 
 @dataclasses.dataclass(kw_only=True)

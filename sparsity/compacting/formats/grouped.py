@@ -15,9 +15,9 @@ from jax import lax
 from sparsity.compacting.formats import grouped_products
 from sparsity.compacting.formats.find_groups import find_groups
 from sparsity.compacting.formats.storage import Kept, MaskedParameter, Storage, Token
-from sparsity.masks import Pattern, Site
+from sparsity.masks import Site
 from sparsity.masks.layout import AnyArray
-from sparsity.patterns import FanIn
+from sparsity.patterns import FanIn, SparsityType
 from sparsity.patterns.base import absolute_axis
 from sparsity.programs.products import read_product
 from sparsity.programs.program import Equation
@@ -126,10 +126,11 @@ class Grouped(Storage):
         # Padding is the number of inputs, which 16 bits hold.
         return jnp.minimum(super().locate_rows(rows), self.num_units)
 
-    def count_rows(self, pattern: Pattern) -> int | None:
-        return self.size[0] if getattr(pattern, "group", None) == self.size[-1] else None
+    def count_rows(self, pattern: SparsityType) -> int | None:
+        has_groups = isinstance(pattern, FanIn) and pattern.group == self.size[-1]
+        return self.size[0] if has_groups else None
 
-    def pool(self, scores: jax.Array, pattern: Pattern) -> jax.Array:
+    def pool(self, scores: jax.Array, pattern: SparsityType) -> jax.Array:
         """Returns the scores of the inputs that groups keep, as those of a matrix [k, outputs]."""
         _, k, _ = self.size
         matrix = scores.reshape(self.size).swapaxes(0, 1).reshape(k, -1)
@@ -146,13 +147,11 @@ class Grouped(Storage):
 
     def _has_groups(self, site: Site) -> bool:
         """Returns whether all masks of a pattern have the groups of the storage."""
-        axes = getattr(site.pattern, "axes", None)
-        group = getattr(site.pattern, "group", None)
-        if axes is None or group is None:
+        if not isinstance(site.pattern, FanIn):
             return False
         ndim = len(self.shape)
-        inputs = {absolute_axis(axis, site.batch_axes, ndim) for axis in axes}
-        largest = min(group, math.prod(self.slice_shape[len(self.inputs) :]))
+        inputs = {absolute_axis(axis, site.batch_axes, ndim) for axis in site.pattern.axes}
+        largest = min(site.pattern.group, math.prod(self.slice_shape[len(self.inputs) :]))
         is_multiple: bool = largest % self.size[-1] == 0
         return inputs == {*self.inputs} and is_multiple
 

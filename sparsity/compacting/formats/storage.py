@@ -25,9 +25,10 @@ from sparsity.compacting.formats.dtypes import (
 )
 from sparsity.compacting.observer import Observer
 from sparsity.core import sharding
-from sparsity.masks import Pattern, Site
+from sparsity.masks import Site
 from sparsity.masks.layout import SliceLayout
 from sparsity.masks.positions import kept_positions, map_rows, put, slots_of_positions
+from sparsity.patterns import SparsityType
 from sparsity.programs.program import Equation
 
 Token: TypeAlias = jax.Array | int  # an int32 0: an array that depends on it is allocated later
@@ -238,11 +239,11 @@ class Storage(SliceLayout):
         slots, stays = map_rows(find, *rows)
         return slots.reshape(new.shape), stays.reshape(new.shape)
 
-    def count_rows(self, pattern: Pattern) -> int | None:
+    def count_rows(self, pattern: SparsityType) -> int | None:
         """Returns the number of rows in which units move; `None` if the pattern moves masks."""
         return None
 
-    def pool(self, scores: jax.Array, pattern: Pattern) -> jax.Array:
+    def pool(self, scores: jax.Array, pattern: SparsityType) -> jax.Array:
         """Returns the scores of the stored units, from those of their entries."""
         return scores
 

@@ -12,7 +12,7 @@ from jax import lax
 
 from sparsity.compacting.formats.dtypes import unsigned_like
 from sparsity.compacting.formats.storage import Kept, MaskedParameter, Storage, Token
-from sparsity.masks import Pattern
+from sparsity.patterns import SparsityType
 
 
 class Values(Storage):
@@ -45,8 +45,8 @@ class Values(Storage):
     def rows(self, mask: jax.Array) -> jax.Array:
         return self.slices(mask).reshape(math.prod(self.batch), self.num_units)
 
-    def count_rows(self, pattern: Pattern) -> int | None:
-        return 1 if pattern.is_elementwise and getattr(pattern, "ranks_units", False) else None
+    def count_rows(self, pattern: SparsityType) -> int | None:
+        return 1 if pattern.is_elementwise and pattern.ranks_units else None
 
 
 def _scatter(outside: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Hashable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import chex
 import jax
@@ -22,7 +22,6 @@ from sparsity.core.checks import is_traced
 from sparsity.core.trees import Path, PyTree
 from sparsity.masks import Site, Sites, is_per_slice, keeps_targets, lazy_scores
 from sparsity.masks.positions import map_rows, put
-from sparsity.patterns import SparsityType
 from sparsity.selection import Ranked, Scores, num_kept, topk
 from sparsity.training.hooks import Inputs, SliceRule, call_hook
 from sparsity.training.state import SparseState
@@ -186,7 +185,7 @@ class Mover:
     ) -> jax.Array:
         """Returns the new positions of entries, or of the inputs of groups; see `_rows`."""
         assert self.rule is not None
-        storage, pattern = self.part, cast(SparsityType, self.site.pattern)
+        storage, pattern = self.part, self.site.pattern
         drop = storage.pool(self.rule.drop(part.values), pattern)
         move_matrix, fraction = self.rule.move_matrix, self.rule.fraction(part.step)
         shape = (rows, -1) if move_matrix is None else (-1, storage.slice_shape[-1])
@@ -386,6 +385,6 @@ def _select_in_rows(scores: jax.Array | Scores, k: jax.Array, where: jax.Array) 
     """Returns the mask of the k highest scores of each row, uint8[rows, n]."""
     leaf = Ranked(Scores.wrap(scores), where, batch_axes=1)
     counts = k.astype(jnp.uint32)
-    masks, _ = topk.select_best([leaf], (counts & 0, counts), together=False)
+    masks, _ = topk.select_best([leaf], (counts & 0, counts), across_leaves=False)
     mask: jax.Array = masks[0]
     return mask

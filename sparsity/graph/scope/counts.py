@@ -29,7 +29,7 @@ class Limits(Protocol):
     def min_channels(self) -> int | None: ...
 
 
-def count_kept(scope: Limits, group: PlacedGroup) -> chex.Numeric:
+def count_by_sparsity(scope: Limits, group: PlacedGroup) -> chex.Numeric:
     """Counts the channels of a group that stay by its sparsity."""
     kept = exact.num_kept(group.full.size, group.sparsity)
     count: chex.Numeric = apply_rounding(scope, group.full, kept, count_least(scope, group))

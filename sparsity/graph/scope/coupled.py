@@ -31,6 +31,7 @@ from sparsity.graph.scope.placed import (
 from sparsity.masks import TopkFn
 from sparsity.masks.affordable import best_that_fit
 from sparsity.masks.moves import move_units
+from sparsity.patterns import SparsityType
 from sparsity.programs.axes import Axis
 
 
@@ -109,7 +110,7 @@ class Coupled(DataclassBase):
 
     def check(self, pattern: object, batch_axes: object, topk_fn: TopkFn | None) -> None:
         """Raises a ValueError for other ways to select: patterns, batch axes, a topk_fn."""
-        if not getattr(pattern, "is_elementwise", True):
+        if isinstance(pattern, SparsityType) and not pattern.is_elementwise:
             raise ValueError(
                 "Coupled removes whole channels and needs sparsity_type = Unstructured(), got "
                 f"{pattern!r}."
@@ -148,7 +149,7 @@ class Coupled(DataclassBase):
         groups = self._groups(params, sparsities)
         return {path for group in groups for path, _, _ in group.scored}
 
-    def count_kept(self, params: Params, sparsities: Sparsities) -> dict[Axis, Fraction]:
+    def count_channels(self, params: Params, sparsities: Sparsities) -> dict[Axis, Fraction]:
         """Counts the channels that stay of each group of `graph`, for sparsities in Python.
 
         With `across`, counts are fractions that cost as much as the channels that may stay.
@@ -188,7 +189,7 @@ class Coupled(DataclassBase):
           extra: more arrays for `choose`.
         """
         groups = self._groups(tree, sparsities)
-        numbers = [counts.count_kept(self, group) for group in groups]
+        numbers = [counts.count_by_sparsity(self, group) for group in groups]
 
         def select(leaves: Mapping[KeyPath, jax.Array], arrays: PyTree) -> list[jax.Array]:
             return choose(groups, leaves, *arrays)
@@ -259,7 +260,7 @@ class Coupled(DataclassBase):
 
     def _count(self, groups: Sequence[PlacedGroup]) -> list[chex.Numeric]:
         """Counts the channels that stay of each group, or may stay under `across`."""
-        count = counts.count_allowed if self.across else counts.count_kept
+        count = counts.count_allowed if self.across else counts.count_by_sparsity
         return [count(self, group) for group in groups]
 
     def _masks(

@@ -23,7 +23,7 @@ __all__ = ["MAX_ENTRIES", "Recipe", "select_by_rows", "thresholds", "use_flat"]
 
 
 def select_by_rows(
-    leaves: Sequence[Ranked], k: Words | Removed, *, together: bool
+    leaves: Sequence[Ranked], k: Words | Removed, *, across_leaves: bool
 ) -> tuple[list[jax.Array], Words]:
     """Returns the masks of `search.select_by_counting`; counts rows, or sorts small parameters.
 
@@ -31,9 +31,9 @@ def select_by_rows(
     """
     if len({Recipe.read(leaf) for leaf in leaves}) > 1:
         leaves = [_stored(leaf) for leaf in leaves]
-    if sorting.is_small(leaves, together=together):
-        return sorting.select_by_sorting(leaves, k, together=together)
-    masks, eligible, _ = threshold.select_by_thresholds(leaves, k, together=together)
+    if sorting.is_small(leaves, across_leaves=across_leaves):
+        return sorting.select_by_sorting(leaves, k, across_leaves=across_leaves)
+    masks, eligible, _ = threshold.select_by_thresholds(leaves, k, across_leaves=across_leaves)
     return masks, eligible
 
 

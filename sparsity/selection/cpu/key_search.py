@@ -158,19 +158,19 @@ class Groups(NamedTuple):
 
     Attributes:
       parts: number of segments of each part.
-      together: whether all segments share one bracket.
+      across_leaves: whether all segments share one bracket.
     """
 
     parts: tuple[int, ...]
-    together: bool
+    across_leaves: bool
 
     def totals(self, rows: Sequence[jax.Array]) -> Words:
         """Sums up int32[segments, rows, ...] of all parts for each bracket."""
-        return totals([jnp.sum(x, axis=1, dtype=jnp.int32) for x in rows], self.together)
+        return totals([jnp.sum(x, axis=1, dtype=jnp.int32) for x in rows], self.across_leaves)
 
     def spread(self, x: jax.Array) -> list[jax.Array]:
         """Returns x[brackets, ...] for the segments of each part."""
-        return per_leaf(x, self.parts, self.together)
+        return per_leaf(x, self.parts, self.across_leaves)
 
 
 class State(NamedTuple):

@@ -22,7 +22,7 @@ class Recipe(NamedTuple):
       arrays: the number of arrays that `fn` takes.
       where: position of the array that says which entries are eligible; None: all are.
       uses_index: as in `Scores`.
-      excludes: as in `Ranked`.
+      eligible_is_zero: as in `Ranked`.
     """
 
     fn: Callable[..., jax.Array]
@@ -31,7 +31,7 @@ class Recipe(NamedTuple):
     arrays: int
     where: int | None
     uses_index: bool
-    excludes: bool
+    eligible_is_zero: bool
 
     @classmethod
     def read(cls, leaf: Ranked) -> Recipe:
@@ -42,16 +42,16 @@ class Recipe(NamedTuple):
             dtype=scores.dtype,
             dtypes=tuple(x.dtype for x in (*arrays, *scores.scalars)),
             arrays=min(len(scores.arrays), len(arrays)),
-            where=leaf.where_at,
+            where=leaf.where_position,
             uses_index=scores.uses_index,
-            excludes=leaf.excludes,
+            eligible_is_zero=leaf.eligible_is_zero,
         )
 
     def eligible(self, arrays: tuple[jax.Array, ...]) -> jax.Array | None:
         """Returns the mask of the eligible entries; None: all are eligible."""
         if self.where is None:
             return None
-        return arrays[self.where] == 0 if self.excludes else arrays[self.where] != 0
+        return arrays[self.where] == 0 if self.eligible_is_zero else arrays[self.where] != 0
 
     def keys(
         self,

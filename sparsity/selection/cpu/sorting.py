@@ -19,18 +19,18 @@ from sparsity.selection.scores import Ranked
 MAX_SORTED = 2048  # entries, once slices are padded to one size: from there on counting is faster
 
 
-def is_small(leaves: Sequence[Ranked], *, together: bool) -> bool:
+def is_small(leaves: Sequence[Ranked], *, across_leaves: bool) -> bool:
     """Returns whether leaves should be sorted."""
-    if together:
+    if across_leaves:
         return sum(leaf.scores.size for leaf in leaves) <= MAX_SORTED
     return sum(leaf.slices for leaf in leaves) * max(leaf.size for leaf in leaves) <= MAX_SORTED
 
 
 def select_by_sorting(
-    leaves: Sequence[Ranked], k: Words | Removed, *, together: bool
+    leaves: Sequence[Ranked], k: Words | Removed, *, across_leaves: bool
 ) -> tuple[list[jax.Array], Words]:
     """Returns the masks of `search.select_by_counting`, by sorting."""
-    keys, allowed = (_in_rows(x, together) for x in zip(*map(_keys, leaves), strict=True))
+    keys, allowed = (_in_rows(x, across_leaves) for x in zip(*map(_keys, leaves), strict=True))
     n = jnp.sum(allowed, axis=1, dtype=jnp.uint32)
     words = zero_like(n), n
     rank = exact.limit_kept(words, k)[1].astype(jnp.int32)
@@ -41,7 +41,7 @@ def select_by_sorting(
     above, ties = keys > kth, (keys == kth) & allowed
     need = rank - jnp.sum(above, axis=1, dtype=jnp.int32)
     best = above | (ties & (jnp.cumsum(ties, axis=1, dtype=jnp.int32) <= need[:, None]))
-    return _split(best.astype(jnp.uint8), leaves, together), words
+    return _split(best.astype(jnp.uint8), leaves, across_leaves), words
 
 
 def _keys(leaf: Ranked) -> tuple[jax.Array, jax.Array]:
@@ -58,9 +58,9 @@ def _by_slices(x: jax.Array, leaf: Ranked) -> jax.Array:
     return moved.reshape(leaf.slices, -1)
 
 
-def _in_rows(slices: Sequence[jax.Array], together: bool) -> jax.Array:
+def _in_rows(slices: Sequence[jax.Array], across_leaves: bool) -> jax.Array:
     """Returns slices as rows of one size, padded by entries that are never kept, or as one row."""
-    if together:
+    if across_leaves:
         return jnp.concatenate([x.reshape(1, -1) for x in slices], axis=1)
     size = max(x.shape[1] for x in slices)
     least = 0 if slices[0].dtype == bool else np.iinfo(slices[0].dtype).min
@@ -69,8 +69,8 @@ def _in_rows(slices: Sequence[jax.Array], together: bool) -> jax.Array:
     )
 
 
-def _split(best: jax.Array, leaves: Sequence[Ranked], together: bool) -> list[jax.Array]:
-    if together:
+def _split(best: jax.Array, leaves: Sequence[Ranked], across_leaves: bool) -> list[jax.Array]:
+    if across_leaves:
         ends = np.cumsum([leaf.scores.size for leaf in leaves])[:-1]
         slices = jnp.split(best[0], ends)
     else:

@@ -49,7 +49,7 @@ class Selected(NamedTuple):
 
 
 def select_by_thresholds(
-    leaves: Sequence[Ranked], k: Words | Removed, *, together: bool
+    leaves: Sequence[Ranked], k: Words | Removed, *, across_leaves: bool
 ) -> Selected:
     """Returns the masks of `search.select_by_counting`, by one search for all k-th keys.
 
@@ -60,8 +60,8 @@ def select_by_thresholds(
     order = np.concatenate(
         [start + np.arange(leaf.slices) for start, leaf in zip(first, leaves, strict=True)]
     )
-    groups = Groups(tuple(part.segments for part in parts), together)
-    if not together and not isinstance(k, Removed):
+    groups = Groups(tuple(part.segments for part in parts), across_leaves)
+    if not across_leaves and not isinstance(k, Removed):
         k = _permute(k[0], np.argsort(order)), _permute(k[1], np.argsort(order))
     like = jnp.zeros((), jnp.int32) if isinstance(k, Removed) else k[1][0]
     zero = varying_zero([x for leaf in leaves for x in leaf.arrays], like)
@@ -80,7 +80,7 @@ def select_by_thresholds(
         Slices(leaf).mask(read_part(key, start, leaf.slices), -read_part(end, start, leaf.slices))
         for start, leaf in zip(first, leaves, strict=True)
     ]
-    if not together:
+    if not across_leaves:
         n = _permute(n[0], order), _permute(n[1], order)
     return Selected(masks, n, jnp.max(state.bracket.passes))
 
@@ -130,7 +130,7 @@ def _kth_keys(
 
 def _first_pivots(parts: Parts, groups: Groups, k: Words) -> jax.Array:
     """Returns the pivots of the first pass, from sampled keys."""
-    if groups.together:
+    if groups.across_leaves:
         total = sum(int(part.entries.sum(dtype=np.int64)) for part in parts)
         least, most = _SAMPLE_SIZES
         count = min(max(total >> _SAMPLE_SHIFT, least), most)
@@ -155,11 +155,11 @@ def _shares(
     groups: Groups, ties: Sequence[jax.Array], need: Words, order: np.ndarray
 ) -> list[jax.Array]:
     """Returns the number of ties that each segment keeps, int32[segments] of each part."""
-    if not groups.together:
+    if not groups.across_leaves:
         return groups.spread(need[1].astype(jnp.int32))
     segment_ties = jnp.concatenate([jnp.sum(x, axis=1, dtype=jnp.int32) for x in ties])
-    shares = tie_shares(_permute(segment_ties, order), need, together=True)
-    return groups._replace(together=False).spread(_permute(shares, np.argsort(order)))
+    shares = tie_shares(_permute(segment_ties, order), need, across_leaves=True)
+    return groups._replace(across_leaves=False).spread(_permute(shares, np.argsort(order)))
 
 
 def _ends(
