@@ -148,6 +148,10 @@ class DropAndGrow(SparseTraining):
     config_keys: ClassVar[tuple[str, ...]] = ("drop_fraction",)
     schedule_type: ClassVar[str] = "periodic"
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        check_hooks(cls, DropAndGrow)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not callable(self.drop_fraction_fn):
@@ -227,6 +231,22 @@ class DropAndGrow(SparseTraining):
         _, end = update_range(fields["scheduler"]) or (0, None)
         falling = CosineFraction(fraction, end) if end else ConstantFraction(fraction)
         return {"drop_fraction_fn": falling} | fields
+
+
+def check_hooks(cls: type[BaseUpdater], mover: type[BaseUpdater]) -> None:
+    """Raises a TypeError if a class overrides `create_masks` and its updates never call the hook.
+
+    Args:
+      cls: the class.
+      mover: base class whose `new_masks` and `update_state` move masks.
+    """
+    hooks = cls.new_masks, cls.update_state
+    moves = hooks == (mover.new_masks, mover.update_state)
+    if moves and cls.create_masks is not mover.create_masks:
+        raise TypeError(
+            f"{cls.__name__} overrides create_masks, but updates move masks and never call it: "
+            "override new_masks. get_initial_masks makes the first masks."
+        )
 
 
 @dataclasses.dataclass(kw_only=True)
