@@ -33,11 +33,10 @@ Dtypes: TypeAlias = tuple[np.dtype, ...]  # of weight, mask and gradient, withou
 
 
 def elementwise(hook: Hook) -> Hook:
-    """Marks a hook whose score of a weight depends only on the weight and its gradient.
+    """Marks a hook whose score of a weight depends on that weight and its gradient alone.
 
-    Such scores are not stored: the search calls the hook on parts of leaves, with `sparse_state`
-    None, at each read. The mark belongs to the method: an override without the mark gets complete
-    trees.
+    The mask search then calls the hook on parts of leaves, and `sparse_state` is `None`. The mark
+    belongs to the method: an override without the mark gets complete trees.
 
     Example:
       >>> import dataclasses, sparsity
