@@ -52,6 +52,11 @@ def elementwise(hook: Hook) -> Hook:
     return hook
 
 
+def is_elementwise(hook: Callable[..., object]) -> bool:
+    """Returns whether a method has the mark of `elementwise`."""
+    return getattr(hook, "is_elementwise", False)
+
+
 class Draw(Protocol):
     """Function that draws random scores: `generate_random_scores`, or a result of `make_draw`."""
 
@@ -121,7 +126,7 @@ def lazy_scores(
       masks: tree of the masks under which the hook sees the parameters; `None` for no masks.
       grads: tree of gradients.
     """
-    if not getattr(hook, "is_elementwise", False):
+    if not is_elementwise(hook):
         return None
     if grads is not None and trees.leaves_by_path(params).keys() - trees.leaves_by_path(grads):
         return None
