@@ -26,7 +26,7 @@ from sparsity.training.fields import check_fields, check_names, hash_of_fields, 
 from sparsity.training.hooks import ExtraArg, Inputs
 from sparsity.training.state import SparseState
 from sparsity.training.step import Step, wrap_dense
-from sparsity.training.updater import Updater, is_overridden
+from sparsity.training.updater import FIRST_MASK_HOOKS, UPDATE_HOOKS, Updater, is_overridden
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -223,8 +223,6 @@ class BaseUpdater(Updater):
 
 
 _WEIGHT_HOOKS = "post_gradient_update", "apply_masks"
-_UPDATE_HOOKS = "create_masks", "new_masks", "update_state"
-_FIRST_MASK_HOOKS = "get_initial_masks", "init_state"
 
 
 def _infer_attributes(cls: type[BaseUpdater]) -> None:
@@ -251,13 +249,9 @@ def _infer_attributes(cls: type[BaseUpdater]) -> None:
         cls._assumes_dense_weights = False
     elif overrides(*_WEIGHT_HOOKS):
         cls.keeps_dense_weights = cls._assumes_dense_weights = True
-    if (
-        "regrows" not in stated
-        and not cls.regrows
-        and overrides("calculate_scores", *_UPDATE_HOOKS)
-    ):
+    if "regrows" not in stated and not cls.regrows and overrides("calculate_scores", *UPDATE_HOOKS):
         cls.regrows = None
-    if "keeps_count" not in stated and overrides(*_UPDATE_HOOKS, *_FIRST_MASK_HOOKS):
+    if "keeps_count" not in stated and overrides(*UPDATE_HOOKS, *FIRST_MASK_HOOKS):
         cls.keeps_count = False
 
 

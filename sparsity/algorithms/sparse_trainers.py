@@ -8,7 +8,6 @@ Making All Tickets Winners", algorithm 1.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -28,6 +27,7 @@ from sparsity.masks import (
     Scope,
     Sites,
     elementwise,
+    is_elementwise,
     keeps_targets,
     lazy_scores,
     make_draw,
@@ -148,6 +148,10 @@ class DropAndGrow(SparseTraining):
     config_keys: ClassVar[tuple[str, ...]] = ("drop_fraction",)
     schedule_type: ClassVar[str] = "periodic"
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        check_hooks(cls, DropAndGrow)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not callable(self.drop_fraction_fn):
@@ -180,11 +184,13 @@ class DropAndGrow(SparseTraining):
             and not is_overridden(self, "update_state")
             and keeps_targets(self.scope)
         )
-        hook = self.get_grow_scores
-        is_local = getattr(hook, "is_elementwise", False)
-        if not is_standard or not (is_local or "draw" in inspect.signature(hook).parameters):
+        if not is_standard or not self._grows_by_slice():
             return None
-        return SliceRule(jnp.abs, hook, self._drop_fraction)
+        return SliceRule(jnp.abs, self.get_grow_scores, self._drop_fraction)
+
+    def _grows_by_slice(self) -> bool:
+        """Returns whether `get_grow_scores` scores each slice alone."""
+        return is_elementwise(self.get_grow_scores)
 
     def new_masks(self, sparse_state: SparseState, inputs: Inputs) -> Masks:
         draw = make_draw(inputs.weights)
@@ -229,6 +235,22 @@ class DropAndGrow(SparseTraining):
         return {"drop_fraction_fn": falling} | fields
 
 
+def check_hooks(cls: type[BaseUpdater], mover: type[BaseUpdater]) -> None:
+    """Raises a TypeError if a class overrides `create_masks` and its updates never call the hook.
+
+    Args:
+      cls: the class.
+      mover: base class whose `new_masks` and `update_state` move masks.
+    """
+    hooks = cls.new_masks, cls.update_state
+    moves = hooks == (mover.new_masks, mover.update_state)
+    if moves and cls.create_masks is not mover.create_masks:
+        raise TypeError(
+            f"{cls.__name__} overrides create_masks, but updates move masks and never call it: "
+            "override new_masks. get_initial_masks makes the first masks."
+        )
+
+
 @dataclasses.dataclass(kw_only=True)
 class SET(DropAndGrow):
     """Drops the active weights of the lowest magnitude and grows as many random ones.
@@ -267,6 +289,10 @@ class SET(DropAndGrow):
     ) -> PyTree:
         # Step 0 of the random stream drew the initial masks.
         return draw(params, self.rng_seed, sparse_state.count + 1)
+
+    def _grows_by_slice(self) -> bool:
+        is_random = type(self).get_grow_scores is SET.get_grow_scores
+        return is_random or super()._grows_by_slice()
 
 
 @dataclasses.dataclass(kw_only=True)

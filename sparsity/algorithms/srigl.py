@@ -30,7 +30,7 @@ import numpy as np
 from jax import lax
 
 from sparsity.algorithms.pruners import generate_random_scores
-from sparsity.algorithms.sparse_trainers import RigL
+from sparsity.algorithms.sparse_trainers import RigL, check_hooks
 from sparsity.core import sharding, trees
 from sparsity.core.checks import check_fraction, is_traced
 from sparsity.core.exact import sums
@@ -72,6 +72,10 @@ class SRigL(RigL):
     keeps_count: ClassVar[bool | None] = None  # the fan-in is rounded down
 
     min_salient: float | None = 0.3
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        check_hooks(cls, SRigL)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -27,7 +27,14 @@ from sparsity.masks.create import (
 )
 from sparsity.masks.global_scope import Global
 from sparsity.masks.layerwise import Layerwise, keeps_targets
-from sparsity.masks.lazy import Draw, elementwise, host_scores, lazy_scores, make_draw
+from sparsity.masks.lazy import (
+    Draw,
+    elementwise,
+    host_scores,
+    is_elementwise,
+    lazy_scores,
+    make_draw,
+)
 from sparsity.masks.scopes import MovingLeaf, Scope, ScoredLeaf, TreeScope, is_per_slice
 from sparsity.masks.sites import (
     BatchAxes,
@@ -70,6 +77,7 @@ __all__ = [
     "create_masks",
     "elementwise",
     "host_scores",
+    "is_elementwise",
     "is_per_slice",
     "keeps_targets",
     "lazy_scores",

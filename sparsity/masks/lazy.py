@@ -33,11 +33,10 @@ Dtypes: TypeAlias = tuple[np.dtype, ...]  # of weight, mask and gradient, withou
 
 
 def elementwise(hook: Hook) -> Hook:
-    """Marks a hook whose score of a weight depends only on the weight and its gradient.
+    """Marks a hook whose score of a weight depends on that weight and its gradient alone.
 
-    Such scores are not stored: the search calls the hook on parts of leaves, with `sparse_state`
-    None, at each read. The mark belongs to the method: an override without the mark gets complete
-    trees.
+    The mask search then calls the hook on parts of leaves, and `sparse_state` is `None`. The mark
+    belongs to the method: an override without the mark gets complete trees.
 
     Example:
       >>> import dataclasses, sparsity
@@ -51,6 +50,11 @@ def elementwise(hook: Hook) -> Hook:
         raise ValueError(f"elementwise marks a method of a class, got hook = {hook!r}.")
     vars(hook)["is_elementwise"] = True
     return hook
+
+
+def is_elementwise(hook: Callable[..., object]) -> bool:
+    """Returns whether a method has the mark of `elementwise`."""
+    return getattr(hook, "is_elementwise", False)
 
 
 class Draw(Protocol):
@@ -122,7 +126,7 @@ def lazy_scores(
       masks: tree of the masks under which the hook sees the parameters; `None` for no masks.
       grads: tree of gradients.
     """
-    if not getattr(hook, "is_elementwise", False):
+    if not is_elementwise(hook):
         return None
     if grads is not None and trees.leaves_by_path(params).keys() - trees.leaves_by_path(grads):
         return None

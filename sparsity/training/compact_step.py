@@ -40,7 +40,7 @@ from sparsity.training.regrow import check_resettable
 from sparsity.training.skip import update_unless
 from sparsity.training.state import SparseState
 from sparsity.training.step import Change, Step
-from sparsity.training.updater import Updater
+from sparsity.training.updater import FIRST_MASK_HOOKS, UPDATE_HOOKS, Updater
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,8 +205,8 @@ def check_rules(updater: Updater) -> None:
         return
     if updater.keeps_count is False:
         raise ValueError(
-            f"{refused}, but {name} with scheduler = {schedule!r} changes their number. It can be "
-            "had with static_sparse, set, rigl and srigl, or when masks are final: "
+            f"{refused}, but with scheduler = {schedule!r} {_describe_count(updater)}. The option "
+            "can be had with static_sparse, set, rigl and srigl, or when masks are final: "
             "scheduler=NoUpdateSchedule() and wrap_optax(tx, masks=masks)."
         )
     if not keeps_targets(updater.scope):
@@ -216,12 +216,24 @@ def check_rules(updater: Updater) -> None:
         )
 
 
+def _describe_count(updater: Updater) -> str:
+    """Returns why the number of kept weights is not static, of a class without `keeps_count`."""
+    classes = type(updater).__mro__
+    hooks = (*UPDATE_HOOKS, *FIRST_MASK_HOOKS)
+    cls, hook = next((cls, hook) for cls in classes for hook in hooks if hook in vars(cls))
+    if cls is Updater:
+        return f"{classes[0].__name__} starts from dense masks and changes their number"
+    return (
+        f"{cls.__name__} overrides {hook}, which may change their number (state keeps_count = True "
+        f"in {classes[0].__name__} if each slice keeps the number that its target gives)"
+    )
+
+
 def _check_first_masks(updater: Updater) -> None:
     """Raises a ValueError if the first masks of an updater keep numbers that are not static."""
-    name = type(updater).__name__
     reason = ""
     if updater.keeps_count is False:
-        reason = f"{name} starts from dense masks"
+        reason = _describe_count(updater)
     elif not keeps_targets(updater.scope):
         reason = f"scope = {updater.scope!r} may keep any number of weights of a parameter"
     elif updater.topk_fn is not None:

@@ -37,6 +37,9 @@ from sparsity.sparsity_schedules import NoUpdateSchedule, Schedule
 from sparsity.training.hooks import ExtraArg, Inputs, SliceRule
 from sparsity.training.state import SparseState, get_sparse_state
 
+UPDATE_HOOKS = "create_masks", "new_masks", "update_state"
+FIRST_MASK_HOOKS = "get_initial_masks", "init_state"
+
 
 @dataclasses.dataclass(kw_only=True)
 class Updater(DataclassBase):

@@ -307,8 +307,11 @@ def test_a_subclass_that_makes_masks_needs_a_statement_or_masks():
         def new_masks(self, sparse_state, inputs):
             return sparse_state.masks
 
-    with pytest.raises(ValueError, match="Own"):
+    message = r"Own overrides new_masks.*\(state keeps_count = True in Own "
+    with pytest.raises(ValueError, match=message):
         Own(use_compact_state=True, scheduler=sparsity.PeriodicSchedule(5))
+    with pytest.raises(ValueError, match=message):
+        Own(use_compact_state=True).wrap_optax(optax.adam(0.1))
 
 
 def test_moves_under_a_pattern_need_the_first_masks_of_the_updater():

@@ -86,6 +86,29 @@ def test_a_mixin_states_attributes_for_the_class_that_it_is_mixed_into(keeps):
     Pruner(**HALF, **ONCE).wrap_optax(optax.sgd(0.1))  # warnings are errors
 
 
+@pytest.mark.parametrize("base", [sparsity.SET, sparsity.RigL, sparsity.SRigL])
+def test_create_masks_of_a_class_that_moves_masks_is_an_error_that_names_the_hook_to_override(base):
+    class Chosen:
+        def create_masks(self, scores, sparsities, target_sparsities=None):
+            raise AssertionError("never called")
+
+    with pytest.raises(TypeError, match=r"Ignored overrides create_masks.*override new_masks"):
+        type("Ignored", (Chosen, base), {})
+
+
+def test_a_class_may_move_masks_by_its_own_create_masks():
+    class Remade(sparsity.RigL):
+        def create_masks(self, scores, sparsities, target_sparsities=None):
+            return jax.tree.map(lambda x: (x > 16).astype(jnp.uint8), scores)
+
+        def new_masks(self, sparse_state, inputs):
+            return self.create_masks(inputs.weights, sparse_state.target_sparsities)
+
+    tx, params = Remade(**HALF, **ONCE).wrap_optax(optax.sgd(0.1)), {"k": PARAMS["k"]}
+    _, state = tx.update(params, tx.init(params), params)
+    assert state.masks["k"].reshape(-1).tolist() == 16 * [0] + 16 * [1]
+
+
 @pytest.mark.slow
 def test_a_state_made_by_hand_has_the_form_that_update_returns():
     class ByHand(sparsity.StaticRandomSparse):
