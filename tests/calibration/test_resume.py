@@ -13,7 +13,7 @@ import pytest
 
 import sparsity
 from sparsity.calibration import Report
-from sparsity.calibration.run.resume import Finished
+from sparsity.calibration.run.resume import LayerStore
 from tests import helpers
 
 PRUNER = sparsity.WandaPruning(sparsity_distribution_fn=helpers.half)
@@ -42,7 +42,7 @@ class Refit:
 @pytest.fixture
 def interrupt(monkeypatch):
     """Interrupts a run before it has saved so many layers; `None` lets it run."""
-    write = Finished.write
+    write = LayerStore.write
     left = [None]
 
     def written(self, number, layer):
@@ -52,7 +52,7 @@ def interrupt(monkeypatch):
         write(self, number, layer)
         WRITTEN.append(number)
 
-    monkeypatch.setattr(Finished, "write", written)
+    monkeypatch.setattr(LayerStore, "write", written)
     WRITTEN.clear()
 
     def after(count):

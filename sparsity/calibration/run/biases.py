@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsity.calibration.refits import shift_bias
-from sparsity.calibration.run.solved import Solved
+from sparsity.calibration.run.pruned_layer import PrunedLayer
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.core import trees
 from sparsity.core.trees import Path
@@ -39,11 +39,11 @@ class Biases:
         return place, tuple((axis, layer) for axis, (_, layer) in zip(axes, index, strict=False))
 
     def shift(
-        self, path: Path, bias: jax.Array, solved: Solved, weights: ModelWeights
+        self, path: Path, bias: jax.Array, layer: PrunedLayer, weights: ModelWeights
     ) -> jax.Array:
         """Returns the bias of a parameter that keeps the means of its outputs."""
         read = self.graph.model.reader(weights.by_path())
-        lost = solved.dense, solved.refitted, solved.statistic
+        lost = layer.dense, layer.refitted, layer.statistic
         return shift_bias(self.places[path], bias, *lost, read)
 
 

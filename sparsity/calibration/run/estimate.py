@@ -76,7 +76,9 @@ class Meter:
         self._interpreter = SummingInterpreter(calibration.uses, calibration.sum_up)
         sizes = {name: _bytes(x) for name, x in calibration.grams(one_layer=True).items()}
         self._grams = {path: sizes["/".join(path) or "params"] for path in self._paths()}
-        self._held = sum(_bytes(x) for batch in batches for x in trees.split_arrays(batch)[0])
+        self._batch_bytes = sum(
+            _bytes(x) for batch in batches for x in trees.split_arrays(batch)[0]
+        )
         self._params = sum(param.size * param.dtype.itemsize for param in self._graph.leaves)
         self._pruned: dict[Path, int] = {}
         self._peak = (0, 0, "")  # bytes in all, bytes of activations, parameter
@@ -85,7 +87,7 @@ class Meter:
         """Returns the bytes of the run."""
         program = self._graph.model.program
         # The batches themselves stay with the caller.
-        self._run(program, self._held, shared={*program.inputs})
+        self._run(program, self._batch_bytes, shared={*program.inputs})
         peak, activations, param = self._peak
         gram = max(self._grams.values(), default=0) if self._copies else 0
         model = self._params + sum(self._pruned.values())
@@ -94,12 +96,12 @@ class Meter:
     def _paths(self) -> set[Path]:
         return {use.path for use in self._uses.values()}
 
-    def _run(self, program: Program, held: int, shared: set[Value]) -> None:
+    def _run(self, program: Program, live_bytes: int, shared: set[Value]) -> None:
         """Follows a program.
 
         Args:
           program: the program.
-          held: bytes of activations around it.
+          live_bytes: bytes of activations around it.
           shared: inputs of the program that share memory with values around it.
         """
         last, live = last_uses(program), dict[Value, int]()
@@ -110,23 +112,23 @@ class Meter:
             dead = {x for x in equation.inputs if last.get(x) is equation}
             if any(map(self._graph.tracker.is_data, equation.inputs)):
                 ends = sum(live.get(value, 0) for value in dead) // self._batches
-                self._step(equation, held + sum(live.values()), ends)
+                self._step(equation, live_bytes + sum(live.values()), ends)
                 for value in equation.outputs:
                     live[value] = self._batches * _bytes(value)
             for value in {*dead, *equation.outputs} & live.keys():
                 if last.get(value, equation) is equation:
                     del live[value]
 
-    def _step(self, equation: Equation, held: int, ends: int) -> None:
+    def _step(self, equation: Equation, live_bytes: int, ends: int) -> None:
         """Follows an equation and the weights that it stops at.
 
         Args:
           equation: the equation.
-          held: bytes that live before it.
+          live_bytes: bytes that live before it.
           ends: bytes of a batch that the equation is the last to read.
         """
         for number in self._interpreter.at(equation):
-            self._stop(self._uses[number], held)
+            self._follow_weight(self._uses[number], live_bytes)
         within = self._interpreter.within(equation)
         if equation.name == "scan" and any(equation in self._uses[n].view.scans for n in within):
             (body,) = equation.within()
@@ -135,16 +137,16 @@ class Meter:
             shared = {inner for i, (_, inner) in pairs if i < fixed}
             stacked = self._batches * sum(map(_bytes, equation.outputs))
             for _ in range(2):  # a first layer copies parameters, and all others find the copies
-                self._run(body.program, held + stacked, shared)
+                self._run(body.program, live_bytes + stacked, shared)
             return
         for number in within:
-            self._stop(self._uses[number], held)
+            self._follow_weight(self._uses[number], live_bytes)
         inside = sum(_bytes(v) for body in equation.bodies for e in body.flat() for v in e.outputs)
         made = sum(map(_bytes, equation.outputs))
         later = (self._batches - 1) * max(made - ends, 0)  # what batch after batch adds
-        self._note(held + made + later + inside, held + later, "")
+        self._note(live_bytes + made + later + inside, live_bytes + later, "")
 
-    def _stop(self, use: Use, held: int) -> None:
+    def _follow_weight(self, use: Use, live_bytes: int) -> None:
         """Follows the sums and the solution of a weight."""
         param = next(x for x in self._graph.leaves if x.path == use.path)
         self._pruned.setdefault(use.path, param.size * (param.dtype.itemsize + 1))
@@ -162,7 +164,7 @@ class Meter:
             work = max(rows + 2 * gram, solution + _WEIGHTS * part)
         else:
             work = max(2 * x, x + 2 * y) + _WEIGHTS * part
-        self._note(held + work, held, param.name)
+        self._note(live_bytes + work, live_bytes, param.name)
 
     def _note(self, bytes_: int, activations: int, param: str) -> None:
         """Notes the bytes beside the model at a point of the run."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparsity.calibration.run.frames import Frame, Layers, forget, last_uses
-from sparsity.calibration.run.stop import Stop
+from sparsity.calibration.run.reached import ReachedWeight
 from sparsity.calibration.run.weights import LayerIndex
 from sparsity.calibration.statistics.capture import Calibration, check_structure, have_equal_axes
 from sparsity.calibration.statistics.summing import SummingInterpreter
@@ -37,7 +37,7 @@ class Lockstep:
       batches: all of one shape.
       read: `read(number, *layers)` returns the current value of a parameter, or of its layer.
       is_done: `is_done(path, index)` returns whether a weight needs no stop.
-      prune: `prune(path, index, stop)` is called at each stop, and may change parameters.
+      prune: `prune(path, index, reached)` is called at each stop, and may change parameters.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Lockstep:
         batches: Sequence[PyTree],
         read: Callable[..., jax.Array],
         is_done: Callable[[Path, LayerIndex], bool],
-        prune: Callable[[Path, LayerIndex, Stop], None],
+        prune: Callable[[Path, LayerIndex, ReachedWeight], None],
     ) -> None:
         self._calibration, self._batches = calibration, batches
         self._read, self._is_done, self._prune = read, is_done, prune
@@ -210,8 +210,10 @@ class Lockstep:
                 frame, equation = outer, loop
                 break
         numbers = self._uses.within(equation) if equation.bodies else [number]
-        place = Stop(self._calibration, frame, equation, self._alike(numbers, use, index, frame))
-        self._prune(use.path, index, place)
+        reached = ReachedWeight(
+            self._calibration, frame, equation, self._alike(numbers, use, index, frame)
+        )
+        self._prune(use.path, index, reached)
         for each in self._frames:
             each.forget()
 

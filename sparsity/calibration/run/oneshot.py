@@ -22,16 +22,16 @@ from sparsity.base_updater import BaseUpdater
 from sparsity.calibration.pruners import StatisticsPruning
 from sparsity.calibration.refits import Refit
 from sparsity.calibration.run.estimate import Estimate, Meter
+from sparsity.calibration.run.joint import JointSolver
 from sparsity.calibration.run.lockstep import Lockstep
 from sparsity.calibration.run.outputs import compare_outputs
 from sparsity.calibration.run.progress import show_progress
 from sparsity.calibration.run.prune import check_pruner_and_refit
+from sparsity.calibration.run.pruned_layer import Errors, PrunedLayer
+from sparsity.calibration.run.reached import ReachedWeight
 from sparsity.calibration.run.report import LayerReport, Report
-from sparsity.calibration.run.resume import Finished, Layer, identify
-from sparsity.calibration.run.solved import Errors, Solved
-from sparsity.calibration.run.stop import Stop
-from sparsity.calibration.run.task import Task, count_rows, make_task
-from sparsity.calibration.run.together import Together
+from sparsity.calibration.run.resume import LayerStore, StoredLayer, identify
+from sparsity.calibration.run.task import PruningTask, count_rows, make_task
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.calibration.statistics.capture import Calibration
 from sparsity.calibration.statistics.memory import check_memory
@@ -124,18 +124,18 @@ def oneshot(
       (Array([[4., 0.]], dtype=float32), 0.024)
     """
     _check_arguments(pruner, refit, sequential=sequential, progress=progress, estimate=estimate)
-    data = _read_data(batches, held, metric, folder)
-    task = make_task(pruner, refit, fn, params, data[0])
+    batches = _read_batches(batches, held, metric, folder)
+    task = make_task(pruner, refit, fn, params, batches[0])
     if estimate:
-        return _estimate(task, data)
+        return _estimate(task, batches)
     more = {"sequential": sequential, "sparsities": task.list_targets()}
-    identity = functools.partial(identify, pruner, refit, fn, params, data, **more)
-    finished = None if folder is None else Finished(folder, identity())
-    run = _Run(task, params, data, finished, show_progress(task, len(data)) if progress else None)
+    identity = functools.partial(identify, pruner, refit, fn, params, batches, **more)
+    store = None if folder is None else LayerStore(folder, identity())
+    run = _Run(task, params, batches, store, show_progress(task, batches) if progress else None)
     run.prune(fn, sequential)
-    pruned = run.weights.tree()
-    run.report.outputs = compare_outputs(fn, params, pruned, data if held is None else held, metric)
-    return pruned, run.weights.masks(pruner.use_packed_masks), run.report
+    pruned, report = run.weights.tree(), run.report
+    report.outputs = compare_outputs(fn, params, pruned, batches if held is None else held, metric)
+    return pruned, run.weights.masks(pruner.use_packed_masks), report
 
 
 def _check_arguments(pruner: BaseUpdater, refit: Refit | None, **flags: object) -> None:
@@ -154,7 +154,7 @@ def _check_arguments(pruner: BaseUpdater, refit: Refit | None, **flags: object) 
         )
 
 
-def _read_data(
+def _read_batches(
     batches: Iterable[PyTree], held: object, metric: object, folder: object
 ) -> list[PyTree]:
     """Returns the batches; raises a ValueError without any, or for arguments of other types."""
@@ -168,14 +168,14 @@ def _read_data(
     return seen
 
 
-def _estimate(task: Task, batches: Sequence[PyTree]) -> Estimate:
+def _estimate(task: PruningTask, batches: Sequence[PyTree]) -> Estimate:
     """Returns the bytes of a sequential run, from shapes alone."""
     calibration = Calibration(task.graph, task.kind, task.is_pruned)
     solving = getattr(task.refit, "count_bytes", None)
     return Meter(calibration, batches, _count_grams(task), solving).estimate()
 
 
-def _count_grams(task: Task) -> int:
+def _count_grams(task: PruningTask) -> int:
     """Returns the number of arrays of the size of a Gram matrix that a layer needs at once."""
     if task.kind != "gram":
         return 0
@@ -190,8 +190,8 @@ class _Run:
       task: what to prune.
       params: tree of parameters.
       batches: the batches.
-      finished: the folder of finished layers, if any.
-      advance: is called with the path and the index of each layer that is done.
+      store: the folder of finished layers, if any.
+      on_layer_done: is called with the path and the index of each layer that is done.
 
     Attributes:
       weights: parameters and masks so far.
@@ -200,17 +200,17 @@ class _Run:
 
     def __init__(
         self,
-        task: Task,
+        task: PruningTask,
         params: PyTree,
         batches: Sequence[PyTree],
-        finished: Finished | None,
-        advance: Callable[[Path, LayerIndex], None] | None,
+        store: LayerStore | None,
+        on_layer_done: Callable[[Path, LayerIndex], None] | None,
     ) -> None:
         remedy = "Call oneshot outside of jit; shapes are enough for estimate=True."
         check_values("params", params, remedy)
         check_values("batches", batches, remedy)
         self._task, self._batches = task, batches
-        self._finished, self._advance = finished, advance
+        self._store, self._on_layer_done = store, on_layer_done
         self._layers: dict[Path, dict[LayerIndex, LayerReport]] = {}
         self.weights = ModelWeights(params, [param.path for param in task.graph.leaves])
         self.report = Report()
@@ -218,13 +218,13 @@ class _Run:
     def prune(self, fn: Callable[..., PyTree], sequential: bool) -> None:
         """Prunes all parameters, those that the run reaches first."""
         if sequential:
-            self._follow()
+            self._run_in_lockstep()
         unpruned = [path for path in self._task.sites if path not in self._layers]
-        together = Together(self._task, self.weights, fn, self._batches, unpruned)
+        joint = JointSolver(self._task, self.weights, fn, self._batches, unpruned)
         for path in unpruned:
-            self._prune(path, (), functools.partial(together.solve, path))
+            self._prune(path, (), functools.partial(joint.solve, path))
 
-    def _follow(self) -> None:
+    def _run_in_lockstep(self) -> None:
         """Runs the model on all batches, and prunes each parameter when the run reaches it."""
         task = self._task
         calibration = Calibration(task.graph, task.kind, task.is_pruned)
@@ -233,21 +233,21 @@ class _Run:
                 check_memory({name: gram}, copies=_count_grams(task))  # one is held at a time
         Lockstep(calibration, self._batches, self.weights.read, self._is_done, self._prune_at).run()
 
-    def _prune_at(self, path: Path, index: LayerIndex, stop: Stop) -> None:
+    def _prune_at(self, path: Path, index: LayerIndex, reached: ReachedWeight) -> None:
         """Prunes a parameter, or one layer of it, where the program reaches it."""
 
-        def solve() -> tuple[Solved, Errors]:
+        def solve() -> tuple[PrunedLayer, Errors]:
             name = self._task.sites[path].name + "".join(f"[{layer}]" for _, layer in index)
-            statistic = stop.statistic(name)
-            solved = self._task.solve(self.weights, path, index, name, statistic)
+            statistic = reached.statistic(name)
+            layer = self._task.solve(self.weights, path, index, name, statistic)
             if self._task.kind == "gram":
-                return solved, solved.errors()
-            return solved, solved.share(stop.losses(*solved.matrices()))
+                return layer, layer.errors()
+            return layer, layer.share(reached.losses(*layer.matrices()))
 
         self._prune(path, index, solve)
 
     def _prune(
-        self, path: Path, index: LayerIndex, solve: Callable[[], tuple[Solved, Errors]]
+        self, path: Path, index: LayerIndex, solve: Callable[[], tuple[PrunedLayer, Errors]]
     ) -> None:
         """Prunes a parameter, or one layer of it, or takes it from the folder."""
         weights, biases = self.weights, self._task.biases
@@ -255,25 +255,25 @@ class _Run:
         place = biases.find(path, index)
         bias = None if place is None else weights.now(*place)
         dense = weights.before(path, index)
-        layer = self._finished.read(number, dense, bias) if self._finished else None
-        if layer is None:
+        stored = self._store.read(number, dense, bias) if self._store else None
+        if stored is None:
             started = time.perf_counter()
-            solved, errors = solve()
-            report = _report(solved, errors, time.perf_counter() - started)
-            new, mask = (sharding.place_like(dense, x) for x in (solved.refitted, solved.mask))
-            shifted = None if bias is None else biases.shift(path, bias, solved, weights)
-            layer = Layer(new, mask, report, shifted)
-            if self._finished:
-                self._finished.write(number, layer)
-        weights.replace(path, index, layer.weights)
-        weights.replace_mask(path, index, layer.mask)
-        if place is not None and layer.bias is not None:
-            weights.replace(*place, layer.bias)
+            layer, errors = solve()
+            report = _report(layer, errors, time.perf_counter() - started)
+            new, mask = (sharding.place_like(dense, x) for x in (layer.refitted, layer.mask))
+            shifted = None if bias is None else biases.shift(path, bias, layer, weights)
+            stored = StoredLayer(new, mask, report, shifted)
+            if self._store:
+                self._store.write(number, stored)
+        weights.replace(path, index, stored.weights)
+        weights.replace_mask(path, index, stored.mask)
+        if place is not None and stored.bias is not None:
+            weights.replace(*place, stored.bias)
         layers = self._layers.setdefault(path, {})
-        layers[index] = layer.report
+        layers[index] = stored.report
         self.report[path] = LayerReport.combine([*layers.values()])
-        if self._advance is not None:
-            self._advance(path, index)
+        if self._on_layer_done is not None:
+            self._on_layer_done(path, index)
 
     def _is_done(self, path: Path, index: LayerIndex) -> bool:
         """Returns whether a parameter or layer is done: several readers prune it only once."""
@@ -281,11 +281,11 @@ class _Run:
         return index in layers or () in layers or (not index and bool(layers))
 
 
-def _report(solved: Solved, errors: Errors, seconds: float) -> LayerReport:
-    mask = np.asarray(jax.device_get(solved.mask))
+def _report(layer: PrunedLayer, errors: Errors, seconds: float) -> LayerReport:
+    mask = np.asarray(jax.device_get(layer.mask))
     return LayerReport(
         sparsity=(mask.size - np.count_nonzero(mask)) / max(mask.size, 1),
         **errors._asdict(),
-        count=count_rows(solved.statistic),
+        count=count_rows(layer.statistic),
         seconds=seconds,
     )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from sparsity.calibration.run.task import Task
+from sparsity.calibration.run.task import PruningTask
 from sparsity.calibration.run.weights import LayerIndex
 from sparsity.core import extras
-from sparsity.core.trees import Path
+from sparsity.core.trees import Path, PyTree
 
 
-def show_progress(task: Task, batches: int) -> Callable[[Path, LayerIndex], None]:
+def show_progress(
+    task: PruningTask, batches: Sequence[PyTree]
+) -> Callable[[Path, LayerIndex], None]:
     """Shows a bar of the layers, and returns the function that advances it by a layer."""
     scanned, shapes = task.graph.tracker.find_scanned_axes(), task.graph.parameters.find_shape
     sizes = {
@@ -20,10 +22,10 @@ def show_progress(task: Task, batches: int) -> Callable[[Path, LayerIndex], None
     tqdm = extras.load("tqdm.auto", "progress").tqdm
     bar = tqdm(total=sum(sizes.values()), desc="oneshot", unit="layer")
 
-    def advance(path: Path, index: LayerIndex) -> None:
-        bar.set_postfix_str(f"{task.sites[path].name}, {batches} batches")
+    def on_layer_done(path: Path, index: LayerIndex) -> None:
+        bar.set_postfix_str(f"{task.sites[path].name}, {len(batches)} batches")
         bar.update(1 if index else sizes[path])
         if bar.n >= bar.total:
             bar.close()
 
-    return advance
+    return on_layer_done

@@ -22,7 +22,7 @@ from sparsity.core.trees import PyTree
 from sparsity.graph import trace
 
 
-class Layer(NamedTuple):
+class StoredLayer(NamedTuple):
     """Pruned parameter or layer: its weights, their mask, the report, and the bias if it moved."""
 
     weights: jax.Array
@@ -31,7 +31,7 @@ class Layer(NamedTuple):
     bias: jax.Array | None = None
 
 
-class Finished:
+class LayerStore:
     """Layers that a run has finished, by their number in its order.
 
     Args:
@@ -65,29 +65,31 @@ class Finished:
                 "another folder, or delete this one to start afresh."
             )
 
-    def read(self, number: int, like: jax.Array, bias: jax.Array | None = None) -> Layer | None:
+    def read(
+        self, number: int, like: jax.Array, bias: jax.Array | None = None
+    ) -> StoredLayer | None:
         """Returns a layer placed as `like` and `bias`, or `None` if the layer is not finished."""
         path = self._folder / str(number)
         if not path.exists():
             return None
         report = LayerReport(0.0, 0.0, 0.0, 0, 0.0, 0.0)
-        shape = _tree(Layer(like, like.astype(np.uint8), report, bias))
+        shape = _tree(StoredLayer(like, like.astype(np.uint8), report, bias))
         restore_args = self._checkpoints.checkpoint_utils.construct_restore_args(shape)
         with (
             reading(path, "delete it and run again"),
             self._checkpoints.PyTreeCheckpointer() as checkpointer,
         ):
             restored = checkpointer.restore(path, item=shape, restore_args=restore_args)
-            return Layer(**restored | {"report": LayerReport(**restored["report"])})
+            return StoredLayer(**restored | {"report": LayerReport(**restored["report"])})
 
-    def write(self, number: int, layer: Layer) -> None:
+    def write(self, number: int, layer: StoredLayer) -> None:
         """Saves a layer atomically: a kill leaves all of it or nothing."""
         path = self._folder / str(number)
         with writing(path), self._checkpoints.PyTreeCheckpointer() as checkpointer:
             checkpointer.save(path, _tree(layer))
 
 
-def _tree(layer: Layer) -> dict[str, PyTree]:
+def _tree(layer: StoredLayer) -> dict[str, PyTree]:
     arrays = {name: value for name, value in layer._asdict().items() if value is not None}
     return arrays | {"report": dataclasses.asdict(layer.report)}
 

@@ -14,7 +14,7 @@ from sparsity.calibration.pruners import statistics_kind
 from sparsity.calibration.refits import Refit, shifts_biases
 from sparsity.calibration.run.biases import Biases, find_run_biases
 from sparsity.calibration.run.prune import prune, reconstruct
-from sparsity.calibration.run.solved import Solved
+from sparsity.calibration.run.pruned_layer import PrunedLayer
 from sparsity.calibration.run.weights import LayerIndex, ModelWeights
 from sparsity.calibration.statistics import Statistic, warn_of_zeros
 from sparsity.calibration.statistics.rows import Kind
@@ -26,7 +26,7 @@ from sparsity.patterns.base import absolute_axis
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class PruningTask:
     """Says what a run prunes, and how.
 
     Attributes:
@@ -65,7 +65,7 @@ class Task:
         index: LayerIndex,
         name: str,
         statistic: Statistic | None,
-    ) -> Solved:
+    ) -> PrunedLayer:
         """Prunes and refits a parameter, or one of its layers, by the statistic of its inputs.
 
         Raises:
@@ -92,7 +92,7 @@ class Task:
             last, masks = reconstruct(self.refit, pruner, alone, first, masks, {path: statistic})
         pruned, refitted, mask = (trees.leaves_by_path(x)[site.path] for x in (first, last, masks))
         keeps_means = path in self.biases.places
-        return Solved(statistic, dense, pruned, refitted, mask, keeps_means)
+        return PrunedLayer(statistic, dense, pruned, refitted, mask, keeps_means)
 
     def _make_pruner(self, path: Path, index: LayerIndex, ndim: int) -> BaseUpdater:
         """Returns the pruner of one parameter of `ndim` axes, or of one of its layers.
@@ -136,7 +136,7 @@ def make_task(
     fn: Callable[..., PyTree],
     params: PyTree,
     batch: PyTree,
-) -> Task:
+) -> PruningTask:
     """Traces a model, and finds the parameters to prune."""
     graph, table = trace(fn, params, batch), pruner.sites(params)
     targets = trees.leaves_by_path(pruner.compute_targets(params, table))
@@ -144,7 +144,7 @@ def make_task(
     kind = statistics_kind(pruner)
     if refit is not None and kind != "gram":
         kind = getattr(refit, "statistics_kind", "gram")
-    return Task(
+    return PruningTask(
         pruner,
         refit,
         graph,

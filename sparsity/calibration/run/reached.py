@@ -24,7 +24,7 @@ from sparsity.programs.share import share_at_call
 
 
 @dataclasses.dataclass(frozen=True)
-class Stop:
+class ReachedWeight:
     """Place where the program reaches a weight: a product, or the loop or branch around it.
 
     Attributes:

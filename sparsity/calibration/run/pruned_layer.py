@@ -32,7 +32,7 @@ class Errors(NamedTuple):
     centred: float
 
 
-class Solved(NamedTuple):
+class PrunedLayer(NamedTuple):
     """Pruned and refitted parameter, or one of its layers.
 
     Attributes:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from sparsity.calibration.run.solved import Errors, Solved
-from sparsity.calibration.run.task import Task
+from sparsity.calibration.run.pruned_layer import Errors, PrunedLayer
+from sparsity.calibration.run.task import PruningTask
 from sparsity.calibration.run.weights import ModelWeights
 from sparsity.calibration.statistics import Statistic
 from sparsity.calibration.statistics.capture import Collector, calibrate, collect
@@ -19,8 +19,8 @@ from sparsity.core import sharding
 from sparsity.core.trees import Path, PyTree
 
 
-class Together:
-    """Parameters that are solved by their inputs in the model of the present weights.
+class JointSolver:
+    """Solves parameters by their inputs in the model of the present weights.
 
     Args:
       task: what the run prunes.
@@ -32,7 +32,7 @@ class Together:
 
     def __init__(
         self,
-        task: Task,
+        task: PruningTask,
         weights: ModelWeights,
         fn: Callable[..., PyTree],
         batches: Sequence[PyTree],
@@ -41,15 +41,15 @@ class Together:
         self._task, self._weights, self._paths = task, weights, paths
         self._fn, self._params, self._batches = fn, weights.tree(), batches
 
-    def solve(self, path: Path) -> tuple[Solved, Errors]:
+    def solve(self, path: Path) -> tuple[PrunedLayer, Errors]:
         """Returns a parameter and its errors."""
         if self._task.kind == "gram":
-            solved = self._solve(path)
-            return solved, solved.errors()
-        solved, losses = self._losses[path]
-        return solved, solved.share(losses)
+            layer = self._solve(path)
+            return layer, layer.errors()
+        layer, losses = self._losses[path]
+        return layer, layer.share(losses)
 
-    def _solve(self, path: Path) -> Solved:
+    def _solve(self, path: Path) -> PrunedLayer:
         name, statistic = self._task.sites[path].name, self._statistics.get(path)
         return self._task.solve(self._weights, path, (), name, statistic)
 
@@ -59,16 +59,16 @@ class Together:
         return calibrate(*run, self._task.kind, lambda path, _: path in self._paths)
 
     @functools.cached_property
-    def _losses(self) -> dict[Path, tuple[Solved, jax.Array]]:
+    def _losses(self) -> dict[Path, tuple[PrunedLayer, jax.Array]]:
         """All parameters, with their losses from one run of the model."""
-        solved = {path: self._solve(path) for path in self._paths}
-        matrices = {path: each.matrices() for path, each in solved.items()}
+        layers = {path: self._solve(path) for path in self._paths}
+        matrices = {path: each.matrices() for path, each in layers.items()}
         make = functools.partial(_Losses, filter_fn=lambda path, _: path in self._paths)
         losses, sums = collect(self._fn, self._params, self._batches, make, matrices)
         total = dict.fromkeys(self._paths, jnp.zeros(2))
         for number, each in sums.items():
             total[losses.uses[number].path] += each
-        return {path: (each, total[path]) for path, each in solved.items()}
+        return {path: (each, total[path]) for path, each in layers.items()}
 
 
 class _Losses(Collector):
