@@ -29,8 +29,8 @@ def compute_once(x: Sequence[jax.Array]) -> list[jax.Array]:
     XLA:CPU fuses a cheap operation into each kernel that reads its result: the norms of 100 leaves,
     each read by one kernel, would be computed 100 times.
     """
-    held: list[jax.Array] = lax.cond(at_runtime(1) > 0, list, _clear, x)
-    return held
+    stored: list[jax.Array] = lax.cond(at_runtime(1) > 0, list, _clear, x)
+    return stored
 
 
 def read_part(x: jax.Array, start: int, count: int) -> jax.Array:
@@ -45,8 +45,8 @@ def read_part(x: jax.Array, start: int, count: int) -> jax.Array:
 
 def unstack(x: jax.Array) -> list[jax.Array]:
     """Returns the entries of x[count], each read by the same kernel."""
-    held = lax.optimization_barrier(x)
-    return [read_part(held, i, 1)[0] for i in range(len(x))]
+    stored = lax.optimization_barrier(x)
+    return [read_part(stored, i, 1)[0] for i in range(len(x))]
 
 
 def _clear(arrays: Sequence[jax.Array]) -> list[jax.Array]:

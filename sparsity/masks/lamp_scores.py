@@ -100,8 +100,8 @@ class ScaledLayer(NamedTuple):
             one = jnp.ones((), sizes.dtype)
             # In two steps: a single factor may be out of range.
             scales += [jnp.ldexp(one, (i - exponent) // 2) for i in (0, 1)]
-        held = compute_once(scales)
-        return [cls(pair) for pair in zip(held[::2], held[1::2], strict=True)]
+        stored = compute_once(scales)
+        return [cls(pair) for pair in zip(stored[::2], stored[1::2], strict=True)]
 
     def squares(self, weights: jax.Array) -> jax.Array:
         """Returns squares in [0, 1], NaN for weights that are not finite."""

@@ -399,11 +399,11 @@ def _bound_last_score(
 
 def _count_above(squares: jax.Array, pivots: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns numbers and sums of squares[rows, width] above pivots[n], int32[n] and float32[n]."""
-    held, pivots = lax.optimization_barrier((squares, pivots))
-    masks = [held > pivot for pivot in pivots]
+    stored, pivots = lax.optimization_barrier((squares, pivots))
+    masks = [stored > pivot for pivot in pivots]
     n = len(masks)
     rows = lax.reduce(
-        [x.astype(jnp.int32) for x in masks] + [jnp.where(x, held, 0) for x in masks],
+        [x.astype(jnp.int32) for x in masks] + [jnp.where(x, stored, 0) for x in masks],
         [np.int32(0)] * n + [np.float32(0)] * n,
         lambda a, b: [x + y for x, y in zip(a, b, strict=True)],
         (1,),

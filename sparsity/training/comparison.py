@@ -1,7 +1,7 @@
-"""Compares updates of a masked model with updates of the same model without masked entries.
+"""Checks by random updates that an optimizer trains kept entries as it trains the masked model.
 
-The test of `shrink` and `compact`, by numbers: see `training.entrywise_proof` for the proof before
-the first step, where there are no numbers yet.
+`shrink` and `compact` have arrays and a state to run; `training.entrywise_proof` proves the same
+before the first step, from shapes.
 """
 
 from __future__ import annotations

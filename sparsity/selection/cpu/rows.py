@@ -96,8 +96,8 @@ class Rows:
     @jax.jit
     def _counts_above(self, pivots: jax.Array) -> jax.Array:
         arrays, scalars, pivots = lax.optimization_barrier((self.arrays, self.scalars, pivots))
-        held = dataclasses.replace(self, arrays=arrays, scalars=scalars)
-        keys = held._keys(arrays, self._offset())
+        stored = dataclasses.replace(self, arrays=arrays, scalars=scalars)
+        keys = stored._keys(arrays, self._offset())
         pivots = pivots.astype(keys.dtype)
         counts = sums(
             [keys > _beside(pivots[:, i], keys.shape) for i in range(pivots.shape[1])], [2]
@@ -180,8 +180,8 @@ class Rows:
             picked = tuple(x[:, : offset[0, -1] + 1 : stride] for x in flat)
         else:
             picked = tuple(jnp.take_along_axis(x, offset, axis=1) for x in flat)
-        held: tuple[jax.Array, ...] = lax.optimization_barrier(picked)
-        return held
+        stored: tuple[jax.Array, ...] = lax.optimization_barrier(picked)
+        return stored
 
     @functools.partial(jax.jit, static_argnums=1)
     def _every(self, stride: int) -> tuple[jax.Array, ...]:
@@ -192,8 +192,8 @@ class Rows:
         else:
             segment, offset = _every_place([self], stride)
             picked = tuple(x[segment, offset] for x in flat)
-        held: tuple[jax.Array, ...] = lax.optimization_barrier(picked)
-        return held
+        stored: tuple[jax.Array, ...] = lax.optimization_barrier(picked)
+        return stored
 
     def _sample_offsets(self) -> np.ndarray:
         """Returns the places of the sampled entries in their segments, int32[segments, count]."""
@@ -217,8 +217,8 @@ class Rows:
             else jnp.take_along_axis(x, row[:, None, None], 1)[:, 0]
             for x in self.arrays
         ]
-        held: tuple[jax.Array, ...] = lax.optimization_barrier(tuple(pad(x, width) for x in picked))
-        return held
+        stored: tuple[jax.Array, ...] = lax.optimization_barrier(tuple(pad(x, width) for x in picked))
+        return stored
 
 
 # ------------------------------------------------------------------ entries of many
@@ -284,8 +284,8 @@ def _join(x: Sequence[jax.Array]) -> jax.Array:
     """Stores the concatenated arrays: a kernel that read each by itself would be large."""
     if len(x) == 1:
         return x[0]
-    held: jax.Array = lax.optimization_barrier(jnp.concatenate(x))
-    return held
+    stored: jax.Array = lax.optimization_barrier(jnp.concatenate(x))
+    return stored
 
 
 def cut_rows(leaves: Sequence[Ranked], rows: int, width: int) -> Rows:
