@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 from sparsity.base_updater import ALGORITHM_REGISTRY, BaseUpdater, NoPruning
 from sparsity.core.checks import check_fraction, check_function
@@ -60,13 +60,13 @@ def register_distribution(name: str, distribution: type[Distribution]) -> None:
     Raises:
       ValueError: the name is taken by another class.
     """
-    check_function("distribution", distribution, "the fields of a distribution, such as its class,")
+    check_function("distribution", distribution, "the fields of a distribution, such as its class")
     DISTRIBUTIONS.add(name, distribution)
 
 
 def register_schedule(name: str, schedule: type[Schedule]) -> None:
     """Registers a class of schedules for the key `schedule_type`, as `register_distribution`."""
-    check_function("schedule", schedule, "the fields of a schedule, such as its class,")
+    check_function("schedule", schedule, "the fields of a schedule, such as its class")
     SCHEDULES.add(name, schedule)
 
 
@@ -292,9 +292,12 @@ def _field_names(kind: type) -> set[str]:
 
 
 def _as_dict(config: Config) -> Options:
-    if not isinstance(config, Mapping) and not hasattr(config, "items"):
+    if not _has_items(config):
         raise ValueError(f"config must be a ConfigDict or a dict, got {config!r}.")
     return {
-        key: dict(value.items()) if hasattr(value, "items") else value
-        for key, value in config.items()
+        key: dict(value.items()) if _has_items(value) else value for key, value in config.items()
     }
+
+
+def _has_items(value: object) -> TypeGuard[Config]:
+    return hasattr(value, "items") and not isinstance(value, type)

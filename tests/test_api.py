@@ -454,6 +454,20 @@ def test_what_is_no_updater_class_cannot_be_registered(registry, algorithm):
     assert "other" not in registry
 
 
+@pytest.mark.parametrize("register", ["register_distribution", "register_schedule"])
+def test_what_cannot_be_called_cannot_be_registered(register):
+    with pytest.raises(ValueError, match="such as its class, got"):
+        getattr(sparsity, register)("mine", 3)
+
+
+@pytest.mark.parametrize("key", ["sparsity", "scope", "scheduler"])
+def test_a_class_of_mappings_is_no_value_of_a_configuration(key):
+    config = {"algorithm": "magnitude", "sparsity": 0.5}
+    for wrong in (dict, {**config, key: dict}):
+        with pytest.raises(ValueError, match=r"got .*<class 'dict'>"):
+            sparsity.create_updater_from_config(wrong)
+
+
 def test_the_registry_of_the_package_is_the_one_of_the_module():
     assert sparsity.ALGORITHM_REGISTRY is api.ALGORITHM_REGISTRY
 

@@ -135,7 +135,7 @@ def _ordered_sum_on_host(x: np.ndarray, axis: tuple[int, ...]) -> PyTree:
     """Does what `ordered_sum` does: the same integers are summed."""
     axes = {i % x.ndim for i in axis}
     size, kept = math.prod(x.shape[i] for i in axes), [i for i in range(x.ndim) if i not in axes]
-    if size > 2**29 or not x.size or x.dtype not in (np.float32, np.float64):
+    if size > 2**29 or not x.size or not x.ndim or x.dtype not in (np.float32, np.float64):
         return NotImplemented
     rows, summed = _join_axes(x, axes)
     step = max(1, 2 * host.CHUNK * len(rows) // rows.size)

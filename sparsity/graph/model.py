@@ -186,6 +186,20 @@ class Parameters:
             )
         return matched
 
+    def check_complete(self, params: PyTree) -> None:
+        """Raises a ValueError unless params, or the part that they are, have all leaves."""
+        matched = self.match(params)
+        paths = {parameter.path for parameter in matched.values()}
+        parts = {x.path[: len(x.path) - len(path)] for path, x in matched.items()}
+        for parameter in self._leaves:
+            if parameter.path not in paths and any(
+                parameter.path[: len(part)] == part for part in parts
+            ):
+                raise ValueError(
+                    f"The params have no leaf {parameter.name!r}, with which the graph was traced. "
+                    "Give all parameters, or trace the model without this one."
+                )
+
     def _fits(self, parameter: Parameter, shape: tuple[int, ...]) -> bool:
         """Returns whether a parameter may have this shape in a smaller model."""
         cut = {axis for path, axis in self._list_removable() if path == parameter.path}

@@ -21,6 +21,8 @@ _LARGEST = 1 << 16  # bytes of a constant of a program that is shared
 def share(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., PyTree]:
     """Compiles a function as one program, which functions that trace to the same text share.
 
+    The result is not for derivatives: the text names no custom rule for them.
+
     Args:
       fn: function of arrays; results that do not depend on `args` are returned as they are.
       *args: arguments of the shapes and dtypes of later calls. If one is traced, or lies on a mesh

@@ -231,9 +231,9 @@ def shrink(
       The smaller model.
 
     Raises:
-      ValueError: masks are traced or of another model, hold other entries than 0 and 1 or remove a
-        group, the optimizer's state cannot be cut, or `tx` would train otherwise; the error names
-        the leaf.
+      ValueError: params lack a leaf of the graph, masks are traced or of another model, hold other
+        entries than 0 and 1 or remove a group, the optimizer's state cannot be cut, or `tx` would
+        train otherwise; the error names the leaf.
 
     Example:
       >>> import jax.numpy as jnp
@@ -249,6 +249,7 @@ def shrink(
       (5, 2)
     """
     comparison.check_arguments(graph, masks, opt_state, tx)
+    graph.parameters.check_complete(params)
     plan, by_path = _read_plan(graph, masks)
     cutter = Cutter(graph, plan)
     small_params = cutter.params(params)

@@ -102,3 +102,7 @@ def test_words_of_64_bit_integers_hold_all_their_bits():
         for k in (7, 2**32 - 1, 2**40 + 3):
             high, low = jax.jit(exact_counts.as_words)(jnp.int64(k))
             assert (int(high) << 32) + int(low) == k
+
+
+def test_the_sum_of_a_scalar_over_no_axis_is_the_scalar():
+    assert exact_counts.ordered_sum(jnp.float32(3.5), ()) == 3.5

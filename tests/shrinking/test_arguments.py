@@ -58,6 +58,19 @@ def test_traced_masks_are_refused(function):
         jax.jit(lambda masks: function(graph, params, masks).params)(masks)
 
 
+@pytest.mark.parametrize("function", [shrink, sparsity.compact])
+def test_parameters_without_a_leaf_of_the_graph_are_refused_and_a_subtree_is_not(function):
+    def fn(variables, x):
+        return x @ variables["params"]["up"] @ variables["params"]["down"] + variables["mean"]
+
+    params = {"up": jnp.ones((3, 4)), "down": jnp.ones((4, 2))}
+    graph = trace(fn, {"params": params, "mean": jnp.ones(2)}, jnp.ones((5, 3)))
+    masks = {"up": jnp.ones((3, 4)).at[:, 0].set(0)}
+    function(graph, params, masks)
+    with pytest.raises(ValueError, match="have no leaf 'params/down', with which the graph"):
+        function(graph, {"up": params["up"]}, masks)
+
+
 def test_a_flag_and_a_number_that_are_no_arrays_are_those_of_the_call():
     def fn(params, x, t, train):
         hidden = jnp.tanh(t * (x @ params["up"]))
