@@ -79,16 +79,8 @@ class CompactStep(Step):
         return KeptState(positions, state)
 
     def no_growth(self, state: SparseState, inputs: Inputs) -> PyTree:
-        layouts = read_layouts(inputs.params, state.inner_state.positions)
-
-        def none(_: trees.KeyPath, param: jax.Array, layout: KeptLayout | None) -> jax.Array | None:
-            if layout is None:
-                return None
-            fn = functools.partial(_no_slots, layout.num_slots)
-            nothing: jax.Array = layout.map_slices(fn, param, param)
-            return nothing
-
-        return trees.map_matched(none, inputs.params, layouts)
+        positions = state.inner_state.positions
+        return jax.tree.map(lambda at: jnp.zeros_like(at, bool), positions)
 
     def can_restart(self, state: SparseState, inputs: Inputs) -> bool:
         return self.may_regrow
@@ -274,11 +266,6 @@ def _count_mask(mask: jax.Array, shape: tuple[int, ...], site: Site) -> int:
         entries = np.unpackbits(entries, count=math.prod(shape))
     by_slice = entries.reshape(*shape[: site.batch_axes], -1)
     return int(np.count_nonzero(by_slice, axis=-1).max(initial=0))
-
-
-def _no_slots(k: int, values: jax.Array) -> jax.Array:
-    """Returns bool[k], all false; `values` say over which axes of a mesh the result varies."""
-    return jnp.zeros(k, bool)
 
 
 def _zero_where(grown: PyTree, kept: PyTree) -> PyTree:
