@@ -103,7 +103,7 @@ class CompactStep(Step):
         self, state: SparseState, inputs: Inputs, change: Change
     ) -> tuple[PyTree, SparseState]:
         """Runs the inner optimizer on kept entries; returns dense updates that set zeros."""
-        plain, inputs = self._read(state, inputs)
+        plain, inputs = self.as_hooks_see(state, inputs)
         params = inputs.params
         updates = self.modify(inputs, plain)
         positions, inner_state = state.inner_state
