@@ -34,6 +34,7 @@ from sparsity.training.kept_state import (
     find_moves,
     find_positions,
     gather,
+    read_layouts,
     spread_updates,
 )
 from sparsity.training.regrow import check_resettable
@@ -45,16 +46,7 @@ from sparsity.training.updater import FIRST_MASK_HOOKS, UPDATE_HOOKS, Updater
 
 @dataclasses.dataclass(frozen=True)
 class CompactStep(Step):
-    """Step of an updater with `use_compact_state`; attributes as in `Step`.
-
-    Attributes:
-      counts: number of kept entries by path, shape and batch axes of the masks of `wrap_optax`,
-        which are counted once.
-    """
-
-    counts: dict[tuple[object, ...], int] = dataclasses.field(
-        default_factory=dict, compare=False, repr=False
-    )
+    """Step of an updater with `use_compact_state`; attributes as in `Step`."""
 
     @classmethod
     def wrap(
@@ -87,16 +79,8 @@ class CompactStep(Step):
         return KeptState(positions, state)
 
     def no_growth(self, state: SparseState, inputs: Inputs) -> PyTree:
-        layouts = self.layouts(inputs.params, state.masks, inputs.sites)
-
-        def none(_: trees.KeyPath, param: jax.Array, layout: KeptLayout | None) -> jax.Array | None:
-            if layout is None:
-                return None
-            fn = functools.partial(_no_slots, layout.num_slots)
-            nothing: jax.Array = layout.map_slices(fn, param, param)
-            return nothing
-
-        return trees.map_matched(none, inputs.params, layouts)
+        positions = state.inner_state.positions
+        return jax.tree.map(lambda at: jnp.zeros_like(at, bool), positions)
 
     def can_restart(self, state: SparseState, inputs: Inputs) -> bool:
         return self.may_regrow
@@ -119,11 +103,11 @@ class CompactStep(Step):
         self, state: SparseState, inputs: Inputs, change: Change
     ) -> tuple[PyTree, SparseState]:
         """Runs the inner optimizer on kept entries; returns dense updates that set zeros."""
-        plain, inputs = self._read(state, inputs)
+        plain, inputs = self.as_hooks_see(state, inputs)
         params = inputs.params
         updates = self.modify(inputs, plain)
-        layouts = self.layouts(params, plain.masks, inputs.sites)
         positions, inner_state = state.inner_state
+        layouts = read_layouts(params, positions)
         kept = gather(params, positions, params, layouts)
         grown = change.grown
         steps, inner_state = update_unless(
@@ -146,7 +130,7 @@ class CompactStep(Step):
         return steps
 
     def layouts(self, params: Params, masks: Masks, sites: Sites) -> PyTree:
-        """Returns the layout of the kept entries of each masked parameter.
+        """Returns the layout of the kept entries of each masked parameter, for new masks.
 
         Raises:
           ValueError: the number of kept entries is not static. The message names the parameter.
@@ -163,11 +147,8 @@ class CompactStep(Step):
                 return None
             site = sites[path]
             if targets is None:
-                key = (path, param.shape, site.batch_axes)
-                if key not in self.counts:
-                    _check_moves(self.updater, site)
-                    self.counts[key] = _count_mask(user_masks[path], param.shape, site)
-                count = self.counts[key]
+                _check_moves(self.updater, site)
+                count = _count_mask(user_masks[path], param.shape, site)
             else:
                 count = _count_target(site, param.shape, targets[path])
             unused = 0 if targets is not None else count  # slots with positions beyond the slice
@@ -284,11 +265,6 @@ def _count_mask(mask: jax.Array, shape: tuple[int, ...], site: Site) -> int:
         entries = np.unpackbits(entries, count=math.prod(shape))
     by_slice = entries.reshape(*shape[: site.batch_axes], -1)
     return int(np.count_nonzero(by_slice, axis=-1).max(initial=0))
-
-
-def _no_slots(k: int, values: jax.Array) -> jax.Array:
-    """Returns bool[k], all false; `values` say over which axes of a mesh the result varies."""
-    return jnp.zeros(k, bool)
 
 
 def _zero_where(grown: PyTree, kept: PyTree) -> PyTree:

@@ -76,6 +76,18 @@ class KeptLayout(SliceLayout):
         return sharding.shard_like(like, mapped, *args, shape=shape)
 
 
+def read_layouts(params: Params, positions: PyTree) -> PyTree:
+    """Returns a `KeptLayout` for each parameter with positions, `None` for others."""
+
+    def layout(_: trees.KeyPath, param: jax.Array, at: jax.Array | None) -> KeptLayout | None:
+        if at is None:
+            return None
+        *batch, num_slots = at.shape
+        return KeptLayout(param.shape, tuple(range(len(batch))), num_slots=num_slots)
+
+    return trees.map_matched(layout, params, positions)
+
+
 @dataclasses.dataclass(frozen=True)
 class Move:
     """Maps each slot of a parameter under its new mask to the slot under the old one.

@@ -1,12 +1,12 @@
 """One training step: the flow of a wrapped optimizer's `update`.
 
 1. An algorithm with an `algorithm_state` accumulates.
-2. Masks are refreshed in the steps that the scheduler chooses.
+2. Masks are updated in the steps that the scheduler chooses.
 3. Gradients are modified and masked.
 4. The inner optimizer runs, and its updates are made to set pruned weights to exact zeros.
 
 Choices made while tracing leave no trace in the compiled program. No array is copied in steps
-without a refresh. Hooks that compute masks get plain masks: `Step` unpacks and packs them.
+without a mask update. Hooks that compute masks get plain masks: `Step` unpacks and packs them.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Step:
             algorithm_state = inputs.call(updater.init_algorithm_state, inputs.weights, masks)
         # A hook may have created the state from Python numbers.
         return SparseState(
-            masks=place_masks(self._stored(masks, params), params),
+            masks=place_masks(self.as_stored(masks, params), params),
             inner_state=self.init_inner(params, masks, inputs.sites),
             target_sparsities=jax.tree.map(on_device, targets),
             count=on_device(0 if state.count is None else state.count, np.int32),
@@ -145,7 +145,7 @@ class Step:
         """Returns the updates of a step, computed from gradients, and the next state."""
         inputs = self.check(updates, state, params, extra_args)
         state = self.accumulate(state, inputs)
-        state, change = self.refresh(state, inputs)
+        state, change = self.maybe_update_masks(state, inputs)
         steps, state = self.transform(state, inputs, change)
         return self.set_zeros(steps, state, inputs, change), state
 
@@ -166,25 +166,25 @@ class Step:
         check_gradients(updates, params, state.masks)
         inputs = Inputs(params, updates, self.updater.sites(params), extra)
         if state.algorithm_state is None and is_overridden(self.updater, "init_algorithm_state"):
-            check_algorithm_state(self.updater, *self._read(state, inputs))
+            check_algorithm_state(self.updater, *self.as_hooks_see(state, inputs))
         return inputs
 
     def accumulate(self, state: SparseState, inputs: Inputs) -> SparseState:
         """Returns the state with the `algorithm_state` that the hook `accumulate` returns."""
         if not is_overridden(self.updater, "accumulate"):
             return state
-        plain, inputs = self._read(state, inputs)
+        plain, inputs = self.as_hooks_see(state, inputs)
         new = inputs.call(self.updater.accumulate, plain, inputs.masked_weights, inputs.grads)
         check_kind("the result of accumulate", new, SparseState, "a SparseState")
         algorithm_state = same_structure(new.algorithm_state, state.algorithm_state)
         return state._replace(algorithm_state=algorithm_state)
 
-    def refresh(self, state: SparseState, inputs: Inputs) -> tuple[SparseState, Change]:
+    def maybe_update_masks(self, state: SparseState, inputs: Inputs) -> tuple[SparseState, Change]:
         """Updates the masks in the steps that the scheduler chooses."""
         regrows = self.can_restart(state, inputs)
 
         def update_masks_now(state: SparseState) -> tuple[SparseState, Change]:
-            return self.renew(state, inputs, regrows)
+            return self.make_new_masks(state, inputs, regrows)
 
         def keep_masks(state: SparseState) -> tuple[SparseState, Change]:
             grown = self.no_growth(state, inputs) if regrows else None
@@ -199,12 +199,12 @@ class Step:
             return result
         return update_masks_now(state) if is_update else (state, Change(False))
 
-    def renew(
+    def make_new_masks(
         self, state: SparseState, inputs: Inputs, regrows: bool
     ) -> tuple[SparseState, Change]:
         """Returns the state with new masks, and the change."""
         updater, params = self.updater, inputs.params
-        old, inputs = self._read(state, inputs)
+        old, inputs = self.as_hooks_see(state, inputs)
         old_bits = state.masks
         if regrows and not self.packed:
             old_bits, count = pack_first(old.masks, params, old.count)
@@ -215,7 +215,7 @@ class Step:
         grown = None
         if regrows:
             new, grown = self.restart(old_bits, new, inputs)
-        return new._replace(masks=self._stored(new.masks, params)), Change(True, grown)
+        return new._replace(masks=self.as_stored(new.masks, params)), Change(True, grown)
 
     def can_restart(self, state: SparseState, inputs: Inputs) -> bool:
         """Returns whether weights that return to a mask get a fresh state."""
@@ -223,7 +223,7 @@ class Step:
 
     def no_growth(self, state: SparseState, inputs: Inputs) -> PyTree:
         """Returns `Change.grown` of a step that leaves the masks as they are."""
-        plain, _ = self._read(state, inputs)
+        plain, _ = self.as_hooks_see(state, inputs)
         return jax.tree.map(jnp.zeros_like, pack_masks(plain.masks, inputs.params))
 
     def restart(
@@ -266,7 +266,7 @@ class Step:
         updater, updates = self.updater, inputs.updates
         modifies = is_overridden(updater, "modify_gradients")
         if modifies or updater.is_sparse_gradients:  # else the masks may stay packed
-            plain, inputs = self._read(state, inputs)
+            plain, inputs = self.as_hooks_see(state, inputs)
         if modifies:
             updates = self.modify(inputs, plain)
         if updater.is_sparse_gradients:
@@ -289,17 +289,17 @@ class Step:
         if self.keeps_zeros:
             steps = start_from_zero(steps, inputs.params, change.grown)
         if self.sets_zeros:
-            plain, _ = self._read(state, inputs)
+            plain, _ = self.as_hooks_see(state, inputs)
             steps = make_updates_set_zeros(steps, inputs.params, plain.masks)
         return steps
 
-    def _read(self, state: SparseState, inputs: Inputs) -> tuple[SparseState, Inputs]:
+    def as_hooks_see(self, state: SparseState, inputs: Inputs) -> tuple[SparseState, Inputs]:
         """Returns the state and the inputs as hooks see them: plain masks, weights under them."""
         if self.packed:
             state = state._replace(masks=unpack_masks(state.masks, inputs.params))
         return state, inputs._replace(masks=state.masks if self.keeps_zeros else None)
 
-    def _stored(self, masks: Masks, params: Params) -> PyTree:
+    def as_stored(self, masks: Masks, params: Params) -> PyTree:
         """Returns plain masks as the state holds them."""
         return pack_masks(masks, params) if self.packed else masks
 

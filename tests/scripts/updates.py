@@ -81,6 +81,28 @@ def a_compact_state_of_stacked_layers_needs_no_communication(devices):
             updater.wrap_optax(optax.adam(0.1)).init(cut)
 
 
+def a_compact_state_moves_inside_shard_map(devices):
+    """Each device trains its layer as one device would."""
+    options = {"drop_fraction_fn": optax.constant_schedule(0.3), "batch_axes": 1}
+    updater = helpers.make_updater("rigl", use_compact_state=True, **options)
+    tx = updater.wrap_optax(optax.adam(0.1))
+
+    def train(params, grads):
+        state = tx.init(params)
+        for grad in grads:
+            updates, state = tx.update(grad, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    params, *grads = np.random.default_rng(0).normal(size=(3, 8, 1, 6, 5)).astype(np.float32)
+    expected = jax.jit(jax.vmap(train))(params, grads)[:, 0]
+    layers = P(("a", "b"))
+    placed = jax.tree.map(lambda x: devices.put(x[:, 0], *layers), (params, grads))
+    with jax.set_mesh(devices.mesh):
+        mapped = jax.jit(jax.shard_map(train, in_specs=layers, out_specs=layers))(*placed)
+    same(mapped, expected, placed[0])
+
+
 def every_algorithm_gives_bit_equal_masks(devices):
     for name in sparsity.all_algorithm_names():
         # One layer is enough where each is ranked by itself.
@@ -314,6 +336,7 @@ def initial_weights_are_pruned_as_on_one_device(devices):
 
 _BOTH = [
     a_compact_state_of_stacked_layers_needs_no_communication,
+    a_compact_state_moves_inside_shard_map,
     initial_weights_are_pruned_as_on_one_device,
     every_algorithm_gives_bit_equal_masks,
     groups_of_outputs_share_their_inputs_as_on_one_device,

@@ -68,11 +68,11 @@ def test_the_phases_of_a_step_can_be_called_alone():
     state = step.init(params)
     inputs = step.check(grads, state, params, {})
     assert step.accumulate(state, inputs) is state
-    refreshed, change = step.refresh(state, inputs)
-    np.testing.assert_array_equal(refreshed.masks, [[0, 1], [1, 0]])
+    updated, change = step.maybe_update_masks(state, inputs)
+    np.testing.assert_array_equal(updated.masks, [[0, 1], [1, 0]])
     assert change == (True, None)
-    assert int(refreshed.count) == 0
-    steps, after = step.transform(refreshed, inputs, change)
+    assert int(updated.count) == 0
+    steps, after = step.transform(updated, inputs, change)
     np.testing.assert_array_equal(steps, np.full((2, 2), -0.5))
     assert int(after.count) == 1
     landed = step.set_zeros(steps, after, inputs, change)
