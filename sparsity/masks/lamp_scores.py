@@ -121,8 +121,8 @@ def float_type(weights: jax.Array) -> np.dtype:
 
 
 def count_digit_bits(size: int) -> int:
-    """Returns the number of bits of a digit, of which `size` add up in an int32."""
-    return min(31 - max(size - 1, 1).bit_length(), 24)
+    """Returns the number of bits of a digit, of which `size` < 2**31 add up in an int32."""
+    return max(1, min(31 - max(size - 1, 1).bit_length(), 24))
 
 
 def count_bits(size: int) -> int:

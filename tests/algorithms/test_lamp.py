@@ -7,8 +7,9 @@ import optax
 import pytest
 
 import sparsity
+from sparsity.masks import lamp_scores as lamp_scores_module
 from sparsity.masks import lamp_search
-from sparsity.masks.lamp_scores import lamp_scores
+from sparsity.masks.lamp_scores import count_bits, count_digit_bits, lamp_scores
 from tests import helpers
 from tests.algorithms import oracles
 from tests.selection_oracle import best
@@ -133,3 +134,50 @@ def test_an_update_has_the_masks_of_the_scores():
     expected = updater.instant_sparsify(params)[1]
     for name in ("0", "2"):
         np.testing.assert_array_equal(state.masks[name], expected[name], err_msg=name)
+
+
+def _small_layers(kind):
+    rng = np.random.default_rng(11)
+    layers = [rng.normal(size=shape) for shape in ((37,), (24, 25))]
+    layers[1] *= 1e3  # scores do not depend on the scale of a layer
+    if kind == "ties":
+        layers = [np.round(4 * x / np.abs(x).max()) for x in layers]
+    if kind == "zeros":
+        layers = [x * (rng.random(x.shape) < 0.4) for x in layers]
+    if kind == "nan":
+        layers = [np.where(rng.random(x.shape) < 0.1, np.nan, x) for x in layers]
+    return [jnp.asarray(x, jnp.float32) for x in layers]
+
+
+def test_layers_larger_than_their_sample_have_the_masks_of_a_sort_in_numpy(monkeypatch):
+    # One layer is smaller than the room for a sample, one larger.
+    monkeypatch.setattr(lamp_search, "_ROOM", (64, 128))
+    search = jax.jit(lamp_search.search.__wrapped__)  # of this room, for all kinds and k
+    for kind in ("normal", "zeros", "nan", "ties"):
+        layers = _small_layers(kind)
+        scores = np.concatenate([_exact_scores(x) for x in layers])
+        num_positive = int(np.sum(scores > 0))
+        for k in (1, 3, 40, num_positive // 2, num_positive):
+            masks, is_proved = search(layers, (np.zeros(1, np.uint32), np.full(1, k, np.uint32)))
+            kept = np.concatenate([x.ravel() for x in masks])
+            np.testing.assert_array_equal(kept, best(scores, k), err_msg=f"{kind}, {k}")
+            assert is_proved or kind == "ties"
+
+
+def test_scores_of_several_rows_of_ranks_are_those_of_numpy(monkeypatch):
+    monkeypatch.setattr(lamp_scores_module, "_WIDTH", 8)
+    for size in (7, 8, 21):
+        weights = np.random.default_rng(size).integers(-3, 4, size).astype(np.float32)
+        scores = jax.jit(lamp_scores.__wrapped__)(weights)
+        np.testing.assert_allclose(scores, _exact_scores(weights), rtol=1e-6, err_msg=f"{size}")
+
+
+def test_sums_of_squares_fit_their_words():
+    # Digits have as many bits as let `size` of them add up in an int32, 24 at most; squares have as
+    # many digits as let `size` of them add up in 62 bits.
+    for size in [*range(1, 70), 2**16 - 1, 2**16, 2**16 + 1, 2**30 - 1, 2**30, 2**30 + 1]:
+        digit, bits = count_digit_bits(size), count_bits(size)
+        assert size * (2**digit - 1) < 2**31
+        assert digit == 24 or size * 2 ** (digit + 1) > 2**31
+        assert size * 2**bits <= 2**62 < 2 * size * 2 ** (bits + digit)
+        assert bits % digit == 0

@@ -10,7 +10,7 @@ import pytest
 
 from sparsity.core import exact as exact_counts
 from sparsity.selection import search as portable
-from sparsity.selection.cpu import key_search, visits
+from sparsity.selection.cpu import key_search, rows, visits
 from sparsity.selection.keys import KeyRange, key_range, to_keys
 from sparsity.selection.scores import Ranked, Scores
 from tests.selection_oracle import any_bits, ranks
@@ -223,3 +223,56 @@ def test_the_portable_search_takes_a_pass_for_every_four_bits(bits):
         assert np.sum(keys > key) <= k <= np.sum(keys >= key)
         assert len(asked) <= -(-bits // 4)
         assert all(pivots.min() >= -(2**bits) and np.all(np.diff(pivots) > 0) for pivots in asked)
+
+
+def test_even_pivots_cut_a_bracket_into_equal_eighths():
+    # Seven pivots leave eight parts; the keys above the last pivot are the eighth.
+    widths = np.array([*range(40), 1000, 2**31 - 1, 2**32 - 1], np.uint64)
+    low = np.where(widths < 2**31, -7, -(2**31)).astype(np.int32)
+    high = (low.astype(np.int64) + widths.astype(np.int64)).astype(np.int32)
+    no_keys = jnp.zeros(len(low), jnp.uint32), jnp.zeros(len(low), jnp.uint32)
+    b = key_search.Bracket.begin(jnp.asarray(low), jnp.asarray(high), no_keys)
+    pivots = np.asarray(jax.jit(jax.vmap(key_search.even_pivots))(b), np.int64)
+    ends = np.column_stack([low.astype(np.int64) - 1, pivots, high])
+    parts, num_keys = np.diff(ends, axis=1), widths.astype(np.int64) + 1
+    assert parts.shape[1] == 8
+    assert np.all(parts >= 0)
+    np.testing.assert_array_equal(parts.max(1), -(-num_keys // 8))
+    assert np.all(parts.max(1) - parts.min(1) <= 1)
+
+
+@pytest.mark.parametrize("keys", [np.arange(-600, 401) ** 3, np.arange(1001) // 70 * 2**20])
+def test_thresholds_on_a_mesh_are_keys_of_rank_k_in_few_passes(keys):
+    keys, passes = np.array(keys, np.int32), []
+    all_keys = KeyRange(np.dtype(np.int32), -(2**30), 2**30 - 1)
+    ks = np.array([0, 1, 2, 500, 1000, 1001], np.uint32)
+
+    def count(pivots):
+        passes.append(pivots)
+        return np.sum(keys > pivots[..., None], axis=-1).astype(np.uint32)
+
+    def above(pivots):
+        shape = jax.ShapeDtypeStruct(pivots.shape, jnp.uint32)
+        counts = jax.pure_callback(count, shape, pivots)
+        return counts & 0, counts
+
+    @jax.jit
+    def find(k):
+        lowest = jnp.full(len(ks), all_keys.low, jnp.int32)
+        return key_search.thresholds(above, (k & 0, k), lowest, all_keys)
+
+    key = np.asarray(find(ks))
+    assert key[0] >= keys.max()  # k = 0 keeps none
+    num_above = np.sum(keys > key[1:, None], axis=1)
+    at_least = np.sum(keys >= key[1:, None], axis=1)
+    assert np.all((num_above <= ks[1:]) & (ks[1:] <= at_least))
+    assert len(passes) <= 2 + 11
+
+
+@pytest.mark.parametrize("width", [4, 5], ids=["no padding", "padding"])
+def test_samples_are_every_stride_th_entry_of_each_segment(width):
+    scores = np.random.default_rng(0).permutation(36).reshape(3, 12).astype(np.int32)
+    part = rows.cut_rows([Ranked(Scores.wrap(jnp.asarray(scores)), batch_axes=1)], 3, width)
+    for stride in (1, 5):
+        expected = scores[:, ::stride].ravel()
+        np.testing.assert_array_equal(part.sample_every(stride), expected)
