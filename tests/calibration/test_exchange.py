@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsity.calibration.pruners.exchange import Reader, choose
+from sparsity.calibration.pruners.exchange import ReaderMatrices, choose
 from tests.calibration import oracles
 
 CHANNELS = 10
@@ -28,7 +28,9 @@ def problem(seed, width=1):
 
 def chosen(kept, swap, *problems, damping=0.0):
     readers = [
-        Reader(jnp.asarray(weights)[None, None], jnp.asarray(gram)[None, None], jnp.asarray(places))
+        ReaderMatrices(
+            jnp.asarray(weights)[None, None], jnp.asarray(gram)[None, None], jnp.asarray(places)
+        )
         for weights, gram, places, _ in problems
     ]
     return np.flatnonzero(choose(readers, kept, swap, damping)[0])
@@ -96,7 +98,7 @@ def test_products_that_read_the_same_channels_decide_together():
 def test_layers_choose_by_themselves():
     given = problem(0), problem(1)
     weights, grams = (jnp.stack([x[i][None] for x in given]) for i in range(2))
-    found = choose([Reader(weights, grams, jnp.asarray(given[0][2]))], 4, 8, 0.01)
+    found = choose([ReaderMatrices(weights, grams, jnp.asarray(given[0][2]))], 4, 8, 0.01)
     for own, mask in zip(given, found, strict=True):
         np.testing.assert_array_equal(np.flatnonzero(mask), chosen(4, 8, own, damping=0.01))
 

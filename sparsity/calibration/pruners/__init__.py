@@ -3,7 +3,7 @@
 from sparsity.calibration.pruners.base import StatisticsPruning, statistics_kind
 from sparsity.calibration.pruners.flap import FLAPPruning
 from sparsity.calibration.pruners.osscar import OSSCARPruning
-from sparsity.calibration.pruners.scored import RIAPruning, ScoredPruning, WandaPruning, Within
+from sparsity.calibration.pruners.scored import RIAPruning, ScoredPruning, SplitScope, WandaPruning
 from sparsity.calibration.pruners.sparsegpt import SparseGPTPruning
 
 __all__ = [
@@ -12,8 +12,8 @@ __all__ = [
     "RIAPruning",
     "ScoredPruning",
     "SparseGPTPruning",
+    "SplitScope",
     "StatisticsPruning",
     "WandaPruning",
-    "Within",
     "statistics_kind",
 ]

@@ -22,7 +22,7 @@ _FEW = 20  # a group that keeps fewer than one of so many channels is worth a wa
 
 
 @dataclasses.dataclass(frozen=True)
-class Readers(Coupled):
+class ReaderChannels(Coupled):
     """Scope of coupled channels in which only the parameters that read a channel score it.
 
     With `across`, importance is standardized within each group, or each of its layers: groups
@@ -80,10 +80,10 @@ class ChannelPruning(StatisticsPruning):
             )
 
     @property
-    def readers(self) -> Readers:
+    def readers(self) -> ReaderChannels:
         """Coupled channels, scored by the products that read them."""
-        fields = dataclasses.fields(Readers)
-        return Readers(**{field.name: getattr(self.scope, field.name) for field in fields})
+        fields = dataclasses.fields(ReaderChannels)
+        return ReaderChannels(**{field.name: getattr(self.scope, field.name) for field in fields})
 
     def calibrated_paths(self, params: PyTree, targets: PyTree) -> Iterable[KeyPath]:
         """Returns the paths of the parameters that read channels with a sparsity."""

@@ -28,7 +28,7 @@ from sparsity.calibration.inverses import damping_shifts
 _matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
-class Reader(NamedTuple):
+class ReaderMatrices(NamedTuple):
     """Matrices that read the channels of a group.
 
     Attributes:
@@ -62,7 +62,7 @@ class _Search(NamedTuple):
 
 @jax.jit
 def choose(
-    readers: Sequence[Reader], kept: chex.Numeric, swap: chex.Numeric, damping: chex.Numeric
+    readers: Sequence[ReaderMatrices], kept: chex.Numeric, swap: chex.Numeric, damping: chex.Numeric
 ) -> jax.Array:
     """Returns the mask of the kept channels of each layer, bool[layers, channels].
 

@@ -15,7 +15,7 @@ import numpy as np
 from sparsity import masks as masks_lib
 from sparsity.calibration.pruners.base import Problem, Problems
 from sparsity.calibration.pruners.channels import ChannelPruning
-from sparsity.calibration.pruners.exchange import Reader, choose
+from sparsity.calibration.pruners.exchange import ReaderMatrices, choose
 from sparsity.calibration.refits import LeastSquares
 from sparsity.calibration.statistics import Statistic, check_solvable, is_finite
 from sparsity.core import trees
@@ -140,7 +140,7 @@ def _reader(
     place: tuple[KeyPath, int, np.ndarray],
     leaves: Mapping[KeyPath, jax.Array],
     statistics: Mapping[KeyPath, Statistic],
-) -> Reader:
+) -> ReaderMatrices:
     """Returns a parameter as the matrices that read a group along one of its axes."""
     path, axis, positions = place
     if [path for path, _, _ in group.scored].count(path) > 1:
@@ -162,4 +162,4 @@ def _reader(
     numbers = np.arange(grams.shape[-1]).reshape([param.shape[x] for x in statistic.contracting])
     along = np.moveaxis(numbers, statistic.contracting.index(axis), 0)
     places = along[positions].reshape(len(positions), -1)
-    return Reader(by_layer(matrices), by_layer(grams), jnp.asarray(places))
+    return ReaderMatrices(by_layer(matrices), by_layer(grams), jnp.asarray(places))

@@ -139,14 +139,14 @@ class ScoredPruning(StatisticsPruning):
         """
         sites = self.sites(scores) if sites is None else sites
         shapes = trees.leaves_by_path(scores)
-        apart = {}
+        split_axes = {}
         for path in trees.leaves_by_path(sparsities):
             shape = getattr(shapes.get(path), "shape", ())
             statistic = self.statistic(statistics, sites[path], shape)
             if self.is_per_output:
                 check_groups(sites[path], statistic, shape)
-            apart[path] = (*statistic.batch, *(statistic.output if self.is_per_output else ()))
-        scope = Within(self.scope, apart) if is_per_slice(self.scope) else self.scope
+            split_axes[path] = (*statistic.batch, *(statistic.output if self.is_per_output else ()))
+        scope = SplitScope(self.scope, split_axes) if is_per_slice(self.scope) else self.scope
         return create_masks(scope, sites, scores, sparsities, target_sparsities, self.topk_fn)
 
 
@@ -218,16 +218,16 @@ def check_groups(site: Site, statistic: Statistic, shape: tuple[int, ...]) -> No
 
 
 @dataclasses.dataclass(frozen=True)
-class Within(Layerwise):
+class SplitScope(Layerwise):
     """Scope of slices whose entries compete where they agree along some axes.
 
     Attributes:
       scope: selects within a slice.
-      apart: axes along which entries must agree to compete, by path.
+      split_axes: axes along which entries must agree to compete, by path.
     """
 
     scope: Scope
-    apart: Mapping[KeyPath, tuple[int, ...]]
+    split_axes: Mapping[KeyPath, tuple[int, ...]]
 
     def select(self, leaves: Sequence[ScoredLeaf], topk_fn: TopkFn | None) -> list[jax.Array]:
         """Returns a mask for each parameter."""
@@ -247,7 +247,7 @@ class Within(Layerwise):
 
     def _axes(self, param: ScoredLeaf) -> tuple[int, ...]:
         """Returns the axes that separate single entries; none for units of several entries."""
-        return self.apart[param.site.path] if param.site.pattern.is_elementwise else ()
+        return self.split_axes[param.site.path] if param.site.pattern.is_elementwise else ()
 
 
 @host.instead(np.moveaxis)

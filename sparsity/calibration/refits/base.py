@@ -25,6 +25,7 @@ class Refit(Protocol):
     - `gram_copies`, which `StatisticsPruning` explains, and `count_bytes(outputs, inputs)`, the
       bytes of a solution beside one Gram matrix, for the estimate of memory;
     - `statistics_kind`, 'gram' by default;
+    - `damping`, which the warning of a singular Gram matrix names;
     - `shifts_biases = True`, to leave weights as they are: `oneshot` adds the means of the lost
       outputs to biases, and the refit is not called.
     """

@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsity import masks as masks_lib
 from sparsity.base_updater import BaseUpdater
-from sparsity.calibration.pruners import Within
+from sparsity.calibration.pruners import SplitScope
 from sparsity.calibration.refits import Refit, Select, shifts_biases
 from sparsity.calibration.statistics import (
     Statistic,
@@ -188,7 +188,7 @@ def _selection(
         sparsity = share * target
         # Both the current and the final sparsity, so that N:M keeps n of m at every share.
         param = ScoredLeaf(site, scores, sparsity, sparsity)
-        matrices = Within(pruner.scope, {site.path: statistic.batch})
+        matrices = SplitScope(pruner.scope, {site.path: statistic.batch})
         (mask,) = matrices.select([param], pruner.topk_fn)
         return mask
 
