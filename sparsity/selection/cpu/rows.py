@@ -217,7 +217,9 @@ class Rows:
             else jnp.take_along_axis(x, row[:, None, None], 1)[:, 0]
             for x in self.arrays
         ]
-        stored: tuple[jax.Array, ...] = lax.optimization_barrier(tuple(pad(x, width) for x in picked))
+        stored: tuple[jax.Array, ...] = lax.optimization_barrier(
+            tuple(pad(x, width) for x in picked)
+        )
         return stored
 
 
