@@ -52,15 +52,12 @@ class Coupled(DataclassBase):
       order: 1 sums scores, with their sign where an algorithm has one (|w g| becomes the absolute
         value of the sum of w g); 2 takes the root of the sum of squares.
       normalize: divide the score of a member by its number of entries in a channel.
-      across: let groups compete by importance per multiply-add, or per byte ("nbytes"). The best
-        channels stay whose total cost is at most that of n (1 - s) channels of every group, or of
-        the fewest channels that may stay. The sparsity of a group changes only that total.
-        Channels of importance 0 are removed.
-      round_to: the number of channels that stay is rounded up to a multiple of `round_to`, with
-        `across` as far as the cost allows; or a function of that number, which may be traced.
-      min_channels: smallest number of channels that stay in every group. By default 1; with
-        `across` a tenth of each group, or the n (1 - s) channels of its sparsity if these are
-        fewer.
+      across: let groups compete by importance per multiply-add, or per byte ("nbytes"); the page
+        on budgets says which channels stay.
+      round_to: round the number of channels that stay up to a multiple of this number; or a
+        function of the number, which may be traced.
+      min_channels: smallest number of channels that stay in every group; that page states the
+        default.
       plan: the cut of the model, for parameters that are smaller than those of `graph`. By default
         shapes tell the cut, unless an axis joins channels of two groups that lie on no other axis.
 
